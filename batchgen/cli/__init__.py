@@ -1,0 +1,1 @@
+"""Typer commands: parse and delegate."""

@@ -1,0 +1,1 @@
+"""Files: read rows, write results. pyarrow, no torch."""

@@ -1,0 +1,1 @@
+"""Wires files, text and engine into one resumable run."""

@@ -1,0 +1,132 @@
+"""The tensors of one step that attention needs, and the pool it reads and writes.
+
+Shape letters: T tokens, R decode rows, N heads, K kv heads, D head size, P pages, S page size, L layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["Attention", "AttentionBatch", "ChunkPages", "GroupPages", "KVPool", "LayerKV"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """Sizes of one layer's cache. `value_dim` differs from `key_dim` in some architectures (MLA)."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVPool:
+    """Paged keys and values: per layer [P, S, K, D]. Page 0 is scratch."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    page_size: int
+
+    @staticmethod
+    def allocate(
+        layers: list[LayerKV], num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> KVPool:
+        """A zeroed pool of `num_pages` pages, the scratch page included."""
+
+        def make(layer: LayerKV, dim: int) -> Tensor:
+            return torch.zeros(num_pages, page_size, layer.kv_heads, dim, dtype=dtype, device=device)
+
+        return KVPool([make(x, x.key_dim) for x in layers], [make(x, x.value_dim) for x in layers], page_size)
+
+    @staticmethod
+    def page_bytes(layers: list[LayerKV], page_size: int, dtype: torch.dtype) -> int:
+        """Bytes of one page over all layers."""
+        return sum(page_size * x.kv_heads * (x.key_dim + x.value_dim) for x in layers) * dtype.itemsize
+
+    def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy whole pages `sources` [n] int64 to `targets` [n] int64 in every layer."""
+        for cache in (*self.keys, *self.values):
+            cache[targets] = cache[sources]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPages:
+    """A prefill chunk: queries `[q_start, q_start + q_len)` of the flat tokens.
+
+    They stand at positions `[kv_len - q_len, kv_len)`.
+
+    `pages` [ceil(kv_len / S)] int64 covers positions 0..kv_len-1. Causal.
+    """
+
+    q_start: int
+    q_len: int
+    kv_len: int
+    pages: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPages:
+    """Decode rows `rows` [g] int64 (0-based within the decode rows) share full pages `pages` [p] int64.
+
+    The pages hold positions `[start, start + p * S)`; every row of the group attends to them, its window allowing.
+    """
+
+    rows: Tensor
+    pages: Tensor
+    start: int
+
+
+@dataclass(slots=True)
+class AttentionBatch:
+    """One step's attention. Flat tokens: the chunks' in order, then R decode rows from `decode_start`."""
+
+    slot_mapping: Tensor
+    """[T] int64: page * S + offset where each token's key and value go (scratch page slots for those not stored)."""
+    chunks: list[ChunkPages] = field(default_factory=list)
+    decode_start: int = 0
+    groups: list[GroupPages] = field(default_factory=list)
+    decode_pages: Tensor | None = None
+    """[R, Pmax] int64: each row's own pages, those its groups do not cover; padded with page 0."""
+    decode_lens: Tensor | None = None
+    """[R] int64: positions held in the row's own pages, the fed token included (at least 1)."""
+    decode_own_start: Tensor | None = None
+    """[R] int64: position of the first of the row's own pages (a multiple of S)."""
+    max_decode_len: int = 0
+    """max(decode_lens), known to the host."""
+
+
+class Attention(Protocol):
+    """A step's attention as the model sees it, made anew each step by a backend."""
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Store the step's keys and values of `layer`, then attend.
+
+        Args:
+            layer: which layer's pool.
+            query: [T, N, D].
+            key: [T, K, D].
+            value: [T, K, Dv].
+            scale: factor on query·key.
+            window: a token sees itself and the `window - 1` before it; None sees all.
+            softcap: scores become softcap * tanh(scores / softcap).
+            sinks: [N] logits that join each softmax's denominator and carry no value.
+
+        Returns:
+            [T, N, Dv] in the query's dtype; softmax and merges in float32.
+        """
+        ...

@@ -1,0 +1,247 @@
+"""The values that travel between floors: a parsed row, a request, a finished sample.
+
+Nothing here knows of files or tensors.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from batchgen.errors import ErrorInfo
+from batchgen.params import SamplingParams
+
+__all__ = [
+    "ChatPrompt",
+    "Completion",
+    "Dialect",
+    "FinishReason",
+    "ParsedRow",
+    "Prompt",
+    "Request",
+    "RequestTable",
+    "StopKind",
+    "TextPrompt",
+    "TokenPrompt",
+]
+
+Dialect = Literal["native", "openai-completions", "openai-chat"]
+FinishReason = Literal["stop", "length", "abort", "repetition"]
+StopKind = Literal["eos", "token", "string", "regex", "grammar"]
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """A prompt given as text; gets the tokenizer's BOS unless it begins with it."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """A prompt given as token ids, taken as they are."""
+
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation; the chat template renders and tokenises it."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    tools: tuple[Mapping[str, Any], ...] | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedRow:
+    """One input row after validation and before tokenisation."""
+
+    row_index: int
+    id: str
+    prompts: tuple[Prompt, ...]
+    params: SamplingParams
+    extra: Mapping[str, Any]
+    """Unknown top-level keys, carried to the output."""
+    dialect: Dialect = "native"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One tokenised prompt and how to continue it. `index` is its place in its `RequestTable`."""
+
+    index: int
+    row_index: int
+    prompt_index: int
+    prompt_ids: npt.NDArray[np.int32]
+    """[P]"""
+    params: SamplingParams
+    seed: int
+    """The row's own seed, or the one derived for it."""
+    max_new_tokens: int
+    """Effective: clipped to the context."""
+
+
+class RequestTable:
+    """All prompts of a job by column, about 40 bytes a prompt beside its tokens.
+
+    Equal `SamplingParams` are stored once, the seed in a column of its own. Tokens live in one flat int32 buffer:
+    in memory while rows are appended, or a memory map that a caller hands to `from_columns`.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = array("i")
+        self._offsets = array("q", [0])
+        self._row_index = array("q")
+        self._prompt_index = array("i")
+        self._params_id = array("i")
+        self._seed = array("q")
+        self._max_new = array("i")
+        self._params: list[SamplingParams] = []
+        self._interned: dict[SamplingParams, int] = {}
+        self._mapped: npt.NDArray[np.int32] | None = None
+
+    def append(
+        self,
+        row_index: int,
+        prompt_index: int,
+        prompt_ids: Sequence[int] | npt.NDArray[np.int32],
+        params: SamplingParams,
+        seed: int,
+        max_new_tokens: int,
+    ) -> int:
+        """Add a prompt and return its index."""
+        if self._mapped is None:
+            self._tokens.frombytes(np.asarray(prompt_ids, dtype=np.int32).tobytes())
+        shared = replace(params, seed=None) if params.seed is not None else params
+        params_id = self._interned.setdefault(shared, len(self._params))
+        if params_id == len(self._params):
+            self._params.append(shared)
+        self._offsets.append(self._offsets[-1] + len(prompt_ids))
+        self._row_index.append(row_index)
+        self._prompt_index.append(prompt_index)
+        self._params_id.append(params_id)
+        self._seed.append(seed)
+        self._max_new.append(max_new_tokens)
+        return len(self._row_index) - 1
+
+    def spill(self, tokens: npt.NDArray[np.int32]) -> None:
+        """Use `tokens` [total] (usually a memory map holding the same ids) in place of the in-memory buffer.
+
+        Called with an empty array before the first `append`, it tells the table that its caller keeps the ids.
+        """
+        self._mapped = tokens
+        self._tokens = array("i")
+
+    def __len__(self) -> int:
+        return len(self._row_index)
+
+    def __iter__(self) -> Iterator[Request]:
+        return (self[i] for i in range(len(self)))
+
+    def __getitem__(self, index: int) -> Request:
+        start, end = self._offsets[index], self._offsets[index + 1]
+        return Request(
+            index=index,
+            row_index=self._row_index[index],
+            prompt_index=self._prompt_index[index],
+            prompt_ids=self.tokens[start:end],
+            params=self._params[self._params_id[index]],
+            seed=self._seed[index],
+            max_new_tokens=self._max_new[index],
+        )
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """[total] all prompts' ids, one after the other."""
+        if self._mapped is not None:
+            return self._mapped
+        return np.frombuffer(self._tokens, dtype=np.int32) if self._tokens else np.zeros(0, np.int32)
+
+    @property
+    def offsets(self) -> npt.NDArray[np.int64]:
+        """[N + 1] prompt i is `tokens[offsets[i]:offsets[i + 1]]`."""
+        return np.frombuffer(self._offsets, dtype=np.int64)
+
+    @property
+    def row_index(self) -> npt.NDArray[np.int64]:
+        """[N] the input row each prompt came from."""
+        return _column(self._row_index, np.int64)
+
+    @property
+    def params_id(self) -> npt.NDArray[np.int32]:
+        """[N] index into `params`."""
+        return _column(self._params_id, np.int32)
+
+    @property
+    def seed(self) -> npt.NDArray[np.int64]:
+        """[N] row seeds."""
+        return _column(self._seed, np.int64)
+
+    @property
+    def max_new_tokens(self) -> npt.NDArray[np.int32]:
+        """[N] effective limits."""
+        return _column(self._max_new, np.int32)
+
+    @property
+    def params(self) -> list[SamplingParams]:
+        """The distinct parameter sets, seeds removed."""
+        return self._params
+
+
+def _column(values: array[int], dtype: type) -> npt.NDArray[Any]:
+    return np.frombuffer(values, dtype=dtype) if values else np.zeros(0, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished (or failed) sample with everything that was asked for.
+
+    `row_index`, `prompt_index` and `sample_index` are its key. A row that failed as a whole has one completion with
+    `error` set, prompt and sample index 0.
+    """
+
+    row_index: int
+    prompt_index: int = 0
+    sample_index: int = 0
+    error: ErrorInfo | None = None
+    finish_reason: FinishReason | None = None
+    stop_kind: StopKind | None = None
+    matched_stop: str | None = None
+    matched_text: str | None = None
+    text: str | None = None
+    output_ids: Sequence[int] | None = None
+    """[C], up to and including the token that completed the stop."""
+    prompt_ids: Sequence[int] | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    """Prompt tokens that another sample's computation covers; the job's prompt tokens less these are computed."""
+    output_logprobs: Sequence[float] | None = None
+    """[C] natural log."""
+    output_top_ids: Sequence[int] | None = None
+    """[C * K] flat, most likely first, ties by lowest id."""
+    output_top_logprobs: Sequence[float] | None = None
+    cumulative_logprob: float | None = None
+    mean_logprob: float | None = None
+    seed: int | None = None
+    effective_max_new_tokens: int | None = None
+    dedup_of: int | None = None
+    """row_index of the identical greedy row this one was copied from."""
+    id: str | None = None
+    """Filled for the Python API; a job's writer looks ids up by row."""
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """(row_index, prompt_index, sample_index)."""
+        return (self.row_index, self.prompt_index, self.sample_index)
