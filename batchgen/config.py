@@ -1,0 +1,286 @@
+"""A job's configuration: flags > `BATCHGEN_*` environment > `--config FILE.toml` > `./batchgen.toml` > defaults."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from batchgen.errors import RowError, UsageError
+from batchgen.options import BY_NAME, OPTIONS, Option, coerce
+from batchgen.params import SamplingParams
+from batchgen.units import Shard, Threshold, parse_shard
+
+__all__ = ["DEFAULT_FILE", "STDIN", "EngineConfig", "RunConfig", "resolve_config"]
+
+DEFAULT_FILE = "batchgen.toml"
+STDIN = "-"
+
+_PREFIX = "BATCHGEN_"
+_OTHER_VARIABLES = frozenset({"BATCHGEN_TRACEBACK"})
+"""Variables of ours that are no options."""
+_COMPRESSED = frozenset({".gz", ".zst"})
+_OTHER_FORMATS = frozenset({".json", ".jsonl", ".csv", ".txt", ".gz", ".zst", ".arrow"})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What the engine needs to know, by itself or inside a job. None means: chosen from the model and the device.
+
+    Text is taken as the command line takes it (`kv_memory="4GiB"`).
+
+    Raises:
+        UsageError: a value is out of range, or not built yet.
+    """
+
+    model: str | None = None
+    """Folder or id; None is the demonstration model."""
+    revision: str | None = None
+    tokenizer: str | None = None
+    """Folder or id; None is the model's own."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    attention: Literal["auto", "torch"] = "auto"
+    model_impl: Literal["auto", "native", "transformers"] = "auto"
+    max_model_len: int | None = None
+    """Tokens of prompt and completion together."""
+    max_num_seqs: int | None = None
+    max_tokens_per_step: int | None = None
+    kv_memory: int | float | None = None
+    """int: bytes; float: share of the device's memory in (0, 1]."""
+    page_size: int = 16
+    """Tokens in a page."""
+    cpu_threads: int | None = None
+    seed: int = 0
+    """Run seed, int64."""
+    dedup: bool = True
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if value is not None or item.default is not None:
+                object.__setattr__(self, item.name, coerce(BY_NAME[item.name], value, item.name))
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """One job, fully resolved. Built by `resolve_config`; tests may build one directly."""
+
+    inputs: tuple[str, ...]
+    """Paths, globs, or "-" for stdin, in order."""
+    output: Path
+    """The result file; with a shard the folder of the shards' files (see `output_file`)."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Run-wide sampling defaults that were given: `SamplingParams` field -> value."""
+    sampling_defaults: Literal["model", "openai"] = "model"
+    logprobs_mode: Literal["raw"] = "raw"
+    prompt_column: str | None = None
+    id_column: str | None = None
+    chat: bool | None = None
+    """True wraps text prompts as user messages, False refuses conversations, None goes by the row."""
+    system: str | None = None
+    truncate: Literal["none", "left", "right"] = "none"
+    carry: Literal["all", "none"] | tuple[str, ...] = "all"
+    include_prompt: bool = False
+    include_prompt_ids: bool = False
+    shard: Shard | None = None
+    limit: int | None = None
+    """Rows."""
+    offset: int = 0
+    """Rows."""
+    sample: int | None = None
+    """Rows."""
+    existing: Literal["resume", "overwrite", "resume-anyway"] = "resume"
+    retry_errors: bool = False
+    max_errors: Threshold = field(default_factory=Threshold)
+    on_bad_row: Literal["error-row", "skip", "fail"] = "error-row"
+    on_duplicate_id: Literal["error", "suffix", "allow"] = "error"
+    commit_every: int = 2000
+    """Rows."""
+    commit_seconds: float = 30.0
+    max_time: float | None = None
+    """Seconds."""
+    progress: Literal["auto", "bar", "plain", "json", "none"] = "auto"
+    report: str | None = None
+    """Path, or "-" for stdout."""
+    dry_run: bool = False
+    origins: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Option -> where its value came from; absent: default."""
+
+    @property
+    def output_file(self) -> Path:
+        """The Parquet file this run writes."""
+        return self.output / self.shard.file_name if self.shard else self.output
+
+    def describe(self) -> dict[str, Any]:
+        """The effective configuration with the origin of each value, ready for JSON."""
+        return {
+            "inputs": list(self.inputs),
+            "options": {
+                option.name: {
+                    "value": _plain(self._value(option)),
+                    "origin": self.origins.get(option.name, "default"),
+                }
+                for option in OPTIONS
+                if option.built and option.target != "meta"
+            },
+        }
+
+    def _value(self, option: Option) -> object:
+        if option.target == "sampling":
+            return self.sampling.get(option.name)
+        return getattr(self.engine if option.target == "engine" else self, option.name)
+
+
+def resolve_config(flags: Mapping[str, Any], env: Mapping[str, str], cwd: Path) -> RunConfig:
+    """Layer flags over environment over files over defaults.
+
+    `flags` maps option names to what the command line gave (text, or bool for a switch, or a tuple of text for a
+    repeatable option), without the options that were not given; `inputs` is the tuple of positional arguments.
+
+    Raises:
+        UsageError: an unknown key or variable, a value that is wrong or not built, or no way to name the output.
+    """
+    inputs = tuple(flags.get("inputs", ()))
+    given: dict[str, tuple[Any, str]] = {}
+    for option, value, label, origin in _layers(flags, env, cwd):
+        if option.name not in given and option.target != "meta":
+            given[option.name] = (coerce(option, value, label), origin)
+    values = {name: value for name, (value, _) in given.items() if BY_NAME[name].built}
+    output = values.pop("output", None)
+    if "shard" in values:
+        values["shard"] = _shard(values["shard"], env)
+    sampling = {name: values.pop(name) for name in list(values) if BY_NAME[name].target == "sampling"}
+    engine = {name: values.pop(name) for name in list(values) if BY_NAME[name].target == "engine"}
+    _check_sampling(sampling)
+    return RunConfig(
+        inputs=inputs,
+        output=_output_path(inputs, output, cwd),
+        engine=EngineConfig(**engine),
+        sampling=sampling,
+        origins={name: origin for name, (_, origin) in given.items()},
+        **values,
+    )
+
+
+def _layers(flags: Mapping[str, Any], env: Mapping[str, str], cwd: Path) -> Iterator[tuple[Option, Any, str, str]]:
+    """Every value given, strongest layer first: (option, value, its name there, origin)."""
+    file: tuple[Any, str] | None = None
+    for name, value in flags.items():
+        if name == "config":
+            file = (value, "--config")
+        elif name != "inputs":
+            yield BY_NAME[name], value, BY_NAME[name].flag, "flag"
+    for name, text in env.items():
+        if not name.startswith(_PREFIX) or name in _OTHER_VARIABLES or not text:
+            continue
+        option = BY_NAME.get(name.removeprefix(_PREFIX).lower())
+        if option is None or name != option.env:
+            raise UsageError(f"unknown environment variable `{name}`{_suggest(name, [o.env for o in OPTIONS])}")
+        if option.name == "config":
+            file = file or (text, option.env)
+        else:
+            yield option, _env_value(option, text), name, f"environment {name}"
+    if file is not None:
+        path = cwd / coerce(BY_NAME["config"], file[0], file[1])
+        yield from _read_file(path, str(file[0]), file[1])
+    if (cwd / DEFAULT_FILE).is_file():
+        yield from _read_file(cwd / DEFAULT_FILE, f"./{DEFAULT_FILE}", DEFAULT_FILE)
+
+
+def _env_value(option: Option, text: str) -> Any:
+    """A repeatable option's variable is one value, or a JSON list of several."""
+    if not option.repeat or not text.startswith("["):
+        return text
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as problem:
+        raise UsageError(f"`{option.env}` begins with [ but is no JSON list: {problem}") from None
+
+
+def _read_file(path: Path, shown: str, source: str) -> Iterator[tuple[Option, Any, str, str]]:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as problem:
+        raise UsageError(f"`{source}`: cannot read {shown}: {problem.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
+        raise UsageError(f"{shown} is not valid TOML: {problem}") from None
+    seen: set[str] = set()
+    for key, value in table.items():
+        option = BY_NAME.get(key.replace("-", "_"))
+        if option is None or option.target == "meta":
+            raise UsageError(f"unknown key `{key}` in {shown}{_suggest_key(key)}")
+        if option.name in seen:
+            raise UsageError(f"`{key}` stands twice in {shown}, with - and with _")
+        seen.add(option.name)
+        yield option, value, f"{key} in {shown}", shown
+
+
+def _suggest_key(key: str) -> str:
+    if key == "inputs":
+        return "; input files are named on the command line"
+    for option in OPTIONS:
+        if option.switches and key.replace("_", "-") in option.choices:
+            return f'; write {option.name} = "{key.replace("_", "-")}"'
+    return _suggest(key.replace("-", "_"), [option.name for option in OPTIONS if option.target != "meta"])
+
+
+def _suggest(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean `{close[0]}`?" if close else ""
+
+
+def _shard(text: str, env: Mapping[str, str]) -> Shard:
+    try:
+        return parse_shard(text, env)
+    except ValueError as problem:
+        raise UsageError(f"`--shard` {problem}") from None
+
+
+def _check_sampling(sampling: Mapping[str, Any]) -> None:
+    try:
+        SamplingParams(**sampling)
+    except RowError as problem:
+        name = problem.info.param or ""
+        message = (
+            problem.info.message.replace(f"`{name}`", f"`{BY_NAME[name].flag}`") if name in BY_NAME else str(problem)
+        )
+        raise UsageError(message) from None
+
+
+def _output_path(inputs: tuple[str, ...], output: str | None, cwd: Path) -> Path:
+    if not inputs:
+        raise UsageError("name at least one input file, or - for stdin")
+    if inputs.count(STDIN) > 1:
+        raise UsageError("- (stdin) can be read only once")
+    if output is None:
+        return _default_output(inputs, cwd)
+    if output == STDIN or Path(output).suffix.lower() in _OTHER_FORMATS:
+        raise UsageError(f"`--output` is a Parquet file: give a name such as results.parquet, got {output!r}")
+    if any(name != STDIN and (cwd / name).resolve() == (cwd / output).resolve() for name in inputs):
+        raise UsageError(f"`--output` {output} is an input file; give another name")
+    return Path(output)
+
+
+def _default_output(inputs: tuple[str, ...], cwd: Path) -> Path:
+    name = inputs[0]
+    if len(inputs) > 1 or name == STDIN:
+        reason = "stdin has no name" if name == STDIN else "there are several inputs"
+        raise UsageError(f"{reason}: name the result file with -o results.parquet")
+    if any(sign in name for sign in "*?[") and not (cwd / name).exists():
+        raise UsageError("an input pattern may name several files: name the result file with -o results.parquet")
+    path = Path(name)
+    if path.suffix.lower() in _COMPRESSED:
+        path = path.with_suffix("")
+    return path.with_name(path.stem + ".out.parquet")
+
+
+def _plain(value: object) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path | Threshold | Shard) else value

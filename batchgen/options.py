@@ -1,0 +1,431 @@
+"""The one table of `batchgen run` options: flags, environment, TOML keys, checks and the CLI reference derive from it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from batchgen.errors import UsageError
+from batchgen.units import (
+    Threshold,
+    parse_bool,
+    parse_columns,
+    parse_duration,
+    parse_float,
+    parse_int,
+    parse_memory,
+    parse_name_path,
+    parse_size,
+    parse_threshold,
+    parse_token_ids,
+)
+
+__all__ = ["BY_NAME", "GROUPS", "OPTIONS", "Kind", "Option", "coerce"]
+
+Target = Literal["engine", "run", "sampling", "meta"]
+
+_INT64_MAX = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How a value is written: `parse` raises `ValueError` with a message that follows the option's name."""
+
+    metavar: str
+    parse: Callable[[str], Any]
+    scalars: tuple[type, ...] = (str,)
+    """Types a TOML file or a Python caller may give besides the ones that `parse` reads."""
+    joined: bool = False
+    """Whether a list stands for its items with commas between them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option. Values in `unbuilt` are refused until they are built; `built` false refuses all but the default."""
+
+    name: str
+    kind: Kind
+    default: Any
+    group: str
+    help: str
+    target: Target = "run"
+    repeat: bool = False
+    choices: tuple[str, ...] = ()
+    unbuilt: tuple[str, ...] = ()
+    built: bool = True
+    switches: bool = False
+    """Each choice is a flag of its own."""
+    short: str | None = None
+
+    @property
+    def flag(self) -> str:
+        """`max_num_seqs` -> `--max-num-seqs`."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def env(self) -> str:
+        """`max_num_seqs` -> `BATCHGEN_MAX_NUM_SEQS`."""
+        return "BATCHGEN_" + self.name.upper()
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Every spelling on the command line, the positive one of a switch first."""
+        if self.switches:
+            return tuple(f"--{choice}" for choice in self.choices)
+        if self.kind is BOOL:
+            return self.flag, self.negative
+        return (self.flag, self.short) if self.short else (self.flag,)
+
+    @property
+    def negative(self) -> str:
+        """The flag that says no: `--no-chat`, or `--stop-trim` for `--no-stop-trim`."""
+        return self.flag.replace("--no-", "--", 1) if self.name.startswith("no_") else self.flag.replace("--", "--no-")
+
+
+def _whole(low: int, high: int = _INT64_MAX) -> Kind:
+    def parse(text: str) -> int:
+        value = parse_int(text)
+        if not low <= value <= high:
+            bound = f"at least {low}" if high == _INT64_MAX else f"between {low} and {high}"
+            raise ValueError(f"must be {bound}, got {value}")
+        return value
+
+    return Kind("N", parse, (str, int))
+
+
+def _number(low: float, high: float) -> Kind:
+    def parse(text: str) -> float:
+        value = parse_float(text)
+        if not low <= value <= high:
+            raise ValueError(f"must be between {low:g} and {high:g}, got {value:g}")
+        return value
+
+    return Kind("X", parse, (str, int, float))
+
+
+def _pick(*choices: str) -> Kind:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"takes one of {', '.join(choices)}; got {text!r}")
+        return text
+
+    return Kind("|".join(choices), parse)
+
+
+def _word(text: str) -> str:
+    if not text.strip():
+        raise ValueError("must not be empty")
+    return text
+
+
+def _carry(text: str) -> str | tuple[str, ...]:
+    return text if text in ("all", "none") else parse_columns(text)
+
+
+TEXT = Kind("TEXT", str)
+WORD = Kind("NAME", _word)
+PATH = Kind("PATH", _word, (str, os.PathLike))
+BOOL = Kind("", parse_bool, (str, bool))
+REAL = Kind("X", parse_float, (str, int, float))
+SIZE = Kind("SIZE", parse_size, (str, int))
+MEMORY = Kind("SIZE|SHARE", parse_memory, (str, int, float))
+DURATION = Kind("DURATION", parse_duration, (str, int, float))
+THRESHOLD = Kind("N|P%", parse_threshold, (str, int))
+COLUMNS = Kind("all|none|COL,...", _carry, joined=True)
+TOKEN_IDS = Kind("ID,...", parse_token_ids, (str, int), joined=True)
+SHARD = Kind("auto|I/N", _word)
+NAME_PATH = Kind("NAME=PATH", parse_name_path)
+
+
+def _choice(name: str, choices: str, group: str, help: str, target: Target = "run", **more: Any) -> Option:
+    names = tuple(choices.split("|"))
+    return Option(name, _pick(*names), names[0], group, help, target, choices=names, **more)
+
+
+def _flag(
+    name: str, group: str, help: str, target: Target = "run", default: bool = False, built: bool = True
+) -> Option:
+    return Option(name, BOOL, default, group, help, target, built=built)
+
+
+MODEL, ENGINE, SAMPLING, INPUT, JOB, OUTPUT = "Model", "Engine", "Sampling defaults", "Input", "Job", "Output"
+GROUPS = (MODEL, ENGINE, SAMPLING, INPUT, JOB, OUTPUT)
+
+OPTIONS: tuple[Option, ...] = (
+    # What is set here is read by the layers themselves.
+    Option("config", PATH, None, JOB, "TOML file of options. Example: --config job.toml", "meta"),
+    Option(
+        "output",
+        PATH,
+        None,
+        OUTPUT,
+        "Result file; by default INPUT with its suffix replaced by .out.parquet. Example: -o results.parquet",
+        short="-o",
+    ),
+    # Model
+    Option(
+        "model",
+        PATH,
+        None,
+        MODEL,
+        "Model folder or Hugging Face id; without it the demonstration model runs. Example: --model ./Qwen3-0.6B",
+        "engine",
+    ),
+    Option("revision", WORD, None, MODEL, "Branch, tag or commit of a model id. Example: --revision main", "engine"),
+    Option("tokenizer", PATH, None, MODEL, "Tokenizer folder or id. Example: --tokenizer ./tok", "engine"),
+    _choice(
+        "dtype", "auto|bfloat16|float16|float32", MODEL, "Number format of weights. Example: --dtype float32", "engine"
+    ),
+    _choice("device", "auto|cuda|cpu", MODEL, "Where to compute. Example: --device cpu", "engine"),
+    _choice(
+        "attention",
+        "auto|flash|triton|torch",
+        MODEL,
+        "Attention kernels. Example: --attention torch",
+        "engine",
+        unbuilt=("flash", "triton"),
+    ),
+    _choice(
+        "model_impl",
+        "auto|native|transformers",
+        MODEL,
+        "Our decoder, or any model of the transformers library. Example: --model-impl transformers",
+        "engine",
+    ),
+    Option(
+        "max_model_len",
+        _whole(1),
+        None,
+        MODEL,
+        "Longest prompt and completion, in tokens; by default the model's. Example: --max-model-len 4096",
+        "engine",
+    ),
+    Option("lora", NAME_PATH, (), MODEL, "Adapter. Example: --lora fr=./french", "engine", repeat=True, built=False),
+    Option("tensor_parallel", _whole(1), 1, MODEL, "GPUs per model. Example: --tensor-parallel 2", built=False),
+    # Engine
+    Option(
+        "max_num_seqs",
+        _whole(1),
+        None,
+        ENGINE,
+        "Most samples generated at once; chosen by device by default. Example: --max-num-seqs 64",
+        "engine",
+    ),
+    Option(
+        "max_tokens_per_step",
+        _whole(1),
+        None,
+        ENGINE,
+        "Most tokens computed in one step; chosen by device by default. Example: --max-tokens-per-step 2048",
+        "engine",
+    ),
+    Option(
+        "kv_memory",
+        MEMORY,
+        None,
+        ENGINE,
+        "Memory for keys and values: a size, or a share of the device's memory. Example: --kv-memory 4GiB or 85%",
+        "engine",
+    ),
+    Option("page_size", _whole(1, 4096), 16, ENGINE, "Tokens in a KV page. Example: --page-size 32", "engine"),
+    Option(
+        "cpu_threads",
+        _whole(1, 4096),
+        None,
+        ENGINE,
+        "Threads for computing on the CPU; by default its physical cores. Example: --cpu-threads 8",
+        "engine",
+    ),
+    Option(
+        "seed",
+        _whole(-_INT64_MAX - 1),
+        0,
+        ENGINE,
+        "Run seed, from which rows derive theirs. Example: --seed 42",
+        "engine",
+    ),
+    _flag(
+        "dedup",
+        ENGINE,
+        "Compute identical prompts, and identical greedy rows, once. Example: --no-dedup",
+        "engine",
+        default=True,
+    ),
+    _flag("deterministic", ENGINE, "Logits independent of the batch. Example: --deterministic", built=False),
+    # Run-wide defaults of the row fields of the same name
+    _choice(
+        "sampling_defaults",
+        "model|openai",
+        SAMPLING,
+        "Where unset sampling fields come from: the model's generation_config.json, or 1.0, 1.0, -1, 0.0. "
+        "Example: --sampling-defaults openai",
+    ),
+    Option("temperature", REAL, None, SAMPLING, "0 is greedy. Example: --temperature 0.7", "sampling"),
+    Option("top_p", REAL, None, SAMPLING, "Nucleus share in (0, 1]. Example: --top-p 0.95", "sampling"),
+    Option("top_k", _whole(-1, 2**31), None, SAMPLING, "-1 or 0: all. Example: --top-k 40", "sampling"),
+    Option("min_p", REAL, None, SAMPLING, "Share of the likeliest, in [0, 1]. Example: --min-p 0.05", "sampling"),
+    Option(
+        "max_new_tokens",
+        _whole(0, 2**31),
+        None,
+        SAMPLING,
+        "Most tokens to generate; 128 by default. Example: --max-new-tokens 512",
+        "sampling",
+    ),
+    Option("min_new_tokens", _whole(0, 2**31), None, SAMPLING, "Example: --min-new-tokens 8", "sampling"),
+    Option("stop", TEXT, None, SAMPLING, "Stop string, repeatable. Example: --stop END", "sampling", repeat=True),
+    Option("stop_token_ids", TOKEN_IDS, None, SAMPLING, "Example: --stop-token-ids 2,13", "sampling"),
+    Option("ignore_eos", BOOL, None, SAMPLING, "Go on past end-of-sequence. Example: --ignore-eos", "sampling"),
+    Option("no_stop_trim", BOOL, None, SAMPLING, "Keep the stop in the text. Example: --no-stop-trim", "sampling"),
+    Option(
+        "skip_special_tokens",
+        BOOL,
+        None,
+        SAMPLING,
+        "Leave special tokens out of the text; on by default. Example: --no-skip-special-tokens",
+        "sampling",
+    ),
+    Option("n", _whole(1, 2**20), None, SAMPLING, "Samples per prompt. Example: --n 4", "sampling"),
+    Option("return_logprob", BOOL, None, SAMPLING, "Write output logprobs. Example: --return-logprob", "sampling"),
+    Option(
+        "top_logprobs_num",
+        _whole(0, 2**20),
+        None,
+        SAMPLING,
+        "Most likely tokens to write per position. Example: --top-logprobs-num 5",
+        "sampling",
+    ),
+    Option("best_of", _whole(1), None, SAMPLING, "Example: --best-of 4", built=False),
+    Option("frequency_penalty", REAL, 0.0, SAMPLING, "Example: --frequency-penalty 0.5", built=False),
+    Option("presence_penalty", REAL, 0.0, SAMPLING, "Example: --presence-penalty 0.5", built=False),
+    Option("repetition_penalty", REAL, 1.0, SAMPLING, "Example: --repetition-penalty 1.1", built=False),
+    _choice(
+        "repetition_penalty_scope",
+        "output|prompt+output",
+        SAMPLING,
+        "Example: --repetition-penalty-scope prompt+output",
+        built=False,
+    ),
+    Option("stop_regex", TEXT, (), SAMPLING, "Example: --stop-regex '[0-9]+'", repeat=True, built=False),
+    _choice("logprobs_mode", "raw|processed", SAMPLING, "Example: --logprobs-mode processed", unbuilt=("processed",)),
+    Option("logit_processor", NAME_PATH, (), SAMPLING, "NAME=module:function", repeat=True, built=False),
+    Option("stop_on_repeat", TEXT, None, SAMPLING, "Example: --stop-on-repeat 64", built=False),
+    _flag("lenient_schemas", SAMPLING, "Let unenforced keywords pass. Example: --lenient-schemas", built=False),
+    # Input
+    Option("prompt_column", WORD, None, INPUT, "Field that holds the prompt. Example: --prompt-column question"),
+    Option("id_column", WORD, None, INPUT, "Field that holds the row's id. Example: --id-column uid"),
+    Option(
+        "chat",
+        BOOL,
+        None,
+        INPUT,
+        "Wrap plain text prompts as user messages (--chat), or refuse to apply the chat template (--no-chat). "
+        "Example: --chat",
+    ),
+    Option("system", TEXT, None, INPUT, "System message of conversations without one. Example: --system 'Be brief.'"),
+    _choice("truncate", "none|left|right", INPUT, "Side to cut prompts that are too long. Example: --truncate left"),
+    Option("media_root", PATH, None, INPUT, "Folder of media files. Example: --media-root ./images", built=False),
+    Option("shard", SHARD, None, INPUT, "Run part I of N; auto reads Slurm's array variables. Example: --shard 0/16"),
+    Option("limit", _whole(0), None, INPUT, "Run the first N rows after --offset. Example: --limit 100"),
+    Option("offset", _whole(0), 0, INPUT, "Leave out the first N rows. Example: --offset 1000"),
+    Option("sample", _whole(1), None, INPUT, "Run N rows chosen at random by the seed. Example: --sample 50"),
+    _choice(
+        "on_bad_row",
+        "error-row|skip|fail",
+        INPUT,
+        "What a row that is wrong becomes: an error row, nothing, or the end of the run. Example: --on-bad-row fail",
+    ),
+    _choice(
+        "on_duplicate_id",
+        "error|suffix|allow",
+        INPUT,
+        "What becomes of a repeated id. Example: --on-duplicate-id suffix",
+    ),
+    # Job
+    _choice(
+        "existing",
+        "resume|overwrite|resume-anyway",
+        JOB,
+        "Go on with unfinished work (default), start over, or go on although the job has changed. Example: --overwrite",
+        switches=True,
+    ),
+    _flag("retry_errors", JOB, "Run rows again that failed before. Example: --retry-errors"),
+    Option(
+        "max_errors",
+        THRESHOLD,
+        Threshold(),
+        JOB,
+        "Row errors to bear before exit code 3; by default fewer than all rows. Example: --max-errors 5%",
+    ),
+    Option("commit_every", _whole(1), 2000, JOB, "Most rows between commits. Example: --commit-every 500"),
+    Option("commit_seconds", DURATION, 30.0, JOB, "Longest time between commits. Example: --commit-seconds 10"),
+    Option(
+        "max_time", DURATION, None, JOB, "Stop resumably, with exit code 75, after this long. Example: --max-time 2h"
+    ),
+    _choice("progress", "auto|bar|plain|json|none", JOB, "How to show progress on stderr. Example: --progress plain"),
+    Option("events", PATH, None, JOB, "Token-by-token events. Example: --events -", built=False),
+    _flag("dry_run", JOB, "Check the input and the plan only, as `batchgen check` does. Example: --dry-run"),
+    # Output
+    Option(
+        "carry",
+        COLUMNS,
+        "all",
+        OUTPUT,
+        "Unknown fields of a row to write to the output. Example: --carry source,lang",
+    ),
+    _flag("include_prompt", OUTPUT, "Write each prompt's text. Example: --include-prompt"),
+    _flag("include_prompt_ids", OUTPUT, "Write each prompt's token ids. Example: --include-prompt-ids"),
+    Option("report", PATH, None, OUTPUT, "Write the run's figures as JSON; - is stdout. Example: --report run.json"),
+    Option("max_output_bytes", SIZE, None, OUTPUT, "Example: --max-output-bytes 10GB", built=False),
+    _choice("hidden_states_dtype", "auto|float32", OUTPUT, "Example: --hidden-states-dtype float32", built=False),
+)
+
+BY_NAME = {option.name: option for option in OPTIONS}
+
+
+def coerce(option: Option, value: object, label: str) -> Any:
+    """`value` as given by a flag, a variable, a TOML file or Python, parsed and checked.
+
+    Raises:
+        UsageError: names `label` and what it takes, or says that the value is not built yet.
+    """
+    try:
+        result = _parse(option, value)
+    except ValueError as problem:
+        if not option.built:
+            raise _not_built(label) from None
+        raise UsageError(f"`{label}` {problem}") from None
+    if not option.built and result != option.default:
+        raise _not_built(label)
+    if result in option.unbuilt:
+        built = ", ".join(choice for choice in option.choices if choice not in option.unbuilt)
+        raise UsageError(f"`{label} {result}` is not built yet; built: {built}")
+    return result
+
+
+def _not_built(label: str) -> UsageError:
+    return UsageError(f"`{label}` is not built yet; leave it out")
+
+
+def _parse(option: Option, value: object) -> Any:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        if option.repeat:
+            return tuple(_parse_scalar(option.kind, item) for item in value)
+        if not option.kind.joined:
+            raise ValueError(f"takes one value, got a list: {list(value)!r}")
+        return option.kind.parse(",".join(_text(option.kind, item) for item in value))
+    parsed = _parse_scalar(option.kind, value)
+    return (parsed,) if option.repeat else parsed
+
+
+def _parse_scalar(kind: Kind, value: object) -> Any:
+    return kind.parse(_text(kind, value))
+
+
+def _text(kind: Kind, value: object) -> str:
+    wrong_bool = isinstance(value, bool) and bool not in kind.scalars
+    if wrong_bool or not isinstance(value, kind.scalars):
+        raise ValueError(f"takes {kind.metavar or 'true or false'}, got {value!r}")
+    return os.fspath(value) if isinstance(value, os.PathLike) else str(value)
