@@ -1,0 +1,309 @@
+"""Makers of short tasks: arithmetic, sorting, copying, word facts and few-shot patterns. Each is a function of a
+random generator alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+
+from batchgen.demo import words
+from batchgen.demo.content import Content, split_of
+
+Pair = tuple[str, str]
+
+
+def question_as_text(question: str) -> str:
+    """The bare-text form of a question for tasks that have no more natural one."""
+    return f"Q: {question}\nA:"
+
+
+def worded(rng: Random, templates: Sequence[str], **values: object) -> str:
+    """One of the templates, filled in; now and then with "please", or begun in lower case as people type."""
+    template = rng.choice(templates)
+    if template[0].isalpha() and rng.random() < 0.15:
+        template = rng.choice(["", "Please ", "please "]) + template[0].lower() + template[1:]
+    return template.format(**values)
+
+
+def plain(question: str, answer: str, key: str) -> Content:
+    """A content whose bare-text form is the generic question-and-answer one."""
+    return Content(prompt=question, raw=question_as_text(question), answer=answer, key=key)
+
+
+# --- arithmetic ------------------------------------------------------------------------------------------------------
+
+_ADD = [
+    "What is {a} + {b}?",
+    "What is {a} plus {b}?",
+    "Add {a} and {b}.",
+    "{a} + {b} = ?",
+    "{a}+{b}",
+    "Compute {a} + {b}.",
+    "Calculate the sum of {a} and {b}.",
+    "How much is {a} plus {b}?",
+]
+_SUB = [
+    "What is {a} - {b}?",
+    "What is {a} minus {b}?",
+    "Subtract {b} from {a}.",
+    "{a} - {b} = ?",
+    "{a}-{b}",
+    "Compute {a} - {b}.",
+    "Calculate {a} minus {b}.",
+    "How much is {a} minus {b}?",
+]
+_MUL = [
+    "What is {a} * {b}?",
+    "What is {a} times {b}?",
+    "Multiply {a} by {b}.",
+    "{a} * {b} = ?",
+    "{a}*{b}",
+    "Compute {a} * {b}.",
+    "Calculate the product of {a} and {b}.",
+    "How much is {a} times {b}?",
+]
+
+
+def addition_key(a: int, b: int) -> str:
+    """The content key of a sum: the same for both orders, so that a held-out sum was never trained on either way."""
+    return f"add {min(a, b)} {max(a, b)}"
+
+
+def arithmetic(rng: Random) -> Content:
+    """Two-digit addition and subtraction, and the multiplication table up to twelve."""
+    kind = rng.choices(["add", "sub", "mul"], [5, 5, 1])[0]
+    if kind == "mul":
+        a, b = rng.randint(0, 12), rng.randint(0, 12)
+        question = worded(rng, _MUL, a=a, b=b)
+        # A table entry cannot be inferred from the others: here a wording of a fact is held out, not the fact.
+        return Content(question, f"{a} * {b} =", str(a * b), question)
+    a, b = rng.randrange(100), rng.randrange(100)
+    if kind == "add":
+        return Content(worded(rng, _ADD, a=a, b=b), f"{a} + {b} =", str(a + b), addition_key(a, b))
+    if a < b and rng.random() < 0.5:
+        a, b = b, a
+    return Content(worded(rng, _SUB, a=a, b=b), f"{a} - {b} =", str(a - b), f"sub {a} {b}")
+
+
+# --- sorting ---------------------------------------------------------------------------------------------------------
+
+_SORT = {
+    "ascending": [
+        "Sort these numbers: {x}",
+        "Sort in ascending order: {x}",
+        "Put these numbers in order from smallest to largest: {x}",
+        "Sort the list {x}.",
+        "Order {x} from low to high.",
+        "Arrange in increasing order: {x}",
+    ],
+    "descending": [
+        "Sort in descending order: {x}",
+        "Put these numbers in order from largest to smallest: {x}",
+        "Sort these numbers, largest first: {x}",
+        "Order {x} from high to low.",
+        "Arrange in decreasing order: {x}",
+    ],
+    "alphabetical": [
+        "Sort these words: {x}",
+        "Sort alphabetically: {x}",
+        "Put these words in alphabetical order: {x}",
+        "Order {x} from A to Z.",
+        "Arrange the words in alphabetical order: {x}",
+        "Sort the list {x}.",
+    ],
+}
+
+
+def sort(rng: Random) -> Content:
+    """Sorting of three to six different numbers below one hundred, or words of a closed list."""
+    order = rng.choice(sorted(_SORT))
+    size = rng.randint(3, 6)
+    if order == "alphabetical":
+        items = rng.sample(words.NOUNS, size)
+        ranked = sorted(items)
+    else:
+        numbers = rng.sample(range(100), size)
+        items = [str(number) for number in numbers]
+        ranked = [str(number) for number in sorted(numbers, reverse=order == "descending")]
+    listed = ", ".join(items)
+    question = worded(rng, _SORT[order], x=listed)
+    raw = rng.choice([f"Unsorted: {listed}\nSorted, {order}:", question_as_text(question)])
+    return Content(question, raw, ", ".join(ranked), f"sort {order} {' '.join(ranked)}")
+
+
+# --- copying ---------------------------------------------------------------------------------------------------------
+
+_COPY = [
+    "Repeat this exactly: {x}",
+    "Copy this text: {x}",
+    'Say "{x}".',
+    'Repeat "{x}".',
+    "Echo: {x}",
+    "Write the following again:\n{x}",
+    "Repeat after me: {x}",
+    'Copy the text between the quotes: "{x}"',
+]
+
+
+def made_up_word(rng: Random) -> str:
+    """A word of two or three random syllables, so that copying cannot lean on known words."""
+    syllables = [rng.choice("bcdfghjklmnprstvwz") + rng.choice("aeiou") for _ in range(rng.randint(2, 3))]
+    return "".join([*syllables, rng.choice(["", "n", "r", "s", "l", "k"])])
+
+
+def _copied_piece(rng: Random) -> str:
+    kind = rng.randrange(8)
+    if kind == 0:
+        return "".join(rng.choice(words.LETTERS) for _ in range(rng.randint(2, 7)))
+    if kind == 1:
+        return str(rng.randrange(10 ** rng.randint(1, 7)))
+    if kind == 2:
+        letters = "".join(rng.choice(words.LETTERS).upper() for _ in range(rng.randint(1, 3)))
+        return f"{letters}-{rng.randrange(10 ** rng.randint(2, 4))}"
+    if kind == 3:
+        return rng.choice(words.FOREIGN)
+    if kind == 4:
+        return rng.choice([made_up_word(rng), made_up_word(rng).capitalize()])
+    return rng.choice(rng.choice([words.NOUNS, words.NAMES, words.CITIES, words.COLOURS, words.FOODS, words.JOBS]))
+
+
+def copy(rng: Random) -> Content:
+    """Copying of words, names, random strings, numbers, codes and a little text that is not English."""
+    count = rng.choice([1, 1, 2, 3, 4, 5, 6, 8])
+    glue = rng.choice([" ", " ", " ", ", "])
+    text = glue.join(_copied_piece(rng) for _ in range(count))
+    if rng.random() < 0.15:
+        text += rng.choice(["!", "?", ";", "..."])
+    question = worded(rng, _COPY, x=text)
+    return Content(question, f"{text}\n{text}\n{text}\nOnce more: {text}\nOnce more:", text, f"copy {text}")
+
+
+# --- facts about words -----------------------------------------------------------------------------------------------
+
+_FACTS: dict[str, tuple[dict[str, str], list[str]]] = {
+    "opposite": (
+        words.OPPOSITES,
+        [
+            "What is the opposite of {x}?",
+            "Give the opposite of {x}.",
+            "Opposite of {x}:",
+            'What is the opposite of "{x}"?',
+        ],
+    ),
+    "plural": (
+        words.PLURALS,
+        ["What is the plural of {x}?", "Give the plural of {x}.", "Plural of {x}:", 'Write the plural of "{x}".'],
+    ),
+    "past": (
+        words.PAST_TENSES,
+        ["What is the past tense of {x}?", "Give the past tense of {x}.", "Past tense of {x}:", 'Past tense of "{x}"?'],
+    ),
+    "capital": (
+        words.CAPITALS,
+        [
+            "What is the capital of {x}?",
+            "Name the capital of {x}.",
+            "Capital of {x}:",
+            "Which city is the capital of {x}?",
+        ],
+    ),
+    "upper": (
+        {word: word.upper() for word in words.NOUNS},
+        ["Write {x} in capital letters.", "Put {x} in upper case.", "Uppercase {x}.", 'Convert "{x}" to upper case.'],
+    ),
+    "category": (
+        {word: label for label, members in sorted(words.CATEGORIES.items()) for word in members},
+        [f"Is {{x}} an {', '.join(sorted(words.CATEGORIES))}?", "What kind of thing is {x}?", "Category of {x}:"],
+    ),
+    "day": (
+        dict(zip(words.DAYS, words.DAYS[1:] + words.DAYS[:1], strict=True)),
+        ["Which day comes after {x}?", "What day follows {x}?", "The day after {x}:"],
+    ),
+    "month": (
+        dict(zip(words.MONTHS, words.MONTHS[1:] + words.MONTHS[:1], strict=True)),
+        ["Which month comes after {x}?", "What month follows {x}?", "The month after {x}:"],
+    ),
+}
+_POLITE = ["{q}", "{q}", "{q}", "{q}", "Please answer: {q}", "Tell me: {q}", "Question: {q}", "{q} One word, please."]
+
+
+def word_facts(rng: Random) -> Content:
+    """Closed lists of facts: opposites, plurals, past tenses, capitals, upper case, categories, days and months.
+
+    A wording of a fact is held out, not the fact: what the lists do not say cannot be inferred from them.
+    """
+    facts, templates = _FACTS[rng.choice(sorted(_FACTS))]
+    word = rng.choice(sorted(facts))
+    question = rng.choice(_POLITE).format(q=worded(rng, templates, x=word))
+    return plain(question, facts[word], question)
+
+
+# --- few-shot patterns -----------------------------------------------------------------------------------------------
+
+
+def _fact_pairs(kind: str) -> Callable[[Random, int], list[Pair]]:
+    facts = sorted(_FACTS[kind][0].items())
+
+    def pairs(rng: Random, count: int) -> list[Pair]:
+        return rng.sample(facts, count)
+
+    return pairs
+
+
+def _list_pairs(change: Callable[[list[str]], Sequence[str]]) -> Callable[[Random, int], list[Pair]]:
+    def pairs(rng: Random, count: int) -> list[Pair]:
+        glue = rng.choice([" ", ", "])
+        pool = rng.choice([words.NOUNS, words.COLOURS + words.PETS, list(words.LETTERS), words.NAMES])
+        lists = [rng.sample(pool, rng.randint(2, 4)) for _ in range(count)]
+        return [(glue.join(items), glue.join(change(items))) for items in lists]
+
+    return pairs
+
+
+def _step_pairs(rng: Random, count: int) -> list[Pair]:
+    step = rng.choice([1, 1, 2, 3, 5, 10])
+    return [(str(number), str(number + step)) for number in rng.sample(range(100), count)]
+
+
+def _sum_pairs(rng: Random, count: int) -> list[Pair]:
+    """Sums; the shown ones are always of the training split, whatever the split of the one asked for."""
+    pairs: list[tuple[int, int]] = []
+    while len(pairs) < count:
+        a, b = rng.randrange(100), rng.randrange(100)
+        if len(pairs) == count - 1 or split_of(addition_key(a, b)) == "train":
+            pairs.append((a, b))
+    return [(f"{a} + {b}", str(a + b)) for a, b in pairs]
+
+
+_PATTERNS: dict[str, Callable[[Random, int], list[Pair]]] = {
+    **{kind: _fact_pairs(kind) for kind in ("opposite", "plural", "past", "capital", "upper", "category")},
+    "reverse": _list_pairs(lambda items: items[::-1]),
+    "first": _list_pairs(lambda items: items[:1]),
+    "last": _list_pairs(lambda items: items[-1:]),
+    "step": _step_pairs,
+    "sum": _sum_pairs,
+}
+_SHAPES = ["{i} -> {o}", "{i} => {o}", "{i}: {o}", "{i} = {o}", "Input: {i}\nOutput: {o}", "in: {i}\nout: {o}"]
+_INTRODUCTIONS = [
+    "Complete the pattern.",
+    "Continue the pattern:",
+    "Fill in the last answer.",
+    "Give the missing output.",
+    "Follow the examples.",
+]
+
+
+def few_shot(rng: Random) -> Content:
+    """Two to five `in -> out` pairs that show a rule, then an input whose output is asked for."""
+    kind = rng.choice(sorted(_PATTERNS))
+    *shown, (query, answer) = _PATTERNS[kind](rng, rng.randint(3, 6))
+    shape = rng.choice(_SHAPES)
+    lines = [shape.format(i=given, o=result) for given, result in shown]
+    body = "\n".join([*lines, shape.format(i=query, o="").rstrip()])
+    key = f"few_shot {kind} {shown} {query}"
+    if kind == "sum":
+        a, b = query.split(" + ")
+        key = addition_key(int(a), int(b))
+    prompt = body if rng.random() < 0.2 else f"{rng.choice(_INTRODUCTIONS)}\n{body}"
+    return Content(prompt, body, answer, key)

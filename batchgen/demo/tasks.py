@@ -1,0 +1,149 @@
+"""The tasks of the demonstration model: seeded examples in two splits that share no content, and the exact check.
+
+`python -m batchgen.demo.tasks --rows 200` writes held-out rows for `batchgen run` to standard output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from random import Random
+from typing import Any, get_args
+
+from batchgen.demo import words
+from batchgen.demo.content import HELDOUT_ONE_IN, Content, Split, split_of
+from batchgen.demo.makers import arithmetic, copy, few_shot, sort, word_facts
+from batchgen.demo.passages import classify, extract, question
+
+__all__ = [
+    "HELDOUT_ONE_IN",
+    "TASKS",
+    "WEIGHTS",
+    "Content",
+    "Example",
+    "Split",
+    "draw",
+    "is_correct",
+    "rows",
+    "split_of",
+]
+
+TASKS: dict[str, Callable[[Random], Content]] = {
+    "arithmetic": arithmetic,
+    "sort": sort,
+    "copy": copy,
+    "extract": extract,
+    "classify": classify,
+    "question": question,
+    "few_shot": few_shot,
+    "word_facts": word_facts,
+}
+
+WEIGHTS: dict[str, int] = {
+    "arithmetic": 18,
+    "sort": 16,
+    "copy": 10,
+    "extract": 14,
+    "classify": 7,
+    "question": 16,
+    "few_shot": 18,
+    "word_facts": 5,
+}
+
+RAW_SHARE = 0.2
+SYSTEM_SHARE = 0.35
+LONG_SYSTEM_SHARE = 0.03
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One question as it is put to the model.
+
+    Attributes:
+        task: the name of the task, a key of `TASKS`.
+        content: the question and its answer.
+        chat: a chat with one user turn; else bare text to be continued.
+        system: the system message of the chat, if it has one.
+    """
+
+    task: str
+    content: Content
+    chat: bool
+    system: str | None
+
+    def messages(self) -> list[dict[str, str]]:
+        """The chat up to the turn that the model is to write."""
+        head = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [*head, {"role": "user", "content": self.content.prompt}]
+
+
+def system_message(rng: Random) -> str | None:
+    """No system message, a short one, or rarely a long list of rules (a long shared prefix)."""
+    if rng.random() >= SYSTEM_SHARE:
+        return None
+    message = rng.choice(words.SYSTEMS)
+    if rng.random() >= LONG_SYSTEM_SHARE / SYSTEM_SHARE:
+        return message
+    rules = [rng.choice(words.RULES) for _ in range(rng.randint(4, 50))]
+    return " ".join([message, *rules])
+
+
+def draw(split: Split, seed: int, index: int, task: str | None = None) -> Example:
+    """Example `index` of the endless sequence that a split, a seed and optionally a task name.
+
+    Any example can be drawn alone: none depends on those before it.
+    """
+    rng = Random(f"{split}/{seed}/{index}/{task}")
+    name = task if task is not None else rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+    content = TASKS[name](rng)
+    while split_of(content.key) != split:
+        content = TASKS[name](rng)
+    chat = rng.random() >= RAW_SHARE
+    return Example(task=name, content=content, chat=chat, system=system_message(rng) if chat else None)
+
+
+def is_correct(example: Example, output: str) -> bool:
+    """Whether the generated text is the answer: exact, but for white space around it."""
+    return output.strip() == example.content.answer
+
+
+def row(example: Example, number: int) -> dict[str, Any]:
+    """One `batchgen` input row; every third chat is an OpenAI batch line, a question as bare text is a `text` row.
+
+    `expected` and `task` are unknown to batchgen, which carries them to the output.
+    """
+    name = f"{example.task}-{number:04d}"
+    carried = {"task": example.task, "expected": example.content.answer}
+    if not example.chat:
+        sampling = {"max_new_tokens": 64, "temperature": 0}
+        return {"id": name, "text": example.content.raw, "sampling_params": sampling, **carried}
+    if number % 3 == 2:
+        body = {"model": "*", "messages": example.messages(), "max_tokens": 64, "temperature": 0}
+        return {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body, **carried}
+    sampling = {"max_new_tokens": 64, "temperature": 0}
+    return {"id": name, "messages": example.messages(), "sampling_params": sampling, **carried}
+
+
+def rows(split: Split, count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
+    """The first `count` rows of a split, the tasks taking turns."""
+    names = list(TASKS)
+    for number in range(count):
+        yield row(draw(split, seed, number, names[number % len(names)]), number)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Write rows of a split as JSON lines to standard output."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--split", choices=get_args(Split), default="heldout")
+    parser.add_argument("--rows", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    for line in rows(options.split, options.rows, options.seed):
+        sys.stdout.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()
