@@ -1,4 +1,4 @@
-"""The one table of `batchgen run` options: flags, environment, TOML keys, checks and the CLI reference derive from it."""
+"""The one table of `batchgen run` options: flags, environment, TOML, checks and the CLI reference derive from it."""
 
 from __future__ import annotations
 

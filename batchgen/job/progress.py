@@ -1,0 +1,342 @@
+"""Progress on stderr: a live display on a terminal, a line now and then in a log, JSON lines for programs, or nothing.
+
+`update` is called at every step: it stores the state and leaves unless something is due.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal, Protocol, Self, TextIO
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.text import Text
+
+__all__ = ["Phase", "Progress", "ProgressState", "make_progress"]
+
+Phase = Literal["reading", "planning", "loading", "generating", "writing"]
+Mode = Literal["auto", "bar", "plain", "json", "none"]
+
+PLAIN_SECONDS = 30.0
+JSON_SECONDS = 1.0
+_SAMPLE_SECONDS = 0.25
+_WINDOW = 40
+"""Samples of the rate's window: ten seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressState:
+    """Where a job stands. Counts are of the whole job; rows and tokens of resumed parts count from the start."""
+
+    phase: Phase
+    rows_done: int = 0
+    """Rows finished, errors included."""
+    rows_total: int | None = None
+    """None while the input is still being read."""
+    rows_error: int = 0
+    completion_tokens: int = 0
+    running: int = 0
+    """Samples being generated."""
+    waiting: int = 0
+    """Samples not begun or preempted."""
+    kv_use: float = 0.0
+    """Share of the KV pool in use."""
+
+
+class Progress(Protocol):
+    """Where a job reports how far it is. Leaving it as a context manager closes it."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    def update(self, state: ProgressState) -> None:
+        """Take note of `state`; cheap."""
+        ...
+
+    def note(self, message: str) -> None:
+        """Say something once, above any live display."""
+        ...
+
+    def close(self) -> None:
+        """Report the last state and leave the terminal as it was."""
+        ...
+
+
+def make_progress(
+    mode: Mode,
+    stream: TextIO | None = None,
+    env: Mapping[str, str] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Progress:
+    """The display for `mode` on `stream` (stderr): `auto` is a bar on a colour terminal and plain elsewhere.
+
+    A bar asked for by name falls back to plain where the stream cannot move its cursor.
+    """
+    stream = stream or sys.stderr
+    env = os.environ if env is None else env
+    if mode == "none":
+        return SilentProgress(stream)
+    if mode == "json":
+        return JsonProgress(stream, clock)
+    movable = stream.isatty() and env.get("TERM", "") != "dumb"
+    if mode == "plain" or not movable or (mode == "auto" and env.get("NO_COLOR")):
+        return PlainProgress(stream, clock)
+    return BarProgress(Console(file=stream, highlight=False), clock)
+
+
+class _Rates:
+    """Tokens a second over the last ten seconds, and the time left, from states as they come."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.began = clock()
+        self._samples: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
+        self._first: tuple[float, int] | None = None
+
+    def add(self, state: ProgressState) -> float:
+        """Take note of `state` and return the time now."""
+        now = self.clock()
+        if state.phase == "generating":
+            self._first = self._first or (now, state.rows_done)
+            if not self._samples or now - self._samples[-1][0] >= _SAMPLE_SECONDS:
+                self._samples.append((now, state.completion_tokens))
+        return now
+
+    def tokens_per_second(self, state: ProgressState) -> float | None:
+        """None until two samples lie apart."""
+        if not self._samples:
+            return None
+        then, tokens = self._samples[0]
+        span = self.clock() - then
+        return (state.completion_tokens - tokens) / span if span > 0 else None
+
+    def eta(self, state: ProgressState) -> float | None:
+        """Seconds left at the rate of rows since generating began; None while nothing can be said."""
+        if self._first is None or state.rows_total is None:
+            return None
+        began, rows_then = self._first
+        done = state.rows_done - rows_then
+        if done <= 0:
+            return 0.0 if state.rows_done >= state.rows_total else None
+        return (self.clock() - began) / done * (state.rows_total - state.rows_done)
+
+
+class _Base:
+    """Context management, and writing that never ends a job because a log went away."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Nothing is left to say."""
+
+    def note(self, message: str) -> None:
+        """Write one line."""
+        self._write(message)
+
+    def _write(self, line: str) -> None:
+        with suppress(OSError):
+            self._stream.write(line + "\n")
+            self._stream.flush()
+
+
+class SilentProgress(_Base):
+    """Only notes."""
+
+    def update(self, state: ProgressState) -> None:
+        """Ignore the state."""
+
+
+class PlainProgress(_Base):
+    """One line as generating begins, one every 30 seconds, and one at the end."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(stream)
+        self._rates = _Rates(clock)
+        self._due = clock() + PLAIN_SECONDS
+        self._generating = False
+        self._state: ProgressState | None = None
+        self._written: ProgressState | None = None
+
+    def update(self, state: ProgressState) -> None:
+        """Write a line where one is due."""
+        self._state = state
+        now = self._rates.add(state)
+        begins = state.phase == "generating" and not self._generating
+        if begins or now >= self._due:
+            self._generating = self._generating or begins
+            self._line(state)
+            self._due = now + PLAIN_SECONDS
+
+    def close(self) -> None:
+        """Write the last state, unless it stands there already."""
+        if self._state is not None and self._generating and self._state != self._written:
+            self._line(self._state)
+
+    def _line(self, state: ProgressState) -> None:
+        self._written = state
+        rate, eta = self._rates.tokens_per_second(state), self._rates.eta(state)
+        speed = f"{_rate(rate)} tokens/s, ETA {_clock(eta)}"
+        self._write(f"{state.phase}: {_rows(state)} rows, {speed}, errors {state.rows_error:,}")
+
+
+class JsonProgress(_Base):
+    """One JSON object a line: at each change of phase, every second, and at the end."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(stream)
+        self._rates = _Rates(clock)
+        self._due = 0.0
+        self._phase: Phase | None = None
+        self._state: ProgressState | None = None
+        self._written: ProgressState | None = None
+
+    def update(self, state: ProgressState) -> None:
+        """Write an object where one is due."""
+        self._state = state
+        now = self._rates.add(state)
+        if now >= self._due or state.phase != self._phase:
+            self._object(state)
+            self._phase, self._due = state.phase, now + JSON_SECONDS
+
+    def close(self) -> None:
+        """Write the last state, unless it stands there already."""
+        if self._state is not None and self._state != self._written:
+            self._object(self._state)
+
+    def note(self, message: str) -> None:
+        """Write `{"note": message}`."""
+        self._write(json.dumps({"note": message}, ensure_ascii=False))
+
+    def _object(self, state: ProgressState) -> None:
+        self._written = state
+        rate, eta = self._rates.tokens_per_second(state), self._rates.eta(state)
+        record = {
+            "phase": state.phase,
+            "rows": state.rows_total,
+            "rows_done": state.rows_done,
+            "rows_error": state.rows_error,
+            "completion_tokens": state.completion_tokens,
+            "output_tokens_per_second": None if rate is None else round(rate, 1),
+            "eta_seconds": None if eta is None else round(eta, 1),
+            "running": state.running,
+            "waiting": state.waiting,
+            "kv_use": round(state.kv_use, 4),
+            "seconds": round(self._rates.clock() - self._rates.began, 1),
+        }
+        self._write(json.dumps(record))
+
+
+class BarProgress:
+    """Two live lines on a terminal, drawn four times a second and gone at the end."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._rates = _Rates(clock)
+        self._state: ProgressState | None = None
+        self._live = Live(self, console=console, refresh_per_second=4, transient=True, redirect_stdout=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def update(self, state: ProgressState) -> None:
+        """Keep the state for the next drawing."""
+        self._rates.add(state)
+        self._state = state
+        if not self._live.is_started:
+            self._live.start()
+
+    def note(self, message: str) -> None:
+        """Print one line above the display."""
+        self._console.print(Text(message))
+
+    def close(self) -> None:
+        """Take the display away."""
+        if self._live.is_started:
+            self._live.stop()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self._state is None:
+            return
+        rate, eta = self._rates.tokens_per_second(self._state), self._rates.eta(self._state)
+        elapsed = self._rates.clock() - self._rates.began
+        blocks = "━─" if (console.encoding or "").lower().startswith("utf") else "#-"
+        yield _bar_line(self._state, eta, elapsed, options.max_width, blocks)
+        yield _detail_line(self._state, rate, options.max_width)
+
+
+def _bar_line(state: ProgressState, eta: float | None, elapsed: float, width: int, blocks: str) -> Text:
+    """`generating ━━━━──── 120/1,000 12% ETA 0:03:20`, never wider than `width`."""
+    timing = f"ETA {_clock(eta)}" if state.phase == "generating" else _clock(elapsed)
+    line = Text(no_wrap=True, overflow="crop")
+    line.append(state.phase, style="bold")
+    line.append(" ")
+    tail = f" {_rows(state)} {timing}"
+    room = min(width - 1 - len(state.phase) - 1 - len(tail), 60)
+    if room >= 5 and state.rows_total:
+        filled = room * min(state.rows_done, state.rows_total) // state.rows_total
+        line.append(blocks[0] * filled, style="green")
+        line.append(blocks[1] * (room - filled), style="dim")
+        line.append(tail)
+    else:
+        line.append(tail.lstrip())
+    line.truncate(max(width - 1, 1), overflow="crop")
+    return line
+
+
+def _detail_line(state: ProgressState, rate: float | None, width: int) -> Text:
+    """As many of the figures, the important first, as fit in `width`."""
+    line = Text(no_wrap=True, overflow="crop")
+    for text, style in _details(state, rate):
+        separator = "  " if line.plain else ""
+        if len(line.plain) + len(separator) + len(text) > width - 1:
+            break
+        line.append(separator).append(text, style=style)
+    return line
+
+
+def _details(state: ProgressState, rate: float | None) -> Iterator[tuple[str, str]]:
+    if rate is not None:
+        yield f"{_rate(rate)} tokens/s", "cyan"
+    if state.rows_error:
+        yield f"errors {state.rows_error:,}", "red"
+    if state.phase == "generating":
+        yield f"running {state.running:,}", ""
+        yield f"waiting {state.waiting:,}", ""
+        yield f"KV {state.kv_use:.0%}", ""
+
+
+def _rows(state: ProgressState) -> str:
+    if state.rows_total is None:
+        return f"{state.rows_done:,}"
+    share = state.rows_done * 100 // state.rows_total if state.rows_total else 100
+    return f"{state.rows_done:,}/{state.rows_total:,} ({share}%)"
+
+
+def _rate(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate:,.0f}"
+
+
+def _clock(seconds: float | None) -> str:
+    """`0:03:20`; `-` for None."""
+    if seconds is None:
+        return "-"
+    minutes, second = divmod(max(round(seconds), 0), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{second:02d}"

@@ -1,0 +1,123 @@
+"""Stopping early: signals and `--max-time` become a `StopRequest` that the job's loop polls.
+
+| event | exit status | what happens |
+|---|---|---|
+| SIGINT, SIGTERM | 130, 143 | the loop ends after its current step and commits every finished row |
+| a second one of these | the same | the process ends at once; what was committed stands |
+| SIGUSR1, `--max-time` | 75 | as the first of the above |
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+from batchgen.errors import Interrupted
+
+__all__ = ["RESUMABLE", "StopRequest", "handle_signals"]
+
+RESUMABLE = 75
+"""Exit status of a run that stopped early by design (EX_TEMPFAIL)."""
+
+_SHOW_CURSOR = "\x1b[?25h"
+
+
+class StopRequest:
+    """Whether, why and with which exit status to stop. The first request stands; later ones change nothing."""
+
+    def __init__(self, max_time: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        """`max_time`: seconds from now until the run asks itself to stop."""
+        self._clock = clock
+        self._deadline = None if max_time is None else clock() + max_time
+        self._request: tuple[str, int] | None = None
+
+    def request(self, reason: str, exit_status: int) -> None:
+        """Ask the loop to stop."""
+        if self._request is None:
+            self._request = (reason, exit_status)
+
+    @property
+    def requested(self) -> bool:
+        """Whether to stop now; looks at the clock, cheap enough for every step."""
+        if self._request is None and self._deadline is not None and self._clock() >= self._deadline:
+            self.request("--max-time", RESUMABLE)
+        return self._request is not None
+
+    @property
+    def reason(self) -> str | None:
+        """The signal's name, or "--max-time"; None while nothing was asked."""
+        return self._request[0] if self._request else None
+
+    @property
+    def exit_status(self) -> int | None:
+        """75, 130 or 143; None while nothing was asked."""
+        return self._request[1] if self._request else None
+
+    def error(self, rows_done: int, rows: int) -> Interrupted:
+        """What the job raises once everything finished is committed."""
+        assert self._request is not None
+        reason, status = self._request
+        return Interrupted(
+            f"stopped by {reason} with {rows_done:,} of {rows:,} rows committed; the same command goes on from there",
+            status,
+        )
+
+
+@contextmanager
+def handle_signals(stop: StopRequest, exit_now: Callable[[int], None] | None = None) -> Iterator[StopRequest]:
+    """Turn signals into requests on `stop`, and put the former handlers back at the end.
+
+    `exit_now` ends the process on a second SIGINT or SIGTERM (`os._exit` by default). Outside the main thread, where
+    Python allows no handlers, nothing is installed.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    statuses = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: RESUMABLE}
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        stop.request(signal.Signals(number).name, statuses[signal.Signals(number)])
+
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    # Python runs its handlers between bytecodes of the main thread. A second signal must not wait for a long tensor
+    # operation there, so a thread reads the signal numbers that the interpreter's C handler writes as they arrive.
+    watcher = threading.Thread(target=_watch, args=(reader, exit_now or _exit_now), daemon=True, name="signals")
+    former = {number: signal.signal(number, on_signal) for number in statuses}
+    former_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    watcher.start()
+    try:
+        yield stop
+    finally:
+        signal.set_wakeup_fd(former_fd)
+        for number, handler in former.items():
+            signal.signal(number, handler)
+        writer.close()
+        watcher.join()
+        reader.close()
+
+
+def _watch(reader: socket.socket, exit_now: Callable[[int], None]) -> None:
+    stops = 0
+    while numbers := reader.recv(64):
+        for number in numbers:
+            if number in (signal.SIGINT, signal.SIGTERM):
+                stops += 1
+                if stops > 1:
+                    exit_now(128 + number)
+
+
+def _exit_now(status: int) -> None:
+    """End without unwinding: committed parts are safe, and nothing else is worth waiting for."""
+    with suppress(OSError, ValueError):
+        if sys.stderr.isatty():
+            sys.stderr.write(_SHOW_CURSOR)
+        sys.stderr.flush()
+    os._exit(status)
