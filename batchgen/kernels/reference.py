@@ -1,0 +1,86 @@
+"""Slow attention, written to be obviously right: one query at a time, in float64. The oracle of every backend."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from batchgen.kernels.types import AttentionBatch
+
+__all__ = ["reference_attention", "visible_slots"]
+
+
+def visible_slots(batch: AttentionBatch, page_size: int) -> list[tuple[int, Tensor]]:
+    """Per flat token of the step: its position, and the pool slots [position + 1] int64 of positions 0..position."""
+    result: list[tuple[int, Tensor]] = []
+    for chunk in batch.chunks:
+        slots = _slots(chunk.pages, page_size)
+        for position in range(chunk.kv_len - chunk.q_len, chunk.kv_len):
+            result.append((position, slots[: position + 1]))
+    if batch.decode_pages is None or batch.decode_lens is None or batch.decode_own_start is None:
+        return result
+    for row in range(batch.decode_lens.shape[0]):
+        start = int(batch.decode_own_start[row])
+        position = start + int(batch.decode_lens[row]) - 1
+        slots = torch.full((position + 1,), -1, dtype=torch.int64)
+        slots[start:] = _slots(batch.decode_pages[row], page_size)[: position + 1 - start]
+        for group in batch.groups:
+            if row in group.rows.tolist():
+                slots[group.start : group.start + len(group.pages) * page_size] = _slots(group.pages, page_size)
+        assert bool((slots >= 0).all()), f"decode row {row}: groups and own pages leave positions uncovered"
+        result.append((position, slots))
+    return result
+
+
+def _slots(pages: Tensor, page_size: int) -> Tensor:
+    return (pages.cpu()[:, None] * page_size + torch.arange(page_size)).reshape(-1)
+
+
+def reference_attention(
+    batch: AttentionBatch,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of every flat token over a pool in which the step's own keys and values stand already.
+
+    Args:
+        batch: the step.
+        query: [T, N, D].
+        keys: [P, S, K, D].
+        values: [P, S, K, Dv].
+        scale: factor on query·key.
+        window: a token sees itself and the `window - 1` before it.
+        softcap: scores become softcap * tanh(scores / softcap).
+        sinks: [N] logits that join the denominators.
+
+    Returns:
+        [T, N, Dv] float64.
+    """
+    page_size, kv_heads = keys.shape[1], keys.shape[2]
+    heads = query.shape[1]
+    flat_keys, flat_values = keys.flatten(0, 1), values.flatten(0, 1)
+    out = torch.zeros(query.shape[0], heads, values.shape[3], dtype=torch.float64)
+    for token, (position, slots) in enumerate(visible_slots(batch, page_size)):
+        begin = 0 if window is None else max(0, position - window + 1)
+        k = flat_keys[slots[begin:]].double()  # [n, K, D]
+        v = flat_values[slots[begin:]].double()
+        for head in range(heads):
+            kv_head = head * kv_heads // heads
+            scores = scale * (k[:, kv_head] @ query[token, head].double())  # [n]
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            top = max(float(scores.max()), -math.inf if sinks is None else float(sinks[head]))
+            weights = torch.exp(scores - top)
+            denominator = weights.sum()
+            if sinks is not None:
+                denominator = denominator + torch.exp(sinks[head].double() - top)
+            out[token, head] = (weights[:, None] * v[:, kv_head]).sum(0) / denominator
+    return out

@@ -1,0 +1,128 @@
+"""Random steps for attention tests: a pool, a batch over it, and the step's queries, keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from batchgen.kernels.types import AttentionBatch, ChunkPages, GroupPages, KVPool, LayerKV
+
+
+@dataclass
+class Shape:
+    heads: int = 9
+    kv_heads: int = 3
+    key_dim: int = 16
+    value_dim: int = 16
+    page_size: int = 16
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass
+class Step:
+    """A step and what stands in the pool: everything a query may see is filled, all else is not-a-number."""
+
+    pool: KVPool
+    batch: AttentionBatch
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+    def filled(self) -> tuple[Tensor, Tensor]:
+        """The pool's keys and values after the step's own are stored."""
+        keys, values = self.pool.keys[0].clone(), self.pool.values[0].clone()
+        keys.flatten(0, 1)[self.batch.slot_mapping] = self.key
+        values.flatten(0, 1)[self.batch.slot_mapping] = self.value
+        return keys, values
+
+
+@dataclass
+class StepBuilder:
+    """Adds chunks, decode rows and groups; pages are handed out in random order."""
+
+    shape: Shape
+    num_pages: int = 1024
+    seed: int = 0
+    chunks: list[tuple[int, int, list[int]]] = field(default_factory=list)
+    rows: list[tuple[int, int, list[int]]] = field(default_factory=list)
+    groups: list[tuple[list[int], int, list[int]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(self.seed)
+        self.free = (torch.randperm(self.num_pages - 1, generator=self.generator) + 1).tolist()
+        self.filled: set[int] = set()
+
+    def pages(self, positions: int) -> list[int]:
+        count = -(-positions // self.shape.page_size)
+        taken, self.free = self.free[:count], self.free[count:]
+        assert len(taken) == count, "not enough pages"
+        return taken
+
+    def chunk(self, q_len: int, past: int = 0, prefix: list[int] | None = None) -> list[int]:
+        """A chunk of `q_len` tokens after `past` positions, the first of them on the full pages `prefix`."""
+        prefix = prefix or []
+        own = self.pages(past + q_len - len(prefix) * self.shape.page_size)
+        self.chunks.append((q_len, past + q_len, prefix + own))
+        self._fill(prefix + own, past)
+        return prefix + own
+
+    def decode(self, own_len: int, own_start: int = 0) -> int:
+        """A decode row whose own pages hold `own_len` positions from `own_start` on; returns its index."""
+        own = self.pages(own_len)
+        self.rows.append((own_len, own_start, own))
+        self._fill(own, own_len - 1)
+        return len(self.rows) - 1
+
+    def group(self, rows: list[int], start: int, pages: int) -> None:
+        own = self.pages(pages * self.shape.page_size)
+        self.groups.append((rows, start, own))
+        self._fill(own, pages * self.shape.page_size)
+
+    def _fill(self, pages: list[int], positions: int) -> None:
+        self.filled.update(self._slot(pages, p) for p in range(positions))
+
+    def _slot(self, pages: list[int], position: int) -> int:
+        return pages[position // self.shape.page_size] * self.shape.page_size + position % self.shape.page_size
+
+    def build(self) -> Step:
+        size = self.shape.page_size
+        slots = [self._slot(p, x) for q_len, kv_len, p in self.chunks for x in range(kv_len - q_len, kv_len)]
+        chunks, start = [], 0
+        for q_len, kv_len, pages in self.chunks:
+            chunks.append(ChunkPages(start, q_len, kv_len, torch.tensor(pages)))
+            start += q_len
+        slots += [self._slot(pages, own_len - 1) for own_len, _, pages in self.rows]
+        batch = AttentionBatch(torch.tensor(slots, dtype=torch.int64), chunks, decode_start=start)
+        if self.rows:
+            longest = max(own_len for own_len, _, _ in self.rows)
+            table = torch.zeros(len(self.rows), -(-longest // size), dtype=torch.int64)
+            for i, (_, _, pages) in enumerate(self.rows):
+                table[i, : len(pages)] = torch.tensor(pages)
+            batch.decode_pages = table
+            batch.decode_lens = torch.tensor([r[0] for r in self.rows])
+            batch.decode_own_start = torch.tensor([r[1] for r in self.rows])
+            batch.max_decode_len = longest
+            batch.groups = [GroupPages(torch.tensor(r), torch.tensor(p), s) for r, s, p in self.groups]
+        return Step(self._pool(), batch, *self._tensors(len(slots)))
+
+    def _pool(self) -> KVPool:
+        shape = self.shape
+        layer = LayerKV(shape.kv_heads, shape.key_dim, shape.value_dim)
+        pool = KVPool.allocate([layer], self.num_pages, shape.page_size, shape.dtype, torch.device("cpu"))
+        filled = torch.tensor(sorted(self.filled), dtype=torch.int64)
+        for cache in (pool.keys[0], pool.values[0]):
+            cache.fill_(torch.nan)
+            flat = cache.flatten(0, 1)
+            flat[filled] = self._randn(len(filled), *flat.shape[1:]).to(shape.dtype)
+        return pool
+
+    def _tensors(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        s = self.shape
+        query = 2 * self._randn(tokens, s.heads, s.key_dim)
+        key, value = self._randn(tokens, s.kv_heads, s.key_dim), self._randn(tokens, s.kv_heads, s.value_dim)
+        return query.to(s.dtype), key.to(s.dtype), value.to(s.dtype)
+
+    def _randn(self, *size: int) -> Tensor:
+        return torch.randn(*size, generator=self.generator)
