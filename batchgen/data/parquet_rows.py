@@ -1,0 +1,261 @@
+"""Rows of a Parquet file as plain dicts of JSON-able values.
+
+Nulls are absent fields, inside structs too. Maps become dicts, dates and times their ISO strings, decimals floats.
+Binary is UTF-8 text where it can be and base64 otherwise; under a prompt or id column it must be UTF-8.
+"""
+
+from __future__ import annotations
+
+import base64
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pyarrow.types as pat
+
+from batchgen.data.jsonl import Keep
+from batchgen.data.rows import RawRow
+from batchgen.errors import ErrorCode, InputError, RowError
+
+__all__ = ["parquet_columns", "parquet_rows"]
+
+Convert = Callable[[Any], Any]
+Value = dict[str, Any] | RowError
+
+_BATCH_ROWS = 1024
+_TEXT_COLUMNS = frozenset({"text", "prompt", "id", "rid", "custom_id"})
+
+_INTEGER_FIELDS = frozenset(
+    {
+        *("max_new_tokens", "max_tokens", "max_completion_tokens", "min_new_tokens", "min_tokens", "top_k", "seed"),
+        *("n", "best_of", "logprob_start_len", "top_logprobs_num", "top_logprobs"),
+    }
+)
+"""pandas stores an integer column with gaps as float64; in these fields 128.0 is read as 128."""
+
+
+def parquet_columns(stream: BinaryIO, source: str) -> list[str] | None:
+    """Names of the columns, or None where the file is cut and has no readable footer.
+
+    Raises:
+        InputError: the columns cannot be used.
+    """
+    try:
+        names: list[str] = pq.ParquetFile(stream).schema_arrow.names
+    except (pa.ArrowException, OSError):
+        return None
+    for name in names:
+        if names.count(name) > 1:
+            raise InputError(f"{source}: two columns are named {name!r}; rename one of them.")
+    return names
+
+
+def parquet_rows(
+    stream: BinaryIO,
+    source: str,
+    first_index: int = 0,
+    keep: Keep | None = None,
+    text_columns: frozenset[str] = frozenset(),
+) -> Iterator[RawRow | None]:
+    """Rows of a Parquet file, a bounded batch at a time; None for a row that `keep` does not want.
+
+    A file without a readable footer gives one `truncated_input` row; in a damaged row group every row that cannot be
+    read gives one.
+
+    Args:
+        stream: the file, seekable.
+        source: its name in messages.
+        first_index: index of its first row.
+        keep: which rows are wanted; all when None.
+        text_columns: further columns in which binary must be UTF-8.
+    """
+    try:
+        file = pq.ParquetFile(stream, pre_buffer=False, page_checksum_verification=True)
+    except (pa.ArrowException, OSError) as error:
+        problem = f"the Parquet file is cut or damaged and none of its rows can be read ({_first_line(error)})"
+        yield RawRow.failed(first_index, source, 1, ErrorCode.TRUNCATED_INPUT, problem)
+        return
+    strict = _TEXT_COLUMNS | text_columns
+    names = file.schema_arrow.names
+    converts = [_converter(field.type, field.name, field.name in strict) for field in file.schema_arrow]
+    row = 0
+    for group in range(file.metadata.num_row_groups):
+        end = row + file.metadata.row_group(group).num_rows
+        try:
+            for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group], use_threads=False):
+                for item in _batch_rows(batch, names, converts, source, first_index, row, keep):
+                    row += 1
+                    yield item
+        except (pa.ArrowException, OSError) as error:
+            problem = f"row group {group} cannot be read ({_first_line(error)})"
+            while row < end:
+                row += 1
+                wanted = keep is None or keep(first_index + row - 1)
+                index = first_index + row - 1
+                yield RawRow.failed(index, source, row, ErrorCode.TRUNCATED_INPUT, problem) if wanted else None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _batch_rows(
+    batch: pa.RecordBatch,
+    names: Sequence[str],
+    converts: Sequence[Convert | None],
+    source: str,
+    first_index: int,
+    first_row: int,
+    keep: Keep | None,
+) -> Iterator[RawRow | None]:
+    rows = range(first_row, first_row + batch.num_rows)
+    wanted = [keep is None or keep(first_index + row) for row in rows]
+    values = iter(_values(batch if all(wanted) else batch.filter(pa.array(wanted)), names, converts))
+    for row, is_wanted in zip(rows, wanted, strict=True):
+        if not is_wanted:
+            yield None
+            continue
+        value = next(values)
+        if isinstance(value, RowError):
+            yield RawRow.failed(first_index + row, source, row + 1, value.info.code, value.info.message)
+        else:
+            yield RawRow(first_index + row, source, row + 1, value)
+
+
+def _values(batch: pa.RecordBatch, names: Sequence[str], converts: Sequence[Convert | None]) -> list[Value]:
+    """Each row's dict; where one row of the batch cannot be converted, the rows are taken one by one."""
+    try:
+        return [*_dicts(batch, names, converts)]
+    except (RowError, UnicodeDecodeError):
+        return [_value(batch.slice(i, 1), names, converts) for i in range(batch.num_rows)]
+
+
+def _value(batch: pa.RecordBatch, names: Sequence[str], converts: Sequence[Convert | None]) -> Value:
+    try:
+        return _dicts(batch, names, converts)[0]
+    except RowError as error:
+        return error
+    except UnicodeDecodeError:
+        return RowError(ErrorCode.INVALID_UNICODE, "a string of this row is not UTF-8")
+
+
+def _dicts(batch: pa.RecordBatch, names: Sequence[str], converts: Sequence[Convert | None]) -> list[dict[str, Any]]:
+    columns = [
+        values if convert is None else [None if v is None else convert(v) for v in values]
+        for values, convert in zip(map(_python_values, batch.columns), converts, strict=True)
+    ]
+    if not columns:
+        return [{} for _ in range(batch.num_rows)]
+    pairs = zip(*columns, strict=True)
+    return [{name: v for name, v in zip(names, row, strict=True) if v is not None} for row in pairs]
+
+
+def _python_values(column: pa.Array) -> list[Any]:
+    """`to_pylist`, with number lists (token ids) taken through numpy, which is several times faster."""
+    kind = column.type
+    if pat.is_list(kind) and (pat.is_integer(kind.value_type) or pat.is_floating(kind.value_type)):
+        offsets = column.offsets.to_numpy()
+        flat = column.values.slice(offsets[0], offsets[-1] - offsets[0]) if len(column) else column.values
+        if flat.null_count == 0 and len(column):
+            numbers = flat.to_numpy(zero_copy_only=False).tolist()
+            ends = (offsets - offsets[0]).tolist()
+            valid = column.is_valid().to_pylist()
+            return [numbers[ends[i] : ends[i + 1]] if ok else None for i, ok in enumerate(valid)]
+    if _has_time(kind):
+        column = column.cast(_times_as_text(kind))
+    values: list[Any] = column.to_pylist()
+    return values
+
+
+def _has_time(kind: pa.DataType) -> bool:
+    if pat.is_temporal(kind):
+        return True
+    return any(_has_time(kind.field(i).type) for i in range(kind.num_fields))
+
+
+def _times_as_text(kind: pa.DataType) -> pa.DataType:
+    """The type with dates, times and durations replaced by strings: Python's own have no nanoseconds."""
+    if pat.is_temporal(kind):
+        return pa.string()
+    if pat.is_struct(kind):
+        return pa.struct([field.with_type(_times_as_text(field.type)) for field in kind])
+    if pat.is_map(kind):
+        return pa.map_(_times_as_text(kind.key_type), _times_as_text(kind.item_type))
+    if pat.is_list(kind) or pat.is_large_list(kind):
+        return pa.list_(_times_as_text(kind.value_type))
+    return kind
+
+
+def _converter(kind: pa.DataType, name: str, strict_text: bool) -> Convert | None:
+    """The function that turns a non-null value as pyarrow gives it into what JSON can hold; None: it is that already.
+
+    Built once per column from its type, so that plain columns cost nothing.
+    """
+    if pat.is_dictionary(kind):
+        return _converter(kind.value_type, name, strict_text)
+    if pat.is_struct(kind):
+        return _struct_converter({field.name: _converter(field.type, field.name, False) for field in kind})
+    if pat.is_map(kind):
+        return _map_converter(_converter(kind.item_type, "", False))
+    if pat.is_list(kind) or pat.is_large_list(kind) or pat.is_fixed_size_list(kind):
+        return _list_converter(_converter(kind.value_type, name, strict_text))
+    if pat.is_binary(kind) or pat.is_large_binary(kind) or pat.is_fixed_size_binary(kind):
+        return _strict_text if strict_text else _text_or_base64
+    if pat.is_decimal(kind):
+        return float
+    if pat.is_floating(kind) and name in _INTEGER_FIELDS:
+        return lambda value: int(value) if value.is_integer() else value
+    if isinstance(kind, pa.BaseExtensionType):
+        return _extension_value
+    return None
+
+
+def _struct_converter(converts: dict[str, Convert | None]) -> Convert:
+    def convert(value: dict[str, Any]) -> dict[str, Any]:
+        result = {}
+        for key, item in value.items():
+            if item is not None:
+                inner = converts[key]
+                result[key] = item if inner is None else inner(item)
+        return result
+
+    return convert
+
+
+def _map_converter(inner: Convert | None) -> Convert:
+    def convert(value: list[tuple[Any, Any]]) -> dict[str, Any]:
+        pairs = [(str(key), item if inner is None else inner(item)) for key, item in value if item is not None]
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            raise RowError(ErrorCode.INVALID_FIELD, "a map holds the same key twice")
+        return result
+
+    return convert
+
+
+def _list_converter(inner: Convert | None) -> Convert | None:
+    if inner is None:
+        return None
+    return lambda values: [None if value is None else inner(value) for value in values]
+
+
+def _strict_text(value: bytes) -> str:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        raise RowError(ErrorCode.INVALID_UNICODE, "the binary prompt or id of this row is not UTF-8") from None
+
+
+def _text_or_base64(value: bytes) -> str:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return base64.b64encode(value).decode()
+
+
+def _extension_value(value: Any) -> Any:
+    if isinstance(value, uuid.UUID):
+        return str(value)
+    return _text_or_base64(value) if isinstance(value, bytes) else value
