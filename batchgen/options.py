@@ -56,7 +56,7 @@ class Option:
     unbuilt: tuple[str, ...] = ()
     built: bool = True
     switches: bool = False
-    """Each choice is a flag of its own."""
+    """Each choice is a flag of its own; `help` has a line for each."""
     short: str | None = None
 
     @property
@@ -77,6 +77,11 @@ class Option:
         if self.kind is BOOL:
             return self.flag, self.negative
         return (self.flag, self.short) if self.short else (self.flag,)
+
+    @property
+    def metavar(self) -> str:
+        """What the help shows for the value: the choices that are built, or the kind's word."""
+        return "|".join(choice for choice in self.choices if choice not in self.unbuilt) or self.kind.metavar
 
     @property
     def negative(self) -> str:
@@ -274,9 +279,23 @@ OPTIONS: tuple[Option, ...] = (
         "Most tokens to generate; 128 by default. Example: --max-new-tokens 512",
         "sampling",
     ),
-    Option("min_new_tokens", _whole(0, 2**31), None, SAMPLING, "Example: --min-new-tokens 8", "sampling"),
+    Option(
+        "min_new_tokens",
+        _whole(0, 2**31),
+        None,
+        SAMPLING,
+        "Fewest tokens to generate. Example: --min-new-tokens 8",
+        "sampling",
+    ),
     Option("stop", TEXT, None, SAMPLING, "Stop string, repeatable. Example: --stop END", "sampling", repeat=True),
-    Option("stop_token_ids", TOKEN_IDS, None, SAMPLING, "Example: --stop-token-ids 2,13", "sampling"),
+    Option(
+        "stop_token_ids",
+        TOKEN_IDS,
+        None,
+        SAMPLING,
+        "Token ids that end a row. Example: --stop-token-ids 2,13",
+        "sampling",
+    ),
     Option("ignore_eos", BOOL, None, SAMPLING, "Go on past end-of-sequence. Example: --ignore-eos", "sampling"),
     Option("no_stop_trim", BOOL, None, SAMPLING, "Keep the stop in the text. Example: --no-stop-trim", "sampling"),
     Option(
@@ -309,7 +328,13 @@ OPTIONS: tuple[Option, ...] = (
         built=False,
     ),
     Option("stop_regex", TEXT, (), SAMPLING, "Example: --stop-regex '[0-9]+'", repeat=True, built=False),
-    _choice("logprobs_mode", "raw|processed", SAMPLING, "Example: --logprobs-mode processed", unbuilt=("processed",)),
+    _choice(
+        "logprobs_mode",
+        "raw|processed",
+        SAMPLING,
+        "Distribution of logprobs: the model's (raw). Example: --logprobs-mode raw",
+        unbuilt=("processed",),
+    ),
     Option("logit_processor", NAME_PATH, (), SAMPLING, "NAME=module:function", repeat=True, built=False),
     Option("stop_on_repeat", TEXT, None, SAMPLING, "Example: --stop-on-repeat 64", built=False),
     _flag("lenient_schemas", SAMPLING, "Let unenforced keywords pass. Example: --lenient-schemas", built=False),
@@ -348,7 +373,9 @@ OPTIONS: tuple[Option, ...] = (
         "existing",
         "resume|overwrite|resume-anyway",
         JOB,
-        "Go on with unfinished work (default), start over, or go on although the job has changed. Example: --overwrite",
+        "Go on with unfinished work; the default. Example: --resume\n"
+        "Throw unfinished work and results away and start over. Example: --overwrite\n"
+        "Go on with unfinished work although the job has changed. Example: --resume-anyway",
         switches=True,
     ),
     _flag("retry_errors", JOB, "Run rows again that failed before. Example: --retry-errors"),

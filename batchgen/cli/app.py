@@ -1,0 +1,116 @@
+"""The `batchgen` command: its subcommands, and how errors become exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+from typer.main import get_command
+
+from batchgen import __version__
+from batchgen.cli import check, run, show
+from batchgen.errors import BatchgenError, Interrupted
+
+__all__ = ["app", "command_names", "main", "run_command"]
+
+_CommandLineError = cast("type[Exception]", typer.BadParameter.__mro__[2])
+"""click's ClickException, from the copy of click that typer has."""
+
+_INTERRUPTED = 130
+_READER_GONE = 141
+"""What a program ended by SIGPIPE returns."""
+
+app = typer.Typer(
+    name="batchgen",
+    no_args_is_help=True,
+    rich_markup_mode=None,  # its boxes cut option names off in narrow terminals
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (run, check, show):
+    command.register(app)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"batchgen {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    """Offline batch generation for large language models: files of prompts in, Parquet of results out."""
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    sys.exit(run_command(sys.argv[1:]))
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code; errors become one line on stderr."""
+    try:
+        status = get_command(app).main(list(arguments), prog_name="batchgen", standalone_mode=False)
+        sys.stdout.flush()
+        return status if isinstance(status, int) else 0
+    except _CommandLineError as error:
+        return _say_usage(error)
+    except Interrupted as error:
+        _say(str(error))
+        return error.exit_status
+    except BatchgenError as error:
+        _say(str(error))
+        return error.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        _say("interrupted")
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # What is left in stdout's buffer can go nowhere; the interpreter must not try again at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _READER_GONE
+    except Exception as error:
+        return _say_internal(error)
+
+
+def command_names() -> list[str]:
+    """The subcommands, in the order of the help."""
+    return [str(info.name) for info in app.registered_commands]
+
+
+def _say(message: str) -> None:
+    with suppress(OSError):
+        print(f"error: {message}", file=sys.stderr, flush=True)
+
+
+def _say_usage(error: Exception) -> int:
+    """One line for what typer found wrong with the command line, and where to read on; help where nothing was given."""
+    context = getattr(error, "ctx", None)
+    message = str(error.format_message())  # type: ignore[attr-defined]
+    if type(error).__name__ == "NoArgsIsHelpError":
+        if message:
+            print(message, file=sys.stderr)
+    else:
+        hint = f" (see {context.command_path} --help)" if context is not None else ""
+        _say(message.rstrip(".") + hint)
+    return 2
+
+
+def _say_internal(error: Exception) -> int:
+    """Where it happened, without the message: that may quote a prompt, and prompts are never logged."""
+    if os.environ.get("BATCHGEN_TRACEBACK") == "1":
+        traceback.print_exception(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    _say(f"internal error, {type(error).__name__}{place}; BATCHGEN_TRACEBACK=1 prints the traceback")
+    return 1

@@ -1,0 +1,36 @@
+"""`batchgen run`."""
+
+from __future__ import annotations
+
+import typer
+
+from batchgen.cli.flags import GroupedCommand, with_options
+from batchgen.config import RunConfig
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command("run", cls=GroupedCommand, no_args_is_help=True)(with_options(run))
+
+
+def run(config: RunConfig) -> None:
+    """Generate: files of prompts in, one Parquet file of results out. Resumes where an earlier run stopped.
+
+    Options can also stand in BATCHGEN_* variables (BATCHGEN_MAX_NUM_SEQS=64) and TOML files (max_num_seqs = 64);
+    flags win over variables, those over --config, that over ./batchgen.toml.
+
+    Example: batchgen run prompts.jsonl -o results.parquet --model ./Qwen3-0.6B --temperature 0.7
+    """
+    from batchgen.job.run import run_job  # torch and transformers: seconds that `--help` must not pay
+    from batchgen.job.summary import print_summary, write_report
+
+    if config.dry_run:
+        from batchgen.job.check import check_job
+
+        raise typer.Exit(check_job(config, as_json=False))
+    summary = run_job(config)
+    print_summary(summary)
+    if config.report:
+        write_report(summary, config.report)

@@ -1,0 +1,163 @@
+"""Results in a terminal: a table cut to its width, or one record whole. Plain lines (tabs, JSON) into a pipe."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from batchgen.errors import InputError
+
+__all__ = ["show_results", "show_row"]
+
+Record = Mapping[str, Any]
+
+_LISTED = ["row_index", "prompt_index", "sample_index", "id", "status", "finish_reason", "error", "text"]
+_LIST_ITEMS = 16
+_TEXT_CUT = 2000
+"""Characters of a text worth laying out in one table cell."""
+
+
+def show_results(out: Path, *, errors_only: bool, limit: int | None, console: Console | None = None) -> None:
+    """List the samples of `out` on stdout, at most `limit`, with a closing line of counts.
+
+    Raises:
+        InputError: there are no results to read.
+    """
+    console = console or Console(highlight=False)
+    files, unfinished = _result_files(out)
+    condition = pc.field("status") == "error" if errors_only else None
+    rows = list(islice(_records(files, _LISTED, condition), limit))
+    if console.is_terminal:
+        console.print(_table(rows))
+        console.print(Text(_counts(files, len(rows), errors_only, unfinished), style="dim"))
+        return
+    for row in rows:
+        fields = (_place(row), row["id"], row["status"], _outcome(row), _escape(_message(row)))
+        sys.stdout.write("\t".join(_escape(field or "") for field in fields[:4]) + "\t" + fields[4] + "\n")
+
+
+def show_row(out: Path, row_index: int, *, console: Console | None = None) -> None:
+    """Print everything about one input row on stdout: a block for each sample, or JSON lines into a pipe.
+
+    Raises:
+        InputError: there are no results to read, or none of that row.
+    """
+    console = console or Console(highlight=False)
+    files, unfinished = _result_files(out)
+    rows = list(_records(files, None, pc.field("row_index") == row_index))
+    if not rows:
+        state = "is not finished yet" if unfinished else "is not in the results"
+        raise InputError(f"row {row_index} {state}: {out}")
+    for row in rows:
+        present = {name: value for name, value in row.items() if value is not None}
+        if console.is_terminal:
+            console.print(_block(present))
+        else:
+            sys.stdout.write(json.dumps(present, ensure_ascii=False) + "\n")
+
+
+def _result_files(out: Path) -> tuple[list[Path], bool]:
+    """The Parquet files behind `out`, and whether they are the parts of an unfinished run."""
+    if out.is_file():
+        return [out], False
+    parts = sorted(out.glob("part-*.parquet")) if out.is_dir() else []
+    if parts:
+        return parts, False
+    parts = sorted(Path(f"{out}.work").glob("parts/part-*.parquet"))
+    if parts:
+        return parts, True
+    raise InputError(f"no results at {out}: neither a result file, a folder of shards, nor unfinished work")
+
+
+def _records(files: Iterable[Path], columns: list[str] | None, condition: pc.Expression | None) -> Iterator[Record]:
+    for path in files:
+        try:
+            with pq.ParquetFile(path) as file:
+                for batch in file.iter_batches(batch_size=1024, columns=columns):
+                    table = pa.Table.from_batches([batch])
+                    yield from (table if condition is None else table.filter(condition)).to_pylist()
+        except (OSError, pa.ArrowInvalid) as problem:
+            raise InputError(f"cannot read {path}: {problem}") from None
+
+
+def _counts(files: list[Path], shown: int, errors_only: bool, unfinished: bool) -> str:
+    total = errors = 0
+    for path in files:
+        statuses = pq.read_table(path, columns=["status"])["status"]
+        total += len(statuses)
+        errors += pc.sum(pc.equal(statuses, "error")).as_py() or 0
+    of = errors if errors_only else total
+    rest = f" ({of - shown:,} more: --limit 0 lists all)" if of > shown else ""
+    state = ", unfinished" if unfinished else ""
+    return f"{total:,} samples, {errors:,} errors{state}{rest}"
+
+
+def _table(rows: list[Record]) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=True, header_style="bold", expand=False)
+    table.add_column("row", justify="right", no_wrap=True)
+    table.add_column("id", no_wrap=True, overflow="ellipsis", max_width=24)
+    table.add_column("outcome", no_wrap=True, overflow="ellipsis")
+    table.add_column("text", no_wrap=True, overflow="ellipsis", ratio=1)
+    for row in rows:
+        failed = row["status"] == "error"
+        cells = (_place(row), row["id"] or "", _outcome(row), _message(row)[:_TEXT_CUT])
+        table.add_row(*(Text(_escape(cell), style="red" if failed and i == 2 else "") for i, cell in enumerate(cells)))
+    return table
+
+
+def _block(row: Record) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in row.items():
+        table.add_row(name, Text(_shown(value)))
+    table.add_row("", "")
+    return table
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, list) and len(value) > _LIST_ITEMS:
+        head = ", ".join(_shown(item) for item in value[:_LIST_ITEMS])
+        return f"[{head}, … {len(value) - _LIST_ITEMS:,} more]"
+    if isinstance(value, str):
+        return _escape(value, keep="\n\t")
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list):
+        return "[" + ", ".join(_shown(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "\n".join(f"{name}: {_shown(item)}" for name, item in value.items() if item is not None)
+    return str(value)
+
+
+def _place(row: Record) -> str:
+    """`7`, or `7.1.2` for prompt 1, sample 2 of row 7."""
+    if row["prompt_index"] or row["sample_index"]:
+        return f"{row['row_index']}.{row['prompt_index']}.{row['sample_index']}"
+    return str(row["row_index"])
+
+
+def _outcome(row: Record) -> str:
+    return str(row["error"]["code"] if row["error"] else row["finish_reason"] or row["status"])
+
+
+def _message(row: Record) -> str:
+    return str(row["error"]["message"] if row["error"] else row["text"] or "")
+
+
+def _escape(text: str, keep: str = "") -> str:
+    """Control characters as escapes: generated text must not steer the terminal."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode("ascii") for c in text)
