@@ -1,0 +1,174 @@
+"""What a work folder has committed: its keys as flat arrays, and the care of damaged parts."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from batchgen.data.files import output_errors, parquet_writer, write_durably
+from batchgen.data.parts import FINGERPRINT_KEY
+from batchgen.data.schema import KEY_COLUMNS, SCHEMA_VERSION, VERSION_KEY
+from batchgen.data.work import WorkFolder
+from batchgen.errors import BatchgenError, FingerprintError
+
+__all__ = ["Committed", "drop_errors", "read_committed", "read_keys"]
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """Keys of output rows [N], in key order, no key twice; 17 bytes a row and 16 a prompt."""
+
+    row_index: npt.NDArray[np.int64]
+    prompt_index: npt.NDArray[np.int32]
+    sample_index: npt.NDArray[np.int32]
+    is_error: npt.NDArray[np.bool_]
+    order: npt.NDArray[np.int64]
+    """[N] place of each row in the concatenation of the files as read."""
+    _rows: array[int]
+    """Distinct (row_index, prompt_index), sorted: the rows, and the prompts of each run of equal rows."""
+    _prompts: array[int]
+
+    def __len__(self) -> int:
+        return len(self.row_index)
+
+    def __contains__(self, key: tuple[int, int]) -> bool:
+        """Whether (row_index, prompt_index) is done, with all its samples. O(log N)."""
+        row, prompt = key
+        low = bisect_left(self._rows, row)
+        if low == len(self._rows) or self._rows[low] != row:
+            return False
+        high = bisect_left(self._rows, row + 1, low)
+        place = bisect_left(self._prompts, prompt, low, high)
+        return place < high and self._prompts[place] == prompt
+
+    @property
+    def prompts_done(self) -> int:
+        """Distinct (row_index, prompt_index)."""
+        return len(self._rows)
+
+    @property
+    def errors(self) -> int:
+        """Output rows with status `error`."""
+        return int(self.is_error.sum())
+
+
+def read_keys(paths: Sequence[Path]) -> Committed:
+    """Read the keys of results files.
+
+    Raises:
+        BatchgenError: two rows have the same key.
+        OSError, pa.ArrowException: a file is damaged.
+    """
+    empty = (np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.bool_))
+    columns = zip(empty, *map(_file_keys, paths), strict=True)
+    row, prompt, sample, is_error = (np.concatenate(column) for column in columns)
+    order = np.lexsort((sample, prompt, row))
+    row, prompt, sample, is_error = row[order], prompt[order], sample[order], is_error[order]
+    same_prompt = (row[1:] == row[:-1]) & (prompt[1:] == prompt[:-1])
+    twice = np.flatnonzero(same_prompt & (sample[1:] == sample[:-1]))
+    if len(twice):
+        at = twice[0]
+        raise BatchgenError(
+            f"row {row[at]}, prompt {prompt[at]}, sample {sample[at]} is committed twice, which is a bug of batchgen. "
+            "Nothing was replaced; remove the work folder and run again."
+        )
+    first = np.concatenate([np.ones(min(len(row), 1), np.bool_), ~same_prompt])
+    rows, prompts = array("q", row[first].tobytes()), array("i", prompt[first].tobytes())
+    return Committed(row, prompt, sample, is_error, order.astype(np.int64), rows, prompts)
+
+
+def _file_keys(path: Path) -> tuple[npt.NDArray[Any], ...]:
+    """(row_index, prompt_index, sample_index, is_error) of a file's rows, as stored."""
+    with path.open("rb") as stream:
+        table = pq.ParquetFile(stream, page_checksum_verification=True).read([*KEY_COLUMNS, "status"])
+    return (*(table[name].to_numpy() for name in KEY_COLUMNS), pc.equal(table["status"], "error").to_numpy())
+
+
+def read_committed(work: WorkFolder) -> Committed:
+    """The keys that a run can skip. Called once, under the lock, before a writer is made.
+
+    The rule for what else is found: a temporary file is an interrupted commit and is removed; a part that cannot be
+    read (power loss on a disk that lies about fsync) is removed, and its rows are computed anew; a part of another
+    job is refused.
+
+    Raises:
+        FingerprintError: a part belongs to a different job.
+        OutputError: the folder cannot be changed.
+    """
+    with output_errors(work.parts):
+        for entry in work.parts.iterdir():
+            if entry.suffix == ".tmp":
+                entry.unlink()
+    for part in work.part_files():
+        fingerprint = _fingerprint(part)
+        if fingerprint is None:
+            with output_errors(part):
+                part.unlink()
+        elif fingerprint not in work.accepted:
+            raise FingerprintError(f"{part} belongs to a different job. Remove it, or drop all work with --overwrite.")
+    return read_keys(work.part_files())
+
+
+def _fingerprint(part: Path) -> str | None:
+    """The fingerprint in a part's footer; None when the part or its keys cannot be read."""
+    try:
+        with part.open("rb") as stream:
+            metadata = pq.ParquetFile(stream).metadata.metadata or {}
+        if metadata.get(VERSION_KEY) != SCHEMA_VERSION.encode():
+            return None
+        _file_keys(part)
+        fingerprint: str = metadata[FINGERPRINT_KEY].decode()
+    except (OSError, pa.ArrowException, KeyError, UnicodeDecodeError):
+        return None
+    return fingerprint
+
+
+def drop_errors(work: WorkFolder, committed: Committed) -> Committed:
+    """For `--retry-errors`: take back every prompt that has an error among its samples, one part at a time.
+
+    Each part is replaced whole, so a crash leaves some errors committed, and the same command goes on from there.
+
+    Raises:
+        OutputError: a part cannot be rewritten.
+    """
+    if not committed.errors:
+        return committed
+    for part in work.part_files():
+        table = pq.read_table(part, page_checksum_verification=True)
+        keep = _clean_prompts(table)
+        if keep.all():
+            continue
+        if not keep.any():
+            with output_errors(part):
+                part.unlink()
+        else:
+            _rewrite(part, table.filter(pa.array(keep)))
+    return read_keys(work.part_files())
+
+
+def _clean_prompts(table: pa.Table) -> npt.NDArray[np.bool_]:
+    """[rows] whether no sample of the row's prompt failed."""
+    prompts = np.stack([table["row_index"].to_numpy(), table["prompt_index"].to_numpy().astype(np.int64)], axis=1)
+    _, group = np.unique(prompts, axis=0, return_inverse=True)
+    failed = np.zeros(len(table), np.bool_)
+    failed[group.reshape(-1)[pc.equal(table["status"], "error").to_numpy()]] = True
+    clean: npt.NDArray[np.bool_] = ~failed[group.reshape(-1)]
+    return clean
+
+
+def _rewrite(part: Path, table: pa.Table) -> None:
+    def write(stream: BinaryIO) -> None:
+        with parquet_writer(stream, table.schema) as writer:
+            writer.write_table(table)
+
+    write_durably(part, write)

@@ -1,0 +1,102 @@
+"""Durable files: written under a temporary name, fsynced, renamed, the folder fsynced. And their errors in words."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchgen.data.schema import RUN_KEY, SCHEMA_VERSION, VERSION_KEY
+from batchgen.errors import OutputError
+
+__all__ = ["output_errors", "parquet_writer", "read_footer", "sync_folder", "write_durably"]
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
+
+
+@contextmanager
+def output_errors(path: Path) -> Iterator[None]:
+    """Turn what the operating system says about writing `path` into an `OutputError` with its remedy."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno in _FULL:
+            remedy = "Free some space and run the same command again: committed rows are kept."
+        elif error.errno in _FORBIDDEN:
+            remedy = "Check the permissions, or name another place with -o."
+        else:
+            remedy = "Check the disk and run the same command again: committed rows are kept."
+        raise OutputError(f"{path} cannot be written ({reason}). {remedy}") from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames inside `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_durably(path: Path, write: Callable[[BinaryIO], None], temporary: Path | None = None) -> None:
+    """Let `write` fill a temporary file, then put it in `path`'s place: at every moment the old content or the new.
+
+    Args:
+        path: the final name.
+        write: fills the file; when it raises, the temporary file is removed and `path` is as it was.
+        temporary: the name meanwhile, on the same file system; `path` with `.tmp` when None.
+
+    Raises:
+        OutputError: disk full, no permission and the like.
+    """
+    temporary = temporary or path.with_name(path.name + ".tmp")
+    with output_errors(path):
+        try:
+            with temporary.open("wb") as stream:
+                write(stream)
+                stream.flush()
+                os.fsync(stream.fileno())
+            temporary.replace(path)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
+
+
+def parquet_writer(stream: BinaryIO, schema: pa.Schema) -> pq.ParquetWriter:
+    """A writer with the settings of every results file.
+
+    Dictionaries only for the few short strings that repeat: on ids, texts and number lists they cost time and save
+    nothing. Statistics only for keys, so that one row is found without reading the file.
+    """
+    return pq.ParquetWriter(
+        stream,
+        schema,
+        compression="zstd",
+        use_dictionary=["status", "finish_reason", "stop_kind", "error.code"],
+        write_statistics=["row_index", "prompt_index", "sample_index", "status"],
+        write_page_checksum=True,
+    )
+
+
+def read_footer(path: Path) -> dict[str, Any] | None:
+    """What the footer of a results file says of its run; None when there is no such file, or it is not a whole one."""
+    try:
+        with path.open("rb") as stream:
+            metadata: Mapping[bytes, bytes] = pq.ParquetFile(stream).metadata.metadata or {}
+        if metadata.get(VERSION_KEY) != SCHEMA_VERSION.encode():
+            return None
+        footer = json.loads(metadata[RUN_KEY])
+    except (OSError, pa.ArrowException, KeyError, ValueError):
+        return None
+    return footer if isinstance(footer, dict) else None

@@ -1,0 +1,102 @@
+"""The end of a job: all parts into one file in input order, in the output's place, and the work folder gone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchgen.data.committed import Committed, read_keys
+from batchgen.data.expected import Expected
+from batchgen.data.files import write_durably
+from batchgen.data.gather import MEMORY_BYTES, ResultWriter, gather
+from batchgen.data.schema import with_footer
+from batchgen.data.work import WorkFolder
+from batchgen.errors import BatchgenError, OutputError
+
+__all__ = ["finish"]
+
+
+def finish(work: WorkFolder, expected: Expected, run: Mapping[str, Any], memory_bytes: int = MEMORY_BYTES) -> Committed:
+    """Gather the committed rows into the output file and remove the work folder, which lets go of the lock.
+
+    The output path is untouched until the whole file is durable under a temporary name; a process killed at any point
+    leaves either the work folder complete or the output complete.
+
+    Args:
+        work: the folder, with no writer open on it.
+        expected: every prompt of the job.
+        run: for the footer; `fingerprint`, `shard` and `rows` are added.
+        memory_bytes: about how much of the rows may be in memory.
+
+    Returns:
+        The keys of the rows written.
+
+    Raises:
+        BatchgenError: the committed rows are not exactly those expected; nothing was replaced.
+        OutputError: the disk is full, or a part is damaged.
+    """
+    parts = work.part_files()
+    keys = _keys(parts)
+    expected.check(keys)
+    shard = work.identity.shard
+    footer = {
+        **run,
+        "fingerprint": work.identity.fingerprint,
+        "shard": None if shard is None else [*shard],
+        "rows": len(keys),
+    }
+    write_result(work.paths.result, parts, keys, footer, work.scratch, memory_bytes)
+    work.remove()
+    return keys
+
+
+def write_result(
+    result: Path,
+    parts: list[Path],
+    keys: Committed,
+    footer: Mapping[str, Any],
+    scratch: Path,
+    memory_bytes: int = MEMORY_BYTES,
+) -> None:
+    """Write the rows of `parts` to `result` in key order, atomically, by way of the existing folder `scratch`.
+
+    Raises:
+        OutputError: the disk is full, or a part is damaged.
+    """
+
+    def write(stream: BinaryIO) -> None:
+        writer = ResultWriter(stream, with_footer(footer))
+        try:
+            gather(parts, keys, writer, scratch, memory_bytes)
+        except pa.ArrowException as error:
+            raise _damaged(parts, error) from error
+        writer.close()
+        stream.flush()
+        written = pq.read_metadata(stream.name).num_rows
+        if written != len(keys):
+            raise BatchgenError(f"{written} rows were written for {len(keys)} committed ones. Nothing was replaced.")
+
+    write_durably(result, write, temporary=scratch / "result.parquet")
+
+
+def _keys(parts: list[Path]) -> Committed:
+    try:
+        return read_keys(parts)
+    except (pa.ArrowException, OSError) as error:
+        raise _damaged(parts, error) from error
+
+
+def _damaged(parts: list[Path], error: BaseException) -> OutputError:
+    """Name the part that cannot be read, which a reader of all of them does not."""
+    for part in parts:
+        try:
+            pq.read_table(part, page_checksum_verification=True)
+        except (pa.ArrowException, OSError):
+            return OutputError(
+                f"{part} is damaged ({error}). Remove it and run the same command again: its rows are computed anew."
+            )
+    return OutputError(f"the parts cannot be gathered ({error}). Check the disk and run the same command again.")

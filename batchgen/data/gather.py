@@ -1,0 +1,203 @@
+"""Gather rows of many results files into one, in key order, in bounded memory.
+
+Small results are sorted in memory. Larger ones are split by their place in the final order into buckets on disk, each
+of which fits; then bucket after bucket is sorted and written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pyarrow.types as pat
+
+from batchgen.data.committed import Committed
+from batchgen.data.files import parquet_writer
+
+__all__ = ["MEMORY_BYTES", "ROW_GROUP_BYTES", "ROW_GROUP_ROWS", "ResultWriter", "gather"]
+
+MEMORY_BYTES = 128 << 20
+"""Results estimated above this are sorted on disk."""
+ROW_GROUP_ROWS = 10_000
+ROW_GROUP_BYTES = 60 << 20
+"""Of values in memory: encoded, a group stays under the 64 MiB that the contract allows."""
+
+_MOST_BUCKETS = 256
+_ROW_OVERHEAD = 256
+"""Bytes a row takes in memory beside its values: offsets and validity of 39 columns."""
+_RANK = "rank"
+
+
+class ResultWriter:
+    """Writes rows in the order given, cutting row groups at places that only the rows themselves decide."""
+
+    def __init__(self, stream: BinaryIO, schema: pa.Schema) -> None:
+        self._schema = schema
+        self._writer = parquet_writer(stream, schema)
+        self._pending: list[pa.Table] = []
+        self._rows = 0
+        self._bytes = 0
+
+    def write(self, table: pa.Table) -> None:
+        """Append the rows of a table."""
+        weights = _row_bytes(table)
+        start = 0
+        while start < len(table):
+            ends = np.cumsum(weights[start : start + ROW_GROUP_ROWS - self._rows])
+            fit = int(np.searchsorted(ends, ROW_GROUP_BYTES - self._bytes, side="right"))
+            if fit == 0 and self._rows == 0:
+                fit = 1
+            if fit:
+                self._pending.append(table.slice(start, fit))
+                self._rows += fit
+                self._bytes += int(ends[fit - 1])
+                start += fit
+            if self._rows == ROW_GROUP_ROWS or start < len(table):
+                self._end_group()
+
+    def _end_group(self) -> None:
+        if self._pending:
+            group = pa.concat_tables(self._pending).combine_chunks().replace_schema_metadata(self._schema.metadata)
+            self._writer.write_table(group, row_group_size=len(group))
+        self._pending, self._rows, self._bytes = [], 0, 0
+
+    def close(self) -> None:
+        """Write what is pending, and the footer."""
+        self._end_group()
+        self._writer.close()
+
+
+def _row_bytes(table: pa.Table) -> npt.NDArray[np.int64]:
+    """[rows] about how many bytes each row's values take."""
+    total = np.full(len(table), _ROW_OVERHEAD, np.int64)
+    for column in table.columns:
+        if column.null_count < len(column):
+            total += _value_bytes(column)
+    return total
+
+
+def _value_bytes(column: pa.ChunkedArray) -> npt.NDArray[np.int64] | int:
+    kind = column.type
+    if pat.is_string(kind):
+        lengths, unit = pc.binary_length(column), 1
+    elif pat.is_list(kind):
+        lengths = pc.list_value_length(column)
+        unit = kind.value_type.byte_width if pat.is_primitive(kind.value_type) else 24
+    elif pat.is_struct(kind):
+        lengths, unit = pc.if_else(column.is_valid(), 100, 0), 1
+    else:
+        return 8
+    values: npt.NDArray[np.int64] = lengths.fill_null(0).to_numpy().astype(np.int64) * unit
+    return values
+
+
+def gather(
+    paths: Sequence[Path],
+    keys: Committed,
+    writer: ResultWriter,
+    scratch: Path,
+    memory_bytes: int = MEMORY_BYTES,
+) -> None:
+    """Write all rows of the files in key order.
+
+    Args:
+        paths: results files, the ones that `keys` was read from, in that order.
+        keys: of all their rows.
+        writer: takes the rows.
+        scratch: an existing folder for bucket files, which are removed as they are used up.
+        memory_bytes: about how much of the rows may be in memory.
+
+    Raises:
+        OSError, pa.ArrowException: a file is damaged, or the disk is full.
+    """
+    sizes = [_size(path) for path in paths]
+    if sum(size for _, size in sizes) <= memory_bytes:
+        tables = [table for path in paths for table in _row_groups(path)]
+        if tables:
+            _write_sorted(pa.concat_tables(tables), keys.order, writer)
+        return
+    buckets = _buckets(keys.order, sizes, memory_bytes)
+    files = _split(paths, keys.order, buckets, scratch)
+    for file in files:
+        _write_bucket(file, writer)
+        file.unlink()
+
+
+def _size(path: Path) -> tuple[int, int]:
+    """(rows, estimated bytes in memory) of a file."""
+    metadata = pq.read_metadata(path)
+    encoded = sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
+    return metadata.num_rows, encoded + metadata.num_rows * _ROW_OVERHEAD
+
+
+def _row_groups(path: Path) -> Iterator[pa.Table]:
+    with path.open("rb") as stream:
+        file = pq.ParquetFile(stream, pre_buffer=False, page_checksum_verification=True)
+        for group in range(file.num_row_groups):
+            yield file.read_row_group(group, use_threads=False).replace_schema_metadata(None)
+
+
+def _write_sorted(table: pa.Table, order: npt.NDArray[np.int64], writer: ResultWriter) -> None:
+    table = table.combine_chunks()
+    for start in range(0, len(order), ROW_GROUP_ROWS):
+        writer.write(table.take(pa.array(order[start : start + ROW_GROUP_ROWS])))
+
+
+def _buckets(
+    order: npt.NDArray[np.int64], sizes: Sequence[tuple[int, int]], memory_bytes: int
+) -> npt.NDArray[np.int64]:
+    """[N] the bucket of each row as read: consecutive stretches of the final order, of about equal bytes."""
+    weights = np.concatenate([np.full(rows, size / max(rows, 1)) for rows, size in sizes])
+    total = weights.sum()
+    # A bucket is held twice while it is sorted.
+    count = int(np.clip(np.ceil(2 * total / memory_bytes), 1, _MOST_BUCKETS))
+    ends = np.cumsum(weights[order])
+    buckets = np.empty(len(order), np.int64)
+    buckets[order] = np.minimum((ends - weights[order]) * count / total, count - 1).astype(np.int64)
+    return buckets
+
+
+def _split(
+    paths: Sequence[Path], order: npt.NDArray[np.int64], buckets: npt.NDArray[np.int64], scratch: Path
+) -> list[Path]:
+    """Write each row, with its rank in the final order, to the Arrow file of its bucket. Returns the files in order."""
+    ranks = np.empty(len(order), np.int64)
+    ranks[order] = np.arange(len(order))
+    files = [scratch / f"bucket-{bucket:03d}.arrow" for bucket in range(int(buckets.max()) + 1)]
+    options = pa.ipc.IpcWriteOptions(compression="lz4")
+    with ExitStack() as stack:
+        writers: dict[int, pa.RecordBatchStreamWriter] = {}
+        start = 0
+        for path in paths:
+            for table in _row_groups(path):
+                table = table.append_column(_RANK, pa.array(ranks[start : start + len(table)]))
+                for bucket, piece in _pieces(table, buckets[start : start + len(table)]):
+                    if bucket not in writers:
+                        stream = stack.enter_context(files[bucket].open("wb"))
+                        writers[bucket] = stack.enter_context(pa.ipc.new_stream(stream, table.schema, options=options))
+                    writers[bucket].write_table(piece)
+                start += len(table)
+    return files
+
+
+def _pieces(table: pa.Table, buckets: npt.NDArray[np.int64]) -> Iterator[tuple[int, pa.Table]]:
+    order = np.argsort(buckets, kind="stable")
+    table = table.take(pa.array(order))
+    found, starts = np.unique(buckets[order], return_index=True)
+    ends = np.append(starts[1:], len(buckets))
+    for bucket, start, end in zip(found.tolist(), starts.tolist(), ends.tolist(), strict=True):
+        yield bucket, table.slice(start, end - start)
+
+
+def _write_bucket(file: Path, writer: ResultWriter) -> None:
+    with file.open("rb") as stream, pa.ipc.open_stream(stream) as reader:
+        table = reader.read_all()
+    order = np.argsort(table[_RANK].to_numpy())
+    _write_sorted(table.drop_columns(_RANK), order, writer)

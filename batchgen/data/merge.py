@@ -1,0 +1,97 @@
+"""Join the outputs of shards into one file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from batchgen.data.committed import read_keys
+from batchgen.data.files import output_errors, read_footer
+from batchgen.data.finish import write_result
+from batchgen.data.lock import RunLock
+from batchgen.data.work import OutputPaths, RunIdentity, WorkFolder, output_paths
+from batchgen.errors import FingerprintError, InputError, OutputError, UsageError
+
+__all__ = ["merge"]
+
+
+def merge(parts: Sequence[Path], out: Path, overwrite: bool = False) -> int:
+    """Write the rows of all shards of one job to `out`, in input order, and return their number.
+
+    Args:
+        parts: finished shard outputs, or folders of them, in any order.
+        out: the file to write.
+        overwrite: whether an existing `out` is replaced.
+
+    Raises:
+        UsageError: a shard is missing or named twice, or a file is no shard.
+        FingerprintError: two shards are of different jobs.
+        InputError: a file cannot be read.
+        OutputError: `out` exists or cannot be written.
+    """
+    files = _files(parts)
+    footers = [_footer(file) for file in files]
+    _check_one_job(files, footers)
+    _check_complete(files, footers)
+    if out.exists() and not overwrite:
+        raise OutputError(f"{out} exists. Remove it, replace it with --overwrite, or name another with -o.")
+    try:
+        keys = read_keys(files)
+    except (pa.ArrowException, OSError) as error:
+        raise InputError(f"a shard cannot be read ({error}). Compute it again.") from error
+    footer = footers[0] | {"shard": None, "rows": len(keys), "merged_shards": len(files)}
+    paths = OutputPaths(out, output_paths(out).work)
+    if paths.work.exists() and any(paths.work.iterdir()):
+        raise OutputError(f"{paths.work} exists: a run to {out} is not finished. Finish it, or name another with -o.")
+    identity = RunIdentity(footers[0]["fingerprint"])
+    work = WorkFolder(paths, identity, RunLock(paths.work, out), {"accepted": [identity.key]})
+    try:
+        with output_errors(work.scratch):
+            work.scratch.mkdir()
+        write_result(out, files, keys, footer, work.scratch)
+    finally:
+        work.remove()
+    return len(keys)
+
+
+def _files(parts: Sequence[Path]) -> list[Path]:
+    files = [file for part in parts for file in (sorted(part.glob("part-*.parquet")) if part.is_dir() else [part])]
+    if not files:
+        raise UsageError("No shards were found. Name their files, or the folder they stand in.")
+    return files
+
+
+def _footer(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise InputError(f"{file} cannot be read (no such file). Check the name.")
+    footer = read_footer(file)
+    if footer is None:
+        raise InputError(f"{file} is not a finished batchgen output. Finish its run, or leave it out.")
+    if footer.get("shard") is None:
+        raise UsageError(f"{file} is not a shard but the output of a whole job. Leave it out.")
+    return footer
+
+
+def _check_one_job(files: Sequence[Path], footers: Sequence[dict[str, Any]]) -> None:
+    first = footers[0]
+    for file, footer in zip(files, footers, strict=True):
+        if footer["fingerprint"] != first["fingerprint"] or footer["shard"][1] != first["shard"][1]:
+            raise FingerprintError(f"{file} and {files[0]} are shards of different jobs. Merge shards of one.")
+
+
+def _check_complete(files: Sequence[Path], footers: Sequence[dict[str, Any]]) -> None:
+    count = footers[0]["shard"][1]
+    seen: dict[int, Path] = {}
+    for file, footer in zip(files, footers, strict=True):
+        index = footer["shard"][0]
+        if index in seen:
+            raise UsageError(f"{file} and {seen[index]} are both shard {index}. Leave one out.")
+        seen[index] = file
+    missing = [index for index in range(count) if index not in seen]
+    if missing:
+        raise UsageError(
+            f"{len(missing)} of {count} shards are missing, the first is {missing[0]}. Run them, then merge."
+        )

@@ -1,0 +1,198 @@
+"""Committed rows: written in parts by a thread of their own, so that encoding does not hold the engine up.
+
+A group is all samples of one (row_index, prompt_index). It is committed whole or not at all, so a key found in any part
+is done.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+from batchgen.data.files import parquet_writer, write_durably
+from batchgen.data.schema import SCHEMA, SCHEMA_VERSION, VERSION_KEY, OutputRow, completions_to_table
+from batchgen.data.work import WorkFolder
+
+__all__ = ["FINGERPRINT_KEY", "PartWriter"]
+
+FINGERPRINT_KEY = b"batchgen.fingerprint"
+
+_PART_BYTES = 64 << 20
+"""A part is committed when it holds about this much, however few rows that is."""
+_BUFFER_BYTES = 64 << 20
+"""`add` waits for the disk when this much is not written yet."""
+
+
+class PartWriter:
+    """Buffers finished groups and commits them as parts: whenever `commit_every` rows or 64 MiB are there, and at
+    the latest `commit_seconds` after a group was added.
+
+    An error of the writing thread is raised by the next `add`, `flush` or `close`. What was committed stays.
+    """
+
+    def __init__(
+        self,
+        work: WorkFolder,
+        commit_every: int = 2000,
+        commit_seconds: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        assert commit_every > 0
+        assert commit_seconds > 0
+        self._folder = work.parts
+        self._schema = SCHEMA.with_metadata(
+            {VERSION_KEY: SCHEMA_VERSION.encode(), FINGERPRINT_KEY: work.identity.key.encode()}
+        )
+        self._commit_every = commit_every
+        self._commit_seconds = commit_seconds
+        self._clock = clock
+        self._number = _next_number(work.part_files())
+        self._changed = threading.Condition()
+        self._buffer: list[OutputRow] = []
+        self._weight = 0
+        self._since = 0.0
+        self._flushing = False
+        self._closing = False
+        self._writing = False
+        self._error: BaseException | None = None
+        self._committed = 0
+        self._thread = threading.Thread(target=self._run, name="batchgen-parts", daemon=True)
+        self._thread.start()
+
+    @property
+    def rows_committed(self) -> int:
+        """Output rows this writer made durable."""
+        return self._committed
+
+    def add(self, group: Sequence[OutputRow]) -> None:
+        """Hand over all samples of one (row_index, prompt_index).
+
+        Raises:
+            OutputError: an earlier part could not be written.
+        """
+        assert group
+        assert len({row.completion.key[:2] for row in group}) == 1, "a group is the samples of one prompt"
+        weight = sum(map(_weight, group))
+        with self._changed:
+            self._changed.wait_for(lambda: self._weight < _BUFFER_BYTES or self._error is not None)
+            self._raise_error()
+            if not self._buffer:
+                self._since = self._clock()
+            self._buffer.extend(group)
+            self._weight += weight
+            # One wake-up starts the thread's clock, another is for a full part.
+            if len(self._buffer) == len(group) or self._due():
+                self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Commit everything added so far; it is durable when this returns.
+
+        Raises:
+            OutputError: a part could not be written.
+        """
+        with self._changed:
+            self._flushing = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._error is not None or not (self._buffer or self._writing))
+            self._flushing = False
+            self._raise_error()
+
+    def close(self) -> None:
+        """Commit everything and end the thread.
+
+        Raises:
+            OutputError: a part could not be written.
+        """
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+        self._raise_error()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except BaseException:
+            # The error on its way out is the one to report; a writing error would hide it.
+            if error is None:
+                raise
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _due(self) -> bool:
+        if not self._buffer:
+            return False
+        full = len(self._buffer) >= self._commit_every or self._weight >= _PART_BYTES
+        return full or self._flushing or self._closing or self._clock() >= self._since + self._commit_seconds
+
+    def _run(self) -> None:
+        try:
+            while rows := self._take():
+                self._commit(rows)
+                with self._changed:
+                    self._committed += len(rows)
+                    self._writing = False
+                    self._changed.notify_all()
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+                self._writing = False
+                self._changed.notify_all()
+
+    def _take(self) -> list[OutputRow]:
+        """Wait for rows that are due and take them; empty when closing with nothing left."""
+        with self._changed:
+            while not self._due():
+                if self._closing:
+                    return []
+                wait = self._since + self._commit_seconds - self._clock() if self._buffer else None
+                self._changed.wait(wait)
+            rows, self._buffer = self._buffer, []
+            self._weight = 0
+            self._writing = True
+            self._changed.notify_all()
+            return rows
+
+    def _commit(self, rows: list[OutputRow]) -> None:
+        path = self._folder / f"part-{self._number:06d}.parquet"
+        table = completions_to_table(rows)
+
+        def write(stream: BinaryIO) -> None:
+            with parquet_writer(stream, self._schema) as writer:
+                writer.write_table(table)
+
+        write_durably(path, write)
+        self._number += 1
+
+
+def _next_number(parts: list[Path]) -> int:
+    return 1 + max((int(path.stem.removeprefix("part-")) for path in parts), default=-1)
+
+
+def _weight(row: OutputRow) -> int:
+    """About how many bytes a row takes in memory."""
+    completion = row.completion
+    numbers = sum(
+        len(values)
+        for values in (
+            completion.output_ids,
+            completion.prompt_ids,
+            completion.output_logprobs,
+            completion.output_top_ids,
+            completion.output_top_logprobs,
+        )
+        if values is not None
+    )
+    texts = sum(len(text) for text in (completion.text, row.extra, row.prompt) if text is not None)
+    return 512 + 8 * numbers + texts

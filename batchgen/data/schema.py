@@ -1,0 +1,185 @@
+"""The output's Arrow schema, fixed by version, and the way from completions to a table in it.
+
+Columns are never inferred from data: every column of the contract is always there, null where it was not asked for.
+Carried fields all stand in `extra`, one JSON object per row; a `--carry COL,...` option limits its keys.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from dataclasses import fields as dataclass_fields
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.types as pat
+
+from batchgen.request import Completion
+
+__all__ = ["KEY_COLUMNS", "SCHEMA", "SCHEMA_VERSION", "OutputRow", "completions_to_table", "extra_json", "with_footer"]
+
+SCHEMA_VERSION = "1"
+VERSION_KEY = b"batchgen.schema_version"
+RUN_KEY = b"batchgen.run"
+
+KEY_COLUMNS = ("row_index", "prompt_index", "sample_index")
+"""Together they name an output row; a file is sorted by them."""
+
+_IDS = pa.list_(pa.int32())
+_LOGPROBS = pa.list_(pa.float32())
+
+SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("row_index", pa.int64()),
+        ("prompt_index", pa.int32()),
+        ("sample_index", pa.int32()),
+        ("status", pa.string()),
+        ("finish_reason", pa.string()),
+        ("stop_kind", pa.string()),
+        ("matched_stop", pa.string()),
+        ("matched_text", pa.string()),
+        ("error", pa.struct([("code", pa.string()), ("message", pa.string()), ("param", pa.string())])),
+        ("text", pa.string()),
+        ("output_ids", _IDS),
+        ("prompt_ids", _IDS),
+        ("prompt_tokens", pa.int32()),
+        ("completion_tokens", pa.int32()),
+        ("cached_tokens", pa.int32()),
+        ("output_logprobs", _LOGPROBS),
+        ("input_logprobs", _LOGPROBS),
+        ("cumulative_logprob", pa.float64()),
+        ("mean_logprob", pa.float64()),
+        ("output_top_ids", _IDS),
+        ("output_top_logprobs", _LOGPROBS),
+        ("input_top_ids", _IDS),
+        ("input_top_logprobs", _LOGPROBS),
+        ("output_ids_logprobs", _LOGPROBS),
+        ("input_ids_logprobs", _LOGPROBS),
+        ("output_tokens_text", pa.list_(pa.string())),
+        ("input_tokens_text", pa.list_(pa.string())),
+        ("routed_experts", _IDS),
+        (
+            "scores",
+            pa.list_(
+                pa.struct(
+                    [("sum", pa.float64()), ("mean", pa.float64()), ("tokens", pa.int32()), ("is_greedy", pa.bool_())]
+                )
+            ),
+        ),
+        ("score_logprobs", _LOGPROBS),
+        ("constraint_ok", pa.bool_()),
+        ("min_new_tokens_unmet", pa.bool_()),
+        ("seed", pa.int64()),
+        ("effective_max_new_tokens", pa.int32()),
+        ("dropped_tokens", pa.int32()),
+        ("dedup_of", pa.int64()),
+        ("prompt", pa.string()),
+        ("extra", pa.string()),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputRow:
+    """A completion with what only the job knows of its row."""
+
+    completion: Completion
+    id: str
+    extra: str | None = None
+    """Carried fields as one JSON object."""
+    prompt: str | None = None
+    """The rendered prompt, where asked for."""
+
+
+def _status(row: OutputRow) -> str:
+    return "ok" if row.completion.error is None else "error"
+
+
+def _error(row: OutputRow) -> dict[str, str | None] | None:
+    error = row.completion.error
+    return None if error is None else {"code": str(error.code), "message": error.message, "param": error.param}
+
+
+_DERIVED: dict[str, Callable[[OutputRow], Any]] = {
+    "id": attrgetter("id"),
+    "status": _status,
+    "error": _error,
+    "prompt": attrgetter("prompt"),
+    "extra": attrgetter("extra"),
+}
+_COMPLETION_FIELDS = frozenset(field.name for field in dataclass_fields(Completion))
+
+
+def completions_to_table(rows: Sequence[OutputRow]) -> pa.Table:
+    """A table [len(rows)] in `SCHEMA`. Columns that `Completion` has no field for are null."""
+    completions = [row.completion for row in rows]
+    columns = []
+    for field in SCHEMA:
+        if field.name in _DERIVED:
+            values = list(map(_DERIVED[field.name], rows))
+        elif field.name in _COMPLETION_FIELDS:
+            values = list(map(attrgetter(field.name), completions))
+        else:
+            values = [None] * len(rows)
+        columns.append(_column(values, field.type))
+    return pa.Table.from_arrays(columns, schema=SCHEMA)
+
+
+def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
+    if all(value is None for value in values):
+        return pa.nulls(len(values), kind)
+    if pat.is_list(kind) and pat.is_primitive(kind.value_type):
+        return _number_lists(values, kind)
+    return pa.array(values, kind)
+
+
+def _number_lists(values: list[Sequence[float] | None], kind: pa.DataType) -> pa.Array:
+    """Lists of numbers by way of one flat array; lists that hold nulls go the slow way."""
+    present = [value for value in values if value is not None]
+    try:
+        flat = _flat(present, kind.value_type.to_pandas_dtype())
+    except TypeError:
+        return pa.array(values, kind)
+    lengths = np.fromiter((0 if value is None else len(value) for value in values), np.int32, len(values))
+    offsets = np.zeros(len(values) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    missing = None if len(present) == len(values) else pa.array([value is None for value in values])
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat), type=kind, mask=missing)
+
+
+def _flat(lists: list[Sequence[float]], dtype: type) -> npt.NDArray[Any]:
+    if all(isinstance(value, np.ndarray) for value in lists):
+        return np.concatenate(lists, dtype=dtype, casting="same_kind")
+    return np.fromiter(chain.from_iterable(lists), dtype)
+
+
+def extra_json(fields: Mapping[str, Any]) -> str | None:
+    """Carried fields as a JSON object for the `extra` column, numbers that JSON lacks as null; None when empty."""
+    if not fields:
+        return None
+    try:
+        return json.dumps(fields, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        return json.dumps(_finite(fields), ensure_ascii=False, separators=(",", ":"))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def with_footer(run: Mapping[str, Any]) -> pa.Schema:
+    """`SCHEMA` with the footer keys `batchgen.schema_version` and `batchgen.run` (JSON)."""
+    return SCHEMA.with_metadata(
+        {VERSION_KEY: SCHEMA_VERSION.encode(), RUN_KEY: json.dumps(run, ensure_ascii=False, sort_keys=True).encode()}
+    )

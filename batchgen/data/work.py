@@ -1,0 +1,227 @@
+"""The work folder beside an unfinished output: who owns it, what is in it, when it may be used.
+
+```
+results.parquet.work/
+├── lock                       held by the run that writes
+├── run.json                   the fingerprint, and what it was made from
+├── parts/part-000000.parquet  committed rows
+└── scratch/                   nothing that a later run needs
+```
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from batchgen.data.files import output_errors, read_footer, sync_folder, write_durably
+from batchgen.data.lock import LOCK_NAME, RunLock
+from batchgen.errors import FingerprintError, OutputError
+
+__all__ = ["OutputPaths", "Policy", "RunIdentity", "WorkFolder", "is_complete", "open_work", "output_paths"]
+
+Policy = Literal["resume", "overwrite", "resume-anyway"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunIdentity:
+    """What makes two runs the same job. The fingerprint leaves the shard out, so that shards can be joined."""
+
+    fingerprint: str
+    shard: tuple[int, int] | None = None
+    """(index from 0, count)."""
+
+    @property
+    def key(self) -> str:
+        """One string for both."""
+        return self.fingerprint if self.shard is None else f"{self.fingerprint}#{self.shard[0]}/{self.shard[1]}"
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPaths:
+    """Where a run's result and its work stand."""
+
+    result: Path
+    work: Path
+
+
+def output_paths(out: Path, shard: tuple[int, int] | None = None) -> OutputPaths:
+    """`OUT` and `OUT.work`; for a shard `OUT/part-00007-of-00016.parquet` and `OUT.work/part-00007-of-00016`.
+
+    A folder of shards holds nothing else: readers take every file in it for data.
+    """
+    work = out.with_name(out.name + ".work")
+    if shard is None:
+        return OutputPaths(out, work)
+    name = f"part-{shard[0]:05d}-of-{shard[1]:05d}"
+    return OutputPaths(out / f"{name}.parquet", work / name)
+
+
+def is_complete(result: Path, identity: RunIdentity) -> bool:
+    """Whether `result` is the finished output of this very job."""
+    footer = read_footer(result)
+    if footer is None or footer.get("fingerprint") != identity.fingerprint:
+        return False
+    shard = footer.get("shard")
+    return (None if shard is None else tuple(shard)) == identity.shard
+
+
+class WorkFolder:
+    """A work folder that this process holds the lock of. Made by `open_work`."""
+
+    def __init__(self, paths: OutputPaths, identity: RunIdentity, lock: RunLock, state: Mapping[str, Any]) -> None:
+        self.paths = paths
+        self.identity = identity
+        self.accepted: frozenset[str] = frozenset(state["accepted"])
+        """Identity keys whose parts belong to this job."""
+        self._lock = lock
+
+    @property
+    def parts(self) -> Path:
+        """The folder of committed parts."""
+        return self.paths.work / "parts"
+
+    @property
+    def scratch(self) -> Path:
+        """A folder for temporary files; emptied whenever the work folder is opened."""
+        return self.paths.work / "scratch"
+
+    def part_files(self) -> list[Path]:
+        """Committed parts, in order."""
+        return part_files(self.paths.work)
+
+    def close(self) -> None:
+        """Let go of the lock and leave the work for a later run."""
+        self._lock.release()
+
+    def remove(self) -> None:
+        """Remove the folder: its work is done. Whatever cannot be removed is left for the next run to remove."""
+        _empty(self.paths.work)
+        self._lock.release(remove=True)
+        with suppress(OSError):
+            self.paths.work.rmdir()
+            if self.identity.shard is not None:
+                self.paths.work.parent.rmdir()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def part_files(work: Path) -> list[Path]:
+    """Committed parts of a work folder, in order."""
+    return sorted((work / "parts").glob("part-*.parquet"))
+
+
+def open_work(
+    paths: OutputPaths, identity: RunIdentity, info: Mapping[str, Any], policy: Policy = "resume"
+) -> WorkFolder | None:
+    """Take hold of the output: begin its work folder or go on with the one that is there.
+
+    Args:
+        paths: from `output_paths`.
+        identity: this job.
+        info: what the fingerprint was made from, by name; kept to say what differs when a later run's does.
+        policy: `resume` goes on with this job's work only; `overwrite` drops other work and replaces the output at
+            the end (repeated after a crash, it goes on with the work that it began); `resume-anyway` goes on with
+            the work of a different job.
+
+    Returns:
+        The folder, locked; None when the output is complete already and nothing is to be done.
+
+    Raises:
+        OutputError: another run holds it, or it cannot be written.
+        FingerprintError: the output or the work belongs to a different job.
+    """
+    finished = policy != "overwrite" and is_complete(paths.result, identity)
+    if finished and not paths.work.exists():
+        return None
+    if paths.result.is_dir():
+        raise OutputError(f"{paths.result} is a folder. Name a file with -o.")
+    lock = RunLock(paths.work, paths.result)
+    try:
+        # Asked again under the lock: the run that held it may have finished in between.
+        if policy != "overwrite" and is_complete(paths.result, identity):
+            WorkFolder(paths, identity, lock, {"accepted": []}).remove()
+            return None
+        with output_errors(paths.work):
+            state = _state(paths, identity, info, policy)
+            return _prepared(paths, identity, lock, state)
+    except BaseException:
+        lock.release()
+        raise
+
+
+def _prepared(paths: OutputPaths, identity: RunIdentity, lock: RunLock, state: Mapping[str, Any]) -> WorkFolder:
+    work = WorkFolder(paths, identity, lock, state)
+    shutil.rmtree(work.scratch, ignore_errors=True)
+    for folder in (work.parts, work.scratch, paths.result.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    content = json.dumps(state, ensure_ascii=False, indent=1, sort_keys=True).encode()
+    write_durably(paths.work / "run.json", lambda stream: _write(stream, content))
+    sync_folder(paths.work.parent)
+    return work
+
+
+def _write(stream: Any, content: bytes) -> None:
+    stream.write(content)
+
+
+def _state(paths: OutputPaths, identity: RunIdentity, info: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
+    """What run.json is to say, after every reason to refuse."""
+    fresh = {"fingerprint": identity.key, "accepted": [identity.key], "info": dict(info), "overwrite": False}
+    if policy == "overwrite":
+        if not _was_overwriting(paths.work, identity):
+            _empty(paths.work)
+        return fresh | {"overwrite": True}
+    old = _read_state(paths.work)
+    overwriting = bool(old and old["overwrite"])
+    if paths.result.exists() and not overwriting:
+        raise FingerprintError(
+            f"{paths.result} exists and is not this job's output. Replace it with --overwrite, or name another with -o."
+        )
+    if old is None or identity.key in old["accepted"]:
+        return fresh | ({} if old is None else {"accepted": old["accepted"], "overwrite": overwriting})
+    if policy == "resume":
+        changed = sorted(key for key in {*info, *old["info"]} if info.get(key) != old["info"].get(key))
+        raise FingerprintError(
+            f"{paths.work} holds the unfinished work of a different job (different: {', '.join(changed) or 'shard'}). "
+            "Drop it with --overwrite, go on with it with --resume-anyway, or name another output with -o."
+        )
+    return fresh | {"accepted": [*old["accepted"], identity.key], "overwrite": overwriting}
+
+
+def _was_overwriting(work: Path, identity: RunIdentity) -> bool:
+    try:
+        state = _read_state(work)
+    except FingerprintError:
+        return False
+    return state is not None and bool(state["overwrite"]) and state["fingerprint"] == identity.key
+
+
+def _read_state(work: Path) -> dict[str, Any] | None:
+    """run.json, or None where there is none: then no row was ever committed, since it is written first."""
+    try:
+        state = json.loads((work / "run.json").read_bytes())
+        if isinstance(state, dict) and {"fingerprint", "accepted", "info", "overwrite"} <= state.keys():
+            return state
+    except FileNotFoundError:
+        if not part_files(work):
+            return None
+    except ValueError:
+        pass
+    raise FingerprintError(f"{work} holds parts but no valid run.json. Remove the folder, or use --overwrite.")
+
+
+def _empty(work: Path) -> None:
+    """Remove all but the lock, the parts last: a folder half removed still says whose it is."""
+    for entry in sorted(work.iterdir(), key=lambda path: (path.name == "run.json", path.name)):
+        if entry.name != LOCK_NAME:
+            shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
