@@ -181,7 +181,7 @@ def _layers(flags: Mapping[str, Any], env: Mapping[str, str], cwd: Path) -> Iter
             continue
         option = BY_NAME.get(name.removeprefix(_PREFIX).lower())
         if option is None or name != option.env:
-            raise UsageError(f"unknown environment variable `{name}`{_suggest(name, [o.env for o in OPTIONS])}")
+            raise UsageError(f"unknown environment variable `{name}`{_suggest(name.upper(), [o.env for o in OPTIONS])}")
         if option.name == "config":
             file = file or (text, option.env)
         else:

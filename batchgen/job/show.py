@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from batchgen.data.view import Results, open_results
 from batchgen.errors import InputError
 
 __all__ = ["show_results", "show_row"]
@@ -29,22 +27,22 @@ _TEXT_CUT = 2000
 
 
 def show_results(out: Path, *, errors_only: bool, limit: int | None, console: Console | None = None) -> None:
-    """List the samples of `out` on stdout, at most `limit`, with a closing line of counts.
+    """List the samples of `out` on stdout, at most `limit`, with a closing line of counts on a terminal.
 
     Raises:
         InputError: there are no results to read.
     """
     console = console or Console(highlight=False)
-    files, unfinished = _result_files(out)
-    condition = pc.field("status") == "error" if errors_only else None
-    rows = list(islice(_records(files, _LISTED, condition), limit))
-    if console.is_terminal:
-        console.print(_table(rows))
-        console.print(Text(_counts(files, len(rows), errors_only, unfinished), style="dim"))
+    results = open_results(out)
+    rows = islice(results.rows(errors=errors_only, columns=_LISTED), limit)
+    if not console.is_terminal:
+        for row in rows:
+            fields = (_place(row), row["id"] or "", row["status"], _outcome(row), _message(row))
+            sys.stdout.write("\t".join(_escape(field) for field in fields) + "\n")
         return
-    for row in rows:
-        fields = (_place(row), row["id"], row["status"], _outcome(row), _escape(_message(row)))
-        sys.stdout.write("\t".join(_escape(field or "") for field in fields[:4]) + "\t" + fields[4] + "\n")
+    listed = list(rows)
+    console.print(_table(listed))
+    console.print(Text(_counts(results, len(listed), errors_only), style="dim"))
 
 
 def show_row(out: Path, row_index: int, *, console: Console | None = None) -> None:
@@ -54,56 +52,30 @@ def show_row(out: Path, row_index: int, *, console: Console | None = None) -> No
         InputError: there are no results to read, or none of that row.
     """
     console = console or Console(highlight=False)
-    files, unfinished = _result_files(out)
-    rows = list(_records(files, None, pc.field("row_index") == row_index))
-    if not rows:
-        state = "is not finished yet" if unfinished else "is not in the results"
-        raise InputError(f"row {row_index} {state}: {out}")
-    for row in rows:
+    results = open_results(out)
+    found = False
+    for row in results.rows(row=row_index):
+        found = True
         present = {name: value for name, value in row.items() if value is not None}
         if console.is_terminal:
             console.print(_block(present))
         else:
             sys.stdout.write(json.dumps(present, ensure_ascii=False) + "\n")
+    if not found:
+        state = "is not in the results" if results.complete else "is not finished yet, or not in the input"
+        raise InputError(f"row {row_index} {state}: {out}")
 
 
-def _result_files(out: Path) -> tuple[list[Path], bool]:
-    """The Parquet files behind `out`, and whether they are the parts of an unfinished run."""
-    if out.is_file():
-        return [out], False
-    parts = sorted(out.glob("part-*.parquet")) if out.is_dir() else []
-    if parts:
-        return parts, False
-    parts = sorted(Path(f"{out}.work").glob("parts/part-*.parquet"))
-    if parts:
-        return parts, True
-    raise InputError(f"no results at {out}: neither a result file, a folder of shards, nor unfinished work")
-
-
-def _records(files: Iterable[Path], columns: list[str] | None, condition: pc.Expression | None) -> Iterator[Record]:
-    for path in files:
-        try:
-            with pq.ParquetFile(path) as file:
-                for batch in file.iter_batches(batch_size=1024, columns=columns):
-                    table = pa.Table.from_batches([batch])
-                    yield from (table if condition is None else table.filter(condition)).to_pylist()
-        except (OSError, pa.ArrowInvalid) as problem:
-            raise InputError(f"cannot read {path}: {problem}") from None
-
-
-def _counts(files: list[Path], shown: int, errors_only: bool, unfinished: bool) -> str:
-    total = errors = 0
-    for path in files:
-        statuses = pq.read_table(path, columns=["status"])["status"]
-        total += len(statuses)
-        errors += pc.sum(pc.equal(statuses, "error")).as_py() or 0
+def _counts(results: Results, shown: int, errors_only: bool) -> str:
+    total = len(results)
+    errors = sum(1 for _ in results.rows(errors=True, columns=["row_index"]))
     of = errors if errors_only else total
+    state = "" if results.complete else ", unfinished"
     rest = f" ({of - shown:,} more: --limit 0 lists all)" if of > shown else ""
-    state = ", unfinished" if unfinished else ""
     return f"{total:,} samples, {errors:,} errors{state}{rest}"
 
 
-def _table(rows: list[Record]) -> Table:
+def _table(rows: Sequence[Record]) -> Table:
     table = Table(box=None, pad_edge=False, show_header=True, header_style="bold", expand=False)
     table.add_column("row", justify="right", no_wrap=True)
     table.add_column("id", no_wrap=True, overflow="ellipsis", max_width=24)

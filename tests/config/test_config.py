@@ -1,0 +1,383 @@
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchgen.config import EngineConfig, RunConfig, resolve_config
+from batchgen.errors import UsageError
+from batchgen.options import BY_NAME, GROUPS, OPTIONS, Option
+from batchgen.params import SamplingParams
+from batchgen.units import Shard, Threshold
+
+
+def resolve(cwd: Path, flags: dict[str, Any] | None = None, env: dict[str, str] | None = None) -> RunConfig:
+    return resolve_config({"inputs": ("prompts.jsonl",)} | (flags or {}), env or {}, cwd)
+
+
+def refused(cwd: Path, flags: dict[str, Any] | None = None, env: dict[str, str] | None = None) -> str:
+    with pytest.raises(UsageError) as caught:
+        resolve(cwd, flags, env)
+    return str(caught.value)
+
+
+# The table
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda o: o.name)
+def test_every_option_is_whole(option: Option) -> None:
+    assert option.group in GROUPS
+    assert re.fullmatch("[a-z]+(_[a-z]+)*", option.name)
+    if option.built:
+        for line in option.help.split("\n"):
+            assert re.search(r"Example: -", line), "every help text has an example"
+        assert option.switches is False or len(option.help.split("\n")) == len(option.choices)
+
+
+@pytest.mark.parametrize("option", [o for o in OPTIONS if o.built and o.target != "meta"], ids=lambda o: o.name)
+def test_every_built_option_has_its_field_and_default(option: Option, tmp_path: Path) -> None:
+    config = resolve(tmp_path)
+    if option.target == "sampling":
+        assert option.name in {f.name for f in fields(SamplingParams)}
+        assert option.default is None
+    elif option.name != "output":
+        holder = config.engine if option.target == "engine" else config
+        assert getattr(holder, option.name) == option.default
+        assert getattr(type(holder)(**({} if option.target == "engine" else needed())), option.name) == option.default
+
+
+def needed() -> dict[str, Any]:
+    return {"inputs": ("a.jsonl",), "output": Path("a.parquet")}
+
+
+def test_every_field_has_its_option() -> None:
+    other = {"inputs", "engine", "sampling", "origins"}
+    names = {f.name for f in (*fields(EngineConfig), *fields(RunConfig))} - other
+    assert names == {o.name for o in OPTIONS if o.built and o.target in ("engine", "run")}
+
+
+def test_no_two_options_share_a_spelling() -> None:
+    spellings = [flag for option in OPTIONS for flag in option.flags]
+    assert len(spellings) == len(set(spellings))
+
+
+# Values, the same through every layer
+
+
+GOOD: list[tuple[str, str, Any]] = [
+    ("model", "./m", "./m"),
+    ("dtype", "float32", "float32"),
+    ("device", "cpu", "cpu"),
+    ("attention", "torch", "torch"),
+    ("max_model_len", "4096", 4096),
+    ("kv_memory", "85%", 0.85),
+    ("kv_memory", "4GiB", 2**32),
+    ("page_size", "32", 32),
+    ("seed", "-5", -5),
+    ("temperature", "0.7", 0.7),
+    ("top_k", "-1", -1),
+    ("stop_token_ids", "2,13", (2, 13)),
+    ("stop", "END", ("END",)),
+    ("ignore_eos", "true", True),
+    ("no_stop_trim", "1", True),
+    ("carry", "a,b", ("a", "b")),
+    ("carry", "none", "none"),
+    ("chat", "no", False),
+    ("dedup", "off", False),
+    ("shard", "3/8", Shard(3, 8)),
+    ("max_errors", "5%", Threshold(share=0.05)),
+    ("max_time", "1-02:00:00", 93600.0),
+    ("existing", "overwrite", "overwrite"),
+    ("on_bad_row", "fail", "fail"),
+    ("system", "Be brief.", "Be brief."),
+]
+
+
+def found(config: RunConfig, name: str) -> Any:
+    if BY_NAME[name].target == "sampling":
+        return config.sampling[name]
+    return getattr(config.engine if BY_NAME[name].target == "engine" else config, name)
+
+
+@pytest.mark.parametrize(("name", "text", "value"), GOOD)
+def test_values_through_flags_environment_and_files(name: str, text: str, value: Any, tmp_path: Path) -> None:
+    assert found(resolve(tmp_path, {name: text}), name) == value
+    assert found(resolve(tmp_path, env={BY_NAME[name].env: text}), name) == value
+    (tmp_path / "batchgen.toml").write_text(f"{name} = {json.dumps(text)}\n")
+    assert found(resolve(tmp_path), name) == value
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "value"),
+    [
+        ("max-num-seqs = 64", "max_num_seqs", 64),
+        ("max_num_seqs = 64", "max_num_seqs", 64),
+        ("kv_memory = 0.5", "kv_memory", 0.5),
+        ("kv_memory = 4_000_000_000", "kv_memory", 4_000_000_000),
+        ("temperature = 1", "temperature", 1.0),
+        ("chat = true", "chat", True),
+        ('stop = ["a", "b"]', "stop", ("a", "b")),
+        ("stop_token_ids = [2, 13]", "stop_token_ids", (2, 13)),
+        ("stop_token_ids = 2", "stop_token_ids", (2,)),
+        ('carry = ["a", "b"]', "carry", ("a", "b")),
+        ("commit_seconds = 2.5", "commit_seconds", 2.5),
+        ("max_errors = 3", "max_errors", Threshold(count=3)),
+    ],
+)
+def test_toml_types(line: str, name: str, value: Any, tmp_path: Path) -> None:
+    (tmp_path / "batchgen.toml").write_text(line)
+    assert found(resolve(tmp_path), name) == value
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("max_num_seqs = true", "`max_num_seqs in ./batchgen.toml` takes N, got True"),
+        ("max_num_seqs = 1.0", "`max_num_seqs in ./batchgen.toml` takes N, got 1.0"),
+        ("max_num_seqs = [1]", "`max_num_seqs in ./batchgen.toml` takes one value, got a list: [1]"),
+        ("chat = 1", "`chat in ./batchgen.toml` takes true or false, got 1"),
+        ("system = 5", "`system in ./batchgen.toml` takes TEXT, got 5"),
+        ("stop = [1]", "`stop in ./batchgen.toml` takes TEXT, got 1"),
+        ("tempreature = 1", "unknown key `tempreature` in ./batchgen.toml; did you mean `temperature`?"),
+        ("zzz = 1", "unknown key `zzz` in ./batchgen.toml"),
+        ("overwrite = true", 'unknown key `overwrite` in ./batchgen.toml; write existing = "overwrite"'),
+        ('inputs = ["a"]', "unknown key `inputs` in ./batchgen.toml; input files are named on the command line"),
+        ('config = "a.toml"', "unknown key `config` in ./batchgen.toml"),
+        ("[engine]\nseed = 1", "unknown key `engine` in ./batchgen.toml"),
+        ("top-k = 1\ntop_k = 2", "`top_k` stands twice in ./batchgen.toml, with - and with _"),
+        ("lora = ['a=b']", "`lora in ./batchgen.toml` is not built yet; leave it out"),
+    ],
+)
+def test_bad_files(line: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "batchgen.toml").write_text(line)
+    assert refused(tmp_path) == message
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    assert refused(tmp_path, {"config": "no.toml"}) == "`--config`: cannot read no.toml: No such file or directory"
+    (tmp_path / "bad.toml").write_text("a = = 1")
+    assert refused(tmp_path, {"config": "bad.toml"}).startswith("bad.toml is not valid TOML: ")
+    (tmp_path / "bad.toml").write_bytes(b"a = '\xff'")
+    assert refused(tmp_path, {"config": "bad.toml"}).startswith("bad.toml is not valid TOML: ")
+
+
+# Layers
+
+
+def test_the_order_of_layers(tmp_path: Path) -> None:
+    (tmp_path / "batchgen.toml").write_text("seed = 1\ntop_k = 1\nlimit = 1\nn = 1")
+    (tmp_path / "job.toml").write_text("seed = 2\ntop_k = 2\nlimit = 2")
+    env = {"BATCHGEN_SEED": "3", "BATCHGEN_TOP_K": "3"}
+    config = resolve(tmp_path, {"seed": "4", "config": "job.toml"}, env)
+    assert (config.engine.seed, config.sampling["top_k"], config.limit, config.sampling["n"]) == (4, 3, 2, 1)
+    assert config.offset == 0
+    options = config.describe()["options"]
+    assert options["seed"] == {"value": 4, "origin": "flag"}
+    assert options["top_k"] == {"value": 3, "origin": "environment BATCHGEN_TOP_K"}
+    assert options["limit"] == {"value": 2, "origin": "job.toml"}
+    assert options["n"] == {"value": 1, "origin": "./batchgen.toml"}
+    assert options["offset"] == {"value": 0, "origin": "default"}
+
+
+def test_a_wrong_value_is_refused_even_where_a_stronger_layer_wins(tmp_path: Path) -> None:
+    (tmp_path / "batchgen.toml").write_text("sed = 1")
+    assert refused(tmp_path, {"seed": "4"}).startswith("unknown key `sed`")
+
+
+def test_the_config_file_may_come_from_the_environment(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("seed = 1")
+    (tmp_path / "b.toml").write_text("seed = 2")
+    assert resolve(tmp_path, env={"BATCHGEN_CONFIG": "a.toml"}).engine.seed == 1
+    assert resolve(tmp_path, {"config": "b.toml"}, {"BATCHGEN_CONFIG": "a.toml"}).engine.seed == 2
+
+
+@pytest.mark.parametrize("name", ["BATCHGEN_SEEDS", "BATCHGEN_seed"])
+def test_unknown_variables(name: str, tmp_path: Path) -> None:
+    message = refused(tmp_path, env={name: "1"})
+    assert message == f"unknown environment variable `{name}`; did you mean `BATCHGEN_SEED`?"
+
+
+def test_other_and_empty_variables_pass(tmp_path: Path) -> None:
+    env = {"BATCHGEN_TRACEBACK": "1", "BATCHGEN_SEED": "", "PATH": "x", "SEED": "9"}
+    assert resolve(tmp_path, env=env).engine.seed == 0
+
+
+def test_repeatable_variables(tmp_path: Path) -> None:
+    assert resolve(tmp_path, env={"BATCHGEN_STOP": '["a", "b"]'}).sampling["stop"] == ("a", "b")
+    assert refused(tmp_path, env={"BATCHGEN_STOP": "[a"}).startswith(
+        "`BATCHGEN_STOP` begins with [ but is no JSON list"
+    )
+
+
+def test_the_description_is_json_and_complete(tmp_path: Path) -> None:
+    flags = {"stop": ("a",), "shard": "0/2", "max_errors": "5%", "carry": "x", "output": "o"}
+    description = resolve(tmp_path, flags).describe()
+    assert json.loads(json.dumps(description)) == description
+    assert description["inputs"] == ["prompts.jsonl"]
+    assert {n: o["value"] for n, o in description["options"].items() if o["origin"] == "flag"} == {
+        "stop": ["a"],
+        "shard": "0/2",
+        "max_errors": "5%",
+        "carry": ["x"],
+        "output": "o",
+    }
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"max_num_seqs": "0"}, "`--max-num-seqs` must be at least 1, got 0"),
+        ({"max_num_seqs": "x"}, "`--max-num-seqs` takes a whole number, got 'x'"),
+        ({"dtype": "fp8"}, "`--dtype` takes one of auto, bfloat16, float16, float32; got 'fp8'"),
+        ({"page_size": "5000"}, "`--page-size` must be between 1 and 4096, got 5000"),
+        ({"top_p": "0"}, "`--top-p` must be in (0, 1], got 0.0"),
+        ({"temperature": "-1"}, "`--temperature` must be in [0, inf], got -1.0"),
+        ({"min_new_tokens": "200"}, "`--min-new-tokens` must not exceed max_new_tokens (128), got 200"),
+        ({"stop": ("",)}, "`--stop` must not hold an empty string"),
+        ({"stop": tuple("abc" * 11)}, "`--stop` takes at most 32 strings, got 33"),
+        ({"shard": "4/4"}, "`--shard` takes I/N with I from 0 to N-1 (shards count from 0), got '4/4'"),
+        ({"max_time": "soon"}, "`--max-time` takes a duration such as 90, 90s, 30m, 2h or 1-02:00:00, got 'soon'"),
+        ({"seed": str(2**63)}, f"`--seed` must be at least {-(2**63)}, got {2**63}"),
+        ({"model": " "}, "`--model` must not be empty"),
+        ({"carry": "a,a"}, "`--carry` names a column twice: 'a,a'"),
+    ],
+)
+def test_wrong_values(flags: dict[str, Any], message: str, tmp_path: Path) -> None:
+    assert refused(tmp_path, flags) == message
+
+
+NOT_BUILT: list[tuple[str, Any]] = [
+    ("tensor_parallel", "2"),
+    ("lora", ("a=b",)),
+    ("logit_processor", ("a=b:c",)),
+    ("media_root", "dir"),
+    ("deterministic", True),
+    ("repetition_penalty_scope", "prompt+output"),
+    ("frequency_penalty", "0.5"),
+    ("presence_penalty", "0.5"),
+    ("repetition_penalty", "1.1"),
+    ("best_of", "2"),
+    ("stop_regex", ("a",)),
+    ("max_output_bytes", "1GB"),
+    ("hidden_states_dtype", "float32"),
+    ("hidden_states_dtype", "nonsense"),
+    ("stop_on_repeat", "8"),
+    ("lenient_schemas", True),
+    ("events", "-"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), NOT_BUILT)
+def test_what_is_not_built_is_refused_by_name(name: str, value: Any, tmp_path: Path) -> None:
+    assert refused(tmp_path, {name: value}) == f"`{BY_NAME[name].flag}` is not built yet; leave it out"
+
+
+def test_every_unbuilt_option_is_covered() -> None:
+    assert {name for name, _ in NOT_BUILT} == {o.name for o in OPTIONS if not o.built}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("tensor_parallel", "1"), ("deterministic", False), ("frequency_penalty", "0"), ("repetition_penalty", "1.0")],
+)
+def test_neutral_values_of_what_is_not_built_pass(name: str, value: Any, tmp_path: Path) -> None:
+    assert resolve(tmp_path, {name: value}) == resolve(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"attention": "flash"}, "`--attention flash` is not built yet; built: auto, torch"),
+        ({"attention": "triton"}, "`--attention triton` is not built yet; built: auto, torch"),
+        ({"logprobs_mode": "processed"}, "`--logprobs-mode processed` is not built yet; built: raw"),
+    ],
+)
+def test_choices_that_are_not_built(flags: dict[str, Any], message: str, tmp_path: Path) -> None:
+    assert refused(tmp_path, flags) == message
+
+
+# Output names
+
+
+@pytest.mark.parametrize(
+    ("name", "output"),
+    [
+        ("prompts.jsonl", "prompts.out.parquet"),
+        ("dir.v1/prompts.jsonl.gz", "dir.v1/prompts.out.parquet"),
+        ("p.jsonl.zst", "p.out.parquet"),
+        ("p.parquet", "p.out.parquet"),
+        ("p.txt", "p.out.parquet"),
+        ("a.b.jsonl", "a.b.out.parquet"),
+        ("prompts", "prompts.out.parquet"),
+    ],
+)
+def test_default_output(name: str, output: str, tmp_path: Path) -> None:
+    assert resolve(tmp_path, {"inputs": (name,)}).output == Path(output)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"inputs": ()}, "name at least one input file, or - for stdin"),
+        ({"inputs": ("-", "-"), "output": "o"}, "- (stdin) can be read only once"),
+        ({"inputs": ("-",)}, "stdin has no name: name the result file with -o results.parquet"),
+        ({"inputs": ("a", "b")}, "there are several inputs: name the result file with -o results.parquet"),
+        (
+            {"inputs": ("*.jsonl",)},
+            "an input pattern may name several files: name the result file with -o results.parquet",
+        ),
+        ({"output": "-"}, "`--output` is a Parquet file: give a name such as results.parquet, got '-'"),
+        ({"output": "o.jsonl"}, "`--output` is a Parquet file: give a name such as results.parquet, got 'o.jsonl'"),
+        (
+            {"inputs": ("./a.parquet",), "output": "a.parquet"},
+            "`--output` a.parquet is an input file; give another name",
+        ),
+    ],
+)
+def test_outputs_that_are_refused(flags: dict[str, Any], message: str, tmp_path: Path) -> None:
+    assert refused(tmp_path, flags) == message
+
+
+def test_output_of_a_shard(tmp_path: Path) -> None:
+    config = resolve(tmp_path, {"output": "out", "shard": "1/3"})
+    assert config.output_file == Path("out/part-00001-of-00003.parquet")
+    assert resolve(tmp_path, {"output": "out.parquet"}).output_file == Path("out.parquet")
+
+
+def test_shard_from_slurm(tmp_path: Path) -> None:
+    env = {"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_COUNT": "8", "BATCHGEN_SHARD": "auto"}
+    assert resolve(tmp_path, env=env).shard == Shard(5, 8)
+
+
+# The engine by itself
+
+
+def test_engine_options_from_python() -> None:
+    config = EngineConfig(model="m", kv_memory=0.5, max_num_seqs=8, dedup=False)
+    assert (config.kv_memory, config.max_num_seqs, config.dedup) == (0.5, 8, False)
+    assert EngineConfig(kv_memory="4GiB").kv_memory == 2**32  # type: ignore[arg-type]
+    assert EngineConfig(model=Path("a/b")).model == "a/b"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_num_seqs": 0}, "`max_num_seqs` must be at least 1, got 0"),
+        ({"max_num_seqs": True}, "`max_num_seqs` takes N, got True"),
+        ({"kv_memory": 1.5}, "`kv_memory` takes a share above 0 and up to 1 (0.85, 85%), got '1.5'"),
+        ({"attention": "flash"}, "`attention flash` is not built yet; built: auto, torch"),
+        ({"dedup": 1}, "`dedup` takes true or false, got 1"),
+        ({"page_size": None}, "`page_size` takes N, got None"),
+    ],
+)
+def test_engine_options_that_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        EngineConfig(**options)
+    assert str(caught.value) == message
