@@ -21,7 +21,7 @@ from batchgen.data.schema import KEY_COLUMNS, SCHEMA_VERSION, VERSION_KEY
 from batchgen.data.work import WorkFolder
 from batchgen.errors import BatchgenError, FingerprintError
 
-__all__ = ["Committed", "drop_errors", "read_committed", "read_keys"]
+__all__ = ["Committed", "read_keys"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,40 @@ class Committed:
         high = bisect_left(self._rows, row + 1, low)
         place = bisect_left(self._prompts, prompt, low, high)
         return place < high and self._prompts[place] == prompt
+
+    @classmethod
+    def read(cls, work: WorkFolder, retry_errors: bool = False) -> Committed:
+        """The keys that a run can skip. Called once, under the lock, before a writer is made.
+
+        The rule for what else is found: a temporary file is an interrupted commit and is removed; a part that cannot
+        be read (power loss on a disk that lies about fsync) is removed, and its rows are computed anew; a part of
+        another job is refused.
+
+        Args:
+            work: the folder.
+            retry_errors: take back every prompt that has an error among its samples, so that it is computed anew.
+
+        Raises:
+            FingerprintError: a part belongs to a different job.
+            OutputError: the folder cannot be changed.
+        """
+        _remove_debris(work)
+        if retry_errors:
+            _drop_errors(work)
+        return read_keys(work.part_files())
+
+    def contains(self, rows: npt.NDArray[np.int64], prompts: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """[N] whether each (rows[i], prompts[i]) is done."""
+        if not len(rows) or not len(self._rows):
+            return np.zeros(len(rows), np.bool_)
+        done = np.frombuffer(self._rows, np.int64)
+        done_prompts = np.frombuffer(self._prompts, np.int32)
+        stride = 1 + max(int(prompts.max()), int(done_prompts.max()))
+        assert (1 + max(int(rows.max()), int(done[-1]))) * stride < 1 << 63
+        keys, wanted = done * stride + done_prompts, rows.astype(np.int64) * stride + prompts
+        places = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+        found: npt.NDArray[np.bool_] = keys[places] == wanted
+        return found
 
     @property
     def prompts_done(self) -> int:
@@ -94,29 +128,20 @@ def _file_keys(path: Path) -> tuple[npt.NDArray[Any], ...]:
     return (*(table[name].to_numpy() for name in KEY_COLUMNS), pc.equal(table["status"], "error").to_numpy())
 
 
-def read_committed(work: WorkFolder) -> Committed:
-    """The keys that a run can skip. Called once, under the lock, before a writer is made.
-
-    The rule for what else is found: a temporary file is an interrupted commit and is removed; a part that cannot be
-    read (power loss on a disk that lies about fsync) is removed, and its rows are computed anew; a part of another
-    job is refused.
-
-    Raises:
-        FingerprintError: a part belongs to a different job.
-        OutputError: the folder cannot be changed.
-    """
+def _remove_debris(work: WorkFolder) -> None:
+    """Remove interrupted commits and unreadable parts; refuse parts of other jobs."""
     with output_errors(work.parts):
         for entry in work.parts.iterdir():
             if entry.suffix == ".tmp":
                 entry.unlink()
-    for part in work.part_files():
-        fingerprint = _fingerprint(part)
-        if fingerprint is None:
-            with output_errors(part):
+        for part in work.part_files():
+            fingerprint = _fingerprint(part)
+            if fingerprint is None:
                 part.unlink()
-        elif fingerprint not in work.accepted:
-            raise FingerprintError(f"{part} belongs to a different job. Remove it, or drop all work with --overwrite.")
-    return read_keys(work.part_files())
+            elif fingerprint not in work.accepted:
+                raise FingerprintError(
+                    f"{part} belongs to a different job. Remove it, or drop all work with --overwrite."
+                )
 
 
 def _fingerprint(part: Path) -> str | None:
@@ -133,27 +158,22 @@ def _fingerprint(part: Path) -> str | None:
     return fingerprint
 
 
-def drop_errors(work: WorkFolder, committed: Committed) -> Committed:
-    """For `--retry-errors`: take back every prompt that has an error among its samples, one part at a time.
+def _drop_errors(work: WorkFolder) -> None:
+    """Take back the prompts with errors, one part at a time.
 
     Each part is replaced whole, so a crash leaves some errors committed, and the same command goes on from there.
-
-    Raises:
-        OutputError: a part cannot be rewritten.
     """
-    if not committed.errors:
-        return committed
     for part in work.part_files():
-        table = pq.read_table(part, page_checksum_verification=True)
-        keep = _clean_prompts(table)
-        if keep.all():
+        if not _file_keys(part)[3].any():
             continue
-        if not keep.any():
+        with output_errors(part), part.open("rb") as stream:
+            table = pq.ParquetFile(stream, page_checksum_verification=True).read()
+        keep = _clean_prompts(table)
+        if keep.any():
+            _rewrite(part, table.filter(pa.array(keep)))
+        else:
             with output_errors(part):
                 part.unlink()
-        else:
-            _rewrite(part, table.filter(pa.array(keep)))
-    return read_keys(work.part_files())
 
 
 def _clean_prompts(table: pa.Table) -> npt.NDArray[np.bool_]:
