@@ -1,0 +1,102 @@
+"""Counter-based noise: a draw depends on (row seed, sample index, output position, token id) and on nothing else.
+
+SplitMix64 (Steele, Lea, Flood 2014) in 64-bit wrap-around integers: numpy, torch and later kernels agree bit for bit.
+
+    finalise(z): z ^= z >>> 30; z *= 0xBF58476D1CE4E5B9; z ^= z >>> 27; z *= 0x94D049BB133111EB; z ^= z >>> 31
+    absorb(key, x) = finalise((key ^ finalise(x + GAMMA)) + GAMMA)
+    key  = absorb(absorb(absorb(0, seed), sample), position)
+    bits = finalise(key + (token + 1) * GAMMA) >>> 11            53 bits
+    v = (float32(bits) + 0.5) * 2^-53, at most 1 - 2^-24
+    gumbel = -log(-log1p(-v))                                    float32, between -2.9 and 37.4
+
+The large draws, which are those that win, come from small `v`, where float32 keeps every bit: the noise can tell
+tokens apart down to probabilities of 2^-53, not only of 2^-24.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+__all__ = ["gumbel", "gumbel_at", "noise_bits", "noise_bits_reference", "row_keys", "row_keys_reference"]
+
+_MASK64 = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
+_LARGEST_UNIFORM = 1.0 - 2.0**-24
+_CHUNK = 1 << 18
+"""Numbers drawn at once: their integers (2 x 2 MiB) stay in the cache."""
+
+
+def _signed(value: int) -> int:
+    """A 64-bit pattern as the int64 that holds it."""
+    value &= _MASK64
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _finalise_(z: Tensor) -> Tensor:
+    """SplitMix64's output function on int64, in place. Right shifts must be told to bring in zeros."""
+    scratch = torch.empty_like(z)
+    for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
+        torch.bitwise_right_shift(z, shift, out=scratch)
+        z.bitwise_xor_(scratch.bitwise_and_(_MASK64 >> shift)).mul_(_signed(factor))
+    return z
+
+
+def _absorb(key: Tensor, value: Tensor) -> Tensor:
+    return _finalise_((key ^ _finalise_(value + _signed(_GAMMA))).add_(_signed(_GAMMA)))
+
+
+def row_keys(seeds: Tensor, sample_indexes: Tensor, positions: Tensor) -> Tensor:
+    """Keys [R] int64 of the rows' next draws, from seed, sample index and output position, each [R] int64."""
+    return _absorb(_absorb(_absorb(torch.zeros_like(seeds), seeds), sample_indexes), positions)
+
+
+def noise_bits(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """53 uniform bits as int64 for `token_ids` int64 under `keys` int64, of shapes that broadcast."""
+    return _finalise_(keys + (token_ids + 1) * _signed(_GAMMA)).bitwise_right_shift_(11).bitwise_and_(_MASK64 >> 11)
+
+
+def gumbel(keys: Tensor, vocab: int) -> Tensor:
+    """Standard Gumbel noise [R, vocab] float32 for every token id under `keys` [R] int64."""
+    return gumbel_at(keys, torch.arange(vocab, device=keys.device)[None])
+
+
+def gumbel_at(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """The same noise for candidates only: [R, M] float32 for `token_ids` [R or 1, M] int64 under `keys` [R] int64."""
+    rows, width = keys.shape[0], token_ids.shape[1]
+    noise = torch.empty(rows, width, dtype=torch.float32, device=keys.device)
+    step = max(1, _CHUNK // max(1, width))
+    for begin in range(0, rows, step):
+        chunk = slice(begin, begin + step)
+        ids = token_ids if token_ids.shape[0] == 1 else token_ids[chunk]
+        part = noise[chunk].copy_(noise_bits(keys[chunk, None], ids))
+        part.add_(0.5).mul_(2.0**-53).clamp_(max=_LARGEST_UNIFORM)
+        part.neg_().log1p_().neg_().log_().neg_()
+    return noise
+
+
+def _finalise_reference(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(_FIRST)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(_SECOND)
+    return z ^ (z >> np.uint64(31))
+
+
+def row_keys_reference(
+    seeds: npt.NDArray[np.int64], sample_indexes: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """`row_keys` in numpy's unsigned integers."""
+    gamma = np.uint64(_GAMMA)
+    key = np.zeros(len(seeds), np.uint64)
+    for value in (seeds, sample_indexes, positions):
+        key = _finalise_reference((key ^ _finalise_reference(value.astype(np.uint64) + gamma)) + gamma)
+    return key.astype(np.int64)
+
+
+def noise_bits_reference(keys: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """`noise_bits` in numpy's unsigned integers."""
+    counter = keys.astype(np.uint64) + (token_ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA)
+    return (_finalise_reference(counter) >> np.uint64(11)).astype(np.int64)

@@ -1,0 +1,240 @@
+"""Draws of one token per row: temperature, top_k, top_p over its survivors, min_p, then Gumbel-max.
+
+With the row's largest logit m, x = (logit - m) / temperature and q = exp(x), a token survives
+
+    top_k   if fewer than k tokens stand before it in the order (logit falling, id rising)
+    top_p   if the q of survivors before it sum to less than p times all survivors' sum
+    min_p   if q >= min_p, which is prob >= min_p * largest prob
+
+and the token drawn is the survivor with the largest x + gumbel(seed, sample, position, id). What a row draws depends on
+nothing but the row.
+
+Two ways to find it, chosen by the row's own parameters. With top_k: sort the k candidates. Without: no sort at all.
+Draw from the whole row, then ask whether the winner survives, which takes one sum over the tokens before it; if not,
+neither does anything behind it, so draw again from what stands before it. About one draw in `top_p` is accepted at
+once, and each further one halves what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from batchgen.kernels.noise import gumbel_at
+from batchgen.kernels.top import largest
+
+__all__ = ["SampleResult", "SamplingColumns", "greedy", "nan_rows", "sample"]
+
+_GREEDY_TEMPERATURE = 1e-5
+_CHUNK = 1 << 18
+"""Logits worked on at once: what is computed for them stays in the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleResult:
+    """What was drawn."""
+
+    tokens: Tensor
+    """[R] int64"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows that are drawn in the same way. `index` None: all rows of the batch, in order."""
+
+    index: Tensor | None
+    top_k: int
+    """most candidates of any row; 0: no top_k"""
+    has_top_p: bool
+    has_min_p: bool
+
+    def of(self, values: Tensor) -> Tensor:
+        """The rows' part of a per-row tensor."""
+        return values if self.index is None else values.index_select(0, self.index)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingColumns:
+    """Sampling parameters of R rows, one tensor each, and which rows need what work (known to the host)."""
+
+    temperature: Tensor
+    """[R] float32; below 1e-5 the row is greedy"""
+    top_k: Tensor
+    """[R] int64; 0 and below keep all"""
+    top_p: Tensor
+    """[R] float32 in (0, 1]"""
+    min_p: Tensor
+    """[R] float32 in [0, 1]"""
+    keys: Tensor | None
+    """[R] int64 of `noise.row_keys`; not looked at for greedy rows"""
+    greedy_rows: Tensor | None
+    """[g] int64, None: all rows"""
+    draws: tuple[_Rows, ...]
+
+    @staticmethod
+    def of(
+        temperature: Sequence[float],
+        top_k: Sequence[int],
+        top_p: Sequence[float],
+        min_p: Sequence[float],
+        device: torch.device,
+    ) -> SamplingColumns:
+        """Columns of R rows without keys; see `with_keys`."""
+        count = len(temperature)
+        kinds: dict[tuple[int, bool, bool], list[int]] = {}
+        greedy_rows = []
+        for row in range(count):
+            if temperature[row] < _GREEDY_TEMPERATURE:
+                greedy_rows.append(row)
+                continue
+            # Rows of similar top_k go together; without one, rows that need no filter are kept apart.
+            k = 1 << (top_k[row] - 1).bit_length() if top_k[row] > 0 else 0
+            kind = (k, True, True) if k else (0, top_p[row] < 1.0, min_p[row] > 0.0)
+            kinds.setdefault(kind, []).append(row)
+
+        def ints(values: Sequence[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        def floats(values: Sequence[float]) -> Tensor:
+            return torch.tensor(values, dtype=torch.float32, device=device)
+
+        def rows(index: list[int]) -> Tensor | None:
+            return None if len(index) == count else ints(index)
+
+        return SamplingColumns(
+            temperature=floats(temperature),
+            top_k=ints(top_k),
+            top_p=floats(top_p),
+            min_p=floats(min_p),
+            keys=None,
+            greedy_rows=rows(greedy_rows),
+            draws=tuple(
+                _Rows(rows(index), max(top_k[i] for i in index) if k else 0, has_top_p, has_min_p)
+                for (k, has_top_p, has_min_p), index in kinds.items()
+            ),
+        )
+
+    @property
+    def all_greedy(self) -> bool:
+        """Whether no row draws, so that no keys are needed."""
+        return not self.draws
+
+    def with_keys(self, keys: Tensor) -> SamplingColumns:
+        """The same columns for a step whose draws have these keys [R] int64."""
+        return replace(self, keys=keys)
+
+
+def nan_rows(logits: Tensor) -> Tensor:
+    """Rows [R] bool that nothing can be drawn from: a not-a-number or +inf among the logits, or all of them -inf."""
+    return ~torch.isfinite(logits.amax(dim=-1))
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """The most likely token of each row, the lowest id of equals: [R] int64 of [R, V]."""
+    return logits.argmax(dim=-1)  # documented to give the first of equals; a test holds it to that
+
+
+def sample(logits: Tensor, columns: SamplingColumns) -> SampleResult:
+    """Draw one token per row.
+
+    Args:
+        logits: [R, V] float32, after penalties and masks; left as it is. -inf is never drawn. Rows named by
+            `nan_rows` give some id in range.
+        columns: the rows' parameters, with keys unless all rows are greedy.
+    """
+    if columns.all_greedy:
+        return SampleResult(greedy(logits))
+    assert columns.keys is not None, "draws need keys"
+    tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    if columns.greedy_rows is not None and columns.greedy_rows.numel():
+        tokens[columns.greedy_rows] = greedy(logits.index_select(0, columns.greedy_rows))
+    for rows in columns.draws:
+        drawn = _draw(logits, rows, columns, columns.keys)
+        if rows.index is None:
+            return SampleResult(drawn)
+        tokens[rows.index] = drawn
+    return SampleResult(tokens)
+
+
+def _draw(logits: Tensor, rows: _Rows, columns: SamplingColumns, keys: Tensor) -> Tensor:
+    """[r] int64 for the rows of one kind, some at a time."""
+    vocab = logits.shape[1]
+    temperature, top_k = rows.of(columns.temperature), rows.of(columns.top_k)
+    top_p, min_p, keys = rows.of(columns.top_p), rows.of(columns.min_p), rows.of(keys)
+    step = max(1, _CHUNK // vocab)
+    parts = []
+    for begin in range(0, temperature.shape[0], step):
+        at = slice(begin, begin + step)
+        part = logits[at] if rows.index is None else logits.index_select(0, rows.index[at])
+        if rows.top_k:
+            k = top_k[at].clamp(max=vocab)
+            candidates = largest(part, min(rows.top_k, vocab))
+            parts.append(_draw_candidates(*candidates, temperature[at], k, top_p[at], min_p[at], keys[at]))
+        else:
+            parts.append(
+                _draw_whole(
+                    part,
+                    temperature[at],
+                    top_p[at] if rows.has_top_p else None,
+                    min_p[at] if rows.has_min_p else None,
+                    keys[at],
+                )
+            )
+    return torch.cat(parts)
+
+
+def _scaled(logits: Tensor, largest_logit: Tensor, temperature: Tensor) -> Tensor:
+    """Scores x = (logit - m) / temperature: 0 for the most likely token, whatever the temperature."""
+    return (logits - largest_logit).div_(temperature[:, None])
+
+
+def _draw_candidates(
+    values: Tensor, ids: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, keys: Tensor
+) -> Tensor:
+    """Draw among candidates [r, M], which stand in order and hold every survivor of top_k."""
+    x = _scaled(values, values[:, :1], temperature)
+    q = x.exp().masked_fill_(torch.arange(x.shape[1], device=x.device) >= top_k[:, None], 0.0)
+    before = q.cumsum(-1, dtype=torch.float64)
+    total = before[:, -1:].clone()
+    before -= q
+    survives = (before < top_p[:, None].double() * total) & (q >= min_p[:, None]) & (q > 0)
+    survives[:, 0] = True
+    scores = (x + gumbel_at(keys, ids)).masked_fill_(~survives, -torch.inf)
+    return ids.gather(-1, greedy(scores)[:, None]).squeeze(-1)
+
+
+def _draw_whole(
+    logits: Tensor, temperature: Tensor, top_p: Tensor | None, min_p: Tensor | None, keys: Tensor
+) -> Tensor:
+    """Draw among all tokens [r, V]; None for a filter that no row has."""
+    x = _scaled(logits, logits.amax(-1, keepdim=True), temperature)
+    scores = gumbel_at(keys, torch.arange(logits.shape[1], device=logits.device)[None]).add_(x)
+    if top_p is None and min_p is None:
+        return greedy(scores)
+    q = x.exp_()
+    if min_p is not None:
+        scores.masked_fill_(q < min_p[:, None], -torch.inf)
+    tokens = greedy(scores)
+    if top_p is not None:
+        _redraw_outside_top_p(logits, q, scores, top_p, tokens)
+    return tokens
+
+
+def _redraw_outside_top_p(logits: Tensor, q: Tensor, scores: Tensor, top_p: Tensor, tokens: Tensor) -> None:
+    """Replace the `tokens` [r] that do not survive top_p by the best-scored of those that do, in place."""
+    limit = q.sum(-1, dtype=torch.float64) * top_p.double()
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    rows = torch.arange(logits.shape[0], device=logits.device)  # those not settled yet
+    while rows.numel():
+        chosen = tokens[rows, None]
+        value = logits.gather(-1, chosen)
+        before = (logits > value).logical_or_((logits == value).logical_and_(ids < chosen))
+        mass = (q * before).sum(-1, dtype=torch.float64)
+        outside = ((mass >= limit) & (mass > 0)).nonzero().flatten()  # the first token has nothing before it
+        rows, limit = rows[outside], limit[outside]
+        logits, q = logits[outside], q[outside]
+        scores = scores[outside].masked_fill_(~before[outside], -torch.inf)
+        tokens[rows] = greedy(scores)

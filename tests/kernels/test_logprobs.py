@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from batchgen.kernels import logprobs
+from batchgen.kernels.logprobs import log_normalizers, mask_tokens, token_logprobs, top_logprobs
+
+
+@pytest.mark.parametrize(("rows", "vocab"), [(0, 5), (1, 1), (7, 63), (3, 1000), (50, 8192)])
+def test_token_logprobs_are_those_of_log_softmax(rows: int, vocab: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    logits = 5 * torch.randn(rows, vocab, generator=generator)
+    tokens = torch.randint(0, vocab, (rows,), generator=generator)
+    exact = torch.log_softmax(logits.double(), -1)
+    got = token_logprobs(logits, tokens)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), exact[torch.arange(rows), tokens], rtol=0, atol=1e-5)
+    assert torch.equal(token_logprobs(logits, tokens, log_normalizers(logits)), got)
+
+
+@pytest.mark.parametrize(("rows", "vocab", "k"), [(4, 1, 1), (7, 63, 63), (50, 8192, 20)])
+def test_top_logprobs_come_most_likely_first_with_ties_by_id(rows: int, vocab: int, k: int) -> None:
+    logits = (3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(1))).bfloat16().float()
+    ids, values = top_logprobs(logits, k)
+    exact = torch.log_softmax(logits.double(), -1)
+    for row in range(rows):
+        order = np.lexsort((np.arange(vocab), -logits[row].numpy()))[:k]
+        assert ids[row].tolist() == order.tolist()
+    torch.testing.assert_close(values.double(), exact.gather(1, ids), rtol=0, atol=1e-5)
+
+
+def test_rows_are_taken_in_chunks_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(20, 100)
+    whole = log_normalizers(logits)
+    monkeypatch.setattr(logprobs, "_CHUNK", 250)
+    assert torch.equal(log_normalizers(logits), whole)
+
+
+def test_masked_tokens_have_no_mass() -> None:
+    logits = torch.zeros(3, 4)
+    mask_tokens(logits, torch.tensor([0, 0, 2]), torch.tensor([1, 3, 0]))
+    assert torch.isinf(logits).nonzero().tolist() == [[0, 1], [0, 3], [2, 0]]
+    torch.testing.assert_close(token_logprobs(logits, torch.tensor([0, 0, 0]))[:2], -torch.tensor([2.0, 4.0]).log())
+
+
+def test_masking_nothing_changes_nothing() -> None:
+    logits = torch.randn(2, 3)
+    before = logits.clone()
+    mask_tokens(logits, torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
+    assert torch.equal(logits, before)
