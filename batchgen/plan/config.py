@@ -1,0 +1,74 @@
+"""What the scheduler is told and what it counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["SchedulerConfig", "SchedulerStats"]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of the pool and of a step.
+
+    Raises:
+        ValueError: a limit is out of range, naming it.
+    """
+
+    num_pages: int
+    """Pages of the pool, the scratch page included."""
+    page_size: int
+    """Positions of a page, S."""
+    max_num_seqs: int
+    """Most samples begun and not ended at once."""
+    max_tokens_per_step: int
+    """Most prefill tokens and decode rows of a step together."""
+    group_min_saving: int = 256
+    """Reads of cached positions that a prefix group must save per step to be worth its pass."""
+    start_together: int = 8
+    """A prompt waits until so many of its samples (or all it has) can begin at once."""
+
+    def __post_init__(self) -> None:
+        for name in ("page_size", "max_num_seqs", "start_together"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_pages < 2:
+            raise ValueError(f"num_pages must be at least 2 (page 0 is scratch), got {self.num_pages}")
+        if self.max_tokens_per_step < self.max_num_seqs:
+            raise ValueError(
+                f"max_tokens_per_step ({self.max_tokens_per_step}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): every sample begun decodes in every step"
+            )
+        if self.group_min_saving < 0:
+            raise ValueError(f"group_min_saving must not be negative, got {self.group_min_saving}")
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counted work, summed over the steps planned so far."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    """Prompt positions computed for the first time."""
+    recomputed_tokens: int = 0
+    """Positions computed again after an eviction or a preemption."""
+    relogit_tokens: int = 0
+    """Last prompt positions computed again only for their logits."""
+    decode_tokens: int = 0
+    """Output tokens fed to the model."""
+    sampled_tokens: int = 0
+    """Tokens drawn."""
+    prefill_chunks: int = 0
+    preemptions: int = 0
+    evicted_nodes: int = 0
+    page_copies: int = 0
+    peak_pages: int = 0
+    max_decode_rows: int = 0
+    group_passes: int = 0
+    """Prefix groups, summed over steps."""
+    decode_kv_positions: int = 0
+    """Cached positions that the decode rows attend to: what reads without groups cost."""
+    decode_kv_reads: int = 0
+    """Cached positions read for the decode rows with groups."""
+    chunk_kv_positions: int = 0
+    """Cached positions that the prefill chunks attend to, the chunks' own included."""

@@ -1,0 +1,73 @@
+"""Which decode rows attend to a shared prefix together."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from batchgen.plan.nodes import Node
+from batchgen.plan.sequences import Sequence
+from batchgen.plan.types import PrefixGroup
+
+__all__ = ["PrefixGroups"]
+
+
+class PrefixGroups:
+    """Counts decode rows along the tree; builds the groups anew only after a row joined or left."""
+
+    def __init__(self, first_row: memoryview[int], page_size: int, min_saving: int) -> None:
+        self._first_row = first_row
+        self._page_size = page_size
+        self._min_saving = min_saving
+        self._roots: dict[int, Node] = {}
+        self._groups: list[PrefixGroup] | None = []
+        self.saving = 0
+        """Reads of cached positions that the groups last built save in a step."""
+
+    def join(self, node: Node | None) -> None:
+        """A row below `node` begins to decode."""
+        self._groups = None
+        while node is not None:
+            node.rows += 1
+            if node.rows == 2:
+                self._siblings(node)[node.id] = node
+            node = node.parent
+
+    def leave(self, node: Node | None) -> None:
+        """A row below `node` decodes no more."""
+        self._groups = None
+        while node is not None:
+            node.rows -= 1
+            if node.rows == 1:
+                del self._siblings(node)[node.id]
+            node = node.parent
+
+    def of(self, running: list[Sequence]) -> list[PrefixGroup]:
+        """The groups of the decode rows, given in tree order. The same list while no row joins or leaves."""
+        if self._groups is None:
+            self._groups = self._build(running)
+        return self._groups
+
+    def _siblings(self, node: Node) -> dict[int, Node]:
+        return self._roots if node.parent is None else node.parent.shared
+
+    def _build(self, running: list[Sequence]) -> list[PrefixGroup]:
+        groups: list[PrefixGroup] = []
+        self.saving = 0
+        rows = [sequence.row for sequence in running]
+        stack = [(node, 0) for node in self._roots.values()]
+        while stack:
+            node, covered = stack.pop()
+            deeper = list(node.shared.values())
+            if len(deeper) == 1 and deeper[0].rows == node.rows:
+                # All go on through one child: one longer group in its place.
+                stack.append((deeper[0], covered))
+                continue
+            saving = (node.rows - 1) * (node.full - covered) * self._page_size
+            if saving > 0 and saving >= self._min_saving:
+                low = bisect_left(rows, self._first_row[node.id])
+                pages = running[low].pages[covered : node.full]
+                groups.append(PrefixGroup(list(range(low, low + node.rows)), pages, covered, node.full))
+                self.saving += saving
+                covered = node.full
+            stack.extend((child, covered) for child in deeper)
+        return groups

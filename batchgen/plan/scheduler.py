@@ -1,0 +1,175 @@
+"""Plans one step after the other until every sample has ended. Knows nothing of tensors or stop conditions."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+import numpy.typing as npt
+
+from batchgen.plan.builder import StepBuilder
+from batchgen.plan.config import SchedulerConfig, SchedulerStats
+from batchgen.plan.groups import PrefixGroups
+from batchgen.plan.nodes import Nodes
+from batchgen.plan.pages import PageAllocator
+from batchgen.plan.prefill import Prompts
+from batchgen.plan.sequences import Phase, Sequences
+from batchgen.plan.tree import PrefixTree
+from batchgen.plan.types import StepPlan
+
+__all__ = ["Scheduler", "SchedulerConfig", "SchedulerStats"]
+
+
+class Scheduler:
+    """Turns a prefix tree into steps: `step`, run it, `commit`, until `step` returns None.
+
+    Every tree node with unended samples below is computed once, unless memory forces it out; samples begin at the
+    logits of their prompt's last token. Cost per step is of the order of the step's own work, whatever the job's size.
+
+    `DecodeRow.pages` and `StepPlan.groups` are the scheduler's own lists: not to be changed. A row's pages are only
+    appended to while it decodes, so an earlier plan may see more pages than its position needs; the group list is
+    the same object while no row joins or leaves.
+
+    Args:
+        tree: the prefix tree of all requests.
+        samples: [N] samples to generate per request; 0 leaves a request out.
+        max_new: [N] most tokens per sample, at least 1 where `samples` is.
+        config: limits.
+
+    Raises:
+        ValueError: a column has the wrong length or a value out of range.
+    """
+
+    def __init__(
+        self,
+        tree: PrefixTree,
+        samples: npt.NDArray[np.integer],
+        max_new: npt.NDArray[np.integer],
+        config: SchedulerConfig,
+    ) -> None:
+        _check_columns(len(tree.order), samples, max_new)
+        self.config = config
+        self.stats = SchedulerStats()
+        self._tree = tree
+        self._samples = np.ascontiguousarray(samples, dtype=np.int32)
+        self._max_new = np.ascontiguousarray(max_new, dtype=np.int32)
+        self._allocator = PageAllocator(config.num_pages, config.page_size)
+        self._nodes = Nodes(tree, self._samples, self._allocator, self.stats)
+        self._groups = PrefixGroups(self._nodes.first_row, config.page_size, config.group_min_saving)
+        self._sequences = Sequences(self._nodes, self.stats, self._groups.join, self._groups.leave)
+        self._prompts = Prompts(tree, self._samples, self._max_new, self._nodes, self._sequences, config, self.stats)
+        self._rows: npt.NDArray[np.int32] | None = None
+        self._unended = int(self._samples.sum(dtype=np.int64))
+        self._open = False
+
+    @property
+    def unended(self) -> int:
+        """Samples that have not ended, begun or not."""
+        return self._unended
+
+    @property
+    def pages_in_use(self) -> int:
+        """Pages held now."""
+        return self._allocator.used_count
+
+    def pages_needed(self, request: int) -> int:
+        """Pages one sample of `request` fills at its full length."""
+        prompt_len = int(self._tree.end[self._tree.node_of_request[request]])
+        return -(-(prompt_len + int(self._max_new[request]) - 1) // self.config.page_size)
+
+    def too_large(self, request: int) -> int | None:
+        """Pages a sample of `request` needs if that is more than the whole pool, else None.
+
+        Such a request must be cancelled before the first step; every other one can finish.
+        """
+        needed = self.pages_needed(request)
+        return needed if needed > self._allocator.capacity else None
+
+    def step(self) -> StepPlan | None:
+        """Plan the next step; None when every sample has ended.
+
+        A plan without tokens means that every begun sample has all its tokens and `commit` has yet to hear of ends.
+        """
+        assert not self._open, "commit the last step first"
+        if not self._unended:
+            return None
+        self.stats.steps += 1
+        self._nodes.step = self.stats.steps
+        builder = StepBuilder(self.stats.steps, self.stats)
+        self._fill(builder)
+        self._finish_plan(builder)
+        self._open = True
+        return builder.plan
+
+    def commit(self, finished: Collection[int]) -> None:
+        """The step has run: every sequence with a `SampleRow` gained a token; those in `finished` have ended.
+
+        Ends may be reported steps later: a sequence with all its `max_new` tokens is scheduled no more.
+
+        Raises:
+            KeyError: an id in `finished` names no begun, unended sequence.
+        """
+        assert self._open, "no step to commit"
+        self._open = False
+        self._sequences.commit()
+        if finished:
+            self._unended -= len(finished)
+            self._sequences.finish(finished)
+
+    def cancel(self, request: int) -> list[int]:
+        """End all samples of `request`, between `commit` and `step`.
+
+        Returns:
+            The sequences of it that had begun and not ended; they have ended now.
+        """
+        assert not self._open, "commit the last step first"
+        if self._rows is None:
+            self._rows = np.empty(len(self._tree.order), np.int32)
+            self._rows[self._tree.order] = np.arange(len(self._tree.order), dtype=np.int32)
+        begun = [s.id for s in self._sequences.by_id.values() if s.request == request]
+        node_id = int(self._tree.node_of_request[request])
+        self._unended -= len(begun) + self._prompts.cancel(request, int(self._rows[request]), node_id)
+        self._sequences.finish(begun)
+        return begun
+
+    def _fill(self, builder: StepBuilder) -> None:
+        sequences, prompts = self._sequences, self._prompts
+        preempted = sequences.grow()
+        if preempted and sequences.running:
+            builder.blocked = True
+        else:
+            sequences.join(builder, prompts.recompute)
+        builder.budget = self.config.max_tokens_per_step - len(sequences.running)
+        sequences.resume(builder)
+        prompts.advance(builder)
+        if not builder.blocked:
+            prompts.begin(builder)
+        if not sequences.by_id and not builder.flat:
+            prompts.force(builder)
+
+    def _finish_plan(self, builder: StepBuilder) -> None:
+        stats, plan = self.stats, builder.plan
+        positions = self._sequences.emit(builder)
+        plan.groups = self._groups.of(self._sequences.running)
+        stats.decode_kv_positions += positions
+        stats.decode_kv_reads += positions - self._groups.saving
+        stats.group_passes += len(plan.groups)
+        stats.sampled_tokens += len(plan.samples)
+        stats.max_decode_rows = max(stats.max_decode_rows, len(plan.decodes))
+        stats.peak_pages = self._allocator.peak
+        if not plan.prefills and not plan.decodes:
+            parked = any(s.phase is Phase.PARKED for s in self._sequences.by_id.values())
+            assert parked, "nothing fits the pool: a request is too large and was not cancelled"
+
+
+def _check_columns(requests: int, samples: npt.NDArray[np.integer], max_new: npt.NDArray[np.integer]) -> None:
+    for name, column in (("samples", samples), ("max_new", max_new)):
+        if column.shape != (requests,):
+            raise ValueError(f"{name} has shape {column.shape}, expected ({requests},)")
+    if (samples < 0).any():
+        raise ValueError(f"samples of request {int((samples < 0).argmax())} is negative")
+    short = (samples > 0) & (max_new < 1)
+    if short.any():
+        raise ValueError(
+            f"max_new of request {int(short.argmax())} is {int(max_new[short.argmax()])}; it has samples and needs 1"
+        )

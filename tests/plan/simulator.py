@@ -1,0 +1,213 @@
+"""An engine that holds, in place of keys and values, the exact prefix each one was computed from.
+
+Every slot of the simulated pool holds the identity of a token prefix. Whatever attends is checked to read, at every
+position, the prefix of its own sequence and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from batchgen.plan.scheduler import Scheduler, SchedulerConfig
+from batchgen.plan.tree import build_tree
+from batchgen.plan.types import DecodeRow, PrefillChunk, StepPlan
+
+
+class Simulator:
+    """Runs a job of `prompts` to its end; `targets[request][sample]` tokens each."""
+
+    def __init__(
+        self,
+        prompts: list[list[int]],
+        targets: list[list[int]],
+        max_new: list[int],
+        config: SchedulerConfig,
+        keys: list[int] | None = None,
+        lag: int = 0,
+    ) -> None:
+        tokens = np.array([t for p in prompts for t in p], np.int32)
+        offsets = np.cumsum([0] + [len(p) for p in prompts]).astype(np.int64)
+        self.tree = build_tree(tokens, offsets, None if keys is None else np.array(keys, np.int64))
+        samples = np.array([len(t) for t in targets], np.int32)
+        self.scheduler = Scheduler(self.tree, samples, np.array(max_new, np.int32), config)
+        self.prompts, self.targets, self.config, self.lag = prompts, targets, config, lag
+        self.keys = keys or [0] * len(prompts)
+        self.size = config.page_size
+        self.memory: list[list[int | None]] = [[None] * self.size for _ in range(config.num_pages)]
+        self.interned: dict[tuple[int, object], int] = {}
+        self.who: dict[int, tuple[int, int]] = {}
+        """Sequence: (request, sample)."""
+        self.tokens: dict[int, list[int]] = {}
+        """Identity of every prefix of the sequence, prompt and output."""
+        self.generated: dict[int, int] = {}
+        self.ended: set[int] = set()
+        self.failed: set[int] = set()
+        self.too_large = [r for r in range(len(prompts)) if self.scheduler.too_large(r) is not None]
+        for request in self.too_large:
+            assert self.scheduler.cancel(request) == []
+        self.prompt_ids = [self.chain(-1 - k, p) for k, p in zip(self.keys, prompts, strict=True)]
+        self.previous: StepPlan | None = None
+        self.late: list[list[int]] = [[] for _ in range(lag)]
+
+    def chain(self, root: int, items: list[int]) -> list[int]:
+        """Identities of all prefixes of `items` below identity `root`."""
+        out = []
+        for item in items:
+            root = self.interned.setdefault((root, item), len(self.interned))
+            out.append(root)
+        return out
+
+    def run(self, between: Callable[[int], None] | None = None, limit: int = 100_000) -> None:
+        for step in range(limit):
+            plan = self.scheduler.step()
+            if plan is None:
+                break
+            self.execute(plan)
+            finished = self.count(plan)
+            self.late.append(finished)
+            self.scheduler.commit(self.late.pop(0))
+            if between is not None:
+                between(step)
+        else:
+            raise AssertionError("no end")
+        assert self.scheduler.pages_in_use == 0
+        assert self.scheduler.unended == 0
+        expected = {
+            (r, s): n
+            for r, targets in enumerate(self.targets)
+            if r not in self.failed and r not in self.too_large
+            for s, n in enumerate(targets)
+        }
+        got = {self.who[q]: n for q, n in self.generated.items() if self.who[q][0] not in self.failed}
+        assert got == expected
+
+    def cancel(self, request: int) -> None:
+        self.failed.add(request)
+        for sequence in self.scheduler.cancel(request):
+            assert self.who[sequence][0] == request
+            self.ended.add(sequence)
+            for late in self.late:
+                if sequence in late:
+                    late.remove(sequence)
+
+    def execute(self, plan: StepPlan) -> None:
+        """Copies, stores, then reads."""
+        config = self.config
+        assert plan.tokens <= config.max_tokens_per_step
+        if not self.lag:
+            assert plan.tokens > 0
+        for start in plan.starts:
+            assert start.sequence == len(self.who)
+            self.who[start.sequence] = (start.request, start.sample_index)
+            self.tokens[start.sequence] = list(self.prompt_ids[start.request])
+            self.generated[start.sequence] = 0
+            assert start.request not in self.failed
+        assert len(self.who) - len(self.ended) <= config.max_num_seqs
+        self.copy(plan)
+        stores: dict[tuple[int, int], int] = {}
+        for chunk in plan.prefills:
+            assert len(chunk.pages) == -(-chunk.end // self.size)
+            if chunk.store:
+                ids = self.ids(chunk)
+                for position in range(chunk.start, chunk.end):
+                    self.store(stores, chunk.pages, position, ids[position])
+        for row in plan.decodes:
+            self.store(stores, row.pages, row.position, self.tokens[row.sequence][row.position])
+        for (page, slot), value in stores.items():
+            self.memory[page][slot] = value
+        for chunk in plan.prefills:
+            self.attend(chunk.pages, chunk.end, self.ids(chunk))
+        for row in plan.decodes:
+            assert row.position == len(self.tokens[row.sequence]) - 1
+            assert len(row.pages) == row.position // self.size + 1
+            self.attend(row.pages, row.position + 1, self.tokens[row.sequence])
+        self.check_groups(plan)
+        self.check_samples(plan)
+
+    def copy(self, plan: StepPlan) -> None:
+        """All sources are read before any target is written, and one after the other gives the same."""
+        before = [list(self.memory[c.source]) for c in plan.copies]
+        targets = [c.target for c in plan.copies]
+        assert len(set(targets)) == len(targets)
+        for copy, source in zip(plan.copies, before, strict=True):
+            assert copy.source != 0
+            assert copy.target != 0
+            assert 0 < copy.tokens < self.size
+            assert self.memory[copy.source][: copy.tokens] == source[: copy.tokens]
+            self.memory[copy.target] = source[: copy.tokens] + [None] * (self.size - copy.tokens)
+
+    def ids(self, chunk: PrefillChunk) -> list[int]:
+        ids = self.prompt_ids[chunk.request]
+        if chunk.sequence is not None:
+            assert self.who[chunk.sequence][0] == chunk.request
+            ids = self.tokens[chunk.sequence]
+        assert 0 <= chunk.start < chunk.end <= len(ids)
+        return ids
+
+    def store(self, stores: dict[tuple[int, int], int], pages: list[int], position: int, value: int) -> None:
+        page = pages[position // self.size]
+        assert page != 0
+        assert (page, position % self.size) not in stores
+        stores[page, position % self.size] = value
+
+    def attend(self, pages: list[int], end: int, ids: list[int]) -> None:
+        assert 0 not in pages
+        held = [value for page in pages for value in self.memory[page]][:end]
+        assert held == ids[:end]
+
+    def check_groups(self, plan: StepPlan) -> None:
+        covered = [0] * len(plan.decodes)
+        saved = 0
+        for group in plan.groups:
+            assert len(group.rows) >= 2
+            assert len(group.pages) == group.end_page - group.start_page > 0
+            saving = (len(group.rows) - 1) * len(group.pages) * self.size
+            assert saving >= self.config.group_min_saving
+            saved += saving
+            assert group.rows == list(range(group.rows[0], group.rows[-1] + 1))
+            for row in group.rows:
+                assert plan.decodes[row].pages[group.start_page : group.end_page] == group.pages
+                assert covered[row] == group.start_page
+                covered[row] = group.end_page
+                assert group.end_page * self.size <= plan.decodes[row].position
+        if self.previous is not None and [r.sequence for r in plan.decodes] == [
+            r.sequence for r in self.previous.decodes
+        ]:
+            assert plan.groups == self.previous.groups
+        self.previous = plan
+
+    def check_samples(self, plan: StepPlan) -> None:
+        flat: list[tuple[list[int], int]] = []
+        for chunk in plan.prefills:
+            flat += [(self.ids(chunk), position) for position in range(chunk.start, chunk.end)]
+        flat += [(self.tokens[row.sequence], row.position) for row in plan.decodes]
+        sequences = [row.sequence for row in plan.samples]
+        assert len(set(sequences)) == len(sequences)
+        assert not self.ended & set(sequences)
+        assert {row.sequence for row in plan.decodes} <= set(sequences)
+        for row in plan.samples:
+            ids, position = flat[row.token]
+            own = self.tokens[row.sequence]
+            assert position == len(own) - 1
+            assert ids[position] == own[position]
+
+    def count(self, plan: StepPlan) -> list[int]:
+        finished = []
+        for row in plan.samples:
+            request, sample = self.who[row.sequence]
+            self.generated[row.sequence] += 1
+            made = self.generated[row.sequence]
+            assert made <= self.targets[request][sample]
+            ids = self.tokens[row.sequence]
+            ids += self.chain(ids[-1], [("output", request, sample, made)])  # type: ignore[list-item]
+            if made == self.targets[request][sample]:
+                finished.append(row.sequence)
+                self.ended.add(row.sequence)
+        return finished
+
+
+def decode_reads(rows: list[DecodeRow]) -> int:
+    """Cached positions that decode rows attend to."""
+    return sum(row.position + 1 for row in rows)
