@@ -1,0 +1,223 @@
+"""What native rows and OpenAI bodies share: run-wide defaults, collecting fields, building `SamplingParams`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from batchgen.checks import check_unicode, invalid, show
+from batchgen.errors import ErrorCode, RowError, UsageError
+from batchgen.fields import CONSTRAINTS, LOOKUP, SOURCES, Field, Place, unknown_field
+from batchgen.params import SamplingParams
+from batchgen.request import ChatPrompt
+
+__all__ = ["RowDefaults", "RowValues", "chat_prompt"]
+
+_PARAM_NAMES = frozenset(item.name for item in fields(SamplingParams))
+
+
+@dataclass(frozen=True, slots=True)
+class RowDefaults:
+    """What holds for every row of a run unless the row says otherwise.
+
+    Precedence of a sampling value: row, `flags`, the endpoint's default (`max_new_tokens` of OpenAI lines), `model`,
+    the defaults of `SamplingParams`.
+
+    Raises:
+        UsageError: a flag or model default is unknown or out of range.
+    """
+
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    """`SamplingParams` fields given run-wide on the command line or in the configuration."""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """`SamplingParams` fields from the model's generation_config.json; empty under `--sampling-defaults openai`."""
+    model_names: frozenset[str] = frozenset()
+    """Values that a row's `model` may have, besides `*`."""
+    chat: bool | None = None
+    """True: `text` is wrapped as a user message. False: rows of messages are refused. None: each row as it is."""
+    system: str | None = None
+    """A system message for every conversation that has none."""
+
+    def __post_init__(self) -> None:
+        for name, value in [*self.flags.items(), *self.model.items()]:
+            if name not in _PARAM_NAMES:
+                raise UsageError(f"`{name}` is no sampling parameter; known are {', '.join(sorted(_PARAM_NAMES))}")
+            try:
+                # Alone: a minimum may well exceed the default maximum, and fit a row's own.
+                SamplingParams(**{"max_new_tokens": None, name: value})
+            except RowError as error:
+                raise UsageError(f"default sampling parameter {error}") from None
+
+
+@dataclass(slots=True)
+class RowValues:
+    """The fields of one row as they are collected: normalised values by canonical name."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    spelled: dict[str, str] = field(default_factory=dict)
+    """Canonical name -> the name the row uses."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Unknown top-level keys, to be carried."""
+    carried: dict[str, Any] = field(default_factory=dict)
+    """Fields of an OpenAI body that are carried."""
+    later: list[Field] = field(default_factory=list)
+    """Known fields that are not built, whose values may yet turn out to ask for nothing."""
+
+    def collect(self, source: Mapping[str, Any], place: Place) -> None:
+        """Check and take every field of `source`. Null is absent.
+
+        Raises:
+            RowError: `invalid_field`, `unknown_field`, `invalid_unicode`, `token_out_of_range`, `unsupported_field`.
+        """
+        table = LOOKUP[place]
+        for key, value in source.items():
+            known = table.get(key)
+            if known is None:
+                self._unknown(key, value, place)
+            elif value is not None:
+                self._take(known, key, value)
+
+    def _unknown(self, key: str, value: Any, place: Place) -> None:
+        if type(key) is not str:  # never from JSON; a Python caller may err
+            raise RowError(ErrorCode.INVALID_JSON, f"field names must be strings, got {show(key)}")
+        if not key.isascii():
+            check_unicode(key, ascii(key)[1:-1])
+        if type(value) is not str or not value.isascii():
+            check_unicode(value, key)
+        if place == "row":
+            self.extra[key] = value
+        elif value is not None:
+            raise unknown_field(key, place)
+
+    def _take(self, known: Field, key: str, value: Any) -> None:
+        if type(value) is not str or not value.isascii():
+            check_unicode(value, key)
+        name = known.name
+        if name in self.spelled:
+            other = self.spelled[name]
+            where = "twice (flat and in `sampling_params`)" if other == key else f"beside `{other}`, which is the same"
+            raise invalid(key, f"is given {where}; keep one of them")
+        self.spelled[name] = key
+        checked = known.check(key, value)
+        if known.carried:
+            self.carried[key] = checked
+            return
+        self.values[name] = checked
+        if not known.built:
+            self.later.append(known)
+
+    def refuse_unbuilt(self, params: SamplingParams) -> None:
+        """Refuse the first field whose value asks for something that this version cannot do beside `params`.
+
+        Raises:
+            RowError: `unsupported_field`, or `invalid_field` for two constraints at once.
+        """
+        if not self.later:
+            return
+        self.values["n"] = n = params.n
+        asking = [item for item in self.later if not item.neutral(self.values[item.name], self.values)]
+        constraints = [self.spelled[item.name] for item in asking if item.name in CONSTRAINTS]
+        if len(constraints) > 1:
+            raise invalid(constraints[1], f"cannot stand beside `{constraints[0]}`: a row has one constraint")
+        best_of = self.values.get("best_of")
+        if best_of is not None and best_of < n:
+            raise invalid("best_of", f"must be at least n ({n}), got {best_of}")
+        if asking:
+            spelled = self.spelled[asking[0].name]
+            message = f"`{spelled}` is not supported by this version; {asking[0].remedy}"
+            raise RowError(ErrorCode.UNSUPPORTED_FIELD, message, spelled)
+
+    def sources(self) -> list[str]:
+        """Canonical names of the prompt sources that the row gives."""
+        return [name for name in SOURCES if name in self.spelled]
+
+    def check_model(self, names: frozenset[str]) -> None:
+        """Hold `model` to the run's.
+
+        Raises:
+            RowError: `unknown_adapter` for `base:adapter`, `invalid_field` for another model.
+        """
+        model = self.values.get("model")
+        if model is None or model == "*" or model in names:
+            return
+        base, _, adapter = model.partition(":")
+        if adapter and (base == "*" or base in names):
+            message = f"`model` names the adapter {show(adapter)}, which this run does not have; drop it from the name"
+            raise RowError(ErrorCode.UNKNOWN_ADAPTER, message, "model")
+        ours = " or ".join([*sorted(names), "*"])
+        raise invalid("model", f"is {show(model)}, but this run's model is {ours}; correct it or leave it out")
+
+    def params(self, defaults: RowDefaults, endpoint: Mapping[str, Any]) -> SamplingParams:
+        """The row's sampling parameters over all defaults; `endpoint` holds those of the row's OpenAI endpoint.
+
+        Raises:
+            RowError: `invalid_field`, naming the field as the row spells it.
+        """
+        merged = {**defaults.model, **endpoint, **defaults.flags}
+        merged.update((name, value) for name, value in self.values.items() if name in _PARAM_NAMES)
+        self._merge_logprobs(merged)
+        try:
+            return SamplingParams(**merged)
+        except RowError as error:
+            raise self._respelled(error) from None
+
+    def _merge_logprobs(self, merged: dict[str, Any]) -> None:
+        """Translate OpenAI's `logprobs` and `top_logprobs`, and refuse a K that would return nothing."""
+        asked, top = self.values.get("logprobs"), self.values.get("top_logprobs")
+        ours = [self.spelled[name] for name in ("return_logprob", "top_logprobs_num") if name in self.spelled]
+        theirs = [name for name in ("logprobs", "top_logprobs") if name in self.spelled]
+        if ours and theirs:
+            raise invalid(theirs[0], f"is given beside `{ours[0]}`, which is the same; keep one of them")
+        if type(asked) is int:
+            if top is not None:
+                raise invalid("top_logprobs", "is given beside a number in `logprobs`; keep one of them")
+            merged["return_logprob"], merged["top_logprobs_num"] = True, asked
+        elif asked is not None:
+            merged["return_logprob"], merged["top_logprobs_num"] = asked, top or 0
+        elif top is not None:
+            merged["top_logprobs_num"] = top
+        if not merged.get("return_logprob"):
+            wanting = next((name for name in ("top_logprobs", "top_logprobs_num") if self.values.get(name)), None)
+            if wanting:
+                needed = "logprobs" if wanting == "top_logprobs" else "return_logprob"
+                raise invalid(wanting, f"needs `{needed}: true` beside it")
+            merged["top_logprobs_num"] = 0
+
+    def _respelled(self, error: RowError) -> RowError:
+        """The same error under the alias that the row uses."""
+        name = error.info.param or ""
+        spelled = self.spelled.get(name, name)
+        if spelled == name:
+            return error
+        return RowError(error.info.code, error.info.message.replace(f"`{name}`", f"`{spelled}`"), spelled)
+
+    def prompt_error(self, found: list[str], needed: str) -> RowError:
+        """The error for a row whose prompt sources, `found`, are none or several."""
+        if not found:
+            return RowError(ErrorCode.MISSING_PROMPT, f"the row has no prompt; give it {needed}")
+        names = " and ".join(f"`{self.spelled.get(name, name)}`" for name in found)
+        return RowError(ErrorCode.AMBIGUOUS_PROMPT, f"the row has several prompts, {names}; keep one of them", found[1])
+
+
+def chat_prompt(row: RowValues, messages: tuple[Mapping[str, Any], ...], defaults: RowDefaults) -> ChatPrompt:
+    """A conversation with the row's chat fields, and the run's system message in front where it has none.
+
+    Raises:
+        RowError: `invalid_field` where both a new turn and a continued one are asked for, or chat is ruled out.
+    """
+    if defaults.chat is False:
+        raise invalid("messages", "needs the chat template, which --no-chat rules out; give the prompt as `text`")
+    values, system = row.values, defaults.system
+    if system is not None and not any(message["role"] in ("system", "developer") for message in messages):
+        messages = ({"role": "system", "content": system}, *messages)
+    continued = values.get("continue_final_message", False)
+    if continued and values.get("add_generation_prompt"):
+        raise invalid("continue_final_message", "cannot be true with `add_generation_prompt: true`; keep one of them")
+    return ChatPrompt(
+        messages=messages,
+        tools=values.get("tools") or None,
+        template_kwargs=values.get("chat_template_kwargs", {}),
+        add_generation_prompt=values.get("add_generation_prompt", not continued),
+        continue_final_message=continued,
+    )

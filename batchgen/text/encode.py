@@ -1,0 +1,180 @@
+"""From parsed rows to token ids, in batches: lengths, vocabulary and truncation are settled here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal
+
+from batchgen.errors import ErrorCode, ErrorInfo, RowError
+from batchgen.params import SamplingParams
+from batchgen.request import ChatPrompt, ParsedRow, Prompt, TextPrompt, TokenPrompt
+from batchgen.rows import derive_seed
+from batchgen.text.tokenizer import Tokenizer
+
+__all__ = ["EncodedPrompt", "Encoder", "Truncate"]
+
+Truncate = Literal["none", "left", "right"]
+
+_BATCH_ROWS = 1024
+_BATCH_CHARACTERS = 1 << 24  # a batch of long texts ends early, so that its encodings stay within some hundred MB
+_ROOM_WITHOUT_LIMIT = 128  # tokens kept free for the answer of a truncated prompt whose row sets no limit
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """One prompt of a row, ready to plan."""
+
+    prompt_index: int
+    ids: list[int]
+    max_new_tokens: int
+    """Effective: clipped to the context."""
+    seed: int
+    """The row's own seed, or the one derived from the run's seed and the row's id."""
+
+
+class Encoder:
+    """Tokenises rows for one model.
+
+    `vocab_size` and `context_length` are the model's. Truncation happens only where a prompt leaves no room for a
+    token: it is then cut to leave room for `max_new_tokens` (128 where the row sets no limit), yet at most for half the
+    context. `left` drops its beginning, `right` its end; a BOS in front of text or a conversation stays.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, context_length: int, truncate: Truncate = "none", run_seed: int = 0
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._context = context_length
+        self._truncate = truncate
+        self._run_seed = run_seed
+
+    def encode_rows(self, rows: Iterable[ParsedRow]) -> Iterator[tuple[ParsedRow, list[EncodedPrompt] | ErrorInfo]]:
+        """Each row, in order, with its prompts or with what is wrong; a bad prompt fails its whole row.
+
+        Rows are taken and tokenised up to 1024 at a time.
+        """
+        source = iter(rows)
+        while batch := _take_batch(source):
+            yield from zip(batch, self._encode_batch(batch), strict=True)
+
+    def _encode_batch(self, batch: list[ParsedRow]) -> list[list[EncodedPrompt] | ErrorInfo]:
+        prompts = [prompt for row in batch for prompt in row.prompts]
+        texts = [self._text_of(prompt) for prompt in prompts]
+        ids = iter(self._encode_texts(texts))
+        results: list[list[EncodedPrompt] | ErrorInfo] = []
+        for row in batch:
+            found = [next(ids) for _ in row.prompts]
+            try:
+                results.append(self._finish_row(row, found))
+            except RowError as error:
+                results.append(error.info)
+        return results
+
+    def _text_of(self, prompt: Prompt) -> str | list[int] | ErrorInfo:
+        """The text to tokenise; ids given as such, and conversations that cannot be rendered, pass through."""
+        if isinstance(prompt, TextPrompt):
+            return prompt.text
+        if isinstance(prompt, TokenPrompt):
+            return list(prompt.ids)
+        try:
+            return self._tokenizer.render_chat(prompt)
+        except RowError as error:
+            return error.info
+
+    def _encode_texts(self, texts: list[str | list[int] | ErrorInfo]) -> list[list[int] | ErrorInfo]:
+        """Tokenise the strings among `texts` in one call, nothing added in front; the others stay as they are."""
+        strings = [text for text in texts if isinstance(text, str)]
+        try:
+            encoded = iter(self._tokenizer.encode_plain(strings) if strings else [])
+        except Exception:  # one text in the batch that the tokenizer cannot take: find out which
+            return [self._encode_one(text) if isinstance(text, str) else text for text in texts]
+        return [next(encoded) if isinstance(text, str) else text for text in texts]
+
+    def _encode_one(self, text: str) -> list[int] | ErrorInfo:
+        try:
+            return self._tokenizer.encode_plain([text])[0]
+        except Exception as error:  # the Rust side raises plain Exception
+            return ErrorInfo(ErrorCode.INVALID_FIELD, f"the prompt cannot be tokenised: {error}")
+
+    def _finish_row(self, row: ParsedRow, found: list[list[int] | ErrorInfo]) -> list[EncodedPrompt]:
+        params = row.params
+        seed = params.seed if params.seed is not None else derive_seed(self._run_seed, row.id)
+        self._check_params(params)
+        encoded = []
+        for index, (prompt, ids) in enumerate(zip(row.prompts, found, strict=True)):
+            if isinstance(ids, ErrorInfo):
+                raise RowError(ids.code, ids.message, ids.param)
+            fitted = self._fit(prompt, self._complete(prompt, ids), params.max_new_tokens)
+            room = self._context - len(fitted)
+            limit = room if params.max_new_tokens is None else min(params.max_new_tokens, room)
+            encoded.append(EncodedPrompt(index, fitted, limit, seed))
+        return encoded
+
+    def _check_params(self, params: SamplingParams) -> None:
+        """Ranges that only the model's vocabulary sets.
+
+        Raises:
+            RowError: `token_out_of_range` or `invalid_field`.
+        """
+        odd = [token for token in params.stop_token_ids if token >= self._vocab_size]
+        if odd:
+            raise self._out_of_range("stop_token_ids", odd[0])
+        if params.top_logprobs_num > self._vocab_size:
+            problem = f"must not exceed the vocabulary ({self._vocab_size}), got {params.top_logprobs_num}"
+            raise RowError(ErrorCode.INVALID_FIELD, f"`top_logprobs_num` {problem}", "top_logprobs_num")
+
+    def _complete(self, prompt: Prompt, ids: list[int]) -> list[int]:
+        """`ids` with the tokenizer's BOS where it belongs, held to the vocabulary.
+
+        Raises:
+            RowError: `empty_prompt` or `token_out_of_range`.
+        """
+        prefix = self._tokenizer.prefix_ids
+        if isinstance(prompt, TextPrompt) and ids[: len(prefix)] != prefix:
+            ids = prefix + ids
+        param = "input_ids" if isinstance(prompt, TokenPrompt) else "text"
+        param = "messages" if isinstance(prompt, ChatPrompt) else param
+        if not ids:
+            message = f"`{param}` gives no tokens, and the tokenizer adds none; give a prompt that is not empty"
+            raise RowError(ErrorCode.EMPTY_PROMPT, message, param)
+        if max(ids) >= self._vocab_size:
+            raise self._out_of_range(param, max(ids))
+        return ids
+
+    def _out_of_range(self, param: str, token: int) -> RowError:
+        message = f"`{param}` holds token {token}; the model's vocabulary ends at {self._vocab_size - 1}"
+        return RowError(ErrorCode.TOKEN_OUT_OF_RANGE, message, param)
+
+    def _fit(self, prompt: Prompt, ids: list[int], max_new_tokens: int | None) -> list[int]:
+        """`ids`, truncated if they fill the context and truncation is allowed.
+
+        Raises:
+            RowError: `context_length_exceeded`, naming both numbers.
+        """
+        if len(ids) < self._context:
+            return ids
+        if self._truncate == "none" or self._context < 2:
+            message = f"the prompt has {len(ids)} tokens and the context is {self._context}, which leaves no room"
+            remedy = "shorten it, or allow --truncate left or right"
+            raise RowError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, f"{message} to generate; {remedy}")
+        wanted = _ROOM_WITHOUT_LIMIT if max_new_tokens is None else max_new_tokens
+        keep = self._context - max(1, min(wanted, self._context // 2))
+        if self._truncate == "right":
+            return ids[:keep]
+        bos = self._tokenizer.prefix_ids
+        kept = bos if not isinstance(prompt, TokenPrompt) and ids[: len(bos)] == bos and len(bos) < keep else []
+        return kept + ids[len(ids) - (keep - len(kept)) :]
+
+
+def _take_batch(source: Iterator[ParsedRow]) -> list[ParsedRow]:
+    batch: list[ParsedRow] = []
+    characters = 0
+    for row in islice(source, _BATCH_ROWS):
+        batch.append(row)
+        characters += sum(len(prompt.text) for prompt in row.prompts if isinstance(prompt, TextPrompt))
+        if characters >= _BATCH_CHARACTERS:
+            break
+    return batch

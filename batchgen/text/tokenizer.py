@@ -1,0 +1,218 @@
+"""The model's tokenizer: text and conversations to ids, ids to text.
+
+A thin, typed face on a Rust tokenizer loaded through transformers. Text is what the ids say: the clean-up of spaces
+before punctuation that some tokenizer configurations ask for is never applied, since it alters code and JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from batchgen.errors import ErrorCode, ModelError, RowError
+from batchgen.request import ChatPrompt
+from batchgen.text.chat import PARTS_PROBE, prepare_messages, reads_parts
+from batchgen.text.folder import find_folder
+from batchgen.text.generation_config import GenerationConfig, load_generation_config
+from batchgen.text.pieces import BytePieces
+
+__all__ = ["Tokenizer"]
+
+_VOCABULARY_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+)
+_FURTHER_FILES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer_config.json",
+)
+
+
+class Tokenizer:
+    """A tokenizer with its chat template and the end-of-sequence ids of its model."""
+
+    def __init__(self, hf: Any, folder: Path, generation: GenerationConfig | None = None) -> None:
+        """Wrap `hf`, a transformers tokenizer with a Rust backend that was loaded from `folder`."""
+        self._hf = hf
+        self._rust = hf.backend_tokenizer
+        self._rust.no_truncation()
+        self._rust.no_padding()
+        self.folder = folder
+        self.generation = generation if generation is not None else load_generation_config(folder)
+        self.prefix_ids = self._probe_prefix()
+        """What the tokenizer itself puts before raw text: its BOS, or nothing."""
+        added = self._rust.get_added_tokens_decoder()
+        self.special_ids = frozenset(token for token, content in added.items() if content.special)
+        self.eos_ids = self.generation.eos_ids | ({hf.eos_token_id} if hf.eos_token_id is not None else set())
+        """Every id that ends a sequence: of generation_config.json and of the tokenizer."""
+        self.vocab_size = max(self._rust.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        """One past the highest id; a model's vocabulary is often padded beyond it."""
+        decoder = json.loads(self._rust.decoder.__getstate__()) if self._rust.decoder is not None else {}
+        self.byte_pieces = BytePieces(self._rust) if decoder.get("type") == "ByteLevel" else None
+        """Bytes by token for a byte-level tokenizer; None for any other."""
+        self.byte_fallback = any(part.get("type") == "ByteFallback" for part in [decoder, *decoder.get("decoders", [])])
+        """Whether tokens such as `<0xE2>` stand for bytes."""
+        self._keep_parts: bool | None = None
+
+    @classmethod
+    def load(cls, path: str | Path, revision: str | None = None, model: str | Path | None = None) -> Tokenizer:
+        """Load from a local folder, or from the local cache by model id. The network is never asked, no code is run.
+
+        `model` is the model it serves, whose generation_config.json counts, where that is another folder.
+
+        Raises:
+            ModelError: the folder or its tokenizer is missing, damaged or of a kind without a Rust backend.
+        """
+        folder = find_folder(path, revision)
+        if not any((folder / name).is_file() for name in _VOCABULARY_FILES):
+            raise ModelError(f"{path} holds no tokenizer (none of {', '.join(_VOCABULARY_FILES[:3])}, ...)")
+        # Imported here: transformers takes two seconds, and commands that need no model start without it.
+        from transformers import AutoTokenizer
+
+        try:
+            hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # whatever a damaged file makes the library raise
+            raise ModelError(f"the tokenizer of {path} cannot be loaded: {_first_line(error)}") from error
+        if not getattr(hf, "is_fast", False):
+            raise ModelError(f"the tokenizer of {path} ({type(hf).__name__}) has no fast form (tokenizer.json)")
+        return cls(hf, folder, load_generation_config(find_folder(model, revision)) if model is not None else None)
+
+    def _probe_prefix(self) -> list[int]:
+        if not self._rust.encode("a", add_special_tokens=False).ids:
+            return []
+        full = self._rust.encode("a", add_special_tokens=True)
+        return [
+            token for token, _ in takewhile(lambda pair: pair[1], zip(full.ids, full.special_tokens_mask, strict=True))
+        ]
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of raw texts: with the tokenizer's BOS in front unless a text begins with it, and no EOS after."""
+        prefix = self.prefix_ids
+        if not prefix:
+            return self.encode_plain(texts)
+        size = len(prefix)
+        return [ids if ids[:size] == prefix else prefix + ids for ids in self.encode_plain(texts)]
+
+    def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of texts as they stand, nothing added; special tokens written out in a text are recognised.
+
+        One call encodes on all cores.
+        """
+        return [encoding.ids for encoding in self._rust.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def encode_chat(self, prompt: ChatPrompt) -> list[int]:
+        """Ids of a conversation as the chat template renders it; the template alone decides on a BOS.
+
+        Raises:
+            RowError: as `render_chat`.
+        """
+        return self.encode_plain([self.render_chat(prompt)])[0]
+
+    def render_chat(self, prompt: ChatPrompt) -> str:
+        """The text of a conversation, rendered by the model's template in the library's sandbox.
+
+        Raises:
+            RowError: `invalid_field` where the model has no template, or it refuses the conversation.
+        """
+        if not self.has_chat_template:
+            message = "the model has no chat template; give the prompt as `text`"
+            raise RowError(ErrorCode.INVALID_FIELD, f"`messages` cannot be rendered: {message}", "messages")
+        messages = prepare_messages(prompt.messages, keep_parts=self._template_reads_parts())
+        try:
+            rendered = self._hf.apply_chat_template(
+                messages,
+                tools=list(prompt.tools) if prompt.tools else None,
+                add_generation_prompt=prompt.add_generation_prompt,
+                continue_final_message=prompt.continue_final_message,
+                tokenize=False,
+                **prompt.template_kwargs,
+            )
+        except Exception as error:  # a template may raise anything about any message
+            reason = _first_line(error)
+            raise RowError(
+                ErrorCode.INVALID_FIELD,
+                f"`messages` cannot be rendered by the model's chat template: {reason}",
+                "messages",
+            ) from None
+        return str(rendered)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be rendered."""
+        return bool(self._hf.chat_template)
+
+    def _template_reads_parts(self) -> bool:
+        if self._keep_parts is None:
+            try:
+                self._keep_parts = reads_parts(self._hf.apply_chat_template(PARTS_PROBE, tokenize=False))
+            except Exception:  # a template that fails on parts takes strings
+                self._keep_parts = False
+        return self._keep_parts
+
+    def decode(
+        self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
+    ) -> str:
+        """Text of `ids`; ids past the vocabulary have none.
+
+        With special tokens kept and `spaces_between_special_tokens` false, each special token stands as it is written,
+        and the stretches between them are decoded by themselves, so that no decoder puts a space beside one.
+        """
+        if skip_special_tokens or spaces_between_special_tokens or self.special_ids.isdisjoint(ids):
+            return str(self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        pieces: list[str] = []
+        run: list[int] = []
+        for token in ids:
+            if token in self.special_ids:
+                pieces += (self._rust.decode(run, skip_special_tokens=False), self._rust.id_to_token(token))
+                run = []
+            else:
+                run.append(token)
+        return "".join([*pieces, self._rust.decode(run, skip_special_tokens=False)])
+
+    def token_text(self, token: int) -> str:
+        """Text of one token decoded alone, special tokens included."""
+        return str(self._rust.decode([token], skip_special_tokens=False))
+
+    def id_to_token(self, token: int) -> str | None:
+        """The token as the vocabulary spells it; None past its end."""
+        spelled: str | None = self._rust.id_to_token(token)
+        return spelled
+
+    @property
+    def digest(self) -> str:
+        """sha256 over the tokenizer's files, names included."""
+        digest = hashlib.sha256()
+        for name in sorted((*_VOCABULARY_FILES, *_FURTHER_FILES)):
+            path = self.folder / name
+            if path.is_file():
+                content = path.read_bytes()
+                digest.update(f"{name} {len(content)}\n".encode())
+                digest.update(content)
+        return digest.hexdigest()
+
+    @property
+    def template_digest(self) -> str | None:
+        """sha256 of the chat template; None where the model has none."""
+        template = self._hf.chat_template
+        if not template:
+            return None
+        text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
