@@ -73,7 +73,7 @@ class RunConfig:
     inputs: tuple[str, ...]
     """Paths, globs, or "-" for stdin, in order."""
     output: Path
-    """The result file; with a shard the folder of the shards' files (see `output_file`)."""
+    """The result file; with a shard the folder of the shards' files."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Run-wide sampling defaults that were given: `SamplingParams` field -> value."""
@@ -111,11 +111,6 @@ class RunConfig:
     dry_run: bool = False
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Option -> where its value came from; absent: default."""
-
-    @property
-    def output_file(self) -> Path:
-        """The Parquet file this run writes."""
-        return self.output / self.shard.file_name if self.shard else self.output
 
     def describe(self) -> dict[str, Any]:
         """The effective configuration with the origin of each value, ready for JSON."""

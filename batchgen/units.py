@@ -82,11 +82,6 @@ class Shard:
     index: int
     count: int
 
-    @property
-    def file_name(self) -> str:
-        """Name of the shard's file inside the output folder."""
-        return f"part-{self.index:05d}-of-{self.count:05d}.parquet"
-
     def __str__(self) -> str:
         return f"{self.index}/{self.count}"
 

@@ -14,7 +14,7 @@ import typer
 from typer.main import get_command
 
 from batchgen import __version__
-from batchgen.cli import check, run, show
+from batchgen.cli import check, merge, run, show
 from batchgen.errors import BatchgenError, Interrupted
 
 __all__ = ["app", "command_names", "main", "run_command"]
@@ -22,6 +22,8 @@ __all__ = ["app", "command_names", "main", "run_command"]
 _CommandLineError = cast("type[Exception]", typer.BadParameter.__mro__[2])
 """click's ClickException, from the copy of click that typer has."""
 
+_COMPLETION = "_BATCHGEN_COMPLETE"
+"""Set by a shell that asks for completions."""
 _INTERRUPTED = 130
 _READER_GONE = 141
 """What a program ended by SIGPIPE returns."""
@@ -33,7 +35,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (run, check, show):
+for command in (run, check, show, merge):
     command.register(app)
 
 
@@ -55,15 +57,15 @@ def root(
 
 def main() -> None:
     """Entry point of the console script."""
+    if _COMPLETION in os.environ:
+        app(prog_name="batchgen")
     sys.exit(run_command(sys.argv[1:]))
 
 
 def run_command(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; errors become one line on stderr."""
     try:
-        status = get_command(app).main(list(arguments), prog_name="batchgen", standalone_mode=False)
-        sys.stdout.flush()
-        return status if isinstance(status, int) else 0
+        return _invoke(arguments)
     except _CommandLineError as error:
         return _say_usage(error)
     except Interrupted as error:
@@ -72,7 +74,7 @@ def run_command(arguments: Sequence[str]) -> int:
     except BatchgenError as error:
         _say(str(error))
         return error.exit_code
-    except (KeyboardInterrupt, typer.Abort):
+    except KeyboardInterrupt:
         _say("interrupted")
         return _INTERRUPTED
     except BrokenPipeError:
@@ -81,6 +83,19 @@ def run_command(arguments: Sequence[str]) -> int:
         return _READER_GONE
     except Exception as error:
         return _say_internal(error)
+
+
+def _invoke(arguments: Sequence[str]) -> int:
+    """What typer's own `main` does, less its handling of errors, interrupts and broken pipes."""
+    command = get_command(app)
+    status = 0
+    try:
+        with command.make_context("batchgen", list(arguments)) as context:
+            command.invoke(context)
+    except typer.Exit as done:
+        status = done.exit_code
+    sys.stdout.flush()
+    return status
 
 
 def command_names() -> list[str]:
@@ -95,14 +110,13 @@ def _say(message: str) -> None:
 
 def _say_usage(error: Exception) -> int:
     """One line for what typer found wrong with the command line, and where to read on; help where nothing was given."""
-    context = getattr(error, "ctx", None)
     message = str(error.format_message())  # type: ignore[attr-defined]
     if type(error).__name__ == "NoArgsIsHelpError":
         if message:
             print(message, file=sys.stderr)
     else:
-        hint = f" (see {context.command_path} --help)" if context is not None else ""
-        _say(message.rstrip(".") + hint)
+        context = getattr(error, "ctx", None)
+        _say(f"{message.rstrip('.')} (see {context.command_path if context else 'batchgen'} --help)")
     return 2
 
 

@@ -27,8 +27,7 @@ Mode = Literal["auto", "bar", "plain", "json", "none"]
 PLAIN_SECONDS = 30.0
 JSON_SECONDS = 1.0
 _SAMPLE_SECONDS = 0.25
-_WINDOW = 40
-"""Samples of the rate's window: ten seconds."""
+_WINDOW_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +97,7 @@ class _Rates:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
         self.began = clock()
-        self._samples: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
+        self._samples: deque[tuple[float, int]] = deque()
         self._first: tuple[float, int] | None = None
 
     def add(self, state: ProgressState) -> float:
@@ -108,6 +107,8 @@ class _Rates:
             self._first = self._first or (now, state.rows_done)
             if not self._samples or now - self._samples[-1][0] >= _SAMPLE_SECONDS:
                 self._samples.append((now, state.completion_tokens))
+                while len(self._samples) > 2 and self._samples[1][0] <= now - _WINDOW_SECONDS:
+                    self._samples.popleft()
         return now
 
     def tokens_per_second(self, state: ProgressState) -> float | None:
@@ -265,12 +266,14 @@ class BarProgress:
 
     def note(self, message: str) -> None:
         """Print one line above the display."""
-        self._console.print(Text(message))
+        with suppress(OSError):
+            self._console.print(Text(message))
 
     def close(self) -> None:
         """Take the display away."""
-        if self._live.is_started:
-            self._live.stop()
+        with suppress(OSError):
+            if self._live.is_started:
+                self._live.stop()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self._state is None:

@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -22,8 +23,11 @@ Record = Mapping[str, Any]
 
 _LISTED = ["row_index", "prompt_index", "sample_index", "id", "status", "finish_reason", "error", "text"]
 _LIST_ITEMS = 16
-_TEXT_CUT = 2000
-"""Characters of a text worth laying out in one table cell."""
+_ID_WIDTH = 24
+_TEXT_WIDTH = 8
+"""Cells of text shown at least."""
+_GAP = 2
+_HEADERS = ("row", "id", "outcome")
 
 
 def show_results(out: Path, *, errors_only: bool, limit: int | None, console: Console | None = None) -> None:
@@ -41,7 +45,7 @@ def show_results(out: Path, *, errors_only: bool, limit: int | None, console: Co
             sys.stdout.write("\t".join(_escape(field) for field in fields) + "\n")
         return
     listed = list(rows)
-    console.print(_table(listed))
+    console.print(_table(listed, console.width))
     console.print(Text(_counts(results, len(listed), errors_only), style="dim"))
 
 
@@ -75,17 +79,26 @@ def _counts(results: Results, shown: int, errors_only: bool) -> str:
     return f"{total:,} samples, {errors:,} errors{state}{rest}"
 
 
-def _table(rows: Sequence[Record]) -> Table:
-    table = Table(box=None, pad_edge=False, show_header=True, header_style="bold", expand=False)
-    table.add_column("row", justify="right", no_wrap=True)
-    table.add_column("id", no_wrap=True, overflow="ellipsis", max_width=24)
-    table.add_column("outcome", no_wrap=True, overflow="ellipsis")
-    table.add_column("text", no_wrap=True, overflow="ellipsis", ratio=1)
-    for row in rows:
-        failed = row["status"] == "error"
-        cells = (_place(row), row["id"] or "", _outcome(row), _message(row)[:_TEXT_CUT])
-        table.add_row(*(Text(_escape(cell), style="red" if failed and i == 2 else "") for i, cell in enumerate(cells)))
+def _table(rows: Sequence[Record], width: int) -> Table:
+    """One line a sample, its text cut to what `width` leaves."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(_HEADERS[0], justify="right", no_wrap=True)
+    for name in (*_HEADERS[1:], "text"):
+        table.add_column(name, no_wrap=True, overflow="ellipsis")
+    lines = [(_place(row), _cut(row["id"] or "", _ID_WIDTH), _outcome(row)) for row in rows]
+    taken = sum(max(map(cell_len, column)) + _GAP for column in zip(_HEADERS, *lines, strict=True))
+    room = max(width - taken, _TEXT_WIDTH)
+    for row, (place, name, outcome) in zip(rows, lines, strict=True):
+        style = "red" if row["status"] == "error" else ""
+        table.add_row(Text(place), Text(name), Text(outcome, style=style), Text(_cut(_message(row), room)))
     return table
+
+
+def _cut(text: str, width: int) -> str:
+    """At most `width` terminal cells of `text`, escaped."""
+    line = Text(_escape(text[: 4 * width]))
+    line.truncate(width, overflow="ellipsis")
+    return line.plain
 
 
 def _block(row: Record) -> Table:

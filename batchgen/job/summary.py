@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -81,16 +82,27 @@ def write_report(summary: RunSummary, target: str, stdout: TextIO | None = None)
 
 def print_summary(summary: RunSummary, console: Console | None = None) -> None:
     """Print the closing summary, on stderr unless told otherwise; plain text where that is no terminal."""
-    console = console or Console(stderr=True, highlight=False)
+    with suppress(OSError):
+        (console or _Console(stderr=True, highlight=False)).print(_closing(summary))
+
+
+class _Console(Console):
+    """A console that nobody may read: the job is done all the same."""
+
+    def on_broken_pipe(self) -> None:
+        """Fall silent; rich would end the process."""
+        self.quiet = True
+
+
+def _closing(summary: RunSummary) -> Table | Text:
     if summary.already_done:
-        console.print(Text(f"{summary.output} is complete: {summary.rows:,} rows, nothing to do"))
-        return
+        return Text(f"{summary.output} is complete: {summary.rows:,} rows, nothing to do")
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
     for label, value in _lines(summary):
         table.add_row(label, value)
-    console.print(table)
+    return table
 
 
 def _lines(summary: RunSummary) -> list[tuple[str, Text]]:

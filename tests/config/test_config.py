@@ -345,12 +345,6 @@ def test_outputs_that_are_refused(flags: dict[str, Any], message: str, tmp_path:
     assert refused(tmp_path, flags) == message
 
 
-def test_output_of_a_shard(tmp_path: Path) -> None:
-    config = resolve(tmp_path, {"output": "out", "shard": "1/3"})
-    assert config.output_file == Path("out/part-00001-of-00003.parquet")
-    assert resolve(tmp_path, {"output": "out.parquet"}).output_file == Path("out.parquet")
-
-
 def test_shard_from_slurm(tmp_path: Path) -> None:
     env = {"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_COUNT": "8", "BATCHGEN_SHARD": "auto"}
     assert resolve(tmp_path, env=env).shard == Shard(5, 8)

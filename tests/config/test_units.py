@@ -179,7 +179,6 @@ def test_bad_thresholds(text: str) -> None:
 
 def test_shards() -> None:
     assert parse_shard("7/16", {}) == Shard(7, 16)
-    assert Shard(7, 16).file_name == "part-00007-of-00016.parquet"
     assert str(Shard(7, 16)) == "7/16"
 
 

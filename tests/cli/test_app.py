@@ -1,0 +1,293 @@
+"""Exit codes, streams and messages of the command line, with a stand-in for the job."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchgen import __version__
+from batchgen.cli.app import command_names, run_command
+from batchgen.cli.reference import reference
+from batchgen.config import RunConfig
+from batchgen.errors import (
+    BatchgenError,
+    DeviceError,
+    FingerprintError,
+    InputError,
+    Interrupted,
+    ModelError,
+    OutputError,
+    TooManyErrors,
+    UsageError,
+)
+from batchgen.job.summary import RunSummary
+from batchgen.options import OPTIONS
+from batchgen.units import Shard
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in os.environ:
+        if name.startswith("BATCHGEN_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[RunConfig]]:
+    """Replace the job by one that records its configuration and returns or raises what it is given."""
+
+    def install(outcome: Any) -> list[RunConfig]:
+        seen: list[RunConfig] = []
+
+        def run_job(config: RunConfig) -> Any:
+            seen.append(config)
+            if isinstance(outcome, BaseException):
+                raise outcome
+            return outcome
+
+        def check_job(config: RunConfig, as_json: bool) -> int:
+            run_job(config)
+            print("json" if as_json else "text")
+            return 0
+
+        for name, function in (("run", run_job), ("check", check_job)):
+            module = types.ModuleType(f"batchgen.job.{name}")
+            setattr(module, f"{name}_job", function)
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+        return seen
+
+    return install
+
+
+SUMMARY = RunSummary("p.out.parquet", rows=2, rows_ok=2, rows_error=0, fingerprint="f")
+
+
+# Start-up
+
+
+def python(code: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=ROOT,
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["check", "--help"], ["show", "--help"]])
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    code = (
+        "import sys\nfrom batchgen.cli.app import run_command\nstatus = run_command(sys.argv[1:])\n"
+        "heavy = {'torch', 'transformers', 'xgrammar', 'pyarrow', 'pyarrow.dataset', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else status)"
+    )
+    done = python(code, *arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["--version"]) == 0
+    assert capsys.readouterr().out == f"batchgen {__version__}\n"
+
+
+def test_completion() -> None:
+    done = python("from batchgen.cli.app import main; main()", _BATCHGEN_COMPLETE="source_bash")
+    assert "_BATCHGEN_COMPLETE=complete_bash" in done.stdout
+
+
+# Help
+
+
+def test_help_shows_each_built_option_and_hides_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["run", "--help"]) == 0
+    text = capsys.readouterr().out
+    for option in OPTIONS:
+        shown = [bool(re.search(rf"(^|[ /]){flag}\b", text, re.M)) for flag in option.flags]
+        assert shown == [option.built] * len(option.flags), option.name
+
+
+def test_nothing_given_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["run"], ["show"]):
+        assert run_command(arguments) == 2
+        captured = capsys.readouterr()
+        assert "Usage: batchgen" in captured.out + captured.err
+
+
+@pytest.mark.parametrize("columns", ["40", "80", "200"])
+def test_help_never_cuts_an_option_off(columns: str) -> None:
+    done = python("from batchgen.cli.app import main; main()", "run", "--help", COLUMNS=columns)
+    assert "…" not in done.stdout
+    assert "--skip-special-tokens / --no-skip-special-tokens" in done.stdout
+
+
+def test_reference_holds_every_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "37")
+    text = reference()
+    assert re.findall(r"^### `(.*)`$", text, re.M) == ["batchgen", *(f"batchgen {name}" for name in command_names())]
+    assert os.environ["COLUMNS"] == "37"
+    monkeypatch.delenv("COLUMNS")
+    assert reference() == text
+    assert "COLUMNS" not in os.environ
+
+
+# Delegation
+
+
+def test_flags_reach_the_job(job: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    seen = job(SUMMARY)
+    line = "run p.jsonl --temperature 0.7 --stop a --stop b --no-dedup --overwrite --shard 0/2 --no-chat -o out"
+    assert run_command(line.split()) == 0
+    (config,) = seen
+    assert config.inputs == ("p.jsonl",)
+    assert config.sampling == {"temperature": 0.7, "stop": ("a", "b")}
+    assert (config.engine.dedup, config.existing, config.chat) == (False, "overwrite", False)
+    assert (config.shard, config.output) == (Shard(0, 2), Path("out"))
+    captured = capsys.readouterr()
+    assert captured.out == "", "a summary is no result"
+    assert "2 (ok 2, errors 0)" in captured.err
+
+
+def test_environment_and_files_reach_the_job(job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = job(SUMMARY)
+    (tmp_path / "batchgen.toml").write_text("seed = 5\nlimit = 7")
+    monkeypatch.setenv("BATCHGEN_SEED", "6")
+    assert run_command(["run", "p.jsonl"]) == 0
+    assert (seen[0].engine.seed, seen[0].limit) == (6, 7)
+
+
+def test_report_on_stdout_is_alone_there(job: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    job(SUMMARY)
+    assert run_command(["run", "p.jsonl", "--report", "-"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["rows_ok"] == 2
+    assert "output" in captured.err
+
+
+def test_check_and_dry_run(job: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    seen = job(SUMMARY)
+    assert run_command(["check", "p.jsonl", "--json"]) == 0
+    assert run_command(["check", "p.jsonl", "--seed", "3"]) == 0
+    assert run_command(["run", "p.jsonl", "--dry-run"]) == 0
+    assert capsys.readouterr().out == "json\ntext\ntext\n"
+    assert [config.engine.seed for config in seen] == [0, 3, 0]
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (BatchgenError("x"), 1),
+        (UsageError("x"), 2),
+        (FingerprintError("x"), 2),
+        (TooManyErrors("x"), 3),
+        (InputError("x"), 4),
+        (OutputError("x"), 5),
+        (ModelError("x"), 6),
+        (DeviceError("x"), 7),
+        (Interrupted("x", 75), 75),
+        (Interrupted("x", 130), 130),
+        (Interrupted("x", 143), 143),
+    ],
+)
+def test_exit_codes(error: Exception, status: int, job: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    job(error)
+    assert run_command(["run", "p.jsonl"]) == status
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "error: x\n")
+
+
+def test_keyboard_interrupt(job: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    job(KeyboardInterrupt())
+    assert run_command(["run", "p.jsonl"]) == 130
+    assert capsys.readouterr().err.strip() == "error: interrupted"
+
+
+def test_an_internal_error_says_where_and_never_quotes(
+    job: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job(KeyError("a secret prompt"))
+    assert run_command(["run", "p.jsonl"]) == 1
+    line = capsys.readouterr().err
+    assert re.fullmatch(
+        r"error: internal error, KeyError at test_app\.py:\d+; BATCHGEN_TRACEBACK=1 prints the traceback\n", line
+    )
+    monkeypatch.setenv("BATCHGEN_TRACEBACK", "1")
+    assert run_command(["run", "p.jsonl"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("run p --top-p 2", "`--top-p` must be in (0, 1], got 2.0"),
+        ("run p --kv-memory lots", "`--kv-memory` takes a size such as 4096, 512MB or 1.5GiB, got 'lots'"),
+        ("run p --lora a=b", "`--lora` is not built yet; leave it out"),
+        ("run p --deterministic", "`--deterministic` is not built yet; leave it out"),
+        ("run p --attention flash", "`--attention flash` is not built yet; built: auto, torch"),
+        ("run p --resume --overwrite", "`--resume` and `--overwrite` exclude each other"),
+        ("run p q", "there are several inputs: name the result file with -o results.parquet"),
+        ("run -", "stdin has no name: name the result file with -o results.parquet"),
+        ("run p --config none.toml", "`--config`: cannot read none.toml: No such file or directory"),
+    ],
+)
+def test_usage_errors(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(line.split()) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", f"error: {message}\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("run p --modle x", "--modle"),
+        ("runn p", "runn"),
+        ("run p --seed", "--seed"),
+        ("show x --row -1", "--row"),
+        ("merge x", "--output"),
+    ],
+)
+def test_what_the_parser_refuses_is_one_line(line: str, part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(line.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert re.fullmatch(rf"error: [^\n]*{part}[^\n]* \(see batchgen( \w+)? --help\)\n", captured.err)
+
+
+def test_show_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["show", "none.parquet"]) == 4
+    assert capsys.readouterr().err.startswith("error: none.parquet does not exist")
+
+
+def test_a_reader_that_went_away() -> None:
+    code = (
+        "import sys, types\n"
+        "module = types.ModuleType('batchgen.job.check')\n"
+        "def check_job(config, as_json):\n    print('x' * 1_000_000)\n    return 0\n"
+        "module.check_job = check_job\nsys.modules[module.__name__] = module\n"
+        "from batchgen.cli.app import main\nmain()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, "check", "p.jsonl"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(10)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(10) == 141

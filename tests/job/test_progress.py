@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from batchgen.job.progress import BarProgress, PlainProgress, ProgressState, SilentProgress, make_progress
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Stream(io.StringIO):
+    def __init__(self, terminal: bool = False) -> None:
+        super().__init__()
+        self.terminal = terminal
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+
+def state(done: int = 0, tokens: int = 0, **more: object) -> ProgressState:
+    return replace(ProgressState("generating", rows_done=done, rows_total=1000, completion_tokens=tokens), **more)
+
+
+@pytest.mark.parametrize(
+    ("mode", "terminal", "env", "kind"),
+    [
+        ("auto", True, {"TERM": "xterm"}, "BarProgress"),
+        ("auto", False, {"TERM": "xterm"}, "PlainProgress"),
+        ("auto", True, {"TERM": "dumb"}, "PlainProgress"),
+        ("auto", True, {"TERM": "xterm", "NO_COLOR": "1"}, "PlainProgress"),
+        ("auto", True, {"TERM": "xterm", "NO_COLOR": ""}, "BarProgress"),
+        ("bar", True, {"TERM": "xterm", "NO_COLOR": "1"}, "BarProgress"),
+        ("bar", True, {"TERM": "dumb"}, "PlainProgress"),
+        ("bar", False, {}, "PlainProgress"),
+        ("plain", True, {"TERM": "xterm"}, "PlainProgress"),
+        ("json", True, {}, "JsonProgress"),
+        ("none", True, {}, "SilentProgress"),
+    ],
+)
+def test_choice_of_display(mode: str, terminal: bool, env: dict[str, str], kind: str) -> None:
+    assert type(make_progress(mode, Stream(terminal), env)).__name__ == kind  # type: ignore[arg-type]
+
+
+def test_plain_lines() -> None:
+    clock, stream = Clock(), Stream()
+    with PlainProgress(stream, clock) as progress:
+        progress.note("the demonstration model runs")
+        progress.update(ProgressState("reading", rows_done=5))
+        for second in range(100):
+            clock.now += 1
+            progress.update(state(done=second, tokens=50 * second, rows_error=second // 50))
+        progress.update(state(done=1000, tokens=5000, rows_error=2))
+        clock.now += 1
+    assert stream.getvalue().splitlines() == [
+        "the demonstration model runs",
+        "generating: 0/1,000 (0%) rows, - tokens/s, ETA -, errors 0",
+        "generating: 30/1,000 (3%) rows, 50 tokens/s, ETA 0:16:10, errors 0",
+        "generating: 60/1,000 (6%) rows, 50 tokens/s, ETA 0:15:40, errors 1",
+        "generating: 90/1,000 (9%) rows, 50 tokens/s, ETA 0:15:10, errors 1",
+        "generating: 1,000/1,000 (100%) rows, 50 tokens/s, ETA 0:00:00, errors 2",
+    ]
+
+
+def test_plain_says_something_in_a_long_phase_before_generating() -> None:
+    clock, stream = Clock(), Stream()
+    progress = PlainProgress(stream, clock)
+    for rows in range(0, 62_000, 1000):
+        progress.update(ProgressState("reading", rows_done=rows))
+        clock.now += 1
+    progress.close()
+    assert stream.getvalue().splitlines() == [
+        "reading: 30,000 rows, - tokens/s, ETA -, errors 0",
+        "reading: 60,000 rows, - tokens/s, ETA -, errors 0",
+    ]
+
+
+def test_resumed_rows_do_not_count_as_speed() -> None:
+    clock, stream = Clock(), Stream()
+    progress = PlainProgress(stream, clock)
+    progress.update(state(done=900, tokens=90_000))
+    clock.now += 30
+    progress.update(state(done=930, tokens=93_000))
+    assert stream.getvalue().splitlines()[1].endswith("930/1,000 (93%) rows, 100 tokens/s, ETA 0:01:10, errors 0")
+
+
+def test_the_rate_follows_the_last_ten_seconds() -> None:
+    clock, stream = Clock(), Stream()
+    progress = PlainProgress(stream, clock)
+    tokens = 0
+    for second in range(120):
+        tokens += 10 if second < 60 else 500
+        clock.now += 1
+        progress.update(state(done=1, tokens=tokens))
+    last = stream.getvalue().splitlines()[-1]
+    assert "500 tokens/s" in last
+
+
+def test_json_lines() -> None:
+    clock, stream = Clock(), Stream()
+    with make_progress("json", stream, {}, clock) as progress:
+        progress.note("hello")
+        progress.update(ProgressState("reading", rows_done=3))
+        for _ in range(25):
+            clock.now += 0.1
+            progress.update(state(done=500, tokens=100, running=8, waiting=2, kv_use=0.25))
+        progress.update(state(done=1000, tokens=700))
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert lines[0] == {"note": "hello"}
+    assert [line["phase"] for line in lines[1:]] == ["reading"] + ["generating"] * 4
+    assert lines[1]["rows"] is None
+    assert lines[2] == {
+        "phase": "generating",
+        "rows": 1000,
+        "rows_done": 500,
+        "rows_error": 0,
+        "completion_tokens": 100,
+        "output_tokens_per_second": None,
+        "eta_seconds": None,
+        "running": 8,
+        "waiting": 2,
+        "kv_use": 0.25,
+        "seconds": 0.1,
+    }
+    assert lines[-1]["rows_done"] == 1000
+
+
+def test_the_last_state_is_not_written_twice() -> None:
+    clock, stream = Clock(), Stream()
+    with PlainProgress(stream, clock) as progress:
+        progress.update(state())
+    assert len(stream.getvalue().splitlines()) == 1
+
+
+def test_none_says_notes_only() -> None:
+    stream = Stream()
+    with SilentProgress(stream) as progress:
+        progress.update(state())
+        progress.note("hello")
+    assert stream.getvalue() == "hello\n"
+
+
+def test_a_log_that_went_away_ends_no_job() -> None:
+    class Gone(Stream):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    for mode in ("plain", "json"):
+        with make_progress(mode, Gone(), {}) as progress:  # type: ignore[arg-type]
+            progress.update(state())
+            progress.note("hello")
+
+
+def drawn(width: int, now: ProgressState, encoding: str = "utf-8", colour: bool = False) -> list[str]:
+    class Encoded(io.StringIO):
+        @property
+        def encoding(self) -> str:  # type: ignore[override]
+            return encoding
+
+    console = Console(file=Encoded(), width=width, force_terminal=colour, legacy_windows=False)
+    clock = Clock()
+    progress = BarProgress(console, clock)
+    progress._rates.add(replace(now, rows_done=0, completion_tokens=0))
+    clock.now += 10
+    progress._rates.add(now)
+    progress._state = now
+    with console.capture() as capture:
+        console.print(progress)
+    return capture.get().splitlines()
+
+
+def test_bar_at_80_columns() -> None:
+    now = state(done=250, tokens=12_345, running=64, waiting=686, kv_use=0.456, rows_error=3)
+    assert drawn(80, now) == [
+        "generating " + "━" * 10 + "─" * 30 + " 250/1,000 (25%) ETA 0:00:30",
+        "1,234 tokens/s  errors 3  running 64  waiting 686  KV 46%",
+    ]
+
+
+def test_bar_at_40_columns_leaves_out_what_does_not_fit() -> None:
+    now = state(done=250, tokens=12_345, running=64, waiting=686, kv_use=0.456, rows_error=3)
+    assert drawn(40, now) == ["generating 250/1,000 (25%) ETA 0:00:30", "1,234 tokens/s  errors 3  running 64"]
+
+
+def test_bar_in_ascii() -> None:
+    assert drawn(60, state(done=500), "ascii")[0] == "generating ##########---------- 500/1,000 (50%) ETA 0:00:10"
+
+
+@pytest.mark.parametrize("width", [1, 10, 20, 40, 80, 200])
+@pytest.mark.parametrize(
+    "now",
+    [
+        ProgressState("reading"),
+        ProgressState("loading", rows_total=10**9),
+        state(),
+        state(done=10**9, tokens=10**12, rows_total=10**9, running=512, waiting=10**6, kv_use=1.0, rows_error=10**6),
+        state(rows_total=0),
+    ],
+)
+def test_bar_never_wraps(width: int, now: ProgressState) -> None:
+    lines = drawn(width, now)
+    assert len(lines) == 2
+    assert all(len(line) < max(width, 2) for line in lines)
+
+
+def test_bar_on_a_terminal_leaves_nothing_behind() -> None:
+    stream = Stream(terminal=True)
+    console = Console(file=stream, force_terminal=True, width=80, legacy_windows=False)
+    with BarProgress(console) as progress:
+        progress.update(state(done=1, running=5))
+        progress.note("above")
+    text = stream.getvalue()
+    assert "above" in text
+    assert "\x1b[?25l" in text
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor comes back"
+
+
+def test_update_is_cheap() -> None:
+    """Ten thousand updates on a silent clock draw nothing more than the first line."""
+    clock, stream = Clock(), Stream()
+    progress = PlainProgress(stream, clock)
+    for i in range(10_000):
+        progress.update(state(done=i % 1000))
+    assert stream.getvalue().count("\n") == 1

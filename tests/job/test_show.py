@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from rich.console import Console
+
+from batchgen.data.schema import OutputRow, completions_to_table, with_footer
+from batchgen.errors import ErrorCode, ErrorInfo, InputError
+from batchgen.job.show import show_results, show_row
+from batchgen.request import Completion
+
+
+def good(row: int, text: str, prompt: int = 0, sample: int = 0, **more: object) -> OutputRow:
+    return OutputRow(Completion(row, prompt, sample, finish_reason="stop", text=text, **more), f"id-{row}")  # type: ignore[arg-type]
+
+
+def write(path: Path, rows: list[OutputRow]) -> None:
+    pq.write_table(completions_to_table(rows).cast(with_footer({"fingerprint": "f"})), path)
+
+
+ROWS = [
+    good(0, "one\ntwo\x1b[31m red"),
+    OutputRow(Completion(1, error=ErrorInfo(ErrorCode.MISSING_PROMPT, "no prompt\there", "text")), "id-1"),
+    good(2, "first", completion_tokens=3, output_ids=list(range(100)), mean_logprob=-0.123456789),
+    good(2, "second", prompt=1, sample=2, output_ids=[1, 2]),
+    good(3, "long " * 200),
+]
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    path = tmp_path / "out.parquet"
+    write(path, ROWS)
+    return path
+
+
+def terminal(width: int = 80) -> Console:
+    return Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None, legacy_windows=False)
+
+
+def written(console: Console) -> list[str]:
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+
+
+def test_table_on_a_terminal(out: Path) -> None:
+    console = terminal(60)
+    show_results(out, errors_only=False, limit=None, console=console)
+    assert written(console) == [
+        "  row  id    outcome         text",
+        "    0  id-0  stop            one\\ntwo\\x1b[31m red",
+        "    1  id-1  missing_prompt  no prompt\\there",
+        "    2  id-2  stop            first",
+        "2.1.2  id-2  stop            second",
+        "    3  id-3  stop            long long long long long long …",
+        "5 samples, 1 errors",
+    ]
+
+
+def test_limit_and_errors(out: Path) -> None:
+    console = terminal()
+    show_results(out, errors_only=False, limit=2, console=console)
+    assert written(console)[-1] == "5 samples, 1 errors (3 more: --limit 0 lists all)"
+    console = terminal()
+    show_results(out, errors_only=True, limit=None, console=console)
+    assert written(console)[1:] == ["  1  id-1  missing_prompt  no prompt\\there", "5 samples, 1 errors"]
+
+
+@pytest.mark.parametrize("width", [20, 40, 200])
+def test_the_table_keeps_to_any_width(out: Path, width: int) -> None:
+    console = terminal(width)
+    show_results(out, errors_only=False, limit=None, console=console)
+    assert max(len(line) for line in written(console)[:-1]) <= width
+
+
+def test_tabs_into_a_pipe(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    show_results(out, errors_only=False, limit=2)
+    assert capsys.readouterr().out == (
+        "0\tid-0\tok\tstop\tone\\ntwo\\x1b[31m red\n1\tid-1\terror\tmissing_prompt\tno prompt\\there\n"
+    )
+
+
+def test_one_row_on_a_terminal(out: Path) -> None:
+    console = terminal()
+    show_row(out, 2, console=console)
+    lines = written(console)
+    assert "text               first" in lines
+    assert "completion_tokens  3" in lines
+    assert "mean_logprob       -0.123457" in lines
+    assert "…84more]" in "".join(lines).replace(" ", "")
+    assert "sample_index   2" in lines
+    assert not any(line.startswith("seed") for line in lines), "null fields are left out"
+
+
+def test_one_row_keeps_its_newlines_and_no_escapes(out: Path) -> None:
+    console = terminal()
+    show_row(out, 0, console=console)
+    assert "\x1b" not in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "               two\\x1b[31m red" in written(console)
+
+
+def test_one_row_into_a_pipe(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    show_row(out, 2)
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [record["text"] for record in records] == ["first", "second"]
+    assert records[0]["output_ids"] == list(range(100))
+
+
+def test_a_row_that_is_not_there(out: Path) -> None:
+    with pytest.raises(InputError, match="row 9 is not in the results"):
+        show_row(out, 9)
+
+
+def test_no_results(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"none\.parquet"):
+        show_results(tmp_path / "none.parquet", errors_only=False, limit=None)
+
+
+def test_unfinished_work(tmp_path: Path) -> None:
+    parts = tmp_path / "out.parquet.work" / "parts"
+    parts.mkdir(parents=True)
+    write(parts / "part-00000.parquet", ROWS[:2])
+    console = terminal()
+    show_results(tmp_path / "out.parquet", errors_only=False, limit=None, console=console)
+    assert written(console)[-1] == "2 samples, 1 errors, unfinished"
+    with pytest.raises(InputError, match="row 5 is not finished yet, or not in the input"):
+        show_row(tmp_path / "out.parquet", 5)

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from batchgen.job.signals import StopRequest, handle_signals
+
+SIGNALS = [(signal.SIGINT, "SIGINT", 130), (signal.SIGTERM, "SIGTERM", 143), (signal.SIGUSR1, "SIGUSR1", 75)]
+
+
+@pytest.mark.parametrize(("number", "reason", "status"), SIGNALS)
+def test_a_signal_becomes_a_request_and_handlers_come_back(number: int, reason: str, status: int) -> None:
+    before = [signal.getsignal(n) for n, _, _ in SIGNALS]
+    stop = StopRequest()
+    with handle_signals(stop):
+        assert not stop.requested
+        os.kill(os.getpid(), number)
+        assert stop.requested
+    assert (stop.reason, stop.exit_status) == (reason, status)
+    assert [signal.getsignal(n) for n, _, _ in SIGNALS] == before
+    assert signal.set_wakeup_fd(-1) == -1
+    assert "signals" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_the_first_request_stands() -> None:
+    stop = StopRequest()
+    with handle_signals(stop):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert (stop.reason, stop.exit_status) == ("SIGUSR1", 75)
+    error = stop.error(40, 1000)
+    assert error.exit_status == 75
+    assert str(error) == ("stopped by SIGUSR1 with 40 of 1,000 rows committed; the same command goes on from there")
+
+
+def test_a_second_stop_signal_ends_at_once() -> None:
+    ended: list[int] = []
+    with handle_signals(StopRequest(), ended.append):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.05)
+        assert ended == []
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(200):
+            if ended:
+                break
+            time.sleep(0.01)
+    assert ended == [130]
+
+
+def test_max_time() -> None:
+    now = [100.0]
+    stop = StopRequest(max_time=5, clock=lambda: now[0])
+    assert not stop.requested
+    now[0] = 104.9
+    assert not stop.requested
+    now[0] = 105.0
+    assert stop.requested
+    assert (stop.reason, stop.exit_status) == ("--max-time", 75)
+
+
+def test_max_time_zero_stops_at_once() -> None:
+    assert StopRequest(max_time=0).requested
+
+
+def test_outside_the_main_thread_nothing_is_installed() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    seen = []
+
+    def body() -> None:
+        with handle_signals(StopRequest()):
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert seen == [before]
+
+
+BUSY = """
+import select
+from batchgen.job.signals import StopRequest, handle_signals
+with handle_signals(StopRequest()):
+    print("ready", flush=True)
+    sum(1 for _ in iter(lambda: select.select([], [], [], 30), None))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_two_signals_to_a_busy_process(number: int) -> None:
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        [sys.executable, "-c", BUSY], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        start = time.monotonic()
+        process.send_signal(number)
+        time.sleep(0.2)
+        assert process.poll() is None, "the first signal leaves time to commit"
+        process.send_signal(number)
+        assert process.wait(10) == 128 + number
+        assert time.monotonic() - start < 5

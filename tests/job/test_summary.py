@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from batchgen.errors import OutputError
+from batchgen.job.summary import RunSummary, format_seconds, print_summary, write_report
+
+SUMMARY = RunSummary(
+    output="results.parquet",
+    rows=1000,
+    rows_ok=950,
+    rows_error=50,
+    fingerprint="abc",
+    errors={"missing_prompt": 5, "invalid_json": 40, "duplicate_id": 5},
+    rows_resumed=100,
+    prompt_tokens=12_345,
+    distinct_prompt_tokens=4_000,
+    computed_prompt_tokens=4_345,
+    cached_tokens=8_000,
+    completion_tokens=56_789,
+    kv_peak_bytes=3 * 2**29,
+    seconds={"reading": 0.25, "generating": 200.0, "total": 7500.0},
+    output_tokens_per_second=283.9,
+    engine={"steps": 12},
+)
+
+
+def printed(summary: RunSummary, width: int = 100, terminal: bool = False) -> str:
+    console = Console(file=io.StringIO(), width=width, force_terminal=terminal, highlight=False)
+    print_summary(summary, console)
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_for_a_person() -> None:
+    assert [line.rstrip() for line in printed(SUMMARY).splitlines()] == [
+        "output   results.parquet",
+        "rows     1,000 (ok 950, errors 50, resumed 100)",
+        "errors   invalid_json 40, duplicate_id 5, missing_prompt 5",
+        "         see: batchgen show results.parquet --errors",
+        "tokens   in 12,345 (computed 4,345, shared 8,000), out 56,789",
+        "speed    284 output tokens/s",
+        "time     reading 0.25 s, generating 3m 20s, total 2h 05m",
+        "KV peak  1.5 GiB",
+    ]
+
+
+def test_without_errors() -> None:
+    text = printed(replace(SUMMARY, rows_ok=1000, rows_error=0, errors={}, rows_skipped=3))
+    assert "--errors" not in text
+    assert "1,000 (ok 1,000, errors 0, skipped 3, resumed 100)" in text
+
+
+def test_a_finished_job() -> None:
+    assert printed(replace(SUMMARY, already_done=True)) == "results.parquet is complete: 1,000 rows, nothing to do\n"
+
+
+def test_colour_on_a_terminal_only() -> None:
+    assert "\x1b[" in printed(SUMMARY, terminal=True)
+    assert "\x1b[" not in printed(SUMMARY)
+
+
+@pytest.mark.parametrize("width", [20, 40, 80])
+def test_narrow(width: int) -> None:
+    assert max(len(line) for line in printed(SUMMARY, width).splitlines()) <= width
+
+
+def test_names_are_text_not_markup() -> None:
+    assert "[bold]x.parquet" in printed(replace(SUMMARY, output="[bold]x.parquet"))
+    assert "[bold]x.parquet" in printed(replace(SUMMARY, output="[bold]x.parquet", already_done=True))
+
+
+def test_a_closed_stderr_is_no_failure(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr("sys.stderr", Gone())
+    print_summary(SUMMARY)
+
+
+def test_json_has_the_contract_names() -> None:
+    record = json.loads(SUMMARY.to_json())
+    names = """rows rows_ok rows_error errors prompt_tokens distinct_prompt_tokens computed_prompt_tokens cached_tokens
+        completion_tokens kv_peak_bytes seconds output_tokens_per_second fingerprint"""
+    assert set(names.split()) <= set(record)
+    assert record["errors"] == {"missing_prompt": 5, "invalid_json": 40, "duplicate_id": 5}
+    assert record["engine"] == {"steps": 12}
+
+
+def test_report_to_a_file_and_to_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_report(SUMMARY, str(tmp_path / "r.json"))
+    write_report(SUMMARY, "-")
+    assert json.loads((tmp_path / "r.json").read_text()) == json.loads(capsys.readouterr().out)
+
+
+def test_report_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match=r"cannot write the report .*: No such file or directory"):
+        write_report(SUMMARY, str(tmp_path / "no" / "r.json"))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0.00 s"),
+        (9.994, "9.99 s"),
+        (12.34, "12.3 s"),
+        (59.94, "59.9 s"),
+        (59.96, "1m 00s"),
+        (3599.6, "1h 00m"),
+        (7200, "2h 00m"),
+    ],
+)
+def test_seconds(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
