@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -111,7 +112,7 @@ def _lines(summary: RunSummary) -> list[tuple[str, Text]]:
         counts = sorted(summary.errors.items(), key=lambda item: (-item[1], item[0]))
         codes = ", ".join(f"{code} {count:,}" for code, count in counts)
         lines.append(("errors", Text(codes, style="red")))
-        lines.append(("", Text(f"see: batchgen show {summary.output} --errors", style="dim")))
+        lines.append(("", Text(f"see: batchgen show {shlex.quote(summary.output)} --errors", style="dim")))
     shared = summary.prompt_tokens - summary.computed_prompt_tokens
     tokens_in = f"in {summary.prompt_tokens:,} (computed {summary.computed_prompt_tokens:,}, shared {shared:,})"
     lines.append(("tokens", Text(f"{tokens_in}, out {summary.completion_tokens:,}")))
