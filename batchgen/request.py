@@ -179,6 +179,11 @@ class RequestTable:
         return _column(self._row_index, np.int64)
 
     @property
+    def prompt_index(self) -> npt.NDArray[np.int32]:
+        """[N] which prompt of its row each is."""
+        return _column(self._prompt_index, np.int32)
+
+    @property
     def params_id(self) -> npt.NDArray[np.int32]:
         """[N] index into `params`."""
         return _column(self._params_id, np.int32)

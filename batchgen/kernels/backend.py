@@ -9,7 +9,7 @@ import torch
 from batchgen.kernels.attention import TorchAttention
 from batchgen.kernels.types import Attention, AttentionBatch, KVPool
 
-__all__ = ["ATTENTION_BACKENDS", "AttentionFactory", "BackendUnavailable", "attention_factory"]
+__all__ = ["ATTENTION_BACKENDS", "AttentionFactory", "BackendUnavailable", "attention_factory", "attention_name"]
 
 ATTENTION_BACKENDS = ("auto", "flash", "triton", "torch")
 """Names that `attention_factory` knows; `auto` takes the fastest that is there."""
@@ -28,10 +28,22 @@ def attention_factory(name: str, device: torch.device) -> AttentionFactory:
     Raises:
         BackendUnavailable: `name` is unknown, or its kernels are not in this build.
     """
+    return _FACTORIES[attention_name(name, device)]
+
+
+def attention_name(name: str, device: torch.device) -> str:
+    """The backend that `name` stands for on `device`: what a footer records.
+
+    Raises:
+        BackendUnavailable: as `attention_factory`.
+    """
     if name not in ATTENTION_BACKENDS:
         raise BackendUnavailable(f"unknown attention backend {name!r}; take one of {', '.join(ATTENTION_BACKENDS)}")
     if name in ("flash", "triton"):
         raise BackendUnavailable(
             f"attention backend {name!r} is not in this build (device {device}); take 'auto' or 'torch'"
         )
-    return TorchAttention
+    return "torch"
+
+
+_FACTORIES: dict[str, AttentionFactory] = {"torch": TorchAttention}

@@ -1,0 +1,131 @@
+"""Turns a `StepPlan` (lists) into the tensors of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from batchgen.engine.sequence import Sequence
+from batchgen.kernels.types import AttentionBatch, ChunkPages, GroupPages
+from batchgen.plan.types import DecodeRow, PrefillChunk, PrefixGroup, StepPlan
+from batchgen.request import RequestTable
+
+__all__ = ["StepBatch", "build_batch"]
+
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """Tensors of one step, packed without padding."""
+
+    input_ids: Tensor
+    """[T] int64"""
+    positions: Tensor
+    """[T] int64"""
+    attention: AttentionBatch
+    logit_rows: Tensor
+    """[U] int64: the flat tokens whose logits are needed, each once"""
+    sample_rows: list[int]
+    """[R] for each `SampleRow`, its place among `logit_rows`"""
+
+
+def build_batch(
+    plan: StepPlan, table: RequestTable, sequences: Mapping[int, Sequence], page_size: int, device: torch.device
+) -> StepBatch:
+    """Lay out the plan's chunks in order, then its decode rows."""
+    total = plan.tokens
+    ids = np.empty(total, np.int64)
+    positions = np.empty(total, np.int64)
+    slots = np.empty(total, np.int64)
+    chunks = []
+    at = 0
+    for chunk in plan.prefills:
+        span = slice(at, at + chunk.end - chunk.start)
+        positions[span] = np.arange(chunk.start, chunk.end)
+        ids[span] = _chunk_ids(chunk, table, sequences)
+        pages = np.asarray(chunk.pages, np.int64)
+        slots[span] = _slots(pages, positions[span], page_size) if chunk.store else positions[span] % page_size
+        chunks.append(ChunkPages(at, chunk.end - chunk.start, chunk.end, _tensor(pages, device)))
+        at = span.stop
+    for i, row in enumerate(plan.decodes, start=at):
+        ids[i] = sequences[row.sequence].output_ids[-1]
+        positions[i] = row.position
+        slots[i] = row.pages[row.position // page_size] * page_size + row.position % page_size
+    attention = AttentionBatch(slot_mapping=_tensor(slots, device), chunks=chunks, decode_start=at)
+    if plan.decodes:
+        _lay_out_decodes(attention, plan.decodes, plan.groups, page_size, device)
+    logit_rows, sample_rows = _distinct([s.token for s in plan.samples])
+    return StepBatch(
+        input_ids=_tensor(ids, device),
+        positions=_tensor(positions, device),
+        attention=attention,
+        logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
+        sample_rows=sample_rows,
+    )
+
+
+def _chunk_ids(chunk: PrefillChunk, table: RequestTable, sequences: Mapping[int, Sequence]) -> Int64:
+    """The ids at positions [start, end): prompt ids, then the sequence's own output."""
+    prompt = table[chunk.request].prompt_ids
+    ids = prompt[chunk.start : chunk.end].astype(np.int64)
+    if chunk.end <= len(prompt):
+        return ids
+    assert chunk.sequence is not None, "output positions belong to a sequence"
+    output = sequences[chunk.sequence].output_ids
+    first = max(chunk.start - len(prompt), 0)
+    return np.concatenate([ids, np.asarray(output[first : chunk.end - len(prompt)], np.int64)])
+
+
+def _slots(pages: Int64, positions: Int64, page_size: int) -> Int64:
+    slots: Int64 = pages[positions // page_size] * page_size + positions % page_size
+    return slots
+
+
+def _lay_out_decodes(
+    attention: AttentionBatch,
+    rows: list[DecodeRow],
+    groups: list[PrefixGroup],
+    page_size: int,
+    device: torch.device,
+) -> None:
+    """Each row's own pages begin where the last of its groups ends."""
+    own_page = [0] * len(rows)
+    for group in groups:
+        for i in group.rows:
+            own_page[i] = max(own_page[i], group.end_page)
+    used = [row.position // page_size + 1 for row in rows]
+    width = max(u - o for u, o in zip(used, own_page, strict=True))
+    pages = np.zeros((len(rows), width), np.int64)
+    for i, row in enumerate(rows):
+        pages[i, : used[i] - own_page[i]] = row.pages[own_page[i] : used[i]]
+    start = np.asarray(own_page, np.int64) * page_size
+    lens = np.asarray([row.position + 1 for row in rows], np.int64) - start
+    attention.groups = [
+        GroupPages(
+            torch.tensor(g.rows, dtype=torch.int64, device=device),
+            torch.tensor(g.pages, dtype=torch.int64, device=device),
+            g.start_page * page_size,
+        )
+        for g in groups
+    ]
+    attention.decode_pages = _tensor(pages, device)
+    attention.decode_lens = _tensor(lens, device)
+    attention.decode_own_start = _tensor(start, device)
+    attention.max_decode_len = int(lens.max())
+
+
+def _distinct(tokens: list[int]) -> tuple[list[int], list[int]]:
+    """Each flat token once, in order of first use, and where each of `tokens` stands among them."""
+    place: dict[int, int] = {}
+    rows = [place.setdefault(token, len(place)) for token in tokens]
+    return list(place), rows
+
+
+def _tensor(values: Int64, device: torch.device) -> Tensor:
+    return torch.from_numpy(values).to(device)

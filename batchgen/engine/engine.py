@@ -1,0 +1,199 @@
+"""`Engine`: the Python API. The same rows and the same semantics as `batchgen run`, without files."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from batchgen.config import EngineConfig
+from batchgen.engine.intake import Intake
+from batchgen.engine.loop import Loop
+from batchgen.engine.memory import pool_pages
+from batchgen.engine.planning import Workload, plan_workload
+from batchgen.kernels.backend import attention_factory, attention_name
+from batchgen.kernels.types import KVPool
+from batchgen.models.base import Model
+from batchgen.models.load import load_model
+from batchgen.params import SamplingParams
+from batchgen.plan.scheduler import Scheduler, SchedulerConfig
+from batchgen.request import Completion, RequestTable
+from batchgen.rows import RowDefaults
+from batchgen.text.encode import Encoder
+from batchgen.text.tokenizer import Tokenizer
+
+__all__ = ["Engine", "Running"]
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A job under way: iterate `loop.run()`; `scheduler.stats` counts what it did."""
+
+    workload: Workload
+    scheduler: Scheduler
+    loop: Loop
+    pool: KVPool
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all layers."""
+        tensors = (*self.pool.keys, *self.pool.values)
+        return sum(t[0].numel() * t.element_size() for t in tensors)
+
+
+class Engine:
+    """A model ready to generate.
+
+    Args:
+        model: folder of a Hugging Face checkpoint, or a hub id that stands in the local cache.
+        options: any field of `EngineConfig`.
+
+    Raises:
+        ModelError: the model cannot be loaded.
+        UsageError: an option is wrong or cannot be done here.
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        config = EngineConfig(model=model, **options)
+        prepare_device(config)
+        loaded = load_model(
+            model,
+            implementation=config.model_impl,
+            dtype=config.dtype,
+            device=config.device,
+            max_model_len=config.max_model_len,
+            revision=config.revision,
+        )
+        self._init(config, loaded, Tokenizer.load(config.tokenizer or model, config.revision, model))
+
+    @classmethod
+    def from_parts(cls, config: EngineConfig, model: Model, tokenizer: Tokenizer) -> Engine:
+        """An engine around a model and tokenizer already loaded."""
+        engine = cls.__new__(cls)
+        engine._init(config, model, tokenizer)
+        return engine
+
+    def _init(self, config: EngineConfig, model: Model, tokenizer: Tokenizer) -> None:
+        self.config = config
+        self.model = model
+        self.tokenizer = tokenizer
+        self.last_run: Running | None = None
+        """The latest job, for its counted quantities."""
+
+    @property
+    def kernels(self) -> str:
+        """Name of the attention backend."""
+        return attention_name(self.config.attention, self.model.spec.device)
+
+    def generate(
+        self,
+        rows: Iterable[Mapping[str, Any] | str],
+        params: SamplingParams | None = None,
+        *,
+        ordered: bool = False,
+    ) -> Iterator[Completion]:
+        """Generate for rows in the vocabulary of `batchgen run`; all rows are read before the first token is computed.
+
+        Args:
+            rows: mappings as in an input file, or plain prompt strings.
+            params: defaults for sampling fields that a row does not give.
+            ordered: yield in input order instead of completion order.
+
+        Yields:
+            One `Completion` per row, prompt and sample; a bad row gives one with `error` set.
+        """
+        table = RequestTable()
+        defaults = RowDefaults(flags=_given(params), model=self.tokenizer.generation.sampling_defaults())
+        encoder = Encoder(self.tokenizer, self.model.spec.vocab_size, self.model.spec.context_length, run_seed=self.config.seed)
+        ids: dict[int, str] = {}
+        failed: list[Completion] = []
+        last = -1
+        values = ((i, {"text": row} if isinstance(row, str) else row) for i, row in enumerate(rows))
+        for taken in Intake(table, encoder, defaults).feed(values):
+            last = taken.row_index
+            ids[last] = taken.id
+            if taken.error is not None:
+                failed.append(Completion(taken.row_index, error=taken.error))
+        groups = self._groups(table, failed)
+        if ordered:
+            groups = _in_order(groups, [(int(r), int(p)) for r, p in _keys(table, failed)])
+        for group in groups:
+            for completion in group:
+                yield replace(completion, id=ids[completion.row_index])
+
+    def _groups(self, table: RequestTable, failed: list[Completion]) -> Iterator[list[Completion]]:
+        yield from ([c] for c in failed)
+        if len(table):
+            yield from self.start(table).loop.run()
+
+    def start(self, table: RequestTable, done: npt.NDArray[np.bool_] | None = None) -> Running:
+        """Plan a table, allocate its pool and make the loop ready. `done` [N]: requests finished by an earlier run."""
+        workload = plan_workload(table, done, dedup=self.config.dedup)
+        config, spec = self.config, self.model.spec
+        pages = pool_pages(workload, spec, config.page_size, config.kv_memory)
+        pool = KVPool.allocate(list(spec.kv_layers), pages, config.page_size, spec.dtype, spec.device)
+        workload.set_aside_too_large(pages - 1, config.page_size)
+        scheduler = Scheduler(
+            workload.tree,
+            workload.samples,
+            table.max_new_tokens,
+            SchedulerConfig(
+                num_pages=pages,
+                page_size=config.page_size,
+                max_num_seqs=config.max_num_seqs or default_max_num_seqs(spec.device),
+                max_tokens_per_step=config.max_tokens_per_step or default_max_tokens_per_step(spec.device),
+            ),
+        )
+        attention = attention_factory(config.attention, spec.device)
+        loop = Loop(workload, scheduler, self.model, pool, attention, self.tokenizer)
+        self.last_run = Running(workload, scheduler, loop, pool)
+        return self.last_run
+
+
+def default_max_num_seqs(device: torch.device) -> int:
+    """Sequences decoded together when `--max-num-seqs` is not given."""
+    return 256 if device.type == "cuda" else 128
+
+
+def default_max_tokens_per_step(device: torch.device) -> int:
+    """Tokens computed per step when `--max-tokens-per-step` is not given."""
+    return 8192 if device.type == "cuda" else 2048
+
+
+def prepare_device(config: EngineConfig) -> None:
+    """Cap the threads of the CPU backend: oversubscribed cores are very slow."""
+    if config.cpu_threads:
+        torch.set_num_threads(config.cpu_threads)
+
+
+def _given(params: SamplingParams | None) -> dict[str, Any]:
+    """The fields of `params` as run-wide defaults; stops as lists, as a row would give them."""
+    if params is None:
+        return {}
+    names = [f for f in SamplingParams.__dataclass_fields__ if getattr(params, f) is not None]
+    values = {name: getattr(params, name) for name in names}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def _keys(table: RequestTable, failed: list[Completion]) -> list[tuple[int, int]]:
+    """(row, prompt) of everything that will be yielded, in input order."""
+    keys = [(r.row_index, r.prompt_index) for r in table]
+    return sorted(keys + [(c.row_index, 0) for c in failed])
+
+
+def _in_order(groups: Iterator[list[Completion]], keys: list[tuple[int, int]]) -> Iterator[list[Completion]]:
+    """Hold back what finished early until everything before it is out."""
+    waiting: list[tuple[tuple[int, int], int, list[Completion]]] = []
+    expected = iter(keys)
+    head = next(expected, None)
+    for number, group in enumerate(groups):
+        heapq.heappush(waiting, ((group[0].row_index, group[0].prompt_index), number, group))
+        while waiting and waiting[0][0] == head:
+            yield heapq.heappop(waiting)[2]
+            head = next(expected, None)
+    assert not waiting, "every group has a key"

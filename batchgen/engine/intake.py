@@ -1,0 +1,101 @@
+"""Rows in, a `RequestTable` out: parse, refuse duplicates, tokenise, in batches and in order."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, Literal
+
+from batchgen.errors import ErrorCode, ErrorInfo, RowError
+from batchgen.request import ParsedRow, RequestTable
+from batchgen.rows import RowDefaults, parse_row, row_id
+from batchgen.text.encode import EncodedPrompt, Encoder
+
+__all__ = ["Intake", "OnDuplicate", "TakenRow"]
+
+OnDuplicate = Literal["error", "suffix", "allow"]
+
+_BATCH = 512
+"""Rows tokenised together."""
+
+
+@dataclass(frozen=True, slots=True)
+class TakenRow:
+    """What became of one input row: its requests stand in the table from `first` on, or it has an error."""
+
+    row_index: int
+    id: str
+    extra: Mapping[str, Any]
+    row: ParsedRow | None
+    prompts: list[EncodedPrompt]
+    first: int
+    error: ErrorInfo | None
+
+
+class Intake:
+    """Turns rows into requests. Keeps a 64-bit hash per id to know duplicates; no text is kept."""
+
+    def __init__(
+        self, table: RequestTable, encoder: Encoder, defaults: RowDefaults, on_duplicate: OnDuplicate = "error"
+    ) -> None:
+        self._table = table
+        self._encoder = encoder
+        self._defaults = defaults
+        self._on_duplicate = on_duplicate
+        self._seen: set[int] = set()
+
+    def feed(self, rows: Iterable[tuple[int, Mapping[str, Any] | ErrorInfo]]) -> Iterator[TakenRow]:
+        """Take (row_index, row or the reader's error) and say, in order, what became of each."""
+        iterator = iter(rows)
+        while batch := list(islice(iterator, _BATCH)):
+            parsed = [self._parse(index, value) for index, value in batch]
+            good = [row for row in parsed if isinstance(row, ParsedRow)]
+            encoded = iter(self._encoder.encode_rows(good))
+            for (_, value), row in zip(batch, parsed, strict=True):
+                if isinstance(row, TakenRow):
+                    yield row
+                else:
+                    yield self._accept(row, value, next(encoded)[1])
+
+    def _parse(self, index: int, value: Mapping[str, Any] | ErrorInfo) -> ParsedRow | TakenRow:
+        if isinstance(value, ErrorInfo):
+            return TakenRow(index, f"row-{index}", {}, None, [], -1, value)
+        try:
+            return self._unique(parse_row(value, index, self._defaults))
+        except RowError as error:
+            return TakenRow(index, row_id(value, index), {}, None, [], -1, error.info)
+
+    def _unique(self, row: ParsedRow) -> ParsedRow:
+        if self._on_duplicate == "allow" or self._claim(row.id):
+            return row
+        if self._on_duplicate == "error":
+            raise RowError(
+                ErrorCode.DUPLICATE_ID,
+                f"id {row.id!r} was used by an earlier row; make ids unique or run with --on-duplicate-id suffix",
+                "id",
+            )
+        number = 2
+        while not self._claim(f"{row.id}-{number}"):
+            number += 1
+        return replace(row, id=f"{row.id}-{number}")
+
+    def _claim(self, row_id: str) -> bool:
+        key = int.from_bytes(hashlib.blake2b(row_id.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+        if key in self._seen:
+            return False
+        self._seen.add(key)
+        return True
+
+    def _accept(
+        self, row: ParsedRow, value: Mapping[str, Any] | ErrorInfo, encoded: list[EncodedPrompt] | ErrorInfo
+    ) -> TakenRow:
+        if isinstance(encoded, ErrorInfo):
+            return TakenRow(row.row_index, row.id, row.extra, row, [], -1, encoded)
+        first = len(self._table)
+        for prompt in encoded:
+            self._table.append(
+                row.row_index, prompt.prompt_index, prompt.ids, row.params, prompt.seed, prompt.max_new_tokens
+            )
+        return TakenRow(row.row_index, row.id, row.extra, row, encoded, first, None)

@@ -1,0 +1,213 @@
+"""The loop: step plans in, completions out. Knows nothing of files, rows or signals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from batchgen.engine.batch import build_batch
+from batchgen.engine.planning import Workload
+from batchgen.engine.sampler import Sampled, Sampler
+from batchgen.engine.sequence import Sequence
+from batchgen.errors import ErrorCode, ErrorInfo
+from batchgen.kernels.backend import AttentionFactory
+from batchgen.kernels.types import KVPool
+from batchgen.models.base import Model, ModelInput
+from batchgen.plan.scheduler import Scheduler
+from batchgen.plan.types import PageCopy, StepPlan
+from batchgen.request import Completion, Request
+from batchgen.text.stops import StopState, stopping_ids
+from batchgen.text.tokenizer import Tokenizer
+
+__all__ = ["Loop", "LoopState"]
+
+_NAN = ErrorInfo(
+    ErrorCode.NAN_LOGITS,
+    "the model's logits held a not-a-number for this row; try --dtype float32 or check the weights",
+)
+
+
+@dataclass(slots=True)
+class LoopState:
+    """Counters a caller may watch between steps."""
+
+    steps: int = 0
+    output_tokens: int = 0
+    running: int = 0
+    kv_pages_used: int = 0
+    kv_pages: int = 0
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request with samples still being generated."""
+
+    remaining: int
+    finished: list[Completion] = field(default_factory=list)
+
+
+class Loop:
+    """Runs a workload on a model. Iterate it: each item holds all samples of one prompt, in order of completion."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        scheduler: Scheduler,
+        model: Model,
+        pool: KVPool,
+        attention: AttentionFactory,
+        tokenizer: Tokenizer,
+    ) -> None:
+        self._workload = workload
+        self._scheduler = scheduler
+        self._model = model
+        self._pool = pool
+        self._attention = attention
+        self._tokenizer = tokenizer
+        self._sampler = Sampler(model.spec.device)
+        self._sequences: dict[int, Sequence] = {}
+        self._open: dict[int, _Open] = {}
+        self.state = LoopState(kv_pages=pool.keys[0].shape[0] - 1 if pool.keys else 0)
+
+    def run(self, stop: Callable[[], bool] = lambda: False) -> Iterator[list[Completion]]:
+        """Generate until everything is done or `stop` says so; unfinished prompts yield nothing."""
+        yield from self._without_tokens()
+        while not stop():
+            plan = self._scheduler.step()
+            if plan is None:
+                return
+            sampled = self._execute(plan)
+            finished = self._take(plan, sampled)
+            self._scheduler.commit(finished)
+            self.state.steps += 1
+            self.state.output_tokens += len(plan.samples)
+            self.state.running = len(self._sequences) - len(finished)
+            self.state.kv_pages_used = self._scheduler.pages_in_use
+            for sequence in finished:
+                yield from self._retire(self._sequences.pop(sequence))
+
+    @torch.inference_mode()
+    def _execute(self, plan: StepPlan) -> Sampled:
+        """Run one step on the device."""
+        for start in plan.starts:
+            self._sequences[start.sequence] = self._start(self._workload.table[start.request], start.sample_index)
+        self._copy_pages(plan.copies)
+        device = self._model.spec.device
+        batch = build_batch(plan, self._workload.table, self._sequences, self._pool.page_size, device)
+        inputs = ModelInput(batch.input_ids, batch.positions, self._attention(self._pool, batch.attention))
+        hidden = self._model.hidden(inputs)  # [T, H]
+        if not plan.samples:
+            return Sampled([], [])
+        rows = batch.sample_rows
+        logits = self._model.logits(hidden[batch.logit_rows])  # [U, V]
+        if len(rows) != logits.shape[0]:
+            # Samples of one prompt draw from the same logits, each from a copy it may mask.
+            logits = logits[torch.tensor(rows, device=device)]  # [R, V]
+        return self._sampler(logits, [self._sequences[s.sequence] for s in plan.samples])
+
+    def _copy_pages(self, copies: Seq[PageCopy]) -> None:
+        if copies:
+            device = self._model.spec.device
+            pairs = torch.tensor([(c.source, c.target) for c in copies], dtype=torch.int64, device=device)
+            self._pool.copy_pages(pairs[:, 0], pairs[:, 1])
+
+    def _start(self, request: Request, sample_index: int) -> Sequence:
+        stops = StopState(request.params, self._tokenizer.eos_ids, self._tokenizer)
+        masked: tuple[int, ...] = ()
+        if request.params.min_new_tokens:
+            vocab = self._model.spec.vocab_size
+            ids = stopping_ids(request.params, self._tokenizer.eos_ids)
+            masked = tuple(sorted(i for i in ids if i < vocab))
+        if request.index not in self._open:
+            self._open[request.index] = _Open(remaining=request.params.n)
+        return Sequence(request, sample_index, stops, masked)
+
+    def _take(self, plan: StepPlan, sampled: Sampled) -> list[int]:
+        """Hand each sequence its token; the ids of those that ended."""
+        bad = set(sampled.bad)
+        finished = []
+        for row, (sample, token) in enumerate(zip(plan.samples, sampled.tokens, strict=True)):
+            sequence = self._sequences[sample.sequence]
+            if row in bad:
+                sequence.fail(_NAN)
+                finished.append(sample.sequence)
+                continue
+            if row in sampled.logprobs:
+                sequence.logprobs.append(sampled.logprobs[row])
+            if row in sampled.top:
+                ids, logprobs = sampled.top[row]
+                sequence.top_ids.extend(ids)
+                sequence.top_logprobs.extend(logprobs)
+            if sequence.append(token):
+                finished.append(sample.sequence)
+        return finished
+
+    def _retire(self, sequence: Sequence) -> Iterator[list[Completion]]:
+        """Yield a prompt's samples once the last of them is done, then its copies."""
+        index = sequence.request.index
+        group = self._open[index]
+        cached = self._workload.tree.cached_tokens(index, sequence.sample_index)
+        group.finished.append(sequence.completion(cached))
+        group.remaining -= 1
+        if group.remaining:
+            return
+        del self._open[index]
+        failed = next((c for c in group.finished if c.error is not None), None)
+        if failed is not None:
+            # A prompt that fails is one error row, whatever became of its other samples.
+            samples = [replace(failed, sample_index=0)]
+        else:
+            samples = sorted(group.finished, key=lambda c: c.sample_index)
+        yield self._marked(index, samples)
+        for follower in self._workload.followers_of(index):
+            yield self._copied(follower, samples)
+
+    def _marked(self, index: int, samples: list[Completion]) -> list[Completion]:
+        """A request generated itself although it has a leader (committed by an earlier run) says whose twin it is."""
+        leader = int(self._workload.leader[index])
+        if leader == index:
+            return samples
+        return [replace(c, dedup_of=int(self._workload.table.row_index[leader])) for c in samples]
+
+    def _copied(self, follower: int, samples: list[Completion]) -> list[Completion]:
+        request = self._workload.table[follower]
+        leader = samples[0].row_index
+        return [
+            replace(
+                c,
+                row_index=request.row_index,
+                prompt_index=request.prompt_index,
+                seed=request.seed,
+                cached_tokens=self._workload.tree.cached_tokens(follower, c.sample_index) if c.error is None else None,
+                dedup_of=leader,
+            )
+            for c in samples
+        ]
+
+    def _without_tokens(self) -> Iterator[list[Completion]]:
+        """Requests for no tokens at all, and those whose keys and values exceed the whole pool."""
+        workload = self._workload
+        for index in (workload.table.max_new_tokens == 0).nonzero()[0].tolist():
+            if not workload.done[index]:
+                request = workload.table[index]
+                yield [self._empty(request, i) for i in range(request.params.n)]
+        for index, pages in workload.too_large.items():
+            request = workload.table[index]
+            error = ErrorInfo(
+                ErrorCode.OOM,
+                f"the prompt ({len(request.prompt_ids)} tokens) and up to {request.max_new_tokens} new tokens need "
+                f"{pages} KV pages of {self._pool.page_size} tokens, more than the {self.state.kv_pages} there are; "
+                "raise --kv-memory or lower max_new_tokens",
+            )
+            for each in (index, *workload.followers_of(index)):
+                row = workload.table[each]
+                yield [Completion(row.row_index, row.prompt_index, error=error, seed=row.seed)]
+
+    def _empty(self, request: Request, sample_index: int) -> Completion:
+        sequence = self._start(request, sample_index)
+        del self._open[request.index]
+        sequence.finish_reason = "length"
+        return sequence.completion(self._workload.tree.cached_tokens(request.index, sample_index))

@@ -1,0 +1,77 @@
+"""What is to be computed of a table: which prompts run, which copy another's result, and what sharing saves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from batchgen.plan.estimate import find_dedup
+from batchgen.plan.tree import PrefixTree, build_tree
+from batchgen.request import RequestTable
+
+__all__ = ["Workload", "plan_workload"]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A table with its exact prefix tree and the samples that remain to be generated.
+
+    The tree spans every prompt of the table, those already committed too, so that `cached_tokens` and `dedup_of` do
+    not depend on where a run was resumed.
+    """
+
+    table: RequestTable
+    tree: PrefixTree
+    samples: npt.NDArray[np.int32]
+    """[N] samples to generate; 0 for those done before, copied from a leader, or asked for no tokens"""
+    leader: npt.NDArray[np.int64]
+    """[N] index of the identical greedy request this one copies; itself where it is generated"""
+    done: npt.NDArray[np.bool_]
+    """[N] finished in an earlier run"""
+    followers: npt.NDArray[np.int64]
+    """requests to copy, sorted by leader"""
+    too_large: dict[int, int] = field(default_factory=dict)
+    """request -> pages it needs, where that is more than the whole pool"""
+
+    def followers_of(self, leader: int) -> list[int]:
+        """The requests that take over this one's result, in input order."""
+        leaders = self.leader[self.followers]
+        low, high = np.searchsorted(leaders, [leader, leader + 1])
+        return [int(i) for i in self.followers[low:high]]
+
+    def set_aside_too_large(self, pages: int, page_size: int) -> None:
+        """Generate nothing for requests that `pages` pages cannot hold even alone; they go to `too_large`."""
+        positions = np.diff(self.table.offsets) + self.table.max_new_tokens - 1
+        needed = -(-positions // page_size)
+        for index in np.flatnonzero((needed > pages) & (self.samples > 0)).tolist():
+            self.too_large[index] = int(needed[index])
+            self.samples[index] = 0
+
+
+def plan_workload(table: RequestTable, done: npt.NDArray[np.bool_] | None = None, *, dedup: bool = True) -> Workload:
+    """Build the tree, find identical greedy requests and set aside what needs no computation.
+
+    Args:
+        table: every prompt of the job.
+        done: [N] requests finished in an earlier run.
+        dedup: copy identical greedy requests instead of generating each.
+    """
+    count = len(table)
+    done = np.zeros(count, np.bool_) if done is None else done
+    tree = build_tree(table.tokens, table.offsets)
+    own = np.arange(count, dtype=np.int64)
+    params_id = table.params_id
+    greedy = np.array([p.greedy for p in table.params], np.bool_)[params_id] if count else np.zeros(0, np.bool_)
+    leader = own
+    if dedup:
+        leader = find_dedup(tree.node_of_request, params_id, greedy, table.max_new_tokens)
+    wanted = np.array([p.n for p in table.params], np.int32)[params_id] if count else np.zeros(0, np.int32)
+    samples = np.where(done | (table.max_new_tokens == 0), 0, wanted).astype(np.int32)
+    # A follower whose leader was committed by an earlier run is generated itself: the leader's tokens are in a file.
+    copies = (leader != own) & ~done & ~done[leader] & (samples > 0)
+    samples[copies] = 0
+    followers = np.flatnonzero(copies)
+    followers = followers[np.argsort(leader[followers], kind="stable")]
+    return Workload(table, tree, samples, leader, done, followers)

@@ -1,0 +1,98 @@
+"""`Sequence`: one sample while it is being generated. Knows nothing of pages, files or other sequences."""
+
+from __future__ import annotations
+
+from batchgen.errors import ErrorInfo
+from batchgen.request import Completion, FinishReason, Request
+from batchgen.text.stops import StopState
+
+__all__ = ["Sequence"]
+
+
+class Sequence:
+    """The tokens of one sample so far, with everything its row asked to be returned.
+
+    `stops` decides when it ends. `masked_ids` are the ids that may not be drawn while fewer than
+    `params.min_new_tokens` tokens are out.
+    """
+
+    __slots__ = (
+        "error",
+        "finish_reason",
+        "logprobs",
+        "masked_ids",
+        "request",
+        "sample_index",
+        "stops",
+        "top_ids",
+        "top_logprobs",
+    )
+
+    def __init__(self, request: Request, sample_index: int, stops: StopState, masked_ids: tuple[int, ...]) -> None:
+        self.request = request
+        self.sample_index = sample_index
+        self.stops = stops
+        self.masked_ids = masked_ids
+        self.logprobs: list[float] = []
+        self.top_ids: list[int] = []
+        self.top_logprobs: list[float] = []
+        self.finish_reason: FinishReason | None = None
+        self.error: ErrorInfo | None = None
+
+    @property
+    def output_ids(self) -> list[int]:
+        """[C] tokens so far."""
+        return self.stops.output_ids
+
+    @property
+    def masks_stops(self) -> bool:
+        """Whether the next token may not be one that ends the row."""
+        return len(self.output_ids) < self.request.params.min_new_tokens and bool(self.masked_ids)
+
+    def append(self, token: int) -> bool:
+        """Take the next token; True if it ends the sequence."""
+        if self.stops.append(token) is not None:
+            self.finish_reason = "stop"
+        elif len(self.output_ids) >= self.request.max_new_tokens:
+            self.finish_reason = "length"
+        return self.finish_reason is not None
+
+    def fail(self, error: ErrorInfo) -> None:
+        """End the sequence with an error; what it generated is dropped."""
+        self.error = error
+
+    def completion(self, cached_tokens: int) -> Completion:
+        """The finished sample (or, after `fail`, the error)."""
+        request = self.request
+        if self.error is not None:
+            return Completion(
+                request.row_index, request.prompt_index, self.sample_index, error=self.error, seed=request.seed
+            )
+        params = request.params
+        count = len(self.output_ids)
+        assert self.finish_reason is not None
+        done = self.stops.finish(self.finish_reason)
+        total = sum(self.logprobs)
+        asked, top = params.return_logprob, params.return_logprob and params.top_logprobs_num > 0
+        return Completion(
+            row_index=request.row_index,
+            prompt_index=request.prompt_index,
+            sample_index=self.sample_index,
+            finish_reason=done.finish_reason,
+            stop_kind=done.stop_kind,
+            matched_stop=done.matched_stop,
+            matched_text=done.matched_text,
+            text=done.text,
+            output_ids=self.output_ids,
+            prompt_ids=request.prompt_ids,  # type: ignore[arg-type]  # an array is a sequence of ints to its readers
+            prompt_tokens=len(request.prompt_ids),
+            completion_tokens=count,
+            cached_tokens=cached_tokens,
+            output_logprobs=self.logprobs if asked else None,
+            output_top_ids=self.top_ids if top else None,
+            output_top_logprobs=self.top_logprobs if top else None,
+            cumulative_logprob=total if asked else None,
+            mean_logprob=total / count if asked and count else None,
+            seed=request.seed,
+            effective_max_new_tokens=request.max_new_tokens,
+        )

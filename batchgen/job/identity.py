@@ -1,0 +1,83 @@
+"""What makes two runs the same job: the fingerprint, and the facts that the output's footer records."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from batchgen import __version__
+from batchgen.config import RunConfig
+from batchgen.data.read import InputSet
+from batchgen.data.schema import SCHEMA_VERSION
+from batchgen.data.work import RunIdentity
+
+__all__ = ["JobIdentity", "identify"]
+
+_ENGINE_FIELDS = ("max_model_len", "seed", "dedup")
+_RUN_FIELDS = (
+    "sampling_defaults",
+    "logprobs_mode",
+    "prompt_column",
+    "id_column",
+    "chat",
+    "system",
+    "truncate",
+    "carry",
+    "include_prompt",
+    "include_prompt_ids",
+    "limit",
+    "offset",
+    "sample",
+    "on_bad_row",
+    "on_duplicate_id",
+)
+"""Options that a row's result or the output's shape depends on. Batch sizes, memory and threads do not belong here."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobIdentity:
+    """The fingerprint, what it was made from, and the record that the output's footer keeps under `batchgen.run`."""
+
+    run: RunIdentity
+    info: Mapping[str, Any]
+    record: Mapping[str, Any]
+
+
+def identify(config: RunConfig, inputs: InputSet, model: Mapping[str, Any], sampling: Mapping[str, Any]) -> JobIdentity:
+    """Fingerprint a job before any weight is read.
+
+    Args:
+        config: the resolved configuration.
+        inputs: opened and hashed.
+        model: digests of model, tokenizer and template, resolved dtype and implementation.
+        sampling: the sampling defaults in force (the model's, under the run-wide ones).
+    """
+    options = {name: getattr(config.engine, name) for name in _ENGINE_FIELDS}
+    options |= {name: getattr(config, name) for name in _RUN_FIELDS}
+    info = {
+        "schema_version": SCHEMA_VERSION,
+        **{f"model {name}": value for name, value in model.items()},
+        **{f"sampling default {name}": value for name, value in sampling.items()},
+        **{f"--{name.replace('_', '-')}": value for name, value in options.items()},
+        # A file may be moved between a run and its resumption: its content counts, its name does not.
+        "input files": [[f.size, f.sha256] for f in inputs.files],
+    }
+    plain = json.loads(json.dumps(info, sort_keys=True, default=str))
+    digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+    shard = (config.shard.index, config.shard.count) if config.shard else None
+    record = {
+        "version": __version__,
+        **dict(model),
+        "deterministic": False,
+        "sampling_defaults": dict(sampling),
+        "logprobs_mode": config.logprobs_mode,
+        "layer_ids": None,
+        "inputs": [{"path": f.path, "size": f.size, "sha256": f.sha256} for f in inputs.files],
+        "shard": shard,
+        "fingerprint": digest,
+        "configuration": config.describe(),
+    }
+    return JobIdentity(RunIdentity(digest, shard), plain, record)

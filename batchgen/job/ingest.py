@@ -1,0 +1,160 @@
+"""Reading a job's rows: into the request table, with ids and carried fields spooled to disk."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import orjson
+
+from batchgen.config import RunConfig
+from batchgen.data.expected import Expected
+from batchgen.data.read import InputSet
+from batchgen.data.rows import RawRow
+from batchgen.data.schema import extra_json
+from batchgen.data.select import Selection
+from batchgen.data.spool import BlobSpool, TokenSpool
+from batchgen.engine.intake import Intake, TakenRow
+from batchgen.errors import ErrorInfo, InputError
+from batchgen.request import Completion, RequestTable
+
+__all__ = ["Ingested", "RowTexts", "ingest", "selection_of"]
+
+
+class RowTexts:
+    """What the output says of a row beside its results (id, carried fields, prompts), kept on disk by row index."""
+
+    def __init__(self, path: Path) -> None:
+        self._spool = BlobSpool(path)
+        self._rows = array("q")
+
+    def add(self, row_index: int, row_id: str, extra: str | None, prompts: list[str] | None) -> None:
+        """Remember a row. Rows come in rising order."""
+        self._rows.append(row_index)
+        self._spool.append(orjson.dumps([row_id, extra, prompts]))
+
+    def __getitem__(self, row_index: int) -> tuple[str, str | None, list[str] | None]:
+        rows = np.frombuffer(self._rows, dtype=np.int64)
+        blob = self._spool.get(int(np.searchsorted(rows, row_index)))
+        assert blob is not None
+        row_id, extra, prompts = orjson.loads(blob)
+        return row_id, extra, prompts
+
+    def close(self) -> None:
+        """Release the file."""
+        self._spool.close()
+
+
+@dataclass(slots=True)
+class Ingested:
+    """All rows of a job, tokenised. Bad rows stand in `failed`, up to date with `errors`."""
+
+    table: RequestTable
+    texts: RowTexts
+    expected: Expected = field(default_factory=Expected)
+    """The keys that the output must hold."""
+    rows: int = 0
+    """Rows taken, bad ones included."""
+    skipped: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    first_prompt: tuple[str, list[int]] | None = None
+    """(id, ids) of the first good row's first prompt."""
+
+
+def selection_of(config: RunConfig) -> Selection:
+    """The rows of the input that the options ask for."""
+    return Selection(
+        offset=config.offset,
+        limit=config.limit,
+        sample=config.sample,
+        sample_seed=config.engine.seed,
+        shard=(config.shard.index, config.shard.count) if config.shard else None,
+    )
+
+
+def ingest(
+    config: RunConfig,
+    inputs: InputSet,
+    intake: Intake,
+    table: RequestTable,
+    folder: Path,
+    decode: Callable[[list[int]], str],
+    on_error: Callable[[Completion, str, str | None], None],
+    on_row: Callable[[int], None] = lambda rows: None,
+) -> Ingested:
+    """Read, parse and tokenise every row.
+
+    Args:
+        config: selection, `--carry`, `--include-prompt` and `--on-bad-row`.
+        inputs: the opened files.
+        intake: parses and tokenises into `table`.
+        table: takes the requests; its tokens go to a memory map in `folder`.
+        folder: where the spools stand while the job runs.
+        decode: ids to text, for `--include-prompt`.
+        on_error: called with each bad row's completion, id and carried fields, unless bad rows are skipped.
+        on_row: called with the rows read so far.
+
+    Raises:
+        InputError: a bad row under `--on-bad-row fail`.
+    """
+    result = Ingested(table, RowTexts(folder / "rows.spool"))
+    tokens = TokenSpool(folder / "tokens.spool")
+    table.spill(np.zeros(0, np.int32))
+    raw_rows = inputs.rows(selection=selection_of(config))
+    places: dict[int, RawRow] = {}
+    for taken in intake.feed(_values(raw_rows, places)):
+        raw = places.pop(taken.row_index)
+        result.rows += 1
+        on_row(result.rows)
+        extra = carried(config.carry, taken.extra)
+        if taken.error is not None:
+            error = _located(taken.error, raw)
+            _bad_row(config.on_bad_row, error, taken, result)
+            if config.on_bad_row == "error-row":
+                result.expected.add(taken.row_index)
+                on_error(Completion(taken.row_index, error=error), taken.id, extra)
+            continue
+        assert taken.row is not None
+        prompts = [decode(p.ids) for p in taken.prompts] if config.include_prompt else None
+        result.texts.add(taken.row_index, taken.id, extra, prompts)
+        for prompt in taken.prompts:
+            tokens.append(prompt.ids)
+            result.expected.add(taken.row_index, prompt.prompt_index, taken.row.params.n)
+        if result.first_prompt is None:
+            result.first_prompt = (taken.id, list(taken.prompts[0].ids))
+    table.spill(tokens.map())
+    return result
+
+
+def _values(rows: Iterator[RawRow], places: dict[int, RawRow]) -> Iterator[tuple[int, Mapping[str, Any] | ErrorInfo]]:
+    """What the intake takes; `places` keeps each row until it comes back out."""
+    for row in rows:
+        places[row.index] = replace(row, value=None)
+        yield row.index, row.value if row.error is None else row.error  # type: ignore[misc]
+
+
+def _bad_row(policy: Literal["error-row", "skip", "fail"], error: ErrorInfo, taken: TakenRow, result: Ingested) -> None:
+    if policy == "fail":
+        raise InputError(f"row {taken.row_index} (id {taken.id!r}) is invalid: {error.code}: {error.message}")
+    if policy == "skip":
+        result.skipped += 1
+    else:
+        result.errors[error.code] += 1
+
+
+def _located(error: ErrorInfo, raw: RawRow) -> ErrorInfo:
+    """Say where the row stands, unless the reader said so already."""
+    place = f"{raw.source}, line {raw.line}: "
+    return error if error.message.startswith(place) else replace(error, message=place + error.message)
+
+
+def carried(carry: str | tuple[str, ...], extra: Mapping[str, Any]) -> str | None:
+    """The `extra` column's JSON: what `--carry` keeps of a row's unknown keys; None when nothing is left."""
+    if carry == "none":
+        return None
+    return extra_json(extra if carry == "all" else {key: extra[key] for key in carry if key in extra})

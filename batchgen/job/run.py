@@ -1,0 +1,210 @@
+"""`batchgen run`: files in, one Parquet file out, resumable at every moment."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+
+from batchgen.config import RunConfig
+from batchgen.data.committed import Committed
+from batchgen.data.files import read_footer
+from batchgen.data.finish import finish
+from batchgen.data.parts import PartWriter
+from batchgen.data.read import InputSet, open_inputs
+from batchgen.data.schema import OutputRow
+from batchgen.data.totals import read_totals
+from batchgen.data.work import WorkFolder, open_work, output_paths
+from batchgen.engine.engine import Engine, Running
+from batchgen.engine.intake import Intake
+from batchgen.errors import TooManyErrors
+from batchgen.job.identity import JobIdentity, identify
+from batchgen.job.ingest import Ingested, ingest
+from batchgen.job.progress import Phase, Progress, ProgressState, make_progress
+from batchgen.job.setup import Setup, prepare
+from batchgen.job.signals import StopRequest, handle_signals
+from batchgen.job.summary import RunSummary
+from batchgen.models.base import Model
+from batchgen.request import Completion, RequestTable
+
+__all__ = ["run_job"]
+
+
+def run_job(config: RunConfig) -> RunSummary:
+    """Run a job to its end, or to where it is told to stop.
+
+    Raises:
+        BatchgenError: whatever ends a job early; everything finished is committed first.
+    """
+    stop = StopRequest(config.max_time)
+    with handle_signals(stop), make_progress(config.progress) as progress:
+        return _Job(config, stop, progress).run()
+
+
+class _Job:
+    """One run of one job, phase by phase."""
+
+    def __init__(self, config: RunConfig, stop: StopRequest, progress: Progress) -> None:
+        self.config = config
+        self.stop = stop
+        self.progress = progress
+        self.seconds: dict[str, float] = {}
+        self.state = ProgressState("reading")
+
+    def run(self) -> RunSummary:
+        """Everything from the command line to the finished file."""
+        with self._phase("reading"):
+            setup = prepare(self.config, self.progress.note)
+            inputs = open_inputs(self.config.inputs)
+            identity = identify(self.config, inputs, setup.identity, setup.sampling)
+            paths = output_paths(self.config.output, identity.run.shard)
+            work = open_work(paths, identity.run, identity.info, self.config.existing)
+        if work is None:
+            return _finished(paths.result, identity)
+        with work, ThreadPoolExecutor(1, thread_name_prefix="load") as loader:
+            # The weights are read while the rows are tokenised.
+            model = loader.submit(setup.load_model)
+            return self._fill(work, inputs, identity, setup, model)
+
+    def _fill(
+        self, work: WorkFolder, inputs: InputSet, identity: JobIdentity, setup: Setup, model: Future[Model]
+    ) -> RunSummary:
+        """Commit what is missing, then gather everything into the output."""
+        committed = Committed.read(work, retry_errors=self.config.retry_errors)
+        with PartWriter(work, self.config.commit_every, self.config.commit_seconds) as writer:
+            with self._phase("reading"):
+                rows = self._read(work.scratch, inputs, setup, committed, writer)
+            with self._phase("loading"):
+                engine = Engine.from_parts(self.config.engine, model.result(), setup.tokenizer)
+            with self._phase("planning"):
+                done = committed.contains(rows.table.row_index, rows.table.prompt_index)
+                running = engine.start(rows.table, done)
+            with self._phase("generating"):
+                self._generate(running, rows, writer)
+        if self.stop.requested:
+            raise self.stop.error(self.state.rows_done, rows.rows)
+        self._hold_threshold(rows)
+        rows.texts.close()
+        with self._phase("writing"):
+            finish(work, rows.expected, {**identity.record, "kernels": engine.kernels})
+        return self._summary(work.paths.result, identity, rows, committed, running)
+
+    def _read(
+        self, scratch: Path, inputs: InputSet, setup: Setup, committed: Committed, writer: PartWriter
+    ) -> Ingested:
+        table = RequestTable()
+        intake = Intake(table, setup.encoder, setup.defaults, self.config.on_duplicate_id)
+
+        def on_error(completion: Completion, row_id: str, extra: str | None) -> None:
+            if (completion.row_index, 0) not in committed:
+                writer.add([OutputRow(completion, row_id, extra)])
+
+        def on_row(rows: int) -> None:
+            if not rows % 256:
+                self._report(rows_done=rows)
+
+        rows = ingest(self.config, inputs, intake, table, scratch, setup.decode_prompt, on_error, on_row)
+        self._report(rows_done=0, rows_total=rows.rows, rows_error=rows.errors.total())
+        self._hold_threshold(rows)
+        return rows
+
+    def _generate(self, running: Running, rows: Ingested, writer: PartWriter) -> None:
+        done_before = int(running.workload.done.sum())
+        self._report(rows_done=rows.errors.total() + rows.skipped + done_before)
+        for group in running.loop.run(lambda: self._tick(running)):
+            writer.add([self._output(c, rows) for c in group])
+            first = group[0]
+            if first.error is not None:
+                rows.errors[first.error.code] += 1
+                self._hold_threshold(rows)
+            if first.prompt_index == 0:
+                self.state = replace(self.state, rows_done=self.state.rows_done + 1, rows_error=rows.errors.total())
+
+    def _tick(self, running: Running) -> bool:
+        """Between two steps: report, and ask whether to stop."""
+        now = running.loop.state
+        self._report(
+            completion_tokens=now.output_tokens,
+            running=now.running,
+            waiting=max(0, (self.state.rows_total or 0) - self.state.rows_done - now.running),
+            kv_use=now.kv_pages_used / max(1, now.kv_pages),
+        )
+        return self.stop.requested
+
+    def _output(self, completion: Completion, rows: Ingested) -> OutputRow:
+        row_id, extra, prompts = rows.texts[completion.row_index]
+        if not self.config.include_prompt_ids:
+            completion = replace(completion, prompt_ids=None)
+        return OutputRow(completion, row_id, extra, prompts[completion.prompt_index] if prompts else None)
+
+    def _hold_threshold(self, rows: Ingested) -> None:
+        errors = rows.errors.total()
+        if self.config.max_errors.exceeded(errors, rows.rows - rows.skipped):
+            codes = ", ".join(f"{code} {count:,}" for code, count in rows.errors.most_common())
+            raise TooManyErrors(
+                f"{errors:,} of {rows.rows:,} rows failed ({codes}), more than --max-errors allows "
+                f"({self.config.max_errors}). See them with: batchgen show {self.config.output} --errors. "
+                "With a higher --max-errors the same command goes on."
+            )
+
+    def _report(self, **changes: float | int | None) -> None:
+        self.state = replace(self.state, **changes)  # type: ignore[arg-type]
+        self.progress.update(self.state)
+
+    @contextmanager
+    def _phase(self, phase: Phase) -> Iterator[None]:
+        self.state = replace(self.state, phase=phase)
+        self.progress.update(self.state)
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - began
+
+    def _summary(
+        self, result: Path, identity: JobIdentity, rows: Ingested, committed: Committed, running: Running
+    ) -> RunSummary:
+        totals = read_totals(result)
+        stats = running.scheduler.stats
+        generating = self.seconds["generating"]
+        return RunSummary(
+            output=str(result),
+            rows=rows.rows,
+            rows_ok=totals.rows - totals.rows_error,
+            rows_error=totals.rows_error,
+            fingerprint=identity.run.fingerprint,
+            errors=dict(totals.errors),
+            rows_skipped=rows.skipped,
+            rows_resumed=len(np.unique(committed.row_index)),
+            prompt_tokens=running.workload.tree.prompt_tokens,
+            distinct_prompt_tokens=running.workload.tree.distinct_tokens,
+            computed_prompt_tokens=stats.prompt_tokens + stats.relogit_tokens,
+            cached_tokens=totals.cached_tokens,
+            completion_tokens=totals.completion_tokens,
+            kv_peak_bytes=stats.peak_pages * running.page_bytes,
+            seconds={phase: round(spent, 3) for phase, spent in self.seconds.items()},
+            output_tokens_per_second=running.loop.state.output_tokens / generating if generating else 0.0,
+            engine=asdict(stats),
+        )
+
+
+def _finished(result: Path, identity: JobIdentity) -> RunSummary:
+    """The summary of an output that was complete before."""
+    totals = read_totals(result)
+    footer = read_footer(result) or {}
+    return RunSummary(
+        output=str(result),
+        rows=int(footer.get("input_rows", totals.rows)),
+        rows_ok=totals.rows - totals.rows_error,
+        rows_error=totals.rows_error,
+        fingerprint=identity.run.fingerprint,
+        errors=dict(totals.errors),
+        cached_tokens=totals.cached_tokens,
+        completion_tokens=totals.completion_tokens,
+        already_done=True,
+    )

@@ -1,0 +1,99 @@
+"""What a job needs to know before it reads a row: the model's sizes, its tokenizer, the defaults in force."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from batchgen.config import EngineConfig, RunConfig
+from batchgen.demo import model_path
+from batchgen.engine.engine import prepare_device
+from batchgen.models.base import Model, ModelSpec
+from batchgen.models.check import check_model
+from batchgen.models.load import inspect_model, load_model
+from batchgen.rows import RowDefaults
+from batchgen.text.encode import Encoder
+from batchgen.text.tokenizer import Tokenizer
+
+__all__ = ["Setup", "prepare"]
+
+DEMO_NOTE = "no --model given: running the demonstration model, a toy that does small tasks (see README)"
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A job's model (not loaded yet), tokenizer and defaults."""
+
+    config: EngineConfig
+    model: str
+    """Folder or id, the demonstration model's where none was named."""
+    spec: ModelSpec
+    tokenizer: Tokenizer
+    defaults: RowDefaults
+    encoder: Encoder
+
+    def load_model(self) -> Model:
+        """Read the weights.
+
+        Raises:
+            ModelError: they cannot be read.
+        """
+        return load_model(
+            self.model,
+            implementation=self.config.model_impl,
+            dtype=self.config.dtype,
+            device=self.config.device,
+            max_model_len=self.config.max_model_len,
+            revision=self.config.revision,
+        )
+
+    @property
+    def sampling(self) -> Mapping[str, Any]:
+        """Sampling defaults in force: the model's, under the run-wide ones."""
+        return {**self.defaults.model, **self.defaults.flags}
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """What of the model a result depends on."""
+        return {
+            "model": self.config.model or "demonstration model",
+            "model_digest": self.spec.digest,
+            "tokenizer_digest": self.tokenizer.digest,
+            "template_digest": self.tokenizer.template_digest,
+            "dtype": str(self.spec.dtype).removeprefix("torch."),
+            "implementation": self.spec.implementation,
+        }
+
+    def decode_prompt(self, ids: list[int]) -> str:
+        """Text of a prompt, special tokens included, for `--include-prompt` and `check`."""
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def prepare(config: RunConfig, note: Callable[[str], None]) -> Setup:
+    """Check the model folder, read the tokenizer and settle the defaults; no weight is read.
+
+    Raises:
+        ModelError: the model cannot be used, with the reason.
+    """
+    engine = config.engine
+    if engine.model is None:
+        note(DEMO_NOTE)
+    model = engine.model or str(model_path())
+    prepare_device(engine)
+    arguments = {"implementation": engine.model_impl, "max_model_len": engine.max_model_len}
+    folder = check_model(model, revision=engine.revision, **arguments).folder.path
+    spec = inspect_model(folder, dtype=engine.dtype, device=engine.device, **arguments)
+    tokenizer = Tokenizer.load(engine.tokenizer or folder, engine.revision, folder)
+    defaults = RowDefaults(
+        flags=config.sampling,
+        model=tokenizer.generation.sampling_defaults() if config.sampling_defaults == "model" else {},
+        model_names=frozenset({model, Path(model).name}),
+        chat=config.chat,
+        system=config.system,
+        prompt_column=config.prompt_column,
+        id_column=config.id_column,
+    )
+    encoder = Encoder(tokenizer, spec.vocab_size, spec.context_length, config.truncate, engine.seed)
+    return Setup(engine, model, spec, tokenizer, defaults, encoder)

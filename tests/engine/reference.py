@@ -1,0 +1,67 @@
+"""The reference for model output: transformers' own eager model in float32, one group of equal lengths at a time."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+
+def shared_prefix_prompts(count: int, vocab: int, seed: int, longest: int = 48) -> list[list[int]]:
+    """Mixed lengths, with prefixes shared at several depths, a few duplicates and prefixes of each other."""
+    rng = np.random.default_rng(seed)
+
+    def draw(length: int) -> list[int]:
+        return rng.integers(3, vocab, size=length).tolist()
+
+    roots = [draw(int(rng.integers(5, longest // 2))) for _ in range(4)]
+    stems = [root + draw(int(rng.integers(1, longest // 4))) for root in roots for _ in range(3)]
+    prompts: list[list[int]] = []
+    while len(prompts) < count:
+        kind = rng.integers(0, 10)
+        if kind < 5:
+            prompts.append(stems[rng.integers(len(stems))] + draw(int(rng.integers(1, longest // 4))))
+        elif kind < 7:
+            prompts.append(draw(int(rng.integers(1, longest))))
+        elif kind < 8 and prompts:
+            prompts.append(list(prompts[rng.integers(len(prompts))]))
+        elif kind < 9 and prompts:
+            whole = prompts[rng.integers(len(prompts))]
+            prompts.append(whole[: int(rng.integers(1, len(whole) + 1))])
+        else:
+            prompts.append(list(stems[rng.integers(len(stems))]))
+    return prompts
+
+
+def eager_greedy(folder: Path, prompts: list[list[int]], new_tokens: int) -> tuple[list[list[int]], list[list[float]]]:
+    """Greedy ids and their logprobs by transformers' `generate`, eager attention, float32, no early end."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model.eval()
+    model.generation_config.eos_token_id = None
+    by_length: dict[int, list[int]] = defaultdict(list)
+    for i, prompt in enumerate(prompts):
+        by_length[len(prompt)].append(i)
+    ids: list[list[int]] = [[] for _ in prompts]
+    logprobs: list[list[float]] = [[] for _ in prompts]
+    for length, members in by_length.items():
+        batch = torch.tensor([prompts[i] for i in members])
+        with torch.inference_mode():
+            out = model.generate(
+                batch,
+                attention_mask=torch.ones_like(batch),
+                max_new_tokens=new_tokens,
+                do_sample=False,
+                pad_token_id=0,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
+        tokens = out.sequences[:, length:]
+        steps = torch.stack(out.logits, dim=1).float().log_softmax(-1)
+        chosen = steps.gather(-1, tokens[..., None])[..., 0]
+        for row, i in enumerate(members):
+            ids[i] = tokens[row].tolist()
+            logprobs[i] = chosen[row].tolist()
+    return ids, logprobs
