@@ -41,7 +41,7 @@ _GATHER_BYTES = 8 << 20
 # Costs in nanoseconds on one core, measured in bfloat16; only their ratios matter.
 _NS_PER_SCORE = 1.3
 _NS_PER_GATHERED = 0.07
-_NS_PER_BLOCK = 100_000.0
+_NS_PER_BLOCK = 60_000.0
 _SIZE_CLASSES = 32
 
 Ints = npt.NDArray[np.int64]
@@ -83,7 +83,7 @@ class Block:
     items: int
     keys: int
     head_rows: Tensor
-    """[B * K * n] int64 rows of the pool seen as [P * S * K, D], ordered item, head, key."""
+    """[B * K * n] int32 (int64 if need be): rows of the pool seen as [P * S * K, D], ordered item, head, key."""
     tiles: list[Tile]
 
 
@@ -141,8 +141,6 @@ class _Planner:
         self._own: list[_Item] = []
         self._shared: list[_Item] = []
 
-    # --- items -------------------------------------------------------------------------------------------------
-
     def add_chunks(self) -> None:
         """One own item per chunk; pages that several chunks begin with become shared items."""
         chunks = [_Chunk(c, _host(c.pages)) for c in self._batch.chunks if c.q_len > 0]
@@ -183,10 +181,11 @@ class _Planner:
         lens = batch.decode_lens.cpu().numpy()
         starts = batch.decode_own_start.cpu().numpy()
         positions = starts + lens - 1
-        for row in range(len(lens)):
-            slots = self._slots(pages[row], 0, -(-int(lens[row]) // self._size))[: lens[row]]
-            token = np.array([batch.decode_start + row])
-            self._add_own(token, positions[row : row + 1], slots, int(starts[row]))
+        tokens = batch.decode_start + np.arange(len(lens))
+        slots = (pages[:, :, None] * self._size + np.arange(self._size)).reshape(len(lens), -1)
+        for row, (length, start) in enumerate(zip(lens.tolist(), starts.tolist(), strict=True)):
+            one = slice(row, row + 1)
+            self._add_own(tokens[one], positions[one], slots[row, :length], start)
         for group in batch.groups:
             rows = group.rows.cpu().numpy()
             slots = self._slots(_host(group.pages), 0, len(group.pages))
@@ -220,8 +219,6 @@ class _Planner:
             return slots, start
         skip = max(0, first_position - self._window + 1 - start)
         return slots[skip:], start + skip
-
-    # --- blocks ------------------------------------------------------------------------------------------------
 
     def build(self) -> AttentionPlan:
         """Batch the items. Shared items of one query go to different levels, so that no product holds it twice."""
@@ -265,9 +262,14 @@ class _Planner:
 
     def _block(self, items: list[_Item], parts: Ints) -> Block:
         keys = max(len(i.slots) for i in items)
-        slots = np.stack([_pad(i.slots, keys, i.slots[0]) for i in items])  # [B, n]
+        slots = np.empty((len(items), keys), np.int64)  # [B, n]
+        for row, item in zip(slots, items, strict=True):
+            row[: len(item.slots)] = item.slots
+            row[len(item.slots) :] = item.slots[0]
         heads = np.arange(self._shape.kv_heads)
         rows = slots[:, None, :] * self._shape.kv_heads + heads[:, None]  # [B, K, n]
+        if rows.max() < 1 << 31:
+            rows = rows.astype(np.int32)
         tiles = [self._tile(items, a, b, parts) for a, b in self._query_ranges(items, keys)]
         return Block(len(items), keys, self._tensor(rows.reshape(-1)), tiles)
 
@@ -283,12 +285,17 @@ class _Planner:
     def _tile(self, items: list[_Item], begin: int, end: int, parts: Ints) -> Tile:
         """Queries [begin, end) of every item; items with fewer repeat their last one."""
         count = end - begin
-        picks = [np.minimum(np.arange(begin, end), len(i.tokens) - 1) for i in items]
-        tokens = np.stack([i.tokens[p] for i, p in zip(items, picks, strict=True)])  # [B, M]
-        positions = np.stack([i.positions[p] for i, p in zip(items, picks, strict=True)])
+        queries = np.array([len(i.tokens) for i in items])
+        real = np.arange(begin, end) < queries[:, None]
+        if real.all():
+            tokens = np.concatenate([i.tokens[begin:end] for i in items]).reshape(-1, count)  # [B, M]
+            positions = np.concatenate([i.positions[begin:end] for i in items]).reshape(-1, count)
+        else:
+            picks = np.minimum(np.arange(begin, end), queries[:, None] - 1)
+            tokens = np.stack([i.tokens[p] for i, p in zip(items, picks, strict=True)])
+            positions = np.stack([i.positions[p] for i, p in zip(items, picks, strict=True)])
         starts = np.array([i.start for i in items])
         lengths = np.array([len(i.slots) for i in items])
-        real = np.stack([np.arange(begin, end) < len(i.tokens) for i in items])
         keys = int(min(lengths.max(), (positions.max(axis=1) + 1 - starts).max()))
         positions = positions - starts[:, None]
         begin_key = 0 if self._window is None else max(0, int(positions.min()) - self._window + 1)
@@ -362,10 +369,6 @@ def _split_runs(chunks: list[_Chunk], page: int, page_size: int) -> list[list[_C
     return runs
 
 
-def _pad(values: Ints, length: int, fill: np.int64) -> Ints:
-    return np.concatenate([values, np.full(length - len(values), fill)])
-
-
 def _cheapest_cuts(queries: Ints, keys: Ints, score_ns: float, gather_ns: float) -> list[int]:
     """Cut points of the best partition of items, sorted by keys, into padded batches (dynamic programming).
 
@@ -373,13 +376,14 @@ def _cheapest_cuts(queries: Ints, keys: Ints, score_ns: float, gather_ns: float)
     """
     count = len(keys)
     edges = sorted({count * c // _SIZE_CLASSES for c in range(_SIZE_CLASSES + 1)})
+    class_queries = [int(queries[a:b].max()) for a, b in pairwise(edges)]
     best = [0.0] + [np.inf] * (len(edges) - 1)
     back = [0] * len(edges)
     for j in range(1, len(edges)):
         most_keys = int(keys[edges[j] - 1])
         most_queries = 0
         for i in range(j - 1, -1, -1):
-            most_queries = max(most_queries, int(queries[edges[i] : edges[i + 1]].max()))
+            most_queries = max(most_queries, class_queries[i])
             padded = (edges[j] - edges[i]) * most_keys
             cost = best[i] + padded * (most_queries * score_ns + gather_ns) + _NS_PER_BLOCK
             if cost < best[j]:
