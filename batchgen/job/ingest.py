@@ -105,13 +105,13 @@ def ingest(
     result = Ingested(table, RowTexts(folder / "rows.spool"))
     tokens = TokenSpool(folder / "tokens.spool")
     table.spill(np.zeros(0, np.int32))
-    raw_rows = inputs.rows(selection=selection_of(config))
+    raw_rows = inputs.rows(config.prompt_column, config.id_column, selection_of(config))
     places: dict[int, RawRow] = {}
     for taken in intake.feed(_values(raw_rows, places)):
         raw = places.pop(taken.row_index)
         result.rows += 1
         on_row(result.rows)
-        extra = carried(config.carry, taken.extra)
+        extra = carried(config.carry, {**raw.displaced, **taken.extra})
         if taken.error is not None:
             error = _located(taken.error, raw)
             _bad_row(config.on_bad_row, error, taken, result)

@@ -92,8 +92,6 @@ def prepare(config: RunConfig, note: Callable[[str], None]) -> Setup:
         model_names=frozenset({model, Path(model).name}),
         chat=config.chat,
         system=config.system,
-        prompt_column=config.prompt_column,
-        id_column=config.id_column,
     )
     encoder = Encoder(tokenizer, spec.vocab_size, spec.context_length, config.truncate, engine.seed)
     return Setup(engine, model, spec, tokenizer, defaults, encoder)
