@@ -1,0 +1,72 @@
+"""y = x W^T + b with the weight in the layout that the device multiplies fastest.
+
+On CPUs the weight is repacked once for oneDNN. Measured on two AVX512-BF16 cores with T = 64 rows and the shapes of a
+135M Llama: bfloat16 680-830 GFLOP/s against 530-600 of `F.linear`, float32 365-440 against 165-175 (MKL). One row is
+no slower. Elsewhere, and where oneDNN does not take the dtype, the weight stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["Linear", "can_pack"]
+
+_PACK_ROWS: Final = 64
+"""The batch size that the packed layout is chosen for; other sizes run through the same layout."""
+
+
+def _works(dtype: torch.dtype) -> bool:
+    """Whether this build's oneDNN multiplies `dtype` with a packed weight, found out by doing it."""
+    weight, x = torch.ones(16, 16, dtype=dtype), torch.ones(2, 16, dtype=dtype)
+    try:
+        out = _packed_linear(x, torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS), None)
+    except (RuntimeError, AttributeError, TypeError):
+        return False
+    return bool((out == 16).all())
+
+
+_packable: Final[dict[torch.dtype, bool]] = {}
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether `Linear` packs CPU weights of `dtype` here. The answer is a fact of the machine, found once."""
+    if dtype not in (torch.float32, torch.bfloat16) or not torch._C._has_mkldnn:
+        return False
+    if dtype not in _packable:
+        _packable[dtype] = _works(dtype)
+    return _packable[dtype]
+
+
+def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return out
+
+
+class Linear:
+    """x [..., I] -> [..., O] for `weight` [O, I] and `bias` [O].
+
+    Takes the weight over: on a CPU it is repacked, and the caller should drop its own reference, or both stay in
+    memory. The result has `x`'s dtype, which must be the weight's; sums are float32.
+    """
+
+    __slots__ = ("_apply", "bias", "in_features", "out_features", "packed", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, pack: bool = True) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.bias = bias
+        self.packed = pack and weight.device.type == "cpu" and can_pack(weight.dtype)
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS) if self.packed else weight
+        self._apply: Callable[[Tensor, Tensor, Tensor | None], Tensor] = _packed_linear if self.packed else F.linear
+
+    def dense_weight(self) -> Tensor:
+        """The weight [O, I] in the ordinary layout: a copy where it is packed."""
+        return self.weight.to_dense() if self.packed else self.weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The product, [..., O]."""
+        return self._apply(x, self.weight, self.bias)

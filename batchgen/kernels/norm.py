@@ -1,0 +1,20 @@
+"""Root-mean-square normalisation, y = x / sqrt(mean(x^2) + eps) * w."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["rms_norm", "rms_norm_reference"]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalise the last dimension of `x` [..., D] by `weight` [D]; float32 inside, one rounding to `x.dtype`."""
+    return torch.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The oracle of `rms_norm`: the same in separate float32 steps, rounded before the weight as checkpoints assume."""
+    wide = x.float()  # [..., D]
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)  # [..., 1]
+    return weight * (wide * scale).to(x.dtype)  # [..., D]

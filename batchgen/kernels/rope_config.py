@@ -1,0 +1,36 @@
+"""The numbers of a rotary embedding. Apart from `rope`, to be checked before torch is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+__all__ = ["ROPE_KINDS", "RopeConfig", "RopeKind"]
+
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+ROPE_KINDS: Final[tuple[str, ...]] = get_args(RopeKind)
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """One scaling rule. Fields that a `kind` does not use keep their defaults."""
+
+    kind: RopeKind
+    dim: int
+    """D, even."""
+    theta: float
+    max_positions: int
+    """`max_position_embeddings`."""
+    factor: float = 1.0
+    original_positions: int = 0
+    """llama3, yarn, longrope: the context before scaling."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()

@@ -1,0 +1,137 @@
+"""Which path takes a model, and which models none takes, told from config.json without torch or transformers."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from batchgen.errors import ModelError
+from batchgen.models.native_config import NATIVE_TYPES, NativeUnsupported, parse_native_config
+
+__all__ = ["Implementation", "Requested", "causal_lm_types", "choose_implementation"]
+
+Implementation = Literal["native", "transformers"]
+Requested = Literal["auto", "native", "transformers"]
+
+_OWN_ATTENTION: Final = "its attention in transformers does not go through the attention interface"
+_RECURRENT: Final = "it keeps a recurrent state beside keys and values"
+_SPARSE: Final = "it chooses the keys of its attention by a learned index"
+_ENCODER: Final = "it is an encoder, or needs one"
+_REASONS: Final[dict[str, str]] = {
+    _OWN_ATTENTION: (
+        "bloom codegen cpmant ctrl diffllama doge falcon gpt_neo gpt_neox_japanese gptj hrm_text inkling inkling_text "
+        "inkling2 inkling2_text mpt openai-gpt xglm xlm xlnet reformer blt"
+    ),
+    _RECURRENT: (
+        "mamba mamba2 falcon_mamba falcon_h1 rwkv xlstm jamba bamba zamba zamba2 recurrent_gemma nemotron_h lfm2 "
+        "lfm2_moe lfm3 granitemoehybrid kimi_linear minimax olmo_hybrid bailing_hybrid qwen3_next qwen3_5 qwen3_5_moe "
+        "qwen3_5_text qwen3_5_moe_text qwen4_exp qwen4_exp_text zaya"
+    ),
+    _SPARSE: "deepseek_v32 deepseek_v4 glm_moe_dsa minimax_m3_vl_text dots3_note dots3_note_text hy_v4 axk2",
+    _ENCODER: (
+        "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta "
+        "roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod distilbert modernbert t5 mt5 umt5 "
+        "bart mbart marian pegasus bigbird_pegasus blenderbot blenderbot-small plbart prophetnet mvp whisper trocr "
+        "musicgen musicgen_melody moshi git"
+    ),
+}
+_REFUSED: Final[dict[str, str]] = {name: reason for reason, names in _REASONS.items() for name in names.split()}
+_LAYER_TYPES: Final = ("full_attention", "sliding_attention", "chunked_attention")
+
+
+def choose_implementation(config: Mapping[str, Any], requested: Requested) -> Implementation:
+    """The path for a config.json: native where it can, else transformers.
+
+    Raises:
+        ModelError: neither can, or not the one asked for; the message names the type and the reason.
+    """
+    _refuse(config)
+    name = str(config["model_type"])
+    if name in NATIVE_TYPES:
+        if requested == "transformers":
+            return "transformers"
+        try:
+            parse_native_config(config)
+        except NativeUnsupported as error:
+            if requested == "native":
+                raise ModelError(f"{error} Use --model-impl transformers.") from None
+            return "transformers"
+        return "native"
+    if requested == "native":
+        raise ModelError(
+            f"The native decoder does not have the architecture {name}; it has {', '.join(NATIVE_TYPES)}. "
+            "Use --model-impl auto or transformers."
+        )
+    if name not in causal_lm_types():
+        raise ModelError(
+            f"The architecture {name} is not supported: the installed transformers has no causal language model of "
+            f"that type. Supported: {', '.join(NATIVE_TYPES)} natively, and most decoders of transformers."
+        )
+    return "transformers"
+
+
+def _refuse(config: Mapping[str, Any]) -> None:
+    name = str(config["model_type"])
+    text = config.get("text_config")
+    if name in _REFUSED:
+        raise ModelError(f"The architecture {name} is not supported: {_REFUSED[name]}. Use another model.")
+    if config.get("is_encoder_decoder"):
+        raise ModelError(f"The architecture {name} is an encoder-decoder, which is not supported. Use a decoder.")
+    if isinstance(text, dict) or any(key in config for key in ("vision_config", "audio_config")):
+        raise ModelError(
+            f"The architecture {name} is multimodal, which is not supported yet. Use a text-only checkpoint."
+        )
+    classes = config.get("architectures") or ()
+    if classes and not any(str(c).endswith(("ForCausalLM", "LMHeadModel")) for c in classes):
+        raise ModelError(
+            f"{classes[0]} ({name}) is not a causal language model. Use a checkpoint with a language head."
+        )
+    if config.get("auto_map") and name not in causal_lm_types():
+        raise ModelError(
+            f"The architecture {name} needs code out of its folder, which is never run. Use another model."
+        )
+    if config.get("index_topk"):
+        raise ModelError(f"The architecture {name} is not supported: {_SPARSE}. Use another model.")
+    strange = sorted({str(kind) for kind in config.get("layer_types") or ()} - set(_LAYER_TYPES))
+    if strange:
+        raise ModelError(f"The architecture {name} has layers of type {strange[0]}, which are not supported.")
+
+
+@cache
+def causal_lm_types() -> frozenset[str]:
+    """Model types for which the installed transformers has a causal language model.
+
+    Read out of the library's source, because importing it takes longer than refusing an unknown type may; imported
+    where the source does not look as expected.
+    """
+    spec = importlib.util.find_spec("transformers")
+    if spec is not None and spec.origin is not None:
+        names = _parse_mapping(Path(spec.origin).parent / "models" / "auto" / "modeling_auto.py")
+        if names:
+            return names
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def _parse_mapping(file: Path) -> frozenset[str]:
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return frozenset()
+    for node in tree.body:
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and node.targets[0].id == "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+            and isinstance(node.value, ast.Call)
+        ):
+            try:
+                return frozenset(str(name) for name, _ in ast.literal_eval(node.value.args[0]))
+            except (ValueError, IndexError, TypeError):
+                return frozenset()
+    return frozenset()

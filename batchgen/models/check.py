@@ -1,0 +1,68 @@
+"""Everything that can be said against a model before torch is loaded or a weight is read."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass
+from typing import Final
+
+from batchgen.errors import ModelError
+from batchgen.models.architectures import Implementation, Requested, choose_implementation
+from batchgen.models.folder import ModelFolder, check_model_folder
+from batchgen.models.native_config import NativeConfig, parse_native_config
+from batchgen.models.native_weights import NativeLayout, check_native_tensors, native_layout
+
+__all__ = ["CheckedModel", "check_model"]
+
+_STORED: Final = {"BF16": "bfloat16", "F16": "float16"}
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedModel:
+    """A folder that passed, and which path takes it."""
+
+    folder: ModelFolder
+    implementation: Implementation
+    native: tuple[NativeConfig, NativeLayout] | None
+    """For the native path."""
+    stored_dtype: str
+    """`dtype` of the configuration or, without one, of most stored numbers."""
+    max_model_len: int | None
+
+
+def check_model(
+    path: str | os.PathLike[str],
+    *,
+    implementation: Requested = "auto",
+    max_model_len: int | None = None,
+    revision: str | None = None,
+) -> CheckedModel:
+    """Check a model folder (or hub id) whole: files, headers, architecture and, for native models, every tensor.
+
+    Raises:
+        ModelError: naming what is wrong and the remedy.
+    """
+    folder = check_model_folder(path, revision)
+    chosen = choose_implementation(folder.config, implementation)
+    native = None
+    if chosen == "native":
+        config = parse_native_config(folder.config)
+        layout = native_layout(config, folder)
+        check_native_tensors(layout, folder)
+        if max_model_len is not None and max_model_len > config.max_positions:
+            raise ModelError(
+                f"--max-model-len {max_model_len} is past the model's context of {config.max_positions}. Give less."
+            )
+        native = config, layout
+    return CheckedModel(folder, chosen, native, _stored_dtype(folder), max_model_len)
+
+
+def _stored_dtype(folder: ModelFolder) -> str:
+    named = folder.config.get("dtype") or folder.config.get("torch_dtype")
+    if isinstance(named, str):
+        return named.removeprefix("torch.")
+    sizes: Counter[str] = Counter()
+    for info in folder.tensors.values():
+        sizes[info.dtype] += info.nbytes
+    return _STORED.get(sizes.most_common(1)[0][0], "float32") if sizes else "float32"

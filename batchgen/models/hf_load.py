@@ -1,0 +1,277 @@
+"""Loading a transformers model: refusals before weights are read, then the weights, then a test on a few tokens."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from batchgen.errors import ModelError
+from batchgen.models.base import ModelInput, ModelSpec
+from batchgen.models.folder import ModelFolder
+from batchgen.models.hf import ATTENTION_NAME, HookedModel, KeywordDropped, TransformersModel, register_attention
+from batchgen.models.probe import LayerUse, ProbeAttention
+from batchgen.models.stack import stack_projections
+
+__all__ = ["load_transformers", "read_transformers_config", "transformers_spec"]
+
+_TEST_TOKENS: Final = 7
+_TEST_SPLIT: Final = 2
+"""The test feeds two chunks, so that state other than keys and values would be lost and show."""
+_TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+"""Largest relative difference of a token's logits, median over tokens: rounding differs, routing near ties too."""
+
+
+def read_transformers_config(folder: ModelFolder, context_length: int | None) -> tuple[Any, int]:
+    """The library's configuration, made to depend on no neighbour, and the context length.
+
+    `longrope` chooses between two sets of frequencies by the longest position in a batch; here by the context length,
+    once, for all rows.
+
+    Raises:
+        ModelError: the library cannot read it, or the asked-for context is longer than the model's.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # configuration classes validate with errors of many types
+        raise ModelError(f"transformers cannot read {folder.path / 'config.json'}: {_first_line(error)}.") from None
+    longest: Any = getattr(config, "max_position_embeddings", None)
+    if longest is None and context_length is None:
+        raise ModelError(f"The configuration of {folder.path} names no context length. Give --max-model-len.")
+    if context_length is not None and longest is not None and context_length > longest:
+        raise ModelError(f"--max-model-len {context_length} is past the model's context of {longest}. Give less.")
+    context = int(longest) if context_length is None else context_length
+    _check_rope(config)
+    _fix_longrope(config, context)
+    return config, context
+
+
+def _rope_settings(config: Any) -> list[dict[str, Any]]:
+    """The rope settings: one dict, or one per layer type."""
+    settings = getattr(config, "rope_parameters", None)
+    if not isinstance(settings, dict):
+        return []
+    nested = [value for value in settings.values() if isinstance(value, dict)]
+    return nested or [settings]
+
+
+def _check_rope(config: Any) -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    for settings in _rope_settings(config):
+        kind = settings.get("rope_type", "default")
+        if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
+            known = ", ".join(["default", *ROPE_INIT_FUNCTIONS])
+            raise ModelError(f"config.json: rope type {kind!r} is not supported. Supported: {known}.")
+
+
+def _fix_longrope(config: Any, context: int) -> None:
+    for settings in _rope_settings(config):
+        original = settings.get("original_max_position_embeddings")
+        if settings.get("rope_type") == "longrope" and original and context > original:
+            settings["short_factor"] = settings["long_factor"]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().split("\n")[0] or type(error).__name__)[:300].rstrip(".")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the library's warnings and progress bars off stderr; what matters becomes an error here."""
+    from transformers.utils import logging
+
+    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bar:
+            logging.enable_progress_bar()
+
+
+def transformers_spec(
+    config: Any, folder: ModelFolder, dtype: torch.dtype, device: torch.device, context: int
+) -> ModelSpec:
+    """What the engine must know, from a forward on the meta device: no weight is read.
+
+    Raises:
+        ModelError: the architecture cannot run with our attention; the message names it and the reason.
+    """
+    register_attention()
+    with _quiet():
+        model = _meta_model(config)
+        uses = _learn_uses(model, config, context)
+    return ModelSpec(
+        name=str(config.model_type),
+        implementation="transformers",
+        vocab_size=int(config.vocab_size),
+        hidden_size=int(config.hidden_size),
+        num_layers=len(uses),
+        context_length=context,
+        kv_layers=tuple(use.kv for use in uses),
+        dtype=dtype,
+        device=device,
+        parameters=sum(p.numel() for p in model.parameters()),
+        digest=folder.digest,
+    )
+
+
+def _meta_model(config: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    config = type(config).from_dict(config.to_dict())
+    for settings in _rope_settings(config):
+        if settings.get("rope_type") == "dynamic":
+            settings["rope_type"] = "default"  # the same frequencies inside the context, without looking at positions
+    try:
+        with torch.device("meta"):
+            # Grouped expert products take bfloat16 only on this device; shapes are the same in any dtype.
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
+    except Exception as error:  # whatever the architecture's constructor objects to
+        raise ModelError(f"transformers cannot build this {config.model_type} model: {_first_line(error)}.") from None
+    _use_our_attention(model)
+    return model.eval()
+
+
+def _drop_padding(model: Any) -> None:
+    """Some forwards look for padding in every batch, for a warning, and would wait for the device. There is none."""
+    model.config.pad_token_id = None
+
+
+def _use_our_attention(model: Any) -> None:
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation(ATTENTION_NAME)
+    if model.config._attn_implementation != ATTENTION_NAME:
+        raise _unsupported(model.config, "its attention in transformers does not go through the attention interface")
+    _drop_padding(model)
+    if not isinstance(getattr(model, model.base_model_prefix, None), nn.Module):
+        raise _unsupported(model.config, "it has no separate decoder")
+
+
+def _learn_uses(model: Any, config: Any, context: int) -> list[LayerUse]:
+    """How each layer calls its attention, from a forward on the meta device."""
+    probe = ProbeAttention()
+    try:
+        _hook(model, _chunk(torch.zeros(4, dtype=torch.int64, device="meta"), 0, 4, probe))
+    except NotImplementedError:
+        # A forward that looks at values, such as a count of tokens per expert. Memory that is never written takes no
+        # space, so the same forward runs over whatever the allocator hands out.
+        probe = ProbeAttention()
+        _hook(model.to_empty(device="cpu"), _chunk(torch.zeros(4, dtype=torch.int64), 0, 4, probe))
+    return _check_uses(config, context, probe.calls)
+
+
+def _hook(model: Any, inputs: ModelInput) -> HookedModel:
+    """The model with our attention, by keyword or by slot, whichever its forwards take; `inputs` have been run."""
+    for use_slot in (False, True):
+        hooked = HookedModel(model, use_slot=use_slot)
+        try:
+            with torch.no_grad():
+                hooked.hidden(inputs)
+            return hooked
+        except KeywordDropped:
+            continue
+        except (ModelError, NotImplementedError):
+            raise
+        except Exception as error:  # a forward that cannot run this way fails in its own way
+            raise _unsupported(model.config, f"it cannot run on packed tokens ({_first_line(error)})") from None
+    raise _unsupported(model.config, "its attention cannot be reached")
+
+
+def _unsupported(config: Any, reason: str) -> ModelError:
+    return ModelError(f"The architecture {config.model_type} is not supported: {reason}. Use another model.")
+
+
+def _check_uses(config: Any, context: int, calls: list[tuple[int, LayerUse]]) -> list[LayerUse]:
+    """One call per layer, in shapes that a cache can have, with the windows that the configuration tells of."""
+    counts = Counter(layer for layer, _ in calls)
+    layers = int(config.num_hidden_layers)
+    if set(counts) != set(range(layers)) or set(counts.values()) != {1}:
+        raise _unsupported(config, f"{len(counts)} of its {layers} layers attend exactly once through keys and values")
+    uses = [use for _, use in sorted(calls, key=lambda call: call[0])]
+    _check_windows(config, context, [use.window for use in uses])
+    return uses
+
+
+def _check_windows(config: Any, context: int, told: list[int | None]) -> None:
+    """Refuse a model whose window is in its mask alone: our attention would not know of it."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    chunk = getattr(config, "attention_chunk_size", None)
+    if kinds and "chunked_attention" in kinds and (chunk is None or chunk < context):
+        raise _unsupported(config, f"it attends in chunks of {chunk} tokens (--max-model-len {chunk} would do)")
+    if not window or window >= context or not getattr(config, "use_sliding_window", True):
+        return
+    sliding = [kind == "sliding_attention" for kind in kinds] if kinds else [any(w is None for w in told)] * len(told)
+    for layer, (slides, given) in enumerate(zip(sliding, told, strict=False)):
+        if slides and given != window:
+            raise _unsupported(config, f"layer {layer} does not tell its attention of its window of {window} tokens")
+
+
+def load_transformers(config: Any, spec: ModelSpec, folder: ModelFolder) -> TransformersModel:
+    """Read the weights, put our attention in, stack projections, and test a few tokens against the library's own.
+
+    Raises:
+        ModelError: weights are missing, or the model's logits are not the library's.
+    """
+    with _quiet(), torch.no_grad():
+        model = _read_weights(config, spec, folder)
+        ids = (torch.arange(_TEST_TOKENS, device=spec.device) * 7919 + 13) % spec.vocab_size  # [7]
+        expected = model(input_ids=ids[None], use_cache=False).logits[0].float()  # [7, V]
+        _use_our_attention(model)
+        stack_projections(model)
+        return _tested(TransformersModel(_hook(model, _chunk(ids, 0, 1, ProbeAttention())), spec), ids, expected)
+
+
+def _read_weights(config: Any, spec: ModelSpec, folder: ModelFolder) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder.path,
+            config=config,
+            dtype=spec.dtype,
+            attn_implementation="eager",
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # loading fails in as many ways as there are architectures
+        raise ModelError(f"transformers cannot load {folder.path}: {_first_line(error)}.") from None
+    for problem in ("missing_keys", "mismatched_keys", "error_msgs"):
+        if info.get(problem):
+            first = sorted(str(entry) for entry in info[problem])[0]
+            raise ModelError(
+                f"{folder.path} does not hold the weights that config.json calls for ({problem}: {first}). "
+                "Copy the folder again, or check that config.json belongs to these weights."
+            )
+    return model.eval().to(spec.device)
+
+
+def _chunk(ids: Tensor, start: int, end: int, probe: ProbeAttention) -> ModelInput:
+    return ModelInput(ids[start:end], torch.arange(start, end, device=ids.device), probe)
+
+
+def _tested(model: TransformersModel, ids: Tensor, expected: Tensor) -> TransformersModel:
+    """Hold our logits [7, V], in two chunks, against the library's for the whole."""
+    probe = ProbeAttention()
+    bounds = ((0, _TEST_SPLIT), (_TEST_SPLIT, len(ids)))
+    got = torch.cat([model.logits(model.hidden(_chunk(ids, *pair, probe))) for pair in bounds])  # [7, V]
+    error = (got - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-6)  # [7]
+    worst = float(error.median() if model.spec.dtype != torch.float32 else error.max())
+    if not worst <= _TOLERANCE[model.spec.dtype]:
+        raise ModelError(
+            f"The architecture {model.spec.name} is not supported: with batchgen's attention its logits differ from "
+            f"transformers' by {worst:.1%}. Use another model."
+        )
+    return model

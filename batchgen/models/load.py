@@ -1,0 +1,119 @@
+"""`load_model`: from a folder or hub id to a model behind the seam, refusing before it reads.
+
+Whoever must refuse within moments (the command line) calls `batchgen.models.check.check_model` first, which loads
+neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Final, Literal
+
+import torch
+
+from batchgen.errors import ModelError
+from batchgen.models.architectures import Requested
+from batchgen.models.base import Model, ModelSpec
+from batchgen.models.check import CheckedModel, check_model
+from batchgen.models.native import load_native, native_spec
+from batchgen.models.native_config import NativeConfig
+from batchgen.models.native_weights import NativeLayout
+
+__all__ = ["DeviceName", "DtypeName", "inspect_model", "load_model"]
+
+DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
+DeviceName = Literal["auto", "cpu", "cuda"]
+
+_DTYPES: Final[dict[str, torch.dtype]] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+
+
+def load_model(
+    path: str | os.PathLike[str],
+    *,
+    implementation: Requested = "auto",
+    dtype: DtypeName = "auto",
+    device: DeviceName = "auto",
+    max_model_len: int | None = None,
+    revision: str | None = None,
+) -> Model:
+    """Load a checkpoint in Hugging Face format.
+
+    Args:
+        path: its folder, or a hub id.
+        implementation: `auto` takes the native decoder for its families and transformers for others.
+        dtype: `auto` is the checkpoint's own on a GPU. On a CPU it is bfloat16 where the checkpoint is bfloat16 or
+            float16 and the processor multiplies bfloat16 (AVX512-BF16 or AMX), else float32.
+        device: `auto` is the GPU if there is one.
+        max_model_len: a context shorter than the model's.
+        revision: of a hub id.
+
+    Raises:
+        ModelError: with the reason and the remedy; before a weight is read wherever the reason can be known then.
+    """
+    checked = check_model(path, implementation=implementation, max_model_len=max_model_len, revision=revision)
+    where = _device(device)
+    kind = _dtype(checked, dtype, where)
+    if checked.native is not None:
+        config, layout = checked.native
+        return load_native(_native_spec(checked, config, layout, kind, where), config, layout, checked.folder)
+    # Only here: importing the library costs seconds that a native model does not need.
+    from batchgen.models.hf_load import load_transformers, read_transformers_config, transformers_spec
+
+    library_config, context = read_transformers_config(checked.folder, max_model_len)
+    spec = transformers_spec(library_config, checked.folder, kind, where, context)
+    return load_transformers(library_config, spec, checked.folder)
+
+
+def inspect_model(
+    path: str | os.PathLike[str],
+    *,
+    implementation: Requested = "auto",
+    dtype: DtypeName = "auto",
+    device: DeviceName = "auto",
+    max_model_len: int | None = None,
+    revision: str | None = None,
+) -> ModelSpec:
+    """The spec that `load_model` would give, without reading a weight. Same arguments, same errors."""
+    checked = check_model(path, implementation=implementation, max_model_len=max_model_len, revision=revision)
+    where = _device(device)
+    kind = _dtype(checked, dtype, where)
+    if checked.native is not None:
+        return _native_spec(checked, *checked.native, kind, where)
+    from batchgen.models.hf_load import read_transformers_config, transformers_spec  # as in load_model
+
+    library_config, context = read_transformers_config(checked.folder, max_model_len)
+    return transformers_spec(library_config, checked.folder, kind, where, context)
+
+
+def _native_spec(
+    checked: CheckedModel, config: NativeConfig, layout: NativeLayout, dtype: torch.dtype, device: torch.device
+) -> ModelSpec:
+    context = checked.max_model_len or config.max_positions
+    return native_spec(config, layout, checked.folder, dtype, device, context)
+
+
+def _device(name: DeviceName) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ModelError("There is no CUDA device that this torch can use. Use --device cpu, or install a CUDA build.")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def _dtype(checked: CheckedModel, name: DtypeName, device: torch.device) -> torch.dtype:
+    if name != "auto":
+        return _DTYPES[name]
+    stored = _DTYPES.get(checked.stored_dtype, torch.float32)
+    if device.type != "cpu":
+        return stored
+    return torch.bfloat16 if stored != torch.float32 and _multiplies_bfloat16() else torch.float32
+
+
+def _multiplies_bfloat16() -> bool:
+    """Whether the processor has instructions for bfloat16 products; without them it is slower than float32."""
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("amx_tile"))

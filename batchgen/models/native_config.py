@@ -1,0 +1,222 @@
+"""The configuration of the native decoder, read from a Hugging Face config.json. Imports no torch.
+
+Families: Llama, Mistral, Qwen2, Qwen3. A key that is absent takes the family's default in transformers. Both spellings
+of rope settings are read: `rope_theta` + `rope_scaling`, and `rope_parameters`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+from batchgen.errors import ModelError
+from batchgen.kernels.rope_config import ROPE_KINDS, RopeConfig, RopeKind
+
+__all__ = ["NATIVE_TYPES", "NativeConfig", "NativeUnsupported", "parse_native_config"]
+
+NATIVE_TYPES: Final = ("llama", "mistral", "qwen2", "qwen3")
+_ACTIVATIONS: Final = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "relu")
+_REQUIRED: Final = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+)  # fmt: skip
+_DEFAULTS: Final[dict[str, dict[str, Any]]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096},
+    "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
+}
+
+
+class NativeUnsupported(ModelError):
+    """The model is of a native family but uses something that only the transformers path has."""
+
+
+@dataclass(frozen=True, slots=True)
+class NativeConfig:
+    """Sizes and switches of one decoder."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_eps: float
+    activation: str
+    tied: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    windows: tuple[int | None, ...]
+    """Per layer; None sees everything before."""
+    rope: RopeConfig
+    max_positions: int
+
+    @property
+    def q_size(self) -> int:
+        """Rows of q in the fused projection."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Rows of k, and of v, in the fused projection."""
+        return self.num_kv_heads * self.head_dim
+
+
+class _Reader:
+    """Typed access to config.json with the family's defaults."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.model_type = str(config["model_type"])
+        self.values = {**_DEFAULTS[self.model_type], **config}
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self.values.get(key)
+        value = default if value is None else value
+        if type(value) is not int or value < 1:
+            raise ModelError(f"config.json: {key} must be a positive integer, got {value!r}. Copy the file again.")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self.values.get(key, default)
+        if type(value) not in (int, float):
+            raise ModelError(f"config.json: {key} must be a number, got {value!r}. Copy the file again.")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.values.get(key)
+        value = default if value is None else value
+        if type(value) is not bool:
+            raise ModelError(f"config.json: {key} must be true or false, got {value!r}. Copy the file again.")
+        return value
+
+
+def parse_native_config(config: Mapping[str, Any]) -> NativeConfig:
+    """Read a config.json of one of `NATIVE_TYPES`.
+
+    Raises:
+        NativeUnsupported: it asks for something that this decoder does not have.
+        ModelError: a value that makes no sense, or an unknown rope type.
+    """
+    read = _Reader(config)
+    for key in _REQUIRED:
+        read.integer(key)
+    heads, layers = read.integer("num_attention_heads"), read.integer("num_hidden_layers")
+    kv_heads = read.integer("num_key_value_heads", heads)
+    head_dim = read.integer("head_dim", read.integer("hidden_size") // heads)
+    max_positions = read.integer("max_position_embeddings")
+    if heads % kv_heads:
+        raise ModelError(f"config.json: {heads} attention heads cannot share {kv_heads} kv heads. Copy the file again.")
+    activation = str(read.values.get("hidden_act", "silu"))
+    if activation not in _ACTIVATIONS:
+        raise NativeUnsupported(f"The native decoder does not have the activation {activation}.")
+    qkv_bias, o_bias, mlp_bias = _biases(read)
+    return NativeConfig(
+        model_type=read.model_type,
+        vocab_size=read.integer("vocab_size"),
+        hidden_size=read.integer("hidden_size"),
+        intermediate_size=read.integer("intermediate_size"),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rms_eps=read.number("rms_norm_eps", 1e-6),
+        activation=activation,
+        tied=read.flag("tie_word_embeddings"),
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=read.model_type == "qwen3",
+        windows=_windows(read, layers),
+        rope=_rope(read, head_dim, max_positions),
+        max_positions=max_positions,
+    )
+
+
+def _biases(read: _Reader) -> tuple[bool, bool, bool]:
+    """(q, k and v; o; mlp)."""
+    match read.model_type:
+        case "llama":
+            bias = read.flag("attention_bias")
+            return bias, bias, read.flag("mlp_bias")
+        case "qwen2":
+            return True, False, False
+        case "qwen3":
+            bias = read.flag("attention_bias")
+            return bias, bias, False
+        case _:
+            return False, False, False
+
+
+def _windows(read: _Reader, layers: int) -> tuple[int | None, ...]:
+    if read.model_type == "llama" or read.values.get("sliding_window") is None:
+        return (None,) * layers
+    window = read.integer("sliding_window")
+    if read.model_type == "mistral":
+        if read.values.get("layer_types"):
+            raise NativeUnsupported("The native decoder does not read layer_types of a Mistral model.")
+        return (window,) * layers
+    if not read.flag("use_sliding_window"):
+        return (None,) * layers
+    types = read.values.get("layer_types")
+    if types is None:
+        full = read.integer("max_window_layers", 28) if read.values.get("max_window_layers") != 0 else 0
+        return tuple(window if i >= full else None for i in range(layers))
+    if len(types) < layers or not set(types) <= {"full_attention", "sliding_attention"}:
+        raise NativeUnsupported("The native decoder does not have these layer_types.")
+    return tuple(window if kind == "sliding_attention" else None for kind in types[:layers])
+
+
+def _rope(read: _Reader, head_dim: int, max_positions: int) -> RopeConfig:
+    given = read.values.get("rope_scaling") or read.values.get("rope_parameters") or {}
+    if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+        raise NativeUnsupported("The native decoder does not have rope settings per layer type.")
+    settings = dict(given)
+    kind = settings.get("rope_type") or settings.get("type") or "default"
+    if kind not in ROPE_KINDS:
+        raise ModelError(f"config.json: rope type {kind!r} is not supported. Supported: {', '.join(ROPE_KINDS)}.")
+    if (settings.get("partial_rotary_factor") or read.values.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise NativeUnsupported("The native decoder does not have partial rotary embeddings.")
+    if head_dim % 2:
+        raise ModelError(f"config.json: rotary embeddings need an even head size, got {head_dim}. Copy the file again.")
+    theta = settings.get("rope_theta") or read.values.get("rope_theta") or 10_000.0
+    base: dict[str, Any] = {"dim": head_dim, "theta": float(theta), "max_positions": max_positions}
+    try:
+        return RopeConfig(kind=cast(RopeKind, kind), **base, **_rope_numbers(read, kind, settings, head_dim))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"config.json: rope type {kind!r} lacks or misstates {error}. Copy the file again.") from None
+
+
+def _rope_numbers(read: _Reader, kind: str, settings: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
+    if kind in ("default", "dynamic"):
+        return {}
+    if kind == "linear":
+        return {"factor": float(settings["factor"])}
+    max_positions = read.integer("max_position_embeddings")
+    # A value beside the rope settings goes before one inside them, as in transformers.
+    outside = read.values.get("original_max_position_embeddings")
+    original = int(outside or settings.get("original_max_position_embeddings") or max_positions)
+    factor = settings.get("factor")
+    numbers: dict[str, Any] = {
+        "original_positions": original,
+        "factor": float(factor) if factor is not None else max_positions / original,
+    }
+    if kind == "llama3":
+        return {**numbers, **{key: float(settings[key]) for key in ("low_freq_factor", "high_freq_factor")}}
+    optional = ("attention_factor", "mscale", "mscale_all_dim") if kind == "yarn" else ("attention_factor",)
+    numbers |= {key: float(settings[key]) for key in optional if settings.get(key) is not None}
+    if kind == "yarn":
+        numbers |= {
+            "beta_fast": float(settings.get("beta_fast") or 32),
+            "beta_slow": float(settings.get("beta_slow") or 1),
+        }
+        return {**numbers, "truncate": bool(settings.get("truncate", True))}
+    for key in ("short_factor", "long_factor"):
+        numbers[key] = tuple(float(x) for x in settings[key])
+        if len(numbers[key]) != head_dim // 2:
+            raise ValueError(f"{key} ({len(numbers[key])} entries for {head_dim // 2} frequencies)")
+    return numbers

@@ -1,0 +1,129 @@
+"""Which tensors a native checkpoint must hold, and how they are fused. Imports no torch.
+
+q, k and v are one matrix [(N + 2K) D, H]; gate and up are one [2I, H], gate first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from batchgen.errors import ModelError
+from batchgen.models.folder import ModelFolder
+from batchgen.models.native_config import NativeConfig
+
+__all__ = ["FusedTensor", "NativeLayout", "check_native_tensors", "native_layout"]
+
+_IGNORED_SUFFIXES: Final = (".rotary_emb.inv_freq",)
+"""Computed from the configuration; older checkpoints store them."""
+_FLOATS: Final = ("F16", "BF16", "F32", "F64")
+
+
+@dataclass(frozen=True, slots=True)
+class FusedTensor:
+    """`parts` are (name in the checkpoint, rows), stacked along dimension 0; `columns` is empty for vectors."""
+
+    parts: tuple[tuple[str, int], ...]
+    columns: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole."""
+        return (sum(rows for _, rows in self.parts), *self.columns)
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLayout:
+    """Every tensor of a decoder by its fused name."""
+
+    embedding: FusedTensor
+    norm: FusedTensor
+    head: FusedTensor | None
+    """None: the embedding is the head."""
+    layers: tuple[Mapping[str, FusedTensor], ...]
+
+    def __iter__(self) -> Iterator[FusedTensor]:
+        yield from (self.embedding, self.norm)
+        if self.head is not None:
+            yield self.head
+        for layer in self.layers:
+            yield from layer.values()
+
+
+def native_layout(config: NativeConfig, folder: ModelFolder) -> NativeLayout:
+    """What `config` needs, under the names that `folder` uses (with `model.` before them or, saved bare, without).
+
+    A stored `lm_head.weight` is used even where the configuration ties it, as in transformers: a tied checkpoint that
+    holds both either holds the same numbers twice or was untied by training.
+    """
+    prefix = "" if "embed_tokens.weight" in folder.tensors else "model."
+    hidden = (config.hidden_size,)
+    stored_head = "lm_head.weight" in folder.tensors
+    vocab = config.vocab_size
+    head = FusedTensor((("lm_head.weight", vocab),), hidden) if stored_head or not config.tied else None
+    return NativeLayout(
+        embedding=FusedTensor(((f"{prefix}embed_tokens.weight", vocab),), hidden),
+        norm=FusedTensor(((f"{prefix}norm.weight", config.hidden_size),), ()),
+        head=head,
+        layers=tuple(_layer(config, f"{prefix}layers.{i}.") for i in range(config.num_layers)),
+    )
+
+
+def _layer(config: NativeConfig, prefix: str) -> dict[str, FusedTensor]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    qkv = (("q_proj", config.q_size), ("k_proj", config.kv_size), ("v_proj", config.kv_size))
+    linears: dict[str, tuple[str, tuple[tuple[str, int], ...], int, bool]] = {
+        "qkv": ("self_attn", qkv, hidden, config.qkv_bias),
+        "o": ("self_attn", (("o_proj", hidden),), config.q_size, config.o_bias),
+        "gate_up": ("mlp", (("gate_proj", inner), ("up_proj", inner)), hidden, config.mlp_bias),
+        "down": ("mlp", (("down_proj", hidden),), inner, config.mlp_bias),
+    }
+    layer: dict[str, FusedTensor] = {}
+    for name, (block, parts, columns, bias) in linears.items():
+        weights = tuple((f"{prefix}{block}.{part}.weight", rows) for part, rows in parts)
+        layer[name] = FusedTensor(weights, (columns,))
+        if bias:
+            layer[f"{name}_bias"] = FusedTensor(
+                tuple((f"{prefix}{block}.{part}.bias", rows) for part, rows in parts), ()
+            )
+    norms = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
+    layer |= {key: FusedTensor(((f"{prefix}{name}.weight", hidden),), ()) for key, name in norms.items()}
+    if config.qk_norm:
+        for key in ("q_norm", "k_norm"):
+            layer[key] = FusedTensor(((f"{prefix}self_attn.{key}.weight", config.head_dim),), ())
+    return layer
+
+
+def check_native_tensors(layout: NativeLayout, folder: ModelFolder) -> None:
+    """Hold the layout against the headers: every tensor there, of the right shape, and nothing beside them.
+
+    Raises:
+        ModelError: naming the first tensor that is missing, misshapen, not floating point or not understood.
+    """
+    needed: dict[str, tuple[int, ...]] = {}
+    for fused in layout:
+        needed |= {name: (rows, *fused.columns) for name, rows in fused.parts}
+    missing = [name for name in needed if name not in folder.tensors]
+    if missing:
+        raise ModelError(
+            f"{folder.path} lacks {len(missing)} of the {len(needed)} tensors that config.json calls for, "
+            f"{missing[0]} first. Copy the folder again, or check that config.json belongs to these weights."
+        )
+    for name, shape in needed.items():
+        info = folder.tensors[name]
+        if info.shape != shape:
+            raise ModelError(
+                f"{name} has shape {list(info.shape)} where config.json calls for {list(shape)}. "
+                "Check that config.json belongs to these weights."
+            )
+        if info.dtype not in _FLOATS:
+            raise ModelError(
+                f"{name} is stored as {info.dtype}, which is not supported. Use the unquantised checkpoint."
+            )
+    extra = [name for name in folder.tensors if name not in needed and not name.endswith(_IGNORED_SUFFIXES)]
+    if extra:
+        raise ModelError(
+            f"{folder.path} holds {len(extra)} tensors that a {folder.model_type} model of this config.json does not "
+            f"have, {extra[0]} first. Check that config.json belongs to these weights."
+        )

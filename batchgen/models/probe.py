@@ -1,0 +1,81 @@
+"""A dense attention over one sequence that notes what it is asked for: layer shapes, windows, sinks.
+
+It runs a model before there is a paged pool: to learn the shapes of its cache, and to test it against the library's own
+attention at load. On the meta device it only notes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from batchgen.kernels.types import LayerKV
+
+__all__ = ["LayerUse", "ProbeAttention"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerUse:
+    """How a layer called its attention."""
+
+    kv: LayerKV
+    window: int | None
+
+
+class ProbeAttention:
+    """Causal attention (the `Attention` protocol) of one sequence fed in order, keys and values kept whole."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, LayerUse]] = []
+        """(layer, use) in the order of the calls."""
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See `Attention.attend`."""
+        self.calls.append((layer, LayerUse(LayerKV(key.shape[1], key.shape[2], value.shape[2]), window)))
+        if query.is_meta:
+            return query.new_empty(*query.shape[:2], value.shape[2])
+        if layer in self._keys:
+            key, value = torch.cat((self._keys[layer], key)), torch.cat((self._values[layer], value))
+        self._keys[layer], self._values[layer] = key, value
+        return _dense(query, key, value, scale, window, softcap, sinks)
+
+
+def _dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Query [T, N, D], key [S, K, D], value [S, K, Dv]; queries are the last T positions. -> [T, N, Dv]."""
+    tokens, length = query.shape[0], key.shape[0]
+    group = query.shape[1] // key.shape[1]
+    k, v = (x.float().repeat_interleave(group, dim=1) for x in (key, value))  # [S, N, D], [S, N, Dv]
+    scores = torch.einsum("tnd,snd->nts", query.float(), k) * scale  # [N, T, S]
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    at = torch.arange(length - tokens, length, device=query.device)[:, None]  # [T, 1]
+    keys = torch.arange(length, device=query.device)  # [S]
+    seen = keys <= at if window is None else (keys <= at) & (keys > at - window)  # [T, S]
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float()[:, None, None].expand(-1, tokens, 1)), -1)  # [N, T, S + 1]
+    weights = scores.softmax(-1)[..., :length]  # [N, T, S]
+    return torch.einsum("nts,snd->tnd", weights, v).to(query.dtype)  # [T, N, Dv]

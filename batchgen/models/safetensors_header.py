@@ -1,0 +1,96 @@
+"""Headers of safetensors files: what they hold and where, checked against the file's size, without reading a weight.
+
+The format: 8 bytes little-endian header length, a JSON object {name: {dtype, shape, data_offsets}}, then the data.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from batchgen.errors import ModelError
+
+__all__ = ["DTYPE_BYTES", "TensorInfo", "read_header"]
+
+DTYPE_BYTES: Final[dict[str, float]] = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8, "F4": 0.5, "F6_E2M3": 0.75, "F6_E3M2": 0.75,
+}  # fmt: skip
+_MAX_HEADER: Final = 100_000_000
+"""The format's own limit, in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One stored tensor: `nbytes` bytes of `dtype` (safetensors' name) from byte `start` of `file`."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+def read_header(file: Path) -> tuple[dict[str, TensorInfo], bytes]:
+    """The tensors of one file, and the raw header for a digest.
+
+    Raises:
+        ModelError: the file cannot be read, is cut short, or is not a safetensors file.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            prefix = stream.read(8)
+            if len(prefix) < 8:
+                raise _damaged(file, f"it holds {size} bytes; a copy or download was probably interrupted")
+            (length,) = struct.unpack("<Q", prefix)
+            if length > _MAX_HEADER:
+                raise _damaged(file, "it does not begin with a safetensors header")
+            if length > size - 8:
+                raise _damaged(file, f"it ends inside its header ({size} bytes); a copy was probably interrupted")
+            raw = stream.read(length)
+    except OSError as error:
+        raise ModelError(
+            f"Cannot read {file}: {error.strerror or error}. Check the file and its permissions."
+        ) from None
+    tensors = {name: _tensor(file, name, entry, 8 + length) for name, entry in _parse(file, raw).items()}
+    _check_size(file, size, max((t.start + t.nbytes for t in tensors.values()), default=8 + length))
+    return tensors, raw
+
+
+def _parse(file: Path, raw: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(raw)
+    except ValueError:
+        raise _damaged(file, "its header is not JSON") from None
+    if not isinstance(header, dict):
+        raise _damaged(file, "its header is not a JSON object")
+    header.pop("__metadata__", None)
+    return header
+
+
+def _tensor(file: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
+    try:
+        dtype, shape = entry["dtype"], tuple(int(x) for x in entry["shape"])
+        begin, end = (int(x) for x in entry["data_offsets"])
+        expected = math.prod(shape) * DTYPE_BYTES[dtype]
+    except (KeyError, TypeError, ValueError):
+        raise _damaged(file, f"the header entry of {name} is not one this version can read") from None
+    if not 0 <= begin <= end or end - begin != expected:
+        raise _damaged(file, f"{name} has {end - begin} bytes where its shape and dtype need {expected:.0f}")
+    return TensorInfo(file, dtype, shape, data_start + begin, end - begin)
+
+
+def _check_size(file: Path, size: int, expected: int) -> None:
+    if size < expected:
+        raise _damaged(file, f"it has {size} of {expected} bytes; a copy or download was probably interrupted")
+    if size > expected:
+        raise _damaged(file, f"it has {size} bytes where its header describes {expected}")
+
+
+def _damaged(file: Path, reason: str) -> ModelError:
+    return ModelError(f"{file} is damaged: {reason}. Copy or download the file again.")

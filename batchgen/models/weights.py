@@ -1,0 +1,100 @@
+"""Reading stored tensors straight into tensors that stand ready: no second copy of a model in memory.
+
+A tensor whose stored dtype is the target's and whose target is contiguous on the CPU is read in place. Otherwise it
+passes through one buffer of at most 32 MiB, converted and copied piece by piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import BinaryIO, Final
+
+import torch
+from torch import Tensor
+
+from batchgen.errors import ModelError
+from batchgen.models.safetensors_header import TensorInfo
+
+__all__ = ["WeightReader"]
+
+_TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+_BUFFER_BYTES: Final = 32 << 20
+
+
+class WeightReader:
+    """Copies named tensors into targets. Keeps the current file open; use as a context manager."""
+
+    def __init__(self, tensors: Mapping[str, TensorInfo]) -> None:
+        self._tensors = tensors
+        self._name: str | None = None
+        self._stream: BinaryIO | None = None
+        self._buffer: Tensor | None = None
+
+    def __enter__(self) -> WeightReader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._stream is not None:
+            self._stream.close()
+        self._stream = self._buffer = None
+
+    def read_into(self, name: str, target: Tensor) -> None:
+        """Fill `target` with the stored tensor `name`, which has its shape, converting to its dtype.
+
+        Raises:
+            ModelError: the tensor is not stored as floating point, or the file cannot be read.
+        """
+        info = self._tensors[name]
+        assert info.shape == tuple(target.shape), (name, info.shape, target.shape)
+        dtype = _TORCH_DTYPES.get(info.dtype)
+        if dtype is None:
+            raise ModelError(
+                f"{name} is stored as {info.dtype}, which is not supported. Use the unquantised checkpoint."
+            )
+        try:
+            stream = self._open(info)
+            stream.seek(info.start)
+            if dtype == target.dtype and target.device.type == "cpu" and target.is_contiguous():
+                _fill(stream, target.view(-1), info)
+            else:
+                self._convert(stream, dtype, target, info)
+        except OSError as error:
+            raise ModelError(f"Cannot read {info.file}: {error.strerror or error}. Copy the file again.") from None
+
+    def _open(self, info: TensorInfo) -> BinaryIO:
+        if self._stream is None or self._name != str(info.file):
+            if self._stream is not None:
+                self._stream.close()
+            # Unbuffered: every read is a large one into its own memory.
+            self._stream, self._name = info.file.open("rb", buffering=0), str(info.file)
+        return self._stream
+
+    def _convert(self, stream: BinaryIO, dtype: torch.dtype, target: Tensor, info: TensorInfo) -> None:
+        assert target.is_contiguous(), "targets are slices of leading rows"
+        if self._buffer is None:
+            self._buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8)
+        piece = self._buffer.view(dtype)
+        flat = target.view(-1)
+        for start in range(0, flat.numel(), piece.numel()):
+            part = flat[start : start + piece.numel()]
+            source = piece[: part.numel()]
+            _fill(stream, source, info)
+            part.copy_(source)
+
+
+def _fill(stream: BinaryIO, target: Tensor, info: TensorInfo) -> None:
+    """Read exactly the bytes of the flat CPU tensor `target`."""
+    if not target.numel():
+        return
+    view = memoryview(target.view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy's buffers need Python 3.12
+    while view:
+        count = stream.readinto(view)  # type: ignore[attr-defined]
+        if not count:
+            raise ModelError(f"{info.file} ended while it was read. Copy the file again.")
+        view = view[count:]

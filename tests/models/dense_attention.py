@@ -1,0 +1,86 @@
+"""A plain float32 attention over several sequences, written apart from the product's: the tests' own oracle."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+__all__ = ["DenseAttention", "DenseCache"]
+
+
+class DenseCache:
+    """Keys and values per (layer, sequence), grown step by step."""
+
+    def __init__(self) -> None:
+        self.keys: dict[tuple[int, int], Tensor] = {}
+        self.values: dict[tuple[int, int], Tensor] = {}
+
+    def step(self, parts: list[tuple[int, int]]) -> DenseAttention:
+        """The attention of a step whose flat tokens are `parts`: (sequence, tokens), one after the other."""
+        return DenseAttention(self, parts)
+
+
+class DenseAttention:
+    """One step (the `Attention` protocol). `calls` notes the layers that attended."""
+
+    def __init__(self, cache: DenseCache, parts: list[tuple[int, int]]) -> None:
+        self.cache = cache
+        self.parts = parts
+        self.calls: list[int] = []
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        self.calls.append(layer)
+        assert query.shape[0] == key.shape[0] == value.shape[0] == sum(count for _, count in self.parts)
+        out, start = [], 0
+        for sequence, count in self.parts:
+            at = (layer, sequence)
+            new_k, new_v = key[start : start + count], value[start : start + count]
+            self.cache.keys[at] = torch.cat([self.cache.keys[at], new_k]) if at in self.cache.keys else new_k.clone()
+            self.cache.values[at] = (
+                torch.cat([self.cache.values[at], new_v]) if at in self.cache.values else new_v.clone()
+            )
+            k, v = self.cache.keys[at].float(), self.cache.values[at].float()
+            rows = query[start : start + count].float()
+            out.append(torch.stack([_row(rows, i, k, v, scale, window, softcap, sinks) for i in range(count)]))
+            start += count
+        return torch.cat(out).to(query.dtype)
+
+
+def _row(
+    rows: Tensor,
+    i: int,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """One query [N, D] against keys [S, K, D]: the newest `len(rows)` positions are the queries'."""
+    end = len(k) - len(rows) + i + 1
+    begin = 0 if window is None else max(0, end - window)
+    groups = rows.shape[1] // k.shape[1]
+    out = []
+    for head in range(rows.shape[1]):
+        scores = k[begin:end, head // groups] @ rows[i, head] * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        weights = torch.exp(scores - scores.max())
+        total = weights.sum()
+        if sinks is not None:
+            total = total + math.exp(float(sinks[head]) - float(scores.max()))
+        out.append(weights / total @ v[begin:end, head // groups])
+    return torch.stack(out)

@@ -1,0 +1,152 @@
+"""Small random checkpoints of many architectures, for tests of every floor.
+
+`tiny_config("gemma2")` is a configuration of hidden size 64 with two to four layers, windows of 5 tokens where the
+architecture has windows, and weights large enough that greedy choices are well apart. `save_tiny("gemma2", folder)`
+writes it as a Hugging Face folder. Everything is seeded: the same call gives the same weights.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+__all__ = ["MORE_TYPES", "NATIVE_TYPES", "TYPES", "VOCAB", "WINDOW", "save_tiny", "tiny_config", "tiny_model"]
+
+VOCAB = 256
+WINDOW = 5
+
+NATIVE_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+TYPES = (
+    *NATIVE_TYPES,
+    "gemma", "gemma2", "gemma3_text", "gpt_oss", "phi", "phi3", "olmo", "olmo2", "olmo3", "mixtral", "qwen2_moe",
+    "qwen3_moe", "cohere", "cohere2", "granite", "starcoder2", "stablelm", "gpt_neox", "gpt2", "nemotron", "smollm3",
+    "deepseek_v2", "deepseek_v3", "ernie4_5", "glm4", "helium",
+)  # fmt: skip
+"""The architectures that the transformers path is held to."""
+
+MORE_TYPES = (
+    "afmoe", "apertus", "arcee", "axk1", "beam", "biogpt", "bitnet", "cwm", "dots1", "ernie4_5_moe", "exaone4",
+    "exaone_moe", "flex_olmo", "flint", "gemma4_text", "glm", "glm4_moe", "glm4_moe_lite", "gpt_bigcode", "granite_swa",
+    "granitemoe", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax",
+    "jais2", "jetmoe", "kolibri1", "laguna", "longcat_flash", "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2",
+    "ministral", "ministral3", "nanochat", "olmoe", "opt", "persimmon", "phimoe", "seed_oss", "solar_open",
+    "vaultgemma", "youtu",
+)  # fmt: skip
+"""Others that run as well; tested when slow tests are."""
+
+_ANY: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "sliding_window": WINDOW,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "n_embd": 64,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 512,
+    "n_inner": 96,
+    "ffn_hidden_size": 96,
+    "expert_ffn_hidden_size": 48,
+    "ffn_dim": 96,
+    "word_embed_proj_dim": 64,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 48,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_layer_start_index": 1,
+    "attention_dropout": 0.0,
+    "attn_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+    "hidden_dropout": 0.0,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+"""Given to every configuration class that has the field."""
+
+_MLA: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "qk_head_dim": 24,
+    "v_head_dim": 12,
+    "head_dim": 8,
+}
+_OWN: dict[str, dict[str, Any]] = {
+    "gemma2": {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "gpt_oss": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "olmo3": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "cohere": {"logit_scale": 2.0},
+    "cohere2": {"logit_scale": 2.0, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "granite": {"logits_scaling": 0.5, "residual_multiplier": 0.7, "embedding_multiplier": 2.0},
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 1},
+    "qwen3": {"use_sliding_window": True, "max_window_layers": 1},
+    "phimoe": {"sliding_window": None},
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "axk1", "glm4_moe_lite", "youtu", "minicpm3"), _MLA),
+    "longcat_flash": {**_MLA, "num_layers": 2, "num_hidden_layers": 4},
+}
+
+
+def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
+    """The small configuration of `model_type`, with `overrides` of its fields."""
+    cls = CONFIG_MAPPING[model_type]
+    fields = set(getattr(cls, "__dataclass_fields__", {}))
+    given = {key: value for key, value in _ANY.items() if key in fields}
+    given |= {key: value for key, value in _OWN.get(model_type, {}).items() if key in fields}
+    return cls(**{**given, **overrides})
+
+
+def tiny_model(model_type: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """The library's float32 model with eager attention and random weights, biases, norms and sinks included."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(tiny_config(model_type, **overrides), attn_implementation="eager")
+        for name, parameter in model.named_parameters():
+            # Initialisers leave these constant, and a constant would hide that one is not read.
+            if parameter.dim() == 1:
+                one = 0.0 if name.endswith(("bias", "sinks")) else parameter.detach().clone()
+                parameter.data = one + 0.2 * torch.randn_like(parameter)
+    return model.eval()
+
+
+def save_tiny(
+    model_type: str,
+    folder: Path | str,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "5GB",
+    **overrides: Any,
+) -> Path:
+    """Write `tiny_model(...)` as a Hugging Face folder (config.json, safetensors; no tokenizer) and return its path."""
+    bar = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model = tiny_model(model_type, seed=seed, **overrides).to(dtype)
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
+    finally:
+        if bar:
+            logging.enable_progress_bar()
+    return Path(folder)
