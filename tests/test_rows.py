@@ -1,0 +1,664 @@
+"""Rows as users and attackers write them: what each becomes, or the error it gives."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchgen.errors import ErrorCode, RowError, UsageError
+from batchgen.fields import FIELDS, LOOKUP
+from batchgen.params import SamplingParams
+from batchgen.request import ChatPrompt, ParsedRow, TextPrompt, TokenPrompt
+from batchgen.rows import RowDefaults, derive_seed, parse_row, row_id
+
+PLAIN = RowDefaults(model_names=frozenset({"llama", "models/llama"}))
+HELLO = [{"role": "user", "content": "Hello"}]
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+def line(url: str = COMPLETIONS, /, **body: Any) -> dict[str, Any]:
+    if "prompt" not in body and "messages" not in body:
+        body |= {"prompt": "Hello"} if url == COMPLETIONS else {"messages": HELLO}
+    return {"custom_id": "request-1", "method": "POST", "url": url, "body": body}
+
+
+def text(**fields: Any) -> dict[str, Any]:
+    return {"text": "Hello", **fields}
+
+
+def parse(value: Any, defaults: RowDefaults = PLAIN) -> ParsedRow:
+    return parse_row(value, 7, defaults)
+
+
+def params(value: Any, defaults: RowDefaults = PLAIN) -> SamplingParams:
+    return parse(value, defaults).params
+
+
+def test_a_native_row_with_nothing_but_a_prompt() -> None:
+    assert parse(text()) == ParsedRow(7, "row-7", (TextPrompt("Hello"),), SamplingParams(), {}, "native")
+
+
+PROMPTS: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
+    ({"text": "a"}, (TextPrompt("a"),)),
+    ({"prompt": "a"}, (TextPrompt("a"),)),
+    ({"text": ["a", "b"]}, (TextPrompt("a"), TextPrompt("b"))),
+    ({"text": ""}, (TextPrompt(""),)),
+    ({"text": "a", "prompt": None, "messages": None}, (TextPrompt("a"),)),
+    ({"input_ids": [1, 2]}, (TokenPrompt((1, 2)),)),
+    ({"input_ids": [[1, 2], [3]]}, (TokenPrompt((1, 2)), TokenPrompt((3,)))),
+    ({"messages": HELLO}, (ChatPrompt(tuple(HELLO)),)),
+    ({"messages": HELLO, "tools": []}, (ChatPrompt(tuple(HELLO)),)),
+    ({"messages": HELLO, "tools": [{"type": "function"}]}, (ChatPrompt(tuple(HELLO), ({"type": "function"},)),)),
+    ({"messages": HELLO, "add_generation_prompt": False}, (ChatPrompt(tuple(HELLO), add_generation_prompt=False),)),
+    (
+        {"messages": HELLO, "continue_final_message": True},
+        (ChatPrompt(tuple(HELLO), add_generation_prompt=False, continue_final_message=True),),
+    ),
+    ({"messages": HELLO, "chat_template_kwargs": {"a": 1}}, (ChatPrompt(tuple(HELLO), template_kwargs={"a": 1}),)),
+    (line(prompt="a"), (TextPrompt("a"),)),
+    (line(prompt=["a", "b"]), (TextPrompt("a"), TextPrompt("b"))),
+    (line(prompt=[1, 2]), (TokenPrompt((1, 2)),)),
+    (line(prompt=[[1, 2], [3]]), (TokenPrompt((1, 2)), TokenPrompt((3,)))),
+    (line(CHAT, messages=HELLO), (ChatPrompt(tuple(HELLO)),)),
+    (line(CHAT, messages=HELLO, tools=[{"type": "function"}]), (ChatPrompt(tuple(HELLO), ({"type": "function"},)),)),
+]
+
+
+@pytest.mark.parametrize(("value", "prompts"), PROMPTS)
+def test_prompts(value: dict[str, Any], prompts: tuple[Any, ...]) -> None:
+    assert parse(value).prompts == prompts
+
+
+MESSAGES: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+    [{"role": "user", "content": []}],
+    [{"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}],
+    [{"role": "anything", "content": "a", "name": "b", "extra": {"c": [1.5, None]}}],
+]
+
+
+@pytest.mark.parametrize("messages", MESSAGES)
+def test_messages_reach_the_template_as_they_are(messages: list[dict[str, Any]]) -> None:
+    (prompt,) = parse({"messages": messages}).prompts
+    assert isinstance(prompt, ChatPrompt)
+    assert list(prompt.messages) == messages
+
+
+VALID: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    # (fields, the sampling parameters that differ from the defaults)
+    ({"max_new_tokens": 5}, {"max_new_tokens": 5}),
+    ({"max_tokens": 5}, {"max_new_tokens": 5}),
+    ({"max_completion_tokens": 5}, {"max_new_tokens": 5}),
+    ({"max_new_tokens": 0}, {"max_new_tokens": 0}),
+    ({"min_new_tokens": 3}, {"min_new_tokens": 3}),
+    ({"min_tokens": 3}, {"min_new_tokens": 3}),
+    ({"stop": "a"}, {"stop": ("a",)}),
+    ({"stop": ["a", "b"]}, {"stop": ("a", "b")}),
+    ({"stop": []}, {}),
+    ({"stop": [str(i) for i in range(32)]}, {"stop": tuple(str(i) for i in range(32))}),
+    ({"stop_token_ids": [1, 2]}, {"stop_token_ids": (1, 2)}),
+    ({"ignore_eos": True}, {"ignore_eos": True}),
+    ({"no_stop_trim": True}, {"no_stop_trim": True}),
+    ({"temperature": 0}, {"temperature": 0.0}),
+    ({"temperature": 1.5}, {"temperature": 1.5}),
+    ({"top_p": 1}, {}),
+    ({"top_p": 0.5}, {"top_p": 0.5}),
+    ({"top_k": 0}, {}),
+    ({"top_k": -1}, {}),
+    ({"top_k": 40}, {"top_k": 40}),
+    ({"min_p": 0.1}, {"min_p": 0.1}),
+    ({"seed": -(2**63)}, {"seed": -(2**63)}),
+    ({"seed": 2**63 - 1}, {"seed": 2**63 - 1}),
+    ({"n": 4}, {"n": 4}),
+    ({"skip_special_tokens": False}, {"skip_special_tokens": False}),
+    ({"spaces_between_special_tokens": False}, {"spaces_between_special_tokens": False}),
+    ({"return_logprob": True}, {"return_logprob": True}),
+    ({"return_logprob": True, "top_logprobs_num": 3}, {"return_logprob": True, "top_logprobs_num": 3}),
+    ({"temperature": None, "stop": None, "regex": None}, {}),
+]
+
+
+@pytest.mark.parametrize(("fields", "expected"), VALID)
+def test_sampling_fields_mean_the_same_wherever_they_stand(fields: dict[str, Any], expected: dict[str, Any]) -> None:
+    wanted = SamplingParams(**expected)
+    assert params(text(**fields)) == wanted
+    assert params(text(sampling_params=fields)) == wanted
+    for url, limit in ((COMPLETIONS, 16), (CHAT, None)):
+        assert params(line(url, **fields)) == SamplingParams(**{"max_new_tokens": limit, **expected})
+
+
+def test_types_are_normalised() -> None:
+    found = params(text(temperature=0, top_p=1, min_p=0))
+    assert [type(v) for v in (found.temperature, found.top_p, found.min_p)] == [float] * 3
+
+
+LOGPROBS: list[tuple[dict[str, Any], bool, int]] = [
+    (line(logprobs=0), True, 0),
+    (line(logprobs=5), True, 5),
+    (line(logprobs=None), False, 0),
+    (line(return_logprob=True, top_logprobs_num=2), True, 2),
+    (line(CHAT, logprobs=True), True, 0),
+    (line(CHAT, logprobs=True, top_logprobs=5), True, 5),
+    (line(CHAT, logprobs=False), False, 0),
+    (line(CHAT, logprobs=False, top_logprobs=0), False, 0),
+    (line(CHAT, top_logprobs=0), False, 0),
+    (text(logprobs=3), True, 3),
+    (text(logprobs=0), True, 0),
+    (text(logprobs=True, top_logprobs=2), True, 2),
+    (text(logprobs=False), False, 0),
+    (text(top_logprobs_num=0), False, 0),
+]
+
+
+@pytest.mark.parametrize(("value", "asked", "top"), LOGPROBS)
+def test_logprobs(value: dict[str, Any], asked: bool, top: int) -> None:
+    assert (params(value).return_logprob, params(value).top_logprobs_num) == (asked, top)
+
+
+NEUTRAL: dict[str, list[Any]] = {
+    "best_of": [1],
+    "frequency_penalty": [0, 0.0, -0.0],
+    "presence_penalty": [0],
+    "repetition_penalty": [1, 1.0],
+    "logit_bias": [{}],
+    "bad_words": [[]],
+    "stop_regex": [[]],
+    "response_format": [{"type": "text"}],
+    "echo": [False],
+    "suffix": [""],
+    "logprob_start_len": [-1],
+    "token_ids_logprob": [[]],
+    "return_text_in_logprobs": [False],
+    "return_hidden_states": [False],
+    "return_routed_experts": [False],
+    "custom_params": [{}],
+    "stream": [False],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in NEUTRAL.items() for value in values])
+def test_values_that_ask_for_nothing_are_accepted(name: str, value: Any) -> None:
+    for row in (text(**{name: value}), text(sampling_params={name: value}), line(**{name: value})):
+        assert parse(row).params.n == 1
+
+
+UNSUPPORTED: list[tuple[str, Any]] = [
+    ("best_of", 2),
+    ("frequency_penalty", 0.5),
+    ("presence_penalty", -2),
+    ("repetition_penalty", 1.1),
+    ("logit_bias", {"5": 1}),
+    ("bad_words", ["a"]),
+    ("bad_words", [[1, 2]]),
+    ("allowed_token_ids", [1]),
+    ("stop_regex", "a+"),
+    ("stop_regex", ["a+"]),
+    ("json_schema", {"type": "object"}),
+    ("json_schema", "{}"),
+    ("regex", "a+"),
+    ("ebnf", "root ::= 'a'"),
+    ("structural_tag", {"type": "structural_tag"}),
+    ("choice", ["a", "b"]),
+    ("response_format", {"type": "json_object"}),
+    ("response_format", {"type": "json_schema", "json_schema": {"schema": {}}}),
+    ("echo", True),
+    ("suffix", "end"),
+    ("logprob_start_len", 0),
+    ("token_ids_logprob", [1]),
+    ("return_text_in_logprobs", True),
+    ("return_hidden_states", True),
+    ("return_hidden_states", {"layers": [-1], "tokens": "last", "pool": "mean"}),
+    ("return_routed_experts", True),
+    ("lora_path", "adapter"),
+    ("custom_logit_processor", "mine"),
+    ("custom_params", {"a": 1}),
+    ("stream", True),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), UNSUPPORTED)
+def test_fields_of_later_versions_are_refused_by_name(name: str, value: Any) -> None:
+    for row in (text(**{name: value}), text(sampling_params={name: value}), line(**{name: value})):
+        with pytest.raises(RowError, match=f"`{name}` is not supported") as caught:
+            parse(row)
+        assert caught.value.info.code == ErrorCode.UNSUPPORTED_FIELD
+        assert caught.value.info.param == name
+
+
+Hostile = tuple[Any, str, str | None]
+HOSTILE: list[Hostile] = [
+    # (row, error code, param)
+    # not a row at all
+    ([], "invalid_json", None),
+    ("text", "invalid_json", None),
+    (None, "invalid_json", None),
+    (5, "invalid_json", None),
+    # no prompt, several prompts, empty prompts
+    ({}, "missing_prompt", None),
+    ({"text": None}, "missing_prompt", None),
+    ({"id": "a", "temperature": 1}, "missing_prompt", None),
+    ({"completion": "a"}, "missing_prompt", None),
+    ({"url": "https://example.org", "title": "data"}, "missing_prompt", None),
+    (text(input_ids=[1]), "ambiguous_prompt", "input_ids"),
+    (text(messages=HELLO), "ambiguous_prompt", "messages"),
+    ({"input_ids": [1], "messages": HELLO}, "ambiguous_prompt", "messages"),
+    ({"text": []}, "empty_prompt", "text"),
+    ({"prompt": []}, "empty_prompt", "prompt"),
+    ({"input_ids": []}, "empty_prompt", "input_ids"),
+    ({"input_ids": [[1], []]}, "empty_prompt", "input_ids"),
+    ({"messages": []}, "empty_prompt", "messages"),
+    # prompts of a wrong type
+    (text(prompt="b"), "invalid_field", "prompt"),
+    ({"text": 5}, "invalid_field", "text"),
+    ({"text": ["a", 5]}, "invalid_field", "text"),
+    ({"text": ["a", None]}, "invalid_field", "text"),
+    ({"prompt": [1, 2]}, "invalid_field", "prompt"),
+    ({"text": {"a": 1}}, "invalid_field", "text"),
+    ({"input_ids": "1 2"}, "invalid_field", "input_ids"),
+    ({"input_ids": [1, True]}, "invalid_field", "input_ids"),
+    ({"input_ids": [1, 2.0]}, "invalid_field", "input_ids"),
+    ({"input_ids": [1, [2]]}, "invalid_field", "input_ids"),
+    ({"input_ids": [[1], 2]}, "invalid_field", "input_ids"),
+    ({"input_ids": [-1]}, "token_out_of_range", "input_ids"),
+    ({"input_ids": [2**31]}, "token_out_of_range", "input_ids"),
+    ({"input_embeds": [[0.5]]}, "unsupported_field", "input_embeds"),
+    ({"input_embeds": [[0.5], [1, 2]]}, "invalid_field", "input_embeds"),
+    ({"input_embeds": [[math.nan]]}, "invalid_field", "input_embeds"),
+    (text(completion="b"), "unsupported_field", "completion"),
+    (text(completion=""), "invalid_field", "completion"),
+    (text(completions=["b", [1]]), "unsupported_field", "completions"),
+    (text(completions=[]), "invalid_field", "completions"),
+    (text(image_data="a.png"), "unsupported_field", "image_data"),
+    (text(audio_data=5), "invalid_field", "audio_data"),
+    # conversations
+    ({"messages": "Hello"}, "invalid_field", "messages"),
+    ({"messages": ["Hello"]}, "invalid_field", "messages"),
+    ({"messages": [{"content": "a"}]}, "invalid_field", "messages"),
+    ({"messages": [{"role": 5, "content": "a"}]}, "invalid_field", "messages"),
+    ({"messages": [{"role": "user"}]}, "invalid_field", "messages"),
+    ({"messages": [{"role": "user", "content": 5}]}, "invalid_field", "messages"),
+    ({"messages": [{"role": "user", "content": ["a"]}]}, "invalid_field", "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "smell"}]}]}, "invalid_field", "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "invalid_field", "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "unsupported_field", "messages"),
+    ({"messages": HELLO, "tools": "all"}, "invalid_field", "tools"),
+    ({"messages": HELLO, "tools": ["f"]}, "invalid_field", "tools"),
+    ({"messages": HELLO, "chat_template_kwargs": []}, "invalid_field", "chat_template_kwargs"),
+    ({"messages": HELLO, "chat_template_kwargs": {"chat_template": "x"}}, "invalid_field", "chat_template_kwargs"),
+    ({"messages": HELLO, "chat_template_kwargs": {"tokenize": True}}, "invalid_field", "chat_template_kwargs"),
+    ({"messages": HELLO, "add_generation_prompt": 1}, "invalid_field", "add_generation_prompt"),
+    (
+        {"messages": HELLO, "add_generation_prompt": True, "continue_final_message": True},
+        "invalid_field",
+        "continue_final_message",
+    ),
+    (text(tools=[]), "invalid_field", "tools"),
+    ({"input_ids": [1], "add_generation_prompt": True}, "invalid_field", "add_generation_prompt"),
+    # ids
+    (text(id=5), "invalid_field", "id"),
+    (text(rid=["a"]), "invalid_field", "rid"),
+    (text(id="a", rid="a"), "invalid_field", "rid"),
+    # one field twice
+    (text(max_tokens=5, max_new_tokens=5), "invalid_field", "max_new_tokens"),
+    (text(temperature=1, sampling_params={"temperature": 1}), "invalid_field", "temperature"),
+    (text(max_tokens=1, sampling_params={"max_new_tokens": 1}), "invalid_field", "max_new_tokens"),
+    (text(logprobs=1, return_logprob=True), "invalid_field", "logprobs"),
+    (text(logprobs=1, top_logprobs=1), "invalid_field", "top_logprobs"),
+    # unknown fields
+    (text(sampling_params={"temprature": 1}), "unknown_field", "temprature"),
+    (text(sampling_params={"text": "b"}), "unknown_field", "text"),
+    (text(sampling_params={"": 1}), "unknown_field", ""),
+    (text(sampling_params=[]), "invalid_field", "sampling_params"),
+    (text(sampling_params="{}"), "invalid_field", "sampling_params"),
+    (line(temprature=1), "unknown_field", "temprature"),
+    (line(sampling_params={}), "unknown_field", "sampling_params"),
+    (line(text="a"), "unknown_field", "text"),
+    (line(top_logprobs=1), "unknown_field", "top_logprobs"),
+    # wrong types and ranges
+    (text(max_new_tokens=True), "invalid_field", "max_new_tokens"),
+    (text(max_tokens=1.0), "invalid_field", "max_tokens"),
+    (text(max_tokens=-1), "invalid_field", "max_tokens"),
+    (text(max_tokens="5"), "invalid_field", "max_tokens"),
+    (text(max_new_tokens=2**31 + 1), "invalid_field", "max_new_tokens"),
+    (text(max_tokens=2**31 + 1), "invalid_field", "max_tokens"),
+    (text(max_tokens=10**400), "invalid_field", "max_tokens"),
+    (text(max_tokens=10**5000), "invalid_field", "max_tokens"),
+    (text(min_tokens=5, max_tokens=4), "invalid_field", "min_tokens"),
+    (text(min_new_tokens=129), "invalid_field", "min_new_tokens"),
+    (text(stop=5), "invalid_field", "stop"),
+    (text(stop=""), "invalid_field", "stop"),
+    (text(stop=["a", ""]), "invalid_field", "stop"),
+    (text(stop=["a", 5]), "invalid_field", "stop"),
+    (text(stop=["a"] * 33), "invalid_field", "stop"),
+    (text(stop_token_ids=5), "invalid_field", "stop_token_ids"),
+    (text(stop_token_ids=[True]), "invalid_field", "stop_token_ids"),
+    (text(stop_token_ids=[-1]), "token_out_of_range", "stop_token_ids"),
+    (text(ignore_eos=1), "invalid_field", "ignore_eos"),
+    (text(no_stop_trim="yes"), "invalid_field", "no_stop_trim"),
+    (text(temperature=True), "invalid_field", "temperature"),
+    (text(temperature="hot"), "invalid_field", "temperature"),
+    (text(temperature=-0.1), "invalid_field", "temperature"),
+    (text(temperature=math.nan), "invalid_field", "temperature"),
+    (text(temperature=math.inf), "invalid_field", "temperature"),
+    (text(temperature=10**400), "invalid_field", "temperature"),
+    (text(top_p=0), "invalid_field", "top_p"),
+    (text(top_p=1.1), "invalid_field", "top_p"),
+    (text(top_k=-2), "invalid_field", "top_k"),
+    (text(top_k=2**40), "invalid_field", "top_k"),
+    (text(top_k=1.5), "invalid_field", "top_k"),
+    (text(min_p=1.5), "invalid_field", "min_p"),
+    (text(seed=2**63), "invalid_field", "seed"),
+    (text(seed=-(2**63) - 1), "invalid_field", "seed"),
+    (text(seed="5"), "invalid_field", "seed"),
+    (text(n=0), "invalid_field", "n"),
+    (text(n=2**21), "invalid_field", "n"),
+    (text(best_of=1, n=2), "invalid_field", "best_of"),
+    (text(frequency_penalty=2.5), "invalid_field", "frequency_penalty"),
+    (text(presence_penalty=[]), "invalid_field", "presence_penalty"),
+    (text(repetition_penalty=0), "invalid_field", "repetition_penalty"),
+    (text(logit_bias={"a": 1}), "invalid_field", "logit_bias"),
+    (text(logit_bias={"1": 101}), "invalid_field", "logit_bias"),
+    (text(logit_bias=[1]), "invalid_field", "logit_bias"),
+    (text(bad_words="a"), "invalid_field", "bad_words"),
+    (text(bad_words=[""]), "invalid_field", "bad_words"),
+    (text(bad_words=[[]]), "invalid_field", "bad_words"),
+    (text(allowed_token_ids=[]), "invalid_field", "allowed_token_ids"),
+    (text(json_schema=5), "invalid_field", "json_schema"),
+    (text(regex=""), "invalid_field", "regex"),
+    (text(choice=[]), "invalid_field", "choice"),
+    (text(choice=["a", 1]), "invalid_field", "choice"),
+    (text(regex="a", choice=["a"]), "invalid_field", "choice"),
+    (text(response_format="json"), "invalid_field", "response_format"),
+    (text(response_format={"type": "xml"}), "invalid_field", "response_format"),
+    (text(response_format={"type": "json_schema"}), "invalid_field", "response_format"),
+    (text(skip_special_tokens=0), "invalid_field", "skip_special_tokens"),
+    (text(echo="no"), "invalid_field", "echo"),
+    (text(suffix=5), "invalid_field", "suffix"),
+    (text(return_logprob=1), "invalid_field", "return_logprob"),
+    (text(top_logprobs_num=3), "invalid_field", "top_logprobs_num"),
+    (text(top_logprobs_num=-1), "invalid_field", "top_logprobs_num"),
+    (text(return_logprob=False, top_logprobs_num=3), "invalid_field", "top_logprobs_num"),
+    (text(logprobs=-1), "invalid_field", "logprobs"),
+    (text(logprobs="all"), "invalid_field", "logprobs"),
+    (text(logprob_start_len=-2), "invalid_field", "logprob_start_len"),
+    (text(return_hidden_states="all"), "invalid_field", "return_hidden_states"),
+    (text(return_hidden_states={"layers": "all"}), "invalid_field", "return_hidden_states"),
+    (text(return_hidden_states={"layers": [True]}), "invalid_field", "return_hidden_states"),
+    (text(return_hidden_states={"tokens": "some"}), "invalid_field", "return_hidden_states"),
+    (text(return_hidden_states={"pool": "max"}), "invalid_field", "return_hidden_states"),
+    (text(return_hidden_states={"where": 1}), "invalid_field", "return_hidden_states"),
+    (text(stream="yes"), "invalid_field", "stream"),
+    (text(stop_regex=5), "invalid_field", "stop_regex"),
+    # a wrong value wins over a field that is not supported, whatever their order
+    (text(regex="a", temperature="hot"), "invalid_field", "temperature"),
+    (text(echo=True, max_tokens=-1), "invalid_field", "max_tokens"),
+    # models and adapters
+    (text(model="other"), "invalid_field", "model"),
+    (text(model=5), "invalid_field", "model"),
+    (line(model="gpt-5"), "invalid_field", "model"),
+    (line(model="llama:mine"), "unknown_adapter", "model"),
+    (line(model="*:mine"), "unknown_adapter", "model"),
+    (line(model="other:mine"), "invalid_field", "model"),
+    # batch lines
+    ({**line(), "method": "GET"}, "invalid_field", "method"),
+    ({**line(), "method": None}, "invalid_field", "method"),
+    ({**line(), "url": "/v1/embeddings"}, "invalid_field", "url"),
+    ({**line(), "url": ["/v1/completions"]}, "invalid_field", "url"),
+    ({"custom_id": "a", "body": {"prompt": "a"}}, "invalid_field", "method"),
+    ({**line(), "body": "text"}, "invalid_field", "body"),
+    ({**line(), "body": None}, "invalid_field", "body"),
+    ({**line(), "custom_id": 5}, "invalid_field", "custom_id"),
+    ({**line(), "id": "b"}, "invalid_field", "id"),
+    ({**line(), "text": "a"}, "ambiguous_prompt", "text"),
+    ({**line(), "temperature": 1}, "invalid_field", "temperature"),
+    ({**line(), "sampling_params": {}}, "invalid_field", "sampling_params"),
+    ({**line(), "body": {}}, "missing_prompt", None),
+    ({**line(), "body": {"messages": HELLO}}, "missing_prompt", "messages"),
+    ({**line(CHAT), "body": {"prompt": "a"}}, "missing_prompt", "prompt"),
+    ({**line(), "body": {"messages": HELLO, "prompt": "a"}}, "ambiguous_prompt", "messages"),
+    (line(prompt=[]), "empty_prompt", "prompt"),
+    (line(prompt=[[1], []]), "empty_prompt", "prompt"),
+    (line(prompt=["a", 1]), "invalid_field", "prompt"),
+    (line(prompt=[1, "a"]), "invalid_field", "prompt"),
+    (line(prompt=5), "invalid_field", "prompt"),
+    (line(CHAT, messages=[]), "empty_prompt", "messages"),
+    (line(temperature=2.1), "invalid_field", "temperature"),
+    (line(CHAT, temperature=2.1), "invalid_field", "temperature"),
+    (line(logprobs=True), "invalid_field", "logprobs"),
+    (line(CHAT, logprobs=5), "invalid_field", "logprobs"),
+    (line(CHAT, top_logprobs=5), "invalid_field", "top_logprobs"),
+    (line(CHAT, logprobs=False, top_logprobs=5), "invalid_field", "top_logprobs"),
+    (line(user=5), "invalid_field", "user"),
+    (line(store=True), "unsupported_field", "store"),
+    (line(service_tier="flex"), "unsupported_field", "service_tier"),
+    (line(stream_options={"include_usage": True}), "unsupported_field", "stream_options"),
+    (line(CHAT, parallel_tool_calls=False), "unsupported_field", "parallel_tool_calls"),
+    (line(CHAT, tool_choice="required"), "unsupported_field", "tool_choice"),
+    (line(CHAT, tool_choice="none", tools=[{"type": "function"}]), "unsupported_field", "tool_choice"),
+    (line(CHAT, functions=[{}]), "unsupported_field", "functions"),
+    (line(CHAT, function_call="auto"), "unsupported_field", "function_call"),
+    (line(CHAT, modalities=["audio"]), "unsupported_field", "modalities"),
+    (line(CHAT, reasoning_effort="high"), "unsupported_field", "reasoning_effort"),
+    (line(CHAT, web_search_options={}), "unsupported_field", "web_search_options"),
+    # Unicode that has no UTF-8 form
+    ({"text": "a\ud800"}, "invalid_unicode", "text"),
+    (text(id="\udfff"), "invalid_unicode", "id"),
+    (text(stop=["\ud800"]), "invalid_unicode", "stop"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "invalid_unicode", "messages"),
+    ({"messages": [{"role": "user", "content": "a", "\ud800": 1}]}, "invalid_unicode", "messages"),
+    (text(note={"deep": ["\ud800"]}), "invalid_unicode", "note"),
+    (text(**{"\ud800": 1}), "invalid_unicode", "\\ud800"),
+    (line(**{"\ud800": 1}), "invalid_unicode", "\\ud800"),
+    ({**line(), "url": "\ud800"}, "invalid_unicode", "url"),
+]
+
+
+@pytest.mark.parametrize(("value", "code", "param"), HOSTILE)
+def test_wrong_rows(value: Any, code: str, param: str | None) -> None:
+    with pytest.raises(RowError) as caught:
+        parse(value)
+    info = caught.value.info
+    assert (info.code, info.param) == (code, param), info.message
+    assert len(info.message) < 400
+    info.message.encode()  # it is written to the output
+
+
+ACCEPTED: list[dict[str, Any]] = [
+    line(model="llama"),
+    line(model="models/llama"),
+    line(model="*"),
+    text(model="*"),
+    line(service_tier="auto", store=False),
+    line(CHAT, tool_choice="none", function_call="none", modalities=["text"], parallel_tool_calls=True),
+    line(CHAT, tools=[{"type": "function"}], tool_choice="auto", verbosity="medium"),
+    text(image_data=None, audio_data=[]),
+    text(sampling_params=None),
+    text(sampling_params={"unknown": None}),
+    text(best_of=3, n=3),
+    text(temperature=1000),
+    text(url="https://example.org", body="of the article", method="interview"),
+]
+
+
+@pytest.mark.parametrize("value", ACCEPTED)
+def test_accepted(value: dict[str, Any]) -> None:
+    assert parse(value).prompts
+
+
+def test_ids() -> None:
+    for name in ("id", "rid", "custom_id"):
+        assert parse(text(**{name: " Ünïcode \n"})).id == " Ünïcode \n"
+        assert row_id(text(**{name: "a"}), 3) == "a"
+    assert parse(text(id=None)).id == "row-7"
+    assert parse(line()).id == "request-1"
+    for bad in (None, [], text(), text(id=5), text(id="a", rid="b"), text(id="\ud800")):
+        assert row_id(bad, 3) == "row-3"
+
+
+def test_unknown_top_level_keys_are_carried() -> None:
+    assert parse(text(label=1, nested={"a": None}, nothing=None)).extra == {
+        "label": 1,
+        "nested": {"a": None},
+        "nothing": None,
+    }
+    row = parse({**line(user="me", metadata={"a": "b"}), "label": 1})
+    assert row.extra == {"label": 1, "body": {"user": "me", "metadata": {"a": "b"}}}
+    native = parse(text(url="https://example.org", body="of the article"))
+    assert native.extra == {"url": "https://example.org", "body": "of the article"}
+
+
+def test_dialects() -> None:
+    assert [parse(v).dialect for v in (text(), {"messages": HELLO}, line(), line(CHAT))] == [
+        "native",
+        "native",
+        "openai-completions",
+        "openai-chat",
+    ]
+
+
+def test_precedence_is_row_flags_endpoint_model() -> None:
+    model = RowDefaults(model={"temperature": 0.6, "top_k": 20})
+    assert (params(text(), model).temperature, params(line(), model).top_k) == (0.6, 20)
+    both = RowDefaults(model={"temperature": 0.6, "top_k": 20}, flags={"temperature": 0.2, "max_new_tokens": 9})
+    assert params(text(), both) == SamplingParams(temperature=0.2, top_k=20, max_new_tokens=9)
+    assert [params(line(url), both).max_new_tokens for url in (COMPLETIONS, CHAT)] == [9, 9]
+    assert params(text(temperature=1, max_tokens=3), both) == SamplingParams(top_k=20, max_new_tokens=3)
+    logprobs = RowDefaults(flags={"return_logprob": True, "top_logprobs_num": 4})
+    assert params(text(), logprobs).top_logprobs_num == 4
+    assert params(text(top_logprobs_num=2), logprobs).top_logprobs_num == 2
+    refused = params(text(return_logprob=False), logprobs)
+    assert (refused.return_logprob, refused.top_logprobs_num) == (False, 0)
+    assert params(line(CHAT, logprobs=True), logprobs).top_logprobs_num == 0
+
+
+def test_best_of_is_measured_against_the_n_in_force() -> None:
+    assert params(text(best_of=4), RowDefaults(flags={"n": 4})).n == 4
+
+
+@pytest.mark.parametrize(
+    "flags", [{"temperature": -1}, {"temprature": 1}, {"stop": [""]}, {"max_new_tokens": True}, {"n": 0}]
+)
+def test_wrong_defaults_are_usage_errors(flags: Mapping[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(flags))):
+        RowDefaults(flags=flags)
+
+
+def test_chat_wraps_text() -> None:
+    chat = RowDefaults(chat=True, system="Be brief.")
+    system = {"role": "system", "content": "Be brief."}
+    row = parse({"text": ["a", "b"], "chat_template_kwargs": {"c": 1}}, chat)
+    assert row.prompts == tuple(
+        ChatPrompt((system, {"role": "user", "content": t}), template_kwargs={"c": 1}) for t in "ab"
+    )
+    assert parse({"input_ids": [1]}, chat).prompts == (TokenPrompt((1,)),)
+    assert parse(line(prompt="a"), chat).prompts == (TextPrompt("a"),), "the endpoint says it is raw"
+    for value in ({"messages": HELLO}, line(CHAT)):
+        assert parse(value, chat).prompts == (ChatPrompt((system, *HELLO)),)
+    for role in ("system", "developer"):
+        own = ({"role": role, "content": "Mine."}, *HELLO)
+        assert parse({"messages": list(own)}, chat).prompts == (ChatPrompt(own),)
+
+
+def test_no_chat_refuses_conversations() -> None:
+    raw = RowDefaults(chat=False)
+    assert parse(text(), raw).prompts == (TextPrompt("Hello"),)
+    for value in ({"messages": HELLO}, line(CHAT)):
+        with pytest.raises(RowError, match="--no-chat"):
+            parse(value, raw)
+
+
+def test_suggestions() -> None:
+    with pytest.raises(RowError, match=r"did you mean `temperature`\?"):
+        parse(text(sampling_params={"temprature": 1}))
+    with pytest.raises(RowError, match=r"did you mean `frequency_penalty`\?"):
+        parse(line(CHAT, frequencypenalty=1))
+    with pytest.raises(RowError, match="stands on the row itself"):
+        parse(text(sampling_params={"input_ids": [1]}))
+
+
+def test_messages_never_quote_a_prompt() -> None:
+    secret = "my secret"
+    rows = [{"text": {"a": secret}}, {"text": ["a", {"b": secret}]}, {"messages": [secret]}, {"messages": secret}]
+    for value in [*rows, {"messages": [{"role": "user", "content": {"a": secret}}]}, {"input_ids": secret}]:
+        with pytest.raises(RowError) as caught:
+            parse(value)
+        assert secret not in caught.value.info.message
+
+
+def test_rows_of_any_mapping_are_taken() -> None:
+    class Row(dict[str, Any]):
+        pass
+
+    assert parse(Row(text="a")).prompts == (TextPrompt("a"),)
+    with pytest.raises(RowError, match="names must be strings"):
+        parse({"text": "a", 5: "b"})
+
+
+def test_seeds_are_stable_and_differ() -> None:
+    assert derive_seed(0, "row-0") == 4093976411549130853
+    seeds = {derive_seed(run, f"row-{row}") for run in range(10) for row in range(100)}
+    assert len(seeds) == 1000
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert derive_seed(1, "1") != derive_seed(11, "")
+
+
+def test_every_spelling_means_one_field_in_each_place() -> None:
+    for place, table in LOOKUP.items():
+        spelled = [s for field in FIELDS if place in field.places for s in (field.name, *field.aliases)]
+        assert len(spelled) == len(set(spelled)) == len(table), place
+
+
+CONTRACT = """
+text prompt input_ids input_embeds messages tools chat_template_kwargs add_generation_prompt continue_final_message
+completion completions image_data audio_data id rid custom_id max_new_tokens max_tokens max_completion_tokens
+min_new_tokens min_tokens stop stop_token_ids stop_regex ignore_eos no_stop_trim temperature top_p top_k min_p seed n
+best_of frequency_penalty presence_penalty repetition_penalty logit_bias bad_words allowed_token_ids json_schema regex
+ebnf structural_tag choice response_format skip_special_tokens spaces_between_special_tokens echo suffix return_logprob
+logprob_start_len top_logprobs_num token_ids_logprob return_text_in_logprobs logprobs top_logprobs return_hidden_states
+return_routed_experts lora_path model custom_logit_processor custom_params stream
+"""
+
+
+def test_the_whole_vocabulary_is_known() -> None:
+    assert set(CONTRACT.split()) == set(LOOKUP["row"])
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(alphabet=st.characters(), max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=12,
+)
+KEYS = st.sampled_from([*LOOKUP["row"], *LOOKUP["chat"], "sampling_params", "method", "url", "body", "other"])
+NUMBERS = st.sampled_from([0, 1, -1, 2**63, 10**30, 0.5, math.nan, True, "POST", COMPLETIONS, CHAT, "a", [1], HELLO])
+FIELDS_OF_A_ROW = st.dictionaries(KEYS, NUMBERS | JSON, max_size=5)
+
+
+@settings(max_examples=1500, deadline=None)
+@given(value=JSON | st.fixed_dictionaries({"text": st.just("a")}) | FIELDS_OF_A_ROW, nested=FIELDS_OF_A_ROW)
+def test_anything_is_a_row_or_a_row_error(value: Any, nested: dict[str, Any]) -> None:
+    candidates = [value]
+    if isinstance(value, dict):
+        candidates += [{**value, "sampling_params": nested}, {**value, "text": "a"}, {**line(), "body": nested}]
+        candidates += [{**line(CHAT), "body": nested | {"messages": HELLO}}]
+    for candidate in candidates:
+        outcome = outcome_of(candidate)
+        if isinstance(outcome, RowError):
+            text_of = f"{outcome.info.message} {outcome.info.param}"
+            assert len(text_of.encode()) < 1000
+        else:
+            assert outcome.prompts
+            json.dumps(outcome.extra)
+            hash(outcome.params)
+
+
+def outcome_of(value: Any) -> ParsedRow | RowError:
+    try:
+        return parse(value)
+    except RowError as error:
+        return error

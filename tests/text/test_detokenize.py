@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from batchgen.text.detokenize import Detokenizer
+from batchgen.text.tokenizer import Tokenizer
+from tests.text.conftest import KINDS, SENTENCES
+
+SHARED = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+MODES = [(True, True), (False, True), (False, False)]
+
+
+def byte_ids(tokenizer: Tokenizer, content: bytes) -> list[int]:
+    """One token per byte, in a tokenizer that has them."""
+    if tokenizer.byte_pieces is not None:
+        single = {tokenizer.byte_pieces[token]: token for token in range(tokenizer.vocab_size - 1, -1, -1)}
+        return [single[bytes([byte])] for byte in content]
+    spelled = {tokenizer.id_to_token(token): token for token in range(tokenizer.vocab_size)}
+    return [spelled[f"<0x{byte:02X}>"] for byte in content]
+
+
+@st.composite
+def id_lists(draw: st.DrawFn, tokenizer: Tokenizer) -> list[int]:
+    """Any ids, a few past the vocabulary, mixed with real text and stretches of single bytes, whole and broken."""
+    text = st.one_of(st.text(max_size=12), st.sampled_from(SENTENCES)).map(lambda t: tokenizer.encode_plain([t])[0])
+    kinds = [st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=12), text]
+    if tokenizer.byte_pieces is not None or tokenizer.byte_fallback:
+        whole = st.text(max_size=4).map(str.encode)
+        kinds.append(st.one_of(st.binary(max_size=6), whole).map(lambda b: byte_ids(tokenizer, b)))
+    parts = draw(st.lists(st.one_of(kinds), max_size=5))
+    return [token for part in parts for token in part]
+
+
+@pytest.mark.parametrize(("skip", "spaces"), MODES)
+@pytest.mark.parametrize("kind", KINDS)
+@SHARED
+@given(data=st.data())
+def test_pieces_joined_are_the_decoded_text(
+    tokenizers: dict[str, Tokenizer], kind: str, skip: bool, spaces: bool, data: st.DataObject
+) -> None:
+    tokenizer = tokenizers[kind]
+    ids = data.draw(id_lists(tokenizer))
+    detokenizer = Detokenizer(tokenizer, skip, spaces)
+    text = ""
+    for count, token in enumerate(ids, 1):
+        text += detokenizer.append(token)
+        assert text + detokenizer.tail == tokenizer.decode(ids[:count], skip, spaces)
+    assert text + detokenizer.flush() == tokenizer.decode(ids, skip, spaces)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=40))
+@example("<|im_end|>")
+@settings(SHARED, max_examples=60)
+def test_decode_without_skipping_is_the_backends(tokenizers: dict[str, Tokenizer], kind: str, text: str) -> None:
+    tokenizer = tokenizers[kind]
+    ids = tokenizer.encode_plain([text])[0]
+    hf = tokenizer._hf
+    for skip in (True, False):
+        assert tokenizer.decode(ids, skip) == hf.decode(
+            ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+        )
+
+
+@pytest.mark.parametrize("kind", ["bytelevel", "bytefallback"])
+def test_any_text_survives_byte_tokenizers(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+    tokenizer = tokenizers[kind]
+    for text in ["naïve 東京 🦊👩‍👩‍👧", "a  b\n\tc", *SENTENCES]:
+        assert tokenizer.decode(tokenizer.encode([text])[0]) == text
+
+
+@pytest.mark.parametrize("kind", ["bytelevel", "bytefallback"])
+def test_an_unfinished_character_waits(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+    tokenizer = tokenizers[kind]
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.append(token) for token in byte_ids(tokenizer, "€".encode())]
+    assert pieces[:2] == ["", ""]
+    assert pieces[2] + detokenizer.tail == "€"
+
+
+def test_an_invalid_byte_takes_back_the_whole_run_of_a_byte_fallback_decoder(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
+    tokenizer = tokenizers["bytefallback"]
+    detokenizer = Detokenizer(tokenizer)
+    ids = byte_ids(tokenizer, "€".encode() + b"\xff")
+    assert "".join(map(detokenizer.append, ids)) == ""
+    assert detokenizer.flush() == tokenizer.decode(ids) == "\ufffd" * 4
+
+
+def test_special_tokens_without_spaces(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["wordpiece"]
+    start, end = (tokenizer._hf.convert_tokens_to_ids(t) for t in ("<|im_start|>", "<|im_end|>"))
+    fox = tokenizer.encode_plain(["fox"])[0]
+    ids = [start, *fox, end, start]
+    assert tokenizer.decode(ids, False, True) == "<|im_start|> fox <|im_end|> <|im_start|>"
+    assert tokenizer.decode(ids, False, False) == "<|im_start|>fox<|im_end|><|im_start|>"
+    assert tokenizer.decode(ids, True, False) == "fox"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cost_per_token_does_not_grow(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+    tokenizer = tokenizers[kind]
+    line = tokenizer.encode_plain([" ".join(SENTENCES)])[0]
+
+    def seconds(ids: list[int]) -> float:
+        detokenizer = Detokenizer(tokenizer)
+        start = time.perf_counter()
+        for token in ids:
+            detokenizer.append(token)
+            _ = detokenizer.tail
+        return time.perf_counter() - start
+
+    short, long = min(seconds(line) for _ in range(3)), seconds(line * 40)
+    assert long < 40 * 8 * short, "a decoder that reads the whole text again would take 40 times as long per token"

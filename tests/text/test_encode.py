@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from batchgen.errors import ErrorCode, ErrorInfo
+from batchgen.request import ParsedRow, TextPrompt, TokenPrompt
+from batchgen.rows import RowDefaults, derive_seed, parse_row
+from batchgen.text.encode import EncodedPrompt, Encoder
+from batchgen.text.tokenizer import Tokenizer
+from tests.text.conftest import SENTENCES
+
+DEFAULTS = RowDefaults()
+
+
+def parsed(*values: dict[str, Any]) -> list[ParsedRow]:
+    return [parse_row(value, index, DEFAULTS) for index, value in enumerate(values)]
+
+
+def encode(encoder: Encoder, *values: dict[str, Any]) -> list[list[EncodedPrompt] | ErrorInfo]:
+    rows = parsed(*values)
+    results = list(encoder.encode_rows(rows))
+    assert [row for row, _ in results] == rows
+    return [result for _, result in results]
+
+
+def only(encoder: Encoder, value: dict[str, Any]) -> EncodedPrompt:
+    (result,) = encode(encoder, value)
+    assert not isinstance(result, ErrorInfo), result
+    return result[0]
+
+
+def failure(encoder: Encoder, value: dict[str, Any]) -> ErrorInfo:
+    (result,) = encode(encoder, value)
+    assert isinstance(result, ErrorInfo)
+    return result
+
+
+@pytest.fixture(scope="module")
+def encoder(tokenizer: Tokenizer) -> Encoder:
+    return Encoder(tokenizer, tokenizer.vocab_size, context_length=64, run_seed=11)
+
+
+def test_every_source_keeps_its_place(encoder: Encoder, tokenizer: Tokenizer) -> None:
+    chat = [{"role": "user", "content": "Hi"}]
+    results = encode(
+        encoder,
+        {"text": ["fox", "dog"]},
+        {"input_ids": [[7, 8], [9]]},
+        {"messages": chat},
+        {"text": "<s>fox", "max_new_tokens": 5},
+    )
+    good = [result for result in results if not isinstance(result, ErrorInfo)]
+    assert len(good) == 4
+    prompt = parsed({"messages": chat})[0].prompts[0]
+    assert [[p.ids for p in row] for row in good] == [
+        tokenizer.encode(["fox", "dog"]),
+        [[7, 8], [9]],
+        [tokenizer.encode_chat(prompt)],  # type: ignore[arg-type]
+        tokenizer.encode(["fox"]),
+    ]
+    assert [p.prompt_index for p in good[0]] == [0, 1]
+    assert good[3][0].max_new_tokens == 5
+
+
+def test_seeds(encoder: Encoder) -> None:
+    assert only(encoder, {"text": "a", "seed": -3}).seed == -3
+    assert only(encoder, {"text": "a", "id": "mine"}).seed == derive_seed(11, "mine")
+    assert only(encoder, {"text": "a"}).seed == derive_seed(11, "row-0")
+
+
+def test_the_limit_is_clipped_to_the_context(encoder: Encoder) -> None:
+    assert only(encoder, {"input_ids": [5] * 60}).max_new_tokens == 4
+    assert only(encoder, {"input_ids": [5] * 60, "max_new_tokens": 3}).max_new_tokens == 3
+    assert only(encoder, {"input_ids": [5], "max_new_tokens": 0}).max_new_tokens == 0
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions"}
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
+    prompt = only(encoder, {**line, "body": body})
+    assert prompt.max_new_tokens == 64 - len(prompt.ids), "chat lines run to the end of the context"
+
+
+def test_a_full_context_is_an_error_that_names_the_numbers(encoder: Encoder) -> None:
+    error = failure(encoder, {"input_ids": [5] * 64})
+    assert error.code == ErrorCode.CONTEXT_LENGTH_EXCEEDED
+    assert "64" in error.message
+    assert "--truncate" in error.message
+    assert not isinstance(encode(encoder, {"input_ids": [5] * 63})[0], ErrorInfo)
+
+
+@pytest.mark.parametrize(
+    ("limit", "kept"), [(10, 54), (0, 63), (40, 32), (1000, 32)], ids=["asked", "none", "half", "half-at-most"]
+)
+def test_truncation_leaves_the_room_asked_for(tokenizer: Tokenizer, limit: int, kept: int) -> None:
+    ids = list(range(5, 105))
+    row = {"input_ids": ids, "max_new_tokens": limit}
+    left = only(Encoder(tokenizer, tokenizer.vocab_size, 64, "left"), row)
+    right = only(Encoder(tokenizer, tokenizer.vocab_size, 64, "right"), row)
+    assert left.ids == ids[-kept:]
+    assert right.ids == ids[:kept]
+    assert left.max_new_tokens == min(limit, 64 - kept)
+
+
+def test_truncation_from_the_left_keeps_the_bos_of_text(tokenizer: Tokenizer) -> None:
+    text = " ".join(SENTENCES)
+    whole = tokenizer.encode([text])[0]
+    prompt = only(Encoder(tokenizer, tokenizer.vocab_size, 64, "left"), {"text": text, "max_new_tokens": 4})
+    assert prompt.ids == [whole[0], *whole[-59:]]
+    short = only(Encoder(tokenizer, tokenizer.vocab_size, 64, "left"), {"text": "fox", "max_new_tokens": 64})
+    assert short.ids == tokenizer.encode(["fox"])[0], "a prompt that fits is left alone"
+
+
+def test_ids_past_the_models_vocabulary(encoder: Encoder, tokenizer: Tokenizer) -> None:
+    size = tokenizer.vocab_size
+    assert failure(encoder, {"input_ids": [1, size]}).code == ErrorCode.TOKEN_OUT_OF_RANGE
+    stop = failure(encoder, {"text": "a", "stop_token_ids": [size]})
+    assert (stop.code, stop.param) == (ErrorCode.TOKEN_OUT_OF_RANGE, "stop_token_ids")
+    top = failure(encoder, {"text": "a", "return_logprob": True, "top_logprobs_num": size + 1})
+    assert (top.code, top.param) == (ErrorCode.INVALID_FIELD, "top_logprobs_num")
+    small = Encoder(tokenizer, 10, 64)
+    assert failure(small, {"text": "fox"}).code == ErrorCode.TOKEN_OUT_OF_RANGE
+
+
+def test_empty_text_is_its_bos_or_an_error(
+    encoder: Encoder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert only(encoder, {"text": ""}).ids == tokenizer.prefix_ids
+    monkeypatch.setattr(tokenizer, "prefix_ids", [])
+    assert failure(encoder, {"text": ""}).code == ErrorCode.EMPTY_PROMPT
+
+
+def test_one_bad_prompt_fails_its_row_and_no_other(encoder: Encoder) -> None:
+    bad, good = encode(encoder, {"input_ids": [[1], [10**6], [2]]}, {"input_ids": [[1], [2]]})
+    assert isinstance(bad, ErrorInfo)
+    assert not isinstance(good, ErrorInfo)
+
+
+def test_a_conversation_that_cannot_be_rendered_fails_alone(encoder: Encoder) -> None:
+    narrator = {"messages": [{"role": "narrator", "content": "Once"}]}
+    bad, good = encode(encoder, narrator, {"text": "a"})
+    assert isinstance(bad, ErrorInfo)
+    assert "narrator" in bad.message
+    assert not isinstance(good, ErrorInfo)
+
+
+def test_a_text_that_the_tokenizer_refuses_fails_alone(
+    encoder: Encoder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = tokenizer.encode_plain
+
+    def picky(texts: Sequence[str]) -> list[list[int]]:
+        if "bad" in texts:
+            raise ValueError("cannot take this")
+        return real(texts)
+
+    monkeypatch.setattr(tokenizer, "encode_plain", picky)
+    bad, good = encode(encoder, {"text": "bad"}, {"text": "good"})
+    assert isinstance(bad, ErrorInfo)
+    assert "cannot take this" in bad.message
+    assert not isinstance(good, ErrorInfo)
+
+
+def test_rows_are_taken_as_needed(encoder: Encoder) -> None:
+    taken = 0
+
+    def source() -> Any:
+        nonlocal taken
+        for index in range(5000):
+            taken += 1
+            yield ParsedRow(index, f"row-{index}", (TextPrompt("fox"),), parsed({"text": "a"})[0].params, {})
+
+    results = encoder.encode_rows(source())
+    next(results)
+    assert taken <= 1024
+    assert sum(1 for _ in results) == 4999
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    texts=st.lists(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=60), min_size=1, max_size=4),
+    ids=st.lists(st.integers(0, 420), min_size=1, max_size=90),
+    limit=st.none() | st.integers(0, 200),
+    truncate=st.sampled_from(["none", "left", "right"]),
+    context=st.integers(1, 80),
+)
+def test_what_comes_out_always_fits(
+    tokenizer: Tokenizer, texts: list[str], ids: list[int], limit: int | None, truncate: Any, context: int
+) -> None:
+    encoder = Encoder(tokenizer, tokenizer.vocab_size, context, truncate)
+    params = parse_row({"text": "x"}, 0, RowDefaults(flags={"max_new_tokens": limit})).params
+    prompts = (*map(TextPrompt, texts), TokenPrompt(tuple(ids)))
+    ((_, result),) = encoder.encode_rows([ParsedRow(0, "row-0", prompts, params, {})])
+    if isinstance(result, ErrorInfo):
+        expected = {ErrorCode.TOKEN_OUT_OF_RANGE, ErrorCode.CONTEXT_LENGTH_EXCEEDED}
+        assert result.code in expected
+        assert result.code != ErrorCode.CONTEXT_LENGTH_EXCEEDED or truncate == "none" or context == 1
+        return
+    for prompt in result:
+        assert 1 <= len(prompt.ids) < context
+        assert len(prompt.ids) + prompt.max_new_tokens <= context
+        assert prompt.max_new_tokens > 0 or limit == 0

@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+from itertools import takewhile
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from batchgen.params import SamplingParams
+from batchgen.text.stops import FinishedText, StopEvent, StopState, stopping_ids
+from batchgen.text.tokenizer import Tokenizer
+from tests.text.conftest import KINDS, SENTENCES
+from tests.text.test_detokenize import id_lists
+
+SHARED = settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def token_id(tokenizer: Tokenizer, spelled: str) -> int:
+    found = tokenizer._hf.convert_tokens_to_ids(spelled)
+    assert isinstance(found, int)
+    return found
+
+
+def run(
+    tokenizer: Tokenizer, ids: list[int], params: SamplingParams, eos: frozenset[int] = frozenset()
+) -> tuple[int, FinishedText]:
+    """Feed ids until one stops the sample; how many were taken, and the result."""
+    state = StopState(params, eos, tokenizer)
+    for token in ids:
+        if state.append(token) is not None:
+            break
+    assert state.output_ids == ids[: len(state.output_ids)]
+    return len(state.output_ids), state.finish("length")
+
+
+def brute_force(
+    tokenizer: Tokenizer, ids: list[int], params: SamplingParams, eos: frozenset[int]
+) -> tuple[int, FinishedText]:
+    """The rules of `stops`, by decoding every prefix and looking at every position."""
+    flags = (params.skip_special_tokens, params.spaces_between_special_tokens)
+    before = ""
+    for count, token in enumerate(ids, 1):
+        text = tokenizer.decode(ids[:count], *flags)
+        fresh = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, text, strict=False)))
+        matches = []
+        if count >= params.min_new_tokens:
+            for order, stop in enumerate(params.stop):
+                for begin in range(len(text) - len(stop) + 1):
+                    if text[begin : begin + len(stop)] == stop and begin + len(stop) > fresh:
+                        matches.append((begin, order + 1, stop))
+        ignored = set() if not params.ignore_eos else eos - set(params.stop_token_ids)
+        if token in (eos | set(params.stop_token_ids)) - ignored:
+            matches.append((fresh, 0, str(token)))
+        if matches:
+            begin, order, stop = min(matches)
+            if order == 0:
+                kept = tokenizer.decode(ids[: count if params.no_stop_trim else count - 1], *flags)
+                kind = "eos" if token in eos else "token"
+                return count, FinishedText(kept, "stop", kind, stop, tokenizer.decode([token], False))  # type: ignore[arg-type]
+            end = begin + len(stop) if params.no_stop_trim else begin
+            return count, FinishedText(text[:end], "stop", "string", stop, stop)
+        before = text
+    return len(ids), FinishedText(tokenizer.decode(ids, *flags), "length")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@SHARED
+@given(data=st.data())
+def test_same_as_brute_force(tokenizers: dict[str, Tokenizer], kind: str, data: st.DataObject) -> None:
+    tokenizer = tokenizers[kind]
+    ids = data.draw(id_lists(tokenizer))
+    whole = tokenizer.decode(ids, data.draw(st.booleans()))
+    spans = st.tuples(st.integers(0, max(0, len(whole) - 1)), st.integers(1, 6)).map(lambda s: whole[s[0] : sum(s)])
+    stop = data.draw(st.lists(spans | st.sampled_from(["a", " ", "e ", "\ufffd", "|"]), max_size=4))
+    vocabulary = st.sampled_from(ids) | st.integers(0, tokenizer.vocab_size - 1) if ids else st.just(0)
+    few = st.lists(vocabulary, max_size=2)
+    params = SamplingParams(
+        stop=tuple(filter(None, stop)),
+        stop_token_ids=tuple(data.draw(few)),
+        min_new_tokens=data.draw(st.integers(0, len(ids) + 1)),
+        ignore_eos=data.draw(st.booleans()),
+        no_stop_trim=data.draw(st.booleans()),
+        skip_special_tokens=data.draw(st.booleans()),
+        spaces_between_special_tokens=data.draw(st.booleans()),
+    )
+    eos = frozenset(data.draw(few))
+    assert run(tokenizer, ids, params, eos) == brute_force(tokenizer, ids, params, eos)
+
+
+def test_a_match_may_straddle_tokens(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode_plain(["Hello there, how"])[0]
+    assert len(tokenizer.encode_plain(["there, h"])[0]) > 1
+    count, done = run(tokenizer, ids, SamplingParams(stop=("re, h",)))
+    assert done == FinishedText("Hello the", "stop", "string", "re, h", "re, h")
+    assert tokenizer.decode(ids[:count]).startswith("Hello there, h")
+    assert not tokenizer.decode(ids[: count - 1]).startswith("Hello there, h")
+
+
+def test_no_stop_trim_keeps_the_match_and_nothing_after_it(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode_plain(["Hello there, how"])[0]
+    _, done = run(tokenizer, ids, SamplingParams(stop=("th",), no_stop_trim=True))
+    assert done.text == "Hello th"
+
+
+def test_the_match_that_begins_first_wins_then_list_order(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode_plain(["ab"])[0] + tokenizer.encode_plain(["c"])[0]
+    late, early = SamplingParams(stop=("c", "bc")), SamplingParams(stop=("bc", "c"))
+    assert run(tokenizer, ids, late)[1].matched_stop == run(tokenizer, ids, early)[1].matched_stop == "bc"
+    word = tokenizer.encode_plain([" the"])[0]
+    assert run(tokenizer, word, SamplingParams(stop=("the", "th")))[1].matched_stop in ("the", "th")
+    piece = next(t for t in range(tokenizer.vocab_size) if tokenizer.token_text(t) == " the")
+    assert run(tokenizer, [piece], SamplingParams(stop=("the", "th")))[1].matched_stop == "the"
+    assert run(tokenizer, [piece], SamplingParams(stop=("th", "the")))[1].matched_stop == "th"
+
+
+def test_strings_wait_for_min_new_tokens(tokenizer: Tokenizer) -> None:
+    ids = [token for _ in range(3) for token in tokenizer.encode_plain(["a"])[0] + tokenizer.encode_plain(["b"])[0]]
+    assert len(ids) == 6
+    for minimum, taken in [(0, 2), (2, 2), (3, 4), (4, 4), (5, 6)]:
+        count, done = run(tokenizer, ids, SamplingParams(stop=("ab",), min_new_tokens=minimum))
+        assert (count, done.text) == (taken, "ab" * (taken // 2 - 1)), minimum
+
+
+def test_end_of_sequence_is_cut_and_named(tokenizer: Tokenizer) -> None:
+    end = token_id(tokenizer, "<|im_end|>")
+    ids = [*tokenizer.encode_plain(["fox"])[0], end]
+    eos = frozenset({end})
+    named = SamplingParams(stop_token_ids=(end,), ignore_eos=True)
+    expected = FinishedText("fox", "stop", "eos", str(end), "<|im_end|>")
+    assert run(tokenizer, ids, SamplingParams(), eos)[1] == expected
+    assert run(tokenizer, ids, named, eos)[1] == expected, "an id of the set is eos even when the row names it"
+    assert run(tokenizer, ids, SamplingParams(ignore_eos=True), eos)[1] == FinishedText("fox", "length")
+    kept = SamplingParams(no_stop_trim=True, skip_special_tokens=False)
+    assert run(tokenizer, ids, kept, eos)[1].text == "fox<|im_end|>"
+    assert run(tokenizer, ids, SamplingParams(skip_special_tokens=False), eos)[1].text == "fox"
+
+
+def test_a_stop_ids_own_text_is_cut(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode_plain(["a"])[0] + tokenizer.encode_plain(["b"])[0]
+    trimmed = run(tokenizer, ids, SamplingParams(stop_token_ids=(ids[1],)))[1]
+    assert trimmed == FinishedText("a", "stop", "token", str(ids[1]), "b")
+    assert run(tokenizer, ids, SamplingParams(stop_token_ids=(ids[1],), no_stop_trim=True))[1].text == "ab"
+
+
+def test_a_string_that_begins_before_the_stop_id_wins(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode_plain(["a"])[0] + tokenizer.encode_plain(["b"])[0]
+    assert run(tokenizer, ids, SamplingParams(stop=("ab",), stop_token_ids=(ids[1],)))[1].stop_kind == "string"
+    assert run(tokenizer, ids, SamplingParams(stop=("b",), stop_token_ids=(ids[1],)))[1].stop_kind == "token"
+
+
+def test_rows_without_strings_are_decoded_once(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = StopState(SamplingParams(stop_token_ids=(3,)), frozenset({4}), tokenizer)
+    calls: list[int] = []
+    monkeypatch.setattr(Tokenizer, "decode", lambda self, ids, *flags: calls.append(len(ids)) or "text")
+    for token in [10, 11, 12]:
+        assert state.append(token) is None
+    assert calls == []
+    assert state.finish("length").text == "text"
+    assert calls == [3]
+
+
+def test_special_tokens_match_only_where_they_are_text(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode_plain(["fox<|im_end|>dog"])[0]
+    assert run(tokenizer, ids, SamplingParams(stop=("<|im_end|>",)))[1] == FinishedText("foxdog", "length")
+    shown = SamplingParams(stop=("<|im_end|>",), skip_special_tokens=False)
+    assert run(tokenizer, ids, shown)[1].text == "fox"
+
+
+def test_finish_reasons_pass_through(tokenizer: Tokenizer) -> None:
+    state = StopState(SamplingParams(stop=("x",)), frozenset(), tokenizer)
+    state.append(tokenizer.encode_plain(["a"])[0][0])
+    assert state.finish("abort") == FinishedText("a", "abort")
+    assert StopState(SamplingParams(), frozenset(), tokenizer).finish("length") == FinishedText("", "length")
+
+
+def test_a_stop_with_the_last_allowed_token_is_a_stop(tokenizer: Tokenizer) -> None:
+    state = StopState(SamplingParams(stop_token_ids=(7,)), frozenset(), tokenizer)
+    assert state.append(7) == StopEvent("token", "7", tokenizer.token_text(7))
+    assert state.finish("length").finish_reason == "stop"
+
+
+def test_nothing_follows_an_end(tokenizer: Tokenizer) -> None:
+    state = StopState(SamplingParams(), frozenset({7}), tokenizer)
+    state.append(7)
+    with pytest.raises(AssertionError, match="has ended"):
+        state.append(8)
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        (SamplingParams(), {1, 2}),
+        (SamplingParams(ignore_eos=True), set()),
+        (SamplingParams(stop_token_ids=(5,)), {1, 2, 5}),
+        (SamplingParams(stop_token_ids=(2, 5), ignore_eos=True), {2, 5}),
+    ],
+)
+def test_stopping_ids(params: SamplingParams, expected: set[int]) -> None:
+    assert stopping_ids(params, frozenset({1, 2})) == expected
+
+
+def test_long_output_with_stop_strings_stays_cheap(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode_plain([" ".join(SENTENCES)])[0] * 200
+    count, done = run(tokenizer, ids, SamplingParams(stop=("never found", "x" * 50)))
+    assert count == len(ids)
+    assert done.text == tokenizer.decode(ids)
