@@ -1,0 +1,114 @@
+"""Runs sequences through a model in packed steps: chunks of prompts beside single decoded tokens, in a seeded mix."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from batchgen.kernels.attention import TorchAttention
+from batchgen.kernels.types import Attention, AttentionBatch, ChunkPages, KVPool
+from batchgen.models.base import Model, ModelInput, ModelSpec
+
+__all__ = ["LENGTHS", "PagedCache", "packed_logits", "random_sequences"]
+
+LENGTHS = (3, 19, 11, 1, 26)
+"""Shorter and longer than the tiny models' window."""
+
+Step = list[tuple[int, int, int]]
+"""(sequence, start, end), prompt chunks first, then decoded tokens."""
+
+
+def random_sequences(vocab: int, seed: int = 0, lengths: tuple[int, ...] = LENGTHS) -> list[Tensor]:
+    """Token ids of each sequence, special ids left out."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, vocab, (n,), generator=generator) for n in lengths]
+
+
+def schedule(lengths: list[int], seed: int) -> list[Step]:
+    """Steps that feed every position once: each sequence in one to three chunks, its last four tokens one by one."""
+    rng = random.Random(seed)
+    done = [0] * len(lengths)
+    steps: list[Step] = []
+    while done != lengths:
+        chunks: Step = []
+        decodes: Step = []
+        for i, length in enumerate(lengths):
+            if done[i] == length or rng.random() < 0.2:
+                continue
+            prompt = max(1, length - 4)
+            end = done[i] + 1 if done[i] >= prompt else rng.randint(done[i] + 1, prompt)
+            (decodes if done[i] >= prompt else chunks).append((i, done[i], end))
+            done[i] = end
+        if chunks or decodes:
+            steps.append(chunks + decodes)
+    return steps
+
+
+def packed_logits(
+    model: Model, sequences: list[Tensor], attention: Callable[[list[tuple[int, int]]], Attention], seed: int = 0
+) -> list[Tensor]:
+    """Logits [n, V] at every position of every sequence.
+
+    `attention` makes a step's attention from its (sequence, tokens) parts.
+    """
+    got: list[list[Tensor]] = [[] for _ in sequences]
+    for step in schedule([len(s) for s in sequences], seed):
+        ids = torch.cat([sequences[i][start:end] for i, start, end in step])
+        positions = torch.cat([torch.arange(start, end) for _, start, end in step])
+        inputs = ModelInput(ids, positions, attention([(i, end - start) for i, start, end in step]))
+        hidden = model.hidden(inputs)
+        assert hidden.shape == (len(ids), model.spec.hidden_size)
+        assert hidden.dtype == model.spec.dtype
+        logits = model.logits(hidden)
+        assert logits.shape == (len(ids), model.spec.vocab_size)
+        assert logits.dtype == torch.float32
+        for (i, start, end), rows in zip(step, logits.split([e - s for _, s, e in step]), strict=True):
+            assert sum(len(r) for r in got[i]) == start
+            got[i].append(rows)
+            assert end <= len(sequences[i])
+    return [torch.cat(rows) for rows in got]
+
+
+class PagedCache:
+    """The real paged attention, with pages handed out in a shuffled order."""
+
+    def __init__(self, spec: ModelSpec, sequences: int, page_size: int = 4, pages_each: int = 8) -> None:
+        total = sequences * pages_each
+        self.pool = KVPool.allocate(list(spec.kv_layers), total + 1, page_size, spec.dtype, spec.device)
+        for cache in (*self.pool.keys, *self.pool.values):
+            cache.fill_(torch.nan)  # whatever is read before it is written must show
+        order = torch.randperm(total, generator=torch.Generator().manual_seed(1)) + 1
+        self.pages = order.view(sequences, pages_each)
+        self.lengths = [0] * sequences
+
+    def step(self, parts: list[tuple[int, int]]) -> TorchAttention:
+        size = self.pool.page_size
+        slots: list[Tensor] = []
+        chunks: list[ChunkPages] = []
+        rows: list[int] = []
+        start = 0
+        for sequence, count in parts:
+            begin = self.lengths[sequence]
+            end = self.lengths[sequence] = begin + count
+            at = torch.arange(begin, end)
+            slots.append(self.pages[sequence][at // size] * size + at % size)
+            if count > 1 or (not rows and begin == 0):
+                assert not rows, "chunks come first"
+                chunks.append(ChunkPages(start, count, end, self.pages[sequence][: -(-end // size)]))
+            else:
+                rows.append(sequence)
+            start += count
+        lens = torch.tensor([self.lengths[i] for i in rows])
+        batch = AttentionBatch(
+            slot_mapping=torch.cat(slots),
+            chunks=chunks,
+            decode_start=start - len(rows),
+            decode_pages=self.pages[rows] if rows else None,
+            decode_lens=lens if rows else None,
+            decode_own_start=torch.zeros(len(rows), dtype=torch.int64) if rows else None,
+            max_decode_len=int(lens.max()) if rows else 0,
+        )
+        return TorchAttention(self.pool, batch)

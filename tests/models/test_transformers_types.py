@@ -1,0 +1,75 @@
+"""The transformers path, architecture by architecture, against the library's eager attention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from batchgen.models.load import inspect_model, load_model
+from tests.models.dense_attention import DenseCache
+from tests.models.packed import PagedCache, packed_logits, random_sequences
+from tests.models.tiny import MORE_TYPES, TYPES, WINDOW, save_tiny, tiny_config, tiny_model
+
+torch.set_num_threads(1)
+
+
+def check(model_type: str, folder: Path) -> None:
+    save_tiny(model_type, folder)
+    model = load_model(folder, implementation="transformers", dtype="float32", device="cpu")
+    assert model.spec.implementation == "transformers"
+    assert model.spec.name == model_type
+    assert inspect_model(folder, implementation="transformers", dtype="float32", device="cpu") == model.spec
+    reference = tiny_model(model_type)
+    sequences = random_sequences(model.spec.vocab_size)
+    with torch.no_grad():
+        expected = [reference(input_ids=ids[None], use_cache=False).logits[0].float() for ids in sequences]
+    for cache in (DenseCache(), PagedCache(model.spec, len(sequences))):
+        got = packed_logits(model, sequences, cache.step)
+        for ours, theirs in zip(got, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+            assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_type_equals_eager(model_type: str, tmp_path: Path) -> None:
+    check(model_type, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", MORE_TYPES)
+def test_more_types_equal_eager(model_type: str, tmp_path: Path) -> None:
+    check(model_type, tmp_path)
+
+
+def test_at_least_twenty_types_and_the_named_ones() -> None:
+    assert len(set(TYPES)) >= 20
+    assert {"gemma2", "gemma3_text", "gpt_oss", "phi3", "olmo2", "mixtral", "qwen3_moe"} <= set(TYPES)
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text", "gpt_oss", "olmo3", "cohere2", "mistral", "mixtral"])
+def test_windows_of_the_tiny_types_are_short(model_type: str) -> None:
+    """Else the comparison with eager would not see a window that is ignored."""
+    assert tiny_config(model_type).sliding_window == WINDOW
+
+
+def test_logits_are_well_apart() -> None:
+    """Else equal argmax would say little."""
+    model = tiny_model("llama")
+    with torch.no_grad():
+        logits = model(input_ids=random_sequences(256)[4][None]).logits[0]
+    assert logits.std() > 1
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe"])
+def test_bfloat16_is_as_close_to_float32_as_eager_bfloat16(model_type: str, tmp_path: Path) -> None:
+    save_tiny(model_type, tmp_path, dtype=torch.bfloat16)
+    model = load_model(tmp_path, implementation="transformers", dtype="bfloat16", device="cpu")
+    rounded = tiny_model(model_type).bfloat16()
+    sequences = random_sequences(model.spec.vocab_size)
+    got = torch.cat(packed_logits(model, sequences, DenseCache().step))
+    with torch.no_grad():
+        plain = torch.cat([rounded(input_ids=ids[None]).logits[0].float() for ids in sequences])
+        exact = torch.cat([rounded.float()(input_ids=ids[None]).logits[0] for ids in sequences])
+    assert (got - exact).norm() <= 2 * (plain - exact).norm()
