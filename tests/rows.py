@@ -1,0 +1,26 @@
+"""Rows to parse, for the tests of row parsing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from batchgen.request import ParsedRow
+from batchgen.rows import RowDefaults, parse_row
+
+PLAIN = RowDefaults(model_names=frozenset({"llama", "models/llama"}))
+HELLO = [{"role": "user", "content": "Hello"}]
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+def line(url: str = COMPLETIONS, /, **body: Any) -> dict[str, Any]:
+    if "prompt" not in body and "messages" not in body:
+        body |= {"prompt": "Hello"} if url == COMPLETIONS else {"messages": HELLO}
+    return {"custom_id": "request-1", "method": "POST", "url": url, "body": body}
+
+
+def text(**fields: Any) -> dict[str, Any]:
+    return {"text": "Hello", **fields}
+
+
+def parse(value: Any, defaults: RowDefaults = PLAIN) -> ParsedRow:
+    return parse_row(value, 7, defaults)
