@@ -239,12 +239,18 @@ class Nodes:
         return None if parent < 0 else self.active[parent]
 
     def _drop_tails(self, need: Callable[[], int], keep: Node | None) -> None:
+        """Give tails up that nobody writes on in; nested nodes may hold the same page as theirs."""
+        held: dict[int, list[Node]] = {}
         for node in self.active.values():
+            idle = node is not keep and node.ready != COMPUTING and node.touched != self.step
+            if idle and node.tail_held:
+                held.setdefault(node.table[node.full], []).append(node)
+        for page, nodes in held.items():
             if need() <= self.allocator.free_count:
                 return
-            idle = node is not keep and node.ready != COMPUTING and node.touched != self.step
-            if idle and node.tail_held and self.allocator.holders(node.table[node.full]) == 1:
-                self._drop_tail(node)
+            if self.allocator.holders(page) == len(nodes):
+                for node in nodes:
+                    self._drop_tail(node)
 
     def _drop_tail(self, node: Node) -> None:
         node.tail_held = False

@@ -129,7 +129,7 @@ class Prompts:
 
     def cancel(self, request: int, row: int, node_id: int) -> int:
         """Samples of `request`, at place `row` of the order, that have not begun never do; returns how many."""
-        if request in self._cancelled:
+        if request in self._cancelled or not self._nodes.unstarted[node_id]:
             return 0
         self._cancelled.add(request)
         next_row, next_sample = self._next.get(node_id, (self._nodes.first_row[node_id], 0))
@@ -139,6 +139,10 @@ class Prompts:
             self._nodes.unstarted[node_id] -= count
             self._nodes.release(node_id, count)
         return count
+
+    def is_cancelled(self, request: int) -> bool:
+        """Whether samples of `request` have been kept from beginning."""
+        return request in self._cancelled
 
     def _resort(self) -> None:
         """What had to wait for this step goes back on top of the frontier, in order."""
@@ -318,6 +322,5 @@ class Prompts:
             self._next[node_id] = (row, sample)
             self._backlog[node_id] = None
         else:
-            # Keep the place for a later `cancel` only while something can still begin.
-            self._next[node_id] = (len(self._order), 0)
+            self._next.pop(node_id, None)
             self._backlog.pop(node_id, None)

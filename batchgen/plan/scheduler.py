@@ -89,10 +89,15 @@ class Scheduler:
         """Plan the next step; None when every sample has ended.
 
         A plan without tokens means that every begun sample has all its tokens and `commit` has yet to hear of ends.
+
+        Raises:
+            ValueError: at the first step, a request is too large for the pool and was not cancelled.
         """
         assert not self._open, "commit the last step first"
         if not self._unended:
             return None
+        if not self.stats.steps:
+            self._check_sizes()
         self.stats.steps += 1
         self._nodes.step = self.stats.steps
         builder = StepBuilder(self.stats.steps, self.stats)
@@ -132,6 +137,15 @@ class Scheduler:
         self._sequences.finish(begun)
         return begun
 
+    def _check_sizes(self) -> None:
+        lengths = self._tree.end[self._tree.node_of_request].astype(np.int64)
+        needed = -(-(lengths + self._max_new - 1) // self.config.page_size)
+        live = (self._samples > 0) & (needed > self._allocator.capacity)
+        for request in np.flatnonzero(live).tolist():
+            if not self._prompts.is_cancelled(request):
+                have = self._allocator.capacity
+                raise ValueError(f"request {request} needs {needed[request]} pages, the pool has {have}; cancel it")
+
     def _fill(self, builder: StepBuilder) -> None:
         sequences, prompts = self._sequences, self._prompts
         preempted = sequences.grow()
@@ -144,8 +158,14 @@ class Scheduler:
         prompts.advance(builder)
         if not builder.blocked:
             prompts.begin(builder)
-        if not sequences.by_id and not builder.flat:
+        if builder.flat or sequences.running:
+            return
+        if not sequences.by_id:
             prompts.force(builder)
+        elif sequences.line:
+            # One that has to compute its own logits has only now begun.
+            sequences.join(builder, prompts.recompute)
+            sequences.resume(builder)
 
     def _finish_plan(self, builder: StepBuilder) -> None:
         stats, plan = self.stats, builder.plan
@@ -159,7 +179,7 @@ class Scheduler:
         stats.peak_pages = self._allocator.peak
         if not plan.prefills and not plan.decodes:
             parked = any(s.phase is Phase.PARKED for s in self._sequences.by_id.values())
-            assert parked, "nothing fits the pool: a request is too large and was not cancelled"
+            assert parked, "nothing could be scheduled"
 
 
 def _check_columns(requests: int, samples: npt.NDArray[np.integer], max_new: npt.NDArray[np.integer]) -> None:

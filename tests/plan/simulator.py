@@ -12,7 +12,7 @@ import numpy as np
 
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
 from batchgen.plan.tree import build_tree
-from batchgen.plan.types import DecodeRow, PrefillChunk, StepPlan
+from batchgen.plan.types import PrefillChunk, StepPlan
 
 
 class Simulator:
@@ -49,6 +49,9 @@ class Simulator:
             assert self.scheduler.cancel(request) == []
         self.prompt_ids = [self.chain(-1 - k, p) for k, p in zip(self.keys, prompts, strict=True)]
         self.previous: StepPlan | None = None
+        self.decode_positions = 0
+        self.saved = 0
+        self.most_groups = 0
         self.late: list[list[int]] = [[] for _ in range(lag)]
 
     def chain(self, root: int, items: list[int]) -> list[int]:
@@ -159,19 +162,20 @@ class Simulator:
 
     def check_groups(self, plan: StepPlan) -> None:
         covered = [0] * len(plan.decodes)
-        saved = 0
         for group in plan.groups:
             assert len(group.rows) >= 2
             assert len(group.pages) == group.end_page - group.start_page > 0
             saving = (len(group.rows) - 1) * len(group.pages) * self.size
             assert saving >= self.config.group_min_saving
-            saved += saving
+            self.saved += saving
             assert group.rows == list(range(group.rows[0], group.rows[-1] + 1))
             for row in group.rows:
                 assert plan.decodes[row].pages[group.start_page : group.end_page] == group.pages
                 assert covered[row] == group.start_page
                 covered[row] = group.end_page
                 assert group.end_page * self.size <= plan.decodes[row].position
+        self.most_groups = max(self.most_groups, len(plan.groups))
+        self.decode_positions += sum(row.position + 1 for row in plan.decodes)
         if self.previous is not None and [r.sequence for r in plan.decodes] == [
             r.sequence for r in self.previous.decodes
         ]:
@@ -206,8 +210,3 @@ class Simulator:
                 finished.append(row.sequence)
                 self.ended.add(row.sequence)
         return finished
-
-
-def decode_reads(rows: list[DecodeRow]) -> int:
-    """Cached positions that decode rows attend to."""
-    return sum(row.position + 1 for row in rows)

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import pytest
+
+from batchgen.plan.pages import PageAllocator
+
+
+def test_counts_and_peak() -> None:
+    pages = PageAllocator(5, 16)
+    first = pages.alloc(3)
+    assert first == [1, 2, 3]
+    assert (pages.free_count, pages.used_count, pages.peak) == (1, 3, 3)
+    pages.free(first[:2])
+    assert (pages.free_count, pages.used_count, pages.peak) == (3, 1, 3)
+    assert 0 not in pages.alloc(3)
+    assert pages.peak == 4
+
+
+def test_shared_page_goes_with_its_last_holder() -> None:
+    pages = PageAllocator(3, 1)
+    [page] = pages.alloc(1)
+    pages.share(page)
+    pages.free([page])
+    assert (pages.holders(page), pages.free_count) == (1, 1)
+    pages.free([page])
+    assert pages.free_count == 2
+
+
+def test_misuse_is_caught() -> None:
+    pages = PageAllocator(3, 1)
+    with pytest.raises(AssertionError, match="3 pages asked, 2 free"):
+        pages.alloc(3)
+    with pytest.raises(AssertionError, match="page 1 freed twice"):
+        pages.free([1])
+    with pytest.raises(AssertionError, match="page 2 is not in use"):
+        pages.share(2)
+    with pytest.raises(ValueError, match="two pages"):
+        PageAllocator(1, 16)
