@@ -1,0 +1,68 @@
+"""A tiny real checkpoint: random Llama weights, a byte-level tokenizer, a chat template, generation defaults."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from tests.models.tiny import save_tiny
+
+__all__ = ["CONTEXT", "DEFAULTS", "save_model"]
+
+CONTEXT = 256
+"""Positions of the model."""
+DEFAULTS = {"temperature": 0.8, "top_k": 50, "top_p": 0.95}
+"""What its generation_config.json says of sampling."""
+
+SENTENCES = [
+    "The quick brown fox jumps over the lazy dog.",
+    "Hello there, how are you today? I am fine, thank you!",
+    "Sorting numbers: 1, 2, 3 and 10. Stop here, please.",
+    "Zażółć gęślą jaźń — naïve café, 東京 and émigré.",
+    "def add(a, b):\n    return a + b\n\nprint(add(1, 2))\n",
+]
+SPECIALS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+TEMPLATE = """\
+{{- bos_token -}}
+{%- for m in messages -%}
+<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}
+"""
+
+
+def save_model(folder: Path) -> Path:
+    """Write the checkpoint to `folder`. Weights are large, so that the likeliest token is well ahead of the second."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=360, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(SENTENCES, trainer)
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", backend.token_to_id("<s>"))]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIALS[2:]})
+    tokenizer.chat_template = TEMPLATE
+    save_tiny(
+        "llama",
+        folder,
+        vocab_size=len(tokenizer),
+        num_hidden_layers=2,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.2,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    tokenizer.save_pretrained(folder)
+    ends = [backend.token_to_id(name) for name in ("</s>", "<|im_end|>")]
+    (folder / "generation_config.json").write_text(json.dumps({**DEFAULTS, "eos_token_id": ends}))
+    return folder

@@ -1,0 +1,118 @@
+"""1,000 rows with 50 bad ones of every kind that an input can have: each has its row in the output."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from tests.e2e.model import CONTEXT
+from tests.e2e.rows import prompts, rows_of, write_lines
+from tests.e2e.runner import run
+
+ROWS, BAD = 1000, 50
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A way for a row to be wrong: `make(id, text)` and what its output row must say."""
+
+    code: str
+    make: Callable[[str, str], bytes | dict[str, Any]]
+    param: str | None
+    says: str
+    """The remedy, or what shows it."""
+    keeps_id: bool = True
+
+
+KINDS = [
+    Kind("invalid_json", lambda i, t: b'{"id": "x", "text": "a" "b"}', None, "column", keeps_id=False),
+    Kind("invalid_json", lambda i, t: b'{"text": "a", "text": "b"}', None, "stands twice", keeps_id=False),
+    Kind("invalid_json", lambda i, t: b"[1, 2]", None, "expected a JSON object", keeps_id=False),
+    Kind("invalid_json", lambda i, t: b'{"text": "a", "temperature": NaN}', None, "NaN is not JSON", keeps_id=False),
+    Kind("invalid_unicode", lambda i, t: b'{"text": "caf\xe9"}', None, "byte 14", keeps_id=False),
+    Kind("invalid_unicode", lambda i, t: b'{"text": "\\ud800 half"}', None, "half of a surrogate", keeps_id=False),
+    Kind("missing_prompt", lambda i, t: {"id": i, "txt": t}, None, "give it `text`"),
+    Kind("ambiguous_prompt", lambda i, t: {"id": i, "text": t, "input_ids": [5, 6]}, "input_ids", "keep one of them"),
+    Kind("empty_prompt", lambda i, t: {"id": i, "input_ids": []}, "input_ids", "give at least one"),
+    Kind("invalid_field", lambda i, t: {"id": i, "text": t, "top_p": 1.5}, "top_p", "must be in (0, 1]"),
+    Kind("invalid_field", lambda i, t: {"id": i, "text": t, "max_tokens": True}, "max_tokens", "must be an integer"),
+    Kind("invalid_field", lambda i, t: {"id": i, "text": t, "seed": 2**63}, "seed", "64-bit"),
+    Kind("invalid_field", lambda i, t: {"id": i, "text": t, "stop": ["a"] * 33}, "stop", "at most 32"),
+    Kind("unknown_field", lambda i, t: {"id": i, "text": t, "sampling_params": {"top_q": 1}}, "top_q", "did you mean"),
+    Kind("unsupported_field", lambda i, t: {"id": i, "text": t, "regex": "[0-9]+"}, "regex", "remove it"),
+    Kind("unsupported_field", lambda i, t: {"id": i, "text": t, "bad_words": ["no"]}, "bad_words", "remove it"),
+    Kind("duplicate_id", lambda i, t: {"id": "the first", "text": t}, "id", "--on-duplicate-id suffix", keeps_id=False),
+    Kind("token_out_of_range", lambda i, t: {"id": i, "input_ids": [5, 10**6]}, "input_ids", "vocabulary ends at"),
+    Kind("token_out_of_range", lambda i, t: {"id": i, "input_ids": [5, -1]}, "input_ids", "is no token id"),
+    Kind("context_length_exceeded", lambda i, t: {"id": i, "input_ids": [7] * CONTEXT}, None, "--truncate left"),
+    Kind("unknown_adapter", lambda i, t: {"id": i, "text": t, "model": "*:french"}, "model", "drop it from the name"),
+]
+GOOD = {"temperature": 0, "max_new_tokens": 4}
+
+
+def lines(rng: Random) -> tuple[list[bytes | dict[str, Any]], dict[int, Kind]]:
+    """The input, and the kind of each bad row by its index; the file's last line is cut in the middle."""
+    bad = dict(zip(sorted(rng.sample(range(1, ROWS - 1), BAD - 1)), KINDS * 3, strict=False))
+    texts = prompts(ROWS, 1)
+    made: list[bytes | dict[str, Any]] = []
+    for i in range(ROWS):
+        name = f'id {i} ✓ \u2028 "x"'
+        if i in bad:
+            made.append(bad[i].make(name, texts[i]))
+        else:
+            made.append({"id": name, "text": texts[i], **GOOD, "where": {"line": i, "tags": ["ä", None, 1.5]}})
+    made[0] = {"id": "the first", "text": texts[0], **GOOD, "where": {"line": 0, "tags": []}}
+    return made, bad
+
+
+def test_fifty_bad_rows_in_a_thousand(model: Path, tmp_path: Path) -> None:
+    rows, bad = lines(Random(50))
+    source = write_lines(tmp_path / "in.jsonl", rows)
+    whole = source.read_bytes()
+    cut = json.dumps({"id": "last", "text": "cut off here"}).encode()[:-9]
+    source.write_bytes(b"".join(whole.splitlines(keepends=True)[:-1]) + cut)
+    bad[ROWS - 1] = Kind("truncated_input", lambda i, t: b"", None, "ends", keeps_id=False)
+    assert len(bad) == BAD
+    assert len({kind.code for kind in bad.values()}) >= 10
+
+    done = run(["run", source, "-o", "out.parquet", "--model", model, "--dtype", "float32", "--report", "-"], tmp_path)
+
+    output = rows_of(tmp_path / "out.parquet")
+    assert [row["row_index"] for row in output] == list(range(ROWS))
+    for i, row in enumerate(output):
+        if i in bad:
+            assert_bad(row, bad[i], rows[i], f"{source}, line {i + 1}: ")
+        else:
+            given = rows[i]
+            assert isinstance(given, dict)
+            assert row["status"] == "ok", row
+            assert row["error"] is None
+            assert row["id"] == given["id"]
+            assert json.loads(row["extra"]) == {"where": given["where"]}
+            assert 1 <= len(row["output_ids"]) == row["completion_tokens"] <= 4
+    counts = {code: sum(kind.code == code for kind in bad.values()) for code in {k.code for k in bad.values()}}
+    assert done.report["errors"] == counts
+    assert (done.report["rows"], done.report["rows_ok"], done.report["rows_error"]) == (ROWS, ROWS - BAD, BAD)
+    assert "Traceback" not in done.stderr
+    assert "quick brown" not in done.stderr, "prompts are never logged"
+
+
+def assert_bad(row: dict[str, Any], kind: Kind, given: bytes | dict[str, Any], place: str) -> None:
+    assert row["status"] == "error"
+    error = row["error"]
+    assert (error["code"], error["param"]) == (kind.code, kind.param), error
+    assert error["message"].startswith(place), error
+    assert kind.says in error["message"], error
+    if kind.param is not None:
+        assert f"`{kind.param}`" in error["message"] or kind.param == "id", error
+    if kind.keeps_id:
+        assert isinstance(given, dict)
+        assert row["id"] == given["id"]
+    elif kind.code != "duplicate_id":
+        assert row["id"] == f"row-{row['row_index']}"
+    empty = [name for name in row if row[name] is not None]
+    assert set(empty) <= {"id", "row_index", "prompt_index", "sample_index", "status", "error", "extra"}
