@@ -107,6 +107,8 @@ class _Job:
         def on_row(rows: int) -> None:
             if not rows % 256:
                 self._report(rows_done=rows)
+                if self.stop.requested:
+                    raise self.stop.error(committed.prompts_done, rows)
 
         rows = ingest(self.config, inputs, intake, table, scratch, setup.decode_prompt, on_error, on_row)
         self._report(rows_done=0, rows_total=rows.rows, rows_error=rows.errors.total())

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 
 def shared_prefix_prompts(count: int, vocab: int, seed: int, longest: int = 48) -> list[list[int]]:
@@ -34,6 +37,13 @@ def shared_prefix_prompts(count: int, vocab: int, seed: int, longest: int = 48) 
         else:
             prompts.append(list(stems[rng.integers(len(stems))]))
     return prompts
+
+
+def save_word_tokenizer(folder: Path, vocab: int) -> None:
+    """A tokenizer with a word for every id, for models that tests feed with ids alone."""
+    backend = Tokenizer(WordLevel({f"w{i}": i for i in range(vocab)}, unk_token="w0"))
+    backend.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="w0").save_pretrained(folder)
 
 
 def eager_greedy(folder: Path, prompts: list[list[int]], new_tokens: int) -> tuple[list[list[int]], list[list[float]]]:

@@ -9,8 +9,8 @@ import pytest
 
 from batchgen.engine.engine import Engine
 from batchgen.request import Completion
-from tests.engine.reference import eager_greedy, shared_prefix_prompts
-from tests.models.tiny import save_tiny
+from tests.engine.reference import eager_greedy, save_word_tokenizer, shared_prefix_prompts
+from tests.models.tiny import NATIVE_TYPES, TYPES, VOCAB, save_tiny
 
 PROMPTS = 200
 NEW_TOKENS = 8
@@ -46,8 +46,9 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     """(folder, prompts, reference ids, reference logprobs) of one random model."""
     model_type, overrides = request.param
     folder = tmp_path_factory.mktemp(model_type)
-    config = save_tiny(model_type, folder, **overrides)
-    prompts = shared_prefix_prompts(PROMPTS, config.vocab_size, seed=len(model_type))
+    save_tiny(model_type, folder, **overrides)
+    save_word_tokenizer(folder, VOCAB)
+    prompts = shared_prefix_prompts(PROMPTS, VOCAB, seed=len(model_type))
     return folder, prompts, *eager_greedy(folder, prompts, NEW_TOKENS)
 
 
@@ -59,52 +60,34 @@ NATIVE = [
     ("qwen3", {}),
     ("qwen3", {"tie_word_embeddings": True, "head_dim": 32}),
 ]
-OTHERS = [
-    "gemma", "gemma2", "gemma3_text", "gpt_oss", "phi", "phi3", "olmo", "olmo2", "mixtral", "qwen2_moe", "qwen3_moe",
-    "cohere", "cohere2", "granite", "starcoder2", "stablelm", "gpt_neox", "gpt2", "nemotron", "smollm3", "glm4",
-]  # fmt: skip
+OTHERS = [name for name in TYPES if name not in NATIVE_TYPES]
 
 
-def every_way(folder: Path, implementation: str, prompts: list, ids: list, logprobs: list) -> None:
+def every_way(
+    monkeypatch: pytest.MonkeyPatch, implementation: str, folder: Path, prompts: list, ids: list, logprobs: list
+) -> None:
     """One batch, shuffled, one at a time, and with a pool so small that rows are preempted."""
-    options = {"model_impl": implementation, "dtype": "float32"}
-    engine = Engine(str(folder), **options)
+    engine = Engine(str(folder), model_impl=implementation, dtype="float32", page_size=4)
     assert engine.model.spec.implementation == implementation
     assert_same(run(engine, prompts), ids, logprobs)
     order = np.random.default_rng(1).permutation(len(prompts)).tolist()
     assert_same(run(engine, prompts, order), ids, logprobs)
     for i, prompt in enumerate(prompts):
         assert_same({i: run(engine, [prompt])[0]}, ids, logprobs, [i])
-    preempting(engine, prompts, ids, logprobs)
-
-
-def preempting(engine: Engine, prompts: list, ids: list, logprobs: list) -> None:
-    """A pool of hardly more than the longest row: rows are preempted, recomputed, and nothing changes."""
-    page = 4
     longest = max(len(p) for p in prompts) + NEW_TOKENS
-    spec = engine.model.spec
-    bytes_per_page = sum(page * x.kv_heads * (x.key_dim + x.value_dim) for x in spec.kv_layers) * spec.dtype.itemsize
-    small = Engine.from_parts(
-        engine.config.replace(
-            page_size=page,
-            kv_memory=bytes_per_page * (2 * longest // page + 6),
-            max_num_seqs=16,
-            max_tokens_per_step=24,
-        ),
-        engine.model,
-        engine.tokenizer,
-    )
-    assert_same(run(small, prompts), ids, logprobs)
-    assert small.last_run is not None
-    assert small.last_run.scheduler.stats.preemptions > 0
+    with monkeypatch.context() as patch:
+        patch.setattr("batchgen.engine.engine.pool_pages", lambda *_: 2 * longest // 4 + 4)
+        assert_same(run(engine, prompts), ids, logprobs)
+    assert engine.last_run is not None
+    assert engine.last_run.scheduler.stats.preemptions > 0
 
 
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
 @pytest.mark.parametrize("checkpoint", NATIVE, ids=lambda p: "-".join([p[0], *p[1]]), indirect=True)
-def test_native_families_equal_eager(checkpoint, implementation: str) -> None:
-    every_way(checkpoint[0], implementation, *checkpoint[1:])
+def test_native_families_equal_eager(checkpoint, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    every_way(monkeypatch, implementation, *checkpoint)
 
 
 @pytest.mark.parametrize("checkpoint", [(t, {}) for t in OTHERS], ids=lambda p: p[0], indirect=True)
-def test_transformers_path_equals_eager(checkpoint) -> None:
-    every_way(checkpoint[0], "transformers", *checkpoint[1:])
+def test_transformers_path_equals_eager(checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    every_way(monkeypatch, "transformers", *checkpoint)

@@ -1,0 +1,208 @@
+"""`batchgen check`: everything that can be known of a job without its weights."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from batchgen.config import RunConfig
+from batchgen.data.read import open_inputs
+from batchgen.engine.engine import default_max_num_seqs
+from batchgen.engine.intake import Intake
+from batchgen.engine.planning import plan_workload
+from batchgen.errors import OutputError
+from batchgen.job.identity import identify
+from batchgen.job.ingest import Ingested, ingest
+from batchgen.job.setup import Setup, prepare
+from batchgen.kernels.types import KVPool
+from batchgen.plan.estimate import PlanCounts, plan_counts
+from batchgen.request import Completion, RequestTable
+from batchgen.units import format_size
+
+__all__ = ["CheckReport", "check_job"]
+
+_SHOWN_ERRORS = 20
+_ROW_BYTES = 160
+"""An output row without its lists and text, compressed, about."""
+_TOKEN_BYTES = 6
+"""A generated token's id and text, compressed, about."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """What `check` found. Names are those of `run --report`."""
+
+    rows: int
+    rows_ok: int
+    rows_error: int
+    errors: dict[str, int]
+    row_errors: list[dict[str, Any]]
+    prompt_tokens: int
+    distinct_prompt_tokens: int
+    computed_prompt_tokens: int
+    cached_tokens: int
+    sharing_ratio: float
+    deduplicated_rows: int
+    max_completion_tokens: int
+    """If every row runs to its limit."""
+    kv_peak_bytes: int
+    page_waste: float
+    estimated_seconds: float
+    estimated_output_bytes: int
+    fingerprint: str
+    first_prompt: str | None
+    seconds: dict[str, float]
+    model: dict[str, Any]
+    configuration: dict[str, Any]
+
+
+def check_job(config: RunConfig, as_json: bool = False) -> int:
+    """Validate every row, plan the job and print what it would take. Returns the exit code.
+
+    Raises:
+        BatchgenError: as `run_job` would before it generates.
+    """
+    report = _examine(config)
+    text = json.dumps(_plain(report), indent=2, ensure_ascii=False) + "\n"
+    if as_json:
+        sys.stdout.write(text)
+    else:
+        sys.stdout.write("\n".join(_lines(report)) + "\n")
+    if config.report is not None:
+        _write(text, config.report)
+    return 3 if config.max_errors.exceeded(report.rows_error, report.rows) else 0
+
+
+@dataclass(slots=True)
+class _Errors:
+    """Counts of all bad rows, and the first few whole."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    shown: list[dict[str, Any]] = field(default_factory=list)
+
+    def take(self, completion: Completion, row_id: str, extra: str | None) -> None:
+        assert completion.error is not None
+        error = completion.error
+        self.counts[error.code] += 1
+        if len(self.shown) < _SHOWN_ERRORS:
+            self.shown.append(
+                {"row": completion.row_index, "id": row_id, "code": str(error.code), "message": error.message}
+            )
+
+
+def _examine(config: RunConfig) -> CheckReport:
+    began = time.monotonic()
+    setup = prepare(config, lambda message: print(message, file=sys.stderr))
+    inputs = open_inputs(config.inputs)
+    identity = identify(config, inputs, setup.identity, setup.sampling)
+    errors = _Errors()
+    table = RequestTable()
+    intake = Intake(table, setup.encoder, setup.defaults, config.on_duplicate_id)
+    with tempfile.TemporaryDirectory(prefix="batchgen-check-") as scratch:
+        rows = ingest(config, inputs, intake, table, Path(scratch), setup.decode_prompt, errors.take)
+        rows.texts.close()
+        read = time.monotonic()
+        workload = plan_workload(table, dedup=config.engine.dedup)
+        sequences = config.engine.max_num_seqs or default_max_num_seqs(setup.spec.device)
+        page = config.engine.page_size
+        counts = plan_counts(workload.tree, workload.samples, table.max_new_tokens, page, sequences)
+        output_bytes = _output_bytes(table, rows)
+        planned = time.monotonic()
+    spec = setup.spec
+    page_bytes = KVPool.page_bytes(list(spec.kv_layers), page, spec.dtype)
+    return CheckReport(
+        rows=rows.rows,
+        rows_ok=rows.rows - rows.errors.total() - rows.skipped,
+        rows_error=rows.errors.total(),
+        errors=dict(errors.counts),
+        row_errors=errors.shown,
+        prompt_tokens=workload.tree.prompt_tokens,
+        distinct_prompt_tokens=workload.tree.distinct_tokens,
+        computed_prompt_tokens=counts.distinct_prompt_tokens,
+        cached_tokens=workload.tree.prompt_tokens - workload.tree.distinct_tokens,
+        sharing_ratio=round(counts.sharing_ratio, 4),
+        deduplicated_rows=len(workload.followers),
+        max_completion_tokens=counts.max_output_tokens,
+        kv_peak_bytes=counts.kv_peak_pages * page_bytes,
+        page_waste=round(counts.page_waste, 4),
+        estimated_seconds=round(_estimated_seconds(setup, counts), 1),
+        estimated_output_bytes=output_bytes,
+        fingerprint=identity.run.fingerprint,
+        first_prompt=None if rows.first_prompt is None else setup.decode_prompt(rows.first_prompt[1]),
+        seconds={"reading": round(read - began, 3), "planning": round(planned - read, 3)},
+        model={**setup.identity, "parameters": spec.parameters, "context_length": spec.context_length},
+        configuration=config.describe(),
+    )
+
+
+def _output_bytes(table: RequestTable, rows: Ingested) -> int:
+    """About the size of the output if every row runs to its limit."""
+    per_token = np.array(
+        [_TOKEN_BYTES + (4 + 8 * p.top_logprobs_num if p.return_logprob else 0) for p in table.params], np.int64
+    )
+    samples = np.array([p.n for p in table.params], np.int64)
+    ids = table.params_id
+    tokens = int((per_token[ids] * samples[ids] * table.max_new_tokens).sum()) if len(table) else 0
+    return tokens + _ROW_BYTES * (rows.rows - rows.skipped)
+
+
+def _estimated_seconds(setup: Setup, counts: PlanCounts) -> float:
+    """Arithmetic of the whole plan at the matrix rate measured here and now: a floor, for rows that run to their limit."""
+    decoded = max(0, counts.max_output_tokens - counts.samples)
+    operations = 2.0 * setup.spec.parameters * (counts.distinct_prompt_tokens + decoded)
+    return operations / _matrix_rate(setup.spec.dtype, setup.spec.device)
+
+
+def _matrix_rate(dtype: torch.dtype, device: torch.device, size: int = 768) -> float:
+    """Operations per second of a square product, the best of a few."""
+    a = torch.randn(size, size, device=device).to(dtype)
+    best = float("inf")
+    for _ in range(5):
+        began = time.perf_counter()
+        float((a @ a)[0, 0])  # reading a value waits for the device
+        best = min(best, time.perf_counter() - began)
+    return 2.0 * size**3 / best
+
+
+def _lines(report: CheckReport) -> list[str]:
+    lines = [f"rows            {report.rows:,} (ok {report.rows_ok:,}, errors {report.rows_error:,})"]
+    lines += [f"  {code}: {count:,}" for code, count in sorted(report.errors.items())]
+    for error in report.row_errors:
+        lines.append(f"  row {error['row']} (id {error['id']!r}): {error['code']}: {error['message']}")
+    if report.rows_error > len(report.row_errors):
+        lines.append(f"  ... and {report.rows_error - len(report.row_errors):,} more")
+    lines += [
+        f"prompt tokens   {report.prompt_tokens:,} (to compute {report.computed_prompt_tokens:,}, "
+        f"sharing ratio {report.sharing_ratio:.2f})",
+        f"output tokens   at most {report.max_completion_tokens:,}",
+        f"duplicate rows  {report.deduplicated_rows:,} greedy rows copy another's result",
+        f"KV cache        {format_size(report.kv_peak_bytes)} at the peak (page waste {report.page_waste:.1%})",
+        f"output file     about {format_size(report.estimated_output_bytes)}",
+        f"time            at least {report.estimated_seconds:,.1f} s of arithmetic if every row runs to its limit",
+    ]
+    if report.first_prompt is not None:
+        lines += ["first prompt, as the model sees it:", *(f"  | {line}" for line in report.first_prompt.split("\n"))]
+    return lines
+
+
+def _plain(report: CheckReport) -> dict[str, Any]:
+    return {name: getattr(report, name) for name in CheckReport.__dataclass_fields__}
+
+
+def _write(text: str, target: str) -> None:
+    if target == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(target).write_text(text, encoding="utf-8")
+    except OSError as problem:
+        raise OutputError(f"cannot write the report {target}: {problem.strerror}") from None
