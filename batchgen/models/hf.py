@@ -19,7 +19,7 @@ from batchgen.errors import ModelError
 from batchgen.kernels.types import Attention
 from batchgen.models.base import ModelInput, ModelSpec
 
-__all__ = ["ATTENTION_NAME", "HookedModel", "KeywordDropped", "TransformersModel", "register_attention"]
+__all__ = ["ATTENTION_NAME", "HookedModel", "KeywordDropped", "TransformersModel", "decoder_name", "register_attention"]
 
 ATTENTION_NAME: Final = "batchgen"
 _KEYWORD: Final = "batchgen_attention"
@@ -125,8 +125,10 @@ class HookedModel:
     """
 
     def __init__(self, model: Any, *, use_slot: bool) -> None:
-        self._decoder: Any = getattr(model, model.base_model_prefix)
-        self._head: Any = _head_only(model)
+        name = decoder_name(model)
+        assert name is not None
+        self._decoder: Any = getattr(model, name)
+        self._head: Any = _head_only(model, name)
         self._slot = Slot() if use_slot else None
         for module in model.modules() if use_slot else ():
             if hasattr(module, "layer_idx"):
@@ -179,9 +181,18 @@ class TransformersModel:
         return self._model.logits(hidden).float()
 
 
-def _head_only(model: Any) -> Any:
+def decoder_name(model: Any) -> str | None:
+    """Under which name a causal language model holds its decoder; None if it holds none."""
+    from transformers import PreTrainedModel  # as in register_attention
+
+    if isinstance(getattr(model, model.base_model_prefix, None), nn.Module):
+        return str(model.base_model_prefix)
+    return next((name for name, child in model.named_children() if isinstance(child, PreTrainedModel)), None)
+
+
+def _head_only(model: Any, decoder: str) -> Any:
     """The same model, sharing every parameter, with its decoder replaced by `_Given`."""
     head = copy.copy(model)
     head._modules = dict(model._modules)
-    head._modules[model.base_model_prefix] = _Given()
+    head._modules[decoder] = _Given()
     return head

@@ -8,12 +8,19 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from batchgen.errors import ModelError
 from batchgen.models.base import ModelInput, ModelSpec
 from batchgen.models.folder import ModelFolder
-from batchgen.models.hf import ATTENTION_NAME, HookedModel, KeywordDropped, TransformersModel, register_attention
+from batchgen.models.hf import (
+    ATTENTION_NAME,
+    HookedModel,
+    KeywordDropped,
+    TransformersModel,
+    decoder_name,
+    register_attention,
+)
 from batchgen.models.probe import LayerUse, ProbeAttention
 from batchgen.models.stack import stack_projections
 
@@ -153,7 +160,7 @@ def _use_our_attention(model: Any) -> None:
     if model.config._attn_implementation != ATTENTION_NAME:
         raise _unsupported(model.config, "its attention in transformers does not go through the attention interface")
     _drop_padding(model)
-    if not isinstance(getattr(model, model.base_model_prefix, None), nn.Module):
+    if decoder_name(model) is None:
         raise _unsupported(model.config, "it has no separate decoder")
 
 
@@ -195,8 +202,10 @@ def _check_uses(config: Any, context: int, calls: list[tuple[int, LayerUse]]) ->
     """One call per layer, in shapes that a cache can have, with the windows that the configuration tells of."""
     counts = Counter(layer for layer, _ in calls)
     layers = int(config.num_hidden_layers)
-    if set(counts) != set(range(layers)) or set(counts.values()) != {1}:
-        raise _unsupported(config, f"{len(counts)} of its {layers} layers attend exactly once through keys and values")
+    if set(counts) != set(range(layers)):
+        raise _unsupported(config, f"{len(counts)} of its {layers} layers attend through keys and values of their own")
+    if set(counts.values()) != {1}:
+        raise _unsupported(config, "a layer attends more than once")
     uses = [use for _, use in sorted(calls, key=lambda call: call[0])]
     _check_windows(config, context, [use.window for use in uses])
     return uses
@@ -245,6 +254,7 @@ def _read_weights(config: Any, spec: ModelSpec, folder: ModelFolder) -> Any:
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they come back in the information, with their names
         )
     except Exception as error:  # loading fails in as many ways as there are architectures
         raise ModelError(f"transformers cannot load {folder.path}: {_first_line(error)}.") from None

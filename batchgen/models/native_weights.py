@@ -59,13 +59,14 @@ def native_layout(config: NativeConfig, folder: ModelFolder) -> NativeLayout:
     """
     prefix = "" if "embed_tokens.weight" in folder.tensors else "model."
     hidden = (config.hidden_size,)
-    stored_head = "lm_head.weight" in folder.tensors
-    vocab = config.vocab_size
-    head = FusedTensor((("lm_head.weight", vocab),), hidden) if stored_head or not config.tied else None
+    embedding, head = f"{prefix}embed_tokens.weight", "lm_head.weight"
+    one = config.tied and not (embedding in folder.tensors and head in folder.tensors)
+    if one and head in folder.tensors:
+        embedding = head
     return NativeLayout(
-        embedding=FusedTensor(((f"{prefix}embed_tokens.weight", vocab),), hidden),
+        embedding=FusedTensor(((embedding, config.vocab_size),), hidden),
         norm=FusedTensor(((f"{prefix}norm.weight", config.hidden_size),), ()),
-        head=head,
+        head=None if one else FusedTensor(((head, config.vocab_size),), hidden),
         layers=tuple(_layer(config, f"{prefix}layers.{i}.") for i in range(config.num_layers)),
     )
 

@@ -33,8 +33,8 @@ MORE_TYPES = (
     "afmoe", "apertus", "arcee", "axk1", "beam", "biogpt", "bitnet", "cwm", "dots1", "ernie4_5_moe", "exaone4",
     "exaone_moe", "flex_olmo", "flint", "gemma4_text", "glm", "glm4_moe", "glm4_moe_lite", "gpt_bigcode", "granite_swa",
     "granitemoe", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax",
-    "jais2", "jetmoe", "kolibri1", "laguna", "longcat_flash", "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2",
-    "ministral", "ministral3", "nanochat", "olmoe", "opt", "persimmon", "phimoe", "seed_oss", "solar_open",
+    "jais2", "jetmoe", "kolibri1", "laguna", "llama4_text", "longcat_flash", "mellum", "mimo_v2_flash", "minicpm3",
+    "minimax_m2", "ministral", "ministral3", "nanochat", "olmoe", "opt", "persimmon", "phimoe", "seed_oss", "solar_open",
     "vaultgemma", "youtu",
 )  # fmt: skip
 """Others that run as well; tested when slow tests are."""
@@ -73,6 +73,9 @@ _ANY: dict[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
     "moe_layer_start_index": 1,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 16,
+    "global_head_dim": 32,
     "attention_dropout": 0.0,
     "attn_pdrop": 0.0,
     "embd_pdrop": 0.0,

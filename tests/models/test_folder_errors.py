@@ -1,0 +1,271 @@
+"""Folders that cannot be loaded: each refused before a weight is read, in words that name the reason and the remedy."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from batchgen.errors import ModelError
+from batchgen.models.check import check_model
+from batchgen.models.load import inspect_model, load_model
+from tests.models.tiny import save_tiny
+
+Break = Callable[[Path], object]
+SECONDS = 2.0
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("llama", tmp_path_factory.mktemp("whole"))
+
+
+@pytest.fixture(scope="session")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_tiny("llama", tmp_path_factory.mktemp("sharded"), max_shard_size="100KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    return folder
+
+
+def copy(source: Path, target: Path) -> Path:
+    target.mkdir(parents=True, exist_ok=True)
+    for file in source.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    return target
+
+
+def configure(**changes: Any) -> Break:
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        for key, value in changes.items():
+            if value is ...:
+                config.pop(key, None)
+            else:
+                config[key] = value
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return change
+
+
+def weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Break:
+    def rewrite(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+
+    return rewrite
+
+
+def cut(keep: float) -> Break:
+    def truncate(folder: Path) -> None:
+        file = folder / "model.safetensors"
+        data = file.read_bytes()
+        file.write_bytes(data[: int(len(data) * keep)])
+
+    return truncate
+
+
+def raw(data: bytes) -> Break:
+    return lambda folder: (folder / "model.safetensors").write_bytes(data)
+
+
+def header(entry: dict[str, Any], data: bytes = b"") -> Break:
+    text = json.dumps(entry).encode()
+    return raw(struct.pack("<Q", len(text)) + text + data)
+
+
+def only(name: str) -> Break:
+    def replace(folder: Path) -> None:
+        (folder / "model.safetensors").rename(folder / name)
+
+    return replace
+
+
+def append(data: bytes) -> Break:
+    def grow(folder: Path) -> None:
+        with (folder / "model.safetensors").open("ab") as file:
+            file.write(data)
+
+    return grow
+
+
+BROKEN: dict[str, tuple[Break, str]] = {
+    "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
+    "config cut": (lambda f: (f / "config.json").write_text('{"model_ty'), "is not JSON"),
+    "config not text": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x00"), "is not JSON"),
+    "config a list": (lambda f: (f / "config.json").write_text("[]"), "names no model_type"),
+    "no model_type": (configure(model_type=...), "names no model_type"),
+    "unknown type": (configure(model_type="quokka"), "architecture quokka is not supported"),
+    "needs code": (
+        configure(model_type="quokka", auto_map={"AutoModel": "m.Q"}),
+        "quokka needs code out of its folder",
+    ),
+    "not a language model": (
+        configure(architectures=["LlamaForSequenceClassification"]),
+        "not a causal language model",
+    ),
+    "encoder-decoder": (configure(model_type="t5", is_encoder_decoder=True), "t5 is not supported"),
+    "multimodal": (configure(model_type="gemma3", text_config={}), "gemma3 is multimodal"),
+    "gptq": (configure(quantization_config={"quant_method": "gptq"}), "quantised .*gptq"),
+    "rope": (configure(rope_parameters={"rope_type": "spiral", "rope_theta": 1.0}), "rope type 'spiral'"),
+    "no heads": (configure(num_attention_heads=None), "num_attention_heads must be a positive integer"),
+    "odd heads": (configure(num_key_value_heads=3), "cannot share 3 kv heads"),
+    "layer type": (
+        configure(model_type="qwen3", layer_types=["linear_attention"] * 3),
+        "layers of type linear_attention",
+    ),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors"),
+    "pickles": (only("pytorch_model.bin"), "Convert it once"),
+    "gguf": (only("model.gguf"), "GGUF"),
+    "adapter": (only("adapter_config.json"), "is an adapter"),
+    "empty file": (raw(b""), "holds 0 bytes"),
+    "cut in the header": (cut(0.001), "ends inside its header"),
+    "cut in the data": (cut(0.9), "of [0-9]+ bytes; a copy or download was probably interrupted"),
+    "one byte short": (cut(0.999999), "of [0-9]+ bytes"),
+    "bytes too many": (append(b"\0" * 8), "where its header describes"),
+    "not safetensors": (raw(b"PK\x03\x04" + b"\xff" * 100), "does not begin with a safetensors header"),
+    "git-lfs pointer": (raw(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"), "does not begin"),
+    "header not JSON": (raw(struct.pack("<Q", 4) + b"@@@@"), "its header is not JSON"),
+    "header a list": (raw(struct.pack("<Q", 2) + b"[]"), "not a JSON object"),
+    "entry wrong": (header({"a": {"dtype": "F32"}}), "header entry of a"),
+    "offsets wrong": (
+        header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, b"\0" * 4),
+        "a has 4 bytes",
+    ),
+    "tensor missing": (weights(lambda t: t.pop("model.layers.1.mlp.up_proj.weight")), "lacks 1 of the 30"),
+    "tensor misshapen": (
+        weights(lambda t: t.update({"model.norm.weight": torch.ones(7)})),
+        r"model.norm.weight has shape \[7\] where config.json calls for \[64\]",
+    ),
+    "tensor of integers": (
+        weights(lambda t: t.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)})),
+        "stored as I8",
+    ),
+    "tensor unknown": (
+        weights(lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(64)})),
+        "holds 1 tensors that a llama model .*q_proj.bias first",
+    ),
+    "config of another": (configure(num_hidden_layers=4), "lacks 9 of the 39"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_folder(name: str, whole: Path, tmp_path: Path) -> None:
+    change, words = BROKEN[name]
+    change(copy(whole, tmp_path / "model"))
+    start = time.perf_counter()
+    with pytest.raises(ModelError, match=words) as caught:
+        load_model(tmp_path / "model")
+    assert time.perf_counter() - start < SECONDS
+    assert caught.value.exit_code == 6
+    assert "\n" not in str(caught.value)
+    for other in (check_model, inspect_model):
+        with pytest.raises(ModelError, match=words):
+            other(tmp_path / "model")
+
+
+def test_the_folder_itself_loads(whole: Path, sharded: Path) -> None:
+    """Else every case above would pass for the wrong reason."""
+    assert load_model(whole).spec.implementation == "native"
+    assert load_model(sharded).spec.implementation == "native"
+
+
+def remove_shard(folder: Path) -> None:
+    sorted(folder.glob("*.safetensors"))[1].unlink()
+
+
+def swap_shards(folder: Path) -> None:
+    first, second, *_ = sorted(folder.glob("*.safetensors"))
+    data = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(data)
+
+
+def same_shards(folder: Path) -> None:
+    first, second, *_ = sorted(folder.glob("*.safetensors"))
+    first.write_bytes(second.read_bytes())
+
+
+SHARDS: dict[str, tuple[Break, str]] = {
+    "shard missing": (remove_shard, "lacks 1 of its [0-9]+ weight files, model-00002"),
+    "shards swapped": (swap_shards, "which model.safetensors.index.json says it holds"),
+    "shard twice": (same_shards, "stands in two files"),
+    "index not JSON": (lambda f: (f / "model.safetensors.index.json").write_text("{"), "is not an index"),
+    "index empty": (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "is not an index"),
+}
+
+
+@pytest.mark.parametrize("name", SHARDS)
+def test_broken_shards(name: str, sharded: Path, tmp_path: Path) -> None:
+    change, words = SHARDS[name]
+    change(copy(sharded, tmp_path / "model"))
+    start = time.perf_counter()
+    with pytest.raises(ModelError, match=words):
+        load_model(tmp_path / "model")
+    assert time.perf_counter() - start < SECONDS
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no model folder"):
+        load_model(tmp_path / "nowhere")
+
+
+def test_a_file_for_a_folder(whole: Path) -> None:
+    with pytest.raises(ModelError, match="is not a folder"):
+        load_model(whole / "config.json")
+
+
+def test_unknown_hub_id_offline(tmp_path: Path) -> None:
+    """In a process of its own: the library reads its settings when it is imported."""
+    code = (
+        "from batchgen.models.check import check_model\n"
+        "from batchgen.errors import ModelError\n"
+        "try: check_model('nobody/nothing-at-all')\n"
+        "except ModelError as error: print(error)\n"
+    )
+    env = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=root, capture_output=True, text=True, check=True)
+    assert "no folder nobody/nothing-at-all" in done.stdout
+    assert "HF_HUB_OFFLINE" in done.stdout
+
+
+def test_hub_id_in_the_local_cache(whole: Path, tmp_path: Path) -> None:
+    snapshot = tmp_path / "hub" / "models--some--model" / "snapshots" / "abc"
+    copy(whole, snapshot)
+    refs = snapshot.parents[1] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("abc")
+    code = "from batchgen.models.check import check_model\nprint(check_model('some/model').folder.path)"
+    env = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(snapshot)
+
+
+def test_a_check_loads_neither_torch_nor_transformers(whole: Path, tmp_path: Path) -> None:
+    """So that a refusal takes moments from a cold start, for all kinds of refusal."""
+    change, _ = BROKEN["unknown type"]
+    change(copy(whole, tmp_path / "model"))
+    code = (
+        "import sys\n"
+        "from batchgen.models.check import check_model\n"
+        "from batchgen.errors import ModelError\n"
+        f"check_model({str(whole)!r})\n"
+        f"try: check_model({str(tmp_path / 'model')!r})\n"
+        "except ModelError: pass\n"
+        "else: raise SystemExit('not refused')\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules), 'heavy'\n"
+    )
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True)
+    assert time.perf_counter() - start < SECONDS

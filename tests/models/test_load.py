@@ -1,0 +1,231 @@
+"""Loading: shards, dtypes, the digest, the memory it takes, and what else `load_model` promises."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from batchgen.errors import ModelError
+from batchgen.models.base import ModelInput
+from batchgen.models.check import check_model
+from batchgen.models.load import inspect_model, load_model
+from batchgen.models.probe import ProbeAttention
+from batchgen.models.safetensors_header import read_header
+from batchgen.models.weights import WeightReader
+from tests.models.tiny import NATIVE_TYPES, save_tiny
+
+torch.set_num_threads(1)
+HAS_BF16 = bool(torch.cpu.get_capabilities().get("avx512_bf16") or torch.cpu.get_capabilities().get("amx_bf16"))
+
+
+def logits(folder: Path, **options: object) -> torch.Tensor:
+    model = load_model(folder, device="cpu", **{"dtype": "float32", **options})  # type: ignore[arg-type]
+    ids = torch.arange(3, 15)
+    return model.logits(model.hidden(ModelInput(ids, torch.arange(len(ids)), ProbeAttention())))
+
+
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+def test_shards_are_the_single_file(implementation: str, tmp_path: Path) -> None:
+    single = save_tiny("qwen3", tmp_path / "single")
+    sharded = save_tiny("qwen3", tmp_path / "sharded", max_shard_size="60KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 4
+    options = {"implementation": implementation}
+    assert torch.equal(logits(single, **options), logits(sharded, **options))
+
+
+def test_a_folder_saved_from_the_bare_decoder(tmp_path: Path) -> None:
+    """Names without `model.` in front, and a tied head."""
+    folder = save_tiny("llama", tmp_path / "model", tie_word_embeddings=True)
+    expected = logits(folder)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name.removeprefix("model."): t for name, t in tensors.items()}, folder / "model.safetensors")
+    assert torch.equal(logits(folder), expected)
+
+
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+def test_a_tied_checkpoint_that_stores_another_head(implementation: str, tmp_path: Path) -> None:
+    """The stored head is used, as the library does."""
+    folder = save_tiny("llama", tmp_path, tie_word_embeddings=True)
+    tied = logits(folder, implementation=implementation)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = 2 * tensors["model.embed_tokens.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    torch.testing.assert_close(logits(folder, implementation=implementation), 2 * tied, atol=1e-4, rtol=0)
+
+
+def test_a_tied_checkpoint_that_stores_the_head_alone(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path, tie_word_embeddings=True)
+    expected = logits(folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, folder / "model.safetensors")
+    assert torch.equal(logits(folder), expected)
+
+
+def test_stored_rotary_frequencies_are_not_read(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path)
+    expected = logits(folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    save_file(tensors, folder / "model.safetensors")
+    assert torch.equal(logits(folder), expected)
+
+
+@pytest.mark.parametrize(
+    ("stored", "expected"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16 if HAS_BF16 else torch.float32),
+        (torch.float16, torch.bfloat16 if HAS_BF16 else torch.float32),
+    ],
+)
+@pytest.mark.parametrize("named", [True, False])
+def test_auto_dtype_on_a_cpu(stored: torch.dtype, expected: torch.dtype, named: bool, tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path, dtype=stored)
+    config = json.loads((tmp_path / "config.json").read_text())
+    if not named:
+        config.pop("dtype")
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    model = load_model(tmp_path, device="cpu")
+    assert model.spec.dtype == expected
+    hidden = model.hidden(ModelInput(torch.tensor([5]), torch.tensor([0]), ProbeAttention()))
+    assert hidden.dtype == expected
+
+
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+def test_float16_runs_on_a_cpu(implementation: str, tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path)
+    half = logits(tmp_path, dtype="float16", implementation=implementation)
+    full = logits(tmp_path, implementation=implementation)
+    assert (half - full).norm() < 0.05 * full.norm()
+
+
+def test_auto_takes_the_native_path_where_it_can(tmp_path: Path) -> None:
+    for name in NATIVE_TYPES:
+        assert inspect_model(save_tiny(name, tmp_path / name)).implementation == "native"
+    assert inspect_model(save_tiny("gemma2", tmp_path / "gemma2")).implementation == "transformers"
+    assert inspect_model(save_tiny("llama", tmp_path / "relu2", hidden_act="relu2")).implementation == "transformers"
+
+
+def test_native_is_refused_for_what_it_does_not_have(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"does not have the architecture gemma2.*--model-impl"):
+        load_model(save_tiny("gemma2", tmp_path / "a"), implementation="native")
+    with pytest.raises(ModelError, match=r"activation relu2.*--model-impl transformers"):
+        load_model(save_tiny("llama", tmp_path / "b", hidden_act="relu2"), implementation="native")
+
+
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+def test_a_context_past_the_models_is_refused(implementation: str, tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path)
+    with pytest.raises(ModelError, match=r"--max-model-len 513 is past the model's context of 512"):
+        load_model(tmp_path, max_model_len=513, implementation=implementation)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_no_cuda_device(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no CUDA device"):
+        load_model(save_tiny("llama", tmp_path), device="cuda")
+
+
+def test_digest_tells_configuration_and_files_apart(tmp_path: Path) -> None:
+    first = save_tiny("llama", tmp_path / "a")
+    assert check_model(first).folder.digest == check_model(save_tiny("llama", tmp_path / "b")).folder.digest
+    others = [
+        save_tiny("llama", tmp_path / "c", rms_norm_eps=1e-5),
+        save_tiny("llama", tmp_path / "d", dtype=torch.bfloat16),
+        save_tiny("llama", tmp_path / "e", max_shard_size="60KB"),
+    ]
+    digests = {check_model(folder).folder.digest for folder in (first, *others)}
+    assert len(digests) == 4
+    assert all(len(digest) == 64 for digest in digests)
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("target", [torch.bfloat16, torch.float32])
+def test_reader_converts_like_torch(
+    stored: torch.dtype, target: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchgen.models.weights._BUFFER_BYTES", 64)  # many pieces
+    tensor = torch.randn(13, 7).to(stored)
+    save_file({"a": torch.ones(3), "b": tensor}, tmp_path / "x.safetensors")
+    tensors, _ = read_header(tmp_path / "x.safetensors")
+    out = torch.full((20, 7), torch.nan, dtype=target)
+    with WeightReader(tensors) as reader:
+        reader.read_into("b", out[4:17])
+    assert torch.equal(out[4:17], tensor.to(target))
+    assert out[:4].isnan().all()
+    assert out[17:].isnan().all()
+
+
+PEAK = """
+import sys, threading, time
+from batchgen.models.load import load_model
+import torch
+torch.set_num_threads(1)
+torch.ops.mkldnn  # libraries that any load needs are not counted
+def status(key):
+    for line in open('/proc/self/status'):
+        if line.startswith(key + ':'): return int(line.split()[1]) * 1024
+load_model(sys.argv[1], dtype='bfloat16', device='cpu')
+open('/proc/self/clear_refs', 'w').write('5')
+before = status('VmRSS')
+model = load_model(sys.argv[2], dtype=sys.argv[3], device='cpu')
+print(status('VmHWM') - before, model.spec.parameters)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="counts memory through /proc")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_peak_memory_is_the_weights_and_one_matrix(dtype: str, tmp_path: Path) -> None:
+    small = save_tiny("llama", tmp_path / "small", dtype=torch.bfloat16)
+    large = tmp_path / "large"
+    write_large(large)
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, str(small), str(large), dtype],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    peak, parameters = map(int, done.stdout.split())
+    width = 2 if dtype == "bfloat16" else 4
+    matrix = 2 * 3072 * 1024 * width
+    embedding = 1024 * 1024 * width
+    # Above the weights: the matrix being repacked, the buffer of 32 MiB where dtypes differ, the allocator's slack.
+    slack = (24 << 20) + (0 if dtype == "bfloat16" else 32 << 20)
+    assert parameters * width > 4 * (matrix + embedding + slack) / 2, "too small to tell"
+    assert parameters * width < peak < parameters * width + matrix + embedding + slack
+
+
+def write_large(folder: Path) -> None:
+    """About 66 million parameters in bfloat16, without the cost of initialising a model."""
+    folder.mkdir()
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "vocab_size": 1024,
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {"model.embed_tokens.weight": torch.zeros(1024, 1024), "model.norm.weight": torch.ones(1024)}
+    for i in range(5):
+        at = f"model.layers.{i}."
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{at}{name}.weight"] = torch.ones(1024)
+        for name, rows in (("q", 1024), ("k", 256), ("v", 256), ("o", 1024)):
+            tensors[f"{at}self_attn.{name}_proj.weight"] = torch.zeros(rows, 1024)
+        for name, shape in (("gate", (3072, 1024)), ("up", (3072, 1024)), ("down", (1024, 3072))):
+            tensors[f"{at}mlp.{name}_proj.weight"] = torch.zeros(shape)
+    save_file({name: t.bfloat16() for name, t in tensors.items()}, folder / "model.safetensors")

@@ -1,0 +1,129 @@
+"""Architectures that the transformers path cannot run: refused by name, most of them before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from batchgen.errors import ModelError
+from batchgen.models import architectures
+from batchgen.models.check import check_model
+from batchgen.models.load import load_model
+from tests.models.tiny import MORE_TYPES, TYPES, save_tiny, tiny_config
+
+torch.set_num_threads(1)
+
+
+def bare_folder(folder: Path, **config: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({"a": torch.zeros(1)}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name", ["bloom", "falcon", "codegen", "gptj", "gpt_neo", "mpt", "mamba", "mamba2", "rwkv", "jamba", "t5", "bert"]
+)
+def test_named_types_are_refused_at_once(name: str, tmp_path: Path) -> None:
+    start = time.perf_counter()
+    with pytest.raises(ModelError, match=f"The architecture {name} is not supported: "):
+        check_model(bare_folder(tmp_path, model_type=name))
+    assert time.perf_counter() - start < 0.5
+
+
+def test_no_type_is_both_refused_and_tested() -> None:
+    assert not set(architectures._REFUSED) & {*TYPES, *MORE_TYPES}
+
+
+def test_types_are_read_from_the_library() -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    source = Path(torch.__file__).parents[1] / "transformers/models/auto/modeling_auto.py"
+    assert architectures._parse_mapping(source) == frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def test_types_come_from_the_import_where_the_source_looks_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.py").write_text("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = make()\n")
+    assert architectures._parse_mapping(tmp_path / "a.py") == frozenset()
+    assert architectures._parse_mapping(tmp_path / "none.py") == frozenset()
+    monkeypatch.setattr(architectures, "_parse_mapping", lambda _: frozenset())
+    assert "llama" in architectures.causal_lm_types.__wrapped__()
+
+
+def unlisted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for an architecture that no list here knows of."""
+    monkeypatch.setattr(architectures, "_REFUSED", {})
+
+
+HIDDEN: dict[str, tuple[dict[str, Any], str]] = {
+    "bloom": ({"n_head": 4, "n_layer": 2}, "does not go through the attention interface"),
+    "gptj": ({"n_head": 4, "rotary_dim": 8}, "does not go through the attention interface"),
+    "rwkv": ({}, "does not go through the attention interface"),
+    "mamba": ({}, "0 of its 3 layers attend"),
+    "diffllama": ({}, "attends more than once"),
+    "doge": ({}, "a mask of its own"),
+    "inkling_text": ({}, "layers of type hybrid"),
+    "lfm2": ({"layer_types": ["conv", "full_attention", "conv"]}, "layers of type conv"),
+    "phimoe": ({"sliding_window": 5}, "does not tell its attention of its window of 5 tokens"),
+    "llama4_text": ({"attention_chunk_size": 32}, "chunks of 32 tokens"),
+    "camembert": ({"is_decoder": True}, "logits differ"),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_unlisted_types_are_found_out(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a forward on the meta device, or by the test after loading."""
+    unlisted(monkeypatch)
+    overrides, words = HIDDEN[name]
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(tiny_config(name, **overrides)).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=words) as caught:
+        load_model(tmp_path, dtype="float32", device="cpu", max_model_len=64)
+    assert name in str(caught.value) or words in str(caught.value)
+
+
+def test_missing_weights_of_a_library_model(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    save_tiny("gemma2", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"missing_keys: model.layers.1.mlp.up_proj.weight"):
+        load_model(tmp_path, dtype="float32", device="cpu")
+
+
+def test_misshapen_weights_of_a_library_model(tmp_path: Path) -> None:
+    save_tiny("gemma2", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["intermediate_size"] = 100
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="mismatched_keys: .*down_proj.weight"):
+        load_model(tmp_path, dtype="float32", device="cpu")
+
+
+def test_bad_library_configuration(tmp_path: Path) -> None:
+    save_tiny("gemma2", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["hidden_size"] = "wide"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="cannot read"):
+        load_model(tmp_path, dtype="float32", device="cpu")
+
+
+def test_unknown_rope_type_of_a_library_model(tmp_path: Path) -> None:
+    save_tiny("gemma2", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "spiral", "rope_theta": 1e4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="'spiral'"):
+        load_model(tmp_path, dtype="float32", device="cpu")

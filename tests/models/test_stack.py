@@ -1,0 +1,220 @@
+"""Stacked projections and the linear, norm and activation kernels, each against the plain way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from batchgen.kernels.activation import ACTIVATIONS, gated
+from batchgen.kernels.linear import Linear, can_pack
+from batchgen.kernels.norm import rms_norm, rms_norm_reference
+from batchgen.models import stack
+from batchgen.models.stack import stack_projections
+from tests.models.packed import packed_logits, random_sequences
+from tests.models.tiny import save_tiny
+
+torch.set_num_threads(1)
+
+
+class Block(nn.Module):
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(24, 32, bias=bias)
+        self.k_proj = nn.Linear(24, 8, bias=bias)
+        self.v_proj = nn.Linear(24, 8, bias=bias)
+        self.gate_proj = nn.Linear(24, 17, bias=bias)
+        self.up_proj = nn.Linear(24, 17, bias=bias)
+        self.down_proj = nn.Linear(17, 24, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        parts = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        return (*parts, self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@torch.no_grad()
+def test_stacked_is_unstacked(bias: bool) -> None:
+    block = Block(bias).double()  # a dtype that is never repacked: what remains is the stacking
+    x = torch.randn(1, 7, 24, dtype=torch.float64)
+    expected = block(x)
+    assert stack_projections(block) == 2
+    for _ in range(2):
+        for ours, theirs in zip(block(x), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-14, rtol=0)
+
+
+@torch.no_grad()
+def test_one_product_serves_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+    original = Linear.__call__
+
+    def count(self: Linear, x: torch.Tensor) -> torch.Tensor:
+        counted.append(self.out_features)
+        return original(self, x)
+
+    monkeypatch.setattr(Linear, "__call__", count)
+    block = Block()
+    stack_projections(block)
+    block(torch.randn(1, 3, 24))
+    assert sorted(counted, reverse=True)[:2] == [48, 34]
+    assert len(counted) == (3 if can_pack(torch.float32) else 2)
+
+
+@torch.no_grad()
+def test_parts_in_any_order_and_of_different_inputs() -> None:
+    plain, stacked = Block(), Block()
+    stacked.load_state_dict(plain.state_dict())
+    stack_projections(stacked)
+    inputs = [torch.randn(2, 24) for _ in range(3)]
+    order = [("k", 0), ("q", 1), ("q", 0), ("v", 0), ("v", 0), ("k", 2), ("v", 2), ("q", 2), ("q", 2), ("k", 1)]
+    for name, i in order:
+        ours = getattr(stacked, f"{name}_proj")(inputs[i])
+        torch.testing.assert_close(ours, getattr(plain, f"{name}_proj")(inputs[i]), atol=1e-6, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_nothing_is_kept_once_all_parts_are_served() -> None:
+    block = Block()
+    stack_projections(block)
+    block(torch.randn(1, 3, 24))
+    for part in (block.q_proj, block.gate_proj):
+        assert isinstance(part, stack._StackedPart)
+        assert part._stack._input is None
+        assert part._stack._output is None
+
+
+@torch.no_grad()
+def test_weights_can_still_be_looked_at() -> None:
+    block = Block(bias=True)
+    before = {name: (m.weight.clone(), m.bias.clone()) for name, m in block.named_children()}
+    stack_projections(block)
+    for name, module in block.named_children():
+        assert torch.equal(module.weight, before[name][0])
+        assert torch.equal(module.bias, before[name][1])
+
+
+@torch.no_grad()
+def test_what_is_not_a_plain_linear_is_left_alone() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q_proj, self.k_proj, self.v_proj = nn.Linear(8, 8), Scaled(8, 8), nn.Linear(8, 8)
+            self.gate_proj, self.up_proj = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+
+    odd = Odd()
+    x = torch.randn(3, 8)
+    expected = [module(x) for module in odd.children()]
+    odd.v_proj.register_forward_hook(lambda *_: None)
+    assert stack_projections(odd) == 0
+    assert type(odd.k_proj) is Scaled
+    assert type(odd.v_proj) is nn.Linear
+    for module, theirs in zip(odd.children(), expected, strict=True):
+        torch.testing.assert_close(module(x), theirs, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "groups"), [("llama", 6), ("phi", 3), ("phi3", 0), ("gemma2", 6), ("olmo2", 6)])
+def test_stacking_in_library_models_changes_no_logit(
+    name: str, groups: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from batchgen.models import hf_load
+    from batchgen.models.probe import ProbeAttention
+
+    save_tiny(name, tmp_path)
+    counts: list[int] = []
+    monkeypatch.setattr(hf_load, "stack_projections", lambda model: counts.append(stack_projections(model)))
+    stacked = hf_load_model(tmp_path)
+    monkeypatch.setattr(hf_load, "stack_projections", lambda model: 0)
+    plain = hf_load_model(tmp_path)
+    assert counts == [groups]
+    sequences = random_sequences(256, lengths=(9,))
+    ours, theirs = (
+        packed_logits(m, sequences, lambda _, probe=ProbeAttention(): probe)[0]  # type: ignore[misc]  # noqa: B008
+        for m in (stacked, plain)
+    )
+    torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=0)
+
+
+def hf_load_model(folder: Path):  # type: ignore[no-untyped-def]
+    from batchgen.models.load import load_model
+
+    return load_model(folder, implementation="transformers", dtype="float32", device="cpu")
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    rows=st.integers(0, 70),
+    inner=st.integers(1, 100),
+    outer=st.integers(1, 100),
+    bias=st.booleans(),
+    bfloat16=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_packed_linear_is_linear(rows: int, inner: int, outer: int, bias: bool, bfloat16: bool, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    dtype = torch.bfloat16 if bfloat16 else torch.float32
+    weight = torch.randn(outer, inner, generator=generator).to(dtype)
+    shift = torch.randn(outer, generator=generator).to(dtype) if bias else None
+    x = torch.randn(rows, inner, generator=generator).to(dtype)
+    packed, plain = Linear(weight, shift), Linear(weight, shift, pack=False)
+    assert not plain.packed
+    exact = F.linear(x.double(), weight.double(), None if shift is None else shift.double())
+    assert packed(x).dtype == dtype
+    assert packed(x).shape == (rows, outer)
+    bound = 2 * (plain(x).double() - exact).norm() + 1e-5 * (1 + exact.norm())
+    assert (packed(x).double() - exact).norm() <= bound
+    assert torch.equal(packed.dense_weight(), weight)
+
+
+def test_linear_takes_more_dimensions_and_slices() -> None:
+    linear = Linear(torch.randn(10, 16))
+    x = torch.randn(3, 5, 32)[..., ::2]
+    torch.testing.assert_close(linear(x), x @ linear.dense_weight().T, atol=1e-5, rtol=1e-5)
+
+
+def test_linear_packs_here_or_says_why_not() -> None:
+    assert not can_pack(torch.float64)
+    assert Linear(torch.randn(4, 4, dtype=torch.float64)).packed is False
+    assert Linear(torch.randn(4, 4)).packed is can_pack(torch.float32)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    rows=st.integers(1, 20),
+    width=st.integers(1, 130),
+    bfloat16=st.booleans(),
+    eps=st.sampled_from([1e-6, 1e-5, 0.1]),
+    size=st.sampled_from([1e-3, 1.0, 1e3]),
+    seed=st.integers(0, 99),
+)
+def test_rms_norm(rows: int, width: int, bfloat16: bool, eps: float, size: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    dtype = torch.bfloat16 if bfloat16 else torch.float32
+    x = (size * torch.randn(rows, 2, width, generator=generator)).to(dtype)
+    weight = torch.randn(width, generator=generator).to(dtype)
+    wide = x.double()
+    exact = wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+    ours, reference = rms_norm(x, weight, eps), rms_norm_reference(x, weight, eps)
+    assert ours.dtype == reference.dtype == dtype
+    assert (ours.double() - exact).norm() <= 2 * (reference.double() - exact).norm() + 1e-6 * exact.norm()
+    torch.testing.assert_close(rms_norm(x[:, 1], weight, eps), ours[:, 1])
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_gated_activation_is_the_librarys(name: str) -> None:
+    from transformers.activations import ACT2FN
+
+    gate_up = torch.randn(5, 26)
+    before = gate_up.clone()
+    expected = ACT2FN[name](gate_up[:, :13]) * gate_up[:, 13:]
+    torch.testing.assert_close(gated(gate_up, ACTIVATIONS[name]), expected, atol=1e-6, rtol=1e-6)
+    assert torch.equal(gate_up, before)
