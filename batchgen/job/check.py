@@ -23,6 +23,7 @@ from batchgen.errors import OutputError
 from batchgen.job.identity import identify
 from batchgen.job.ingest import Ingested, ingest
 from batchgen.job.setup import Setup, prepare
+from batchgen.job.show import printable
 from batchgen.kernels.types import KVPool
 from batchgen.plan.estimate import PlanCounts, plan_counts
 from batchgen.request import Completion, RequestTable
@@ -177,7 +178,7 @@ def _lines(report: CheckReport) -> list[str]:
     lines = [f"rows            {report.rows:,} (ok {report.rows_ok:,}, errors {report.rows_error:,})"]
     lines += [f"  {code}: {count:,}" for code, count in sorted(report.errors.items())]
     for error in report.row_errors:
-        lines.append(f"  row {error['row']} (id {error['id']!r}): {error['code']}: {error['message']}")
+        lines.append(f"  row {error['row']} (id {error['id']!r}): {error['code']}: {printable(error['message'])}")
     if report.rows_error > len(report.row_errors):
         lines.append(f"  ... and {report.rows_error - len(report.row_errors):,} more")
     lines += [
@@ -190,7 +191,7 @@ def _lines(report: CheckReport) -> list[str]:
         f"time            at least {report.estimated_seconds:,.1f} s of arithmetic if every row runs to its limit",
     ]
     if report.first_prompt is not None:
-        lines += ["first prompt, as the model sees it:", *(f"  | {line}" for line in report.first_prompt.split("\n"))]
+        lines += ["first prompt, as the model sees it:", *(f"  | {printable(line)}" for line in report.first_prompt.split("\n"))]
     return lines
 
 

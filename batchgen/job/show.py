@@ -17,7 +17,7 @@ from rich.text import Text
 from batchgen.data.view import Results, open_results
 from batchgen.errors import InputError
 
-__all__ = ["show_results", "show_row"]
+__all__ = ["printable", "show_results", "show_row"]
 
 Record = Mapping[str, Any]
 
@@ -42,7 +42,7 @@ def show_results(out: Path, *, errors_only: bool, limit: int | None, console: Co
     if not console.is_terminal:
         for row in rows:
             fields = (_place(row), row["id"] or "", row["status"], _outcome(row), _message(row))
-            sys.stdout.write("\t".join(_escape(field) for field in fields) + "\n")
+            sys.stdout.write("\t".join(printable(field) for field in fields) + "\n")
         return
     listed = list(rows)
     console.print(_table(listed, console.width))
@@ -96,7 +96,7 @@ def _table(rows: Sequence[Record], width: int) -> Table:
 
 def _cut(text: str, width: int) -> str:
     """At most `width` terminal cells of `text`, escaped."""
-    line = Text(_escape(text[: 4 * width]))
+    line = Text(printable(text[: 4 * width]))
     line.truncate(width, overflow="ellipsis")
     return line.plain
 
@@ -116,7 +116,7 @@ def _shown(value: object) -> str:
         head = ", ".join(_shown(item) for item in value[:_LIST_ITEMS])
         return f"[{head}, … {len(value) - _LIST_ITEMS:,} more]"
     if isinstance(value, str):
-        return _escape(value, keep="\n\t")
+        return printable(value, keep="\n\t")
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, list):
@@ -141,7 +141,7 @@ def _message(row: Record) -> str:
     return str(row["error"]["message"] if row["error"] else row["text"] or "")
 
 
-def _escape(text: str, keep: str = "") -> str:
+def printable(text: str, keep: str = "") -> str:
     """Control characters as escapes: generated text must not steer the terminal."""
     if text.isprintable():
         return text
