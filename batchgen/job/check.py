@@ -157,7 +157,7 @@ def _output_bytes(table: RequestTable, rows: Ingested) -> int:
 
 
 def _estimated_seconds(setup: Setup, counts: PlanCounts) -> float:
-    """Arithmetic of the whole plan at the matrix rate measured here and now: a floor, for rows that run to their limit."""
+    """The plan's arithmetic at the matrix rate measured here and now: a floor, if every row runs to its limit."""
     decoded = max(0, counts.max_output_tokens - counts.samples)
     operations = 2.0 * setup.spec.parameters * (counts.distinct_prompt_tokens + decoded)
     return operations / _matrix_rate(setup.spec.dtype, setup.spec.device)
@@ -191,7 +191,8 @@ def _lines(report: CheckReport) -> list[str]:
         f"time            at least {report.estimated_seconds:,.1f} s of arithmetic if every row runs to its limit",
     ]
     if report.first_prompt is not None:
-        lines += ["first prompt, as the model sees it:", *(f"  | {printable(line)}" for line in report.first_prompt.split("\n"))]
+        lines.append("first prompt, as the model sees it:")
+        lines += [f"  | {printable(line)}" for line in report.first_prompt.split("\n")]
     return lines
 
 
