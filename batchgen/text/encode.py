@@ -107,7 +107,7 @@ class Encoder:
         for index, (prompt, ids) in enumerate(zip(row.prompts, found, strict=True)):
             if isinstance(ids, ErrorInfo):
                 raise RowError(ids.code, ids.message, ids.param)
-            fitted = self._fit(prompt, self._complete(prompt, ids), params.max_new_tokens)
+            fitted = self._fit(prompt, self._complete(row, prompt, ids), params.max_new_tokens)
             room = self._context - len(fitted)
             limit = room if params.max_new_tokens is None else min(params.max_new_tokens, room)
             encoded.append(EncodedPrompt(index, fitted, limit, seed))
@@ -126,7 +126,7 @@ class Encoder:
             problem = f"must not exceed the vocabulary ({self._vocab_size}), got {params.top_logprobs_num}"
             raise RowError(ErrorCode.INVALID_FIELD, f"`top_logprobs_num` {problem}", "top_logprobs_num")
 
-    def _complete(self, prompt: Prompt, ids: list[int]) -> list[int]:
+    def _complete(self, row: ParsedRow, prompt: Prompt, ids: list[int]) -> list[int]:
         """`ids` with the tokenizer's BOS where it belongs, held to the vocabulary.
 
         Raises:
@@ -135,8 +135,7 @@ class Encoder:
         prefix = self._tokenizer.prefix_ids
         if isinstance(prompt, TextPrompt) and ids[: len(prefix)] != prefix:
             ids = prefix + ids
-        param = "input_ids" if isinstance(prompt, TokenPrompt) else "text"
-        param = "messages" if isinstance(prompt, ChatPrompt) else param
+        param = _source_of(row, prompt)
         if not ids:
             message = f"`{param}` gives no tokens, and the tokenizer adds none; give a prompt that is not empty"
             raise RowError(ErrorCode.EMPTY_PROMPT, message, param)
@@ -167,6 +166,15 @@ class Encoder:
         bos = self._tokenizer.prefix_ids
         kept = bos if not isinstance(prompt, TokenPrompt) and ids[: len(bos)] == bos and len(bos) < keep else []
         return kept + ids[len(ids) - (keep - len(kept)) :]
+
+
+def _source_of(row: ParsedRow, prompt: Prompt) -> str:
+    """The field that a prompt came from."""
+    if isinstance(prompt, ChatPrompt):
+        return "messages"
+    if row.dialect == "openai-completions":
+        return "prompt"
+    return "text" if isinstance(prompt, TextPrompt) else "input_ids"
 
 
 def _take_batch(source: Iterator[ParsedRow]) -> list[ParsedRow]:

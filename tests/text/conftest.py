@@ -1,4 +1,4 @@
-"""Small tokenizers of four kinds, trained on a few sentences and saved as model folders."""
+"""Small tokenizers of five kinds, trained on a few sentences and saved as model folders."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SENTENCES = [
     "def add(a, b):\n    return a + b\n\nprint(add(1, 2))\n",
     "don't can't isn't it's we're they've   spaces",
 ]
-KINDS = ["bytelevel", "bytefallback", "wordpiece", "unigram"]
+KINDS = ["bytelevel", "nested", "bytefallback", "wordpiece", "unigram"]
 SPECIALS = ["<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>"]
 
 CHAT_TEMPLATE = """\
@@ -47,6 +47,13 @@ def _bytelevel() -> Backend:
         SENTENCES,
         trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False),
     )
+    return backend
+
+
+def _nested() -> Backend:
+    """Byte-level tokens whose decoder is not plainly ByteLevel, so that text is found by decoding windows."""
+    backend = _bytelevel()
+    backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
     return backend
 
 
@@ -90,7 +97,13 @@ def _unigram() -> Backend:
     return backend
 
 
-BUILDERS = {"bytelevel": _bytelevel, "bytefallback": _bytefallback, "wordpiece": _wordpiece, "unigram": _unigram}
+BUILDERS = {
+    "bytelevel": _bytelevel,
+    "nested": _nested,
+    "bytefallback": _bytefallback,
+    "wordpiece": _wordpiece,
+    "unigram": _unigram,
+}
 
 
 def save_tokenizer(folder: Path, kind: str, *, bos: bool = True, template: str | None = CHAT_TEMPLATE) -> Path:

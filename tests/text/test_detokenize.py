@@ -10,7 +10,7 @@ from batchgen.text.detokenize import Detokenizer
 from batchgen.text.tokenizer import Tokenizer
 from tests.text.conftest import KINDS, SENTENCES
 
-SHARED = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SHARED = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 MODES = [(True, True), (False, True), (False, False)]
 

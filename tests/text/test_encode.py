@@ -116,6 +116,8 @@ def test_truncation_from_the_left_keeps_the_bos_of_text(tokenizer: Tokenizer) ->
 def test_ids_past_the_models_vocabulary(encoder: Encoder, tokenizer: Tokenizer) -> None:
     size = tokenizer.vocab_size
     assert failure(encoder, {"input_ids": [1, size]}).code == ErrorCode.TOKEN_OUT_OF_RANGE
+    body = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": [1, size]}}
+    assert failure(encoder, body).param == "prompt"
     stop = failure(encoder, {"text": "a", "stop_token_ids": [size]})
     assert (stop.code, stop.param) == (ErrorCode.TOKEN_OUT_OF_RANGE, "stop_token_ids")
     top = failure(encoder, {"text": "a", "return_logprob": True, "top_logprobs_num": size + 1})

@@ -12,7 +12,7 @@ from batchgen.text.tokenizer import Tokenizer
 from tests.text.conftest import KINDS, SENTENCES
 from tests.text.test_detokenize import id_lists
 
-SHARED = settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SHARED = settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def token_id(tokenizer: Tokenizer, spelled: str) -> int:
