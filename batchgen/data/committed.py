@@ -166,14 +166,22 @@ def _drop_errors(work: WorkFolder) -> None:
     for part in work.part_files():
         if not _file_keys(part)[3].any():
             continue
-        with output_errors(part), part.open("rb") as stream:
-            table = pq.ParquetFile(stream, page_checksum_verification=True).read()
-        keep = _clean_prompts(table)
-        if keep.any():
+        table = _whole(part)
+        keep = None if table is None else _clean_prompts(table)
+        if table is not None and keep is not None and keep.any():
             _rewrite(part, table.filter(pa.array(keep)))
         else:
             with output_errors(part):
                 part.unlink()
+
+
+def _whole(part: Path) -> pa.Table | None:
+    """All columns of a part; None when some cannot be read, so that its rows are computed anew."""
+    try:
+        with part.open("rb") as stream:
+            return pq.ParquetFile(stream, page_checksum_verification=True).read()
+    except (OSError, pa.ArrowException):
+        return None
 
 
 def _clean_prompts(table: pa.Table) -> npt.NDArray[np.bool_]:

@@ -73,13 +73,14 @@ def write_durably(path: Path, write: Callable[[BinaryIO], None], temporary: Path
         sync_folder(path.parent)
 
 
-def parquet_writer(stream: BinaryIO, schema: pa.Schema) -> pq.ParquetWriter:
-    """A writer with the settings of every results file.
+@contextmanager
+def parquet_writer(stream: BinaryIO, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
+    """A writer with the settings of every results file; leaving the block writes the footer, unless by an exception.
 
     Dictionaries only for the few short strings that repeat: on ids, texts and number lists they cost time and save
     nothing. Statistics only for keys, so that one row is found without reading the file.
     """
-    return pq.ParquetWriter(
+    writer = pq.ParquetWriter(
         stream,
         schema,
         compression="zstd",
@@ -87,6 +88,13 @@ def parquet_writer(stream: BinaryIO, schema: pa.Schema) -> pq.ParquetWriter:
         write_statistics=["row_index", "prompt_index", "sample_index", "status"],
         write_page_checksum=True,
     )
+    try:
+        yield writer
+        writer.close()
+    except BaseException:
+        # Left open it would write its footer when collected, into a stream that is closed by then.
+        writer.is_open = False
+        raise
 
 
 def read_footer(path: Path) -> dict[str, Any] | None:

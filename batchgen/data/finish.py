@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from batchgen.data.committed import Committed, read_keys
 from batchgen.data.expected import Expected
-from batchgen.data.files import write_durably
+from batchgen.data.files import parquet_writer, write_durably
 from batchgen.data.gather import MEMORY_BYTES, ResultWriter, gather
 from batchgen.data.schema import with_footer
 from batchgen.data.work import WorkFolder
@@ -69,12 +69,16 @@ def write_result(
     """
 
     def write(stream: BinaryIO) -> None:
-        writer = ResultWriter(stream, with_footer(footer))
-        try:
-            gather(parts, keys, writer, scratch, memory_bytes)
-        except pa.ArrowException as error:
-            raise _damaged(parts, error) from error
-        writer.close()
+        with parquet_writer(stream, with_footer(footer)) as parquet:
+            writer = ResultWriter(parquet)
+            try:
+                gather(parts, keys, writer, scratch, memory_bytes)
+            except (pa.ArrowException, OSError) as error:
+                # What the operating system says of writing has an errno; what Arrow says of reading has none.
+                if isinstance(error, OSError) and error.errno is not None:
+                    raise
+                raise _damaged(parts, error) from error
+            writer.flush()
         stream.flush()
         written = pq.read_metadata(stream.name).num_rows
         if written != len(keys):

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,6 @@ import pyarrow.parquet as pq
 import pyarrow.types as pat
 
 from batchgen.data.committed import Committed
-from batchgen.data.files import parquet_writer
 
 __all__ = ["MEMORY_BYTES", "ROW_GROUP_BYTES", "ROW_GROUP_ROWS", "ResultWriter", "gather"]
 
@@ -38,9 +36,8 @@ _RANK = "rank"
 class ResultWriter:
     """Writes rows in the order given, cutting row groups at places that only the rows themselves decide."""
 
-    def __init__(self, stream: BinaryIO, schema: pa.Schema) -> None:
-        self._schema = schema
-        self._writer = parquet_writer(stream, schema)
+    def __init__(self, writer: pq.ParquetWriter) -> None:
+        self._writer = writer
         self._pending: list[pa.Table] = []
         self._rows = 0
         self._bytes = 0
@@ -64,14 +61,14 @@ class ResultWriter:
 
     def _end_group(self) -> None:
         if self._pending:
-            group = pa.concat_tables(self._pending).combine_chunks().replace_schema_metadata(self._schema.metadata)
+            group = pa.concat_tables(self._pending).combine_chunks()
+            group = group.replace_schema_metadata(self._writer.schema.metadata)
             self._writer.write_table(group, row_group_size=len(group))
         self._pending, self._rows, self._bytes = [], 0, 0
 
-    def close(self) -> None:
-        """Write what is pending, and the footer."""
+    def flush(self) -> None:
+        """Write what is pending as the last row group."""
         self._end_group()
-        self._writer.close()
 
 
 def _row_bytes(table: pa.Table) -> npt.NDArray[np.int64]:
@@ -184,7 +181,7 @@ def _split(
                         writers[bucket] = stack.enter_context(pa.ipc.new_stream(stream, table.schema, options=options))
                     writers[bucket].write_table(piece)
                 start += len(table)
-    return files
+    return [files[bucket] for bucket in sorted(writers)]
 
 
 def _pieces(table: pa.Table, buckets: npt.NDArray[np.int64]) -> Iterator[tuple[int, pa.Table]]:

@@ -12,6 +12,7 @@ import os
 import stat
 import sys
 import tempfile
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,14 @@ _SUFFIX_HELP = "batchgen reads .jsonl, .ndjson, .json, .txt (each also .gz or .z
 _BLOCK = 1 << 20
 
 
+class _Spool:
+    """The bytes of a pipe in an unlinked temporary file, which goes with the last reference."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.descriptor = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self.descriptor)
+
+
 @dataclass(frozen=True, slots=True)
 class InputFile:
     """One input: what it is, and what identifies it in a fingerprint."""
@@ -48,8 +57,8 @@ class InputFile:
     """Bytes as stored."""
     sha256: str
     """Hex digest of the bytes as stored."""
-    _spool: BinaryIO | None
-    """The bytes of a pipe, in an unlinked temporary file; None for a regular file."""
+    _spool: _Spool | None
+    """The bytes of a pipe; None for a regular file."""
     _stamp: tuple[int, int, int]
     """Size, modification time in ns and inode when it was hashed."""
 
@@ -60,7 +69,7 @@ class InputFile:
             InputError: it cannot be opened any more.
         """
         if self._spool is not None:
-            return cast(BinaryIO, io.BufferedReader(PositionedFile(self._spool.fileno()), _BLOCK))
+            return cast(BinaryIO, io.BufferedReader(PositionedFile(self._spool.descriptor), _BLOCK))
         try:
             return Path(self.path).open("rb", buffering=_BLOCK)
         except OSError as error:
@@ -153,18 +162,18 @@ def _check_head(path: str, layout: Layout, compression: Compression | None, head
 
 def _spooled(path: str, stream: BinaryIO) -> InputFile:
     """Copy a pipe into an unlinked temporary file, since the input is read more than once. It is JSON lines."""
-    spool = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the InputFile
     try:
-        size, digest = _hash(stream, spool)
-        spool.flush()
+        with tempfile.TemporaryFile() as file:
+            size, digest = _hash(stream, file)
+            file.seek(0)
+            head = file.read(_BLOCK)
+            spool = _Spool(file)
     except OSError as error:
         name = "standard input" if path == "-" else path
         raise InputError(
             f"{name} could not be kept in {tempfile.gettempdir()} ({error.strerror}). "
             "Set TMPDIR to a folder with room, or save the input to a file."
         ) from None
-    spool.seek(0)
-    head = spool.read(_BLOCK)
     if head.startswith(b"PAR1"):
         raise InputError("Parquet cannot be read from a pipe. Name the file.")
     compression = sniff_compression(head)

@@ -22,9 +22,7 @@ __all__ = ["FINGERPRINT_KEY", "PartWriter"]
 FINGERPRINT_KEY = b"batchgen.fingerprint"
 
 _PART_BYTES = 64 << 20
-"""A part is committed when it holds about this much, however few rows that is."""
-_BUFFER_BYTES = 64 << 20
-"""`add` waits for the disk when this much is not written yet."""
+"""A part is committed when it holds about this much, however few rows; `add` waits while so much is buffered."""
 
 
 class PartWriter:
@@ -78,7 +76,7 @@ class PartWriter:
         assert len({row.completion.key[:2] for row in group}) == 1, "a group is the samples of one prompt"
         weight = sum(map(_weight, group))
         with self._changed:
-            self._changed.wait_for(lambda: self._weight < _BUFFER_BYTES or self._error is not None)
+            self._changed.wait_for(lambda: self._weight < _PART_BYTES or self._error is not None)
             self._raise_error()
             if not self._buffer:
                 self._since = self._clock()

@@ -143,9 +143,8 @@ def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
 def _number_lists(values: list[Sequence[float] | None], kind: pa.DataType) -> pa.Array:
     """Lists of numbers by way of one flat array; lists that hold nulls go the slow way."""
     present = [value for value in values if value is not None]
-    try:
-        flat = _flat(present, kind.value_type.to_pandas_dtype())
-    except TypeError:
+    flat = _flat(present, kind.value_type.to_pandas_dtype())
+    if flat is None:
         return pa.array(values, kind)
     lengths = np.fromiter((0 if value is None else len(value) for value in values), np.int32, len(values))
     offsets = np.zeros(len(values) + 1, np.int32)
@@ -154,10 +153,18 @@ def _number_lists(values: list[Sequence[float] | None], kind: pa.DataType) -> pa
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat), type=kind, mask=missing)
 
 
-def _flat(lists: list[Sequence[float]], dtype: type) -> npt.NDArray[Any]:
+def _flat(lists: list[Sequence[float]], dtype: type) -> npt.NDArray[Any] | None:
+    """All numbers of the lists; None where they hold a None, or need the checks of a conversion."""
     if all(isinstance(value, np.ndarray) for value in lists):
-        return np.concatenate(lists, dtype=dtype, casting="same_kind")
-    return np.fromiter(chain.from_iterable(lists), dtype)
+        flat = np.concatenate(lists)
+        return flat if flat.dtype == dtype else None
+    try:
+        flat = np.fromiter(chain.from_iterable(lists), dtype)
+    except TypeError:
+        return None
+    # numpy reads None as not-a-number.
+    suspect = flat.dtype.kind == "f" and np.isnan(flat).any() and any(None in value for value in lists)
+    return None if suspect else flat
 
 
 def extra_json(fields: Mapping[str, Any]) -> str | None:

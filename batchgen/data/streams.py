@@ -1,8 +1,8 @@
 """Byte streams: plain, gzip or zstd, every one read a bounded piece at a time.
 
-The decompressors of the standard library and of Arrow either lose what they had decoded when a stream turns out to be
-cut, or do not notice the cut. Here everything decoded before the damage is delivered first, then `DamagedStream` is
-raised.
+The readers of the standard library and of Arrow either lose what they had decoded when a stream turns out to be cut,
+or do not notice the cut. Here what was decoded before the cut is delivered first, then `DamagedStream` is raised. Of a
+zstd stream with damage inside (not cut) at most the last 2 KiB before it are lost too.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import io
 import os
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, BinaryIO, Literal, cast
 
 import zstandard
@@ -102,20 +103,31 @@ def _gunzip(raw: BinaryIO) -> Iterator[bytes]:
     data = raw.read(_GZIP_INPUT)
     while data:
         decoder = zlib.decompressobj(wbits=31)
-        try:
-            while not decoder.eof and data:
+        while not decoder.eof and data:
+            before = decoder.copy()
+            try:
                 piece = decoder.decompress(data, _GZIP_OUTPUT)
-                if piece:
-                    yield piece
-                data = decoder.unconsumed_tail or (b"" if decoder.eof else raw.read(_GZIP_INPUT))
-        except zlib.error as error:
-            raise DamagedStream(f"the gzip stream is damaged ({error})") from None
+            except zlib.error as error:
+                yield from _up_to_damage(before, data)
+                raise DamagedStream(f"the gzip stream is damaged ({error})") from None
+            if piece:
+                yield piece
+            data = decoder.unconsumed_tail or (b"" if decoder.eof else raw.read(_GZIP_INPUT))
         if not decoder.eof:
             raise DamagedStream("the gzip stream ends early")
         started = True
         data = _after_padding(decoder.unused_data, raw)
     if not started:
         raise DamagedStream("the gzip stream is empty")
+
+
+def _up_to_damage(decoder: zlib._Decompress, data: bytes) -> Iterator[bytes]:
+    """What a call that fails had decoded: zlib gives none of it, so the bytes go in one by one."""
+    with suppress(zlib.error):
+        for i in range(len(data)):
+            piece = decoder.decompress(data[i : i + 1])
+            if piece:
+                yield piece
 
 
 def _after_padding(data: bytes, raw: BinaryIO) -> bytes:

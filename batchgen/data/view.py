@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from batchgen.data.schema import SCHEMA_VERSION, VERSION_KEY
 from batchgen.data.work import output_paths, part_files
 from batchgen.errors import InputError
 
-__all__ = ["Results", "Totals", "open_results"]
+__all__ = ["Results", "open_results"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,33 +30,6 @@ class Results:
 
     def __len__(self) -> int:
         return sum(pq.read_metadata(file).num_rows for file in self.files)
-
-    def totals(self) -> Totals:
-        """Count what the rows hold, reading a few columns of one row group at a time.
-
-        Raises:
-            InputError: a file is damaged.
-        """
-        samples, sums, errors = 0, Counter[str](), Counter[str]()
-        for table in self._tables(["sample_index", "error", "prompt_tokens", "completion_tokens", "cached_tokens"]):
-            samples += len(table)
-            first = table.filter(pc.equal(table["sample_index"], 0))
-            sums["prompt"] += pc.sum(first["prompt_tokens"]).as_py() or 0
-            sums["completion"] += pc.sum(table["completion_tokens"]).as_py() or 0
-            sums["cached"] += pc.sum(table["cached_tokens"]).as_py() or 0
-            codes = pc.struct_field(table["error"], "code").drop_null()
-            errors.update({item["values"]: item["counts"] for item in pc.value_counts(codes).to_pylist()})
-        return Totals(samples, dict(errors), sums["prompt"], sums["completion"], sums["cached"])
-
-    def _tables(self, columns: list[str]) -> Iterator[pa.Table]:
-        for file in self.files:
-            try:
-                with file.open("rb") as stream:
-                    parquet = pq.ParquetFile(stream, pre_buffer=False)
-                    for group in range(parquet.num_row_groups):
-                        yield parquet.read_row_group(group, columns=columns, use_threads=False)
-            except (pa.ArrowException, OSError) as error:
-                raise _unreadable(file, error) from error
 
     def rows(
         self, row: int | None = None, errors: bool = False, columns: Sequence[str] | None = None
@@ -77,19 +49,6 @@ class Results:
                 yield from _file_rows(file, row, errors, columns)
             except (pa.ArrowException, OSError) as error:
                 raise _unreadable(file, error) from error
-
-
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """Counts over results."""
-
-    samples: int
-    errors: Mapping[str, int]
-    """Output rows by error code."""
-    prompt_tokens: int
-    """Each prompt once, however many samples it has."""
-    completion_tokens: int
-    cached_tokens: int
 
 
 def open_results(out: Path) -> Results:

@@ -1,0 +1,219 @@
+"""The work folder: whose it is, when it is refused, that one process holds it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from batchgen.data.finish import finish
+from batchgen.data.lock import RunLock
+from batchgen.data.work import RunIdentity, is_complete, open_work, output_paths
+from batchgen.errors import FingerprintError, OutputError
+from tests.data.helpers import IDENTITY, begin, commit, expect, group
+
+OTHER = RunIdentity("other")
+
+
+def finished(out: Path, identity: RunIdentity = IDENTITY) -> None:
+    with begin(out, identity, "overwrite") as work:
+        commit(work, [group(0)])
+        finish(work, expect([(0, 0, 1)]), {})
+
+
+def test_paths() -> None:
+    assert output_paths(Path("a/r.parquet")).work == Path("a/r.parquet.work")
+    shard = output_paths(Path("a/out"), (7, 16))
+    assert shard.result == Path("a/out/part-00007-of-00016.parquet")
+    assert shard.work == Path("a/out.work/part-00007-of-00016")
+
+
+def test_a_fresh_output(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "r.parquet"
+    with begin(out, model="m") as work:
+        assert work.part_files() == []
+        state = json.loads((work.paths.work / "run.json").read_text())
+        assert state["fingerprint"] == "f00d"
+        assert state["info"] == {"model": "m"}
+    assert not out.exists()
+    assert [path.name for path in out.parent.iterdir()] == ["r.parquet.work"]
+
+
+def test_resume_empties_scratch_and_keeps_parts(tmp_path: Path) -> None:
+    out = tmp_path / "r.parquet"
+    with begin(out) as work:
+        commit(work, [group(0)])
+        (work.scratch / "left").write_text("x")
+    with begin(out) as work:
+        assert len(work.part_files()) == 1
+        assert [*work.scratch.iterdir()] == []
+
+
+def test_a_finished_job_does_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "r.parquet"
+    finished(out)
+    before = out.stat()
+    assert open_work(output_paths(out), IDENTITY, {}) is None
+    assert out.stat() == before
+    assert [*tmp_path.iterdir()] == [out]
+
+
+def test_work_left_by_a_finished_job_is_removed(tmp_path: Path) -> None:
+    out = tmp_path / "r.parquet"
+    finished(out)
+    before = out.stat()
+    (tmp_path / "r.parquet.work" / "parts").mkdir(parents=True)
+    assert open_work(output_paths(out), IDENTITY, {}) is None
+    assert out.stat() == before
+    assert [*tmp_path.iterdir()] == [out]
+
+
+def test_work_of_another_job_is_refused_and_says_what_differs(tmp_path: Path) -> None:
+    out = tmp_path / "r.parquet"
+    begin(out, OTHER, model="a", seed=1, dtype="x").close()
+    with pytest.raises(FingerprintError, match=r"different: model, seed\)") as caught:
+        open_work(output_paths(out), IDENTITY, {"model": "b", "seed": 2, "dtype": "x"})
+    assert "--overwrite" in str(caught.value)
+    begin(out, OTHER).close()
+
+
+def test_resume_anyway_goes_on_with_it_for_good(tmp_path: Path) -> None:
+    out = tmp_path / "r.parquet"
+    with begin(out, OTHER) as work:
+        commit(work, [group(0)])
+    with begin(out, IDENTITY, "resume-anyway") as work:
+        assert work.accepted == {"other", "f00d"}
+        assert len(work.part_files()) == 1
+    with begin(out) as work:
+        assert work.accepted == {"other", "f00d"}
+
+
+def test_overwrite_drops_other_work_and_resumes_its_own(tmp_path: Path) -> None:
+    out = tmp_path / "r.parquet"
+    finished(out, OTHER)
+    with begin(out, policy="overwrite") as work:
+        commit(work, [group(0)])
+    with begin(out, policy="overwrite") as work:
+        assert len(work.part_files()) == 1, "the same command again goes on"
+    with begin(out) as work:
+        assert len(work.part_files()) == 1, "and so does a plain resume, though the old output is still there"
+    with begin(out, OTHER, "overwrite") as work:
+        assert work.part_files() == []
+    assert is_complete(out, OTHER), "the old output stays until the new one is whole"
+
+
+def test_an_output_that_is_not_this_jobs_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "r.parquet"
+    finished(out, OTHER)
+    with pytest.raises(FingerprintError, match="is not this job's output"):
+        open_work(output_paths(out), IDENTITY, {})
+    out.write_bytes(b"holiday photographs")
+    with pytest.raises(FingerprintError, match="is not this job's output"):
+        open_work(output_paths(out), IDENTITY, {})
+    assert out.read_bytes() == b"holiday photographs"
+
+
+def test_a_shard_is_complete_for_itself_only(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    identity = RunIdentity("f00d", (1, 2))
+    finished(out, identity)
+    result = out / "part-00001-of-00002.parquet"
+    assert [*tmp_path.iterdir()] == [out]
+    assert [*out.iterdir()] == [result]
+    assert is_complete(result, identity)
+    assert not is_complete(result, RunIdentity("f00d", (0, 2)))
+    assert not is_complete(result, IDENTITY)
+
+
+def test_an_output_that_is_a_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="is a folder"):
+        open_work(output_paths(tmp_path), IDENTITY, {})
+
+
+def test_an_output_below_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(OutputError, match="cannot be written"):
+        open_work(output_paths(tmp_path / "file" / "r.parquet"), IDENTITY, {})
+
+
+def test_parts_without_a_run_file_are_refused(tmp_path: Path) -> None:
+    out = tmp_path / "r.parquet"
+    with begin(out) as work:
+        commit(work, [group(0)])
+        (work.paths.work / "run.json").unlink()
+    with pytest.raises(FingerprintError, match=r"no valid run\.json"):
+        open_work(output_paths(out), IDENTITY, {})
+    begin(out, policy="overwrite").close()
+
+
+def test_an_interrupted_begin_is_begun_again(tmp_path: Path) -> None:
+    work = output_paths(tmp_path / "r.parquet").work
+    work.mkdir()
+    (work / "lock").touch()
+    (work / "run.json.tmp").write_text("{")
+    begin(tmp_path / "r.parquet").close()
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from batchgen.data.lock import RunLock
+lock = RunLock(Path(sys.argv[1]), Path("out"))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_one_run_per_output_until_the_kernel_lets_go(tmp_path: Path) -> None:
+    folder = tmp_path / "w"
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "held\n"
+            with pytest.raises(OutputError, match=rf"another run \(pid {other.pid} on ") as caught:
+                RunLock(folder, Path("results.parquet"))
+            assert "results.parquet" in str(caught.value)
+        finally:
+            other.send_signal(signal.SIGKILL)
+    lock = RunLock(folder, Path("out"))
+    assert json.loads(lock.path.read_text())["pid"] == os.getpid()
+    lock.release()
+    lock.release()
+
+
+def test_the_lock_of_a_folder_that_is_being_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that opened the lock file just before another removed it must not believe it holds the lock."""
+    first = RunLock(tmp_path / "w", Path("out"))
+    real_open = os.open
+    opened: list[int] = []
+
+    def open_then_remove(path: Path, flags: int, mode: int = 0o777) -> int:
+        descriptor = real_open(path, flags, mode)
+        if not opened:
+            first.release(remove=True)
+            (tmp_path / "w").rmdir()
+        opened.append(descriptor)
+        return descriptor
+
+    monkeypatch.setattr(os, "open", open_then_remove)
+    second = RunLock(tmp_path / "w", Path("out"))
+    monkeypatch.undo()
+    assert len(opened) == 2
+    with pytest.raises(OutputError):
+        RunLock(tmp_path / "w", Path("out"))
+    second.release()
+
+
+def test_two_threads_of_opening_do_not_wait(tmp_path: Path) -> None:
+    out = tmp_path / "r.parquet"
+    with begin(out):
+        start = time.monotonic()
+        with pytest.raises(OutputError, match="another run"):
+            open_work(output_paths(out), IDENTITY, {})
+        assert time.monotonic() - start < 5
