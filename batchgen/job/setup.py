@@ -82,9 +82,14 @@ def prepare(config: RunConfig, note: Callable[[str], None]) -> Setup:
         note(DEMO_NOTE)
     model = engine.model or str(model_path())
     prepare_device(engine)
-    arguments = {"implementation": engine.model_impl, "max_model_len": engine.max_model_len}
-    folder = check_model(model, revision=engine.revision, **arguments).folder.path
-    spec = inspect_model(folder, dtype=engine.dtype, device=engine.device, **arguments)
+    implementation, longest = engine.model_impl, engine.max_model_len
+    checked = check_model(
+        model, implementation=implementation, max_model_len=longest, revision=engine.revision
+    )  # first: it refuses before torch is asked for anything
+    folder = checked.folder.path
+    spec = inspect_model(
+        folder, implementation=implementation, max_model_len=longest, dtype=engine.dtype, device=engine.device
+    )
     tokenizer = Tokenizer.load(engine.tokenizer or folder, engine.revision, folder)
     defaults = RowDefaults(
         flags=config.sampling,
