@@ -13,11 +13,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
+import pyarrow as pa
+
 from batchgen.data.files import parquet_writer, write_durably
 from batchgen.data.schema import SCHEMA, SCHEMA_VERSION, VERSION_KEY, OutputRow, completions_to_table
 from batchgen.data.work import WorkFolder
 
-__all__ = ["FINGERPRINT_KEY", "PartWriter"]
+__all__ = ["FINGERPRINT_KEY", "PartWriter", "part_schema"]
 
 FINGERPRINT_KEY = b"batchgen.fingerprint"
 
@@ -42,9 +44,7 @@ class PartWriter:
         assert commit_every > 0
         assert commit_seconds > 0
         self._folder = work.parts
-        self._schema = SCHEMA.with_metadata(
-            {VERSION_KEY: SCHEMA_VERSION.encode(), FINGERPRINT_KEY: work.identity.key.encode()}
-        )
+        self._schema = part_schema(work)
         self._commit_every = commit_every
         self._commit_seconds = commit_seconds
         self._clock = clock
@@ -172,6 +172,11 @@ class PartWriter:
 
         write_durably(path, write)
         self._number += 1
+
+
+def part_schema(work: WorkFolder) -> pa.Schema:
+    """`SCHEMA` with the footer keys that make a part this job's."""
+    return SCHEMA.with_metadata({VERSION_KEY: SCHEMA_VERSION.encode(), FINGERPRINT_KEY: work.identity.key.encode()})
 
 
 def _next_number(parts: list[Path]) -> int:

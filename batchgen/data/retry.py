@@ -1,0 +1,79 @@
+"""`--retry-errors` on a finished output: its good rows become committed work again, its errors are computed anew."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchgen.data.committed import Committed, read_keys
+from batchgen.data.files import parquet_writer, write_durably
+from batchgen.data.parts import part_schema
+from batchgen.data.work import OutputPaths, Policy, RunIdentity, WorkFolder, is_complete, open_work
+from batchgen.errors import InputError
+
+__all__ = ["open_for_retry"]
+
+
+def open_for_retry(
+    paths: OutputPaths, identity: RunIdentity, info: Mapping[str, Any], policy: Policy = "resume"
+) -> WorkFolder | None:
+    """`open_work` for a run that is to compute failed prompts again, also when the output is finished.
+
+    The finished output stays until the new one is whole.
+
+    Returns:
+        The folder, locked; None when the output is complete and holds no error.
+
+    Raises:
+        InputError: the finished output is damaged.
+        OutputError, FingerprintError: as `open_work`.
+    """
+    if policy == "overwrite" or not is_complete(paths.result, identity):
+        return open_work(paths, identity, info, policy)
+    try:
+        keys = read_keys([paths.result])
+        if not keys.errors:
+            return open_work(paths, identity, info, policy)
+        work = open_work(paths, identity, info, "overwrite")
+        assert work is not None
+        if not work.part_files():
+            _take_back(work, keys)
+    except (pa.ArrowException, OSError) as error:
+        raise InputError(f"{paths.result} cannot be read ({error}). Compute it again with --overwrite.") from error
+    return work
+
+
+def _take_back(work: WorkFolder, keys: Committed) -> None:
+    """Commit the good prompts of the finished output as one part: all of them or, after a crash, none."""
+    clean = _clean_rows(keys)
+
+    def write(stream: BinaryIO) -> None:
+        with parquet_writer(stream, part_schema(work)) as writer, work.paths.result.open("rb") as result:
+            file = pq.ParquetFile(result, pre_buffer=False, page_checksum_verification=True)
+            start = 0
+            for group in range(file.num_row_groups):
+                table = file.read_row_group(group, use_threads=False).replace_schema_metadata(writer.schema.metadata)
+                kept = table.filter(pa.array(clean[start : start + len(table)]))
+                start += len(table)
+                if len(kept):
+                    writer.write_table(kept)
+
+    write_durably(work.parts / "part-000000.parquet", write)
+
+
+def _clean_rows(keys: Committed) -> npt.NDArray[np.bool_]:
+    """[rows as stored] whether no sample of the row's prompt failed."""
+    first = np.ones(len(keys), np.bool_)
+    same_row = keys.row_index[1:] == keys.row_index[:-1]
+    first[1:] = ~(same_row & (keys.prompt_index[1:] == keys.prompt_index[:-1]))
+    prompt = np.cumsum(first) - 1
+    failed = np.zeros(int(first.sum()), np.bool_)
+    failed[prompt[keys.is_error]] = True
+    clean = np.empty(len(keys), np.bool_)
+    clean[keys.order] = ~failed[prompt]
+    return clean
