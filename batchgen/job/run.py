@@ -17,6 +17,7 @@ from batchgen.data.files import read_footer
 from batchgen.data.finish import finish
 from batchgen.data.parts import PartWriter
 from batchgen.data.read import InputSet, open_inputs
+from batchgen.data.retry import open_for_retry
 from batchgen.data.schema import OutputRow
 from batchgen.data.totals import read_totals
 from batchgen.data.work import WorkFolder, open_work, output_paths
@@ -63,7 +64,8 @@ class _Job:
             inputs = open_inputs(self.config.inputs)
             identity = identify(self.config, inputs, setup.identity, setup.sampling)
             paths = output_paths(self.config.output, identity.run.shard)
-            work = open_work(paths, identity.run, identity.info, self.config.existing)
+            open_output = open_for_retry if self.config.retry_errors else open_work
+            work = open_output(paths, identity.run, identity.info, self.config.existing)
         if work is None:
             return _finished(paths.result, identity)
         with work, ThreadPoolExecutor(1, thread_name_prefix="load") as loader:
