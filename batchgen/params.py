@@ -39,6 +39,7 @@ class SamplingParams:
     """None: derived from the run seed and the row's id."""
     n: int = 1
     stop: tuple[str, ...] = ()
+    """A single string and a list are taken too."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     no_stop_trim: bool = False
@@ -50,6 +51,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.top_k == 0:
             object.__setattr__(self, "top_k", -1)
+        if type(self.stop) is not tuple:
+            object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        if type(self.stop_token_ids) is not tuple:
+            object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         self._check_lengths()
         self._check_sampling()
         self._check_stops()

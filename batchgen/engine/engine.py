@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from batchgen.engine.intake import Intake
 from batchgen.engine.loop import Loop
 from batchgen.engine.memory import pool_pages
 from batchgen.engine.planning import Workload, plan_workload
+from batchgen.errors import UsageError
 from batchgen.kernels.backend import attention_factory, attention_name
 from batchgen.kernels.types import KVPool
 from batchgen.models.base import Model
@@ -108,15 +110,19 @@ class Engine:
             One `Completion` per row, prompt and sample; a bad row gives one with `error` set.
         """
         table = RequestTable()
-        defaults = RowDefaults(flags=_given(params), model=self.tokenizer.generation.sampling_defaults())
-        encoder = Encoder(self.tokenizer, self.model.spec.vocab_size, self.model.spec.context_length, run_seed=self.config.seed)
+        spec = self.model.spec
+        name = self.config.model or ""
+        defaults = RowDefaults(
+            flags=_given(params),
+            model=self.tokenizer.generation.sampling_defaults(),
+            model_names=frozenset({name, Path(name).name} - {""}),
+        )
+        encoder = Encoder(self.tokenizer, spec.vocab_size, spec.context_length, run_seed=self.config.seed)
         ids: dict[int, str] = {}
         failed: list[Completion] = []
-        last = -1
         values = ((i, {"text": row} if isinstance(row, str) else row) for i, row in enumerate(rows))
         for taken in Intake(table, encoder, defaults).feed(values):
-            last = taken.row_index
-            ids[last] = taken.id
+            ids[taken.row_index] = taken.id
             if taken.error is not None:
                 failed.append(Completion(taken.row_index, error=taken.error))
         groups = self._groups(table, failed)
@@ -138,16 +144,12 @@ class Engine:
         pages = pool_pages(workload, spec, config.page_size, config.kv_memory)
         pool = KVPool.allocate(list(spec.kv_layers), pages, config.page_size, spec.dtype, spec.device)
         workload.set_aside_too_large(pages - 1, config.page_size)
+        seqs, tokens = step_limits(config, spec.device)
         scheduler = Scheduler(
             workload.tree,
             workload.samples,
             table.max_new_tokens,
-            SchedulerConfig(
-                num_pages=pages,
-                page_size=config.page_size,
-                max_num_seqs=config.max_num_seqs or default_max_num_seqs(spec.device),
-                max_tokens_per_step=config.max_tokens_per_step or default_max_tokens_per_step(spec.device),
-            ),
+            SchedulerConfig(num_pages=pages, page_size=config.page_size, max_num_seqs=seqs, max_tokens_per_step=tokens),
         )
         attention = attention_factory(config.attention, spec.device)
         loop = Loop(workload, scheduler, self.model, pool, attention, self.tokenizer)
@@ -155,14 +157,22 @@ class Engine:
         return self.last_run
 
 
-def default_max_num_seqs(device: torch.device) -> int:
-    """Sequences decoded together when `--max-num-seqs` is not given."""
-    return 256 if device.type == "cuda" else 128
+def step_limits(config: EngineConfig, device: torch.device) -> tuple[int, int]:
+    """(max_num_seqs, max_tokens_per_step): as given, else the device's, bent to the one that was given.
 
-
-def default_max_tokens_per_step(device: torch.device) -> int:
-    """Tokens computed per step when `--max-tokens-per-step` is not given."""
-    return 8192 if device.type == "cuda" else 2048
+    Raises:
+        UsageError: both are given, and a step of all sequences would not fit.
+    """
+    cuda = device.type == "cuda"
+    seqs, tokens = config.max_num_seqs, config.max_tokens_per_step
+    if seqs is not None and tokens is not None and tokens < seqs:
+        raise UsageError(
+            f"--max-tokens-per-step ({tokens}) must be at least --max-num-seqs ({seqs}): every sequence takes a token "
+            "in every step"
+        )
+    if seqs is None:
+        seqs = min(256 if cuda else 128, tokens or 256)
+    return seqs, tokens or max(8192 if cuda else 2048, seqs)
 
 
 def prepare_device(config: EngineConfig) -> None:
@@ -172,12 +182,11 @@ def prepare_device(config: EngineConfig) -> None:
 
 
 def _given(params: SamplingParams | None) -> dict[str, Any]:
-    """The fields of `params` as run-wide defaults; stops as lists, as a row would give them."""
+    """All fields of `params` as defaults for every row; no seed unless it names one."""
     if params is None:
         return {}
-    names = [f for f in SamplingParams.__dataclass_fields__ if getattr(params, f) is not None]
-    values = {name: getattr(params, name) for name in names}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    values = {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
+    return values if params.seed is not None else {name: v for name, v in values.items() if name != "seed"}
 
 
 def _keys(table: RequestTable, failed: list[Completion]) -> list[tuple[int, int]]:

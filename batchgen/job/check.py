@@ -16,7 +16,7 @@ import torch
 
 from batchgen.config import RunConfig
 from batchgen.data.read import open_inputs
-from batchgen.engine.engine import default_max_num_seqs
+from batchgen.engine.engine import step_limits
 from batchgen.engine.intake import Intake
 from batchgen.engine.planning import plan_workload
 from batchgen.errors import OutputError
@@ -113,7 +113,7 @@ def _examine(config: RunConfig) -> CheckReport:
         rows.texts.close()
         read = time.monotonic()
         workload = plan_workload(table, dedup=config.engine.dedup)
-        sequences = config.engine.max_num_seqs or default_max_num_seqs(setup.spec.device)
+        sequences = step_limits(config.engine, setup.spec.device)[0]
         page = config.engine.page_size
         counts = plan_counts(workload.tree, workload.samples, table.max_new_tokens, page, sequences)
         output_bytes = _output_bytes(table, rows)

@@ -1,0 +1,167 @@
+"""The Python API: the same rows, the same semantics as the command, no files."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import batchgen
+from batchgen import Completion, Engine, SamplingParams
+from batchgen.errors import ModelError, RowError, UsageError
+from tests.e2e.model import CONTEXT, DEFAULTS
+from tests.e2e.rows import TOLERANCE, mixed_lines, prompts, rows_of, write_lines
+from tests.e2e.runner import run
+
+GREEDY = {"temperature": 0, "max_new_tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Engine:
+    return Engine(str(model), dtype="float32")
+
+
+def test_importing_the_package_is_cheap() -> None:
+    code = "import sys, batchgen; assert not {'torch', 'transformers', 'pyarrow', 'numpy'} & set(sys.modules), 'heavy'"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    code = "from batchgen import Engine, SamplingParams; assert Engine.__name__ == 'Engine'; SamplingParams()"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_exports() -> None:
+    assert dir(batchgen) == ["Completion", "Engine", "SamplingParams", "__version__"]
+    with pytest.raises(AttributeError, match="no attribute 'Motor'"):
+        batchgen.Motor  # noqa: B018
+
+
+def test_same_results_as_the_command(engine: Engine, model: Path, tmp_path: Path) -> None:
+    lines = mixed_lines(120, seed=5)
+    rows: list[Any] = [line for line in lines if isinstance(line, dict)]
+    source = write_lines(tmp_path / "in.jsonl", rows)
+    # What a batch line's `model` may be is the command's business: these rows say `*`.
+    run(["run", source, "-o", "out.parquet", "--model", model, "--dtype", "float32"], tmp_path)
+    output = rows_of(tmp_path / "out.parquet")
+    completions = list(engine.generate(rows, ordered=True))
+    assert [c.key for c in completions] == [
+        (row["row_index"], row["prompt_index"], row["sample_index"]) for row in output
+    ]
+    for completion, row in zip(completions, output, strict=True):
+        assert_same(completion, row)
+
+
+def assert_same(completion: Completion, row: dict[str, Any]) -> None:
+    if row["error"] is not None:
+        assert completion.error is not None
+        assert row["error"]["code"] == completion.error.code
+        assert row["error"]["message"].endswith(completion.error.message)
+        return
+    for name in ("id", "text", "finish_reason", "stop_kind", "matched_stop", "prompt_tokens", "completion_tokens"):
+        assert getattr(completion, name) == row[name]
+    for name in ("cached_tokens", "seed", "effective_max_new_tokens", "dedup_of", "matched_text"):
+        assert getattr(completion, name) == row[name], name
+    assert list(completion.output_ids or []) == row["output_ids"]
+    for name in ("output_logprobs", "output_top_logprobs"):
+        got = getattr(completion, name)
+        assert (got is None) == (row[name] is None)
+        assert got is None or list(got) == pytest.approx(row[name], abs=TOLERANCE)
+    assert completion.output_top_ids == row["output_top_ids"]
+
+
+def test_completions_come_lazily(engine: Engine) -> None:
+    rows = [{"id": str(i), "text": t, **GREEDY, "ignore_eos": True} for i, t in enumerate(prompts(40, 2))]
+    rows[7]["max_new_tokens"] = 1
+    stream = engine.generate(rows)
+    assert isinstance(stream, Iterator)
+    first = next(stream)
+    assert first.id == "7", "the shortest row is out before the others have ended"
+    assert engine.last_run is not None
+    steps = engine.last_run.loop.state.steps
+    assert len(list(stream)) >= 39
+    assert engine.last_run.loop.state.steps > steps
+
+
+def test_order(engine: Engine) -> None:
+    texts = prompts(30, 3)
+    rows: list[Any] = [{"text": t, "max_new_tokens": 30 - i, "temperature": 0, "n": 2} for i, t in enumerate(texts)]
+    rows[4] = {"text": "x", "temperature": "hot"}
+    rows[9] = {"text": ["one", "two"], **GREEDY}
+    by_completion = [c.key for c in engine.generate(rows)]
+    by_input = [c.key for c in engine.generate(rows, ordered=True)]
+    assert by_input == sorted(by_completion)
+    assert by_completion != by_input
+
+
+def test_strings_are_prompts_under_the_models_defaults(engine: Engine) -> None:
+    done = list(engine.generate(["The quick", "Hello there"], ordered=True))
+    same = [{"text": "The quick", **DEFAULTS}, {"text": "Hello there", **DEFAULTS}]
+    assert [list(c.output_ids or []) for c in done] == [
+        list(c.output_ids or []) for c in engine.generate(same, ordered=True)
+    ]
+    assert [c.id for c in done] == ["row-0", "row-1"]
+    assert all(c.effective_max_new_tokens == 128 for c in done)
+
+
+def test_params_are_defaults_that_rows_override(engine: Engine) -> None:
+    params = SamplingParams(temperature=0, max_new_tokens=5, return_logprob=True, stop=("zz",))
+    rows = ["Hello", {"text": "Hello", "max_new_tokens": 3}, {"text": "Hello", "temperature": 1.0, "seed": 4}]
+    first, short, drawn = engine.generate(rows, params, ordered=True)
+    assert len(first.output_ids or []) == 5
+    assert list(short.output_ids or []) == list(first.output_ids or [])[:3]
+    assert drawn.seed == 4
+    assert len(drawn.output_logprobs or []) == len(drawn.output_ids or []) > 0
+
+
+def test_stops_may_be_a_string_or_a_list() -> None:
+    assert SamplingParams(stop="END").stop == ("END",)  # type: ignore[arg-type]
+    given = SamplingParams(stop=["a", "b"], stop_token_ids=[3, 4])  # type: ignore[arg-type]
+    assert (given.stop, given.stop_token_ids) == (("a", "b"), (3, 4))
+    hash(given)
+
+
+def test_no_limit_reaches_the_end_of_the_context(engine: Engine) -> None:
+    (done,) = engine.generate(["Hello"], SamplingParams(temperature=0, max_new_tokens=None, ignore_eos=True))
+    assert done.finish_reason == "length"
+    assert (done.prompt_tokens or 0) + len(done.output_ids or []) == CONTEXT == engine.model.spec.context_length
+
+
+def test_a_seed_in_the_defaults_is_every_rows_seed(engine: Engine) -> None:
+    done = list(engine.generate(["Hello", "Hello"], SamplingParams(seed=3, max_new_tokens=8), ordered=True))
+    assert [c.seed for c in done] == [3, 3]
+    assert list(done[0].output_ids or []) == list(done[1].output_ids or [])
+
+
+def test_errors_are_completions(engine: Engine) -> None:
+    rows: list[Any] = [{"text": "fine", **GREEDY}, {"txt": "?"}, {"text": "x", "regex": "a"}, {"input_ids": [10**6]}, 7]
+    done = {c.row_index: c for c in engine.generate(rows)}
+    codes = {i: c.error.code for i, c in done.items() if c.error is not None}
+    assert codes == {1: "missing_prompt", 2: "unsupported_field", 3: "token_out_of_range", 4: "invalid_json"}
+    assert done[0].error is None
+    assert list(engine.generate([])) == []
+
+
+def test_a_row_may_name_the_engines_model(engine: Engine, model: Path) -> None:
+    rows = [{"text": "x", **GREEDY, "model": name} for name in (str(model), model.name, "*", "another")]
+    errors = [c.error and c.error.param for c in engine.generate(rows, ordered=True)]
+    assert errors == [None, None, None, "model"]
+
+
+def test_rows_may_be_any_iterable_and_runs_repeat(engine: Engine) -> None:
+    texts = prompts(20, 9)
+    first = [c.output_ids for c in engine.generate(({"text": t, **GREEDY} for t in texts), ordered=True)]
+    again = [c.output_ids for c in engine.generate([{"text": t, **GREEDY} for t in texts], ordered=True)]
+    assert first == again
+
+
+def test_wrong_options_and_models_are_refused(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="nothing-here"):
+        Engine(str(tmp_path / "nothing-here"))
+    with pytest.raises(UsageError, match="page_size"):
+        Engine(str(model), page_size=0)
+    with pytest.raises(TypeError, match="pages"):
+        Engine(str(model), pages=3)
+    with pytest.raises(RowError, match="top_p"):
+        SamplingParams(top_p=2.0)

@@ -1,0 +1,147 @@
+"""A drawn row depends on itself, the model and the run seed: not on neighbours, its place, the pool or the shard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from batchgen.engine.engine import Engine
+from batchgen.request import Completion
+from tests.e2e.rows import by_id, prompts, read, rows_of, write_lines
+from tests.e2e.runner import run, start
+
+ROWS = 96
+RESULT = ("output_ids", "text", "finish_reason", "stop_kind", "matched_stop", "seed")
+
+
+def drawn_rows() -> list[dict[str, Any]]:
+    """Sampled rows with ids, every other with a seed of its own; lengths and parameters differ."""
+    rng = Random(3)
+    rows: list[dict[str, Any]] = []
+    for i, text in enumerate(prompts(ROWS, 3)):
+        sampling = {"temperature": rng.choice([0.7, 1.0, 1.5]), "top_k": rng.choice([-1, 20]), "top_p": 0.95}
+        row: dict[str, Any] = {"id": f"r{i}", "text": text, **sampling, "max_new_tokens": rng.randint(2, 30)}
+        rows.append(row | ({"seed": i * 1_000_003} if i % 2 else {}))
+    return rows
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Engine:
+    return Engine(str(model), dtype="float32")
+
+
+def results(completions: Iterator[Completion]) -> dict[str, tuple[Any, ...]]:
+    found = {}
+    for c in completions:
+        assert c.error is None, c.error
+        assert c.id is not None
+        found[c.id] = (list(c.output_ids or []), *(getattr(c, name) for name in RESULT[1:]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(engine: Engine) -> dict[str, tuple[Any, ...]]:
+    """Every row by itself."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for row in drawn_rows():
+        found |= results(engine.generate([row]))
+    assert len({tuple(ids) for ids, *_ in found.values()}) > ROWS // 2, "the rows are to differ"
+    return found
+
+
+def test_in_one_batch(engine: Engine, alone: dict[str, tuple[Any, ...]]) -> None:
+    assert results(engine.generate(drawn_rows())) == alone
+
+
+def test_shuffled(engine: Engine, alone: dict[str, tuple[Any, ...]]) -> None:
+    rows = drawn_rows()
+    Random(4).shuffle(rows)
+    assert results(engine.generate(rows)) == alone
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_seqs": 3},
+        {"max_num_seqs": 7, "max_tokens_per_step": 9},
+        {"page_size": 1},
+        {"page_size": 5, "max_tokens_per_step": 300},
+        {"dedup": False},
+    ],
+    ids=str,
+)
+def test_under_other_limits(engine: Engine, alone: dict[str, tuple[Any, ...]], options: dict[str, Any]) -> None:
+    other = Engine.from_parts(replace(engine.config, **options), engine.model, engine.tokenizer)
+    assert results(other.generate(drawn_rows())) == alone
+
+
+def test_with_preemption(engine: Engine, alone: dict[str, tuple[Any, ...]]) -> None:
+    """Long rows in a pool of 255 pages: some lose theirs and are computed again."""
+    rows = [row | {"max_new_tokens": 4 * row["max_new_tokens"]} for row in drawn_rows()]
+    roomy = results(engine.generate(rows))
+    config = replace(engine.config, page_size=8, kv_memory=1 << 20, max_num_seqs=ROWS, max_tokens_per_step=128)
+    small = Engine.from_parts(config, engine.model, engine.tokenizer)
+    assert results(small.generate(rows)) == roomy
+    assert small.last_run is not None
+    assert small.last_run.scheduler.stats.preemptions > 0
+    for name, (ids, *_) in roomy.items():
+        assert ids[: len(alone[name][0])] == alone[name][0]
+
+
+def test_another_run_seed_draws_otherwise(engine: Engine, alone: dict[str, tuple[Any, ...]]) -> None:
+    other = Engine.from_parts(replace(engine.config, seed=1), engine.model, engine.tokenizer)
+    found = results(other.generate(drawn_rows()))
+    assert all(found[f"r{i}"] == alone[f"r{i}"] for i in range(1, ROWS, 2)), "rows with seeds of their own"
+    assert sum(found[f"r{i}"][0] != alone[f"r{i}"][0] for i in range(0, ROWS, 2)) > ROWS // 2 - 5
+
+
+def test_samples_differ_and_a_written_seed_replays(engine: Engine) -> None:
+    row = {"id": "x", "text": "The quick", "temperature": 1.0, "top_k": -1, "top_p": 1.0, "max_new_tokens": 12}
+    samples = list(engine.generate([row | {"n": 6}]))
+    assert [c.sample_index for c in samples] == list(range(6))
+    assert len({tuple(c.output_ids or ()) for c in samples}) == 6
+    replayed = list(engine.generate([row | {"id": "y", "n": 6, "seed": samples[0].seed}]))
+    assert [list(c.output_ids or ()) for c in replayed] == [list(c.output_ids or ()) for c in samples]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Path, list[Any]]:
+    """(folder with in.jsonl, arguments without -o)"""
+    folder = tmp_path_factory.mktemp("seeded")
+    source = write_lines(folder / "in.jsonl", drawn_rows())
+    return folder, ["run", source, "--model", model, "--dtype", "float32"]
+
+
+def by_row(path: Path) -> dict[str, tuple[Any, ...]]:
+    return {name: tuple(row[column] for column in RESULT) for name, row in by_id(path).items()}
+
+
+def test_in_a_job_killed_and_resumed(job: tuple[Path, list[Any]], alone: dict[str, tuple[Any, ...]]) -> None:
+    folder, arguments = job
+    arguments = [*arguments, "-o", "killed.parquet", "--commit-every", "4", "--max-num-seqs", "4"]
+    work = folder / "killed.parquet.work" / "parts"
+    for committed in (2, 6):
+        attempt = start(arguments, folder)
+        attempt.wait_for(lambda n=committed: len(list(work.glob("part-*.parquet"))) >= n)  # type: ignore[misc]
+        assert attempt.kill_after(0)
+    run(arguments, folder)
+    assert by_row(folder / "killed.parquet") == alone
+
+
+def test_in_shards_and_merged(job: tuple[Path, list[Any]], alone: dict[str, tuple[Any, ...]]) -> None:
+    folder, arguments = job
+    for index in (2, 0, 1):
+        run([*arguments, "-o", "shards", "--shard", f"{index}/3"], folder)
+    names = [f"part-{i:05d}-of-00003.parquet" for i in range(3)]
+    assert sorted(p.name for p in (folder / "shards").iterdir()) == names
+    assert not (folder / "shards.work").exists()
+    for index, name in enumerate(names):
+        assert {row["row_index"] % 3 for row in rows_of(folder / "shards" / name)} == {index}
+    run(["merge", "shards", "-o", "merged.parquet"], folder)
+    assert by_row(folder / "merged.parquet") == alone
+    assert read(folder / "merged.parquet")["row_index"].to_pylist() == list(range(ROWS))
