@@ -42,7 +42,9 @@ def expected(logits: Tensor, params: list[Params], seed: int = 0) -> list[int]:
 
 TEMPERATURES = [0.0, 1e-5, 0.3, 1.0, 4.0]
 GRID: list[Params] = [
-    *itertools.product(TEMPERATURES, [-1, 0, 1, 2, 7, 40, 500, 5000, 1 << 30], [1.0, 0.95, 0.5, 1e-9], [0.0, 0.1, 1.0])
+    *itertools.product(
+        TEMPERATURES, [-1, 0, 1, 2, 5, 7, 8, 33, 40, 500, 5000, 1 << 30], [1.0, 0.95, 0.5, 1e-9], [0.0, 0.1, 1.0]
+    )
 ]
 
 
