@@ -107,7 +107,7 @@ def test_misshapen_weights_of_a_library_model(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     config["intermediate_size"] = 100
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="mismatched_keys: .*down_proj.weight"):
+    with pytest.raises(ModelError, match=r"mismatched_keys: .*down_proj.weight"):
         load_model(tmp_path, dtype="float32", device="cpu")
 
 
