@@ -239,6 +239,8 @@ class Completion:
     output_top_logprobs: Sequence[float] | None = None
     cumulative_logprob: float | None = None
     mean_logprob: float | None = None
+    min_new_tokens_unmet: bool | None = None
+    """Whether the sample ended before `min_new_tokens`; None where none was asked for."""
     seed: int | None = None
     effective_max_new_tokens: int | None = None
     dedup_of: int | None = None

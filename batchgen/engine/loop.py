@@ -121,6 +121,8 @@ class Loop:
             vocab = self._model.spec.vocab_size
             ids = stopping_ids(request.params, self._tokenizer.eos_ids)
             masked = tuple(sorted(i for i in ids if i < vocab))
+            if len(masked) == vocab:
+                masked = ()  # nothing would be left to draw: the row says `min_new_tokens_unmet` if it ends early
         if request.index not in self._open:
             self._open[request.index] = _Open(remaining=request.params.n)
         return Sequence(request, sample_index, stops, masked)

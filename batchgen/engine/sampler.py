@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.sequence import Sequence
-from batchgen.kernels.logprobs import mask_tokens, token_logprobs, top_logprobs
+from batchgen.kernels.logprobs import log_normalizers, mask_tokens, token_logprobs, top_logprobs
 from batchgen.kernels.noise import row_keys
 from batchgen.kernels.sampling import SamplingColumns, nan_rows, sample
 
@@ -55,9 +55,9 @@ class Sampler:
         if wanted:
             # Raw logprobs are of the model's own logits: read them before any mask is applied.
             lse_input = logits if len(wanted) == len(rows) else logits[columns.logprob_index]
-            before = torch.logsumexp(lse_input, dim=-1)  # [W]
+            before = log_normalizers(lse_input)  # [W]
             if columns.top_k_logprobs:
-                top = top_logprobs(lse_input, min(columns.top_k_logprobs, logits.shape[1]))
+                top = top_logprobs(lse_input, columns.top_k_logprobs, before)
         pairs = [(i, token) for i, row in enumerate(rows) if row.masks_stops for token in row.masked_ids]
         if pairs:
             mask = torch.tensor(pairs, dtype=torch.int64, device=self._device)

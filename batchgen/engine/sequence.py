@@ -93,6 +93,7 @@ class Sequence:
             output_top_logprobs=self.top_logprobs if top else None,
             cumulative_logprob=total if asked else None,
             mean_logprob=total / count if asked and count else None,
+            min_new_tokens_unmet=count < params.min_new_tokens if params.min_new_tokens else None,
             seed=request.seed,
             effective_max_new_tokens=request.max_new_tokens,
         )
