@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -56,6 +56,7 @@ class _Job:
         self.progress = progress
         self.seconds: dict[str, float] = {}
         self.state = ProgressState("reading")
+        self.errors_before = 0
 
     def run(self) -> RunSummary:
         """Everything from the command line to the finished file."""
@@ -79,10 +80,11 @@ class _Job:
         """Commit what is missing, then gather everything into the output."""
         committed = Committed.read(work, retry_errors=self.config.retry_errors)
         with PartWriter(work, self.config.commit_every, self.config.commit_seconds) as writer:
+            self.stop.commit = writer.flush
             with self._phase("reading"):
                 rows = self._read(work.scratch, inputs, setup, committed, writer)
             with self._phase("loading"):
-                engine = Engine.from_parts(self.config.engine, model.result(), setup.tokenizer)
+                engine = Engine.from_parts(self.config.engine, self._await(model, committed, rows), setup.tokenizer)
             with self._phase("planning"):
                 done = committed.contains(rows.table.row_index, rows.table.prompt_index)
                 running = engine.start(rows.table, done)
@@ -105,6 +107,8 @@ class _Job:
         def on_error(completion: Completion, row_id: str, extra: str | None) -> None:
             if (completion.row_index, 0) not in committed:
                 writer.add([OutputRow(completion, row_id, extra)])
+            else:
+                self.errors_before -= 1
 
         def on_row(rows: int) -> None:
             if not rows % 256:
@@ -112,13 +116,22 @@ class _Job:
                 if self.stop.requested:
                     raise self.stop.error(committed.prompts_done, rows)
 
+        # Rows that failed while an earlier run generated; those that cannot be parsed are found again.
+        self.errors_before = len(np.unique(committed.row_index[committed.is_error]))
         rows = ingest(self.config, inputs, intake, table, scratch, setup.decode_prompt, on_error, on_row)
         self._report(rows_done=0, rows_total=rows.rows, rows_error=rows.errors.total())
         self._hold_threshold(rows)
         return rows
 
+    def _await(self, model: Future[Model], committed: Committed, rows: Ingested) -> Model:
+        """The model once it is loaded; meanwhile a request to stop is heard."""
+        while not wait([model], timeout=0.1).done:
+            if self.stop.requested:
+                raise self.stop.error(committed.prompts_done, rows.rows)
+        return model.result()
+
     def _generate(self, running: Running, rows: Ingested, writer: PartWriter) -> None:
-        done_before = int(running.workload.done.sum())
+        done_before = int((running.workload.done & (rows.table.prompt_index == 0)).sum())
         self._report(rows_done=rows.errors.total() + rows.skipped + done_before)
         for group in running.loop.run(lambda: self._tick(running)):
             writer.add([self._output(c, rows) for c in group])
@@ -147,9 +160,11 @@ class _Job:
         return OutputRow(completion, row_id, extra, prompts[completion.prompt_index] if prompts else None)
 
     def _hold_threshold(self, rows: Ingested) -> None:
-        errors = rows.errors.total()
+        errors = rows.errors.total() + self.errors_before
         if self.config.max_errors.exceeded(errors, rows.rows - rows.skipped):
             codes = ", ".join(f"{code} {count:,}" for code, count in rows.errors.most_common())
+            if self.errors_before:
+                codes = ", ".join(filter(None, (codes, f"in an earlier run {self.errors_before:,}")))
             raise TooManyErrors(
                 f"{errors:,} of {rows.rows:,} rows failed ({codes}), more than --max-errors allows "
                 f"({self.config.max_errors}). See them with: batchgen show {self.config.output} --errors. "

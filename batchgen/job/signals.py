@@ -3,6 +3,7 @@
 | event | exit status | what happens |
 |---|---|---|
 | SIGINT, SIGTERM | 130, 143 | the loop ends after its current step and commits every finished row |
+| 15 s after one of these | the same | the loop is stuck in a step or a load: a thread commits and ends the process |
 | a second one of these | the same | the process ends at once; what was committed stands |
 | SIGUSR1, `--max-time` | 75 | as the first of the above |
 """
@@ -26,6 +27,9 @@ __all__ = ["RESUMABLE", "StopRequest", "handle_signals"]
 RESUMABLE = 75
 """Exit status of a run that stopped early by design (EX_TEMPFAIL)."""
 
+GRACE_SECONDS = 15.0
+"""How long the loop may take to come round after a signal; 20 s are promised."""
+
 _SHOW_CURSOR = "\x1b[?25h"
 
 
@@ -37,6 +41,8 @@ class StopRequest:
         self._clock = clock
         self._deadline = None if max_time is None else clock() + max_time
         self._request: tuple[str, int] | None = None
+        self.commit: Callable[[], None] = lambda: None
+        """Makes everything finished so far durable; called from another thread if the loop does not come round."""
 
     def request(self, reason: str, exit_status: int) -> None:
         """Ask the loop to stop."""
@@ -71,11 +77,14 @@ class StopRequest:
 
 
 @contextmanager
-def handle_signals(stop: StopRequest, exit_now: Callable[[int], None] | None = None) -> Iterator[StopRequest]:
+def handle_signals(
+    stop: StopRequest, exit_now: Callable[[int], None] | None = None, grace: float = GRACE_SECONDS
+) -> Iterator[StopRequest]:
     """Turn signals into requests on `stop`, and put the former handlers back at the end.
 
-    `exit_now` ends the process on a second SIGINT or SIGTERM (`os._exit` by default). Outside the main thread, where
-    Python allows no handlers, nothing is installed.
+    `exit_now` ends the process (`os._exit` by default): on a second SIGINT or SIGTERM, or `grace` seconds after the
+    first, when it calls `stop.commit` before. Outside the main thread, where Python allows no handlers, nothing is
+    installed.
     """
     if threading.current_thread() is not threading.main_thread():
         yield stop
@@ -89,7 +98,9 @@ def handle_signals(stop: StopRequest, exit_now: Callable[[int], None] | None = N
     writer.setblocking(False)
     # Python runs its handlers between bytecodes of the main thread. A second signal must not wait for a long tensor
     # operation there, so a thread reads the signal numbers that the interpreter's C handler writes as they arrive.
-    watcher = threading.Thread(target=_watch, args=(reader, exit_now or _exit_now), daemon=True, name="signals")
+    watcher = threading.Thread(
+        target=_watch, args=(reader, stop, exit_now or _exit_now, grace), daemon=True, name="signals"
+    )
     former = {number: signal.signal(number, on_signal) for number in statuses}
     former_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     watcher.start()
@@ -104,14 +115,30 @@ def handle_signals(stop: StopRequest, exit_now: Callable[[int], None] | None = N
         reader.close()
 
 
-def _watch(reader: socket.socket, exit_now: Callable[[int], None]) -> None:
+def _watch(reader: socket.socket, stop: StopRequest, exit_now: Callable[[int], None], grace: float) -> None:
     stops = 0
+    timer: threading.Timer | None = None
     while numbers := reader.recv(64):
         for number in numbers:
             if number in (signal.SIGINT, signal.SIGTERM):
                 stops += 1
                 if stops > 1:
                     exit_now(128 + number)
+                else:
+                    timer = threading.Timer(grace, _overdue, (stop, exit_now, 128 + number))
+                    timer.daemon = True
+                    timer.start()
+    if timer is not None:
+        timer.cancel()
+
+
+def _overdue(stop: StopRequest, exit_now: Callable[[int], None], status: int) -> None:
+    """The loop did not come round: commit for it, and end."""
+    with suppress(Exception):
+        stop.commit()
+    with suppress(OSError, ValueError):
+        sys.stderr.write("stopped in the middle of a long step; finished rows are committed, run again to go on\n")
+    exit_now(stop.exit_status or status)
 
 
 def _exit_now(status: int) -> None:

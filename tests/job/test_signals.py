@@ -108,3 +108,24 @@ def test_two_signals_to_a_busy_process(number: int) -> None:
         process.send_signal(number)
         assert process.wait(10) == 128 + number
         assert time.monotonic() - start < 5
+
+
+def test_a_loop_that_does_not_come_round_is_committed_for() -> None:
+    happened: list[object] = []
+    stop = StopRequest()
+    stop.commit = lambda: happened.append("commit")
+    with handle_signals(stop, happened.append, grace=0.05):
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(200):
+            if len(happened) == 2:
+                break
+            time.sleep(0.01)
+    assert happened == ["commit", 143]
+
+
+def test_a_loop_that_comes_round_in_time_is_left_alone() -> None:
+    happened: list[object] = []
+    with handle_signals(StopRequest(), happened.append, grace=0.05):
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.2)
+    assert happened == []
