@@ -146,7 +146,7 @@ def test_longrope_takes_its_factors_by_the_context(tmp_path: Path) -> None:
 
 def test_longrope_of_the_transformers_path_is_the_same(tmp_path: Path) -> None:
     save_tiny("llama", tmp_path, rope_parameters=ROPES["longrope"])
-    for context, lengths in ((None, LENGTHS), (8, (3, 8, 1, 5))):
+    for context, lengths in ((None, LENGTHS), (None, (3, 8, 1, 5)), (8, (3, 8, 1, 5))):
         sequences = random_sequences(VOCAB, lengths=lengths)
         native, library = (
             load_model(tmp_path, implementation=path, dtype="float32", device="cpu", max_model_len=context)
