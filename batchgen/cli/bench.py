@@ -1,0 +1,70 @@
+"""`batchgen bench`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from batchgen.cli.flags import GroupedCommand
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command("bench", cls=GroupedCommand)(bench)
+
+
+def bench(
+    workloads: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="WORKLOAD",
+            show_default=False,
+            help="unique, shared-prefix, few-shot-tree, mixed-lengths, or a .toml file; none: all named ones. "
+            "Example: shared-prefix",
+        ),
+    ] = None,
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="MODEL",
+            show_default=False,
+            help="Model folder or id, or random weights of a shape: random:135m, random:5m. Default: random:135m. "
+            "Example: --model random:5m",
+        ),
+    ] = "random:135m",
+    peers: Annotated[
+        str,
+        typer.Option(
+            metavar="PEERS",
+            show_default=False,
+            help="auto (those that this Python can import), none, or names, each with the Python that runs it. "
+            "Known: transformers. Default: auto. Example: --peers transformers=/opt/hf/bin/python",
+        ),
+    ] = "auto",
+    repeat: Annotated[
+        int, typer.Option(min=1, show_default=False, help="Interleaved repeats. Default: 5. Example: --repeat 3")
+    ] = 5,
+    dtype: Annotated[
+        str,
+        typer.Option(metavar="DTYPE", show_default=False, help="As for run. Default: auto. Example: --dtype float32"),
+    ] = "auto",
+    device: Annotated[
+        str, typer.Option(metavar="DEVICE", show_default=False, help="As for run. Default: auto. Example: --device cpu")
+    ] = "auto",
+    cpu_threads: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", show_default=False, help="Threads of every engine. Example: --cpu-threads 2"),
+    ] = None,
+) -> None:
+    """Measure named workloads against the machine's floor and against installed peers: one JSON line per figure.
+
+    Greedy ids are compared first; nothing is printed of an engine that generates something else.
+
+    Example: batchgen bench shared-prefix --peers transformers --repeat 5 > figures.jsonl
+    """
+    from batchgen.job.bench.run import BenchConfig, run_bench  # torch: seconds that `--help` must not pay
+
+    run_bench(BenchConfig(tuple(workloads or ()), model, peers, repeat, dtype, device, cpu_threads), typer.echo)

@@ -1,0 +1,1 @@
+"""What runs inside a benchmark's processes: scripts that import nothing of the benchmark itself."""

@@ -1,0 +1,84 @@
+"""The correctness gate: no figure is printed of an engine whose greedy ids are not the reference's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from batchgen.errors import BatchgenError
+from batchgen.job.bench.process import BenchEngine
+from batchgen.job.bench.workloads import BenchRow
+
+__all__ = ["GateRed", "agreement", "check_exact", "check_share", "gate_rows"]
+
+_ROWS = 6
+_NEW_TOKENS = 8
+LEAST_AGREEMENT = 0.25
+"""Share of first tokens that a low-precision engine must have in common with float32. Of random models rounding turns
+many close calls, and wrong attention leaves about none of thousands of ids right."""
+
+
+class GateRed(BatchgenError):
+    """An engine generates something else than the reference."""
+
+
+def gate_rows(rows: Sequence[BenchRow]) -> list[BenchRow]:
+    """A few rows from all over the workload, cut to a few tokens."""
+    count = min(_ROWS, len(rows))
+    picked = [rows[i * len(rows) // count] for i in range(count)]
+    return [replace(row, max_new=min(row.max_new, _NEW_TOKENS)) for row in picked]
+
+
+def check_exact(
+    workload: str, engine: BenchEngine, setting: Mapping[str, int], rows: Sequence[BenchRow], reference: list[list[int]]
+) -> None:
+    """Hold an engine's float32 ids against the reference's.
+
+    Raises:
+        GateRed: where they first differ.
+    """
+    outputs = engine.generate(rows, setting).outputs
+    for number, (row, ids, expected) in enumerate(zip(rows, outputs, reference, strict=True)):
+        if ids != expected:
+            at = next(
+                (i for i, (a, b) in enumerate(zip(ids, expected, strict=False)) if a != b), min(len(ids), len(expected))
+            )
+            raise GateRed(
+                f"correctness gate red, no figures: {engine.name} on {workload} in float32, checked row {number} "
+                f"({len(row.ids)} prompt tokens): output position {at} is {_at(ids, at)}, the reference has "
+                f"{_at(expected, at)}"
+            )
+
+
+def agreement(outputs: Sequence[Sequence[int]], reference: Sequence[Sequence[int]]) -> float:
+    """Share of rows whose first token is the reference's: later ones follow from it, right or wrong."""
+    same = sum(list(a[:1]) == list(b[:1]) for a, b in zip(outputs, reference, strict=True))
+    return same / len(reference)
+
+
+def check_share(
+    workload: str, engine: BenchEngine, setting: Mapping[str, int], rows: Sequence[BenchRow], reference: list[list[int]]
+) -> float:
+    """The agreement of an engine in the measured dtype with float32.
+
+    Raises:
+        GateRed: it is below `LEAST_AGREEMENT`, or a row has not its full length.
+    """
+    outputs = engine.generate(rows, setting).outputs
+    for number, (row, ids) in enumerate(zip(rows, outputs, strict=True)):
+        if len(ids) != row.max_new:
+            raise GateRed(
+                f"correctness gate red, no figures: {engine.name} on {workload}, checked row {number} has "
+                f"{len(ids)} new tokens, asked for {row.max_new}"
+            )
+    share = agreement(outputs, reference)
+    if share < LEAST_AGREEMENT:
+        raise GateRed(
+            f"correctness gate red, no figures: {engine.name} on {workload} in {engine.dtype} has {share:.0%} of the "
+            f"first tokens of float32, at least {LEAST_AGREEMENT:.0%} are needed"
+        )
+    return share
+
+
+def _at(ids: Sequence[int], position: int) -> str:
+    return str(ids[position]) if position < len(ids) else "missing"

@@ -1,0 +1,61 @@
+"""Which engines there are, and which Python runs each."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchgen.errors import UsageError
+
+__all__ = ["OURS", "PEERS", "REFERENCE", "EngineSource", "parse_peers"]
+
+OURS = "batchgen"
+REFERENCE = "transformers"
+"""What every engine's greedy ids are held against, in float32 and one row at a time."""
+
+PEERS = {"transformers": "transformers"}
+"""Peer -> the module whose presence says that it can run. Each has an `engines/engine_NAME.py`."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSource:
+    """An engine and the interpreter that runs it."""
+
+    name: str
+    python: str = sys.executable
+
+
+def parse_peers(text: str) -> list[EngineSource]:
+    """The peers of `--peers auto|none|NAME[=PYTHON],...`.
+
+    Raises:
+        UsageError: a name is unknown or given twice, or its interpreter cannot import it.
+    """
+    if text == "none":
+        return []
+    if text == "auto":
+        return [source for source in map(EngineSource, PEERS) if _can_import(source)]
+    peers: list[EngineSource] = []
+    for item in text.split(","):
+        name, given, python = item.strip().partition("=")
+        if name not in PEERS:
+            raise UsageError(f"--peers: unknown peer {name!r}; known: {', '.join(PEERS)} (or auto, none)")
+        if any(peer.name == name for peer in peers):
+            raise UsageError(f"--peers: {name} is named twice")
+        source = EngineSource(name, str(Path(python).expanduser())) if given else EngineSource(name)
+        if not _can_import(source):
+            raise UsageError(f"--peers: {source.python} cannot import {PEERS[name]}; give --peers {name}=PYTHON")
+        peers.append(source)
+    return peers
+
+
+def _can_import(source: EngineSource) -> bool:
+    """Whether the module is installed there; it is found, not imported."""
+    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
+    try:
+        done = subprocess.run([source.python, "-c", code, PEERS[source.name]], capture_output=True, check=False)
+    except OSError as error:
+        raise UsageError(f"--peers: cannot run {source.python}: {error.strerror}") from None
+    return done.returncode == 0

@@ -1,0 +1,164 @@
+"""An engine in a process of its own, driven over pipes: what one engine does to memory or threads stays with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import batchgen
+from batchgen.errors import BatchgenError
+from batchgen.job.bench.peers import OURS, EngineSource
+from batchgen.job.bench.workloads import BenchRow
+
+__all__ = ["BenchEngine", "EngineFailed", "EngineProcess", "Generated", "LoadSpec"]
+
+_WORKER = Path(__file__).parent / "engines" / "worker.py"
+_CLOSE_SECONDS = 20.0
+_SHOWN_LINES = 8
+
+
+class EngineFailed(BatchgenError):
+    """An engine could not load or generate."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSpec:
+    """What every engine of a benchmark is to load."""
+
+    model: str
+    dtype: str
+    device: str
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """One pass over some rows."""
+
+    outputs: list[list[int]]
+    """New ids by row."""
+    seconds: float
+    cpu_seconds: float
+    """Of all threads."""
+    counted: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """Generated tokens."""
+        return sum(map(len, self.outputs))
+
+
+class BenchEngine(Protocol):
+    """An engine with a model in memory."""
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+    @property
+    def version(self) -> str: ...  # noqa: D102
+    @property
+    def dtype(self) -> str: ...  # noqa: D102
+    @property
+    def device(self) -> str: ...  # noqa: D102
+    @property
+    def threads(self) -> int: ...  # noqa: D102
+    @property
+    def settings(self) -> Sequence[Mapping[str, int]]:
+        """Settings worth trying, `{}` where there is nothing to choose."""
+        ...
+
+    def generate(self, rows: Sequence[BenchRow], setting: Mapping[str, int]) -> Generated:
+        """Greedy, each row to its full length."""
+        ...
+
+
+class EngineProcess:
+    """A `BenchEngine` behind pipes. Use as a context manager, or call `close`.
+
+    Raises:
+        EngineFailed: it does not start or load, with its own words.
+    """
+
+    def __init__(self, source: EngineSource, spec: LoadSpec) -> None:
+        self.name = source.name
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  # closed by close
+        env = {**os.environ, "OMP_NUM_THREADS": str(spec.threads), "PYTHONSAFEPATH": ""}
+        if source.name == OURS:
+            root = str(Path(batchgen.__file__).parents[1])
+            env["PYTHONPATH"] = os.pathsep.join(p for p in (root, env.get("PYTHONPATH")) if p)
+        try:
+            self._process = subprocess.Popen(
+                [source.python, str(_WORKER), source.name],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, encoding="utf-8", env=env,
+            )  # fmt: skip
+        except OSError as error:
+            self._log.close()
+            raise EngineFailed(f"cannot start {source.name} with {source.python}: {error.strerror}") from None
+        try:
+            loaded = self._ask(
+                {"op": "load", "model": spec.model, "dtype": spec.dtype, "device": spec.device, "threads": spec.threads}
+            )
+        except BaseException:
+            self.close()
+            raise
+        self.version: str = loaded["version"]
+        self.dtype: str = loaded["dtype"]
+        self.device: str = loaded["device"]
+        self.threads: int = loaded["threads"]
+        self.settings: list[dict[str, int]] = loaded["settings"]
+
+    def generate(self, rows: Sequence[BenchRow], setting: Mapping[str, int]) -> Generated:
+        """See `BenchEngine.generate`."""
+        asked = [{"ids": row.ids, "max_new": row.max_new} for row in rows]
+        reply = self._ask({"op": "generate", "rows": asked, "setting": dict(setting)})
+        return Generated(reply["outputs"], reply["seconds"], reply["cpu_seconds"], reply["counted"])
+
+    def close(self) -> None:
+        """End the process: at the end of its input, or else at once."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(_CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        self._log.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except OSError:
+            line = ""
+        if not line:
+            raise EngineFailed(f"{self.name} ended without an answer{self._last_words()}")
+        reply: dict[str, Any] = json.loads(line)
+        if "error" in reply:
+            raise EngineFailed(f"{self.name} failed at {request['op']}: {reply['error']}")
+        return reply
+
+    def _last_words(self) -> str:
+        self._log.seek(0)
+        lines = self._log.read().strip().splitlines()[-_SHOWN_LINES:]
+        return ":\n" + "\n".join(lines) if lines else f" (exit status {self._process.poll()})"

@@ -1,0 +1,431 @@
+"""`batchgen bench` at toy sizes: structure, the gate, the arithmetic. Nothing here is timed."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from batchgen.cli.app import run_command
+from batchgen.errors import UsageError
+from batchgen.job.bench.figures import Context, Measured, Spread, ratios, workload_figures
+from batchgen.job.bench.floors import count_work, measure_bandwidth, measure_gemm
+from batchgen.job.bench.gate import GateRed, agreement, check_exact, check_share, gate_rows
+from batchgen.job.bench.peers import EngineSource, parse_peers
+from batchgen.job.bench.process import EngineFailed, EngineProcess, Generated, LoadSpec
+from batchgen.job.bench.run import BenchConfig, run_bench
+from batchgen.job.bench.shapes import Shape, build_model, resolve_bench_model
+from batchgen.job.bench.workloads import WORKLOADS, BenchRow, Level, Workload, find_workload, load_workload
+from batchgen.models.load import inspect_model
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "bench"
+TINY = Shape(layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, inner=48, vocab=64, context=128)
+TOY = """\
+name = "toy"
+description = "two prompts after one prefix"
+output = [2, 3]
+
+[[levels]]
+children = 1
+tokens = [8, 8]
+
+[[levels]]
+children = 2
+tokens = [2, 4]
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    build_model(TINY, path)
+    return path
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> str:
+    path = tmp_path / "toy.toml"
+    path.write_text(TOY)
+    return str(path)
+
+
+# Workloads
+
+
+def test_named_workloads_have_the_shapes_they_say() -> None:
+    sizes = {}
+    for name, workload in WORKLOADS.items():
+        rows = workload.rows(8192)
+        assert len(rows) == 64
+        assert all(3 <= i < 8192 for row in rows for i in row.ids)
+        sizes[name] = (
+            min(len(r.ids) for r in rows),
+            max(len(r.ids) for r in rows),
+            min(r.max_new for r in rows),
+            max(r.max_new for r in rows),
+        )
+    assert sizes["shared-prefix"] == (1056, 1056, 32, 32)
+    assert sizes["few-shot-tree"] == (800, 800, 32, 32)
+    low, high, *output = sizes["unique"]
+    assert 32 <= low < high <= 256
+    assert output == [64, 64]
+    assert 8 <= sizes["mixed-lengths"][2] < sizes["mixed-lengths"][3] <= 256
+
+
+def test_rows_are_the_leaves_of_the_tree() -> None:
+    rows = WORKLOADS["few-shot-tree"].rows(512)
+    assert len({tuple(row.ids[:256]) for row in rows}) == 1
+    groups = {tuple(row.ids[:768]) for row in rows}
+    assert len(groups) == 8
+    assert all(sum(tuple(row.ids[:768]) == group for row in rows) == 8 for group in groups)
+    assert len({tuple(row.ids) for row in rows}) == 64
+
+
+def test_same_definition_same_rows() -> None:
+    workload = WORKLOADS["mixed-lengths"]
+    assert workload.rows(100) == workload.rows(100)
+    assert replace(workload, seed=1).rows(100) != workload.rows(100)
+
+
+def test_configs_are_the_named_workloads() -> None:
+    """Figures quoted in the README come from these files: they must say what the names mean."""
+    files = {path.stem: load_workload(path) for path in CONFIGS.glob("*.toml")}
+    assert files == WORKLOADS
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('name = "toy"', "", "`name` is missing"),
+        ("output = [2, 3]", "output = [3, 2]", "`output` must be"),
+        ("output = [2, 3]", "output = [0, 2]", "`output` must be"),
+        ("output = [2, 3]", "output = 3", "`output` must be"),
+        ("output = [2, 3]", "output = [2, true]", "`output` must be a whole number"),
+        ("tokens = [8, 8]", "tokens = [8]", "`tokens` must be"),
+        ("tokens = [8, 8]", "tokens = [0, 8]", r"`levels\[0\].tokens`"),
+        ("children = 2", "children = 0", r"`levels\[1\].children`"),
+        ("children = 2", "child = 2", "`children` is missing"),
+        ("output = [2, 3]", "output = [2, 3]\nrows = 1", "unknown key `rows`"),
+        ("name", "name name", "is not TOML"),
+    ],
+)
+def test_wrong_definitions_are_refused_by_name(tmp_path: Path, old: str, new: str, message: str) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(TOY.replace(old, new, 1))
+    with pytest.raises(UsageError, match=message):
+        load_workload(path)
+
+
+def test_unknown_workload_names_those_there_are() -> None:
+    with pytest.raises(UsageError, match=r"'uniqe'; take one of unique, shared-prefix"):
+        find_workload("uniqe")
+    with pytest.raises(UsageError, match="cannot read"):
+        find_workload("missing.toml")
+
+
+# Models
+
+
+def test_random_model_is_the_same_twice_and_of_its_shape(tmp_path: Path, folder: Path) -> None:
+    build_model(TINY, tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    spec = inspect_model(folder, dtype="float32", device="cpu")
+    layer = 32 * (32 + 2 * 16) + 32 * 32 + 3 * 32 * 48 + 2 * 32
+    assert spec.parameters == 64 * 32 + 2 * layer + 32
+    assert spec.context_length == 128
+
+
+def test_random_model_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("batchgen.job.bench.shapes.SHAPES", {"tiny": TINY})
+    first = Path(resolve_bench_model("random:tiny"))
+    stamp = (first / "model.safetensors").stat().st_mtime_ns
+    assert resolve_bench_model("random:tiny") == str(first)
+    assert (first / "model.safetensors").stat().st_mtime_ns == stamp
+    assert [p.name for p in first.parent.iterdir()] == [first.name], "nothing is left beside it"
+    assert resolve_bench_model("some/folder") == "some/folder"
+    with pytest.raises(UsageError, match="take one of random:tiny"):
+        resolve_bench_model("random:7b")
+
+
+# Peers
+
+
+def test_peers() -> None:
+    assert parse_peers("none") == []
+    assert parse_peers("auto") == [EngineSource("transformers", sys.executable)]
+    assert parse_peers(f"transformers={sys.executable}") == [EngineSource("transformers", sys.executable)]
+    with pytest.raises(UsageError, match="unknown peer 'sglan'; known: transformers"):
+        parse_peers("sglan")
+    with pytest.raises(UsageError, match="named twice"):
+        parse_peers("transformers,transformers")
+    with pytest.raises(UsageError, match="cannot run /no/such/python"):
+        parse_peers("transformers=/no/such/python")
+
+
+def test_peer_that_is_not_installed_there(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')  # no site-packages
+    python.chmod(0o755)
+    with pytest.raises(UsageError, match=r"cannot import transformers; give --peers transformers=PYTHON"):
+        parse_peers(f"transformers={python}")
+
+
+# Floors
+
+
+def test_work_is_the_tree_and_the_fed_tokens(folder: Path) -> None:
+    spec = inspect_model(folder, dtype="float32", device="cpu")
+    rows = [BenchRow([5, 6, 7, 8], 3), BenchRow([5, 6, 9], 2), BenchRow([5, 6, 9], 1)]
+    work = count_work(rows, spec, tied=True)
+    assert (work.prompt_tokens, work.distinct_prompt_tokens) == (10, 5)
+    assert (work.output_tokens, work.decode_rows) == (6, 3)
+    head = 64 * 32
+    layers = spec.parameters - head
+    assert work.flops == 2 * layers * (5 + 3) + 2 * head * 6
+    assert count_work(rows, spec, tied=False).flops == 2 * (layers - head) * 8 + 2 * head * 6
+    assert work.seconds(1e6) == pytest.approx(work.flops / 1e6)
+    assert work.share(work.seconds(1e6) * 4, 1e6) == pytest.approx(0.25)
+
+
+def test_machine_rates_are_finite() -> None:
+    assert 1e6 < measure_gemm(torch.float32, torch.device("cpu")) < 1e16
+    assert 1e6 < measure_bandwidth(torch.device("cpu")) < 1e16
+
+
+# Figures
+
+
+def test_spread_and_ratios_go_pair_by_pair() -> None:
+    assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0)
+    assert ratios([10.0, 20.0, 40.0], [10.0, 10.0, 10.0]) == Spread(2.0, 1.0, 4.0)
+    # A slow moment of the machine hits both sides of a pair.
+    assert ratios([10.0, 1.0, 10.0], [5.0, 0.5, 5.0]) == Spread(2.0, 2.0, 2.0)
+
+
+def passes(*seconds: float) -> list[Generated]:
+    return [Generated([[1, 2], [3, 4]], s, 2 * s, {"steps": 7}) for s in seconds]
+
+
+def test_figures_of_a_workload(folder: Path) -> None:
+    spec = inspect_model(folder, dtype="float32", device="cpu")
+    work = count_work([BenchRow([5, 6], 2), BenchRow([7, 8], 2)], spec, tied=True)
+    ours = Measured("batchgen", "1", "float32", "cpu", 2, {}, 1.0, passes(1.0, 2.0, 4.0))
+    peer = Measured("other", "2", "float32", "cpu", 2, {"batch": 8}, 0.5, passes(4.0, 4.0, 4.0))
+    context = Context("a processor", None, 3, work.flops, 1e9)  # the floor is one second
+    wall, cpu, *others = workload_figures("toy", "tiny", [ours, peer], work, context)
+    assert (wall.metric, wall.value, wall.min, wall.max) == ("output_tokens_per_second", 2.0, 1.0, 4.0)
+    assert wall.floor_tokens_per_second == pytest.approx(4.0)
+    assert wall.floor_share == pytest.approx(0.5)
+    assert wall.ratio == {"other": {"median": 2.0, "min": 1.0, "max": 4.0}}
+    assert wall.counted["steps"] == 7
+    assert wall.counted["distinct_prompt_tokens"] == 4
+    assert (cpu.metric, cpu.value) == ("output_tokens_per_cpu_second", 1.0)
+    assert cpu.floor_tokens_per_second == pytest.approx(2.0), "two threads' seconds"
+    assert [f.ratio["batchgen"]["median"] for f in others] == [0.5, 0.5]
+    assert others[0].setting == {"batch": 8}
+    assert json.loads(wall.to_json())["unit"] == "tokens/s"
+
+
+# The gate
+
+
+@dataclass
+class Stub:
+    """An engine that answers as it is told."""
+
+    answers: list[list[int]]
+    name: str = "stub"
+    version: str = "0"
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    threads: int = 1
+    settings: list[dict[str, int]] = field(default_factory=lambda: [{}])
+
+    def generate(self, rows: Sequence[BenchRow], setting: Mapping[str, int]) -> Generated:
+        return Generated(self.answers, 1.0, 1.0)
+
+
+ROWS = [BenchRow([5, 6], 2), BenchRow([7], 2)]
+TRUTH = [[1, 2], [3, 4]]
+
+
+def test_gate_is_green_only_on_equality() -> None:
+    check_exact("toy", Stub(TRUTH), {}, ROWS, TRUTH)
+    for lie, where in (
+        ([[1, 2], [3, 5]], "checked row 1 .1 prompt tokens.: output position 1 is 5, the reference has 4"),
+        ([[1], [3, 4]], "output position 1 is missing, the reference has 2"),
+        ([[1, 2, 3], [3, 4]], "output position 2 is 3, the reference has missing"),
+    ):
+        with pytest.raises(GateRed, match=where):
+            check_exact("toy", Stub(lie), {}, ROWS, TRUTH)
+
+
+def test_low_precision_must_agree_to_a_share() -> None:
+    truth = [[i, 0] for i in range(8)]
+    rows = [BenchRow([5], 2)] * 8
+    half = [[i, 9] if i % 2 else [60, 0] for i in range(8)]
+    assert agreement(half, truth) == 0.5
+    assert check_share("toy", Stub(half), {}, rows, truth) == 0.5
+    with pytest.raises(GateRed, match="0% of the first tokens"):
+        check_share("toy", Stub([[60, 0]] * 8), {}, rows, truth)
+    with pytest.raises(GateRed, match="checked row 0 has 1 new tokens, asked for 2"):
+        check_share("toy", Stub([[0]] * 8), {}, rows, truth)
+
+
+def test_gate_rows_come_from_all_over() -> None:
+    rows = [BenchRow([i], 30) for i in range(64)]
+    picked = gate_rows(rows)
+    assert picked[0].ids == [0]
+    assert picked[-1].ids[0] > 48
+    assert {row.max_new for row in picked} == {8}
+    assert gate_rows(rows[:1]) == [BenchRow([0], 8)]
+
+
+def test_what_a_row_generates_depends_on_its_whole_prompt(folder: Path) -> None:
+    """Or the gate would see nothing: a model that repeats its last token passes with any attention."""
+    spec = LoadSpec(str(folder), "float32", "cpu", 1)
+    last = [11, 12, 13, 14]
+    rows = [BenchRow([start, *last], 6) for start in range(3, 15)]
+    outputs = InProcess(EngineSource("batchgen"), spec).generate(rows, {}).outputs
+    assert len({tuple(ids) for ids in outputs}) > len(rows) // 2
+
+
+# Whole runs
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO(), width=160)
+
+
+class InProcess(Stub):
+    """The engine a process would hold, without the seconds that a process takes to import it."""
+
+    @staticmethod
+    @contextmanager
+    def start(source: EngineSource, spec: LoadSpec) -> Iterator[InProcess]:
+        yield InProcess(source, spec)
+
+    def __init__(self, source: EngineSource, spec: LoadSpec) -> None:
+        module = importlib.import_module(f"batchgen.job.bench.engines.engine_{source.name}")
+        self._engine = module.load(asdict(spec))
+        super().__init__([], source.name, self._engine.version, **self._engine.describe())
+
+    def generate(self, rows: Sequence[BenchRow], setting: Mapping[str, int]) -> Generated:
+        outputs, counted = self._engine.generate([asdict(row) for row in rows], setting)
+        return Generated(outputs, 1.0, 1.0, counted)
+
+
+class Liar(InProcess):
+    """Changes one token of one row."""
+
+    @staticmethod
+    @contextmanager
+    def start(source: EngineSource, spec: LoadSpec) -> Iterator[InProcess]:
+        yield (Liar if source.name == "batchgen" else InProcess)(source, spec)
+
+    def generate(self, rows: Sequence[BenchRow], setting: Mapping[str, int]) -> Generated:
+        result = super().generate(rows, setting)
+        result.outputs[1][1] ^= 1
+        return result
+
+
+def test_run_alone(folder: Path, toy: str) -> None:
+    lines: list[str] = []
+    console = quiet()
+    run_bench(BenchConfig((toy,), str(folder), "none", 2, "float32", "cpu", 1), lines.append, console, InProcess.start)
+    figures = [json.loads(line) for line in lines]
+    assert [(f["engine"], f["metric"]) for f in figures] == [
+        ("batchgen", "output_tokens_per_second"),
+        ("batchgen", "output_tokens_per_cpu_second"),
+    ]
+    first = figures[0]
+    assert first["workload"] == "toy"
+    assert first["dtype"] == "float32"
+    assert first["repeat"] == 2
+    assert first["ratio"] == {}
+    assert first["min"] <= first["value"] <= first["max"]
+    counted = first["counted"]
+    assert counted["prompt_tokens_computed"] == counted["distinct_prompt_tokens"] < counted["prompt_tokens"]
+    assert counted["decode_rows"] == counted["output_tokens"] - 2
+    assert first["threads"] == 1
+    assert first["cpu"]
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "batchgen equals the reference in float32" in text
+    assert "toy" in text.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_run_beside_transformers(folder: Path, toy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Through the command: stdout holds JSON lines and nothing else."""
+    arguments = ["bench", toy, "--model", str(folder), "--peers", "transformers", "--repeat", "1", "--cpu-threads", "1"]
+    assert run_command([*arguments, "--dtype", "bfloat16", "--device", "cpu"]) == 0
+    captured = capsys.readouterr()
+    figures = [json.loads(line) for line in captured.out.splitlines()]
+    assert [f["engine"] for f in figures] == ["batchgen", "batchgen", "transformers", "transformers"]
+    assert {f["dtype"] for f in figures} == {"bfloat16"}
+    assert set(figures[0]["ratio"]) == {"transformers"}
+    assert figures[0]["ratio"]["transformers"]["median"] == pytest.approx(1 / figures[2]["ratio"]["batchgen"]["median"])
+    assert figures[2]["setting"] == {"batch": 8}, "two rows fill no larger batch"
+    peer = figures[2]["counted"]
+    assert peer["prompt_tokens_computed"] >= peer["prompt_tokens"]
+    assert 0 <= figures[0]["agreement"] <= 1
+    assert "transformers" in captured.err
+
+
+def test_no_figure_of_an_engine_that_lies(folder: Path, toy: str) -> None:
+    lines: list[str] = []
+    config = BenchConfig((toy,), str(folder), "none", 1, "float32", "cpu", 1)
+    with pytest.raises(GateRed, match=r"batchgen on toy in float32, checked row 1 .* output position 1 is") as red:
+        run_bench(config, lines.append, quiet(), Liar.start)
+    assert lines == []
+    assert red.value.exit_code == 1
+
+
+def test_rows_beyond_the_context_are_refused(folder: Path) -> None:
+    with pytest.raises(UsageError, match="shared-prefix has rows of up to 1088 tokens, the model's context is 128"):
+        run_bench(BenchConfig(("shared-prefix",), str(folder)), print, quiet())
+
+
+def test_engine_process_reports_what_the_engine_says(tmp_path: Path, folder: Path) -> None:
+    spec = LoadSpec(str(tmp_path / "none"), "float32", "cpu", 1)
+    with pytest.raises(EngineFailed, match=r"batchgen failed at load: ModelError: There is no model folder"):
+        EngineProcess(EngineSource("batchgen"), spec)
+    with pytest.raises(EngineFailed, match="cannot start"):
+        EngineProcess(EngineSource("batchgen", str(tmp_path / "python")), spec)
+    with pytest.raises(EngineFailed, match="ended without an answer"):
+        EngineProcess(EngineSource("batchgen", "/bin/false"), spec)
+    with EngineProcess(EngineSource("batchgen"), replace(spec, model=str(folder))) as engine:
+        with pytest.raises(EngineFailed, match="batchgen failed at generate: RuntimeError: row 0"):
+            engine.generate([BenchRow([99], 1)], {})
+        assert len(engine.generate([BenchRow([9], 1)], {}).outputs[0]) == 1, "it lives on"
+
+
+def test_command_line_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        (["nothing"], "unknown workload 'nothing'"),
+        (["--peers", "nobody"], "unknown peer 'nobody'"),
+        (["--model", "random:1t"], "unknown random model"),
+        (["--dtype", "int3"], "dtype"),
+        (["--repeat", "0"], "--repeat"),
+    ):
+        assert run_command(["bench", "--peers", "none", *arguments]) == 2
+        captured = capsys.readouterr()
+        assert message in captured.err
+        assert captured.out == ""
+
+
+def test_custom_workload_of_one_level() -> None:
+    workload = Workload("w", "d", (Level(3, (1, 1)),), (1, 1))
+    assert [len(row.ids) for row in workload.rows(10)] == [1, 1, 1]
+    with pytest.raises(UsageError, match="vocabulary of more than 3"):
+        workload.rows(3)
