@@ -43,6 +43,8 @@ def check_model(
     Raises:
         ModelError: naming what is wrong and the remedy.
     """
+    if max_model_len is not None and max_model_len < 1:
+        raise ModelError(f"--max-model-len must be at least 1, got {max_model_len}.")
     folder = check_model_folder(path, revision)
     chosen = choose_implementation(folder.config, implementation)
     native = None

@@ -92,7 +92,7 @@ def inspect_model(
 def _native_spec(
     checked: CheckedModel, config: NativeConfig, layout: NativeLayout, dtype: torch.dtype, device: torch.device
 ) -> ModelSpec:
-    context = checked.max_model_len or config.max_positions
+    context = config.max_positions if checked.max_model_len is None else checked.max_model_len
     return native_spec(config, layout, checked.folder, dtype, device, context)
 
 

@@ -127,6 +127,11 @@ def test_a_context_past_the_models_is_refused(implementation: str, tmp_path: Pat
         load_model(tmp_path, max_model_len=513, implementation=implementation)  # type: ignore[arg-type]
 
 
+def test_a_context_of_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"--max-model-len must be at least 1"):
+        inspect_model(save_tiny("llama", tmp_path), max_model_len=0)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_no_cuda_device(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no CUDA device"):
