@@ -25,6 +25,9 @@ def check(
 
     Example: batchgen check prompts.jsonl --model ./Qwen3-0.6B
     """
-    from batchgen.job.check import check_job  # the tokenizer: seconds that `--help` must not pay
+    from batchgen.job.preflight import refuse_early
+
+    refuse_early(config)
+    from batchgen.job.check import check_job  # torch and the tokenizer: seconds that `--help` must not pay
 
     raise typer.Exit(check_job(config, as_json=as_json))

@@ -23,7 +23,10 @@ def run(config: RunConfig) -> None:
 
     Example: batchgen run prompts.jsonl -o results.parquet --model ./Qwen3-0.6B --temperature 0.7
     """
-    from batchgen.job.run import run_job  # torch and transformers: seconds that `--help` must not pay
+    from batchgen.job.preflight import refuse_early
+
+    refuse_early(config)
+    from batchgen.job.run import run_job  # torch and transformers: seconds that `--help` and a refusal must not pay
     from batchgen.job.summary import print_summary, write_report
 
     if config.dry_run:

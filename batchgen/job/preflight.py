@@ -1,0 +1,24 @@
+"""What can be refused before torch is loaded, which alone takes seconds."""
+
+from __future__ import annotations
+
+from batchgen.config import RunConfig
+from batchgen.demo import model_path
+from batchgen.models.check import check_model
+
+__all__ = ["refuse_early"]
+
+
+def refuse_early(config: RunConfig) -> None:
+    """Check the model folder whole: files, headers, architecture.
+
+    Raises:
+        ModelError: naming what is wrong and the remedy.
+    """
+    engine = config.engine
+    check_model(
+        engine.model or model_path(),
+        implementation=engine.model_impl,
+        max_model_len=engine.max_model_len,
+        revision=engine.revision,
+    )
