@@ -64,6 +64,12 @@ class EngineConfig:
             value = getattr(self, item.name)
             if value is not None or item.default is not None:
                 object.__setattr__(self, item.name, coerce(BY_NAME[item.name], value, item.name))
+        seqs, tokens = self.max_num_seqs, self.max_tokens_per_step
+        if seqs is not None and tokens is not None and tokens < seqs:
+            raise UsageError(
+                f"`--max-tokens-per-step` ({tokens}) must be at least `--max-num-seqs` ({seqs}): every sequence takes "
+                "a token in every step"
+            )
 
 
 @dataclass(frozen=True, slots=True)

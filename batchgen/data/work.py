@@ -155,8 +155,17 @@ def open_work(
             state = _state(paths, identity, info, policy)
             return _prepared(paths, identity, lock, state)
     except BaseException:
-        lock.release()
+        _let_go(paths.work, lock)
         raise
+
+
+def _let_go(work: Path, lock: RunLock) -> None:
+    """Release the lock of a job that was refused; a folder that was made for the lock alone goes too."""
+    empty = [entry.name for entry in work.iterdir()] == [LOCK_NAME]
+    lock.release(remove=empty)
+    if empty:
+        with suppress(OSError):
+            work.rmdir()
 
 
 def _prepared(paths: OutputPaths, identity: RunIdentity, lock: RunLock, state: Mapping[str, Any]) -> WorkFolder:

@@ -17,7 +17,6 @@ from batchgen.engine.intake import Intake
 from batchgen.engine.loop import Loop
 from batchgen.engine.memory import pool_pages
 from batchgen.engine.planning import Workload, plan_workload
-from batchgen.errors import UsageError
 from batchgen.kernels.backend import attention_factory, attention_name
 from batchgen.kernels.types import KVPool
 from batchgen.models.base import Model
@@ -158,18 +157,9 @@ class Engine:
 
 
 def step_limits(config: EngineConfig, device: torch.device) -> tuple[int, int]:
-    """(max_num_seqs, max_tokens_per_step): as given, else the device's, bent to the one that was given.
-
-    Raises:
-        UsageError: both are given, and a step of all sequences would not fit.
-    """
+    """(max_num_seqs, max_tokens_per_step): as given, else the device's, bent to the one that was given."""
     cuda = device.type == "cuda"
     seqs, tokens = config.max_num_seqs, config.max_tokens_per_step
-    if seqs is not None and tokens is not None and tokens < seqs:
-        raise UsageError(
-            f"--max-tokens-per-step ({tokens}) must be at least --max-num-seqs ({seqs}): every sequence takes a token "
-            "in every step"
-        )
     if seqs is None:
         seqs = min(256 if cuda else 128, tokens or 256)
     return seqs, tokens or max(8192 if cuda else 2048, seqs)

@@ -11,7 +11,7 @@ from batchgen.errors import UsageError
 from batchgen.kernels.types import KVPool
 from batchgen.models.base import ModelSpec
 
-__all__ = ["AUTO_SHARE", "pool_pages"]
+__all__ = ["AUTO_SHARE", "allowed_pages", "pool_pages"]
 
 AUTO_SHARE = 0.4
 """Share of the device's free memory that keys and values may take when `--kv-memory` is not given."""
@@ -24,10 +24,24 @@ def pool_pages(workload: Workload, spec: ModelSpec, page_size: int, kv_memory: i
         workload: the job; a small one gets a small pool.
         spec: the model's cache layout.
         page_size: positions per page.
-        kv_memory: bytes (int), a share of the device's memory (float), or None for `AUTO_SHARE` of what is free.
+        kv_memory: as for `allowed_pages`.
 
     Raises:
         UsageError: the memory allowed does not hold two pages.
+    """
+    return min(allowed_pages(spec, page_size, kv_memory), _most_pages(workload, page_size) + 1)
+
+
+def allowed_pages(spec: ModelSpec, page_size: int, kv_memory: int | float | None) -> int:
+    """Pages that the memory allowed holds.
+
+    Args:
+        spec: the model's cache layout.
+        page_size: positions per page.
+        kv_memory: bytes (int), a share of the device's memory (float), or None for `AUTO_SHARE` of what is free.
+
+    Raises:
+        UsageError: it does not hold two pages.
     """
     page = max(1, KVPool.page_bytes(list(spec.kv_layers), page_size, spec.dtype))
     free, total = _device_memory(spec.device)
@@ -39,8 +53,8 @@ def pool_pages(workload: Workload, spec: ModelSpec, page_size: int, kv_memory: i
         budget = kv_memory
     allowed = budget // page
     if allowed < 2:
-        raise UsageError(f"--kv-memory: {budget} bytes hold {allowed} pages of {page} bytes, at least 2 are needed")
-    return int(min(allowed, _most_pages(workload, page_size) + 1))
+        raise UsageError(f"`--kv-memory`: {budget} bytes hold {allowed} pages of {page} bytes, at least 2 are needed")
+    return allowed
 
 
 def _most_pages(workload: Workload, page_size: int) -> int:

@@ -59,7 +59,8 @@ def identify(config: RunConfig, inputs: InputSet, model: Mapping[str, Any], samp
     options |= {name: getattr(config, name) for name in _RUN_FIELDS}
     info = {
         "schema_version": SCHEMA_VERSION,
-        **{f"model {name}": value for name, value in model.items()},
+        # The digest says which model it is; its folder may stand elsewhere on another machine.
+        **{f"model {name}": value for name, value in model.items() if name != "model"},
         **{f"sampling default {name}": value for name, value in sampling.items()},
         **{f"--{name.replace('_', '-')}": value for name, value in options.items()},
         # A file may be moved between a run and its resumption: its content counts, its name does not.

@@ -10,6 +10,7 @@ from typing import Any
 from batchgen.config import EngineConfig, RunConfig
 from batchgen.demo import model_path
 from batchgen.engine.engine import prepare_device
+from batchgen.engine.memory import allowed_pages
 from batchgen.models.base import Model, ModelSpec
 from batchgen.models.check import check_model
 from batchgen.models.load import inspect_model, load_model
@@ -76,6 +77,7 @@ def prepare(config: RunConfig, note: Callable[[str], None]) -> Setup:
 
     Raises:
         ModelError: the model cannot be used, with the reason.
+        UsageError: an option does not fit the model.
     """
     engine = config.engine
     if engine.model is None:
@@ -90,6 +92,8 @@ def prepare(config: RunConfig, note: Callable[[str], None]) -> Setup:
     spec = inspect_model(
         folder, implementation=implementation, max_model_len=longest, dtype=engine.dtype, device=engine.device
     )
+    if engine.kv_memory is not None:
+        allowed_pages(spec, engine.page_size, engine.kv_memory)  # refuses now rather than after an hour of reading
     tokenizer = Tokenizer.load(engine.tokenizer or folder, engine.revision, folder)
     defaults = RowDefaults(
         flags=config.sampling,

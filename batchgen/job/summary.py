@@ -83,8 +83,10 @@ def write_report(summary: RunSummary, target: str, stdout: TextIO | None = None)
 
 def print_summary(summary: RunSummary, console: Console | None = None) -> None:
     """Print the closing summary, on stderr unless told otherwise; plain text where that is no terminal."""
+    closing = _closing(summary)
     with suppress(OSError):
-        (console or _Console(stderr=True, highlight=False)).print(_closing(summary))
+        # A single line stays one in a log, however long the path in it.
+        (console or _Console(stderr=True, highlight=False)).print(closing, soft_wrap=isinstance(closing, Text))
 
 
 class _Console(Console):

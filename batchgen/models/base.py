@@ -32,7 +32,8 @@ class ModelSpec:
     device: torch.device
     parameters: int
     digest: str
-    """sha256 over configuration and weight files' names, sizes and headers: enters the run's fingerprint."""
+    """sha256 over configuration, weight files' names, sizes and headers, and samples of the weights: enters the run's
+    fingerprint."""
 
 
 @dataclass(frozen=True, slots=True)

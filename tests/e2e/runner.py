@@ -60,6 +60,11 @@ class Job:
     def alive(self) -> bool:
         return bool(self._process.is_alive())
 
+    @property
+    def stderr(self) -> str:
+        """What it said so far."""
+        return self._text("stderr")
+
     def signal(self, number: int) -> None:
         """Send a signal; a process that is gone takes none."""
         if self.alive:

@@ -1,0 +1,169 @@
+"""Every exit code of a run, what it says, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.rows import assert_same, mixed_lines, prompts, read, rows_of, write_lines
+from tests.e2e.runner import batchgen, run, start
+
+GREEDY = {"temperature": 0, "max_new_tokens": 6}
+F32 = ["--dtype", "float32"]
+
+
+def good(folder: Path, count: int = 30) -> Path:
+    return write_lines(folder / "in.jsonl", [{"text": text, **GREEDY} for text in prompts(count, 1)])
+
+
+def one_line(stderr: str) -> str:
+    """The error: one line, the last, no traceback."""
+    assert "Traceback" not in stderr
+    line = stderr.strip().splitlines()[-1]
+    assert line.startswith("error: "), stderr
+    return line
+
+
+def test_0_and_a_finished_job_does_nothing(model: Path, tmp_path: Path) -> None:
+    source = good(tmp_path)
+    done = batchgen(["run", source, "--model", model, *F32], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    out = tmp_path / "in.out.parquet"
+    before = (out.stat().st_mtime_ns, out.stat().st_ino, out.read_bytes())
+    began = time.monotonic()
+    again = run(["run", source, "--model", model, *F32, "--report", "-"], tmp_path)
+    assert time.monotonic() - began < 10
+    assert (out.stat().st_mtime_ns, out.stat().st_ino, out.read_bytes()) == before
+    assert "in.out.parquet is complete: 30 rows, nothing to do" in again.stderr
+    assert again.report["already_done"]
+    assert (again.report["rows"], again.report["rows_ok"]) == (30, 30)
+    assert sorted(p.name for p in tmp_path.iterdir() if p.suffix) == ["in.jsonl", "in.out.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--tempurature", "1"], "No such option: --tempurature"),
+        (["--temperature", "warm"], "`--temperature` takes a number"),
+        (["--top-p", "0"], "`--top-p` must be in (0, 1]"),
+        (["--page-size", "0"], "`--page-size`"),
+        (["--tensor-parallel", "2"], "`--tensor-parallel` is not built yet"),
+        (["--resume", "--overwrite"], "exclude each other"),
+        (["-o", "out.jsonl"], "is a Parquet file"),
+        (["--max-num-seqs", "64", "--max-tokens-per-step", "32"], "must be at least `--max-num-seqs` (64)"),
+        (["--shard", "3/3"], "--shard"),
+        (["--prompt-column", "text", "--device", "tpu"], "takes one of"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_2_usage(model: Path, tmp_path: Path, arguments: list[str], says: str) -> None:
+    done = run(["run", good(tmp_path), "--model", model, *arguments], tmp_path, expect=2)
+    assert says in one_line(done.stderr)
+    assert [p.name for p in tmp_path.iterdir() if not p.name.startswith(".")] == ["in.jsonl"]
+
+
+def test_3_too_many_errors_and_on_with_a_higher_threshold(model: Path, tmp_path: Path) -> None:
+    lines = [{"text": text, **GREEDY} if i % 4 else {"txt": text} for i, text in enumerate(prompts(40, 1))]
+    arguments = ["run", write_lines(tmp_path / "in.jsonl", lines), "-o", "out.parquet", "--model", model, *F32]
+    done = run([*arguments, "--max-errors", "9"], tmp_path, expect=3)
+    assert "10 of 40 rows failed (missing_prompt 10), more than --max-errors allows (9)" in one_line(done.stderr)
+    assert not (tmp_path / "out.parquet").exists()
+    assert (tmp_path / "out.parquet.work").is_dir()
+    shown = run(["show", "out.parquet", "--errors"], tmp_path)
+    assert shown.stdout.count("missing_prompt") >= 10
+    run([*arguments, "--max-errors", "24%"], tmp_path, expect=3)
+    report = run([*arguments, "--max-errors", "25%", "--report", "-"], tmp_path).report
+    assert (report["rows_error"], report["rows_resumed"]) == (10, 10)
+    assert len(rows_of(tmp_path / "out.parquet")) == 40
+
+
+def test_3_by_default_when_every_row_is_wrong(model: Path, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [{"txt": "a"}, b"nothing"])
+    done = run(["run", source, "--model", model, *F32], tmp_path, expect=3)
+    assert "fewer than all rows" in one_line(done.stderr)
+    run(["run", source, "--model", model, *F32, "--max-errors", "2"], tmp_path)
+    assert [row["status"] for row in rows_of(tmp_path / "in.out.parquet")] == ["error", "error"]
+
+
+def test_4_input(model: Path, tmp_path: Path) -> None:
+    done = run(["run", "missing.jsonl", "--model", model], tmp_path, expect=4)
+    assert "missing.jsonl" in one_line(done.stderr)
+    (tmp_path / "rows.csv").write_text("a,b\n")
+    done = run(["run", "rows.csv", "--model", model, "-o", "out.parquet"], tmp_path, expect=4)
+    assert "rows.csv" in one_line(done.stderr)
+    source = write_lines(tmp_path / "in.jsonl", [{"text": "a", **GREEDY}, {"id": "odd", "text": ""}, {"text": 5}])
+    done = run(["run", source, "--model", model, *F32, "--on-bad-row", "fail"], tmp_path, expect=4)
+    assert "row 2 (id 'row-2') is invalid: invalid_field" in one_line(done.stderr)
+    assert f"{source}, line 3" in done.stderr
+    assert not (tmp_path / "in.out.parquet").exists()
+
+
+def test_5_disk_full(model: Path, tmp_path: Path) -> None:
+    """No file may grow past some KB: a part, the result, or a spool cannot be written. With room, the job ends."""
+    source = write_lines(tmp_path / "in.jsonl", mixed_lines(300, seed=1))
+    arguments = ["run", source, "-o", "out.parquet", "--model", model, *F32, "--commit-every", "40"]
+    for size in (3_000, 12_000, 24_000):
+        done = run(arguments, tmp_path, expect=5, file_size=size)
+        line = one_line(done.stderr)
+        assert "cannot be written (File too large)" in line
+        assert "Free some space and run the same command again" in line
+        assert not (tmp_path / "out.parquet").exists()
+    assert list((tmp_path / "out.parquet.work" / "parts").glob("part-*.parquet")), "parts of 24 KB fit"
+    run(arguments, tmp_path)
+    run(["run", source, "-o", "whole.parquet", "--model", model, *F32], tmp_path)
+    assert_same(read(tmp_path / "out.parquet"), read(tmp_path / "whole.parquet"))
+
+
+def test_5_no_place_for_the_output(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    done = run(["run", good(tmp_path), "-o", "file/out.parquet", "--model", model, *F32], tmp_path, expect=5)
+    assert "cannot be written" in one_line(done.stderr)
+    (tmp_path / "folder.parquet").mkdir()
+    done = run(["run", good(tmp_path), "-o", "folder.parquet", "--model", model, *F32], tmp_path, expect=5)
+    assert "is a folder" in one_line(done.stderr)
+
+
+def test_5_another_run_holds_the_output(model: Path, tmp_path: Path) -> None:
+    rows = [{"text": text, "temperature": 0, "max_new_tokens": 150, "ignore_eos": True} for text in prompts(200, 4)]
+    source = write_lines(tmp_path / "in.jsonl", rows)
+    arguments = ["run", source, "-o", "out.parquet", "--model", model, *F32, "--max-num-seqs", "4"]
+    first = start(arguments, tmp_path)
+    first.wait_for(lambda: "generating" in first.stderr)
+    second = run(arguments, tmp_path, expect=5)
+    assert f"another run (pid {first.pid} on " in one_line(second.stderr)
+    other = run([*arguments[:2], "-o", "other.parquet", *arguments[4:], "--limit", "2"], tmp_path)
+    assert other.code == 0
+    first.kill_after(0)
+    run([*arguments, "--max-time", "0.01"], tmp_path, expect=75)  # the lock went with the process
+
+
+def test_6_model(model: Path, tmp_path: Path) -> None:
+    source = good(tmp_path)
+    for name, damage in {
+        "no-weights": lambda folder: (folder / "model.safetensors").unlink(),
+        "half-copied": lambda folder: os.truncate(folder / "model.safetensors", 10_000),
+        "no-tokenizer": lambda folder: [p.unlink() for p in folder.glob("tokenizer*")],
+        "no-config": lambda folder: (folder / "config.json").unlink(),
+        "odd": lambda folder: _edit(folder / "config.json", architectures=["OddForCausalLM"], model_type="odd"),
+    }.items():
+        folder = tmp_path / name
+        shutil.copytree(model, folder)
+        damage(folder)
+        began = time.monotonic()
+        done = run(["run", source, "--model", folder], tmp_path, expect=6)
+        assert time.monotonic() - began < 10
+        assert name in one_line(done.stderr) or "odd" in done.stderr, done.stderr
+        assert not (tmp_path / "in.out.parquet.work").exists(), "refused before anything is begun"
+    done = run(["run", source, "--model", tmp_path / "nowhere"], tmp_path, expect=6)
+    assert "nowhere" in one_line(done.stderr)
+
+
+def _edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))

@@ -1,0 +1,157 @@
+"""The same command again, another command over old work, errors tried again, results replaced."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.e2e.rows import assert_same, mixed_lines, prompts, read, rows_of, write_lines
+from tests.e2e.runner import run, start
+
+GREEDY = {"temperature": 0, "max_new_tokens": 6}
+
+
+@pytest.fixture
+def base(model: Path, tmp_path: Path) -> list[Any]:
+    write_lines(tmp_path / "in.jsonl", mixed_lines(80, seed=4))
+    return ["run", "in.jsonl", "-o", "out.parquet", "--model", model, "--dtype", "float32"]
+
+
+def interrupted(arguments: list[Any], folder: Path) -> int:
+    """Kill a run when something is committed; how many parts."""
+    work = folder / "out.parquet.work" / "parts"
+    job = start([*arguments, "--commit-every", "5", "--max-num-seqs", "4"], folder)
+    job.wait_for(lambda: len(list(work.glob("part-*.parquet"))) >= 4)
+    assert job.kill_after(0)
+    return len(list(work.glob("part-*.parquet")))
+
+
+@pytest.fixture(scope="module")
+def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The finished output of `base`."""
+    folder = tmp_path_factory.mktemp("finished")
+    write_lines(folder / "in.jsonl", mixed_lines(80, seed=4))
+    run(["run", "in.jsonl", "-o", "out.parquet", "--model", model, "--dtype", "float32"], folder)
+    return (folder / "out.parquet").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        ["--temperature", "0.3"],
+        ["--truncate", "left"],
+        ["--limit", "70"],
+        ["--sampling-defaults", "openai"],
+        ["--max-model-len", "200"],
+        ["--dtype", "bfloat16"],
+        ["--on-duplicate-id", "allow"],
+    ],
+    ids=lambda changed: changed[0],
+)
+def test_a_finished_output_is_not_taken_for_that_of_another_job(
+    base: list[Any], tmp_path: Path, finished: bytes, changed: list[str]
+) -> None:
+    (tmp_path / "out.parquet").write_bytes(finished)
+    done = run([*base, *changed], tmp_path, expect=2)
+    assert "exists and is not this job's output. Replace it with --overwrite" in done.stderr
+    assert (tmp_path / "out.parquet").read_bytes() == finished
+    assert not (tmp_path / "out.parquet.work").exists()
+
+
+def test_nor_for_that_of_a_model_trained_further(base: list[Any], tmp_path: Path, model: Path, finished: bytes) -> None:
+    (tmp_path / "out.parquet").write_bytes(finished)
+    trained = shutil.copytree(model, tmp_path / "trained")
+    weights = load_file(trained / "model.safetensors")
+    name = "model.layers.1.self_attn.v_proj.weight"
+    save_file(weights | {name: weights[name] * 1.01}, trained / "model.safetensors", {"format": "pt"})
+    assert (trained / "model.safetensors").stat().st_size == (model / "model.safetensors").stat().st_size
+    base[base.index(model)] = trained
+    assert "is not this job's output" in run(base, tmp_path, expect=2).stderr
+
+
+def test_unfinished_work_of_another_job_is_refused_by_what_differs(
+    base: list[Any], tmp_path: Path, model: Path, finished: bytes
+) -> None:
+    parts = interrupted(base, tmp_path)
+    for changed, named in [
+        (["--temperature", "0.3"], "sampling default temperature"),
+        (["--seed", "1"], "--seed"),
+        (["--include-prompt"], "--include-prompt"),
+        (["--model-impl", "transformers"], "model implementation"),
+        (["--no-dedup", "--carry", "none"], "--carry, --dedup"),
+    ]:
+        done = run([*base, *changed], tmp_path, expect=2)
+        assert f"(different: {named})" in done.stderr
+        assert "--overwrite" in done.stderr
+        assert "--resume-anyway" in done.stderr
+    with (tmp_path / "in.jsonl").open("ab") as stream:
+        stream.write(b'{"text": "one more", "temperature": 0}\n')
+    done = run(base, tmp_path, expect=2)
+    assert "(different: input files)" in done.stderr
+    assert len(list((tmp_path / "out.parquet.work" / "parts").iterdir())) == parts
+    write_lines(tmp_path / "in.jsonl", mixed_lines(80, seed=4))
+    run(base, tmp_path)
+    (tmp_path / "expected.parquet").write_bytes(finished)
+    assert_same(read(tmp_path / "out.parquet"), read(tmp_path / "expected.parquet"))
+
+
+def test_what_does_not_matter_to_the_result_may_change(
+    base: list[Any], tmp_path: Path, model: Path, finished: bytes
+) -> None:
+    """Batch sizes, memory, threads, commits and progress; where the model stands, and the input."""
+    interrupted(base, tmp_path)
+    (tmp_path / "in.jsonl").rename(tmp_path / "moved.jsonl")
+    (tmp_path / "linked-model").symlink_to(model)
+    moved = ["run", "moved.jsonl", "-o", "out.parquet", "--dtype", "float32", "--model", "linked-model"]
+    others = ["--max-num-seqs", "50", "--page-size", "8", "--kv-memory", "8MiB", "--cpu-threads", "1"]
+    report = run([*moved, *others, "--commit-seconds", "3", "--progress", "json", "--report", "-"], tmp_path).report
+    assert report["rows_resumed"] > 0
+    (tmp_path / "expected.parquet").write_bytes(finished)
+    # Messages name the file as it was called when they were written.
+    assert_same(read(tmp_path / "out.parquet"), read(tmp_path / "expected.parquet"), ignore=["error"])
+
+
+def test_resume_anyway_goes_on_under_other_options(base: list[Any], tmp_path: Path) -> None:
+    interrupted(base, tmp_path)
+    report = run([*base, "--seed", "1", "--resume-anyway", "--report", "-"], tmp_path).report
+    assert 0 < report["rows_resumed"] < 80
+    assert len({row["row_index"] for row in rows_of(tmp_path / "out.parquet")}) == 80
+
+
+def test_overwrite_starts_anew(base: list[Any], tmp_path: Path, finished: bytes) -> None:
+    out = tmp_path / "out.parquet"
+    out.write_bytes(b"something else altogether")
+    done = run(base, tmp_path, expect=2)
+    assert "exists and is not this job's output" in done.stderr
+    assert out.read_bytes() == b"something else altogether"
+    interrupted([*base, "--overwrite"], tmp_path)
+    assert out.read_bytes() == b"something else altogether", "untouched until the end"
+    run([*base, "--overwrite"], tmp_path)
+    (tmp_path / "expected.parquet").write_bytes(finished)
+    assert_same(read(out), read(tmp_path / "expected.parquet"))
+    before = out.stat().st_ino
+    report = run([*base, "--overwrite", "--report", "-"], tmp_path).report
+    assert (report["rows_resumed"], report["already_done"]) == (0, False)
+    assert out.stat().st_ino != before
+    assert_same(read(out), read(tmp_path / "expected.parquet"))
+
+
+def test_retry_errors_runs_only_what_failed(model: Path, tmp_path: Path) -> None:
+    """Rows that are too long for one run's context: with another limit they are tried again, and the rest stands."""
+    rows = [{"id": str(i), "text": text, **GREEDY} for i, text in enumerate(prompts(40, 6))]
+    rows[7] = {"id": "7", "input_ids": [9] * 220, **GREEDY}
+    rows[8] = {"id": "8", "txt": "no prompt", **GREEDY}
+    source = write_lines(tmp_path / "in.jsonl", rows)
+    arguments = ["run", source, "-o", "out.parquet", "--model", model, "--dtype", "float32"]
+    run([*arguments, "--max-errors", "1", "--max-model-len", "200"], tmp_path, expect=3)
+    more = ["--resume-anyway", "--retry-errors", "--report", "-"]
+    report = run([*arguments, *more], tmp_path).report
+    assert report["errors"] == {"missing_prompt": 1}
+    output = rows_of(tmp_path / "out.parquet")
+    assert output[7]["status"] == "ok"
+    assert output[8]["error"]["code"] == "missing_prompt"
+    assert len(output) == 40

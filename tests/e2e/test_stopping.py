@@ -1,0 +1,95 @@
+"""Stopping early: signals and `--max-time` commit what is finished, say how to go on, and lose nothing."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.rows import assert_same, mixed_lines, prompts, read, write_lines
+from tests.e2e.runner import Job, batchgen, run, start
+
+ROWS = 300
+
+
+class Long:
+    """A job of a few seconds, and its undisturbed result."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        source = write_lines(folder / "in.jsonl", mixed_lines(ROWS, seed=2, longest=40))
+        self.arguments: list[Any] = ["run", source, "--model", model, "--dtype", "float32", "--max-num-seqs", "8"]
+        self.arguments += ["--commit-seconds", "1000", "-o"]
+        run([*self.arguments, "whole.parquet"], folder)
+        self.table = read(folder / "whole.parquet")
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Long:
+    return Long(tmp_path_factory.mktemp("long"), model)
+
+
+def under_way(job: Job, folder: Path) -> None:
+    """Wait until rows are being generated: the log says so."""
+    job.wait_for(lambda: "generating" in job.stderr)
+    time.sleep(0.3)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 75)], ids=["INT", "TERM", "USR1"]
+)
+def test_a_signal_commits_and_the_same_command_goes_on(long: Long, tmp_path: Path, number: int, code: int) -> None:
+    job = start([*long.arguments, "out.parquet"], tmp_path)
+    under_way(job, tmp_path)
+    began = time.monotonic()
+    job.signal(number)
+    done = job.wait()
+    assert time.monotonic() - began < 20
+    assert done.code == code, done.stderr
+    name = signal.Signals(number).name
+    assert f"error: stopped by {name} with " in done.stderr
+    assert f" of {ROWS} rows committed; the same command goes on from there" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out.parquet").exists()
+    finished = sum(len(read(p)) for p in (tmp_path / "out.parquet.work" / "parts").iterdir())
+    assert finished > 0, "finished rows are committed, though --commit-every and --commit-seconds are far away"
+    report = run([*long.arguments, "out.parquet", "--report", "-"], tmp_path).report
+    assert 0 < report["rows_resumed"] < ROWS
+    assert_same(read(tmp_path / "out.parquet"), long.table)
+
+
+def test_a_second_signal_ends_at_once(long: Long, tmp_path: Path) -> None:
+    job = start([*long.arguments, "out.parquet"], tmp_path)
+    under_way(job, tmp_path)
+    job.signal(signal.SIGSTOP)  # so that both are there when it wakes up
+    job.signal(signal.SIGINT)
+    job.signal(signal.SIGTERM)
+    job.signal(signal.SIGCONT)
+    assert job.wait(10).code in (130, 143)
+    assert not (tmp_path / "out.parquet").exists()
+    run([*long.arguments, "out.parquet"], tmp_path)
+    assert_same(read(tmp_path / "out.parquet"), long.table)
+
+
+def test_max_time(long: Long, tmp_path: Path) -> None:
+    attempts = 0
+    while not (tmp_path / "out.parquet").exists():
+        seconds = 0.3 * 1.5**attempts
+        done = run([*long.arguments, "out.parquet", "--max-time", f"{seconds:.2f}"], tmp_path, expect=None)
+        assert done.code in (75, 0), done.stderr
+        assert done.code == 0 or "stopped by --max-time" in done.stderr
+        attempts += 1
+        assert attempts < 20
+    assert attempts > 1
+    assert_same(read(tmp_path / "out.parquet"), long.table)
+
+
+def test_the_console_script_ends_by_the_same_codes(model: Path, tmp_path: Path) -> None:
+    rows = [{"text": text, "temperature": 0, "max_new_tokens": 200, "ignore_eos": True} for text in prompts(60, 4)]
+    source = write_lines(tmp_path / "in.jsonl", rows)
+    done = batchgen(["run", source, "--model", model, "--max-time", "0", "--dtype", "float32"], tmp_path)
+    assert done.returncode == 75, done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
