@@ -7,6 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchgen.plan.config import SchedulerStats
+from batchgen.plan.nodes import Nodes
+from batchgen.plan.pages import PageAllocator
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
 from tests.plan.simulator import Simulator
 from tests.plan.test_tree import tree_of
@@ -146,6 +149,71 @@ def test_eviction_before_preemption() -> None:
     sim = simulator([([1, 1, 2, 2], [4], 0, 0), ([1, 1, 3, 3], [4], 0, 0), ([4, 4], [5], 0, 0)], config)
     sim.run()
     assert sim.scheduler.stats.preemptions == 0
+
+
+REGRESSIONS = [
+    # Nested nodes hold the same tail page: both must let go of it before the pool is full for good.
+    (
+        SchedulerConfig(3, 8, 20, 20, 16, 1),
+        [[1, 0, 2, 1, 2, 1, 1, 2, 2, 2, 1], [1, 0, 0, 1], [1, 0, 1, 1, 0], [1, 1, 1, 1, 0], [1, 0, 2]],
+        [[2, 2], [2, 7, 1], [6, 4], [1, 6, 1, 4], [4, 1, 8, 7]],
+    ),
+    # Resident nodes that nobody uses yet leave no room for the first node to come.
+    (
+        SchedulerConfig(7, 2, 3, 4, 16, 8),
+        [[0, 0, 1, 1, 0, 1, 0, 1, 0, 0, 0, 1], [0], [1, 0], [1, 0, 0, 0, 1], [1, 2]],
+        [[1], [2, 2, 2, 2], [2], [2, 2, 2], [2, 2, 1]],
+    ),
+    # The only thing left is a sample whose node gave its tail up.
+    (
+        SchedulerConfig(9, 2, 2, 2, 4, 8),
+        [[0, 0, 1, 1, 0, 0, 2, 2], [0, 0, 1, 1, 0, 1, 0, 0, 0, 0, 0]],
+        [[3, 2, 6, 1], [2, 6, 3, 1]],
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "prompts", "targets"), REGRESSIONS)
+def test_pools_that_once_got_stuck(config: SchedulerConfig, prompts: list, targets: list) -> None:
+    simulator([(p, t, 0, 0) for p, t in zip(prompts, targets, strict=True)], config).run()
+
+
+def test_logits_alone_are_computed_without_storing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample that was to compute its prompt's tail itself, and finds it standing again, stores nothing anew."""
+    config = SchedulerConfig(num_pages=20, page_size=4, max_num_seqs=1, max_tokens_per_step=8)
+    sim = simulator([([1] * 7, [2, 2], 0, 0)], config)
+    prompts = sim.scheduler._prompts
+    monkeypatch.setattr(prompts, "_relogit", lambda node, builder: prompts._begin_samples(node.id, builder, None))
+    chunks = []
+    execute = sim.execute
+    monkeypatch.setattr(sim, "execute", lambda plan: (chunks.extend(plan.prefills), execute(plan)))
+    sim.run()
+    assert [(c.start, c.end, c.sequence, c.store) for c in chunks] == [(0, 7, None, True), (6, 7, 1, False)]
+    assert sim.scheduler.stats.relogit_tokens == 1
+
+
+def test_nodes_at_work_are_not_evicted() -> None:
+    allocator = PageAllocator(9, 4)
+    nodes = Nodes(tree_of([[1] * 6, [2] * 8]), np.array([1, 1], np.int32), allocator, SchedulerStats())
+    nodes.step = 3
+    busy, idle = nodes.admit(0, []), nodes.admit(1, [])
+    busy.touched = busy.ready = 3
+    idle.touched = idle.ready = 2
+    assert not nodes.make_room(lambda: 7, spare_waiting=False)
+    assert (busy.alive, busy.tail_held, idle.alive) == (True, True, False)
+    nodes.step = 4
+    assert nodes.make_room(lambda: 7, spare_waiting=False)
+    assert not busy.alive
+    assert allocator.used_count == 0
+
+
+def test_the_youngest_is_preempted() -> None:
+    config = SchedulerConfig(num_pages=8, page_size=4, max_num_seqs=3, max_tokens_per_step=16)
+    sim = simulator([([r] * 4, [9], 0, 0) for r in (1, 2, 3)], config)
+    done: list[int] = []
+    sim.run(lambda step: done.extend(sorted(sim.ended - set(done))))
+    assert sim.scheduler.stats.preemptions > 0
+    assert done == [0, 1, 2]
 
 
 def test_one_row_copies_nothing() -> None:
