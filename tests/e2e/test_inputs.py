@@ -1,0 +1,187 @@
+"""Every kind of input, the same rows in each; which rows of it are run; where ids and prompts stand."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from tests.e2e.rows import assert_same, by_id, prompts, read, rows_of, write_lines
+from tests.e2e.runner import run
+
+OPTIONS = ["--dtype", "float32", "--temperature", "0", "--max-new-tokens", "4"]
+TEXTS = prompts(24, 11)
+
+
+def arguments(model: Path, *inputs: object) -> list[Any]:
+    return ["run", *inputs, "-o", "out.parquet", "--model", model, *OPTIONS]
+
+
+@pytest.fixture(scope="module")
+def lines() -> bytes:
+    return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in TEXTS)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, tmp_path_factory: pytest.TempPathFactory, lines: bytes) -> pa.Table:
+    folder = tmp_path_factory.mktemp("expected")
+    (folder / "in.jsonl").write_bytes(lines)
+    run(arguments(model, "in.jsonl"), folder)
+    return read(folder / "out.parquet")
+
+
+def _parquet(path: Path, lines: bytes) -> None:
+    pq.write_table(pa.table({"text": TEXTS, "temperature": pa.array([None] * len(TEXTS), pa.float64())}), path)
+
+
+WRITERS: dict[str, Callable[[Path, bytes], object]] = {
+    "in.jsonl.gz": lambda path, lines: path.write_bytes(gzip.compress(lines)),
+    "in.jsonl.zst": lambda path, lines: path.write_bytes(zstandard.compress(lines)),
+    "in.parquet": _parquet,
+    "blank lines.jsonl": lambda path, lines: path.write_bytes(lines.replace(b"\n", b"\r\n\n   \n")),
+    "no end.jsonl": lambda path, lines: path.write_bytes(lines[:-1]),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_formats(model: Path, tmp_path: Path, lines: bytes, expected: pa.Table, name: str) -> None:
+    WRITERS[name](tmp_path / name, lines)
+    run(arguments(model, name), tmp_path)
+    assert_same(read(tmp_path / "out.parquet"), expected)
+
+
+def test_text_file(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text('One prompt\n\n  {"text": "as it stands"}  \nThe end')
+    run([*arguments(model, "in.txt"), "--include-prompt"], tmp_path)
+    output = rows_of(tmp_path / "out.parquet")
+    assert [row["prompt"] for row in output] == ["<s>One prompt", '<s>  {"text": "as it stands"}  ', "<s>The end"]
+    assert [row["id"] for row in output] == ["row-0", "row-1", "row-2"]
+
+
+def test_standard_input(model: Path, tmp_path: Path, lines: bytes, expected: pa.Table) -> None:
+    done = run([*arguments(model, "-"), "--report", "-"], tmp_path, stdin=lines)
+    assert_same(read(tmp_path / "out.parquet"), expected)
+    assert done.report["rows"] == len(TEXTS)
+    refused = run(["run", "-", "--model", model], tmp_path, expect=2, stdin=lines)
+    assert "name the result file with -o" in refused.stderr
+
+
+def test_several_files_and_globs_are_one_input_in_order(
+    model: Path, tmp_path: Path, lines: bytes, expected: pa.Table
+) -> None:
+    split = lines.splitlines(keepends=True)
+    (tmp_path / "z.jsonl").write_bytes(b"".join(split[:7]))
+    (tmp_path / "a1.jsonl.gz").write_bytes(gzip.compress(b"".join(split[7:15])))
+    (tmp_path / "a2.jsonl").write_bytes(b"".join(split[15:]))
+    run(arguments(model, "z.jsonl", "a*.jsonl*"), tmp_path)
+    assert_same(read(tmp_path / "out.parquet"), expected)
+    footer = json.loads(read(tmp_path / "out.parquet").schema.metadata[b"batchgen.run"])
+    assert [Path(item["path"]).name for item in footer["inputs"]] == ["z.jsonl", "a1.jsonl.gz", "a2.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [("in.jsonl", b""), ("in.jsonl", b"\n \n"), ("in.txt", b""), ("in.jsonl.gz", gzip.compress(b""))],
+    ids=["jsonl", "blank", "txt", "gz"],
+)
+def test_an_empty_input_gives_a_file_without_rows(model: Path, tmp_path: Path, content: tuple[str, bytes]) -> None:
+    (tmp_path / content[0]).write_bytes(content[1])
+    report = run([*arguments(model, content[0]), "--report", "-"], tmp_path).report
+    table = read(tmp_path / "out.parquet")
+    assert len(table) == 0
+    assert table.schema.names[:3] == ["id", "row_index", "prompt_index"]
+    assert (report["rows"], report["rows_ok"], report["completion_tokens"]) == (0, 0, 0)
+    assert run(arguments(model, content[0]), tmp_path).stderr.strip().endswith("nothing to do")
+
+
+def indexes(folder: Path) -> list[int]:
+    return [row["row_index"] for row in rows_of(folder / "out.parquet")]
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        (["--limit", "5"], list(range(5))),
+        (["--offset", "20"], list(range(20, 24))),
+        (["--offset", "6", "--limit", "3"], [6, 7, 8]),
+        (["--limit", "0"], []),
+        (["--offset", "99"], []),
+        (["--limit", "99"], list(range(24))),
+    ],
+    ids=str,
+)
+def test_a_window_of_the_rows(
+    model: Path, tmp_path: Path, lines: bytes, expected: pa.Table, options: list[str], wanted: list[int]
+) -> None:
+    (tmp_path / "in.jsonl").write_bytes(lines)
+    run([*arguments(model, "in.jsonl"), *options], tmp_path)
+    assert indexes(tmp_path) == wanted
+    ids = read(tmp_path / "out.parquet")["output_ids"].to_pylist()
+    assert ids == [expected["output_ids"][i].as_py() for i in wanted], "the rows are those of the whole input"
+
+
+def test_a_sample_of_the_rows(model: Path, tmp_path: Path, lines: bytes) -> None:
+    (tmp_path / "in.jsonl").write_bytes(lines)
+    chosen = []
+    for seed in ("1", "1", "2"):
+        run([*arguments(model, "in.jsonl"), "--sample", "8", "--seed", seed, "--overwrite"], tmp_path)
+        chosen.append(indexes(tmp_path))
+    assert len(chosen[0]) == len(set(chosen[0])) == 8
+    assert chosen[0] == sorted(chosen[0]) == chosen[1] != chosen[2]
+
+
+def test_slurms_variables_name_the_shard(model: Path, tmp_path: Path, lines: bytes) -> None:
+    (tmp_path / "in.jsonl").write_bytes(lines)
+    env = {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "4", "SLURM_ARRAY_TASK_MIN": "0"}
+    run(["run", "in.jsonl", "-o", "shards", "--model", model, *OPTIONS, "--shard", "auto"], tmp_path, env=env)
+    (part,) = (tmp_path / "shards").iterdir()
+    assert part.name == "part-00003-of-00004.parquet"
+    assert [row["row_index"] for row in rows_of(part)] == [3, 7, 11, 15, 19, 23]
+
+
+def test_named_columns(model: Path, tmp_path: Path) -> None:
+    rows = [
+        {"uid": 17, "question": "The quick", "text": "displaced", "lang": "en"},
+        {"uid": "b", "question": [{"role": "user", "content": "Hello"}], "id": "not this"},
+    ]
+    write_lines(tmp_path / "in.jsonl", rows)
+    named = ["--prompt-column", "question", "--id-column", "uid", "--include-prompt"]
+    run([*arguments(model, "in.jsonl"), *named], tmp_path)
+    output = by_id(tmp_path / "out.parquet")
+    assert output["17"]["prompt"] == "<s>The quick"
+    assert output["b"]["prompt"] == "<s><|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    assert json.loads(output["17"]["extra"]) == {"text": "displaced", "lang": "en"}
+    assert json.loads(output["b"]["extra"]) == {"id": "not this"}
+
+
+def test_bad_rows_may_be_left_out(model: Path, tmp_path: Path) -> None:
+    rows = [{"id": str(i), **({"text": text} if i % 3 else {"txt": text})} for i, text in enumerate(TEXTS)]
+    write_lines(tmp_path / "in.jsonl", rows)
+    done = run([*arguments(model, "in.jsonl"), "--on-bad-row", "skip", "--report", "-"], tmp_path)
+    assert indexes(tmp_path) == [i for i in range(24) if i % 3]
+    report = done.report
+    assert (report["rows"], report["rows_ok"], report["rows_error"], report["rows_skipped"]) == (24, 16, 0, 8)
+    assert "skipped 8" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("policy", "ids", "errors"),
+    [
+        ("error", ["a", "a", "b", "a-2", "a"], [None, "duplicate_id", None, None, "duplicate_id"]),
+        ("suffix", ["a", "a-2", "b", "a-2-2", "a-3"], [None] * 5),
+        ("allow", ["a", "a", "b", "a-2", "a"], [None] * 5),
+    ],
+)
+def test_duplicate_ids(model: Path, tmp_path: Path, policy: str, ids: list[str], errors: list[str | None]) -> None:
+    write_lines(tmp_path / "in.jsonl", [{"id": name, "text": "x"} for name in ("a", "a", "b", "a-2", "a")])
+    run([*arguments(model, "in.jsonl"), "--on-duplicate-id", policy], tmp_path)
+    output = rows_of(tmp_path / "out.parquet")
+    assert [row["id"] for row in output] == ids
+    assert [row["error"] and row["error"]["code"] for row in output] == errors

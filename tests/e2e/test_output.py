@@ -1,0 +1,165 @@
+"""The output file: its schema, its footer, its layout; and a row whose logits break, among rows that are sound."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from batchgen import __version__
+from batchgen.data.schema import SCHEMA
+from tests.e2e.model import DEFAULTS
+from tests.e2e.rows import mixed_lines, prompts, read, rows_of, write_lines
+from tests.e2e.runner import run
+
+COLUMNS = {
+    "id": "string", "row_index": "int64", "prompt_index": "int32", "sample_index": "int32", "status": "string",
+    "finish_reason": "string", "stop_kind": "string", "matched_stop": "string", "matched_text": "string",
+    "error": "struct<code: string, message: string, param: string>", "text": "string",
+    "output_ids": "list<element: int32>", "prompt_ids": "list<element: int32>",
+    "prompt_tokens": "int32", "completion_tokens": "int32", "cached_tokens": "int32",
+    "output_logprobs": "list<element: float>", "input_logprobs": "list<element: float>",
+    "cumulative_logprob": "double", "mean_logprob": "double",
+    "output_top_ids": "list<element: int32>", "output_top_logprobs": "list<element: float>",
+    "input_top_ids": "list<element: int32>", "input_top_logprobs": "list<element: float>",
+    "output_ids_logprobs": "list<element: float>", "input_ids_logprobs": "list<element: float>",
+    "output_tokens_text": "list<element: string>", "input_tokens_text": "list<element: string>",
+    "routed_experts": "list<element: int32>",
+    "scores": "list<element: struct<sum: double, mean: double, tokens: int32, is_greedy: bool>>",
+    "score_logprobs": "list<element: float>", "constraint_ok": "bool", "min_new_tokens_unmet": "bool",
+    "seed": "int64", "effective_max_new_tokens": "int32", "dropped_tokens": "int32", "dedup_of": "int64",
+    "prompt": "string", "extra": "string",
+}  # fmt: skip
+"""The contract's columns, in its order, written out here a second time."""
+
+
+@pytest.fixture(scope="module")
+def done(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with in.jsonl and its out.parquet."""
+    folder = tmp_path_factory.mktemp("output")
+    write_lines(folder / "in.jsonl", mixed_lines(60, seed=9))
+    run(["run", "in.jsonl", "-o", "out.parquet", "--model", model, "--dtype", "float32", "--seed", "7"], folder)
+    return folder
+
+
+def test_schema_is_the_contracts(done: Path) -> None:
+    table = read(done / "out.parquet")
+    found = {field.name: str(field.type) for field in table.schema}
+    assert {name: kind.replace("item:", "element:") for name, kind in found.items()} == COLUMNS
+    assert table.schema.names == list(COLUMNS)
+    assert table.schema.remove_metadata() == SCHEMA.remove_metadata()
+
+
+def test_footer(done: Path, model: Path) -> None:
+    metadata = pq.read_schema(done / "out.parquet").metadata
+    assert set(metadata) >= {b"batchgen.schema_version", b"batchgen.run"}
+    footer = json.loads(metadata[b"batchgen.run"])
+    data = (done / "in.jsonl").read_bytes()
+    assert footer["inputs"] == [
+        {"path": "in.jsonl", "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    ]
+    assert footer["version"] == __version__
+    assert footer["model"] == str(model)
+    assert footer["dtype"] == "float32"
+    assert footer["kernels"] == "torch"
+    assert footer["deterministic"] is False
+    assert footer["sampling_defaults"] == DEFAULTS
+    assert footer["logprobs_mode"] == "raw"
+    assert footer["layer_ids"] is None
+    for name in ("model_digest", "tokenizer_digest", "template_digest", "fingerprint"):
+        assert len(footer[name]) == 64, name
+    assert footer["rows"] == len(read(done / "out.parquet"))
+    assert footer["shard"] is None
+    assert footer["configuration"]["options"]["seed"] == {"value": 7, "origin": "flag"}
+
+
+def test_layout(done: Path) -> None:
+    """zstd, checksums, ordered by the keys, every value readable by column and by row group."""
+    file = pq.ParquetFile(done / "out.parquet", page_checksum_verification=True)
+    for group in range(file.num_row_groups):
+        columns = file.metadata.row_group(group)
+        assert {columns.column(i).compression for i in range(columns.num_columns)} == {"ZSTD"}
+        assert columns.num_rows <= 10_000
+    rows = file.read(["row_index", "prompt_index", "sample_index"]).to_pylist()
+    keys = [tuple(row.values()) for row in rows]
+    assert keys == sorted(set(keys))
+    assert {row[0] for row in keys} == set(range(60))
+    for name in COLUMNS:
+        assert len(file.read([name])) == len(keys)
+
+
+def test_results_are_consistent_in_themselves(done: Path) -> None:
+    for row in rows_of(done / "out.parquet"):
+        if row["status"] == "error":
+            assert row["error"]["code"]
+            assert row["output_ids"] is None
+            continue
+        assert row["status"] == "ok"
+        assert row["error"] is None
+        assert len(row["output_ids"]) == row["completion_tokens"] <= row["effective_max_new_tokens"]
+        assert row["finish_reason"] in ("stop", "length")
+        assert (row["stop_kind"] is not None) == (row["finish_reason"] == "stop")
+        assert row["seed"] is not None
+        if row["output_logprobs"] is not None:
+            assert len(row["output_logprobs"]) == row["completion_tokens"]
+            assert row["cumulative_logprob"] == pytest.approx(sum(row["output_logprobs"]), abs=1e-4)
+            assert row["mean_logprob"] == pytest.approx(row["cumulative_logprob"] / row["completion_tokens"])
+        if row["output_top_ids"] is not None:
+            k = len(row["output_top_ids"]) // row["completion_tokens"]
+            best = row["output_top_logprobs"][::k]
+            assert all(own <= top + 1e-5 for own, top in zip(row["output_logprobs"], best, strict=True))
+
+
+def test_two_runs_write_the_same(model: Path, tmp_path: Path) -> None:
+    """Two undisturbed runs of one job write the same rows in the same layout."""
+    write_lines(tmp_path / "in.jsonl", mixed_lines(40, seed=3))
+    tables = []
+    for name in ("a.parquet", "b.parquet"):
+        run(["run", "in.jsonl", "-o", name, "--model", model, "--dtype", "float32"], tmp_path)
+        tables.append(pa.table(read(tmp_path / name)))
+    assert tables[0].equals(tables[1])
+
+
+BROKEN = 300
+"""The token whose embedding is not a number."""
+
+
+@pytest.mark.parametrize("options", [[], ["--kv-memory", "1MiB", "--page-size", "8"], ["--max-num-seqs", "4"]], ids=str)
+def test_a_row_whose_logits_break_leaves_its_neighbours_alone(model: Path, tmp_path: Path, options: list[str]) -> None:
+    """Pages that held not-a-numbers are used again by others, whose masked positions must not see them."""
+    folder = shutil.copytree(model, tmp_path / "broken")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][BROKEN] = torch.nan
+    if "lm_head.weight" not in weights:
+        pytest.fail("the tiny model's head must not be tied to its embedding")
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    rows = []
+    for i, text in enumerate(prompts(120, 12)):
+        drawn = {"temperature": 0 if i % 2 else 1.2, "max_new_tokens": 5 + i % 40, "n": 1 + i % 3 // 2, "seed": i}
+        prompt = {"input_ids": [7] * (i % 9) + [BROKEN] + [9] * (i % 20)} if i % 6 == 5 else {"text": text}
+        rows.append({"id": str(i), **prompt, **drawn})
+    source = write_lines(tmp_path / "in.jsonl", rows)
+    command = ["run", source, "--dtype", "float32", *options]
+    run([*command, "--model", model, "-o", "sound.parquet"], tmp_path)
+    report = run([*command, "--model", folder, "-o", "broken.parquet", "--report", "-"], tmp_path).report
+    sound = {(row["id"], row["sample_index"]): row for row in rows_of(tmp_path / "sound.parquet")}
+    met = {name for (name, _), row in sound.items() if int(name) % 6 == 5 or BROKEN in row["output_ids"][:-1]}
+    failed = 0
+    for row in rows_of(tmp_path / "broken.parquet"):
+        if row["id"] not in met:
+            assert row["output_ids"] == sound[row["id"], row["sample_index"]]["output_ids"]
+            continue
+        # One sample that meets the token fails its prompt, which is one row.
+        failed += 1
+        assert row["error"]["code"] == "nan_logits"
+        assert "--dtype float32" in row["error"]["message"]
+        assert row["sample_index"] == 0
+    assert 20 <= failed == len(met) < 60
+    assert report["errors"] == {"nan_logits": failed}
