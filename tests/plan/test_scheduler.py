@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchgen.plan.builder import StepBuilder
 from batchgen.plan.config import SchedulerStats
 from batchgen.plan.nodes import Nodes
 from batchgen.plan.pages import PageAllocator
@@ -161,8 +162,8 @@ REGRESSIONS = [
     # Resident nodes that nobody uses yet leave no room for the first node to come.
     (
         SchedulerConfig(7, 2, 3, 4, 16, 8),
-        [[0, 0, 1, 1, 0, 1, 0, 1, 0, 0, 0, 1], [0], [1, 0], [1, 0, 0, 0, 1], [1, 2]],
-        [[1], [2, 2, 2, 2], [2], [2, 2, 2], [2, 2, 1]],
+        [[0, 0, 1, 1, 0, 1, 0, 1, 0, 0, 0, 1], [0], [1, 0], [1, 0, 0, 0, 1], [1, 2], [0, 0, 0, 1]],
+        [[1], [2, 2, 2, 2], [2], [2, 2, 2], [2, 2, 1], []],
     ),
     # The only thing left is a sample whose node gave its tail up.
     (
@@ -205,6 +206,18 @@ def test_nodes_at_work_are_not_evicted() -> None:
     assert nodes.make_room(lambda: 7, spare_waiting=False)
     assert not busy.alive
     assert allocator.used_count == 0
+
+
+def test_nothing_branches_off_in_the_step_that_completes_its_parent() -> None:
+    config = SchedulerConfig(num_pages=20, page_size=4, max_num_seqs=4, max_tokens_per_step=16)
+    scheduler = Scheduler(tree_of([[1, 1, 1, 2], [1, 1, 1, 3]]), np.array([1, 1]), np.array([3, 3]), config)
+    scheduler.step()
+    prompts, nodes = scheduler._prompts, scheduler._nodes
+    assert sorted(nodes.active) == [0, 1]
+    prompts.recompute(2, StepBuilder(1, SchedulerStats()), force=False)
+    assert sorted(nodes.active) == [0, 1]
+    prompts.recompute(2, StepBuilder(2, SchedulerStats()), force=False)
+    assert sorted(nodes.active) == [0, 1, 2]
 
 
 def test_the_youngest_is_preempted() -> None:
