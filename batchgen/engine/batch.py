@@ -72,7 +72,7 @@ def build_batch(
 
 def _chunk_ids(chunk: PrefillChunk, table: RequestTable, sequences: Mapping[int, Sequence]) -> Int64:
     """The ids at positions [start, end): prompt ids, then the sequence's own output."""
-    prompt = table[chunk.request].prompt_ids
+    prompt = table.prompt_ids(chunk.request)
     ids = prompt[chunk.start : chunk.end].astype(np.int64)
     if chunk.end <= len(prompt):
         return ids

@@ -136,8 +136,16 @@ class Engine:
         if len(table):
             yield from self.start(table).loop.run()
 
-    def start(self, table: RequestTable, done: npt.NDArray[np.bool_] | None = None) -> Running:
-        """Plan a table, allocate its pool and make the loop ready. `done` [N]: requests finished by an earlier run."""
+    def start(
+        self, table: RequestTable, done: npt.NDArray[np.bool_] | None = None, *, prompt_ids: bool = True
+    ) -> Running:
+        """Plan a table, allocate its pool and make the loop ready.
+
+        Args:
+            table: every prompt of the job.
+            done: [N] requests finished by an earlier run.
+            prompt_ids: whether completions carry their prompt's ids.
+        """
         workload = plan_workload(table, done, dedup=self.config.dedup)
         config, spec = self.config, self.model.spec
         pages = pool_pages(workload, spec, config.page_size, config.kv_memory)
@@ -151,7 +159,7 @@ class Engine:
             SchedulerConfig(num_pages=pages, page_size=config.page_size, max_num_seqs=seqs, max_tokens_per_step=tokens),
         )
         attention = attention_factory(config.attention, spec.device)
-        loop = Loop(workload, scheduler, self.model, pool, attention, self.tokenizer)
+        loop = Loop(workload, scheduler, self.model, pool, attention, self.tokenizer, prompt_ids=prompt_ids)
         self.last_run = Running(workload, scheduler, loop, pool)
         return self.last_run
 

@@ -60,13 +60,17 @@ class Loop:
         pool: KVPool,
         attention: AttentionFactory,
         tokenizer: Tokenizer,
+        *,
+        prompt_ids: bool = True,
     ) -> None:
+        """`prompt_ids`: whether completions carry their prompt's ids."""
         self._workload = workload
         self._scheduler = scheduler
         self._model = model
         self._pool = pool
         self._attention = attention
         self._tokenizer = tokenizer
+        self._prompt_ids = prompt_ids
         self._sampler = Sampler(model.spec.device)
         self._sequences: dict[int, Sequence] = {}
         self._open: dict[int, _Open] = {}
@@ -152,7 +156,7 @@ class Loop:
         index = sequence.request.index
         group = self._open[index]
         cached = self._workload.tree.cached_tokens(index, sequence.sample_index)
-        group.finished.append(sequence.completion(cached))
+        group.finished.append(sequence.completion(cached, prompt_ids=self._prompt_ids))
         group.remaining -= 1
         if group.remaining:
             return
@@ -212,4 +216,5 @@ class Loop:
         sequence = self._start(request, sample_index)
         del self._open[request.index]
         sequence.finish_reason = "length"
-        return sequence.completion(self._workload.tree.cached_tokens(request.index, sample_index))
+        cached = self._workload.tree.cached_tokens(request.index, sample_index)
+        return sequence.completion(cached, prompt_ids=self._prompt_ids)

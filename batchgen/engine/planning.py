@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,15 +32,18 @@ class Workload:
     done: npt.NDArray[np.bool_]
     """[N] finished in an earlier run"""
     followers: npt.NDArray[np.int64]
-    """requests to copy, sorted by leader"""
+    """[F] requests to copy, sorted by leader"""
+    followed: npt.NDArray[np.int64]
+    """[F] the leader of each of them"""
     too_large: dict[int, int] = field(default_factory=dict)
     """request -> pages it needs, where that is more than the whole pool"""
 
     def followers_of(self, leader: int) -> list[int]:
         """The requests that take over this one's result, in input order."""
-        leaders = self.leader[self.followers]
-        low, high = np.searchsorted(leaders, [leader, leader + 1])
-        return [int(i) for i in self.followers[low:high]]
+        low = bisect_left(self.followed, leader)
+        high = bisect_left(self.followed, leader + 1, low)
+        found: list[int] = self.followers[low:high].tolist()
+        return found
 
     def set_aside_too_large(self, pages: int, page_size: int) -> None:
         """Generate nothing for requests that `pages` pages cannot hold even alone; they go to `too_large`."""
@@ -74,4 +78,4 @@ def plan_workload(table: RequestTable, done: npt.NDArray[np.bool_] | None = None
     samples[copies] = 0
     followers = np.flatnonzero(copies)
     followers = followers[np.argsort(leader[followers], kind="stable")]
-    return Workload(table, tree, samples, leader, done, followers)
+    return Workload(table, tree, samples, leader, done, followers, leader[followers])

@@ -61,8 +61,8 @@ class Sequence:
         """End the sequence with an error; what it generated is dropped."""
         self.error = error
 
-    def completion(self, cached_tokens: int) -> Completion:
-        """The finished sample (or, after `fail`, the error)."""
+    def completion(self, cached_tokens: int, *, prompt_ids: bool) -> Completion:
+        """The finished sample (or, after `fail`, the error), with or without its prompt's ids."""
         request = self.request
         if self.error is not None:
             return Completion(
@@ -84,7 +84,8 @@ class Sequence:
             matched_text=done.matched_text,
             text=done.text,
             output_ids=self.output_ids,
-            prompt_ids=request.prompt_ids,  # type: ignore[arg-type]  # an array is a sequence of ints to its readers
+            # An array is a sequence of ints to its readers.
+            prompt_ids=request.prompt_ids if prompt_ids else None,  # type: ignore[arg-type]
             prompt_tokens=len(request.prompt_ids),
             completion_tokens=count,
             cached_tokens=cached_tokens,

@@ -134,7 +134,7 @@ def ingest(
 def _values(rows: Iterator[RawRow], places: dict[int, RawRow]) -> Iterator[tuple[int, Mapping[str, Any] | ErrorInfo]]:
     """What the intake takes; `places` keeps each row until it comes back out."""
     for row in rows:
-        places[row.index] = replace(row, value=None)
+        places[row.index] = row
         yield row.index, row.value if row.error is None else row.error  # type: ignore[misc]
 
 

@@ -57,6 +57,7 @@ class _Job:
         self.seconds: dict[str, float] = {}
         self.state = ProgressState("reading")
         self.errors_before = 0
+        self.rows_done = 0
 
     def run(self) -> RunSummary:
         """Everything from the command line to the finished file."""
@@ -87,7 +88,7 @@ class _Job:
                 engine = Engine.from_parts(self.config.engine, self._await(model, committed, rows), setup.tokenizer)
             with self._phase("planning"):
                 done = committed.contains(rows.table.row_index, rows.table.prompt_index)
-                running = engine.start(rows.table, done)
+                running = engine.start(rows.table, done, prompt_ids=self.config.include_prompt_ids)
             with self._phase("generating"):
                 self._generate(running, rows, writer)
         if self.stop.requested:
@@ -132,31 +133,31 @@ class _Job:
 
     def _generate(self, running: Running, rows: Ingested, writer: PartWriter) -> None:
         done_before = int((running.workload.done & (rows.table.prompt_index == 0)).sum())
-        self._report(rows_done=rows.errors.total() + rows.skipped + done_before)
+        self.rows_done = rows.errors.total() + rows.skipped + done_before
         for group in running.loop.run(lambda: self._tick(running)):
             writer.add([self._output(c, rows) for c in group])
             first = group[0]
             if first.error is not None:
                 rows.errors[first.error.code] += 1
+                self._report(rows_error=rows.errors.total())
                 self._hold_threshold(rows)
-            if first.prompt_index == 0:
-                self.state = replace(self.state, rows_done=self.state.rows_done + 1, rows_error=rows.errors.total())
+            self.rows_done += first.prompt_index == 0
+        self._report(rows_done=self.rows_done)
 
     def _tick(self, running: Running) -> bool:
         """Between two steps: report, and ask whether to stop."""
         now = running.loop.state
         self._report(
+            rows_done=self.rows_done,
             completion_tokens=now.output_tokens,
             running=now.running,
-            waiting=max(0, (self.state.rows_total or 0) - self.state.rows_done - now.running),
+            waiting=max(0, (self.state.rows_total or 0) - self.rows_done - now.running),
             kv_use=now.kv_pages_used / max(1, now.kv_pages),
         )
         return self.stop.requested
 
     def _output(self, completion: Completion, rows: Ingested) -> OutputRow:
         row_id, extra, prompts = rows.texts[completion.row_index]
-        if not self.config.include_prompt_ids:
-            completion = replace(completion, prompt_ids=None)
         return OutputRow(completion, row_id, extra, prompts[completion.prompt_index] if prompts else None)
 
     def _hold_threshold(self, rows: Ingested) -> None:

@@ -1,0 +1,61 @@
+"""`batchgen` with an instant model behind the seam: everything around the model runs as it always does.
+
+Run as a program: `python -m tests.e2e.instant run INPUT ...`. Prints the process's peak memory as its last line.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import batchgen.job.setup as setup
+from batchgen.cli.app import run_command
+from batchgen.kernels.types import LayerKV
+from batchgen.models.base import Model, ModelInput, ModelSpec
+from batchgen.models.load import inspect_model
+
+__all__ = ["LIKELIEST", "InstantModel"]
+
+LIKELIEST = 7
+"""What a greedy row gets."""
+
+
+class InstantModel:
+    """The same logits for every row, at no cost, and next to no keys and values."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+        self._logits = torch.zeros(1, spec.vocab_size)
+        self._logits[0, LIKELIEST] = 4.0
+
+    def hidden(self, inputs: ModelInput) -> Tensor:
+        return torch.zeros(len(inputs.input_ids), self.spec.hidden_size)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._logits.repeat(len(hidden), 1)
+
+
+def _inspect(*arguments: Any, **options: Any) -> ModelSpec:
+    spec = inspect_model(*arguments, **options)
+    return replace(spec, hidden_size=4, num_layers=1, kv_layers=(LayerKV(1, 1, 1),))
+
+
+def _load(model: str, **options: Any) -> Model:
+    options = {name: value for name, value in options.items() if name != "revision"}
+    return InstantModel(_inspect(model, **options))
+
+
+def main() -> int:
+    setup.inspect_model, setup.load_model = _inspect, _load
+    code = run_command(sys.argv[1:])
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
