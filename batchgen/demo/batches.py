@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -72,6 +72,12 @@ class Encoder:
 
 def _segments(conversation: list[Example]) -> Iterator[tuple[str, str, str]]:
     """(text, token before, token after) in order."""
+    if not conversation[0].chat and conversation[0].task == "copy":
+        # A text repeated: every repetition is a lesson in copying, not only the last.
+        answer = conversation[0].content.answer
+        yield f"{answer}\n", "", ""
+        yield f"{answer}\n{answer}\n{answer}", "", EOS
+        return
     if not conversation[0].chat:
         yield conversation[0].content.raw, "", ""
         yield f" {conversation[0].content.answer}", "", EOS
@@ -82,22 +88,22 @@ def _segments(conversation: list[Example]) -> Iterator[tuple[str, str, str]]:
         yield example.content.answer, ROLES["assistant"], END
 
 
-def conversations(seed: int) -> Iterator[list[Example]]:
-    """The endless training stream: mostly one turn, sometimes two or three."""
+def conversations(seed: int, weights: Mapping[str, int]) -> Iterator[list[Example]]:
+    """The endless training stream: mostly one turn, sometimes two or three. `weights`: shares of the tasks."""
     rng = Random(seed)
     index = 0
     while True:
-        turns = [draw("train", seed, index)]
+        turns = [draw("train", seed, index, weights=weights)]
         index += 1
         while turns[0].chat and rng.random() < SECOND_TURN_SHARE:
-            turns.append(draw("train", seed, index))
+            turns.append(draw("train", seed, index, weights=weights))
             index += 1
         yield turns
 
 
-def batches(encoder: Encoder, seed: int, tokens_per_batch: int) -> Iterator[Batch]:
+def batches(encoder: Encoder, seed: int, tokens_per_batch: int, weights: Mapping[str, int]) -> Iterator[Batch]:
     """Batches of at least `tokens_per_batch` tokens; documents past `LONGEST` are left out."""
-    stream = conversations(seed)
+    stream = conversations(seed, weights)
     rng = Random(seed + 1)
     pending: list[Document] = []
     while True:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
@@ -56,6 +57,17 @@ def llama_weights(network: Network) -> dict[str, Tensor]:
         for ours, theirs in _BLOCK_NAMES.items():
             weights[f"model.layers.{index}.{theirs}.weight"] = block.get_parameter(ours)
     return {name: weight.detach().bfloat16() for name, weight in weights.items()}
+
+
+def load_weights(network: Network, folder: Path) -> None:
+    """Give the network the weights that `save` wrote to `folder`."""
+    stored = load_file(folder / "model.safetensors")
+    with torch.no_grad():
+        network.embedding.copy_(stored["model.embed_tokens.weight"])
+        network.norm.copy_(stored["model.norm.weight"])
+        for index, block in enumerate(network.blocks):
+            for ours, theirs in _BLOCK_NAMES.items():
+                block.get_parameter(ours).copy_(stored[f"model.layers.{index}.{theirs}.weight"])
 
 
 def llama_model(network: Network, tokenizer: Any) -> Any:

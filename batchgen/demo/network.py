@@ -24,7 +24,7 @@ class Shape:
     vocabulary: int = 2048
     hidden: int = 256
     feed_forward: int = 768
-    layers: int = 5
+    layers: int = 4
     heads: int = 4
     kv_heads: int = 2
     head_size: int = 64
@@ -61,7 +61,7 @@ class Block(nn.Module):
         self.down = nn.Parameter(torch.zeros(shape.hidden, shape.feed_forward))
 
     def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], groups: Sequence[Group]) -> Tensor:
-        """[T, H] bfloat16 to the same."""
+        """[T, H] float32 to the same."""
         normed = self._norm(hidden, self.attention_norm)
         hidden = hidden + functional.linear(self._attend(normed, rotation, groups), self.output.bfloat16())
         normed = self._norm(hidden, self.feed_forward_norm)
@@ -70,7 +70,7 @@ class Block(nn.Module):
         return hidden + functional.linear(functional.silu(gate) * up, self.down.bfloat16())
 
     def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        return functional.rms_norm(hidden, (self.shape.hidden,), weight.bfloat16(), self.shape.norm_eps)
+        return functional.rms_norm(hidden, (self.shape.hidden,), weight, self.shape.norm_eps).bfloat16()
 
     def _attend(self, normed: Tensor, rotation: tuple[Tensor, Tensor], groups: Sequence[Group]) -> Tensor:
         """Causal attention inside each row of each group. [T, H] -> [T, N * D]."""
@@ -110,9 +110,11 @@ class Network(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
-        self.embedding = nn.Parameter(torch.randn(shape.vocabulary, shape.hidden) * 0.04)
+        # Of the size of what the blocks add, else the residual stream soon loses sight of the tokens themselves. The
+        # last norm starts small in return: through the tied embedding the first logits are then of size one.
+        self.embedding = nn.Parameter(torch.randn(shape.vocabulary, shape.hidden))
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.norm = nn.Parameter(torch.ones(shape.hidden))
+        self.norm = nn.Parameter(torch.full((shape.hidden,), shape.hidden**-0.5))
         cosine, sine = rotation_table(shape)
         self.register_buffer("cosine", cosine, persistent=False)
         self.register_buffer("sine", sine, persistent=False)
@@ -122,11 +124,12 @@ class Network(nn.Module):
         positions = torch.cat([torch.arange(group.length).repeat(group.rows) for group in groups])
         cosine, sine = self.get_buffer("cosine"), self.get_buffer("sine")
         rotation = cosine[positions].unsqueeze(1), sine[positions].unsqueeze(1)  # [T, 1, D]
-        # Looked up in float32: the gradient of a frequent token is a long sum, which bfloat16 would lose.
-        hidden = functional.embedding(tokens, self.embedding).bfloat16()
+        # The residual stream stays in float32: in bfloat16 small parts of it, and the long sums of a frequent token's
+        # gradient, would be rounded away.
+        hidden = functional.embedding(tokens, self.embedding)
         for block in self.blocks:
             hidden = block(hidden, rotation, groups)
-        return functional.rms_norm(hidden, (self.shape.hidden,), self.norm.bfloat16(), self.shape.norm_eps)
+        return functional.rms_norm(hidden, (self.shape.hidden,), self.norm, self.shape.norm_eps).bfloat16()
 
     def loss(self, tokens: Tensor, groups: Sequence[Group], targets: Tensor, weights: Tensor) -> Tensor:
         """The weighted mean of the negative log-likelihood over the positions whose weight is not zero.

@@ -87,7 +87,7 @@ def extract(rng: Random) -> Content:
     values = _field_values(rng)
     text = template.format(**values)
     present = [field for field in values if f"{{{field}}}" in template]
-    fields = rng.sample(present, rng.choice([1, 2, *range(2, len(present) + 1)]))
+    fields = rng.sample(present, rng.randint(1, min(3, len(present))))
     answer = json.dumps({field: values[field] for field in fields}, ensure_ascii=False)
     return plain(worded(rng, _EXTRACT, fields=joined(fields), text=text), answer, f"extract {text}")
 
@@ -204,8 +204,8 @@ _ASK = [
 
 
 def _passage_size(rng: Random) -> int:
-    """Mostly two to seven facts; a few long passages, so that answers are found at a distance too."""
-    return rng.randint(2, 7) if rng.random() < 0.94 else rng.randint(8, 40)
+    """Mostly two to five facts; a few long passages, so that answers are found at a distance too."""
+    return rng.randint(2, 5) if rng.random() < 0.98 else rng.randint(6, 30)
 
 
 def _facts(rng: Random, size: int) -> list[tuple[str, str, str]]:

@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,60 +20,108 @@ import torch
 
 from batchgen.demo.batches import Encoder, batches
 from batchgen.demo.evaluate import accuracy, heldout
-from batchgen.demo.export import llama_model, save
+from batchgen.demo.export import llama_model, load_weights, save
 from batchgen.demo.network import Network, Shape
 from batchgen.demo.optimizer import Optimizer
+from batchgen.demo.tasks import WEIGHTS
 from batchgen.demo.tokenizer import train_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
+class Stage:
+    """Steps over one mixture of tasks. The learning rate warms up, stays, and falls to zero if `decays`."""
+
+    steps: int
+    weights: Mapping[str, int]
+    decays: bool = False
+
+    def fraction(self, step: int, warmup: int) -> float:
+        """The share of the full learning rate at a step; where it falls, it does so over the last three quarters."""
+        if step < warmup:
+            return (step + 1) / warmup
+        return min(1.0, (self.steps - step) / (0.75 * self.steps)) if self.decays else 1.0
+
+
+_DRILL = {
+    "arithmetic": 60,
+    "sort": 12,
+    "copy": 24,
+    "extract": 4,
+    "classify": 2,
+    "question": 6,
+    "few_shot": 6,
+    "word_facts": 4,
+}
+_LAST = {
+    "arithmetic": 22,
+    "sort": 18,
+    "copy": 18,
+    "extract": 10,
+    "classify": 6,
+    "question": 18,
+    "few_shot": 16,
+    "word_facts": 10,
+}
+
+
+@dataclass(frozen=True, slots=True)
 class Recipe:
-    """Everything that decides the result."""
+    """Everything that decides the result.
+
+    Sums and exact copies are learned last and late from a broad mixture: the second stage drills them.
+    """
 
     seed: int = 0
-    steps: int = 4500
-    tokens_per_step: int = 7168
-    warmup: int = 100
-    hold: float = 0.3
-    muon_rate: float = 0.02
-    adam_rate: float = 0.004
+    stages: tuple[Stage, ...] = (Stage(1600, WEIGHTS), Stage(1200, _DRILL), Stage(3600, _LAST, decays=True))
+    tokens_per_step: int = 3072
+    warmup: int = 150
+    muon_rate: float = 0.015
+    adam_rate: float = 0.003
     clip: float = 1.0
     shape: Shape = field(default_factory=Shape)
 
-    def fraction(self, step: int) -> float:
-        """The share of the full learning rate at a step: warm-up, a plateau, then linearly to zero."""
-        if step < self.warmup:
-            return (step + 1) / self.warmup
-        held = self.hold * self.steps
-        return min(1.0, (self.steps - step) / (self.steps - held))
 
+def train(recipe: Recipe, out: Path, evaluate_every: int, per_task: int, first: int = 0) -> None:
+    """Train by the recipe, writing the model to `out` and progress to standard error.
 
-def train(recipe: Recipe, out: Path, evaluate_every: int, per_task: int) -> None:
-    """Train by the recipe, writing the model to `out` and progress to standard error."""
+    Every stage begins from the saved weights of the one before, with an optimiser and a stream of its own: a training
+    that stopped between two stages goes on from `out` with `first`, to the same end.
+    """
     torch.manual_seed(recipe.seed)
     tokenizer = train_tokenizer(recipe.seed)
     network = Network(recipe.shape)
-    optimizer = Optimizer(network, recipe.muon_rate, recipe.adam_rate)
-    stream = batches(Encoder(tokenizer), recipe.seed, recipe.tokens_per_step)
     parameters = sum(parameter.numel() for parameter in network.parameters())
     _report(event="start", parameters=parameters, vocabulary=len(tokenizer))
-    began = time.monotonic()
-    seen = 0
-    for step in range(recipe.steps):
+    for number, stage in enumerate(recipe.stages[first:], first):
+        if number:
+            load_weights(network, out)
+        _run_stage(recipe, number, stage, network, tokenizer, out, evaluate_every)
+        _evaluate(network, tokenizer, stage.steps, per_task)
+
+
+def _run_stage(
+    recipe: Recipe, number: int, stage: Stage, network: Network, tokenizer: Any, out: Path, evaluate_every: int
+) -> None:
+    """Train one stage and save its end."""
+    optimizer = Optimizer(network, recipe.muon_rate, recipe.adam_rate)
+    stream = batches(Encoder(tokenizer), recipe.seed + number, recipe.tokens_per_step, stage.weights)
+    began, seen, recent = time.monotonic(), 0, 0.0
+    for step in range(stage.steps):
         batch = next(stream)
         loss = network.loss(batch.tokens, batch.groups, batch.targets, batch.weights)
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         torch.nn.utils.clip_grad_norm_(network.parameters(), recipe.clip)
-        optimizer.step(recipe.fraction(step))
+        optimizer.step(stage.fraction(step, recipe.warmup))
         seen += batch.real_tokens
+        recent += loss.item()
         done = step + 1
         if done % 50 == 0:
             seconds = round(time.monotonic() - began)
-            _report(event="step", step=done, loss=round(loss.item(), 4), tokens=seen, seconds=seconds)
-        if done % evaluate_every == 0 or done == recipe.steps:
-            save(network, tokenizer, out)
-            _evaluate(network, tokenizer, done, per_task)
-    _report(event="end", tokens=seen, seconds=round(time.monotonic() - began))
+            _report(event="step", stage=number, step=done, loss=round(recent / 50, 4), tokens=seen, seconds=seconds)
+            recent = 0.0
+        if done % evaluate_every == 0 and done < stage.steps:
+            _evaluate(network, tokenizer, done, 20)
+    save(network, tokenizer, out)
 
 
 def _evaluate(network: Network, tokenizer: Any, step: int, per_task: int) -> None:
@@ -92,15 +141,14 @@ def main(arguments: list[str] | None = None) -> None:
     standard = Recipe()
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=standard.steps)
+    parser.add_argument("--first", type=int, default=0, help="stage to go on with, from the model in --out")
     parser.add_argument("--seed", type=int, default=standard.seed)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--evaluate-every", type=int, default=500)
     parser.add_argument("--per-task", type=int, default=40)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    recipe = Recipe(seed=options.seed, steps=options.steps)
-    train(recipe, options.out, options.evaluate_every, options.per_task)
+    train(Recipe(seed=options.seed), options.out, options.evaluate_every, options.per_task, options.first)
 
 
 if __name__ == "__main__":

@@ -62,11 +62,15 @@ def test_answers_are_one_stripped_non_empty_text(task: str) -> None:
         assert "<|" not in example.content.prompt
 
 
-def test_sums_differences_and_products_are_right() -> None:
+def test_sums_and_differences_are_right_and_so_is_the_work_shown() -> None:
     for example in examples("arithmetic"):
         a, sign, b, _ = example.content.raw.split()
-        value = {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}[sign]
-        assert example.content.answer == str(value)
+        work, result = example.content.answer.split(": ")
+        assert int(result) == {"+": int(a) + int(b), "-": int(a) - int(b)}[sign]
+        for step in work.split(", "):
+            left, right = step.split("=")
+            first, *rest = [int(term) for term in left.split(sign)]
+            assert int(right) == (first + sum(rest) if sign == "+" else first - sum(rest))
 
 
 def test_sorted_lists_are_permutations_in_order() -> None:
