@@ -7,8 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from batchgen.demo import model_path
+from batchgen.demo.tasks import draw
 from batchgen.engine.engine import Engine
-from batchgen.request import Completion
+from batchgen.request import ChatPrompt, Completion
+from batchgen.text.tokenizer import Tokenizer
 from tests.engine.reference import eager_greedy, save_word_tokenizer, shared_prefix_prompts
 from tests.models.tiny import NATIVE_TYPES, TYPES, VOCAB, save_tiny
 
@@ -86,6 +89,26 @@ def every_way(
 @pytest.mark.parametrize("checkpoint", NATIVE, ids=lambda p: "-".join([p[0], *p[1]]), indirect=True)
 def test_native_families_equal_eager(checkpoint, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     every_way(monkeypatch, implementation, *checkpoint)
+
+
+@pytest.fixture(scope="module")
+def demonstration():
+    """(folder, prompts, reference ids, reference logprobs) of the demonstration model on its own held-out prompts."""
+    folder = model_path()
+    tokenizer = Tokenizer.load(folder)
+    examples = [draw("heldout", 11, i) for i in range(PROMPTS)]
+    prompts = [
+        tokenizer.encode_chat(ChatPrompt(tuple(e.messages()))) if e.chat else tokenizer.encode([e.content.raw])[0]
+        for e in examples
+    ]
+    return folder, prompts, *eager_greedy(folder, prompts, NEW_TOKENS)
+
+
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+def test_the_demonstration_model_equals_eager(
+    demonstration, implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every_way(monkeypatch, implementation, *demonstration)
 
 
 @pytest.mark.parametrize("checkpoint", [(t, {}) for t in OTHERS], ids=lambda p: p[0], indirect=True)
