@@ -62,9 +62,7 @@ def test_footer(done: Path, model: Path) -> None:
     assert set(metadata) >= {b"batchgen.schema_version", b"batchgen.run"}
     footer = json.loads(metadata[b"batchgen.run"])
     data = (done / "in.jsonl").read_bytes()
-    assert footer["inputs"] == [
-        {"path": "in.jsonl", "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    ]
+    assert footer["inputs"] == [{"path": "in.jsonl", "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}]
     assert footer["version"] == __version__
     assert footer["model"] == str(model)
     assert footer["dtype"] == "float32"
