@@ -1,12 +1,15 @@
 """`batchgen` with an instant model behind the seam: everything around the model runs as it always does.
 
-Run as a program: `python -m tests.e2e.instant run INPUT ...`. Prints the process's peak memory as its last line.
+Run as a program: `python -m tests.e2e.instant run INPUT ...`. Prints the process's peak memory as its last line. With
+INSTANT_STEPS=N in the environment, the step after N instant ones takes minutes.
 """
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -32,8 +35,13 @@ class InstantModel:
         self.spec = spec
         self._logits = torch.zeros(1, spec.vocab_size)
         self._logits[0, LIKELIEST] = 4.0
+        self._steps = int(os.environ.get("INSTANT_STEPS", "0"))
 
     def hidden(self, inputs: ModelInput) -> Tensor:
+        if self._steps:
+            self._steps -= 1
+            if not self._steps:
+                time.sleep(300)
         return torch.zeros(len(inputs.input_ids), self.spec.hidden_size)
 
     def logits(self, hidden: Tensor) -> Tensor:

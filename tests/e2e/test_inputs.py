@@ -69,6 +69,9 @@ def test_standard_input(model: Path, tmp_path: Path, lines: bytes, expected: pa.
     done = run([*arguments(model, "-"), "--report", "-"], tmp_path, stdin=lines)
     assert_same(read(tmp_path / "out.parquet"), expected)
     assert done.report["rows"] == len(TEXTS)
+    run([*arguments(model, "-"), "--overwrite", "--max-time", "0"], tmp_path, expect=75, stdin=lines)
+    run([*arguments(model, "-"), "--overwrite"], tmp_path, stdin=lines)
+    assert_same(read(tmp_path / "out.parquet"), expected)
     refused = run(["run", "-", "--model", model], tmp_path, expect=2, stdin=lines)
     assert "name the result file with -o" in refused.stderr
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from tests.e2e.rows import assert_same, mixed_lines, prompts, read, write_lines
 from tests.e2e.runner import Job, batchgen, run, start
 
 ROWS = 300
+ROOT = Path(__file__).parents[2]
 
 
 class Long:
@@ -84,6 +88,29 @@ def test_max_time(long: Long, tmp_path: Path) -> None:
         assert attempts < 20
     assert attempts > 1
     assert_same(read(tmp_path / "out.parquet"), long.table)
+
+
+@pytest.mark.slow
+def test_a_step_that_takes_minutes_is_not_waited_for(model: Path, tmp_path: Path) -> None:
+    """Within 20 s of the signal what is finished is committed, by another thread."""
+    rows = [{"text": text, "max_new_tokens": 1 + i, "ignore_eos": True} for i, text in enumerate(prompts(40, 4))]
+    write_lines(tmp_path / "in.jsonl", rows)
+    command = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.e2e.instant import main; sys.exit(main())"
+    words = [sys.executable, "-c", command, "run", "in.jsonl", "-o", "out.parquet", "--model", str(model)]
+    env = os.environ | {"INSTANT_STEPS": "20"}
+    with subprocess.Popen(words, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while "generating" not in process.stderr.readline():
+            assert process.poll() is None
+        time.sleep(1)
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 143
+        assert time.monotonic() - began < 20
+        assert "finished rows are committed" in process.stderr.read()
+    parts = sorted((tmp_path / "out.parquet.work" / "parts").iterdir())
+    assert sum(len(read(part)) for part in parts) > 5
+    assert not (tmp_path / "out.parquet").exists()
 
 
 def test_the_console_script_ends_by_the_same_codes(model: Path, tmp_path: Path) -> None:
