@@ -58,10 +58,14 @@ def allowed_pages(spec: ModelSpec, page_size: int, kv_memory: int | float | None
 
 
 def _most_pages(workload: Workload, page_size: int) -> int:
-    """Pages if every sample stood in the pool at once, nothing shared; one more each for a copied partial page."""
-    lengths = np.diff(workload.table.offsets) + workload.table.max_new_tokens
-    pages = -(-lengths // page_size) + 1
-    return int((pages * np.maximum(workload.samples, 1)).sum()) + 1
+    """Pages with which nothing ever waits: every tree node and every sample's output in pages of their own.
+
+    Two partial pages may each be copied at either's beginning, and admission keeps a page free for each sample begun.
+    """
+    tree = workload.tree
+    nodes = -(-(tree.end - tree.start).astype(np.int64) // page_size) + 1
+    outputs = -(-workload.table.max_new_tokens.astype(np.int64) // page_size) + 2
+    return int(nodes.sum() + (outputs * workload.samples).sum()) + 1
 
 
 def _device_memory(device: torch.device) -> tuple[int, int]:

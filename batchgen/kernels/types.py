@@ -5,9 +5,11 @@ Shape letters: T tokens, R decode rows, N heads, K kv heads, D head size, P page
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,7 +40,12 @@ class KVPool:
         """A zeroed pool of `num_pages` pages, the scratch page included."""
 
         def make(layer: LayerKV, dim: int) -> Tensor:
-            return torch.zeros(num_pages, page_size, layer.kv_heads, dim, dtype=dtype, device=device)
+            shape = (num_pages, page_size, layer.kv_heads, dim)
+            if device.type != "cpu":
+                return torch.zeros(shape, dtype=dtype, device=device)
+            # numpy takes zeroed memory from the system, so that only pages in use cost memory and time;
+            # torch would write zeros to all of them.
+            return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
         return KVPool([make(x, x.key_dim) for x in layers], [make(x, x.value_dim) for x in layers], page_size)
 
