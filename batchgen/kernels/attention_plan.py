@@ -31,8 +31,8 @@ MASKED = -1e30
 
 _SEGMENT = 8192
 """Most positions of a part that all its queries see whole; longer parts are cut and merged."""
-_TILE_SCORES = 1 << 20
-"""Scores computed at once (4 MiB in float32), unless one query row alone has more."""
+_TILE_SCORES = 1 << 19
+"""Scores computed at once (2 MiB in float32), unless one query row alone has more."""
 _TILE_QUERIES = 128
 """Queries of one chunk scored at once: fewer waste less above the diagonal, more make better products."""
 _GATHER_BYTES = 8 << 20
