@@ -36,7 +36,7 @@ TEMPLATE = """\
 """
 
 
-def save_model(folder: Path) -> Path:
+def save_model(folder: Path, context: int = CONTEXT) -> Path:
     """Write the checkpoint to `folder`. Weights are large, so that the likeliest token is well ahead of the second."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -57,7 +57,7 @@ def save_model(folder: Path) -> Path:
         folder,
         vocab_size=len(tokenizer),
         num_hidden_layers=2,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=context,
         initializer_range=0.2,
         bos_token_id=0,
         eos_token_id=1,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests.e2e.model import save_model
 from tests.e2e.rows import assert_same, mixed_lines, prompts, read, rows_of, write_lines
 from tests.e2e.runner import run, start
 
@@ -155,3 +156,27 @@ def test_retry_errors_runs_only_what_failed(model: Path, tmp_path: Path) -> None
     assert output[7]["status"] == "ok"
     assert output[8]["error"]["code"] == "missing_prompt"
     assert len(output) == 40
+
+
+def test_rows_that_the_pool_cannot_hold_fail_and_are_retried_with_more(tmp_path: Path) -> None:
+    """Memory is no part of the job: the finished output is taken up again, and only the failed rows are computed."""
+    model = save_model(tmp_path / "long", context=8192)
+    rows = [{"id": str(i), "text": text, **GREEDY} for i, text in enumerate(prompts(30, 6))]
+    rows[11] = {"id": "long", "input_ids": [9, 10, 11] * 1000, **GREEDY, "n": 2}
+    rows[12] = {"id": "twin", "input_ids": [9, 10, 11] * 1000, **GREEDY, "n": 2}
+    write_lines(tmp_path / "in.jsonl", rows)
+    arguments = ["run", "in.jsonl", "-o", "out.parquet", "--model", model, "--dtype", "float32", "--report", "-"]
+    report = run([*arguments, "--kv-memory", "1MiB"], tmp_path).report
+    assert report["errors"] == {"oom": 2}
+    before = rows_of(tmp_path / "out.parquet")
+    for row in before[11:13]:
+        assert row["error"]["code"] == "oom"
+        assert "raise --kv-memory or lower max_new_tokens" in row["error"]["message"]
+    assert run([*arguments, "--kv-memory", "16MiB"], tmp_path).report["already_done"]
+    again = run([*arguments, "--kv-memory", "16MiB", "--retry-errors"], tmp_path).report
+    after = rows_of(tmp_path / "out.parquet")
+    assert again["rows_resumed"] == 28
+    assert again["errors"] == {}
+    assert [row["completion_tokens"] for row in after if row["id"] in ("long", "twin")] == [6] * 4
+    assert [row["dedup_of"] for row in after if row["id"] == "twin"] == [11, 11]
+    assert [row for row in after if row["row_index"] not in (11, 12)] == before[:11] + before[13:]
