@@ -63,7 +63,9 @@ NATIVE = [
     ("qwen3", {}),
     ("qwen3", {"tie_word_embeddings": True, "head_dim": 32}),
 ]
-OTHERS = [name for name in TYPES if name not in NATIVE_TYPES]
+# Granite checkpoints divide their logits by 4 to 16; the tiny configuration doubles them, and so float32's rounding.
+OVERRIDES = {"granite": {"logits_scaling": 4.0}}
+OTHERS = [(name, OVERRIDES.get(name, {})) for name in TYPES if name not in NATIVE_TYPES]
 
 
 def every_way(
@@ -111,6 +113,6 @@ def test_the_demonstration_model_equals_eager(
     every_way(monkeypatch, implementation, *demonstration)
 
 
-@pytest.mark.parametrize("checkpoint", [(t, {}) for t in OTHERS], ids=lambda p: p[0], indirect=True)
+@pytest.mark.parametrize("checkpoint", OTHERS, ids=lambda p: p[0], indirect=True)
 def test_transformers_path_equals_eager(checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     every_way(monkeypatch, "transformers", *checkpoint)
