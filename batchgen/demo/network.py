@@ -110,9 +110,9 @@ class Network(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
-        # Of the size of what the blocks add, else the residual stream soon loses sight of the tokens themselves. The
-        # last norm starts small in return: through the tied embedding the first logits are then of size one.
-        self.embedding = nn.Parameter(torch.randn(shape.vocabulary, shape.hidden))
+        # Near the size of what the blocks add, else the residual stream soon loses sight of the tokens themselves. The
+        # last norm starts small in return: through the tied embedding the first logits are then below size one.
+        self.embedding = nn.Parameter(0.3 * torch.randn(shape.vocabulary, shape.hidden))
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.Parameter(torch.full((shape.hidden,), shape.hidden**-0.5))
         cosine, sine = rotation_table(shape)

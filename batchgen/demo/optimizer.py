@@ -15,7 +15,7 @@ class Muon:
     Matrices of one shape are orthogonalised together, as one batch.
     """
 
-    def __init__(self, matrices: Iterable[nn.Parameter], momentum: float = 0.95, weight_decay: float = 0.01) -> None:
+    def __init__(self, matrices: Iterable[nn.Parameter], momentum: float = 0.95, weight_decay: float = 0.2) -> None:
         self.stacks: dict[tuple[int, ...], list[nn.Parameter]] = defaultdict(list)
         for matrix in matrices:
             self.stacks[tuple(matrix.shape)].append(matrix)

@@ -72,11 +72,11 @@ class Recipe:
     """
 
     seed: int = 0
-    stages: tuple[Stage, ...] = (Stage(1600, WEIGHTS), Stage(1200, _DRILL), Stage(3600, _LAST, decays=True))
-    tokens_per_step: int = 3072
+    stages: tuple[Stage, ...] = (Stage(2800, WEIGHTS), Stage(1400, _DRILL), Stage(5200, _LAST, decays=True))
+    tokens_per_step: int = 2048
     warmup: int = 150
     muon_rate: float = 0.015
-    adam_rate: float = 0.003
+    adam_rate: float = 0.005
     clip: float = 1.0
     shape: Shape = field(default_factory=Shape)
 
