@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from batchgen.errors import ErrorCode, RowError
 
-__all__ = ["GREEDY_TEMPERATURE", "MAX_STOPS", "SamplingParams"]
+__all__ = ["GREEDY_TEMPERATURE", "MAX_STOPS", "Constraint", "ConstraintKind", "HiddenStates", "SamplingParams"]
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy and draw no noise."""
@@ -16,6 +19,45 @@ MAX_STOPS = 32
 """Most stop strings a row may name."""
 
 _INT64_MAX = 2**63 - 1
+
+ConstraintKind = Literal["json_schema", "regex", "ebnf", "structural_tag", "choice"]
+CONSTRAINT_KINDS: tuple[ConstraintKind, ...] = ("json_schema", "regex", "ebnf", "structural_tag", "choice")
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What the output's text must be. Equal constraints are compiled once."""
+
+    kind: ConstraintKind
+    text: str
+    """A schema, a structural tag or the list of choices as JSON; a pattern or a grammar as it stands."""
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenStates:
+    """Which states of a row are returned.
+
+    Raises:
+        RowError: `invalid_field` for a value out of its range.
+    """
+
+    layers: tuple[int, ...] = (-1,)
+    """0: the embeddings, i: the output of block i, -1: after the final norm."""
+    tokens: Literal["prompt", "output", "all", "last"] = "all"
+    pool: Literal["none", "last", "mean"] = "none"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        if not self.layers:
+            raise _invalid("return_hidden_states", "must name at least one layer")
+        for layer in self.layers:
+            _check_int("return_hidden_states", layer, -1, 1 << 20)
+        if len(set(self.layers)) != len(self.layers):
+            raise _invalid("return_hidden_states", "must name each layer once")
+        if self.tokens not in ("prompt", "output", "all", "last"):
+            raise _invalid("return_hidden_states", f"has no tokens {self.tokens!r}; prompt, output, all or last")
+        if self.pool not in ("none", "last", "mean"):
+            raise _invalid("return_hidden_states", f"has no pool {self.pool!r}; none, last or mean")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,27 +80,86 @@ class SamplingParams:
     seed: int | None = None
     """None: derived from the run seed and the row's id."""
     n: int = 1
+    best_of: int | None = None
+    """Samples to generate, of which the `n` likeliest are kept; None is `n`."""
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, bias), by id. A mapping is taken too."""
+    bad_words: tuple[str | tuple[int, ...], ...] = ()
+    """Strings, or sequences of ids, whose last token is masked."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """The only ids that may be drawn."""
+    json_schema: str | None = None
+    """JSON text; a mapping is taken too. At most one constraint may be given."""
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | None = None
+    """JSON text; a mapping is taken too."""
+    choice: tuple[str, ...] | None = None
     stop: tuple[str, ...] = ()
     """A single string and a list are taken too."""
     stop_token_ids: tuple[int, ...] = ()
+    stop_regex: tuple[str, ...] = ()
+    """A single pattern and a list are taken too."""
     ignore_eos: bool = False
     no_stop_trim: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     return_logprob: bool = False
     top_logprobs_num: int = 0
+    echo: bool = False
+    suffix: str | None = None
+    logprob_start_len: int = -1
+    """-1: output logprobs only; s >= 0: those of the prompt from position s on, too."""
+    token_ids_logprob: tuple[int, ...] = ()
+    """Ids whose logprobs are returned at every position."""
+    return_text_in_logprobs: bool = False
+    return_hidden_states: HiddenStates | None = None
+    """True, False and a mapping are taken too."""
+    return_routed_experts: bool = False
+    lora_path: str | None = None
+    """Name of an adapter that the run was given."""
+    custom_logit_processor: str | None = None
+    """Name of a processor that the run was given."""
+    custom_params: str | None = None
+    """What the processor is told: JSON text of an object; a mapping is taken too."""
+    stream: bool = False
 
     def __post_init__(self) -> None:
         if self.top_k == 0:
             object.__setattr__(self, "top_k", -1)
-        if type(self.stop) is not tuple:
-            object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        if type(self.stop_token_ids) is not tuple:
-            object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("stop", "stop_regex"):
+            object.__setattr__(self, name, _strings(getattr(self, name)))
+        for name in ("stop_token_ids", "token_ids_logprob", "allowed_token_ids", "choice"):
+            value = getattr(self, name)
+            if value is not None and type(value) is not tuple:
+                object.__setattr__(self, name, tuple(value))
+        if self.logit_bias or self.bad_words:
+            self._normalise_biases()
+        for name in ("json_schema", "structural_tag", "custom_params"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                object.__setattr__(self, name, json.dumps(value, ensure_ascii=False, separators=(",", ":")))
+        if self.custom_params == "{}":
+            object.__setattr__(self, "custom_params", None)
+        if self.return_hidden_states is not None and type(self.return_hidden_states) is not HiddenStates:
+            object.__setattr__(self, "return_hidden_states", _hidden_states(self.return_hidden_states))
         self._check_lengths()
         self._check_sampling()
         self._check_stops()
-        _check_int("top_logprobs_num", self.top_logprobs_num, 0, 1 << 20)
+        self._check_biases()
+        self._check_constraint()
+        self._check_returned()
+
+    def _normalise_biases(self) -> None:
+        bias = self.logit_bias
+        if type(bias) is not tuple:
+            pairs = dict(bias).items()
+            object.__setattr__(self, "logit_bias", tuple(sorted((int(token), float(b)) for token, b in pairs)))
+        words = tuple(word if isinstance(word, str) else tuple(word) for word in self.bad_words)
+        object.__setattr__(self, "bad_words", words)
 
     def _check_lengths(self) -> None:
         if self.max_new_tokens is not None:
@@ -69,6 +170,10 @@ class SamplingParams:
                 "min_new_tokens", f"must not exceed max_new_tokens ({self.max_new_tokens}), got {self.min_new_tokens}"
             )
         _check_int("n", self.n, 1, 1 << 20)
+        if self.best_of is not None:
+            _check_int("best_of", self.best_of, 1, 1 << 20)
+            if self.best_of < self.n:
+                raise _invalid("best_of", f"must be at least n ({self.n}), got {self.best_of}")
 
     def _check_sampling(self) -> None:
         _check_float("temperature", self.temperature, 0.0, math.inf)
@@ -83,13 +188,85 @@ class SamplingParams:
             raise _invalid("stop", f"takes at most {MAX_STOPS} strings, got {len(self.stop)}")
         if any(not s for s in self.stop):
             raise _invalid("stop", "must not hold an empty string")
+        if len(self.stop_regex) > MAX_STOPS:
+            raise _invalid("stop_regex", f"takes at most {MAX_STOPS} patterns, got {len(self.stop_regex)}")
         for token in self.stop_token_ids:
             _check_int("stop_token_ids", token, 0, 1 << 31)
+
+    def _check_biases(self) -> None:
+        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 2.0, low_open=True)
+        for token, bias in self.logit_bias:
+            _check_int("logit_bias", token, 0, 1 << 31)
+            _check_float("logit_bias", bias, -100.0, 100.0)
+        if any(not word for word in self.bad_words):
+            raise _invalid("bad_words", "must not hold an empty word")
+        for token in self.allowed_token_ids or ():
+            _check_int("allowed_token_ids", token, 0, 1 << 31)
+        if self.allowed_token_ids == ():
+            raise _invalid("allowed_token_ids", "must not be empty: nothing could be drawn")
+
+    def _check_constraint(self) -> None:
+        given = [kind for kind in CONSTRAINT_KINDS if getattr(self, kind) is not None]
+        if len(given) > 1:
+            raise _invalid(given[1], f"cannot stand beside `{given[0]}`: a row has one constraint")
+        if self.choice is not None and not self.choice:
+            raise _invalid("choice", "must not be empty")
+
+    def _check_returned(self) -> None:
+        _check_int("top_logprobs_num", self.top_logprobs_num, 0, 1 << 20)
+        _check_int("logprob_start_len", self.logprob_start_len, -1, 1 << 31)
+        for token in self.token_ids_logprob:
+            _check_int("token_ids_logprob", token, 0, 1 << 31)
+        if self.custom_params is not None and self.custom_logit_processor is None:
+            raise _invalid("custom_params", "needs `custom_logit_processor` beside it")
 
     @property
     def greedy(self) -> bool:
         """Whether the row takes the most likely token and draws nothing."""
         return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def samples(self) -> int:
+        """Samples to generate: `best_of`, or `n`."""
+        return self.best_of or self.n
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """The one constraint that is given."""
+        for kind in CONSTRAINT_KINDS:
+            value = getattr(self, kind)
+            if value is not None:
+                text = json.dumps(value, ensure_ascii=False) if kind == "choice" else value
+                return Constraint(kind, text)
+        return None
+
+    @property
+    def shapes_logits(self) -> bool:
+        """Whether anything but the minimum length stands between the model's logits and the filters."""
+        return (
+            self.penalised
+            or bool(self.logit_bias or self.bad_words)
+            or self.allowed_token_ids is not None
+            or self.custom_logit_processor is not None
+            or self.constraint is not None
+        )
+
+    @property
+    def penalised(self) -> bool:
+        """Whether a penalty depends on the tokens so far."""
+        return self.frequency_penalty != 0.0 or self.presence_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+def _strings(value: Any) -> tuple[str, ...]:
+    return value if type(value) is tuple else (value,) if isinstance(value, str) else tuple(value)
+
+
+def _hidden_states(value: Any) -> HiddenStates | None:
+    if isinstance(value, Mapping):
+        return HiddenStates(**value)
+    return HiddenStates() if value else None
 
 
 def _invalid(name: str, problem: str) -> RowError:

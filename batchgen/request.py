@@ -25,6 +25,8 @@ __all__ = [
     "Prompt",
     "Request",
     "RequestTable",
+    "Score",
+    "StateBlock",
     "StopKind",
     "TextPrompt",
     "TokenPrompt",
@@ -212,6 +214,34 @@ def _column(values: array[int], dtype: type) -> npt.NDArray[Any]:
 
 
 @dataclass(frozen=True, slots=True)
+class Score:
+    """What a scoring row learns of one given text. Field names are those of the `scores` column."""
+
+    sum: float
+    """Sum of its tokens' logprobs, natural log."""
+    mean: float
+    tokens: int
+    is_greedy: bool
+    """Whether each token was the most likely one."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateBlock:
+    """Hidden states of one sample at one layer."""
+
+    layer: int
+    """0: the embeddings, i: the output of block i, -1: after the final norm."""
+    span: str
+    """`prompt`, `output`, `all` or `last`, as asked for."""
+    token_start: int
+    """Position of the first row's token in prompt and output together."""
+    values: npt.NDArray[np.float32]
+    """[rows, H]; one row where pooled"""
+    dtype: str
+    """The format the model computed them in, as `bfloat16`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """One finished (or failed) sample with everything that was asked for.
 
@@ -240,6 +270,30 @@ class Completion:
     output_top_ids: Sequence[int] | None = None
     """[C * K] flat, most likely first, ties by lowest id."""
     output_top_logprobs: Sequence[float] | None = None
+    output_ids_logprobs: Sequence[float] | None = None
+    """[C * ids of `token_ids_logprob`] flat"""
+    input_logprobs: Sequence[float | None] | None = None
+    """[P - logprob_start_len]; only position 0 of the prompt has None."""
+    input_top_ids: Sequence[int | None] | None = None
+    """[(P - logprob_start_len) * K] flat; K times None for position 0 of the prompt."""
+    input_top_logprobs: Sequence[float | None] | None = None
+    input_ids_logprobs: Sequence[float | None] | None = None
+    output_tokens_text: Sequence[str] | None = None
+    """[C]"""
+    input_tokens_text: Sequence[str] | None = None
+    """[P - logprob_start_len]"""
+    routed_experts: Sequence[int] | None = None
+    """[(P + C - 1) * MoE layers * experts per token] flat"""
+    scores: Sequence[Score] | None = None
+    """One for each given text of a scoring row."""
+    score_logprobs: Sequence[float] | None = None
+    """The given texts' token logprobs, flat, one text after the other."""
+    states: Sequence[StateBlock] | None = None
+    """Hidden states, by layer; they go to a file of their own."""
+    constraint_ok: bool | None = None
+    """Whether the text satisfies the row's constraint; None where there is none."""
+    dropped_tokens: int | None = None
+    """Tokens of the samples that `best_of` did not keep; on sample 0."""
     cumulative_logprob: float | None = None
     mean_logprob: float | None = None
     min_new_tokens_unmet: bool | None = None

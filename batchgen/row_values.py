@@ -111,18 +111,12 @@ class RowValues:
         """Refuse the first field whose value asks for something that this version cannot do beside `params`.
 
         Raises:
-            RowError: `unsupported_field`, or `invalid_field` for two constraints at once.
+            RowError: `unsupported_field`.
         """
         if not self.later:
             return
-        self.values["n"] = n = params.n
+        self.values["n"] = params.n
         asking = [item for item in self.later if not item.neutral(self.values[item.name], self.values)]
-        constraints = [self.spelled[item.name] for item in asking if item.name in CONSTRAINTS]
-        if len(constraints) > 1:
-            raise invalid(constraints[1], f"cannot stand beside `{constraints[0]}`: a row has one constraint")
-        best_of = self.values.get("best_of")
-        if best_of is not None and best_of < n:
-            raise invalid("best_of", f"must be at least n ({n}), got {best_of}")
         if asking:
             spelled = self.spelled[asking[0].name]
             message = f"`{spelled}` is not supported by this version; {asking[0].remedy}"
@@ -157,6 +151,7 @@ class RowValues:
         merged = {**defaults.model, **endpoint, **defaults.flags}
         merged.update((name, value) for name, value in self.values.items() if name in _PARAM_NAMES)
         self._merge_logprobs(merged)
+        self._merge_constraint(merged)
         try:
             return SamplingParams(**merged)
         except RowError as error:
@@ -184,6 +179,23 @@ class RowValues:
                 raise invalid(wanting, f"needs `{needed}: true` beside it")
             merged["top_logprobs_num"] = 0
 
+    def _merge_constraint(self, merged: dict[str, Any]) -> None:
+        """Hold the row to one constraint, which replaces a run-wide one, and translate `response_format`."""
+        given = [name for name in CONSTRAINTS if name in self.values]
+        asked = self.values.get("response_format")
+        if asked is not None and asked["type"] == "text":
+            given.remove("response_format")
+        if len(given) > 1:
+            first, second = (self.spelled[name] for name in given[:2])
+            raise invalid(second, f"cannot stand beside `{first}`: a row has one constraint")
+        if not given:
+            return
+        for name in CONSTRAINTS:
+            if name not in given:
+                merged.pop(name, None)
+        if given == ["response_format"] and asked is not None:
+            merged.update(_from_response_format(asked))
+
     def _respelled(self, error: RowError) -> RowError:
         """The same error under the alias that the row uses."""
         name = error.info.param or ""
@@ -198,6 +210,17 @@ class RowValues:
             return RowError(ErrorCode.MISSING_PROMPT, f"the row has no prompt; give it {needed}")
         names = " and ".join(f"`{self.spelled.get(name, name)}`" for name in found)
         return RowError(ErrorCode.AMBIGUOUS_PROMPT, f"the row has several prompts, {names}; keep one of them", found[1])
+
+
+def _from_response_format(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """OpenAI's spelling of a constraint as one of ours."""
+    if asked["type"] == "json_object":
+        return {"json_schema": {"type": "object"}}
+    if asked["type"] == "json_schema":
+        inner = asked["json_schema"]
+        # The wrapper of the API holds the schema; servers take the schema itself, too.
+        return {"json_schema": inner.get("schema", inner) if "name" in inner else inner}
+    return {"structural_tag": dict(asked)}
 
 
 def chat_prompt(row: RowValues, messages: tuple[Mapping[str, Any], ...], defaults: RowDefaults) -> ChatPrompt:

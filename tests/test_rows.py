@@ -196,7 +196,6 @@ UNSUPPORTED: list[tuple[str, Any]] = [
     ("return_routed_experts", True),
     ("lora_path", "adapter"),
     ("custom_logit_processor", "mine"),
-    ("custom_params", {"a": 1}),
     ("stream", True),
 ]
 

@@ -24,11 +24,6 @@ from batchgen.text.tokenizer import Tokenizer
 
 __all__ = ["Loop", "LoopState"]
 
-_NAN = ErrorInfo(
-    ErrorCode.NAN_LOGITS,
-    "the model's logits held a not-a-number for this row; try --dtype float32 or check the weights",
-)
-
 
 @dataclass(slots=True)
 class LoopState:
@@ -104,7 +99,7 @@ class Loop:
         inputs = ModelInput(batch.input_ids, batch.positions, self._attention(self._pool, batch.attention))
         hidden = self._model.hidden(inputs)  # [T, H]
         if not plan.samples:
-            return Sampled([], [])
+            return Sampled([])
         rows = batch.sample_rows
         logits = self._model.logits(hidden[batch.logit_rows])  # [U, V]
         if len(rows) != logits.shape[0]:
@@ -133,12 +128,11 @@ class Loop:
 
     def _take(self, plan: StepPlan, sampled: Sampled) -> list[int]:
         """Hand each sequence its token; the ids of those that ended."""
-        bad = set(sampled.bad)
         finished = []
         for row, (sample, token) in enumerate(zip(plan.samples, sampled.tokens, strict=True)):
             sequence = self._sequences[sample.sequence]
-            if row in bad:
-                sequence.fail(_NAN)
+            if row in sampled.errors:
+                sequence.fail(sampled.errors[row])
                 finished.append(sample.sequence)
                 continue
             if row in sampled.logprobs:

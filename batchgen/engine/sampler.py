@@ -8,11 +8,17 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.sequence import Sequence
+from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.kernels.logprobs import log_normalizers, mask_tokens, token_logprobs, top_logprobs
 from batchgen.kernels.noise import row_keys
 from batchgen.kernels.sampling import SamplingColumns, nan_rows, sample
 
 __all__ = ["Sampled", "Sampler"]
+
+_NAN = ErrorInfo(
+    ErrorCode.NAN_LOGITS,
+    "the model's logits held a not-a-number for this row; try --dtype float32 or check the weights",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +27,8 @@ class Sampled:
 
     tokens: list[int]
     """[R]"""
-    bad: list[int]
-    """rows whose logits held a not-a-number, or nothing that could be drawn"""
+    errors: dict[int, ErrorInfo] = field(default_factory=dict)
+    """rows that end here, and why; their tokens mean nothing"""
     logprobs: dict[int, float] = field(default_factory=dict)
     """by row, for those that asked"""
     top: dict[int, tuple[list[int], list[float]]] = field(default_factory=dict)
@@ -64,7 +70,7 @@ class Sampler:
             mask_tokens(logits, mask[:, 0], mask[:, 1])
         positions = torch.tensor([len(row.output_ids) for row in rows], dtype=torch.int64, device=self._device)
         tokens = sample(logits, columns.at(positions)).tokens  # [R]
-        result = Sampled(tokens=tokens.tolist(), bad=bad.nonzero().flatten().tolist())
+        result = Sampled(tokens=tokens.tolist(), errors=dict.fromkeys(bad.nonzero().flatten().tolist(), _NAN))
         if wanted:
             assert before is not None
             drawn = token_logprobs(lse_input, tokens[columns.logprob_index], before).tolist()
