@@ -49,6 +49,19 @@ PROMPTS: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
 ]
 
 
+@pytest.mark.field(
+    "text",
+    "input_ids",
+    "prompt",
+    "messages",
+    "tools",
+    "chat_template_kwargs",
+    "add_generation_prompt",
+    "continue_final_message",
+    "body",
+    "url",
+    "method",
+)
 @pytest.mark.parametrize(("value", "prompts"), PROMPTS)
 def test_prompts(value: dict[str, Any], prompts: tuple[Any, ...]) -> None:
     assert parse(value).prompts == prompts
@@ -103,6 +116,7 @@ VALID: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.field("sampling_params")
 @pytest.mark.parametrize(("fields", "expected"), VALID)
 def test_sampling_fields_mean_the_same_wherever_they_stand(fields: dict[str, Any], expected: dict[str, Any]) -> None:
     wanted = SamplingParams(**expected)
@@ -135,6 +149,7 @@ LOGPROBS: list[tuple[dict[str, Any], bool, int]] = [
 ]
 
 
+@pytest.mark.field("logprobs", "top_logprobs", "return_logprob", "top_logprobs_num")
 @pytest.mark.parametrize(("value", "asked", "top"), LOGPROBS)
 def test_logprobs(value: dict[str, Any], asked: bool, top: int) -> None:
     assert (params(value).return_logprob, params(value).top_logprobs_num) == (asked, top)
@@ -226,11 +241,13 @@ ACCEPTED: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.field("model")
 @pytest.mark.parametrize("value", ACCEPTED)
 def test_accepted(value: dict[str, Any]) -> None:
     assert parse(value).prompts
 
 
+@pytest.mark.field("id")
 def test_ids() -> None:
     for name in ("id", "rid", "custom_id"):
         assert parse(text(**{name: " Ünïcode \n"})).id == " Ünïcode \n"
@@ -241,14 +258,16 @@ def test_ids() -> None:
         assert row_id(bad, 3) == "row-3"
 
 
+@pytest.mark.field("user", "metadata", "safety_identifier", "prompt_cache_key")
 def test_unknown_top_level_keys_are_carried() -> None:
     assert parse(text(label=1, nested={"a": None}, nothing=None)).extra == {
         "label": 1,
         "nested": {"a": None},
         "nothing": None,
     }
-    row = parse({**line(user="me", metadata={"a": "b"}), "label": 1})
-    assert row.extra == {"label": 1, "body": {"user": "me", "metadata": {"a": "b"}}}
+    described = {"user": "me", "metadata": {"a": "b"}, "safety_identifier": "s", "prompt_cache_key": "k"}
+    row = parse({**line(**described), "label": 1})
+    assert row.extra == {"label": 1, "body": described}
     native = parse(text(url="https://example.org", body="of the article"))
     assert native.extra == {"url": "https://example.org", "body": "of the article"}
 

@@ -243,6 +243,7 @@ HOSTILE: list[Hostile] = [
 ]
 
 
+@pytest.mark.field("sampling_params", "method", "url", "body")
 @pytest.mark.parametrize(("value", "code", "param"), HOSTILE)
 def test_wrong_rows(value: Any, code: str, param: str | None) -> None:
     with pytest.raises(RowError) as caught:

@@ -122,6 +122,7 @@ def test_stops_may_be_a_string_or_a_list() -> None:
     hash(given)
 
 
+@pytest.mark.field("max_new_tokens")
 def test_no_limit_reaches_the_end_of_the_context(engine: Engine) -> None:
     (done,) = engine.generate(["Hello"], SamplingParams(temperature=0, max_new_tokens=None, ignore_eos=True))
     assert done.finish_reason == "length"
@@ -143,6 +144,7 @@ def test_errors_are_completions(engine: Engine) -> None:
     assert list(engine.generate([])) == []
 
 
+@pytest.mark.field("model")
 def test_a_row_may_name_the_engines_model(engine: Engine, model: Path) -> None:
     rows = [{"text": "x", **GREEDY, "model": name} for name in (str(model), model.name, "*", "another")]
     errors = [c.error and c.error.param for c in engine.generate(rows, ordered=True)]

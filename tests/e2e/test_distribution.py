@@ -109,6 +109,7 @@ def logits(model: Path) -> npt.NDArray[np.float64]:
     return last.double().numpy()
 
 
+@pytest.mark.field("temperature", "top_k", "top_p", "min_p", "seed", "n")
 @pytest.mark.parametrize("mix", MIXES, ids=str)
 def test_first_token(engine: Engine, logits: npt.NDArray[np.float64], mix: dict[str, Any]) -> None:
     """As samples of some rows with seeds of their own, rows without, and rows of one sample each."""

@@ -149,6 +149,7 @@ def test_slurms_variables_name_the_shard(model: Path, tmp_path: Path, lines: byt
     assert [row["row_index"] for row in rows_of(part)] == [3, 7, 11, 15, 19, 23]
 
 
+@pytest.mark.field("id", "messages")
 def test_named_columns(model: Path, tmp_path: Path) -> None:
     rows = [
         {"uid": 17, "question": "The quick", "text": "displaced", "lang": "en"},
@@ -174,6 +175,7 @@ def test_bad_rows_may_be_left_out(model: Path, tmp_path: Path) -> None:
     assert "skipped 8" in done.stderr
 
 
+@pytest.mark.field("id")
 @pytest.mark.parametrize(
     ("policy", "ids", "errors"),
     [

@@ -24,6 +24,7 @@ def one(model: Path, folder: Path, row: dict[str, Any], *options: object, **more
     return output
 
 
+@pytest.mark.field("messages")
 def test_chat(model: Path, tmp_path: Path) -> None:
     text = {"id": "a", "text": "Hi", **SHORT}
     chat = "<s><|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -41,6 +42,7 @@ def test_chat(model: Path, tmp_path: Path) -> None:
     assert "--no-chat" in refused["error"]["message"]
 
 
+@pytest.mark.field("input_ids", "max_new_tokens")
 def test_truncation(model: Path, tmp_path: Path) -> None:
     ids = [4 + i % 50 for i in range(CONTEXT + 40)]
     row = {"id": "a", "input_ids": ids, "max_new_tokens": 10, "temperature": 0, "ignore_eos": True}
@@ -58,6 +60,7 @@ def test_truncation(model: Path, tmp_path: Path) -> None:
     assert clipped["finish_reason"] == "length"
 
 
+@pytest.mark.field("max_new_tokens", "n", "return_logprob", "top_logprobs_num", "ignore_eos")
 def test_run_wide_flags_are_defaults(model: Path, tmp_path: Path) -> None:
     rows = [
         {"id": "flag", "text": "The quick"},
@@ -109,6 +112,7 @@ def test_the_models_sampling_defaults(model: Path, tmp_path: Path) -> None:
     assert by_openai["output_ids"] != by_model["output_ids"]
 
 
+@pytest.mark.field("ignore_eos", "stop_token_ids")
 def test_the_models_own_stop_ids(model: Path, tmp_path: Path) -> None:
     """Both ids of generation_config.json end a row; `ignore_eos` goes past them; a named one still stops."""
     logits_free = {"id": "a", "text": "x", "temperature": 3.0, "top_k": -1, "top_p": 1.0, "max_new_tokens": 250}
@@ -141,6 +145,7 @@ def test_carry(model: Path, tmp_path: Path, carry: str, kept: dict[str, Any] | N
     assert (None if extra is None else json.loads(extra)) == kept
 
 
+@pytest.mark.field("text")
 def test_prompts_are_written_where_asked_for(model: Path, tmp_path: Path) -> None:
     row = {"id": "a", "text": ["The quick", "Zażółć"], **SHORT}
     write_lines(tmp_path / "in.jsonl", [row])
@@ -156,6 +161,7 @@ def test_prompts_are_written_where_asked_for(model: Path, tmp_path: Path) -> Non
         assert found["prompt_ids"][0] == 0
 
 
+@pytest.mark.field("max_new_tokens", "min_new_tokens", "stop", "no_stop_trim")
 def test_special_cases_of_length_and_stop(model: Path, tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {"id": "nothing", "text": "x", "max_new_tokens": 0, "temperature": 0},

@@ -54,6 +54,7 @@ def alone(engine: Engine) -> dict[str, tuple[Any, ...]]:
     return found
 
 
+@pytest.mark.field("seed", "temperature")
 def test_in_one_batch(engine: Engine, alone: dict[str, tuple[Any, ...]]) -> None:
     assert results(engine.generate(drawn_rows())) == alone
 
@@ -100,6 +101,7 @@ def test_another_run_seed_draws_otherwise(engine: Engine, alone: dict[str, tuple
     assert sum(found[f"r{i}"][0] != alone[f"r{i}"][0] for i in range(0, ROWS, 2)) > ROWS // 2 - 5
 
 
+@pytest.mark.field("n", "seed", "id")
 def test_samples_differ_and_a_written_seed_replays(engine: Engine) -> None:
     row = {"id": "x", "text": "The quick", "temperature": 1.0, "top_k": -1, "top_p": 1.0, "max_new_tokens": 12}
     samples = list(engine.generate([row | {"n": 6}]))
@@ -121,6 +123,7 @@ def by_row(path: Path) -> dict[str, tuple[Any, ...]]:
     return {name: tuple(row[column] for column in RESULT) for name, row in by_id(path).items()}
 
 
+@pytest.mark.field("seed")
 def test_in_a_job_killed_and_resumed(job: tuple[Path, list[Any]], alone: dict[str, tuple[Any, ...]]) -> None:
     folder, arguments = job
     arguments = [*arguments, "-o", "killed.parquet", "--commit-every", "4", "--max-num-seqs", "4"]

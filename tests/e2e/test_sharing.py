@@ -25,6 +25,7 @@ def distinct_rows() -> list[dict[str, Any]]:
     return [{"id": str(i), "text": text, "temperature": 0, "max_new_tokens": 6} for i, text in enumerate(texts)]
 
 
+@pytest.mark.field("text")
 def test_the_job_computes_the_distinct_tokens(model: Path, tmp_path: Path) -> None:
     rows = distinct_rows()
     source = write_lines(tmp_path / "in.jsonl", rows)
@@ -44,6 +45,7 @@ def test_the_job_computes_the_distinct_tokens(model: Path, tmp_path: Path) -> No
     assert report["cached_tokens"] == report["prompt_tokens"] - nodes
 
 
+@pytest.mark.field("n")
 @pytest.mark.parametrize(("page_size", "max_num_seqs", "max_tokens_per_step"), [(16, 128, 2048), (4, 8, 24), (1, 5, 7)])
 def test_at_any_step_and_page_size(model: Path, page_size: int, max_num_seqs: int, max_tokens_per_step: int) -> None:
     """Duplicates, drawn rows and several samples too; a last prompt token may be computed anew for its logits."""

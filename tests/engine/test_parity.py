@@ -87,6 +87,7 @@ def every_way(
     assert engine.last_run.scheduler.stats.preemptions > 0
 
 
+@pytest.mark.field("input_ids", "temperature", "return_logprob", "ignore_eos")
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
 @pytest.mark.parametrize("checkpoint", NATIVE, ids=lambda p: "-".join([p[0], *p[1]]), indirect=True)
 def test_native_families_equal_eager(checkpoint, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:

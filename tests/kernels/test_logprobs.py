@@ -8,6 +8,7 @@ from batchgen.kernels import logprobs
 from batchgen.kernels.logprobs import log_normalizers, mask_tokens, token_logprobs, top_logprobs
 
 
+@pytest.mark.field("return_logprob")
 @pytest.mark.parametrize(("rows", "vocab"), [(0, 5), (1, 1), (7, 63), (3, 1000), (50, 8192)])
 def test_token_logprobs_are_those_of_log_softmax(rows: int, vocab: int) -> None:
     generator = torch.Generator().manual_seed(rows)
@@ -20,6 +21,7 @@ def test_token_logprobs_are_those_of_log_softmax(rows: int, vocab: int) -> None:
     assert torch.equal(token_logprobs(logits, tokens, log_normalizers(logits)), got)
 
 
+@pytest.mark.field("top_logprobs_num")
 @pytest.mark.parametrize(("rows", "vocab", "k"), [(4, 1, 1), (7, 63, 63), (50, 8192, 20)])
 def test_top_logprobs_come_most_likely_first_with_ties_by_id(rows: int, vocab: int, k: int) -> None:
     logits = (3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(1))).bfloat16().float()

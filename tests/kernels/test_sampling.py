@@ -65,6 +65,7 @@ def logits_of(kind: str, rows: int, vocab: int) -> Tensor:
     return logits
 
 
+@pytest.mark.field("temperature", "top_k", "top_p", "min_p", "seed")
 @pytest.mark.parametrize("kind", ["normal", "ties", "bfloat16", "masked", "equal", "peaked"])
 @pytest.mark.parametrize("vocab", [1, 2, 63, 1000, 8192])
 def test_every_mix_of_parameters_equals_the_oracle(kind: str, vocab: int) -> None:

@@ -36,6 +36,7 @@ def id_lists(draw: st.DrawFn, tokenizer: Tokenizer) -> list[int]:
     return [token for part in parts for token in part]
 
 
+@pytest.mark.field("skip_special_tokens", "spaces_between_special_tokens")
 @pytest.mark.parametrize(("skip", "spaces"), MODES)
 @pytest.mark.parametrize("kind", KINDS)
 @SHARED
@@ -93,6 +94,7 @@ def test_an_invalid_byte_takes_back_the_whole_run_of_a_byte_fallback_decoder(
     assert detokenizer.flush() == tokenizer.decode(ids) == "\ufffd" * 4
 
 
+@pytest.mark.field("spaces_between_special_tokens", "skip_special_tokens")
 def test_special_tokens_without_spaces(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["wordpiece"]
     start, end = (tokenizer._hf.convert_tokens_to_ids(t) for t in ("<|im_start|>", "<|im_end|>"))

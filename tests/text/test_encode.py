@@ -45,6 +45,7 @@ def encoder(tokenizer: Tokenizer) -> Encoder:
     return Encoder(tokenizer, tokenizer.vocab_size, context_length=64, run_seed=11)
 
 
+@pytest.mark.field("text", "input_ids", "messages")
 def test_every_source_keeps_its_place(encoder: Encoder, tokenizer: Tokenizer) -> None:
     chat = [{"role": "user", "content": "Hi"}]
     results = encode(
@@ -67,12 +68,14 @@ def test_every_source_keeps_its_place(encoder: Encoder, tokenizer: Tokenizer) ->
     assert good[3][0].max_new_tokens == 5
 
 
+@pytest.mark.field("seed", "id")
 def test_seeds(encoder: Encoder) -> None:
     assert only(encoder, {"text": "a", "seed": -3}).seed == -3
     assert only(encoder, {"text": "a", "id": "mine"}).seed == derive_seed(11, "mine")
     assert only(encoder, {"text": "a"}).seed == derive_seed(11, "row-0")
 
 
+@pytest.mark.field("max_new_tokens")
 def test_the_limit_is_clipped_to_the_context(encoder: Encoder) -> None:
     assert only(encoder, {"input_ids": [5] * 60}).max_new_tokens == 4
     assert only(encoder, {"input_ids": [5] * 60, "max_new_tokens": 3}).max_new_tokens == 3

@@ -63,6 +63,7 @@ def brute_force(
     return len(ids), FinishedText(tokenizer.decode(ids, *flags), "length")
 
 
+@pytest.mark.field("stop", "stop_token_ids", "min_new_tokens", "ignore_eos", "no_stop_trim", "skip_special_tokens")
 @pytest.mark.parametrize("kind", KINDS)
 @SHARED
 @given(data=st.data())
@@ -186,6 +187,7 @@ def test_nothing_follows_an_end(tokenizer: Tokenizer) -> None:
         state.append(8)
 
 
+@pytest.mark.field("min_new_tokens", "stop_token_ids", "ignore_eos")
 @pytest.mark.parametrize(
     ("params", "expected"),
     [

@@ -56,6 +56,7 @@ def test_special_tokens_written_in_raw_text_are_recognised(tokenizer: Tokenizer)
     assert tokenizer._hf.convert_tokens_to_ids("<|im_end|>") in ids
 
 
+@pytest.mark.field("messages", "add_generation_prompt")
 def test_chat_is_what_the_library_renders(tokenizers: dict[str, Tokenizer]) -> None:
     for tokenizer in tokenizers.values():
         prompt = chat("Hello there", "Hi!", "how are you?")
@@ -66,6 +67,7 @@ def test_chat_is_what_the_library_renders(tokenizers: dict[str, Tokenizer]) -> N
         assert expected.count(tokenizer._hf.bos_token_id) == 1, "the template's own BOS, not doubled"
 
 
+@pytest.mark.field("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 def test_chat_options_reach_the_template(tokenizer: Tokenizer) -> None:
     assert tokenizer.render_chat(chat("Hi")).endswith("<|im_start|>assistant\n")
     assert tokenizer.render_chat(chat("Hi", add_generation_prompt=False)).endswith("<|im_end|>\n")
@@ -75,6 +77,7 @@ def test_chat_options_reach_the_template(tokenizer: Tokenizer) -> None:
     assert 'tools:[{"type": "function"}]' in tokenizer.render_chat(chat("Hi", tools=({"type": "function"},)))
 
 
+@pytest.mark.field("messages")
 def test_parts_go_to_a_template_that_reads_them(tokenizer: Tokenizer) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     assert "user\n[one][two]<|im_end|>" in tokenizer.render_chat(chat(parts))
