@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from batchgen.kernels.types import Attention, LayerKV
 
-__all__ = ["Model", "ModelInput", "ModelSpec"]
+__all__ = ["Model", "ModelInput", "ModelSpec", "Taps"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,32 @@ class ModelSpec:
     digest: str
     """sha256 over configuration, weight files' names, sizes and headers, and samples of the weights: enters the run's
     fingerprint."""
+    state_layers: int | None = None
+    """The last layer whose states can be tapped, the number of blocks; None where they cannot be found."""
+    moe_layers: tuple[int, ...] = ()
+    """Blocks, from 0, whose choices of experts can be tapped."""
+    experts_per_token: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Taps:
+    """Inner values of one step that are wanted beside its output. The model fills `states` and `routed`."""
+
+    rows: Tensor
+    """[S] int64: flat tokens to keep"""
+    tokens: int
+    """Flat tokens of the step, T."""
+    layers: tuple[int, ...] = ()
+    """0: the embeddings as the first block is fed with them, i: the output of block i, -1: after the final norm."""
+    experts: bool = False
+    states: dict[int, Tensor] = field(default_factory=dict)
+    """Filled by the model: layer -> [S, H] in the model's dtype."""
+    routed: Tensor | None = None
+    """Filled by the model where `experts` is set: [S, MoE layers, experts per token] int32."""
+
+    def take(self, layer: int, states: Tensor) -> None:
+        """Keep the wanted rows of a layer's states [T, H]: a copy, since models may go on in place."""
+        self.states[layer] = states[self.rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +71,8 @@ class ModelInput:
     positions: Tensor
     """[T] int64"""
     attention: Attention
+    taps: Taps | None = None
+    """None costs nothing."""
 
 
 class Model(Protocol):
@@ -56,7 +84,7 @@ class Model(Protocol):
         ...
 
     def hidden(self, inputs: ModelInput) -> Tensor:
-        """States after the final norm, [T, H] in the model's dtype."""
+        """States after the final norm, [T, H] in the model's dtype; fills `inputs.taps`."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ Logits are made by the model's own forward with its decoder taken out, so that s
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from batchgen.errors import ModelError
 from batchgen.kernels.types import Attention
 from batchgen.models.base import ModelInput, ModelSpec
+from batchgen.models.insides import Insides, find_insides
 
 __all__ = ["ATTENTION_NAME", "HookedModel", "KeywordDropped", "TransformersModel", "decoder_name", "register_attention"]
 
@@ -129,28 +132,47 @@ class HookedModel:
         assert name is not None
         self._decoder: Any = getattr(model, name)
         self._head: Any = _head_only(model, name)
+        self._insides = Insides(())
         self._slot = Slot() if use_slot else None
         for module in model.modules() if use_slot else ():
             if hasattr(module, "layer_idx"):
                 setattr(module, _SLOT, self._slot)
 
+    @property
+    def insides(self) -> Insides:
+        """What can be tapped, once it has been found."""
+        return self._insides
+
+    def find_insides(self, inputs: ModelInput) -> None:
+        """Find what can be tapped, by one forward over `inputs`."""
+        run = partial(self._forward, inputs, output_hidden_states=True)
+        self._insides = find_insides(self._decoder, run, len(inputs.input_ids))
+
     def hidden(self, inputs: ModelInput) -> Tensor:
-        """States after the final norm, [T, H]."""
+        """States after the final norm, [T, H]; fills the taps."""
+        taps = inputs.taps
+        with nullcontext() if taps is None else self._insides.tapped(taps):
+            states: Tensor = self._forward(inputs).last_hidden_state[0]  # [T, H]
+        if taps is not None and -1 in taps.layers:
+            taps.take(-1, states)
+        return states
+
+    def _forward(self, inputs: ModelInput, **asked: bool) -> Any:
+        """The decoder's own output."""
         keyword: dict[str, Attention] = {} if self._slot is not None else {_KEYWORD: inputs.attention}
         if self._slot is not None:
             self._slot.attention = inputs.attention
         try:
-            out = self._decoder(
+            return self._decoder(
                 input_ids=inputs.input_ids[None],  # [1, T]
                 position_ids=inputs.positions[None],  # [1, T]
                 use_cache=False,
+                **asked,
                 **keyword,
             )
         finally:
             if self._slot is not None:
                 self._slot.attention = None
-        states: Tensor = out.last_hidden_state[0]  # [T, H]
-        return states
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, H] -> [R, V] in the model's dtype."""
@@ -172,7 +194,7 @@ class TransformersModel:
 
     @torch.no_grad()
     def hidden(self, inputs: ModelInput) -> Tensor:
-        """States after the final norm, [T, H] in the model's dtype."""
+        """States after the final norm, [T, H] in the model's dtype; fills `inputs.taps`."""
         return self._model.hidden(inputs)
 
     @torch.no_grad()

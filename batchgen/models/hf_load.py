@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -21,6 +22,7 @@ from batchgen.models.hf import (
     decoder_name,
     register_attention,
 )
+from batchgen.models.insides import Insides
 from batchgen.models.probe import LayerUse, ProbeAttention
 from batchgen.models.stack import stack_projections
 
@@ -116,7 +118,7 @@ def transformers_spec(
     register_attention()
     with _quiet():
         model = _meta_model(config)
-        uses = _learn_uses(model, config, context)
+        uses, insides = _learn_uses(model, config, context)
     return ModelSpec(
         name=str(config.model_type),
         implementation="transformers",
@@ -129,6 +131,9 @@ def transformers_spec(
         device=device,
         parameters=sum(p.numel() for p in model.parameters()),
         digest=folder.digest,
+        state_layers=len(insides.blocks) or None,
+        moe_layers=tuple(block for block, _ in insides.experts),
+        experts_per_token=insides.experts_per_token,
     )
 
 
@@ -164,17 +169,26 @@ def _use_our_attention(model: Any) -> None:
         raise _unsupported(model.config, "it has no separate decoder")
 
 
-def _learn_uses(model: Any, config: Any, context: int) -> list[LayerUse]:
-    """How each layer calls its attention, from a forward on the meta device."""
+def _learn_uses(model: Any, config: Any, context: int) -> tuple[list[LayerUse], Insides]:
+    """How each layer calls its attention, and what can be tapped, from forwards on the meta device."""
     probe = ProbeAttention()
+    inputs = _chunk(torch.zeros(4, dtype=torch.int64, device="meta"), 0, 4, probe)
     try:
-        _hook(model, _chunk(torch.zeros(4, dtype=torch.int64, device="meta"), 0, 4, probe))
+        hooked = _hook(model, inputs)
     except NotImplementedError:
         # A forward that looks at values, such as a count of tokens per expert. Memory that is never written takes no
         # space, so the same forward runs over whatever the allocator hands out.
         probe = ProbeAttention()
-        _hook(model.to_empty(device="cpu"), _chunk(torch.zeros(4, dtype=torch.int64), 0, 4, probe))
-    return _check_uses(config, context, probe.calls)
+        inputs = _chunk(torch.zeros(4, dtype=torch.int64), 0, 4, probe)
+        hooked = _hook(model.to_empty(device="cpu"), inputs)
+    uses = _check_uses(config, context, probe.calls)
+    return uses, _find_insides(hooked, inputs)
+
+
+def _find_insides(hooked: HookedModel, inputs: ModelInput) -> Insides:
+    with torch.no_grad():
+        hooked.find_insides(replace(inputs, attention=ProbeAttention()))
+    return hooked.insides
 
 
 def _hook(model: Any, inputs: ModelInput) -> HookedModel:
@@ -238,7 +252,9 @@ def load_transformers(config: Any, spec: ModelSpec, folder: ModelFolder) -> Tran
         expected = model(input_ids=ids[None], use_cache=False).logits[0].float()  # [7, V]
         _use_our_attention(model)
         stack_projections(model)
-        return _tested(TransformersModel(_hook(model, _chunk(ids, 0, 1, ProbeAttention())), spec), ids, expected)
+        hooked = _hook(model, _chunk(ids, 0, 1, ProbeAttention()))
+        _find_insides(hooked, _chunk(ids, 0, len(ids), ProbeAttention()))
+        return _tested(TransformersModel(hooked, spec), ids, expected)
 
 
 def _read_weights(config: Any, spec: ModelSpec, folder: ModelFolder) -> Any:

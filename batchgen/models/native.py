@@ -74,12 +74,21 @@ class NativeModel:
         x = F.embedding(inputs.input_ids, self._embedding)  # [T, H]
         tables = rope_tables(self._inv_freq, self._rope_scale, inputs.positions, x.dtype)  # 2 x [T, 1, D]
         eps = self._config.rms_eps
+        taps = inputs.taps
+        tapped = () if taps is None else taps.layers
+        if taps is not None and 0 in tapped:
+            taps.take(0, x)
         for layer in self._layers:
             attended = _attention(self._config, layer, rms_norm(x, layer.input_norm, eps), tables, inputs.attention)
             x = x.add_(layer.o(attended))  # [T, H]
             gate_up = layer.gate_up(rms_norm(x, layer.post_norm, eps))  # [T, 2I]
             x = x.add_(layer.down(gated(gate_up, self._activation)))  # [T, H]
-        return rms_norm(x, self._norm, eps)  # [T, H]
+            if taps is not None and layer.index + 1 in tapped:
+                taps.take(layer.index + 1, x)
+        x = rms_norm(x, self._norm, eps)  # [T, H]
+        if taps is not None and -1 in tapped:
+            taps.take(-1, x)
+        return x
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -128,6 +137,7 @@ def native_spec(
         device=device,
         parameters=sum(_numel(fused) for fused in layout),
         digest=folder.digest,
+        state_layers=config.num_layers,
     )
 
 
