@@ -228,6 +228,15 @@ class SamplingParams:
         return self.temperature < GREEDY_TEMPERATURE
 
     @property
+    def reads_prompt(self) -> bool:
+        """Whether something is returned that only computing the prompt gives, even where no token is generated."""
+        return (
+            (self.return_logprob and self.logprob_start_len >= 0)
+            or self.return_hidden_states is not None
+            or self.return_routed_experts
+        )
+
+    @property
     def samples(self) -> int:
         """Samples to generate: `best_of`, or `n`."""
         return self.best_of or self.n

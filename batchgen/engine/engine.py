@@ -155,7 +155,7 @@ class Engine:
         scheduler = Scheduler(
             workload.tree,
             workload.samples,
-            table.max_new_tokens,
+            workload.draws,
             SchedulerConfig(num_pages=pages, page_size=config.page_size, max_num_seqs=seqs, max_tokens_per_step=tokens),
         )
         attention = attention_factory(config.attention, spec.device)

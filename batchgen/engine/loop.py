@@ -68,6 +68,8 @@ class Loop:
         self._prompt_ids = prompt_ids
         self._sampler = Sampler(model.spec.device)
         self._sequences: dict[int, Sequence] = {}
+        self._prompt_only: set[int] = set()
+        """Sequences that run for their prompt alone: their one draw is dropped."""
         self._open: dict[int, _Open] = {}
         self.state = LoopState(kv_pages=pool.keys[0].shape[0] - 1 if pool.keys else 0)
 
@@ -82,7 +84,8 @@ class Loop:
             finished = self._take(plan, sampled)
             self._scheduler.commit(finished)
             self.state.steps += 1
-            self.state.output_tokens += len(plan.samples)
+            self.state.output_tokens += len(plan.samples) - len(self._prompt_only.intersection(finished))
+            self._prompt_only.difference_update(finished)
             self.state.running = len(self._sequences) - len(finished)
             self.state.kv_pages_used = self._scheduler.pages_in_use
             for sequence in finished:
@@ -92,7 +95,10 @@ class Loop:
     def _execute(self, plan: StepPlan) -> Sampled:
         """Run one step on the device."""
         for start in plan.starts:
-            self._sequences[start.sequence] = self._start(self._workload.table[start.request], start.sample_index)
+            sequence = self._start(self._workload.table[start.request], start.sample_index)
+            self._sequences[start.sequence] = sequence
+            if not sequence.request.max_new_tokens:
+                self._prompt_only.add(start.sequence)
         self._copy_pages(plan.copies)
         device = self._model.spec.device
         batch = build_batch(plan, self._workload.table, self._sequences, self._pool.page_size, device)
@@ -133,6 +139,10 @@ class Loop:
             sequence = self._sequences[sample.sequence]
             if row in sampled.errors:
                 sequence.fail(sampled.errors[row])
+                finished.append(sample.sequence)
+                continue
+            if self._prompt_only and sample.sequence in self._prompt_only:
+                sequence.finish_reason = "length"
                 finished.append(sample.sequence)
                 continue
             if row in sampled.logprobs:
@@ -190,10 +200,9 @@ class Loop:
     def _without_tokens(self) -> Iterator[list[Completion]]:
         """Requests for no tokens at all, and those whose keys and values exceed the whole pool."""
         workload = self._workload
-        for index in (workload.table.max_new_tokens == 0).nonzero()[0].tolist():
-            if not workload.done[index]:
-                request = workload.table[index]
-                yield [self._empty(request, i) for i in range(request.params.n)]
+        for index in workload.idle.tolist():
+            request = workload.table[index]
+            yield [self._empty(request, i) for i in range(request.params.n)]
         for index, pages in workload.too_large.items():
             request = workload.table[index]
             error = ErrorInfo(

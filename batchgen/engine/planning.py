@@ -26,7 +26,7 @@ class Workload:
     table: RequestTable
     tree: PrefixTree
     samples: npt.NDArray[np.int32]
-    """[N] samples to generate; 0 for those done before, copied from a leader, or asked for no tokens"""
+    """[N] samples to run; 0 for those done before, copied from a leader, or without anything to compute"""
     leader: npt.NDArray[np.int64]
     """[N] index of the identical greedy request this one copies; itself where it is generated"""
     done: npt.NDArray[np.bool_]
@@ -35,8 +35,15 @@ class Workload:
     """[F] requests to copy, sorted by leader"""
     followed: npt.NDArray[np.int64]
     """[F] the leader of each of them"""
+    idle: npt.NDArray[np.int64]
+    """[I] requests that remain but compute nothing: no token and nothing of their prompt is asked for"""
     too_large: dict[int, int] = field(default_factory=dict)
     """request -> pages it needs, where that is more than the whole pool"""
+
+    @property
+    def draws(self) -> npt.NDArray[np.int32]:
+        """[N] most tokens that a sample draws. One that runs for its prompt alone draws a token, which is dropped."""
+        return np.maximum(self.table.max_new_tokens, 1)
 
     def followers_of(self, leader: int) -> list[int]:
         """The requests that take over this one's result, in input order."""
@@ -47,7 +54,7 @@ class Workload:
 
     def set_aside_too_large(self, pages: int, page_size: int) -> None:
         """Generate nothing for requests that `pages` pages cannot hold even alone; they go to `too_large`."""
-        positions = np.diff(self.table.offsets) + self.table.max_new_tokens - 1
+        positions = np.diff(self.table.offsets) + self.draws - 1
         needed = -(-positions // page_size)
         for index in np.flatnonzero((needed > pages) & (self.samples > 0)).tolist():
             self.too_large[index] = int(needed[index])
@@ -72,10 +79,12 @@ def plan_workload(table: RequestTable, done: npt.NDArray[np.bool_] | None = None
     if dedup:
         leader = find_dedup(tree.node_of_request, params_id, greedy, table.max_new_tokens)
     wanted = np.array([p.n for p in table.params], np.int32)[params_id] if count else np.zeros(0, np.int32)
-    samples = np.where(done | (table.max_new_tokens == 0), 0, wanted).astype(np.int32)
+    reads_prompt = np.array([p.reads_prompt for p in table.params], np.bool_)[params_id] if count else greedy
+    idle = ~done & (table.max_new_tokens == 0) & ~reads_prompt
+    samples = np.where(done | idle, 0, wanted).astype(np.int32)
     # A follower whose leader was committed by an earlier run is generated itself: the leader's tokens are in a file.
     copies = (leader != own) & ~done & ~done[leader] & (samples > 0)
     samples[copies] = 0
     followers = np.flatnonzero(copies)
     followers = followers[np.argsort(leader[followers], kind="stable")]
-    return Workload(table, tree, samples, leader, done, followers, leader[followers])
+    return Workload(table, tree, samples, leader, done, followers, leader[followers], np.flatnonzero(idle))

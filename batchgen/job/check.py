@@ -115,7 +115,8 @@ def _examine(config: RunConfig) -> CheckReport:
         workload = plan_workload(table, dedup=config.engine.dedup)
         sequences = step_limits(config.engine, setup.spec.device)[0]
         page = config.engine.page_size
-        counts = plan_counts(workload.tree, workload.samples, table.max_new_tokens, page, sequences)
+        counts = plan_counts(workload.tree, workload.samples, workload.draws, page, sequences)
+        tokens = int((workload.samples.astype(np.int64) * table.max_new_tokens).sum())
         output_bytes = _output_bytes(table, rows)
         planned = time.monotonic()
     spec = setup.spec
@@ -132,7 +133,7 @@ def _examine(config: RunConfig) -> CheckReport:
         cached_tokens=workload.tree.prompt_tokens - workload.tree.distinct_tokens,
         sharing_ratio=round(counts.sharing_ratio, 4),
         deduplicated_rows=len(workload.followers),
-        max_completion_tokens=counts.max_output_tokens,
+        max_completion_tokens=tokens,
         kv_peak_bytes=counts.kv_peak_pages * page_bytes,
         page_waste=round(counts.page_waste, 4),
         estimated_seconds=round(_estimated_seconds(setup, counts), 1),

@@ -1,0 +1,89 @@
+"""Requests for no tokens: their prompt runs where something of it is returned, and nothing runs where not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from batchgen.engine.engine import Engine
+from batchgen.params import SamplingParams
+from batchgen.request import Completion, RequestTable
+from tests.engine.reference import save_word_tokenizer
+from tests.models.tiny import VOCAB, save_tiny
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    save_word_tokenizer(path, VOCAB)
+    return save_tiny("llama", path)
+
+
+def finish(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) -> list[Completion]:
+    table = RequestTable()
+    for i, (ids, params) in enumerate(requests):
+        assert params.max_new_tokens is not None
+        table.append(i, 0, ids, params, i, params.max_new_tokens)
+    groups = list(engine.start(table).loop.run())
+    return [c for group in sorted(groups, key=lambda group: group[0].row_index) for c in group]
+
+
+def nothing(**asked: object) -> SamplingParams:
+    return SamplingParams(max_new_tokens=0, **asked)  # type: ignore[arg-type]
+
+
+SOME = [
+    nothing(return_logprob=True, logprob_start_len=0),
+    nothing(return_hidden_states=True),
+    nothing(return_routed_experts=True),
+]
+
+
+@pytest.mark.field("max_new_tokens")
+@pytest.mark.parametrize("max_num_seqs", [1, 8])
+def test_a_prompt_that_is_asked_for_runs_without_output(folder: Path, max_num_seqs: int) -> None:
+    engine = Engine(str(folder), dtype="float32", max_num_seqs=max_num_seqs, max_tokens_per_step=8, page_size=4)
+    prompts = [[3, 4, 5, 6, 7, 8, 9, 10, 11 + i] for i in range(len(SOME))]
+    done = finish(engine, list(zip(prompts, SOME, strict=True)))
+    for completion, ids in zip(done, prompts, strict=True):
+        assert completion.error is None
+        assert (completion.finish_reason, completion.text, completion.completion_tokens) == ("length", "", 0)
+        assert list(completion.output_ids or []) == []
+        assert completion.prompt_ids is not None
+        assert list(completion.prompt_ids) == ids
+        assert completion.effective_max_new_tokens == 0
+        assert not completion.output_logprobs
+    assert engine.last_run is not None
+    assert engine.last_run.scheduler.stats.prompt_tokens == 8 + len(SOME)
+    assert engine.last_run.loop.state.output_tokens == 0
+
+
+def test_a_prompt_that_nobody_reads_does_not_run(folder: Path) -> None:
+    engine = Engine(str(folder), dtype="float32")
+    (first, second) = finish(engine, [([3, 4], nothing(return_logprob=True)), ([3, 4, 5], nothing(temperature=0.0))])
+    assert (first.completion_tokens, second.completion_tokens) == (0, 0)
+    assert engine.last_run is not None
+    assert engine.last_run.scheduler.stats.steps == 0
+
+
+def test_beside_rows_that_generate(folder: Path) -> None:
+    engine = Engine(str(folder), dtype="float32", page_size=4)
+    wanted = SamplingParams(max_new_tokens=3, temperature=0.0, ignore_eos=True)
+    alone = finish(engine, [([3, 4, 5], wanted)])[0]
+    mixed = finish(engine, [([3, 4, 5], SOME[0]), ([3, 4, 5], wanted), ([3, 4, 5, 6], SOME[1])])
+    assert [c.completion_tokens for c in mixed] == [0, 3, 0]
+    assert mixed[1].output_ids == alone.output_ids
+    assert engine.last_run is not None
+    assert engine.last_run.loop.state.output_tokens == 3
+
+
+def test_several_samples_and_identical_prompts(folder: Path) -> None:
+    engine = Engine(str(folder), dtype="float32", page_size=4)
+    twice = nothing(return_logprob=True, logprob_start_len=0, n=2)
+    greedy = nothing(return_logprob=True, logprob_start_len=0, temperature=0.0)
+    done = finish(engine, [([3, 4, 5], twice), ([3, 4, 5], greedy), ([3, 4, 5], greedy)])
+    assert [c.sample_index for c in done] == [0, 1, 0, 0]
+    assert [c.dedup_of for c in done] == [None, None, None, 1]
+    assert engine.last_run is not None
+    assert engine.last_run.scheduler.stats.prompt_tokens == 3
