@@ -58,6 +58,8 @@ class EngineConfig:
     seed: int = 0
     """Run seed, int64."""
     dedup: bool = True
+    stop_on_repeat: int | None = None
+    """Tokens: a sample ends when its last so many are one block of at most a quarter of them, over and over."""
 
     def __post_init__(self) -> None:
         for item in fields(self):

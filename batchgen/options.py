@@ -316,7 +316,14 @@ OPTIONS: tuple[Option, ...] = (
         "Most likely tokens to write per position. Example: --top-logprobs-num 5",
         "sampling",
     ),
-    Option("best_of", _whole(1), None, SAMPLING, "Example: --best-of 4", built=False),
+    Option(
+        "best_of",
+        _whole(1, 2**20),
+        None,
+        SAMPLING,
+        "Samples to generate, of which the --n likeliest are kept. Example: --best-of 4",
+        "sampling",
+    ),
     Option("frequency_penalty", REAL, 0.0, SAMPLING, "Example: --frequency-penalty 0.5", built=False),
     Option("presence_penalty", REAL, 0.0, SAMPLING, "Example: --presence-penalty 0.5", built=False),
     Option("repetition_penalty", REAL, 1.0, SAMPLING, "Example: --repetition-penalty 1.1", built=False),
@@ -336,7 +343,15 @@ OPTIONS: tuple[Option, ...] = (
         unbuilt=("processed",),
     ),
     Option("logit_processor", NAME_PATH, (), SAMPLING, "NAME=module:function", repeat=True, built=False),
-    Option("stop_on_repeat", TEXT, None, SAMPLING, "Example: --stop-on-repeat 64", built=False),
+    Option(
+        "stop_on_repeat",
+        _whole(4, 2**20),
+        None,
+        SAMPLING,
+        "End a sample whose last N tokens are one block of at most N/4 tokens over and over, with finish_reason "
+        "repetition; off by default. Example: --stop-on-repeat 64",
+        "engine",
+    ),
     _flag("lenient_schemas", SAMPLING, "Let unenforced keywords pass. Example: --lenient-schemas", built=False),
     # Input
     Option("prompt_column", WORD, None, INPUT, "Field that holds the prompt. Example: --prompt-column question"),

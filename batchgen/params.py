@@ -111,6 +111,7 @@ class SamplingParams:
     top_logprobs_num: int = 0
     echo: bool = False
     suffix: str | None = None
+    """Text after the completion: part of the prompt where the tokenizer can fill in the middle. Empty is None."""
     logprob_start_len: int = -1
     """-1: output logprobs only; s >= 0: those of the prompt from position s on, too."""
     token_ids_logprob: tuple[int, ...] = ()
@@ -130,6 +131,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.top_k == 0:
             object.__setattr__(self, "top_k", -1)
+        if self.suffix == "":
+            object.__setattr__(self, "suffix", None)
         for name in ("stop", "stop_regex"):
             object.__setattr__(self, name, _strings(getattr(self, name)))
         for name in ("stop_token_ids", "token_ids_logprob", "allowed_token_ids", "choice"):
@@ -240,6 +243,11 @@ class SamplingParams:
     def samples(self) -> int:
         """Samples to generate: `best_of`, or `n`."""
         return self.best_of or self.n
+
+    @property
+    def needs_logprobs(self) -> bool:
+        """Whether the drawn tokens' logprobs are computed: to be returned, or to rank the samples of `best_of`."""
+        return self.return_logprob or (self.best_of or 1) > 1
 
     @property
     def constraint(self) -> Constraint | None:

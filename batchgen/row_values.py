@@ -107,20 +107,26 @@ class RowValues:
         if not known.built:
             self.later.append(known)
 
-    def refuse_unbuilt(self, params: SamplingParams) -> None:
-        """Refuse the first field whose value asks for something that this version cannot do beside `params`.
+    def refuse_unbuilt(self) -> None:
+        """Refuse the first field whose value asks for something that this version cannot do.
 
         Raises:
             RowError: `unsupported_field`.
         """
-        if not self.later:
-            return
-        self.values["n"] = params.n
         asking = [item for item in self.later if not item.neutral(self.values[item.name], self.values)]
         if asking:
             spelled = self.spelled[asking[0].name]
             message = f"`{spelled}` is not supported by this version; {asking[0].remedy}"
             raise RowError(ErrorCode.UNSUPPORTED_FIELD, message, spelled)
+
+    def imply(self, name: str, value: Any, reason: str, place: Place) -> None:
+        """Set the field `name`, unless the row gives it, because of what the field `reason` says."""
+        if name in self.spelled:
+            return
+        known = LOOKUP[place][name]
+        self.values[name], self.spelled[name] = value, self.spelled[reason]
+        if not known.built:
+            self.later.append(known)
 
     def sources(self) -> list[str]:
         """Canonical names of the prompt sources that the row gives."""

@@ -59,7 +59,7 @@ def _parse_native(value: Mapping[str, Any], name: str, row_index: int, defaults:
     params = row.params(defaults, {})
     prompts = _prompts(row, defaults)
     row.check_model(defaults.model_names)
-    row.refuse_unbuilt(params)
+    row.refuse_unbuilt()
     return ParsedRow(row_index, name, prompts, params, row.extra)
 
 

@@ -183,7 +183,6 @@ def test_values_that_ask_for_nothing_are_accepted(name: str, value: Any) -> None
 
 
 UNSUPPORTED: list[tuple[str, Any]] = [
-    ("best_of", 2),
     ("frequency_penalty", 0.5),
     ("presence_penalty", -2),
     ("repetition_penalty", 1.1),
@@ -201,7 +200,6 @@ UNSUPPORTED: list[tuple[str, Any]] = [
     ("choice", ["a", "b"]),
     ("response_format", {"type": "json_object"}),
     ("response_format", {"type": "json_schema", "json_schema": {"schema": {}}}),
-    ("echo", True),
     ("suffix", "end"),
     ("logprob_start_len", 0),
     ("token_ids_logprob", [1]),
@@ -296,8 +294,13 @@ def test_precedence_is_row_flags_endpoint_model() -> None:
     assert params(line(CHAT, logprobs=True), logprobs).top_logprobs_num == 0
 
 
+@pytest.mark.field("best_of")
 def test_best_of_is_measured_against_the_n_in_force() -> None:
     assert params(text(best_of=4), RowDefaults(flags={"n": 4})).n == 4
+    assert params(text(n=2), RowDefaults(flags={"best_of": 4})).samples == 4
+    for row, defaults in ((text(best_of=3), {"n": 4}), (text(n=5), {"best_of": 4}), (line(best_of=1, n=2), {})):
+        with pytest.raises(RowError, match="`best_of` must be at least n"):
+            parse(row, RowDefaults(flags=defaults))
 
 
 @pytest.mark.parametrize(

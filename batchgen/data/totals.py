@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 __all__ = ["Totals", "read_totals"]
 
-_COLUMNS = ["row_index", "status", "error.code", "completion_tokens", "cached_tokens"]
+_COLUMNS = ["row_index", "status", "error.code", "completion_tokens", "cached_tokens", "dropped_tokens"]
 
 
 @dataclass(slots=True)
@@ -24,6 +24,8 @@ class Totals:
     """Error code -> output rows."""
     completion_tokens: int = 0
     cached_tokens: int = 0
+    dropped_tokens: int = 0
+    """Of the samples that `best_of` did not keep."""
 
 
 def read_totals(path: Path) -> Totals:
@@ -42,6 +44,7 @@ def read_totals(path: Path) -> Totals:
             totals.errors.update({str(c["values"]): c["counts"] for c in codes.value_counts().to_pylist()})
             totals.completion_tokens += pc.sum(batch["completion_tokens"]).as_py() or 0
             totals.cached_tokens += pc.sum(batch["cached_tokens"]).as_py() or 0
+            totals.dropped_tokens += pc.sum(batch["dropped_tokens"]).as_py() or 0
     return totals
 
 

@@ -159,7 +159,16 @@ class Engine:
             SchedulerConfig(num_pages=pages, page_size=config.page_size, max_num_seqs=seqs, max_tokens_per_step=tokens),
         )
         attention = attention_factory(config.attention, spec.device)
-        loop = Loop(workload, scheduler, self.model, pool, attention, self.tokenizer, prompt_ids=prompt_ids)
+        loop = Loop(
+            workload,
+            scheduler,
+            self.model,
+            pool,
+            attention,
+            self.tokenizer,
+            prompt_ids=prompt_ids,
+            repeat_span=config.stop_on_repeat,
+        )
         self.last_run = Running(workload, scheduler, loop, pool)
         return self.last_run
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from batchgen.engine.batch import build_batch
+from batchgen.engine.best_of import keep_best
 from batchgen.engine.planning import Workload
 from batchgen.engine.sampler import Sampled, Sampler
 from batchgen.engine.sequence import Sequence
@@ -20,6 +21,7 @@ from batchgen.plan.scheduler import Scheduler
 from batchgen.plan.types import PageCopy, StepPlan
 from batchgen.request import Completion, Request
 from batchgen.text.stops import StopState, stopping_ids
+from batchgen.text.surround import surround
 from batchgen.text.tokenizer import Tokenizer
 
 __all__ = ["Loop", "LoopState"]
@@ -41,7 +43,8 @@ class _Open:
     """A request with samples still being generated."""
 
     remaining: int
-    finished: list[Completion] = field(default_factory=list)
+    finished: list[tuple[float, Completion]] = field(default_factory=list)
+    """Samples with the mean logprob of their tokens, which counts where `best_of` chooses."""
 
 
 class Loop:
@@ -57,8 +60,9 @@ class Loop:
         tokenizer: Tokenizer,
         *,
         prompt_ids: bool = True,
+        repeat_span: int | None = None,
     ) -> None:
-        """`prompt_ids`: whether completions carry their prompt's ids."""
+        """`prompt_ids`: whether completions carry their prompt's ids. `repeat_span`: see `repetition.repeats`."""
         self._workload = workload
         self._scheduler = scheduler
         self._model = model
@@ -66,6 +70,7 @@ class Loop:
         self._attention = attention
         self._tokenizer = tokenizer
         self._prompt_ids = prompt_ids
+        self._repeat_span = repeat_span
         self._sampler = Sampler(model.spec.device)
         self._sequences: dict[int, Sequence] = {}
         self._prompt_only: set[int] = set()
@@ -129,8 +134,8 @@ class Loop:
             if len(masked) == vocab:
                 masked = ()  # nothing would be left to draw: the row says `min_new_tokens_unmet` if it ends early
         if request.index not in self._open:
-            self._open[request.index] = _Open(remaining=request.params.n)
-        return Sequence(request, sample_index, stops, masked)
+            self._open[request.index] = _Open(remaining=request.params.samples)
+        return Sequence(request, sample_index, stops, masked, self._repeat_span)
 
     def _take(self, plan: StepPlan, sampled: Sampled) -> list[int]:
         """Hand each sequence its token; the ids of those that ended."""
@@ -159,21 +164,33 @@ class Loop:
         """Yield a prompt's samples once the last of them is done, then its copies."""
         index = sequence.request.index
         group = self._open[index]
-        cached = self._workload.tree.cached_tokens(index, sequence.sample_index)
-        group.finished.append(sequence.completion(cached, prompt_ids=self._prompt_ids))
+        group.finished.append((sequence.mean_logprob, self._completion(sequence)))
         group.remaining -= 1
         if group.remaining:
             return
         del self._open[index]
-        failed = next((c for c in group.finished if c.error is not None), None)
+        failed = next((c for _, c in group.finished if c.error is not None), None)
+        params = sequence.request.params
         if failed is not None:
             # A prompt that fails is one error row, whatever became of its other samples.
             samples = [replace(failed, sample_index=0)]
+        elif params.best_of is not None:
+            samples = keep_best(group.finished, params.n, lambda i: self._workload.tree.cached_tokens(index, i))
         else:
-            samples = sorted(group.finished, key=lambda c: c.sample_index)
+            samples = sorted((c for _, c in group.finished), key=lambda c: c.sample_index)
         yield self._marked(index, samples)
         for follower in self._workload.followers_of(index):
             yield self._copied(follower, samples)
+
+    def _completion(self, sequence: Sequence) -> Completion:
+        """The finished sample, its text with what `echo` and `suffix` put around it."""
+        request = sequence.request
+        cached = self._workload.tree.cached_tokens(request.index, sequence.sample_index)
+        done = sequence.completion(cached, prompt_ids=self._prompt_ids)
+        if done.text is None or not (request.params.echo or request.params.suffix):
+            return done
+        text = surround(done.text, request.prompt_ids.tolist(), sequence.output_ids, request.params, self._tokenizer)
+        return replace(done, text=text)
 
     def _marked(self, index: int, samples: list[Completion]) -> list[Completion]:
         """A request generated itself although it has a leader (committed by an earlier run) says whose twin it is."""
@@ -202,7 +219,10 @@ class Loop:
         workload = self._workload
         for index in workload.idle.tolist():
             request = workload.table[index]
-            yield [self._empty(request, i) for i in range(request.params.n)]
+            samples = [self._empty(request, i) for i in range(request.params.n)]
+            if request.params.best_of is not None:
+                samples[0] = replace(samples[0], dropped_tokens=0)
+            yield samples
         for index, pages in workload.too_large.items():
             request = workload.table[index]
             error = ErrorInfo(
@@ -219,5 +239,4 @@ class Loop:
         sequence = self._start(request, sample_index)
         del self._open[request.index]
         sequence.finish_reason = "length"
-        cached = self._workload.tree.cached_tokens(request.index, sample_index)
-        return sequence.completion(cached, prompt_ids=self._prompt_ids)
+        return self._completion(sequence)

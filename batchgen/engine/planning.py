@@ -78,7 +78,7 @@ def plan_workload(table: RequestTable, done: npt.NDArray[np.bool_] | None = None
     leader = own
     if dedup:
         leader = find_dedup(tree.node_of_request, params_id, greedy, table.max_new_tokens)
-    wanted = np.array([p.n for p in table.params], np.int32)[params_id] if count else np.zeros(0, np.int32)
+    wanted = np.array([p.samples for p in table.params], np.int32)[params_id] if count else np.zeros(0, np.int32)
     reads_prompt = np.array([p.reads_prompt for p in table.params], np.bool_)[params_id] if count else greedy
     idle = ~done & (table.max_new_tokens == 0) & ~reads_prompt
     samples = np.where(done | idle, 0, wanted).astype(np.int32)

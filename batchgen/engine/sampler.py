@@ -105,7 +105,7 @@ class _Columns:
         def ints(values: list[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int64, device=device)
 
-        wanted = [i for i, p in enumerate(params) if p.return_logprob]
+        wanted = [i for i, p in enumerate(params) if p.needs_logprobs]
         return _Columns(
             seeds=ints([row.request.seed for row in rows]),
             samples=ints([row.sample_index for row in rows]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from batchgen.engine.repetition import repeats
 from batchgen.errors import ErrorInfo
 from batchgen.request import Completion, FinishReason, Request
 from batchgen.text.stops import StopState
@@ -13,7 +14,7 @@ class Sequence:
     """The tokens of one sample so far, with everything its row asked to be returned.
 
     `stops` decides when it ends. `masked_ids` are the ids that may not be drawn while fewer than
-    `params.min_new_tokens` tokens are out.
+    `params.min_new_tokens` tokens are out. `repeat_span`: tokens at the end that may not go round in circles.
     """
 
     __slots__ = (
@@ -21,6 +22,7 @@ class Sequence:
         "finish_reason",
         "logprobs",
         "masked_ids",
+        "repeat_span",
         "request",
         "sample_index",
         "stops",
@@ -28,11 +30,19 @@ class Sequence:
         "top_logprobs",
     )
 
-    def __init__(self, request: Request, sample_index: int, stops: StopState, masked_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        request: Request,
+        sample_index: int,
+        stops: StopState,
+        masked_ids: tuple[int, ...],
+        repeat_span: int | None = None,
+    ) -> None:
         self.request = request
         self.sample_index = sample_index
         self.stops = stops
         self.masked_ids = masked_ids
+        self.repeat_span = repeat_span
         self.logprobs: list[float] = []
         self.top_ids: list[int] = []
         self.top_logprobs: list[float] = []
@@ -53,9 +63,20 @@ class Sequence:
         """Take the next token; True if it ends the sequence."""
         if self.stops.append(token) is not None:
             self.finish_reason = "stop"
+        elif self.repeat_span is not None and self._repeats(self.repeat_span):
+            self.finish_reason = "repetition"
         elif len(self.output_ids) >= self.request.max_new_tokens:
             self.finish_reason = "length"
         return self.finish_reason is not None
+
+    def _repeats(self, span: int) -> bool:
+        ids = self.output_ids
+        return len(ids) >= self.request.params.min_new_tokens and repeats(ids, span)
+
+    @property
+    def mean_logprob(self) -> float:
+        """Mean logprob of its tokens, where its row needs logprobs; 0 of none."""
+        return sum(self.logprobs) / max(1, len(self.logprobs))
 
     def fail(self, error: ErrorInfo) -> None:
         """End the sequence with an error; what it generated is dropped."""

@@ -16,7 +16,7 @@ from batchgen.data.work import RunIdentity
 
 __all__ = ["JobIdentity", "identify"]
 
-_ENGINE_FIELDS = ("max_model_len", "seed", "dedup")
+_ENGINE_FIELDS = ("max_model_len", "seed", "dedup", "stop_on_repeat")
 _RUN_FIELDS = (
     "sampling_defaults",
     "logprobs_mode",

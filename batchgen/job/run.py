@@ -206,6 +206,7 @@ class _Job:
             computed_prompt_tokens=stats.prompt_tokens + stats.relogit_tokens,
             cached_tokens=totals.cached_tokens,
             completion_tokens=totals.completion_tokens,
+            dropped_tokens=totals.dropped_tokens,
             kv_peak_bytes=stats.peak_pages * running.page_bytes,
             seconds={phase: round(spent, 3) for phase, spent in self.seconds.items()},
             output_tokens_per_second=running.loop.state.output_tokens / generating if generating else 0.0,
@@ -226,5 +227,6 @@ def _finished(result: Path, identity: JobIdentity) -> RunSummary:
         errors=dict(totals.errors),
         cached_tokens=totals.cached_tokens,
         completion_tokens=totals.completion_tokens,
+        dropped_tokens=totals.dropped_tokens,
         already_done=True,
     )

@@ -44,6 +44,8 @@ class RunSummary:
     """Prompt tokens that went through the model."""
     cached_tokens: int = 0
     completion_tokens: int = 0
+    dropped_tokens: int = 0
+    """Tokens of the samples that `best_of` did not keep; not among `completion_tokens`."""
     kv_peak_bytes: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Phase -> seconds."""
@@ -117,7 +119,8 @@ def _lines(summary: RunSummary) -> list[tuple[str, Text]]:
         lines.append(("", Text(f"see: batchgen show {shlex.quote(summary.output)} --errors", style="dim")))
     shared = summary.prompt_tokens - summary.computed_prompt_tokens
     tokens_in = f"in {summary.prompt_tokens:,} (computed {summary.computed_prompt_tokens:,}, shared {shared:,})"
-    lines.append(("tokens", Text(f"{tokens_in}, out {summary.completion_tokens:,}")))
+    dropped = f" (and {summary.dropped_tokens:,} dropped by best_of)" if summary.dropped_tokens else ""
+    lines.append(("tokens", Text(f"{tokens_in}, out {summary.completion_tokens:,}{dropped}")))
     lines.append(("speed", Text(f"{summary.output_tokens_per_second:,.0f} output tokens/s")))
     phases = ", ".join(f"{phase} {format_seconds(spent)}" for phase, spent in summary.seconds.items())
     if phases:

@@ -1,0 +1,69 @@
+"""`echo`: the prompt's text before the output's, for every kind of prompt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchgen import Engine
+from batchgen.text.surround import echoed
+from batchgen.text.tokenizer import Tokenizer
+from tests.e2e.engines import ENGINES, build, generate
+from tests.e2e.rows import prompts, rows_of, write_lines
+from tests.e2e.runner import run
+from tests.text.conftest import KINDS, save_tokenizer
+
+GREEDY = {"temperature": 0, "max_new_tokens": 9, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module", params=list(ENGINES))
+def engine(request: pytest.FixtureRequest, model: Path) -> Engine:
+    return build(model, request.param)
+
+
+@pytest.mark.field("echo", "prompt", "text", "input_ids", "messages")
+def test_text_is_the_prompts_then_the_outputs(engine: Engine) -> None:
+    texts = [*prompts(20, 2), "<|im_start|>kept as it stands<|im_end|>", "Zażółć 東京\n"]
+    rows: list[dict[str, Any]] = [
+        {"text": text, **GREEDY, "stop": ["a"], "min_new_tokens": i % 5} for i, text in enumerate(texts)
+    ]
+    plain = generate(engine, rows)
+    for before, after, text in zip(
+        plain, generate(engine, [{**row, "echo": True} for row in rows]), texts, strict=True
+    ):
+        assert after.text == text + (before.text or "")
+        assert (after.output_ids, after.matched_text) == (before.output_ids, before.matched_text)
+
+
+@pytest.mark.field("echo")
+def test_conversations_and_ids(engine: Engine) -> None:
+    chat = {"messages": [{"role": "user", "content": "Hi"}], **GREEDY}
+    ids = {"input_ids": engine.tokenizer.encode(["naïve"])[0], **GREEDY, "skip_special_tokens": False}
+    for row, text in ((chat, "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"), (ids, "naïve")):
+        before, after = generate(engine, [row, {**row, "echo": True}])
+        assert after.text == text + (before.text or "")
+
+
+@pytest.mark.field("echo", "max_tokens")
+def test_no_tokens_at_all(engine: Engine, model: Path, tmp_path: Path) -> None:
+    (done,) = generate(engine, [{"text": "Only this", "echo": True, "max_new_tokens": 0}])
+    assert (done.text, done.finish_reason, done.completion_tokens) == ("Only this", "length", 0)
+    body = {"model": "*", "prompt": "Only this", "echo": True, "max_tokens": 0}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    run(["run", write_lines(tmp_path / "in.jsonl", [line]), "--model", model, "-o", "out.parquet"], tmp_path)
+    assert [row["text"] for row in rows_of(tmp_path / "out.parquet")] == ["Only this"]
+
+
+@pytest.mark.field("echo")
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "wordpiece"])  # spells a part alone as `##ick`
+def test_the_seam_is_that_of_the_whole_text(tmp_path: Path, kind: str) -> None:
+    """Decoders that take the space off a first token must not join two words."""
+    tokenizer = Tokenizer.load(save_tokenizer(tmp_path, kind))
+    for text in ("The quick brown fox jumps", "Hello there, how are you", "a b"):
+        ids = tokenizer.encode([text])[0]
+        for cut in range(2, len(ids)):
+            prompt, output = ids[:cut], ids[cut:]
+            joined = echoed(prompt, output, tokenizer) + tokenizer.decode(output)
+            assert joined == tokenizer.decode(ids), (prompt, output)

@@ -1,0 +1,34 @@
+"""`--stop-on-repeat` against brute force."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchgen.engine.repetition import repeats
+
+
+def brute_force(ids: Sequence[int], span: int) -> bool:
+    """Some block of at most `span // 4` ids, repeated, gives the last `span` ids."""
+    tail = list(ids[-span:])
+    if len(tail) < span:
+        return False
+    return any(tail == (tail[:size] * span)[:span] for size in range(1, span // 4 + 1))
+
+
+@given(st.lists(st.integers(0, 2), max_size=12), st.lists(st.integers(0, 2), min_size=1, max_size=6), st.data())
+def test_same_as_brute_force(head: list[int], block: list[int], data: st.DataObject) -> None:
+    ids = head + (block * 20)[: data.draw(st.integers(0, 60))]
+    span = data.draw(st.integers(4, 40))
+    for length in range(len(ids) + 1):
+        assert repeats(ids[:length], span) == brute_force(ids[:length], span)
+
+
+def test_the_block_stands_four_times() -> None:
+    assert repeats([9, 1, 2, 1, 2, 1, 2, 1, 2], 8)
+    assert not repeats([9, 1, 2, 3, 1, 2, 3, 1, 2], 8), "a block of three is more than a quarter of eight"
+    assert not repeats([1, 2, 1, 2, 1, 2, 1], 8), "seven tokens are not eight"
+    assert repeats([5, 5, 5, 5], 4)
+    assert repeats([3, 1, 2, 1, 2, 1, 2, 1, 2, 1], 9), "the last block may be cut off"
