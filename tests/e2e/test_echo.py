@@ -46,7 +46,7 @@ def test_conversations_and_ids(engine: Engine) -> None:
         assert after.text == text + (before.text or "")
 
 
-@pytest.mark.field("echo", "max_tokens")
+@pytest.mark.field("echo", "max_new_tokens")
 def test_no_tokens_at_all(engine: Engine, model: Path, tmp_path: Path) -> None:
     (done,) = generate(engine, [{"text": "Only this", "echo": True, "max_new_tokens": 0}])
     assert (done.text, done.finish_reason, done.completion_tokens) == ("Only this", "length", 0)
