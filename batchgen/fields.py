@@ -135,12 +135,14 @@ _SAMPLING = (
     _later("stream", boolean, neutral=_when(False)),
 )
 
-# Fields of the two endpoints that mean nothing outside them. The first four describe the caller, not the work.
+# Fields of the two endpoints that mean nothing outside them. The first six describe the caller, not the work.
 _OPENAI = (
     Field("user", string, _BODY, carried=True),
     Field("metadata", mapping, _BODY, carried=True),
     Field("safety_identifier", string, _BODY, carried=True),
     Field("prompt_cache_key", string, _BODY, carried=True),
+    Field("prompt_cache_retention", string, _BODY, carried=True),
+    Field("prompt_cache_options", mapping, _BODY, carried=True),
     _later("store", boolean, _BODY, neutral=_when(False)),
     _later("service_tier", string, _BODY, neutral=_when("auto", "default")),
     _later("stream_options", mapping, _BODY, neutral=_when_empty),
@@ -165,6 +167,7 @@ _OPENAI = (
     ),
     _later("verbosity", special.some_string, ("chat",), neutral=_when("medium")),
     _later("web_search_options", mapping, ("chat",)),
+    _later("moderation", mapping, ("chat",)),
 )
 
 FIELDS: tuple[Field, ...] = (*_PROMPTS, *_SAMPLING, *_OPENAI)

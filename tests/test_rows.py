@@ -256,14 +256,17 @@ def test_ids() -> None:
         assert row_id(bad, 3) == "row-3"
 
 
-@pytest.mark.field("user", "metadata", "safety_identifier", "prompt_cache_key")
+@pytest.mark.field(
+    "user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"
+)
 def test_unknown_top_level_keys_are_carried() -> None:
     assert parse(text(label=1, nested={"a": None}, nothing=None)).extra == {
         "label": 1,
         "nested": {"a": None},
         "nothing": None,
     }
-    described = {"user": "me", "metadata": {"a": "b"}, "safety_identifier": "s", "prompt_cache_key": "k"}
+    described: dict[str, Any] = {"user": "me", "metadata": {"a": "b"}, "safety_identifier": "s"}
+    described |= {"prompt_cache_key": "k", "prompt_cache_retention": "24h", "prompt_cache_options": {"ttl": "30m"}}
     row = parse({**line(**described), "label": 1})
     assert row.extra == {"label": 1, "body": described}
     native = parse(text(url="https://example.org", body="of the article"))
@@ -389,3 +392,29 @@ return_routed_experts lora_path model custom_logit_processor custom_params strea
 
 def test_the_whole_vocabulary_is_known() -> None:
     assert set(CONTRACT.split()) == set(LOOKUP["row"])
+
+
+ENDPOINTS = {
+    "completions": """
+best_of echo frequency_penalty logit_bias logprobs max_tokens model n presence_penalty prompt seed stop stream
+stream_options suffix temperature top_p user
+""",
+    "chat": """
+audio frequency_penalty function_call functions logit_bias logprobs max_completion_tokens max_tokens messages metadata
+modalities model moderation n parallel_tool_calls prediction presence_penalty prompt_cache_key prompt_cache_options
+prompt_cache_retention reasoning_effort response_format safety_identifier seed service_tier stop store stream
+stream_options temperature tool_choice tools top_logprobs top_p user verbosity web_search_options
+""",
+}
+"""Every parameter of the two endpoints, as OpenAI's reference names them."""
+
+
+def test_every_name_of_the_endpoints_is_known() -> None:
+    assert set(ENDPOINTS["completions"].split()) <= set(LOOKUP["completions"])
+    assert set(ENDPOINTS["chat"].split()) <= set(LOOKUP["chat"])
+
+
+def test_the_endpoints_defaults() -> None:
+    """A body with nothing but its prompt: those of the endpoints, other servers' `max_tokens` included."""
+    assert params(line()) == SamplingParams(max_new_tokens=16)
+    assert params(line(CHAT)) == SamplingParams(max_new_tokens=None)

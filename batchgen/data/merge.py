@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from batchgen.data.committed import read_keys
 from batchgen.data.files import output_errors, read_footer
 from batchgen.data.finish import write_result
 from batchgen.data.lock import RunLock
+from batchgen.data.row_shapes import RowShapes
 from batchgen.data.work import OutputPaths, RunIdentity, WorkFolder, output_paths
 from batchgen.errors import FingerprintError, InputError, OutputError, UsageError
 
@@ -42,7 +44,13 @@ def merge(parts: Sequence[Path], out: Path, overwrite: bool = False) -> int:
         keys = read_keys(files)
     except (pa.ArrowException, OSError) as error:
         raise InputError(f"a shard cannot be read ({error}). Compute it again.") from error
-    footer = footers[0] | {"shard": None, "rows": len(keys), "merged_shards": len(files)}
+    footer = footers[0] | {
+        "shard": None,
+        "rows": len(keys),
+        "merged_shards": len(files),
+        "created": max(footer["created"] for footer in footers),
+        "row_shapes": _row_shapes(files, footers),
+    }
     paths = OutputPaths(out, output_paths(out).work)
     if paths.work.exists() and any(paths.work.iterdir()):
         raise OutputError(f"{paths.work} exists: a run to {out} is not finished. Finish it, or name another with -o.")
@@ -55,6 +63,11 @@ def merge(parts: Sequence[Path], out: Path, overwrite: bool = False) -> int:
     finally:
         work.remove()
     return len(keys)
+
+
+def _row_shapes(files: Sequence[Path], footers: Sequence[dict[str, Any]]) -> str:
+    rows = [np.unique(read_keys([file]).row_index) for file in files]
+    return RowShapes.merged([footer["row_shapes"] for footer in footers], rows)
 
 
 def _files(parts: Sequence[Path]) -> list[Path]:

@@ -15,13 +15,14 @@ import orjson
 from batchgen.config import RunConfig
 from batchgen.data.expected import Expected
 from batchgen.data.read import InputSet
+from batchgen.data.row_shapes import RowShapes
 from batchgen.data.rows import RawRow
 from batchgen.data.schema import extra_json
 from batchgen.data.select import Selection
 from batchgen.data.spool import BlobSpool, TokenSpool
 from batchgen.engine.intake import Intake, TakenRow
 from batchgen.errors import ErrorInfo, InputError
-from batchgen.request import Completion, RequestTable
+from batchgen.request import ChatPrompt, Completion, ParsedRow, RequestTable
 
 __all__ = ["Ingested", "RowTexts", "ingest", "selection_of"]
 
@@ -58,6 +59,8 @@ class Ingested:
     texts: RowTexts
     expected: Expected = field(default_factory=Expected)
     """The keys that the output must hold."""
+    shapes: RowShapes = field(default_factory=RowShapes)
+    """What its rows were asked as."""
     rows: int = 0
     """Rows taken, bad ones included."""
     skipped: int = 0
@@ -117,11 +120,13 @@ def ingest(
             _bad_row(config.on_bad_row, error, taken, result)
             if config.on_bad_row == "error-row":
                 result.expected.add(taken.row_index)
+                result.shapes.add(taken.row_index)
                 on_error(Completion(taken.row_index, error=error), taken.id, extra)
             continue
         assert taken.row is not None
         prompts = [decode(p.ids) for p in taken.prompts] if config.include_prompt else None
         result.texts.add(taken.row_index, taken.id, extra, prompts)
+        result.shapes.add(taken.row_index, _is_chat(taken.row), taken.row.params.echo)
         for prompt in taken.prompts:
             tokens.append(prompt.ids)
             result.expected.add(taken.row_index, prompt.prompt_index, taken.row.params.n)
@@ -136,6 +141,11 @@ def _values(rows: Iterator[RawRow], places: dict[int, RawRow]) -> Iterator[tuple
     for row in rows:
         places[row.index] = row
         yield row.index, row.value if row.error is None else row.error  # type: ignore[misc]
+
+
+def _is_chat(row: ParsedRow) -> bool:
+    """Whether the row's answer is a message: of a conversation, or of text that --chat made one."""
+    return isinstance(row.prompts[0], ChatPrompt)
 
 
 def _bad_row(policy: Literal["error-row", "skip", "fail"], error: ErrorInfo, taken: TakenRow, result: Ingested) -> None:

@@ -96,7 +96,8 @@ class _Job:
         self._hold_threshold(rows)
         rows.texts.close()
         with self._phase("writing"):
-            finish(work, rows.expected, {**identity.record, "kernels": engine.kernels})
+            made = {"kernels": engine.kernels, "row_shapes": rows.shapes.encode(), "created": int(time.time())}
+            finish(work, rows.expected, {**identity.record, **made})
         return self._summary(work.paths.result, identity, rows, committed, running)
 
     def _read(

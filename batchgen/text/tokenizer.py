@@ -63,7 +63,10 @@ class Tokenizer:
         decoder = json.loads(self._rust.decoder.__getstate__()) if self._rust.decoder is not None else {}
         self.byte_pieces = BytePieces(self._rust) if decoder.get("type") == "ByteLevel" else None
         """Bytes by token for a byte-level tokenizer; None for any other."""
-        self.byte_fallback = any(part.get("type") == "ByteFallback" for part in [decoder, *decoder.get("decoders", [])])
+        kinds = {part.get("type") for part in [decoder, *decoder.get("decoders", [])]}
+        self.spelled_bytes = BytePieces(self._rust) if "ByteLevel" in kinds else None
+        """Bytes by token wherever the vocabulary spells bytes, though more may be done to the text after that."""
+        self.byte_fallback = "ByteFallback" in kinds
         """Whether tokens such as `<0xE2>` stand for bytes."""
         self._keep_parts: bool | None = None
 

@@ -9,6 +9,7 @@ import pytest
 from batchgen.data.files import read_footer
 from batchgen.data.finish import finish
 from batchgen.data.merge import merge
+from batchgen.data.row_shapes import RowShapes
 from batchgen.data.work import RunIdentity, is_complete
 from batchgen.errors import FingerprintError, InputError, OutputError, UsageError
 from tests.data.helpers import begin, commit, expect, group, stored, stored_keys
@@ -18,7 +19,11 @@ def run(out: Path, shard: tuple[int, int] | None, fingerprint: str = "f", rows: 
     mine = [row for row in range(rows) if shard is None or row % shard[1] == shard[0]]
     with begin(out, RunIdentity(fingerprint, shard)) as work:
         commit(work, [group(row, samples=1 + row % 2) for row in reversed(mine)])
-        finish(work, expect((row, 0, 1 + row % 2) for row in mine), {"model": "m"})
+        shapes = RowShapes()
+        for row in mine:
+            shapes.add(row, chat=row % 3 == 1, echo=row % 5 == 0)
+        made = {"model": "m", "created": 5, "row_shapes": shapes.encode()}
+        finish(work, expect((row, 0, 1 + row % 2) for row in mine), made)
         return work.paths.result
 
 

@@ -1,0 +1,39 @@
+"""Shapes of rows go through the footer and come back, of one file and of several."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchgen.data.row_shapes import RowShape, RowShapes
+from batchgen.errors import InputError
+
+SHAPES = st.builds(RowShape, st.booleans(), st.booleans())
+
+
+def encoded(shapes: list[tuple[int, RowShape]]) -> str:
+    found = RowShapes()
+    for row, shape in shapes:
+        found.add(row, shape.chat, shape.echo)
+    return found.encode()
+
+
+@given(shapes=st.lists(SHAPES), shards=st.integers(1, 5))
+def test_what_goes_in_comes_out(shapes: list[RowShape], shards: int) -> None:
+    rows = list(enumerate(shapes))
+    assert RowShapes.decode(encoded(rows)) == shapes
+    parts = [rows[i::shards] for i in range(shards)][::-1]
+    indexes = [np.array([row for row, _ in part], np.int64) for part in parts]
+    assert RowShapes.merged([encoded(part) for part in parts], indexes) == encoded(rows)
+
+
+def test_a_million_equal_rows_are_small() -> None:
+    assert len(encoded([(row, RowShape(True, False)) for row in range(1_000_000)])) < 4096
+
+
+@pytest.mark.parametrize("text", ["", "?", "AAAA", "eJxLBAAAYgBi"])
+def test_damage_is_named(text: str) -> None:
+    with pytest.raises(InputError, match="row_shapes"):
+        RowShapes.decode(text)

@@ -1,0 +1,216 @@
+"""`batchgen export`: what the `openai` package reads, from a run of every kind of row."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
+from openai.types.shared import ErrorObject
+
+from tests.e2e.rows import mixed_lines, rows_of, write_lines
+from tests.e2e.runner import run
+
+ROWS = 60
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+def line(name: str, url: str, **body: Any) -> dict[str, Any]:
+    prompt: dict[str, Any] = {"messages": [{"role": "user", "content": "Zażółć 東京"}]} if url == CHAT else {}
+    given = {"model": "*", **({"prompt": "Zażółć 東京"} if url == COMPLETIONS else {}), **prompt, **body}
+    return {"custom_id": name, "method": "POST", "url": url, "body": given}
+
+
+def openai_lines() -> list[bytes | dict[str, Any]]:
+    """Rows of both endpoints, the mixed rows of this suite, and requests that fail."""
+    hot = {"temperature": 1.3, "max_tokens": 12}
+    return [
+        *mixed_lines(ROWS, seed=5),
+        line("text", COMPLETIONS, **hot),
+        line("text logprobs", COMPLETIONS, **hot, logprobs=2, n=3),
+        line("text alone", COMPLETIONS, **hot, logprobs=0),
+        line("several", COMPLETIONS, **hot | {"prompt": ["The quick", "naïve café"]}, n=2, logprobs=1),
+        line("chat", CHAT, **hot),
+        line("chat logprobs", CHAT, **hot, logprobs=True, top_logprobs=3, n=2),
+        line("chat alone", CHAT, **hot, logprobs=True),
+        line("stopped", CHAT, **hot, stop=["e", "a", " "]),
+        line("wrong", CHAT, temperature=3),
+        line("long", COMPLETIONS, prompt="The quick brown fox " * 200),
+        {**line("unknown", CHAT), "url": "/v1/embeddings"},
+        {"id": "native chat", "messages": [{"role": "user", "content": "Hi"}], "max_new_tokens": 5},
+    ]
+
+
+@pytest.fixture(scope="module")
+def done(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with in.jsonl, out.parquet and what was exported of it."""
+    folder = tmp_path_factory.mktemp("export")
+    write_lines(folder / "in.jsonl", openai_lines())
+    run(["run", "in.jsonl", "-o", "out.parquet", "--model", model, "--dtype", "float32"], folder)
+    said = run(["export", "out.parquet", "--format", "openai-batch"], folder)
+    assert "out.openai.jsonl, out.openai.errors.jsonl" in said.stderr
+    return folder
+
+
+def lines_of(path: Path) -> dict[str, Any]:
+    """Lines by custom_id."""
+    lines = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
+    found = {each["custom_id"]: each for each in lines}
+    assert len(found) == len(lines)
+    return found
+
+
+def parsed(each: Any) -> Completion | ChatCompletion:
+    """A line's body as the package's own type, strictly."""
+    assert (each["response"]["status_code"], each["error"]) == (200, None)
+    body = each["response"]["body"]
+    kind = ChatCompletion if body["object"] == "chat.completion" else Completion
+    return kind.model_validate(body, strict=True)
+
+
+def test_every_row_is_in_one_of_the_files(done: Path) -> None:
+    output, errors = lines_of(done / "out.openai.jsonl"), lines_of(done / "out.openai.errors.jsonl")
+    by_status: dict[str, set[str]] = {"ok": set(), "error": set()}
+    for row in rows_of(done / "out.parquet"):
+        by_status[row["status"]].add(row["id"])
+    assert (set(output), set(errors)) == (by_status["ok"], by_status["error"])
+    assert {"wrong", "long", "unknown"} <= set(errors)
+
+
+def test_every_body_is_the_packages_type_and_says_what_the_row_says(done: Path) -> None:
+    output = lines_of(done / "out.openai.jsonl")
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for row in rows_of(done / "out.parquet"):
+        rows.setdefault(row["id"], []).append(row)
+    for name, each in output.items():
+        found = parsed(each)
+        assert [choice.index for choice in found.choices] == list(range(len(rows[name])))
+        for choice, row in zip(found.choices, rows[name], strict=True):
+            text = choice.text if isinstance(found, Completion) else choice.message.content  # type: ignore[union-attr]
+            assert text == row["text"]
+            assert choice.finish_reason == row["finish_reason"]
+            assert (choice.logprobs is None) == (row["output_logprobs"] is None)
+        assert found.usage is not None
+        assert found.usage.completion_tokens == sum(row["completion_tokens"] for row in rows[name])
+        assert found.usage.total_tokens == found.usage.prompt_tokens + found.usage.completion_tokens
+
+
+def test_endpoints_are_answered_in_kind(done: Path) -> None:
+    output = lines_of(done / "out.openai.jsonl")
+    kinds = {name: each["response"]["body"]["object"] for name, each in output.items()}
+    for name in ("text", "text logprobs", "several"):
+        assert kinds[name] == "text_completion"
+    for name in ("chat", "chat logprobs", "stopped", "native chat"):
+        assert kinds[name] == "chat.completion"
+    assert len(parsed(output["several"]).choices) == 4
+
+
+def test_logprobs(done: Path) -> None:
+    output = lines_of(done / "out.openai.jsonl")
+    rows = {(row["id"], row["prompt_index"], row["sample_index"]): row for row in rows_of(done / "out.parquet")}
+    found = parsed(output["text logprobs"])
+    assert isinstance(found, Completion)
+    for index, choice in enumerate(found.choices):
+        row, logprobs = rows["text logprobs", 0, index], choice.logprobs
+        assert logprobs is not None
+        assert logprobs.token_logprobs == row["output_logprobs"]
+        assert len(logprobs.tokens or ()) == len(logprobs.text_offset or ()) == row["completion_tokens"]
+        for own, top in zip(row["output_logprobs"], logprobs.top_logprobs or (), strict=True):
+            assert own in top.values()
+            assert 1 <= len(top) <= 3
+    chat = parsed(output["chat logprobs"])
+    assert isinstance(chat, ChatCompletion)
+    for index, choice in enumerate(chat.choices):
+        row, logprobs = rows["chat logprobs", 0, index], choice.logprobs
+        assert logprobs is not None
+        content = logprobs.content
+        assert content is not None
+        assert [token.logprob for token in content] == row["output_logprobs"]
+        assert [top.logprob for token in content for top in token.top_logprobs] == row["output_top_logprobs"]
+        joined = b"".join(bytes(token.bytes or ()) for token in content).decode("utf-8", "replace")
+        assert joined.startswith(row["text"].rstrip("\ufffd"))
+
+
+def test_errors(done: Path) -> None:
+    errors = lines_of(done / "out.openai.errors.jsonl")
+    for each in errors.values():
+        assert each["response"]["status_code"] == 400
+        assert ErrorObject.model_validate(each["response"]["body"]["error"], strict=True).message
+    wrong = errors["wrong"]["response"]["body"]["error"]
+    assert (wrong["code"], wrong["param"], wrong["type"]) == ("invalid_field", "temperature", "invalid_request_error")
+    assert errors["long"]["response"]["body"]["error"]["code"] == "context_length_exceeded"
+
+
+def test_files_are_not_overwritten_unasked(done: Path) -> None:
+    command = ["export", "out.parquet", "--format", "openai-batch"]
+    before = (done / "out.openai.jsonl").read_bytes()
+    refused = run(command, done, expect=5)
+    assert "--overwrite" in refused.stderr
+    run([*command, "-o", "again.jsonl"], done)
+    assert sorted(path.name for path in done.glob("again*")) == ["again.errors.jsonl", "again.jsonl"]
+    assert (done / "again.jsonl").read_bytes() == before, "exports of one output are equal"
+    run([*command, "-o", "again.jsonl"], done, expect=5)
+    run([*command, "-o", "again.jsonl", "--overwrite"], done)
+    assert (done / "again.jsonl").read_bytes() == before
+    assert not list(done.glob("*.tmp"))
+
+
+def test_to_standard_output_go_all_lines_in_order(done: Path) -> None:
+    said = run(["export", "out.parquet", "--format", "openai-batch", "-o", "-"], done)
+    lines = [json.loads(text) for text in said.stdout.splitlines()]
+    both = lines_of(done / "out.openai.jsonl") | lines_of(done / "out.openai.errors.jsonl")
+    assert lines == [both[name] for name in dict.fromkeys(row["id"] for row in rows_of(done / "out.parquet"))]
+
+
+def test_json_lines(done: Path) -> None:
+    run(["export", "out.parquet", "--format", "jsonl"], done)
+    lines = [json.loads(text) for text in (done / "out.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = rows_of(done / "out.parquet")
+    assert len(lines) == len(rows)
+    for found, row in zip(lines, rows, strict=True):
+        extra = found.pop("extra", None)
+        assert extra == (None if row["extra"] is None else json.loads(row["extra"]))
+        assert found == {name: value for name, value in row.items() if value is not None and name != "extra"}
+    streamed = run(["export", "out.parquet", "--format", "jsonl", "-o", "-"], done).stdout
+    assert streamed.encode() == (done / "out.jsonl").read_bytes()
+
+
+def test_merged_shards_export_as_one_run(done: Path, model: Path, tmp_path: Path) -> None:
+    for index in range(3):
+        arguments = ["run", done / "in.jsonl", "--model", model, "--dtype", "float32", "--shard", f"{index}/3"]
+        run([*arguments, "-o", "shards"], tmp_path)
+    refused = run(["export", "shards", "--format", "jsonl"], tmp_path, expect=4)
+    assert "batchgen merge" in refused.stderr
+    run(["merge", "shards", "-o", "merged.parquet"], tmp_path)
+    run(["export", "merged.parquet", "--format", "openai-batch"], tmp_path)
+    merged = lines_of(tmp_path / "merged.openai.jsonl")
+    whole = lines_of(done / "out.openai.jsonl")
+    assert list(merged) == list(whole)
+    for name, each in merged.items():
+        body, other = each["response"]["body"], whole[name]["response"]["body"]
+        assert body["object"] == other["object"]
+        texts = [choice.get("text") or choice.get("message") for choice in body["choices"]]
+        assert texts == [choice.get("text") or choice.get("message") for choice in other["choices"]]
+
+
+def test_what_cannot_be_exported(done: Path, tmp_path: Path, model: Path) -> None:
+    assert "does not exist" in run(["export", "no.parquet", "--format", "jsonl"], tmp_path, expect=4).stderr
+    arguments = ["run", done / "in.jsonl", "--model", model, "--dtype", "float32", "-o", "part.parquet"]
+    run([*arguments, "--max-time", "0"], tmp_path, expect=75)
+    unfinished = run(["export", "part.parquet", "--format", "jsonl"], tmp_path, expect=4).stderr
+    assert "not finished" in unfinished
+    (tmp_path / "not.parquet").write_bytes(b"PAR1")
+    assert "not a batchgen output" in run(["export", "not.parquet", "--format", "jsonl"], tmp_path, expect=4).stderr
+    assert run(["export", done / "out.parquet", "--format", "csv"], tmp_path, expect=2).stderr
+
+
+def test_the_tokenizer_must_be_the_runs(done: Path, tmp_path: Path) -> None:
+    from batchgen.demo import model_path
+
+    command = ["export", done / "out.parquet", "--format", "openai-batch", "-o", "x.jsonl"]
+    assert "not the run's" in run([*command, "--tokenizer", model_path()], tmp_path, expect=6).stderr
+    assert "--tokenizer" in run([*command, "--tokenizer", "nowhere"], tmp_path, expect=6).stderr
+    assert not list(tmp_path.glob("x*"))
