@@ -48,6 +48,8 @@ class EngineConfig:
     model_impl: Literal["auto", "native", "transformers"] = "auto"
     max_model_len: int | None = None
     """Tokens of prompt and completion together."""
+    lora: tuple[tuple[str, str], ...] = ()
+    """Names and folders of the adapters that rows may ask for; a mapping is taken too."""
     max_num_seqs: int | None = None
     max_tokens_per_step: int | None = None
     kv_memory: int | float | None = None
@@ -62,16 +64,28 @@ class EngineConfig:
     """Tokens: a sample ends when its last so many are one block of at most a quarter of them, over and over."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "lora", _spelled(self.lora))
         for item in fields(self):
             value = getattr(self, item.name)
             if value is not None or item.default is not None:
                 object.__setattr__(self, item.name, coerce(BY_NAME[item.name], value, item.name))
+        twice = next((name for i, (name, _) in enumerate(self.lora) if name in dict(self.lora[:i])), None)
+        if twice is not None:
+            raise UsageError(f"`--lora` names the adapter {twice!r} twice; give each a name of its own")
         seqs, tokens = self.max_num_seqs, self.max_tokens_per_step
         if seqs is not None and tokens is not None and tokens < seqs:
             raise UsageError(
                 f"`--max-tokens-per-step` ({tokens}) must be at least `--max-num-seqs` ({seqs}): every sequence takes "
                 "a token in every step"
             )
+
+
+def _spelled(lora: Any) -> Any:
+    """Pairs or a mapping of adapters as the command line spells them, `NAME=PATH`."""
+    if isinstance(lora, str):
+        return lora
+    pairs = lora.items() if isinstance(lora, Mapping) else lora
+    return [item if isinstance(item, str) else "=".join(map(str, item)) for item in pairs]
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,7 +129,7 @@ _SAMPLING = (
     _later("return_text_in_logprobs", boolean, neutral=_when(False)),
     _later("return_hidden_states", special.hidden_states, neutral=_when(False)),
     _later("return_routed_experts", boolean, neutral=_when(False)),
-    _later("lora_path", special.some_string),
+    Field("lora_path", special.some_string),
     _later("custom_logit_processor", special.some_string),
     _later("custom_params", mapping, neutral=_when_empty),
     _later("stream", boolean, neutral=_when(False)),

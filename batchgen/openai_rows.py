@@ -61,7 +61,7 @@ def parse_openai_line(value: Mapping[str, Any], row_id: str, row_index: int, def
     if place == "completions" and row.values.get("echo") and "logprobs" in row.values:
         row.imply("logprob_start_len", 0, "echo", place)  # the endpoint's echo brings the prompt's logprobs, too
     params = row.params(defaults, _DEFAULTS[dialect])
-    row.check_model(defaults.model_names)
+    row.check_model(defaults, params)
     row.refuse_unbuilt()
     extra = {**envelope.extra, "body": row.carried} if row.carried else envelope.extra
     return ParsedRow(row_index, row_id, prompts, params, extra, dialect)

@@ -207,7 +207,15 @@ OPTIONS: tuple[Option, ...] = (
         "Longest prompt and completion, in tokens; by default the model's. Example: --max-model-len 4096",
         "engine",
     ),
-    Option("lora", NAME_PATH, (), MODEL, "Adapter. Example: --lora fr=./french", "engine", repeat=True, built=False),
+    Option(
+        "lora",
+        NAME_PATH,
+        (),
+        MODEL,
+        "LoRA adapter that rows ask for by NAME, repeatable. Example: --lora fr=./french-adapter",
+        "engine",
+        repeat=True,
+    ),
     Option("tensor_parallel", _whole(1), 1, MODEL, "GPUs per model. Example: --tensor-parallel 2", built=False),
     # Engine
     Option(

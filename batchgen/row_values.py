@@ -34,6 +34,8 @@ class RowDefaults:
     """`SamplingParams` fields from the model's generation_config.json; empty under `--sampling-defaults openai`."""
     model_names: frozenset[str] = frozenset()
     """Values that a row's `model` may have, besides `*`."""
+    adapters: frozenset[str] = frozenset()
+    """Names of the adapters that rows may ask for."""
     chat: bool | None = None
     """True: `text` is wrapped as a user message. False: rows of messages are refused. None: each row as it is."""
     system: str | None = None
@@ -132,21 +134,24 @@ class RowValues:
         """Canonical names of the prompt sources that the row gives."""
         return [name for name in SOURCES if name in self.spelled]
 
-    def check_model(self, names: frozenset[str]) -> None:
-        """Hold `model` to the run's.
+    def check_model(self, defaults: RowDefaults, params: SamplingParams) -> None:
+        """Hold `model` and the adapter to the run's.
 
         Raises:
-            RowError: `unknown_adapter` for `base:adapter`, `invalid_field` for another model.
+            RowError: `unknown_adapter`, or `invalid_field` for another model or for two different adapters.
         """
-        model = self.values.get("model")
-        if model is None or model == "*" or model in names:
-            return
-        base, _, adapter = model.partition(":")
-        if adapter and (base == "*" or base in names):
-            message = f"`model` names the adapter {show(adapter)}, which this run does not have; drop it from the name"
-            raise RowError(ErrorCode.UNKNOWN_ADAPTER, message, "model")
-        ours = " or ".join([*sorted(names), "*"])
-        raise invalid("model", f"is {show(model)}, but this run's model is {ours}; correct it or leave it out")
+        model, adapter = self.values.get("model"), params.lora_path
+        base, named = _base_and_adapter(model, defaults.model_names)
+        if base is None:
+            ours = " or ".join([*sorted(defaults.model_names), "*"])
+            raise invalid("model", f"is {show(model)}, but this run's model is {ours}; correct it or leave it out")
+        if named is not None and adapter != named:
+            raise invalid("lora_path", f"is {show(adapter)}, but `model` names the adapter {show(named)}; keep one")
+        if adapter is not None and adapter not in defaults.adapters:
+            field = "model" if named is not None else self.spelled.get("lora_path", "lora_path")
+            known = ", ".join(sorted(defaults.adapters)) or "none"
+            message = f"`{field}` names the adapter {show(adapter)}, and those of this run are: {known}"
+            raise RowError(ErrorCode.UNKNOWN_ADAPTER, f"{message}; give it with --lora NAME=PATH", field)
 
     def params(self, defaults: RowDefaults, endpoint: Mapping[str, Any]) -> SamplingParams:
         """The row's sampling parameters over all defaults; `endpoint` holds those of the row's OpenAI endpoint.
@@ -158,6 +163,9 @@ class RowValues:
         merged.update((name, value) for name, value in self.values.items() if name in _PARAM_NAMES)
         self._merge_logprobs(merged)
         self._merge_constraint(merged)
+        named = _base_and_adapter(self.values.get("model"), defaults.model_names)[1]
+        if named is not None and "lora_path" not in self.values:
+            merged["lora_path"] = named
         try:
             return SamplingParams(**merged)
         except RowError as error:
@@ -216,6 +224,16 @@ class RowValues:
             return RowError(ErrorCode.MISSING_PROMPT, f"the row has no prompt; give it {needed}")
         names = " and ".join(f"`{self.spelled.get(name, name)}`" for name in found)
         return RowError(ErrorCode.AMBIGUOUS_PROMPT, f"the row has several prompts, {names}; keep one of them", found[1])
+
+
+def _base_and_adapter(model: str | None, names: frozenset[str]) -> tuple[str | None, str | None]:
+    """`model` of a row as (base, adapter): base is None for another model than the run's, adapter without one."""
+    if model is None or model == "*" or model in names:
+        return model or "*", None
+    for base in ("*", *names):
+        if model.startswith(f"{base}:") and len(model) > len(base) + 1:
+            return base, model[len(base) + 1 :]
+    return None, None
 
 
 def _from_response_format(asked: Mapping[str, Any]) -> dict[str, Any]:

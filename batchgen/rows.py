@@ -58,7 +58,7 @@ def _parse_native(value: Mapping[str, Any], name: str, row_index: int, defaults:
         row.collect(mapping("sampling_params", nested), "params")
     params = row.params(defaults, {})
     prompts = _prompts(row, defaults)
-    row.check_model(defaults.model_names)
+    row.check_model(defaults, params)
     row.refuse_unbuilt()
     return ParsedRow(row_index, name, prompts, params, row.extra)
 

@@ -207,7 +207,6 @@ UNSUPPORTED: list[tuple[str, Any]] = [
     ("return_hidden_states", True),
     ("return_hidden_states", {"layers": [-1], "tokens": "last", "pool": "mean"}),
     ("return_routed_experts", True),
-    ("lora_path", "adapter"),
     ("custom_logit_processor", "mine"),
     ("stream", True),
 ]
@@ -243,6 +242,37 @@ ACCEPTED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("value", ACCEPTED)
 def test_accepted(value: dict[str, Any]) -> None:
     assert parse(value).prompts
+
+
+@pytest.mark.field("lora_path", "model")
+def test_adapters() -> None:
+    run = RowDefaults(model_names=frozenset({"llama", "a:b"}), adapters=frozenset({"fr", "x:y"}))
+    good = [
+        (text(lora_path="fr"), "fr"),
+        (text(model="llama:fr"), "fr"),
+        (text(model="*:x:y"), "x:y"),
+        (text(model="a:b:fr"), "fr"),
+        (text(model="a:b"), None),
+        (text(model="llama:fr", lora_path="fr"), "fr"),
+        (text(model="llama", sampling_params={"lora_path": "x:y"}), "x:y"),
+        (line(model="llama:fr"), "fr"),
+        (line(CHAT, model="*", lora_path="fr"), "fr"),
+    ]
+    for row, expected in good:
+        assert params(row, run).lora_path == expected
+    bad = [
+        (text(lora_path="de"), ErrorCode.UNKNOWN_ADAPTER, "lora_path"),
+        (text(model="llama:de"), ErrorCode.UNKNOWN_ADAPTER, "model"),
+        (line(model="*:de"), ErrorCode.UNKNOWN_ADAPTER, "model"),
+        (text(model="llama:fr", lora_path="x:y"), ErrorCode.INVALID_FIELD, "lora_path"),
+        (text(model="llama:"), ErrorCode.INVALID_FIELD, "model"),
+        (text(model="fr"), ErrorCode.INVALID_FIELD, "model"),
+        (text(lora_path=True), ErrorCode.INVALID_FIELD, "lora_path"),
+    ]
+    for row, code, param in bad:
+        with pytest.raises(RowError) as caught:
+            parse(row, run)
+        assert (caught.value.info.code, caught.value.info.param) == (code, param)
 
 
 @pytest.mark.field("id")

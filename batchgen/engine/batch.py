@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.sequence import Sequence
+from batchgen.kernels.lora import LoraSegment
 from batchgen.kernels.types import AttentionBatch, ChunkPages, GroupPages
 from batchgen.plan.types import DecodeRow, PrefillChunk, PrefixGroup, StepPlan
 from batchgen.request import RequestTable
@@ -33,12 +34,19 @@ class StepBatch:
     """[U] int64: the flat tokens whose logits are needed, each once"""
     sample_rows: list[int]
     """[R] for each `SampleRow`, its place among `logit_rows`"""
+    lora: list[LoraSegment] | None = None
+    """tokens by adapter; None where no token has one"""
 
 
 def build_batch(
-    plan: StepPlan, table: RequestTable, sequences: Mapping[int, Sequence], page_size: int, device: torch.device
+    plan: StepPlan,
+    table: RequestTable,
+    sequences: Mapping[int, Sequence],
+    page_size: int,
+    device: torch.device,
+    adapter: npt.NDArray[np.int32] | None = None,
 ) -> StepBatch:
-    """Lay out the plan's chunks in order, then its decode rows."""
+    """Lay out the plan's chunks in order, then its decode rows. `adapter` [N] is the requests', -1 for none."""
     total = plan.tokens
     ids = np.empty(total, np.int64)
     positions = np.empty(total, np.int64)
@@ -67,7 +75,22 @@ def build_batch(
         attention=attention,
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
         sample_rows=sample_rows,
+        lora=None if adapter is None else _segments(plan, sequences, adapter, device),
     )
+
+
+def _segments(
+    plan: StepPlan, sequences: Mapping[int, Sequence], adapter: npt.NDArray[np.int32], device: torch.device
+) -> list[LoraSegment] | None:
+    """The step's flat tokens by adapter. All requests below a node have the node's."""
+    parts = [(chunk.request, chunk.end - chunk.start) for chunk in plan.prefills]
+    parts += [(sequences[row.sequence].request.index, 1) for row in plan.decodes]
+    requests, counts = np.array(parts, np.int64).T
+    of_token = np.repeat(adapter[requests], counts)  # [T]
+    found = np.unique(of_token).tolist()
+    if len(found) == 1:
+        return None if found == [-1] else [LoraSegment(found[0], None)]
+    return [LoraSegment(index, _tensor(np.flatnonzero(of_token == index), device)) for index in found if index >= 0]
 
 
 def _chunk_ids(chunk: PrefillChunk, table: RequestTable, sequences: Mapping[int, Sequence]) -> Int64:

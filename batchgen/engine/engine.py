@@ -69,6 +69,7 @@ class Engine:
             device=config.device,
             max_model_len=config.max_model_len,
             revision=config.revision,
+            lora=config.lora,
         )
         self._init(config, loaded, Tokenizer.load(config.tokenizer or model, config.revision, model))
 
@@ -115,6 +116,7 @@ class Engine:
             flags=_given(params),
             model=self.tokenizer.generation.sampling_defaults(),
             model_names=frozenset({name, Path(name).name} - {""}),
+            adapters=frozenset(spec.adapters),
         )
         encoder = Encoder(self.tokenizer, spec.vocab_size, spec.context_length, run_seed=self.config.seed)
         ids: dict[int, str] = {}
@@ -146,8 +148,8 @@ class Engine:
             done: [N] requests finished by an earlier run.
             prompt_ids: whether completions carry their prompt's ids.
         """
-        workload = plan_workload(table, done, dedup=self.config.dedup)
         config, spec = self.config, self.model.spec
+        workload = plan_workload(table, done, dedup=config.dedup, adapters=list(spec.adapters))
         pages = pool_pages(workload, spec, config.page_size, config.kv_memory)
         pool = KVPool.allocate(list(spec.kv_layers), pages, config.page_size, spec.dtype, spec.device)
         workload.set_aside_too_large(pages - 1, config.page_size)

@@ -106,8 +106,11 @@ class Loop:
                 self._prompt_only.add(start.sequence)
         self._copy_pages(plan.copies)
         device = self._model.spec.device
-        batch = build_batch(plan, self._workload.table, self._sequences, self._pool.page_size, device)
-        inputs = ModelInput(batch.input_ids, batch.positions, self._attention(self._pool, batch.attention))
+        workload = self._workload
+        batch = build_batch(plan, workload.table, self._sequences, self._pool.page_size, device, workload.adapter)
+        inputs = ModelInput(
+            batch.input_ids, batch.positions, self._attention(self._pool, batch.attention), lora=batch.lora
+        )
         hidden = self._model.hidden(inputs)  # [T, H]
         if not plan.samples:
             return Sampled([])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,6 +40,8 @@ class Workload:
     """[I] requests that remain but compute nothing: no token and nothing of their prompt is asked for"""
     too_large: dict[int, int] = field(default_factory=dict)
     """request -> pages it needs, where that is more than the whole pool"""
+    adapter: npt.NDArray[np.int32] | None = None
+    """[N] index of each request's adapter, -1 for none; None where no request has one"""
 
     @property
     def draws(self) -> npt.NDArray[np.int32]:
@@ -61,17 +64,25 @@ class Workload:
             self.samples[index] = 0
 
 
-def plan_workload(table: RequestTable, done: npt.NDArray[np.bool_] | None = None, *, dedup: bool = True) -> Workload:
+def plan_workload(
+    table: RequestTable,
+    done: npt.NDArray[np.bool_] | None = None,
+    *,
+    dedup: bool = True,
+    adapters: Sequence[str] = (),
+) -> Workload:
     """Build the tree, find identical greedy requests and set aside what needs no computation.
 
     Args:
         table: every prompt of the job.
         done: [N] requests finished in an earlier run.
         dedup: copy identical greedy requests instead of generating each.
+        adapters: names, in the order of their indexes.
     """
     count = len(table)
     done = np.zeros(count, np.bool_) if done is None else done
-    tree = build_tree(table.tokens, table.offsets)
+    adapter = _adapters(table, adapters)
+    tree = build_tree(table.tokens, table.offsets, _keys(adapter))
     own = np.arange(count, dtype=np.int64)
     params_id = table.params_id
     greedy = np.array([p.greedy for p in table.params], np.bool_)[params_id] if count else np.zeros(0, np.bool_)
@@ -87,4 +98,20 @@ def plan_workload(table: RequestTable, done: npt.NDArray[np.bool_] | None = None
     samples[copies] = 0
     followers = np.flatnonzero(copies)
     followers = followers[np.argsort(leader[followers], kind="stable")]
-    return Workload(table, tree, samples, leader, done, followers, leader[followers], np.flatnonzero(idle))
+    return Workload(
+        table, tree, samples, leader, done, followers, leader[followers], np.flatnonzero(idle), adapter=adapter
+    )
+
+
+def _adapters(table: RequestTable, names: Sequence[str]) -> npt.NDArray[np.int32] | None:
+    """[N] each request's adapter by index, -1 for none; None where no request has one."""
+    if not any(params.lora_path for params in table.params):
+        return None
+    places = {name: index for index, name in enumerate(names)}
+    by_params = [-1 if params.lora_path is None else places[params.lora_path] for params in table.params]
+    return np.array(by_params, np.int32)[table.params_id]
+
+
+def _keys(adapter: npt.NDArray[np.int32] | None) -> npt.NDArray[np.int64] | None:
+    """[N] equal for requests whose equal ids mean the same keys and values; None where that holds for all."""
+    return None if adapter is None else adapter.astype(np.int64)

@@ -112,7 +112,7 @@ def _examine(config: RunConfig) -> CheckReport:
         rows = ingest(config, inputs, intake, table, Path(scratch), setup.decode_prompt, errors.take)
         rows.texts.close()
         read = time.monotonic()
-        workload = plan_workload(table, dedup=config.engine.dedup)
+        workload = plan_workload(table, dedup=config.engine.dedup, adapters=list(setup.spec.adapters))
         sequences = step_limits(config.engine, setup.spec.device)[0]
         page = config.engine.page_size
         counts = plan_counts(workload.tree, workload.samples, workload.draws, page, sequences)

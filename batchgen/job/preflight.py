@@ -10,7 +10,7 @@ __all__ = ["refuse_early"]
 
 
 def refuse_early(config: RunConfig) -> None:
-    """Check the model folder whole: files, headers, architecture.
+    """Check the model folder whole: files, headers, architecture; adapters too.
 
     Raises:
         ModelError: naming what is wrong and the remedy.
@@ -21,4 +21,5 @@ def refuse_early(config: RunConfig) -> None:
         implementation=engine.model_impl,
         max_model_len=engine.max_model_len,
         revision=engine.revision,
+        lora=engine.lora,
     )

@@ -48,6 +48,7 @@ class Setup:
             device=self.config.device,
             max_model_len=self.config.max_model_len,
             revision=self.config.revision,
+            lora=self.config.lora,
         )
 
     @property
@@ -65,6 +66,7 @@ class Setup:
             "template_digest": self.tokenizer.template_digest,
             "dtype": str(self.spec.dtype).removeprefix("torch."),
             "implementation": self.spec.implementation,
+            **({"adapters": dict(self.spec.adapters)} if self.spec.adapters else {}),
         }
 
     def decode_prompt(self, ids: list[int]) -> str:
@@ -86,11 +88,16 @@ def prepare(config: RunConfig, note: Callable[[str], None]) -> Setup:
     prepare_device(engine)
     implementation, longest = engine.model_impl, engine.max_model_len
     checked = check_model(
-        model, implementation=implementation, max_model_len=longest, revision=engine.revision
+        model, implementation=implementation, max_model_len=longest, revision=engine.revision, lora=engine.lora
     )  # first: it refuses before torch is asked for anything
     folder = checked.folder.path
     spec = inspect_model(
-        folder, implementation=implementation, max_model_len=longest, dtype=engine.dtype, device=engine.device
+        folder,
+        implementation=implementation,
+        max_model_len=longest,
+        dtype=engine.dtype,
+        device=engine.device,
+        lora=engine.lora,
     )
     if engine.kv_memory is not None:
         allowed_pages(spec, engine.page_size, engine.kv_memory)  # refuses now rather than after an hour of reading
@@ -99,6 +106,7 @@ def prepare(config: RunConfig, note: Callable[[str], None]) -> Setup:
         flags=config.sampling,
         model=tokenizer.generation.sampling_defaults() if config.sampling_defaults == "model" else {},
         model_names=frozenset({model, Path(model).name}),
+        adapters=frozenset(spec.adapters),
         chat=config.chat,
         system=config.system,
     )

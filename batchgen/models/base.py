@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from batchgen.kernels.lora import LoraStep
 from batchgen.kernels.types import Attention, LayerKV
 
-__all__ = ["Model", "ModelInput", "ModelSpec", "Taps"]
+__all__ = ["Model", "ModelInput", "ModelSpec", "Taps", "TokenEmbeds"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,15 @@ class ModelSpec:
     moe_layers: tuple[int, ...] = ()
     """Blocks, from 0, whose choices of experts can be tapped."""
     experts_per_token: int = 0
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """LoRA adapters, in the order of their indexes: name -> digest."""
+    embedding_size: int | None = None
+    """Width of the token embeddings where it is not `hidden_size`."""
+
+    @property
+    def embeds_size(self) -> int:
+        """Numbers that a token's embedding has."""
+        return self.hidden_size if self.embedding_size is None else self.embedding_size
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +74,16 @@ class Taps:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenEmbeds:
+    """Tokens of a step that come as embeddings in place of ids."""
+
+    rows: Tensor
+    """[E] int64: which flat tokens"""
+    values: Tensor
+    """[E, H] in the model's dtype"""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInput:
     """Tensors of one step, packed without padding."""
 
@@ -73,6 +94,10 @@ class ModelInput:
     attention: Attention
     taps: Taps | None = None
     """None costs nothing."""
+    lora: LoraStep | None = None
+    """Tokens that go through an adapter; None where none does"""
+    embeds: TokenEmbeds | None = None
+    """Tokens whose id means nothing; None where there are none"""
 
 
 class Model(Protocol):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from batchgen.errors import ModelError
 from batchgen.models.architectures import Implementation, Requested, choose_implementation
 from batchgen.models.folder import ModelFolder, check_model_folder
+from batchgen.models.lora_config import Adapter, NamePath, fit_adapter, read_adapters
 from batchgen.models.native_config import NativeConfig, parse_native_config
-from batchgen.models.native_weights import NativeLayout, check_native_tensors, native_layout
+from batchgen.models.native_weights import NativeLayout, check_native_tensors, native_layout, native_linears
 
 __all__ = ["CheckedModel", "check_model"]
 
@@ -29,6 +31,8 @@ class CheckedModel:
     stored_dtype: str
     """`dtype` of the configuration or, without one, of most stored numbers."""
     max_model_len: int | None
+    adapters: tuple[Adapter, ...] = ()
+    """Held against the model already on the native path."""
 
 
 def check_model(
@@ -37,8 +41,11 @@ def check_model(
     implementation: Requested = "auto",
     max_model_len: int | None = None,
     revision: str | None = None,
+    lora: Sequence[NamePath] = (),
 ) -> CheckedModel:
     """Check a model folder (or hub id) whole: files, headers, architecture and, for native models, every tensor.
+
+    Adapters are checked with it, for native models against its layers.
 
     Raises:
         ModelError: naming what is wrong and the remedy.
@@ -47,6 +54,7 @@ def check_model(
         raise ModelError(f"--max-model-len must be at least 1, got {max_model_len}.")
     folder = check_model_folder(path, revision)
     chosen = choose_implementation(folder.config, implementation)
+    adapters = read_adapters(lora)
     native = None
     if chosen == "native":
         config = parse_native_config(folder.config)
@@ -56,8 +64,10 @@ def check_model(
             raise ModelError(
                 f"--max-model-len {max_model_len} is past the model's context of {config.max_positions}. Give less."
             )
+        for adapter in adapters:
+            fit_adapter(adapter, *native_linears(layout))
         native = config, layout
-    return CheckedModel(folder, chosen, native, _stored_dtype(folder), max_model_len)
+    return CheckedModel(folder, chosen, native, _stored_dtype(folder), max_model_len, adapters)
 
 
 def _stored_dtype(folder: ModelFolder) -> str:

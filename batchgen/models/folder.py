@@ -9,14 +9,13 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
 from batchgen.errors import ModelError
-from batchgen.models.safetensors_header import TensorInfo, read_header
+from batchgen.models.safetensors_header import TensorInfo, read_header, sample_tensors
 
 __all__ = ["ModelFolder", "check_model_folder", "resolve_model"]
 
@@ -26,8 +25,6 @@ _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_FILES: Final = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _HUB_SECONDS: Final = 5.0
 """Longest wait for the hub to answer at all, before any download."""
-_SAMPLED_TENSORS: Final = 512
-_SAMPLE_BYTES: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,28 +113,12 @@ def check_model_folder(path: str | os.PathLike[str], revision: str | None = None
         if double := tensors.keys() & held.keys():
             raise ModelError(f"{min(double)} stands in two files of {folder}, {file.name} and another. Remove one.")
         tensors.update(held)
-    for sample in _samples(tensors):
+    for sample in sample_tensors(tensors):
         digest.update(sample)
     for name, file in index.items():
         if name not in tensors or tensors[name].file != file:
             raise ModelError(f"{file} lacks {name}, which {_INDEX} says it holds. Copy the folder again.")
     return ModelFolder(folder, config, tuple(files), tensors, digest.hexdigest())
-
-
-def _samples(tensors: Mapping[str, TensorInfo]) -> Iterator[bytes]:
-    """Some bytes from the middle of tensors spread over the model.
-
-    Trained further or merged with an adapter, a model has the same names, shapes and sizes as before, and nobody wants
-    to wait until 100 GB are hashed.
-    """
-    names = sorted(tensors, key=lambda name: (tensors[name].file, tensors[name].start))
-    chosen = names[:: max(1, len(names) // _SAMPLED_TENSORS)]
-    for file, group in groupby(chosen, key=lambda name: tensors[name].file):
-        with file.open("rb", buffering=0) as stream:
-            for name in group:
-                tensor = tensors[name]
-                stream.seek(tensor.start + max(0, tensor.nbytes // 2 - _SAMPLE_BYTES // 2))
-                yield stream.read(min(_SAMPLE_BYTES, tensor.nbytes))
 
 
 def _read_config(folder: Path) -> tuple[bytes, dict[str, Any]]:

@@ -21,6 +21,7 @@ from batchgen.errors import ModelError
 from batchgen.kernels.types import Attention
 from batchgen.models.base import ModelInput, ModelSpec
 from batchgen.models.insides import Insides, find_insides
+from batchgen.models.lora import LoraSlot
 
 __all__ = ["ATTENTION_NAME", "HookedModel", "KeywordDropped", "TransformersModel", "decoder_name", "register_attention"]
 
@@ -124,7 +125,8 @@ class _Given(nn.Module):
 class HookedModel:
     """A library model whose attention is ours: packed tokens in, states and logits out.
 
-    With `use_slot`, attention modules find the step's `Attention` in a slot; without, it travels as a keyword.
+    With `use_slot`, attention modules find the step's `Attention` in a slot; without, it travels as a keyword. Modules
+    that adapters change find the step's segments in `lora`.
     """
 
     def __init__(self, model: Any, *, use_slot: bool) -> None:
@@ -134,6 +136,7 @@ class HookedModel:
         self._head: Any = _head_only(model, name)
         self._insides = Insides(())
         self._slot = Slot() if use_slot else None
+        self.lora = LoraSlot()
         for module in model.modules() if use_slot else ():
             if hasattr(module, "layer_idx"):
                 setattr(module, _SLOT, self._slot)
@@ -163,16 +166,25 @@ class HookedModel:
         if self._slot is not None:
             self._slot.attention = inputs.attention
         try:
-            return self._decoder(
-                input_ids=inputs.input_ids[None],  # [1, T]
-                position_ids=inputs.positions[None],  # [1, T]
-                use_cache=False,
-                **asked,
-                **keyword,
-            )
+            with self.lora.during(inputs.lora, len(inputs.input_ids)):
+                return self._decoder(
+                    **self._tokens(inputs),
+                    position_ids=inputs.positions[None],  # [1, T]
+                    use_cache=False,
+                    **asked,
+                    **keyword,
+                )
         finally:
             if self._slot is not None:
                 self._slot.attention = None
+
+    def _tokens(self, inputs: ModelInput) -> dict[str, Tensor]:
+        """The step's tokens as ids [1, T], or as embeddings [1, T, E] where some come as such."""
+        if inputs.embeds is None:
+            return {"input_ids": inputs.input_ids[None]}
+        looked_up = self._decoder.get_input_embeddings()(inputs.input_ids[None])  # [1, T, E]
+        looked_up[0, inputs.embeds.rows] = inputs.embeds.values
+        return {"inputs_embeds": looked_up}
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, H] -> [R, V] in the model's dtype."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from batchgen.errors import ModelError
+from batchgen.kernels.lora import LoraSegment
 from batchgen.models.base import ModelInput, ModelSpec
 from batchgen.models.folder import ModelFolder
 from batchgen.models.hf import (
@@ -23,6 +24,8 @@ from batchgen.models.hf import (
     register_attention,
 )
 from batchgen.models.insides import Insides
+from batchgen.models.lora import fit_library_adapters, wrap_adapted
+from batchgen.models.lora_config import Adapter
 from batchgen.models.probe import LayerUse, ProbeAttention
 from batchgen.models.stack import stack_projections
 
@@ -108,16 +111,23 @@ def _quiet() -> Iterator[None]:
 
 
 def transformers_spec(
-    config: Any, folder: ModelFolder, dtype: torch.dtype, device: torch.device, context: int
+    config: Any,
+    folder: ModelFolder,
+    dtype: torch.dtype,
+    device: torch.device,
+    context: int,
+    adapters: Sequence[Adapter] = (),
 ) -> ModelSpec:
     """What the engine must know, from a forward on the meta device: no weight is read.
 
     Raises:
-        ModelError: the architecture cannot run with our attention; the message names it and the reason.
+        ModelError: the architecture cannot run with our attention, or an adapter is not one of this model's; the
+            message names it and the reason.
     """
     register_attention()
     with _quiet():
         model = _meta_model(config)
+        fit_library_adapters(model, adapters)
         uses, insides = _learn_uses(model, config, context)
     return ModelSpec(
         name=str(config.model_type),
@@ -134,6 +144,8 @@ def transformers_spec(
         state_layers=len(insides.blocks) or None,
         moe_layers=tuple(block for block, _ in insides.experts),
         experts_per_token=insides.experts_per_token,
+        adapters={adapter.name: adapter.digest for adapter in adapters},
+        embedding_size=int(model.get_input_embeddings().weight.shape[1]),
     )
 
 
@@ -240,7 +252,9 @@ def _check_windows(config: Any, context: int, told: list[int | None]) -> None:
             raise _unsupported(config, f"layer {layer} does not tell its attention of its window of {window} tokens")
 
 
-def load_transformers(config: Any, spec: ModelSpec, folder: ModelFolder) -> TransformersModel:
+def load_transformers(
+    config: Any, spec: ModelSpec, folder: ModelFolder, adapters: Sequence[Adapter] = ()
+) -> TransformersModel:
     """Read the weights, put our attention in, stack projections, and test a few tokens against the library's own.
 
     Raises:
@@ -254,7 +268,23 @@ def load_transformers(config: Any, spec: ModelSpec, folder: ModelFolder) -> Tran
         stack_projections(model)
         hooked = _hook(model, _chunk(ids, 0, 1, ProbeAttention()))
         _find_insides(hooked, _chunk(ids, 0, len(ids), ProbeAttention()))
-        return _tested(TransformersModel(hooked, spec), ids, expected)
+        found = _tested(TransformersModel(hooked, spec), ids, expected)
+        if adapters:
+            hooked.lora = wrap_adapted(model, adapters, spec.dtype, spec.device)
+            _test_adapters(hooked, ids, adapters)
+        return found
+
+
+def _test_adapters(model: HookedModel, ids: Tensor, adapters: Sequence[Adapter]) -> None:
+    """Refuse an adapter whose layers take no part when the model runs, or not with all tokens."""
+    for index, adapter in enumerate(adapters):
+        model.lora.reached = set()
+        whole = [LoraSegment(index, None)]
+        model.hidden(replace(_chunk(ids, 0, len(ids), ProbeAttention()), lora=whole))
+        idle = sorted(set(adapter.layers) - model.lora.reached)
+        if idle:
+            raise adapter.error(f"the model's forward goes past {idle[0]}; merge the adapter into the model")
+    model.lora.reached = None
 
 
 def _read_weights(config: Any, spec: ModelSpec, folder: ModelFolder) -> Any:

@@ -7,6 +7,7 @@ neither torch nor transformers.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Final, Literal
 
 import torch
@@ -15,6 +16,7 @@ from batchgen.errors import ModelError
 from batchgen.models.architectures import Requested
 from batchgen.models.base import Model, ModelSpec
 from batchgen.models.check import CheckedModel, check_model
+from batchgen.models.lora_config import NamePath
 from batchgen.models.native import load_native, native_spec
 from batchgen.models.native_config import NativeConfig
 from batchgen.models.native_weights import NativeLayout
@@ -39,6 +41,7 @@ def load_model(
     device: DeviceName = "auto",
     max_model_len: int | None = None,
     revision: str | None = None,
+    lora: Sequence[NamePath] = (),
 ) -> Model:
     """Load a checkpoint in Hugging Face format.
 
@@ -50,22 +53,26 @@ def load_model(
         device: `auto` is the GPU if there is one.
         max_model_len: a context shorter than the model's.
         revision: of a hub id.
+        lora: names and folders of adapters that rows may ask for.
 
     Raises:
         ModelError: with the reason and the remedy; before a weight is read wherever the reason can be known then.
     """
-    checked = check_model(path, implementation=implementation, max_model_len=max_model_len, revision=revision)
+    checked = check_model(
+        path, implementation=implementation, max_model_len=max_model_len, revision=revision, lora=lora
+    )
     where = _device(device)
     kind = _dtype(checked, dtype, where)
     if checked.native is not None:
         config, layout = checked.native
-        return load_native(_native_spec(checked, config, layout, kind, where), config, layout, checked.folder)
+        spec = _native_spec(checked, config, layout, kind, where)
+        return load_native(spec, config, layout, checked.folder, checked.adapters)
     # Only here: importing the library costs seconds that a native model does not need.
     from batchgen.models.hf_load import load_transformers, read_transformers_config, transformers_spec
 
     library_config, context = read_transformers_config(checked.folder, max_model_len)
-    spec = transformers_spec(library_config, checked.folder, kind, where, context)
-    return load_transformers(library_config, spec, checked.folder)
+    spec = transformers_spec(library_config, checked.folder, kind, where, context, checked.adapters)
+    return load_transformers(library_config, spec, checked.folder, checked.adapters)
 
 
 def inspect_model(
@@ -76,9 +83,12 @@ def inspect_model(
     device: DeviceName = "auto",
     max_model_len: int | None = None,
     revision: str | None = None,
+    lora: Sequence[NamePath] = (),
 ) -> ModelSpec:
     """The spec that `load_model` would give, without reading a weight. Same arguments, same errors."""
-    checked = check_model(path, implementation=implementation, max_model_len=max_model_len, revision=revision)
+    checked = check_model(
+        path, implementation=implementation, max_model_len=max_model_len, revision=revision, lora=lora
+    )
     where = _device(device)
     kind = _dtype(checked, dtype, where)
     if checked.native is not None:
@@ -86,14 +96,14 @@ def inspect_model(
     from batchgen.models.hf_load import read_transformers_config, transformers_spec  # as in load_model
 
     library_config, context = read_transformers_config(checked.folder, max_model_len)
-    return transformers_spec(library_config, checked.folder, kind, where, context)
+    return transformers_spec(library_config, checked.folder, kind, where, context, checked.adapters)
 
 
 def _native_spec(
     checked: CheckedModel, config: NativeConfig, layout: NativeLayout, dtype: torch.dtype, device: torch.device
 ) -> ModelSpec:
     context = config.max_positions if checked.max_model_len is None else checked.max_model_len
-    return native_spec(config, layout, checked.folder, dtype, device, context)
+    return native_spec(config, layout, checked.folder, dtype, device, context, checked.adapters)
 
 
 def _device(name: DeviceName) -> torch.device:

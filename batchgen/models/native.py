@@ -6,8 +6,9 @@ It knows nothing of sequences, pages or requests: tokens come packed as [T], and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -15,13 +16,16 @@ from torch import Tensor
 
 from batchgen.kernels.activation import ACTIVATIONS, gated
 from batchgen.kernels.linear import Linear
+from batchgen.kernels.lora import LoraPairs, LoraStep, add_lora
 from batchgen.kernels.norm import rms_norm
 from batchgen.kernels.rope import apply_rope, inverse_frequencies, rope_tables
-from batchgen.kernels.types import Attention, LayerKV
+from batchgen.kernels.types import LayerKV
 from batchgen.models.base import ModelInput, ModelSpec
 from batchgen.models.folder import ModelFolder
+from batchgen.models.lora import adapter_reader, fused_pair
+from batchgen.models.lora_config import Adapter
 from batchgen.models.native_config import NativeConfig
-from batchgen.models.native_weights import FusedTensor, NativeLayout
+from batchgen.models.native_weights import FusedTensor, NativeLayout, adapted_parts
 from batchgen.models.weights import WeightReader
 
 __all__ = ["NativeModel", "load_native", "native_spec"]
@@ -39,6 +43,15 @@ class _Layer:
     post_norm: Tensor  # [H]
     q_norm: Tensor | None  # [D]
     k_norm: Tensor | None  # [D]
+    lora: Mapping[str, LoraPairs] = field(default_factory=dict)
+    """By the name of a linear layer that an adapter changes."""
+
+    def project(self, name: str, linear: Linear, x: Tensor, step: LoraStep | None) -> Tensor:
+        """[T, I] -> [T, O], each token with its adapter's change."""
+        out = linear(x)
+        if step is not None and name in self.lora:
+            add_lora(out, x, step, self.lora[name])
+        return out
 
 
 class NativeModel:
@@ -72,17 +85,19 @@ class NativeModel:
     def hidden(self, inputs: ModelInput) -> Tensor:
         """States after the final norm, [T, H] in the model's dtype."""
         x = F.embedding(inputs.input_ids, self._embedding)  # [T, H]
+        if inputs.embeds is not None:
+            x[inputs.embeds.rows] = inputs.embeds.values
         tables = rope_tables(self._inv_freq, self._rope_scale, inputs.positions, x.dtype)  # 2 x [T, 1, D]
-        eps = self._config.rms_eps
+        eps, lora = self._config.rms_eps, inputs.lora
         taps = inputs.taps
         tapped = () if taps is None else taps.layers
         if taps is not None and 0 in tapped:
             taps.take(0, x)
         for layer in self._layers:
-            attended = _attention(self._config, layer, rms_norm(x, layer.input_norm, eps), tables, inputs.attention)
-            x = x.add_(layer.o(attended))  # [T, H]
-            gate_up = layer.gate_up(rms_norm(x, layer.post_norm, eps))  # [T, 2I]
-            x = x.add_(layer.down(gated(gate_up, self._activation)))  # [T, H]
+            attended = _attention(self._config, layer, rms_norm(x, layer.input_norm, eps), tables, inputs)
+            x = x.add_(layer.project("o", layer.o, attended, lora))  # [T, H]
+            gate_up = layer.project("gate_up", layer.gate_up, rms_norm(x, layer.post_norm, eps), lora)  # [T, 2I]
+            x = x.add_(layer.project("down", layer.down, gated(gate_up, self._activation), lora))  # [T, H]
             if taps is not None and layer.index + 1 in tapped:
                 taps.take(layer.index + 1, x)
         x = rms_norm(x, self._norm, eps)  # [T, H]
@@ -97,11 +112,11 @@ class NativeModel:
 
 
 def _attention(
-    config: NativeConfig, layer: _Layer, x: Tensor, tables: tuple[Tensor, Tensor], attention: Attention
+    config: NativeConfig, layer: _Layer, x: Tensor, tables: tuple[Tensor, Tensor], inputs: ModelInput
 ) -> Tensor:
     """Project, normalise, rotate, attend: [T, H] -> [T, N * D]."""
     heads, kv_heads = config.num_heads, config.num_kv_heads
-    qkv = layer.qkv(x).view(x.shape[0], -1, config.head_dim)  # [T, N + 2K, D]
+    qkv = layer.project("qkv", layer.qkv, x, inputs.lora).view(x.shape[0], -1, config.head_dim)  # [T, N + 2K, D]
     if layer.q_norm is not None and layer.k_norm is not None:
         q = rms_norm(qkv[:, :heads], layer.q_norm, config.rms_eps)  # [T, N, D]
         k = rms_norm(qkv[:, heads : heads + kv_heads], layer.k_norm, config.rms_eps)  # [T, K, D]
@@ -109,7 +124,7 @@ def _attention(
     else:
         rotated = apply_rope(qkv[:, : heads + kv_heads], *tables)  # [T, N + K, D]
         q, k = rotated[:, :heads], rotated[:, heads:]  # [T, N, D], [T, K, D]
-    out = attention.attend(
+    out = inputs.attention.attend(
         layer.index, q, k, qkv[:, heads + kv_heads :], scale=config.head_dim**-0.5, window=layer.window
     )  # [T, N, D]
     return out.reshape(x.shape[0], -1)  # [T, N * D]
@@ -122,6 +137,7 @@ def native_spec(
     dtype: torch.dtype,
     device: torch.device,
     context_length: int,
+    adapters: Sequence[Adapter] = (),
 ) -> ModelSpec:
     """What the engine must know, from the configuration alone."""
     kv = LayerKV(config.num_kv_heads, config.head_dim, config.head_dim)
@@ -138,6 +154,7 @@ def native_spec(
         parameters=sum(_numel(fused) for fused in layout),
         digest=folder.digest,
         state_layers=config.num_layers,
+        adapters={adapter.name: adapter.digest for adapter in adapters},
     )
 
 
@@ -146,11 +163,17 @@ def _numel(fused: FusedTensor) -> int:
     return rows * (columns[0] if columns else 1)
 
 
-def load_native(spec: ModelSpec, config: NativeConfig, layout: NativeLayout, folder: ModelFolder) -> NativeModel:
+def load_native(
+    spec: ModelSpec,
+    config: NativeConfig,
+    layout: NativeLayout,
+    folder: ModelFolder,
+    adapters: Sequence[Adapter] = (),
+) -> NativeModel:
     """Read the weights, each straight into its place in a fused tensor on the device.
 
-    The layout must have been held against the folder (`check_native_tensors`). Peak memory: the weights and, where
-    they are repacked for the CPU, one matrix more.
+    The layout must have been held against the folder (`check_native_tensors`), and adapters against the layout. Peak
+    memory: the weights and, where they are repacked for the CPU, one matrix more.
     """
     with WeightReader(folder.tensors) as reader:
 
@@ -163,14 +186,22 @@ def load_native(spec: ModelSpec, config: NativeConfig, layout: NativeLayout, fol
             return target
 
         embedding = load(layout.embedding)
-        layers = [_load_layer(i, config.windows[i], layer, load) for i, layer in enumerate(layout.layers)]
+        changes = _load_adapters(spec, layout, adapters)
+        layers = [
+            _load_layer(i, config.windows[i], layer, load, changes[i] if changes else {})
+            for i, layer in enumerate(layout.layers)
+        ]
         norm = load(layout.norm)
         head = Linear(embedding if layout.head is None else load(layout.head))
     return NativeModel(spec, config, embedding, layers, norm, head)
 
 
 def _load_layer(
-    index: int, window: int | None, tensors: Mapping[str, FusedTensor], load: Callable[[FusedTensor], Tensor]
+    index: int,
+    window: int | None,
+    tensors: Mapping[str, FusedTensor],
+    load: Callable[[FusedTensor], Tensor],
+    lora: Mapping[str, LoraPairs],
 ) -> _Layer:
     def linear(name: str) -> Linear:
         bias = tensors.get(f"{name}_bias")
@@ -190,4 +221,21 @@ def _load_layer(
         post_norm=load(tensors["post_norm"]),
         q_norm=optional("q_norm"),
         k_norm=optional("k_norm"),
+        lora=lora,
     )
+
+
+def _load_adapters(spec: ModelSpec, layout: NativeLayout, adapters: Sequence[Adapter]) -> list[dict[str, LoraPairs]]:
+    """Every adapter's changes by layer and fused layer; nothing at all without adapters."""
+    if not adapters:
+        return []
+    with ExitStack() as stack:
+        readers = [stack.enter_context(adapter_reader(adapter)) for adapter in adapters]
+
+        def pairs(fused: FusedTensor) -> LoraPairs:
+            parts = adapted_parts(fused)
+            both = zip(adapters, readers, strict=True)
+            return [fused_pair(adapter, reader, parts, spec.dtype, spec.device) for adapter, reader in both]
+
+        layers = [{name: pairs(fused) for name, fused in layer.items() if fused.columns} for layer in layout.layers]
+    return [{name: found for name, found in layer.items() if any(found)} for layer in layers]

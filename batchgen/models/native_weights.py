@@ -13,7 +13,7 @@ from batchgen.errors import ModelError
 from batchgen.models.folder import ModelFolder
 from batchgen.models.native_config import NativeConfig
 
-__all__ = ["FusedTensor", "NativeLayout", "check_native_tensors", "native_layout"]
+__all__ = ["FusedTensor", "NativeLayout", "adapted_parts", "check_native_tensors", "native_layout", "native_linears"]
 
 _IGNORED_SUFFIXES: Final = (".rotary_emb.inv_freq",)
 """Computed from the configuration; older checkpoints store them."""
@@ -94,6 +94,29 @@ def _layer(config: NativeConfig, prefix: str) -> dict[str, FusedTensor]:
         for key in ("q_norm", "k_norm"):
             layer[key] = FusedTensor(((f"{prefix}self_attn.{key}.weight", config.head_dim),), ())
     return layer
+
+
+def adapted_parts(fused: FusedTensor) -> list[tuple[str, int]]:
+    """The modules that a fused weight is made of, as an adapter names them, with their outputs."""
+    return [(_module(name), rows) for name, rows in fused.parts]
+
+
+def _module(tensor: str) -> str:
+    """Adapters are trained around the whole model, whatever prefix its checkpoint has."""
+    return "model." + tensor.removeprefix("model.").removesuffix(".weight")
+
+
+def native_linears(layout: NativeLayout) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
+    """Modules that adapters may change, with their inputs and outputs, and those that they may not, with the reason."""
+    linears = {
+        module: (fused.columns[0], rows)
+        for layer in layout.layers
+        for fused in layer.values()
+        if fused.columns
+        for module, rows in adapted_parts(fused)
+    }
+    reason = "which batchgen does not adapt; train the adapter without it"
+    return linears, {"lm_head": reason, "model.embed_tokens": reason}
 
 
 def check_native_tensors(layout: NativeLayout, folder: ModelFolder) -> None:

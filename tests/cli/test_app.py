@@ -237,7 +237,7 @@ def test_an_internal_error_says_where_and_never_quotes(
     [
         ("run p --top-p 2", "`--top-p` must be in (0, 1], got 2.0"),
         ("run p --kv-memory lots", "`--kv-memory` takes a size such as 4096, 512MB or 1.5GiB, got 'lots'"),
-        ("run p --lora a=b", "`--lora` is not built yet; leave it out"),
+        ("run p --lora a", "`--lora` takes NAME=PATH, got 'a'"),
         ("run p --deterministic", "`--deterministic` is not built yet; leave it out"),
         ("run p --attention flash", "`--attention flash` is not built yet; built: auto, torch"),
         ("run p --resume --overwrite", "`--resume` and `--overwrite` exclude each other"),

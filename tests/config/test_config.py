@@ -149,7 +149,8 @@ def test_toml_types(line: str, name: str, value: Any, tmp_path: Path) -> None:
         ('config = "a.toml"', "unknown key `config` in ./batchgen.toml"),
         ("[engine]\nseed = 1", "unknown key `engine` in ./batchgen.toml"),
         ("top-k = 1\ntop_k = 2", "`top_k` stands twice in ./batchgen.toml, with - and with _"),
-        ("lora = ['a=b']", "`lora in ./batchgen.toml` is not built yet; leave it out"),
+        ("lora = ['a']", "`lora in ./batchgen.toml` takes NAME=PATH, got 'a'"),
+        ("lora = ['a=b', 'a=c']", "`--lora` names the adapter 'a' twice; give each a name of its own"),
     ],
 )
 def test_bad_files(line: str, message: str, tmp_path: Path) -> None:
@@ -257,7 +258,6 @@ def test_wrong_values(flags: dict[str, Any], message: str, tmp_path: Path) -> No
 
 NOT_BUILT: list[tuple[str, Any]] = [
     ("tensor_parallel", "2"),
-    ("lora", ("a=b",)),
     ("logit_processor", ("a=b:c",)),
     ("media_root", "dir"),
     ("deterministic", True),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.attention import TorchAttention
+from batchgen.kernels.lora import LoraSegment
 from batchgen.kernels.types import Attention, AttentionBatch, ChunkPages, KVPool
 from batchgen.models.base import Model, ModelInput, ModelSpec
 
@@ -48,17 +49,22 @@ def schedule(lengths: list[int], seed: int) -> list[Step]:
 
 
 def packed_logits(
-    model: Model, sequences: list[Tensor], attention: Callable[[list[tuple[int, int]]], Attention], seed: int = 0
+    model: Model,
+    sequences: list[Tensor],
+    attention: Callable[[list[tuple[int, int]]], Attention],
+    seed: int = 0,
+    adapters: list[int] | None = None,
 ) -> list[Tensor]:
     """Logits [n, V] at every position of every sequence.
 
-    `attention` makes a step's attention from its (sequence, tokens) parts.
+    `attention` makes a step's attention from its (sequence, tokens) parts. `adapters` names each sequence's, or -1.
     """
     got: list[list[Tensor]] = [[] for _ in sequences]
     for step in schedule([len(s) for s in sequences], seed):
         ids = torch.cat([sequences[i][start:end] for i, start, end in step])
         positions = torch.cat([torch.arange(start, end) for _, start, end in step])
-        inputs = ModelInput(ids, positions, attention([(i, end - start) for i, start, end in step]))
+        lora = None if adapters is None else _segments(step, adapters)
+        inputs = ModelInput(ids, positions, attention([(i, end - start) for i, start, end in step]), lora=lora)
         hidden = model.hidden(inputs)
         assert hidden.shape == (len(ids), model.spec.hidden_size)
         assert hidden.dtype == model.spec.dtype
@@ -70,6 +76,11 @@ def packed_logits(
             got[i].append(rows)
             assert end <= len(sequences[i])
     return [torch.cat(rows) for rows in got]
+
+
+def _segments(step: Step, adapters: list[int]) -> list[LoraSegment]:
+    of_token = torch.cat([torch.full((end - start,), adapters[i]) for i, start, end in step])
+    return [LoraSegment(a, (of_token == a).nonzero()[:, 0]) for a in sorted(set(of_token.tolist()) - {-1})]
 
 
 class PagedCache:

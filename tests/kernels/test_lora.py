@@ -1,0 +1,51 @@
+"""The step's low-rank changes against a loop over tokens."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from batchgen.kernels.lora import LoraPair, LoraSegment, add_lora
+
+
+def by_token(out: Tensor, x: Tensor, adapters: list[int], pairs: list[LoraPair | None]) -> Tensor:
+    """The same, one token and one dense matrix at a time, in float64."""
+    result = out.double().clone()
+    for t, adapter in enumerate(adapters):
+        pair = pairs[adapter] if adapter >= 0 else None
+        if pair is not None:
+            result[t] += (pair.up.double() @ pair.down.double()) @ x[t].double()
+    return result
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    adapters=st.lists(st.integers(-1, 3), min_size=1, max_size=40),
+    ranks=st.lists(st.integers(0, 9), min_size=4, max_size=4),
+    sizes=st.tuples(st.integers(1, 33), st.integers(1, 33)),
+    seed=st.integers(0, 1000),
+)
+def test_each_token_gets_its_own_adapter(
+    adapters: list[int], ranks: list[int], sizes: tuple[int, int], seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    inputs, outputs = sizes
+    pairs = [LoraPair(draw(r, inputs), draw(outputs, r)) if r else None for r in ranks]
+    x = draw(len(adapters), inputs)
+    wide = draw(len(adapters), outputs + 5)  # a view with gaps between its rows, as a stacked product hands out
+    out = wide[:, 2 : 2 + outputs]
+    expected, edges = by_token(out, x, adapters, pairs), wide.clone()
+    of_token = torch.tensor(adapters)
+    step = [LoraSegment(a, (of_token == a).nonzero()[:, 0]) for a in sorted(set(adapters) - {-1})]
+    if len(step) == 1 and -1 not in adapters:
+        step = [LoraSegment(step[0].adapter, None)]
+    add_lora(out, x, step, pairs)
+    torch.testing.assert_close(out.double(), expected, atol=1e-4, rtol=1e-4)
+    assert torch.equal(wide[:, :2], edges[:, :2])
+    assert torch.equal(wide[:, 2 + outputs :], edges[:, 2 + outputs :])

@@ -1,0 +1,238 @@
+"""LoRA adapters on both model paths against peft, and every kind of folder that is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from batchgen.errors import ModelError
+from batchgen.models.check import check_model
+from batchgen.models.load import inspect_model, load_model
+from tests.models.adapters import KINDS, adapted_logits, edit_config, edit_weights, save_adapter
+from tests.models.packed import PagedCache, packed_logits, random_sequences
+from tests.models.tiny import NATIVE_TYPES, VOCAB, save_tiny
+
+OTHERS: dict[str, list[dict[str, Any]]] = {
+    "gpt2": [{"target_modules": "all-linear"}, {"target_modules": ["c_attn"], "r": 3}],
+    "phi3": [{"target_modules": "all-linear"}, {"target_modules": ["qkv_proj", "down_proj"], "r": 5}],
+    "gemma2": [KINDS["all"], KINDS["regex"]],
+    "cohere2": [KINDS["two"], KINDS["some"]],
+    "gpt_neox": [{"target_modules": ["query_key_value", "dense"]}, {"target_modules": "all-linear", "r": 2}],
+    "qwen2_moe": [KINDS["two"], {"target_modules": r".*\.shared_expert\..*_proj", "r": 3}],
+}
+"""Types of the transformers path, and the adapters that each is tried with."""
+CASES = [(name, impl, list(KINDS.values())) for name in NATIVE_TYPES for impl in ("native", "transformers")]
+CASES += [(name, "transformers", kinds) for name, kinds in OTHERS.items()]
+
+
+@pytest.mark.field("lora_path")
+@pytest.mark.parametrize(("model_type", "implementation", "kinds"), CASES, ids=lambda v: v if type(v) is str else "")
+def test_logits_are_those_of_peft(
+    tmp_path: Path, model_type: str, implementation: Any, kinds: list[dict[str, Any]]
+) -> None:
+    """Several adapters in one packed batch beside a sequence without; chunks and decoded tokens."""
+    base = save_tiny(model_type, tmp_path / "base")
+    paths = [save_adapter(base, tmp_path / f"a{i}", seed=i, **kind) for i, kind in enumerate(kinds)]
+    model = load_model(
+        base,
+        implementation=implementation,
+        dtype="float32",
+        device="cpu",
+        lora=[(f"a{i}", str(path)) for i, path in enumerate(paths)],
+    )
+    assert model.spec.implementation == implementation
+    assert list(model.spec.adapters) == [f"a{i}" for i in range(len(paths))]
+    sequences = random_sequences(VOCAB)
+    adapters = [i % (len(paths) + 1) - 1 for i in range(len(sequences))]
+    got = packed_logits(model, sequences, PagedCache(model.spec, len(sequences)).step, adapters=adapters)
+    plain = adapted_logits(base, None, sequences)
+    for i, adapter in enumerate(adapters):
+        expected = plain[i] if adapter < 0 else adapted_logits(base, paths[adapter], [sequences[i]])[0]
+        torch.testing.assert_close(got[i], expected, atol=1e-4, rtol=1e-4)
+        assert adapter < 0 or (expected - plain[i]).abs().max() > 0.1, "an adapter that changes nothing proves nothing"
+
+
+def test_a_step_without_adapted_rows_is_the_plain_model(tmp_path: Path) -> None:
+    base = save_tiny("llama", tmp_path / "base")
+    adapter = save_adapter(base, tmp_path / "a", **KINDS["all"])
+    sequences = random_sequences(VOCAB)
+    for implementation in ("native", "transformers"):
+        options: dict[str, Any] = {"implementation": implementation, "dtype": "float32", "device": "cpu"}
+        plain, adapted = load_model(base, **options), load_model(base, **options, lora=[("a", str(adapter))])
+        results = [packed_logits(m, sequences, PagedCache(m.spec, len(sequences)).step) for m in (plain, adapted)]
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("llama", tmp_path_factory.mktemp("lora") / "base")
+
+
+def without(*endings: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda weights: {name: w for name, w in weights.items() if not name.endswith(endings)}
+
+
+def extra(name: str, *shape: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda weights: {**weights, name: torch.zeros(*shape)}
+
+
+CONFIGS: list[tuple[dict[str, Any], str]] = [
+    ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
+    ({"task_type": "SEQ_CLS"}, "task_type is 'SEQ_CLS'"),
+    ({"use_dora": True}, "use_dora"),
+    ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    ({"bias": "all"}, "bias is 'all'"),
+    ({"lora_bias": True}, "lora_bias"),
+    ({"layer_replication": [[0, 2], [1, 3]]}, "layer_replication"),
+    ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+    ({"something_new": {"x": 1}}, "something_new"),
+    ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa'"),
+    ({"r": 8}, "q_proj has matrices .* rank 8"),
+    ({"r": 0}, "r in adapter_config.json must be a positive number, got 0"),
+    ({"r": "4"}, "r in adapter_config.json"),
+    ({"lora_alpha": None}, "lora_alpha"),
+    ({"rank_pattern": [1]}, "rank_pattern"),
+    ({"rank_pattern": {"(": 4}}, "no regular expression"),
+    ({"target_modules": None}, "names no target_modules"),
+    ({"target_modules": 3}, "target_modules .* must be"),
+    ({"target_modules": ["k_proj"]}, "changes .*q_proj, which adapter_config.json does not name"),
+    ({"target_modules": ["q_proj", "v_proj", "o_proj"]}, "names .*o_proj as a target, but .* does not hold it"),
+    ({"layers_to_transform": [0]}, "changes .*layers.1"),
+    ({"layers_to_transform": "all"}, "layers_to_transform"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), CONFIGS, ids=lambda v: json.dumps(v) if type(v) is dict else "")
+def test_configurations_that_are_not_plain_lora(
+    base: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    adapter = save_adapter(base, tmp_path / "a", **KINDS["two"])
+    edit_config(adapter, **changes)
+    with pytest.raises(ModelError, match=f"The adapter fr .*{message}"):
+        check_model(base, lora=[("fr", str(adapter))])
+
+
+FIRST = "base_model.model.model.layers.0.self_attn."
+WEIGHTS: list[tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = [
+    (without("layers.1.self_attn.q_proj.lora_A.weight"), "one of the two matrices of model.layers.1.self_attn.q_proj"),
+    (
+        without("layers.1.self_attn.q_proj.lora_A.weight", "layers.1.self_attn.q_proj.lora_B.weight"),
+        "names model.layers.1.self_attn.q_proj as a target",
+    ),
+    (without("weight"), "is empty"),
+    (extra(FIRST + "q_proj.lora_magnitude_vector", 64), "lora_magnitude_vector"),
+    (extra("base_model.model.lm_head.weight", 2), "lm_head"),
+    (extra(FIRST + "q_proj.lora_A.weight", 4, 63), "takes 64 to 64 numbers in the model and 63 to 64 in the adapter"),
+    (extra(FIRST + "q_proj.lora_A.weight", 3, 64), "rank 4"),
+    (extra(FIRST + "q_proj.lora_A.weight", 256), "rank 4"),
+    (lambda w: {name: tensor.to(torch.int32) for name, tensor in w.items()}, "stored as I32"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), WEIGHTS)
+def test_weights_that_do_not_fit(base: Path, tmp_path: Path, change: Any, message: str) -> None:
+    adapter = save_adapter(base, tmp_path / "a", **KINDS["two"])
+    edit_weights(adapter, change)
+    with pytest.raises(ModelError, match=message):
+        check_model(base, lora=[("fr", str(adapter))])
+
+
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+def test_layers_that_are_not_the_models(base: Path, tmp_path: Path, implementation: Any) -> None:
+    """Both paths refuse before a weight of the model is read."""
+    wide = save_tiny("llama", tmp_path / "wide", hidden_size=128)
+    deep = save_tiny("llama", tmp_path / "deep", num_hidden_layers=4)
+    other = save_tiny("gpt_neox", tmp_path / "other")
+    cases = [
+        (save_adapter(wide, tmp_path / "1", **KINDS["two"]), "takes 64 to 64 numbers in the model and 128"),
+        (save_adapter(deep, tmp_path / "2", **KINDS["two"]), "layers.3.self_attn.[qv]_proj, which is no linear layer"),
+        (save_adapter(other, tmp_path / "3", target_modules=["query_key_value"]), "query_key_value, which is no"),
+        (save_adapter(base, tmp_path / "4", target_modules=["lm_head", "q_proj"]), "lm_head"),
+        (save_adapter(base, tmp_path / "5", target_modules=["embed_tokens"]), "embed"),
+    ]
+    for adapter, message in cases:
+        with pytest.raises(ModelError, match=message):
+            inspect_model(base, implementation=implementation, lora=[("fr", str(adapter))])
+
+
+def test_missing_and_damaged_files(base: Path, tmp_path: Path) -> None:
+    def refused(folder: Path, message: str) -> None:
+        with pytest.raises(ModelError, match=message):
+            check_model(base, lora=[("fr", str(folder))])
+
+    refused(tmp_path / "none", "there is no folder")
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", "has no adapter_config.json")
+    adapter = save_adapter(base, tmp_path / "a", **KINDS["two"])
+    file = adapter / "adapter_model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-10])
+    refused(adapter, "damaged")
+    file.rename(adapter / "adapter_model.bin")
+    refused(adapter, "pickle")
+    (adapter / "adapter_model.bin").unlink()
+    refused(adapter, "needs adapter_model.safetensors")
+    file.write_bytes(whole)
+    (adapter / "adapter_config.json").write_text("{")
+    refused(adapter, "is not JSON")
+    (adapter / "adapter_config.json").write_text("[]")
+    refused(adapter, "does not hold an object")
+
+
+def test_an_expert_is_not_adapted(tmp_path: Path) -> None:
+    moe = save_tiny("mixtral", tmp_path / "moe")
+    adapter = save_adapter(moe, tmp_path / "a", **KINDS["two"])
+    edit_config(adapter, target_modules=["q_proj", "v_proj", "w1"])
+    edit_weights(adapter, extra("base_model.model.model.layers.0.mlp.experts.0.w1.lora_A.weight", 4, 64))
+    edit_weights(adapter, extra("base_model.model.model.layers.0.mlp.experts.0.w1.lora_B.weight", 96, 4))
+    with pytest.raises(ModelError, match=r"experts\.0\.w1"):
+        inspect_model(moe, lora=[("fr", str(adapter))])
+
+
+def test_digests_tell_adapters_apart(base: Path, tmp_path: Path) -> None:
+    first = save_adapter(base, tmp_path / "a", seed=1, **KINDS["two"])
+    second = save_adapter(base, tmp_path / "b", seed=2, **KINDS["two"])
+
+    def digest(path: Path) -> str:
+        return inspect_model(base, lora=[("x", str(path))]).adapters["x"]
+
+    before = digest(first)
+    assert before == digest(first) != digest(second)
+    edit_config(first, lora_alpha=13)
+    assert digest(first) != before
+
+
+def test_checking_an_adapter_loads_no_torch(base: Path, tmp_path: Path) -> None:
+    adapter = save_adapter(base, tmp_path / "a", **KINDS["all"])
+    code = (
+        "import sys\nfrom batchgen.models.check import check_model\n"
+        f"print(len(check_model({str(base)!r}, lora=[('fr', {str(adapter)!r})]).adapters[0].layers))\n"
+        "assert not {'torch', 'transformers', 'peft', 'numpy'} & set(sys.modules) - {'numpy'}\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "21"
+
+
+def test_adapters_stored_bare_or_in_half_precision(base: Path, tmp_path: Path) -> None:
+    adapter = save_adapter(base, tmp_path / "a", **KINDS["two"])
+    edit_weights(adapter, lambda weights: {name: w.bfloat16().contiguous() for name, w in weights.items()})
+    model = load_model(base, dtype="float32", device="cpu", lora=[("fr", str(adapter))])
+    sequences = random_sequences(VOCAB)[:2]
+    got = packed_logits(model, sequences, PagedCache(model.spec, 2).step, adapters=[0, 0])
+    for mine, theirs in zip(got, adapted_logits(base, adapter, sequences), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_a_file_without_tensors_is_refused(base: Path, tmp_path: Path) -> None:
+    adapter = save_adapter(base, tmp_path / "a", **KINDS["two"])
+    save_file({}, adapter / "adapter_model.safetensors")
+    with pytest.raises(ModelError, match="is empty"):
+        check_model(base, lora=[("fr", str(adapter))])
