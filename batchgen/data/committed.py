@@ -16,8 +16,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchgen.data.files import output_errors, parquet_writer, write_durably
-from batchgen.data.parts import FINGERPRINT_KEY
+from batchgen.data.parts import FINGERPRINT_KEY, STATES_KEY
 from batchgen.data.schema import KEY_COLUMNS, SCHEMA_VERSION, VERSION_KEY
+from batchgen.data.states import read_index, states_part
 from batchgen.data.work import WorkFolder
 from batchgen.errors import BatchgenError, FingerprintError
 
@@ -56,8 +57,8 @@ class Committed:
         """The keys that a run can skip. Called once, under the lock, before a writer is made.
 
         The rule for what else is found: a temporary file is an interrupted commit and is removed; a part that cannot
-        be read (power loss on a disk that lies about fsync) is removed, and its rows are computed anew; a part of
-        another job is refused.
+        be read (power loss on a disk that lies about fsync), or whose hidden states cannot, is removed, and its rows
+        are computed anew; states without their part are removed; a part of another job is refused.
 
         Args:
             work: the folder.
@@ -142,18 +143,25 @@ def _remove_debris(work: WorkFolder) -> None:
                 raise FingerprintError(
                     f"{part} belongs to a different job. Remove it, or drop all work with --overwrite."
                 )
+        kept = {states_part(part) for part in work.part_files()}
+        for entry in work.states.iterdir() if work.states.is_dir() else ():
+            if entry not in kept:
+                entry.unlink()
 
 
 def _fingerprint(part: Path) -> str | None:
-    """The fingerprint in a part's footer; None when the part or its keys cannot be read."""
+    """The fingerprint in a part's footer; None when the part, its keys or its states cannot be read."""
     try:
         with part.open("rb") as stream:
             metadata = pq.ParquetFile(stream).metadata.metadata or {}
         if metadata.get(VERSION_KEY) != SCHEMA_VERSION.encode():
             return None
         _file_keys(part)
+        states = int(metadata.get(STATES_KEY, 0))
+        if states and len(read_index(states_part(part))) != states:
+            return None
         fingerprint: str = metadata[FINGERPRINT_KEY].decode()
-    except (OSError, pa.ArrowException, KeyError, UnicodeDecodeError):
+    except (OSError, pa.ArrowException, KeyError, ValueError):
         return None
     return fingerprint
 

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from batchgen.data.schema import RUN_KEY, SCHEMA_VERSION, VERSION_KEY
 from batchgen.errors import OutputError
 
-__all__ = ["output_errors", "parquet_writer", "read_footer", "sync_folder", "write_durably"]
+__all__ = ["output_errors", "parquet_writer", "read_footer", "states_writer", "sync_folder", "write_durably"]
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -47,13 +47,19 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_durably(path: Path, write: Callable[[BinaryIO], None], temporary: Path | None = None) -> None:
+def write_durably(
+    path: Path,
+    write: Callable[[BinaryIO], None],
+    temporary: Path | None = None,
+    before: Callable[[], None] | None = None,
+) -> None:
     """Let `write` fill a temporary file, then put it in `path`'s place: at every moment the old content or the new.
 
     Args:
         path: the final name.
         write: fills the file; when it raises, the temporary file is removed and `path` is as it was.
         temporary: the name meanwhile, on the same file system; `path` with `.tmp` when None.
+        before: called when the whole file is durable, before it takes its place.
 
     Raises:
         OutputError: disk full, no permission and the like.
@@ -65,6 +71,8 @@ def write_durably(path: Path, write: Callable[[BinaryIO], None], temporary: Path
                 write(stream)
                 stream.flush()
                 os.fsync(stream.fileno())
+            if before is not None:
+                before()
             temporary.replace(path)
         except BaseException:
             with suppress(OSError):
@@ -88,8 +96,30 @@ def parquet_writer(stream: BinaryIO, schema: pa.Schema) -> Iterator[pq.ParquetWr
         write_statistics=["row_index", "prompt_index", "sample_index", "status"],
         write_page_checksum=True,
     )
-    try:
+    with _closing(writer):
         yield writer
+
+
+@contextmanager
+def states_writer(stream: BinaryIO, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
+    """A writer for files of hidden states: values split by byte, so that zstd finds the zeros of short formats."""
+    writer = pq.ParquetWriter(
+        stream,
+        schema,
+        compression="zstd",
+        use_dictionary=["span", "dtype"],
+        column_encoding={"values.list.element": "BYTE_STREAM_SPLIT"},
+        write_statistics=["row_index", "prompt_index", "sample_index", "layer"],
+        write_page_checksum=True,
+    )
+    with _closing(writer):
+        yield writer
+
+
+@contextmanager
+def _closing(writer: pq.ParquetWriter) -> Iterator[None]:
+    try:
+        yield
         writer.close()
     except BaseException:
         # Left open it would write its footer when collected, into a stream that is closed by then.
@@ -97,8 +127,11 @@ def parquet_writer(stream: BinaryIO, schema: pa.Schema) -> Iterator[pq.ParquetWr
         raise
 
 
-def read_footer(path: Path) -> dict[str, Any] | None:
-    """What the footer of a results file says of its run; None when there is no such file, or it is not a whole one."""
+def read_footer(path: Path, contents: str | None = None) -> dict[str, Any] | None:
+    """What the footer of a results file says of its run; None when there is no such file, or it is not a whole one.
+
+    With `contents`, that of another file of a run, such as the hidden states.
+    """
     try:
         with path.open("rb") as stream:
             metadata: Mapping[bytes, bytes] = pq.ParquetFile(stream).metadata.metadata or {}
@@ -107,4 +140,4 @@ def read_footer(path: Path) -> dict[str, Any] | None:
         footer = json.loads(metadata[RUN_KEY])
     except (OSError, pa.ArrowException, KeyError, ValueError):
         return None
-    return footer if isinstance(footer, dict) else None
+    return footer if isinstance(footer, dict) and footer.get("contents") == contents else None

@@ -2,42 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchgen.data.budget import OutputBudget
 from batchgen.data.committed import Committed, read_keys
 from batchgen.data.expected import Expected
-from batchgen.data.files import parquet_writer, write_durably
+from batchgen.data.files import parquet_writer, sync_folder, write_durably
 from batchgen.data.gather import MEMORY_BYTES, ResultWriter, gather
 from batchgen.data.schema import with_footer
-from batchgen.data.work import WorkFolder
+from batchgen.data.states import states_part
+from batchgen.data.states_result import write_states_result
+from batchgen.data.work import OutputPaths, WorkFolder
 from batchgen.errors import BatchgenError, OutputError
 
 __all__ = ["finish"]
 
 
-def finish(work: WorkFolder, expected: Expected, run: Mapping[str, Any], memory_bytes: int = MEMORY_BYTES) -> Committed:
+def finish(
+    work: WorkFolder,
+    expected: Expected,
+    run: Mapping[str, Any],
+    memory_bytes: int = MEMORY_BYTES,
+    max_bytes: int | None = None,
+) -> Committed:
     """Gather the committed rows into the output file and remove the work folder, which lets go of the lock.
 
-    The output path is untouched until the whole file is durable under a temporary name; a process killed at any point
-    leaves either the work folder complete or the output complete.
+    The output paths are untouched until both files, hidden states and results, are whole and durable under temporary
+    names; then the states take their place, then the results. A process killed at any point leaves either the work
+    folder complete or the output complete.
 
     Args:
         work: the folder, with no writer open on it.
         expected: every prompt of the job.
         run: for the footer; `fingerprint`, `shard` and `rows` are added.
         memory_bytes: about how much of the rows may be in memory.
+        max_bytes: most bytes of results and hidden states together.
 
     Returns:
         The keys of the rows written.
 
     Raises:
         BatchgenError: the committed rows are not exactly those expected; nothing was replaced.
-        OutputError: the disk is full, or a part is damaged.
+        OutputError: the disk is full, a part is damaged, or the files exceed `max_bytes`; nothing was replaced.
     """
     parts = work.part_files()
     keys = _keys(parts)
@@ -49,9 +60,53 @@ def finish(work: WorkFolder, expected: Expected, run: Mapping[str, Any], memory_
         "shard": None if shard is None else [*shard],
         "rows": len(keys),
     }
-    write_result(work.paths.result, parts, keys, footer, work.scratch, memory_bytes)
+    states = [path for path in map(states_part, parts) if path.exists()]
+    write_output(work.paths, parts, states, keys, footer, work.scratch, memory_bytes, max_bytes)
     work.remove()
     return keys
+
+
+def write_output(
+    paths: OutputPaths,
+    parts: list[Path],
+    states: list[Path],
+    keys: Committed,
+    footer: Mapping[str, Any],
+    scratch: Path,
+    memory_bytes: int = MEMORY_BYTES,
+    max_bytes: int | None = None,
+) -> None:
+    """Write both files in key order, atomically, by way of the existing folder `scratch`.
+
+    Args:
+        paths: where they go; a file of states that stands there is removed if there are none now.
+        parts: results, of which `keys` are the keys.
+        states: parts of states; none, no file.
+        keys: of all rows.
+        footer: for both files.
+        scratch: on the same file system.
+        memory_bytes: about how much of the rows may be in memory.
+        max_bytes: most bytes of both.
+
+    Raises:
+        OutputError: the disk is full, a part is damaged, or the files exceed `max_bytes`; nothing was replaced.
+    """
+    temporary = scratch / "states.parquet"
+    shared = {name: value for name, value in footer.items() if name != "row_shapes"}
+    count = write_states_result(temporary, states, shared) if states else 0
+    budget = OutputBudget(max_bytes)
+    budget.hold(states_bytes := temporary.stat().st_size if states else 0)
+
+    def publish_states() -> None:
+        budget.hold(states_bytes + (scratch / "result.parquet").stat().st_size)
+        if states:
+            paths.states.parent.mkdir(parents=True, exist_ok=True)
+            temporary.replace(paths.states)
+            sync_folder(paths.states.parent)
+        else:
+            paths.states.unlink(missing_ok=True)
+
+    write_result(paths.result, parts, keys, {**footer, "states": count}, scratch, memory_bytes, publish_states)
 
 
 def write_result(
@@ -61,8 +116,11 @@ def write_result(
     footer: Mapping[str, Any],
     scratch: Path,
     memory_bytes: int = MEMORY_BYTES,
+    before: Callable[[], None] | None = None,
 ) -> None:
     """Write the rows of `parts` to `result` in key order, atomically, by way of the existing folder `scratch`.
+
+    `before` is called when the whole file is durable, before it takes its place.
 
     Raises:
         OutputError: the disk is full, or a part is damaged.
@@ -84,7 +142,7 @@ def write_result(
         if written != len(keys):
             raise BatchgenError(f"{written} rows were written for {len(keys)} committed ones. Nothing was replaced.")
 
-    write_durably(result, write, temporary=scratch / "result.parquet")
+    write_durably(result, write, temporary=scratch / "result.parquet", before=before)
 
 
 def _keys(parts: list[Path]) -> Committed:

@@ -11,10 +11,12 @@ import pyarrow as pa
 
 from batchgen.data.committed import read_keys
 from batchgen.data.files import output_errors, read_footer
-from batchgen.data.finish import write_result
+from batchgen.data.finish import write_output
 from batchgen.data.lock import RunLock
 from batchgen.data.row_shapes import RowShapes
-from batchgen.data.work import OutputPaths, RunIdentity, WorkFolder, output_paths
+from batchgen.data.schema import STATES_CONTENTS
+from batchgen.data.states_result import part_from_result
+from batchgen.data.work import RunIdentity, WorkFolder, output_paths
 from batchgen.errors import FingerprintError, InputError, OutputError, UsageError
 
 __all__ = ["merge"]
@@ -51,7 +53,10 @@ def merge(parts: Sequence[Path], out: Path, overwrite: bool = False) -> int:
         "created": max(footer["created"] for footer in footers),
         "row_shapes": _row_shapes(files, footers),
     }
-    paths = OutputPaths(out, output_paths(out).work)
+    states = [_states_of(file) for file, its in zip(files, footers, strict=True) if its.get("states")]
+    paths = output_paths(out)
+    if paths.states.exists() and not overwrite:
+        raise OutputError(f"{paths.states} exists. Remove it, replace it with --overwrite, or name another with -o.")
     if paths.work.exists() and any(paths.work.iterdir()):
         raise OutputError(f"{paths.work} exists: a run to {out} is not finished. Finish it, or name another with -o.")
     identity = RunIdentity(footers[0]["fingerprint"])
@@ -59,7 +64,10 @@ def merge(parts: Sequence[Path], out: Path, overwrite: bool = False) -> int:
     try:
         with output_errors(work.scratch):
             work.scratch.mkdir()
-        write_result(out, files, keys, footer, work.scratch)
+        parts = [work.scratch / f"shard-{number}.states" for number in range(len(states))]
+        for file, part in zip(states, parts, strict=True):
+            _take_states(file, part)
+        write_output(paths, files, parts, keys, footer, work.scratch)
     finally:
         work.remove()
     return len(keys)
@@ -86,6 +94,21 @@ def _footer(file: Path) -> dict[str, Any]:
     if footer.get("shard") is None:
         raise UsageError(f"{file} is not a shard but the output of a whole job. Leave it out.")
     return footer
+
+
+def _states_of(shard: Path) -> Path:
+    """Where the hidden states of a shard stand: `OUT.hidden.parquet/part-...` for `OUT/part-...`."""
+    states = output_paths(shard.absolute().parent).states / shard.name
+    if read_footer(states, STATES_CONTENTS) is None:
+        raise InputError(f"{states} with the hidden states of {shard} cannot be read. Put it back.")
+    return states
+
+
+def _take_states(file: Path, part: Path) -> None:
+    try:
+        part_from_result(file, part)
+    except (pa.ArrowException, OSError) as error:
+        raise InputError(f"{file} cannot be read ({error}). Compute its shard again.") from error
 
 
 def _check_one_job(files: Sequence[Path], footers: Sequence[dict[str, Any]]) -> None:

@@ -1,7 +1,7 @@
 """Committed rows: written in parts by a thread of their own, so that encoding does not hold the engine up.
 
 A group is all samples of one (row_index, prompt_index). It is committed whole or not at all, so a key found in any part
-is done.
+is done. Hidden states of a part's rows are committed just before it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ from typing import BinaryIO, Self
 
 import pyarrow as pa
 
+from batchgen.data.budget import OutputBudget
 from batchgen.data.files import parquet_writer, write_durably
 from batchgen.data.schema import SCHEMA, SCHEMA_VERSION, VERSION_KEY, OutputRow, completions_to_table
+from batchgen.data.states import records_of, states_part, write_states_part
 from batchgen.data.work import WorkFolder
 
-__all__ = ["FINGERPRINT_KEY", "PartWriter", "part_schema"]
+__all__ = ["FINGERPRINT_KEY", "STATES_KEY", "PartWriter", "part_schema"]
 
 FINGERPRINT_KEY = b"batchgen.fingerprint"
+STATES_KEY = b"batchgen.states"
+"""How many records the part's states hold; absent where it has none."""
 
 _PART_BYTES = 64 << 20
 """A part is committed when it holds about this much, however few rows; `add` waits while so much is buffered."""
@@ -31,7 +35,8 @@ class PartWriter:
     """Buffers finished groups and commits them as parts: whenever `commit_every` rows or 64 MiB are there, and at
     the latest `commit_seconds` after a group was added.
 
-    An error of the writing thread is raised by the next `add`, `flush` or `close`. What was committed stays.
+    An error of the writing thread is raised by the next `add`, `flush` or `close`. What was committed stays. Parts
+    past `max_bytes` in all are such an error.
     """
 
     def __init__(
@@ -40,11 +45,13 @@ class PartWriter:
         commit_every: int = 2000,
         commit_seconds: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
+        max_bytes: int | None = None,
     ) -> None:
         assert commit_every > 0
         assert commit_seconds > 0
         self._folder = work.parts
-        self._schema = part_schema(work)
+        self._work = work
+        self._budget = OutputBudget.of(work, max_bytes)
         self._commit_every = commit_every
         self._commit_seconds = commit_seconds
         self._clock = clock
@@ -164,19 +171,27 @@ class PartWriter:
 
     def _commit(self, rows: list[OutputRow]) -> None:
         path = self._folder / f"part-{self._number:06d}.parquet"
+        count = sum(len(row.completion.states or ()) for row in rows)
+        states_bytes = 0
+        if count:
+            records = (record for row in rows for record in records_of(row))
+            states_bytes = write_states_part(states_part(path), records, self._budget.hold)
         table = completions_to_table(rows)
 
         def write(stream: BinaryIO) -> None:
-            with parquet_writer(stream, self._schema) as writer:
+            with parquet_writer(stream, part_schema(self._work, count)) as writer:
                 writer.write_table(table)
+            self._budget.hold(states_bytes + stream.tell())
 
         write_durably(path, write)
+        self._budget.spend(states_bytes + path.stat().st_size)
         self._number += 1
 
 
-def part_schema(work: WorkFolder) -> pa.Schema:
-    """`SCHEMA` with the footer keys that make a part this job's."""
-    return SCHEMA.with_metadata({VERSION_KEY: SCHEMA_VERSION.encode(), FINGERPRINT_KEY: work.identity.key.encode()})
+def part_schema(work: WorkFolder, states: int = 0) -> pa.Schema:
+    """`SCHEMA` with the footer keys that make a part this job's, and say how many records of states it has."""
+    keys = {VERSION_KEY: SCHEMA_VERSION.encode(), FINGERPRINT_KEY: work.identity.key.encode()}
+    return SCHEMA.with_metadata(keys | ({STATES_KEY: str(states).encode()} if states else {}))
 
 
 def _next_number(parts: list[Path]) -> int:
@@ -194,8 +209,10 @@ def _weight(row: OutputRow) -> int:
             completion.output_logprobs,
             completion.output_top_ids,
             completion.output_top_logprobs,
+            completion.routed_experts,
         )
         if values is not None
     )
     texts = sum(len(text) for text in (completion.text, row.extra, row.prompt) if text is not None)
-    return 512 + 8 * numbers + texts
+    states = sum(block.values.nbytes for block in completion.states or ())
+    return 512 + 8 * numbers + texts + states

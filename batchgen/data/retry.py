@@ -11,8 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.data.committed import Committed, read_keys
-from batchgen.data.files import parquet_writer, write_durably
+from batchgen.data.files import parquet_writer, read_footer, write_durably
 from batchgen.data.parts import part_schema
+from batchgen.data.states import states_part
+from batchgen.data.states_result import part_from_result
 from batchgen.data.work import OutputPaths, Policy, RunIdentity, WorkFolder, is_complete, open_work
 from batchgen.errors import InputError
 
@@ -33,7 +35,7 @@ def open_for_retry(
         InputError: the finished output is damaged.
         OutputError, FingerprintError: as `open_work`.
     """
-    if policy == "overwrite" or not is_complete(paths.result, identity):
+    if policy == "overwrite" or not is_complete(paths, identity):
         return open_work(paths, identity, info, policy)
     try:
         keys = read_keys([paths.result])
@@ -51,9 +53,13 @@ def open_for_retry(
 def _take_back(work: WorkFolder, keys: Committed) -> None:
     """Commit the good prompts of the finished output as one part: all of them or, after a crash, none."""
     clean = _clean_rows(keys)
+    part = work.parts / "part-000000.parquet"
+    # Prompts that failed have no states: all that are there belong to good ones.
+    states = part_from_result(work.paths.states, states_part(part)) if _has_states(work.paths) else 0
 
     def write(stream: BinaryIO) -> None:
-        with parquet_writer(stream, part_schema(work)) as writer, work.paths.result.open("rb") as result:
+        schema = part_schema(work, states)
+        with parquet_writer(stream, schema) as writer, work.paths.result.open("rb") as result:
             file = pq.ParquetFile(result, pre_buffer=False, page_checksum_verification=True)
             start = 0
             for group in range(file.num_row_groups):
@@ -63,7 +69,11 @@ def _take_back(work: WorkFolder, keys: Committed) -> None:
                 if len(kept):
                     writer.write_table(kept)
 
-    write_durably(work.parts / "part-000000.parquet", write)
+    write_durably(part, write)
+
+
+def _has_states(paths: OutputPaths) -> bool:
+    return bool((read_footer(paths.result) or {}).get("states"))
 
 
 def _clean_rows(keys: Committed) -> npt.NDArray[np.bool_]:

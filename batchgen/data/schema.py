@@ -22,11 +22,22 @@ import pyarrow.types as pat
 
 from batchgen.request import Completion
 
-__all__ = ["KEY_COLUMNS", "SCHEMA", "SCHEMA_VERSION", "OutputRow", "completions_to_table", "extra_json", "with_footer"]
+__all__ = [
+    "KEY_COLUMNS",
+    "SCHEMA",
+    "SCHEMA_VERSION",
+    "STATES_CONTENTS",
+    "OutputRow",
+    "completions_to_table",
+    "extra_json",
+    "with_footer",
+]
 
 SCHEMA_VERSION = "1"
 VERSION_KEY = b"batchgen.schema_version"
 RUN_KEY = b"batchgen.run"
+STATES_CONTENTS = "hidden states"
+"""`contents` in the run record of a file of states; that of results has none."""
 
 KEY_COLUMNS = ("row_index", "prompt_index", "sample_index")
 """Together they name an output row; a file is sorted by them."""
@@ -185,8 +196,8 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def with_footer(run: Mapping[str, Any]) -> pa.Schema:
-    """`SCHEMA` with the footer keys `batchgen.schema_version` and `batchgen.run` (JSON)."""
-    return SCHEMA.with_metadata(
+def with_footer(run: Mapping[str, Any], schema: pa.Schema = SCHEMA) -> pa.Schema:
+    """`schema` with the footer keys `batchgen.schema_version` and `batchgen.run` (JSON)."""
+    return schema.with_metadata(
         {VERSION_KEY: SCHEMA_VERSION.encode(), RUN_KEY: json.dumps(run, ensure_ascii=False, sort_keys=True).encode()}
     )

@@ -5,6 +5,7 @@ results.parquet.work/
 ├── lock                       held by the run that writes
 ├── run.json                   the fingerprint, and what it was made from
 ├── parts/part-000000.parquet  committed rows
+├── states/part-000000.states  hidden states of the rows in the part of the same number
 └── scratch/                   nothing that a later run needs
 ```
 """
@@ -21,6 +22,7 @@ from typing import Any, Literal, Self
 
 from batchgen.data.files import output_errors, read_footer, sync_folder, write_durably
 from batchgen.data.lock import LOCK_NAME, RunLock
+from batchgen.data.schema import STATES_CONTENTS
 from batchgen.errors import FingerprintError, OutputError
 
 __all__ = ["OutputPaths", "Policy", "RunIdentity", "WorkFolder", "is_complete", "open_work", "output_paths"]
@@ -48,23 +50,43 @@ class OutputPaths:
 
     result: Path
     work: Path
+    states: Path
+    """Hidden states, written only for rows that ask for them."""
 
 
 def output_paths(out: Path, shard: tuple[int, int] | None = None) -> OutputPaths:
     """`OUT` and `OUT.work`; for a shard `OUT/part-00007-of-00016.parquet` and `OUT.work/part-00007-of-00016`.
 
-    A folder of shards holds nothing else: readers take every file in it for data.
+    Hidden states go to `OUT` with `.hidden` before its suffix, a folder too where `OUT` is one. A folder of shards
+    holds nothing else: readers take every file in it for data.
     """
     work = out.with_name(out.name + ".work")
+    states = out.with_name(f"{out.name.removesuffix('.parquet')}.hidden.parquet")
     if shard is None:
-        return OutputPaths(out, work)
+        return OutputPaths(out, work, states)
     name = f"part-{shard[0]:05d}-of-{shard[1]:05d}"
-    return OutputPaths(out / f"{name}.parquet", work / name)
+    return OutputPaths(out / f"{name}.parquet", work / name, states / f"{name}.parquet")
 
 
-def is_complete(result: Path, identity: RunIdentity) -> bool:
-    """Whether `result` is the finished output of this very job."""
-    footer = read_footer(result)
+def is_complete(paths: OutputPaths, identity: RunIdentity) -> bool:
+    """Whether the output is that of this very job, finished.
+
+    Raises:
+        OutputError: its results are, but their hidden states are not beside them.
+    """
+    footer = read_footer(paths.result)
+    if not _is_of(footer, identity):
+        return False
+    if footer is not None and footer.get("states") and not _is_of(read_footer(paths.states, STATES_CONTENTS), identity):
+        raise OutputError(
+            f"{paths.result} is complete, but {paths.states} with its hidden states is not there. Put it back, or "
+            "compute both again with --overwrite."
+        )
+    return True
+
+
+def _is_of(footer: Mapping[str, Any] | None, identity: RunIdentity) -> bool:
+    """Whether a file with this footer is of this very job."""
     if footer is None or footer.get("fingerprint") != identity.fingerprint:
         return False
     shard = footer.get("shard")
@@ -90,6 +112,11 @@ class WorkFolder:
     def scratch(self) -> Path:
         """A folder for temporary files; emptied whenever the work folder is opened."""
         return self.paths.work / "scratch"
+
+    @property
+    def states(self) -> Path:
+        """The folder of committed states; there only where rows asked for them."""
+        return self.paths.work / "states"
 
     def part_files(self) -> list[Path]:
         """Committed parts, in order."""
@@ -140,7 +167,7 @@ def open_work(
         OutputError: another run holds it, or it cannot be written.
         FingerprintError: the output or the work belongs to a different job.
     """
-    finished = policy != "overwrite" and is_complete(paths.result, identity)
+    finished = policy != "overwrite" and is_complete(paths, identity)
     if finished and not paths.work.exists():
         return None
     if paths.result.is_dir():
@@ -148,7 +175,7 @@ def open_work(
     lock = RunLock(paths.work, paths.result)
     try:
         # Asked again under the lock: the run that held it may have finished in between.
-        if policy != "overwrite" and is_complete(paths.result, identity):
+        if policy != "overwrite" and is_complete(paths, identity):
             WorkFolder(paths, identity, lock, {"accepted": []}).remove()
             return None
         with output_errors(paths.work):
@@ -192,10 +219,12 @@ def _state(paths: OutputPaths, identity: RunIdentity, info: Mapping[str, Any], p
         return fresh | {"overwrite": True}
     old = _read_state(paths.work)
     overwriting = bool(old and old["overwrite"])
-    if paths.result.exists() and not overwriting:
-        raise FingerprintError(
-            f"{paths.result} exists and is not this job's output. Replace it with --overwrite, or name another with -o."
-        )
+    for path, contents in ((paths.result, None), (paths.states, STATES_CONTENTS)):
+        # States of this job may stand there already: they take their place a moment before the results.
+        if path.exists() and not overwriting and not (contents and _is_of(read_footer(path, contents), identity)):
+            raise FingerprintError(
+                f"{path} exists and is not this job's output. Replace it with --overwrite, or name another with -o."
+            )
     if old is None or identity.key in old["accepted"]:
         return fresh | ({} if old is None else {"accepted": old["accepted"], "overwrite": overwriting})
     if policy == "resume":

@@ -38,8 +38,14 @@ def test_the_finished_file(tmp_path: Path) -> None:
     schema = pq.read_schema(out)
     assert schema.remove_metadata() == SCHEMA
     assert schema.metadata[VERSION_KEY] == SCHEMA_VERSION.encode()
-    assert read_footer(out) == {"model": "m", "fingerprint": "f00d", "shard": None, "rows": len(stored(out))}
-    assert is_complete(out, IDENTITY)
+    assert read_footer(out) == {
+        "model": "m",
+        "fingerprint": "f00d",
+        "shard": None,
+        "rows": len(stored(out)),
+        "states": 0,
+    }
+    assert is_complete(output_paths(out), IDENTITY)
     first = stored(out)[0]
     assert first["text"] == "text of 0.0.0 \u2028 é"
     assert first["extra"] == '{"k":1}'
@@ -117,7 +123,7 @@ def test_no_rows_give_a_whole_empty_file(tmp_path: Path) -> None:
         finish(work, expect([]), {})
     assert stored(out) == []
     assert pq.read_schema(out).remove_metadata() == SCHEMA
-    assert is_complete(out, IDENTITY)
+    assert is_complete(output_paths(out), IDENTITY)
 
 
 def test_an_error_row_stands_for_all_samples(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from batchgen.data.files import read_footer
 from batchgen.data.finish import finish
 from batchgen.data.merge import merge
 from batchgen.data.row_shapes import RowShapes
-from batchgen.data.work import RunIdentity, is_complete
+from batchgen.data.work import RunIdentity, is_complete, output_paths
 from batchgen.errors import FingerprintError, InputError, OutputError, UsageError
 from tests.data.helpers import begin, commit, expect, group, stored, stored_keys
 
@@ -34,7 +34,7 @@ def test_shards_join_into_what_one_run_gives(tmp_path: Path) -> None:
     assert merge(shards, merged) == 30
     assert stored(merged) == stored(whole)
     assert read_footer(merged) == {**(read_footer(whole) or {}), "merged_shards": 3}
-    assert is_complete(merged, RunIdentity("f"))
+    assert is_complete(output_paths(merged), RunIdentity("f"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["merged.parquet", "out", "whole.parquet"]
     assert merge([tmp_path / "out"], tmp_path / "again.parquet") == 30
     assert (tmp_path / "again.parquet").read_bytes() == merged.read_bytes()

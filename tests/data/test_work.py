@@ -105,7 +105,7 @@ def test_overwrite_drops_other_work_and_resumes_its_own(tmp_path: Path) -> None:
         assert len(work.part_files()) == 1, "and so does a plain resume, though the old output is still there"
     with begin(out, OTHER, "overwrite") as work:
         assert work.part_files() == []
-    assert is_complete(out, OTHER), "the old output stays until the new one is whole"
+    assert is_complete(output_paths(out), OTHER), "the old output stays until the new one is whole"
 
 
 def test_an_output_that_is_not_this_jobs_is_refused(tmp_path: Path) -> None:
@@ -126,9 +126,9 @@ def test_a_shard_is_complete_for_itself_only(tmp_path: Path) -> None:
     result = out / "part-00001-of-00002.parquet"
     assert [*tmp_path.iterdir()] == [out]
     assert [*out.iterdir()] == [result]
-    assert is_complete(result, identity)
-    assert not is_complete(result, RunIdentity("f00d", (0, 2)))
-    assert not is_complete(result, IDENTITY)
+    assert is_complete(output_paths(out, (1, 2)), identity)
+    assert not is_complete(output_paths(out, (1, 2)), RunIdentity("f00d", (0, 2)))
+    assert not is_complete(output_paths(out, (1, 2)), IDENTITY)
 
 
 def test_an_output_that_is_a_folder_is_refused(tmp_path: Path) -> None:
