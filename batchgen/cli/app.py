@@ -14,7 +14,7 @@ import typer
 from typer.main import get_command
 
 from batchgen import __version__
-from batchgen.cli import bench, check, export, merge, run, show
+from batchgen.cli import bench, check, export, merge, run, show, verify
 from batchgen.errors import BatchgenError, Interrupted
 
 __all__ = ["app", "command_names", "main", "run_command"]
@@ -35,7 +35,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (run, check, show, merge, export, bench):
+for command in (run, check, show, merge, export, verify, bench):
     command.register(app)
 
 

@@ -44,7 +44,7 @@ def finished_results(out: Path) -> Results:
     """
     results = open_results(out)
     if not results.complete:
-        raise InputError(f"{out} is not finished. Run its command again, then export.")
+        raise InputError(f"{out} is not finished. Run its command again first.")
     if out.is_dir():
         raise InputError(f"{out} holds shards. Join them first: batchgen merge {out} -o all.parquet")
     return results

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -64,6 +64,14 @@ class InputSet:
         keep = selection.keeper(self.count)
         stop = selection.stop
         return self._selected(keep, stop, prompt_column, id_column)
+
+    def pick(
+        self, indexes: Collection[int], prompt_column: str | None = None, id_column: str | None = None
+    ) -> Iterator[RawRow]:
+        """The rows of these indexes, in order; columns are named as for `rows`."""
+        wanted = frozenset(indexes)
+        self._check_columns({column for column in (prompt_column, id_column) if column is not None})
+        return self._selected(wanted.__contains__, max(wanted, default=-1) + 1, prompt_column, id_column)
 
     def _selected(
         self, keep: Keep | None, stop: int | None, prompt_column: str | None, id_column: str | None

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from batchgen.errors import UsageError
 
-__all__ = ["Selection"]
+__all__ = ["Selection", "smallest_hashes"]
 
 _CHUNK = 1 << 20
 
@@ -75,14 +75,17 @@ class Selection:
 def _sample(start: int, end: int, size: int, seed: int) -> npt.NDArray[np.int64]:
     """The `size` indexes of [start, end) with the smallest hash: the same on every machine and library version."""
     best = np.zeros(0, np.int64)
-    marks = np.zeros(0, np.uint64)
     for low in range(start, end, _CHUNK):
         indexes = np.arange(low, min(low + _CHUNK, end), dtype=np.int64)
-        best = np.concatenate([best, indexes])
-        marks = np.concatenate([marks, _hash(indexes, seed)])
-        order = np.lexsort((best, marks))[:size]
-        best, marks = best[order], marks[order]
+        best = smallest_hashes(np.concatenate([best, indexes]), size, seed)
     return np.sort(best)
+
+
+def smallest_hashes(indexes: npt.NDArray[np.int64], size: int, seed: int) -> npt.NDArray[np.int64]:
+    """The at most `size` of `indexes` [N] that a hash with `seed` makes smallest, in the order of their hashes."""
+    order = np.lexsort((indexes, _hash(indexes, seed)))
+    found: npt.NDArray[np.int64] = indexes[order[:size]]
+    return found
 
 
 def _hash(indexes: npt.NDArray[np.int64], seed: int) -> npt.NDArray[np.uint64]:

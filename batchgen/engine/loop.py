@@ -189,10 +189,12 @@ class Loop:
         """The finished sample, its text with what `echo` and `suffix` put around it."""
         request = sequence.request
         cached = self._workload.tree.cached_tokens(request.index, sequence.sample_index)
-        done = sequence.completion(cached, prompt_ids=self._prompt_ids)
-        if done.text is None or not (request.params.echo or request.params.suffix):
+        # An echo with logprobs has the prompt's: without its ids nobody could tell of which tokens.
+        params = request.params
+        done = sequence.completion(cached, prompt_ids=self._prompt_ids or (params.echo and params.return_logprob))
+        if done.text is None or not (params.echo or params.suffix):
             return done
-        text = surround(done.text, request.prompt_ids.tolist(), sequence.output_ids, request.params, self._tokenizer)
+        text = surround(done.text, request.prompt_ids.tolist(), sequence.output_ids, params, self._tokenizer)
         return replace(done, text=text)
 
     def _marked(self, index: int, samples: list[Completion]) -> list[Completion]:

@@ -375,3 +375,26 @@ def test_engine_options_that_are_refused(options: dict[str, Any], message: str) 
     with pytest.raises(UsageError) as caught:
         EngineConfig(**options)
     assert str(caught.value) == message
+
+
+def test_a_described_configuration_comes_back(tmp_path: Path) -> None:
+    """Every built option with a value of its own goes through the footer's JSON."""
+    flags = {
+        "inputs": ("a.jsonl", "b*.jsonl"), "model": "m", "dtype": "float32", "max_num_seqs": "7", "kv_memory": "40%",
+        "temperature": "0.5", "stop": ("x, y", "z"), "stop_token_ids": "1,2", "ignore_eos": True, "seed": "-3",
+        "shard": "1/4", "carry": "a,b", "chat": True, "system": "S", "max_errors": "5%", "existing": "overwrite",
+        "max_time": "2h", "on_duplicate_id": "suffix", "dedup": False, "limit": "9", "output": "out.parquet",
+    }  # fmt: skip
+    config = resolve_config(flags, {}, tmp_path)
+    described = json.loads(json.dumps(config.describe()))
+    assert RunConfig.restore(described, config.output, {}) == config
+    plain = resolve_config({"inputs": ("a.jsonl",)}, {}, tmp_path)
+    described = json.loads(json.dumps(plain.describe()))
+    assert RunConfig.restore(described, plain.output, {"model": None}) == plain
+    changed = RunConfig.restore(described, plain.output, {"inputs": ["c.jsonl"], "model": "other"})
+    assert changed == resolve_config(
+        {"inputs": ("c.jsonl",), "model": "other", "output": str(plain.output)}, {}, tmp_path
+    )
+    described["options"]["gone"] = {"value": 1, "origin": "flag"}
+    with pytest.raises(UsageError, match="gone"):
+        RunConfig.restore(described, plain.output, {})

@@ -1,0 +1,126 @@
+"""`batchgen verify`: rows replayed alone from what the output records, and what it says where something changed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchgen.demo import model_path
+from tests.e2e.rows import mixed_lines, read, rows_of, write_lines
+from tests.e2e.runner import run
+
+ROWS = 44
+DIFFERENT = 8
+
+
+@pytest.fixture(scope="module")
+def done(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with in.jsonl and out.parquet: one row at a time and nothing shared, as a replay runs."""
+    folder = tmp_path_factory.mktemp("verify")
+    lines = [line for line in mixed_lines(ROWS, seed=21) if not (isinstance(line, dict) and "text" in line)]
+    lines += [{"id": f"r{i}", "text": f"{i} the quick", "max_new_tokens": 9, "return_logprob": True} for i in range(12)]
+    lines += [{"id": "r0", "input_ids": [9, 8, 7], "n": 3, "max_new_tokens": 6}, {"text": "no name", "seed": 3}]
+    write_lines(folder / "in.jsonl", lines)
+    options = ["--max-num-seqs", "1", "--on-duplicate-id", "suffix", "--temperature", "1.1", "--seed", "5"]
+    run(["run", "in.jsonl", "-o", "out.parquet", "--model", model, "--dtype", "float32", *options], folder)
+    return folder
+
+
+def test_all_rows_are_the_same_alone(done: Path) -> None:
+    said = run(["verify", "out.parquet", "--rows", "1000"], done)
+    good = {row["row_index"] for row in rows_of(done / "out.parquet") if row["status"] == "ok"}
+    lines = said.stdout.splitlines()
+    assert lines[-1] == f"{len(good)} of {len(good)} rows are the same"
+    assert [line.rsplit(": ", 1)[1] for line in lines[:-1]] == ["same"] * len(good)
+    assert [int(line.split()[1]) for line in lines[:-1]] == sorted(good)
+    assert any("(id 'r0-2')" in line for line in lines), "the id that --on-duplicate-id suffix gave"
+
+
+def test_rows_of_a_batch_are_the_same_but_for_rounding(done: Path, model: Path, tmp_path: Path) -> None:
+    """Tokens are equal in float32; logprobs may differ in their last bits, and then it says so."""
+    shutil.copy(done / "in.jsonl", tmp_path)
+    arguments = ["run", "in.jsonl", "--model", model, "--dtype", "float32", "--on-duplicate-id", "suffix"]
+    run([*arguments, "-o", "out.parquet"], tmp_path)
+    said = run(["verify", "out.parquet", "--rows", "1000"], tmp_path, expect=None)
+    assert said.code in (0, DIFFERENT)
+    assert "output_ids" not in said.stdout
+    assert ("was not deterministic" in said.stdout) == (said.code == DIFFERENT)
+    for line in said.stdout.splitlines():
+        if "logprobs by at most" in line:
+            assert float(line.split("at most ")[1].split()[0]) < 1e-4
+
+
+def changed(done: Path, folder: Path, name: str, row: int, value: Any) -> None:
+    """A copy of the output with one value of one row changed."""
+    table = read(done / "out.parquet")
+    values = table[name].to_pylist()
+    values[table["row_index"].to_pylist().index(row)] = value
+    table = table.set_column(table.schema.get_field_index(name), table.field(name), pa.array(values, table[name].type))
+    pq.write_table(table, folder / "out.parquet")
+
+
+def test_a_changed_token_is_found(done: Path, tmp_path: Path) -> None:
+    rows = [row for row in rows_of(done / "out.parquet") if row["id"] == "r3"]
+    ids = rows[0]["output_ids"]
+    ids[4] += 1
+    changed(done, tmp_path, "output_ids", rows[0]["row_index"], ids)
+    command = ["verify", "out.parquet", done / "in.jsonl", "--rows", "1000"]
+    said = run(command, tmp_path, expect=DIFFERENT).stdout.splitlines()
+    (odd,) = [line for line in said if "differs" in line]
+    assert "(id 'r3'): differs: from prompt 0, sample 0, token 4 on" in odd
+    assert f"(recorded {ids[4]}, replayed {ids[4] - 1})" in odd
+    good, of = said[-2].split()[0], said[-2].split()[2]
+    assert int(good) == int(of) - 1
+
+
+def test_a_changed_logprob_is_found(done: Path, tmp_path: Path) -> None:
+    row = next(row for row in rows_of(done / "out.parquet") if row["id"] == "r5")
+    logprobs = row["output_logprobs"]
+    logprobs[2] += 0.5
+    changed(done, tmp_path, "output_logprobs", row["row_index"], logprobs)
+    said = run(["verify", "out.parquet", done / "in.jsonl", "--rows", "1000"], tmp_path, expect=DIFFERENT).stdout
+    assert "(id 'r5'): differs: logprobs by at most 0.5 (columns output_logprobs)" in said
+
+
+def test_the_seed_chooses_the_rows(done: Path) -> None:
+    first, again, other = (run(["verify", "out.parquet", "--rows", "3", "--seed", s], done).stdout for s in "001")
+    assert first == again
+    assert first != other
+    assert first.endswith("3 of 3 rows are the same\n")
+
+
+def test_changed_or_missing_inputs(done: Path, tmp_path: Path) -> None:
+    shutil.copy(done / "out.parquet", tmp_path)
+    missing = run(["verify", "out.parquet"], tmp_path, expect=4).stderr
+    assert "in.jsonl cannot be read" in missing
+    (tmp_path / "in.jsonl").write_bytes((done / "in.jsonl").read_bytes() + b'{"text": "more"}\n')
+    assert "has changed since the run" in run(["verify", "out.parquet"], tmp_path, expect=4).stderr
+    run(["verify", "out.parquet", done / "in.jsonl", "--rows", "2"], tmp_path)
+    both = ["verify", "out.parquet", done / "in.jsonl", "in.jsonl"]
+    assert "had 1 input files, not 2" in run(both, tmp_path, expect=4).stderr
+
+
+def test_another_model_is_refused(done: Path) -> None:
+    refused = run(["verify", "out.parquet", "--model", model_path()], done, expect=2).stderr
+    assert "not the run's model" in refused
+    assert "model_digest" in refused
+
+
+def test_the_demonstration_model_in_half_precision(tmp_path: Path) -> None:
+    """A single row, which was alone in its run, is the same in bfloat16, too."""
+    write_lines(tmp_path / "in.jsonl", [{"text": "What is 17 + 25?", "return_logprob": True, "max_new_tokens": 20}])
+    run(["run", "in.jsonl"], tmp_path)
+    assert run(["verify", "in.out.parquet"], tmp_path).stdout.endswith("1 of 1 rows are the same\n")
+
+
+def test_a_job_from_a_pipe_needs_its_file(model: Path, tmp_path: Path) -> None:
+    lines = b'{"text": "The quick", "max_new_tokens": 4}\n'
+    run(["run", "-", "-o", "out.parquet", "--model", model, "--dtype", "float32"], tmp_path, stdin=lines)
+    assert "standard input" in run(["verify", "out.parquet"], tmp_path, expect=4).stderr
+    (tmp_path / "saved.jsonl").write_bytes(lines)
+    run(["verify", "out.parquet", "saved.jsonl"], tmp_path)
