@@ -13,6 +13,7 @@ from typing import Any, Literal
 from batchgen.errors import RowError, UsageError
 from batchgen.options import BY_NAME, NAME_PATH, OPTIONS, Option, coerce
 from batchgen.params import SamplingParams
+from batchgen.processors import LogitProcessor
 from batchgen.units import Shard, Threshold, parse_shard
 
 __all__ = ["DEFAULT_FILE", "STDIN", "EngineConfig", "RunConfig", "resolve_config"]
@@ -62,30 +63,22 @@ class EngineConfig:
     dedup: bool = True
     stop_on_repeat: int | None = None
     """Tokens: a sample ends when its last so many are one block of at most a quarter of them, over and over."""
+    repetition_penalty_scope: Literal["output", "prompt+output"] = "output"
+    logprobs_mode: Literal["raw", "processed"] = "raw"
+    logit_processor: tuple[tuple[str, str | LogitProcessor], ...] = ()
+    """(name, "module:function" or the function itself); a mapping is taken too."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lora", _spelled(self.lora))
         for item in fields(self):
             value = getattr(self, item.name)
             if value is not None or item.default is not None:
                 object.__setattr__(self, item.name, coerce(BY_NAME[item.name], value, item.name))
-        twice = next((name for i, (name, _) in enumerate(self.lora) if name in dict(self.lora[:i])), None)
-        if twice is not None:
-            raise UsageError(f"`--lora` names the adapter {twice!r} twice; give each a name of its own")
         seqs, tokens = self.max_num_seqs, self.max_tokens_per_step
         if seqs is not None and tokens is not None and tokens < seqs:
             raise UsageError(
                 f"`--max-tokens-per-step` ({tokens}) must be at least `--max-num-seqs` ({seqs}): every sequence takes "
                 "a token in every step"
             )
-
-
-def _spelled(lora: Any) -> Any:
-    """Pairs or a mapping of adapters as the command line spells them, `NAME=PATH`."""
-    if isinstance(lora, str):
-        return lora
-    pairs = lora.items() if isinstance(lora, Mapping) else lora
-    return [item if isinstance(item, str) else "=".join(map(str, item)) for item in pairs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +93,6 @@ class RunConfig:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Run-wide sampling defaults that were given: `SamplingParams` field -> value."""
     sampling_defaults: Literal["model", "openai"] = "model"
-    logprobs_mode: Literal["raw"] = "raw"
     prompt_column: str | None = None
     id_column: str | None = None
     chat: bool | None = None
@@ -202,6 +194,11 @@ def resolve_config(flags: Mapping[str, Any], env: Mapping[str, str], cwd: Path) 
     inputs = tuple(flags.get("inputs", ()))
     given: dict[str, tuple[Any, str]] = {}
     for option, value, label, origin in _layers(flags, env, cwd):
+        if option is BY_NAME["logit_processor"] and origin == f"./{DEFAULT_FILE}":
+            raise UsageError(
+                f"`{label}` would run code because of the folder that the command runs in; name it with "
+                "--logit-processor, or the file with --config"
+            )
         if option.name not in given and option.target != "meta":
             given[option.name] = (coerce(option, value, label), origin)
     values = {name: value for name, (value, _) in given.items() if BY_NAME[name].built}

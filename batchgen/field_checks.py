@@ -75,11 +75,14 @@ def boolean_or_count(name: str, value: Any) -> bool | int:
 
 
 def logit_bias(name: str, value: Any) -> dict[int, float]:
-    """{token id, as JSON's string: bias in [-100, 100]}."""
+    """{token id, as JSON's string (Python may give a number): bias in [-100, 100]}."""
     found: dict[int, float] = {}
     for key, bias in mapping(name, value).items():
-        if not (type(key) is str and key.isascii() and key.isdigit() and len(key) <= 10):
+        text = str(key) if type(key) in (int, str) else ""
+        if not (text.isascii() and text.isdigit() and len(text) <= 10):
             raise invalid(name, f"must have token ids as keys, got {show(key)}")
+        if int(key) in found:
+            raise invalid(name, f"names token {int(key)} twice")
         found[int(key)] = _bias(name, bias)
     return found
 

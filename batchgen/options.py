@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from batchgen.units import (
     parse_float,
     parse_int,
     parse_memory,
+    parse_name_function,
     parse_name_path,
     parse_size,
     parse_threshold,
@@ -39,6 +40,10 @@ class Kind:
     """Types a TOML file or a Python caller may give besides the ones that `parse` reads."""
     joined: bool = False
     """Whether a list stands for its items with commas between them."""
+    pairs: bool = False
+    """Whether values are NAME=VALUE; a table, and pairs of name and value, are taken too, and no name twice."""
+    objects: bool = False
+    """Whether Python may give a function for the VALUE."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +146,8 @@ THRESHOLD = Kind("N|P%", parse_threshold, (str, int))
 COLUMNS = Kind("all|none|COL,...", _carry, joined=True)
 TOKEN_IDS = Kind("ID,...", parse_token_ids, (str, int), joined=True)
 SHARD = Kind("auto|I/N", _word)
-NAME_PATH = Kind("NAME=PATH", parse_name_path)
+NAME_PATH = Kind("NAME=PATH", parse_name_path, (str, os.PathLike), pairs=True)
+NAME_FUNCTION = Kind("NAME=module:function", parse_name_function, pairs=True, objects=True)
 
 
 def _choice(name: str, choices: str, group: str, help: str, target: Target = "run", **more: Any) -> Option:
@@ -332,25 +338,58 @@ OPTIONS: tuple[Option, ...] = (
         "Samples to generate, of which the --n likeliest are kept. Example: --best-of 4",
         "sampling",
     ),
-    Option("frequency_penalty", REAL, 0.0, SAMPLING, "Example: --frequency-penalty 0.5", built=False),
-    Option("presence_penalty", REAL, 0.0, SAMPLING, "Example: --presence-penalty 0.5", built=False),
-    Option("repetition_penalty", REAL, 1.0, SAMPLING, "Example: --repetition-penalty 1.1", built=False),
+    Option(
+        "frequency_penalty",
+        REAL,
+        None,
+        SAMPLING,
+        "Taken off a token's logit each time it was generated, in [-2, 2]. Example: --frequency-penalty 0.5",
+        "sampling",
+    ),
+    Option(
+        "presence_penalty",
+        REAL,
+        None,
+        SAMPLING,
+        "Taken off the logit of every token generated, in [-2, 2]. Example: --presence-penalty 0.5",
+        "sampling",
+    ),
+    Option(
+        "repetition_penalty",
+        REAL,
+        None,
+        SAMPLING,
+        "Divides the positive logits of tokens generated and multiplies negative ones, in (0, 2]. "
+        "Example: --repetition-penalty 1.1",
+        "sampling",
+    ),
     _choice(
         "repetition_penalty_scope",
         "output|prompt+output",
         SAMPLING,
-        "Example: --repetition-penalty-scope prompt+output",
-        built=False,
+        "Tokens that the repetition penalty falls on: those generated, or the prompt's as well (the rule of Hugging "
+        "Face and vLLM). Example: --repetition-penalty-scope prompt+output",
+        "engine",
     ),
     Option("stop_regex", TEXT, (), SAMPLING, "Example: --stop-regex '[0-9]+'", repeat=True, built=False),
     _choice(
         "logprobs_mode",
         "raw|processed",
         SAMPLING,
-        "Distribution of logprobs: the model's (raw). Example: --logprobs-mode raw",
-        unbuilt=("processed",),
+        "Distribution of logprobs: the model's (raw), or the one drawn from, after penalties, masks and filters "
+        "(processed). Example: --logprobs-mode processed",
+        "engine",
     ),
-    Option("logit_processor", NAME_PATH, (), SAMPLING, "NAME=module:function", repeat=True, built=False),
+    Option(
+        "logit_processor",
+        NAME_FUNCTION,
+        (),
+        SAMPLING,
+        "Python function that rows may name as `custom_logit_processor`, repeatable. "
+        "Example: --logit-processor calm=my_module:calm",
+        "engine",
+        repeat=True,
+    ),
     Option(
         "stop_on_repeat",
         _whole(4, 2**20),
@@ -460,6 +499,8 @@ def _not_built(label: str) -> UsageError:
 
 
 def _parse(option: Option, value: object) -> Any:
+    if option.kind.pairs:
+        return _parse_pairs(option.kind, value)
     if isinstance(value, Sequence) and not isinstance(value, str):
         if option.repeat:
             return tuple(_parse_scalar(option.kind, item) for item in value)
@@ -468,6 +509,27 @@ def _parse(option: Option, value: object) -> Any:
         return option.kind.parse(",".join(_text(option.kind, item) for item in value))
     parsed = _parse_scalar(option.kind, value)
     return (parsed,) if option.repeat else parsed
+
+
+def _parse_pairs(kind: Kind, value: object) -> tuple[tuple[str, Any], ...]:
+    if isinstance(value, Mapping):
+        value = tuple(value.items())
+    items = value if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
+    pairs = tuple(_parse_pair(kind, item) for item in items)
+    names = [name for name, _ in pairs]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"names {twice!r} twice; give each a name of its own")
+    return pairs
+
+
+def _parse_pair(kind: Kind, item: object) -> Any:
+    if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str):
+        name, target = item
+        if kind.objects and callable(target):
+            return kind.parse(f"{name}=python:object")[0], target
+        item = f"{name}={_text(kind, target)}"
+    return _parse_scalar(kind, item)
 
 
 def _parse_scalar(kind: Kind, value: object) -> Any:

@@ -139,7 +139,7 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None and type(value) is not tuple:
                 object.__setattr__(self, name, tuple(value))
-        if self.logit_bias or self.bad_words:
+        if self.logit_bias != () or self.bad_words != ():
             self._normalise_biases()
         for name in ("json_schema", "structural_tag", "custom_params"):
             value = getattr(self, name)

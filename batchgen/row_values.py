@@ -40,6 +40,8 @@ class RowDefaults:
     """True: `text` is wrapped as a user message. False: rows of messages are refused. None: each row as it is."""
     system: str | None = None
     """A system message for every conversation that has none."""
+    processors: frozenset[str] = frozenset()
+    """Logit processors that the run was given."""
 
     def __post_init__(self) -> None:
         for name, value in [*self.flags.items(), *self.model.items()]:
@@ -157,7 +159,7 @@ class RowValues:
         """The row's sampling parameters over all defaults; `endpoint` holds those of the row's OpenAI endpoint.
 
         Raises:
-            RowError: `invalid_field`, naming the field as the row spells it.
+            RowError: `invalid_field`, naming the field as the row spells it; `unknown_processor`.
         """
         merged = {**defaults.model, **endpoint, **defaults.flags}
         merged.update((name, value) for name, value in self.values.items() if name in _PARAM_NAMES)
@@ -167,9 +169,21 @@ class RowValues:
         if named is not None and "lora_path" not in self.values:
             merged["lora_path"] = named
         try:
-            return SamplingParams(**merged)
+            params = SamplingParams(**merged)
         except RowError as error:
             raise self._respelled(error) from None
+        self._check_processor(params.custom_logit_processor, defaults.processors)
+        return params
+
+    def _check_processor(self, name: str | None, known: frozenset[str]) -> None:
+        if name is not None and name not in known:
+            ours = f"it was given {', '.join(sorted(known))}" if known else "it was given none"
+            message = f"`custom_logit_processor` names {show(name)}, which this run does not have ({ours}); add it with"
+            raise RowError(
+                ErrorCode.UNKNOWN_PROCESSOR,
+                f"{message} --logit-processor {name[:60]}=module:function",
+                "custom_logit_processor",
+            )
 
     def _merge_logprobs(self, merged: dict[str, Any]) -> None:
         """Translate OpenAI's `logprobs` and `top_logprobs`, and refuse a K that would return nothing."""
@@ -191,7 +205,9 @@ class RowValues:
             if wanting:
                 needed = "logprobs" if wanting == "top_logprobs" else "return_logprob"
                 raise invalid(wanting, f"needs `{needed}: true` beside it")
-            merged["top_logprobs_num"] = 0
+            if self.values.get("token_ids_logprob"):
+                raise invalid("token_ids_logprob", "needs `return_logprob: true` beside it")
+            merged["top_logprobs_num"], merged["token_ids_logprob"] = 0, ()
 
     def _merge_constraint(self, merged: dict[str, Any]) -> None:
         """Hold the row to one constraint, which replaces a run-wide one, and translate `response_format`."""

@@ -20,6 +20,7 @@ __all__ = [
     "parse_float",
     "parse_int",
     "parse_memory",
+    "parse_name_function",
     "parse_name_path",
     "parse_shard",
     "parse_size",
@@ -205,6 +206,15 @@ def parse_name_path(text: str) -> tuple[str, str]:
     if not equals or not name.strip() or not path.strip():
         raise ValueError(f"takes NAME=PATH, got {text!r}")
     return name.strip(), path.strip()
+
+
+def parse_name_function(text: str) -> tuple[str, str]:
+    """`NAME=module:function`, either of them with dots, as (name, "module:function")."""
+    name, equals, target = (part.strip() for part in text.partition("="))
+    module, colon, function = target.partition(":")
+    if not (equals and name and colon and all(part.isidentifier() for part in (module + "." + function).split("."))):
+        raise ValueError(f"takes NAME=module:function, got {text!r}")
+    return name, target
 
 
 def parse_columns(text: str) -> tuple[str, ...]:

@@ -113,6 +113,19 @@ VALID: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"return_logprob": True}, {"return_logprob": True}),
     ({"return_logprob": True, "top_logprobs_num": 3}, {"return_logprob": True, "top_logprobs_num": 3}),
     ({"temperature": None, "stop": None, "regex": None}, {}),
+    ({"frequency_penalty": -2}, {"frequency_penalty": -2.0}),
+    ({"presence_penalty": 2}, {"presence_penalty": 2.0}),
+    ({"repetition_penalty": 0.5}, {"repetition_penalty": 0.5}),
+    ({"logit_bias": {"50": -100, "7": 1.5}}, {"logit_bias": ((7, 1.5), (50, -100.0))}),
+    ({"logit_bias": {}}, {}),
+    ({"bad_words": ["a", [1, 2]]}, {"bad_words": ("a", (1, 2))}),
+    ({"bad_words": []}, {}),
+    ({"allowed_token_ids": [3, 1]}, {"allowed_token_ids": (3, 1)}),
+    (
+        {"return_logprob": True, "token_ids_logprob": [4, 2, 4]},
+        {"return_logprob": True, "token_ids_logprob": (4, 2, 4)},
+    ),
+    ({"custom_params": {}}, {}),
 ]
 
 
@@ -183,13 +196,6 @@ def test_values_that_ask_for_nothing_are_accepted(name: str, value: Any) -> None
 
 
 UNSUPPORTED: list[tuple[str, Any]] = [
-    ("frequency_penalty", 0.5),
-    ("presence_penalty", -2),
-    ("repetition_penalty", 1.1),
-    ("logit_bias", {"5": 1}),
-    ("bad_words", ["a"]),
-    ("bad_words", [[1, 2]]),
-    ("allowed_token_ids", [1]),
     ("stop_regex", "a+"),
     ("stop_regex", ["a+"]),
     ("json_schema", {"type": "object"}),
@@ -202,12 +208,10 @@ UNSUPPORTED: list[tuple[str, Any]] = [
     ("response_format", {"type": "json_schema", "json_schema": {"schema": {}}}),
     ("suffix", "end"),
     ("logprob_start_len", 0),
-    ("token_ids_logprob", [1]),
     ("return_text_in_logprobs", True),
     ("return_hidden_states", True),
     ("return_hidden_states", {"layers": [-1], "tokens": "last", "pool": "mean"}),
     ("return_routed_experts", True),
-    ("custom_logit_processor", "mine"),
     ("stream", True),
 ]
 

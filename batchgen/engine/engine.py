@@ -23,6 +23,7 @@ from batchgen.models.base import Model
 from batchgen.models.load import load_model
 from batchgen.params import SamplingParams
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
+from batchgen.processors import load_processors
 from batchgen.request import Completion, RequestTable
 from batchgen.rows import RowDefaults
 from batchgen.text.encode import Encoder
@@ -62,6 +63,7 @@ class Engine:
     def __init__(self, model: str, **options: Any) -> None:
         config = EngineConfig(model=model, **options)
         prepare_device(config)
+        load_processors(config.logit_processor)  # refuses before the weights are read
         loaded = load_model(
             model,
             implementation=config.model_impl,
@@ -84,6 +86,8 @@ class Engine:
         self.config = config
         self.model = model
         self.tokenizer = tokenizer
+        self.processors = load_processors(config.logit_processor)
+        """Logit processors that rows may name."""
         self.last_run: Running | None = None
         """The latest job, for its counted quantities."""
 
@@ -117,6 +121,7 @@ class Engine:
             model=self.tokenizer.generation.sampling_defaults(),
             model_names=frozenset({name, Path(name).name} - {""}),
             adapters=frozenset(spec.adapters),
+            processors=frozenset(self.processors),
         )
         encoder = Encoder(self.tokenizer, spec.vocab_size, spec.context_length, run_seed=self.config.seed)
         ids: dict[int, str] = {}
@@ -170,6 +175,9 @@ class Engine:
             self.tokenizer,
             prompt_ids=prompt_ids,
             repeat_span=config.stop_on_repeat,
+            processors=self.processors,
+            logprobs_mode=config.logprobs_mode,
+            repetition_scope=config.repetition_penalty_scope,
         )
         self.last_run = Running(workload, scheduler, loop, pool)
         return self.last_run

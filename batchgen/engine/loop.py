@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
@@ -11,14 +11,17 @@ import torch
 from batchgen.engine.batch import build_batch
 from batchgen.engine.best_of import keep_best
 from batchgen.engine.planning import Workload
+from batchgen.engine.readout import LogprobsMode
 from batchgen.engine.sampler import Sampled, Sampler
 from batchgen.engine.sequence import Sequence
+from batchgen.engine.shaping import RepetitionScope, Shapes
 from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.kernels.backend import AttentionFactory
 from batchgen.kernels.types import KVPool
 from batchgen.models.base import Model, ModelInput
 from batchgen.plan.scheduler import Scheduler
 from batchgen.plan.types import PageCopy, StepPlan
+from batchgen.processors import LoadedProcessor
 from batchgen.request import Completion, Request
 from batchgen.text.stops import StopState, stopping_ids
 from batchgen.text.surround import surround
@@ -61,8 +64,13 @@ class Loop:
         *,
         prompt_ids: bool = True,
         repeat_span: int | None = None,
+        processors: Mapping[str, LoadedProcessor] | None = None,
+        logprobs_mode: LogprobsMode = "raw",
+        repetition_scope: RepetitionScope = "output",
     ) -> None:
-        """`prompt_ids`: whether completions carry their prompt's ids. `repeat_span`: see `repetition.repeats`."""
+        """`prompt_ids`: whether completions carry their prompt's ids. `repeat_span`: see `repetition.repeats`.
+        `processors`: those that rows may name.
+        """
         self._workload = workload
         self._scheduler = scheduler
         self._model = model
@@ -71,7 +79,8 @@ class Loop:
         self._tokenizer = tokenizer
         self._prompt_ids = prompt_ids
         self._repeat_span = repeat_span
-        self._sampler = Sampler(model.spec.device)
+        self._sampler = Sampler(model.spec.device, processors, logprobs_mode)
+        self._shapes = Shapes(tokenizer, model.spec.vocab_size, repetition_scope)
         self._sequences: dict[int, Sequence] = {}
         self._prompt_only: set[int] = set()
         """Sequences that run for their prompt alone: their one draw is dropped."""
@@ -138,7 +147,8 @@ class Loop:
                 masked = ()  # nothing would be left to draw: the row says `min_new_tokens_unmet` if it ends early
         if request.index not in self._open:
             self._open[request.index] = _Open(remaining=request.params.samples)
-        return Sequence(request, sample_index, stops, masked, self._repeat_span)
+        shaping = self._shapes.start(request, stops.output_ids)
+        return Sequence(request, sample_index, stops, masked, self._repeat_span, shaping)
 
     def _take(self, plan: StepPlan, sampled: Sampled) -> list[int]:
         """Hand each sequence its token; the ids of those that ended."""
@@ -154,11 +164,7 @@ class Loop:
                 finished.append(sample.sequence)
                 continue
             if row in sampled.logprobs:
-                sequence.logprobs.append(sampled.logprobs[row])
-            if row in sampled.top:
-                ids, logprobs = sampled.top[row]
-                sequence.top_ids.extend(ids)
-                sequence.top_logprobs.extend(logprobs)
+                sequence.take_logprobs(sampled.logprobs[row])
             if sequence.append(token):
                 finished.append(sample.sequence)
         return finished

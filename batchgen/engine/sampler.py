@@ -1,17 +1,23 @@
-"""From a step's logits to its tokens: masks, the draw, and the logprobs that rows asked for."""
+"""From a step's logits to its tokens: shaping, masks, the draw, and the logprobs that rows asked for."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from batchgen.engine.readout import LogprobsMode, Readout, RowLogprobs
 from batchgen.engine.sequence import Sequence
+from batchgen.engine.shaping import Shaper
+from batchgen.engine.stop_mask import HiddenStops, hide_stops
 from batchgen.errors import ErrorCode, ErrorInfo
-from batchgen.kernels.logprobs import log_normalizers, mask_tokens, token_logprobs, top_logprobs
 from batchgen.kernels.noise import row_keys
 from batchgen.kernels.sampling import SamplingColumns, nan_rows, sample
+from batchgen.kernels.shaping import empty_rows
+from batchgen.params import SamplingParams
+from batchgen.processors import LoadedProcessor
 
 __all__ = ["Sampled", "Sampler"]
 
@@ -19,6 +25,7 @@ _NAN = ErrorInfo(
     ErrorCode.NAN_LOGITS,
     "the model's logits held a not-a-number for this row; try --dtype float32 or check the weights",
 )
+_MASKING = ("allowed_token_ids", "bad_words", "custom_logit_processor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +36,23 @@ class Sampled:
     """[R]"""
     errors: dict[int, ErrorInfo] = field(default_factory=dict)
     """rows that end here, and why; their tokens mean nothing"""
-    logprobs: dict[int, float] = field(default_factory=dict)
+    logprobs: dict[int, RowLogprobs] = field(default_factory=dict)
     """by row, for those that asked"""
-    top: dict[int, tuple[list[int], list[float]]] = field(default_factory=dict)
-    """by row: K ids and logprobs, most likely first"""
 
 
 class Sampler:
-    """Draws for all rows of a step at once. Parameter columns are kept while the rows stay the same."""
+    """Draws for all rows of a step at once. What depends on the rows alone is kept while they stay the same."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        processors: Mapping[str, LoadedProcessor] | None = None,
+        logprobs_mode: LogprobsMode = "raw",
+    ) -> None:
+        """`processors`: those that rows may name."""
         self._device = device
+        self._processors = processors or {}
+        self._mode: LogprobsMode = logprobs_mode
         self._rows: list[Sequence] = []
         self._columns: _Columns | None = None
 
@@ -47,44 +60,43 @@ class Sampler:
         """Draw one token per row.
 
         Args:
-            logits: [R, V] float32 as the model gave them; masked in place.
+            logits: [R, V] float32 as the model gave them; shaped and masked in place.
             rows: [R] the sequences the rows belong to.
         """
         columns = self._columns
         if columns is None or rows != self._rows:
-            columns = self._columns = _Columns.of(rows, self._device)
+            columns = self._columns = _Columns.of(rows, self._processors, self._mode, self._device)
             self._rows = list(rows)
-        bad = nan_rows(logits)  # [R] bool
-        lse_input = logits
-        wanted = columns.logprob_rows
-        before = top = None
-        if wanted:
-            # Raw logprobs are of the model's own logits: read them before any mask is applied.
-            lse_input = logits if len(wanted) == len(rows) else logits[columns.logprob_index]
-            before = log_normalizers(lse_input)  # [W]
-            if columns.top_k_logprobs:
-                top = top_logprobs(lse_input, columns.top_k_logprobs, before)
-        pairs = [(i, token) for i, row in enumerate(rows) if row.masks_stops for token in row.masked_ids]
-        if pairs:
-            mask = torch.tensor(pairs, dtype=torch.int64, device=self._device)
-            mask_tokens(logits, mask[:, 0], mask[:, 1])
+        errors = dict.fromkeys(nan_rows(logits).nonzero().flatten().tolist(), _NAN)
+        raw = columns.readout.before(logits) if columns.readout is not None else None
+        if columns.shaper is not None:
+            errors |= columns.shaper(logits, errors)
+        # A grammar's mask belongs here: masks commute, and the minimum must be the one to give way where both leave
+        # nothing.
+        hidden = hide_stops(logits, columns.minimums) if columns.minimums else None
+        if columns.masked is not None:
+            errors = _ends_of_masked(logits, rows, columns.masked, hidden) | errors
         positions = torch.tensor([len(row.output_ids) for row in rows], dtype=torch.int64, device=self._device)
         tokens = sample(logits, columns.at(positions)).tokens  # [R]
-        result = Sampled(tokens=tokens.tolist(), errors=dict.fromkeys(bad.nonzero().flatten().tolist(), _NAN))
-        if wanted:
-            assert before is not None
-            drawn = token_logprobs(lse_input, tokens[columns.logprob_index], before).tolist()
-            result.logprobs.update(zip(wanted, drawn, strict=True))
-            if top is not None:
-                _keep_top(result, rows, wanted, *top)
-        return result
+        logprobs = columns.readout.after(logits, tokens, raw) if columns.readout is not None else {}
+        return Sampled(tokens.tolist(), errors, logprobs)
 
 
-def _keep_top(result: Sampled, rows: list[Sequence], wanted: list[int], ids: Tensor, logprobs: Tensor) -> None:
-    """Give each row the K it asked for out of the widest K of the step."""
-    for row, some_ids, some_logprobs in zip(wanted, ids.tolist(), logprobs.tolist(), strict=True):
-        k = rows[row].request.params.top_logprobs_num
-        result.top[row] = (some_ids[:k], some_logprobs[:k])
+def _ends_of_masked(
+    logits: Tensor, rows: list[Sequence], masked: Tensor, hidden: HiddenStops | None
+) -> dict[int, ErrorInfo]:
+    """Rows among `masked` [w] int64 that their masks leave with nothing, once the minimum has given way."""
+    empty = masked[empty_rows(logits, masked)].tolist()
+    if empty and hidden is not None:
+        hidden.show(logits, empty)
+        empty = masked[empty_rows(logits, masked)].tolist()
+    return {row: _nothing_left(rows[row].request.params) for row in empty}
+
+
+def _nothing_left(params: SamplingParams) -> ErrorInfo:
+    names = [name for name in _MASKING if getattr(params, name)]
+    message = f"{' and '.join(f'`{name}`' for name in names)} left no token to draw; let the row draw another token"
+    return ErrorInfo(ErrorCode.INVALID_FIELD, message, names[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,31 +106,43 @@ class _Columns:
     seeds: Tensor
     samples: Tensor
     sampling: SamplingColumns
-    logprob_rows: list[int]
-    logprob_index: Tensor
-    top_k_logprobs: int
+    readout: Readout | None
+    """None: no row wants logprobs"""
+    shaper: Shaper | None
+    """None: no row shapes its logits"""
+    minimums: list[tuple[int, Sequence]]
+    """rows with ids to mask until their minimum is out, and their places"""
+    masked: Tensor | None
+    """[w] int64 rows that may be left with nothing; None: no row"""
 
     @staticmethod
-    def of(rows: list[Sequence], device: torch.device) -> _Columns:
+    def of(
+        rows: list[Sequence], processors: Mapping[str, LoadedProcessor], mode: LogprobsMode, device: torch.device
+    ) -> _Columns:
         params = [row.request.params for row in rows]
 
         def ints(values: list[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int64, device=device)
 
-        wanted = [i for i, p in enumerate(params) if p.needs_logprobs]
+        sampling = SamplingColumns.of(
+            [p.temperature for p in params],
+            [p.top_k for p in params],
+            [p.top_p for p in params],
+            [p.min_p for p in params],
+            device,
+        )
+        shaped = [(i, row.shaping) for i, row in enumerate(rows) if row.shaping is not None]
+        masked = [i for i, shaping in shaped if shaping.shape.masks]
+        altered = frozenset(i for i, shaping in shaped if shaping.shape.alters)
+        wanted = [(i, p) for i, p in enumerate(params) if p.needs_logprobs]
         return _Columns(
             seeds=ints([row.request.seed for row in rows]),
             samples=ints([row.sample_index for row in rows]),
-            sampling=SamplingColumns.of(
-                [p.temperature for p in params],
-                [p.top_k for p in params],
-                [p.top_p for p in params],
-                [p.min_p for p in params],
-                device,
-            ),
-            logprob_rows=wanted,
-            logprob_index=ints(wanted),
-            top_k_logprobs=max((params[i].top_logprobs_num for i in wanted), default=0),
+            sampling=sampling,
+            readout=Readout(wanted, altered, sampling, mode, device) if wanted else None,
+            shaper=Shaper(shaped, len(rows), processors, device) if shaped else None,
+            minimums=[(i, row) for i, row in enumerate(rows) if row.masked_ids],
+            masked=ints(masked) if masked else None,
         )
 
     def at(self, positions: Tensor) -> SamplingColumns:

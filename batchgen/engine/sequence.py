@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from batchgen.engine.readout import RowLogprobs
 from batchgen.engine.repetition import repeats
+from batchgen.engine.shaping import Shaping
 from batchgen.errors import ErrorInfo
 from batchgen.request import Completion, FinishReason, Request
 from batchgen.text.stops import StopState
@@ -15,16 +17,19 @@ class Sequence:
 
     `stops` decides when it ends. `masked_ids` are the ids that may not be drawn while fewer than
     `params.min_new_tokens` tokens are out. `repeat_span`: tokens at the end that may not go round in circles.
+    `shaping` is what its own tokens do to its logits; None for a plain row.
     """
 
     __slots__ = (
         "error",
         "finish_reason",
+        "ids_logprobs",
         "logprobs",
         "masked_ids",
         "repeat_span",
         "request",
         "sample_index",
+        "shaping",
         "stops",
         "top_ids",
         "top_logprobs",
@@ -37,15 +42,18 @@ class Sequence:
         stops: StopState,
         masked_ids: tuple[int, ...],
         repeat_span: int | None = None,
+        shaping: Shaping | None = None,
     ) -> None:
         self.request = request
         self.sample_index = sample_index
         self.stops = stops
         self.masked_ids = masked_ids
         self.repeat_span = repeat_span
+        self.shaping = shaping
         self.logprobs: list[float] = []
         self.top_ids: list[int] = []
         self.top_logprobs: list[float] = []
+        self.ids_logprobs: list[float] = []
         self.finish_reason: FinishReason | None = None
         self.error: ErrorInfo | None = None
 
@@ -61,6 +69,8 @@ class Sequence:
 
     def append(self, token: int) -> bool:
         """Take the next token; True if it ends the sequence."""
+        if self.shaping is not None:
+            self.shaping.append(token)
         if self.stops.append(token) is not None:
             self.finish_reason = "stop"
         elif self.repeat_span is not None and self._repeats(self.repeat_span):
@@ -77,6 +87,13 @@ class Sequence:
     def mean_logprob(self) -> float:
         """Mean logprob of its tokens, where its row needs logprobs; 0 of none."""
         return sum(self.logprobs) / max(1, len(self.logprobs))
+
+    def take_logprobs(self, found: RowLogprobs) -> None:
+        """Take what was read of the next token."""
+        self.logprobs.append(found.drawn)
+        self.top_ids.extend(found.top_ids)
+        self.top_logprobs.extend(found.top)
+        self.ids_logprobs.extend(found.asked)
 
     def fail(self, error: ErrorInfo) -> None:
         """End the sequence with an error; what it generated is dropped."""
@@ -113,6 +130,7 @@ class Sequence:
             output_logprobs=self.logprobs if asked else None,
             output_top_ids=self.top_ids if top else None,
             output_top_logprobs=self.top_logprobs if top else None,
+            output_ids_logprobs=self.ids_logprobs if asked and params.token_ids_logprob else None,
             cumulative_logprob=total if asked else None,
             mean_logprob=total / count if asked and count else None,
             min_new_tokens_unmet=count < params.min_new_tokens if params.min_new_tokens else None,

@@ -25,6 +25,7 @@ from batchgen.job.ingest import Ingested, ingest
 from batchgen.job.setup import Setup, prepare
 from batchgen.job.show import printable
 from batchgen.kernels.types import KVPool
+from batchgen.params import SamplingParams
 from batchgen.plan.estimate import PlanCounts, plan_counts
 from batchgen.request import Completion, RequestTable
 from batchgen.units import format_size
@@ -149,12 +150,16 @@ def _examine(config: RunConfig) -> CheckReport:
 def _output_bytes(table: RequestTable, rows: Ingested) -> int:
     """About the size of the output if every row runs to its limit."""
     per_token = np.array(
-        [_TOKEN_BYTES + (4 + 8 * p.top_logprobs_num if p.return_logprob else 0) for p in table.params], np.int64
+        [_TOKEN_BYTES + (_logprob_bytes(p) if p.return_logprob else 0) for p in table.params], np.int64
     )
     samples = np.array([p.n for p in table.params], np.int64)
     ids = table.params_id
     tokens = int((per_token[ids] * samples[ids] * table.max_new_tokens).sum()) if len(table) else 0
     return tokens + _ROW_BYTES * (rows.rows - rows.skipped)
+
+
+def _logprob_bytes(params: SamplingParams) -> int:
+    return 4 + 8 * params.top_logprobs_num + 4 * len(params.token_ids_logprob)
 
 
 def _estimated_seconds(setup: Setup, counts: PlanCounts) -> float:

@@ -13,13 +13,13 @@ from batchgen.config import RunConfig
 from batchgen.data.read import InputSet
 from batchgen.data.schema import SCHEMA_VERSION
 from batchgen.data.work import RunIdentity
+from batchgen.processors import load_processors
 
 __all__ = ["JobIdentity", "identify"]
 
-_ENGINE_FIELDS = ("max_model_len", "seed", "dedup", "stop_on_repeat")
+_ENGINE_FIELDS = ("max_model_len", "seed", "dedup", "stop_on_repeat", "repetition_penalty_scope", "logprobs_mode")
 _RUN_FIELDS = (
     "sampling_defaults",
-    "logprobs_mode",
     "prompt_column",
     "id_column",
     "chat",
@@ -57,12 +57,15 @@ def identify(config: RunConfig, inputs: InputSet, model: Mapping[str, Any], samp
     """
     options = {name: getattr(config.engine, name) for name in _ENGINE_FIELDS}
     options |= {name: getattr(config, name) for name in _RUN_FIELDS}
+    processors = load_processors(config.engine.logit_processor)
     info = {
         "schema_version": SCHEMA_VERSION,
         # The digest says which model it is; its folder may stand elsewhere on another machine.
         **{f"model {name}": value for name, value in model.items() if name != "model"},
         **{f"sampling default {name}": value for name, value in sampling.items()},
         **{f"--{name.replace('_', '-')}": value for name, value in options.items()},
+        # Where each comes from, and what stands there: a processor that was rewritten makes another job.
+        "--logit-processor": {name: [found.source, found.digest] for name, found in processors.items()},
         # A file may be moved between a run and its resumption: its content counts, its name does not.
         "input files": [[f.size, f.sha256] for f in inputs.files],
     }
@@ -74,7 +77,7 @@ def identify(config: RunConfig, inputs: InputSet, model: Mapping[str, Any], samp
         **dict(model),
         "deterministic": False,
         "sampling_defaults": dict(sampling),
-        "logprobs_mode": config.logprobs_mode,
+        "logprobs_mode": config.engine.logprobs_mode,
         "layer_ids": None,
         "inputs": [{"path": f.path, "size": f.size, "sha256": f.sha256} for f in inputs.files],
         "shard": shard,

@@ -5,15 +5,17 @@ from __future__ import annotations
 from batchgen.config import RunConfig
 from batchgen.demo import model_path
 from batchgen.models.check import check_model
+from batchgen.processors import load_processors
 
 __all__ = ["refuse_early"]
 
 
 def refuse_early(config: RunConfig) -> None:
-    """Check the model folder whole: files, headers, architecture; adapters too.
+    """Check the model folder whole: files, headers, architecture; adapters too. Import the logit processors.
 
     Raises:
         ModelError: naming what is wrong and the remedy.
+        UsageError: a logit processor cannot be imported.
     """
     engine = config.engine
     check_model(
@@ -23,3 +25,4 @@ def refuse_early(config: RunConfig) -> None:
         revision=engine.revision,
         lora=engine.lora,
     )
+    load_processors(engine.logit_processor)  # last: a processor may well import torch itself

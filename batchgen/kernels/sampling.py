@@ -26,9 +26,10 @@ from torch import Tensor
 from batchgen.kernels.noise import gumbel_at
 from batchgen.kernels.top import largest
 
-__all__ = ["SampleResult", "SamplingColumns", "greedy", "nan_rows", "sample"]
+__all__ = ["GREEDY_TEMPERATURE", "SampleResult", "SamplingColumns", "greedy", "nan_rows", "sample"]
 
-_GREEDY_TEMPERATURE = 1e-5
+GREEDY_TEMPERATURE = 1e-5
+"""Rows below it are greedy."""
 _CHUNK = 1 << 18
 """Logits worked on at once: what is computed for them stays in the cache."""
 
@@ -87,7 +88,7 @@ class SamplingColumns:
         kinds: dict[tuple[int, bool, bool], list[int]] = {}
         greedy_rows = []
         for row in range(count):
-            if temperature[row] < _GREEDY_TEMPERATURE:
+            if temperature[row] < GREEDY_TEMPERATURE:
                 greedy_rows.append(row)
                 continue
             # Rows of similar top_k go together; without one, rows that need no filter are kept apart.

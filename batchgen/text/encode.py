@@ -12,6 +12,7 @@ from batchgen.params import SamplingParams
 from batchgen.request import ChatPrompt, ParsedRow, Prompt, TextPrompt, TokenPrompt
 from batchgen.rows import derive_seed
 from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.words import bad_sequences
 
 __all__ = ["EncodedPrompt", "Encoder", "Truncate"]
 
@@ -19,6 +20,7 @@ Truncate = Literal["none", "left", "right"]
 
 _BATCH_ROWS = 1024
 _BATCH_CHARACTERS = 1 << 24  # a batch of long texts ends early, so that its encodings stay within some hundred MB
+_ID_FIELDS = ("stop_token_ids", "allowed_token_ids", "token_ids_logprob")
 _ROOM_WITHOUT_LIMIT = 128  # tokens kept free for the answer of a truncated prompt whose row sets no limit
 
 
@@ -50,6 +52,7 @@ class Encoder:
         self._context = context_length
         self._truncate = truncate
         self._run_seed = run_seed
+        self._words_checked: set[tuple[str | tuple[int, ...], ...]] = set()
 
     def encode_rows(self, rows: Iterable[ParsedRow]) -> Iterator[tuple[ParsedRow, list[EncodedPrompt] | ErrorInfo]]:
         """Each row, in order, with its prompts or with what is wrong; a bad prompt fails its whole row.
@@ -119,12 +122,29 @@ class Encoder:
         Raises:
             RowError: `token_out_of_range` or `invalid_field`.
         """
-        odd = [token for token in params.stop_token_ids if token >= self._vocab_size]
-        if odd:
-            raise self._out_of_range("stop_token_ids", odd[0])
+        for name in _ID_FIELDS:
+            ids = getattr(params, name)
+            if ids and max(ids) >= self._vocab_size:
+                raise self._out_of_range(name, next(token for token in ids if token >= self._vocab_size))
+        if params.logit_bias and params.logit_bias[-1][0] >= self._vocab_size:
+            raise self._out_of_range("logit_bias", params.logit_bias[-1][0])
+        if params.bad_words and params.bad_words not in self._words_checked:
+            self._check_words(params.bad_words)
         if params.top_logprobs_num > self._vocab_size:
             problem = f"must not exceed the vocabulary ({self._vocab_size}), got {params.top_logprobs_num}"
             raise RowError(ErrorCode.INVALID_FIELD, f"`top_logprobs_num` {problem}", "top_logprobs_num")
+
+    def _check_words(self, words: tuple[str | tuple[int, ...], ...]) -> None:
+        """Once for each distinct list.
+
+        Raises:
+            RowError: `token_out_of_range`, or `invalid_field` for a word without tokens.
+        """
+        odd = max((max(word) for word in words if not isinstance(word, str)), default=0)
+        if odd >= self._vocab_size:
+            raise self._out_of_range("bad_words", odd)
+        bad_sequences(words, self._tokenizer, self._vocab_size)
+        self._words_checked.add(words)
 
     def _complete(self, row: ParsedRow, prompt: Prompt, ids: list[int]) -> list[int]:
         """`ids` with the tokenizer's BOS where it belongs, held to the vocabulary.

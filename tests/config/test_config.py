@@ -94,6 +94,11 @@ GOOD: list[tuple[str, str, Any]] = [
     ("existing", "overwrite", "overwrite"),
     ("on_bad_row", "fail", "fail"),
     ("system", "Be brief.", "Be brief."),
+    ("frequency_penalty", "-0.5", -0.5),
+    ("presence_penalty", "2", 2.0),
+    ("repetition_penalty", "1.1", 1.1),
+    ("repetition_penalty_scope", "prompt+output", "prompt+output"),
+    ("logprobs_mode", "processed", "processed"),
 ]
 
 
@@ -150,7 +155,7 @@ def test_toml_types(line: str, name: str, value: Any, tmp_path: Path) -> None:
         ("[engine]\nseed = 1", "unknown key `engine` in ./batchgen.toml"),
         ("top-k = 1\ntop_k = 2", "`top_k` stands twice in ./batchgen.toml, with - and with _"),
         ("lora = ['a']", "`lora in ./batchgen.toml` takes NAME=PATH, got 'a'"),
-        ("lora = ['a=b', 'a=c']", "`--lora` names the adapter 'a' twice; give each a name of its own"),
+        ("lora = ['a=b', 'a=c']", "`lora in ./batchgen.toml` names 'a' twice; give each a name of its own"),
     ],
 )
 def test_bad_files(line: str, message: str, tmp_path: Path) -> None:
@@ -250,6 +255,16 @@ def test_the_description_is_json_and_complete(tmp_path: Path) -> None:
         ({"seed": str(2**63)}, f"`--seed` must be at least {-(2**63)}, got {2**63}"),
         ({"model": " "}, "`--model` must not be empty"),
         ({"carry": "a,a"}, "`--carry` names a column twice: 'a,a'"),
+        ({"frequency_penalty": "2.1"}, "`--frequency-penalty` must be in [-2, 2], got 2.1"),
+        ({"presence_penalty": "-3"}, "`--presence-penalty` must be in [-2, 2], got -3.0"),
+        ({"repetition_penalty": "0"}, "`--repetition-penalty` must be in (0, 2], got 0.0"),
+        ({"logit_processor": ("calm",)}, "`--logit-processor` takes NAME=module:function, got 'calm'"),
+        (
+            {"logit_processor": ("calm=my module:f",)},
+            "`--logit-processor` takes NAME=module:function, got 'calm=my module:f'",
+        ),
+        ({"logit_processor": ("=a:b",)}, "`--logit-processor` takes NAME=module:function, got '=a:b'"),
+        ({"logit_processor": ("a=b:c", "a=b:d")}, "`--logit-processor` names 'a' twice; give each a name of its own"),
     ],
 )
 def test_wrong_values(flags: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -258,13 +273,8 @@ def test_wrong_values(flags: dict[str, Any], message: str, tmp_path: Path) -> No
 
 NOT_BUILT: list[tuple[str, Any]] = [
     ("tensor_parallel", "2"),
-    ("logit_processor", ("a=b:c",)),
     ("media_root", "dir"),
     ("deterministic", True),
-    ("repetition_penalty_scope", "prompt+output"),
-    ("frequency_penalty", "0.5"),
-    ("presence_penalty", "0.5"),
-    ("repetition_penalty", "1.1"),
     ("stop_regex", ("a",)),
     ("max_output_bytes", "1GB"),
     ("hidden_states_dtype", "float32"),
@@ -285,7 +295,7 @@ def test_every_unbuilt_option_is_covered() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("tensor_parallel", "1"), ("deterministic", False), ("frequency_penalty", "0"), ("repetition_penalty", "1.0")],
+    [("tensor_parallel", "1"), ("deterministic", False)],
 )
 def test_neutral_values_of_what_is_not_built_pass(name: str, value: Any, tmp_path: Path) -> None:
     assert resolve(tmp_path, {name: value}) == resolve(tmp_path)
@@ -296,11 +306,37 @@ def test_neutral_values_of_what_is_not_built_pass(name: str, value: Any, tmp_pat
     [
         ({"attention": "flash"}, "`--attention flash` is not built yet; built: auto, torch"),
         ({"attention": "triton"}, "`--attention triton` is not built yet; built: auto, torch"),
-        ({"logprobs_mode": "processed"}, "`--logprobs-mode processed` is not built yet; built: raw"),
     ],
 )
 def test_choices_that_are_not_built(flags: dict[str, Any], message: str, tmp_path: Path) -> None:
     assert refused(tmp_path, flags) == message
+
+
+# Logit processors: pairs of a name and a function
+
+
+def processors_of(config: RunConfig) -> dict[str, Any]:
+    return dict(config.engine.logit_processor)
+
+
+def test_processors_are_named_through_every_layer_but_the_folders_own_file(tmp_path: Path) -> None:
+    two = {"a": "m.n:f", "b": "m:o.f"}
+    assert processors_of(resolve(tmp_path, {"logit_processor": ("a=m.n:f", "b=m:o.f")})) == two
+    assert processors_of(resolve(tmp_path, env={"BATCHGEN_LOGIT_PROCESSOR": '["a=m.n:f", "b=m:o.f"]'})) == two
+    for text in ('logit_processor = ["a=m.n:f", "b=m:o.f"]', '[logit_processor]\na = "m.n:f"\nb = "m:o.f"'):
+        (tmp_path / "job.toml").write_text(text)
+        assert processors_of(resolve(tmp_path, {"config": "job.toml"})) == two
+    (tmp_path / "job.toml").rename(tmp_path / "batchgen.toml")
+    assert refused(tmp_path).startswith("`logit_processor in ./batchgen.toml` would run code because of the folder")
+
+
+def test_processors_from_python_may_be_functions() -> None:
+    assert EngineConfig(logit_processor={"a": max, "b": "m:f"}).logit_processor == (("a", max), ("b", "m:f"))  # type: ignore[arg-type]
+    given = EngineConfig(logit_processor=(("a", max),))
+    assert given.logit_processor == (("a", max),)
+    for wrong in ({"a": 5}, {"": max}, {"a": "m"}, 7, [("a", max), ("a", min)]):
+        with pytest.raises(UsageError, match="logit_processor"):
+            EngineConfig(logit_processor=wrong)  # type: ignore[arg-type]
 
 
 # Output names

@@ -1,0 +1,161 @@
+"""Output logprobs: of the token drawn, of the K most likely, and of the ids that a row names.
+
+In mode `raw` they are the log-softmax of the model's own logits at temperature 1, read before anything shapes them; in
+mode `processed` that of the distribution drawn from (greedy rows: after penalties, biases and masks, at temperature 1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from batchgen.kernels.filtering import filtered_scores
+from batchgen.kernels.logprobs import log_normalizers, token_logprobs, top_logprobs
+from batchgen.kernels.sampling import SamplingColumns
+from batchgen.params import SamplingParams
+
+__all__ = ["LogprobsMode", "RawLogprobs", "Readout", "RowLogprobs"]
+
+LogprobsMode = Literal["raw", "processed"]
+
+_CHUNK = 1 << 18
+"""Logits whose distribution is written out at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowLogprobs:
+    """What one row learns of one step."""
+
+    drawn: float
+    top_ids: list[int]
+    """[K]"""
+    top: list[float]
+    """[K] most likely first; -inf where fewer tokens can be drawn"""
+    asked: list[float]
+    """of the ids that the row names, in its order"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """Of W rows, on the device."""
+
+    normalizers: Tensor
+    """[W] float32"""
+    top: tuple[Tensor, Tensor] | None
+    """[W, K] ids and logprobs"""
+    asked: Tensor | None
+    """[W, I] float32"""
+
+
+@dataclass(frozen=True, slots=True)
+class RawLogprobs:
+    """What was read before the logits were shaped."""
+
+    read: _Read
+    kept: Tensor | None
+    """[A, V] float32: rows whose logits shaping is about to alter"""
+
+
+class Readout:
+    """Reads the logprobs of one set of rows, step after step."""
+
+    def __init__(
+        self,
+        rows: list[tuple[int, SamplingParams]],
+        altered: frozenset[int],
+        sampling: SamplingColumns,
+        mode: LogprobsMode,
+        device: torch.device,
+    ) -> None:
+        """`rows`: those that want logprobs, with their places; `altered`: places whose logits are not only masked."""
+
+        def ints(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        self._mode = mode
+        self._sampling = sampling
+        self._params = [params for _, params in rows]
+        self._rows = [i for i, _ in rows]
+        self._index = ints(self._rows)
+        self._top_k = max(params.top_logprobs_num for params in self._params)
+        widest = max(len(params.token_ids_logprob) for params in self._params)
+        named = [[*p.token_ids_logprob, *[0] * (widest - len(p.token_ids_logprob))] for p in self._params]
+        self._named = ints([token for ids in named for token in ids]).view(len(rows), widest) if widest else None
+        places = [w for w, i in enumerate(self._rows) if i in altered]
+        self._altered = ints(places) if places else None
+
+    def before(self, logits: Tensor) -> RawLogprobs | None:
+        """Read raw logprobs from [R, V] float32 logits that nothing has shaped yet; None in processed mode."""
+        if self._mode == "processed":
+            return None
+        source = logits if len(self._rows) == logits.shape[0] else logits[self._index]
+        kept = source[self._altered] if self._altered is not None else None
+        return RawLogprobs(self._read(source, slice(None)), kept)
+
+    def after(self, logits: Tensor, tokens: Tensor, raw: RawLogprobs | None) -> dict[int, RowLogprobs]:
+        """Every row's logprobs, by its place.
+
+        Args:
+            logits: [R, V] float32, shaped.
+            tokens: [R] int64 that were drawn.
+            raw: what `before` read.
+        """
+        drawn_tokens = tokens[self._index]
+        if raw is None:
+            return self._processed(logits, drawn_tokens)
+        values = logits[self._index, drawn_tokens]  # a mask leaves what can be drawn as it was
+        if raw.kept is not None and self._altered is not None:
+            values[self._altered] = raw.kept.gather(-1, drawn_tokens[self._altered, None]).squeeze(-1)
+        return self._by_row(values - raw.read.normalizers, raw.read)
+
+    def _processed(self, logits: Tensor, drawn_tokens: Tensor) -> dict[int, RowLogprobs]:
+        step = max(1, _CHUNK // logits.shape[1])
+        reads, drawn = [], []
+        for begin in range(0, len(self._rows), step):
+            part = slice(begin, begin + step)
+            rows, columns = self._index[part], self._sampling
+            scores = filtered_scores(
+                logits[rows],
+                columns.temperature[rows],
+                columns.top_k[rows],
+                columns.top_p[rows],
+                columns.min_p[rows],
+                drawn_tokens[part],
+            )
+            reads.append(self._read(scores, part))
+            drawn.append(token_logprobs(scores, drawn_tokens[part], reads[-1].normalizers))
+        tops = [read.top for read in reads if read.top is not None]
+        asked = [read.asked for read in reads if read.asked is not None]
+        joined = _Read(
+            torch.cat([read.normalizers for read in reads]),
+            (torch.cat([ids for ids, _ in tops]), torch.cat([values for _, values in tops])) if tops else None,
+            torch.cat(asked) if asked else None,
+        )
+        return self._by_row(torch.cat(drawn), joined)
+
+    def _read(self, scores: Tensor, part: slice) -> _Read:
+        """Everything but the tokens drawn, which are not known yet, of [w, V] scores."""
+        normalizers = log_normalizers(scores)
+        return _Read(
+            normalizers,
+            top_logprobs(scores, self._top_k, normalizers) if self._top_k else None,
+            None if self._named is None else scores.gather(-1, self._named[part]) - normalizers[:, None],
+        )
+
+    def _by_row(self, drawn: Tensor, read: _Read) -> dict[int, RowLogprobs]:
+        """Give each row what it asked for out of the widest of the step."""
+        none: list[list[Any]] = [[]] * len(self._rows)
+        top_ids, top = (t.tolist() for t in read.top) if read.top is not None else (none, none)
+        asked = read.asked.tolist() if read.asked is not None else none
+        return {
+            row: RowLogprobs(
+                value,
+                top_ids[w][: params.top_logprobs_num],
+                top[w][: params.top_logprobs_num],
+                asked[w][: len(params.token_ids_logprob)],
+            )
+            for w, (row, params, value) in enumerate(zip(self._rows, self._params, drawn.tolist(), strict=True))
+        }

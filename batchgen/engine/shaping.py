@@ -1,0 +1,225 @@
+"""Shaping of logits between the model and the filters: what rows ask for, in the contract's order.
+
+repetition → frequency, presence → logit_bias → custom processors → bad and allowed tokens
+
+`Shape` is what one set of parameters asks for, made once however many rows share it; `Shaping` is one sample's, with
+the counts of its own tokens; `Shaper` applies those of a step's rows. Rows that ask for nothing have none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from batchgen.engine.counts import TokenCounts
+from batchgen.engine.processors import OfferedRow, process
+from batchgen.errors import ErrorInfo
+from batchgen.kernels.logprobs import mask_tokens
+from batchgen.kernels.shaping import add_bias, keep_only, penalise
+from batchgen.params import SamplingParams
+from batchgen.processors import LoadedProcessor
+from batchgen.request import Request
+from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.words import bad_sequences
+
+__all__ = ["RepetitionScope", "Shape", "Shaper", "Shapes", "Shaping"]
+
+RepetitionScope = Literal["output", "prompt+output"]
+
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shape:
+    """What one set of parameters does to logits."""
+
+    params: SamplingParams
+    counts_prompt: bool
+    """Whether the repetition penalty falls on the prompt's tokens, too."""
+    bias_ids: Int64
+    bias_values: npt.NDArray[np.float32]
+    banned: Int64
+    """Bad words of one token: never drawn."""
+    phrases: Mapping[int, tuple[tuple[int, ...], ...]]
+    """Longer bad words by their last token but one."""
+    allowed: Int64 | None
+    """The only ids that may be drawn, each once."""
+
+    @staticmethod
+    def of(params: SamplingParams, tokenizer: Tokenizer, vocab_size: int, scope: RepetitionScope) -> Shape:
+        """Tokenise the bad words and lay everything out as arrays."""
+        words = bad_sequences(params.bad_words, tokenizer, vocab_size) if params.bad_words else ()
+        phrases: dict[int, tuple[tuple[int, ...], ...]] = {}
+        for word in words:
+            if len(word) > 1:
+                phrases[word[-2]] = (*phrases.get(word[-2], ()), word)
+        allowed = params.allowed_token_ids
+        return Shape(
+            params=params,
+            counts_prompt=scope == "prompt+output" and params.repetition_penalty != 1.0,
+            bias_ids=np.array([token for token, _ in params.logit_bias], np.int64),
+            bias_values=np.array([bias for _, bias in params.logit_bias], np.float32),
+            banned=np.array([word[0] for word in words if len(word) == 1], np.int64),
+            phrases=phrases,
+            allowed=None if allowed is None else np.unique(np.array(allowed, np.int64)),
+        )
+
+    @property
+    def alters(self) -> bool:
+        """Whether tokens that can be drawn get other logits than the model's; a mask alone alters none of them."""
+        return self.params.penalised or len(self.bias_ids) > 0 or self.params.custom_logit_processor is not None
+
+    @property
+    def masks(self) -> bool:
+        """Whether tokens are masked, so that nothing may be left to draw."""
+        return (
+            bool(self.phrases)
+            or len(self.banned) > 0
+            or self.allowed is not None
+            or self.params.custom_logit_processor is not None
+        )
+
+
+class Shapes:
+    """The shapes of a job's parameter sets, made as rows come."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, scope: RepetitionScope) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._scope: RepetitionScope = scope
+        self._shapes: dict[int, Shape] = {}
+        """By the identity of a parameter set, which its shape keeps alive: long lists of ids are not hashed again."""
+
+    def start(self, request: Request, output_ids: list[int]) -> Shaping | None:
+        """The shaping of a sample whose tokens will stand in `output_ids`; None where its row asks for nothing."""
+        params = request.params
+        if not params.shapes_logits or not request.max_new_tokens:
+            return None
+        shape = self._shapes.get(id(params))
+        if shape is None:
+            shape = self._shapes[id(params)] = Shape.of(params, self._tokenizer, self._vocab_size, self._scope)
+        return Shaping(shape, request, output_ids) if shape.alters or shape.masks else None
+
+
+class Shaping:
+    """What one sample's own tokens make of its shape. Told of each token once, so that a preemption forgets nothing."""
+
+    __slots__ = ("counts", "offered", "output_ids", "shape")
+
+    def __init__(self, shape: Shape, request: Request, output_ids: list[int]) -> None:
+        self.shape = shape
+        self.output_ids = output_ids
+        self.counts: TokenCounts | None = None
+        if shape.params.penalised:
+            self.counts = TokenCounts(request.prompt_ids if shape.counts_prompt else None)
+        named = shape.params.custom_logit_processor is not None
+        self.offered = OfferedRow(request, output_ids) if named else None
+
+    def append(self, token: int) -> None:
+        """Take the sample's next token."""
+        if self.counts is not None:
+            self.counts.add(token)
+
+    def phrase_ends(self) -> Iterator[int]:
+        """Tokens that would complete a bad word of several."""
+        output = self.output_ids
+        if output:
+            for word in self.shape.phrases.get(output[-1], ()):
+                if tuple(output[1 - len(word) :]) == word[:-1]:
+                    yield word[-1]
+
+
+class Shaper:
+    """Shapes the logits of one set of rows, step after step; made anew when the rows change."""
+
+    def __init__(
+        self,
+        rows: list[tuple[int, Shaping]],
+        count: int,
+        processors: Mapping[str, LoadedProcessor],
+        device: torch.device,
+    ) -> None:
+        """`rows`: those of a step's `count` rows that ask for something, with their places."""
+        self._device = device
+        self._processors = processors
+        self._penalised = [(i, s.counts) for i, s in rows if s.counts is not None]
+        self._phrased = [(i, s) for i, s in rows if s.shape.phrases]
+        params = {i: s.shape.params for i, s in rows}
+        self._repetition = self._column(count, {i: p.repetition_penalty for i, p in params.items()}, 1.0)
+        self._frequency = self._column(count, {i: p.frequency_penalty for i, p in params.items()}, 0.0)
+        self._presence = self._column(count, {i: p.presence_penalty for i, p in params.items()}, 0.0)
+        biased = [(i, s.shape) for i, s in rows if len(s.shape.bias_ids)]
+        self._bias = self._pairs([(i, shape.bias_ids) for i, shape in biased])
+        values = [shape.bias_values for _, shape in biased]
+        self._bias_values = torch.from_numpy(np.concatenate(values)).to(device) if values else None
+        self._banned = self._pairs([(i, s.shape.banned) for i, s in rows if len(s.shape.banned)])
+        kept = [(i, s.shape.allowed) for i, s in rows if s.shape.allowed is not None]
+        self._allowed = self._pairs(kept)
+        self._only = torch.tensor([i for i, _ in kept], dtype=torch.int64, device=device)
+        self._named: dict[str, list[tuple[int, OfferedRow]]] = {}
+        for i, shaping in rows:
+            if shaping.offered is not None:
+                name = shaping.shape.params.custom_logit_processor or ""
+                self._named.setdefault(name, []).append((i, shaping.offered))
+
+    def _column(self, count: int, values: Mapping[int, float], neutral: float) -> Tensor:
+        column = [neutral] * count
+        for row, value in values.items():
+            column[row] = value
+        return torch.tensor(column, dtype=torch.float32, device=self._device)
+
+    def _pairs(self, ids: list[tuple[int, Int64]]) -> tuple[Tensor, Tensor] | None:
+        """(rows [m], ids [m]) of each row's ids; None where there are none."""
+        if not ids:
+            return None
+        rows = np.repeat([row for row, _ in ids], [len(some) for _, some in ids])
+        flat = np.concatenate([some for _, some in ids])
+        return torch.from_numpy(rows).to(self._device), torch.from_numpy(flat).to(self._device)
+
+    def __call__(self, logits: Tensor, failed: Container[int]) -> dict[int, ErrorInfo]:
+        """Shape a step's logits in place.
+
+        Args:
+            logits: [R, V] float32.
+            failed: rows that processors are not shown.
+
+        Returns:
+            Rows that a processor failed on, and why.
+        """
+        self._penalise(logits)
+        if self._bias is not None and self._bias_values is not None:
+            add_bias(logits, *self._bias, self._bias_values)
+        errors = self._process(logits, failed)
+        self._mask(logits)
+        return errors
+
+    def _penalise(self, logits: Tensor) -> None:
+        pairs = self._pairs([(i, counts.ids) for i, counts in self._penalised])
+        if pairs is not None:
+            counts = torch.from_numpy(np.concatenate([counts.counts for _, counts in self._penalised]))
+            penalise(logits, *pairs, counts.to(self._device), self._repetition, self._frequency, self._presence)
+
+    def _process(self, logits: Tensor, failed: Container[int]) -> dict[int, ErrorInfo]:
+        errors: dict[int, ErrorInfo] = {}
+        for name, rows in self._named.items():
+            shown = [(i, row) for i, row in rows if i not in failed]
+            if shown:
+                index, offered = [i for i, _ in shown], [row for _, row in shown]
+                errors |= process(self._processors[name].function, name, logits, index, offered)
+        return errors
+
+    def _mask(self, logits: Tensor) -> None:
+        if self._banned is not None:
+            mask_tokens(logits, *self._banned)
+        ends = [(i, token) for i, shaping in self._phrased for token in shaping.phrase_ends()]
+        if ends:
+            at = torch.tensor(ends, dtype=torch.int64, device=self._device)
+            mask_tokens(logits, at[:, 0], at[:, 1])
+        if self._allowed is not None:
+            keep_only(logits, self._only, *self._allowed)

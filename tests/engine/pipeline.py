@@ -1,0 +1,104 @@
+"""The contract's logits pipeline written out row by row: the oracle of shaping, draws and both kinds of logprobs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import AutoModelForCausalLM
+
+from batchgen.kernels.sampling_reference import filtered_distribution
+from batchgen.params import SamplingParams
+
+__all__ = ["Oracle", "Position", "distribution", "shaped"]
+
+Floats = npt.NDArray[np.float32]
+Processor = Callable[[Floats, Sequence[int], Sequence[int]], Floats]
+
+
+def shaped(
+    logits: Floats,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    params: SamplingParams,
+    scope: str = "output",
+    stops: Sequence[int] = (),
+    processor: Processor | None = None,
+) -> Floats:
+    """[V] what the filters are handed, from the model's logits [V] after `prompt` and `output`.
+
+    `stops` are masked until the minimum is out. Bad words are lists of ids here.
+    """
+    values = logits.astype(np.float32).copy()
+    counts = Counter(output)
+    seen = set(output) | (set(prompt) if scope == "prompt+output" else set())
+    r = np.float32(params.repetition_penalty)
+    for token in seen:
+        values[token] = values[token] / r if values[token] > 0 else values[token] * r
+    for token, count in counts.items():
+        values[token] -= np.float32(params.frequency_penalty * count)
+        values[token] -= np.float32(params.presence_penalty)
+    for token, bias in params.logit_bias:
+        values[token] += np.float32(bias)
+    if processor is not None:
+        values = processor(values, prompt, output)
+    for word in params.bad_words:
+        if len(word) == 1 or list(output[1 - len(word) :]) == list(word[:-1]):
+            values[word[-1]] = -np.inf
+    if params.allowed_token_ids is not None:
+        masked = np.full_like(values, -np.inf)
+        kept = list(params.allowed_token_ids)
+        masked[kept] = values[kept]
+        values = masked
+    if len(output) < params.min_new_tokens:
+        held = values.copy()
+        held[list(stops)] = -np.inf
+        values = held if np.isfinite(held).any() else values
+    return values
+
+
+def distribution(values: Floats, params: SamplingParams) -> npt.NDArray[np.float64]:
+    """[V] probabilities of the processed mode."""
+    if params.greedy:
+        weights = np.exp(values.astype(np.float64) - float(values.max()))
+        return weights / weights.sum()
+    return filtered_distribution(values, params.temperature, params.top_k, params.top_p, params.min_p)
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """What the oracle knows of one output token."""
+
+    token: int
+    raw: npt.NDArray[np.float64]
+    """[V] log-softmax of the model's logits"""
+    values: Floats
+    """[V] shaped logits"""
+    processed: npt.NDArray[np.float64]
+    """[V] logs of the probabilities drawn from"""
+
+
+class Oracle:
+    """transformers' eager model in float32, asked about finished outputs."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        self._model.eval()
+
+    def positions(self, prompt: list[int], output: list[int], params: SamplingParams, **how: Any) -> list[Position]:
+        """Every output token with the distributions it came from, given the tokens before it."""
+        with torch.inference_mode():
+            logits = self._model(torch.tensor([prompt + output[:-1]])).logits[0, len(prompt) - 1 :].float()
+        raw = logits.double().log_softmax(-1).numpy()
+        found = []
+        for i, token in enumerate(output):
+            values = shaped(logits[i].numpy(), prompt, output[:i], params, **how)
+            with np.errstate(divide="ignore"):
+                found.append(Position(token, raw[i], values, np.log(distribution(values, params))))
+        return found

@@ -1,0 +1,206 @@
+"""Custom logit processors: called once a step, shown what they may know, and failing only the rows they fail on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from batchgen.engine.engine import Engine
+from batchgen.errors import ErrorCode
+from batchgen.params import SamplingParams
+from batchgen.processors import ProcessorRow
+from batchgen.request import Completion
+from tests.engine.pipeline import Oracle
+from tests.engine.reference import save_word_tokenizer, shared_prefix_prompts
+from tests.models.tiny import VOCAB, save_tiny
+
+NEW_TOKENS = 6
+GREEDY = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_tiny("llama", folder)
+    save_word_tokenizer(folder, VOCAB)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return shared_prefix_prompts(12, VOCAB, seed=2, longest=20)
+
+
+def push(logits: Tensor, rows: Sequence[ProcessorRow]) -> Tensor:
+    """Likes the id that follows the last one, by how much the row says, and hates the prompt's first."""
+    for i, row in enumerate(rows):
+        last = (row.output_ids or row.prompt_ids)[-1]
+        logits[i, (last + 1) % VOCAB] += row.params.get("by", 3.0)
+        logits[i, row.prompt_ids[0]] -= 1.0
+    return logits
+
+
+def push_one(values: np.ndarray, prompt: Sequence[int], output: Sequence[int], by: float) -> np.ndarray:
+    values = values.copy()
+    values[((output or prompt)[-1] + 1) % VOCAB] += np.float32(by)
+    values[prompt[0]] -= np.float32(1.0)
+    return values
+
+
+def touchy(logits: Tensor, rows: Sequence[ProcessorRow]) -> Any:
+    """Does what the worst of its rows asks for, but only at that row's third token."""
+    kind = next((row.params["do"] for row in rows if "do" in row.params and len(row.output_ids) == 2), None)
+    at = next((i for i, row in enumerate(rows) if row.params.get("do") == kind), 0)
+    if kind == "raise":
+        logits.zero_()  # what it did before must not be seen
+        raise ValueError("cannot go on\nand on")
+    if kind == "exit":
+        raise SystemExit(3)
+    if kind == "shape":
+        return logits[:, :-1]
+    if kind == "dtype":
+        return logits.double()
+    if kind == "none":
+        return None
+    if kind in ("nan", "inf"):
+        logits[at, 5] = float(kind)
+    if kind == "mask":
+        logits[at] = -torch.inf
+    return logits
+
+
+def engine_of(folder: Path, implementation: str = "native", **options: Any) -> Engine:
+    named = {"push": push, "touchy": touchy}
+    return Engine(str(folder), dtype="float32", model_impl=implementation, logit_processor=named, **options)
+
+
+def generate(engine: Engine, rows: list[dict[str, Any]]) -> list[Completion]:
+    return list(engine.generate(rows, ordered=True))
+
+
+@pytest.mark.field("custom_logit_processor", "custom_params")
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+def test_a_processor_stands_between_bias_and_masks(folder: Path, prompts: list[list[int]], implementation: str) -> None:
+    shaping = {"repetition_penalty": 1.4, "logit_bias": {"9": 2.0}, "bad_words": [[(prompts[0][-1] + 1) % VOCAB]]}
+    rows = []
+    for i, prompt in enumerate(prompts):
+        named = {"custom_logit_processor": "push"} | ({"custom_params": {"by": float(i)}} if i % 2 else {})
+        rows.append({"input_ids": prompt, **GREEDY, **named, **(shaping if i % 3 == 0 else {})})
+        rows.append({"input_ids": prompt, **GREEDY})
+    oracle = Oracle(folder)
+    changed = 0
+    for row, done in zip(rows, generate(engine_of(folder, implementation), rows), strict=True):
+        params = SamplingParams(
+            **GREEDY,
+            **({**shaping, "logit_bias": {9: 2.0}} if "logit_bias" in row else {}),  # type: ignore[arg-type]
+        )
+        by = row.get("custom_params", {}).get("by", 3.0)
+        processor = (lambda v, p, o, by=by: push_one(v, p, o, by)) if "custom_logit_processor" in row else None
+        output = list(done.output_ids or [])
+        for position in oracle.positions(row["input_ids"], output, params, processor=processor):
+            assert position.token == position.values.argmax()
+            changed += position.token != position.raw.argmax()
+    assert changed > 20
+
+
+def test_it_is_called_once_a_step_for_all_rows_that_name_it(folder: Path, prompts: list[list[int]]) -> None:
+    calls: list[list[tuple[int, int]]] = []
+
+    def watch(logits: Tensor, rows: Sequence[ProcessorRow]) -> Tensor:
+        assert logits.dtype == torch.float32
+        assert logits.shape == (len(rows), VOCAB)
+        calls.append([(row.params["row"], len(row.output_ids)) for row in rows])
+        return logits.clone()
+
+    engine = Engine(str(folder), dtype="float32", logit_processor={"watch": watch})
+    rows: list[dict[str, Any]] = [{"input_ids": p, **GREEDY} for p in prompts]
+    for i in (1, 4, 5):
+        rows[i] |= {"custom_logit_processor": "watch", "custom_params": {"row": i}}
+    plain = generate(engine, [{"input_ids": p, **GREEDY} for p in prompts])
+    assert not calls
+    done = generate(engine, rows)
+    assert [c.output_ids for c in done] == [c.output_ids for c in plain]
+    assert engine.last_run is not None
+    assert len(calls) <= engine.last_run.loop.state.steps
+    assert sorted(pair for call in calls for pair in call) == [
+        (i, step) for i in (1, 4, 5) for step in range(NEW_TOKENS)
+    ]
+    assert max(len(call) for call in calls) == 3
+
+
+WRONG = {
+    "raise": "ValueError: cannot go on",
+    "exit": "SystemExit: 3",
+    "shape": f"returned shape [1, {VOCAB - 1}], not [1, {VOCAB}]",
+    "dtype": "returned torch.float64 on cpu",
+    "none": "returned NoneType, not a tensor",
+    "nan": "gave nan among the logits",
+    "inf": "gave inf among the logits",
+    "mask": "masked every token",
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_only_guilty_rows_fail(folder: Path, prompts: list[list[int]], kind: str) -> None:
+    engine = engine_of(folder)
+    rows: list[dict[str, Any]] = [
+        {"input_ids": p, **GREEDY, **({"custom_logit_processor": "touchy"} if i % 3 else {})}
+        for i, p in enumerate(prompts)
+    ]
+    innocent = generate(engine, rows)
+    rows[4] |= {"custom_params": {"do": kind}}
+    done = generate(engine, rows)
+    error = done[4].error
+    assert error is not None
+    assert (error.code, error.param) == (ErrorCode.PROCESSOR_ERROR, "custom_logit_processor")
+    assert WRONG[kind] in error.message
+    assert "\n" not in error.message
+    assert done[4].output_ids is None
+    for i, (now, before) in enumerate(zip(done, innocent, strict=True)):
+        assert i == 4 or now.output_ids == before.output_ids
+
+
+def test_rows_can_change_nothing_of_the_engine(folder: Path, prompts: list[list[int]]) -> None:
+    def meddle(logits: Tensor, rows: Sequence[ProcessorRow]) -> Tensor:
+        for row in rows:
+            assert isinstance(row.output_ids, tuple)
+            assert isinstance(row.prompt_ids, tuple)
+            assert row.params == {"list": [1]}
+            row.params["list"] = [1]  # type: ignore[index]
+        return logits
+
+    engine = Engine(str(folder), dtype="float32", logit_processor={"meddle": meddle})
+    named = {"custom_logit_processor": "meddle", "custom_params": {"list": [1]}}
+    done = generate(engine, [{"input_ids": p, **GREEDY, **named, "n": 2} for p in prompts[:3]])
+    assert all(c.error is None for c in done)
+
+
+@pytest.mark.field("custom_logit_processor")
+def test_unknown_processors_are_named(folder: Path, prompts: list[list[int]]) -> None:
+    row = {"input_ids": prompts[0], **GREEDY, "custom_logit_processor": "other"}
+    (done,) = generate(engine_of(folder), [row])
+    assert done.error is not None
+    assert done.error.code == ErrorCode.UNKNOWN_PROCESSOR
+    assert "'other'" in done.error.message
+    assert "push, touchy" in done.error.message
+    (none,) = generate(Engine(str(folder), dtype="float32"), [row])
+    assert none.error is not None
+    assert "it was given none" in none.error.message
+
+
+def test_identical_greedy_rows_share_one_generation(folder: Path, prompts: list[list[int]]) -> None:
+    def row(by: float) -> dict[str, Any]:
+        return {"input_ids": prompts[0], **GREEDY, "custom_logit_processor": "push", "custom_params": {"by": by}}
+
+    rows = [row(5), row(9), row(5), {"input_ids": prompts[0], **GREEDY}, row(9), row(5)]
+    once = generate(engine_of(folder), rows)
+    each = generate(engine_of(folder, dedup=False), rows)
+    assert [c.output_ids for c in once] == [c.output_ids for c in each]
+    assert [c.dedup_of for c in once] == [None, None, 0, None, 1, 0]
+    assert once[0].output_ids != once[3].output_ids
