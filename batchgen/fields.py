@@ -91,7 +91,7 @@ _SAMPLING = (
     Field("min_new_tokens", integer(0), aliases=("min_tokens",)),
     Field("stop", strings),
     Field("stop_token_ids", checks.ids),
-    _later("stop_regex", strings, neutral=_when_empty),
+    Field("stop_regex", strings),
     Field("ignore_eos", boolean),
     Field("no_stop_trim", boolean),
     Field("temperature", floating(0.0), ("row", "params")),

@@ -371,7 +371,15 @@ OPTIONS: tuple[Option, ...] = (
         "Face and vLLM). Example: --repetition-penalty-scope prompt+output",
         "engine",
     ),
-    Option("stop_regex", TEXT, (), SAMPLING, "Example: --stop-regex '[0-9]+'", repeat=True, built=False),
+    Option(
+        "stop_regex",
+        TEXT,
+        None,
+        SAMPLING,
+        "Pattern whose match in the output ends a row, repeatable. Example: --stop-regex '[0-9]+'",
+        "sampling",
+        repeat=True,
+    ),
     _choice(
         "logprobs_mode",
         "raw|processed",

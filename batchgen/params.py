@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from batchgen.checks import show
 from batchgen.errors import ErrorCode, RowError
+from batchgen.patterns import compile_pattern
 
 __all__ = ["GREEDY_TEMPERATURE", "MAX_STOPS", "Constraint", "ConstraintKind", "HiddenStates", "SamplingParams"]
 
@@ -193,6 +195,11 @@ class SamplingParams:
             raise _invalid("stop", "must not hold an empty string")
         if len(self.stop_regex) > MAX_STOPS:
             raise _invalid("stop_regex", f"takes at most {MAX_STOPS} patterns, got {len(self.stop_regex)}")
+        for pattern in self.stop_regex:
+            try:
+                compile_pattern(pattern)
+            except ValueError as problem:
+                raise _invalid("stop_regex", f"{show(pattern)} {problem}") from None
         for token in self.stop_token_ids:
             _check_int("stop_token_ids", token, 0, 1 << 31)
 

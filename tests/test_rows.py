@@ -196,8 +196,6 @@ def test_values_that_ask_for_nothing_are_accepted(name: str, value: Any) -> None
 
 
 UNSUPPORTED: list[tuple[str, Any]] = [
-    ("stop_regex", "a+"),
-    ("stop_regex", ["a+"]),
     ("json_schema", {"type": "object"}),
     ("json_schema", "{}"),
     ("regex", "a+"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from batchgen.engine.readout import RowLogprobs
 from batchgen.engine.repetition import repeats
 from batchgen.engine.shaping import Shaping
-from batchgen.errors import ErrorInfo
+from batchgen.errors import ErrorInfo, RowError
 from batchgen.request import Completion, FinishReason, Request
 from batchgen.text.stops import StopState
 
@@ -71,7 +71,12 @@ class Sequence:
         """Take the next token; True if it ends the sequence."""
         if self.shaping is not None:
             self.shaping.append(token)
-        if self.stops.append(token) is not None:
+        try:
+            event = self.stops.append(token)
+        except RowError as problem:
+            self.fail(problem.info)
+            return True
+        if event is not None:
             self.finish_reason = "stop"
         elif self.repeat_span is not None and self._repeats(self.repeat_span):
             self.finish_reason = "repetition"

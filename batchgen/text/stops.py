@@ -7,9 +7,12 @@ Rules (one `StopState` per sample, told of each token once):
 - The text after k tokens is `Tokenizer.decode` of those tokens under the row's switches; the prompt's text never
   matches. A stop string matches at token k if an occurrence of it holds a character that token k brought, and k is at
   least `min_new_tokens`: an occurrence completed before that never counts.
-- Of several strings completed by one token, the one that begins first wins, then list order. A stop id begins where
-  its own text does, and wins a tie.
+- A pattern is searched in the text after each token from `min_new_tokens` on, as if the text ended there (so `$` holds
+  after every token); its leftmost match counts, wherever it is. Look-behind and `^` see the output's text alone.
+- Of several matches completed by one token, the one that begins first wins, then list order, strings before patterns.
+  A stop id begins where its own text does, and wins a tie.
 - Text ends where the match begins, or just after it with `no_stop_trim`.
+- Patterns have a limit of time, in seconds of computing; a sample that takes longer ends with an error.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from dataclasses import dataclass
 from batchgen.params import SamplingParams
 from batchgen.request import FinishReason, StopKind
 from batchgen.text.detokenize import Detokenizer
+from batchgen.text.stop_search import StopSearch
 from batchgen.text.tokenizer import Tokenizer
 
 __all__ = ["FinishedText", "StopEvent", "StopState", "stopping_ids"]
@@ -38,7 +42,7 @@ class StopEvent:
 
     kind: StopKind
     matched_stop: str
-    """The stop string, or the id in decimal."""
+    """The stop string, the pattern, or the id in decimal."""
     matched_text: str
     """The text of the match; for an id, its token decoded alone."""
     cut: int | None = None
@@ -56,93 +60,31 @@ class FinishedText:
     matched_text: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Match:
-    begin: int
-    """First character of the match in the text."""
-    fresh: int
-    """First character that the last token brought."""
-    stop: str
-
-
-class _StringSearch:
-    """Finds stop strings in text that grows by tokens, looking at no more than the new text and its surroundings."""
-
-    def __init__(self, stops: Sequence[str], detokenizer: Detokenizer) -> None:
-        self._stops = stops
-        self._overlap = max(map(len, stops)) - 1
-        self._detokenizer = detokenizer
-        self._pieces: list[str] = []
-        self._certain = 0
-        """Length of the certain text, which is `_pieces` joined."""
-        self._recent = ""
-        """Its last `_overlap` characters: where a match that a new token completes may begin."""
-        self._tail = ""
-
-    def append(self, token: int, armed: bool) -> _Match | None:
-        """Take a token; the match it completes, looked for only while `armed`."""
-        piece = self._detokenizer.append(token)
-        tail = self._detokenizer.tail
-        shared = _shared_length(self._tail, piece + tail)
-        match = self._find(piece + tail, shared) if armed else None
-        if piece:
-            self._pieces.append(piece)
-            self._certain += len(piece)
-            self._recent = (self._recent + piece)[-self._overlap :] if self._overlap else ""
-        self._tail = tail
-        return match
-
-    def _find(self, text: str, shared: int) -> _Match | None:
-        """The first match that ends in `text` past its first `shared` characters."""
-        if len(text) <= shared:
-            return None
-        window = self._recent + text
-        fresh = len(self._recent) + shared
-        found = [
-            (begin, order)
-            for order, stop in enumerate(self._stops)
-            if (begin := window.find(stop, max(0, fresh - len(stop) + 1))) >= 0
-        ]
-        if not found:
-            return None
-        begin, order = min(found)
-        offset = self._certain - len(self._recent)
-        return _Match(offset + begin, offset + fresh, self._stops[order])
-
-    @property
-    def text(self) -> str:
-        """The whole text so far."""
-        return "".join(self._pieces) + self._tail
-
-
-def _shared_length(old: str, new: str) -> int:
-    """Length of the longest common beginning. `old` is a tail, mostly empty: short."""
-    if new.startswith(old):
-        return len(old)
-    return next((at for at, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
-
-
 class StopState:
-    """Watches one sample's tokens. A row without stop strings costs a set look-up per token and one decode in all."""
+    """Watches one sample. A row without strings and patterns costs a set look-up per token and one decode in all."""
 
     def __init__(self, params: SamplingParams, eos_ids: frozenset[int], tokenizer: Tokenizer) -> None:
         self._params = params
         self._eos_ids = eos_ids
         self._stopping = stopping_ids(params, eos_ids)
         self._tokenizer = tokenizer
-        self._search = self._new_search() if params.stop else None
+        self._search = self._new_search() if params.stop or params.stop_regex else None
         self.output_ids: list[int] = []
         """[C] tokens so far, with the one that stopped the sample."""
         self.event: StopEvent | None = None
         """Set by the token that ended the sample; nothing may be appended after."""
 
-    def _new_search(self) -> _StringSearch:
+    def _new_search(self) -> StopSearch:
         params = self._params
         detokenizer = Detokenizer(self._tokenizer, params.skip_special_tokens, params.spaces_between_special_tokens)
-        return _StringSearch(params.stop, detokenizer)
+        return StopSearch(params.stop, params.stop_regex, detokenizer)
 
     def append(self, token: int) -> StopEvent | None:
-        """Take the next token; the event if it ends the sample."""
+        """Take the next token; the event if it ends the sample.
+
+        Raises:
+            RowError: `invalid_field`: the row's patterns take too long.
+        """
         assert self.event is None, "the sample has ended"
         self.output_ids.append(token)
         stops = token in self._stopping
@@ -151,8 +93,8 @@ class StopState:
         armed = len(self.output_ids) >= self._params.min_new_tokens
         match = self._search.append(token, armed) if self._search is not None else None
         if match is not None and not (stops and match.begin >= match.fresh):
-            cut = match.begin + (len(match.stop) if self._params.no_stop_trim else 0)
-            self.event = StopEvent("string", match.stop, match.stop, cut)
+            cut = match.end if self._params.no_stop_trim else match.begin
+            self.event = StopEvent(match.kind, match.stop, match.text, cut)
         elif stops:
             kind: StopKind = "eos" if token in self._eos_ids else "token"
             self.event = StopEvent(kind, str(token), self._tokenizer.token_text(token))

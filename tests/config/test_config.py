@@ -275,7 +275,6 @@ NOT_BUILT: list[tuple[str, Any]] = [
     ("tensor_parallel", "2"),
     ("media_root", "dir"),
     ("deterministic", True),
-    ("stop_regex", ("a",)),
     ("max_output_bytes", "1GB"),
     ("hidden_states_dtype", "float32"),
     ("hidden_states_dtype", "nonsense"),

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import re
+import time
 from itertools import takewhile
 
 import pytest
+import regex
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from batchgen.errors import RowError
 from batchgen.params import SamplingParams
 from batchgen.text.stops import FinishedText, StopEvent, StopState, stopping_ids
 from batchgen.text.tokenizer import Tokenizer
@@ -47,23 +51,36 @@ def brute_force(
             for order, stop in enumerate(params.stop):
                 for begin in range(len(text) - len(stop) + 1):
                     if text[begin : begin + len(stop)] == stop and begin + len(stop) > fresh:
-                        matches.append((begin, order + 1, stop))
+                        matches.append((begin, order + 1, stop, stop, "string"))
+            for order, pattern in enumerate(params.stop_regex, 1 + len(params.stop)):
+                if (match := regex.search(pattern, text)) is not None:
+                    matches.append((match.start(), order, pattern, match[0], "regex"))
         ignored = set() if not params.ignore_eos else eos - set(params.stop_token_ids)
         if token in (eos | set(params.stop_token_ids)) - ignored:
-            matches.append((fresh, 0, str(token)))
+            matches.append((fresh, 0, str(token), "", ""))
         if matches:
-            begin, order, stop = min(matches)
+            begin, order, stop, matched, how = min(matches)
             if order == 0:
                 kept = tokenizer.decode(ids[: count if params.no_stop_trim else count - 1], *flags)
                 kind = "eos" if token in eos else "token"
                 return count, FinishedText(kept, "stop", kind, stop, tokenizer.decode([token], False))  # type: ignore[arg-type]
-            end = begin + len(stop) if params.no_stop_trim else begin
-            return count, FinishedText(text[:end], "stop", "string", stop, stop)
+            end = begin + len(matched) if params.no_stop_trim else begin
+            return count, FinishedText(text[:end], "stop", how, stop, matched)  # type: ignore[arg-type]
         before = text
     return len(ids), FinishedText(tokenizer.decode(ids, *flags), "length")
 
 
-@pytest.mark.field("stop", "stop_token_ids", "min_new_tokens", "ignore_eos", "no_stop_trim", "skip_special_tokens")
+PATTERNS = [
+    r"[0-9]+", r"a+", r"o.*e", r"(?s)o.+?e", r"[^a-z ]", r"\bth", r"e\b", r"\w+ \w+", r"(?i)THE|fox", r"\n\s*\n",
+    r"(?<=o)[a-z]", r"[a-z](?= )", r"(?m)^d", r"\.$", r"(.)\1", r"[A-Z][a-z]{2,4}", r"\ufffd+", r"x(?!$)", r"\s\bf",
+    r"(?:a|ab)(?:c|bcd)*",
+]  # fmt: skip
+
+
+@pytest.mark.field(
+    "stop", "stop_regex", "stop_token_ids", "min_new_tokens", "ignore_eos", "no_stop_trim", "skip_special_tokens",
+    "spaces_between_special_tokens",
+)  # fmt: skip
 @pytest.mark.parametrize("kind", KINDS)
 @SHARED
 @given(data=st.data())
@@ -76,7 +93,9 @@ def test_same_as_brute_force(tokenizers: dict[str, Tokenizer], kind: str, data: 
     vocabulary = st.sampled_from(ids) | st.integers(0, tokenizer.vocab_size - 1) if ids else st.just(0)
     few = st.lists(vocabulary, max_size=2)
     params = SamplingParams(
+        max_new_tokens=None,
         stop=tuple(filter(None, stop)),
+        stop_regex=data.draw(st.lists(st.sampled_from(PATTERNS) | spans.map(re.escape).filter(bool), max_size=3)),
         stop_token_ids=tuple(data.draw(few)),
         min_new_tokens=data.draw(st.integers(0, len(ids) + 1)),
         ignore_eos=data.draw(st.booleans()),
@@ -206,3 +225,82 @@ def test_long_output_with_stop_strings_stays_cheap(tokenizer: Tokenizer) -> None
     count, done = run(tokenizer, ids, SamplingParams(stop=("never found", "x" * 50)))
     assert count == len(ids)
     assert done.text == tokenizer.decode(ids)
+
+
+def fed(tokenizer: Tokenizer, text: str, **params: object) -> tuple[int, FinishedText]:
+    """A text of one-character tokens."""
+    ids = [token for character in text for token in tokenizer.encode_plain([character])[0]]
+    assert len(ids) == len(text)
+    return run(tokenizer, ids, SamplingParams(**params))  # type: ignore[arg-type]
+
+
+@pytest.mark.field("stop_regex", "no_stop_trim")
+def test_a_pattern_is_cut_at_its_span(tokenizer: Tokenizer) -> None:
+    text = "Sum: 17 + 25 = 42."
+    count, done = fed(tokenizer, text, stop_regex=r"= \d+\.")
+    assert (count, done) == (18, FinishedText("Sum: 17 + 25 ", "stop", "regex", r"= \d+\.", "= 42."))
+    assert fed(tokenizer, text, stop_regex=r"= \d+\.", no_stop_trim=True)[1].text == text
+    assert fed(tokenizer, text, stop_regex=[r"\d+"])[:1] == (6,), "the shortest match: it counts as soon as it is there"
+    assert fed(tokenizer, text, stop_regex=[r"\d+ "])[1].matched_text == "17 "
+
+
+@pytest.mark.field("stop_regex", "stop")
+def test_strings_come_before_patterns_and_the_first_begin_before_both(tokenizer: Tokenizer) -> None:
+    assert fed(tokenizer, "xabc", stop="c", stop_regex=["c", "bc"])[1].matched_text == "bc"
+    assert fed(tokenizer, "xabc", stop=["bc"], stop_regex=["[b]c"])[1].stop_kind == "string"
+    assert fed(tokenizer, "xabc", stop=["c"], stop_regex=["[b]c"])[1].stop_kind == "regex"
+    assert fed(tokenizer, "xabc", stop_regex=["b[c]", "[b]c"])[1].matched_stop == "b[c]"
+
+
+@pytest.mark.field("stop_regex", "min_new_tokens")
+def test_patterns_wait_for_the_minimum_and_then_see_all_of_the_text(tokenizer: Tokenizer) -> None:
+    for minimum, taken in ((0, 2), (2, 2), (3, 3), (6, 6)):
+        count, done = fed(tokenizer, "ababab", stop_regex=["ab"], min_new_tokens=minimum)
+        assert (count, done.text) == (taken, ""), "the leftmost match in the text so far counts"
+
+
+@pytest.mark.field("stop_regex")
+def test_anchors_see_the_output_alone(tokenizer: Tokenizer) -> None:
+    assert fed(tokenizer, "ab\ncd", stop_regex=["^c"])[1].finish_reason == "length"
+    assert fed(tokenizer, "ab\ncd", stop_regex=["(?m)^c"])[1].text == "ab\n"
+    assert fed(tokenizer, "abc", stop_regex=["b$"])[0] == 2, "the text ends after every token"
+    assert fed(tokenizer, "a,b", stop_regex=["(?<=,)b"])[1].text == "a,"
+    assert fed(tokenizer, "a b", stop_regex=[r"a(?= )"]) == (2, FinishedText("", "stop", "regex", "a(?= )", "a"))
+    assert fed(tokenizer, "a b", stop_regex=[r"(?=b)"])[1] == FinishedText("a ", "stop", "regex", "(?=b)", "")
+
+
+HOSTILE = [("(a|aa)+$", "a" * 80 + "!"), ("(x+x+)+y", "x" * 400)]
+
+
+@pytest.mark.field("stop_regex")
+@pytest.mark.parametrize(("pattern", "text"), HOSTILE)
+def test_patterns_that_take_for_ever_end_their_row(
+    tokenizer: Tokenizer, pattern: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchgen.text.stop_search.SEARCH_SECONDS", 0.1)
+    began = time.monotonic()
+    with pytest.raises(RowError, match=r"`stop_regex` .* takes too long") as caught:
+        fed(tokenizer, text * 3, stop_regex=[pattern], min_new_tokens=len(text), max_new_tokens=None)
+    assert (caught.value.info.code, caught.value.info.param) == ("invalid_field", "stop_regex")
+    assert time.monotonic() - began < 20
+
+
+def test_long_output_with_patterns_stays_cheap(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode_plain([" ".join(SENTENCES)])[0] * 200
+    looked = {"characters": 0}
+
+    class Counted:
+        def __init__(self, compiled: object) -> None:
+            self._compiled = compiled
+
+        def search(self, text: str, pos: int, **more: object) -> object:
+            looked["characters"] += len(text) - pos
+            return self._compiled.search(text, pos, **more)  # type: ignore[attr-defined]
+
+    state = StopState(SamplingParams(stop_regex=["never[0-9]found", r"x{50}|END\s+OF"]), frozenset(), tokenizer)
+    for watch in state._search._patterns._watches:  # type: ignore[union-attr]
+        watch.compiled = Counted(watch.compiled)
+    for token in ids:
+        assert state.append(token) is None
+    assert looked["characters"] < 12 * len(ids), "no more than the new text and its surroundings"
+    assert state.finish("length").text == tokenizer.decode(ids)
