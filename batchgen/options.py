@@ -331,6 +331,22 @@ OPTIONS: tuple[Option, ...] = (
         "sampling",
     ),
     Option(
+        "logprob_start_len",
+        _whole(-1, 2**31),
+        None,
+        SAMPLING,
+        "Write prompt logprobs from this position on; -1: none. Example: --return-logprob --logprob-start-len 0",
+        "sampling",
+    ),
+    Option(
+        "return_text_in_logprobs",
+        BOOL,
+        None,
+        SAMPLING,
+        "Write each token's text beside its logprob. Example: --return-logprob --return-text-in-logprobs",
+        "sampling",
+    ),
+    Option(
         "best_of",
         _whole(1, 2**20),
         None,

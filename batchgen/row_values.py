@@ -14,6 +14,12 @@ from batchgen.request import ChatPrompt
 
 __all__ = ["RowDefaults", "RowValues", "chat_prompt"]
 
+_LOGPROB_FIELDS: tuple[tuple[str, Any], ...] = (
+    ("logprob_start_len", -1),
+    ("token_ids_logprob", ()),
+    ("return_text_in_logprobs", False),
+)
+"""What says which logprobs are returned, with the value that asks for none."""
 _PARAM_NAMES = frozenset(item.name for item in fields(SamplingParams))
 
 
@@ -205,9 +211,15 @@ class RowValues:
             if wanting:
                 needed = "logprobs" if wanting == "top_logprobs" else "return_logprob"
                 raise invalid(wanting, f"needs `{needed}: true` beside it")
-            if self.values.get("token_ids_logprob"):
-                raise invalid("token_ids_logprob", "needs `return_logprob: true` beside it")
-            merged["top_logprobs_num"], merged["token_ids_logprob"] = 0, ()
+            self._drop_logprob_fields(merged)
+
+    def _drop_logprob_fields(self, merged: dict[str, Any]) -> None:
+        """Refuse fields of the row that say which logprobs are returned while none are; run-wide ones are dropped."""
+        for name, nothing in _LOGPROB_FIELDS:
+            if self.values.get(name, nothing) != nothing:
+                raise invalid(self.spelled[name], "needs `return_logprob: true` beside it")
+            merged[name] = nothing
+        merged["top_logprobs_num"] = 0
 
     def _merge_constraint(self, merged: dict[str, Any]) -> None:
         """Hold the row to one constraint, which replaces a run-wide one, and translate `response_format`."""

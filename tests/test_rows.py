@@ -112,6 +112,12 @@ VALID: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"spaces_between_special_tokens": False}, {"spaces_between_special_tokens": False}),
     ({"return_logprob": True}, {"return_logprob": True}),
     ({"return_logprob": True, "top_logprobs_num": 3}, {"return_logprob": True, "top_logprobs_num": 3}),
+    ({"return_logprob": True, "logprob_start_len": 4}, {"return_logprob": True, "logprob_start_len": 4}),
+    (
+        {"return_logprob": True, "return_text_in_logprobs": True},
+        {"return_logprob": True, "return_text_in_logprobs": True},
+    ),
+    ({"logprob_start_len": -1, "return_text_in_logprobs": False}, {}),
     ({"temperature": None, "stop": None, "regex": None}, {}),
     ({"frequency_penalty": -2}, {"frequency_penalty": -2.0}),
     ({"presence_penalty": 2}, {"presence_penalty": 2.0}),
@@ -168,6 +174,20 @@ def test_logprobs(value: dict[str, Any], asked: bool, top: int) -> None:
     assert (params(value).return_logprob, params(value).top_logprobs_num) == (asked, top)
 
 
+@pytest.mark.field("logprob_start_len", "token_ids_logprob", "return_text_in_logprobs")
+@pytest.mark.parametrize(
+    ("name", "value"), [("logprob_start_len", 0), ("token_ids_logprob", (1,)), ("return_text_in_logprobs", True)]
+)
+def test_fields_about_logprobs_need_logprobs(name: str, value: Any) -> None:
+    for row in (text(**{name: value}), text(sampling_params={name: value}), line(**{name: value})):
+        with pytest.raises(RowError, match=f"`{name}` needs `return_logprob: true`") as caught:
+            parse(row)
+        assert (caught.value.info.code, caught.value.info.param) == (ErrorCode.INVALID_FIELD, name)
+    run_wide = RowDefaults(flags={name: value})
+    assert params(text(), run_wide) == SamplingParams()
+    assert getattr(params(text(return_logprob=True), run_wide), name) == value
+
+
 NEUTRAL: dict[str, list[Any]] = {
     "best_of": [1],
     "frequency_penalty": [0, 0.0, -0.0],
@@ -179,9 +199,7 @@ NEUTRAL: dict[str, list[Any]] = {
     "response_format": [{"type": "text"}],
     "echo": [False],
     "suffix": [""],
-    "logprob_start_len": [-1],
     "token_ids_logprob": [[]],
-    "return_text_in_logprobs": [False],
     "return_hidden_states": [False],
     "return_routed_experts": [False],
     "custom_params": [{}],
@@ -205,8 +223,6 @@ UNSUPPORTED: list[tuple[str, Any]] = [
     ("response_format", {"type": "json_object"}),
     ("response_format", {"type": "json_schema", "json_schema": {"schema": {}}}),
     ("suffix", "end"),
-    ("logprob_start_len", 0),
-    ("return_text_in_logprobs", True),
     ("return_hidden_states", True),
     ("return_hidden_states", {"layers": [-1], "tokens": "last", "pool": "mean"}),
     ("return_routed_experts", True),

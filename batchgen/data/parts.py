@@ -9,11 +9,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
 import pyarrow as pa
+import pyarrow.types as pat
 
 from batchgen.data.budget import OutputBudget
 from batchgen.data.files import parquet_writer, write_durably
@@ -29,6 +31,10 @@ STATES_KEY = b"batchgen.states"
 
 _PART_BYTES = 64 << 20
 """A part is committed when it holds about this much, however few rows; `add` waits while so much is buffered."""
+
+
+_LISTS = attrgetter(*(field.name for field in SCHEMA if pat.is_list(field.type)))
+"""A completion's list columns."""
 
 
 class PartWriter:
@@ -201,18 +207,7 @@ def _next_number(parts: list[Path]) -> int:
 def _weight(row: OutputRow) -> int:
     """About how many bytes a row takes in memory."""
     completion = row.completion
-    numbers = sum(
-        len(values)
-        for values in (
-            completion.output_ids,
-            completion.prompt_ids,
-            completion.output_logprobs,
-            completion.output_top_ids,
-            completion.output_top_logprobs,
-            completion.routed_experts,
-        )
-        if values is not None
-    )
+    numbers = sum(len(values) for values in _LISTS(completion) if values is not None)
     texts = sum(len(text) for text in (completion.text, row.extra, row.prompt) if text is not None)
     states = sum(block.values.nbytes for block in completion.states or ())
     return 512 + 8 * numbers + texts + states

@@ -154,28 +154,38 @@ def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
 def _number_lists(values: list[Sequence[float] | None], kind: pa.DataType) -> pa.Array:
     """Lists of numbers by way of one flat array; lists that hold nulls go the slow way."""
     present = [value for value in values if value is not None]
-    flat = _flat(present, kind.value_type.to_pandas_dtype())
+    flat = _flat(present, kind.value_type)
     if flat is None:
         return pa.array(values, kind)
     lengths = np.fromiter((0 if value is None else len(value) for value in values), np.int32, len(values))
     offsets = np.zeros(len(values) + 1, np.int32)
     np.cumsum(lengths, out=offsets[1:])
     missing = None if len(present) == len(values) else pa.array([value is None for value in values])
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat), type=kind, mask=missing)
+    return pa.ListArray.from_arrays(pa.array(offsets), flat, type=kind, mask=missing)
 
 
-def _flat(lists: list[Sequence[float]], dtype: type) -> npt.NDArray[Any] | None:
-    """All numbers of the lists; None where they hold a None, or need the checks of a conversion."""
+def _flat(lists: list[Sequence[float]], kind: pa.DataType) -> pa.Array | None:
+    """All numbers of the lists, masked ones as nulls; None where they hold a None, or need a conversion's checks."""
+    dtype = kind.to_pandas_dtype()
     if all(isinstance(value, np.ndarray) for value in lists):
-        flat = np.concatenate(lists)
-        return flat if flat.dtype == dtype else None
+        return _flat_arrays(lists, kind)  # type: ignore[arg-type]
     try:
         flat = np.fromiter(chain.from_iterable(lists), dtype)
     except TypeError:
         return None
     # numpy reads None as not-a-number.
     suspect = flat.dtype.kind == "f" and np.isnan(flat).any() and any(None in value for value in lists)
-    return None if suspect else flat
+    return None if suspect else pa.array(flat)
+
+
+def _flat_arrays(arrays: list[npt.NDArray[Any]], kind: pa.DataType) -> pa.Array | None:
+    flat = np.concatenate([np.asarray(array) for array in arrays])  # a masked array's data
+    if flat.dtype != kind.to_pandas_dtype():
+        return None
+    if not any(isinstance(array, np.ma.MaskedArray) for array in arrays):
+        return pa.array(flat)
+    masks = [np.ma.getmaskarray(array) for array in arrays]  # type: ignore[no-untyped-call]
+    return pa.array(flat, mask=np.concatenate(masks))
 
 
 def extra_json(fields: Mapping[str, Any]) -> str | None:

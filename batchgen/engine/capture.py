@@ -16,7 +16,7 @@ import numpy.typing as npt
 from batchgen.plan.tree import PrefixTree
 from batchgen.plan.types import StepPlan
 
-__all__ = ["NodeRows", "Piece", "PromptCapture"]
+__all__ = ["NodeRows", "Piece", "PromptCapture", "batches"]
 
 Ints = npt.NDArray[np.integer]
 
@@ -36,11 +36,6 @@ class Piece:
     def __len__(self) -> int:
         """Positions."""
         return self.end - self.start
-
-    def split(self, size: int) -> Iterator[Piece]:
-        """The same positions in pieces of at most `size`."""
-        for start in range(self.start, self.end, size):
-            yield Piece(self.node, start, min(start + size, self.end), self.flat + start - self.start)
 
 
 @dataclass(slots=True)
@@ -144,7 +139,9 @@ class PromptCapture:
     def path(self, request: int) -> list[tuple[NodeRows, slice]]:
         """The nodes that hold the request's wanted positions, root first, each with the rows that are its own."""
         first, last = int(self._first[request]), int(self._last[request])
-        found = []
+        found: list[tuple[NodeRows, slice]] = []
+        if last <= first:
+            return found
         for node in self._overlapped(request, first, last):
             rows = self._kept[node]
             low, high = max(first, rows.low), min(last, rows.high)
@@ -203,3 +200,21 @@ class PromptCapture:
                 highs[above] = max(highs[above], highs[node])
                 users[above] += users[node]
         return lows, highs, users
+
+
+def batches(pieces: list[Piece], size: int) -> Iterator[list[Piece]]:
+    """All positions of the pieces, in order, in lists of at most `size` positions each."""
+    batch: list[Piece] = []
+    free = size
+    for piece in pieces:
+        start = piece.start
+        while start < piece.end:
+            end = min(piece.end, start + free)
+            batch.append(Piece(piece.node, start, end, piece.flat + start - piece.start))
+            free -= end - start
+            start = end
+            if not free:
+                yield batch
+                batch, free = [], size
+    if batch:
+        yield batch

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import torch
 
 from batchgen.engine.batch import build_batch
 from batchgen.engine.best_of import keep_best
 from batchgen.engine.planning import Workload
+from batchgen.engine.prompt_logprobs import PromptLogprobs
 from batchgen.engine.readout import LogprobsMode
 from batchgen.engine.sampler import Sampled, Sampler
 from batchgen.engine.sequence import Sequence
@@ -81,6 +83,8 @@ class Loop:
         self._repeat_span = repeat_span
         self._sampler = Sampler(model.spec.device, processors, logprobs_mode)
         self._shapes = Shapes(tokenizer, model.spec.vocab_size, repetition_scope)
+        self._token_text = lru_cache(1 << 16)(tokenizer.token_text)
+        self.prompts = PromptLogprobs(workload, model.spec.vocab_size, self._token_text)
         self._sequences: dict[int, Sequence] = {}
         self._prompt_only: set[int] = set()
         """Sequences that run for their prompt alone: their one draw is dropped."""
@@ -121,6 +125,8 @@ class Loop:
             batch.input_ids, batch.positions, self._attention(self._pool, batch.attention), lora=batch.lora
         )
         hidden = self._model.hidden(inputs)  # [T, H]
+        if self.prompts:
+            self.prompts.score(plan, hidden, self._model.logits)
         if not plan.samples:
             return Sampled([])
         rows = batch.sample_rows
@@ -187,17 +193,22 @@ class Loop:
             samples = keep_best(group.finished, params.n, lambda i: self._workload.tree.cached_tokens(index, i))
         else:
             samples = sorted((c for _, c in group.finished), key=lambda c: c.sample_index)
+        if failed is None and params.return_logprob:
+            samples = self.prompts.complete(sequence.request, samples)
+        self.prompts.release(index)
         yield self._marked(index, samples)
         for follower in self._workload.followers_of(index):
             yield self._copied(follower, samples)
 
     def _completion(self, sequence: Sequence) -> Completion:
-        """The finished sample, its text with what `echo` and `suffix` put around it."""
+        """The finished sample: its tokens' texts, and its text with what `echo` and `suffix` put around it."""
         request = sequence.request
         cached = self._workload.tree.cached_tokens(request.index, sequence.sample_index)
         # An echo with logprobs has the prompt's: without its ids nobody could tell of which tokens.
         params = request.params
         done = sequence.completion(cached, prompt_ids=self._prompt_ids or (params.echo and params.return_logprob))
+        if done.error is None and params.return_text_in_logprobs:
+            done = replace(done, output_tokens_text=[self._token_text(token) for token in sequence.output_ids])
         if done.text is None or not (params.echo or params.suffix):
             return done
         text = surround(done.text, request.prompt_ids.tolist(), sequence.output_ids, params, self._tokenizer)

@@ -111,6 +111,9 @@ class Encoder:
             if isinstance(ids, ErrorInfo):
                 raise RowError(ids.code, ids.message, ids.param)
             fitted = self._fit(prompt, self._complete(row, prompt, ids), params.max_new_tokens)
+            if params.logprob_start_len > len(fitted):
+                problem = f"must not exceed the prompt's {len(fitted)} tokens, got {params.logprob_start_len}"
+                raise RowError(ErrorCode.INVALID_FIELD, f"`logprob_start_len` {problem}", "logprob_start_len")
             room = self._context - len(fitted)
             limit = room if params.max_new_tokens is None else min(params.max_new_tokens, room)
             encoded.append(EncodedPrompt(index, fitted, limit, seed))

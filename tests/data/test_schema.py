@@ -172,6 +172,19 @@ def test_lists_that_hold_nulls() -> None:
     assert completions_to_table(rows)["output_logprobs"].to_pylist() == [[None, -0.5], None]
 
 
+def test_masked_entries_of_arrays_are_nulls() -> None:
+    def masked(values: list[float], missing: int) -> Any:
+        return np.ma.MaskedArray(np.array(values, np.float32), np.arange(len(values)) < missing)
+
+    lists: list[Any] = [masked([0.0, -0.5], 1), None, np.array([-1.5], np.float32), masked([], 0), masked([0.0], 1)]
+    table = completions_to_table([OutputRow(Completion(i, input_logprobs=x), "x") for i, x in enumerate(lists)])
+    table.validate(full=True)
+    assert table["input_logprobs"].to_pylist() == [[None, -0.5], None, [-1.5], [], [None]]
+    ids: Any = np.ma.MaskedArray(np.array([0, 0, 7, 8], np.int32), [True, True, False, False])
+    table = completions_to_table([OutputRow(Completion(0, input_top_ids=ids), "x")])
+    assert table["input_top_ids"].to_pylist() == [[None, None, 7, 8]]
+
+
 def test_extra() -> None:
     assert extra_json({}) is None
     assert extra_json({"a": "é\u2028", "n": 2**70}) == '{"a":"é\u2028","n":1180591620717411303424}'

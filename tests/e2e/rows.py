@@ -21,7 +21,10 @@ _STEMS = [
     "def add(a, b):\n    return a + b\n\nprint(add(1, ",
     "",
 ]
-_FLOATS = ("output_logprobs", "output_top_logprobs", "cumulative_logprob", "mean_logprob")
+_FLOATS = (
+    *("output_logprobs", "output_top_logprobs", "cumulative_logprob", "mean_logprob"),
+    *("input_logprobs", "input_top_logprobs"),
+)
 TOLERANCE = 1e-4
 """Of logprobs and their sums in nats per token; everything else must be equal."""
 
@@ -69,6 +72,10 @@ def _mixed(i: int, text: str, rng: Random, longest: int) -> bytes | dict[str, An
         },
         lambda: {"id": name, "text": "Every eleventh row is the same.", "temperature": 0, "max_new_tokens": 20},
         lambda: {"id": name, "input_ids": [5 + i % 7] * (1 + i % 40), **drawn, "min_new_tokens": min(length, 6)},
+        lambda: {
+            **{"id": name, "text": text, **drawn, "max_new_tokens": i % 3, "return_logprob": True},
+            **{"logprob_start_len": i % 2, "top_logprobs_num": i % 4, "return_text_in_logprobs": i % 5 == 0},
+        },
     ]
     wrong: list[Any] = [
         lambda: b'{"id": "cut", "text": ',
@@ -112,5 +119,6 @@ def assert_same(actual: pa.Table, expected: pa.Table, ignore: Sequence[str] = ()
         for i, (a, b) in enumerate(zip(left, right, strict=True)):
             assert (a is None) == (b is None), f"{name} of row {i}"
             if a is not None:
+                a, b = (np.array(x, np.float64) for x in (a, b))  # a null is not-a-number
                 count = max(1, expected["completion_tokens"][i].as_py()) if name == "cumulative_logprob" else 1
                 np.testing.assert_allclose(a, b, atol=TOLERANCE * count, rtol=0, err_msg=f"{name} of row {i}")

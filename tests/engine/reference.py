@@ -46,6 +46,13 @@ def save_word_tokenizer(folder: Path, vocab: int) -> None:
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="w0").save_pretrained(folder)
 
 
+def eager_logprobs(folder: Path, prompts: list[list[int]]) -> list[np.ndarray]:
+    """[P, V] for each prompt: the log-softmax of every position's logits, eager attention, float32."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        return [model(torch.tensor([ids])).logits[0].float().log_softmax(-1).numpy() for ids in prompts]
+
+
 def eager_greedy(folder: Path, prompts: list[list[int]], new_tokens: int) -> tuple[list[list[int]], list[list[float]]]:
     """Greedy ids and their logprobs by transformers' `generate`, eager attention, float32, no early end."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")

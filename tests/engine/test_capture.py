@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.engine.capture import PromptCapture
+from batchgen.engine.capture import PromptCapture, batches
 from batchgen.plan.scheduler import SchedulerConfig
 from batchgen.plan.types import StepPlan
 from tests.plan.simulator import Simulator
@@ -32,8 +32,9 @@ class Capturing(Simulator):
     def execute(self, plan: StepPlan) -> None:
         super().execute(plan)
         flat = [self.ids(c)[p] for c in plan.prefills for p in range(c.start, c.end)]
-        for whole in self.capture.pieces(plan):
-            for piece in whole.split(3):
+        for batch in batches(self.capture.pieces(plan), 3):
+            assert 0 < sum(map(len, batch)) <= 3
+            for piece in batch:
                 values = np.array(flat[piece.flat : piece.flat + len(piece)])
                 self.capture.put(piece, "prefix", values)
                 self.put += values.tolist()

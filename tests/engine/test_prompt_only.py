@@ -8,7 +8,7 @@ import pytest
 
 from batchgen.engine.engine import Engine
 from batchgen.params import SamplingParams
-from batchgen.request import Completion, RequestTable
+from tests.engine.jobs import finish
 from tests.engine.reference import save_word_tokenizer
 from tests.models.tiny import VOCAB, save_tiny
 
@@ -18,15 +18,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("llama")
     save_word_tokenizer(path, VOCAB)
     return save_tiny("llama", path)
-
-
-def finish(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) -> list[Completion]:
-    table = RequestTable()
-    for i, (ids, params) in enumerate(requests):
-        assert params.max_new_tokens is not None
-        table.append(i, 0, ids, params, i, params.max_new_tokens)
-    groups = list(engine.start(table).loop.run())
-    return [c for group in sorted(groups, key=lambda group: group[0].row_index) for c in group]
 
 
 def nothing(**asked: object) -> SamplingParams:

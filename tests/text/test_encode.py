@@ -129,6 +129,15 @@ def test_ids_past_the_models_vocabulary(encoder: Encoder, tokenizer: Tokenizer) 
     assert failure(small, {"text": "fox"}).code == ErrorCode.TOKEN_OUT_OF_RANGE
 
 
+@pytest.mark.field("logprob_start_len")
+def test_prompt_logprobs_begin_inside_the_prompt(encoder: Encoder) -> None:
+    asked = {"input_ids": [[5, 6, 7], [8]], "return_logprob": True}
+    assert not isinstance(encode(encoder, {**asked, "logprob_start_len": 1})[0], ErrorInfo)
+    error = failure(encoder, {**asked, "logprob_start_len": 2})
+    assert (error.code, error.param) == (ErrorCode.INVALID_FIELD, "logprob_start_len")
+    assert "1 tokens" in error.message
+
+
 def test_empty_text_is_its_bos_or_an_error(
     encoder: Encoder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
