@@ -43,6 +43,9 @@ def verify(
     tokenizer: Annotated[
         str | None, _moved("PATH", "The run's tokenizer, where it has moved. Example: --tokenizer ./tok")
     ] = None,
+    lora: Annotated[
+        list[str] | None, _moved("NAME=PATH", "The run's adapters, where they have moved. Example: --lora fr=./french")
+    ] = None,
     device: Annotated[str | None, _moved("auto|cuda|cpu", "Where to compute. Example: --device cpu")] = None,
 ) -> None:
     """Replay random rows of a finished output, each alone, and compare tokens and logprobs bit by bit.
@@ -53,6 +56,6 @@ def verify(
     """
     from batchgen.job.verify import verify_job  # torch and transformers: seconds that `--help` must not pay
 
-    changes = {"inputs": inputs, "model": model, "tokenizer": tokenizer, "device": device}
+    changes = {"inputs": inputs, "model": model, "tokenizer": tokenizer, "lora": lora or None, "device": device}
     if not verify_job(out, rows, seed, changes):
         raise typer.Exit(DIFFERENT)

@@ -13,6 +13,7 @@ import pytest
 from batchgen.demo import model_path
 from tests.e2e.rows import mixed_lines, read, rows_of, write_lines
 from tests.e2e.runner import run
+from tests.models.adapters import KINDS, save_adapter
 
 ROWS = 44
 DIFFERENT = 8
@@ -124,3 +125,15 @@ def test_a_job_from_a_pipe_needs_its_file(model: Path, tmp_path: Path) -> None:
     assert "standard input" in run(["verify", "out.parquet"], tmp_path, expect=4).stderr
     (tmp_path / "saved.jsonl").write_bytes(lines)
     run(["verify", "out.parquet", "saved.jsonl"], tmp_path)
+
+
+def test_adapters_are_the_runs(model: Path, tmp_path: Path) -> None:
+    folder = save_adapter(model, tmp_path / "fr", **KINDS["two"])
+    write_lines(tmp_path / "in.jsonl", [{"text": "The quick", "lora_path": "fr", "return_logprob": True}])
+    run(["run", "in.jsonl", "--model", model, "--dtype", "float32", "--lora", f"fr={folder}"], tmp_path)
+    run(["verify", "in.out.parquet"], tmp_path)
+    moved = folder.rename(tmp_path / "moved")
+    run(["verify", "in.out.parquet"], tmp_path, expect=6)
+    run(["verify", "in.out.parquet", "--lora", f"fr={moved}"], tmp_path)
+    save_adapter(model, folder, seed=1, **KINDS["two"])
+    assert "adapters" in run(["verify", "in.out.parquet"], tmp_path, expect=2).stderr

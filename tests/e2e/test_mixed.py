@@ -1,0 +1,154 @@
+"""500 rows in one batch, each with a random draw of all fields, against each of them run alone.
+
+Prefixes are shared, prompts are computed in chunks, and the pool is so small that samples are preempted; on both model
+paths (fewer rows through transformers).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from batchgen import Completion, Engine
+from batchgen.config import EngineConfig
+from batchgen.request import StateBlock
+from tests.e2e.mixed import ADAPTERS, FIELD_DRAWS, PROCESSOR, mixed_rows
+from tests.models.adapters import KINDS, save_adapter
+
+ROWS = {"native": 500, "transformers": 100}
+CHUNK = 50
+"""Rows run alone by one test."""
+CASES = [(path, start) for path, count in ROWS.items() for start in range(0, count, CHUNK)]
+SMALL = {"page_size": 8, "max_num_seqs": 48, "max_tokens_per_step": 64}
+PAGES = {"native": 48, "transformers": 34}
+"""Of the batch's pool: little more than one row of the longest context."""
+OF_THE_BATCH = frozenset({"row_index", "cached_tokens", "dedup_of", "error"})
+"""What a completion says that is not the row's own: where it stood, and what it shared."""
+TOLERANCE = 1e-4
+
+Key = tuple[str, int, int]
+
+
+@pytest.fixture(scope="module")
+def options(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the rows' adapters and processors need of the engine."""
+    folder = tmp_path_factory.mktemp("adapters")
+    found: dict[str, Any] = {
+        "lora": {name: save_adapter(model, folder / name, seed=i, **KINDS[name]) for i, name in enumerate(ADAPTERS)}
+    }
+    if "logit_processor" in EngineConfig.__dataclass_fields__:
+        found["logit_processor"] = {PROCESSOR: "tests.e2e.processors:lean"}
+    return found
+
+
+@pytest.fixture(scope="module")
+def engines(model: Path, options: dict[str, Any]) -> Callable[[str], Engine]:
+    """A path's engine with room for everything; loaded once."""
+    loaded: dict[str, Engine] = {}
+
+    def engine(path: str) -> Engine:
+        if path not in loaded:
+            loaded[path] = Engine(str(model), dtype="float32", model_impl=path, page_size=8, **options)
+        return loaded[path]
+
+    return engine
+
+
+def by_key(completions: Iterator[Completion]) -> dict[Key, Completion]:
+    return {(c.id or "", c.prompt_index, c.sample_index): c for c in completions}
+
+
+@pytest.fixture(scope="module")
+def batches(engines: Callable[[str], Engine]) -> Callable[[str], dict[Key, Completion]]:
+    """Everything that one batch of a path's rows gave; run once."""
+    done: dict[str, dict[Key, Completion]] = {}
+
+    def batch(path: str) -> dict[Key, Completion]:
+        if path not in done:
+            engine = engines(path)
+            small = Engine.from_parts(replace(engine.config, **SMALL), engine.model, engine.tokenizer)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("batchgen.engine.engine.pool_pages", lambda *_: PAGES[path])
+                done[path] = by_key(small.generate(mixed_rows(ROWS[path], seed=1)))
+            assert small.last_run is not None
+            stats = small.last_run.scheduler.stats
+            assert stats.preemptions > 0
+            assert stats.prompt_tokens < small.last_run.workload.tree.prompt_tokens * 0.8, "prefixes are shared"
+        return done[path]
+
+    return batch
+
+
+@pytest.mark.field(
+    "temperature", "top_k", "top_p", "min_p", "seed", "n", "best_of", "stop", "stop_token_ids", "ignore_eos",
+    "no_stop_trim", "min_new_tokens", "max_new_tokens", "skip_special_tokens", "spaces_between_special_tokens",
+    "return_logprob", "top_logprobs_num", "echo", "suffix", "lora_path", "text", "input_ids", "messages",
+    "sampling_params", "prompt", "logprobs", "top_logprobs",
+)  # fmt: skip
+@pytest.mark.parametrize(("path", "start"), CASES)
+def test_every_row_is_as_if_alone(
+    engines: Callable[[str], Engine], batches: Callable[[str], dict[Key, Completion]], path: str, start: int
+) -> None:
+    together = batches(path)
+    engine = engines(path)
+    for row in mixed_rows(ROWS[path], seed=1)[start : start + CHUNK]:
+        alone = by_key(engine.generate([row]))
+        name = row.get("id") or row["custom_id"]
+        assert alone.keys() == {key for key in together if key[0] == name}
+        for key, completion in alone.items():
+            assert_equal(together[key], completion, row)
+
+
+def assert_equal(left: Completion, right: Completion, row: dict[str, Any]) -> None:
+    """Equal in all that is the row's own: numbers within the tolerance, everything else exactly."""
+    assert (left.error and left.error.code) == (right.error and right.error.code), (left.error, right.error, row)
+    for field in fields(Completion):
+        if field.name in OF_THE_BATCH:
+            continue
+        a, b = getattr(left, field.name), getattr(right, field.name)
+        try:
+            _compare(a, b)
+        except AssertionError as error:
+            raise AssertionError(f"{field.name} of {row}: {a!r} is not {b!r}: {error}") from None
+
+
+def _compare(a: Any, b: Any) -> None:
+    if isinstance(a, float) and isinstance(b, float):
+        np.testing.assert_allclose(a, b, atol=TOLERANCE * 20, rtol=0)
+    elif isinstance(a, StateBlock) and isinstance(b, StateBlock):
+        np.testing.assert_allclose(a.values, b.values, atol=TOLERANCE * 10, rtol=1e-4)
+        assert replace(a, values=b.values) == replace(b, values=b.values)
+    elif isinstance(a, str) or a is None or b is None or not hasattr(a, "__len__"):
+        assert a == b
+    else:
+        assert len(a) == len(b)
+        if any(isinstance(item, float) for item in a):
+            numbers = [[np.nan if item is None else item for item in some] for some in (a, b)]
+            np.testing.assert_allclose(*numbers, atol=TOLERANCE, rtol=0)
+        else:
+            for one, other in zip(a, b, strict=True):
+                _compare(one, other) if not isinstance(one, int | np.integer) else _same(one, other)
+
+
+def _same(a: Any, b: Any) -> None:
+    assert a == b
+
+
+def test_the_rows_are_mixed(batches: Callable[[str], dict[Key, Completion]]) -> None:
+    """Each draw happens often, most rows run, and they end in every way."""
+    rows = mixed_rows(ROWS["native"], seed=1)
+    flat = [{**row, **row.get("sampling_params", {}), **row.get("body", {})} for row in rows]
+    given = Counter(name for row in flat for name in row)
+    done = batches("native")
+    kinds = Counter((c.finish_reason, c.stop_kind) for c in done.values() if c.error is None)
+    assert {("length", None), ("stop", "eos"), ("stop", "string"), ("stop", "token")} <= kinds.keys()
+    assert sum(c.error is not None for c in done.values()) < len(rows) / 20
+    for draw in FIELD_DRAWS:
+        names = [name for name in draw.fields if name in given]
+        assert not names or min(given[name] for name in names) >= 5, draw.fields
