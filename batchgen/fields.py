@@ -117,7 +117,7 @@ _SAMPLING = (
     Field("skip_special_tokens", boolean),
     Field("spaces_between_special_tokens", boolean),
     Field("echo", boolean),
-    _later("suffix", string, neutral=_when_empty),
+    Field("suffix", string),
     Field("return_logprob", boolean),
     Field("logprob_start_len", integer(-1)),
     Field("top_logprobs_num", integer(0, 1 << 20)),

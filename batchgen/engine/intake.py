@@ -96,6 +96,6 @@ class Intake:
         first = len(self._table)
         for prompt in encoded:
             self._table.append(
-                row.row_index, prompt.prompt_index, prompt.ids, row.params, prompt.seed, prompt.max_new_tokens
+                row.row_index, prompt.prompt_index, prompt.ids, prompt.params, prompt.seed, prompt.max_new_tokens
             )
         return TakenRow(row.row_index, row.id, row.extra, row, encoded, first, None)

@@ -11,6 +11,7 @@ from batchgen.errors import ErrorCode, ErrorInfo, RowError
 from batchgen.params import SamplingParams
 from batchgen.request import ChatPrompt, ParsedRow, Prompt, TextPrompt, TokenPrompt
 from batchgen.rows import derive_seed
+from batchgen.text.fim import FillInTheMiddle, find_fim
 from batchgen.text.tokenizer import Tokenizer
 from batchgen.text.words import bad_sequences
 
@@ -34,6 +35,8 @@ class EncodedPrompt:
     """Effective: clipped to the context."""
     seed: int
     """The row's own seed, or the one derived from the run's seed and the row's id."""
+    params: SamplingParams
+    """The row's; where its `suffix` stands in the prompt, without it and with the ids that end the middle."""
 
 
 class Encoder:
@@ -42,6 +45,9 @@ class Encoder:
     `vocab_size` and `context_length` are the model's. Truncation happens only where a prompt leaves no room for a
     token: it is then cut to leave room for `max_new_tokens` (128 where the row sets no limit), yet at most for half the
     context. `left` drops its beginning, `right` its end; a BOS in front of text or a conversation stays.
+
+    Where a row has a `suffix` and the tokenizer's family fills in the middle, prompt and suffix are laid out as it was
+    trained to read them; `left` then drops the beginning of the prompt first, `right` the end of the suffix.
     """
 
     def __init__(
@@ -52,6 +58,7 @@ class Encoder:
         self._context = context_length
         self._truncate = truncate
         self._run_seed = run_seed
+        self._fim = find_fim(tokenizer, vocab_size)
         self._words_checked: set[tuple[str | tuple[int, ...], ...]] = set()
 
     def encode_rows(self, rows: Iterable[ParsedRow]) -> Iterator[tuple[ParsedRow, list[EncodedPrompt] | ErrorInfo]]:
@@ -110,13 +117,17 @@ class Encoder:
         for index, (prompt, ids) in enumerate(zip(row.prompts, found, strict=True)):
             if isinstance(ids, ErrorInfo):
                 raise RowError(ids.code, ids.message, ids.param)
-            fitted = self._fit(prompt, self._complete(row, prompt, ids), params.max_new_tokens)
+            if params.suffix is not None and self._fim is not None and not isinstance(prompt, ChatPrompt):
+                fitted = self._fill(self._fim, row, prompt, ids, params.suffix)
+                chosen = self._fim.params(params)
+            else:
+                fitted, chosen = self._fit(prompt, self._complete(row, prompt, ids), params.max_new_tokens), params
             if params.logprob_start_len > len(fitted):
                 problem = f"must not exceed the prompt's {len(fitted)} tokens, got {params.logprob_start_len}"
                 raise RowError(ErrorCode.INVALID_FIELD, f"`logprob_start_len` {problem}", "logprob_start_len")
             room = self._context - len(fitted)
             limit = room if params.max_new_tokens is None else min(params.max_new_tokens, room)
-            encoded.append(EncodedPrompt(index, fitted, limit, seed))
+            encoded.append(EncodedPrompt(index, fitted, limit, seed, chosen))
         return encoded
 
     def _check_params(self, params: SamplingParams) -> None:
@@ -176,19 +187,48 @@ class Encoder:
         Raises:
             RowError: `context_length_exceeded`, naming both numbers.
         """
-        if len(ids) < self._context:
+        keep = self._keep(len(ids), max_new_tokens)
+        if keep >= len(ids):
             return ids
-        if self._truncate == "none" or self._context < 2:
-            message = f"the prompt has {len(ids)} tokens and the context is {self._context}, which leaves no room"
-            remedy = "shorten it, or allow --truncate left or right"
-            raise RowError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, f"{message} to generate; {remedy}")
-        wanted = _ROOM_WITHOUT_LIMIT if max_new_tokens is None else max_new_tokens
-        keep = self._context - max(1, min(wanted, self._context // 2))
         if self._truncate == "right":
             return ids[:keep]
         bos = self._tokenizer.prefix_ids
         kept = bos if not isinstance(prompt, TokenPrompt) and ids[: len(bos)] == bos and len(bos) < keep else []
         return kept + ids[len(ids) - (keep - len(kept)) :]
+
+    def _fill(self, fim: FillInTheMiddle, row: ParsedRow, prompt: Prompt, ids: list[int], suffix: str) -> list[int]:
+        """The prompt around the hole between `ids` and `suffix`, truncated as `_fit` does.
+
+        Raises:
+            RowError: as `_complete` and `_fit`; also where the layout alone exceeds what a truncated prompt may have.
+        """
+        after = fim.suffix_ids(suffix)
+        whole = self._complete(row, prompt, fim.prompt(ids, after, 0, "none"))
+        keep = self._keep(len(whole), row.params.max_new_tokens)
+        if keep >= len(whole):
+            return whole
+        bos = len(whole) - len(fim.prompt(ids, after, 0, "none"))
+        fitted = self._complete(row, prompt, fim.prompt(ids, after, keep - bos, self._truncate))
+        if len(fitted) > keep:
+            raise self._too_long(len(whole), "shorten it")
+        return fitted
+
+    def _keep(self, count: int, max_new_tokens: int | None) -> int:
+        """How many of a prompt's `count` tokens stay.
+
+        Raises:
+            RowError: `context_length_exceeded`, naming both numbers.
+        """
+        if count < self._context:
+            return count
+        if self._truncate == "none" or self._context < 2:
+            raise self._too_long(count, "shorten it, or allow --truncate left or right")
+        wanted = _ROOM_WITHOUT_LIMIT if max_new_tokens is None else max_new_tokens
+        return self._context - max(1, min(wanted, self._context // 2))
+
+    def _too_long(self, count: int, remedy: str) -> RowError:
+        message = f"the prompt has {count} tokens and the context is {self._context}, which leaves no room"
+        return RowError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, f"{message} to generate; {remedy}")
 
 
 def _source_of(row: ParsedRow, prompt: Prompt) -> str:

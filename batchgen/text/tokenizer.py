@@ -194,6 +194,11 @@ class Tokenizer:
         spelled: str | None = self._rust.id_to_token(token)
         return spelled
 
+    def token_to_id(self, spelled: str) -> int | None:
+        """The id of a token as the vocabulary spells it; None where it has none."""
+        token: int | None = self._rust.token_to_id(spelled)
+        return token
+
     @property
     def digest(self) -> str:
         """sha256 over the tokenizer's files, names included."""

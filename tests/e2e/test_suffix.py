@@ -1,0 +1,81 @@
+"""`suffix` through the engine: in the prompt where the tokenizer can fill in the middle, after the text elsewhere."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from batchgen import Engine
+from tests.e2e.engines import ENGINES, build, generate, outcomes
+from tests.e2e.rows import prompts
+from tests.models.tiny import save_tiny
+
+MARKS = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>"]
+GREEDY = {"temperature": 0, "max_new_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def fim_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny checkpoint with a code model's marks."""
+    folder = shutil.copytree(model, tmp_path_factory.mktemp("fim") / "model")
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
+    generation = (folder / "generation_config.json").read_text()
+    save_tiny("llama", folder, vocab_size=len(tokenizer), num_hidden_layers=2, max_position_embeddings=256)
+    tokenizer.save_pretrained(folder)
+    (folder / "generation_config.json").write_text(generation)
+    return folder
+
+
+@pytest.fixture(scope="module", params=list(ENGINES))
+def engine(request: pytest.FixtureRequest, fim_model: Path) -> Engine:
+    return build(fim_model, request.param)
+
+
+@pytest.mark.field("suffix")
+def test_a_row_with_a_suffix_is_the_row_spelled_out(engine: Engine) -> None:
+    marks = [engine.tokenizer.token_to_id(mark) for mark in MARKS]
+    rows: list[dict[str, Any]] = []
+    spelled: list[dict[str, Any]] = []
+    for i, text in enumerate(prompts(20, 7)):
+        after = ["\n", " end", "dog."][i % 3]
+        more = {"temperature": i % 2, "max_new_tokens": 3 + i, "seed": i, "n": 1 + i % 2, "id": str(i)}
+        rows.append({"text": text, "suffix": after, **more})
+        before, behind = (engine.tokenizer.encode_plain([part])[0] for part in (text, after))
+        ids = [*engine.tokenizer.prefix_ids, marks[0], *before, marks[1], *behind, marks[2]]
+        spelled.append({"input_ids": ids, "stop_token_ids": marks, **more})
+    assert outcomes(generate(engine, rows)) == outcomes(generate(engine, spelled))
+
+
+@pytest.mark.field("suffix")
+def test_end_tokens_of_the_family_stop(engine: Engine) -> None:
+    pad = engine.tokenizer.token_to_id(MARKS[3])
+    row = {"text": "def f():", "suffix": "return", **GREEDY, "logit_bias": {str(pad): 100}, "ignore_eos": True}
+    late = {**row, "min_new_tokens": 4}
+    free = {"text": "def f():", **GREEDY, "logit_bias": {str(pad): 100}, "ignore_eos": True}
+    stopped, waited, unbound = generate(engine, [row, late, free])
+    assert (stopped.text, stopped.stop_kind, stopped.matched_stop) == ("", "token", str(pad))
+    assert (waited.completion_tokens, waited.matched_stop) == (5, str(pad)), "masked until the minimum"
+    assert unbound.finish_reason == "length", "without a suffix they are tokens like others"
+
+
+@pytest.mark.field("suffix", "echo")
+@pytest.mark.parametrize("name", ENGINES)
+def test_elsewhere_it_follows_the_text(model: Path, name: str) -> None:
+    engine = build(model, name)
+    rows = [{"text": text, **GREEDY, "stop": "e", "no_stop_trim": i % 2 == 0} for i, text in enumerate(prompts(9, 3))]
+    for before, after, row in zip(
+        generate(engine, rows),
+        generate(engine, [{**row, "suffix": " END", "echo": True} for row in rows]),
+        rows,
+        strict=True,
+    ):
+        assert after.text == f"{row['text']}{before.text} END"
+        assert (after.output_ids, after.matched_stop) == (before.output_ids, before.matched_stop)
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "suffix": "!", **GREEDY}
+    (done,) = generate(engine, [chat])
+    assert (done.text or "").endswith("!")

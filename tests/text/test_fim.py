@@ -1,0 +1,161 @@
+"""Fill-in-the-middle prompts, family by family, against layouts written out by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchgen.errors import ErrorInfo
+from batchgen.params import SamplingParams
+from batchgen.rows import RowDefaults, parse_row
+from batchgen.text.encode import EncodedPrompt, Encoder, Truncate
+from batchgen.text.fim import find_fim
+from batchgen.text.tokenizer import Tokenizer
+from tests.text.conftest import save_tokenizer
+
+FAMILIES: dict[str, tuple[str, list[str], str, list[str]]] = {
+    "qwen": (
+        "bytelevel",
+        ["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"],
+        "<|fim_prefix|>{prefix}<|fim_suffix|>{suffix}<|fim_middle|>",
+        ["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"],
+    ),
+    "codegemma": (
+        "bytelevel",
+        ["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|file_separator|>"],
+        "<|fim_prefix|>{prefix}<|fim_suffix|>{suffix}<|fim_middle|>",
+        ["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|file_separator|>"],
+    ),
+    "starcoder": (
+        "bytelevel",
+        ["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>", "<file_sep>", "other"],
+        "<fim_prefix>{prefix}<fim_suffix>{suffix}<fim_middle>",
+        ["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>", "<file_sep>"],
+    ),
+    "santacoder": (
+        "bytelevel",
+        ["<fim-prefix>", "<fim-middle>", "<fim-suffix>", "<fim-pad>"],
+        "<fim-prefix>{prefix}<fim-suffix>{suffix}<fim-middle>",
+        ["<fim-prefix>", "<fim-middle>", "<fim-suffix>", "<fim-pad>"],
+    ),
+    "deepseek": (
+        "bytelevel",
+        ["<｜fim▁hole｜>", "<｜fim▁begin｜>", "<｜fim▁end｜>"],
+        "<｜fim▁begin｜>{prefix}<｜fim▁hole｜>{suffix}<｜fim▁end｜>",
+        ["<｜fim▁hole｜>", "<｜fim▁begin｜>", "<｜fim▁end｜>"],
+    ),
+    "codellama": (
+        "bytefallback",
+        ["▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>"],
+        "▁<PRE>{prefix}▁<SUF>{suffix}▁<MID>",
+        ["▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>"],
+    ),
+    "codestral": (
+        "bytefallback",
+        ["[PREFIX]", "[SUFFIX]", "[MIDDLE]"],
+        "[SUFFIX]{suffix}[PREFIX]{prefix}",
+        ["[PREFIX]", "[SUFFIX]", "[MIDDLE]"],
+    ),
+}  # fmt: skip
+"""Name -> kind of tokenizer, its special tokens, the prompt, what ends the middle."""
+
+
+def family_tokenizer(folder: Path, name: str, *, bos: bool = True) -> Tokenizer:
+    kind, specials, _, _ = FAMILIES[name]
+    tokenizer = Tokenizer.load(save_tokenizer(folder, kind, bos=bos))
+    tokenizer._rust.add_special_tokens(specials)
+    return Tokenizer(tokenizer._hf, folder)
+
+
+def encode(encoder: Encoder, row: dict[str, Any]) -> list[EncodedPrompt]:
+    ((_, result),) = encoder.encode_rows([parse_row(row, 0, RowDefaults())])
+    assert not isinstance(result, ErrorInfo), result
+    return result
+
+
+def laid_out(tokenizer: Tokenizer, name: str, before: list[int], after: list[int]) -> list[int]:
+    """The family's layout, part by part."""
+    found = []
+    for part in FAMILIES[name][2].replace("{", "\0{").replace("}", "}\0").split("\0"):
+        if part in ("{prefix}", "{suffix}"):
+            found += before if part == "{prefix}" else after
+        elif part:
+            token = tokenizer.token_to_id(part)
+            assert token is not None
+            found.append(token)
+    return found
+
+
+@pytest.mark.field("suffix", "text", "input_ids")
+@pytest.mark.parametrize("bos", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_prompt_of_each_family(tmp_path: Path, name: str, bos: bool) -> None:
+    tokenizer = family_tokenizer(tmp_path, name, bos=bos)
+    encoder = Encoder(tokenizer, tokenizer.vocab_size + 99, 256)
+    before = tokenizer.encode_plain(["def add(a, b):\n    return"])[0]
+    # Where the tokenizer puts a space before a text, the suffix goes without: the text goes on.
+    (plain, space) = tokenizer.encode_plain(["x", "xprint(add(1, 2))"])
+    assert space[: len(plain)] == plain
+    after = space[len(plain) :]
+    expected = tokenizer.prefix_ids + laid_out(tokenizer, name, before, after)
+    row = {"text": "def add(a, b):\n    return", "suffix": "print(add(1, 2))", "stop_token_ids": [3]}
+    (found,) = encode(encoder, row)
+    assert found.ids == expected
+    ends = {3, *(tokenizer.token_to_id(token) for token in FAMILIES[name][3])}
+    assert found.params.suffix is None
+    assert set(found.params.stop_token_ids) == ends
+    (given,) = encode(encoder, {**row, "text": None, "input_ids": tokenizer.prefix_ids + before})
+    assert given.ids == expected
+    (empty,) = encode(encoder, {**row, "text": ""})
+    assert empty.ids == tokenizer.prefix_ids + laid_out(tokenizer, name, [], after)
+
+
+@pytest.mark.field("suffix", "messages")
+def test_conversations_and_other_tokenizers_keep_the_suffix(tmp_path: Path) -> None:
+    tokenizer = family_tokenizer(tmp_path, "qwen")
+    encoder = Encoder(tokenizer, tokenizer.vocab_size, 256)
+    chat = {"messages": [{"role": "user", "content": "Hi"}]}
+    (plain,), (kept,) = encode(encoder, chat), encode(encoder, {**chat, "suffix": "end"})
+    assert (kept.ids, kept.params.suffix) == (plain.ids, "end")
+    (none,) = encode(encoder, {"text": "Hi", "suffix": ""})
+    assert (none.params, none.ids) == (SamplingParams(), tokenizer.encode(["Hi"])[0])
+    other = Tokenizer.load(save_tokenizer(tmp_path / "other", "bytelevel"))
+    assert find_fim(other, other.vocab_size) is None
+    (appended,) = encode(Encoder(other, other.vocab_size, 256), {"text": "Hi", "suffix": "end"})
+    assert (appended.ids, appended.params.suffix) == (other.encode(["Hi"])[0], "end")
+    assert find_fim(tokenizer, tokenizer.vocab_size - 6) is None, "marks that the model has no embedding for"
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return family_tokenizer(tmp_path_factory.mktemp("qwen"), "qwen")
+
+
+@pytest.mark.field("suffix")
+@settings(deadline=None, max_examples=60)
+@given(
+    before=st.integers(0, 40), after=st.integers(1, 40), context=st.integers(12, 60), wanted=st.integers(1, 30),
+    side=st.sampled_from(["left", "right"]),
+)  # fmt: skip
+def test_truncation_keeps_what_is_next_to_the_hole(
+    qwen: Tokenizer, before: int, after: int, context: int, wanted: int, side: Truncate
+) -> None:
+    (a,), (b,) = qwen.encode_plain(["a"])[0], qwen.encode_plain(["b"])[0]
+    encoder = Encoder(qwen, qwen.vocab_size, context, side)
+    row = {"input_ids": [*qwen.prefix_ids, *[a] * before], "suffix": "b" * after, "max_new_tokens": wanted}
+    (found,) = encode(encoder, row)
+    total = 4 + before + after
+    if total < context:
+        left, right = before, after
+    else:
+        room = context - min(wanted, context // 2) - 4
+        left = max(0, min(before, room - after)) if side == "left" else min(before, room)
+        right = min(after, room) if side == "left" else max(0, min(after, room - before))
+        assert left + right == room
+    after_ids = qwen.encode_plain(["b" * after])[0]
+    assert len(after_ids) == after
+    assert found.ids == qwen.prefix_ids + laid_out(qwen, "qwen", [a] * left, [b] * right)
