@@ -46,6 +46,10 @@ def verify(
     lora: Annotated[
         list[str] | None, _moved("NAME=PATH", "The run's adapters, where they have moved. Example: --lora fr=./french")
     ] = None,
+    logit_processor: Annotated[
+        list[str] | None,
+        _moved("NAME=module:function", "The run's processors. Example: --logit-processor calm=mine:calm"),
+    ] = None,
     device: Annotated[str | None, _moved("auto|cuda|cpu", "Where to compute. Example: --device cpu")] = None,
 ) -> None:
     """Replay random rows of a finished output, each alone, and compare tokens and logprobs bit by bit.
@@ -56,6 +60,7 @@ def verify(
     """
     from batchgen.job.verify import verify_job  # torch and transformers: seconds that `--help` must not pay
 
-    changes = {"inputs": inputs, "model": model, "tokenizer": tokenizer, "lora": lora or None, "device": device}
+    moved = {"model": model, "tokenizer": tokenizer, "lora": lora or None, "logit_processor": logit_processor or None}
+    changes = {"inputs": inputs, **moved, "device": device}
     if not verify_job(out, rows, seed, changes):
         raise typer.Exit(DIFFERENT)

@@ -17,7 +17,7 @@ from batchgen.data.schema import OutputRow, completions_to_table
 from batchgen.data.view import Results
 from batchgen.engine.engine import Engine
 from batchgen.engine.intake import Intake
-from batchgen.errors import FingerprintError, InputError
+from batchgen.errors import FingerprintError, InputError, UsageError
 from batchgen.job.setup import Setup, prepare
 from batchgen.request import RequestTable
 
@@ -58,7 +58,7 @@ def verify_job(out: Path, rows: int, seed: int, changes: Mapping[str, Any]) -> b
     results = finished_results(out)
     run = results.footer
     assert run is not None
-    config = RunConfig.restore(run["configuration"], out, changes)
+    config = RunConfig.restore(_without_code(run["configuration"], changes), out, changes)
     config = replace(config, engine=replace(config.engine, max_num_seqs=1))
     inputs = _same_inputs(config, run)
     setup = prepare(config, lambda note: None)
@@ -73,6 +73,20 @@ def verify_job(out: Path, rows: int, seed: int, changes: Mapping[str, Any]) -> b
         print(ROUNDING)
     sys.stdout.flush()
     return same == len(chosen)
+
+
+def _without_code(described: Mapping[str, Any], changes: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The recorded configuration, whose logit processors must be named again: a file must not say what code runs.
+
+    Raises:
+        UsageError: they are not.
+    """
+    options = dict(described["options"])
+    recorded = options.pop("logit_processor", {"value": None})["value"]
+    if recorded and not changes.get("logit_processor"):
+        names = " ".join(f"--logit-processor {name}=module:function" for name, _ in recorded)
+        raise UsageError(f"the run had logit processors, which are code; name them again: {names}")
+    return {**described, "options": options}
 
 
 def _same_inputs(config: RunConfig, run: Mapping[str, Any]) -> InputSet:

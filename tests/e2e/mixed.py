@@ -143,7 +143,7 @@ def mixed_rows(count: int, seed: int) -> list[Fields]:
 
 
 def _row(rng: Random, number: int) -> Fields:
-    length = rng.randint(1, 14)
+    length = rng.randint(1, 20)
     row: Fields = {"max_new_tokens": length, "temperature": rng.choice([0, 0, 0.8, 1.0, 1.5])}
     row |= {"top_k": -1, "top_p": 1.0}
     if rng.random() < 0.1 and BUILT.issuperset(("completion", "completions")):

@@ -17,7 +17,7 @@ import pytest
 
 from batchgen import Completion, Engine
 from batchgen.config import EngineConfig
-from batchgen.request import StateBlock
+from batchgen.request import Score, StateBlock
 from tests.e2e.mixed import ADAPTERS, FIELD_DRAWS, PROCESSOR, mixed_rows
 from tests.models.adapters import KINDS, save_adapter
 
@@ -89,7 +89,9 @@ def batches(engines: Callable[[str], Engine]) -> Callable[[str], dict[Key, Compl
     "temperature", "top_k", "top_p", "min_p", "seed", "n", "best_of", "stop", "stop_token_ids", "ignore_eos",
     "no_stop_trim", "min_new_tokens", "max_new_tokens", "skip_special_tokens", "spaces_between_special_tokens",
     "return_logprob", "top_logprobs_num", "echo", "suffix", "lora_path", "text", "input_ids", "messages",
-    "sampling_params", "prompt", "logprobs", "top_logprobs",
+    "sampling_params", "prompt", "logprobs", "top_logprobs", "stop_regex", "frequency_penalty", "presence_penalty",
+    "repetition_penalty", "logit_bias", "bad_words", "allowed_token_ids", "logprob_start_len", "token_ids_logprob",
+    "return_text_in_logprobs", "custom_logit_processor", "custom_params",
 )  # fmt: skip
 @pytest.mark.parametrize(("path", "start"), CASES)
 def test_every_row_is_as_if_alone(
@@ -119,25 +121,27 @@ def assert_equal(left: Completion, right: Completion, row: dict[str, Any]) -> No
 
 
 def _compare(a: Any, b: Any) -> None:
-    if isinstance(a, float) and isinstance(b, float):
-        np.testing.assert_allclose(a, b, atol=TOLERANCE * 20, rtol=0)
-    elif isinstance(a, StateBlock) and isinstance(b, StateBlock):
+    a, b = (value.tolist() if isinstance(value, np.ndarray) else value for value in (a, b))
+    if isinstance(a, StateBlock) and isinstance(b, StateBlock):
         np.testing.assert_allclose(a.values, b.values, atol=TOLERANCE * 10, rtol=1e-4)
         assert replace(a, values=b.values) == replace(b, values=b.values)
-    elif isinstance(a, str) or a is None or b is None or not hasattr(a, "__len__"):
-        assert a == b
-    else:
+    elif isinstance(a, float) and isinstance(b, float):
+        np.testing.assert_allclose(a, b, atol=TOLERANCE * 20, rtol=0)  # a sum over the row's tokens
+    elif isinstance(a, list | tuple) and isinstance(b, list | tuple):
         assert len(a) == len(b)
         if any(isinstance(item, float) for item in a):
-            numbers = [[np.nan if item is None else item for item in some] for some in (a, b)]
+            numbers = [np.array([np.nan if item is None else item for item in some]) for some in (a, b)]
             np.testing.assert_allclose(*numbers, atol=TOLERANCE, rtol=0)
-        else:
+        elif any(isinstance(item, StateBlock | Score) for item in a):
             for one, other in zip(a, b, strict=True):
-                _compare(one, other) if not isinstance(one, int | np.integer) else _same(one, other)
-
-
-def _same(a: Any, b: Any) -> None:
-    assert a == b
+                _compare(one, other)
+        else:
+            assert list(a) == list(b)
+    elif isinstance(a, Score) and isinstance(b, Score):
+        np.testing.assert_allclose((a.sum, a.mean), (b.sum, b.mean), atol=TOLERANCE * 20, rtol=0)
+        assert (a.tokens, a.is_greedy) == (b.tokens, b.is_greedy)
+    else:
+        assert a == b
 
 
 def test_the_rows_are_mixed(batches: Callable[[str], dict[Key, Completion]]) -> None:

@@ -137,3 +137,13 @@ def test_adapters_are_the_runs(model: Path, tmp_path: Path) -> None:
     run(["verify", "in.out.parquet", "--lora", f"fr={moved}"], tmp_path)
     save_adapter(model, folder, seed=1, **KINDS["two"])
     assert "adapters" in run(["verify", "in.out.parquet"], tmp_path, expect=2).stderr
+
+
+def test_processors_are_named_again(model: Path, tmp_path: Path) -> None:
+    """What code runs is said by the command line, never by a file."""
+    row = {"text": "The quick", "custom_logit_processor": "lean", "custom_params": {"token": 40, "by": 3}}
+    write_lines(tmp_path / "in.jsonl", [row])
+    processor = ["--logit-processor", "lean=tests.e2e.processors:lean"]
+    run(["run", "in.jsonl", "--model", model, "--dtype", "float32", *processor], tmp_path)
+    assert "--logit-processor lean=" in run(["verify", "in.out.parquet"], tmp_path, expect=2).stderr
+    run(["verify", "in.out.parquet", *processor], tmp_path)
