@@ -43,13 +43,13 @@ KINDS = [
     Kind("invalid_field", lambda i, t: {"id": i, "text": t, "seed": 2**63}, "seed", "64-bit"),
     Kind("invalid_field", lambda i, t: {"id": i, "text": t, "stop": ["a"] * 33}, "stop", "at most 32"),
     Kind("unknown_field", lambda i, t: {"id": i, "text": t, "sampling_params": {"top_q": 1}}, "top_q", "did you mean"),
-    Kind("unsupported_field", lambda i, t: {"id": i, "text": t, "regex": "[0-9]+"}, "regex", "remove it"),
-    Kind("unsupported_field", lambda i, t: {"id": i, "text": t, "bad_words": ["no"]}, "bad_words", "remove it"),
+    Kind("unsupported_field", lambda i, t: {"id": i, "text": t, "image_data": "a.png"}, "image_data", "remove it"),
+    Kind("unsupported_field", lambda i, t: {"id": i, "text": t, "audio_data": ["a.wav"]}, "audio_data", "remove it"),
     Kind("duplicate_id", lambda i, t: {"id": "the first", "text": t}, "id", "--on-duplicate-id suffix", keeps_id=False),
     Kind("token_out_of_range", lambda i, t: {"id": i, "input_ids": [5, 10**6]}, "input_ids", "vocabulary ends at"),
     Kind("token_out_of_range", lambda i, t: {"id": i, "input_ids": [5, -1]}, "input_ids", "is no token id"),
     Kind("context_length_exceeded", lambda i, t: {"id": i, "input_ids": [7] * CONTEXT}, None, "--truncate left"),
-    Kind("unknown_adapter", lambda i, t: {"id": i, "text": t, "model": "*:french"}, "model", "drop it from the name"),
+    Kind("unknown_adapter", lambda i, t: {"id": i, "text": t, "model": "*:french"}, "model", "give it with --lora NAME=PATH"),
 ]
 GOOD = {"temperature": 0, "max_new_tokens": 4}
 
