@@ -36,6 +36,8 @@ Check = Callable[[str, Any], Any]
 _INT64_LOW, _INT64_HIGH = -(2**63), 2**63 - 1
 _MAX_TOKEN_ID = 2**31 - 1
 
+_NUMBERS = {int, float}
+
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 60
 
@@ -189,7 +191,7 @@ def check_unicode(value: Any, name: str) -> None:
         elif kind is dict:
             waiting.extend(item)
             waiting.extend(item.values())
-        elif kind in (list, tuple):
+        elif kind in (list, tuple) and not set(map(type, item)) <= _NUMBERS:
             waiting.extend(item)
 
 

@@ -51,6 +51,8 @@ class EngineConfig:
     """Tokens of prompt and completion together."""
     lora: tuple[tuple[str, str], ...] = ()
     """Names and folders of the adapters that rows may ask for; a mapping is taken too."""
+    media_root: str | None = None
+    """The only folder in which rows may name files."""
     max_num_seqs: int | None = None
     max_tokens_per_step: int | None = None
     kv_memory: int | float | None = None

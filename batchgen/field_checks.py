@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from batchgen.checks import boolean, floating, ids, integer, invalid, kind_of, mapping, one_of, show, string, strings
 
 __all__ = [
@@ -129,19 +132,57 @@ def hidden_states(name: str, value: Any) -> bool | dict[str, Any]:
     return value
 
 
-def embeddings(name: str, value: Any) -> Any:
-    """A [P, H] nested list of numbers, or the name of a tensor."""
+def embeddings(name: str, value: Any) -> tuple[npt.NDArray[np.float32] | str, ...]:
+    """A [P, H] nested list of numbers, a list of such lists, an array or tensor [P, H], or the name of a tensor."""
     if type(value) is str:
-        return some_string(name, value)
-    if type(value) not in (list, tuple) or any(type(row) not in (list, tuple) for row in value):
+        return (some_string(name, value),)
+    if hasattr(value, "detach"):  # a torch tensor, from the Python API; it may be bfloat16, which numpy does not have
+        value = value.detach().float().cpu().numpy()
+    if isinstance(value, np.ndarray):
+        return (_array(name, value),)
+    if type(value) not in (list, tuple):
         raise invalid(name, f"must be a nested list of numbers or a tensor's name, got {kind_of(value)}")
-    number = floating()
+    several = bool(value) and (_is_array(value[0]) or (_is_list(value[0]) and bool(value[0]) and _is_list(value[0][0])))
+    return tuple(_matrix(name, item) for item in value) if several else (_matrix(name, value),)
+
+
+def _is_list(value: Any) -> bool:
+    return type(value) in (list, tuple)
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray) or hasattr(value, "detach")
+
+
+def _matrix(name: str, value: Any) -> npt.NDArray[np.float32]:
+    """[P, H] float32 of one nested list, or of an array."""
+    if _is_array(value):
+        found = embeddings(name, value)[0]
+        assert not isinstance(found, str)
+        return found
+    if not _is_list(value) or not all(_is_list(row) for row in value):
+        raise invalid(name, "must be a list of lists of numbers, one list for each token")
     for row in value:
+        # By types and in C: a boolean would pass for a number, and this may be millions of them.
+        odd = set(map(type, row)) - {float, int}
+        if odd:
+            raise invalid(name, f"must hold numbers, found {kind_of(next(x for x in row if type(x) in odd))}")
         if len(row) != len(value[0]):
             raise invalid(name, f"must have rows of one length, got {len(value[0])} and {len(row)}")
-        for item in row:
-            number(name, item)
-    return value
+    try:
+        return _array(name, np.array(value, np.float64).reshape(len(value), -1 if value and value[0] else 0))
+    except OverflowError:
+        raise invalid(name, "must hold finite float32 numbers") from None
+
+
+def _array(name: str, value: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    if value.ndim != 2 or value.dtype.kind not in "fiu":
+        raise invalid(name, f"must be numbers [tokens, size], got {value.dtype} of shape {list(value.shape)}")
+    with np.errstate(over="ignore"):  # refused below
+        values = value.astype(np.float32)
+    if not np.isfinite(values).all():
+        raise invalid(name, "must hold finite float32 numbers")
+    return values
 
 
 def completion(name: str, value: Any) -> str | tuple[int, ...]:

@@ -72,7 +72,7 @@ _PROMPTS = (
     Field("id", string, _ROW, aliases=("rid", "custom_id")),
     Field("text", special.texts, _ROW, aliases=("prompt",)),
     Field("input_ids", checks.lists_of_ids, _ROW),
-    _later("input_embeds", special.embeddings, _ROW),
+    Field("input_embeds", special.embeddings, _ROW),
     Field("prompt", special.prompts, ("completions",)),
     Field("messages", messages, _CHAT),
     Field("tools", tools, _CHAT),

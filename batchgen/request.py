@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from batchgen.embeds import EmbedsStore
 from batchgen.errors import ErrorInfo
 from batchgen.params import SamplingParams
 
@@ -20,6 +21,7 @@ __all__ = [
     "ChatPrompt",
     "Completion",
     "Dialect",
+    "EmbedsPrompt",
     "FinishReason",
     "ParsedRow",
     "Prompt",
@@ -28,6 +30,7 @@ __all__ = [
     "Score",
     "StateBlock",
     "StopKind",
+    "StoredPrompt",
     "TextPrompt",
     "TokenPrompt",
 ]
@@ -62,7 +65,25 @@ class ChatPrompt:
     continue_final_message: bool = False
 
 
-Prompt = TextPrompt | TokenPrompt | ChatPrompt
+@dataclass(frozen=True, slots=True, eq=False)
+class EmbedsPrompt:
+    """A prompt given as token embeddings."""
+
+    source: npt.NDArray[np.float32] | str
+    """[P, H], or the name of such a tensor in a file."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPrompt:
+    """A prompt whose embeddings stand in the table's `EmbedsStore`."""
+
+    first: int
+    """The row at which they begin."""
+    length: int
+    """Tokens, P."""
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt | EmbedsPrompt | StoredPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,22 +107,33 @@ class Request:
     row_index: int
     prompt_index: int
     prompt_ids: npt.NDArray[np.int32]
-    """[P]"""
+    """[P]; zeros that mean nothing where the prompt is given as embeddings"""
     params: SamplingParams
     seed: int
     """The row's own seed, or the one derived for it."""
     max_new_tokens: int
     """Effective: clipped to the context."""
+    embeds_at: int = -1
+    """The row of the table's `embeds` at which the prompt begins; -1 for a prompt of ids."""
+
+    @property
+    def known_ids(self) -> npt.NDArray[np.int32]:
+        """[P] the prompt's ids, or [0] where it has none."""
+        return self.prompt_ids if self.embeds_at < 0 else self.prompt_ids[:0]
 
 
 class RequestTable:
     """All prompts of a job by column, about 40 bytes a prompt beside its tokens.
 
     Equal `SamplingParams` are stored once, the seed in a column of its own. Tokens live in one flat int32 buffer:
-    in memory while rows are appended, or a memory map that a caller hands to `from_columns`.
+    in memory while rows are appended, or a memory map that a caller hands to `from_columns`. Prompts given as
+    embeddings have zeros for ids, and a place in `embeds`, for whose rows the table takes a store.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, embeds: EmbedsStore | None = None) -> None:
+        self.embeds = embeds
+        self._embeds_at = array("q")
+        """Begins with the first request that has embeddings; empty while there is none."""
         self._tokens = array("i")
         self._offsets = array("q", [0])
         self._row_index = array("q")
@@ -121,8 +153,12 @@ class RequestTable:
         params: SamplingParams,
         seed: int,
         max_new_tokens: int,
+        embeds_at: int = -1,
     ) -> int:
         """Add a prompt and return its index."""
+        if embeds_at >= 0 or self._embeds_at:
+            self._embeds_at.extend([-1] * (len(self) - len(self._embeds_at)))
+            self._embeds_at.append(embeds_at)
         if self._mapped is None:
             self._tokens.frombytes(np.asarray(prompt_ids, dtype=np.int32).tobytes())
         shared = replace(params, seed=None) if params.seed is not None else params
@@ -164,6 +200,7 @@ class RequestTable:
             params=self._params[self._params_id[index]],
             seed=self._seed[index],
             max_new_tokens=self._max_new[index],
+            embeds_at=self._embeds_at[index] if self._embeds_at else -1,
         )
 
     @property
@@ -202,6 +239,11 @@ class RequestTable:
     def max_new_tokens(self) -> npt.NDArray[np.int32]:
         """[N] effective limits."""
         return _column(self._max_new, np.int32)
+
+    @property
+    def embeds_at(self) -> npt.NDArray[np.int64] | None:
+        """[N] the row of `embeds` at which each prompt begins, -1 for prompts of ids; None where all are such."""
+        return np.frombuffer(self._embeds_at, np.int64) if self._embeds_at else None
 
     @property
     def params(self) -> list[SamplingParams]:

@@ -12,7 +12,7 @@ from typing import Any
 from batchgen.checks import invalid, kind_of, mapping
 from batchgen.errors import ErrorCode, RowError
 from batchgen.openai_rows import is_openai_line, parse_openai_line
-from batchgen.request import ChatPrompt, ParsedRow, Prompt, TextPrompt, TokenPrompt
+from batchgen.request import ChatPrompt, EmbedsPrompt, ParsedRow, Prompt, TextPrompt, TokenPrompt
 from batchgen.row_values import RowDefaults, RowValues, chat_prompt
 
 __all__ = ["RowDefaults", "derive_seed", "parse_row", "row_id"]
@@ -67,12 +67,10 @@ def _prompts(row: RowValues, defaults: RowDefaults) -> tuple[Prompt, ...]:
     """The row's prompts, conversations where chat is asked for."""
     found = row.sources()
     if len(found) != 1:
-        raise row.prompt_error(found, "`text`, `input_ids` or `messages`")
+        raise row.prompt_error(found, "`text`, `input_ids`, `input_embeds` or `messages`")
     source = found[0]
     values = row.values[source]
     spelled = row.spelled[source]
-    if source == "input_embeds":
-        return ()  # refused with the other fields that are not built
     if not values or (source == "input_ids" and () in values):
         raise RowError(ErrorCode.EMPTY_PROMPT, f"`{spelled}` holds nothing; give at least one prompt", spelled)
     if source == "messages":
@@ -84,6 +82,8 @@ def _prompts(row: RowValues, defaults: RowDefaults) -> tuple[Prompt, ...]:
         raise invalid(lost, f"needs `messages`; it says nothing about a prompt in `{spelled}`")
     if source == "text":
         return tuple(TextPrompt(text) for text in values)
+    if source == "input_embeds":
+        return tuple(EmbedsPrompt(found) for found in values)
     return tuple(TokenPrompt(ids) for ids in values)
 
 

@@ -25,6 +25,8 @@ Convert = Callable[[Any], Any]
 Value = dict[str, Any] | RowError
 
 _BATCH_ROWS = 1024
+_LARGE_BATCH_ROWS = 16
+"""Rows of a file that holds embeddings."""
 _TEXT_COLUMNS = frozenset({"text", "prompt", "id", "rid", "custom_id"})
 
 _INTEGER_FIELDS = frozenset(
@@ -80,11 +82,12 @@ def parquet_rows(
     strict = _TEXT_COLUMNS | text_columns
     names = file.schema_arrow.names
     converts = [_converter(field.type, field.name, field.name in strict) for field in file.schema_arrow]
+    rows = _LARGE_BATCH_ROWS if "input_embeds" in names else _BATCH_ROWS
     row = 0
     for group in range(file.metadata.num_row_groups):
         end = row + file.metadata.row_group(group).num_rows
         try:
-            for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group], use_threads=False):
+            for batch in file.iter_batches(rows, row_groups=[group], use_threads=False):
                 for item in _batch_rows(batch, names, converts, source, first_index, row, keep):
                     row += 1
                     yield item

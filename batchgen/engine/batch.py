@@ -13,6 +13,7 @@ from torch import Tensor
 from batchgen.engine.sequence import Sequence
 from batchgen.kernels.lora import LoraSegment
 from batchgen.kernels.types import AttentionBatch, ChunkPages, GroupPages
+from batchgen.models.base import TokenEmbeds
 from batchgen.plan.types import DecodeRow, PrefillChunk, PrefixGroup, StepPlan
 from batchgen.request import RequestTable
 
@@ -36,6 +37,8 @@ class StepBatch:
     """[R] for each `SampleRow`, its place among `logit_rows`"""
     lora: list[LoraSegment] | None = None
     """tokens by adapter; None where no token has one"""
+    embeds: TokenEmbeds | None = None
+    """tokens that come as embeddings; None where there are none"""
 
 
 def build_batch(
@@ -76,7 +79,25 @@ def build_batch(
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
         sample_rows=sample_rows,
         lora=None if adapter is None else _segments(plan, sequences, adapter, device),
+        embeds=None if table.embeds_at is None else _embeds(plan, table, device),
     )
+
+
+def _embeds(plan: StepPlan, table: RequestTable, device: torch.device) -> TokenEmbeds | None:
+    """The prompt positions of the step's chunks that are given as embeddings."""
+    assert table.embeds_at is not None
+    assert table.embeds is not None
+    rows, values, at = [], [], 0
+    for chunk in plan.prefills:
+        first = int(table.embeds_at[chunk.request])
+        end = min(chunk.end, len(table.prompt_ids(chunk.request)))  # behind it stands the sequence's own output
+        if first >= 0 and chunk.start < end:
+            rows.append(np.arange(at, at + end - chunk.start))
+            values.append(table.embeds.rows(first + chunk.start, first + end))
+        at += chunk.end - chunk.start
+    if not rows:
+        return None
+    return TokenEmbeds(_tensor(np.concatenate(rows), device), torch.from_numpy(np.concatenate(values)).to(device))
 
 
 def _segments(

@@ -13,12 +13,14 @@ import numpy.typing as npt
 import torch
 
 from batchgen.config import EngineConfig
+from batchgen.embeds import EmbedsStore
 from batchgen.engine.intake import Intake
 from batchgen.engine.loop import Loop
 from batchgen.engine.memory import pool_pages
 from batchgen.engine.planning import Workload, plan_workload
 from batchgen.kernels.backend import attention_factory, attention_name
 from batchgen.kernels.types import KVPool
+from batchgen.media_root import MediaRoot
 from batchgen.models.base import Model
 from batchgen.models.load import load_model
 from batchgen.params import SamplingParams
@@ -84,6 +86,7 @@ class Engine:
 
     def _init(self, config: EngineConfig, model: Model, tokenizer: Tokenizer) -> None:
         self.config = config
+        self._media_root = MediaRoot(config.media_root)
         self.model = model
         self.tokenizer = tokenizer
         self.processors = load_processors(config.logit_processor)
@@ -113,7 +116,7 @@ class Engine:
         Yields:
             One `Completion` per row, prompt and sample; a bad row gives one with `error` set.
         """
-        table = RequestTable()
+        table = RequestTable(EmbedsStore(self.model.spec.embeds_size))
         spec = self.model.spec
         name = self.config.model or ""
         defaults = RowDefaults(
@@ -127,7 +130,7 @@ class Engine:
         ids: dict[int, str] = {}
         failed: list[Completion] = []
         values = ((i, {"text": row} if isinstance(row, str) else row) for i, row in enumerate(rows))
-        for taken in Intake(table, encoder, defaults).feed(values):
+        for taken in Intake(table, encoder, defaults, media_root=self._media_root).feed(values):
             ids[taken.row_index] = taken.id
             if taken.error is not None:
                 failed.append(Completion(taken.row_index, error=taken.error))
@@ -155,6 +158,8 @@ class Engine:
         """
         config, spec = self.config, self.model.spec
         workload = plan_workload(table, done, dedup=config.dedup, adapters=list(spec.adapters))
+        if table.embeds_at is not None and not self.model.takes_embeds():
+            workload.refuse_embeds()
         pages = pool_pages(workload, spec, config.page_size, config.kv_memory)
         pool = KVPool.allocate(list(spec.kv_layers), pages, config.page_size, spec.dtype, spec.device)
         workload.set_aside_too_large(pages - 1, config.page_size)

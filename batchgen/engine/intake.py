@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal
 
+from batchgen.engine.embeds import EmbedsReader
 from batchgen.errors import ErrorCode, ErrorInfo, RowError
-from batchgen.request import ParsedRow, RequestTable
+from batchgen.media_root import MediaRoot
+from batchgen.request import EmbedsPrompt, ParsedRow, RequestTable
 from batchgen.rows import RowDefaults, parse_row, row_id
 from batchgen.text.encode import EncodedPrompt, Encoder
 
@@ -38,32 +40,43 @@ class Intake:
     """Turns rows into requests. Keeps a 64-bit hash per id to know duplicates; no text is kept."""
 
     def __init__(
-        self, table: RequestTable, encoder: Encoder, defaults: RowDefaults, on_duplicate: OnDuplicate = "error"
+        self,
+        table: RequestTable,
+        encoder: Encoder,
+        defaults: RowDefaults,
+        on_duplicate: OnDuplicate = "error",
+        media_root: MediaRoot | None = None,
     ) -> None:
+        """Rows with embeddings need a table with a store for them."""
         self._table = table
         self._encoder = encoder
         self._defaults = defaults
         self._on_duplicate = on_duplicate
         self._seen: set[int] = set()
+        self._embeds = EmbedsReader(table.embeds, media_root or MediaRoot(None)) if table.embeds is not None else None
 
     def feed(self, rows: Iterable[tuple[int, Mapping[str, Any] | ErrorInfo]]) -> Iterator[TakenRow]:
         """Take (row_index, row or the reader's error) and say, in order, what became of each."""
         iterator = iter(rows)
-        while batch := list(islice(iterator, _BATCH)):
-            parsed = [self._parse(index, value) for index, value in batch]
+        # The values themselves are let go one by one: embeddings are on disk once their row is parsed.
+        while parsed := [self._parse(index, value) for index, value in islice(iterator, _BATCH)]:
             good = [row for row in parsed if isinstance(row, ParsedRow)]
             encoded = iter(self._encoder.encode_rows(good))
-            for (_, value), row in zip(batch, parsed, strict=True):
+            for row in parsed:
                 if isinstance(row, TakenRow):
                     yield row
                 else:
-                    yield self._accept(row, value, next(encoded)[1])
+                    yield self._accept(row, next(encoded)[1])
 
     def _parse(self, index: int, value: Mapping[str, Any] | ErrorInfo) -> ParsedRow | TakenRow:
         if isinstance(value, ErrorInfo):
             return TakenRow(index, f"row-{index}", {}, None, [], -1, value)
         try:
-            return self._unique(parse_row(value, index, self._defaults))
+            row = self._unique(parse_row(value, index, self._defaults))
+            if not isinstance(row.prompts[0], EmbedsPrompt):
+                return row
+            assert self._embeds is not None
+            return self._embeds.store(row)
         except RowError as error:
             return TakenRow(index, row_id(value, index), {}, None, [], -1, error.info)
 
@@ -88,14 +101,18 @@ class Intake:
         self._seen.add(key)
         return True
 
-    def _accept(
-        self, row: ParsedRow, value: Mapping[str, Any] | ErrorInfo, encoded: list[EncodedPrompt] | ErrorInfo
-    ) -> TakenRow:
+    def _accept(self, row: ParsedRow, encoded: list[EncodedPrompt] | ErrorInfo) -> TakenRow:
         if isinstance(encoded, ErrorInfo):
             return TakenRow(row.row_index, row.id, row.extra, row, [], -1, encoded)
         first = len(self._table)
         for prompt in encoded:
             self._table.append(
-                row.row_index, prompt.prompt_index, prompt.ids, prompt.params, prompt.seed, prompt.max_new_tokens
+                row.row_index,
+                prompt.prompt_index,
+                prompt.ids,
+                prompt.params,
+                prompt.seed,
+                prompt.max_new_tokens,
+                prompt.embeds_at,
             )
         return TakenRow(row.row_index, row.id, row.extra, row, encoded, first, None)

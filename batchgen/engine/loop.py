@@ -122,7 +122,11 @@ class Loop:
         workload = self._workload
         batch = build_batch(plan, workload.table, self._sequences, self._pool.page_size, device, workload.adapter)
         inputs = ModelInput(
-            batch.input_ids, batch.positions, self._attention(self._pool, batch.attention), lora=batch.lora
+            batch.input_ids,
+            batch.positions,
+            self._attention(self._pool, batch.attention),
+            lora=batch.lora,
+            embeds=batch.embeds,
         )
         hidden = self._model.hidden(inputs)  # [T, H]
         if self.prompts:
@@ -211,7 +215,7 @@ class Loop:
             done = replace(done, output_tokens_text=[self._token_text(token) for token in sequence.output_ids])
         if done.text is None or not (params.echo or params.suffix):
             return done
-        text = surround(done.text, request.prompt_ids.tolist(), sequence.output_ids, params, self._tokenizer)
+        text = surround(done.text, request.known_ids.tolist(), sequence.output_ids, params, self._tokenizer)
         return replace(done, text=text)
 
     def _marked(self, index: int, samples: list[Completion]) -> list[Completion]:
@@ -253,9 +257,19 @@ class Loop:
                 f"{pages} KV pages of {self._pool.page_size} tokens, more than the {self.state.kv_pages} there are; "
                 "raise --kv-memory or lower max_new_tokens",
             )
-            for each in (index, *workload.followers_of(index)):
-                row = workload.table[each]
-                yield [Completion(row.row_index, row.prompt_index, error=error, seed=row.seed)]
+            yield from self._failed(index, error)
+        for index in workload.refused:
+            name = self._model.spec.name
+            message = (
+                f"`input_embeds` cannot be given to a {name} model, which looks the ids up again; give `input_ids`"
+            )
+            yield from self._failed(index, ErrorInfo(ErrorCode.UNSUPPORTED_FIELD, message, "input_embeds"))
+
+    def _failed(self, index: int, error: ErrorInfo) -> Iterator[list[Completion]]:
+        """A request that never begins, and those that would have copied it."""
+        for each in (index, *self._workload.followers_of(index)):
+            row = self._workload.table[each]
+            yield [Completion(row.row_index, row.prompt_index, error=error, seed=row.seed)]
 
     def _empty(self, request: Request, sample_index: int) -> Completion:
         sequence = self._start(request, sample_index)

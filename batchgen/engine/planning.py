@@ -40,6 +40,8 @@ class Workload:
     """[I] requests that remain but compute nothing: no token and nothing of their prompt is asked for"""
     too_large: dict[int, int] = field(default_factory=dict)
     """request -> pages it needs, where that is more than the whole pool"""
+    refused: list[int] = field(default_factory=list)
+    """requests given as embeddings, where the model takes none"""
     adapter: npt.NDArray[np.int32] | None = None
     """[N] index of each request's adapter, -1 for none; None where no request has one"""
 
@@ -63,6 +65,12 @@ class Workload:
             self.too_large[index] = int(needed[index])
             self.samples[index] = 0
 
+    def refuse_embeds(self) -> None:
+        """Generate nothing for prompts given as embeddings; they go to `refused`."""
+        assert self.table.embeds_at is not None
+        self.refused.extend(np.flatnonzero((self.table.embeds_at >= 0) & (self.samples > 0)).tolist())
+        self.samples[self.refused] = 0
+
 
 def plan_workload(
     table: RequestTable,
@@ -82,7 +90,7 @@ def plan_workload(
     count = len(table)
     done = np.zeros(count, np.bool_) if done is None else done
     adapter = _adapters(table, adapters)
-    tree = build_tree(table.tokens, table.offsets, _keys(adapter))
+    tree = build_tree(table.tokens, table.offsets, _keys(adapter, table.embeds_at))
     own = np.arange(count, dtype=np.int64)
     params_id = table.params_id
     greedy = np.array([p.greedy for p in table.params], np.bool_)[params_id] if count else np.zeros(0, np.bool_)
@@ -112,6 +120,15 @@ def _adapters(table: RequestTable, names: Sequence[str]) -> npt.NDArray[np.int32
     return np.array(by_params, np.int32)[table.params_id]
 
 
-def _keys(adapter: npt.NDArray[np.int32] | None) -> npt.NDArray[np.int64] | None:
-    """[N] equal for requests whose equal ids mean the same keys and values; None where that holds for all."""
-    return None if adapter is None else adapter.astype(np.int64)
+def _keys(
+    adapter: npt.NDArray[np.int32] | None, embeds_at: npt.NDArray[np.int64] | None
+) -> npt.NDArray[np.int64] | None:
+    """[N] equal for requests whose equal ids mean the same keys and values; None where that holds for all.
+
+    Embeddings that begin at the same row of their store agree as far as both go.
+    """
+    if adapter is None and embeds_at is None:
+        return None
+    high = np.int64(0) if adapter is None else adapter.astype(np.int64) + 1
+    low = np.int64(0) if embeds_at is None else embeds_at + 1
+    return np.asarray((high << np.int64(44)) | low, np.int64)

@@ -27,7 +27,7 @@ class OfferedRow(ProcessorRow):
     @cached_property
     def prompt_ids(self) -> tuple[int, ...]:
         """[P] as the model was given them."""
-        return tuple(self._request.prompt_ids.tolist())
+        return tuple(self._request.known_ids.tolist())
 
     @property
     def output_ids(self) -> tuple[int, ...]:

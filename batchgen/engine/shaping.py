@@ -117,7 +117,7 @@ class Shaping:
         self.output_ids = output_ids
         self.counts: TokenCounts | None = None
         if shape.params.penalised:
-            self.counts = TokenCounts(request.prompt_ids if shape.counts_prompt else None)
+            self.counts = TokenCounts(request.known_ids if shape.counts_prompt else None)
         named = shape.params.custom_logit_processor is not None
         self.offered = OfferedRow(request, output_ids) if named else None
 

@@ -16,6 +16,7 @@ import torch
 
 from batchgen.config import RunConfig
 from batchgen.data.read import open_inputs
+from batchgen.embeds import EmbedsStore
 from batchgen.engine.engine import step_limits
 from batchgen.engine.intake import Intake
 from batchgen.engine.planning import plan_workload
@@ -107,9 +108,9 @@ def _examine(config: RunConfig) -> CheckReport:
     inputs = open_inputs(config.inputs)
     identity = identify(config, inputs, setup.identity, setup.sampling)
     errors = _Errors()
-    table = RequestTable()
-    intake = Intake(table, setup.encoder, setup.defaults, config.on_duplicate_id)
     with tempfile.TemporaryDirectory(prefix="batchgen-check-") as scratch:
+        table = RequestTable(EmbedsStore(setup.spec.embeds_size, Path(scratch)))
+        intake = Intake(table, setup.encoder, setup.defaults, config.on_duplicate_id, setup.media_root)
         rows = ingest(config, inputs, intake, table, Path(scratch), setup.decode_prompt, errors.take)
         rows.texts.close()
         read = time.monotonic()

@@ -34,12 +34,12 @@ class RowTexts:
         self._spool = BlobSpool(path)
         self._rows = array("q")
 
-    def add(self, row_index: int, row_id: str, extra: str | None, prompts: list[str] | None) -> None:
+    def add(self, row_index: int, row_id: str, extra: str | None, prompts: list[str | None] | None) -> None:
         """Remember a row. Rows come in rising order."""
         self._rows.append(row_index)
         self._spool.append(orjson.dumps([row_id, extra, prompts]))
 
-    def __getitem__(self, row_index: int) -> tuple[str, str | None, list[str] | None]:
+    def __getitem__(self, row_index: int) -> tuple[str, str | None, list[str | None] | None]:
         rows = np.frombuffer(self._rows, dtype=np.int64)
         blob = self._spool.get(int(np.searchsorted(rows, row_index)))
         assert blob is not None
@@ -124,13 +124,14 @@ def ingest(
                 on_error(Completion(taken.row_index, error=error), taken.id, extra)
             continue
         assert taken.row is not None
-        prompts = [decode(p.ids) for p in taken.prompts] if config.include_prompt else None
+        texts = (decode(p.ids) if p.embeds_at < 0 else None for p in taken.prompts)
+        prompts = list(texts) if config.include_prompt else None
         result.texts.add(taken.row_index, taken.id, extra, prompts)
         result.shapes.add(taken.row_index, _is_chat(taken.row), taken.row.params.echo)
         for prompt in taken.prompts:
             tokens.append(prompt.ids)
             result.expected.add(taken.row_index, prompt.prompt_index, taken.row.params.n)
-        if result.first_prompt is None:
+        if result.first_prompt is None and taken.prompts[0].embeds_at < 0:
             result.first_prompt = (taken.id, list(taken.prompts[0].ids))
     table.spill(tokens.map())
     return result
@@ -139,7 +140,9 @@ def ingest(
 def _values(rows: Iterator[RawRow], places: dict[int, RawRow]) -> Iterator[tuple[int, Mapping[str, Any] | ErrorInfo]]:
     """What the intake takes; `places` keeps each row until it comes back out."""
     for row in rows:
-        places[row.index] = row
+        # A row of embeddings is on disk once it is taken; what is kept of it here says where it stood.
+        large = row.value is not None and "input_embeds" in row.value
+        places[row.index] = replace(row, value=None) if large else row
         yield row.index, row.value if row.error is None else row.error  # type: ignore[misc]
 
 

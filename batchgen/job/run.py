@@ -21,6 +21,7 @@ from batchgen.data.retry import open_for_retry
 from batchgen.data.schema import OutputRow
 from batchgen.data.totals import read_totals
 from batchgen.data.work import WorkFolder, open_work, output_paths
+from batchgen.embeds import EmbedsStore
 from batchgen.engine.engine import Engine, Running
 from batchgen.engine.intake import Intake
 from batchgen.errors import TooManyErrors
@@ -103,8 +104,8 @@ class _Job:
     def _read(
         self, scratch: Path, inputs: InputSet, setup: Setup, committed: Committed, writer: PartWriter
     ) -> Ingested:
-        table = RequestTable()
-        intake = Intake(table, setup.encoder, setup.defaults, self.config.on_duplicate_id)
+        table = RequestTable(EmbedsStore(setup.spec.embeds_size, scratch))
+        intake = Intake(table, setup.encoder, setup.defaults, self.config.on_duplicate_id, setup.media_root)
 
         def on_error(completion: Completion, row_id: str, extra: str | None) -> None:
             if (completion.row_index, 0) not in committed:

@@ -11,6 +11,7 @@ from batchgen.config import EngineConfig, RunConfig
 from batchgen.demo import model_path
 from batchgen.engine.engine import prepare_device
 from batchgen.engine.memory import allowed_pages
+from batchgen.media_root import MediaRoot
 from batchgen.models.base import Model, ModelSpec
 from batchgen.models.check import check_model
 from batchgen.models.load import inspect_model, load_model
@@ -34,6 +35,7 @@ class Setup:
     tokenizer: Tokenizer
     defaults: RowDefaults
     encoder: Encoder
+    media_root: MediaRoot
 
     def load_model(self) -> Model:
         """Read the weights.
@@ -85,6 +87,7 @@ def prepare(config: RunConfig, note: Callable[[str], None]) -> Setup:
     if engine.model is None:
         note(DEMO_NOTE)
     model = engine.model or str(model_path())
+    media_root = MediaRoot(engine.media_root)
     prepare_device(engine)
     implementation, longest = engine.model_impl, engine.max_model_len
     checked = check_model(
@@ -112,4 +115,4 @@ def prepare(config: RunConfig, note: Callable[[str], None]) -> Setup:
         processors=frozenset(name for name, _ in engine.logit_processor),
     )
     encoder = Encoder(tokenizer, spec.vocab_size, spec.context_length, config.truncate, engine.seed)
-    return Setup(engine, model, spec, tokenizer, defaults, encoder)
+    return Setup(engine, model, spec, tokenizer, defaults, encoder, media_root)

@@ -15,6 +15,7 @@ from batchgen.data.replay import Difference, choose_rows, compare
 from batchgen.data.rows import RawRow
 from batchgen.data.schema import OutputRow, completions_to_table
 from batchgen.data.view import Results
+from batchgen.embeds import EmbedsStore
 from batchgen.engine.engine import Engine
 from batchgen.engine.intake import Intake
 from batchgen.errors import FingerprintError, InputError, UsageError
@@ -135,8 +136,8 @@ def _replays(
 def _replay(engine: Engine, setup: Setup, raw: RawRow, recorded: list[dict[str, Any]]) -> _Replay:
     """Run one row as a job of its own, with the id that the output gives it: draws depend on it."""
     name = recorded[0]["id"]
-    table = RequestTable()
-    intake = Intake(table, setup.encoder, setup.defaults, "allow")
+    table = RequestTable(EmbedsStore(setup.spec.embeds_size))
+    intake = Intake(table, setup.encoder, setup.defaults, "allow", setup.media_root)
     (taken,) = intake.feed([(raw.index, _named(raw.value or {}, name))])
     if taken.error is not None:
         return _Replay(raw.index, name, None, f"the row is refused now: {taken.error.message}")

@@ -80,7 +80,7 @@ class TokenEmbeds:
     rows: Tensor
     """[E] int64: which flat tokens"""
     values: Tensor
-    """[E, H] in the model's dtype"""
+    """[E, H] float32"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,4 +114,8 @@ class Model(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, H] -> [R, V] float32."""
+        ...
+
+    def takes_embeds(self) -> bool:
+        """Whether tokens may come as embeddings that are those of no id."""
         ...

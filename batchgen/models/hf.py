@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from batchgen.errors import ModelError
 from batchgen.kernels.types import Attention
-from batchgen.models.base import ModelInput, ModelSpec
+from batchgen.models.base import ModelInput, ModelSpec, TokenEmbeds
 from batchgen.models.insides import Insides, find_insides
 from batchgen.models.lora import LoraSlot
+from batchgen.models.probe import ProbeAttention
 
 __all__ = ["ATTENTION_NAME", "HookedModel", "KeywordDropped", "TransformersModel", "decoder_name", "register_attention"]
 
@@ -183,7 +184,7 @@ class HookedModel:
         if inputs.embeds is None:
             return {"input_ids": inputs.input_ids[None]}
         looked_up = self._decoder.get_input_embeddings()(inputs.input_ids[None])  # [1, T, E]
-        looked_up[0, inputs.embeds.rows] = inputs.embeds.values
+        looked_up[0, inputs.embeds.rows] = inputs.embeds.values.to(looked_up.dtype)
         return {"inputs_embeds": looked_up}
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -213,6 +214,18 @@ class TransformersModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, H] -> [R, V] float32."""
         return self._model.logits(hidden).float()
+
+    @torch.no_grad()
+    def takes_embeds(self) -> bool:
+        """Whether tokens may come as embeddings that are those of no id. Some types look ids up a second time."""
+        spec = self._spec
+        at = torch.arange(2, device=spec.device)
+        values = torch.full((2, spec.embeds_size), 0.01, device=spec.device)
+        try:
+            self._model.hidden(ModelInput(at, at, ProbeAttention(), embeds=TokenEmbeds(at, values)))
+        except Exception:  # a forward that wants the ids fails in its own way
+            return False
+        return True
 
 
 def decoder_name(model: Any) -> str | None:

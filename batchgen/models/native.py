@@ -86,7 +86,7 @@ class NativeModel:
         """States after the final norm, [T, H] in the model's dtype."""
         x = F.embedding(inputs.input_ids, self._embedding)  # [T, H]
         if inputs.embeds is not None:
-            x[inputs.embeds.rows] = inputs.embeds.values
+            x[inputs.embeds.rows] = inputs.embeds.values.to(x.dtype)
         tables = rope_tables(self._inv_freq, self._rope_scale, inputs.positions, x.dtype)  # 2 x [T, 1, D]
         eps, lora = self._config.rms_eps, inputs.lora
         taps = inputs.taps
@@ -109,6 +109,10 @@ class NativeModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, H] -> [R, V] float32."""
         return self._head(hidden).float()  # [R, V]
+
+    def takes_embeds(self) -> bool:
+        """Whether tokens may come as embeddings that are those of no id: always."""
+        return True
 
 
 def _attention(

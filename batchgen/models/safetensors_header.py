@@ -85,7 +85,7 @@ def sample_tensors(tensors: Mapping[str, TensorInfo]) -> Iterator[bytes]:
 def _parse(file: Path, raw: bytes) -> dict[str, Any]:
     try:
         header = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise _damaged(file, "its header is not JSON") from None
     if not isinstance(header, dict):
         raise _damaged(file, "its header is not a JSON object")
@@ -100,7 +100,7 @@ def _tensor(file: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
         expected = math.prod(shape) * DTYPE_BYTES[dtype]
     except (KeyError, TypeError, ValueError):
         raise _damaged(file, f"the header entry of {name} is not one this version can read") from None
-    if not 0 <= begin <= end or end - begin != expected:
+    if min(shape, default=0) < 0 or not 0 <= begin <= end or end - begin != expected:
         raise _damaged(file, f"{name} has {end - begin} bytes where its shape and dtype need {expected:.0f}")
     return TensorInfo(file, dtype, shape, data_start + begin, end - begin)
 

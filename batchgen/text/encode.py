@@ -9,7 +9,7 @@ from typing import Literal
 
 from batchgen.errors import ErrorCode, ErrorInfo, RowError
 from batchgen.params import SamplingParams
-from batchgen.request import ChatPrompt, ParsedRow, Prompt, TextPrompt, TokenPrompt
+from batchgen.request import ChatPrompt, EmbedsPrompt, ParsedRow, Prompt, StoredPrompt, TextPrompt, TokenPrompt
 from batchgen.rows import derive_seed
 from batchgen.text.fim import FillInTheMiddle, find_fim
 from batchgen.text.tokenizer import Tokenizer
@@ -37,6 +37,8 @@ class EncodedPrompt:
     """The row's own seed, or the one derived from the run's seed and the row's id."""
     params: SamplingParams
     """The row's; where its `suffix` stands in the prompt, without it and with the ids that end the middle."""
+    embeds_at: int = -1
+    """For a prompt given as embeddings, whose ids are zeros: the row of the store at which it begins."""
 
 
 class Encoder:
@@ -89,6 +91,9 @@ class Encoder:
             return prompt.text
         if isinstance(prompt, TokenPrompt):
             return list(prompt.ids)
+        if isinstance(prompt, StoredPrompt):
+            return [0] * prompt.length
+        assert not isinstance(prompt, EmbedsPrompt), "the intake puts embeddings into the store"
         try:
             return self._tokenizer.render_chat(prompt)
         except RowError as error:
@@ -117,6 +122,8 @@ class Encoder:
         for index, (prompt, ids) in enumerate(zip(row.prompts, found, strict=True)):
             if isinstance(ids, ErrorInfo):
                 raise RowError(ids.code, ids.message, ids.param)
+            if isinstance(prompt, StoredPrompt):
+                _refuse_beside_embeds(params)
             if params.suffix is not None and self._fim is not None and not isinstance(prompt, ChatPrompt):
                 fitted = self._fill(self._fim, row, prompt, ids, params.suffix)
                 chosen = self._fim.params(params)
@@ -127,7 +134,10 @@ class Encoder:
                 raise RowError(ErrorCode.INVALID_FIELD, f"`logprob_start_len` {problem}", "logprob_start_len")
             room = self._context - len(fitted)
             limit = room if params.max_new_tokens is None else min(params.max_new_tokens, room)
-            encoded.append(EncodedPrompt(index, fitted, limit, seed, chosen))
+            # Embeddings cut on the left begin further on.
+            cut = prompt.length - len(fitted) if isinstance(prompt, StoredPrompt) and self._truncate == "left" else 0
+            at = prompt.first + cut if isinstance(prompt, StoredPrompt) else -1
+            encoded.append(EncodedPrompt(index, fitted, limit, seed, chosen, at))
         return encoded
 
     def _check_params(self, params: SamplingParams) -> None:
@@ -193,7 +203,8 @@ class Encoder:
         if self._truncate == "right":
             return ids[:keep]
         bos = self._tokenizer.prefix_ids
-        kept = bos if not isinstance(prompt, TokenPrompt) and ids[: len(bos)] == bos and len(bos) < keep else []
+        given = isinstance(prompt, TokenPrompt | StoredPrompt)
+        kept = bos if not given and ids[: len(bos)] == bos and len(bos) < keep else []
         return kept + ids[len(ids) - (keep - len(kept)) :]
 
     def _fill(self, fim: FillInTheMiddle, row: ParsedRow, prompt: Prompt, ids: list[int], suffix: str) -> list[int]:
@@ -237,7 +248,25 @@ def _source_of(row: ParsedRow, prompt: Prompt) -> str:
         return "messages"
     if row.dialect == "openai-completions":
         return "prompt"
+    if isinstance(prompt, StoredPrompt):
+        return "input_embeds"
     return "text" if isinstance(prompt, TextPrompt) else "input_ids"
+
+
+def _refuse_beside_embeds(params: SamplingParams) -> None:
+    """Refuse what has no meaning for a prompt without ids.
+
+    Raises:
+        RowError: `unsupported_field`.
+    """
+    asked = {
+        "echo": params.echo,
+        "suffix": params.suffix is not None,
+        "logprob_start_len": params.return_logprob and params.logprob_start_len >= 0,
+    }
+    for name in (name for name, value in asked.items() if value):
+        message = f"`{name}` needs a prompt of text or ids, which `input_embeds` is not; leave it out"
+        raise RowError(ErrorCode.UNSUPPORTED_FIELD, message, name)
 
 
 def _take_batch(source: Iterator[ParsedRow]) -> list[ParsedRow]:

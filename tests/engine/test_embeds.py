@@ -1,0 +1,251 @@
+"""Prompts given as embeddings: those of ids give what the ids give; those of no id, what transformers gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from batchgen.engine.engine import Engine
+from batchgen.errors import UsageError
+from batchgen.request import Completion
+from tests.engine.reference import eager_greedy, save_word_tokenizer, shared_prefix_prompts
+from tests.models.adapters import KINDS, base_model, merge_adapter, save_adapter
+from tests.models.tiny import NATIVE_TYPES, VOCAB, save_tiny
+
+NEW_TOKENS = 8
+HIDDEN = 64
+COMMON = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True, "return_logprob": True}
+
+
+def checkpoint(folder: Path, model_type: str, **overrides: Any) -> Path:
+    save_tiny(model_type, folder, **overrides)
+    save_word_tokenizer(folder, VOCAB)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint(tmp_path_factory.mktemp("embeds") / "llama", "llama")
+
+
+def embedding(folder: Path) -> torch.Tensor:
+    """[V, H] as the library's embedding layer gives them, scales included."""
+    model = base_model(folder)
+    with torch.no_grad():
+        found: torch.Tensor = model.get_input_embeddings()(torch.arange(VOCAB))
+    return found
+
+
+def same(a: Completion, b: Completion) -> None:
+    assert a.error is None, a.error
+    assert b.error is None, b.error
+    assert list(a.output_ids or []) == list(b.output_ids or [])
+    np.testing.assert_allclose(a.output_logprobs, b.output_logprobs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.field("input_embeds")
+@pytest.mark.parametrize(
+    ("model_type", "implementation"),
+    [(name, impl) for name in NATIVE_TYPES for impl in ("native", "transformers")]
+    + [(name, "transformers") for name in ("gemma3_text", "gpt2", "granite", "qwen2_moe")],
+)
+def test_embeddings_of_ids_give_what_the_ids_give(tmp_path: Path, model_type: str, implementation: str) -> None:
+    """One batch of both kinds: each row of embeddings beside the row of its ids, in every form that a row may have."""
+    folder = checkpoint(tmp_path, model_type)
+    table = embedding(folder)
+    prompts = shared_prefix_prompts(24, VOCAB, seed=5)
+    forms = [lambda e: e.tolist(), lambda e: e.numpy(), lambda e: e, lambda e: e.double().numpy()]
+    rows = [{"input_ids": p, **COMMON} for p in prompts]
+    rows += [{"input_embeds": forms[i % 4](table[p]), **COMMON} for i, p in enumerate(prompts)]
+    engine = Engine(str(folder), model_impl=implementation, dtype="float32", page_size=4)
+    done = list(engine.generate(rows, ordered=True))
+    assert [c.row_index for c in done] == list(range(48))
+    for prompt, by_ids, by_embeds in zip(prompts, done[:24], done[24:], strict=True):
+        same(by_embeds, by_ids)
+        assert by_embeds.prompt_ids is None
+        assert by_embeds.prompt_tokens == len(prompt)
+    ids, logprobs = eager_greedy(folder, prompts, NEW_TOKENS)
+    for i, result in enumerate(done[24:]):
+        assert list(result.output_ids or []) == ids[i]
+        np.testing.assert_allclose(result.output_logprobs, logprobs[i], atol=1e-4, rtol=0)
+
+
+def noise(count: int, seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.normal(0, 0.3, (int(rng.integers(1, 40)), HIDDEN)).astype(np.float32) for _ in range(count)]
+
+
+@torch.inference_mode()
+def eager(folder: Path, values: np.ndarray) -> tuple[list[int], list[float]]:
+    """transformers' own `generate(inputs_embeds=...)`."""
+    model = base_model(folder)
+    model.generation_config.eos_token_id = None
+    given = torch.from_numpy(values)[None]
+    out = model.generate(
+        inputs_embeds=given,
+        attention_mask=torch.ones(given.shape[:2], dtype=torch.int64),
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    steps = torch.stack(out.logits, dim=1)[0].log_softmax(-1)
+    ids = out.sequences[0].tolist()
+    return ids, [float(step[token]) for step, token in zip(steps, ids, strict=True)]
+
+
+@pytest.mark.field("input_embeds")
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+def test_embeddings_of_no_id(llama: Path, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against `generate(inputs_embeds=...)`: in a batch, alone, in small chunks and in a pool that preempts."""
+    prompts = noise(24)
+    expected = [eager(llama, values) for values in prompts]
+    rows = [{"input_embeds": values, **COMMON} for values in prompts]
+    # One that shares its beginning with another, one that repeats it, ids between them.
+    rows += [{"input_embeds": prompts[0], **COMMON}, {"input_ids": [5, 6, 7], **COMMON}]
+
+    def check(results: list[Completion], members: list[int]) -> None:
+        for result, i in zip(results, members, strict=True):
+            assert result.error is None
+            assert list(result.output_ids or []) == expected[i][0], i
+            np.testing.assert_allclose(result.output_logprobs, expected[i][1], atol=1e-4, rtol=0)
+
+    options: dict[str, Any] = {"model_impl": implementation, "dtype": "float32", "page_size": 4}
+    engine = Engine(str(llama), **options)
+    done = list(engine.generate(rows, ordered=True))
+    check(done[:25], [*range(24), 0])
+    assert done[24].dedup_of == 0
+    for i in range(3):
+        check(list(engine.generate([rows[i]])), [i])
+    small = Engine(str(llama), **options, max_tokens_per_step=24, max_num_seqs=16)
+    longest = max(map(len, prompts)) + NEW_TOKENS
+    monkeypatch.setattr("batchgen.engine.engine.pool_pages", lambda *_: 2 * longest // 4 + 4)
+    check(list(small.generate(rows, ordered=True))[:25], [*range(24), 0])
+    assert small.last_run is not None
+    assert small.last_run.scheduler.stats.preemptions > 0
+
+
+@pytest.mark.field("input_embeds")
+def test_equal_embeddings_are_computed_once(llama: Path) -> None:
+    values = noise(1, seed=3)[0]
+    rows = [{"id": str(i), "input_embeds": values, "max_new_tokens": 4, "n": 2} for i in range(5)]
+    rows.append({"id": "other", "input_embeds": values + np.float32(1e-3), "max_new_tokens": 4})
+    engine = Engine(str(llama), dtype="float32", page_size=4)
+    assert all(c.error is None for c in engine.generate(rows))
+    assert engine.last_run is not None
+    assert engine.last_run.scheduler.stats.prompt_tokens == 2 * len(values)
+    assert engine.last_run.workload.tree.distinct_tokens == 2 * len(values)
+
+
+def test_several_prompts_in_one_row(llama: Path) -> None:
+    prompts = noise(3, seed=4)
+    engine = Engine(str(llama), dtype="float32")
+    alone = list(engine.generate([{"input_embeds": v, **COMMON} for v in prompts], ordered=True))
+    for several in ([v.tolist() for v in prompts], prompts):
+        together = list(engine.generate([{"input_embeds": several, **COMMON}], ordered=True))
+        assert [c.prompt_index for c in together] == [0, 1, 2]
+        for a, b in zip(together, alone, strict=True):
+            same(a, b)
+
+
+@pytest.mark.field("input_embeds", "lora_path")
+def test_embeddings_through_an_adapter(llama: Path, tmp_path: Path) -> None:
+    """The same embeddings through the model and through an adapter share nothing."""
+    adapter = save_adapter(llama, tmp_path / "a", **KINDS["all"])
+    values = noise(1, seed=9)[0]
+    expected = [eager(llama, values), eager(merge_adapter(llama, adapter, tmp_path / "merged"), values)]
+    assert expected[0][0] != expected[1][0]
+    engine = Engine(str(llama), dtype="float32", lora={"a": str(adapter)})
+    rows = [{"input_embeds": values, "lora_path": name, **COMMON} for name in (None, "a")]
+    for result, (ids, logprobs) in zip(engine.generate(rows, ordered=True), expected, strict=True):
+        assert list(result.output_ids or []) == ids
+        np.testing.assert_allclose(result.output_logprobs, logprobs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.field("input_embeds")
+def test_tensors_of_files(llama: Path, tmp_path: Path) -> None:
+    values = noise(2, seed=6)
+    root = tmp_path / "root"
+    (root / "deep").mkdir(parents=True)
+    tensors = {"a": torch.from_numpy(values[0]), "b": torch.from_numpy(values[1]), "x:y": torch.zeros(2, HIDDEN)}
+    save_file(tensors, root / "two.safetensors")
+    for name, dtype in (("f16", torch.float16), ("bf16", torch.bfloat16), ("f64", torch.float64)):
+        save_file({"only": torch.from_numpy(values[0]).to(dtype)}, root / "deep" / f"{name}.safetensors")
+    bad = {"ids": torch.zeros(3, HIDDEN, dtype=torch.int64), "flat": torch.zeros(HIDDEN), "wide": torch.zeros(3, 65)}
+    bad |= {"none": torch.zeros(0, HIDDEN), "nan": torch.full((2, HIDDEN), torch.nan)}
+    save_file(bad, root / "bad.safetensors")
+    engine = Engine(str(llama), dtype="float32", media_root=str(root))
+
+    def half(dtype: torch.dtype) -> np.ndarray:
+        return torch.from_numpy(values[0]).to(dtype).float().numpy()
+
+    named = {
+        "two.safetensors:a": values[0],
+        "two.safetensors:b": values[1],
+        "./two.safetensors:b": values[1],
+        "two.safetensors:x:y": np.zeros((2, HIDDEN), np.float32),
+        "deep/f16.safetensors": half(torch.float16),
+        "deep/bf16.safetensors:only": half(torch.bfloat16),
+        "deep/f64.safetensors:only": values[0],
+    }
+    by_name = engine.generate([{"input_embeds": name, **COMMON} for name in named], ordered=True)
+    by_value = engine.generate([{"input_embeds": v, **COMMON} for v in named.values()], ordered=True)
+    for a, b in zip(list(by_name), list(by_value), strict=True):
+        same(a, b)
+    wrong = {
+        "two.safetensors": "media_error",
+        "two.safetensors:c": "media_error",
+        "two.safetensors:": "invalid_field",
+        "two.bin:a": "invalid_field",
+        "none.safetensors:a": "media_error",
+        "bad.safetensors:ids": "invalid_field",
+        "bad.safetensors:flat": "invalid_field",
+        "bad.safetensors:wide": "invalid_field",
+        "bad.safetensors:none": "empty_prompt",
+        "bad.safetensors:nan": "invalid_field",
+    }
+    results = engine.generate([{"input_embeds": name} for name in wrong], ordered=True)
+    assert [(c.error.code, c.error.param) for c in results if c.error] == [(c, "input_embeds") for c in wrong.values()]
+
+
+def test_wrong_embeddings_are_refused_by_name(llama: Path) -> None:
+    rows: list[tuple[dict[str, Any], str, str]] = [
+        ({"input_embeds": [[0.5] * 63]}, "invalid_field", "input_embeds"),
+        ({"input_embeds": []}, "empty_prompt", "input_embeds"),
+        ({"input_embeds": np.zeros((0, HIDDEN))}, "empty_prompt", "input_embeds"),
+        ({"input_embeds": np.zeros((2, HIDDEN), bool)}, "invalid_field", "input_embeds"),
+        ({"input_embeds": np.full((2, HIDDEN), np.inf)}, "invalid_field", "input_embeds"),
+        ({"input_embeds": "a.safetensors:b"}, "media_error", "input_embeds"),
+        ({"input_embeds": np.zeros((600, HIDDEN))}, "context_length_exceeded", None),
+        ({"input_embeds": [[0.5] * HIDDEN], "echo": True}, "unsupported_field", "echo"),
+        ({"input_embeds": [[0.5] * HIDDEN], "suffix": "a"}, "unsupported_field", "suffix"),
+        (
+            {"input_embeds": [[0.5] * HIDDEN], "return_logprob": True, "logprob_start_len": 0},
+            "unsupported_field",
+            "logprob_start_len",
+        ),
+    ]  # type: ignore[list-item]
+    results = Engine(str(llama), dtype="float32").generate([row for row, _, _ in rows], ordered=True)
+    for result, (_, code, param) in zip(results, rows, strict=True):
+        assert result.error is not None
+        assert (result.error.code, result.error.param) == (code, param)
+    with pytest.raises(UsageError, match=r"`--media-root` .* is not a folder"):
+        Engine(str(llama), media_root=str(llama / "config.json"))
+
+
+def test_a_model_that_wants_the_ids_again(tmp_path: Path) -> None:
+    """Gemma 4 looks its ids up in a second table."""
+    folder = checkpoint(tmp_path, "gemma4_text")
+    engine = Engine(str(folder), dtype="float32")
+    hidden = engine.model.spec.hidden_size
+    rows = [{"input_embeds": np.full((3, hidden), 0.1)}, {"input_ids": [5, 6], "max_new_tokens": 2}]
+    first, second = engine.generate(rows, ordered=True)
+    assert first.error is not None
+    assert (first.error.code, first.error.param) == ("unsupported_field", "input_embeds")
+    assert second.error is None
