@@ -273,7 +273,6 @@ def test_wrong_values(flags: dict[str, Any], message: str, tmp_path: Path) -> No
 
 NOT_BUILT: list[tuple[str, Any]] = [
     ("tensor_parallel", "2"),
-    ("media_root", "dir"),
     ("deterministic", True),
     ("max_output_bytes", "1GB"),
     ("hidden_states_dtype", "float32"),
