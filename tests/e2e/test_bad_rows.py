@@ -49,7 +49,7 @@ KINDS = [
     Kind("token_out_of_range", lambda i, t: {"id": i, "input_ids": [5, 10**6]}, "input_ids", "vocabulary ends at"),
     Kind("token_out_of_range", lambda i, t: {"id": i, "input_ids": [5, -1]}, "input_ids", "is no token id"),
     Kind("context_length_exceeded", lambda i, t: {"id": i, "input_ids": [7] * CONTEXT}, None, "--truncate left"),
-    Kind("unknown_adapter", lambda i, t: {"id": i, "text": t, "model": "*:french"}, "model", "give it with --lora NAME=PATH"),
+    Kind("unknown_adapter", lambda i, t: {"id": i, "text": t, "model": "*:french"}, "model", "--lora NAME=PATH"),
 ]
 GOOD = {"temperature": 0, "max_new_tokens": 4}
 
