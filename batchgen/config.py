@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from batchgen.errors import RowError, UsageError
-from batchgen.options import BY_NAME, NAME_PATH, OPTIONS, Option, coerce
+from batchgen.options import BY_NAME, OPTIONS, Option, coerce
 from batchgen.params import SamplingParams
 from batchgen.processors import LogitProcessor
 from batchgen.units import Shard, Threshold, parse_shard
@@ -146,6 +146,8 @@ class RunConfig:
     def restore(description: Mapping[str, Any], output: Path, changes: Mapping[str, Any]) -> RunConfig:
         """The configuration that `describe` described, with other values for some options.
 
+        Logit processors are code, so they come from `changes` alone, never from a file that may be anybody's.
+
         Args:
             description: from an output's footer.
             output: the result file.
@@ -154,13 +156,14 @@ class RunConfig:
         Raises:
             UsageError: an option is unknown to this version, or a value is wrong.
         """
-        values: dict[str, Any] = {name: item["value"] for name, item in description["options"].items()}
+        described = description["options"].items()
+        values: dict[str, Any] = {name: item["value"] for name, item in described if name != "logit_processor"}
         values |= {name: value for name, value in changes.items() if value is not None and name != "inputs"}
         unknown = sorted(values.keys() - BY_NAME.keys())
         if unknown:
             raise UsageError(f"the output was made with `{unknown[0]}`, which this version does not know")
         given = {
-            name: coerce(BY_NAME[name], _unplain(BY_NAME[name], value), name)
+            name: coerce(BY_NAME[name], value, name)
             for name, value in values.items()
             if BY_NAME[name].target != "meta" and value not in (None, _plain(BY_NAME[name].default))
         }
@@ -330,13 +333,6 @@ def _default_output(inputs: tuple[str, ...], cwd: Path) -> Path:
     if path.suffix.lower() in _COMPRESSED:
         path = path.with_suffix("")
     return path.with_name(path.stem + ".out.parquet")
-
-
-def _unplain(option: Option, value: Any) -> Any:
-    """What `_plain` made of an option's value, as the option takes it."""
-    if option.kind is NAME_PATH and isinstance(value, list):
-        return ["=".join(pair) if isinstance(pair, list) else pair for pair in value]
-    return value
 
 
 def _plain(value: object) -> Any:

@@ -555,7 +555,7 @@ def _parse_pairs(kind: Kind, value: object) -> tuple[tuple[str, Any], ...]:
 
 
 def _parse_pair(kind: Kind, item: object) -> Any:
-    if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str):
+    if isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[0], str):
         name, target = item
         if kind.objects and callable(target):
             return kind.parse(f"{name}=python:object")[0], target

@@ -48,7 +48,10 @@ def verify(
     ] = None,
     logit_processor: Annotated[
         list[str] | None,
-        _moved("NAME=module:function", "The run's processors. Example: --logit-processor calm=mine:calm"),
+        _moved(
+            "NAME=module:function",
+            "The run's logit processors; the output cannot name code. Example: --logit-processor calm=mine:calm",
+        ),
     ] = None,
     device: Annotated[str | None, _moved("auto|cuda|cpu", "Where to compute. Example: --device cpu")] = None,
 ) -> None:

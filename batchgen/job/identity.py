@@ -57,15 +57,17 @@ def identify(config: RunConfig, inputs: InputSet, model: Mapping[str, Any], samp
     """
     options = {name: getattr(config.engine, name) for name in _ENGINE_FIELDS}
     options |= {name: getattr(config, name) for name in _RUN_FIELDS}
-    processors = load_processors(config.engine.logit_processor)
+    # Where each comes from, and what stands there: a processor that was rewritten makes another job.
+    processors = {
+        name: [found.source, found.digest] for name, found in load_processors(config.engine.logit_processor).items()
+    }
     info = {
         "schema_version": SCHEMA_VERSION,
         # The digest says which model it is; its folder may stand elsewhere on another machine.
         **{f"model {name}": value for name, value in model.items() if name != "model"},
         **{f"sampling default {name}": value for name, value in sampling.items()},
         **{f"--{name.replace('_', '-')}": value for name, value in options.items()},
-        # Where each comes from, and what stands there: a processor that was rewritten makes another job.
-        "--logit-processor": {name: [found.source, found.digest] for name, found in processors.items()},
+        "--logit-processor": processors,
         # A file may be moved between a run and its resumption: its content counts, its name does not.
         "input files": [[f.size, f.sha256] for f in inputs.files],
     }
@@ -78,6 +80,7 @@ def identify(config: RunConfig, inputs: InputSet, model: Mapping[str, Any], samp
         "deterministic": False,
         "sampling_defaults": dict(sampling),
         "logprobs_mode": config.engine.logprobs_mode,
+        "logit_processors": processors,
         "layer_ids": None,
         "inputs": [{"path": f.path, "size": f.size, "sha256": f.sha256} for f in inputs.files],
         "shard": shard,

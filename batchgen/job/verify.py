@@ -20,6 +20,7 @@ from batchgen.engine.engine import Engine
 from batchgen.engine.intake import Intake
 from batchgen.errors import FingerprintError, InputError, UsageError
 from batchgen.job.setup import Setup, prepare
+from batchgen.processors import load_processors
 from batchgen.request import RequestTable
 
 __all__ = ["verify_job"]
@@ -54,14 +55,16 @@ def verify_job(out: Path, rows: int, seed: int, changes: Mapping[str, Any]) -> b
 
     Raises:
         InputError: the output or its inputs are missing, or an input is not what it was.
-        FingerprintError: the model is not the run's.
+        FingerprintError: the model, or a logit processor, is not the run's.
+        UsageError: a logit processor of the run is not named.
     """
     results = finished_results(out)
     run = results.footer
     assert run is not None
-    config = RunConfig.restore(_without_code(run["configuration"], changes), out, changes)
+    config = RunConfig.restore(run["configuration"], out, changes)
     config = replace(config, engine=replace(config.engine, max_num_seqs=1))
     inputs = _same_inputs(config, run)
+    _check_processors(config, run["logit_processors"])
     setup = prepare(config, lambda note: None)
     _check_model(setup, run)
     chosen = choose_rows(out, rows, seed)
@@ -74,20 +77,6 @@ def verify_job(out: Path, rows: int, seed: int, changes: Mapping[str, Any]) -> b
         print(ROUNDING)
     sys.stdout.flush()
     return same == len(chosen)
-
-
-def _without_code(described: Mapping[str, Any], changes: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The recorded configuration, whose logit processors must be named again: a file must not say what code runs.
-
-    Raises:
-        UsageError: they are not.
-    """
-    options = dict(described["options"])
-    recorded = options.pop("logit_processor", {"value": None})["value"]
-    if recorded and not changes.get("logit_processor"):
-        names = " ".join(f"--logit-processor {name}=module:function" for name, _ in recorded)
-        raise UsageError(f"the run had logit processors, which are code; name them again: {names}")
-    return {**described, "options": options}
 
 
 def _same_inputs(config: RunConfig, run: Mapping[str, Any]) -> InputSet:
@@ -108,6 +97,22 @@ def _same_inputs(config: RunConfig, run: Mapping[str, Any]) -> InputSet:
         if (file.size, file.sha256) != (was["size"], was["sha256"]):
             raise InputError(f"{file.path} has changed since the run (its sha256 differs). {remedy}")
     return inputs
+
+
+def _check_processors(config: RunConfig, recorded: Mapping[str, Any]) -> None:
+    """Hold the processors named now to the run's.
+
+    Raises:
+        UsageError: one is missing, or cannot be imported.
+        FingerprintError: one is not what it was.
+    """
+    named = load_processors(config.engine.logit_processor)
+    for name, (source, digest) in recorded.items():
+        if name not in named:
+            message = "the run had logit processors, which are code that a file may not name; name them again:"
+            raise UsageError(f"{message} --logit-processor {name}={source}")
+        if named[name].digest != digest:
+            raise FingerprintError(f"the logit processor {name} ({source}) has changed since the run")
 
 
 def _paths(recorded: list[Mapping[str, Any]]) -> tuple[str, ...]:

@@ -1,0 +1,171 @@
+"""Logit processors and shaping options on the command line: what runs, what is recorded, what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.e2e.rows import rows_of, write_lines
+from tests.e2e.runner import run
+
+CODE = """
+import helper_of_mine
+
+def only(logits, rows):
+    for i, row in enumerate(rows):
+        if row.params.get("fail"):
+            raise RuntimeError("told to fail")
+        logits[i, row.params["token"]] += helper_of_mine.MUCH
+    return logits
+
+class Holder:
+    only = staticmethod(only)
+
+number = 5
+"""
+NAMED = ["--logit-processor", "only=mine:only"]
+GREEDY = {"temperature": 0, "max_new_tokens": 5, "ignore_eos": True}
+
+
+def row(i: int, **params: Any) -> dict[str, Any]:
+    return {"id": str(i), "text": "Hello there", **GREEDY, "custom_logit_processor": "only", "custom_params": params}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Rows, and the processor's module with one that it imports."""
+    (tmp_path / "mine.py").write_text(CODE)
+    (tmp_path / "helper_of_mine.py").write_text("MUCH = 1000.0\n")
+    plain = {"id": "plain", "text": "Hello there", **GREEDY}
+    write_lines(tmp_path / "in.jsonl", [row(0, token=9), row(1, token=12), row(2, fail=True), plain])
+    return tmp_path
+
+
+def command(model: Path, *options: str) -> list[object]:
+    return ["run", "in.jsonl", "-o", "out.parquet", "--model", model, "--dtype", "float32", *options]
+
+
+@pytest.mark.field("custom_logit_processor", "custom_params")
+def test_rows_name_a_function_of_a_file_in_the_folder(model: Path, folder: Path) -> None:
+    run(command(model, *NAMED), folder)
+    first, second, failed, plain = rows_of(folder / "out.parquet")
+    assert (first["output_ids"], second["output_ids"]) == ([9] * 5, [12] * 5)
+    assert failed["error"]["code"] == "processor_error"
+    assert "told to fail" in failed["error"]["message"]
+    assert plain["error"] is None
+    footer = json.loads(pq.read_schema(folder / "out.parquet").metadata[b"batchgen.run"])
+    digest = hashlib.sha256((folder / "mine.py").read_bytes()).hexdigest()
+    assert footer["logit_processors"] == {"only": ["mine:only", digest]}
+    dotted = ["--logit-processor", "only=mine:Holder.only", "--overwrite"]
+    run(command(model, *dotted), folder)
+    assert [r["output_ids"] for r in rows_of(folder / "out.parquet")[:2]] == [[9] * 5, [12] * 5]
+
+
+def test_a_processor_that_was_rewritten_makes_another_job(model: Path, folder: Path) -> None:
+    run(command(model, *NAMED), folder)
+    before = (folder / "out.parquet").stat().st_mtime_ns
+    run(command(model, *NAMED), folder)
+    assert (folder / "out.parquet").stat().st_mtime_ns == before
+    (folder / "mine.py").write_text(CODE + "# more\n")
+    assert "is not this job's output" in run(command(model, *NAMED), folder, expect=2).stderr
+
+
+@pytest.mark.field("custom_logit_processor")
+def test_a_row_cannot_bring_a_processor_along(model: Path, folder: Path) -> None:
+    """Not by its own name for a function, nor through the folder's options."""
+    write_lines(folder / "in.jsonl", [row(0, token=9) | {"custom_logit_processor": "mine:only"}, row(1, token=9)])
+    run(command(model, "--max-errors", "5"), folder)
+    assert [r["error"]["code"] for r in rows_of(folder / "out.parquet")] == ["unknown_processor"] * 2
+    (folder / "batchgen.toml").write_text('logit_processor = ["only=mine:only"]\n')
+    assert "would run code" in run(command(model, "--overwrite"), folder, expect=2).stderr
+
+
+def test_verify_runs_only_the_code_that_it_is_given(model: Path, folder: Path) -> None:
+    write_lines(folder / "in.jsonl", [row(0, token=9), row(1, token=12)])
+    run(command(model, *NAMED), folder)
+    refused = run(["verify", "out.parquet"], folder, expect=2).stderr
+    assert "name them again: --logit-processor only=mine:only" in refused
+    assert run(["verify", "out.parquet", *NAMED], folder).stdout.endswith("2 of 2 rows are the same\n")
+    (folder / "mine.py").write_text(CODE + "# more\n")
+    assert "has changed since the run" in run(["verify", "out.parquet", *NAMED], folder, expect=2).stderr
+
+
+SCRIPT = """
+import sys
+from batchgen.cli.app import run_command
+status = run_command(sys.argv[1:])
+assert not {"torch", "transformers"} & set(sys.modules), "imported before the refusal"
+sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize("subcommand", ["run", "check"])
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("nowhere:f", "cannot import `nowhere`: ModuleNotFoundError"),
+        ("mine:f", "`mine` has no `f`"),
+        ("mine:number", "`number` of `mine` is not a function (it is int)"),
+        ("broken:f", "cannot import `broken`: ZeroDivisionError"),
+        ("quits:f", "cannot import `quits`: SystemExit"),
+        ("mine", "takes NAME=module:function"),
+    ],
+)
+def test_wrong_processors_are_refused_at_once(
+    folder: Path, model: Path, subcommand: str, target: str, says: str
+) -> None:
+    (folder / "broken.py").write_text("1 / 0\n")
+    (folder / "quits.py").write_text("import sys\nsys.exit(0)\n")
+    words = [subcommand, "in.jsonl", "--model", str(model), "--logit-processor", f"only={target}"]
+    done = subprocess.run([sys.executable, "-c", SCRIPT, *words], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert says in done.stderr
+    assert f"only={target}" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.field("repetition_penalty", "frequency_penalty", "presence_penalty")
+def test_options_are_defaults_of_the_rows(model: Path, tmp_path: Path) -> None:
+    fields = {"repetition_penalty": 1.6, "frequency_penalty": 0.5, "presence_penalty": -0.25}
+    base = {"text": "The quick brown fox", "temperature": 0, "max_new_tokens": 20, "ignore_eos": True}
+    options = ["--repetition-penalty", "1.6", "--frequency-penalty", "0.5", "--presence-penalty", "-0.25"]
+    common = ["--model", model, "--dtype", "float32", "--return-logprob", "--logprobs-mode", "processed"]
+    scope = ["--repetition-penalty-scope", "prompt+output"]
+    write_lines(tmp_path / "fields.jsonl", [base | fields, base])
+    write_lines(tmp_path / "flags.jsonl", [base, base | {name: int(name[0] == "r") for name in fields}])
+    run(["run", "fields.jsonl", "-o", "fields.parquet", *common, *scope], tmp_path)
+    run(["run", "flags.jsonl", "-o", "flags.parquet", *common, *scope, *options], tmp_path)
+    by_field, by_flag = rows_of(tmp_path / "fields.parquet"), rows_of(tmp_path / "flags.parquet")
+    for a, b in zip(by_field, by_flag, strict=True):
+        assert (a["output_ids"], a["output_logprobs"]) == (b["output_ids"], b["output_logprobs"])
+    assert by_field[0]["output_ids"] != by_field[1]["output_ids"]
+    run(["run", "fields.jsonl", "-o", "narrow.parquet", *common], tmp_path)
+    assert rows_of(tmp_path / "narrow.parquet")[0]["output_ids"] != by_field[0]["output_ids"]
+    for name, wide in (("fields", "prompt+output"), ("narrow", "output")):
+        footer = json.loads(pq.read_schema(tmp_path / f"{name}.parquet").metadata[b"batchgen.run"])
+        assert footer["logprobs_mode"] == "processed"
+        assert footer["configuration"]["options"]["repetition_penalty_scope"]["value"] == wide
+
+
+@pytest.mark.field("token_ids_logprob")
+def test_logprobs_of_named_ids_are_written(model: Path, tmp_path: Path) -> None:
+    ids = [50, 9, 50]
+    vocab = json.loads((model / "config.json").read_text())["vocab_size"]
+    base = {"text": "The quick", "temperature": 0, "max_new_tokens": 4, "ignore_eos": True, "return_logprob": True}
+    write_lines(tmp_path / "in.jsonl", [base | {"token_ids_logprob": ids, "top_logprobs_num": vocab}, base])
+    run(["run", "in.jsonl", "-o", "out.parquet", "--model", model, "--dtype", "float32"], tmp_path)
+    asked, plain = rows_of(tmp_path / "out.parquet")
+    assert plain["output_ids_logprobs"] is None
+    found = asked["output_ids_logprobs"]
+    assert len(found) == 4 * 3
+    for position in range(4):
+        at = slice(vocab * position, vocab * (position + 1))
+        of = dict(zip(asked["output_top_ids"][at], asked["output_top_logprobs"][at], strict=True))
+        assert found[3 * position : 3 * position + 3] == [of[token] for token in ids]
