@@ -122,6 +122,8 @@ class RunConfig:
     max_time: float | None = None
     """Seconds."""
     progress: Literal["auto", "bar", "plain", "json", "none"] = "auto"
+    events: str | None = None
+    """Path, or "-" for stdout."""
     report: str | None = None
     """Path, or "-" for stdout."""
     dry_run: bool = False
@@ -213,9 +215,11 @@ def resolve_config(flags: Mapping[str, Any], env: Mapping[str, str], cwd: Path) 
     sampling = {name: values.pop(name) for name in list(values) if BY_NAME[name].target == "sampling"}
     engine = {name: values.pop(name) for name in list(values) if BY_NAME[name].target == "engine"}
     _check_sampling(sampling)
+    result = _output_path(inputs, output, cwd)
+    _check_events(values.get("events"), (*inputs, str(result)), cwd)
     return RunConfig(
         inputs=inputs,
-        output=_output_path(inputs, output, cwd),
+        output=result,
         engine=EngineConfig(**engine),
         sampling=sampling,
         origins={name: origin for name, (_, origin) in given.items()},
@@ -306,6 +310,12 @@ def _check_sampling(sampling: Mapping[str, Any]) -> None:
             problem.info.message.replace(f"`{name}`", f"`{BY_NAME[name].flag}`") if name in BY_NAME else str(problem)
         )
         raise UsageError(message) from None
+
+
+def _check_events(events: str | None, others: tuple[str, ...], cwd: Path) -> None:
+    """Events are written as they come: they must not go over the job's own files."""
+    if events not in (None, STDIN) and any((cwd / name).resolve() == (cwd / str(events)).resolve() for name in others):
+        raise UsageError(f"`--events` {events} is a file of the job itself; give another name")
 
 
 def _output_path(inputs: tuple[str, ...], output: str | None, cwd: Path) -> Path:

@@ -132,7 +132,7 @@ _SAMPLING = (
     Field("lora_path", special.some_string),
     Field("custom_logit_processor", special.some_string),
     Field("custom_params", mapping),
-    _later("stream", boolean, neutral=_when(False)),
+    Field("stream", boolean),
 )
 
 # Fields of the two endpoints that mean nothing outside them. The first six describe the caller, not the work.

@@ -485,7 +485,13 @@ OPTIONS: tuple[Option, ...] = (
         "max_time", DURATION, None, JOB, "Stop resumably, with exit code 75, after this long. Example: --max-time 2h"
     ),
     _choice("progress", "auto|bar|plain|json|none", JOB, "How to show progress on stderr. Example: --progress plain"),
-    Option("events", PATH, None, JOB, "Token-by-token events. Example: --events -", built=False),
+    Option(
+        "events",
+        PATH,
+        None,
+        JOB,
+        "Write token-by-token events of rows with `stream` as JSON lines; - is stdout. Example: --events events.jsonl",
+    ),
     _flag("dry_run", JOB, "Check the input and the plan only, as `batchgen check` does. Example: --dry-run"),
     # Output
     Option(

@@ -129,6 +129,7 @@ class SamplingParams:
     custom_params: str | None = None
     """What the processor is told: JSON text of an object; a mapping is taken too."""
     stream: bool = False
+    """Whether there are events of each token."""
 
     def __post_init__(self) -> None:
         if self.top_k == 0:
@@ -229,6 +230,8 @@ class SamplingParams:
         _check_int("logprob_start_len", self.logprob_start_len, -1, 1 << 31)
         for token in self.token_ids_logprob:
             _check_int("token_ids_logprob", token, 0, 1 << 31)
+        if self.stream and (self.best_of or 1) > 1:
+            raise _invalid("stream", "cannot be true beside `best_of`: which samples are kept shows at their end")
         if self.custom_params is not None and self.custom_logit_processor is None:
             raise _invalid("custom_params", "needs `custom_logit_processor` beside it")
 

@@ -31,6 +31,7 @@ __all__ = [
     "StateBlock",
     "StopKind",
     "StoredPrompt",
+    "StreamEvent",
     "TextPrompt",
     "TokenPrompt",
 ]
@@ -351,3 +352,27 @@ class Completion:
     def key(self) -> tuple[int, int, int]:
         """(row_index, prompt_index, sample_index)."""
         return (self.row_index, self.prompt_index, self.sample_index)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEvent:
+    """A token of a row with `stream`, or (without a `token_id`) the end of one of its samples."""
+
+    row_index: int
+    prompt_index: int
+    sample_index: int
+    text: str
+    """What is certain beyond the text of the events before."""
+    position: int | None = None
+    """Of the token in the output, from 0."""
+    token_id: int | None = None
+    logprob: float | None = None
+    """Of the token, where the row asks for logprobs."""
+    finish_reason: FinishReason | None = None
+    stop_kind: StopKind | None = None
+    matched_stop: str | None = None
+    completion_tokens: int | None = None
+    error: ErrorInfo | None = None
+    """Set where the sample failed: its tokens' events are void."""
+    id: str | None = None
+    """Filled for the Python API."""

@@ -46,6 +46,8 @@ class RowDefaults:
     """True: `text` is wrapped as a user message. False: rows of messages are refused. None: each row as it is."""
     system: str | None = None
     """A system message for every conversation that has none."""
+    events: bool = False
+    """Whether the run has a place for the events of rows with `stream`."""
     processors: frozenset[str] = frozenset()
     """Logit processors that the run was given."""
 
@@ -179,6 +181,10 @@ class RowValues:
         except RowError as error:
             raise self._respelled(error) from None
         self._check_processor(params.custom_logit_processor, defaults.processors)
+        if params.stream and not defaults.events:
+            raise invalid(
+                "stream", "needs a place for its events: --events PATH, or - for stdout (in Python: `on_event`)"
+            )
         return params
 
     def _check_processor(self, name: str | None, known: frozenset[str]) -> None:

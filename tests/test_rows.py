@@ -225,7 +225,6 @@ UNSUPPORTED: list[tuple[str, Any]] = [
     ("return_hidden_states", True),
     ("return_hidden_states", {"layers": [-1], "tokens": "last", "pool": "mean"}),
     ("return_routed_experts", True),
-    ("stream", True),
 ]
 
 

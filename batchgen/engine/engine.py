@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from batchgen.engine.intake import Intake
 from batchgen.engine.loop import Loop
 from batchgen.engine.memory import pool_pages
 from batchgen.engine.planning import Workload, plan_workload
+from batchgen.engine.streaming import Emit
 from batchgen.kernels.backend import attention_factory, attention_name
 from batchgen.kernels.types import KVPool
 from batchgen.media_root import MediaRoot
@@ -26,7 +27,7 @@ from batchgen.models.load import load_model
 from batchgen.params import SamplingParams
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
 from batchgen.processors import load_processors
-from batchgen.request import Completion, RequestTable
+from batchgen.request import Completion, RequestTable, StreamEvent
 from batchgen.rows import RowDefaults
 from batchgen.text.encode import Encoder
 from batchgen.text.tokenizer import Tokenizer
@@ -105,6 +106,7 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         ordered: bool = False,
+        on_event: Callable[[StreamEvent], None] | None = None,
     ) -> Iterator[Completion]:
         """Generate for rows in the vocabulary of `batchgen run`; all rows are read before the first token is computed.
 
@@ -112,6 +114,7 @@ class Engine:
             rows: mappings as in an input file, or plain prompt strings.
             params: defaults for sampling fields that a row does not give.
             ordered: yield in input order instead of completion order.
+            on_event: called with the events of rows that have `stream`, as tokens are drawn.
 
         Yields:
             One `Completion` per row, prompt and sample; a bad row gives one with `error` set.
@@ -125,6 +128,7 @@ class Engine:
             model_names=frozenset({name, Path(name).name} - {""}),
             adapters=frozenset(spec.adapters),
             processors=frozenset(self.processors),
+            events=on_event is not None,
         )
         encoder = Encoder(self.tokenizer, spec.vocab_size, spec.context_length, run_seed=self.config.seed)
         ids: dict[int, str] = {}
@@ -134,20 +138,31 @@ class Engine:
             ids[taken.row_index] = taken.id
             if taken.error is not None:
                 failed.append(Completion(taken.row_index, error=taken.error))
-        groups = self._groups(table, failed)
+
+        def emit(events: Sequence[StreamEvent]) -> None:
+            for event in events:
+                assert on_event is not None
+                on_event(replace(event, id=ids[event.row_index]))
+
+        groups = self._groups(table, failed, emit if on_event is not None else None)
         if ordered:
             groups = _in_order(groups, [(int(r), int(p)) for r, p in _keys(table, failed)])
         for group in groups:
             for completion in group:
                 yield replace(completion, id=ids[completion.row_index])
 
-    def _groups(self, table: RequestTable, failed: list[Completion]) -> Iterator[list[Completion]]:
+    def _groups(self, table: RequestTable, failed: list[Completion], emit: Emit | None) -> Iterator[list[Completion]]:
         yield from ([c] for c in failed)
         if len(table):
-            yield from self.start(table).loop.run()
+            yield from self.start(table, emit=emit).loop.run()
 
     def start(
-        self, table: RequestTable, done: npt.NDArray[np.bool_] | None = None, *, prompt_ids: bool = True
+        self,
+        table: RequestTable,
+        done: npt.NDArray[np.bool_] | None = None,
+        *,
+        prompt_ids: bool = True,
+        emit: Emit | None = None,
     ) -> Running:
         """Plan a table, allocate its pool and make the loop ready.
 
@@ -155,6 +170,7 @@ class Engine:
             table: every prompt of the job.
             done: [N] requests finished by an earlier run.
             prompt_ids: whether completions carry their prompt's ids.
+            emit: called after each step with the events of rows that have `stream`.
         """
         config, spec = self.config, self.model.spec
         workload = plan_workload(table, done, dedup=config.dedup, adapters=list(spec.adapters))
@@ -183,6 +199,7 @@ class Engine:
             processors=self.processors,
             logprobs_mode=config.logprobs_mode,
             repetition_scope=config.repetition_penalty_scope,
+            emit=emit,
         )
         self.last_run = Running(workload, scheduler, loop, pool)
         return self.last_run

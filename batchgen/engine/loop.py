@@ -17,6 +17,7 @@ from batchgen.engine.readout import LogprobsMode
 from batchgen.engine.sampler import Sampled, Sampler
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.shaping import RepetitionScope, Shapes
+from batchgen.engine.streaming import Emit, Streams
 from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.kernels.backend import AttentionFactory
 from batchgen.kernels.types import KVPool
@@ -69,9 +70,10 @@ class Loop:
         processors: Mapping[str, LoadedProcessor] | None = None,
         logprobs_mode: LogprobsMode = "raw",
         repetition_scope: RepetitionScope = "output",
+        emit: Emit | None = None,
     ) -> None:
         """`prompt_ids`: whether completions carry their prompt's ids. `repeat_span`: see `repetition.repeats`.
-        `processors`: those that rows may name.
+        `processors`: those that rows may name. `emit` takes the events of rows with `stream`.
         """
         self._workload = workload
         self._scheduler = scheduler
@@ -85,6 +87,7 @@ class Loop:
         self._shapes = Shapes(tokenizer, model.spec.vocab_size, repetition_scope)
         self._token_text = lru_cache(1 << 16)(tokenizer.token_text)
         self.prompts = PromptLogprobs(workload, model.spec.vocab_size, self._token_text)
+        self._streams = Streams(workload, tokenizer, emit)
         self._sequences: dict[int, Sequence] = {}
         self._prompt_only: set[int] = set()
         """Sequences that run for their prompt alone: their one draw is dropped."""
@@ -100,6 +103,8 @@ class Loop:
                 return
             sampled = self._execute(plan)
             finished = self._take(plan, sampled)
+            if self._streams:
+                self._streams.step(sample.sequence for sample in plan.samples)
             self._scheduler.commit(finished)
             self.state.steps += 1
             self.state.output_tokens += len(plan.samples) - len(self._prompt_only.intersection(finished))
@@ -107,7 +112,7 @@ class Loop:
             self.state.running = len(self._sequences) - len(finished)
             self.state.kv_pages_used = self._scheduler.pages_in_use
             for sequence in finished:
-                yield from self._retire(self._sequences.pop(sequence))
+                yield from self._retire(sequence, self._sequences.pop(sequence))
 
     @torch.inference_mode()
     def _execute(self, plan: StepPlan) -> Sampled:
@@ -115,6 +120,7 @@ class Loop:
         for start in plan.starts:
             sequence = self._start(self._workload.table[start.request], start.sample_index)
             self._sequences[start.sequence] = sequence
+            self._streams.start(start.sequence, sequence)
             if not sequence.request.max_new_tokens:
                 self._prompt_only.add(start.sequence)
         self._copy_pages(plan.copies)
@@ -179,11 +185,14 @@ class Loop:
                 finished.append(sample.sequence)
         return finished
 
-    def _retire(self, sequence: Sequence) -> Iterator[list[Completion]]:
+    def _retire(self, number: int, sequence: Sequence) -> Iterator[list[Completion]]:
         """Yield a prompt's samples once the last of them is done, then its copies."""
         index = sequence.request.index
         group = self._open[index]
-        group.finished.append((sequence.mean_logprob, self._completion(sequence)))
+        done = self._completion(sequence)
+        if self._streams:
+            self._streams.finish(number, done)
+        group.finished.append((sequence.mean_logprob, done))
         group.remaining -= 1
         if group.remaining:
             return
@@ -248,6 +257,8 @@ class Loop:
             samples = [self._empty(request, i) for i in range(request.params.n)]
             if request.params.best_of is not None:
                 samples[0] = replace(samples[0], dropped_tokens=0)
+            for sample in samples:
+                self._streams.finish_unstarted(request, sample)
             yield samples
         for index, pages in workload.too_large.items():
             request = workload.table[index]
@@ -267,6 +278,9 @@ class Loop:
 
     def _failed(self, index: int, error: ErrorInfo) -> Iterator[list[Completion]]:
         """A request that never begins, and those that would have copied it."""
+        request = self._workload.table[index]
+        failed = Completion(request.row_index, request.prompt_index, error=error, seed=request.seed)
+        self._streams.finish_unstarted(request, failed)
         for each in (index, *self._workload.followers_of(index)):
             row = self._workload.table[each]
             yield [Completion(row.row_index, row.prompt_index, error=error, seed=row.seed)]

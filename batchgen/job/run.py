@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from batchgen.embeds import EmbedsStore
 from batchgen.engine.engine import Engine, Running
 from batchgen.engine.intake import Intake
 from batchgen.errors import TooManyErrors
+from batchgen.job.events import EventWriter, open_events
 from batchgen.job.identity import JobIdentity, identify
 from batchgen.job.ingest import Ingested, ingest
 from batchgen.job.progress import Phase, Progress, ProgressState, make_progress
@@ -81,7 +82,10 @@ class _Job:
     ) -> RunSummary:
         """Commit what is missing, then gather everything into the output."""
         committed = Committed.read(work, retry_errors=self.config.retry_errors)
-        with PartWriter(work, self.config.commit_every, self.config.commit_seconds) as writer:
+        with (
+            self._events(len(committed) > 0) as events,
+            PartWriter(work, self.config.commit_every, self.config.commit_seconds) as writer,
+        ):
             self.stop.commit = writer.flush
             with self._phase("reading"):
                 rows = self._read(work.scratch, inputs, setup, committed, writer)
@@ -89,7 +93,8 @@ class _Job:
                 engine = Engine.from_parts(self.config.engine, self._await(model, committed, rows), setup.tokenizer)
             with self._phase("planning"):
                 done = committed.contains(rows.table.row_index, rows.table.prompt_index)
-                running = engine.start(rows.table, done, prompt_ids=self.config.include_prompt_ids)
+                emit = events.listener(lambda row: rows.texts[row][0]) if events is not None else None
+                running = engine.start(rows.table, done, prompt_ids=self.config.include_prompt_ids, emit=emit)
             with self._phase("generating"):
                 self._generate(running, rows, writer)
         if self.stop.requested:
@@ -100,6 +105,10 @@ class _Job:
             made = {"kernels": engine.kernels, "row_shapes": rows.shapes.encode(), "created": int(time.time())}
             finish(work, rows.expected, {**identity.record, **made})
         return self._summary(work.paths.result, identity, rows, committed, running)
+
+    def _events(self, go_on: bool) -> EventWriter | nullcontext[None]:
+        """Where events go; opened before anything is computed, so that a path that cannot be written is no surprise."""
+        return nullcontext() if self.config.events is None else open_events(self.config.events, go_on=go_on)
 
     def _read(
         self, scratch: Path, inputs: InputSet, setup: Setup, committed: Committed, writer: PartWriter

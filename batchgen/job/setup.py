@@ -112,6 +112,7 @@ def prepare(config: RunConfig, note: Callable[[str], None]) -> Setup:
         adapters=frozenset(spec.adapters),
         chat=config.chat,
         system=config.system,
+        events=config.events is not None,
         processors=frozenset(name for name, _ in engine.logit_processor),
     )
     encoder = Encoder(tokenizer, spec.vocab_size, spec.context_length, config.truncate, engine.seed)

@@ -51,6 +51,8 @@ class StopSearch:
         self._recent = ""
         """Its last `_overlap` characters: where a string that a new token completes may begin."""
         self._tail = ""
+        self._said = 0
+        """Characters that `settled` has returned."""
 
     def append(self, token: int, armed: bool) -> Match | None:
         """Take a token; the match it completes, looked for only while `armed`.
@@ -92,6 +94,20 @@ class StopSearch:
         stop = self._strings[order]
         offset = self._certain - len(self._recent)
         return Match(offset + begin, offset + begin + len(stop), offset + fresh, "string", stop, stop)
+
+    def settled(self) -> str:
+        """Certain text, beyond that of the last call, in which no match can begin any more."""
+        end = self._certain - max(
+            (size for size in range(1, len(self._recent) + 1) if self._begins_string(self._recent[-size:])), default=0
+        )
+        if self._patterns is not None:
+            end = min(end, self._patterns.settled)
+        self._pieces = ["".join(self._pieces)]
+        begin, self._said = self._said, max(self._said, end)
+        return self._pieces[0][begin:end]
+
+    def _begins_string(self, text: str) -> bool:
+        return any(stop.startswith(text) for stop in self._strings)
 
     @property
     def text(self) -> str:
@@ -165,6 +181,11 @@ class _PatternSearch:
         if partial:
             watch.start = self._base + (len(self._text) if match is None else match.start())
         return None
+
+    @property
+    def settled(self) -> int:
+        """Characters of the text in which no match can begin any more: none while a pattern is not plain."""
+        return min(watch.start for watch in self._watches)
 
     def _trim(self) -> None:
         """Drop text that no pattern needs any more."""

@@ -68,7 +68,7 @@ class StopState:
         self._eos_ids = eos_ids
         self._stopping = stopping_ids(params, eos_ids)
         self._tokenizer = tokenizer
-        self._search = self._new_search() if params.stop or params.stop_regex else None
+        self._search = self._new_search() if params.stop or params.stop_regex or params.stream else None
         self.output_ids: list[int] = []
         """[C] tokens so far, with the one that stopped the sample."""
         self.event: StopEvent | None = None
@@ -99,6 +99,14 @@ class StopState:
             kind: StopKind = "eos" if token in self._eos_ids else "token"
             self.event = StopEvent(kind, str(token), self._tokenizer.token_text(token))
         return self.event
+
+    def settled(self) -> str:
+        """Text that has become final since the last call, for a row with `stream` that has not ended.
+
+        No later token changes it, and no later stop cuts it.
+        """
+        assert self._search is not None, "text is followed where rows ask for it"
+        return self._search.settled()
 
     def finish(self, reason: FinishReason) -> FinishedText:
         """The text and how it ended. A stop that came with the last allowed token is a stop, whatever `reason` says."""

@@ -278,7 +278,6 @@ NOT_BUILT: list[tuple[str, Any]] = [
     ("hidden_states_dtype", "float32"),
     ("hidden_states_dtype", "nonsense"),
     ("lenient_schemas", True),
-    ("events", "-"),
 ]
 
 

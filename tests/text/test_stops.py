@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
 from itertools import takewhile
 
 import pytest
@@ -104,7 +105,47 @@ def test_same_as_brute_force(tokenizers: dict[str, Tokenizer], kind: str, data: 
         spaces_between_special_tokens=data.draw(st.booleans()),
     )
     eos = frozenset(data.draw(few))
-    assert run(tokenizer, ids, params, eos) == brute_force(tokenizer, ids, params, eos)
+    expected = brute_force(tokenizer, ids, params, eos)
+    assert run(tokenizer, ids, params, eos) == expected
+    said, streamed = followed(tokenizer, ids, params, eos)
+    assert streamed == expected[1]
+    assert streamed.text.startswith(said), "what was said is never taken back"
+
+
+def followed(
+    tokenizer: Tokenizer, ids: list[int], params: SamplingParams, eos: frozenset[int]
+) -> tuple[str, FinishedText]:
+    """The text that was final while tokens came, and the result."""
+    state = StopState(replace(params, stream=True), eos, tokenizer)
+    said = ""
+    for token in ids:
+        if state.append(token) is not None:
+            break
+        said += state.settled()
+    return said, state.finish("length")
+
+
+@pytest.mark.field("stream")
+def test_final_text_is_said_as_soon_as_it_is_final(tokenizer: Tokenizer) -> None:
+    text = "a fox, END of café 東京"
+    ids = [token for character in text for token in tokenizer.encode_plain([character])[0]]
+
+    def lag(**params: object) -> list[int]:
+        """Characters not yet said after each token."""
+        state = StopState(SamplingParams(stream=True, **params), frozenset(), tokenizer)  # type: ignore[arg-type]
+        said, lags = "", []
+        for count, token in enumerate(ids, 1):
+            state.append(token)
+            said += state.settled()
+            whole = tokenizer.decode(ids[:count]).rstrip("\ufffd")
+            assert whole.startswith(said)
+            lags.append(len(whole) - len(said))
+        return lags
+
+    assert set(lag()) == {0}, "only an unfinished character waits"
+    assert lag(stop="ENDING")[:12] == [0, 0, 0, 0, 0, 0, 0, 1, 2, 3, 0, 0]
+    assert lag(stop_regex=r"EN[A-Z]+\.")[:12] == [0, 0, 0, 0, 0, 0, 0, 1, 2, 3, 0, 0]
+    assert lag(stop_regex=r"never$")[-1] == len(text), "such a pattern may match anything later"
 
 
 def test_a_match_may_straddle_tokens(tokenizer: Tokenizer) -> None:

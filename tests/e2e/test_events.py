@@ -1,0 +1,210 @@
+"""`stream` and `--events`: what is said of each sample, in which order, and that it adds up to the results."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchgen import Completion, Engine, SamplingParams
+from batchgen.job.events import open_events
+from batchgen.request import StreamEvent
+from tests.e2e.engines import ENGINES, build, outcomes
+from tests.e2e.rows import prompts, rows_of, write_lines
+from tests.e2e.runner import run, start
+
+Key = tuple[int, int, int]
+
+
+@pytest.fixture(scope="module", params=list(ENGINES))
+def engine(request: pytest.FixtureRequest, model: Path) -> Engine:
+    return build(model, request.param)
+
+
+def streaming_rows(count: int) -> list[dict[str, Any]]:
+    rows = []
+    for i, text in enumerate(prompts(count, 5)):
+        row: dict[str, Any] = {"id": f"r{i}", "text": text, "temperature": 1.2, "seed": i, "max_new_tokens": i % 50}
+        row |= [
+            {},
+            {"stop": ["th", "e "], "no_stop_trim": True},
+            {"n": 3, "return_logprob": True, "top_logprobs_num": 2},
+            {"stop_regex": [r"[a-z]{3}"], "min_new_tokens": min(4, i % 50)},
+            {"echo": True, "suffix": " END", "skip_special_tokens": False},
+            {"temperature": 0, "text": "every sixth is the same", "max_new_tokens": 15, "ignore_eos": True},
+        ][i % 6]
+        rows.append({**row, "stream": i % 7 != 6})
+    return rows
+
+
+def listen(engine: Engine, rows: list[dict[str, Any]]) -> tuple[list[StreamEvent], list[Completion]]:
+    events: list[StreamEvent] = []
+    completions = list(engine.generate(rows, ordered=True, on_event=events.append))
+    return events, completions
+
+
+def by_sample(events: list[StreamEvent]) -> dict[Key, list[StreamEvent]]:
+    found: dict[Key, list[StreamEvent]] = defaultdict(list)
+    for event in events:
+        found[event.row_index, event.prompt_index, event.sample_index].append(event)
+    return found
+
+
+@pytest.mark.field("stream")
+def test_events_add_up_to_the_results(engine: Engine) -> None:
+    rows = streaming_rows(72)
+    events, completions = listen(engine, rows)
+    samples = by_sample(events)
+    assert samples.keys() == {c.key for c in completions if rows[c.row_index]["stream"]}
+    early = 0
+    for done in completions:
+        if done.key not in samples:
+            continue
+        *tokens, end = samples[done.key]
+        assert [event.token_id for event in tokens] == list(done.output_ids or [])
+        assert [event.position for event in tokens] == list(range(len(tokens)))
+        assert "".join(event.text for event in (*tokens, end)) == done.text
+        assert [e.logprob for e in tokens] == list(done.output_logprobs or [None] * len(tokens))
+        assert (end.token_id, end.finish_reason, end.stop_kind) == (None, done.finish_reason, done.stop_kind)
+        assert (end.matched_stop, end.completion_tokens, end.error) == (done.matched_stop, done.completion_tokens, None)
+        assert {event.id for event in (*tokens, end)} == {done.id}
+        early += sum(bool(event.text) for event in tokens)
+    assert early > 200, "text comes with the tokens, not at the end"
+    assert len({c.dedup_of for c in completions}) > 1, "copies were among them"
+    silent = list(engine.generate([{**row, "stream": False} for row in rows], ordered=True))
+    assert outcomes(silent) == outcomes(completions)
+    order = [(event.row_index, event.sample_index) for event in events]
+    assert any(a != b for a, b in pairwise(order)), "samples take turns"
+
+
+@pytest.mark.field("stream")
+def test_a_sample_that_fails_says_so(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batchgen.text.stop_search.SEARCH_SECONDS", 0.1)
+    hostile = {"stop_regex": "(.|..|a)+$(?<!.)", "ignore_eos": True, "max_new_tokens": 60, "stream": True, "text": "x"}
+    events, completions = listen(
+        engine, [hostile, {"text": "x", "stream": True, "max_new_tokens": 0}, {"stream": True}]
+    )
+    samples = by_sample(events)
+    end = samples[0, 0, 0][-1]
+    assert end.error is not None
+    assert end.error == completions[0].error
+    assert (end.finish_reason, end.text) == (None, "")
+    assert [event.finish_reason for event in samples[1, 0, 0]] == ["length"]
+    assert len(samples) == 2, "a row that never ran has no events"
+
+
+@pytest.mark.field("stream", "best_of")
+def test_what_cannot_be_streamed_is_refused(engine: Engine) -> None:
+    rows: list[dict[str, Any]] = [
+        {"text": "x", "stream": True},
+        {"text": "x", "stream": False, "max_new_tokens": 1},
+        {"text": "x", "stream": True, "best_of": 3},
+    ]
+    first, second, third = engine.generate(rows, ordered=True)
+    assert first.error is not None
+    assert (first.error.code, first.error.param) == ("invalid_field", "stream")
+    assert "--events" in first.error.message
+    assert second.error is None
+    assert third.error is not None
+    assert "best_of" in third.error.message
+    events: list[StreamEvent] = []
+    params = SamplingParams(stream=True, max_new_tokens=2, temperature=0, ignore_eos=True)
+    list(engine.generate(["x"], params, on_event=events.append))
+    assert [event.token_id is None for event in events] == [False, False, True]
+
+
+def lines(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.split("\n")[:-1]]
+
+
+def check(events: list[dict[str, Any]], output: Path) -> None:
+    """Hold events to the results, sample by sample."""
+    samples: dict[Any, list[dict[str, Any]]] = defaultdict(list)
+    for event in events:
+        samples[event["row_index"], event["sample_index"]].append(event)
+    rows = {(row["row_index"], row["sample_index"]): row for row in rows_of(output)}
+    assert samples
+    for key, found in samples.items():
+        *tokens, end = found
+        assert {event["event"] for event in tokens} <= {"token"}
+        assert end["event"] == "finish"
+        assert [event["token_id"] for event in tokens] == rows[key]["output_ids"]
+        assert "".join(event["text"] for event in found) == rows[key]["text"]
+        assert {event["id"] for event in found} == {rows[key]["id"]}
+        assert end["finish_reason"] == rows[key]["finish_reason"]
+        assert all(("logprob" in event) == (rows[key]["output_logprobs"] is not None) for event in tokens)
+
+
+@pytest.mark.field("stream")
+def test_a_file_of_events_and_stdout(model: Path, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", streaming_rows(24))
+    command = ["run", source, "--model", model, "--dtype", "float32"]
+    run([*command, "-o", "a.parquet", "--events", "events.jsonl"], tmp_path)
+    events = lines((tmp_path / "events.jsonl").read_text())
+    check(events, tmp_path / "a.parquet")
+    said = run([*command, "-o", "b.parquet", "--events", "-"], tmp_path).stdout
+    assert lines(said) == events
+    before = (tmp_path / "events.jsonl").stat().st_mtime_ns
+    run([*command, "-o", "a.parquet", "--events", "events.jsonl"], tmp_path)
+    assert (tmp_path / "events.jsonl").stat().st_mtime_ns == before, "a finished job does nothing"
+    run([*command, "-o", "c.parquet"], tmp_path, expect=0)
+    errors = [row["error"] for row in rows_of(tmp_path / "c.parquet") if row["error"] is not None]
+    assert {error["param"] for error in errors} == {"stream"}
+    assert len(errors) == sum(row["stream"] for row in streaming_rows(24))
+
+
+@pytest.mark.field("stream")
+def test_a_job_taken_up_again_goes_on_with_its_events(model: Path, tmp_path: Path) -> None:
+    rows = [{**row, "max_new_tokens": 60, "ignore_eos": True, "n": 1} for row in streaming_rows(120)]
+    source = write_lines(tmp_path / "in.jsonl", rows)
+    command = ["run", source, "--model", model, "--dtype", "float32", "-o", "out.parquet", "--events", "events.jsonl"]
+    job = start([*command, "--max-num-seqs", "8", "--commit-every", "10"], tmp_path)
+    parts = tmp_path / "out.parquet.work" / "parts"
+    job.wait_for(lambda: parts.is_dir() and len(list(parts.glob("part-*"))) >= 2)
+    assert job.kill_after(0)
+    with (tmp_path / "events.jsonl").open("ab") as file:
+        file.write(b'{"event":"token","id":"cut o')
+    run(command, tmp_path)
+    last: dict[Any, list[dict[str, Any]]] = {}
+    for event in lines((tmp_path / "events.jsonl").read_text()):
+        key = event["row_index"], event["sample_index"]
+        if event["event"] == "token" and event["position"] == 0:
+            last[key] = []  # a row computed again says everything again
+        last.setdefault(key, []).append(event)
+    assert len(last) == sum(row["stream"] for row in rows)
+    check([event for found in last.values() for event in found], tmp_path / "out.parquet")
+
+
+def test_events_never_go_over_the_jobs_files(model: Path, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [{"text": "x", "max_new_tokens": 1}])
+    before = source.read_bytes()
+    command = ["run", source, "--model", model, "-o", "out.parquet", "--events"]
+    for name in ("in.jsonl", "out.parquet", "./in.jsonl"):
+        assert "give another name" in run([*command, name], tmp_path, expect=2).stderr
+    assert source.read_bytes() == before
+    assert "cannot write the events" in run([*command, "no/such/folder"], tmp_path, expect=5).stderr
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(b"", b""), (b"a\nb\n", b"a\nb\n"), (b"a\nb", b"a\n"), (b"cut", b""), (b"x\n" + b"y" * 200_000, b"x\n")],
+)
+def test_a_line_cut_off_is_dropped(tmp_path: Path, before: bytes, after: bytes) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(before)
+    event = StreamEvent(0, 0, 0, "é", position=0, token_id=5)
+    with open_events(str(path), go_on=True) as writer:
+        writer.listener(lambda row: f"row-{row}")([event])
+    data = path.read_bytes()
+    assert data.startswith(after)
+    assert json.loads(data[len(after) :]) == {
+        "event": "token", "id": "row-0", "row_index": 0, "prompt_index": 0, "sample_index": 0, "position": 0,
+        "token_id": 5, "text": "é",
+    }  # fmt: skip
+    with open_events(str(path), go_on=False):
+        pass
+    assert path.read_bytes() == b""
