@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchgen.cli.reference import reference
-from batchgen.demo import model_path
+from batchgen.demo import adapter_path, model_path
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -53,6 +53,15 @@ def test_the_example_rows_run(tmp_path: Path) -> None:
     table = pq.read_table(tmp_path / "rows.out.parquet")
     assert table["status"].to_pylist() == ["ok"] * 6
     assert table["id"].to_pylist() == ["sum", "story", "story", "story", "story", "b-1"]
+
+
+def test_the_adapter_commands_run(tmp_path: Path) -> None:
+    script = fenced("<!-- adapter -->").replace("batchgen/demo/adapter", str(adapter_path()))
+    script = re.sub(r"^batchgen ", f"{sys.executable} -m batchgen ", script, flags=re.MULTILINE)
+    done = subprocess.run(["bash", "-ec", script], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert pq.read_table(tmp_path / "framed.parquet")["text"].to_pylist() == ['{"answer": "7+5=12, 1+2+1=4: 42"}']
+    assert "42" in done.stdout
 
 
 def test_the_python_example_runs(capsys: pytest.CaptureFixture[str]) -> None:

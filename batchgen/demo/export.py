@@ -14,7 +14,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from batchgen.demo.network import Network, Shape
 from batchgen.demo.tokenizer import BOS, CONTEXT, END, EOS, PAD, SPECIALS
 
-_BLOCK_NAMES = {
+BLOCK_NAMES = {
     "attention_norm": "input_layernorm",
     "feed_forward_norm": "post_attention_layernorm",
     "query": "self_attn.q_proj",
@@ -54,7 +54,7 @@ def llama_weights(network: Network) -> dict[str, Tensor]:
     """The network's parameters in bfloat16 under Llama's names."""
     weights = {"model.embed_tokens.weight": network.embedding, "model.norm.weight": network.norm}
     for index, block in enumerate(network.blocks):
-        for ours, theirs in _BLOCK_NAMES.items():
+        for ours, theirs in BLOCK_NAMES.items():
             weights[f"model.layers.{index}.{theirs}.weight"] = block.get_parameter(ours)
     return {name: weight.detach().bfloat16() for name, weight in weights.items()}
 
@@ -66,7 +66,7 @@ def load_weights(network: Network, folder: Path) -> None:
         network.embedding.copy_(stored["model.embed_tokens.weight"])
         network.norm.copy_(stored["model.norm.weight"])
         for index, block in enumerate(network.blocks):
-            for ours, theirs in _BLOCK_NAMES.items():
+            for ours, theirs in BLOCK_NAMES.items():
                 block.get_parameter(ours).copy_(stored[f"model.layers.{index}.{theirs}.weight"])
 
 

@@ -1,0 +1,72 @@
+"""The packaged adapter: small, readable by peft, visible in what the model answers; its script, for a few steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from batchgen.demo import adapter_path, model_path
+from batchgen.demo.evaluate import prompt_ids
+from batchgen.demo.tasks import TASKS, Example, draw
+from batchgen.demo.train_adapter import framed, main
+from batchgen.engine.engine import Engine
+
+LARGEST = 500_000
+EXAMPLES = [draw("heldout", 5, index, task) for task in TASKS for index in range(6)]
+
+
+def test_the_folder_is_small() -> None:
+    assert sum(path.stat().st_size for path in adapter_path().iterdir()) <= LARGEST
+
+
+def row(example: Example, lora: str | None) -> dict[str, Any]:
+    prompt = {"messages": example.messages()} if example.chat else {"text": example.content.raw}
+    return {**prompt, "lora_path": lora, "temperature": 0, "max_new_tokens": 96}
+
+
+@pytest.mark.field("lora_path")
+def test_answers_come_in_their_frame_beside_answers_without() -> None:
+    engine = Engine(str(model_path()), lora={"framed": str(adapter_path())})
+    rows = [row(example, lora) for example in EXAMPLES for lora in ("framed", None)]
+    texts = [str(c.text).strip() for c in engine.generate(rows, ordered=True)]
+    in_frame, plain = texts[::2], texts[1::2]
+    answers = [example.content.answer for example in EXAMPLES]
+    assert sum(text == framed(a) for text, a in zip(in_frame, answers, strict=True)) >= 0.8 * len(answers)
+    assert sum(text.startswith('{"answer": "') and text.endswith('"}') for text in in_frame) >= 0.9 * len(answers)
+    assert sum(text == a for text, a in zip(plain, answers, strict=True)) >= 0.85 * len(answers)
+    assert not any(text.startswith('{"answer"') for text in plain)
+
+
+def test_peft_says_the_same() -> None:
+    base = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, adapter_path()).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model_path())
+    example = next(example for example in EXAMPLES if example.chat)
+    ids = torch.tensor([prompt_ids(tokenizer, example)])
+    with torch.inference_mode():
+        out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=96, do_sample=False)
+    expected = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+    engine = Engine(str(model_path()), dtype="float32", lora={"framed": str(adapter_path())})
+    (result,) = engine.generate([row(example, "framed")])
+    assert result.text == expected
+
+
+def test_a_frame_is_json() -> None:
+    for answer in ("42", '{"a": "b"}', "naïve \\ \n"):
+        assert json.loads(framed(answer)) == {"answer": answer}
+
+
+def test_the_script_writes_the_same_adapter_again(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        main(["--out", str(tmp_path / name), "--steps", "2"])
+    files = [{f.name: f.read_bytes() for f in sorted((tmp_path / name).iterdir())} for name in ("a", "b")]
+    assert files[0] == files[1]
+    assert set(files[0]) == {f.name for f in adapter_path().iterdir()}
+    assert (tmp_path / "a" / "adapter_config.json").read_text() == (adapter_path() / "adapter_config.json").read_text()
+    assert Engine(str(model_path()), lora={"a": str(tmp_path / "a")}).model.spec.adapters["a"]
