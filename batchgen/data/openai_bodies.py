@@ -6,6 +6,7 @@ one and said in the README.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -225,15 +226,17 @@ def _text_offsets(text: str, pieces: Sequence[TokenPiece]) -> list[int]:
     A token in the middle of a character begins where that character does. Special tokens take room only where the text
     shows them, and a space that the decoder dropped at the start takes none.
     """
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
     offsets, at = [], 0
     for piece in pieces:
-        shown = piece.text
-        inside = bool(piece.data) and piece.data[0] & 0xC0 == 0x80
-        offsets.append(min(len(text), max(0, at - inside)))
-        if shown is not None and not text.startswith(shown, at):
-            if piece.special:
-                continue
-            at += len(shown) - (at == 0 and shown.startswith(" "))
-        else:
-            at += sum(byte & 0xC0 != 0x80 for byte in piece.data)
+        if piece.data[:1] and piece.data[0] & 0xC0 != 0x80:
+            at += len(decoder.decode(b"", final=True))  # an unfinished character ends here
+        offsets.append(min(len(text), at))
+        if piece.special:
+            shown = piece.data.decode()
+            at += len(shown) if text.startswith(shown, at) else 0
+            continue
+        shown = decoder.decode(piece.data)
+        dropped = at == 0 and shown.startswith(" ") and not text.startswith(" ")
+        at += len(shown) - dropped
     return offsets

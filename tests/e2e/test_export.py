@@ -33,6 +33,10 @@ def openai_lines() -> list[bytes | dict[str, Any]]:
         line("text logprobs", COMPLETIONS, **hot, logprobs=2, n=3),
         line("text alone", COMPLETIONS, **hot, logprobs=0),
         line("several", COMPLETIONS, **hot | {"prompt": ["The quick", "naïve café"]}, n=2, logprobs=1),
+        line("echo", COMPLETIONS, **hot, echo=True),
+        line("echo logprobs", COMPLETIONS, **hot, echo=True, logprobs=2, n=2),
+        line("echo of ids", COMPLETIONS, **hot | {"prompt": [40, 300, 41, 7]}, echo=True, logprobs=0),
+        line("best", COMPLETIONS, **hot, best_of=4, n=2, logprobs=1),
         line("chat", CHAT, **hot),
         line("chat logprobs", CHAT, **hot, logprobs=True, top_logprobs=3, n=2),
         line("chat alone", CHAT, **hot, logprobs=True),
@@ -94,7 +98,8 @@ def test_every_body_is_the_packages_type_and_says_what_the_row_says(done: Path) 
             assert choice.finish_reason == row["finish_reason"]
             assert (choice.logprobs is None) == (row["output_logprobs"] is None)
         assert found.usage is not None
-        assert found.usage.completion_tokens == sum(row["completion_tokens"] for row in rows[name])
+        dropped = rows[name][0]["dropped_tokens"] or 0
+        assert found.usage.completion_tokens == dropped + sum(row["completion_tokens"] for row in rows[name])
         assert found.usage.total_tokens == found.usage.prompt_tokens + found.usage.completion_tokens
 
 
@@ -132,6 +137,39 @@ def test_logprobs(done: Path) -> None:
         assert [top.logprob for token in content for top in token.top_logprobs] == row["output_top_logprobs"]
         joined = b"".join(bytes(token.bytes or ()) for token in content).decode("utf-8", "replace")
         assert joined.startswith(row["text"].rstrip("\ufffd"))
+
+
+@pytest.mark.field("echo", "best_of", "logprobs", "top_logprobs")
+def test_echoes_and_the_best_of_several(done: Path) -> None:
+    """The echoed text is what its tokens say, each where `text_offset` says; dropped samples count as generated."""
+    output = lines_of(done / "out.openai.jsonl")
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for row in rows_of(done / "out.parquet"):
+        rows.setdefault(row["id"], []).append(row)
+    bare = parsed(output["echo"])
+    assert isinstance(bare, Completion)
+    assert bare.choices[0].text.startswith("Zażółć 東京")
+    assert bare.choices[0].logprobs is None
+    for name in ("echo logprobs", "echo of ids"):
+        found = parsed(output[name])
+        assert isinstance(found, Completion)
+        for choice, row in zip(found.choices, rows[name], strict=True):
+            logprobs = choice.logprobs
+            assert logprobs is not None
+            assert logprobs.tokens is not None
+            assert logprobs.text_offset is not None
+            assert len(logprobs.tokens) == row["prompt_tokens"] + row["completion_tokens"]
+            expected = [0.0, *row["input_logprobs"][1:], *row["output_logprobs"]]
+            assert logprobs.token_logprobs == expected
+            assert (logprobs.top_logprobs is None) == (name == "echo of ids")
+            for token, at in zip(logprobs.tokens, logprobs.text_offset, strict=True):
+                special = token in ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
+                assert special or token.startswith("bytes:") or choice.text.startswith(token, at)
+    best = parsed(output["best"])
+    assert best.usage is not None
+    kept = sum(row["completion_tokens"] for row in rows["best"])
+    assert best.usage.completion_tokens == kept + rows["best"][0]["dropped_tokens"] > kept
+    assert [choice.index for choice in best.choices] == [0, 1]
 
 
 def test_errors(done: Path) -> None:
