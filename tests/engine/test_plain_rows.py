@@ -1,0 +1,104 @@
+"""What rows that use no special field pay for those that could: counted, call by call, in steps of plain rows only."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import batchgen
+from batchgen import Engine
+from batchgen.engine.loop import Loop
+from tests.engine.reference import save_word_tokenizer
+from tests.models.tiny import VOCAB, save_tiny
+
+ROOT = str(Path(batchgen.__file__).parent) + "/"
+FEW, MANY = 16, 48
+FIRST, LAST = 12, 32
+"""Steps that are counted: all rows decode, none begins or ends."""
+
+PLAIN = (
+    "engine/batch.py", "engine/loop.py", "engine/sampler.py", "engine/sequence.py", "kernels/activation.py",
+    "kernels/attention.py", "kernels/attention_plan.py", "kernels/linear.py", "kernels/noise.py", "kernels/norm.py",
+    "kernels/rope.py", "kernels/sampling.py", "kernels/top.py", "models/native.py", "text/stops.py",
+)  # fmt: skip
+"""Modules that a plain step runs, besides those of `plan/`."""
+
+ROW_CALLS = 15.2
+"""Calls of our functions for each row of a step at commit a0a717c, before there was any special field."""
+STEP_CALLS = {"greedy": 177.0, "drawn": 227.0}
+"""Those that do not depend on the number of rows, at the same commit."""
+FLAGS = 8
+"""How many flags a step may ask instead."""
+LAYERS, LAYER_CALLS = 3, 4
+"""Each of a layer's four products asks whether there is an adapter."""
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    folder = save_tiny("llama", tmp_path_factory.mktemp("plain"), num_hidden_layers=LAYERS)
+    save_word_tokenizer(folder, VOCAB)
+    return Engine(str(folder), dtype="float32")
+
+
+def count(engine: Engine, rows: int, temperature: float) -> Counter[tuple[str, str]]:
+    """(file, function) -> calls of our functions a step."""
+    calls: Counter[tuple[str, str]] = Counter()
+    step = 0
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(ROOT):
+            calls[frame.f_code.co_filename.removeprefix(ROOT), frame.f_code.co_name] += 1
+
+    def between_steps() -> bool:
+        nonlocal step
+        step += 1
+        if step in (FIRST, LAST):
+            sys.setprofile(profile if step == FIRST else None)
+        return False
+
+    plain: dict[str, Any] = {"temperature": temperature, "max_new_tokens": LAST + 10, "ignore_eos": True}
+    asked = [{"id": str(i), "input_ids": [3 + i, 7, 9 + i % 3], **plain} for i in range(rows)]
+    run: Callable[..., Any] = Loop.run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loop, "run", lambda self, stop=None: run(self, between_steps))
+        assert len(list(engine.generate(asked))) == rows
+    assert step > LAST
+    return Counter({key: calls[key] / (LAST - FIRST) for key in calls})  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("kind", ["greedy", "drawn"])
+def test_plain_steps_call_nothing_for_special_fields(engine: Engine, kind: str) -> None:
+    few = count(engine, FEW, 0.0 if kind == "greedy" else 1.0)
+    many = count(engine, MANY, 0.0 if kind == "greedy" else 1.0)
+    special = {key for key in few.keys() | many.keys() if not key[0].startswith("plan/") and key[0] not in PLAIN}
+    assert all(name == "__bool__" for _, name in special), "only whether there is such a row may be asked"
+    assert sum(many[key] for key in special) <= FLAGS
+    per_row = (sum(many.values()) - sum(few.values())) / (MANY - FEW)
+    assert per_row <= ROW_CALLS
+    assert sum(few.values()) - FEW * per_row <= STEP_CALLS[kind] + FLAGS + LAYERS * LAYER_CALLS
+
+
+@pytest.mark.parametrize(
+    ("special", "file"),
+    [({"frequency_penalty": 1}, "kernels/shaping.py"), ({"return_logprob": True}, "kernels/logprobs.py")],
+)
+def test_a_special_row_is_noticed(engine: Engine, special: dict[str, Any], file: str) -> None:
+    """The count sees what it is to see."""
+    plain: dict[str, Any] = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True, "input_ids": [5, 6]}
+    seen: set[str] = set()
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        seen.add(frame.f_code.co_filename.removeprefix(ROOT))
+
+    for row in (plain, plain | special):
+        seen.clear()
+        sys.setprofile(profile)
+        list(engine.generate([row]))
+        sys.setprofile(None)
+        assert (file in seen) == (row is not plain)
