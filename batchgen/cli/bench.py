@@ -41,7 +41,8 @@ def bench(
             metavar="PEERS",
             show_default=False,
             help="auto (those that this Python can import), none, or names, each with the Python that runs it. "
-            "Known: transformers. Default: auto. Example: --peers transformers=/opt/hf/bin/python",
+            "Known: transformers, and baseline=FOLDER, another checkout of batchgen. Default: auto. "
+            "Example: --peers transformers=/opt/hf/bin/python",
         ),
     ] = "auto",
     repeat: Annotated[

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import json
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 
+import batchgen
 from batchgen.cli.app import run_command
 from batchgen.errors import UsageError
 from batchgen.job.bench.figures import Context, Measured, Spread, ratios, workload_figures
@@ -408,6 +410,21 @@ def test_engine_process_reports_what_the_engine_says(tmp_path: Path, folder: Pat
         with pytest.raises(EngineFailed, match="batchgen failed at generate: RuntimeError: row 0"):
             engine.generate([BenchRow([99], 1)], {})
         assert len(engine.generate([BenchRow([9], 1)], {}).outputs[0]) == 1, "it lives on"
+
+
+def test_another_checkout_is_a_peer(tmp_path: Path, folder: Path) -> None:
+    """Its own modules run, in a process of their own, under this version's driver."""
+    root = tmp_path / "older"
+    shutil.copytree(Path(batchgen.__file__).parent, root / "batchgen", ignore=shutil.ignore_patterns("__pycache__"))
+    init = root / "batchgen" / "__init__.py"
+    init.write_text(init.read_text().replace(f'"{batchgen.__version__}"', '"0.0.9"'))
+    (source,) = parse_peers(f"baseline={root}")
+    with EngineProcess(source, LoadSpec(str(folder), "float32", "cpu", 1)) as engine:
+        assert (engine.name, engine.version) == ("baseline", "0.0.9")
+        assert len(engine.generate([BenchRow([9], 2)], {}).outputs[0]) == 2
+    for wrong in ("baseline", f"baseline={tmp_path}"):
+        with pytest.raises(UsageError, match="baseline=FOLDER"):
+            parse_peers(wrong)
 
 
 def test_command_line_errors(capsys: pytest.CaptureFixture[str]) -> None:

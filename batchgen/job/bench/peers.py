@@ -9,11 +9,13 @@ from pathlib import Path
 
 from batchgen.errors import UsageError
 
-__all__ = ["OURS", "PEERS", "REFERENCE", "EngineSource", "parse_peers"]
+__all__ = ["BASELINE", "OURS", "PEERS", "REFERENCE", "EngineSource", "parse_peers"]
 
 OURS = "batchgen"
 REFERENCE = "transformers"
 """What every engine's greedy ids are held against, in float32 and one row at a time."""
+BASELINE = "baseline"
+"""Another checkout of batchgen, as it stands in a folder."""
 
 PEERS = {"transformers": "transformers"}
 """Peer -> the module whose presence says that it can run. Each has an `engines/engine_NAME.py`."""
@@ -25,10 +27,17 @@ class EngineSource:
 
     name: str
     python: str = sys.executable
+    root: str | None = None
+    """Where `batchgen` is imported from; None for engines that are installed."""
+
+    @property
+    def script(self) -> str:
+        """The file under `engines/` that drives it, without its suffix."""
+        return f"engine_{OURS if self.name == BASELINE else self.name}"
 
 
 def parse_peers(text: str) -> list[EngineSource]:
-    """The peers of `--peers auto|none|NAME[=PYTHON],...`.
+    """The peers of `--peers auto|none|NAME[=PYTHON],...`, where `baseline=FOLDER` is another checkout of batchgen.
 
     Raises:
         UsageError: a name is unknown or given twice, or its interpreter cannot import it.
@@ -40,15 +49,25 @@ def parse_peers(text: str) -> list[EngineSource]:
     peers: list[EngineSource] = []
     for item in text.split(","):
         name, given, python = item.strip().partition("=")
-        if name not in PEERS:
-            raise UsageError(f"--peers: unknown peer {name!r}; known: {', '.join(PEERS)} (or auto, none)")
+        if name not in (*PEERS, BASELINE):
+            raise UsageError(f"--peers: unknown peer {name!r}; known: {', '.join(PEERS)}, {BASELINE} (or auto, none)")
         if any(peer.name == name for peer in peers):
             raise UsageError(f"--peers: {name} is named twice")
+        if name == BASELINE:
+            peers.append(_baseline(python))
+            continue
         source = EngineSource(name, str(Path(python).expanduser())) if given else EngineSource(name)
         if not _can_import(source):
             raise UsageError(f"--peers: {source.python} cannot import {PEERS[name]}; give --peers {name}=PYTHON")
         peers.append(source)
     return peers
+
+
+def _baseline(folder: str) -> EngineSource:
+    root = Path(folder).expanduser().resolve()
+    if not folder or not (root / OURS / "__init__.py").is_file():
+        raise UsageError(f"--peers: {BASELINE} takes a checkout of batchgen, {BASELINE}=FOLDER, got {folder!r}")
+    return EngineSource(BASELINE, root=str(root))
 
 
 def _can_import(source: EngineSource) -> bool:

@@ -90,12 +90,12 @@ class EngineProcess:
         self.name = source.name
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  # closed by close
         env = {**os.environ, "OMP_NUM_THREADS": str(spec.threads), "PYTHONSAFEPATH": ""}
-        if source.name == OURS:
-            root = str(Path(batchgen.__file__).parents[1])
+        root = str(Path(batchgen.__file__).parents[1]) if source.name == OURS else source.root
+        if root is not None:
             env["PYTHONPATH"] = os.pathsep.join(p for p in (root, env.get("PYTHONPATH")) if p)
         try:
             self._process = subprocess.Popen(
-                [source.python, str(_WORKER), source.name],
+                [source.python, str(_WORKER), source.script],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, encoding="utf-8", env=env,
             )  # fmt: skip
         except OSError as error:

@@ -1,7 +1,7 @@
 """The process around one engine: JSON requests on stdin, one JSON reply each on stdout.
 
-Run as a script under the engine's own interpreter, which need not have batchgen: `python worker.py transformers`. The
-engine stands in `engine_NAME.py` beside this file and defines
+Run as a script under the engine's own interpreter, which need not have batchgen: `python worker.py
+engine_transformers`. The engine stands in a script of that name beside this file, which defines
 
     load(request) -> object with
         version: str
@@ -30,7 +30,7 @@ def serve(name: str, requests: TextIO, replies: TextIO) -> None:
         request = json.loads(line)
         try:
             if request["op"] == "load":
-                engine = runpy.run_path(str(Path(__file__).with_name(f"engine_{name}.py")))["load"](request)
+                engine = runpy.run_path(str(Path(__file__).with_name(f"{name}.py")))["load"](request)
                 reply = {"version": engine.version, **engine.describe()}
             else:
                 reply = _timed(engine, request["rows"], request["setting"])
