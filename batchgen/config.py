@@ -63,6 +63,8 @@ class EngineConfig:
     seed: int = 0
     """Run seed, int64."""
     dedup: bool = True
+    hidden_states_dtype: Literal["auto", "float32"] = "auto"
+    """auto: hidden states are the model's own values, means rounded to its format; float32: means are not rounded."""
     stop_on_repeat: int | None = None
     """Tokens: a sample ends when its last so many are one block of at most a quarter of them, over and over."""
     repetition_penalty_scope: Literal["output", "prompt+output"] = "output"
@@ -121,6 +123,8 @@ class RunConfig:
     commit_seconds: float = 30.0
     max_time: float | None = None
     """Seconds."""
+    max_output_bytes: int | None = None
+    """Of results and hidden states together."""
     progress: Literal["auto", "bar", "plain", "json", "none"] = "auto"
     events: str | None = None
     """Path, or "-" for stdout."""

@@ -504,8 +504,21 @@ OPTIONS: tuple[Option, ...] = (
     _flag("include_prompt", OUTPUT, "Write each prompt's text. Example: --include-prompt"),
     _flag("include_prompt_ids", OUTPUT, "Write each prompt's token ids. Example: --include-prompt-ids"),
     Option("report", PATH, None, OUTPUT, "Write the run's figures as JSON; - is stdout. Example: --report run.json"),
-    Option("max_output_bytes", SIZE, None, OUTPUT, "Example: --max-output-bytes 10GB", built=False),
-    _choice("hidden_states_dtype", "auto|float32", OUTPUT, "Example: --hidden-states-dtype float32", built=False),
+    Option(
+        "max_output_bytes",
+        SIZE,
+        None,
+        OUTPUT,
+        "Refuse to start, or stop, where results and hidden states would exceed this. Example: --max-output-bytes 10GB",
+    ),
+    _choice(
+        "hidden_states_dtype",
+        "auto|float32",
+        OUTPUT,
+        "Hidden states in the model's number format, or float32, which leaves means unrounded. "
+        "Example: --hidden-states-dtype float32",
+        target="engine",
+    ),
 )
 
 BY_NAME = {option.name: option for option in OPTIONS}

@@ -12,7 +12,15 @@ from batchgen.checks import show
 from batchgen.errors import ErrorCode, RowError
 from batchgen.patterns import compile_pattern
 
-__all__ = ["GREEDY_TEMPERATURE", "MAX_STOPS", "Constraint", "ConstraintKind", "HiddenStates", "SamplingParams"]
+__all__ = [
+    "GREEDY_TEMPERATURE",
+    "MAX_STOPS",
+    "Constraint",
+    "ConstraintKind",
+    "HiddenStates",
+    "SamplingParams",
+    "StateLimits",
+]
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy and draw no noise."""
@@ -21,6 +29,8 @@ MAX_STOPS = 32
 """Most stop strings a row may name."""
 
 _INT64_MAX = 2**63 - 1
+_MOST_NUMBERS = 2**31 - 1
+"""That a list of one output row holds."""
 
 ConstraintKind = Literal["json_schema", "regex", "ebnf", "structural_tag", "choice"]
 CONSTRAINT_KINDS: tuple[ConstraintKind, ...] = ("json_schema", "regex", "ebnf", "structural_tag", "choice")
@@ -60,6 +70,48 @@ class HiddenStates:
             raise _invalid("return_hidden_states", f"has no tokens {self.tokens!r}; prompt, output, all or last")
         if self.pool not in ("none", "last", "mean"):
             raise _invalid("return_hidden_states", f"has no pool {self.pool!r}; none, last or mean")
+
+
+@dataclass(frozen=True, slots=True)
+class StateLimits:
+    """What a model can give of its inner values."""
+
+    layers: int | None = None
+    """The last layer with states; None where the model shows none."""
+    hidden_size: int = 0
+    experts: bool = False
+    """Whether it is a mixture of experts whose choices can be read."""
+
+    def check(self, params: SamplingParams, tokens: int) -> None:
+        """Hold a row to the model.
+
+        Args:
+            params: the row's.
+            tokens: most that prompt and completion have together.
+
+        Raises:
+            RowError: `unsupported_field` or `invalid_field`.
+        """
+        states = params.return_hidden_states
+        if states is not None:
+            self._check_states(states, tokens)
+        if params.return_routed_experts and not self.experts:
+            problem = "needs a mixture of experts whose choices can be read, which this model is not; remove it"
+            raise RowError(ErrorCode.UNSUPPORTED_FIELD, f"`return_routed_experts` {problem}", "return_routed_experts")
+
+    def _check_states(self, states: HiddenStates, tokens: int) -> None:
+        name = "return_hidden_states"
+        if self.layers is None:
+            problem = "is not supported for this model, whose blocks cannot be told apart; remove it"
+            raise RowError(ErrorCode.UNSUPPORTED_FIELD, f"`{name}` {problem}", name)
+        if max(states.layers) > self.layers:
+            raise _invalid(
+                name,
+                f"names layer {max(states.layers)}; the model has 0 (embeddings) to {self.layers}, and -1 (after the "
+                "final norm)",
+            )
+        if states.pool == "none" and tokens * self.hidden_size > _MOST_NUMBERS:
+            raise _invalid(name, f"may hold more than {_MOST_NUMBERS} numbers a layer; pool them or shorten the row")
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +278,9 @@ class SamplingParams:
             raise _invalid("choice", "must not be empty")
 
     def _check_returned(self) -> None:
+        states = self.return_hidden_states
+        if states is not None and states.tokens == "output" and states.pool != "none" and self.max_new_tokens == 0:
+            raise _invalid("return_hidden_states", "pools the output, and with max_new_tokens 0 there is none")
         _check_int("top_logprobs_num", self.top_logprobs_num, 0, 1 << 20)
         _check_int("logprob_start_len", self.logprob_start_len, -1, 1 << 31)
         for token in self.token_ids_logprob:

@@ -222,9 +222,6 @@ UNSUPPORTED: list[tuple[str, Any]] = [
     ("choice", ["a", "b"]),
     ("response_format", {"type": "json_object"}),
     ("response_format", {"type": "json_schema", "json_schema": {"schema": {}}}),
-    ("return_hidden_states", True),
-    ("return_hidden_states", {"layers": [-1], "tokens": "last", "pool": "mean"}),
-    ("return_routed_experts", True),
 ]
 
 

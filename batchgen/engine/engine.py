@@ -18,6 +18,7 @@ from batchgen.engine.intake import Intake
 from batchgen.engine.loop import Loop
 from batchgen.engine.memory import pool_pages
 from batchgen.engine.planning import Workload, plan_workload
+from batchgen.engine.states import state_keeper
 from batchgen.engine.streaming import Emit
 from batchgen.kernels.backend import attention_factory, attention_name
 from batchgen.kernels.types import KVPool
@@ -130,7 +131,9 @@ class Engine:
             processors=frozenset(self.processors),
             events=on_event is not None,
         )
-        encoder = Encoder(self.tokenizer, spec.vocab_size, spec.context_length, run_seed=self.config.seed)
+        encoder = Encoder(
+            self.tokenizer, spec.vocab_size, spec.context_length, run_seed=self.config.seed, limits=spec.state_limits
+        )
         ids: dict[int, str] = {}
         failed: list[Completion] = []
         values = ((i, {"text": row} if isinstance(row, str) else row) for i, row in enumerate(rows))
@@ -200,6 +203,7 @@ class Engine:
             logprobs_mode=config.logprobs_mode,
             repetition_scope=config.repetition_penalty_scope,
             emit=emit,
+            states=state_keeper(workload, spec, exact=config.hidden_states_dtype == "float32"),
         )
         self.last_run = Running(workload, scheduler, loop, pool)
         return self.last_run

@@ -17,6 +17,7 @@ from batchgen.engine.readout import LogprobsMode
 from batchgen.engine.sampler import Sampled, Sampler
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.shaping import RepetitionScope, Shapes
+from batchgen.engine.states import StateKeeper
 from batchgen.engine.streaming import Emit, Streams
 from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.kernels.backend import AttentionFactory
@@ -71,9 +72,11 @@ class Loop:
         logprobs_mode: LogprobsMode = "raw",
         repetition_scope: RepetitionScope = "output",
         emit: Emit | None = None,
+        states: StateKeeper | None = None,
     ) -> None:
         """`prompt_ids`: whether completions carry their prompt's ids. `repeat_span`: see `repetition.repeats`.
-        `processors`: those that rows may name. `emit` takes the events of rows with `stream`.
+        `processors`: those that rows may name. `emit` takes the events of rows with `stream`. `states`: for jobs whose
+        rows ask for hidden states or routed experts.
         """
         self._workload = workload
         self._scheduler = scheduler
@@ -87,6 +90,7 @@ class Loop:
         self._shapes = Shapes(tokenizer, model.spec.vocab_size, repetition_scope)
         self._token_text = lru_cache(1 << 16)(tokenizer.token_text)
         self.prompts = PromptLogprobs(workload, model.spec.vocab_size, self._token_text)
+        self._states = states
         self._streams = Streams(workload, tokenizer, emit)
         self._sequences: dict[int, Sequence] = {}
         self._prompt_only: set[int] = set()
@@ -123,20 +127,26 @@ class Loop:
             self._streams.start(start.sequence, sequence)
             if not sequence.request.max_new_tokens:
                 self._prompt_only.add(start.sequence)
+            if self._states is not None:
+                self._states.begin(start.sequence, sequence.request)
         self._copy_pages(plan.copies)
         device = self._model.spec.device
         workload = self._workload
         batch = build_batch(plan, workload.table, self._sequences, self._pool.page_size, device, workload.adapter)
+        taps = None if self._states is None else self._states.taps(plan)
         inputs = ModelInput(
             batch.input_ids,
             batch.positions,
             self._attention(self._pool, batch.attention),
+            taps,
             lora=batch.lora,
             embeds=batch.embeds,
         )
         hidden = self._model.hidden(inputs)  # [T, H]
         if self.prompts:
             self.prompts.score(plan, hidden, self._model.logits)
+        if self._states is not None and taps is not None:
+            self._states.keep(taps)
         if not plan.samples:
             return Sampled([])
         rows = batch.sample_rows
@@ -190,6 +200,8 @@ class Loop:
         index = sequence.request.index
         group = self._open[index]
         done = self._completion(sequence)
+        if self._states is not None:
+            done = self._with_states(number, done)
         if self._streams:
             self._streams.finish(number, done)
         group.finished.append((sequence.mean_logprob, done))
@@ -197,6 +209,8 @@ class Loop:
         if group.remaining:
             return
         del self._open[index]
+        if self._states is not None:
+            self._states.release(index)
         failed = next((c for _, c in group.finished if c.error is not None), None)
         params = sequence.request.params
         if failed is not None:
@@ -226,6 +240,16 @@ class Loop:
             return done
         text = surround(done.text, request.known_ids.tolist(), sequence.output_ids, params, self._tokenizer)
         return replace(done, text=text)
+
+    def _with_states(self, number: int, done: Completion) -> Completion:
+        """The finished sample with its hidden states and routed experts, as far as its row asks for them."""
+        assert self._states is not None
+        if done.error is not None:
+            self._states.drop(number)
+            return done
+        blocks, routed = self._states.finish(number)
+        # An array is a sequence of ints to its readers.
+        return replace(done, states=blocks, routed_experts=routed)  # type: ignore[arg-type]
 
     def _marked(self, index: int, samples: list[Completion]) -> list[Completion]:
         """A request generated itself although it has a leader (committed by an earlier run) says whose twin it is."""

@@ -21,12 +21,12 @@ from batchgen.engine.engine import step_limits
 from batchgen.engine.intake import Intake
 from batchgen.engine.planning import plan_workload
 from batchgen.errors import OutputError
+from batchgen.job.estimate import OutputEstimate, estimate_output
 from batchgen.job.identity import identify
-from batchgen.job.ingest import Ingested, ingest
+from batchgen.job.ingest import ingest
 from batchgen.job.setup import Setup, prepare
 from batchgen.job.show import printable
 from batchgen.kernels.types import KVPool
-from batchgen.params import SamplingParams
 from batchgen.plan.estimate import PlanCounts, plan_counts
 from batchgen.request import Completion, RequestTable
 from batchgen.units import format_size
@@ -34,10 +34,6 @@ from batchgen.units import format_size
 __all__ = ["CheckReport", "check_job"]
 
 _SHOWN_ERRORS = 20
-_ROW_BYTES = 160
-"""An output row without its lists and text, compressed, about."""
-_TOKEN_BYTES = 6
-"""A generated token's id and text, compressed, about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +57,8 @@ class CheckReport:
     page_waste: float
     estimated_seconds: float
     estimated_output_bytes: int
+    """Of results and hidden states together."""
+    estimated_hidden_states_bytes: int
     fingerprint: str
     first_prompt: str | None
     seconds: dict[str, float]
@@ -72,7 +70,7 @@ def check_job(config: RunConfig, as_json: bool = False) -> int:
     """Validate every row, plan the job and print what it would take. Returns the exit code.
 
     Raises:
-        BatchgenError: as `run_job` would before it generates.
+        BatchgenError: as `run_job` would before it generates; what was found is printed first where there is anything.
     """
     report = _examine(config)
     text = json.dumps(_plain(report), indent=2, ensure_ascii=False) + "\n"
@@ -82,6 +80,9 @@ def check_job(config: RunConfig, as_json: bool = False) -> int:
         sys.stdout.write("\n".join(_lines(report)) + "\n")
     if config.report is not None:
         _write(text, config.report)
+    OutputEstimate(
+        report.estimated_output_bytes - report.estimated_hidden_states_bytes, report.estimated_hidden_states_bytes
+    ).hold(config.max_output_bytes)
     return 3 if config.max_errors.exceeded(report.rows_error, report.rows) else 0
 
 
@@ -119,7 +120,8 @@ def _examine(config: RunConfig) -> CheckReport:
         page = config.engine.page_size
         counts = plan_counts(workload.tree, workload.samples, workload.draws, page, sequences)
         tokens = int((workload.samples.astype(np.int64) * table.max_new_tokens).sum())
-        output_bytes = _output_bytes(table, rows)
+        exact = config.engine.hidden_states_dtype == "float32"
+        output = estimate_output(table, rows.rows - rows.skipped, setup.spec, exact=exact)
         planned = time.monotonic()
     spec = setup.spec
     page_bytes = KVPool.page_bytes(list(spec.kv_layers), page, spec.dtype)
@@ -139,28 +141,14 @@ def _examine(config: RunConfig) -> CheckReport:
         kv_peak_bytes=counts.kv_peak_pages * page_bytes,
         page_waste=round(counts.page_waste, 4),
         estimated_seconds=round(_estimated_seconds(setup, counts), 1),
-        estimated_output_bytes=output_bytes,
+        estimated_output_bytes=output.total,
+        estimated_hidden_states_bytes=output.states,
         fingerprint=identity.run.fingerprint,
         first_prompt=None if rows.first_prompt is None else setup.decode_prompt(rows.first_prompt[1]),
         seconds={"reading": round(read - began, 3), "planning": round(planned - read, 3)},
         model={**setup.identity, "parameters": spec.parameters, "context_length": spec.context_length},
         configuration=config.describe(),
     )
-
-
-def _output_bytes(table: RequestTable, rows: Ingested) -> int:
-    """About the size of the output if every row runs to its limit."""
-    per_token = np.array(
-        [_TOKEN_BYTES + (_logprob_bytes(p) if p.return_logprob else 0) for p in table.params], np.int64
-    )
-    samples = np.array([p.n for p in table.params], np.int64)
-    ids = table.params_id
-    tokens = int((per_token[ids] * samples[ids] * table.max_new_tokens).sum()) if len(table) else 0
-    return tokens + _ROW_BYTES * (rows.rows - rows.skipped)
-
-
-def _logprob_bytes(params: SamplingParams) -> int:
-    return 4 + 8 * params.top_logprobs_num + 4 * len(params.token_ids_logprob)
 
 
 def _estimated_seconds(setup: Setup, counts: PlanCounts) -> float:
@@ -194,13 +182,18 @@ def _lines(report: CheckReport) -> list[str]:
         f"output tokens   at most {report.max_completion_tokens:,}",
         f"duplicate rows  {report.deduplicated_rows:,} greedy rows copy another's result",
         f"KV cache        {format_size(report.kv_peak_bytes)} at the peak (page waste {report.page_waste:.1%})",
-        f"output file     about {format_size(report.estimated_output_bytes)}",
+        f"output          about {format_size(report.estimated_output_bytes)}{_states(report)}",
         f"time            at least {report.estimated_seconds:,.1f} s of arithmetic if every row runs to its limit",
     ]
     if report.first_prompt is not None:
         lines.append("first prompt, as the model sees it:")
         lines += [f"  | {printable(line)}" for line in report.first_prompt.split("\n")]
     return lines
+
+
+def _states(report: CheckReport) -> str:
+    size = report.estimated_hidden_states_bytes
+    return f", of it hidden states {format_size(size)}" if size else ""
 
 
 def _plain(report: CheckReport) -> dict[str, Any]:

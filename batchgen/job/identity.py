@@ -17,7 +17,15 @@ from batchgen.processors import load_processors
 
 __all__ = ["JobIdentity", "identify"]
 
-_ENGINE_FIELDS = ("max_model_len", "seed", "dedup", "stop_on_repeat", "repetition_penalty_scope", "logprobs_mode")
+_ENGINE_FIELDS = (
+    "max_model_len",
+    "seed",
+    "dedup",
+    "hidden_states_dtype",
+    "stop_on_repeat",
+    "repetition_penalty_scope",
+    "logprobs_mode",
+)
 _RUN_FIELDS = (
     "sampling_defaults",
     "prompt_column",
@@ -81,7 +89,6 @@ def identify(config: RunConfig, inputs: InputSet, model: Mapping[str, Any], samp
         "sampling_defaults": dict(sampling),
         "logprobs_mode": config.engine.logprobs_mode,
         "logit_processors": processors,
-        "layer_ids": None,
         "inputs": [{"path": f.path, "size": f.size, "sha256": f.sha256} for f in inputs.files],
         "shard": shard,
         "fingerprint": digest,

@@ -24,7 +24,8 @@ from batchgen.data.work import WorkFolder, open_work, output_paths
 from batchgen.embeds import EmbedsStore
 from batchgen.engine.engine import Engine, Running
 from batchgen.engine.intake import Intake
-from batchgen.errors import TooManyErrors
+from batchgen.errors import TooManyErrors, UsageError
+from batchgen.job.estimate import estimate_output
 from batchgen.job.events import EventWriter, open_events
 from batchgen.job.identity import JobIdentity, identify
 from batchgen.job.ingest import Ingested, ingest
@@ -32,7 +33,7 @@ from batchgen.job.progress import Phase, Progress, ProgressState, make_progress
 from batchgen.job.setup import Setup, prepare
 from batchgen.job.signals import StopRequest, handle_signals
 from batchgen.job.summary import RunSummary
-from batchgen.models.base import Model
+from batchgen.models.base import Model, ModelSpec
 from batchgen.request import Completion, RequestTable
 
 __all__ = ["run_job"]
@@ -75,20 +76,33 @@ class _Job:
         with work, ThreadPoolExecutor(1, thread_name_prefix="load") as loader:
             # The weights are read while the rows are tokenised.
             model = loader.submit(setup.load_model)
-            return self._fill(work, inputs, identity, setup, model)
+            committed = Committed.read(work, retry_errors=self.config.retry_errors)
+            try:
+                return self._fill(work, committed, inputs, identity, setup, model)
+            except UsageError:
+                if not len(committed):
+                    work.remove()  # refused before a token was computed: a corrected command finds no other work
+                raise
 
     def _fill(
-        self, work: WorkFolder, inputs: InputSet, identity: JobIdentity, setup: Setup, model: Future[Model]
+        self,
+        work: WorkFolder,
+        committed: Committed,
+        inputs: InputSet,
+        identity: JobIdentity,
+        setup: Setup,
+        model: Future[Model],
     ) -> RunSummary:
         """Commit what is missing, then gather everything into the output."""
-        committed = Committed.read(work, retry_errors=self.config.retry_errors)
+        config = self.config
         with (
             self._events(len(committed) > 0) as events,
-            PartWriter(work, self.config.commit_every, self.config.commit_seconds) as writer,
+            PartWriter(work, config.commit_every, config.commit_seconds, max_bytes=config.max_output_bytes) as writer,
         ):
             self.stop.commit = writer.flush
             with self._phase("reading"):
                 rows = self._read(work.scratch, inputs, setup, committed, writer)
+            self._hold_size(rows, setup.spec)
             with self._phase("loading"):
                 engine = Engine.from_parts(self.config.engine, self._await(model, committed, rows), setup.tokenizer)
             with self._phase("planning"):
@@ -102,8 +116,14 @@ class _Job:
         self._hold_threshold(rows)
         rows.texts.close()
         with self._phase("writing"):
-            made = {"kernels": engine.kernels, "row_shapes": rows.shapes.encode(), "created": int(time.time())}
-            finish(work, rows.expected, {**identity.record, **made})
+            made = {
+                "kernels": engine.kernels,
+                "row_shapes": rows.shapes.encode(),
+                "created": int(time.time()),
+                "layer_ids": [*setup.spec.moe_layers] or None,
+                "experts_per_token": setup.spec.experts_per_token or None,
+            }
+            finish(work, rows.expected, {**identity.record, **made}, max_bytes=config.max_output_bytes)
         return self._summary(work.paths.result, identity, rows, committed, running)
 
     def _events(self, go_on: bool) -> EventWriter | nullcontext[None]:
@@ -134,6 +154,12 @@ class _Job:
         self._report(rows_done=0, rows_total=rows.rows, rows_error=rows.errors.total())
         self._hold_threshold(rows)
         return rows
+
+    def _hold_size(self, rows: Ingested, spec: ModelSpec) -> None:
+        """Refuse to start what may exceed `--max-output-bytes`."""
+        exact = self.config.engine.hidden_states_dtype == "float32"
+        estimate = estimate_output(rows.table, rows.rows - rows.skipped, spec, exact=exact)
+        estimate.hold(self.config.max_output_bytes)
 
     def _await(self, model: Future[Model], committed: Committed, rows: Ingested) -> Model:
         """The model once it is loaded; meanwhile a request to stop is heard."""

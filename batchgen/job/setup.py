@@ -115,5 +115,7 @@ def prepare(config: RunConfig, note: Callable[[str], None]) -> Setup:
         events=config.events is not None,
         processors=frozenset(name for name, _ in engine.logit_processor),
     )
-    encoder = Encoder(tokenizer, spec.vocab_size, spec.context_length, config.truncate, engine.seed)
+    encoder = Encoder(
+        tokenizer, spec.vocab_size, spec.context_length, config.truncate, engine.seed, limits=spec.state_limits
+    )
     return Setup(engine, model, spec, tokenizer, defaults, encoder, media_root)

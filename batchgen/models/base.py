@@ -11,6 +11,7 @@ from torch import Tensor
 
 from batchgen.kernels.lora import LoraStep
 from batchgen.kernels.types import Attention, LayerKV
+from batchgen.params import StateLimits
 
 __all__ = ["Model", "ModelInput", "ModelSpec", "Taps", "TokenEmbeds"]
 
@@ -45,6 +46,11 @@ class ModelSpec:
     """LoRA adapters, in the order of their indexes: name -> digest."""
     embedding_size: int | None = None
     """Width of the token embeddings where it is not `hidden_size`."""
+
+    @property
+    def state_limits(self) -> StateLimits:
+        """What rows may ask for of states and experts."""
+        return StateLimits(self.state_layers, self.hidden_size, bool(self.moe_layers))
 
     @property
     def embeds_size(self) -> int:

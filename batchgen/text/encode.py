@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Literal
 
 from batchgen.errors import ErrorCode, ErrorInfo, RowError
-from batchgen.params import SamplingParams
+from batchgen.params import SamplingParams, StateLimits
 from batchgen.request import ChatPrompt, EmbedsPrompt, ParsedRow, Prompt, StoredPrompt, TextPrompt, TokenPrompt
 from batchgen.rows import derive_seed
 from batchgen.text.fim import FillInTheMiddle, find_fim
@@ -23,6 +23,8 @@ _BATCH_ROWS = 1024
 _BATCH_CHARACTERS = 1 << 24  # a batch of long texts ends early, so that its encodings stay within some hundred MB
 _ID_FIELDS = ("stop_token_ids", "allowed_token_ids", "token_ids_logprob")
 _ROOM_WITHOUT_LIMIT = 128  # tokens kept free for the answer of a truncated prompt whose row sets no limit
+
+_NO_STATES = StateLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +46,22 @@ class EncodedPrompt:
 class Encoder:
     """Tokenises rows for one model.
 
-    `vocab_size` and `context_length` are the model's. Truncation happens only where a prompt leaves no room for a
-    token: it is then cut to leave room for `max_new_tokens` (128 where the row sets no limit), yet at most for half the
-    context. `left` drops its beginning, `right` its end; a BOS in front of text or a conversation stays.
+    `vocab_size`, `context_length` and `limits` are the model's. Truncation happens only where a prompt leaves no room
+    for a token: it is then cut to leave room for `max_new_tokens` (128 where the row sets no limit), yet at most for
+    half the context. `left` drops its beginning, `right` its end; a BOS in front of text or a conversation stays.
 
     Where a row has a `suffix` and the tokenizer's family fills in the middle, prompt and suffix are laid out as it was
     trained to read them; `left` then drops the beginning of the prompt first, `right` the end of the suffix.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, vocab_size: int, context_length: int, truncate: Truncate = "none", run_seed: int = 0
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        context_length: int,
+        truncate: Truncate = "none",
+        run_seed: int = 0,
+        limits: StateLimits = _NO_STATES,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -62,6 +70,7 @@ class Encoder:
         self._run_seed = run_seed
         self._fim = find_fim(tokenizer, vocab_size)
         self._words_checked: set[tuple[str | tuple[int, ...], ...]] = set()
+        self._limits = limits
 
     def encode_rows(self, rows: Iterable[ParsedRow]) -> Iterator[tuple[ParsedRow, list[EncodedPrompt] | ErrorInfo]]:
         """Each row, in order, with its prompts or with what is wrong; a bad prompt fails its whole row.
@@ -134,6 +143,8 @@ class Encoder:
                 raise RowError(ErrorCode.INVALID_FIELD, f"`logprob_start_len` {problem}", "logprob_start_len")
             room = self._context - len(fitted)
             limit = room if params.max_new_tokens is None else min(params.max_new_tokens, room)
+            if params.reads_prompt:
+                self._limits.check(params, len(fitted) + limit)
             # Embeddings cut on the left begin further on.
             cut = prompt.length - len(fitted) if isinstance(prompt, StoredPrompt) and self._truncate == "left" else 0
             at = prompt.first + cut if isinstance(prompt, StoredPrompt) else -1
