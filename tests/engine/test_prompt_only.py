@@ -27,7 +27,7 @@ def nothing(**asked: object) -> SamplingParams:
 SOME = [
     nothing(return_logprob=True, logprob_start_len=0),
     nothing(return_hidden_states=True),
-    nothing(return_routed_experts=True),
+    nothing(return_hidden_states={"pool": "mean"}),
 ]
 
 
