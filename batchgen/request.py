@@ -98,6 +98,8 @@ class ParsedRow:
     extra: Mapping[str, Any]
     """Unknown top-level keys, carried to the output."""
     dialect: Dialect = "native"
+    completions: tuple[str | tuple[int, ...], ...] = ()
+    """Texts or ids to score after each prompt; empty for a row that generates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,8 @@ class Request:
     """Effective: clipped to the context."""
     embeds_at: int = -1
     """The row of the table's `embeds` at which the prompt begins; -1 for a prompt of ids."""
+    score_start: int = -1
+    """Where the text to score begins in `prompt_ids`; -1: none is scored."""
 
     @property
     def known_ids(self) -> npt.NDArray[np.int32]:
@@ -142,6 +146,7 @@ class RequestTable:
         self._params_id = array("i")
         self._seed = array("q")
         self._max_new = array("i")
+        self._score_start = array("i")
         self._params: list[SamplingParams] = []
         self._interned: dict[SamplingParams, int] = {}
         self._mapped: npt.NDArray[np.int32] | None = None
@@ -155,8 +160,11 @@ class RequestTable:
         seed: int,
         max_new_tokens: int,
         embeds_at: int = -1,
+        score_start: int = -1,
     ) -> int:
-        """Add a prompt and return its index."""
+        """Add a prompt and return its index. A prompt with a text to score has it behind `score_start`; the texts of
+        one (row, prompt) are added one after the other.
+        """
         if embeds_at >= 0 or self._embeds_at:
             self._embeds_at.extend([-1] * (len(self) - len(self._embeds_at)))
             self._embeds_at.append(embeds_at)
@@ -172,6 +180,7 @@ class RequestTable:
         self._params_id.append(params_id)
         self._seed.append(seed)
         self._max_new.append(max_new_tokens)
+        self._score_start.append(score_start)
         return len(self._row_index) - 1
 
     def spill(self, tokens: npt.NDArray[np.int32]) -> None:
@@ -202,6 +211,7 @@ class RequestTable:
             seed=self._seed[index],
             max_new_tokens=self._max_new[index],
             embeds_at=self._embeds_at[index] if self._embeds_at else -1,
+            score_start=self._score_start[index],
         )
 
     @property
@@ -245,6 +255,11 @@ class RequestTable:
     def embeds_at(self) -> npt.NDArray[np.int64] | None:
         """[N] the row of `embeds` at which each prompt begins, -1 for prompts of ids; None where all are such."""
         return np.frombuffer(self._embeds_at, np.int64) if self._embeds_at else None
+
+    @property
+    def score_start(self) -> npt.NDArray[np.int32]:
+        """[N] first position of the text to score, -1 where none is."""
+        return _column(self._score_start, np.int32)
 
     @property
     def params(self) -> list[SamplingParams]:

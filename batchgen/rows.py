@@ -14,6 +14,7 @@ from batchgen.errors import ErrorCode, RowError
 from batchgen.openai_rows import is_openai_line, parse_openai_line
 from batchgen.request import ChatPrompt, EmbedsPrompt, ParsedRow, Prompt, TextPrompt, TokenPrompt
 from batchgen.row_values import RowDefaults, RowValues, chat_prompt
+from batchgen.score_rows import scoring_params, texts_to_score
 
 __all__ = ["RowDefaults", "derive_seed", "parse_row", "row_id"]
 
@@ -59,8 +60,11 @@ def _parse_native(value: Mapping[str, Any], name: str, row_index: int, defaults:
     params = row.params(defaults, {})
     prompts = _prompts(row, defaults)
     row.check_model(defaults, params)
+    texts = texts_to_score(row)
     row.refuse_unbuilt()
-    return ParsedRow(row_index, name, prompts, params, row.extra)
+    if texts:
+        params = scoring_params(params)
+    return ParsedRow(row_index, name, prompts, params, row.extra, completions=texts)
 
 
 def _prompts(row: RowValues, defaults: RowDefaults) -> tuple[Prompt, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from dataclasses import fields as dataclass_fields
 from itertools import chain
 from operator import attrgetter
@@ -118,10 +118,16 @@ def _error(row: OutputRow) -> dict[str, str | None] | None:
     return None if error is None else {"code": str(error.code), "message": error.message, "param": error.param}
 
 
+def _scores(row: OutputRow) -> list[dict[str, Any]] | None:
+    scores = row.completion.scores
+    return None if scores is None else [asdict(score) for score in scores]
+
+
 _DERIVED: dict[str, Callable[[OutputRow], Any]] = {
     "id": attrgetter("id"),
     "status": _status,
     "error": _error,
+    "scores": _scores,
     "prompt": attrgetter("prompt"),
     "extra": attrgetter("extra"),
 }

@@ -234,8 +234,8 @@ def _given(params: SamplingParams | None) -> dict[str, Any]:
 
 def _keys(table: RequestTable, failed: list[Completion]) -> list[tuple[int, int]]:
     """(row, prompt) of everything that will be yielded, in input order."""
-    keys = [(r.row_index, r.prompt_index) for r in table]
-    return sorted(keys + [(c.row_index, 0) for c in failed])
+    keys = {(r.row_index, r.prompt_index) for r in table}
+    return sorted(keys | {(c.row_index, 0) for c in failed})
 
 
 def _in_order(groups: Iterator[list[Completion]], keys: list[tuple[int, int]]) -> Iterator[list[Completion]]:

@@ -114,5 +114,6 @@ class Intake:
                 prompt.seed,
                 prompt.max_new_tokens,
                 prompt.embeds_at,
+                prompt.score_start,
             )
         return TakenRow(row.row_index, row.id, row.extra, row, encoded, first, None)

@@ -15,6 +15,7 @@ from batchgen.engine.planning import Workload
 from batchgen.engine.prompt_logprobs import PromptLogprobs
 from batchgen.engine.readout import LogprobsMode
 from batchgen.engine.sampler import Sampled, Sampler
+from batchgen.engine.scoring import Scores
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.shaping import RepetitionScope, Shapes
 from batchgen.engine.states import StateKeeper
@@ -92,6 +93,7 @@ class Loop:
         self.prompts = PromptLogprobs(workload, model.spec.vocab_size, self._token_text)
         self._states = states
         self._streams = Streams(workload, tokenizer, emit)
+        self._scores = Scores(workload, self.prompts, prompt_ids=prompt_ids)
         self._sequences: dict[int, Sequence] = {}
         self._prompt_only: set[int] = set()
         """Sequences that run for their prompt alone: their one draw is dropped."""
@@ -213,6 +215,11 @@ class Loop:
             self._states.release(index)
         failed = next((c for _, c in group.finished if c.error is not None), None)
         params = sequence.request.params
+        if sequence.request.score_start >= 0:
+            if scored := self._scores.add(sequence.request, failed.error if failed is not None else None):
+                yield scored
+            self.prompts.release(index)
+            return
         if failed is not None:
             # A prompt that fails is one error row, whatever became of its other samples.
             samples = [replace(failed, sample_index=0)]

@@ -50,6 +50,15 @@ class Workload:
         """[N] most tokens that a sample draws. One that runs for its prompt alone draws a token, which is dropped."""
         return np.maximum(self.table.max_new_tokens, 1)
 
+    @property
+    def first_text(self) -> npt.NDArray[np.int64]:
+        """[N] for each text to score the request of its prompt's first text; other requests stand for themselves."""
+        table, own = self.table, np.arange(len(self.table))
+        more = np.zeros(len(own), np.bool_)
+        row, prompt = table.row_index, table.prompt_index
+        more[1:] = (table.score_start[1:] >= 0) & (row[1:] == row[:-1]) & (prompt[1:] == prompt[:-1])
+        return np.maximum.accumulate(np.where(more, 0, own)) if len(own) else own
+
     def followers_of(self, leader: int) -> list[int]:
         """The requests that take over this one's result, in input order."""
         low = bisect_left(self.followed, leader)
@@ -61,9 +70,14 @@ class Workload:
         """Generate nothing for requests that `pages` pages cannot hold even alone; they go to `too_large`."""
         positions = np.diff(self.table.offsets) + self.draws - 1
         needed = -(-positions // page_size)
-        for index in np.flatnonzero((needed > pages) & (self.samples > 0)).tolist():
+        large = np.flatnonzero((needed > pages) & (self.samples > 0))
+        if not len(large):
+            return
+        first = self.first_text
+        # The texts of a prompt are one output row: with one of them all are set aside.
+        for index in large[np.unique(first[large], return_index=True)[1]].tolist():
             self.too_large[index] = int(needed[index])
-            self.samples[index] = 0
+        self.samples[np.isin(first, first[large])] = 0
 
     def refuse_embeds(self) -> None:
         """Generate nothing for prompts given as embeddings; they go to `refused`."""
@@ -94,12 +108,13 @@ def plan_workload(
     own = np.arange(count, dtype=np.int64)
     params_id = table.params_id
     greedy = np.array([p.greedy for p in table.params], np.bool_)[params_id] if count else np.zeros(0, np.bool_)
+    scored = table.score_start >= 0
     leader = own
     if dedup:
-        leader = find_dedup(tree.node_of_request, params_id, greedy, table.max_new_tokens)
+        leader = find_dedup(tree.node_of_request, params_id, greedy & ~scored, table.max_new_tokens)
     wanted = np.array([p.samples for p in table.params], np.int32)[params_id] if count else np.zeros(0, np.int32)
     reads_prompt = np.array([p.reads_prompt for p in table.params], np.bool_)[params_id] if count else greedy
-    idle = ~done & (table.max_new_tokens == 0) & ~reads_prompt
+    idle = ~done & (table.max_new_tokens == 0) & ~reads_prompt & ~scored
     samples = np.where(done | idle, 0, wanted).astype(np.int32)
     # A follower whose leader was committed by an earlier run is generated itself: the leader's tokens are in a file.
     copies = (leader != own) & ~done & ~done[leader] & (samples > 0)

@@ -126,6 +126,10 @@ class PromptLogprobs:
             raise RowError(ErrorCode.NAN_LOGITS, _NAN)
         return result
 
+    def likeliest(self, request: int) -> npt.NDArray[np.generic]:
+        """[last - first] the most likely token after each of the positions of a request with a text to score."""
+        return self._top(request, "top_ids", 1)[:, 0]
+
     def release(self, request: int) -> None:
         """The request is finished."""
         if self.capture.wants(request):
@@ -197,7 +201,8 @@ class PromptLogprobs:
         sets = [frozenset(p.token_ids_logprob) for p in params]
         for request in np.flatnonzero(wanted).tolist():
             asked, node = workload.table.params_id[request], self._leaf[request]
-            tops[node] = max(tops[node], params[asked].top_logprobs_num)
+            # A text to score is held against the most likely tokens.
+            tops[node] = max(tops[node], params[asked].top_logprobs_num, int(workload.table.score_start[request] >= 0))
             ids[node] = _union(ids[node], sets[asked])
         for node in range(count - 1, 0, -1):
             above = self._parent[node]
@@ -214,7 +219,8 @@ def _starts(workload: Workload) -> npt.NDArray[np.int64]:
     if not params:
         return np.zeros(0, np.int64)
     asked = np.array([p.logprob_start_len if p.return_logprob else -1 for p in params], np.int64)
-    return np.where(workload.samples > 0, asked[workload.table.params_id], -1)
+    starts = np.where(workload.table.score_start >= 0, workload.table.score_start, asked[workload.table.params_id])
+    return np.where(workload.samples > 0, starts, -1)
 
 
 def _at(logits: Tensor, ids: list[int], normalizers: Tensor) -> Floats:

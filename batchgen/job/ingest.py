@@ -23,6 +23,7 @@ from batchgen.data.spool import BlobSpool, TokenSpool
 from batchgen.engine.intake import Intake, TakenRow
 from batchgen.errors import ErrorInfo, InputError
 from batchgen.request import ChatPrompt, Completion, ParsedRow, RequestTable
+from batchgen.text.encode import EncodedPrompt
 
 __all__ = ["Ingested", "RowTexts", "ingest", "selection_of"]
 
@@ -124,17 +125,24 @@ def ingest(
                 on_error(Completion(taken.row_index, error=error), taken.id, extra)
             continue
         assert taken.row is not None
-        texts = (decode(p.ids) if p.embeds_at < 0 else None for p in taken.prompts)
+        first_texts = [p for p in taken.prompts if p.text_index == 0]
+        texts = (decode(_prompt_part(p)) if p.embeds_at < 0 else None for p in first_texts)
         prompts = list(texts) if config.include_prompt else None
         result.texts.add(taken.row_index, taken.id, extra, prompts)
         result.shapes.add(taken.row_index, _is_chat(taken.row), taken.row.params.echo)
         for prompt in taken.prompts:
             tokens.append(prompt.ids)
+        for prompt in first_texts:
             result.expected.add(taken.row_index, prompt.prompt_index, taken.row.params.n)
         if result.first_prompt is None and taken.prompts[0].embeds_at < 0:
-            result.first_prompt = (taken.id, list(taken.prompts[0].ids))
+            result.first_prompt = (taken.id, list(_prompt_part(taken.prompts[0])))
     table.spill(tokens.map())
     return result
+
+
+def _prompt_part(prompt: EncodedPrompt) -> list[int]:
+    """The ids in front of the text to score, all where none is."""
+    return prompt.ids[: prompt.score_start] if prompt.score_start >= 0 else prompt.ids
 
 
 def _values(rows: Iterator[RawRow], places: dict[int, RawRow]) -> Iterator[tuple[int, Mapping[str, Any] | ErrorInfo]]:

@@ -169,7 +169,7 @@ class _Job:
         return model.result()
 
     def _generate(self, running: Running, rows: Ingested, writer: PartWriter) -> None:
-        done_before = int((running.workload.done & (rows.table.prompt_index == 0)).sum())
+        done_before = len(np.unique(rows.table.row_index[running.workload.done & (rows.table.prompt_index == 0)]))
         self.rows_done = rows.errors.total() + rows.skipped + done_before
         for group in running.loop.run(lambda: self._tick(running)):
             writer.add([self._output(c, rows) for c in group])

@@ -12,12 +12,15 @@ from batchgen.params import SamplingParams, StateLimits
 from batchgen.request import ChatPrompt, EmbedsPrompt, ParsedRow, Prompt, StoredPrompt, TextPrompt, TokenPrompt
 from batchgen.rows import derive_seed
 from batchgen.text.fim import FillInTheMiddle, find_fim
+from batchgen.text.scoring import join_texts, texts_field
 from batchgen.text.tokenizer import Tokenizer
 from batchgen.text.words import bad_sequences
 
 __all__ = ["EncodedPrompt", "Encoder", "Truncate"]
 
 Truncate = Literal["none", "left", "right"]
+_Source = str | list[int] | ErrorInfo
+"""A prompt before it is tokenised: text, ids given as such, or a conversation that cannot be rendered."""
 
 _BATCH_ROWS = 1024
 _BATCH_CHARACTERS = 1 << 24  # a batch of long texts ends early, so that its encodings stay within some hundred MB
@@ -41,6 +44,10 @@ class EncodedPrompt:
     """The row's; where its `suffix` stands in the prompt, without it and with the ids that end the middle."""
     embeds_at: int = -1
     """For a prompt given as embeddings, whose ids are zeros: the row of the store at which it begins."""
+    score_start: int = -1
+    """Where the text to score begins in `ids`; -1: none is scored."""
+    text_index: int = 0
+    """Which of the prompt's texts to score this is."""
 
 
 class Encoder:
@@ -84,12 +91,13 @@ class Encoder:
     def _encode_batch(self, batch: list[ParsedRow]) -> list[list[EncodedPrompt] | ErrorInfo]:
         prompts = [prompt for row in batch for prompt in row.prompts]
         texts = [self._text_of(prompt) for prompt in prompts]
-        ids = iter(self._encode_texts(texts))
+        ids, sources = iter(self._encode_texts(texts)), iter(texts)
         results: list[list[EncodedPrompt] | ErrorInfo] = []
         for row in batch:
-            found = [next(ids) for _ in row.prompts]
+            found = [(next(sources), next(ids)) for _ in row.prompts]
             try:
-                results.append(self._finish_row(row, found))
+                finish = self._finish_scores if row.completions else self._finish_row
+                results.append(finish(row, found))
             except RowError as error:
                 results.append(error.info)
         return results
@@ -123,12 +131,33 @@ class Encoder:
         except Exception as error:  # the Rust side raises plain Exception
             return ErrorInfo(ErrorCode.INVALID_FIELD, f"the prompt cannot be tokenised: {error}")
 
-    def _finish_row(self, row: ParsedRow, found: list[list[int] | ErrorInfo]) -> list[EncodedPrompt]:
+    def _finish_scores(self, row: ParsedRow, found: list[tuple[_Source, list[int] | ErrorInfo]]) -> list[EncodedPrompt]:
+        """Each prompt with each of the row's texts behind it."""
+        given = [token for text in row.completions if not isinstance(text, str) for token in text]
+        if given and max(given) >= self._vocab_size:
+            raise self._out_of_range(texts_field(row.completions), max(given))
+        encoded = []
+        for index, (prompt, (source, ids)) in enumerate(zip(row.prompts, found, strict=True)):
+            if isinstance(ids, ErrorInfo):
+                raise RowError(ids.code, ids.message, ids.param)
+            text = source if isinstance(source, str) else None
+            for number, joined in enumerate(join_texts(self._tokenizer, text, ids, row.completions)):
+                whole = self._complete(row, prompt, joined.ids)
+                start = joined.start + len(whole) - len(joined.ids)
+                if start == 0:
+                    param = _source_of(row, prompt)
+                    message = f"`{param}` has no token of its own before the text to score; begin it with more text"
+                    raise RowError(ErrorCode.EMPTY_PROMPT, message, param)
+                fitted = self._fit_scored(prompt, whole, start)
+                encoded.append(EncodedPrompt(index, fitted + whole[start:], 0, 0, row.params, -1, len(fitted), number))
+        return encoded
+
+    def _finish_row(self, row: ParsedRow, found: list[tuple[_Source, list[int] | ErrorInfo]]) -> list[EncodedPrompt]:
         params = row.params
         seed = params.seed if params.seed is not None else derive_seed(self._run_seed, row.id)
         self._check_params(params)
         encoded = []
-        for index, (prompt, ids) in enumerate(zip(row.prompts, found, strict=True)):
+        for index, (prompt, (_, ids)) in enumerate(zip(row.prompts, found, strict=True)):
             if isinstance(ids, ErrorInfo):
                 raise RowError(ids.code, ids.message, ids.param)
             if isinstance(prompt, StoredPrompt):
@@ -211,6 +240,27 @@ class Encoder:
         keep = self._keep(len(ids), max_new_tokens)
         if keep >= len(ids):
             return ids
+        return self._cut(prompt, ids, keep)
+
+    def _fit_scored(self, prompt: Prompt, ids: list[int], start: int) -> list[int]:
+        """The prompt's part of `ids`, truncated if both exceed the context and truncation is allowed.
+
+        Raises:
+            RowError: `context_length_exceeded`, naming all numbers.
+        """
+        keep = self._context - (len(ids) - start)
+        if start <= keep:
+            return ids[:start]
+        if self._truncate == "none" or keep < 1:
+            message = (
+                f"the prompt has {start} tokens, the text to score {len(ids) - start}, and the context is "
+                f"{self._context}; shorten them, or allow --truncate left or right"
+            )
+            raise RowError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message)
+        return self._cut(prompt, ids[:start], keep)
+
+    def _cut(self, prompt: Prompt, ids: list[int], keep: int) -> list[int]:
+        """`keep` of the ids, on the side that truncation leaves."""
         if self._truncate == "right":
             return ids[:keep]
         bos = self._tokenizer.prefix_ids

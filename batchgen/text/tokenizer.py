@@ -69,6 +69,7 @@ class Tokenizer:
         self.byte_fallback = "ByteFallback" in kinds
         """Whether tokens such as `<0xE2>` stand for bytes."""
         self._keep_parts: bool | None = None
+        self._spans: Any = None
 
     @classmethod
     def load(cls, path: str | Path, revision: str | None = None, model: str | Path | None = None) -> Tokenizer:
@@ -115,6 +116,19 @@ class Tokenizer:
         One call encodes on all cores.
         """
         return [encoding.ids for encoding in self._rust.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def encode_behind(self, prompt: str, texts: Sequence[str]) -> list[tuple[list[int], int]]:
+        """Ids of `prompt + text` for each text, nothing added, and how many of them end inside the prompt."""
+        if self._spans is None:
+            # Post-processors may trim spaces off the spans of tokens; a copy without one tells where each really ends.
+            state = json.loads(self._rust.to_str())
+            self._spans = type(self._rust).from_str(json.dumps({**state, "post_processor": None}))
+        encodings = self._spans.encode_batch([prompt + text for text in texts], add_special_tokens=False)
+        size = len(prompt)
+        return [
+            (encoding.ids, next((i for i, (_, end) in enumerate(encoding.offsets) if end > size), len(encoding.ids)))
+            for encoding in encodings
+        ]
 
     def encode_chat(self, prompt: ChatPrompt) -> list[int]:
         """Ids of a conversation as the chat template renders it; the template alone decides on a BOS.

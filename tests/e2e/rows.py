@@ -23,7 +23,7 @@ _STEMS = [
 ]
 _FLOATS = (
     *("output_logprobs", "output_top_logprobs", "cumulative_logprob", "mean_logprob"),
-    *("input_logprobs", "input_top_logprobs"),
+    *("input_logprobs", "input_top_logprobs", "score_logprobs"),
 )
 TOLERANCE = 1e-4
 """Of logprobs and their sums in nats per token; everything else must be equal."""
@@ -76,6 +76,7 @@ def _mixed(i: int, text: str, rng: Random, longest: int) -> bytes | dict[str, An
             **{"id": name, "text": text, **drawn, "max_new_tokens": i % 3, "return_logprob": True},
             **{"logprob_start_len": i % 2, "top_logprobs_num": i % 4, "return_text_in_logprobs": i % 5 == 0},
         },
+        lambda: {"id": name, "text": [text, "Stop here"], "completions": [" and on", [7, 8], f" {i}"], "source": i},
     ]
     wrong: list[Any] = [
         lambda: b'{"id": "cut", "text": ',
@@ -111,6 +112,9 @@ def assert_same(actual: pa.Table, expected: pa.Table, ignore: Sequence[str] = ()
     for name in expected.column_names:
         if name in ignore:
             continue
+        if name == "scores":
+            _assert_same_scores(actual[name].to_pylist(), expected[name].to_pylist())
+            continue
         left, right = actual[name].to_pylist(), expected[name].to_pylist()
         if name not in _FLOATS:
             odd = [i for i, (a, b) in enumerate(zip(left, right, strict=True)) if a != b]
@@ -122,3 +126,11 @@ def assert_same(actual: pa.Table, expected: pa.Table, ignore: Sequence[str] = ()
                 a, b = (np.array(x, np.float64) for x in (a, b))  # a null is not-a-number
                 count = max(1, expected["completion_tokens"][i].as_py()) if name == "cumulative_logprob" else 1
                 np.testing.assert_allclose(a, b, atol=TOLERANCE * count, rtol=0, err_msg=f"{name} of row {i}")
+
+
+def _assert_same_scores(actual: list[Any], expected: list[Any]) -> None:
+    for i, (left, right) in enumerate(zip(actual, expected, strict=True)):
+        assert (left is None) == (right is None), f"scores of row {i}"
+        for a, b in zip(left or (), right or (), strict=True):
+            assert (a["tokens"], a["is_greedy"]) == (b["tokens"], b["is_greedy"]), f"scores of row {i}"
+            np.testing.assert_allclose([a["sum"], a["mean"]], [b["sum"], b["mean"]], atol=TOLERANCE * a["tokens"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +64,21 @@ def assert_same(completion: Completion, row: dict[str, Any]) -> None:
         assert getattr(completion, name) == row[name]
     for name in ("cached_tokens", "seed", "effective_max_new_tokens", "dedup_of", "matched_text"):
         assert getattr(completion, name) == row[name], name
-    assert list(completion.output_ids or []) == row["output_ids"]
-    for name in ("output_logprobs", "output_top_logprobs"):
+    assert (completion.output_ids is None) == (row["output_ids"] is None) == (row["scores"] is not None)
+    assert list(completion.output_ids or []) == (row["output_ids"] or [])
+    scores = None if completion.scores is None else [asdict(score) for score in completion.scores]
+    assert (scores is None) == (row["scores"] is None)
+    for score, expected in zip(scores or (), row["scores"] or (), strict=True):
+        assert score == pytest.approx(expected, abs=TOLERANCE * score["tokens"])
+    for name in ("output_logprobs", "output_top_logprobs", "score_logprobs"):
         got = getattr(completion, name)
         assert (got is None) == (row[name] is None)
         assert got is None or list(got) == pytest.approx(row[name], abs=TOLERANCE)
     assert completion.output_top_ids == row["output_top_ids"]
+    for name in ("input_logprobs", "input_top_ids", "input_top_logprobs"):
+        got = getattr(completion, name)
+        assert (got is None) == (row[name] is None)
+        assert got is None or got.tolist() == pytest.approx(row[name], abs=TOLERANCE), "a masked entry is a null"
 
 
 def test_completions_come_lazily(engine: Engine) -> None:

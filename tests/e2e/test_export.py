@@ -94,7 +94,7 @@ def test_every_body_is_the_packages_type_and_says_what_the_row_says(done: Path) 
         assert [choice.index for choice in found.choices] == list(range(len(rows[name])))
         for choice, row in zip(found.choices, rows[name], strict=True):
             text = choice.text if isinstance(found, Completion) else choice.message.content  # type: ignore[union-attr]
-            assert text == row["text"]
+            assert text == (row["text"] or "")
             assert choice.finish_reason == row["finish_reason"]
             assert (choice.logprobs is None) == (row["output_logprobs"] is None)
         assert found.usage is not None

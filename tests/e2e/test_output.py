@@ -101,10 +101,14 @@ def test_results_are_consistent_in_themselves(done: Path) -> None:
             continue
         assert row["status"] == "ok"
         assert row["error"] is None
-        assert len(row["output_ids"]) == row["completion_tokens"] <= row["effective_max_new_tokens"]
         assert row["finish_reason"] in ("stop", "length")
         assert (row["stop_kind"] is not None) == (row["finish_reason"] == "stop")
-        assert row["seed"] is not None
+        scored = row["scores"] is not None
+        assert (row["output_ids"] is None) == (row["text"] is None) == (row["seed"] is None) == scored
+        assert len(row["output_ids"] or ()) == row["completion_tokens"] <= row["effective_max_new_tokens"]
+        if not row["completion_tokens"]:
+            assert not row["output_logprobs"]
+            continue
         if row["output_logprobs"] is not None:
             assert len(row["output_logprobs"]) == row["completion_tokens"]
             assert row["cumulative_logprob"] == pytest.approx(sum(row["output_logprobs"]), abs=1e-4)

@@ -1,0 +1,113 @@
+"""Scoring rows and prompt logprobs through files: what stands in the output's columns, and after a resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchgen.text.tokenizer import Tokenizer
+from tests.e2e.rows import assert_same, read, rows_of, write_lines
+from tests.e2e.runner import run, start
+
+SCORING = pytest.mark.field("completion", "completions")
+F32 = ["--dtype", "float32"]
+
+
+@SCORING
+def test_columns_of_scoring_rows(model: Path, tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"id": "one", "text": "The quick", "completion": " brown fox", "label": 1},
+        {"id": "more", "text": ["The quick", "Hello there"], "completions": [" brown fox", [7, 8], " how"]},
+        {"id": "chat", "messages": [{"role": "user", "content": "Hi"}], "completion": " you"},
+        {"id": "ids", "input_ids": [5, 6], "completion": [7]},
+        {"id": "plain", "text": "The quick", "temperature": 0, "max_new_tokens": 3},
+        {"id": "bad", "text": "The quick", "completion": " brown", "n": 2},
+        {"id": "long", "input_ids": [5] * 200, "completion": [6] * 100},
+    ]
+    write_lines(tmp_path / "in.jsonl", rows)
+    arguments = ["run", "in.jsonl", "-o", "out.parquet", "--model", model, *F32, "--report", "-"]
+    report = run([*arguments, "--include-prompt", "--include-prompt-ids", "--n", "2"], tmp_path).report
+    found = rows_of(tmp_path / "out.parquet")
+    keys = [(row["id"], row["prompt_index"], row["sample_index"]) for row in found]
+    assert keys == [
+        *(("one", 0, 0), ("more", 0, 0), ("more", 1, 0), ("chat", 0, 0), ("ids", 0, 0)),
+        *(("plain", 0, 0), ("plain", 0, 1), ("bad", 0, 0), ("long", 0, 0)),
+    ]
+    scored, (bad, long) = found[:5], found[-2:]
+    assert (bad["error"]["code"], bad["error"]["param"]) == ("invalid_field", "n")
+    assert long["error"]["code"] == "context_length_exceeded"
+    assert json.loads(scored[0]["extra"]) == {"label": 1}
+    for row in scored:
+        assert (row["status"], row["finish_reason"], row["completion_tokens"]) == ("ok", "length", 0)
+        assert row["text"] is row["output_ids"] is row["output_logprobs"] is row["seed"] is row["dedup_of"] is None
+        assert len(row["score_logprobs"]) == sum(score["tokens"] for score in row["scores"])
+        assert len(row["prompt_ids"]) == row["prompt_tokens"]
+        for score in row["scores"]:
+            assert score["mean"] == pytest.approx(score["sum"] / score["tokens"])
+    assert [row["prompt"] for row in scored[:3]] == ["<s>The quick", "<s>The quick", "<s>Hello there"]
+    assert scored[0]["scores"][0] == pytest.approx(scored[1]["scores"][0])
+    (whole,) = Tokenizer.load(model).encode(["The quick brown fox"])
+    assert scored[0]["prompt_ids"] == whole
+    assert [score["tokens"] for score in scored[4]["scores"]] == [1]
+    assert found[5]["scores"] is found[5]["score_logprobs"] is None
+    done = [row for row in found if row["status"] == "ok"]
+    assert (
+        sum(row["prompt_tokens"] - row["cached_tokens"] for row in done if not row["sample_index"])
+        == (report["distinct_prompt_tokens"])
+    )
+
+
+@SCORING
+def test_scores_are_the_prompt_logprobs_of_the_whole(model: Path, tmp_path: Path) -> None:
+    """A text behind its prompt has the logprobs that the joined prompt has at its end."""
+    asked = {"max_new_tokens": 0, "return_logprob": True, "top_logprobs_num": 1}
+    texts = [" brown fox jumps", "ly done", " zażółć"]
+    rows: list[dict[str, Any]] = [
+        {"id": "scores", "text": "The quick", "completions": texts},
+        *({"id": text, "text": "The quick" + text, **asked, "logprob_start_len": 0} for text in texts),
+        {
+            "custom_id": "openai",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"prompt": "The quick" + texts[0], "max_tokens": 0, "echo": True, "logprobs": 1},
+        },
+    ]
+    write_lines(tmp_path / "in.jsonl", rows)
+    run(["run", "in.jsonl", "-o", "out.parquet", "--model", model, *F32, "--include-prompt-ids"], tmp_path)
+    scored, *whole, openai = rows_of(tmp_path / "out.parquet")
+    end = 0
+    for score, row in zip(scored["scores"], whole, strict=True):
+        tokens = score["tokens"]
+        expected = scored["score_logprobs"][end : end + tokens]
+        end += tokens
+        assert row["input_logprobs"][0] is row["input_top_ids"][0] is None
+        assert row["input_logprobs"][-tokens:] == pytest.approx(expected, abs=1e-4)
+        assert score["sum"] == pytest.approx(sum(expected), abs=1e-4)
+        assert score["is_greedy"] == (row["input_top_ids"][-tokens:] == row["prompt_ids"][-tokens:])
+    assert openai["input_logprobs"][0] is None
+    assert openai["input_logprobs"][1:] == pytest.approx(whole[0]["input_logprobs"][1:], abs=1e-4)
+    assert openai["text"] == "The quick" + texts[0]
+
+
+@SCORING
+@pytest.mark.field("logprob_start_len")
+def test_resuming(model: Path, tmp_path: Path) -> None:
+    """A job that is killed and run again has the rows of one that was not, each once."""
+    rows: list[dict[str, Any]] = []
+    for i in range(400):
+        text = f"The quick brown fox number {i % 97}"
+        rows.append({"text": [text, text + "!"], "completions": [" and", f" {i}", [7, 8]]})
+        rows.append({"text": text, "max_new_tokens": i % 2, "return_logprob": True, "logprob_start_len": i % 3})
+    source = write_lines(tmp_path / "in.jsonl", rows)
+    arguments = ["run", source, "--model", model, *F32, "--commit-every", "50", "--max-num-seqs", "4"]
+    run([*arguments, "-o", "whole.parquet"], tmp_path)
+    job = start([*arguments, "-o", "cut.parquet"], tmp_path)
+    parts = tmp_path / "cut.parquet.work" / "parts"
+    job.wait_for(lambda: len(list(parts.glob("part-*"))) >= 2)
+    assert job.kill_after(0.0), "it was killed on its way"
+    report = run([*arguments, "-o", "cut.parquet", "--report", "-"], tmp_path).report
+    assert 0 < report["rows_resumed"] < len(rows)
+    assert_same(read(tmp_path / "cut.parquet"), read(tmp_path / "whole.parquet"))

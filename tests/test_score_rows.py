@@ -1,0 +1,108 @@
+"""Rows with texts to score: what they may hold beside them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from batchgen.errors import ErrorCode, RowError
+from batchgen.params import SamplingParams
+from batchgen.request import TextPrompt, TokenPrompt
+from batchgen.rows import RowDefaults
+from tests.rows import HELLO, parse, text
+
+pytestmark = pytest.mark.field("completion", "completions")
+NOTHING_DRAWN = SamplingParams(max_new_tokens=0, temperature=0.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "texts"),
+    [
+        ({"completion": " yes"}, (" yes",)),
+        ({"completion": [1, 2]}, ((1, 2),)),
+        ({"completions": [" yes", " no"]}, (" yes", " no")),
+        ({"completions": [[1, 2], " no", [3]]}, ((1, 2), " no", (3,))),
+        ({"completion": None, "completions": ["a"]}, ("a",)),
+    ],
+)
+def test_texts(fields: dict[str, Any], texts: tuple[Any, ...]) -> None:
+    row = parse(text(**fields, label=3))
+    assert (row.completions, row.params, row.extra) == (texts, NOTHING_DRAWN, {"label": 3})
+    assert row.prompts == (TextPrompt("Hello"),)
+    assert parse({"input_ids": [[1], [2]], **fields}).prompts == (TokenPrompt((1,)), TokenPrompt((2,)))
+    assert parse({"messages": HELLO, **fields}).completions == texts
+    assert parse(text()).completions == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"completion": ""}, "completion"),
+        ({"completion": []}, "completion"),
+        ({"completion": 5}, "completion"),
+        ({"completions": []}, "completions"),
+        ({"completions": ["a", ""]}, "completions"),
+        ({"completions": "a"}, "completions"),
+        ({"completion": "a", "completions": ["b"]}, "completions"),
+    ],
+)
+def test_wrong_texts(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RowError) as caught:
+        parse(text(**fields))
+    assert (caught.value.info.code, caught.value.info.param) == (ErrorCode.INVALID_FIELD, param)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", 2),
+        ("best_of", 2),
+        ("temperature", 0),
+        ("max_tokens", 5),
+        ("stop", "a"),
+        ("seed", 1),
+        ("return_logprob", True),
+        ("logprobs", 0),
+        ("top_p", 0.5),
+        ("ignore_eos", True),
+        ("logit_bias", {"1": 2}),
+        ("allowed_token_ids", [1]),
+        ("echo", True),
+        ("skip_special_tokens", False),
+    ],
+)
+def test_fields_that_mean_nothing_beside_them(name: str, value: Any) -> None:
+    for row in (text(completion="a", **{name: value}), text(completion="a", sampling_params={name: value})):
+        with pytest.raises(RowError, match=f"`{name}` means nothing beside `completion`") as caught:
+            parse(row)
+        assert (caught.value.info.code, caught.value.info.param) == (ErrorCode.INVALID_FIELD, name)
+    with pytest.raises(RowError, match="beside `completions`"):
+        parse(text(completions=["a"], **{name: value}))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 1, "max_new_tokens": 0, "stop": [], "return_logprob": False, "echo": False},
+        {"temperature": None, "seed": None, "model": "*"},
+        {"response_format": {"type": "text"}, "return_hidden_states": False, "stream": False, "logit_bias": {}},
+        {"skip_special_tokens": True, "top_logprobs_num": 0, "logprob_start_len": -1, "top_k": -1, "suffix": ""},
+    ],
+)
+def test_fields_that_ask_for_nothing_are_accepted(fields: dict[str, Any]) -> None:
+    assert parse(text(completion="a", **fields)).params == NOTHING_DRAWN
+
+
+def test_embeddings_cannot_be_scored() -> None:
+    with pytest.raises(RowError, match="needs a prompt of text or ids") as caught:
+        parse({"input_embeds": [[0.5]], "completions": ["a"]})
+    assert (caught.value.info.code, caught.value.info.param) == (ErrorCode.UNSUPPORTED_FIELD, "completions")
+
+
+def test_run_wide_defaults_do_not_reach_them() -> None:
+    run_wide = RowDefaults(
+        flags={"n": 4, "temperature": 0.7, "stop": ["a"], "return_logprob": True, "logprob_start_len": 0},
+        model={"top_k": 50},
+    )
+    assert parse(text(completion="a"), run_wide).params == NOTHING_DRAWN

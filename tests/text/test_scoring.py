@@ -1,0 +1,145 @@
+"""Texts to score behind their prompts: where the border falls, against the bytes of the tokens themselves."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from batchgen.errors import ErrorCode, ErrorInfo, RowError
+from batchgen.rows import RowDefaults, parse_row
+from batchgen.text.encode import EncodedPrompt, Encoder
+from batchgen.text.scoring import join_texts
+from batchgen.text.tokenizer import Tokenizer
+from tests.text.conftest import KINDS, SENTENCES
+
+pytestmark = pytest.mark.field("completion", "completions")
+
+piece = st.one_of(
+    st.sampled_from(SENTENCES),
+    st.text(alphabet="aenot .,é東ń—\n", max_size=8),
+    st.sampled_from(SENTENCES).flatmap(lambda s: st.integers(0, len(s)).map(lambda n: s[:n])),
+)
+
+
+def sizes(tokenizer: Tokenizer, kind: str, ids: list[int]) -> list[int]:
+    """UTF-8 bytes of the text that each token stands for."""
+    if kind == "bytelevel":
+        assert tokenizer.byte_pieces is not None
+        return [len(tokenizer.byte_pieces[token]) for token in ids]
+    spelled = [tokenizer.id_to_token(token) or "" for token in ids]
+    found = [1 if re.fullmatch("<0x..>", s) else len(s.replace("▁", " ").encode()) for s in spelled]
+    return [found[0] - 1, *found[1:]] if found else []  # the normaliser's own space in front
+
+
+@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(prompt=piece.filter(bool), text=piece.filter(bool), kind=st.sampled_from(["bytelevel", "bytefallback"]))
+def test_the_border_is_the_prompts_end(tokenizers: dict[str, Tokenizer], prompt: str, text: str, kind: str) -> None:
+    tokenizer = tokenizers[kind]
+    ((ids, start),) = tokenizer.encode_behind(prompt, [text])
+    assert ids == tokenizer.encode_plain([prompt + text])[0]
+    end, inside = 0, 0
+    for size in sizes(tokenizer, kind, ids):
+        end += size
+        inside += end <= len(prompt.encode())
+    assert end == len((prompt + text).encode())
+    assert start == inside
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_tokenizer(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+    tokenizer = tokenizers[kind]
+    prompt, texts = "The quick brown fox", [" jumps over", " lazy dog."]
+    for (ids, start), text in zip(tokenizer.encode_behind(prompt, texts), texts, strict=True):
+        assert ids == tokenizer.encode_plain([prompt + text])[0]
+        assert ids[:start] == tokenizer.encode_plain([prompt])[0], "no token of these straddles"
+        assert tokenizer.decode(ids[start:]).strip() == text.strip()
+
+
+def test_a_token_whose_trailing_space_is_the_texts(tmp_path: Path) -> None:
+    """Byte-level post-processors trim spaces off the spans of tokens; the space is the token's all the same."""
+    letters = {letter: index for index, letter in enumerate(["f", "o", "b", "a", "r", "Ġ", "oĠ", "<s>"])}
+    backend = Backend(models.BPE(letters, [("o", "Ġ")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.post_processor = processors.ByteLevel(trim_offsets=True)
+    PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>").save_pretrained(tmp_path)
+    ((ids, start),) = Tokenizer.load(tmp_path).encode_behind("foo", [" bar"])
+    assert ids == [0, 1, 6, 2, 3, 4]
+    assert start == 2
+
+
+def test_ids_are_joined_as_they_are(tokenizer: Tokenizer) -> None:
+    plain = tokenizer.encode_plain([" dog"])[0]
+    joined = join_texts(tokenizer, None, [7, 8], [(9, 10), " dog", (11,)])
+    assert [(item.ids, item.start) for item in joined] == [([7, 8, 9, 10], 2), ([7, 8, *plain], 2), ([7, 8, 11], 2)]
+    alone = tokenizer.encode_plain(["The fox"])[0]
+    (behind_text,) = join_texts(tokenizer, "The fox", alone, [(9, 10)])
+    assert (behind_text.ids, behind_text.start) == ([*alone, 9, 10], len(alone))
+
+
+def test_a_text_that_vanishes_is_an_error(tokenizers: dict[str, Tokenizer]) -> None:
+    with pytest.raises(RowError, match="without tokens") as caught:
+        join_texts(tokenizers["wordpiece"], "The fox", [5], [" dog", "  "])
+    assert (caught.value.info.code, caught.value.info.param) == (ErrorCode.INVALID_FIELD, "completions")
+
+
+def encoded(encoder: Encoder, row: dict) -> list[EncodedPrompt]:
+    ((_, result),) = encoder.encode_rows([parse_row(row, 0, RowDefaults())])
+    assert not isinstance(result, ErrorInfo), result
+    return result
+
+
+def refused(encoder: Encoder, row: dict) -> ErrorInfo:
+    ((_, result),) = encoder.encode_rows([parse_row(row, 0, RowDefaults())])
+    assert isinstance(result, ErrorInfo), result
+    return result
+
+
+def test_rows(tokenizer: Tokenizer) -> None:
+    encoder = Encoder(tokenizer, tokenizer.vocab_size, 64)
+    found = encoded(encoder, {"text": ["The quick", "Hello there"], "completions": [" brown fox", [9]]})
+    bos = tokenizer.prefix_ids
+    plain = [bos + ids for ids in tokenizer.encode_plain(["The quick", "Hello there"])]
+    assert [(p.prompt_index, p.text_index, p.max_new_tokens) for p in found] == [
+        *((0, 0, 0), (0, 1, 0)),
+        *((1, 0, 0), (1, 1, 0)),
+    ]
+    assert [p.ids[: p.score_start] for p in found] == [plain[0], plain[0], plain[1], plain[1]]
+    assert found[0].ids == tokenizer.encode(["The quick brown fox"])[0]
+    assert found[1].ids == [*plain[0], 9]
+    chat = {"messages": [{"role": "user", "content": "Hi"}]}
+    (answer,) = encoded(encoder, {**chat, "completion": " you"})
+    (alone,) = encoded(encoder, chat)
+    assert answer.ids[: answer.score_start] == alone.ids
+    assert tokenizer.decode(answer.ids[answer.score_start :]) == " you"
+
+
+def test_rows_that_are_refused(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = Encoder(tokenizer, tokenizer.vocab_size, 8)
+    size = tokenizer.vocab_size
+    odd = refused(encoder, {"input_ids": [5], "completions": [[6], [size]]})
+    assert (odd.code, odd.param) == (ErrorCode.TOKEN_OUT_OF_RANGE, "completions")
+    long = refused(encoder, {"input_ids": [5] * 4, "completion": [6] * 5})
+    assert long.code == ErrorCode.CONTEXT_LENGTH_EXCEEDED
+    assert "4 tokens" in long.message
+    assert len(encoded(encoder, {"input_ids": [5] * 4, "completion": [6] * 4})[0].ids) == 8, "the context may be full"
+    monkeypatch.setattr(tokenizer, "prefix_ids", [])
+    whole = tokenizer.encode_plain([" fox"])[0]
+    assert len(whole) == 1, "one token"
+    straddling = refused(encoder, {"text": " f", "completion": "ox"})
+    assert (straddling.code, straddling.param) == (ErrorCode.EMPTY_PROMPT, "text")
+
+
+@pytest.mark.parametrize(("side", "kept"), [("left", [7, 8, 9]), ("right", [5, 6, 7])])
+def test_truncation_cuts_the_prompt_alone(tokenizer: Tokenizer, side: str, kept: list[int]) -> None:
+    encoder = Encoder(tokenizer, tokenizer.vocab_size, 8, side)  # type: ignore[arg-type]
+    (prompt,) = encoded(encoder, {"input_ids": [5, 6, 7, 8, 9], "completion": [10] * 5})
+    assert (prompt.ids, prompt.score_start) == ([*kept, *[10] * 5], 3)
+    too_long = refused(encoder, {"input_ids": [5], "completion": [10] * 8})
+    assert too_long.code == ErrorCode.CONTEXT_LENGTH_EXCEEDED
