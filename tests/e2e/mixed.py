@@ -155,7 +155,10 @@ def _row(rng: Random, number: int) -> Fields:
         row |= _more_logprobs(rng, row)
     if "n" not in row and rng.random() < 0.15:
         return _openai(rng, number, row)
-    return {"id": f"m{number}", **_prompt(rng), **(row if rng.random() < 0.5 else {"sampling_params": row})}
+    prompt = _prompt(rng)
+    if "input_embeds" in prompt:  # which have no text to put around
+        row = {name: value for name, value in row.items() if name not in ("echo", "suffix")}
+    return {"id": f"m{number}", **prompt, **(row if rng.random() < 0.5 else {"sampling_params": row})}
 
 
 def _text(rng: Random) -> str:

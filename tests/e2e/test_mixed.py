@@ -7,8 +7,8 @@ paths (fewer rows through transformers).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 
 from batchgen import Completion, Engine
 from batchgen.config import EngineConfig
-from batchgen.request import Score, StateBlock
+from batchgen.request import Score, StateBlock, StreamEvent
 from tests.e2e.mixed import ADAPTERS, FIELD_DRAWS, PROCESSOR, mixed_rows
 from tests.models.adapters import KINDS, save_adapter
 
@@ -60,22 +60,38 @@ def engines(model: Path, options: dict[str, Any]) -> Callable[[str], Engine]:
     return engine
 
 
-def by_key(completions: Iterator[Completion]) -> dict[Key, Completion]:
-    return {(c.id or "", c.prompt_index, c.sample_index): c for c in completions}
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What came of some rows."""
+
+    completions: dict[Key, Completion]
+    events: dict[Key, list[StreamEvent]]
+    """Of those with `stream`."""
+
+    @staticmethod
+    def of(engine: Engine, rows: list[dict[str, Any]]) -> Done:
+        events: dict[Key, list[StreamEvent]] = {}
+
+        def take(event: StreamEvent) -> None:
+            key = (event.id or "", event.prompt_index, event.sample_index)
+            events.setdefault(key, []).append(replace(event, row_index=0))
+
+        found = {(c.id or "", c.prompt_index, c.sample_index): c for c in engine.generate(rows, on_event=take)}
+        return Done(found, events)
 
 
 @pytest.fixture(scope="module")
-def batches(engines: Callable[[str], Engine]) -> Callable[[str], dict[Key, Completion]]:
+def batches(engines: Callable[[str], Engine]) -> Callable[[str], Done]:
     """Everything that one batch of a path's rows gave; run once."""
-    done: dict[str, dict[Key, Completion]] = {}
+    done: dict[str, Done] = {}
 
-    def batch(path: str) -> dict[Key, Completion]:
+    def batch(path: str) -> Done:
         if path not in done:
             engine = engines(path)
             small = Engine.from_parts(replace(engine.config, **SMALL), engine.model, engine.tokenizer)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("batchgen.engine.engine.pool_pages", lambda *_: PAGES[path])
-                done[path] = by_key(small.generate(mixed_rows(ROWS[path], seed=1)))
+                done[path] = Done.of(small, mixed_rows(ROWS[path], seed=1))
             assert small.last_run is not None
             stats = small.last_run.scheduler.stats
             assert stats.preemptions > 0
@@ -91,20 +107,25 @@ def batches(engines: Callable[[str], Engine]) -> Callable[[str], dict[Key, Compl
     "return_logprob", "top_logprobs_num", "echo", "suffix", "lora_path", "text", "input_ids", "messages",
     "sampling_params", "prompt", "logprobs", "top_logprobs", "stop_regex", "frequency_penalty", "presence_penalty",
     "repetition_penalty", "logit_bias", "bad_words", "allowed_token_ids", "logprob_start_len", "token_ids_logprob",
-    "return_text_in_logprobs", "custom_logit_processor", "custom_params",
+    "return_text_in_logprobs", "custom_logit_processor", "custom_params", "stream", "input_embeds",
 )  # fmt: skip
 @pytest.mark.parametrize(("path", "start"), CASES)
 def test_every_row_is_as_if_alone(
-    engines: Callable[[str], Engine], batches: Callable[[str], dict[Key, Completion]], path: str, start: int
+    engines: Callable[[str], Engine], batches: Callable[[str], Done], path: str, start: int
 ) -> None:
     together = batches(path)
     engine = engines(path)
     for row in mixed_rows(ROWS[path], seed=1)[start : start + CHUNK]:
-        alone = by_key(engine.generate([row]))
+        alone = Done.of(engine, [row])
         name = row.get("id") or row["custom_id"]
-        assert alone.keys() == {key for key in together if key[0] == name}
-        for key, completion in alone.items():
-            assert_equal(together[key], completion, row)
+        assert alone.completions.keys() == {key for key in together.completions if key[0] == name}
+        assert alone.events.keys() == {key for key in together.events if key[0] == name}
+        for key, completion in alone.completions.items():
+            assert_equal(together.completions[key], completion, row)
+        for key, events in alone.events.items():
+            for one, other in zip(together.events[key], events, strict=True):
+                _compare(one.logprob, other.logprob)
+                assert replace(one, logprob=None) == replace(other, logprob=None), row
 
 
 def assert_equal(left: Completion, right: Completion, row: dict[str, Any]) -> None:
@@ -144,15 +165,16 @@ def _compare(a: Any, b: Any) -> None:
         assert a == b
 
 
-def test_the_rows_are_mixed(batches: Callable[[str], dict[Key, Completion]]) -> None:
+def test_the_rows_are_mixed(batches: Callable[[str], Done]) -> None:
     """Each draw happens often, most rows run, and they end in every way."""
     rows = mixed_rows(ROWS["native"], seed=1)
     flat = [{**row, **row.get("sampling_params", {}), **row.get("body", {})} for row in rows]
     given = Counter(name for row in flat for name in row)
     done = batches("native")
-    kinds = Counter((c.finish_reason, c.stop_kind) for c in done.values() if c.error is None)
+    samples = done.completions.values()
+    kinds = Counter((c.finish_reason, c.stop_kind) for c in samples if c.error is None)
     assert {("length", None), ("stop", "eos"), ("stop", "string"), ("stop", "token")} <= kinds.keys()
-    assert sum(c.error is not None for c in done.values()) < len(rows) / 20
+    assert sum(c.error is not None for c in samples) < len(rows) / 20
     for draw in FIELD_DRAWS:
         names = [name for name in draw.fields if name in given]
         assert not names or min(given[name] for name in names) >= 5, draw.fields

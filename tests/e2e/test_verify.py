@@ -147,3 +147,16 @@ def test_processors_are_named_again(model: Path, tmp_path: Path) -> None:
     run(["run", "in.jsonl", "--model", model, "--dtype", "float32", *processor], tmp_path)
     assert "--logit-processor lean=" in run(["verify", "in.out.parquet"], tmp_path, expect=2).stderr
     run(["verify", "in.out.parquet", *processor], tmp_path)
+
+
+def test_rows_with_events_and_embeddings(model: Path, tmp_path: Path) -> None:
+    """A replay writes no events, whatever file the run wrote them to."""
+    rows = [
+        {"text": "The quick", "stream": True, "max_new_tokens": 5},
+        {"input_embeds": [[0.1 * (i - j % 5) for j in range(64)] for i in range(3)], "max_new_tokens": 5},
+    ]
+    write_lines(tmp_path / "in.jsonl", rows)
+    run(["run", "in.jsonl", "--model", model, "--dtype", "float32", "--events", "events.jsonl"], tmp_path)
+    events = (tmp_path / "events.jsonl").read_bytes()
+    assert run(["verify", "in.out.parquet"], tmp_path).stdout.endswith("2 of 2 rows are the same\n")
+    assert (tmp_path / "events.jsonl").read_bytes() == events
