@@ -156,8 +156,8 @@ def _row(rng: Random, number: int) -> Fields:
     if "n" not in row and rng.random() < 0.15:
         return _openai(rng, number, row)
     prompt = _prompt(rng)
-    if "input_embeds" in prompt:  # which have no text to put around
-        row = {name: value for name, value in row.items() if name not in ("echo", "suffix")}
+    if "input_embeds" in prompt:  # which have no text to put around and no ids to score
+        row = {name: value for name, value in row.items() if name not in ("echo", "suffix", "logprob_start_len")}
     return {"id": f"m{number}", **prompt, **(row if rng.random() < 0.5 else {"sampling_params": row})}
 
 
