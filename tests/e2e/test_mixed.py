@@ -104,10 +104,10 @@ def batches(engines: Callable[[str], Engine]) -> Callable[[str], Done]:
 @pytest.mark.field(
     "temperature", "top_k", "top_p", "min_p", "seed", "n", "best_of", "stop", "stop_token_ids", "ignore_eos",
     "no_stop_trim", "min_new_tokens", "max_new_tokens", "skip_special_tokens", "spaces_between_special_tokens",
-    "return_logprob", "top_logprobs_num", "echo", "suffix", "lora_path", "text", "input_ids", "input_embeds", "messages",
-    "sampling_params", "prompt", "logprobs", "top_logprobs", "stop_regex", "frequency_penalty", "presence_penalty",
-    "repetition_penalty", "logit_bias", "bad_words", "allowed_token_ids", "logprob_start_len", "token_ids_logprob",
-    "return_text_in_logprobs", "custom_logit_processor", "custom_params", "stream", "input_embeds",
+    "return_logprob", "top_logprobs_num", "echo", "suffix", "lora_path", "text", "input_ids", "input_embeds",
+    "messages", "sampling_params", "prompt", "logprobs", "top_logprobs", "stop_regex", "frequency_penalty",
+    "presence_penalty", "repetition_penalty", "logit_bias", "bad_words", "allowed_token_ids", "logprob_start_len",
+    "token_ids_logprob", "return_text_in_logprobs", "custom_logit_processor", "custom_params", "stream",
 )  # fmt: skip
 @pytest.mark.parametrize(("path", "start"), CASES)
 def test_every_row_is_as_if_alone(

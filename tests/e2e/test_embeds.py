@@ -1,0 +1,102 @@
+"""`batchgen run` on rows of `input_embeds`: JSONL, Parquet, files under --media-root; killed and verified."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from safetensors.numpy import save_file
+
+from tests.e2e.rows import rows_of, write_lines
+from tests.e2e.runner import run, start
+from tests.models.adapters import base_model
+
+GREEDY = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def table(model: Path) -> np.ndarray:
+    """[V, H] the model's embeddings."""
+    found: np.ndarray = base_model(model).get_input_embeddings().weight.detach().numpy()
+    return found
+
+
+def ids(i: int) -> list[int]:
+    return [20 + (7 * i + j) % 100 for j in range(3 + i % 9)]
+
+
+def outputs(file: Path) -> dict[str, list[int]]:
+    return {row["id"]: row["output_ids"] for row in rows_of(file)}
+
+
+@pytest.fixture
+def command(model: Path) -> list[Any]:
+    return ["--model", model, "--dtype", "float32", "--include-prompt", "--include-prompt-ids"]
+
+
+@pytest.mark.field("input_embeds")
+def test_every_way_of_giving_embeddings(command: list[Any], table: np.ndarray, tmp_path: Path) -> None:
+    """As ids, as lists in JSONL and in Parquet, and as tensors of a file: the same tokens."""
+    count = 24
+    write_lines(tmp_path / "ids.jsonl", [{"id": str(i), "input_ids": ids(i), **GREEDY} for i in range(count)])
+    run(["run", "ids.jsonl", *command], tmp_path)
+    expected = outputs(tmp_path / "ids.out.parquet")
+    values = [table[ids(i)] for i in range(count)]
+    given = [{"id": str(i), "input_embeds": v.tolist(), **GREEDY} for i, v in enumerate(values)]
+    write_lines(tmp_path / "lists.jsonl", given)
+    columns = {"id": [str(i) for i in range(count)], "input_embeds": [v.tolist() for v in values]}
+    columns["sampling_params"] = [GREEDY] * count
+    pq.write_table(pa.table(columns), tmp_path / "columns.parquet")
+    (tmp_path / "root").mkdir()
+    save_file({f"t{i}": v for i, v in enumerate(values)}, tmp_path / "root" / "all.safetensors")
+    named = [{"id": str(i), "input_embeds": f"all.safetensors:t{i}", **GREEDY} for i in range(count)]
+    write_lines(tmp_path / "named.jsonl", named)
+    for name in ("lists.jsonl", "columns.parquet", "named.jsonl"):
+        run(["run", name, "-o", "out.parquet", *command, "--media-root", "root", "--overwrite"], tmp_path)
+        assert outputs(tmp_path / "out.parquet") == expected, name
+        rows = rows_of(tmp_path / "out.parquet")
+        assert {(row["prompt"], row["prompt_ids"]) for row in rows} == {(None, None)}
+        assert [row["prompt_tokens"] for row in rows] == [len(ids(i)) for i in range(count)]
+    run(["verify", "out.parquet", "--rows", "4"], tmp_path, expect=None)
+
+
+def test_a_killed_run_goes_on(command: list[Any], table: np.ndarray, tmp_path: Path) -> None:
+    lines = [{"id": str(i), "input_embeds": table[ids(i)].tolist(), **GREEDY} for i in range(30)]
+    write_lines(tmp_path / "in.jsonl", lines)
+    run(["run", "in.jsonl", "-o", "whole.parquet", *command], tmp_path)
+    parts = tmp_path / "out.parquet.work" / "parts"
+    arguments = ["run", "in.jsonl", "-o", "out.parquet", *command]
+    job = start([*arguments, "--commit-every", "3", "--max-num-seqs", "3"], tmp_path)
+    job.wait_for(lambda: len(list(parts.glob("part-*.parquet"))) >= 2)
+    assert job.kill_after(0)
+    run(arguments, tmp_path)
+    assert outputs(tmp_path / "out.parquet") == outputs(tmp_path / "whole.parquet")
+
+
+@pytest.mark.field("input_embeds")
+def test_rows_read_no_file_but_those_under_the_root(
+    command: list[Any], model: Path, table: np.ndarray, tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    for folder in (root, tmp_path):
+        save_file({"t": table[ids(0)]}, folder / "t.safetensors")
+    (root / "link.safetensors").symlink_to(tmp_path / "t.safetensors")
+    (root / "cut.safetensors").write_bytes((root / "t.safetensors").read_bytes()[:-4])
+    (root / "text.safetensors").write_text("not one")
+    names = ["t.safetensors", "../t.safetensors", str(tmp_path / "t.safetensors"), "link.safetensors:t"]
+    names += ["cut.safetensors:t", "text.safetensors", "none.safetensors", f"{model}/model.safetensors:lm_head.weight"]
+    write_lines(tmp_path / "in.jsonl", [{"input_embeds": name, "max_new_tokens": 1} for name in names])
+    run(["run", "in.jsonl", "-o", "out.parquet", *command, "--media-root", "root"], tmp_path)
+    rows = rows_of(tmp_path / "out.parquet")
+    assert [row["status"] for row in rows] == ["ok"] + ["error"] * 7
+    assert {(row["error"]["code"], row["error"]["param"]) for row in rows[1:]} == {("media_error", "input_embeds")}
+    run(["run", "in.jsonl", "-o", "no.parquet", *command], tmp_path, expect=3)
+    checked = json.loads(run(["check", "in.jsonl", *command, "--json", "--max-errors", "100%"], tmp_path).stdout)
+    assert checked["errors"] == {"media_error": 8}
+    run(["run", "in.jsonl", "-o", "no.parquet", *command, "--media-root", "none"], tmp_path, expect=2)

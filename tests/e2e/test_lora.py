@@ -1,0 +1,149 @@
+"""`batchgen run --lora`: adapters on the command line, in the fingerprint, in OpenAI lines; refusals before the run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchgen.data.files import read_footer
+from tests.e2e.rows import read, rows_of, write_lines
+from tests.e2e.runner import batchgen, run, start
+from tests.models.adapters import KINDS, edit_config, save_adapter
+
+GREEDY = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the adapters `two` and `all`."""
+    folder = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate(("two", "all")):
+        save_adapter(model, folder / name, seed=seed, **KINDS[name])
+    return folder
+
+
+def lines(count: int = 30) -> list[dict[str, Any]]:
+    texts = [f"The quick brown fox {i % 7}" for i in range(count)]
+    native = [
+        {"id": f"n{i}", "text": text, "lora_path": (None, "two", "all")[i % 3], **GREEDY}
+        for i, text in enumerate(texts)
+    ]
+    body = {"prompt": texts[0], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    line = {"method": "POST", "url": "/v1/completions"}
+    openai = [
+        {"custom_id": f"o-{name}", **line, "body": {**body, "model": f"*:{name}" if name else "*"}}
+        for name in ("", "two", "all")
+    ]
+    return [*native, *openai]
+
+
+@pytest.fixture
+def command(model: Path, adapters: Path, tmp_path: Path) -> list[Any]:
+    write_lines(tmp_path / "in.jsonl", lines())
+    named = [option for name in ("two", "all") for option in ("--lora", f"{name}={adapters / name}")]
+    return ["run", "in.jsonl", "-o", "out.parquet", "--model", model, "--dtype", "float32", *named]
+
+
+def texts(file: Path) -> dict[str, str]:
+    return {row["id"]: row["text"] for row in rows_of(file)}
+
+
+@pytest.mark.field("lora_path", "model")
+def test_a_run_with_adapters(command: list[Any], tmp_path: Path, adapters: Path) -> None:
+    run(command, tmp_path)
+    done = read(tmp_path / "out.parquet")
+    assert set(done["status"].to_pylist()) == {"ok"}
+    found = texts(tmp_path / "out.parquet")
+    assert [found["o-"], found["o-two"], found["o-all"]] == [found["n0"], found["n7"], found["n14"]]
+    assert len({found["o-"], found["o-two"], found["o-all"]}) == 3
+    footer = read_footer(tmp_path / "out.parquet")
+    assert footer is not None
+    assert set(footer["adapters"]) == {"two", "all"}
+    run(["verify", "out.parquet", "--rows", "8"], tmp_path, expect=None)
+    # One row at a time, by another path of the model: the same texts.
+    alone = [*command, "--max-num-seqs", "1", "--model-impl", "transformers", "--overwrite"]
+    run(alone, tmp_path)
+    assert texts(tmp_path / "out.parquet") == found
+
+
+def test_a_killed_run_goes_on(command: list[Any], tmp_path: Path) -> None:
+    run([*command[:3], "whole.parquet", *command[4:]], tmp_path)
+    parts = tmp_path / "out.parquet.work" / "parts"
+    job = start([*command, "--commit-every", "3", "--max-num-seqs", "3"], tmp_path)
+    job.wait_for(lambda: len(list(parts.glob("part-*.parquet"))) >= 2)
+    assert job.kill_after(0)
+    run(command, tmp_path)
+    assert texts(tmp_path / "out.parquet") == texts(tmp_path / "whole.parquet")
+
+
+@pytest.mark.parametrize("change", ["weights", "name", "fewer"])
+def test_other_adapters_are_another_job(command: list[Any], tmp_path: Path, adapters: Path, change: str) -> None:
+    run(command, tmp_path)
+    other = list(command)
+    if change == "weights":
+        (tmp_path / "other").mkdir()
+        for file in (adapters / "two").iterdir():
+            (tmp_path / "other" / file.name).write_bytes(file.read_bytes())
+        edit_config(tmp_path / "other", lora_alpha=99)
+        other[other.index(f"two={adapters / 'two'}")] = f"two={tmp_path / 'other'}"
+    elif change == "name":
+        other[other.index(f"two={adapters / 'two'}")] = f"too={adapters / 'two'}"
+    else:
+        other = other[:-2]
+    done = run(other, tmp_path, expect=2)
+    assert "is not this job's output" in done.stderr
+    moved = tmp_path / "moved"
+    (adapters / "two").rename(moved)
+    try:
+        again = [f"two={moved}" if word == f"two={adapters / 'two'}" else word for word in command]
+        run(again, tmp_path)  # the same adapter elsewhere is the same job, already done
+    finally:
+        moved.rename(adapters / "two")
+
+
+@pytest.mark.field("lora_path")
+def test_unknown_adapters_are_row_errors(command: list[Any], tmp_path: Path) -> None:
+    bad = [{"text": "a", "lora_path": "none"}, {"text": "a", "model": "*:none"}, {"text": "a", "max_new_tokens": 1}]
+    write_lines(tmp_path / "in.jsonl", bad)
+    run(command, tmp_path)
+    errors = [row["error"] for row in rows_of(tmp_path / "out.parquet")]
+    assert [(e["code"], e["param"]) for e in errors[:2]] == [
+        ("unknown_adapter", "lora_path"),
+        ("unknown_adapter", "model"),
+    ]
+    assert errors[2] is None
+    checked = json.loads(run(["check", *command[1:], "--json"], tmp_path).stdout)
+    assert checked["errors"] == {"unknown_adapter": 2}
+
+
+def test_a_bad_adapter_ends_the_run_before_anything_is_read(
+    model: Path, adapters: Path, tmp_path: Path, command: list[Any]
+) -> None:
+    """Exit code 6 in a fresh interpreter; nothing is left behind."""
+    edit_config(save_adapter(model, tmp_path / "dora", **KINDS["two"]), use_dora=True)
+    for path, said in (
+        (tmp_path / "dora", "use_dora"),
+        (tmp_path / "none", "there is no folder"),
+        (model, "adapter_con"),
+    ):
+        done = batchgen([*command[:8], "--lora", f"bad={path}"], tmp_path)
+        assert done.returncode == 6, done.stderr
+        assert "The adapter bad (--lora) cannot be used" in done.stderr
+        assert said in done.stderr
+        assert not (tmp_path / "out.parquet.work").exists()
+
+
+def test_checking_counts_prefixes_by_adapter(command: list[Any], tmp_path: Path) -> None:
+    """What `check` plans is what the run computes: equal texts of two adapters share nothing."""
+    planned = json.loads(run(["check", *command[1:], "--json"], tmp_path).stdout)
+    ran = run([*command, "--report", "-"], tmp_path).report
+    assert planned["distinct_prompt_tokens"] == ran["distinct_prompt_tokens"] == ran["computed_prompt_tokens"]
+    plain = [{**line, "lora_path": None} for line in lines(30)[:30]]
+    write_lines(tmp_path / "in.jsonl", [*plain, *({**line, "id": f"b{i}"} for i, line in enumerate(plain))])
+    assert (
+        json.loads(run(["check", *command[1:], "--json"], tmp_path).stdout)["distinct_prompt_tokens"] * 2
+        < (planned["distinct_prompt_tokens"])
+    )
