@@ -423,7 +423,12 @@ OPTIONS: tuple[Option, ...] = (
         "repetition; off by default. Example: --stop-on-repeat 64",
         "engine",
     ),
-    _flag("lenient_schemas", SAMPLING, "Let unenforced keywords pass. Example: --lenient-schemas", built=False),
+    _flag(
+        "lenient_schemas",
+        SAMPLING,
+        "Run rows whose JSON Schema has keywords that cannot be enforced, without these. Example: --lenient-schemas",
+        "engine",
+    ),
     # Input
     Option("prompt_column", WORD, None, INPUT, "Field that holds the prompt. Example: --prompt-column question"),
     Option("id_column", WORD, None, INPUT, "Field that holds the row's id. Example: --id-column uid"),

@@ -231,7 +231,7 @@ class RowValues:
         """Hold the row to one constraint, which replaces a run-wide one, and translate `response_format`."""
         given = [name for name in CONSTRAINTS if name in self.values]
         asked = self.values.get("response_format")
-        if asked is not None and asked["type"] == "text":
+        if len(given) > 1 and asked is not None and asked["type"] == "text":
             given.remove("response_format")
         if len(given) > 1:
             first, second = (self.spelled[name] for name in given[:2])
@@ -272,13 +272,17 @@ def _base_and_adapter(model: str | None, names: frozenset[str]) -> tuple[str | N
 
 def _from_response_format(asked: Mapping[str, Any]) -> dict[str, Any]:
     """OpenAI's spelling of a constraint as one of ours."""
-    if asked["type"] == "json_object":
-        return {"json_schema": {"type": "object"}}
+    if asked["type"] == "text":
+        return {}
+    if asked["type"] == "structural_tag":
+        return {"structural_tag": dict(asked)}
     if asked["type"] == "json_schema":
         inner = asked["json_schema"]
-        # The wrapper of the API holds the schema; servers take the schema itself, too.
-        return {"json_schema": inner.get("schema", inner) if "name" in inner else inner}
-    return {"structural_tag": dict(asked)}
+        if "schema" in inner:  # the wrapper of the API: name, schema, strict
+            return {"json_schema": inner["schema"]}
+        if "name" not in inner:  # the schema itself, as some servers take it
+            return {"json_schema": inner}
+    return {"json_schema": {"type": "object"}}
 
 
 def chat_prompt(row: RowValues, messages: tuple[Mapping[str, Any], ...], defaults: RowDefaults) -> ChatPrompt:

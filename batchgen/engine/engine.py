@@ -31,6 +31,7 @@ from batchgen.processors import load_processors
 from batchgen.request import Completion, RequestTable, StreamEvent
 from batchgen.rows import RowDefaults
 from batchgen.text.encode import Encoder
+from batchgen.text.grammars import Grammars
 from batchgen.text.tokenizer import Tokenizer
 
 __all__ = ["Engine", "Running"]
@@ -80,17 +81,21 @@ class Engine:
         self._init(config, loaded, Tokenizer.load(config.tokenizer or model, config.revision, model))
 
     @classmethod
-    def from_parts(cls, config: EngineConfig, model: Model, tokenizer: Tokenizer) -> Engine:
-        """An engine around a model and tokenizer already loaded."""
+    def from_parts(
+        cls, config: EngineConfig, model: Model, tokenizer: Tokenizer, grammars: Grammars | None = None
+    ) -> Engine:
+        """An engine around a model and tokenizer already loaded, and grammars compiled for them."""
         engine = cls.__new__(cls)
-        engine._init(config, model, tokenizer)
+        engine._init(config, model, tokenizer, grammars)
         return engine
 
-    def _init(self, config: EngineConfig, model: Model, tokenizer: Tokenizer) -> None:
+    def _init(self, config: EngineConfig, model: Model, tokenizer: Tokenizer, grammars: Grammars | None = None) -> None:
         self.config = config
         self._media_root = MediaRoot(config.media_root)
         self.model = model
         self.tokenizer = tokenizer
+        self.grammars = grammars or Grammars(tokenizer, model.spec.vocab_size, lenient=config.lenient_schemas)
+        """Constraints of rows, each compiled once."""
         self.processors = load_processors(config.logit_processor)
         """Logit processors that rows may name."""
         self.last_run: Running | None = None
@@ -132,7 +137,12 @@ class Engine:
             events=on_event is not None,
         )
         encoder = Encoder(
-            self.tokenizer, spec.vocab_size, spec.context_length, run_seed=self.config.seed, limits=spec.state_limits
+            self.tokenizer,
+            spec.vocab_size,
+            spec.context_length,
+            run_seed=self.config.seed,
+            limits=spec.state_limits,
+            grammars=self.grammars,
         )
         ids: dict[int, str] = {}
         failed: list[Completion] = []
@@ -176,6 +186,8 @@ class Engine:
             emit: called after each step with the events of rows that have `stream`.
         """
         config, spec = self.config, self.model.spec
+        # No-one is to wait for a grammar later on; those of encoded rows are known.
+        self.grammars.prepare(c for c in (p.constraint for p in table.params) if c is not None)
         workload = plan_workload(table, done, dedup=config.dedup, adapters=list(spec.adapters))
         if table.embeds_at is not None and not self.model.takes_embeds():
             workload.refuse_embeds()
@@ -197,6 +209,7 @@ class Engine:
             pool,
             attention,
             self.tokenizer,
+            self.grammars,
             prompt_ids=prompt_ids,
             repeat_span=config.stop_on_repeat,
             processors=self.processors,

@@ -11,6 +11,7 @@ import torch
 
 from batchgen.engine.batch import build_batch
 from batchgen.engine.best_of import keep_best
+from batchgen.engine.constraints import GrammarState
 from batchgen.engine.planning import Workload
 from batchgen.engine.prompt_logprobs import PromptLogprobs
 from batchgen.engine.readout import LogprobsMode
@@ -28,6 +29,7 @@ from batchgen.plan.scheduler import Scheduler
 from batchgen.plan.types import PageCopy, StepPlan
 from batchgen.processors import LoadedProcessor
 from batchgen.request import Completion, Request
+from batchgen.text.grammars import Grammars
 from batchgen.text.stops import StopState, stopping_ids
 from batchgen.text.surround import surround
 from batchgen.text.tokenizer import Tokenizer
@@ -66,6 +68,7 @@ class Loop:
         pool: KVPool,
         attention: AttentionFactory,
         tokenizer: Tokenizer,
+        grammars: Grammars,
         *,
         prompt_ids: bool = True,
         repeat_span: int | None = None,
@@ -85,6 +88,7 @@ class Loop:
         self._pool = pool
         self._attention = attention
         self._tokenizer = tokenizer
+        self._grammars = grammars
         self._prompt_ids = prompt_ids
         self._repeat_span = repeat_span
         self._sampler = Sampler(model.spec.device, processors, logprobs_mode)
@@ -176,7 +180,9 @@ class Loop:
         if request.index not in self._open:
             self._open[request.index] = _Open(remaining=request.params.samples)
         shaping = self._shapes.start(request, stops.output_ids)
-        return Sequence(request, sample_index, stops, masked, self._repeat_span, shaping)
+        constraint = request.params.constraint
+        grammar = GrammarState(self._grammars, request.params, constraint) if constraint is not None else None
+        return Sequence(request, sample_index, stops, masked, self._repeat_span, shaping, grammar)
 
     def _take(self, plan: StepPlan, sampled: Sampled) -> list[int]:
         """Hand each sequence its token; the ids of those that ended."""
@@ -189,6 +195,10 @@ class Loop:
                 continue
             if self._prompt_only and sample.sequence in self._prompt_only:
                 sequence.finish_reason = "length"
+                finished.append(sample.sequence)
+                continue
+            if row in sampled.exhausted:
+                sequence.exhaust()
                 finished.append(sample.sequence)
                 continue
             if row in sampled.logprobs:

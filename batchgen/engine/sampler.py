@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from batchgen.engine.constraints import GrammarMasks
 from batchgen.engine.readout import LogprobsMode, Readout, RowLogprobs
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.shaping import Shaper
@@ -38,6 +39,8 @@ class Sampled:
     """rows that end here, and why; their tokens mean nothing"""
     logprobs: dict[int, RowLogprobs] = field(default_factory=dict)
     """by row, for those that asked"""
+    exhausted: frozenset[int] = frozenset()
+    """constrained rows that have nothing left to draw; their tokens mean nothing"""
 
 
 class Sampler:
@@ -71,26 +74,28 @@ class Sampler:
         raw = columns.readout.before(logits) if columns.readout is not None else None
         if columns.shaper is not None:
             errors |= columns.shaper(logits, errors)
-        # A grammar's mask belongs here: masks commute, and the minimum must be the one to give way where both leave
-        # nothing.
+        # Masks commute; the minimum's is last, since it gives way where they leave nothing.
+        if columns.grammars is not None:
+            columns.grammars(logits)
         hidden = hide_stops(logits, columns.minimums) if columns.minimums else None
+        exhausted: frozenset[int] = frozenset()
         if columns.masked is not None:
-            errors = _ends_of_masked(logits, rows, columns.masked, hidden) | errors
+            empty = _empty_of_masked(logits, columns.masked, hidden)
+            exhausted = frozenset(row for row in empty if rows[row].grammar is not None)
+            errors = {row: _nothing_left(rows[row].request.params) for row in empty if row not in exhausted} | errors
         positions = torch.tensor([len(row.output_ids) for row in rows], dtype=torch.int64, device=self._device)
         tokens = sample(logits, columns.at(positions)).tokens  # [R]
         logprobs = columns.readout.after(logits, tokens, raw) if columns.readout is not None else {}
-        return Sampled(tokens.tolist(), errors, logprobs)
+        return Sampled(tokens.tolist(), errors, logprobs, exhausted)
 
 
-def _ends_of_masked(
-    logits: Tensor, rows: list[Sequence], masked: Tensor, hidden: HiddenStops | None
-) -> dict[int, ErrorInfo]:
+def _empty_of_masked(logits: Tensor, masked: Tensor, hidden: HiddenStops | None) -> list[int]:
     """Rows among `masked` [w] int64 that their masks leave with nothing, once the minimum has given way."""
-    empty = masked[empty_rows(logits, masked)].tolist()
+    empty: list[int] = masked[empty_rows(logits, masked)].tolist()
     if empty and hidden is not None:
         hidden.show(logits, empty)
         empty = masked[empty_rows(logits, masked)].tolist()
-    return {row: _nothing_left(rows[row].request.params) for row in empty}
+    return empty
 
 
 def _nothing_left(params: SamplingParams) -> ErrorInfo:
@@ -112,6 +117,8 @@ class _Columns:
     """None: no row shapes its logits"""
     minimums: list[tuple[int, Sequence]]
     """rows with ids to mask until their minimum is out, and their places"""
+    grammars: GrammarMasks | None
+    """None: no row is constrained"""
     masked: Tensor | None
     """[w] int64 rows that may be left with nothing; None: no row"""
 
@@ -132,7 +139,8 @@ class _Columns:
             device,
         )
         shaped = [(i, row.shaping) for i, row in enumerate(rows) if row.shaping is not None]
-        masked = [i for i, shaping in shaped if shaping.shape.masks]
+        grammars = [(i, row.grammar) for i, row in enumerate(rows) if row.grammar is not None]
+        masked = sorted({i for i, shaping in shaped if shaping.shape.masks}.union(i for i, _ in grammars))
         altered = frozenset(i for i, shaping in shaped if shaping.shape.alters)
         wanted = [(i, p) for i, p in enumerate(params) if p.needs_logprobs]
         return _Columns(
@@ -142,6 +150,7 @@ class _Columns:
             readout=Readout(wanted, altered, sampling, mode, device) if wanted else None,
             shaper=Shaper(shaped, len(rows), processors, device) if shaped else None,
             minimums=[(i, row) for i, row in enumerate(rows) if row.masked_ids],
+            grammars=GrammarMasks(grammars) if grammars else None,
             masked=ints(masked) if masked else None,
         )
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from batchgen.engine.constraints import GrammarState
 from batchgen.engine.readout import RowLogprobs
 from batchgen.engine.repetition import repeats
 from batchgen.engine.shaping import Shaping
 from batchgen.errors import ErrorInfo, RowError
 from batchgen.request import Completion, FinishReason, Request
-from batchgen.text.stops import StopState
+from batchgen.text.stops import FinishedText, StopState
 
 __all__ = ["Sequence"]
 
@@ -17,12 +18,13 @@ class Sequence:
 
     `stops` decides when it ends. `masked_ids` are the ids that may not be drawn while fewer than
     `params.min_new_tokens` tokens are out. `repeat_span`: tokens at the end that may not go round in circles.
-    `shaping` is what its own tokens do to its logits; None for a plain row.
+    `shaping` is what its own tokens do to its logits; None for a plain row. `grammar` is what its text may be.
     """
 
     __slots__ = (
         "error",
         "finish_reason",
+        "grammar",
         "ids_logprobs",
         "logprobs",
         "masked_ids",
@@ -43,6 +45,7 @@ class Sequence:
         masked_ids: tuple[int, ...],
         repeat_span: int | None = None,
         shaping: Shaping | None = None,
+        grammar: GrammarState | None = None,
     ) -> None:
         self.request = request
         self.sample_index = sample_index
@@ -50,6 +53,7 @@ class Sequence:
         self.masked_ids = masked_ids
         self.repeat_span = repeat_span
         self.shaping = shaping
+        self.grammar = grammar
         self.logprobs: list[float] = []
         self.top_ids: list[int] = []
         self.top_logprobs: list[float] = []
@@ -76,13 +80,26 @@ class Sequence:
         except RowError as problem:
             self.fail(problem.info)
             return True
-        if event is not None:
+        ended = self.grammar is not None and self.grammar.accept(token)
+        if self.grammar is not None and self.grammar.error is not None:
+            self.fail(self.grammar.error)
+            return True
+        if event is not None or ended:
             self.finish_reason = "stop"
         elif self.repeat_span is not None and self._repeats(self.repeat_span):
             self.finish_reason = "repetition"
         elif len(self.output_ids) >= self.request.max_new_tokens:
             self.finish_reason = "length"
         return self.finish_reason is not None
+
+    def exhaust(self) -> None:
+        """End a constrained sequence for which nothing is left to draw; its draw is dropped."""
+        assert self.grammar is not None
+        self.grammar.exhausted()
+        if self.grammar.error is not None:
+            self.fail(self.grammar.error)
+        else:
+            self.finish_reason = "stop"
 
     def _repeats(self, span: int) -> bool:
         ids = self.output_ids
@@ -122,7 +139,7 @@ class Sequence:
             prompt_index=request.prompt_index,
             sample_index=self.sample_index,
             finish_reason=done.finish_reason,
-            stop_kind=done.stop_kind,
+            stop_kind=done.stop_kind or ("grammar" if done.finish_reason == "stop" else None),
             matched_stop=done.matched_stop,
             matched_text=done.matched_text,
             text=done.text,
@@ -139,6 +156,18 @@ class Sequence:
             cumulative_logprob=total if asked else None,
             mean_logprob=total / count if asked and count else None,
             min_new_tokens_unmet=count < params.min_new_tokens if params.min_new_tokens else None,
+            constraint_ok=self._satisfies(done) if self.grammar is not None else None,
             seed=request.seed,
             effective_max_new_tokens=request.max_new_tokens,
         )
+
+    def _satisfies(self, done: FinishedText) -> bool:
+        """Whether the text satisfies the row's constraint, an id that ended it left aside."""
+        assert self.grammar is not None
+        ids, text = self.output_ids, done.text
+        if done.stop_kind in ("eos", "token"):
+            ids = ids[:-1]
+            if self.request.params.no_stop_trim:
+                text = self.stops.text_of(ids)
+        # What a match cut off has no tokens of its own: the text alone counts.
+        return self.grammar.satisfied(text, None if done.stop_kind in ("string", "regex") else ids)

@@ -25,6 +25,7 @@ _ENGINE_FIELDS = (
     "stop_on_repeat",
     "repetition_penalty_scope",
     "logprobs_mode",
+    "lenient_schemas",
 )
 _RUN_FIELDS = (
     "sampling_defaults",

@@ -104,7 +104,8 @@ class _Job:
                 rows = self._read(work.scratch, inputs, setup, committed, writer)
             self._hold_size(rows, setup.spec)
             with self._phase("loading"):
-                engine = Engine.from_parts(self.config.engine, self._await(model, committed, rows), setup.tokenizer)
+                loaded = self._await(model, committed, rows)
+                engine = Engine.from_parts(self.config.engine, loaded, setup.tokenizer, setup.encoder.grammars)
             with self._phase("planning"):
                 done = committed.contains(rows.table.row_index, rows.table.prompt_index)
                 emit = events.listener(lambda row: rows.texts[row][0]) if events is not None else None
@@ -151,6 +152,7 @@ class _Job:
         # Rows that failed while an earlier run generated; those that cannot be parsed are found again.
         self.errors_before = len(np.unique(committed.row_index[committed.is_error]))
         rows = ingest(self.config, inputs, intake, table, scratch, setup.decode_prompt, on_error, on_row)
+        setup.encoder.grammars.release()
         self._report(rows_done=0, rows_total=rows.rows, rows_error=rows.errors.total())
         self._hold_threshold(rows)
         return rows

@@ -17,6 +17,7 @@ from batchgen.models.check import check_model
 from batchgen.models.load import inspect_model, load_model
 from batchgen.rows import RowDefaults
 from batchgen.text.encode import Encoder
+from batchgen.text.grammars import Grammars
 from batchgen.text.tokenizer import Tokenizer
 
 __all__ = ["Setup", "prepare"]
@@ -116,6 +117,12 @@ def prepare(config: RunConfig, note: Callable[[str], None]) -> Setup:
         processors=frozenset(name for name, _ in engine.logit_processor),
     )
     encoder = Encoder(
-        tokenizer, spec.vocab_size, spec.context_length, config.truncate, engine.seed, limits=spec.state_limits
+        tokenizer,
+        spec.vocab_size,
+        spec.context_length,
+        config.truncate,
+        engine.seed,
+        limits=spec.state_limits,
+        grammars=Grammars(tokenizer, spec.vocab_size, lenient=engine.lenient_schemas),
     )
     return Setup(engine, model, spec, tokenizer, defaults, encoder, media_root)

@@ -132,7 +132,7 @@ def _check_model(setup: Setup, run: Mapping[str, Any]) -> None:
 def _replays(
     config: RunConfig, inputs: InputSet, setup: Setup, results: Results, chosen: list[int]
 ) -> Iterator[_Replay]:
-    engine = Engine.from_parts(config.engine, setup.load_model(), setup.tokenizer)
+    engine = Engine.from_parts(config.engine, setup.load_model(), setup.tokenizer, setup.encoder.grammars)
     for raw in inputs.pick(chosen, config.prompt_column, config.id_column):
         recorded = list(results.rows(row=raw.index))
         yield _replay(engine, setup, raw, recorded)

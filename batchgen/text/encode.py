@@ -12,6 +12,7 @@ from batchgen.params import SamplingParams, StateLimits
 from batchgen.request import ChatPrompt, EmbedsPrompt, ParsedRow, Prompt, StoredPrompt, TextPrompt, TokenPrompt
 from batchgen.rows import derive_seed
 from batchgen.text.fim import FillInTheMiddle, find_fim
+from batchgen.text.grammars import Grammars
 from batchgen.text.scoring import join_texts, texts_field
 from batchgen.text.tokenizer import Tokenizer
 from batchgen.text.words import bad_sequences
@@ -69,13 +70,16 @@ class Encoder:
         truncate: Truncate = "none",
         run_seed: int = 0,
         limits: StateLimits = _NO_STATES,
+        grammars: Grammars | None = None,
     ) -> None:
+        """`grammars`: where the rows' constraints are compiled, so that bad ones are known."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._context = context_length
         self._truncate = truncate
         self._run_seed = run_seed
         self._fim = find_fim(tokenizer, vocab_size)
+        self.grammars = grammars if grammars is not None else Grammars(tokenizer, vocab_size)
         self._words_checked: set[tuple[str | tuple[int, ...], ...]] = set()
         self._limits = limits
 
@@ -92,6 +96,9 @@ class Encoder:
         prompts = [prompt for row in batch for prompt in row.prompts]
         texts = [self._text_of(prompt) for prompt in prompts]
         ids, sources = iter(self._encode_texts(texts)), iter(texts)
+        constraints = [constraint for row in batch if (constraint := row.params.constraint) is not None]
+        if constraints:
+            self.grammars.prepare(constraints)
         results: list[list[EncodedPrompt] | ErrorInfo] = []
         for row in batch:
             found = [(next(sources), next(ids)) for _ in row.prompts]
@@ -181,11 +188,15 @@ class Encoder:
         return encoded
 
     def _check_params(self, params: SamplingParams) -> None:
-        """Ranges that only the model's vocabulary sets.
+        """Ranges that only the model's vocabulary sets, and the constraint.
 
         Raises:
-            RowError: `token_out_of_range` or `invalid_field`.
+            RowError: `token_out_of_range`, `invalid_field`, or what is wrong with the constraint.
         """
+        constraint = params.constraint
+        problem_of = self.grammars.error(constraint) if constraint is not None else None
+        if problem_of is not None:
+            raise RowError(problem_of.code, problem_of.message, problem_of.param)
         for name in _ID_FIELDS:
             ids = getattr(params, name)
             if ids and max(ids) >= self._vocab_size:

@@ -112,12 +112,13 @@ class StopState:
         """The text and how it ended. A stop that came with the last allowed token is a stop, whatever `reason` says."""
         event = self.event
         if event is None:
-            return FinishedText(self._decode(self.output_ids), reason)
+            return FinishedText(self.text_of(self.output_ids), reason)
         if event.cut is not None and self._search is not None:
             text = self._search.text[: event.cut]
         else:
-            text = self._decode(self.output_ids if self._params.no_stop_trim else self.output_ids[:-1])
+            text = self.text_of(self.output_ids if self._params.no_stop_trim else self.output_ids[:-1])
         return FinishedText(text, "stop", event.kind, event.matched_stop, event.matched_text)
 
-    def _decode(self, ids: Sequence[int]) -> str:
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Text of `ids` under the row's switches."""
         return self._tokenizer.decode(ids, self._params.skip_special_tokens, self._params.spaces_between_special_tokens)

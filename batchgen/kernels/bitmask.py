@@ -1,0 +1,37 @@
+"""Packed masks: one bit per token, as grammar matchers fill them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["apply_bitmask", "bitmask_width"]
+
+_CHUNK = 1 << 18
+"""Logits looked at at once."""
+
+
+def bitmask_width(vocab_size: int) -> int:
+    """Words that hold a bit for each of `vocab_size` tokens."""
+    return -(-vocab_size // 32)
+
+
+def apply_bitmask(logits: Tensor, bitmask: Tensor, rows: Tensor | None = None) -> None:
+    """Set every logit whose bit is 0 to -inf, in place. Bit `t % 32` of word `t // 32` is token t's.
+
+    Args:
+        logits: [R, V] floating point.
+        bitmask: [M, ceil(V / 32)] int32 on the same device; bits past V are not looked at.
+        rows: [M] int64, the row of `logits` that each mask belongs to; None: all rows, in order.
+    """
+    vocab = logits.shape[1]
+    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+    step = max(1, _CHUNK // max(1, vocab))
+    for begin in range(0, bitmask.shape[0], step):
+        part = bitmask[begin : begin + step]  # [m, W]
+        barred = ((part[:, :, None] >> bits) & 1).flatten(1)[:, :vocab] == 0  # [m, V]
+        if rows is None:
+            logits[begin : begin + step].masked_fill_(barred, -torch.inf)
+        else:
+            index = rows[begin : begin + step]
+            logits[index] = logits[index].masked_fill_(barred, -torch.inf)

@@ -1,0 +1,214 @@
+r"""Regular expressions as the grammar compiler reads them: the same language, written out.
+
+Patterns are in Python's syntax. xgrammar reads a dialect of its own, in which `.` takes a line break, `\S` takes most
+blanks of Unicode and an anchor in the middle is dropped; so nothing but literals, explicit classes, groups, `|` and
+repeats is handed on. What comes out matches only texts that the pattern itself matches whole, in Python with and
+without `re.ASCII` and in ECMA-262: where the dialects differ (`\w`, `\d`, `\s`, `.`) the narrower meaning is taken.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from re import _constants as sre  # type: ignore[attr-defined]
+from re import _parser  # type: ignore[attr-defined]
+from typing import Any
+
+__all__ = ["PatternError", "explicit_pattern"]
+
+Ranges = tuple[tuple[int, int], ...]
+"""Code points as sorted, disjoint, inclusive ranges."""
+
+_LAST = 0x10FFFF
+_ZONES = ((0, 0x7FF), (0x800, 0xFFF), (0x1000, 0xFFFF), (0x10000, 0x3FFFF), (0x40000, _LAST))
+"""By what their UTF-8 begins with: two bytes at most, E0, E1 to EF, F0, F1 to F4."""
+_SURROGATES = (0xD800, 0xDFFF)
+_ANCHORS_BEFORE = (sre.AT_BEGINNING, sre.AT_BEGINNING_STRING)
+_ANCHORS_AFTER = (sre.AT_END, sre.AT_END_STRING)
+_REFUSED = {
+    sre.ASSERT: "look-around",
+    sre.ASSERT_NOT: "look-around",
+    sre.GROUPREF: "a back-reference",
+    sre.GROUPREF_EXISTS: "a conditional group",
+    sre.ATOMIC_GROUP: "an atomic group",
+    sre.POSSESSIVE_REPEAT: "a possessive repeat",
+}
+
+
+class PatternError(ValueError):
+    """A pattern that is no valid one (`invalid` true), or that no grammar can hold."""
+
+    def __init__(self, problem: str, *, invalid: bool = False) -> None:
+        super().__init__(problem)
+        self.invalid = invalid
+        """Whether the fault is the pattern's own, not a limit of grammars."""
+
+
+def explicit_pattern(pattern: str, *, json_string: bool = False) -> str:
+    """`pattern` in plain ASCII and without anything that dialects read differently.
+
+    Args:
+        pattern: Python's syntax, matched whole.
+        json_string: for text inside JSON's quotation marks: no character that has to be escaped there.
+
+    Raises:
+        PatternError: it is invalid, or uses what a grammar cannot say.
+    """
+    try:
+        parsed = _parser.parse(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise PatternError(f"is no valid pattern: {error}", invalid=True) from None
+    if parsed.state.flags & ~re.UNICODE.value:
+        raise PatternError("uses inline flags, which grammars do not have")
+    barred = _union([_SURROGATES], [(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)] if json_string else [])
+    return _Writer(barred).sequence(list(parsed), first=True, last=True)
+
+
+class _Writer:
+    """Writes a parsed pattern anew, with no character of `barred`."""
+
+    def __init__(self, barred: Ranges) -> None:
+        self._barred = barred
+
+    def sequence(self, items: list[tuple[Any, Any]], *, first: bool, last: bool) -> str:
+        """Items in a row; `first`, `last`: whether the text begins and ends with them."""
+        written = []
+        for place, (op, argument) in enumerate(items):
+            # Anchors are all that may stand outside another anchor.
+            at_first = first and all(o is sre.AT for o, _ in items[:place])
+            at_last = last and all(o is sre.AT for o, _ in items[place + 1 :])
+            written.append(self._item(op, argument, at_first, at_last))
+        return "".join(written)
+
+    def _item(self, op: Any, argument: Any, first: bool, last: bool) -> str:
+        if op is sre.LITERAL:
+            return self._characters(((argument, argument),))
+        if op is sre.NOT_LITERAL:
+            return self._characters(_complement(((argument, argument),)))
+        if op is sre.ANY:
+            return self._characters(_complement(((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))))
+        if op is sre.IN:
+            return self._characters(_class(argument))
+        if op is sre.BRANCH:
+            branches = [self.sequence(list(branch), first=first, last=last) for branch in argument[1]]
+            return f"(?:{'|'.join(branches)})"
+        if op is sre.SUBPATTERN:
+            _, added, removed, inner = argument
+            if added or removed:
+                raise PatternError("uses inline flags, which grammars do not have")
+            return f"(?:{self.sequence(list(inner), first=first, last=last)})"
+        if op in (sre.MAX_REPEAT, sre.MIN_REPEAT):
+            return self._repeat(*argument)
+        if op is sre.AT:
+            return self._anchor(argument, first, last)
+        raise PatternError(f"uses {_REFUSED.get(op, op)}, which grammars do not have")
+
+    def _repeat(self, low: int, high: Any, inner: Any) -> str:
+        body = self.sequence(list(inner), first=False, last=False)
+        if not body or high == 0:
+            return ""
+        most = "" if high is sre.MAXREPEAT else str(high)
+        count = {(0, ""): "*", (1, ""): "+", (0, "1"): "?"}.get((low, most), f"{{{low},{most}}}")
+        return f"(?:{body}){count}"
+
+    def _anchor(self, where: Any, first: bool, last: bool) -> str:
+        if (where in _ANCHORS_BEFORE and first) or (where in _ANCHORS_AFTER and last):
+            return ""
+        if where in (*_ANCHORS_BEFORE, *_ANCHORS_AFTER):
+            raise PatternError("has an anchor inside, where grammars have none")
+        raise PatternError("uses a word boundary, which grammars do not have")
+
+    def _characters(self, ranges: Ranges) -> str:
+        left = _complement(_union(_complement(ranges), self._barred))
+        if not left:
+            raise PatternError("needs a character that cannot stand in the text as it is")
+        if len(left) == 1 and left[0][0] == left[0][1]:
+            return _written(left[0][0])
+        # xgrammar lets overlong UTF-8 through where one class spans several of these; a choice of classes is exact.
+        parts = [_intersection(left, zone) for zone in _ZONES]
+        classes = [f"[{''.join(map(_span, part))}]" for part in parts if part]
+        return classes[0] if len(classes) == 1 else f"(?:{'|'.join(classes)})"
+
+
+def _written(code: int) -> str:
+    if code < 0x80 and chr(code).isalnum():
+        return chr(code)
+    return f"\\u{code:04x}" if code <= 0xFFFF else f"\\u{{{code:x}}}"
+
+
+def _span(span: tuple[int, int]) -> str:
+    low, high = span
+    return _written(low) if low == high else f"{_written(low)}-{_written(high)}"
+
+
+def _class(items: list[tuple[Any, Any]]) -> Ranges:
+    """A bracketed class. Inside a negated one every category is taken in its wider meaning."""
+    negated = bool(items) and items[0][0] is sre.NEGATE
+    found: list[tuple[int, int]] = []
+    for op, argument in items[1:] if negated else items:
+        if op is sre.LITERAL:
+            found.append((argument, argument))
+        elif op is sre.RANGE:
+            found.append(argument)
+        else:
+            found += _category(argument, wide=negated)
+    ranges = _union(found)
+    return _complement(ranges) if negated else ranges
+
+
+_NARROW: dict[Any, Ranges] = {
+    sre.CATEGORY_DIGIT: ((0x30, 0x39),),
+    sre.CATEGORY_SPACE: ((0x09, 0x0D), (0x20, 0x20)),
+    sre.CATEGORY_WORD: ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)),
+}
+_WIDE: dict[Any, Callable[[str], bool]] = {
+    sre.CATEGORY_DIGIT: lambda c: unicodedata.category(c) == "Nd",
+    sre.CATEGORY_SPACE: lambda c: c.isspace() or c == "\ufeff",
+    sre.CATEGORY_WORD: lambda c: c.isalnum() or c == "_",
+}
+_OPPOSITE = {
+    sre.CATEGORY_NOT_DIGIT: sre.CATEGORY_DIGIT,
+    sre.CATEGORY_NOT_SPACE: sre.CATEGORY_SPACE,
+    sre.CATEGORY_NOT_WORD: sre.CATEGORY_WORD,
+}
+
+
+def _category(category: Any, *, wide: bool) -> Ranges:
+    r"""What is in `\d`, `\S` and so on in every dialect; with `wide` in any."""
+    if category in _OPPOSITE:
+        return _complement(_category(_OPPOSITE[category], wide=not wide))
+    return _anywhere(category) if wide else _NARROW[category]
+
+
+@lru_cache
+def _anywhere(category: Any) -> Ranges:
+    """All of Unicode that some dialect counts to a category."""
+    test = _WIDE[category]
+    return _union((code, code) for code in range(_LAST + 1) if test(chr(code)))
+
+
+def _union(*groups: Iterable[tuple[int, int]]) -> Ranges:
+    merged: list[tuple[int, int]] = []
+    for low, high in sorted(pair for group in groups for pair in group):
+        if merged and low <= merged[-1][1] + 1:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], high))
+        else:
+            merged.append((low, high))
+    return tuple(merged)
+
+
+def _intersection(ranges: Ranges, zone: tuple[int, int]) -> Ranges:
+    return tuple((max(a, zone[0]), min(b, zone[1])) for a, b in ranges if a <= zone[1] and b >= zone[0])
+
+
+def _complement(ranges: Ranges) -> Ranges:
+    left, begin = [], 0
+    for low, high in ranges:
+        if low > begin:
+            left.append((begin, low - 1))
+        begin = high + 1
+    if begin <= _LAST:
+        left.append((begin, _LAST))
+    return tuple(left)

@@ -1,0 +1,336 @@
+"""Constrained rows in the engine: masks, ends, failures, and that neighbours do not matter."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import xgrammar
+
+from batchgen import Completion, Engine
+from batchgen.engine.constraints import GrammarState
+from tests.e2e.engines import outcomes
+from tests.engine.grammar_model import CLOSING, EOS, VOCAB, save_grammar_model
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "kind": {"enum": ["x", "y"]}, "n": {"type": "integer"}},
+    "required": ["name", "kind", "n"],
+}
+CONSTRAINTS: list[dict[str, Any]] = [
+    {"json_schema": SCHEMA},
+    {"regex": "[a-f]{3,9}"},
+    {"choice": ["yes", "no", "nothing"]},
+    {"ebnf": 'root ::= "(" root ")" | [xyz]'},
+    {"structural_tag": {"format": {"type": "tag", "begin": "<a>", "content": {"type": "regex", "pattern": "[0-9]+"}}}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "strict": True, "schema": SCHEMA}}},
+    {"response_format": {"type": "json_object"}},
+]
+CONSTRAINTS[4]["structural_tag"]["format"]["end"] = "</a>"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_grammar_model(tmp_path_factory.mktemp("grammar"))
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Engine:
+    return Engine(str(folder), dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def transformers_engine(folder: Path) -> Engine:
+    return Engine(str(folder), dtype="float32", model_impl="transformers")
+
+
+@pytest.fixture(scope="module")
+def closing(engine: Engine) -> dict[str, float]:
+    """A bias towards the end of things."""
+    return {str(ids[0]): 4.0 for ids in engine.tokenizer.encode_plain(list(CLOSING))} | {str(EOS): 2.0}
+
+
+def rows_of(closing: dict[str, float], count: int = 40) -> list[dict[str, Any]]:
+    """Constrained rows of every kind and rows without, greedy and sampled."""
+    rows: list[dict[str, Any]] = []
+    for i in range(count):
+        row: dict[str, Any] = {"id": f"c{i}", "text": f"Row {i % 7}: ", "max_new_tokens": 10 + 8 * (i % 9)}
+        row |= {"temperature": 0.0 if i % 3 == 0 else 1.0, "logit_bias": closing}
+        if i % 4 != 3:
+            row |= CONSTRAINTS[i % len(CONSTRAINTS)]
+        rows.append(row | ({"n": 2} if i % 5 == 1 else {}) | ({"return_logprob": True} if i % 6 == 2 else {}))
+    return rows
+
+
+def run(engine: Engine, rows: Sequence[dict[str, Any]]) -> list[Completion]:
+    return list(engine.generate(rows, ordered=True))
+
+
+def only(engine: Engine, **row: Any) -> Completion:
+    (found,) = engine.generate([{"text": "Row: ", "temperature": 0.0, "max_new_tokens": 40} | row])
+    return found
+
+
+def named(found: Sequence[Completion]) -> dict[tuple[Any, ...], Any]:
+    return {
+        (c.id, c.sample_index): (outcome, c.constraint_ok) for c, outcome in zip(found, outcomes(found), strict=True)
+    }
+
+
+@pytest.mark.field("json_schema", "regex", "ebnf", "structural_tag", "choice", "response_format")
+@pytest.mark.parametrize("path", ["engine", "transformers_engine"])
+def test_every_kind_of_constraint_holds(request: pytest.FixtureRequest, closing: dict[str, float], path: str) -> None:
+    engine = request.getfixturevalue(path)
+    for constraint in CONSTRAINTS:
+        for temperature in (0.0, 1.0):
+            done = only(engine, **constraint, temperature=temperature, logit_bias=closing, max_new_tokens=120)
+            assert done.error is None, (constraint, done.error)
+            assert (done.finish_reason, done.constraint_ok) == ("stop", True), (constraint, done.text)
+            assert done.stop_kind in ("grammar", "eos")
+            _check(constraint, done.text or "")
+
+
+def _check(constraint: dict[str, Any], text: str) -> None:
+    ((kind, value),) = constraint.items()
+    if kind == "regex":
+        assert re.fullmatch(value, text)
+    elif kind == "choice":
+        assert text in value
+    elif kind == "ebnf":
+        assert re.fullmatch(r"(\(*)[xyz]\)*", text)
+        assert text.count("(") == text.count(")")
+    elif kind == "structural_tag":
+        assert re.fullmatch("<a>[0-9]+</a>", text)
+    else:
+        schema = {"type": "object"} if constraint == CONSTRAINTS[-1] else SCHEMA
+        jsonschema.validate(json.loads(text), schema)
+
+
+@pytest.fixture(scope="module")
+def alone(engine: Engine, closing: dict[str, float]) -> dict[tuple[Any, ...], Any]:
+    """Every row by itself."""
+    return {key: value for row in rows_of(closing) for key, value in named(run(engine, [row])).items()}
+
+
+@pytest.mark.field("json_schema", "regex", "ebnf", "structural_tag", "choice", "response_format")
+def test_a_mixed_batch_equals_each_row_alone(
+    engine: Engine, closing: dict[str, float], alone: dict[tuple[Any, ...], Any]
+) -> None:
+    found = named(run(engine, rows_of(closing)))
+    assert found == alone
+    assert {ok for _, ok in found.values()} == {True, False, None}, "some are cut off by their length, some are free"
+
+
+def test_preempted_rows_equal_undisturbed_ones(
+    engine: Engine, closing: dict[str, float], alone: dict[tuple[Any, ...], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchgen.engine.engine.pool_pages", lambda *_: 60)
+    config = replace(engine.config, page_size=4, max_num_seqs=40, max_tokens_per_step=64)
+    small = Engine.from_parts(config, engine.model, engine.tokenizer, engine.grammars)
+    assert named(run(small, rows_of(closing))) == alone
+    assert small.last_run is not None
+    assert small.last_run.scheduler.stats.preemptions > 0
+
+
+def test_each_distinct_constraint_is_compiled_once(folder: Path, closing: dict[str, float]) -> None:
+    engine = Engine(str(folder), dtype="float32")
+    rows = rows_of(closing)
+    run(engine, rows)
+    # json_schema and response_format of the same schema are one constraint.
+    assert engine.grammars.compiled == len(CONSTRAINTS) - 1
+    run(engine, [row | {"id": f"again {row['id']}"} for row in rows])
+    assert engine.grammars.compiled == len(CONSTRAINTS) - 1
+
+
+class _Counted:
+    """Counts masks that xgrammar fills."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.masks = 0
+        batch = xgrammar.BatchGrammarMatcher.batch_fill_next_token_bitmask
+        single = xgrammar.GrammarMatcher.fill_next_token_bitmask
+
+        def fill_batch(this: Any, matchers: list[Any], *more: Any) -> Any:
+            self.masks += len(matchers)
+            return batch(this, matchers, *more)
+
+        def fill_single(this: Any, *more: Any) -> Any:
+            self.masks += 1
+            return single(this, *more)
+
+        patch.setattr(xgrammar.BatchGrammarMatcher, "batch_fill_next_token_bitmask", fill_batch)
+        patch.setattr(xgrammar.GrammarMatcher, "fill_next_token_bitmask", fill_single)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> _Counted:
+    return _Counted(monkeypatch)
+
+
+def test_masks_are_filled_for_constrained_rows_alone_and_once_a_token(engine: Engine, counted: _Counted) -> None:
+    free = [{"text": f"free {i}", "temperature": 0.0, "max_new_tokens": 30} for i in range(6)]
+    run(engine, free)
+    assert counted.masks == 0
+    bound = [{"text": f"bound {i}", "temperature": 1.0, "max_new_tokens": 30, "regex": "[a-d]{25}"} for i in range(3)]
+    found = run(engine, free + bound)
+    tokens = sum(len(c.output_ids or ()) for c in found[6:])
+    # One for each token, and one more when the text may end: it says that nothing else can follow.
+    assert tokens <= counted.masks <= tokens + 3
+
+
+def test_ids_that_the_tokenizer_does_not_have_are_never_drawn(engine: Engine) -> None:
+    padding = {str(VOCAB + i): 100.0 for i in range(13)}
+    free = only(engine, logit_bias=padding)
+    assert any(token >= VOCAB for token in free.output_ids or ())
+    bound = only(engine, logit_bias=padding, regex="[a-z]{20}")
+    assert re.fullmatch("[a-z]{20}", bound.text or "")
+
+
+def test_special_tokens_are_no_text(engine: Engine) -> None:
+    special = {"2": 100.0, "3": 100.0, "0": 100.0}
+    done = only(engine, logit_bias=special, regex="[<|>a-z]{8}", ignore_eos=True)
+    assert re.fullmatch(r"[<|>a-z]{8}", done.text or "")
+
+
+def test_one_choice_may_begin_another(engine: Engine) -> None:
+    choices = ["foo", "foo bar", "foobar", "fo", 'f"\\\n', "日本", "😀"]
+    row = {"text": "Row", "choice": choices, "temperature": 2.0}
+    rows = [row | {"seed": seed, "logit_bias": {str(EOS): seed % 4 * 3.0}} for seed in range(80)]
+    found = {c.text: c for c in run(engine, rows)}
+    assert found.keys() <= set(choices)
+    assert {"fo", "foo"} <= found.keys(), "the shorter ones end with a drawn EOS"
+    assert found["fo"].stop_kind == "eos"
+    assert all(c.constraint_ok for c in found.values())
+
+
+def test_ends(engine: Engine) -> None:
+    done = only(engine, regex="abc")
+    assert (done.text, done.stop_kind, done.matched_stop, done.finish_reason) == ("abc", "grammar", None, "stop")
+    bias = {str(EOS): 100.0}
+    done = only(engine, regex="[ab]+", logit_bias=bias)
+    assert (done.stop_kind, done.matched_stop, done.constraint_ok) == ("eos", str(EOS), True)
+    assert len(done.text or "") >= 1
+    done = only(engine, regex="[ab]{1,5}", ignore_eos=True, logit_bias=bias)
+    assert (len(done.text or ""), done.stop_kind) == (5, "grammar")
+    done = only(engine, regex="[ab]+", ignore_eos=True, max_new_tokens=7)
+    assert (done.finish_reason, done.stop_kind, done.constraint_ok) == ("length", None, True)
+    done = only(engine, regex="[ab]{30}", max_new_tokens=7)
+    assert (done.finish_reason, done.stop_kind, done.constraint_ok) == ("length", None, False)
+    done = only(engine, regex="abc", max_new_tokens=3)
+    assert (done.finish_reason, done.stop_kind) == ("stop", "grammar")
+
+
+def test_an_empty_text_is_an_end_too(engine: Engine) -> None:
+    done = only(engine, ebnf='root ::= ""')
+    assert (done.text, done.stop_kind, done.constraint_ok) == ("", "eos", True)
+    done = only(engine, ebnf='root ::= ""', ignore_eos=True)
+    assert (done.text, done.stop_kind, done.constraint_ok, list(done.output_ids or [])) == ("", "grammar", True, [])
+
+
+def test_stop_ids_of_the_row(engine: Engine) -> None:
+    special = only(engine, regex="[ab]+", stop_token_ids=[3], ignore_eos=True, logit_bias={"3": 100.0})
+    assert (special.stop_kind, special.matched_stop, special.constraint_ok) == ("token", "3", True)
+    letter = engine.tokenizer.encode_plain(["b"])[0][0]
+    plain = only(engine, regex="[ab]+", stop_token_ids=[letter], logit_bias={str(letter): 100.0})
+    assert (plain.stop_kind, plain.text, plain.constraint_ok) == ("token", "", False), "its own text is cut off"
+    kept = only(engine, regex="[ab]+", stop_token_ids=[letter], logit_bias={str(letter): 100.0}, no_stop_trim=True)
+    assert kept.text == "b"
+
+
+def test_stop_strings_still_stop(engine: Engine) -> None:
+    whole = only(engine, regex="a[bc]{20}")
+    done = only(engine, regex="a[bc]{20}", stop=["bb", "bc", "cb", "cc"], no_stop_trim=True)
+    assert done.stop_kind == "string"
+    assert (whole.text or "").startswith(done.text or "?")
+    assert done.constraint_ok is False
+    done = only(engine, regex="a[bc]*", stop=["b", "c"])
+    assert (done.text, done.constraint_ok) == ("a", True), "what is left satisfies it"
+
+
+@pytest.mark.field("min_new_tokens")
+def test_the_minimum_gives_way_to_the_grammar(engine: Engine) -> None:
+    bias = {str(EOS): 100.0}
+    longer = only(engine, regex="[ab]{1,20}", min_new_tokens=12, logit_bias=bias)
+    assert (len(longer.output_ids or ()), longer.min_new_tokens_unmet, longer.stop_kind) == (13, False, "eos")
+    done = only(engine, regex="[ab]{4}", min_new_tokens=12)
+    assert (done.stop_kind, done.min_new_tokens_unmet, done.constraint_ok) == ("grammar", True, True)
+    letter = engine.tokenizer.encode_plain(["b"])[0][0]
+    done = only(engine, regex="ab", min_new_tokens=12, stop_token_ids=[letter], no_stop_trim=True)
+    assert (done.text, done.stop_kind, done.min_new_tokens_unmet) == ("ab", "token", True)
+
+
+def test_other_masks_that_leave_nothing_end_the_row(engine: Engine) -> None:
+    a, b = (engine.tokenizer.encode_plain([letter])[0][0] for letter in "ab")
+    done = only(engine, regex="[ab]{3}c", allowed_token_ids=[a, b])
+    assert done.error is not None
+    assert (done.error.code, done.error.param) == ("grammar_error", "regex")
+    done = only(engine, regex="[ab]{3}c?", allowed_token_ids=[a, b])
+    assert (done.error, done.stop_kind, len(done.text or "")) == (None, "grammar", 3)
+
+
+@pytest.mark.parametrize("failure", ["rejects", "raises"])
+def test_a_failing_matcher_ends_its_row_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, closing: dict[str, float], failure: str
+) -> None:
+    rows = [
+        {"text": "one", "regex": "[ab]{9}", "temperature": 1.0, "id": "broken"},
+        {"text": "two", "regex": "[cd]{9}", "temperature": 1.0, "id": "whole"},
+        {"text": "three", "max_new_tokens": 12, "temperature": 1.0, "id": "free"},
+    ]
+    before = named(run(engine, rows))
+    made = GrammarState.__init__
+
+    class Broken:
+        def __init__(self, matcher: Any) -> None:
+            self._matcher, self._left = matcher, 4
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._matcher, name)
+
+        def accept_token(self, token: int) -> bool:
+            self._left -= 1
+            if self._left:
+                return bool(self._matcher.accept_token(token))
+            if failure == "raises":
+                raise RuntimeError("out of states")
+            return False
+
+    def init(this: GrammarState, *arguments: Any) -> None:
+        made(this, *arguments)
+        if this.constraint.text == "[ab]{9}":
+            this.matcher = Broken(this.matcher)
+
+    monkeypatch.setattr(GrammarState, "__init__", init)
+    found = run(engine, rows)
+    assert found[0].error is not None
+    assert (found[0].error.code, found[0].error.param) == ("grammar_error", "regex")
+    assert named(found[1:]) == {key: value for key, value in before.items() if key[0] != "broken"}
+
+
+def test_samples_have_matchers_of_their_own(engine: Engine) -> None:
+    row = {"text": "Row", "regex": "[a-z]{4}(-[0-9]{3})?", "temperature": 1.0, "n": 8, "best_of": 10, "seed": 5}
+    found = run(engine, [row])
+    assert len({c.text for c in found}) > 5
+    assert all(c.constraint_ok for c in found)
+
+
+def test_identical_greedy_rows_share_the_verdict(engine: Engine) -> None:
+    row = {"text": "Row", "regex": "[a-z]{4}", "temperature": 0.0}
+    first, second = run(engine, [row, row])
+    assert (second.dedup_of, second.text, second.constraint_ok) == (0, first.text, True)
+
+
+@pytest.mark.parametrize("mode", ["raw", "processed"])
+def test_logprobs_of_constrained_rows(folder: Path, engine: Engine, mode: str) -> None:
+    """Raw ones are of the model's own distribution; processed ones of what was left to draw."""
+    config = replace(engine.config, logprobs_mode=mode)
+    other = Engine.from_parts(config, engine.model, engine.tokenizer, engine.grammars)
+    done = only(other, choice=["q"], return_logprob=True, top_logprobs_num=2)
+    (logprob,) = done.output_logprobs or ()
+    assert logprob == pytest.approx(0.0) if mode == "processed" else logprob < -0.1
