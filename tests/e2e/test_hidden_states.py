@@ -1,0 +1,264 @@
+"""Hidden states through the command line: their file beside the results, whole after any kill, within its limits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import duckdb
+import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from batchgen.data.files import read_footer
+from batchgen.data.states import states_part
+from tests.e2e.rows import prompts, read, write_lines
+from tests.e2e.runner import run, start
+from tests.models.tiny import save_tiny
+
+ROWS = 120
+F32 = ["--dtype", "float32"]
+OPTIONS = [*F32, "--commit-every", "8", "--commit-seconds", "0.1", "--max-num-seqs", "6", "--include-prompt-ids"]
+TOLERANCE = 1e-4
+
+
+def lines(count: int = ROWS, seed: int = 0) -> list[bytes | dict[str, Any]]:
+    """Rows with every kind of states, some without, a bad one now and then."""
+    rng = Random(seed)
+    found: list[bytes | dict[str, Any]] = []
+    for i, text in enumerate(prompts(count, seed)):
+        row: dict[str, Any] = {"id": f"r{i}", "text": text, "temperature": 0, "max_new_tokens": rng.choice([0, 1, 30])}
+        if i % 5:
+            row["return_hidden_states"] = {
+                "layers": rng.sample([-1, 0, 1, 2], rng.randint(1, 2)),
+                "tokens": rng.choice(["prompt", "all", "last"]),
+                "pool": rng.choice(["none", "last", "mean"]),
+            }
+        if i % 7 == 3:
+            row |= {"n": 2, "temperature": 1.0}
+        found.append({**row, "return_hidden_states": {"layers": [3]}} if i % 31 == 30 else row)
+    return found
+
+
+class Undisturbed:
+    """The job, run once without a kill."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.lines = lines()
+        self.input = write_lines(folder / "in.jsonl", self.lines)
+        self.arguments: list[Any] = ["run", self.input, "--model", model, *OPTIONS, "-o"]
+        run([*self.arguments, "whole.parquet"], folder)
+        self.results = read(folder / "whole.parquet").to_pylist()
+        self.path = folder / "whole.hidden.parquet"
+        self.states = pq.read_table(self.path).to_pylist()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Undisturbed:
+    return Undisturbed(tmp_path_factory.mktemp("undisturbed"), model)
+
+
+def assert_same_states(got: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    """Equal, values within the tolerance."""
+    assert len(got) == len(wanted)
+    for left, right in zip(got, wanted, strict=True):
+        assert {k: v for k, v in left.items() if k != "values"} == {k: v for k, v in right.items() if k != "values"}
+        np.testing.assert_allclose(left["values"], right["values"], atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.field("return_hidden_states")
+def test_the_file_holds_what_the_rows_asked_for(undisturbed: Undisturbed, model: Path) -> None:
+    """Against transformers' eager model over each finished text."""
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
+    after: list[torch.Tensor] = []
+    reference.model.layers[-1].register_forward_hook(lambda m, a, out: after.append(out))
+    states = {(s["row_index"], s["sample_index"], s["layer"]): s for s in undisturbed.states}
+    assert len(states) == len(undisturbed.states)
+    expected = 0
+    for result in undisturbed.results:
+        row = undisturbed.lines[result["row_index"]]
+        assert isinstance(row, dict)
+        asked = row.get("return_hidden_states")
+        if result["status"] == "error":
+            assert asked == {"layers": [3]}
+            assert result["error"]["code"] == "invalid_field"
+            continue
+        if asked is None:
+            continue
+        ids = [*result["prompt_ids"], *result["output_ids"][:-1]]
+        p, c = result["prompt_tokens"], result["completion_tokens"]
+        after.clear()
+        with torch.no_grad():
+            out = reference(input_ids=torch.tensor([ids]), output_hidden_states=True, use_cache=False)
+        whole = {0: out.hidden_states[0], 1: out.hidden_states[1], 2: after[0], -1: out.hidden_states[-1]}
+        first, count = {"prompt": (0, p), "all": (0, len(ids)), "last": (len(ids) - 1, 1)}[asked["tokens"]]
+        for layer in asked["layers"]:
+            expected += 1
+            got = states[result["row_index"], result["sample_index"], layer]
+            want = whole[layer].reshape(len(ids), -1)[first : first + count].numpy()
+            want = {"none": want, "last": want[-1:], "mean": want.mean(0, keepdims=True)}[asked["pool"]]
+            assert got["id"] == row["id"]
+            assert got["span"] == asked["tokens"]
+            assert got["dtype"] == "float32"
+            assert got["token_start"] == (first + count - 1 if asked["pool"] == "last" else first)
+            assert got["shape"] == [*want.shape]
+            assert len(ids) == max(p, p + c - 1)
+            np.testing.assert_allclose(
+                np.array(got["values"]).reshape(want.shape), want, atol=TOLERANCE, rtol=TOLERANCE
+            )
+    assert expected == len(states) > 100
+
+
+def test_four_readers_see_the_same(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """pandas, polars, DuckDB and HF datasets."""
+    from datasets import Dataset, disable_progress_bars
+
+    disable_progress_bars()
+    path = str(undisturbed.path)
+    data = Dataset.from_parquet(path, cache_dir=str(tmp_path))
+    found = {
+        "pandas": [*map(list, pd.read_parquet(path)["values"])],
+        "polars": pl.read_parquet(path)["values"].to_list(),
+        "duckdb": [values for (values,) in duckdb.sql(f"SELECT values FROM '{path}'").fetchall()],
+        "datasets": [*data["values"]],
+    }
+    for name, lists in found.items():
+        assert lists == [row["values"] for row in undisturbed.states], name
+
+
+@pytest.mark.parametrize(("jobs", "kills"), [(1, 3), pytest.param(4, 8, marks=pytest.mark.slow)])
+def test_kill_9_as_states_are_committed(undisturbed: Undisturbed, tmp_path: Path, jobs: int, kills: int) -> None:
+    """Each kill comes the moment some number of parts of states is there, their rows' part or not."""
+    rng = Random(5)
+    killed = 0
+    for number in range(jobs):
+        out = tmp_path / f"out{number}.parquet"
+        work = out.with_name(out.name + ".work")
+        for _ in range(kills):
+            wanted = len([*work.glob("states/*.states")]) + rng.randint(1, 3)
+            job = start([*undisturbed.arguments, out], tmp_path)
+            while job.alive and len([*work.glob("states/*.states")]) < wanted:
+                time.sleep(0.001)
+            if not job.kill_after(0):
+                break
+            killed += 1
+            for part in work.glob("parts/part-*.parquet"):
+                count = int((pq.read_metadata(part).metadata or {}).get(b"batchgen.states", 0))
+                assert states_part(part).exists() == (count > 0), "states are there before their rows"
+        run([*undisturbed.arguments, out], tmp_path)
+        assert [r["row_index"] for r in read(out).to_pylist()] == [r["row_index"] for r in undisturbed.results]
+        states = out.with_name(f"out{number}.hidden.parquet")
+        assert_same_states(pq.read_table(states).to_pylist(), undisturbed.states)
+        assert not work.exists()
+    assert killed >= 2 * jobs
+
+
+def test_shards_and_merge(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    for i in range(2):
+        run([*undisturbed.arguments, "out.parquet", "--shard", f"{i}/2"], tmp_path)
+    names = [f"part-0000{i}-of-00002.parquet" for i in range(2)]
+    assert sorted(p.name for p in (tmp_path / "out.parquet").iterdir()) == names
+    assert sorted(p.name for p in (tmp_path / "out.hidden.parquet").iterdir()) == names
+    run(["merge", "out.parquet", "-o", "merged.parquet"], tmp_path)
+    assert_same_states(pq.read_table(tmp_path / "merged.hidden.parquet").to_pylist(), undisturbed.states)
+
+
+def test_a_finished_job_does_nothing(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    for name in ("whole.parquet", "whole.hidden.parquet"):
+        shutil.copy2(undisturbed.path.parent / name, tmp_path)
+    before = [(p, p.stat().st_mtime_ns) for p in sorted(tmp_path.glob("*.parquet"))]
+    done = run([*undisturbed.arguments, "whole.parquet"], tmp_path)
+    assert "is complete" in done.stderr
+    assert [(p, p.stat().st_mtime_ns) for p in sorted(tmp_path.glob("*.parquet"))] == before
+    (tmp_path / "whole.hidden.parquet").unlink()
+    done = run([*undisturbed.arguments, "whole.parquet"], tmp_path, expect=5)
+    assert "whole.hidden.parquet with its hidden states is not there" in done.stderr
+
+
+def test_a_job_without_states_has_one_file(model: Path, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [{"text": "fox", "max_new_tokens": 2, "return_hidden_states": False}])
+    run(["run", source, "--model", model, *F32, "-o", "out.parquet"], tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir() if p.suffix) == ["in.jsonl", "out.parquet"]
+
+
+def test_check_estimates_and_run_refuses(model: Path, tmp_path: Path) -> None:
+    rows = [{"text": f"The quick {i}", "temperature": 0, "max_new_tokens": 20, "ignore_eos": True} for i in range(40)]
+    source = write_lines(tmp_path / "in.jsonl", [{**row, "return_hidden_states": True} for row in rows])
+    job = [source, "--model", model, *F32]
+    report = json.loads(run(["check", *job, "--json"], tmp_path).stdout)
+    run(["run", *job, "-o", "out.parquet"], tmp_path)
+    table = read(tmp_path / "out.parquet").to_pylist()
+    numbers = sum(64 * (row["prompt_tokens"] + row["completion_tokens"] - 1) for row in table)
+    assert report["estimated_hidden_states_bytes"] == 4 * numbers
+    assert report["estimated_output_bytes"] > 4 * numbers
+    size = (tmp_path / "out.hidden.parquet").stat().st_size
+    assert 0.7 * size < report["estimated_hidden_states_bytes"] < 1.5 * size
+
+    for command in ("run", "check"):
+        refused = run([command, *job, "-o", "small.parquet", "--max-output-bytes", "100KB"], tmp_path, expect=2)
+        assert "more than --max-output-bytes" in refused.stderr
+        assert "hidden states" in refused.stderr
+        assert "pool" in refused.stderr
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith("small")], "nothing is left"
+    limit = 2 * report["estimated_output_bytes"]
+    run(["run", *job, "-o", "wide.parquet", "--max-output-bytes", limit], tmp_path)
+    assert_same_states(
+        pq.read_table(tmp_path / "wide.hidden.parquet").to_pylist(),
+        pq.read_table(tmp_path / "out.hidden.parquet").to_pylist(),
+    )
+
+
+def test_an_output_that_grows_past_its_limit_stops_and_goes_on(model: Path, tmp_path: Path) -> None:
+    """Carried fields are in no estimate."""
+    rng = Random(1)
+    rows = [
+        {"text": f"fox {i}", "max_new_tokens": 4, "ballast": rng.randbytes(6000).hex(), "return_hidden_states": {
+            "layers": [1], "tokens": "last"}}
+        for i in range(60)
+    ]  # fmt: skip
+    source = write_lines(tmp_path / "in.jsonl", rows)
+    job = ["run", source, "--model", model, *F32, "-o", "out.parquet", "--commit-every", "10", "--max-num-seqs", "8"]
+    stopped = run([*job, "--max-output-bytes", "150KB"], tmp_path, expect=5)
+    assert "would exceed --max-output-bytes" in stopped.stderr
+    assert not (tmp_path / "out.parquet").exists()
+    assert not (tmp_path / "out.hidden.parquet").exists()
+    work = tmp_path / "out.parquet.work"
+    parts = [*work.glob("parts/*.parquet")]
+    kept = {part: part.stat().st_mtime_ns for part in parts}
+    assert kept
+    assert sum(p.stat().st_size for p in [*parts, *map(states_part, parts)]) <= 150_000
+    report = run([*job, "--max-output-bytes", "10MB", "--report", "-"], tmp_path).report
+    assert report["rows_resumed"] == sum(10 for _ in kept)
+    assert len(pq.read_table(tmp_path / "out.hidden.parquet")) == len(rows)
+
+
+@pytest.mark.field("return_routed_experts")
+def test_the_footer_names_the_layers_of_routed_experts(model: Path, tmp_path: Path) -> None:
+    moe = tmp_path / "moe"
+    shutil.copytree(model, moe)
+    vocab = json.loads((model / "config.json").read_text())["vocab_size"]
+    save_tiny("deepseek_v3", moe, vocab_size=vocab, bos_token_id=0, eos_token_id=1)
+    rows = [{"text": "fox", "max_new_tokens": n, "ignore_eos": True, "return_routed_experts": True} for n in (0, 3)]
+    source = write_lines(tmp_path / "in.jsonl", rows)
+    run(["run", source, "--model", moe, *F32, "-o", "out.parquet"], tmp_path)
+    footer = read_footer(tmp_path / "out.parquet")
+    assert footer is not None
+    assert footer["layer_ids"] == [1, 2]
+    assert footer["experts_per_token"] == 2
+    for row in read(tmp_path / "out.parquet").to_pylist():
+        fed = row["prompt_tokens"] + max(0, row["completion_tokens"] - 1)
+        assert len(row["routed_experts"]) == fed * 2 * 2
+        assert {*row["routed_experts"]} <= {0, 1, 2, 3}
+    refused = write_lines(tmp_path / "dense.jsonl", rows[:1])
+    run(["run", refused, "--model", model, *F32, "-o", "dense.parquet", "--max-errors", "5"], tmp_path)
+    (row,) = read(tmp_path / "dense.parquet").to_pylist()
+    assert row["error"]["code"] == "unsupported_field"
+    assert row["error"]["param"] == "return_routed_experts"
