@@ -132,7 +132,7 @@ class PromptLogprobs:
 
     def release(self, request: int) -> None:
         """The request is finished."""
-        if self.capture.wants(request):
+        if self.capture and self.capture.wants(request):
             self.capture.release(request)
 
     def _top(self, request: int, name: str, k: int) -> npt.NDArray[np.generic]:

@@ -20,6 +20,8 @@ _ROW_BYTES = 160
 _TOKEN_BYTES = 6
 """A generated token's id and text, compressed, about."""
 _LOGPROB_BYTES = 4
+_SCORE_BYTES = 21
+"""A text's sum, mean, count and verdict."""
 _TOP_BYTES = 8
 """One of the most likely tokens, id and logprob."""
 
@@ -75,7 +77,9 @@ def estimate_output(table: RequestTable, rows: int, spec: ModelSpec, *, exact: b
     routed = _by_request(table, [choices * p.return_routed_experts for p in table.params]) * fed
     values = 4 if exact else spec.dtype.itemsize
     states = _state_rows(table, prompt, new, fed) * spec.hidden_size * values
-    results = int((samples * (output + inputs + routed)).sum()) + _ROW_BYTES * rows
+    texts = table.score_start >= 0
+    scores = np.where(texts, _SCORE_BYTES + _LOGPROB_BYTES * (prompt - table.score_start), 0)
+    results = int((samples * (output + inputs + routed + scores)).sum()) + _ROW_BYTES * rows
     return OutputEstimate(results, int((samples * states).sum()))
 
 

@@ -111,3 +111,41 @@ def test_resuming(model: Path, tmp_path: Path) -> None:
     report = run([*arguments, "-o", "cut.parquet", "--report", "-"], tmp_path).report
     assert 0 < report["rows_resumed"] < len(rows)
     assert_same(read(tmp_path / "cut.parquet"), read(tmp_path / "whole.parquet"))
+
+
+@SCORING
+def test_check_counts_what_scoring_takes(model: Path, tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"input_ids": [5] * 40, "completions": [[6] * 10, [7] * 5]},
+        {"input_ids": [5] * 40, "temperature": 0, "max_new_tokens": 2, "return_logprob": True, "logprob_start_len": 0},
+    ]
+    source = write_lines(tmp_path / "in.jsonl", rows)
+    report = json.loads(run(["check", source, "--model", model, "--json"], tmp_path).stdout)
+    assert (report["rows_ok"], report["max_completion_tokens"]) == (2, 2)
+    assert report["prompt_tokens"] == 50 + 45 + 40
+    assert report["distinct_prompt_tokens"] == 40 + 10 + 5
+    without = write_lines(tmp_path / "less.jsonl", [{**rows[0], "completions": [[7] * 5]}, rows[1]])
+    less = json.loads(run(["check", without, "--model", model, "--json"], tmp_path).stdout)
+    assert report["estimated_output_bytes"] - less["estimated_output_bytes"] == 21 + 4 * 10
+
+
+@pytest.mark.field("max_new_tokens", "best_of", "logprob_start_len")
+def test_prompts_alone_under_every_count_of_samples(model: Path, tmp_path: Path) -> None:
+    asked = {"text": "The quick brown", "max_new_tokens": 0, "return_logprob": True, "logprob_start_len": 0}
+    rows: list[dict[str, Any]] = [asked, {**asked, "n": 2}, {**asked, "n": 2, "best_of": 3}, {**asked, "echo": True}]
+    write_lines(tmp_path / "in.jsonl", rows)
+    run(["run", "in.jsonl", "-o", "out.parquet", "--model", model, *F32], tmp_path)
+    found = rows_of(tmp_path / "out.parquet")
+    assert [(row["row_index"], row["sample_index"]) for row in found] == [
+        (0, 0),
+        (1, 0),
+        (1, 1),
+        (2, 0),
+        (2, 1),
+        (3, 0),
+    ]
+    assert [row["text"] for row in found] == [""] * 5 + ["The quick brown"]
+    for row in found:
+        assert (row["error"], row["completion_tokens"], row["output_ids"]) == (None, 0, [])
+        assert row["input_logprobs"] == found[0]["input_logprobs"]
+        assert len(row["input_logprobs"]) == row["prompt_tokens"]
