@@ -32,7 +32,7 @@ class ProcessorRow(Protocol):
 
     @property
     def prompt_ids(self) -> Sequence[int]:
-        """[P] as the model was given them."""
+        """[P]; empty where the prompt is given as embeddings."""
         ...
 
     @property

@@ -26,7 +26,7 @@ class OfferedRow(ProcessorRow):
 
     @cached_property
     def prompt_ids(self) -> tuple[int, ...]:
-        """[P] as the model was given them."""
+        """[P]; empty where the prompt is given as embeddings."""
         return tuple(self._request.known_ids.tolist())
 
     @property

@@ -12,11 +12,11 @@ from batchgen.engine.constraints import GrammarMasks
 from batchgen.engine.readout import LogprobsMode, Readout, RowLogprobs
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.shaping import Shaper
-from batchgen.engine.stop_mask import HiddenStops, hide_stops
+from batchgen.engine.stop_mask import hide_stops
 from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.kernels.noise import row_keys
 from batchgen.kernels.sampling import SamplingColumns, nan_rows, sample
-from batchgen.kernels.shaping import empty_rows
+from batchgen.kernels.shaping import masked_draws
 from batchgen.params import SamplingParams
 from batchgen.processors import LoadedProcessor
 
@@ -78,24 +78,20 @@ class Sampler:
         if columns.grammars is not None:
             columns.grammars(logits)
         hidden = hide_stops(logits, columns.minimums) if columns.minimums else None
+        positions = torch.tensor([len(row.output_ids) for row in rows], dtype=torch.int64, device=self._device)
+        sampling = columns.at(positions)
+        tokens = sample(logits, sampling).tokens  # [R]
         exhausted: frozenset[int] = frozenset()
         if columns.masked is not None:
-            empty = _empty_of_masked(logits, columns.masked, hidden)
+            empty = masked_draws(logits, columns.masked, tokens)
+            if empty and hidden is not None:
+                hidden.show(logits, empty)
+                tokens = sample(logits, sampling).tokens
+                empty = masked_draws(logits, columns.masked, tokens)
             exhausted = frozenset(row for row in empty if rows[row].grammar is not None)
             errors = {row: _nothing_left(rows[row].request.params) for row in empty if row not in exhausted} | errors
-        positions = torch.tensor([len(row.output_ids) for row in rows], dtype=torch.int64, device=self._device)
-        tokens = sample(logits, columns.at(positions)).tokens  # [R]
         logprobs = columns.readout.after(logits, tokens, raw) if columns.readout is not None else {}
         return Sampled(tokens.tolist(), errors, logprobs, exhausted)
-
-
-def _empty_of_masked(logits: Tensor, masked: Tensor, hidden: HiddenStops | None) -> list[int]:
-    """Rows among `masked` [w] int64 that their masks leave with nothing, once the minimum has given way."""
-    empty: list[int] = masked[empty_rows(logits, masked)].tolist()
-    if empty and hidden is not None:
-        hidden.show(logits, empty)
-        empty = masked[empty_rows(logits, masked)].tolist()
-    return empty
 
 
 def _nothing_left(params: SamplingParams) -> ErrorInfo:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["add_bias", "empty_rows", "keep_only", "penalise"]
+__all__ = ["add_bias", "keep_only", "masked_draws", "penalise"]
 
 _FLOAT32 = torch.finfo(torch.float32)
 
@@ -68,6 +68,13 @@ def keep_only(logits: Tensor, whole: Tensor, rows: Tensor, ids: Tensor) -> None:
     logits.index_put_((rows, ids), kept)
 
 
-def empty_rows(logits: Tensor, rows: Tensor) -> Tensor:
-    """Which of `rows` [w] int64 have nothing left to draw: [w] bool of [R, V] logits."""
-    return logits.index_select(0, rows).amax(dim=-1) == -torch.inf
+def masked_draws(logits: Tensor, rows: Tensor, tokens: Tensor) -> list[int]:
+    """Which of `rows` drew a token that is masked, which happens only where all of them are.
+
+    Args:
+        logits: [R, V] float32, masked.
+        rows: [w] int64.
+        tokens: [R] int64 that were drawn.
+    """
+    empty: list[int] = rows[logits[rows, tokens[rows]] == -torch.inf].tolist()
+    return empty

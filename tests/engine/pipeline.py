@@ -76,6 +76,8 @@ class Position:
     """What the oracle knows of one output token."""
 
     token: int
+    logits: Floats
+    """[V] the model's own"""
     raw: npt.NDArray[np.float64]
     """[V] log-softmax of the model's logits"""
     values: Floats
@@ -100,5 +102,5 @@ class Oracle:
         for i, token in enumerate(output):
             values = shaped(logits[i].numpy(), prompt, output[:i], params, **how)
             with np.errstate(divide="ignore"):
-                found.append(Position(token, raw[i], values, np.log(distribution(values, params))))
+                found.append(Position(token, logits[i].numpy(), raw[i], values, np.log(distribution(values, params))))
         return found

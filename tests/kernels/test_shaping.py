@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import numpy as np
@@ -16,8 +17,9 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
-from batchgen.kernels.logprobs import mask_tokens
-from batchgen.kernels.shaping import add_bias, empty_rows, keep_only, penalise
+from batchgen.kernels.noise import row_keys
+from batchgen.kernels.sampling import SamplingColumns, sample
+from batchgen.kernels.shaping import add_bias, keep_only, masked_draws, penalise
 
 
 def drawn_logits(rows: int, vocab: int, seed: int) -> Tensor:
@@ -144,9 +146,15 @@ def test_biases_of_a_token_named_twice_add_up() -> None:
     assert logits.tolist() == [[0.0, 2.5, 0.0]]
 
 
-def test_empty_rows() -> None:
-    logits = torch.zeros(4, 2)
-    logits[3, 0] = torch.nan
-    rows = torch.tensor([1, 1, 2])
-    mask_tokens(logits, rows, torch.tensor([0, 1, 0]))
-    assert empty_rows(logits, torch.tensor([0, 1, 2, 3])).tolist() == [False, True, False, False]
+def test_a_masked_token_is_drawn_only_where_all_are_masked() -> None:
+    mixes = list(itertools.product([0.0, 1.0], [-1, 1, 3], [1.0, 0.3], [0.0, 0.2]))
+    for left in (0, 1, 3):
+        logits = torch.randn(len(mixes), 500, generator=torch.Generator().manual_seed(left))
+        kept = torch.arange(left) * 7
+        whole = torch.arange(0, len(mixes), 2)
+        keep_only(logits, whole, whole.repeat_interleave(left), kept.repeat(len(whole)))
+        columns = SamplingColumns.of(*zip(*mixes, strict=True), torch.device("cpu"))  # type: ignore[arg-type]
+        keys = row_keys(*(torch.arange(len(mixes)) for _ in range(3)))
+        tokens = sample(logits, columns.with_keys(keys)).tokens
+        everyone = torch.arange(len(mixes))
+        assert masked_draws(logits, everyone, tokens) == ([] if left else whole.tolist())

@@ -123,6 +123,11 @@ def test_ids_past_the_models_vocabulary(encoder: Encoder, tokenizer: Tokenizer) 
     assert failure(encoder, body).param == "prompt"
     stop = failure(encoder, {"text": "a", "stop_token_ids": [size]})
     assert (stop.code, stop.param) == (ErrorCode.TOKEN_OUT_OF_RANGE, "stop_token_ids")
+    shaping = {"allowed_token_ids": [3, size], "logit_bias": {"5": 1, str(size): 1}, "bad_words": ["a", [3, size, 4]]}
+    for name, value in [*shaping.items(), ("token_ids_logprob", [size])]:
+        odd = failure(encoder, {"text": "a", name: value, "return_logprob": True})
+        assert (odd.code, odd.param) == (ErrorCode.TOKEN_OUT_OF_RANGE, name)
+        assert str(size) in odd.message
     top = failure(encoder, {"text": "a", "return_logprob": True, "top_logprobs_num": size + 1})
     assert (top.code, top.param) == (ErrorCode.INVALID_FIELD, "top_logprobs_num")
     small = Encoder(tokenizer, 10, 64)
