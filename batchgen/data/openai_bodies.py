@@ -95,6 +95,7 @@ def _body(rows: Sequence[Row], shape: RowShape, run: Mapping[str, Any], piece: P
                 **choice(row, shape, piece),
                 "finish_reason": _finish_reason(row),
                 "stop_reason": _stop_reason(row),
+                **({} if row["scores"] is None else {"scores": row["scores"], "score_logprobs": _scored(row)}),
             }
             for index, row in enumerate(rows)
         ],
@@ -112,6 +113,11 @@ def _model_name(run: Mapping[str, Any]) -> str:
 def _finish_reason(row: Row) -> Literal["stop", "length"]:
     """`repetition` and `abort` cut a row short, as a limit does; `stop_reason` says which it was."""
     return "stop" if row["finish_reason"] == "stop" else "length"
+
+
+def _scored(row: Row) -> list[float]:
+    """The scored texts' token logprobs, flat: a scoring row has no word in those endpoints, so its columns stand."""
+    return [_finite(logprob) for logprob in row["score_logprobs"]]
 
 
 def _stop_reason(row: Row) -> str | None:

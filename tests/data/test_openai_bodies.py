@@ -194,6 +194,17 @@ def test_text_offsets(ids: list[int], text: str, offsets: list[int]) -> None:
     assert found.text_offset == offsets
 
 
+def test_scores_stand_beside_the_choice() -> None:
+    scores = [{"sum": -3.0, "mean": -1.5, "tokens": 2, "is_greedy": True}]
+    scored = row([], text=None, scores=scores, score_logprobs=[-1.0, -math.inf])
+    for shape in (TEXT, CHAT):
+        found = body([scored], shape)
+        (Completion if shape is TEXT else ChatCompletion).model_validate(found, strict=True)
+        (choice,) = found["choices"]
+        assert (choice["scores"], choice["score_logprobs"]) == (scores, [-1.0, -9999.0])
+        assert choice.get("text", "") == "" == choice.get("message", {"content": ""})["content"]
+
+
 @pytest.mark.parametrize(
     ("code", "status", "kind"),
     [

@@ -44,6 +44,9 @@ def openai_lines() -> list[bytes | dict[str, Any]]:
         line("wrong", CHAT, temperature=3),
         line("long", COMPLETIONS, prompt="The quick brown fox " * 200),
         {**line("unknown", CHAT), "url": "/v1/embeddings"},
+        {"id": "scored", "text": "The quick", "completions": [" brown", " fox"]},
+        {"id": "embedded", "input_embeds": [[0.1] * 64] * 3, "max_new_tokens": 4, "return_logprob": True},
+        {"id": "states", "text": "The quick", "return_hidden_states": True, "max_new_tokens": 4},
         {"id": "native chat", "messages": [{"role": "user", "content": "Hi"}], "max_new_tokens": 5},
     ]
 
