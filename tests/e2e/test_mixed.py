@@ -108,7 +108,8 @@ def batches(engines: Callable[[str], Engine]) -> Callable[[str], Done]:
     "messages", "sampling_params", "prompt", "logprobs", "top_logprobs", "stop_regex", "frequency_penalty",
     "presence_penalty", "repetition_penalty", "logit_bias", "bad_words", "allowed_token_ids", "logprob_start_len",
     "token_ids_logprob", "return_text_in_logprobs", "custom_logit_processor", "custom_params", "stream",
-    "completion", "completions", "return_hidden_states",
+    "completion", "completions", "return_hidden_states", "json_schema", "regex", "ebnf", "choice", "response_format",
+    "structural_tag",
 )  # fmt: skip
 @pytest.mark.parametrize(("path", "start"), CASES)
 def test_every_row_is_as_if_alone(
