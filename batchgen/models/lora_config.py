@@ -19,7 +19,7 @@ from typing import Any, Final
 from batchgen.errors import ModelError
 from batchgen.models.safetensors_header import TensorInfo, read_header, sample_tensors
 
-__all__ = ["AdaptedLayer", "Adapter", "LinearSize", "NamePath", "fit_adapter", "read_adapters"]
+__all__ = ["AdaptedLayer", "Adapter", "LinearSize", "NamePath", "by_pattern", "fit_adapter", "read_adapters"]
 
 NamePath = tuple[str, str]
 """An adapter's name and its folder."""
@@ -80,7 +80,8 @@ class Adapter:
         wanted = config["target_modules"]
         if isinstance(wanted, str):
             return wanted.lower() == "all-linear" or _named(wanted, module)
-        return _named(wanted, module) and self._in_layer(module)
+        # A whole name says its layer itself.
+        return module in wanted or (_named(wanted, module) and self._in_layer(module))
 
     def _in_layer(self, module: str) -> bool:
         """Whether `layers_to_transform` holds the layer of `module`, told by the first number in its name."""
@@ -225,8 +226,8 @@ def _pairs(name: str, tensors: Mapping[str, TensorInfo]) -> dict[str, list[Tenso
 
 def _layer(name: str, config: Mapping[str, Any], module: str, pair: list[TensorInfo]) -> AdaptedLayer:
     """The change of one module, its rank held against the configuration."""
-    rank = _by_pattern(config.get("rank_pattern"), module, config.get("r", 8))
-    alpha = _by_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha", 8))
+    rank = by_pattern(config.get("rank_pattern"), module, config.get("r", 8))
+    alpha = by_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha", 8))
     down, up = pair
     if len(down.shape) != 2 or len(up.shape) != 2 or down.shape[0] != rank or up.shape[1] != rank:
         shapes = f"{list(down.shape)} and {list(up.shape)}"
@@ -234,7 +235,7 @@ def _layer(name: str, config: Mapping[str, Any], module: str, pair: list[TensorI
     return AdaptedLayer(down, up, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 
-def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
+def by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
     """The value of the first pattern that matches the end of the name, at a dot."""
     for pattern, value in (patterns or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):

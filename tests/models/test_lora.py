@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,11 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils.other import get_pattern_key
 from safetensors.torch import save_file
 
 from batchgen.errors import ModelError
 from batchgen.models.check import check_model
 from batchgen.models.load import inspect_model, load_model
+from batchgen.models.lora_config import Adapter, by_pattern
 from tests.models.adapters import KINDS, adapted_logits, edit_config, edit_weights, save_adapter
 from tests.models.packed import PagedCache, packed_logits, random_sequences
 from tests.models.tiny import NATIVE_TYPES, VOCAB, save_tiny
@@ -221,7 +226,7 @@ def test_checking_an_adapter_loads_no_torch(base: Path, tmp_path: Path) -> None:
     assert done.stdout.strip() == "21"
 
 
-def test_adapters_stored_bare_or_in_half_precision(base: Path, tmp_path: Path) -> None:
+def test_adapters_stored_in_half_precision(base: Path, tmp_path: Path) -> None:
     adapter = save_adapter(base, tmp_path / "a", **KINDS["two"])
     edit_weights(adapter, lambda weights: {name: w.bfloat16().contiguous() for name, w in weights.items()})
     model = load_model(base, dtype="float32", device="cpu", lora=[("fr", str(adapter))])
@@ -231,8 +236,58 @@ def test_adapters_stored_bare_or_in_half_precision(base: Path, tmp_path: Path) -
         torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
 
 
+NAMES = [
+    f"{head}{i}.{part}"
+    for head in ("model.layers.", "transformer.h.", "layers.", "model.layers.1.experts.", "a.0.blocks.")
+    for i in (0, 1, 11)
+    for part in ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj", "down_proj")
+] + ["lm_head", "model.embed_tokens", "q_proj"]
+TARGETS: list[dict[str, Any]] = [
+    {"target_modules": ["q_proj"]},
+    {"target_modules": ["q_proj", "down_proj"], "exclude_modules": ["mlp.down_proj"]},
+    {"target_modules": ["proj"]},
+    {"target_modules": ["model.layers.1.self_attn.q_proj", "lm_head"]},
+    {"target_modules": r".*(q|k)_proj"},
+    {"target_modules": r".*\.1\..*proj", "exclude_modules": r".*down_proj"},
+    {"target_modules": r"q_proj"},
+    {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [1]},
+    {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": 11},
+    {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": []},
+    {"target_modules": ["q_proj"], "layers_to_transform": [0, 1], "layers_pattern": "layers"},
+    {"target_modules": ["q_proj"], "layers_to_transform": [0], "layers_pattern": ["h", "blocks"]},
+    {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": ["nothing"]},
+    {"target_modules": ["model.layers.1.self_attn.q_proj"], "layers_to_transform": [0]},
+]
+
+
+@pytest.mark.parametrize("config", TARGETS, ids=json.dumps)
+def test_targets_are_those_of_peft(config: dict[str, Any]) -> None:
+    theirs = LoraConfig(**config)
+    ours = Adapter("a", Path(), {}, "", config)
+    for name in NAMES:
+        found = check_target_module_exists(theirs, name)
+        # An excluded module comes back as an object that is false in sense but true as a value.
+        assert ours.targets(name) == (found is True or isinstance(found, re.Match)), name
+
+
 def test_a_file_without_tensors_is_refused(base: Path, tmp_path: Path) -> None:
     adapter = save_adapter(base, tmp_path / "a", **KINDS["two"])
     save_file({}, adapter / "adapter_model.safetensors")
     with pytest.raises(ModelError, match="is empty"):
         check_model(base, lora=[("fr", str(adapter))])
+
+
+PATTERNS: list[dict[str, int]] = [
+    {},
+    {"q_proj": 2, r"layers\.1\..*": 3},
+    {r"layers\.1\..*": 3, "q_proj": 2},
+    {"model.layers.0.self_attn.q_proj": 5},
+    {"^model.layers.0.self_attn.q_proj": 5, "proj": 7},
+    {"layers.1.mlp.down_proj": 4, r".*down_proj": 6},
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=json.dumps)
+def test_patterns_of_ranks_are_those_of_peft(pattern: dict[str, int]) -> None:
+    for name in NAMES:
+        assert by_pattern(pattern, name, 8) == pattern.get(get_pattern_key(list(pattern), name), 8), name

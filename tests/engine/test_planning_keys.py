@@ -1,0 +1,56 @@
+"""Requests share and copy only what is equal: ids of one adapter, or embeddings of one adapter, against a set."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchgen.embeds import EmbedsStore
+from batchgen.engine.planning import plan_workload
+from batchgen.params import SamplingParams
+from batchgen.request import RequestTable
+
+ADAPTERS = ["one", "two"]
+ROWS = st.tuples(
+    st.sampled_from([None, *ADAPTERS]),
+    st.booleans(),
+    st.lists(st.integers(0, 1), min_size=1, max_size=5),
+    st.sampled_from([0.0, 1.0]),
+)
+"""(adapter, whether given as embeddings, tokens or the numbers of the embeddings, temperature)"""
+
+
+@settings(deadline=None, max_examples=150)
+@given(rows=st.lists(ROWS, max_size=24))
+def test_only_equal_requests_share(rows: list[tuple[str | None, bool, list[int], float]]) -> None:
+    table = RequestTable(EmbedsStore(2))
+    assert table.embeds is not None
+    for i, (adapter, embeds, values, temperature) in enumerate(rows):
+        params = SamplingParams(lora_path=adapter, temperature=temperature, max_new_tokens=4)
+        at = table.embeds.add(np.array([[v, 1] for v in values], np.float32)) if embeds else -1
+        table.append(i, 0, [0] * len(values) if embeds else values, params, i, 4, at)
+    workload = plan_workload(table, adapters=ADAPTERS)
+    contents = [(adapter, embeds, tuple(values)) for adapter, embeds, values, _ in rows]
+    # Ids share their prefixes; embeddings are shared as a whole, which the store alone decides.
+    shared = {(a, False, v[:n]) for a, e, v in contents if not e for n in range(1, len(v) + 1)}
+    whole = {(a, True, v) for a, e, v in contents if e}
+    assert workload.tree.distinct_tokens == len(shared) + sum(len(v) for _, _, v in whole)
+    for i, (content, row) in enumerate(zip(contents, rows, strict=True)):
+        equal = [j for j in range(i) if contents[j] == content and rows[j][3] == row[3] == 0.0]
+        assert workload.leader[i] == (equal[0] if equal else i)
+        assert table[i].embeds_at == -1 or row[1]
+    if any(adapter for adapter, _, _, _ in rows):
+        assert workload.adapter is not None
+        assert workload.adapter.tolist() == [-1 if a is None else ADAPTERS.index(a) for a, _, _, _ in rows]
+    else:
+        assert workload.adapter is None
+
+
+def test_embeddings_cut_on_the_right_share_their_beginning() -> None:
+    table = RequestTable(EmbedsStore(2))
+    assert table.embeds is not None
+    at = table.embeds.add(np.ones((6, 2), np.float32))
+    for i, (first, length) in enumerate([(at, 6), (at, 4), (at + 2, 4)]):
+        table.append(i, 0, [0] * length, SamplingParams(max_new_tokens=1), i, 1, first)
+    assert plan_workload(table).tree.distinct_tokens == 6 + 4
