@@ -83,6 +83,10 @@ class StoredPrompt:
     length: int
     """Tokens, P."""
 
+    def cut(self, keep: int, side: Literal["none", "left", "right"]) -> StoredPrompt:
+        """What `keep` tokens of it leave where the others are dropped on `side`."""
+        return StoredPrompt(self.first + (self.length - keep if side == "left" else 0), keep)
+
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt | EmbedsPrompt | StoredPrompt
 
@@ -110,21 +114,21 @@ class Request:
     row_index: int
     prompt_index: int
     prompt_ids: npt.NDArray[np.int32]
-    """[P]; zeros that mean nothing where the prompt is given as embeddings"""
+    """[P]; zeros that mean nothing where tokens are given as embeddings"""
     params: SamplingParams
     seed: int
     """The row's own seed, or the one derived for it."""
     max_new_tokens: int
     """Effective: clipped to the context."""
-    embeds_at: int = -1
-    """The row of the table's `embeds` at which the prompt begins; -1 for a prompt of ids."""
+    embeds: StoredPrompt | None = None
+    """The tokens at the prompt's beginning that are given as embeddings."""
     score_start: int = -1
     """Where the text to score begins in `prompt_ids`; -1: none is scored."""
 
     @property
     def known_ids(self) -> npt.NDArray[np.int32]:
-        """[P] the prompt's ids, or [0] where it has none."""
-        return self.prompt_ids if self.embeds_at < 0 else self.prompt_ids[:0]
+        """[P] the prompt's ids, less those that are none."""
+        return self.prompt_ids if self.embeds is None else self.prompt_ids[self.embeds.length :]
 
 
 class RequestTable:
@@ -137,7 +141,9 @@ class RequestTable:
 
     def __init__(self, embeds: EmbedsStore | None = None) -> None:
         self.embeds = embeds
-        self._embeds_at = array("q")
+        self._spans: list[StoredPrompt] = []
+        self._span_ids: dict[StoredPrompt, int] = {}
+        self._embeds_id = array("i")
         """Begins with the first request that has embeddings; empty while there is none."""
         self._tokens = array("i")
         self._offsets = array("q", [0])
@@ -159,15 +165,15 @@ class RequestTable:
         params: SamplingParams,
         seed: int,
         max_new_tokens: int,
-        embeds_at: int = -1,
+        embeds: StoredPrompt | None = None,
         score_start: int = -1,
     ) -> int:
         """Add a prompt and return its index. A prompt with a text to score has it behind `score_start`; the texts of
         one (row, prompt) are added one after the other.
         """
-        if embeds_at >= 0 or self._embeds_at:
-            self._embeds_at.extend([-1] * (len(self) - len(self._embeds_at)))
-            self._embeds_at.append(embeds_at)
+        if embeds is not None or self._embeds_id:
+            self._embeds_id.extend([-1] * (len(self) - len(self._embeds_id)))
+            self._embeds_id.append(-1 if embeds is None else self._intern(embeds))
         if self._mapped is None:
             self._tokens.frombytes(np.asarray(prompt_ids, dtype=np.int32).tobytes())
         shared = replace(params, seed=None) if params.seed is not None else params
@@ -183,6 +189,12 @@ class RequestTable:
         self._score_start.append(score_start)
         return len(self._row_index) - 1
 
+    def _intern(self, span: StoredPrompt) -> int:
+        number = self._span_ids.setdefault(span, len(self._spans))
+        if number == len(self._spans):
+            self._spans.append(span)
+        return number
+
     def spill(self, tokens: npt.NDArray[np.int32]) -> None:
         """Use `tokens` [total] (usually a memory map holding the same ids) in place of the in-memory buffer.
 
@@ -194,6 +206,11 @@ class RequestTable:
     def prompt_ids(self, index: int) -> npt.NDArray[np.int32]:
         """[P] the ids of one prompt."""
         return self.tokens[self._offsets[index] : self._offsets[index + 1]]
+
+    def embeds_of(self, index: int) -> StoredPrompt | None:
+        """The tokens at a prompt's beginning that are given as embeddings."""
+        number = self._embeds_id[index]
+        return None if number < 0 else self._spans[number]
 
     def __len__(self) -> int:
         return len(self._row_index)
@@ -210,7 +227,7 @@ class RequestTable:
             params=self._params[self._params_id[index]],
             seed=self._seed[index],
             max_new_tokens=self._max_new[index],
-            embeds_at=self._embeds_at[index] if self._embeds_at else -1,
+            embeds=self.embeds_of(index) if self._embeds_id else None,
             score_start=self._score_start[index],
         )
 
@@ -252,9 +269,9 @@ class RequestTable:
         return _column(self._max_new, np.int32)
 
     @property
-    def embeds_at(self) -> npt.NDArray[np.int64] | None:
-        """[N] the row of `embeds` at which each prompt begins, -1 for prompts of ids; None where all are such."""
-        return np.frombuffer(self._embeds_at, np.int64) if self._embeds_at else None
+    def embeds_id(self) -> npt.NDArray[np.int32] | None:
+        """[N] equal for prompts of equal embeddings only, -1 for prompts of ids; None where all are such."""
+        return np.frombuffer(self._embeds_id, np.int32) if self._embeds_id else None
 
     @property
     def score_start(self) -> npt.NDArray[np.int32]:

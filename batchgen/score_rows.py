@@ -10,7 +10,6 @@ from dataclasses import fields
 from typing import Any
 
 from batchgen.checks import invalid
-from batchgen.errors import ErrorCode, RowError
 from batchgen.params import SamplingParams
 from batchgen.row_values import RowValues
 
@@ -30,8 +29,7 @@ def texts_to_score(row: RowValues) -> tuple[str | tuple[int, ...], ...]:
     """The row's completions; empty for a row that generates.
 
     Raises:
-        RowError: `invalid_field` for both spellings, and for a field that means nothing beside them;
-            `unsupported_field` behind embeddings.
+        RowError: `invalid_field` for both spellings, and for a field that means nothing beside them.
     """
     if "completions" in row.values and "completion" in row.values:
         raise invalid("completions", "is given beside `completion`; keep one of them")
@@ -40,9 +38,6 @@ def texts_to_score(row: RowValues) -> tuple[str | tuple[int, ...], ...]:
     if not texts:
         return ()
     source = "completion" if one is not None else "completions"
-    if "input_embeds" in row.values:
-        message = f"`{source}` needs a prompt of text or ids, which `input_embeds` is not; leave it out"
-        raise RowError(ErrorCode.UNSUPPORTED_FIELD, message, source)
     for name, spelled in row.spelled.items():
         if name in _DEFAULTS and name not in _MEANINGFUL and not _asks_for_nothing(name, row.values[name]):
             raise invalid(spelled, f"means nothing beside `{source}`: that text is scored, nothing is drawn; remove it")

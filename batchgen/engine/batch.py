@@ -79,21 +79,20 @@ def build_batch(
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
         sample_rows=sample_rows,
         lora=None if adapter is None else _segments(plan, sequences, adapter, device),
-        embeds=None if table.embeds_at is None else _embeds(plan, table, device),
+        embeds=None if table.embeds_id is None else _embeds(plan, table, device),
     )
 
 
 def _embeds(plan: StepPlan, table: RequestTable, device: torch.device) -> TokenEmbeds | None:
     """The prompt positions of the step's chunks that are given as embeddings."""
-    assert table.embeds_at is not None
     assert table.embeds is not None
     rows, values, at = [], [], 0
     for chunk in plan.prefills:
-        first = int(table.embeds_at[chunk.request])
-        end = min(chunk.end, len(table.prompt_ids(chunk.request)))  # behind it stands the sequence's own output
-        if first >= 0 and chunk.start < end:
+        span = table.embeds_of(chunk.request)
+        end = 0 if span is None else min(chunk.end, span.length)
+        if span is not None and chunk.start < end:
             rows.append(np.arange(at, at + end - chunk.start))
-            values.append(table.embeds.rows(first + chunk.start, first + end))
+            values.append(table.embeds.rows(span.first + chunk.start, span.first + end))
         at += chunk.end - chunk.start
     if not rows:
         return None

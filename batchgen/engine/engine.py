@@ -189,7 +189,7 @@ class Engine:
         # No-one is to wait for a grammar later on; those of encoded rows are known.
         self.grammars.prepare(c for c in (p.constraint for p in table.params) if c is not None)
         workload = plan_workload(table, done, dedup=config.dedup, adapters=list(spec.adapters))
-        if table.embeds_at is not None and not self.model.takes_embeds():
+        if table.embeds_id is not None and not self.model.takes_embeds():
             workload.refuse_embeds()
         pages = pool_pages(workload, spec, config.page_size, config.kv_memory)
         pool = KVPool.allocate(list(spec.kv_layers), pages, config.page_size, spec.dtype, spec.device)

@@ -113,7 +113,7 @@ class Intake:
                 prompt.params,
                 prompt.seed,
                 prompt.max_new_tokens,
-                prompt.embeds_at,
+                prompt.embeds,
                 prompt.score_start,
             )
         return TakenRow(row.row_index, row.id, row.extra, row, encoded, first, None)

@@ -81,8 +81,8 @@ class Workload:
 
     def refuse_embeds(self) -> None:
         """Generate nothing for prompts given as embeddings; they go to `refused`."""
-        assert self.table.embeds_at is not None
-        self.refused.extend(np.flatnonzero((self.table.embeds_at >= 0) & (self.samples > 0)).tolist())
+        assert self.table.embeds_id is not None
+        self.refused.extend(np.flatnonzero((self.table.embeds_id >= 0) & (self.samples > 0)).tolist())
         self.samples[self.refused] = 0
 
 
@@ -104,7 +104,7 @@ def plan_workload(
     count = len(table)
     done = np.zeros(count, np.bool_) if done is None else done
     adapter = _adapters(table, adapters)
-    tree = build_tree(table.tokens, table.offsets, _keys(adapter, table.embeds_at))
+    tree = build_tree(table.tokens, table.offsets, _keys(adapter, table.embeds_id))
     own = np.arange(count, dtype=np.int64)
     params_id = table.params_id
     greedy = np.array([p.greedy for p in table.params], np.bool_)[params_id] if count else np.zeros(0, np.bool_)
@@ -136,14 +136,11 @@ def _adapters(table: RequestTable, names: Sequence[str]) -> npt.NDArray[np.int32
 
 
 def _keys(
-    adapter: npt.NDArray[np.int32] | None, embeds_at: npt.NDArray[np.int64] | None
+    adapter: npt.NDArray[np.int32] | None, embeds_id: npt.NDArray[np.int32] | None
 ) -> npt.NDArray[np.int64] | None:
-    """[N] equal for requests whose equal ids mean the same keys and values; None where that holds for all.
-
-    Embeddings that begin at the same row of their store agree as far as both go.
-    """
-    if adapter is None and embeds_at is None:
+    """[N] equal for requests whose equal ids mean the same keys and values; None where that holds for all."""
+    if adapter is None and embeds_id is None:
         return None
     high = np.int64(0) if adapter is None else adapter.astype(np.int64) + 1
-    low = np.int64(0) if embeds_at is None else embeds_at + 1
-    return np.asarray((high << np.int64(44)) | low, np.int64)
+    low = np.int64(0) if embeds_id is None else embeds_id.astype(np.int64) + 1
+    return np.asarray((high << np.int64(32)) | low, np.int64)

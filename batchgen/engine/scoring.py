@@ -85,12 +85,13 @@ class Scores:
         texts = [group.texts[index] for index in indexes]
         ids = [self._table.prompt_ids(index) for index in indexes]
         logprobs = np.concatenate([text.logprobs for text in texts])
+        shown = self._prompt_ids and request.embeds is None
         return Completion(
             row_index=request.row_index,
             prompt_index=request.prompt_index,
             finish_reason="length",
             # Arrays are sequences of numbers to their readers.
-            prompt_ids=np.concatenate(ids) if self._prompt_ids else None,  # type: ignore[arg-type]
+            prompt_ids=np.concatenate(ids) if shown else None,  # type: ignore[arg-type]
             prompt_tokens=sum(map(len, ids)),
             completion_tokens=0,
             cached_tokens=sum(self._tree.cached_tokens(index) for index in indexes),

@@ -145,7 +145,7 @@ class Sequence:
             text=done.text,
             output_ids=self.output_ids,
             # An array is a sequence of ints to its readers.
-            prompt_ids=request.prompt_ids if prompt_ids and request.embeds_at < 0 else None,  # type: ignore[arg-type]
+            prompt_ids=request.prompt_ids if prompt_ids and request.embeds is None else None,  # type: ignore[arg-type]
             prompt_tokens=len(request.prompt_ids),
             completion_tokens=count,
             cached_tokens=cached_tokens,

@@ -126,7 +126,7 @@ def ingest(
             continue
         assert taken.row is not None
         first_texts = [p for p in taken.prompts if p.text_index == 0]
-        texts = (decode(_prompt_part(p)) if p.embeds_at < 0 else None for p in first_texts)
+        texts = (decode(_prompt_part(p)) if p.embeds is None else None for p in first_texts)
         prompts = list(texts) if config.include_prompt else None
         result.texts.add(taken.row_index, taken.id, extra, prompts)
         result.shapes.add(taken.row_index, _is_chat(taken.row), taken.row.params.echo)
@@ -134,7 +134,7 @@ def ingest(
             tokens.append(prompt.ids)
         for prompt in first_texts:
             result.expected.add(taken.row_index, prompt.prompt_index, taken.row.params.n)
-        if result.first_prompt is None and taken.prompts[0].embeds_at < 0:
+        if result.first_prompt is None and taken.prompts[0].embeds is None:
             result.first_prompt = (taken.id, list(_prompt_part(taken.prompts[0])))
     table.spill(tokens.map())
     return result

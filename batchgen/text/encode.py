@@ -43,8 +43,8 @@ class EncodedPrompt:
     """The row's own seed, or the one derived from the run's seed and the row's id."""
     params: SamplingParams
     """The row's; where its `suffix` stands in the prompt, without it and with the ids that end the middle."""
-    embeds_at: int = -1
-    """For a prompt given as embeddings, whose ids are zeros: the row of the store at which it begins."""
+    embeds: StoredPrompt | None = None
+    """For a prompt given as embeddings, for which `ids` has zeros: those that it begins with."""
     score_start: int = -1
     """Where the text to score begins in `ids`; -1: none is scored."""
     text_index: int = 0
@@ -156,7 +156,9 @@ class Encoder:
                     message = f"`{param}` has no token of its own before the text to score; begin it with more text"
                     raise RowError(ErrorCode.EMPTY_PROMPT, message, param)
                 fitted = self._fit_scored(prompt, whole, start)
-                encoded.append(EncodedPrompt(index, fitted + whole[start:], 0, 0, row.params, -1, len(fitted), number))
+                embeds = self._embeds(prompt, len(fitted))
+                both = fitted + whole[start:]
+                encoded.append(EncodedPrompt(index, both, 0, 0, row.params, embeds, len(fitted), number))
         return encoded
 
     def _finish_row(self, row: ParsedRow, found: list[tuple[_Source, list[int] | ErrorInfo]]) -> list[EncodedPrompt]:
@@ -181,11 +183,12 @@ class Encoder:
             limit = room if params.max_new_tokens is None else min(params.max_new_tokens, room)
             if params.reads_prompt:
                 self._limits.check(params, len(fitted) + limit)
-            # Embeddings cut on the left begin further on.
-            cut = prompt.length - len(fitted) if isinstance(prompt, StoredPrompt) and self._truncate == "left" else 0
-            at = prompt.first + cut if isinstance(prompt, StoredPrompt) else -1
-            encoded.append(EncodedPrompt(index, fitted, limit, seed, chosen, at))
+            encoded.append(EncodedPrompt(index, fitted, limit, seed, chosen, self._embeds(prompt, len(fitted))))
         return encoded
+
+    def _embeds(self, prompt: Prompt, kept: int) -> StoredPrompt | None:
+        """The embeddings of which `kept` tokens are left after truncation."""
+        return prompt.cut(kept, self._truncate) if isinstance(prompt, StoredPrompt) else None
 
     def _check_params(self, params: SamplingParams) -> None:
         """Ranges that only the model's vocabulary sets, and the constraint.

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from batchgen.embeds import EmbedsStore
 from batchgen.engine.engine import Engine
+from batchgen.engine.intake import Intake
 from batchgen.errors import UsageError
-from batchgen.request import Completion
+from batchgen.request import Completion, RequestTable
+from batchgen.rows import RowDefaults
+from batchgen.text.encode import Encoder
 from tests.engine.reference import eager_greedy, save_word_tokenizer, shared_prefix_prompts
 from tests.models.adapters import KINDS, base_model, merge_adapter, save_adapter
 from tests.models.tiny import NATIVE_TYPES, VOCAB, save_tiny
@@ -152,6 +156,38 @@ def test_several_prompts_in_one_row(llama: Path) -> None:
         assert [c.prompt_index for c in together] == [0, 1, 2]
         for a, b in zip(together, alone, strict=True):
             same(a, b)
+
+
+@pytest.mark.field("input_embeds", "completion", "completions")
+def test_texts_are_scored_behind_embeddings(llama: Path) -> None:
+    """As behind the ids whose embeddings they are; one beginning with the zeros that stand for embeddings."""
+    table = embedding(llama)
+    prompts = shared_prefix_prompts(6, VOCAB, seed=8)
+    texts = [[0, 0, 9], [5, 6], "w3 w4 w5", [0, 0]]
+    rows = [{"input_ids": p, "completions": texts} for p in prompts]
+    rows += [{"input_embeds": table[p], "completions": texts} for p in prompts]
+    engine = Engine(str(llama), dtype="float32", page_size=4, max_tokens_per_step=16, max_num_seqs=8)
+    done = list(engine.generate(rows, ordered=True))
+    for by_ids, by_embeds in zip(done[:6], done[6:], strict=True):
+        assert by_embeds.error is None, by_embeds.error
+        np.testing.assert_allclose(by_embeds.score_logprobs, by_ids.score_logprobs, atol=1e-4, rtol=0)
+        assert by_embeds.prompt_ids is None
+
+
+@pytest.mark.field("input_embeds")
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_truncated_embeddings(llama: Path, side: Literal["left", "right"]) -> None:
+    """What --truncate leaves of them is what the row would have given itself."""
+    values = noise(1, seed=2)[0]
+    values = np.concatenate([values] * (-(-40 // len(values))))[:40]
+    engine = Engine(str(llama), dtype="float32")
+    (expected,) = engine.generate([{"input_embeds": values[-14:] if side == "left" else values[:14], **COMMON}])
+    table = RequestTable(EmbedsStore(HIDDEN))
+    encoder = Encoder(engine.tokenizer, VOCAB, 14 + NEW_TOKENS, side)
+    (taken,) = Intake(table, encoder, RowDefaults()).feed([(0, {"input_embeds": values, **COMMON})])
+    assert taken.error is None
+    ((result,),) = engine.start(table).loop.run()
+    same(result, expected)
 
 
 @pytest.mark.field("input_embeds", "lora_path")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from batchgen.embeds import EmbedsStore
 from batchgen.engine.planning import plan_workload
 from batchgen.params import SamplingParams
-from batchgen.request import RequestTable
+from batchgen.request import RequestTable, StoredPrompt
 
 ADAPTERS = ["one", "two"]
 ROWS = st.tuples(
@@ -28,8 +28,10 @@ def test_only_equal_requests_share(rows: list[tuple[str | None, bool, list[int],
     assert table.embeds is not None
     for i, (adapter, embeds, values, temperature) in enumerate(rows):
         params = SamplingParams(lora_path=adapter, temperature=temperature, max_new_tokens=4)
-        at = table.embeds.add(np.array([[v, 1] for v in values], np.float32)) if embeds else -1
-        table.append(i, 0, [0] * len(values) if embeds else values, params, i, 4, at)
+        span = None
+        if embeds:
+            span = StoredPrompt(table.embeds.add(np.array([[v, 1] for v in values], np.float32)), len(values))
+        table.append(i, 0, [0] * len(values) if embeds else values, params, i, 4, span)
     workload = plan_workload(table, adapters=ADAPTERS)
     contents = [(adapter, embeds, tuple(values)) for adapter, embeds, values, _ in rows]
     # Ids share their prefixes; embeddings are shared as a whole, which the store alone decides.
@@ -39,7 +41,7 @@ def test_only_equal_requests_share(rows: list[tuple[str | None, bool, list[int],
     for i, (content, row) in enumerate(zip(contents, rows, strict=True)):
         equal = [j for j in range(i) if contents[j] == content and rows[j][3] == row[3] == 0.0]
         assert workload.leader[i] == (equal[0] if equal else i)
-        assert table[i].embeds_at == -1 or row[1]
+        assert (table[i].embeds is not None) == row[1]
     if any(adapter for adapter, _, _, _ in rows):
         assert workload.adapter is not None
         assert workload.adapter.tolist() == [-1 if a is None else ADAPTERS.index(a) for a, _, _, _ in rows]
@@ -47,10 +49,14 @@ def test_only_equal_requests_share(rows: list[tuple[str | None, bool, list[int],
         assert workload.adapter is None
 
 
-def test_embeddings_cut_on_the_right_share_their_beginning() -> None:
+def test_embeddings_cut_differently_share_nothing() -> None:
+    """Behind a shorter beginning stand ids of its own, which mean something else than the zeros of the longer one."""
     table = RequestTable(EmbedsStore(2))
     assert table.embeds is not None
-    at = table.embeds.add(np.ones((6, 2), np.float32))
-    for i, (first, length) in enumerate([(at, 6), (at, 4), (at + 2, 4)]):
-        table.append(i, 0, [0] * length, SamplingParams(max_new_tokens=1), i, 1, first)
-    assert plan_workload(table).tree.distinct_tokens == 6 + 4
+    whole = StoredPrompt(table.embeds.add(np.ones((6, 2), np.float32)), 6)
+    for i, span in enumerate([whole, whole.cut(4, "right"), whole.cut(4, "left"), whole]):
+        ids = [0] * span.length + [0, 0]
+        table.append(i, 0, ids, SamplingParams(max_new_tokens=1), i, 1, span)
+        assert table[i].embeds == span
+        assert table[i].known_ids.tolist() == [0, 0]
+    assert plan_workload(table).tree.distinct_tokens == 8 + 6 + 6
