@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchgen.data.files import read_footer
-from batchgen.data.schema import SCHEMA_VERSION, VERSION_KEY
+from batchgen.data.schema import SCHEMA_VERSION, STATES_CONTENTS, VERSION_KEY
 from batchgen.data.work import output_paths, part_files
 from batchgen.errors import InputError
 
@@ -59,6 +59,8 @@ def open_results(out: Path) -> Results:
     """
     if out.is_file():
         footer = read_footer(out)
+        if footer is None and read_footer(out, STATES_CONTENTS) is not None:
+            raise InputError(f"{out} holds hidden states, which are numbers alone. Name the results beside it.")
         if footer is None:
             raise InputError(f"{out} is not a batchgen output, or is damaged.")
         return Results([out], True, footer)

@@ -81,13 +81,13 @@ class _Kept:
     routed: list[npt.NDArray[np.int32]] = field(default_factory=list)
     """[MoE layers, K] of every draw"""
 
-    def take(self, states: dict[int, Stored], routed: npt.NDArray[np.int32] | None, dtype: torch.dtype) -> None:
+    def take(self, states: dict[int, Stored], routed: npt.NDArray[np.int32] | None) -> None:
         """Keep what is wanted of a draw: `states` [H] by layer."""
         mode = self.wanted.draws
         for layer in self.wanted.layers if mode != "none" else ():
             if mode == "sum":
                 if self.count or self.wanted.prompt != "sum":
-                    self.sums[layer] = self.sums.get(layer, 0.0) + _floats(states[layer], dtype).astype(np.float64)
+                    self.sums[layer] = self.sums.get(layer, 0.0) + _floats(states[layer]).astype(np.float64)
             elif mode == "every":
                 self.rows.setdefault(layer, []).append(states[layer].copy())
             elif mode == "last" or not self.count:
@@ -124,8 +124,10 @@ class StateKeeper:
         table = workload.table
         self._wanted = [_Wanted(p.return_hidden_states, p.return_routed_experts) for p in table.params]
         self._params_id = table.params_id.data
-        self._dtype, self._device, self._exact = spec.dtype, spec.device, exact
+        self._device, self._exact = spec.device, exact
         self._hidden = spec.hidden_size
+        self._formats: dict[int, torch.dtype] = {}
+        """By layer: what the model computes it in; some keep their states in float32 whatever their weights are in."""
         self._layers = tuple(sorted({layer for wanted in self._wanted for layer in wanted.layers}))
         self._experts = any(wanted.experts for wanted in self._wanted)
         by_params = np.array([w.prompt != "none" or w.experts for w in self._wanted], np.bool_)
@@ -169,6 +171,7 @@ class StateKeeper:
     def keep(self, taps: Taps) -> None:
         """Take what the model put into the step's taps."""
         states = {layer: _stored(values) for layer, values in taps.states.items()}
+        self._formats = {layer: values.dtype for layer, values in taps.states.items()}
         routed = None if taps.routed is None else taps.routed.cpu().numpy()
         at = 0
         for piece in self._pieces:
@@ -179,13 +182,13 @@ class StateKeeper:
                 self._capture.put(piece, f"rows {layer}", states[layer][span])
             for layer in needs.sums:
                 arrays = self._capture.node(piece.node).arrays
-                total = _floats(states[layer][span], self._dtype).sum(axis=0, dtype=np.float64)
+                total = _floats(states[layer][span]).sum(axis=0, dtype=np.float64)
                 arrays[f"sum {layer}"] = total + arrays.get(f"sum {layer}", 0.0)
             if needs.experts and routed is not None:
                 self._capture.put(piece, _EXPERTS, routed[span])
         for kept, row in self._draws:
             drawn = {layer: values[row] for layer, values in states.items()}
-            kept.take(drawn, None if routed is None else routed[row], self._dtype)
+            kept.take(drawn, None if routed is None else routed[row])
 
     def finish(self, sequence: int) -> tuple[list[StateBlock] | None, npt.NDArray[np.int32] | None]:
         """A sample has ended: its states by layer, and its routed experts, flat; None for what it did not ask for."""
@@ -220,8 +223,8 @@ class StateKeeper:
         if asked.pool == "mean" and asked.tokens != "last":
             values = self._mean(kept, layer)
         else:
-            values = _floats(self._rows(kept, layer), self._dtype)
-        dtype = "float32" if self._exact else str(self._dtype).removeprefix("torch.")
+            values = _floats(self._rows(kept, layer))
+        dtype = "float32" if self._exact else str(self._formats[layer]).removeprefix("torch.")
         return StateBlock(layer, asked.tokens, start, values, dtype)
 
     def _rows(self, kept: _Kept, layer: int) -> Stored:
@@ -244,7 +247,7 @@ class StateKeeper:
             if kept.wanted.draws == "sum":
                 count += max(0, kept.drawn - 1)
         mean = torch.from_numpy(np.asarray(total / count))[None]  # [1, H]
-        rounded = mean.float() if self._exact else mean.to(self._dtype).float()
+        rounded = mean.float() if self._exact else mean.to(self._formats[layer]).float()
         return rounded.numpy()
 
     def _mask(self, wanted: _Wanted) -> int:
@@ -296,7 +299,7 @@ def _stored(values: Tensor) -> Stored:
     return found
 
 
-def _floats(values: Stored, dtype: torch.dtype) -> Floats:
-    if dtype == torch.bfloat16:
+def _floats(values: Stored) -> Floats:
+    if values.dtype == np.uint16:
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values.astype(np.float32, copy=False)

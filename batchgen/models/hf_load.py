@@ -142,7 +142,7 @@ def transformers_spec(
         parameters=sum(p.numel() for p in model.parameters()),
         digest=folder.digest,
         state_layers=len(insides.blocks) or None,
-        moe_layers=tuple(block for block, _ in insides.experts),
+        moe_layers=insides.layers,
         experts_per_token=insides.experts_per_token,
         adapters={adapter.name: adapter.digest for adapter in adapters},
         embedding_size=int(model.get_input_embeddings().weight.shape[1]),
@@ -267,7 +267,10 @@ def load_transformers(
         _use_our_attention(model)
         stack_projections(model)
         hooked = _hook(model, _chunk(ids, 0, 1, ProbeAttention()))
-        _find_insides(hooked, _chunk(ids, 0, len(ids), ProbeAttention()))
+        insides = _find_insides(hooked, _chunk(ids, 0, len(ids), ProbeAttention()))
+        assert (len(insides.blocks) or None, insides.layers) == (spec.state_layers, spec.moe_layers), (
+            "as without weights"
+        )
         found = _tested(TransformersModel(hooked, spec), ids, expected)
         if adapters:
             hooked.lora = wrap_adapted(model, adapters, spec.dtype, spec.device)

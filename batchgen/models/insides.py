@@ -29,6 +29,11 @@ class Insides:
     """(block, the module that is handed its tokens' experts), in order; none for a dense model."""
     experts_per_token: int = 0
 
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Blocks that route."""
+        return tuple(block for block, _ in self.experts)
+
     @contextmanager
     def tapped(self, taps: Taps) -> Iterator[None]:
         """Fill `taps` from the forward that runs inside; the state after the final norm is its caller's."""

@@ -30,6 +30,7 @@ from batchgen.data.row_shapes import RowShapes
 from batchgen.data.schema import STATES_CONTENTS, OutputRow
 from batchgen.data.states import StateRecord, read_index, read_record, states_part, write_states_part
 from batchgen.data.states_result import STATES_SCHEMA, write_states_result
+from batchgen.data.view import open_results
 from batchgen.data.work import RunIdentity, WorkFolder, open_work, output_paths
 from batchgen.errors import FingerprintError, InputError, OutputError
 from batchgen.request import StateBlock
@@ -123,6 +124,13 @@ def test_the_file(tmp_path: Path) -> None:
     assert footer["rows"] == len(rows)
     assert read_footer(hidden(out)) is None, "no one takes it for results"
     assert (read_footer(out) or {})["states"] == len(rows)
+
+
+def test_show_says_what_the_file_is(tmp_path: Path) -> None:
+    out = tmp_path / "r.parquet"
+    run(out)
+    with pytest.raises(InputError, match="holds hidden states"):
+        open_results(hidden(out))
 
 
 def test_values_are_split_by_byte_and_compressed(tmp_path: Path) -> None:

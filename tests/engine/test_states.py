@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from batchgen.engine.engine import Engine
 from batchgen.errors import ErrorCode
+from batchgen.models.base import Taps
 from batchgen.request import Completion, StateBlock
 from tests.engine.reference import save_word_tokenizer, shared_prefix_prompts
 from tests.models.tiny import VOCAB, save_tiny
@@ -315,3 +316,20 @@ def test_experts_of_every_consumed_token(model_type: str, tmp_path: Path, monkey
         assert got.shape == (len(fed) * len(spec.moe_layers) * spec.experts_per_token,)
         assert np.array_equal(got.reshape(want.shape), want)
         check(result, reference, prompts[i], both["return_hidden_states"] if i % 4 == 1 else None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("pool", ["none", "mean"])
+def test_states_in_another_format_than_the_weights(folder: Path, monkeypatch: pytest.MonkeyPatch, pool: str) -> None:
+    """Some models keep their residual stream in float32 beside bfloat16 weights."""
+    engine = Engine(str(folder), dtype="bfloat16", page_size=4)
+    plain = Taps.take
+    monkeypatch.setattr(Taps, "take", lambda self, layer, states: plain(self, layer, states.float() / 3))
+    (result,) = engine.generate([row([5, 6, 7, 8], {"layers": [1], "pool": pool})])
+    monkeypatch.setattr(Taps, "take", plain)
+    (usual,) = engine.generate([row([5, 6, 7, 8], {"layers": [1]})])
+    assert result.states is not None
+    assert usual.states is not None
+    assert result.states[0].dtype == "float32"
+    want = usual.states[0].values / 3
+    want = want.mean(0, keepdims=True, dtype=np.float64) if pool == "mean" else want
+    np.testing.assert_allclose(result.states[0].values, want, rtol=1e-6)
