@@ -95,7 +95,9 @@ class Sequence:
     def exhaust(self) -> None:
         """End a constrained sequence for which nothing is left to draw; its draw is dropped."""
         assert self.grammar is not None
-        self.grammar.exhausted()
+        # The state that the dropped draw came from is kept already, and would be one too many.
+        params = self.request.params
+        self.grammar.exhausted(may_end=params.return_hidden_states is None and not params.return_routed_experts)
         if self.grammar.error is not None:
             self.fail(self.grammar.error)
         else:

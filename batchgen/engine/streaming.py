@@ -23,6 +23,8 @@ class _Stream:
     sequence: Sequence
     sent: int = 0
     """Characters of the sample's text that events have said."""
+    tokens: int = 0
+    """Tokens that had their event."""
     begun: bool = False
 
 
@@ -53,7 +55,8 @@ class Streams:
         events: list[StreamEvent] = []
         for number in numbers:
             stream = self._open.get(number)
-            if stream is not None and stream.sequence.error is None and stream.sequence.output_ids:
+            # A sample whose masks leave nothing to draw may end without another token.
+            if stream is not None and stream.sequence.error is None and len(stream.sequence.output_ids) > stream.tokens:
                 events += self._for_all(stream.sequence.request, self._token(stream))
         if events and self._emit is not None:
             self._emit(events)
@@ -66,6 +69,7 @@ class Streams:
         if not stream.begun and request.params.echo:
             text = echoed(request.prompt_ids.tolist(), ids, self._tokenizer) + text
         stream.begun = True
+        stream.tokens = len(ids)
         stream.sent += len(text)
         return StreamEvent(
             request.row_index,

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from itertools import count
 from multiprocessing.connection import Connection
 
 from batchgen.errors import BatchgenError, ErrorInfo
 from batchgen.params import Constraint
 from batchgen.text.grammar_vocabulary import Vocabularies
-from batchgen.text.grammar_worker import Job
+from batchgen.text.grammar_worker import Forget, Job, Limits, Vocabulary
 
-__all__ = ["GrammarCompiler", "vocabulary_of"]
+__all__ = ["GrammarCompiler", "stop_compiling", "vocabulary_of"]
 
 _MOST_WORKERS = 8
 # The path is handed over: how this process came to find its modules, a new interpreter cannot know.
@@ -21,18 +25,75 @@ _PROGRAM = (
     "import sys; sys.path[:] = sys.argv[4:]; from batchgen.text.grammar_worker import serve; "
     "serve(*map(int, sys.argv[1:4]))"
 )
+_numbers = count()
+
+
+class _Process:
+    """The process, and pipes to and from it."""
+
+    def __init__(self) -> None:
+        source, requests = os.pipe()
+        results, sink = os.pipe()
+        workers = min(_MOST_WORKERS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)
+        words = [sys.executable, "-c", _PROGRAM, str(source), str(sink), str(workers), *sys.path]
+        self._process = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,  # the library warns there of what is reported here
+            pass_fds=(source, sink),
+            env={**os.environ, "OMP_NUM_THREADS": "1"},  # a process of several threads must not fork
+        )
+        os.close(source)
+        os.close(sink)
+        self.owner = os.getpid()
+        self.requests, self.results = Connection(requests, readable=False), Connection(results, writable=False)
+        self.vocabularies: set[tuple[int, str]] = set()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def close(self) -> None:
+        """Have it end."""
+        self.requests.close()
+        self.results.close()
+        if self.owner == os.getpid():
+            self._process.wait()
+
+
+_lock = threading.RLock()
+_process: _Process | None = None
+
+
+def _running() -> _Process:
+    """The one process of this one, started anew where it is gone, or belongs to the one that this was forked from."""
+    global _process
+    if _process is not None and _process.owner != os.getpid():
+        stop_compiling()
+    if _process is None:
+        _process = _Process()
+    return _process
+
+
+@atexit.register
+def stop_compiling() -> None:
+    """End the process, which holds some hundred MB; it is started again when needed."""
+    global _process
+    with _lock:
+        if _process is not None:
+            _process.close()
+            _process = None
 
 
 class GrammarCompiler:
-    """Compiles grammars for one vocabulary in another process."""
+    """Compiles grammars for one vocabulary."""
 
-    def __init__(self, vocabularies: Vocabularies, *, lenient: bool = False) -> None:
+    def __init__(self, vocabularies: Vocabularies, *, lenient: bool = False, limits: Limits | None = None) -> None:
         self._vocabularies = vocabularies
         self._lenient = lenient
-        self._process: subprocess.Popen[bytes] | None = None
-        self._requests: Connection | None = None
-        self._results: Connection | None = None
-        self._sent: set[str] = set()
+        self._limits = limits or Limits()
+        self._number = next(_numbers)
 
     def compile(self, constraints: Iterable[Constraint]) -> Iterator[tuple[Constraint, bytes | ErrorInfo]]:
         """Each constraint with its compressed grammar or what is wrong with it, in order of completion.
@@ -42,56 +103,50 @@ class GrammarCompiler:
             BatchgenError: the process could not be started, or died.
         """
         jobs = dict(enumerate(constraints))
-        if not jobs:
-            return
-        for constraint in jobs.values():
-            self._send_vocabulary(vocabulary_of(constraint))
-        requests, results = self._connect()
-        try:
-            for number, constraint in jobs.items():
-                requests.send(Job(number, constraint, vocabulary_of(constraint), self._lenient))
-            while jobs:
-                number, result = results.recv()
-                yield jobs.pop(number), result
-        except (EOFError, OSError):
-            self.close()
-            problem = "the process that compiles grammars ended; is xgrammar installed?"
-            raise BatchgenError(problem) from None
+        with _lock:
+            try:
+                process = _running()
+                for kind in sorted({vocabulary_of(constraint) for constraint in jobs.values()}):
+                    self._send_vocabulary(process, kind)
+                # Two processes that both only write, each into a full pipe, would wait for each other.
+                sender = threading.Thread(target=self._send, args=(process, list(jobs.items())), daemon=True)
+                sender.start()
+                while jobs:
+                    number, result = process.results.recv()
+                    yield jobs.pop(number), result
+                sender.join()
+            except (EOFError, OSError):
+                stop_compiling()
+                problem = "the process that compiles grammars ended; is xgrammar installed?"
+                raise BatchgenError(problem) from None
+            except GeneratorExit:
+                stop_compiling()  # what it has yet to say belongs to nobody
+                raise
 
-    def _send_vocabulary(self, kind: str) -> None:
-        if kind not in self._sent:
-            pieces = self._vocabularies[kind]
-            self._connect()[0].send(("vocabulary", kind, pieces))
-            self._sent.add(kind)
+    def _send(self, process: _Process, jobs: list[tuple[int, Constraint]]) -> None:
+        with suppress(OSError):  # it is gone, which the other end says
+            for number, constraint in jobs:
+                key = (self._number, vocabulary_of(constraint))
+                process.requests.send(Job(number, constraint, key, self._lenient, self._limits))
 
-    def _connect(self) -> tuple[Connection, Connection]:
-        if self._requests is None or self._results is None:
-            source, requests = os.pipe()
-            results, sink = os.pipe()
-            workers = min(_MOST_WORKERS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)
-            words = [sys.executable, "-c", _PROGRAM, str(source), str(sink), str(workers), *sys.path]
-            self._process = subprocess.Popen(
-                words,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # the library warns there of what is reported here
-                pass_fds=(source, sink),
-                env={**os.environ, "OMP_NUM_THREADS": "1"},  # a process of several threads must not fork
-            )
-            os.close(source)
-            os.close(sink)
-            self._requests, self._results = Connection(requests, readable=False), Connection(results, writable=False)
-        return self._requests, self._results
+    def _send_vocabulary(self, process: _Process, kind: str) -> None:
+        key = (self._number, kind)
+        if key not in process.vocabularies:
+            process.requests.send(Vocabulary(key, self._vocabularies[kind]))
+            process.vocabularies.add(key)
 
     def close(self) -> None:
-        """Stop the process; it is started again when needed."""
-        for connection in (self._requests, self._results):
-            if connection is not None:
-                connection.close()
-        if self._process is not None:
-            self._process.wait()
-        self._process = self._requests = self._results = None
-        self._sent.clear()
+        """Nothing more will be compiled for this vocabulary."""
+        with _lock:
+            mine = [key for key in _process.vocabularies if key[0] == self._number] if _process is not None else []
+            for key in mine:
+                assert _process is not None
+                _process.vocabularies.discard(key)
+                try:
+                    _process.requests.send(Forget(key))
+                except OSError:
+                    stop_compiling()
+                    return
 
 
 def vocabulary_of(constraint: Constraint) -> str:

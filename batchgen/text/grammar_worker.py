@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import sys
@@ -21,18 +22,44 @@ from typing import Any
 
 from batchgen.errors import ErrorCode, ErrorInfo, RowError
 from batchgen.params import Constraint
-from batchgen.text.grammar_sources import grammar_source, left_recursive_rule
+from batchgen.text.grammar_rules import can_end, left_recursive_rule
+from batchgen.text.grammar_sources import grammar_source
 
-__all__ = ["CPU_SECONDS", "MAX_BYTES", "Job", "serve"]
+__all__ = ["Forget", "Job", "Limits", "Vocabulary", "serve"]
 
-CPU_SECONDS = 20
-"""Processor time that compiling one grammar may take."""
 _WALL_FACTOR = 15
 """A fork that is still there after this many times its processor time is stuck."""
-_MEMORY = 2 << 30
-"""Bytes that compiling one grammar may take."""
-MAX_BYTES = 256 << 20
-"""Bytes that one compiled grammar may hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one grammar may take."""
+
+    seconds: int = 20
+    """Processor time to compile it."""
+    memory: int = 2 << 30
+    """Bytes to compile it."""
+    size: int = 256 << 20
+    """Bytes that it holds once it is compiled."""
+
+
+Key = tuple[int, str]
+"""Whose vocabulary, and of which kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Bytes of every token, for jobs that name `key`."""
+
+    key: Key
+    pieces: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """No job will name `key` again."""
+
+    key: Key
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +68,9 @@ class Job:
 
     number: int
     constraint: Constraint
-    vocabulary: str
+    vocabulary: Key
     lenient: bool
+    limits: Limits
 
 
 @dataclass(slots=True)
@@ -56,7 +84,7 @@ class _Running:
 def serve(source: int, sink: int, workers: int) -> None:
     """Compile what comes until the other side closes.
 
-    Takes (`vocabulary`, kind, pieces) and `Job`s from descriptor `source`; for each job sends (number, compressed
+    Takes a `Vocabulary`, `Forget` or `Job` at a time from descriptor `source`; for each job sends (number, compressed
     grammar as bytes, or an `ErrorInfo`) to descriptor `sink`, in order of completion, `workers` jobs at a time.
     """
     # Imported here, once for all forks: xgrammar brings torch and transformers along, which takes seconds.
@@ -64,7 +92,7 @@ def serve(source: int, sink: int, workers: int) -> None:
 
     requests, results = Connection(source, writable=False), Connection(sink, readable=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run decides when to stop, and closes the pipe
-    tokenizers: dict[str, Any] = {}
+    tokenizers: dict[Key, Any] = {}
     queue: deque[Job] = deque()
     running: dict[int, _Running] = {}
     open_ = True
@@ -93,9 +121,12 @@ def serve(source: int, sink: int, workers: int) -> None:
             continue
         if isinstance(message, Job):
             queue.append(message)
+        elif isinstance(message, Forget):
+            tokenizers.pop(message.key, None)
         else:
-            _, kind, pieces = message
-            tokenizers[kind] = xgrammar.TokenizerInfo(pieces, vocab_size=len(pieces), stop_token_ids=[])
+            assert isinstance(message, Vocabulary)
+            size = len(message.pieces)
+            tokenizers[message.key] = xgrammar.TokenizerInfo(message.pieces, vocab_size=size, stop_token_ids=[])
 
 
 def _start(job: Job, tokenizer: Any) -> tuple[int, _Running]:
@@ -105,21 +136,21 @@ def _start(job: Job, tokenizer: Any) -> tuple[int, _Running]:
         status = 1
         try:
             os.close(end)
-            _limit()
+            _limit(job.limits)
             _send(child_end, _compiled(job, tokenizer))
             status = 0
         finally:
             os._exit(status)  # nothing of the parent's is to be flushed or closed twice
     os.close(child_end)
-    return end, _Running(job, pid, time.monotonic() + _WALL_FACTOR * CPU_SECONDS)
+    return end, _Running(job, pid, time.monotonic() + _WALL_FACTOR * job.limits.seconds)
 
 
-def _limit() -> None:
+def _limit(limits: Limits) -> None:
     pages = int(open("/proc/self/statm").read().split()[0]) if sys.platform == "linux" else 0  # noqa: PTH123, SIM115
     if pages:
-        size = pages * resource.getpagesize() + _MEMORY
+        size = pages * resource.getpagesize() + limits.memory
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
+    resource.setrlimit(resource.RLIMIT_CPU, (limits.seconds, limits.seconds + 1))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
@@ -151,10 +182,13 @@ def _read(end: int, job: _Running) -> tuple[int, bytes | ErrorInfo] | None:
     if code == 0 and data[:1] == b"E":
         name, message, param = json.loads(data[1:])
         return job.job.number, ErrorInfo(ErrorCode(name), message, param)
+    limits = job.job.limits
     if -code in (signal.SIGXCPU, signal.SIGKILL):
-        problem = f"takes more than {CPU_SECONDS} seconds to compile; make it smaller"
+        problem = f"takes more than {limits.seconds} seconds to compile; make it smaller"
     else:
-        problem = f"needs more memory than {_MEMORY >> 30} GiB to compile, or crashes the compiler; make it smaller"
+        problem = (
+            f"needs more memory than {limits.memory >> 20} MiB to compile, or crashes the compiler; make it smaller"
+        )
     return job.job.number, _invalid(job.job.constraint.kind, problem)
 
 
@@ -170,9 +204,10 @@ def _compiled(job: Job, tokenizer: Any) -> bytes | ErrorInfo:
         return _invalid(constraint.kind, f"does not compile: {_reason(error)}")
     except (MemoryError, RecursionError):
         return _invalid(constraint.kind, "is too large to compile; make it smaller")
-    if compiled.memory_size_bytes > MAX_BYTES:
-        size = compiled.memory_size_bytes >> 20
-        return _invalid(constraint.kind, f"compiles to {size} MiB, more than {MAX_BYTES >> 20}; make it smaller")
+    most = job.limits.size
+    if compiled.memory_size_bytes > most:
+        problem = f"compiles to {compiled.memory_size_bytes:,} bytes, more than {most:,}; make it smaller"
+        return _invalid(constraint.kind, problem)
     return _unusable(constraint.kind, compiled) or zlib.compress(compiled.serialize_json().encode(), 1)
 
 
@@ -181,6 +216,8 @@ def _compile(kind: str, source: str, tokenizer: Any) -> Any:
 
     compiler = xgrammar.GrammarCompiler(tokenizer, max_threads=1, cache_enabled=False)
     if kind == "json_schema":
+        if "$ref" in source and not can_end(str(xgrammar.Grammar.from_json_schema(source, any_whitespace=False))):
+            raise ValueError("every value that it allows holds another one without end")
         return compiler.compile_json_schema(source, any_whitespace=False)
     if kind == "regex":
         return compiler.compile_regex(source)
@@ -190,6 +227,8 @@ def _compile(kind: str, source: str, tokenizer: Any) -> Any:
     rule = left_recursive_rule(source, str(grammar)) if kind == "ebnf" else None
     if rule is not None:
         raise ValueError(f"rule {rule[:100]} is left-recursive; put what it begins with in front of it")
+    if not can_end(str(grammar)):
+        raise ValueError("it allows no text that ends")
     return compiler.compile_grammar(grammar)
 
 
@@ -210,8 +249,7 @@ def _reason(error: Exception) -> str:
     """The compiler's own words, without the place in its source."""
     text = str(error).strip().splitlines()
     line = text[0] if text else type(error).__name__
-    _, found, rest = line.partition(".cc:")
-    return (rest.partition(": ")[2] if found else line)[:300]
+    return re.sub(r"^\[.*?\.cc:\d+: |Check failed: \(.*?\) is false: ", "", line)[:300]
 
 
 def _invalid(field_name: str, problem: str) -> ErrorInfo:

@@ -15,14 +15,13 @@ from typing import IO, Any
 
 from batchgen.errors import ErrorInfo, RowError
 from batchgen.params import Constraint
-from batchgen.text.grammar_compiler import GrammarCompiler, vocabulary_of
+from batchgen.text.grammar_compiler import GrammarCompiler, stop_compiling, vocabulary_of
 from batchgen.text.grammar_vocabulary import Vocabularies
+from batchgen.text.grammar_worker import Limits
 from batchgen.text.tokenizer import Tokenizer
 
 __all__ = ["Grammars"]
 
-_MEMORY = 512 << 20
-"""Bytes of compiled grammars kept beside those that running samples use."""
 
 _MOST_CHECKS = 1024
 """Schemas and patterns kept ready to be asked."""
@@ -40,21 +39,32 @@ class Grammars:
         tokenizer: whose tokens are drawn.
         vocab_size: the model's; ids past the tokenizer's are never allowed.
         lenient: let schemas pass whose keywords cannot all be enforced.
+        limits: what compiling one may take.
+        memory: bytes of compiled grammars kept beside those that running samples use.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, *, lenient: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        *,
+        lenient: bool = False,
+        limits: Limits | None = None,
+        memory: int = 512 << 20,
+    ) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.compiled = 0
         """Grammars compiled so far, those that failed included."""
         self._vocabularies = Vocabularies(tokenizer, vocab_size)
-        self._compiler = GrammarCompiler(self._vocabularies, lenient=lenient)
+        self._compiler = GrammarCompiler(self._vocabularies, lenient=lenient, limits=limits)
         self._file = tempfile.TemporaryFile(prefix="batchgen-grammars-")  # noqa: SIM115  # as long as this object
         self._end = weakref.finalize(self, _close, self._compiler, self._file)
         self._known: dict[Constraint, tuple[int, int] | ErrorInfo] = {}
         """Place and length in the file, or what is wrong."""
         self._infos: dict[str, Any] = {}
         self._loaded: OrderedDict[Constraint, Any] = OrderedDict()
+        self._memory = memory
         self._bytes = 0
         """Held by `_loaded`."""
         self._checks: OrderedDict[Constraint, Check] = OrderedDict()
@@ -78,7 +88,7 @@ class Grammars:
 
     def release(self) -> None:
         """Stop the compiling process, which holds some hundred MB; it starts again when needed."""
-        self._compiler.close()
+        stop_compiling()
 
     def matcher(self, constraint: Constraint, stop_ids: Collection[int]) -> Any:
         """A matcher at the beginning of a text; `stop_ids` are drawable where the text may end."""
@@ -131,7 +141,7 @@ class Grammars:
             info = self._infos[kind] = xgrammar.TokenizerInfo(pieces, vocab_size=len(pieces), stop_token_ids=[])
         compiled = self._loaded[constraint] = xgrammar.CompiledGrammar.deserialize_json(text, info)
         self._bytes += compiled.memory_size_bytes
-        while self._bytes > _MEMORY and len(self._loaded) > 1:
+        while self._bytes > self._memory and len(self._loaded) > 1:
             self._bytes -= self._loaded.popitem(last=False)[1].memory_size_bytes
         return compiled
 

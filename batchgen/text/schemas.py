@@ -21,6 +21,17 @@ from typing import Any
 from batchgen.errors import ErrorCode, RowError
 from batchgen.text.grammar_patterns import PatternError, explicit_pattern
 from batchgen.text.schema_formats import FORMATS, NATIVE_FORMATS, NEVER_EMPTY, UNENFORCED_FORMATS
+from batchgen.text.schema_keywords import (
+    ASSERTIONS,
+    HEADS,
+    NEVER,
+    OF_TYPE,
+    Json,
+    bounds_of,
+    either,
+    items_of,
+    others_of,
+)
 from batchgen.text.schema_values import may_agree, valid_values, writable
 from batchgen.text.validation import Schema, finds
 
@@ -32,27 +43,6 @@ _DECIMALS = 6
 """Digits after the point to which xgrammar keeps the bounds of numbers."""
 _DEPTH = 200
 """Levels of a schema."""
-
-_OF_TYPE: dict[str, tuple[str, ...]] = {
-    "object": (
-        "properties", "required", "additionalProperties", "patternProperties", "propertyNames", "minProperties",
-        "maxProperties", "unevaluatedProperties", "dependentRequired", "dependentSchemas", "dependencies",
-    ),
-    "array": (
-        "items", "prefixItems", "additionalItems", "unevaluatedItems", "minItems", "maxItems", "uniqueItems",
-        "contains", "minContains", "maxContains",
-    ),
-    "string": ("minLength", "maxLength", "pattern", "format"),
-    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
-    "boolean": (),
-    "null": (),
-}  # fmt: skip
-_OF_TYPE["integer"] = _OF_TYPE["number"]
-_HEADS = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
-_NEVER = ("not", "if", "$dynamicRef", "$recursiveRef")
-_ASSERTIONS = frozenset({*_HEADS, *_NEVER, "type", *(key for keys in _OF_TYPE.values() for key in keys)})
-
-Json = dict[str, Any]
 
 
 def enforceable(text: str, field: str = "json_schema", *, lenient: bool = False) -> Json:
@@ -124,17 +114,17 @@ class _Writer:
             self._depth -= 1
 
     def _object(self, schema: Json, at: str) -> Any:
-        for key in _NEVER:
+        for key in NEVER:
             if key in schema:
                 self._unsupported(at, key, "grammars have no such thing")
         if at != "#" and "$id" in schema:
             self._unsupported(at, "$id", "only the document itself may have one")
-        head = next((key for key in _HEADS if key in schema), None)
+        head = next((key for key in HEADS if key in schema), None)
         if head in ("const", "enum"):
             return self._values(schema, at)
         if head is None:
             return self._typed(schema, at)
-        beside = [key for key in schema if key in _ASSERTIONS and key != head and key not in _NEVER]
+        beside = [key for key in schema if key in ASSERTIONS and key != head and key not in NEVER]
         for key in beside:
             self._unsupported(at, key, f"it stands beside `{head}`, and only one of the two can be followed")
         return getattr(self, f"_{head.strip('$').lower()}")(schema[head], at)
@@ -151,12 +141,12 @@ class _Writer:
 
     def _anyof(self, branches: list[Any], at: str) -> Any:
         written = [self._any(branch, f"{at}/anyOf/{i}") for i, branch in enumerate(branches)]
-        return _either([branch for branch in written if branch is not False])
+        return either([branch for branch in written if branch is not False])
 
     def _oneof(self, branches: list[Any], at: str) -> Any:
         written = [self._any(branch, f"{at}/oneOf/{i}") for i, branch in enumerate(branches)]
         self._choices.append((at, branches, written))
-        return _either([branch for branch in written if branch is not False])
+        return either([branch for branch in written if branch is not False])
 
     def _allof(self, branches: list[Any], at: str) -> Any:
         if len(branches) > 1:
@@ -172,11 +162,11 @@ class _Writer:
         return {"enum": values} if values else False
 
     def _typed(self, schema: Json, at: str) -> Any:
-        keys = [key for key in schema if key in _ASSERTIONS and key != "type" and key not in _NEVER]
+        keys = [key for key in schema if key in ASSERTIONS and key != "type" and key not in NEVER]
         named = schema.get("type")
         if named is None:
             # A keyword says nothing about values of other types: any one type that all keywords speak of will do.
-            kinds = [kind for kind in ("object", "array", "string", "number") if set(keys) & set(_OF_TYPE[kind])]
+            kinds = [kind for kind in ("object", "array", "string", "number") if set(keys) & set(OF_TYPE[kind])]
             if not kinds:
                 return {}
             if len(kinds) > 1:
@@ -187,7 +177,7 @@ class _Writer:
             types.remove("integer")
         write = {"object": self._of_object, "array": self._of_array, "string": self._of_string}
         made = [write.get(kind, self._of_scalar)({**schema, "type": kind}, at) for kind in types]
-        return _either([one for one in made if one is not False])
+        return either([one for one in made if one is not False])
 
     def _of_scalar(self, schema: Json, at: str) -> Any:
         kind = schema["type"]
@@ -195,7 +185,7 @@ class _Writer:
             return {"type": kind}
         if "multipleOf" in schema:
             self._unsupported(at, "multipleOf", "grammars cannot count")
-        low, high = _bounds(schema)
+        low, high = bounds_of(schema)
         return self._integer(low, high, at) if kind == "integer" else self._number(low, high, at)
 
     def _integer(self, low: tuple[float, bool], high: tuple[float, bool], at: str) -> Any:
@@ -270,7 +260,7 @@ class _Writer:
         for key in ("contains", "uniqueItems"):
             if schema.get(key, False) is not False:
                 self._unsupported(at, key, "grammars cannot compare items")
-        first, rest, rest_key = _items(schema)
+        first, rest, rest_key = items_of(schema)
         low, high = int(schema.get("minItems", 0)), schema.get("maxItems")
         written = [self._any(item, f"{at}/prefixItems/{i}") for i, item in enumerate(first)]
         if False in written:  # the array ends before such an item
@@ -303,7 +293,7 @@ class _Writer:
         properties = {
             name: self._any(value, f"{at}/properties/{name}") for name, value in schema.get("properties", {}).items()
         }
-        others, others_key = _others(schema)
+        others, others_key = others_of(schema)
         required = list(dict.fromkeys(schema.get("required") or ()))
         for name in required:
             if name not in properties and "patternProperties" not in schema and others is not False:
@@ -423,42 +413,3 @@ class _Writer:
     def _invalid(self, at: str, problem: str) -> RowError:
         where = "" if at == "#" else f" at {at[:200]}"
         return RowError(ErrorCode.INVALID_GRAMMAR, f"`{self._field}` cannot be used{where}: {problem}", self._field)
-
-
-def _either(branches: list[Any]) -> Any:
-    if not branches:
-        return False
-    return branches[0] if len(branches) == 1 else {"anyOf": branches}
-
-
-def _items(schema: Json) -> tuple[list[Any], Any, str]:
-    """The schemas of an array's first items, and of all others (None: nothing is said of them), with their keyword."""
-    items = schema.get("items")
-    if isinstance(items, list):  # drafts before 2020-12
-        return items, schema.get("additionalItems"), "additionalItems"
-    first = schema.get("prefixItems", [])
-    if items is not None:
-        return first, items, "items"
-    return first, schema.get("unevaluatedItems"), "unevaluatedItems"
-
-
-def _others(schema: Json) -> tuple[Any, str]:
-    """The schema of properties that are not declared (None: nothing is said of them), with its keyword."""
-    key = "additionalProperties"
-    if key not in schema and "unevaluatedProperties" in schema:
-        key = "unevaluatedProperties"
-    return schema.get(key), key
-
-
-def _bounds(schema: Json) -> tuple[tuple[float, bool], tuple[float, bool]]:
-    """((least, exclusive), (most, exclusive)); infinite where nothing is said."""
-    found: list[tuple[float, bool]] = []
-    for name, sign in (("inimum", 1), ("aximum", -1)):
-        plain = schema.get("m" + name)
-        exclusive = schema.get("exclusiveM" + name)
-        draft4 = isinstance(exclusive, bool)
-        given: list[Any] = [(plain, exclusive)] if draft4 else [(plain, False), (exclusive, True)]
-        known = [(value, strict) for value, strict in given if value is not None]
-        # The stricter of the two: the larger minimum, the smaller maximum; of equals the exclusive one.
-        found.append(max(known, key=lambda pair: (sign * pair[0], pair[1]), default=(-sign * math.inf, False)))
-    return found[0], found[1]
