@@ -59,7 +59,7 @@ def parse_openai_line(value: Mapping[str, Any], row_id: str, row_index: int, def
         raise _source_error(row, sources, place)
     prompts = _prompts(row, place, defaults)
     if place == "completions" and row.values.get("echo") and "logprobs" in row.values:
-        row.imply("logprob_start_len", 0, "echo", place)  # the endpoint's echo brings the prompt's logprobs, too
+        row.imply("logprob_start_len", 0, "echo")  # the endpoint's echo brings the prompt's logprobs, too
     params = row.params(defaults, _DEFAULTS[dialect])
     row.check_model(defaults, params)
     row.refuse_unbuilt()

@@ -131,14 +131,11 @@ class RowValues:
             message = f"`{spelled}` is not supported by this version; {asking[0].remedy}"
             raise RowError(ErrorCode.UNSUPPORTED_FIELD, message, spelled)
 
-    def imply(self, name: str, value: Any, reason: str, place: Place) -> None:
+    def imply(self, name: str, value: Any, reason: str) -> None:
         """Set the field `name`, unless the row gives it, because of what the field `reason` says."""
         if name in self.spelled:
             return
-        known = LOOKUP[place][name]
         self.values[name], self.spelled[name] = value, self.spelled[reason]
-        if not known.built:
-            self.later.append(known)
 
     def sources(self) -> list[str]:
         """Canonical names of the prompt sources that the row gives."""

@@ -67,3 +67,30 @@ def test_the_seam_is_that_of_the_whole_text(tmp_path: Path, kind: str) -> None:
             prompt, output = ids[:cut], ids[cut:]
             joined = echoed(prompt, output, tokenizer) + tokenizer.decode(output)
             assert joined == tokenizer.decode(ids), (prompt, output)
+
+
+@pytest.mark.field("echo", "logprobs", "logprob_start_len")
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_the_endpoints_echo_brings_the_prompts_logprobs(model: Path, tmp_path: Path, tokens: int) -> None:
+    body = {
+        "model": "*",
+        "prompt": "The quick brown fox",
+        "temperature": 0,
+        "max_tokens": tokens,
+        "echo": True,
+        "logprobs": 2,
+    }
+    line = {"custom_id": "line", "method": "POST", "url": "/v1/completions", "body": body}
+    same = {"text": "The quick brown fox", "temperature": 0, "max_new_tokens": tokens, "return_logprob": True}
+    native = {"id": "native", **same, "top_logprobs_num": 2, "logprob_start_len": 0}
+    short = {**line, "custom_id": "short", "body": {**body, "logprob_start_len": 3}}
+    source = write_lines(tmp_path / "in.jsonl", [line, native, short])
+    run(["run", source, "--model", model, "--dtype", "float32", "-o", "out.parquet"], tmp_path)
+    echoed, plain, late = rows_of(tmp_path / "out.parquet")
+    assert echoed["text"] == "The quick brown fox" + plain["text"]
+    assert echoed["input_logprobs"][0] is None
+    assert len(echoed["input_logprobs"]) == echoed["prompt_tokens"]
+    assert echoed["input_top_ids"] == plain["input_top_ids"]
+    assert echoed["input_logprobs"][1:] == pytest.approx(plain["input_logprobs"][1:], abs=1e-4)
+    assert len(echoed["output_logprobs"]) == tokens
+    assert late["input_logprobs"] == pytest.approx(echoed["input_logprobs"][3:], abs=1e-4)
