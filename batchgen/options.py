@@ -504,7 +504,8 @@ OPTIONS: tuple[Option, ...] = (
         COLUMNS,
         "all",
         OUTPUT,
-        "Unknown fields of a row to write to the output. Example: --carry source,lang",
+        "Unknown fields of a row to write to the output: as JSON in the column extra, or those named as columns of "
+        "their own. Example: --carry source,lang",
     ),
     _flag("include_prompt", OUTPUT, "Write each prompt's text. Example: --include-prompt"),
     _flag("include_prompt_ids", OUTPUT, "Write each prompt's token ids. Example: --include-prompt-ids"),

@@ -14,7 +14,7 @@ from batchgen.data.committed import Committed, read_keys
 from batchgen.data.expected import Expected
 from batchgen.data.files import parquet_writer, sync_folder, write_durably
 from batchgen.data.gather import MEMORY_BYTES, ResultWriter, gather
-from batchgen.data.schema import with_footer
+from batchgen.data.schema import results_schema, with_footer
 from batchgen.data.states import states_part
 from batchgen.data.states_result import write_states_result
 from batchgen.data.work import OutputPaths, WorkFolder
@@ -61,7 +61,8 @@ def finish(
         "rows": len(keys),
     }
     states = [path for path in map(states_part, parts) if path.exists()]
-    write_output(work.paths, parts, states, keys, footer, work.scratch, memory_bytes, max_bytes)
+    schema = results_schema(work.identity.carried)
+    write_output(work.paths, parts, states, keys, footer, schema, work.scratch, memory_bytes, max_bytes)
     work.remove()
     return keys
 
@@ -72,6 +73,7 @@ def write_output(
     states: list[Path],
     keys: Committed,
     footer: Mapping[str, Any],
+    schema: pa.Schema,
     scratch: Path,
     memory_bytes: int = MEMORY_BYTES,
     max_bytes: int | None = None,
@@ -84,6 +86,7 @@ def write_output(
         states: parts of states; none, no file.
         keys: of all rows.
         footer: for both files.
+        schema: of the results.
         scratch: on the same file system.
         memory_bytes: about how much of the rows may be in memory.
         max_bytes: most bytes of both.
@@ -106,19 +109,22 @@ def write_output(
         else:
             paths.states.unlink(missing_ok=True)
 
-    write_result(paths.result, parts, keys, {**footer, "states": count}, scratch, memory_bytes, publish_states)
+    full = with_footer({**footer, "states": count}, schema)
+    write_result(paths.result, parts, keys, full, scratch, memory_bytes, publish_states)
 
 
 def write_result(
     result: Path,
     parts: list[Path],
     keys: Committed,
-    footer: Mapping[str, Any],
+    schema: pa.Schema,
     scratch: Path,
     memory_bytes: int = MEMORY_BYTES,
     before: Callable[[], None] | None = None,
 ) -> None:
     """Write the rows of `parts` to `result` in key order, atomically, by way of the existing folder `scratch`.
+
+    `schema` is theirs, with the footer.
 
     `before` is called when the whole file is durable, before it takes its place.
 
@@ -127,7 +133,7 @@ def write_result(
     """
 
     def write(stream: BinaryIO) -> None:
-        with parquet_writer(stream, with_footer(footer)) as parquet:
+        with parquet_writer(stream, schema) as parquet:
             writer = ResultWriter(parquet)
             try:
                 gather(parts, keys, writer, scratch, memory_bytes)

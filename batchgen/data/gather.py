@@ -42,6 +42,11 @@ class ResultWriter:
         self._rows = 0
         self._bytes = 0
 
+    @property
+    def schema(self) -> pa.Schema:
+        """Of the rows, without the footer."""
+        return self._writer.schema.remove_metadata()
+
     def write(self, table: pa.Table) -> None:
         """Append the rows of a table."""
         weights = _row_bytes(table)
@@ -116,12 +121,12 @@ def gather(
     """
     sizes = [_size(path) for path in paths]
     if sum(size for _, size in sizes) <= memory_bytes:
-        tables = [table for path in paths for table in _row_groups(path)]
+        tables = [table for path in paths for table in _row_groups(path, writer.schema)]
         if tables:
             _write_sorted(pa.concat_tables(tables), keys.order, writer)
         return
     buckets = _buckets(keys.order, sizes, memory_bytes)
-    files = _split(paths, keys.order, buckets, scratch)
+    files = _split(paths, writer.schema, keys.order, buckets, scratch)
     for file in files:
         _write_bucket(file, writer)
         file.unlink()
@@ -134,11 +139,22 @@ def _size(path: Path) -> tuple[int, int]:
     return metadata.num_rows, encoded + metadata.num_rows * _ROW_OVERHEAD
 
 
-def _row_groups(path: Path) -> Iterator[pa.Table]:
+def _row_groups(path: Path, schema: pa.Schema) -> Iterator[pa.Table]:
     with path.open("rb") as stream:
         file = pq.ParquetFile(stream, pre_buffer=False, page_checksum_verification=True)
         for group in range(file.num_row_groups):
-            yield file.read_row_group(group, use_threads=False).replace_schema_metadata(None)
+            yield _conformed(file.read_row_group(group, use_threads=False).replace_schema_metadata(None), schema)
+
+
+def _conformed(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """The table in `schema`: rows of a job resumed although its `--carry` has changed may lack columns."""
+    if table.schema.equals(schema):
+        return table
+    columns = [
+        table[field.name].cast(field.type) if field.name in table.schema.names else pa.nulls(len(table), field.type)
+        for field in schema
+    ]
+    return pa.Table.from_arrays(columns, schema=schema)
 
 
 def _write_sorted(table: pa.Table, order: npt.NDArray[np.int64], writer: ResultWriter) -> None:
@@ -162,7 +178,11 @@ def _buckets(
 
 
 def _split(
-    paths: Sequence[Path], order: npt.NDArray[np.int64], buckets: npt.NDArray[np.int64], scratch: Path
+    paths: Sequence[Path],
+    schema: pa.Schema,
+    order: npt.NDArray[np.int64],
+    buckets: npt.NDArray[np.int64],
+    scratch: Path,
 ) -> list[Path]:
     """Write each row, with its rank in the final order, to the Arrow file of its bucket. Returns the files in order."""
     ranks = np.empty(len(order), np.int64)
@@ -173,7 +193,7 @@ def _split(
         writers: dict[int, pa.RecordBatchStreamWriter] = {}
         start = 0
         for path in paths:
-            for table in _row_groups(path):
+            for table in _row_groups(path, schema):
                 table = table.append_column(_RANK, pa.array(ranks[start : start + len(table)]))
                 for bucket, piece in _pieces(table, buckets[start : start + len(table)]):
                     if bucket not in writers:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from batchgen.data.committed import read_keys
 from batchgen.data.files import output_errors, read_footer
@@ -67,7 +68,8 @@ def merge(parts: Sequence[Path], out: Path, overwrite: bool = False) -> int:
         parts = [work.scratch / f"shard-{number}.states" for number in range(len(states))]
         for file, part in zip(states, parts, strict=True):
             _take_states(file, part)
-        write_output(paths, files, parts, keys, footer, work.scratch)
+        schema = pq.read_schema(files[0]).remove_metadata()
+        write_output(paths, files, parts, keys, footer, schema, work.scratch)
     finally:
         work.remove()
     return len(keys)

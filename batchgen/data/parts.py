@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
@@ -18,8 +19,9 @@ import pyarrow as pa
 import pyarrow.types as pat
 
 from batchgen.data.budget import OutputBudget
+from batchgen.data.carry import carried_columns
 from batchgen.data.files import parquet_writer, write_durably
-from batchgen.data.schema import SCHEMA, SCHEMA_VERSION, VERSION_KEY, OutputRow, completions_to_table
+from batchgen.data.schema import SCHEMA, SCHEMA_VERSION, VERSION_KEY, OutputRow, completions_to_table, results_schema
 from batchgen.data.states import records_of, states_part, write_states_part
 from batchgen.data.work import WorkFolder
 
@@ -182,7 +184,7 @@ class PartWriter:
         if count:
             records = (record for row in rows for record in records_of(row))
             states_bytes = write_states_part(states_part(path), records, self._budget.hold)
-        table = completions_to_table(rows)
+        table = _table(rows, self._work.identity.carried)
 
         def write(stream: BinaryIO) -> None:
             with parquet_writer(stream, part_schema(self._work, count)) as writer:
@@ -195,9 +197,19 @@ class PartWriter:
 
 
 def part_schema(work: WorkFolder, states: int = 0) -> pa.Schema:
-    """`SCHEMA` with the footer keys that make a part this job's, and say how many records of states it has."""
+    """The results' schema with the footer keys that make a part this job's, and say how many states it has."""
     keys = {VERSION_KEY: SCHEMA_VERSION.encode(), FINGERPRINT_KEY: work.identity.key.encode()}
-    return SCHEMA.with_metadata(keys | ({STATES_KEY: str(states).encode()} if states else {}))
+    return results_schema(work.identity.carried).with_metadata(
+        keys | ({STATES_KEY: str(states).encode()} if states else {})
+    )
+
+
+def _table(rows: list[OutputRow], carried: Sequence[pa.Field]) -> pa.Table:
+    if not carried:
+        return completions_to_table(rows)
+    plain = completions_to_table([replace(row, extra=None) for row in rows])
+    columns = carried_columns([row.extra for row in rows], carried)
+    return pa.Table.from_arrays([*plain.columns, *columns], schema=results_schema(carried))
 
 
 def _next_number(parts: list[Path]) -> int:

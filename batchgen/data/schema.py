@@ -1,7 +1,7 @@
 """The output's Arrow schema, fixed by version, and the way from completions to a table in it.
 
 Columns are never inferred from data: every column of the contract is always there, null where it was not asked for.
-Carried fields all stand in `extra`, one JSON object per row; a `--carry COL,...` option limits its keys.
+Carried fields all stand in `extra`, one JSON object per row, unless `--carry COL,...` gives them columns of their own.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ __all__ = [
     "OutputRow",
     "completions_to_table",
     "extra_json",
+    "results_schema",
     "with_footer",
 ]
 
@@ -132,6 +133,11 @@ _DERIVED: dict[str, Callable[[OutputRow], Any]] = {
     "extra": attrgetter("extra"),
 }
 _COMPLETION_FIELDS = frozenset(field.name for field in dataclass_fields(Completion))
+
+
+def results_schema(carried: Sequence[pa.Field]) -> pa.Schema:
+    """`SCHEMA`, and behind it the columns of carried fields that have their own."""
+    return pa.schema([*SCHEMA, *carried])
 
 
 def completions_to_table(rows: Sequence[OutputRow]) -> pa.Table:

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import pyarrow as pa
+
 from batchgen.data.files import output_errors, read_footer, sync_folder, write_durably
 from batchgen.data.lock import LOCK_NAME, RunLock
 from batchgen.data.schema import STATES_CONTENTS
@@ -37,6 +39,8 @@ class RunIdentity:
     fingerprint: str
     shard: tuple[int, int] | None = None
     """(index from 0, count)."""
+    carried: tuple[pa.Field, ...] = ()
+    """Columns of carried fields; the fingerprint says which, by the options and the input files."""
 
     @property
     def key(self) -> str:

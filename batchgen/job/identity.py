@@ -10,6 +10,7 @@ from typing import Any
 
 from batchgen import __version__
 from batchgen.config import RunConfig
+from batchgen.data.carry import carried_fields
 from batchgen.data.read import InputSet
 from batchgen.data.schema import SCHEMA_VERSION
 from batchgen.data.work import RunIdentity
@@ -95,4 +96,6 @@ def identify(config: RunConfig, inputs: InputSet, model: Mapping[str, Any], samp
         "fingerprint": digest,
         "configuration": config.describe(),
     }
-    return JobIdentity(RunIdentity(digest, shard), plain, record)
+    names = () if isinstance(config.carry, str) else config.carry
+    carried = carried_fields(names, inputs.files, config.prompt_column, config.id_column)
+    return JobIdentity(RunIdentity(digest, shard, carried), plain, record)

@@ -135,8 +135,7 @@ def test_the_models_own_stop_ids(model: Path, tmp_path: Path) -> None:
     [
         ("all", {"lang": "de", "meta": {"a": [1, None]}, "n_tokens": 3}),
         ("none", None),
-        ("lang", {"lang": "de"}),
-        ("lang,absent,n_tokens", {"lang": "de", "n_tokens": 3}),
+        ("lang", None),
     ],
 )
 def test_carry(model: Path, tmp_path: Path, carry: str, kept: dict[str, Any] | None) -> None:

@@ -1,0 +1,150 @@
+"""`--carry COL,...`: carried fields as columns of the output, typed before a row is read."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchgen.data.schema import SCHEMA
+from tests.e2e.rows import prompts, read, write_lines
+from tests.e2e.runner import run, start
+
+F32 = ["--dtype", "float32", "--max-new-tokens", "4"]
+COUNT = 40
+DAY = datetime.date(2024, 2, 29)
+NOON = datetime.datetime(2024, 2, 29, 12, 0, 1, 250, tzinfo=datetime.UTC)
+KEPT: dict[str, tuple[pa.DataType, list[Any]]] = {
+    "flag": (pa.bool_(), [True, None, False]),
+    "small": (pa.int8(), [-128, 127, None]),
+    "big": (pa.uint64(), [2**64 - 1, 0, None]),
+    "share": (pa.float32(), [0.25, None, -1e10]),
+    "exact": (pa.float64(), [0.1, 1.0, None]),
+    "name": (pa.string(), ["ż", "", None]),
+    "day": (pa.date32(), [DAY, None, DAY]),
+    "moment": (pa.timestamp("us", "UTC"), [NOON, None, NOON]),
+    "vector": (pa.list_(pa.float32()), [[0.5, 1.0], [], None]),
+    "tags": (pa.list_(pa.string()), [["a", "b"], None, []]),
+}
+"""Parquet columns that keep type and values."""
+SPELLED: dict[str, tuple[pa.Array, list[str | None]]] = {
+    "where": (
+        pa.array([{"x": 1}, None, {"x": None}], pa.struct([("x", pa.int32())])),
+        ['{"x":1}', None, "{}"],
+    ),
+    "kind": (pa.array(["a", "b", None]).dictionary_encode(), ["a", "b", None]),
+    "large": (pa.array(["a", "b", None], pa.large_string()), ["a", "b", None]),
+    "bytes": (pa.array([b"text", None, b"\xff"]), ["text", None, "/w=="]),
+}
+"""Those that become strings."""
+
+
+def cycled(values: list[Any]) -> list[Any]:
+    return [values[i % 3] for i in range(COUNT)]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    columns: dict[str, Any] = {"text": pa.array(prompts(COUNT, 1)), "n": pa.array([1 + i % 2 for i in range(COUNT)])}
+    columns |= {name: pa.array(cycled(values), kind) for name, (kind, values) in KEPT.items()}
+    columns |= {name: array.take(pa.array([i % 3 for i in range(COUNT)])) for name, (array, _) in SPELLED.items()}
+    path = tmp_path_factory.mktemp("carry") / "in.parquet"
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+def check(table: pa.Table, names: list[str]) -> None:
+    """Every sample of a row has the row's values, under the types promised."""
+    assert table.schema.names == [*SCHEMA.names, *names]
+    rows = table["row_index"].to_pylist()
+    assert set(rows) == set(range(COUNT))
+    for name in names:
+        kind, values = KEPT[name] if name in KEPT else (pa.string(), SPELLED[name][1])
+        assert table.schema.field(name).type == kind, name
+        assert table[name].to_pylist() == [values[row % 3] for row in rows], name
+    assert table["extra"].null_count == len(rows)
+
+
+def test_parquet_columns_keep_their_types(model: Path, source: Path, tmp_path: Path) -> None:
+    names = [*KEPT, *SPELLED]
+    command = ["run", source, "--model", model, *F32, "--carry", ",".join(names)]
+    run([*command, "-o", "out.parquet"], tmp_path)
+    check(read(tmp_path / "out.parquet"), names)
+    for shard in range(3):
+        run([*command, "-o", "shards", "--shard", f"{shard}/3", "--commit-every", "2"], tmp_path)
+    run(["merge", "shards", "-o", "merged.parquet"], tmp_path)
+    check(read(tmp_path / "merged.parquet"), names)
+    exported = run(["export", "out.parquet", "--format", "jsonl", "-o", "out.jsonl"], tmp_path, expect=None)
+    assert exported.code == 0, exported.stderr
+
+
+def test_parts_have_the_columns_and_jobs_go_on(model: Path, source: Path, tmp_path: Path) -> None:
+    names = ["moment", "big", "kind"]
+    command = ["run", source, "--model", model, "--dtype", "float32", "-o", "out.parquet", "--max-new-tokens", "60"]
+    job = start([*command, "--carry", ",".join(names), "--max-num-seqs", "2", "--commit-every", "2"], tmp_path)
+    parts = tmp_path / "out.parquet.work" / "parts"
+    job.wait_for(lambda: parts.is_dir() and len(list(parts.glob("part-*.parquet"))) >= 2)
+    assert job.kill_after(0)
+    part = pq.read_schema(min(parts.glob("part-*.parquet")))
+    assert part.names == [*SCHEMA.names, *names]
+    assert "--carry" in run([*command, "--carry", "moment"], tmp_path, expect=2).stderr
+    run([*command, "--carry", ",".join(names)], tmp_path)
+    check(read(tmp_path / "out.parquet"), names)
+
+
+def test_a_job_resumed_anyway_lacks_what_was_not_carried(model: Path, source: Path, tmp_path: Path) -> None:
+    command = ["run", source, "--model", model, "--dtype", "float32", "-o", "out.parquet", "--max-new-tokens", "60"]
+    job = start([*command, "--carry", "small", "--max-num-seqs", "2", "--commit-every", "2"], tmp_path)
+    parts = tmp_path / "out.parquet.work" / "parts"
+    job.wait_for(lambda: parts.is_dir() and len(list(parts.glob("part-*.parquet"))) >= 2)
+    assert job.kill_after(0)
+    run([*command, "--carry", "small,name", "--resume-anyway"], tmp_path)
+    table = read(tmp_path / "out.parquet")
+    assert table["small"].to_pylist() == [KEPT["small"][1][row % 3] for row in table["row_index"].to_pylist()]
+    said = sum(name is not None for name in table["name"].to_pylist())
+    assert 0 < said < 2 * len(table) // 3
+
+
+def test_fields_of_lines_are_strings(model: Path, tmp_path: Path) -> None:
+    values = ["de", 3, 1.5, True, None, {"a": [1, None]}, [], "3"]
+    rows: list[dict[str, Any]] = [{"text": "x", "note": value, "other": 1} for value in values]
+    rows += [{"text": "x"}, {"text": "x", "temperature": "hot", "note": "lost"}]
+    run(["run", write_lines(tmp_path / "in.jsonl", rows), "--model", model, *F32, "--carry", "note,absent"], tmp_path)
+    table = read(tmp_path / "in.out.parquet")
+    assert table.schema.field("note").type == table.schema.field("absent").type == pa.string()
+    spelled = ["de", "3", "1.5", "true", None, '{"a":[1,null]}', "[]", "3", None, None]
+    assert table["note"].to_pylist() == spelled
+    assert table["absent"].null_count == len(table)
+
+
+def test_an_empty_input_has_the_columns(model: Path, source: Path, tmp_path: Path) -> None:
+    command = ["run", source, "--model", model, "-o", "out.parquet", "--limit", "0", "--carry", "moment,vector"]
+    run(command, tmp_path)
+    table = read(tmp_path / "out.parquet")
+    assert len(table) == 0
+    assert table.schema.field("moment").type == pa.timestamp("us", "UTC")
+
+
+@pytest.mark.parametrize(
+    ("carry", "more", "problem"),
+    [
+        ("text", [], "the output has a column of that name"),
+        ("small,row_index", [], "the output has a column of that name"),
+        ("n", [], "that field is used"),
+        ("small,smal", [], "the input has no such column; it has text"),
+        ("name", ["--prompt-column", "name"], "that field is used"),
+    ],
+)
+def test_names_that_cannot_be_carried_are_refused(
+    model: Path, source: Path, tmp_path: Path, carry: str, more: list[str], problem: str
+) -> None:
+    for command in ("run", "check"):
+        done = run(
+            [command, source, "--model", model, "-o", "out.parquet", "--carry", carry, *more], tmp_path, expect=2
+        )
+        assert problem in done.stderr
+    assert not (tmp_path / "out.parquet").exists()
