@@ -274,7 +274,6 @@ def test_wrong_values(flags: dict[str, Any], message: str, tmp_path: Path) -> No
 NOT_BUILT: list[tuple[str, Any]] = [
     ("tensor_parallel", "2"),
     ("deterministic", True),
-    ("lenient_schemas", True),
 ]
 
 
