@@ -348,9 +348,9 @@ class Completion:
     output_ids_logprobs: Sequence[float] | None = None
     """[C * ids of `token_ids_logprob`] flat"""
     input_logprobs: Sequence[float | None] | None = None
-    """[P - logprob_start_len]; only position 0 of the prompt has None."""
+    """[P - logprob_start_len]; only position 0 of the prompt is null (masked, so that `tolist` gives None)."""
     input_top_ids: Sequence[int | None] | None = None
-    """[(P - logprob_start_len) * K] flat; K times None for position 0 of the prompt."""
+    """[(P - logprob_start_len) * K] flat; K nulls for position 0 of the prompt."""
     input_top_logprobs: Sequence[float | None] | None = None
     input_ids_logprobs: Sequence[float | None] | None = None
     output_tokens_text: Sequence[str] | None = None

@@ -56,8 +56,8 @@ class PromptLogprobs:
         start = _starts(workload)
         length = np.diff(table.offsets)
         # Entry j needs the logits of j - 1; the last prompt position's logits are those of the first output token.
-        self._first = np.maximum(start - 1, 0)
-        self.capture = PromptCapture(tree, self._first, np.where(start >= 0, length - 1, 0))
+        self.capture = PromptCapture(tree, np.maximum(start - 1, 0), np.where(start >= 0, length - 1, 0))
+        """The positions whose logits are read, and what is kept of them."""
         self._top_k, self._ids = self._widths(workload, start >= 0)
 
     def __bool__(self) -> bool:
@@ -196,13 +196,14 @@ class PromptLogprobs:
         """By node, over the wanting requests at or below it: the largest K, and all ids of `token_ids_logprob`."""
         if not self.capture:
             return [], []
-        params, count = workload.table.params, len(workload.tree)
+        table, count = workload.table, len(workload.tree)
+        params, params_id, texts = table.params, table.params_id, table.score_start >= 0
         tops, ids = [0] * count, [frozenset[int]()] * count
         sets = [frozenset(p.token_ids_logprob) for p in params]
         for request in np.flatnonzero(wanted).tolist():
-            asked, node = workload.table.params_id[request], self._leaf[request]
+            asked, node = params_id[request], self._leaf[request]
             # A text to score is held against the most likely tokens.
-            tops[node] = max(tops[node], params[asked].top_logprobs_num, int(workload.table.score_start[request] >= 0))
+            tops[node] = max(tops[node], params[asked].top_logprobs_num, int(texts[request]))
             ids[node] = _union(ids[node], sets[asked])
         for node in range(count - 1, 0, -1):
             above = self._parent[node]
