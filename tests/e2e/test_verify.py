@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
 
 from batchgen.demo import model_path
+from tests.e2e.mixed import ADAPTERS, PROCESSOR, mixed_rows
 from tests.e2e.rows import mixed_lines, read, rows_of, write_lines
 from tests.e2e.runner import run
 from tests.models.adapters import KINDS, save_adapter
@@ -160,3 +164,24 @@ def test_rows_with_events_and_embeddings(model: Path, tmp_path: Path) -> None:
     events = (tmp_path / "events.jsonl").read_bytes()
     assert run(["verify", "in.out.parquet"], tmp_path).stdout.endswith("2 of 2 rows are the same\n")
     assert (tmp_path / "events.jsonl").read_bytes() == events
+
+
+def test_rows_of_every_field(model: Path, tmp_path: Path) -> None:
+    """A job of rows with random draws of all fields, in batches: what is replayed are the same tokens."""
+    write_lines(tmp_path / "in.jsonl", mixed_rows(40, seed=4))
+    adapters = [save_adapter(model, tmp_path / name, **KINDS[name]) for name in ADAPTERS]
+    named = [word for name, path in zip(ADAPTERS, adapters, strict=True) for word in ("--lora", f"{name}={path}")]
+    processor = ["--logit-processor", f"{PROCESSOR}=tests.e2e.processors:lean"]
+    options = ["--dtype", "float32", "--events", "events.jsonl", *named, *processor]
+    run(["run", "in.jsonl", "-o", "out.parquet", "--model", model, *options], tmp_path)
+    said = run(["verify", "out.parquet", "--rows", "1000", *processor], tmp_path, expect=None)
+    assert said.code in (0, DIFFERENT), said.stderr
+    assert len(said.stdout.splitlines()) > 35
+    for line in said.stdout.splitlines():
+        assert ": same" in line or ": differs: logprobs by at most" in line or not line.startswith("row "), line
+        if "at most" in line:
+            assert float(line.split("at most ")[1].split()[0]) < 2e-3
+    run(["export", "out.parquet", "--format", "openai-batch"], tmp_path)
+    for text in (tmp_path / "out.openai.jsonl").read_text().splitlines():
+        body = json.loads(text)["response"]["body"]
+        (ChatCompletion if body["object"] == "chat.completion" else Completion).model_validate(body, strict=True)
