@@ -29,8 +29,6 @@ ENVELOPE = ("sampling_params", "method", "url", "body")
 NAMES = tuple(dict.fromkeys([*(field.name for field in FIELDS), *ENVELOPE]))
 """Everything a test may be tagged with, one row of the table each."""
 
-_REFUSED = "test_rows.py"
-"""Proves that fields which are not built are refused by name."""
 _DEFAULTS = {
     "id": "`row-<index>`",
     "max_new_tokens": "128; 16 in `/v1/completions`; to the context's end in `/v1/chat/completions`",
@@ -87,9 +85,10 @@ def table() -> str:
 def _row(name: str) -> str:
     aliases = dict.fromkeys(alias for field in FIELDS if field.name == name for alias in field.aliases)
     spelled = f"`{name}`" + (f" ({', '.join(f'`{alias}`' for alias in aliases)})" if aliases else "")
+    proofs = ", ".join(map(_link, tagged().get(name, ())))
     if name in unbuilt():
-        return f"| {spelled} | | refused by name: {_link(_REFUSED)} |"
-    return f"| {spelled} | {_default(name)} | {', '.join(map(_link, tagged().get(name, ())))} |"
+        return f"| {spelled} | | refused by name: {proofs} |"
+    return f"| {spelled} | {_default(name)} | {proofs} |"
 
 
 def _link(file: str) -> str:

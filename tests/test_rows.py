@@ -216,6 +216,7 @@ def test_values_that_ask_for_nothing_are_accepted(name: str, value: Any) -> None
 UNSUPPORTED: list[tuple[str, Any]] = [("image_data", "picture.png"), ("audio_data", ["sound.wav"])]
 
 
+@pytest.mark.field("image_data", "audio_data")
 @pytest.mark.parametrize(("name", "value"), UNSUPPORTED)
 def test_fields_of_later_versions_are_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(RowError, match=f"`{name}` is not supported") as caught:
@@ -445,6 +446,41 @@ stream_options temperature tool_choice tools top_logprobs top_p user verbosity w
 def test_every_name_of_the_endpoints_is_known() -> None:
     assert set(ENDPOINTS["completions"].split()) <= set(LOOKUP["completions"])
     assert set(ENDPOINTS["chat"].split()) <= set(LOOKUP["chat"])
+
+
+ENDPOINT_ONLY: dict[str, tuple[list[Any], list[Any]]] = {
+    # name: (values that ask for nothing, values that ask for something)
+    "store": ([False], [True]),
+    "service_tier": (["auto", "default"], ["flex"]),
+    "stream_options": ([{}], [{"include_usage": True}]),
+    "parallel_tool_calls": ([True], [False]),
+    "tool_choice": (["auto", "none"], ["required", {"type": "function", "function": {"name": "f"}}]),
+    "functions": ([[]], [[{"name": "f"}]]),
+    "function_call": (["none"], ["auto"]),
+    "modalities": ([["text"]], [["text", "audio"]]),
+    "audio": ([], [{"voice": "a", "format": "wav"}]),
+    "prediction": ([], [{"type": "content", "content": "a"}]),
+    "reasoning_effort": ([], ["low"]),
+    "verbosity": (["medium"], ["low"]),
+    "web_search_options": ([], [{}]),
+    "moderation": ([], [{"model": "m"}]),
+}
+
+
+@pytest.mark.field(
+    "store", "service_tier", "stream_options", "parallel_tool_calls", "tool_choice", "functions", "function_call",
+    "modalities", "audio", "prediction", "reasoning_effort", "verbosity", "web_search_options", "moderation",
+)  # fmt: skip
+@pytest.mark.parametrize("name", ENDPOINT_ONLY)
+def test_fields_of_the_endpoints_that_nothing_here_does(name: str) -> None:
+    """Never ignored: a value that asks for something is refused by name."""
+    neutral, asking = ENDPOINT_ONLY[name]
+    for value in neutral:
+        assert parse(line(CHAT, **{name: value})).params == SamplingParams(max_new_tokens=None)
+    for value in asking:
+        with pytest.raises(RowError, match=f"`{name}` is not supported") as caught:
+            parse(line(CHAT, **{name: value}))
+        assert (caught.value.info.code, caught.value.info.param) == (ErrorCode.UNSUPPORTED_FIELD, name)
 
 
 def test_the_endpoints_defaults() -> None:
