@@ -8,7 +8,8 @@ from typing import Any
 from batchgen.checks import check_unicode, invalid, mapping, show
 from batchgen.errors import ErrorCode, RowError
 from batchgen.fields import Place
-from batchgen.request import Dialect, ParsedRow, Prompt, TextPrompt, TokenPrompt
+from batchgen.prompts import Prompt, TextPrompt, TokenPrompt
+from batchgen.request import Dialect, ParsedRow
 from batchgen.row_values import RowDefaults, RowValues, chat_prompt
 
 __all__ = ["is_openai_line", "parse_openai_line"]

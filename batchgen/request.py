@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -16,79 +16,24 @@ import numpy.typing as npt
 from batchgen.embeds import EmbedsStore
 from batchgen.errors import ErrorInfo
 from batchgen.params import SamplingParams
+from batchgen.prompts import Prompt, StoredPrompt
 
 __all__ = [
-    "ChatPrompt",
     "Completion",
     "Dialect",
-    "EmbedsPrompt",
     "FinishReason",
     "ParsedRow",
-    "Prompt",
     "Request",
     "RequestTable",
     "Score",
     "StateBlock",
     "StopKind",
-    "StoredPrompt",
     "StreamEvent",
-    "TextPrompt",
-    "TokenPrompt",
 ]
 
 Dialect = Literal["native", "openai-completions", "openai-chat"]
 FinishReason = Literal["stop", "length", "abort", "repetition"]
 StopKind = Literal["eos", "token", "string", "regex", "grammar"]
-
-
-@dataclass(frozen=True, slots=True)
-class TextPrompt:
-    """A prompt given as text; gets the tokenizer's BOS unless it begins with it."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class TokenPrompt:
-    """A prompt given as token ids, taken as they are."""
-
-    ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """A conversation; the chat template renders and tokenises it."""
-
-    messages: tuple[Mapping[str, Any], ...]
-    tools: tuple[Mapping[str, Any], ...] | None = None
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class EmbedsPrompt:
-    """A prompt given as token embeddings."""
-
-    source: npt.NDArray[np.float32] | str
-    """[P, H], or the name of such a tensor in a file."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredPrompt:
-    """A prompt whose embeddings stand in the table's `EmbedsStore`."""
-
-    first: int
-    """The row at which they begin."""
-    length: int
-    """Tokens, P."""
-
-    def cut(self, keep: int, side: Literal["none", "left", "right"]) -> StoredPrompt:
-        """What `keep` tokens of it leave where the others are dropped on `side`."""
-        return StoredPrompt(self.first + (self.length - keep if side == "left" else 0), keep)
-
-
-Prompt = TextPrompt | TokenPrompt | ChatPrompt | EmbedsPrompt | StoredPrompt
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from batchgen.checks import check_unicode, invalid, show
 from batchgen.errors import ErrorCode, RowError, UsageError
 from batchgen.fields import CONSTRAINTS, LOOKUP, SOURCES, Field, Place, unknown_field
 from batchgen.params import SamplingParams
-from batchgen.request import ChatPrompt
+from batchgen.prompts import ChatPrompt
 
 __all__ = ["RowDefaults", "RowValues", "chat_prompt"]
 

@@ -12,7 +12,8 @@ from typing import Any
 from batchgen.checks import invalid, kind_of, mapping
 from batchgen.errors import ErrorCode, RowError
 from batchgen.openai_rows import is_openai_line, parse_openai_line
-from batchgen.request import ChatPrompt, EmbedsPrompt, ParsedRow, Prompt, TextPrompt, TokenPrompt
+from batchgen.prompts import ChatPrompt, EmbedsPrompt, Prompt, TextPrompt, TokenPrompt
+from batchgen.request import ParsedRow
 from batchgen.row_values import RowDefaults, RowValues, chat_prompt
 from batchgen.score_rows import scoring_params, texts_to_score
 

@@ -10,7 +10,8 @@ import pytest
 from batchgen.errors import ErrorCode, RowError, UsageError
 from batchgen.fields import FIELDS, LOOKUP
 from batchgen.params import SamplingParams
-from batchgen.request import ChatPrompt, ParsedRow, TextPrompt, TokenPrompt
+from batchgen.prompts import ChatPrompt, TextPrompt, TokenPrompt
+from batchgen.request import ParsedRow
 from batchgen.rows import RowDefaults, derive_seed, row_id
 from tests.rows import CHAT, COMPLETIONS, HELLO, PLAIN, line, parse, text
 

@@ -8,7 +8,7 @@ import pytest
 
 from batchgen.errors import ErrorCode, RowError
 from batchgen.params import SamplingParams
-from batchgen.request import TextPrompt, TokenPrompt
+from batchgen.prompts import TextPrompt, TokenPrompt
 from batchgen.rows import RowDefaults
 from tests.rows import HELLO, parse, text
 

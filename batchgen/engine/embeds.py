@@ -15,7 +15,8 @@ from batchgen.embeds import EmbedsStore
 from batchgen.errors import ErrorCode, ModelError, RowError
 from batchgen.media_root import MediaRoot
 from batchgen.models.safetensors_header import TensorInfo, read_header
-from batchgen.request import EmbedsPrompt, ParsedRow, StoredPrompt
+from batchgen.prompts import EmbedsPrompt, StoredPrompt
+from batchgen.request import ParsedRow
 
 __all__ = ["EmbedsReader"]
 

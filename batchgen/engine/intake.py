@@ -11,7 +11,8 @@ from typing import Any, Literal
 from batchgen.engine.embeds import EmbedsReader
 from batchgen.errors import ErrorCode, ErrorInfo, RowError
 from batchgen.media_root import MediaRoot
-from batchgen.request import EmbedsPrompt, ParsedRow, RequestTable
+from batchgen.prompts import EmbedsPrompt
+from batchgen.request import ParsedRow, RequestTable
 from batchgen.rows import RowDefaults, parse_row, row_id
 from batchgen.text.encode import EncodedPrompt, Encoder
 

@@ -22,7 +22,8 @@ from batchgen.data.select import Selection
 from batchgen.data.spool import BlobSpool, TokenSpool
 from batchgen.engine.intake import Intake, TakenRow
 from batchgen.errors import ErrorInfo, InputError
-from batchgen.request import ChatPrompt, Completion, ParsedRow, RequestTable
+from batchgen.prompts import ChatPrompt
+from batchgen.request import Completion, ParsedRow, RequestTable
 from batchgen.text.encode import EncodedPrompt
 
 __all__ = ["Ingested", "RowTexts", "ingest", "selection_of"]

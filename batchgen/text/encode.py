@@ -9,7 +9,8 @@ from typing import Literal
 
 from batchgen.errors import ErrorCode, ErrorInfo, RowError
 from batchgen.params import SamplingParams, StateLimits
-from batchgen.request import ChatPrompt, EmbedsPrompt, ParsedRow, Prompt, StoredPrompt, TextPrompt, TokenPrompt
+from batchgen.prompts import ChatPrompt, EmbedsPrompt, Prompt, StoredPrompt, TextPrompt, TokenPrompt
+from batchgen.request import ParsedRow
 from batchgen.rows import derive_seed
 from batchgen.text.fim import FillInTheMiddle, find_fim
 from batchgen.text.grammars import Grammars

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.errors import ErrorCode, ModelError, RowError
-from batchgen.request import ChatPrompt
+from batchgen.prompts import ChatPrompt
 from batchgen.text.chat import PARTS_PROBE, prepare_messages, reads_parts
 from batchgen.text.folder import find_folder
 from batchgen.text.generation_config import GenerationConfig, load_generation_config

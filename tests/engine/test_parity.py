@@ -10,7 +10,8 @@ import pytest
 from batchgen.demo import model_path
 from batchgen.demo.tasks import draw
 from batchgen.engine.engine import Engine
-from batchgen.request import ChatPrompt, Completion
+from batchgen.prompts import ChatPrompt
+from batchgen.request import Completion
 from batchgen.text.tokenizer import Tokenizer
 from tests.engine.reference import eager_greedy, save_word_tokenizer, shared_prefix_prompts
 from tests.models.tiny import NATIVE_TYPES, TYPES, VOCAB, save_tiny

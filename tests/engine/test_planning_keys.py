@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from batchgen.embeds import EmbedsStore
 from batchgen.engine.planning import plan_workload
 from batchgen.params import SamplingParams
-from batchgen.request import RequestTable, StoredPrompt
+from batchgen.prompts import StoredPrompt
+from batchgen.request import RequestTable
 
 ADAPTERS = ["one", "two"]
 ROWS = st.tuples(

@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchgen.errors import ErrorCode, ErrorInfo
-from batchgen.request import ParsedRow, TextPrompt, TokenPrompt
+from batchgen.prompts import TextPrompt, TokenPrompt
+from batchgen.request import ParsedRow
 from batchgen.rows import RowDefaults, derive_seed, parse_row
 from batchgen.text.encode import EncodedPrompt, Encoder
 from batchgen.text.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from batchgen.errors import ErrorCode, ModelError, RowError
-from batchgen.request import ChatPrompt
+from batchgen.prompts import ChatPrompt
 from batchgen.text.tokenizer import Tokenizer
 from tests.text.conftest import KINDS, SENTENCES, save_tokenizer
 
