@@ -109,6 +109,40 @@ def test_a_processor_stands_between_bias_and_masks(folder: Path, prompts: list[l
     assert changed > 20
 
 
+def test_no_processor_breaks_a_mask(folder: Path, prompts: list[list[int]]) -> None:
+    """Whatever it sets, masks come after it; what it is shown has biases and no mask yet."""
+
+    def insist(logits: Tensor, rows: Sequence[ProcessorRow]) -> Tensor:
+        assert torch.isfinite(logits).all()
+        for i, row in enumerate(rows):
+            assert logits[i, 20] > 50
+            logits[i, row.params["token"]] = 1000.0
+        return logits
+
+    engine = Engine(str(folder), dtype="float32", logit_processor={"insist": insist})
+    named = {"custom_logit_processor": "insist", "custom_params": {"token": 40}}
+    base = {
+        "input_ids": prompts[0],
+        **GREEDY,
+        **named,
+        "logit_bias": {"20": 100},
+        "allowed_token_ids": list(range(100)),
+    }
+    free, word, allowed, minimum = generate(
+        engine,
+        [
+            base,
+            base | {"bad_words": [[40]]},
+            base | {"allowed_token_ids": [3, 20]},
+            base | {"stop_token_ids": [40], "min_new_tokens": 3, "ignore_eos": True},
+        ],
+    )
+    assert list(free.output_ids or []) == [40] * NEW_TOKENS
+    for done in (word, allowed):
+        assert 40 not in (done.output_ids or [40])
+    assert list(minimum.output_ids or []).index(40) == 3
+
+
 def test_it_is_called_once_a_step_for_all_rows_that_name_it(folder: Path, prompts: list[list[int]]) -> None:
     calls: list[list[tuple[int, int]]] = []
 
