@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any, Literal
 
@@ -285,3 +286,23 @@ def test_a_model_that_wants_the_ids_again(tmp_path: Path) -> None:
     assert first.error is not None
     assert (first.error.code, first.error.param) == ("unsupported_field", "input_embeds")
     assert second.error is None
+
+
+def test_memory_holds_one_row_at_a_time(llama: Path) -> None:
+    """200 MB of embeddings pass through the intake in a few of their sizes."""
+    engine = Engine(str(llama), dtype="float32")
+    table = RequestTable(EmbedsStore(HIDDEN))
+    intake = Intake(table, Encoder(engine.tokenizer, VOCAB, 8192), RowDefaults())
+    rng = np.random.default_rng(0)
+    rows = ((i, {"input_embeds": rng.random((4096, HIDDEN), np.float32)}) for i in range(200))
+    size = 4096 * HIDDEN * 4
+    tracemalloc.start()
+    try:
+        assert all(taken.error is None for taken in intake.feed(rows))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    ids = 200 * 4096 * 8  # the zeros that stand for ids until they are spooled
+    assert peak < 8 * size + 3 * ids
+    assert table.embeds is not None
+    assert len(table.embeds) == 200 * 4096
