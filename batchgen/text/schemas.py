@@ -216,6 +216,7 @@ class _Writer:
                 written[key] = value
         if low[1] and high[1] and high[0] - low[0] < 2 * 10**-_DECIMALS:
             self._unsupported(at, "exclusiveMaximum", "the range is too narrow")
+            written.pop("exclusiveMaximum", None)
         return written
 
     def _of_string(self, schema: Json, at: str) -> Any:

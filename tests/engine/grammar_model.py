@@ -25,7 +25,7 @@ PADDING = 13
 """Ids of the model that the tokenizer does not have."""
 VOCAB = len(SPECIALS) + len(CHARACTERS) + len(WORDS)
 """Of the tokenizer."""
-CLOSING = ('"', "}", "]", '"}', "</", ")", "0")
+CLOSING = ('"', "}", "]", '"}', "</", ")", "0", "=", "z")
 """Tokens that bring a text to its end, for `logit_bias`: a random model would go on for ever."""
 
 
