@@ -74,9 +74,9 @@ class GrammarState:
         self._spend(time.perf_counter() - began)
         return ended
 
-    def exhausted(self, *, may_end: bool) -> None:
-        """Nothing is left to draw, for whatever reason: that is an error unless the text and the row may end here."""
-        if self.error is None and not (may_end and self.matcher.is_completed()):
+    def exhausted(self) -> None:
+        """Nothing is left to draw, for whatever reason: that is an error unless the text may end here."""
+        if self.error is None and not self.matcher.is_completed():
             self._fail("it and the row's other masks left no token to draw; let the row draw another token")
 
     def satisfied(self, text: str, ids: Seq[int] | None) -> bool:

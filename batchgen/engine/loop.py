@@ -264,7 +264,7 @@ class Loop:
         if done.error is not None:
             self._states.drop(number)
             return done
-        blocks, routed = self._states.finish(number)
+        blocks, routed = self._states.finish(number, len(done.output_ids or ()))
         # An array is a sequence of ints to its readers.
         return replace(done, states=blocks, routed_experts=routed)  # type: ignore[arg-type]
 

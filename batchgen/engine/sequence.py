@@ -95,9 +95,7 @@ class Sequence:
     def exhaust(self) -> None:
         """End a constrained sequence for which nothing is left to draw; its draw is dropped."""
         assert self.grammar is not None
-        # The state that the dropped draw came from is kept already, and would be one too many.
-        params = self.request.params
-        self.grammar.exhausted(may_end=params.return_hidden_states is None and not params.return_routed_experts)
+        self.grammar.exhausted()
         if self.grammar.error is not None:
             self.fail(self.grammar.error)
         else:

@@ -73,33 +73,49 @@ class _Kept:
     request: Request
     wanted: _Wanted
     count: int = 0
-    """Tokens drawn."""
+    """Draws kept, without the latest."""
     rows: dict[int, list[Stored]] = field(default_factory=dict)
     """By layer: [H] of every draw, or of a single one."""
     sums: dict[int, Sums] = field(default_factory=dict)
     """By layer: [H]; without the first draw, where the prompt's sum has it."""
     routed: list[npt.NDArray[np.int32]] = field(default_factory=list)
     """[MoE layers, K] of every draw"""
+    latest: tuple[dict[int, Stored], npt.NDArray[np.int32] | None] | None = None
+    """[H] by layer and choices of the latest draw, of which only the next step or the end tells whether it counts."""
+    drawn: int = 0
+    """C, once the sample has ended."""
 
     def take(self, states: dict[int, Stored], routed: npt.NDArray[np.int32] | None) -> None:
-        """Keep what is wanted of a draw: `states` [H] by layer."""
-        mode = self.wanted.draws
-        for layer in self.wanted.layers if mode != "none" else ():
-            if mode == "sum":
-                if self.count or self.wanted.prompt != "sum":
-                    self.sums[layer] = self.sums.get(layer, 0.0) + _floats(states[layer]).astype(np.float64)
-            elif mode == "every":
-                self.rows.setdefault(layer, []).append(states[layer].copy())
-            elif mode == "last" or not self.count:
-                self.rows[layer] = [states[layer].copy()]
-        if self.wanted.experts and routed is not None:
-            self.routed.append(routed.copy())
-        self.count += 1
+        """Take a draw: `states` [H] by layer."""
+        self._keep_latest()
+        needed = self.wanted.layers if self.wanted.draws != "none" else ()
+        experts = routed.copy() if routed is not None and self.wanted.experts else None
+        self.latest = {layer: states[layer].copy() for layer in needed}, experts
 
-    @property
-    def drawn(self) -> int:
-        """C: a sample that runs for its prompt alone draws a token that does not count."""
-        return self.count if self.request.max_new_tokens else 0
+    def end(self, drawn: int) -> None:
+        """The sample has ended with `drawn` tokens; a draw past them was dropped and does not count.
+
+        The first draw's states do, also where no token came of it: they are those of the prompt's last token.
+        """
+        if self.count < max(1, drawn):
+            self._keep_latest()
+        self.drawn = drawn
+
+    def _keep_latest(self) -> None:
+        if self.latest is None:
+            return
+        states, routed = self.latest
+        for layer, values in states.items():
+            if self.wanted.draws == "sum":
+                if self.count or self.wanted.prompt != "sum":
+                    self.sums[layer] = self.sums.get(layer, 0.0) + _floats(values).astype(np.float64)
+            elif self.wanted.draws == "every":
+                self.rows.setdefault(layer, []).append(values)
+            elif self.wanted.draws == "last" or not self.count:
+                self.rows[layer] = [values]
+        if routed is not None:
+            self.routed.append(routed)
+        self.count += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,11 +206,16 @@ class StateKeeper:
             drawn = {layer: values[row] for layer, values in states.items()}
             kept.take(drawn, None if routed is None else routed[row])
 
-    def finish(self, sequence: int) -> tuple[list[StateBlock] | None, npt.NDArray[np.int32] | None]:
-        """A sample has ended: its states by layer, and its routed experts, flat; None for what it did not ask for."""
+    def finish(self, sequence: int, drawn: int) -> tuple[list[StateBlock] | None, npt.NDArray[np.int32] | None]:
+        """A sample has ended with `drawn` tokens.
+
+        Returns:
+            Its states by layer, and its routed experts, flat; None for what it did not ask for.
+        """
         kept = self._running.pop(sequence, None)
         if kept is None:
             return None, None
+        kept.end(drawn)
         blocks = None if kept.wanted.states is None else [self._block(kept, n) for n in kept.wanted.layers]
         routed = None
         if kept.wanted.experts:
@@ -238,15 +259,14 @@ class StateKeeper:
         return np.concatenate(parts) if parts else np.zeros((0, self._hidden), np.float32)
 
     def _mean(self, kept: _Kept, layer: int) -> Floats:
-        """[1, H], summed in float64."""
-        total: Any = kept.sums.get(layer, 0.0)
+        """[1, H], summed in float64; not-a-number for an output that ended before its first token."""
+        total: Sums = np.zeros(self._hidden) + kept.sums.get(layer, 0.0)
         count = kept.drawn
         if kept.wanted.prompt == "sum":
-            total = total + sum(rows.arrays[f"sum {layer}"] for rows, _ in self._capture.path(kept.request.index))
-            count = len(kept.request.prompt_ids)
-            if kept.wanted.draws == "sum":
-                count += max(0, kept.drawn - 1)
-        mean = torch.from_numpy(np.asarray(total / count))[None]  # [1, H]
+            for rows, _ in self._capture.path(kept.request.index):
+                total += rows.arrays[f"sum {layer}"].astype(np.float64, copy=False)
+            count = len(kept.request.prompt_ids) + (max(0, kept.drawn - 1) if kept.wanted.draws == "sum" else 0)
+        mean = torch.from_numpy(total / count if count else np.full_like(total, np.nan))[None]  # [1, H]
         rounded = mean.float() if self._exact else mean.to(self._formats[layer]).float()
         return rounded.numpy()
 

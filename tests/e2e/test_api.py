@@ -146,7 +146,13 @@ def test_a_seed_in_the_defaults_is_every_rows_seed(engine: Engine) -> None:
 
 
 def test_errors_are_completions(engine: Engine) -> None:
-    rows: list[Any] = [{"text": "fine", **GREEDY}, {"txt": "?"}, {"text": "x", "regex": "a"}, {"input_ids": [10**6]}, 7]
+    rows: list[Any] = [
+        {"text": "fine", **GREEDY},
+        {"txt": "?"},
+        {"text": "x", "image_data": ["a.png"]},
+        {"input_ids": [10**6]},
+        7,
+    ]
     done = {c.row_index: c for c in engine.generate(rows)}
     codes = {i: c.error.code for i, c in done.items() if c.error is not None}
     assert codes == {1: "missing_prompt", 2: "unsupported_field", 3: "token_out_of_range", 4: "invalid_json"}

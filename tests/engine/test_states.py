@@ -16,6 +16,7 @@ from batchgen.engine.engine import Engine
 from batchgen.errors import ErrorCode
 from batchgen.models.base import Taps
 from batchgen.request import Completion, StateBlock
+from tests.engine.grammar_model import save_grammar_model
 from tests.engine.reference import save_word_tokenizer, shared_prefix_prompts
 from tests.models.tiny import VOCAB, save_tiny
 
@@ -46,8 +47,9 @@ class Reference:
             self.after.clear()
             with torch.no_grad():
                 out = self.model(input_ids=torch.tensor([ids]), use_cache=False, output_hidden_states=True)
-            found = {layer: out.hidden_states[layer][0].numpy() for layer in range(LAYERS)}
-            found[LAYERS] = self.after[0].reshape(-1, found[0].shape[1]).numpy()
+            last = len(out.hidden_states) - 1
+            found = {layer: out.hidden_states[layer][0].numpy() for layer in range(last)}
+            found[last] = self.after[0].reshape(-1, found[0].shape[1]).numpy()
             found[-1] = out.hidden_states[-1][0].numpy()
             self.known[key] = found
         return self.known[key]
@@ -333,3 +335,22 @@ def test_states_in_another_format_than_the_weights(folder: Path, monkeypatch: py
     want = usual.states[0].values / 3
     want = want.mean(0, keepdims=True, dtype=np.float64) if pool == "mean" else want
     np.testing.assert_allclose(result.states[0].values, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("regex", "tokens"), [("ab?", 1), ("b?", 0)])
+def test_rows_whose_grammar_ends_without_a_draw(tmp_path: Path, regex: str, tokens: int) -> None:
+    """The state of a draw that is dropped is none of the row's."""
+    save_grammar_model(tmp_path)
+    reference = Reference(tmp_path)
+    engine = Engine(str(tmp_path), dtype="float32", page_size=4)
+    (a,) = engine.tokenizer.encode_plain(["a"])[0]
+    prompt = [7, 8, 9, 10, 11]
+    asked = [{"layers": [0, 1, -1], "tokens": span, "pool": pool} for span, pool in product(SPANS, POOLS)]
+    rows = [row(prompt, ask, 6, ignore_eos=False, regex=regex, allowed_token_ids=[a]) for ask in asked]
+    for result in engine.generate(rows):
+        ask = asked[result.row_index]
+        assert (result.error, result.completion_tokens) == (None, tokens)
+        if ask["tokens"] == "output" and ask["pool"] != "none" and not tokens:
+            assert result.states is not None
+            continue
+        check(result, reference, prompt, ask)
