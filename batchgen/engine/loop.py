@@ -115,10 +115,11 @@ class Loop:
             finished = self._take(plan, sampled)
             if self._streams:
                 self._streams.step(sample.sequence for sample in plan.samples)
-            self._scheduler.commit(finished)
-            self.state.steps += 1
-            self.state.output_tokens += len(plan.samples) - len(self._prompt_only.intersection(finished))
+            dropped = len(self._prompt_only.intersection(finished))
             self._prompt_only.difference_update(finished)
+            self._scheduler.commit(finished, dropped)
+            self.state.steps += 1
+            self.state.output_tokens += len(plan.samples) - dropped
             self.state.running = len(self._sequences) - len(finished)
             self.state.kv_pages_used = self._scheduler.pages_in_use
             for sequence in finished:

@@ -57,7 +57,7 @@ class SchedulerStats:
     decode_tokens: int = 0
     """Output tokens fed to the model."""
     sampled_tokens: int = 0
-    """Tokens drawn."""
+    """Tokens drawn and kept."""
     prefill_chunks: int = 0
     preemptions: int = 0
     evicted_nodes: int = 0

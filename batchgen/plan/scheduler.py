@@ -106,16 +106,18 @@ class Scheduler:
         self._open = True
         return builder.plan
 
-    def commit(self, finished: Collection[int]) -> None:
+    def commit(self, finished: Collection[int], dropped: int = 0) -> None:
         """The step has run: every sequence with a `SampleRow` gained a token; those in `finished` have ended.
 
-        Ends may be reported steps later: a sequence with all its `max_new` tokens is scheduled no more.
+        Ends may be reported steps later: a sequence with all its `max_new` tokens is scheduled no more. `dropped` draws
+        of the step gave no token that anybody wanted, and are not counted.
 
         Raises:
             KeyError: an id in `finished` names no begun, unended sequence.
         """
         assert self._open, "no step to commit"
         self._open = False
+        self.stats.sampled_tokens -= dropped
         self._sequences.commit()
         if finished:
             self._unended -= len(finished)

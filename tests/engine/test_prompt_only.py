@@ -48,6 +48,7 @@ def test_a_prompt_that_is_asked_for_runs_without_output(folder: Path, max_num_se
     assert engine.last_run is not None
     assert engine.last_run.scheduler.stats.prompt_tokens == 8 + len(SOME)
     assert engine.last_run.loop.state.output_tokens == 0
+    assert engine.last_run.scheduler.stats.sampled_tokens == 0
 
 
 def test_a_prompt_that_nobody_reads_does_not_run(folder: Path) -> None:
@@ -67,6 +68,7 @@ def test_beside_rows_that_generate(folder: Path) -> None:
     assert mixed[1].output_ids == alone.output_ids
     assert engine.last_run is not None
     assert engine.last_run.loop.state.output_tokens == 3
+    assert engine.last_run.scheduler.stats.sampled_tokens == 3
 
 
 def test_several_samples_and_identical_prompts(folder: Path) -> None:
