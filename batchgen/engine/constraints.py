@@ -130,9 +130,9 @@ class GrammarMasks:
         self._states = [state for _, state in rows]
         self._slow = False
 
-    def __call__(self, logits: Tensor) -> None:
-        """Bar what the grammars do not allow from `logits` [R, V] float32, in place."""
-        words: Words = np.empty((len(self._states), bitmask_width(logits.shape[1])), np.int32)
+    def fill(self, vocab: int) -> Tensor:
+        """What each row may draw next: [M, ceil(V / 32)] int32 on the host; nothing of the step is needed for it."""
+        words: Words = np.empty((len(self._states), bitmask_width(vocab)), np.int32)
         waiting = [i for i, state in enumerate(self._states) if not state.known]
         began = time.perf_counter()
         together = len(waiting) > 1 and not self._slow and self._fill_together(waiting, words)
@@ -140,8 +140,12 @@ class GrammarMasks:
             if state.known or not together:
                 state.fill(words[i])
         self._slow = time.perf_counter() - began > _SLOW_FILL
+        return torch.from_numpy(words)
+
+    def apply(self, logits: Tensor, masks: Tensor) -> None:
+        """Bar what `masks` (of `fill`) do not allow from `logits` [R, V] float32, in place."""
         rows = torch.tensor(self._places, dtype=torch.int64, device=logits.device)
-        apply_bitmask(logits, torch.from_numpy(words).to(logits.device), rows)
+        apply_bitmask(logits, masks.to(logits.device), rows)
 
     def _fill_together(self, waiting: list[int], words: Words) -> bool:
         matchers = [self._states[i].matcher for i in waiting]

@@ -70,13 +70,15 @@ class Sampler:
         if columns is None or rows != self._rows:
             columns = self._columns = _Columns.of(rows, self._processors, self._mode, self._device)
             self._rows = list(rows)
+        # First of all: a device still computes the logits while the host fills masks.
+        masks = columns.grammars.fill(logits.shape[1]) if columns.grammars is not None else None
         errors = dict.fromkeys(nan_rows(logits).nonzero().flatten().tolist(), _NAN)
         raw = columns.readout.before(logits) if columns.readout is not None else None
         if columns.shaper is not None:
             errors |= columns.shaper(logits, errors)
         # Masks commute; the minimum's is last, since it gives way where they leave nothing.
-        if columns.grammars is not None:
-            columns.grammars(logits)
+        if columns.grammars is not None and masks is not None:
+            columns.grammars.apply(logits, masks)
         hidden = hide_stops(logits, columns.minimums) if columns.minimums else None
         positions = torch.tensor([len(row.output_ids) for row in rows], dtype=torch.int64, device=self._device)
         sampling = columns.at(positions)

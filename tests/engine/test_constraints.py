@@ -13,8 +13,9 @@ import jsonschema
 import pytest
 import xgrammar
 
-from batchgen import Completion, Engine
+from batchgen import Completion, Engine, SamplingParams
 from batchgen.engine.constraints import GrammarState
+from batchgen.request import StreamEvent
 from tests.e2e.engines import outcomes
 from tests.engine.grammar_model import CLOSING, EOS, VOCAB, save_grammar_model
 
@@ -334,3 +335,50 @@ def test_logprobs_of_constrained_rows(folder: Path, engine: Engine, mode: str) -
     done = only(other, choice=["q"], return_logprob=True, top_logprobs_num=2)
     (logprob,) = done.output_logprobs or ()
     assert logprob == pytest.approx(0.0) if mode == "processed" else logprob < -0.1
+
+
+def test_run_wide_constraints_give_way_to_a_row_s_own(engine: Engine) -> None:
+    rows: list[Any] = [
+        "plain",
+        {"text": "own", "choice": ["own"]},
+        {"text": "none", "response_format": {"type": "text"}},
+    ]
+    params = SamplingParams(regex="[ab]{3}", max_new_tokens=9, temperature=0.0)
+    plain, own, free = engine.generate(rows, params, ordered=True)
+    assert re.fullmatch("[ab]{3}", plain.text or "")
+    assert (own.text, own.constraint_ok) == ("own", True)
+    assert (free.constraint_ok, free.finish_reason) == (None, "length")
+
+
+def test_a_grammar_that_takes_too_long_ends_its_row(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        {"id": "slow", "text": "Row", "ebnf": 'root ::= "a" root | "a" "a" root | ""', "ignore_eos": True},
+        {"id": "free", "text": "Row", "temperature": 0.0},
+    ]
+    before = named(run(engine, rows))
+    monkeypatch.setattr("batchgen.engine.constraints._SECONDS", 1e-4)
+    slow, free = run(engine, rows)
+    assert slow.error is not None
+    assert slow.error.code == "grammar_error"
+    assert "took more than" in slow.error.message
+    assert named([free]) == {key: value for key, value in before.items() if key[0] == "free"}
+
+
+def test_masks_that_are_timed_one_by_one_are_the_same(
+    engine: Engine, closing: dict[str, float], alone: dict[tuple[Any, ...], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchgen.engine.constraints._SLOW_FILL", 0.0)
+    assert named(run(engine, rows_of(closing))) == alone
+
+
+def test_a_draw_that_is_dropped_has_no_event(engine: Engine) -> None:
+    a, b = (engine.tokenizer.encode_plain([letter])[0][0] for letter in "ab")
+    row = {"text": "Row", "regex": "[ab]{3}c?", "allowed_token_ids": [a, b], "stream": True, "temperature": 0.0}
+    events: list[StreamEvent] = []
+    (done,) = engine.generate([row], on_event=events.append)
+    assert done.stop_kind == "grammar"
+    assert [event.token_id for event in events] == [*(done.output_ids or ()), None]
+    assert "".join(event.text for event in events) == done.text
+    (states,) = engine.generate([{**row, "stream": False, "return_hidden_states": True}])
+    assert states.error is not None
+    assert states.error.code == "grammar_error", "there would be one state too many"
