@@ -42,6 +42,7 @@ class _Process:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,  # the library warns there of what is reported here
             pass_fds=(source, sink),
+            start_new_session=True,  # an interrupt from the keyboard is the run's to answer
             env={**os.environ, "OMP_NUM_THREADS": "1"},  # a process of several threads must not fork
         )
         os.close(source)
@@ -103,11 +104,14 @@ class GrammarCompiler:
             BatchgenError: the process could not be started, or died.
         """
         jobs = dict(enumerate(constraints))
+        kinds = sorted({vocabulary_of(constraint) for constraint in jobs.values()})
+        pieces = {kind: self._vocabularies[kind] for kind in kinds if not self._is_known(kind)}
         with _lock:
             try:
                 process = _running()
-                for kind in sorted({vocabulary_of(constraint) for constraint in jobs.values()}):
-                    self._send_vocabulary(process, kind)
+                for kind, tokens in pieces.items():
+                    process.requests.send(Vocabulary((self._number, kind), tokens))
+                    process.vocabularies.add((self._number, kind))
                 # Two processes that both only write, each into a full pipe, would wait for each other.
                 sender = threading.Thread(target=self._send, args=(process, list(jobs.items())), daemon=True)
                 sender.start()
@@ -116,24 +120,21 @@ class GrammarCompiler:
                     yield jobs.pop(number), result
                 sender.join()
             except (EOFError, OSError):
-                stop_compiling()
                 problem = "the process that compiles grammars ended; is xgrammar installed?"
                 raise BatchgenError(problem) from None
-            except GeneratorExit:
-                stop_compiling()  # what it has yet to say belongs to nobody
-                raise
+            finally:
+                if jobs:
+                    stop_compiling()  # what it has yet to say belongs to nobody
+
+    def _is_known(self, kind: str) -> bool:
+        with _lock:
+            return (self._number, kind) in _running().vocabularies
 
     def _send(self, process: _Process, jobs: list[tuple[int, Constraint]]) -> None:
         with suppress(OSError):  # it is gone, which the other end says
             for number, constraint in jobs:
                 key = (self._number, vocabulary_of(constraint))
                 process.requests.send(Job(number, constraint, key, self._lenient, self._limits))
-
-    def _send_vocabulary(self, process: _Process, kind: str) -> None:
-        key = (self._number, kind)
-        if key not in process.vocabularies:
-            process.requests.send(Vocabulary(key, self._vocabularies[kind]))
-            process.vocabularies.add(key)
 
     def close(self) -> None:
         """Nothing more will be compiled for this vocabulary."""

@@ -87,11 +87,12 @@ def serve(source: int, sink: int, workers: int) -> None:
     Takes a `Vocabulary`, `Forget` or `Job` at a time from descriptor `source`; for each job sends (number, compressed
     grammar as bytes, or an `ErrorInfo`) to descriptor `sink`, in order of completion, `workers` jobs at a time.
     """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # the run decides when to stop, and closes the pipe
     # Imported here, once for all forks: xgrammar brings torch and transformers along, which takes seconds.
     import xgrammar
 
     requests, results = Connection(source, writable=False), Connection(sink, readable=False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run decides when to stop, and closes the pipe
     tokenizers: dict[Key, Any] = {}
     queue: deque[Job] = deque()
     running: dict[int, _Running] = {}

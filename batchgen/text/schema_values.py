@@ -6,7 +6,7 @@ from typing import Any
 
 from batchgen.text.validation import Schema
 
-__all__ = ["may_agree", "valid_values", "writable"]
+__all__ = ["leads_to_itself", "may_agree", "valid_values", "writable"]
 
 _INT64 = (-(2**63), 2**63 - 1)
 _DEPTH = 8
@@ -31,6 +31,20 @@ def writable(value: Any) -> bool:
     if type(value) is list:
         return all(map(writable, value))
     return all(map(writable, value.values())) if type(value) is dict else True
+
+
+def leads_to_itself(name: str, defs: Json) -> bool:
+    """Whether definition `name` refers to itself with nothing in between: it says nothing, and no parser ends on it."""
+
+    def leads(schema: Any, seen: frozenset[str]) -> bool:
+        if not isinstance(schema, dict):
+            return False
+        if "$ref" in schema:
+            target = schema["$ref"].rsplit("/", 1)[1]
+            return target in seen or leads(defs[target], seen | {target})
+        return any(leads(branch, seen) for branch in schema.get("anyOf", ()))
+
+    return leads(defs[name], frozenset({name}))
 
 
 def may_agree(schema: Schema, other: Any, made: Any, defs: Json) -> bool:

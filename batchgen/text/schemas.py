@@ -32,7 +32,7 @@ from batchgen.text.schema_keywords import (
     items_of,
     others_of,
 )
-from batchgen.text.schema_values import may_agree, valid_values, writable
+from batchgen.text.schema_values import leads_to_itself, may_agree, valid_values, writable
 from batchgen.text.validation import Schema, finds
 
 __all__ = ["enforceable"]
@@ -87,7 +87,9 @@ class _Writer:
             root = {"$ref": f"#/$defs/{self._names['#']}"}
         if root is False or False in self._defs.values():
             raise self._invalid("#", "no value can satisfy it")
-        self._refuse_empty_cycles()
+        for target, name in self._names.items():
+            if leads_to_itself(name, self._defs):
+                raise self._invalid(target, "refers to itself with nothing in between")
         self._check_choices()
         return {**root, "$defs": self._defs} if self._defs else root
 
@@ -388,21 +390,6 @@ class _Writer:
                 return False
             made["maxProperties"] = int(high)
         return made
-
-    def _refuse_empty_cycles(self) -> None:
-        """A `$ref` that leads to itself with nothing in between says nothing, and no parser ends on it."""
-
-        def reaches(schema: Any, seen: frozenset[str]) -> bool:
-            if not isinstance(schema, dict):
-                return False
-            if "$ref" in schema:
-                name = schema["$ref"].rsplit("/", 1)[1]
-                return name in seen or reaches(self._defs[name], seen | {name})
-            return any(reaches(branch, seen) for branch in schema.get("anyOf", ()))
-
-        for target, name in self._names.items():
-            if reaches(self._defs[name], frozenset({name})):
-                raise self._invalid(target, "refers to itself with nothing in between")
 
     def _unsupported(self, at: str, keyword: str, why: str) -> None:
         if not self._lenient:

@@ -137,6 +137,27 @@ def test_a_compiler_that_dies_is_no_row_error_and_starts_again(tokenizer: Tokeni
     assert grammars.error(Constraint("regex", "b")) is None
 
 
+def test_signals_to_all_processes_of_a_job_do_not_end_the_compiler(grammars: Grammars) -> None:
+    grammars.prepare([Constraint("regex", "signals one")])
+    process = grammar_compiler._process
+    assert process is not None
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        os.kill(process.pid, number)
+    grammars.prepare([Constraint("regex", "signals two")])
+    assert grammar_compiler._process is process
+
+
+def test_a_batch_that_is_given_up_leaves_nothing_behind(grammars: Grammars) -> None:
+    several = [Constraint("regex", f"given up {n}") for n in range(6)]
+    batch = grammars._compiler.compile(several)
+    next(batch)
+    batch.close()  # type: ignore[attr-defined]
+    grammars.prepare([Constraint("regex", "after it")])
+    assert grammars.error(Constraint("regex", "after it")) is None
+    grammars.prepare(several)
+    assert grammars.matcher(several[5], ()).accept_string("given up 5")
+
+
 def test_the_process_ends_with_the_one_that_started_it(folders: dict[str, Path]) -> None:
     program = (
         "import os, sys; from batchgen.text.grammars import Grammars; from batchgen.text.tokenizer import Tokenizer\n"
