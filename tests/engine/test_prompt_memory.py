@@ -1,4 +1,4 @@
-"""Prompt logprobs in bounded memory: 32k tokens, K = 20 and a vocabulary of 152k take less than 600 MiB."""
+"""Prompt logprobs in bounded memory: by formula for 32k tokens, K = 20 and a vocabulary of 152k, and measured below."""
 
 from __future__ import annotations
 
@@ -108,9 +108,3 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_job_of_2k_tokens_and_a_vocabulary_of_152k(large: Path) -> None:
     """[tokens, V] in float32 would take 1.2 GB."""
     assert peak(large, 2048, "asked") - peak(large, 2048, "plain") < LIMIT
-
-
-@pytest.mark.slow
-def test_a_job_of_32k_tokens_and_a_vocabulary_of_152k(large: Path) -> None:
-    """[tokens, V] in float32 would take 20 GB."""
-    assert peak(large, TOKENS, "asked") - peak(large, TOKENS, "plain") < LIMIT
