@@ -35,16 +35,25 @@ def writable(value: Any) -> bool:
 
 def leads_to_itself(name: str, defs: Json) -> bool:
     """Whether definition `name` refers to itself with nothing in between: it says nothing, and no parser ends on it."""
+    seen: set[str] = set()
+    waiting = _referred(defs[name])
+    while waiting:
+        target = waiting.pop()
+        if target == name:
+            return True
+        if target not in seen:
+            seen.add(target)
+            waiting += _referred(defs[target])
+    return False
 
-    def leads(schema: Any, seen: frozenset[str]) -> bool:
-        if not isinstance(schema, dict):
-            return False
-        if "$ref" in schema:
-            target = schema["$ref"].rsplit("/", 1)[1]
-            return target in seen or leads(defs[target], seen | {target})
-        return any(leads(branch, seen) for branch in schema.get("anyOf", ()))
 
-    return leads(defs[name], frozenset({name}))
+def _referred(schema: Any) -> list[str]:
+    """The definitions that a written schema may be, without anything around them."""
+    if not isinstance(schema, dict):
+        return []
+    if "$ref" in schema:
+        return [schema["$ref"].rsplit("/", 1)[1]]
+    return [name for branch in schema.get("anyOf", ()) for name in _referred(branch)]
 
 
 def may_agree(schema: Schema, other: Any, made: Any, defs: Json) -> bool:

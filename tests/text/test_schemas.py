@@ -233,3 +233,11 @@ def test_a_long_chain_of_references_is_no_deep_schema() -> None:
     defs: dict[str, Any] = {f"d{i}": {"properties": {"x": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(600)}
     written = enforceable(json.dumps({"$ref": "#/$defs/d0", "$defs": {**defs, "d600": {"type": "null"}}}))
     assert len(written["$defs"]) == 601
+
+
+def test_many_paths_to_one_definition_are_walked_once() -> None:
+    defs: dict[str, Any] = {
+        f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"$ref": f"#/$defs/d{i + 1}"}]} for i in range(60)
+    }
+    written = enforceable(json.dumps({"$ref": "#/$defs/d0", "$defs": {**defs, "d60": {"type": "null"}}}))
+    assert accepts(compile_schema(json.dumps(written)), "null")
