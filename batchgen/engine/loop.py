@@ -115,7 +115,7 @@ class Loop:
             finished = self._take(plan, sampled)
             if self._streams:
                 self._streams.step(sample.sequence for sample in plan.samples)
-            dropped = len(self._prompt_only.intersection(finished))
+            dropped = len(self._prompt_only.intersection(finished)) + len(sampled.exhausted - sampled.errors.keys())
             self._prompt_only.difference_update(finished)
             self._scheduler.commit(finished, dropped)
             self.state.steps += 1
