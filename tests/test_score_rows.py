@@ -94,12 +94,6 @@ def test_fields_that_ask_for_nothing_are_accepted(fields: dict[str, Any]) -> Non
     assert parse(text(completion="a", **fields)).params == NOTHING_DRAWN
 
 
-def test_embeddings_cannot_be_scored() -> None:
-    with pytest.raises(RowError, match="needs a prompt of text or ids") as caught:
-        parse({"input_embeds": [[0.5]], "completions": ["a"]})
-    assert (caught.value.info.code, caught.value.info.param) == (ErrorCode.UNSUPPORTED_FIELD, "completions")
-
-
 def test_run_wide_defaults_do_not_reach_them() -> None:
     run_wide = RowDefaults(
         flags={"n": 4, "temperature": 0.7, "stop": ["a"], "return_logprob": True, "logprob_start_len": 0},
