@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
+# Triton kernels run in their interpreter, on CPU tensors, unless the caller says otherwise (tests/gpu on a GPU does).
+# Triton looks once, when it is first imported.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 import pytest
 
 

@@ -1,0 +1,91 @@
+"""What each chip does best, read from `chips.toml`: tile shapes, splits and thresholds. Data, not code."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import torch
+
+__all__ = ["AttentionTile", "ChipTuning", "chip_tuning", "known_chips", "tuning_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTile:
+    """Shape of an attention kernel's tile and how it is launched."""
+
+    queries: int
+    """Rows: queries times the heads that share a key head; a power of 2, at least 16."""
+    keys: int
+    """Positions per step of the loop; a power of 2, at least 16. Independent of the page size."""
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChipTuning:
+    """Everything chosen by chip."""
+
+    chip: str
+    """"sm_90" and the like, or "default"."""
+    source: str
+    """Where the numbers come from."""
+    split_keys: int
+    """Positions of one decode row per work item where the device is not full."""
+    prefix_pass_tokens: int
+    """Rows times shared positions from which a pass of its own pays for a group."""
+    attention: Mapping[str, Mapping[int, AttentionTile]]
+    """"decode", "prefill" and "float32" -> padded head size -> tile."""
+
+    def attention_tile(self, kind: str, head_dim: int, dtype: torch.dtype) -> AttentionTile:
+        """The tile of a kind, "decode" or "prefill", for heads of up to `head_dim` numbers.
+
+        Raises:
+            ValueError: no tile takes heads of that size.
+        """
+        tiles = self.attention["float32" if dtype == torch.float32 else kind]
+        for size, tile in sorted(tiles.items()):
+            if head_dim <= size:
+                return tile
+        raise ValueError(f"no attention tile for heads of {head_dim}; the largest takes {max(tiles)}")
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return tomllib.loads(files("batchgen.kernels").joinpath("chips.toml").read_text("utf-8"))
+
+
+def known_chips() -> list[str]:
+    """The chips with entries of their own."""
+    return sorted(name for name in _table() if name != "default")
+
+
+@cache
+def tuning_of(chip: str) -> ChipTuning:
+    """The tuning of a chip by name ("sm_90"); what it does not say, or all of it, is the default's."""
+    default = _table()["default"]
+    own = _table().get(chip, {})
+    merged = default | own
+    kinds = default["attention"] | own.get("attention", {})
+    tiles = {
+        kind: {int(size): AttentionTile(**tile) for size, tile in by_size.items()} for kind, by_size in kinds.items()
+    }
+    return ChipTuning(
+        chip=chip if own else "default",
+        source=merged["source"],
+        split_keys=merged["split_keys"],
+        prefix_pass_tokens=merged["prefix_pass_tokens"],
+        attention=tiles,
+    )
+
+
+def chip_tuning(device: torch.device) -> ChipTuning:
+    """The tuning of the chip behind `device`; the default anywhere but on a GPU."""
+    if device.type != "cuda":
+        return tuning_of("default")
+    major, minor = torch.cuda.get_device_capability(device)
+    return tuning_of(f"sm_{major}{minor}")

@@ -1,0 +1,26 @@
+"""Pieces that several kernels are built from."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from batchgen.kernels.gpu import launch as _launch
+
+__all__ = ["dot", "power_of_2"]
+
+INTERPRETED = tl.constexpr(_launch.INTERPRETED)
+
+
+def power_of_2(count: int, least: int = 1) -> int:
+    """The smallest power of 2 that is at least `count` and `least`."""
+    return max(least, 1 << max(0, count - 1).bit_length())
+
+
+@triton.jit
+def dot(a, b, acc):
+    """A product added to `acc`, with float32 sums; float32 operands are multiplied as they are, not as tf32."""
+    if INTERPRETED:
+        # The interpreter's own product of bfloat16 operands is silently wrong (Triton 3.6 to 3.9).
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    return tl.dot(a, b, acc, input_precision="ieee")
