@@ -62,7 +62,7 @@ def build_batch(
         ids[span] = _chunk_ids(chunk, table, sequences)
         pages = np.asarray(chunk.pages, np.int64)
         slots[span] = _slots(pages, positions[span], page_size) if chunk.store else positions[span] % page_size
-        chunks.append(ChunkPages(at, chunk.end - chunk.start, chunk.end, _tensor(pages, device)))
+        chunks.append(ChunkPages(at, chunk.end - chunk.start, chunk.end, pages))
         at = span.stop
     for i, row in enumerate(plan.decodes, start=at):
         ids[i] = sequences[row.sequence].output_ids[-1]
@@ -70,7 +70,7 @@ def build_batch(
         slots[i] = row.pages[row.position // page_size] * page_size + row.position % page_size
     attention = AttentionBatch(slot_mapping=_tensor(slots, device), chunks=chunks, decode_start=at)
     if plan.decodes:
-        _lay_out_decodes(attention, plan.decodes, plan.groups, page_size, device)
+        _lay_out_decodes(attention, plan.decodes, plan.groups, page_size)
     logit_rows, sample_rows = _distinct([s.token for s in plan.samples])
     return StepBatch(
         input_ids=_tensor(ids, device),
@@ -135,7 +135,6 @@ def _lay_out_decodes(
     rows: list[DecodeRow],
     groups: list[PrefixGroup],
     page_size: int,
-    device: torch.device,
 ) -> None:
     """Each row's own pages begin where the last of its groups ends."""
     own_page = [0] * len(rows)
@@ -150,16 +149,11 @@ def _lay_out_decodes(
     start = np.asarray(own_page, np.int64) * page_size
     lens = np.asarray([row.position + 1 for row in rows], np.int64) - start
     attention.groups = [
-        GroupPages(
-            torch.tensor(g.rows, dtype=torch.int64, device=device),
-            torch.tensor(g.pages, dtype=torch.int64, device=device),
-            g.start_page * page_size,
-        )
-        for g in groups
+        GroupPages(np.array(g.rows, np.int64), np.array(g.pages, np.int64), g.start_page * page_size) for g in groups
     ]
-    attention.decode_pages = _tensor(pages, device)
-    attention.decode_lens = _tensor(lens, device)
-    attention.decode_own_start = _tensor(start, device)
+    attention.decode_pages = pages
+    attention.decode_lens = lens
+    attention.decode_own_start = start
     attention.max_decode_len = int(lens.max())
 
 

@@ -18,7 +18,7 @@ __all__ = ["TorchAttention"]
 
 
 class TorchAttention:
-    """One step's attention (the `Attention` protocol) over `pool`. Made anew each step.
+    """One step's attention (the `PagedAttention` protocol) over `pool`. Made anew each step.
 
     What depends on the step alone is worked out at the first layer and used again for the others.
     """
@@ -41,16 +41,30 @@ class TorchAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Store the step's keys and values of `layer`, then attend. See `Attention.attend`."""
+        keys, values, slots = self.cache(layer)
+        _store(keys, key, slots)
+        _store(values, value, slots)
+        return self.attend_stored(layer, query, scale=scale, window=window, softcap=softcap, sinks=sinks)
+
+    def cache(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Where the step's keys and values go. See `PagedAttention.cache`."""
+        return self._pool.keys[layer], self._pool.values[layer], self._batch.slot_mapping
+
+    def attend_stored(
+        self,
+        layer: int,
+        query: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attend over what stands in the pool. See `PagedAttention.attend_stored`."""
         keys, values = self._pool.keys[layer], self._pool.values[layer]
-        self._store(keys, key)
-        self._store(values, value)
         shape = HeadShape(query.shape[1], keys.shape[2], keys.shape[3], values.shape[3])
         scores = _Scores(shape, scale, softcap)
         return _attend(self._plan(shape, window), scores, query, keys, values, sinks)
-
-    def _store(self, cache: Tensor, new: Tensor) -> None:
-        pages, size, heads, dim = cache.shape
-        cache.view(pages * size, heads, dim).index_copy_(0, self._batch.slot_mapping, new.to(cache.dtype))
 
     def _plan(self, shape: HeadShape, window: int | None) -> AttentionPlan:
         plan = self._plans.get((shape, window))
@@ -58,6 +72,11 @@ class TorchAttention:
             plan = plan_attention(self._batch, self._pool.page_size, shape, window)
             self._plans[shape, window] = plan
         return plan
+
+
+def _store(cache: Tensor, new: Tensor, slots: Tensor) -> None:
+    pages, size, heads, dim = cache.shape
+    cache.view(pages * size, heads, dim).index_copy_(0, slots, new.to(cache.dtype))
 
 
 class _Scores:

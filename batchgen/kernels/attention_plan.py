@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from batchgen.kernels.types import AttentionBatch, ChunkPages
+from batchgen.kernels.types import AttentionBatch, ChunkPages, Ints
 
 __all__ = ["MASKED", "AttentionPlan", "Block", "HeadShape", "Tile", "plan_attention"]
 
@@ -43,8 +43,6 @@ _NS_PER_SCORE = 1.3
 _NS_PER_GATHERED = 0.07
 _NS_PER_BLOCK = 60_000.0
 _SIZE_CLASSES = 32
-
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +121,7 @@ class _Chunk:
 def plan_attention(batch: AttentionBatch, page_size: int, shape: HeadShape, window: int | None) -> AttentionPlan:
     """Arrange one step's attention for layers of `shape` that see `window` positions (None: all).
 
-    Reads the batch's page tables on the host; the tensors of the result are on the batch's device.
+    The tensors of the result are on the batch's device.
     """
     planner = _Planner(batch, page_size, shape, window)
     planner.add_chunks()
@@ -143,7 +141,7 @@ class _Planner:
 
     def add_chunks(self) -> None:
         """One own item per chunk; pages that several chunks begin with become shared items."""
-        chunks = [_Chunk(c, _host(c.pages)) for c in self._batch.chunks if c.q_len > 0]
+        chunks = [_Chunk(c, c.pages.tolist()) for c in self._batch.chunks if c.q_len > 0]
         chunks.sort(key=lambda c: c.pages)
         # (chunks, pages dealt with, pages in common): depth first through the tree of the chunks' page tables.
         stack = [(chunks, 0, 0)] if chunks else []
@@ -177,9 +175,7 @@ class _Planner:
         batch = self._batch
         if batch.decode_pages is None or batch.decode_lens is None or batch.decode_own_start is None:
             return
-        pages = batch.decode_pages.cpu().numpy()
-        lens = batch.decode_lens.cpu().numpy()
-        starts = batch.decode_own_start.cpu().numpy()
+        pages, lens, starts = batch.decode_pages, batch.decode_lens, batch.decode_own_start
         positions = starts + lens - 1
         tokens = batch.decode_start + np.arange(len(lens))
         slots = (pages[:, :, None] * self._size + np.arange(self._size)).reshape(len(lens), -1)
@@ -187,9 +183,9 @@ class _Planner:
             one = slice(row, row + 1)
             self._add_own(tokens[one], positions[one], slots[row, :length], start)
         for group in batch.groups:
-            rows = group.rows.cpu().numpy()
-            slots = self._slots(_host(group.pages), 0, len(group.pages))
-            self._add_shared(batch.decode_start + rows, positions[rows], slots, group.start // self._size)
+            slots = self._slots(group.pages, 0, len(group.pages))
+            tokens = batch.decode_start + group.rows
+            self._add_shared(tokens, positions[group.rows], slots, group.start // self._size)
 
     def _slots(self, pages: Sequence[int] | Ints, begin: int, end: int) -> Ints:
         table = np.asarray(pages[begin:end], dtype=np.int64)
@@ -338,11 +334,6 @@ class _Planner:
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
-
-
-def _host(pages: Tensor) -> list[int]:
-    result: list[int] = pages.tolist()
-    return result
 
 
 def _tokens_of(chunks: list[_Chunk]) -> Ints:

@@ -7,14 +7,14 @@ from collections.abc import Callable
 import torch
 
 from batchgen.kernels.attention import TorchAttention
-from batchgen.kernels.types import Attention, AttentionBatch, KVPool
+from batchgen.kernels.types import AttentionBatch, KVPool, PagedAttention
 
 __all__ = ["ATTENTION_BACKENDS", "AttentionFactory", "BackendUnavailable", "attention_factory", "attention_name"]
 
 ATTENTION_BACKENDS = ("auto", "flash", "triton", "torch")
 """Names that `attention_factory` knows; `auto` takes the fastest that is there."""
 
-AttentionFactory = Callable[[KVPool, AttentionBatch], Attention]
+AttentionFactory = Callable[[KVPool, AttentionBatch], PagedAttention]
 """Makes one step's attention."""
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.kernels.types import AttentionBatch
+from batchgen.kernels.types import AttentionBatch, Ints
 
 __all__ = ["reference_attention", "visible_slots"]
 
@@ -34,8 +35,8 @@ def visible_slots(batch: AttentionBatch, page_size: int) -> list[tuple[int, Tens
     return result
 
 
-def _slots(pages: Tensor, page_size: int) -> Tensor:
-    return (pages.cpu()[:, None] * page_size + torch.arange(page_size)).reshape(-1)
+def _slots(pages: Ints, page_size: int) -> Tensor:
+    return torch.from_numpy(pages[:, None] * page_size + np.arange(page_size)).reshape(-1)
 
 
 def reference_attention(

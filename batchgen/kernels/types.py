@@ -1,4 +1,6 @@
-"""The tensors of one step that attention needs, and the pool it reads and writes.
+"""What attention needs to know of one step, and the pool it reads and writes.
+
+Page tables and lengths are arrays on the host: backends arrange the step there and upload only what their kernels read.
 
 Shape letters: T tokens, R decode rows, N heads, K kv heads, D head size, P pages, S page size, L layers.
 """
@@ -10,10 +12,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["Attention", "AttentionBatch", "ChunkPages", "GroupPages", "KVPool", "LayerKV"]
+__all__ = ["Attention", "AttentionBatch", "ChunkPages", "GroupPages", "Ints", "KVPool", "LayerKV", "PagedAttention"]
+
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +77,7 @@ class ChunkPages:
     q_start: int
     q_len: int
     kv_len: int
-    pages: Tensor
+    pages: Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +87,8 @@ class GroupPages:
     The pages hold positions `[start, start + p * S)`; every row of the group attends to them, its window allowing.
     """
 
-    rows: Tensor
-    pages: Tensor
+    rows: Ints
+    pages: Ints
     start: int
 
 
@@ -92,18 +97,19 @@ class AttentionBatch:
     """One step's attention. Flat tokens: the chunks' in order, then R decode rows from `decode_start`."""
 
     slot_mapping: Tensor
-    """[T] int64: page * S + offset where each token's key and value go (scratch page slots for those not stored)."""
+    """[T] int64 on the device: page * S + offset where each token's key and value go (slots of the scratch page for
+    those not stored)."""
     chunks: list[ChunkPages] = field(default_factory=list)
     decode_start: int = 0
     groups: list[GroupPages] = field(default_factory=list)
-    decode_pages: Tensor | None = None
+    decode_pages: Ints | None = None
     """[R, Pmax] int64: each row's own pages, those its groups do not cover; padded with page 0."""
-    decode_lens: Tensor | None = None
+    decode_lens: Ints | None = None
     """[R] int64: positions held in the row's own pages, the fed token included (at least 1)."""
-    decode_own_start: Tensor | None = None
+    decode_own_start: Ints | None = None
     """[R] int64: position of the first of the row's own pages (a multiple of S)."""
     max_decode_len: int = 0
-    """max(decode_lens), known to the host."""
+    """max(decode_lens)."""
 
 
 class Attention(Protocol):
@@ -136,4 +142,30 @@ class Attention(Protocol):
         Returns:
             [T, N, Dv] in the query's dtype; softmax and merges in float32.
         """
+        ...
+
+
+class PagedAttention(Attention, Protocol):
+    """Attention over a `KVPool`, for callers whose own kernels write the step's keys and values."""
+
+    def cache(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Where the step's keys and values of `layer` go.
+
+        Returns:
+            keys [P, S, K, D], values [P, S, K, Dv], slot_mapping [T] int64: token t goes to slot `slot_mapping[t]` of
+            the first two dimensions taken as one.
+        """
+        ...
+
+    def attend_stored(
+        self,
+        layer: int,
+        query: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """As `attend`, with the step's keys and values in the pool already."""
         ...

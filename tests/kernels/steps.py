@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -91,20 +92,20 @@ class StepBuilder:
         slots = [self._slot(p, x) for q_len, kv_len, p in self.chunks for x in range(kv_len - q_len, kv_len)]
         chunks, start = [], 0
         for q_len, kv_len, pages in self.chunks:
-            chunks.append(ChunkPages(start, q_len, kv_len, torch.tensor(pages)))
+            chunks.append(ChunkPages(start, q_len, kv_len, np.array(pages)))
             start += q_len
         slots += [self._slot(pages, own_len - 1) for own_len, _, pages in self.rows]
         batch = AttentionBatch(torch.tensor(slots, dtype=torch.int64), chunks, decode_start=start)
         if self.rows:
             longest = max(own_len for own_len, _, _ in self.rows)
-            table = torch.zeros(len(self.rows), -(-longest // size), dtype=torch.int64)
+            table = np.zeros((len(self.rows), -(-longest // size)), np.int64)
             for i, (_, _, pages) in enumerate(self.rows):
-                table[i, : len(pages)] = torch.tensor(pages)
+                table[i, : len(pages)] = pages
             batch.decode_pages = table
-            batch.decode_lens = torch.tensor([r[0] for r in self.rows])
-            batch.decode_own_start = torch.tensor([r[1] for r in self.rows])
+            batch.decode_lens = np.array([r[0] for r in self.rows])
+            batch.decode_own_start = np.array([r[1] for r in self.rows])
             batch.max_decode_len = longest
-            batch.groups = [GroupPages(torch.tensor(r), torch.tensor(p), s) for r, s, p in self.groups]
+            batch.groups = [GroupPages(np.array(r), np.array(p), s) for r, s, p in self.groups]
         return Step(self._pool(), batch, *self._tensors(len(slots)))
 
     def _pool(self) -> KVPool:

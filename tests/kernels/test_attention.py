@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -244,7 +245,7 @@ def plain_attention(
 def test_layers_of_different_shapes_share_one_step() -> None:
     layers = [LayerKV(2, 16, 16), LayerKV(1, 8, 24)]
     pool = KVPool.allocate(layers, 8, 16, torch.float32, torch.device("cpu"))
-    batch = AttentionBatch(torch.arange(16, 40), [ChunkPages(0, 24, 24, torch.tensor([1, 2]))], decode_start=24)
+    batch = AttentionBatch(torch.arange(16, 40), [ChunkPages(0, 24, 24, np.array([1, 2]))], decode_start=24)
     attention = TorchAttention(pool, batch)
     for index, layer in enumerate(layers):
         query = torch.randn(24, 4, layer.key_dim)

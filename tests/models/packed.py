@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -108,18 +109,18 @@ class PagedCache:
             slots.append(self.pages[sequence][at // size] * size + at % size)
             if count > 1 or (not rows and begin == 0):
                 assert not rows, "chunks come first"
-                chunks.append(ChunkPages(start, count, end, self.pages[sequence][: -(-end // size)]))
+                chunks.append(ChunkPages(start, count, end, self.pages[sequence][: -(-end // size)].numpy()))
             else:
                 rows.append(sequence)
             start += count
-        lens = torch.tensor([self.lengths[i] for i in rows])
+        lens = np.array([self.lengths[i] for i in rows])
         batch = AttentionBatch(
             slot_mapping=torch.cat(slots),
             chunks=chunks,
             decode_start=start - len(rows),
-            decode_pages=self.pages[rows] if rows else None,
+            decode_pages=self.pages[rows].numpy() if rows else None,
             decode_lens=lens if rows else None,
-            decode_own_start=torch.zeros(len(rows), dtype=torch.int64) if rows else None,
+            decode_own_start=np.zeros(len(rows), np.int64) if rows else None,
             max_decode_len=int(lens.max()) if rows else 0,
         )
         return TorchAttention(self.pool, batch)
