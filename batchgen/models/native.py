@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen.kernels.activation import ACTIVATIONS, gated
+from batchgen.kernels.activation import gated
 from batchgen.kernels.linear import Linear
 from batchgen.kernels.lora import LoraPairs, LoraStep, add_lora
 from batchgen.kernels.norm import rms_norm
@@ -74,7 +74,6 @@ class NativeModel:
         self._head = head
         inv_freq, self._rope_scale = inverse_frequencies(config.rope, spec.context_length)
         self._inv_freq = inv_freq.to(spec.device)  # [D/2]
-        self._activation: Callable[[Tensor], Tensor] = ACTIVATIONS[config.activation]
 
     @property
     def spec(self) -> ModelSpec:
@@ -97,7 +96,7 @@ class NativeModel:
             attended = _attention(self._config, layer, rms_norm(x, layer.input_norm, eps), tables, inputs)
             x = x.add_(layer.project("o", layer.o, attended, lora))  # [T, H]
             gate_up = layer.project("gate_up", layer.gate_up, rms_norm(x, layer.post_norm, eps), lora)  # [T, 2I]
-            x = x.add_(layer.project("down", layer.down, gated(gate_up, self._activation), lora))  # [T, H]
+            x = x.add_(layer.project("down", layer.down, gated(gate_up, self._config.activation), lora))  # [T, H]
             if taps is not None and layer.index + 1 in tapped:
                 taps.take(layer.index + 1, x)
         x = rms_norm(x, self._norm, eps)  # [T, H]

@@ -16,7 +16,10 @@ from batchgen.kernels.rope_config import ROPE_KINDS, RopeConfig, RopeKind
 __all__ = ["NATIVE_TYPES", "NativeConfig", "NativeUnsupported", "parse_native_config"]
 
 NATIVE_TYPES: Final = ("llama", "mistral", "qwen2", "qwen3")
-_ACTIVATIONS: Final = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "relu")
+_ACTIVATIONS: Final = (
+    "silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "quick_gelu", "relu",
+)  # fmt: skip
+"""Those of `kernels.activation`, which is not imported here for the sake of torch."""
 _REQUIRED: Final = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
 )  # fmt: skip

@@ -14,7 +14,7 @@ from torch import nn
 from batchgen.kernels.activation import ACTIVATIONS, gated
 from batchgen.kernels.linear import Linear, can_pack
 from batchgen.kernels.norm import rms_norm, rms_norm_reference
-from batchgen.models import stack
+from batchgen.models import native_config, stack
 from batchgen.models.stack import stack_projections
 from tests.models.packed import packed_logits, random_sequences
 from tests.models.tiny import save_tiny
@@ -209,6 +209,10 @@ def test_rms_norm(rows: int, width: int, bfloat16: bool, eps: float, size: float
     torch.testing.assert_close(rms_norm(x[:, 1], weight, eps), ours[:, 1])
 
 
+def test_configurations_may_name_the_activations_that_there_are() -> None:
+    assert tuple(ACTIVATIONS) == native_config._ACTIVATIONS
+
+
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_gated_activation_is_the_librarys(name: str) -> None:
     from transformers.activations import ACT2FN
@@ -216,5 +220,5 @@ def test_gated_activation_is_the_librarys(name: str) -> None:
     gate_up = torch.randn(5, 26)
     before = gate_up.clone()
     expected = ACT2FN[name](gate_up[:, :13]) * gate_up[:, 13:]
-    torch.testing.assert_close(gated(gate_up, ACTIVATIONS[name]), expected, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(gated(gate_up, name), expected, atol=1e-6, rtol=1e-6)
     assert torch.equal(gate_up, before)

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from batchgen.kernels.gpu import launch as _launch
 
-__all__ = ["dot", "power_of_2"]
+__all__ = ["dot", "power_of_2", "rounded"]
 
 INTERPRETED = tl.constexpr(_launch.INTERPRETED)
 
@@ -24,3 +24,14 @@ def dot(a, b, acc):
         # The interpreter's own product of bfloat16 operands is silently wrong (Triton 3.6 to 3.9).
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """`x` (float32) in `dtype`, to the nearest value, ties to even."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        # The interpreter's own conversion cuts the bits off (Triton 3.6).
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    return x.to(dtype)

@@ -1,0 +1,169 @@
+"""From the fused projection to attention in one pass: norms, rotation, and the write to the paged cache."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchgen.kernels.gpu.common import power_of_2, rounded
+from batchgen.kernels.gpu.launch import launch
+
+__all__ = ["rotate_and_store"]
+
+_TILE = 2048
+"""Numbers of a tile."""
+
+
+@triton.jit
+def _rotate_and_store(
+    p_qkv,
+    p_q_norm,
+    p_k_norm,
+    p_cos,
+    p_sin,
+    p_slots,
+    p_query,
+    p_keys,
+    p_values,
+    eps,
+    qkv_token,
+    qkv_head,
+    table_token,
+    key_slot,
+    key_head,
+    value_slot,
+    value_head,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """A token's heads: x -> rope(norm(x)) of q and k; q goes to the queries, k and v to the token's slot.
+
+        norm(x) = x / sqrt(mean(x^2) + eps) * w
+        rope(x) = (x1 cos1 + x2 sin1, x2 cos2 + x1 sin2), the tables' sines being (-sin, sin)
+
+    qkv [T, N + 2K, D] with strides (token, head, 1), norms [D], tables [T, D] `table_token` apart, slots [T] int64,
+    queries [T, N, D] contiguous, caches [slots, K, D] with strides (slot, head, 1). D = 2 HALF.
+    Grid: (T, blocks of BLOCK_HEADS of the N + 2K heads); the halves of a head are two tiles, so nothing is swapped.
+    Float32 inside; rounded after the norm, after the product with the sines and after the sum, as the twin is. Bytes
+    moved: the projection once in, once out.
+    """
+    i_token = tl.program_id(0).to(tl.int64)
+    i_head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)  # [h]
+    i_low = tl.arange(0, BLOCK_HALF)  # [d]
+    i_high = i_low + HALF  # [d]
+    m_half = i_low < HALF  # [d]
+    m_q = i_head < HEADS  # [h]
+    m_k = (i_head >= HEADS) & (i_head < HEADS + KV_HEADS)  # [h]
+    m_v = (i_head >= HEADS + KV_HEADS) & (i_head < HEADS + 2 * KV_HEADS)  # [h]
+    m_all = (i_head < HEADS + 2 * KV_HEADS)[:, None] & m_half[None, :]  # [h, d]
+    dtype: tl.constexpr = p_query.dtype.element_ty
+
+    p_heads = p_qkv + i_token * qkv_token + i_head.to(tl.int64)[:, None] * qkv_head  # [h, 1]
+    b_low = tl.load(p_heads + i_low[None, :], mask=m_all, other=0.0)  # [h, d]
+    b_high = tl.load(p_heads + i_high[None, :], mask=m_all, other=0.0)  # [h, d]
+
+    i_slot = tl.load(p_slots + i_token).to(tl.int64)
+    i_kv = (i_head - HEADS - KV_HEADS).to(tl.int64)[:, None]  # [h, 1]
+    p_value = p_values + i_slot * value_slot + i_kv * value_head  # [h, 1]
+    tl.store(p_value + i_low[None, :], b_low, mask=m_v[:, None] & m_half[None, :])
+    tl.store(p_value + i_high[None, :], b_high, mask=m_v[:, None] & m_half[None, :])
+
+    b_low, b_high = b_low.to(tl.float32), b_high.to(tl.float32)  # [h, d]
+    if NORM:
+        b_squares = tl.sum(b_low * b_low, axis=1) + tl.sum(b_high * b_high, axis=1)  # [h]
+        b_scale = tl.rsqrt(b_squares / (2 * HALF) + eps)[:, None]  # [h, 1]
+        b_q_low, b_q_high = _halves(p_q_norm, i_low, i_high, m_half)  # [d]
+        b_k_low, b_k_high = _halves(p_k_norm, i_low, i_high, m_half)  # [d]
+        b_weight_low = tl.where(m_q[:, None], b_q_low[None, :], b_k_low[None, :])  # [h, d]
+        b_weight_high = tl.where(m_q[:, None], b_q_high[None, :], b_k_high[None, :])  # [h, d]
+        b_low = rounded(b_low * b_scale * b_weight_low, dtype).to(tl.float32)  # [h, d]
+        b_high = rounded(b_high * b_scale * b_weight_high, dtype).to(tl.float32)  # [h, d]
+    b_cos_low, b_cos_high = _halves(p_cos + i_token * table_token, i_low, i_high, m_half)  # [d]
+    b_sin_low, b_sin_high = _halves(p_sin + i_token * table_token, i_low, i_high, m_half)  # [d]
+    b_crossed_low = rounded(b_high * b_sin_low[None, :], dtype).to(tl.float32)  # [h, d]
+    b_crossed_high = rounded(b_low * b_sin_high[None, :], dtype).to(tl.float32)  # [h, d]
+    b_low = rounded(b_crossed_low + b_low * b_cos_low[None, :], dtype)  # [h, d]
+    b_high = rounded(b_crossed_high + b_high * b_cos_high[None, :], dtype)  # [h, d]
+
+    p_q = p_query + (i_token * HEADS + i_head.to(tl.int64)[:, None]) * (2 * HALF)  # [h, 1]
+    tl.store(p_q + i_low[None, :], b_low, mask=m_q[:, None] & m_half[None, :])
+    tl.store(p_q + i_high[None, :], b_high, mask=m_q[:, None] & m_half[None, :])
+    p_key = p_keys + i_slot * key_slot + (i_head - HEADS).to(tl.int64)[:, None] * key_head  # [h, 1]
+    tl.store(p_key + i_low[None, :], b_low, mask=m_k[:, None] & m_half[None, :])
+    tl.store(p_key + i_high[None, :], b_high, mask=m_k[:, None] & m_half[None, :])
+
+
+@triton.jit
+def _halves(p_row, i_low, i_high, m_half):
+    """Both halves [d] of a row, in float32."""
+    b_low = tl.load(p_row + i_low, mask=m_half, other=0.0).to(tl.float32)
+    return b_low, tl.load(p_row + i_high, mask=m_half, other=0.0).to(tl.float32)
+
+
+def rotate_and_store(
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """Rotate q and k, normalised per head before if there are weights for it, and store k and v.
+
+    Arguments and result as in `kernels.heads.rotate_and_store`; the result is contiguous. `qkv` may have any strides
+    but the last, which must be 1, and the caches must be pages of consecutive slots.
+    """
+    tokens, total, dim = qkv.shape
+    assert total == heads + 2 * kv_heads
+    assert dim % 2 == 0
+    assert cos.shape == sin.shape == (tokens, 1, dim)
+    assert cos.stride() == sin.stride()
+    assert qkv.stride(2) == cos.stride(2) == slot_mapping.stride(0) == 1
+    for cache in (keys, values):
+        assert cache.shape[2:] == (kv_heads, dim)
+        assert cache.stride(0) == cache.shape[1] * cache.stride(1)
+        assert cache.stride(3) == 1
+    query = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
+    block_half = power_of_2(dim // 2)
+    block_heads = min(max(_TILE // (2 * block_half), 1), power_of_2(total))
+    normed = q_norm is not None and k_norm is not None
+    launch(
+        _rotate_and_store,
+        (tokens, triton.cdiv(total, block_heads)),
+        qkv,
+        q_norm if normed else qkv,
+        k_norm if normed else qkv,
+        cos,
+        sin,
+        slot_mapping,
+        query,
+        keys,
+        values,
+        eps,
+        qkv.stride(0),
+        qkv.stride(1),
+        cos.stride(0),
+        keys.stride(1),
+        keys.stride(2),
+        values.stride(1),
+        values.stride(2),
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        HALF=dim // 2,
+        BLOCK_HEADS=block_heads,
+        BLOCK_HALF=block_half,
+        NORM=normed,
+        num_warps=4,
+    )
+    return query

@@ -1,0 +1,58 @@
+"""From the fused projection to attention: normalise q and k, rotate them, store k and v in the paged cache."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from batchgen.kernels.norm import rms_norm
+from batchgen.kernels.rope import apply_rope
+
+__all__ = ["rotate_and_store"]
+
+
+def rotate_and_store(
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """Rotate q and k, normalised per head before if there are weights for it, and store k and v.
+
+    Args:
+        qkv: [T, N + 2K, D], q first, then k, then v.
+        heads: N.
+        kv_heads: K.
+        q_norm: [D], or None where heads are not normalised.
+        k_norm: [D], or None as `q_norm`.
+        eps: of the norm.
+        cos: [T, 1, D] of `rope_tables`.
+        sin: [T, 1, D] of `rope_tables`.
+        keys: [P, S, K, D], written in place.
+        values: [P, S, K, D], written in place.
+        slot_mapping: [T] int64, page * S + offset; equal slots keep any one of their tokens.
+
+    Returns:
+        The queries [T, N, D], which may be a view. Rounded to the dtype after the norm, after the product with the
+        sines and after the sum.
+    """
+    if q_norm is not None and k_norm is not None:
+        query = apply_rope(rms_norm(qkv[:, :heads], q_norm, eps), cos, sin)  # [T, N, D]
+        key = apply_rope(rms_norm(qkv[:, heads : heads + kv_heads], k_norm, eps), cos, sin)  # [T, K, D]
+    else:
+        rotated = apply_rope(qkv[:, : heads + kv_heads], cos, sin)  # [T, N + K, D]
+        query, key = rotated[:, :heads], rotated[:, heads:]  # [T, N, D], [T, K, D]
+    _store(keys, key, slot_mapping)
+    _store(values, qkv[:, heads + kv_heads :], slot_mapping)
+    return query
+
+
+def _store(cache: Tensor, new: Tensor, slot_mapping: Tensor) -> None:
+    pages, size, heads, dim = cache.shape
+    cache.view(pages * size, heads, dim).index_copy_(0, slot_mapping, new.to(cache.dtype))
