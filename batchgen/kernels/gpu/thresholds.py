@@ -1,0 +1,303 @@
+"""Device functions that cut a row of logits by rank or by mass, without a sort.
+
+The order of a row is (logit falling, id rising). Every cut keeps the beginning of that order, and is told as a boundary
+`(value, last)`: a token is kept if its logit is above `value`, or equals it and its id is at most `last`.
+
+By rank, in two passes over the row:
+
+1. `lane_maxima`: the ids are dealt to BLOCK lanes, and each lane keeps its largest logit.
+2. The k-th largest of these is at most the k-th largest logit (k lanes hold one each), and mostly little below:
+   `collect` writes down the ids of all logits above it, and of the first k equals. Random places make these about
+   k + k^2/(2*BLOCK) ids, the worst ones (k-1)*ceil(V/BLOCK) + k.
+3. `narrow` cuts these few, held in registers, by bisection.
+
+Where they are more than CAPACITY, or k is above BLOCK, `boundary_in_row` bisects over the row instead, three pivots a
+pass. Bisections run over the int32 keys of `ordered`, so they end at the exact logit, and earlier if a pivot happens to
+cut off exactly what is asked for.
+
+For a kernel that needs the first k ids of a row, `first_ids` is all of this in one call. Rows must hold no
+not-a-number. Minus zero counts as zero. Scratch: CAPACITY int32 per program in global memory.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = [
+    "boundary_in_few",
+    "boundary_in_row",
+    "boundary_of_rank",
+    "collect",
+    "first_ids",
+    "inside",
+    "lane_maxima",
+    "load_logits",
+    "narrow",
+    "ordered",
+    "scaled",
+    "value_of",
+]
+
+LOWEST = tl.constexpr(-(2**31))
+"""Below the key of every logit, -inf included."""
+LOWEST_LOGIT = tl.constexpr(-(2**31) + 0x7FFFFF)
+"""The key of -inf."""
+
+
+@triton.jit
+def load_logits(p_row, stride, ids, mask):
+    """Logits of `ids` as float32, -inf where masked; minus zero becomes zero, so that equals have equal keys."""
+    values = tl.load(p_row + ids.to(tl.int64) * stride, mask=mask, other=float("-inf")).to(tl.float32)
+    return tl.where(values == 0.0, 0.0, values)
+
+
+@triton.jit
+def ordered(values):
+    """int32 keys that compare as the float32 `values` do."""
+    bits = values.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def value_of(keys):
+    """The float32 values whose keys these are."""
+    return (keys ^ ((keys >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scaled(values, largest, temperature):
+    """(logit - largest) / temperature, rounded as on the CPU: Triton's plain division is not."""
+    return tl.div_rn(values - largest, temperature)
+
+
+@triton.jit
+def inside(values, ids, value, last):
+    """Whether tokens are kept by the boundary `(value, last)`; -inf never is."""
+    return ((values > value) | ((values == value) & (ids <= last))) & (values > float("-inf"))
+
+
+@triton.jit
+def lane_maxima(p_row, stride, vocab, BLOCK: tl.constexpr):
+    """One pass: lane i keeps the largest logit among ids i, i + BLOCK, i + 2*BLOCK, ...
+
+    Returns:
+        [BLOCK] float32 largest (-inf for lanes without ids), [BLOCK] int32 the lowest id that has it, and [BLOCK] int1
+        whether the lane saw a not-a-number.
+    """
+    o_lane = tl.arange(0, BLOCK)
+    b_largest = tl.full([BLOCK], float("-inf"), tl.float32)
+    b_id = o_lane
+    b_nan = tl.zeros([BLOCK], tl.int1)
+    for start in range(0, vocab, BLOCK):
+        ids = start + o_lane  # [BLOCK]
+        values = load_logits(p_row, stride, ids, ids < vocab)  # [BLOCK]
+        larger = values > b_largest
+        b_id = tl.where(larger, ids, b_id)
+        b_largest = tl.where(larger, values, b_largest)
+        b_nan = b_nan | (values != values)
+    return b_largest, b_id, b_nan
+
+
+@triton.jit
+def narrow(keys, weights, target):
+    """Bisect in registers for the key at which the weight of the keys from the largest down reaches `target`.
+
+    Args:
+        keys: [N] int32.
+        weights: [N] int32 or float64, none negative; together at least `target`.
+        target: of the weights' type, above 0.
+
+    Returns:
+        `(pivot, above)`: the keys of at least `pivot` weigh `target` or more. Those above `pivot` weigh `above`, which
+        is less than `target`. Or the keys of at least `pivot` weigh exactly `target`; then `above` is 0.
+    """
+    low = tl.min(keys, axis=0)
+    high = tl.max(keys, axis=0) + 1
+    at_low = tl.sum(weights, axis=0)
+    at_high = at_low - at_low
+    while (high.to(tl.int64) - low.to(tl.int64) > 1) & (at_low != target):
+        middle = (low & high) + ((low ^ high) >> 1)
+        weight = tl.sum(tl.where(keys >= middle, weights, 0), axis=0)
+        enough = weight >= target
+        low = tl.where(enough, middle, low)
+        at_low = tl.where(enough, weight, at_low)
+        high = tl.where(enough, high, middle)
+        at_high = tl.where(enough, at_high, weight)
+    at_high = tl.where(at_low == target, at_high - at_high, at_high)
+    return low, at_high
+
+
+@triton.jit
+def boundary_in_few(values, ids, mask, weights, target):
+    """The boundary of the fewest tokens, in order, whose weight reaches `target`, among few that stand in registers.
+
+    Args:
+        values: [N] float32 logits.
+        ids: [N] int32, rising where `mask` is set.
+        mask: [N] int1.
+        weights: [N] int32 or float64, 0 where masked; together at least `target`. Equal logits have equal weights.
+        target: of the weights' type, above 0.
+    """
+    keys = tl.where(mask, ordered(values), LOWEST)
+    pivot, above = narrow(keys, weights, target)
+    same = (keys == pivot) & mask
+    earlier = tl.cumsum(same.to(tl.int32), axis=0) - same.to(tl.int32)  # [N] equals with a lower id
+    last = tl.max(tl.where(same & (above + earlier * weights < target), ids, -1), axis=0)
+    return value_of(pivot), last
+
+
+@triton.jit
+def boundary_in_row(
+    p_row, stride, vocab, target, largest, temperature, value, last, BY_MASS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The same over a whole row, in up to 17 passes: weights are exp(x) in float64 if BY_MASS, else 1.
+
+    Tokens outside the boundary `(value, last)` weigh nothing.
+    """
+    o_lane = tl.arange(0, BLOCK)
+    low = tl.full([], LOWEST_LOGIT, tl.int32)
+    high = ordered(largest) + 1
+    at_low = target - target - 1  # not known, and not needed
+    at_high = target - target
+    while (high.to(tl.int64) - low.to(tl.int64) > 1) & (at_low != target):
+        gap = high.to(tl.int64) - low.to(tl.int64)
+        first = (low + (gap >> 2)).to(tl.int32)
+        second = (low + (gap >> 1)).to(tl.int32)
+        third = (low + ((3 * gap) >> 2)).to(tl.int32)
+        at_first = target - target
+        at_second = target - target
+        at_third = target - target
+        for start in range(0, vocab, BLOCK):
+            ids = start + o_lane
+            logits = load_logits(p_row, stride, ids, ids < vocab)
+            keys = ordered(logits)
+            if BY_MASS:
+                weights = tl.exp(scaled(logits, largest, temperature)).to(tl.float64)
+                weights = tl.where(inside(logits, ids, value, last), weights, 0.0)
+            else:
+                weights = (ids < vocab).to(tl.int32)
+            at_first += tl.sum(tl.where(keys >= first, weights, 0), axis=0)
+            at_second += tl.sum(tl.where(keys >= second, weights, 0), axis=0)
+            at_third += tl.sum(tl.where(keys >= third, weights, 0), axis=0)
+        if at_third >= target:
+            low, at_low = third, at_third
+        elif at_second >= target:
+            low, at_low = second, at_second
+            high, at_high = third, at_third
+        elif (at_first >= target) | (first == low):
+            low, at_low = first, at_first
+            high, at_high = second, at_second
+        else:
+            high, at_high = first, at_first
+    pivot = value_of(low)
+    last_kept = tl.full([], -1, tl.int32)
+    if at_low == target:
+        last_kept = tl.full([], 0x7FFFFFFF, tl.int32)
+    else:
+        # Which of the equals are kept: those before which less than the target stands.
+        seen = tl.full([], 0, tl.int32)
+        weight = tl.exp(scaled(pivot, largest, temperature)).to(tl.float64) if BY_MASS else target - target + 1
+        for start in range(0, vocab, BLOCK):
+            ids = start + o_lane
+            logits = load_logits(p_row, stride, ids, ids < vocab)
+            same = ((logits == pivot) & (ids < vocab)).to(tl.int32)
+            earlier = seen + tl.cumsum(same, axis=0) - same
+            kept = (same > 0) & (at_high + earlier * weight < target)
+            last_kept = tl.maximum(last_kept, tl.max(tl.where(kept, ids, -1), axis=0))
+            seen += tl.sum(same, axis=0)
+    return pivot, last_kept
+
+
+@triton.jit
+def collect(p_row, stride, vocab, value, last, ties, p_ids, BLOCK: tl.constexpr, CAPACITY: tl.constexpr):
+    """One pass: write the ids above `value`, and the first `ties` of those that equal it up to `last`, in rising order.
+
+    Returns how many there are; those beyond CAPACITY are not written. What was written may be read after the barrier
+    that this ends with.
+    """
+    o_lane = tl.arange(0, BLOCK)
+    count_above = tl.full([], 0, tl.int32)
+    count_same = tl.full([], 0, tl.int32)
+    for start in range(0, vocab, BLOCK):
+        ids = start + o_lane
+        logits = load_logits(p_row, stride, ids, ids < vocab)
+        above = logits > value
+        same = (logits == value) & (ids <= last) & (ids < vocab)
+        both = above.to(tl.int32) + (same.to(tl.int32) << 16)  # two counts in one scan
+        found = tl.sum(both, axis=0)
+        if found > 0:
+            running = tl.cumsum(both, axis=0)
+            rank_same = count_same + (running >> 16)  # this one included
+            place = count_above + (running & 0xFFFF) + tl.minimum(rank_same, ties) - 1
+            kept = (above | (same & (rank_same <= ties))) & (place < CAPACITY)
+            tl.store(p_ids + place, ids, mask=kept)
+            count_above += found & 0xFFFF
+            count_same += found >> 16
+    tl.debug_barrier()
+    return count_above + tl.minimum(count_same, ties)
+
+
+@triton.jit
+def boundary_of_rank(p_row, stride, vocab, k, b_largest, p_ids, BLOCK: tl.constexpr, CAPACITY: tl.constexpr):
+    """The boundary of the first k tokens of a row.
+
+    Args:
+        p_row: the row's first logit; float32, float16 or bfloat16.
+        stride: between its logits.
+        vocab: V.
+        k: 1 to V.
+        b_largest: [BLOCK] float32 of `lane_maxima`.
+        p_ids: [CAPACITY] int32 scratch of this program alone.
+        BLOCK: lanes; a power of 2, at most 2^14.
+        CAPACITY: a power of 2.
+
+    Returns:
+        `(value, last, count)`: the boundary, and how many ids stand in `p_ids`, rising, the first k tokens among them;
+        0 if these did not fit.
+    """
+    largest = tl.max(b_largest, axis=0)
+    value = largest
+    last = tl.full([], -1, tl.int32)
+    count = tl.full([], 0, tl.int32)
+    if k <= BLOCK:
+        bound, _ = narrow(ordered(b_largest), tl.full([BLOCK], 1, tl.int32), k)
+        bound = tl.maximum(bound, LOWEST_LOGIT)
+        count = collect(p_row, stride, vocab, value_of(bound), vocab, k, p_ids, BLOCK, CAPACITY)
+    if (count > 0) & (count <= CAPACITY):
+        o_few = tl.arange(0, CAPACITY)
+        m_few = o_few < count
+        ids = tl.load(p_ids + o_few, mask=m_few, other=0)
+        logits = load_logits(p_row, stride, ids, m_few)
+        value, last = boundary_in_few(logits, ids, m_few, m_few.to(tl.int32), k)
+    else:
+        count = tl.full([], 0, tl.int32)
+        value, last = boundary_in_row(p_row, stride, vocab, k, largest, 1.0, value, last, False, BLOCK)
+    return value, last, count
+
+
+@triton.jit
+def first_ids(p_row, stride, vocab, k, p_ids, BLOCK: tl.constexpr, CAPACITY: tl.constexpr):
+    """Write the ids of the first k tokens of a row to `p_ids[:k]`, in rising order of ids; sort them as you like.
+
+    Arguments are those of `boundary_of_rank`, k at most CAPACITY. Two passes over the row, three or more where the
+    largest logits crowd together (see above).
+
+    Returns:
+        The row's largest logit, float32.
+    """
+    b_largest, _, _ = lane_maxima(p_row, stride, vocab, BLOCK)
+    value, last, count = boundary_of_rank(p_row, stride, vocab, k, b_largest, p_ids, BLOCK, CAPACITY)
+    if count == 0:
+        collect(p_row, stride, vocab, value, last, k, p_ids, BLOCK, CAPACITY)
+    elif count > k:
+        o_few = tl.arange(0, CAPACITY)
+        m_few = o_few < count
+        ids = tl.load(p_ids + o_few, mask=m_few, other=0)
+        logits = load_logits(p_row, stride, ids, m_few)
+        kept = ((logits > value) | ((logits == value) & (ids <= last))) & m_few
+        place = tl.cumsum(kept.to(tl.int32), axis=0) - 1
+        tl.debug_barrier()  # all ids are read before any is overwritten
+        tl.store(p_ids + place, ids, mask=kept)
+        tl.debug_barrier()
+    return tl.max(b_largest, axis=0)
