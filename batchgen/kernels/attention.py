@@ -14,7 +14,7 @@ from torch import Tensor
 from batchgen.kernels.attention_plan import AttentionPlan, Block, HeadShape, Tile, plan_attention
 from batchgen.kernels.types import AttentionBatch, KVPool
 
-__all__ = ["TorchAttention"]
+__all__ = ["TorchAttention", "store"]
 
 
 class TorchAttention:
@@ -42,8 +42,8 @@ class TorchAttention:
     ) -> Tensor:
         """Store the step's keys and values of `layer`, then attend. See `Attention.attend`."""
         keys, values, slots = self.cache(layer)
-        _store(keys, key, slots)
-        _store(values, value, slots)
+        store(keys, key, slots)
+        store(values, value, slots)
         return self.attend_stored(layer, query, scale=scale, window=window, softcap=softcap, sinks=sinks)
 
     def cache(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,7 +74,8 @@ class TorchAttention:
         return plan
 
 
-def _store(cache: Tensor, new: Tensor, slots: Tensor) -> None:
+def store(cache: Tensor, new: Tensor, slots: Tensor) -> None:
+    """Write keys or values `new` [T, K, x] to slots [T] int64 of `cache` [P, S, K, x], in its dtype."""
     pages, size, heads, dim = cache.shape
     cache.view(pages * size, heads, dim).index_copy_(0, slots, new.to(cache.dtype))
 

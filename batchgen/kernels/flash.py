@@ -1,0 +1,203 @@
+"""Attention by vllm-flash-attn over the paged pool (see `flash_library`).
+
+One call for all prefill chunks, one for all decode rows over their own pages. Chunks attend to their whole past,
+shared pages included. Decode rows that share a prefix attend to it by a pass of our own (`PrefixPass`), whose partial
+results are merged with the library's by log-sum-exp, in float32:
+
+    total = log(exp(lse) + exp(lse_p)),  out = exp(lse - total) out + exp(lse_p - total) out_p
+
+A row's own pages may begin past position 0. The library takes them for the whole sequence: its causal mask and its
+window count back from the last key, where the row's query stands, so that nothing more than the distance is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from batchgen.kernels.attention import store
+from batchgen.kernels.flash_library import FlashLibrary, Runs
+from batchgen.kernels.types import AttentionBatch, ChunkPages, KVPool
+
+__all__ = ["FlashAttention", "PrefixFactory", "PrefixPass", "flash_factory"]
+
+Ints = npt.NDArray[np.int32]
+
+
+class PrefixPass(Protocol):
+    """Attention of a step's decode rows to the pages of their prefix groups, and to nothing else."""
+
+    def prefix_parts(
+        self, layer: int, query: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Partial results of all groups, merged where a row is in several.
+
+        Args:
+            layer: which layer's pool.
+            query: [T, N, D] of the whole step.
+            scale: factor on query·key.
+            window: as in `Attention.attend`, by absolute positions.
+            softcap: as in `Attention.attend`.
+
+        Returns:
+            [R, N, Dv] float32 and the log-sum-exp [R, N] float32; 0 and -inf for rows that see no shared page.
+        """
+        ...
+
+
+PrefixFactory = Callable[[KVPool, AttentionBatch], PrefixPass]
+"""Makes one step's pass over shared prefixes."""
+
+
+def flash_factory(library: FlashLibrary, prefix: PrefixFactory) -> Callable[[KVPool, AttentionBatch], FlashAttention]:
+    """What makes each step's attention by `library`, with shared prefixes by `prefix`."""
+    return lambda pool, batch: FlashAttention(library, pool, batch, prefix)
+
+
+class FlashAttention:
+    """One step's attention (the `PagedAttention` protocol) by a flash library. Made anew each step."""
+
+    def __init__(self, library: FlashLibrary, pool: KVPool, batch: AttentionBatch, prefix: PrefixFactory) -> None:
+        self._library = library
+        self._pool = pool
+        self._batch = batch
+        self._prefix = prefix(pool, batch) if batch.groups else None
+        self._parts = _parts(batch)
+        self._schedules: dict[tuple[int, int, tuple[int, ...], int | None, bool], Tensor | None] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Store the step's keys and values of `layer`, then attend. See `Attention.attend`."""
+        keys, values, slots = self.cache(layer)
+        store(keys, key, slots)
+        store(values, value, slots)
+        return self.attend_stored(layer, query, scale=scale, window=window, softcap=softcap, sinks=sinks)
+
+    def cache(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Where the step's keys and values go. See `PagedAttention.cache`."""
+        return self._pool.keys[layer], self._pool.values[layer], self._batch.slot_mapping
+
+    def attend_stored(
+        self,
+        layer: int,
+        query: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attend over what stands in the pool. See `PagedAttention.attend_stored`."""
+        keys, values = self._pool.keys[layer], self._pool.values[layer]
+        given = query.to(keys.dtype)
+        out = torch.empty(*query.shape[:2], values.shape[3], dtype=keys.dtype, device=query.device)
+        lses = []
+        for number, (tokens, runs) in enumerate(self._parts):
+            lse = self._attend_part(number, given[tokens], out[tokens], keys, values, runs, scale, window, softcap)
+            lses.append(lse)
+        if self._prefix is not None:
+            rows, _ = self._parts[-1]
+            part, part_lse = self._prefix.prefix_parts(layer, given, scale=scale, window=window, softcap=softcap)
+            merged, lses[-1] = _merge(out[rows], lses[-1], part, part_lse)
+            out[rows] = merged
+        if sinks is not None:
+            out = out * torch.sigmoid(torch.cat(lses) - sinks.float()).unsqueeze(-1)
+        return out.to(query.dtype)
+
+    def _attend_part(
+        self,
+        number: int,
+        query: Tensor,
+        out: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        runs: Runs,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """One call of the library, which writes to `out`; returns lse [t, N] float32."""
+        kind = (number, query.shape[1], (*keys.shape[2:], values.shape[3]), window, bool(softcap))
+        if kind not in self._schedules:
+            self._schedules[kind] = self._library.schedule(
+                query.shape[1], keys, values, runs, window=window, softcap=softcap
+            )
+        written, lse = self._library.attend(
+            query,
+            keys,
+            values,
+            runs,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            schedule=self._schedules[kind],
+            out=out,
+        )
+        if written.data_ptr() != out.data_ptr():
+            out.copy_(written)
+        return lse.transpose(0, 1)
+
+
+def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Two partial results of the same rows: [R, N, Dv] with their lse [R, N]; float32."""
+    total = torch.logaddexp(lse, part_lse)
+    weighted = out.float() * torch.exp(lse - total).unsqueeze(-1)
+    return weighted.addcmul_(part, torch.exp(part_lse - total).unsqueeze(-1)), total
+
+
+def _parts(batch: AttentionBatch) -> list[tuple[slice, Runs]]:
+    """The step's calls: flat tokens and what they see, chunks first; their tables go to the device in one copy."""
+    parts: list[tuple[slice, list[Ints], int, int]] = []
+    chunks = [c for c in batch.chunks if c.q_len]
+    if chunks:
+        # A chunk's queries follow the one before; those without queries are not there.
+        starts = np.cumsum([0, *(c.q_len for c in chunks)])
+        lens = np.array([c.kv_len for c in chunks])
+        tables = [starts, lens, _padded(chunks)]
+        parts.append((slice(0, int(starts[-1])), tables, max(c.q_len for c in chunks), int(lens.max())))
+    if batch.decode_pages is not None and batch.decode_lens is not None and len(batch.decode_lens):
+        rows = len(batch.decode_lens)
+        tables = [np.arange(rows + 1), batch.decode_lens, batch.decode_pages]
+        tokens = slice(batch.decode_start, batch.decode_start + rows)
+        parts.append((tokens, tables, 1, batch.max_decode_len))
+    on_device = iter(_to_device([t for _, tables, _, _ in parts for t in tables], batch.slot_mapping.device))
+    return [
+        (tokens, Runs(next(on_device), next(on_device), next(on_device), queries, keys))
+        for tokens, _, queries, keys in parts
+    ]
+
+
+def _padded(chunks: list[ChunkPages]) -> Ints:
+    table = np.zeros((len(chunks), max(len(c.pages) for c in chunks)), np.int32)
+    for row, chunk in zip(table, chunks, strict=True):
+        row[: len(chunk.pages)] = chunk.pages
+    return table
+
+
+def _to_device(tables: list[npt.NDArray[np.integer]], device: torch.device) -> list[Tensor]:
+    """Host tables as int32 tensors, in one copy that waits for nothing; each begins at a multiple of 16 bytes."""
+    sizes = [-(-t.size // 4) * 4 for t in tables]
+    packed = np.zeros(sum(sizes), np.int32)
+    places = np.cumsum([0, *sizes])
+    for table, place in zip(tables, places, strict=False):
+        packed[place : place + table.size] = table.reshape(-1)
+    host = torch.from_numpy(packed)
+    if device.type == "cuda":
+        host = host.pin_memory()
+    whole = host.to(device, non_blocking=True)
+    return [whole[place : place + table.size].view(table.shape) for table, place in zip(tables, places, strict=False)]
