@@ -11,7 +11,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def assert_as_close(got: Tensor, plain: Tensor, exact: Tensor, tolerance: float = 1e-5) -> None:
-    """Hold a kernel's result to the truth: to a tolerance in float32, in low precision to twice the twin's error.
+    """Hold a kernel's result to the truth: to twice the twin's error, in float32 with a tolerance.
 
     Args:
         got: the kernel's.
@@ -25,10 +25,11 @@ def assert_as_close(got: Tensor, plain: Tensor, exact: Tensor, tolerance: float 
     if not got.numel():
         return
     largest = float(exact.abs().max())
-    if got.dtype == torch.float32:
-        torch.testing.assert_close(got.double(), exact, rtol=tolerance, atol=tolerance * largest)
-        return
     error, allowed = (got.double() - exact).abs(), (plain.double() - exact).abs()
+    if got.dtype == torch.float32:
+        # Beside the tolerance, as much again as the twin: formulas that cancel do so in both.
+        assert bool((error <= tolerance * (exact.abs() + largest) + 2 * allowed.max()).all())
+        return
     spare = 1e-6 * largest
     assert float(error.max()) <= 2 * float(allowed.max()) + spare
     assert float(error.norm()) <= 2 * float(allowed.norm()) + spare
