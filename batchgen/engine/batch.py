@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.sequence import Sequence
-from batchgen.kernels.lora import LoraSegment
+from batchgen.kernels.lora import LoraStep, lora_step
 from batchgen.kernels.types import AttentionBatch, ChunkPages, GroupPages
 from batchgen.models.base import TokenEmbeds
 from batchgen.plan.types import DecodeRow, PrefillChunk, PrefixGroup, StepPlan
@@ -35,7 +35,7 @@ class StepBatch:
     """[U] int64: the flat tokens whose logits are needed, each once"""
     sample_rows: list[int]
     """[R] for each `SampleRow`, its place among `logit_rows`"""
-    lora: list[LoraSegment] | None = None
+    lora: LoraStep | None = None
     """tokens by adapter; None where no token has one"""
     embeds: TokenEmbeds | None = None
     """tokens that come as embeddings; None where there are none"""
@@ -78,7 +78,7 @@ def build_batch(
         attention=attention,
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
         sample_rows=sample_rows,
-        lora=None if adapter is None else _segments(plan, sequences, adapter, device),
+        lora=None if adapter is None else lora_step(_adapters(plan, sequences, adapter), device),
         embeds=None if table.embeds_id is None else _embeds(plan, table, device),
     )
 
@@ -99,18 +99,14 @@ def _embeds(plan: StepPlan, table: RequestTable, device: torch.device) -> TokenE
     return TokenEmbeds(_tensor(np.concatenate(rows), device), torch.from_numpy(np.concatenate(values)).to(device))
 
 
-def _segments(
-    plan: StepPlan, sequences: Mapping[int, Sequence], adapter: npt.NDArray[np.int32], device: torch.device
-) -> list[LoraSegment] | None:
-    """The step's flat tokens by adapter. All requests below a node have the node's."""
+def _adapters(
+    plan: StepPlan, sequences: Mapping[int, Sequence], adapter: npt.NDArray[np.int32]
+) -> npt.NDArray[np.int32]:
+    """[T] the adapter of each flat token, -1 for none. All requests below a node have the node's."""
     parts = [(chunk.request, chunk.end - chunk.start) for chunk in plan.prefills]
     parts += [(sequences[row.sequence].request.index, 1) for row in plan.decodes]
     requests, counts = np.array(parts, np.int64).T
-    of_token = np.repeat(adapter[requests], counts)  # [T]
-    found = np.unique(of_token).tolist()
-    if len(found) == 1:
-        return None if found == [-1] else [LoraSegment(found[0], None)]
-    return [LoraSegment(index, _tensor(np.flatnonzero(of_token == index), device)) for index in found if index >= 0]
+    return np.repeat(adapter[requests], counts)
 
 
 def _chunk_ids(chunk: PrefillChunk, table: RequestTable, sequences: Mapping[int, Sequence]) -> Int64:

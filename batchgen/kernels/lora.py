@@ -2,17 +2,36 @@
 
 out[t] += (x[t] A_a^T) B_a^T for the adapter a of token t, the adapter's scale folded into B. Tokens without one are
 not touched; a step without any costs nothing, because nobody calls this.
+
+The plain path takes one adapter after another. The kernels take all of them in one launch: a step lists its tokens by
+adapter in tiles, once for all layers, and a layer holds its adapters' matrices one below another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["LoraPair", "LoraPairs", "LoraSegment", "LoraStep", "add_lora"]
+__all__ = [
+    "OUTPUT_BLOCK", "LoraPair", "LoraPairs", "LoraSegment", "LoraStack", "LoraStep", "LoraTiles", "add_lora",
+    "lora_step", "stack_pairs", "tiles_of",
+]  # fmt: skip
+
+Int64 = npt.NDArray[np.int64]
+
+OUTPUT_BLOCK: Final = 128
+"""Columns of B for which a `LoraStack` says which ranks matter."""
+_RANK_BLOCK: Final = 16
+"""Ranks of a stack's adapter are a multiple of this: what a tensor core takes."""
+_SHORT_TILE, _TALL_TILE = 16, 64
+"""Tokens of a tile where adapters have few tokens each, and where they have many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +45,93 @@ class LoraPair:
 
 
 @dataclass(frozen=True, slots=True)
+class LoraStack:
+    """A layer's pairs in two matrices. `rank` counts over all adapters, each padded with zeros to a multiple of 16."""
+
+    down: Tensor
+    """[ranks, I]"""
+    up: Tensor
+    """[ranks, O]: B transposed"""
+    ranges: Tensor
+    """[adapters, 2] int32: first rank and padded ranks of each; 0 ranks where it leaves the layer as it is"""
+    spans: Tensor
+    """[adapters, ceil(O / OUTPUT_BLOCK), 2] int32: ranks [from, to), multiples of 16, outside of which B is zero in a
+    block of outputs; an adapter of fused projections is zero in most"""
+    width: int
+    """The most padded ranks that an adapter has."""
+
+
+class LoraPairs(Sequence["LoraPair | None"]):
+    """A layer's pairs by adapter; None where an adapter leaves the layer as it is.
+
+    On a GPU they are stacked at once, elsewhere when somebody asks; the pairs are views of the stack from then on.
+    """
+
+    def __init__(self, pairs: Sequence[LoraPair | None]) -> None:
+        self._pairs = list(pairs)
+        self._stack: LoraStack | None = None
+        if any(pair is not None and pair.down.is_cuda for pair in pairs):
+            _ = self.stack
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._pairs[index]
+
+    def __iter__(self) -> Iterator[LoraPair | None]:
+        return iter(self._pairs)
+
+    @property
+    def stack(self) -> LoraStack:
+        """The pairs as the kernels read them; there is at least one."""
+        if self._stack is None:
+            self._stack, self._pairs = stack_pairs(self._pairs)
+        return self._stack
+
+
+def stack_pairs(pairs: Sequence[LoraPair | None]) -> tuple[LoraStack, list[LoraPair | None]]:
+    """The pairs in two matrices, and the same pairs as views of them.
+
+    Args:
+        pairs: at least one of them not None; of one layer, in one dtype, on one device.
+    """
+    some = next(pair for pair in pairs if pair is not None)
+    inputs, outputs, device = some.down.shape[1], some.up.shape[0], some.down.device
+    padded = [0 if p is None else -(-p.down.shape[0] // _RANK_BLOCK) * _RANK_BLOCK for p in pairs]
+    firsts = np.cumsum([0, *padded])
+    down = torch.zeros(int(firsts[-1]), inputs, dtype=some.down.dtype, device=device)
+    up = torch.zeros(int(firsts[-1]), outputs, dtype=some.up.dtype, device=device)
+    views: list[LoraPair | None] = []
+    for pair, first in zip(pairs, firsts.tolist(), strict=False):
+        if pair is None:
+            views.append(None)
+            continue
+        rows = slice(first, first + pair.down.shape[0])
+        down[rows], up[rows] = pair.down, pair.up.T
+        views.append(LoraPair(down[rows], up[rows].T))
+    ranges = np.stack([firsts[:-1], padded], axis=1).astype(np.int32)
+    stack = LoraStack(down, up, torch.from_numpy(ranges).to(device), _spans(up, ranges).to(device), max(padded))
+    return stack, views
+
+
+def _spans(up: Tensor, ranges: npt.NDArray[np.int32]) -> Tensor:
+    """Where B is not zero, by adapter and block of outputs."""
+    outputs = up.shape[1]
+    blocks = -(-outputs // OUTPUT_BLOCK)
+    cells = F.pad(up != 0, (0, blocks * OUTPUT_BLOCK - outputs)).view(-1, _RANK_BLOCK, blocks, OUTPUT_BLOCK)
+    used = cells.any(3).any(1).cpu().numpy()  # [ranks / 16, blocks]
+    spans = np.zeros((len(ranges), blocks, 2), np.int32)
+    for adapter, (first, count) in enumerate((ranges // _RANK_BLOCK).tolist()):
+        own = used[first : first + count]
+        if count:
+            spans[adapter, :, 0] = first + own.argmax(0)
+            spans[adapter, :, 1] = np.where(own.any(0), first + count - own[::-1].argmax(0), spans[adapter, :, 0])
+    spans *= _RANK_BLOCK
+    return torch.from_numpy(spans)
+
+
+@dataclass(frozen=True, slots=True)
 class LoraSegment:
     """The tokens of a step that go through one adapter."""
 
@@ -35,10 +141,76 @@ class LoraSegment:
     """[t] int64, ascending; None: every token of the step"""
 
 
-LoraStep = Sequence[LoraSegment]
-"""A step's segments; no token is in two of them."""
-LoraPairs = Sequence[LoraPair | None]
-"""A layer's pairs by adapter; None where an adapter leaves the layer as it is."""
+@dataclass(frozen=True, slots=True)
+class LoraTiles:
+    """A step's tokens by adapter, cut into tiles that kernels take one each."""
+
+    order: Tensor
+    """[U] int64: the flat tokens that have an adapter, by adapter, ascending within"""
+    tiles: Tensor
+    """[M, 3] int64: adapter, first place in `order`, tokens (0 in a tile that pads the list)"""
+    rows: int
+    """The most tokens of a tile; a power of 2, at least 16."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraStep:
+    """Which tokens of a step go through which adapter."""
+
+    segments: tuple[LoraSegment, ...]
+    """No token is in two of them."""
+    tiles: LoraTiles | None = None
+    """The same for kernels, where the step runs on a GPU."""
+
+
+def lora_step(adapters: npt.NDArray[np.signedinteger[Any]], device: torch.device) -> LoraStep | None:
+    """A step's tokens by adapter, sent to the device in one piece; None where no token has one.
+
+    Args:
+        adapters: [T] each flat token's adapter, -1 for none.
+        device: of the step.
+    """
+    distinct, tokens = np.unique(adapters, return_counts=True)
+    found, counts = distinct.tolist(), tokens.tolist()
+    if found == [-1]:
+        return None
+    if len(found) == 1 and device.type == "cpu":
+        return LoraStep((LoraSegment(found[0], None),))
+    order = np.argsort(adapters, kind="stable")
+    if found[0] < 0:
+        order, found, counts = order[counts[0] :], found[1:], counts[1:]
+    if device.type == "cpu":
+        return LoraStep(_segments(found, counts, torch.from_numpy(order)))
+    tiles, rows = _cut(found, counts)
+    both = torch.from_numpy(np.concatenate([order, tiles.ravel()])).to(device)
+    sent = both[: len(order)]
+    return LoraStep(_segments(found, counts, sent), LoraTiles(sent, both[len(order) :].view(-1, 3), rows))
+
+
+def _segments(adapters: list[int], counts: list[int], order: Tensor) -> tuple[LoraSegment, ...]:
+    parts = torch.split(order, counts)
+    return tuple(LoraSegment(adapter, part) for adapter, part in zip(adapters, parts, strict=True))
+
+
+def _cut(adapters: list[int], counts: list[int]) -> tuple[Int64, int]:
+    """Tiles [M, 3] of segments that stand one after another, and the most tokens of a tile."""
+    rows = _TALL_TILE if sum(counts) >= _TALL_TILE * len(counts) else _SHORT_TILE
+    sizes = np.asarray(counts, np.int64)
+    each = -(-sizes // rows)  # tiles of each segment
+    segment = np.repeat(np.arange(len(counts)), each)
+    number = np.arange(len(segment)) - np.repeat(np.cumsum(each) - each, each)  # within its segment
+    first = (np.cumsum(sizes) - sizes)[segment] + number * rows
+    tokens = np.minimum(sizes[segment] - number * rows, rows)
+    return np.stack([np.asarray(adapters, np.int64)[segment], first, tokens], axis=1), rows
+
+
+def tiles_of(step: LoraStep, tokens: int, device: torch.device) -> LoraTiles:
+    """The step's tiles; made here from its segments' lengths where it came without."""
+    if step.tiles is not None:
+        return step.tiles
+    rows = [torch.arange(tokens, device=device) if s.rows is None else s.rows for s in step.segments]
+    tiles, height = _cut([s.adapter for s in step.segments], [len(r) for r in rows])
+    return LoraTiles(torch.cat(rows), torch.from_numpy(tiles).to(device), height)
 
 
 def add_lora(out: Tensor, x: Tensor, step: LoraStep, pairs: LoraPairs) -> None:
@@ -50,8 +222,8 @@ def add_lora(out: Tensor, x: Tensor, step: LoraStep, pairs: LoraPairs) -> None:
         step: which tokens go through which adapter.
         pairs: the layer's, by adapter.
     """
-    for segment in step:
-        pair = pairs[segment.adapter]
+    for segment in step.segments:
+        pair: LoraPair | None = pairs[segment.adapter]
         if pair is None:
             continue
         if segment.rows is None:

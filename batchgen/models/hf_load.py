@@ -8,11 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from batchgen.errors import ModelError
-from batchgen.kernels.lora import LoraSegment
+from batchgen.kernels.lora import lora_step
 from batchgen.models.base import ModelInput, ModelSpec
 from batchgen.models.folder import ModelFolder
 from batchgen.models.hf import (
@@ -282,7 +283,7 @@ def _test_adapters(model: HookedModel, ids: Tensor, adapters: Sequence[Adapter])
     """Refuse an adapter whose layers take no part when the model runs, or not with all tokens."""
     for index, adapter in enumerate(adapters):
         model.lora.reached = set()
-        whole = [LoraSegment(index, None)]
+        whole = lora_step(np.full(len(ids), index), ids.device)
         model.hidden(replace(_chunk(ids, 0, len(ids), ProbeAttention()), lora=whole))
         idle = sorted(set(adapter.layers) - model.lora.reached)
         if idle:

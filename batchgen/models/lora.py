@@ -161,5 +161,5 @@ def wrap_adapted(model: nn.Module, adapters: Sequence[Adapter], dtype: torch.dty
     for module, found in pairs.items():
         parent, _, name = module.rpartition(".")
         owner = model.get_submodule(parent)
-        owner._modules[name] = _Adapted(module, model.get_submodule(module), slot, found)
+        owner._modules[name] = _Adapted(module, model.get_submodule(module), slot, LoraPairs(found))
     return slot

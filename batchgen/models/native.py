@@ -238,7 +238,7 @@ def _load_adapters(spec: ModelSpec, layout: NativeLayout, adapters: Sequence[Ada
         def pairs(fused: FusedTensor) -> LoraPairs:
             parts = adapted_parts(fused)
             both = zip(adapters, readers, strict=True)
-            return [fused_pair(adapter, reader, parts, spec.dtype, spec.device) for adapter, reader in both]
+            return LoraPairs([fused_pair(adapter, reader, parts, spec.dtype, spec.device) for adapter, reader in both])
 
         layers = [{name: pairs(fused) for name, fused in layer.items() if fused.columns} for layer in layout.layers]
     return [{name: found for name, found in layer.items() if any(found)} for layer in layers]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchgen.kernels.lora import LoraPair, LoraSegment, add_lora
+from batchgen.kernels.lora import LoraPair, LoraPairs, add_lora, lora_step
 
 
 def by_token(out: Tensor, x: Tensor, adapters: list[int], pairs: list[LoraPair | None]) -> Tensor:
@@ -41,11 +42,9 @@ def test_each_token_gets_its_own_adapter(
     wide = draw(len(adapters), outputs + 5)  # a view with gaps between its rows, as a stacked product hands out
     out = wide[:, 2 : 2 + outputs]
     expected, edges = by_token(out, x, adapters, pairs), wide.clone()
-    of_token = torch.tensor(adapters)
-    step = [LoraSegment(a, (of_token == a).nonzero()[:, 0]) for a in sorted(set(adapters) - {-1})]
-    if len(step) == 1 and -1 not in adapters:
-        step = [LoraSegment(step[0].adapter, None)]
-    add_lora(out, x, step, pairs)
+    step = lora_step(np.array(adapters), torch.device("cpu"))
+    if step is not None:
+        add_lora(out, x, step, LoraPairs(pairs))
     torch.testing.assert_close(out.double(), expected, atol=1e-4, rtol=1e-4)
     assert torch.equal(wide[:, :2], edges[:, :2])
     assert torch.equal(wide[:, 2 + outputs :], edges[:, 2 + outputs :])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.attention import TorchAttention
-from batchgen.kernels.lora import LoraSegment
+from batchgen.kernels.lora import LoraStep, lora_step
 from batchgen.kernels.types import Attention, AttentionBatch, ChunkPages, KVPool
 from batchgen.models.base import Model, ModelInput, ModelSpec
 
@@ -64,7 +64,7 @@ def packed_logits(
     for step in schedule([len(s) for s in sequences], seed):
         ids = torch.cat([sequences[i][start:end] for i, start, end in step])
         positions = torch.cat([torch.arange(start, end) for _, start, end in step])
-        lora = None if adapters is None else _segments(step, adapters)
+        lora = None if adapters is None else _adapters(step, adapters)
         inputs = ModelInput(ids, positions, attention([(i, end - start) for i, start, end in step]), lora=lora)
         hidden = model.hidden(inputs)
         assert hidden.shape == (len(ids), model.spec.hidden_size)
@@ -79,9 +79,9 @@ def packed_logits(
     return [torch.cat(rows) for rows in got]
 
 
-def _segments(step: Step, adapters: list[int]) -> list[LoraSegment]:
-    of_token = torch.cat([torch.full((end - start,), adapters[i]) for i, start, end in step])
-    return [LoraSegment(a, (of_token == a).nonzero()[:, 0]) for a in sorted(set(of_token.tolist()) - {-1})]
+def _adapters(step: Step, adapters: list[int]) -> LoraStep | None:
+    of_token = np.concatenate([np.full(end - start, adapters[i]) for i, start, end in step])
+    return lora_step(of_token, torch.device("cpu"))
 
 
 class PagedCache:

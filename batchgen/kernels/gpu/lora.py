@@ -1,0 +1,139 @@
+"""Low-rank changes of a linear layer for many adapters, in two launches.
+
+Shrink: h[u] = x[order[u]] A_a^T for the adapter a of the tile that u is in; expand: out[order[u]] += h[u] B_a^T.
+A tile is some tokens of one adapter. Adapters' matrices stand one below another (`LoraStack`), so ranks may differ;
+what an adapter's padding holds is zero. The inner size of shrink is cut into a fixed number of parts, whose sums
+expand adds in order: the same step gives the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchgen.kernels.gpu.common import dot, power_of_2
+from batchgen.kernels.gpu.launch import launch
+from batchgen.kernels.lora import OUTPUT_BLOCK, LoraPairs, LoraStep, tiles_of
+
+__all__ = ["add_lora"]
+
+_PROGRAMS = 256
+"""Programs of shrink from which its inner size is not cut further: about twice the processors of a large chip."""
+_MOST_PARTS = 16
+
+
+def add_lora(out: Tensor, x: Tensor, step: LoraStep, pairs: LoraPairs) -> None:
+    """Add every segment's change to `out` in place.
+
+    Args:
+        out: [T, O] the layer's product with `x`; may be a view with gaps between its rows.
+        x: [T, I], in the pairs' dtype.
+        step: which tokens go through which adapter.
+        pairs: the layer's, by adapter.
+    """
+    stack = pairs.stack
+    tiles = tiles_of(step, x.shape[0], x.device)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    assert out.stride(1) == 1, "the outputs of a token stand side by side"
+    inputs, outputs, places, count = x.shape[1], out.shape[1], tiles.order.shape[0], tiles.tiles.shape[0]
+    ranks = min(64, power_of_2(stack.width, 16))
+    columns = min(128 if tiles.rows * ranks <= 2048 else 64, power_of_2(inputs, 16))
+    rank_blocks = -(-stack.width // ranks)
+    parts = max(1, min(_MOST_PARTS, _PROGRAMS // max(1, count * rank_blocks), inputs // (4 * columns)))
+    part = -(-inputs // (parts * columns))  # blocks of inputs that a part takes
+    parts = -(-inputs // (part * columns))
+    sums = torch.empty(parts, places, stack.width, dtype=torch.float32, device=x.device)
+    launch(
+        _shrink, (count, rank_blocks, parts), x, tiles.order, tiles.tiles, stack.down, stack.ranges, sums,
+        x.stride(0), inputs, stack.width, places, part,
+        ROWS=tiles.rows, RANKS=ranks, COLUMNS=columns, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    launch(
+        _expand, (count, -(-outputs // OUTPUT_BLOCK)), out, tiles.order, tiles.tiles, stack.up, stack.ranges,
+        stack.spans, sums, out.stride(0), outputs, stack.width, places, parts,
+        ROWS=tiles.rows, RANKS=ranks, COLUMNS=OUTPUT_BLOCK, num_warps=4 if tiles.rows == 16 else 8, num_stages=2,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["places", "part"])
+def _shrink(
+    p_x, p_order, p_tiles, p_down, p_ranges, p_sums, stride_x, inputs, width, places, part,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """sums[s, u, r] = sum over part s of i: x[order[u], i] * down[first + r, i].
+
+    x [T, I], order [U], tiles [M, 3], down [ranks, I], ranges [A, 2], sums [parts, U, width] float32. One program per
+    (tile, block of ranks, part). Float32 sums. Bytes: a tile's rows of x once per block of ranks, the adapter's A once
+    per tile.
+    """
+    i_tile, i_block, i_part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    adapter = tl.load(p_tiles + i_tile * 3)
+    first = tl.load(p_tiles + i_tile * 3 + 1)
+    count = tl.load(p_tiles + i_tile * 3 + 2)
+    first_rank = tl.load(p_ranges + adapter * 2).to(tl.int64)
+    ranks = tl.load(p_ranges + adapter * 2 + 1)
+    if (count == 0) | (i_block * RANKS >= ranks):
+        return
+    o_row = tl.arange(0, ROWS)
+    o_rank = i_block * RANKS + tl.arange(0, RANKS)
+    m_row = o_row < count  # [ROWS]
+    m_rank = o_rank < ranks  # [RANKS]
+    token = tl.load(p_order + first + o_row, mask=m_row, other=0)  # [ROWS] int64
+    p_rows = p_x + token[:, None] * stride_x  # [ROWS, 1]
+    p_ranks = p_down + (first_rank + o_rank)[None, :] * inputs  # [1, RANKS]
+    acc = tl.zeros([ROWS, RANKS], tl.float32)
+    for i in range(i_part * part, (i_part + 1) * part):
+        o_in = i * COLUMNS + tl.arange(0, COLUMNS)
+        m_in = o_in < inputs
+        b_x = tl.load(p_rows + o_in[None, :], mask=m_row[:, None] & m_in[None, :], other=0.0)  # [ROWS, COLUMNS]
+        b_down = tl.load(p_ranks + o_in[:, None], mask=m_in[:, None] & m_rank[None, :], other=0.0)  # [COLUMNS, RANKS]
+        acc = dot(b_x, b_down, acc)
+    place = i_part.to(tl.int64) * places + first + o_row  # [ROWS]
+    tl.store(p_sums + place[:, None] * width + o_rank[None, :], acc, mask=m_row[:, None] & m_rank[None, :])
+
+
+@triton.jit(do_not_specialize=["places", "parts"])
+def _expand(
+    p_out, p_order, p_tiles, p_up, p_ranges, p_spans, p_sums, stride_out, outputs, width, places, parts,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """out[order[u], n] += sum over r: (sum over s: sums[s, u, r]) * up[first + r, n].
+
+    out [T, O] with gaps between rows, up [ranks, O], spans [A, blocks, 2]. One program per (tile, block of outputs);
+    ranks that are zero in the block are left out. The inner sums are rounded to the weights' dtype, products are summed
+    in float32 and added to `out` before its one rounding. A token is in one tile, so nobody else writes its row.
+    """
+    i_tile, i_block = tl.program_id(0), tl.program_id(1)
+    adapter = tl.load(p_tiles + i_tile * 3)
+    first = tl.load(p_tiles + i_tile * 3 + 1)
+    count = tl.load(p_tiles + i_tile * 3 + 2)
+    p_span = p_spans + (adapter * tl.num_programs(1) + i_block) * 2
+    first_rank = tl.multiple_of(tl.load(p_ranges + adapter * 2), 16)
+    start = tl.multiple_of(tl.load(p_span), 16)
+    end = tl.multiple_of(tl.load(p_span + 1), 16)
+    if (count == 0) | (start >= end):
+        return
+    o_row = tl.arange(0, ROWS)
+    o_out = i_block * COLUMNS + tl.arange(0, COLUMNS)
+    m_row = o_row < count  # [ROWS]
+    m_out = o_out < outputs  # [COLUMNS]
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for r in range(start, end, RANKS):
+        o_rank = r + tl.arange(0, RANKS)
+        m_rank = o_rank < end
+        o_sum = (first + o_row)[:, None] * width + (o_rank - first_rank)[None, :]  # [ROWS, RANKS] int64
+        b_h = tl.zeros([ROWS, RANKS], tl.float32)
+        for _ in range(parts):
+            b_h += tl.load(p_sums + o_sum, mask=m_row[:, None] & m_rank[None, :], other=0.0)
+            o_sum += places.to(tl.int64) * width
+        p_ranks = p_up + o_rank.to(tl.int64)[:, None] * outputs
+        b_up = tl.load(p_ranks + o_out[None, :], mask=m_rank[:, None] & m_out[None, :], other=0.0)  # [RANKS, COLUMNS]
+        acc = dot(b_h.to(b_up.dtype), b_up, acc)
+    token = tl.load(p_order + first + o_row, mask=m_row, other=0)
+    p_cells = p_out + token[:, None] * stride_out + o_out[None, :]
+    m_cell = m_row[:, None] & m_out[None, :]
+    before = tl.load(p_cells, mask=m_cell, other=0.0).to(tl.float32)
+    tl.store(p_cells, (before + acc).to(p_out.dtype.element_ty), mask=m_cell)
