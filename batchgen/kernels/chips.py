@@ -35,7 +35,13 @@ class ChipTuning:
     source: str
     """Where the numbers come from."""
     split_keys: int
-    """Positions of one decode row per work item where the device is not full."""
+    """Least positions of a decode row per work item: long contexts are split so far where the device is not full."""
+    split_keys_large: int
+    """Least positions per work item of a tile of many rows, chunks and prefix groups."""
+    items_per_sm: int
+    """Programs of decode rows per multiprocessor from which on the device counts as full."""
+    items_per_sm_large: int
+    """Programs of tiles of many rows per multiprocessor, likewise."""
     prefix_pass_tokens: int
     """Rows times shared positions from which a pass of its own pays for a group."""
     attention: Mapping[str, Mapping[int, AttentionTile]]
@@ -78,6 +84,9 @@ def tuning_of(chip: str) -> ChipTuning:
         chip=chip if own else "default",
         source=merged["source"],
         split_keys=merged["split_keys"],
+        split_keys_large=merged["split_keys_large"],
+        items_per_sm=merged["items_per_sm"],
+        items_per_sm_large=merged["items_per_sm_large"],
         prefix_pass_tokens=merged["prefix_pass_tokens"],
         attention=tiles,
     )
