@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from batchgen.errors import ErrorCode, ErrorInfo
-from batchgen.kernels.bitmask import apply_bitmask, bitmask_width
+from batchgen.kernels.bitmask import bitmask_width
+from batchgen.kernels.ops import Ops
 from batchgen.params import Constraint, SamplingParams
 from batchgen.text.grammars import Grammars
 from batchgen.text.stops import stopping_ids
@@ -124,8 +125,9 @@ class GrammarState:
 class GrammarMasks:
     """Masks the constrained rows of each step, which change seldom, together and on several threads."""
 
-    def __init__(self, rows: list[tuple[int, GrammarState]]) -> None:
+    def __init__(self, rows: list[tuple[int, GrammarState]], ops: Ops) -> None:
         """`rows`: the constrained rows, and their places in the step."""
+        self._ops = ops
         self._places = [i for i, _ in rows]
         self._states = [state for _, state in rows]
         self._slow = False
@@ -145,7 +147,7 @@ class GrammarMasks:
     def apply(self, logits: Tensor, masks: Tensor) -> None:
         """Bar what `masks` (of `fill`) do not allow from `logits` [R, V] float32, in place."""
         rows = torch.tensor(self._places, dtype=torch.int64, device=logits.device)
-        apply_bitmask(logits, masks.to(logits.device), rows)
+        self._ops.apply_bitmask(logits, masks.to(logits.device), rows)
 
     def _fill_together(self, waiting: list[int], words: Words) -> bool:
         matchers = [self._states[i].matcher for i in waiting]

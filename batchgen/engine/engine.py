@@ -20,7 +20,7 @@ from batchgen.engine.memory import pool_pages
 from batchgen.engine.planning import Workload, plan_workload
 from batchgen.engine.states import state_keeper
 from batchgen.engine.streaming import Emit
-from batchgen.kernels.backend import attention_factory, attention_name
+from batchgen.kernels.backend import choose_backend
 from batchgen.kernels.types import KVPool
 from batchgen.media_root import MediaRoot
 from batchgen.models.base import Model
@@ -96,6 +96,8 @@ class Engine:
         self.tokenizer = tokenizer
         self.grammars = grammars or Grammars(tokenizer, model.spec.vocab_size, lenient=config.lenient_schemas)
         """Constraints of rows, each compiled once."""
+        self.backend = choose_backend(config.attention, model.spec.device)
+        """The kernels of every run."""
         self.processors = load_processors(config.logit_processor)
         """Logit processors that rows may name."""
         self.last_run: Running | None = None
@@ -104,7 +106,7 @@ class Engine:
     @property
     def kernels(self) -> str:
         """Name of the attention backend."""
-        return attention_name(self.config.attention, self.model.spec.device)
+        return self.backend.name
 
     def generate(
         self,
@@ -201,13 +203,12 @@ class Engine:
             workload.draws,
             SchedulerConfig(num_pages=pages, page_size=config.page_size, max_num_seqs=seqs, max_tokens_per_step=tokens),
         )
-        attention = attention_factory(config.attention, spec.device)
         loop = Loop(
             workload,
             scheduler,
             self.model,
             pool,
-            attention,
+            self.backend,
             self.tokenizer,
             self.grammars,
             prompt_ids=prompt_ids,

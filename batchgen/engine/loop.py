@@ -22,7 +22,7 @@ from batchgen.engine.shaping import RepetitionScope, Shapes
 from batchgen.engine.states import StateKeeper
 from batchgen.engine.streaming import Emit, Streams
 from batchgen.errors import ErrorCode, ErrorInfo
-from batchgen.kernels.backend import AttentionFactory
+from batchgen.kernels.backend import Backend
 from batchgen.kernels.types import KVPool
 from batchgen.models.base import Model, ModelInput
 from batchgen.plan.scheduler import Scheduler
@@ -66,7 +66,7 @@ class Loop:
         scheduler: Scheduler,
         model: Model,
         pool: KVPool,
-        attention: AttentionFactory,
+        backend: Backend,
         tokenizer: Tokenizer,
         grammars: Grammars,
         *,
@@ -86,15 +86,15 @@ class Loop:
         self._scheduler = scheduler
         self._model = model
         self._pool = pool
-        self._attention = attention
+        self._backend = backend
         self._tokenizer = tokenizer
         self._grammars = grammars
         self._prompt_ids = prompt_ids
         self._repeat_span = repeat_span
-        self._sampler = Sampler(model.spec.device, processors, logprobs_mode)
+        self._sampler = Sampler(model.spec.device, backend.ops, processors, logprobs_mode)
         self._shapes = Shapes(tokenizer, model.spec.vocab_size, repetition_scope)
         self._token_text = lru_cache(1 << 16)(tokenizer.token_text)
-        self.prompts = PromptLogprobs(workload, model.spec.vocab_size, self._token_text)
+        self.prompts = PromptLogprobs(workload, model.spec.vocab_size, self._token_text, backend.ops)
         self._states = states
         self._streams = Streams(workload, tokenizer, emit)
         self._scores = Scores(workload, self.prompts, prompt_ids=prompt_ids)
@@ -144,10 +144,11 @@ class Loop:
         inputs = ModelInput(
             batch.input_ids,
             batch.positions,
-            self._attention(self._pool, batch.attention),
+            self._backend.attention(self._pool, batch.attention),
             taps,
             lora=batch.lora,
             embeds=batch.embeds,
+            ops=self._backend.ops,
         )
         hidden = self._model.hidden(inputs)  # [T, H]
         if self.prompts:

@@ -22,14 +22,14 @@ from torch import Tensor
 from batchgen.engine.capture import NodeRows, Piece, PromptCapture, batches
 from batchgen.engine.planning import Workload
 from batchgen.errors import ErrorCode, RowError
-from batchgen.kernels.logprobs import log_normalizers, token_logprobs, top_logprobs
+from batchgen.kernels.ops import Ops
 from batchgen.plan.types import StepPlan
 from batchgen.request import Completion, Request
 
 __all__ = ["LOGITS_BYTES", "PromptLogprobs"]
 
 LOGITS_BYTES = 64 << 20
-"""Float32 logits of prompt positions made at once."""
+"""Logits of prompt positions made at once, counted as float32."""
 
 _NAN = "the model's logits held a not-a-number in this prompt; try --dtype float32 or check the weights"
 
@@ -43,12 +43,14 @@ class PromptLogprobs:
         workload: its requests' parameters say what each wants.
         vocab_size: width of the logits, V.
         text: what a token says, decoded alone.
+        ops: the kernels.
     """
 
-    def __init__(self, workload: Workload, vocab_size: int, text: Callable[[int], str]) -> None:
+    def __init__(self, workload: Workload, vocab_size: int, text: Callable[[int], str], ops: Ops) -> None:
         table, tree = workload.table, workload.tree
         self._table = table
         self._text = text
+        self._ops = ops
         self._request, self._end = tree.request.data, tree.end.data
         self._parent, self._subtree_end = tree.parent.data, tree.subtree_end.data
         self._leaf = tree.node_of_request.data
@@ -70,7 +72,7 @@ class PromptLogprobs:
         Args:
             plan: the step.
             hidden: [T, H] states after the final norm.
-            logits: [R, H] -> [R, V] float32.
+            logits: [R, H] -> [R, V].
         """
         for batch in batches(self.capture.pieces(plan), self._rows):
             tokens = np.concatenate([np.arange(piece.flat, piece.flat + len(piece)) for piece in batch])
@@ -150,13 +152,13 @@ class PromptLogprobs:
 
     def _keep(self, batch: list[Piece], logits: Tensor) -> None:
         """Take what the pieces' nodes want from the logits [r, V] of their positions."""
-        normalizers = log_normalizers(logits)  # [r]
+        normalizers = self._ops.log_normalizers(logits)  # [r]
         normalizers = torch.where(torch.isfinite(normalizers), normalizers, torch.nan)
         targets = torch.from_numpy(np.concatenate([self._targets(piece) for piece in batch])).to(logits.device)
-        following = token_logprobs(logits, targets, normalizers).cpu().numpy()
+        following = self._ops.token_logprobs(logits, targets, normalizers).cpu().numpy()
         most = max(self._top_k[piece.node] for piece in batch)
         if most:
-            ids, logprobs = top_logprobs(logits, most, normalizers)  # 2 x [r, K]
+            ids, logprobs = self._ops.top_logprobs(logits, most, normalizers)  # 2 x [r, K]
             top_ids, top = ids.to(torch.int32).cpu().numpy(), logprobs.cpu().numpy()
         at = 0
         for piece in batch:
@@ -227,7 +229,7 @@ def _starts(workload: Workload) -> npt.NDArray[np.int64]:
 def _at(logits: Tensor, ids: list[int], normalizers: Tensor) -> Floats:
     """[r, len(ids)] logprobs of given ids in every row of the logits [r, V]."""
     columns = torch.tensor(ids, dtype=torch.int64, device=logits.device)
-    found: Floats = (logits[:, columns] - normalizers[:, None]).cpu().numpy()
+    found: Floats = (logits[:, columns].float() - normalizers[:, None]).cpu().numpy()
     return found
 
 

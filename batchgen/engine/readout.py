@@ -12,8 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from batchgen.kernels.filtering import filtered_scores
-from batchgen.kernels.logprobs import log_normalizers, token_logprobs, top_logprobs
+from batchgen.kernels.ops import Ops
 from batchgen.kernels.sampling import SamplingColumns
 from batchgen.params import SamplingParams
 
@@ -56,7 +55,7 @@ class RawLogprobs:
 
     read: _Read
     kept: Tensor | None
-    """[A, V] float32: rows whose logits shaping is about to alter"""
+    """[A, V]: rows whose logits shaping is about to alter"""
 
 
 class Readout:
@@ -69,6 +68,7 @@ class Readout:
         sampling: SamplingColumns,
         mode: LogprobsMode,
         device: torch.device,
+        ops: Ops,
     ) -> None:
         """`rows`: those that want logprobs, with their places; `altered`: places whose logits are not only masked."""
 
@@ -76,6 +76,7 @@ class Readout:
             return torch.tensor(values, dtype=torch.int64, device=device)
 
         self._mode = mode
+        self._ops = ops
         self._sampling = sampling
         self._params = [params for _, params in rows]
         self._rows = [i for i, _ in rows]
@@ -88,7 +89,7 @@ class Readout:
         self._altered = ints(places) if places else None
 
     def before(self, logits: Tensor) -> RawLogprobs | None:
-        """Read raw logprobs from [R, V] float32 logits that nothing has shaped yet; None in processed mode."""
+        """Read raw logprobs from [R, V] logits that nothing has shaped yet; None in processed mode."""
         if self._mode == "processed":
             return None
         source = logits if len(self._rows) == logits.shape[0] else logits[self._index]
@@ -99,16 +100,16 @@ class Readout:
         """Every row's logprobs, by its place.
 
         Args:
-            logits: [R, V] float32, shaped.
+            logits: [R, V], shaped.
             tokens: [R] int64 that were drawn.
             raw: what `before` read.
         """
         drawn_tokens = tokens[self._index]
         if raw is None:
             return self._processed(logits, drawn_tokens)
-        values = logits[self._index, drawn_tokens]  # a mask leaves what can be drawn as it was
+        values = logits[self._index, drawn_tokens].float()  # a mask leaves what can be drawn as it was
         if raw.kept is not None and self._altered is not None:
-            values[self._altered] = raw.kept.gather(-1, drawn_tokens[self._altered, None]).squeeze(-1)
+            values[self._altered] = raw.kept.gather(-1, drawn_tokens[self._altered, None]).squeeze(-1).float()
         return self._by_row(values - raw.read.normalizers, raw.read)
 
     def _processed(self, logits: Tensor, drawn_tokens: Tensor) -> dict[int, RowLogprobs]:
@@ -117,8 +118,8 @@ class Readout:
         for begin in range(0, len(self._rows), step):
             part = slice(begin, begin + step)
             rows, columns = self._index[part], self._sampling
-            scores = filtered_scores(
-                logits[rows],
+            scores = self._ops.filtered_scores(
+                logits[rows].float(),
                 columns.temperature[rows],
                 columns.top_k[rows],
                 columns.top_p[rows],
@@ -126,7 +127,7 @@ class Readout:
                 drawn_tokens[part],
             )
             reads.append(self._read(scores, part))
-            drawn.append(token_logprobs(scores, drawn_tokens[part], reads[-1].normalizers))
+            drawn.append(self._ops.token_logprobs(scores, drawn_tokens[part], reads[-1].normalizers))
         tops = [read.top for read in reads if read.top is not None]
         asked = [read.asked for read in reads if read.asked is not None]
         joined = _Read(
@@ -138,11 +139,11 @@ class Readout:
 
     def _read(self, scores: Tensor, part: slice) -> _Read:
         """Everything but the tokens drawn, which are not known yet, of [w, V] scores."""
-        normalizers = log_normalizers(scores)
+        normalizers = self._ops.log_normalizers(scores)
         return _Read(
             normalizers,
-            top_logprobs(scores, self._top_k, normalizers) if self._top_k else None,
-            None if self._named is None else scores.gather(-1, self._named[part]) - normalizers[:, None],
+            self._ops.top_logprobs(scores, self._top_k, normalizers) if self._top_k else None,
+            None if self._named is None else scores.gather(-1, self._named[part]).float() - normalizers[:, None],
         )
 
     def _by_row(self, drawn: Tensor, read: _Read) -> dict[int, RowLogprobs]:

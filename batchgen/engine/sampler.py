@@ -14,8 +14,8 @@ from batchgen.engine.sequence import Sequence
 from batchgen.engine.shaping import Shaper
 from batchgen.engine.stop_mask import hide_stops
 from batchgen.errors import ErrorCode, ErrorInfo
-from batchgen.kernels.noise import row_keys
-from batchgen.kernels.sampling import SamplingColumns, nan_rows, sample
+from batchgen.kernels.ops import Ops
+from batchgen.kernels.sampling import SamplingColumns
 from batchgen.kernels.shaping import masked_draws
 from batchgen.params import SamplingParams
 from batchgen.processors import LoadedProcessor
@@ -49,11 +49,13 @@ class Sampler:
     def __init__(
         self,
         device: torch.device,
+        ops: Ops,
         processors: Mapping[str, LoadedProcessor] | None = None,
         logprobs_mode: LogprobsMode = "raw",
     ) -> None:
         """`processors`: those that rows may name."""
         self._device = device
+        self._ops = ops
         self._processors = processors or {}
         self._mode: LogprobsMode = logprobs_mode
         self._rows: list[Sequence] = []
@@ -63,32 +65,34 @@ class Sampler:
         """Draw one token per row.
 
         Args:
-            logits: [R, V] float32 as the model gave them; shaped and masked in place.
+            logits: [R, V] as the model gave them. Not the caller's any more: they may be shaped and masked in place.
             rows: [R] the sequences the rows belong to.
         """
         columns = self._columns
         if columns is None or rows != self._rows:
-            columns = self._columns = _Columns.of(rows, self._processors, self._mode, self._device)
+            columns = self._columns = _Columns.of(rows, self._processors, self._mode, self._device, self._ops)
             self._rows = list(rows)
         # First of all: a device still computes the logits while the host fills masks.
         masks = columns.grammars.fill(logits.shape[1]) if columns.grammars is not None else None
-        errors = dict.fromkeys(nan_rows(logits).nonzero().flatten().tolist(), _NAN)
+        errors = dict.fromkeys(self._ops.nan_rows(logits).nonzero().flatten().tolist(), _NAN)
         raw = columns.readout.before(logits) if columns.readout is not None else None
+        if columns.edits:
+            logits = logits.float()
         if columns.shaper is not None:
             errors |= columns.shaper(logits, errors)
         # Masks commute; the minimum's is last, since it gives way where they leave nothing.
         if columns.grammars is not None and masks is not None:
             columns.grammars.apply(logits, masks)
-        hidden = hide_stops(logits, columns.minimums) if columns.minimums else None
+        hidden = hide_stops(logits, columns.minimums, self._ops) if columns.minimums else None
         positions = torch.tensor([len(row.output_ids) for row in rows], dtype=torch.int64, device=self._device)
-        sampling = columns.at(positions)
-        tokens = sample(logits, sampling).tokens  # [R]
+        sampling = columns.at(positions, self._ops)
+        tokens = self._ops.sample(logits, sampling).tokens  # [R]
         exhausted: frozenset[int] = frozenset()
         if columns.masked is not None:
             empty = masked_draws(logits, columns.masked, tokens)
             if empty and hidden is not None:
                 hidden.show(logits, empty)
-                tokens = sample(logits, sampling).tokens
+                tokens = self._ops.sample(logits, sampling).tokens
                 empty = masked_draws(logits, columns.masked, tokens)
             exhausted = frozenset(row for row in empty if rows[row].grammar is not None)
             errors = {row: _nothing_left(rows[row].request.params) for row in empty if row not in exhausted} | errors
@@ -122,7 +126,11 @@ class _Columns:
 
     @staticmethod
     def of(
-        rows: list[Sequence], processors: Mapping[str, LoadedProcessor], mode: LogprobsMode, device: torch.device
+        rows: list[Sequence],
+        processors: Mapping[str, LoadedProcessor],
+        mode: LogprobsMode,
+        device: torch.device,
+        ops: Ops,
     ) -> _Columns:
         params = [row.request.params for row in rows]
 
@@ -145,15 +153,20 @@ class _Columns:
             seeds=ints([row.request.seed for row in rows]),
             samples=ints([row.sample_index for row in rows]),
             sampling=sampling,
-            readout=Readout(wanted, altered, sampling, mode, device) if wanted else None,
-            shaper=Shaper(shaped, len(rows), processors, device) if shaped else None,
+            readout=Readout(wanted, altered, sampling, mode, device, ops) if wanted else None,
+            shaper=Shaper(shaped, len(rows), processors, device, ops) if shaped else None,
             minimums=[(i, row) for i, row in enumerate(rows) if row.masked_ids],
-            grammars=GrammarMasks(grammars) if grammars else None,
+            grammars=GrammarMasks(grammars, ops) if grammars else None,
             masked=ints(masked) if masked else None,
         )
 
-    def at(self, positions: Tensor) -> SamplingColumns:
+    @property
+    def edits(self) -> bool:
+        """Whether anything may be written to the logits, which takes float32."""
+        return self.shaper is not None or self.grammars is not None or bool(self.minimums)
+
+    def at(self, positions: Tensor, ops: Ops) -> SamplingColumns:
         """The columns with this step's noise keys."""
         if self.sampling.all_greedy:
             return self.sampling
-        return self.sampling.with_keys(row_keys(self.seeds, self.samples, positions))
+        return self.sampling.with_keys(ops.row_keys(self.seeds, self.samples, positions))

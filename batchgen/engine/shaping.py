@@ -20,8 +20,7 @@ from torch import Tensor
 from batchgen.engine.counts import TokenCounts
 from batchgen.engine.processors import OfferedRow, process
 from batchgen.errors import ErrorInfo
-from batchgen.kernels.logprobs import mask_tokens
-from batchgen.kernels.shaping import add_bias, keep_only, penalise
+from batchgen.kernels.ops import Ops
 from batchgen.params import SamplingParams
 from batchgen.processors import LoadedProcessor
 from batchgen.request import Request
@@ -144,9 +143,11 @@ class Shaper:
         count: int,
         processors: Mapping[str, LoadedProcessor],
         device: torch.device,
+        ops: Ops,
     ) -> None:
         """`rows`: those of a step's `count` rows that ask for something, with their places."""
         self._device = device
+        self._ops = ops
         self._processors = processors
         self._penalised = [(i, s.counts) for i, s in rows if s.counts is not None]
         self._phrased = [(i, s) for i, s in rows if s.shape.phrases]
@@ -194,7 +195,7 @@ class Shaper:
         """
         self._penalise(logits)
         if self._bias is not None and self._bias_values is not None:
-            add_bias(logits, *self._bias, self._bias_values)
+            self._ops.add_bias(logits, *self._bias, self._bias_values)
         errors = self._process(logits, failed)
         self._mask(logits)
         return errors
@@ -203,7 +204,9 @@ class Shaper:
         pairs = self._pairs([(i, counts.ids) for i, counts in self._penalised])
         if pairs is not None:
             counts = torch.from_numpy(np.concatenate([counts.counts for _, counts in self._penalised]))
-            penalise(logits, *pairs, counts.to(self._device), self._repetition, self._frequency, self._presence)
+            self._ops.penalise(
+                logits, *pairs, counts.to(self._device), self._repetition, self._frequency, self._presence
+            )
 
     def _process(self, logits: Tensor, failed: Container[int]) -> dict[int, ErrorInfo]:
         errors: dict[int, ErrorInfo] = {}
@@ -216,10 +219,10 @@ class Shaper:
 
     def _mask(self, logits: Tensor) -> None:
         if self._banned is not None:
-            mask_tokens(logits, *self._banned)
+            self._ops.mask_tokens(logits, *self._banned)
         ends = [(i, token) for i, shaping in self._phrased for token in shaping.phrase_ends()]
         if ends:
             at = torch.tensor(ends, dtype=torch.int64, device=self._device)
-            mask_tokens(logits, at[:, 0], at[:, 1])
+            self._ops.mask_tokens(logits, at[:, 0], at[:, 1])
         if self._allowed is not None:
-            keep_only(logits, self._only, *self._allowed)
+            self._ops.keep_only(logits, self._only, *self._allowed)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.sequence import Sequence
-from batchgen.kernels.logprobs import mask_tokens
+from batchgen.kernels.ops import Ops
 
 __all__ = ["HiddenStops", "hide_stops"]
 
@@ -30,17 +30,18 @@ class HiddenStops:
         logits.index_put_((self.rows[lifted], self.ids[lifted]), self.logits[lifted])
 
 
-def hide_stops(logits: Tensor, rows: list[tuple[int, Sequence]]) -> HiddenStops | None:
+def hide_stops(logits: Tensor, rows: list[tuple[int, Sequence]], ops: Ops) -> HiddenStops | None:
     """Mask the stops of those rows that are short of their minimum, in place; None where none is.
 
     Args:
         logits: [R, V] float32.
         rows: rows with a minimum, and their places.
+        ops: the kernels.
     """
     pairs = [(i, token) for i, row in rows if row.masks_stops for token in row.masked_ids]
     if not pairs:
         return None
     at = torch.tensor(pairs, dtype=torch.int64, device=logits.device)
     hidden = HiddenStops(at[:, 0], at[:, 1], logits[at[:, 0], at[:, 1]])
-    mask_tokens(logits, hidden.rows, hidden.ids)
+    ops.mask_tokens(logits, hidden.rows, hidden.ids)
     return hidden

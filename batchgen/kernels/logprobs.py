@@ -14,18 +14,18 @@ _CHUNK = 1 << 18
 
 
 def log_normalizers(logits: Tensor) -> Tensor:
-    """log(sum(exp(logits))) of each row: [R] float32 of [R, V] float32, a few rows at a time."""
+    """log(sum(exp(logits))) of each row: [R] float32 of [R, V] of any float dtype, a few rows at a time."""
     step = max(1, _CHUNK // max(1, logits.shape[1]))
     if logits.shape[0] <= step:
-        return torch.logsumexp(logits, dim=-1)
-    return torch.cat([torch.logsumexp(part, dim=-1) for part in torch.split(logits, step)])
+        return torch.logsumexp(logits.float(), dim=-1)
+    return torch.cat([torch.logsumexp(part.float(), dim=-1) for part in torch.split(logits, step)])
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, normalizers: Tensor | None = None) -> Tensor:
     """Log-softmax of `logits` at one token per row.
 
     Args:
-        logits: [R, V] float32.
+        logits: [R, V].
         tokens: [R] int64.
         normalizers: [R] float32, `log_normalizers(logits)` where it is known already.
 
@@ -34,14 +34,14 @@ def token_logprobs(logits: Tensor, tokens: Tensor, normalizers: Tensor | None = 
     """
     if normalizers is None:
         normalizers = log_normalizers(logits)
-    return logits.gather(-1, tokens[:, None]).squeeze(-1) - normalizers
+    return logits.gather(-1, tokens[:, None]).squeeze(-1).float() - normalizers
 
 
 def top_logprobs(logits: Tensor, k: int, normalizers: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The k most likely tokens of each row, most likely first, ties by lowest id.
 
     Args:
-        logits: [R, V] float32.
+        logits: [R, V].
         k: 1 to V.
         normalizers: as in `token_logprobs`.
 
@@ -51,7 +51,7 @@ def top_logprobs(logits: Tensor, k: int, normalizers: Tensor | None = None) -> t
     if normalizers is None:
         normalizers = log_normalizers(logits)
     values, ids = largest(logits, k)
-    return ids, values - normalizers[:, None]
+    return ids, values.float() - normalizers[:, None]
 
 
 def mask_tokens(logits: Tensor, rows: Tensor, ids: Tensor) -> None:

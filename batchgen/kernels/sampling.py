@@ -142,8 +142,8 @@ def sample(logits: Tensor, columns: SamplingColumns) -> SampleResult:
     """Draw one token per row.
 
     Args:
-        logits: [R, V] float32, after penalties and masks; left as it is. -inf is never drawn. Rows named by
-            `nan_rows` give some id in range.
+        logits: [R, V], after penalties and masks; left as they are, and drawn by in float32. -inf is never drawn. Rows
+            named by `nan_rows` give some id in range.
         columns: the rows' parameters, with keys unless all rows are greedy.
     """
     if columns.all_greedy:
@@ -169,7 +169,7 @@ def _draw(logits: Tensor, rows: _Rows, columns: SamplingColumns, keys: Tensor) -
     parts = []
     for begin in range(0, temperature.shape[0], step):
         at = slice(begin, begin + step)
-        part = logits[at] if rows.index is None else logits.index_select(0, rows.index[at])
+        part = (logits[at] if rows.index is None else logits.index_select(0, rows.index[at])).float()
         if rows.top_k:
             k = top_k[at].clamp(max=vocab)
             candidates = largest(part, min(rows.top_k, vocab))

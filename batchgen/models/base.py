@@ -9,7 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from batchgen.kernels import torch_ops
 from batchgen.kernels.lora import LoraStep
+from batchgen.kernels.ops import Ops
 from batchgen.kernels.types import Attention, LayerKV
 from batchgen.params import StateLimits
 
@@ -104,6 +106,8 @@ class ModelInput:
     """Tokens that go through an adapter; None where none does"""
     embeds: TokenEmbeds | None = None
     """Tokens whose id means nothing; None where there are none"""
+    ops: Ops = torch_ops
+    """The operations to build the step from."""
 
 
 class Model(Protocol):
@@ -119,7 +123,7 @@ class Model(Protocol):
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[R, H] -> [R, V] float32."""
+        """[R, H] -> [R, V] in the model's dtype."""
         ...
 
     def takes_embeds(self) -> bool:

@@ -212,8 +212,8 @@ class TransformersModel:
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """[R, H] -> [R, V] float32."""
-        return self._model.logits(hidden).float()
+        """[R, H] -> [R, V] in the model's dtype."""
+        return self._model.logits(hidden)
 
     @torch.no_grad()
     def takes_embeds(self) -> bool:

@@ -326,7 +326,7 @@ def _tested(model: TransformersModel, ids: Tensor, expected: Tensor) -> Transfor
     """Hold our logits [7, V], in two chunks, against the library's for the whole."""
     probe = ProbeAttention()
     bounds = ((0, _TEST_SPLIT), (_TEST_SPLIT, len(ids)))
-    got = torch.cat([model.logits(model.hidden(_chunk(ids, *pair, probe))) for pair in bounds])  # [7, V]
+    got = torch.cat([model.logits(model.hidden(_chunk(ids, *pair, probe))) for pair in bounds]).float()  # [7, V]
     error = (got - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-6)  # [7]
     worst = float(error.median() if model.spec.dtype != torch.float32 else error.max())
     if not worst <= _TOLERANCE[model.spec.dtype]:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from batchgen.kernels.activation import gated
 from batchgen.kernels.linear import Linear
-from batchgen.kernels.lora import LoraPairs, LoraStep, add_lora
-from batchgen.kernels.norm import rms_norm
+from batchgen.kernels.lora import LoraPairs, LoraStep
+from batchgen.kernels.ops import Ops
 from batchgen.kernels.rope import apply_rope, inverse_frequencies, rope_tables
 from batchgen.kernels.types import LayerKV
 from batchgen.models.base import ModelInput, ModelSpec
@@ -46,11 +46,11 @@ class _Layer:
     lora: Mapping[str, LoraPairs] = field(default_factory=dict)
     """By the name of a linear layer that an adapter changes."""
 
-    def project(self, name: str, linear: Linear, x: Tensor, step: LoraStep | None) -> Tensor:
+    def project(self, name: str, linear: Linear, x: Tensor, step: LoraStep | None, ops: Ops) -> Tensor:
         """[T, I] -> [T, O], each token with its adapter's change."""
         out = linear(x)
         if step is not None and name in self.lora:
-            add_lora(out, x, step, self.lora[name])
+            ops.add_lora(out, x, step, self.lora[name])
         return out
 
 
@@ -87,27 +87,28 @@ class NativeModel:
         if inputs.embeds is not None:
             x[inputs.embeds.rows] = inputs.embeds.values.to(x.dtype)
         tables = rope_tables(self._inv_freq, self._rope_scale, inputs.positions, x.dtype)  # 2 x [T, 1, D]
-        eps, lora = self._config.rms_eps, inputs.lora
+        eps, lora, ops = self._config.rms_eps, inputs.lora, inputs.ops
         taps = inputs.taps
         tapped = () if taps is None else taps.layers
         if taps is not None and 0 in tapped:
             taps.take(0, x)
         for layer in self._layers:
-            attended = _attention(self._config, layer, rms_norm(x, layer.input_norm, eps), tables, inputs)
-            x = x.add_(layer.project("o", layer.o, attended, lora))  # [T, H]
-            gate_up = layer.project("gate_up", layer.gate_up, rms_norm(x, layer.post_norm, eps), lora)  # [T, 2I]
-            x = x.add_(layer.project("down", layer.down, gated(gate_up, self._config.activation), lora))  # [T, H]
+            attended = _attention(self._config, layer, ops.rms_norm(x, layer.input_norm, eps), tables, inputs)
+            x = x.add_(layer.project("o", layer.o, attended, lora, ops))  # [T, H]
+            normed = ops.rms_norm(x, layer.post_norm, eps)  # [T, H]
+            gate_up = layer.project("gate_up", layer.gate_up, normed, lora, ops)  # [T, 2I]
+            x = x.add_(layer.project("down", layer.down, gated(gate_up, self._config.activation), lora, ops))  # [T, H]
             if taps is not None and layer.index + 1 in tapped:
                 taps.take(layer.index + 1, x)
-        x = rms_norm(x, self._norm, eps)  # [T, H]
+        x = ops.rms_norm(x, self._norm, eps)  # [T, H]
         if taps is not None and -1 in tapped:
             taps.take(-1, x)
         return x
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """[R, H] -> [R, V] float32."""
-        return self._head(hidden).float()  # [R, V]
+        """[R, H] -> [R, V] in the model's dtype."""
+        return self._head(hidden)  # [R, V]
 
     def takes_embeds(self) -> bool:
         """Whether tokens may come as embeddings that are those of no id: always."""
@@ -118,11 +119,11 @@ def _attention(
     config: NativeConfig, layer: _Layer, x: Tensor, tables: tuple[Tensor, Tensor], inputs: ModelInput
 ) -> Tensor:
     """Project, normalise, rotate, attend: [T, H] -> [T, N * D]."""
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-    qkv = layer.project("qkv", layer.qkv, x, inputs.lora).view(x.shape[0], -1, config.head_dim)  # [T, N + 2K, D]
+    heads, kv_heads, ops = config.num_heads, config.num_kv_heads, inputs.ops
+    qkv = layer.project("qkv", layer.qkv, x, inputs.lora, ops).view(x.shape[0], -1, config.head_dim)  # [T, N + 2K, D]
     if layer.q_norm is not None and layer.k_norm is not None:
-        q = rms_norm(qkv[:, :heads], layer.q_norm, config.rms_eps)  # [T, N, D]
-        k = rms_norm(qkv[:, heads : heads + kv_heads], layer.k_norm, config.rms_eps)  # [T, K, D]
+        q = ops.rms_norm(qkv[:, :heads], layer.q_norm, config.rms_eps)  # [T, N, D]
+        k = ops.rms_norm(qkv[:, heads : heads + kv_heads], layer.k_norm, config.rms_eps)  # [T, K, D]
         q, k = apply_rope(q, *tables), apply_rope(k, *tables)  # [T, N, D], [T, K, D]
     else:
         rotated = apply_rope(qkv[:, : heads + kv_heads], *tables)  # [T, N + K, D]

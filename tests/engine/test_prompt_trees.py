@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from batchgen.engine.planning import Workload
 from batchgen.engine.prompt_logprobs import PromptLogprobs
+from batchgen.kernels import torch_ops
 from batchgen.params import SamplingParams
 from batchgen.plan.scheduler import SchedulerConfig
 from batchgen.plan.types import StepPlan
@@ -62,7 +63,7 @@ class Scoring(Simulator):
         none = np.zeros(0, np.int64)
         workload = Workload(table, self.tree, samples, own, samples < 0, none, none, none)
         self.table = table
-        self.scorer = PromptLogprobs(workload, VOCAB, str)
+        self.scorer = PromptLogprobs(workload, VOCAB, str, torch_ops)
         self.unended = [len(t) for t in targets]
         self.read: Counter[int] = Counter()
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from batchgen.engine import readout, sampler, shaping, stop_mask
 from batchgen.engine.engine import Engine
 from batchgen.errors import ErrorCode
+from batchgen.kernels import torch_ops
 from batchgen.kernels.shaping import penalise
 from batchgen.params import SamplingParams
 from batchgen.request import Completion
@@ -141,7 +142,7 @@ def test_only_rows_that_name_a_thing_are_touched(
             kept.append(0 if found.kept is None else len(found.kept))
             return found
 
-    monkeypatch.setattr(shaping, "penalise", counted)
+    monkeypatch.setattr(torch_ops, "penalise", counted)
     monkeypatch.setattr(sampler, "Readout", Watched)
     rows: list[dict[str, Any]] = [{"input_ids": prompts[0], **PLAIN, "return_logprob": True} for _ in range(6)]
     rows[0] |= {"frequency_penalty": 0.5}
@@ -257,9 +258,9 @@ def test_a_minimum_costs_only_its_own_row(
 ) -> None:
     seen: list[int] = []
 
-    def counted(logits: Tensor, rows: Any) -> Any:
+    def counted(logits: Tensor, rows: Any, ops: Any) -> Any:
         seen.append(len(rows))
-        return stop_mask.hide_stops(logits, rows)
+        return stop_mask.hide_stops(logits, rows, ops)
 
     monkeypatch.setattr(sampler, "hide_stops", counted)
     rows: list[dict[str, Any]] = [{"input_ids": p, **PLAIN} for p in prompts]

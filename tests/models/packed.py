@@ -69,7 +69,7 @@ def packed_logits(
         hidden = model.hidden(inputs)
         assert hidden.shape == (len(ids), model.spec.hidden_size)
         assert hidden.dtype == model.spec.dtype
-        logits = model.logits(hidden)
+        logits = model.logits(hidden).float()
         assert logits.shape == (len(ids), model.spec.vocab_size)
         assert logits.dtype == torch.float32
         for (i, start, end), rows in zip(step, logits.split([e - s for _, s, e in step]), strict=True):

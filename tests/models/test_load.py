@@ -27,7 +27,7 @@ HAS_BF16 = bool(torch.cpu.get_capabilities().get("avx512_bf16") or torch.cpu.get
 def logits(folder: Path, **options: object) -> torch.Tensor:
     model = load_model(folder, device="cpu", **{"dtype": "float32", **options})  # type: ignore[arg-type]
     ids = torch.arange(3, 15)
-    return model.logits(model.hidden(ModelInput(ids, torch.arange(len(ids)), ProbeAttention())))
+    return model.logits(model.hidden(ModelInput(ids, torch.arange(len(ids)), ProbeAttention()))).float()
 
 
 @pytest.mark.parametrize("implementation", ["native", "transformers"])

@@ -1,0 +1,29 @@
+"""`Ops` on Triton: the launchers, by name, and the plain version of what needs no kernel."""
+
+from __future__ import annotations
+
+from batchgen.kernels.bitmask import apply_bitmask
+from batchgen.kernels.filtering import filtered_scores
+from batchgen.kernels.gpu.lora import add_lora
+from batchgen.kernels.gpu.norm import rms_norm
+from batchgen.kernels.logprobs import log_normalizers, mask_tokens, token_logprobs, top_logprobs
+from batchgen.kernels.noise import row_keys
+from batchgen.kernels.sampling import nan_rows, sample
+from batchgen.kernels.shaping import add_bias, keep_only, penalise
+
+__all__ = [
+    "add_bias",
+    "add_lora",
+    "apply_bitmask",
+    "filtered_scores",
+    "keep_only",
+    "log_normalizers",
+    "mask_tokens",
+    "nan_rows",
+    "penalise",
+    "rms_norm",
+    "row_keys",
+    "sample",
+    "token_logprobs",
+    "top_logprobs",
+]

@@ -1,0 +1,95 @@
+"""The operations that the models and the engine are built from, as one object that a backend chooses.
+
+Two modules are such objects: `torch_ops` (plain PyTorch, on any device, and the oracle) and `gpu.ops` (Triton). What
+each operation computes is written at its plain version, in the file named beside it here.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from batchgen.kernels.lora import LoraPairs, LoraStep
+from batchgen.kernels.sampling import SampleResult, SamplingColumns
+
+__all__ = ["Ops"]
+
+
+class Ops(Protocol):
+    """Tensors in, tensors out. Logits may be of any floating-point dtype where nothing is written to them."""
+
+    # norm.py
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Root-mean-square norm of the last dimension."""
+        ...
+
+    # lora.py
+    def add_lora(self, out: Tensor, x: Tensor, step: LoraStep, pairs: LoraPairs) -> None:
+        """Each token's adapter's change of a linear layer, in place."""
+        ...
+
+    # shaping.py
+    def penalise(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        ids: Tensor,
+        counts: Tensor,
+        repetition: Tensor,
+        frequency: Tensor,
+        presence: Tensor,
+    ) -> None:
+        """The three penalties, in place."""
+        ...
+
+    def add_bias(self, logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> None:
+        """Biases by row and token, in place."""
+        ...
+
+    def keep_only(self, logits: Tensor, whole: Tensor, rows: Tensor, ids: Tensor) -> None:
+        """Mask whole rows but for the pairs named, in place."""
+        ...
+
+    # logprobs.py
+    def mask_tokens(self, logits: Tensor, rows: Tensor, ids: Tensor) -> None:
+        """Mask pairs of row and token, in place."""
+        ...
+
+    def log_normalizers(self, logits: Tensor) -> Tensor:
+        """Log of the sum of exponentials of each row."""
+        ...
+
+    def token_logprobs(self, logits: Tensor, tokens: Tensor, normalizers: Tensor | None = None) -> Tensor:
+        """Log-softmax at one token per row."""
+        ...
+
+    def top_logprobs(self, logits: Tensor, k: int, normalizers: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The k most likely tokens of each row and their log-probabilities."""
+        ...
+
+    # bitmask.py
+    def apply_bitmask(self, logits: Tensor, bitmask: Tensor, rows: Tensor | None = None) -> None:
+        """Mask by packed bits, in place."""
+        ...
+
+    # noise.py
+    def row_keys(self, seeds: Tensor, sample_indexes: Tensor, positions: Tensor) -> Tensor:
+        """Keys of the rows' next draws."""
+        ...
+
+    # sampling.py
+    def nan_rows(self, logits: Tensor) -> Tensor:
+        """Rows that nothing can be drawn from."""
+        ...
+
+    def sample(self, logits: Tensor, columns: SamplingColumns) -> SampleResult:
+        """One token per row."""
+        ...
+
+    # filtering.py
+    def filtered_scores(
+        self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, drawn: Tensor
+    ) -> Tensor:
+        """The scores that a row's token is drawn by."""
+        ...
