@@ -2,9 +2,8 @@
 
 One call for all prefill chunks, one for all decode rows over their own pages. Chunks attend to their whole past,
 shared pages included. Decode rows that share a prefix attend to it by a pass of our own (`PrefixPass`), whose partial
-results are merged with the library's by log-sum-exp, in float32:
-
-    total = log(exp(lse) + exp(lse_p)),  out = exp(lse - total) out + exp(lse_p - total) out_p
+results are merged with the library's by log-sum-exp, in float32 (see `merge`). A sink joins the denominator at the
+end: out * sigmoid(lse - sink).
 
 A row's own pages may begin past position 0. The library takes them for the whole sequence: its causal mask and its
 window count back from the last key, where the row's query stands, so that nothing more than the distance is needed.
@@ -22,9 +21,10 @@ from torch import Tensor
 
 from batchgen.kernels.attention import store
 from batchgen.kernels.flash_library import FlashLibrary, Runs
+from batchgen.kernels.merge import merge_parts
 from batchgen.kernels.types import AttentionBatch, ChunkPages, KVPool
 
-__all__ = ["FlashAttention", "PrefixFactory", "PrefixPass", "flash_factory"]
+__all__ = ["FlashAttention", "MergeParts", "PrefixFactory", "PrefixPass", "flash_factory"]
 
 Ints = npt.NDArray[np.int32]
 
@@ -54,19 +54,46 @@ PrefixFactory = Callable[[KVPool, AttentionBatch], PrefixPass]
 """Makes one step's pass over shared prefixes."""
 
 
-def flash_factory(library: FlashLibrary, prefix: PrefixFactory) -> Callable[[KVPool, AttentionBatch], FlashAttention]:
-    """What makes each step's attention by `library`, with shared prefixes by `prefix`."""
-    return lambda pool, batch: FlashAttention(library, pool, batch, prefix)
+class MergeParts(Protocol):
+    """`merge.merge_parts`, the twin or the kernel."""
+
+    def __call__(
+        self,
+        out_a: Tensor,
+        lse_a: Tensor,
+        out_b: Tensor,
+        lse_b: Tensor,
+        *,
+        dtype: torch.dtype | None = None,
+        sinks: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `merge.merge_parts`."""
+        ...
+
+
+def flash_factory(
+    library: FlashLibrary, prefix: PrefixFactory, merge: MergeParts
+) -> Callable[[KVPool, AttentionBatch], FlashAttention]:
+    """What makes each step's attention by `library`, with shared prefixes by `prefix` and `merge`."""
+    return lambda pool, batch: FlashAttention(library, pool, batch, prefix, merge)
 
 
 class FlashAttention:
     """One step's attention (the `PagedAttention` protocol) by a flash library. Made anew each step."""
 
-    def __init__(self, library: FlashLibrary, pool: KVPool, batch: AttentionBatch, prefix: PrefixFactory) -> None:
+    def __init__(
+        self,
+        library: FlashLibrary,
+        pool: KVPool,
+        batch: AttentionBatch,
+        prefix: PrefixFactory,
+        merge: MergeParts = merge_parts,
+    ) -> None:
         self._library = library
         self._pool = pool
         self._batch = batch
         self._prefix = prefix(pool, batch) if batch.groups else None
+        self._merge = merge
         self._parts = _parts(batch)
         self._schedules: dict[tuple[int, int, tuple[int, ...], int | None, bool], Tensor | None] = {}
 
@@ -106,17 +133,18 @@ class FlashAttention:
         keys, values = self._pool.keys[layer], self._pool.values[layer]
         given = query.to(keys.dtype)
         out = torch.empty(*query.shape[:2], values.shape[3], dtype=keys.dtype, device=query.device)
-        lses = []
         for number, (tokens, runs) in enumerate(self._parts):
-            lse = self._attend_part(number, given[tokens], out[tokens], keys, values, runs, scale, window, softcap)
-            lses.append(lse)
-        if self._prefix is not None:
-            rows, _ = self._parts[-1]
-            part, part_lse = self._prefix.prefix_parts(layer, given, scale=scale, window=window, softcap=softcap)
-            merged, lses[-1] = _merge(out[rows], lses[-1], part, part_lse)
-            out[rows] = merged
-        if sinks is not None:
-            out = out * torch.sigmoid(torch.cat(lses) - sinks.float()).unsqueeze(-1)
+            part = out[tokens]
+            lse = self._attend_part(number, given[tokens], part, keys, values, runs, scale, window, softcap)
+            if self._prefix is not None and number == len(self._parts) - 1:
+                shared = self._prefix.prefix_parts(layer, given, scale=scale, window=window, softcap=softcap)
+                part, _ = self._merge(part, lse, *shared, sinks=sinks)
+            elif sinks is not None:
+                part = part * torch.sigmoid(lse - sinks.float()).unsqueeze(-1)
+            if len(part) == len(out):
+                out = part
+            elif part.data_ptr() != out[tokens].data_ptr():
+                out[tokens] = part
         return out.to(query.dtype)
 
     def _attend_part(
@@ -151,13 +179,6 @@ class FlashAttention:
         if written.data_ptr() != out.data_ptr():
             out.copy_(written)
         return lse.transpose(0, 1)
-
-
-def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Two partial results of the same rows: [R, N, Dv] with their lse [R, N]; float32."""
-    total = torch.logaddexp(lse, part_lse)
-    weighted = out.float() * torch.exp(lse - total).unsqueeze(-1)
-    return weighted.addcmul_(part, torch.exp(part_lse - total).unsqueeze(-1)), total
 
 
 def _parts(batch: AttentionBatch) -> list[tuple[slice, Runs]]:

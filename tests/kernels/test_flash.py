@@ -13,6 +13,9 @@ from torch import Tensor
 from batchgen.kernels.attention import TorchAttention
 from batchgen.kernels.flash import FlashAttention, flash_factory
 from batchgen.kernels.flash_library import FlashLibrary, find_flash
+from batchgen.kernels.gpu import merge as gpu_merge
+from batchgen.kernels.gpu.attention import TritonAttention
+from batchgen.kernels.merge import merge_parts
 from batchgen.kernels.reference import reference_attention
 from batchgen.kernels.types import AttentionBatch, KVPool
 from tests.kernels.fake_flash import Fakes, fakes
@@ -66,19 +69,20 @@ class PlainPrefix:
         return out, lse
 
 
-def attend(library: FlashLibrary, step: Step, **options: Any) -> Tensor:
-    made = flash_factory(library, PlainPrefix)(step.pool, step.batch)
+def attend(library: FlashLibrary, step: Step, triton: bool = False, **options: Any) -> Tensor:
+    factory = flash_factory(library, TritonAttention, gpu_merge.merge_parts)
+    made = (factory if triton else flash_factory(library, PlainPrefix, merge_parts))(step.pool, step.batch)
     return made.attend(0, step.query, step.key, step.value, **options)
 
 
-def compare(library: FlashLibrary, step: Step, **options: Any) -> None:
+def compare(library: FlashLibrary, step: Step, triton: bool = False, **options: Any) -> None:
     """The 2 x rule against float64; and what stands in the pool afterwards."""
     options = {"scale": 0.25, **options}
     keys, values = step.filled()
     truth = reference_attention(step.batch, step.query, keys, values, **options)
     pool = KVPool([step.pool.keys[0].clone()], [step.pool.values[0].clone()], step.pool.page_size)
     plain = TorchAttention(pool, step.batch).attend(0, step.query, step.key, step.value, **options)
-    got = attend(library, step, **options)
+    got = attend(library, step, triton, **options)
     assert got.dtype == step.query.dtype
     assert got.shape == truth.shape
     allowed = 2 * float((plain.double() - truth).abs().max()) + torch.finfo(plain.dtype).eps
@@ -124,6 +128,19 @@ def with_sinks(options: dict[str, Any], heads: int) -> dict[str, Any]:
 def test_a_mixed_step(library: FlashLibrary, dtype: torch.dtype, options: dict[str, Any]) -> None:
     shape = Shape(6, 2, 16, 16, dtype=dtype)
     compare(library, mixed(shape).build(), **with_sinks(options, 6))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_mixed_step_with_the_kernels_of_shared_prefixes(library: FlashLibrary, options: dict[str, Any]) -> None:
+    compare(library, mixed(HALF, seed=1).build(), triton=True, **with_sinks(options, 6))
+
+
+def test_decode_rows_of_groups_alone(library: FlashLibrary) -> None:
+    builder = StepBuilder(HALF)
+    rows = [builder.decode(length, own_start=32) for length in (1, 20, 3)]
+    builder.group(rows, 0, 2)
+    compare(library, builder.build(), triton=True)
+    compare(library, builder.build(), sinks=torch.linspace(-2, 3, 6))
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (4, 1), (5, 5), (9, 3)])
