@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from batchgen.kernels.lora import LoraPairs, LoraStep
@@ -22,6 +23,40 @@ class Ops(Protocol):
     # norm.py
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square norm of the last dimension."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The residual sum, in place, and its norm."""
+        ...
+
+    # activation.py
+    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
+        """An activation by name times the other half."""
+        ...
+
+    # rope.py
+    def rope_tables(
+        self, inv_freq: Tensor, scale: float, positions: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines of a step's positions."""
+        ...
+
+    # heads.py
+    def rotate_and_store(
+        self,
+        qkv: Tensor,
+        heads: int,
+        kv_heads: int,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """Normalised and rotated queries; keys and values go to the paged cache."""
         ...
 
     # lora.py

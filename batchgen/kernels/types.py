@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -145,6 +145,7 @@ class Attention(Protocol):
         ...
 
 
+@runtime_checkable
 class PagedAttention(Attention, Protocol):
     """Attention over a `KVPool`, for callers whose own kernels write the step's keys and values."""
 

@@ -14,12 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen.kernels.activation import gated
 from batchgen.kernels.linear import Linear
 from batchgen.kernels.lora import LoraPairs, LoraStep
 from batchgen.kernels.ops import Ops
-from batchgen.kernels.rope import apply_rope, inverse_frequencies, rope_tables
-from batchgen.kernels.types import LayerKV
+from batchgen.kernels.rope import inverse_frequencies
+from batchgen.kernels.types import LayerKV, PagedAttention
 from batchgen.models.base import ModelInput, ModelSpec
 from batchgen.models.folder import ModelFolder
 from batchgen.models.lora import adapter_reader, fused_pair
@@ -86,24 +85,27 @@ class NativeModel:
         x = F.embedding(inputs.input_ids, self._embedding)  # [T, H]
         if inputs.embeds is not None:
             x[inputs.embeds.rows] = inputs.embeds.values.to(x.dtype)
-        tables = rope_tables(self._inv_freq, self._rope_scale, inputs.positions, x.dtype)  # 2 x [T, 1, D]
-        eps, lora, ops = self._config.rms_eps, inputs.lora, inputs.ops
-        taps = inputs.taps
+        ops, eps, lora, taps = inputs.ops, self._config.rms_eps, inputs.lora, inputs.taps
+        tables = ops.rope_tables(self._inv_freq, self._rope_scale, inputs.positions, x.dtype)  # 2 x [T, 1, D]
+        step = _Step(self._config, inputs, tables)
         tapped = () if taps is None else taps.layers
         if taps is not None and 0 in tapped:
             taps.take(0, x)
-        for layer in self._layers:
-            attended = _attention(self._config, layer, ops.rms_norm(x, layer.input_norm, eps), tables, inputs)
-            x = x.add_(layer.project("o", layer.o, attended, lora, ops))  # [T, H]
-            normed = ops.rms_norm(x, layer.post_norm, eps)  # [T, H]
+        # Each block's sum and the norm that reads it are one operation, so a block ends with the next one's norm.
+        following = [*(layer.input_norm for layer in self._layers[1:]), self._norm]  # L x [H]
+        normed = ops.rms_norm(x, self._layers[0].input_norm, eps)  # [T, H]
+        for layer, next_norm in zip(self._layers, following, strict=True):
+            attended = step.attend(layer, normed)  # [T, N * D]
+            delta = layer.project("o", layer.o, attended, lora, ops)  # [T, H]
+            normed = ops.add_rms_norm(x, delta, layer.post_norm, eps)  # [T, H]
             gate_up = layer.project("gate_up", layer.gate_up, normed, lora, ops)  # [T, 2I]
-            x = x.add_(layer.project("down", layer.down, gated(gate_up, self._config.activation), lora, ops))  # [T, H]
+            delta = layer.project("down", layer.down, ops.gated(gate_up, self._config.activation), lora, ops)  # [T, H]
+            normed = ops.add_rms_norm(x, delta, next_norm, eps)  # [T, H]
             if taps is not None and layer.index + 1 in tapped:
                 taps.take(layer.index + 1, x)
-        x = ops.rms_norm(x, self._norm, eps)  # [T, H]
         if taps is not None and -1 in tapped:
-            taps.take(-1, x)
-        return x
+            taps.take(-1, normed)
+        return normed
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -115,23 +117,44 @@ class NativeModel:
         return True
 
 
-def _attention(
-    config: NativeConfig, layer: _Layer, x: Tensor, tables: tuple[Tensor, Tensor], inputs: ModelInput
-) -> Tensor:
-    """Project, normalise, rotate, attend: [T, H] -> [T, N * D]."""
-    heads, kv_heads, ops = config.num_heads, config.num_kv_heads, inputs.ops
-    qkv = layer.project("qkv", layer.qkv, x, inputs.lora, ops).view(x.shape[0], -1, config.head_dim)  # [T, N + 2K, D]
-    if layer.q_norm is not None and layer.k_norm is not None:
-        q = ops.rms_norm(qkv[:, :heads], layer.q_norm, config.rms_eps)  # [T, N, D]
-        k = ops.rms_norm(qkv[:, heads : heads + kv_heads], layer.k_norm, config.rms_eps)  # [T, K, D]
-        q, k = apply_rope(q, *tables), apply_rope(k, *tables)  # [T, N, D], [T, K, D]
-    else:
-        rotated = apply_rope(qkv[:, : heads + kv_heads], *tables)  # [T, N + K, D]
-        q, k = rotated[:, :heads], rotated[:, heads:]  # [T, N, D], [T, K, D]
-    out = inputs.attention.attend(
-        layer.index, q, k, qkv[:, heads + kv_heads :], scale=config.head_dim**-0.5, window=layer.window
-    )  # [T, N, D]
-    return out.reshape(x.shape[0], -1)  # [T, N * D]
+class _Step:
+    """What the attention of all layers of a step shares."""
+
+    def __init__(self, config: NativeConfig, inputs: ModelInput, tables: tuple[Tensor, Tensor]) -> None:
+        self._config = config
+        self._inputs = inputs
+        self._tables = tables  # 2 x [T, 1, D]
+        self._paged = inputs.attention if isinstance(inputs.attention, PagedAttention) else None
+
+    def attend(self, layer: _Layer, x: Tensor) -> Tensor:
+        """Project, normalise, rotate, store, attend: [T, H] -> [T, N * D]."""
+        config, inputs, paged = self._config, self._inputs, self._paged
+        qkv = layer.project("qkv", layer.qkv, x, inputs.lora, inputs.ops).view(x.shape[0], -1, config.head_dim)
+        keys, values, slots = self._page(qkv) if paged is None else paged.cache(layer.index)
+        query = inputs.ops.rotate_and_store(
+            qkv,  # [T, N + 2K, D]
+            config.num_heads,
+            config.num_kv_heads,
+            layer.q_norm,
+            layer.k_norm,
+            config.rms_eps,
+            *self._tables,
+            keys,
+            values,
+            slots,
+        )  # [T, N, D]
+        scale, window = config.head_dim**-0.5, layer.window
+        if paged is None:
+            out = inputs.attention.attend(layer.index, query, keys[0], values[0], scale=scale, window=window)
+        else:
+            out = paged.attend_stored(layer.index, query, scale=scale, window=window)  # [T, N, D]
+        return out.reshape(x.shape[0], -1)  # [T, N * D]
+
+    def _page(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """One page for the step's own keys and values, [1, T, K, D] each, where attention keeps them its own way."""
+        tokens, kv_heads = qkv.shape[0], self._config.num_kv_heads
+        keys, values = (qkv.new_empty(1, tokens, kv_heads, self._config.head_dim) for _ in range(2))
+        return keys, values, torch.arange(tokens, device=qkv.device)
 
 
 def native_spec(

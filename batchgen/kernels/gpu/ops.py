@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from batchgen.kernels.bitmask import apply_bitmask
 from batchgen.kernels.filtering import filtered_scores
+from batchgen.kernels.gpu.activation import gated
+from batchgen.kernels.gpu.heads import rotate_and_store
 from batchgen.kernels.gpu.lora import add_lora
-from batchgen.kernels.gpu.norm import rms_norm
+from batchgen.kernels.gpu.norm import add_rms_norm, rms_norm
+from batchgen.kernels.gpu.rope import rope_tables
 from batchgen.kernels.logprobs import log_normalizers, mask_tokens, token_logprobs, top_logprobs
 from batchgen.kernels.noise import row_keys
 from batchgen.kernels.sampling import nan_rows, sample
@@ -14,14 +17,18 @@ from batchgen.kernels.shaping import add_bias, keep_only, penalise
 __all__ = [
     "add_bias",
     "add_lora",
+    "add_rms_norm",
     "apply_bitmask",
     "filtered_scores",
+    "gated",
     "keep_only",
     "log_normalizers",
     "mask_tokens",
     "nan_rows",
     "penalise",
     "rms_norm",
+    "rope_tables",
+    "rotate_and_store",
     "row_keys",
     "sample",
     "token_logprobs",
