@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from batchgen.request import Completion
 
 
 def shared_prefix_prompts(count: int, vocab: int, seed: int, longest: int = 48) -> list[list[int]]:
@@ -53,7 +56,36 @@ def eager_logprobs(folder: Path, prompts: list[list[int]]) -> list[np.ndarray]:
         return [model(torch.tensor([ids])).logits[0].float().log_softmax(-1).numpy() for ids in prompts]
 
 
-def eager_greedy(folder: Path, prompts: list[list[int]], new_tokens: int) -> tuple[list[list[int]], list[list[float]]]:
+NEAR_TIE = 1e-4
+"""Two tokens whose logprobs are as close as this may change places with the order of a sum, from one kind of processor
+to another; what follows is another text."""
+
+
+@dataclass
+class Greedy:
+    """What the reference generates for each prompt."""
+
+    ids: list[list[int]]
+    logprobs: list[list[float]]
+    settled: list[int]
+    """tokens before the first near tie"""
+
+    def assert_same_ids(self, prompt: int, result: Completion) -> None:
+        """Equal ids, up to the prompt's first near tie."""
+        assert result.error is None, result.error
+        assert len(result.output_ids or []) == len(self.ids[prompt])
+        settled = slice(self.settled[prompt])
+        assert list(result.output_ids or [])[settled] == self.ids[prompt][settled], f"prompt {prompt}"
+
+    def assert_same(self, prompt: int, result: Completion) -> None:
+        """Equal ids and logprobs, up to the prompt's first near tie."""
+        self.assert_same_ids(prompt, result)
+        settled = slice(self.settled[prompt])
+        got = (result.output_logprobs or [])[settled]
+        np.testing.assert_allclose(got, self.logprobs[prompt][settled], atol=1e-4, rtol=0)
+
+
+def eager_greedy(folder: Path, prompts: list[list[int]], new_tokens: int) -> Greedy:
     """Greedy ids and their logprobs by transformers' `generate`, eager attention, float32, no early end."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     model.eval()
@@ -61,8 +93,7 @@ def eager_greedy(folder: Path, prompts: list[list[int]], new_tokens: int) -> tup
     by_length: dict[int, list[int]] = defaultdict(list)
     for i, prompt in enumerate(prompts):
         by_length[len(prompt)].append(i)
-    ids: list[list[int]] = [[] for _ in prompts]
-    logprobs: list[list[float]] = [[] for _ in prompts]
+    result = Greedy([[] for _ in prompts], [[] for _ in prompts], [0 for _ in prompts])
     for length, members in by_length.items():
         batch = torch.tensor([prompts[i] for i in members])
         with torch.inference_mode():
@@ -78,7 +109,12 @@ def eager_greedy(folder: Path, prompts: list[list[int]], new_tokens: int) -> tup
         tokens = out.sequences[:, length:]
         steps = torch.stack(out.logits, dim=1).float().log_softmax(-1)
         chosen = steps.gather(-1, tokens[..., None])[..., 0]
+        best = steps.topk(2).values
+        near = (best[..., 0] - best[..., 1]) < NEAR_TIE
+        settled = (near.cumsum(-1) == 0).sum(-1)
         for row, i in enumerate(members):
-            ids[i] = tokens[row].tolist()
-            logprobs[i] = chosen[row].tolist()
-    return ids, logprobs
+            result.ids[i] = tokens[row].tolist()
+            result.logprobs[i] = chosen[row].tolist()
+            result.settled[i] = int(settled[row])
+    assert sum(result.settled) > 0.97 * len(prompts) * new_tokens, "too many near ties to compare with"
+    return result

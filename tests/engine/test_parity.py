@@ -13,12 +13,11 @@ from batchgen.engine.engine import Engine
 from batchgen.prompts import ChatPrompt
 from batchgen.request import Completion
 from batchgen.text.tokenizer import Tokenizer
-from tests.engine.reference import eager_greedy, save_word_tokenizer, shared_prefix_prompts
+from tests.engine.reference import Greedy, eager_greedy, save_word_tokenizer, shared_prefix_prompts
 from tests.models.tiny import NATIVE_TYPES, TYPES, VOCAB, save_tiny
 
 PROMPTS = 200
 NEW_TOKENS = 8
-LOGPROB_TOLERANCE = 1e-4
 
 
 def run(engine: Engine, prompts: list[list[int]], order: list[int] | None = None) -> dict[int, Completion]:
@@ -35,25 +34,20 @@ def run(engine: Engine, prompts: list[list[int]], order: list[int] | None = None
     return {order[c.row_index]: c for c in engine.generate(rows)}
 
 
-def assert_same(
-    results: dict[int, Completion], ids: list[list[int]], logprobs: list[list[float]], members: list[int] | None = None
-) -> None:
-    for i in members if members is not None else range(len(ids)):
-        result = results[i]
-        assert result.error is None, result.error
-        assert list(result.output_ids or []) == ids[i], f"prompt {i}"
-        np.testing.assert_allclose(result.output_logprobs, logprobs[i], atol=LOGPROB_TOLERANCE, rtol=0)
+def assert_same(results: dict[int, Completion], expected: Greedy, members: list[int] | None = None) -> None:
+    for i in members if members is not None else range(len(expected.ids)):
+        expected.assert_same(i, results[i])
 
 
 @pytest.fixture(scope="module")
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    """(folder, prompts, reference ids, reference logprobs) of one random model."""
+    """(folder, prompts, reference) of one random model."""
     model_type, overrides = request.param
     folder = tmp_path_factory.mktemp(model_type)
     save_tiny(model_type, folder, **overrides)
     save_word_tokenizer(folder, VOCAB)
     prompts = shared_prefix_prompts(PROMPTS, VOCAB, seed=len(model_type))
-    return folder, prompts, *eager_greedy(folder, prompts, NEW_TOKENS)
+    return folder, prompts, eager_greedy(folder, prompts, NEW_TOKENS)
 
 
 NATIVE = [
@@ -70,20 +64,20 @@ OTHERS = [(name, OVERRIDES.get(name, {})) for name in TYPES if name not in NATIV
 
 
 def every_way(
-    monkeypatch: pytest.MonkeyPatch, implementation: str, folder: Path, prompts: list, ids: list, logprobs: list
+    monkeypatch: pytest.MonkeyPatch, implementation: str, folder: Path, prompts: list, expected: Greedy
 ) -> None:
     """One batch, shuffled, one at a time, and with a pool so small that rows are preempted."""
     engine = Engine(str(folder), model_impl=implementation, dtype="float32", page_size=4)
     assert engine.model.spec.implementation == implementation
-    assert_same(run(engine, prompts), ids, logprobs)
+    assert_same(run(engine, prompts), expected)
     order = np.random.default_rng(1).permutation(len(prompts)).tolist()
-    assert_same(run(engine, prompts, order), ids, logprobs)
+    assert_same(run(engine, prompts, order), expected)
     for i, prompt in enumerate(prompts):
-        assert_same({i: run(engine, [prompt])[0]}, ids, logprobs, [i])
+        assert_same({i: run(engine, [prompt])[0]}, expected, [i])
     longest = max(len(p) for p in prompts) + NEW_TOKENS
     with monkeypatch.context() as patch:
         patch.setattr("batchgen.engine.engine.pool_pages", lambda *_: 2 * longest // 4 + 4)
-        assert_same(run(engine, prompts), ids, logprobs)
+        assert_same(run(engine, prompts), expected)
     assert engine.last_run is not None
     assert engine.last_run.scheduler.stats.preemptions > 0
 
@@ -97,7 +91,7 @@ def test_native_families_equal_eager(checkpoint, implementation: str, monkeypatc
 
 @pytest.fixture(scope="module")
 def demonstration():
-    """(folder, prompts, reference ids, reference logprobs) of the demonstration model on its own held-out prompts."""
+    """(folder, prompts, reference) of the demonstration model on its own held-out prompts."""
     folder = model_path()
     tokenizer = Tokenizer.load(folder)
     examples = [draw("heldout", 11, i) for i in range(PROMPTS)]
@@ -105,7 +99,7 @@ def demonstration():
         tokenizer.encode_chat(ChatPrompt(tuple(e.messages()))) if e.chat else tokenizer.encode([e.content.raw])[0]
         for e in examples
     ]
-    return folder, prompts, *eager_greedy(folder, prompts, NEW_TOKENS)
+    return folder, prompts, eager_greedy(folder, prompts, NEW_TOKENS)
 
 
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
