@@ -1,0 +1,62 @@
+"""The command; see the package. Says whether kernels are interpreted before anything imports them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from pathlib import Path
+
+
+def main(words: list[str]) -> int:
+    """Parse, choose the device, run, report."""
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu", description="Parity and benchmarks on a CUDA device.")
+    parser.add_argument("--stages", default="parity,flash,bench", help="of parity, flash, bench, tune")
+    parser.add_argument("--toy", action="store_true", help="on the CPU, in Triton's interpreter, at toy sizes")
+    parser.add_argument("--out", type=Path, help="a JSON file, or a folder for <gpu>-<date>-<commit>.json")
+    parser.add_argument("--only", default="", help="cases whose name or operation holds this")
+    parser.add_argument("--time-limit", type=float, default=450.0, help="seconds after which no case begins")
+    parser.add_argument("--flash-library", default="", help="a library file, packed or not, or a folder of them")
+    parser.add_argument("--jobs", type=int, default=0, help="processes that check parity; 0: half the cores, at most 6")
+    parser.add_argument("--shard", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--commit", default="", help="where the checkout has no .git of its own")
+    options = parser.parse_args(words)
+    stages = options.stages.split(",")
+    unknown = sorted(set(stages) - {"parity", "flash", "bench", "tune"})
+    if unknown:
+        parser.error(f"unknown stages: {', '.join(unknown)}")
+    if options.toy:
+        os.environ["TRITON_INTERPRET"] = "1"
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        # The interpreter computes what masks throw away, and numpy complains of it.
+        warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton.*")
+    else:
+        # Interpreted kernels would run, on the CPU, a million times slower, and prove nothing of the device.
+        os.environ.pop("TRITON_INTERPRET", None)
+    from tests.gpu.runner import NoDevice, Options, run
+
+    try:
+        report = run(
+            Options(
+                stages=stages,
+                toy=options.toy,
+                only=options.only,
+                time_limit=options.time_limit,
+                commit=options.commit,
+                flash_library=options.flash_library,
+                jobs=options.jobs or max(1, min(6, (os.cpu_count() or 1) // 2)),
+                shard=options.shard,
+            )
+        )
+    except NoDevice as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(report.table())
+    if options.out is not None:
+        print(f"written: {report.write(options.out)}")
+    return report.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,203 @@
+"""What a run found, as JSON and as a table to read.
+
+The file: `toy`, `hardware`, `versions`, `commit`, `date`, `flash` (the library), `seconds` by stage, `rates` (measured
+bytes and operations per second), `checks` and `figures` one a line, `withheld` (benchmarks that did not run, and why),
+`tuning` (a `fragment` for chips.toml and the times behind it), `exit_code`. Times are microseconds, errors largest
+absolute differences.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.lab import Lab, Timing
+
+__all__ = ["Check", "Figure", "Report", "figure"]
+
+FAILURES = ("fail", "missing", "unreached")
+"""Statuses of a check that is not shown to hold; `pass` and `absent` (an optional library) are the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One comparison of one case."""
+
+    stage: str
+    op: str
+    case: str
+    what: str
+    dtype: str
+    shape: Mapping[str, int]
+    status: str
+    error: float | None = None
+    plain: float | None = None
+    """The plain low-precision operation's own error."""
+    bound: float | None = None
+    note: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measured time beside its floor."""
+
+    op: str
+    what: str
+    shape: Mapping[str, Any]
+    timing: Timing
+    toy: bool
+    bytes: int = 0
+    flops: int = 0
+    floor_us: float | None = None
+    floor_by: str = ""
+    """"bandwidth" or "matmul": which of the two rates sets the floor."""
+    share: float | None = None
+    """floor / median."""
+    against: Mapping[str, float] = field(default_factory=dict)
+    """Microseconds of other things at this shape, by name."""
+    checked: bool = True
+    """Whether the operation's parity held in the same run; False where parity was not asked for."""
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        """median / against."""
+        return {name: self.timing.p50 / time for name, time in self.against.items()}
+
+
+def figure(
+    lab: Lab, op: str, what: str, shape: Mapping[str, Any], timing: Timing, *, bytes: int = 0, flops: int = 0
+) -> Figure:
+    """A figure with the floor that the device's own rates set for so many bytes and operations."""
+    floors = {}
+    if bytes and lab.copy_rate:
+        floors["bandwidth"] = bytes / lab.copy_rate * 1e6
+    if flops and lab.matmul_rate:
+        floors["matmul"] = flops / lab.matmul_rate * 1e6
+    made = Figure(op, what, dict(shape), timing, lab.toy, bytes, flops)
+    if not floors:
+        return made
+    by, floor = max(floors.items(), key=lambda item: item[1])
+    return replace(made, floor_us=floor, floor_by=by, share=floor / timing.p50)
+
+
+@dataclass
+class Report:
+    """A whole run."""
+
+    toy: bool
+    hardware: dict[str, Any]
+    versions: dict[str, str]
+    commit: str
+    date: str
+    stages: list[str]
+    flash: str = ""
+    """The flash library that was used, or why there is none."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    rates: dict[str, float] = field(default_factory=dict)
+    checks: list[Check] = field(default_factory=list)
+    figures: list[Figure] = field(default_factory=list)
+    withheld: list[str] = field(default_factory=list)
+    """Benchmarks that did not run, with the reason."""
+    tuning: dict[str, Any] = field(default_factory=dict)
+    exit_code: int = 0
+
+    def failed(self) -> list[Check]:
+        """Checks that do not hold."""
+        return [check for check in self.checks if check.status in FAILURES]
+
+    def text(self) -> str:
+        """The JSON, with a line per check and figure."""
+        whole = asdict(self)
+        for found, made in zip(whole["figures"], self.figures, strict=True):
+            found["ratios"] = made.ratios
+        lines = [f"{json.dumps(key)}: {_listed(value)}" for key, value in whole.items()]
+        return "{\n" + ",\n".join(lines) + "\n}\n"
+
+    def write(self, target: Path) -> Path:
+        """Write to the file `target`, or into the folder `target` under the run's own name."""
+        if target.is_dir() or not target.suffix:
+            target.mkdir(parents=True, exist_ok=True)
+            device = str(self.hardware.get("name", "unknown")).replace(" ", "-").lower()
+            name = f"{device}-{self.date[:10]}-{self.commit}"
+            target = target / f"{'toy-' if self.toy else ''}{name}.json"
+        target.write_text(self.text(), encoding="utf-8")
+        return target
+
+    def table(self) -> str:
+        """What a person wants to know first."""
+        lines = [*self._heading(), *self._checks_by_op(), *self._figure_lines()]
+        lines += [f"flash: {self.flash}"] if self.flash else []
+        lines += [f"not measured: {reason}" for reason in self.withheld]
+        lines += ["", self.tuning["fragment"]] if self.tuning else []
+        lines.append("stages: " + ", ".join(f"{name} {taken:.0f} s" for name, taken in self.seconds.items()))
+        return "\n".join(lines)
+
+    def _heading(self) -> list[str]:
+        words = [str(self.hardware.get("name", "?")), *(f"{k} {v}" for k, v in self.versions.items()), self.commit]
+        heading = [" | ".join(words)]
+        if self.toy:
+            heading.append("TOY RUN on a CPU: proves that the command works; its times mean nothing")
+        return heading
+
+    def _checks_by_op(self) -> list[str]:
+        groups: dict[tuple[str, str, str], list[Check]] = {}
+        for check in self.checks:
+            groups.setdefault((check.stage, check.op, check.dtype), []).append(check)
+        rows = [("stage", "op", "dtype", "checks", "passed", "worst error/bound")]
+        for (stage, op, dtype), checks in groups.items():
+            passed = sum(c.status == "pass" for c in checks)
+            rows.append((stage, op, dtype, str(len(checks)), str(passed), _worst(checks)))
+        lines = _aligned(rows) if self.checks else []
+        others: dict[tuple[str, str, str, str], list[Check]] = {}
+        for check in [c for c in self.checks if c.status != "pass"]:
+            others.setdefault((check.status, check.stage, check.op, _why(check)), []).append(check)
+        for (status, stage, _, why), alike in others.items():
+            more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
+            lines.append(f"{status.upper()} {stage} {alike[0].case} {alike[0].what}{more}: {why}")
+        return lines
+
+    def _figure_lines(self) -> list[str]:
+        if not self.figures:
+            return []
+        rows = [("op", "what", "shape", "median us", "p20", "p80", "floor us", "share", "against")]
+        for x in self.figures:
+            rows.append(
+                (
+                    x.op,
+                    x.what,
+                    " ".join(f"{k}={v}" for k, v in x.shape.items()),
+                    f"{x.timing.p50:.1f}",
+                    f"{x.timing.p20:.1f}",
+                    f"{x.timing.p80:.1f}",
+                    "" if x.floor_us is None else f"{x.floor_us:.1f}",
+                    "" if x.share is None else f"{x.share:.0%}",
+                    ", ".join(f"{ratio:.2f} x {name}" for name, ratio in x.ratios.items()),
+                )
+            )
+        return _aligned(rows)
+
+
+def _listed(value: Any) -> str:
+    if isinstance(value, list) and value:
+        return "[\n" + ",\n".join(json.dumps(item) for item in value) + "\n]"
+    return json.dumps(value)
+
+
+def _worst(checks: Iterable[Check]) -> str:
+    ratios = [c.error / c.bound for c in checks if c.error is not None and c.bound]
+    return f"{max(ratios):.2f}" if ratios else ""
+
+
+def _why(check: Check) -> str:
+    if check.error is None:
+        return check.note
+    return f"error {check.error:.3g}, bound {check.bound:.3g}{'; ' if check.note else ''}{check.note}"
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

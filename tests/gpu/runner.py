@@ -1,0 +1,182 @@
+"""Runs the stages over the registered cases, one at a time, each with its own fate."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from zlib import crc32
+
+import torch
+
+from tests.gpu import machine
+from tests.gpu.lab import Lab
+from tests.gpu.outcomes import Absent, Missing
+from tests.gpu.registry import BenchCase, ParityCase, bench_cases, parity_cases
+from tests.gpu.report import Check, Report
+from tests.gpu.shards import Shard, check_in_processes
+from tests.gpu.stages import load
+from tests.gpu.stages.rates import measure_rates
+from tests.gpu.stages.tune import tune
+from tests.gpu.under_test import flash_library
+
+__all__ = ["NoDevice", "Options", "run"]
+
+
+class NoDevice(RuntimeError):
+    """There is no CUDA device, and a toy run was not asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What was asked for."""
+
+    stages: Sequence[str]
+    toy: bool
+    only: str
+    time_limit: float
+    commit: str
+    flash_library: str
+    jobs: int
+    shard: str
+    """"1/4": the part of the checks that this process was started for; empty: all of them."""
+
+
+def run(options: Options) -> Report:
+    """All stages asked for.
+
+    Raises:
+        NoDevice: there is nothing to run on.
+    """
+    if not options.toy and not torch.cuda.is_available():
+        raise NoDevice("no CUDA device; --toy runs everything at toy sizes on the CPU")
+    return _Run(options).report
+
+
+class _Run:
+    """One run: the report fills as cases end."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._deadline = time.monotonic() + options.time_limit
+        self._lost = ""
+        self._broken = False
+        device = torch.device("cpu") if options.toy else torch.device("cuda", torch.cuda.current_device())
+        self._lab = Lab(device, options.toy, options.flash_library)
+        self.report = Report(
+            toy=options.toy,
+            hardware=machine.hardware(device),
+            versions=machine.versions(),
+            commit=options.commit or machine.commit(),
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            stages=list(options.stages),
+        )
+        load()
+        stages = {"parity": self._parity, "flash": self._flash, "bench": self._bench, "tune": self._tune}
+        for name, stage in stages.items():
+            if name in options.stages:
+                begin = time.monotonic()
+                stage()
+                self.report.seconds[name] = round(time.monotonic() - begin, 2)
+        self.report.exit_code = 1 if self.report.failed() or self._broken or self._lost else 0
+
+    def _parity(self) -> None:
+        self._check("parity", [c for c in parity_cases(self._options.toy) if c.op != "flash"])
+
+    def _flash(self) -> None:
+        try:
+            self.report.flash = str(flash_library(self._options.flash_library, self._options.toy))
+        except Absent as error:
+            self.report.flash = str(error)
+        self._check("flash", [c for c in parity_cases(self._options.toy) if c.op == "flash"])
+
+    def _check(self, stage: str, cases: list[ParityCase]) -> None:
+        options = self._options
+        cases = [case for case in cases if self._wanted(case)]
+        if options.jobs > 1 and not options.toy and not options.shard and len(cases) > 1:
+            words = ["--only", options.only, "--flash-library", options.flash_library]
+            left = self._deadline - time.monotonic()
+            self.report.checks += check_in_processes(stage, options.jobs, left, words)
+            return
+        for case in Shard.of(options.shard).take(cases) if options.shard else cases:
+            self.report.checks += self._checks(stage, case)
+
+    def _wanted(self, case: ParityCase | BenchCase) -> bool:
+        return self._options.only in case.name or self._options.only in case.op
+
+    def _checks(self, stage: str, case: ParityCase) -> list[Check]:
+        blank = Check(stage, case.op, case.name, "", str(case.dtype).removeprefix("torch."), dict(case.shape), "pass")
+        late = self._late()
+        if late:
+            return [replace(blank, status="unreached", note=late)]
+        begin = time.monotonic()
+        self._lab.seed(crc32(case.name.encode()))
+        try:
+            verdicts = case.verdicts(self._lab)
+            self._lab.synchronize()
+        except Missing as error:
+            return [replace(blank, status="missing", note=str(error))]
+        except Absent as error:
+            return [replace(blank, status="absent", note=str(error))]
+        except Exception as error:
+            return [replace(blank, status="fail", note=self._told(error))]
+        seconds = round((time.monotonic() - begin) / max(1, len(verdicts)), 4)
+        return [
+            replace(
+                blank,
+                what=what,
+                status="pass" if x.passed else "fail",
+                error=x.error,
+                plain=x.plain,
+                bound=x.bound,
+                note=x.note,
+                seconds=seconds,
+            )
+            for what, x in verdicts
+        ]
+
+    def _late(self) -> str:
+        if self._lost:
+            return f"the device failed before: {self._lost}"
+        return "" if time.monotonic() < self._deadline else f"time limit of {self._options.time_limit:.0f} s"
+
+    def _told(self, error: Exception) -> str:
+        """The error in a line, and whether the device lives on: after a fault in a kernel nothing runs any more."""
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        told = f"{type(error).__name__} at {where.filename.rsplit('/', 1)[-1]}:{where.lineno}: {str(error)[:300]}"
+        try:
+            self._lab.synchronize()
+        except RuntimeError:
+            self._lost = told
+        return told
+
+    def _bench(self) -> None:
+        self.report.rates = measure_rates(self._lab)
+        bad = {check.op for check in self.report.failed()}
+        checked = "parity" in self._options.stages
+        for case in bench_cases(self._options.toy):
+            if not self._wanted(case):
+                continue
+            late = self._late() or (f"parity of {case.op} does not hold" if case.op in bad else "")
+            try:
+                if late:
+                    raise Missing(late)
+                self._lab.seed(crc32(case.name.encode()))
+                figures = case.figures(self._lab)
+                self.report.figures += [replace(x, checked=checked) for x in figures]
+            except (Missing, Absent) as error:
+                self.report.withheld.append(f"{case.name}: {error}")
+            except Exception as error:
+                self._broken = True
+                self.report.withheld.append(f"{case.name}: {self._told(error)}")
+            self._lab.free()
+
+    def _tune(self) -> None:
+        report = self.report
+        driver = report.hardware.get("smi", {}).get("driver_version", "")
+        software = ", ".join(f"{name} {number}" for name, number in report.versions.items())
+        name = f"{report.hardware['name']}, driver {driver}" if driver else report.hardware["name"]
+        source = f"measured on {name}, {software}, commit {report.commit}, {report.date[:10]}"
+        report.tuning = tune(self._lab, f"{'TOY ' if report.toy else ''}{source}", self._late)

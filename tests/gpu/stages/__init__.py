@@ -1,0 +1,18 @@
+"""The cases, a file per kind; importing one registers what it holds."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+__all__ = ["load"]
+
+_MODULES = (
+    *("parity_attention", "parity_merge", "parity_dense", "parity_sampling", "parity_logits", "parity_layers"),
+    *("bench_attention", "bench_ops", "bench_layers"),
+)
+
+
+def load() -> None:
+    """Register all cases."""
+    for name in _MODULES:
+        import_module(f"tests.gpu.stages.{name}")

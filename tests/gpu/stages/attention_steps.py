@@ -1,0 +1,85 @@
+"""The steps that attention is checked and timed on. Sizes are arguments, so that toys are the same steps made small."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.gpu.lab import Lab
+from tests.gpu.steps import DeviceSteps
+from tests.kernels.steps import Shape, Step
+
+__all__ = ["decode_step", "grouped_step", "heads_shape", "mixed_step", "prefill_step"]
+
+
+def heads_shape(heads: int, kv_heads: int, dim: int, page: int, dtype: torch.dtype, value_dim: int = 0) -> Shape:
+    """Heads of one size, values of another where it is given."""
+    return Shape(heads, kv_heads, dim, value_dim or dim, page, dtype)
+
+
+def decode_step(lab: Lab, shape: Shape, rows: int, shortest: int, longest: int) -> Step:
+    """`rows` decode rows with contexts from `shortest` to `longest` positions, in no order."""
+    lens = lab.randint(shortest, longest + 1, rows).tolist()
+    lens[0] = longest
+    steps = _builder(lab, shape, sum(-(-n // shape.page_size) for n in lens))
+    for length in lens:
+        steps.decode(length)
+    return steps.build()
+
+
+def prefill_step(lab: Lab, shape: Shape, chunks: list[tuple[int, int]]) -> Step:
+    """Chunks of (queries, positions before them)."""
+    steps = _builder(lab, shape, sum(-(-(new + past) // shape.page_size) for new, past in chunks))
+    for new, past in chunks:
+        steps.chunk(new, past)
+    return steps.build()
+
+
+def grouped_step(lab: Lab, shape: Shape, rows: int, levels: list[tuple[int, int]], longest_own: int) -> Step:
+    """Decode rows under a tree of shared prefixes.
+
+    Args:
+        lab: gives the device.
+        shape: heads and pages.
+        rows: decode rows.
+        levels: per level, from the root, how many groups share the rows evenly, and each group's pages.
+        longest_own: most positions that a row has of its own.
+    """
+    own = lab.randint(1, longest_own + 1, rows).tolist()
+    pages = sum(groups * count for groups, count in levels)
+    steps = _builder(lab, shape, pages + sum(-(-n // shape.page_size) for n in own))
+    _add_grouped(steps, shape, own, levels)
+    return steps.build()
+
+
+def mixed_step(
+    lab: Lab, shape: Shape, chunks: list[tuple[int, int]], rows: int, longest: int, levels: list[tuple[int, int]]
+) -> Step:
+    """Prefill chunks and decode rows in one step; the first two thirds of the rows are under `levels`."""
+    own = lab.randint(1, longest + 1, rows).tolist()
+    pages = sum(-(-(new + past) // shape.page_size) for new, past in chunks)
+    pages += sum(-(-n // shape.page_size) for n in own) + sum(groups * count for groups, count in levels)
+    steps = _builder(lab, shape, pages)
+    for new, past in chunks:
+        steps.chunk(new, past)
+    grouped = 2 * rows // 3
+    _add_grouped(steps, shape, own[:grouped], levels)
+    for length in own[grouped:]:
+        steps.decode(length)
+    return steps.build()
+
+
+def _builder(lab: Lab, shape: Shape, pages: int) -> DeviceSteps:
+    """Some pages more than needed: the scratch page, and unused ones that hold not-a-numbers."""
+    return DeviceSteps(shape, num_pages=pages + 9, lab=lab)
+
+
+def _add_grouped(steps: DeviceSteps, shape: Shape, own: list[int], levels: list[tuple[int, int]]) -> None:
+    start = sum(count for _, count in levels) * shape.page_size
+    index = [steps.decode(length, start) for length in own]
+    begin = 0
+    for groups, count in levels:
+        for group in range(groups):
+            members = index[group * len(index) // groups : (group + 1) * len(index) // groups]
+            if members:
+                steps.group(members, begin, count)
+        begin += count * shape.page_size

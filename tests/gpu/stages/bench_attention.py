@@ -1,0 +1,105 @@
+"""Paged decode, shared prefixes and prefill, by Triton, by flash and, where there are no pages to follow, by torch.
+
+Only `attend_stored` is timed: storing is the fused kernel's work, timed in `bench_ops`. The plan of a step is made
+before, as the engine makes it once per step and not per layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from tests.gpu.lab import Lab, Timing
+from tests.gpu.registry import Shape, bench
+from tests.gpu.report import Figure, figure
+from tests.gpu.stages.attention_steps import decode_step, grouped_step, heads_shape, prefill_step
+from tests.kernels.steps import Step
+
+DTYPE = torch.bfloat16
+BACKENDS = ("triton", "flash")
+
+_QWEN_06 = {"heads": 16, "kv_heads": 8, "dim": 128}
+_LLAMA_1 = {"heads": 32, "kv_heads": 8, "dim": 64}
+_LLAMA_8 = {"heads": 32, "kv_heads": 8, "dim": 128}
+_TOY = {"heads": 4, "kv_heads": 2, "dim": 16}
+
+DECODE: list[Shape] = [
+    {"rows": 256, "context": 1024, **_LLAMA_8},
+    {"rows": 256, "context": 1024, **_QWEN_06},
+    {"rows": 256, "context": 1024, **_LLAMA_1},
+    {"rows": 32, "context": 32768, **_LLAMA_8},
+]
+PREFIX: list[Shape] = [
+    {"rows": rows, "shared": 2000, **heads} for rows in (256, 1024) for heads in (_QWEN_06, _LLAMA_8)
+]
+PREFILL: list[Shape] = [{"tokens": tokens, **heads} for tokens in (2048, 8192) for heads in (_QWEN_06, _LLAMA_8)]
+PAGE = 16
+
+
+def attend_time(lab: Lab, backend: str, step: Step, *, graph: bool = True) -> Timing:
+    """Time of a layer's attention over `step`, its keys and values stored."""
+    attention = lab.attention(backend, step)
+    keys, values, slots = attention.cache(0)
+    keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots] = step.key, step.value
+    scale = step.query.shape[-1] ** -0.5
+    return lab.time(lambda: attention.attend_stored(0, step.query, scale=scale), graph=graph)
+
+
+def decode_bytes(rows: int, context: int, heads: int, kv_heads: int, dim: int) -> int:
+    """Keys and values read, queries read, results written."""
+    return rows * DTYPE.itemsize * dim * (2 * context * kv_heads + 2 * heads)
+
+
+def _decode(backend: str) -> Callable[..., Iterator[Figure]]:
+    def run(lab: Lab, *, rows: int, context: int, heads: int, kv_heads: int, dim: int) -> Iterator[Figure]:
+        shape = {"rows": rows, "context": context, "heads": heads, "kv_heads": kv_heads, "dim": dim}
+        step = decode_step(lab, heads_shape(heads, kv_heads, dim, PAGE, DTYPE), rows, context, context)
+        timing = attend_time(lab, backend, step)
+        size = decode_bytes(rows, context, heads, kv_heads, dim)
+        made = figure(lab, backend, "paged decode", shape, timing, bytes=size)
+        yield replace(made, against={"sdpa": _sdpa_decode(lab, rows, context, heads, kv_heads, dim).p50})
+
+    return run
+
+
+def _sdpa_decode(lab: Lab, rows: int, context: int, heads: int, kv_heads: int, dim: int) -> Timing:
+    """torch's own, over contiguous keys: no pages to follow, no two contexts of different length."""
+    query = lab.randn(rows, heads, 1, dim, dtype=DTYPE)
+    key, value = (lab.randn(rows, kv_heads, context, dim, dtype=DTYPE) for _ in range(2))
+    return lab.time(lambda: F.scaled_dot_product_attention(query, key, value, enable_gqa=True))
+
+
+def _prefix(backend: str) -> Callable[..., Iterator[Figure]]:
+    def run(lab: Lab, *, rows: int, shared: int, heads: int, kv_heads: int, dim: int) -> Iterator[Figure]:
+        shape = {"rows": rows, "shared": shared, "heads": heads, "kv_heads": kv_heads, "dim": dim}
+        step = grouped_step(lab, heads_shape(heads, kv_heads, dim, PAGE, DTYPE), rows, [(1, shared // PAGE)], 1)
+        size = DTYPE.itemsize * dim * (2 * shared * kv_heads + 2 * rows * heads)
+        operations = 4 * rows * (shared // PAGE * PAGE) * heads * dim
+        timing = attend_time(lab, backend, step)
+        yield figure(lab, backend, "shared prefix", shape, timing, bytes=size, flops=operations)
+
+    return run
+
+
+def _prefill(backend: str) -> Callable[..., Iterator[Figure]]:
+    def run(lab: Lab, *, tokens: int, heads: int, kv_heads: int, dim: int) -> Iterator[Figure]:
+        shape = {"tokens": tokens, "heads": heads, "kv_heads": kv_heads, "dim": dim}
+        step = prefill_step(lab, heads_shape(heads, kv_heads, dim, PAGE, DTYPE), [(tokens, 0)])
+        operations = 4 * (tokens * (tokens + 1) // 2) * heads * dim
+        size = DTYPE.itemsize * dim * tokens * (2 * kv_heads + 2 * heads)
+        made = figure(lab, backend, "prefill", shape, attend_time(lab, backend, step), bytes=size, flops=operations)
+        query, key, value = (x.transpose(0, 1)[None] for x in (step.query, step.key, step.value))
+        peer = lab.time(lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True))
+        yield replace(made, against={"sdpa": peer.p50})
+
+    return run
+
+
+for _backend in BACKENDS:
+    _op = "attention" if _backend == "triton" else _backend
+    bench(_op, DECODE, [{"rows": 2, "context": 24, **_TOY}], name=f"{_backend}_decode")(_decode(_backend))
+    bench(_op, PREFIX, [{"rows": 3, "shared": 32, **_TOY}], name=f"{_backend}_prefix")(_prefix(_backend))
+    bench(_op, PREFILL, [{"tokens": 12, **_TOY}], name=f"{_backend}_prefill")(_prefill(_backend))

@@ -1,0 +1,153 @@
+"""Operations around attention and the matrix products: norm, activation, cache write; then what a step's logits cost.
+
+The latter stand against the lm_head's product for models of 1,024, 2,048 and 4,096 (`PRODUCTS`), which every step needs
+anyhow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from batchgen.kernels.bitmask import bitmask_width
+from tests.gpu.lab import Lab
+from tests.gpu.registry import Shape, bench
+from tests.gpu.report import Figure, figure
+from tests.gpu.stages.parity_logits import pairs_of
+from tests.gpu.stages.parity_sampling import MODES, keys_of, logits_of
+from tests.gpu.under_test import kernel
+
+DTYPE = torch.bfloat16
+WIDE = DTYPE.itemsize
+EPS = 1e-6
+
+WIDTHS: list[Shape] = [{"rows": rows, "width": width} for rows in (256, 8192) for width in (1024, 2048, 4096)]
+LOGITS: list[Shape] = [{"rows": 256, "vocab": vocab} for vocab in (151936, 128256)]
+TOY_LOGITS: list[Shape] = [{"rows": 2, "vocab": 150}]
+PRODUCTS = (1024, 2048, 4096)
+TOY_PRODUCTS = (32,)
+TOP = 20
+PENALISED = 300
+"""Distinct tokens that a row has seen."""
+
+
+@bench("rms_norm", WIDTHS, [{"rows": 2, "width": 32}])
+def rms_norm(lab: Lab, *, rows: int, width: int) -> Iterator[Figure]:
+    x, weight = lab.randn(rows, width, dtype=DTYPE), lab.randn(width, dtype=DTYPE)
+    operation = kernel("rms_norm")
+    timing = lab.time(lambda: operation(x, weight, EPS))
+    yield figure(lab, "rms_norm", "norm", {"rows": rows, "width": width}, timing, bytes=WIDE * width * (2 * rows + 1))
+
+
+@bench("add_rms_norm", WIDTHS, [{"rows": 2, "width": 32}])
+def add_rms_norm(lab: Lab, *, rows: int, width: int) -> Iterator[Figure]:
+    x, delta = (lab.randn(rows, width, dtype=DTYPE) for _ in range(2))
+    weight = lab.randn(width, dtype=DTYPE)
+    operation = kernel("add_rms_norm")
+    timing = lab.time(lambda: operation(x, delta, weight, EPS))
+    size = WIDE * width * (4 * rows + 1)
+    yield figure(lab, "add_rms_norm", "residual and norm", {"rows": rows, "width": width}, timing, bytes=size)
+
+
+@bench(
+    "gated",
+    [{"rows": rows, "width": width} for rows in (256, 8192) for width in (3072, 8192, 14336)],
+    [{"rows": 2, "width": 32}],
+)
+def gated(lab: Lab, *, rows: int, width: int) -> Iterator[Figure]:
+    gate_up = lab.randn(rows, 2 * width, dtype=DTYPE)
+    operation = kernel("gated")
+    timing = lab.time(lambda: operation(gate_up, "silu"))
+    yield figure(lab, "gated", "silu(gate) * up", {"rows": rows, "width": width}, timing, bytes=3 * WIDE * rows * width)
+
+
+@bench(
+    "rotate_and_store",
+    [
+        {"rows": rows, "heads": heads, "kv_heads": 8, "dim": 128, "norm": norm}
+        for rows in (256, 8192)
+        for heads, norm in ((16, 1), (32, 0))
+    ],
+    [{"rows": 2, "heads": 2, "kv_heads": 1, "dim": 16, "norm": 1}],
+)
+def rotate_and_store(lab: Lab, *, rows: int, heads: int, kv_heads: int, dim: int, norm: int) -> Iterator[Figure]:
+    shape = {"rows": rows, "heads": heads, "kv_heads": kv_heads, "dim": dim, "norm": norm}
+    qkv = lab.randn(rows, heads + 2 * kv_heads, dim, dtype=DTYPE)
+    norms = [lab.randn(dim, dtype=DTYPE) if norm else None for _ in range(2)]
+    cos, sin = (lab.randn(rows, 1, dim, dtype=DTYPE) for _ in range(2))
+    page = 16
+    caches = [torch.zeros(rows // page + 2, page, kv_heads, dim, dtype=DTYPE, device=lab.device) for _ in range(2)]
+    slots = lab.rand(caches[0].shape[0] * page).argsort()[:rows]
+    operation = kernel("rotate_and_store")
+    timing = lab.time(lambda: operation(qkv, heads, kv_heads, *norms, EPS, cos, sin, *caches, slots))
+    size = WIDE * rows * dim * (2 * (heads + 2 * kv_heads) + 2) + 8 * rows
+    yield figure(lab, "rotate_and_store", "norm, rope, cache write", shape, timing, bytes=size)
+
+
+def lm_head_times(lab: Lab, rows: int, vocab: int) -> dict[str, float]:
+    """Microseconds of the products that make [rows, vocab] logits, by model width; measured once per shape."""
+    kept = lab.kept.get(("lm_head", rows, vocab))
+    if kept is None:
+        kept = {}
+        for width in TOY_PRODUCTS if lab.toy else PRODUCTS:
+            x, weight = lab.randn(rows, width, dtype=DTYPE), lab.randn(vocab, width, dtype=DTYPE)
+            kept[f"lm_head {width}"] = lab.time(lambda x=x, weight=weight: F.linear(x, weight)).p50
+            del weight
+        lab.kept["lm_head", rows, vocab] = kept
+    return dict(kept)
+
+
+@bench("sample", LOGITS, TOY_LOGITS)
+def sample(lab: Lab, *, rows: int, vocab: int) -> Iterator[Figure]:
+    logits, against = logits_of(lab, rows, vocab), lm_head_times(lab, rows, vocab)
+    operation = kernel("sample")
+    for name, mode in MODES.items():
+        columns = mode.columns(lab, rows).with_keys(keys_of(rows).to(lab.device))
+        timing = lab.time(lambda columns=columns: operation(logits, columns))
+        made = figure(lab, "sample", name, {"rows": rows, "vocab": vocab}, timing, bytes=4 * rows * vocab)
+        yield replace(made, against=against)
+
+
+@bench("token_logprobs", LOGITS, TOY_LOGITS)
+def token_logprobs(lab: Lab, *, rows: int, vocab: int) -> Iterator[Figure]:
+    logits, tokens = logits_of(lab, rows, vocab), lab.randint(0, vocab, rows)
+    operation = kernel("token_logprobs")
+    timing = lab.time(lambda: operation(logits, tokens))
+    made = figure(lab, "token_logprobs", "a token's", {"rows": rows, "vocab": vocab}, timing, bytes=4 * rows * vocab)
+    yield replace(made, against=lm_head_times(lab, rows, vocab))
+
+
+@bench("top_logprobs", LOGITS, TOY_LOGITS)
+def top_logprobs(lab: Lab, *, rows: int, vocab: int) -> Iterator[Figure]:
+    logits = logits_of(lab, rows, vocab)
+    operation = kernel("top_logprobs")
+    timing = lab.time(lambda: operation(logits, TOP))
+    shape = {"rows": rows, "vocab": vocab, "k": TOP}
+    made = figure(lab, "top_logprobs", "the largest", shape, timing, bytes=4 * rows * vocab)
+    yield replace(made, against=lm_head_times(lab, rows, vocab))
+
+
+@bench("penalise", LOGITS, TOY_LOGITS)
+def penalise(lab: Lab, *, rows: int, vocab: int) -> Iterator[Figure]:
+    logits, (index, ids) = logits_of(lab, rows, vocab), pairs_of(lab, rows, vocab, PENALISED)
+    counts, ones = torch.ones(len(ids), device=lab.device), torch.ones(rows, device=lab.device)
+    operation = kernel("penalise")
+    timing = lab.time(lambda: operation(logits, index, ids, counts, ones, ones, ones))
+    shape = {"rows": rows, "vocab": vocab, "pairs": len(ids)}
+    # 32 bytes, the least that memory moves, read and written where the logit stands.
+    made = figure(lab, "penalise", "three penalties", shape, timing, bytes=len(ids) * (64 + 8 + 8 + 4))
+    yield replace(made, against=lm_head_times(lab, rows, vocab))
+
+
+@bench("apply_bitmask", LOGITS, TOY_LOGITS)
+def apply_bitmask(lab: Lab, *, rows: int, vocab: int) -> Iterator[Figure]:
+    logits, words = logits_of(lab, rows, vocab), bitmask_width(vocab)
+    masks = lab.randint(-(1 << 31), 1 << 31, rows, words).int()
+    operation = kernel("apply_bitmask")
+    timing = lab.time(lambda: operation(logits, masks))
+    shape = {"rows": rows, "vocab": vocab}
+    made = figure(lab, "apply_bitmask", "every row", shape, timing, bytes=rows * (4 * vocab + 4 * words))
+    yield replace(made, against=lm_head_times(lab, rows, vocab))

@@ -1,0 +1,199 @@
+"""Attention over the paged pool: the Triton backend and, as stage `flash`, vllm-flash-attn, on the same steps.
+
+Checked per step: what the backend stores, and what it returns. Everything in the pool that no query may see is
+not-a-number, and so is every buffer before it is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from batchgen.kernels.types import LayerKV
+from tests.gpu.compare import Verdict, judge, judge_equal, poisoned
+from tests.gpu.lab import Lab
+from tests.gpu.registry import DTYPES, LOW, Labelled, Shape, parity
+from tests.gpu.stages.attention_steps import decode_step, grouped_step, heads_shape, mixed_step, prefill_step
+from tests.gpu.steps import Scoring, attend_by_token
+from tests.gpu.under_test import flash_library
+from tests.kernels.steps import Shape as HeadsShape
+from tests.kernels.steps import Step
+
+HEAD_SIZES = (64, 80, 96, 128, 192, 256)
+GROUP_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 16)
+"""Query heads per key head."""
+
+MakeStep = Callable[..., Step]
+
+
+def _decode(lab: Lab, dtype: torch.dtype, *, rows: int, longest: int, shortest: int = 1, **heads: int) -> Step:
+    return decode_step(lab, _shape(dtype, **heads), rows, shortest, longest)
+
+
+def _prefill(lab: Lab, dtype: torch.dtype, *, new: int, past: int = 0, chunks: int = 1, **heads: int) -> Step:
+    """Chunks of falling size, the first without a past."""
+    sizes = [(max(1, new // (i + 1)), past if i else 0) for i in range(chunks)]
+    return prefill_step(lab, _shape(dtype, **heads), sizes)
+
+
+def _grouped(
+    lab: Lab,
+    dtype: torch.dtype,
+    *,
+    rows: int,
+    pages: int,
+    groups: int = 1,
+    levels: int = 1,
+    own: int = 40,
+    **heads: int,
+) -> Step:
+    """A tree of `levels` levels: one root, then `groups` times as many nodes per level, each of `pages` pages."""
+    tree = [(groups**level, pages) for level in range(levels)]
+    return grouped_step(lab, _shape(dtype, **heads), rows, tree, own)
+
+
+def _mixed(
+    lab: Lab, dtype: torch.dtype, *, rows: int, longest: int, new: int, past: int, pages: int, **heads: int
+) -> Step:
+    chunks = [(new, 0), (new // 3 + 1, past), (1, past + 3)]
+    return mixed_step(lab, _shape(dtype, **heads), chunks, rows, longest, [(1, pages), (2, pages)])
+
+
+def _shape(
+    dtype: torch.dtype, *, heads: int = 8, kv_heads: int = 2, dim: int = 64, page: int = 16, value_dim: int = 0
+) -> HeadsShape:
+    return heads_shape(heads, kv_heads, dim, page, dtype, value_dim)
+
+
+_QWEN = {"heads": 16, "kv_heads": 8, "dim": 128}
+_LLAMA = {"heads": 32, "kv_heads": 8, "dim": 128}
+_MIX = {"rows": 24, "longest": 300, "new": 150, "past": 96, "pages": 5}
+_TOY_MIX = {"rows": 3, "longest": 18, "new": 5, "past": 16, "pages": 1}
+
+STEPS: tuple[tuple[str, MakeStep, list[Shape], list[Shape]], ...] = (
+    (
+        "decode",
+        _decode,
+        [
+            {"rows": 256, "longest": 1024, **_QWEN},
+            {"rows": 256, "longest": 1024, **_LLAMA},
+            {"rows": 1, "longest": 1, "dim": 64},
+            {"rows": 5, "longest": 257, "dim": 128, "page": 1},
+            {"rows": 33, "longest": 600, "dim": 128, "page": 64},
+            {"rows": 33, "longest": 600, "dim": 128, "page": 128},
+            {"rows": 4, "longest": 32768, "shortest": 30000, **_LLAMA},
+            {"rows": 1, "longest": 32000, "shortest": 32000, **_QWEN},
+        ],
+        [{"rows": 2, "longest": 40, "heads": 4, "dim": 16}],
+    ),
+    (
+        "prefill",
+        _prefill,
+        [
+            {"new": 1024, **_QWEN},
+            {"new": 1000, "past": 333, "chunks": 3, **_LLAMA},
+            {"new": 17, "past": 8000, "chunks": 2, **_QWEN},
+        ],
+        [{"new": 20, "past": 7, "chunks": 2, "heads": 4, "dim": 16}],
+    ),
+    (
+        "prefix",
+        _grouped,
+        [
+            {"rows": 256, "pages": 125, **_QWEN},
+            {"rows": 1024, "pages": 125, **_QWEN},
+            {"rows": 256, "pages": 125, **_LLAMA},
+            {"rows": 96, "pages": 9, "groups": 5, "levels": 3, **_QWEN},
+            {"rows": 200, "pages": 3, "groups": 16, "levels": 2, **_LLAMA},
+            {"rows": 64, "pages": 2, "groups": 2, "levels": 5, "page": 32, "dim": 64},
+        ],
+        [{"rows": 4, "pages": 1, "groups": 2, "levels": 2, "own": 9, "heads": 4, "dim": 16}],
+    ),
+    ("mixed", _mixed, [{**_MIX, **_LLAMA}, {**_MIX, **_QWEN, "page": 64}], [{**_TOY_MIX, "heads": 4, "dim": 16}]),
+    (
+        "head_size",
+        _mixed,
+        [{**_MIX, "dim": dim} for dim in HEAD_SIZES] + [{**_MIX, "heads": 16, "dim": 192, "value_dim": 128}],
+        [{**_TOY_MIX, "heads": 4, "dim": 24}],
+    ),
+    (
+        "grouped_heads",
+        _mixed,
+        [{**_MIX, "heads": 2 * size, "kv_heads": 2, "dim": 64} for size in GROUP_SIZES] + [{**_MIX, "kv_heads": 1}],
+        [{**_TOY_MIX, "heads": 3, "kv_heads": 1, "dim": 16}],
+    ),
+    (
+        "scoring",
+        _mixed,
+        [
+            {**_MIX, "window": 128},
+            {**_MIX, **_LLAMA, "window": 100},
+            {**_MIX, "softcap": 30, "dim": 128},
+            {**_MIX, "sinks": 1},
+            {**_MIX, "window": 128, "softcap": 50, "sinks": 1, "dim": 256},
+            {**_MIX, "window": 1},
+        ],
+        [{**_TOY_MIX, "heads": 4, "dim": 16, "window": 6, "softcap": 20, "sinks": 1}],
+    ),
+)
+
+
+def _case(backend: str, make: MakeStep) -> Callable[..., Iterator[Labelled]]:
+    def run(
+        lab: Lab, dtype: torch.dtype, *, window: int = 0, softcap: int = 0, sinks: int = 0, **sizes: int
+    ) -> Iterator[Labelled]:
+        step = make(lab, dtype, **sizes)
+        scoring = Scoring(
+            scale=step.query.shape[-1] ** -0.5,
+            window=window or None,
+            softcap=float(softcap) or None,
+            sinks=lab.randn(step.query.shape[1]) if sinks else None,
+        )
+        return attention_verdicts(lab, backend, step, scoring, dtype)
+
+    return run
+
+
+def attention_verdicts(lab: Lab, backend: str, step: Step, scoring: Scoring, dtype: torch.dtype) -> Iterator[Labelled]:
+    """What a backend stores and returns at `step`, against plain attention of the same pool."""
+    attention = lab.attention(backend, step)
+    keys, values = step.filled()
+    truth, plain = (
+        attend_by_token(step.batch, step.query, keys, values, scoring, compute) for compute in (torch.float64, dtype)
+    )
+    with poisoned():
+        got = attention.attend(
+            0,
+            step.query,
+            step.key,
+            step.value,
+            scale=scoring.scale,
+            window=scoring.window,
+            softcap=scoring.softcap,
+            sinks=scoring.sinks,
+        )
+    slots = step.batch.slot_mapping
+    yield "stored keys", judge_equal(step.pool.keys[0].flatten(0, 1)[slots], step.key)
+    yield "stored values", judge_equal(step.pool.values[0].flatten(0, 1)[slots], step.value)
+    yield "attention", judge(got, plain, truth, dtype)
+
+
+for _name, _make, _shapes, _toy in STEPS:
+    parity("attention", _shapes, _toy, DTYPES, name=_name)(_case("triton", _make))
+    parity("flash", _shapes, _toy, LOW, name=f"flash_{_name}")(_case("flash", _make))
+
+
+@parity("flash", [{"heads": 32, "kv_heads": 8, "dim": 128}], [{"heads": 4, "kv_heads": 2, "dim": 16}], LOW)
+def flash_self_test(lab: Lab, dtype: torch.dtype, *, heads: int, kv_heads: int, dim: int) -> Iterator[Labelled]:
+    """The trial that a run makes at its start, on the library as it is loaded."""
+    library = flash_library(lab.flash_path, lab.toy)
+    from batchgen.kernels.flash_check import check_library
+    from batchgen.kernels.flash_library import FlashUnavailable
+
+    try:
+        accepted = check_library(library, LayerKV(kv_heads, dim, dim), heads, dtype, 16, lab.device)
+    except FlashUnavailable as error:
+        yield "trial", Verdict(False, float("inf"), 0.0, 0.0, str(error))
+    else:
+        yield "trial", Verdict(True, 0.0, 0.0, 0.0, str(accepted))

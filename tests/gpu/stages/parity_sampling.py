@@ -1,0 +1,125 @@
+"""Draws: token for token the CPU twin's on the same logits.
+
+Both add the same noise to scores that differ by rounding, so two tokens whose scores all but tie may swap. That is the
+one difference allowed, and each is counted and shown to be one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from batchgen.kernels.noise import gumbel_at, row_keys
+from batchgen.kernels.sampling import GREEDY_TEMPERATURE, SamplingColumns
+from tests.gpu.compare import Verdict, judge_equal, poisoned
+from tests.gpu.lab import Lab
+from tests.gpu.registry import Labelled, parity
+from tests.gpu.under_test import kernel, twin
+
+TIE = 1e-5
+"""Scores closer than this may swap."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """Sampling parameters of a batch; row i takes the i-th of each, over and over."""
+
+    temperature: tuple[float, ...] = (1.0,)
+    top_k: tuple[int, ...] = (0,)
+    top_p: tuple[float, ...] = (1.0,)
+    min_p: tuple[float, ...] = (0.0,)
+
+    def columns(self, lab: Lab, rows: int) -> SamplingColumns:
+        """For `rows` rows, without keys, on the lab's device."""
+        return self.columns_on(lab.device, rows)
+
+    def columns_on(self, device: torch.device, rows: int) -> SamplingColumns:
+        """The same on any device."""
+
+        def spread(values: tuple[float, ...]) -> list[float]:
+            return [values[i % len(values)] for i in range(rows)]
+
+        top_k = [self.top_k[i % len(self.top_k)] for i in range(rows)]
+        return SamplingColumns.of(spread(self.temperature), top_k, spread(self.top_p), spread(self.min_p), device)
+
+
+MODES = {
+    "greedy": Mode(temperature=(0.0,)),
+    "temperature": Mode(temperature=(0.3, 0.7, 1.0, 1.5)),
+    "top_k 50": Mode(temperature=(0.8,), top_k=(50,)),
+    "top_p 0.9": Mode(temperature=(0.9,), top_p=(0.9,)),
+    "min_p": Mode(temperature=(1.2,), min_p=(0.05,)),
+    "mixed": Mode((0.0, 0.7, 1.0, 1.3, 1.0), (0, 50, 0, 3, 1000, 0, 1), (1.0, 0.9, 0.5, 0.99), (0.0, 0.0, 0.1)),
+}
+
+
+def keys_of(rows: int, position: int = 7) -> Tensor:
+    """Noise keys [rows] of rows that differ in their seed."""
+    seeds = torch.arange(rows, dtype=torch.int64) * 7919 + 11
+    return row_keys(seeds, torch.arange(rows) % 4, torch.full((rows,), position))
+
+
+def logits_of(lab: Lab, rows: int, vocab: int) -> Tensor:
+    """[rows, vocab] float32, some rows flat and some peaked, as models' are; a tenth of them masked here and there."""
+    spread = 0.5 + 3.5 * lab.rand(rows, 1)
+    logits = lab.randn(rows, vocab) * spread
+    logits += 8 * spread * (lab.rand(rows, vocab) < 8 / vocab)
+    masked = (lab.rand(rows, 1) < 0.1) & (lab.rand(rows, vocab) < 0.4)
+    masked[:, vocab // 2] = False
+    return logits.masked_fill_(masked, -torch.inf)
+
+
+@parity(
+    "sample",
+    [
+        {"rows": 256, "vocab": 151936},
+        {"rows": 64, "vocab": 128256},
+        {"rows": 1, "vocab": 32000},
+        {"rows": 129, "vocab": 257},
+    ],
+    [{"rows": 6, "vocab": 150}],
+    (torch.float32,),
+)
+def sample(lab: Lab, dtype: torch.dtype, *, rows: int, vocab: int) -> Iterator[Labelled]:
+    logits = logits_of(lab, rows, vocab).to(dtype)
+    for name, mode in MODES.items():
+        keys = keys_of(rows)
+        columns = mode.columns(lab, rows)
+        with poisoned():
+            got = kernel("sample")(logits, columns.with_keys(keys.to(lab.device))).tokens
+        there = mode.columns_on(torch.device("cpu"), rows).with_keys(keys)
+        want = twin("sample")(logits.cpu(), there).tokens
+        yield name, judge_draws(logits.cpu(), mode, keys, got.cpu(), want)
+
+
+def judge_draws(logits: Tensor, mode: Mode, keys: Tensor, got: Tensor, want: Tensor) -> Verdict:
+    """Equal tokens, but for ties of score."""
+    rows, vocab = logits.shape
+    if got.shape != want.shape or bool(((got < 0) | (got >= vocab)).any()):
+        return Verdict(False, float("inf"), 0.0, 0.0, "tokens out of range")
+    differ = (got != want).nonzero().flatten()
+    if not len(differ):
+        return Verdict(True, 0.0, 0.0, TIE)
+    columns = mode.columns_on(torch.device("cpu"), rows)
+    greedy = columns.temperature < GREEDY_TEMPERATURE
+    both = torch.stack((got, want), -1)[differ]  # [d, 2]
+    scores = logits[differ].gather(-1, both).double() / columns.temperature.where(~greedy, 1.0)[differ, None].double()
+    scores += gumbel_at(keys[differ], both).masked_fill_(greedy[differ, None], 0.0)
+    gap = float((scores[:, 0] - scores[:, 1]).abs().max())
+    return Verdict(gap < TIE, gap, 0.0, TIE, f"{len(differ)} of {rows} rows differ, scores apart by at most {gap:.2g}")
+
+
+@parity(
+    "greedy",
+    [{"rows": 256, "vocab": 151936}, {"rows": 3, "vocab": 32001}],
+    [{"rows": 3, "vocab": 150}],
+)
+def greedy(lab: Lab, dtype: torch.dtype, *, rows: int, vocab: int) -> Iterator[Labelled]:
+    """In low precisions equal logits abound, and the lowest id must win."""
+    logits = logits_of(lab, rows, vocab).to(dtype)
+    with poisoned():
+        got = kernel("greedy")(logits)
+    yield "tokens", judge_equal(got, twin("greedy")(logits.cpu()))

@@ -1,0 +1,211 @@
+"""Which tiles suit this device: a few candidates per kind, timed, and what won as a fragment for `chips.toml`.
+
+decode   rows of 1,024 positions each
+prefill  a chunk, and rows under one shared prefix, which run through the same tiles: the sum of both
+split    4 rows of 32k positions: how far long contexts are cut
+prefix   from how many saved reads on a pass of its own pays for a group: grouped against flat
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+
+from batchgen.kernels.chips import AttentionTile, ChipTuning, chip_tuning
+from tests.gpu.lab import Lab
+from tests.gpu.stages.attention_steps import decode_step, grouped_step, heads_shape, prefill_step
+from tests.gpu.under_test import triton_attention
+from tests.kernels.steps import Step
+
+__all__ = ["tune"]
+
+DTYPE = torch.bfloat16
+PAGE = 16
+
+DECODE_TILES = [
+    AttentionTile(queries=16, keys=keys, warps=warps, stages=stages)
+    for keys, warps, stages in ((32, 2, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 4, 3), (128, 8, 2))
+]
+PREFILL_TILES = [
+    AttentionTile(queries=queries, keys=keys, warps=warps, stages=stages)
+    for queries, keys, warps, stages in (
+        *((64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2)),
+        *((128, 32, 8, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 4, 2), (128, 128, 8, 2)),
+    )
+]
+SPLITS = (128, 256, 512, 1024)
+GROUP_ROWS = (2, 3, 4, 6, 8, 12, 16, 32)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much is timed."""
+
+    dims: tuple[int, ...] = (64, 128, 256)
+    heads: int = 32
+    kv_heads: int = 8
+    rows: int = 256
+    context: int = 1024
+    chunk: int = 4096
+    shared_pages: int = 125
+    long_rows: int = 4
+    long_context: int = 32768
+    threshold_pages: int = 16
+    decode: tuple[AttentionTile, ...] = tuple(DECODE_TILES)
+    prefill: tuple[AttentionTile, ...] = tuple(PREFILL_TILES)
+    splits: tuple[int, ...] = SPLITS
+    group_rows: tuple[int, ...] = GROUP_ROWS
+
+
+TOY = Sizes(
+    dims=(64,),
+    heads=4,
+    kv_heads=2,
+    rows=2,
+    context=20,
+    chunk=9,
+    shared_pages=1,
+    long_rows=1,
+    long_context=50,
+    threshold_pages=1,
+    decode=tuple(DECODE_TILES[:2]),
+    prefill=tuple(PREFILL_TILES[:2]),
+    splits=(16, 32),
+    group_rows=(2, 3),
+)
+
+
+def tune(lab: Lab, source: str, late: Callable[[], str]) -> dict[str, Any]:
+    """Time all candidates.
+
+    Args:
+        lab: the device.
+        source: where the numbers come from, for the table.
+        late: says why no more should be begun, or nothing.
+
+    Returns:
+        `fragment` for chips.toml, and every time `measured`, in microseconds.
+    """
+    return _Tuner(lab, TOY if lab.toy else Sizes(), late).run(source)
+
+
+class _Tuner:
+    def __init__(self, lab: Lab, sizes: Sizes, late: Callable[[], str]) -> None:
+        self._lab = lab
+        self._sizes = sizes
+        self._late = late
+        self._tuning = chip_tuning(lab.device)
+        self._measured: list[dict[str, Any]] = []
+
+    def run(self, source: str) -> dict[str, Any]:
+        kinds: dict[str, dict[int, AttentionTile]] = {"decode": {}, "prefill": {}}
+        for dim in self._sizes.dims:
+            kinds["decode"][dim] = self._best_tile("decode", dim, self._sizes.decode, [self._decode(dim)])
+            steps = [self._prefill(dim), self._prefix(dim)]
+            kinds["prefill"][dim] = self._best_tile("prefill", dim, self._sizes.prefill, steps)
+            for kind, tiles in kinds.items():
+                self._tuning = _with_tile(self._tuning, kind, dim, tiles[dim])
+        numbers = {"split_keys": self._split(), "prefix_pass_tokens": self._threshold()}
+        return {"fragment": _fragment(self._chip(), source, numbers, kinds), "measured": self._measured}
+
+    def _chip(self) -> str:
+        if self._lab.device.type != "cuda":
+            return "toy"
+        major, minor = torch.cuda.get_device_capability(self._lab.device)
+        return f"sm_{major}{minor}"
+
+    def _best_tile(self, kind: str, dim: int, tiles: Iterable[AttentionTile], steps: list[Step]) -> AttentionTile:
+        """The fastest; the one in use where none could be timed."""
+        times = {}
+        for tile in tiles:
+            tuning = _with_tile(self._tuning, kind, dim, tile)
+            times[tile] = self._total(steps, tuning)
+            self._measured.append({"kind": kind, "dim": dim, **asdict(tile), "us": times[tile]})
+        return _fastest(times) or self._tuning.attention_tile(kind, dim, DTYPE)
+
+    def _split(self) -> int:
+        step = self._long()
+        times = {}
+        for split in self._sizes.splits:
+            times[split] = self._total([step], replace(self._tuning, split_keys=split))
+            self._measured.append({"kind": "split", "split_keys": split, "us": times[split]})
+        return _fastest(times) or self._tuning.split_keys
+
+    def _threshold(self) -> int:
+        """(rows - 1) x shared positions of the smallest group that is faster in a pass of its own, and all larger."""
+        shared = self._sizes.threshold_pages * PAGE
+        least = 0
+        for rows in self._sizes.group_rows:
+            grouped = grouped_step(self._lab, self._shape(128), rows, [(1, self._sizes.threshold_pages)], 1)
+            flat = decode_step(self._lab, self._shape(128), rows, shared + 1, shared + 1)
+            alone, apart = (self._total([step], self._tuning) for step in (grouped, flat))
+            self._measured.append({"kind": "prefix", "rows": rows, "shared": shared, "us": alone, "flat_us": apart})
+            if alone is None or apart is None or alone > apart:
+                least = 0
+            elif not least:
+                least = (rows - 1) * shared
+        return least or self._tuning.prefix_pass_tokens
+
+    def _shape(self, dim: int) -> Any:
+        return heads_shape(self._sizes.heads, self._sizes.kv_heads, dim, PAGE, DTYPE)
+
+    def _decode(self, dim: int) -> Step:
+        return decode_step(self._lab, self._shape(dim), self._sizes.rows, self._sizes.context, self._sizes.context)
+
+    def _long(self) -> Step:
+        longest = self._sizes.long_context
+        return decode_step(self._lab, self._shape(128), self._sizes.long_rows, longest, longest)
+
+    def _prefill(self, dim: int) -> Step:
+        return prefill_step(self._lab, self._shape(dim), [(self._sizes.chunk, 0)])
+
+    def _prefix(self, dim: int) -> Step:
+        return grouped_step(self._lab, self._shape(dim), self._sizes.rows, [(1, self._sizes.shared_pages)], 1)
+
+    def _total(self, steps: list[Step], tuning: ChipTuning) -> float | None:
+        """Microseconds of all steps; None where the device has no room for the tiles, or time is up."""
+        if self._late():
+            return None
+        try:
+            return sum(self._time(step, tuning) for step in steps)
+        except Exception as error:
+            # Triton's own, for too much shared memory or too many registers; its module differs by release.
+            if "OutOfResources" not in type(error).__name__:
+                raise
+            return None
+
+    def _time(self, step: Step, tuning: ChipTuning) -> float:
+        attention = triton_attention(step, tuning)
+        keys, values, slots = attention.cache(0)
+        keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots] = step.key, step.value
+        scale = step.query.shape[-1] ** -0.5
+        return self._lab.time(lambda: attention.attend_stored(0, step.query, scale=scale)).p50
+
+
+Choice = TypeVar("Choice")
+
+
+def _fastest(times: Mapping[Choice, float | None]) -> Choice | None:
+    timed = {choice: time for choice, time in times.items() if time is not None}
+    return min(timed, key=timed.__getitem__) if timed else None
+
+
+def _with_tile(tuning: ChipTuning, kind: str, dim: int, tile: AttentionTile) -> ChipTuning:
+    return replace(tuning, attention={**tuning.attention, kind: {**tuning.attention[kind], dim: tile}})
+
+
+def _fragment(
+    chip: str, source: str, numbers: Mapping[str, int], kinds: Mapping[str, Mapping[int, AttentionTile]]
+) -> str:
+    """An entry of `chips.toml`; what it does not say is the default's."""
+    lines = [f"[{chip}]", f"source = {json.dumps(source)}", *(f"{name} = {value}" for name, value in numbers.items())]
+    for kind, tiles in kinds.items():
+        lines += ["", f"[{chip}.attention.{kind}]"]
+        for dim, tile in tiles.items():
+            fields = ", ".join(f"{name} = {value}" for name, value in asdict(tile).items())
+            lines.append(f"{dim} = {{ {fields} }}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,123 @@
+"""The GPU check checks itself at toy sizes, on any machine; with a GPU, `-m gpu` runs the real one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+OPERATIONS = {
+    *("attention", "flash", "merge_parts", "merge_lists", "rms_norm", "add_rms_norm", "gated", "rotate_and_store"),
+    *("rope_tables", "sample", "greedy", "log_normalizers", "argmax_lse", "token_logprobs", "top_logprobs", "read_out"),
+    *("largest", "penalise", "add_bias", "keep_only", "mask_tokens", "drew_masked", "apply_bitmask", "add_lora"),
+    *("route", "moe_experts"),
+}
+FIGURES = {
+    *("triton", "flash", "rms_norm", "add_rms_norm", "gated", "rotate_and_store", "sample", "token_logprobs"),
+    *("top_logprobs", "penalise", "apply_bitmask", "add_lora", "route", "moe_experts"),
+}
+PENDING = {
+    *("sample", "greedy", "log_normalizers", "argmax_lse", "token_logprobs", "top_logprobs", "read_out", "largest"),
+    *("penalise", "add_bias", "keep_only", "mask_tokens", "drew_masked", "apply_bitmask", "route", "moe_experts"),
+}
+"""Operations whose kernels are being built."""
+
+
+def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.gpu", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=inherited | environment)
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """One toy run of everything: its file and what it printed."""
+    found = tmp_path_factory.mktemp("toy") / "found.json"
+    done = run("--toy", "--stages", "parity,flash,bench,tune", "--out", str(found))
+    assert done.returncode == (1 if PENDING else 0), done.stdout + done.stderr
+    return json.loads(found.read_text(encoding="utf-8")), done.stdout
+
+
+def test_every_check_passes(toy: tuple[dict[str, Any], str]) -> None:
+    others = [check for check in toy[0]["checks"] if check["status"] != "pass" and check["op"] not in PENDING]
+    assert others == []
+
+
+def test_every_operation_and_dtype_is_checked(toy: tuple[dict[str, Any], str]) -> None:
+    checks = toy[0]["checks"]
+    assert {check["op"] for check in checks} >= OPERATIONS
+    assert {check["dtype"] for check in checks if check["op"] == "attention"} == {"float32", "float16", "bfloat16"}
+
+
+def test_a_check_says_what_was_allowed(toy: tuple[dict[str, Any], str]) -> None:
+    low = [c for c in toy[0]["checks"] if c["case"].startswith("decode[bfloat16") and c["what"] == "attention"]
+    assert low
+    assert all(0 < c["error"] <= c["bound"] and c["plain"] > 0 and c["seconds"] > 0 for c in low)
+
+
+def test_figures_have_shapes_and_floors_and_are_flagged(toy: tuple[dict[str, Any], str]) -> None:
+    found, printed = toy
+    assert found["toy"] is True
+    assert "TOY RUN" in printed
+    assert {figure["op"] for figure in found["figures"]} >= FIGURES - PENDING
+    for figure in found["figures"]:
+        assert figure["toy"] is True
+        assert figure["shape"]
+        assert figure["timing"]["how"] == "wall"
+        assert figure["timing"]["p20"] <= figure["timing"]["p50"] <= figure["timing"]["p80"]
+        assert figure["floor_us"] > 0
+    assert [line for line in found["withheld"] if line.split("[")[0] not in PENDING] == []
+    assert "stand-in" in found["flash"]
+
+
+def test_the_file_names_machine_and_code(toy: tuple[dict[str, Any], str]) -> None:
+    found = toy[0]
+    assert set(found["versions"]) == {"python", "torch", "triton", "cuda"}
+    assert found["hardware"]["name"]
+    assert found["commit"]
+    assert set(found["seconds"]) == {"parity", "flash", "bench", "tune"}
+    assert found["rates"]["copy_bytes_per_s"] > 0
+
+
+def test_the_tuning_is_a_chip_table(toy: tuple[dict[str, Any], str]) -> None:
+    fragment = tomllib.loads(toy[0]["tuning"]["fragment"])["toy"]
+    assert fragment["source"].startswith("TOY")
+    assert set(fragment["attention"]) == {"decode", "prefill"}
+    assert {fragment["attention"][kind]["64"]["keys"] for kind in ("decode", "prefill")} <= {32, 64, 128}
+    assert {entry["kind"] for entry in toy[0]["tuning"]["measured"]} == {"decode", "prefill", "split", "prefix"}
+
+
+def test_only_chooses_cases_and_the_limit_is_a_failure(tmp_path: Path) -> None:
+    done = run("--toy", "--stages", "parity", "--only", "rms_norm", "--time-limit", "0", "--out", str(tmp_path))
+    assert done.returncode == 1
+    (written,) = tmp_path.iterdir()
+    assert written.name.startswith("toy-")
+    checks = json.loads(written.read_text(encoding="utf-8"))["checks"]
+    assert checks
+    assert {check["status"] for check in checks} == {"unreached"}
+    assert all("rms_norm" in check["op"] for check in checks)
+
+
+def test_without_a_device_the_exit_code_is_2() -> None:
+    done = run("--stages", "parity", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2
+    assert "--toy" in done.stderr
+
+
+def test_no_toy_stands_among_the_figures() -> None:
+    for path in (ROOT / "tests" / "gpu" / "figures").glob("*"):
+        assert json.loads(path.read_text(encoding="utf-8"))["toy"] is False
+
+
+@pytest.mark.gpu
+def test_on_the_device(tmp_path: Path) -> None:
+    done = run("--out", str(tmp_path / "found.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
