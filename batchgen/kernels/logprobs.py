@@ -1,16 +1,35 @@
-"""Log-probabilities of tokens, from raw logits in float32, and masks. No second [R, V] array is made."""
+"""Log-probabilities of tokens, from raw logits, and masks. No second [R, V] array is made.
+
+Logits may be of any floating type; what is told of them is float32.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from batchgen.kernels.top import largest
 
-__all__ = ["log_normalizers", "mask_tokens", "token_logprobs", "top_logprobs"]
+__all__ = ["ReadOut", "argmax_lse", "log_normalizers", "mask_tokens", "read_out", "token_logprobs", "top_logprobs"]
 
 _CHUNK = 1 << 18
 """Logits looked at at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOut:
+    """What `read_out` tells of R rows."""
+
+    normalizers: Tensor
+    """[R] float32 log(sum(exp))"""
+    targets: Tensor
+    """[R] float32 logprobs of the tokens asked for"""
+    top_ids: Tensor
+    """[R, k] int64, most likely first, ties by lowest id"""
+    top: Tensor
+    """[R, k] float32, their logprobs"""
 
 
 def log_normalizers(logits: Tensor) -> Tensor:
@@ -19,6 +38,21 @@ def log_normalizers(logits: Tensor) -> Tensor:
     if logits.shape[0] <= step:
         return torch.logsumexp(logits.float(), dim=-1)
     return torch.cat([torch.logsumexp(part.float(), dim=-1) for part in torch.split(logits, step)])
+
+
+def argmax_lse(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The largest of each row, and what turns it into a logprob.
+
+    Args:
+        logits: [R, V].
+
+    Returns:
+        ids [R] int64 of the largest, the lowest of equals; their logits [R] float32; `log_normalizers` [R] float32; and
+        [R] bool, rows that nothing can be drawn from: a not-a-number or +inf among the logits, or all of them -inf.
+        Such rows give some id in range, and what their sums come to (not-a-number, +inf or -inf).
+    """
+    largest_logits = logits.amax(dim=-1).float()
+    return logits.argmax(dim=-1), largest_logits, log_normalizers(logits), ~torch.isfinite(largest_logits)
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, normalizers: Tensor | None = None) -> Tensor:
@@ -54,11 +88,27 @@ def top_logprobs(logits: Tensor, k: int, normalizers: Tensor | None = None) -> t
     return ids, values.float() - normalizers[:, None]
 
 
+def read_out(logits: Tensor, targets: Tensor, k: int) -> ReadOut:
+    """All that prompt positions are asked for: the logprob of one token per row, and the k most likely.
+
+    Args:
+        logits: [R, V].
+        targets: [R] int64.
+        k: 0 to V.
+    """
+    normalizers = log_normalizers(logits)
+    if k:
+        ids, top = top_logprobs(logits, k, normalizers)
+    else:
+        ids, top = targets.new_empty(len(logits), 0), normalizers.new_empty(len(logits), 0)
+    return ReadOut(normalizers, token_logprobs(logits, targets, normalizers), ids, top)
+
+
 def mask_tokens(logits: Tensor, rows: Tensor, ids: Tensor) -> None:
     """Set `logits[rows[i], ids[i]]` to -inf, in place, so that these tokens cannot be drawn.
 
     Args:
-        logits: [R, V] float32.
+        logits: [R, V].
         rows: [m] int64.
         ids: [m] int64.
     """

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["add_bias", "keep_only", "masked_draws", "penalise"]
+__all__ = ["add_bias", "drew_masked", "keep_only", "masked_draws", "penalise"]
 
 _FLOAT32 = torch.finfo(torch.float32)
 
@@ -68,13 +68,18 @@ def keep_only(logits: Tensor, whole: Tensor, rows: Tensor, ids: Tensor) -> None:
     logits.index_put_((rows, ids), kept)
 
 
-def masked_draws(logits: Tensor, rows: Tensor, tokens: Tensor) -> list[int]:
-    """Which of `rows` drew a token that is masked, which happens only where all of them are.
+def drew_masked(logits: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
+    """Which of `rows` drew a token that is masked, which happens only where all of them are: [w] bool.
 
     Args:
-        logits: [R, V] float32, masked.
+        logits: [R, V], masked.
         rows: [w] int64.
         tokens: [R] int64 that were drawn.
     """
-    empty: list[int] = rows[logits[rows, tokens[rows]] == -torch.inf].tolist()
+    return logits[rows, tokens[rows]] == -torch.inf
+
+
+def masked_draws(logits: Tensor, rows: Tensor, tokens: Tensor) -> list[int]:
+    """As `drew_masked`, told to the host: those of `rows` themselves. Waits for the device."""
+    empty: list[int] = rows[drew_masked(logits, rows, tokens)].tolist()
     return empty

@@ -1,0 +1,116 @@
+"""Log-probabilities of tokens from logits of any float type: as `kernels.logprobs`, with no float32 [R, V] copy.
+
+Each function reads [R, V] once (`row_scan`); what it gives is some numbers per row.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchgen.kernels import logprobs as twin
+from batchgen.kernels.gpu.launch import launch
+from batchgen.kernels.gpu.row_scan import scan_rows
+from batchgen.kernels.gpu.top import group_size, select_top, widest
+from batchgen.kernels.logprobs import ReadOut
+
+__all__ = ["argmax_lse", "log_normalizers", "mask_tokens", "read_out", "token_logprobs", "top_logprobs"]
+
+_ROWS = 128
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _token_kernel(p_logits, stride_r, stride_v, p_token, p_lse, p_out, rows, ROWS: tl.constexpr):
+    """out[r] = x[r, token[r]] - lse[r]. Grid: (R / ROWS). 64-bit addresses; reads 4 numbers per row."""
+    o_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    m_row = o_row < rows
+    i_v = tl.load(p_token + o_row, mask=m_row, other=0)
+    x = tl.load(p_logits + o_row * stride_r + i_v * stride_v, mask=m_row, other=0.0).to(tl.float32)
+    tl.store(p_out + o_row, x - tl.load(p_lse + o_row, mask=m_row, other=0.0), mask=m_row)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _mask_kernel(p_logits, stride_r, stride_v, p_row, stride_row, p_id, stride_id, pairs, PAIRS: tl.constexpr):
+    """x[row[i], id[i]] = -inf. Grid: (m / PAIRS). 64-bit addresses; writes one number per pair."""
+    o_pair = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
+    m_pair = o_pair < pairs
+    i_row = tl.load(p_row + o_pair * stride_row, mask=m_pair, other=0)
+    i_v = tl.load(p_id + o_pair * stride_id, mask=m_pair, other=0)
+    barred = tl.full([PAIRS], -float("inf"), tl.float32)
+    tl.store(p_logits + i_row * stride_r + i_v * stride_v, barred, mask=m_pair)
+
+
+def argmax_lse(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `kernels.logprobs.argmax_lse`."""
+    scan = scan_rows(logits, arg=True)
+    assert scan.ids is not None
+    assert scan.maxima is not None
+    assert scan.normalizers is not None
+    assert scan.bad is not None
+    return scan.ids, scan.maxima, scan.normalizers, scan.bad
+
+
+def log_normalizers(logits: Tensor) -> Tensor:
+    """As `kernels.logprobs.log_normalizers`."""
+    found = scan_rows(logits).normalizers
+    assert found is not None
+    return found
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, normalizers: Tensor | None = None) -> Tensor:
+    """As `kernels.logprobs.token_logprobs`."""
+    if normalizers is None:
+        found = scan_rows(logits, targets=tokens.contiguous()).targets
+        assert found is not None
+        return found
+    rows = logits.shape[0]
+    out = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    launch(
+        _token_kernel, (triton.cdiv(rows, _ROWS),), logits, logits.stride(0), logits.stride(1),
+        tokens.contiguous(), normalizers.contiguous(), out, rows, ROWS=_ROWS, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def top_logprobs(logits: Tensor, k: int, normalizers: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """As `kernels.logprobs.top_logprobs`; its float32 part needs no copy up to `top.widest()`, beyond it is the twin's.
+
+    Reads the logits once for both where `normalizers` are not known yet.
+    """
+    if k > widest():
+        return twin.top_logprobs(logits, k, log_normalizers(logits) if normalizers is None else normalizers)
+    group = group_size(logits.shape[1], k)
+    groups = None
+    if group or normalizers is None:
+        scan = scan_rows(logits, normalize=normalizers is None, group=group)
+        groups = scan.groups
+        normalizers = scan.normalizers if normalizers is None else normalizers
+    assert normalizers is not None
+    values, ids = select_top(logits, k, groups, normalizers)
+    return ids, values
+
+
+def read_out(logits: Tensor, targets: Tensor, k: int) -> ReadOut:
+    """As `kernels.logprobs.read_out`, reading the logits once."""
+    group = group_size(logits.shape[1], k) if 0 < k <= widest() else 0
+    scan = scan_rows(logits, targets=targets.contiguous(), group=group)
+    assert scan.normalizers is not None
+    assert scan.targets is not None
+    if k > widest():
+        ids, values = twin.top_logprobs(logits, k, scan.normalizers)
+    elif k:
+        values, ids = select_top(logits, k, scan.groups, scan.normalizers)
+    else:
+        values, ids = (torch.empty(len(logits), 0, dtype=d, device=logits.device) for d in (torch.float32, torch.int64))
+    return ReadOut(scan.normalizers, scan.targets, ids, values)
+
+
+def mask_tokens(logits: Tensor, rows: Tensor, ids: Tensor) -> None:
+    """As `kernels.logprobs.mask_tokens`."""
+    pairs = rows.shape[0]
+    launch(
+        _mask_kernel, (triton.cdiv(pairs, _ROWS),), logits, logits.stride(0), logits.stride(1),
+        rows, rows.stride(0), ids, ids.stride(0), pairs, PAIRS=_ROWS, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,24 @@
+"""Launches of the shaping of logits, compiled ahead of time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from batchgen.kernels.gpu import shaping
+
+
+def launches() -> Iterator[tuple[str, Callable[[], object]]]:
+    logits = torch.empty(7, 151_936, dtype=torch.float32, device="meta")
+    pairs = torch.empty(5, dtype=torch.int64, device="meta")
+    numbers = torch.empty(5, dtype=torch.float32, device="meta")
+    column = torch.empty(7, dtype=torch.float32, device="meta")
+    yield "penalise[float32]", partial(shaping.penalise, logits, pairs, pairs, numbers, column, column, column)
+    yield "add_bias[float32]", partial(shaping.add_bias, logits, pairs, pairs, numbers)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        name = str(dtype).removeprefix("torch.")
+        typed = torch.empty(7, 151_936, dtype=dtype, device="meta")
+        yield f"keep_only[{name}]", partial(shaping.keep_only, typed, pairs, pairs, pairs)
+        yield f"drew_masked[{name}]", partial(shaping.drew_masked, typed, pairs, pairs)

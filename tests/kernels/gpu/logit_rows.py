@@ -1,0 +1,41 @@
+"""Logits for tests of kernels that read rows: as models give them, and as they should never be."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["drawn", "strided", "tied"]
+
+
+def drawn(rows: int, vocab: int, dtype: torch.dtype = torch.float32, seed: int = 0, size: float = 4.0) -> Tensor:
+    """Random logits, some of them masked where there are enough."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = size * torch.randn(rows, vocab, generator=generator)
+    if vocab > 4:
+        logits[torch.rand(rows, vocab, generator=generator) < 0.1] = -torch.inf
+        logits[:, vocab // 2] = 1.0
+    return logits.to(dtype)
+
+
+def tied(rows: int, vocab: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Few different values, both zeros among them."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.tensor([-torch.inf, -1.5, -0.0, 0.0, 2.0, 2.0])
+    return values[torch.randint(0, len(values), (rows, vocab), generator=generator)].to(dtype)
+
+
+def strided(logits: Tensor, kind: str) -> Tensor:
+    """The same logits, laid out otherwise: rows apart, transposed, every second row, or as they are."""
+    rows, vocab = logits.shape
+    if kind == "padded":
+        wide = torch.full((rows, vocab + 5), torch.nan, dtype=logits.dtype)
+        wide[:, :vocab] = logits
+        return wide[:, :vocab]
+    if kind == "transposed":
+        return logits.t().contiguous().t()
+    if kind == "every second":
+        twice = torch.full((2 * rows, vocab), torch.nan, dtype=logits.dtype)
+        twice[::2] = logits
+        return twice[::2]
+    return logits.contiguous()
