@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from batchgen.kernels.logprobs import ReadOut
 from batchgen.kernels.lora import LoraPairs, LoraStep
 from batchgen.kernels.sampling import SampleResult, SamplingColumns
 
@@ -86,6 +87,10 @@ class Ops(Protocol):
         """Mask whole rows but for the pairs named, in place."""
         ...
 
+    def drew_masked(self, logits: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
+        """Which of some rows drew a token that is masked."""
+        ...
+
     # logprobs.py
     def mask_tokens(self, logits: Tensor, rows: Tensor, ids: Tensor) -> None:
         """Mask pairs of row and token, in place."""
@@ -95,12 +100,20 @@ class Ops(Protocol):
         """Log of the sum of exponentials of each row."""
         ...
 
+    def argmax_lse(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Each row's largest: its id, logit and normaliser, and whether nothing can be drawn from the row."""
+        ...
+
     def token_logprobs(self, logits: Tensor, tokens: Tensor, normalizers: Tensor | None = None) -> Tensor:
         """Log-softmax at one token per row."""
         ...
 
     def top_logprobs(self, logits: Tensor, k: int, normalizers: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The k most likely tokens of each row and their log-probabilities."""
+        ...
+
+    def read_out(self, logits: Tensor, targets: Tensor, k: int) -> ReadOut:
+        """The log-softmax at one token per row, and the k most likely, from one reading."""
         ...
 
     # bitmask.py

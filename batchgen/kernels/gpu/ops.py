@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from batchgen.kernels.bitmask import apply_bitmask
 from batchgen.kernels.filtering import filtered_scores
 from batchgen.kernels.gpu.activation import gated
+from batchgen.kernels.gpu.bitmask import apply_bitmask
 from batchgen.kernels.gpu.heads import rotate_and_store
+from batchgen.kernels.gpu.logprobs import (
+    argmax_lse,
+    log_normalizers,
+    mask_tokens,
+    read_out,
+    token_logprobs,
+    top_logprobs,
+)
 from batchgen.kernels.gpu.lora import add_lora
 from batchgen.kernels.gpu.norm import add_rms_norm, rms_norm
 from batchgen.kernels.gpu.rope import rope_tables
-from batchgen.kernels.logprobs import log_normalizers, mask_tokens, token_logprobs, top_logprobs
+from batchgen.kernels.gpu.shaping import add_bias, drew_masked, keep_only, penalise
 from batchgen.kernels.noise import row_keys
 from batchgen.kernels.sampling import nan_rows, sample
-from batchgen.kernels.shaping import add_bias, keep_only, penalise
 
 __all__ = [
     "add_bias",
     "add_lora",
     "add_rms_norm",
     "apply_bitmask",
+    "argmax_lse",
+    "drew_masked",
     "filtered_scores",
     "gated",
     "keep_only",
@@ -26,6 +35,7 @@ __all__ = [
     "mask_tokens",
     "nan_rows",
     "penalise",
+    "read_out",
     "rms_norm",
     "rope_tables",
     "rotate_and_store",
