@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["AttentionTile", "ChipTuning", "chip_tuning", "known_chips", "tuning_of"]
+__all__ = ["AttentionTile", "ChipTuning", "GroupedTile", "chip_tuning", "known_chips", "tuning_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,20 @@ class AttentionTile:
     """Rows: queries times the heads that share a key head; a power of 2, at least 16."""
     keys: int
     """Positions per step of the loop; a power of 2, at least 16. Independent of the page size."""
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedTile:
+    """Shape of a tile of a matrix product by groups of rows, and how it is launched."""
+
+    rows: int
+    """Rows of one group; a power of 2, at least 16."""
+    columns: int
+    """Outputs of each of two products, or half of those of one; a power of 2, at least 16."""
+    inner: int
+    """Numbers per step of the loop; a power of 2, at least 16."""
     warps: int
     stages: int
 
@@ -46,6 +60,13 @@ class ChipTuning:
     """Rows times shared positions from which a pass of its own pays for a group."""
     attention: Mapping[str, Mapping[int, AttentionTile]]
     """"decode", "prefill" and "float32" -> padded head size -> tile."""
+    grouped: Mapping[str, Mapping[int, GroupedTile]]
+    """"half" and "float32" -> rows -> tile."""
+
+    def grouped_tile(self, rows: int, dtype: torch.dtype) -> GroupedTile:
+        """The tile for groups that have `rows` rows each on average."""
+        tiles = self.grouped["float32" if dtype == torch.float32 else "half"]
+        return tiles[next((size for size in sorted(tiles) if rows <= size), max(tiles))]
 
     def attention_tile(self, kind: str, head_dim: int, dtype: torch.dtype) -> AttentionTile:
         """The tile of a kind, "decode" or "prefill", for heads of up to `head_dim` numbers.
@@ -80,6 +101,7 @@ def tuning_of(chip: str) -> ChipTuning:
     tiles = {
         kind: {int(size): AttentionTile(**tile) for size, tile in by_size.items()} for kind, by_size in kinds.items()
     }
+    grouped = default["grouped"] | own.get("grouped", {})
     return ChipTuning(
         chip=chip if own else "default",
         source=merged["source"],
@@ -89,6 +111,10 @@ def tuning_of(chip: str) -> ChipTuning:
         items_per_sm_large=merged["items_per_sm_large"],
         prefix_pass_tokens=merged["prefix_pass_tokens"],
         attention=tiles,
+        grouped={
+            kind: {int(rows): GroupedTile(int(rows), **tile) for rows, tile in by_rows.items()}
+            for kind, by_rows in grouped.items()
+        },
     )
 
 

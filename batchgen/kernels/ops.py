@@ -13,6 +13,7 @@ from torch import Tensor
 
 from batchgen.kernels.logprobs import ReadOut
 from batchgen.kernels.lora import LoraPairs, LoraStep
+from batchgen.kernels.moe import Experts, Routing
 from batchgen.kernels.sampling import SampleResult, SamplingColumns
 
 __all__ = ["Ops"]
@@ -63,6 +64,15 @@ class Ops(Protocol):
     # lora.py
     def add_lora(self, out: Tensor, x: Tensor, step: LoraStep, pairs: LoraPairs) -> None:
         """Each token's adapter's change of a linear layer, in place."""
+        ...
+
+    # moe.py
+    def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Each token's experts and their weights."""
+        ...
+
+    def moe_experts(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+        """Each token through its experts."""
         ...
 
     # shaping.py

@@ -15,6 +15,7 @@ from batchgen.kernels.logprobs import (
     top_logprobs,
 )
 from batchgen.kernels.lora import add_lora
+from batchgen.kernels.moe import moe_experts, route
 from batchgen.kernels.noise import row_keys
 from batchgen.kernels.norm import add_rms_norm, rms_norm
 from batchgen.kernels.rope import rope_tables
@@ -33,12 +34,14 @@ __all__ = [
     "keep_only",
     "log_normalizers",
     "mask_tokens",
+    "moe_experts",
     "nan_rows",
     "penalise",
     "read_out",
     "rms_norm",
     "rope_tables",
     "rotate_and_store",
+    "route",
     "row_keys",
     "sample",
     "token_logprobs",

@@ -12,7 +12,7 @@ from torch import Tensor
 from batchgen.kernels.gpu.common import rounded
 from batchgen.kernels.gpu.launch import launch
 
-__all__ = ["gated"]
+__all__ = ["KINDS", "activated", "gated"]
 
 _SILU = tl.constexpr(0)
 _GELU = tl.constexpr(1)
@@ -20,7 +20,7 @@ _GELU_TANH = tl.constexpr(2)
 _QUICK_GELU = tl.constexpr(3)
 _RELU = tl.constexpr(4)
 
-_KINDS: Final[dict[str, tl.constexpr]] = {
+KINDS: Final[dict[str, tl.constexpr]] = {
     "silu": _SILU,
     "swish": _SILU,
     "gelu": _GELU,
@@ -41,7 +41,8 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _activated(x, KIND: tl.constexpr):
+def activated(x, KIND: tl.constexpr):
+    """The activation of float32 numbers, by one of the values of `KINDS`."""
     if KIND == _SILU:
         return x * _sigmoid(x)
     elif KIND == _GELU:
@@ -69,7 +70,7 @@ def _gated(p_gate_up, p_out, stride, INNER: tl.constexpr, KIND: tl.constexpr, BL
     p_row = p_gate_up + i_row * stride
     b_gate = tl.load(p_row + i_column, mask=m_column, other=0.0).to(tl.float32)  # [b]
     b_up = tl.load(p_row + INNER + i_column, mask=m_column, other=0.0).to(tl.float32)  # [b]
-    b_gate = rounded(_activated(b_gate, KIND), p_out.dtype.element_ty).to(tl.float32)  # [b]
+    b_gate = rounded(activated(b_gate, KIND), p_out.dtype.element_ty).to(tl.float32)  # [b]
     tl.store(p_out + i_row * INNER + i_column, rounded(b_gate * b_up, p_out.dtype.element_ty), mask=m_column)
 
 
@@ -91,7 +92,7 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
         out,
         gate_up.stride(0),
         INNER=both // 2,
-        KIND=_KINDS[activation].value,
+        KIND=KINDS[activation].value,
         BLOCK=_BLOCK,
         num_warps=4,
     )

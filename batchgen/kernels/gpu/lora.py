@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchgen.kernels.gpu.common import dot, power_of_2
+from batchgen.kernels.gpu.common import dot, power_of_2, rounded
 from batchgen.kernels.gpu.launch import launch
 from batchgen.kernels.lora import OUTPUT_BLOCK, LoraPairs, LoraStep, tiles_of
 
@@ -131,9 +131,9 @@ def _expand(
             o_sum += places.to(tl.int64) * width
         p_ranks = p_up + o_rank.to(tl.int64)[:, None] * outputs
         b_up = tl.load(p_ranks + o_out[None, :], mask=m_rank[:, None] & m_out[None, :], other=0.0)  # [RANKS, COLUMNS]
-        acc = dot(b_h.to(b_up.dtype), b_up, acc)
+        acc = dot(rounded(b_h, b_up.dtype), b_up, acc)
     token = tl.load(p_order + first + o_row, mask=m_row, other=0)
     p_cells = p_out + token[:, None] * stride_out + o_out[None, :]
     m_cell = m_row[:, None] & m_out[None, :]
     before = tl.load(p_cells, mask=m_cell, other=0.0).to(tl.float32)
-    tl.store(p_cells, (before + acc).to(p_out.dtype.element_ty), mask=m_cell)
+    tl.store(p_cells, rounded(before + acc, p_out.dtype.element_ty), mask=m_cell)

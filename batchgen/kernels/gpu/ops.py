@@ -15,6 +15,7 @@ from batchgen.kernels.gpu.logprobs import (
     top_logprobs,
 )
 from batchgen.kernels.gpu.lora import add_lora
+from batchgen.kernels.gpu.moe import moe_experts, route
 from batchgen.kernels.gpu.norm import add_rms_norm, rms_norm
 from batchgen.kernels.gpu.rope import rope_tables
 from batchgen.kernels.gpu.shaping import add_bias, drew_masked, keep_only, penalise
@@ -33,12 +34,14 @@ __all__ = [
     "keep_only",
     "log_normalizers",
     "mask_tokens",
+    "moe_experts",
     "nan_rows",
     "penalise",
     "read_out",
     "rms_norm",
     "rope_tables",
     "rotate_and_store",
+    "route",
     "row_keys",
     "sample",
     "token_logprobs",

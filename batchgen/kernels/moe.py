@@ -1,0 +1,136 @@
+"""Mixtures of experts: which experts a token goes through, and what they make of it.
+
+out[t] = sum over j: weights[t, j] * expert(ids[t, j])(x[t]), where expert e(x) = down_e gate(gate_up_e x).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from batchgen.kernels.activation import ACTIVATIONS
+
+__all__ = ["Experts", "Gating", "Routing", "moe_experts", "route"]
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a router's logits become a choice."""
+
+    experts_per_token: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    groups: int = 1
+    """Experts stand in this many groups of equal size; only the best `top_groups` may be chosen from."""
+    top_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"
+    """A group is as good as its best expert, or as its best two together."""
+    renormalise: bool = True
+    """Whether a token's weights are made to sum to 1, before `scale`."""
+    scale: float = 1.0
+
+    def check(self, experts: int) -> None:
+        """Assert that `experts` can be chosen from like this."""
+        each, left = divmod(experts, self.groups)
+        assert not left
+        assert 0 < self.top_groups <= self.groups
+        assert 0 < self.experts_per_token <= each * self.top_groups
+        assert self.group_score == "max" or each > 1 or self.groups == 1
+
+    def by_logit(self, biased: bool) -> bool:
+        """Whether the order of the logits is that of the scores, and there is no sum of scores to compare."""
+        return not biased and (self.groups == 1 or self.group_score == "max")
+
+
+def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Each token's experts, best first, the lower id where two are equal.
+
+    Args:
+        logits: [T, E], any float dtype.
+        routing: how to choose.
+        bias: [E] float32, added to the scores for the choice only.
+
+    Returns:
+        ids [T, k] int32 and weights [T, k] float32, those of the chosen scores.
+    """
+    routing.check(logits.shape[1])
+    logits = logits.float()
+    scores = logits.softmax(-1) if routing.scoring == "softmax" else logits.sigmoid()  # [T, E]
+    choice = logits if routing.by_logit(bias is not None) else scores if bias is None else scores + bias
+    if routing.groups > 1:
+        grouped = choice.reshape(len(choice), routing.groups, -1)  # [T, G, E / G]
+        ranked = grouped.sort(dim=-1, descending=True).values
+        value = ranked[..., 0] if routing.group_score == "max" else ranked[..., 0] + ranked[..., 1]  # [T, G]
+        best = value.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_groups]
+        allowed = torch.zeros_like(value, dtype=torch.bool).scatter_(1, best, True)
+        choice = grouped.masked_fill(~allowed[..., None], -torch.inf).flatten(1)
+    ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : routing.experts_per_token]  # [T, k]
+    weights = scores.gather(1, ids)
+    if routing.renormalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return ids.int(), weights * routing.scale
+
+
+@dataclass(frozen=True, slots=True)
+class Gating:
+    """How an expert's gate and up become one: activation(min(gate, limit)) * (clamp(up, -limit, limit) + shift)."""
+
+    activation: str = "silu"
+    """One of `ACTIVATIONS`."""
+    interleaved: bool = False
+    """gate_0, up_0, gate_1, up_1, ...; otherwise all of gate, then all of up"""
+    limit: float | None = None
+    shift: float = 0.0
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        """[..., 2I] -> [..., I]."""
+        if self.interleaved:
+            gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+        else:
+            gate, up = gate_up.chunk(2, dim=-1)
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return ACTIVATIONS[self.activation](gate) * (up + self.shift if self.shift else up)
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A layer's experts, in any memory order: transposed weights come as transposed views."""
+
+    gate_up: Tensor
+    """[E, 2I, H]"""
+    down: Tensor
+    """[E, H, I]"""
+    gate_up_bias: Tensor | None = None
+    """[E, 2I]"""
+    down_bias: Tensor | None = None
+    """[E, H]"""
+    gating: Gating = Gating()
+
+
+def moe_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+    """Each token through its experts.
+
+    Args:
+        x: [T, H], in the weights' dtype.
+        ids: [T, k] int32 or int64; one outside of [0, E) adds nothing.
+        weights: [T, k], any float dtype.
+        experts: the layer's.
+
+    Returns:
+        [T, H] in x's dtype; sums over a token's experts in float32.
+    """
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)  # [T, H]
+    for expert in range(len(experts.down)):
+        token, place = torch.where(ids == expert)  # [n], [n]
+        if len(token) == 0:
+            continue
+        bias = None if experts.gate_up_bias is None else experts.gate_up_bias[expert]
+        inner = experts.gating(F.linear(x[token], experts.gate_up[expert], bias))  # [n, I]
+        bias = None if experts.down_bias is None else experts.down_bias[expert]
+        made = F.linear(inner, experts.down[expert], bias)  # [n, H]
+        out.index_add_(0, token, made.float() * weights[token, place, None].float())
+    return out.to(x.dtype)
