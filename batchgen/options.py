@@ -48,7 +48,7 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option. Values in `unbuilt` are refused until they are built; `built` false refuses all but the default."""
+    """One option. `built` false refuses all but the default until it is built."""
 
     name: str
     kind: Kind
@@ -58,7 +58,6 @@ class Option:
     target: Target = "run"
     repeat: bool = False
     choices: tuple[str, ...] = ()
-    unbuilt: tuple[str, ...] = ()
     built: bool = True
     switches: bool = False
     """Each choice is a flag of its own; `help` has a line for each."""
@@ -85,8 +84,8 @@ class Option:
 
     @property
     def metavar(self) -> str:
-        """What the help shows for the value: the choices that are built, or the kind's word."""
-        return "|".join(choice for choice in self.choices if choice not in self.unbuilt) or self.kind.metavar
+        """What the help shows for the value: the choices, or the kind's word."""
+        return "|".join(self.choices) or self.kind.metavar
 
     @property
     def negative(self) -> str:
@@ -194,9 +193,18 @@ OPTIONS: tuple[Option, ...] = (
         "attention",
         "auto|flash|triton|torch",
         MODEL,
-        "Attention kernels. Example: --attention torch",
+        "Kernels: flash is vllm-flash-attn, triton ours, both for GPUs; auto takes the faster one, measured at start. "
+        "Example: --attention torch",
         "engine",
-        unbuilt=("flash", "triton"),
+    ),
+    Option(
+        "flash_library",
+        PATH,
+        None,
+        MODEL,
+        "Compiled library of vllm-flash-attn, or a folder that holds it; an installed vLLM needs none. "
+        "Example: --flash-library ./_vllm_fa3_C.abi3.so",
+        "engine",
     ),
     _choice(
         "model_impl",
@@ -544,9 +552,6 @@ def coerce(option: Option, value: object, label: str) -> Any:
         raise UsageError(f"`{label}` {problem}") from None
     if not option.built and result != option.default:
         raise _not_built(label)
-    if result in option.unbuilt:
-        built = ", ".join(choice for choice in option.choices if choice not in option.unbuilt)
-        raise UsageError(f"`{label} {result}` is not built yet; built: {built}")
     return result
 
 

@@ -15,12 +15,13 @@ import torch
 from batchgen.config import EngineConfig
 from batchgen.embeds import EmbedsStore
 from batchgen.engine.intake import Intake
+from batchgen.engine.kernels import fixed_kernels, kernels_for
 from batchgen.engine.loop import Loop
 from batchgen.engine.memory import pool_pages
 from batchgen.engine.planning import Workload, plan_workload
 from batchgen.engine.states import state_keeper
 from batchgen.engine.streaming import Emit
-from batchgen.kernels.backend import choose_backend
+from batchgen.kernels.backend import Backend
 from batchgen.kernels.types import KVPool
 from batchgen.media_root import MediaRoot
 from batchgen.models.base import Model
@@ -96,8 +97,8 @@ class Engine:
         self.tokenizer = tokenizer
         self.grammars = grammars or Grammars(tokenizer, model.spec.vocab_size, lenient=config.lenient_schemas)
         """Constraints of rows, each compiled once."""
-        self.backend = choose_backend(config.attention, model.spec.device)
-        """The kernels of every run."""
+        self.backend: Backend | None = fixed_kernels(config, model.spec)
+        """The kernels of every run; where `auto` measures them, chosen by the first."""
         self.processors = load_processors(config.logit_processor)
         """Logit processors that rows may name."""
         self.last_run: Running | None = None
@@ -105,8 +106,8 @@ class Engine:
 
     @property
     def kernels(self) -> str:
-        """Name of the attention backend."""
-        return self.backend.name
+        """The kernels' names and versions, and why `auto` took them; "auto" before it has."""
+        return self.config.attention if self.backend is None else self.backend.describes
 
     def generate(
         self,
@@ -193,10 +194,12 @@ class Engine:
         workload = plan_workload(table, done, dedup=config.dedup, adapters=list(spec.adapters))
         if table.embeds_id is not None and not self.model.takes_embeds():
             workload.refuse_embeds()
+        seqs, tokens = step_limits(config, spec.device)
+        if self.backend is None:  # before the pool takes the memory
+            self.backend = kernels_for(config, spec, workload, seqs, tokens)
         pages = pool_pages(workload, spec, config.page_size, config.kv_memory)
         pool = KVPool.allocate(list(spec.kv_layers), pages, config.page_size, spec.dtype, spec.device)
         workload.set_aside_too_large(pages - 1, config.page_size)
-        seqs, tokens = step_limits(config, spec.device)
         scheduler = Scheduler(
             workload.tree,
             workload.samples,

@@ -10,6 +10,7 @@ from typing import Any
 from batchgen.config import EngineConfig, RunConfig
 from batchgen.demo import model_path
 from batchgen.engine.engine import prepare_device
+from batchgen.engine.kernels import fixed_kernels
 from batchgen.engine.memory import allowed_pages
 from batchgen.media_root import MediaRoot
 from batchgen.models.base import Model, ModelSpec
@@ -103,6 +104,7 @@ def prepare(config: RunConfig, note: Callable[[str], None]) -> Setup:
         device=engine.device,
         lora=engine.lora,
     )
+    fixed_kernels(engine, spec)  # refuses what this machine cannot run before a row is read
     if engine.kv_memory is not None:
         allowed_pages(spec, engine.page_size, engine.kv_memory)  # refuses now rather than after an hour of reading
     tokenizer = Tokenizer.load(engine.tokenizer or folder, engine.revision, folder)

@@ -1,18 +1,37 @@
-"""The kernels that a run works with, chosen once at start."""
+"""The kernels that a run works with, chosen once at start.
+
+`torch` runs anywhere. `triton` runs on GPUs (and in Triton's interpreter, on a CPU, for proofs). `flash` is
+vllm-flash-attn's library for attention and Triton for everything else. `auto` takes plain PyTorch on a CPU, and on a
+GPU whichever of the other two is faster for the run at hand, measured.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
 import torch
 
 from batchgen.kernels import torch_ops
 from batchgen.kernels.attention import TorchAttention
+from batchgen.kernels.chips import chip_tuning
+from batchgen.kernels.flash import flash_factory
+from batchgen.kernels.flash_check import check_library, flash_refusal
+from batchgen.kernels.flash_library import FlashLibrary, FlashUnavailable, find_flash, versions_for
+from batchgen.kernels.measure import Timer, TypicalStep, device_timer, layer_milliseconds
 from batchgen.kernels.ops import Ops
-from batchgen.kernels.types import AttentionBatch, KVPool, PagedAttention
+from batchgen.kernels.types import AttentionBatch, KVPool, LayerKV, PagedAttention
 
-__all__ = ["ATTENTION_BACKENDS", "AttentionFactory", "Backend", "BackendUnavailable", "choose_backend"]
+__all__ = [
+    "ATTENTION_BACKENDS",
+    "AttentionFactory",
+    "AttentionNeeds",
+    "Backend",
+    "BackendUnavailable",
+    "capability_of",
+    "choose_backend",
+]
 
 ATTENTION_BACKENDS = ("auto", "flash", "triton", "torch")
 """Names that `choose_backend` knows; `auto` takes the fastest that is there."""
@@ -22,7 +41,12 @@ AttentionFactory = Callable[[KVPool, AttentionBatch], PagedAttention]
 
 
 class BackendUnavailable(RuntimeError):
-    """A backend was asked for by name that this build or machine does not have."""
+    """A backend was asked for by name that this build, machine or model does not have; the message says why."""
+
+    def __init__(self, reason: str, remedy: str = "") -> None:
+        super().__init__(reason)
+        self.remedy = remedy
+        """What may be done about it, where that is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,26 +54,150 @@ class Backend:
     """The kernels of a run."""
 
     name: str
-    """What a footer records: "torch", "triton" or "flash"."""
+    """"torch", "triton" or "flash"."""
+    describes: str
+    """What a footer records: versions, and why `auto` took this one."""
     attention: AttentionFactory
     ops: Ops
     """All operations but attention."""
 
 
-TORCH = Backend("torch", TorchAttention, torch_ops)
+@dataclass(frozen=True, slots=True)
+class AttentionNeeds:
+    """What a model and its pool ask of a backend."""
+
+    device: torch.device
+    capability: tuple[int, int] | None
+    """The GPU's, of `capability_of`; None on a CPU."""
+    layers: tuple[LayerKV, ...]
+    heads: int
+    """Query heads of a layer."""
+    dtype: torch.dtype
+    page_size: int
+    flash_library: str | None = None
+    """Path of a flash library that the user named."""
+
+
+TORCH = Backend("torch", "torch", TorchAttention, torch_ops)
 """Plain PyTorch: the CPU's, and the oracle of the others."""
 
 
-def choose_backend(name: str, device: torch.device) -> Backend:
-    """The kernels for `device` with the attention called `name`.
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """The compute capability of the GPU behind `device`; None where it is none of NVIDIA's."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return None
+    return torch.cuda.get_device_capability(device)
+
+
+def choose_backend(
+    name: str, needs: AttentionNeeds, step: TypicalStep | None = None, timer: Timer | None = None
+) -> Backend:
+    """The kernels for a run with the attention called `name`.
+
+    Args:
+        name: one of `ATTENTION_BACKENDS`.
+        needs: what the model asks for.
+        step: what `auto` measures on; without it the first that is there is taken, Triton before flash.
+        timer: times what is measured; None is the device's own clock.
 
     Raises:
-        BackendUnavailable: `name` is unknown, or its kernels are not in this build.
+        BackendUnavailable: `name` is unknown, or cannot run here; the message says why.
     """
     if name not in ATTENTION_BACKENDS:
         raise BackendUnavailable(f"unknown attention backend {name!r}; take one of {', '.join(ATTENTION_BACKENDS)}")
-    if name in ("flash", "triton"):
+    if name == "torch" or (name == "auto" and needs.capability is None):
+        return TORCH
+    if name != "auto":
+        return _BACKENDS[name](needs)
+    found: list[Backend] = []
+    missing: list[str] = []
+    for other, make in _BACKENDS.items():
+        try:
+            found.append(make(needs))
+        except BackendUnavailable as problem:
+            missing.append(f"no {other}: {problem}")
+    if len(found) > 1 and step is not None:
+        found, missing = _by_speed(found, step, timer or device_timer(needs.device))
+    best = found[0] if found else TORCH
+    return replace(best, describes=f"{best.describes} ({'; '.join(missing)})") if missing else best
+
+
+def _by_speed(found: list[Backend], step: TypicalStep, timer: Timer) -> tuple[list[Backend], list[str]]:
+    """Backends that ran the step, the fastest first, and what is to be said of the others."""
+    by_name = {backend.name: backend for backend in found}
+    results = layer_milliseconds({name: backend.attention for name, backend in by_name.items()}, step, timer)
+    times = {name: result for name, result in results.items() if isinstance(result, float)}
+    order = sorted(times, key=lambda name: times[name])
+    remarks = [f"no {name}: {result}" for name, result in results.items() if isinstance(result, str)]
+    for name in order[1:]:
+        took = f"{times[order[0]]:.3g} ms against {times[name]:.3g} ms a layer"
+        remarks.insert(0, f"faster than {by_name[name].describes}: {took}")
+    return [by_name[name] for name in order], remarks
+
+
+def _triton(needs: AttentionNeeds) -> Backend:
+    """All kernels by Triton."""
+    if find_spec("triton") is None:
+        raise BackendUnavailable("Triton is not installed", "it comes with `pip install 'batchgen[gpu]'`")
+    import triton
+
+    if needs.capability is None and not triton.knobs.runtime.interpret:
         raise BackendUnavailable(
-            f"attention backend {name!r} is not in this build (device {device}); take 'auto' or 'torch'"
+            "it needs an NVIDIA GPU, and this run computes on the CPU "
+            "(TRITON_INTERPRET=1 in the environment runs its kernels there, very slowly, for proofs)"
         )
-    return TORCH
+    if needs.capability is not None and needs.capability < (8, 0):
+        major, minor = needs.capability
+        raise BackendUnavailable(f"it needs a GPU of compute capability 8.0 or more, and this one has {major}.{minor}")
+    tuning = chip_tuning(needs.device)
+    try:
+        for layer in needs.layers:
+            for kind in ("decode", "prefill"):
+                tuning.attention_tile(kind, max(layer.key_dim, layer.value_dim), needs.dtype)
+    except ValueError as problem:
+        raise BackendUnavailable(str(problem)) from None
+    from batchgen.kernels.gpu import ops
+    from batchgen.kernels.gpu.attention import TritonAttention
+
+    return Backend("triton", f"triton {triton.__version__}", TritonAttention, ops)
+
+
+def _flash(needs: AttentionNeeds) -> Backend:
+    """Attention by vllm-flash-attn, shared prefixes and all else by Triton."""
+    if needs.capability is None:
+        raise BackendUnavailable("it needs an NVIDIA GPU, and this run computes on the CPU")
+    try:
+        versions = versions_for(needs.capability)
+    except FlashUnavailable as problem:
+        raise BackendUnavailable(str(problem)) from None
+    refusals = {v: flash_refusal(v, needs.layers, needs.heads, needs.dtype, needs.page_size) for v in versions}
+    fitting = tuple(version for version in versions if refusals[version] is None)
+    if not fitting:
+        raise BackendUnavailable(str(refusals[versions[0]]))
+    try:
+        rest = _triton(needs)
+    except BackendUnavailable as problem:
+        reason = f"its shared prefixes are computed by Triton, which cannot run: {problem}"
+        raise BackendUnavailable(reason, problem.remedy) from None
+    try:
+        library = find_flash(fitting, needs.flash_library, lambda found: _accepted(found, needs))
+    except FlashUnavailable as problem:
+        raise BackendUnavailable(str(problem), _FLASH_REMEDY) from None
+    from batchgen.kernels.gpu.attention import TritonAttention
+    from batchgen.kernels.gpu.merge import merge_parts
+
+    return Backend("flash", str(library), flash_factory(library, TritonAttention, merge_parts), rest.ops)
+
+
+_FLASH_REMEDY = "install vLLM, name its compiled library with --flash-library, or leave the option out"
+
+
+def _accepted(library: FlashLibrary, needs: AttentionNeeds) -> FlashLibrary:
+    """The library once it has computed a batch of each of the model's layer shapes."""
+    for layer in dict.fromkeys(needs.layers):
+        library = check_library(library, layer, needs.heads, needs.dtype, needs.page_size, needs.device)
+    return library
+
+
+_BACKENDS: dict[str, Callable[[AttentionNeeds], Backend]] = {"triton": _triton, "flash": _flash}
+"""What `auto` chooses from on a GPU."""

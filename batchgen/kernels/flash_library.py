@@ -64,7 +64,7 @@ class FlashLibrary:
     _schedule: _Operation | None
 
     def __str__(self) -> str:
-        return f"flash-attn {self.version} ({self.source})"
+        return f"flash-attn {self.version} of {self.source}"
 
     def attend(
         self,
@@ -197,7 +197,7 @@ def versions_for(capability: tuple[int, int]) -> tuple[int, ...]:
     """
     if capability < (8, 0):
         major, minor = capability
-        raise FlashUnavailable(f"it wants a GPU of compute capability 8.0 or more, and this one has {major}.{minor}")
+        raise FlashUnavailable(f"it needs a GPU of compute capability 8.0 or more, and this one has {major}.{minor}")
     return (3, 2) if capability[0] == 9 else (2,)
 
 
@@ -266,8 +266,12 @@ def _files(source: str, place: Path, versions: tuple[int, ...], reasons: list[st
         reasons.append(f"{source}: {'holds' if place.is_dir() else 'is'} no {wanted}")
 
 
+_brought_by: dict[int, Path] = {}
+"""Version -> the file that registered its operations in this process."""
+
+
 def _load(version: int, source: str, file: Path) -> FlashLibrary:
-    """Load a library unless an earlier one brought its operations already."""
+    """Load a library. Operations are registered once: a file that brings others' is refused, not taken for theirs."""
     space = getattr(torch.ops, f"_vllm_fa{version}_C")
     name = "fwd" if version == 3 else "varlen_fwd"
     if not hasattr(space, name):
@@ -275,6 +279,9 @@ def _load(version: int, source: str, file: Path) -> FlashLibrary:
             _load_packed(file)
         else:
             _load_shared_object(file)
+        _brought_by[version] = file
+    elif _brought_by.get(version, file) != file:
+        raise FlashUnavailable(f"{_brought_by[version]} was loaded before, and brings the same operations")
     if not hasattr(space, name):
         raise FlashUnavailable(f"it brings no operation _vllm_fa{version}_C::{name}")
     forward = _Operation(getattr(space, name).default, _GIVEN["forward"], _FORWARD)

@@ -44,6 +44,8 @@ class ModelSpec:
     moe_layers: tuple[int, ...] = ()
     """Blocks, from 0, whose choices of experts can be tapped."""
     experts_per_token: int = 0
+    num_heads: int = 1
+    """Query heads of a layer, of the first where they differ."""
     adapters: Mapping[str, str] = field(default_factory=dict)
     """LoRA adapters, in the order of their indexes: name -> digest."""
     embedding_size: int | None = None

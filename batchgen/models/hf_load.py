@@ -146,6 +146,7 @@ def transformers_spec(
         moe_layers=insides.layers,
         experts_per_token=insides.experts_per_token,
         adapters={adapter.name: adapter.digest for adapter in adapters},
+        num_heads=uses[0].num_heads if uses else 1,
         embedding_size=int(model.get_input_embeddings().weight.shape[1]),
     )
 

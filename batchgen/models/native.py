@@ -181,6 +181,7 @@ def native_spec(
         parameters=sum(_numel(fused) for fused in layout),
         digest=folder.digest,
         state_layers=config.num_layers,
+        num_heads=config.num_heads,
         adapters={adapter.name: adapter.digest for adapter in adapters},
     )
 

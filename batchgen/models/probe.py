@@ -22,6 +22,8 @@ class LayerUse:
 
     kv: LayerKV
     window: int | None
+    num_heads: int
+    """Of the query."""
 
 
 class ProbeAttention:
@@ -46,7 +48,8 @@ class ProbeAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """See `Attention.attend`."""
-        self.calls.append((layer, LayerUse(LayerKV(key.shape[1], key.shape[2], value.shape[2]), window)))
+        kv = LayerKV(key.shape[1], key.shape[2], value.shape[2])
+        self.calls.append((layer, LayerUse(kv, window, query.shape[1])))
         if query.is_meta:
             return query.new_empty(*query.shape[:2], value.shape[2])
         if layer in self._keys:

@@ -73,6 +73,8 @@ GOOD: list[tuple[str, str, Any]] = [
     ("dtype", "float32", "float32"),
     ("device", "cpu", "cpu"),
     ("attention", "torch", "torch"),
+    ("attention", "flash", "flash"),
+    ("flash_library", "./_vllm_fa3_C.abi3.so", "./_vllm_fa3_C.abi3.so"),
     ("max_model_len", "4096", 4096),
     ("kv_memory", "85%", 0.85),
     ("kv_memory", "4GiB", 2**32),
@@ -294,17 +296,6 @@ def test_neutral_values_of_what_is_not_built_pass(name: str, value: Any, tmp_pat
     assert resolve(tmp_path, {name: value}) == resolve(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"attention": "flash"}, "`--attention flash` is not built yet; built: auto, torch"),
-        ({"attention": "triton"}, "`--attention triton` is not built yet; built: auto, torch"),
-    ],
-)
-def test_choices_that_are_not_built(flags: dict[str, Any], message: str, tmp_path: Path) -> None:
-    assert refused(tmp_path, flags) == message
-
-
 # Logit processors: pairs of a name and a function
 
 
@@ -395,7 +386,7 @@ def test_engine_options_from_python() -> None:
         ({"max_num_seqs": 0}, "`max_num_seqs` must be at least 1, got 0"),
         ({"max_num_seqs": True}, "`max_num_seqs` takes N, got True"),
         ({"kv_memory": 1.5}, "`kv_memory` takes a share above 0 and up to 1 (0.85, 85%), got '1.5'"),
-        ({"attention": "flash"}, "`attention flash` is not built yet; built: auto, torch"),
+        ({"attention": "fast"}, "`attention` takes one of auto, flash, triton, torch; got 'fast'"),
         ({"dedup": 1}, "`dedup` takes true or false, got 1"),
         ({"page_size": None}, "`page_size` takes N, got None"),
     ],

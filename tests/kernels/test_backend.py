@@ -1,25 +1,196 @@
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
+import triton
 
+from batchgen.kernels import backend as module
+from batchgen.kernels import torch_ops
 from batchgen.kernels.attention import TorchAttention
-from batchgen.kernels.backend import BackendUnavailable, choose_backend
+from batchgen.kernels.backend import AttentionNeeds, BackendUnavailable, capability_of, choose_backend
+from batchgen.kernels.flash import FlashAttention
+from batchgen.kernels.gpu import ops as gpu_ops
+from batchgen.kernels.gpu.attention import TritonAttention
+from batchgen.kernels.measure import TypicalStep
+from batchgen.kernels.types import LayerKV
+from tests.kernels.fake_flash import Fakes, fakes
 
 CPU = torch.device("cpu")
+LAYER = LayerKV(2, 16, 16)
+ON_CPU = AttentionNeeds(CPU, None, (LAYER,) * 2, 4, torch.float16, 16)
+# Stand-ins run on the CPU: only the capability says that there is a GPU.
+ON_HOPPER = replace(ON_CPU, capability=(9, 0))
+STEP = TypicalStep(LAYER, 4, torch.float16, 16, CPU, rows=3, context=40, shared=32, chunk=5)
+TRITON = f"triton {triton.__version__}"
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fakes]:
+    with fakes(monkeypatch) as made:
+        yield made
+
+
+@pytest.fixture
+def library(fake: Fakes, tmp_path: Path) -> str:
+    return str(fake.write(tmp_path / "_vllm_fa3_C.abi3.so", 3))
+
+
+class Clock:
+    """A timer that runs what it times, and then answers as it is told: by attention's class."""
+
+    def __init__(self, **milliseconds: float) -> None:
+        self.milliseconds = milliseconds
+        self.timed: list[str] = []
+
+    def __call__(self, call: Callable[[], object]) -> float:
+        call()
+        name = type(call.func.__self__).__name__  # type: ignore[attr-defined]
+        self.timed.append(name)
+        return self.milliseconds[name]
+
+
+# By name
 
 
 @pytest.mark.parametrize("name", ["auto", "torch"])
-def test_torch_is_taken(name: str) -> None:
-    assert choose_backend(name, CPU).attention is TorchAttention
+def test_torch_is_taken_on_a_cpu(name: str) -> None:
+    chosen = choose_backend(name, ON_CPU)
+    assert (chosen.name, chosen.describes, chosen.attention) == ("torch", "torch", TorchAttention)
+    assert chosen.ops is torch_ops
 
 
-@pytest.mark.parametrize("name", ["flash", "triton"])
-def test_what_is_not_built_is_refused_by_name(name: str) -> None:
-    with pytest.raises(BackendUnavailable, match=f"'{name}' is not in this build"):
-        choose_backend(name, CPU)
+def test_torch_is_taken_on_a_gpu_where_it_is_named() -> None:
+    assert choose_backend("torch", ON_HOPPER).attention is TorchAttention
+
+
+def test_triton_by_its_interpreter() -> None:
+    chosen = choose_backend("triton", ON_CPU)
+    assert (chosen.name, chosen.describes, chosen.attention) == ("triton", TRITON, TritonAttention)
+    assert chosen.ops is gpu_ops
+
+
+def test_flash_by_a_library(library: str) -> None:
+    chosen = choose_backend("flash", replace(ON_HOPPER, flash_library=library))
+    assert (chosen.name, chosen.describes) == ("flash", f"flash-attn 3 of {library}")
+    assert chosen.ops is gpu_ops
+    pool, batch, _ = STEP.sample(grouped=True)
+    assert isinstance(chosen.attention(pool, batch), FlashAttention)
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
     with pytest.raises(BackendUnavailable, match="'fast'; take one of auto, flash, triton, torch"):
-        choose_backend("fast", CPU)
+        choose_backend("fast", ON_CPU)
+
+
+# Reasons
+
+
+def reason(name: str, needs: AttentionNeeds, remedy: str | None = None) -> str:
+    with pytest.raises(BackendUnavailable) as refused:
+        choose_backend(name, needs)
+    assert remedy is None or refused.value.remedy == remedy
+    return str(refused.value)
+
+
+def test_triton_without_a_gpu_and_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    assert reason("triton", ON_CPU).startswith("it needs an NVIDIA GPU, and this run computes on the CPU (TRITON_")
+
+
+def test_triton_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    missing = "Triton is not installed"
+    remedy = "it comes with `pip install 'batchgen[gpu]'`"
+    assert reason("triton", ON_HOPPER, remedy) == missing
+    assert reason("flash", replace(ON_HOPPER, flash_library=library), remedy) == (
+        f"its shared prefixes are computed by Triton, which cannot run: {missing}"
+    )
+
+
+@pytest.mark.parametrize("name", ["triton", "flash"])
+def test_an_old_gpu(name: str) -> None:
+    old = replace(ON_HOPPER, capability=(7, 5))
+    assert reason(name, old) == "it needs a GPU of compute capability 8.0 or more, and this one has 7.5"
+
+
+def test_heads_that_no_tile_takes() -> None:
+    needs = replace(ON_HOPPER, layers=(LAYER, LayerKV(1, 512, 512)))
+    assert reason("triton", needs) == "no attention tile for heads of 512; the largest takes 256"
+
+
+def test_flash_on_a_cpu(library: str) -> None:
+    needs = replace(ON_CPU, flash_library=library)
+    assert reason("flash", needs) == "it needs an NVIDIA GPU, and this run computes on the CPU"
+
+
+def test_flash_that_is_nowhere() -> None:
+    remedy = "install vLLM, name its compiled library with --flash-library, or leave the option out"
+    assert reason("flash", ON_HOPPER, remedy) == "vLLM is not installed; the package vllm_flash_attn is not installed"
+
+
+def test_flash_for_a_model_of_another_dtype(library: str) -> None:
+    needs = replace(ON_HOPPER, dtype=torch.float32, flash_library=library)
+    assert reason("flash", needs, "") == "it computes in bfloat16 and float16, not in float32 (see --dtype)"
+
+
+def test_flash_looks_at_every_layer(library: str) -> None:
+    needs = replace(ON_HOPPER, layers=(LAYER, LayerKV(2, 20, 20)), flash_library=library)
+    assert reason("flash", needs) == "it wants heads of a multiple of 8 numbers, and this model's have 20"
+
+
+def test_a_page_size_that_only_version_2_cannot_take(library: str, fake: Fakes) -> None:
+    needs = replace(ON_HOPPER, page_size=8, flash_library=library)
+    assert choose_backend("flash", needs).describes == f"flash-attn 3 of {library}"
+    assert reason("flash", replace(needs, capability=(8, 0))) == (
+        "it wants pages of a multiple of 16 tokens, not 8 (see --page-size)"
+    )
+
+
+# auto
+
+
+def test_the_faster_one_is_taken_and_said(library: str) -> None:
+    needs = replace(ON_HOPPER, flash_library=library)
+    clock = Clock(TritonAttention=0.21, FlashAttention=0.27)
+    chosen = choose_backend("auto", needs, STEP, clock)
+    assert chosen.name == "triton"
+    assert chosen.describes == (f"{TRITON} (faster than flash-attn 3 of {library}: 0.21 ms against 0.27 ms a layer)")
+    assert clock.timed == ["TritonAttention", "FlashAttention"] * 2  # without the group, and with it
+    chosen = choose_backend("auto", needs, STEP, Clock(TritonAttention=0.21, FlashAttention=0.1234))
+    assert chosen.name == "flash"
+    assert chosen.describes == f"flash-attn 3 of {library} (faster than {TRITON}: 0.123 ms against 0.21 ms a layer)"
+
+
+def test_without_a_library_nothing_is_measured() -> None:
+    chosen = choose_backend("auto", ON_HOPPER, STEP, Clock())
+    assert chosen.describes == (
+        f"{TRITON} (no flash: vLLM is not installed; the package vllm_flash_attn is not installed)"
+    )
+
+
+def test_without_a_step_triton_is_taken(library: str) -> None:
+    assert choose_backend("auto", replace(ON_HOPPER, flash_library=library)).describes == TRITON
+
+
+def test_one_that_breaks_in_the_measurement_is_not_taken(library: str, fake: Fakes) -> None:
+    def timer(call: Callable[[], object]) -> float:
+        if "Triton" in str(call):
+            raise RuntimeError("out of shared memory\nand more")
+        return 1.0
+
+    chosen = choose_backend("auto", replace(ON_HOPPER, flash_library=library), STEP, timer)
+    assert chosen.describes == f"flash-attn 3 of {library} (no triton: out of shared memory)"
+
+
+def test_where_nothing_else_runs_torch_is_taken() -> None:
+    chosen = choose_backend("auto", replace(ON_HOPPER, layers=(LayerKV(1, 512, 512),)), STEP, Clock())
+    assert chosen.name == "torch"
+    assert chosen.describes.startswith("torch (no triton: no attention tile for heads of 512; the largest takes 256;")
+
+
+def test_no_gpu_has_no_capability() -> None:
+    assert capability_of(CPU) is None

@@ -68,7 +68,7 @@ def test_installed_vllm_comes_first_and_is_not_imported(fake: Fakes, site: Path,
     fake.write(install(site, "vllm_flash_attn") / NAMES[3], 3)
     given = fake.write(tmp_path / NAMES[3], 3)
     library = find_flash(HOPPER, str(given), take)
-    assert str(library) == "flash-attn 3 (vLLM 0.21.0)"
+    assert str(library) == "flash-attn 3 of vLLM 0.21.0"
     assert fake.loaded == [site / "vllm/vllm_flash_attn" / NAMES[3]]
     assert "vllm" not in sys.modules
 
@@ -81,7 +81,7 @@ def test_a_given_path_comes_before_the_stand_alone_package(fake: Fakes, site: Pa
 
 def test_the_stand_alone_package_is_last(fake: Fakes, site: Path) -> None:
     fake.write(install(site, "vllm_flash_attn", "2.7.0") / NAMES[2], 2)
-    assert str(find_flash(AMPERE, None, take)) == "flash-attn 2 (vllm_flash_attn 2.7.0)"
+    assert str(find_flash(AMPERE, None, take)) == "flash-attn 2 of vllm_flash_attn 2.7.0"
 
 
 def test_a_folder_gives_the_version_that_fits_the_chip(fake: Fakes, tmp_path: Path) -> None:
@@ -107,6 +107,15 @@ def test_operations_that_are_there_are_not_loaded_again(fake: Fakes, tmp_path: P
     find_flash(HOPPER, str(given), take)
     find_flash(HOPPER, str(given), take)
     assert len(fake.loaded) == 1
+
+
+def test_a_second_file_with_the_same_operations_is_not_taken_for_the_first(
+    fake: Fakes, site: Path, tmp_path: Path
+) -> None:
+    fake.write(install(site, "vllm") / NAMES[3], 3, fault="base 2")
+    given = fake.write(tmp_path / NAMES[3], 3)
+    with pytest.raises(FlashUnavailable, match=f"{given} cannot be loaded: .*site.* was loaded before, and brings"):
+        find_flash(HOPPER, str(given), accept)
 
 
 # What is wrong with it
@@ -164,7 +173,7 @@ def test_the_next_version_and_the_next_source_are_tried(fake: Fakes, site: Path,
     fake.write(folder / NAMES[3], 3, fault="base 2")
     (folder / NAMES[2]).write_text("not json")
     given = fake.write(tmp_path / NAMES[2], 2)
-    assert str(find_flash(HOPPER, str(given), accept)) == f"flash-attn 2 ({given})"
+    assert str(find_flash(HOPPER, str(given), accept)) == f"flash-attn 2 of {given}"
 
 
 def test_capabilities() -> None:

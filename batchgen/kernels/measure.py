@@ -1,0 +1,156 @@
+"""Which of several attentions is the fastest for a run, measured at start on steps like the ones it will make.
+
+Knows nothing of what the candidates are: backends, or one backend with several tile shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchgen.kernels.types import AttentionBatch, ChunkPages, GroupPages, Ints, KVPool, LayerKV, PagedAttention
+
+__all__ = ["Timer", "TypicalStep", "device_timer", "layer_milliseconds"]
+
+Timer = Callable[[Callable[[], object]], float]
+"""Milliseconds that a call takes on the device."""
+
+Name = TypeVar("Name")
+
+_POOL_BYTES = 512 << 20
+"""Most keys and values to measure on: beyond every chip's cache; more positions than that holds repeat pages."""
+_WARM_UP = 3
+_REPEATS = 7
+_CALLS = 3
+"""Calls between two events, so that the second is not waited for alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class TypicalStep:
+    """One layer's attention in a step that a run will make many times."""
+
+    layer: LayerKV
+    heads: int
+    dtype: torch.dtype
+    page_size: int
+    device: torch.device
+    rows: int
+    """Sequences that decode at once."""
+    context: int
+    """Positions that each of them sees."""
+    shared: int = 0
+    """Of these the first so many are the same for all rows; rounded down to whole pages."""
+    chunk: int = 0
+    """Prompt tokens computed beside them."""
+
+    def sample(self, *, grouped: bool) -> tuple[KVPool, AttentionBatch, Tensor]:
+        """A pool, such a step over it and its queries [T, N, D]; `grouped`: shared positions are one prefix group."""
+        size = self.page_size
+        group = self.shared // size if grouped else 0
+        context = max(self.context, group * size + 1)
+        own = -(-context // size) - group
+        chunk_pages = -(-self.chunk // size)
+        pages = _Pages(1 + group + self.rows * own + chunk_pages, self)
+        chunks = [ChunkPages(0, self.chunk, self.chunk, pages.take(chunk_pages))] if self.chunk else []
+        shared = pages.take(group)
+        table = np.stack([pages.take(own) for _ in range(self.rows)])
+        lens = np.full(self.rows, context - group * size, np.int64)
+        positions = lens - 1
+        fed = table[np.arange(self.rows), positions // size] * size + positions % size
+        spread = [c.pages[np.arange(self.chunk) // size] * size + np.arange(self.chunk) % size for c in chunks]
+        batch = AttentionBatch(
+            torch.from_numpy(np.concatenate([*spread, fed])).to(self.device),
+            chunks,
+            decode_start=self.chunk,
+            groups=[GroupPages(np.arange(self.rows), shared, 0)] if group else [],
+            decode_pages=table,
+            decode_lens=lens,
+            decode_own_start=np.full(self.rows, group * size, np.int64),
+            max_decode_len=int(lens.max()),
+        )
+        query = torch.randn(self.chunk + self.rows, self.heads, self.layer.key_dim, device=self.device)
+        return pages.pool(), batch, query.to(self.dtype)
+
+
+class _Pages:
+    """Pages in random order, handed out over again where there are fewer than wanted."""
+
+    def __init__(self, wanted: int, step: TypicalStep) -> None:
+        room = _POOL_BYTES // KVPool.page_bytes([step.layer], step.page_size, step.dtype)
+        self._step = step
+        self._count = max(2, min(wanted, room))
+        self._order = np.random.default_rng(0).permutation(self._count - 1) + 1
+        self._next = 0
+
+    def take(self, count: int) -> Ints:
+        taken: Ints = self._order[np.arange(self._next, self._next + count) % len(self._order)]
+        self._next += count
+        return taken
+
+    def pool(self) -> KVPool:
+        step = self._step
+        pool = KVPool.allocate([step.layer], self._count, step.page_size, step.dtype, step.device)
+        for cache in (*pool.keys, *pool.values):
+            cache.normal_()
+        return pool
+
+
+def device_timer(device: torch.device) -> Timer:
+    """Times calls by the device's own clock: the median of a few, after some that do not count."""
+
+    def milliseconds(call: Callable[[], object]) -> float:
+        for _ in range(_WARM_UP):
+            call()
+        times = []
+        for _ in range(_REPEATS):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize(device)
+            begin.record()
+            for _ in range(_CALLS):
+                call()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / _CALLS)
+        return float(median(times))
+
+    return milliseconds
+
+
+@torch.inference_mode()
+def layer_milliseconds(
+    candidates: Mapping[Name, Callable[[KVPool, AttentionBatch], PagedAttention]], step: TypicalStep, timer: Timer
+) -> dict[Name, float | str]:
+    """How long each candidate takes for one layer of a typical step.
+
+    Where rows share positions, the mean of the step with and without their prefix group, since a run has both.
+
+    Args:
+        candidates: what makes a step's attention.
+        step: what to measure on.
+        timer: of `device_timer`.
+
+    Returns:
+        Per candidate its milliseconds, or what went wrong with it.
+    """
+    kinds = [False, True] if step.shared >= step.page_size else [False]
+    times: dict[Name, list[float]] = {name: [] for name in candidates}
+    wrong: dict[Name, str] = {}
+    for grouped in kinds:
+        pool, batch, query = step.sample(grouped=grouped)
+        for name, factory in candidates.items():
+            try:
+                attend = partial(factory(pool, batch).attend_stored, 0, query, scale=step.layer.key_dim**-0.5)
+                times[name].append(timer(attend))
+            except (RuntimeError, ValueError) as problem:
+                wrong[name] = (str(problem).strip() or type(problem).__name__).splitlines()[0]
+        del pool, query
+    if step.device.type == "cuda":
+        torch.cuda.empty_cache()  # what is free is counted next, for the run's own pool
+    return {name: wrong[name] if name in wrong else sum(times[name]) / len(kinds) for name in candidates}
