@@ -100,13 +100,14 @@ def flash_attention(step: Step, path: str, toy: bool) -> PagedAttention:
     from batchgen.kernels.flash import FlashAttention
     from batchgen.kernels.flash_check import flash_refusal
     from batchgen.kernels.gpu.attention import TritonAttention
+    from batchgen.kernels.gpu.merge import merge_parts
 
     keys, values = step.pool.keys[0], step.pool.values[0]
     layer = LayerKV(keys.shape[2], keys.shape[3], values.shape[3])
     refusal = flash_refusal(library.version, [layer], step.query.shape[1], keys.dtype, step.pool.page_size)
     if refusal is not None:
         raise Absent(f"flash-attn {library.version}: {refusal}")
-    return FlashAttention(library, step.pool, step.batch, TritonAttention)
+    return FlashAttention(library, step.pool, step.batch, TritonAttention, merge_parts)
 
 
 @cache

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from batchgen.kernels import measure
+from batchgen.kernels.attention import TorchAttention
+from batchgen.kernels.gpu.attention import TritonAttention
+from batchgen.kernels.measure import TypicalStep, device_timer, layer_milliseconds
+from batchgen.kernels.reference import reference_attention
+from batchgen.kernels.types import AttentionBatch, KVPool, LayerKV, PagedAttention
+
+STEP = TypicalStep(LayerKV(2, 8, 8), 4, torch.float32, 4, torch.device("cpu"), rows=3, context=21, shared=9, chunk=6)
+
+
+def steady(call: Callable[[], object]) -> float:
+    call()
+    return 1.0
+
+
+# The step
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize(
+    "step",
+    [
+        STEP,
+        replace(STEP, chunk=0),
+        replace(STEP, rows=1, context=1, shared=0),
+        replace(STEP, context=12, shared=12),  # nothing of its own but the token itself
+        replace(STEP, context=20, shared=3),  # shares no whole page
+    ],
+)
+def test_the_step_is_one_that_any_backend_can_run(step: TypicalStep, grouped: bool) -> None:
+    pool, batch, query = step.sample(grouped=grouped)
+    options: dict[str, Any] = {"scale": 0.3}
+    truth = reference_attention(batch, query, pool.keys[0], pool.values[0], **options)
+    for backend in (TorchAttention, TritonAttention):
+        got = backend(pool, batch).attend_stored(0, query, **options)
+        assert float((got - truth).abs().max()) < 1e-5
+    assert bool(batch.groups) == (grouped and step.shared >= step.page_size)
+    assert len(batch.slot_mapping) == len(query) == step.rows + step.chunk
+    assert 0 not in batch.slot_mapping // step.page_size  # the scratch page is nobody's
+
+
+def test_rows_see_the_context_whether_or_not_they_share() -> None:
+    for grouped in (False, True):
+        _, batch, _ = STEP.sample(grouped=grouped)
+        assert batch.decode_lens is not None
+        assert batch.decode_own_start is not None
+        assert (batch.decode_lens + batch.decode_own_start).tolist() == [21] * 3
+    assert [len(g.pages) for g in batch.groups] == [2]
+
+
+def test_pages_are_used_again_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "_POOL_BYTES", 8 * KVPool.page_bytes([STEP.layer], 4, torch.float32))
+    pool, batch, query = STEP.sample(grouped=True)
+    assert pool.keys[0].shape[0] == 8
+    assert batch.decode_pages is not None
+    assert 1 <= batch.decode_pages.min() <= batch.decode_pages.max() < 8
+    TorchAttention(pool, batch).attend_stored(0, query, scale=1.0)
+
+
+# The measurement
+
+
+class Named:
+    """A candidate that is told from others by its name."""
+
+    def __init__(self, name: str, made: list[tuple[str, bool]], pool: KVPool, batch: AttentionBatch) -> None:
+        made.append((name, bool(batch.groups)))
+        self.name = name
+
+    def attend_stored(self, layer: int, query: torch.Tensor, *, scale: float) -> None:
+        if self.name == "broken":
+            raise RuntimeError("no room\nmore of it")
+
+
+def candidates(made: list[tuple[str, bool]], *names: str) -> dict[str, Callable[..., PagedAttention]]:
+    return {name: partial(Named, name, made) for name in names}  # type: ignore[misc]
+
+
+def test_with_and_without_the_group_and_their_mean() -> None:
+    made: list[tuple[str, bool]] = []
+    answers = iter([1.0, 10.0, 3.0, 20.0])
+    found = layer_milliseconds(candidates(made, "a", "b"), STEP, lambda call: next(answers))
+    assert found == {"a": 2.0, "b": 15.0}
+    assert made == [("a", False), ("b", False), ("a", True), ("b", True)]
+
+
+def test_without_shared_positions_once() -> None:
+    made: list[tuple[str, bool]] = []
+    assert layer_milliseconds(candidates(made, "a"), replace(STEP, shared=3), steady) == {"a": 1.0}
+    assert made == [("a", False)]
+
+
+def test_what_breaks_is_reported_and_the_rest_measured() -> None:
+    found = layer_milliseconds(candidates([], "broken", "a"), STEP, steady)
+    assert found == {"broken": "no room", "a": 1.0}
+
+
+def test_the_device_times_calls_after_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+    now = 0.0
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+            self.at = 0.0
+
+        def record(self) -> None:
+            self.at = now
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.at - self.at
+
+    def call() -> None:
+        nonlocal calls, now
+        calls += 1
+        now += 100.0 if calls in (1, 5) else 2.0  # the first, which compiles, and one that is disturbed
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    assert device_timer(torch.device("cuda"))(call) == 2.0
+    assert calls == measure._WARM_UP + measure._REPEATS * measure._CALLS
