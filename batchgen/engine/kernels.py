@@ -17,7 +17,7 @@ __all__ = ["fixed_kernels", "kernels_for", "typical_step"]
 
 
 def fixed_kernels(config: EngineConfig, spec: ModelSpec) -> Backend | None:
-    """The kernels where they do not depend on the workload; None where `auto` will measure them on it.
+    """The kernels where they do not depend on the workload; None on a GPU, where something is measured on it.
 
     Raises:
         UsageError: `--attention` names kernels that cannot run here, or `--flash-library` a file that is not there.
@@ -28,7 +28,8 @@ def fixed_kernels(config: EngineConfig, spec: ModelSpec) -> Backend | None:
     if config.attention == "auto" and needs.capability is not None:
         return None
     try:
-        return choose_backend(config.attention, needs)
+        named = choose_backend(config.attention, needs)
+        return named if needs.capability is None or named.name == "torch" else None
     except BackendUnavailable as problem:
         remedy = problem.remedy or "leave the option out to take the best there is here"
         raise UsageError(f"`--attention {config.attention}` cannot run here: {problem}; {remedy}") from None

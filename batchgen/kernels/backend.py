@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -162,8 +163,9 @@ def _triton(needs: AttentionNeeds) -> Backend:
     return Backend("triton", f"triton {triton.__version__}", TritonAttention, ops)
 
 
+@cache
 def _flash(needs: AttentionNeeds) -> Backend:
-    """Attention by vllm-flash-attn, shared prefixes and all else by Triton."""
+    """Attention by vllm-flash-attn, shared prefixes and all else by Triton. Tried once per process."""
     if needs.capability is None:
         raise BackendUnavailable("it needs an NVIDIA GPU, and this run computes on the CPU")
     try:

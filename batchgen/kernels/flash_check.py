@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from batchgen.kernels.flash_library import FlashLibrary, FlashUnavailable, Runs
+from batchgen.kernels.flash_library import FlashLibrary, FlashUnavailable, Runs, first_line
 from batchgen.kernels.types import LayerKV
 
 __all__ = ["check_library", "flash_refusal"]
@@ -89,7 +89,7 @@ def check_library(
             problems = (_problem(candidate, trial, layer, heads, dtype, page_size, device) for trial in _TRIALS)
             problem = next((p for p in problems if p is not None), "")
         except (RuntimeError, ValueError, TypeError) as error:
-            problem = f"its self-test stopped: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
+            problem = f"its self-test stopped: {first_line(error)}"
         if not problem:
             return candidate
     raise FlashUnavailable(problem)

@@ -23,7 +23,7 @@ import torch
 import zstandard
 from torch import Tensor
 
-__all__ = ["FlashLibrary", "FlashUnavailable", "Runs", "find_flash", "versions_for"]
+__all__ = ["FlashLibrary", "FlashUnavailable", "Runs", "find_flash", "first_line", "versions_for"]
 
 _FILES = {2: "_vllm_fa2_C*.so*", 3: "_vllm_fa3_C*.so*"}
 _PACKAGES = (("vllm", "vllm_flash_attn"), ("vllm_flash_attn", ""))
@@ -221,7 +221,7 @@ def find_flash(
             try:
                 library = _load(version, source, file)
             except (FlashUnavailable, OSError, RuntimeError) as problem:
-                reasons.append(f"{shown} cannot be loaded: {_first_line(problem)}")
+                reasons.append(f"{shown} cannot be loaded: {first_line(problem)}")
                 continue
             try:
                 return accept(library)
@@ -323,5 +323,7 @@ def _unpack_zst(file: Path, target: Any) -> None:
 _UNPACK: Mapping[str, Callable[[Path, Any], None]] = {".xz": _unpack_xz, ".zst": _unpack_zst}
 
 
-def _first_line(problem: BaseException) -> str:
-    return (str(problem).strip() or type(problem).__name__).splitlines()[0]
+def first_line(problem: BaseException) -> str:
+    """What an error says, in one line; torch says only that a library was not loaded, its cause says why."""
+    told = problem.__cause__ or problem
+    return (str(told).strip() or type(told).__name__).splitlines()[0][:300]

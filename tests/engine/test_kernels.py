@@ -17,7 +17,7 @@ from batchgen.cli.app import run_command
 from batchgen.config import EngineConfig
 from batchgen.demo import model_path
 from batchgen.engine.engine import Engine
-from batchgen.engine.kernels import fixed_kernels, typical_step
+from batchgen.engine.kernels import fixed_kernels, kernels_for, typical_step
 from batchgen.engine.planning import plan_workload
 from batchgen.errors import UsageError
 from batchgen.models.load import inspect_model
@@ -142,6 +142,19 @@ def test_flash_of_a_float32_model(hopper: None, library: Path) -> None:
     spec = inspect_model(model_path(), dtype="float32", device="cpu")
     with pytest.raises(UsageError, match=r"it computes in bfloat16 and float16, not in float32 \(see --dtype\); leave"):
         fixed_kernels(EngineConfig(attention="flash", flash_library=str(library)), spec)
+
+
+def test_what_is_named_and_can_run_is_chosen_with_the_workload(hopper: None, library: Path) -> None:
+    config = EngineConfig(attention="flash", flash_library=str(library))
+    assert fixed_kernels(config, SPEC) is None
+    workload = plan_workload(table(([1, 2, 3], 1, 4)))
+    assert kernels_for(config, SPEC, workload, 8, 64).describes == f"flash-attn 3 of {library}"
+
+
+def test_torch_is_known_at_once(hopper: None) -> None:
+    fixed = fixed_kernels(EngineConfig(attention="torch"), SPEC)
+    assert fixed is not None
+    assert fixed.describes == "torch"
 
 
 # Whole jobs

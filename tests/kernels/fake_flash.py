@@ -66,7 +66,7 @@ class Fakes:
         try:
             options = json.loads(Path(path).read_text())
         except ValueError:
-            raise OSError(f"{path}: invalid ELF header") from None
+            raise OSError("Could not load this library") from OSError(f"{path}: invalid ELF header")
         if options["version"] == 0:
             return  # brings nothing
         old, fault, wants = options.get("old", False), options.get("fault", ""), options.get("wants", "")
