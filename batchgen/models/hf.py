@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from batchgen.errors import ModelError
 from batchgen.kernels.types import Attention
 from batchgen.models.base import ModelInput, ModelSpec, TokenEmbeds
+from batchgen.models.experts import ExpertsSlot
 from batchgen.models.insides import Insides, find_insides
 from batchgen.models.lora import LoraSlot
 from batchgen.models.probe import ProbeAttention
@@ -127,7 +128,7 @@ class HookedModel:
     """A library model whose attention is ours: packed tokens in, states and logits out.
 
     With `use_slot`, attention modules find the step's `Attention` in a slot; without, it travels as a keyword. Modules
-    that adapters change find the step's segments in `lora`.
+    that adapters change find the step's segments in `lora`, and layers of experts the step's operations in `experts`.
     """
 
     def __init__(self, model: Any, *, use_slot: bool) -> None:
@@ -138,6 +139,7 @@ class HookedModel:
         self._insides = Insides(())
         self._slot = Slot() if use_slot else None
         self.lora = LoraSlot()
+        self.experts = ExpertsSlot()
         for module in model.modules() if use_slot else ():
             if hasattr(module, "layer_idx"):
                 setattr(module, _SLOT, self._slot)
@@ -167,7 +169,7 @@ class HookedModel:
         if self._slot is not None:
             self._slot.attention = inputs.attention
         try:
-            with self.lora.during(inputs.lora, len(inputs.input_ids)):
+            with self.lora.during(inputs.lora, len(inputs.input_ids), inputs.ops), self.experts.during(inputs.ops):
                 return self._decoder(
                     **self._tokens(inputs),
                     position_ids=inputs.positions[None],  # [1, T]

@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 from batchgen.errors import ModelError
+from batchgen.kernels import torch_ops
 from batchgen.kernels.lora import lora_step
+from batchgen.kernels.ops import Ops
 from batchgen.models.base import ModelInput, ModelSpec
+from batchgen.models.experts import ExpertsSlot, use_our_experts
 from batchgen.models.folder import ModelFolder
 from batchgen.models.hf import (
     ATTENTION_NAME,
@@ -268,12 +271,16 @@ def load_transformers(
         expected = model(input_ids=ids[None], use_cache=False).logits[0].float()  # [7, V]
         _use_our_attention(model)
         stack_projections(model)
+        experts = use_our_experts(model)
         hooked = _hook(model, _chunk(ids, 0, 1, ProbeAttention()))
         insides = _find_insides(hooked, _chunk(ids, 0, len(ids), ProbeAttention()))
         assert (len(insides.blocks) or None, insides.layers) == (spec.state_layers, spec.moe_layers), (
             "as without weights"
         )
         found = _tested(TransformersModel(hooked, spec), ids, expected)
+        hooked.experts = experts
+        if experts.layers and spec.device.type == "cuda":
+            _test_experts(found, experts, ids, expected)
         if adapters:
             hooked.lora = wrap_adapted(model, adapters, spec.dtype, spec.device)
             _test_adapters(hooked, ids, adapters)
@@ -325,14 +332,28 @@ def _chunk(ids: Tensor, start: int, end: int, probe: ProbeAttention) -> ModelInp
 
 def _tested(model: TransformersModel, ids: Tensor, expected: Tensor) -> TransformersModel:
     """Hold our logits [7, V], in two chunks, against the library's for the whole."""
-    probe = ProbeAttention()
-    bounds = ((0, _TEST_SPLIT), (_TEST_SPLIT, len(ids)))
-    got = torch.cat([model.logits(model.hidden(_chunk(ids, *pair, probe))) for pair in bounds]).float()  # [7, V]
-    error = (got - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-6)  # [7]
-    worst = float(error.median() if model.spec.dtype != torch.float32 else error.max())
+    worst = _difference(model, ids, expected, torch_ops)
     if not worst <= _TOLERANCE[model.spec.dtype]:
         raise ModelError(
             f"The architecture {model.spec.name} is not supported: with batchgen's attention its logits differ from "
             f"transformers' by {worst:.1%}. Use another model."
         )
     return model
+
+
+def _test_experts(model: TransformersModel, experts: ExpertsSlot, ids: Tensor, expected: Tensor) -> None:
+    """Leave the experts to the library where the logits with ours are not the library's."""
+    from batchgen.kernels.gpu import ops  # only where there is a GPU
+
+    if not _difference(model, ids, expected, ops) <= _TOLERANCE[model.spec.dtype]:
+        experts.leave_to_library()
+
+
+def _difference(model: TransformersModel, ids: Tensor, expected: Tensor, ops: Ops) -> float:
+    """The largest relative difference of a token's logits in float32, the median in less."""
+    probe = ProbeAttention()
+    bounds = ((0, _TEST_SPLIT), (_TEST_SPLIT, len(ids)))
+    chunks = [replace(_chunk(ids, *pair, probe), ops=ops) for pair in bounds]
+    got = torch.cat([model.logits(model.hidden(chunk)) for chunk in chunks]).float()  # [7, V]
+    error = (got - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-6)  # [7]
+    return float(error.median() if model.spec.dtype != torch.float32 else error.max())

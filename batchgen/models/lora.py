@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from batchgen.errors import ModelError
-from batchgen.kernels.lora import LoraPair, LoraPairs, LoraStep, add_lora
+from batchgen.kernels import torch_ops
+from batchgen.kernels.lora import LoraPair, LoraPairs, LoraStep
+from batchgen.kernels.ops import Ops
 from batchgen.models.lora_config import AdaptedLayer, Adapter, LinearSize, fit_adapter
 from batchgen.models.weights import WeightReader
 
@@ -68,19 +70,20 @@ def fused_pair(
 class LoraSlot:
     """Where the wrapped modules of one model find the step's segments."""
 
-    __slots__ = ("reached", "step", "tokens")
+    __slots__ = ("ops", "reached", "step", "tokens")
 
     def __init__(self) -> None:
         self.step: LoraStep | None = None
         self.tokens = 0
         """Flat tokens of the step, T."""
+        self.ops: Ops = torch_ops
         self.reached: set[str] | None = None
         """Modules that took part, while somebody wants to know."""
 
     @contextmanager
-    def during(self, step: LoraStep | None, tokens: int) -> Iterator[None]:
-        """Show a step's segments to the modules while its forward runs."""
-        self.step, self.tokens = step, tokens
+    def during(self, step: LoraStep | None, tokens: int, ops: Ops) -> Iterator[None]:
+        """Show a step's segments and operations to the modules while its forward runs."""
+        self.step, self.tokens, self.ops = step, tokens, ops
         try:
             yield
         finally:
@@ -115,7 +118,7 @@ class _Adapted(nn.Module):
             )
         if slot.reached is not None:
             slot.reached.add(self._name)
-        add_lora(out.view(-1, out.shape[-1]), flat, slot.step, self._pairs)
+        slot.ops.add_lora(out.view(-1, out.shape[-1]), flat, slot.step, self._pairs)
         return out
 
 
