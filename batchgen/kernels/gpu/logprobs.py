@@ -13,7 +13,7 @@ from torch import Tensor
 from batchgen.kernels import logprobs as twin
 from batchgen.kernels.gpu.launch import launch
 from batchgen.kernels.gpu.row_scan import scan_rows
-from batchgen.kernels.gpu.top import group_size, select_top, widest
+from batchgen.kernels.gpu.top import group_size, select_top, serves
 from batchgen.kernels.logprobs import ReadOut
 
 __all__ = ["argmax_lse", "log_normalizers", "mask_tokens", "read_out", "token_logprobs", "top_logprobs"]
@@ -75,11 +75,11 @@ def token_logprobs(logits: Tensor, tokens: Tensor, normalizers: Tensor | None = 
 
 
 def top_logprobs(logits: Tensor, k: int, normalizers: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """As `kernels.logprobs.top_logprobs`; its float32 part needs no copy up to `top.widest()`, beyond it is the twin's.
+    """As `kernels.logprobs.top_logprobs`; which tokens, the twin finds where `top.serves` says no.
 
     Reads the logits once for both where `normalizers` are not known yet.
     """
-    if k > widest():
+    if not serves(logits.shape[1], k):
         return twin.top_logprobs(logits, k, log_normalizers(logits) if normalizers is None else normalizers)
     group = group_size(logits.shape[1], k)
     groups = None
@@ -94,11 +94,12 @@ def top_logprobs(logits: Tensor, k: int, normalizers: Tensor | None = None) -> t
 
 def read_out(logits: Tensor, targets: Tensor, k: int) -> ReadOut:
     """As `kernels.logprobs.read_out`, reading the logits once."""
-    group = group_size(logits.shape[1], k) if 0 < k <= widest() else 0
+    served = serves(logits.shape[1], k)
+    group = group_size(logits.shape[1], k) if k and served else 0
     scan = scan_rows(logits, targets=targets.contiguous(), group=group)
     assert scan.normalizers is not None
     assert scan.targets is not None
-    if k > widest():
+    if not served:
         ids, values = twin.top_logprobs(logits, k, scan.normalizers)
     elif k:
         values, ids = select_top(logits, k, scan.groups, scan.normalizers)

@@ -25,8 +25,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks per row, and few groups."""
     monkeypatch.setattr(row_scan, "BLOCK", 64)
     monkeypatch.setattr(top, "GROUPS", {4: 8, 16: 4})
-    monkeypatch.setattr(top, "CHUNK", 32)
-    monkeypatch.setattr(top, "DIRECT", 16)
 
 
 def close(got: Tensor, exact: Tensor) -> None:

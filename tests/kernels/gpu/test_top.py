@@ -21,8 +21,7 @@ torch.set_num_threads(1)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes at which a few hundred logits take every path."""
     monkeypatch.setattr(gpu, "GROUPS", {4: 8, 16: 4})
-    monkeypatch.setattr(gpu, "CHUNK", 32)
-    monkeypatch.setattr(gpu, "DIRECT", 16)
+    monkeypatch.setattr(gpu, "_STEP", 16)
     monkeypatch.setattr(row_scan, "BLOCK", 64)
 
 
@@ -91,7 +90,7 @@ def test_rows_with_a_nan_give_ids_in_range_and_leave_others_alone(vocab: int, wh
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("vocab", [40, 400])
 def test_more_than_kernels_serve_is_the_twins_work(vocab: int) -> None:
-    check(drawn(2, vocab), gpu.widest() + 1)
+    check(drawn(2, vocab), 17)
 
 
 @pytest.mark.usefixtures("small")
@@ -103,23 +102,32 @@ def test_float64_is_the_twins_work() -> None:
 @given(st.data())
 def test_any_row(data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu, "GROUPS", {4: 8, 16: 4})
-        patch.setattr(gpu, "CHUNK", data.draw(st.sampled_from([16, 64])))
-        patch.setattr(gpu, "DIRECT", data.draw(st.sampled_from([0, 100])))
+        patch.setattr(gpu, "GROUPS", data.draw(st.sampled_from([{4: 8, 16: 4}, {16: 2}])))
+        patch.setattr(gpu, "_STEP", data.draw(st.sampled_from([8, 64])))
         patch.setattr(row_scan, "BLOCK", data.draw(st.sampled_from([16, 128])))
         some = st.sampled_from([-torch.inf, -1.0, -0.0, 0.0, 1e-40, 1.0, 3e38])
         row = data.draw(st.lists(some | st.floats(-9, 9, width=32), min_size=1, max_size=150))
         check(torch.tensor([row]), data.draw(st.integers(1, min(16, len(row)))))
 
 
-@pytest.mark.parametrize(("vocab", "k"), [(5000, 1), (5000, 20), (9000, 100)])
+@pytest.mark.parametrize(("vocab", "k"), [(5000, 1), (5000, 20), (9000, 100), (20_000, 1000)])
 def test_sizes_as_shipped(vocab: int, k: int) -> None:
     check(drawn(1, vocab, torch.bfloat16), k)
+    check(tied(1, vocab), k)
 
 
 @pytest.mark.parametrize("k", [1, 8, 9, 32, 100, 129, 1024])
 def test_groups_are_only_made_where_they_spare_something(k: int) -> None:
-    for vocab in (1, 4096, 8192, 16_384, 151_936, 262_144):
+    for vocab in (1024, 4096, 8192, 16_384, 151_936, 262_144, 500_000):
+        assert gpu.serves(vocab, k)
         group = gpu.group_size(vocab, k)
-        assert not group or (vocab > gpu.DIRECT and -(-vocab // group) > k)
+        assert not group or -(-vocab // group) > k
     assert gpu.group_size(151_936, k)
+    assert not gpu.serves(1 << 22, k)
+    assert not gpu.serves(151_936, 1025)
+
+
+@pytest.mark.usefixtures("small")
+def test_rows_too_long_for_registers_are_the_twins_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "MOST_GROUPS", 8)
+    check(drawn(1, 200), 3)
