@@ -8,7 +8,7 @@ The allowance covers operations whose plain form happens to be exact: some ulps 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from batchgen.kernels.gpu.launch import INTERPRETED
 
-__all__ = ["Verdict", "judge", "judge_equal", "poisoned"]
+__all__ = ["Verdict", "judge", "judge_equal", "not_waiting", "poisoned"]
 
 _ULPS = {torch.float32: 16.0, torch.float16: 0.125, torch.bfloat16: 1.0 if INTERPRETED else 0.125}
 """Allowance in units of the epsilon. float32 has more: two good orders of a long sum differ by some ulps. Triton's
@@ -79,8 +79,12 @@ def _strangers(got: Tensor, truth: Tensor) -> str:
 
 
 @contextmanager
-def poisoned() -> Iterator[None]:
-    """Inside, `torch.empty` and its kin give not-a-numbers and huge integers: what a kernel leaves unwritten shows."""
+def poisoned(*, may_wait: bool = False) -> Iterator[None]:
+    """How kernels are called: on buffers that show what is left unwritten, and forbidden to wait for the device.
+
+    `torch.empty` and its kin give not-a-numbers and huge integers. What reads a tensor on the host raises RuntimeError
+    on a CUDA device, unless it `may_wait`.
+    """
 
     def filling(make: Any) -> Any:
         def filled(*args: Any, **kwargs: Any) -> Tensor:
@@ -92,8 +96,23 @@ def poisoned() -> Iterator[None]:
         mock.patch.object(torch, "empty", filling(torch.empty)),
         mock.patch.object(torch, "empty_like", filling(torch.empty_like)),
         mock.patch.object(torch.Tensor, "new_empty", filling(torch.Tensor.new_empty)),
+        nullcontext() if may_wait else not_waiting(),
     ):
         yield
+
+
+@contextmanager
+def not_waiting() -> Iterator[None]:
+    """Inside, torch raises RuntimeError where the host would wait for a CUDA device."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def _poison(x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.types import PagedAttention
+from tests.gpu.compare import not_waiting
 from tests.gpu.under_test import flash_attention, torch_attention, triton_attention
 from tests.kernels.steps import Step
 
@@ -128,10 +129,12 @@ class Lab:
         """`run` as a graph's replay; None where it waits for the device, which no capture allows."""
         graph = torch.cuda.CUDAGraph()
         try:
+            with not_waiting():  # asked first: a capture that fails leaves torch's allocator out of order
+                run()
             with torch.cuda.graph(graph):
                 run()
         except RuntimeError:
-            torch.cuda.synchronize(self.device)
+            self.synchronize()
             return None
         return graph.replay
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import traceback
 from collections.abc import Sequence
@@ -63,6 +64,7 @@ class _Run:
         self._deadline = time.monotonic() + options.time_limit
         self._lost = ""
         self._broken = False
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.jobs))
         device = torch.device("cpu") if options.toy else torch.device("cuda", torch.cuda.current_device())
         self._lab = Lab(device, options.toy, options.flash_library)
         self.report = Report(

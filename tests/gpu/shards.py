@@ -79,7 +79,8 @@ class _Running:
 def _start(folder: Path, stage: str, shard: Shard, time_limit: float, words: Sequence[str]) -> _Running:
     found, log = folder / f"{shard.index}.json", folder / f"{shard.index}.log"
     command = [sys.executable, "-m", "tests.gpu", "--stages", stage, "--shard", f"{shard.index}/{shard.count}"]
-    command += ["--time-limit", str(time_limit), "--out", str(found), "--commit", "shard", *words]
+    command += ["--time-limit", str(time_limit), "--out", str(found), "--commit", "shard"]
+    command += ["--jobs", str(shard.count), *words]
     with log.open("wb") as out:
         process = subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=out, stderr=subprocess.STDOUT)
     return _Running(stage, shard, process, found, log)

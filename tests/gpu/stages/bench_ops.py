@@ -105,7 +105,7 @@ def sample(lab: Lab, *, rows: int, vocab: int) -> Iterator[Figure]:
     logits, against = logits_of(lab, rows, vocab), lm_head_times(lab, rows, vocab)
     operation = kernel("sample")
     for name, mode in MODES.items():
-        columns = mode.columns(lab, rows).with_keys(keys_of(rows).to(lab.device))
+        columns = mode.columns(rows, lab.device).with_keys(keys_of(rows).to(lab.device))
         timing = lab.time(lambda columns=columns: operation(logits, columns))
         made = figure(lab, "sample", name, {"rows": rows, "vocab": vocab}, timing, bytes=4 * rows * vocab)
         yield replace(made, against=against)

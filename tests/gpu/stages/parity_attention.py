@@ -162,7 +162,7 @@ def attention_verdicts(lab: Lab, backend: str, step: Step, scoring: Scoring, dty
     truth, plain = (
         attend_by_token(step.batch, step.query, keys, values, scoring, compute) for compute in (torch.float64, dtype)
     )
-    with poisoned():
+    with poisoned(may_wait=backend == "flash"):
         got = attention.attend(
             0,
             step.query,

@@ -1,4 +1,4 @@
-"""Draws: token for token the CPU twin's on the same logits.
+"""Draws: token for token the plain version's on the same logits.
 
 Both add the same noise to scores that differ by rounding, so two tokens whose scores all but tie may swap. That is the
 one difference allowed, and each is counted and shown to be one.
@@ -32,12 +32,8 @@ class Mode:
     top_p: tuple[float, ...] = (1.0,)
     min_p: tuple[float, ...] = (0.0,)
 
-    def columns(self, lab: Lab, rows: int) -> SamplingColumns:
-        """For `rows` rows, without keys, on the lab's device."""
-        return self.columns_on(lab.device, rows)
-
-    def columns_on(self, device: torch.device, rows: int) -> SamplingColumns:
-        """The same on any device."""
+    def columns(self, rows: int, device: torch.device) -> SamplingColumns:
+        """For `rows` rows, without keys."""
 
         def spread(values: tuple[float, ...]) -> list[float]:
             return [values[i % len(values)] for i in range(rows)]
@@ -75,24 +71,26 @@ def logits_of(lab: Lab, rows: int, vocab: int) -> Tensor:
 @parity(
     "sample",
     [
-        {"rows": 256, "vocab": 151936},
-        {"rows": 64, "vocab": 128256},
-        {"rows": 1, "vocab": 32000},
-        {"rows": 129, "vocab": 257},
+        {"rows": 24, "vocab": 151936, "host": 1},
+        {"rows": 256, "vocab": 151936, "host": 0},
+        {"rows": 64, "vocab": 128256, "host": 0},
+        {"rows": 129, "vocab": 257, "host": 1},
+        {"rows": 1, "vocab": 32000, "host": 1},
     ],
-    [{"rows": 6, "vocab": 150}],
-    (torch.float32,),
+    [{"rows": 6, "vocab": 150, "host": 1}],
 )
-def sample(lab: Lab, dtype: torch.dtype, *, rows: int, vocab: int) -> Iterator[Labelled]:
+def sample(lab: Lab, dtype: torch.dtype, *, rows: int, vocab: int, host: int) -> Iterator[Labelled]:
+    """Against the twin on the host or, for numbers of rows that it would take minutes over, on the device."""
     logits = logits_of(lab, rows, vocab).to(dtype)
+    where = torch.device("cpu") if host else lab.device
+    there = logits.to(where)
     for name, mode in MODES.items():
         keys = keys_of(rows)
-        columns = mode.columns(lab, rows)
+        columns = mode.columns(rows, lab.device).with_keys(keys.to(lab.device))
         with poisoned():
-            got = kernel("sample")(logits, columns.with_keys(keys.to(lab.device))).tokens
-        there = mode.columns_on(torch.device("cpu"), rows).with_keys(keys)
-        want = twin("sample")(logits.cpu(), there).tokens
-        yield name, judge_draws(logits.cpu(), mode, keys, got.cpu(), want)
+            got = kernel("sample")(logits, columns).tokens
+        want = twin("sample")(there, mode.columns(rows, where).with_keys(keys.to(where))).tokens
+        yield name, judge_draws(logits, mode, keys, got.cpu(), want.cpu())
 
 
 def judge_draws(logits: Tensor, mode: Mode, keys: Tensor, got: Tensor, want: Tensor) -> Verdict:
@@ -103,10 +101,11 @@ def judge_draws(logits: Tensor, mode: Mode, keys: Tensor, got: Tensor, want: Ten
     differ = (got != want).nonzero().flatten()
     if not len(differ):
         return Verdict(True, 0.0, 0.0, TIE)
-    columns = mode.columns_on(torch.device("cpu"), rows)
+    columns = mode.columns(rows, torch.device("cpu"))
     greedy = columns.temperature < GREEDY_TEMPERATURE
     both = torch.stack((got, want), -1)[differ]  # [d, 2]
-    scores = logits[differ].gather(-1, both).double() / columns.temperature.where(~greedy, 1.0)[differ, None].double()
+    chosen = logits[differ.to(logits.device)].cpu().gather(-1, both).double()
+    scores = chosen / columns.temperature.where(~greedy, 1.0)[differ, None].double()
     scores += gumbel_at(keys[differ], both).masked_fill_(greedy[differ, None], 0.0)
     gap = float((scores[:, 0] - scores[:, 1]).abs().max())
     return Verdict(gap < TIE, gap, 0.0, TIE, f"{len(differ)} of {rows} rows differ, scores apart by at most {gap:.2g}")

@@ -1,0 +1,106 @@
+"""What the GPU check judges by, held to cases made by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.gpu.compare import judge, judge_equal, poisoned
+from tests.gpu.lab import Lab
+from tests.gpu.registry import DTYPES, parity_cases
+from tests.gpu.shards import Shard
+from tests.gpu.stages import load
+from tests.gpu.stages.parity_sampling import MODES, judge_draws, keys_of, logits_of
+from tests.gpu.under_test import kernel, twin
+
+CPU = torch.device("cpu")
+TRUTH = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
+
+
+def test_twice_the_plain_error_passes_and_more_does_not() -> None:
+    plain = TRUTH + torch.tensor([0.0, 0.1, 0.0])
+    assert judge(TRUTH + 0.09, plain, TRUTH, torch.float32).passed
+    assert not judge(TRUTH + torch.tensor([0.0, 0.0, 0.21]), plain, TRUTH, torch.float32).passed
+
+
+def test_an_error_everywhere_fails_by_its_mean() -> None:
+    plain = torch.zeros(1000, dtype=torch.float64)
+    plain[0] = 0.1
+    verdict = judge(torch.full((1000,), 0.1), plain, torch.zeros(1000).double(), torch.float32)
+    assert not verdict.passed
+    assert "mean square" in verdict.note
+
+
+@pytest.mark.parametrize("stray", [torch.nan, torch.inf, -torch.inf])
+def test_a_stray_value_fails_even_where_the_plain_one_strays(stray: float) -> None:
+    got = TRUTH.clone()
+    got[1] = stray
+    assert not judge(got, got, TRUTH, torch.bfloat16).passed
+
+
+def test_infinities_belong_where_the_truth_has_them() -> None:
+    truth = torch.tensor([-torch.inf, 1.0], dtype=torch.float64)
+    assert judge(truth.float(), truth.float(), truth, torch.float32).passed
+    assert not judge(-truth.float(), truth.float(), truth, torch.float32).passed
+
+
+def test_an_exact_plain_version_leaves_some_ulps() -> None:
+    assert judge(TRUTH + 3e-6, TRUTH, TRUTH, torch.float32).passed
+    assert not judge(TRUTH + 3e-5, TRUTH, TRUTH, torch.float32).passed
+
+
+def test_shapes_must_agree() -> None:
+    assert not judge(TRUTH[:2], TRUTH, TRUTH, torch.float32).passed
+    assert not judge_equal(TRUTH[:2], TRUTH).passed
+
+
+def test_equality_counts_what_differs() -> None:
+    assert judge_equal(torch.tensor([1, 2]), torch.tensor([1, 2])).passed
+    assert "1 of 2 differ, first at [1]" in judge_equal(torch.tensor([1, 2]), torch.tensor([1, 3])).note
+
+
+def test_empty_buffers_are_poisoned_inside_alone() -> None:
+    with poisoned():
+        assert torch.empty(3).isnan().all()
+        assert torch.zeros(2).new_empty(2).isnan().all()
+        assert (torch.empty_like(torch.zeros(2, dtype=torch.int64)) > 1 << 60).all()
+        assert torch.empty(2, device="meta").device.type == "meta"
+    assert torch.empty.__name__ == "empty"
+
+
+def test_draws_may_differ_in_ties_alone() -> None:
+    lab = Lab(CPU, toy=True)
+    logits, mode, keys = logits_of(lab, 3, 50), MODES["greedy"], keys_of(3)
+    logits[0, 7] = logits[0, 9] = 99.0
+    want = logits.argmax(-1)
+    tied, wrong = want.clone(), want.clone()
+    tied[0], wrong[1] = 9, (want[1] + 1) % 50
+    assert judge_draws(logits, mode, keys, want, want).passed
+    assert judge_draws(logits, mode, keys, tied, want).passed
+    assert not judge_draws(logits, mode, keys, wrong, want).passed
+    assert not judge_draws(logits, mode, keys, want + 50, want).passed
+
+
+def test_a_plain_version_is_no_kernel() -> None:
+    assert kernel("rms_norm") is not twin("rms_norm")
+    assert kernel("rms_norm").__module__ == "batchgen.kernels.gpu.norm"
+
+
+def test_shards_take_every_case_once_and_keep_kernels_together() -> None:
+    load()
+    cases = parity_cases(toy=False)
+    parts = [Shard(i, 6).take(cases) for i in range(6)]
+    assert sorted(c.name for part in parts for c in part) == sorted(c.name for c in cases)
+    homes: dict[tuple[object, ...], set[int]] = {}
+    for i, part in enumerate(parts):
+        for case in part:
+            homes.setdefault((case.op, case.dtype, case.shape.get("dim")), set()).add(i)
+    assert all(len(home) == 1 for home in homes.values())
+
+
+def test_names_are_one_case_each_and_toys_are_the_same_functions() -> None:
+    load()
+    real, toy = parity_cases(toy=False), parity_cases(toy=True)
+    assert len({case.name for case in real}) == len(real)
+    assert {case.name.split("[")[0] for case in real} == {case.name.split("[")[0] for case in toy}
+    assert {case.dtype for case in real} == set(DTYPES)
