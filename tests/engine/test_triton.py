@@ -1,0 +1,131 @@
+"""A whole job on the Triton kernels, in their interpreter, against the same job in plain PyTorch: every kind of row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from batchgen.engine.engine import Engine
+from batchgen.kernels.gpu.launch import recording
+from batchgen.request import Completion
+from tests.engine.grammar_model import save_grammar_model
+from tests.engine.reference import save_word_tokenizer, shared_prefix_prompts
+from tests.models.adapters import KINDS, save_adapter
+from tests.models.tiny import VOCAB, save_tiny
+
+NEW_TOKENS = 4
+FLOATS = ("output_logprobs", "output_top_logprobs", "input_logprobs", "output_ids_logprobs")
+EXACT = ("output_ids", "output_top_ids", "finish_reason", "stop_kind", "text", "prompt_tokens", "cached_tokens", "seed")
+
+
+def rows(adapter: str | None) -> list[dict[str, Any]]:
+    """One of each kind, over prompts that share prefixes at several depths."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0, "return_logprob": True, "top_logprobs_num": 3, "logprob_start_len": 0},
+        {"temperature": 0.8, "top_k": 5, "seed": 1},
+        {"temperature": 1.2, "top_p": 0.7, "seed": 2, "n": 2},
+        {"temperature": 1.0, "min_p": 0.05, "seed": 3, "return_logprob": True, "token_ids_logprob": [4, 9]},
+        {"temperature": 0, "repetition_penalty": 1.4, "frequency_penalty": 0.5, "presence_penalty": 0.3},
+        {"temperature": 1.0, "seed": 4, "logit_bias": {"5": 3.0, "6": -100.0}, "bad_words": [[7], [8, 9]]},
+        {"temperature": 1.0, "seed": 5, "allowed_token_ids": [10, 20, 30]},
+        {"temperature": 0, "min_new_tokens": 3, "stop_token_ids": list(range(3, VOCAB, 2)), "ignore_eos": False},
+        {"temperature": 0, "return_hidden_states": {"layers": [0, 1, -1], "tokens": "all"}},
+        {"temperature": 0, "lora_path": adapter},
+    ]
+    prompts = shared_prefix_prompts(len(kinds), VOCAB, seed=2, longest=24)
+    common = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    return [{"input_ids": p, **common, **kind} for p, kind in zip(prompts, kinds, strict=True)]
+
+
+def generate(folder: Path, attention: str, work: list[dict[str, Any]], **options: Any) -> list[Completion]:
+    engine = Engine(str(folder), attention=attention, dtype="float32", page_size=4, max_tokens_per_step=64, **options)
+    assert engine.backend.name == attention
+    return list(engine.generate(work, ordered=True))
+
+
+def assert_same(got: Completion, want: Completion) -> None:
+    assert got.error is None, got.error
+    for name in EXACT:
+        assert np.array_equal(getattr(got, name), getattr(want, name)), name
+    for name in FLOATS:
+        values, expected = getattr(got, name), getattr(want, name)
+        assert (values is None) == (expected is None)
+        if values is not None:
+            np.testing.assert_allclose(
+                np.ma.filled(values, 0.0), np.ma.filled(expected, 0.0), atol=2e-5, rtol=0, err_msg=name
+            )
+    assert (got.states is None) == (want.states is None)
+    if got.states is not None and want.states is not None:
+        for ours, theirs in zip(got.states, want.states, strict=True):
+            np.testing.assert_allclose(ours.values, theirs.values, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "implementation", "overrides"),
+    [
+        ("qwen3", "native", {}),
+        ("mistral", "native", {"sliding_window": 6}),
+        ("gemma2", "transformers", {}),
+        ("gpt_oss", "transformers", {}),
+        ("qwen3_moe", "transformers", {}),
+    ],
+)
+def test_every_kind_of_row(tmp_path: Path, model_type: str, implementation: str, overrides: dict[str, Any]) -> None:
+    folder = save_tiny(model_type, tmp_path / "model", **overrides)
+    save_word_tokenizer(folder, VOCAB)
+    adapters = {}
+    if model_type == "qwen3":
+        adapters["all"] = str(save_adapter(folder, tmp_path / "all", seed=1, **KINDS["all"]))
+    work = rows("all" if adapters else None)
+    options = {"model_impl": implementation, "lora": adapters}
+    want = generate(folder, "torch", work, **options)
+    got = generate(folder, "triton", work, **options)
+    assert len(got) == len(want) == len(work) + 1
+    for ours, theirs in zip(got, want, strict=True):
+        assert_same(ours, theirs)
+
+
+def test_constrained_rows(tmp_path: Path) -> None:
+    folder = save_grammar_model(tmp_path)
+    kinds: list[dict[str, Any]] = [
+        {"regex": "[a-f]{2,5}", "temperature": 1.0},
+        {"choice": ["yes", "no", "nothing"], "temperature": 0, "return_logprob": True},
+        {"json_schema": {"enum": ["x", "y"]}, "temperature": 0.7, "n": 2},
+        {"ebnf": 'root ::= "(" root ")" | [xyz]', "temperature": 0, "min_new_tokens": 3},
+        {"temperature": 0},
+    ]
+    work = [{"text": "Row: ", "max_new_tokens": 5, "seed": i, **kind} for i, kind in enumerate(kinds)]
+    want, got = (generate(folder, attention, work) for attention in ("torch", "triton"))
+    assert len(got) == len(want) == len(work) + 1
+    for ours, theirs in zip(got, want, strict=True):
+        assert_same(ours, theirs)
+        assert ours.constraint_ok == theirs.constraint_ok
+
+
+def test_plain_rows_launch_what_they_need(tmp_path: Path) -> None:
+    """A steady decode step of greedy rows, counted: nothing of what other rows would need is launched."""
+    folder = save_tiny("llama", tmp_path / "model")
+    save_word_tokenizer(folder, VOCAB)
+    engine = Engine(str(folder), attention="triton", dtype="float32", page_size=4)
+    names: list[str] = []
+
+    def count(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        names.append(kernel.fn.__name__)
+        if all(grid):
+            kernel[grid](*args, **constants)
+
+    work = [{"input_ids": [5, 6, 7 + i], "temperature": 0, "max_new_tokens": 3, "ignore_eos": True} for i in range(3)]
+    with recording(count):
+        done = list(engine.generate(work))
+    assert all(c.error is None for c in done)
+    assert engine.last_run is not None
+    steps = engine.last_run.loop.state.steps
+    layers = engine.model.spec.num_layers
+    print(sorted({name: names.count(name) / steps for name in names}.items()))
+    attention = sum("attention" in name for name in names)
+    assert attention <= 3 * layers * steps
+    assert not [name for name in names if "penal" in name or "bitmask" in name or "lora" in name]
