@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -48,3 +49,28 @@ def test_each_token_gets_its_own_adapter(
     torch.testing.assert_close(out.double(), expected, atol=1e-4, rtol=1e-4)
     assert torch.equal(wide[:, :2], edges[:, :2])
     assert torch.equal(wide[:, 2 + outputs :], edges[:, 2 + outputs :])
+
+
+@pytest.mark.parametrize(
+    ("adapters", "rows", "tiles"), [([2, -1, 0, 2, 0], 16, 2), ([1] * 130, 64, 3), ([-1, 3, *[0] * 17], 16, 3)]
+)
+def test_a_step_goes_to_a_device_in_one_piece(adapters: list[int], rows: int, tiles: int) -> None:
+    step = lora_step(np.array(adapters), torch.device("meta"))
+    assert step is not None
+    assert step.tiles is not None
+    order = step.tiles.order
+    assert order._base is step.tiles.tiles._base is not None
+    assert (step.tiles.rows, step.tiles.tiles.shape) == (rows, (tiles, 3))
+    assert order.shape == (len(adapters) - adapters.count(-1),)
+    assert [s.adapter for s in step.segments] == sorted(set(adapters) - {-1})
+    assert [len(s.rows) for s in step.segments if s.rows is not None] == [
+        adapters.count(s.adapter) for s in step.segments
+    ]
+
+
+def test_a_step_without_adapters_is_none() -> None:
+    assert lora_step(np.array([-1, -1]), torch.device("cpu")) is None
+    alone = lora_step(np.array([4, 4]), torch.device("cpu"))
+    assert alone is not None
+    assert alone.tiles is None
+    assert [(s.adapter, s.rows) for s in alone.segments] == [(4, None)]

@@ -8,8 +8,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
@@ -18,6 +20,10 @@ from peft.utils.other import get_pattern_key
 from safetensors.torch import save_file
 
 from batchgen.errors import ModelError
+from batchgen.kernels import torch_ops
+from batchgen.kernels.gpu import lora as kernels
+from batchgen.kernels.lora import lora_step
+from batchgen.models.base import ModelInput
 from batchgen.models.check import check_model
 from batchgen.models.load import inspect_model, load_model
 from batchgen.models.lora_config import Adapter, by_pattern
@@ -74,6 +80,24 @@ def test_a_step_without_adapted_rows_is_the_plain_model(tmp_path: Path) -> None:
         plain, adapted = load_model(base, **options), load_model(base, **options, lora=[("a", str(adapter))])
         results = [packed_logits(m, sequences, PagedCache(m.spec, len(sequences)).step) for m in (plain, adapted)]
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+def test_kernels_that_take_all_adapters_at_once(base: Path, tmp_path: Path, implementation: Any) -> None:
+    kinds = [KINDS["all"], KINDS["some"], KINDS["two"]]
+    paths = [save_adapter(base, tmp_path / f"a{i}", seed=i, **kind) for i, kind in enumerate(kinds)]
+    adapters = [(f"a{i}", str(path)) for i, path in enumerate(paths)]
+    model = load_model(base, implementation=implementation, dtype="float32", device="cpu", lora=adapters)
+    lengths, ids = (4, 7, 3, 2), (torch.arange(16) * 37 + 5) % VOCAB
+    step = lora_step(np.repeat([1, -1, 0, 2], lengths), torch.device("cpu"))
+    positions = torch.cat([torch.arange(n) for n in lengths])
+
+    def hidden(add: Callable[..., None]) -> torch.Tensor:
+        ops: Any = SimpleNamespace(**vars(torch_ops) | {"add_lora": add})
+        attention = PagedCache(model.spec, len(lengths)).step(list(enumerate(lengths)))
+        return model.hidden(ModelInput(ids, positions, attention, lora=step, ops=ops))
+
+    torch.testing.assert_close(hidden(kernels.add_lora), hidden(torch_ops.add_lora), atol=1e-4, rtol=1e-4)
 
 
 @pytest.fixture(scope="module")
