@@ -1,22 +1,48 @@
-"""What each chip does best, read from `chips.toml`: tile shapes, splits and thresholds. Data, not code."""
+"""What each chip does best, read from `chips.toml`: tile shapes, splits and thresholds. Data, not code.
+
+A chip is named by compute capability ("sm_90"). One without an entry takes the default's, which fits every chip with
+99 KiB of shared memory, and may choose better by measuring at start (`measured_tuning`).
+"""
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, Final, TypeVar
 
 import torch
 
-__all__ = ["AttentionTile", "ChipTuning", "GroupedTile", "chip_tuning", "known_chips", "tuning_of"]
+__all__ = [
+    "AttentionTile",
+    "ChipTuning",
+    "GroupedTile",
+    "candidate_tunings",
+    "chip_tuning",
+    "compiling_for",
+    "known_chips",
+    "measured_tuning",
+    "read_table",
+    "tuning_of",
+]
+
+ATTENTION_KINDS: Final = ("decode", "prefill", "float32")
+GROUPED_KINDS: Final = ("half", "float32")
+LARGEST_TILE: Final = 65536
+
+Tile = TypeVar("Tile")
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionTile:
-    """Shape of an attention kernel's tile and how it is launched."""
+    """Shape of an attention kernel's tile and how it is launched.
+
+    Raises:
+        ValueError: a number that no kernel takes, named.
+    """
 
     queries: int
     """Rows: queries times the heads that share a key head; a power of 2, at least 16."""
@@ -25,10 +51,19 @@ class AttentionTile:
     warps: int
     stages: int
 
+    def __post_init__(self) -> None:
+        _check_power_of_2("queries", self.queries, 16)
+        _check_power_of_2("keys", self.keys, 16)
+        _check_launch(self.warps, self.stages)
+
 
 @dataclass(frozen=True, slots=True)
 class GroupedTile:
-    """Shape of a tile of a matrix product by groups of rows, and how it is launched."""
+    """Shape of a tile of a matrix product by groups of rows, and how it is launched.
+
+    Raises:
+        ValueError: a number that no kernel takes, named.
+    """
 
     rows: int
     """Rows of one group; a power of 2, at least 16."""
@@ -39,15 +74,26 @@ class GroupedTile:
     warps: int
     stages: int
 
+    def __post_init__(self) -> None:
+        for name in ("rows", "columns", "inner"):
+            _check_power_of_2(name, getattr(self, name), 16)
+        _check_launch(self.warps, self.stages)
+
 
 @dataclass(frozen=True, slots=True)
 class ChipTuning:
-    """Everything chosen by chip."""
+    """Everything chosen by chip.
+
+    Raises:
+        ValueError: a number out of range, named.
+    """
 
     chip: str
     """"sm_90" and the like, or "default"."""
     source: str
     """Where the numbers come from."""
+    shared_bytes: int
+    """Shared memory that one block can have."""
     split_keys: int
     """Least positions of a decode row per work item: long contexts are split so far where the device is not full."""
     split_keys_large: int
@@ -57,11 +103,19 @@ class ChipTuning:
     items_per_sm_large: int
     """Programs of tiles of many rows per multiprocessor, likewise."""
     prefix_pass_tokens: int
-    """Rows times shared positions from which a pass of its own pays for a group."""
+    """Reads of cached positions that a pass of its own must save for a group, (rows - 1) x shared, to pay."""
     attention: Mapping[str, Mapping[int, AttentionTile]]
     """"decode", "prefill" and "float32" -> padded head size -> tile."""
     grouped: Mapping[str, Mapping[int, GroupedTile]]
     """"half" and "float32" -> rows -> tile."""
+
+    def __post_init__(self) -> None:
+        for name in ("split_keys", "split_keys_large"):
+            _check_power_of_2(name, getattr(self, name), 16)
+        for name in ("shared_bytes", "items_per_sm", "items_per_sm_large", "prefix_pass_tokens"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
 
     def grouped_tile(self, rows: int, dtype: torch.dtype) -> GroupedTile:
         """The tile for groups that have `rows` rows each on average."""
@@ -81,9 +135,88 @@ class ChipTuning:
         raise ValueError(f"no attention tile for heads of {head_dim}; the largest takes {max(tiles)}")
 
 
+def _check_power_of_2(name: str, value: Any, least: int) -> None:
+    if type(value) is not int or value < least or value > LARGEST_TILE or value & (value - 1):
+        raise ValueError(f"{name} must be a power of 2 from {least} to {LARGEST_TILE}, got {value!r}")
+
+
+def _check_launch(warps: Any, stages: Any) -> None:
+    if warps not in (1, 2, 4, 8):
+        raise ValueError(f"warps must be 1, 2, 4 or 8, got {warps!r}")
+    if type(stages) is not int or not 1 <= stages <= 8:
+        raise ValueError(f"stages must be from 1 to 8, got {stages!r}")
+
+
+def read_table(text: str) -> dict[str, ChipTuning]:
+    """The tunings of a chip table in TOML, "default" among them.
+
+    What a chip does not say is the default's, down to the tile of a kind and head size.
+
+    Raises:
+        ValueError: an unknown key, a missing one or a number that no kernel takes; the message names the entry.
+    """
+    table = tomllib.loads(text)
+    if "default" not in table:
+        raise ValueError("chips: no entry 'default'")
+    default = table["default"]
+    return {chip: _tuning(chip, default, entry) for chip, entry in table.items()}
+
+
+def _tuning(chip: str, default: Mapping[str, Any], own: Mapping[str, Any]) -> ChipTuning:
+    merged = {**default, **own}
+    for family in ("attention", "grouped"):
+        tiles, own_tiles = default.get(family, {}), own.get(family, {})
+        merged[family] = {kind: {**tiles.get(kind, {}), **own_tiles.get(kind, {})} for kind in (*tiles, *own_tiles)}
+    _check_keys(chip, merged, set(ChipTuning.__dataclass_fields__) - {"chip"})
+    _check_keys(f"{chip}.attention", merged["attention"], set(ATTENTION_KINDS))
+    _check_keys(f"{chip}.grouped", merged["grouped"], set(GROUPED_KINDS))
+    attention = {k: _tiles(f"{chip}.attention.{k}", t, _attention_tile) for k, t in merged["attention"].items()}
+    grouped = {k: _tiles(f"{chip}.grouped.{k}", t, _grouped_tile) for k, t in merged["grouped"].items()}
+    try:
+        return ChipTuning(**{**merged, "chip": chip, "attention": attention, "grouped": grouped})
+    except ValueError as error:
+        raise ValueError(f"chips: {chip}: {error}") from error
+
+
+def _attention_tile(where: str, size: int, tile: Mapping[str, Any]) -> AttentionTile:
+    _check_keys(where, tile, set(AttentionTile.__dataclass_fields__))
+    return AttentionTile(**tile)
+
+
+def _grouped_tile(where: str, rows: int, tile: Mapping[str, Any]) -> GroupedTile:
+    _check_keys(where, tile, set(GroupedTile.__dataclass_fields__) - {"rows"})
+    return GroupedTile(rows, **tile)
+
+
+def _tiles(
+    where: str, tiles: Mapping[str, Mapping[str, Any]], make: Callable[[str, int, Mapping[str, Any]], Tile]
+) -> dict[int, Tile]:
+    """Tiles by size, which each must name as a power of 2."""
+    if not tiles:
+        raise ValueError(f"chips: {where}: no tile")
+    made: dict[int, Tile] = {}
+    for size, tile in tiles.items():
+        entry = f"{where}.{size}"
+        try:
+            _check_power_of_2("size", int(size) if size.isdecimal() else size, 16)
+            made[int(size)] = make(entry, int(size), tile)
+        except ValueError as error:
+            raise ValueError(str(error) if str(error).startswith("chips:") else f"chips: {entry}: {error}") from error
+    return made
+
+
+def _check_keys(where: str, entry: Mapping[str, Any], fields: set[str]) -> None:
+    for key in entry:
+        if key not in fields:
+            raise ValueError(f"chips: {where}: unknown key {key!r}; the keys are {', '.join(sorted(fields))}")
+    for key in sorted(fields):
+        if key not in entry:
+            raise ValueError(f"chips: {where}: {key!r} is missing")
+
+
 @cache
-def _table() -> dict[str, Any]:
-    return tomllib.loads(files("batchgen.kernels").joinpath("chips.toml").read_text("utf-8"))
+def _table() -> dict[str, ChipTuning]:
+    return read_table(files("batchgen.kernels").joinpath("chips.toml").read_text("utf-8"))
 
 
 def known_chips() -> list[str]:
@@ -91,36 +224,68 @@ def known_chips() -> list[str]:
     return sorted(name for name in _table() if name != "default")
 
 
-@cache
 def tuning_of(chip: str) -> ChipTuning:
-    """The tuning of a chip by name ("sm_90"); what it does not say, or all of it, is the default's."""
-    default = _table()["default"]
-    own = _table().get(chip, {})
-    merged = default | own
-    kinds = default["attention"] | own.get("attention", {})
-    tiles = {
-        kind: {int(size): AttentionTile(**tile) for size, tile in by_size.items()} for kind, by_size in kinds.items()
-    }
-    grouped = default["grouped"] | own.get("grouped", {})
-    return ChipTuning(
-        chip=chip if own else "default",
-        source=merged["source"],
-        split_keys=merged["split_keys"],
-        split_keys_large=merged["split_keys_large"],
-        items_per_sm=merged["items_per_sm"],
-        items_per_sm_large=merged["items_per_sm_large"],
-        prefix_pass_tokens=merged["prefix_pass_tokens"],
-        attention=tiles,
-        grouped={
-            kind: {int(rows): GroupedTile(int(rows), **tile) for rows, tile in by_rows.items()}
-            for kind, by_rows in grouped.items()
-        },
-    )
+    """The tuning of a chip by name ("sm_90"); the default's where it has no entry."""
+    return _table().get(chip) or _table()["default"]
+
+
+_compiled_for = "default"
+_measured: dict[torch.device, ChipTuning] = {}
+
+
+@contextmanager
+def compiling_for(chip: str) -> Iterator[None]:
+    """Tensors on the meta device count as `chip`'s until the block ends: kernels are compiled for it, not run."""
+    global _compiled_for
+    before, _compiled_for = _compiled_for, chip
+    try:
+        yield
+    finally:
+        _compiled_for = before
+
+
+def chip_name(device: torch.device) -> str:
+    """The name of the chip behind a CUDA device, "sm_90" and the like."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
 
 
 def chip_tuning(device: torch.device) -> ChipTuning:
-    """The tuning of the chip behind `device`; the default anywhere but on a GPU."""
+    """The tuning of the chip behind `device`; the default anywhere but on a GPU.
+
+    On the meta device: that of the chip compiled for.
+    """
+    if device.type == "meta":
+        return tuning_of(_compiled_for)
     if device.type != "cuda":
         return tuning_of("default")
-    major, minor = torch.cuda.get_device_capability(device)
-    return tuning_of(f"sm_{major}{minor}")
+    return _measured.get(_indexed(device)) or tuning_of(chip_name(device))
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """The device with its number: "cuda" is the current one."""
+    return device if device.index is not None else torch.device(device.type, torch.cuda.current_device())
+
+
+def candidate_tunings(shared_bytes: int) -> list[ChipTuning]:
+    """Tunings that a chip without an entry may try: the default, then those that its shared memory holds."""
+    others = [tuning_of(chip) for chip in known_chips()]
+    return [tuning_of("default"), *(t for t in others if t.shared_bytes <= shared_bytes)]
+
+
+def measured_tuning(
+    device: torch.device, candidates: Sequence[ChipTuning], time: Callable[[ChipTuning], float]
+) -> ChipTuning:
+    """Choose a tuning for a chip without an entry by timing, once per process; `chip_tuning` gives it from then on.
+
+    Args:
+        device: a CUDA device. A chip with an entry keeps that, and nothing is timed.
+        candidates: what to choose from, the first of which must run on any chip.
+        time: seconds of a representative step with a tuning; infinite where the chip cannot run it.
+    """
+    device = _indexed(device)
+    if chip_name(device) in known_chips():
+        return chip_tuning(device)
+    if device not in _measured:
+        _measured[device] = min(candidates, key=time)
+    return _measured[device]

@@ -1,0 +1,214 @@
+"""Compiles kernels for chips that are not there, and says what each takes of its chip.
+
+The launchers are called with tensors on the meta device; what they would start is compiled through the specialisation
+of a real launch, with a driver that only names the chip. Needs Triton without its interpreter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from batchgen.kernels.chips import compiling_for
+from batchgen.kernels.gpu.launch import INTERPRETED, recording
+
+CHIPS = ("sm_80", "sm_89", "sm_90")
+FOLDER = Path(__file__).parent
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+class NamedChip:
+    """A driver that knows its chip's name and nothing else. The device number is the capability: no cache is shared."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+@contextmanager
+def chip(name: str) -> Iterator[None]:
+    """Compile for `name`, with its tuning, until the block ends."""
+    assert not INTERPRETED, "ahead-of-time compilation needs Triton without its interpreter"
+    before = driver._active
+    driver.set_active(NamedChip(int(name.removeprefix("sm_"))))
+    try:
+        with compiling_for(name):
+            yield
+    finally:
+        driver._active = before
+
+
+def registries() -> list[str]:
+    """The `cases_<op>` modules beside this file."""
+    return sorted(f"{__package__}.{path.stem}" for path in FOLDER.glob("cases_*.py"))
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel as a launcher would start it on a chip."""
+
+    chip: str
+    case: str
+    site: str
+    """file:line of the call of `launch`."""
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    constants: dict[str, Any]
+    key: str
+    """The specialisation: equal for launches that run the same machine code."""
+
+    @property
+    def digest(self) -> str:
+        """Names the machine code: the kernel's source with all that it calls, the specialisation, the chip, Triton's version."""
+        # Where Triton is installed stands in its options and is no part of what is compiled.
+        key = self.key.replace(str(Path(triton.__file__).parent), "")
+        return hashlib.sha256(f"{triton.__version__} {self.chip} {self.kernel.cache_key} {key}".encode()).hexdigest()[:16]
+
+    @property
+    def name(self) -> str:
+        """`<file>.<function>`."""
+        return f"{self.kernel.__module__.rsplit('.', 1)[-1]}.{self.kernel.__name__}"
+
+    def specialised(self) -> list[str]:
+        """The integers among the arguments whose value chooses the machine code: 1, multiples of 16, others."""
+        named = zip(self.kernel.params, self.args, strict=False)
+        given = [(p, v) for p, v in named] + [
+            (p, self.constants[p.name]) for p in self.kernel.params if p.name in self.constants
+        ]
+        return [p.name for p, v in given if type(v) is int and not p.is_constexpr and not p.do_not_specialize]
+
+
+def launches(name: str, thunk: Callable[[], None], case: str) -> list[Launch]:
+    """What `thunk` starts on chip `name`. Nothing is compiled."""
+    found: list[Launch] = []
+    keys: list[str] = []
+
+    def skip(*, key: str, **_: Any) -> bool:
+        keys.append(key)
+        return True
+
+    def record(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        triton.knobs.runtime.jit_cache_hook = skip
+        try:
+            kernel.warmup(*args, grid=grid, **constants)
+        finally:
+            triton.knobs.runtime.jit_cache_hook = None
+        caller = sys._getframe(2)
+        site = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
+        found.append(Launch(name, case, site, kernel, grid, args, constants, keys[-1]))
+
+    with chip(name), recording(record):
+        thunk()
+    return found
+
+
+def variants(chips: tuple[str, ...], modules: list[str], only: str = "") -> tuple[list[Launch], set[str]]:
+    """Every distinct specialisation of the modules' cases, and every call site of `launch` that was reached.
+
+    Args:
+        chips: to compile for.
+        modules: whose `launches()` yield (name, thunk): a thunk calls a launcher with meta tensors.
+        only: take kernels and cases whose name holds this.
+    """
+    distinct: dict[tuple[str, str, str], Launch] = {}
+    sites: set[str] = set()
+    for name in chips:
+        with chip(name):
+            for case, thunk in (pair for module in modules for pair in import_module(module).launches()):
+                for launch in launches(name, thunk, case):
+                    sites.add(launch.site)
+                    if only in case or only in launch.name:
+                        distinct.setdefault((name, launch.name, launch.key), launch)
+    return list(distinct.values()), sites
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one compiled kernel takes of its chip."""
+
+    kernel: str
+    case: str
+    chip: str
+    warps: int
+    registers: int
+    stack: int
+    """Bytes of a thread's stack: what was spilled."""
+    shared: int
+    """Bytes of shared memory per block."""
+    products: str
+    """"wgmma" (Hopper's), "mma" or nothing: the tensor cores' instructions."""
+    float64: int
+    """Instructions on float64."""
+    digest: str
+    """What names this machine code (`Launch.digest`)."""
+    error: str = ""
+    """Why it did not compile."""
+    seconds: float = 0.0
+    """Of compiling it now; 0 where a row of the table was taken over."""
+
+
+def compile_launch(launch: Launch) -> Resources:
+    """Compile for the launch's chip and read the machine code's needs."""
+    began = time.perf_counter()
+    try:
+        with chip(launch.chip):
+            compiled = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.constants)
+    except Exception as error:  # whatever the compiler raises belongs into the table
+        why = f"{type(error).__name__}: {str(error).strip().splitlines()[-1:]}"
+        return Resources(launch.name, launch.case, launch.chip, 0, 0, 0, 0, "", 0, launch.digest, why)
+    assert compiled.metadata.target.arch == int(launch.chip.removeprefix("sm_"))
+    registers, stack = machine_code_needs(compiled.asm["cubin"])
+    ptx = compiled.asm["ptx"]
+    products = "wgmma" if "wgmma.mma_async" in ptx else "mma" if "mma.sync" in ptx else ""
+    return Resources(
+        kernel=launch.name,
+        case=launch.case,
+        chip=launch.chip,
+        warps=compiled.metadata.num_warps,
+        registers=registers,
+        stack=stack,
+        shared=compiled.metadata.shared,
+        products=products,
+        float64=len(re.findall(r"^\s+(?:@%p\d+ )?[a-z][\w.]*\.f64\b", ptx, re.MULTILINE)),
+        digest=launch.digest,
+        seconds=round(time.perf_counter() - began, 2),
+    )
+
+
+def machine_code_needs(cubin: bytes) -> tuple[int, int]:
+    """(registers per thread, bytes of stack) of the one kernel in `cubin`."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(TOOLS / "cuobjdump"), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    used = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert used, text
+    return int(used[1]), int(used[2])

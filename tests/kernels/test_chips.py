@@ -1,0 +1,159 @@
+"""The table of chips: what is in it, what is refused, and how a chip without an entry chooses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from importlib.resources import files
+
+import pytest
+import torch
+
+from batchgen.kernels import chips
+from batchgen.kernels.chips import (
+    ChipTuning,
+    candidate_tunings,
+    chip_tuning,
+    compiling_for,
+    known_chips,
+    measured_tuning,
+    read_table,
+    tuning_of,
+)
+
+TABLE = files("batchgen.kernels").joinpath("chips.toml").read_text("utf-8")
+META = torch.device("meta")
+
+
+@pytest.mark.parametrize("chip", ["default", *known_chips()])
+def test_every_chip_has_tiles_for_every_head_size_and_dtype(chip: str) -> None:
+    tuning = tuning_of(chip)
+    assert tuning.chip == chip
+    assert tuning.source
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for kind in ("decode", "prefill"):
+            for head_dim in (16, 64, 80, 96, 128, 192, 256):
+                tile = tuning.attention_tile(kind, head_dim, dtype)
+                assert tile.queries >= 16
+            with pytest.raises(ValueError, match="no attention tile for heads of 257; the largest takes 256"):
+                tuning.attention_tile(kind, 257, dtype)
+        for rows in (1, 16, 17, 64, 10_000):
+            tile = tuning.grouped_tile(rows, dtype)
+            assert tile.rows >= min(rows, 64)
+
+
+def test_the_default_fits_the_smallest_shared_memory() -> None:
+    assert tuning_of("default").shared_bytes == min(
+        tuning_of(chip).shared_bytes for chip in ["default", *known_chips()]
+    )
+
+
+def test_a_chip_without_an_entry_takes_the_default() -> None:
+    assert tuning_of("sm_75") is tuning_of("default")
+
+
+def test_what_a_chip_does_not_say_is_the_default_s() -> None:
+    table = read_table(
+        TABLE + '\n[sm_123]\nsource = "a test"\nsplit_keys = 4096\n'
+        "[sm_123.attention.decode]\n128 = {queries = 32, keys = 16, warps = 1, stages = 4}\n"
+    )
+    own, default = table["sm_123"], table["default"]
+    assert own.split_keys == 4096
+    assert own.prefix_pass_tokens == default.prefix_pass_tokens
+    assert own.attention["decode"][128].keys == 16
+    assert own.attention["decode"][64] == default.attention["decode"][64]
+    assert own.attention["prefill"] == default.attention["prefill"]
+    assert own.grouped == default.grouped
+
+
+ATTENTION = "[sm_123.attention.decode]\n128 = { queries = 16, keys = 64, warps = 4, stages = 2 }\n"
+GROUPED = "[sm_123.grouped.half]\n16 = { columns = 64, inner = 64, warps = 4, stages = 2 }\n"
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("[sm_123]\nsplit = 1\n", "chips: sm_123: unknown key 'split'; the keys are attention, grouped, items_per_sm"),
+        ("[sm_123]\nsplit_keys = 100\n", "chips: sm_123: split_keys must be a power of 2 from 16 to 65536, got 100"),
+        ("[sm_123]\nsplit_keys = 8\n", "chips: sm_123: split_keys must be a power of 2 from 16 to 65536, got 8"),
+        ("[sm_123]\nitems_per_sm = 0\n", "chips: sm_123: items_per_sm must be an integer of at least 1, got 0"),
+        ("[sm_123]\nshared_bytes = 1.5\n", "chips: sm_123: shared_bytes must be an integer of at least 1, got 1.5"),
+        ("[sm_123.attention.prefil]\n", "chips: sm_123.attention: unknown key 'prefil'"),
+        ("[sm_123.grouped.double]\n", "chips: sm_123.grouped: unknown key 'double'"),
+        (ATTENTION.replace("128", "100"), "chips: sm_123.attention.decode.100: size must be a power of 2"),
+        (ATTENTION.replace("128", "x"), "chips: sm_123.attention.decode.x: size must be a power of 2"),
+        (ATTENTION.replace("keys = 64", "keys = 48"), "chips: sm_123.attention.decode.128: keys must be a power of 2"),
+        (ATTENTION.replace("= 16", "= 8"), "chips: sm_123.attention.decode.128: queries must be a power of 2 from 16"),
+        (ATTENTION.replace("= 16", "= true"), "chips: sm_123.attention.decode.128: queries must be a power of 2 from"),
+        (ATTENTION.replace("warps = 4", "warps = 3"), "chips: sm_123.attention.decode.128: warps must be 1, 2, 4 or 8"),
+        (ATTENTION.replace("stages = 2", "stages = 9"), "chips: sm_123.attention.decode.128: stages must be from 1 to"),
+        (ATTENTION.replace(", stages = 2", ""), "chips: sm_123.attention.decode.128: 'stages' is missing"),
+        (ATTENTION.replace("warps", "wraps"), "chips: sm_123.attention.decode.128: unknown key 'wraps'"),
+        (GROUPED.replace("inner = 64", "inner = 65"), "chips: sm_123.grouped.half.16: inner must be a power of 2"),
+        (GROUPED.replace("16 =", "24 ="), "chips: sm_123.grouped.half.24: size must be a power of 2"),
+        (GROUPED.replace("warps = 4", "warps = 16"), "chips: sm_123.grouped.half.16: warps must be 1, 2, 4 or 8, got"),
+    ],
+)
+def test_a_wrong_table_is_refused_and_names_the_entry(entry: str, message: str) -> None:
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        read_table(TABLE + "\n" + entry)
+
+
+def test_a_table_needs_its_default_and_that_all_keys() -> None:
+    with pytest.raises(ValueError, match="chips: no entry 'default'"):
+        read_table("[sm_90]\nsource = 'x'\n")
+    with pytest.raises(ValueError, match="chips: default: 'shared_bytes' is missing"):
+        read_table(re.sub(r"(?m)^shared_bytes.*$", "", TABLE))
+
+
+def test_tensors_without_memory_count_as_the_chip_compiled_for() -> None:
+    names = {chip: chip for chip in known_chips()} | {"sm_75": "default"}
+    for chip, name in names.items():
+        with compiling_for(chip):
+            assert chip_tuning(META).chip == name
+            assert chip_tuning(torch.device("cpu")).chip == "default"
+    assert chip_tuning(META).chip == "default"
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], torch.device]:
+    """A CUDA device of some capability, as far as the table asks."""
+
+    def make(major: int, minor: int) -> torch.device:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, minor))
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(chips, "_measured", {})
+        return torch.device("cuda")
+
+    return make
+
+
+def test_an_unknown_chip_takes_what_is_fastest_once(device: Callable[[int, int], torch.device]) -> None:
+    unknown = device(12, 3)
+    assert chip_tuning(unknown).chip == "default"
+    candidates = candidate_tunings(tuning_of("default").shared_bytes)
+    assert candidates[0].chip == "default"
+    others = [*candidates, read_table(TABLE + "[sm_123]\nsource = 'a test'\n")["sm_123"]]
+    timed: list[str] = []
+
+    def time(tuning: ChipTuning) -> float:
+        timed.append(tuning.chip)
+        return {"default": 2.0, "sm_123": 1.0}.get(tuning.chip, float("inf"))
+
+    assert measured_tuning(unknown, others, time).chip == "sm_123"
+    assert measured_tuning(unknown, others, time).chip == "sm_123"
+    assert timed == [x.chip for x in others]
+    assert chip_tuning(torch.device("cuda", 0)).chip == "sm_123"
+    assert chip_tuning(torch.device("cuda", 1)).chip == "default"
+
+
+def test_where_nothing_else_runs_the_default_stays(device: Callable[[int, int], torch.device]) -> None:
+    candidates = [tuning_of("default"), tuning_of("sm_90")]
+    assert measured_tuning(device(12, 3), candidates, lambda tuning: float("inf")).chip == "default"
+
+
+def test_candidates_fit_the_shared_memory() -> None:
+    for size in (1, tuning_of("default").shared_bytes, 1 << 20):
+        first, *others = candidate_tunings(size)
+        assert first.chip == "default"
+        assert [t.chip for t in others] == [c for c in known_chips() if tuning_of(c).shared_bytes <= size]
