@@ -86,10 +86,11 @@ class Launch:
 
     @property
     def digest(self) -> str:
-        """Names the machine code: the kernel's source with all that it calls, the specialisation, the chip, Triton's version."""
+        """Names the machine code: source with all it calls, specialisation, chip, Triton."""
         # Where Triton is installed stands in its options and is no part of what is compiled.
         key = self.key.replace(str(Path(triton.__file__).parent), "")
-        return hashlib.sha256(f"{triton.__version__} {self.chip} {self.kernel.cache_key} {key}".encode()).hexdigest()[:16]
+        parts = (triton.__version__, self.chip, self.kernel.cache_key, key)
+        return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 
     @property
     def name(self) -> str:
