@@ -170,15 +170,15 @@ def lora_step(adapters: npt.NDArray[np.signedinteger[Any]], device: torch.device
         adapters: [T] each flat token's adapter, -1 for none.
         device: of the step.
     """
-    distinct, tokens = np.unique(adapters, return_counts=True)
-    found, counts = distinct.tolist(), tokens.tolist()
-    if found == [-1]:
+    only = int(adapters[0]) if (adapters == adapters[0]).all() else None
+    if only == -1:
         return None
-    if len(found) == 1 and device.type == "cpu":
-        return LoraStep((LoraSegment(found[0], None),))
-    order = np.argsort(adapters, kind="stable")
-    if found[0] < 0:
-        order, found, counts = order[counts[0] :], found[1:], counts[1:]
+    if only is not None and device.type == "cpu":
+        return LoraStep((LoraSegment(only, None),))
+    tokens = np.bincount(adapters + 1)  # of none, of adapter 0, ...
+    order = np.argsort(adapters, kind="stable")[tokens[0] :]
+    found = np.flatnonzero(tokens[1:]).tolist()
+    counts = tokens[1:][found].tolist()
     if device.type == "cpu":
         return LoraStep(_segments(found, counts, torch.from_numpy(order)))
     tiles, rows = _cut(found, counts)
