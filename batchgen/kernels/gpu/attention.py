@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from batchgen.kernels.chips import AttentionTile, ChipTuning, chip_tuning
-from batchgen.kernels.gpu.common import dot, power_of_2
+from batchgen.kernels.gpu.common import dot, power_of_2, rounded
 from batchgen.kernels.gpu.launch import launch
 from batchgen.kernels.gpu.merge import merge_lists
 from batchgen.kernels.gpu.work_list import (
@@ -88,7 +88,7 @@ def _step(
         v = tl.load(p_v, mask=(o_v < VALUE_DIM)[None, :], other=0.0)
     else:
         v = tl.load(p_v)
-    return dot(p.to(v.dtype), v, acc), new_max, row_sum
+    return dot(rounded(p, v.dtype), v, acc), new_max, row_sum
 
 
 @triton.jit(do_not_specialize=["window"])
@@ -143,25 +143,14 @@ def _attention_kernel(
     token = tl.load(rows + rows_at + i_query, mask=m_m, other=0).to(tl.int64)
     position = tl.load(positions + token, mask=m_m, other=0) - base
     p_q = query + token[:, None] * query_stride_t + i_head[:, None].to(tl.int64) * query_stride_n + o_d[None, :]
-    q = tl.load(p_q, mask=m_m[:, None] & (o_d < KEY_DIM)[None, :], other=0.0).to(keys.dtype.element_ty)  # [BM, D]
+    q = tl.load(p_q, mask=m_m[:, None] & (o_d < KEY_DIM)[None, :], other=0.0)  # [BM, D]
+    if q.dtype != keys.dtype.element_ty:
+        q = rounded(q.to(tl.float32), keys.dtype.element_ty)
 
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     m_mv = m_m[:, None] & (o_v < VALUE_DIM)[None, :]
-    if FOLDED:
-        p_fold = parts + tl.load(p_item + 9)
-        for i_fold in range(tl.load(p_item + 10)):
-            o_part = tl.load(p_fold + i_fold).to(tl.int64) * HEADS + i_head  # [BM]
-            lse = tl.load(part_lse + o_part, mask=m_m, other=float("-inf")) * LOG2_E
-            part = tl.load(part_out + o_part[:, None] * VALUE_DIM + o_v[None, :], mask=m_mv, other=0.0)
-            new_max = tl.maximum(row_max, lse)
-            weight = tl.exp2(lse - new_max)
-            decay = tl.exp2(row_max - new_max)
-            acc = acc * decay[:, None] + part * weight[:, None]
-            row_sum = row_sum * decay + weight
-            row_max = new_max
-
     edge = first // BLOCK_N * BLOCK_N
     steps = (end - edge + BLOCK_N - 1) // BLOCK_N
     if PEELED:
@@ -182,6 +171,19 @@ def _attention_kernel(
             KV_HEADS, KEY_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_V, True, WINDOWED, SOFTCAPPED,
         )  # fmt: skip
 
+    if FOLDED:
+        p_fold = parts + tl.load(p_item + 9)
+        for i_fold in range(tl.load(p_item + 10)):
+            o_part = tl.load(p_fold + i_fold).to(tl.int64) * HEADS + i_head  # [BM]
+            lse = tl.load(part_lse + o_part, mask=m_m, other=float("-inf")) * LOG2_E
+            part = tl.load(part_out + o_part[:, None] * VALUE_DIM + o_v[None, :], mask=m_mv, other=0.0)
+            new_max = tl.maximum(row_max, lse)
+            weight = tl.exp2(lse - new_max)
+            decay = tl.exp2(row_max - new_max)
+            acc = acc * decay[:, None] + part * weight[:, None]
+            row_sum = row_sum * decay + weight
+            row_max = new_max
+
     if part_at < 0:
         if SINKS:
             sink = tl.load(sinks + i_head, mask=m_m, other=0.0).to(tl.float32) * LOG2_E
@@ -191,7 +193,7 @@ def _attention_kernel(
             acc = acc * decay[:, None]
         acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
         p_out = out + (token * HEADS + i_head)[:, None] * VALUE_DIM + o_v[None, :]
-        tl.store(p_out, acc.to(out.dtype.element_ty), mask=m_mv)
+        tl.store(p_out, rounded(acc, out.dtype.element_ty), mask=m_mv)
     else:
         acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
         o_part = (part_at + i_query).to(tl.int64) * HEADS + i_head

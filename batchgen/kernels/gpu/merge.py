@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchgen.kernels.gpu.common import power_of_2
+from batchgen.kernels.gpu.common import power_of_2, rounded
 from batchgen.kernels.gpu.launch import launch
 
 __all__ = ["merge_lists", "merge_parts"]
@@ -85,7 +85,7 @@ def _merge_lists_kernel(
         acc, row_max, row_sum = _fold(acc, row_max, row_sum, part, lse)
     acc, lse = _finish(acc, row_max, row_sum, sinks, i_head, m_h, SINKS)
     o_out = token * HEADS + i_head
-    tl.store(out + o_out[:, None] * VALUE_DIM + o_d[None, :], acc.to(out.dtype.element_ty), mask=m_hd)
+    tl.store(out + o_out[:, None] * VALUE_DIM + o_d[None, :], rounded(acc, out.dtype.element_ty), mask=m_hd)
     if WRITES_LSE:
         tl.store(lse_out + o_out, lse, mask=m_h)
 
@@ -168,7 +168,7 @@ def _merge_parts_kernel(
     acc, row_max, row_sum = _fold(acc, row_max, row_sum, part, lse)
     acc, lse = _finish(acc, row_max, row_sum, sinks, i_head, m_h, SINKS)
     o_out = i_token * HEADS + i_head
-    tl.store(out + o_out[:, None] * VALUE_DIM + o_d[None, :], acc.to(out.dtype.element_ty), mask=m_hd)
+    tl.store(out + o_out[:, None] * VALUE_DIM + o_d[None, :], rounded(acc, out.dtype.element_ty), mask=m_hd)
     tl.store(lse_out + o_out, lse, mask=m_h)
 
 

@@ -1,0 +1,218 @@
+"""The work list alone, without a kernel: what it covers, and what it costs, counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchgen.kernels.gpu.work_list import (
+    FIELDS,
+    GROUPS,
+    LARGE,
+    SMALL,
+    ListShape,
+    TileSize,
+    WorkList,
+    plan_groups,
+    plan_step,
+)
+from batchgen.kernels.reference import visible_slots
+from batchgen.kernels.types import AttentionBatch
+from tests.kernels.steps import Shape, StepBuilder
+
+
+def list_shape(window: int | None = None, page_size: int = 16, **changed: int) -> ListShape:
+    sizes = {"large": 8, "small": 2, "keys": 16, "split": 1 << 20, "wanted": 1} | changed
+    large = TileSize(sizes["large"], sizes["keys"], sizes["split"], sizes["wanted"])
+    return ListShape(page_size, window, large, TileSize(sizes["small"], sizes["keys"], sizes["split"], sizes["wanted"]))
+
+
+def items_of(work: WorkList) -> list[list[int]]:
+    return [row for section in work.items for row in work.packed[section].reshape(-1, FIELDS).tolist()]
+
+
+def slots_read(batch: AttentionBatch, work: WorkList, shape: ListShape) -> list[list[int]]:
+    """Per token: the pool slots that its items show it, masked as the kernel masks them."""
+    pages, rows, positions = (work.packed[s] for s in (work.pages, work.rows, work.positions))
+    seen: list[list[int]] = [[] for _ in range(batch.slot_mapping.shape[0])]
+    for rows_at, count, page_at, base, first, full_from, full_to, end, *_ in items_of(work):
+        assert 0 <= first < end
+        assert first <= full_from <= full_to <= end or full_from == full_to
+        for token in rows[rows_at : rows_at + count]:
+            position = positions[token] - base
+            keys = np.arange(first, end)
+            visible = keys <= position
+            if shape.window is not None:
+                visible &= keys > position - shape.window
+            assert visible[(keys >= full_from) & (keys < full_to)].all(), "a step without a mask needs one"
+            size = shape.page_size
+            keys = keys[visible]
+            seen[token] += (pages[page_at + keys // size] * size + keys % size).tolist()
+    return seen
+
+
+def expected_slots(batch: AttentionBatch, page_size: int, window: int | None) -> list[list[int]]:
+    return [
+        sorted(slots[0 if window is None else max(0, position - window + 1) :].tolist())
+        for position, slots in visible_slots(batch, page_size)
+    ]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60)), max_size=4),
+    st.lists(st.tuples(st.integers(1, 60), st.integers(0, 2)), max_size=8),
+    st.sampled_from([None, 1, 7, 30]),
+    st.sampled_from([1, 5, 16]),
+    st.sampled_from([16, 32, 1 << 20]),
+    st.integers(1, 40),
+    st.integers(0, 1 << 20),
+)
+def test_every_visible_key_is_read_once(
+    chunks: list[tuple[int, int]],
+    rows: list[tuple[int, int]],
+    window: int | None,
+    page_size: int,
+    split: int,
+    wanted: int,
+    seed: int,
+) -> None:
+    batch = any_batch(chunks, rows, page_size, seed)
+    shape = list_shape(window, page_size, split=split, wanted=wanted)
+    work = plan_step(batch, shape)
+    assert [sorted(s) for s in slots_read(batch, work, shape)] == expected_slots(batch, page_size, window)
+    check_parts(batch, work)
+
+
+def any_batch(chunks: list[tuple[int, int]], rows: list[tuple[int, int]], page_size: int, seed: int) -> AttentionBatch:
+    """Chunks, and rows in none, one or two nested groups."""
+    b = StepBuilder(Shape(4, 2, 8, 8, page_size), num_pages=2048, seed=seed)
+    for q_len, past in chunks:
+        b.chunk(q_len, past=past)
+    members: list[list[int]] = [[], [], []]
+    for own_len, depth in rows:
+        members[depth].append(b.decode(own_len, own_start=depth * 2 * page_size))
+    if members[1] + members[2]:
+        b.group(members[2] + members[1], 0, 2)
+    if members[2]:
+        b.group(members[2], 2 * page_size, 2)
+    return b.build().batch
+
+
+def check_parts(batch: AttentionBatch, work: WorkList) -> None:
+    """Each token is written directly once, folding the parts it has, or merged; no part is left or used twice."""
+    rows, parts = work.packed[work.rows], work.packed[work.parts]
+    written: dict[int, list[int]] = {}
+    owner: dict[int, int] = {}
+    for rows_at, count, *_, part_at, fold_at, folds, _ in items_of(work):
+        for i, token in enumerate(rows[rows_at : rows_at + count].tolist()):
+            if part_at >= 0:
+                assert part_at + i not in owner
+                owner[part_at + i] = token
+            else:
+                assert token not in written
+                written[token] = parts[fold_at : fold_at + folds].tolist()
+    for token, start, count in zip(*(work.packed[s].tolist() for s in work.merges), strict=True):
+        assert token not in written
+        written[token] = parts[start : start + count].tolist()
+    assert sorted(written) == list(range(batch.slot_mapping.shape[0]))
+    assert sorted(owner) == list(range(work.num_parts))
+    for token, used in written.items():
+        assert sorted(used) == [p for p, t in owner.items() if t == token]
+
+
+def test_parts_that_are_folded_come_from_earlier_launches() -> None:
+    work = plan_step(any_batch([(20, 0)], [(4, 2)] * 9 + [(9, 0), (30, 1)], 16, 0), list_shape())
+    for launch in (LARGE, GROUPS):
+        assert not work.packed[work.items[launch]].reshape(-1, FIELDS)[:, 10].any()
+    small = work.packed[work.items[SMALL]].reshape(-1, FIELDS)
+    assert sorted(small[:, 10].tolist()) == [0, 0] + [1] + [2] * 9 or int(small[:, 10].sum()) == 19
+
+
+def test_the_longest_items_come_first() -> None:
+    work = plan_step(any_batch([(40, 60), (9, 3)], [(n, 0) for n in (5, 60, 1, 33)], 16, 0), list_shape())
+    for section in work.items:
+        table = work.packed[section].reshape(-1, FIELDS)
+        steps = -(-table[:, 7] // 16) - table[:, 4] // 16
+        assert (np.diff(steps) <= 0).all()
+
+
+def test_sections_begin_at_multiples_of_16_bytes() -> None:
+    work = plan_step(any_batch([(7, 2)], [(5, 0), (3, 1), (9, 2)], 5, 0), list_shape(page_size=5))
+    for section in (*work.items, work.rows, work.positions, work.pages, work.parts, *work.merges):
+        assert section.start % 4 == 0
+    assert work.packed.dtype == np.int32
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_shared_pages_are_read_once_by_a_tile_of_rows(rows: int) -> None:
+    b = StepBuilder(Shape(4, 2))
+    members = [b.decode(16, own_start=64) for _ in range(rows)]
+    b.group(members, 0, 4)
+    work = plan_step(b.build().batch, list_shape(large=64))
+    assert work.keys_read == 64 + rows * 16
+    assert sum(work.count(launch) for launch in (LARGE, GROUPS)) == 1
+    assert work.num_merges == 0, "each row merges as it reads its own pages"
+
+
+def test_keys_outside_the_window_and_above_the_diagonal_are_not_read() -> None:
+    b = StepBuilder(Shape(4, 2))
+    b.chunk(64)
+    batch = b.build().batch
+    assert plan_step(batch, list_shape()).keys_read == sum(range(8, 65, 8))
+    assert plan_step(batch, list_shape(window=4)).keys_read == 8 + 7 * 11
+
+
+@pytest.mark.parametrize(("wanted", "items"), [(1, 1), (2, 2), (4, 4), (1000, 8)])
+def test_a_long_row_is_split_as_far_as_fills_the_device(wanted: int, items: int) -> None:
+    b = StepBuilder(Shape(4, 2))
+    b.decode(512)
+    work = plan_step(b.build().batch, list_shape(wanted=wanted, split=64))
+    assert work.count(SMALL) == items
+    assert work.num_merges == (items > 1)
+    assert work.num_parts == (items if items > 1 else 0)
+    assert work.keys_read == 512
+
+
+def test_many_rows_are_not_split() -> None:
+    b = StepBuilder(Shape(4, 2), num_pages=4096)
+    for _ in range(64):
+        b.decode(512)
+    work = plan_step(b.build().batch, list_shape(wanted=64, split=64))
+    assert (work.count(SMALL), work.num_parts) == (64, 0)
+
+
+def test_tiles_are_padded_by_less_than_their_own_size() -> None:
+    batch = any_batch([(40, 0), (3, 9)], [(9, 0)] * 5, 16, 0)
+    work = plan_step(batch, list_shape(large=16, small=4))
+    assert work.padded_rows == (16 - 8) + (4 - 3) + 5 * (4 - 1)
+
+
+def test_groups_alone_are_merged_for_every_decode_row() -> None:
+    batch = any_batch([(5, 0)], [(9, 0), (9, 1), (9, 2), (9, 2)], 16, 0)
+    work = plan_groups(batch, list_shape())
+    tokens, _, counts = (work.packed[s].tolist() for s in work.merges)
+    assert tokens == [5, 6, 7, 8]
+    assert sorted(counts) == [0, 1, 2, 2]
+    assert work.count(SMALL) == 0
+
+
+def test_rows_whose_window_lies_behind_a_group_are_not_in_its_tiles() -> None:
+    b = StepBuilder(Shape(4, 2))
+    near, far = b.decode(3, own_start=32), b.decode(40, own_start=32)
+    b.group([far, near], 0, 2)
+    work = plan_step(b.build().batch, list_shape(window=8))
+    groups = work.packed[work.items[GROUPS]].reshape(-1, FIELDS)
+    assert groups[:, 1].tolist() == [1]
+    assert work.packed[work.rows][groups[0, 0]] == near
+    assert groups[0, 4:8].tolist()[0] == 27
+
+
+def test_an_empty_step_has_no_items() -> None:
+    work: Any = plan_step(StepBuilder(Shape(4, 2)).build().batch, list_shape())
+    assert [work.count(launch) for launch in range(3)] == [0, 0, 0]
+    assert (work.num_merges, work.num_parts, work.keys_read) == (0, 0, 0)
