@@ -1,4 +1,4 @@
-"""Launches of attention and its merges that are compiled ahead of time, with the tiles of one chip."""
+"""Launches of attention and its merges that are compiled ahead of time, with the tiles of the chip compiled for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from batchgen.kernels.chips import tuning_of
 from batchgen.kernels.gpu.attention import TritonAttention
 from batchgen.kernels.gpu.merge import merge_parts
 from batchgen.kernels.types import AttentionBatch, ChunkPages, GroupPages, KVPool, LayerKV
@@ -34,20 +33,18 @@ CASES: tuple[tuple[torch.dtype, int, int, int, int, int, dict[str, Any]], ...] =
 """dtype, heads, kv heads, key and value size, page size, options."""
 
 
-def launches(chip: str = "default") -> Iterator[tuple[str, Callable[[], object]]]:
+def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     for dtype, heads, kv_heads, key_dim, value_dim, page_size, options in CASES:
         name = f"{str(dtype).removeprefix('torch.')},N={heads},K={kv_heads},D={key_dim},Dv={value_dim},S={page_size}"
         flags = "".join(f",{option}" for option in options)
         layer = LayerKV(kv_heads, key_dim, value_dim)
-        yield f"attention[{name}{flags}]", partial(_attention, chip, dtype, heads, layer, page_size, options)
+        yield f"attention[{name}{flags}]", partial(_attention, dtype, heads, layer, page_size, options)
     for dtype in (BF16, F16, F32):
         for dim in (64, 128, 256):
             yield f"merge_parts[{str(dtype).removeprefix('torch.')},D={dim}]", partial(_merge, dtype, dim)
 
 
-def _attention(
-    chip: str, dtype: torch.dtype, heads: int, layer: LayerKV, page_size: int, options: dict[str, Any]
-) -> None:
+def _attention(dtype: torch.dtype, heads: int, layer: LayerKV, page_size: int, options: dict[str, Any]) -> None:
     """A step with work for every launch: a chunk, groups of many rows and of one, long rows that are split."""
     rows = 130
     pool = KVPool.allocate([layer], 512, page_size, dtype, META)
@@ -70,7 +67,7 @@ def _attention(
     if options.get("sinks"):
         options = options | {"sinks": torch.empty(heads, dtype=dtype, device=META)}
     query = torch.empty(256 + rows, heads, layer.key_dim, dtype=dtype, device=META)
-    attention = TritonAttention(pool, batch, tuning_of(chip), multiprocessors=132)
+    attention = TritonAttention(pool, batch, multiprocessors=132)
     attention.attend_stored(0, query, scale=0.1, **options)
 
 
