@@ -5,7 +5,14 @@ import pytest
 import torch
 
 from batchgen.kernels import logprobs
-from batchgen.kernels.logprobs import log_normalizers, mask_tokens, token_logprobs, top_logprobs
+from batchgen.kernels.logprobs import (
+    argmax_lse,
+    log_normalizers,
+    mask_tokens,
+    read_out,
+    token_logprobs,
+    top_logprobs,
+)
 
 
 @pytest.mark.field("return_logprob")
@@ -52,3 +59,31 @@ def test_masking_nothing_changes_nothing() -> None:
     before = logits.clone()
     mask_tokens(logits, torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
     assert torch.equal(logits, before)
+
+
+def test_the_largest_come_with_what_makes_them_logprobs() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0], [torch.nan, 0.0, 0.0], [torch.inf, 0.0, 0.0], [-torch.inf] * 3])
+    ids, largest, normalizers, bad = argmax_lse(logits)
+    assert bad.tolist() == [False, True, True, True]
+    assert ids[0] == 1
+    assert largest[0] == 3.0
+    torch.testing.assert_close(largest[0] - normalizers[0], torch.log_softmax(logits[0], -1)[1])
+    assert bool(((ids >= 0) & (ids < 3)).all())
+    assert normalizers[1].isnan()
+    assert normalizers[2:].tolist() == [torch.inf, -torch.inf]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("k", [0, 4])
+def test_the_read_out_is_what_its_parts_are(k: int, dtype: torch.dtype) -> None:
+    logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(k)).to(dtype)
+    targets = torch.arange(5) * 7
+    found = read_out(logits, targets, k)
+    assert torch.equal(found.normalizers, log_normalizers(logits))
+    assert torch.equal(found.targets, token_logprobs(logits, targets))
+    assert found.top_ids.shape == found.top.shape == (5, k)
+    if k:
+        ids, values = top_logprobs(logits, k)
+        assert torch.equal(found.top_ids, ids)
+        assert torch.equal(found.top, values)
+    assert {t.dtype for t in (found.normalizers, found.targets, found.top)} == {torch.float32}

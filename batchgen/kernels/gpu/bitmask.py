@@ -31,7 +31,8 @@ def _bitmask_kernel(
     o_word = i_block * WORDS + tl.arange(0, WORDS)
     words = tl.load(p_mask + i_mask * stride_m + o_word * stride_w, mask=o_word * 32 < vocab, other=-1)  # [WORDS]
     o_bit = tl.arange(0, 32)
-    o_v = o_word[:, None] * 32 + o_bit[None, :]  # [WORDS, 32]
+    # Masked one by one, tokens are written one by one; without a known alignment a warp's are neighbours, a word's.
+    o_v = tl.multiple_of(o_word[:, None] * 32 + o_bit[None, :], [1, 1])  # [WORDS, 32]
     m_barred = (((words[:, None] >> o_bit[None, :]) & 1) == 0) & (o_v < vocab)
     barred = tl.full([WORDS, 32], -float("inf"), tl.float32)
     tl.store(p_logits + i_row * stride_r + o_v.to(tl.int64) * stride_v, barred, mask=m_barred)
