@@ -292,7 +292,7 @@ def _load(version: int, source: str, file: Path) -> FlashLibrary:
 
 
 def _load_shared_object(file: Path) -> None:
-    torch.ops.load_library(file)  # type: ignore[no-untyped-call]
+    torch.ops.load_library(str(file))  # type: ignore[no-untyped-call]
 
 
 def _load_packed(file: Path) -> None:
