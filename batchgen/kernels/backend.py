@@ -7,16 +7,25 @@ GPU whichever of the other two is faster for the run at hand, measured.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
 from batchgen.kernels import torch_ops
 from batchgen.kernels.attention import TorchAttention
-from batchgen.kernels.chips import chip_tuning
+from batchgen.kernels.chips import (
+    ChipTuning,
+    candidate_tunings,
+    chip_name,
+    chip_tuning,
+    known_chips,
+    measured_tuning,
+)
 from batchgen.kernels.flash import flash_factory
 from batchgen.kernels.flash_check import check_library, flash_refusal
 from batchgen.kernels.flash_library import FlashLibrary, FlashUnavailable, find_flash, versions_for
@@ -98,7 +107,8 @@ def choose_backend(
     Args:
         name: one of `ATTENTION_BACKENDS`.
         needs: what the model asks for.
-        step: what `auto` measures on; without it the first that is there is taken, Triton before flash.
+        step: what is measured on: tile shapes on a chip that `chips.toml` does not know, and by `auto` the backends.
+            Without it nothing is measured, and `auto` takes the first that is there, Triton before flash.
         timer: times what is measured; None is the device's own clock.
 
     Raises:
@@ -108,8 +118,11 @@ def choose_backend(
         raise BackendUnavailable(f"unknown attention backend {name!r}; take one of {', '.join(ATTENTION_BACKENDS)}")
     if name == "torch" or (name == "auto" and needs.capability is None):
         return TORCH
+    timer = timer or device_timer(needs.device)
     if name != "auto":
-        return _BACKENDS[name](needs)
+        named = _BACKENDS[name](needs)
+        _tune(needs.device, step, timer)
+        return named
     found: list[Backend] = []
     missing: list[str] = []
     for other, make in _BACKENDS.items():
@@ -117,10 +130,29 @@ def choose_backend(
             found.append(make(needs))
         except BackendUnavailable as problem:
             missing.append(f"no {other}: {problem}")
+    if found:
+        _tune(needs.device, step, timer)
     if len(found) > 1 and step is not None:
-        found, missing = _by_speed(found, step, timer or device_timer(needs.device))
+        found, missing = _by_speed(found, step, timer)
     best = found[0] if found else TORCH
     return replace(best, describes=f"{best.describes} ({'; '.join(missing)})") if missing else best
+
+
+def _tune(device: torch.device, step: TypicalStep | None, timer: Timer) -> None:
+    """Choose tile shapes by time for a chip that `chips.toml` does not know, from those of chips that it does."""
+    if device.type != "cuda" or step is None or chip_name(device) in known_chips():
+        return
+    properties: Any = torch.cuda.get_device_properties(device)  # torch declares fewer than it has
+    candidates = candidate_tunings(properties.shared_memory_per_block_optin)
+    if len(candidates) == 1:
+        return
+    from batchgen.kernels.gpu.attention import TritonAttention
+
+    def milliseconds(tuning: ChipTuning) -> float:
+        found = layer_milliseconds({0: partial(TritonAttention, tuning=tuning)}, step, timer)[0]
+        return found if isinstance(found, float) else math.inf
+
+    measured_tuning(device, candidates, milliseconds)
 
 
 def _by_speed(found: list[Backend], step: TypicalStep, timer: Timer) -> tuple[list[Backend], list[str]]:

@@ -1,15 +1,17 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import triton
 
 from batchgen.kernels import backend as module
-from batchgen.kernels import torch_ops
+from batchgen.kernels import chips, torch_ops
 from batchgen.kernels.attention import TorchAttention
 from batchgen.kernels.backend import AttentionNeeds, BackendUnavailable, capability_of, choose_backend
 from batchgen.kernels.flash import FlashAttention
@@ -190,6 +192,48 @@ def test_where_nothing_else_runs_torch_is_taken() -> None:
     chosen = choose_backend("auto", replace(ON_HOPPER, layers=(LayerKV(1, 512, 512),)), STEP, Clock())
     assert chosen.name == "torch"
     assert chosen.describes.startswith("torch (no triton: no attention tile for heads of 512; the largest takes 256;")
+
+
+# Chips that are not in the table
+
+
+@pytest.fixture
+def strange_chip(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A GPU that the table does not know, with three tunings to try; steps still run on the CPU."""
+    device = torch.device("cuda", 0)
+    default = chips.tuning_of("default")
+    tunings = [default, replace(default, chip="sm_1"), replace(default, chip="sm_2")]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 9))
+    properties = SimpleNamespace(shared_memory_per_block_optin=1 << 18)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+    monkeypatch.setattr(module, "candidate_tunings", lambda shared: tunings if shared == 1 << 18 else [])
+    monkeypatch.setattr(chips, "_measured", {})
+    return device
+
+
+@pytest.mark.parametrize("name", ["auto", "triton"])
+def test_tiles_of_a_strange_chip_are_measured_once(name: str, strange_chip: torch.device) -> None:
+    answers = {"default": 3.0, "sm_1": math.inf, "sm_2": 2.0}
+    timed = []
+
+    def timer(call: Callable[[], object]) -> float:
+        chip = call.func.__self__._tuning.chip  # type: ignore[attr-defined]
+        timed.append(chip)
+        if answers[chip] == math.inf:
+            raise RuntimeError("out of resource: shared memory")
+        return answers[chip]
+
+    needs = replace(ON_HOPPER, device=strange_chip)
+    choose_backend(name, needs, STEP, timer)
+    assert chips.chip_tuning(strange_chip).chip == "sm_2"
+    assert timed == ["default", "default", "sm_1", "sm_1", "sm_2", "sm_2"]
+    choose_backend(name, needs, STEP, timer)
+    assert len(timed) == 6
+
+
+def test_tiles_are_not_measured_without_a_step(strange_chip: torch.device) -> None:
+    choose_backend("triton", replace(ON_HOPPER, device=strange_chip))
+    assert chips.chip_tuning(strange_chip).chip == "default"
 
 
 def test_no_gpu_has_no_capability() -> None:
