@@ -109,8 +109,9 @@ def _launch_pairs(kernel: object, logits: Tensor, rows: Tensor, ids: Tensor, *ar
 def penalise(
     logits: Tensor, rows: Tensor, ids: Tensor, counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
 ) -> None:
-    """As `kernels.shaping.penalise`; the last four contiguous."""
-    _launch_pairs(_penalise_kernel, logits, rows, ids, counts, repetition, frequency, presence)
+    """As `kernels.shaping.penalise`."""
+    columns = [column.contiguous() for column in (counts, repetition, frequency, presence)]
+    _launch_pairs(_penalise_kernel, logits, rows, ids, *columns)
 
 
 def add_bias(logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> None:

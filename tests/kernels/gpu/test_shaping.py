@@ -41,6 +41,16 @@ def test_penalties(rows: int, vocab: int, pairs: int, kind: str) -> None:
     torch.testing.assert_close(logits, expected, rtol=3e-7, atol=1e-6)
 
 
+def test_columns_of_a_table_serve() -> None:
+    logits, table = drawn(4, 30), torch.stack(columns(4, 0), 1)  # [4, 3]
+    expected = logits.clone()
+    at = torch.stack(distinct_pairs(4, 30, 20), 1)  # [20, 2]
+    counts = torch.arange(40.0)[::2]
+    for ours, those in ((gpu, logits), (twin, expected)):
+        ours.penalise(those, at[:, 0], at[:, 1], counts, *table.unbind(1))
+    torch.testing.assert_close(logits, expected, rtol=3e-7, atol=1e-5)
+
+
 @pytest.mark.parametrize("factor", [0.3, 1.1, 2.0])
 def test_repetition_alone_is_the_twins_to_the_bit(factor: float) -> None:
     logits = drawn(3, 100)
