@@ -158,6 +158,8 @@ class Report:
         for (status, stage, _, why), alike in others.items():
             more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
             lines.append(f"{status.upper()} {stage} {alike[0].case} {alike[0].what}{more}: {why}")
+        noted = [check for check in self.checks if check.status == "pass" and check.note]
+        lines += [f"note: {check.stage} {check.case} {check.what}: {check.note}" for check in noted]
         return lines
 
     def _figure_lines(self) -> list[str]:

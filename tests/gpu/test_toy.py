@@ -22,7 +22,7 @@ OPERATIONS = {
 }
 FIGURES = {
     *("triton", "flash", "rms_norm", "add_rms_norm", "gated", "rotate_and_store", "sample", "token_logprobs"),
-    *("top_logprobs", "penalise", "apply_bitmask", "add_lora", "route", "moe_experts"),
+    *("argmax_lse", "top_logprobs", "penalise", "apply_bitmask", "add_lora", "route", "moe_experts"),
 }
 PENDING = {"sample", "greedy"}
 """Operations whose kernels are being built."""

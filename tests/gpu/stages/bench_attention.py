@@ -74,12 +74,22 @@ def _sdpa_decode(lab: Lab, rows: int, context: int, heads: int, kv_heads: int, d
 
 def _prefix(backend: str) -> Callable[..., Iterator[Figure]]:
     def run(lab: Lab, *, rows: int, shared: int, heads: int, kv_heads: int, dim: int) -> Iterator[Figure]:
+        """Against the same rows without sharing, and against torch over contiguous keys."""
         shape = {"rows": rows, "shared": shared, "heads": heads, "kv_heads": kv_heads, "dim": dim}
-        step = grouped_step(lab, heads_shape(heads, kv_heads, dim, PAGE, DTYPE), rows, [(1, shared // PAGE)], 1)
+        layer, pages = heads_shape(heads, kv_heads, dim, PAGE, DTYPE), shared // PAGE
+        step = grouped_step(lab, layer, rows, [(1, pages)], 1)
         size = DTYPE.itemsize * dim * (2 * shared * kv_heads + 2 * rows * heads)
-        operations = 4 * rows * (shared // PAGE * PAGE) * heads * dim
-        timing = attend_time(lab, backend, step)
-        yield figure(lab, backend, "shared prefix", shape, timing, bytes=size, flops=operations)
+        operations = 4 * rows * pages * PAGE * heads * dim
+        made = figure(
+            lab, backend, "shared prefix", shape, attend_time(lab, backend, step), bytes=size, flops=operations
+        )
+        del step
+        flat = decode_step(lab, layer, rows, pages * PAGE + 1, pages * PAGE + 1)
+        against = {"not shared": attend_time(lab, backend, flat).p50}
+        query = lab.randn(1, heads, rows, dim, dtype=DTYPE)
+        key, value = (lab.randn(1, kv_heads, pages * PAGE, dim, dtype=DTYPE) for _ in range(2))
+        against["sdpa"] = lab.time(lambda: F.scaled_dot_product_attention(query, key, value, enable_gqa=True)).p50
+        yield replace(made, against=against)
 
     return run
 

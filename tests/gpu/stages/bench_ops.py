@@ -1,7 +1,7 @@
 """Operations around attention and the matrix products: norm, activation, cache write; then what a step's logits cost.
 
 The latter stand against the lm_head's product for models of 1,024, 2,048 and 4,096 (`PRODUCTS`), which every step needs
-anyhow.
+anyhow. Logits are in the model's dtype where they are read, and float32 where they are written to.
 """
 
 from __future__ import annotations
@@ -102,31 +102,38 @@ def lm_head_times(lab: Lab, rows: int, vocab: int) -> dict[str, float]:
 
 @bench("sample", LOGITS, TOY_LOGITS)
 def sample(lab: Lab, *, rows: int, vocab: int) -> Iterator[Figure]:
-    logits, against = logits_of(lab, rows, vocab), lm_head_times(lab, rows, vocab)
+    logits, against = logits_of(lab, rows, vocab).to(DTYPE), lm_head_times(lab, rows, vocab)
     operation = kernel("sample")
     for name, mode in MODES.items():
         columns = mode.columns(rows, lab.device).with_keys(keys_of(rows).to(lab.device))
         timing = lab.time(lambda columns=columns: operation(logits, columns))
-        made = figure(lab, "sample", name, {"rows": rows, "vocab": vocab}, timing, bytes=4 * rows * vocab)
+        made = figure(lab, "sample", name, {"rows": rows, "vocab": vocab}, timing, bytes=WIDE * rows * vocab)
         yield replace(made, against=against)
+
+
+@bench("argmax_lse", LOGITS, TOY_LOGITS)
+def argmax_lse(lab: Lab, *, rows: int, vocab: int) -> Iterator[Figure]:
+    logits, operation = logits_of(lab, rows, vocab).to(DTYPE), kernel("argmax_lse")
+    timing = lab.time(lambda: operation(logits))
+    made = figure(lab, "argmax_lse", "largest, lse", {"rows": rows, "vocab": vocab}, timing, bytes=WIDE * rows * vocab)
+    yield replace(made, against=lm_head_times(lab, rows, vocab))
 
 
 @bench("token_logprobs", LOGITS, TOY_LOGITS)
 def token_logprobs(lab: Lab, *, rows: int, vocab: int) -> Iterator[Figure]:
-    logits, tokens = logits_of(lab, rows, vocab), lab.randint(0, vocab, rows)
+    logits, tokens = logits_of(lab, rows, vocab).to(DTYPE), lab.randint(0, vocab, rows)
     operation = kernel("token_logprobs")
     timing = lab.time(lambda: operation(logits, tokens))
-    made = figure(lab, "token_logprobs", "a token's", {"rows": rows, "vocab": vocab}, timing, bytes=4 * rows * vocab)
+    made = figure(lab, "token_logprobs", "a token's", {"rows": rows, "vocab": vocab}, timing, bytes=WIDE * rows * vocab)
     yield replace(made, against=lm_head_times(lab, rows, vocab))
 
 
 @bench("top_logprobs", LOGITS, TOY_LOGITS)
 def top_logprobs(lab: Lab, *, rows: int, vocab: int) -> Iterator[Figure]:
-    logits = logits_of(lab, rows, vocab)
-    operation = kernel("top_logprobs")
+    logits, operation = logits_of(lab, rows, vocab).to(DTYPE), kernel("top_logprobs")
     timing = lab.time(lambda: operation(logits, TOP))
     shape = {"rows": rows, "vocab": vocab, "k": TOP}
-    made = figure(lab, "top_logprobs", "the largest", shape, timing, bytes=4 * rows * vocab)
+    made = figure(lab, "top_logprobs", "the largest", shape, timing, bytes=WIDE * rows * vocab)
     yield replace(made, against=lm_head_times(lab, rows, vocab))
 
 
@@ -144,10 +151,12 @@ def penalise(lab: Lab, *, rows: int, vocab: int) -> Iterator[Figure]:
 
 @bench("apply_bitmask", LOGITS, TOY_LOGITS)
 def apply_bitmask(lab: Lab, *, rows: int, vocab: int) -> Iterator[Figure]:
+    """Half of all tokens barred: bytes written are those of whole lines, all of them."""
     logits, words = logits_of(lab, rows, vocab), bitmask_width(vocab)
     masks = lab.randint(-(1 << 31), 1 << 31, rows, words).int()
     operation = kernel("apply_bitmask")
     timing = lab.time(lambda: operation(logits, masks))
-    shape = {"rows": rows, "vocab": vocab}
-    made = figure(lab, "apply_bitmask", "every row", shape, timing, bytes=rows * (4 * vocab + 4 * words))
+    made = figure(
+        lab, "apply_bitmask", "every row", {"rows": rows, "vocab": vocab}, timing, bytes=4 * rows * (vocab + words)
+    )
     yield replace(made, against=lm_head_times(lab, rows, vocab))
