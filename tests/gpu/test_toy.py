@@ -39,8 +39,12 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
     """One toy run of everything: its file and what it printed."""
     found = tmp_path_factory.mktemp("toy") / "found.json"
     done = run("--toy", "--stages", "parity,flash,bench,tune", "--out", str(found))
-    assert done.returncode == (1 if PENDING else 0), done.stdout + done.stderr
-    return json.loads(found.read_text(encoding="utf-8")), done.stdout
+    made = json.loads(found.read_text(encoding="utf-8"))
+    assert done.returncode == made["exit_code"], done.stdout + done.stderr
+    failing = {check["op"] for check in made["checks"] if check["status"] not in ("pass", "absent")}
+    assert failing <= PENDING, done.stdout + done.stderr
+    assert made["exit_code"] == (1 if failing else 0)
+    return made, done.stdout
 
 
 def test_every_check_passes(toy: tuple[dict[str, Any], str]) -> None:
