@@ -152,14 +152,14 @@ class PromptLogprobs:
 
     def _keep(self, batch: list[Piece], logits: Tensor) -> None:
         """Take what the pieces' nodes want from the logits [r, V] of their positions."""
-        normalizers = self._ops.log_normalizers(logits)  # [r]
-        normalizers = torch.where(torch.isfinite(normalizers), normalizers, torch.nan)
         targets = torch.from_numpy(np.concatenate([self._targets(piece) for piece in batch])).to(logits.device)
-        following = self._ops.token_logprobs(logits, targets, normalizers).cpu().numpy()
-        most = max(self._top_k[piece.node] for piece in batch)
-        if most:
-            ids, logprobs = self._ops.top_logprobs(logits, most, normalizers)  # 2 x [r, K]
-            top_ids, top = ids.to(torch.int32).cpu().numpy(), logprobs.cpu().numpy()
+        read = self._ops.read_out(logits, targets, max(self._top_k[piece.node] for piece in batch))
+        # What is told of a row whose sum is no number is none either, +-inf included.
+        spoilt = torch.where(torch.isfinite(read.normalizers), 0.0, torch.nan)  # [r]
+        normalizers = read.normalizers + spoilt
+        following = (read.targets + spoilt).cpu().numpy()
+        top_ids = read.top_ids.to(torch.int32).cpu().numpy()  # [r, K]
+        top = (read.top + spoilt[:, None]).cpu().numpy()  # [r, K]
         at = 0
         for piece in batch:
             span = slice(at, at + len(piece))
