@@ -1,7 +1,8 @@
 """One step's attention as flat lists of work items, arranged on the host in numpy and uploaded as one packed array.
 
 A *tile* is up to `queries` tokens that attend to one run of consecutive positions: a piece of a prefill chunk, a decode
-row with its own pages, some rows of a prefix group with the group's pages. Long runs are split into several *items* so
+row with its own pages, some rows of a prefix group with the group's pages, tokens of many short chunks with the pages
+that those begin with. Long runs are split into several *items* so
 that every multiprocessor has work. A token that is in one item alone is written straight to the output. Otherwise its
 items leave *parts* (float32 values and their log-sum-exp), which are merged: by the token's own item as it begins,
 where that is the only one beside parts of earlier launches, or by a launch of its own.
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from batchgen.kernels.gpu.chunk_prefixes import SharedPages, shared_pages
 from batchgen.kernels.types import AttentionBatch, Ints
 
 __all__ = ["FIELDS", "GROUPS", "LARGE", "SMALL", "ListShape", "TileSize", "WorkList", "plan_groups", "plan_step"]
@@ -49,6 +51,7 @@ _ALIGNMENT = 4
 """Sections of the packed array begin at multiples of 16 bytes, so that no step compiles a kernel of its own."""
 
 Words = npt.NDArray[np.int32]
+Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +140,7 @@ class _Tiles:
     low: Ints
     high: Ints
 
-    def take(self, chosen: npt.NDArray[np.bool_] | Ints) -> _Tiles:
+    def take(self, chosen: Flags | Ints) -> _Tiles:
         return _Tiles(*(getattr(self, name)[chosen] for name in _Tiles.__slots__))
 
     @staticmethod
@@ -175,26 +178,28 @@ class _Planner:
         if not groups:
             return
         sizes = np.array([len(g.rows) for g in groups])
-        starts = np.array([g.start for g in groups])
         tables = np.array([len(g.pages) for g in groups])
         page_at = self._add_pages([g.pages for g in groups], tables)
-        lengths = tables * self._shape.page_size
         tokens = np.concatenate([g.rows for g in groups]) + self._batch.decode_start
+        base = np.array([g.start for g in groups])
+        self._add_shared(tokens, sizes, page_at, base, np.zeros_like(base), tables * self._shape.page_size)
+
+    def _add_shared(self, tokens: Ints, sizes: Ints, page_at: Ints, base: Ints, begin: Ints, end: Ints) -> None:
+        """Tiles of sets of tokens over keys [begin, end) that all of a set stand behind."""
         if self._shape.window is not None:
-            tokens, sizes = self._seeing(tokens, sizes, starts + lengths)
-        rows_at = self._rows_end + np.cumsum(sizes) - sizes
+            tokens, sizes = self._seeing(tokens, sizes, base + end)
+        at = np.cumsum(sizes) - sizes
+        of, start, count = _pieces(sizes, self._shape.large.queries)
+        if len(of):
+            positions = self._positions[tokens]
+            edges = at[of] + start
+            low = np.minimum.reduceat(positions, edges) - base[of]
+            high = np.maximum.reduceat(positions, edges) - base[of]
+            first = np.maximum(self._first(low), begin[of])
+            tiles = _Tiles(self._rows_end + edges, count, page_at[of], base[of], first, end[of], low, high)
+            self._add(tiles.take(end[of] > first), GROUPS)
         self._rows.append(tokens)
         self._rows_end += len(tokens)
-        of, begin, count = _pieces(sizes, self._shape.large.queries)
-        if not len(of):
-            return
-        positions = self._positions[tokens]
-        edges = (rows_at - self._rows_end + len(tokens))[of] + begin
-        base = starts[of]
-        low, high = np.minimum.reduceat(positions, edges) - base, np.maximum.reduceat(positions, edges) - base
-        first, end = self._first(low), np.minimum(lengths[of], high + 1)
-        tiles = _Tiles(rows_at[of] + begin, count, page_at[of], base, first, end, low, high)
-        self._add(tiles.take(end > first), GROUPS)
 
     def _seeing(self, tokens: Ints, sizes: Ints, ends: Ints) -> tuple[Ints, Ints]:
         """The groups' tokens whose window reaches their group, by position, and how many each group keeps."""
@@ -213,11 +218,25 @@ class _Planner:
             [(c.q_start, c.q_len, c.kv_len, len(c.pages)) for c in self._chunks]
         ).T
         page_at = self._add_pages([c.pages for c in self._chunks], tables)
+        shared, pages = shared_pages(self._chunks, self._shape.page_size, self._shape.large.queries)
+        covered = pages * self._shape.page_size
+        if shared:
+            self._share(shared, q_start, q_len, page_at)
         of, begin, count = _pieces(q_len, self._shape.large.queries)
         low = (kv_len - q_len)[of] + begin
         high = low + count - 1
         base = np.zeros_like(low)
-        self._add(_Tiles(q_start[of] + begin, count, page_at[of], base, self._first(low), high + 1, low, high), SMALL)
+        first = np.maximum(self._first(low), covered[of])
+        self._add(_Tiles(q_start[of] + begin, count, page_at[of], base, first, high + 1, low, high), SMALL)
+
+    def _share(self, shared: list[SharedPages], q_start: Ints, q_len: Ints, page_at: Ints) -> None:
+        """Tiles of the tokens of many chunks over pages that all of them begin with."""
+        tokens = [_spans(q_start[s.chunks], q_len[s.chunks]) for s in shared]
+        leaders = page_at[[int(s.chunks[0]) for s in shared]]
+        begin = np.array([s.begin for s in shared]) * self._shape.page_size
+        end = np.array([s.end for s in shared]) * self._shape.page_size
+        sizes = np.array([len(t) for t in tokens])
+        self._add_shared(np.concatenate(tokens), sizes, leaders, np.zeros_like(begin), begin, end)
 
     def add_decodes(self) -> None:
         """A tile per decode row, over its own pages."""
@@ -262,7 +281,8 @@ class _Planner:
         ends = np.cumsum([0] + [len(tiles.count) for tiles, _ in listed])
         split = np.concatenate([split for _, split in listed])
         shared = tiles.rows_at >= self._tokens  # a group's: its rows are indexed behind the tokens themselves
-        kept = np.where(split | shared, tiles.count, 0)
+        partial = split | shared
+        kept = np.where(partial | self._beside_parts(rows, tiles, partial, int(ends[SMALL])), tiles.count, 0)
         part_at = np.cumsum(kept) - kept
         num_parts = int(kept.sum())
         tokens = rows[_spans(tiles.rows_at[kept > 0], kept[kept > 0])]  # [parts]
@@ -304,6 +324,19 @@ class _Planner:
             padded_rows=int(taken.sum() - tiles.count.sum()),
         )
 
+    def _beside_parts(self, rows: Ints, tiles: _Tiles, partial: Flags, small: int) -> Flags:
+        """Items whose tokens have parts elsewhere, and that cannot take them in: tiles of chunks that share pages."""
+        unable = ~partial & ((tiles.count > 1) | (np.arange(len(partial)) < small))
+        result = np.zeros_like(partial)
+        if not unable.any() or not partial.any():
+            return result
+        has_parts = np.zeros(self._tokens, np.bool_)
+        has_parts[rows[_spans(tiles.rows_at[partial], tiles.count[partial])]] = True
+        chosen = has_parts[rows[_spans(tiles.rows_at[unable], tiles.count[unable])]]
+        counts = tiles.count[unable]
+        result[unable] = np.maximum.reduceat(chosen, np.cumsum(counts) - counts)
+        return result
+
     def _full(self, tiles: _Tiles, keys: Ints) -> tuple[Ints, Ints]:
         """The steps of each item that need no mask, as keys [from, to); empty ones stand at its first step."""
         begin = tiles.first
@@ -335,7 +368,7 @@ def _spans(at: Ints, counts: Ints) -> Ints:
     return spans
 
 
-def _split(tiles: _Tiles, size: TileSize) -> tuple[_Tiles, npt.NDArray[np.bool_]]:
+def _split(tiles: _Tiles, size: TileSize) -> tuple[_Tiles, Flags]:
     """Cut long runs of keys, the longest items first; and which items are parts of a longer run."""
     step = tiles.first // size.keys * size.keys
     lengths = tiles.end - step

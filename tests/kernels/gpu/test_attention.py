@@ -15,6 +15,7 @@ from torch import Tensor
 from batchgen.kernels.attention import TorchAttention
 from batchgen.kernels.chips import AttentionTile, known_chips, tuning_of
 from batchgen.kernels.gpu import attention as module
+from batchgen.kernels.gpu import chunk_prefixes
 from batchgen.kernels.gpu.attention import TritonAttention
 from batchgen.kernels.gpu.merge import merge_parts
 from batchgen.kernels.gpu.work_list import FIELDS, GROUPS, LARGE, SMALL, WorkList
@@ -235,6 +236,27 @@ def test_long_runs_are_split_and_merged(fill: Callable[[StepBuilder], None], opt
     assert work.num_parts > 1
     assert work.num_merges > 0
     assert sum(work.count(launch) for launch in (LARGE, GROUPS, SMALL)) > 3
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 40, "sinks": True}], ids=str)
+@pytest.mark.parametrize("tuning", [TILES, SPLITTING], ids=["whole", "split"])
+def test_short_chunks_share_the_pages_that_they_begin_with(
+    monkeypatch: pytest.MonkeyPatch, tuning: Any, options: dict[str, Any]
+) -> None:
+    """Beside a decode row in a group and one alone: parts are taken in, merged and written directly in one step."""
+    monkeypatch.setattr(chunk_prefixes, "LEAST_KEYS", 32)
+    b = StepBuilder(Shape(2, 1))
+    prefix = b.pages(32)
+    b._fill(prefix, 32)
+    for q_len in (3, 1, 5, 9, 2):
+        b.chunk(q_len, past=35, prefix=prefix)
+    b.decode(20)
+    b.group([b.decode(3, own_start=16)], 0, 1)
+    step = b.build()
+    check(step, tuning, **with_sinks(options, 2))
+    work = attention_of(step, tuning).work(0, 2, options.get("window"))
+    chunks = 3 + 5 + 9 + 2  # a chunk of one token takes its part in by itself
+    assert work.num_merges == chunks if tuning is TILES else work.num_merges > chunks
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

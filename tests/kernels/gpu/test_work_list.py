@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchgen.kernels.gpu import chunk_prefixes
 from batchgen.kernels.gpu.work_list import (
     FIELDS,
     GROUPS,
@@ -64,7 +65,7 @@ def expected_slots(batch: AttentionBatch, page_size: int, window: int | None) ->
 
 @settings(max_examples=80, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60)), max_size=4),
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60), st.integers(0, 3)), max_size=9),
     st.lists(st.tuples(st.integers(1, 60), st.integers(0, 2)), max_size=8),
     st.sampled_from([None, 1, 7, 30]),
     st.sampled_from([1, 5, 16]),
@@ -73,7 +74,7 @@ def expected_slots(batch: AttentionBatch, page_size: int, window: int | None) ->
     st.integers(0, 1 << 20),
 )
 def test_every_visible_key_is_read_once(
-    chunks: list[tuple[int, int]],
+    chunks: list[tuple[int, int, int]],
     rows: list[tuple[int, int]],
     window: int | None,
     page_size: int,
@@ -83,16 +84,22 @@ def test_every_visible_key_is_read_once(
 ) -> None:
     batch = any_batch(chunks, rows, page_size, seed)
     shape = list_shape(window, page_size, split=split, wanted=wanted)
-    work = plan_step(batch, shape)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunk_prefixes, "LEAST_KEYS", 2 * page_size)
+        work = plan_step(batch, shape)
     assert [sorted(s) for s in slots_read(batch, work, shape)] == expected_slots(batch, page_size, window)
     check_parts(batch, work)
 
 
-def any_batch(chunks: list[tuple[int, int]], rows: list[tuple[int, int]], page_size: int, seed: int) -> AttentionBatch:
-    """Chunks, and rows in none, one or two nested groups."""
+def any_batch(
+    chunks: list[tuple[int, int, int]], rows: list[tuple[int, int]], page_size: int, seed: int
+) -> AttentionBatch:
+    """Chunks on none or one of three nested prefixes, and rows in none, one or two nested groups."""
     b = StepBuilder(Shape(4, 2, 8, 8, page_size), num_pages=2048, seed=seed)
-    for q_len, past in chunks:
-        b.chunk(q_len, past=past)
+    prefixes = [b.pages(n * page_size) for n in (0, 2, 3)]
+    prefixes += [prefixes[1] + b.pages(2 * page_size)]
+    for q_len, past, prefix in chunks:
+        b.chunk(q_len, past=past + len(prefixes[prefix]) * page_size, prefix=prefixes[prefix])
     members: list[list[int]] = [[], [], []]
     for own_len, depth in rows:
         members[depth].append(b.decode(own_len, own_start=depth * 2 * page_size))
@@ -126,7 +133,7 @@ def check_parts(batch: AttentionBatch, work: WorkList) -> None:
 
 
 def test_parts_that_are_folded_come_from_earlier_launches() -> None:
-    work = plan_step(any_batch([(20, 0)], [(4, 2)] * 9 + [(9, 0), (30, 1)], 16, 0), list_shape())
+    work = plan_step(any_batch([(20, 0, 0)], [(4, 2)] * 9 + [(9, 0), (30, 1)], 16, 0), list_shape())
     for launch in (LARGE, GROUPS):
         assert not work.packed[work.items[launch]].reshape(-1, FIELDS)[:, 10].any()
     small = work.packed[work.items[SMALL]].reshape(-1, FIELDS)
@@ -134,7 +141,7 @@ def test_parts_that_are_folded_come_from_earlier_launches() -> None:
 
 
 def test_the_longest_items_come_first() -> None:
-    work = plan_step(any_batch([(40, 60), (9, 3)], [(n, 0) for n in (5, 60, 1, 33)], 16, 0), list_shape())
+    work = plan_step(any_batch([(40, 60, 0), (9, 3, 0)], [(n, 0) for n in (5, 60, 1, 33)], 16, 0), list_shape())
     for section in work.items:
         table = work.packed[section].reshape(-1, FIELDS)
         steps = -(-table[:, 7] // 16) - table[:, 4] // 16
@@ -142,7 +149,7 @@ def test_the_longest_items_come_first() -> None:
 
 
 def test_sections_begin_at_multiples_of_16_bytes() -> None:
-    work = plan_step(any_batch([(7, 2)], [(5, 0), (3, 1), (9, 2)], 5, 0), list_shape(page_size=5))
+    work = plan_step(any_batch([(7, 2, 0)], [(5, 0), (3, 1), (9, 2)], 5, 0), list_shape(page_size=5))
     for section in (*work.items, work.rows, work.positions, work.pages, work.parts, *work.merges):
         assert section.start % 4 == 0
     assert work.packed.dtype == np.int32
@@ -187,13 +194,13 @@ def test_many_rows_are_not_split() -> None:
 
 
 def test_tiles_are_padded_by_less_than_their_own_size() -> None:
-    batch = any_batch([(40, 0), (3, 9)], [(9, 0)] * 5, 16, 0)
+    batch = any_batch([(40, 0, 0), (3, 9, 0)], [(9, 0)] * 5, 16, 0)
     work = plan_step(batch, list_shape(large=16, small=4))
     assert work.padded_rows == (16 - 8) + (4 - 3) + 5 * (4 - 1)
 
 
 def test_groups_alone_are_merged_for_every_decode_row() -> None:
-    batch = any_batch([(5, 0)], [(9, 0), (9, 1), (9, 2), (9, 2)], 16, 0)
+    batch = any_batch([(5, 0, 0)], [(9, 0), (9, 1), (9, 2), (9, 2)], 16, 0)
     work = plan_groups(batch, list_shape())
     tokens, _, counts = (work.packed[s].tolist() for s in work.merges)
     assert tokens == [5, 6, 7, 8]
@@ -210,6 +217,51 @@ def test_rows_whose_window_lies_behind_a_group_are_not_in_its_tiles() -> None:
     assert groups[:, 1].tolist() == [1]
     assert work.packed[work.rows][groups[0, 0]] == near
     assert groups[0, 4:8].tolist()[0] == 27
+
+
+def short_chunks(b: StepBuilder, count: int, pages: int) -> None:
+    """Chunks of two tokens, on pages that all of them begin with."""
+    prefix = b.pages(pages * b.shape.page_size)
+    for _ in range(count):
+        b.chunk(2, past=pages * b.shape.page_size, prefix=prefix)
+
+
+def test_short_chunks_share_tiles_over_the_pages_that_they_begin_with() -> None:
+    b = StepBuilder(Shape(4, 2), num_pages=2048)
+    short_chunks(b, 16, 20)
+    work = plan_step(b.build().batch, list_shape())
+    assert work.count(LARGE) == 16 * 2 // 8
+    assert work.count(SMALL) == 16
+    assert work.keys_read == 4 * 320 + 16 * 2
+    assert work.num_merges == 32
+
+
+def test_every_level_of_a_tree_of_short_chunks_is_shared() -> None:
+    b = StepBuilder(Shape(4, 2), num_pages=4096)
+    root = b.pages(320)
+    for _ in range(2):
+        branch = root + b.pages(320)
+        for _ in range(8):
+            b.chunk(2, past=640, prefix=branch)
+    work = plan_step(b.build().batch, list_shape())
+    assert work.keys_read == 4 * 320 + 2 * 2 * 320 + 16 * 2
+
+
+@pytest.mark.parametrize(("count", "pages"), [(16, 15), (1, 20)])
+def test_what_saves_little_is_not_shared(count: int, pages: int) -> None:
+    b = StepBuilder(Shape(4, 2), num_pages=2048)
+    short_chunks(b, count, pages)
+    work = plan_step(b.build().batch, list_shape())
+    assert (work.count(LARGE), work.num_parts) == (0, 0)
+
+
+def test_chunks_that_fill_a_tile_go_alone() -> None:
+    b = StepBuilder(Shape(4, 2), num_pages=2048)
+    prefix = b.pages(320)
+    for _ in range(4):
+        b.chunk(8, past=320, prefix=prefix)
+    work = plan_step(b.build().batch, list_shape())
+    assert (work.count(LARGE), work.num_parts) == (4, 0)
 
 
 def test_an_empty_step_has_no_items() -> None:
