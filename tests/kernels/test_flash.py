@@ -24,6 +24,15 @@ from tests.kernels.steps import Shape, Step, StepBuilder
 HALF = Shape(heads=6, kv_heads=2, key_dim=16, value_dim=16, dtype=torch.float16)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def poisoned() -> Iterator[None]:
+    """Fresh memory is full of not-a-numbers: what is not written must show."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fakes]:
     with fakes(monkeypatch) as made:
