@@ -22,11 +22,13 @@ from batchgen.engine.planning import Workload, plan_workload
 from batchgen.engine.states import state_keeper
 from batchgen.engine.streaming import Emit
 from batchgen.kernels.backend import Backend
+from batchgen.kernels.chips import chip_tuning
 from batchgen.kernels.types import KVPool
 from batchgen.media_root import MediaRoot
 from batchgen.models.base import Model
 from batchgen.models.load import load_model
 from batchgen.params import SamplingParams
+from batchgen.plan.config import GROUP_MIN_SAVING
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
 from batchgen.processors import load_processors
 from batchgen.request import Completion, RequestTable, StreamEvent
@@ -204,7 +206,13 @@ class Engine:
             workload.tree,
             workload.samples,
             workload.draws,
-            SchedulerConfig(num_pages=pages, page_size=config.page_size, max_num_seqs=seqs, max_tokens_per_step=tokens),
+            SchedulerConfig(
+                num_pages=pages,
+                page_size=config.page_size,
+                max_num_seqs=seqs,
+                max_tokens_per_step=tokens,
+                group_min_saving=group_min_saving(spec.device),
+            ),
         )
         loop = Loop(
             workload,
@@ -233,6 +241,11 @@ def step_limits(config: EngineConfig, device: torch.device) -> tuple[int, int]:
     if seqs is None:
         seqs = min(256 if cuda else 128, tokens or 256)
     return seqs, tokens or max(8192 if cuda else 2048, seqs)
+
+
+def group_min_saving(device: torch.device) -> int:
+    """Reads of cached positions that a prefix group must save per step: the chip's on a GPU, else as ever."""
+    return chip_tuning(device).prefix_pass_tokens if device.type == "cuda" else GROUP_MIN_SAVING
 
 
 def prepare_device(config: EngineConfig) -> None:

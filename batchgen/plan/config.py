@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
-__all__ = ["SchedulerConfig", "SchedulerStats"]
+__all__ = ["GROUP_MIN_SAVING", "SchedulerConfig", "SchedulerStats"]
+
+GROUP_MIN_SAVING: Final = 256
+"""What a pass over a group's pages must save on a CPU; a GPU's chip has a number of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +27,7 @@ class SchedulerConfig:
     """Most samples begun and not ended at once."""
     max_tokens_per_step: int
     """Most prefill tokens and decode rows of a step together."""
-    group_min_saving: int = 256
+    group_min_saving: int = GROUP_MIN_SAVING
     """Reads of cached positions that a prefix group must save per step to be worth its pass."""
     start_together: int = 8
     """A prompt waits until so many of its samples (or all it has) can begin at once."""

@@ -9,6 +9,7 @@ from importlib.resources import files
 import pytest
 import torch
 
+from batchgen.engine.engine import group_min_saving
 from batchgen.kernels import chips
 from batchgen.kernels.chips import (
     ChipTuning,
@@ -20,6 +21,7 @@ from batchgen.kernels.chips import (
     read_table,
     tuning_of,
 )
+from batchgen.plan.config import GROUP_MIN_SAVING
 
 TABLE = files("batchgen.kernels").joinpath("chips.toml").read_text("utf-8")
 META = torch.device("meta")
@@ -131,20 +133,19 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], torch.device
 def test_an_unknown_chip_takes_what_is_fastest_once(device: Callable[[int, int], torch.device]) -> None:
     unknown = device(12, 3)
     assert chip_tuning(unknown).chip == "default"
-    candidates = candidate_tunings(tuning_of("default").shared_bytes)
-    assert candidates[0].chip == "default"
-    others = [*candidates, read_table(TABLE + "[sm_123]\nsource = 'a test'\n")["sm_123"]]
+    candidates = [tuning_of("default"), read_table(TABLE + "[sm_123]\nsource = 'a test'\n")["sm_123"]]
     timed: list[str] = []
 
     def time(tuning: ChipTuning) -> float:
         timed.append(tuning.chip)
-        return {"default": 2.0, "sm_123": 1.0}.get(tuning.chip, float("inf"))
+        return {"default": 2.0, "sm_123": 1.0}[tuning.chip]
 
-    assert measured_tuning(unknown, others, time).chip == "sm_123"
-    assert measured_tuning(unknown, others, time).chip == "sm_123"
-    assert timed == [x.chip for x in others]
+    assert measured_tuning(unknown, candidates, time).chip == "sm_123"
+    assert measured_tuning(unknown, candidates, time).chip == "sm_123"
+    assert timed == ["default", "sm_123"]
     assert chip_tuning(torch.device("cuda", 0)).chip == "sm_123"
     assert chip_tuning(torch.device("cuda", 1)).chip == "default"
+    assert chip_tuning(torch.device("cpu")).chip == "default"
 
 
 def test_where_nothing_else_runs_the_default_stays(device: Callable[[int, int], torch.device]) -> None:
@@ -152,8 +153,18 @@ def test_where_nothing_else_runs_the_default_stays(device: Callable[[int, int], 
     assert measured_tuning(device(12, 3), candidates, lambda tuning: float("inf")).chip == "default"
 
 
+@pytest.mark.parametrize("chip", known_chips())
+def test_a_known_chip_takes_its_entry(device: Callable[[int, int], torch.device], chip: str) -> None:
+    assert chip_tuning(device(int(chip[3:-1]), int(chip[-1]))) is tuning_of(chip)
+
+
 def test_candidates_fit_the_shared_memory() -> None:
     for size in (1, tuning_of("default").shared_bytes, 1 << 20):
         first, *others = candidate_tunings(size)
         assert first.chip == "default"
         assert [t.chip for t in others] == [c for c in known_chips() if tuning_of(c).shared_bytes <= size]
+
+
+def test_the_engine_groups_by_the_chip_on_a_gpu_only(device: Callable[[int, int], torch.device]) -> None:
+    assert group_min_saving(torch.device("cpu")) == GROUP_MIN_SAVING
+    assert group_min_saving(device(9, 0)) == tuning_of("sm_90").prefix_pass_tokens
