@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from batchgen.kernels.chips import known_chips, tuning_of
+from batchgen.kernels.chips import GroupedTile, chip_tuning
 from batchgen.kernels.gpu.moe import moe_experts, route
 from batchgen.kernels.moe import Experts, Gating, Routing
 
@@ -36,8 +36,7 @@ def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _experts(dtype: torch.dtype, gating: Gating, rows: int) -> None:
-    tiles = {tile for chip in ("default", *known_chips()) for tile in tuning_of(chip).grouped[_kind(dtype)].values()}
+def _experts(dtype: torch.dtype, gating: Gating, tile: GroupedTile) -> None:
     empty = partial(_empty, dtype=dtype)
     gate_up, down = empty(_EXPERTS, 2 * _INNER, _HIDDEN), empty(_EXPERTS, _HIDDEN, _INNER)
     biases: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -51,13 +50,7 @@ def _experts(dtype: torch.dtype, gating: Gating, rows: int) -> None:
         _empty(_TOKENS, _CHOSEN, dtype=torch.int64),
         _empty(_TOKENS, _CHOSEN, dtype=torch.float32),
     )
-    for tile in tiles:
-        if tile.rows == rows:
-            moe_experts(empty(_TOKENS, _HIDDEN), ids, weights, Experts(gate_up, down, *biases, gating), tile)
-
-
-def _kind(dtype: torch.dtype) -> str:
-    return "float32" if dtype == torch.float32 else "half"
+    moe_experts(empty(_TOKENS, _HIDDEN), ids, weights, Experts(gate_up, down, *biases, gating), tile)
 
 
 def _route(dtype: torch.dtype, experts: int, routing: Routing, biased: bool) -> None:
@@ -66,13 +59,14 @@ def _route(dtype: torch.dtype, experts: int, routing: Routing, biased: bool) -> 
 
 
 def launches() -> Iterator[tuple[str, Callable[[], None]]]:
-    """Experts by dtype, gating and a tile's rows; routing by dtype and the models' ways of it."""
+    """Experts by dtype, gating and tile of the chip compiled for; routing by dtype and the models' ways of it."""
+    tuning = chip_tuning(torch.device("meta"))
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         short = str(dtype).removeprefix("torch.")
-        for rows in sorted(tuning_of("default").grouped[_kind(dtype)]):
+        for rows, tile in tuning.grouped["float32" if dtype == torch.float32 else "half"].items():
             for name, gating in _GATINGS.items():
                 if name in ("silu", "gpt_oss") or (dtype == torch.bfloat16 and rows == 64):
-                    yield f"moe_experts[{short},{name},rows={rows}]", partial(_experts, dtype, gating, rows)
+                    yield f"moe_experts[{short},{name},rows={rows}]", partial(_experts, dtype, gating, tile)
         for name, case in _ROUTINGS.items():
             if dtype != torch.float16:
                 yield f"route[{short},{name}]", partial(_route, dtype, *case)
