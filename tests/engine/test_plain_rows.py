@@ -24,8 +24,8 @@ FIRST, LAST = 12, 32
 
 PLAIN = (
     "engine/batch.py", "engine/loop.py", "engine/sampler.py", "engine/sequence.py", "kernels/activation.py",
-    "kernels/attention.py", "kernels/attention_plan.py", "kernels/linear.py", "kernels/noise.py", "kernels/norm.py",
-    "kernels/rope.py", "kernels/sampling.py", "kernels/top.py", "models/native.py", "text/stops.py",
+    "kernels/attention.py", "kernels/attention_plan.py", "kernels/heads.py", "kernels/linear.py", "kernels/noise.py",
+    "kernels/norm.py", "kernels/rope.py", "kernels/sampling.py", "kernels/top.py", "models/native.py", "text/stops.py",
 )  # fmt: skip
 """Modules that a plain step runs, besides those of `plan/`."""
 
@@ -35,8 +35,9 @@ STEP_CALLS = {"greedy": 177.0, "drawn": 227.0}
 """Those that do not depend on the number of rows, at the same commit."""
 FLAGS = 8
 """How many flags a step may ask instead."""
-LAYERS, LAYER_CALLS = 3, 4
-"""Each of a layer's four products asks whether there is an adapter."""
+LAYERS, LAYER_CALLS = 3, 5
+"""Each of a layer's four products asks whether there is an adapter; keys and values are stored by a call of their
+own, which a GPU does together with the rotation."""
 
 
 @pytest.fixture(scope="module")
