@@ -26,15 +26,25 @@ __all__ = ["tune"]
 DTYPE = torch.bfloat16
 PAGE = 16
 
+# Keys and values are loaded after their page numbers, so that every second stage holds a further step of them: 3, 5, 7.
 DECODE_TILES = [
     AttentionTile(queries=16, keys=keys, warps=warps, stages=stages)
-    for keys, warps, stages in ((32, 2, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 4, 3), (128, 8, 2))
+    for keys, warps, stages in (
+        (32, 2, 3),
+        (32, 4, 5),
+        (64, 4, 3),
+        (64, 4, 5),
+        (64, 4, 7),
+        (128, 4, 3),
+        (128, 4, 5),
+        (128, 8, 5),
+    )
 ]
 PREFILL_TILES = [
     AttentionTile(queries=queries, keys=keys, warps=warps, stages=stages)
     for queries, keys, warps, stages in (
-        *((64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2)),
-        *((128, 32, 8, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 4, 2), (128, 128, 8, 2)),
+        *((64, 32, 4, 5), (64, 64, 4, 2), (64, 64, 4, 5), (64, 64, 8, 3), (64, 128, 4, 2)),
+        *((128, 32, 8, 5), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 5), (128, 64, 4, 2), (128, 128, 8, 2)),
     )
 ]
 SPLITS = (128, 256, 512, 1024)
