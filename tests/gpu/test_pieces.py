@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from batchgen.kernels.ops import Ops
 from tests.gpu.compare import judge, judge_equal, poisoned
 from tests.gpu.lab import Lab
 from tests.gpu.registry import DTYPES, parity_cases
@@ -96,6 +97,14 @@ def test_shards_take_every_case_once_and_keep_kernels_together() -> None:
         for case in part:
             homes.setdefault((case.op, case.dtype, case.shape.get("dim")), set()).add(i)
     assert all(len(home) == 1 for home in homes.values())
+
+
+def test_every_operation_of_the_engine_is_checked() -> None:
+    load()
+    declared = {name for name in vars(Ops) if not name.startswith("_")}
+    assert declared
+    assert declared <= {case.op for case in parity_cases(toy=False)}
+    assert declared <= {case.op for case in parity_cases(toy=True)}
 
 
 def test_names_are_one_case_each_and_toys_are_the_same_functions() -> None:

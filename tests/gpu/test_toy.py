@@ -16,15 +16,15 @@ ROOT = Path(__file__).parents[2]
 
 OPERATIONS = {
     *("attention", "flash", "merge_parts", "merge_lists", "rms_norm", "add_rms_norm", "gated", "rotate_and_store"),
-    *("rope_tables", "sample", "greedy", "log_normalizers", "argmax_lse", "token_logprobs", "top_logprobs", "read_out"),
+    *("rope_tables", "sample", "log_normalizers", "argmax_lse", "token_logprobs", "top_logprobs", "read_out"),
     *("largest", "penalise", "add_bias", "keep_only", "mask_tokens", "drew_masked", "apply_bitmask", "add_lora"),
-    *("route", "moe_experts"),
+    *("route", "moe_experts", "row_keys", "nan_rows", "filtered_scores"),
 }
 FIGURES = {
     *("triton", "flash", "rms_norm", "add_rms_norm", "gated", "rotate_and_store", "sample", "token_logprobs"),
     *("argmax_lse", "top_logprobs", "penalise", "apply_bitmask", "add_lora", "route", "moe_experts"),
 }
-PENDING = {"sample", "greedy"}
+PENDING = {"sample", "row_keys", "nan_rows", "filtered_scores"}
 """Operations whose kernels are being built."""
 
 

@@ -26,7 +26,6 @@ _FILES = {
     "argmax_lse": "logprobs",
     "drew_masked": "shaping",
     "gated": "activation",
-    "greedy": "sampling",
     "largest": "top",
     "merge_lists": "merge",
     "merge_parts": "merge",

@@ -14,13 +14,15 @@ from torch import Tensor
 
 from batchgen.kernels.noise import gumbel_at, row_keys
 from batchgen.kernels.sampling import GREEDY_TEMPERATURE, SamplingColumns
-from tests.gpu.compare import Verdict, judge_equal, poisoned
+from tests.gpu.compare import Verdict, judge, judge_equal, poisoned
 from tests.gpu.lab import Lab
 from tests.gpu.registry import Labelled, parity
 from tests.gpu.under_test import kernel, twin
 
 TIE = 1e-5
 """Scores closer than this may swap."""
+EDGE = 1e-6
+"""Shares of the probability so close to a cut may fall on either side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +113,72 @@ def judge_draws(logits: Tensor, mode: Mode, keys: Tensor, got: Tensor, want: Ten
     return Verdict(gap < TIE, gap, 0.0, TIE, f"{len(differ)} of {rows} rows differ, scores apart by at most {gap:.2g}")
 
 
-@parity(
-    "greedy",
-    [{"rows": 256, "vocab": 151936}, {"rows": 3, "vocab": 32001}],
-    [{"rows": 3, "vocab": 150}],
-)
-def greedy(lab: Lab, dtype: torch.dtype, *, rows: int, vocab: int) -> Iterator[Labelled]:
-    """In low precisions equal logits abound, and the lowest id must win."""
-    logits = logits_of(lab, rows, vocab).to(dtype)
+@parity("row_keys", [{"rows": 256}, {"rows": 1}, {"rows": 4099}], [{"rows": 5}], (torch.float32,))
+def noise_keys(lab: Lab, dtype: torch.dtype, *, rows: int) -> Iterator[Labelled]:
+    """Bit for bit, the largest seeds among them."""
+    seeds = lab.randint(-(1 << 62), 1 << 62, rows) * 2
+    seeds[0] = (1 << 63) - 1
+    args = (seeds, lab.randint(0, 8, rows), lab.randint(0, 1 << 20, rows))
     with poisoned():
-        got = kernel("greedy")(logits)
-    yield "tokens", judge_equal(got, twin("greedy")(logits.cpu()))
+        got = kernel("row_keys")(*args)
+    yield "keys", judge_equal(got, twin("row_keys")(*args))
+
+
+@parity(
+    "nan_rows",
+    [{"rows": 256, "vocab": 151936}, {"rows": 3, "vocab": 32001}],
+    [{"rows": 4, "vocab": 150}],
+)
+def nan_rows(lab: Lab, dtype: torch.dtype, *, rows: int, vocab: int) -> Iterator[Labelled]:
+    """A not-a-number, +inf, and nothing but -inf, each in a row; the draws of the others are theirs all the same."""
+    logits = logits_of(lab, rows, vocab).to(dtype)
+    logits[0, vocab // 3], logits[1, vocab - 1], logits[2] = torch.nan, torch.inf, -torch.inf
+    keys, mode = keys_of(rows).to(lab.device), MODES["top_k 50"]
+    columns = mode.columns(rows, lab.device).with_keys(keys)
+    with poisoned():
+        got, drawn = kernel("nan_rows")(logits), kernel("sample")(logits, columns)
+    want = twin("nan_rows")(logits)
+    yield "rows", judge_equal(got, want)
+    yield "rows of a draw", judge_equal(got if drawn.bad is None else drawn.bad, want)
+    inside = (drawn.tokens >= 0) & (drawn.tokens < vocab)
+    yield "tokens in range", judge_equal(inside, torch.ones_like(inside))
+
+
+@parity(
+    "filtered_scores",
+    [{"rows": 64, "vocab": 151936}, {"rows": 129, "vocab": 257}, {"rows": 1, "vocab": 32000}],
+    [{"rows": 4, "vocab": 150}],
+)
+def filtered_scores(lab: Lab, dtype: torch.dtype, *, rows: int, vocab: int) -> Iterator[Labelled]:
+    """Survivors but for those that rounding decides on, and their scores."""
+    logits = logits_of(lab, rows, vocab).to(dtype)
+    for name, mode in MODES.items():
+        columns = mode.columns(rows, lab.device).with_keys(keys_of(rows).to(lab.device))
+        drawn = twin("sample")(logits, columns).tokens
+        args = (columns.temperature, columns.top_k, columns.top_p, columns.min_p, drawn)
+        with poisoned():
+            got = kernel("filtered_scores")(logits, *args)
+        plain = twin("filtered_scores")(logits.float(), *args)
+        differ = torch.isfinite(got) != torch.isfinite(plain)
+        edges = _on_edge(logits.double(), columns, differ)
+        yield f"{name}: survivors", judge_equal(differ & ~edges, torch.zeros_like(differ))
+        greedy = columns.temperature < GREEDY_TEMPERATURE
+        heat = columns.temperature.where(~greedy, 1.0).double()[:, None]
+        truth = (logits.double() - logits.double().amax(-1, keepdim=True)) / heat
+        both = torch.isfinite(got) & torch.isfinite(plain)
+        yield f"{name}: scores", judge(got[both], plain[both], truth[both], torch.float32)
+
+
+def _on_edge(logits: Tensor, columns: SamplingColumns, differ: Tensor) -> Tensor:
+    """Which of the tokens `differ` [R, V] stand within rounding of where top_p or min_p cuts: [R, V] bool."""
+    found = torch.zeros_like(differ)
+    for row, token in differ.nonzero().tolist():
+        x = (logits[row] - logits[row].max()) / float(columns.temperature[row])
+        ranked, order = x.sort(descending=True, stable=True)
+        q = ranked.exp()
+        k = int(columns.top_k[row])
+        q[k if k > 0 else len(q) :] = 0.0
+        at = int((order == token).nonzero())
+        mass = float(q[:at].sum() / q.sum()) - float(columns.top_p[row])
+        found[row, token] = min(abs(mass), abs(float(q[at] - columns.min_p[row]))) < EDGE
+    return found
