@@ -170,6 +170,8 @@ class _Run:
                 self.report.figures += [replace(x, checked=checked) for x in figures]
             except (Missing, Absent) as error:
                 self.report.withheld.append(f"{case.name}: {error}")
+            except torch.OutOfMemoryError:
+                self.report.withheld.append(f"{case.name}: the device has too little memory")
             except Exception as error:
                 self._broken = True
                 self.report.withheld.append(f"{case.name}: {self._told(error)}")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import pytest
 import torch
 
 from batchgen.kernels.ops import Ops
 from tests.gpu.compare import judge, judge_equal, poisoned
-from tests.gpu.lab import Lab
+from tests.gpu.lab import Lab, Timing
 from tests.gpu.registry import DTYPES, parity_cases
+from tests.gpu.report import figure
 from tests.gpu.shards import Shard
 from tests.gpu.stages import load
 from tests.gpu.stages.parity_sampling import MODES, judge_draws, keys_of, logits_of
@@ -67,6 +70,78 @@ def test_empty_buffers_are_poisoned_inside_alone() -> None:
         assert (torch.empty_like(torch.zeros(2, dtype=torch.int64)) > 1 << 60).all()
         assert torch.empty(2, device="meta").device.type == "meta"
     assert torch.empty.__name__ == "empty"
+
+
+class FakeEvent:
+    """A clock that goes one millisecond further at each look."""
+
+    now = 0.0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        FakeEvent.now += 1.0
+        self.at = FakeEvent.now
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return end.at - self.at
+
+
+class FakeGraph:
+    """A graph whose capture runs the work, and whose replay counts."""
+
+    replays = 0
+
+    def replay(self) -> None:
+        FakeGraph.replays += 1
+
+
+@pytest.fixture
+def device_lab(monkeypatch: pytest.MonkeyPatch) -> Lab:
+    """A lab that takes the paths of a CUDA device, over a fake one."""
+    for name, fake in (
+        ("Event", FakeEvent),
+        ("CUDAGraph", FakeGraph),
+        ("graph", lambda _: nullcontext()),
+        ("synchronize", lambda *_: None),
+        ("_sleep", lambda _: None),
+        ("empty_cache", lambda: None),
+    ):
+        monkeypatch.setattr(torch.cuda, name, fake)
+    FakeGraph.replays = 0
+    lab = Lab(CPU, toy=False)
+    lab._flush = torch.empty(1)
+    lab.device = torch.device("cuda", 0)
+    return lab
+
+
+def test_work_is_timed_as_a_graph(device_lab: Lab) -> None:
+    calls: list[int] = []
+    timing = device_lab.time(lambda: calls.append(1))
+    assert timing == Timing(1000.0, 1000.0, 1000.0, 20, "graph")
+    assert FakeGraph.replays == 21
+    assert len(calls) == 5  # three to warm up, one to see whether it waits, one captured
+    device_lab.free()
+
+
+def test_work_that_waits_is_timed_as_it_is(device_lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusing() -> AbstractContextManager[None]:
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+    monkeypatch.setattr("tests.gpu.lab.not_waiting", refusing)
+    calls: list[int] = []
+    assert device_lab.time(lambda: calls.append(1)).how == "eager"
+    assert FakeGraph.replays == 0
+    assert len(calls) == 23
+
+
+def test_floors_take_the_slower_of_both_rates() -> None:
+    lab = Lab(CPU, toy=False, copy_rate=1e12, matmul_rate=1e14)
+    timing = Timing(9.0, 10.0, 11.0, 20, "graph")
+    made = figure(lab, "op", "what", {"rows": 1}, timing, bytes=5_000_000, flops=100_000_000)
+    assert (made.floor_us, made.floor_by, made.share) == (5.0, "bandwidth", 0.5)
+    assert figure(lab, "op", "what", {}, timing, bytes=1, flops=800_000_000).floor_by == "matmul"
 
 
 def test_draws_may_differ_in_ties_alone() -> None:
