@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import zstandard
 from torch import Tensor
 
 __all__ = ["FlashLibrary", "FlashUnavailable", "Runs", "find_flash", "first_line", "versions_for"]
@@ -313,6 +312,8 @@ def _unpack_xz(file: Path, target: Any) -> None:
 
 
 def _unpack_zst(file: Path, target: Any) -> None:
+    import zstandard  # here alone: the GPU check runs where torch and little else is installed
+
     try:
         with file.open("rb") as packed:
             zstandard.ZstdDecompressor().copy_stream(packed, target)
