@@ -55,7 +55,8 @@ class CheckReport:
     """If every row runs to its limit."""
     kv_peak_bytes: int
     page_waste: float
-    estimated_seconds: float
+    estimated_seconds: float | None
+    """None: the device is not on this machine."""
     estimated_output_bytes: int
     """Of results and hidden states together."""
     estimated_hidden_states_bytes: int
@@ -105,7 +106,7 @@ class _Errors:
 
 def _examine(config: RunConfig) -> CheckReport:
     began = time.monotonic()
-    setup = prepare(config, lambda message: print(message, file=sys.stderr))
+    setup = prepare(config, lambda message: print(message, file=sys.stderr), elsewhere=True)
     inputs = open_inputs(config.inputs)
     identity = identify(config, inputs, setup.identity, setup.sampling)
     errors = _Errors()
@@ -140,7 +141,7 @@ def _examine(config: RunConfig) -> CheckReport:
         max_completion_tokens=tokens,
         kv_peak_bytes=counts.kv_peak_pages * page_bytes,
         page_waste=round(counts.page_waste, 4),
-        estimated_seconds=round(_estimated_seconds(setup, counts), 1),
+        estimated_seconds=_estimated_seconds(setup, counts),
         estimated_output_bytes=output.total,
         estimated_hidden_states_bytes=output.states,
         fingerprint=identity.run.fingerprint,
@@ -151,11 +152,13 @@ def _examine(config: RunConfig) -> CheckReport:
     )
 
 
-def _estimated_seconds(setup: Setup, counts: PlanCounts) -> float:
+def _estimated_seconds(setup: Setup, counts: PlanCounts) -> float | None:
     """The plan's arithmetic at the matrix rate measured here and now: a floor, if every row runs to its limit."""
+    if setup.spec.device.type == "cuda" and not torch.cuda.is_available():
+        return None
     decoded = max(0, counts.max_output_tokens - counts.samples)
     operations = 2.0 * setup.spec.parameters * (counts.distinct_prompt_tokens + decoded)
-    return operations / _matrix_rate(setup.spec.dtype, setup.spec.device)
+    return round(operations / _matrix_rate(setup.spec.dtype, setup.spec.device), 1)
 
 
 def _matrix_rate(dtype: torch.dtype, device: torch.device, size: int = 768) -> float:
@@ -183,7 +186,7 @@ def _lines(report: CheckReport) -> list[str]:
         f"duplicate rows  {report.deduplicated_rows:,} greedy rows copy another's result",
         f"KV cache        {format_size(report.kv_peak_bytes)} at the peak (page waste {report.page_waste:.1%})",
         f"output          about {format_size(report.estimated_output_bytes)}{_states(report)}",
-        f"time            at least {report.estimated_seconds:,.1f} s of arithmetic if every row runs to its limit",
+        f"time            {_time(report)}",
     ]
     if report.first_prompt is not None:
         lines.append("first prompt, as the model sees it:")
@@ -194,6 +197,12 @@ def _lines(report: CheckReport) -> list[str]:
 def _states(report: CheckReport) -> str:
     size = report.estimated_hidden_states_bytes
     return f", of it hidden states {format_size(size)}" if size else ""
+
+
+def _time(report: CheckReport) -> str:
+    if report.estimated_seconds is None:
+        return "not estimated: the device is not on this machine"
+    return f"at least {report.estimated_seconds:,.1f} s of arithmetic if every row runs to its limit"
 
 
 def _plain(report: CheckReport) -> dict[str, Any]:

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from batchgen.config import EngineConfig, RunConfig
 from batchgen.demo import model_path
 from batchgen.engine.engine import prepare_device
 from batchgen.engine.kernels import fixed_kernels
 from batchgen.engine.memory import allowed_pages
+from batchgen.kernels.backend import GPU_BACKENDS
 from batchgen.media_root import MediaRoot
 from batchgen.models.base import Model, ModelSpec
 from batchgen.models.check import check_model
@@ -78,8 +81,13 @@ class Setup:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def prepare(config: RunConfig, note: Callable[[str], None]) -> Setup:
+def prepare(config: RunConfig, note: Callable[[str], None], *, elsewhere: bool = False) -> Setup:
     """Check the model folder, read the tokenizer and settle the defaults; no weight is read.
+
+    Args:
+        config: the job.
+        note: told what the user should know.
+        elsewhere: the job is to run on another machine, so that a device that is not here is no error.
 
     Raises:
         ModelError: the model cannot be used, with the reason.
@@ -96,17 +104,22 @@ def prepare(config: RunConfig, note: Callable[[str], None]) -> Setup:
         model, implementation=implementation, max_model_len=longest, revision=engine.revision, lora=engine.lora
     )  # first: it refuses before torch is asked for anything
     folder = checked.folder.path
+    absent = elsewhere and _wants_gpu(engine) and not torch.cuda.is_available()
     spec = inspect_model(
         folder,
         implementation=implementation,
         max_model_len=longest,
         dtype=engine.dtype,
-        device=engine.device,
+        device="cuda" if absent else engine.device,
         lora=engine.lora,
+        elsewhere=absent,
     )
-    fixed_kernels(engine, spec)  # refuses what this machine cannot run before a row is read
-    if engine.kv_memory is not None:
-        allowed_pages(spec, engine.page_size, engine.kv_memory)  # refuses now rather than after an hour of reading
+    if absent:
+        note("there is no GPU here: what depends on it (--attention, --kv-memory, the time) is not checked")
+    else:
+        fixed_kernels(engine, spec)  # refuses what this machine cannot run before a row is read
+        if engine.kv_memory is not None:
+            allowed_pages(spec, engine.page_size, engine.kv_memory)  # refuses now rather than after an hour of reading
     tokenizer = Tokenizer.load(engine.tokenizer or folder, engine.revision, folder)
     defaults = RowDefaults(
         flags=config.sampling,
@@ -128,3 +141,7 @@ def prepare(config: RunConfig, note: Callable[[str], None]) -> Setup:
         grammars=Grammars(tokenizer, spec.vocab_size, lenient=engine.lenient_schemas),
     )
     return Setup(engine, model, spec, tokenizer, defaults, encoder, media_root)
+
+
+def _wants_gpu(engine: EngineConfig) -> bool:
+    return engine.device == "cuda" or (engine.device == "auto" and engine.attention in GPU_BACKENDS)

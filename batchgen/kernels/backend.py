@@ -35,6 +35,7 @@ from batchgen.kernels.types import AttentionBatch, KVPool, LayerKV, PagedAttenti
 
 __all__ = [
     "ATTENTION_BACKENDS",
+    "GPU_BACKENDS",
     "AttentionFactory",
     "AttentionNeeds",
     "Backend",
@@ -45,6 +46,9 @@ __all__ = [
 
 ATTENTION_BACKENDS = ("auto", "flash", "triton", "torch")
 """Names that `choose_backend` knows; `auto` takes the fastest that is there."""
+
+GPU_BACKENDS = ("flash", "triton")
+"""Those that need a GPU."""
 
 AttentionFactory = Callable[[KVPool, AttentionBatch], PagedAttention]
 """Makes one step's attention."""

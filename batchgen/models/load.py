@@ -84,12 +84,16 @@ def inspect_model(
     max_model_len: int | None = None,
     revision: str | None = None,
     lora: Sequence[NamePath] = (),
+    elsewhere: bool = False,
 ) -> ModelSpec:
-    """The spec that `load_model` would give, without reading a weight. Same arguments, same errors."""
+    """The spec that `load_model` would give, without reading a weight.
+
+    Same arguments, same errors; `elsewhere`: the named device need not be on this machine.
+    """
     checked = check_model(
         path, implementation=implementation, max_model_len=max_model_len, revision=revision, lora=lora
     )
-    where = _device(device)
+    where = torch.device(device) if elsewhere and device != "auto" else _device(device)
     kind = _dtype(checked, dtype, where)
     if checked.native is not None:
         return _native_spec(checked, *checked.native, kind, where)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.e2e.rows import assert_same, mixed_lines, prompts, read, rows_of, write_lines
 from tests.e2e.runner import batchgen, run, start
@@ -167,3 +168,17 @@ def test_6_model(model: Path, tmp_path: Path) -> None:
 
 def _edit(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+@pytest.mark.parametrize(
+    ("option", "code"), [(["--attention", "flash"], 2), (["--device", "cuda", "--kv-memory", "80%"], 6)]
+)
+def test_check_needs_no_gpu_for_a_job_that_does(model: Path, tmp_path: Path, option: list[str], code: int) -> None:
+    source = good(tmp_path)
+    checked = run(["check", source, "--model", model, "--json", *option], tmp_path)
+    assert checked.code == 0, checked.stderr
+    assert "there is no GPU here" in checked.stderr
+    assert json.loads(checked.stdout)["estimated_seconds"] is None
+    ran = run(["run", source, "--model", model, *option], tmp_path, expect=code)
+    one_line(ran.stderr)
