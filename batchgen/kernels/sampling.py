@@ -40,6 +40,8 @@ class SampleResult:
 
     tokens: Tensor
     """[R] int64"""
+    bad: Tensor | None = None
+    """[R] bool, what `nan_rows` says of the logits drawn from; None: not looked at"""
 
 
 @dataclass(frozen=True, slots=True)

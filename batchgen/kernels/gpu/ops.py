@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from batchgen.kernels.filtering import filtered_scores
 from batchgen.kernels.gpu.activation import gated
 from batchgen.kernels.gpu.bitmask import apply_bitmask
+from batchgen.kernels.gpu.filtering import filtered_scores
 from batchgen.kernels.gpu.heads import rotate_and_store
 from batchgen.kernels.gpu.logprobs import (
     argmax_lse,
@@ -16,11 +16,11 @@ from batchgen.kernels.gpu.logprobs import (
 )
 from batchgen.kernels.gpu.lora import add_lora
 from batchgen.kernels.gpu.moe import moe_experts, route
+from batchgen.kernels.gpu.noise import row_keys
 from batchgen.kernels.gpu.norm import add_rms_norm, rms_norm
 from batchgen.kernels.gpu.rope import rope_tables
+from batchgen.kernels.gpu.sampling import nan_rows, sample
 from batchgen.kernels.gpu.shaping import add_bias, drew_masked, keep_only, penalise
-from batchgen.kernels.noise import row_keys
-from batchgen.kernels.sampling import nan_rows, sample
 
 __all__ = [
     "add_bias",

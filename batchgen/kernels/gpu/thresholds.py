@@ -15,8 +15,7 @@ Where they are more than CAPACITY, or k is above BLOCK, `boundary_in_row` bisect
 pass. Bisections run over the int32 keys of `ordered`, so they end at the exact logit, and earlier if a pivot happens to
 cut off exactly what is asked for.
 
-For a kernel that needs the first k ids of a row, `first_ids` is all of this in one call. Rows must hold no
-not-a-number. Minus zero counts as zero. Scratch: CAPACITY int32 per program in global memory.
+Rows must hold no not-a-number. Minus zero counts as zero. Scratch: CAPACITY int32 per program in global memory.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ __all__ = [
     "boundary_in_row",
     "boundary_of_rank",
     "collect",
-    "first_ids",
     "inside",
     "lane_maxima",
     "load_logits",
@@ -39,8 +37,6 @@ __all__ = [
     "value_of",
 ]
 
-LOWEST = tl.constexpr(-(2**31))
-"""Below the key of every logit, -inf included."""
 LOWEST_LOGIT = tl.constexpr(-(2**31) + 0x7FFFFF)
 """The key of -inf."""
 
@@ -78,8 +74,10 @@ def inside(values, ids, value, last):
 
 
 @triton.jit
-def lane_maxima(p_row, stride, vocab, BLOCK: tl.constexpr):
+def lane_maxima(p_row, stride, vocab, BLOCK: tl.constexpr, STAGES: tl.constexpr = 4):
     """One pass: lane i keeps the largest logit among ids i, i + BLOCK, i + 2*BLOCK, ...
+
+    STAGES - 1 blocks are fetched ahead. That wants rows that begin at multiples of 16 bytes; else say 1.
 
     Returns:
         [BLOCK] float32 largest (-inf for lanes without ids), [BLOCK] int32 the lowest id that has it, and [BLOCK] int1
@@ -89,7 +87,7 @@ def lane_maxima(p_row, stride, vocab, BLOCK: tl.constexpr):
     b_largest = tl.full([BLOCK], float("-inf"), tl.float32)
     b_id = o_lane
     b_nan = tl.zeros([BLOCK], tl.int1)
-    for start in range(0, vocab, BLOCK):
+    for start in tl.range(0, vocab, BLOCK, num_stages=STAGES):
         ids = start + o_lane  # [BLOCK]
         values = load_logits(p_row, stride, ids, ids < vocab)  # [BLOCK]
         larger = values > b_largest
@@ -139,7 +137,8 @@ def boundary_in_few(values, ids, mask, weights, target):
         weights: [N] int32 or float64, 0 where masked; together at least `target`. Equal logits have equal weights.
         target: of the weights' type, above 0.
     """
-    keys = tl.where(mask, ordered(values), LOWEST)
+    keys = ordered(values)
+    keys = tl.where(mask, keys, tl.min(tl.where(mask, keys, 0x7FFFFFFF), axis=0))
     pivot, above = narrow(keys, weights, target)
     same = (keys == pivot) & mask
     earlier = tl.cumsum(same.to(tl.int32), axis=0) - same.to(tl.int32)  # [N] equals with a lower id
@@ -210,18 +209,36 @@ def boundary_in_row(
 
 
 @triton.jit
-def collect(p_row, stride, vocab, value, last, ties, p_ids, BLOCK: tl.constexpr, CAPACITY: tl.constexpr):
+def collect(
+    p_row,
+    stride,
+    vocab,
+    value,
+    last,
+    ties,
+    p_ids,
+    largest,
+    temperature,
+    WITH_MASS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    STAGES: tl.constexpr = 4,
+):
     """One pass: write the ids above `value`, and the first `ties` of those that equal it up to `last`, in rising order.
 
-    Returns how many there are; those beyond CAPACITY are not written. What was written may be read after the barrier
-    that this ends with.
+    Returns how many there are, those beyond CAPACITY not being written, and if WITH_MASS the sum of exp(x) over the
+    whole row in float64, else 0. What was written may be read after the barrier that this ends with.
     """
     o_lane = tl.arange(0, BLOCK)
     count_above = tl.full([], 0, tl.int32)
     count_same = tl.full([], 0, tl.int32)
-    for start in range(0, vocab, BLOCK):
+    b_mass = tl.zeros([BLOCK], tl.float64)
+    # Blocks are fetched ahead; with masses to sum, the registers for that are wanted elsewhere.
+    for start in tl.range(0, vocab, BLOCK, num_stages=1 if WITH_MASS else STAGES):
         ids = start + o_lane
         logits = load_logits(p_row, stride, ids, ids < vocab)
+        if WITH_MASS:
+            b_mass += tl.exp(scaled(logits, largest, temperature)).to(tl.float64)
         above = logits > value
         same = (logits == value) & (ids <= last) & (ids < vocab)
         both = above.to(tl.int32) + (same.to(tl.int32) << 16)  # two counts in one scan
@@ -235,11 +252,21 @@ def collect(p_row, stride, vocab, value, last, ties, p_ids, BLOCK: tl.constexpr,
             count_above += found & 0xFFFF
             count_same += found >> 16
     tl.debug_barrier()
-    return count_above + tl.minimum(count_same, ties)
+    return count_above + tl.minimum(count_same, ties), tl.sum(b_mass, axis=0)
 
 
 @triton.jit
-def boundary_of_rank(p_row, stride, vocab, k, b_largest, p_ids, BLOCK: tl.constexpr, CAPACITY: tl.constexpr):
+def boundary_of_rank(
+    p_row,
+    stride,
+    vocab,
+    k,
+    b_largest,
+    p_ids,
+    BLOCK: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    STAGES: tl.constexpr = 4,
+):
     """The boundary of the first k tokens of a row.
 
     Args:
@@ -251,6 +278,7 @@ def boundary_of_rank(p_row, stride, vocab, k, b_largest, p_ids, BLOCK: tl.conste
         p_ids: [CAPACITY] int32 scratch of this program alone.
         BLOCK: lanes; a power of 2, at most 2^14.
         CAPACITY: a power of 2.
+        STAGES: of `lane_maxima`.
 
     Returns:
         `(value, last, count)`: the boundary, and how many ids stand in `p_ids`, rising, the first k tokens among them;
@@ -262,8 +290,9 @@ def boundary_of_rank(p_row, stride, vocab, k, b_largest, p_ids, BLOCK: tl.conste
     count = tl.full([], 0, tl.int32)
     if k <= BLOCK:
         bound, _ = narrow(ordered(b_largest), tl.full([BLOCK], 1, tl.int32), k)
-        bound = tl.maximum(bound, LOWEST_LOGIT)
-        count = collect(p_row, stride, vocab, value_of(bound), vocab, k, p_ids, BLOCK, CAPACITY)
+        count, _ = collect(
+            p_row, stride, vocab, value_of(bound), vocab, k, p_ids, largest, 1.0, False, BLOCK, CAPACITY, STAGES
+        )
     if (count > 0) & (count <= CAPACITY):
         o_few = tl.arange(0, CAPACITY)
         m_few = o_few < count
@@ -274,30 +303,3 @@ def boundary_of_rank(p_row, stride, vocab, k, b_largest, p_ids, BLOCK: tl.conste
         count = tl.full([], 0, tl.int32)
         value, last = boundary_in_row(p_row, stride, vocab, k, largest, 1.0, value, last, False, BLOCK)
     return value, last, count
-
-
-@triton.jit
-def first_ids(p_row, stride, vocab, k, p_ids, BLOCK: tl.constexpr, CAPACITY: tl.constexpr):
-    """Write the ids of the first k tokens of a row to `p_ids[:k]`, in rising order of ids; sort them as you like.
-
-    Arguments are those of `boundary_of_rank`, k at most CAPACITY. Two passes over the row, three or more where the
-    largest logits crowd together (see above).
-
-    Returns:
-        The row's largest logit, float32.
-    """
-    b_largest, _, _ = lane_maxima(p_row, stride, vocab, BLOCK)
-    value, last, count = boundary_of_rank(p_row, stride, vocab, k, b_largest, p_ids, BLOCK, CAPACITY)
-    if count == 0:
-        collect(p_row, stride, vocab, value, last, k, p_ids, BLOCK, CAPACITY)
-    elif count > k:
-        o_few = tl.arange(0, CAPACITY)
-        m_few = o_few < count
-        ids = tl.load(p_ids + o_few, mask=m_few, other=0)
-        logits = load_logits(p_row, stride, ids, m_few)
-        kept = ((logits > value) | ((logits == value) & (ids <= last))) & m_few
-        place = tl.cumsum(kept.to(tl.int32), axis=0) - 1
-        tl.debug_barrier()  # all ids are read before any is overwritten
-        tl.store(p_ids + place, ids, mask=kept)
-        tl.debug_barrier()
-    return tl.max(b_largest, axis=0)

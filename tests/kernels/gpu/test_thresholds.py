@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchgen.kernels.gpu.launch import launch
-from batchgen.kernels.gpu.thresholds import boundary_in_row, first_ids, lane_maxima, load_logits, ordered, value_of
+from batchgen.kernels.gpu.thresholds import (
+    boundary_in_row,
+    boundary_of_rank,
+    lane_maxima,
+    load_logits,
+    ordered,
+    value_of,
+)
 
 KINDS = ["normal", "ties", "bfloat16", "masked", "equal", "peaked", "zeros", "sorted", "clustered"]
 
@@ -41,18 +48,33 @@ def logits_of(kind: str, rows: int, vocab: int, seed: int = 0) -> Tensor:
 
 
 @triton.jit
-def _first_ids(p_logits, stride, vocab, k, p_ids, p_largest, BLOCK: tl.constexpr, CAPACITY: tl.constexpr):
+def _first(p_logits, stride, vocab, k, p_few, p_cut, p_largest, BLOCK: tl.constexpr, CAPACITY: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    largest = first_ids(p_logits + row * stride, 1, vocab, k, p_ids + row * CAPACITY, BLOCK, CAPACITY)
-    tl.store(p_largest + row, largest)
+    p_row = p_logits + row * stride
+    b_largest, _, _ = lane_maxima(p_row, 1, vocab, BLOCK)
+    value, last, count = boundary_of_rank(p_row, 1, vocab, k, b_largest, p_few + row * CAPACITY, BLOCK, CAPACITY)
+    tl.store(p_largest + row, tl.max(b_largest, axis=0))
+    tl.store(p_cut + row * 3, value.to(tl.float64))
+    tl.store(p_cut + row * 3 + 1, last.to(tl.float64))
+    tl.store(p_cut + row * 3 + 2, count.to(tl.float64))
 
 
-def first_of(logits: Tensor, k: int, block: int, capacity: int) -> tuple[Tensor, Tensor]:
+def first_of(logits: Tensor, k: int, block: int, capacity: int) -> tuple[list[list[int]], Tensor]:
+    """The first k ids of each row by its boundary, rising, and its largest logit; what was written down is checked."""
     rows, vocab = logits.shape
-    ids = torch.full((rows, capacity), -7, dtype=torch.int32)
+    few = torch.full((rows, capacity), -7, dtype=torch.int32)
+    cuts = torch.full((rows, 3), torch.nan, dtype=torch.float64)
     largest = torch.full((rows,), torch.nan)
-    launch(_first_ids, (rows,), logits, logits.stride(0), vocab, k, ids, largest, BLOCK=block, CAPACITY=capacity)
-    return ids[:, :k], largest
+    launch(_first, (rows,), logits, logits.stride(0), vocab, k, few, cuts, largest, BLOCK=block, CAPACITY=capacity)
+    found = []
+    for row, (value, last, count), written in zip(logits.double(), cuts.tolist(), few.tolist(), strict=True):
+        kept = (row > value) | ((row == value) & (torch.arange(vocab) <= last))
+        found.append(torch.arange(vocab)[kept].tolist())
+        if count:
+            assert written[: int(count)] == sorted(set(written[: int(count)]))
+            assert set(found[-1]) <= set(written[: int(count)])
+        assert set(written[int(count) :]) == {-7} or not count
+    return found, largest
 
 
 def sorted_first(logits: Tensor, k: int) -> list[list[int]]:
@@ -63,13 +85,21 @@ def sorted_first(logits: Tensor, k: int) -> list[list[int]]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("vocab", "k", "block", "capacity"),
-    [(1, 1, 64, 32), (63, 5, 64, 32), (200, 20, 64, 64), (1000, 7, 64, 32), (999, 30, 64, 64), (300, 128, 64, 128)],
+    [
+        (1, 1, 64, 32),
+        (63, 1, 64, 32),
+        (63, 5, 64, 32),
+        (200, 20, 64, 64),
+        (1000, 7, 64, 32),
+        (999, 30, 64, 64),
+        (300, 128, 64, 128),
+    ],
 )
 def test_first_ids_are_those_of_a_stable_sort(kind: str, vocab: int, k: int, block: int, capacity: int) -> None:
     logits = logits_of(kind, 2, vocab)
     before = logits.clone()
     ids, largest = first_of(logits, k, block, capacity)
-    assert ids.tolist() == sorted_first(logits, k)
+    assert ids == sorted_first(logits, k)
     assert torch.equal(largest, logits.amax(-1))
     assert torch.equal(logits, before)
 
@@ -77,12 +107,12 @@ def test_first_ids_are_those_of_a_stable_sort(kind: str, vocab: int, k: int, blo
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_low_precision(dtype: torch.dtype) -> None:
     logits = logits_of("normal", 3, 500).to(dtype)
-    assert first_of(logits, 25, 128, 64)[0].tolist() == sorted_first(logits, 25)
+    assert first_of(logits, 25, 128, 64)[0] == sorted_first(logits, 25)
 
 
 def test_all_tokens() -> None:
     logits = logits_of("ties", 2, 60)
-    assert first_of(logits, 60, 32, 64)[0].tolist() == [list(range(60))] * 2
+    assert first_of(logits, 60, 32, 64)[0] == [list(range(60))] * 2
 
 
 @settings(max_examples=20, deadline=None)
@@ -93,7 +123,7 @@ def test_all_tokens() -> None:
 def test_drawn_rows(values: list[float], k: int) -> None:
     logits = torch.tensor([values])
     k = min(k, len(values))
-    assert first_of(logits, k, 16, 64)[0].tolist() == sorted_first(logits, k)
+    assert first_of(logits, k, 16, 64)[0] == sorted_first(logits, k)
 
 
 @triton.jit
