@@ -6,7 +6,7 @@ not-a-number, and so is every buffer before it is written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -71,7 +71,7 @@ _LLAMA = {"heads": 32, "kv_heads": 8, "dim": 128}
 _MIX = {"rows": 24, "longest": 300, "new": 150, "past": 96, "pages": 5}
 _TOY_MIX = {"rows": 3, "longest": 18, "new": 5, "past": 16, "pages": 1}
 
-STEPS: tuple[tuple[str, MakeStep, list[Shape], list[Shape]], ...] = (
+STEPS: tuple[tuple[str, MakeStep, Sequence[Shape], Sequence[Shape]], ...] = (
     (
         "decode",
         _decode,

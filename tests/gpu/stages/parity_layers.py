@@ -112,13 +112,18 @@ def moe_experts(
         return drawn.transpose(1, 2) if odd else drawn
 
     up, down = weights(2 * inner, hidden, dtype), weights(hidden, inner, dtype)
-    biases = (lab.randn(experts, 2 * inner, dtype=dtype), lab.randn(experts, hidden, dtype=dtype)) if odd else ()
+    bias = lab.randn(experts, 2 * inner, dtype=dtype) if odd else None
+    last = lab.randn(experts, hidden, dtype=dtype) if odd else None
     gating = Gating("quick_gelu", interleaved=True, limit=7.0, shift=1.0) if odd else Gating()
     x, share = lab.randn(rows, hidden, dtype=dtype), lab.rand(rows, chosen)
     ids = lab.distinct(experts, rows, chosen).int()
     with poisoned():
-        got = kernel("moe_experts")(x, ids, share, Experts(up, down, *biases, gating=gating))
-    plain = twin("moe_experts")(x, ids, share, Experts(up, down, *biases, gating=gating))
-    wide = Experts(up.double(), down.double(), *(b.double() for b in biases), gating=gating)
+        got = kernel("moe_experts")(x, ids, share, Experts(up, down, bias, last, gating))
+    plain = twin("moe_experts")(x, ids, share, Experts(up, down, bias, last, gating))
+    wide = Experts(up.double(), down.double(), _wide(bias), _wide(last), gating)
     truth = twin("moe_experts")(x.double(), ids, share, wide)
     yield "values", judge(got, plain, truth, dtype)
+
+
+def _wide(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.double()
