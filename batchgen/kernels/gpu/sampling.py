@@ -22,8 +22,8 @@ survivor need no bits.
 
 Numerics: logits are converted to float32 where they are loaded; masses are float64 sums of float32 exp. A device's exp
 and log are within 2 ulp of a CPU's, so the two may draw differently where a mass or the two best scores are as close as
-that, about once in a million draws. Nothing depends on the row's neighbours, and nothing is rounded differently
-between runs.
+that; by the spacing of scores, about once in a million draws. Nothing depends on the row's neighbours, and nothing is
+rounded differently between runs.
 
 Bytes moved: the passes above times V logits, 4 * CAPACITY of scratch for rows with top_k or top_p.
 """
@@ -79,7 +79,8 @@ class SamplingTile:
 
     def stages_for(self, logits: Tensor) -> int:
         """1 for rows that cannot be fetched ahead: in pieces of less than 16 bytes that costs more than it hides."""
-        return self.stages if logits.stride(0) * logits.element_size() % 16 == 0 else 1
+        aligned = logits.stride(1) == 1 and logits.stride(0) * logits.element_size() % 16 == 0
+        return self.stages if aligned else 1
 
 
 DEFAULT_TILE = SamplingTile()
