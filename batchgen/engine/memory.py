@@ -71,6 +71,7 @@ def _most_pages(workload: Workload, page_size: int) -> int:
 def _device_memory(device: torch.device) -> tuple[int, int]:
     """(free, total) bytes."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what torch holds back, of loading and of measuring, is free
         return torch.cuda.mem_get_info(device)
     memory = psutil.virtual_memory()
     return memory.available, memory.total

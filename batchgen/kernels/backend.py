@@ -28,7 +28,7 @@ from batchgen.kernels.chips import (
 )
 from batchgen.kernels.flash import flash_factory
 from batchgen.kernels.flash_check import check_library, flash_refusal
-from batchgen.kernels.flash_library import FlashLibrary, FlashUnavailable, find_flash, versions_for
+from batchgen.kernels.flash_library import FlashLibrary, FlashUnavailable, find_flash, first_line, versions_for
 from batchgen.kernels.measure import Timer, TypicalStep, device_timer, layer_milliseconds
 from batchgen.kernels.ops import Ops
 from batchgen.kernels.types import AttentionBatch, KVPool, LayerKV, PagedAttention
@@ -196,7 +196,25 @@ def _triton(needs: AttentionNeeds) -> Backend:
     from batchgen.kernels.gpu import ops
     from batchgen.kernels.gpu.attention import TritonAttention
 
+    if needs.capability is not None:
+        _start(ops, needs.device)
     return Backend("triton", f"triton {triton.__version__}", TritonAttention, ops)
+
+
+def _start(ops: Ops, device: torch.device) -> None:
+    """Run one small kernel.
+
+    Raises:
+        BackendUnavailable: it does not build or start, as where Triton finds no C compiler for its launchers.
+    """
+    try:
+        out = ops.rms_norm(torch.ones(1, 16, device=device), torch.ones(16, device=device), 1e-6)
+        right = bool(((out - 1).abs() < 1e-3).all())
+    except Exception as problem:  # compilers and drivers fail in ways of their own
+        reason = f"its kernels do not start here: {first_line(problem)}"
+        raise BackendUnavailable(reason, "Triton wants a C compiler (gcc) and Python's headers") from None
+    if not right:
+        raise BackendUnavailable("its kernels give wrong numbers here")
 
 
 @cache

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 import torch
 
-from batchgen.engine.memory import pool_pages
+from batchgen.engine.memory import allowed_pages, pool_pages
 from batchgen.engine.planning import Workload, plan_workload
 from batchgen.errors import UsageError
 from batchgen.kernels.types import KVPool, LayerKV
@@ -95,3 +95,11 @@ def test_pool_is_zero_and_writable(dtype: torch.dtype) -> None:
     assert not pool.keys[0].any()
     pool.keys[0][2] = 1
     assert pool.keys[0].sum() == 16 * 2 * 8
+
+
+def test_memory_that_torch_holds_back_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = [1000]
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.append(10_000))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[-1], 20_000))
+    spec = replace(SPEC, device=torch.device("cuda"))
+    assert allowed_pages(spec, 1, None) == 4000 // KVPool.page_bytes([LAYER], 1, torch.float32)

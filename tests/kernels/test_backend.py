@@ -119,6 +119,29 @@ def test_an_old_gpu(name: str) -> None:
     assert reason(name, old) == "it needs a GPU of compute capability 8.0 or more, and this one has 7.5"
 
 
+class NoCompiler(Exception):
+    """Of no type of Python's."""
+
+
+@pytest.mark.parametrize("name", ["triton", "flash"])
+def test_a_gpu_on_which_no_kernel_starts(name: str, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: object) -> None:
+        raise NoCompiler("gcc: not found\nand more")
+
+    monkeypatch.setattr(gpu_ops, "rms_norm", fails)
+    needs = replace(ON_HOPPER, flash_library=library)
+    told = reason(name, needs, "Triton wants a C compiler (gcc) and Python's headers")
+    assert told.endswith("its kernels do not start here: gcc: not found")
+    chosen = choose_backend("auto", needs, STEP, Clock())
+    assert chosen.name == "torch"
+    assert "no triton: its kernels do not start here: gcc: not found" in chosen.describes
+
+
+def test_a_gpu_on_which_kernels_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_ops, "rms_norm", lambda *given: torch.full((1, 16), math.nan))
+    assert reason("triton", ON_HOPPER) == "its kernels give wrong numbers here"
+
+
 def test_heads_that_no_tile_takes() -> None:
     needs = replace(ON_HOPPER, layers=(LAYER, LayerKV(1, 512, 512)))
     assert reason("triton", needs) == "no attention tile for heads of 512; the largest takes 256"
@@ -208,6 +231,7 @@ def strange_chip(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
     monkeypatch.setattr(module, "candidate_tunings", lambda shared: tunings if shared == 1 << 18 else [])
     monkeypatch.setattr(chips, "_measured", {})
+    monkeypatch.setattr(module, "_start", lambda ops, device: None)
     return device
 
 

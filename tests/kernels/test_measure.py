@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -103,6 +104,32 @@ def test_without_shared_positions_once() -> None:
 def test_what_breaks_is_reported_and_the_rest_measured() -> None:
     found = layer_milliseconds(candidates([], "broken", "a"), STEP, steady)
     assert found == {"broken": "no room", "a": 1.0}
+
+
+class OutOfRoom(Exception):
+    """As Triton's own errors are: of no type of Python's or torch's."""
+
+
+def test_errors_of_any_type_are_reported() -> None:
+    def timer(call: Callable[[], object]) -> float:
+        raise OutOfRoom
+
+    assert layer_milliseconds(candidates([], "a"), STEP, timer) == {"a": "OutOfRoom"}
+
+
+def test_a_pool_is_gone_before_the_next_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+    allocate = KVPool.allocate
+
+    def watched(*sizes: Any) -> KVPool:
+        assert [ref() for ref in made] == [None] * len(made)
+        pool = allocate(*sizes)
+        made.append(weakref.ref(pool.keys[0]))
+        return pool
+
+    monkeypatch.setattr(KVPool, "allocate", watched)
+    layer_milliseconds({"torch": TorchAttention}, STEP, steady)
+    assert [ref() for ref in made] == [None, None]
 
 
 def test_the_device_times_calls_after_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
