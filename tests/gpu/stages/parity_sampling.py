@@ -170,9 +170,12 @@ def filtered_scores(lab: Lab, dtype: torch.dtype, *, rows: int, vocab: int) -> I
 
 
 def _on_edge(logits: Tensor, columns: SamplingColumns, differ: Tensor) -> Tensor:
-    """Which of the tokens `differ` [R, V] stand within rounding of where top_p or min_p cuts: [R, V] bool."""
+    """Which of the tokens `differ` [R, V] stand within rounding of where top_p or min_p cuts: [R, V] bool.
+
+    Looks at no more of them than rounding could leave.
+    """
     found = torch.zeros_like(differ)
-    for row, token in differ.nonzero().tolist():
+    for row, token in differ.nonzero()[: len(differ)].tolist():
         x = (logits[row] - logits[row].max()) / float(columns.temperature[row])
         ranked, order = x.sort(descending=True, stable=True)
         q = ranked.exp()
