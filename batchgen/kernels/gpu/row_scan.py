@@ -154,7 +154,8 @@ def scan_rows(
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=logits.device)
 
-    maxima, sums = empty(2, rows, blocks).unbind(0)
+    # Two tensors: where one begins behind the other, its alignment and with it the machine code would vary with R.
+    maxima, sums = empty(rows, blocks), empty(rows, blocks)
     ids = empty(rows, blocks, dtype=torch.int32) if arg else None
     groups = empty(rows, triton.cdiv(vocab, group), dtype=torch.int32) if group else None
     strides = (logits.stride(0), logits.stride(1))

@@ -150,6 +150,13 @@ def variants(chips: tuple[str, ...], modules: list[str], only: str = "") -> tupl
     return list(distinct.values()), sites
 
 
+def beyond(chips: tuple[str, ...], compiled: list[Launch]) -> list[str]:
+    """Launches of steps of many sizes whose machine code is none of what was compiled."""
+    there = {(x.chip, x.name, x.key) for x in compiled}
+    steps, _ = variants(chips, [f"{__package__}.step_sizes"])
+    return [f"{x.name} ({x.case}) on {x.chip}" for x in steps if (x.chip, x.name, x.key) not in there]
+
+
 @dataclass(frozen=True)
 class Resources:
     """What one compiled kernel takes of its chip."""

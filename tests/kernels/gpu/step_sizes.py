@@ -1,0 +1,133 @@
+"""Launches as steps of many sizes make them: they may need no machine code but what the cases beside this compile.
+
+Each is a shape that stands in the `cases_<op>.py` too, with the numbers that change from step to step: tokens, rows,
+pairs, work items, the room of tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchgen.kernels.bitmask import bitmask_width
+from batchgen.kernels.gpu import bitmask, logprobs, shaping, top
+from batchgen.kernels.gpu.activation import gated
+from batchgen.kernels.gpu.attention import TritonAttention
+from batchgen.kernels.gpu.heads import rotate_and_store
+from batchgen.kernels.gpu.lora import add_lora
+from batchgen.kernels.gpu.merge import merge_parts
+from batchgen.kernels.gpu.moe import moe_experts, route
+from batchgen.kernels.gpu.norm import add_rms_norm, rms_norm
+from batchgen.kernels.gpu.rope import rope_tables
+from batchgen.kernels.lora import OUTPUT_BLOCK, LoraPairs, LoraStack, LoraStep, LoraTiles
+from batchgen.kernels.moe import Experts, Routing
+from batchgen.kernels.types import AttentionBatch, ChunkPages, GroupPages, KVPool, LayerKV
+
+META = torch.device("meta")
+SIZES = (1, 16, 17, 1000)
+DTYPE = torch.bfloat16
+VOCABS = 262_144, 151_936
+"""Of what reads logits, and of what selects and shapes, as in the cases of both."""
+
+
+def launches() -> Iterator[tuple[str, Callable[[], object]]]:
+    for size in SIZES:
+        for make in (_dense, _logits, _shaping, _adapters, _experts, _attention):
+            yield from ((f"{name} at {size}", thunk) for name, thunk in make(size))
+
+
+def _empty(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def _ints(*shape: int) -> Tensor:
+    return _empty(*shape, dtype=torch.int64)
+
+
+def _floats(*shape: int) -> Tensor:
+    return _empty(*shape, dtype=torch.float32)
+
+
+Cases = Iterator[tuple[str, Callable[[], object]]]
+
+
+def _dense(tokens: int) -> Cases:
+    x, delta, weight = _empty(tokens, 4096), _empty(tokens, 4096), _empty(4096)
+    yield "rms_norm", partial(rms_norm, x, weight, 1e-6)
+    yield "add_rms_norm", partial(add_rms_norm, x, delta, weight, 1e-6)
+    yield "gated", partial(gated, _empty(tokens, 2 * 3072), "silu")
+    yield "rope_tables", partial(rope_tables, _floats(64), 1.0, _ints(tokens), DTYPE)
+    tables = _empty(tokens, 1, 128), _empty(tokens, 1, 128)
+    pools = _empty(11 + tokens, 16, 8, 128), _empty(11 + tokens, 16, 8, 128)
+    qkv, norm = _empty(tokens, 32 + 2 * 8, 128), _empty(128)
+    yield "rotate_and_store", partial(rotate_and_store, qkv, 32, 8, norm, norm, 1e-6, *tables, *pools, _ints(tokens))
+
+
+def _logits(rows: int) -> Cases:
+    logits, tokens = _empty(rows, VOCABS[0]), _ints(rows)
+    yield "argmax_lse", partial(logprobs.argmax_lse, logits)
+    yield "log_normalizers", partial(logprobs.log_normalizers, logits)
+    yield "token_logprobs", partial(logprobs.token_logprobs, logits, tokens, _floats(rows))
+    for k in (0, 17, 20):
+        yield f"read_out {k}", partial(logprobs.read_out, logits, tokens, k)
+    yield "mask_tokens", partial(logprobs.mask_tokens, logits, tokens, tokens)
+
+
+def _shaping(rows: int) -> Cases:
+    logits, tokens = _empty(rows, VOCABS[1]), _ints(rows)
+    yield "largest", partial(top.largest, logits, 9)
+    masks = _empty(rows, bitmask_width(VOCABS[1]), dtype=torch.int32)
+    yield "apply_bitmask", partial(bitmask.apply_bitmask, logits, masks)
+    yield "apply_bitmask of rows", partial(bitmask.apply_bitmask, _empty(2 * rows, VOCABS[1]), masks, tokens)
+    scores, column, pairs = _floats(rows, VOCABS[1]), _floats(rows), _ints(3 * rows)
+    yield "penalise", partial(shaping.penalise, scores, pairs, pairs, _floats(3 * rows), column, column, column)
+    yield "add_bias", partial(shaping.add_bias, scores, pairs, pairs, _floats(3 * rows))
+    yield "keep_only", partial(shaping.keep_only, logits, tokens, pairs, pairs)
+    yield "drew_masked", partial(shaping.drew_masked, logits, tokens, tokens)
+
+
+def _adapters(tokens: int) -> Cases:
+    inputs, outputs, adapters, width = 4096, 6144, 3, 16
+    ints = partial(_empty, dtype=torch.int32)
+    pairs = LoraPairs([None] * adapters)
+    pairs._stack = LoraStack(
+        _empty(adapters * width, inputs), _empty(adapters * width, outputs),
+        ints(adapters, 2), ints(adapters, outputs // OUTPUT_BLOCK, 2), width,
+    )  # fmt: skip
+    for rows in (16, 64):
+        tiles = LoraTiles(_ints(tokens), _ints(-(-tokens // rows), 3), rows)
+        x, out = _empty(tokens, inputs), _empty(tokens, outputs)
+        yield f"add_lora of {rows}", partial(add_lora, out, x, LoraStep((), tiles), pairs)
+
+
+def _experts(tokens: int) -> Cases:
+    yield "route", partial(route, _empty(tokens, 128), Routing(8))
+    weights = Experts(_empty(64, 2 * 768, 2048), _empty(64, 2048, 768))
+    yield "moe_experts", partial(moe_experts, _empty(tokens, 2048), _ints(tokens, 8), _floats(tokens, 8), weights)
+
+
+def _attention(rows: int) -> Cases:
+    layer = LayerKV(8, 128, 128)
+    yield "attention", partial(_attend, layer, rows)
+    parts = _empty(rows, 16, 128), _floats(16, rows).T, _floats(rows, 16, 128), _floats(rows, 16)
+    yield "merge_parts", partial(merge_parts, *parts)
+
+
+def _attend(layer: LayerKV, rows: int) -> None:
+    """Several steps of so many rows: a chunk or none, in groups or none, short contexts and long ones."""
+    pool = KVPool.allocate([layer], 512, 16, DTYPE, META)
+    for chunk in (0, 1, 16, rows):
+        for grouped in (0, 1, rows // 2, rows):
+            for length in (1, 33, 4000):
+                pages = np.ones(-(-max(length, chunk) // 16), np.int64)
+                chunks = [ChunkPages(0, chunk, max(length, chunk), pages)] if chunk else []
+                groups = [GroupPages(np.arange(grouped), np.ones(2, np.int64), 0)] if grouped else []
+                start = np.where(np.arange(rows) < grouped, 32, 0)
+                table, lens = np.zeros((rows, len(pages)), np.int64), np.full(rows, length)
+                batch = AttentionBatch(_ints(chunk + rows), chunks, chunk, groups, table, lens, start, length)
+                query = _empty(chunk + rows, 16, 128)
+                TritonAttention(pool, batch, multiprocessors=132).attend_stored(0, query, scale=0.1)
