@@ -129,5 +129,6 @@ def filtered_scores(
         SPREAD=tile.spread,
         STAGES=1,
         num_warps=2 * tile.warps,  # half the registers per thread: the bisections are wide
+        maxnreg=128,  # else ptxas aims at two programs per multiprocessor, which spills on sm_80 and sm_89
     )
     return scores

@@ -97,6 +97,14 @@ class Launch:
         """`<file>.<function>`."""
         return f"{self.kernel.__module__.rsplit('.', 1)[-1]}.{self.kernel.__name__}"
 
+    @property
+    def tile(self) -> str:
+        """The constants that are sizes of tiles, with warps and stages."""
+        words = ("BLOCK", "ROWS", "COLUMNS", "INNER", "STEP", "num_")
+        return " ".join(
+            f"{name.removeprefix('num_')}={n}" for name, n in self.constants.items() if name.startswith(words)
+        )
+
     def specialised(self) -> list[str]:
         """The integers among the arguments whose value chooses the machine code: 1, multiples of 16, others."""
         named = zip(self.kernel.params, self.args, strict=False)
@@ -164,7 +172,8 @@ class Resources:
     kernel: str
     case: str
     chip: str
-    warps: int
+    tile: str
+    """Its constants that are sizes of tiles, warps and stages."""
     registers: int
     stack: int
     """Bytes of a thread's stack: what was spilled."""
@@ -190,7 +199,7 @@ def compile_launch(launch: Launch) -> Resources:
             compiled = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.constants)
     except Exception as error:  # whatever the compiler raises belongs into the table
         why = f"{type(error).__name__}: {str(error).strip().splitlines()[-1:]}"
-        return Resources(launch.name, launch.case, launch.chip, 0, 0, 0, 0, "", 0, launch.digest, why)
+        return Resources(launch.name, launch.case, launch.chip, launch.tile, 0, 0, 0, "", 0, launch.digest, why)
     assert compiled.metadata.target.arch == int(launch.chip.removeprefix("sm_"))
     registers, stack = machine_code_needs(compiled.asm["cubin"])
     ptx = compiled.asm["ptx"]
@@ -199,7 +208,7 @@ def compile_launch(launch: Launch) -> Resources:
         kernel=launch.name,
         case=launch.case,
         chip=launch.chip,
-        warps=compiled.metadata.num_warps,
+        tile=launch.tile,
         registers=registers,
         stack=stack,
         shared=compiled.metadata.shared,

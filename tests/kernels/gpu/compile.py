@@ -67,6 +67,8 @@ def compiled(
         "ptxas": ptxas.split("release ")[1].split(",")[0],
         "rows": [asdict(row) for row in rows],
         "sites": sorted(sites),
+        "beyond": [] if modules else aot.beyond(chips, launches),
+        "new": sum(x.digest not in known for x in launches),
         "specialised": {
             x.name: sorted({n for y in launches if y.name == x.name for n in y.specialised()}) for x in launches
         },
@@ -77,8 +79,8 @@ def _line(row: Any) -> str:
     if row.error:
         return f"{row.chip} {row.kernel} {row.case}: {row.error}"
     return (
-        f"{row.chip} {row.registers:3} registers, stack {row.stack}, shared {row.shared:6}, {row.warps} warps "
-        f"{row.products or '-':5} {row.seconds:5.1f} s  {row.kernel}  ({row.case})"
+        f"{row.chip} {row.registers:3} registers, stack {row.stack}, shared {row.shared:6}, "
+        f"{row.products or '-':5} {row.seconds:5.1f} s  {row.kernel}  ({row.case}; {row.tile})"
     )
 
 

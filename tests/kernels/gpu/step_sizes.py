@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.bitmask import bitmask_width
-from batchgen.kernels.gpu import bitmask, logprobs, shaping, top
+from batchgen.kernels.gpu import bitmask, filtering, logprobs, noise, sampling, shaping, top
 from batchgen.kernels.gpu.activation import gated
 from batchgen.kernels.gpu.attention import TritonAttention
 from batchgen.kernels.gpu.heads import rotate_and_store
@@ -25,6 +25,7 @@ from batchgen.kernels.gpu.norm import add_rms_norm, rms_norm
 from batchgen.kernels.gpu.rope import rope_tables
 from batchgen.kernels.lora import OUTPUT_BLOCK, LoraPairs, LoraStack, LoraStep, LoraTiles
 from batchgen.kernels.moe import Experts, Routing
+from batchgen.kernels.sampling import SamplingColumns
 from batchgen.kernels.types import AttentionBatch, ChunkPages, GroupPages, KVPool, LayerKV
 
 META = torch.device("meta")
@@ -36,7 +37,7 @@ VOCABS = 262_144, 151_936
 
 def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     for size in SIZES:
-        for make in (_dense, _logits, _shaping, _adapters, _experts, _attention):
+        for make in (_dense, _logits, _shaping, _drawing, _adapters, _experts, _attention):
             yield from ((f"{name} at {size}", thunk) for name, thunk in make(size))
 
 
@@ -88,6 +89,14 @@ def _shaping(rows: int) -> Cases:
     yield "add_bias", partial(shaping.add_bias, scores, pairs, pairs, _floats(3 * rows))
     yield "keep_only", partial(shaping.keep_only, logits, tokens, pairs, pairs)
     yield "drew_masked", partial(shaping.drew_masked, logits, tokens, tokens)
+
+
+def _drawing(rows: int) -> Cases:
+    logits, ints, floats = _empty(rows, VOCABS[1]), _ints(rows), _floats(rows)
+    columns = SamplingColumns(floats, ints, floats, floats, ints, None, ())
+    yield "row_keys", partial(noise.row_keys, ints, ints, ints)
+    yield "sample", partial(sampling.sample, logits, columns)
+    yield "filtered_scores", partial(filtering.filtered_scores, logits, floats, ints, floats, floats, ints)
 
 
 def _adapters(tokens: int) -> Cases:

@@ -1,0 +1,216 @@
+"""Every kernel compiles for every chip, within the chip's registers and shared memory; and every kernel is a case.
+
+The compiler runs in a process of its own, without the interpreter, through the command that also writes the committed
+table (`compile.py`). What it compiled is the launchers' own specialisation; that it also computes the right thing is
+the interpreter's to prove, and that it is fast a GPU's.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchgen.kernels.chips import tuning_of
+
+ROOT = Path(__file__).parents[3]
+KERNELS = ROOT / "batchgen" / "kernels" / "gpu"
+TABLE = Path(__file__).parent / "resources.json"
+CHIPS = ("sm_80", "sm_89", "sm_90")
+SHARED = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448}
+REGISTERS = 255
+MOST_NEW = 200
+
+MAY_SPILL = {"rope._rope_tables": 40}
+"""Kernel -> most bytes of stack; all others have none. Sine and cosine keep a table of pi there for large angles."""
+
+MAY_USE_FLOAT64 = {"rope._rope_tables", "sampling._sample", "filtering._filter"}
+"""The reduction of large angles, once per token and frequency; sums of masses, once per candidate."""
+
+MULTIPLY = {"attention_kernel.attention_kernel", "lora._shrink", "lora._expand", "moe._gate_up", "moe._down"}
+"""Kernels of matrix products, which run on tensor cores for 2-byte operands."""
+
+FIXED_BY_THE_MODEL = {
+    "bitmask._bitmask_kernel": {"vocab", "blocks"},
+    "filtering._filter": {"vocab"},
+    "heads._rotate_and_store": {
+        *("qkv_token", "qkv_head", "table_token"),
+        *("key_slot", "key_head", "value_slot", "value_head"),
+    },
+    "lora._expand": {"outputs", "width"},
+    "lora._shrink": {"inputs", "width"},
+    "moe._combine": {"hidden", "chosen", "experts"},
+    "moe._down": {"hidden", "inner"},
+    "moe._gate_up": {"up", "hidden", "inner", "chosen"},
+    "noise._row_keys": {"s_seeds", "s_samples", "s_positions"},
+    "norm._norm": {"x_outer", "x_inner", "delta_outer", "delta_inner"},
+    "row_scan._join_kernel": {"blocks"},
+    "row_scan._scan_kernel": {"vocab", "blocks", "groups"},
+    "sampling._sample": {"vocab"},
+    "shaping._bar_kernel": {"vocab", "blocks"},
+    "top._groups_kernel": {"groups"},
+    "top._logits_kernel": {"vocab"},
+}
+"""Kernel -> integers, besides strides, that choose the machine code by their value (1, multiples of 16, others).
+
+A model fixes them; what varies from step to step may not stand here, or it would compile in the middle of a run.
+"""
+
+
+def run(folder: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
+    """Exit code, result and messages of the command."""
+    path = folder / "result.json"
+    command = [sys.executable, "-m", "tests.kernels.gpu.compile", "--json", str(path), "--workers", "1", *arguments]
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    return done.returncode, json.loads(path.read_text()) if path.exists() else {}, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+def test_every_kernel_fits_the_chip(chip: str, tmp_path: Path) -> None:
+    code, result, messages = run(tmp_path, "--arch", chip, "--quick")
+    assert code == 0, messages[-4000:]
+    assert all(row["chip"] == chip for row in result["rows"])
+    same_triton = result["triton"] == json.loads(TABLE.read_text())["triton"]
+    assert not same_triton or result["new"] <= MOST_NEW, (
+        f"{result['new']} specialisations are not in {TABLE.name}: python -m tests.kernels.gpu.compile --write"
+    )
+    assert list(problems(result["rows"])) == []
+    assert not missing(result)
+    for kernel, names in result["specialised"].items():
+        by_value = {name for name in names if "stride" not in name}
+        assert by_value <= FIXED_BY_THE_MODEL.get(kernel, set()), kernel
+    assert result["beyond"] == [], "a step's size chooses the machine code"
+
+
+def test_the_committed_table_is_within_the_bounds() -> None:
+    rows = json.loads(TABLE.read_text())["rows"]
+    assert {row["chip"] for row in rows} == set(CHIPS)
+    assert list(problems(rows)) == []
+
+
+def problems(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """What each row takes beyond its chip."""
+    for row in rows:
+        where = f"{row['kernel']} ({row['case']}) on {row['chip']}"
+        if row["registers"] > REGISTERS:
+            yield f"{where}: {row['registers']} registers"
+        if row["stack"] > MAY_SPILL.get(row["kernel"], 0):
+            yield f"{where}: {row['stack']} bytes of stack"
+        if row["shared"] > SHARED[row["chip"]]:
+            yield f"{where}: {row['shared']} bytes of shared memory"
+        if row["float64"] and row["kernel"] not in MAY_USE_FLOAT64:
+            yield f"{where}: {row['float64']} instructions on float64"
+        if row["kernel"] in MULTIPLY and "float32" not in row["case"]:
+            wide = row["chip"] == "sm_90" and max(map(int, re.findall(r"(?:BLOCK_M|ROWS)=(\d+)", row["tile"]))) >= 64
+            if row["products"] != ("wgmma" if wide else "mma"):
+                yield f"{where}: multiplies by {row['products'] or 'no tensor cores'} ({row['tile']})"
+
+
+def test_the_limits_are_the_chip_table_s() -> None:
+    assert {chip: tuning_of(chip).shared_bytes for chip in CHIPS} == SHARED
+
+
+# Which kernels there are, read from the source.
+
+
+def jitted(tree: ast.Module) -> list[ast.FunctionDef]:
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    return [node for node in found if any("jit" in ast.unparse(d).split("(")[0] for d in node.decorator_list)]
+
+
+TREES = {path: ast.parse(path.read_text()) for path in sorted(KERNELS.glob("*.py"))}
+
+
+def entry_kernels() -> set[str]:
+    """`<file>.<function>` of every jitted function that no other one uses."""
+    used = {
+        node.id
+        for tree in TREES.values()
+        for function in jitted(tree)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Name) and node.id != function.name
+    }
+    return {f"{path.stem}.{x.name}" for path, tree in TREES.items() for x in jitted(tree) if x.name not in used}
+
+
+def launch_sites() -> list[tuple[str, int, int]]:
+    """File, first and last line of every call of `launch`."""
+    return [
+        (path.name, node.lineno, node.end_lineno or node.lineno)
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "launch"
+    ]
+
+
+def missing(result: dict[str, Any]) -> list[str]:
+    """Kernels that no case compiles and calls of `launch` that no case reaches."""
+    kernels = entry_kernels() - {row["kernel"] for row in result["rows"]}
+    reached = [(name, int(line)) for name, line in (site.split(":") for site in result["sites"])]
+    sites = [
+        f"{name}:{first}"
+        for name, first, last in launch_sites()
+        if not any(file == name and first <= line <= last for file, line in reached)
+    ]
+    return [*sorted(kernels), *sites]
+
+
+def test_kernels_start_through_the_one_door() -> None:
+    starts = [
+        f"{path.name}:{node.lineno}"
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
+    ]
+    assert [start for start in starts if not start.startswith("launch.py:")] == []
+    assert launch_sites()
+    assert entry_kernels()
+
+
+# That the proof can fail.
+
+
+@pytest.mark.slow
+def test_the_command_tells_what_is_wrong(tmp_path: Path) -> None:
+    code, result, messages = run(tmp_path, "--arch", "sm_80,sm_90", "--cases", "tests.kernels.gpu.probes")
+    assert code == 1
+    assert "6 compiled kernels, 2 failed" in messages
+    rows = {(r["kernel"], r["case"].split(",")[0], r["chip"]): r for r in result["rows"]}
+    half = "product[torch.bfloat16"
+    # One specialisation for 1, 16 and 1000 rows: T is declared as not specialised, H is not.
+    assert set(rows) == {
+        (kernel, case, chip)
+        for chip in ("sm_80", "sm_90")
+        for kernel, case in (
+            ("probes.product", half),
+            ("probes.product", "product[torch.float32"),
+            ("probes.wrong", "wrong"),
+        )
+    }
+    assert result["specialised"] == {"probes.product": ["H"], "probes.wrong": []}
+    assert rows["probes.product", half, "sm_80"]["products"] == "mma"
+    assert rows["probes.product", half, "sm_90"]["products"] == "wgmma"
+    assert "incompatible dimensions" in rows["probes.wrong", "wrong", "sm_80"]["error"]
+    spilled = rows["probes.product", "product[torch.float32", "sm_80"]
+    assert spilled["stack"] > 0
+    assert spilled["products"] == ""
+    assert len(list(problems([spilled]))) == 1
+    assert missing(result)
+
+
+def test_the_command_refuses_the_interpreter() -> None:
+    command = [sys.executable, "-m", "tests.kernels.gpu.compile"]
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.endswith("TRITON_INTERPRET is set: the interpreter compiles nothing; unset it\n")
