@@ -199,6 +199,7 @@ class Engine:
         seqs, tokens = step_limits(config, spec.device)
         if self.backend is None:  # before the pool takes the memory
             self.backend = kernels_for(config, spec, workload, seqs, tokens)
+        self.last_run = None  # its pool's memory is this one's
         pages = pool_pages(workload, spec, config.page_size, config.kv_memory)
         pool = KVPool.allocate(list(spec.kv_layers), pages, config.page_size, spec.dtype, spec.device)
         workload.set_aside_too_large(pages - 1, config.page_size)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import batchgen
+from batchgen.engine.engine import Engine
 from batchgen.engine.memory import allowed_pages, pool_pages
 from batchgen.engine.planning import Workload, plan_workload
 from batchgen.errors import UsageError
@@ -103,3 +108,19 @@ def test_memory_that_torch_holds_back_counts_as_free(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[-1], 20_000))
     spec = replace(SPEC, device=torch.device("cuda"))
     assert allowed_pages(spec, 1, None) == 4000 // KVPool.page_bytes([LAYER], 1, torch.float32)
+
+
+def test_a_job_begins_when_the_last_ones_pool_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(str(Path(batchgen.__file__).parent / "demo" / "model"))
+    pools: list[weakref.ref[torch.Tensor]] = []
+
+    def measured(*given: Any) -> int:
+        assert [pool() for pool in pools] == [None] * len(pools)
+        return 8
+
+    monkeypatch.setattr("batchgen.engine.engine.pool_pages", measured)
+    for _ in range(3):
+        list(engine.generate(["Sort: 3 1"], SamplingParams(max_new_tokens=2)))
+        assert engine.last_run is not None
+        pools.append(weakref.ref(engine.last_run.pool.keys[0]))
+    assert pools[-1]() is not None
