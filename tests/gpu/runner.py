@@ -80,7 +80,11 @@ class _Run:
         for name, stage in stages.items():
             if name in options.stages:
                 begin = time.monotonic()
-                stage()
+                try:
+                    stage()
+                except Exception as error:  # as of a device that failed before: what was found by then is told
+                    self._broken = True
+                    self.report.withheld.append(f"{name}: {self._told(error)}")
                 self.report.seconds[name] = round(time.monotonic() - begin, 2)
         self.report.exit_code = 1 if self.report.failed() or self._broken or self._lost else 0
 

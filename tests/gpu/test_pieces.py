@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from batchgen.kernels.ops import Ops
+from tests.gpu import runner
 from tests.gpu.compare import judge, judge_equal, poisoned
 from tests.gpu.lab import Lab, Timing
 from tests.gpu.registry import DTYPES, parity_cases
@@ -188,3 +189,18 @@ def test_names_are_one_case_each_and_toys_are_the_same_functions() -> None:
     assert len({case.name for case in real}) == len(real)
     assert {case.name.split("[")[0] for case in real} == {case.name.split("[")[0] for case in toy}
     assert {case.dtype for case in real} == set(DTYPES)
+
+
+def test_a_stage_that_breaks_costs_no_other_stage_its_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*given: object) -> None:
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(runner, "measure_rates", breaks)
+    monkeypatch.setattr(runner, "tune", lambda *given: {"fragment": ""})
+    stages = ("bench", "tune")
+    options = runner.Options(stages, True, "", time_limit=60.0, commit="0", flash_library="", jobs=1, shard="")
+    report = runner.run(options)
+    assert report.exit_code == 1
+    assert report.tuning == {"fragment": ""}
+    assert [note.split(": ")[0] for note in report.withheld] == ["bench"]
+    assert "the device is lost" in report.withheld[0]
