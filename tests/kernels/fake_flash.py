@@ -87,6 +87,9 @@ class Fakes:
         def forward(*values: Any) -> list[Tensor]:
             given = dict(zip(names, values, strict=True))
             self.forwards.append(given)
+            if fault == "used up" and (schedule := given.get("scheduler_metadata")) is not None:
+                schedule += 1
+                given["q"] = given["q"] * int(schedule[0])
             return _forward(given, fault)
 
         library.impl(name, forward, "CPU")

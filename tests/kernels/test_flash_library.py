@@ -222,6 +222,11 @@ def test_scheduling_that_fails_is_left_out(fake: Fakes, tmp_path: Path) -> None:
     assert all(call["scheduler_metadata"] is None for call in fake.forwards)
 
 
+def test_scheduling_that_serves_but_once_is_left_out(fake: Fakes, tmp_path: Path) -> None:
+    path = fake.write(tmp_path / NAMES[3], 3, fault="used up")  # layers share what a step's scheduling gives
+    assert find_flash(HOPPER, str(path), accept)._schedule is None
+
+
 # Which models it takes
 
 
