@@ -58,7 +58,7 @@ def add_lora(out: Tensor, x: Tensor, step: LoraStep, pairs: LoraPairs) -> None:
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["places", "part"])
+@triton.jit(do_not_specialize=["places", "part"], do_not_specialize_on_alignment=["p_order", "p_tiles"])
 def _shrink(
     p_x, p_order, p_tiles, p_down, p_ranges, p_sums, stride_x, inputs, width, places, part,
     ROWS: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -95,7 +95,7 @@ def _shrink(
     tl.store(p_sums + place[:, None] * width + o_rank[None, :], acc, mask=m_row[:, None] & m_rank[None, :])
 
 
-@triton.jit(do_not_specialize=["places", "parts"])
+@triton.jit(do_not_specialize=["places", "parts"], do_not_specialize_on_alignment=["p_order", "p_tiles"])
 def _expand(
     p_out, p_order, p_tiles, p_up, p_ranges, p_spans, p_sums, stride_out, outputs, width, places, parts,
     ROWS: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr,

@@ -108,7 +108,10 @@ def _adapters(tokens: int) -> Cases:
         ints(adapters, 2), ints(adapters, outputs // OUTPUT_BLOCK, 2), width,
     )  # fmt: skip
     for rows in (16, 64):
-        tiles = LoraTiles(_ints(tokens), _ints(-(-tokens // rows), 3), rows)
+        # Both come to the device in one piece: the second begins wherever the first ends.
+        count = -(-tokens // rows)
+        piece = _ints(tokens + 3 * count)
+        tiles = LoraTiles(piece[:tokens], piece[tokens:].view(count, 3), rows)
         x, out = _empty(tokens, inputs), _empty(tokens, outputs)
         yield f"add_lora of {rows}", partial(add_lora, out, x, LoraStep((), tiles), pairs)
 
