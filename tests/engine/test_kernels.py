@@ -123,8 +123,9 @@ def test_refused_before_a_row_is_read(
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": "a"}\n')
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    for command in ("run", "check"):
-        assert run_command([command, str(rows), "--model", str(model_path()), *flags]) == 2
+    # A check that names no device plans for a GPU elsewhere.
+    for command in (["run"], ["check", "--device", "cpu"]):
+        assert run_command([*command, str(rows), "--model", str(model_path()), *flags]) == 2
         assert capsys.readouterr().err.endswith(f"error: {message}\n")
     assert list(tmp_path.iterdir()) == [rows]
 
