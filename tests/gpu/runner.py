@@ -92,11 +92,15 @@ class _Run:
         self._check("parity", [c for c in parity_cases(self._options.toy) if c.op != "flash"])
 
     def _flash(self) -> None:
+        cases = [c for c in parity_cases(self._options.toy) if c.op == "flash"]
         try:
             self.report.flash = str(flash_library(self._options.flash_library, self._options.toy))
         except Absent as error:
-            self.report.flash = str(error)
-        self._check("flash", [c for c in parity_cases(self._options.toy) if c.op == "flash"])
+            self.report.flash = why = str(error)
+            absent = [replace(_blank("flash", c), status="absent", note=why) for c in cases if self._wanted(c)]
+            self.report.checks += absent
+        else:
+            self._check("flash", cases)
 
     def _check(self, stage: str, cases: list[ParityCase]) -> None:
         options = self._options
@@ -113,10 +117,12 @@ class _Run:
         return self._options.only in case.name or self._options.only in case.op
 
     def _checks(self, stage: str, case: ParityCase) -> list[Check]:
-        blank = Check(stage, case.op, case.name, "", str(case.dtype).removeprefix("torch."), dict(case.shape), "pass")
+        blank = _blank(stage, case)
         late = self._late()
         if late:
             return [replace(blank, status="unreached", note=late)]
+        if self._options.shard:
+            print(case.name, flush=True)  # where a process hangs, its log ends with the case it was in
         begin = time.monotonic()
         self._lab.seed(crc32(case.name.encode()))
         try:
@@ -188,3 +194,7 @@ class _Run:
         name = f"{report.hardware['name']}, driver {driver}" if driver else report.hardware["name"]
         source = f"measured on {name}, {software}, commit {report.commit}, {report.date[:10]}"
         report.tuning = tune(self._lab, f"{'TOY ' if report.toy else ''}{source}", self._late)
+
+
+def _blank(stage: str, case: ParityCase) -> Check:
+    return Check(stage, case.op, case.name, "", str(case.dtype).removeprefix("torch."), dict(case.shape), "pass")

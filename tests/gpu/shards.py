@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,8 @@ def check_in_processes(stage: str, jobs: int, time_limit: float, words: Sequence
     """Run a stage of checks in `jobs` processes of this command, with more `words`, and gather what they found."""
     with tempfile.TemporaryDirectory() as folder:
         running = [_start(Path(folder), stage, Shard(i, jobs), time_limit, words) for i in range(jobs)]
-        return [check for one in running for check in one.checks(time_limit + _GRACE)]
+        end = time.monotonic() + time_limit + _GRACE
+        return [check for one in running for check in one.checks(max(0.0, end - time.monotonic()))]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,15 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.lora import LoraPair, LoraPairs, LoraStep, lora_step
+from batchgen.kernels.moe import Routing
 from tests.gpu.compare import judge, judge_equal, poisoned
 from tests.gpu.lab import Lab
 from tests.gpu.registry import DTYPES, Labelled, parity
 from tests.gpu.under_test import kernel, twin
 from tests.gpu.ways import three_ways
+
+TIE = 1e-6
+"""Scores of experts closer than this may swap: two good roundings of them differ by some 1e-7."""
 
 
 def lora_of(lab: Lab, rows: int, adapters: int, without: int = 0) -> LoraStep:
@@ -66,8 +70,6 @@ def add_lora(
 )
 def route(lab: Lab, dtype: torch.dtype, *, rows: int, experts: int, kind: int) -> Iterator[Labelled]:
     """Ways of five families, among them groups of experts and a bias for the choice alone."""
-    from batchgen.kernels.moe import Routing
-
     routing = (
         Routing(2),
         Routing(8),
@@ -77,6 +79,7 @@ def route(lab: Lab, dtype: torch.dtype, *, rows: int, experts: int, kind: int) -
     )[kind]
     logits = lab.randn(rows, experts, dtype=dtype)
     bias = 0.1 * lab.randn(experts) if kind == 4 else None
+    logits = logits[_apart(logits, routing, bias)]
     ways = three_ways("route", logits, routing, bias)
     yield "ids", judge_equal(ways.got[0], ways.plain[0])
     scores = logits.double().softmax(-1) if routing.scoring == "softmax" else logits.double().sigmoid()
@@ -84,6 +87,18 @@ def route(lab: Lab, dtype: torch.dtype, *, rows: int, experts: int, kind: int) -
     if routing.renormalise:
         truth = truth / truth.sum(-1, keepdim=True)
     yield "weights", judge(ways.got[1], ways.plain[1], truth * routing.scale, torch.float32)
+
+
+def _apart(logits: Tensor, routing: Routing, bias: Tensor | None) -> Tensor:
+    """Tokens [T] bool none of whose scores all but tie, by expert and by group: rounding decides what others get."""
+    if routing.by_logit(bias is not None):
+        return torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+    scores = logits.double().sigmoid() if routing.scoring == "sigmoid" else logits.double().softmax(-1)
+    choice = scores if bias is None else scores + bias.double()
+    ranked = choice.view(len(choice), routing.groups, -1).sort(-1, descending=True).values
+    groups = ranked[..., : 2 if routing.group_score == "top2" else 1].sum(-1)
+    gaps = [values.sort(-1).values.diff(dim=-1) for values in (choice, groups)]
+    return (torch.cat(gaps, -1) > TIE).all(-1)
 
 
 @parity(
