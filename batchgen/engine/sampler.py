@@ -74,7 +74,7 @@ class Sampler:
             self._rows = list(rows)
         # First of all: a device still computes the logits while the host fills masks.
         masks = columns.grammars.fill(logits.shape[1]) if columns.grammars is not None else None
-        errors = dict.fromkeys(self._ops.nan_rows(logits).nonzero().flatten().tolist(), _NAN)
+        errors = _spoilt(self._ops.nan_rows(logits)) if columns.edits else {}
         raw = columns.readout.before(logits) if columns.readout is not None else None
         if columns.edits:
             logits = logits.float()
@@ -86,7 +86,10 @@ class Sampler:
         hidden = hide_stops(logits, columns.minimums, self._ops) if columns.minimums else None
         positions = torch.tensor([len(row.output_ids) for row in rows], dtype=torch.int64, device=self._device)
         sampling = columns.at(positions, self._ops)
-        tokens = self._ops.sample(logits, sampling).tokens  # [R]
+        drawn = self._ops.sample(logits, sampling)
+        tokens = drawn.tokens  # [R]
+        if not columns.edits:  # the draw may have seen already what else would take another reading of the logits
+            errors = _spoilt(self._ops.nan_rows(logits) if drawn.bad is None else drawn.bad)
         exhausted: frozenset[int] = frozenset()
         if columns.masked is not None:
             empty = masked_draws(logits, columns.masked, tokens)
@@ -98,6 +101,10 @@ class Sampler:
             errors = {row: _nothing_left(rows[row].request.params) for row in empty if row not in exhausted} | errors
         logprobs = columns.readout.after(logits, tokens, raw) if columns.readout is not None else {}
         return Sampled(tokens.tolist(), errors, logprobs, exhausted)
+
+
+def _spoilt(bad: Tensor) -> dict[int, ErrorInfo]:
+    return dict.fromkeys(bad.nonzero().flatten().tolist(), _NAN)
 
 
 def _nothing_left(params: SamplingParams) -> ErrorInfo:

@@ -7,8 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from batchgen.engine.engine import Engine
+from batchgen.errors import ErrorCode
 from batchgen.kernels.gpu.launch import recording
 from batchgen.request import Completion
 from tests.engine.grammar_model import save_grammar_model
@@ -129,3 +132,26 @@ def test_plain_rows_launch_what_they_need(tmp_path: Path) -> None:
     attention = sum("attention" in name for name in names)
     assert attention <= 3 * layers * steps
     assert not [name for name in names if "penal" in name or "bitmask" in name or "lora" in name]
+    assert "_scan_kernel" not in names  # the draw sees by itself which rows nothing can be drawn from
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy complains of such rows
+@pytest.mark.parametrize("edited", [{}, {"repetition_penalty": 1.2}])
+def test_rows_of_not_a_numbers_fail_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edited: dict[str, Any]
+) -> None:
+    """Seen by the draw where logits are drawn from as they are, and before anything is written to them elsewhere."""
+    folder = save_tiny("llama", tmp_path / "model")
+    save_word_tokenizer(folder, VOCAB)
+    engine = Engine(str(folder), attention="triton", dtype="float32", page_size=4)
+    logits = engine.model.logits
+
+    def broken(hidden: Tensor) -> Tensor:
+        found = logits(hidden)
+        found[1, 3], found[2] = torch.nan, -torch.inf
+        return found
+
+    monkeypatch.setattr(engine.model, "logits", broken)
+    work = [{"input_ids": [i + 3, 7], "max_new_tokens": 1, "temperature": i % 2, **edited} for i in range(4)]
+    done = list(engine.generate(work, ordered=True))
+    assert [c.error.code if c.error else None for c in done] == [None, *[ErrorCode.NAN_LOGITS] * 2, None]
