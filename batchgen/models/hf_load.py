@@ -342,10 +342,14 @@ def _tested(model: TransformersModel, ids: Tensor, expected: Tensor) -> Transfor
 
 
 def _test_experts(model: TransformersModel, experts: ExpertsSlot, ids: Tensor, expected: Tensor) -> None:
-    """Leave the experts to the library where the logits with ours are not the library's."""
+    """Leave the experts to the library where ours do not run, or the logits with them are not the library's."""
     from batchgen.kernels.gpu import ops  # only where there is a GPU
 
-    if not _difference(model, ids, expected, ops) <= _TOLERANCE[model.spec.dtype]:
+    try:
+        difference = _difference(model, ids, expected, ops)
+    except Exception:  # a kernel that cannot be compiled or started fails in as many ways as there are causes
+        difference = float("inf")
+    if not difference <= _TOLERANCE[model.spec.dtype]:
         experts.leave_to_library()
 
 
