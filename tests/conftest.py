@@ -9,6 +9,13 @@ import os
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
+from hypothesis import settings
+
+# The same cases in every run, so that a change that has nothing to do with it is never stopped by a new one;
+# `--hypothesis-profile=explore` draws others.
+settings.register_profile("steady", derandomize=True)
+settings.register_profile("explore", derandomize=False)
+settings.load_profile("steady")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -130,6 +130,8 @@ class _Columns:
     """None: no row is constrained"""
     masked: Tensor | None
     """[w] int64 rows that may be left with nothing; None: no row"""
+    edits: bool
+    """whether anything may be written to the logits, which takes float32"""
 
     @staticmethod
     def of(
@@ -156,21 +158,18 @@ class _Columns:
         masked = sorted({i for i, shaping in shaped if shaping.shape.masks}.union(i for i, _ in grammars))
         altered = frozenset(i for i, shaping in shaped if shaping.shape.alters)
         wanted = [(i, p) for i, p in enumerate(params) if p.needs_logprobs]
+        minimums = [(i, row) for i, row in enumerate(rows) if row.masked_ids]
         return _Columns(
             seeds=ints([row.request.seed for row in rows]),
             samples=ints([row.sample_index for row in rows]),
             sampling=sampling,
             readout=Readout(wanted, altered, sampling, mode, device, ops) if wanted else None,
             shaper=Shaper(shaped, len(rows), processors, device, ops) if shaped else None,
-            minimums=[(i, row) for i, row in enumerate(rows) if row.masked_ids],
+            minimums=minimums,
             grammars=GrammarMasks(grammars, ops) if grammars else None,
             masked=ints(masked) if masked else None,
+            edits=bool(shaped or grammars or minimums),
         )
-
-    @property
-    def edits(self) -> bool:
-        """Whether anything may be written to the logits, which takes float32."""
-        return self.shaper is not None or self.grammars is not None or bool(self.minimums)
 
     def at(self, positions: Tensor, ops: Ops) -> SamplingColumns:
         """The columns with this step's noise keys."""

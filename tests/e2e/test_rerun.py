@@ -93,7 +93,7 @@ def test_unfinished_work_of_another_job_is_refused_by_what_differs(
         stream.write(b'{"text": "one more", "temperature": 0}\n')
     done = run(base, tmp_path, expect=2)
     assert "(different: input files)" in done.stderr
-    assert len(list((tmp_path / "out.parquet.work" / "parts").iterdir())) == parts
+    assert len(list((tmp_path / "out.parquet.work" / "parts").glob("part-*.parquet"))) == parts
     write_lines(tmp_path / "in.jsonl", mixed_lines(80, seed=4))
     run(base, tmp_path)
     (tmp_path / "expected.parquet").write_bytes(finished)

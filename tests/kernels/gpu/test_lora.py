@@ -36,19 +36,21 @@ def draw_step(adapters: list[int] | np.ndarray) -> LoraStep:
     return step
 
 
-def errors(out: Tensor, x: Tensor, step: LoraStep, pairs: LoraPairs) -> tuple[Tensor, Tensor, Tensor]:
-    """What the kernels give, what the twin gives, and the truth in float64."""
-    truth, twin, ours = out.double(), out.clone(), out.clone()
+def errors(out: Tensor, x: Tensor, step: LoraStep, pairs: LoraPairs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What the kernels give, what the twin gives, the truth in float64, and the sums of its terms' magnitudes."""
+    truth, terms, twin, ours = out.double(), out.double().abs(), out.clone(), out.clone()
     doubles = [None if p is None else LoraPair(p.down.double(), p.up.double()) for p in pairs]
+    magnitudes = [None if p is None else LoraPair(p.down.abs(), p.up.abs()) for p in doubles]
     add_lora(truth, x.double(), step, LoraPairs(doubles))
+    add_lora(terms, x.double().abs(), step, LoraPairs(magnitudes))
     add_lora(twin, x, step, pairs)
     kernels.add_lora(ours, x, step, pairs)
-    return ours, twin, truth
+    return ours, twin, truth, terms
 
 
-def hold(ours: Tensor, twin: Tensor, truth: Tensor) -> None:
-    """The 2 x rule, with room for one rounding of the result."""
-    one = torch.finfo(ours.dtype).eps * truth.abs().max()
+def hold(ours: Tensor, twin: Tensor, truth: Tensor, terms: Tensor) -> None:
+    """The 2 x rule, with room for one rounding on the way: where terms cancel, the twin may be right by luck."""
+    one = torch.finfo(ours.dtype).eps * terms.max()
     assert (ours.double() - truth).abs().max() <= 2 * (twin.double() - truth).abs().max() + one
 
 
