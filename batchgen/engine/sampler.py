@@ -72,6 +72,8 @@ class Sampler:
         if columns is None or rows != self._rows:
             columns = self._columns = _Columns.of(rows, self._processors, self._mode, self._device, self._ops)
             self._rows = list(rows)
+        if logits.device.type == "cpu":
+            logits = logits.float()  # argmax of bfloat16 takes twice as long there, this included
         # First of all: a device still computes the logits while the host fills masks.
         masks = columns.grammars.fill(logits.shape[1]) if columns.grammars is not None else None
         errors = _spoilt(self._ops.nan_rows(logits)) if columns.edits else {}
