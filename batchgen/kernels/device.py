@@ -151,7 +151,7 @@ class _CudaDownload:
 
     def ready(self) -> bool:
         """Asks the event."""
-        return bool(self._event.query())
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> list[Array]:
         """The pinned copies, which nobody else writes to while they are held."""
@@ -211,7 +211,7 @@ class CudaDevice:
         """See `Device.download`."""
         stream = self._lanes.get(lane)
         if stream is None:
-            stream = self._lanes[lane] = torch.cuda.Stream(self.torch_device)
+            stream = self._lanes[lane] = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         computing = torch.cuda.current_stream(self.torch_device)
         stream.wait_stream(computing)
         pinned = []
@@ -221,7 +221,7 @@ class CudaDevice:
                 target.copy_(tensor, non_blocking=True)
                 tensor.record_stream(stream)
                 pinned.append(target)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
         return _CudaDownload(pinned, event)
 
