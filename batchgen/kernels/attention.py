@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.attention_plan import AttentionPlan, Block, HeadShape, Tile, plan_attention
+from batchgen.kernels.pooled import PooledAttention
 from batchgen.kernels.types import AttentionBatch, KVPool
 
-__all__ = ["TorchAttention", "store"]
+__all__ = ["TorchAttention"]
 
 
-class TorchAttention:
+class TorchAttention(PooledAttention):
     """One step's attention (the `PagedAttention` protocol) over `pool`. Made anew each step.
 
     What depends on the step alone is worked out at the first layer and used again for the others.
@@ -27,28 +28,6 @@ class TorchAttention:
         self._pool = pool
         self._batch = batch
         self._plans: dict[tuple[HeadShape, int | None], AttentionPlan] = {}
-
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Store the step's keys and values of `layer`, then attend. See `Attention.attend`."""
-        keys, values, slots = self.cache(layer)
-        store(keys, key, slots)
-        store(values, value, slots)
-        return self.attend_stored(layer, query, scale=scale, window=window, softcap=softcap, sinks=sinks)
-
-    def cache(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Where the step's keys and values go. See `PagedAttention.cache`."""
-        return self._pool.keys[layer], self._pool.values[layer], self._batch.slot_mapping
 
     def attend_stored(
         self,
@@ -72,12 +51,6 @@ class TorchAttention:
             plan = plan_attention(self._batch, self._pool.page_size, shape, window)
             self._plans[shape, window] = plan
         return plan
-
-
-def store(cache: Tensor, new: Tensor, slots: Tensor) -> None:
-    """Write keys or values `new` [T, K, x] to slots [T] int64 of `cache` [P, S, K, x], in its dtype."""
-    pages, size, heads, dim = cache.shape
-    cache.view(pages * size, heads, dim).index_copy_(0, slots, new.to(cache.dtype))
 
 
 class _Scores:

@@ -19,9 +19,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from batchgen.kernels.attention import store
 from batchgen.kernels.flash_library import FlashLibrary, Runs
 from batchgen.kernels.merge import merge_parts
+from batchgen.kernels.pooled import PooledAttention
 from batchgen.kernels.types import AttentionBatch, ChunkPages, KVPool
 
 __all__ = ["FlashAttention", "MergeParts", "PrefixFactory", "PrefixPass", "flash_factory"]
@@ -78,7 +78,7 @@ def flash_factory(
     return lambda pool, batch: FlashAttention(library, pool, batch, prefix, merge)
 
 
-class FlashAttention:
+class FlashAttention(PooledAttention):
     """One step's attention (the `PagedAttention` protocol) by a flash library. Made anew each step."""
 
     def __init__(
@@ -96,28 +96,6 @@ class FlashAttention:
         self._merge = merge
         self._parts = _parts(batch)
         self._schedules: dict[tuple[int, int, tuple[int, ...], int | None, bool], Tensor | None] = {}
-
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Store the step's keys and values of `layer`, then attend. See `Attention.attend`."""
-        keys, values, slots = self.cache(layer)
-        store(keys, key, slots)
-        store(values, value, slots)
-        return self.attend_stored(layer, query, scale=scale, window=window, softcap=softcap, sinks=sinks)
-
-    def cache(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Where the step's keys and values go. See `PagedAttention.cache`."""
-        return self._pool.keys[layer], self._pool.values[layer], self._batch.slot_mapping
 
     def attend_stored(
         self,

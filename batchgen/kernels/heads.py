@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from batchgen.kernels.norm import rms_norm
+from batchgen.kernels.pooled import store
 from batchgen.kernels.rope import apply_rope
 
 __all__ = ["rotate_and_store"]
@@ -48,11 +49,6 @@ def rotate_and_store(
     else:
         rotated = apply_rope(qkv[:, : heads + kv_heads], cos, sin)  # [T, N + K, D]
         query, key = rotated[:, :heads], rotated[:, heads:]  # [T, N, D], [T, K, D]
-    _store(keys, key, slot_mapping)
-    _store(values, qkv[:, heads + kv_heads :], slot_mapping)
+    store(keys, key, slot_mapping)
+    store(values, qkv[:, heads + kv_heads :], slot_mapping)
     return query
-
-
-def _store(cache: Tensor, new: Tensor, slot_mapping: Tensor) -> None:
-    pages, size, heads, dim = cache.shape
-    cache.view(pages * size, heads, dim).index_copy_(0, slot_mapping, new.to(cache.dtype))

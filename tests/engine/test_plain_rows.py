@@ -25,7 +25,8 @@ FIRST, LAST = 12, 32
 PLAIN = (
     "engine/batch.py", "engine/loop.py", "engine/sampler.py", "engine/sequence.py", "kernels/activation.py",
     "kernels/attention.py", "kernels/attention_plan.py", "kernels/heads.py", "kernels/linear.py", "kernels/noise.py",
-    "kernels/norm.py", "kernels/rope.py", "kernels/sampling.py", "kernels/top.py", "models/native.py", "text/stops.py",
+    "kernels/norm.py", "kernels/pooled.py", "kernels/rope.py", "kernels/sampling.py", "kernels/top.py",
+    "models/native.py", "text/stops.py",
 )  # fmt: skip
 """Modules that a plain step runs, besides those of `plan/`."""
 

@@ -23,6 +23,7 @@ from batchgen.kernels.gpu.work_list import (
     plan_groups,
     plan_step,
 )
+from batchgen.kernels.pooled import PooledAttention
 from batchgen.kernels.types import AttentionBatch, KVPool
 
 __all__ = ["TritonAttention"]
@@ -82,7 +83,7 @@ class _Scores:
     sinks: Tensor | None
 
 
-class TritonAttention:
+class TritonAttention(PooledAttention):
     """One step's attention (the `PagedAttention` protocol) as a few launches per layer. Made anew each step.
 
     The work list is made at the first layer and used again for all with the same sizes and window.
@@ -105,28 +106,6 @@ class TritonAttention:
         self._tuning = chip_tuning(self._device) if tuning is None else tuning
         self._multiprocessors = _multiprocessors(self._device) if multiprocessors is None else multiprocessors
         self._lists: dict[tuple[_Heads, int | None, bool], _UploadedList] = {}
-
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Store the step's keys and values of `layer`, then attend. See `Attention.attend`."""
-        keys, values, slots = self.cache(layer)
-        for cache, new in ((keys, key), (values, value)):
-            cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, new.to(cache.dtype))
-        return self.attend_stored(layer, query, scale=scale, window=window, softcap=softcap, sinks=sinks)
-
-    def cache(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Where the step's keys and values go. See `PagedAttention.cache`."""
-        return self._pool.keys[layer], self._pool.values[layer], self._batch.slot_mapping
 
     def attend_stored(
         self,
