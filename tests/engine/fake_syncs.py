@@ -1,0 +1,77 @@
+"""Which of PyTorch's operations make the host wait for a GPU: those that `torch.cuda.set_sync_debug_mode` would name.
+
+Copies between host and device are not among them; `fake_cuda` looks at those by itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["why_it_waits"]
+
+aten = torch.ops.aten
+
+_READS = "reads a number"
+_COUNTS = "counts what it finds"
+
+_ALWAYS = {
+    aten._local_scalar_dense: _READS,
+    aten.item: _READS,
+    aten.is_nonzero: _READS,
+    aten.equal: _READS,
+    aten.nonzero: _COUNTS,
+    aten.nonzero_numpy: _COUNTS,
+    aten.argwhere: _COUNTS,
+    aten.masked_select: _COUNTS,
+    aten._unique: _COUNTS,
+    aten._unique2: _COUNTS,
+    aten.unique_dim: _COUNTS,
+    aten.unique_consecutive: _COUNTS,
+    aten.bincount: _COUNTS,
+    aten.lift_fresh: "copies from the host",
+}
+
+
+def why_it_waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Why an operation of the dispatcher, called on device tensors, waits for them; None where it does not."""
+    packet = func.overloadpacket
+    why = _ALWAYS.get(packet)
+    if why is not None:
+        return why
+    if packet is aten.repeat_interleave:
+        return _COUNTS if _argument(func, args, kwargs, "output_size") is None and _takes_tensor(func) else None
+    if packet in (aten.index, aten._unsafe_index, aten.index_put, aten.index_put_, aten._index_put_impl_):
+        masks = [x for x in args[1] if isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8)]
+        return _COUNTS if masks and not _is_masked_fill(func, args, kwargs) else None
+    if packet in (aten.masked_fill, aten.masked_fill_, aten.index_fill, aten.index_fill_):
+        value = _argument(func, args, kwargs, "value")
+        return _READS if isinstance(value, Tensor) and value.device.type != "cpu" else None
+    return None
+
+
+def _is_masked_fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """`x[mask] = number` is one, and waits for nothing."""
+    if func.overloadpacket in (aten.index, aten._unsafe_index):
+        return False
+    value = _argument(func, args, kwargs, "values")
+    indices = [x for x in args[1] if isinstance(x, Tensor)]
+    return (
+        len(indices) == 1
+        and value.numel() == 1
+        and value.device.type == "cpu"
+        and not _argument(func, args, kwargs, "accumulate")
+    )
+
+
+def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            return args[place] if place < len(args) else kwargs.get(name)
+    return None
+
+
+def _takes_tensor(func: Any) -> bool:
+    return any(a.name == "repeats" and str(a.type) == "Tensor" for a in func._schema.arguments)

@@ -1,0 +1,193 @@
+"""The fake device is worth nothing unless it catches mistakes: each is planted here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from batchgen.kernels.device import HOST, Device, as_array
+from batchgen.kernels.gpu import ops
+from tests.engine.fake_device import LateDevice, LateDownload, Wait
+
+
+def test_uploads_are_packed_copies() -> None:
+    device: Device = LateDevice()
+    arrays = [np.arange(3), np.array([True]), np.empty((0, 4), np.float32), np.arange(6, dtype=np.uint16).reshape(2, 3)]
+    tensors = device.upload(*arrays)
+    assert [as_array(t).tolist() for t in tensors] == [a.tolist() for a in arrays]
+    assert [t.dtype for t in tensors] == [HOST.upload(a)[0].dtype for a in arrays]
+    assert len({t.untyped_storage().data_ptr() for t in tensors}) == 1
+    arrays[0][:] = 7
+    assert tensors[0].tolist() == [0, 1, 2]
+
+
+def test_transfers_are_counted() -> None:
+    device = LateDevice()
+    device.upload()
+    device.upload(np.empty(0))
+    (held,) = device.upload(np.arange(4))
+    device.upload_into(np.arange(2), held)
+    device.download(held, held.float(), lane="outputs")
+    assert held.tolist() == [0, 1, 2, 3]
+    counts = device.counts
+    assert (counts.uploads, counts.uploaded_arrays, counts.uploads_into, counts.uploaded_bytes) == (1, 2, 1, 48)
+    assert (counts.downloads, counts.downloaded_bytes) == ({"outputs": 1}, {"outputs": 48})
+    assert device.unread == {"tokens": 0, "outputs": 1}
+
+
+@pytest.mark.parametrize(
+    ("array", "target"),
+    [
+        (np.arange(3), torch.zeros(2, dtype=torch.int64)),
+        (np.arange(2), torch.zeros(2)),
+        (np.arange(2), torch.zeros(4, dtype=torch.int64)[::2]),
+        (np.zeros((1, 2)), torch.zeros(1, 2, dtype=torch.float64)),
+    ],
+)
+def test_what_upload_into_does_not_take(array: np.ndarray, target: torch.Tensor) -> None:
+    with pytest.raises(AssertionError):
+        LateDevice().upload_into(array, target)
+
+
+def test_downloads_hold_poison_until_they_are_waited_for() -> None:
+    device = LateDevice()
+    sources = [torch.ones(2), torch.ones(1, dtype=torch.int64), torch.ones(3, dtype=torch.bfloat16)]
+    download = device.download(*sources)
+    assert isinstance(download, LateDownload)
+    early = [array.copy() for array in download.arrays]
+    assert np.isnan(early[0]).all()
+    assert early[1].tolist() == [-(2**62)]
+    assert torch.from_numpy(early[2]).view(torch.bfloat16).isnan().all()
+    assert not download.ready()
+    device.upload(np.arange(1))
+    assert download.ready()
+    found = download.wait()
+    assert [array.tolist() for array in found] == [[1, 1], [1], as_array(sources[2]).tolist()]
+    sources[0].zero_()
+    assert [array.tolist() for array in download.wait()[:2]] == [[1, 1], [1]]
+    assert len(device.counts.waits) == 1
+
+
+def test_an_overwritten_source_shows() -> None:
+    source = torch.ones(2)
+    download = LateDevice().download(source)
+    source.add_(1)
+    with pytest.raises(AssertionError, match="tensor 0 of a download was overwritten"):
+        download.wait()
+    source = torch.ones(2)
+    download = LateDevice(strict=False).download(source)
+    source.add_(1)
+    assert download.wait()[0].tolist() == [2, 2]
+
+
+def test_waits_tell_how_late_they_are() -> None:
+    device = LateDevice()
+    first = device.download(torch.ones(1))
+    device.mark()
+    device.upload(np.arange(2))
+    second = device.download(torch.ones(1))
+    second.wait()
+    first.wait()
+    device.download(torch.ones(1), lane="outputs").wait()
+    assert device.counts.waits == [
+        Wait("tokens", 0, 0, 0, 0, overtook=True),
+        Wait("tokens", 1, 1, 0, 1, overtook=False),
+        Wait("outputs", 0, 0, 0, 0, overtook=False),
+    ]
+    assert device.counts.lateness() == {0: 1, 1: 1}
+    assert device.counts.most_unread == {"tokens": 2, "outputs": 1}
+    assert device.unread == {"tokens": 0, "outputs": 0}
+
+
+def test_an_uploaded_array_can_be_spoilt() -> None:
+    device = LateDevice(poison_uploads=True)
+    array, fixed = np.arange(3), np.arange(3)
+    fixed.flags.writeable = False
+    (tensor, _) = device.upload(array, fixed)
+    assert array.tolist() == [0, 1, 2]
+    device.mark()
+    assert array.tolist() == [-1, -1, -1]
+    assert tensor.tolist() == fixed.tolist() == [0, 1, 2]
+
+
+def test_a_graph_has_done_nothing_before_its_replay_and_runs_no_python_at_it() -> None:
+    device = LateDevice(captures=True)
+    given, total = torch.ones(2), torch.zeros(2)
+    made: list[torch.Tensor] = []
+
+    def body() -> None:
+        doubled = given * 2
+        total.add_(doubled)
+        made.append(doubled.view(2, 1))
+
+    graph = device.capture(body)
+    assert total.tolist() == [0, 0]
+    assert made[0].isnan().all()
+    graph.replay()
+    given.fill_(5)
+    graph.replay()
+    assert len(made) == 1
+    assert made[0].tolist() == [[10], [10]]
+    assert total.tolist() == [12, 12]
+    assert (device.counts.captures, device.counts.replays) == (1, 2)
+
+
+def test_a_graph_holds_kernels() -> None:
+    device = LateDevice(captures=True)
+    x, weight = torch.randn(3, 16), torch.randn(16)
+    out: list[torch.Tensor] = []
+    graph = device.capture(lambda: out.append(ops.add_rms_norm(x, weight.expand(3, 16).contiguous(), weight, 1e-6)))
+    assert out[0].isnan().all()
+    fresh = torch.randn(3, 16)
+    x.copy_(fresh)
+    graph.replay()
+    torch.testing.assert_close(x, fresh + weight)
+    torch.testing.assert_close(out[0], torch.nn.functional.rms_norm(x, (16,), weight, 1e-6))
+
+
+def test_a_graph_overwrites_what_its_last_replay_left() -> None:
+    device = LateDevice(captures=True)
+    given = torch.ones(2)
+    made: list[torch.Tensor] = []
+    graph = device.capture(lambda: made.append(given + 1))
+    graph.replay()
+    download = device.download(made[0])
+    given.fill_(9)
+    graph.replay()
+    with pytest.raises(AssertionError, match="overwritten"):
+        download.wait()
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        lambda device, x: device.upload(np.arange(1)),
+        lambda device, x: device.upload_into(np.zeros(1, np.float32), x),
+        lambda device, x: device.download(x),
+        lambda device, x: device.capture(lambda: None),
+        lambda device, x: x[0].item(),
+        lambda device, x: bool(x[0] > 0),
+        lambda device, x: x[x > 0],
+        lambda device, x: x.nonzero(),
+        lambda device, x: x.repeat_interleave(torch.tensor([1, 2])),
+        lambda device, x: x.masked_select(x > 0),
+        lambda device, x: x.unique(),
+        lambda device, x: torch.tensor([1.0, 2.0]) + x,
+    ],
+)
+@pytest.mark.parametrize("inference", [True, False])
+def test_what_no_capture_holds(mistake: Callable[[LateDevice, torch.Tensor], object], inference: bool) -> None:
+    device = LateDevice(captures=True)
+    with torch.inference_mode(inference):
+        x = torch.ones(2)
+        with pytest.raises(RuntimeError, match="inside a capture"):
+            device.capture(lambda: mistake(device, x))  # type: ignore[arg-type, return-value]
+        device.upload(np.arange(1))  # the capture has ended
+
+
+def test_graphs_are_there_where_they_are_asked_for() -> None:
+    with pytest.raises(NotImplementedError):
+        LateDevice().capture(lambda: None)
