@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.kernels.types import AttentionBatch, ChunkPages, GroupPages, KVPool, LayerKV
+from batchgen.kernels.reference import reference_attention
+from batchgen.kernels.types import Attention, AttentionBatch, ChunkPages, GroupPages, KVPool, LayerKV
 
 
 @dataclass
@@ -127,3 +129,42 @@ class StepBuilder:
 
     def _randn(self, *size: int) -> Tensor:
         return torch.randn(*size, generator=self.generator)
+
+
+def one_token(b: StepBuilder) -> None:
+    b.chunk(1)
+
+
+def only_rows(b: StepBuilder) -> None:
+    for n in (1, 16, 17, 100, 5):
+        b.decode(n)
+
+
+def one_row(b: StepBuilder) -> None:
+    b.decode(1)
+
+
+def group_of_one(b: StepBuilder) -> None:
+    b.group([b.decode(9, own_start=48)], 0, 3)
+
+
+def group_of_some(b: StepBuilder) -> None:
+    rows = [b.decode(n, own_start=32) for n in (4, 30, 1)]
+    b.decode(50)
+    b.group([rows[2], rows[0], rows[1]], 0, 2)
+
+
+def check_layers_of_different_shapes(make: Callable[[KVPool, AttentionBatch], Attention]) -> None:
+    """One step's attention serves layers of other sizes, and windows beside none."""
+    layers = [LayerKV(2, 16, 16), LayerKV(1, 8, 24)]
+    pool = KVPool.allocate(layers, 8, 16, torch.float32, torch.device("cpu"))
+    batch = AttentionBatch(torch.arange(16, 40), [ChunkPages(0, 24, 24, np.array([1, 2]))], decode_start=24)
+    attention = make(pool, batch)
+    for index, layer in enumerate(layers):
+        query = torch.randn(24, 4, layer.key_dim)
+        key, value = torch.randn(24, layer.kv_heads, layer.key_dim), torch.randn(24, layer.kv_heads, layer.value_dim)
+        for window in (None, 4):
+            got = attention.attend(index, query, key, value, scale=0.3, window=window)
+            keys, values = pool.keys[index], pool.values[index]
+            expected = reference_attention(batch, query, keys, values, scale=0.3, window=window)
+            torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-5)

@@ -195,21 +195,9 @@ def _draw(
 
 @triton.jit
 def _settle(
-    p_row,
-    stride,
-    p_ids,
-    count,
-    largest,
-    temperature,
-    top_p,
-    min_p,
-    key,
-    value,
-    last,
-    total,
-    FEW: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    p_row, stride, p_ids, count, largest, temperature, top_p, min_p, key, value, last, total,
+    FEW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Draw inside the boundary until the token survives top_p; `total` is the mass it is a share of, 0: that inside."""
     token = tl.full([], -1, tl.int32)
     limit = top_p.to(tl.float64) * total
@@ -265,38 +253,14 @@ def _sample(
         )
         if count > 0:
             token = _settle(
-                p_row,
-                stride,
-                p_ids,
-                count,
-                largest,
-                temperature,
-                top_p,
-                min_p,
-                key,
-                value,
-                last,
-                total,
-                True,
-                FEW_BLOCK,
-            )
+                p_row, stride, p_ids, count, largest, temperature, top_p, min_p, key, value, last, total,
+                True, FEW_BLOCK,
+            )  # fmt: skip
         else:
             token = _settle(
-                p_row,
-                stride,
-                p_ids,
-                vocab,
-                largest,
-                temperature,
-                top_p,
-                min_p,
-                key,
-                value,
-                last,
-                total,
-                False,
-                BLOCK,
-            )
+                p_row, stride, p_ids, vocab, largest, temperature, top_p, min_p, key, value, last, total,
+                False, BLOCK,
+            )  # fmt: skip
     tl.store(p_tokens + row, token.to(tl.int64))
 
 

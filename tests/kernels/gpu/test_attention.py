@@ -20,8 +20,18 @@ from batchgen.kernels.gpu.attention import TritonAttention
 from batchgen.kernels.gpu.merge import merge_parts
 from batchgen.kernels.gpu.work_list import FIELDS, GROUPS, LARGE, SMALL, WorkList
 from batchgen.kernels.reference import reference_attention
-from batchgen.kernels.types import AttentionBatch, ChunkPages, GroupPages, KVPool, LayerKV
-from tests.kernels.steps import Shape, Step, StepBuilder
+from batchgen.kernels.types import AttentionBatch, GroupPages
+from tests.kernels.steps import (
+    Shape,
+    Step,
+    StepBuilder,
+    check_layers_of_different_shapes,
+    group_of_one,
+    group_of_some,
+    one_row,
+    one_token,
+    only_rows,
+)
 
 from .closeness import assert_as_close
 
@@ -163,29 +173,6 @@ def test_the_tiles_of_float32() -> None:
 
 def only_chunk(b: StepBuilder) -> None:
     b.chunk(70, past=63)
-
-
-def one_token(b: StepBuilder) -> None:
-    b.chunk(1)
-
-
-def only_rows(b: StepBuilder) -> None:
-    for n in (1, 16, 17, 50, 5):
-        b.decode(n)
-
-
-def one_row(b: StepBuilder) -> None:
-    b.decode(1)
-
-
-def group_of_one(b: StepBuilder) -> None:
-    b.group([b.decode(9, own_start=48)], 0, 3)
-
-
-def group_of_some(b: StepBuilder) -> None:
-    rows = [b.decode(n, own_start=32) for n in (4, 30, 1)]
-    b.decode(50)
-    b.group([rows[2], rows[0], rows[1]], 0, 2)
 
 
 def group_of_many(b: StepBuilder) -> None:
@@ -342,19 +329,7 @@ def test_scores_far_apart() -> None:
 
 
 def test_layers_of_different_shapes_share_one_step() -> None:
-    layers = [LayerKV(2, 16, 16), LayerKV(1, 8, 24)]
-    pool = KVPool.allocate(layers, 8, 16, torch.float32, torch.device("cpu"))
-    batch = AttentionBatch(torch.arange(16, 40), [ChunkPages(0, 24, 24, np.array([1, 2]))], decode_start=24)
-    attention = TritonAttention(pool, batch, TILES, 4)
-    for index, layer in enumerate(layers):
-        query = torch.randn(24, 4, layer.key_dim)
-        key, value = torch.randn(24, layer.kv_heads, layer.key_dim), torch.randn(24, layer.kv_heads, layer.value_dim)
-        for window in (None, 4):
-            got = attention.attend(index, query, key, value, scale=SCALE, window=window)
-            expected = reference_attention(
-                batch, query, pool.keys[index], pool.values[index], scale=SCALE, window=window
-            )
-            torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-5)
+    check_layers_of_different_shapes(lambda pool, batch: TritonAttention(pool, batch, TILES, 4))
 
 
 def test_queries_may_be_strided_views() -> None:
