@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
@@ -25,18 +25,30 @@ from batchgen.data.schema import SCHEMA, SCHEMA_VERSION, VERSION_KEY, OutputRow,
 from batchgen.data.states import records_of, states_part, write_states_part
 from batchgen.data.work import WorkFolder
 
-__all__ = ["FINGERPRINT_KEY", "STATES_KEY", "PartWriter", "part_schema"]
+__all__ = ["FINGERPRINT_KEY", "STATES_KEY", "PartWriter", "WriterStats", "part_schema"]
 
 FINGERPRINT_KEY = b"batchgen.fingerprint"
 STATES_KEY = b"batchgen.states"
 """How many records the part's states hold; absent where it has none."""
 
 _PART_BYTES = 64 << 20
-"""A part is committed when it holds about this much, however few rows; `add` waits while so much is buffered."""
-
+"""A part is committed when it holds about this much, however few rows; `add` waits while so much is buffered, so that
+however slow the disk is, no more than twice this and a group each is held: one part being written, one buffered."""
 
 _LISTS = attrgetter(*(field.name for field in SCHEMA if pat.is_list(field.type)))
 """A completion's list columns."""
+
+
+@dataclass(slots=True)
+class WriterStats:
+    """What the disk's pace did to the one who adds."""
+
+    output_waits: int = 0
+    """How often `add` found the buffer full."""
+    output_wait_seconds: float = 0.0
+    """How long it waited in all."""
+    output_peak_bytes: int = 0
+    """Most bytes of finished rows held at once, buffered or being written."""
 
 
 class PartWriter:
@@ -67,12 +79,14 @@ class PartWriter:
         self._changed = threading.Condition()
         self._buffer: list[OutputRow] = []
         self._weight = 0
+        self._weight_written = 0
         self._since = 0.0
         self._flushing = False
         self._closing = False
         self._writing = False
         self._error: BaseException | None = None
         self._committed = 0
+        self.stats = WriterStats()
         self._thread = threading.Thread(target=self._run, name="batchgen-parts", daemon=True)
         self._thread.start()
 
@@ -91,12 +105,13 @@ class PartWriter:
         assert len({row.completion.key[:2] for row in group}) == 1, "a group is the samples of one prompt"
         weight = sum(map(_weight, group))
         with self._changed:
-            self._changed.wait_for(lambda: self._weight < _PART_BYTES or self._error is not None)
+            self._wait_for_room()
             self._raise_error()
             if not self._buffer:
                 self._since = self._clock()
             self._buffer.extend(group)
             self._weight += weight
+            self.stats.output_peak_bytes = max(self.stats.output_peak_bytes, self._weight + self._weight_written)
             # One wake-up starts the thread's clock, another is for a full part.
             if len(self._buffer) == len(group) or self._due():
                 self._changed.notify_all()
@@ -139,6 +154,14 @@ class PartWriter:
             if error is None:
                 raise
 
+    def _wait_for_room(self) -> None:
+        if self._weight < _PART_BYTES or self._error is not None:
+            return
+        self.stats.output_waits += 1
+        began = time.monotonic()
+        self._changed.wait_for(lambda: self._weight < _PART_BYTES or self._error is not None)
+        self.stats.output_wait_seconds += time.monotonic() - began
+
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
@@ -155,6 +178,8 @@ class PartWriter:
                 self._commit(rows)
                 with self._changed:
                     self._committed += len(rows)
+                    rows.clear()  # not held on to while the next part fills up
+                    self._weight_written = 0
                     self._writing = False
                     self._changed.notify_all()
         except BaseException as error:
@@ -172,7 +197,7 @@ class PartWriter:
                 wait = self._since + self._commit_seconds - self._clock() if self._buffer else None
                 self._changed.wait(wait)
             rows, self._buffer = self._buffer, []
-            self._weight = 0
+            self._weight, self._weight_written = 0, self._weight
             self._writing = True
             self._changed.notify_all()
             return rows

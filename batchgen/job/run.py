@@ -15,7 +15,7 @@ from batchgen.config import RunConfig
 from batchgen.data.committed import Committed
 from batchgen.data.files import read_footer
 from batchgen.data.finish import finish
-from batchgen.data.parts import PartWriter
+from batchgen.data.parts import PartWriter, WriterStats
 from batchgen.data.read import InputSet, open_inputs
 from batchgen.data.retry import open_for_retry
 from batchgen.data.schema import OutputRow
@@ -127,7 +127,7 @@ class _Job:
                 "experts_per_token": setup.spec.experts_per_token or None,
             }
             finish(work, rows.expected, {**identity.record, **made}, max_bytes=config.max_output_bytes)
-        return self._summary(work.paths.result, identity, rows, committed, running)
+        return self._summary(work.paths.result, identity, rows, committed, running, writer.stats)
 
     def _events(self, go_on: bool) -> EventWriter | nullcontext[None]:
         """Where events go; opened before anything is computed, so that a path that cannot be written is no surprise."""
@@ -228,7 +228,13 @@ class _Job:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - began
 
     def _summary(
-        self, result: Path, identity: JobIdentity, rows: Ingested, committed: Committed, running: Running
+        self,
+        result: Path,
+        identity: JobIdentity,
+        rows: Ingested,
+        committed: Committed,
+        running: Running,
+        written: WriterStats,
     ) -> RunSummary:
         totals = read_totals(result)
         stats = running.scheduler.stats
@@ -251,7 +257,7 @@ class _Job:
             kv_peak_bytes=stats.peak_pages * running.page_bytes,
             seconds={phase: round(spent, 3) for phase, spent in self.seconds.items()},
             output_tokens_per_second=running.loop.state.output_tokens / generating if generating else 0.0,
-            engine=asdict(stats),
+            engine={**asdict(stats), **asdict(written)},
         )
 
 

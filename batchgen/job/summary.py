@@ -54,7 +54,7 @@ class RunSummary:
     already_done: bool = False
     """The output was complete before; nothing was run."""
     engine: Mapping[str, Any] = field(default_factory=dict)
-    """Further counted quantities: steps, preemptions, occupancy."""
+    """Further counted quantities: steps, preemptions, occupancy, waits for the disk."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values under the names that `check --json` uses too."""

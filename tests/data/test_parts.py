@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from batchgen.data import parts
 from batchgen.data.committed import Committed
 from batchgen.data.parts import FINGERPRINT_KEY, PartWriter
-from batchgen.data.schema import SCHEMA
+from batchgen.data.schema import SCHEMA, OutputRow
 from batchgen.data.work import RunIdentity
 from batchgen.errors import BatchgenError, FingerprintError, OutputError
 from tests.data.helpers import begin, commit, failed, group, sample
@@ -147,6 +147,44 @@ def test_a_writer_blocked_by_a_full_buffer_is_freed_by_the_error(
             add_forever(writer)
         with pytest.raises(OutputError):
             writer.close()
+
+
+class SlowDisk(PartWriter):
+    """Its disk takes a part only once somebody waits for it, so that a writer that runs ahead is always caught."""
+
+    def _commit(self, rows: list[OutputRow]) -> None:
+        while self.stats.output_waits <= len(self._work.part_files()) and not self._closing:
+            time.sleep(0.001)
+        super()._commit(rows)
+
+
+def test_a_slow_disk_holds_the_one_who_adds_and_bounds_what_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = 20_000
+    monkeypatch.setattr(parts, "_PART_BYTES", limit)
+    groups = [group(row, samples=2, size=50 + row) for row in range(200)]
+    weights = [sum(map(parts._weight, each)) for each in groups]
+    with begin(tmp_path / "r") as work:
+        with SlowDisk(work, commit_every=10**9, commit_seconds=3600) as writer:
+            for each in groups:
+                writer.add(each)
+        found = [keys_of(part) for part in work.part_files()]
+    assert [key for part in found for key in part] == [row.completion.key for each in groups for row in each]
+    assert writer.stats.output_waits >= len(found) - 2 > 5
+    assert writer.stats.output_wait_seconds > 0
+    assert limit < writer.stats.output_peak_bytes <= 2 * (limit + max(weights)) < sum(weights) / 4
+    assert not writer._thread.is_alive()
+
+
+def test_a_fast_disk_is_never_waited_for(tmp_path: Path) -> None:
+    with begin(tmp_path / "r") as work:
+        with PartWriter(work, commit_every=3) as writer:
+            for row in range(20):
+                writer.add(group(row))
+        assert len(Committed.read(work)) == 20
+    assert (writer.stats.output_waits, writer.stats.output_wait_seconds) == (0, 0.0)
+    assert 0 < writer.stats.output_peak_bytes <= sum(parts._weight(row) for n in range(20) for row in group(n))
 
 
 LIMITED = """

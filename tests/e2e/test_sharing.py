@@ -40,6 +40,7 @@ def test_the_job_computes_the_distinct_tokens(model: Path, tmp_path: Path) -> No
     assert report["distinct_prompt_tokens"] == nodes
     assert report["engine"]["prompt_tokens"] == nodes
     assert report["engine"]["recomputed_tokens"] == 0
+    assert report["engine"]["output_waits"] == 0 < report["engine"]["output_peak_bytes"]
     assert report["computed_prompt_tokens"] == nodes + report["engine"]["relogit_tokens"]
     assert sum(row["prompt_tokens"] - row["cached_tokens"] for row in output) == nodes
     assert report["cached_tokens"] == report["prompt_tokens"] - nodes
