@@ -12,8 +12,9 @@ from batchgen.engine.constraints import GrammarMasks
 from batchgen.engine.readout import LogprobsMode, Readout, RowLogprobs
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.shaping import Shaper
-from batchgen.engine.stop_mask import hide_stops
+from batchgen.engine.stop_mask import StopMask
 from batchgen.errors import ErrorCode, ErrorInfo
+from batchgen.kernels.device import device_for
 from batchgen.kernels.ops import Ops
 from batchgen.kernels.sampling import SamplingColumns
 from batchgen.kernels.shaping import masked_draws
@@ -85,8 +86,8 @@ class Sampler:
         # Masks commute; the minimum's is last, since it gives way where they leave nothing.
         if columns.grammars is not None and masks is not None:
             columns.grammars.apply(logits, masks)
-        hidden = hide_stops(logits, columns.minimums, self._ops) if columns.minimums else None
         positions = torch.tensor([len(row.output_ids) for row in rows], dtype=torch.int64, device=self._device)
+        hidden = columns.minimums.hide(logits, positions) if columns.minimums is not None else None
         sampling = columns.at(positions, self._ops)
         drawn = self._ops.sample(logits, sampling)
         tokens = drawn.tokens  # [R]
@@ -96,7 +97,9 @@ class Sampler:
         if columns.masked is not None:
             empty = masked_draws(logits, columns.masked, tokens)
             if empty and hidden is not None:
-                hidden.show(logits, empty)
+                left = torch.zeros(len(rows), dtype=torch.bool)
+                left[empty] = True
+                hidden.lift(logits, left.to(self._device))
                 tokens = self._ops.sample(logits, sampling).tokens
                 empty = masked_draws(logits, columns.masked, tokens)
             exhausted = frozenset(row for row in empty if rows[row].grammar is not None)
@@ -126,8 +129,8 @@ class _Columns:
     """None: no row wants logprobs"""
     shaper: Shaper | None
     """None: no row shapes its logits"""
-    minimums: list[tuple[int, Sequence]]
-    """rows with ids to mask until their minimum is out, and their places"""
+    minimums: StopMask | None
+    """None: no row has ids to mask until its minimum is out"""
     grammars: GrammarMasks | None
     """None: no row is constrained"""
     masked: Tensor | None
@@ -167,7 +170,7 @@ class _Columns:
             sampling=sampling,
             readout=Readout(wanted, altered, sampling, mode, device, ops) if wanted else None,
             shaper=Shaper(shaped, len(rows), processors, device, ops) if shaped else None,
-            minimums=minimums,
+            minimums=StopMask.of(minimums, device_for(device)) if minimums else None,
             grammars=GrammarMasks(grammars, ops) if grammars else None,
             masked=ints(masked) if masked else None,
             edits=bool(shaped or grammars or minimums),

@@ -115,7 +115,7 @@ def test_plain_rows_shape_nothing(folder: Path, prompts: list[list[int]], monkey
     with monkeypatch.context() as patch:
         patch.setattr(shaping.Shape, "of", never)
         patch.setattr(shaping, "Shaping", never)
-        for name in ("Shaper", "Readout", "hide_stops", "masked_draws"):
+        for name in ("Shaper", "Readout", "StopMask", "masked_draws"):
             patch.setattr(sampler, name, never)
         done = list(engine.generate(rows))
         assert all(c.error is None for c in done)
@@ -257,13 +257,26 @@ def test_a_minimum_costs_only_its_own_row(
     folder: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
+    hidden: list[bool] = []
 
-    def counted(logits: Tensor, rows: Any, ops: Any) -> Any:
-        seen.append(len(rows))
-        return stop_mask.hide_stops(logits, rows, ops)
+    class Watched(stop_mask.StopMask):
+        @staticmethod
+        def of(rows: Any, device: Any) -> stop_mask.StopMask | None:
+            seen.append(len(rows))
+            return stop_mask.StopMask.of(rows, device)
 
-    monkeypatch.setattr(sampler, "hide_stops", counted)
+    hide = stop_mask.StopMask.hide
+
+    def counted(self: stop_mask.StopMask, logits: Tensor, positions: Tensor) -> Any:
+        found = hide(self, logits, positions)
+        hidden.append(found is not None)
+        assert found is None or len(found.rows) == 1
+        return found
+
+    monkeypatch.setattr(sampler, "StopMask", Watched)
+    monkeypatch.setattr(stop_mask.StopMask, "hide", counted)
     rows: list[dict[str, Any]] = [{"input_ids": p, **PLAIN} for p in prompts]
     rows[3] |= {"min_new_tokens": 5, "stop_token_ids": [EOS]}
     list(engine_of(folder).generate(rows))
     assert set(seen) == {1}
+    assert sum(hidden) == 5
