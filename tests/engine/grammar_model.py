@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.models.tiny import save_tiny
 
-__all__ = ["CLOSING", "EOS", "PADDING", "SPECIALS", "VOCAB", "save_grammar_model"]
+__all__ = ["CLOSING", "EOS", "PADDING", "SPECIALS", "VOCAB", "save_grammar_model", "save_grammar_tokenizer"]
 
 SPECIALS = ["<s>", "</s>", "<|end|>", "<|call|>"]
 EOS = 1
@@ -36,13 +36,6 @@ def _spelled(text: str) -> str:
 
 def save_grammar_model(folder: Path, context: int = 512) -> Path:
     """Write the checkpoint to `folder`."""
-    tokens = [*SPECIALS, *map(_spelled, CHARACTERS), *map(_spelled, WORDS)]
-    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
-    tokenizer.add_special_tokens({"additional_special_tokens": SPECIALS[2:]})
-    assert len(tokenizer) == VOCAB
     save_tiny(
         "llama",
         folder,
@@ -53,6 +46,18 @@ def save_grammar_model(folder: Path, context: int = 512) -> Path:
         bos_token_id=0,
         eos_token_id=EOS,
     )
+    save_grammar_tokenizer(folder)
+    return folder
+
+
+def save_grammar_tokenizer(folder: Path) -> None:
+    """Write the tokenizer, and the ids that end a text, beside a model."""
+    tokens = [*SPECIALS, *map(_spelled, CHARACTERS), *map(_spelled, WORDS)]
+    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIALS[2:]})
+    assert len(tokenizer) == VOCAB
     tokenizer.save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, 2]}))
-    return folder

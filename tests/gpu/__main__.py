@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import sys
 import warnings
 from pathlib import Path
 
+from tests.gpu.budget import DEFAULT_STAGES, STAGES
+
+_GRACE = 120.0
+"""Seconds past the time limit after which a case counts as hung, and the process ends with what was saved before."""
+
 
 def main(words: list[str]) -> int:
     """Parse, choose the device, run, report."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description="Parity and benchmarks on a CUDA device.")
-    parser.add_argument("--stages", default="parity,flash,bench", help="of parity, flash, bench, tune")
+    names = [stage.name for stage in STAGES]
+    parser.add_argument("--stages", default=",".join(DEFAULT_STAGES), help=f"of {', '.join(names)}")
     parser.add_argument("--toy", action="store_true", help="on the CPU, in Triton's interpreter, at toy sizes")
     parser.add_argument("--out", type=Path, help="a JSON file, or a folder for <gpu>-<date>-<commit>.json")
     parser.add_argument("--only", default="", help="cases whose name or operation holds this")
-    parser.add_argument("--time-limit", type=float, default=450.0, help="seconds after which no case begins")
+    parser.add_argument("--time-limit", type=float, default=450.0, help="seconds that the stages share")
     parser.add_argument("--flash-library", default="", help="a library file, packed or not, or a folder of them")
-    parser.add_argument("--jobs", type=int, default=0, help="processes that check parity; 0: half the cores, at most 6")
+    parser.add_argument("--jobs", type=int, default=0, help="processes that check parity; 0: most cores, at most 10")
     parser.add_argument("--shard", default="", help=argparse.SUPPRESS)
     parser.add_argument("--commit", default="", help="where the checkout has no .git of its own")
     options = parser.parse_args(words)
     stages = options.stages.split(",")
-    unknown = sorted(set(stages) - {"parity", "flash", "bench", "tune"})
+    unknown = sorted(set(stages) - set(names))
     if unknown:
         parser.error(f"unknown stages: {', '.join(unknown)}")
     if options.toy:
@@ -36,6 +43,8 @@ def main(words: list[str]) -> int:
         os.environ.pop("TRITON_INTERPRET", None)
     from tests.gpu.runner import NoDevice, Options, run
 
+    if not options.toy:
+        faulthandler.dump_traceback_later(options.time_limit + _GRACE, exit=True)
     try:
         report = run(
             Options(
@@ -45,9 +54,10 @@ def main(words: list[str]) -> int:
                 time_limit=options.time_limit,
                 commit=options.commit,
                 flash_library=options.flash_library,
-                jobs=options.jobs or max(1, min(6, (os.cpu_count() or 1) // 2)),
+                jobs=options.jobs or max(1, min(10, (os.cpu_count() or 1) * 5 // 8)),
                 shard=options.shard,
-            )
+            ),
+            lambda report: report.write(options.out) if options.out is not None else None,
         )
     except NoDevice as error:
         print(error, file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -51,6 +52,8 @@ class Lab:
     """Bytes per second read plus written by a large copy, once measured."""
     matmul_rate: float = 0.0
     """bfloat16 operations per second of a large product, once measured."""
+    deadline: float = math.inf
+    """When, by `time.monotonic`, the stage under way begins no more cases."""
     kept: dict[Any, Any] = field(default_factory=dict, repr=False)
     """What one benchmark measured for others to compare with."""
     _flush: Tensor | None = field(default=None, repr=False)
@@ -88,6 +91,10 @@ class Lab:
     def distinct(self, high: int, rows: int, count: int) -> Tensor:
         """[rows, count] int64 below `high`, none twice in a row."""
         return self.rand(rows, high).argsort(-1)[:, :count].contiguous()
+
+    def left(self) -> float:
+        """Seconds that the stage under way has left."""
+        return self.deadline - time.monotonic()
 
     def synchronize(self) -> None:
         """Wait for the device, so that a fault shows where it arose."""

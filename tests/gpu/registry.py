@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from tests.gpu.compare import Verdict
 from tests.gpu.lab import Lab
-from tests.gpu.report import Figure
+from tests.gpu.report import Figure, Measure, Profile
 
-__all__ = ["DTYPES", "LOW", "BenchCase", "Labelled", "ParityCase", "Shape", "bench", "parity"]
+__all__ = ["DTYPES", "LOW", "BenchCase", "Labelled", "ParityCase", "ProofCase", "Shape", "bench", "parity", "proof"]
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LOW = (torch.float16, torch.bfloat16)
 
-Shape = Mapping[str, int]
+Shape = Mapping[str, Any]
 Labelled = tuple[str, Verdict]
 """What was compared, and how it went."""
+_Proof = Callable[..., Iterator[Labelled | Measure | Profile]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +52,24 @@ class BenchCase:
         return list(self.run(lab, **self.shape))
 
 
+@dataclass(frozen=True, slots=True)
+class ProofCase:
+    """A case of a stage about whole jobs: `run(lab, **shape)` yields comparisons, measures and profiles."""
+
+    stage: str
+    op: str
+    name: str
+    shape: Shape
+    run: Callable[..., Iterator[Labelled | Measure | Profile]]
+
+
 class Registry:
     """All cases, by the name of their stage, real sizes and toy sizes apart."""
 
     def __init__(self) -> None:
         self._parity: list[tuple[bool, ParityCase]] = []
         self._bench: list[tuple[bool, BenchCase]] = []
+        self._proofs: list[tuple[bool, ProofCase]] = []
 
     def parity_cases(self, toy: bool) -> list[ParityCase]:
         """Those of one size, in the order of registration."""
@@ -64,6 +78,10 @@ class Registry:
     def bench_cases(self, toy: bool) -> list[BenchCase]:
         """Those of one size, in the order of registration."""
         return [case for is_toy, case in self._bench if is_toy == toy]
+
+    def proof_cases(self, stage: str, toy: bool) -> list[ProofCase]:
+        """Those of one stage and size, in the order of registration."""
+        return [case for is_toy, case in self._proofs if is_toy == toy and case.stage == stage]
 
     def parity(
         self,
@@ -107,6 +125,25 @@ class Registry:
 
         return register
 
+    def proof(self, stage: str, op: str, shapes: Sequence[Shape], toy: Sequence[Shape]) -> Callable[[_Proof], _Proof]:
+        """Register the decorated `run(lab, **shape)` of a stage about whole jobs at every shape.
+
+        Args:
+            stage: its name in `budget.STAGES`; the file that registers it has the same name.
+            op: what is proven or measured.
+            shapes: on a device.
+            toy: on a CPU.
+        """
+
+        def register(run: _Proof) -> _Proof:
+            for is_toy, sizes in ((False, shapes), (True, toy)):
+                for shape in sizes:
+                    whole = f"{run.__name__}[{_words(shape)[1:]}]"
+                    self._proofs.append((is_toy, ProofCase(stage, op, whole, shape, run)))
+            return run
+
+        return register
+
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
@@ -121,3 +158,5 @@ parity = _registry.parity
 bench = _registry.bench
 parity_cases = _registry.parity_cases
 bench_cases = _registry.bench_cases
+proof = _registry.proof
+proof_cases = _registry.proof_cases

@@ -2,8 +2,9 @@
 
 The file: `toy`, `hardware`, `versions`, `commit`, `date`, `flash` (the library), `seconds` by stage, `rates` (measured
 bytes and operations per second), `checks` and `figures` one a line, `withheld` (benchmarks that did not run, and why),
-`tuning` (a `fragment` for chips.toml and the times behind it), `exit_code`. Times are microseconds, errors largest
-absolute differences.
+`measures` (whole jobs: tokens per second, slowdowns, the start) and `profiles` (where a decode step's time goes) one a
+line, `tuning` (a `fragment` for chips.toml and the times behind it), `exit_code`. Times of checks are seconds, those of
+figures microseconds, errors largest absolute differences.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from tests.gpu.lab import Lab, Timing
 
-__all__ = ["Check", "Figure", "Report", "figure"]
+__all__ = ["Check", "Figure", "Measure", "Profile", "Report", "figure"]
 
 FAILURES = ("fail", "missing", "unreached")
 """Statuses of a check that is not shown to hold; `pass` and `absent` (an optional library) are the others."""
@@ -68,6 +69,57 @@ class Figure:
         return {name: self.timing.p50 / time for name, time in self.against.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """One measured quantity of a whole job, beside what was aimed at."""
+
+    workload: str
+    model: str
+    """The shape's name; empty where none matters."""
+    figure: str
+    """What is measured, a name of `goals.GOALS` where there is a goal for it."""
+    value: float
+    unit: str
+    engine: str = "batchgen"
+    version: str = ""
+    floor: float | None = None
+    """The best that the device's given rates allow where transfers and products overlap wholly, in `unit`."""
+    serial_floor: float | None = None
+    """Where they do not overlap at all."""
+    share: float | None = None
+    """Of the serial floor."""
+    goal: float | None = None
+    moonshot: float | None = None
+    predicted: float | None = None
+    """Written down before it was measured."""
+    factor: float = 1.0
+    """The part of the workload that was run, for want of time; 1: all of it."""
+    detail: Mapping[str, Any] = field(default_factory=dict)
+    toy: bool = False
+    checked: bool = True
+    """Whether the engine's proofs held in the same run; False where they were not asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Where the time of a steady decode step goes."""
+
+    workload: str
+    model: str
+    rows: int
+    steps: int
+    step_ms: float
+    """Wall time of a step, measured without the profiler."""
+    host_ms: float
+    """Of which the host is at work rather than waiting for the device."""
+    busy_share: float | None
+    """Of the profiled steps' time in which the device ran some kernel; None on a CPU."""
+    launches_per_step: float
+    kernels: list[dict[str, Any]]
+    """The longest: name, microseconds a step, calls a step, share of the device's busy time."""
+    toy: bool = False
+
+
 def figure(
     lab: Lab, op: str, what: str, shape: Mapping[str, Any], timing: Timing, *, bytes: int = 0, flops: int = 0
 ) -> Figure:
@@ -100,8 +152,10 @@ class Report:
     rates: dict[str, float] = field(default_factory=dict)
     checks: list[Check] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
+    measures: list[Measure] = field(default_factory=list)
+    profiles: list[Profile] = field(default_factory=list)
     withheld: list[str] = field(default_factory=list)
-    """Benchmarks that did not run, with the reason."""
+    """What did not run, with the reason."""
     tuning: dict[str, Any] = field(default_factory=dict)
     exit_code: int = 0
 
@@ -129,7 +183,13 @@ class Report:
 
     def table(self) -> str:
         """What a person wants to know first."""
-        lines = [*self._heading(), *self._checks_by_op(), *self._figure_lines()]
+        lines = [
+            *self._heading(),
+            *self._checks_by_op(),
+            *self._figure_lines(),
+            *self._measure_lines(),
+            *self._profile_lines(),
+        ]
         lines += [f"flash: {self.flash}"] if self.flash else []
         lines += [f"not measured: {reason}" for reason in self.withheld]
         lines += ["", self.tuning["fragment"]] if self.tuning else []
@@ -181,6 +241,32 @@ class Report:
                 )
             )
         return _aligned(rows)
+
+    def _measure_lines(self) -> list[str]:
+        if not self.measures:
+            return []
+        rows = [("workload", "model", "engine", "figure", "value", "unit", "serial floor", "share", "goal", "part")]
+        for x in self.measures:
+            floor = "" if x.serial_floor is None else f"{x.serial_floor:,.4g}"
+            share = "" if x.share is None else f"{x.share:.0%}"
+            goal = "" if x.goal is None else f"{x.goal:,.4g}"
+            value, part = f"{x.value:,.4g}", f"{x.factor:.3g}"
+            rows.append((x.workload, x.model, x.engine, x.figure, value, x.unit, floor, share, goal, part))
+        return _aligned(rows)
+
+    def _profile_lines(self) -> list[str]:
+        lines = []
+        for x in self.profiles:
+            busy = "unknown" if x.busy_share is None else f"{x.busy_share:.1%}"
+            lines.append(
+                f"profile {x.model}, {x.rows} rows: {x.step_ms:.2f} ms a step, host {x.host_ms:.2f} ms, "
+                f"device busy {busy}, {x.launches_per_step:.1f} launches a step"
+            )
+            lines += [
+                f"  {k['us_per_step']:9.1f} us {k['share']:6.1%} {k['calls_per_step']:7.1f} x {k['name']}"
+                for k in x.kernels
+            ]
+        return lines
 
 
 def _listed(value: Any) -> str:

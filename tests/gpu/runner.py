@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from importlib import import_module
 from zlib import crc32
 
 import torch
 
 from tests.gpu import machine
+from tests.gpu.budget import STAGES, schedule, stage_named
+from tests.gpu.compare import Verdict
 from tests.gpu.lab import Lab
 from tests.gpu.outcomes import Absent, Missing
-from tests.gpu.registry import BenchCase, ParityCase, bench_cases, parity_cases
-from tests.gpu.report import Check, Report
+from tests.gpu.registry import BenchCase, ParityCase, ProofCase, bench_cases, parity_cases, proof_cases
+from tests.gpu.report import Check, Measure, Profile, Report
 from tests.gpu.shards import Shard, check_in_processes
 from tests.gpu.stages import load
 from tests.gpu.stages.rates import measure_rates
@@ -45,23 +48,28 @@ class Options:
     """"1/4": the part of the checks that this process was started for; empty: all of them."""
 
 
-def run(options: Options) -> Report:
+def run(options: Options, save: Callable[[Report], object] = lambda report: None) -> Report:
     """All stages asked for.
+
+    Args:
+        options: what was asked for.
+        save: called with what is known after each stage, so that a later one that hangs costs no figures.
 
     Raises:
         NoDevice: there is nothing to run on.
     """
     if not options.toy and not torch.cuda.is_available():
         raise NoDevice("no CUDA device; --toy runs everything at toy sizes on the CPU")
-    return _Run(options).report
+    return _Run(options, save).report
 
 
 class _Run:
     """One run: the report fills as cases end."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, save: Callable[[Report], object]) -> None:
         self._options = options
-        self._deadline = time.monotonic() + options.time_limit
+        begin = time.monotonic()
+        self._deadlines = {name: begin + end for name, end in schedule(options.stages, options.time_limit).items()}
         self._lost = ""
         self._broken = False
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.jobs))
@@ -76,16 +84,23 @@ class _Run:
             stages=list(options.stages),
         )
         load()
-        stages = {"parity": self._parity, "flash": self._flash, "bench": self._bench, "tune": self._tune}
-        for name, stage in stages.items():
-            if name in options.stages:
-                begin = time.monotonic()
-                try:
-                    stage()
-                except Exception as error:  # as of a device that failed before: what was found by then is told
-                    self._broken = True
-                    self.report.withheld.append(f"{name}: {self._told(error)}")
-                self.report.seconds[name] = round(time.monotonic() - begin, 2)
+        own = {"parity": self._parity, "flash": self._flash, "bench": self._bench, "tune": self._tune}
+        for name in (stage.name for stage in STAGES if stage.name in options.stages):
+            self._stage(name, own.get(name))
+            save(self.report)
+
+    def _stage(self, name: str, run: Callable[[], None] | None) -> None:
+        self._lab.deadline = self._deadlines[name]
+        begin = time.monotonic()
+        try:
+            if run is None:
+                self._proofs(name)
+            else:
+                run()
+        except Exception as error:  # as of a device that failed before: what was found by then is told
+            self._broken = True
+            self.report.withheld.append(f"{name}: {self._told(error)}")
+        self.report.seconds[name] = round(time.monotonic() - begin, 2)
         self.report.exit_code = 1 if self.report.failed() or self._broken or self._lost else 0
 
     def _parity(self) -> None:
@@ -107,13 +122,12 @@ class _Run:
         cases = [case for case in cases if self._wanted(case)]
         if options.jobs > 1 and not options.toy and not options.shard and len(cases) > 1:
             words = ["--only", options.only, "--flash-library", options.flash_library]
-            left = self._deadline - time.monotonic()
-            self.report.checks += check_in_processes(stage, options.jobs, left, words)
+            self.report.checks += check_in_processes(stage, options.jobs, self._lab.left(), words)
             return
         for case in Shard.of(options.shard).take(cases) if options.shard else cases:
             self.report.checks += self._checks(stage, case)
 
-    def _wanted(self, case: ParityCase | BenchCase) -> bool:
+    def _wanted(self, case: ParityCase | BenchCase | ProofCase) -> bool:
         return self._options.only in case.name or self._options.only in case.op
 
     def _checks(self, stage: str, case: ParityCase) -> list[Check]:
@@ -135,24 +149,62 @@ class _Run:
         except Exception as error:
             return [replace(blank, status="fail", note=self._told(error))]
         seconds = round((time.monotonic() - begin) / max(1, len(verdicts)), 4)
-        return [
-            replace(
-                blank,
-                what=what,
-                status="pass" if x.passed else "fail",
-                error=x.error,
-                plain=x.plain,
-                bound=x.bound,
-                note=x.note,
-                seconds=seconds,
-            )
-            for what, x in verdicts
-        ]
+        return [_held(blank, what, x, seconds) for what, x in verdicts]
+
+    def _proofs(self, name: str) -> None:
+        """A stage about whole jobs."""
+        stage, left = stage_named(name), self._lab.left()
+        if left < stage.least and not self._options.toy:
+            why = f"skipped: {max(0.0, left):.0f} s left of its time, it needs {stage.least:.0f} s"
+            self.report.withheld.append(f"{name}: {why}")
+            if stage.proves:
+                self.report.checks.append(Check(name, name, name, "", "", {}, "unreached", note=why))
+            return
+        if not self._options.toy:
+            torch.set_num_threads(os.cpu_count() or 1)
+        import_module(f"tests.gpu.stages.{name}")  # here: it needs more of the machine than kernels do
+        unproven = sorted({c.stage for c in self.report.failed()} & {s.name for s in STAGES if s.proves})
+        for case in proof_cases(name, self._options.toy):
+            if not self._wanted(case):
+                continue
+            late = self._late() or ("" if stage.proves or not unproven else f"does not hold: {', '.join(unproven)}")
+            if late:
+                self._fate(stage.proves, case, "unreached", late)
+            else:
+                self._proof(stage.proves, case)
+            self._lab.free()
+
+    def _proof(self, proves: bool, case: ProofCase) -> None:
+        checked = "engine" in self._options.stages
+        self._lab.seed(crc32(case.name.encode()))
+        begin = time.monotonic()
+        try:
+            for found in case.run(self._lab, **case.shape):
+                if isinstance(found, Measure):
+                    self.report.measures.append(replace(found, toy=self._options.toy, checked=checked))
+                elif isinstance(found, Profile):
+                    self.report.profiles.append(replace(found, toy=self._options.toy))
+                else:
+                    seconds = round(time.monotonic() - begin, 4)
+                    self.report.checks.append(_held(_blank(case.stage, case), *found, seconds))
+                    begin = time.monotonic()
+        except Absent as error:
+            self._fate(proves, case, "absent", str(error))
+        except Exception as error:
+            self._broken = True
+            self._fate(proves, case, "fail", self._told(error))
+
+    def _fate(self, proves: bool, case: ProofCase, status: str, why: str) -> None:
+        """What became of a case that did not run to its end."""
+        if proves:
+            self.report.checks.append(replace(_blank(case.stage, case), status=status, note=why))
+        else:
+            self.report.withheld.append(f"{case.name}: {why}")
 
     def _late(self) -> str:
         if self._lost:
             return f"the device failed before: {self._lost}"
-        return "" if time.monotonic() < self._deadline else f"time limit of {self._options.time_limit:.0f} s"
+        return "" if self._lab.left() > 0 else f"time limit of {self._options.time_limit:.0f} s"
 
     def _told(self, error: Exception) -> str:
         """The error in a line, and whether the device lives on: after a fault in a kernel nothing runs any more."""
@@ -196,5 +248,19 @@ class _Run:
         report.tuning = tune(self._lab, f"{'TOY ' if report.toy else ''}{source}", self._late)
 
 
-def _blank(stage: str, case: ParityCase) -> Check:
-    return Check(stage, case.op, case.name, "", str(case.dtype).removeprefix("torch."), dict(case.shape), "pass")
+def _blank(stage: str, case: ParityCase | ProofCase) -> Check:
+    dtype = str(case.dtype).removeprefix("torch.") if isinstance(case, ParityCase) else ""
+    return Check(stage, case.op, case.name, "", dtype, dict(case.shape), "pass")
+
+
+def _held(blank: Check, what: str, verdict: Verdict, seconds: float) -> Check:
+    return replace(
+        blank,
+        what=what,
+        status="pass" if verdict.passed else "fail",
+        error=verdict.error,
+        plain=verdict.plain,
+        bound=verdict.bound,
+        note=verdict.note,
+        seconds=seconds,
+    )

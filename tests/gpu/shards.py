@@ -16,7 +16,7 @@ from tests.gpu.report import Check
 
 __all__ = ["Shard", "check_in_processes"]
 
-_GRACE = 60.0
+_GRACE = 30.0
 """Seconds that a process may run past the time limit, for the case it is in, before it counts as hung."""
 _TAIL = 400
 

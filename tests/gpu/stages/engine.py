@@ -1,0 +1,113 @@
+"""Whole jobs: the engine on the device against the same engine on the CPU, and its logits against transformers'.
+
+In float32 the same tokens are to come out, up to near ties, with every kind of row in one job. In bfloat16 the logits,
+as the logprobs of a whole vocabulary at every position of some prompts, may be twice as wrong as those of the library's
+own eager model. Each way of running steps that the engine has is held against its plainest.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from batchgen.config import EngineConfig
+from batchgen.engine.engine import Engine
+from batchgen.request import Completion
+from tests.gpu.checkpoints import VOCAB, save_adapter, save_checkpoint
+from tests.gpu.compare import judge
+from tests.gpu.lab import Lab
+from tests.gpu.mixed import Row, compare, mixed_job, with_gaps
+from tests.gpu.outcomes import Absent
+from tests.gpu.registry import Labelled, proof
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+REAL = {"hidden": 512, "layers": 4, "rows": 156, "prompt": 200, "new": 24}
+TOY = {"hidden": 64, "layers": 2, "rows": 28, "prompt": 16, "new": 4}
+
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "graphs against eager": ({"cuda_graphs": True}, {"cuda_graphs": False}),
+    "lookahead against none": ({"lookahead": True}, {"lookahead": False}),
+}
+"""Options of two runs that must give the same, by what they differ in; those that the engine lacks are left out."""
+
+
+@proof("engine", "parity", [{"family": x, **REAL} for x in FAMILIES], [{"family": x, **TOY} for x in FAMILIES[3:]])
+def mixed_rows(lab: Lab, *, family: str, hidden: int, layers: int, **job: int) -> Iterator[Labelled]:
+    with _model(family, hidden, layers, torch.float32) as (folder, adapters):
+        rows = mixed_job(job["rows"], job["prompt"], job["new"], list(adapters), seed=1)
+        want = _finished(folder, with_gaps(rows), device="cpu", attention="torch", lora=adapters)
+        got = _finished(folder, rows, **_ours(lab), lora=adapters)
+        yield from compare(rows, got, want)
+
+
+@proof("engine", "ways", [{"family": "qwen3", **REAL}], [{"family": "qwen3", **TOY}])
+def ways_of_running(lab: Lab, *, family: str, hidden: int, layers: int, **job: int) -> Iterator[Labelled]:
+    known = {field.name for field in fields(EngineConfig)}
+    ways = {name: pair for name, pair in WAYS.items() if known.issuperset(pair[0])}
+    if not ways:
+        raise Absent("the engine has one way of running steps")
+    with _model(family, hidden, layers, torch.float32) as (folder, adapters):
+        rows = mixed_job(job["rows"], job["prompt"], job["new"], list(adapters), seed=2)
+        for name, (one, other) in ways.items():
+            want = _finished(folder, with_gaps(rows), **_ours(lab), **other, lora=adapters)
+            got = _finished(folder, rows, **_ours(lab), **one, lora=adapters)
+            yield from ((f"{name}: {what}", verdict) for what, verdict in compare(rows, got, want))
+
+
+@proof("engine", "logits", [{"family": x, **REAL} for x in FAMILIES], [{"family": x, **TOY} for x in FAMILIES[2:3]])
+def low_precision_logits(lab: Lab, *, family: str, hidden: int, layers: int, **job: int) -> Iterator[Labelled]:
+    with _model(family, hidden, layers, torch.bfloat16) as (folder, _):
+        prompts = [row["input_ids"] for row in mixed_job(12, job["prompt"], 1, (), seed=3)]
+        truth, plain = (_eager(folder, prompts, lab, dtype) for dtype in (torch.float32, torch.bfloat16))
+        asked = {"return_logprob": True, "logprob_start_len": 0, "token_ids_logprob": list(range(VOCAB))}
+        rows = [{"input_ids": ids, "max_new_tokens": 1, "temperature": 0, **asked} for ids in prompts]
+        ours = _ours(lab) | {"dtype": "bfloat16"}
+        got = torch.cat([_whole(done) for done in _finished(folder, rows, **ours)])
+        yield "logprobs of all tokens", judge(got, plain, truth, torch.bfloat16)
+
+
+@contextmanager
+def _model(family: str, hidden: int, layers: int, dtype: torch.dtype) -> Iterator[tuple[Path, dict[str, str]]]:
+    """A checkpoint and two adapters of it."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = save_checkpoint(Path(name) / "model", family, hidden=hidden, layers=layers, dtype=dtype, context=1024)
+        yield folder, {x: str(save_adapter(folder, Path(name) / x, seed)) for seed, x in enumerate(("one", "two"))}
+
+
+def _ours(lab: Lab) -> dict[str, Any]:
+    """The engine under test: the GPU's kernels; in a toy run plain PyTorch again, in other steps than the reference."""
+    if lab.toy:
+        return {"device": "cpu", "attention": "torch", "dtype": "float32", "max_tokens_per_step": 24, "max_num_seqs": 9}
+    return {"device": "cuda", "attention": "triton", "dtype": "float32"}
+
+
+def _finished(folder: Path, rows: list[Row], **options: Any) -> list[Completion]:
+    """The job's completions, in order."""
+    engine = Engine(str(folder), **{"dtype": "float32", **options})
+    done = sorted(engine.generate(rows), key=lambda c: (c.row_index, c.prompt_index, c.sample_index))
+    return done
+
+
+def _eager(folder: Path, prompts: list[list[int]], lab: Lab, dtype: torch.dtype) -> torch.Tensor:
+    """[all positions but the first of each prompt, V] log-softmax of the library's eager logits."""
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval().to(lab.device)
+    with torch.inference_mode():
+        logits = [model(torch.tensor([ids], device=lab.device)).logits[0, :-1] for ids in prompts]
+    return torch.cat(logits).float().log_softmax(-1).cpu()
+
+
+def _whole(done: Completion) -> torch.Tensor:
+    """[P - 1, V] of a prompt's logprobs of every token."""
+    assert done.error is None, done.error
+    values = np.ma.filled(np.ma.asarray(done.input_ids_logprobs, np.float32), 0.0).reshape(-1, VOCAB)
+    return torch.from_numpy(values[1:])
