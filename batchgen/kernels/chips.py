@@ -20,9 +20,11 @@ __all__ = [
     "AttentionTile",
     "ChipTuning",
     "GroupedTile",
+    "MatmulTile",
     "candidate_tunings",
     "chip_tuning",
     "compiling_for",
+    "fixed_tuning",
     "known_chips",
     "measured_tuning",
     "read_table",
@@ -31,6 +33,7 @@ __all__ = [
 
 ATTENTION_KINDS: Final = ("decode", "prefill", "float32")
 GROUPED_KINDS: Final = ("half", "float32")
+MATMUL_KINDS: Final = ("half", "float32")
 LARGEST_TILE: Final = 65536
 
 Tile = TypeVar("Tile")
@@ -81,6 +84,29 @@ class GroupedTile:
 
 
 @dataclass(frozen=True, slots=True)
+class MatmulTile:
+    """Shape of a tile of the matrix product whose rows never know of each other, and how it is launched.
+
+    Raises:
+        ValueError: a number that no kernel takes, named.
+    """
+
+    rows: int
+    """Tokens, however many a step has; a power of 2, at least 16."""
+    columns: int
+    """Outputs; a power of 2, at least 16."""
+    inner: int
+    """Numbers per step of the loop; a power of 2, at least 16."""
+    warps: int
+    stages: int
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "columns", "inner"):
+            _check_power_of_2(name, getattr(self, name), 16)
+        _check_launch(self.warps, self.stages)
+
+
+@dataclass(frozen=True, slots=True)
 class ChipTuning:
     """Everything chosen by chip.
 
@@ -108,6 +134,8 @@ class ChipTuning:
     """"decode", "prefill" and "float32" -> padded head size -> tile."""
     grouped: Mapping[str, Mapping[int, GroupedTile]]
     """"half" and "float32" -> rows -> tile."""
+    matmul: Mapping[str, Mapping[int, MatmulTile]]
+    """"half" and "float32" -> outputs -> tile."""
 
     def __post_init__(self) -> None:
         for name in ("split_keys", "split_keys_large"):
@@ -121,6 +149,11 @@ class ChipTuning:
         """The tile for groups that have `rows` rows each on average."""
         tiles = self.grouped["float32" if dtype == torch.float32 else "half"]
         return tiles[next((size for size in sorted(tiles) if rows <= size), max(tiles))]
+
+    def matmul_tile(self, outputs: int, dtype: torch.dtype) -> MatmulTile:
+        """The tile of a product with `outputs` columns, whatever the number of rows."""
+        tiles = self.matmul["float32" if dtype == torch.float32 else "half"]
+        return tiles[next((size for size in sorted(tiles) if outputs <= size), max(tiles))]
 
     def attention_tile(self, kind: str, head_dim: int, dtype: torch.dtype) -> AttentionTile:
         """The tile of a kind, "decode" or "prefill", for heads of up to `head_dim` numbers.
@@ -164,16 +197,18 @@ def read_table(text: str) -> dict[str, ChipTuning]:
 
 def _tuning(chip: str, default: Mapping[str, Any], own: Mapping[str, Any]) -> ChipTuning:
     merged = {**default, **own}
-    for family in ("attention", "grouped"):
+    for family in ("attention", "grouped", "matmul"):
         tiles, own_tiles = default.get(family, {}), own.get(family, {})
         merged[family] = {kind: {**tiles.get(kind, {}), **own_tiles.get(kind, {})} for kind in (*tiles, *own_tiles)}
     _check_keys(chip, merged, set(ChipTuning.__dataclass_fields__) - {"chip"})
     _check_keys(f"{chip}.attention", merged["attention"], set(ATTENTION_KINDS))
     _check_keys(f"{chip}.grouped", merged["grouped"], set(GROUPED_KINDS))
+    _check_keys(f"{chip}.matmul", merged["matmul"], set(MATMUL_KINDS))
     attention = {k: _tiles(f"{chip}.attention.{k}", t, _attention_tile) for k, t in merged["attention"].items()}
     grouped = {k: _tiles(f"{chip}.grouped.{k}", t, _grouped_tile) for k, t in merged["grouped"].items()}
+    matmul = {k: _tiles(f"{chip}.matmul.{k}", t, _matmul_tile) for k, t in merged["matmul"].items()}
     try:
-        return ChipTuning(**{**merged, "chip": chip, "attention": attention, "grouped": grouped})
+        return ChipTuning(**{**merged, "chip": chip, "attention": attention, "grouped": grouped, "matmul": matmul})
     except ValueError as error:
         raise ValueError(f"chips: {chip}: {error}") from error
 
@@ -186,6 +221,11 @@ def _attention_tile(where: str, size: int, tile: Mapping[str, Any]) -> Attention
 def _grouped_tile(where: str, rows: int, tile: Mapping[str, Any]) -> GroupedTile:
     _check_keys(where, tile, set(GroupedTile.__dataclass_fields__) - {"rows"})
     return GroupedTile(rows, **tile)
+
+
+def _matmul_tile(where: str, outputs: int, tile: Mapping[str, Any]) -> MatmulTile:
+    _check_keys(where, tile, set(MatmulTile.__dataclass_fields__))
+    return MatmulTile(**tile)
 
 
 def _tiles(
@@ -260,6 +300,11 @@ def chip_tuning(device: torch.device) -> ChipTuning:
     if device.type != "cuda":
         return tuning_of("default")
     return _measured.get(_indexed(device)) or tuning_of(chip_name(device))
+
+
+def fixed_tuning(device: torch.device) -> ChipTuning:
+    """As `chip_tuning`, but never what a run measured: the same for every run on such a chip."""
+    return tuning_of(chip_name(device)) if device.type == "cuda" else chip_tuning(device)
 
 
 def _indexed(device: torch.device) -> torch.device:

@@ -14,7 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Linear", "can_pack"]
+__all__ = ["Linear", "Product", "can_pack"]
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""x [..., I], W [O, I] and b [O] or None -> [..., O]."""
 
 _PACK_ROWS: Final = 64
 """The batch size that the packed layout is chosen for; other sizes run through the same layout."""
@@ -51,17 +54,20 @@ class Linear:
     """x [..., I] -> [..., O] for `weight` [O, I] and `bias` [O].
 
     Takes the weight over: on a CPU it is repacked, and the caller should drop its own reference, or both stay in
-    memory. The result has `x`'s dtype, which must be the weight's; sums are float32.
+    memory. The result has `x`'s dtype, which must be the weight's; sums are float32. A `product` that is given computes
+    it, on the weight as it is; `gpu.matmul.linear` is one whose rows never know of each other.
     """
 
     __slots__ = ("_apply", "bias", "in_features", "out_features", "packed", "weight")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, pack: bool = True) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, *, pack: bool = True, product: Product | None = None
+    ) -> None:
         self.out_features, self.in_features = weight.shape
         self.bias = bias
-        self.packed = pack and weight.device.type == "cpu" and can_pack(weight.dtype)
+        self.packed = pack and product is None and weight.device.type == "cpu" and can_pack(weight.dtype)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS) if self.packed else weight
-        self._apply: Callable[[Tensor, Tensor, Tensor | None], Tensor] = _packed_linear if self.packed else F.linear
+        self._apply: Product = product or (_packed_linear if self.packed else F.linear)
 
     def dense_weight(self) -> Tensor:
         """The weight [O, I] in the ordinary layout: a copy where it is packed."""

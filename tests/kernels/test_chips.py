@@ -42,6 +42,8 @@ def test_every_chip_has_tiles_for_every_head_size_and_dtype(chip: str) -> None:
         for rows in (1, 16, 17, 64, 10_000):
             tile = tuning.grouped_tile(rows, dtype)
             assert tile.rows >= min(rows, 64)
+        for outputs in (1, 1024, 2049, 200_000):
+            assert tuning.matmul_tile(outputs, dtype).rows >= 64
 
 
 def test_the_default_fits_the_smallest_shared_memory() -> None:
@@ -66,9 +68,11 @@ def test_what_a_chip_does_not_say_is_the_default_s() -> None:
     assert own.attention["decode"][64] == default.attention["decode"][64]
     assert own.attention["prefill"] == default.attention["prefill"]
     assert own.grouped == default.grouped
+    assert own.matmul == default.matmul
 
 
 ATTENTION = "[sm_123.attention.decode]\n128 = { queries = 16, keys = 64, warps = 4, stages = 2 }\n"
+MATMUL = "[sm_123.matmul.half]\n2048 = { rows = 64, columns = 64, inner = 64, warps = 4, stages = 2 }\n"
 GROUPED = "[sm_123.grouped.half]\n16 = { columns = 64, inner = 64, warps = 4, stages = 2 }\n"
 
 
@@ -81,6 +85,8 @@ GROUPED = "[sm_123.grouped.half]\n16 = { columns = 64, inner = 64, warps = 4, st
         ("[sm_123]\nitems_per_sm = 0\n", "chips: sm_123: items_per_sm must be an integer of at least 1, got 0"),
         ("[sm_123]\nshared_bytes = 1.5\n", "chips: sm_123: shared_bytes must be an integer of at least 1, got 1.5"),
         ("[sm_123.attention.prefil]\n", "chips: sm_123.attention: unknown key 'prefil'"),
+        ("[sm_123.matmul.double]\n", "chips: sm_123.matmul: unknown key 'double'"),
+        (MATMUL.replace("rows = 64", "rows = 65"), "chips: sm_123.matmul.half.2048: rows must be a power of 2"),
         ("[sm_123.grouped.double]\n", "chips: sm_123.grouped: unknown key 'double'"),
         (ATTENTION.replace("128", "100"), "chips: sm_123.attention.decode.100: size must be a power of 2"),
         (ATTENTION.replace("128", "x"), "chips: sm_123.attention.decode.x: size must be a power of 2"),

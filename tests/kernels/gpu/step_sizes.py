@@ -19,6 +19,7 @@ from batchgen.kernels.gpu.activation import gated
 from batchgen.kernels.gpu.attention import TritonAttention
 from batchgen.kernels.gpu.heads import rotate_and_store
 from batchgen.kernels.gpu.lora import add_lora
+from batchgen.kernels.gpu.matmul import linear
 from batchgen.kernels.gpu.merge import merge_parts
 from batchgen.kernels.gpu.moe import moe_experts, route
 from batchgen.kernels.gpu.norm import add_rms_norm, rms_norm
@@ -62,6 +63,7 @@ def _dense(tokens: int) -> Cases:
     yield "add_rms_norm", partial(add_rms_norm, x, delta, weight, 1e-6)
     yield "gated", partial(gated, _empty(tokens, 2 * 3072), "silu")
     yield "rope_tables", partial(rope_tables, _floats(64), 1.0, _ints(tokens), DTYPE)
+    yield "linear", partial(linear, _empty(tokens, 1024), _empty(4096, 1024))
     tables = _empty(tokens, 1, 128), _empty(tokens, 1, 128)
     pools = _empty(11 + tokens, 16, 8, 128), _empty(11 + tokens, 16, 8, 128)
     qkv, norm = _empty(tokens, 32 + 2 * 8, 128), _empty(128)

@@ -35,7 +35,14 @@ MAY_SPILL = {"rope._rope_tables": 40}
 MAY_USE_FLOAT64 = {"rope._rope_tables", "sampling._sample", "filtering._filter"}
 """The reduction of large angles, once per token and frequency; sums of masses, once per candidate."""
 
-MULTIPLY = {"attention_kernel.attention_kernel", "lora._shrink", "lora._expand", "moe._gate_up", "moe._down"}
+MULTIPLY = {
+    "attention_kernel.attention_kernel",
+    "lora._shrink",
+    "lora._expand",
+    "moe._gate_up",
+    "moe._down",
+    "matmul._matmul",
+}
 """Kernels of matrix products, which run on tensor cores for 2-byte operands."""
 
 FIXED_BY_THE_MODEL = {
@@ -47,6 +54,10 @@ FIXED_BY_THE_MODEL = {
     },
     "lora._expand": {"outputs", "width"},
     "lora._shrink": {"inputs", "width"},
+    "matmul._matmul": {
+        *("inputs", "outputs"),
+        *("x_batch", "x_token", "weight_batch", "weight_out", "weight_in"),
+    },
     "moe._combine": {"hidden", "chosen", "experts"},
     "moe._down": {"hidden", "inner"},
     "moe._gate_up": {"up", "hidden", "inner", "chosen"},

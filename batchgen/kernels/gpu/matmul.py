@@ -1,0 +1,121 @@
+"""Matrix products whose rows never know of each other: one tile for any number of rows, the sum walked in one order.
+
+The tile is chosen by the number of outputs, the dtype and the chip. Choosing it by the number of rows would choose
+between tensor-core instructions, which round differently; splitting the sum would add its parts in another order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchgen.kernels.chips import fixed_tuning
+from batchgen.kernels.gpu.common import dot, rounded
+from batchgen.kernels.gpu.launch import launch
+
+__all__ = ["batched_matmul", "linear"]
+
+_ALIGNMENT = 16
+"""Bytes, or numbers, at multiples of which rows are fetched fastest; others need machine code of their own."""
+_BAND = 8
+"""Blocks of tokens that go through all outputs together."""
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _matmul(
+    p_x, p_weight, p_bias, p_out, tokens, inputs, outputs,
+    x_batch, x_token, weight_batch, weight_out, weight_in,
+    BIASED: tl.constexpr, WHOLE_INNER: tl.constexpr, WHOLE_COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
+    """Per batch y[b, t, o] = sum over i: x[b, t, i] * weight[b, o, i], + bias[o].
+
+    x [B, T, I] with strides (batch, token, 1), weight [B, O, I] with any, bias [O], y [B, T, O] contiguous.
+    Grid: (blocks of ROWS tokens x blocks of COLUMNS outputs, B); BAND blocks of tokens go through all outputs together,
+    so that what they read stays near. Float32 sums over i in rising order, INNER at a time, whatever T is; one
+    rounding. Bytes: x once per block of outputs, the weight once per block of tokens, as far as no cache holds them.
+    """
+    i_batch = tl.program_id(1).to(tl.int64)
+    column_blocks = tl.cdiv(outputs, COLUMNS)
+    i_band = tl.program_id(0) // (BAND * column_blocks)
+    i_within = tl.program_id(0) % (BAND * column_blocks)
+    height = tl.minimum(tl.cdiv(tokens, ROWS) - i_band * BAND, BAND)  # the last band may be lower
+    o_row = ((i_band * BAND + i_within % height) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    o_column = (i_within // height * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+    o_in = tl.arange(0, INNER)
+    m_row = (o_row < tokens)[:, None]  # [ROWS, 1]
+    p_rows = p_x + i_batch * x_batch + o_row[:, None] * x_token  # [ROWS, 1]
+    p_columns = p_weight + i_batch * weight_batch + o_column[:, None] * weight_out  # [COLUMNS, 1]
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for i in range(0, inputs, INNER):
+        p_x_cells = p_rows + (i + o_in)[None, :]  # [ROWS, INNER]
+        p_w_cells = p_columns + (i + o_in).to(tl.int64)[None, :] * weight_in  # [COLUMNS, INNER]
+        if WHOLE_INNER:
+            b_x = tl.load(p_x_cells, mask=m_row, other=0.0)
+            if WHOLE_COLUMNS:
+                b_weight = tl.load(p_w_cells)
+            else:
+                b_weight = tl.load(p_w_cells, mask=(o_column < outputs)[:, None], other=0.0)
+        else:
+            m_in = (i + o_in < inputs)[None, :]
+            b_x = tl.load(p_x_cells, mask=m_row & m_in, other=0.0)
+            b_weight = tl.load(p_w_cells, mask=(o_column < outputs)[:, None] & m_in, other=0.0)
+        acc = dot(b_x, tl.trans(b_weight), acc)
+    if BIASED:
+        acc += tl.load(p_bias + o_column, mask=o_column < outputs, other=0.0).to(tl.float32)[None, :]
+    p_cells = p_out + (i_batch * tokens + o_row[:, None]) * outputs + o_column[None, :]
+    tl.store(p_cells, rounded(acc, p_out.dtype.element_ty), mask=m_row & (o_column < outputs)[None, :])
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The product y [..., O] = x [..., I] W [O, I]^T + b [O]; every row's bits depend on that row alone.
+
+    Args:
+        x: of any strides; what does not have a token's numbers side by side is copied.
+        weight: of x's dtype (float32, float16 or bfloat16) and any strides.
+        bias: of any float dtype.
+
+    Returns:
+        a new contiguous tensor of x's dtype.
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    return _launch(flat[None], weight[None], bias).view(*x.shape[:-1], weight.shape[0])
+
+
+def batched_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """The products c [B, T, O] = a [B, T, I] b [B, I, O]; every row's bits depend on that row and its b alone."""
+    return _launch(a, b.transpose(1, 2), None)
+
+
+def _launch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[B, T, I] and [B, O, I] -> [B, T, O]."""
+    batch, tokens, inputs = x.shape
+    outputs = weight.shape[1]
+    assert weight.shape == (batch, outputs, inputs)
+    assert weight.dtype == x.dtype
+    assert bias is None or (bias.shape == (outputs,) and bias.stride(0) == 1)
+    x, x_batch, x_token = _rows(x)
+    tile = fixed_tuning(x.device).matmul_tile(outputs, x.dtype)
+    # Rows that no hardware copy takes come through registers, of which a wide step would want too many.
+    inner, stages = (tile.inner, tile.stages) if inputs % _ALIGNMENT == 0 else (min(tile.inner, 32), 1)
+    out = torch.empty(batch, tokens, outputs, dtype=x.dtype, device=x.device)
+    launch(
+        _matmul, (triton.cdiv(tokens, tile.rows) * triton.cdiv(outputs, tile.columns), batch),
+        x, weight, x if bias is None else bias, out, tokens, inputs, outputs,
+        x_batch, x_token, 0 if batch == 1 else weight.stride(0), *weight.stride()[1:],
+        BIASED=bias is not None, WHOLE_INNER=inputs % inner == 0, WHOLE_COLUMNS=outputs % tile.columns == 0,
+        ROWS=tile.rows, COLUMNS=tile.columns, INNER=inner, BAND=_BAND,
+        num_warps=tile.warps, num_stages=stages,
+    )  # fmt: skip
+    return out
+
+
+def _rows(x: Tensor) -> tuple[Tensor, int, int]:
+    """The rows x [B, T, I] as the kernel reads it, and its strides, which say nothing of how many rows there are."""
+    batch, tokens, inputs = x.shape
+    if x.stride(2) != 1 or x.data_ptr() % _ALIGNMENT:
+        x = torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+    token = x.stride(1) if tokens > 1 else inputs
+    return x, 0 if batch == 1 else x.stride(0), token

@@ -1,0 +1,26 @@
+"""y = x W^T + b, each row for itself: the plain versions of `gpu.matmul`.
+
+A product is *batch-invariant* where the bits of a row of y depend on that row of x, on W and on b alone: not on how
+many rows there are, which ones, or where among them this one stands. Libraries choose tiles and splits of the sum by
+the number of rows, and so round a row differently in different company; the kernels beside this do not.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["batched_matmul", "linear"]
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The product y [..., O] = x [..., I] W [O, I]^T + b [O], with float32 sums and one rounding to x's dtype."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide)).to(x.dtype)
+
+
+def batched_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """The products c [B, T, O] = a [B, T, I] b [B, I, O], with float32 sums and one rounding to a's dtype."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    return torch.bmm(a.to(wide), b.to(wide)).to(a.dtype)

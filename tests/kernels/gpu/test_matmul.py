@@ -1,0 +1,141 @@
+"""The batch-invariant products in Triton's interpreter: against their twins, and each row alone against in company."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from batchgen.kernels import matmul as twin
+from batchgen.kernels.gpu import matmul as gpu
+from batchgen.kernels.gpu.launch import recording
+from batchgen.kernels.linear import Linear
+from tests.kernels.gpu.closeness import DTYPES, assert_as_close
+
+torch.set_num_threads(1)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    got = gpu.linear(x, weight, bias)
+    assert got.is_contiguous()
+    exact = x.double() @ weight.double().T
+    exact = exact if bias is None else exact + bias.double()
+    assert_as_close(got, twin.linear(x, weight, bias), exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 64, 64), (65, 100, 63), (3, 1, 1), (17, 33, 130)])
+def test_linear(rows: int, inputs: int, outputs: int, biased: bool, dtype: torch.dtype) -> None:
+    bias = randn(outputs, dtype=dtype, seed=2) if biased else None
+    check(randn(rows, inputs, dtype=dtype), randn(outputs, inputs, dtype=dtype, seed=1), bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_that_lie_apart_and_weights_of_any_strides(dtype: torch.dtype) -> None:
+    wide, weight = randn(9, 80, dtype=dtype), randn(48, 20, dtype=dtype, seed=1)
+    check(wide[::2, 8:28], weight, None)
+    check(wide[:, 1:21], weight, None)
+    check(wide.T[:20].T, weight, None)
+    check(randn(20, 7, dtype=dtype).T, weight, None)
+    check(wide[:, :20], randn(20, 48, dtype=dtype, seed=1).T, randn(96, dtype=dtype, seed=3)[:48])
+
+
+def test_leading_dimensions() -> None:
+    x, weight = randn(2, 3, 5, 40), randn(24, 40, seed=1)
+    assert torch.equal(gpu.linear(x, weight), gpu.linear(x.view(30, 40), weight).view(2, 3, 5, 24))
+    assert gpu.linear(x[:, :0], weight).shape == (2, 0, 5, 24)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_batched_matmul(dtype: torch.dtype) -> None:
+    a, b = randn(3, 9, 40, dtype=dtype), randn(3, 40, 70, dtype=dtype, seed=1)
+    for right in (b, b.mT.contiguous().mT):
+        assert_as_close(gpu.batched_matmul(a, right), twin.batched_matmul(a, right), a.double() @ right.double())
+    assert torch.equal(gpu.batched_matmul(a[1:2], b[1:2])[0], gpu.batched_matmul(a, b)[1])
+
+
+def test_a_product_on_the_band_s_edge() -> None:
+    check(randn(9 * 64 + 1, 8), randn(70, 8, seed=1), None)
+
+
+def test_not_a_number_stays_in_its_row() -> None:
+    x = randn(70, 40)
+    x[2, 3] = torch.nan
+    x[66, 0] = torch.nan
+    got = gpu.linear(x, randn(24, 40, seed=1))
+    assert got.isnan().any(-1).nonzero().flatten().tolist() == [2, 66]
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(1, 80), st.integers(1, 150), st.integers(1, 150), st.sampled_from(DTYPES), st.integers(0, 99))
+def test_any_shape(rows: int, inputs: int, outputs: int, dtype: torch.dtype, seed: int) -> None:
+    x, weight = randn(rows, inputs, dtype=dtype, seed=seed), randn(outputs, inputs, dtype=dtype, seed=seed + 1)
+    check(x, weight, randn(outputs, dtype=dtype, seed=seed + 2))
+
+
+# Invariance. The interpreter's products are numpy's, whose rounding says nothing of a tensor core's: what it shows is
+# that a row's result holds nothing of its neighbours, and what is started does not depend on them.
+
+
+@pytest.mark.parametrize("count", [1, 2, 17, 64, 65, 300])
+def test_a_row_is_the_same_in_any_company(count: int) -> None:
+    """Whole numbers, whose sums are exact in any order."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randint(-8, 9, size, generator=generator).bfloat16() for size in ((300, 96), (100, 96)))
+    alone = torch.cat([gpu.linear(row[None], weight) for row in x[:20]])
+    chosen = torch.randperm(300, generator=generator)[:count]
+    rows = torch.cat([chosen[chosen >= 20], chosen[chosen < 20]])
+    got = gpu.linear(x[rows], weight)
+    for place, row in enumerate(rows.tolist()):
+        if row < 20:
+            assert torch.equal(got[place], alone[row])
+
+
+def started(thunk: Any) -> list[tuple[Any, ...]]:
+    seen: list[tuple[Any, ...]] = []
+
+    def note(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        tokens, *others = [x for x in args if not isinstance(x, Tensor)]  # the kernel says of `tokens` that it is not
+        seen.append((kernel, others, constants, tokens, grid))
+
+    with recording(note):
+        thunk()
+    return seen
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tile_steps_and_order_of_the_sum_are_the_same_for_any_number_of_rows(dtype: torch.dtype) -> None:
+    weight = torch.zeros(200, 96, dtype=dtype)
+    seen = []
+    for tokens in (1, 2, 16, 17, 64, 65, 300, 8192):
+        (launch,) = started(lambda tokens=tokens: gpu.linear(torch.zeros(tokens, 96, dtype=dtype), weight))
+        seen.append(launch)
+    assert [launch[3] for launch in seen] == [1, 2, 16, 17, 64, 65, 300, 8192]
+    assert all(launch[:3] == seen[0][:3] for launch in seen)
+    rows, columns = (seen[0][2][name] for name in ("ROWS", "COLUMNS"))
+    assert [x[4] for x in seen] == [(-(-x[3] // rows) * -(-200 // columns), 1) for x in seen]
+
+
+def test_one_row_s_stride_says_nothing() -> None:
+    """A view of one row may have any stride, and a slice may begin anywhere."""
+    weight, base = torch.zeros(8, 33), torch.zeros(50, 33)
+    calls = (base[:1], base[3:4], base[::7][:1], base[5:6].expand(1, 33), base)
+    assert len({str(started(lambda x=x: gpu.linear(x, weight))[0][1:3]) for x in calls}) == 1
+
+
+def test_a_linear_layer_takes_a_product() -> None:
+    weight, bias, x = randn(24, 40, seed=1), randn(24, seed=2), randn(5, 40)
+    layer = Linear(weight, bias, product=gpu.linear)
+    assert layer.weight is weight
+    assert not layer.packed
+    assert torch.equal(layer(x), gpu.linear(x, weight, bias))
+    assert torch.equal(layer.dense_weight(), weight)
