@@ -160,11 +160,9 @@ class LateDevice:
         tape = Tape()
         self._capturing = True
         try:
-            with tape:
-                body()
+            tape.record(body)
         finally:
             self._capturing = False
-        tape.rewind()
         self.counts.captures += 1
         return _CountedGraph(self, TapeGraph(tape))
 

@@ -1,18 +1,21 @@
-"""Which of PyTorch's operations make the host wait for a GPU: those that `torch.cuda.set_sync_debug_mode` would name.
-
-Copies between host and device are not among them; `fake_cuda` looks at those by itself.
+"""Which of PyTorch's operations make the host wait for a GPU: those that `torch.cuda.set_sync_debug_mode` would name,
+and copies between host and device.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["why_it_waits"]
+__all__ = ["COPIES", "INDEXING", "argument", "is_composite", "why_it_waits"]
 
 aten = torch.ops.aten
+
+COPIES = (aten.copy_, aten._to_copy)
+INDEXING = (aten.index, aten._unsafe_index, aten.index_put, aten.index_put_, aten._index_put_impl_)
 
 _READS = "reads a number"
 _COUNTS = "counts what it finds"
@@ -22,6 +25,7 @@ _ALWAYS = {
     aten.item: _READS,
     aten.is_nonzero: _READS,
     aten.equal: _READS,
+    aten.allclose: _READS,
     aten.nonzero: _COUNTS,
     aten.nonzero_numpy: _COUNTS,
     aten.argwhere: _COUNTS,
@@ -35,6 +39,12 @@ _ALWAYS = {
 }
 
 
+@cache
+def is_composite(func: Any) -> bool:
+    """Whether an operation is written in terms of others, which `func.decompose` calls."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
+
+
 def why_it_waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Why an operation of the dispatcher, called on device tensors, waits for them; None where it does not."""
     packet = func.overloadpacket
@@ -42,31 +52,47 @@ def why_it_waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> st
     if why is not None:
         return why
     if packet is aten.repeat_interleave:
-        return _COUNTS if _argument(func, args, kwargs, "output_size") is None and _takes_tensor(func) else None
-    if packet in (aten.index, aten._unsafe_index, aten.index_put, aten.index_put_, aten._index_put_impl_):
+        return _COUNTS if argument(func, args, kwargs, "output_size") is None and _takes_tensor(func) else None
+    if packet in COPIES:
+        return _why_a_copy(func, args, kwargs)
+    if packet in INDEXING:
+        if any(isinstance(x, Tensor) and x.device.type != args[0].device.type for x in args[1]):
+            return "copies its indices from the host"
         masks = [x for x in args[1] if isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8)]
         return _COUNTS if masks and not _is_masked_fill(func, args, kwargs) else None
     if packet in (aten.masked_fill, aten.masked_fill_, aten.index_fill, aten.index_fill_):
-        value = _argument(func, args, kwargs, "value")
+        value = argument(func, args, kwargs, "value")
         return _READS if isinstance(value, Tensor) and value.device.type != "cpu" else None
     return None
+
+
+def _why_a_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    here = args[0].device.type
+    if func.overloadpacket is aten.copy_:
+        source, target = args[1].device.type, here
+    else:
+        source, target = here, here if kwargs.get("device") is None else kwargs["device"].type
+    if source == target:
+        return None
+    return "copies to the host" if target == "cpu" else "copies from the host"
 
 
 def _is_masked_fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """`x[mask] = number` is one, and waits for nothing."""
     if func.overloadpacket in (aten.index, aten._unsafe_index):
         return False
-    value = _argument(func, args, kwargs, "values")
+    value = argument(func, args, kwargs, "values")
     indices = [x for x in args[1] if isinstance(x, Tensor)]
     return (
         len(indices) == 1
         and value.numel() == 1
         and value.device.type == "cpu"
-        and not _argument(func, args, kwargs, "accumulate")
+        and not argument(func, args, kwargs, "accumulate")
     )
 
 
-def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+def argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+    """What a call gives for a parameter by name; None where it gives nothing."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.name == name:
             return args[place] if place < len(args) else kwargs.get(name)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from batchgen.kernels.gpu.launch import recording
-from tests.engine.fake_syncs import why_it_waits
+from tests.engine.fake_syncs import is_composite, why_it_waits
 
 __all__ = ["Tape", "TapeGraph", "poison", "start"]
 
@@ -34,12 +34,13 @@ def poison(tensor: Tensor) -> Tensor:
 def start(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
     """Run a kernel in Triton's interpreter, whose own operations are nobody's business."""
     if all(grid):
+        args = tuple(_memory(arg) if isinstance(arg, Tensor) else arg for arg in args)
         with _disable_current_modes():
             kernel[grid](*args, **constants)
 
 
 class Tape(TorchDispatchMode):
-    """Records what runs inside it. It does run, so that shapes and tensors are there; `rewind` undoes that."""
+    """Records what runs inside it. It does run, so that shapes and tensors are there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,21 +50,26 @@ class Tape(TorchDispatchMode):
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
         """By storage, everything that was there already and was written to, and what it held."""
 
-    def __enter__(self) -> Tape:
-        self._launches = recording(self._launch)
-        self._launches.__enter__()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *problem: Any) -> None:
-        super().__exit__(*problem)
-        self._launches.__exit__(*problem)
+    def record(self, body: Callable[[], None]) -> None:
+        """Run `body` for what it launches, and undo what that did: what was there before holds what it held, and what
+        was made holds poison."""
+        with recording(self._launch), self:
+            body()
+        with torch.inference_mode():
+            for tensor, held in self._before.values():
+                tensor.copy_(held)
+            for tensor in self._made.values():
+                poison(_whole(tensor))
+        self._before.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         why = why_it_waits(func, args, kwargs)
         if why is not None:
             raise RuntimeError(f"`{func}` inside a capture: it {why}, which waits for the device")
+        if is_composite(func):
+            with self:
+                return func.decompose(*args, **kwargs)
         given = _tensors((args, kwargs))
         for tensor in _written(func, args, kwargs):
             self._keep(tensor)
@@ -94,15 +100,6 @@ class Tape(TorchDispatchMode):
                 whole = _whole(tensor)
                 self._before[key] = whole, whole.clone()
 
-    def rewind(self) -> None:
-        """Undo everything: what was there holds what it held, and what was made holds poison."""
-        with torch.inference_mode():
-            for tensor, held in self._before.values():
-                tensor.copy_(held)
-            for tensor in self._made.values():
-                poison(_whole(tensor))
-        self._before.clear()
-
 
 class TapeGraph:
     """A tape to be played."""
@@ -120,7 +117,7 @@ class TapeGraph:
 def _run_into(func: Any, args: Any, kwargs: Any, places: list[int], targets: list[Tensor]) -> None:
     results = _tensors(func(*args, **kwargs))
     for place, target in zip(places, targets, strict=True):
-        target.copy_(results[place])
+        _memory(target).copy_(_memory(results[place]))
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -137,14 +134,21 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return found
 
 
+def _memory(tensor: Tensor) -> Tensor:
+    """The CPU tensor behind one that says it is elsewhere."""
+    behind: Tensor = getattr(tensor, "behind", tensor)
+    return behind
+
+
 def _storage(tensor: Tensor) -> int:
     try:
-        return tensor.untyped_storage()._cdata
+        return _memory(tensor).untyped_storage()._cdata
     except (RuntimeError, NotImplementedError):  # a library's own layout of weights
         return id(tensor)
 
 
 def _whole(tensor: Tensor) -> Tensor:
     """All of the memory that a tensor is a view of, as one row of its dtype."""
+    tensor = _memory(tensor)
     count = tensor.untyped_storage().nbytes() // tensor.element_size()
     return torch.as_strided(tensor, (count,), (1,), 0)

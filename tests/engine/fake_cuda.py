@@ -1,0 +1,332 @@
+"""A GPU for tests that is not there: tensors that say they are on `cuda:0`, and a count of what would wait for it.
+
+Inside `fake_cuda()` the engine's own code runs on the device "cuda" of a machine without one. A device tensor holds an
+ordinary CPU tensor, on which operations compute and Triton's kernels run in their interpreter. What a real GPU refuses
+is refused (tensors of two devices in one operation, `numpy()`); what a real GPU's host would wait for is written down
+with the line of batchgen that asked for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+import batchgen
+from batchgen.kernels.gpu.launch import recording
+from tests.engine.fake_device import LateDevice
+from tests.engine.fake_syncs import COPIES, INDEXING, argument, is_composite, why_it_waits
+from tests.engine.fake_tape import start
+
+__all__ = ["CountingDevice", "FakeGpu", "GpuTensor", "Sync", "fake_cuda"]
+
+aten = torch.ops.aten
+
+CUDA = torch.device("cuda", 0)
+_PACKAGE = str(Path(batchgen.__file__).parent)
+
+_NO_NUMBERS = (
+    aten.cat, aten.stack, aten.gather, aten.scatter, aten.scatter_, aten.scatter_add, aten.scatter_add_,
+    aten.index_select, aten.index_copy, aten.index_copy_, aten.index_add, aten.index_add_, aten.embedding,
+)  # fmt: skip
+"""Operations that do not take a number on the host for a tensor on the device."""
+_PINNING = (aten.pin_memory, aten._pin_memory, aten.is_pinned)
+_WHOLE = (aten.scaled_dot_product_attention,)
+"""Composite operations that wait for nothing inside, and whose parts depend on a device's libraries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sync:
+    """A place where a GPU's host would wait."""
+
+    place: str
+    """"batchgen/engine/sampler.py:105", or the caller's own line where none of batchgen's is on the stack."""
+    operation: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.operation} {self.why}"
+
+
+class GpuTensor(Tensor):
+    """A tensor on the GPU that is not there."""
+
+    behind: Tensor
+    """What it computes on: a CPU tensor of the same sizes and strides. Views share memory through it."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, behind: Tensor) -> GpuTensor:
+        made = Tensor._make_wrapper_subclass(
+            cls, behind.shape, behind.stride(), behind.storage_offset(), dtype=behind.dtype, device=CUDA
+        )
+        made.behind = behind
+        return made
+
+    def __repr__(self) -> str:
+        return f"GpuTensor({self.behind!r})"
+
+    def data_ptr(self) -> int:
+        return self.behind.data_ptr()
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        if not force:
+            raise TypeError("can't convert cuda:0 device type tensor to numpy")
+        return self.cpu().numpy()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+class CountingDevice(LateDevice):
+    """The door to a `FakeGpu`: what goes through it is counted as transfers, not as waits."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        return CUDA
+
+    def _arrive(self, host: Tensor) -> Tensor:
+        return GpuTensor(host)
+
+    def _leave(self, tensor: Tensor) -> Tensor:
+        assert isinstance(tensor, GpuTensor), "a download of a tensor that is on the host already"
+        return tensor.behind
+
+
+class FakeGpu(TorchDispatchMode):
+    """Sends the operations of its block to `GpuTensor`s where they are meant for a GPU, and writes down the waits."""
+
+    def __init__(self, device: CountingDevice) -> None:
+        super().__init__()
+        self.device = device
+        self.syncs: list[Sync] = []
+        self.copies: list[str] = []
+        """Places that copy from or to pinned memory themselves, past the device's door: nobody waits for these."""
+        self._pinned: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.overloadpacket in _PINNING:
+            return self._pin(func, args)
+        if kwargs.get("pin_memory"):
+            return self._pin(aten._pin_memory.default, (func(*args, **{**kwargs, "pin_memory": False}),))
+        if any(map(_meant_for_gpu, tree_leaves((args, kwargs)))):
+            return _run(func, args, kwargs, self)
+        return func(*args, **kwargs)
+
+    def _pin(self, func: Any, args: tuple[Any, ...]) -> Any:
+        if func.overloadpacket is aten.is_pinned:
+            return args[0].untyped_storage()._cdata in self._pinned
+        pinned = args[0].clone()
+        self._pinned[pinned.untyped_storage()._cdata] = pinned
+        return pinned
+
+    def is_pinned(self, tensor: Any) -> bool:
+        """Whether a tensor lies in memory of the host that a GPU copies by itself."""
+        return type(tensor) is Tensor and tensor.untyped_storage()._cdata in self._pinned
+
+    def copies_pinned(self) -> None:
+        """Write down that somebody copies on a stream of his own accord."""
+        self.copies.append(_place())
+
+    def waits(self, operation: str, why: str) -> None:
+        """Write down that the host waits here."""
+        self.syncs.append(Sync(_place(), operation, why))
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        """Start a kernel on CPU memory."""
+        host = [i for i, arg in enumerate(args) if isinstance(arg, Tensor) and not isinstance(arg, GpuTensor)]
+        if host and any(isinstance(arg, GpuTensor) for arg in args):
+            raise ValueError(f"pointer argument {host[0]} of {kernel.fn.__name__} is on the host")
+        start(kernel, grid, args, constants)
+
+
+class _Numbered(TorchFunctionMode):
+    """Gives the device "cuda" its number, for which PyTorch's C++ would ask a driver."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.cuda:
+            return func(args[0], CUDA)
+        if func is Tensor.to or any(isinstance(arg, torch.device) for arg in args):
+            args = tuple(map(_numbered, args))
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": _numbered(kwargs["device"])}
+        return func(*args, **kwargs)
+
+
+def _numbered(device: Any) -> Any:
+    return CUDA if isinstance(device, torch.device | str) and device in ("cuda", torch.device("cuda")) else device
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], gpu: FakeGpu | None = None) -> Any:
+    """One operation on the CPU tensors behind its arguments."""
+    if torch.Tag.inplace_view in func.tags and func.overloadpacket is not aten.detach_:
+        raise NotImplementedError(f"{func} would change a tensor's shape in place")
+    if func.overloadpacket not in _WHOLE and is_composite(func):
+        parts = func.decompose(*args, **kwargs) if gpu is None else _decomposed(gpu, func, args, kwargs)
+        if parts is not NotImplemented:
+            return parts
+    given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    _check_devices(func, args, given)
+    why = why_it_waits(func, args, kwargs)
+    if why is not None and gpu is not None:
+        if argument(func, args, kwargs, "non_blocking") and any(map(gpu.is_pinned, given)):
+            gpu.copies_pinned()
+        else:
+            gpu.waits(str(func), why)
+    device = kwargs.get("device")
+    goes = device.type if device is not None else _destination(func, args)
+    if device is not None and device.type == "cuda":
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    results = func(*tree_map(_behind, args), **tree_map(_behind, kwargs))
+    known = {id(_behind(x)): x for x in given}
+
+    def outer(found: Any) -> Any:
+        if not isinstance(found, Tensor):
+            return found
+        if id(found) in known:
+            same = known[id(found)]
+            assert same.shape == found.shape, f"{func} would resize its output"
+            return same
+        return GpuTensor(found) if goes == "cuda" else found
+
+    return tree_map(outer, results)
+
+
+def _decomposed(gpu: FakeGpu, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with gpu:
+        return func.decompose(*args, **kwargs)
+
+
+def _destination(func: Any, args: tuple[Any, ...]) -> str:
+    """Where results go that no argument names a device for: to the first argument's in a copy, else to the GPU."""
+    if func.overloadpacket in COPIES and isinstance(args[0], Tensor):
+        return args[0].device.type
+    return "cuda"
+
+
+def _check_devices(func: Any, args: tuple[Any, ...], given: list[Tensor]) -> None:
+    """Refuse what a GPU refuses: tensors of the host, other than numbers, among those of the device."""
+    packet = func.overloadpacket
+    if packet in COPIES or not any(isinstance(x, GpuTensor) for x in given):
+        return
+    if packet in INDEXING and isinstance(args[0], GpuTensor):
+        given = [x for x in given if not any(x is index for index in args[1])]
+    for tensor in given:
+        if not isinstance(tensor, GpuTensor) and (tensor.dim() or packet in _NO_NUMBERS):
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device: {func} got one of {list(tensor.shape)} on the host"
+            )
+
+
+def _behind(value: Any) -> Any:
+    return value.behind if isinstance(value, GpuTensor) else value
+
+
+def _meant_for_gpu(leaf: Any) -> bool:
+    return isinstance(leaf, GpuTensor) or (isinstance(leaf, torch.device) and leaf.type == "cuda")
+
+
+def _place() -> str:
+    """The innermost line of batchgen on the stack, or else the innermost that is neither torch's nor this folder's."""
+    frame, other = sys._getframe(1), ""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(_PACKAGE):
+            return f"batchgen/{Path(name).relative_to(_PACKAGE).as_posix()}:{frame.f_lineno}"
+        if not other and "torch" not in Path(name).parts and not Path(name).name.startswith("fake_"):
+            other = f"{Path(name).name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return other
+
+
+@contextmanager
+def _guarded() -> Iterator[None]:
+    """PyTorch's C++ asks for a guard of the device that a tensor names; a build without CUDA has none. The CPU's, which
+    does nothing, stands in for it."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    guards = (ctypes.c_void_p * 2).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+    before, guards[1] = guards[1], guards[0]
+    try:
+        yield
+    finally:
+        guards[1] = before
+
+
+@contextmanager
+def fake_cuda(
+    *, name: str = "NVIDIA H200", capability: tuple[int, int] = (9, 0), memory: int = 1 << 30, **options: Any
+) -> Iterator[FakeGpu]:
+    """Make this machine one with a GPU, until the block ends.
+
+    Args:
+        name: what the GPU calls itself.
+        capability: its compute capability, by which tile shapes are chosen.
+        memory: its bytes, half of which are free.
+        options: of `CountingDevice`.
+    """
+    device = CountingDevice(**options)
+    gpu = FakeGpu(device)
+    properties = SimpleNamespace(
+        name=name, major=capability[0], minor=capability[1], total_memory=memory, multi_processor_count=132,
+        shared_memory_per_block_optin=232_448, warp_size=32,
+    )  # fmt: skip
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        pass
+
+    def number(*args: Any, **kwargs: Any) -> int:
+        return 0
+
+    replaced = {
+        "_lazy_init": nothing,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": number,
+        "get_device_name": lambda device=None: name,
+        "get_device_capability": lambda device=None: capability,
+        "get_device_properties": lambda device=None: properties,
+        "mem_get_info": lambda device=None: (memory // 2, memory),
+        "empty_cache": nothing,
+        "synchronize": lambda device=None: gpu.waits("torch.cuda.synchronize", "waits for everything"),
+        "reset_peak_memory_stats": nothing,
+        "max_memory_allocated": number,
+        "max_memory_reserved": number,
+        "memory_allocated": number,
+        "memory_reserved": number,
+    }
+    with ExitStack() as stack:
+        for call, stand_in in replaced.items():
+            stack.enter_context(patch.object(torch.cuda, call, stand_in))
+        stack.enter_context(patch.object(torch.version, "cuda", "12.8"))
+        stack.enter_context(patch("batchgen.kernels.device.CudaDevice", lambda where: device))
+        stack.enter_context(_guarded())
+        before = torch._C._only_lift_cpu_tensors()
+        torch._C._set_only_lift_cpu_tensors(True)
+        stack.callback(torch._C._set_only_lift_cpu_tensors, before)
+        whether = torch.__future__.get_overwrite_module_params_on_conversion()
+        torch.__future__.set_overwrite_module_params_on_conversion(True)  # a CPU's parameter cannot become another's
+        stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, whether)
+        stack.enter_context(recording(gpu.launch))
+        stack.enter_context(gpu)
+        stack.enter_context(_Numbered())
+        yield gpu
