@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.sequence import Sequence
+from batchgen.kernels.device import Device
 from batchgen.kernels.lora import LoraStep, lora_step
 from batchgen.kernels.types import AttentionBatch, ChunkPages, GroupPages
 from batchgen.models.base import TokenEmbeds
@@ -21,24 +23,36 @@ __all__ = ["StepBatch", "build_batch"]
 
 Int64 = npt.NDArray[np.int64]
 
+_NONE: Final[Mapping[int, int]] = {}
+
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
     """Tensors of one step, packed without padding."""
 
     input_ids: Tensor
-    """[T] int64"""
+    """[T] int64; anything where `source` says that the id is on the device alone"""
     positions: Tensor
     """[T] int64"""
     attention: AttentionBatch
     logit_rows: Tensor
     """[U] int64: the flat tokens whose logits are needed, each once"""
-    sample_rows: list[int]
-    """[R] for each `SampleRow`, its place among `logit_rows`"""
+    sample_rows: Tensor | None
+    """[R] int64 for each `SampleRow`, its place among `logit_rows`; None: one row each, in order"""
+    drawn: Tensor
+    """[R] int64: tokens that each `SampleRow`'s sequence has drawn before"""
+    source: Tensor | None = None
+    """[T] int64: place among the last step's draws of the token to feed, -1 where `input_ids` has it; None: nowhere"""
     lora: LoraStep | None = None
     """tokens by adapter; None where no token has one"""
     embeds: TokenEmbeds | None = None
     """tokens that come as embeddings; None where there are none"""
+
+    def feed(self, last: Tensor | None) -> Tensor:
+        """[T] the step's input ids, given the last step's draws [R'] int64 on the device."""
+        if self.source is None or last is None:
+            return self.input_ids
+        return torch.where(self.source < 0, self.input_ids, last[self.source.clamp(min=0)])
 
 
 def build_batch(
@@ -46,44 +60,74 @@ def build_batch(
     table: RequestTable,
     sequences: Mapping[int, Sequence],
     page_size: int,
-    device: torch.device,
+    device: Device,
     adapter: npt.NDArray[np.int32] | None = None,
+    unread: Mapping[int, int] = _NONE,
 ) -> StepBatch:
-    """Lay out the plan's chunks in order, then its decode rows. `adapter` [N] is the requests', -1 for none."""
+    """Lay out the plan's chunks in order, then its decode rows.
+
+    Args:
+        plan: the step.
+        table: every prompt of the job.
+        sequences: by number, at least those of the plan.
+        page_size: positions per page.
+        device: where the step runs.
+        adapter: [N] the requests', -1 for none.
+        unread: sequences whose last token is known to the device alone, and its place among the last step's draws.
+    """
     total = plan.tokens
     ids = np.empty(total, np.int64)
     positions = np.empty(total, np.int64)
     slots = np.empty(total, np.int64)
+    source = np.full(total, -1, np.int64) if unread else None
     chunks = []
     at = 0
     for chunk in plan.prefills:
         span = slice(at, at + chunk.end - chunk.start)
         positions[span] = np.arange(chunk.start, chunk.end)
-        ids[span] = _chunk_ids(chunk, table, sequences)
+        known = _chunk_ids(chunk, table, sequences)
+        ids[at : at + len(known)] = known
+        if at + len(known) < span.stop:
+            assert source is not None
+            assert chunk.sequence is not None
+            assert len(known) == span.stop - at - 1, "one token at most is on its way"
+            source[span.stop - 1] = unread[chunk.sequence]
         pages = np.asarray(chunk.pages, np.int64)
         slots[span] = _slots(pages, positions[span], page_size) if chunk.store else positions[span] % page_size
         chunks.append(ChunkPages(at, chunk.end - chunk.start, chunk.end, pages))
         at = span.stop
     for i, row in enumerate(plan.decodes, start=at):
-        ids[i] = sequences[row.sequence].output_ids[-1]
+        if source is not None and row.sequence in unread:
+            source[i] = unread[row.sequence]
+        else:
+            ids[i] = sequences[row.sequence].output_ids[-1]
         positions[i] = row.position
         slots[i] = row.pages[row.position // page_size] * page_size + row.position % page_size
-    attention = AttentionBatch(slot_mapping=_tensor(slots, device), chunks=chunks, decode_start=at)
+    logit_rows, sample_rows = _distinct([s.token for s in plan.samples])
+    drawn = [sequences[s.sequence].drawn for s in plan.samples]
+    arrays = [ids, positions, slots, np.array(logit_rows, np.int64), np.array(drawn, np.int64)]
+    if len(sample_rows) != len(logit_rows):
+        arrays.append(np.array(sample_rows, np.int64))
+    if source is not None:
+        arrays.append(source)
+    ids_, positions_, slots_, logit_rows_, drawn_, *others = device.upload(*arrays)
+    attention = AttentionBatch(slot_mapping=slots_, chunks=chunks, decode_start=at)
     if plan.decodes:
         _lay_out_decodes(attention, plan.decodes, plan.groups, page_size)
-    logit_rows, sample_rows = _distinct([s.token for s in plan.samples])
     return StepBatch(
-        input_ids=_tensor(ids, device),
-        positions=_tensor(positions, device),
+        input_ids=ids_,
+        positions=positions_,
         attention=attention,
-        logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
-        sample_rows=sample_rows,
-        lora=None if adapter is None else lora_step(_adapters(plan, sequences, adapter), device),
+        logit_rows=logit_rows_,
+        sample_rows=others[0] if len(sample_rows) != len(logit_rows) else None,
+        drawn=drawn_,
+        source=others[-1] if source is not None else None,
+        lora=None if adapter is None else lora_step(_adapters(plan, sequences, adapter), device.torch_device),
         embeds=None if table.embeds_id is None else _embeds(plan, table, device),
     )
 
 
-def _embeds(plan: StepPlan, table: RequestTable, device: torch.device) -> TokenEmbeds | None:
+def _embeds(plan: StepPlan, table: RequestTable, device: Device) -> TokenEmbeds | None:
     """The prompt positions of the step's chunks that are given as embeddings."""
     assert table.embeds is not None
     rows, values, at = [], [], 0
@@ -96,7 +140,7 @@ def _embeds(plan: StepPlan, table: RequestTable, device: torch.device) -> TokenE
         at += chunk.end - chunk.start
     if not rows:
         return None
-    return TokenEmbeds(_tensor(np.concatenate(rows), device), torch.from_numpy(np.concatenate(values)).to(device))
+    return TokenEmbeds(*device.upload(np.concatenate(rows), np.concatenate(values)))
 
 
 def _adapters(
@@ -110,7 +154,7 @@ def _adapters(
 
 
 def _chunk_ids(chunk: PrefillChunk, table: RequestTable, sequences: Mapping[int, Sequence]) -> Int64:
-    """The ids at positions [start, end): prompt ids, then the sequence's own output."""
+    """The ids at positions [start, end), as far as they are known: prompt ids, then the sequence's own output."""
     prompt = table.prompt_ids(chunk.request)
     ids = prompt[chunk.start : chunk.end].astype(np.int64)
     if chunk.end <= len(prompt):
@@ -158,7 +202,3 @@ def _distinct(tokens: list[int]) -> tuple[list[int], list[int]]:
     place: dict[int, int] = {}
     rows = [place.setdefault(token, len(place)) for token in tokens]
     return list(place), rows
-
-
-def _tensor(values: Int64, device: torch.device) -> Tensor:
-    return torch.from_numpy(values).to(device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Seq
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +18,13 @@ from torch import Tensor
 
 from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.kernels.bitmask import bitmask_width
+from batchgen.kernels.device import Device
 from batchgen.kernels.ops import Ops
 from batchgen.params import Constraint, SamplingParams
 from batchgen.text.grammars import Grammars
 from batchgen.text.stops import stopping_ids
 
-__all__ = ["GrammarMasks", "GrammarState"]
+__all__ = ["Constrained", "GrammarMasks", "GrammarState"]
 
 _SECONDS = 30.0
 """Time that the grammar of one sample may take while it runs; a sane one takes a millisecond per token at most."""
@@ -31,6 +32,20 @@ _SLOW_FILL = 0.25
 """Seconds of one step's masks after which each is timed by itself."""
 
 Words = npt.NDArray[np.int32]
+
+
+class Constrained(Protocol):
+    """A sample with a constraint."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether its last token is out."""
+        ...
+
+    @property
+    def grammar(self) -> GrammarState | None:
+        """Its matcher."""
+        ...
 
 
 class GrammarState:
@@ -125,37 +140,45 @@ class GrammarState:
 class GrammarMasks:
     """Masks the constrained rows of each step, which change seldom, together and on several threads."""
 
-    def __init__(self, rows: list[tuple[int, GrammarState]], ops: Ops) -> None:
+    def __init__(self, rows: Seq[tuple[int, Constrained]], device: Device, ops: Ops) -> None:
         """`rows`: the constrained rows, and their places in the step."""
+        self._device = device
         self._ops = ops
-        self._places = [i for i, _ in rows]
-        self._states = [state for _, state in rows]
+        self._rows = [row for _, row in rows]
+        (self._places,) = device.upload(np.array([i for i, _ in rows], np.int64))
         self._slow = False
 
     def fill(self, vocab: int) -> Tensor:
-        """What each row may draw next: [M, ceil(V / 32)] int32 on the host; nothing of the step is needed for it."""
-        words: Words = np.empty((len(self._states), bitmask_width(vocab)), np.int32)
-        waiting = [i for i, state in enumerate(self._states) if not state.known]
+        """What each row may draw next: [M, ceil(V / 32)] int32; nothing of the step is needed for it.
+
+        Everything where a row has ended already: its draw is dropped.
+        """
+        states = [None if row.ended else row.grammar for row in self._rows]
+        words: Words = np.empty((len(states), bitmask_width(vocab)), np.int32)
+        waiting = [i for i, state in enumerate(states) if state is not None and not state.known]
         began = time.perf_counter()
-        together = len(waiting) > 1 and not self._slow and self._fill_together(waiting, words)
-        for i, state in enumerate(self._states):
-            if state.known or not together:
+        matchers = [state.matcher for state in states if state is not None and not state.known]
+        together = len(waiting) > 1 and not self._slow and _fill_together(matchers, waiting, words)
+        for i, state in enumerate(states):
+            if state is None:
+                words[i] = -1
+            elif state.known or not together:
                 state.fill(words[i])
         self._slow = time.perf_counter() - began > _SLOW_FILL
-        return torch.from_numpy(words)
+        (masks,) = self._device.upload(words)
+        return masks
 
     def apply(self, logits: Tensor, masks: Tensor) -> None:
         """Bar what `masks` (of `fill`) do not allow from `logits` [R, V] float32, in place."""
-        rows = torch.tensor(self._places, dtype=torch.int64, device=logits.device)
-        self._ops.apply_bitmask(logits, masks.to(logits.device), rows)
+        self._ops.apply_bitmask(logits, masks, self._places)
 
-    def _fill_together(self, waiting: list[int], words: Words) -> bool:
-        matchers = [self._states[i].matcher for i in waiting]
-        try:
-            _batch_matcher().batch_fill_next_token_bitmask(matchers, torch.from_numpy(words), waiting)
-        except RuntimeError:
-            return False  # one by one, to know whose it is
-        return True
+
+def _fill_together(matchers: list[Any], places: list[int], words: Words) -> bool:
+    try:
+        _batch_matcher().batch_fill_next_token_bitmask(matchers, torch.from_numpy(words), places)
+    except RuntimeError:
+        return False  # one by one, to know whose it is
+    return True
 
 
 @lru_cache(maxsize=1)

@@ -23,6 +23,7 @@ from batchgen.engine.states import state_keeper
 from batchgen.engine.streaming import Emit
 from batchgen.kernels.backend import Backend
 from batchgen.kernels.chips import chip_tuning
+from batchgen.kernels.device import Device, device_for
 from batchgen.kernels.types import KVPool
 from batchgen.media_root import MediaRoot
 from batchgen.models.base import Model
@@ -103,6 +104,8 @@ class Engine:
         """The kernels of every run; where `auto` measures them, chosen by the first."""
         self.processors = load_processors(config.logit_processor)
         """Logit processors that rows may name."""
+        self.device: Device = device_for(model.spec.device)
+        """The way to the device, and back."""
         self.last_run: Running | None = None
         """The latest job, for its counted quantities."""
 
@@ -221,6 +224,7 @@ class Engine:
             self.model,
             pool,
             self.backend,
+            self.device,
             self.tokenizer,
             self.grammars,
             prompt_ids=prompt_ids,

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
-import torch
-
-from batchgen.engine.batch import build_batch
 from batchgen.engine.best_of import keep_best
 from batchgen.engine.constraints import GrammarState
 from batchgen.engine.planning import Workload
 from batchgen.engine.prompt_logprobs import PromptLogprobs
 from batchgen.engine.readout import LogprobsMode
-from batchgen.engine.sampler import Sampled, Sampler
+from batchgen.engine.sampler import Sampler
 from batchgen.engine.scoring import Scores
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.shaping import RepetitionScope, Shapes
 from batchgen.engine.states import StateKeeper
+from batchgen.engine.step import Flight, StepRunner
 from batchgen.engine.streaming import Emit, Streams
 from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.kernels.backend import Backend
+from batchgen.kernels.device import Device
 from batchgen.kernels.types import KVPool
-from batchgen.models.base import Model, ModelInput
+from batchgen.models.base import Model
 from batchgen.plan.scheduler import Scheduler
-from batchgen.plan.types import PageCopy, StepPlan
+from batchgen.plan.types import StepPlan
 from batchgen.processors import LoadedProcessor
 from batchgen.request import Completion, Request
 from batchgen.text.grammars import Grammars
@@ -44,6 +42,8 @@ class LoopState:
     steps: int = 0
     output_tokens: int = 0
     running: int = 0
+    overrun: int = 0
+    """Tokens drawn for samples that had ended a step before, unknown to the host then, and dropped."""
     kv_pages_used: int = 0
     kv_pages: int = 0
 
@@ -57,8 +57,22 @@ class _Open:
     """Samples with the mean logprob of their tokens, which counts where `best_of` chooses."""
 
 
+@dataclass(slots=True)
+class _Ended:
+    """What became known between two steps."""
+
+    sequences: list[int] = field(default_factory=list)
+    dropped: int = 0
+    """Draws that gave nobody a token."""
+
+
 class Loop:
-    """Runs a workload on a model. Iterate it: each item holds all samples of one prompt, in order of completion."""
+    """Runs a workload on a model. Iterate it: each item holds all samples of one prompt, in order of completion.
+
+    Where the device works on its own, a step is read only when the next one is under way: the device finds its work
+    queued, and what the host does with tokens takes no time of it. A sample that has ended may then be in one step too
+    many, whose draw for it is dropped; one that ends by its length never is.
+    """
 
     def __init__(
         self,
@@ -67,6 +81,7 @@ class Loop:
         model: Model,
         pool: KVPool,
         backend: Backend,
+        device: Device,
         tokenizer: Tokenizer,
         grammars: Grammars,
         *,
@@ -86,16 +101,17 @@ class Loop:
         self._scheduler = scheduler
         self._model = model
         self._pool = pool
-        self._backend = backend
         self._tokenizer = tokenizer
         self._grammars = grammars
         self._prompt_ids = prompt_ids
         self._repeat_span = repeat_span
-        self._sampler = Sampler(model.spec.device, backend.ops, processors, logprobs_mode)
+        self._device = device
         self._shapes = Shapes(tokenizer, model.spec.vocab_size, repetition_scope)
         self._token_text = lru_cache(1 << 16)(tokenizer.token_text)
         self.prompts = PromptLogprobs(workload, model.spec.vocab_size, self._token_text, backend.ops)
         self._states = states
+        sampler = Sampler(device, backend.ops, processors, logprobs_mode)
+        self._runner = StepRunner(workload, model, pool, backend, device, sampler, self.prompts, states)
         self._streams = Streams(workload, tokenizer, emit)
         self._scores = Scores(workload, self.prompts, prompt_ids=prompt_ids)
         self._sequences: dict[int, Sequence] = {}
@@ -107,27 +123,29 @@ class Loop:
     def run(self, stop: Callable[[], bool] = lambda: False) -> Iterator[list[Completion]]:
         """Generate until everything is done or `stop` says so; unfinished prompts yield nothing."""
         yield from self._without_tokens()
+        last: Flight | None = None
         while not stop():
             plan = self._scheduler.step()
             if plan is None:
                 return
-            sampled = self._execute(plan)
-            finished = self._take(plan, sampled)
-            if self._streams:
-                self._streams.step(sample.sequence for sample in plan.samples)
-            dropped = len(self._prompt_only.intersection(finished)) + len(sampled.exhausted - sampled.errors.keys())
-            self._prompt_only.difference_update(finished)
-            self._scheduler.commit(finished, dropped)
+            self._begin(plan)
+            ended = _Ended()
+            reading = partial(self._read, last, ended)
+            flight = self._runner.issue(plan, self._sequences, last, reading)
+            reading()
+            if not self._device.asynchronous:
+                self._read(flight, ended)
+            last = flight
+            self._scheduler.commit(ended.sequences, ended.dropped)
             self.state.steps += 1
-            self.state.output_tokens += len(plan.samples) - dropped
-            self.state.running = len(self._sequences) - len(finished)
-            self.state.kv_pages_used = self._scheduler.pages_in_use
-            for sequence in finished:
-                yield from self._retire(sequence, self._sequences.pop(sequence))
+            yield from self._after(ended)
+        if last is not None and not last.seen:
+            ended = _Ended()
+            self._read(last, ended)
+            yield from self._after(ended)
 
-    @torch.inference_mode()
-    def _execute(self, plan: StepPlan) -> Sampled:
-        """Run one step on the device."""
+    def _begin(self, plan: StepPlan) -> None:
+        """Sequences that a plan names for the first time."""
         for start in plan.starts:
             sequence = self._start(self._workload.table[start.request], start.sample_index)
             self._sequences[start.sequence] = sequence
@@ -136,39 +154,28 @@ class Loop:
                 self._prompt_only.add(start.sequence)
             if self._states is not None:
                 self._states.begin(start.sequence, sequence.request)
-        self._copy_pages(plan.copies)
-        device = self._model.spec.device
-        workload = self._workload
-        batch = build_batch(plan, workload.table, self._sequences, self._pool.page_size, device, workload.adapter)
-        taps = None if self._states is None else self._states.taps(plan)
-        inputs = ModelInput(
-            batch.input_ids,
-            batch.positions,
-            self._backend.attention(self._pool, batch.attention),
-            taps,
-            lora=batch.lora,
-            embeds=batch.embeds,
-            ops=self._backend.ops,
-        )
-        hidden = self._model.hidden(inputs)  # [T, H]
-        if self.prompts:
-            self.prompts.score(plan, hidden, self._model.logits)
-        if self._states is not None and taps is not None:
-            self._states.keep(taps)
-        if not plan.samples:
-            return Sampled([])
-        rows = batch.sample_rows
-        logits = self._model.logits(hidden[batch.logit_rows])  # [U, V]
-        if len(rows) != logits.shape[0]:
-            # Samples of one prompt draw from the same logits, each from a copy it may mask.
-            logits = logits[torch.tensor(rows, device=device)]  # [R, V]
-        return self._sampler(logits, [self._sequences[s.sequence] for s in plan.samples])
 
-    def _copy_pages(self, copies: Seq[PageCopy]) -> None:
-        if copies:
-            device = self._model.spec.device
-            pairs = torch.tensor([(c.source, c.target) for c in copies], dtype=torch.int64, device=device)
-            self._pool.copy_pages(pairs[:, 0], pairs[:, 1])
+    def _read(self, flight: Flight | None, ended: _Ended) -> None:
+        """Hand a step's tokens to its sequences, if that was not done before."""
+        if flight is None or flight.seen:
+            return
+        flight.seen = True
+        before = len(ended.sequences)
+        dropped = self._take(flight, ended.sequences)
+        if self._streams:
+            self._streams.step(sample.sequence for sample in flight.plan.samples)
+        prompt_only = self._prompt_only.intersection(ended.sequences[before:])
+        self._prompt_only -= prompt_only
+        dropped += len(prompt_only)
+        ended.dropped += dropped
+        self.state.output_tokens += len(flight.plan.samples) - dropped
+
+    def _after(self, ended: _Ended) -> Iterator[list[Completion]]:
+        """Between two steps: those that have ended leave."""
+        self.state.running = len(self._sequences) - len(ended.sequences)
+        self.state.kv_pages_used = self._scheduler.pages_in_use
+        for sequence in ended.sequences:
+            yield from self._retire(sequence, self._sequences.pop(sequence))
 
     def _start(self, request: Request, sample_index: int) -> Sequence:
         stops = StopState(request.params, self._tokenizer.eos_ids, self._tokenizer)
@@ -186,11 +193,17 @@ class Loop:
         grammar = GrammarState(self._grammars, request.params, constraint) if constraint is not None else None
         return Sequence(request, sample_index, stops, masked, self._repeat_span, shaping, grammar)
 
-    def _take(self, plan: StepPlan, sampled: Sampled) -> list[int]:
-        """Hand each sequence its token; the ids of those that ended."""
-        finished = []
-        for row, (sample, token) in enumerate(zip(plan.samples, sampled.tokens, strict=True)):
-            sequence = self._sequences[sample.sequence]
+    def _take(self, flight: Flight, finished: list[int]) -> int:
+        """Hand each sequence its token, and note those that ended; returns how many draws gave nobody a token."""
+        sampled = flight.read()
+        dropped = 0
+        for row, (sample, sequence, token) in enumerate(
+            zip(flight.plan.samples, flight.rows, sampled.tokens, strict=True)
+        ):
+            if sequence.finish_reason is not None or sequence.error is not None:
+                self.state.overrun += 1
+                dropped += 1
+                continue
             if row in sampled.errors:
                 sequence.fail(sampled.errors[row])
                 finished.append(sample.sequence)
@@ -202,12 +215,13 @@ class Loop:
             if row in sampled.exhausted:
                 sequence.exhaust()
                 finished.append(sample.sequence)
+                dropped += 1
                 continue
             if row in sampled.logprobs:
                 sequence.take_logprobs(sampled.logprobs[row])
             if sequence.append(token):
                 finished.append(sample.sequence)
-        return finished
+        return dropped
 
     def _retire(self, number: int, sequence: Sequence) -> Iterator[list[Completion]]:
         """Yield a prompt's samples once the last of them is done, then its copies."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from batchgen.kernels.device import Array, Device
 from batchgen.kernels.ops import Ops
 from batchgen.kernels.sampling import SamplingColumns
 from batchgen.params import SamplingParams
@@ -61,7 +63,7 @@ class RawLogprobs:
 
 
 class Readout:
-    """Reads the logprobs of one set of rows, step after step."""
+    """Reads the logprobs of one set of rows, step after step: `before`, `after` on the device, `by_row` on the host."""
 
     def __init__(
         self,
@@ -69,26 +71,26 @@ class Readout:
         altered: frozenset[int],
         sampling: SamplingColumns,
         mode: LogprobsMode,
-        device: torch.device,
+        device: Device,
         ops: Ops,
     ) -> None:
         """`rows`: those that want logprobs, with their places; `altered`: places whose logits are not only masked."""
-
-        def ints(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
-
         self._mode = mode
         self._ops = ops
         self._sampling = sampling
         self._params = [params for _, params in rows]
         self._rows = [i for i, _ in rows]
-        self._index = ints(self._rows)
         self._top_k = max(params.top_logprobs_num for params in self._params)
         widest = max(len(params.token_ids_logprob) for params in self._params)
         named = [[*p.token_ids_logprob, *[0] * (widest - len(p.token_ids_logprob))] for p in self._params]
-        self._named = ints([token for ids in named for token in ids]).view(len(rows), widest) if widest else None
         places = [w for w, i in enumerate(self._rows) if i in altered]
-        self._altered = ints(places) if places else None
+        self._index, asked, kept = device.upload(
+            np.array(self._rows, np.int64),
+            np.array(named, np.int64).reshape(len(rows), widest),
+            np.array(places, np.int64),
+        )
+        self._named = asked if widest else None
+        self._altered = kept if places else None
 
     def before(self, logits: Tensor) -> RawLogprobs | None:
         """Read raw logprobs from [R, V] logits that nothing has shaped yet; None in processed mode."""
@@ -98,8 +100,8 @@ class Readout:
         kept = source[self._altered] if self._altered is not None else None
         return RawLogprobs(self._read(source, slice(None)), kept)
 
-    def after(self, logits: Tensor, tokens: Tensor, raw: RawLogprobs | None) -> dict[int, RowLogprobs]:
-        """Every row's logprobs, by its place.
+    def after(self, logits: Tensor, tokens: Tensor, raw: RawLogprobs | None) -> list[Tensor]:
+        """Every row's logprobs: what `by_row` takes, once it is on the host.
 
         Args:
             logits: [R, V], shaped.
@@ -112,9 +114,9 @@ class Readout:
         values = logits[self._index, drawn_tokens].float()  # a mask leaves what can be drawn as it was
         if raw.kept is not None and self._altered is not None:
             values[self._altered] = raw.kept.gather(-1, drawn_tokens[self._altered, None]).squeeze(-1).float()
-        return self._by_row(values - raw.read.normalizers, raw.read)
+        return _tensors(values - raw.read.normalizers, raw.read)
 
-    def _processed(self, logits: Tensor, drawn_tokens: Tensor) -> dict[int, RowLogprobs]:
+    def _processed(self, logits: Tensor, drawn_tokens: Tensor) -> list[Tensor]:
         step = max(1, (_CHUNK if logits.device.type == "cpu" else _WIDE_CHUNK) // logits.shape[1])
         reads, drawn = [], []
         for begin in range(0, len(self._rows), step):
@@ -137,7 +139,7 @@ class Readout:
             (torch.cat([ids for ids, _ in tops]), torch.cat([values for _, values in tops])) if tops else None,
             torch.cat(asked) if asked else None,
         )
-        return self._by_row(torch.cat(drawn), joined)
+        return _tensors(torch.cat(drawn), joined)
 
     def _read(self, scores: Tensor, part: slice) -> _Read:
         """Everything but the tokens drawn, which are not known yet, of [w, V] scores."""
@@ -148,11 +150,12 @@ class Readout:
             None if self._named is None else scores.gather(-1, self._named[part]).float() - normalizers[:, None],
         )
 
-    def _by_row(self, drawn: Tensor, read: _Read) -> dict[int, RowLogprobs]:
-        """Give each row what it asked for out of the widest of the step."""
+    def by_row(self, arrays: list[Array]) -> dict[int, RowLogprobs]:
+        """Give each row, by its place, what it asked for out of the widest of the step."""
         none: list[list[Any]] = [[]] * len(self._rows)
-        top_ids, top = (t.tolist() for t in read.top) if read.top is not None else (none, none)
-        asked = read.asked.tolist() if read.asked is not None else none
+        drawn, *others = (array.tolist() for array in arrays)
+        asked = others.pop() if self._named is not None else none
+        top_ids, top = others or (none, none)
         return {
             row: RowLogprobs(
                 value,
@@ -160,5 +163,10 @@ class Readout:
                 top[w][: params.top_logprobs_num],
                 asked[w][: len(params.token_ids_logprob)],
             )
-            for w, (row, params, value) in enumerate(zip(self._rows, self._params, drawn.tolist(), strict=True))
+            for w, (row, params, value) in enumerate(zip(self._rows, self._params, drawn, strict=True))
         }
+
+
+def _tensors(drawn: Tensor, read: _Read) -> list[Tensor]:
+    """[W] of the tokens drawn, then what was read: ids and values of the likeliest, and of the ids named."""
+    return [drawn, *(read.top or ()), *(() if read.asked is None else (read.asked,))]

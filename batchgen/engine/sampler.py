@@ -1,11 +1,14 @@
-"""From a step's logits to its tokens: shaping, masks, the draw, and the logprobs that rows asked for."""
+"""From a step's logits to its tokens: shaping, masks, the draw, and the logprobs that rows asked for.
+
+`Sampler.draw` queues work on the device and waits for nothing; `Draws.read` says a step later what came of it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from batchgen.engine.constraints import GrammarMasks
@@ -14,14 +17,13 @@ from batchgen.engine.sequence import Sequence
 from batchgen.engine.shaping import Shaper
 from batchgen.engine.stop_mask import StopMask
 from batchgen.errors import ErrorCode, ErrorInfo
-from batchgen.kernels.device import device_for
+from batchgen.kernels.device import Device, Download
 from batchgen.kernels.ops import Ops
 from batchgen.kernels.sampling import SamplingColumns
-from batchgen.kernels.shaping import masked_draws
 from batchgen.params import SamplingParams
 from batchgen.processors import LoadedProcessor
 
-__all__ = ["Sampled", "Sampler"]
+__all__ = ["Draws", "Sampled", "Sampler"]
 
 _NAN = ErrorInfo(
     ErrorCode.NAN_LOGITS,
@@ -44,12 +46,41 @@ class Sampled:
     """constrained rows that have nothing left to draw; their tokens mean nothing"""
 
 
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """One step's draws, on the device and on their way to the host."""
+
+    tokens: Tensor
+    """[R] int64 on the device: what the next step may be fed with"""
+    _rows: list[Sequence]
+    _columns: _Columns
+    _errors: dict[int, ErrorInfo]
+    _download: Download
+
+    def read(self) -> Sampled:
+        """Wait for the draws, which a step later is no wait."""
+        arrays = iter(self._download.wait())
+        tokens: list[int] = next(arrays).tolist()
+        bad = next(arrays)
+        errors = self._errors
+        if bad.any():
+            errors = dict.fromkeys(np.flatnonzero(bad).tolist(), _NAN) | errors
+        exhausted: frozenset[int] = frozenset()
+        if self._columns.masked is not None:
+            rows = self._rows
+            empty = [row for row, spent in zip(self._columns.masked_rows, next(arrays), strict=True) if spent]
+            exhausted = frozenset(row for row in empty if rows[row].grammar is not None)
+            errors = {row: _nothing_left(rows[row].request.params) for row in empty if row not in exhausted} | errors
+        readout = self._columns.readout
+        return Sampled(tokens, errors, {} if readout is None else readout.by_row(list(arrays)), exhausted)
+
+
 class Sampler:
     """Draws for all rows of a step at once. What depends on the rows alone is kept while they stay the same."""
 
     def __init__(
         self,
-        device: torch.device,
+        device: Device,
         ops: Ops,
         processors: Mapping[str, LoadedProcessor] | None = None,
         logprobs_mode: LogprobsMode = "raw",
@@ -62,54 +93,63 @@ class Sampler:
         self._rows: list[Sequence] = []
         self._columns: _Columns | None = None
 
-    def __call__(self, logits: Tensor, rows: list[Sequence]) -> Sampled:
+    def prepare(self, rows: list[Sequence]) -> bool:
+        """Make ready for a step's rows; whether their draws need to know of each row's tokens so far, all of them."""
+        return self._of(rows).needs_host
+
+    def draw(self, logits: Tensor, rows: list[Sequence], drawn: Tensor) -> Draws:
         """Draw one token per row.
 
         Args:
             logits: [R, V] as the model gave them. Not the caller's any more: they may be shaped and masked in place.
             rows: [R] the sequences the rows belong to.
+            drawn: [R] int64 on the device, tokens that each has drawn before.
         """
-        columns = self._columns
-        if columns is None or rows != self._rows:
-            columns = self._columns = _Columns.of(rows, self._processors, self._mode, self._device, self._ops)
-            self._rows = list(rows)
+        columns, ops = self._of(rows), self._ops
         if logits.device.type == "cpu":
             logits = logits.float()  # argmax of bfloat16 takes twice as long there, this included
         # First of all: a device still computes the logits while the host fills masks.
         masks = columns.grammars.fill(logits.shape[1]) if columns.grammars is not None else None
-        errors = _spoilt(self._ops.nan_rows(logits)) if columns.edits else {}
+        bad = ops.nan_rows(logits) if columns.edits else None
         raw = columns.readout.before(logits) if columns.readout is not None else None
         if columns.edits:
             logits = logits.float()
-        if columns.shaper is not None:
-            errors |= columns.shaper(logits, errors)
+        errors = {} if columns.shaper is None else columns.shaper(logits, self._not_shown(columns.shaper, rows, bad))
         # Masks commute; the minimum's is last, since it gives way where they leave nothing.
         if columns.grammars is not None and masks is not None:
             columns.grammars.apply(logits, masks)
-        positions = torch.tensor([len(row.output_ids) for row in rows], dtype=torch.int64, device=self._device)
-        hidden = columns.minimums.hide(logits, positions) if columns.minimums is not None else None
-        sampling = columns.at(positions, self._ops)
-        drawn = self._ops.sample(logits, sampling)
-        tokens = drawn.tokens  # [R]
-        if not columns.edits:  # the draw may have seen already what else would take another reading of the logits
-            errors = _spoilt(self._ops.nan_rows(logits) if drawn.bad is None else drawn.bad)
-        exhausted: frozenset[int] = frozenset()
+        hidden = columns.minimums.hide(logits, drawn) if columns.minimums is not None else None
+        sampling = columns.at(drawn, ops)
+        result = ops.sample(logits, sampling)
+        tokens = result.tokens  # [R]
+        if bad is None:  # the draw may have seen already what else would take another reading of the logits
+            bad = ops.nan_rows(logits) if result.bad is None else result.bad
+        sent = [tokens, bad]
         if columns.masked is not None:
-            empty = masked_draws(logits, columns.masked, tokens)
-            if empty and hidden is not None:
-                left = torch.zeros(len(rows), dtype=torch.bool)
-                left[empty] = True
-                hidden.lift(logits, left.to(self._device))
-                tokens = self._ops.sample(logits, sampling).tokens
-                empty = masked_draws(logits, columns.masked, tokens)
-            exhausted = frozenset(row for row in empty if rows[row].grammar is not None)
-            errors = {row: _nothing_left(rows[row].request.params) for row in empty if row not in exhausted} | errors
-        logprobs = columns.readout.after(logits, tokens, raw) if columns.readout is not None else {}
-        return Sampled(tokens.tolist(), errors, logprobs, exhausted)
+            empty = ops.drew_masked(logits, columns.masked, tokens)
+            # Asking whether there is such a row would be a wait, drawing again is none.
+            if hidden is not None and (self._device.asynchronous or bool(empty.any())):
+                hidden.lift(logits, bad.new_zeros(bad.shape).index_copy_(0, columns.masked, empty))
+                sent[0] = tokens = ops.sample(logits, sampling).tokens
+                empty = ops.drew_masked(logits, columns.masked, tokens)
+            sent.append(empty)
+        if columns.readout is not None:
+            sent += columns.readout.after(logits, tokens, raw)
+        return Draws(tokens, rows, columns, errors, self._device.download(*sent))
 
+    def _of(self, rows: list[Sequence]) -> _Columns:
+        columns = self._columns
+        if columns is None or rows != self._rows:
+            columns = self._columns = _Columns.of(rows, self._processors, self._mode, self._device, self._ops)
+            self._rows = rows
+        return columns
 
-def _spoilt(bad: Tensor) -> dict[int, ErrorInfo]:
-    return dict.fromkeys(bad.nonzero().flatten().tolist(), _NAN)
+    def _not_shown(self, shaper: Shaper, rows: list[Sequence], bad: Tensor | None) -> frozenset[int]:
+        """Rows whose logits no processor is shown: spoilt ones, which takes a wait, and ended ones."""
+        if not shaper.processes or bad is None:
+            return frozenset()
+        spoilt = np.flatnonzero(self._device.download(bad).wait()[0]).tolist()
+        return frozenset(spoilt).union(i for i, row in enumerate(rows) if row.ended)
 
 
 def _nothing_left(params: SamplingParams) -> ErrorInfo:
@@ -135,22 +175,22 @@ class _Columns:
     """None: no row is constrained"""
     masked: Tensor | None
     """[w] int64 rows that may be left with nothing; None: no row"""
+    masked_rows: list[int]
+    """[w]"""
     edits: bool
     """whether anything may be written to the logits, which takes float32"""
+    needs_host: bool
+    """whether a draw depends on what the host makes of the tokens before it"""
 
     @staticmethod
     def of(
         rows: list[Sequence],
         processors: Mapping[str, LoadedProcessor],
         mode: LogprobsMode,
-        device: torch.device,
+        device: Device,
         ops: Ops,
     ) -> _Columns:
         params = [row.request.params for row in rows]
-
-        def ints(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
-
         sampling = SamplingColumns.of(
             [p.temperature for p in params],
             [p.top_k for p in params],
@@ -159,25 +199,33 @@ class _Columns:
             device,
         )
         shaped = [(i, row.shaping) for i, row in enumerate(rows) if row.shaping is not None]
-        grammars = [(i, row.grammar) for i, row in enumerate(rows) if row.grammar is not None]
+        grammars = [(i, row) for i, row in enumerate(rows) if row.grammar is not None]
         masked = sorted({i for i, shaping in shaped if shaping.shape.masks}.union(i for i, _ in grammars))
         altered = frozenset(i for i, shaping in shaped if shaping.shape.alters)
         wanted = [(i, p) for i, p in enumerate(params) if p.needs_logprobs]
         minimums = [(i, row) for i, row in enumerate(rows) if row.masked_ids]
+        shaper = Shaper(shaped, len(rows), processors, device, ops) if shaped else None
+        seeds, samples, places = device.upload(
+            np.array([row.request.seed for row in rows], np.int64),
+            np.array([row.sample_index for row in rows], np.int64),
+            np.array(masked, np.int64),
+        )
         return _Columns(
-            seeds=ints([row.request.seed for row in rows]),
-            samples=ints([row.sample_index for row in rows]),
+            seeds=seeds,
+            samples=samples,
             sampling=sampling,
             readout=Readout(wanted, altered, sampling, mode, device, ops) if wanted else None,
-            shaper=Shaper(shaped, len(rows), processors, device, ops) if shaped else None,
-            minimums=StopMask.of(minimums, device_for(device)) if minimums else None,
-            grammars=GrammarMasks(grammars, ops) if grammars else None,
-            masked=ints(masked) if masked else None,
+            shaper=shaper,
+            minimums=StopMask.of(minimums, device) if minimums else None,
+            grammars=GrammarMasks(grammars, device, ops) if grammars else None,
+            masked=places if masked else None,
+            masked_rows=masked,
             edits=bool(shaped or grammars or minimums),
+            needs_host=bool(grammars) or (shaper is not None and shaper.needs_host),
         )
 
-    def at(self, positions: Tensor, ops: Ops) -> SamplingColumns:
+    def at(self, drawn: Tensor, ops: Ops) -> SamplingColumns:
         """The columns with this step's noise keys."""
         if self.sampling.all_greedy:
             return self.sampling
-        return self.sampling.with_keys(ops.row_keys(self.seeds, self.samples, positions))
+        return self.sampling.with_keys(ops.row_keys(self.seeds, self.samples, drawn))

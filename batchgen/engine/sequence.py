@@ -22,6 +22,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "drawn",
         "error",
         "finish_reason",
         "grammar",
@@ -58,6 +59,8 @@ class Sequence:
         self.top_ids: list[int] = []
         self.top_logprobs: list[float] = []
         self.ids_logprobs: list[float] = []
+        self.drawn = 0
+        """Tokens drawn, those included that the host has not heard of yet."""
         self.finish_reason: FinishReason | None = None
         self.error: ErrorInfo | None = None
 
@@ -69,7 +72,12 @@ class Sequence:
     @property
     def masks_stops(self) -> bool:
         """Whether the next token may not be one that ends the row."""
-        return len(self.output_ids) < self.request.params.min_new_tokens and bool(self.masked_ids)
+        return self.drawn < self.request.params.min_new_tokens and bool(self.masked_ids)
+
+    @property
+    def ended(self) -> bool:
+        """Whether its last token is out, or it has failed."""
+        return self.finish_reason is not None or self.error is not None
 
     def append(self, token: int) -> bool:
         """Take the next token; True if it ends the sequence."""

@@ -14,12 +14,12 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from batchgen.engine.counts import TokenCounts
 from batchgen.engine.processors import OfferedRow, process
 from batchgen.errors import ErrorInfo
+from batchgen.kernels.device import Device
 from batchgen.kernels.ops import Ops
 from batchgen.params import SamplingParams
 from batchgen.processors import LoadedProcessor
@@ -142,7 +142,7 @@ class Shaper:
         rows: list[tuple[int, Shaping]],
         count: int,
         processors: Mapping[str, LoadedProcessor],
-        device: torch.device,
+        device: Device,
         ops: Ops,
     ) -> None:
         """`rows`: those of a step's `count` rows that ask for something, with their places."""
@@ -158,22 +158,32 @@ class Shaper:
         biased = [(i, s.shape) for i, s in rows if len(s.shape.bias_ids)]
         self._bias = self._pairs([(i, shape.bias_ids) for i, shape in biased])
         values = [shape.bias_values for _, shape in biased]
-        self._bias_values = torch.from_numpy(np.concatenate(values)).to(device) if values else None
+        self._bias_values = device.upload(np.concatenate(values))[0] if values else None
         self._banned = self._pairs([(i, s.shape.banned) for i, s in rows if len(s.shape.banned)])
         kept = [(i, s.shape.allowed) for i, s in rows if s.shape.allowed is not None]
         self._allowed = self._pairs(kept)
-        self._only = torch.tensor([i for i, _ in kept], dtype=torch.int64, device=device)
+        (self._only,) = device.upload(np.array([i for i, _ in kept], np.int64))
         self._named: dict[str, list[tuple[int, OfferedRow]]] = {}
         for i, shaping in rows:
             if shaping.offered is not None:
                 name = shaping.shape.params.custom_logit_processor or ""
                 self._named.setdefault(name, []).append((i, shaping.offered))
 
+    @property
+    def processes(self) -> bool:
+        """Whether a row names a processor."""
+        return bool(self._named)
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether what is done to a row depends on its tokens so far, all of which only the host knows."""
+        return bool(self._named or self._phrased or self._penalised)
+
     def _column(self, count: int, values: Mapping[int, float], neutral: float) -> Tensor:
         column = [neutral] * count
         for row, value in values.items():
             column[row] = value
-        return torch.tensor(column, dtype=torch.float32, device=self._device)
+        return self._device.upload(np.array(column, np.float32))[0]
 
     def _pairs(self, ids: list[tuple[int, Int64]]) -> tuple[Tensor, Tensor] | None:
         """(rows [m], ids [m]) of each row's ids; None where there are none."""
@@ -181,7 +191,8 @@ class Shaper:
             return None
         rows = np.repeat([row for row, _ in ids], [len(some) for _, some in ids])
         flat = np.concatenate([some for _, some in ids])
-        return torch.from_numpy(rows).to(self._device), torch.from_numpy(flat).to(self._device)
+        places, tokens = self._device.upload(rows, flat)
+        return places, tokens
 
     def __call__(self, logits: Tensor, failed: Container[int]) -> dict[int, ErrorInfo]:
         """Shape a step's logits in place.
@@ -203,10 +214,8 @@ class Shaper:
     def _penalise(self, logits: Tensor) -> None:
         pairs = self._pairs([(i, counts.ids) for i, counts in self._penalised])
         if pairs is not None:
-            counts = torch.from_numpy(np.concatenate([counts.counts for _, counts in self._penalised]))
-            self._ops.penalise(
-                logits, *pairs, counts.to(self._device), self._repetition, self._frequency, self._presence
-            )
+            (counts,) = self._device.upload(np.concatenate([counts.counts for _, counts in self._penalised]))
+            self._ops.penalise(logits, *pairs, counts, self._repetition, self._frequency, self._presence)
 
     def _process(self, logits: Tensor, failed: Container[int]) -> dict[int, ErrorInfo]:
         errors: dict[int, ErrorInfo] = {}
@@ -222,7 +231,6 @@ class Shaper:
             self._ops.mask_tokens(logits, *self._banned)
         ends = [(i, token) for i, shaping in self._phrased for token in shaping.phrase_ends()]
         if ends:
-            at = torch.tensor(ends, dtype=torch.int64, device=self._device)
-            self._ops.mask_tokens(logits, at[:, 0], at[:, 1])
+            self._ops.mask_tokens(logits, *self._device.upload(*np.array(ends, np.int64).T.copy()))
         if self._allowed is not None:
             self._ops.keep_only(logits, self._only, *self._allowed)

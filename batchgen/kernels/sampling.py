@@ -20,9 +20,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from batchgen.kernels.device import HOST, Device
 from batchgen.kernels.noise import gumbel_at
 from batchgen.kernels.top import largest
 
@@ -83,7 +85,7 @@ class SamplingColumns:
         top_k: Sequence[int],
         top_p: Sequence[float],
         min_p: Sequence[float],
-        device: torch.device,
+        device: Device = HOST,
     ) -> SamplingColumns:
         """Columns of R rows without keys; see `with_keys`."""
         count = len(temperature)
@@ -97,26 +99,20 @@ class SamplingColumns:
             k = 1 << (top_k[row] - 1).bit_length() if top_k[row] > 0 else 0
             kind = (k, True, True) if k else (0, top_p[row] < 1.0, min_p[row] > 0.0)
             kinds.setdefault(kind, []).append(row)
-
-        def ints(values: Sequence[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
-
-        def floats(values: Sequence[float]) -> Tensor:
-            return torch.tensor(values, dtype=torch.float32, device=device)
-
-        def rows(index: list[int]) -> Tensor | None:
-            return None if len(index) == count else ints(index)
-
+        floats = (np.array(values, np.float32) for values in (temperature, top_p, min_p))
+        lists = (np.array(rows, np.int64) for rows in (top_k, greedy_rows, *kinds.values()))
+        temperatures, top_ps, min_ps, top_ks, *indexes = device.upload(*floats, *lists)
+        greedy_index, *drawn = (None if len(index) == count else index for index in indexes)
         return SamplingColumns(
-            temperature=floats(temperature),
-            top_k=ints(top_k),
-            top_p=floats(top_p),
-            min_p=floats(min_p),
+            temperature=temperatures,
+            top_k=top_ks,
+            top_p=top_ps,
+            min_p=min_ps,
             keys=None,
-            greedy_rows=rows(greedy_rows),
+            greedy_rows=greedy_index,
             draws=tuple(
-                _Rows(rows(index), max(top_k[i] for i in index) if k else 0, has_top_p, has_min_p)
-                for (k, has_top_p, has_min_p), index in kinds.items()
+                _Rows(index, max(top_k[i] for i in rows) if k else 0, has_top_p, has_min_p)
+                for ((k, has_top_p, has_min_p), rows), index in zip(kinds.items(), drawn, strict=True)
             ),
         )
 

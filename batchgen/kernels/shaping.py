@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["add_bias", "drew_masked", "keep_only", "masked_draws", "penalise"]
+__all__ = ["add_bias", "drew_masked", "keep_only", "penalise"]
 
 _FLOAT32 = torch.finfo(torch.float32)
 
@@ -77,9 +77,3 @@ def drew_masked(logits: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
         tokens: [R] int64 that were drawn.
     """
     return logits[rows, tokens[rows]] == -torch.inf
-
-
-def masked_draws(logits: Tensor, rows: Tensor, tokens: Tensor) -> list[int]:
-    """As `drew_masked`, told to the host: those of `rows` themselves. Waits for the device."""
-    empty: list[int] = rows[drew_masked(logits, rows, tokens)].tolist()
-    return empty

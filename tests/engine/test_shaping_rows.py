@@ -115,7 +115,7 @@ def test_plain_rows_shape_nothing(folder: Path, prompts: list[list[int]], monkey
     with monkeypatch.context() as patch:
         patch.setattr(shaping.Shape, "of", never)
         patch.setattr(shaping, "Shaping", never)
-        for name in ("Shaper", "Readout", "StopMask", "masked_draws"):
+        for name in ("Shaper", "Readout", "StopMask", "GrammarMasks"):
             patch.setattr(sampler, name, never)
         done = list(engine.generate(rows))
         assert all(c.error is None for c in done)

@@ -45,7 +45,7 @@ def test_probabilities_are_the_oracles(kind: str, vocab: int) -> None:
     logits = logits_of(kind, len(GRID), vocab)
     before = logits.clone()
     keys = row_keys(*(torch.arange(len(GRID)) for _ in range(3)))
-    drawn = sample(logits, SamplingColumns.of(*zip(*GRID, strict=True), CPU).with_keys(keys)).tokens  # type: ignore[arg-type]
+    drawn = sample(logits, SamplingColumns.of(*zip(*GRID, strict=True)).with_keys(keys)).tokens  # type: ignore[arg-type]
     got = scores_of(logits, GRID, drawn).softmax(-1).numpy()
     assert torch.equal(logits, before)
     for row, params in enumerate(GRID):

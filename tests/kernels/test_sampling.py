@@ -24,7 +24,7 @@ def keys_for(rows: int, seed: int = 0) -> Tensor:
 
 
 def columns_of(params: list[Params], keys: Tensor) -> SamplingColumns:
-    return SamplingColumns.of(*zip(*params, strict=True), CPU).with_keys(keys)  # type: ignore[arg-type]
+    return SamplingColumns.of(*zip(*params, strict=True)).with_keys(keys)  # type: ignore[arg-type]
 
 
 def draw(logits: Tensor, params: list[Params], seed: int = 0) -> Tensor:
@@ -158,14 +158,14 @@ def test_greedy_takes_the_first_of_equals() -> None:
 
 
 def test_all_greedy_needs_no_keys() -> None:
-    columns = SamplingColumns.of([0.0, 9e-6], [-1, 3], [1.0, 0.5], [0.0, 0.0], CPU)
+    columns = SamplingColumns.of([0.0, 9e-6], [-1, 3], [1.0, 0.5], [0.0, 0.0])
     assert columns.all_greedy
     assert sample(torch.tensor([[0.0, 2.0], [3.0, 1.0]]), columns).tokens.tolist() == [1, 0]
-    assert not SamplingColumns.of([0.0, 1e-5], [-1, 3], [1.0, 0.5], [0.0, 0.0], CPU).all_greedy
+    assert not SamplingColumns.of([0.0, 1e-5], [-1, 3], [1.0, 0.5], [0.0, 0.0]).all_greedy
 
 
 def test_no_rows() -> None:
-    columns = SamplingColumns.of([], [], [], [], CPU)
+    columns = SamplingColumns.of([], [], [], [])
     assert sample(torch.empty(0, 7), columns).tokens.shape == (0,)
 
 

@@ -19,7 +19,7 @@ from transformers import (
 
 from batchgen.kernels.noise import row_keys
 from batchgen.kernels.sampling import SamplingColumns, sample
-from batchgen.kernels.shaping import add_bias, keep_only, masked_draws, penalise
+from batchgen.kernels.shaping import add_bias, drew_masked, keep_only, penalise
 
 
 def drawn_logits(rows: int, vocab: int, seed: int) -> Tensor:
@@ -153,8 +153,8 @@ def test_a_masked_token_is_drawn_only_where_all_are_masked() -> None:
         kept = torch.arange(left) * 7
         whole = torch.arange(0, len(mixes), 2)
         keep_only(logits, whole, whole.repeat_interleave(left), kept.repeat(len(whole)))
-        columns = SamplingColumns.of(*zip(*mixes, strict=True), torch.device("cpu"))  # type: ignore[arg-type]
+        columns = SamplingColumns.of(*zip(*mixes, strict=True))  # type: ignore[arg-type]
         keys = row_keys(*(torch.arange(len(mixes)) for _ in range(3)))
         tokens = sample(logits, columns.with_keys(keys)).tokens
         everyone = torch.arange(len(mixes))
-        assert masked_draws(logits, everyone, tokens) == ([] if left else whole.tolist())
+        assert everyone[drew_masked(logits, everyone, tokens)].tolist() == ([] if left else whole.tolist())

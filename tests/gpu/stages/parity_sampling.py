@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from batchgen.kernels.device import device_for
 from batchgen.kernels.noise import gumbel_at, row_keys
 from batchgen.kernels.sampling import GREEDY_TEMPERATURE, SamplingColumns
 from tests.gpu.compare import Verdict, judge, judge_equal, poisoned
@@ -41,7 +42,8 @@ class Mode:
             return [values[i % len(values)] for i in range(rows)]
 
         top_k = [self.top_k[i % len(self.top_k)] for i in range(rows)]
-        return SamplingColumns.of(spread(self.temperature), top_k, spread(self.top_p), spread(self.min_p), device)
+        columns = (spread(self.temperature), top_k, spread(self.top_p), spread(self.min_p))
+        return SamplingColumns.of(*columns, device_for(device))
 
 
 MODES = {

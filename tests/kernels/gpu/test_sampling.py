@@ -40,7 +40,7 @@ def keys_for(rows: int, seed: int = 0) -> Tensor:
 
 
 def columns_of(params: list[Params], keys: Tensor) -> SamplingColumns:
-    return SamplingColumns.of(*zip(*params, strict=True), CPU).with_keys(keys)  # type: ignore[arg-type]
+    return SamplingColumns.of(*zip(*params, strict=True)).with_keys(keys)  # type: ignore[arg-type]
 
 
 def draw(logits: Tensor, params: list[Params], seed: int = 0, tile: SamplingTile = SMALL) -> Tensor:
@@ -180,12 +180,12 @@ def test_draws_follow_the_filtered_distribution(params: Params, draws: int) -> N
 
 
 def test_all_greedy_needs_no_keys() -> None:
-    columns = SamplingColumns.of([0.0, 9e-6], [-1, 3], [1.0, 0.5], [0.0, 0.0], CPU)
+    columns = SamplingColumns.of([0.0, 9e-6], [-1, 3], [1.0, 0.5], [0.0, 0.0])
     assert sample(torch.tensor([[0.0, 2.0], [3.0, 1.0]]), columns, SMALL).tokens.tolist() == [1, 0]
 
 
 def test_no_rows() -> None:
-    columns = SamplingColumns.of([], [], [], [], CPU)
+    columns = SamplingColumns.of([], [], [], [])
     assert sample(torch.empty(0, 7), columns, SMALL).tokens.shape == (0,)
 
 

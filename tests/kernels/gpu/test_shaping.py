@@ -120,7 +120,7 @@ def test_no_row_to_keep_some_of() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("count", [0, 1, 6, 200])
-def test_masked_draws(count: int, dtype: torch.dtype) -> None:
+def test_drew_masked(count: int, dtype: torch.dtype) -> None:
     logits = drawn(max(count, 1), 33, dtype)
     generator = torch.Generator().manual_seed(count)
     tokens = torch.randint(0, 33, (len(logits),), generator=generator)
@@ -129,7 +129,6 @@ def test_masked_draws(count: int, dtype: torch.dtype) -> None:
     got = gpu.drew_masked(logits, rows, tokens)
     assert got.dtype == torch.bool
     assert torch.equal(got, twin.drew_masked(logits, rows, tokens))
-    assert rows[got].tolist() == twin.masked_draws(logits, rows, tokens)
 
 
 @settings(max_examples=20, deadline=None)
