@@ -19,7 +19,6 @@ from itertools import groupby, pairwise
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from batchgen.kernels.types import AttentionBatch, ChunkPages, Ints
@@ -135,7 +134,7 @@ class _Planner:
         self._size = page_size
         self._shape = shape
         self._window = window
-        self._device = batch.slot_mapping.device
+        self._door = batch.door
         self._own: list[_Item] = []
         self._shared: list[_Item] = []
 
@@ -333,7 +332,7 @@ class _Planner:
         return self._tensor(tokens)
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+        return self._door.upload(np.ascontiguousarray(array))[0]
 
 
 def _tokens_of(chunks: list[_Chunk]) -> Ints:

@@ -16,6 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from batchgen.kernels.device import Device, device_for
+
 __all__ = ["Attention", "AttentionBatch", "ChunkPages", "GroupPages", "Ints", "KVPool", "LayerKV", "PagedAttention"]
 
 Ints = npt.NDArray[np.int64]
@@ -110,6 +112,13 @@ class AttentionBatch:
     """[R] int64: position of the first of the row's own pages (a multiple of S)."""
     max_decode_len: int = 0
     """max(decode_lens)."""
+    device: Device | None = None
+    """What lists are uploaded through; None takes one for the slots' device."""
+
+    @property
+    def door(self) -> Device:
+        """What lists are uploaded through."""
+        return device_for(self.slot_mapping.device) if self.device is None else self.device
 
 
 class Attention(Protocol):

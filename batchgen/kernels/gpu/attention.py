@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.chips import AttentionTile, ChipTuning, chip_tuning
+from batchgen.kernels.device import Device
 from batchgen.kernels.gpu.attention_kernel import attention_kernel
 from batchgen.kernels.gpu.common import power_of_2
 from batchgen.kernels.gpu.launch import launch
@@ -26,37 +27,46 @@ from batchgen.kernels.gpu.work_list import (
 from batchgen.kernels.pooled import PooledAttention
 from batchgen.kernels.types import AttentionBatch, KVPool
 
-__all__ = ["TritonAttention"]
+__all__ = ["Heads", "ListKind", "TritonAttention", "UploadedList", "list_shape", "multiprocessors_of"]
 
 LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True, slots=True)
-class _UploadedList:
+class UploadedList:
     """A work list and its one copy on the device, int32, cut into its sections once for all layers."""
 
     work: WorkList
     items: tuple[Tensor, ...]
+    """Per launch, `FIELDS` numbers each."""
     lists: tuple[Tensor, Tensor, Tensor, Tensor]
     """rows, positions, pages, parts"""
     merges: tuple[Tensor, Tensor, Tensor]
+    num_parts: int
+    """Parts that there is room for."""
 
     @staticmethod
-    def of(work: WorkList, device: torch.device) -> _UploadedList:
+    def of(work: WorkList, device: Device) -> UploadedList:
         """One copy, which does not wait for the device."""
-        host = torch.from_numpy(work.packed)
-        if device.type == "cuda":
-            host = host.pin_memory()
-        packed = host.to(device, non_blocking=True)
+        [packed] = device.upload(work.packed)
         rows, positions, pages, parts = (packed[x] for x in (work.rows, work.positions, work.pages, work.parts))
         tokens, starts, counts = (packed[x] for x in work.merges)
         items = tuple(packed[x] for x in work.items)
-        return _UploadedList(work, items, (rows, positions, pages, parts), (tokens, starts, counts))
+        return UploadedList(work, items, (rows, positions, pages, parts), (tokens, starts, counts), work.num_parts)
+
+    def count(self, launch: int) -> int:
+        """Items of a launch."""
+        return self.items[launch].shape[0] // FIELDS
+
+    @property
+    def num_merges(self) -> int:
+        """Tokens of the merge launch."""
+        return self.merges[0].shape[0]
 
 
 @dataclass(frozen=True, slots=True)
-class _Heads:
-    """Sizes of a layer and its query."""
+class Heads:
+    """Sizes of a layer and of its query."""
 
     heads: int
     kv_heads: int
@@ -64,13 +74,18 @@ class _Heads:
     value_dim: int
 
     @staticmethod
-    def of(query: Tensor, keys: Tensor, values: Tensor) -> _Heads:
-        return _Heads(query.shape[1], keys.shape[2], keys.shape[3], values.shape[3])
+    def of(query: Tensor, keys: Tensor, values: Tensor) -> Heads:
+        """Those of a query [T, N, D] and a layer's pool."""
+        return Heads(query.shape[1], keys.shape[2], keys.shape[3], values.shape[3])
 
     @property
     def group(self) -> int:
         """Heads that share a key head."""
         return self.heads // self.kv_heads
+
+
+ListKind = tuple[Heads, int | None, bool]
+"""Layers that share a list: their sizes, their window, and whether it is of the prefix groups alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +117,10 @@ class TritonAttention(PooledAttention):
         """
         self._pool = pool
         self._batch = batch
-        self._device = batch.slot_mapping.device
-        self._tuning = chip_tuning(self._device) if tuning is None else tuning
-        self._multiprocessors = _multiprocessors(self._device) if multiprocessors is None else multiprocessors
-        self._lists: dict[tuple[_Heads, int | None, bool], _UploadedList] = {}
+        device = batch.slot_mapping.device
+        self._tuning = chip_tuning(device) if tuning is None else tuning
+        self._multiprocessors = multiprocessors_of(device) if multiprocessors is None else multiprocessors
+        self._lists: dict[ListKind, UploadedList] = {}
 
     def attend_stored(
         self,
@@ -123,12 +138,12 @@ class TritonAttention(PooledAttention):
             ValueError: no tile takes heads of that size.
         """
         keys, values = self._pool.keys[layer], self._pool.values[layer]
-        heads = _Heads.of(query, keys, values)
+        heads = Heads.of(query, keys, values)
         uploaded = self._list(heads, keys.dtype, window)
         out = torch.empty(query.shape[0], heads.heads, heads.value_dim, dtype=query.dtype, device=query.device)
         run = _Run(self._tuning, uploaded, query, keys, values, out, _Scores(scale, window, softcap, sinks))
         run.launch_all()
-        if uploaded.work.num_merges:
+        if uploaded.num_merges:
             run.merge(out, None)
         return out
 
@@ -148,7 +163,7 @@ class TritonAttention(PooledAttention):
             out [R, N, Dv] float32 and its log-sum-exp [R, N] float32: 0 and -inf for rows that see no group.
         """
         keys, values = self._pool.keys[layer], self._pool.values[layer]
-        heads = _Heads.of(query, keys, values)
+        heads = Heads.of(query, keys, values)
         uploaded = self._list(heads, keys.dtype, window, groups_only=True)
         out = torch.empty(query.shape[0], heads.heads, heads.value_dim, dtype=torch.float32, device=query.device)
         lse = torch.empty(out.shape[:2], dtype=torch.float32, device=query.device)
@@ -160,39 +175,41 @@ class TritonAttention(PooledAttention):
     def work(self, layer: int, num_heads: int, window: int | None = None) -> WorkList:
         """The work list of a layer's step: what is counted."""
         keys, values = self._pool.keys[layer], self._pool.values[layer]
-        heads = _Heads(num_heads, keys.shape[2], keys.shape[3], values.shape[3])
+        heads = Heads(num_heads, keys.shape[2], keys.shape[3], values.shape[3])
         return self._list(heads, keys.dtype, window).work
 
-    def _list(self, heads: _Heads, dtype: torch.dtype, window: int | None, groups_only: bool = False) -> _UploadedList:
-        key = (heads, window, groups_only)
-        found = self._lists.get(key)
+    def _list(self, heads: Heads, dtype: torch.dtype, window: int | None, groups_only: bool = False) -> UploadedList:
+        kind = (heads, window, groups_only)
+        found = self._lists.get(kind)
         if found is None:
-            shape = _list_shape(self._tuning, self._multiprocessors, heads, dtype, self._pool.page_size, window)
+            shape = list_shape(self._tuning, self._multiprocessors, heads, dtype, self._pool.page_size, window)
             work = (plan_groups if groups_only else plan_step)(self._batch, shape)
-            found = self._lists[key] = _UploadedList.of(work, self._device)
+            found = self._lists[kind] = UploadedList.of(work, self._batch.door)
         return found
 
 
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors_of(device: torch.device) -> int:
+    """How many a device has; 1 for a CPU."""
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _block_m(tile: AttentionTile, heads: _Heads) -> int:
+def _block_m(tile: AttentionTile, heads: Heads) -> int:
     """Rows of a tile: its own number, or more where one token's heads need them."""
     return max(tile.queries, power_of_2(min(heads.group, 64)))
 
 
-def _tiles(tuning: ChipTuning, heads: _Heads, dtype: torch.dtype) -> tuple[AttentionTile, AttentionTile]:
+def _tiles(tuning: ChipTuning, heads: Heads, dtype: torch.dtype) -> tuple[AttentionTile, AttentionTile]:
     """The tile of many rows and the tile of few."""
     width = max(heads.key_dim, heads.value_dim)
     return tuning.attention_tile("prefill", width, dtype), tuning.attention_tile("decode", width, dtype)
 
 
-def _list_shape(
-    tuning: ChipTuning, multiprocessors: int, heads: _Heads, dtype: torch.dtype, page_size: int, window: int | None
+def list_shape(
+    tuning: ChipTuning, multiprocessors: int, heads: Heads, dtype: torch.dtype, page_size: int, window: int | None
 ) -> ListShape:
+    """What the lists of layers with such heads are made for."""
     large, small = _tiles(tuning, heads, dtype)
 
     def size(tile: AttentionTile, split: int, per_multiprocessor: int) -> TileSize:
@@ -220,7 +237,7 @@ class _Run:
     def __init__(
         self,
         tuning: ChipTuning,
-        uploaded: _UploadedList,
+        uploaded: UploadedList,
         query: Tensor,
         keys: Tensor,
         values: Tensor,
@@ -233,16 +250,16 @@ class _Run:
         self._uploaded = uploaded
         self._query, self._keys, self._values, self._out = query, keys, values, out
         self._scores = scores
-        self._heads = _Heads.of(query, keys, values)
+        self._heads = Heads.of(query, keys, values)
         self._large, self._small = _tiles(tuning, self._heads, keys.dtype)
-        parts, value_dim = uploaded.work.num_parts, values.shape[3]
+        parts, value_dim = uploaded.num_parts, values.shape[3]
         self._part_out = query.new_empty(parts, query.shape[1], value_dim, dtype=torch.float32)
         self._part_lse = query.new_empty(parts, query.shape[1], dtype=torch.float32)
 
     def launch_all(self) -> None:
         """Every item: results of tokens that are in one item alone, parts of the others."""
         for number, tile in ((LARGE, self._large), (GROUPS, self._small), (SMALL, self._small)):
-            if self._uploaded.work.count(number):
+            if self._uploaded.count(number):
                 self._launch(number, tile)
 
     def merge(self, out: Tensor, lse: Tensor | None) -> None:
@@ -257,7 +274,7 @@ class _Run:
         softcap = scores.softcap or 1.0
         launch(
             attention_kernel,
-            (self._uploaded.work.count(number) * heads.kv_heads * -(-heads.group // packed),),
+            (self._uploaded.count(number) * heads.kv_heads * -(-heads.group // packed),),
             self._query,
             self._keys,
             self._values,

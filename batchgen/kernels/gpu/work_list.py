@@ -111,9 +111,9 @@ class WorkList:
         return int(self.merges[0].stop - self.merges[0].start)
 
 
-def plan_step(batch: AttentionBatch, shape: ListShape) -> WorkList:
-    """The work of a whole step."""
-    planner = _Planner(batch, shape)
+def plan_step(batch: AttentionBatch, shape: ListShape, tokens: int | None = None) -> WorkList:
+    """The work of a whole step; of `tokens` flat tokens if given, of which those past the batch's are in no item."""
+    planner = _Planner(batch, shape, tokens)
     planner.add_groups()
     planner.add_chunks()
     planner.add_decodes()
@@ -152,11 +152,11 @@ _NO_TILES = _Tiles(*(np.empty(0, np.int64) for _ in _Tiles.__slots__))
 
 
 class _Planner:
-    def __init__(self, batch: AttentionBatch, shape: ListShape) -> None:
+    def __init__(self, batch: AttentionBatch, shape: ListShape, tokens: int | None = None) -> None:
         self._batch = batch
         self._shape = shape
         self._chunks = [chunk for chunk in batch.chunks if chunk.q_len > 0]
-        self._tokens = batch.slot_mapping.shape[0]
+        self._tokens = batch.slot_mapping.shape[0] if tokens is None else tokens
         self._positions = self._token_positions()
         self._rows: list[Ints] = [np.arange(self._tokens)]
         self._rows_end = self._tokens
@@ -169,7 +169,8 @@ class _Planner:
         for chunk in self._chunks:
             positions[chunk.q_start : chunk.q_start + chunk.q_len] = np.arange(chunk.kv_len - chunk.q_len, chunk.kv_len)
         if self._batch.decode_lens is not None and self._batch.decode_own_start is not None:
-            positions[self._batch.decode_start :] = self._batch.decode_own_start + self._batch.decode_lens - 1
+            begin, rows = self._batch.decode_start, len(self._batch.decode_lens)
+            positions[begin : begin + rows] = self._batch.decode_own_start + self._batch.decode_lens - 1
         return positions
 
     def add_groups(self) -> None:
