@@ -22,8 +22,8 @@ def bench(
         typer.Argument(
             metavar="WORKLOAD",
             show_default=False,
-            help="unique, shared-prefix, few-shot-tree, mixed-lengths, or a .toml file; none: all named ones. "
-            "Example: shared-prefix",
+            help="unique, shared-prefix, few-shot-tree, mixed-lengths, or a .toml file; none: these four. For GPUs: "
+            "w-nano, w-prefix, w-unshared, w-tree. Example: shared-prefix",
         ),
     ] = None,
     model: Annotated[
@@ -31,7 +31,8 @@ def bench(
         typer.Option(
             metavar="MODEL",
             show_default=False,
-            help="Model folder or id, or random weights of a shape: random:135m, random:5m. Default: random:135m. "
+            help="Model folder or id, or random weights of a shape: random:135m, random:5m, random:0.6b, "
+            "random:1b, random:8b. Default: random:135m. "
             "Example: --model random:5m",
         ),
     ] = "random:135m",
@@ -41,8 +42,8 @@ def bench(
             metavar="PEERS",
             show_default=False,
             help="auto (those that this Python can import), none, or names, each with the Python that runs it. "
-            "Known: transformers, and baseline=FOLDER, another checkout of batchgen. Default: auto. "
-            "Example: --peers transformers=/opt/hf/bin/python",
+            "Known: transformers, transformers-continuous, vllm, and baseline=FOLDER, another checkout of batchgen. "
+            "Default: auto. Example: --peers transformers=/opt/hf/bin/python",
         ),
     ] = "auto",
     repeat: Annotated[

@@ -26,7 +26,7 @@ def gate_rows(rows: Sequence[BenchRow]) -> list[BenchRow]:
     """A few rows from all over the workload, cut to a few tokens."""
     count = min(_ROWS, len(rows))
     picked = [rows[i * len(rows) // count] for i in range(count)]
-    return [replace(row, max_new=min(row.max_new, _NEW_TOKENS)) for row in picked]
+    return [replace(row, max_new=min(row.max_new, _NEW_TOKENS), samples=1) for row in picked]
 
 
 def check_exact(

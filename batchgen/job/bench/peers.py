@@ -17,8 +17,10 @@ REFERENCE = "transformers"
 BASELINE = "baseline"
 """Another checkout of batchgen, as it stands in a folder."""
 
-PEERS = {"transformers": "transformers"}
+PEERS = {"transformers": "transformers", "transformers-continuous": "transformers", "vllm": "vllm"}
 """Peer -> the module whose presence says that it can run. Each has an `engines/engine_NAME.py`."""
+_AUTO = ("transformers",)
+"""Peers that are no trouble anywhere: the others are made for GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class EngineSource:
     @property
     def script(self) -> str:
         """The file under `engines/` that drives it, without its suffix."""
-        return f"engine_{OURS if self.name == BASELINE else self.name}"
+        return f"engine_{OURS if self.name == BASELINE else self.name.replace('-', '_')}"
 
 
 def parse_peers(text: str) -> list[EngineSource]:
@@ -45,7 +47,7 @@ def parse_peers(text: str) -> list[EngineSource]:
     if text == "none":
         return []
     if text == "auto":
-        return [source for source in map(EngineSource, PEERS) if _can_import(source)]
+        return [source for source in map(EngineSource, _AUTO) if _can_import(source)]
     peers: list[EngineSource] = []
     for item in text.split(","):
         name, given, python = item.strip().partition("=")

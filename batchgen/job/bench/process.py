@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -37,6 +37,8 @@ class LoadSpec:
     dtype: str
     device: str
     threads: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of `EngineConfig`, for batchgen's own engine; peers are not given them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class Generated:
     """One pass over some rows."""
 
     outputs: list[list[int]]
-    """New ids by row."""
+    """New ids by row, of a row's samples one after the other."""
     seconds: float
     cpu_seconds: float
     """Of all threads."""
@@ -102,9 +104,7 @@ class EngineProcess:
             self._log.close()
             raise EngineFailed(f"cannot start {source.name} with {source.python}: {error.strerror}") from None
         try:
-            loaded = self._ask(
-                {"op": "load", "model": spec.model, "dtype": spec.dtype, "device": spec.device, "threads": spec.threads}
-            )
+            loaded = self._ask({"op": "load", **asdict(spec)})
         except BaseException:
             self.close()
             raise
@@ -116,9 +116,13 @@ class EngineProcess:
 
     def generate(self, rows: Sequence[BenchRow], setting: Mapping[str, int]) -> Generated:
         """See `BenchEngine.generate`."""
-        asked = [{"ids": row.ids, "max_new": row.max_new} for row in rows]
+        asked = [asdict(row) for row in rows]
         reply = self._ask({"op": "generate", "rows": asked, "setting": dict(setting)})
         return Generated(reply["outputs"], reply["seconds"], reply["cpu_seconds"], reply["counted"])
+
+    def kill(self) -> None:
+        """End the process at once, from any thread: whoever waits for its answer gets `EngineFailed`."""
+        self._process.kill()
 
     def close(self) -> None:
         """End the process: at the end of its input, or else at once."""

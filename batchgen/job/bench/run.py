@@ -74,7 +74,7 @@ def run_bench(
         torch.set_num_threads(config.threads)
     options: dict[str, Any] = {"dtype": config.dtype, "device": config.device}
     checked = EngineConfig(**options)
-    folder = resolve_bench_model(config.model)
+    folder = resolve_bench_model(config.model, _where(checked))
     model = inspect_model(folder, dtype=checked.dtype, device=checked.device)
     _check_lengths(workloads, model)
     bench = _Bench(config, folder, model, [EngineSource(OURS), *peers], start, console)
@@ -86,6 +86,12 @@ def run_bench(
     # A file or pipe has no width of its own; the table is of no use cut off.
     console.print(comparison(figures), width=None if console.is_terminal else _TABLE_WIDTH)
     return figures
+
+
+def _where(config: EngineConfig) -> torch.device:
+    """Where random weights are drawn."""
+    cuda = config.device != "cpu" and torch.cuda.is_available()
+    return torch.device("cuda" if cuda else "cpu")
 
 
 def _check_lengths(workloads: Sequence[Workload], model: ModelSpec) -> None:

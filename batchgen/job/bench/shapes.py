@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import shutil
+import string
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from batchgen.errors import OutputError, UsageError
@@ -19,13 +23,14 @@ from batchgen.errors import OutputError, UsageError
 __all__ = ["RANDOM", "SHAPES", "Shape", "build_model", "resolve_bench_model"]
 
 RANDOM = "random:"
+_LETTERS = string.ascii_lowercase + string.digits
 _RECIPE = 1
 """Counts changes of how weights are drawn, so that a cached folder of an older recipe is not taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A Llama with tied embeddings."""
+    """A Llama, or a Qwen 3."""
 
     layers: int
     hidden: int
@@ -35,16 +40,32 @@ class Shape:
     inner: int
     vocab: int
     context: int = 8192
+    family: Literal["llama", "qwen3"] = "llama"
+    tied: bool = True
+    """Whether the head is the embedding."""
+    text: bool = False
+    """Whether the vocabulary is text, which constraints need; else it has a word for each id."""
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in all weights; the head counts once more where it is not tied."""
+        return sum(math.prod(size) for size in _tensors(self).values())
 
 
 SHAPES: dict[str, Shape] = {
     "135m": Shape(layers=30, hidden=576, heads=9, kv_heads=3, head_dim=64, inner=1536, vocab=8192),
     "5m": Shape(layers=6, hidden=256, heads=8, kv_heads=4, head_dim=32, inner=640, vocab=2048),
+    # Qwen3-0.6B, Llama-3.2-1B and Llama-3.1-8B.
+    "0.6b": Shape(28, 1024, 16, 8, 128, 3072, 151_936, family="qwen3", text=True),
+    "1b": Shape(16, 2048, 32, 8, 64, 8192, 128_256, text=True),
+    "8b": Shape(32, 4096, 32, 8, 128, 14_336, 128_256, tied=False, text=True),
 }
 
 
-def resolve_bench_model(name: str) -> str:
+def resolve_bench_model(name: str, device: torch.device | None = None) -> str:
     """The folder of `random:SHAPE`, built if it is not there; any other name as it is.
+
+    On a GPU, where billions of weights are drawn at once, they are other weights than a CPU's.
 
     Raises:
         UsageError: there is no such shape.
@@ -56,10 +77,11 @@ def resolve_bench_model(name: str) -> str:
     if key not in SHAPES:
         known = ", ".join(RANDOM + shape for shape in SHAPES)
         raise UsageError(f"unknown random model {name!r}; take one of {known}, or name a model folder")
-    folder = _cache() / f"random-{key}-v{_RECIPE}"
+    where = device or torch.device("cpu")
+    folder = _cache() / f"random-{key}-v{_RECIPE}{'' if where.type == 'cpu' else '-' + where.type}"
     if not (folder / "config.json").is_file():
         try:
-            _build_aside(SHAPES[key], folder)
+            _build_aside(SHAPES[key], folder, where)
         except OSError as error:
             raise OutputError(f"cannot write the random model {folder}: {error.strerror or error}") from None
     return str(folder)
@@ -70,12 +92,12 @@ def _cache() -> Path:
     return (Path(home) if home else Path.home() / ".cache") / "batchgen" / "bench"
 
 
-def _build_aside(shape: Shape, folder: Path) -> None:
+def _build_aside(shape: Shape, folder: Path, device: torch.device) -> None:
     """Build under another name first: a folder that is there is whole."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
-        build_model(shape, aside)
+        build_model(shape, aside, device=device)
         aside.rename(folder)
     except OSError:
         if not (folder / "config.json").is_file():  # else another run was first
@@ -84,22 +106,43 @@ def _build_aside(shape: Shape, folder: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def build_model(shape: Shape, folder: Path, seed: int = 0) -> None:
-    """Write a Hugging Face folder of this shape: bfloat16 weights, and a tokenizer with a word for each id."""
-    generator = torch.Generator().manual_seed(seed)
+def build_model(shape: Shape, folder: Path, seed: int = 0, device: torch.device | None = None) -> None:
+    """Write a Hugging Face folder of this shape: bfloat16 weights drawn on `device` (the CPU), and a tokenizer."""
+    generator = torch.Generator(device or torch.device("cpu")).manual_seed(seed)
     tensors = {name: _draw(name, size, generator) for name, size in _tensors(shape).items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(_config(shape), indent=2))
-    words = {f"w{i}": i for i in range(shape.vocab)}
-    Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
+    tokenizer = _text_tokenizer(shape.vocab) if shape.text else _word_tokenizer(shape.vocab)
+    tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     (folder / "shape.json").write_text(json.dumps({**asdict(shape), "seed": seed, "recipe": _RECIPE}))
 
 
+def _word_tokenizer(vocab: int) -> Tokenizer:
+    return Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocab)}, unk_token="w0"))
+
+
+def _text_tokenizer(vocab: int) -> Tokenizer:
+    """Every byte, then words of two letters or digits, of three and so on: about what a trained vocabulary holds.
+
+    Ids 0 to 2 are special, as `_config` says.
+    """
+    words = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    for length in itertools.count(2):
+        words += map("".join, itertools.islice(itertools.product(_LETTERS, repeat=length), vocab - len(words)))
+        if len(words) >= vocab:
+            break
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words[:vocab])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(words[:3])
+    return tokenizer
+
+
 def _config(shape: Shape) -> dict[str, object]:
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": ["Qwen3ForCausalLM" if shape.family == "qwen3" else "LlamaForCausalLM"],
+        "model_type": shape.family,
         "hidden_size": shape.hidden,
         "intermediate_size": shape.inner,
         "num_hidden_layers": shape.layers,
@@ -111,7 +154,7 @@ def _config(shape: Shape) -> dict[str, object]:
         "hidden_act": "silu",
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": shape.tied,
         "attention_bias": False,
         "mlp_bias": False,
         "torch_dtype": "bfloat16",
@@ -136,7 +179,10 @@ def _tensors(shape: Shape) -> dict[str, tuple[int, ...]]:
             f"{layer}input_layernorm.weight": (shape.hidden,),
             f"{layer}post_attention_layernorm.weight": (shape.hidden,),
         }
-    return sizes | {"model.norm.weight": (shape.hidden,)}
+        if shape.family == "qwen3":
+            sizes |= {f"{layer}self_attn.{x}_norm.weight": (shape.head_dim,) for x in "qk"}
+    sizes["model.norm.weight"] = (shape.hidden,)
+    return sizes if shape.tied else sizes | {"lm_head.weight": (shape.vocab, shape.hidden)}
 
 
 def _draw(name: str, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -145,7 +191,7 @@ def _draw(name: str, size: tuple[int, ...], generator: torch.Generator) -> Tenso
     With the library's own initialisation the tied embedding outweighs thirty layers, and every row repeats its last
     token: a benchmark whose correctness gate would see nothing.
     """
-    values = torch.randn(size, generator=generator)
+    values = torch.randn(size, generator=generator, device=generator.device)
     if len(size) == 1:
         return (1.0 + 0.1 * values).to(torch.bfloat16)
     if name == "model.embed_tokens.weight":

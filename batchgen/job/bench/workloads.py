@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from batchgen.errors import UsageError
 
-__all__ = ["WORKLOADS", "BenchRow", "Level", "Workload", "find_workload", "load_workload"]
+__all__ = ["GPU_WORKLOADS", "WORKLOADS", "BenchRow", "Level", "Workload", "find_workload", "load_workload"]
 
 _FIRST_ID = 3
 """Ids below are special in many vocabularies."""
@@ -32,6 +32,10 @@ class BenchRow:
 
     ids: list[int]
     max_new: int
+    samples: int = 1
+    """More than one are drawn at temperature 1: greedy ones would be the same text."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """What else batchgen's own rows ask for; peers are not given it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,8 @@ class Workload:
     output: tuple[int, int]
     """Least and most tokens generated, uniform."""
     seed: int = 0
+    samples: int = 1
+    """Generated after each prompt."""
 
     def __post_init__(self) -> None:
         if not self.levels:
@@ -82,7 +88,24 @@ class Workload:
             ]
         lengths = rng.integers(*self.output, endpoint=True, size=len(prefixes)).tolist()
         order = rng.permutation(len(prefixes)).tolist()
-        return [BenchRow(prefixes[i], lengths[i]) for i in order]
+        return [BenchRow(prefixes[i], lengths[i], self.samples) for i in order]
+
+    def part(self, factor: float, least_rows: int = 256) -> tuple[Workload, float]:
+        """About `factor` of this workload's output, and how much of it that is.
+
+        The last level's children go first, but for `least_rows` samples, which keep a device as busy; then the output.
+        """
+        rows = self.samples
+        for level in self.levels:
+            rows *= level.children
+        leaves = self.levels[-1].children
+        others = rows // leaves
+        kept = min(leaves, max(1, round(leaves * factor), -(-least_rows // others)))
+        rest = min(1.0, factor * leaves / kept)
+        low, high = (max(1, round(tokens * rest)) for tokens in self.output)
+        levels = (*self.levels[:-1], replace(self.levels[-1], children=kept))
+        made = kept / leaves * (low + high) / sum(self.output)
+        return replace(self, levels=levels, output=(low, high)), made
 
 
 def _check_range(pair: tuple[int, int], name: str) -> None:
@@ -111,6 +134,38 @@ WORKLOADS: dict[str, Workload] = {
 }
 """The named workloads, in the order in which they run."""
 
+GPU_WORKLOADS: dict[str, Workload] = {
+    workload.name: workload
+    for workload in (
+        Workload(
+            "w-nano",
+            "256 prompts of 100-1,024 tokens that share nothing, 100-1,024 out",
+            (Level(256, (100, 1024)),),
+            (100, 1024),
+        ),
+        Workload(
+            "w-prefix",
+            "4,096 prompts of 64 tokens after one prefix of 2,000, 128 out",
+            (Level(1, (2000, 2000)), Level(4096, (64, 64))),
+            (128, 128),
+        ),
+        Workload(
+            "w-unshared",
+            "4,096 prompts of 2,064 tokens that share nothing, 128 out: w-prefix without its prefix",
+            (Level(4096, (2064, 2064)),),
+            (128, 128),
+        ),
+        Workload(
+            "w-tree",
+            "a root of 300 tokens, 16 tasks of 1,200, 256 questions of 120 in each, 4 samples of 200 out",
+            (Level(1, (300, 300)), Level(16, (1200, 1200)), Level(256, (120, 120))),
+            (200, 200),
+            samples=4,
+        ),
+    )
+}
+"""Sized for a GPU: hours on a CPU, so that they run only where they are named."""
+
 
 def find_workload(name: str) -> Workload:
     """A named workload, or the definition in a .toml file.
@@ -120,9 +175,10 @@ def find_workload(name: str) -> Workload:
     """
     if name.endswith(".toml"):
         return load_workload(Path(name))
-    if name not in WORKLOADS:
-        raise UsageError(f"unknown workload {name!r}; take one of {', '.join(WORKLOADS)}, or a .toml file")
-    return WORKLOADS[name]
+    known = WORKLOADS | GPU_WORKLOADS
+    if name not in known:
+        raise UsageError(f"unknown workload {name!r}; take one of {', '.join(known)}, or a .toml file")
+    return known[name]
 
 
 def load_workload(path: Path) -> Workload:

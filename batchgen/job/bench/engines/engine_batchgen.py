@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
+import batchgen.engine.engine
 from batchgen import __version__
 from batchgen.engine.engine import Engine as Batchgen
+
+_NEVER = 1 << 40
+"""Reads of cached positions that no prefix group saves."""
 
 
 class Engine:
@@ -15,8 +21,8 @@ class Engine:
 
     version = __version__
 
-    def __init__(self, model: str, dtype: str, device: str, threads: int) -> None:
-        self._engine = Batchgen(model, dtype=dtype, device=device, cpu_threads=threads)
+    def __init__(self, model: str, dtype: str, device: str, threads: int, options: dict[str, Any]) -> None:
+        self._engine = Batchgen(model, dtype=dtype, device=device, cpu_threads=threads, **options)
 
     def describe(self) -> dict[str, Any]:
         """What is in force. There is nothing to try: its own defaults are what a user gets."""
@@ -29,19 +35,16 @@ class Engine:
         }
 
     def generate(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
-        """Greedy, lengths fixed."""
-        asked = [
-            {
-                "input_ids": row["ids"],
-                "sampling_params": {"temperature": 0, "max_new_tokens": row["max_new"], "ignore_eos": True},
-            }
-            for row in rows
-        ]
+        """Greedy but for rows of several samples, lengths fixed.
+
+        The setting `{"flat": 1}` has every row read a shared prefix by itself, as engines do that only cache it.
+        """
         outputs: list[list[int]] = [[] for _ in rows]
-        for completion in self._engine.generate(asked):
-            if completion.error is not None:
-                raise RuntimeError(f"row {completion.row_index}: {completion.error.message}")
-            outputs[completion.row_index] = [int(i) for i in completion.output_ids or ()]
+        with _flat() if setting.get("flat") else nullcontext():
+            for completion in self._engine.generate([_asked(row) for row in rows]):
+                if completion.error is not None:
+                    raise RuntimeError(f"row {completion.row_index}: {completion.error.message}")
+                outputs[completion.row_index] += [int(i) for i in completion.output_ids or ()]
         running = self._engine.last_run
         assert running is not None
         stats = running.scheduler.stats
@@ -56,6 +59,25 @@ class Engine:
         }
 
 
+def _asked(row: dict[str, Any]) -> dict[str, Any]:
+    samples = row.get("samples", 1)
+    params = {"temperature": 0 if samples == 1 else 1.0, "max_new_tokens": row["max_new"], "ignore_eos": True}
+    if samples > 1:
+        params |= {"n": samples, "top_k": -1, "top_p": 1.0}
+    return {"input_ids": row["ids"], **params, **row.get("fields", {})}
+
+
+@contextmanager
+def _flat() -> Iterator[None]:
+    """No prefix groups. Users have no such option: it only ever costs."""
+    before = batchgen.engine.engine.group_min_saving
+    batchgen.engine.engine.group_min_saving = lambda device: _NEVER
+    try:
+        yield
+    finally:
+        batchgen.engine.engine.group_min_saving = before
+
+
 def load(request: dict[str, Any]) -> Engine:
     """An engine for the driver's request."""
-    return Engine(request["model"], request["dtype"], request["device"], request["threads"])
+    return Engine(request["model"], request["dtype"], request["device"], request["threads"], request.get("options", {}))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-BATCH_SIZES = (8, 16, 32, 64)
+BATCH_SIZES = {"cpu": (8, 16, 32, 64), "cuda": (64, 128, 256)}
 
 
 class Engine:
@@ -32,11 +32,17 @@ class Engine:
             "dtype": str(self._model.dtype).removeprefix("torch."),
             "device": self._device,
             "threads": torch.get_num_threads(),
-            "settings": [{"batch": size} for size in BATCH_SIZES],
+            "settings": [{"batch": size} for size in BATCH_SIZES[self._device]],
         }
 
     def generate(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
-        """Rows of like lengths go together, which is the best a padded batch can have."""
+        """Rows of like lengths go together, the best that a padded batch can have; samples are rows of their own."""
+        samples = [row.get("samples", 1) for row in rows]
+        if max(samples) > 1:
+            alone = [{**row, "samples": 1} for row, count in zip(rows, samples, strict=True) for _ in range(count)]
+            made, counted = self.generate(alone, setting)
+            parts = iter(made)
+            return [[i for _ in range(count) for i in next(parts)] for count in samples], counted
         order = sorted(range(len(rows)), key=lambda i: (-rows[i]["max_new"], -len(rows[i]["ids"])))
         outputs: list[list[int]] = [[] for _ in rows]
         prompt_tokens = decode_rows = 0

@@ -8,7 +8,8 @@ engine_transformers`. The engine stands in a script of that name beside this fil
         describe() -> dict: dtype, device, threads in force, and `settings`, the settings worth trying
         generate(rows, setting) -> (list of lists of new ids, dict of counted quantities)
 
-where rows are dicts {"ids": [...], "max_new": n} and a setting is one of `settings`.
+where rows are dicts {"ids": [...], "max_new": n, "samples": n, "fields": {...}} (`fields` is for batchgen alone), a
+setting is one of `settings`, and the ids of a row's samples stand one after the other.
 """
 
 from __future__ import annotations

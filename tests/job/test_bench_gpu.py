@@ -1,0 +1,166 @@
+"""`batchgen bench`: what is sized for GPUs. Shapes and floors are counted, peers run at toy sizes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from batchgen.job.bench.device_floors import H200, DeviceRates, Sharing, device_floor
+from batchgen.job.bench.engines import engine_batchgen, engine_transformers, engine_transformers_continuous
+from batchgen.job.bench.gate import gate_rows
+from batchgen.job.bench.peers import EngineSource
+from batchgen.job.bench.process import LoadSpec
+from batchgen.job.bench.shapes import SHAPES, Shape, build_model
+from batchgen.job.bench.workloads import GPU_WORKLOADS, WORKLOADS, BenchRow, Level, Workload
+from batchgen.models.load import inspect_model
+
+TINY = Shape(2, 32, 4, 2, 8, 48, 400, context=128, family="qwen3", text=True)
+ROWS = [BenchRow([5, 6, 7, 8], 3), BenchRow([5, 6, 9], 2, samples=2)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    build_model(TINY, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("workload", "sharing", "concurrency", "known"),
+    [
+        ("w-nano", "levels", 256, {"0.6b": (36.4, 34.2), "1b": (71.7, 58.1), "8b": (13.7, 10.8)}),
+        ("w-prefix", "none", 1024, {"0.6b": (12.6, None), "1b": (17.0, None), "8b": (2.7, None)}),
+        ("w-prefix", "cached", 1024, {"0.6b": (17.5, None), "1b": (56.7, None), "8b": (13.4, None)}),
+        ("w-prefix", "levels", 1024, {"0.6b": (231, 155), "1b": (206, 167), "8b": (33.5, 28.9)}),
+        ("w-tree", "levels", 1024, {"0.6b": (263, None), "1b": (262, None), "8b": (43.6, None)}),
+    ],
+)
+def test_floors_are_those_that_the_goals_were_set_by(
+    workload: str, sharing: Sharing, concurrency: int, known: dict[str, tuple[float, float | None]]
+) -> None:
+    """Thousands of tokens per second, worked out independently; rounding of batches differs by some per cent."""
+    rows = GPU_WORKLOADS[workload].rows(128_256)
+    for name, (overlap, serial) in known.items():
+        floor = device_floor(rows, SHAPES[name], H200, concurrency, sharing)
+        assert floor.overlap / 1e3 == pytest.approx(overlap, rel=0.08)
+        if serial is not None:
+            assert floor.serial / 1e3 == pytest.approx(serial, rel=0.08)
+
+
+def test_a_floor_by_hand() -> None:
+    """A model of one layer and one head of 2: 8 operations and 8 bytes of attention for a cached position."""
+    shape = Shape(layers=1, hidden=2, heads=1, kv_heads=1, head_dim=2, inner=2, vocab=10)
+    rates = DeviceRates("slow", 1.0, 1.0)
+    layers, head = shape.parameters - 20, 20
+    levels = device_floor(ROWS, shape, rates, 3)
+    assert levels.output_tokens == 7
+    # Segments [5, 6], [7, 8] and [9], read for 3, 3 and 2 steps; outputs look back on 3 and twice on 1.
+    assert levels.memory == 3 * 2 * (layers + head) + 8 * (2 * 3 + 2 * 3 + 1 * 2 + 3 + 2)
+    assert levels.prefill == 2 * layers * 5 + 8 * (1 + 2 + 3 + 4 + 3)
+    assert levels.products == 2 * (layers + head) * 7 + 8 * (4 * 3 + 2 * 2 * 3 + 3 + 2)
+    cached, none = (device_floor(ROWS, shape, rates, 3, sharing) for sharing in ("cached", "none"))
+    assert cached.memory == none.memory == 3 * 2 * (layers + head) + 8 * (4 * 3 + 2 * 2 * 3 + 3 + 2)
+    assert none.prefill == 2 * layers * 10 + 8 * (10 + 2 * 6)
+    assert levels.serial < levels.overlap
+    # One at a time: each token reads the weights, and the shared segment once for each row.
+    alone = device_floor(ROWS, shape, rates, 1)
+    assert alone.memory == 7 * 2 * (layers + head) + 8 * (2 * 3 * 3 + 2 * 3 + 1 * 2 * 2 + 3 + 2)
+
+
+def test_shapes_count_what_they_write(folder: Path) -> None:
+    assert SHAPES["0.6b"].parameters == 596_049_920
+    assert SHAPES["1b"].parameters == 1_235_814_400
+    assert SHAPES["8b"].parameters == 8_030_261_248
+    spec = inspect_model(folder, dtype="float32", device="cpu")
+    assert (spec.implementation, spec.parameters) == ("native", TINY.parameters)
+
+
+def test_an_untied_head_is_a_weight_of_its_own(tmp_path: Path) -> None:
+    shape = replace(TINY, family="llama", tied=False)
+    build_model(shape, tmp_path)
+    assert inspect_model(tmp_path, dtype="float32", device="cpu").parameters == shape.parameters
+    assert shape.parameters == replace(shape, tied=True).parameters + 400 * 32
+
+
+def test_text_vocabularies_are_text(folder: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == 400
+    assert tokenizer.decode(tokenizer.encode('{"a": 12}').ids) == '{"a": 12}'
+
+
+def test_gpu_workloads_run_only_where_they_are_named() -> None:
+    assert not set(GPU_WORKLOADS) & set(WORKLOADS)
+    rows = GPU_WORKLOADS["w-tree"].rows(128_256)
+    assert (len(rows), rows[0].samples, len(rows[0].ids), rows[0].max_new) == (4096, 4, 1620, 200)
+    assert {row.samples for row in gate_rows(rows)} == {1}
+    rows = GPU_WORKLOADS["w-nano"].rows(128_256)
+    assert len(rows) == 256
+    assert sum(row.max_new for row in rows) / 256 == pytest.approx(562, rel=0.05)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5, 0.1, 0.01])
+@pytest.mark.parametrize("name", sorted(GPU_WORKLOADS))
+def test_a_part_of_a_workload_is_about_that_much_of_its_output(name: str, factor: float) -> None:
+    whole = GPU_WORKLOADS[name]
+    part, made = whole.part(factor)
+
+    def tokens(workload: Workload) -> float:
+        count = workload.samples * sum(workload.output) / 2
+        for level in workload.levels:
+            count *= level.children
+        return count
+
+    assert tokens(part) / tokens(whole) == pytest.approx(made)
+    assert made == pytest.approx(factor, rel=0.3)
+    assert whole.part(1.0) == (whole, 1.0)
+
+
+def test_parts_keep_rows_enough_before_they_shorten_outputs() -> None:
+    part, _ = GPU_WORKLOADS["w-prefix"].part(1 / 8)
+    assert (part.levels[-1].children, part.output) == (512, (128, 128))
+    part, _ = GPU_WORKLOADS["w-prefix"].part(1 / 32)
+    assert (part.levels[-1].children, part.output) == (256, (64, 64))
+    part, _ = Workload("toy", "toy", (Level(2, (4, 4)),), (8, 8)).part(1e-9)
+    assert (part.levels[-1].children, part.output) == (2, (1, 1))
+
+
+def test_engines_give_a_rows_samples_one_after_the_other(folder: Path) -> None:
+    spec = LoadSpec(str(folder), "float32", "cpu", 1, {"max_num_seqs": 2})
+    rows = [asdict(row) for row in ROWS]
+    for module in (engine_batchgen, engine_transformers):
+        engine = module.load(asdict(spec))
+        outputs, _ = engine.generate(rows, engine.describe()["settings"][0])
+        assert [len(ids) for ids in outputs] == [3, 4]
+
+
+def test_flat_reads_change_no_token(folder: Path) -> None:
+    engine = engine_batchgen.load(asdict(LoadSpec(str(folder), "float32", "cpu", 1, {"page_size": 4})))
+    rows = [asdict(BenchRow([*range(5, 90), i], 4)) for i in range(12)]
+    grouped, flat = (engine.generate(rows, setting) for setting in ({}, {"flat": 1}))
+    assert grouped[0] == flat[0]
+    assert flat[1]["decode_kv_reads"] == flat[1]["decode_kv_positions"] > grouped[1]["decode_kv_reads"]
+
+
+def test_rows_of_our_own_may_ask_for_more(folder: Path) -> None:
+    engine = engine_batchgen.load(asdict(LoadSpec(str(folder), "float32", "cpu", 1)))
+    row = asdict(BenchRow([5, 6], 3, fields={"allowed_token_ids": [9]}))
+    assert engine.generate([row], {})[0] == [[9, 9, 9]]
+
+
+def test_continuous_batching_gives_the_same_tokens(folder: Path) -> None:
+    """As a peer: greedy, each request to its own length."""
+    request = asdict(LoadSpec(str(folder), "float32", "cpu", torch.get_num_threads()))
+    rows = [asdict(row) for row in (BenchRow([5, 6, 7], 3), BenchRow([5, 9], 5))]
+    want, _ = engine_transformers.load(request).generate(rows, {"batch": 1})
+    got, _ = engine_transformers_continuous.load(request).generate(rows, {})
+    assert got == want
+
+
+def test_every_peer_has_its_script() -> None:
+    folder = Path(engine_batchgen.__file__).parent
+    for name in ("transformers", "transformers-continuous", "vllm", "batchgen", "baseline"):
+        assert (folder / f"{EngineSource(name).script}.py").is_file()
