@@ -126,6 +126,13 @@ class PromptCapture:
             flat += chunk.end - chunk.start
         return found
 
+    def undo(self, pieces: list[Piece]) -> None:
+        """The latest `pieces` were not computed after all: a later call is to find them again."""
+        for piece in reversed(pieces):
+            self.positions -= len(piece)
+            if self._users[piece.node]:
+                self._kept[piece.node].done = piece.start
+
     def node(self, node: int) -> NodeRows:
         """What is kept of a node that a piece named and that is still wanted."""
         return self._kept[node]

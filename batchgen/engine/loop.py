@@ -195,7 +195,7 @@ class Loop:
 
     def _take(self, flight: Flight, finished: list[int]) -> int:
         """Hand each sequence its token, and note those that ended; returns how many draws gave nobody a token."""
-        sampled = flight.read()
+        sampled = self._runner.read(flight)
         dropped = 0
         for row, (sample, sequence, token) in enumerate(
             zip(flight.plan.samples, flight.rows, sampled.tokens, strict=True)

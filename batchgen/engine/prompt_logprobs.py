@@ -11,7 +11,8 @@ about them. Logits are made for a fixed number of bytes of rows at a time, never
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,13 +21,15 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.capture import NodeRows, Piece, PromptCapture, batches
+from batchgen.engine.output_ring import OutputRing
 from batchgen.engine.planning import Workload
 from batchgen.errors import ErrorCode, RowError
+from batchgen.kernels.device import Array
 from batchgen.kernels.ops import Ops
 from batchgen.plan.types import StepPlan
 from batchgen.request import Completion, Request
 
-__all__ = ["LOGITS_BYTES", "PromptLogprobs"]
+__all__ = ["LOGITS_BYTES", "PendingPrompts", "PromptLogprobs"]
 
 LOGITS_BYTES = 64 << 20
 """Logits of prompt positions made at once, counted as float32."""
@@ -34,6 +37,43 @@ LOGITS_BYTES = 64 << 20
 _NAN = "the model's logits held a not-a-number in this prompt; try --dtype float32 or check the weights"
 
 Floats = npt.NDArray[np.float32]
+
+
+@dataclass(slots=True, eq=False)
+class PendingPrompts:
+    """Scored positions of a step, on their way to the host."""
+
+    pieces: list[Piece]
+    ring: OutputRing
+    sent: int = 0
+    void: bool = False
+    """The step was not computed after all."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """r positions whose logits are made at once, and what is read of them beside the K most likely tokens."""
+
+    pieces: list[Piece]
+    top_k: int
+    """K, the most that any of the pieces wants"""
+    tokens: Array
+    """[r] int64 flat tokens"""
+    targets: Array
+    """[r] int64 the token after each; 0 at a node's end, where it depends on the branch"""
+    named: list[tuple[slice, Array]]
+    """rows of pieces behind one another that name the same ids, and the ids, int64"""
+    children: list[list[int]]
+    """by piece: the wanted children of its node, where it ends the node"""
+    ends: Array
+    """[b] int64 rows that children follow, one entry for each child"""
+    firsts: Array
+    """[b] int64 the children's first tokens"""
+
+    @property
+    def arrays(self) -> list[Array]:
+        """What the device is told."""
+        return [self.tokens, self.targets, self.ends, self.firsts, *(ids for _, ids in self.named)]
 
 
 class PromptLogprobs:
@@ -66,17 +106,44 @@ class PromptLogprobs:
         """Whether any position is to be scored."""
         return bool(self.capture)
 
-    def score(self, plan: StepPlan, hidden: Tensor, logits: Callable[[Tensor], Tensor]) -> None:
-        """Score what the step computed of prompts and some row wants.
+    def score(
+        self, plan: StepPlan, hidden: Tensor, logits: Callable[[Tensor], Tensor], ring: OutputRing
+    ) -> PendingPrompts | None:
+        """Score what the step computes of prompts and some row wants, and begin to copy it to the host.
 
         Args:
             plan: the step.
             hidden: [T, H] states after the final norm.
             logits: [R, H] -> [R, V].
+            ring: what the results go through.
+
+        Returns:
+            What `keep` takes, when the step before has been read; None where nothing is scored.
         """
-        for batch in batches(self.capture.pieces(plan), self._rows):
-            tokens = np.concatenate([np.arange(piece.flat, piece.flat + len(piece)) for piece in batch])
-            self._keep(batch, logits(hidden[torch.from_numpy(tokens).to(hidden.device)]))
+        pieces = self.capture.pieces(plan)
+        if not pieces:
+            return None
+        pending = PendingPrompts(pieces, ring)
+        try:
+            chunks = [self._chunk(batch) for batch in batches(pieces, self._rows)]
+            uploaded = iter(ring.device.upload(*(array for chunk in chunks for array in chunk.arrays)))
+            for chunk in chunks:
+                index = [next(uploaded) for _ in chunk.arrays]
+                found = self._read(chunk, index, logits(hidden[index[0]]))
+                pending.sent = ring.send(found, partial(self._take, pending, chunk))
+        except BaseException:
+            self.withdraw(pending)
+            raise
+        return pending
+
+    def keep(self, pending: PendingPrompts) -> None:
+        """Take what was read of a step, in the order of the steps."""
+        pending.ring.read(pending.sent)
+
+    def withdraw(self, pending: PendingPrompts) -> None:
+        """The latest step scored has failed and will be issued anew: forget what was asked of it."""
+        pending.void = True
+        self.capture.undo(pending.pieces)
 
     def complete(self, request: Request, samples: list[Completion]) -> list[Completion]:
         """The finished samples of a request with their `input_*` columns; masked entries are null.
@@ -150,28 +217,78 @@ class PromptLogprobs:
         ]
         return np.concatenate([np.zeros((0, len(ids)), np.float32), *parts])
 
-    def _keep(self, batch: list[Piece], logits: Tensor) -> None:
-        """Take what the pieces' nodes want from the logits [r, V] of their positions."""
-        targets = torch.from_numpy(np.concatenate([self._targets(piece) for piece in batch])).to(logits.device)
-        read = self._ops.read_out(logits, targets, max(self._top_k[piece.node] for piece in batch))
+    def _chunk(self, pieces: list[Piece]) -> _Chunk:
+        """What is to be read of the logits of some positions."""
+        tokens = np.concatenate([np.arange(piece.flat, piece.flat + len(piece)) for piece in pieces])
+        named: list[tuple[slice, tuple[int, ...]]] = []
+        children: list[list[int]] = []
+        ends: list[int] = []
+        firsts: list[int] = []
+        at = 0
+        for piece in pieces:
+            begin, at = at, at + len(piece)
+            if ids := self._ids[piece.node]:
+                if named and named[-1][0].stop == begin and named[-1][1] == ids:
+                    begin = named.pop()[0].start
+                named.append((slice(begin, at), ids))
+            children.append(self._children(piece))
+            ends += [at - 1] * len(children[-1])
+            firsts += [int(self._table.prompt_ids(self._request[child])[piece.end]) for child in children[-1]]
+        return _Chunk(
+            pieces,
+            max(self._top_k[piece.node] for piece in pieces),
+            tokens.astype(np.int64, copy=False),
+            np.concatenate([self._targets(piece) for piece in pieces]),
+            [(span, np.array(ids, np.int64)) for span, ids in named],
+            children,
+            np.array(ends, np.int64),
+            np.array(firsts, np.int64),
+        )
+
+    def _read(self, chunk: _Chunk, index: list[Tensor], logits: Tensor) -> list[Tensor]:
+        """From logits [r, V]: following [r], branches [b], top ids and logprobs [r, K], then [., I] of each `named`."""
+        _, targets, ends, firsts, *named = index
+        read = self._ops.read_out(logits, targets, chunk.top_k)
         # What is told of a row whose sum is no number is none either, +-inf included.
         spoilt = torch.where(torch.isfinite(read.normalizers), 0.0, torch.nan)  # [r]
         normalizers = read.normalizers + spoilt
-        following = (read.targets + spoilt).cpu().numpy()
-        top_ids = read.top_ids.to(torch.int32).cpu().numpy()  # [r, K]
-        top = (read.top + spoilt[:, None]).cpu().numpy()  # [r, K]
-        at = 0
-        for piece in batch:
+        found = [
+            read.targets + spoilt,
+            logits[ends, firsts].float() - normalizers[ends],
+            read.top_ids.to(torch.int32),
+            read.top + spoilt[:, None],
+        ]
+        for (span, _), ids in zip(chunk.named, named, strict=True):
+            found.append(logits[span][:, ids].float() - normalizers[span, None])
+        return found
+
+    def _take(self, pending: PendingPrompts, chunk: _Chunk, arrays: list[Array]) -> None:
+        """Hand the nodes what was read, as far as somebody still wants it."""
+        if pending.void:
+            return
+        following, branches, top_ids, top, *named = arrays
+        runs = iter(zip((span for span, _ in chunk.named), named, strict=True))
+        run, asked = next(runs, (slice(0, 0), following))
+        at = branch = 0
+        for piece, children in zip(chunk.pieces, chunk.children, strict=True):
             span = slice(at, at + len(piece))
+            first, branch = branch, branch + len(children)
             at = span.stop
+            wanted = bool(self._ids[piece.node])
+            if wanted and span.start >= run.stop:
+                run, asked = next(runs)
+            if not self.capture.users(piece.node):
+                continue
             self.capture.put(piece, "following", following[span])
             if k := self._top_k[piece.node]:
                 self.capture.put(piece, "top_ids", top_ids[span, :k])
                 self.capture.put(piece, "top_logprobs", top[span, :k])
-            if wanted := self._ids[piece.node]:
-                self.capture.put(piece, "ids_logprobs", _at(logits[span], list(wanted), normalizers[span]))
+            if wanted:
+                self.capture.put(piece, "ids_logprobs", asked[span.start - run.start : span.stop - run.start])
             if piece.end == self._end[piece.node]:
-                self._keep_branches(piece, logits[at - 1 : at], normalizers[at - 1 : at])
+                kept = self.capture.node(piece.node).arrays
+                kept["children"] = np.array(children, np.int32)
+                kept["branches"] = branches[first:branch].copy()
 
     def _targets(self, piece: Piece) -> npt.NDArray[np.int64]:
         """[len(piece)] the token after each position; 0 at the node's end, where it depends on the branch."""
@@ -181,18 +298,15 @@ class PromptLogprobs:
         targets[: end - piece.start - 1] = ids[piece.start + 1 : end]
         return targets
 
-    def _keep_branches(self, piece: Piece, logits: Tensor, normalizers: Tensor) -> None:
-        """Keep the logprob of each wanted child's first token, from the logits [1, V] of the node's last position."""
+    def _children(self, piece: Piece) -> list[int]:
+        """The children of the piece's node that somebody wants the first token's logprob of; none before its end."""
         capture, children = self.capture, []
         child, end = piece.node + 1, self._subtree_end[piece.node]
-        while child < end:
+        while piece.end == self._end[piece.node] and child < end:
             if capture.users(child) and capture.low(child) < piece.end:
                 children.append(child)
             child = self._subtree_end[child]
-        tokens = [int(self._table.prompt_ids(self._request[child])[piece.end]) for child in children]
-        arrays = capture.node(piece.node).arrays
-        arrays["children"] = np.array(children, np.int32)
-        arrays["branches"] = _at(logits, tokens, normalizers)[0]
+        return children
 
     def _widths(self, workload: Workload, wanted: npt.NDArray[np.bool_]) -> tuple[list[int], list[tuple[int, ...]]]:
         """By node, over the wanting requests at or below it: the largest K, and all ids of `token_ids_logprob`."""
@@ -224,13 +338,6 @@ def _starts(workload: Workload) -> npt.NDArray[np.int64]:
     asked = np.array([p.logprob_start_len if p.return_logprob else -1 for p in params], np.int64)
     starts = np.where(workload.table.score_start >= 0, workload.table.score_start, asked[workload.table.params_id])
     return np.where(workload.samples > 0, starts, -1)
-
-
-def _at(logits: Tensor, ids: list[int], normalizers: Tensor) -> Floats:
-    """[r, len(ids)] logprobs of given ids in every row of the logits [r, V]."""
-    columns = torch.tensor(ids, dtype=torch.int64, device=logits.device)
-    found: Floats = (logits[:, columns].float() - normalizers[:, None]).cpu().numpy()
-    return found
 
 
 def _after(rows: NodeRows, child: int) -> np.float32:

@@ -7,9 +7,10 @@ computed, copied and held once; where only their mean is wanted their sum is kep
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, Final, Literal
+from functools import cache, partial, reduce
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,105 +18,51 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.capture import Piece, PromptCapture
+from batchgen.engine.output_ring import CHUNK_BYTES, OutputRing
 from batchgen.engine.planning import Workload
+from batchgen.engine.sample_states import Floats, SampleStates, Stored, Sums, Wanted, floats
+from batchgen.kernels.device import Device
 from batchgen.models.base import ModelSpec, Taps
-from batchgen.params import HiddenStates, SamplingParams
+from batchgen.params import SamplingParams
 from batchgen.plan.types import StepPlan
 from batchgen.request import Request, StateBlock
 
-__all__ = ["StateKeeper", "state_keeper"]
-
-Floats = npt.NDArray[np.float32]
-Sums = npt.NDArray[np.float64]
-Stored = npt.NDArray[Any]
-"""Values in the model's own format; numpy has no bfloat16, so its bits stand in uint16."""
-
-Draws = Literal["none", "first", "last", "every", "sum"]
+__all__ = ["PendingStates", "StateKeeper", "state_keeper"]
 
 _EXPERTS: Final = "experts"
 
 
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """What one set of parameters asks for."""
+@dataclass(slots=True, eq=False)
+class _Draw:
+    """A sample that draws in a step."""
 
-    states: HiddenStates | None
-    experts: bool
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        return () if self.states is None else self.states.layers
-
-    @property
-    def prompt(self) -> Literal["none", "rows", "sum"]:
-        """What is kept of the prompt's states. The last token's is that of the first draw."""
-        if self.states is None or self.states.tokens in ("output", "last") or self.states.pool == "last":
-            return "none"
-        return "sum" if self.states.pool == "mean" else "rows"
-
-    @property
-    def draws(self) -> Draws:
-        """What is kept of the states that tokens are drawn from."""
-        if self.states is None:
-            return "none"
-        tokens, pool = self.states.tokens, self.states.pool
-        if tokens == "prompt":
-            return "first" if pool == "last" else "none"
-        if tokens == "last" or pool == "last":
-            return "last"
-        return "sum" if pool == "mean" else "every"
+    sequence: int
+    sample: SampleStates
+    row: int
+    """Place of its token among those that are drawn from."""
+    states: Stored | None = None
+    """[L, H], once they are on the host; None where the sample wants none."""
+    routed: npt.NDArray[np.int32] | None = None
 
 
-@dataclass(slots=True)
-class _Kept:
-    """What a running sample keeps of the tokens it draws from."""
+@dataclass(slots=True, eq=False)
+class PendingStates:
+    """A step's taps and what is to be done with them, from its issue to its reading."""
 
-    request: Request
-    wanted: _Wanted
-    count: int = 0
-    """Draws kept, without the latest."""
-    rows: dict[int, list[Stored]] = field(default_factory=dict)
-    """By layer: [H] of every draw, or of a single one."""
-    sums: dict[int, Sums] = field(default_factory=dict)
-    """By layer: [H]; without the first draw, where the prompt's sum has it."""
-    routed: list[npt.NDArray[np.int32]] = field(default_factory=list)
-    """[MoE layers, K] of every draw"""
-    latest: tuple[dict[int, Stored], npt.NDArray[np.int32] | None] | None = None
-    """[H] by layer and choices of the latest draw, of which only the next step or the end tells whether it counts."""
-    drawn: int = 0
-    """C, once the sample has ended."""
-
-    def take(self, states: dict[int, Stored], routed: npt.NDArray[np.int32] | None) -> None:
-        """Take a draw: `states` [H] by layer."""
-        self._keep_latest()
-        needed = self.wanted.layers if self.wanted.draws != "none" else ()
-        experts = routed.copy() if routed is not None and self.wanted.experts else None
-        self.latest = {layer: states[layer].copy() for layer in needed}, experts
-
-    def end(self, drawn: int) -> None:
-        """The sample has ended with `drawn` tokens; a draw past them was dropped and does not count.
-
-        The first draw's states do, also where no token came of it: they are those of the prompt's last token.
-        """
-        if self.count < max(1, drawn):
-            self._keep_latest()
-        self.drawn = drawn
-
-    def _keep_latest(self) -> None:
-        if self.latest is None:
-            return
-        states, routed = self.latest
-        for layer, values in states.items():
-            if self.wanted.draws == "sum":
-                if self.count or self.wanted.prompt != "sum":
-                    self.sums[layer] = self.sums.get(layer, 0.0) + _floats(values).astype(np.float64)
-            elif self.wanted.draws == "every":
-                self.rows.setdefault(layer, []).append(values)
-            elif self.wanted.draws == "last" or not self.count:
-                self.rows[layer] = [values]
-        if routed is not None:
-            self.routed.append(routed)
-        self.count += 1
+    taps: Taps
+    """For the model to fill; emptied when sent."""
+    pieces: list[Piece]
+    """Prompt positions, whose tapped rows come first, in order."""
+    draws: list[_Draw]
+    """Their tapped rows follow."""
+    prompt_rows: int
+    """Tapped rows of all pieces."""
+    sums: dict[tuple[int, int], Sums] = field(default_factory=dict)
+    """By node and layer: [H] of the step's positions."""
+    ring: OutputRing | None = None
+    sent: int = 0
+    void: bool = False
+    """The step was not computed after all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +85,9 @@ class StateKeeper:
 
     def __init__(self, workload: Workload, spec: ModelSpec, *, exact: bool) -> None:
         table = workload.table
-        self._wanted = [_Wanted(p.return_hidden_states, p.return_routed_experts) for p in table.params]
+        self._wanted = [Wanted(p.return_hidden_states, p.return_routed_experts) for p in table.params]
         self._params_id = table.params_id.data
-        self._device, self._exact = spec.device, exact
+        self._exact = exact
         self._hidden = spec.hidden_size
         self._formats: dict[int, torch.dtype] = {}
         """By layer: what the model computes it in; some keep their states in float32 whatever their weights are in."""
@@ -153,10 +100,7 @@ class StateKeeper:
         )
         self._masks = _node_masks(workload, [self._mask(w) for w in self._wanted], asking)
         self._needs = cache(self._decode)
-        self._running: dict[int, _Kept] = {}
-        self._pieces: list[Piece] = []
-        self._draws: list[tuple[_Kept, int]] = []
-        """Samples that draw in this step, with the places of their tokens among the tapped rows."""
+        self._running: dict[int, SampleStates] = {}
 
     @property
     def nbytes(self) -> int:
@@ -167,44 +111,118 @@ class StateKeeper:
         """A sample has begun."""
         wanted = self._wanted[self._params_id[request.index]]
         if wanted.states is not None or wanted.experts:
-            self._running[sequence] = _Kept(request, wanted)
+            places = np.array([self._layers.index(layer) for layer in wanted.layers], np.int64)
+            self._running[sequence] = SampleStates(request, wanted, places)
 
-    def taps(self, plan: StepPlan) -> Taps | None:
-        """The taps of a step; None where nothing of it is wanted."""
-        self._pieces = self._capture.pieces(plan)
-        self._draws = []
-        rows = [np.arange(piece.flat, piece.flat + len(piece)) for piece in self._pieces]
+    def taps(self, plan: StepPlan, device: Device) -> PendingStates | None:
+        """What is wanted of a step that is about to be issued; None where that is nothing.
+
+        The model is to fill the taps in it, then `send` takes it, and, when the step before has been read, `keep`.
+        """
+        pieces = self._capture.pieces(plan)
+        rows = [np.arange(piece.flat, piece.flat + len(piece)) for piece in pieces]
         count = sum(map(len, rows))
+        draws: list[_Draw] = []
         place: dict[int, int] = {}
         for sample in plan.samples if self._running else ():
             kept = self._running.get(sample.sequence)
             if kept is not None:
-                self._draws.append((kept, count + place.setdefault(sample.token, len(place))))
+                draws.append(_Draw(sample.sequence, kept, place.setdefault(sample.token, len(place))))
         rows.append(np.fromiter(place, np.int64, len(place)))
-        index = torch.from_numpy(np.concatenate(rows).astype(np.int64))
-        return Taps(index.to(self._device), plan.tokens, self._layers, self._experts) if len(index) else None
+        index = np.concatenate(rows).astype(np.int64, copy=False)
+        if not len(index):
+            return None
+        try:
+            (uploaded,) = device.upload(index)
+        except BaseException:
+            self._capture.undo(pieces)
+            raise
+        return PendingStates(Taps(uploaded, plan.tokens, self._layers, self._experts), pieces, draws, count)
 
-    def keep(self, taps: Taps) -> None:
-        """Take what the model put into the step's taps."""
-        states = {layer: _stored(values) for layer, values in taps.states.items()}
-        self._formats = {layer: values.dtype for layer, values in taps.states.items()}
-        routed = None if taps.routed is None else taps.routed.cpu().numpy()
-        at = 0
-        for piece in self._pieces:
-            span = slice(at, at + len(piece))
-            at = span.stop
-            needs = self._needs(self._masks[piece.node])
-            for layer in needs.rows:
-                self._capture.put(piece, f"rows {layer}", states[layer][span])
-            for layer in needs.sums:
-                arrays = self._capture.node(piece.node).arrays
-                total = _floats(states[layer][span]).sum(axis=0, dtype=np.float64)
-                arrays[f"sum {layer}"] = total + arrays.get(f"sum {layer}", 0.0)
-            if needs.experts and routed is not None:
-                self._capture.put(piece, _EXPERTS, routed[span])
-        for kept, row in self._draws:
-            drawn = {layer: values[row] for layer, values in states.items()}
-            kept.take(drawn, None if routed is None else routed[row])
+    def send(self, pending: PendingStates, ring: OutputRing) -> None:
+        """Begin to copy what the model has put into the taps to the host."""
+        taps = pending.taps
+        self._formats.update((layer, values.dtype) for layer, values in taps.states.items())
+        pending.ring = ring
+        batch: list[tuple[Tensor, Callable[[Stored], None]]] = []
+        size = 0
+        for values, take in self._wanted_of(pending):
+            step = max(1, CHUNK_BYTES // max(1, values[:1].nbytes))
+            for first, part in enumerate(torch.split(values, step)):
+                if batch and size + part.nbytes > CHUNK_BYTES:
+                    pending.sent = _send(ring, batch)
+                    batch, size = [], 0
+                batch.append((part, partial(take, first * step)))
+                size += part.nbytes
+        if batch:
+            pending.sent = _send(ring, batch)
+        taps.states, taps.routed = {}, None
+
+    def keep(self, pending: PendingStates) -> None:
+        """Take a step's values, in the order of the steps. Draws of samples that have ended before are dropped."""
+        if pending.ring is not None:
+            pending.ring.read(pending.sent)
+        for (node, layer), total in pending.sums.items():
+            if self._capture.users(node):
+                arrays = self._capture.node(node).arrays
+                before = arrays.get(f"sum {layer}")
+                arrays[f"sum {layer}"] = total if before is None else total + before.astype(np.float64, copy=False)
+        for draw in pending.draws:
+            if self._running.get(draw.sequence) is draw.sample:
+                draw.sample.take(draw.states, draw.routed)
+
+    def withdraw(self, pending: PendingStates) -> None:
+        """The latest step that `taps` was called for has failed and will be issued anew: forget it."""
+        pending.void = True
+        pending.draws.clear()
+        pending.sums.clear()
+        self._capture.undo(pending.pieces)
+
+    def _wanted_of(self, pending: PendingStates) -> Iterator[tuple[Tensor, Callable[[int, Stored], None]]]:
+        """What somebody wants of the filled taps, each with what takes it: a first row, and the rows from there."""
+        states, routed, count = pending.taps.states, pending.taps.routed, pending.prompt_rows
+        needs = [self._needs(self._masks[piece.node]) for piece in pending.pieces]
+        for layer in self._layers:
+            if any(layer in need.rows or layer in need.sums for need in needs):
+                yield states[layer][:count], partial(self._take_prompt, pending, layer)
+        if routed is not None and any(need.experts for need in needs):
+            yield routed[:count], partial(self._take_prompt_experts, pending)
+        if any(draw.sample.wanted.draws != "none" for draw in pending.draws):
+            drawn = [states[layer][count:] for layer in self._layers]
+            # Layers may differ in their format; the widest holds all of them exactly.
+            widest = reduce(torch.promote_types, (values.dtype for values in drawn))
+            stacked = torch.stack([values.to(widest) for values in drawn], dim=1)  # [D, L, H]
+            yield stacked, partial(_take_drawn, pending)
+        if routed is not None and any(draw.sample.wanted.experts for draw in pending.draws):
+            yield routed[count:], partial(_take_drawn_experts, pending)
+
+    def _take_prompt(self, pending: PendingStates, layer: int, first: int, values: Stored) -> None:
+        """Keep rows or sums of the tapped rows [first, first + len(values)) of a layer."""
+        for piece, needs, rows in self._overlapped(pending, first, values):
+            if layer in needs.rows:
+                self._capture.put(piece, f"rows {layer}", rows)
+            if layer in needs.sums:
+                total = floats(rows).sum(axis=0, dtype=np.float64)
+                key = piece.node, layer
+                pending.sums[key] = total + pending.sums.get(key, 0.0)
+
+    def _take_prompt_experts(self, pending: PendingStates, first: int, values: Stored) -> None:
+        for piece, needs, rows in self._overlapped(pending, first, values):
+            if needs.experts:
+                self._capture.put(piece, _EXPERTS, rows)
+
+    def _overlapped(
+        self, pending: PendingStates, first: int, values: Stored
+    ) -> Iterator[tuple[Piece, _NodeNeeds, Stored]]:
+        """The parts of pieces whose tapped rows are among [first, first + len(values)), as far as still wanted."""
+        at = -first
+        for piece in () if pending.void else pending.pieces:
+            low, high = max(0, at), min(len(values), at + len(piece))
+            if low < high and self._capture.users(piece.node):
+                start = piece.start + low - at
+                part = Piece(piece.node, start, start + high - low, piece.flat + low - at)
+                yield part, self._needs(self._masks[piece.node]), values[low:high]
+            at += len(piece)
 
     def finish(self, sequence: int, drawn: int) -> tuple[list[StateBlock] | None, npt.NDArray[np.int32] | None]:
         """A sample has ended with `drawn` tokens.
@@ -232,7 +250,7 @@ class StateKeeper:
         if self._capture.wants(request):
             self._capture.release(request)
 
-    def _block(self, kept: _Kept, layer: int) -> StateBlock:
+    def _block(self, kept: SampleStates, layer: int) -> StateBlock:
         asked = kept.wanted.states
         assert asked is not None
         length = len(kept.request.prompt_ids)
@@ -241,26 +259,28 @@ class StateKeeper:
             start = length - 1
         elif kept.wanted.draws == "last":
             start = max(length - 1, length + kept.drawn - 2)
-        if asked.pool == "mean" and asked.tokens != "last":
-            values = self._mean(kept, layer)
-        else:
-            values = _floats(self._rows(kept, layer))
+        pooled = asked.pool == "mean" and asked.tokens != "last"
+        values = self._mean(kept, layer) if pooled else self._rows(kept, layer)
         dtype = "float32" if self._exact else str(self._formats[layer]).removeprefix("torch.")
         return StateBlock(layer, asked.tokens, start, values, dtype)
 
-    def _rows(self, kept: _Kept, layer: int) -> Stored:
+    def _rows(self, kept: SampleStates, layer: int) -> Floats:
         """[rows, H] of the span, or the one that a pool takes."""
-        drawn = kept.rows.get(layer, [])
+        drawn, place = kept.rows, kept.wanted.layers.index(layer)
         if kept.wanted.draws == "every":
             drawn = drawn[1:] if kept.wanted.prompt == "rows" else drawn[: kept.drawn]
-        parts = [np.stack(drawn)] if drawn else []
+        parts = [np.stack([one[place] for one in drawn])] if drawn else []
         if kept.wanted.prompt == "rows":
             parts.insert(0, self._capture.gather(kept.request.index, f"rows {layer}"))
-        return np.concatenate(parts) if parts else np.zeros((0, self._hidden), np.float32)
+        if len({part.dtype for part in parts}) > 1:
+            parts = [floats(part) for part in parts]
+        return floats(np.concatenate(parts)) if parts else np.zeros((0, self._hidden), np.float32)
 
-    def _mean(self, kept: _Kept, layer: int) -> Floats:
+    def _mean(self, kept: SampleStates, layer: int) -> Floats:
         """[1, H], summed in float64; not-a-number for an output that ended before its first token."""
-        total: Sums = np.zeros(self._hidden) + kept.sums.get(layer, 0.0)
+        total: Sums = np.zeros(self._hidden)
+        if kept.sums is not None:
+            total += kept.sums[kept.wanted.layers.index(layer)]
         count = kept.drawn
         if kept.wanted.prompt == "sum":
             for rows, _ in self._capture.path(kept.request.index):
@@ -270,7 +290,7 @@ class StateKeeper:
         rounded = mean.float() if self._exact else mean.to(self._formats[layer]).float()
         return rounded.numpy()
 
-    def _mask(self, wanted: _Wanted) -> int:
+    def _mask(self, wanted: Wanted) -> int:
         """What is kept of prompts, as bits: rows by layer, sums by layer, experts."""
         bits = 0
         shift = {"none": -1, "rows": 0, "sum": len(self._layers)}[wanted.prompt]
@@ -311,15 +331,25 @@ def _node_masks(workload: Workload, by_params: list[int], asking: npt.NDArray[np
     return masks
 
 
-def _stored(values: Tensor) -> Stored:
-    """[S, H] on the host."""
-    if values.dtype == torch.bfloat16:
-        return values.view(torch.int16).cpu().numpy().view(np.uint16)
-    found: Stored = values.cpu().numpy()
-    return found
+def _send(ring: OutputRing, batch: list[tuple[Tensor, Callable[[Stored], None]]]) -> int:
+    """Send tensors together, each to be handed to its own taker."""
+    takers = [take for _, take in batch]
+
+    def take(arrays: list[npt.NDArray[Any]]) -> None:
+        for taker, values in zip(takers, arrays, strict=True):
+            taker(values)
+
+    return ring.send([values for values, _ in batch], take)
 
 
-def _floats(values: Stored) -> Floats:
-    if values.dtype == np.uint16:
-        return (values.astype(np.uint32) << 16).view(np.float32)
-    return values.astype(np.float32, copy=False)
+def _take_drawn(pending: PendingStates, first: int, values: Stored) -> None:
+    """Hand the samples their layers of [d, L, H], the states of the draws from row `first` on."""
+    for draw in pending.draws:
+        if first <= draw.row < first + len(values) and draw.sample.wanted.draws != "none":
+            draw.states = values[draw.row - first][draw.sample.places]  # a copy
+
+
+def _take_drawn_experts(pending: PendingStates, first: int, values: Stored) -> None:
+    for draw in pending.draws:
+        if first <= draw.row < first + len(values) and draw.sample.wanted.experts:
+            draw.routed = values[draw.row - first].copy()

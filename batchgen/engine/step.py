@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.batch import StepBatch, build_batch
+from batchgen.engine.output_ring import OutputRing
 from batchgen.engine.planning import Workload
-from batchgen.engine.prompt_logprobs import PromptLogprobs
+from batchgen.engine.prompt_logprobs import PendingPrompts, PromptLogprobs
 from batchgen.engine.sampler import Draws, Sampled, Sampler
 from batchgen.engine.sequence import Sequence
-from batchgen.engine.states import StateKeeper
+from batchgen.engine.states import PendingStates, StateKeeper
 from batchgen.kernels.backend import Backend
 from batchgen.kernels.device import Device
 from batchgen.kernels.types import KVPool
@@ -34,6 +35,8 @@ class Flight:
     """[R] of the plan's samples"""
     draws: Draws | None = None
     """None where nothing is drawn"""
+    tapped: PendingStates | None = None
+    scored: PendingPrompts | None = None
     seen: bool = False
     """whether its sequences have their tokens"""
 
@@ -41,10 +44,6 @@ class Flight:
     def places(self) -> dict[int, int]:
         """Sequence -> place of its token among the step's draws."""
         return {sample.sequence: place for place, sample in enumerate(self.plan.samples)}
-
-    def read(self) -> Sampled:
-        """What was drawn, once it is here."""
-        return Sampled([]) if self.draws is None else self.draws.read()
 
 
 class StepRunner:
@@ -69,6 +68,8 @@ class StepRunner:
         self._sampler = sampler
         self._prompts = prompts
         self._states = states
+        self.outputs = OutputRing(device)
+        """what rows ask for beside their tokens, on its way to the host"""
 
     @torch.inference_mode()
     def issue(
@@ -90,9 +91,35 @@ class StepRunner:
         batch = build_batch(
             plan, self._workload.table, sequences, self._pool.page_size, self._device, self._workload.adapter, unread
         )
-        hidden = self._forward(plan, batch, tokens)
+        flight = Flight(plan)
+        try:
+            self._run(flight, batch, tokens, sequences, catch_up)
+        except BaseException:
+            self._withdraw(flight)
+            raise
+        return flight
+
+    def read(self, flight: Flight) -> Sampled:
+        """What was drawn, once it is here. Steps are read in their order; prompts' and states' keepers take theirs."""
+        sampled = Sampled([]) if flight.draws is None else flight.draws.read()
+        if self._states is not None and flight.tapped is not None:
+            self._states.keep(flight.tapped)
+        if flight.scored is not None:
+            self._prompts.keep(flight.scored)
+        return sampled
+
+    def _run(
+        self,
+        flight: Flight,
+        batch: StepBatch,
+        tokens: Tensor | None,
+        sequences: Mapping[int, Sequence],
+        catch_up: Callable[[], None],
+    ) -> None:
+        plan = flight.plan
+        hidden = self._forward(flight, batch, tokens)
         if not plan.samples:
-            return Flight(plan)
+            return
         logits = self._model.logits(hidden[batch.logit_rows])  # [U, V]
         if batch.sample_rows is not None:
             # Samples of one prompt draw from the same logits, each from a copy it may mask.
@@ -103,25 +130,33 @@ class StepRunner:
         draws = self._sampler.draw(logits, rows, batch.drawn)
         for row in rows:
             row.drawn += 1
-        return Flight(plan, rows, draws)
+        flight.rows, flight.draws = rows, draws
 
-    def _forward(self, plan: StepPlan, batch: StepBatch, last: Tensor | None) -> Tensor:
+    def _withdraw(self, flight: Flight) -> None:
+        """The step has failed: what is kept of it is asked for again when it is issued anew."""
+        if flight.scored is not None:
+            self._prompts.withdraw(flight.scored)
+        if self._states is not None and flight.tapped is not None:
+            self._states.withdraw(flight.tapped)
+
+    def _forward(self, flight: Flight, batch: StepBatch, last: Tensor | None) -> Tensor:
         """[T, H] states of the step's tokens after the final norm."""
-        taps = None if self._states is None else self._states.taps(plan)
+        plan = flight.plan
+        tapped = flight.tapped = None if self._states is None else self._states.taps(plan, self._device)
         inputs = ModelInput(
             batch.feed(last),
             batch.positions,
             self._backend.attention(self._pool, batch.attention),
-            taps,
+            None if tapped is None else tapped.taps,
             lora=batch.lora,
             embeds=batch.embeds,
             ops=self._backend.ops,
         )
         hidden = self._model.hidden(inputs)
         if self._prompts:
-            self._prompts.score(plan, hidden, self._model.logits)
-        if self._states is not None and taps is not None:
-            self._states.keep(taps)
+            flight.scored = self._prompts.score(plan, hidden, self._model.logits, self.outputs)
+        if self._states is not None and tapped is not None:
+            self._states.send(tapped, self.outputs)
         return hidden
 
     def _copy_pages(self, copies: Seq[PageCopy]) -> None:

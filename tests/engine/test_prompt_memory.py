@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from batchgen.engine.engine import Engine
-from batchgen.engine.prompt_logprobs import LOGITS_BYTES, PromptLogprobs
+from batchgen.engine.prompt_logprobs import LOGITS_BYTES, PendingPrompts, PromptLogprobs
 from batchgen.params import SamplingParams
-from batchgen.plan.types import StepPlan
 from tests.engine.jobs import finish
 from tests.engine.reference import save_word_tokenizer
 from tests.models.tiny import VOCAB, save_tiny
@@ -48,13 +47,13 @@ def test_what_the_formula_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return head(hidden)
 
     engine.model.logits = counted  # type: ignore[method-assign]
-    score = PromptLogprobs.score
+    keep = PromptLogprobs.keep
 
-    def measured(self: PromptLogprobs, plan: StepPlan, hidden: torch.Tensor, logits: object) -> None:
-        score(self, plan, hidden, logits)  # type: ignore[arg-type]
+    def measured(self: PromptLogprobs, pending: PendingPrompts) -> None:
+        keep(self, pending)
         kept.append(self.capture.nbytes)
 
-    monkeypatch.setattr(PromptLogprobs, "score", measured)
+    monkeypatch.setattr(PromptLogprobs, "keep", measured)
     ids = [3 + i % (VOCAB - 3) for i in range(400)]
     asked = SamplingParams(
         max_new_tokens=0, return_logprob=True, logprob_start_len=0, top_logprobs_num=7, token_ids_logprob=(5, 6)

@@ -10,9 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchgen.engine.output_ring import OutputRing
 from batchgen.engine.planning import Workload
 from batchgen.engine.prompt_logprobs import PromptLogprobs
 from batchgen.kernels import torch_ops
+from batchgen.kernels.device import HOST
 from batchgen.params import SamplingParams
 from batchgen.plan.scheduler import SchedulerConfig
 from batchgen.plan.types import StepPlan
@@ -64,13 +66,16 @@ class Scoring(Simulator):
         workload = Workload(table, self.tree, samples, own, samples < 0, none, none, none)
         self.table = table
         self.scorer = PromptLogprobs(workload, VOCAB, str, torch_ops)
+        self.ring = OutputRing(HOST)
         self.unended = [len(t) for t in targets]
         self.read: Counter[int] = Counter()
 
     def execute(self, plan: StepPlan) -> None:
         super().execute(plan)
         flat = [float(self.ids(c)[p]) for c in plan.prefills for p in range(c.start, c.end)]
-        self.scorer.score(plan, torch.tensor(flat)[:, None], self.logits)
+        scored = self.scorer.score(plan, torch.tensor(flat)[:, None], self.logits, self.ring)
+        if scored is not None:
+            self.scorer.keep(scored)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         prefixes = [int(x) for x in hidden[:, 0]]
