@@ -127,7 +127,7 @@ class Loop:
         while not stop():
             plan = self._scheduler.step()
             if plan is None:
-                return
+                break
             self._begin(plan)
             ended = _Ended()
             reading = partial(self._read, last, ended)
@@ -139,10 +139,10 @@ class Loop:
             self._scheduler.commit(ended.sequences, ended.dropped)
             self.state.steps += 1
             yield from self._after(ended)
-        if last is not None and not last.seen:
-            ended = _Ended()
-            self._read(last, ended)
-            yield from self._after(ended)
+        ended = _Ended()
+        self._read(last, ended)
+        self._scheduler.stats.sampled_tokens -= ended.dropped
+        yield from self._after(ended)
 
     def _begin(self, plan: StepPlan) -> None:
         """Sequences that a plan names for the first time."""

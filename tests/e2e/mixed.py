@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from typing import Any
 
 from batchgen.fields import FIELDS
+from tests.models.adapters import KINDS, save_adapter
 
-__all__ = ["ADAPTERS", "HIDDEN", "PROCESSOR", "VOCAB", "mixed_rows"]
+__all__ = ["ADAPTERS", "HIDDEN", "PROCESSOR", "VOCAB", "mixed_options", "mixed_rows"]
 
 VOCAB = 360
 HIDDEN = 64
@@ -134,6 +136,12 @@ FIELD_DRAWS: tuple[Draw, ...] = (
     ),
     Draw(0.1, ("stream",), lambda rng, row: {} if "best_of" in row else {"stream": True}),
 )
+
+
+def mixed_options(model: Path, folder: Path) -> dict[str, Any]:
+    """What the rows' adapters, written to `folder`, and processors need of an engine."""
+    adapters = {name: save_adapter(model, folder / name, seed=i, **KINDS[name]) for i, name in enumerate(ADAPTERS)}
+    return {"lora": adapters, "logit_processor": {PROCESSOR: "tests.e2e.processors:lean"}}
 
 
 def mixed_rows(count: int, seed: int) -> list[Fields]:

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from batchgen import Completion, Engine
-from batchgen.request import Score, StateBlock, StreamEvent
-from tests.e2e.mixed import ADAPTERS, FIELD_DRAWS, PROCESSOR, mixed_rows
+from batchgen import Engine
+from tests.e2e.mixed import FIELD_DRAWS, mixed_options, mixed_rows
 from tests.e2e.rows import rows_of, write_lines
 from tests.e2e.runner import run, start
-from tests.models.adapters import KINDS, save_adapter
+from tests.e2e.same import Done, assert_close, assert_equal, compare
 
 ROWS = {"native": 500, "transformers": 100}
 CHUNK = 50
@@ -29,22 +27,12 @@ CASES = [(path, start) for path, count in ROWS.items() for start in range(0, cou
 SMALL = {"page_size": 8, "max_num_seqs": 48, "max_tokens_per_step": 64}
 PAGES = {"native": 48, "transformers": 34}
 """Of the batch's pool: little more than one row of the longest context."""
-OF_THE_BATCH = frozenset({"row_index", "cached_tokens", "dedup_of", "error"})
-"""What a completion says that is not the row's own: where it stood, and what it shared."""
-TOLERANCE = 1e-4
-
-Key = tuple[str, int, int]
 
 
 @pytest.fixture(scope="module")
 def options(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the rows' adapters and processors need of the engine."""
-    folder = tmp_path_factory.mktemp("adapters")
-    found: dict[str, Any] = {
-        "lora": {name: save_adapter(model, folder / name, seed=i, **KINDS[name]) for i, name in enumerate(ADAPTERS)}
-    }
-    found["logit_processor"] = {PROCESSOR: "tests.e2e.processors:lean"}
-    return found
+    return mixed_options(model, tmp_path_factory.mktemp("adapters"))
 
 
 @pytest.fixture(scope="module")
@@ -58,26 +46,6 @@ def engines(model: Path, options: dict[str, Any]) -> Callable[[str], Engine]:
         return loaded[path]
 
     return engine
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """What came of some rows."""
-
-    completions: dict[Key, Completion]
-    events: dict[Key, list[StreamEvent]]
-    """Of those with `stream`."""
-
-    @staticmethod
-    def of(engine: Engine, rows: list[dict[str, Any]]) -> Done:
-        events: dict[Key, list[StreamEvent]] = {}
-
-        def take(event: StreamEvent) -> None:
-            key = (event.id or "", event.prompt_index, event.sample_index)
-            events.setdefault(key, []).append(replace(event, row_index=0))
-
-        found = {(c.id or "", c.prompt_index, c.sample_index): c for c in engine.generate(rows, on_event=take)}
-        return Done(found, events)
 
 
 @pytest.fixture(scope="module")
@@ -126,53 +94,8 @@ def test_every_row_is_as_if_alone(
             assert_equal(together.completions[key], completion, row)
         for key, events in alone.events.items():
             for one, other in zip(together.events[key], events, strict=True):
-                _compare(one.logprob, other.logprob)
+                compare(one.logprob, other.logprob)
                 assert replace(one, logprob=None) == replace(other, logprob=None), row
-
-
-def assert_equal(left: Completion, right: Completion, row: dict[str, Any]) -> None:
-    """Equal in all that is the row's own: numbers within the tolerance, everything else exactly."""
-    assert (left.error and left.error.code) == (right.error and right.error.code), (left.error, right.error, row)
-    for field in fields(Completion):
-        if field.name in OF_THE_BATCH:
-            continue
-        a, b = getattr(left, field.name), getattr(right, field.name)
-        assert_close(a, b, f"{field.name} of {row}")
-
-
-def assert_close(a: Any, b: Any, what: str) -> None:
-    try:
-        _compare(a, b)
-    except AssertionError as error:
-        raise AssertionError(f"{what}: {a!r} is not {b!r}: {error}") from None
-
-
-def _compare(a: Any, b: Any) -> None:
-    a, b = (value.tolist() if isinstance(value, np.ndarray) else value for value in (a, b))
-    if isinstance(a, StateBlock) and isinstance(b, StateBlock):
-        np.testing.assert_allclose(a.values, b.values, atol=TOLERANCE * 10, rtol=1e-4)
-        assert replace(a, values=b.values) == replace(b, values=b.values)
-    elif isinstance(a, float) and isinstance(b, float):
-        np.testing.assert_allclose(a, b, atol=TOLERANCE * 20, rtol=0)  # a sum over the row's tokens
-    elif isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        assert len(a) == len(b)
-        if any(isinstance(item, float) for item in a):
-            numbers = [np.array([np.nan if item is None else item for item in some]) for some in (a, b)]
-            np.testing.assert_allclose(*numbers, atol=TOLERANCE, rtol=0)
-        elif any(isinstance(item, StateBlock | Score | dict) for item in a):
-            for one, other in zip(a, b, strict=True):
-                _compare(one, other)
-        else:
-            assert list(a) == list(b)
-    elif isinstance(a, Score) and isinstance(b, Score):
-        np.testing.assert_allclose((a.sum, a.mean), (b.sum, b.mean), atol=TOLERANCE * 20, rtol=0)
-        assert (a.tokens, a.is_greedy) == (b.tokens, b.is_greedy)
-    elif isinstance(a, dict) and isinstance(b, dict):
-        assert a.keys() == b.keys()
-        for name in a:
-            _compare(a[name], b[name])
-    else:
-        assert a == b
 
 
 def test_the_rows_are_mixed(batches: Callable[[str], Done]) -> None:
