@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
 from batchgen.engine.best_of import keep_best
+from batchgen.engine.collector import QuietCollector
 from batchgen.engine.constraints import GrammarState
 from batchgen.engine.planning import Workload
 from batchgen.engine.prompt_logprobs import PromptLogprobs
@@ -123,6 +124,10 @@ class Loop:
     def run(self, stop: Callable[[], bool] = lambda: False) -> Iterator[list[Completion]]:
         """Generate until everything is done or `stop` says so; unfinished prompts yield nothing."""
         yield from self._without_tokens()
+        with QuietCollector() as collector:
+            yield from self._steps(stop, collector)
+
+    def _steps(self, stop: Callable[[], bool], collector: QuietCollector) -> Iterator[list[Completion]]:
         last: Flight | None = None
         while not stop():
             plan = self._scheduler.step()
@@ -132,6 +137,7 @@ class Loop:
             ended = _Ended()
             reading = partial(self._read, last, ended)
             flight = self._runner.issue(plan, self._sequences, last, reading)
+            collector.tick()
             reading()
             if not self._device.asynchronous:
                 self._read(flight, ended)
