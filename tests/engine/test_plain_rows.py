@@ -39,7 +39,7 @@ STEP_CALLS = {"greedy": 177.0, "drawn": 227.0}
 FLAGS = 8
 """How many flags a step may ask instead."""
 DEVICE_CALLS = 28
-"""A step is issued and read apart, and goes to the device and back through its door; rows cost three calls less each."""
+"""A step is issued and read apart, and goes to the device and back through its door."""
 LAYERS, LAYER_CALLS = 3, 5
 """Each of a layer's four products asks whether there is an adapter; keys and values are stored by a call of their
 own, which a GPU does together with the rotation."""
