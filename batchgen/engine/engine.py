@@ -17,8 +17,10 @@ from batchgen.embeds import EmbedsStore
 from batchgen.engine.intake import Intake
 from batchgen.engine.kernels import fixed_kernels, kernels_for
 from batchgen.engine.loop import Loop
-from batchgen.engine.memory import pool_pages
+from batchgen.engine.memory import DeviceMemory, device_memory, pool_pages
 from batchgen.engine.planning import Workload, plan_workload
+from batchgen.engine.profile import CudaMeter, largest_step
+from batchgen.engine.rehearsal import PAGES, counted_bytes, rehearsal
 from batchgen.engine.states import state_keeper
 from batchgen.engine.streaming import Emit
 from batchgen.kernels.backend import Backend
@@ -203,22 +205,53 @@ class Engine:
         if self.backend is None:  # before the pool takes the memory
             self.backend = kernels_for(config, spec, workload, seqs, tokens)
         self.last_run = None  # its pool's memory is this one's
-        pages = pool_pages(workload, spec, config.page_size, config.kv_memory)
+        memory, tokens = self._memory(workload, seqs, tokens)
+        pages = pool_pages(workload, spec, config.page_size, config.kv_memory, memory)
         pool = KVPool.allocate(list(spec.kv_layers), pages, config.page_size, spec.dtype, spec.device)
         workload.set_aside_too_large(pages - 1, config.page_size)
-        scheduler = Scheduler(
-            workload.tree,
-            workload.samples,
-            workload.draws,
-            SchedulerConfig(
-                num_pages=pages,
-                page_size=config.page_size,
-                max_num_seqs=seqs,
-                max_tokens_per_step=tokens,
-                group_min_saving=group_min_saving(spec.device),
-            ),
+        scheduler = self._scheduler(workload, pages, seqs, tokens)
+        loop = self._loop(workload, scheduler, pool, prompt_ids=prompt_ids, emit=emit)
+        self.last_run = Running(workload, scheduler, loop, pool)
+        return self.last_run
+
+    def _memory(self, workload: Workload, seqs: int, tokens: int) -> tuple[DeviceMemory, int]:
+        """The device's memory with what the job's largest step takes, and the tokens of a step that it is for."""
+        spec, size = self.model.spec, self.config.page_size
+        if not workload.samples.any():
+            return device_memory(spec.device), tokens
+        if spec.device.type == "cpu":
+            return device_memory(
+                spec.device, counted_bytes(spec, rehearsal(workload, spec, size, seqs, tokens))
+            ), tokens
+
+        def rehearser(job: Workload, pool: KVPool) -> Loop:
+            return self._loop(job, self._scheduler(job, PAGES, seqs, tokens), pool)
+
+        taken, tokens = largest_step(rehearser, workload, spec, size, (seqs, tokens), CudaMeter(spec.device))
+        return device_memory(spec.device, taken), tokens
+
+    def _scheduler(self, workload: Workload, pages: int, seqs: int, tokens: int) -> Scheduler:
+        config = SchedulerConfig(
+            num_pages=pages,
+            page_size=self.config.page_size,
+            max_num_seqs=seqs,
+            max_tokens_per_step=tokens,
+            group_min_saving=group_min_saving(self.model.spec.device),
         )
-        loop = Loop(
+        return Scheduler(workload.tree, workload.samples, workload.draws, config)
+
+    def _loop(
+        self,
+        workload: Workload,
+        scheduler: Scheduler,
+        pool: KVPool,
+        *,
+        prompt_ids: bool = True,
+        emit: Emit | None = None,
+    ) -> Loop:
+        config, spec = self.config, self.model.spec
+        assert self.backend is not None
+        return Loop(
             workload,
             scheduler,
             self.model,
@@ -235,8 +268,6 @@ class Engine:
             emit=emit,
             states=state_keeper(workload, spec, exact=config.hidden_states_dtype == "float32"),
         )
-        self.last_run = Running(workload, scheduler, loop, pool)
-        return self.last_run
 
 
 def step_limits(config: EngineConfig, device: torch.device) -> tuple[int, int]:

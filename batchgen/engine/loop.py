@@ -12,6 +12,7 @@ from batchgen.engine.constraints import GrammarState
 from batchgen.engine.planning import Workload
 from batchgen.engine.prompt_logprobs import PromptLogprobs
 from batchgen.engine.readout import LogprobsMode
+from batchgen.engine.rehearsal import Rehearsal
 from batchgen.engine.sampler import Sampler
 from batchgen.engine.scoring import Scores
 from batchgen.engine.sequence import Sequence
@@ -149,6 +150,18 @@ class Loop:
         self._read(last, ended)
         self._scheduler.stats.sampled_tokens -= ended.dropped
         yield from self._after(ended)
+
+    def rehearse(self, job: Rehearsal) -> None:
+        """Run the steps of a rehearsal, two in flight as in a job, and nothing else on this object."""
+        self._begin(job.begin)
+        last: Flight | None = None
+        for plan in (job.begin, *job.steps):
+            flight = self._runner.issue(plan, self._sequences, last, lambda: None)
+            if last is not None:
+                last.read()
+            last = flight
+        if last is not None:
+            last.read()
 
     def _begin(self, plan: StepPlan) -> None:
         """Sequences that a plan names for the first time."""

@@ -13,7 +13,7 @@ import torch
 
 import batchgen
 from batchgen.engine.engine import Engine
-from batchgen.engine.memory import allowed_pages, pool_pages
+from batchgen.engine.memory import DeviceMemory, allowed_pages, pool_pages
 from batchgen.engine.planning import Workload, plan_workload
 from batchgen.errors import UsageError
 from batchgen.kernels.types import KVPool, LayerKV
@@ -37,6 +37,9 @@ SPEC = ModelSpec(
     parameters=1,
     digest="",
 )
+
+
+PLENTY = DeviceMemory(1 << 42, 1 << 42)
 
 
 def workload(seed: int, count: int = 60) -> Workload:
@@ -68,7 +71,7 @@ def run(job: Workload, pages: int, page_size: int, rows: int) -> dict[str, int]:
 @pytest.mark.parametrize("seed", range(4))
 def test_nothing_waits_for_pages(seed: int, page_size: int) -> None:
     job = workload(seed)
-    pages = pool_pages(job, SPEC, page_size, 1 << 40)
+    pages = pool_pages(job, SPEC, page_size, 1 << 40, PLENTY)
     for rows in (8, 200):
         stats = run(job, pages, page_size, rows)
         assert stats == run(job, 50 * pages, page_size, rows)
@@ -81,14 +84,50 @@ def test_a_shared_prefix_is_counted_once() -> None:
     for i in range(64):
         table.append(i, 0, [*range(1, 41), i], SamplingParams(temperature=0.0), i, 4)
     # 3 + 1 pages for the prefix, 1 + 1 for each prompt's last token, 1 + 2 for each output, and the scratch page.
-    assert pool_pages(plan_workload(table), SPEC, 16, 1 << 40) <= 4 + 64 * 5 + 2
+    assert pool_pages(plan_workload(table), SPEC, 16, 1 << 40, PLENTY) <= 4 + 64 * 5 + 2
 
 
 def test_memory_allowed_bounds_the_pool() -> None:
     page = KVPool.page_bytes([LAYER], 16, torch.float32)
-    assert pool_pages(workload(0), SPEC, 16, 7 * page) == 7
+    assert pool_pages(workload(0), SPEC, 16, 7 * page, PLENTY) == 7
     with pytest.raises(UsageError, match="at least 2 are needed"):
-        pool_pages(workload(0), SPEC, 16, page)
+        pool_pages(workload(0), SPEC, 16, page, PLENTY)
+
+
+GIB = 1 << 30
+
+
+def test_a_gpu_gives_what_the_largest_step_leaves() -> None:
+    memory = DeviceMemory(free=60 * GIB, total=80 * GIB, step=5 * GIB, exclusive=True)
+    room = 60 * GIB - 5 * GIB - int(1.6 * GIB)
+    assert memory.room == memory.budget(None) == pytest.approx(room, abs=2)
+    assert memory.budget(0.5) == 40 * GIB
+    assert memory.budget(7 * GIB) == 7 * GIB
+    assert DeviceMemory(free=4 * GIB, total=80 * GIB, step=5 * GIB, exclusive=True).room == 0
+
+
+def test_a_cpu_gives_a_share_of_what_is_free() -> None:
+    assert DeviceMemory(10 * GIB, 16 * GIB, step=GIB).budget(None) == 4 * GIB
+    assert DeviceMemory(10 * GIB, 16 * GIB, step=7 * GIB).budget(None) == 3 * GIB
+    assert DeviceMemory(10 * GIB, 16 * GIB, step=7 * GIB).budget(8 * GIB) == 8 * GIB, "the step is an estimate"
+
+
+def test_a_pool_that_does_not_fit_says_what_would() -> None:
+    page = KVPool.page_bytes([LAYER], 16, torch.float32)
+    job = workload(0)
+    needed = pool_pages(job, SPEC, 16, GIB, PLENTY) * page
+    memory = DeviceMemory(free=5 << 20, total=80 * GIB, step=4 << 20, exclusive=True)
+    memory = replace(memory, free=memory.step + int(memory.total * 0.02) + needed - 1)
+    with pytest.raises(UsageError, match=r"do not fit .* largest step takes 4\.0 MiB; at most \d+MiB fit"):
+        pool_pages(job, SPEC, 16, GIB, memory)
+    assert pool_pages(job, SPEC, 16, GIB, replace(memory, free=memory.free + 1)) * page == needed
+    assert pool_pages(job, SPEC, 16, None, memory) * page <= memory.room
+    with pytest.raises(
+        UsageError, match=r"7\.0 GiB are more than the 6\.0 GiB that the device has; at most 1024MiB fit"
+    ):
+        pool_pages(job, SPEC, 16, 7 * GIB, DeviceMemory(GIB, 6 * GIB))
+    with pytest.raises(UsageError, match=r"which leaves no room .* lower --max-tokens-per-step"):
+        pool_pages(job, SPEC, 16, None, DeviceMemory(GIB, 2 * GIB, step=GIB, exclusive=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -107,7 +146,7 @@ def test_memory_that_torch_holds_back_counts_as_free(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.append(10_000))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[-1], 20_000))
     spec = replace(SPEC, device=torch.device("cuda"))
-    assert allowed_pages(spec, 1, None) == 4000 // KVPool.page_bytes([LAYER], 1, torch.float32)
+    assert allowed_pages(spec, 1, None) == (10_000 - 400) // KVPool.page_bytes([LAYER], 1, torch.float32)
 
 
 def test_a_job_begins_when_the_last_ones_pool_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:

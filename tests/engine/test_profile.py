@@ -1,0 +1,178 @@
+"""What the largest step takes: run on two pages before the job, and never exceeded by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from batchgen.engine.engine import Engine
+from batchgen.engine.loop import Loop
+from batchgen.engine.planning import Workload, plan_workload
+from batchgen.engine.profile import CudaMeter, largest_step
+from batchgen.engine.rehearsal import PAGES, Rehearsal, counted_bytes, rehearsal, widest_params
+from batchgen.errors import UsageError
+from batchgen.kernels.types import KVPool
+from batchgen.params import HiddenStates, SamplingParams
+from batchgen.request import Completion, RequestTable
+from tests.engine.live_bytes import LiveMeter
+from tests.engine.reference import save_word_tokenizer, shared_prefix_prompts
+from tests.engine.test_memory import SPEC
+from tests.models.tiny import save_tiny
+
+VOCAB = 8192
+"""With the width of the inner layer below it is logits and activations that count, not attention's fixed tiles."""
+ROWS, TOKENS = 8, 96
+PAGE = 16
+
+KINDS = {
+    "plain": [SamplingParams(temperature=0.0)],
+    "drawn": [SamplingParams(temperature=1.0, top_p=0.9), SamplingParams(temperature=0.5, n=3, min_p=0.1)],
+    "mixed": [
+        SamplingParams(temperature=1.0, top_p=0.9),
+        SamplingParams(temperature=0.0, return_logprob=True, top_logprobs_num=20, logprob_start_len=0),
+        SamplingParams(temperature=0.7, frequency_penalty=0.5, top_k=40),
+        SamplingParams(temperature=0.0, return_hidden_states=HiddenStates((0, 1, -1))),
+        SamplingParams(temperature=1.0, n=4, logit_bias=((3, 1.0),), bad_words=((4, 5), (6,))),
+        SamplingParams(temperature=0.0, allowed_token_ids=tuple(range(100)), min_new_tokens=3),
+        SamplingParams(temperature=1.0, regex="(w[0-9]+ )*", return_logprob=True, token_ids_logprob=(1, 2, 3)),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    folder = tmp_path_factory.mktemp("llama")
+    save_tiny("llama", folder, vocab_size=VOCAB, max_position_embeddings=1024, intermediate_size=4096)
+    save_word_tokenizer(folder, VOCAB)
+    return Engine(str(folder), dtype="float32", max_num_seqs=ROWS, max_tokens_per_step=TOKENS)
+
+
+def table(kind: str, longest: int = 150) -> RequestTable:
+    made, params = RequestTable(), KINDS[kind]
+    for i, prompt in enumerate(shared_prefix_prompts(16, VOCAB, 1, longest)):
+        made.append(i, 0, prompt, params[i % len(params)], i, 1 + i % 7)
+    return made
+
+
+def looper(engine: Engine) -> Callable[[Workload, KVPool], Loop]:
+    return lambda job, pool: engine._loop(job, engine._scheduler(job, PAGES, ROWS, TOKENS), pool)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_step_takes_more_than_the_largest(engine: Engine, kind: str) -> None:
+    spec, rows = engine.model.spec, table(kind)
+    workload = plan_workload(rows)
+    engine.grammars.prepare(p.constraint for p in KINDS[kind] if p.constraint is not None)
+    measured, tokens = largest_step(looper(engine), workload, spec, PAGE, (ROWS, TOKENS), LiveMeter())
+    assert tokens == TOKENS
+    running = engine.start(rows)
+    done: list[list[Completion]] = []
+    needed = LiveMeter().peak(lambda: done.extend(running.loop.run()))
+    assert len(done) == 16
+    assert all(sample.error is None for group in done for sample in group)
+    assert 0 < needed <= measured
+    assert measured <= counted_bytes(spec, rehearsal(workload, spec, PAGE, ROWS, TOKENS))
+
+
+def test_a_rehearsal_is_as_large_as_the_job_can_be() -> None:
+    made = RequestTable()
+    for i, length in enumerate([5, 40, 7]):
+        made.append(i, 0, [i] * length, SamplingParams(n=2), i, 10)
+    job = rehearsal(plan_workload(made), SPEC, 4, 100, 1000)
+    assert job.rows == 6
+    assert job.steps[0].tokens == 52 + 6, "no more than the job has"
+    assert job.steps[0].decodes[0].position == 40 + 10 - 2
+    assert [(c.start, c.end) for c in job.steps[1].prefills] == [(0, 40)]
+    assert [(g.rows, g.end_page) for g in job.steps[1].groups] == [([0, 1, 2, 3, 4, 5], 10)]
+    assert {(c.start, c.end) for c in job.steps[2].prefills} == {(36, 40)}
+    assert len(job.steps[2].prefills) == 13
+    cut = rehearsal(plan_workload(made), SPEC, 4, 4, 30)
+    assert cut.rows == 4
+    assert [(c.start, c.end) for c in cut.steps[1].prefills] == [(10, 40)]
+    assert [c.end for c in cut.steps[0].prefills] == [30]
+    assert {page for c in cut.steps[0].prefills for page in c.pages} == {1}
+
+
+def test_short_prompts_fill_a_step_together() -> None:
+    made = RequestTable()
+    for i in range(500):
+        made.append(i, 0, [i % 60, i // 60, 3], SamplingParams(), i, 1)
+    job = rehearsal(plan_workload(made), SPEC, 16, 8, 100)
+    assert [c.end for c in job.steps[0].prefills] == [3] * 33 + [1]
+    assert job.steps[0].tokens == 108
+    assert len(job.workload.tree) > 30, "what is kept of one is not kept of another"
+
+
+def test_the_widest_of_all_that_rows_ask_for() -> None:
+    widest = widest_params([p for params in KINDS.values() for p in params])
+    assert (widest.temperature, widest.top_p, widest.top_k, widest.min_p) == (1.0, 0.9, 40, 0.1)
+    assert widest.penalised
+    assert widest.bad_words == ((4, 5), (6,))
+    assert (widest.top_logprobs_num, widest.token_ids_logprob, widest.logprob_start_len) == (20, (1, 2, 3), 0)
+    assert widest.return_hidden_states == HiddenStates((-1, 0, 1), "all")
+    assert widest.constraint is not None
+    assert widest_params([SamplingParams(temperature=0.0)]) == SamplingParams(max_new_tokens=None, temperature=0.0)
+
+
+class Narrow:
+    """Runs no steps; memory runs out for those of more than `tokens`."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self.tried: list[int] = []
+
+    def __call__(self, workload: Workload, pool: KVPool) -> Narrow:
+        assert pool.keys[0].shape[0] == PAGES
+        return self
+
+    def rehearse(self, job: Rehearsal) -> None:
+        self.tried.append(sum(c.end for c in job.steps[0].prefills))
+        if self.tried[-1] > self.tokens:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+class Calling:
+    def peak(self, body: Callable[[], None]) -> int:
+        body()
+        return 77
+
+
+def long_prompts() -> Workload:
+    made = RequestTable()
+    for i in range(40):
+        made.append(i, 0, [i] * 200, SamplingParams(temperature=0.0), i, 9)
+    return plan_workload(made)
+
+
+def test_a_step_that_does_not_fit_is_made_smaller() -> None:
+    steps = Narrow(1500)
+    assert largest_step(steps, long_prompts(), SPEC, PAGE, (16, 4096), Calling()) == (77, 1024)
+    assert steps.tried == [4096, 2048, 1024]
+
+
+def test_memory_for_hardly_a_step_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match=r"a step of 16 tokens and 16 sequences .* lower --max-num-seqs"):
+        largest_step(Narrow(10), long_prompts(), SPEC, PAGE, (16, 128), Calling())
+
+
+def test_a_job_with_nothing_to_run_takes_nothing() -> None:
+    assert largest_step(Narrow(0), plan_workload(RequestTable()), SPEC, PAGE, (16, 128), Calling()) == (0, 128)
+
+
+def test_a_gpu_is_asked_what_its_allocator_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    held = {"now": 300, "most": 300}
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: held.update(now=100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: held["now"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: held.update(most=held["now"]))
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: held["most"])
+
+    def body() -> None:
+        assert calls == ["synchronize"]
+        held.update(now=700, most=900)
+
+    assert CudaMeter(torch.device("cuda")).peak(body) == 800
+    assert calls == ["synchronize"] * 2
