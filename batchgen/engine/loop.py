@@ -158,10 +158,10 @@ class Loop:
         for plan in (job.begin, *job.steps):
             flight = self._runner.issue(plan, self._sequences, last, lambda: None)
             if last is not None:
-                last.read()
+                self._runner.read(last)
             last = flight
         if last is not None:
-            last.read()
+            self._runner.read(last)
 
     def _begin(self, plan: StepPlan) -> None:
         """Sequences that a plan names for the first time."""
