@@ -1,0 +1,90 @@
+"""Runs a job on the GPU that is not there and tells what each of its steps cost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from batchgen.engine.engine import Engine
+from batchgen.plan.scheduler import Scheduler
+from batchgen.plan.types import StepPlan
+from batchgen.request import Completion
+from tests.engine.fake_cuda import Sync, fake_cuda
+from tests.engine.fake_device import Counts
+
+__all__ = ["Job", "Step", "run_job", "steady_steps"]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What happened from one plan to the next."""
+
+    plan: StepPlan
+    syncs: list[Sync]
+    copies: list[str]
+    """Places that copied pinned memory past the device's door."""
+    uploads: int
+    uploads_into: int
+    downloads: Counter[str]
+    replays: int
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A whole job."""
+
+    done: list[Completion]
+    steps: list[Step]
+    syncs: list[Sync]
+    """From the first step on."""
+    counts: Counts
+
+
+def run_job(folder: Path, work: list[dict[str, Any]], **options: Any) -> Job:
+    """Run `work` through an engine on a GPU that is not there, with Triton's kernels."""
+    with fake_cuda(captures=options.pop("captures", False)) as gpu:
+        engine = Engine(str(folder), attention="triton", dtype="float32", device="cuda", page_size=4, **options)
+        marks: list[tuple[StepPlan | None, int, int, Counts]] = []
+        plan_step = Scheduler.step
+
+        def step(scheduler: Scheduler) -> StepPlan | None:
+            plan = plan_step(scheduler)
+            counts = gpu.device.counts
+            marks.append((plan, len(gpu.syncs), len(gpu.copies), replace(counts, downloads=Counter(counts.downloads))))
+            return plan
+
+        with patch.object(Scheduler, "step", step):
+            done = list(engine.generate(work, ordered=True))
+        steps = []
+        for (plan, syncs, copies, before), (_, next_syncs, next_copies, after) in pairwise(marks):
+            if plan is not None:
+                steps.append(
+                    Step(
+                        plan,
+                        gpu.syncs[syncs:next_syncs],
+                        gpu.copies[copies:next_copies],
+                        after.uploads - before.uploads,
+                        after.uploads_into - before.uploads_into,
+                        Counter(after.downloads) - Counter(before.downloads),
+                        after.replays - before.replays,
+                    )
+                )
+        return Job(done, steps, gpu.syncs[marks[0][1] :], gpu.device.counts)
+
+
+def steady_steps(job: Job) -> list[Step]:
+    """Those that only decode, as the steps on both sides of them do for the same rows."""
+
+    def rows(step: Step) -> list[int] | None:
+        plan = step.plan
+        return None if plan.prefills or plan.starts or plan.copies else [row.sequence for row in plan.decodes]
+
+    found = []
+    for before, step, after in zip(job.steps, job.steps[1:], job.steps[2:], strict=False):
+        if rows(step) is not None and rows(before) == rows(step) == rows(after):
+            found.append(step)
+    return found

@@ -1,0 +1,129 @@
+"""A GPU's host never waits: whole jobs on a GPU that is not there, every wait counted by the line that asks for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchgen.engine.engine import Engine
+from batchgen.engine.sampler import Draws, Sampler
+from tests.engine.grammar_model import save_grammar_model
+from tests.engine.reference import save_word_tokenizer
+from tests.engine.steady import Job, run_job, steady_steps
+from tests.engine.test_triton import assert_same
+from tests.models.tiny import save_tiny
+
+VOCAB = 64
+NEW_TOKENS = 6
+
+FREE: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "n": 2},
+    {"temperature": 0, "return_logprob": True, "top_logprobs_num": 2},
+    {"temperature": 1.0, "return_logprob": True, "token_ids_logprob": [4, 9]},
+    {"temperature": 0, "logit_bias": {"5": 3.0}},
+    {"temperature": 1.0, "allowed_token_ids": [10, 20, 30], "bad_words": [[20]]},
+    {"temperature": 0, "min_new_tokens": 5, "stop_token_ids": list(range(3, VOCAB, 2)), "ignore_eos": False},
+    {"temperature": 0, "stop": ["zz"]},
+    {"temperature": 0, "return_hidden_states": {"layers": [0, -1], "tokens": "all"}},
+    {"temperature": 0, "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1},
+]
+"""Rows whose draws need nothing that the host knows."""
+BOUND: list[dict[str, Any]] = [
+    {"temperature": 0, "repetition_penalty": 1.3},
+    {"temperature": 1.0, "frequency_penalty": 0.5, "presence_penalty": 0.3, "return_logprob": True},
+    {"temperature": 0, "bad_words": [[8, 9], [7]]},
+]
+"""Rows whose next draw depends on the tokens before it."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    folder = save_tiny("llama", tmp_path_factory.mktemp("model"), num_hidden_layers=1, vocab_size=VOCAB, **sizes)
+    save_word_tokenizer(folder, VOCAB)
+    return folder
+
+
+def rows(kinds: list[dict[str, Any]], prefix: int = 2) -> list[dict[str, Any]]:
+    common = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    prompts = [[*range(5, 5 + prefix), 20 + i] for i in range(len(kinds))]
+    return [{"input_ids": p, "seed": i, **common, **k} for i, (p, k) in enumerate(zip(prompts, kinds, strict=True))]
+
+
+def assert_late(job: Job, *, downloads: int) -> None:
+    """Every step but the last is read when the next one's work is queued."""
+    *waits, _ = job.counts.waits_of("tokens")
+    assert all(wait.uploads for wait in waits), job.counts.lateness()
+    assert all(wait.downloads >= downloads for wait in waits)
+    assert not any(wait.overtook for wait in waits)
+    assert job.counts.most_unread["tokens"] == 1 + downloads
+
+
+def test_a_steady_step_is_two_uploads_and_one_download(model: Path) -> None:
+    job = run_job(model, rows(FREE[:3]))
+    assert job.syncs == []
+    assert_late(job, downloads=1)
+    steady = steady_steps(job)
+    assert steady
+    for step in steady:
+        assert (step.uploads, step.uploads_into, step.downloads) == (2, 0, {"tokens": 1})
+        assert step.copies == []
+
+
+@pytest.mark.parametrize(("kinds", "downloads"), [(FREE, 1), (BOUND + FREE[:2], 0)], ids=["free", "bound"])
+def test_nobody_waits_for_any_kind_of_row(model: Path, kinds: list[dict[str, Any]], downloads: int) -> None:
+    """Nor where rows begin and end; and results are those of plain PyTorch on a CPU."""
+    work = rows(kinds, prefix=9)
+    job = run_job(model, work, max_num_seqs=8)
+    assert job.syncs == []
+    assert_late(job, downloads=downloads)
+    assert steady_steps(job)
+    assert all(step.downloads["tokens"] == 1 for step in steady_steps(job))
+    assert all(step.downloads["outputs"] <= 1 for step in steady_steps(job))  # of rows that ask for states
+    engine = Engine(str(model), attention="torch", dtype="float32", page_size=4)
+    for ours, theirs in zip(job.done, engine.generate(work, ordered=True), strict=True):
+        assert_same(ours, theirs)
+
+
+def test_constrained_rows_hold_nobody_up(tmp_path: Path) -> None:
+    folder = save_grammar_model(tmp_path)
+    kinds: list[dict[str, Any]] = [{"temperature": 0}, {"regex": "[a-f]{7,8}"}, {"regex": "[xyz]{7,8}", "n": 2}]
+    job = run_job(folder, [{"text": f"Row {i}: ", "seed": i, "max_new_tokens": 7, **k} for i, k in enumerate(kinds)])
+    assert all(c.error is None for c in job.done), job.done
+    assert job.syncs == []
+    assert steady_steps(job)
+    assert_late(job, downloads=0)
+
+
+def test_a_planted_wait_is_found(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = Sampler.draw
+
+    def waiting(self: Sampler, *args: Any) -> Draws:
+        drawn = draw(self, *args)
+        assert int(drawn.tokens.max()) < VOCAB
+        return drawn
+
+    monkeypatch.setattr(Sampler, "draw", waiting)
+    job = run_job(model, rows(FREE[:1]))
+    assert {len(step.syncs) for step in job.steps if step.plan.samples} == {1}
+    assert "reads a number" in str(job.syncs[0])
+
+
+def test_a_planted_early_read_is_found(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = Sampler.draw
+
+    def waiting(self: Sampler, *args: Any) -> Draws:
+        drawn = draw(self, *args)
+        drawn.read()
+        return drawn
+
+    monkeypatch.setattr(Sampler, "draw", waiting)
+    job = run_job(model, rows(FREE[:1]))
+    assert job.syncs == []
+    assert set(job.counts.lateness()) == {0}
+    with pytest.raises(AssertionError):
+        assert_late(job, downloads=1)
