@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+import warnings
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +12,18 @@ import pytest
 import torch
 
 from batchgen.errors import ErrorCode, ErrorInfo
+from batchgen.kernels.device import HOST
 from batchgen.request import Completion
 from tests.gpu import runner
 from tests.gpu.budget import DEFAULT_STAGES, STAGES, schedule
 from tests.gpu.compare import Verdict
+from tests.gpu.goals import GOALS, aimed
 from tests.gpu.lab import Lab
 from tests.gpu.mixed import compare, mixed_job, settled
+from tests.gpu.report import Measure
+from tests.gpu.stages.profile import Span, busy, longest
+from tests.gpu.stages.syncs import judge_lateness, judge_waits, told
+from tests.gpu.steady import TimedDevice, steady_rows
 
 GREEDY: dict[str, Any] = {"temperature": 0}
 DRAWN: dict[str, Any] = {"temperature": 1.0}
@@ -92,3 +100,92 @@ def test_a_stage_without_time_is_skipped_and_told(stage: str, fails: bool) -> No
     assert [note.split(":")[0] for note in run.report.withheld] == [stage]
     assert "skipped" in run.report.withheld[0]
     assert [check.status for check in run.report.checks] == (["unreached"] if fails else [])
+
+
+# Waits
+
+
+def test_waits_are_counted_by_where_they_stand() -> None:
+    found: Counter[str] = Counter()
+    with told(found, cuda=False):
+        for _ in range(2):
+            warnings.warn("called a synchronizing CUDA operation (function warn_or_error)", stacklevel=1)
+    ((place, count),) = found.items()
+    assert "gpu/test_proofs.py:" in place
+    assert count == 2
+    verdict = judge_waits(found, 4)
+    assert (verdict.passed, verdict.error) == (False, 2.0)
+    assert "0.5 a step" in verdict.note
+    assert judge_waits(Counter(), 4).passed
+
+
+def test_other_warnings_are_none_of_its_business() -> None:
+    found: Counter[str] = Counter()
+    with pytest.warns(UserWarning, match="something else"), told(found, cuda=False):
+        warnings.warn("something else", stacklevel=1)
+    assert not found
+
+
+def test_torch_is_asked_to_tell_of_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[object] = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    with told(Counter(), cuda=True):
+        assert modes == ["warn"]
+    assert modes == ["warn", 0]
+
+
+def test_lateness_is_downloads_begun_since() -> None:
+    device = TimedDevice(HOST, {"asynchronous": True})
+    assert (device.asynchronous, device.captures) == (True, False)
+    first = device.download(torch.zeros(1))
+    device.download(torch.zeros(1), lane="outputs").wait()
+    second = device.download(torch.zeros(1))
+    first.wait()
+    second.wait()
+    assert device.lateness == [1, 0]
+    assert device.waited > 0
+    assert judge_lateness([1, 2]).passed
+    assert not judge_lateness([1, 0]).passed
+    assert not judge_lateness([]).passed
+
+
+def test_steady_rows_share_no_beginning() -> None:
+    rows = steady_rows(50, 6, 4, 128, {"temperature": 0.5})
+    assert len({row["input_ids"][0] for row in rows}) == 50
+    assert {len(row["input_ids"]) for row in rows} == {6}
+    assert all(4 <= i < 128 for row in rows for i in row["input_ids"])
+    assert rows[0]["temperature"] == 0.5
+
+
+# Profiles
+
+
+def test_busy_time_counts_what_overlaps_once() -> None:
+    spans = [Span("a", 0, 10), Span("b", 5, 7), Span("c", 8, 12), Span("d", 20, 21)]
+    assert busy(spans) == 13
+    assert busy(reversed(spans)) == 13
+    assert busy([]) == 0
+
+
+def test_the_longest_kernels_by_name_and_step() -> None:
+    first, second = longest([Span("a", 0, 3), Span("b", 3, 4), Span("b", 4, 6), Span("a", 6, 9)], steps=2)
+    assert first == {"name": "a", "us_per_step": 3.0, "calls_per_step": 1.0, "share": pytest.approx(2 / 3, abs=1e-4)}
+    assert (second["name"], second["us_per_step"]) == ("b", 1.5)
+
+
+# Goals
+
+
+def test_measures_stand_beside_their_goals() -> None:
+    made = aimed(Measure("w-nano", "8b", "output_tokens_per_second", 1.0, "tokens/s"))
+    assert (made.goal, made.moonshot) == (7500, 9200)
+    assert made.predicted is not None
+    assert aimed(Measure("w-nano", "7b", "output_tokens_per_second", 1.0, "tokens/s")).goal is None
+
+
+def test_a_moonshot_is_beyond_its_goal() -> None:
+    assert len({(g.workload, g.model, g.figure) for g in GOALS}) == len(GOALS)
+    for goal in GOALS:
+        assert goal.met(goal.moonshot)
+        assert not replace(goal, goal=goal.moonshot, moonshot=goal.goal).met(goal.goal)

@@ -14,8 +14,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-STAGES = ("parity", "flash", "engine", "bench", "tune")
-PROVEN = {"parity", "logits"}
+STAGES = ("parity", "flash", "engine", "syncs", "bench", "profile", "tune")
+PROVEN = {"parity", "ways", "logits", "syncs"}
 """Of whole jobs."""
 OPERATIONS = {
     *("attention", "flash", "merge_parts", "merge_lists", "rms_norm", "add_rms_norm", "gated", "rotate_and_store"),
@@ -39,7 +39,7 @@ def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
 def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
     """One toy run of everything: its file and what it printed."""
     found = tmp_path_factory.mktemp("toy") / "found.json"
-    done = run("--toy", "--stages", ",".join(STAGES), "--out", str(found))
+    done = run("--toy", "--stages", ",".join(STAGES), "--time-limit", "3600", "--out", str(found))
     made = json.loads(found.read_text(encoding="utf-8"))
     assert done.returncode == made["exit_code"] == 0, done.stdout + done.stderr
     return made, done.stdout
@@ -74,6 +74,16 @@ def test_figures_have_shapes_and_floors_and_are_flagged(toy: tuple[dict[str, Any
         assert figure["floor_us"] > 0
     assert found["withheld"] == []
     assert "stand-in" in found["flash"]
+
+
+def test_the_profile_is_numbers(toy: tuple[dict[str, Any], str]) -> None:
+    (profile,) = toy[0]["profiles"]
+    assert profile["toy"] is True
+    assert profile["step_ms"] >= profile["host_ms"] > 0
+    assert profile["busy_share"] is None
+    assert 0 < len(profile["kernels"]) <= 15
+    assert all(kernel["us_per_step"] >= 0 and kernel["name"] for kernel in profile["kernels"])
+    assert sum(kernel["share"] for kernel in profile["kernels"]) <= 1.001
 
 
 def test_the_file_names_machine_and_code(toy: tuple[dict[str, Any], str]) -> None:

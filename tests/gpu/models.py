@@ -1,0 +1,35 @@
+"""Random models at real shapes, each built once on the device; small ones of the same kinds in a toy run."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from batchgen.job.bench.shapes import SHAPES, Shape, build_model, resolve_bench_model
+from tests.gpu.lab import Lab
+
+__all__ = ["model_folder", "model_shape"]
+
+_TOYS = {
+    "0.6b": Shape(2, 32, 4, 2, 8, 48, 400, context=512, family="qwen3", text=True),
+    "1b": Shape(2, 32, 4, 2, 8, 48, 400, context=512, text=True),
+    "8b": Shape(2, 32, 4, 2, 8, 48, 400, context=512, tied=False, text=True),
+}
+
+
+def model_shape(lab: Lab, name: str) -> Shape:
+    """The sizes of "0.6b", "1b" or "8b"; in a toy run those of a model of the same kind."""
+    return _TOYS[name] if lab.toy else SHAPES[name]
+
+
+@contextmanager
+def model_folder(lab: Lab, name: str) -> Iterator[str]:
+    """A checkpoint of `model_shape`. Real ones stay in the user's cache folder for the next stage."""
+    if not lab.toy:
+        yield resolve_bench_model(f"random:{name}", lab.device)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        build_model(_TOYS[name], Path(folder))
+        yield folder

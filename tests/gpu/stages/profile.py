@@ -1,0 +1,139 @@
+"""Where the time of a steady decode step goes: torch's profiler over some steps of 256 rows.
+
+The wall time of a step and the host's part of it are taken in steps before, without the profiler, which slows the host.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from batchgen.engine.engine import Engine
+from batchgen.job.bench.device_floors import H200, device_floor
+from batchgen.job.bench.workloads import BenchRow
+from tests.gpu.goals import aimed
+from tests.gpu.lab import Lab
+from tests.gpu.models import model_folder, model_shape
+from tests.gpu.registry import proof
+from tests.gpu.report import Measure, Profile
+from tests.gpu.steady import TimedDevice, run_steps, steady_rows
+
+TOP = 15
+WARM = 12
+"""Decode steps before anything is timed."""
+_LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that the device, or else the host, did."""
+
+    name: str
+    begin: float
+    """Microseconds."""
+    end: float
+
+
+@proof(
+    "profile",
+    "decode",
+    [{"model": model, "rows": 256, "prompt": 512, "steps": 20} for model in ("0.6b", "8b")],
+    [{"model": "0.6b", "rows": 3, "prompt": 5, "steps": 2}],
+)
+def decode_step(lab: Lab, *, model: str, rows: int, prompt: int, steps: int) -> Iterator[Measure | Profile]:
+    shape = model_shape(lab, model)
+    with model_folder(lab, model) as folder:
+        options = {"device": "cpu", "attention": "torch"} if lab.toy else {"device": "cuda"}
+        engine = Engine(folder, dtype="float32" if lab.toy else "bfloat16", **options)
+    device = TimedDevice(engine.device)
+    engine.device = device  # type: ignore[assignment]
+    job = steady_rows(rows, prompt, WARM + 2 * steps + 8, shape.vocab, {})
+    clock = _Clock(lab, device)
+    kinds = [ProfilerActivity.CPU] if lab.toy else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    profiler = profile(activities=kinds)
+    hooks = {WARM: clock.begin, WARM + steps: lambda: (clock.end(), profiler.start()), WARM + 2 * steps: profiler.stop}
+    run_steps(engine, job, hooks, WARM + 2 * steps + 1)
+    on_device, launches = _spans(profiler, DeviceType.CPU if lab.toy else DeviceType.CUDA)
+    begin, end = min(x.begin for x in on_device), max(x.end for x in on_device)
+    made = Profile(
+        workload="decode",
+        model=model,
+        rows=rows,
+        steps=steps,
+        step_ms=clock.seconds / steps * 1e3,
+        host_ms=(clock.seconds - clock.waited) / steps * 1e3,
+        busy_share=None if lab.toy else busy(on_device) / (end - begin),
+        launches_per_step=launches / steps,
+        kernels=longest(on_device, steps),
+    )
+    yield made
+    context = prompt + WARM + steps
+    one = [BenchRow([4 + i] * context, 2) for i in range(rows)]  # a second token looks back on all of them
+    floor = device_floor(one, shape, H200, rows)
+    ideal = (floor.memory + floor.products) / 2 * 1e3
+    yield aimed(Measure("decode", model, "step_ms", made.step_ms, "ms", serial_floor=ideal, share=ideal / made.step_ms))
+    if made.busy_share is not None:
+        yield aimed(Measure("decode", model, "device_busy_share", 100 * made.busy_share, "%"))
+
+
+class _Clock:
+    """Wall time between two steps, and how much of it the host waited."""
+
+    def __init__(self, lab: Lab, device: TimedDevice) -> None:
+        self._lab = lab
+        self._device = device
+        self.seconds = self.waited = 0.0
+
+    def begin(self) -> None:
+        self._lab.synchronize()
+        self.seconds, self.waited = -time.perf_counter(), -self._device.waited
+
+    def end(self) -> None:
+        self.waited += self._device.waited
+        self._lab.synchronize()
+        self.seconds += time.perf_counter()
+
+
+def _spans(profiler: Any, device: DeviceType) -> tuple[list[Span], int]:
+    """What ran on the device, and how many launches the host made."""
+    spans, launches = [], 0
+    for event in profiler.events():
+        if event.name.startswith(_LAUNCHES):
+            launches += 1
+        if event.device_type == device and not event.name.startswith("ProfilerStep"):
+            spans.append(Span(event.name, event.time_range.start, event.time_range.end))
+    return spans, launches
+
+
+def busy(spans: Iterable[Span]) -> float:
+    """Microseconds in which at least one of the spans was under way."""
+    covered, reached = 0.0, float("-inf")
+    for span in sorted(spans, key=lambda span: span.begin):
+        covered += max(0.0, span.end - max(span.begin, reached))
+        reached = max(reached, span.end)
+    return covered
+
+
+def longest(spans: Sequence[Span], steps: int) -> list[dict[str, Any]]:
+    """The `TOP` names by their time: microseconds and calls a step, and the share of all."""
+    times: dict[str, float] = defaultdict(float)
+    calls: dict[str, int] = defaultdict(int)
+    for span in spans:
+        times[span.name] += span.end - span.begin
+        calls[span.name] += 1
+    whole = sum(times.values()) or 1.0
+    return [
+        {
+            "name": name[:120],
+            "us_per_step": round(taken / steps, 3),
+            "calls_per_step": calls[name] / steps,
+            "share": round(taken / whole, 4),
+        }
+        for name, taken in sorted(times.items(), key=lambda item: -item[1])[:TOP]
+    ]

@@ -1,0 +1,125 @@
+"""Steady decode steps in which the host must not wait for the device: torch tells of every call that does.
+
+Counted by where it stands, for rows that need nothing, that are drawn, penalised, asked for logprobs, or all of it in
+one step. And counted at the engine's door to the device: tokens are asked for when a later step's are on their way.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from batchgen.engine.engine import Engine
+from tests.gpu.checkpoints import VOCAB, save_checkpoint
+from tests.gpu.compare import Verdict
+from tests.gpu.lab import Lab
+from tests.gpu.registry import Labelled, proof
+from tests.gpu.steady import TimedDevice, run_steps, steady_rows
+
+_SIGN = "synchronizing CUDA operation"
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "drawn": {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "min_p": 0.01},
+    "penalised": {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "presence_penalty": 0.1},
+    "logprobs": {"return_logprob": True, "top_logprobs_num": 20},
+    "states": {"return_hidden_states": {"layers": [-1], "tokens": "output"}},
+    "stop strings": {"stop": ["\x00\x00never"]},
+}
+CATCH_UP = ("penalised", "all in one step")
+"""Kinds for which the host reads a step while the device is at the next one's layers: it draws by what it reads."""
+WARM = 8
+"""Steps in which kernels are compiled, graphs captured and tables filled, which may wait."""
+
+
+@proof(
+    "syncs",
+    "syncs",
+    [{"rows": 64, "prompt": 40, "steps": 40, "hidden": 512, "layers": 4}],
+    [{"rows": 4, "prompt": 6, "steps": 4, "hidden": 64, "layers": 2}],
+)
+def waits_in_steady_steps(
+    lab: Lab, *, rows: int, prompt: int, steps: int, hidden: int, layers: int
+) -> Iterator[Labelled]:
+    dtype = torch.float32 if lab.toy else torch.bfloat16
+    with tempfile.TemporaryDirectory() as name:
+        folder = save_checkpoint(Path(name), "qwen3", hidden=hidden, layers=layers, dtype=dtype, context=512)
+        options = {"attention": "torch", "device": "cpu"} if lab.toy else {"attention": "triton", "device": "cuda"}
+        engine = Engine(str(folder), **options)
+        device = TimedDevice(engine.device, {"asynchronous": True})
+        engine.device = device  # type: ignore[assignment]
+        mixed = [list(KINDS.values())[i % len(KINDS)] for i in range(rows)]
+        for kind, fields in (*((name, [kind] * rows) for name, kind in KINDS.items()), ("all in one step", mixed)):
+            plain = steady_rows(rows, prompt, WARM + steps + 8, VOCAB, {})
+            job = [{**row, **more} for row, more in zip(plain, fields, strict=True)]
+            watch = _Watch(device, cuda=not lab.toy)
+            with watch.stack:
+                run_steps(engine, job, {WARM: watch.begin, WARM + steps: watch.end}, WARM + steps + 2)
+            yield f"{kind}: waits in {steps} steps", judge_waits(watch.found, steps)
+            if kind not in CATCH_UP:
+                yield f"{kind}: steps read before the next is issued", judge_lateness(watch.lateness)
+
+
+class _Watch:
+    """What is seen from one decode step to another."""
+
+    def __init__(self, device: TimedDevice, *, cuda: bool) -> None:
+        self._device = device
+        self._cuda = cuda
+        self.stack = ExitStack()
+        self.found: Counter[str] = Counter()
+        self.lateness: list[int] = []
+
+    def begin(self) -> None:
+        self.stack.enter_context(told(self.found, cuda=self._cuda))
+        self._device.lateness.clear()
+
+    def end(self) -> None:
+        self.stack.close()
+        self.lateness += self._device.lateness
+
+
+def judge_waits(found: Counter[str], steps: int) -> Verdict:
+    """None may be found; the note says where how many a step were."""
+    places = ", ".join(f"{place}: {count / steps:.2g} a step" for place, count in found.most_common(5))
+    return Verdict(not found, float(sum(found.values())), 0.0, 0.0, places)
+
+
+def judge_lateness(lateness: list[int]) -> Verdict:
+    """Every step's tokens, but the last one's, are asked for when a later step's are on their way."""
+    early = sum(not late for late in lateness)
+    note = f"of {len(lateness)}" if early or not lateness else ""
+    return Verdict(not note, float(early), 0.0, 0.0, note)
+
+
+@contextmanager
+def told(found: Counter[str], *, cuda: bool) -> Iterator[None]:
+    """Inside, count torch's warnings about waits by file and line; `cuda`: have torch give them."""
+    with warnings.catch_warnings():
+        # By hand: the filter would show each place but once, and a list of warnings keeps what they hold alive.
+        warnings.simplefilter("always")
+        warnings.showwarning = _counting(found, warnings.showwarning)
+        before = torch.cuda.get_sync_debug_mode() if cuda else 0
+        if cuda:
+            torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            if cuda:
+                torch.cuda.set_sync_debug_mode(before)
+
+
+def _counting(found: Counter[str], others: Callable[..., None]) -> Callable[..., None]:
+    def show(message: Warning | str, category: type[Warning], filename: str, lineno: int, *more: Any) -> None:
+        if _SIGN in str(message):
+            found[f"{'/'.join(Path(filename).parts[-3:])}:{lineno}"] += 1
+        else:
+            others(message, category, filename, lineno, *more)
+
+    return show

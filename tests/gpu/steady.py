@@ -1,0 +1,149 @@
+"""Steady decode steps of a job: rows that all begin and end together, stopped at chosen steps from outside."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from batchgen.engine.engine import Engine, Running
+from batchgen.kernels.device import Device, Download, Lane
+from batchgen.request import Completion
+
+__all__ = ["TimedDevice", "run_steps", "steady_rows"]
+
+Row = dict[str, Any]
+_NOTHING: Mapping[str, bool] = {}
+
+
+def steady_rows(count: int, prompt: int, new_tokens: int, vocab: int, fields: Row) -> list[Row]:
+    """`count` rows of unlike prompts of one length, none of which ends before `new_tokens`."""
+    common = {"max_new_tokens": new_tokens, "ignore_eos": True, "temperature": 0, **fields}
+    return [
+        {"input_ids": [4 + (i * 7919 + j * 104729) % (vocab - 4) for j in range(prompt)], "seed": i, **common}
+        for i in range(count)
+    ]
+
+
+def run_steps(engine: Engine, rows: Sequence[Row], hooks: dict[int, Callable[[], object]], last: int) -> int:
+    """Decode `rows`, all of them at a time, calling hooks between steps.
+
+    Args:
+        engine: what runs them.
+        rows: of one length, so that they all decode together once their prompts are computed.
+        hooks: decode step, counted from 0, -> what is called before it is planned.
+        last: the decode step before which the job is given up.
+
+    Returns:
+        Decode steps that were run.
+
+    Raises:
+        AssertionError: the rows ended before.
+    """
+    watch = _Watch(hooks, last)
+    start = engine.start
+
+    def started(*args: Any, **options: Any) -> _Stopped:
+        watch.running = start(*args, **options)
+        watch.rows = len(rows)
+        return _Stopped(watch.running, watch)
+
+    engine.start = started  # type: ignore[assignment,method-assign]
+    try:
+        for done in engine.generate(rows):
+            assert done.error is None, done.error
+    finally:
+        del engine.start  # type: ignore[method-assign]
+    assert watch.steps >= last, f"the rows ended after {watch.steps} of {last} steps"
+    return watch.steps
+
+
+class _Watch:
+    """Asked between steps whether to stop."""
+
+    def __init__(self, hooks: dict[int, Callable[[], object]], last: int) -> None:
+        self._hooks = hooks
+        self._last = last
+        self._at: int | None = None
+        self.running: Running | None = None
+        self.rows = 0
+
+    @property
+    def steps(self) -> int:
+        """Decode steps so far."""
+        assert self.running is not None
+        return 0 if self._at is None else self.running.loop.state.steps - self._at
+
+    def __call__(self) -> bool:
+        assert self.running is not None
+        stats = self.running.scheduler.stats
+        if self._at is None:
+            # Each row's first token comes with its prompt; from the next step on there is nothing but decoding.
+            if stats.decode_tokens < self.rows:
+                return False
+            self._at = self.running.loop.state.steps
+        step = self.steps
+        if step in self._hooks:
+            self._hooks.pop(step)()
+        return step >= self._last
+
+
+class _Stopped:
+    """In place of a `Running`: its loop ends where the watch says so."""
+
+    def __init__(self, running: Running, stop: Callable[[], bool]) -> None:
+        self._running = running
+        self._stop = stop
+
+    @property
+    def loop(self) -> _Stopped:
+        return self
+
+    def run(self) -> Iterator[list[Completion]]:
+        return self._running.loop.run(self._stop)
+
+
+class TimedDevice:
+    """A device that sums up how long the host waits for it, and how late it asks.
+
+    Args:
+        device: the engine's own.
+        told: what it is to say of itself instead, as `asynchronous`.
+    """
+
+    def __init__(self, device: Device, told: Mapping[str, bool] = _NOTHING) -> None:
+        self._device = device
+        self._told = told
+        self.begun = 0
+        """Downloads of tokens."""
+        self.waited = 0.0
+        """Seconds."""
+        self.lateness: list[int] = []
+        """For each wait for tokens, how many downloads of later ones were under way: 0 is a host that stands still."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self._told[name] if name in self._told else getattr(self._device, name)
+
+    def download(self, *tensors: Any, lane: Lane = "tokens") -> Download:
+        """See `Device.download`."""
+        self.begun += lane == "tokens"
+        return _Timed(self, self._device.download(*tensors, lane=lane), self.begun if lane == "tokens" else None)
+
+
+class _Timed:
+    def __init__(self, device: TimedDevice, download: Download, number: int | None) -> None:
+        self._device = device
+        self._download = download
+        self._number = number
+
+    def ready(self) -> bool:
+        return self._download.ready()
+
+    def wait(self) -> list[Any]:
+        if self._number is not None:
+            self._device.lateness.append(self._device.begun - self._number)
+        begin = time.perf_counter()
+        try:
+            return self._download.wait()
+        finally:
+            self._device.waited += time.perf_counter() - begin
