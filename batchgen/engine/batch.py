@@ -11,18 +11,20 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from batchgen.engine.decode_table import DecodeTable
 from batchgen.engine.sequence import Sequence
 from batchgen.kernels.device import Device
 from batchgen.kernels.lora import LoraStep, lora_step
-from batchgen.kernels.types import AttentionBatch, ChunkPages, GroupPages
+from batchgen.kernels.types import AttentionBatch, ChunkPages
 from batchgen.models.base import TokenEmbeds
-from batchgen.plan.types import DecodeRow, PrefillChunk, PrefixGroup, StepPlan
+from batchgen.plan.types import PrefillChunk, StepPlan
 from batchgen.request import RequestTable
 
 __all__ = ["StepBatch", "build_batch"]
 
 Int64 = npt.NDArray[np.int64]
 
+_NOWHERE: Final = torch.empty(0, dtype=torch.int64)
 _NONE: Final[Mapping[int, int]] = {}
 
 
@@ -59,6 +61,7 @@ def build_batch(
     plan: StepPlan,
     table: RequestTable,
     sequences: Mapping[int, Sequence],
+    decodes: DecodeTable,
     page_size: int,
     device: Device,
     adapter: npt.NDArray[np.int32] | None = None,
@@ -70,6 +73,7 @@ def build_batch(
         plan: the step.
         table: every prompt of the job.
         sequences: by number, at least those of the plan.
+        decodes: told of every step of the job, in order.
         page_size: positions per page.
         device: where the step runs.
         adapter: [N] the requests', -1 for none.
@@ -101,8 +105,9 @@ def build_batch(
             source[i] = unread[row.sequence]
         else:
             ids[i] = sequences[row.sequence].output_ids[-1]
-        positions[i] = row.position
-        slots[i] = row.pages[row.position // page_size] * page_size + row.position % page_size
+    attention = AttentionBatch(slot_mapping=_NOWHERE, chunks=chunks, decode_start=at)
+    if plan.decodes:
+        positions[at:], slots[at:] = decodes.fill(attention, plan.decodes, plan.groups)
     logit_rows, sample_rows = _distinct([s.token for s in plan.samples])
     drawn = [sequences[s.sequence].drawn for s in plan.samples]
     arrays = [ids, positions, slots, np.array(logit_rows, np.int64), np.array(drawn, np.int64)]
@@ -110,10 +115,7 @@ def build_batch(
         arrays.append(np.array(sample_rows, np.int64))
     if source is not None:
         arrays.append(source)
-    ids_, positions_, slots_, logit_rows_, drawn_, *others = device.upload(*arrays)
-    attention = AttentionBatch(slot_mapping=slots_, chunks=chunks, decode_start=at)
-    if plan.decodes:
-        _lay_out_decodes(attention, plan.decodes, plan.groups, page_size)
+    ids_, positions_, attention.slot_mapping, logit_rows_, drawn_, *others = device.upload(*arrays)
     return StepBatch(
         input_ids=ids_,
         positions=positions_,
@@ -168,33 +170,6 @@ def _chunk_ids(chunk: PrefillChunk, table: RequestTable, sequences: Mapping[int,
 def _slots(pages: Int64, positions: Int64, page_size: int) -> Int64:
     slots: Int64 = pages[positions // page_size] * page_size + positions % page_size
     return slots
-
-
-def _lay_out_decodes(
-    attention: AttentionBatch,
-    rows: list[DecodeRow],
-    groups: list[PrefixGroup],
-    page_size: int,
-) -> None:
-    """Each row's own pages begin where the last of its groups ends."""
-    own_page = [0] * len(rows)
-    for group in groups:
-        for i in group.rows:
-            own_page[i] = max(own_page[i], group.end_page)
-    used = [row.position // page_size + 1 for row in rows]
-    width = max(u - o for u, o in zip(used, own_page, strict=True))
-    pages = np.zeros((len(rows), width), np.int64)
-    for i, row in enumerate(rows):
-        pages[i, : used[i] - own_page[i]] = row.pages[own_page[i] : used[i]]
-    start = np.asarray(own_page, np.int64) * page_size
-    lens = np.asarray([row.position + 1 for row in rows], np.int64) - start
-    attention.groups = [
-        GroupPages(np.array(g.rows, np.int64), np.array(g.pages, np.int64), g.start_page * page_size) for g in groups
-    ]
-    attention.decode_pages = pages
-    attention.decode_lens = lens
-    attention.decode_own_start = start
-    attention.max_decode_len = int(lens.max())
 
 
 def _distinct(tokens: list[int]) -> tuple[list[int], list[int]]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.batch import StepBatch, build_batch
+from batchgen.engine.decode_table import DecodeTable
 from batchgen.engine.output_ring import OutputRing
 from batchgen.engine.planning import Workload
 from batchgen.engine.prompt_logprobs import PendingPrompts, PromptLogprobs
@@ -65,6 +66,7 @@ class StepRunner:
         self._pool = pool
         self._backend = backend
         self._device = device
+        self._decodes = DecodeTable(pool.page_size)
         self._sampler = sampler
         self._prompts = prompts
         self._states = states
@@ -89,7 +91,14 @@ class StepRunner:
         tokens = None if last is None or last.seen or last.draws is None else last.draws.tokens
         unread = {} if last is None or tokens is None else last.places
         batch = build_batch(
-            plan, self._workload.table, sequences, self._pool.page_size, self._device, self._workload.adapter, unread
+            plan,
+            self._workload.table,
+            sequences,
+            self._decodes,
+            self._pool.page_size,
+            self._device,
+            self._workload.adapter,
+            unread,
         )
         flight = Flight(plan)
         try:
