@@ -65,6 +65,8 @@ class EngineConfig:
     seed: int = 0
     """Run seed, int64."""
     dedup: bool = True
+    deterministic: bool = False
+    """Compute every row's logits to the same bits whatever runs beside it."""
     hidden_states_dtype: Literal["auto", "float32"] = "auto"
     """auto: hidden states are the model's own values, means rounded to its format; float32: means are not rounded."""
     stop_on_repeat: int | None = None

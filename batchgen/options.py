@@ -280,7 +280,12 @@ OPTIONS: tuple[Option, ...] = (
         "engine",
         default=True,
     ),
-    _flag("deterministic", ENGINE, "Logits independent of the batch. Example: --deterministic", built=False),
+    _flag(
+        "deterministic",
+        ENGINE,
+        "Logits that are the same bits whatever else runs with a row; slower. Example: --deterministic",
+        "engine",
+    ),
     # Run-wide defaults of the row fields of the same name
     _choice(
         "sampling_defaults",

@@ -29,6 +29,7 @@ from batchgen.kernels.device import Device, device_for
 from batchgen.kernels.types import KVPool
 from batchgen.media_root import MediaRoot
 from batchgen.models.base import Model
+from batchgen.models.invariant import InvariantModel
 from batchgen.models.load import load_model
 from batchgen.params import SamplingParams
 from batchgen.plan.config import GROUP_MIN_SAVING
@@ -98,12 +99,12 @@ class Engine:
     def _init(self, config: EngineConfig, model: Model, tokenizer: Tokenizer, grammars: Grammars | None = None) -> None:
         self.config = config
         self._media_root = MediaRoot(config.media_root)
-        self.model = model
+        self.backend: Backend | None = fixed_kernels(config, model.spec)
+        """The kernels of every run; where `auto` measures them, chosen by the first."""
+        self.model: Model = InvariantModel(model) if config.deterministic else model
         self.tokenizer = tokenizer
         self.grammars = grammars or Grammars(tokenizer, model.spec.vocab_size, lenient=config.lenient_schemas)
         """Constraints of rows, each compiled once."""
-        self.backend: Backend | None = fixed_kernels(config, model.spec)
-        """The kernels of every run; where `auto` measures them, chosen by the first."""
         self.processors = load_processors(config.logit_processor)
         """Logit processors that rows may name."""
         self.device: Device = device_for(model.spec.device)

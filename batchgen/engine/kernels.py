@@ -25,7 +25,7 @@ def fixed_kernels(config: EngineConfig, spec: ModelSpec) -> Backend | None:
     if config.flash_library is not None and not Path(config.flash_library).exists():
         raise UsageError(f"`--flash-library {config.flash_library}`: there is no such file or folder")
     needs = _needs(config, spec)
-    if config.attention == "auto" and needs.capability is not None:
+    if config.attention == "auto" and needs.capability is not None and not config.deterministic:
         return None
     try:
         named = choose_backend(config.attention, needs)
@@ -56,6 +56,7 @@ def _needs(config: EngineConfig, spec: ModelSpec) -> AttentionNeeds:
         dtype=spec.dtype,
         page_size=config.page_size,
         flash_library=config.flash_library,
+        deterministic=config.deterministic,
     )
 
 

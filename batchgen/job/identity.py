@@ -22,6 +22,7 @@ _ENGINE_FIELDS = (
     "max_model_len",
     "seed",
     "dedup",
+    "deterministic",
     "hidden_states_dtype",
     "stop_on_repeat",
     "repetition_penalty_scope",
@@ -87,7 +88,7 @@ def identify(config: RunConfig, inputs: InputSet, model: Mapping[str, Any], samp
     record = {
         "version": __version__,
         **dict(model),
-        "deterministic": False,
+        "deterministic": config.engine.deterministic,
         "sampling_defaults": dict(sampling),
         "logprobs_mode": config.engine.logprobs_mode,
         "logit_processors": processors,

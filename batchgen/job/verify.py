@@ -33,6 +33,11 @@ ROUNDING = (
     "much more than in float32. Logprobs then differ a little, and a close choice may fall the other way."
 )
 
+ELSEWHERE = (
+    "The run was deterministic: a row is the same in every batch, but not on another processor, number of threads or "
+    "version of PyTorch."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class _Replay:
@@ -73,8 +78,8 @@ def verify_job(out: Path, rows: int, seed: int, changes: Mapping[str, Any]) -> b
         same += replay.difference is None and replay.refused is None
         print(f"row {replay.row_index} (id {replay.id!r}): {_verdict(replay)}")
     print(f"{same:,} of {len(chosen):,} rows are the same")
-    if same < len(chosen) and not run["deterministic"]:
-        print(ROUNDING)
+    if same < len(chosen):
+        print(ELSEWHERE if run["deterministic"] else ROUNDING)
     sys.stdout.flush()
     return same == len(chosen)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from batchgen.kernels import torch_ops
+from batchgen.kernels import invariant_ops, torch_ops
 from batchgen.kernels.attention import TorchAttention
 from batchgen.kernels.chips import (
     ChipTuning,
@@ -29,6 +29,7 @@ from batchgen.kernels.chips import (
 from batchgen.kernels.flash import flash_factory
 from batchgen.kernels.flash_check import check_library, flash_refusal
 from batchgen.kernels.flash_library import FlashLibrary, FlashUnavailable, find_flash, first_line, versions_for
+from batchgen.kernels.invariant_attention import InvariantAttention
 from batchgen.kernels.measure import Timer, TypicalStep, device_timer, layer_milliseconds
 from batchgen.kernels.ops import Ops
 from batchgen.kernels.types import AttentionBatch, KVPool, LayerKV, PagedAttention
@@ -90,10 +91,15 @@ class AttentionNeeds:
     page_size: int
     flash_library: str | None = None
     """Path of a flash library that the user named."""
+    deterministic: bool = False
+    """Whether a row's results may not depend on what runs beside it, not in a single bit."""
 
 
 TORCH = Backend("torch", "torch", TorchAttention, torch_ops)
 """Plain PyTorch: the CPU's, and the oracle of the others."""
+
+INVARIANT = Backend("torch", "torch, batch-invariant", InvariantAttention, invariant_ops)
+"""Plain PyTorch whose results for a row depend on that row alone, for models run by tiles (`models.invariant`)."""
 
 
 def capability_of(device: torch.device) -> tuple[int, int] | None:
@@ -120,6 +126,8 @@ def choose_backend(
     """
     if name not in ATTENTION_BACKENDS:
         raise BackendUnavailable(f"unknown attention backend {name!r}; take one of {', '.join(ATTENTION_BACKENDS)}")
+    if needs.deterministic:
+        return _deterministic(name, needs)
     if name == "torch" or (name == "auto" and needs.capability is None):
         return TORCH
     timer = timer or device_timer(needs.device)
@@ -140,6 +148,15 @@ def choose_backend(
         found, missing = _by_speed(found, step, timer)
     best = found[0] if found else TORCH
     return replace(best, describes=f"{best.describes} ({'; '.join(missing)})") if missing else best
+
+
+def _deterministic(name: str, needs: AttentionNeeds) -> Backend:
+    """Kernels whose results for a row depend on that row alone."""
+    if needs.device.type != "cpu":
+        raise BackendUnavailable("`--deterministic` is not built for GPUs", "leave one of the two out")
+    if name not in ("auto", "torch"):
+        raise BackendUnavailable("`--deterministic` computes by plain PyTorch on a CPU", "leave one of the two out")
+    return INVARIANT
 
 
 def _tune(device: torch.device, step: TypicalStep | None, timer: Timer) -> None:

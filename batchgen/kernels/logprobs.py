@@ -88,15 +88,17 @@ def top_logprobs(logits: Tensor, k: int, normalizers: Tensor | None = None) -> t
     return ids, values.float() - normalizers[:, None]
 
 
-def read_out(logits: Tensor, targets: Tensor, k: int) -> ReadOut:
+def read_out(logits: Tensor, targets: Tensor, k: int, normalizers: Tensor | None = None) -> ReadOut:
     """All that prompt positions are asked for: the logprob of one token per row, and the k most likely.
 
     Args:
         logits: [R, V].
         targets: [R] int64.
         k: 0 to V.
+        normalizers: as in `token_logprobs`.
     """
-    normalizers = log_normalizers(logits)
+    if normalizers is None:
+        normalizers = log_normalizers(logits)
     if k:
         ids, top = top_logprobs(logits, k, normalizers)
     else:

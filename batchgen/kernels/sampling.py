@@ -136,13 +136,14 @@ def greedy(logits: Tensor) -> Tensor:
     return logits.argmax(dim=-1)  # documented to give the first of equals; a test holds it to that
 
 
-def sample(logits: Tensor, columns: SamplingColumns) -> SampleResult:
+def sample(logits: Tensor, columns: SamplingColumns, *, rows_at_once: int | None = None) -> SampleResult:
     """Draw one token per row.
 
     Args:
         logits: [R, V], after penalties and masks; left as they are, and drawn by in float32. -inf is never drawn. Rows
             named by `nan_rows` give some id in range.
         columns: the rows' parameters, with keys unless all rows are greedy.
+        rows_at_once: rows drawn for in one call of each operation; None: as many as the cache holds.
     """
     if columns.all_greedy:
         return SampleResult(greedy(logits))
@@ -151,19 +152,19 @@ def sample(logits: Tensor, columns: SamplingColumns) -> SampleResult:
     if columns.greedy_rows is not None and columns.greedy_rows.numel():
         tokens[columns.greedy_rows] = greedy(logits.index_select(0, columns.greedy_rows))
     for rows in columns.draws:
-        drawn = _draw(logits, rows, columns, columns.keys)
+        drawn = _draw(logits, rows, columns, columns.keys, rows_at_once)
         if rows.index is None:
             return SampleResult(drawn)
         tokens[rows.index] = drawn
     return SampleResult(tokens)
 
 
-def _draw(logits: Tensor, rows: _Rows, columns: SamplingColumns, keys: Tensor) -> Tensor:
+def _draw(logits: Tensor, rows: _Rows, columns: SamplingColumns, keys: Tensor, rows_at_once: int | None) -> Tensor:
     """[r] int64 for the rows of one kind, some at a time."""
     vocab = logits.shape[1]
     temperature, top_k = rows.of(columns.temperature), rows.of(columns.top_k)
     top_p, min_p, keys = rows.of(columns.top_p), rows.of(columns.min_p), rows.of(keys)
-    step = max(1, _CHUNK // vocab)
+    step = rows_at_once or max(1, _CHUNK // vocab)
     parts = []
     for begin in range(0, temperature.shape[0], step):
         at = slice(begin, begin + step)

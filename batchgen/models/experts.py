@@ -35,12 +35,14 @@ Forward = Callable[..., Tensor]
 class ExpertsSlot:
     """Where the experts of one model find the step's operations."""
 
-    __slots__ = ("layers", "ops")
+    __slots__ = ("layers", "left", "ops")
 
     def __init__(self) -> None:
         self.ops: Ops = torch_ops
         self.layers: list[_Layer] = []
         """What our kernels can compute."""
+        self.left: list[str] = []
+        """Layers that stay the library's, whatever the operations."""
 
     @contextmanager
     def during(self, ops: Ops) -> Iterator[None]:
@@ -80,9 +82,11 @@ def use_our_experts(model: Any) -> ExpertsSlot:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     except ImportError:  # a library without the registry
         return slot
-    modules = [module for module in model.modules() if _is_registered(module)]
+    named = {name: module for name, module in model.named_modules() if _is_registered(module)}
+    modules = list(named.values())
     layers = [_Layer(slot, _library_forward(module, ALL_EXPERTS_FUNCTIONS), _experts(module)) for module in modules]
-    if all(layer.experts is None for layer in layers):
+    slot.left = [name for name, layer in zip(named, layers, strict=True) if layer.experts is None]
+    if len(slot.left) == len(layers):
         return slot
     for module, layer in zip(modules, layers, strict=True):
         setattr(module, _ATTRIBUTE, layer)

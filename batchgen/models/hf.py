@@ -203,6 +203,11 @@ class TransformersModel:
         self._spec = spec
 
     @property
+    def grouped(self) -> list[str]:
+        """Layers of experts that the library computes by groups of as many tokens as happen to choose an expert."""
+        return self._model.experts.left
+
+    @property
     def spec(self) -> ModelSpec:
         """Sizes and identity."""
         return self._spec

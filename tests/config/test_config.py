@@ -275,7 +275,6 @@ def test_wrong_values(flags: dict[str, Any], message: str, tmp_path: Path) -> No
 
 NOT_BUILT: list[tuple[str, Any]] = [
     ("tensor_parallel", "2"),
-    ("deterministic", True),
 ]
 
 
@@ -290,7 +289,7 @@ def test_every_unbuilt_option_is_covered() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("tensor_parallel", "1"), ("deterministic", False)],
+    [("tensor_parallel", "1")],
 )
 def test_neutral_values_of_what_is_not_built_pass(name: str, value: Any, tmp_path: Path) -> None:
     assert resolve(tmp_path, {name: value}) == resolve(tmp_path)

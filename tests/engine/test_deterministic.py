@@ -1,0 +1,148 @@
+"""`--deterministic`: a row's tokens and logprobs are the same bits whatever else runs with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from batchgen.engine.engine import Engine
+from batchgen.request import Completion
+from tests.engine.reference import save_word_tokenizer, shared_prefix_prompts
+from tests.models.adapters import KINDS, save_adapter
+from tests.models.tiny import VOCAB, save_tiny
+
+NEW_TOKENS = 8
+CHUNKED = {"max_tokens_per_step": 24, "max_num_seqs": 9, "page_size": 4}
+
+
+def bits(values: Any) -> bytes | None:
+    return None if values is None else np.array(values, np.float32).tobytes()
+
+
+def listed(values: Any) -> list[int] | None:
+    return None if values is None else np.asarray(values).tolist()
+
+
+def told(done: Completion) -> tuple[Any, ...]:
+    """All that a row's logits decide, logprobs as their bits."""
+    assert done.error is None, done.error
+    return (
+        listed(done.output_ids),
+        bits(done.output_logprobs),
+        listed(done.output_top_ids),
+        bits(done.output_top_logprobs),
+        bits(done.output_ids_logprobs),
+        bits(done.input_logprobs),
+        listed(done.input_top_ids),
+        bits(done.input_top_logprobs),
+        bits(done.score_logprobs),
+        [(block.layer, block.values.tobytes()) for block in done.states or ()],
+        listed(done.routed_experts),
+    )
+
+
+def run(engine: Engine, rows: list[dict[str, Any]]) -> dict[tuple[str | None, int], tuple[Any, ...]]:
+    return {(done.id, done.sample_index): told(done) for done in engine.generate(rows)}
+
+
+def mixed_rows(count: int, adapters: tuple[str, ...] = (), seed: int = 0) -> list[dict[str, Any]]:
+    """Greedy and drawn rows over prompts that share prefixes, with logprobs of all kinds among them."""
+    rows: list[dict[str, Any]] = []
+    for i, ids in enumerate(shared_prefix_prompts(count, VOCAB, seed=seed)):
+        row: dict[str, Any] = {
+            "id": str(i),
+            "input_ids": ids,
+            "temperature": 0 if i % 3 == 0 else 0.9,
+            "max_new_tokens": NEW_TOKENS,
+            "ignore_eos": True,
+            "return_logprob": True,
+            "seed": i,
+        }
+        kind = i % 8
+        row |= {
+            1: {"top_p": 0.9},
+            2: {"top_k": 20, "min_p": 0.02, "n": 2},
+            3: {"top_logprobs_num": 4, "logprob_start_len": 0},
+            4: {"token_ids_logprob": [3, 9], "frequency_penalty": 0.5, "presence_penalty": 0.2},
+            5: {"repetition_penalty": 1.3, "logit_bias": {"7": 2.0}},
+            6: {"min_p": 0.1, "allowed_token_ids": list(range(5, 90))},
+        }.get(kind, {})
+        if adapters:
+            row["lora_path"] = (None, *adapters)[i % (len(adapters) + 1)]
+        rows.append(row)
+    return rows
+
+
+def preempting(monkeypatch: pytest.MonkeyPatch, engine: Engine, rows: list[dict[str, Any]]) -> dict[Any, Any]:
+    longest = max(len(row["input_ids"]) for row in rows) + NEW_TOKENS
+    with monkeypatch.context() as patch:
+        patch.setattr("batchgen.engine.engine.pool_pages", lambda *_: 2 * longest // engine.config.page_size + 4)
+        found = run(engine, rows)
+    assert engine.last_run is not None
+    assert engine.last_run.scheduler.stats.preemptions > 0
+    return found
+
+
+def assert_invariant(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, rows: list[dict[str, Any]], alone: int = 12, **options: Any
+) -> None:
+    """Together, shuffled, in small chunks and pages, preempted, and one at a time."""
+    engine = Engine(str(folder), deterministic=True, **options)
+    together = run(engine, rows)
+    order = np.random.default_rng(1).permutation(len(rows))
+    assert run(engine, [rows[i] for i in order]) == together
+    for row in rows[:alone]:
+        for key, value in run(engine, [row]).items():
+            assert value == together[key], row
+    chunked = Engine.from_parts(
+        type(engine.config)(model=str(folder), deterministic=True, **{**options, **CHUNKED}),
+        engine.model,
+        engine.tokenizer,
+    )
+    assert preempting(monkeypatch, chunked, rows) == together
+
+
+def saved(folder: Path, model_type: str, **overrides: Any) -> Path:
+    save_tiny(model_type, folder, **overrides)
+    save_word_tokenizer(folder, VOCAB)
+    return folder
+
+
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_of_every_kind(implementation: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama, with adapters."""
+    folder = saved(tmp_path / "base", "llama")
+    names = ("two", "all")
+    adapters = {name: str(save_adapter(folder, tmp_path / name, seed=i, **KINDS[name])) for i, name in enumerate(names)}
+    rows = mixed_rows(48, names)
+    assert_invariant(monkeypatch, folder, rows, model_impl=implementation, dtype=dtype, lora=adapters)
+
+
+def test_among_256(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "qwen3")
+    rows = mixed_rows(256, seed=2)
+    engine = Engine(str(folder), deterministic=True, dtype="float32", max_num_seqs=256)
+    together = run(engine, rows)
+    for row in rows[::32]:
+        assert all(together[key] == value for key, value in run(engine, [row]).items())
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss", "mixtral", "deepseek_v3", "gpt2"])
+def test_library_models(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved(tmp_path, model_type)
+    assert_invariant(monkeypatch, folder, mixed_rows(24), 6, model_impl="transformers", dtype="float32")
+
+
+def test_states_and_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved(tmp_path, "qwen3_moe")
+    asked = (
+        {"return_hidden_states": {"layers": [0, 2, -1], "tokens": "all"}},
+        {"return_routed_experts": True},
+        {"return_hidden_states": {"layers": [-1], "tokens": "output"}},
+    )
+    rows = [row | asked[i % 3] for i, row in enumerate(mixed_rows(18))]
+    assert_invariant(monkeypatch, folder, rows, 6, dtype="float32")
