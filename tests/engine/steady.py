@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from copy import deepcopy
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from batchgen.plan.scheduler import Scheduler
 from batchgen.plan.types import StepPlan
 from batchgen.request import Completion
 from tests.engine.fake_cuda import Sync, fake_cuda
-from tests.engine.fake_device import Counts
+from tests.engine.fake_device import Counts, Wait
 
 __all__ = ["Job", "Step", "run_job", "steady_steps"]
 
@@ -40,21 +41,26 @@ class Job:
     done: list[Completion]
     steps: list[Step]
     syncs: list[Sync]
-    """From the first step on."""
+    """From the first step on, as all that follows: a job's start may wait."""
+    waits: list[Wait]
+    """For tokens."""
     counts: Counts
+    """Of the whole run, its start included."""
 
 
 def run_job(folder: Path, work: list[dict[str, Any]], **options: Any) -> Job:
     """Run `work` through an engine on a GPU that is not there, with Triton's kernels."""
+    # Small steps: the largest is run at the start, to see what memory it takes.
+    options = {"max_num_seqs": 8, "max_tokens_per_step": 32, "page_size": 4, **options}
     with fake_cuda(captures=options.pop("captures", False)) as gpu:
-        engine = Engine(str(folder), attention="triton", dtype="float32", device="cuda", page_size=4, **options)
+        engine = Engine(str(folder), attention="triton", dtype="float32", device="cuda", **options)
         marks: list[tuple[StepPlan | None, int, int, Counts]] = []
         plan_step = Scheduler.step
 
         def step(scheduler: Scheduler) -> StepPlan | None:
             plan = plan_step(scheduler)
             counts = gpu.device.counts
-            marks.append((plan, len(gpu.syncs), len(gpu.copies), replace(counts, downloads=Counter(counts.downloads))))
+            marks.append((plan, len(gpu.syncs), len(gpu.copies), deepcopy(counts)))
             return plan
 
         with patch.object(Scheduler, "step", step):
@@ -73,7 +79,10 @@ def run_job(folder: Path, work: list[dict[str, Any]], **options: Any) -> Job:
                         after.replays - before.replays,
                     )
                 )
-        return Job(done, steps, gpu.syncs[marks[0][1] :], gpu.device.counts)
+        counts = gpu.device.counts
+        first = len(marks[0][3].waits)
+        waits = [wait for wait in counts.waits[first:] if wait.lane == "tokens"]
+        return Job(done, steps, gpu.syncs[marks[0][1] :], waits, counts)
 
 
 def steady_steps(job: Job) -> list[Step]:
