@@ -20,7 +20,7 @@ LOW = (torch.float16, torch.bfloat16)
 Shape = Mapping[str, Any]
 Labelled = tuple[str, Verdict]
 """What was compared, and how it went."""
-_Proof = Callable[..., Iterator[Labelled | Measure | Profile]]
+_Proof = Callable[..., Iterator[Labelled | Measure | Profile | str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +54,13 @@ class BenchCase:
 
 @dataclass(frozen=True, slots=True)
 class ProofCase:
-    """A case of a stage about whole jobs: `run(lab, **shape)` yields comparisons, measures and profiles."""
+    """A case of a stage about whole jobs: `run(lab, **shape)` yields comparisons, measures, profiles and remarks."""
 
     stage: str
     op: str
     name: str
     shape: Shape
-    run: Callable[..., Iterator[Labelled | Measure | Profile]]
+    run: Callable[..., Iterator[Labelled | Measure | Profile | str]]
 
 
 class Registry:

@@ -184,6 +184,8 @@ class _Run:
                     self.report.measures.append(replace(found, toy=self._options.toy, checked=checked))
                 elif isinstance(found, Profile):
                     self.report.profiles.append(replace(found, toy=self._options.toy))
+                elif isinstance(found, str):
+                    self.report.withheld.append(f"{case.name}: {found}")
                 else:
                     seconds = round(time.monotonic() - begin, 4)
                     self.report.checks.append(_held(_blank(case.stage, case), *found, seconds))

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from tests.gpu.goals import GOALS
+
 ROOT = Path(__file__).parents[2]
 
-STAGES = ("parity", "flash", "engine", "syncs", "bench", "profile", "tune")
+STAGES = ("parity", "flash", "engine", "syncs", "bench", "workloads", "profile", "tune")
 PROVEN = {"parity", "ways", "logits", "syncs"}
 """Of whole jobs."""
 OPERATIONS = {
@@ -72,8 +74,24 @@ def test_figures_have_shapes_and_floors_and_are_flagged(toy: tuple[dict[str, Any
         assert figure["timing"]["how"] == "wall"
         assert figure["timing"]["p20"] <= figure["timing"]["p50"] <= figure["timing"]["p80"]
         assert figure["floor_us"] > 0
-    assert found["withheld"] == []
+    assert [note for note in found["withheld"] if "not importable" not in note] == []
     assert "stand-in" in found["flash"]
+
+
+def test_workloads_have_floors_goals_and_peers(toy: tuple[dict[str, Any], str]) -> None:
+    measures = {(m["workload"], m["model"], m["engine"], m["figure"]): m for m in toy[0]["measures"]}
+    assert len(measures) == len(toy[0]["measures"])
+    assert all(m["toy"] and m["checked"] for m in measures.values())
+    rate = measures["w-tree", "1b", "batchgen", "output_tokens_per_second"]
+    assert rate["floor"] > rate["serial_floor"] > rate["value"] > 0
+    assert rate["share"] == pytest.approx(rate["value"] / rate["serial_floor"])
+    assert (rate["goal"], rate["moonshot"], rate["factor"]) == (100e3, 150e3, 1.0)
+    peer = measures["w-nano", "0.6b", "transformers-continuous", "output_tokens_per_second"]
+    assert peer["goal"] is None
+    for goal in GOALS:
+        if goal.workload not in ("kernel", "decode"):
+            key = (goal.workload, goal.model, "batchgen", goal.figure)
+            assert key in measures or goal.figure == "constrained", key
 
 
 def test_the_profile_is_numbers(toy: tuple[dict[str, Any], str]) -> None:

@@ -13,7 +13,7 @@ from batchgen.job.bench.device_floors import H200, DeviceRates, Sharing, device_
 from batchgen.job.bench.engines import engine_batchgen, engine_transformers, engine_transformers_continuous
 from batchgen.job.bench.gate import gate_rows
 from batchgen.job.bench.peers import EngineSource
-from batchgen.job.bench.process import LoadSpec
+from batchgen.job.bench.process import EngineFailed, EngineProcess, LoadSpec
 from batchgen.job.bench.shapes import SHAPES, Shape, build_model
 from batchgen.job.bench.workloads import GPU_WORKLOADS, WORKLOADS, BenchRow, Level, Workload
 from batchgen.models.load import inspect_model
@@ -158,6 +158,15 @@ def test_continuous_batching_gives_the_same_tokens(folder: Path) -> None:
     want, _ = engine_transformers.load(request).generate(rows, {"batch": 1})
     got, _ = engine_transformers_continuous.load(request).generate(rows, {})
     assert got == want
+
+
+def test_an_engine_that_hangs_is_ended(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 600\n")
+    python.chmod(0o755)
+    spec = LoadSpec("none", "float32", "cpu", 1)
+    with pytest.raises(EngineFailed, match="ended without an answer"):
+        EngineProcess(EngineSource("transformers", str(python)), spec, lifetime=0.1)
 
 
 def test_every_peer_has_its_script() -> None:

@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from threading import Timer
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -84,11 +86,16 @@ class BenchEngine(Protocol):
 class EngineProcess:
     """A `BenchEngine` behind pipes. Use as a context manager, or call `close`.
 
+    Args:
+        source: what runs.
+        spec: what it loads.
+        lifetime: seconds after which the process is ended wherever it is; whoever waits for it gets `EngineFailed`.
+
     Raises:
         EngineFailed: it does not start or load, with its own words.
     """
 
-    def __init__(self, source: EngineSource, spec: LoadSpec) -> None:
+    def __init__(self, source: EngineSource, spec: LoadSpec, lifetime: float | None = None) -> None:
         self.name = source.name
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  # closed by close
         env = {**os.environ, "OMP_NUM_THREADS": str(spec.threads), "PYTHONSAFEPATH": ""}
@@ -103,6 +110,9 @@ class EngineProcess:
         except OSError as error:
             self._log.close()
             raise EngineFailed(f"cannot start {source.name} with {source.python}: {error.strerror}") from None
+        self._timer = Timer(threading.TIMEOUT_MAX if lifetime is None else lifetime, self._process.kill)
+        self._timer.daemon = True
+        self._timer.start()
         try:
             loaded = self._ask({"op": "load", **asdict(spec)})
         except BaseException:
@@ -120,12 +130,9 @@ class EngineProcess:
         reply = self._ask({"op": "generate", "rows": asked, "setting": dict(setting)})
         return Generated(reply["outputs"], reply["seconds"], reply["cpu_seconds"], reply["counted"])
 
-    def kill(self) -> None:
-        """End the process at once, from any thread: whoever waits for its answer gets `EngineFailed`."""
-        self._process.kill()
-
     def close(self) -> None:
         """End the process: at the end of its input, or else at once."""
+        self._timer.cancel()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with suppress(OSError):

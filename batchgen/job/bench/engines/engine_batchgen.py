@@ -48,6 +48,11 @@ class Engine:
         running = self._engine.last_run
         assert running is not None
         stats = running.scheduler.stats
+        page_bytes = running.page_bytes
+        del running
+        self._engine.last_run = None  # its pool: peers in other processes are to find the memory free
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
         return outputs, {
             "prompt_tokens_computed": stats.prompt_tokens + stats.recomputed_tokens + stats.relogit_tokens,
             "decode_rows": stats.decode_tokens,
@@ -55,7 +60,7 @@ class Engine:
             "preemptions": stats.preemptions,
             "decode_kv_positions": stats.decode_kv_positions,
             "decode_kv_reads": stats.decode_kv_reads,
-            "kv_peak_bytes": stats.peak_pages * running.page_bytes,
+            "kv_peak_bytes": stats.peak_pages * page_bytes,
         }
 
 

@@ -66,7 +66,7 @@ class Engine:
 
 def _small() -> transformers.ContinuousBatchingConfig:
     """For a CPU, whose free memory the library would take nearly all of."""
-    return transformers.ContinuousBatchingConfig(block_size=32, num_blocks=256, max_batch_tokens=256)
+    return transformers.ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=256)
 
 
 def load(request: dict[str, Any]) -> Engine:

@@ -1,0 +1,251 @@
+"""The project's GPU workloads at real shapes with random weights: rates beside floors and peers, slowdowns, the start.
+
+One process of ours per model; peers come and go beside it, and each is compared with ours on the same rows, run right
+after it. What there is no time for is run in part, and each figure says in what part (`factor`).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from random import Random
+from typing import Any
+
+import torch
+
+from batchgen.job.bench.device_floors import H200, device_floor
+from batchgen.job.bench.peers import OURS, EngineSource
+from batchgen.job.bench.process import BenchEngine, EngineFailed, LoadSpec
+from batchgen.job.bench.shapes import Shape
+from batchgen.job.bench.workloads import GPU_WORKLOADS, BenchRow, Level, Workload
+from tests.gpu.engines import Rate, best_within, peer, rate, start
+from tests.gpu.goals import aimed
+from tests.gpu.lab import Lab
+from tests.gpu.models import model_folder, model_shape
+from tests.gpu.outcomes import Absent
+from tests.gpu.registry import proof
+from tests.gpu.report import Measure
+
+CONCURRENCY = 1024
+"""Samples at a time, where a workload has as many."""
+PEERS = ("transformers-continuous", "transformers", "vllm")
+SCHEMA = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+PAIRS = 3
+
+TOYS = {
+    "w-nano": Workload("w-nano", "toy", (Level(4, (4, 9)),), (2, 5)),
+    "w-prefix": Workload("w-prefix", "toy", (Level(1, (40, 40)), Level(5, (3, 3))), (3, 3)),
+    "w-unshared": Workload("w-unshared", "toy", (Level(3, (43, 43)),), (3, 3)),
+    "w-tree": Workload("w-tree", "toy", (Level(1, (9, 9)), Level(2, (8, 8)), Level(2, (4, 4))), (3, 3), samples=2),
+}
+SLOWED = Workload("slowdown", "256 prompts of 128 tokens, 128 out", (Level(256, (128, 128)),), (128, 128))
+TOY_SLOWED = Workload("slowdown", "toy", (Level(4, (5, 5)),), (3, 3))
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One workload of a model."""
+
+    workload: str
+    share: float
+    """Of the model's time."""
+    peers: tuple[str, ...] = ()
+    against: str = ""
+    """"flat": without shared passes over prefixes; "w-unshared": prompts that share nothing."""
+
+
+PLAN: dict[str, tuple[Item, ...]] = {
+    "0.6b": (Item("w-nano", 0.45, PEERS), Item("w-prefix", 0.35, PEERS[:1], "flat"), Item("slowdown", 0.2)),
+    "1b": (Item("w-tree", 0.7), Item("w-nano", 0.3)),
+    "8b": (Item("w-nano", 0.4), Item("w-prefix", 0.6, (), "w-unshared")),
+}
+WEIGHTS = {"0.6b": 0.5, "8b": 0.3, "1b": 0.15, "start": 0.05}
+"""How the stage's time is shared out, in the order in which it runs."""
+
+
+@proof(
+    "workloads", "workloads", [{"model": m} for m in ("0.6b", "8b", "1b")], [{"model": m} for m in ("0.6b", "8b", "1b")]
+)
+def throughput(lab: Lab, *, model: str) -> Iterator[Measure | str]:
+    end = time.monotonic() + _slot(lab, model)
+    with model_folder(lab, model) as folder:
+        runs = Runs(lab, model, folder, end)
+        with start(lab, EngineSource(OURS), runs.spec, end - time.monotonic() + 30.0) as ours:
+            left = sum(item.share for item in PLAN[model])
+            for item in PLAN[model]:
+                seconds = (end - time.monotonic()) * item.share / left
+                left -= item.share
+                yield from (
+                    runs.slowdowns(ours, seconds) if item.workload == "slowdown" else runs.item(ours, item, seconds)
+                )
+
+
+@proof("workloads", "start", [{"model": "0.6b"}], [{"model": "0.6b"}])
+def start_up(lab: Lab, *, model: str) -> Iterator[Measure | str]:
+    """From nothing, a new process, to the first token of one row; kernels were compiled by processes before."""
+    with model_folder(lab, model) as folder:
+        begin = time.monotonic()
+        try:
+            with start(lab, EngineSource(OURS), _spec(lab, folder), lab.left() + 20.0) as ours:
+                ours.generate([BenchRow([5, 6, 7], 1)], {})
+                seconds = time.monotonic() - begin
+        except EngineFailed as error:
+            yield str(error)
+            return
+    yield aimed(Measure("start", model, "seconds", seconds, "s"))
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """The runs of one model."""
+
+    lab: Lab
+    model: str
+    folder: str
+    end: float
+    """By `time.monotonic`."""
+
+    @property
+    def spec(self) -> LoadSpec:
+        return _spec(self.lab, self.folder)
+
+    @property
+    def shape(self) -> Shape:
+        return model_shape(self.lab, self.model)
+
+    def workload(self, name: str) -> Workload:
+        """The named one; its toy in a toy run."""
+        return TOYS[name] if self.lab.toy else GPU_WORKLOADS[name]
+
+    def item(self, ours: BenchEngine, item: Item, seconds: float) -> Iterator[Measure | str]:
+        """Ours, ours in another way, and the peers, in equal parts of the time."""
+        whole = 1 + bool(item.against) + len(item.peers)
+        end = time.monotonic() + seconds
+        workload = self.workload(item.workload)
+        found = best_within(ours, workload, {}, self.shape.vocab, seconds / whole)
+        yield self._rate(workload, ours, found)
+        if item.against:
+            yield from self._otherwise(ours, item, found, (end - time.monotonic()) / (whole - 1))
+        for number, name in enumerate(item.peers):
+            left = (end - time.monotonic()) / (len(item.peers) - number)
+            try:
+                yield from self._beside(ours, peer(name), workload, left)
+            except (Absent, EngineFailed, AssertionError) as error:
+                yield f"{workload.name} by {name}: {error}"
+
+    def slowdowns(self, ours: BenchEngine, seconds: float) -> Iterator[Measure | str]:
+        """What special rows cost, in pairs of runs: plain greedy rows, then these."""
+        workload = TOY_SLOWED if self.lab.toy else SLOWED
+        plain = workload.rows(self.shape.vocab)
+        end = time.monotonic() + seconds
+        for number, (name, fields) in enumerate(KINDS.items()):
+            if name == "constrained" and find_spec("xgrammar") is None:
+                yield "slowdown of constrained rows: xgrammar is not importable"
+                continue
+            rows = [replace(row, fields=fields(i)) for i, row in enumerate(plain)]
+            until = time.monotonic() + (end - time.monotonic()) / (len(KINDS) - number)
+            try:
+                slower = pairs(ours, plain, rows, until)
+            except EngineFailed as error:
+                yield f"slowdown of {name} rows: {error}"
+                continue
+            detail = {"pairs": len(slower), "min": min(slower), "max": max(slower)}
+            made = Measure(workload.name, self.model, name, statistics.median(slower), "% slower", detail=detail)
+            yield aimed(made)
+
+    def _otherwise(self, ours: BenchEngine, item: Item, found: Rate, seconds: float) -> Iterator[Measure]:
+        """The same without what the prefix saves."""
+        workload = self.workload(item.workload)
+        if item.against == "flat":
+            other = best_within(ours, workload, {"flat": 1}, self.shape.vocab, seconds * 0.8)
+            found = rate(ours, workload, other.factor, {}, self.shape.vocab)
+            name = "times_flat"
+        else:
+            other = best_within(ours, self.workload(item.against), {}, self.shape.vocab, seconds)
+            name = "times_unshared"
+        times = found.tokens_per_second / other.tokens_per_second
+        detail = {"other_tokens_per_second": other.tokens_per_second, "other_factor": other.factor}
+        made = Measure(workload.name, self.model, name, times, "x", factor=found.factor, detail=detail)
+        yield aimed(made)
+
+    def _beside(self, ours: BenchEngine, source: EngineSource, workload: Workload, seconds: float) -> Iterator[Measure]:
+        """A peer at its largest batch, then ours on the same rows."""
+        end = time.monotonic() + seconds
+        with start(self.lab, source, self.spec, seconds) as other:
+            setting = other.settings[-1]
+            theirs = best_within(other, workload, setting, self.shape.vocab, 0.7 * (end - time.monotonic()))
+            mine = rate(ours, workload, theirs.factor, {}, self.shape.vocab)
+            yield replace(self._rate(workload, other, theirs), goal=None, moonshot=None, predicted=None)
+        times = mine.tokens_per_second / theirs.tokens_per_second
+        detail = {"peer": f"{other.name} {other.version}", "setting": setting}
+        name = f"times_{source.name}"
+        yield aimed(Measure(workload.name, self.model, name, times, "x", factor=theirs.factor, detail=detail))
+
+    def _rate(self, workload: Workload, engine: BenchEngine, found: Rate) -> Measure:
+        """A rate beside the floor of the part that was run."""
+        detail = {"seconds": found.seconds, "dtype": engine.dtype, **found.counted}
+        made = Measure(
+            workload.name,
+            self.model,
+            "output_tokens_per_second",
+            found.tokens_per_second,
+            "tokens/s",
+            engine=engine.name,
+            version=engine.version,
+            factor=found.factor,
+            detail=detail,
+        )
+        if self.lab.toy or "H200" in torch.cuda.get_device_name(self.lab.device):
+            rows = workload.part(found.factor)[0].rows(self.shape.vocab)
+            at_once = min(CONCURRENCY, sum(row.samples for row in rows))
+            floor = device_floor(rows, self.shape, H200, at_once)
+            share = found.tokens_per_second / floor.serial
+            made = replace(made, floor=floor.overlap, serial_floor=floor.serial, share=share)
+        return aimed(made)
+
+
+def pairs(engine: BenchEngine, plain: Sequence[BenchRow], rows: Sequence[BenchRow], until: float) -> list[float]:
+    """Per cent by which `rows` are slower per token than `plain`, from runs in turn, one pair at least."""
+    short = [replace(row, max_new=min(row.max_new, 8)) for row in rows]
+    engine.generate(short, {})  # compiles what these rows need
+    slower: list[float] = []
+    while len(slower) < PAIRS and (not slower or time.monotonic() < until):
+        base, other = (engine.generate(each, {}) for each in (plain, rows))
+        slower.append(100.0 * (1.0 - (other.tokens / other.seconds) / (base.tokens / base.seconds)))
+    return slower
+
+
+def _logprobs(number: int) -> Mapping[str, Any]:
+    return {"return_logprob": True, "top_logprobs_num": 20}
+
+
+def _states(number: int) -> Mapping[str, Any]:
+    return {"return_hidden_states": {"layers": [-1], "tokens": "output"}}
+
+
+def _constrained(number: int) -> Mapping[str, Any]:
+    return {"json_schema": SCHEMA} if number % 2 else {}
+
+
+def _sampled(number: int) -> Mapping[str, Any]:
+    rng = Random(number)
+    fields = {"temperature": rng.choice([0.7, 1.0, 1.3]), "seed": number, "top_k": rng.choice([-1, 20, 50])}
+    return fields | {"top_p": rng.choice([0.8, 0.95, 1.0]), "min_p": rng.choice([0.0, 0.05])}
+
+
+KINDS = {"logprobs": _logprobs, "states": _states, "constrained": _constrained, "sampled": _sampled}
+
+
+def _slot(lab: Lab, model: str) -> float:
+    """Seconds of the stage's time left that are this model's."""
+    names = list(WEIGHTS)
+    rest = sum(WEIGHTS[name] for name in names[names.index(model) :])
+    return min(lab.left(), 1e6) * WEIGHTS[model] / rest
+
+
+def _spec(lab: Lab, folder: str) -> LoadSpec:
+    dtype, device = ("float32", "cpu") if lab.toy else ("bfloat16", "cuda")
+    return LoadSpec(folder, dtype, device, torch.get_num_threads(), {"max_num_seqs": CONCURRENCY})
