@@ -16,8 +16,8 @@ from tests.gpu.goals import GOALS
 
 ROOT = Path(__file__).parents[2]
 
-STAGES = ("parity", "flash", "engine", "syncs", "bench", "workloads", "profile", "tune")
-PROVEN = {"parity", "ways", "logits", "syncs"}
+STAGES = ("parity", "flash", "engine", "syncs", "memory", "bench", "workloads", "profile", "tune")
+PROVEN = {"parity", "ways", "logits", "syncs", "pool", "long and short", "halving"}
 """Of whole jobs."""
 OPERATIONS = {
     *("attention", "flash", "merge_parts", "merge_lists", "rms_norm", "add_rms_norm", "gated", "rotate_and_store"),

@@ -1,0 +1,187 @@
+"""The device's memory: a pool of all that is left, long and short rows in one pool, and steps that do not fit.
+
+A step that runs out of memory is run in parts, and its rows come out as if nothing had been: the limit is set just
+above what weights and pool hold, so that the first step of the prompts cannot fit.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import batchgen.engine.loop
+import batchgen.engine.step
+from batchgen.engine.engine import Engine
+from batchgen.models.base import ModelInput
+from batchgen.request import Completion
+from tests.gpu.checkpoints import VOCAB, save_checkpoint
+from tests.gpu.compare import Verdict
+from tests.gpu.lab import Lab
+from tests.gpu.mixed import Row, compare, with_gaps
+from tests.gpu.models import model_folder, model_shape
+from tests.gpu.outcomes import Absent
+from tests.gpu.registry import Labelled, proof
+from tests.gpu.steady import run_steps, steady_rows
+
+_ROOM = 24 << 20
+"""Bytes that a step has in the case that runs out of them."""
+_KEPT = 20
+"""Short rows that are compared with a job of their own."""
+
+
+@proof(
+    "memory",
+    "pool",
+    [{"model": "0.6b", "rows": 4096, "prompt": 400, "new": 300, "steps": 24}],
+    [{"model": "0.6b", "rows": 5, "prompt": 20, "new": 8, "steps": 3}],
+)
+def automatic_pool(lab: Lab, *, model: str, rows: int, prompt: int, new: int, steps: int) -> Iterator[Labelled]:
+    """More rows than any device holds, a third each plain, with logprobs, and with hidden states."""
+    with model_folder(lab, model) as folder:
+        engine = Engine(folder, **_options(lab, "bfloat16"))
+    kinds: list[Row] = [{}, {"return_logprob": True, "top_logprobs_num": 20}, {"return_hidden_states": True}]
+    plain = steady_rows(rows, prompt, new, model_shape(lab, model).vocab, {})
+    job = [{**row, **kinds[i % 3]} for i, row in enumerate(plain)]
+    before = _failures()
+    if not lab.toy:
+        torch.cuda.reset_peak_memory_stats(lab.device)
+    run_steps(engine, job, {}, steps)
+    assert engine.last_run is not None
+    pool = sum(x.numel() * x.element_size() for x in (*engine.last_run.pool.keys, *engine.last_run.pool.values))
+    failed = _failures() - before
+    yield "allocations that failed", Verdict(not failed, float(failed), 0.0, 0.0)
+    if not lab.toy:
+        total = torch.cuda.get_device_properties(lab.device).total_memory
+        peak = torch.cuda.max_memory_reserved(lab.device)
+        note = f"pool {pool / total:.0%}, peak {peak / total:.0%} of the device"
+        yield "bytes at the peak", Verdict(peak <= total, float(peak), 0.0, float(total), note)
+        yield "the pool takes most of what is left", Verdict(pool > 0.5 * total, float(pool), 0.0, 0.5 * total, note)
+
+
+@proof(
+    "memory",
+    "long and short",
+    [{"long": 131_072, "short": 10_000, "hidden": 512, "layers": 2}],
+    [{"long": 300, "short": 30, "hidden": 64, "layers": 2}],
+)
+def long_and_short_rows(lab: Lab, *, long: int, short: int, hidden: int, layers: int) -> Iterator[Labelled]:
+    """One prompt of `long` tokens and `short` of a few, in one pool and in float32; some of them again alone."""
+    rng = Random(0)
+    lengths = [long, *(rng.randint(2, 16) for _ in range(short))]
+    rows = [
+        {
+            "input_ids": [rng.randrange(4, VOCAB) for _ in range(length)],
+            "max_new_tokens": 4,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        for length in lengths
+    ]
+    with _checkpoint(hidden, layers, context=long + 16) as folder:
+        engine = Engine(str(folder), **_options(lab, "float32"))
+        want = _finished(engine, with_gaps(rows[: _KEPT + 1]))
+        got = _finished(engine, rows)
+    assert engine.last_run is not None
+    pages, peak = engine.last_run.loop.state.kv_pages, engine.last_run.scheduler.stats.peak_pages
+    yield "completions", Verdict(len(got) == len(rows), float(len(rows) - len(got)), 0.0, 0.0)
+    errors = [done.error.message for done in got if done.error is not None]
+    yield "errors in all", Verdict(not errors, float(len(errors)), 0.0, 0.0, "; ".join(errors[:2]))
+    yield "pages at the peak", Verdict(peak <= pages, float(peak), 0.0, float(pages))
+    yield from compare(rows, got[: _KEPT + 1], want)
+
+
+@proof(
+    "memory",
+    "halving",
+    [{"rows": 200, "prompt": 120, "hidden": 1024, "layers": 2}],
+    [{"rows": 6, "prompt": 12, "hidden": 64, "layers": 2}],
+)
+def steps_that_do_not_fit(lab: Lab, *, rows: int, prompt: int, hidden: int, layers: int) -> Iterator[Labelled]:
+    if not any(hasattr(module, "Halver") for module in (batchgen.engine.loop, batchgen.engine.step)):
+        raise Absent("steps that do not fit are not run in parts")
+    job = steady_rows(rows, prompt, 4, VOCAB, {})
+    with _checkpoint(hidden, layers, context=1024) as folder:
+        engine = Engine(str(folder), **_options(lab, "float32"))
+        want = _finished(engine, with_gaps(job))
+        engine.last_run = None
+        with _little_memory(lab, engine) as failures:
+            got = _finished(engine, job)
+            failed = failures()
+    yield "allocations that failed", Verdict(failed > 0, float(failed), 0.0, 0.0, "" if failed else "nothing was tried")
+    yield from compare(job, got, want)
+
+
+@contextmanager
+def _checkpoint(hidden: int, layers: int, context: int) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as name:
+        dtype = torch.float32
+        yield save_checkpoint(Path(name), "llama", hidden=hidden, layers=layers, dtype=dtype, context=context)
+
+
+def _options(lab: Lab, dtype: str) -> dict[str, Any]:
+    if lab.toy:
+        return {"device": "cpu", "attention": "torch", "dtype": "float32", "max_tokens_per_step": 64}
+    return {"device": "cuda", "attention": "triton", "dtype": dtype}
+
+
+def _finished(engine: Engine, rows: list[Row]) -> list[Completion]:
+    return sorted(engine.generate(rows), key=lambda done: done.row_index)
+
+
+def _failures() -> int:
+    """Allocations that the device has refused so far."""
+    return int(torch.cuda.memory_stats().get("num_ooms", 0)) if torch.cuda.is_available() else 0
+
+
+@contextmanager
+def _little_memory(lab: Lab, engine: Engine) -> Iterator[Callable[[], int]]:
+    """Inside, jobs of `engine` have next to nothing beside weights and pool; gives the number of refusals."""
+    start = engine.start
+    before = _failures()
+    model = engine.model
+    refused: list[int] = []
+    if lab.toy:
+        engine.model = _Narrow(model, 20, refused)  # type: ignore[assignment]
+
+    def started(*args: Any, **options: Any) -> Any:
+        running = start(*args, **options)
+        if not lab.toy:
+            torch.cuda.empty_cache()
+            total = torch.cuda.get_device_properties(lab.device).total_memory
+            torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + _ROOM) / total)
+        return running
+
+    engine.start = started  # type: ignore[method-assign]
+    try:
+        yield lambda: len(refused) + _failures() - before
+    finally:
+        del engine.start  # type: ignore[method-assign]
+        engine.model = model
+        if not lab.toy:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+class _Narrow:
+    """A model with memory for so many tokens at a time."""
+
+    def __init__(self, model: Any, tokens: int, refused: list[int]) -> None:
+        self._model = model
+        self._tokens = tokens
+        self._refused = refused
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def hidden(self, inputs: ModelInput) -> Tensor:
+        if len(inputs.input_ids) > self._tokens:
+            self._refused.append(len(inputs.input_ids))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        hidden: Tensor = self._model.hidden(inputs)
+        return hidden
