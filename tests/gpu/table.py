@@ -59,8 +59,8 @@ def markdown(report: Mapping[str, Any] | None) -> str:
     values = _values(report)
     versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
     lines = [
-        f"{report['hardware']['name']}, {versions}, commit {report['commit']}, {str(report['date'])[:10]}. Random weights "
-        "at the real shapes, fixed output lengths; the floor is that of 4.3 TB/s and 790 TFLOP/s one after the other.",
+        f"{report['hardware']['name']}, {versions}, commit {report['commit']}, {str(report['date'])[:10]}. Random "
+        "weights at the real shapes, fixed output lengths; the floor is that of 4.3 TB/s and 790 TFLOP/s one after the other.",
         "",
         "| | model | measured | of the floor | part run | goal | moonshot | predicted |",
         "|---|---|---|---|---|---|---|---|",
@@ -96,7 +96,7 @@ def _values(report: Mapping[str, Any]) -> _Values:
     kernels = [
         f["share"]
         for f in report["figures"]
-        if (f["op"], f["what"]) == ("triton", "decode")
+        if (f["op"], f["what"]) == ("triton", "paged decode")
         and f["checked"]
         and f["share"]
         and shape.items() <= f["shape"].items()

@@ -38,7 +38,7 @@ def report(**changes: Any) -> dict[str, Any]:
         asdict(aimed(Measure("w-tree", "1b", "output_tokens_per_second", 7.0, "tokens/s", checked=False))),
     ]
     shape = {"rows": 256, "context": 1024, "heads": 32, "kv_heads": 8, "dim": 128}
-    figures = [{"op": "triton", "what": "decode", "shape": shape, "share": 0.5, "checked": True}]
+    figures = [{"op": "triton", "what": "paged decode", "shape": shape, "share": 0.5, "checked": True}]
     made = {"toy": False, "hardware": {"name": "made-up H200"}, "versions": {"torch": "0"}, "commit": "0"}
     return {**made, "date": "2027-01-31T00:00:00", "measures": measures, "figures": figures, **changes}
 
