@@ -60,7 +60,8 @@ def markdown(report: Mapping[str, Any] | None) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
     lines = [
         f"{report['hardware']['name']}, {versions}, commit {report['commit']}, {str(report['date'])[:10]}. Random "
-        "weights at the real shapes, fixed output lengths; the floor is that of 4.3 TB/s and 790 TFLOP/s one after the other.",
+        "weights at the real shapes, fixed output lengths; the floor is that of 4.3 TB/s and 790 TFLOP/s, one after "
+        "the other.",
         "",
         "| | model | measured | of the floor | part run | goal | moonshot | predicted |",
         "|---|---|---|---|---|---|---|---|",
