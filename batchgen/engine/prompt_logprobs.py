@@ -46,8 +46,6 @@ class PendingPrompts:
     pieces: list[Piece]
     ring: OutputRing
     sent: int = 0
-    void: bool = False
-    """The step was not computed after all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +128,7 @@ class PromptLogprobs:
             for chunk in chunks:
                 index = [next(uploaded) for _ in chunk.arrays]
                 found = self._read(chunk, index, logits(hidden[index[0]]))
-                pending.sent = ring.send(found, partial(self._take, pending, chunk))
+                pending.sent = ring.send(found, partial(self._take, chunk))
         except BaseException:
             self.withdraw(pending)
             raise
@@ -141,8 +139,10 @@ class PromptLogprobs:
         pending.ring.read(pending.sent)
 
     def withdraw(self, pending: PendingPrompts) -> None:
-        """The latest step scored has failed and will be issued anew: forget what was asked of it."""
-        pending.void = True
+        """The latest step scored has failed and will be issued anew; it is not to be kept.
+
+        Values of it that come in all the same are overwritten by the new ones.
+        """
         self.capture.undo(pending.pieces)
 
     def complete(self, request: Request, samples: list[Completion]) -> list[Completion]:
@@ -262,10 +262,8 @@ class PromptLogprobs:
             found.append(logits[span][:, ids].float() - normalizers[span, None])
         return found
 
-    def _take(self, pending: PendingPrompts, chunk: _Chunk, arrays: list[Array]) -> None:
+    def _take(self, chunk: _Chunk, arrays: list[Array]) -> None:
         """Hand the nodes what was read, as far as somebody still wants it."""
-        if pending.void:
-            return
         following, branches, top_ids, top, *named = arrays
         runs = iter(zip((span for span, _ in chunk.named), named, strict=True))
         run, asked = next(runs, (slice(0, 0), following))

@@ -36,7 +36,6 @@ _EXPERTS: Final = "experts"
 class _Draw:
     """A sample that draws in a step."""
 
-    sequence: int
     sample: SampleStates
     row: int
     """Place of its token among those that are drawn from."""
@@ -61,8 +60,6 @@ class PendingStates:
     """By node and layer: [H] of the step's positions."""
     ring: OutputRing | None = None
     sent: int = 0
-    void: bool = False
-    """The step was not computed after all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +124,7 @@ class StateKeeper:
         for sample in plan.samples if self._running else ():
             kept = self._running.get(sample.sequence)
             if kept is not None:
-                draws.append(_Draw(sample.sequence, kept, place.setdefault(sample.token, len(place))))
+                draws.append(_Draw(kept, place.setdefault(sample.token, len(place))))
         rows.append(np.fromiter(place, np.int64, len(place)))
         index = np.concatenate(rows).astype(np.int64, copy=False)
         if not len(index):
@@ -159,7 +156,9 @@ class StateKeeper:
         taps.states, taps.routed = {}, None
 
     def keep(self, pending: PendingStates) -> None:
-        """Take a step's values, in the order of the steps. Draws of samples that have ended before are dropped."""
+        """Take a step's values, in the order of the steps. What a sample drew after its end goes nowhere: `finish` has
+        let go of it.
+        """
         if pending.ring is not None:
             pending.ring.read(pending.sent)
         for (node, layer), total in pending.sums.items():
@@ -168,14 +167,13 @@ class StateKeeper:
                 before = arrays.get(f"sum {layer}")
                 arrays[f"sum {layer}"] = total if before is None else total + before.astype(np.float64, copy=False)
         for draw in pending.draws:
-            if self._running.get(draw.sequence) is draw.sample:
-                draw.sample.take(draw.states, draw.routed)
+            draw.sample.take(draw.states, draw.routed)
 
     def withdraw(self, pending: PendingStates) -> None:
-        """The latest step that `taps` was called for has failed and will be issued anew: forget it."""
-        pending.void = True
-        pending.draws.clear()
-        pending.sums.clear()
+        """The latest step that `taps` was called for has failed and will be issued anew; it is not to be kept.
+
+        Rows of it that come in all the same are overwritten by the new ones.
+        """
         self._capture.undo(pending.pieces)
 
     def _wanted_of(self, pending: PendingStates) -> Iterator[tuple[Tensor, Callable[[int, Stored], None]]]:
@@ -216,7 +214,7 @@ class StateKeeper:
     ) -> Iterator[tuple[Piece, _NodeNeeds, Stored]]:
         """The parts of pieces whose tapped rows are among [first, first + len(values)), as far as still wanted."""
         at = -first
-        for piece in () if pending.void else pending.pieces:
+        for piece in pending.pieces:
             low, high = max(0, at), min(len(values), at + len(piece))
             if low < high and self._capture.users(piece.node):
                 start = piece.start + low - at
