@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import statistics
 import time
@@ -96,6 +97,11 @@ class Lab:
         """Seconds that the stage under way has left."""
         return self.deadline - time.monotonic()
 
+    @property
+    def aimed_at(self) -> bool:
+        """Whether this is the device whose floors and goals are known; a toy pretends to be."""
+        return self.toy or (self.device.type == "cuda" and "H200" in torch.cuda.get_device_name(self.device))
+
     def synchronize(self) -> None:
         """Wait for the device, so that a fault shows where it arose."""
         if self.device.type == "cuda":
@@ -103,6 +109,7 @@ class Lab:
 
     def free(self) -> None:
         """Give the device back what the last case took."""
+        gc.collect()  # engines hold themselves in circles
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -198,7 +198,7 @@ class Runs:
             factor=found.factor,
             detail=detail,
         )
-        if self.lab.toy or "H200" in torch.cuda.get_device_name(self.lab.device):
+        if self.lab.aimed_at:
             rows = workload.part(found.factor)[0].rows(self.shape.vocab)
             at_once = min(CONCURRENCY, sum(row.samples for row in rows))
             floor = device_floor(rows, self.shape, H200, at_once)
