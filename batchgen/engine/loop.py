@@ -108,7 +108,7 @@ class Loop:
         self._prompt_ids = prompt_ids
         self._repeat_span = repeat_span
         self._device = device
-        self._shapes = Shapes(tokenizer, model.spec.vocab_size, repetition_scope)
+        self._shapes = Shapes(tokenizer, model.spec.vocab_size, repetition_scope, device)
         self._token_text = lru_cache(1 << 16)(tokenizer.token_text)
         self.prompts = PromptLogprobs(workload, model.spec.vocab_size, self._token_text, backend.ops)
         self._states = states
@@ -247,6 +247,8 @@ class Loop:
         index = sequence.request.index
         group = self._open[index]
         done = self._completion(sequence)
+        if sequence.shaping is not None:
+            self._shapes.finish(sequence.shaping)
         if self._states is not None:
             done = self._with_states(number, done)
         if self._streams:

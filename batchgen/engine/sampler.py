@@ -135,7 +135,10 @@ class Sampler:
             sent.append(empty)
         if columns.readout is not None:
             sent += columns.readout.after(logits, tokens, raw)
-        return Draws(tokens, rows, columns, errors, self._device.download(*sent))
+        download = self._device.download(*sent)
+        if columns.shaper is not None:  # last of all: what failed before is drawn again
+            columns.shaper.count(tokens)
+        return Draws(tokens, rows, columns, errors, download)
 
     def _of(self, rows: list[Sequence]) -> _Columns:
         columns = self._columns
@@ -204,7 +207,7 @@ class _Columns:
         altered = frozenset(i for i, shaping in shaped if shaping.shape.alters)
         wanted = [(i, p) for i, p in enumerate(params) if p.needs_logprobs]
         minimums = [(i, row) for i, row in enumerate(rows) if row.masked_ids]
-        shaper = Shaper(shaped, len(rows), processors, device, ops) if shaped else None
+        shaper = Shaper(shaped, processors, device, ops) if shaped else None
         seeds, samples, places = device.upload(
             np.array([row.request.seed for row in rows], np.int64),
             np.array([row.sample_index for row in rows], np.int64),

@@ -81,8 +81,6 @@ class Sequence:
 
     def append(self, token: int) -> bool:
         """Take the next token; True if it ends the sequence."""
-        if self.shaping is not None:
-            self.shaping.append(token)
         try:
             event = self.stops.append(token)
         except RowError as problem:

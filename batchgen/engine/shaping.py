@@ -2,21 +2,21 @@
 
 repetition → frequency, presence → logit_bias → custom processors → bad and allowed tokens
 
-`Shape` is what one set of parameters asks for, made once however many rows share it; `Shaping` is one sample's, with
-the counts of its own tokens; `Shaper` applies those of a step's rows. Rows that ask for nothing have none of them.
+`Shape` is what one set of parameters asks for, made once however many rows share it; `Shaping` is one sample's, whose
+own tokens are counted on the device; `Shaper` applies those of a step's rows. Rows that ask for nothing have none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from batchgen.engine.counts import TokenCounts
+from batchgen.engine.counts import PenalisedRows, TokenCounts
 from batchgen.engine.processors import OfferedRow, process
 from batchgen.errors import ErrorInfo
 from batchgen.kernels.device import Device
@@ -32,6 +32,8 @@ __all__ = ["RepetitionScope", "Shape", "Shaper", "Shapes", "Shaping"]
 RepetitionScope = Literal["output", "prompt+output"]
 
 Int64 = npt.NDArray[np.int64]
+
+_PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,10 +90,11 @@ class Shape:
 class Shapes:
     """The shapes of a job's parameter sets, made as rows come."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, scope: RepetitionScope) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, scope: RepetitionScope, device: Device) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._scope: RepetitionScope = scope
+        self._counts = TokenCounts(vocab_size, device)
         self._shapes: dict[int, Shape] = {}
         """By the identity of a parameter set, which its shape keeps alive: long lists of ids are not hashed again."""
 
@@ -103,27 +106,30 @@ class Shapes:
         shape = self._shapes.get(id(params))
         if shape is None:
             shape = self._shapes[id(params)] = Shape.of(params, self._tokenizer, self._vocab_size, self._scope)
-        return Shaping(shape, request, output_ids) if shape.alters or shape.masks else None
+        return Shaping(shape, request, output_ids, self._counts) if shape.alters or shape.masks else None
+
+    def finish(self, shaping: Shaping) -> None:
+        """A sample ended: what is counted of it is forgotten."""
+        if shaping.slot:
+            self._counts.end(shaping.slot)
+            shaping.slot = 0
 
 
 class Shaping:
-    """What one sample's own tokens make of its shape. Told of each token once, so that a preemption forgets nothing."""
+    """What one sample's own tokens make of its shape. They are counted when drawn: preemption forgets nothing."""
 
-    __slots__ = ("counts", "offered", "output_ids", "shape")
+    __slots__ = ("counts", "offered", "output_ids", "shape", "slot")
 
-    def __init__(self, shape: Shape, request: Request, output_ids: list[int]) -> None:
+    def __init__(self, shape: Shape, request: Request, output_ids: list[int], counts: TokenCounts) -> None:
         self.shape = shape
         self.output_ids = output_ids
-        self.counts: TokenCounts | None = None
+        self.counts = counts
+        self.slot = 0
+        """Of `counts`; 0 where nothing is penalised."""
         if shape.params.penalised:
-            self.counts = TokenCounts(request.known_ids if shape.counts_prompt else None)
+            self.slot = counts.begin(request.known_ids if shape.counts_prompt else None)
         named = shape.params.custom_logit_processor is not None
         self.offered = OfferedRow(request, output_ids) if named else None
-
-    def append(self, token: int) -> None:
-        """Take the sample's next token."""
-        if self.counts is not None:
-            self.counts.add(token)
 
     def phrase_ends(self) -> Iterator[int]:
         """Tokens that would complete a bad word of several."""
@@ -138,36 +144,31 @@ class Shaper:
     """Shapes the logits of one set of rows, step after step; made anew when the rows change."""
 
     def __init__(
-        self,
-        rows: list[tuple[int, Shaping]],
-        count: int,
-        processors: Mapping[str, LoadedProcessor],
-        device: Device,
-        ops: Ops,
+        self, rows: list[tuple[int, Shaping]], processors: Mapping[str, LoadedProcessor], device: Device, ops: Ops
     ) -> None:
-        """`rows`: those of a step's `count` rows that ask for something, with their places."""
+        """`rows`: those of a step that ask for something, with their places. All of it goes up in one transfer."""
         self._device = device
         self._ops = ops
         self._processors = processors
-        self._penalised = [(i, s.counts) for i, s in rows if s.counts is not None]
         self._phrased = [(i, s) for i, s in rows if s.shape.phrases]
-        params = {i: s.shape.params for i, s in rows}
-        self._repetition = self._column(count, {i: p.repetition_penalty for i, p in params.items()}, 1.0)
-        self._frequency = self._column(count, {i: p.frequency_penalty for i, p in params.items()}, 0.0)
-        self._presence = self._column(count, {i: p.presence_penalty for i, p in params.items()}, 0.0)
-        biased = [(i, s.shape) for i, s in rows if len(s.shape.bias_ids)]
-        self._bias = self._pairs([(i, shape.bias_ids) for i, shape in biased])
-        values = [shape.bias_values for _, shape in biased]
-        self._bias_values = device.upload(np.concatenate(values))[0] if values else None
-        self._banned = self._pairs([(i, s.shape.banned) for i, s in rows if len(s.shape.banned)])
-        kept = [(i, s.shape.allowed) for i, s in rows if s.shape.allowed is not None]
-        self._allowed = self._pairs(kept)
-        (self._only,) = device.upload(np.array([i for i, _ in kept], np.int64))
         self._named: dict[str, list[tuple[int, OfferedRow]]] = {}
         for i, shaping in rows:
             if shaping.offered is not None:
                 name = shaping.shape.params.custom_logit_processor or ""
                 self._named.setdefault(name, []).append((i, shaping.offered))
+        penalised = [(i, s) for i, s in rows if s.slot]
+        arrays = _arrays(rows, penalised)
+        at = dict(zip(arrays, device.upload(*arrays.values()), strict=True))
+        self._bias = at["bias_rows"], at["bias_ids"], at["bias_values"]
+        self._banned = at["banned_rows"], at["banned_ids"]
+        self._only = at["only"]
+        self._allowed = at["allowed_rows"], at["allowed_ids"]
+        self._penalised: PenalisedRows | None = None
+        if penalised:
+            repetition, frequency, presence = (at[name] for name in _PENALTIES)
+            self._penalised = PenalisedRows(
+                penalised[0][1].counts, arrays["slots"], at["slots"], at["penalised"], (repetition, frequency, presence)
+            )
 
     @property
     def processes(self) -> bool:
@@ -177,22 +178,7 @@ class Shaper:
     @property
     def needs_host(self) -> bool:
         """Whether what is done to a row depends on its tokens so far, all of which only the host knows."""
-        return bool(self._named or self._phrased or self._penalised)
-
-    def _column(self, count: int, values: Mapping[int, float], neutral: float) -> Tensor:
-        column = [neutral] * count
-        for row, value in values.items():
-            column[row] = value
-        return self._device.upload(np.array(column, np.float32))[0]
-
-    def _pairs(self, ids: list[tuple[int, Int64]]) -> tuple[Tensor, Tensor] | None:
-        """(rows [m], ids [m]) of each row's ids; None where there are none."""
-        if not ids:
-            return None
-        rows = np.repeat([row for row, _ in ids], [len(some) for _, some in ids])
-        flat = np.concatenate([some for _, some in ids])
-        places, tokens = self._device.upload(rows, flat)
-        return places, tokens
+        return bool(self._named or self._phrased)
 
     def __call__(self, logits: Tensor, failed: Container[int]) -> dict[int, ErrorInfo]:
         """Shape a step's logits in place.
@@ -204,18 +190,18 @@ class Shaper:
         Returns:
             Rows that a processor failed on, and why.
         """
-        self._penalise(logits)
-        if self._bias is not None and self._bias_values is not None:
-            self._ops.add_bias(logits, *self._bias, self._bias_values)
+        if self._penalised is not None:
+            self._penalised.penalise(logits, self._ops)
+        if len(self._bias[0]):
+            self._ops.add_bias(logits, *self._bias)
         errors = self._process(logits, failed)
         self._mask(logits)
         return errors
 
-    def _penalise(self, logits: Tensor) -> None:
-        pairs = self._pairs([(i, counts.ids) for i, counts in self._penalised])
-        if pairs is not None:
-            (counts,) = self._device.upload(np.concatenate([counts.counts for _, counts in self._penalised]))
-            self._ops.penalise(logits, *pairs, counts, self._repetition, self._frequency, self._presence)
+    def count(self, tokens: Tensor) -> None:
+        """Count the tokens [R] int64 that were drawn from the logits, once, for the penalties of the next."""
+        if self._penalised is not None:
+            self._penalised.count(tokens, self._ops)
 
     def _process(self, logits: Tensor, failed: Container[int]) -> dict[int, ErrorInfo]:
         errors: dict[int, ErrorInfo] = {}
@@ -227,10 +213,33 @@ class Shaper:
         return errors
 
     def _mask(self, logits: Tensor) -> None:
-        if self._banned is not None:
+        if len(self._banned[0]):
             self._ops.mask_tokens(logits, *self._banned)
         ends = [(i, token) for i, shaping in self._phrased for token in shaping.phrase_ends()]
         if ends:
             self._ops.mask_tokens(logits, *self._device.upload(*np.array(ends, np.int64).T.copy()))
-        if self._allowed is not None:
+        if len(self._only):
             self._ops.keep_only(logits, self._only, *self._allowed)
+
+
+def _arrays(rows: list[tuple[int, Shaping]], penalised: list[tuple[int, Shaping]]) -> dict[str, npt.NDArray[Any]]:
+    """What a set of rows tells the device, by name."""
+    biased = [(i, s.shape) for i, s in rows if len(s.shape.bias_ids)]
+    kept = [(i, s.shape.allowed) for i, s in rows if s.shape.allowed is not None]
+    found: dict[str, npt.NDArray[Any]] = {}
+    found["bias_rows"], found["bias_ids"] = _pairs([(i, shape.bias_ids) for i, shape in biased])
+    found["bias_values"] = np.concatenate([np.zeros(0, np.float32), *(shape.bias_values for _, shape in biased)])
+    found["banned_rows"], found["banned_ids"] = _pairs([(i, s.shape.banned) for i, s in rows if len(s.shape.banned)])
+    found["allowed_rows"], found["allowed_ids"] = _pairs(kept)
+    found["only"] = np.array([i for i, _ in kept], np.int64)
+    found["penalised"] = np.array([i for i, _ in penalised], np.int64)
+    found["slots"] = np.array([s.slot for _, s in penalised], np.int64)
+    for name in _PENALTIES:
+        found[name] = np.array([getattr(s.shape.params, name) for _, s in penalised], np.float32)
+    return found
+
+
+def _pairs(ids: list[tuple[int, Int64]]) -> tuple[Int64, Int64]:
+    """(rows [m], ids [m]) of each row's ids."""
+    rows = np.repeat(np.array([row for row, _ in ids], np.int64), [len(some) for _, some in ids])
+    return rows, np.concatenate([np.zeros(0, np.int64), *(some for _, some in ids)])

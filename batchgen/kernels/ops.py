@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from batchgen.kernels.counts import CountLists
 from batchgen.kernels.logprobs import ReadOut
 from batchgen.kernels.lora import LoraPairs, LoraStep
 from batchgen.kernels.moe import Experts, Routing
@@ -75,20 +76,26 @@ class Ops(Protocol):
         """Each token through its experts."""
         ...
 
-    # shaping.py
+    # counts.py
+    def count_tokens(self, lists: CountLists, slots: Tensor, rows: Tensor, tokens: Tensor, width: int) -> None:
+        """One token more in each of some sequences' lists, in place."""
+        ...
+
     def penalise(
         self,
         logits: Tensor,
         rows: Tensor,
-        ids: Tensor,
-        counts: Tensor,
+        slots: Tensor,
+        lists: CountLists,
         repetition: Tensor,
         frequency: Tensor,
         presence: Tensor,
+        width: int,
     ) -> None:
-        """The three penalties, in place."""
+        """The three penalties on what stands in sequences' lists, in place."""
         ...
 
+    # shaping.py
     def add_bias(self, logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> None:
         """Biases by row and token, in place."""
         ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from batchgen.kernels.activation import gated
 from batchgen.kernels.bitmask import apply_bitmask
+from batchgen.kernels.counts import count_tokens, penalise
 from batchgen.kernels.filtering import filtered_scores
 from batchgen.kernels.heads import rotate_and_store
 from batchgen.kernels.logprobs import (
@@ -20,7 +21,7 @@ from batchgen.kernels.noise import row_keys
 from batchgen.kernels.norm import add_rms_norm, rms_norm
 from batchgen.kernels.rope import rope_tables
 from batchgen.kernels.sampling import nan_rows, sample
-from batchgen.kernels.shaping import add_bias, drew_masked, keep_only, penalise
+from batchgen.kernels.shaping import add_bias, drew_masked, keep_only
 
 __all__ = [
     "add_bias",
@@ -28,6 +29,7 @@ __all__ = [
     "add_rms_norm",
     "apply_bitmask",
     "argmax_lse",
+    "count_tokens",
     "drew_masked",
     "filtered_scores",
     "gated",

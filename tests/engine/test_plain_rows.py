@@ -92,7 +92,7 @@ def test_plain_steps_call_nothing_for_special_fields(engine: Engine, kind: str) 
 
 @pytest.mark.parametrize(
     ("special", "file"),
-    [({"frequency_penalty": 1}, "kernels/shaping.py"), ({"return_logprob": True}, "kernels/logprobs.py")],
+    [({"frequency_penalty": 1}, "kernels/counts.py"), ({"return_logprob": True}, "kernels/logprobs.py")],
 )
 def test_a_special_row_is_noticed(engine: Engine, special: dict[str, Any], file: str) -> None:
     """The count sees what it is to see."""

@@ -15,7 +15,7 @@ from batchgen.engine import readout, sampler, shaping, stop_mask
 from batchgen.engine.engine import Engine
 from batchgen.errors import ErrorCode
 from batchgen.kernels import torch_ops
-from batchgen.kernels.shaping import penalise
+from batchgen.kernels.counts import CountLists, penalise
 from batchgen.params import SamplingParams
 from batchgen.request import Completion
 from tests.e2e.test_distribution import p_value
@@ -126,14 +126,14 @@ def test_plain_rows_shape_nothing(folder: Path, prompts: list[list[int]], monkey
 def test_only_rows_that_name_a_thing_are_touched(
     folder: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Penalties see a pair for each distinct token of a penalised row, and copies are made of altered rows alone."""
-    pairs: list[int] = []
+    """Penalties see each distinct token of a penalised row once, and copies are made of altered rows alone."""
+    tokens: list[int] = []
     kept: list[int] = []
 
-    def counted(logits: Tensor, rows: Tensor, ids: Tensor, *rest: Tensor) -> None:
-        assert set(rows.tolist()) <= {0}
-        pairs.append(len(ids))
-        penalise(logits, rows, ids, *rest)
+    def counted(logits: Tensor, rows: Tensor, slots: Tensor, lists: CountLists, *rest: Any) -> None:
+        assert rows.tolist() == [0]
+        tokens.append(int(lists.used[slots]))
+        penalise(logits, rows, slots, lists, *rest)
 
     class Watched(readout.Readout):
         def before(self, logits: Tensor) -> readout.RawLogprobs | None:
@@ -150,7 +150,7 @@ def test_only_rows_that_name_a_thing_are_touched(
         rows[i] |= {"bad_words": [[3]], "seed": i, "temperature": 1.0}
     done = list(engine_of(folder).generate(rows, ordered=True))
     distinct = [len(set(list(done[0].output_ids or [])[:i])) for i in range(1, NEW_TOKENS)]
-    assert pairs[-len(distinct) :] == distinct
+    assert tokens[-len(distinct) :] == distinct
     assert set(kept) == {1}
 
 

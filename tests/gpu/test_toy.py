@@ -22,12 +22,22 @@ PROVEN = {"parity", "ways", "logits", "syncs", "pool", "long and short", "halvin
 OPERATIONS = {
     *("attention", "flash", "merge_parts", "merge_lists", "rms_norm", "add_rms_norm", "gated", "rotate_and_store"),
     *("rope_tables", "sample", "log_normalizers", "argmax_lse", "token_logprobs", "top_logprobs", "read_out"),
-    *("largest", "penalise", "add_bias", "keep_only", "mask_tokens", "drew_masked", "apply_bitmask", "add_lora"),
+    *(
+        "largest",
+        "count_tokens",
+        "penalise",
+        "add_bias",
+        "keep_only",
+        "mask_tokens",
+        "drew_masked",
+        "apply_bitmask",
+        "add_lora",
+    ),
     *("route", "moe_experts", "row_keys", "nan_rows", "filtered_scores"),
 }
 FIGURES = {
     *("triton", "flash", "rms_norm", "add_rms_norm", "gated", "rotate_and_store", "sample", "token_logprobs"),
-    *("argmax_lse", "top_logprobs", "penalise", "apply_bitmask", "add_lora", "route", "moe_experts"),
+    *("argmax_lse", "top_logprobs", "count_tokens", "penalise", "apply_bitmask", "add_lora", "route", "moe_experts"),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from batchgen.kernels.gpu.activation import gated
 from batchgen.kernels.gpu.bitmask import apply_bitmask
+from batchgen.kernels.gpu.counts import count_tokens, penalise
 from batchgen.kernels.gpu.filtering import filtered_scores
 from batchgen.kernels.gpu.heads import rotate_and_store
 from batchgen.kernels.gpu.logprobs import (
@@ -20,7 +21,7 @@ from batchgen.kernels.gpu.noise import row_keys
 from batchgen.kernels.gpu.norm import add_rms_norm, rms_norm
 from batchgen.kernels.gpu.rope import rope_tables
 from batchgen.kernels.gpu.sampling import nan_rows, sample
-from batchgen.kernels.gpu.shaping import add_bias, drew_masked, keep_only, penalise
+from batchgen.kernels.gpu.shaping import add_bias, drew_masked, keep_only
 
 __all__ = [
     "add_bias",
@@ -28,6 +29,7 @@ __all__ = [
     "add_rms_norm",
     "apply_bitmask",
     "argmax_lse",
+    "count_tokens",
     "drew_masked",
     "filtered_scores",
     "gated",

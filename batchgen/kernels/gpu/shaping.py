@@ -1,4 +1,4 @@
-"""Penalties, biases and masks by (row, token) pairs, as `kernels.shaping`: in place, a few numbers per pair."""
+"""Biases and masks by (row, token) pairs, as `kernels.shaping`: in place, a few numbers per pair."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from torch import Tensor
 
 from batchgen.kernels.gpu.launch import launch
 
-__all__ = ["add_bias", "drew_masked", "keep_only", "penalise"]
+__all__ = ["add_bias", "drew_masked", "keep_only"]
 
 _PAIRS = 128
 """Pairs per program."""
 _BLOCK = 4096
 """Logits per program where whole rows are filled."""
-_TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
-_MOST = tl.constexpr(torch.finfo(torch.float32).max)
 
 
 @triton.jit
@@ -27,31 +25,6 @@ def _pair(p_logits, stride_r, stride_v, p_row, stride_row, p_id, stride_id, pair
     i_row = tl.load(p_row + o_pair * stride_row, mask=m_pair, other=0)
     i_v = tl.load(p_id + o_pair * stride_id, mask=m_pair, other=0)
     return o_pair, m_pair, i_row, p_logits + i_row * stride_r + i_v * stride_v
-
-
-@triton.jit(do_not_specialize=["pairs"])
-def _penalise_kernel(
-    p_logits, stride_r, stride_v, p_row, stride_row, p_id, stride_id, pairs,
-    p_count, p_repetition, p_frequency, p_presence, PAIRS: tl.constexpr,
-):  # fmt: skip
-    """Penalise the pairs' places in x [R, V] float32.
-
-        x = x / r if x > 0 else x * r;  x = x - f * count - p * (count > 0)
-
-    Grid: (m / PAIRS). The division is rounded as IEEE 754 has it and never gives +inf. Moves 40 bytes per pair.
-    """
-    o_pair, m_pair, i_row, p_x = _pair(p_logits, stride_r, stride_v, p_row, stride_row, p_id, stride_id, pairs, PAIRS)
-    x = tl.load(p_x, mask=m_pair, other=0.0)
-    count = tl.load(p_count + o_pair, mask=m_pair, other=0.0)
-    factor = tl.maximum(tl.load(p_repetition + i_row, mask=m_pair, other=1.0), _TINY)
-    frequency = tl.load(p_frequency + i_row, mask=m_pair, other=0.0)
-    presence = tl.load(p_presence + i_row, mask=m_pair, other=0.0)
-    # What is not positive is not divided: a factor near 0 would make an infinity of it.
-    divided = tl.minimum(tl.div_rn(tl.where(x > 0, x, 0.0), factor), _MOST)
-    x = tl.where(x > 0, divided, x * factor)
-    x -= count * frequency
-    x -= tl.where(count > 0, presence, 0.0)
-    tl.store(p_x, x, mask=m_pair)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -104,14 +77,6 @@ def _launch_pairs(kernel: object, logits: Tensor, rows: Tensor, ids: Tensor, *ar
         kernel, (triton.cdiv(pairs, _PAIRS),), logits, logits.stride(0), logits.stride(1),
         rows, rows.stride(0), ids, ids.stride(0), pairs, *args, PAIRS=_PAIRS, num_warps=4, **constants,
     )  # fmt: skip
-
-
-def penalise(
-    logits: Tensor, rows: Tensor, ids: Tensor, counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
-) -> None:
-    """As `kernels.shaping.penalise`."""
-    columns = [column.contiguous() for column in (counts, repetition, frequency, presence)]
-    _launch_pairs(_penalise_kernel, logits, rows, ids, *columns)
 
 
 def add_bias(logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> None:

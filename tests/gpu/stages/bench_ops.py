@@ -16,7 +16,7 @@ from batchgen.kernels.bitmask import bitmask_width
 from tests.gpu.lab import Lab
 from tests.gpu.registry import Shape, bench
 from tests.gpu.report import Figure, figure
-from tests.gpu.stages.parity_logits import pairs_of
+from tests.gpu.stages.parity_logits import lists_of
 from tests.gpu.stages.parity_sampling import MODES, keys_of, logits_of
 from tests.gpu.under_test import kernel
 
@@ -139,13 +139,19 @@ def top_logprobs(lab: Lab, *, rows: int, vocab: int) -> Iterator[Figure]:
 
 @bench("penalise", LOGITS, TOY_LOGITS)
 def penalise(lab: Lab, *, rows: int, vocab: int) -> Iterator[Figure]:
-    logits, (index, ids) = logits_of(lab, rows, vocab), pairs_of(lab, rows, vocab, PENALISED)
-    counts, ones = torch.ones(len(ids), device=lab.device), torch.ones(rows, device=lab.device)
+    """What penalised rows cost a step: the penalties on what stands in their lists, and the next token's count."""
+    logits, lists = logits_of(lab, rows, vocab), lists_of(lab, rows, vocab, PENALISED)
+    lists.used[1:] = most = min(PENALISED, vocab)
+    index, ones = torch.arange(rows, device=lab.device), torch.ones(rows, device=lab.device)
     operation = kernel("penalise")
-    timing = lab.time(lambda: operation(logits, index, ids, counts, ones, ones, ones))
-    shape = {"rows": rows, "vocab": vocab, "pairs": len(ids)}
+    timing = lab.time(lambda: operation(logits, index, index + 1, lists, ones, ones, ones, most))
+    shape = {"rows": rows, "vocab": vocab, "pairs": rows * most}
     # 32 bytes, the least that memory moves, read and written where the logit stands.
-    made = figure(lab, "penalise", "three penalties", shape, timing, bytes=len(ids) * (64 + 8 + 8 + 4))
+    made = figure(lab, "penalise", "three penalties", shape, timing, bytes=rows * most * (64 + 4 + 4))
+    yield replace(made, against=lm_head_times(lab, rows, vocab))
+    operation, drawn = kernel("count_tokens"), lists.ids[1:, most // 2].long()
+    timing = lab.time(lambda: operation(lists, index + 1, index, drawn, most + 1))
+    made = figure(lab, "count_tokens", "tokens that are known", shape, timing, bytes=rows * most * 4)
     yield replace(made, against=lm_head_times(lab, rows, vocab))
 
 

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.bitmask import bitmask_width
+from batchgen.kernels.counts import CountLists
 from tests.gpu.compare import judge, judge_equal
 from tests.gpu.lab import Lab
 from tests.gpu.registry import Labelled, Shape, parity
 from tests.gpu.stages.parity_sampling import logits_of
+from tests.gpu.under_test import kernel, twin
 from tests.gpu.ways import three_ways
 
 VOCABULARIES: list[Shape] = [
@@ -113,12 +115,36 @@ def pairs_of(lab: Lab, rows: int, vocab: int, per_row: int) -> tuple[Tensor, Ten
     return (torch.arange(len(ids), device=lab.device) // min(per_row, vocab))[order], ids[order]
 
 
-@parity("penalise", [{**shape, "pairs": 300} for shape in VOCABULARIES], [{**TOY[0], "pairs": 9}], FLOAT32)
-def penalise(lab: Lab, dtype: torch.dtype, *, rows: int, vocab: int, pairs: int) -> Iterator[Labelled]:
-    logits, (index, ids) = logits_of(lab, rows, vocab), pairs_of(lab, rows, vocab, pairs)
-    counts = lab.randint(0, 5, len(ids)).float()
-    repetition, frequency, presence = 0.2 + 2 * lab.rand(rows), lab.randn(rows), lab.randn(rows)
-    ways = three_ways("penalise", logits, index, ids, counts, repetition, frequency, presence)
+def lists_of(lab: Lab, rows: int, vocab: int, tokens: int) -> CountLists:
+    """Slots 1 to `rows` with up to `tokens` distinct tokens each, the first with none; slot 0 is nobody's."""
+    most = min(tokens, vocab)
+    lists = CountLists.empty(rows + 1, max(1024, most + 1), lab.device)
+    lists.ids[1:, :most] = lab.distinct(vocab, rows, most).int()
+    lists.counts[1:, :most] = lab.randint(0, 5, rows, most).float()
+    lists.used[1:] = lab.randint(0, most + 1, rows).int()
+    lists.used[1:2] = 0
+    return lists
+
+
+@parity("count_tokens", [{**shape, "tokens": 1500} for shape in VOCABULARIES], [{**TOY[0], "tokens": 9}], FLOAT32)
+def count_tokens(lab: Lab, dtype: torch.dtype, *, rows: int, vocab: int, tokens: int) -> Iterator[Labelled]:
+    """Every third sequence draws the first token of its list, the others any; the last row is nobody's."""
+    lists, drawn = lists_of(lab, rows, vocab, tokens), lab.randint(0, vocab, rows)
+    drawn[::3] = lists.ids[1::3, 0].long()
+    slots, order = torch.arange(rows, device=lab.device) + 1, lab.rand(rows).argsort()
+    slots[-1] = 0
+    own = [lists.grown(*lists.ids.shape) for _ in range(2)]
+    for call, copy in zip((kernel("count_tokens"), twin("count_tokens")), own, strict=True):
+        call(copy, slots[order], order, drawn, min(tokens, vocab) + 1)
+    for name in ("used", "ids", "counts"):
+        yield name, judge_equal(getattr(own[0], name), getattr(own[1], name))
+
+
+@parity("penalise", [{**shape, "tokens": 300} for shape in VOCABULARIES], [{**TOY[0], "tokens": 9}], FLOAT32)
+def penalise(lab: Lab, dtype: torch.dtype, *, rows: int, vocab: int, tokens: int) -> Iterator[Labelled]:
+    logits, lists, order = logits_of(lab, rows, vocab), lists_of(lab, rows, vocab, tokens), lab.rand(rows).argsort()
+    columns = 0.2 + 2 * lab.rand(rows), lab.randn(rows), lab.randn(rows)
+    ways = three_ways("penalise", logits, order, order + 1, lists, *columns, min(tokens, vocab))
     yield "logits", judge(*ways.args(0), dtype)
 
 

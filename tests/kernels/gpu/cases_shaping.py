@@ -14,8 +14,6 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     logits = torch.empty(7, 151_936, dtype=torch.float32, device="meta")
     pairs = torch.empty(5, dtype=torch.int64, device="meta")
     numbers = torch.empty(5, dtype=torch.float32, device="meta")
-    column = torch.empty(7, dtype=torch.float32, device="meta")
-    yield "penalise[float32]", partial(shaping.penalise, logits, pairs, pairs, numbers, column, column, column)
     yield "add_bias[float32]", partial(shaping.add_bias, logits, pairs, pairs, numbers)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         name = str(dtype).removeprefix("torch.")

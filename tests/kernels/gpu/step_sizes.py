@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.bitmask import bitmask_width
-from batchgen.kernels.gpu import bitmask, filtering, logprobs, noise, sampling, shaping, top
+from batchgen.kernels.counts import CountLists
+from batchgen.kernels.gpu import bitmask, counts, filtering, logprobs, noise, sampling, shaping, top
 from batchgen.kernels.gpu.activation import gated
 from batchgen.kernels.gpu.attention import TritonAttention
 from batchgen.kernels.gpu.heads import rotate_and_store
@@ -87,7 +88,10 @@ def _shaping(rows: int) -> Cases:
     yield "apply_bitmask", partial(bitmask.apply_bitmask, logits, masks)
     yield "apply_bitmask of rows", partial(bitmask.apply_bitmask, _empty(2 * rows, VOCABS[1]), masks, tokens)
     scores, column, pairs = _floats(rows, VOCABS[1]), _floats(rows), _ints(3 * rows)
-    yield "penalise", partial(shaping.penalise, scores, pairs, pairs, _floats(3 * rows), column, column, column)
+    for width in (64, 4096):
+        lists = CountLists.empty(16 * -(-(rows + 1) // 16), width, META)
+        yield "count_tokens", partial(counts.count_tokens, lists, tokens, tokens, tokens, width)
+        yield "penalise", partial(counts.penalise, scores, tokens, tokens, lists, column, column, column, rows)
     yield "add_bias", partial(shaping.add_bias, scores, pairs, pairs, _floats(3 * rows))
     yield "keep_only", partial(shaping.keep_only, logits, tokens, pairs, pairs)
     yield "drew_masked", partial(shaping.drew_masked, logits, tokens, tokens)

@@ -1,0 +1,117 @@
+"""How often each penalised sequence drew each token, as lists on the device, and the penalties that follow from them.
+
+Each sequence has a slot with its distinct tokens and their counts, in order of first sight. Tokens are counted where
+they are drawn, so that the host need not know them before the next draw.
+
+    repetition   logit / r where it is positive, logit * r elsewhere, for every token of the list
+    frequency    logit - f * count
+    presence     logit - p where count > 0
+
+in this order. The repetition rule is that of Keskar et al. 2019 as Hugging Face and vLLM apply it, the other two are
+those of the OpenAI API.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["CountLists", "count_tokens", "penalise"]
+
+_FLOAT32 = torch.finfo(torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class CountLists:
+    """The lists of S slots, with room for W tokens each. Slot 0 is nobody's and stays empty: rows that name it, or a
+    negative slot, are passed over.
+    """
+
+    ids: Tensor
+    """[S, W] int32; a slot's are distinct"""
+    counts: Tensor
+    """[S, W] float32, 0 for a token that was only seen"""
+    used: Tensor
+    """[S] int32 how many of the W there are"""
+
+    @staticmethod
+    def empty(slots: int, width: int, device: torch.device) -> CountLists:
+        """Slots without a token."""
+        return CountLists(
+            torch.zeros(slots, width, dtype=torch.int32, device=device),
+            torch.zeros(slots, width, dtype=torch.float32, device=device),
+            torch.zeros(slots, dtype=torch.int32, device=device),
+        )
+
+    def grown(self, slots: int, width: int) -> CountLists:
+        """The same lists in new memory, with room for more slots or tokens."""
+        found = CountLists.empty(slots, width, self.ids.device)
+        before, room = self.ids.shape
+        found.ids[:before, :room].copy_(self.ids)
+        found.counts[:before, :room].copy_(self.counts)
+        found.used[:before].copy_(self.used)
+        return found
+
+
+def count_tokens(lists: CountLists, slots: Tensor, rows: Tensor, tokens: Tensor, width: int) -> None:
+    """Count one token for each of Q sequences: its count rises, or it joins the list, in place.
+
+    Args:
+        lists: of all sequences.
+        slots: [Q] int64, none but 0 and negative ones twice.
+        rows: [Q] int64 where in `tokens` each sequence's token stands.
+        tokens: [R] int64.
+        width: at least 1 and what the fullest of the Q lists may hold afterwards; at most W.
+    """
+    slots = slots.clamp(min=0)
+    drawn = tokens[rows].int()
+    used = lists.used[slots].long()
+    standing = lists.ids[:, :width].index_select(0, slots) == drawn[:, None]  # [Q, w]
+    standing &= torch.arange(width, device=slots.device) < used[:, None]
+    found, place = standing.max(1)
+    place = torch.where(found, place, used)
+    counts = lists.counts[slots, place].masked_fill_(~found, 0) + 1
+    lists.ids.index_put_((slots, place), drawn)
+    lists.counts.index_put_((slots, place), counts)
+    lists.used.index_put_((slots,), (used + (~found & (slots > 0))).int())
+
+
+def penalise(
+    logits: Tensor,
+    rows: Tensor,
+    slots: Tensor,
+    lists: CountLists,
+    repetition: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
+    width: int,
+) -> None:
+    """Apply the three penalties to the tokens in Q sequences' lists, in place.
+
+    Args:
+        logits: [R, V] float32. No result is +inf, however small the repetition penalty.
+        rows: [Q] int64 each sequence's row, none twice.
+        slots: [Q] int64.
+        lists: of all sequences.
+        repetition: [Q] float32 above 0; 1 changes nothing.
+        frequency: [Q] float32.
+        presence: [Q] float32.
+        width: at least 1 and what the fullest of the Q lists may hold; at most W.
+    """
+    slots = slots.clamp(min=0)
+    used = lists.used[slots][:, None]  # [Q, 1]
+    there = torch.arange(width, device=slots.device) < used  # [Q, w]
+    # What a list lacks is its first token once more: written twice, it is the same number.
+    ids = lists.ids[:, :width].index_select(0, slots)
+    ids = torch.where(there, ids, ids[:, :1]).long()
+    counts = lists.counts[:, :width].index_select(0, slots)
+    counts = torch.where(there, counts, counts[:, :1])
+    rows = rows[:, None]
+    before = logits[rows, ids]
+    factor = repetition.clamp(min=_FLOAT32.tiny)[:, None]
+    values = torch.where(before > 0, (before / factor).clamp_(max=_FLOAT32.max), before * factor)
+    values -= counts * frequency[:, None]
+    values -= (counts > 0) * presence[:, None]
+    logits.index_put_((rows, ids), torch.where(used > 0, values, before))

@@ -1,0 +1,126 @@
+"""Counts of samples whose tokens only the device knows, against a counter per sample."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import Tensor
+
+from batchgen.engine.counts import PenalisedRows, TokenCounts
+from batchgen.kernels import torch_ops
+from batchgen.kernels.device import HOST
+from tests.engine.fake_device import LateDevice
+from tests.kernels.penalised import expected_penalties, listed
+
+VOCAB = 300
+
+
+class Sample:
+    """One that is being generated: the oracle's counter beside its slot."""
+
+    def __init__(self, counts: TokenCounts, rng: Random) -> None:
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.choice([0, 3, 200]))]
+        self.slot = counts.begin(np.array(prompt, np.int32) if prompt else None)
+        self.told: Counter[int] = Counter(dict.fromkeys(prompt, 0))
+        self.left = rng.randint(1, 50)
+
+
+def rows_of(counts: TokenCounts, samples: list[Sample], places: list[int], factors: Tensor) -> PenalisedRows:
+    slots: npt.NDArray[np.int64] = np.array([sample.slot for sample in samples], np.int64)
+    columns = (factors, factors - 1, factors - 2)
+    return PenalisedRows(counts, slots, torch.from_numpy(slots.copy()), torch.tensor(places), columns)
+
+
+@pytest.mark.field("repetition_penalty", "frequency_penalty", "presence_penalty")
+@pytest.mark.parametrize("seed", range(3))
+def test_tokens_that_only_the_device_knows(seed: int) -> None:
+    """Samples begin, pause, end and hand their slots on; every step's penalties are those of the oracle's counts."""
+    rng, device = Random(seed), LateDevice()
+    counts = TokenCounts(VOCAB, device)
+    running: list[Sample] = []
+    begun = 0
+    for step in range(160):
+        if step % 3 == 0:
+            fresh = [Sample(counts, rng) for _ in range(rng.randint(1, 4))]
+            begun += len(fresh)
+            running += fresh
+        chosen = rng.sample(running, rng.randint(0, len(running)))  # the others were preempted
+        if not chosen:
+            continue
+        places = rng.sample(range(len(chosen) + 3), len(chosen))
+        factors = 0.5 + torch.rand(len(chosen))
+        rows = rows_of(counts, chosen, places, factors)
+        logits = torch.randn(len(chosen) + 3, VOCAB)
+        expected = logits.double()
+        for sample, place, factor in zip(chosen, places, factors.tolist(), strict=True):
+            expected_penalties(expected, place, dict(sample.told), factor, factor - 1, factor - 2)
+        rows.penalise(logits, torch_ops)
+        torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-4)
+        tokens = torch.randint(0, VOCAB, (len(chosen) + 3,))  # never read back by what is tested
+        rows.count(tokens, torch_ops)
+        for sample, place in zip(chosen, places, strict=True):
+            sample.told[int(tokens[place])] += 1
+            sample.left -= 1
+            if not sample.left:
+                running.remove(sample)
+                counts.end(sample.slot)
+    lists = counts.lists()
+    assert all(listed(lists, sample.slot) == dict(sample.told) for sample in running)
+    assert lists.ids.shape[0] < begun, "slots were handed on"
+    assert lists.ids.shape[1] > 128, "lists grew"
+    assert device.counts.uploads <= 54, "one where samples began, and no other"
+    assert device.counts.downloads == {}
+
+
+def test_slots_are_uploaded_together_and_only_when_looked_at() -> None:
+    device = LateDevice()
+    counts = TokenCounts(VOCAB, device)
+    slots = [counts.begin(np.array([5, 3, 5], np.int32)), counts.begin(), counts.begin(np.arange(200, dtype=np.int32))]
+    assert device.counts.uploads == 0
+    lists = counts.lists()
+    assert device.counts.uploads == 1
+    assert [listed(lists, slot) for slot in slots] == [{3: 0, 5: 0}, {}, dict.fromkeys(range(200), 0)]
+    assert counts.lists() is lists
+    assert device.counts.uploads == 1
+
+
+def test_a_slot_that_ended_before_it_was_used_is_not_uploaded() -> None:
+    device = LateDevice()
+    counts = TokenCounts(VOCAB, device)
+    counts.end(counts.begin(np.array([1], np.int32)))
+    again = counts.begin(np.array([2], np.int32))
+    assert listed(counts.lists(), again) == {2: 0}
+    counts.end(again)
+    assert counts.begin() == again
+    assert listed(counts.lists(), again) == {}
+
+
+def test_a_step_planned_before_the_end_may_still_count() -> None:
+    """A list that is exactly full when its sample ends has room for the draw that nobody will read."""
+    counts = TokenCounts(1000, HOST)
+    slot = counts.begin(np.arange(64, dtype=np.int32))
+    rows = PenalisedRows(
+        counts, np.array([slot]), torch.tensor([slot]), torch.tensor([0]), (torch.ones(1), torch.ones(1), torch.ones(1))
+    )
+    counts.lists()
+    counts.end(slot)
+    for token in (700, 701):
+        rows.penalise(torch.zeros(1, 1000), torch_ops)
+        rows.count(torch.tensor([token]), torch_ops)
+    assert listed(counts.lists(), slot) == {**dict.fromkeys(range(64), 0), 700: 1, 701: 1}
+
+
+def test_lists_are_no_longer_than_the_vocabulary() -> None:
+    counts = TokenCounts(7, HOST)
+    slot = counts.begin()
+    rows = PenalisedRows(counts, np.array([slot]), torch.tensor([slot]), torch.tensor([0]), (torch.ones(1),) * 3)  # type: ignore[arg-type]
+    for step in range(200):
+        rows.count(torch.tensor([step % 7]), torch_ops)
+    assert counts.width(np.array([slot])) == 7
+    assert counts.lists().ids.shape[1] == 64
+    assert sum(listed(counts.lists(), slot).values()) == 200
