@@ -137,7 +137,7 @@ def count_tokens(lab: Lab, dtype: torch.dtype, *, rows: int, vocab: int, tokens:
     for call, copy in zip((kernel("count_tokens"), twin("count_tokens")), own, strict=True):
         call(copy, slots[order], order, drawn, min(tokens, vocab) + 1)
     for name in ("used", "ids", "counts"):
-        yield name, judge_equal(getattr(own[0], name), getattr(own[1], name))
+        yield name, judge_equal(getattr(own[0], name)[1:], getattr(own[1], name)[1:])
 
 
 @parity("penalise", [{**shape, "tokens": 300} for shape in VOCABULARIES], [{**TOY[0], "tokens": 9}], FLOAT32)
