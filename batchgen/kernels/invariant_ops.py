@@ -17,6 +17,7 @@ from batchgen.kernels import activation as plain_activation
 from batchgen.kernels import filtering as plain_filtering
 from batchgen.kernels import logprobs, moe, sampling
 from batchgen.kernels.bitmask import apply_bitmask
+from batchgen.kernels.counts import count_tokens, penalise
 from batchgen.kernels.heads import rotate_and_store
 from batchgen.kernels.logprobs import ReadOut, mask_tokens
 from batchgen.kernels.lora import LoraPair, LoraPairs, LoraStep
@@ -25,7 +26,7 @@ from batchgen.kernels.noise import row_keys
 from batchgen.kernels.norm import add_rms_norm, rms_norm
 from batchgen.kernels.rope import rope_tables
 from batchgen.kernels.sampling import SampleResult, SamplingColumns, nan_rows
-from batchgen.kernels.shaping import add_bias, drew_masked, keep_only, penalise
+from batchgen.kernels.shaping import add_bias, drew_masked, keep_only
 
 __all__ = [
     "add_bias",
@@ -33,6 +34,7 @@ __all__ = [
     "add_rms_norm",
     "apply_bitmask",
     "argmax_lse",
+    "count_tokens",
     "drew_masked",
     "filtered_scores",
     "gated",

@@ -24,6 +24,8 @@ FREE: list[dict[str, Any]] = [
     {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "n": 2},
     {"temperature": 0, "return_logprob": True, "top_logprobs_num": 2},
     {"temperature": 1.0, "return_logprob": True, "token_ids_logprob": [4, 9]},
+    {"temperature": 0, "repetition_penalty": 1.3},
+    {"temperature": 1.0, "frequency_penalty": 0.5, "presence_penalty": 0.3, "return_logprob": True},
     {"temperature": 0, "logit_bias": {"5": 3.0}},
     {"temperature": 1.0, "allowed_token_ids": [10, 20, 30], "bad_words": [[20]]},
     {"temperature": 0, "min_new_tokens": 5, "stop_token_ids": list(range(3, VOCAB, 2)), "ignore_eos": False},
@@ -33,9 +35,9 @@ FREE: list[dict[str, Any]] = [
 ]
 """Rows whose draws need nothing that the host knows."""
 BOUND: list[dict[str, Any]] = [
-    {"temperature": 0, "repetition_penalty": 1.3},
-    {"temperature": 1.0, "frequency_penalty": 0.5, "presence_penalty": 0.3, "return_logprob": True},
     {"temperature": 0, "bad_words": [[8, 9], [7]]},
+    {"temperature": 1.0, "bad_words": [[9, 10]], "return_logprob": True},
+    {"temperature": 1.0, "bad_words": [[11, 12, 13]], "presence_penalty": 0.5},
 ]
 """Rows whose next draw depends on the tokens before it."""
 
