@@ -124,7 +124,7 @@ def build_batch(
         sample_rows=others[0] if len(sample_rows) != len(logit_rows) else None,
         drawn=drawn_,
         source=others[-1] if source is not None else None,
-        lora=None if adapter is None else lora_step(_adapters(plan, sequences, adapter), device.torch_device),
+        lora=None if adapter is None else lora_step(_adapters(plan, sequences, adapter), device),
         embeds=None if table.embeds_id is None else _embeds(plan, table, device),
     )
 

@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from batchgen.kernels.device import Device
+
 __all__ = [
     "OUTPUT_BLOCK", "LoraPair", "LoraPairs", "LoraSegment", "LoraStack", "LoraStep", "LoraTiles", "add_lora",
     "lora_step", "stack_pairs", "tiles_of",
@@ -163,28 +165,28 @@ class LoraStep:
     """The same for kernels, where the step runs on a GPU."""
 
 
-def lora_step(adapters: npt.NDArray[np.signedinteger[Any]], device: torch.device) -> LoraStep | None:
+def lora_step(adapters: npt.NDArray[np.signedinteger[Any]], device: Device) -> LoraStep | None:
     """A step's tokens by adapter, sent to the device in one piece; None where no token has one.
 
     Args:
         adapters: [T] each flat token's adapter, -1 for none.
-        device: of the step.
+        device: where the step runs.
     """
     only = int(adapters[0]) if (adapters == adapters[0]).all() else None
     if only == -1:
         return None
-    if only is not None and device.type == "cpu":
+    on_host = device.torch_device.type == "cpu"
+    if only is not None and on_host:
         return LoraStep((LoraSegment(only, None),))
     tokens = np.bincount(adapters + 1)  # of none, of adapter 0, ...
     order = np.argsort(adapters, kind="stable")[tokens[0] :]
     found = np.flatnonzero(tokens[1:]).tolist()
     counts = tokens[1:][found].tolist()
-    if device.type == "cpu":
-        return LoraStep(_segments(found, counts, torch.from_numpy(order)))
+    if on_host:
+        return LoraStep(_segments(found, counts, *device.upload(order)))
     tiles, rows = _cut(found, counts)
-    both = torch.from_numpy(np.concatenate([order, tiles.ravel()])).to(device)
-    sent = both[: len(order)]
-    return LoraStep(_segments(found, counts, sent), LoraTiles(sent, both[len(order) :].view(-1, 3), rows))
+    sent, sent_tiles = device.upload(order, tiles)
+    return LoraStep(_segments(found, counts, sent), LoraTiles(sent, sent_tiles, rows))
 
 
 def _segments(adapters: list[int], counts: list[int], order: Tensor) -> tuple[LoraSegment, ...]:

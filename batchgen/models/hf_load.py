@@ -14,6 +14,7 @@ from torch import Tensor
 
 from batchgen.errors import ModelError
 from batchgen.kernels import torch_ops
+from batchgen.kernels.device import device_for
 from batchgen.kernels.lora import lora_step
 from batchgen.kernels.ops import Ops
 from batchgen.models.base import ModelInput, ModelSpec
@@ -291,7 +292,7 @@ def _test_adapters(model: HookedModel, ids: Tensor, adapters: Sequence[Adapter])
     """Refuse an adapter whose layers take no part when the model runs, or not with all tokens."""
     for index, adapter in enumerate(adapters):
         model.lora.reached = set()
-        whole = lora_step(np.full(len(ids), index), ids.device)
+        whole = lora_step(np.full(len(ids), index), device_for(ids.device))
         model.hidden(replace(_chunk(ids, 0, len(ids), ProbeAttention()), lora=whole))
         idle = sorted(set(adapter.layers) - model.lora.reached)
         if idle:

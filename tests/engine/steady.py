@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise
@@ -48,9 +49,11 @@ class Job:
     """Of the whole run, its start included."""
 
 
-def run_job(folder: Path, work: list[dict[str, Any]], **options: Any) -> Job:
-    """Run `work` through an engine on a GPU that is not there, with Triton's kernels."""
-    # Small steps: the largest is run at the start, to see what memory it takes.
+def run_job(folder: Path, work: list[dict[str, Any]], *, rehearse: bool = False, **options: Any) -> Job:
+    """Run `work` through an engine on a GPU that is not there, with Triton's kernels.
+
+    `rehearse`: with the largest step run before all others, as on a GPU, which takes as long as the job.
+    """
     options = {"max_num_seqs": 8, "max_tokens_per_step": 32, "page_size": 4, **options}
     with fake_cuda(captures=options.pop("captures", False)) as gpu:
         engine = Engine(str(folder), attention="triton", dtype="float32", device="cuda", **options)
@@ -63,7 +66,10 @@ def run_job(folder: Path, work: list[dict[str, Any]], **options: Any) -> Job:
             marks.append((plan, len(gpu.syncs), len(gpu.copies), deepcopy(counts)))
             return plan
 
-        with patch.object(Scheduler, "step", step):
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(Scheduler, "step", step))
+            if not rehearse:
+                stack.enter_context(patch("batchgen.engine.engine.largest_step", lambda *args: (0, args[4][1])))
             done = list(engine.generate(work, ordered=True))
         steps = []
         for (plan, syncs, copies, before), (_, next_syncs, next_copies, after) in pairwise(marks):

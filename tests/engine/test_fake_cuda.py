@@ -93,6 +93,7 @@ QUIET: dict[str, Operation] = {
     "arange": lambda x: torch.arange(3, device=x.device) * x.new_ones(3),
     "repeat with a size": lambda x: x.repeat_interleave(ints(x, 1, 0, 2), 0, output_size=3),
     "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
+    "histogram": lambda x: x.histc(4, 0, 2),
     "norm": lambda x: F.rms_norm(x, (4,)),
 }
 WAITS: dict[str, Operation] = {
@@ -186,6 +187,15 @@ def test_the_host_is_left_alone(gpu: FakeGpu) -> None:
     assert x[x > 0].tolist() == [1, 1, 1]
     assert type(x.to(torch.int64)) is Tensor
     assert gpu.syncs == []
+
+
+def test_views_of_normal_tensors_are_normal(gpu: FakeGpu) -> None:
+    pool = torch.zeros(4, 2, device=CUDA)
+    with torch.inference_mode():
+        pool.view(-1).index_copy_(0, torch.arange(3, device=CUDA), torch.ones(3, device=CUDA))
+        pool[1, 1:] = torch.full((1,), 2.0, device=CUDA)
+    pool.add_(1)
+    assert host(pool)[0].tolist() == [[2, 2], [2, 3], [1, 1], [1, 1]]
 
 
 def test_the_door_waits_for_nothing(gpu: FakeGpu) -> None:

@@ -13,6 +13,7 @@ from tests.engine.grammar_model import save_grammar_model
 from tests.engine.reference import save_word_tokenizer
 from tests.engine.steady import Job, run_job, steady_steps
 from tests.engine.test_triton import assert_same
+from tests.models.adapters import KINDS, save_adapter
 from tests.models.tiny import save_tiny
 
 VOCAB = 64
@@ -66,7 +67,7 @@ def assert_late(job: Job, *, downloads: int) -> None:
 
 
 def test_a_steady_step_is_two_uploads_and_one_download(model: Path) -> None:
-    job = run_job(model, rows(FREE[:3]))
+    job = run_job(model, rows(FREE[:3]), rehearse=True)
     assert job.syncs == []
     assert_late(job, downloads=1)
     steady = steady_steps(job)
@@ -129,3 +130,17 @@ def test_a_planted_early_read_is_found(model: Path, monkeypatch: pytest.MonkeyPa
     assert {wait.uploads for wait in job.waits} == {0}
     with pytest.raises(AssertionError):
         assert_late(job, downloads=1)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma2"])
+def test_nobody_waits_for_adapters_or_a_transformers_model(tmp_path: Path, model_type: str) -> None:
+    folder = save_tiny(model_type, tmp_path / "model", num_hidden_layers=2)
+    save_word_tokenizer(folder, 256)
+    native = model_type == "qwen3"
+    adapters = {"all": str(save_adapter(folder, tmp_path / "all", seed=1, **KINDS["all"]))} if native else {}
+    work = rows([{"temperature": 0}, {"temperature": 0, "lora_path": "all" if native else None}])
+    job = run_job(folder, work, lora=adapters, model_impl="native" if native else "transformers")
+    assert all(c.error is None for c in job.done), job.done
+    assert job.syncs == []
+    assert steady_steps(job)
+    assert_late(job, downloads=1)

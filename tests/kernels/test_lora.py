@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from batchgen.kernels.device import HOST
 from batchgen.kernels.lora import LoraPair, LoraPairs, add_lora, lora_step
+from tests.engine.fake_cuda import fake_cuda
 
 
 def by_token(out: Tensor, x: Tensor, adapters: list[int], pairs: list[LoraPair | None]) -> Tensor:
@@ -43,7 +45,7 @@ def test_each_token_gets_its_own_adapter(
     wide = draw(len(adapters), outputs + 5)  # a view with gaps between its rows, as a stacked product hands out
     out = wide[:, 2 : 2 + outputs]
     expected, edges = by_token(out, x, adapters, pairs), wide.clone()
-    step = lora_step(np.array(adapters), torch.device("cpu"))
+    step = lora_step(np.array(adapters), HOST)
     if step is not None:
         add_lora(out, x, step, LoraPairs(pairs))
     torch.testing.assert_close(out.double(), expected, atol=1e-4, rtol=1e-4)
@@ -55,11 +57,12 @@ def test_each_token_gets_its_own_adapter(
     ("adapters", "rows", "tiles"), [([2, -1, 0, 2, 0], 16, 2), ([1] * 130, 64, 3), ([-1, 3, *[0] * 17], 16, 3)]
 )
 def test_a_step_goes_to_a_device_in_one_piece(adapters: list[int], rows: int, tiles: int) -> None:
-    step = lora_step(np.array(adapters), torch.device("meta"))
+    with fake_cuda() as gpu:
+        step = lora_step(np.array(adapters), gpu.device)
+    assert (gpu.device.counts.uploads, gpu.syncs) == (1, [])
     assert step is not None
     assert step.tiles is not None
     order = step.tiles.order
-    assert order._base is step.tiles.tiles._base is not None
     assert (step.tiles.rows, step.tiles.tiles.shape) == (rows, (tiles, 3))
     assert order.shape == (len(adapters) - adapters.count(-1),)
     assert [s.adapter for s in step.segments] == sorted(set(adapters) - {-1})
@@ -69,8 +72,8 @@ def test_a_step_goes_to_a_device_in_one_piece(adapters: list[int], rows: int, ti
 
 
 def test_a_step_without_adapters_is_none() -> None:
-    assert lora_step(np.array([-1, -1]), torch.device("cpu")) is None
-    alone = lora_step(np.array([4, 4]), torch.device("cpu"))
+    assert lora_step(np.array([-1, -1]), HOST) is None
+    alone = lora_step(np.array([4, 4]), HOST)
     assert alone is not None
     assert alone.tiles is None
     assert [(s.adapter, s.rows) for s in alone.segments] == [(4, None)]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.attention import TorchAttention
+from batchgen.kernels.device import HOST
 from batchgen.kernels.lora import LoraStep, lora_step
 from batchgen.kernels.types import Attention, AttentionBatch, ChunkPages, KVPool
 from batchgen.models.base import Model, ModelInput, ModelSpec
@@ -81,7 +82,7 @@ def packed_logits(
 
 def _adapters(step: Step, adapters: list[int]) -> LoraStep | None:
     of_token = np.concatenate([np.full(end - start, adapters[i]) for i, start, end in step])
-    return lora_step(of_token, torch.device("cpu"))
+    return lora_step(of_token, HOST)
 
 
 class PagedCache:

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 from batchgen.errors import ModelError
 from batchgen.kernels import torch_ops
+from batchgen.kernels.device import HOST
 from batchgen.kernels.gpu import lora as kernels
 from batchgen.kernels.lora import lora_step
 from batchgen.models.base import ModelInput
@@ -89,7 +90,7 @@ def test_kernels_that_take_all_adapters_at_once(base: Path, tmp_path: Path, impl
     adapters = [(f"a{i}", str(path)) for i, path in enumerate(paths)]
     model = load_model(base, implementation=implementation, dtype="float32", device="cpu", lora=adapters)
     lengths, ids = (4, 7, 3, 2), (torch.arange(16) * 37 + 5) % VOCAB
-    step = lora_step(np.repeat([1, -1, 0, 2], lengths), torch.device("cpu"))
+    step = lora_step(np.repeat([1, -1, 0, 2], lengths), HOST)
     positions = torch.cat([torch.arange(n) for n in lengths])
 
     def hidden(add: Callable[..., None]) -> torch.Tensor:

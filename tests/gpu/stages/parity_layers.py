@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from batchgen.kernels.device import device_for
 from batchgen.kernels.lora import LoraPair, LoraPairs, LoraStep, lora_step
 from batchgen.kernels.moe import Routing
 from tests.gpu.compare import judge, judge_equal, poisoned
@@ -23,7 +24,7 @@ def lora_of(lab: Lab, rows: int, adapters: int, without: int = 0) -> LoraStep:
     """A step of `rows` tokens, each through one of the adapters or, `without` of them, through none."""
     chosen = lab.randint(0, adapters, rows)
     chosen[lab.rand(rows).argsort()[:without]] = -1
-    step = lora_step(chosen.cpu().numpy(), lab.device)
+    step = lora_step(chosen.cpu().numpy(), device_for(lab.device))
     assert step is not None
     return step
 

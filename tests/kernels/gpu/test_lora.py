@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from batchgen.kernels.device import HOST
 from batchgen.kernels.gpu import lora as kernels
 from batchgen.kernels.lora import LoraPair, LoraPairs, LoraStep, LoraTiles, add_lora, lora_step, tiles_of
 
@@ -31,7 +32,7 @@ def draw_pairs(
 
 
 def draw_step(adapters: list[int] | np.ndarray) -> LoraStep:
-    step = lora_step(np.asarray(adapters), CPU)
+    step = lora_step(np.asarray(adapters), HOST)
     assert step is not None
     return step
 
