@@ -16,9 +16,10 @@ import torch
 
 from batchgen.errors import DeviceError
 from batchgen.plan.split import split_plan
+from batchgen.plan.tree import PrefixTree
 from batchgen.plan.types import StepPlan
 
-__all__ = ["Halver", "Part", "is_out_of_memory"]
+__all__ = ["Halver", "Part", "is_out_of_memory", "stranded"]
 
 T = TypeVar("T")
 
@@ -60,6 +61,7 @@ class Halver:
         self._page_size = page_size
         self._release = release
         self._hopeless = 0
+        self._drew = False
 
     def run(self, plan: StepPlan, run: Callable[[StepPlan], T]) -> list[Part[T]]:
         """Run a step, in parts where it has to be. No result may be None.
@@ -117,18 +119,30 @@ class Halver:
         first, second = halves
         return [(second, at + part.tokens - second.tokens), (first, at)]
 
+    def strand(self, rows: int, problem: str) -> None:
+        """So many rows hang on a position that could not be computed.
+
+        Raises:
+            DeviceError: they are several, and no token was drawn before.
+        """
+        if not self._drew and rows >= _HOPELESS:
+            raise _device_error(rows, problem)
+
     def _judge(self, parts: list[Part[T]], lost: int) -> None:
         """Give up where `lost` parts of this step, and those of the last ones, failed alone and no token came out."""
         if any(part.result is not None and part.plan.samples for part in parts):
-            self._hopeless = 0
+            self._hopeless, self._drew = 0, True
             return
         self._hopeless += lost
         if lost and self._hopeless >= _HOPELESS:
-            problem = next(part.problem for part in parts if part.result is None)
-            raise DeviceError(
-                f"the device ran out of memory for {self._hopeless} rows one after the other, each of them alone, and "
-                f"for nothing did it suffice ({problem}); lower --kv-memory, or free memory that other processes hold"
-            )
+            raise _device_error(self._hopeless, next(part.problem for part in parts if part.result is None))
+
+
+def _device_error(rows: int, problem: str) -> DeviceError:
+    return DeviceError(
+        f"the device ran out of memory for {rows} rows with nothing beside them, and gave no token meanwhile "
+        f"({problem}); lower --kv-memory, or free memory that other processes hold"
+    )
 
 
 def _attempt(part: StepPlan, run: Callable[[StepPlan], T]) -> tuple[T | None, str]:
@@ -156,3 +170,23 @@ def _chunk_end(plan: StepPlan, at: int) -> int:
         if at < end:
             return end
     raise AssertionError("a chunk holds the token")
+
+
+def stranded(plan: StepPlan, tree: PrefixTree) -> list[int]:
+    """Requests that can never be finished when `plan`, of one token, could not be run.
+
+    Where the token's keys and values were to be stored, those are all whose prompts go through its position; for a
+    sequence that was computed again, its own.
+    """
+    found: list[int] = []
+    for chunk in plan.prefills:
+        if not chunk.store:
+            continue
+        if chunk.sequence is not None:
+            found.append(chunk.request)
+            continue
+        node = int(tree.node_of_request[chunk.request])
+        while tree.start[node] > chunk.start:
+            node = int(tree.parent[node])
+        found += tree.order[int(tree.first_row[node]) : int(tree.last_row[node]) + 1].tolist()
+    return found

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from typing import Final
 
 from batchgen.engine.best_of import keep_best
 from batchgen.engine.collector import QuietCollector
 from batchgen.engine.constraints import GrammarState
+from batchgen.engine.halving import stranded
+from batchgen.engine.joined import out_of_memory
 from batchgen.engine.planning import Workload
 from batchgen.engine.prompt_logprobs import PromptLogprobs
 from batchgen.engine.readout import LogprobsMode
@@ -35,6 +38,10 @@ from batchgen.text.surround import surround
 from batchgen.text.tokenizer import Tokenizer
 
 __all__ = ["Loop", "LoopState"]
+
+
+_NOBODY: Final = -1
+"""Number of a sequence that the scheduler never named."""
 
 
 @dataclass(slots=True)
@@ -113,7 +120,9 @@ class Loop:
         self.prompts = PromptLogprobs(workload, model.spec.vocab_size, self._token_text, backend.ops)
         self._states = states
         sampler = Sampler(device, backend.ops, processors, logprobs_mode)
-        self._runner = StepRunner(workload, model, pool, backend, device, sampler, self.prompts, states)
+        self._runner = StepRunner(
+            workload, model, pool, backend, device, sampler, self.prompts, states, scheduler.config.max_tokens_per_step
+        )
         self._streams = Streams(workload, tokenizer, emit)
         self._scores = Scores(workload, self.prompts, prompt_ids=prompt_ids)
         self._sequences: dict[int, Sequence] = {}
@@ -140,16 +149,49 @@ class Loop:
             flight = self._runner.issue(plan, self._sequences, last, reading)
             collector.tick()
             reading()
-            if not self._device.asynchronous:
+            if not self._device.asynchronous or flight.failed:
                 self._read(flight, ended)
             last = flight
             self._scheduler.commit(ended.sequences, ended.dropped)
             self.state.steps += 1
             yield from self._after(ended)
+            if self._runner.halver.retries:
+                yield from self._recover(flight)
         ended = _Ended()
         self._read(last, ended)
         self._scheduler.stats.sampled_tokens -= ended.dropped
         yield from self._after(ended)
+
+    def _recover(self, flight: Flight) -> Iterator[list[Completion]]:
+        """After a step that memory did not hold: smaller ones from now on, and an end for what hangs on a position
+        that could not be computed.
+        """
+        stats, halver = self._scheduler.stats, self._runner.halver
+        stats.oom_retries = halver.retries
+        self._scheduler.limit_tokens(halver.limit)
+        for part in flight.failed:
+            requests = stranded(part.plan, self._workload.tree)
+            halver.strand(len(requests), part.problem)
+            for request in requests:
+                yield from self._give_up(request, out_of_memory(part.problem))
+
+    def _give_up(self, index: int, error: ErrorInfo) -> Iterator[list[Completion]]:
+        """End a request, however many of its samples run."""
+        if not self._workload.samples[index]:
+            return
+        waiting = self._scheduler.unended
+        begun = self._scheduler.cancel(index)
+        leaving = [(number, self._sequences.pop(number)) for number in begun]
+        if waiting - self._scheduler.unended > len(begun):  # one for all those that never began
+            leaving.append((_NOBODY, self._start(self._workload.table[index], 0)))
+        if not leaving:
+            return
+        self._open[index].remaining = len(leaving)
+        for number, sequence in leaving:
+            sequence.fail(error)
+            if number == _NOBODY and not begun:
+                self._streams.finish_unstarted(sequence.request, self._completion(sequence))
+            yield from self._retire(number, sequence)
 
     def rehearse(self, job: Rehearsal) -> None:
         """Run the steps of a rehearsal, two in flight as in a job, and nothing else on this object."""

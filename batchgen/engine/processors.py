@@ -83,6 +83,8 @@ def _call(function: LogitProcessor, logits: Tensor, rows: Sequence[OfferedRow]) 
     try:
         result = function(logits, rows)
     except (Exception, SystemExit) as problem:  # whatever foreign code does
+        if isinstance(problem, torch.OutOfMemoryError):
+            raise  # a smaller step may do
         lines = str(problem).strip().splitlines()
         return None, f"{type(problem).__name__}: {lines[0][:200]}" if lines else type(problem).__name__
     if not isinstance(result, Tensor):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 import torch
@@ -12,12 +13,15 @@ from torch import Tensor
 
 from batchgen.engine.batch import StepBatch, build_batch
 from batchgen.engine.decode_table import DecodeTable
+from batchgen.engine.halving import Halver, Part, is_out_of_memory
+from batchgen.engine.joined import Drawn, FailedDraws, JoinedDraws
 from batchgen.engine.output_ring import OutputRing
 from batchgen.engine.planning import Workload
 from batchgen.engine.prompt_logprobs import PendingPrompts, PromptLogprobs
-from batchgen.engine.sampler import Draws, Sampled, Sampler
+from batchgen.engine.sampler import Sampled, Sampler
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.states import PendingStates, StateKeeper
+from batchgen.errors import DeviceError
 from batchgen.kernels.backend import Backend
 from batchgen.kernels.device import Device
 from batchgen.kernels.types import KVPool
@@ -25,6 +29,9 @@ from batchgen.models.base import Model, ModelInput
 from batchgen.plan.types import PageCopy, StepPlan
 
 __all__ = ["Flight", "StepRunner"]
+
+_COPIES: Final = 64
+"""Pages copied at once: they go through memory of their own."""
 
 
 @dataclass(slots=True)
@@ -34,12 +41,16 @@ class Flight:
     plan: StepPlan
     rows: list[Sequence] = field(default_factory=list)
     """[R] of the plan's samples"""
-    draws: Draws | None = None
+    draws: Drawn | None = None
     """None where nothing is drawn"""
     tapped: PendingStates | None = None
     scored: PendingPrompts | None = None
     seen: bool = False
     """whether its sequences have their tokens"""
+    parts: list[Flight] = field(default_factory=list)
+    """of a step that memory did not hold whole: what was run in its place"""
+    failed: list[Part[Flight]] = field(default_factory=list)
+    """what of it memory did not hold even alone, and what hung on that"""
 
     @property
     def places(self) -> dict[int, int]:
@@ -60,7 +71,9 @@ class StepRunner:
         sampler: Sampler,
         prompts: PromptLogprobs,
         states: StateKeeper | None,
+        max_tokens: int,
     ) -> None:
+        """`max_tokens`: most tokens of a step."""
         self._workload = workload
         self._model = model
         self._pool = pool
@@ -72,6 +85,8 @@ class StepRunner:
         self._states = states
         self.outputs = OutputRing(device)
         """what rows ask for beside their tokens, on its way to the host"""
+        self.halver = Halver(pool.page_size, max_tokens, device.release_cache)
+        """what is run in place of a step that memory does not hold"""
 
     @torch.inference_mode()
     def issue(
@@ -90,31 +105,67 @@ class StepRunner:
             return Flight(plan)
         tokens = None if last is None or last.seen or last.draws is None else last.draws.tokens
         unread = {} if last is None or tokens is None else last.places
-        batch = build_batch(
-            plan,
-            self._workload.table,
-            sequences,
-            self._decodes,
-            self._pool.page_size,
-            self._device,
-            self._workload.adapter,
-            unread,
-        )
+
+        def run(part: StepPlan) -> Flight:
+            return self._issue(part, sequences, tokens, unread, catch_up)
+
+        parts = self.halver.run(plan, run)
+        return parts[0].result if parts[0].plan is plan and parts[0].result else self._join(plan, parts, sequences)
+
+    def _issue(
+        self,
+        plan: StepPlan,
+        sequences: Mapping[int, Sequence],
+        tokens: Tensor | None,
+        unread: Mapping[int, int],
+        catch_up: Callable[[], None],
+    ) -> Flight:
+        """Queue a step or a part of one. When it fails it can be called anew.
+
+        `tokens` [R'] int64 are the last step's draws on the device, `unread` their places by sequence.
+        """
         flight = Flight(plan)
         try:
+            batch = build_batch(
+                plan,
+                self._workload.table,
+                sequences,
+                self._decodes,
+                self._pool.page_size,
+                self._device,
+                self._workload.adapter,
+                unread,
+            )
             self._run(flight, batch, tokens, sequences, catch_up)
         except BaseException:
             self._withdraw(flight)
             raise
         return flight
 
+    def _join(self, plan: StepPlan, parts: list[Part[Flight]], sequences: Mapping[int, Sequence]) -> Flight:
+        """One flight of the parts of a step."""
+        flight = Flight(plan, [sequences[sample.sequence] for sample in plan.samples])
+        draws: list[Drawn] = []
+        for part in parts:
+            if part.result is None:
+                flight.failed.append(part)
+                if count := len(part.plan.samples):
+                    draws.append(FailedDraws.out_of_memory(count, self._device.torch_device, part.problem))
+                continue
+            flight.parts.append(part.result)
+            if part.result.draws is not None:
+                draws.append(part.result.draws)
+        flight.draws = JoinedDraws.of(draws) if draws else None
+        return flight
+
     def read(self, flight: Flight) -> Sampled:
         """What was drawn, once it is here. Steps are read in their order; prompts' and states' keepers take theirs."""
         sampled = Sampled([]) if flight.draws is None else flight.draws.read()
-        if self._states is not None and flight.tapped is not None:
-            self._states.keep(flight.tapped)
-        if flight.scored is not None:
-            self._prompts.keep(flight.scored)
+        for part in flight.parts or (flight,):
+            if self._states is not None and part.tapped is not None:
+                self._states.keep(part.tapped)
+            if part.scored is not None:
+                self._prompts.keep(part.scored)
         return sampled
 
     def _run(
@@ -169,10 +220,15 @@ class StepRunner:
         return hidden
 
     def _copy_pages(self, copies: Seq[PageCopy]) -> None:
-        if copies:
-            self._pool.copy_pages(
-                *self._device.upload(
-                    np.array([copy.source for copy in copies], np.int64),
-                    np.array([copy.target for copy in copies], np.int64),
-                )
+        """Copy pages, once and in order: a source may be another page's target, so that nothing is copied twice."""
+        for at in range(0, len(copies), _COPIES):
+            some = copies[at : at + _COPIES]
+            sources, targets = self._device.upload(
+                np.array([copy.source for copy in some], np.int64), np.array([copy.target for copy in some], np.int64)
             )
+            try:
+                self._pool.copy_pages(sources, targets)
+            except RuntimeError as problem:
+                if is_out_of_memory(problem):
+                    raise DeviceError(f"memory ran out for copies of {len(some)} KV pages; lower --kv-memory") from None
+                raise

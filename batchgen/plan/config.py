@@ -76,3 +76,7 @@ class SchedulerStats:
     """Cached positions read for the decode rows with groups."""
     chunk_kv_positions: int = 0
     """Cached positions that the prefill chunks attend to, the chunks' own included."""
+    oom_retries: int = 0
+    """Tries of a step, or of a part of one, that ran out of memory."""
+    tokens_per_step: int = 0
+    """Most tokens of a step, at the end: less than was asked for where memory ran out."""

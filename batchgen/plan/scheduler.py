@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -49,7 +50,7 @@ class Scheduler:
     ) -> None:
         _check_columns(len(tree.order), samples, max_new)
         self.config = config
-        self.stats = SchedulerStats()
+        self.stats = SchedulerStats(tokens_per_step=config.max_tokens_per_step)
         self._tree = tree
         self._samples = np.ascontiguousarray(samples, dtype=np.int32)
         self._max_new = np.ascontiguousarray(max_new, dtype=np.int32)
@@ -84,6 +85,13 @@ class Scheduler:
         """
         needed = self.pages_needed(request)
         return needed if needed > self._allocator.capacity else None
+
+    def limit_tokens(self, tokens: int) -> None:
+        """Plan steps of at most so many tokens from now on, or of `max_num_seqs`: whatever has begun decodes."""
+        least = max(tokens, self.config.max_num_seqs)
+        if least < self.config.max_tokens_per_step:
+            self.config = replace(self.config, max_tokens_per_step=least)
+            self.stats.tokens_per_step = least
 
     def step(self) -> StepPlan | None:
         """Plan the next step; None when every sample has ended.

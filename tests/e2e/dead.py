@@ -1,0 +1,30 @@
+"""`batchgen` on a device without memory for any step. Run as a program: `python -m tests.e2e.dead run INPUT ...`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import batchgen.job.setup as setup
+from batchgen.cli.app import run_command
+from batchgen.models.base import Model, ModelInput
+from tests.e2e.instant import InstantModel, _inspect
+
+
+class DeadModel(InstantModel):
+    """Runs out of memory."""
+
+    def hidden(self, inputs: ModelInput) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def _load(model: str, **options: Any) -> Model:
+    return DeadModel(_inspect(model, **{name: value for name, value in options.items() if name != "revision"}))
+
+
+if __name__ == "__main__":
+    setup.inspect_model, setup.load_model = _inspect, _load
+    sys.exit(run_command(sys.argv[1:]))
