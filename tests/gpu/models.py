@@ -1,16 +1,26 @@
-"""Random models at real shapes, each built once on the device; small ones of the same kinds in a toy run."""
+"""Random models at real shapes, built once, while kernels compile; small ones of the same kinds in a toy run."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from batchgen.job.bench.shapes import SHAPES, Shape, build_model, resolve_bench_model
 from tests.gpu.lab import Lab
 
-__all__ = ["model_folder", "model_shape"]
+__all__ = ["built_aside", "model_folder", "model_shape"]
+
+_BUILD = """
+import sys, torch
+from batchgen.job.bench.shapes import resolve_bench_model
+for name in sys.argv[1:]:
+    resolve_bench_model(f"random:{name}", torch.device("cuda"))
+"""
+_building: list[subprocess.Popen[bytes]] = []
 
 _TOYS = {
     "0.6b": Shape(2, 32, 4, 2, 8, 48, 400, context=512, family="qwen3", text=True),
@@ -28,8 +38,26 @@ def model_shape(lab: Lab, name: str) -> Shape:
 def model_folder(lab: Lab, name: str) -> Iterator[str]:
     """A checkpoint of `model_shape`. Real ones stay in the user's cache folder for the next stage."""
     if not lab.toy:
+        for process in _building:
+            process.wait()
         yield resolve_bench_model(f"random:{name}", lab.device)
         return
     with tempfile.TemporaryDirectory() as folder:
         build_model(_TOYS[name], Path(folder))
         yield folder
+
+
+@contextmanager
+def built_aside(names: Sequence[str]) -> Iterator[None]:
+    """Build models in a process of its own meanwhile; whoever needs one waits for it, and builds it if that failed."""
+    if not names:
+        yield
+        return
+    root = Path(__file__).parents[2]
+    _building.append(subprocess.Popen([sys.executable, "-c", _BUILD, *names], cwd=root, stderr=subprocess.DEVNULL))
+    try:
+        yield
+    finally:
+        process = _building.pop()
+        process.kill()
+        process.wait()

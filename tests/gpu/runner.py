@@ -6,6 +6,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib import import_module
@@ -85,9 +86,19 @@ class _Run:
         )
         load()
         own = {"parity": self._parity, "flash": self._flash, "bench": self._bench, "tune": self._tune}
-        for name in (stage.name for stage in STAGES if stage.name in options.stages):
-            self._stage(name, own.get(name))
-            save(self.report)
+        with self._models():
+            for name in (stage.name for stage in STAGES if stage.name in options.stages):
+                self._stage(name, own.get(name))
+                save(self.report)
+
+    def _models(self) -> AbstractContextManager[None]:
+        """Inside, large models are built aside, if there are stages that need them."""
+        needed = {"workloads", "profile", "memory"}.intersection(self._options.stages)
+        if self._options.toy or self._options.shard or not needed:
+            return nullcontext()
+        from tests.gpu.models import built_aside  # here: it needs more of the machine than kernels do
+
+        return built_aside(("0.6b",) if needed == {"memory"} else ("0.6b", "8b", "1b"))
 
     def _stage(self, name: str, run: Callable[[], None] | None) -> None:
         self._lab.deadline = self._deadlines[name]

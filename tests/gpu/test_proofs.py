@@ -14,7 +14,7 @@ import torch
 from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.kernels.device import HOST
 from batchgen.request import Completion
-from tests.gpu import runner
+from tests.gpu import models, runner
 from tests.gpu.budget import DEFAULT_STAGES, STAGES, schedule
 from tests.gpu.compare import Verdict
 from tests.gpu.goals import GOALS, aimed
@@ -172,6 +172,22 @@ def test_the_longest_kernels_by_name_and_step() -> None:
     first, second = longest([Span("a", 0, 3), Span("b", 3, 4), Span("b", 4, 6), Span("a", 6, 9)], steps=2)
     assert first == {"name": "a", "us_per_step": 3.0, "calls_per_step": 1.0, "share": pytest.approx(2 / 3, abs=1e-4)}
     assert (second["name"], second["us_per_step"]) == ("b", 1.5)
+
+
+# Models
+
+
+def test_models_are_built_aside_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "_BUILD", "import sys; sys.exit(len(sys.argv) - 1)")
+    asked: list[str] = []
+    monkeypatch.setattr(models, "resolve_bench_model", lambda name, device: asked.append(name) or "folder")
+    with models.built_aside(("0.6b", "8b")):
+        (process,) = models._building
+        with models.model_folder(Lab(torch.device("cpu"), toy=False), "8b") as folder:
+            assert process.returncode == 2
+            assert (folder, asked) == ("folder", ["random:8b"])
+    with models.built_aside(()):
+        assert not models._building
 
 
 # Goals
