@@ -32,8 +32,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "states": {"return_hidden_states": {"layers": [-1], "tokens": "output"}},
     "stop strings": {"stop": ["\x00\x00never"]},
 }
-CATCH_UP = ("penalised", "all in one step")
-"""Kinds for which the host reads a step while the device is at the next one's layers: it draws by what it reads."""
 WARM = 8
 """Steps in which kernels are compiled, graphs captured and tables filled, which may wait."""
 
@@ -62,8 +60,7 @@ def waits_in_steady_steps(
             with watch.stack:
                 run_steps(engine, job, {WARM: watch.begin, WARM + steps: watch.end}, WARM + steps + 2)
             yield f"{kind}: waits in {steps} steps", judge_waits(watch.found, steps)
-            if kind not in CATCH_UP:
-                yield f"{kind}: steps read before the next is issued", judge_lateness(watch.lateness)
+            yield f"{kind}: steps read before the next is issued", judge_lateness(watch.lateness)
 
 
 class _Watch:
