@@ -42,7 +42,8 @@ def bench(
             metavar="PEERS",
             show_default=False,
             help="auto (those that this Python can import), none, or names, each with the Python that runs it. "
-            "Known: transformers, transformers-continuous, vllm, and baseline=FOLDER, another checkout of batchgen. "
+            "Known: transformers, transformers-continuous, vllm, baseline=FOLDER (another checkout of batchgen) and "
+            "deterministic (this one with that option). "
             "Default: auto. Example: --peers transformers=/opt/hf/bin/python",
         ),
     ] = "auto",

@@ -76,8 +76,22 @@ def mixed_rows(count: int, adapters: tuple[str, ...] = (), seed: int = 0) -> lis
     return rows
 
 
+def special_rows() -> list[dict[str, Any]]:
+    """One of each kind that goes a way of its own."""
+    prompt = [7, 8, 9, 10, 11, 12]
+    asked = {"max_new_tokens": NEW_TOKENS, "return_logprob": True, "top_logprobs_num": 2, "ignore_eos": True}
+    return [
+        {"id": "texts", "input_ids": prompt, "completions": [[5, 6], [40], [7, 7, 7, 9]]},
+        {"id": "embeds", "input_embeds": np.random.default_rng(0).normal(0, 0.3, (9, 64)).tolist(), **asked},
+        {"id": "best", "input_ids": prompt, "n": 1, "best_of": 3, **asked},
+        {"id": "words", "input_ids": prompt, "bad_words": ["w3 w4"], **asked},
+        {"id": "prompt", "input_ids": prompt * 5, "logprob_start_len": 0, **asked, "max_new_tokens": 0},
+        {"id": "stop", "input_ids": prompt, "stop_token_ids": list(range(0, VOCAB, 5)), "min_new_tokens": 3, **asked},
+    ]
+
+
 def preempting(monkeypatch: pytest.MonkeyPatch, engine: Engine, rows: list[dict[str, Any]]) -> dict[Any, Any]:
-    longest = max(len(row["input_ids"]) for row in rows) + NEW_TOKENS
+    longest = max(len(row.get("input_ids", ())) for row in rows) + NEW_TOKENS
     with monkeypatch.context() as patch:
         patch.setattr("batchgen.engine.engine.pool_pages", lambda *_: 2 * longest // engine.config.page_size + 4)
         found = run(engine, rows)
@@ -94,7 +108,7 @@ def assert_invariant(
     together = run(engine, rows)
     order = np.random.default_rng(1).permutation(len(rows))
     assert run(engine, [rows[i] for i in order]) == together
-    for row in rows[:alone]:
+    for row in rows[:alone] + rows[-6:]:
         for key, value in run(engine, [row]).items():
             assert value == together[key], row
     chunked = Engine.from_parts(
@@ -118,7 +132,7 @@ def test_rows_of_every_kind(implementation: str, dtype: str, tmp_path: Path, mon
     folder = saved(tmp_path / "base", "llama")
     names = ("two", "all")
     adapters = {name: str(save_adapter(folder, tmp_path / name, seed=i, **KINDS[name])) for i, name in enumerate(names)}
-    rows = mixed_rows(48, names)
+    rows = mixed_rows(48, names) + special_rows()
     assert_invariant(monkeypatch, folder, rows, model_impl=implementation, dtype=dtype, lora=adapters)
 
 

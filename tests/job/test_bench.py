@@ -166,6 +166,8 @@ def test_peers() -> None:
     assert parse_peers("none") == []
     assert parse_peers("auto") == [EngineSource("transformers", sys.executable)]
     assert parse_peers(f"transformers={sys.executable}") == [EngineSource("transformers", sys.executable)]
+    (ourselves,) = parse_peers("deterministic")
+    assert (ourselves.name, ourselves.script) == ("deterministic", "engine_batchgen")
     with pytest.raises(UsageError, match="unknown peer 'sglan'; known: transformers"):
         parse_peers("sglan")
     with pytest.raises(UsageError, match="named twice"):

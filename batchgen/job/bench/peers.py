@@ -9,13 +9,15 @@ from pathlib import Path
 
 from batchgen.errors import UsageError
 
-__all__ = ["BASELINE", "OURS", "PEERS", "REFERENCE", "EngineSource", "parse_peers"]
+__all__ = ["BASELINE", "DETERMINISTIC", "OURS", "PEERS", "REFERENCE", "EngineSource", "parse_peers"]
 
 OURS = "batchgen"
 REFERENCE = "transformers"
 """What every engine's greedy ids are held against, in float32 and one row at a time."""
 BASELINE = "baseline"
 """Another checkout of batchgen, as it stands in a folder."""
+DETERMINISTIC = "deterministic"
+"""batchgen itself with `--deterministic`: what that costs."""
 
 PEERS = {"transformers": "transformers", "transformers-continuous": "transformers", "vllm": "vllm"}
 """Peer -> the module whose presence says that it can run. Each has an `engines/engine_NAME.py`."""
@@ -35,11 +37,12 @@ class EngineSource:
     @property
     def script(self) -> str:
         """The file under `engines/` that drives it, without its suffix."""
-        return f"engine_{OURS if self.name == BASELINE else self.name.replace('-', '_')}"
+        return f"engine_{OURS if self.name in (BASELINE, DETERMINISTIC) else self.name.replace('-', '_')}"
 
 
 def parse_peers(text: str) -> list[EngineSource]:
-    """The peers of `--peers auto|none|NAME[=PYTHON],...`, where `baseline=FOLDER` is another checkout of batchgen.
+    """The peers of `--peers auto|none|NAME[=PYTHON],...`, where `baseline=FOLDER` is another checkout of batchgen
+    and `deterministic` this one with that option.
 
     Raises:
         UsageError: a name is unknown or given twice, or its interpreter cannot import it.
@@ -51,12 +54,15 @@ def parse_peers(text: str) -> list[EngineSource]:
     peers: list[EngineSource] = []
     for item in text.split(","):
         name, given, python = item.strip().partition("=")
-        if name not in (*PEERS, BASELINE):
-            raise UsageError(f"--peers: unknown peer {name!r}; known: {', '.join(PEERS)}, {BASELINE} (or auto, none)")
+        if name not in (known := (*PEERS, BASELINE, DETERMINISTIC)):
+            raise UsageError(f"--peers: unknown peer {name!r}; known: {', '.join(known)} (or auto, none)")
         if any(peer.name == name for peer in peers):
             raise UsageError(f"--peers: {name} is named twice")
         if name == BASELINE:
             peers.append(_baseline(python))
+            continue
+        if name == DETERMINISTIC:
+            peers.append(EngineSource(DETERMINISTIC))
             continue
         source = EngineSource(name, str(Path(python).expanduser())) if given else EngineSource(name)
         if not _can_import(source):

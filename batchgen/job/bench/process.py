@@ -9,7 +9,7 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from threading import Timer
 from types import TracebackType
@@ -17,7 +17,7 @@ from typing import Any, Protocol, Self
 
 import batchgen
 from batchgen.errors import BatchgenError
-from batchgen.job.bench.peers import OURS, EngineSource
+from batchgen.job.bench.peers import DETERMINISTIC, OURS, EngineSource
 from batchgen.job.bench.workloads import BenchRow
 
 __all__ = ["BenchEngine", "EngineFailed", "EngineProcess", "Generated", "LoadSpec"]
@@ -99,7 +99,7 @@ class EngineProcess:
         self.name = source.name
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  # closed by close
         env = {**os.environ, "OMP_NUM_THREADS": str(spec.threads), "PYTHONSAFEPATH": ""}
-        root = str(Path(batchgen.__file__).parents[1]) if source.name == OURS else source.root
+        root = str(Path(batchgen.__file__).parents[1]) if source.name in (OURS, DETERMINISTIC) else source.root
         if root is not None:
             env["PYTHONPATH"] = os.pathsep.join(p for p in (root, env.get("PYTHONPATH")) if p)
         try:
@@ -114,6 +114,8 @@ class EngineProcess:
         self._timer.daemon = True
         self._timer.start()
         try:
+            if source.name == DETERMINISTIC:
+                spec = replace(spec, options={**spec.options, "deterministic": True})
             loaded = self._ask({"op": "load", **asdict(spec)})
         except BaseException:
             self.close()
