@@ -29,7 +29,7 @@ from batchgen.kernels.device import Device, device_for
 from batchgen.kernels.types import KVPool
 from batchgen.media_root import MediaRoot
 from batchgen.models.base import Model
-from batchgen.models.invariant import InvariantModel
+from batchgen.models.invariant import invariant_model
 from batchgen.models.load import load_model
 from batchgen.params import SamplingParams
 from batchgen.plan.config import GROUP_MIN_SAVING
@@ -101,7 +101,10 @@ class Engine:
         self._media_root = MediaRoot(config.media_root)
         self.backend: Backend | None = fixed_kernels(config, model.spec)
         """The kernels of every run; where `auto` measures them, chosen by the first."""
-        self.model: Model = InvariantModel(model) if config.deterministic else model
+        self.model: Model = model
+        if config.deterministic:
+            assert self.backend is not None, "what is measured is not deterministic"
+            self.model = invariant_model(model, self.backend.product)
         self.tokenizer = tokenizer
         self.grammars = grammars or Grammars(tokenizer, model.spec.vocab_size, lenient=config.lenient_schemas)
         """Constraints of rows, each compiled once."""

@@ -29,7 +29,8 @@ def fixed_kernels(config: EngineConfig, spec: ModelSpec) -> Backend | None:
         return None
     try:
         named = choose_backend(config.attention, needs)
-        return named if needs.capability is None or named.name == "torch" else None
+        measured = needs.capability is not None and named.name != "torch" and not config.deterministic
+        return None if measured else named
     except BackendUnavailable as problem:
         remedy = problem.remedy or "leave the option out to take the best there is here"
         raise UsageError(f"`--attention {config.attention}` cannot run here: {problem}; {remedy}") from None

@@ -23,6 +23,7 @@ from batchgen.kernels.chips import (
     candidate_tunings,
     chip_name,
     chip_tuning,
+    fixed_tuning,
     known_chips,
     measured_tuning,
 )
@@ -30,6 +31,7 @@ from batchgen.kernels.flash import flash_factory
 from batchgen.kernels.flash_check import check_library, flash_refusal
 from batchgen.kernels.flash_library import FlashLibrary, FlashUnavailable, find_flash, first_line, versions_for
 from batchgen.kernels.invariant_attention import InvariantAttention
+from batchgen.kernels.linear import Product
 from batchgen.kernels.measure import Timer, TypicalStep, device_timer, layer_milliseconds
 from batchgen.kernels.ops import Ops
 from batchgen.kernels.types import AttentionBatch, KVPool, LayerKV, PagedAttention
@@ -75,6 +77,8 @@ class Backend:
     attention: AttentionFactory
     ops: Ops
     """All operations but attention."""
+    product: Product | None = None
+    """What multiplies in a model's linear layers; None: whatever is fastest there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +155,32 @@ def choose_backend(
 
 
 def _deterministic(name: str, needs: AttentionNeeds) -> Backend:
-    """Kernels whose results for a row depend on that row alone."""
-    if needs.device.type != "cpu":
-        raise BackendUnavailable("`--deterministic` is not built for GPUs", "leave one of the two out")
-    if name not in ("auto", "torch"):
-        raise BackendUnavailable("`--deterministic` computes by plain PyTorch on a CPU", "leave one of the two out")
-    return INVARIANT
+    """Kernels whose results for a row depend on that row alone. Nothing is measured: another run may not differ."""
+    if name == "flash":
+        raise BackendUnavailable("`--deterministic`: flash splits its work by the batch", _DETERMINISTIC_REMEDY)
+    on_gpu = needs.capability is not None or needs.device.type != "cpu"
+    if on_gpu and name == "torch":
+        raise BackendUnavailable("`--deterministic` computes by Triton on a GPU", _DETERMINISTIC_REMEDY)
+    return _invariant_triton(needs) if on_gpu or name == "triton" else INVARIANT
+
+
+_DETERMINISTIC_REMEDY = "leave one of the two out"
+
+
+def _invariant_triton(needs: AttentionNeeds) -> Backend:
+    """Triton's kernels with tiles that no batch chooses, and a product for the model's linear layers."""
+    found = _triton(needs)
+    from batchgen.kernels.gpu import invariant_ops as ops
+    from batchgen.kernels.gpu.matmul import linear
+    from batchgen.kernels.gpu.walk import WalkAttention
+
+    tuning = fixed_tuning(needs.device)
+    try:
+        for layer in needs.layers:
+            tuning.attention_tile("fixed", max(layer.key_dim, layer.value_dim), needs.dtype)
+    except ValueError as problem:
+        raise BackendUnavailable(str(problem)) from None
+    return Backend(found.name, f"{found.describes}, batch-invariant", WalkAttention, ops, linear)
 
 
 def _tune(device: torch.device, step: TypicalStep | None, timer: Timer) -> None:

@@ -31,7 +31,7 @@ __all__ = [
     "tuning_of",
 ]
 
-ATTENTION_KINDS: Final = ("decode", "prefill", "float32")
+ATTENTION_KINDS: Final = ("decode", "prefill", "fixed", "float32")
 GROUPED_KINDS: Final = ("half", "float32")
 MATMUL_KINDS: Final = ("half", "float32")
 LARGEST_TILE: Final = 65536
@@ -131,7 +131,7 @@ class ChipTuning:
     prefix_pass_tokens: int
     """Reads of cached positions that a pass of its own must save for a group, (rows - 1) x shared, to pay."""
     attention: Mapping[str, Mapping[int, AttentionTile]]
-    """"decode", "prefill" and "float32" -> padded head size -> tile."""
+    """"decode", "prefill", "fixed" and "float32" -> padded head size -> tile."""
     grouped: Mapping[str, Mapping[int, GroupedTile]]
     """"half" and "float32" -> rows -> tile."""
     matmul: Mapping[str, Mapping[int, MatmulTile]]
@@ -156,7 +156,7 @@ class ChipTuning:
         return tiles[next((size for size in sorted(tiles) if outputs <= size), max(tiles))]
 
     def attention_tile(self, kind: str, head_dim: int, dtype: torch.dtype) -> AttentionTile:
-        """The tile of a kind, "decode" or "prefill", for heads of up to `head_dim` numbers.
+        """The tile of a kind, "decode", "prefill" or "fixed" (for any work), for heads of up to `head_dim` numbers.
 
         Raises:
             ValueError: no tile takes heads of that size.

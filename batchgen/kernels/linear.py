@@ -73,6 +73,10 @@ class Linear:
         """The weight [O, I] in the ordinary layout: a copy where it is packed."""
         return self.weight.to_dense() if self.packed else self.weight
 
+    def with_product(self, product: Product) -> Linear:
+        """The same layer, computed by `product`."""
+        return Linear(self.dense_weight(), self.bias, product=product)
+
     def __call__(self, x: Tensor) -> Tensor:
         """The product, [..., O]."""
         return self._apply(x, self.weight, self.bias)

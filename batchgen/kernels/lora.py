@@ -22,8 +22,8 @@ from torch import Tensor
 from batchgen.kernels.device import Device
 
 __all__ = [
-    "OUTPUT_BLOCK", "LoraPair", "LoraPairs", "LoraSegment", "LoraStack", "LoraStep", "LoraTiles", "add_lora",
-    "lora_step", "stack_pairs", "tiles_of",
+    "OUTPUT_BLOCK", "TALL_TILE", "LoraPair", "LoraPairs", "LoraSegment", "LoraStack", "LoraStep", "LoraTiles",
+    "add_lora", "lora_step", "stack_pairs", "tiles_of",
 ]  # fmt: skip
 
 Int64 = npt.NDArray[np.int64]
@@ -32,7 +32,7 @@ OUTPUT_BLOCK: Final = 128
 """Columns of B for which a `LoraStack` says which ranks matter."""
 _RANK_BLOCK: Final = 16
 """Ranks of a stack's adapter are a multiple of this: what a tensor core takes."""
-_SHORT_TILE, _TALL_TILE = 16, 64
+_SHORT_TILE, TALL_TILE = 16, 64
 """Tokens of a tile where adapters have few tokens each, and where they have many."""
 
 
@@ -196,7 +196,7 @@ def _segments(adapters: list[int], counts: list[int], order: Tensor) -> tuple[Lo
 
 def _cut(adapters: list[int], counts: list[int]) -> tuple[Int64, int]:
     """Tiles [M, 3] of segments that stand one after another, and the most tokens of a tile."""
-    rows = _TALL_TILE if sum(counts) >= _TALL_TILE * len(counts) else _SHORT_TILE
+    rows = TALL_TILE if sum(counts) >= TALL_TILE * len(counts) else _SHORT_TILE
     sizes = np.asarray(counts, np.int64)
     each = -(-sizes // rows)  # tiles of each segment
     segment = np.repeat(np.arange(len(counts)), each)

@@ -20,12 +20,14 @@ from torch import Tensor
 from batchgen.errors import UsageError
 from batchgen.kernels import invariant_ops
 from batchgen.kernels.invariant_attention import InvariantAttention
+from batchgen.kernels.linear import Product
 from batchgen.kernels.lora import LoraSegment, LoraStep
 from batchgen.kernels.types import AttentionBatch, ChunkPages, KVPool
 from batchgen.models.base import Model, ModelInput, ModelSpec, Taps, TokenEmbeds
 from batchgen.models.hf import TransformersModel
+from batchgen.models.native import NativeModel
 
-__all__ = ["InvariantModel"]
+__all__ = ["InvariantModel", "invariant_model"]
 
 _HEIGHTS = (16, 64)
 """Tokens of a small and of a large tile. Multiples of 16, so that vectors begin where rows do."""
@@ -33,6 +35,22 @@ _PROBE_LENGTHS = (3, 5, 7, 9, 11, 13, 16)
 """Sequences of the check at start: 64 tokens."""
 _ARRANGEMENTS = (((0, 1, 2, 3, 4, 5, 6),), ((5, 2, 6, 0, 3, 1, 4),), ((4, 6), (1, 3, 0, 5, 2)))
 """Steps of the check: the sequences of each, in their order."""
+
+
+def invariant_model(model: Model, product: Product | None) -> Model:
+    """The model such that a token's bits depend on nothing beside it: by a `product` that is so, else by tiles.
+
+    Raises:
+        UsageError: that cannot be had of this model.
+    """
+    if product is None:
+        return InvariantModel(model)
+    if not isinstance(model, NativeModel):
+        raise UsageError(
+            f"`--deterministic` on a GPU computes by kernels of its own, and a {model.spec.name} model by the "
+            "library's; leave the option out, or compute on a CPU"
+        )
+    return model.with_product(product)
 
 
 class InvariantModel:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen.kernels.linear import Linear
+from batchgen.kernels.linear import Linear, Product
 from batchgen.kernels.lora import LoraPairs, LoraStep
 from batchgen.kernels.ops import Ops
 from batchgen.kernels.rope import inverse_frequencies
@@ -28,6 +29,10 @@ from batchgen.models.native_weights import FusedTensor, NativeLayout, adapted_pa
 from batchgen.models.weights import WeightReader
 
 __all__ = ["NativeModel", "load_native", "native_spec"]
+
+
+_LINEARS: Final = ("qkv", "o", "gate_up", "down")
+"""A layer's products."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,15 @@ class NativeModel:
     def spec(self) -> ModelSpec:
         """Sizes and identity."""
         return self._spec
+
+    def with_product(self, product: Product) -> NativeModel:
+        """The same model, whose linear layers and head are computed by `product`."""
+        layers = [
+            replace(layer, **{name: getattr(layer, name).with_product(product) for name in _LINEARS})
+            for layer in self._layers
+        ]
+        head = self._head.with_product(product)
+        return NativeModel(self._spec, self._config, self._embedding, layers, self._norm, head)
 
     @torch.no_grad()
     def hidden(self, inputs: ModelInput) -> Tensor:

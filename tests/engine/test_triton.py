@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.engine import Engine
-from batchgen.errors import ErrorCode
+from batchgen.errors import ErrorCode, UsageError
 from batchgen.kernels.gpu.launch import recording
 from batchgen.request import Completion
 from tests.engine.grammar_model import save_grammar_model
@@ -159,3 +160,28 @@ def test_rows_of_not_a_numbers_fail_alone(
     work = [{"input_ids": [i + 3, 7], "max_new_tokens": 1, "temperature": i % 2, **edited} for i in range(4)]
     done = list(engine.generate(work, ordered=True))
     assert [c.error.code if c.error else None for c in done] == [None, *[ErrorCode.NAN_LOGITS] * 2, None]
+
+
+def test_a_deterministic_job_on_the_kernels_of_a_gpu(tmp_path: Path) -> None:
+    """As the plain job; and every linear layer is computed by the product whose rows never know of each other."""
+    save_tiny("qwen3", tmp_path / "base")
+    save_word_tokenizer(tmp_path / "base", VOCAB)
+    work = rows(None)[:6]
+    wanted = generate(tmp_path / "base", "torch", work)
+    kernels: Counter[str] = Counter()
+    engine = Engine(
+        str(tmp_path / "base"), attention="triton", dtype="float32", page_size=4, max_tokens_per_step=64,
+        deterministic=True,
+    )  # fmt: skip
+    for got, want in zip(engine.generate(work, ordered=True), wanted, strict=True):
+        assert_same(got, want)
+    with recording(lambda kernel, *_: kernels.update([kernel.__name__])):
+        engine.model.logits(torch.zeros(3, engine.model.spec.hidden_size))
+    assert kernels == {"_matmul": 1}
+
+
+def test_a_deterministic_job_on_a_gpu_refuses_the_library_s_products(tmp_path: Path) -> None:
+    save_tiny("gemma2", tmp_path)
+    save_word_tokenizer(tmp_path, VOCAB)
+    with pytest.raises(UsageError, match="a gemma2 model by the library's; leave the option out, or compute on a CPU"):
+        Engine(str(tmp_path), attention="triton", dtype="float32", deterministic=True)

@@ -15,8 +15,11 @@ from batchgen.kernels import chips, torch_ops
 from batchgen.kernels.attention import TorchAttention
 from batchgen.kernels.backend import AttentionNeeds, BackendUnavailable, capability_of, choose_backend
 from batchgen.kernels.flash import FlashAttention
+from batchgen.kernels.gpu import invariant_ops
 from batchgen.kernels.gpu import ops as gpu_ops
 from batchgen.kernels.gpu.attention import TritonAttention
+from batchgen.kernels.gpu.matmul import linear
+from batchgen.kernels.gpu.walk import WalkAttention
 from batchgen.kernels.measure import TypicalStep
 from batchgen.kernels.types import LayerKV
 from tests.kernels.fake_flash import Fakes, fakes
@@ -262,3 +265,30 @@ def test_tiles_are_not_measured_without_a_step(strange_chip: torch.device) -> No
 
 def test_no_gpu_has_no_capability() -> None:
     assert capability_of(CPU) is None
+
+
+def test_a_deterministic_run_on_a_gpu_takes_triton_with_a_product_and_measures_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_start", lambda *_: None)
+    needs, clock = replace(ON_HOPPER, deterministic=True), Clock()
+    for name in ("auto", "triton"):
+        chosen = choose_backend(name, needs, STEP, clock)
+        assert chosen.name == "triton"
+        assert chosen.describes.endswith(", batch-invariant")
+        assert chosen.attention is WalkAttention
+        assert chosen.ops is invariant_ops
+        assert chosen.product is linear
+    assert not clock.timed
+    remedy = "leave one of the two out"
+    assert reason("flash", needs, remedy) == "`--deterministic`: flash splits its work by the batch"
+    assert reason("torch", needs, remedy) == "`--deterministic` computes by Triton on a GPU"
+    wide = replace(needs, layers=(LayerKV(1, 512, 512),))
+    assert reason("auto", wide) == "no attention tile for heads of 512; the largest takes 256"
+
+
+def test_a_deterministic_run_on_a_cpu() -> None:
+    needs = replace(ON_CPU, deterministic=True)
+    assert choose_backend("auto", needs) is choose_backend("torch", needs)
+    assert choose_backend("auto", needs).product is None
+    assert choose_backend("triton", needs).product is linear

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from batchgen.kernels.gpu.common import dot, power_of_2, rounded
 from batchgen.kernels.gpu.launch import launch
-from batchgen.kernels.lora import OUTPUT_BLOCK, LoraPairs, LoraStep, tiles_of
+from batchgen.kernels.lora import OUTPUT_BLOCK, TALL_TILE, LoraPairs, LoraStep, tiles_of
 
 __all__ = ["add_lora"]
 
@@ -24,7 +24,7 @@ _PROGRAMS = 256
 _MOST_PARTS = 16
 
 
-def add_lora(out: Tensor, x: Tensor, step: LoraStep, pairs: LoraPairs) -> None:
+def add_lora(out: Tensor, x: Tensor, step: LoraStep, pairs: LoraPairs, fixed: bool = False) -> None:
     """Add every segment's change to `out` in place.
 
     Args:
@@ -32,29 +32,29 @@ def add_lora(out: Tensor, x: Tensor, step: LoraStep, pairs: LoraPairs) -> None:
         x: [T, I], in the pairs' dtype.
         step: which tokens go through which adapter.
         pairs: the layer's, by adapter.
+        fixed: whether a token's bits may not depend on the others: tiles and parts are chosen by the layer alone.
     """
-    stack = pairs.stack
-    tiles = tiles_of(step, x.shape[0], x.device)
-    if x.stride(1) != 1:
-        x = x.contiguous()
+    stack, tiles = pairs.stack, tiles_of(step, x.shape[0], x.device)
+    x = x if x.stride(1) == 1 else x.contiguous()
     assert out.stride(1) == 1, "the outputs of a token stand side by side"
+    rows, programs = (TALL_TILE, _MOST_PARTS) if fixed else (tiles.rows, _PROGRAMS // max(1, tiles.tiles.shape[0]))
     inputs, outputs, places, count = x.shape[1], out.shape[1], tiles.order.shape[0], tiles.tiles.shape[0]
     ranks = min(64, power_of_2(stack.width, 16))
-    columns = min(128 if tiles.rows * ranks <= 2048 else 64, power_of_2(inputs, 16))
+    columns = min(128 if rows * ranks <= 2048 else 64, power_of_2(inputs, 16))
     rank_blocks = -(-stack.width // ranks)
-    parts = max(1, min(_MOST_PARTS, _PROGRAMS // max(1, count * rank_blocks), inputs // (4 * columns)))
+    parts = max(1, min(_MOST_PARTS, programs // rank_blocks, inputs // (4 * columns)))
     part = -(-inputs // (parts * columns))  # blocks of inputs that a part takes
     parts = -(-inputs // (part * columns))
     sums = torch.empty(parts, places, stack.width, dtype=torch.float32, device=x.device)
     launch(
         _shrink, (count, rank_blocks, parts), x, tiles.order, tiles.tiles, stack.down, stack.ranges, sums,
         x.stride(0), inputs, stack.width, places, part,
-        ROWS=tiles.rows, RANKS=ranks, COLUMNS=columns, num_warps=4, num_stages=3,
+        ROWS=rows, RANKS=ranks, COLUMNS=columns, num_warps=4, num_stages=3,
     )  # fmt: skip
     launch(
         _expand, (count, -(-outputs // OUTPUT_BLOCK)), out, tiles.order, tiles.tiles, stack.up, stack.ranges,
         stack.spans, sums, out.stride(0), outputs, stack.width, places, parts,
-        ROWS=tiles.rows, RANKS=ranks, COLUMNS=OUTPUT_BLOCK, num_warps=4 if tiles.rows == 16 else 8, num_stages=2,
+        ROWS=rows, RANKS=ranks, COLUMNS=OUTPUT_BLOCK, num_warps=4 if rows == 16 else 8, num_stages=2,
     )  # fmt: skip
 
 

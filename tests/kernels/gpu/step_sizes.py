@@ -25,6 +25,7 @@ from batchgen.kernels.gpu.merge import merge_parts
 from batchgen.kernels.gpu.moe import moe_experts, route
 from batchgen.kernels.gpu.norm import add_rms_norm, rms_norm
 from batchgen.kernels.gpu.rope import rope_tables
+from batchgen.kernels.gpu.walk import WalkAttention
 from batchgen.kernels.lora import OUTPUT_BLOCK, LoraPairs, LoraStack, LoraStep, LoraTiles
 from batchgen.kernels.moe import Experts, Routing
 from batchgen.kernels.sampling import SamplingColumns
@@ -149,3 +150,4 @@ def _attend(layer: LayerKV, rows: int) -> None:
                 batch = AttentionBatch(_ints(chunk + rows), chunks, chunk, groups, table, lens, start, length)
                 query = _empty(chunk + rows, 16, 128)
                 TritonAttention(pool, batch, multiprocessors=132).attend_stored(0, query, scale=0.1)
+                WalkAttention(pool, batch).attend_stored(0, query, scale=0.1)
