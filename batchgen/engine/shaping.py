@@ -166,8 +166,9 @@ class Shaper:
         self._penalised: PenalisedRows | None = None
         if penalised:
             repetition, frequency, presence = (at[name] for name in _PENALTIES)
+            slots = np.array([s.slot for _, s in penalised], np.int64)  # what was uploaded is not looked at again
             self._penalised = PenalisedRows(
-                penalised[0][1].counts, arrays["slots"], at["slots"], at["penalised"], (repetition, frequency, presence)
+                penalised[0][1].counts, slots, at["slots"], at["penalised"], (repetition, frequency, presence)
             )
 
     @property
