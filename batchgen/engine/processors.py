@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from batchgen.errors import ErrorCode, ErrorInfo
+from batchgen.kernels.device import Device
 from batchgen.processors import LogitProcessor, ProcessorRow
 from batchgen.request import Request
 
@@ -42,14 +44,17 @@ class OfferedRow(ProcessorRow):
 
 
 def process(
-    function: LogitProcessor, name: str, logits: Tensor, index: list[int], rows: Sequence[OfferedRow]
+    device: Device, function: LogitProcessor, name: str, logits: Tensor, index: list[int], rows: Sequence[OfferedRow]
 ) -> dict[int, ErrorInfo]:
     """Let `function` change the rows `index` of a step's logits, in place; rows it fails on stay as they are.
 
     A batch that it does not take whole is handed to it again row by row, so that a row's result never depends on what
     its neighbours make of the processor.
 
+    This waits: foreign code may have waited anyway, and what it made of a row decides whether the row ends here.
+
     Args:
+        device: the step's.
         function: the processor.
         name: as the run named it.
         logits: [R, V] float32.
@@ -59,17 +64,17 @@ def process(
     Returns:
         What went wrong, by row of the step.
     """
-    at = torch.tensor(index, dtype=torch.int64, device=logits.device)
+    (at,) = device.upload(np.array(index, np.int64))
     result, problem = _call(function, logits[at], rows)
     if result is None and len(index) == 1:
         return {index[0]: _error(name, problem)}
     if result is None:
         errors: dict[int, ErrorInfo] = {}
         for row, offered in zip(index, rows, strict=True):
-            errors |= process(function, name, logits, [row], [offered])
+            errors |= process(device, function, name, logits, [row], [offered])
         return errors
-    largest = result.amax(dim=-1)
     logits.index_copy_(0, at, result)
+    (largest,) = device.download(result.amax(dim=-1)).wait()
     return {
         index[i]: _error(name, "it masked every token" if value == -torch.inf else f"it gave {value} among the logits")
         for i, value in enumerate(largest.tolist())

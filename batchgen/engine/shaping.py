@@ -210,7 +210,7 @@ class Shaper:
             shown = [(i, row) for i, row in rows if i not in failed]
             if shown:
                 index, offered = [i for i, _ in shown], [row for _, row in shown]
-                errors |= process(self._processors[name].function, name, logits, index, offered)
+                errors |= process(self._device, self._processors[name].function, name, logits, index, offered)
         return errors
 
     def _mask(self, logits: Tensor) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from batchgen.engine.engine import Engine
 from batchgen.engine.sampler import Draws, Sampler
@@ -100,6 +101,21 @@ def test_constrained_rows_hold_nobody_up(tmp_path: Path) -> None:
     assert job.syncs == []
     assert steady_steps(job)
     assert_late(job, downloads=0)
+
+
+def test_processors_wait_at_the_door_alone(model: Path) -> None:
+    """Foreign code decides what becomes of a row before its draw: the one kind of row that is waited for."""
+
+    def push(logits: Tensor, rows: object) -> Tensor:
+        return logits + 1
+
+    work = rows([{"temperature": 0}, {"temperature": 0, "custom_logit_processor": "push"}])
+    job = run_job(model, work, logit_processor={"push": push})
+    assert all(c.error is None for c in job.done), job.done
+    assert job.syncs == []
+    assert steady_steps(job)
+    for step in steady_steps(job):
+        assert step.downloads == {"tokens": 3}  # which rows are spoilt, what the processor made of its own, the draw
 
 
 def test_a_planted_wait_is_found(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
