@@ -48,9 +48,8 @@ def mixed_rows(lab: Lab, *, family: str, hidden: int, layers: int, **job: int) -
         yield "constrained rows: xgrammar is not importable"
     with _model(family, hidden, layers, torch.float32) as (folder, adapters):
         rows = mixed_job(job["rows"], job["prompt"], job["new"], list(adapters), seed=1)
-        reference, ours = _engine(folder, lora=adapters), _engine(folder, lab, lora=adapters)
-        ours.grammars = reference.grammars  # which take seconds to compile
-        want, got = _finished(reference, with_gaps(rows)), _finished(ours, rows)
+        want = _finished(_engine(folder, lab, reference=True, lora=adapters), with_gaps(rows))
+        got = _finished(_engine(folder, lab, lora=adapters), rows)
         yield from compare(rows, got, want)
 
 
@@ -89,16 +88,19 @@ def _model(family: str, hidden: int, layers: int, dtype: torch.dtype) -> Iterato
         yield folder, {x: str(save_adapter(folder, Path(name) / x, seed)) for seed, x in enumerate(("one", "two"))}
 
 
-def _engine(folder: Path, lab: Lab | None = None, **options: Any) -> Engine:
-    """The engine under test, on the GPU's kernels; without a lab the reference, plain PyTorch on the CPU.
+def _engine(folder: Path, lab: Lab, *, reference: bool = False, **options: Any) -> Engine:
+    """The engine under test, on the GPU's kernels, or the reference, plain PyTorch on the CPU.
 
     In a toy run both are the latter, in other steps.
     """
     where: dict[str, Any] = {"device": "cpu", "attention": "torch"}
-    if lab is not None:
+    if not reference:
         steps = {"max_tokens_per_step": 24, "max_num_seqs": 9}
         where = {**where, **steps} if lab.toy else {"device": "cuda", "attention": "triton"}
-    return Engine(str(folder), **{"dtype": "float32", **where, **options})
+    engine = Engine(str(folder), **{"dtype": "float32", **where, **options})
+    # Grammars take seconds to compile, and all these models have one tokenizer.
+    engine.grammars = lab.kept.setdefault("grammars", engine.grammars)
+    return engine
 
 
 def _finished(engine: Engine, rows: list[Row]) -> list[Completion]:
