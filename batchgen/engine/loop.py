@@ -12,6 +12,7 @@ from batchgen.engine.collector import QuietCollector
 from batchgen.engine.constraints import GrammarState
 from batchgen.engine.halving import stranded
 from batchgen.engine.joined import out_of_memory
+from batchgen.engine.output_ring import OutputRing
 from batchgen.engine.planning import Workload
 from batchgen.engine.prompt_logprobs import PromptLogprobs
 from batchgen.engine.readout import LogprobsMode
@@ -130,6 +131,11 @@ class Loop:
         """Sequences that run for their prompt alone: their one draw is dropped."""
         self._open: dict[int, _Open] = {}
         self.state = LoopState(kv_pages=pool.keys[0].shape[0] - 1 if pool.keys else 0)
+
+    @property
+    def outputs(self) -> OutputRing:
+        """Where results that no step waits for are on their way to the host."""
+        return self._runner.outputs
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> Iterator[list[Completion]]:
         """Generate until everything is done or `stop` says so; unfinished prompts yield nothing."""

@@ -257,7 +257,12 @@ class _Job:
             kv_peak_bytes=stats.peak_pages * running.page_bytes,
             seconds={phase: round(spent, 3) for phase, spent in self.seconds.items()},
             output_tokens_per_second=running.loop.state.output_tokens / generating if generating else 0.0,
-            engine={**asdict(stats), **asdict(written)},
+            engine={
+                **asdict(stats),
+                **asdict(written),
+                "in_flight_peak_bytes": running.loop.outputs.peak_bytes,
+                "early_reads": running.loop.outputs.early_reads,
+            },
         )
 
 

@@ -237,6 +237,7 @@ def test_an_output_that_grows_past_its_limit_stops_and_goes_on(model: Path, tmp_
     assert sum(p.stat().st_size for p in [*parts, *map(states_part, parts)]) <= 150_000
     report = run([*job, "--max-output-bytes", "10MB", "--report", "-"], tmp_path).report
     assert report["rows_resumed"] == kept
+    assert report["engine"]["early_reads"] == 0 < report["engine"]["in_flight_peak_bytes"] < 1 << 20
     assert len(pq.read_table(tmp_path / "out.hidden.parquet")) == len(rows)
 
 

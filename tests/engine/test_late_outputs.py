@@ -118,7 +118,7 @@ def make_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ring_of(engine: Engine) -> OutputRing:
     assert engine.last_run is not None
-    return engine.last_run.loop._runner.outputs
+    return engine.last_run.loop.outputs
 
 
 @pytest.mark.parametrize("shape", [{}, {"max_num_seqs": 6, "max_tokens_per_step": 11}], ids=["wide", "narrow"])

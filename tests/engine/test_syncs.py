@@ -36,6 +36,21 @@ FREE: list[dict[str, Any]] = [
     {"temperature": 0, "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1},
 ]
 """Rows whose draws need nothing that the host knows."""
+INSIDES: list[dict[str, Any]] = [
+    {"temperature": 0, "return_hidden_states": {"layers": [1, 0, -1], "tokens": tokens, "pool": pool}}
+    for tokens, pool in [("all", "none"), ("all", "mean"), ("prompt", "last"), ("last", "none")]
+]
+PROMPTS: list[dict[str, Any]] = [
+    {
+        "temperature": 0,
+        "return_logprob": True,
+        "logprob_start_len": start,
+        "top_logprobs_num": k,
+        "token_ids_logprob": ids,
+    }
+    for start, k, ids in [(0, 0, []), (2, 5, [4, 9]), (0, 3, [7])]
+]
+"""Rows that ask for what their prompts and insides hold; some share a prefix, and one branches at its end."""
 BOUND: list[dict[str, Any]] = [
     {"temperature": 0, "bad_words": [[8, 9], [7]]},
     {"temperature": 1.0, "bad_words": [[9, 10]], "return_logprob": True},
@@ -88,6 +103,21 @@ def test_nobody_waits_for_any_kind_of_row(model: Path, kinds: list[dict[str, Any
     assert steady_steps(job)
     assert all(step.downloads["tokens"] == 1 for step in steady_steps(job))
     assert all(step.downloads["outputs"] <= 1 for step in steady_steps(job))  # of rows that ask for states
+    engine = Engine(str(model), attention="torch", dtype="float32", page_size=4)
+    for ours, theirs in zip(job.done, engine.generate(work, ordered=True), strict=True):
+        assert_same(ours, theirs)
+
+
+def test_nobody_waits_for_states_and_prompt_logprobs(model: Path) -> None:
+    """In chunks, and with texts to score beside them."""
+    work = rows(INSIDES + PROMPTS, prefix=9)
+    work += [{"input_ids": [*range(5, 14), 20], "completions": [[8, 9], [7]]}]
+    job = run_job(model, work)
+    assert job.syncs == []
+    assert_late(job, downloads=1)
+    assert all(step.copies == [] for step in job.steps)
+    assert all(step.downloads["outputs"] <= 1 for step in steady_steps(job))
+    assert job.counts.downloads["outputs"] > 0
     engine = Engine(str(model), attention="torch", dtype="float32", page_size=4)
     for ours, theirs in zip(job.done, engine.generate(work, ordered=True), strict=True):
         assert_same(ours, theirs)
