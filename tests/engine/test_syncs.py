@@ -82,8 +82,9 @@ def assert_late(job: Job, *, downloads: int) -> None:
     assert max(wait.downloads for wait in waits) <= 1
 
 
-def test_a_steady_step_is_two_uploads_and_one_download(model: Path) -> None:
-    job = run_job(model, rows(FREE[:3]), rehearse=True)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_steady_step_is_two_uploads_and_one_download(model: Path, deterministic: bool) -> None:
+    job = run_job(model, rows(FREE[:3]), rehearse=not deterministic, deterministic=deterministic)
     assert job.syncs == []
     assert_late(job, downloads=1)
     steady = steady_steps(job)
