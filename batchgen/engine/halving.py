@@ -130,9 +130,10 @@ class Halver:
 
     def _judge(self, parts: list[Part[T]], lost: int) -> None:
         """Give up where `lost` parts of this step, and those of the last ones, failed alone and no token came out."""
-        if any(part.result is not None and part.plan.samples for part in parts):
-            self._hopeless, self._drew = 0, True
-            return
+        for part in parts:
+            if part.result is not None and part.plan.samples:
+                self._hopeless, self._drew = 0, True
+                return
         self._hopeless += lost
         if lost and self._hopeless >= _HOPELESS:
             raise _device_error(self._hopeless, next(part.problem for part in parts if part.result is None))

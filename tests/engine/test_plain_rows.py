@@ -23,8 +23,8 @@ FIRST, LAST = 12, 32
 """Steps that are counted: all rows decode, none begins or ends."""
 
 PLAIN = (
-    "engine/batch.py", "engine/collector.py", "engine/decode_table.py", "engine/loop.py", "engine/sampler.py",
-    "engine/sequence.py", "engine/step.py",
+    "engine/batch.py", "engine/collector.py", "engine/decode_table.py", "engine/halving.py", "engine/loop.py",
+    "engine/sampler.py", "engine/sequence.py", "engine/step.py",
     "kernels/activation.py", "kernels/attention.py", "kernels/attention_plan.py", "kernels/device.py",
     "kernels/heads.py", "kernels/linear.py", "kernels/noise.py",
     "kernels/norm.py", "kernels/pooled.py", "kernels/rope.py", "kernels/sampling.py", "kernels/top.py",
