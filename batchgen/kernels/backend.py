@@ -180,7 +180,7 @@ def _invariant_triton(needs: AttentionNeeds) -> Backend:
             tuning.attention_tile("fixed", max(layer.key_dim, layer.value_dim), needs.dtype)
     except ValueError as problem:
         raise BackendUnavailable(str(problem)) from None
-    return Backend(found.name, f"{found.describes}, batch-invariant", WalkAttention, ops, linear)
+    return Backend(found.name, f"{found.describes}, batch-invariant", WalkAttention, ops, product=linear)
 
 
 def _tune(device: torch.device, step: TypicalStep | None, timer: Timer) -> None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.chips import AttentionTile, ChipTuning, fixed_tuning
-from batchgen.kernels.device import device_for
 from batchgen.kernels.gpu.common import power_of_2
 from batchgen.kernels.gpu.launch import launch
 from batchgen.kernels.gpu.walk_kernel import walk_kernel
@@ -63,8 +62,7 @@ class WalkAttention(PooledAttention):
         """
         self._pool = pool
         self._batch = batch
-        self._device = batch.slot_mapping.device
-        self._tuning = fixed_tuning(self._device) if tuning is None else tuning
+        self._tuning = fixed_tuning(batch.slot_mapping.device) if tuning is None else tuning
         self._lists: dict[tuple[_Sizes, int | None], _Uploaded] = {}
 
     def attend_stored(
@@ -151,7 +149,7 @@ class WalkAttention(PooledAttention):
             rows = _rows(tile, sizes)
             queries = rows // min(sizes.group, rows)
             walks = plan_walks(self._batch, WalkShape(self._pool.page_size, window, queries, tile.keys))
-            [packed] = device_for(self._device).upload(walks.packed)
+            [packed] = self._batch.door.upload(walks.packed)
             launches = tuple(packed[x] for x in walks.launches)
             lists = packed[walks.rows], packed[walks.positions], packed[walks.pages]
             found = self._lists[sizes, window] = _Uploaded(walks, launches, lists)
