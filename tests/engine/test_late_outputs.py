@@ -224,7 +224,7 @@ def test_a_step_that_fails_is_forgotten_and_issued_anew(
     engine.device = LateDevice()
     owner: Any = Sampler if part == "draw" else engine.model
     whole = getattr(owner, part)
-    issue, failed = StepRunner.issue, 0
+    issue, failed = StepRunner._issue, 0
 
     def stubborn(*args: Any) -> Any:
         nonlocal failed
@@ -236,7 +236,7 @@ def test_a_step_that_fails_is_forgotten_and_issued_anew(
             monkeypatch.setattr(owner, part, whole)
             return issue(*args)
 
-    monkeypatch.setattr(StepRunner, "issue", stubborn)
+    monkeypatch.setattr(StepRunner, "_issue", stubborn)
     assert_same(results(engine, rows), wanted)
     assert failed > 1
     for run in (plain.last_run, engine.last_run):
