@@ -133,7 +133,7 @@ def real_shapes(lab: Lab, *, model: str, rows: int, prompt: int, new: int, alone
         for i in range(rows)
     ]
     with model_folder(lab, model) as folder:
-        steps = {"max_tokens_per_step": 20 if lab.toy else 200, "max_num_seqs": 33}
+        steps = {"max_tokens_per_step": 20, "max_num_seqs": 9} if lab.toy else {"max_tokens_per_step": 200}
         yield from _jobs(lab, folder, job, alone, steps, {}, "float32" if lab.toy else "bfloat16")
 
 
