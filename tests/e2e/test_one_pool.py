@@ -1,0 +1,35 @@
+"""One long prompt and many short rows, side by side in a pool that hardly holds the long one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.e2e.one_pool import LONG, NEW, POOL, SHORT, VOCAB
+from tests.engine.reference import save_word_tokenizer
+from tests.models.tiny import save_tiny
+
+SIZES = {"hidden_size": 8, "head_dim": 8, "num_attention_heads": 1, "num_key_value_heads": 1, "intermediate_size": 16}
+
+
+def test_128k_tokens_and_10_000_rows_in_one_pool(tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path, vocab_size=VOCAB, max_position_embeddings=1 << 17, num_hidden_layers=1, **SIZES)
+    save_word_tokenizer(tmp_path, VOCAB)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.e2e.one_pool", str(tmp_path)], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["errors"] == []
+    assert said["rows"] == SHORT + 1
+    assert said["tokens"] == NEW * (SHORT + 1)
+    assert said["pool"] <= POOL
+    assert LONG // 16 < said["peak_pages"] < POOL // 1024, "the long prompt's pages, and others' beside them"
+    assert said["prompt_tokens"] >= LONG
+    assert said["recomputed_tokens"] == 0
+    assert said["steps"] >= LONG // 2048
+    assert said["grown"] < 1 << 30, "the scores of one chunk against its whole context would be as much"
