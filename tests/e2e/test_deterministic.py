@@ -80,5 +80,5 @@ def test_it_is_part_of_the_job(whole: Path, model: Path, tmp_path: Path) -> None
 
 def test_what_cannot_be_deterministic_is_refused(whole: Path, model: Path, tmp_path: Path) -> None:
     command = ["run", whole / "in.jsonl", "-o", "out.parquet", "--model", model, "--deterministic"]
-    said = run([*command, "--attention", "triton"], tmp_path, expect=2).stderr
-    assert "`--attention triton` cannot run here: `--deterministic` computes by plain PyTorch on a CPU" in said
+    said = run([*command, "--attention", "flash"], tmp_path, expect=2).stderr
+    assert "`--attention flash` cannot run here: `--deterministic`: flash splits its work by the batch" in said
