@@ -16,6 +16,7 @@ from tests.gpu.goals import GOALS
 
 ROOT = Path(__file__).parents[2]
 
+# But `determinism`, which has a slow test to itself.
 STAGES = ("parity", "flash", "engine", "syncs", "memory", "bench", "workloads", "profile", "tune")
 PROVEN = {"parity", "ways", "logits", "syncs", "pool", "long and short", "halving"}
 """Of whole jobs."""
@@ -140,6 +141,16 @@ def test_only_chooses_cases_and_the_limit_is_a_failure(tmp_path: Path) -> None:
     assert checks
     assert {check["status"] for check in checks} == {"unreached"}
     assert all("rms_norm" in check["op"] for check in checks)
+
+
+@pytest.mark.slow
+def test_bits_are_compared_at_toy_sizes(tmp_path: Path) -> None:
+    """By itself: whole jobs in Triton's interpreter take half a minute."""
+    done = run("--toy", "--stages", "determinism", "--time-limit", "3600", "--out", str(tmp_path / "found.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    checks = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["checks"]
+    assert {check["op"] for check in checks} == {"linear", "attention", "jobs"}
+    assert {check["status"] for check in checks} == {"pass"}
 
 
 def test_without_a_device_the_exit_code_is_2() -> None:
