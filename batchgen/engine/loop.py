@@ -204,7 +204,7 @@ class Loop:
         self._begin(job.begin)
         last: Flight | None = None
         for plan in (job.begin, *job.steps):
-            flight = self._runner.issue(plan, self._sequences, last, lambda: None)
+            flight = self._runner.issue_whole(plan, self._sequences, last)
             if last is not None:
                 self._runner.read(last)
             last = flight

@@ -103,14 +103,18 @@ class StepRunner:
         self._copy_pages(plan.copies)
         if not plan.tokens:
             return Flight(plan)
-        tokens = None if last is None or last.seen or last.draws is None else last.draws.tokens
-        unread = {} if last is None or tokens is None else last.places
+        tokens, unread = _unread(last)
 
         def run(part: StepPlan) -> Flight:
             return self._issue(part, sequences, tokens, unread, catch_up)
 
         parts = self.halver.run(plan, run)
         return parts[0].result if parts[0].plan is plan and parts[0].result else self._join(plan, parts, sequences)
+
+    @torch.inference_mode()
+    def issue_whole(self, plan: StepPlan, sequences: Mapping[int, Sequence], last: Flight | None) -> Flight:
+        """Queue a step in one piece, whatever its size: memory that runs out is the caller's to see."""
+        return self._issue(plan, sequences, *_unread(last), lambda: None)
 
     def _issue(
         self,
@@ -232,3 +236,10 @@ class StepRunner:
                 if is_out_of_memory(problem):
                     raise DeviceError(f"memory ran out for copies of {len(some)} KV pages; lower --kv-memory") from None
                 raise
+
+
+def _unread(last: Flight | None) -> tuple[Tensor | None, Mapping[int, int]]:
+    """The last step's draws [R'] int64 on the device, and their places by sequence, where nobody has read them."""
+    if last is None or last.seen or last.draws is None:
+        return None, {}
+    return last.draws.tokens, last.places
