@@ -1,4 +1,4 @@
-"""Turns a `StepPlan` (lists) into the tensors of one step."""
+"""Turns a `StepPlan` (lists) into one step's arrays on the host, and these into its tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from batchgen.models.base import TokenEmbeds
 from batchgen.plan.types import PrefillChunk, StepPlan
 from batchgen.request import RequestTable
 
-__all__ = ["StepBatch", "build_batch"]
+__all__ = ["StepArrays", "StepBatch", "fed", "lay_out_step"]
 
 Int64 = npt.NDArray[np.int64]
 
@@ -52,21 +52,70 @@ class StepBatch:
 
     def feed(self, last: Tensor | None) -> Tensor:
         """[T] the step's input ids, given the last step's draws [R'] int64 on the device."""
-        if self.source is None or last is None:
-            return self.input_ids
-        return torch.where(self.source < 0, self.input_ids, last[self.source.clamp(min=0)])
+        return self.input_ids if self.source is None or last is None else fed(self.input_ids, self.source, last)
 
 
-def build_batch(
+def fed(ids: Tensor, source: Tensor, last: Tensor) -> Tensor:
+    """[T] input ids: `ids` [T], or the token at `source` [T] of `last` [R'] where that is not -1; all int64."""
+    return torch.where(source < 0, ids, last[source.clamp(min=0)])
+
+
+@dataclass(frozen=True, slots=True)
+class StepArrays:
+    """One step laid out on the host, packed without padding. What is not said here is as in `StepBatch`."""
+
+    ids: Int64
+    positions: Int64
+    slots: Int64
+    """[T] where each token's key and value go"""
+    source: Int64 | None
+    logit_rows: Int64
+    sample_rows: Int64 | None
+    drawn: Int64
+    attention: AttentionBatch
+    """its slots are set by `upload`"""
+    adapters: npt.NDArray[np.int32] | None
+    """[T] -1 for none; None: the job has none"""
+    embeds: tuple[Int64, npt.NDArray[np.float32]] | None
+    """rows and values"""
+
+    @property
+    def decodes_alone(self) -> bool:
+        """Whether each flat token is a decode row that is drawn for, in order, and goes through no adapter."""
+        if self.attention.chunks or self.sample_rows is not None or not len(self.ids):
+            return False
+        if self.adapters is not None and bool((self.adapters >= 0).any()):
+            return False
+        return np.array_equal(self.logit_rows, np.arange(len(self.ids)))
+
+    def upload(self, device: Device) -> StepBatch:
+        """The step's tensors, in one transfer."""
+        arrays = [self.ids, self.positions, self.slots, self.logit_rows, self.drawn]
+        arrays += [array for array in (self.sample_rows, self.source) if array is not None]
+        ids, positions, slots, logit_rows, drawn, *others = device.upload(*arrays)
+        self.attention.slot_mapping, self.attention.device = slots, device
+        return StepBatch(
+            input_ids=ids,
+            positions=positions,
+            attention=self.attention,
+            logit_rows=logit_rows,
+            sample_rows=others[0] if self.sample_rows is not None else None,
+            drawn=drawn,
+            source=others[-1] if self.source is not None else None,
+            lora=None if self.adapters is None else lora_step(self.adapters, device),
+            embeds=None if self.embeds is None else TokenEmbeds(*device.upload(*self.embeds)),
+        )
+
+
+def lay_out_step(
     plan: StepPlan,
     table: RequestTable,
     sequences: Mapping[int, Sequence],
     decodes: DecodeTable,
     page_size: int,
-    device: Device,
     adapter: npt.NDArray[np.int32] | None = None,
     unread: Mapping[int, int] = _NONE,
-) -> StepBatch:
+) -> StepArrays:
     """Lay out the plan's chunks in order, then its decode rows.
 
     Args:
@@ -75,7 +124,6 @@ def build_batch(
         sequences: by number, at least those of the plan.
         decodes: told of every step of the job, in order.
         page_size: positions per page.
-        device: where the step runs.
         adapter: [N] the requests', -1 for none.
         unread: sequences whose last token is known to the device alone, and its place among the last step's draws.
     """
@@ -109,27 +157,21 @@ def build_batch(
     if plan.decodes:
         positions[at:], slots[at:] = decodes.fill(attention, plan.decodes, plan.groups)
     logit_rows, sample_rows = _distinct([s.token for s in plan.samples])
-    drawn = [sequences[s.sequence].drawn for s in plan.samples]
-    arrays = [ids, positions, slots, np.array(logit_rows, np.int64), np.array(drawn, np.int64)]
-    if len(sample_rows) != len(logit_rows):
-        arrays.append(np.array(sample_rows, np.int64))
-    if source is not None:
-        arrays.append(source)
-    ids_, positions_, attention.slot_mapping, logit_rows_, drawn_, *others = device.upload(*arrays)
-    return StepBatch(
-        input_ids=ids_,
-        positions=positions_,
+    return StepArrays(
+        ids=ids,
+        positions=positions,
+        slots=slots,
+        source=source,
+        logit_rows=np.array(logit_rows, np.int64),
+        sample_rows=np.array(sample_rows, np.int64) if len(sample_rows) != len(logit_rows) else None,
+        drawn=np.array([sequences[s.sequence].drawn for s in plan.samples], np.int64),
         attention=attention,
-        logit_rows=logit_rows_,
-        sample_rows=others[0] if len(sample_rows) != len(logit_rows) else None,
-        drawn=drawn_,
-        source=others[-1] if source is not None else None,
-        lora=None if adapter is None else lora_step(_adapters(plan, sequences, adapter), device),
-        embeds=None if table.embeds_id is None else _embeds(plan, table, device),
+        adapters=None if adapter is None else _adapters(plan, sequences, adapter),
+        embeds=None if table.embeds_id is None else _embeds(plan, table),
     )
 
 
-def _embeds(plan: StepPlan, table: RequestTable, device: Device) -> TokenEmbeds | None:
+def _embeds(plan: StepPlan, table: RequestTable) -> tuple[Int64, npt.NDArray[np.float32]] | None:
     """The prompt positions of the step's chunks that are given as embeddings."""
     assert table.embeds is not None
     rows, values, at = [], [], 0
@@ -142,7 +184,7 @@ def _embeds(plan: StepPlan, table: RequestTable, device: Device) -> TokenEmbeds 
         at += chunk.end - chunk.start
     if not rows:
         return None
-    return TokenEmbeds(*device.upload(np.concatenate(rows), np.concatenate(values)))
+    return np.concatenate(rows), np.concatenate(values)
 
 
 def _adapters(

@@ -10,6 +10,7 @@ from typing import Final
 from batchgen.engine.best_of import keep_best
 from batchgen.engine.collector import QuietCollector
 from batchgen.engine.constraints import GrammarState
+from batchgen.engine.graphs import DecodeGraphs
 from batchgen.engine.halving import stranded
 from batchgen.engine.joined import out_of_memory
 from batchgen.engine.output_ring import OutputRing
@@ -136,6 +137,11 @@ class Loop:
     def outputs(self) -> OutputRing:
         """Where results that no step waits for are on their way to the host."""
         return self._runner.outputs
+
+    @property
+    def graphs(self) -> DecodeGraphs | None:
+        """Those of steps of decode rows alone; None where the device or the kernels have none."""
+        return self._runner.graphs
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> Iterator[list[Completion]]:
         """Generate until everything is done or `stop` says so; unfinished prompts yield nothing."""

@@ -23,7 +23,7 @@ from batchgen.kernels.sampling import SamplingColumns
 from batchgen.params import SamplingParams
 from batchgen.processors import LoadedProcessor
 
-__all__ = ["Draws", "Sampled", "Sampler"]
+__all__ = ["Draws", "PlainColumns", "Sampled", "Sampler"]
 
 _NAN = ErrorInfo(
     ErrorCode.NAN_LOGITS,
@@ -44,6 +44,17 @@ class Sampled:
     """by row, for those that asked"""
     exhausted: frozenset[int] = frozenset()
     """constrained rows that have nothing left to draw; their tokens mean nothing"""
+
+
+@dataclass(frozen=True, slots=True)
+class PlainColumns:
+    """All that the draws of rows depend on which take the logits as they are, and want no logprobs."""
+
+    sampling: SamplingColumns
+    seeds: Tensor
+    """[R] int64"""
+    samples: Tensor
+    """[R] int64"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +151,20 @@ class Sampler:
             columns.shaper.count(tokens)
         return Draws(tokens, rows, columns, errors, download)
 
+    def plain(self, rows: list[Sequence]) -> PlainColumns | None:
+        """What `draw` draws by, the same object for the same rows; None where it does more for some of them."""
+        return self._of(rows).plain
+
+    def took(self, tokens: Tensor, bad: Tensor, rows: list[Sequence]) -> Draws:
+        """Draws that somebody else made by `plain`.
+
+        Args:
+            tokens: [R] int64, which nobody writes to any more.
+            bad: [R] bool, rows that nothing can be drawn from.
+            rows: [R] the sequences the rows belong to.
+        """
+        return Draws(tokens, rows, self._of(rows), {}, self._device.download(tokens, bad))
+
     def _of(self, rows: list[Sequence]) -> _Columns:
         columns = self._columns
         if columns is None or rows != self._rows:
@@ -168,6 +193,8 @@ class _Columns:
     seeds: Tensor
     samples: Tensor
     sampling: SamplingColumns
+    plain: PlainColumns | None
+    """None: some row shapes its logits or wants logprobs"""
     readout: Readout | None
     """None: no row wants logprobs"""
     shaper: Shaper | None
@@ -213,17 +240,19 @@ class _Columns:
             np.array([row.sample_index for row in rows], np.int64),
             np.array(masked, np.int64),
         )
+        edits = bool(shaped or grammars or minimums)
         return _Columns(
             seeds=seeds,
             samples=samples,
             sampling=sampling,
+            plain=None if edits or wanted else PlainColumns(sampling, seeds, samples),
             readout=Readout(wanted, altered, sampling, mode, device, ops) if wanted else None,
             shaper=shaper,
             minimums=StopMask.of(minimums, device) if minimums else None,
             grammars=GrammarMasks(grammars, device, ops) if grammars else None,
             masked=places if masked else None,
             masked_rows=masked,
-            edits=bool(shaped or grammars or minimums),
+            edits=edits,
             needs_host=bool(grammars) or (shaper is not None and shaper.needs_host),
         )
 

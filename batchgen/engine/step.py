@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.engine.batch import StepBatch, build_batch
+from batchgen.engine.batch import StepArrays, StepBatch, lay_out_step
 from batchgen.engine.decode_table import DecodeTable
+from batchgen.engine.graphs import DecodeGraphs
 from batchgen.engine.halving import Halver, Part, is_out_of_memory
 from batchgen.engine.joined import Drawn, FailedDraws, JoinedDraws
 from batchgen.engine.output_ring import OutputRing
@@ -57,6 +58,12 @@ class Flight:
         """Sequence -> place of its token among the step's draws."""
         return {sample.sequence: place for place, sample in enumerate(self.plan.samples)}
 
+    def drew(self, rows: list[Sequence], draws: Drawn) -> None:
+        """A token of each sequence in `rows` is on its way."""
+        for row in rows:
+            row.drawn += 1
+        self.rows, self.draws = rows, draws
+
 
 class StepRunner:
     """Runs the steps of one job."""
@@ -87,6 +94,10 @@ class StepRunner:
         """what rows ask for beside their tokens, on its way to the host"""
         self.halver = Halver(pool.page_size, max_tokens, device.release_cache)
         """what is run in place of a step that memory does not hold"""
+        self.graphs: DecodeGraphs | None = None
+        """for steps of decode rows alone; None: the device or the kernels have no graphs"""
+        if backend.static is not None and device.captures:
+            self.graphs = DecodeGraphs(model, backend.static(pool, device), backend.ops, device)
 
     @torch.inference_mode()
     def issue(
@@ -130,17 +141,10 @@ class StepRunner:
         """
         flight = Flight(plan)
         try:
-            batch = build_batch(
-                plan,
-                self._workload.table,
-                sequences,
-                self._decodes,
-                self._pool.page_size,
-                self._device,
-                self._workload.adapter,
-                unread,
-            )
-            self._run(flight, batch, tokens, sequences, catch_up)
+            workload, size = self._workload, self._pool.page_size
+            step = lay_out_step(plan, workload.table, sequences, self._decodes, size, workload.adapter, unread)
+            if not self._run_graph(flight, step, tokens, sequences, catch_up):
+                self._run(flight, step.upload(self._device), tokens, sequences, catch_up)
         except BaseException:
             self._withdraw(flight)
             raise
@@ -191,10 +195,39 @@ class StepRunner:
         rows = [sequences[sample.sequence] for sample in plan.samples]
         if self._sampler.prepare(rows):
             catch_up()
-        draws = self._sampler.draw(logits, rows, batch.drawn)
-        for row in rows:
-            row.drawn += 1
-        flight.rows, flight.draws = rows, draws
+        flight.drew(rows, self._sampler.draw(logits, rows, batch.drawn))
+
+    def _run_graph(
+        self,
+        flight: Flight,
+        step: StepArrays,
+        tokens: Tensor | None,
+        sequences: Mapping[int, Sequence],
+        catch_up: Callable[[], None],
+    ) -> bool:
+        """The same by a graph; False where none runs such a step, and nothing has been done."""
+        graphs = self.graphs
+        if graphs is None or graphs.refused is not None or not step.decodes_alone:
+            return False
+        rows = [sequences[sample.sequence] for sample in flight.plan.samples]
+        needs_host = self._sampler.prepare(rows)
+        tapped = flight.tapped = None if self._states is None else self._states.taps(flight.plan, self._device)
+        found = graphs.run(step, tokens, self._sampler.plain(rows), None if tapped is None else tapped.taps)
+        if found is None:
+            self._withdraw(flight)
+            flight.tapped = None
+            return False
+        if self._states is not None and tapped is not None:
+            self._states.send(tapped, self.outputs)
+        if needs_host:
+            catch_up()
+        if found.logits is not None:
+            flight.drew(rows, self._sampler.draw(found.logits, rows, found.drawn))
+        else:
+            assert found.tokens is not None
+            assert found.bad is not None
+            flight.drew(rows, self._sampler.took(found.tokens, found.bad, rows))
+        return True
 
     def _withdraw(self, flight: Flight) -> None:
         """The step has failed: what is kept of it is asked for again when it is issued anew."""

@@ -27,6 +27,7 @@ from batchgen.kernels.chips import (
     known_chips,
     measured_tuning,
 )
+from batchgen.kernels.device import Device
 from batchgen.kernels.flash import flash_factory
 from batchgen.kernels.flash_check import check_library, flash_refusal
 from batchgen.kernels.flash_library import FlashLibrary, FlashUnavailable, find_flash, first_line, versions_for
@@ -34,7 +35,7 @@ from batchgen.kernels.invariant_attention import InvariantAttention
 from batchgen.kernels.linear import Product
 from batchgen.kernels.measure import Timer, TypicalStep, device_timer, layer_milliseconds
 from batchgen.kernels.ops import Ops
-from batchgen.kernels.types import AttentionBatch, KVPool, LayerKV, PagedAttention
+from batchgen.kernels.types import AttentionBatch, DecodePlanner, KVPool, LayerKV, PagedAttention
 
 __all__ = [
     "ATTENTION_BACKENDS",
@@ -79,6 +80,8 @@ class Backend:
     """All operations but attention."""
     product: Product | None = None
     """What multiplies in a model's linear layers; None: whatever is fastest there."""
+    static: Callable[[KVPool, Device], DecodePlanner] | None = None
+    """Attention of decode-only steps inside graphs; None: these kernels stand in none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,10 +239,11 @@ def _triton(needs: AttentionNeeds) -> Backend:
         raise BackendUnavailable(str(problem)) from None
     from batchgen.kernels.gpu import ops
     from batchgen.kernels.gpu.attention import TritonAttention
+    from batchgen.kernels.gpu.static_attention import StaticPlanner
 
     if needs.capability is not None:
         _start(ops, needs.device)
-    return Backend("triton", f"triton {triton.__version__}", TritonAttention, ops)
+    return Backend("triton", f"triton {triton.__version__}", TritonAttention, ops, static=StaticPlanner)
 
 
 def _start(ops: Ops, device: torch.device) -> None:

@@ -8,6 +8,7 @@ Shape letters: T tokens, R decode rows, N heads, K kv heads, D head size, P page
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -18,7 +19,19 @@ from torch import Tensor
 
 from batchgen.kernels.device import Device, device_for
 
-__all__ = ["Attention", "AttentionBatch", "ChunkPages", "GroupPages", "Ints", "KVPool", "LayerKV", "PagedAttention"]
+__all__ = [
+    "Attention",
+    "AttentionBatch",
+    "ChunkPages",
+    "DecodePlanner",
+    "DecodeWork",
+    "GroupPages",
+    "Ints",
+    "KVPool",
+    "LayerKV",
+    "PagedAttention",
+    "StaticAttention",
+]
 
 Ints = npt.NDArray[np.int64]
 
@@ -178,4 +191,44 @@ class PagedAttention(Attention, Protocol):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """As `attend`, with the step's keys and values in the pool already."""
+        ...
+
+
+class DecodeWork(Protocol):
+    """A step of decode rows alone, planned on the host for attention that stays."""
+
+    @property
+    def launches(self) -> Hashable:
+        """The shapes of all launches: a graph runs the steps whose shapes are those it was recorded with."""
+        ...
+
+
+class StaticAttention(PagedAttention, Protocol):
+    """Attention inside a graph: made once, and refilled with the lists of one step after another."""
+
+    @property
+    def launches(self) -> Hashable:
+        """As `DecodeWork.launches`, of all layers that have been computed."""
+        ...
+
+    def refill(self, work: DecodeWork) -> bool:
+        """Take a step's lists, queued as an upload; False, and nothing is changed, where they do not fit."""
+        ...
+
+
+class DecodePlanner(Protocol):
+    """Plans decode-only steps over one pool for attention that stays."""
+
+    def plan(self, batch: AttentionBatch, tokens: int) -> DecodeWork:
+        """Plan a step of R decode rows and no chunks; with padding it has `tokens` of them, R or more.
+
+        The batch's slots are not looked at.
+        """
+        ...
+
+    def attention(self, slots: Tensor, work: DecodeWork) -> StaticAttention:
+        """Attention that stays, of tokens whose keys and values go to `slots` [tokens] int64, filled with `work`.
+
+        Its results for tokens of padding are zeros.
+        """
         ...

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from batchgen.kernels import types
 from batchgen.kernels.chips import ChipTuning
 from batchgen.kernels.device import Device
 from batchgen.kernels.gpu.attention import (
@@ -66,8 +67,9 @@ class StaticPlanner:
         assert batch.decode_start == 0
         return DecodeWork(batch, tokens, {kind: self._plan(kind, batch, tokens) for kind in self._shapes})
 
-    def attention(self, slots: Tensor, work: DecodeWork) -> StaticAttention:
+    def attention(self, slots: Tensor, work: types.DecodeWork) -> StaticAttention:
         """Attention that stays, of tokens whose keys and values go to `slots` [tokens] int64, filled with `work`."""
+        assert isinstance(work, DecodeWork)
         assert slots.shape[0] == work.tokens
         return StaticAttention(self, slots, work, self._multiprocessors)
 
@@ -100,8 +102,9 @@ class StaticAttention(TritonAttention):
         """The grids of all its launches, as in `DecodeWork.launches`."""
         return tuple(capacity.launches for capacity, _ in self._places.values())
 
-    def refill(self, work: DecodeWork) -> bool:
+    def refill(self, work: types.DecodeWork) -> bool:
         """Take the next step's lists; False, and nothing is changed, where they are too large for their places."""
+        assert isinstance(work, DecodeWork)
         if work.lists.keys() != self._places.keys():
             return False
         if not all(self._places[kind][0].holds(needed) for kind, (_, needed) in work.lists.items()):
