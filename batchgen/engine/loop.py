@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Final
 
 from batchgen.engine.best_of import keep_best
 from batchgen.engine.collector import QuietCollector
 from batchgen.engine.constraints import GrammarState
-from batchgen.engine.graphs import DecodeGraphs
+from batchgen.engine.graphs import DecodeGraphs, GraphCounts
 from batchgen.engine.halving import stranded
 from batchgen.engine.joined import out_of_memory
 from batchgen.engine.output_ring import OutputRing
@@ -142,6 +142,16 @@ class Loop:
     def graphs(self) -> DecodeGraphs | None:
         """Those of steps of decode rows alone; None where the device or the kernels have none."""
         return self._runner.graphs
+
+    def counts(self) -> dict[str, int]:
+        """What the steps took beside what the scheduler counts."""
+        graphs = GraphCounts() if self.graphs is None else self.graphs.counts
+        return {
+            "overrun_tokens": self.state.overrun,
+            "in_flight_peak_bytes": self.outputs.peak_bytes,
+            "early_reads": self.outputs.early_reads,
+            **{f"graph_{name}": count for name, count in asdict(graphs).items()},
+        }
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> Iterator[list[Completion]]:
         """Generate until everything is done or `stop` says so; unfinished prompts yield nothing."""

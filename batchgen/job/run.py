@@ -114,6 +114,8 @@ class _Job:
                     self.progress.note(f"kernels: {engine.kernels}")
             with self._phase("generating"):
                 self._generate(running, rows, writer)
+            if running.loop.graphs is not None and running.loop.graphs.refused is not None:
+                self.progress.note(f"no CUDA graphs: {running.loop.graphs.refused}")
         if self.stop.requested:
             raise self.stop.error(self.state.rows_done, rows.rows)
         self._hold_threshold(rows)
@@ -257,12 +259,7 @@ class _Job:
             kv_peak_bytes=stats.peak_pages * running.page_bytes,
             seconds={phase: round(spent, 3) for phase, spent in self.seconds.items()},
             output_tokens_per_second=running.loop.state.output_tokens / generating if generating else 0.0,
-            engine={
-                **asdict(stats),
-                **asdict(written),
-                "in_flight_peak_bytes": running.loop.outputs.peak_bytes,
-                "early_reads": running.loop.outputs.early_reads,
-            },
+            engine={**asdict(stats), **asdict(written), **running.loop.counts()},
         )
 
 
