@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Protocol
 
@@ -99,4 +100,5 @@ def _measure(
     except (RuntimeError, MemoryError) as problem:
         if not is_out_of_memory(problem):
             raise
-        return None
+    gc.collect()  # frames of the failed try may hold one another, and its tensors
+    return None

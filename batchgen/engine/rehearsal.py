@@ -64,9 +64,10 @@ def rehearsal(workload: Workload, spec: ModelSpec, page_size: int, rows: int, to
     used = np.unique(workload.table.params_id[live]).tolist()
     widest = widest_params([workload.table.params[i] for i in used])
     texts = bool((workload.table.score_start[live] >= 0).any())
-    table = _table(widest, rows, [longest, *_lengths(chunk, longest)], max(last - longest + 2, 1), texts)
-    decodes = [DecodeRow(i, max(last, longest), _pages(max(last, longest) + 1, page_size)) for i in range(rows)]
-    shared = longest // page_size
+    table = _table(widest, rows, [longest, *_lengths(chunk, longest)], last - longest + 2, texts)
+    # Never past the job's own positions: a model may have no more of them.
+    decodes = [DecodeRow(i, last, _pages(last + 1, page_size)) for i in range(rows)]
+    shared = min(longest, last) // page_size
     groups = [PrefixGroup(list(range(rows)), [_PAGE] * shared, 0, shared)] if shared and rows > 1 else []
     lengths_of = enumerate(_lengths(chunk, longest), start=1)
     prefills = [PrefillChunk(i, None, 0, length, _pages(length, page_size)) for i, length in lengths_of]

@@ -95,6 +95,20 @@ def test_a_rehearsal_is_as_large_as_the_job_can_be() -> None:
     assert {page for c in cut.steps[0].prefills for page in c.pages} == {1}
 
 
+@pytest.mark.parametrize("length", [7, 8])
+def test_a_rehearsal_feeds_no_position_that_the_job_has_not(length: int) -> None:
+    """A prompt that fills the context is followed by nothing: learned positions end there."""
+    made = RequestTable()
+    made.append(0, 0, [1] * length, SamplingParams(max_new_tokens=0), 0, 0, score_start=1)
+    made.append(1, 0, [2] * (length - 2), SamplingParams(), 0, 1)
+    job = rehearsal(plan_workload(made), SPEC, 4, 100, 1000)
+    for step in (job.begin, *job.steps):
+        assert all(chunk.end <= length for chunk in step.prefills)
+        assert all(row.position < length for row in step.decodes)
+        ends = [(group.end_page * 4, step.decodes[i].position) for group in step.groups for i in group.rows]
+        assert all(end <= position for end, position in ends), "each row has a page of its own"
+
+
 def test_short_prompts_fill_a_step_together() -> None:
     made = RequestTable()
     for i in range(500):
