@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Final
@@ -25,7 +26,7 @@ from batchgen.engine.shaping import RepetitionScope, Shapes
 from batchgen.engine.states import StateKeeper
 from batchgen.engine.step import Flight, StepRunner
 from batchgen.engine.streaming import Emit, Streams
-from batchgen.errors import ErrorCode, ErrorInfo
+from batchgen.errors import DeviceError, ErrorCode, ErrorInfo
 from batchgen.kernels.backend import Backend
 from batchgen.kernels.device import Device
 from batchgen.kernels.types import KVPool
@@ -168,7 +169,11 @@ class Loop:
             self._begin(plan)
             ended = _Ended()
             reading = partial(self._read, last, ended)
-            flight = self._runner.issue(plan, self._sequences, last, reading)
+            try:
+                flight = self._runner.issue(plan, self._sequences, last, reading)
+            except Exception:
+                yield from self._salvaged(reading, ended)
+                raise
             collector.tick()
             reading()
             if not self._device.asynchronous or flight.failed:
@@ -182,6 +187,12 @@ class Loop:
         ended = _Ended()
         self._read(last, ended)
         self._scheduler.stats.sampled_tokens -= ended.dropped
+        yield from self._after(ended)
+
+    def _salvaged(self, reading: Callable[[], None], ended: _Ended) -> Iterator[list[Completion]]:
+        """What the step before has finished, where the next one cannot be issued."""
+        with suppress(Exception):  # a device that failed for good gives nothing any more
+            reading()
         yield from self._after(ended)
 
     def _recover(self, flight: Flight) -> Iterator[list[Completion]]:
@@ -244,9 +255,12 @@ class Loop:
             return
         flight.seen = True
         before = len(ended.sequences)
-        dropped = self._take(flight, ended.sequences)
-        if self._streams:
-            self._streams.step(sample.sequence for sample in flight.plan.samples)
+        try:
+            dropped = self._take(flight, ended.sequences)
+            if self._streams:
+                self._streams.step(sample.sequence for sample in flight.plan.samples)
+        except MemoryError as problem:  # the next step, which may be reading this one, must not be tried anew for it
+            raise DeviceError("the host's memory ran out for what a step gave its rows") from problem
         prompt_only = self._prompt_only.intersection(ended.sequences[before:])
         self._prompt_only -= prompt_only
         dropped += len(prompt_only)

@@ -175,6 +175,8 @@ class StateKeeper:
         Rows of it that come in all the same are overwritten by the new ones.
         """
         self._capture.undo(pending.pieces)
+        # What is on its way holds on to `pending`, but nothing on the device that the next try needs room for.
+        pending.taps.states, pending.taps.routed = {}, None
 
     def _wanted_of(self, pending: PendingStates) -> Iterator[tuple[Tensor, Callable[[int, Stored], None]]]:
         """What somebody wants of the filled taps, each with what takes it: a first row, and the rows from there."""

@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from batchgen import Engine, SamplingParams
+from batchgen import Completion, Engine, SamplingParams
+from batchgen.engine.sampler import Draws, Sampled
+from batchgen.engine.step import StepRunner
+from batchgen.errors import DeviceError
 from batchgen.request import RequestTable
 from tests.e2e.mixed import mixed_options, mixed_rows
 from tests.e2e.same import Done, assert_equal
@@ -80,3 +83,56 @@ def test_a_stop_leaves_no_step_unread(model: Path) -> None:
         assert len(done) == ended
         for completion in done:
             assert completion.output_ids == want[str(completion.row_index)].output_ids
+
+
+def short_rows() -> RequestTable:
+    """Rows of one to six tokens; the odd ones have a grammar, so that each step is read before the next one draws."""
+    table = RequestTable()
+    for i in range(12):
+        regex = "[a-z ]*" if i % 2 else None
+        params = SamplingParams(max_new_tokens=1 + i // 2, temperature=0.0, ignore_eos=True, regex=regex)
+        table.append(i, 0, [5 + i, 6], params, i, 1 + i // 2)
+    return table
+
+
+@pytest.mark.parametrize("step", range(1, 6))
+@pytest.mark.parametrize("kind", ["host", "late"])
+def test_what_a_step_finished_outlives_the_next_one(
+    model: Path, step: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(str(model), dtype="float32")
+    if kind == "late":
+        engine.device = LateDevice(poison_uploads=True)
+    running = engine.start(short_rows())
+    issue = StepRunner.issue
+
+    def issue_or_fail(runner: StepRunner, *args: object) -> object:
+        if running.scheduler.stats.steps > step:
+            raise DeviceError("gone")
+        return issue(runner, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(StepRunner, "issue", issue_or_fail)
+    done: list[Completion] = []
+    with pytest.raises(DeviceError, match="gone"):
+        done.extend(completion for group in running.loop.run() for completion in group)
+    drawn = {c.row_index for c in done}
+    assert drawn == {i for i in range(12) if 1 + i // 2 <= step}
+    assert len(drawn) == len(done)
+
+
+def test_a_step_that_cannot_be_read_is_not_passed_over(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read while the next one is issued, which is tried anew where the device's memory does not suffice."""
+    engine = Engine(str(model), dtype="float32")
+    engine.device = LateDevice(poison_uploads=True)
+    running = engine.start(short_rows())
+    read = Draws.read
+
+    def read_or_fail(draws: Draws) -> Sampled:
+        if running.scheduler.stats.steps == 3:
+            raise MemoryError
+        return read(draws)
+
+    monkeypatch.setattr(Draws, "read", read_or_fail)
+    with pytest.raises(DeviceError, match="the host's memory ran out"):
+        list(running.loop.run())
+    assert running.loop._runner.halver.retries == 0
