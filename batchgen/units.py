@@ -41,6 +41,7 @@ _SIZE_UNITS = {
     "TIB": 2**40,
 }
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?"
+_SHARE = rf"{_NUMBER}(?:e-[0-9]+)?"  # what Python prints of a small float, too
 _SIZE = re.compile(rf"({_NUMBER})\s*([A-Za-z]*)", re.ASCII)
 _TIME_UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _TIME_PARTS = re.compile(
@@ -128,8 +129,9 @@ def parse_memory(text: str) -> int | float:
     stripped = text.strip()
     percent = stripped.endswith("%")
     digits = stripped[:-1].strip() if percent else stripped
-    if percent or ("." in digits and re.fullmatch(_NUMBER, digits)):
-        share = float(digits) / (100 if percent else 1) if re.fullmatch(_NUMBER, digits) else math.nan
+    number = re.fullmatch(_SHARE, digits)
+    if percent or (number and not digits.isdecimal()):
+        share = float(digits) / (100 if percent else 1) if number else math.nan
         if not 0 < share <= 1:
             raise ValueError(f"takes a share above 0 and up to 1 (0.85, 85%), got {text!r}")
         return share

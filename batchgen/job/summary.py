@@ -117,7 +117,8 @@ def _lines(summary: RunSummary) -> list[tuple[str, Text]]:
         codes = ", ".join(f"{code} {count:,}" for code, count in counts)
         lines.append(("errors", Text(codes, style="red")))
         lines.append(("", Text(f"see: batchgen show {shlex.quote(summary.output)} --errors", style="dim")))
-    shared = summary.prompt_tokens - summary.computed_prompt_tokens
+    # A prompt whose samples come in turns is entered again, at its last token, for each turn.
+    shared = max(0, summary.prompt_tokens - summary.computed_prompt_tokens)
     tokens_in = f"in {summary.prompt_tokens:,} (computed {summary.computed_prompt_tokens:,}, shared {shared:,})"
     dropped = f" (and {summary.dropped_tokens:,} dropped by best_of)" if summary.dropped_tokens else ""
     lines.append(("tokens", Text(f"{tokens_in}, out {summary.completion_tokens:,}{dropped}")))

@@ -77,6 +77,7 @@ GOOD: list[tuple[str, str, Any]] = [
     ("flash_library", "./_vllm_fa3_C.abi3.so", "./_vllm_fa3_C.abi3.so"),
     ("max_model_len", "4096", 4096),
     ("kv_memory", "85%", 0.85),
+    ("kv_memory", "0.00002", 0.00002),
     ("kv_memory", "4GiB", 2**32),
     ("page_size", "32", 32),
     ("seed", "-5", -5),

@@ -32,7 +32,7 @@ def main(words: list[str]) -> int:
     stages = options.stages.split(",")
     unknown = sorted(set(stages) - set(names))
     if unknown:
-        parser.error(f"unknown stages: {', '.join(unknown)}")
+        parser.error(f"unknown stages: {', '.join(unknown)}; take some of {', '.join(names)}")
     if options.toy:
         os.environ["TRITON_INTERPRET"] = "1"
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

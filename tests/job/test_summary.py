@@ -56,6 +56,10 @@ def test_without_errors() -> None:
     assert "1,000 (ok 1,000, errors 0, skipped 3, resumed 100)" in text
 
 
+def test_a_prompt_entered_again_for_its_samples_shares_nothing() -> None:
+    assert "in 3 (computed 10, shared 0)" in printed(replace(SUMMARY, prompt_tokens=3, computed_prompt_tokens=10))
+
+
 def test_a_finished_job() -> None:
     assert printed(replace(SUMMARY, already_done=True)) == "results.parquet is complete: 1,000 rows, nothing to do\n"
 
