@@ -11,7 +11,7 @@ piece ever after.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Final
@@ -35,6 +35,9 @@ _SIZES: Final = ((64, 8), (256, 16), (512, 32))
 """(up to, step): numbers of rows that graphs are recorded for, above 8."""
 _BEYOND: Final = 64
 _MOST_GRAPHS: Final = 64
+_DROPPED: Final = 4
+"""Graphs kept although they are not used again, as the device may still be at them: two a step, and two steps are under
+way at most."""
 _MOST_DRAWS: Final = 8192
 """Draws of one step that the next may be fed with."""
 
@@ -85,6 +88,7 @@ class DecodeGraphs:
         self._most = most
         self._shared = _Shared(model, ops, device)
         self._steps: OrderedDict[Hashable, _StaticStep] = OrderedDict()
+        self._dropped: deque[_StaticStep] = deque(maxlen=_DROPPED)
         self.counts = GraphCounts()
         self.refused: str | None = None
         """Why nothing is recorded any more."""
@@ -112,7 +116,9 @@ class DecodeGraphs:
             if not isinstance(problem, _CannotCapture) and not is_out_of_memory(problem):
                 raise
             self.refused = str(problem)
+        self._device.download(self._shared.last[:1]).wait()  # no graph runs any more
         self._steps.clear()
+        self._dropped.clear()
         self._shared.logits = None
         self._device.release_cache()
         return None
@@ -143,10 +149,13 @@ class DecodeGraphs:
         return static.result(rows, taps)
 
     def _keep(self, key: Hashable, static: _StaticStep) -> None:
+        before = self._steps.get(key)
+        if before is not None and before is not static:
+            self._dropped.append(before)
         self._steps[key] = static
         self._steps.move_to_end(key)
         while len(self._steps) > self._most:
-            self._steps.popitem(last=False)
+            self._dropped.append(self._steps.popitem(last=False)[1])
 
     def _capture(self, static: _StaticStep) -> Graph:
         try:
