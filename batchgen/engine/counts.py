@@ -11,14 +11,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from batchgen.engine.planning import Workload
 from batchgen.kernels.counts import CountLists
 from batchgen.kernels.device import Device
 from batchgen.kernels.ops import Ops
 
-__all__ = ["PenalisedRows", "TokenCounts"]
+__all__ = ["PenalisedRows", "TokenCounts", "lists_bytes"]
 
 _SLOTS, _WIDTH = 16, 64
 """What is taken at first; both double."""
+
+_ENTRY = 8
+"""Bytes of an id and its count."""
 
 Ids = npt.NDArray[np.int32]
 
@@ -118,6 +122,28 @@ class PenalisedRows:
         width = self._counts.width(self._host_slots, 1)
         ops.count_tokens(self._counts.lists(width), self._slots, self._rows, tokens, width)
         self._counts.counted(self._host_slots)
+
+
+def lists_bytes(workload: Workload, rows: int, vocab_size: int, *, prompts: bool) -> int:
+    """Most bytes that the lists of a job take, while they grow.
+
+    Args:
+        workload: the job.
+        rows: most sequences at once, but for the samples of one prompt, which begin together.
+        vocab_size: V.
+        prompts: whether a repetition penalty falls on the ids of prompts, too.
+    """
+    table, samples = workload.table, workload.samples
+    params = table.params
+    penalised = np.array([p.penalised for p in params], np.bool_)[table.params_id] & (samples > 0)
+    if not penalised.any():
+        return 0
+    listed = np.array([prompts and p.repetition_penalty != 1.0 for p in params], np.bool_)
+    ids = np.where(listed[table.params_id], np.diff(table.offsets), 0) + table.max_new_tokens
+    width = min(int(ids[penalised].max()), vocab_size)
+    begun = min(int(samples[penalised].sum(dtype=np.int64)), max(rows, int(samples[penalised].max())))
+    slots = max(_SLOTS, 1 << begun.bit_length())  # slot 0 is nobody's
+    return 3 * slots * _power_of_2(width) * _ENTRY // 2  # half as much again is held while they are moved
 
 
 def _power_of_2(width: int) -> int:

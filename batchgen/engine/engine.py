@@ -14,6 +14,7 @@ import torch
 
 from batchgen.config import EngineConfig
 from batchgen.embeds import EmbedsStore
+from batchgen.engine.counts import lists_bytes
 from batchgen.engine.intake import Intake
 from batchgen.engine.kernels import fixed_kernels, kernels_for
 from batchgen.engine.loop import Loop
@@ -232,6 +233,9 @@ class Engine:
             return self._loop(job, self._scheduler(job, PAGES, seqs, tokens), pool)
 
         taken, tokens = largest_step(rehearser, workload, spec, size, (seqs, tokens), CudaMeter(spec.device))
+        # Its lists of penalised tokens are short: nobody knows how many distinct ones a job's rows will draw.
+        prompts = self.config.repetition_penalty_scope == "prompt+output"
+        taken += lists_bytes(workload, seqs, spec.vocab_size, prompts=prompts)
         return device_memory(spec.device, taken), tokens
 
     def _scheduler(self, workload: Workload, pages: int, seqs: int, tokens: int) -> Scheduler:

@@ -11,9 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchgen.engine.counts import PenalisedRows, TokenCounts
+from batchgen import SamplingParams
+from batchgen.engine.counts import PenalisedRows, TokenCounts, lists_bytes
+from batchgen.engine.planning import plan_workload
 from batchgen.kernels import torch_ops
+from batchgen.kernels.counts import CountLists
 from batchgen.kernels.device import HOST
+from batchgen.request import RequestTable
 from tests.engine.fake_device import LateDevice
 from tests.kernels.penalised import expected_penalties, listed
 
@@ -124,3 +128,31 @@ def test_lists_are_no_longer_than_the_vocabulary() -> None:
     assert counts.width(np.array([slot])) == 7
     assert counts.lists().ids.shape[1] == 64
     assert sum(listed(counts.lists(), slot).values()) == 200
+
+
+@pytest.mark.parametrize("prompts", [False, True])
+def test_bytes_of_the_lists_are_bounded_beforehand(prompts: bool) -> None:
+    """The bound holds what is held while the lists grow, and is none where nothing is penalised."""
+    table = RequestTable()
+    rng = np.random.default_rng(0)
+    for i in range(40):
+        ids = rng.integers(0, VOCAB, 150 if i == 7 else 5)
+        params = SamplingParams(max_new_tokens=30 + i, n=1 + i % 3, repetition_penalty=1.2 if i % 2 else 1.0)
+        table.append(i, 0, ids.tolist(), params, i, 30 + i)
+    workload = plan_workload(table)
+    bound = lists_bytes(workload, 24, VOCAB, prompts=prompts)
+    counts, most = TokenCounts(VOCAB, HOST), 0
+    for _ in range(24):
+        before = counts.lists()
+        counts.begin(table.prompt_ids(7) if prompts else None)
+        after = counts.lists(219 if prompts else 69)
+        most = max(most, held(after) + (held(before) if before is not after else 0))
+    assert held(counts.lists()) < most <= bound
+    assert bound <= 4 * most
+    plain = RequestTable()
+    plain.append(0, 0, [1, 2], SamplingParams(max_new_tokens=5), 0, 5)
+    assert lists_bytes(plan_workload(plain), 24, VOCAB, prompts=prompts) == 0
+
+
+def held(lists: CountLists) -> int:
+    return sum(x.numel() * x.element_size() for x in (lists.ids, lists.counts))
