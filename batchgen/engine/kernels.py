@@ -9,7 +9,14 @@ import numpy as np
 from batchgen.config import EngineConfig
 from batchgen.engine.planning import Workload
 from batchgen.errors import UsageError
-from batchgen.kernels.backend import AttentionNeeds, Backend, BackendUnavailable, capability_of, choose_backend
+from batchgen.kernels.backend import (
+    AttentionNeeds,
+    Backend,
+    BackendUnavailable,
+    capability_of,
+    choose_backend,
+    refuse_deterministic,
+)
 from batchgen.kernels.measure import TypicalStep
 from batchgen.models.base import ModelSpec
 
@@ -32,8 +39,25 @@ def fixed_kernels(config: EngineConfig, spec: ModelSpec) -> Backend | None:
         measured = needs.capability is not None and named.name != "torch" and not config.deterministic
         return None if measured else named
     except BackendUnavailable as problem:
-        remedy = problem.remedy or "leave the option out to take the best there is here"
-        raise UsageError(f"`--attention {config.attention}` cannot run here: {problem}; {remedy}") from None
+        raise _refusal(config, problem) from None
+
+
+def refuse_anywhere(config: EngineConfig) -> None:
+    """Refuse kernels that no GPU runs, for a job that is checked where there is none.
+
+    Raises:
+        UsageError: as `fixed_kernels`.
+    """
+    try:
+        if config.deterministic:
+            refuse_deterministic(config.attention, on_gpu=True)
+    except BackendUnavailable as problem:
+        raise _refusal(config, problem) from None
+
+
+def _refusal(config: EngineConfig, problem: BackendUnavailable) -> UsageError:
+    remedy = problem.remedy or "leave the option out to take the best there is here"
+    return UsageError(f"`--attention {config.attention}` cannot run here: {problem}; {remedy}")
 
 
 def kernels_for(config: EngineConfig, spec: ModelSpec, workload: Workload, rows: int, tokens: int) -> Backend:

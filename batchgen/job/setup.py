@@ -12,7 +12,7 @@ import torch
 from batchgen.config import EngineConfig, RunConfig
 from batchgen.demo import model_path
 from batchgen.engine.engine import prepare_device
-from batchgen.engine.kernels import fixed_kernels
+from batchgen.engine.kernels import fixed_kernels, refuse_anywhere
 from batchgen.engine.memory import allowed_pages
 from batchgen.kernels.backend import GPU_BACKENDS
 from batchgen.media_root import MediaRoot
@@ -115,6 +115,7 @@ def prepare(config: RunConfig, note: Callable[[str], None], *, elsewhere: bool =
         elsewhere=absent,
     )
     if absent:
+        refuse_anywhere(engine)
         note("there is no GPU here: what depends on it (--attention, --kv-memory, the time) is not checked")
     else:
         fixed_kernels(engine, spec)  # refuses what this machine cannot run before a row is read

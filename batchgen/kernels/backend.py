@@ -46,6 +46,7 @@ __all__ = [
     "BackendUnavailable",
     "capability_of",
     "choose_backend",
+    "refuse_deterministic",
 ]
 
 ATTENTION_BACKENDS = ("auto", "flash", "triton", "torch")
@@ -159,15 +160,22 @@ def choose_backend(
 
 def _deterministic(name: str, needs: AttentionNeeds) -> Backend:
     """Kernels whose results for a row depend on that row alone. Nothing is measured: another run may not differ."""
-    if name == "flash":
-        raise BackendUnavailable("`--deterministic`: flash splits its work by the batch", _DETERMINISTIC_REMEDY)
     on_gpu = needs.capability is not None or needs.device.type != "cpu"
-    if on_gpu and name == "torch":
-        raise BackendUnavailable("`--deterministic` computes by Triton on a GPU", _DETERMINISTIC_REMEDY)
+    refuse_deterministic(name, on_gpu)
     return _invariant_triton(needs) if on_gpu or name == "triton" else INVARIANT
 
 
-_DETERMINISTIC_REMEDY = "leave one of the two out"
+def refuse_deterministic(name: str, on_gpu: bool) -> None:
+    """Refuse what no machine runs with `--deterministic`.
+
+    Raises:
+        BackendUnavailable: the attention called `name` is none that computes a row as if it were alone.
+    """
+    remedy = "leave one of the two out"
+    if name == "flash":
+        raise BackendUnavailable("`--deterministic`: flash splits its work by the batch", remedy)
+    if on_gpu and name == "torch":
+        raise BackendUnavailable("`--deterministic` computes by Triton on a GPU", remedy)
 
 
 def _invariant_triton(needs: AttentionNeeds) -> Backend:

@@ -182,3 +182,9 @@ def test_check_needs_no_gpu_for_a_job_that_does(model: Path, tmp_path: Path, opt
     assert json.loads(checked.stdout)["estimated_seconds"] is None
     ran = run(["run", source, "--model", model, *option], tmp_path, expect=code)
     one_line(ran.stderr)
+
+
+@pytest.mark.parametrize("options", [["--attention", "flash"], ["--attention", "torch", "--device", "cuda"]])
+def test_check_refuses_what_no_gpu_computes_deterministically(model: Path, tmp_path: Path, options: list[str]) -> None:
+    words = ["check", good(tmp_path), "--model", model, "--deterministic", *options]
+    assert "`--deterministic`" in one_line(run(words, tmp_path, expect=2).stderr)
