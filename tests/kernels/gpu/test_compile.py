@@ -51,6 +51,9 @@ MULTIPLY = {
 
 FIXED_BY_THE_MODEL = {
     "bitmask._bitmask_kernel": {"vocab", "blocks"},
+    # Room in a list of counts: a power of two from 64 on, and so a multiple of 16 whatever it grows to.
+    "counts._count_kernel": {"width"},
+    "counts._penalise_kernel": {"width"},
     "filtering._filter": {"vocab"},
     "heads._rotate_and_store": {
         *("qkv_token", "qkv_head", "table_token"),
