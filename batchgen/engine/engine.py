@@ -139,6 +139,9 @@ class Engine:
 
         Yields:
             One `Completion` per row, prompt and sample; a bad row gives one with `error` set.
+
+        While rows are generated Python's garbage collector runs between steps alone, in the whole process: close or
+        exhaust the iterator to have it back.
         """
         table = RequestTable(EmbedsStore(self.model.spec.embeds_size))
         spec = self.model.spec

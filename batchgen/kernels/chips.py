@@ -61,17 +61,17 @@ class AttentionTile:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupedTile:
-    """Shape of a tile of a matrix product by groups of rows, and how it is launched.
+class _ProductTile:
+    """Shape of a tile of a matrix product, and how it is launched.
 
     Raises:
         ValueError: a number that no kernel takes, named.
     """
 
     rows: int
-    """Rows of one group; a power of 2, at least 16."""
+    """A power of 2, at least 16."""
     columns: int
-    """Outputs of each of two products, or half of those of one; a power of 2, at least 16."""
+    """Outputs; a power of 2, at least 16."""
     inner: int
     """Numbers per step of the loop; a power of 2, at least 16."""
     warps: int
@@ -84,26 +84,13 @@ class GroupedTile:
 
 
 @dataclass(frozen=True, slots=True)
-class MatmulTile:
-    """Shape of a tile of the matrix product whose rows never know of each other, and how it is launched.
+class GroupedTile(_ProductTile):
+    """A tile of a matrix product by groups of rows: of one group's, and of each of two products or half of one's."""
 
-    Raises:
-        ValueError: a number that no kernel takes, named.
-    """
 
-    rows: int
-    """Tokens, however many a step has; a power of 2, at least 16."""
-    columns: int
-    """Outputs; a power of 2, at least 16."""
-    inner: int
-    """Numbers per step of the loop; a power of 2, at least 16."""
-    warps: int
-    stages: int
-
-    def __post_init__(self) -> None:
-        for name in ("rows", "columns", "inner"):
-            _check_power_of_2(name, getattr(self, name), 16)
-        _check_launch(self.warps, self.stages)
+@dataclass(frozen=True, slots=True)
+class MatmulTile(_ProductTile):
+    """A tile of the matrix product whose rows never know of each other: the same however many tokens a step has."""
 
 
 @dataclass(frozen=True, slots=True)

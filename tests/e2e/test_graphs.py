@@ -1,0 +1,39 @@
+"""What a run says of CUDA graphs: why there are none, and what was counted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.e2e.rows import write_lines
+
+ROOT = Path(__file__).parents[2]
+PATCHED = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from types import SimpleNamespace
+from batchgen.cli.app import app
+from batchgen.engine.graphs import GraphCounts
+from batchgen.engine.loop import Loop
+graphs = SimpleNamespace(refused=sys.argv.pop(1) or None, counts=GraphCounts(captures=1, replays=2, padded=3, first=4))
+Loop.graphs = property(lambda self: graphs)
+app()
+"""
+"""A run whose loop says that it has graphs, as it has on a GPU."""
+
+
+def test_a_line_says_why_there_are_none(model: Path, tmp_path: Path) -> None:
+    write_lines(tmp_path / "in.jsonl", [{"input_ids": [5, 6], "max_new_tokens": 2}])
+    reason = "its decode steps cannot be recorded as graphs: it asks the host"
+    for refused in ("", reason):
+        words = ["run", "in.jsonl", "-o", f"{len(refused)}.parquet", "--model", str(model), "--dtype", "float32"]
+        words += ["--progress", "plain", "--report", "report.json"]
+        command = [sys.executable, "-c", PATCHED, refused, *words]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count(f"no CUDA graphs: {reason}") == bool(refused)
+        counted = json.loads((tmp_path / "report.json").read_text())["engine"]
+        names = ("captures", "replays", "padded", "first")
+        assert [counted[f"graph_{name}"] for name in names] == [1, 2, 3, 4]
