@@ -1,0 +1,60 @@
+"""The compiled library as a Python object: functions by name, called without the interpreter's lock."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from functools import cache
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from batchgen.kernels.cpu.build import CompilerMissing, built_library
+
+__all__ = ["DTYPES", "address", "library", "loaded", "missing"]
+
+DTYPES: Final[dict[torch.dtype, int]] = {torch.float32: 0, torch.bfloat16: 1}
+"""What the kernels compute in, with its code in C++."""
+
+
+@cache
+def _library() -> ctypes.CDLL | str:
+    """The library, or why there is none."""
+    try:
+        # Torch's OpenMP runtime is in the process already, under the names that the library looks for.
+        return ctypes.CDLL(str(built_library(_tell)))
+    except (CompilerMissing, OSError) as problem:
+        return str(problem)
+
+
+def _tell() -> None:
+    print("compiling CPU kernels for this processor, which is done once", file=sys.stderr, flush=True)
+
+
+def loaded() -> bool:
+    """Whether there is a library; compiles it if need be."""
+    return not isinstance(_library(), str)
+
+
+def missing() -> str | None:
+    """Why there is no library; None where there is one."""
+    found = _library()
+    return found if isinstance(found, str) else None
+
+
+def library() -> Any:
+    """The library: `library().bg_matmul(...)`.
+
+    Raises:
+        RuntimeError: there is none, and why.
+    """
+    found = _library()
+    if isinstance(found, str):
+        raise RuntimeError(found)
+    return found
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """Where a tensor's numbers begin; None (a null pointer) for None."""
+    return None if tensor is None else tensor.data_ptr()

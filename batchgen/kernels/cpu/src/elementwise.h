@@ -1,0 +1,40 @@
+// Everything of a decoder's layer between its products. T is float or bf16; sums and norms are float32 inside, and
+// results are rounded where the plain versions round (norm.py, activation.py, heads.py, rope.py).
+#pragma once
+
+#include "parallel.h"
+#include "simd.h"
+
+namespace bg {
+
+enum Activation : int64_t { SILU = 0, GELU = 1, GELU_TANH = 2, QUICK_GELU = 3, RELU = 4 };
+
+struct Norm {
+    void* x;            // [T, H]; with a delta x += delta in place
+    const void* delta;  // [T, H] or null
+    const void* weight; // [H]
+    void* out;          // [T, H]
+    int64_t tokens, hidden, dtype;
+    float eps;
+};
+void norm_part(const Norm& n, int thread, int threads);
+
+struct Gated {
+    const void* gate_up;  // [T, 2I], gate first
+    void* out;            // [T, I]
+    int64_t tokens, inner, activation, dtype;
+};
+void gated_part(const Gated& g, int thread, int threads);
+
+struct Heads {
+    void* qkv;                   // [T, N + 2K, D]; queries are normalised and rotated in place
+    const void *q_norm, *k_norm; // [D] or null, both or neither
+    const void *cos, *sin;       // [T, D] of rope_tables
+    void *keys, *values;         // [P, S, K, D]
+    const int64_t* slots;        // [T]
+    int64_t tokens, heads, kv_heads, dim, dtype;
+    float eps;
+};
+void heads_part(const Heads& h, int thread, int threads);
+
+}  // namespace bg

@@ -1,0 +1,135 @@
+// Vectors of 16 floats by the compiler's vector extensions: one AVX-512 register, two of AVX2, four of NEON.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace bg {
+
+typedef float vf __attribute__((vector_size(64)));
+typedef int32_t vi __attribute__((vector_size(64)));
+typedef uint32_t vu __attribute__((vector_size(64)));
+typedef uint16_t vh __attribute__((vector_size(32)));  // 16 bfloat16
+
+constexpr int LANES = 16;
+
+struct bf16 {
+    uint16_t bits;
+};
+
+static inline vf splat(float x) { return x - vf{}; }
+
+template <class V, class T>
+static inline V load_as(const T* p) {
+    V v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+
+template <class V, class T>
+static inline void store_as(T* p, V v) {
+    std::memcpy(p, &v, sizeof v);
+}
+
+static inline vf load(const float* p) { return load_as<vf>(p); }
+static inline void store(float* p, vf v) { store_as(p, v); }
+
+static inline float widen(bf16 x) {
+    const uint32_t bits = uint32_t(x.bits) << 16;
+    float f;
+    std::memcpy(&f, &bits, 4);
+    return f;
+}
+
+static inline float widen(float x) { return x; }
+
+// To the nearest, ties to even; not-a-numbers stay what they are.
+static inline bf16 narrow(float f) {
+    uint32_t bits;
+    std::memcpy(&bits, &f, 4);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return bf16{uint16_t((bits >> 16) | 0x40u)};
+    return bf16{uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+}
+
+static inline vf widen(vh h) { return (vf)(__builtin_convertvector(h, vu) << 16); }
+
+static inline vh narrow(vf v) {
+    const vu bits = (vu)v;
+    const vu rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    const vu nan = (bits >> 16) | 0x40u;
+    const vi is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+    return __builtin_convertvector(((vu)is_nan & nan) | (~(vu)is_nan & rounded), vh);
+}
+
+static inline vf load(const bf16* p) { return widen(load_as<vh>(p)); }
+static inline void store(bf16* p, vf v) { store_as(p, narrow(v)); }
+
+// One number, rounded to T and wide again.
+template <class T>
+static inline float rounded(float x);
+template <>
+inline float rounded<float>(float x) { return x; }
+template <>
+inline float rounded<bf16>(float x) { return widen(narrow(x)); }
+
+template <class T>
+static inline vf rounded(vf v);
+template <>
+inline vf rounded<float>(vf v) { return v; }
+template <>
+inline vf rounded<bf16>(vf v) { return widen(narrow(v)); }
+
+static inline void put(float* p, float x) { *p = x; }
+static inline void put(bf16* p, float x) { *p = narrow(x); }
+
+static inline float sum(vf v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)v);
+#else
+    float s = 0;
+    for (int i = 0; i < LANES; i++) s += v[i];
+    return s;
+#endif
+}
+
+static inline float largest(vf v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)v);
+#else
+    float m = v[0];
+    for (int i = 1; i < LANES; i++) m = v[i] > m ? v[i] : m;
+    return m;
+#endif
+}
+
+static inline vf max(vf a, vf b) { return a > b ? a : b; }
+static inline vf min(vf a, vf b) { return a < b ? a : b; }
+
+// e^x to about 2 units in the last place; 0 below -87.3, infinity above 88.7, not-a-number stays.
+static inline vf exp(vf x) {
+    const vf clamped = min(max(x, splat(-87.33655f)), splat(88.72284f));
+    const vf scaled = clamped * 1.44269504f;
+    const vf n = (vf)((scaled + 12582912.0f)) - 12582912.0f;  // nearest integer
+    vf r = clamped - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    vf p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    // 2^n in two factors: n may be 128.
+    const vi half = __builtin_convertvector(n * 0.5f, vi);
+    const vi rest = __builtin_convertvector(n, vi) - half;
+    vf result = p * (vf)((half + 127) << 23) * (vf)((rest + 127) << 23);
+    result = x < splat(-87.33655f) ? vf{} : result;
+    result = x > splat(88.72284f) ? splat(__builtin_inff()) : result;
+    return x == x ? result : x;
+}
+
+}  // namespace bg
