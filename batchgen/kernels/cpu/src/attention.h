@@ -1,8 +1,11 @@
-// Attention over a paged pool by a flat work list. See attention_list.py for how the list is made.
+// Attention over a paged pool by a flat work list, which attention_list.py makes.
 //
-// An item is a run of queries (consecutive entries of `tokens`) against positions [start, start + length) of a page
-// table, causal where a query's position lies inside. Items that are alone with their queries write `out`; the others
-// write partials with their log-sum-exp, which a second pass merges in float32, in a fixed order.
+// An item is a run of `tokens` that attend to the stored positions [first, end) of one page table: softmax(scale Q K^T)
+// V, causal, within the window. Tokens that are in one item alone are written to `out`; the others leave parts (float32
+// values and their log-sum-exp), which a second phase merges in the order of `parts`.
+//
+// Keys and values are read where they stand, once for all query heads that share them. What stands in slots that no
+// item names is never read.
 #pragma once
 
 #include "parallel.h"
@@ -10,10 +13,41 @@
 
 namespace bg {
 
-struct Attention;  // its fields are attention.cpp's and attention.py's own
+enum ItemField { ROWS_AT, COUNT, PAGE_AT, BASE, FIRST, END, PART_AT, ITEM_FIELDS = 8 };
 
-// Two phases with a barrier between them: the items, then the merges. `work` holds the shared counters of dynamic
-// scheduling, zero before the first phase.
+// One step's work for the layers that share it: same sizes, same window.
+struct AttentionList {
+    const int32_t* items;      // [num_items, ITEM_FIELDS], costliest first
+    const int32_t* tokens;     // an item's are tokens[ROWS_AT : ROWS_AT + COUNT]
+    const int32_t* positions;  // [T] absolute position of each token
+    const int32_t* pages;      // page tables; an item's begins at PAGE_AT, its first slot is position BASE
+    const int32_t* parts;      // part numbers, those of a merge adjacent
+    const int32_t* merges;     // [num_merges, 3]: token, where its parts begin in `parts`, how many
+    float* part_out;           // [E, N, Dv]
+    float* part_lse;           // [E, N] natural logarithm
+    int64_t num_items, num_merges;
+    int64_t by_head;           // whether the key heads of an item are work units of their own
+    int64_t heads, kv_heads, key_dim, value_dim, page_size;
+    int64_t window;            // a token sees itself and the window - 1 before it; 0: all
+    int64_t dtype;             // of pool, queries and results
+};
+
+// A step: lists, pointers and counters of L layers; queries and results of the layer at hand. Arrays are the caller's.
+struct Attention {
+    const AttentionList* const* lists;  // [L]
+    const void* const* keys;            // [L] -> [P, S, K, D]
+    const void* const* values;          // [L] -> [P, S, K, Dv]
+    const float* const* sinks;          // [L] -> [N] or null
+    int64_t* counters;                  // [L, 8] zeros before a layer's first phase, and again after its second
+    const void* query;                  // [T, N, D], a token's heads adjacent, tokens `query_stride` elements apart
+    void* out;                          // [T, N, Dv] likewise
+    int64_t query_stride, out_stride;
+    float scale;
+    float softcap;                      // 0: none
+};
+
+// Two phases with a barrier between and after them; all threads of the region call both. The items go to whichever
+// thread is free; what is computed does not depend on which.
 void attention_items_part(const Attention& a, int64_t layer, int thread, int threads);
 void attention_merge_part(const Attention& a, int64_t layer, int thread, int threads);
 
