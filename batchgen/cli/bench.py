@@ -22,8 +22,9 @@ def bench(
         typer.Argument(
             metavar="WORKLOAD",
             show_default=False,
-            help="unique, shared-prefix, few-shot-tree, mixed-lengths, or a .toml file; none: these four. For GPUs: "
-            "w-nano, w-prefix, w-unshared, w-tree. Example: shared-prefix",
+            help="unique, shared-prefix, few-shot-tree, mixed-lengths (none named: these four), multi-turn, n-samples, "
+            "json-constrained, logprobs, hidden-states, many-loras, all (of these), demo (with --model demo), or a "
+            ".toml file. For GPUs: w-nano, w-prefix, w-unshared, w-tree. Example: shared-prefix",
         ),
     ] = None,
     model: Annotated[
@@ -32,7 +33,7 @@ def bench(
             metavar="MODEL",
             show_default=False,
             help="Model folder or id, or random weights of a shape: random:135m, random:5m, random:0.6b, "
-            "random:1b, random:8b. Default: random:135m. "
+            "random:1b, random:8b, or demo, the demonstration model. Default: random:135m. "
             "Example: --model random:5m",
         ),
     ] = "random:135m",

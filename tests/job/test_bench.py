@@ -18,6 +18,7 @@ from rich.console import Console
 
 import batchgen
 from batchgen.cli.app import run_command
+from batchgen.demo import model_path
 from batchgen.errors import UsageError
 from batchgen.job.bench.figures import Context, Measured, Spread, ratios, workload_figures
 from batchgen.job.bench.floors import count_work, measure_bandwidth, measure_gemm
@@ -26,24 +27,11 @@ from batchgen.job.bench.peers import EngineSource, parse_peers
 from batchgen.job.bench.process import EngineFailed, EngineProcess, Generated, LoadSpec
 from batchgen.job.bench.run import BenchConfig, run_bench
 from batchgen.job.bench.shapes import Shape, build_model, resolve_bench_model
-from batchgen.job.bench.workloads import WORKLOADS, BenchRow, Level, Workload, find_workload, load_workload
+from batchgen.job.bench.workloads import BenchRow
 from batchgen.models.load import inspect_model
+from tests.job.bench_toys import TOY
 
-CONFIGS = Path(__file__).parents[2] / "configs" / "bench"
 TINY = Shape(layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, inner=48, vocab=64, context=128)
-TOY = """\
-name = "toy"
-description = "two prompts after one prefix"
-output = [2, 3]
-
-[[levels]]
-children = 1
-tokens = [8, 8]
-
-[[levels]]
-children = 2
-tokens = [2, 4]
-"""
 
 
 @pytest.fixture(scope="module")
@@ -58,80 +46,6 @@ def toy(tmp_path: Path) -> str:
     path = tmp_path / "toy.toml"
     path.write_text(TOY)
     return str(path)
-
-
-# Workloads
-
-
-def test_named_workloads_have_the_shapes_they_say() -> None:
-    sizes = {}
-    for name, workload in WORKLOADS.items():
-        rows = workload.rows(8192)
-        assert len(rows) == 64
-        assert all(3 <= i < 8192 for row in rows for i in row.ids)
-        sizes[name] = (
-            min(len(r.ids) for r in rows),
-            max(len(r.ids) for r in rows),
-            min(r.max_new for r in rows),
-            max(r.max_new for r in rows),
-        )
-    assert sizes["shared-prefix"] == (1056, 1056, 32, 32)
-    assert sizes["few-shot-tree"] == (800, 800, 32, 32)
-    low, high, *output = sizes["unique"]
-    assert 32 <= low < high <= 256
-    assert output == [64, 64]
-    assert 8 <= sizes["mixed-lengths"][2] < sizes["mixed-lengths"][3] <= 256
-
-
-def test_rows_are_the_leaves_of_the_tree() -> None:
-    rows = WORKLOADS["few-shot-tree"].rows(512)
-    assert len({tuple(row.ids[:256]) for row in rows}) == 1
-    groups = {tuple(row.ids[:768]) for row in rows}
-    assert len(groups) == 8
-    assert all(sum(tuple(row.ids[:768]) == group for row in rows) == 8 for group in groups)
-    assert len({tuple(row.ids) for row in rows}) == 64
-
-
-def test_same_definition_same_rows() -> None:
-    workload = WORKLOADS["mixed-lengths"]
-    assert workload.rows(100) == workload.rows(100)
-    assert replace(workload, seed=1).rows(100) != workload.rows(100)
-
-
-def test_configs_are_the_named_workloads() -> None:
-    """Figures quoted in the README come from these files: they must say what the names mean."""
-    files = {path.stem: load_workload(path) for path in CONFIGS.glob("*.toml")}
-    assert files == WORKLOADS
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ('name = "toy"', "", "`name` is missing"),
-        ("output = [2, 3]", "output = [3, 2]", "`output` must be"),
-        ("output = [2, 3]", "output = [0, 2]", "`output` must be"),
-        ("output = [2, 3]", "output = 3", "`output` must be"),
-        ("output = [2, 3]", "output = [2, true]", "`output` must be a whole number"),
-        ("tokens = [8, 8]", "tokens = [8]", "`tokens` must be"),
-        ("tokens = [8, 8]", "tokens = [0, 8]", r"`levels\[0\].tokens`"),
-        ("children = 2", "children = 0", r"`levels\[1\].children`"),
-        ("children = 2", "child = 2", "`children` is missing"),
-        ("output = [2, 3]", "output = [2, 3]\nrows = 1", "unknown key `rows`"),
-        ("name", "name name", "is not TOML"),
-    ],
-)
-def test_wrong_definitions_are_refused_by_name(tmp_path: Path, old: str, new: str, message: str) -> None:
-    path = tmp_path / "wrong.toml"
-    path.write_text(TOY.replace(old, new, 1))
-    with pytest.raises(UsageError, match=message):
-        load_workload(path)
-
-
-def test_unknown_workload_names_those_there_are() -> None:
-    with pytest.raises(UsageError, match=r"'uniqe'; take one of unique, shared-prefix"):
-        find_workload("uniqe")
-    with pytest.raises(UsageError, match="cannot read"):
-        find_workload("missing.toml")
 
 
 # Models
@@ -155,7 +69,8 @@ def test_random_model_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (first / "model.safetensors").stat().st_mtime_ns == stamp
     assert [p.name for p in first.parent.iterdir()] == [first.name], "nothing is left beside it"
     assert resolve_bench_model("some/folder") == "some/folder"
-    with pytest.raises(UsageError, match="take one of random:tiny"):
+    assert resolve_bench_model("demo") == str(model_path())
+    with pytest.raises(UsageError, match="take one of random:tiny, demo, or"):
         resolve_bench_model("random:7b")
 
 
@@ -441,10 +356,3 @@ def test_command_line_errors(capsys: pytest.CaptureFixture[str]) -> None:
         captured = capsys.readouterr()
         assert message in captured.err
         assert captured.out == ""
-
-
-def test_custom_workload_of_one_level() -> None:
-    workload = Workload("w", "d", (Level(3, (1, 1)),), (1, 1))
-    assert [len(row.ids) for row in workload.rows(10)] == [1, 1, 1]
-    with pytest.raises(UsageError, match="vocabulary of more than 3"):
-        workload.rows(3)

@@ -12,10 +12,11 @@ from tokenizers import Tokenizer
 from batchgen.job.bench.device_floors import H200, DeviceRates, Sharing, device_floor
 from batchgen.job.bench.engines import engine_batchgen, engine_transformers, engine_transformers_continuous
 from batchgen.job.bench.gate import gate_rows
+from batchgen.job.bench.named import GPU_WORKLOADS, WORKLOADS
 from batchgen.job.bench.peers import EngineSource
 from batchgen.job.bench.process import EngineFailed, EngineProcess, LoadSpec
 from batchgen.job.bench.shapes import SHAPES, Shape, build_model
-from batchgen.job.bench.workloads import GPU_WORKLOADS, WORKLOADS, BenchRow, Level, Workload
+from batchgen.job.bench.workloads import BenchRow, Level, Workload
 from batchgen.models.load import inspect_model
 
 TINY = Shape(2, 32, 4, 2, 8, 48, 400, context=128, family="qwen3", text=True)

@@ -16,14 +16,15 @@ from rich.console import Console
 import batchgen
 from batchgen.config import EngineConfig
 from batchgen.errors import UsageError
+from batchgen.job.bench.definitions import BenchWorkload, find_workloads
 from batchgen.job.bench.figures import Context, Figure, Measured, workload_figures
 from batchgen.job.bench.floors import count_work, measure_bandwidth, measure_gemm
 from batchgen.job.bench.gate import check_exact, check_share, gate_rows
 from batchgen.job.bench.peers import OURS, REFERENCE, EngineSource, parse_peers
 from batchgen.job.bench.process import BenchEngine, EngineProcess, LoadSpec
-from batchgen.job.bench.shapes import resolve_bench_model
+from batchgen.job.bench.shapes import DEMO, resolve_bench_model
 from batchgen.job.bench.table import comparison
-from batchgen.job.bench.workloads import WORKLOADS, BenchRow, Workload, find_workload
+from batchgen.job.bench.workloads import BenchRow
 from batchgen.models.base import ModelSpec
 from batchgen.models.folder import check_model_folder
 from batchgen.models.load import inspect_model
@@ -40,7 +41,7 @@ class BenchConfig:
     """What the command line gave."""
 
     workloads: tuple[str, ...] = ()
-    """Names or .toml files; none: all named ones."""
+    """Names or .toml files; none: as `find_workloads` has it."""
     model: str = "random:135m"
     peers: str = "auto"
     repeat: int = 5
@@ -66,7 +67,7 @@ def run_bench(
         EngineFailed: an engine failed.
     """
     console = console or Console(stderr=True, highlight=False)
-    workloads = [find_workload(name) for name in config.workloads or WORKLOADS]
+    workloads = find_workloads(config.workloads, demo=config.model == DEMO)
     peers = parse_peers(config.peers)
     if config.repeat < 1:
         raise UsageError("--repeat must be at least 1")
@@ -94,7 +95,7 @@ def _where(config: EngineConfig) -> torch.device:
     return torch.device("cuda" if cuda else "cpu")
 
 
-def _check_lengths(workloads: Sequence[Workload], model: ModelSpec) -> None:
+def _check_lengths(workloads: Sequence[BenchWorkload], model: ModelSpec) -> None:
     for workload in workloads:
         if workload.longest > model.context_length:
             raise UsageError(
@@ -116,7 +117,7 @@ class _Bench:
     def dtype(self) -> str:
         return str(self.model.dtype).removeprefix("torch.")
 
-    def gate(self, workloads: Sequence[Workload]) -> dict[str, list[list[int]]]:
+    def gate(self, workloads: Sequence[BenchWorkload]) -> dict[str, list[list[int]]]:
         """Every engine in float32 against the reference; its ids by workload. Processes of the gate end here."""
         spec = self._spec("float32")
         samples = {w.name: gate_rows(w.rows(self.model.vocab_size)) for w in workloads}
@@ -138,7 +139,7 @@ class _Bench:
             check_exact(name, engine, engine.settings[0], rows, expected[name])
         self.console.print(f"gate: {engine.name} equals the reference in float32", style="dim")
 
-    def measure(self, workloads: Sequence[Workload], expected: Mapping[str, list[list[int]]]) -> Iterator[Figure]:
+    def measure(self, workloads: Sequence[BenchWorkload], expected: Mapping[str, list[list[int]]]) -> Iterator[Figure]:
         """Interleaved repeats of each workload on all engines, each in a process that lives throughout."""
         tied = "lm_head.weight" not in check_model_folder(self.folder).tensors
         bandwidth = measure_bandwidth(self.model.device)
@@ -158,7 +159,7 @@ class _Bench:
                 yield from workload_figures(workload.name, self.config.model, measured, work, context)
 
     def _prepare(
-        self, workload: Workload, engine: BenchEngine, rows: Sequence[BenchRow], expected: list[list[int]]
+        self, workload: BenchWorkload, engine: BenchEngine, rows: Sequence[BenchRow], expected: list[list[int]]
     ) -> Measured:
         """Check the engine in the measured dtype, which also warms it up, and find its best setting."""
         share = check_share(workload.name, engine, engine.settings[0], gate_rows(rows), expected)
@@ -182,7 +183,7 @@ def _best_setting(engine: BenchEngine, rows: Sequence[BenchRow]) -> Mapping[str,
     return min(usable, key=seconds_per_row)
 
 
-def _progress(workload: Workload, number: int, repeat: int, measured: Sequence[Measured]) -> str:
+def _progress(workload: BenchWorkload, number: int, repeat: int, measured: Sequence[Measured]) -> str:
     rates = ", ".join(f"{one.name} {one.rates('seconds')[-1]:,.1f}" for one in measured)
     return f"{workload.name} {number + 1}/{repeat}: {rates} tokens/s"
 

@@ -18,14 +18,17 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
+from batchgen.demo import model_path
 from batchgen.errors import OutputError, UsageError
 
-__all__ = ["RANDOM", "SHAPES", "Shape", "build_model", "resolve_bench_model"]
+__all__ = ["DEMO", "RANDOM", "SHAPES", "Shape", "bench_cache", "build_model", "resolve_bench_model"]
 
 RANDOM = "random:"
+DEMO = "demo"
+"""The demonstration model, which is no random one."""
 _LETTERS = string.ascii_lowercase + string.digits
-_RECIPE = 1
-"""Counts changes of how weights are drawn, so that a cached folder of an older recipe is not taken."""
+_RECIPE = 2
+"""Counts changes of what a folder holds, so that a cached one of an older recipe is not taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +56,8 @@ class Shape:
 
 
 SHAPES: dict[str, Shape] = {
-    "135m": Shape(layers=30, hidden=576, heads=9, kv_heads=3, head_dim=64, inner=1536, vocab=8192),
-    "5m": Shape(layers=6, hidden=256, heads=8, kv_heads=4, head_dim=32, inner=640, vocab=2048),
+    "135m": Shape(layers=30, hidden=576, heads=9, kv_heads=3, head_dim=64, inner=1536, vocab=8192, text=True),
+    "5m": Shape(layers=6, hidden=256, heads=8, kv_heads=4, head_dim=32, inner=640, vocab=2048, text=True),
     # Qwen3-0.6B, Llama-3.2-1B and Llama-3.1-8B.
     "0.6b": Shape(28, 1024, 16, 8, 128, 3072, 151_936, family="qwen3", text=True),
     "1b": Shape(16, 2048, 32, 8, 64, 8192, 128_256, text=True),
@@ -63,7 +66,7 @@ SHAPES: dict[str, Shape] = {
 
 
 def resolve_bench_model(name: str, device: torch.device | None = None) -> str:
-    """The folder of `random:SHAPE`, built if it is not there; any other name as it is.
+    """The folder of `random:SHAPE`, built if it is not there, or of `demo`; any other name as it is.
 
     On a GPU, where billions of weights are drawn at once, they are other weights than a CPU's.
 
@@ -71,14 +74,16 @@ def resolve_bench_model(name: str, device: torch.device | None = None) -> str:
         UsageError: there is no such shape.
         OutputError: the cache folder cannot be written.
     """
+    if name == DEMO:
+        return str(model_path())
     if not name.startswith(RANDOM):
         return name
     key = name.removeprefix(RANDOM)
     if key not in SHAPES:
         known = ", ".join(RANDOM + shape for shape in SHAPES)
-        raise UsageError(f"unknown random model {name!r}; take one of {known}, or name a model folder")
+        raise UsageError(f"unknown random model {name!r}; take one of {known}, {DEMO}, or name a model folder")
     where = device or torch.device("cpu")
-    folder = _cache() / f"random-{key}-v{_RECIPE}{'' if where.type == 'cpu' else '-' + where.type}"
+    folder = bench_cache() / f"random-{key}-v{_RECIPE}{'' if where.type == 'cpu' else '-' + where.type}"
     if not (folder / "config.json").is_file():
         try:
             _build_aside(SHAPES[key], folder, where)
@@ -87,7 +92,8 @@ def resolve_bench_model(name: str, device: torch.device | None = None) -> str:
     return str(folder)
 
 
-def _cache() -> Path:
+def bench_cache() -> Path:
+    """Where the benchmark keeps the models and adapters that it makes."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "batchgen" / "bench"
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
 import numpy as np
 
 from batchgen.errors import UsageError
 
-__all__ = ["GPU_WORKLOADS", "WORKLOADS", "BenchRow", "Level", "Workload", "find_workload", "load_workload"]
+__all__ = ["AdapterSet", "BenchRow", "Level", "RowsAt", "Workload", "plain"]
 
-_FIRST_ID = 3
+RowsAt = Literal["leaves", "nodes"]
+"""Where the tree has rows: at its ends, or at every node, as the turns of a conversation are."""
+
+_FIRST_ID: Final = 3
 """Ids below are special in many vocabularies."""
 
 
@@ -27,6 +28,18 @@ class Level:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterSet:
+    """Random LoRA adapters, which rows take in turn."""
+
+    count: int
+    rank: int = 8
+
+    def name(self, number: int) -> str:
+        """What rows call adapter `number` by."""
+        return f"rank-{self.rank}-{number}"
+
+
+@dataclass(frozen=True, slots=True)
 class BenchRow:
     """One prompt and how many tokens are generated after it, whatever they are."""
 
@@ -35,12 +48,17 @@ class BenchRow:
     samples: int = 1
     """More than one are drawn at temperature 1: greedy ones would be the same text."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """What else batchgen's own rows ask for; peers are not given it."""
+    """What else the row asks for, in batchgen's words. Only engines that say they know these fields get such rows."""
+
+
+def plain(rows: Sequence[BenchRow]) -> list[BenchRow]:
+    """The rows without the fields that make them special."""
+    return [replace(row, fields={}) for row in rows]
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Rows are the leaves of a tree of random segments.
+    """Rows are the leaves, or all nodes, of a tree of random segments.
 
     Raises:
         UsageError: a number is out of range, naming it.
@@ -54,6 +72,12 @@ class Workload:
     seed: int = 0
     samples: int = 1
     """Generated after each prompt."""
+    rows_at: RowsAt = "leaves"
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """What rows ask for beside tokens: `BenchRow.fields`."""
+    every: int = 1
+    """Of how many rows one has `fields`."""
+    adapters: AdapterSet | None = None
 
     def __post_init__(self) -> None:
         if not self.levels:
@@ -63,6 +87,16 @@ class Workload:
             if level.children < 1:
                 raise UsageError(f"workload {self.name}: `levels[{number}].children` must be at least 1")
         _check_range(self.output, f"workload {self.name}: `output`")
+        for name, value in (("samples", self.samples), ("every", self.every)):
+            if value < 1:
+                raise UsageError(f"workload {self.name}: `{name}` must be at least 1, got {value}")
+        if self.adapters is not None and min(self.adapters.count, self.adapters.rank) < 1:
+            raise UsageError(f"workload {self.name}: `adapters` needs a `count` and a `rank` of at least 1")
+
+    @property
+    def special(self) -> bool:
+        """Whether rows ask for more than tokens."""
+        return bool(self.fields) or self.adapters is not None
 
     @property
     def longest(self) -> int:
@@ -78,17 +112,25 @@ class Workload:
         if vocab_size <= _FIRST_ID:
             raise UsageError(f"workload {self.name} needs a vocabulary of more than {_FIRST_ID} ids, got {vocab_size}")
         rng = np.random.default_rng(self.seed)
-        prefixes: list[list[int]] = [[]]
-        for level in self.levels:
-            prefixes = [
+        above: list[list[int]] = [[]]
+        prompts: list[list[int]] = []
+        for number, level in enumerate(self.levels, start=1):
+            above = [
                 prefix
                 + rng.integers(_FIRST_ID, vocab_size, size=int(rng.integers(*level.tokens, endpoint=True))).tolist()
-                for prefix in prefixes
+                for prefix in above
                 for _ in range(level.children)
             ]
-        lengths = rng.integers(*self.output, endpoint=True, size=len(prefixes)).tolist()
-        order = rng.permutation(len(prefixes)).tolist()
-        return [BenchRow(prefixes[i], lengths[i], self.samples) for i in order]
+            if self.rows_at == "nodes" or number == len(self.levels):
+                prompts += above
+        lengths = rng.integers(*self.output, endpoint=True, size=len(prompts)).tolist()
+        order = rng.permutation(len(prompts)).tolist()
+        return [BenchRow(prompts[i], lengths[i], self.samples, self._fields(at)) for at, i in enumerate(order)]
+
+    def _fields(self, at: int) -> Mapping[str, Any]:
+        """Of row `at` in the workload's order."""
+        fields = dict(self.fields) if at % self.every == 0 else {}
+        return fields if self.adapters is None else fields | {"lora_path": self.adapters.name(at % self.adapters.count)}
 
     def part(self, factor: float, least_rows: int = 256) -> tuple[Workload, float]:
         """About `factor` of this workload's output, and how much of it that is.
@@ -111,125 +153,3 @@ class Workload:
 def _check_range(pair: tuple[int, int], name: str) -> None:
     if not 1 <= pair[0] <= pair[1]:
         raise UsageError(f"{name} must be [least, most] with 1 <= least <= most, got {list(pair)}")
-
-
-WORKLOADS: dict[str, Workload] = {
-    workload.name: workload
-    for workload in (
-        Workload("unique", "64 prompts of 32-256 tokens that share nothing, 64 out", (Level(64, (32, 256)),), (64, 64)),
-        Workload(
-            "shared-prefix",
-            "64 prompts of 32 tokens after one prefix of 1,024, 32 out",
-            (Level(1, (1024, 1024)), Level(64, (32, 32))),
-            (32, 32),
-        ),
-        Workload(
-            "few-shot-tree",
-            "a root of 256 tokens, 8 groups of 512, 8 prompts of 32 in each, 32 out",
-            (Level(1, (256, 256)), Level(8, (512, 512)), Level(8, (32, 32))),
-            (32, 32),
-        ),
-        Workload("mixed-lengths", "64 prompts of 32-256 tokens, 8-256 out", (Level(64, (32, 256)),), (8, 256)),
-    )
-}
-"""The named workloads, in the order in which they run."""
-
-GPU_WORKLOADS: dict[str, Workload] = {
-    workload.name: workload
-    for workload in (
-        Workload(
-            "w-nano",
-            "256 prompts of 100-1,024 tokens that share nothing, 100-1,024 out",
-            (Level(256, (100, 1024)),),
-            (100, 1024),
-        ),
-        Workload(
-            "w-prefix",
-            "4,096 prompts of 64 tokens after one prefix of 2,000, 128 out",
-            (Level(1, (2000, 2000)), Level(4096, (64, 64))),
-            (128, 128),
-        ),
-        Workload(
-            "w-unshared",
-            "4,096 prompts of 2,064 tokens that share nothing, 128 out: w-prefix without its prefix",
-            (Level(4096, (2064, 2064)),),
-            (128, 128),
-        ),
-        Workload(
-            "w-tree",
-            "a root of 300 tokens, 16 tasks of 1,200, 256 questions of 120 in each, 4 samples of 200 out",
-            (Level(1, (300, 300)), Level(16, (1200, 1200)), Level(256, (120, 120))),
-            (200, 200),
-            samples=4,
-        ),
-    )
-}
-"""Sized for a GPU: hours on a CPU, so that they run only where they are named."""
-
-
-def find_workload(name: str) -> Workload:
-    """A named workload, or the definition in a .toml file.
-
-    Raises:
-        UsageError: there is none of this name, or the file is wrong.
-    """
-    if name.endswith(".toml"):
-        return load_workload(Path(name))
-    known = WORKLOADS | GPU_WORKLOADS
-    if name not in known:
-        raise UsageError(f"unknown workload {name!r}; take one of {', '.join(known)}, or a .toml file")
-    return known[name]
-
-
-def load_workload(path: Path) -> Workload:
-    """Read a definition.
-
-    Raises:
-        UsageError: it cannot be read, or a key is missing, unknown or wrong.
-    """
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read the workload {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not TOML: {error}") from None
-    _check_keys(values, {"name", "description", "levels", "output"}, {"seed"}, str(path))
-    levels = values["levels"]
-    if not isinstance(levels, list) or not all(isinstance(level, dict) for level in levels):
-        raise UsageError(f"{path}: `levels` must be tables, as in [[levels]]")
-    for level in levels:
-        _check_keys(level, {"children", "tokens"}, set(), f"{path}: `levels`")
-    return Workload(
-        name=_text(values["name"], f"{path}: `name`"),
-        description=_text(values["description"], f"{path}: `description`"),
-        levels=tuple(
-            Level(_whole(x["children"], f"{path}: `children`"), _pair(x["tokens"], f"{path}: `tokens`")) for x in levels
-        ),
-        output=_pair(values["output"], f"{path}: `output`"),
-        seed=_whole(values.get("seed", 0), f"{path}: `seed`"),
-    )
-
-
-def _check_keys(values: Mapping[str, Any], needed: set[str], allowed: set[str], where: str) -> None:
-    if missing := needed - values.keys():
-        raise UsageError(f"{where}: `{min(missing)}` is missing")
-    if unknown := values.keys() - needed - allowed:
-        raise UsageError(f"{where}: unknown key `{min(unknown)}`; known: {', '.join(sorted(needed | allowed))}")
-
-
-def _text(value: object, name: str) -> str:
-    if not isinstance(value, str) or not value:
-        raise UsageError(f"{name} must be a text")
-    return value
-
-
-def _whole(value: object, name: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise UsageError(f"{name} must be a whole number, got {value!r}")
-    return value
-
-
-def _pair(value: object, name: str) -> tuple[int, int]:
-    if not isinstance(value, list) or len(value) != 2:
-        raise UsageError(f"{name} must be [least, most], got {value!r}")
-    return _whole(value[0], name), _whole(value[1], name)

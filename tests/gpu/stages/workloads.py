@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from batchgen.job.bench.device_floors import H200, device_floor
+from batchgen.job.bench.named import GPU_WORKLOADS
 from batchgen.job.bench.peers import OURS, EngineSource
 from batchgen.job.bench.process import BenchEngine, EngineFailed, LoadSpec
 from batchgen.job.bench.shapes import Shape
-from batchgen.job.bench.workloads import GPU_WORKLOADS, BenchRow, Level, Workload
+from batchgen.job.bench.workloads import BenchRow, Level, Workload
 from tests.gpu.engines import Rate, best_within, peer, rate, start
 from tests.gpu.goals import aimed
 from tests.gpu.lab import Lab
