@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Linear", "Product", "can_pack"]
+__all__ = ["Linear", "Product", "can_pack", "forms"]
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """x [..., I], W [O, I] and b [O] or None -> [..., O]."""
@@ -80,3 +80,14 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         """The product, [..., O]."""
         return self._apply(x, self.weight, self.bias)
+
+
+def forms(weight: Tensor) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Every way that this machine has to compute x W^T for `weight` [O, I]: name -> x [T, I] -> [T, O].
+
+    Which one is the fastest at which sizes says what the machine can do, whatever `Linear` takes.
+    """
+    found: dict[str, Callable[[Tensor], Tensor]] = {"plain": Linear(weight, pack=False)}
+    if weight.device.type == "cpu" and can_pack(weight.dtype):
+        found["oneDNN"] = Linear(weight)
+    return found

@@ -13,15 +13,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 
 import batchgen
 from batchgen.cli.app import run_command
 from batchgen.demo import model_path
 from batchgen.errors import UsageError
-from batchgen.job.bench.figures import Context, Measured, Spread, ratios, workload_figures
-from batchgen.job.bench.floors import count_work, measure_bandwidth, measure_gemm
+from batchgen.job.bench.figures import Spread, ratios
 from batchgen.job.bench.gate import GateRed, agreement, check_exact, check_share, gate_rows
 from batchgen.job.bench.peers import EngineSource, parse_peers
 from batchgen.job.bench.process import EngineFailed, EngineProcess, Generated, LoadSpec
@@ -99,28 +97,6 @@ def test_peer_that_is_not_installed_there(tmp_path: Path) -> None:
         parse_peers(f"transformers={python}")
 
 
-# Floors
-
-
-def test_work_is_the_tree_and_the_fed_tokens(folder: Path) -> None:
-    spec = inspect_model(folder, dtype="float32", device="cpu")
-    rows = [BenchRow([5, 6, 7, 8], 3), BenchRow([5, 6, 9], 2), BenchRow([5, 6, 9], 1)]
-    work = count_work(rows, spec, tied=True)
-    assert (work.prompt_tokens, work.distinct_prompt_tokens) == (10, 5)
-    assert (work.output_tokens, work.decode_rows) == (6, 3)
-    head = 64 * 32
-    layers = spec.parameters - head
-    assert work.flops == 2 * layers * (5 + 3) + 2 * head * 6
-    assert count_work(rows, spec, tied=False).flops == 2 * (layers - head) * 8 + 2 * head * 6
-    assert work.seconds(1e6) == pytest.approx(work.flops / 1e6)
-    assert work.share(work.seconds(1e6) * 4, 1e6) == pytest.approx(0.25)
-
-
-def test_machine_rates_are_finite() -> None:
-    assert 1e6 < measure_gemm(torch.float32, torch.device("cpu")) < 1e16
-    assert 1e6 < measure_bandwidth(torch.device("cpu")) < 1e16
-
-
 # Figures
 
 
@@ -129,30 +105,6 @@ def test_spread_and_ratios_go_pair_by_pair() -> None:
     assert ratios([10.0, 20.0, 40.0], [10.0, 10.0, 10.0]) == Spread(2.0, 1.0, 4.0)
     # A slow moment of the machine hits both sides of a pair.
     assert ratios([10.0, 1.0, 10.0], [5.0, 0.5, 5.0]) == Spread(2.0, 2.0, 2.0)
-
-
-def passes(*seconds: float) -> list[Generated]:
-    return [Generated([[1, 2], [3, 4]], s, 2 * s, {"steps": 7}) for s in seconds]
-
-
-def test_figures_of_a_workload(folder: Path) -> None:
-    spec = inspect_model(folder, dtype="float32", device="cpu")
-    work = count_work([BenchRow([5, 6], 2), BenchRow([7, 8], 2)], spec, tied=True)
-    ours = Measured("batchgen", "1", "float32", "cpu", 2, {}, 1.0, passes(1.0, 2.0, 4.0))
-    peer = Measured("other", "2", "float32", "cpu", 2, {"batch": 8}, 0.5, passes(4.0, 4.0, 4.0))
-    context = Context("a processor", None, 3, work.flops, 1e9)  # the floor is one second
-    wall, cpu, *others = workload_figures("toy", "tiny", [ours, peer], work, context)
-    assert (wall.metric, wall.value, wall.min, wall.max) == ("output_tokens_per_second", 2.0, 1.0, 4.0)
-    assert wall.floor_tokens_per_second == pytest.approx(4.0)
-    assert wall.floor_share == pytest.approx(0.5)
-    assert wall.ratio == {"other": {"median": 2.0, "min": 1.0, "max": 4.0}}
-    assert wall.counted["steps"] == 7
-    assert wall.counted["distinct_prompt_tokens"] == 4
-    assert (cpu.metric, cpu.value) == ("output_tokens_per_cpu_second", 1.0)
-    assert cpu.floor_tokens_per_second == pytest.approx(2.0), "two threads' seconds"
-    assert [f.ratio["batchgen"]["median"] for f in others] == [0.5, 0.5]
-    assert others[0].setting == {"batch": 8}
-    assert json.loads(wall.to_json())["unit"] == "tokens/s"
 
 
 # The gate

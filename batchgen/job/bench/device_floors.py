@@ -20,7 +20,7 @@ from batchgen.job.bench.shapes import Shape
 from batchgen.job.bench.workloads import BenchRow
 from batchgen.plan.tree import PrefixTree, build_tree
 
-__all__ = ["H200", "DeviceFloor", "DeviceRates", "Sharing", "device_floor"]
+__all__ = ["H200", "DeviceFloor", "DeviceRates", "Sharing", "device_floor", "level_reads", "prompt_work"]
 
 Sharing = Literal["none", "cached", "levels"]
 """What prompts that begin alike save: nothing; computing the beginning again; reading it again in every row as well."""
@@ -94,8 +94,8 @@ def device_floor(
 
     own = float((samples * new * (new - 1) // 2).sum())  # output tokens that later ones look back on
     looked = float((samples * new * lengths).sum())
-    read = looked if sharing != "levels" else _level_reads(tree, new, samples, concurrency)
-    computed, seen = _prompts(tree, lengths, samples, sharing)
+    read = looked if sharing != "levels" else level_reads(tree, new, samples, concurrency)
+    computed, seen = prompt_work(tree, lengths, samples, sharing)
     return DeviceFloor(
         output_tokens=output,
         prefill=(2.0 * layers * computed + position * seen) / rates.products,
@@ -104,7 +104,7 @@ def device_floor(
     )
 
 
-def _level_reads(
+def level_reads(
     tree: PrefixTree, new: npt.NDArray[np.int64], samples: npt.NDArray[np.int64], concurrency: int
 ) -> float:
     """Cached positions read where a step reads each node once for all rows that run below it."""
@@ -117,7 +117,7 @@ def _level_reads(
     return float(((tree.end - tree.start) * steps * rounds).sum())
 
 
-def _prompts(
+def prompt_work(
     tree: PrefixTree, lengths: npt.NDArray[np.int64], samples: npt.NDArray[np.int64], sharing: Sharing
 ) -> tuple[float, float]:
     """Prompt tokens computed, and positions that they look back on, themselves included."""

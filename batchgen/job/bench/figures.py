@@ -4,13 +4,34 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
+from typing import TYPE_CHECKING, Final
 
-from batchgen.job.bench.floors import FloorWork
 from batchgen.job.bench.process import Generated
 
-__all__ = ["Context", "Figure", "Measured", "Spread", "ratios", "workload_figures"]
+if TYPE_CHECKING:  # torch, which drawing stored figures does not need
+    from batchgen.job.bench.floors import FloorWork
+    from batchgen.job.bench.machine import Products
+
+__all__ = [
+    "CPU_RATE",
+    "CPU_SLOWDOWN",
+    "RATE",
+    "SLOWDOWN",
+    "Context",
+    "Figure",
+    "Measured",
+    "Spread",
+    "ratios",
+    "workload_figures",
+]
+
+RATE: Final = "output_tokens_per_second"
+CPU_RATE: Final = "output_tokens_per_cpu_second"
+SLOWDOWN: Final = "slowdown"
+"""Of rows that ask for more than tokens, against the same rows without: run by run, by the wall clock."""
+CPU_SLOWDOWN: Final = "slowdown_by_cpu_time"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +55,13 @@ class Context:
     cpu: str
     commit: str | None
     repeat: int
-    gemm_flops: float
-    """Best rate seen over the run, FLOP/s."""
+    products: Products
+    """The best seen over the run."""
     bandwidth: float
     """Bytes/s."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    date: str = ""
+    """ISO 8601, UTC."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +85,25 @@ class Figure:
     """The engine's best setting, where it has any."""
     ratio: Mapping[str, Mapping[str, float]]
     """Peer -> median, min and max of this engine's value over the peer's, repeat by repeat."""
-    floor_share: float
-    """Least time of the workload on this machine over the time taken (by `metric`'s clock)."""
-    floor_tokens_per_second: float
+    floor_share: float | None
+    """Least time of the workload's arithmetic on this machine over the time taken (by `metric`'s clock); None where
+    the metric is no rate."""
+    floor_tokens_per_second: float | None
+    """Of the arithmetic floor."""
+    floors: Mapping[str, Mapping[str, float]]
+    """"overlap" and "serial", memory and attention included (`floors.py`) -> tokens_per_second, share."""
     counted: Mapping[str, int]
     agreement: float
     """Share of the checked ids that equal the reference's, in this dtype."""
     threads: int
     gemm_gflops: float
+    gemm_form: str
+    """What reached it."""
     bandwidth_gbytes: float
     cpu: str
     commit: str | None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    date: str = ""
 
     def to_json(self) -> str:
         """One line."""
@@ -90,16 +122,23 @@ class Measured:
     setting: Mapping[str, int]
     agreement: float
     passes: list[Generated] = field(default_factory=list)
+    bare: list[Generated] = field(default_factory=list)
+    """The same rows without what makes them special, run before each pass; empty where nothing does."""
 
     def rates(self, clock: str) -> list[float]:
         """Generated tokens per second of `clock`, repeat by repeat."""
         return [p.tokens / getattr(p, clock) for p in self.passes]
 
+    def slowdowns(self, clock: str) -> list[float]:
+        """Per cent of the rate that being special costs, repeat by repeat."""
+        bare = [p.tokens / getattr(p, clock) for p in self.bare]
+        return [100.0 * (1.0 - mine / other) for mine, other in zip(self.rates(clock), bare, strict=True)]
+
 
 _METRICS = (
-    ("output_tokens_per_second", "tokens/s", "seconds"),
+    (RATE, SLOWDOWN, "tokens/s", "seconds"),
     # On a machine that does other things meanwhile, processor time says what the wall clock cannot.
-    ("output_tokens_per_cpu_second", "tokens/CPU-s", "cpu_seconds"),
+    (CPU_RATE, CPU_SLOWDOWN, "tokens/CPU-s", "cpu_seconds"),
 )
 
 
@@ -111,44 +150,83 @@ def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
 def workload_figures(
     workload: str, model: str, measured: Sequence[Measured], work: FloorWork, context: Context
 ) -> list[Figure]:
-    """Every engine's figures on one workload."""
+    """Every engine's figures on one workload: its rates, and what its special rows cost."""
+    floors = work.seconds(context.products.flops, context.bandwidth)
     figures = []
     for engine in measured:
-        for metric, unit, clock in _METRICS:
-            rates = engine.rates(clock)
-            spread = Spread.of(rates)
+        for metric, slowdown, unit, clock in _METRICS:
             # Processor time counts every thread's second, so its floor is that of one thread.
             threads = engine.threads if clock == "cpu_seconds" else 1
-            floor_rate = work.output_tokens / (work.seconds(context.gemm_flops) * threads)
-            others = [other for other in measured if other is not engine]
-            figures.append(
-                Figure(
-                    workload=workload,
-                    engine=engine.name,
-                    version=engine.version,
-                    dtype=engine.dtype,
-                    device=engine.device,
-                    model=model,
-                    metric=metric,
-                    value=spread.median,
-                    unit=unit,
-                    min=spread.min,
-                    max=spread.max,
-                    repeat=context.repeat,
-                    setting=engine.setting,
-                    ratio={other.name: asdict(ratios(rates, other.rates(clock))) for other in others},
-                    floor_share=spread.median / floor_rate,
-                    floor_tokens_per_second=floor_rate,
-                    counted=_counted(engine, work),
-                    agreement=engine.agreement,
-                    threads=engine.threads,
-                    gemm_gflops=context.gemm_flops / 1e9,
-                    bandwidth_gbytes=context.bandwidth / 1e9,
-                    cpu=context.cpu,
-                    commit=context.commit,
-                )
-            )
+            least = {name: seconds * threads / work.output_tokens for name, seconds in floors.items()}
+            figure = _rate_figure(workload, model, (metric, unit, clock), engine, measured, least, work, context)
+            figures.append(figure)
+            if engine.bare:
+                figures.append(_slowdown(figure, slowdown, engine.slowdowns(clock)))
     return figures
+
+
+def _rate_figure(
+    workload: str,
+    model: str,
+    kind: tuple[str, str, str],
+    engine: Measured,
+    measured: Sequence[Measured],
+    least: Mapping[str, float],
+    work: FloorWork,
+    context: Context,
+) -> Figure:
+    """One engine by one clock; `kind` is metric, unit and clock, `least` seconds per token by floor."""
+    metric, unit, clock = kind
+    rates = engine.rates(clock)
+    spread = Spread.of(rates)
+    shares = {name: {"tokens_per_second": 1 / s, "share": spread.median * s} for name, s in least.items()}
+    arithmetic = shares.pop("arithmetic")
+    return Figure(
+        workload=workload,
+        engine=engine.name,
+        version=engine.version,
+        dtype=engine.dtype,
+        device=engine.device,
+        model=model,
+        metric=metric,
+        value=spread.median,
+        unit=unit,
+        min=spread.min,
+        max=spread.max,
+        repeat=context.repeat,
+        setting=engine.setting,
+        ratio={o.name: asdict(ratios(rates, o.rates(clock))) for o in measured if o is not engine},
+        floor_share=arithmetic["share"],
+        floor_tokens_per_second=arithmetic["tokens_per_second"],
+        floors=shares,
+        counted=_counted(engine, work),
+        agreement=engine.agreement,
+        threads=engine.threads,
+        gemm_gflops=context.products.flops / 1e9,
+        gemm_form=context.products.form,
+        bandwidth_gbytes=context.bandwidth / 1e9,
+        cpu=context.cpu,
+        commit=context.commit,
+        versions=context.versions,
+        date=context.date,
+    )
+
+
+def _slowdown(rate: Figure, metric: str, slowdowns: Sequence[float]) -> Figure:
+    """Beside a rate of special rows: by how much they are slower."""
+    spread = Spread.of(slowdowns)
+    return replace(
+        rate,
+        metric=metric,
+        unit="%",
+        value=spread.median,
+        min=spread.min,
+        max=spread.max,
+        ratio={},
+        floor_share=None,
+        floor_tokens_per_second=None,
+        floors={},
+    )
 
 
 def _counted(engine: Measured, work: FloorWork) -> dict[str, int]:

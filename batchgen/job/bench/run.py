@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import platform
-import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
+from datetime import UTC, datetime
 from typing import Any
 
 import torch
 from rich.console import Console
 
-import batchgen
 from batchgen.config import EngineConfig
 from batchgen.errors import UsageError
 from batchgen.job.bench.definitions import BenchWorkload, find_workloads
 from batchgen.job.bench.figures import Context, Figure, Measured, workload_figures
-from batchgen.job.bench.floors import count_work, measure_bandwidth, measure_gemm
+from batchgen.job.bench.floors import FloorWork, count_work
 from batchgen.job.bench.gate import check_exact, check_share, gate_rows
+from batchgen.job.bench.machine import Products, commit_name, cpu_name, measure_bandwidth, measure_products, versions
 from batchgen.job.bench.peers import OURS, REFERENCE, EngineSource, parse_peers
 from batchgen.job.bench.process import BenchEngine, EngineProcess, LoadSpec
 from batchgen.job.bench.shapes import DEMO, resolve_bench_model
@@ -142,20 +140,19 @@ class _Bench:
     def measure(self, workloads: Sequence[BenchWorkload], expected: Mapping[str, list[list[int]]]) -> Iterator[Figure]:
         """Interleaved repeats of each workload on all engines, each in a process that lives throughout."""
         tied = "lm_head.weight" not in check_model_folder(self.folder).tensors
-        bandwidth = measure_bandwidth(self.model.device)
         with ExitStack() as stack:
             engines = [stack.enter_context(self.start(source, self._spec(self.dtype))) for source in self.sources]
             for workload in workloads:
                 rows = workload.rows(self.model.vocab_size)
                 measured = [self._prepare(workload, engine, rows, expected[workload.name]) for engine in engines]
-                gemm = []
+                products = []
                 for number in range(self.config.repeat):
-                    gemm.append(measure_gemm(self.model.dtype, self.model.device))
+                    products.append(measure_products(self.model.dtype, self.model.device))
                     for engine, one in zip(engines, measured, strict=True):
                         one.passes.append(engine.generate(rows, one.setting))
                     self.console.print(_progress(workload, number, self.config.repeat, measured), style="dim")
-                context = Context(_cpu_name(), _commit(), self.config.repeat, max(gemm), bandwidth)
                 work = count_work(rows, self.model, tied=tied)
+                context = self._context(max(products, key=lambda one: one.flops), work)
                 yield from workload_figures(workload.name, self.config.model, measured, work, context)
 
     def _prepare(
@@ -165,6 +162,11 @@ class _Bench:
         share = check_share(workload.name, engine, engine.settings[0], gate_rows(rows), expected)
         setting = _best_setting(engine, rows)
         return Measured(engine.name, engine.version, engine.dtype, engine.device, engine.threads, setting, share)
+
+    def _context(self, products: Products, work: FloorWork) -> Context:
+        bandwidth = measure_bandwidth(self.model.device, work.resident_bytes)
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        return Context(cpu_name(), commit_name(), self.config.repeat, products, bandwidth, versions(), now)
 
     def _spec(self, dtype: str) -> LoadSpec:
         return LoadSpec(self.folder, dtype, self.model.device.type, torch.get_num_threads())
@@ -186,31 +188,3 @@ def _best_setting(engine: BenchEngine, rows: Sequence[BenchRow]) -> Mapping[str,
 def _progress(workload: BenchWorkload, number: int, repeat: int, measured: Sequence[Measured]) -> str:
     rates = ", ".join(f"{one.name} {one.rates('seconds')[-1]:,.1f}" for one in measured)
     return f"{workload.name} {number + 1}/{repeat}: {rates} tokens/s"
-
-
-def _cpu_name() -> str:
-    """The processor's model name as the system has it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass  # no Linux
-    return platform.processor() or platform.machine()
-
-
-def _commit() -> str | None:
-    """The commit of the checkout that this package stands in, marked where files differ; None for an installed one."""
-    package = Path(batchgen.__file__).parent
-
-    def git(*arguments: str) -> str | None:
-        try:
-            done = subprocess.run(["git", "-C", str(package), *arguments], capture_output=True, text=True, check=False)
-        except OSError:
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    if git("ls-files", "--error-unmatch", "__init__.py") is None:
-        return None
-    commit = git("rev-parse", "--short=12", "HEAD")
-    return f"{commit}+changes" if commit and git("status", "--porcelain", "-uno", ".") else commit
