@@ -6,7 +6,6 @@ share. Prompts of different keys (adapter, media) share nothing, so the tree is 
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +14,10 @@ import numpy.typing as npt
 
 from batchgen.plan.sort import sort_prompts
 
-__all__ = ["PrefixTree", "build_tree"]
+__all__ = ["PrefixTree", "build_tree", "tree_of_sorted"]
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
-
-_STACK_BLOCK = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,28 +85,26 @@ def build_tree(tokens: Int32s, offsets: Int64s, keys: Int64s | None = None) -> P
         raise ValueError(f"prompt {int(lengths.argmin())} is empty; every prompt needs at least one token")
     if keys is not None and len(keys) != len(lengths):
         raise ValueError(f"{len(keys)} keys for {len(lengths)} prompts")
-    order, shared = sort_prompts(tokens, offsets, keys)
-    lengths = lengths[order].astype(np.int32)
-    fresh = np.flatnonzero(shared < lengths)
-    parent, end, first, last, leaf = _nodes(shared[fresh], lengths[fresh])
-    # Depth first: by first row, then from the root down.
-    places = np.lexsort((end, first))
-    rank = np.empty(len(places), np.int32)
-    rank[places] = np.arange(len(places), dtype=np.int32)
-    parent, end, first, last = parent[places], end[places], first[places], last[places]
-    parent = np.where(parent >= 0, rank[parent], np.int32(-1))
-    start = np.where(parent >= 0, end[parent], np.int32(0)) if len(end) else end
-    first_row = fresh[first].astype(np.int32)
-    last_row = np.append(fresh[1:] - 1, len(order) - 1)[last].astype(np.int32)
-    node_of_row = np.repeat(rank[leaf], np.diff(np.append(fresh, len(order))))
+    return tree_of_sorted(offsets, *sort_prompts(tokens, offsets, keys))
+
+
+def tree_of_sorted(offsets: Int64s, order: Int64s, shared: Int32s) -> PrefixTree:
+    """The tree of prompts that `sort_prompts` sorted; what neighbours share says all of it."""
+    lengths = np.diff(offsets)[order].astype(np.int32)
+    fresh = np.flatnonzero(shared < lengths).astype(np.int32)
+    nodes = _nodes(shared[fresh], lengths[fresh])
+    after = np.append(fresh[1:], np.int32(len(order)))
+    first_row = fresh[nodes.first]
+    node_of_row = np.repeat(nodes.leaf, after - fresh)
+    start = np.where(nodes.parent >= 0, nodes.end[nodes.parent], np.int32(0)) if len(fresh) else nodes.end
     return PrefixTree(
-        parent=parent,
+        parent=nodes.parent,
         start=start,
-        end=end,
+        end=nodes.end,
         request=order[first_row].astype(np.int32),
         first_row=first_row,
-        last_row=last_row,
-        subtree_end=np.searchsorted(first, last, side="right").astype(np.int32),
+        last_row=after[nodes.last] - np.int32(1),
+        subtree_end=nodes.leaf[nodes.last] + np.int32(1),
         order=order.astype(np.int32),
         node_of_request=_by_request(order, node_of_row),
         shared_len=_by_request(order, shared),
@@ -123,44 +118,74 @@ def _by_request(order: Int64s, by_row: npt.NDArray[Any]) -> Int32s:
     return result
 
 
-def _nodes(shared: Int32s, lengths: Int32s) -> tuple[Int32s, Int32s, Int32s, Int32s, Int32s]:
+@dataclass(frozen=True, slots=True)
+class _Nodes:
+    """Columns over the nodes [M] of sorted distinct prompts [D], depth first."""
+
+    parent: Int32s
+    end: Int32s
+    first: Int32s
+    """[M] first prompt below."""
+    last: Int32s
+    """[M] last prompt below, inclusive."""
+    leaf: Int32s
+    """[D] the node at which each prompt ends; behind all others that begin with the same prompt."""
+
+
+def _nodes(shared: Int32s, lengths: Int32s) -> _Nodes:
     """Nodes of the sorted distinct prompts, from the lengths they share with their predecessors.
 
-    The stack holds the path to the last prompt's end. Returns parent, end, first and last prompt by node in order of
-    creation, and the node of each prompt.
+    The boundary in front of prompt i, which its two sides agree on up to `shared[i]`, lies in the widest run of prompts
+    that agree so far: from the nearest boundary before it that shares less to the nearest one behind. Each such run is
+    a node, a prompt's own where its first prompt is no longer than that.
     """
-    parent, end, first, last, leaf = array("i"), array("i"), array("i"), array("i"), array("i")
-    path, depths = [-1], [0]
-    row = -1
-    for begin in range(0, len(shared), _STACK_BLOCK):
-        block = slice(begin, begin + _STACK_BLOCK)
-        for row, (common, length) in enumerate(
-            zip(shared[block].tolist(), lengths[block].tolist(), strict=True), begin
-        ):
-            child = -1
-            while depths[-1] > common:
-                child = path.pop()
-                depths.pop()
-                last[child] = row - 1
-            if depths[-1] < common:
-                parent.append(path[-1])
-                end.append(common)
-                first.append(first[child])
-                last.append(-1)
-                parent[child] = len(parent) - 1
-                path.append(len(parent) - 1)
-                depths.append(common)
-            parent.append(path[-1])
-            end.append(length)
-            first.append(row)
-            last.append(-1)
-            leaf.append(len(parent) - 1)
-            path.append(len(parent) - 1)
-            depths.append(length)
-    for node in path[1:]:
-        last[node] = row
-    return _column(parent), _column(end), _column(first), _column(last), _column(leaf)
+    count = len(lengths)
+    bounds = np.append(shared, np.int32(0))
+    left = _nearest_less(bounds)
+    right = (count - _nearest_less(bounds[::-1]))[::-1]
+    inside = np.flatnonzero(shared > 0)
+    first, depth = left[inside], shared[inside]
+    own = lengths[first] == depth
+    keys, run = np.unique(first[~own].astype(np.int64) << 32 | depth[~own], return_inverse=True)
+    run_first, run_end = (keys >> 32).astype(np.int32), (keys & 0xFFFFFFFF).astype(np.int32)
+    leaf = (np.arange(count) + np.cumsum(np.bincount(run_first, minlength=count))).astype(np.int32)
+    run_node = np.arange(len(keys), dtype=np.int32) + run_first
+    node_of_bound = np.full(count + 1, -1, np.int32)
+    node_of_bound[inside[own]] = leaf[first[own]]
+    node_of_bound[inside[~own]] = run_node[run]
+    total = count + len(keys)
+    begin, end, last = (np.empty(total, np.int32) for _ in range(3))
+    begin[leaf], end[leaf], last[leaf] = np.arange(count), lengths, np.arange(count)
+    begin[run_node], end[run_node] = run_first, run_end
+    last[node_of_bound[inside]] = right[inside] - 1
+    # A node's parent is the run around the deeper one of the boundaries at its two sides.
+    behind = last + 1
+    parent = node_of_bound[np.where(bounds[begin] >= bounds[behind], begin, behind)]
+    return _Nodes(parent, end, begin, last, leaf)
 
 
-def _column(values: array[int]) -> Int32s:
-    return np.frombuffer(values, dtype=np.int32) if values else np.zeros(0, np.int32)
+def _nearest_less(values: Int32s) -> Int32s:
+    """[N] the nearest place in front of each positive value that holds a lesser one, -1 for other values.
+
+    `values[0]` is 0. By least values of blocks of 2, 4, 8, ..: up until the block in front holds a lesser one, then
+    down into that block.
+    """
+    found = np.full(len(values), -1, np.int32)
+    least = [values]
+    while len(least[-1]) > 1:
+        pairs = least[-1][: len(least[-1]) & ~1]
+        least.append(np.minimum(pairs[::2], pairs[1::2]))
+    places = np.flatnonzero(values > 0).astype(np.int32)
+    blocks, wanted = places, values[places]
+    hits = []
+    for level in least:
+        hit = ((blocks & 1) == 1) & (level[blocks - 1] < wanted)
+        hits.append((places[hit], blocks[hit] - 1, wanted[hit]))
+        places, blocks, wanted = places[~hit], blocks[~hit] >> 1, wanted[~hit]
+    assert not len(places)
+    places, blocks, wanted = hits[-1]
+    for level, more in zip(least[-2::-1], hits[-2::-1], strict=True):
+        blocks = 2 * blocks + (level[2 * blocks + 1] < wanted)
+        places, blocks, wanted = (np.concatenate(both) for both in zip((places, blocks, wanted), more, strict=True))
+    found[places] = blocks
+    return found

@@ -96,7 +96,6 @@ def test_long_random_rows_with_shared_windows() -> None:
 
 def test_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("batchgen.plan.sort.BLOCK", 7)
-    monkeypatch.setattr("batchgen.plan.tree._STACK_BLOCK", 5)
     rng = np.random.default_rng(1)
     prompts = [[4] * int(rng.integers(1, 40)) + rng.integers(0, 2, 3).tolist() for _ in range(100)]
     tree = tree_of(prompts)

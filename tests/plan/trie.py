@@ -1,0 +1,62 @@
+"""What the planner's figures are held against: an explicit trie, one dict a token, and pages told apart by content."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["PageCount", "Trie", "count_pages"]
+
+
+class Trie:
+    """All prompts, one node for each distinct prefix."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]]) -> None:
+        self.root: dict[int, Any] = {}
+        self.nodes = 0
+        for prompt in prompts:
+            self.add(prompt)
+
+    def add(self, prompt: Sequence[int]) -> int:
+        """Take a prompt in. Returns how many of its first tokens were known."""
+        known, node = 0, self.root
+        for token in prompt:
+            if token in node:
+                known += 1
+            else:
+                node[token] = {}
+                self.nodes += 1
+            node = node[token]
+        return known
+
+
+class PageCount:
+    """Pages that all samples fill at their full length, shared ones once."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.filled: dict[tuple[Any, ...], int] = {}
+        """By what a page holds: the positions filled."""
+
+    def add(self, prompt: Sequence[int], sample: tuple[int, int], positions: int) -> None:
+        for begin in range(0, positions, self.size):
+            end = begin + self.size
+            whole = end <= len(prompt)
+            page = tuple(prompt[:end]) if whole else ("own", *sample, begin)
+            self.filled[page] = min(end, positions) - begin
+
+    @property
+    def waste(self) -> float:
+        """Share of the pages' positions that stay empty."""
+        return 1 - sum(self.filled.values()) / (len(self.filled) * self.size)
+
+
+def count_pages(
+    prompts: Sequence[Sequence[int]], samples: Sequence[int], limits: Sequence[int], size: int
+) -> PageCount:
+    """The pages of a whole job, page by page."""
+    count = PageCount(size)
+    for request, prompt in enumerate(prompts):
+        for sample in range(samples[request]):
+            count.add(prompt, (request, sample), len(prompt) + limits[request] - 1)
+    return count
