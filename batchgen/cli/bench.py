@@ -24,7 +24,8 @@ def bench(
             show_default=False,
             help="unique, shared-prefix, few-shot-tree, mixed-lengths (none named: these four), multi-turn, n-samples, "
             "json-constrained, logprobs, hidden-states, many-loras, all (of these), demo (with --model demo), or a "
-            ".toml file. For GPUs: w-nano, w-prefix, w-unshared, w-tree. Example: shared-prefix",
+            ".toml file. For GPUs: w-nano, w-prefix, w-unshared, w-tree. Without a model: plan, the planner alone. "
+            "Example: shared-prefix",
         ),
     ] = None,
     model: Annotated[
@@ -62,6 +63,15 @@ def bench(
         int | None,
         typer.Option(min=1, metavar="N", show_default=False, help="Threads of every engine. Example: --cpu-threads 2"),
     ] = None,
+    plan_size: Annotated[
+        str,
+        typer.Option(
+            metavar="ROWSxTOKENS",
+            show_default=False,
+            help="Prompts of workload plan and the ids of each; the ids take 4 bytes each in the folder for temporary "
+            "files. Default: 1000000x500. Example: --plan-size 100000x500",
+        ),
+    ] = "1000000x500",
 ) -> None:
     """Measure named workloads against the machine's floor and against installed peers: one JSON line per figure.
 
@@ -69,6 +79,14 @@ def bench(
 
     Example: batchgen bench shared-prefix --peers transformers --repeat 5 > figures.jsonl
     """
+    names = tuple(workloads or ())
+    if "plan" in names:
+        from batchgen.job.bench.planning import PlanSize, run_plan_bench
+
+        run_plan_bench(PlanSize.parse(plan_size), typer.echo)
+        names = tuple(name for name in names if name != "plan")
+        if not names:
+            return
     from batchgen.job.bench.run import BenchConfig, run_bench  # torch: seconds that `--help` must not pay
 
-    run_bench(BenchConfig(tuple(workloads or ()), model, peers, repeat, dtype, device, cpu_threads), typer.echo)
+    run_bench(BenchConfig(names, model, peers, repeat, dtype, device, cpu_threads), typer.echo)

@@ -7,12 +7,14 @@ planned from its memory map.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -93,17 +95,27 @@ class PlanFigure:
 
 
 def run_plan_bench(size: PlanSize, emit: Callable[[str], None], folder: Path | None = None) -> list[PlanFigure]:
-    """Plan every shape at this size, one JSON line each to `emit`. The ids stand in `folder` (or the system's own)."""
+    """Plan every shape at this size, one JSON line each to `emit`. The ids stand in `folder` (or the system's own).
+
+    Each is planned in a process of its own, so that memory left over from drawing the ids does not hide what it takes.
+    """
     figures = []
     for shape in PLAN_SHAPES:
-        with tempfile.TemporaryDirectory(prefix="batchgen-plan-", dir=folder) as scratch:
-            spool = TokenSpool(Path(scratch) / "tokens.spool")
-            with spool:
-                for block in draw_prompts(shape, size):
-                    spool.append(block)
-                figures.append(measure_planning(shape, size, spool.map().view(np.ndarray)))
+        with (
+            tempfile.TemporaryDirectory(prefix="batchgen-plan-", dir=folder) as scratch,
+            TokenSpool(Path(scratch) / "tokens.spool") as spool,
+            ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process,
+        ):
+            for block in draw_prompts(shape, size):
+                spool.append(block)
+            spool.map()  # all written
+            figures.append(process.submit(_measure_file, shape, size, spool.path).result())
         emit(figures[-1].to_json())
     return figures
+
+
+def _measure_file(shape: str, size: PlanSize, path: Path) -> PlanFigure:
+    return measure_planning(shape, size, np.memmap(path, np.int32, mode="r").view(np.ndarray))
 
 
 def measure_planning(shape: str, size: PlanSize, tokens: Int32s) -> PlanFigure:

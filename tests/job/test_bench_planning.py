@@ -1,0 +1,51 @@
+"""`batchgen bench plan`: what it prints is what is so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from batchgen.cli.app import run_command
+from batchgen.errors import UsageError
+from batchgen.job.bench.planning import PLAN_SHAPES, PlanSize, draw_prompts, run_plan_bench
+from tests.plan.trie import Trie, count_pages
+
+
+def test_one_line_a_shape(tmp_path: Path) -> None:
+    size = PlanSize(60, 33)
+    lines: list[str] = []
+    figures = run_plan_bench(size, lines.append, tmp_path)
+    assert [figure.to_json() for figure in figures] == lines
+    for shape, line in zip(PLAN_SHAPES, lines, strict=True):
+        found = json.loads(line)
+        prompts = np.concatenate(list(draw_prompts(shape, size))).reshape(60, 33).tolist()
+        assert (found["workload"], found["shape"], found["rows"], found["tokens"]) == ("plan", shape, 60, 60 * 33)
+        assert found["distinct_tokens"] == Trie(prompts).nodes
+        assert found["page_waste"] == pytest.approx(count_pages(prompts, [1] * 60, [64] * 60, 16).waste, abs=1e-6)
+        assert found["ids_bytes"] == 60 * 33 * 4
+        assert set(found["phases"]) == {"sort", "tree", "dedup", "counts", "scheduler"}
+    assert not list(tmp_path.iterdir())
+
+
+def test_blocks_hold_the_same_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    for shape in PLAN_SHAPES:
+        whole = np.concatenate(list(draw_prompts(shape, PlanSize(50, 21))))
+        with monkeypatch.context() as patch:
+            patch.setattr("batchgen.job.bench.planning._BLOCK", 21 * 7)
+            parts = list(draw_prompts(shape, PlanSize(50, 21)))
+        assert len(parts) == 8
+        assert np.array_equal(np.concatenate(parts), whole)
+
+
+@pytest.mark.parametrize("text", ["", "10", "10x", "0x5", "10x5x2", "-1x5"])
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(UsageError, match="--plan-size must be ROWSxTOKENS"):
+        PlanSize.parse(text)
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["bench", "plan", "--plan-size", "20x9"]) == 0
+    assert [json.loads(line)["shape"] for line in capsys.readouterr().out.splitlines()] == list(PLAN_SHAPES)
