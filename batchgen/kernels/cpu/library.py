@@ -22,14 +22,28 @@ DTYPES: Final[dict[torch.dtype, int]] = {torch.float32: 0, torch.bfloat16: 1}
 def _library() -> ctypes.CDLL | str:
     """The library, or why there is none."""
     try:
-        # Torch's OpenMP runtime is in the process already, under the names that the library looks for.
-        return ctypes.CDLL(str(built_library(_tell)))
+        return _load()
     except (CompilerMissing, OSError) as problem:
-        return str(problem)
+        reason = " ".join(str(problem).split())
+        _tell(f"no compiled CPU kernels, PyTorch's compute: {reason}")
+        return reason
 
 
-def _tell() -> None:
-    print("compiling CPU kernels for this processor, which is done once", file=sys.stderr, flush=True)
+def _load() -> ctypes.CDLL:
+    def on_build() -> None:
+        _tell("compiling CPU kernels for this processor, which is done once")
+
+    # Torch's OpenMP runtime is in the process already, under the names that the library looks for.
+    try:
+        return ctypes.CDLL(str(built_library(on_build)))
+    except OSError as problem:
+        if "undefined symbol" in str(problem):  # another OpenMP than the compiler's: a second one would be no better
+            raise
+        return ctypes.CDLL(str(built_library(on_build, again=True)))  # a damaged file
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def loaded() -> bool:

@@ -1,201 +1,213 @@
 #include "matmul.h"
 
-#include "parallel.h"
-
 #include <algorithm>
 #include <type_traits>
+
+#include "parallel.h"
+#include "tiles.h"
 
 namespace bg {
 namespace {
 
-constexpr int64_t ROW_BLOCK = 64;    // rows whose inputs are widened together
-constexpr int64_t INNER_BLOCK = 1536;  // even: bfloat16 weights come in pairs
+constexpr int64_t ROW_BLOCK = 64;     // rows of x that share one widening of a panel
+constexpr int64_t INNER_BLOCK = 192;  // even; a block of a widened panel fits the first level of cache
+constexpr int64_t FEW_TILES = 3;      // fewer tiles than this cannot fetch the next block by one line in two k
 
-// acc[r][v] over k of a[r][k] * b[k][v]; b is a float32 panel.
-template <int ROWS>
-void tile(const float* a, int64_t a_stride, const float* b, int64_t inner, float* c, bool first) {
-    vf acc[ROWS][PANEL_VECTORS];
-    for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < PANEL_VECTORS; v++) acc[r][v] = first ? vf{} : load(c + r * PANEL + v * LANES);
-    for (int64_t k = 0; k < inner; k++, b += PANEL) {
-        vf w[PANEL_VECTORS];
-        for (int v = 0; v < PANEL_VECTORS; v++) w[v] = load(b + v * LANES);
-#pragma GCC unroll 8
-        for (int r = 0; r < ROWS; r++) {
-            const vf x = splat(a[r * a_stride + k]);
-            for (int v = 0; v < PANEL_VECTORS; v++) acc[r][v] += x * w[v];
-        }
-    }
-    for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < PANEL_VECTORS; v++) store(c + r * PANEL + v * LANES, acc[r][v]);
+constexpr int64_t up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+
+template <int N, class Kernel>
+inline __attribute__((always_inline)) void one_tile(int64_t rows, int64_t row, Kernel& kernel) {
+    if (rows == N) kernel(std::integral_constant<int, N>{}, row);
+    else if constexpr (N > 1) one_tile<N - 1>(rows, row, kernel);
 }
 
-// The same over bfloat16 pairs that are widened on the way: for few rows.
-template <int ROWS>
-void tile_pairs(const float* a, int64_t a_stride, const bf16* b, int64_t pairs, float* c, bool first) {
-    vf acc[ROWS][PANEL_VECTORS];
-    for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < PANEL_VECTORS; v++) acc[r][v] = first ? vf{} : load(c + r * PANEL + v * LANES);
-    for (int64_t k = 0; k < pairs; k++, b += 2 * PANEL) {
-        for (int half = 0; half < 2; half++) {
-            vf w[PANEL_VECTORS];
-            for (int v = 0; v < PANEL_VECTORS; v++) {
-                const vu both = load_as<vu>(b + 2 * LANES * v);
-                w[v] = (vf)(half ? both & 0xffff0000u : both << 16);
-            }
-#pragma GCC unroll 8
-            for (int r = 0; r < ROWS; r++) {
-                const vf x = splat(a[r * a_stride + 2 * k + half]);
-                for (int v = 0; v < PANEL_VECTORS; v++) acc[r][v] += x * w[v];
-            }
-        }
-    }
-    for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < PANEL_VECTORS; v++) store(c + r * PANEL + v * LANES, acc[r][v]);
-}
-
-#if defined(__AVX512BF16__)
-template <int ROWS>
-void tile_dot(const bf16* a, int64_t a_stride, const bf16* b, int64_t pairs, float* c, bool first) {
-    __m512 acc[ROWS][PANEL_VECTORS];
-    for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < PANEL_VECTORS; v++)
-            acc[r][v] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(c + r * PANEL + v * LANES);
-    for (int64_t k = 0; k < pairs; k++, b += 2 * PANEL) {
-        __m512bh w[PANEL_VECTORS];
-        for (int v = 0; v < PANEL_VECTORS; v++) w[v] = (__m512bh)_mm512_loadu_si512(b + 2 * LANES * v);
-#pragma GCC unroll 8
-        for (int r = 0; r < ROWS; r++) {
-            int32_t pair;
-            std::memcpy(&pair, a + r * a_stride + 2 * k, 4);
-            const __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
-            for (int v = 0; v < PANEL_VECTORS; v++) acc[r][v] = _mm512_dpbf16_ps(acc[r][v], x, w[v]);
-        }
-    }
-    for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < PANEL_VECTORS; v++) _mm512_storeu_ps(c + r * PANEL + v * LANES, acc[r][v]);
-}
-#endif
-
-void widen_panel(const bf16* b, int64_t pairs, float* out) {
-    for (int64_t k = 0; k < pairs; k++, b += 2 * PANEL, out += 2 * PANEL)
-        for (int v = 0; v < PANEL_VECTORS; v++) {
-            const vu both = load_as<vu>(b + 2 * LANES * v);
-            store(out + v * LANES, (vf)(both << 16));
-            store(out + PANEL + v * LANES, (vf)(both & 0xffff0000u));
-        }
-}
-
+// Calls kernel(constant n, first row) for runs of n <= TILE_ROWS rows, as even as can be: a last tile of one row would
+// wait for its own sums.
 template <class Kernel>
-void by_rows(int64_t rows, Kernel kernel) {
-    int64_t r = 0;
-    for (; r + TILE_ROWS <= rows; r += TILE_ROWS) kernel(std::integral_constant<int, TILE_ROWS>{}, r);
-    switch (rows - r) {
-        case 7: kernel(std::integral_constant<int, 7>{}, r); break;
-        case 6: kernel(std::integral_constant<int, 6>{}, r); break;
-        case 5: kernel(std::integral_constant<int, 5>{}, r); break;
-        case 4: kernel(std::integral_constant<int, 4>{}, r); break;
-        case 3: kernel(std::integral_constant<int, 3>{}, r); break;
-        case 2: kernel(std::integral_constant<int, 2>{}, r); break;
-        case 1: kernel(std::integral_constant<int, 1>{}, r); break;
-        default: break;
+void by_tiles(int64_t rows, Kernel kernel) {
+    const int64_t tiles = up(rows, TILE_ROWS) / TILE_ROWS;
+    for (int64_t t = 0, row = 0; t < tiles; t++) {
+        const int64_t end = rows * (t + 1) / tiles;
+        one_tile<TILE_ROWS>(end - row, row, kernel);
+        row = end;
     }
 }
+
+// What comes after a block of weights, handed out to the block's tiles.
+class NextBlock {
+  public:
+    NextBlock(const void* block, int64_t bytes, int64_t rows)
+        : at(static_cast<const char*>(block) + bytes), end(at + bytes), few(rows <= (FEW_TILES - 1) * TILE_ROWS) {}
+
+    // Calls kernel(constant Ahead, pointer) for a tile that fetches up to `lines`.
+    template <class Kernel>
+    inline __attribute__((always_inline)) void hand_out(int64_t lines, Kernel kernel) {
+        if (few && at < end) {  // the first tile fetches all
+            at = end;
+            return kernel(std::integral_constant<Ahead, STREAM>{}, nullptr);
+        }
+        if (at >= end) return kernel(std::integral_constant<Ahead, NOTHING>{}, nullptr);
+        const char* from = at;
+        at += lines * LINE;
+        kernel(std::integral_constant<Ahead, SPREAD>{}, from);
+    }
+
+  private:
+    const char *at, *end;
+    const bool few;
+};
+
+// One thread's panels, and where it works.
+struct Share {
+    const Matmul& m;
+    int64_t panel, panel_end;
+    float* c;           // [ROW_BLOCK, PANEL]
+    float* wide_panel;  // [INNER_BLOCK, PANEL]
+    void* wide_x;       // [ROW_BLOCK, K rounded up to 2]
+};
 
 template <class T>
 void write(const Matmul& m, const float* c, int64_t row, int64_t rows, int64_t column) {
     const int64_t width = std::min<int64_t>(PANEL, m.outer - column);
+    const float* bias = m.bias ? m.bias + column : nullptr;
     for (int64_t r = 0; r < rows; r++, c += PANEL) {
         T* out = static_cast<T*>(m.out) + (row + r) * m.out_stride + column;
-        if (width == PANEL) {
-            for (int v = 0; v < PANEL_VECTORS; v++) {
-                vf y = load(c + v * LANES);
-                if (m.bias) y += load(m.bias + column + v * LANES);
-                store(out + v * LANES, y);
-            }
-        } else {
-            for (int64_t i = 0; i < width; i++) put(out + i, c[i] + (m.bias ? m.bias[column + i] : 0.0f));
-        }
-    }
-}
-
-void widen_rows(const Matmul& m, int64_t row, int64_t rows, int64_t from, int64_t count, float* out) {
-    const int64_t even = (count + 1) & ~int64_t(1);
-    for (int64_t r = 0; r < rows; r++, out += even) {
-        const bf16* x = static_cast<const bf16*>(m.x) + (row + r) * m.x_stride + from;
         int64_t i = 0;
-        for (; i + LANES <= count; i += LANES) store(out + i, load(x + i));
-        for (; i < count; i++) out[i] = widen(x[i]);
-        if (even != count) out[count] = 0.0f;
+        for (; i + LANES <= width; i += LANES) store(out + i, bias ? load(c + i) + load(bias + i) : load(c + i));
+        for (; i < width; i++) put(out + i, bias ? c[i] + bias[i] : c[i]);
     }
 }
 
-void pad_rows(const Matmul& m, int64_t row, int64_t rows, bf16* out) {
-    const int64_t even = m.inner + 1;
-    for (int64_t r = 0; r < rows; r++, out += even) {
-        std::memcpy(out, static_cast<const bf16*>(m.x) + (row + r) * m.x_stride, 2 * m.inner);
-        out[m.inner] = bf16{0};
+void float32_rows(const Share& s, int64_t row, int64_t rows) {
+    const Matmul& m = s.m;
+    const float* x = static_cast<const float*>(m.x) + row * m.x_stride;
+    for (int64_t p = s.panel; p < s.panel_end; p++) {
+        const float* b = static_cast<const float*>(m.weight) + p * m.inner * PANEL;
+        for (int64_t k = 0; k < m.inner; k += INNER_BLOCK, b += INNER_BLOCK * PANEL) {
+            const int64_t count = std::min(INNER_BLOCK, m.inner - k);
+            NextBlock next(b, 4 * PANEL * count, rows);
+            by_tiles(rows, [&](auto n, int64_t r) {
+                next.hand_out(count / 2, [&](auto ahead, const char* from) {
+                    tile<n(), ahead()>(x + r * m.x_stride + k, m.x_stride, b, count, s.c + r * PANEL, k == 0, from);
+                });
+            });
+        }
+        write<float>(m, s.c, row, rows, p * PANEL);
     }
+}
+
+void widen_rows(const Matmul& m, int64_t row, int64_t rows, float* out) {
+    const int64_t stride = up(m.inner, 2);
+    for (int64_t r = 0; r < rows; r++, out += stride) {
+        const bf16* x = static_cast<const bf16*>(m.x) + (row + r) * m.x_stride;
+        int64_t i = 0;
+        for (; i + LANES <= m.inner; i += LANES) store(out + i, load(x + i));
+        for (; i < m.inner; i++) out[i] = widen(x[i]);
+        if (i < stride) out[i] = 0.0f;
+    }
+}
+
+void widened_rows(const Share& s, int64_t row, int64_t rows) {
+    const Matmul& m = s.m;
+    const int64_t even = up(m.inner, 2);
+    float* x = static_cast<float*>(s.wide_x);
+    widen_rows(m, row, rows, x);
+    for (int64_t p = s.panel; p < s.panel_end; p++) {
+        const bf16* b = static_cast<const bf16*>(m.weight) + p * even * PANEL;
+        for (int64_t k = 0; k < even; k += INNER_BLOCK, b += INNER_BLOCK * PANEL) {
+            const int64_t count = std::min(INNER_BLOCK, even - k);
+            NextBlock next(b, 2 * PANEL * count, rows);
+            by_tiles(rows, [&](auto n, int64_t r) {
+                const float* a = x + r * even + k;
+                float* c = s.c + r * PANEL;
+                if (n() == rows) {
+                    tile_pairs<n(), false, STREAM>(a, even, b, count / 2, c, k == 0, nullptr);
+                } else if (r > 0) {
+                    next.hand_out(count / 2, [&](auto ahead, const char* from) {
+                        tile<n(), ahead() == STREAM ? NOTHING : ahead()>(a, even, s.wide_panel, count, c, k == 0, from);
+                    });
+                } else if (rows <= (FEW_TILES - 1) * TILE_ROWS) {
+                    tile_pairs<n(), true, STREAM>(a, even, b, count / 2, c, k == 0, s.wide_panel);
+                } else {
+                    tile_pairs<n(), true, NOTHING>(a, even, b, count / 2, c, k == 0, s.wide_panel);
+                }
+            });
+        }
+        write<bf16>(m, s.c, row, rows, p * PANEL);
+    }
+}
+
+#if defined(__AVX512BF16__)
+void dot_rows(const Share& s, int64_t row, int64_t rows) {
+    const Matmul& m = s.m;
+    const int64_t even = up(m.inner, 2);
+    const bf16* x = static_cast<const bf16*>(m.x) + row * m.x_stride;
+    int64_t stride = m.x_stride;
+    if (even != m.inner) {  // the last pair's other half may not be what stands beyond the row
+        bf16* padded = static_cast<bf16*>(s.wide_x);
+        for (int64_t r = 0; r < rows; r++) {
+            std::memcpy(padded + r * even, x + r * stride, 2 * m.inner);
+            padded[r * even + m.inner] = bf16{0};
+        }
+        x = padded;
+        stride = even;
+    }
+    constexpr int64_t BLOCK = 2 * INNER_BLOCK;
+    for (int64_t p = s.panel; p < s.panel_end; p++) {
+        const bf16* b = static_cast<const bf16*>(m.weight) + p * even * PANEL;
+        for (int64_t k = 0; k < even; k += BLOCK, b += BLOCK * PANEL) {
+            const int64_t count = std::min(BLOCK, even - k);
+            NextBlock next(b, 2 * PANEL * count, rows);
+            by_tiles(rows, [&](auto n, int64_t r) {
+                next.hand_out(count / 2, [&](auto ahead, const char* from) {
+                    tile_dot<n(), ahead()>(x + r * stride + k, stride, b, count / 2, s.c + r * PANEL, k == 0, from);
+                });
+            });
+        }
+        write<bf16>(m, s.c, row, rows, p * PANEL);
+    }
+}
+#endif
+
+// The sums over no k.
+template <class T>
+void no_products(const Share& s, int64_t row, int64_t rows) {
+    std::fill(s.c, s.c + ROW_BLOCK * PANEL, 0.0f);
+    for (int64_t p = s.panel; p < s.panel_end; p++) write<T>(s.m, s.c, row, rows, p * PANEL);
+}
+
+void rows_of(const Share& s, int64_t row, int64_t rows) {
+    const int64_t method = s.m.method;
+    if (s.m.inner == 0) return method == F32 ? no_products<float>(s, row, rows) : no_products<bf16>(s, row, rows);
+    if (method == F32) float32_rows(s, row, rows);
+    if (method == BF16_WIDENED) widened_rows(s, row, rows);
+#if defined(__AVX512BF16__)
+    if (method == BF16_DOT) dot_rows(s, row, rows);
+#endif
 }
 
 }  // namespace
 
 int64_t matmul_scratch(int64_t inner, int64_t) {
-    const int64_t block = std::min<int64_t>(inner + 1, INNER_BLOCK);
-    return 4 * (ROW_BLOCK * PANEL + (ROW_BLOCK + PANEL) * (block + 1) + 64);
+    return 4 * (ROW_BLOCK * PANEL + INNER_BLOCK * PANEL + ROW_BLOCK * up(inner, 16));
 }
 
 void matmul_part(const Matmul& m, int thread, int threads) {
-    const int64_t panels = (m.outer + PANEL - 1) / PANEL;
-    const int64_t begin = panels * thread / threads, end = panels * (thread + 1) / threads;
-    float* c = reinterpret_cast<float*>(static_cast<char*>(m.scratch) + thread * matmul_scratch(m.inner, m.method));
-    float* wide = c + ROW_BLOCK * PANEL;            // [ROW_BLOCK, block]
-    const int64_t block = std::min<int64_t>((m.inner + 1) & ~int64_t(1), INNER_BLOCK);
-    float* panel = wide + ROW_BLOCK * block;        // [block, PANEL]
-    const int64_t pairs_all = (m.inner + 1) / 2;
-    for (int64_t row = 0; row < m.rows; row += ROW_BLOCK) {
-        const int64_t rows = std::min(ROW_BLOCK, m.rows - row);
-        const bool one_block = m.inner <= INNER_BLOCK;
-        if (m.method == BF16_WIDENED && one_block) widen_rows(m, row, rows, 0, m.inner, wide);
-        const bool pad = m.method == BF16_DOT && (m.inner & 1);
-        bf16* padded = reinterpret_cast<bf16*>(wide);
-        for (int64_t p = begin; p < end; p++) {
-            if (m.method == F32) {
-                const float* b = static_cast<const float*>(m.weight) + p * m.inner * PANEL;
-                by_rows(rows, [&](auto n, int64_t r) {
-                    tile<n()>(static_cast<const float*>(m.x) + (row + r) * m.x_stride, m.x_stride, b, m.inner, c + r * PANEL, true);
-                });
-                write<float>(m, c, row, rows, p * PANEL);
-                continue;
-            }
-            const bf16* b = static_cast<const bf16*>(m.weight) + p * pairs_all * 2 * PANEL;
-#if defined(__AVX512BF16__)
-            if (m.method == BF16_DOT && !pad) {
-                by_rows(rows, [&](auto n, int64_t r) {
-                    tile_dot<n()>(static_cast<const bf16*>(m.x) + (row + r) * m.x_stride, m.x_stride, b, pairs_all, c + r * PANEL, true);
-                });
-                write<bf16>(m, c, row, rows, p * PANEL);
-                continue;
-            }
-#endif
-            (void)padded;
-            for (int64_t k = 0; k < m.inner; k += INNER_BLOCK) {
-                const int64_t count = std::min(INNER_BLOCK, m.inner - k);
-                const int64_t even = (count + 1) & ~int64_t(1), pairs = even / 2;
-                if (!one_block) widen_rows(m, row, rows, k, count, wide);
-                if (rows <= 2 * TILE_ROWS) {
-                    by_rows(rows, [&](auto n, int64_t r) {
-                        tile_pairs<n()>(wide + r * even, even, b + k * PANEL, pairs, c + r * PANEL, k == 0);
-                    });
-                } else {
-                    widen_panel(b + k * PANEL, pairs, panel);
-                    by_rows(rows, [&](auto n, int64_t r) {
-                        tile<n()>(wide + r * even, even, panel, even, c + r * PANEL, k == 0);
-                    });
-                }
-            }
-            write<bf16>(m, c, row, rows, p * PANEL);
-        }
+    const int64_t panels = up(m.outer, PANEL) / PANEL;
+    if (panels == 0 || m.rows == 0) return;
+    // Threads beyond the panels share the rows.
+    const int64_t tiles = up(m.rows, TILE_ROWS) / TILE_ROWS;
+    const int64_t groups = std::clamp<int64_t>(threads / panels, 1, tiles), across = threads / groups;
+    if (thread >= groups * across) return;
+    const int64_t group = thread / across, column = thread % across;
+    float* scratch = reinterpret_cast<float*>(static_cast<char*>(m.scratch) + thread * matmul_scratch(m.inner, m.method));
+    const Share s{m,       panels * column / across,      panels * (column + 1) / across,
+                  scratch, scratch + ROW_BLOCK * PANEL,   scratch + (ROW_BLOCK + INNER_BLOCK) * PANEL};
+    const int64_t begin = m.rows * group / groups, rows = m.rows * (group + 1) / groups - begin;
+    const int64_t blocks = up(rows, ROW_BLOCK) / ROW_BLOCK;
+    for (int64_t i = 0; i < blocks; i++) {
+        const int64_t from = rows * i / blocks, to = rows * (i + 1) / blocks;
+        rows_of(s, begin + from, to - from);
     }
 }
 

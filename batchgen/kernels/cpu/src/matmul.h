@@ -1,8 +1,10 @@
 // y = x W^T + b over weights packed in panels of PANEL outputs.
 //
 // Layouts. float32: [panels][K][PANEL]. bfloat16: [panels][ceil(K / 2)][PANEL][2], the order that the dot instruction
-// wants, from which the float32 path widens a panel with a shift and a mask. Sums run over K in one order whatever the
-// number of rows, so that a row's result is the same bits in every batch.
+// wants, from which the float32 path widens a panel with a shift and a mask. What is beyond N and K is zero.
+//
+// Every element of y is one sum over k = 0, 1, 2, ... in one accumulator, whatever the number of rows, of threads, or
+// where a row stands, so that a row's result is the same bits in every batch.
 #pragma once
 
 #include "simd.h"
@@ -10,13 +12,16 @@
 namespace bg {
 
 #if defined(__AVX512F__)
-constexpr int PANEL_VECTORS = 3, TILE_ROWS = 8;
+constexpr int PANEL = 48, TILE_ROWS = 8;
 #else
-constexpr int PANEL_VECTORS = 1, TILE_ROWS = 4;
+constexpr int PANEL = 16, TILE_ROWS = 6;
 #endif
-constexpr int PANEL = PANEL_VECTORS * LANES;
 
-enum Method : int64_t { F32 = 0, BF16_WIDENED = 1, BF16_DOT = 2 };
+enum Method : int64_t {
+    F32 = 0,           // float32 throughout
+    BF16_WIDENED = 1,  // bfloat16 in and out, multiplied and summed in float32
+    BF16_DOT = 2,      // the processor's dot instruction, which sums pairs and flushes denormal numbers
+};
 
 struct Matmul {
     const void* x;       // [M, K], rows `x_stride` elements apart
@@ -25,7 +30,7 @@ struct Matmul {
     void* out;           // [M, N], rows `out_stride` elements apart, in x's type
     int64_t rows, inner, outer, x_stride, out_stride;
     int64_t method;
-    void* scratch;       // per thread `matmul_scratch` bytes
+    void* scratch;  // `matmul_scratch` bytes per thread, from a multiple of 64
 };
 
 int64_t matmul_scratch(int64_t inner, int64_t method);

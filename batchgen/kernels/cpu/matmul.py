@@ -1,0 +1,176 @@
+"""y = x W^T + b by `src/matmul.cpp`, over weights packed in panels.
+
+Every element of y is one sum over k in ascending order, whatever the number of rows or threads: a row's bits depend on
+that row and on W alone, so the product is batch-invariant (`kernels.matmul`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from ctypes import c_int64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor
+
+from batchgen.kernels.cpu.library import DTYPES, library
+
+__all__ = ["METHODS", "MatmulCall", "Method", "PackedWeight", "matmul", "methods", "pack", "unpack"]
+
+Method = Literal["widened", "dot"]
+"""How numbers are multiplied. `widened`: in float32, bfloat16 weights widened on the way, exactly. `dot`: by the
+processor's bfloat16 dot instruction, which sums in pairs and takes denormal numbers for zero."""
+
+METHODS: Final[dict[tuple[torch.dtype, Method], int]] = {
+    (torch.float32, "widened"): 0,
+    (torch.bfloat16, "widened"): 1,
+    (torch.bfloat16, "dot"): 2,
+}
+"""By the dtype of x and W: `Method` of `src/matmul.h`."""
+
+
+class MatmulCall(ctypes.Structure):
+    """`Matmul` of `src/matmul.h`."""
+
+    _fields_ = (
+        ("x", c_void_p),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("out", c_void_p),
+        ("rows", c_int64),
+        ("inner", c_int64),
+        ("outer", c_int64),
+        ("x_stride", c_int64),
+        ("out_stride", c_int64),
+        ("method", c_int64),
+        ("scratch", c_void_p),
+    )
+
+
+class _Packing(ctypes.Structure):
+    _fields_ = (
+        ("weight", c_void_p),
+        ("packed", c_void_p),
+        ("inner", c_int64),
+        ("outer", c_int64),
+        ("stride", c_int64),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight W [O, I] in panels."""
+
+    data: Tensor
+    """Flat, of W's dtype."""
+    inner: int
+    outer: int
+    scratch: int
+    """Bytes of working memory that a product needs for each thread."""
+
+
+@cache
+def _library() -> Any:
+    """The library, told of its functions' types."""
+    found = library()
+    for name, arguments, result in (
+        ("bg_matmul", (c_void_p, c_int64), None),
+        ("bg_matmul_pack", (c_void_p, c_int64, c_int64), None),
+        ("bg_matmul_unpack", (c_void_p, c_int64, c_int64), None),
+        ("bg_matmul_scratch", (c_int64, c_int64), c_int64),
+        ("bg_matmul_panel", (), c_int64),
+        ("bg_matmul_has_dot", (), c_int64),
+    ):
+        function = getattr(found, name)
+        function.argtypes, function.restype = arguments, result
+    return found
+
+
+def methods(dtype: torch.dtype) -> tuple[Method, ...]:
+    """How the library can multiply `dtype` on this processor; empty for a dtype that it does not take."""
+    found: list[Method] = [name for kind, name in METHODS if kind == dtype]
+    return tuple(name for name in found if name != "dot" or _library().bg_matmul_has_dot())
+
+
+def pack(weight: Tensor) -> PackedWeight:
+    """The weight [O, I], float32 or bfloat16, in panels: a copy.
+
+    Raises:
+        TypeError: another dtype.
+    """
+    if weight.dtype not in DTYPES:
+        raise TypeError(f"no product of {weight.dtype} is compiled")
+    outer, inner = weight.shape
+    if weight.stride(1) != 1:
+        weight = weight.contiguous()
+    panel, pair = _library().bg_matmul_panel(), 2 if weight.dtype == torch.bfloat16 else 1
+    data = torch.empty(-(-outer // panel) * panel * (-(-inner // pair) * pair), dtype=weight.dtype)
+    call = _Packing(weight.data_ptr(), data.data_ptr(), inner, outer, weight.stride(0))
+    _library().bg_matmul_pack(ctypes.byref(call), pair - 1, torch.get_num_threads())
+    scratch = _library().bg_matmul_scratch(inner, METHODS[weight.dtype, "widened"])
+    return PackedWeight(data, inner, outer, scratch)
+
+
+def unpack(packed: PackedWeight) -> Tensor:
+    """The weight [O, I] that was packed, bit for bit."""
+    weight = torch.empty(packed.outer, packed.inner, dtype=packed.data.dtype)
+    call = _Packing(weight.data_ptr(), packed.data.data_ptr(), packed.inner, packed.outer, packed.inner)
+    _library().bg_matmul_unpack(ctypes.byref(call), weight.dtype == torch.bfloat16, torch.get_num_threads())
+    return weight
+
+
+class _Workspace(threading.local):
+    """What calls of one Python thread use again and again."""
+
+    def __init__(self) -> None:
+        self.scratch = torch.empty(0, dtype=torch.uint8)
+        self.call = MatmulCall()
+        self.pointer = ctypes.byref(self.call)
+
+    def reserve(self, size: int) -> int:
+        """Where `size` bytes begin, from a multiple of 64."""
+        if self.scratch.numel() < size + 64:
+            self.scratch = torch.empty(size + 64, dtype=torch.uint8)
+        return -(-self.scratch.data_ptr() // 64) * 64
+
+
+_workspace: Final = _Workspace()
+
+
+def matmul(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, method: Method = "widened") -> Tensor:
+    """The product y [..., O] = x [..., I] W^T + b in x's dtype, which must be W's; sums are float32.
+
+    Args:
+        x: numbers.
+        packed: W.
+        bias: b [O] as contiguous float32.
+        method: one of `methods(x.dtype)`.
+
+    Raises:
+        TypeError: x's dtype is not W's, or b is not float32.
+        ValueError: the sizes do not fit.
+    """
+    if x.dtype != packed.data.dtype or (bias is not None and bias.dtype != torch.float32):
+        raise TypeError(f"x is {x.dtype}, W {packed.data.dtype}, b {None if bias is None else bias.dtype}")
+    if x.shape[-1] != packed.inner or (bias is not None and bias.shape != (packed.outer,)):
+        raise ValueError(f"x [..., {x.shape[-1]}] does not fit W [{packed.outer}, {packed.inner}] and its b")
+    shape = x.shape
+    if x.dim() != 2:
+        x = x.reshape(-1, packed.inner)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    rows = x.shape[0]
+    out = torch.empty(rows, packed.outer, dtype=x.dtype)
+    threads = torch.get_num_threads()
+    call = _workspace.call
+    call.x, call.weight, call.out = x.data_ptr(), packed.data.data_ptr(), out.data_ptr()
+    call.bias = None if bias is None else bias.data_ptr()
+    call.rows, call.inner, call.outer = rows, packed.inner, packed.outer
+    call.x_stride, call.out_stride = x.stride(0), packed.outer
+    call.method = METHODS[x.dtype, method]
+    call.scratch = _workspace.reserve(threads * packed.scratch)
+    _library().bg_matmul(_workspace.pointer, threads)
+    return out if len(shape) == 2 else out.view(*shape[:-1], packed.outer)

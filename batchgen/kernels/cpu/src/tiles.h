@@ -1,0 +1,130 @@
+// Tiles of a product: up to TILE_ROWS rows of x by one panel of weights, sums held in registers.
+#pragma once
+
+#include "matmul.h"
+
+namespace bg {
+
+// As wide as the processor's registers: wider ones of simd.h would be taken apart and spilled.
+#if defined(__AVX512F__)
+constexpr int REGISTER = 16;
+#elif defined(__AVX__)
+constexpr int REGISTER = 8;
+#else
+constexpr int REGISTER = 4;
+#endif
+typedef float rf __attribute__((vector_size(4 * REGISTER)));
+typedef uint32_t ru __attribute__((vector_size(4 * REGISTER)));
+constexpr int COLUMNS = PANEL / REGISTER;  // registers across a panel
+constexpr int LINE = 64;  // bytes of a line of cache
+
+// How a tile fetches weights that are wanted later into the second level of cache, so that they come from far away
+// while others are multiplied. With many tiles each fetches a part of the next block, with few the first must stream.
+enum Ahead {
+    NOTHING,
+    SPREAD,  // one line of what `ahead` points to for every two k
+    STREAM,  // as much as is read, STREAM_BYTES in front of it
+};
+constexpr int64_t STREAM_BYTES = 4096;
+
+// Fetches what n bytes at `p` will be followed by.
+template <int BYTES>
+inline __attribute__((always_inline)) void stream(const void* p) {
+#pragma GCC unroll 8
+    for (int i = 0; i < BYTES; i += LINE) __builtin_prefetch(static_cast<const char*>(p) + STREAM_BYTES + i, 0, 2);
+}
+
+alignas(64) constexpr float NO_SUMS[TILE_ROWS * PANEL] = {};
+
+template <int ROWS>
+struct Sums {
+    rf of[ROWS][COLUMNS];
+
+    __attribute__((always_inline)) Sums(const float* c, bool first) {
+        if (first) c = NO_SUMS;
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+            for (int v = 0; v < COLUMNS; v++) of[r][v] = load_as<rf>(c + r * PANEL + v * REGISTER);
+    }
+
+    __attribute__((always_inline)) void keep(float* c) const {
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+            for (int v = 0; v < COLUMNS; v++) store_as(c + r * PANEL + v * REGISTER, of[r][v]);
+    }
+
+    // x[r] * w[v] for the numbers x[r * stride].
+    __attribute__((always_inline)) void add(const float* x, int64_t stride, const rf (&w)[COLUMNS]) {
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++) {
+            const rf a = x[r * stride] - rf{};
+#pragma GCC unroll 8
+            for (int v = 0; v < COLUMNS; v++) of[r][v] += a * w[v];
+        }
+    }
+};
+
+// c [ROWS, PANEL] (+)= x [ROWS, count] b [count, PANEL], all float32.
+template <int ROWS, Ahead AHEAD>
+void tile(const float* x, int64_t stride, const float* b, int64_t count, float* c, bool first, const char* ahead) {
+    Sums<ROWS> sums(c, first);
+    for (int64_t k = 0; k < count; k++, b += PANEL) {
+        if (AHEAD == SPREAD) __builtin_prefetch(ahead + k * LINE / 2, 0, 2);
+        if (AHEAD == STREAM) stream<4 * PANEL>(b);
+        rf w[COLUMNS];
+#pragma GCC unroll 8
+        for (int v = 0; v < COLUMNS; v++) w[v] = load_as<rf>(b + v * REGISTER);
+        sums.add(x + k, stride, w);
+    }
+    sums.keep(c);
+}
+
+// The same over bfloat16 pairs, widened in registers; with `wide` they are also kept there, [2 * pairs, PANEL], for
+// the tiles that follow.
+template <int ROWS, bool KEEP, Ahead AHEAD>
+void tile_pairs(const float* x, int64_t stride, const bf16* b, int64_t pairs, float* c, bool first, float* wide) {
+    Sums<ROWS> sums(c, first);
+    for (int64_t k = 0; k < pairs; k++, b += 2 * PANEL) {
+        if (AHEAD == STREAM) stream<4 * PANEL>(b);
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            rf w[COLUMNS];
+#pragma GCC unroll 8
+            for (int v = 0; v < COLUMNS; v++) {
+                const ru both = load_as<ru>(b + 2 * REGISTER * v);
+                w[v] = (rf)(half ? both & 0xffff0000u : both << 16);
+                if (KEEP) store_as(wide + (2 * k + half) * PANEL + v * REGISTER, w[v]);
+            }
+            sums.add(x + 2 * k + half, stride, w);
+        }
+    }
+    sums.keep(c);
+}
+
+#if defined(__AVX512BF16__)
+// The same by the dot instruction.
+template <int ROWS, Ahead AHEAD>
+void tile_dot(const bf16* x, int64_t stride, const bf16* b, int64_t pairs, float* c, bool first, const char* ahead) {
+    Sums<ROWS> sums(c, first);
+    for (int64_t k = 0; k < pairs; k++, b += 2 * PANEL) {
+        if (AHEAD == SPREAD) __builtin_prefetch(ahead + k * LINE, 0, 2);
+        if (AHEAD == STREAM) stream<4 * PANEL>(b);
+        __m512bh w[COLUMNS];
+#pragma GCC unroll 8
+        for (int v = 0; v < COLUMNS; v++) w[v] = (__m512bh)_mm512_loadu_si512(b + 2 * REGISTER * v);
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++) {
+            int32_t pair;
+            std::memcpy(&pair, x + r * stride + 2 * k, 4);
+            const __m512bh a = (__m512bh)_mm512_set1_epi32(pair);
+#pragma GCC unroll 8
+            for (int v = 0; v < COLUMNS; v++) sums.of[r][v] = (rf)_mm512_dpbf16_ps((__m512)sums.of[r][v], a, w[v]);
+        }
+    }
+    sums.keep(c);
+}
+#endif
+
+}  // namespace bg

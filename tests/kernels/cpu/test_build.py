@@ -1,0 +1,189 @@
+"""The compiled library: what it is named by, where it is kept, and what a run does where it cannot be had."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from batchgen.kernels.cpu import build
+from batchgen.kernels.cpu.build import CompilerMissing, built_library, cache_folder, find_compiler
+from batchgen.kernels.cpu.library import loaded, missing
+
+here = pytest.mark.skipif(not loaded(), reason=missing() or "")
+
+SAYS = "import torch; from batchgen.kernels.cpu.library import loaded; print(loaded(), loaded())"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, and nothing in the temporary folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "temporary"))
+    return tmp_path / "cache" / "batchgen" / "kernels"
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One small source in place of the kernels'."""
+    folder = tmp_path / "src"
+    folder.mkdir()
+    (folder / "one.cpp").write_text('#include "two.h"\nextern "C" int one() { return TWO - 1; }\n')
+    (folder / "two.h").write_text("#define TWO 2\n")
+    monkeypatch.setattr(build, "_SOURCES", folder)
+    return folder
+
+
+def compiler_script(path: Path, body: str) -> str:
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def run(environment: dict[str, str], code: str = SAYS) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=True
+    )
+
+
+@here
+def test_built_once(cache: Path, sources: Path) -> None:
+    built: list[str] = []
+    library = built_library(lambda: built.append("built"))
+    assert library.parent == cache == cache_folder()
+    assert library == built_library(lambda: built.append("again"))
+    assert built == ["built"]
+    assert [p.name for p in cache.iterdir()] == [library.name]  # nothing half-done stays
+
+
+@here
+def test_named_by_sources_flags_compiler_and_processor(
+    cache: Path, sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [built_library().name]
+    (sources / "two.h").write_text("#define TWO 3\n")
+    names.append(built_library().name)
+    monkeypatch.setattr(build, "_FLAGS", (*build._FLAGS, "-DOTHER"))
+    names.append(built_library().name)
+    monkeypatch.setattr(build, "_processor", lambda: "another")
+    names.append(built_library().name)
+    monkeypatch.setenv("CXX", f"{find_compiler()[0]} -DWITH_WORDS")
+    names.append(built_library().name)
+    assert len(set(names)) == 5
+
+
+@here
+def test_old_libraries_go(cache: Path, sources: Path) -> None:
+    cache.mkdir(parents=True)
+    for age in range(12):
+        old = cache / f"batchgen-{age}.so"
+        old.touch()
+        os.utime(old, (1e9 - age, 1e9 - age))
+    (cache / "notes.txt").touch()
+    library = built_library()
+    kept = {library.name, *(f"batchgen-{age}.so" for age in range(7)), "notes.txt"}
+    assert {p.name for p in cache.iterdir()} == kept
+
+
+@here
+def test_a_cache_that_cannot_be_written(cache: Path, sources: Path, tmp_path: Path) -> None:
+    cache.parent.parent.mkdir()
+    cache.parent.write_text("no folder")
+    library = built_library()
+    assert library.parent == tmp_path / "temporary" / f"batchgen-kernels-{os.getuid()}"
+    assert built_library(lambda: pytest.fail("built again")) == library
+    shutil.rmtree(tmp_path / "temporary")
+    (tmp_path / "temporary").write_text("none either")
+    with pytest.raises(CompilerMissing, match="XDG_CACHE_HOME"):
+        built_library()
+
+
+@here
+def test_what_another_user_put_there_is_not_loaded(
+    cache: Path, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built_library()
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(CompilerMissing, match="no folder"):
+        built_library()
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("echo 'one.cpp:1: error: no AVX today' >&2; exit 1", "one.cpp:1: error: no AVX today"),
+        ("exit 1", "it said nothing"),
+        ("echo odd >&2; exit 3", "odd"),
+    ],
+)
+def test_a_compiler_that_fails(
+    cache: Path, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, reason: str
+) -> None:
+    monkeypatch.setenv("CXX", compiler_script(tmp_path / "cc", body))
+    with pytest.raises(CompilerMissing, match=f"failed: {reason}"):
+        built_library()
+    assert list(cache.iterdir()) == []
+
+
+def test_a_compiler_that_is_none_or_never_ends(
+    cache: Path, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "_SECONDS", 0.2)
+    monkeypatch.setenv("CXX", compiler_script(tmp_path / "slow", "exec sleep 60"))
+    with pytest.raises(CompilerMissing, match=r"not done after 0\.2 s"):
+        built_library()
+    (tmp_path / "text").write_bytes(b"\x7fELF no program")
+    (tmp_path / "text").chmod(0o755)
+    monkeypatch.setenv("CXX", str(tmp_path / "text"))
+    with pytest.raises(CompilerMissing, match="cannot be run"):
+        built_library()
+    monkeypatch.setenv("CXX", "/nonexistent/c++ -O3")
+    with pytest.raises(CompilerMissing, match="CXX names /nonexistent/c"):
+        built_library()
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    with pytest.raises(CompilerMissing, match="no C\\+\\+ compiler was found"):
+        built_library()
+
+
+def test_without_a_compiler_a_process_says_so_once(tmp_path: Path) -> None:
+    done = run({"CXX": "/nonexistent", "XDG_CACHE_HOME": str(tmp_path)})
+    assert done.stdout == "False False\n"
+    said = "no compiled CPU kernels, PyTorch's compute: CXX names /nonexistent, and there is no such program\n"
+    assert done.stderr == said
+
+
+@here
+def test_a_damaged_library_is_built_again(tmp_path: Path) -> None:
+    """Also by processes that find it damaged at once."""
+    copy = tmp_path / "batchgen" / "kernels" / built_library().name
+    copy.parent.mkdir(parents=True)
+    copy.write_bytes(built_library().read_bytes()[:100])
+    command = [sys.executable, "-c", SAYS]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    processes = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)
+    ]
+    said = [process.communicate() for process in processes]
+    assert [out for out, _ in said] == [b"True True\n"] * 2
+    assert any(err == b"compiling CPU kernels for this processor, which is done once\n" for _, err in said)
+    assert [p.name for p in copy.parent.iterdir()] == [copy.name]
+    assert run({"XDG_CACHE_HOME": str(tmp_path)}).stderr == ""
+
+
+@here
+def test_a_library_that_lacks_what_it_needs_is_not_built_again(tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path; from batchgen.kernels.cpu import build; build._SOURCES = Path({!r});"
+        "from batchgen.kernels.cpu.library import missing; print(missing())"
+    )
+    sources = tmp_path / "src"
+    sources.mkdir()
+    (sources / "one.cpp").write_text('extern "C" int nowhere(); extern "C" int one() { return nowhere(); }\n')
+    done = run({"XDG_CACHE_HOME": str(tmp_path / "cache")}, code.format(str(sources)))
+    assert "undefined symbol: nowhere" in done.stdout
+    assert len(done.stderr.splitlines()) == 2
