@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from batchgen.cli.flags import GroupedCommand
+from batchgen.errors import UsageError
 
 __all__ = ["register"]
 
@@ -72,6 +75,24 @@ def bench(
             "files. Default: 1000000x500. Example: --plan-size 100000x500",
         ),
     ] = "1000000x500",
+    chart: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="Draw the figures: an .html page that needs no network, or a .png where matplotlib is installed. "
+            "Example: --chart bench.html",
+        ),
+    ] = None,
+    stored: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="FILE",
+            show_default=False,
+            help="Measure nothing: compare and draw the JSON lines of earlier runs. Example: --from figures.jsonl",
+        ),
+    ] = None,
 ) -> None:
     """Measure named workloads against the machine's floor and against installed peers: one JSON line per figure.
 
@@ -80,6 +101,13 @@ def bench(
     Example: batchgen bench shared-prefix --peers transformers --repeat 5 > figures.jsonl
     """
     names = tuple(workloads or ())
+    if stored is not None:
+        from batchgen.job.bench.chart import draw_stored
+
+        if names:
+            raise UsageError("--from draws the figures that a file holds; it takes no workload")
+        draw_stored(stored, chart, Console(stderr=True, highlight=False))
+        return
     if "plan" in names:
         from batchgen.job.bench.planning import PlanSize, run_plan_bench
 
@@ -89,4 +117,4 @@ def bench(
             return
     from batchgen.job.bench.run import BenchConfig, run_bench  # torch: seconds that `--help` must not pay
 
-    run_bench(BenchConfig(names, model, peers, repeat, dtype, device, cpu_threads), typer.echo)
+    run_bench(BenchConfig(names, model, peers, repeat, dtype, device, cpu_threads, chart), typer.echo)

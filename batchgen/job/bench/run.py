@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from rich.console import Console
 
 from batchgen.config import EngineConfig
 from batchgen.errors import UsageError
+from batchgen.job.bench.chart import check_chart, write_chart
 from batchgen.job.bench.definitions import BenchWorkload, find_workloads
 from batchgen.job.bench.figures import Context, Figure, Measured, workload_figures
 from batchgen.job.bench.floors import FloorWork, count_work
@@ -21,7 +23,7 @@ from batchgen.job.bench.machine import Products, commit_name, cpu_name, measure_
 from batchgen.job.bench.peers import OURS, REFERENCE, EngineSource, parse_peers
 from batchgen.job.bench.process import BenchEngine, EngineProcess, LoadSpec
 from batchgen.job.bench.shapes import DEMO, resolve_bench_model
-from batchgen.job.bench.table import comparison
+from batchgen.job.bench.table import print_comparison
 from batchgen.job.bench.workloads import BenchRow
 from batchgen.models.base import ModelSpec
 from batchgen.models.folder import check_model_folder
@@ -31,7 +33,6 @@ __all__ = ["BenchConfig", "run_bench"]
 
 _PROBE_TOKENS = 16
 """Tokens generated per row while settings are tried."""
-_TABLE_WIDTH = 160
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,8 @@ class BenchConfig:
     """As the engine takes it."""
     device: str = "auto"
     threads: int | None = None
+    chart: Path | None = None
+    """An .html or .png file to draw the figures to."""
 
 
 Start = Callable[[EngineSource, LoadSpec], AbstractContextManager[BenchEngine]]
@@ -67,6 +70,8 @@ def run_bench(
     console = console or Console(stderr=True, highlight=False)
     workloads = find_workloads(config.workloads, demo=config.model == DEMO)
     peers = parse_peers(config.peers)
+    if config.chart is not None:
+        check_chart(config.chart)
     if config.repeat < 1:
         raise UsageError("--repeat must be at least 1")
     if config.threads:
@@ -82,8 +87,9 @@ def run_bench(
     for figure in bench.measure(workloads, agreed):
         emit(figure.to_json())
         figures.append(figure)
-    # A file or pipe has no width of its own; the table is of no use cut off.
-    console.print(comparison(figures), width=None if console.is_terminal else _TABLE_WIDTH)
+    print_comparison(figures, console)
+    if config.chart is not None:
+        write_chart(config.chart, figures)
     return figures
 
 

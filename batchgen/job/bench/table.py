@@ -1,35 +1,116 @@
-"""The comparison for a person, on stderr."""
+"""The comparison for a person, on stderr: engines by workload, in as much detail as the terminal is wide."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Final
 
+from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
-from batchgen.job.bench.figures import Figure
+from batchgen.job.bench.figures import CPU_RATE, RATE, SLOWDOWN, Figure
+from batchgen.job.bench.panels import setting_text, share_text
+from batchgen.job.bench.peers import OURS
 
-__all__ = ["comparison"]
+__all__ = ["comparison", "print_comparison"]
+
+_Cell = Callable[[Figure, "_Beside"], str]
+_FAR: Final = 10_000
+"""Width of what is no terminal: a line is as long as it is."""
 
 
-def comparison(figures: Sequence[Figure]) -> Table:
-    """One line per workload and engine."""
+class _Beside:
+    """What stands beside a rate in its line."""
+
+    def __init__(self, figures: Sequence[Figure]) -> None:
+        self._by_metric = {(f.metric, f.model, f.workload, f.engine, f.dtype): f for f in figures}
+        self._ours = {(f.model, f.workload): f for f in figures if f.engine == OURS and f.metric == RATE}
+
+    def get(self, metric: str, rate: Figure) -> Figure | None:
+        """The same engine's figure by another metric."""
+        return self._by_metric.get((metric, rate.model, rate.workload, rate.engine, rate.dtype))
+
+    def times(self, rate: Figure) -> str:
+        """Our rate over this one, run by run."""
+        ours = self._ours.get((rate.model, rate.workload))
+        ratio = None if ours is None else ours.ratio.get(rate.engine)
+        return "" if ratio is None else f"{ratio['median']:.2f} ({ratio['min']:.2f}-{ratio['max']:.2f})"
+
+    def short_times(self, rate: Figure) -> str:
+        """The same without its range."""
+        return self.times(rate).partition(" ")[0]
+
+
+def _cpu(rate: Figure, beside: _Beside) -> str:
+    figure = beside.get(CPU_RATE, rate)
+    return "" if figure is None else f"{figure.value:,.1f}"
+
+
+def _slower(rate: Figure, beside: _Beside) -> str:
+    figure = beside.get(SLOWDOWN, rate)
+    return "" if figure is None else f"{figure.value:.1f} ({figure.min:.1f}-{figure.max:.1f})"
+
+
+_WORKLOAD: Final = ("workload", lambda f, _: f.workload)
+_ENGINE: Final = ("engine", lambda f, _: f.engine)
+_SETTING: Final = ("setting", lambda f, _: setting_text(f))
+_DTYPE: Final = ("format", lambda f, _: f.dtype)
+_SPREAD: Final = ("tokens/s (min-max)", lambda f, _: f"{f.value:,.1f} ({f.min:,.1f}-{f.max:,.1f})")
+_MEDIAN: Final = ("tokens/s", lambda f, _: f"{f.value:,.1f}")
+_CPU: Final = ("tokens/CPU-s", _cpu)
+_FLOOR: Final = ("floor", lambda f, _: share_text(f.floor_share))
+_SERIAL: Final = ("serial", lambda f, _: share_text(f.floors.get("serial", {}).get("share")))
+_TIMES: Final = (f"{OURS} over it", lambda f, b: b.times(f))
+_SHORT_TIMES: Final = ("x", lambda f, b: b.short_times(f))
+_SLOWER: Final = ("% slower than plain", _slower)
+
+_DETAILS: Final[tuple[tuple[tuple[str, _Cell], ...], ...]] = (
+    (_WORKLOAD, _ENGINE, _SETTING, _DTYPE, _SPREAD, _CPU, _FLOOR, _SERIAL, _TIMES, _SLOWER),
+    (_WORKLOAD, _ENGINE, _SPREAD, _FLOOR, _TIMES, _SLOWER),
+    (_WORKLOAD, _ENGINE, _SPREAD, _FLOOR, _SHORT_TIMES),
+    (_WORKLOAD, _ENGINE, _MEDIAN, _FLOOR, _SHORT_TIMES),
+    (_ENGINE, _MEDIAN, _SHORT_TIMES),
+)
+"""Columns, from a wide terminal to a narrow one. "floor": share of the arithmetic floor, "serial": of the serial."""
+_LEFT: Final = ("workload", "engine", "setting", "format")
+
+
+def print_comparison(figures: Sequence[Figure], console: Console) -> None:
+    """Print the most detailed table that fits; without a terminal the whole one, however long its lines."""
+    if not console.is_terminal:
+        console = Console(file=console.file, width=_FAR, color_system=None)
+    console.print(comparison(figures, console.width))
+
+
+def comparison(figures: Sequence[Figure], width: int = _FAR) -> Table:
+    """One line per workload and engine, in a table of at most `width` columns where one of them is so narrow."""
+    console = Console(width=_FAR)
+    tables = (_table(figures, columns) for columns in _DETAILS)
+    table = next(tables)
+    while Measurement.get(console, console.options, table).maximum > width:
+        following = next(tables, None)
+        if following is None:
+            break
+        table = following
+    return table
+
+
+def _table(figures: Sequence[Figure], columns: Sequence[tuple[str, _Cell]]) -> Table:
+    beside = _Beside(figures)
+    rates = [figure for figure in figures if figure.metric == RATE]
+    cells = [[cell(figure, beside) for _, cell in columns] for figure in rates]
+    # What no line has is left out; a narrow table without workloads begins each with a line of its own.
+    kept = [i for i, (name, _) in enumerate(columns) if name in _LEFT[:2] or any(line[i] for line in cells)]
+    headed = columns[0][0] != "workload"
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("workload", "engine", "setting", "dtype"):
-        table.add_column(name, no_wrap=True)
-    for name in ("tokens/s (min-max)", "tokens/CPU-s", "floor", "x peer"):
-        table.add_column(name, no_wrap=True, justify="right")
-    by_cpu = {(f.workload, f.engine): f.value for f in figures if f.metric == "output_tokens_per_cpu_second"}
-    for figure in figures:
-        if figure.metric != "output_tokens_per_second":
-            continue
-        table.add_row(
-            figure.workload,
-            figure.engine,
-            ", ".join(f"{key} {value}" for key, value in figure.setting.items()),
-            figure.dtype,
-            f"{figure.value:,.1f} ({figure.min:,.1f}-{figure.max:,.1f})",
-            f"{by_cpu[figure.workload, figure.engine]:,.1f}",
-            f"{figure.floor_share:.0%}",
-            ", ".join(f"{name} {r['median']:.2f} ({r['min']:.2f}-{r['max']:.2f})" for name, r in figure.ratio.items()),
-        )
+    for i in kept:
+        table.add_column(columns[i][0], no_wrap=True, justify="left" if columns[i][0] in _LEFT else "right")
+    workload = None
+    for figure, line in zip(rates, cells, strict=True):
+        if headed and figure.workload != workload:
+            table.add_row(Text(figure.workload, style="bold"))
+        workload = figure.workload
+        table.add_row(*(Text(line[i]) for i in kept))
     return table

@@ -1,0 +1,166 @@
+"""What a page or picture of figures shows, before anything is drawn: a panel for each workload, and summaries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from batchgen.job.bench.figures import CPU_RATE, RATE, SLOWDOWN, Figure
+from batchgen.job.bench.peers import OURS
+
+__all__ = ["Bar", "Panel", "Section", "sections", "setting_text", "share_text", "spread_text"]
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A median and its range."""
+
+    label: str
+    value: float
+    low: float
+    high: float
+    ours: bool
+    """Whether the project's own engine made it; others are what it is compared with."""
+    series: str = ""
+    """Whose it is, where bars of several peers share a label."""
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One chart and the table under it."""
+
+    title: str
+    unit: str
+    bars: Sequence[Bar]
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    floor: float | None = None
+    """The machine's arithmetic floor, in the unit."""
+    times: bool = False
+    """Whether values are ratios, of which 1 is even."""
+
+
+@dataclass(slots=True)
+class Section:
+    """The panels of one model."""
+
+    model: str
+    facts: list[tuple[str, str]]
+    """What all of its figures were taken with: name and value."""
+    panels: list[Panel] = field(default_factory=list)
+
+
+def sections(figures: Sequence[Figure]) -> list[Section]:
+    """A section per model, in the order of the figures: ratios, what special rows cost, then each workload."""
+    made = []
+    for model in dict.fromkeys(figure.model for figure in figures):
+        own = [figure for figure in figures if figure.model == model]
+        section = Section(model, _facts(own))
+        section.panels += _ratios(own)
+        section.panels += _slowdowns(own)
+        for workload in dict.fromkeys(figure.workload for figure in own if figure.metric == RATE):
+            section.panels.append(_workload(workload, [f for f in own if f.workload == workload]))
+        made.append(section)
+    return made
+
+
+def spread_text(median: float, low: float, high: float, digits: int = 1) -> str:
+    """A median with its range, as "566.0 (539.1-582.3)"; the median alone where they are one."""
+    text = f"{median:,.{digits}f}"
+    return text if low == high else f"{text} ({low:,.{digits}f} to {high:,.{digits}f})"
+
+
+def setting_text(figure: Figure) -> str:
+    """The engine's setting, as "batch 8"."""
+    return ", ".join(f"{key} {value}" for key, value in figure.setting.items())
+
+
+def share_text(share: float | None) -> str:
+    """A share in per cent; an empty text where there is none."""
+    return "" if share is None else f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
+
+
+def _facts(figures: Sequence[Figure]) -> list[tuple[str, str]]:
+    def told(values: Iterable[str | None]) -> str:
+        return "; ".join(dict.fromkeys(value for value in values if value))
+
+    versions = told(", ".join(f"{name} {value}" for name, value in figure.versions.items()) for figure in figures)
+    facts = [
+        ("Processor", told(figure.cpu for figure in figures)),
+        ("Device", told(figure.device for figure in figures)),
+        ("Threads", told(str(figure.threads) for figure in figures)),
+        ("Number format", told(figure.dtype for figure in figures)),
+        ("Commit", told(figure.commit for figure in figures)),
+        ("Versions", versions),
+        ("Repeats", told(str(figure.repeat) for figure in figures)),
+        (
+            "Best product",
+            told(f"{f.gemm_gflops:,.0f} GFLOP/s ({f.gemm_form})" if f.gemm_form else None for f in figures),
+        ),
+        ("Bandwidth", told(f"{f.bandwidth_gbytes:,.1f} GB/s" for f in figures if f.bandwidth_gbytes)),
+        ("Date", told(figure.date[:10] for figure in figures)),
+    ]
+    return [(name, value) for name, value in facts if value]
+
+
+def _ratios(figures: Sequence[Figure]) -> list[Panel]:
+    """Our rate over each peer's, by workload."""
+    ours = [figure for figure in figures if figure.engine == OURS and figure.metric == RATE and figure.ratio]
+    if not ours:
+        return []
+    peers = list(dict.fromkeys(name for figure in ours for name in figure.ratio))
+    bars = [
+        Bar(figure.workload, r["median"], r["min"], r["max"], True, series=name)
+        for figure in ours
+        for name, r in figure.ratio.items()
+    ]
+    rows = []
+    for figure in ours:
+        told = [figure.ratio.get(name) for name in peers]
+        texts = ["" if r is None else spread_text(r["median"], r["min"], r["max"], 2) for r in told]
+        rows.append([figure.workload, *texts])
+    title = f"{OURS}'s output tokens per second over each peer's, run by run"
+    return [Panel(title, "times the peer's rate", bars, ["workload", *peers], rows, times=True)]
+
+
+def _slowdowns(figures: Sequence[Figure]) -> list[Panel]:
+    """What rows that ask for more cost each engine."""
+    found = [figure for figure in figures if figure.metric == SLOWDOWN]
+    if not found:
+        return []
+    several = len({figure.engine for figure in found}) > 1
+    bars = [
+        Bar(f"{f.workload}, {f.engine}" if several else f.workload, f.value, f.min, f.max, f.engine == OURS)
+        for f in found
+    ]
+    rows = [[f.workload, f.engine, f"{spread_text(f.value, f.min, f.max)} %"] for f in found]
+    unit = "% slower than the same rows without their fields, run by run"
+    header = ["workload", "engine", "slower"]
+    return [Panel("What rows that ask for more than tokens cost", unit, bars, header, rows)]
+
+
+def _workload(name: str, figures: Sequence[Figure]) -> Panel:
+    rates = sorted((f for f in figures if f.metric == RATE), key=lambda f: -f.value)
+    by_cpu = {(f.engine, f.dtype): f.value for f in figures if f.metric == CPU_RATE}
+    several = len({figure.dtype for figure in rates}) > 1
+    bars = [
+        Bar(f"{f.engine}, {f.dtype}" if several else f.engine, f.value, f.min, f.max, f.engine == OURS) for f in rates
+    ]
+    header = ["engine", "tokens/s", f"{OURS} over it", "of arithmetic floor", "of overlap", "of serial"]
+    header += ["tokens/CPU-s", "setting", "format", "version"]
+    rows = []
+    for f in rates:
+        back = next((o.ratio[f.engine] for o in rates if o.engine == OURS and f.engine in o.ratio), None)
+        rows.append([
+            f.engine,
+            spread_text(f.value, f.min, f.max),
+            "" if back is None else spread_text(back["median"], back["min"], back["max"], 2),
+            share_text(f.floor_share),
+            *(share_text(f.floors.get(kind, {}).get("share")) for kind in ("overlap", "serial")),
+            f"{by_cpu[f.engine, f.dtype]:,.1f}" if (f.engine, f.dtype) in by_cpu else "",
+            setting_text(f),
+            f.dtype,
+            f.version,
+        ])  # fmt: skip
+    floors = [f.floor_tokens_per_second for f in rates if f.floor_tokens_per_second]
+    return Panel(name, "output tokens per second", bars, header, rows, floor=max(floors, default=None))

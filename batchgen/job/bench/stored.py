@@ -1,0 +1,89 @@
+"""Figures that an earlier run wrote, read back from their JSON lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final
+
+from batchgen.errors import UsageError
+from batchgen.job.bench.figures import Figure
+
+__all__ = ["StoredFigures", "read_figures"]
+
+_NEEDED: Final = ("workload", "engine", "metric", "value")
+_UNKNOWN: Final[dict[str, Any]] = {
+    "str": "",
+    "int": 0,
+    "float": 0.0,
+    "float | None": None,
+    "str | None": None,
+}
+"""What a field of this type is where an older version did not write it; mappings are empty."""
+_SPREAD: Final = ("min", "max")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFigures:
+    """What a file of figures holds."""
+
+    figures: list[Figure]
+    """Each engine's, on a workload and model; the last where a file holds several."""
+    others: list[Mapping[str, Any]] = field(default_factory=list)
+    """Lines of workloads that no engines are compared on, as they stand."""
+
+
+def read_figures(path: Path) -> StoredFigures:
+    """Read a file of JSON lines, as `batchgen bench` prints them.
+
+    Raises:
+        UsageError: it cannot be read, a line is not a JSON object, or there is none.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise UsageError(f"--from: cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"--from: {path} is not UTF-8 text") from None
+    figures: dict[tuple[Any, ...], Figure] = {}
+    others: list[Mapping[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            values = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UsageError(f"--from: {path}, line {number} is not JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise UsageError(f"--from: {path}, line {number} is not a JSON object")
+        if all(name in values for name in _NEEDED):
+            figure = _figure(values, f"--from: {path}, line {number}")
+            figures.pop(_key(figure), None)
+            figures[_key(figure)] = figure
+        else:
+            others.append(values)
+    if not figures and not others:
+        raise UsageError(f"--from: {path} holds no figure")
+    return StoredFigures(list(figures.values()), others)
+
+
+def _key(figure: Figure) -> tuple[Any, ...]:
+    return (figure.model, figure.workload, figure.engine, figure.dtype, figure.device, figure.threads, figure.metric)
+
+
+def _figure(values: Mapping[str, Any], where: str) -> Figure:
+    """A figure of this or an older version; keys of newer ones are left out."""
+    made: dict[str, Any] = {}
+    for known in fields(Figure):
+        if known.name in values:
+            made[known.name] = values[known.name]
+        elif known.name in _SPREAD:
+            made[known.name] = values["value"]
+        elif known.default is MISSING and known.default_factory is MISSING:
+            made[known.name] = _UNKNOWN.get(str(known.type), {})
+    for name in ("value", *_SPREAD):
+        if not isinstance(made[name], int | float):
+            raise UsageError(f"{where}: `{name}` must be a number, got {made[name]!r}")
+    return Figure(**made)

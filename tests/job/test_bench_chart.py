@@ -1,0 +1,313 @@
+"""`batchgen bench --from`: stored figures, the comparison in a terminal, the page and the picture."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from dataclasses import asdict, replace
+from html.parser import HTMLParser
+from pathlib import Path
+from unittest.mock import MagicMock
+from xml.etree import ElementTree
+
+import pytest
+from rich.console import Console
+
+from batchgen.cli.app import run_command
+from batchgen.errors import OutputError, UsageError
+from batchgen.job.bench import chart as chart_module
+from batchgen.job.bench.chart import check_chart, draw_stored, write_chart
+from batchgen.job.bench.figures import Context, Figure, Measured, workload_figures
+from batchgen.job.bench.floors import FloorWork
+from batchgen.job.bench.machine import Products
+from batchgen.job.bench.page import page
+from batchgen.job.bench.panels import Bar, Panel, sections
+from batchgen.job.bench.process import Generated
+from batchgen.job.bench.stored import read_figures
+from batchgen.job.bench.svg import chart, linear_ticks, log_ticks
+from batchgen.job.bench.table import comparison, print_comparison
+
+RATES = {
+    "unique": {"batchgen": 800.0, "peer-one": 640.0, "peer-two": 1600.0},
+    "logprobs": {"batchgen": 400.0},
+}
+"""Tokens per second, powers of two apart: what stands in the page is exact."""
+VOID = {"meta", "line", "rect", "circle", "path"}
+
+
+def made() -> list[Figure]:
+    context = Context(
+        "Some <processor> & more", "0123456789ab", 2, Products(8e9, "plain"), 2e9, {"torch": "2"}, "2026-11"
+    )
+    found = []
+    for name, rates in RATES.items():
+        engines = []
+        for engine, rate in rates.items():
+            passes = [Generated([[0] * 100], 100 / r, 200 / r) for r in (rate, rate)]
+            bare = [Generated([[0] * 100], 50 / rate, 100 / rate)] * 2 if name == "logprobs" else []
+            setting = {"batch": 8} if engine == "peer-one" else {}
+            engines.append(Measured(engine, "1.2", "bfloat16", "cpu", 2, setting, 1.0, passes, bare))
+        work = FloorWork(
+            9, 9, 9, 100, flops=8e8, prompt_flops=4e8, decode_flops=4e8, decode_bytes=1e8, resident_bytes=0
+        )
+        found += workload_figures(name, "random:toy", engines, work, context)
+    return found
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    path = tmp_path / "figures.jsonl"
+    path.write_text("".join(figure.to_json() + "\n" for figure in made()))
+    return path
+
+
+class Checked(HTMLParser):
+    """Fails on tags that do not close in order; keeps what a reader sees."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: dict[str, int] = {}
+        self.links: list[str] = []
+        self.texts: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen[tag] = self.seen.get(tag, 0) + 1
+        self.links += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen[tag] = self.seen.get(tag, 0) + 1
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.texts.append(data)
+
+
+# Stored figures
+
+
+def test_figures_come_back_as_they_were(stored: Path) -> None:
+    found = read_figures(stored)
+    assert [asdict(figure) for figure in found.figures] == [asdict(figure) for figure in made()]
+    assert found.others == []
+
+
+def test_a_later_figure_of_the_same_replaces_the_first(stored: Path) -> None:
+    first = made()[0]
+    with stored.open("a") as stream:
+        stream.write("\n" + replace(first, value=7.0).to_json() + "\n")
+        stream.write(replace(first, model="random:other").to_json() + "\n")
+    found = read_figures(stored).figures
+    assert len(found) == len(made()) + 1
+    assert [f.value for f in found if (f.model, f.workload, f.engine, f.metric) == _key(first)] == [7.0]
+
+
+def _key(figure: Figure) -> tuple[str, str, str, str]:
+    return figure.model, figure.workload, figure.engine, figure.metric
+
+
+def test_figures_of_other_versions_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "old.jsonl"
+    old = {"workload": "unique", "engine": "batchgen", "metric": "output_tokens_per_second", "value": 5, "new": [1]}
+    path.write_text(json.dumps(old) + "\n" + json.dumps({"workload": "plan", "seconds": 1.5}) + "\n")
+    found = read_figures(path)
+    (figure,) = found.figures
+    assert (figure.value, figure.min, figure.max, figure.floor_share, figure.floors) == (5, 5, 5, None, {})
+    assert found.others == [{"workload": "plan", "seconds": 1.5}]
+    assert "plan" in page(found.figures, found.others)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no figure"),
+        ("{", "line 1 is not JSON"),
+        ("\n[1]", "line 2 is not a JSON object"),
+        ('{"workload": "w", "engine": "e", "metric": "m", "value": "fast"}', "line 1: `value` must be a number"),
+    ],
+)
+def test_what_is_no_figure_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "wrong.jsonl"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        read_figures(path)
+    with pytest.raises(UsageError, match="cannot read"):
+        read_figures(tmp_path / "none.jsonl")
+
+
+# The comparison
+
+
+def shown(width: int, terminal: bool = True) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, force_terminal=terminal, color_system=None)
+    print_comparison(made(), console)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return [line.rstrip() for line in text.splitlines()]
+
+
+def test_a_wide_terminal_shows_everything() -> None:
+    head, ours, one, two, special = shown(160)
+    for name in ("workload", "setting", "format", "tokens/CPU-s", "floor", "serial", "batchgen over it", "% slower"):
+        assert name in head
+    assert ours.split() == ["unique", "batchgen", "bfloat16", "800.0", "(800.0-800.0)", "400.0", "80%", "120%"]
+    assert one.endswith("1.25 (1.25-1.25)")
+    assert "batch 8" in one
+    assert two.endswith("0.50 (0.50-0.50)")
+    assert special.endswith("50.0 (50.0-50.0)")
+
+
+@pytest.mark.parametrize("width", [30, 45, 60, 80, 100, 130])
+def test_a_narrow_terminal_loses_columns_and_no_digits(width: int) -> None:
+    lines = shown(width)
+    assert max(map(len, lines)) <= width
+    assert not any("…" in line for line in lines)
+    assert any("640.0" in line and "1.25" in line for line in lines)
+
+
+def test_what_is_no_terminal_gets_the_whole_table() -> None:
+    assert shown(40, terminal=False) == shown(160)
+
+
+def test_names_are_no_markup() -> None:
+    odd = [replace(figure, workload="[red]x[/red]") for figure in made()]
+    console = Console(file=io.StringIO(), width=120)
+    console.print(comparison(odd, 120))
+    assert "[red]x[/red]" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+# The page
+
+
+def test_the_page_is_whole_and_has_every_number(stored: Path, tmp_path: Path) -> None:
+    out = tmp_path / "bench.html"
+    draw_stored(stored, out, Console(file=io.StringIO()))
+    text = out.read_text(encoding="utf-8")
+    parsed = Checked(text)
+    assert parsed.links == []
+    assert "script" not in parsed.seen
+    assert "http" not in text
+    assert parsed.seen["svg"] == parsed.seen["table"] == 4, "ratios, slowdowns and two workloads"
+    told = "\n".join(parsed.texts)
+    for number in ("800", "640", "1,600", "400", "1.25", "0.50", "50.0 %", "arithmetic floor 1,000", "80%", "120%"):
+        assert number in told, number
+    for fact in ("Some <processor> & more", "0123456789ab", "torch 2", "batch 8", "8 GFLOP/s (plain)", "random:toy"):
+        assert fact in told, fact
+
+
+def test_colours_of_the_page_are_defined_for_light_and_dark() -> None:
+    text = page(made())
+    light, dark = (part.split("}")[0] for part in text.split(":root { --")[1:3])
+    for part in (light, dark):
+        assert {name.partition(":")[0] for name in ("--" + part).replace(" ", "").split(";")} >= {
+            f"--{name}" for name in _used(text)
+        }
+
+
+def _used(text: str) -> set[str]:
+    return {piece.split(")")[0] for piece in text.split("var(--")[1:]}
+
+
+def test_bars_are_as_long_as_their_numbers() -> None:
+    bars = [Bar("a", 10.0, 9.0, 11.0, True), Bar("b", 5.0, 5.0, 5.0, False)]
+    root = ElementTree.fromstring(chart(Panel("t", "u", bars, [], [], floor=20.0)))
+    one, two = (float(rect.get("width", "")) for rect in root.iter("rect"))
+    assert one == pytest.approx(2 * two, abs=0.2)
+    floor = next(line for line in root.iter("line") if line.get("class") == "floor")
+    start = min(float(rect.get("x", "")) for rect in root.iter("rect"))
+    assert float(floor.get("x1", "")) - start == pytest.approx(2 * one, abs=0.3)
+
+
+def test_a_floor_far_off_leaves_the_bars_their_room() -> None:
+    drawn = chart(Panel("t", "u", [Bar("a", 10.0, 9.0, 11.0, True)], [], [], floor=1000.0))
+    assert 'class="floor"' not in drawn
+
+
+def test_bars_below_nothing_begin_at_nothing() -> None:
+    root = ElementTree.fromstring(chart(Panel("t", "%", [Bar("a", -5.0, -6.0, -4.0, True)], [], [])))
+    rect = next(root.iter("rect"))
+    base = next(line for line in root.iter("line") if line.get("class") == "base")
+    assert float(rect.get("x", "")) + float(rect.get("width", "")) == pytest.approx(float(base.get("x1", "")), abs=0.2)
+
+
+def test_ratios_stand_on_a_logarithmic_axis() -> None:
+    bars = [Bar("w", ratio, ratio, ratio, True, series=str(ratio)) for ratio in (1.0, 2.0, 4.0)]
+    root = ElementTree.fromstring(chart(Panel("t", "u", bars, [], [], times=True)))
+    dots = [float(c.get("cx", "")) for group in root.iter("g") for c in group.iter("circle")]
+    assert dots[1] - dots[0] == pytest.approx(dots[2] - dots[1], abs=0.2)
+    base = next(line for line in root.iter("line") if line.get("class") == "base")
+    assert float(base.get("x1", "")) == pytest.approx(dots[0], abs=0.1)
+
+
+def test_ticks_are_round() -> None:
+    assert linear_ticks(0.0, 1200.0) == [0, 200, 400, 600, 800, 1000, 1200]
+    assert linear_ticks(-3.0, 7.0) == [-4, -2, 0, 2, 4, 6]
+    assert linear_ticks(0.0, 0.0) == [0.0]
+    assert log_ticks(0.9, 30.0) == pytest.approx([0.5, 1, 2, 5, 10, 20, 50])
+
+
+def test_one_section_for_each_model() -> None:
+    figures = made() + [replace(figure, model="demo") for figure in made()]
+    assert [section.model for section in sections(figures)] == ["random:toy", "demo"]
+    assert page([]).count("<svg") == 0
+
+
+# Files
+
+
+def test_charts_are_refused_before_anything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_chart(tmp_path / "x.html")
+    with pytest.raises(UsageError, match=r"must end in .html or .png, got x.svg"):
+        check_chart(Path("x.svg"))
+    with pytest.raises(UsageError, match="there is no folder"):
+        check_chart(tmp_path / "none" / "x.html")
+    monkeypatch.setattr(chart_module, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="a PNG needs matplotlib, which is not installed; name"):
+        check_chart(tmp_path / "x.png")
+
+
+def test_a_chart_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "x.html").mkdir()
+    with pytest.raises(OutputError, match="cannot write the chart"):
+        write_chart(tmp_path / "x.html", made())
+
+
+def test_the_picture_has_every_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for the library, which the project does not depend on."""
+    axes = [MagicMock() for _ in range(4)]
+    figure = MagicMock()
+    figure.subplots.return_value.__getitem__.return_value = axes
+    figure.savefig.side_effect = lambda path, dpi: path.write_bytes(b"png")
+    library = MagicMock()
+    library.Figure.return_value = figure
+    monkeypatch.setattr(chart_module.importlib, "import_module", lambda name: library)
+    write_chart(tmp_path / "x.png", made())
+    assert (tmp_path / "x.png").read_bytes() == b"png"
+    assert axes[0].errorbar.call_args.args[0] == [1.25, 0.5]
+    assert [axis.barh.call_args.args[1] for axis in axes[1:]] == [[50.0], [1600.0, 800.0, 640.0], [400.0]]
+    assert [axis.set_title.call_args.args[0] for axis in axes[2:]] == ["random:toy: unique", "random:toy: logprobs"]
+    with pytest.raises(UsageError, match="nothing to draw in a PNG"):
+        write_chart(tmp_path / "y.png", [], [{"workload": "plan"}])
+
+
+def test_the_command_draws_stored_figures(
+    stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "batchgen.job.bench.run", raising=False)
+    out = tmp_path / "bench.html"
+    assert run_command(["bench", "--from", str(stored), "--chart", str(out)]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "640.0" in captured.err
+    assert out.is_file()
+    assert "batchgen.job.bench.run" not in sys.modules, "nothing is loaded that measures"
+    assert run_command(["bench", "unique", "--from", str(stored)]) == 2
+    assert "it takes no workload" in capsys.readouterr().err
