@@ -45,7 +45,7 @@ class EngineConfig:
     """Folder or id; None is the model's own."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    attention: Literal["auto", "flash", "triton", "torch"] = "auto"
+    attention: Literal["auto", "flash", "triton", "compiled", "torch"] = "auto"
     flash_library: str | None = None
     """vllm-flash-attn's compiled library, or a folder that holds it."""
     model_impl: Literal["auto", "native", "transformers"] = "auto"

@@ -191,9 +191,10 @@ OPTIONS: tuple[Option, ...] = (
     _choice("device", "auto|cuda|cpu", MODEL, "Where to compute. Example: --device cpu", "engine"),
     _choice(
         "attention",
-        "auto|flash|triton|torch",
+        "auto|flash|triton|compiled|torch",
         MODEL,
-        "Kernels: flash is vllm-flash-attn, triton ours, both for GPUs; auto takes the faster one, measured at start. "
+        "Kernels: flash is vllm-flash-attn, triton ours, both for GPUs; compiled is C++ for the CPU; auto takes the "
+        "fastest, on a GPU measured at start. "
         "Example: --attention torch",
         "engine",
     ),

@@ -117,8 +117,6 @@ class Sampler:
             drawn: [R] int64 on the device, tokens that each has drawn before.
         """
         columns, ops = self._of(rows), self._ops
-        if logits.device.type == "cpu":
-            logits = logits.float()  # argmax of bfloat16 takes twice as long there, this included
         # First of all: a device still computes the logits while the host fills masks.
         masks = columns.grammars.fill(logits.shape[1]) if columns.grammars is not None else None
         bad = ops.nan_rows(logits) if columns.edits else None

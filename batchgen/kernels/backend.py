@@ -1,8 +1,9 @@
 """The kernels that a run works with, chosen once at start.
 
-`torch` runs anywhere. `triton` runs on GPUs (and in Triton's interpreter, on a CPU, for proofs). `flash` is
-vllm-flash-attn's library for attention and Triton for everything else. `auto` takes plain PyTorch on a CPU, and on a
-GPU whichever of the other two is faster for the run at hand, measured.
+`torch` runs anywhere. `compiled` is C++ for the CPU, built on the machine that runs it. `triton` runs on GPUs (and in
+Triton's interpreter, on a CPU, for proofs). `flash` is vllm-flash-attn's library for attention and Triton for
+everything else. `auto` takes compiled kernels on a CPU where they can be built, else plain PyTorch, and on a GPU
+whichever of triton and flash is faster for the run at hand, measured.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +29,9 @@ from batchgen.kernels.chips import (
     known_chips,
     measured_tuning,
 )
+from batchgen.kernels.cpu import ops as compiled_ops
+from batchgen.kernels.cpu.build import find_compiler
+from batchgen.kernels.cpu.library import DTYPES, missing
 from batchgen.kernels.device import Device
 from batchgen.kernels.flash import flash_factory
 from batchgen.kernels.flash_check import check_library, flash_refusal
@@ -49,7 +54,7 @@ __all__ = [
     "refuse_deterministic",
 ]
 
-ATTENTION_BACKENDS = ("auto", "flash", "triton", "torch")
+ATTENTION_BACKENDS = ("auto", "flash", "triton", "compiled", "torch")
 """Names that `choose_backend` knows; `auto` takes the fastest that is there."""
 
 GPU_BACKENDS = ("flash", "triton")
@@ -73,7 +78,7 @@ class Backend:
     """The kernels of a run."""
 
     name: str
-    """"torch", "triton" or "flash"."""
+    """"torch", "compiled", "triton" or "flash"."""
     describes: str
     """What a footer records: versions, and why `auto` took this one."""
     attention: AttentionFactory
@@ -104,7 +109,7 @@ class AttentionNeeds:
 
 
 TORCH = Backend("torch", "torch", TorchAttention, torch_ops)
-"""Plain PyTorch: the CPU's, and the oracle of the others."""
+"""Plain PyTorch: for CPUs without a compiler, and the oracle of the others."""
 
 INVARIANT = Backend("torch", "torch, batch-invariant", InvariantAttention, invariant_ops)
 """Plain PyTorch whose results for a row depend on that row alone, for models run by tiles (`models.invariant`)."""
@@ -136,8 +141,12 @@ def choose_backend(
         raise BackendUnavailable(f"unknown attention backend {name!r}; take one of {', '.join(ATTENTION_BACKENDS)}")
     if needs.deterministic:
         return _deterministic(name, needs)
-    if name == "torch" or (name == "auto" and needs.capability is None):
+    if name == "torch":
         return TORCH
+    if name == "compiled":
+        return _compiled(needs)
+    if name == "auto" and needs.capability is None:
+        return _for_cpu(needs)
     timer = timer or device_timer(needs.device)
     if name != "auto":
         named = _BACKENDS[name](needs)
@@ -158,6 +167,30 @@ def choose_backend(
     return replace(best, describes=f"{best.describes} ({'; '.join(missing)})") if missing else best
 
 
+def _for_cpu(needs: AttentionNeeds) -> Backend:
+    """Compiled kernels where they can be had, else plain PyTorch and why."""
+    if needs.device.type != "cpu":
+        return TORCH
+    try:
+        return _compiled(needs)
+    except BackendUnavailable as problem:
+        return replace(TORCH, describes=f"{TORCH.describes} (no compiled: {problem})")
+
+
+def _compiled(needs: AttentionNeeds) -> Backend:
+    """C++ for the CPU at hand, built if it has not been yet."""
+    if needs.device.type != "cpu" or needs.capability is not None:
+        raise BackendUnavailable("it is for CPUs, and this run computes on a GPU")
+    if needs.dtype not in DTYPES:
+        dtype = str(needs.dtype).removeprefix("torch.")
+        raise BackendUnavailable(f"it computes in bfloat16 and float32, not in {dtype} (see --dtype)")
+    reason = missing()
+    if reason is not None:
+        raise BackendUnavailable(reason, "install g++ or clang++, name one with CXX, or leave the option out")
+    compiler = Path(find_compiler()[0]).name
+    return Backend("compiled", f"compiled by {compiler}", TorchAttention, compiled_ops)
+
+
 def _deterministic(name: str, needs: AttentionNeeds) -> Backend:
     """Kernels whose results for a row depend on that row alone. Nothing is measured: another run may not differ."""
     on_gpu = needs.capability is not None or needs.device.type != "cpu"
@@ -176,6 +209,8 @@ def refuse_deterministic(name: str, on_gpu: bool) -> None:
         raise BackendUnavailable("`--deterministic`: flash splits its work by the batch", remedy)
     if on_gpu and name == "torch":
         raise BackendUnavailable("`--deterministic` computes by Triton on a GPU", remedy)
+    if name == "compiled":
+        raise BackendUnavailable("`--deterministic` computes by plain PyTorch on a CPU", remedy)
 
 
 def _invariant_triton(needs: AttentionNeeds) -> Backend:

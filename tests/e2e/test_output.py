@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from batchgen import __version__
 from batchgen.data.schema import SCHEMA
+from batchgen.kernels.cpu.library import loaded
 from tests.e2e.model import DEFAULTS
 from tests.e2e.rows import mixed_lines, prompts, read, rows_of, write_lines
 from tests.e2e.runner import run
@@ -66,7 +67,7 @@ def test_footer(done: Path, model: Path) -> None:
     assert footer["version"] == __version__
     assert footer["model"] == str(model)
     assert footer["dtype"] == "float32"
-    assert footer["kernels"] == "torch"
+    assert footer["kernels"].startswith("compiled by " if loaded() else "torch (no compiled: ")
     assert footer["deterministic"] is False
     assert footer["sampling_defaults"] == DEFAULTS
     assert footer["logprobs_mode"] == "raw"

@@ -50,7 +50,7 @@ own, which a GPU does together with the rotation."""
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     folder = save_tiny("llama", tmp_path_factory.mktemp("plain"), num_hidden_layers=LAYERS)
     save_word_tokenizer(folder, VOCAB)
-    return Engine(str(folder), dtype="float32")
+    return Engine(str(folder), dtype="float32", attention="torch")
 
 
 def count(engine: Engine, rows: int, temperature: float) -> Counter[tuple[str, str]]:

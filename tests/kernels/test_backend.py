@@ -14,6 +14,8 @@ from batchgen.kernels import backend as module
 from batchgen.kernels import chips, torch_ops
 from batchgen.kernels.attention import TorchAttention
 from batchgen.kernels.backend import AttentionNeeds, BackendUnavailable, capability_of, choose_backend
+from batchgen.kernels.cpu import ops as compiled_ops
+from batchgen.kernels.cpu.library import loaded, missing
 from batchgen.kernels.flash import FlashAttention
 from batchgen.kernels.gpu import invariant_ops
 from batchgen.kernels.gpu import ops as gpu_ops
@@ -61,11 +63,37 @@ class Clock:
 # By name
 
 
-@pytest.mark.parametrize("name", ["auto", "torch"])
-def test_torch_is_taken_on_a_cpu(name: str) -> None:
-    chosen = choose_backend(name, ON_CPU)
+def test_torch_is_taken_where_it_is_named() -> None:
+    chosen = choose_backend("torch", ON_CPU)
     assert (chosen.name, chosen.describes, chosen.attention) == ("torch", "torch", TorchAttention)
     assert chosen.ops is torch_ops
+
+
+@pytest.mark.skipif(not loaded(), reason=str(missing()))
+@pytest.mark.parametrize("name", ["auto", "compiled"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_kernels_are_taken_on_a_cpu(name: str, dtype: torch.dtype) -> None:
+    chosen = choose_backend(name, replace(ON_CPU, dtype=dtype))
+    assert chosen.name == "compiled"
+    assert chosen.describes.startswith("compiled by ")
+    assert chosen.ops is compiled_ops
+
+
+def test_torch_is_taken_on_a_cpu_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "missing", lambda: "no C++ compiler was found")
+    needs = replace(ON_CPU, dtype=torch.float32)
+    chosen = choose_backend("auto", needs)
+    assert chosen.ops is torch_ops
+    assert chosen.describes == "torch (no compiled: no C++ compiler was found)"
+    remedy = "install g++ or clang++, name one with CXX, or leave the option out"
+    assert reason("compiled", needs, remedy) == "no C++ compiler was found"
+
+
+def test_what_is_not_compiled_for() -> None:
+    told = "it computes in bfloat16 and float32, not in float16 (see --dtype)"
+    assert reason("compiled", ON_CPU) == told
+    assert choose_backend("auto", ON_CPU).describes == f"torch (no compiled: {told})"
+    assert reason("compiled", ON_HOPPER) == "it is for CPUs, and this run computes on a GPU"
 
 
 def test_torch_is_taken_on_a_gpu_where_it_is_named() -> None:
@@ -87,7 +115,7 @@ def test_flash_by_a_library(library: str) -> None:
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(BackendUnavailable, match="'fast'; take one of auto, flash, triton, torch"):
+    with pytest.raises(BackendUnavailable, match="'fast'; take one of auto, flash, triton, compiled, torch"):
         choose_backend("fast", ON_CPU)
 
 
@@ -291,4 +319,5 @@ def test_a_deterministic_run_on_a_cpu() -> None:
     needs = replace(ON_CPU, deterministic=True)
     assert choose_backend("auto", needs) is choose_backend("torch", needs)
     assert choose_backend("auto", needs).product is None
+    assert reason("compiled", needs) == "`--deterministic` computes by plain PyTorch on a CPU"
     assert choose_backend("triton", needs).product is linear

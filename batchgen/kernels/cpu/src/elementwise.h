@@ -1,5 +1,5 @@
-// Everything of a decoder's layer between its products. T is float or bf16; sums and norms are float32 inside, and
-// results are rounded where the plain versions round (norm.py, activation.py, heads.py, rope.py).
+// Everything of a decoder's layer between its products. T is float (dtype 0) or bf16 (dtype 1); sums and norms are
+// float32 inside, and results are rounded where the plain versions round (norm.py, activation.py, heads.py, rope.py).
 #pragma once
 
 #include "parallel.h"
@@ -10,12 +10,12 @@ namespace bg {
 enum Activation : int64_t { SILU = 0, GELU = 1, GELU_TANH = 2, QUICK_GELU = 3, RELU = 4 };
 
 struct Norm {
-    void* x;            // [T, H]; with a delta x += delta in place
-    const void* delta;  // [T, H] or null
-    const void* weight; // [H]
-    void* out;          // [T, H]
+    void* x;             // [T, H]; with a delta x += delta in place
+    const void* delta;   // [T, H] or null
+    const void* weight;  // [H]
+    void* out;           // [T, H]
     int64_t tokens, hidden, dtype;
-    float eps;
+    double eps;
 };
 void norm_part(const Norm& n, int thread, int threads);
 
@@ -27,14 +27,24 @@ struct Gated {
 void gated_part(const Gated& g, int thread, int threads);
 
 struct Heads {
-    void* qkv;                   // [T, N + 2K, D]; queries are normalised and rotated in place
-    const void *q_norm, *k_norm; // [D] or null, both or neither
-    const void *cos, *sin;       // [T, D] of rope_tables
-    void *keys, *values;         // [P, S, K, D]
-    const int64_t* slots;        // [T]
+    void* qkv;                    // [T, N + 2K, D]; queries are normalised and rotated in place
+    const void *q_norm, *k_norm;  // [D] or null, both or neither
+    const void *cos, *sin;        // rows [D] of rope_tables: token t's, or that of its position
+    const int64_t* positions;     // [T], or null where the tables have a row for each token
+    void *keys, *values;          // [P, S, K, D]
+    const int64_t* slots;         // [T]
     int64_t tokens, heads, kv_heads, dim, dtype;
-    float eps;
+    double eps;
 };
 void heads_part(const Heads& h, int thread, int threads);
+
+// Rows of the embedding [V, H] by token id: out [T, H].
+struct Embed {
+    const int64_t* ids;  // [T]
+    const void* table;   // [V, H]
+    void* out;           // [T, H]
+    int64_t tokens, bytes;  // of a row
+};
+void embed_part(const Embed& e, int thread, int threads);
 
 }  // namespace bg

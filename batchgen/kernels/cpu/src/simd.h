@@ -58,15 +58,58 @@ static inline bf16 narrow(float f) {
 static inline vf widen(vh h) { return (vf)(__builtin_convertvector(h, vu) << 16); }
 
 static inline vh narrow(vf v) {
+#if defined(__AVX512BF16__)
+    return (vh)_mm512_cvtneps_pbh((__m512)v);  // numbers below 2^-126 become zero
+#else
     const vu bits = (vu)v;
     const vu rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     const vu nan = (bits >> 16) | 0x40u;
     const vi is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
     return __builtin_convertvector(((vu)is_nan & nan) | (~(vu)is_nan & rounded), vh);
+#endif
 }
 
 static inline vf load(const bf16* p) { return widen(load_as<vh>(p)); }
 static inline void store(bf16* p, vf v) { store_as(p, narrow(v)); }
+
+// The first `count` of a vector, fewer than LANES; what is not loaded is zero.
+template <class T>
+static inline vf load_some(const T* p, int64_t count) {
+    T lanes[LANES] = {};
+    std::memcpy(lanes, p, count * sizeof(T));
+    return load(lanes);
+}
+
+template <class T>
+static inline void store_some(T* p, vf v, int64_t count) {
+    T lanes[LANES];
+    store(lanes, v);
+    std::memcpy(p, lanes, count * sizeof(T));
+}
+
+// Over `count` numbers, 16 at a time: body(at, load, store), the last of them with what is left.
+template <class Body>
+static inline void by_vectors(int64_t count, Body body) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES)
+        body(i, [](const auto* p) { return load(p); }, [](auto* p, vf v) { store(p, v); });
+    if (i < count) {
+        const int64_t rest = count - i;
+        body(i, [rest](const auto* p) { return load_some(p, rest); },
+             [rest](auto* p, vf v) { store_some(p, v, rest); });
+    }
+}
+
+// Whether any lane of a comparison is true.
+static inline bool any(vi mask) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#else
+    int32_t bits = 0;
+    for (int i = 0; i < LANES; i++) bits |= mask[i];
+    return bits != 0;
+#endif
+}
 
 // One number, rounded to T and wide again.
 template <class T>
@@ -111,6 +154,24 @@ static inline vf min(vf a, vf b) { return a < b ? a : b; }
 
 // e^x to about 2 units in the last place; 0 below -87.3, infinity above 88.7, not-a-number stays.
 static inline vf exp(vf x) {
+#if defined(__AVX512F__)
+    const __m512 wide = (__m512)x, lowest = _mm512_set1_ps(-87.33655f);
+    const __mmask16 above = _mm512_cmp_ps_mask(wide, lowest, _CMP_NLT_UQ);
+    // The second operand is the result where one of the two is no number.
+    const __m512 clamped = _mm512_min_ps(_mm512_set1_ps(89.0f), _mm512_max_ps(lowest, wide));
+    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(clamped, _mm512_set1_ps(1.44269504f)), 8);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), clamped);
+    r = _mm512_fmadd_ps(n, _mm512_set1_ps(2.12194440e-4f), r);
+    vf p = splat(1.9875691500e-4f);
+    const vf v = (vf)r;
+    p = p * v + 1.3981999507e-3f;
+    p = p * v + 8.3334519073e-3f;
+    p = p * v + 4.1665795894e-2f;
+    p = p * v + 1.6666665459e-1f;
+    p = p * v + 5.0000001201e-1f;
+    p = p * (v * v) + v + 1.0f;
+    return (vf)_mm512_maskz_scalef_ps(above, (__m512)p, n);
+#else
     const vf clamped = min(max(x, splat(-87.33655f)), splat(88.72284f));
     const vf scaled = clamped * 1.44269504f;
     const vf n = (vf)((scaled + 12582912.0f)) - 12582912.0f;  // nearest integer
@@ -130,6 +191,7 @@ static inline vf exp(vf x) {
     result = x < splat(-87.33655f) ? vf{} : result;
     result = x > splat(88.72284f) ? splat(__builtin_inff()) : result;
     return x == x ? result : x;
+#endif
 }
 
 }  // namespace bg

@@ -1,0 +1,270 @@
+"""`Ops` compiled for the processor, and the plain versions of what is not worth it or comes in another layout.
+
+Compiled are operations on contiguous float32 and bfloat16 of the CPU. Logits are read as they are: nothing is widened.
+"""
+
+from __future__ import annotations
+
+from ctypes import byref
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from batchgen.kernels import activation as plain_activation
+from batchgen.kernels import heads as plain_heads
+from batchgen.kernels import logprobs as plain_logprobs
+from batchgen.kernels import noise as plain_noise
+from batchgen.kernels import norm as plain_norm
+from batchgen.kernels import sampling as plain_sampling
+from batchgen.kernels.bitmask import apply_bitmask
+from batchgen.kernels.counts import count_tokens, penalise
+from batchgen.kernels.cpu.library import DTYPES, address, library
+from batchgen.kernels.cpu.structs import Gated, Heads, Logits, Norm, RowKeys, RowScan, Sample, Top
+from batchgen.kernels.filtering import filtered_scores
+from batchgen.kernels.logprobs import ReadOut, mask_tokens
+from batchgen.kernels.lora import add_lora
+from batchgen.kernels.moe import moe_experts, route
+from batchgen.kernels.rope import rope_tables
+from batchgen.kernels.sampling import SampleResult, SamplingColumns
+from batchgen.kernels.shaping import add_bias, drew_masked, keep_only
+
+__all__ = [
+    "ACTIVATION_CODES",
+    "add_bias",
+    "add_lora",
+    "add_rms_norm",
+    "apply_bitmask",
+    "argmax_lse",
+    "count_tokens",
+    "drew_masked",
+    "filtered_scores",
+    "gated",
+    "keep_only",
+    "log_normalizers",
+    "mask_tokens",
+    "moe_experts",
+    "nan_rows",
+    "penalise",
+    "read_out",
+    "rms_norm",
+    "rope_tables",
+    "rotate_and_store",
+    "route",
+    "row_keys",
+    "sample",
+    "token_logprobs",
+    "top_logprobs",
+]
+
+_GELU_TANH: Final = 2
+ACTIVATION_CODES: Final[dict[str, int]] = {
+    "silu": 0,
+    "swish": 0,
+    "gelu": 1,
+    "gelu_pytorch_tanh": _GELU_TANH,
+    "gelu_new": _GELU_TANH,
+    "gelu_fast": _GELU_TANH,
+    "quick_gelu": 3,
+    "relu": 4,
+}
+"""By name, as `activation.ACTIVATIONS`: the enumeration in `elementwise.h`."""
+
+_SERIAL: Final = 1 << 14
+"""Fewer numbers than this are computed by one thread: waking others takes as long."""
+
+
+def _threads(numbers: int) -> int:
+    return 1 if numbers < _SERIAL else torch.get_num_threads()
+
+
+def _takes(first: Tensor, *others: Tensor | None) -> bool:
+    """Whether tensors stand in the CPU's memory in order, all of one dtype that is compiled."""
+    dtype = first.dtype
+    if dtype not in DTYPES or first.device.type != "cpu" or not first.is_contiguous() or not first.numel():
+        return False
+    return all(t is None or (t.dtype == dtype and t.is_contiguous()) for t in others)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `norm.rms_norm`."""
+    return _norm(x, None, weight, eps) if _takes(x, weight) else plain_norm.rms_norm(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `norm.add_rms_norm`."""
+    if not _takes(x, delta, weight):
+        return plain_norm.add_rms_norm(x, delta, weight, eps)
+    return _norm(x, delta, weight, eps)
+
+
+def _norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    out = torch.empty_like(x)
+    width, numbers = x.shape[-1], x.numel()
+    call = Norm(
+        x.data_ptr(),
+        address(delta),
+        weight.data_ptr(),
+        out.data_ptr(),
+        numbers // width,
+        width,
+        DTYPES[x.dtype],
+        eps,
+    )
+    library().bg_norm(byref(call), _threads(numbers))
+    return out
+
+
+def gated(gate_up: Tensor, activation: str) -> Tensor:
+    """See `activation.gated`."""
+    code = ACTIVATION_CODES[activation]
+    if not _takes(gate_up):
+        return plain_activation.gated(gate_up, activation)
+    tokens, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(tokens, inner)
+    call = Gated(gate_up.data_ptr(), out.data_ptr(), tokens, inner, code, DTYPES[gate_up.dtype])
+    library().bg_gated(byref(call), _threads(out.numel()))
+    return out
+
+
+def rotate_and_store(
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """See `heads.rotate_and_store`. The queries are turned where they stand: the result is a part of `qkv`."""
+    if not _takes(qkv, q_norm, k_norm, cos, sin, keys, values) or not slot_mapping.is_contiguous():
+        return plain_heads.rotate_and_store(
+            qkv, heads, kv_heads, q_norm, k_norm, eps, cos, sin, keys, values, slot_mapping
+        )
+    normed = q_norm is not None and k_norm is not None
+    call = Heads(
+        qkv.data_ptr(),
+        address(q_norm) if normed else None,
+        address(k_norm) if normed else None,
+        cos.data_ptr(),
+        sin.data_ptr(),
+        None,
+        keys.data_ptr(),
+        values.data_ptr(),
+        slot_mapping.data_ptr(),
+        qkv.shape[0],
+        heads,
+        kv_heads,
+        qkv.shape[2],
+        DTYPES[qkv.dtype],
+        eps,
+    )
+    library().bg_heads(byref(call), _threads(qkv.numel()))
+    return qkv[:, :heads]
+
+
+def _rows(logits: Tensor) -> Logits | None:
+    """Logits [R, V] as an argument; None where they are not compiled for."""
+    if logits.dtype not in DTYPES or logits.device.type != "cpu" or not logits.numel() or logits.stride(1) != 1:
+        return None
+    rows, vocab = logits.shape
+    return Logits(logits.data_ptr(), rows, vocab, logits.stride(0), DTYPES[logits.dtype])
+
+
+def log_normalizers(logits: Tensor) -> Tensor:
+    """See `logprobs.log_normalizers`."""
+    rows = _rows(logits)
+    if rows is None:
+        return plain_logprobs.log_normalizers(logits)
+    out = torch.empty(rows.rows, dtype=torch.float32)
+    library().bg_row_scan(byref(RowScan(rows, None, None, out.data_ptr(), None)), _threads(logits.numel()))
+    return out
+
+
+def argmax_lse(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `logprobs.argmax_lse`."""
+    rows = _rows(logits)
+    if rows is None:
+        return plain_logprobs.argmax_lse(logits)
+    ids = torch.empty(rows.rows, dtype=torch.int64)
+    largest, normalizers = torch.empty(2, rows.rows, dtype=torch.float32).unbind()
+    bad = torch.empty(rows.rows, dtype=torch.bool)
+    found = (ids, largest, normalizers, bad)
+    library().bg_row_scan(byref(RowScan(rows, *(t.data_ptr() for t in found))), _threads(logits.numel()))
+    return found
+
+
+def nan_rows(logits: Tensor) -> Tensor:
+    """See `sampling.nan_rows`."""
+    rows = _rows(logits)
+    if rows is None:
+        return plain_sampling.nan_rows(logits)
+    bad = torch.empty(rows.rows, dtype=torch.bool)
+    library().bg_row_scan(byref(RowScan(rows, None, None, None, bad.data_ptr())), _threads(logits.numel()))
+    return bad
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, normalizers: Tensor | None = None) -> Tensor:
+    """See `logprobs.token_logprobs`."""
+    return plain_logprobs.token_logprobs(
+        logits, tokens, log_normalizers(logits) if normalizers is None else normalizers
+    )
+
+
+def top_logprobs(logits: Tensor, k: int, normalizers: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """See `logprobs.top_logprobs`."""
+    if normalizers is None:
+        normalizers = log_normalizers(logits)
+    rows = _rows(logits)
+    if rows is None:
+        return plain_logprobs.top_logprobs(logits, k, normalizers)
+    ids = torch.empty(rows.rows, k, dtype=torch.int64)
+    values = torch.empty(rows.rows, k, dtype=torch.float32)
+    library().bg_top(byref(Top(rows, k, ids.data_ptr(), values.data_ptr())), _threads(logits.numel()))
+    return ids, values.sub_(normalizers[:, None])
+
+
+def read_out(logits: Tensor, targets: Tensor, k: int) -> ReadOut:
+    """See `logprobs.read_out`."""
+    normalizers = log_normalizers(logits)
+    if k:
+        ids, top = top_logprobs(logits, k, normalizers)
+    else:
+        ids, top = targets.new_empty(len(logits), 0), normalizers.new_empty(len(logits), 0)
+    return ReadOut(normalizers, token_logprobs(logits, targets, normalizers), ids, top)
+
+
+def row_keys(seeds: Tensor, sample_indexes: Tensor, positions: Tensor) -> Tensor:
+    """See `noise.row_keys`."""
+    given = (seeds, sample_indexes, positions)
+    if not all(t.dtype == torch.int64 and t.device.type == "cpu" and t.is_contiguous() for t in given):
+        return plain_noise.row_keys(seeds, sample_indexes, positions)
+    keys = torch.empty_like(seeds)
+    library().bg_row_keys(byref(RowKeys(*(t.data_ptr() for t in (*given, keys)), keys.numel())))
+    return keys
+
+
+def sample(logits: Tensor, columns: SamplingColumns) -> SampleResult:
+    """See `sampling.sample`."""
+    rows = _rows(logits)
+    if rows is None:
+        return plain_sampling.sample(logits, columns)
+    tokens = torch.empty(rows.rows, dtype=torch.int64)
+    bad = torch.empty(rows.rows, dtype=torch.bool)
+    assert columns.all_greedy or columns.keys is not None, "draws need keys"
+    call = Sample(
+        rows,
+        columns.temperature.data_ptr(),
+        columns.top_k.data_ptr(),
+        columns.top_p.data_ptr(),
+        columns.min_p.data_ptr(),
+        None if columns.all_greedy else address(columns.keys),
+        tokens.data_ptr(),
+        bad.data_ptr(),
+    )
+    library().bg_sample(byref(call), _threads(logits.numel()))
+    return SampleResult(tokens, bad)

@@ -1,0 +1,350 @@
+#include "sampling.h"
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <vector>
+
+namespace bg {
+namespace {
+
+constexpr int64_t BLOCK = 256;       // numbers whose largest is found before they are summed or searched
+constexpr float GREEDY = 1e-5f;      // temperatures below it are greedy
+constexpr uint64_t GAMMA = 0x9E3779B97F4A7C15u;
+constexpr float INFINITE = __builtin_inff();
+
+typedef uint64_t vu64 __attribute__((vector_size(64)));
+typedef int64_t vi64 __attribute__((vector_size(64)));
+typedef double vd __attribute__((vector_size(64)));
+typedef float vf8 __attribute__((vector_size(32)));
+
+struct RowFacts {
+    float largest = -INFINITE, normalizer = 0;
+    int64_t id = 0;
+    bool nan = false;
+    bool bad() const { return nan || !(std::fabs(largest) < INFINITE); }
+};
+
+template <class T>
+const T* row_of(const Logits& l, int64_t r) {
+    return static_cast<const T*>(l.data) + r * l.stride;
+}
+
+// One reading of a row; with SUM also log(sum(exp)), rescaled whenever a block holds a larger number.
+template <bool SUM, class T>
+RowFacts scan_row(const T* row, int64_t vocab) {
+    RowFacts facts;
+    int64_t block = 0;
+    vu odd = {};  // the largest magnitude's bits: above infinity's there is a not-a-number
+    vf total = {};
+    for (int64_t from = 0; from < vocab; from += BLOCK) {
+        const int64_t count = std::min(BLOCK, vocab - from);
+        vf top = splat(-INFINITE);
+        int64_t i = 0;
+        for (; i + LANES <= count; i += LANES) {
+            const vf v = load(row + from + i);
+            const vu magnitude = (vu)v << 1;
+            odd = magnitude > odd ? magnitude : odd;
+            top = max(top, v);
+        }
+        float most = largest(top);
+        for (; i < count; i++) {
+            const float v = widen(row[from + i]);
+            if (v != v) facts.nan = true;
+            most = v > most ? v : most;
+        }
+        if (most > facts.largest) {
+            if (SUM) total *= facts.largest > -INFINITE ? std::exp(facts.largest - most) : 0.0f;
+            facts.largest = most;
+            block = from;
+        }
+        if (SUM && facts.largest > -INFINITE) {
+            const vf minus = splat(facts.largest);
+            for (i = 0; i + LANES <= count; i += LANES) total += exp(load(row + from + i) - minus);
+            for (; i < count; i++) total[0] += std::exp(widen(row[from + i]) - facts.largest);
+        }
+    }
+    for (int i = 0; i < LANES; i++) facts.nan |= odd[i] > 0xff000000u;
+    if (facts.largest > -INFINITE)
+        for (int64_t i = block; i < vocab; i++)
+            if (widen(row[i]) == facts.largest) {
+                facts.id = i;
+                break;
+            }
+    if (SUM) {
+        if (facts.nan) facts.normalizer = __builtin_nanf("");
+        else if (facts.bad()) facts.normalizer = facts.largest;
+        else facts.normalizer = facts.largest + std::log(sum(total));
+    }
+    return facts;
+}
+
+template <class T>
+void scan_rows(const RowScan& s, int thread, int threads) {
+    const Span span(s.logits.rows, thread, threads);
+    for (int64_t r = span.begin; r < span.end; r++) {
+        const T* row = row_of<T>(s.logits, r);
+        const RowFacts facts = s.normalizers ? scan_row<true>(row, s.logits.vocab) : scan_row<false>(row, s.logits.vocab);
+        if (s.ids) s.ids[r] = facts.id;
+        if (s.largest) s.largest[r] = facts.nan ? __builtin_nanf("") : facts.largest;
+        if (s.normalizers) s.normalizers[r] = facts.normalizer;
+        if (s.bad) s.bad[r] = facts.bad();
+    }
+}
+
+struct Candidate {
+    float value;
+    int32_t id;
+    bool operator<(const Candidate& other) const {  // which stands first
+        return value > other.value || (value == other.value && id < other.id);
+    }
+};
+
+// The k first of a row, in order, at the front of `found`. Not-a-numbers count as -inf.
+//
+// A row is cut into at least 4k groups (lanes of strips): k of them have a largest number at or above the k-th largest
+// of all groups' largest, so that nothing below it is among the k.
+template <class T>
+void find_top(const T* row, int64_t vocab, int64_t k, std::vector<Candidate>& found, std::vector<float>& groups) {
+    const int64_t vectors = vocab / LANES, strips = std::max<int64_t>(k / 4 + 1, 4);
+    float threshold = -INFINITE;
+    if (vectors >= 2 * strips) {
+        groups.resize(strips * LANES);
+        for (int64_t s = 0; s < strips; s++) {
+            vf top = splat(-INFINITE);
+            for (int64_t i = vectors * s / strips; i < vectors * (s + 1) / strips; i++)
+                top = max(load(row + i * LANES), top);
+            store(groups.data() + s * LANES, top);
+        }
+        std::nth_element(groups.begin(), groups.begin() + k - 1, groups.end(), std::greater<float>());
+        threshold = groups[k - 1];
+    }
+    found.clear();
+    auto take = [&](int64_t i) {
+        const float v = widen(row[i]);
+        if (!(v < threshold)) found.push_back({v == v ? v : -INFINITE, int32_t(i)});
+    };
+    int64_t i = 0;
+    for (; i < vectors * LANES; i += LANES)
+        if (!(threshold > -INFINITE) || any((vi)(load(row + i) >= threshold)))
+            for (int64_t lane = 0; lane < LANES; lane++) take(i + lane);
+    for (; i < vocab; i++) take(i);
+    std::partial_sort(found.begin(), found.begin() + k, found.end());
+}
+
+template <class T>
+void top_rows(const Top& t, int thread, int threads) {
+    std::vector<Candidate> found;
+    std::vector<float> groups;
+    const Span span(t.logits.rows, thread, threads);
+    for (int64_t r = span.begin; r < span.end; r++) {
+        find_top(row_of<T>(t.logits, r), t.logits.vocab, t.k, found, groups);
+        for (int64_t i = 0; i < t.k; i++) {
+            t.ids[r * t.k + i] = found[i].id;
+            t.values[r * t.k + i] = found[i].value;
+        }
+    }
+}
+
+template <class V>
+inline V finalise(V z) {
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    return z ^ (z >> 31);
+}
+
+inline uint64_t absorb(uint64_t key, uint64_t value) { return finalise((key ^ finalise(value + GAMMA)) + GAMMA); }
+
+constexpr float LARGEST_UNIFORM = 1.0f - 0x1p-24f;
+
+inline float gumbel(uint64_t key, int64_t id) {
+    const uint64_t bits = finalise(key + (uint64_t(id) + 1) * GAMMA) >> 11;
+    const float v = std::min((float(int64_t(bits)) + 0.5f) * 0x1p-53f, LARGEST_UNIFORM);
+    return -std::log(-std::log1p(-v));
+}
+
+// The uniform numbers of 16 tokens, whose counters stand in `low` and `high`.
+inline vf uniform(vu64 low, vu64 high) {
+    const vf8 a = __builtin_convertvector((vi64)(finalise(low) >> 11), vf8);
+    const vf8 b = __builtin_convertvector((vi64)(finalise(high) >> 11), vf8);
+    vf v;
+    std::memcpy(&v, &a, 32);
+    std::memcpy(reinterpret_cast<char*>(&v) + 32, &b, 32);
+    return (v + 0.5f) * 0x1p-53f;
+}
+
+// What a row's draw depends on.
+template <class T>
+struct Draw {
+    const T* row;
+    int64_t vocab;
+    float largest, temperature, min_p;
+    uint64_t key;
+
+    float score(int64_t i) const { return (widen(row[i]) - largest) / temperature; }
+    float mass(int64_t i) const { return std::exp(score(i)); }
+
+    // Whether token i stands before one of logit `value` and this id.
+    bool before(int64_t i, float value, int64_t id) const {
+        const float v = widen(row[i]);
+        return v > value || (v == value && i < id);
+    }
+};
+
+// The token of the largest score + gumbel among those before (value, id) that min_p lets be, `start` one of them.
+//
+// A gumbel is at most -log(v), so a token can only win if v <= exp(score - best). A power of two above the right side
+// is enough to pass over nearly all tokens without a logarithm.
+template <class T>
+int64_t best_scored(const Draw<T>& d, int64_t start, float value, int64_t id) {
+    int64_t winner = start;
+    float best = d.score(start) + gumbel(d.key, start);
+    auto look = [&](int64_t i) {
+        const float x = d.score(i);
+        if (!(x > -INFINITE) || !d.before(i, value, id) || (d.min_p > 0 && std::exp(x) < d.min_p)) return;
+        const float found = x + gumbel(d.key, i);
+        if (found > best || (found == best && i < winner)) {
+            best = found;
+            winner = i;
+        }
+    };
+    const float scale = 1.44269504f / d.temperature;
+    vu64 low, high;
+    for (int i = 0; i < 8; i++) {
+        low[i] = d.key + uint64_t(i + 1) * GAMMA;
+        high[i] = d.key + uint64_t(i + 9) * GAMMA;
+    }
+    int64_t i = 0;
+    for (; i + LANES <= d.vocab; i += LANES, low += 16 * GAMMA, high += 16 * GAMMA) {
+        const vf power = (load(d.row + i) - d.largest) * scale - best * 1.44269504f + 1.01f;
+        const vi rough = __builtin_convertvector(min(max(power, splat(-60.0f)), splat(100.0f)), vi);
+        const vi may = uniform(low, high) <= (vf)((rough + 127) << 23);
+        if (any(may))
+            for (int lane = 0; lane < LANES; lane++)
+                if (may[lane]) look(i + lane);
+    }
+    for (; i < d.vocab; i++) look(i);
+    return winner;
+}
+
+// Without top_k: draw from the whole row, then ask whether the winner survives top_p; if not, nothing behind it does.
+template <class T>
+int64_t draw_whole(const Draw<T>& d, int64_t top, float top_p) {
+    int64_t token = best_scored(d, top, -INFINITE, d.vocab);
+    if (!(top_p < 1.0f)) return token;
+    vi lanes;
+    for (int i = 0; i < LANES; i++) lanes[i] = i;
+    auto mass_before = [&](float value, int64_t id) {
+        const vf least = splat(value);
+        vd low = {}, high = {};
+        int64_t i = 0;
+        for (; i + LANES <= d.vocab; i += LANES) {
+            const vf v = load(d.row + i);
+            const vi before = (v > least) | ((v == least) & (lanes + int32_t(i) < int32_t(id)));
+            if (!any(before)) continue;
+            const vf q = (vf)((vi)exp((v - d.largest) / d.temperature) & before);
+            vf8 half[2];
+            std::memcpy(half, &q, sizeof q);
+            low += __builtin_convertvector(half[0], vd);
+            high += __builtin_convertvector(half[1], vd);
+        }
+        double mass = 0;
+        for (int lane = 0; lane < 8; lane++) mass += low[lane] + high[lane];
+        for (; i < d.vocab; i++)
+            if (d.before(i, value, id)) mass += double(d.mass(i));
+        return mass;
+    };
+    const double limit = mass_before(-INFINITE, d.vocab) * double(top_p);
+    while (token != top) {
+        const float value = widen(d.row[token]);
+        const double mass = mass_before(value, token);
+        if (!(mass >= limit && mass > 0)) break;
+        token = best_scored(d, top, value, token);
+    }
+    return token;
+}
+
+// Memory that rows use one after the other.
+struct Candidates {
+    std::vector<Candidate> found;
+    std::vector<float> groups;
+    std::vector<double> before;
+};
+
+template <class T>
+int64_t draw_candidates(const Draw<T>& d, int64_t k, float top_p, Candidates& memory) {
+    auto& [found, groups, before] = memory;
+    find_top(d.row, d.vocab, k, found, groups);
+    before.resize(k + 1);
+    before[0] = 0;
+    for (int64_t i = 0; i < k; i++) before[i + 1] = before[i] + double(d.mass(found[i].id));
+    const double limit = double(top_p) * before[k];
+    int64_t winner = found[0].id;
+    float best = gumbel(d.key, winner);
+    for (int64_t i = 1; i < k && before[i] < limit; i++) {
+        const float x = d.score(found[i].id), q = std::exp(x);
+        if (q < d.min_p || !(q > 0)) break;  // what follows is no likelier
+        const float score = x + gumbel(d.key, found[i].id);
+        if (score > best || (score == best && found[i].id < winner)) {
+            best = score;
+            winner = found[i].id;
+        }
+    }
+    return winner;
+}
+
+template <class T>
+void sample_rows(const Sample& s, int thread, int threads) {
+    Candidates memory;
+    const int64_t vocab = s.logits.vocab;
+    const Span span(s.logits.rows, thread, threads);
+    for (int64_t r = span.begin; r < span.end; r++) {
+        const T* row = row_of<T>(s.logits, r);
+        const RowFacts facts = scan_row<false>(row, vocab);
+        s.bad[r] = facts.bad();
+        s.tokens[r] = facts.id;
+        if (facts.bad() || !s.keys || s.temperature[r] < GREEDY) continue;
+        const Draw<T> d{row, vocab, facts.largest, s.temperature[r], s.min_p[r], uint64_t(s.keys[r])};
+        s.tokens[r] = s.top_k[r] > 0 ? draw_candidates(d, std::min(s.top_k[r], vocab), s.top_p[r], memory)
+                                     : draw_whole(d, facts.id, s.top_p[r]);
+    }
+}
+
+}  // namespace
+
+void row_scan_part(const RowScan& s, int thread, int threads) {
+    return s.logits.dtype ? scan_rows<bf16>(s, thread, threads) : scan_rows<float>(s, thread, threads);
+}
+
+void top_part(const Top& t, int thread, int threads) {
+    return t.logits.dtype ? top_rows<bf16>(t, thread, threads) : top_rows<float>(t, thread, threads);
+}
+
+void sample_part(const Sample& s, int thread, int threads) {
+    return s.logits.dtype ? sample_rows<bf16>(s, thread, threads) : sample_rows<float>(s, thread, threads);
+}
+
+}  // namespace bg
+
+extern "C" {
+
+void bg_row_scan(const bg::RowScan* s, int threads) {
+#pragma omp parallel num_threads(threads)
+    bg::row_scan_part(*s, omp_get_thread_num(), omp_get_num_threads());
+}
+
+void bg_top(const bg::Top* t, int threads) {
+#pragma omp parallel num_threads(threads)
+    bg::top_part(*t, omp_get_thread_num(), omp_get_num_threads());
+}
+
+void bg_sample(const bg::Sample* s, int threads) {
+#pragma omp parallel num_threads(threads)
+    bg::sample_part(*s, omp_get_thread_num(), omp_get_num_threads());
+}
+
+void bg_row_keys(const bg::RowKeys* k) {
+    for (int64_t r = 0; r < k->rows; r++)
+        k->keys[r] = int64_t(bg::absorb(bg::absorb(bg::absorb(0, k->seeds[r]), k->samples[r]), k->positions[r]));
+}
+}

@@ -1,0 +1,142 @@
+"""What the sampler asks of rows of logits, compiled, against plain twins and the row-by-row oracle."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from batchgen.kernels import noise, torch_ops
+from batchgen.kernels.cpu import ops
+from batchgen.kernels.cpu.library import loaded, missing
+from batchgen.kernels.sampling import SamplingColumns
+from batchgen.kernels.sampling_reference import sample_reference
+
+pytestmark = pytest.mark.skipif(not loaded(), reason=str(missing()))
+
+Params = tuple[float, int, float, float]
+GRID: list[Params] = [
+    *itertools.product(
+        [0.0, 1e-5, 0.3, 1.0, 4.0], [-1, 1, 2, 7, 33, 500, 1 << 30], [1.0, 0.95, 0.5, 1e-9], [0.0, 0.1, 1.0]
+    )
+]
+DTYPES = (torch.float32, torch.bfloat16)
+VOCABS = (1, 2, 15, 16, 63, 257, 1000, 8192)
+KINDS = ("normal", "ties", "masked", "equal", "peaked")
+
+
+@pytest.fixture(autouse=True, params=[1, 2])
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    monkeypatch.setattr(ops, "_SERIAL", 0)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def logits_of(kind: str, rows: int, vocab: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(vocab)
+    logits = 2 * torch.randn(rows, vocab, generator=generator)
+    if kind == "ties":
+        logits = logits.round()
+    elif kind == "masked":
+        logits[torch.rand(rows, vocab, generator=generator) < 0.7] = -torch.inf
+        logits[:, vocab // 2] = 0.5
+    elif kind == "equal":
+        logits.fill_(-3.25)
+    elif kind == "peaked":
+        logits *= 8
+    return logits.to(dtype)
+
+
+def keys_for(rows: int) -> Tensor:
+    return noise.row_keys(torch.full((rows,), 3), torch.zeros(rows, dtype=torch.int64), torch.arange(rows))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_every_mix_of_parameters_equals_the_oracle(kind: str, vocab: int, dtype: torch.dtype) -> None:
+    params = GRID[::3] if vocab < 1000 else GRID[::11]
+    logits, keys = logits_of(kind, len(params), vocab, dtype), keys_for(len(params))
+    before = logits.clone()
+    found = ops.sample(logits, SamplingColumns.of(*zip(*params, strict=True)).with_keys(keys))  # type: ignore[arg-type]
+    assert torch.equal(logits, before)
+    expected = [sample_reference(logits[i].float().numpy(), *p, int(keys[i])) for i, p in enumerate(params)]
+    assert found.tokens.tolist() == expected
+    assert found.bad is not None
+    assert not found.bad.any()
+
+
+def test_greedy_rows_need_no_keys() -> None:
+    logits = logits_of("ties", 9, 300, torch.float32)
+    columns = SamplingColumns.of([0.0] * 9, [0] * 9, [1.0] * 9, [0.0] * 9)
+    assert torch.equal(ops.sample(logits, columns).tokens, logits.argmax(-1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("place", [0, 5, 299, 304])
+def test_rows_that_nothing_can_be_drawn_from(place: int, dtype: torch.dtype) -> None:
+    logits = logits_of("normal", 8, 305, dtype)
+    logits[1, place] = torch.nan
+    logits[2, place] = torch.inf
+    logits[3] = -torch.inf
+    logits[4, place] = -torch.inf
+    logits[5, place] = -torch.nan
+    logits[6], logits[6, place] = -torch.inf, torch.nan
+    expected = torch.tensor([False, True, True, True, False, True, True, False])
+    ids, largest, normalizers, bad = ops.argmax_lse(logits)
+    plain = torch_ops.argmax_lse(logits)
+    assert torch.equal(bad, expected)
+    assert torch.equal(ops.nan_rows(logits), expected)
+    assert ((ids >= 0) & (ids < 305)).all()
+    torch.testing.assert_close(largest, plain[1], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(normalizers, plain[2], rtol=1e-6, atol=2e-6, equal_nan=True)
+    for temperature, top_k in ((0.0, 0), (1.0, 0), (1.0, 4)):
+        columns = SamplingColumns.of([temperature] * 8, [top_k] * 8, [0.9] * 8, [0.0] * 8).with_keys(keys_for(8))
+        found = ops.sample(logits, columns)
+        assert found.bad is not None
+        assert torch.equal(found.bad, expected)
+        assert ((found.tokens >= 0) & (found.tokens < 305)).all()
+    ids, _ = ops.top_logprobs(logits, 5)
+    assert ((ids >= 0) & (ids < 305)).all()
+
+
+@given(st.integers(1, 5), st.integers(1, 80) | st.integers(250, 5000), st.sampled_from(DTYPES), st.sampled_from(KINDS))
+@settings(max_examples=60, deadline=None)
+def test_what_is_told_of_rows(rows: int, vocab: int, dtype: torch.dtype, kind: str) -> None:
+    logits = logits_of(kind, rows, vocab, dtype)
+    found, plain = ops.argmax_lse(logits), torch_ops.argmax_lse(logits.float())
+    assert torch.equal(found[0], plain[0])
+    assert torch.equal(found[1], plain[1])
+    assert torch.equal(found[3], plain[3])
+    exact = torch.logsumexp(logits.double(), -1)
+    torch.testing.assert_close(found[2].double(), exact, rtol=1e-6, atol=1e-6)
+    assert torch.equal(ops.log_normalizers(logits), found[2])
+    targets = torch.arange(rows) % vocab
+    for k in {0, 1, min(20, vocab), vocab // 2, vocab}:
+        ours, theirs = ops.read_out(logits, targets, k), torch_ops.read_out(logits.float(), targets, k)
+        assert torch.equal(ours.top_ids, theirs.top_ids)
+        torch.testing.assert_close(ours.top, theirs.top, rtol=1e-6, atol=3e-6)
+        torch.testing.assert_close(ours.targets, theirs.targets, rtol=1e-6, atol=3e-6)
+
+
+def test_rows_apart_and_logits_in_another_layout() -> None:
+    logits = logits_of("normal", 6, 300, torch.float32)
+    wide = torch.cat((logits, torch.full((6, 20), 50.0)), 1)[:, :300]
+    assert torch.equal(ops.log_normalizers(wide), ops.log_normalizers(logits))
+    assert torch.equal(ops.top_logprobs(wide, 7)[0], torch_ops.top_logprobs(logits, 7)[0])
+    torch.testing.assert_close(ops.log_normalizers(logits.t()), torch.logsumexp(logits.t(), -1))
+    assert ops.nan_rows(logits[:0]).shape == (0,)
+
+
+def test_row_keys_bit_for_bit() -> None:
+    given = [torch.from_numpy(np.random.default_rng(i).integers(-(2**63), 2**63, 200)) for i in range(3)]
+    assert torch.equal(ops.row_keys(*given), noise.row_keys(*given))
+    assert torch.equal(ops.row_keys(*(t[::2] for t in given)), noise.row_keys(*(t[::2] for t in given)))
