@@ -91,7 +91,7 @@ def test_states_are_written_once(spec: ModelSpec) -> None:
     row = BenchRow([5, 6], 5)
     states = replace(row, fields={"return_hidden_states": {"layers": [0, -1], "tokens": "output"}})
     plain, more = (count_work([r], spec, tied=True) for r in (row, states))
-    assert more.decode_bytes - plain.decode_bytes == 4 * 32 * 2 * 4
+    assert more.decode_bytes - plain.decode_bytes == 4 * 32 * 2 * 5
     assert more.flops == plain.flops
 
 

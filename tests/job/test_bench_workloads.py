@@ -278,7 +278,7 @@ def test_fields_must_not_change_ids_and_must_come_back(folder: Path) -> None:
     tokenizer = Tokenizer.load(folder)
     rows = [BenchRow([5], 3, fields=LOGPROBS), BenchRow([6], 3, fields=STATES)]
     ids = [[1, 2, 3], [4, 5, 6]]
-    counts = {"top_logprobs": 60, "output_states": 4}
+    counts = {"top_logprobs": 60, "output_states": 6}
     assert returned_counts(rows, ids) == counts
     check_fields("toy", Scripted(ids, ids, counts), {}, rows, tokenizer)
     with pytest.raises(GateRed, match=r"stub on toy in float32: row 1 has other ids with return_hidden_states than"):

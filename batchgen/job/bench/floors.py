@@ -149,6 +149,6 @@ def _tree_work(rows: Sequence[BenchRow]) -> _TreeWork:
 
 
 def _states(row: BenchRow) -> int:
-    """Hidden states that a row returns: a sample's last token is never fed, and has none."""
+    """Hidden states that a row returns: of each output token the one that its logits came from."""
     asked = row.fields.get("return_hidden_states")
-    return 0 if asked is None else len(asked["layers"]) * row.samples * (row.max_new - 1)
+    return 0 if asked is None else len(asked["layers"]) * row.samples * row.max_new

@@ -99,8 +99,7 @@ def returned_counts(rows: Sequence[BenchRow], outputs: Sequence[Sequence[int]]) 
     for row, ids in zip(rows, outputs, strict=True):
         counts["top_logprobs"] += row.fields.get("top_logprobs_num", 0) * len(ids)
         if wanted := row.fields.get("return_hidden_states"):
-            # A sample's last token is never fed, so that it has no state.
-            counts["output_states"] += len(wanted["layers"]) * (len(ids) - row.samples)
+            counts["output_states"] += len(wanted["layers"]) * len(ids)
     return {name: count for name, count in counts.items() if count}
 
 

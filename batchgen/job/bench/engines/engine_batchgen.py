@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import batchgen.engine.engine
 from batchgen import __version__
+from batchgen.data.states import StateRecord, write_states_part
+from batchgen.data.states_result import write_states_result
 from batchgen.engine.engine import Engine as Batchgen
 
 _NEVER = 1 << 40
@@ -39,12 +43,14 @@ class Engine:
 
         The setting `{"flat": 1}` has every row read a shared prefix by itself, as engines do that only cache it.
         """
-        outputs: list[list[int]] = [[] for _ in rows]
+        collected = _Collected(len(rows))
         with _flat() if setting.get("flat") else nullcontext():
-            for completion in self._engine.generate([_asked(row) for row in rows]):
-                if completion.error is not None:
-                    raise RuntimeError(f"row {completion.row_index}: {completion.error.message}")
-                outputs[completion.row_index] += [int(i) for i in completion.output_ids or ()]
+            completions = self._engine.generate([_asked(row) for row in rows])
+            if any("return_hidden_states" in row.get("fields", {}) for row in rows):
+                _write_states(collected.records(completions))
+            else:
+                for completion in completions:
+                    collected.add(completion)
         running = self._engine.last_run
         assert running is not None
         stats = running.scheduler.stats
@@ -53,7 +59,8 @@ class Engine:
         self._engine.last_run = None  # its pool: peers in other processes are to find the memory free
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        return outputs, {
+        return collected.outputs, {
+            **{name: count for name, count in collected.returned.items() if count},
             "prompt_tokens_computed": stats.prompt_tokens + stats.recomputed_tokens + stats.relogit_tokens,
             "decode_rows": stats.decode_tokens,
             "steps": stats.steps,
@@ -62,6 +69,37 @@ class Engine:
             "decode_kv_reads": stats.decode_kv_reads,
             "kv_peak_bytes": stats.peak_pages * page_bytes,
         }
+
+
+class _Collected:
+    """What a pass gave."""
+
+    def __init__(self, rows: int) -> None:
+        self.outputs: list[list[int]] = [[] for _ in range(rows)]
+        self.returned = {"top_logprobs": 0, "output_states": 0}
+
+    def add(self, completion: Any) -> None:
+        if completion.error is not None:
+            raise RuntimeError(f"row {completion.row_index}: {completion.error.message}")
+        self.outputs[completion.row_index] += [int(i) for i in completion.output_ids or ()]
+        if completion.output_top_logprobs is not None:
+            self.returned["top_logprobs"] += len(completion.output_top_logprobs)
+        self.returned["output_states"] += sum(len(block.values) for block in completion.states or ())
+
+    def records(self, completions: Iterable[Any]) -> Iterator[StateRecord]:
+        """Each completion's states, as soon as it is there."""
+        for completion in completions:
+            self.add(completion)
+            for block in completion.states or ():
+                yield StateRecord(completion.key, str(completion.row_index), block)
+
+
+def _write_states(records: Iterable[StateRecord]) -> None:
+    """As a job leaves them: a part of the work folder, then the Parquet file; both durable."""
+    with tempfile.TemporaryDirectory(prefix="batchgen-bench-") as folder:
+        part = Path(folder) / "states" / "part-000000.states"
+        write_states_part(part, records)
+        write_states_result(Path(folder) / "out.hidden.parquet", [part], {})
 
 
 def _asked(row: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,8 @@ import transformers
 
 BATCH_SIZES = {"cpu": (8, 16, 32, 64), "cuda": (64, 128, 256)}
 
+_DRAWN = transformers.GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0)
+
 
 class Engine:
     """One model in memory."""
@@ -40,7 +42,9 @@ class Engine:
         samples = [row.get("samples", 1) for row in rows]
         if max(samples) > 1:
             alone = [{**row, "samples": 1} for row, count in zip(rows, samples, strict=True) for _ in range(count)]
+            greedy, self._model.generation_config = self._model.generation_config, _DRAWN
             made, counted = self.generate(alone, setting)
+            self._model.generation_config = greedy
             parts = iter(made)
             return [[i for _ in range(count) for i in next(parts)] for count in samples], counted
         order = sorted(range(len(rows)), key=lambda i: (-rows[i]["max_new"], -len(rows[i]["ids"])))

@@ -10,6 +10,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 
 _PATIENCE = 120.0
 """Seconds without a finished request after which it counts as hung."""
+_DRAWN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
 
 class Engine:
@@ -38,7 +39,10 @@ class Engine:
     def generate(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
         """Every sample is a request with its own length; sorted, so that prompts that share come together."""
         order = sorted(range(len(rows)), key=lambda i: rows[i]["ids"])
-        config = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1)
+        drawn = any(row.get("samples", 1) > 1 for row in rows)  # of a workload all rows are
+        config = transformers.GenerationConfig(
+            do_sample=drawn, eos_token_id=-1, pad_token_id=0, max_new_tokens=1, **(_DRAWN if drawn else {})
+        )
         owners: dict[str, int] = {}
         outputs: list[list[int]] = [[] for _ in rows]
         small = {} if self._device == "cuda" else {"continuous_batching_config": _small(), "warmup": False}
