@@ -87,7 +87,8 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         try:
-            hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+            known = {} if (config := plain_config(folder)) is None else {"config": config}
+            hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False, **known)
         except Exception as error:  # whatever a damaged file makes the library raise
             raise ModelError(f"the tokenizer of {path} cannot be loaded: {_first_line(error)}") from error
         if not getattr(hf, "is_fast", False):
@@ -233,6 +234,32 @@ class Tokenizer:
             return None
         text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def plain_config(folder: Path) -> Any:
+    """What the library needs of config.json to choose the tokenizer's class, where tokenizer_config.json names one.
+
+    Given no configuration it would build the model type's own, for which it imports compilers and distributed tensors:
+    more than a second. None where its choice takes more than a name.
+    """
+    from transformers import PreTrainedConfig  # as in `Tokenizer.load`
+
+    named, model = _json_object(folder / "tokenizer_config.json"), _json_object(folder / "config.json")
+    if not isinstance(named.get("tokenizer_class"), str) or "auto_map" in named:
+        return None
+    if not isinstance(model.get("model_type"), str) or "auto_map" in model:
+        return None
+    kept = {key: model[key] for key in ("model_type", "model_name", "tokenizer_class") if key in model}
+    return PreTrainedConfig(name_or_path=str(folder), **kept)
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    """The object in a file; an empty one where there is none, for which the library finds its own words."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _first_line(error: Exception) -> str:

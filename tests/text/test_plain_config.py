@@ -1,0 +1,83 @@
+"""A tokenizer chosen from the names of its files is the one that the library chooses from the model's configuration."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from batchgen.text.tokenizer import Tokenizer, plain_config
+
+CLASSES = [
+    "PreTrainedTokenizerFast",
+    "TokenizersBackend",
+    "LlamaTokenizer",
+    "LlamaTokenizerFast",
+    "Qwen2Tokenizer",
+    "Qwen2TokenizerFast",
+    "GPT2TokenizerFast",
+    "GemmaTokenizer",
+    "CodeLlamaTokenizerFast",
+    "NoSuchTokenizer",
+]
+TYPES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2", "phi3", "olmo2", "deepseek_v3", "no_such_type"]
+
+
+def folder_of(source: Path, target: Path, tokenizer: dict[str, Any], model: dict[str, Any] | None) -> Path:
+    shutil.copytree(source, target)
+    path = target / "tokenizer_config.json"
+    known = json.loads(path.read_text())
+    path.write_text(json.dumps({**known, **tokenizer}))
+    if model is not None:
+        (target / "config.json").write_text(json.dumps(model))
+    return target
+
+
+def outcome(folder: Path, **options: Any) -> tuple[Any, ...]:
+    """What loading gives, in all that batchgen reads of it, or how it fails."""
+    try:
+        hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False, **options)
+    except Exception as error:
+        return type(error), str(error)
+    backend = hf.backend_tokenizer.to_str() if hf.is_fast else None
+    return type(hf), hf.is_fast, backend, hf.eos_token_id, hf.bos_token_id, hf.chat_template, hf.special_tokens_map
+
+
+@pytest.mark.parametrize("kind", ["bytelevel", "bytefallback"])
+@pytest.mark.parametrize("model_type", TYPES)
+def test_same_tokenizer(folders: dict[str, Path], tmp_path: Path, kind: str, model_type: str) -> None:
+    for name in CLASSES:
+        model = {"model_type": model_type, "tokenizer_class": "OtherTokenizer"}
+        folder = folder_of(folders[kind], tmp_path / name, {"tokenizer_class": name}, model)
+        config = plain_config(folder)
+        assert config is not None
+        assert outcome(folder, config=config) == outcome(folder), name
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "model"),
+    [
+        ({"tokenizer_class": None}, {"model_type": "llama"}),
+        ({"tokenizer_class": "LlamaTokenizer", "auto_map": {"AutoTokenizer": ["x.Y", None]}}, {"model_type": "llama"}),
+        ({"tokenizer_class": "LlamaTokenizer"}, {"model_type": "llama", "auto_map": {"AutoConfig": "x.Y"}}),
+        ({"tokenizer_class": "LlamaTokenizer"}, {"architectures": []}),
+        ({"tokenizer_class": "LlamaTokenizer"}, None),
+    ],
+)
+def test_the_library_chooses_where_names_do_not_say(
+    folders: dict[str, Path], tmp_path: Path, tokenizer: dict[str, Any], model: dict[str, Any] | None
+) -> None:
+    assert plain_config(folder_of(folders["bytelevel"], tmp_path / "model", tokenizer, model)) is None
+
+
+def test_damaged_files_are_left_to_the_library(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = folder_of(folders["bytelevel"], tmp_path / "model", {}, {"model_type": "llama"})
+    assert plain_config(folder) is not None
+    for content in (b"[1]", b"\xff\xfe", b"{"):
+        (folder / "config.json").write_bytes(content)
+        assert plain_config(folder) is None
+    assert Tokenizer.load(folders["bytelevel"]).folder == folders["bytelevel"]
