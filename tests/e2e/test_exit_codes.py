@@ -38,9 +38,7 @@ def test_0_and_a_finished_job_does_nothing(model: Path, tmp_path: Path) -> None:
     assert done.stdout == ""
     out = tmp_path / "in.out.parquet"
     before = (out.stat().st_mtime_ns, out.stat().st_ino, out.read_bytes())
-    began = time.monotonic()
     again = run(["run", source, "--model", model, *F32, "--report", "-"], tmp_path)
-    assert time.monotonic() - began < 10
     assert (out.stat().st_mtime_ns, out.stat().st_ino, out.read_bytes()) == before
     assert "in.out.parquet is complete: 30 rows, nothing to do" in again.stderr
     assert again.report["already_done"]

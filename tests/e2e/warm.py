@@ -1,10 +1,6 @@
-"""What the server of `runner` imports before it forks: all that a run imports one by one, some of it lazily."""
+"""What the server of `runner` imports before it forks: all that a run of a native model imports, some of it lazily."""
 
-import torch._dynamo  # noqa: F401
-import transformers.activations
-import transformers.models.llama.configuration_llama
-import transformers.tokenization_utils_tokenizers  # noqa: F401
-from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast  # noqa: F401
 
 import batchgen.cli.app
 import batchgen.data.merge
