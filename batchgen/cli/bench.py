@@ -47,8 +47,9 @@ def bench(
             metavar="PEERS",
             show_default=False,
             help="auto (those that this Python can import), none, or names, each with the Python that runs it. "
-            "Known: transformers, transformers-continuous, vllm, baseline=FOLDER (another checkout of batchgen) and "
-            "deterministic (this one with that option). "
+            "Known: transformers, transformers-continuous, vllm, sglang, openvino, "
+            "baseline=FOLDER (another checkout of batchgen) and "
+            "deterministic (this one with that option). One that cannot run is named on stderr and left out. "
             "Default: auto. Example: --peers transformers=/opt/hf/bin/python",
         ),
     ] = "auto",
@@ -93,10 +94,21 @@ def bench(
             help="Measure nothing: compare and draw the JSON lines of earlier runs. Example: --from figures.jsonl",
         ),
     ] = None,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            min=1,
+            metavar="SECONDS",
+            show_default=False,
+            help="Time that an engine has for one answer: to load and convert the model, or for one pass; then it is "
+            "ended and, a peer, left out. Default: 900. Example: --timeout 3600",
+        ),
+    ] = 900.0,
 ) -> None:
     """Measure named workloads against the machine's floor and against installed peers: one JSON line per figure.
 
-    Greedy ids are compared first; nothing is printed of an engine that generates something else.
+    Greedy ids are compared first; nothing is printed of an engine that generates something else. The exit status is 1
+    when batchgen itself fails or none of the peers asked for could be measured, 0 when some peers were left out.
 
     Example: batchgen bench shared-prefix --peers transformers --repeat 5 > figures.jsonl
     """
@@ -117,4 +129,5 @@ def bench(
             return
     from batchgen.job.bench.run import BenchConfig, run_bench  # torch: seconds that `--help` must not pay
 
-    run_bench(BenchConfig(names, model, peers, repeat, dtype, device, cpu_threads, chart), typer.echo)
+    config = BenchConfig(names, model, peers, repeat, dtype, device, cpu_threads, chart, timeout)
+    run_bench(config, typer.echo)

@@ -95,6 +95,8 @@ class Figure:
     counted: Mapping[str, int]
     agreement: float
     """Share of the checked ids that equal the reference's, in this dtype."""
+    rows_equal: float
+    """Share of the checked rows that have all of the reference's ids in float32."""
     threads: int
     gemm_gflops: float
     gemm_form: str
@@ -124,6 +126,7 @@ class Measured:
     passes: list[Generated] = field(default_factory=list)
     bare: list[Generated] = field(default_factory=list)
     """The same rows without what makes them special, run before each pass; empty where nothing does."""
+    rows_equal: float = 1.0
 
     def rates(self, clock: str) -> list[float]:
         """Generated tokens per second of `clock`, repeat by repeat."""
@@ -201,6 +204,7 @@ def _rate_figure(
         floors=shares,
         counted=_counted(engine, work),
         agreement=engine.agreement,
+        rows_equal=engine.rows_equal,
         threads=engine.threads,
         gemm_gflops=context.products.flops / 1e9,
         gemm_form=context.products.form,

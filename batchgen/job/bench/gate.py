@@ -9,10 +9,16 @@ from batchgen.errors import BatchgenError
 from batchgen.job.bench.process import BenchEngine
 from batchgen.job.bench.workloads import BenchRow
 
-__all__ = ["GateRed", "agreement", "check_exact", "check_share", "gate_rows"]
+__all__ = ["FULL_EQUALITY", "GateRed", "agreement", "check_exact", "check_peer", "check_share", "gate_rows"]
 
 _ROWS = 6
+_PEER_ROWS = 20
+"""With peers, of whom it is a share that must be equal."""
 _NEW_TOKENS = 8
+FULL_EQUALITY = 0.95
+"""Share of rows whose float32 ids must be the reference's for a peer's figures to stand unmarked."""
+LEAST_EQUALITY = 0.7
+"""Below this share a peer computes something else, and has no figures."""
 LEAST_AGREEMENT = 0.25
 """Share of first tokens that a low-precision engine must have in common with float32. Of random models rounding turns
 many close calls, and wrong attention leaves about none of thousands of ids right."""
@@ -22,9 +28,9 @@ class GateRed(BatchgenError):
     """An engine generates something else than the reference."""
 
 
-def gate_rows(rows: Sequence[BenchRow]) -> list[BenchRow]:
+def gate_rows(rows: Sequence[BenchRow], *, peers: bool = False) -> list[BenchRow]:
     """A few rows from all over the workload, cut to a few tokens."""
-    count = min(_ROWS, len(rows))
+    count = min(_PEER_ROWS if peers else _ROWS, len(rows))
     picked = [rows[i * len(rows) // count] for i in range(count)]
     return [replace(row, max_new=min(row.max_new, _NEW_TOKENS), samples=1) for row in picked]
 
@@ -48,6 +54,27 @@ def check_exact(
                 f"({len(row.ids)} prompt tokens): output position {at} is {_at(ids, at)}, the reference has "
                 f"{_at(expected, at)}"
             )
+
+
+def check_peer(
+    workload: str, engine: BenchEngine, setting: Mapping[str, int], rows: Sequence[BenchRow], reference: list[list[int]]
+) -> float:
+    """Share of rows whose float32 ids a peer has as the reference has them.
+
+    Other orders of addition turn a close call now and then, and all of a row's later ids with it: a peer need not be
+    equal everywhere, as batchgen must.
+
+    Raises:
+        GateRed: it is below `LEAST_EQUALITY`.
+    """
+    outputs = engine.generate(rows, setting).outputs
+    share = sum(list(a) == list(b) for a, b in zip(outputs, reference, strict=True)) / len(reference)
+    if share < LEAST_EQUALITY:
+        raise GateRed(
+            f"correctness gate red, no figures: {engine.name} on {workload} has the reference's ids in {share:.0%} of "
+            f"rows in float32, at least {LEAST_EQUALITY:.0%} are needed"
+        )
+    return share
 
 
 def agreement(outputs: Sequence[Sequence[int]], reference: Sequence[Sequence[int]]) -> float:

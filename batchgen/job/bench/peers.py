@@ -19,10 +19,16 @@ BASELINE = "baseline"
 DETERMINISTIC = "deterministic"
 """batchgen itself with `--deterministic`: what that costs."""
 
-PEERS = {"transformers": "transformers", "transformers-continuous": "transformers", "vllm": "vllm"}
-"""Peer -> the module whose presence says that it can run. Each has an `engines/engine_NAME.py`."""
+PEERS = {
+    "transformers": "transformers",
+    "transformers-continuous": "transformers",
+    "vllm": "vllm",
+    "sglang": "sglang",
+    "openvino": "openvino_genai",
+}
+"""Peer -> the module whose presence says that it can run. Each has an `engines/engine_NAME.py`, _ for - and dots."""
 _AUTO = ("transformers",)
-"""Peers that are no trouble anywhere: the others are made for GPUs."""
+"""Peers that are no trouble anywhere: the others are in environments of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +43,8 @@ class EngineSource:
     @property
     def script(self) -> str:
         """The file under `engines/` that drives it, without its suffix."""
-        return f"engine_{OURS if self.name in (BASELINE, DETERMINISTIC) else self.name.replace('-', '_')}"
+        name = OURS if self.name in (BASELINE, DETERMINISTIC) else self.name
+        return "engine_" + name.replace("-", "_").replace(".", "_")
 
 
 def parse_peers(text: str) -> list[EngineSource]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from threading import Timer
+from threading import Event, Timer
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -20,7 +20,7 @@ from batchgen.errors import BatchgenError
 from batchgen.job.bench.peers import DETERMINISTIC, OURS, EngineSource
 from batchgen.job.bench.workloads import BenchRow
 
-__all__ = ["BenchEngine", "EngineFailed", "EngineProcess", "Generated", "LoadSpec"]
+__all__ = ["BenchEngine", "EngineFailed", "EngineGone", "EngineProcess", "Generated", "LoadSpec"]
 
 _WORKER = Path(__file__).parent / "engines" / "worker.py"
 _CLOSE_SECONDS = 20.0
@@ -29,6 +29,10 @@ _SHOWN_LINES = 8
 
 class EngineFailed(BatchgenError):
     """An engine could not load or generate."""
+
+
+class EngineGone(EngineFailed):
+    """An engine's process ended, or was ended because it gave no answer: it answers no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,8 @@ class LoadSpec:
     threads: int
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of `EngineConfig`, for batchgen's own engine; peers are not given them."""
+    cache: str = ""
+    """Folder where an engine with a format of its own keeps the converted model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +96,17 @@ class EngineProcess:
         source: what runs.
         spec: what it loads.
         lifetime: seconds after which the process is ended wherever it is; whoever waits for it gets `EngineFailed`.
+        patience: seconds for one answer, to load or to generate, after which the process is ended.
 
     Raises:
         EngineFailed: it does not start or load, with its own words.
     """
 
-    def __init__(self, source: EngineSource, spec: LoadSpec, lifetime: float | None = None) -> None:
+    def __init__(
+        self, source: EngineSource, spec: LoadSpec, lifetime: float | None = None, patience: float | None = None
+    ) -> None:
         self.name = source.name
+        self._patience = patience
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  # closed by close
         env = {**os.environ, "OMP_NUM_THREADS": str(spec.threads), "PYTHONSAFEPATH": ""}
         root = str(Path(batchgen.__file__).parents[1]) if source.name in (OURS, DETERMINISTIC) else source.root
@@ -158,20 +168,36 @@ class EngineProcess:
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        late = Event()
+        timer = Timer(threading.TIMEOUT_MAX if self._patience is None else self._patience, self._give_up, [late])
+        timer.daemon = True
+        timer.start()
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
             line = self._process.stdout.readline()
-        except OSError:
+        except (OSError, ValueError):  # a ValueError: closed already
             line = ""
+        finally:
+            timer.cancel()
+        if late.is_set():
+            raise EngineGone(
+                f"{self.name} gave no answer to {request['op']} in {self._patience:g} seconds, and was ended"
+            )
         if not line:
-            raise EngineFailed(f"{self.name} ended without an answer{self._last_words()}")
+            raise EngineGone(f"{self.name} ended without an answer{self._last_words()}")
         reply: dict[str, Any] = json.loads(line)
         if "error" in reply:
             raise EngineFailed(f"{self.name} failed at {request['op']}: {reply['error']}")
         return reply
 
+    def _give_up(self, late: Event) -> None:
+        late.set()
+        self._process.kill()
+
     def _last_words(self) -> str:
+        if self._log.closed:
+            return ""
         self._log.seek(0)
         lines = self._log.read().strip().splitlines()[-_SHOWN_LINES:]
         return ":\n" + "\n".join(lines) if lines else f" (exit status {self._process.poll()})"

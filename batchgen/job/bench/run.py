@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +15,24 @@ from rich.console import Console
 
 from batchgen.config import EngineConfig
 from batchgen.errors import UsageError
+from batchgen.job.bench.absent import OF_BATCHGEN, Absent
 from batchgen.job.bench.chart import check_chart, write_chart
 from batchgen.job.bench.definitions import BenchWorkload, find_workloads
 from batchgen.job.bench.figures import Context, Figure, Measured, workload_figures
 from batchgen.job.bench.floors import FloorWork, count_work
-from batchgen.job.bench.gate import check_exact, check_share, gate_rows
+from batchgen.job.bench.gate import check_exact, check_peer, check_share, gate_rows
 from batchgen.job.bench.machine import Products, commit_name, cpu_name, measure_bandwidth, measure_products, versions
 from batchgen.job.bench.peers import OURS, REFERENCE, EngineSource, parse_peers
 from batchgen.job.bench.process import BenchEngine, EngineProcess, LoadSpec
-from batchgen.job.bench.shapes import DEMO, resolve_bench_model
+from batchgen.job.bench.shapes import DEMO, bench_cache, resolve_bench_model
 from batchgen.job.bench.table import print_comparison
+from batchgen.job.bench.tuning import best_setting
 from batchgen.job.bench.workloads import BenchRow
 from batchgen.models.base import ModelSpec
 from batchgen.models.folder import check_model_folder
 from batchgen.models.load import inspect_model
 
 __all__ = ["BenchConfig", "run_bench"]
-
-_PROBE_TOKENS = 16
-"""Tokens generated per row while settings are tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,8 @@ class BenchConfig:
     threads: int | None = None
     chart: Path | None = None
     """An .html or .png file to draw the figures to."""
+    timeout: float = 900.0
+    """Seconds that an engine has for one answer: to load (and convert) the model, or to generate one pass."""
 
 
 Start = Callable[[EngineSource, LoadSpec], AbstractContextManager[BenchEngine]]
@@ -57,15 +59,17 @@ Start = Callable[[EngineSource, LoadSpec], AbstractContextManager[BenchEngine]]
 
 
 def run_bench(
-    config: BenchConfig, emit: Callable[[str], None], console: Console | None = None, start: Start = EngineProcess
+    config: BenchConfig, emit: Callable[[str], None], console: Console | None = None, start: Start | None = None
 ) -> list[Figure]:
     """Measure; every figure goes to `emit` as a JSON line, remarks and the closing table to `console` (stderr).
+
+    A peer that fails, answers too late or is not correct is left out, with its reason on `console`.
 
     Raises:
         UsageError: a workload, peer or option is wrong.
         ModelError: the model cannot be loaded.
-        GateRed: an engine is not correct; nothing of its workload was emitted.
-        EngineFailed: an engine failed.
+        GateRed: batchgen is not correct; nothing of its workload was emitted.
+        EngineFailed: batchgen failed, or no peer of those asked for could be measured.
     """
     console = console or Console(stderr=True, highlight=False)
     workloads = find_workloads(config.workloads, demo=config.model == DEMO)
@@ -81,7 +85,8 @@ def run_bench(
     folder = resolve_bench_model(config.model, _where(checked))
     model = inspect_model(folder, dtype=checked.dtype, device=checked.device)
     _check_lengths(workloads, model)
-    bench = _Bench(config, folder, model, [EngineSource(OURS), *peers], start, console)
+    start = start or partial(EngineProcess, patience=config.timeout)
+    bench = _Bench(config, folder, model, [EngineSource(OURS), *peers], start, console, Absent(console))
     figures: list[Figure] = []
     agreed = bench.gate(workloads)
     for figure in bench.measure(workloads, agreed):
@@ -90,6 +95,9 @@ def run_bench(
     print_comparison(figures, console)
     if config.chart is not None:
         write_chart(config.chart, figures)
+    for line in bench.absent.lines():
+        console.print(line, style="yellow", soft_wrap=True, markup=False)
+    bench.check_peers(workloads)
     return figures
 
 
@@ -109,6 +117,18 @@ def _check_lengths(workloads: Sequence[BenchWorkload], model: ModelSpec) -> None
 
 
 @dataclass(frozen=True, slots=True)
+class _Gate:
+    """What the gate found, by workload."""
+
+    rows: dict[str, list[BenchRow]]
+    """The rows it checks."""
+    expected: dict[str, list[list[int]]] = field(default_factory=dict)
+    """The reference's ids of each."""
+    equal: dict[tuple[str, str], float] = field(default_factory=dict)
+    """(peer, workload) -> share of rows with these ids in float32."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Bench:
     config: BenchConfig
     folder: str
@@ -116,58 +136,93 @@ class _Bench:
     sources: list[EngineSource]
     start: Start
     console: Console
+    absent: Absent
 
     @property
     def dtype(self) -> str:
         return str(self.model.dtype).removeprefix("torch.")
 
-    def gate(self, workloads: Sequence[BenchWorkload]) -> dict[str, list[list[int]]]:
-        """Every engine in float32 against the reference; its ids by workload. Processes of the gate end here."""
+    def check_peers(self, workloads: Sequence[BenchWorkload]) -> None:
+        """Hold that a peer, if any were asked for, is left on some workload."""
+        self.absent.check([source.name for source in self.sources], [workload.name for workload in workloads])
+
+    def gate(self, workloads: Sequence[BenchWorkload]) -> _Gate:
+        """Every engine in float32 against the reference. Processes of the gate end here."""
         spec = self._spec("float32")
-        samples = {w.name: gate_rows(w.rows(self.model.vocab_size)) for w in workloads}
+        peers = any(source.name not in OF_BATCHGEN for source in self.sources)
+        gate = _Gate({w.name: gate_rows(w.rows(self.model.vocab_size), peers=peers) for w in workloads})
         reference = EngineSource(REFERENCE)
         with self.start(reference, spec) as engine:
-            expected = {name: engine.generate(rows, {"batch": 1}).outputs for name, rows in samples.items()}
+            for name, rows in gate.rows.items():
+                gate.expected[name] = engine.generate(rows, {"batch": 1}).outputs
             if reference in self.sources:  # in its padded batches, where it may go wrong
-                self._hold(engine, samples, expected)
+                self._hold(engine, gate)
         for source in self.sources:
             if source != reference:
-                with self.start(source, spec) as engine:
-                    self._hold(engine, samples, expected)
-        return expected
+                with self.absent.on_failure(source.name), self.start(source, spec) as engine:
+                    self._hold(engine, gate)
+        self.check_peers(workloads)
+        return gate
 
-    def _hold(
-        self, engine: BenchEngine, samples: Mapping[str, list[BenchRow]], expected: Mapping[str, list[list[int]]]
-    ) -> None:
-        for name, rows in samples.items():
-            check_exact(name, engine, engine.settings[0], rows, expected[name])
-        self.console.print(f"gate: {engine.name} equals the reference in float32", style="dim")
+    def _hold(self, engine: BenchEngine, gate: _Gate) -> None:
+        for name, rows in gate.rows.items():
+            if engine.name in OF_BATCHGEN:
+                check_exact(name, engine, engine.settings[0], rows, gate.expected[name])
+            elif not self.absent.has(engine.name):
+                with self.absent.on_failure(engine.name, name):
+                    equal = check_peer(name, engine, engine.settings[0], rows, gate.expected[name])
+                    gate.equal[engine.name, name] = equal
+        shares = [gate.equal.get((engine.name, w), 1.0) for w in gate.rows if not self.absent.has(engine.name, w)]
+        if shares:
+            least = min(shares)
+            told = "equals the reference" if least == 1 else f"has the reference's ids in {least:.0%} of rows"
+            self.console.print(f"gate: {engine.name} {told} in float32", style="dim")
 
-    def measure(self, workloads: Sequence[BenchWorkload], expected: Mapping[str, list[list[int]]]) -> Iterator[Figure]:
+    def measure(self, workloads: Sequence[BenchWorkload], gate: _Gate) -> Iterator[Figure]:
         """Interleaved repeats of each workload on all engines, each in a process that lives throughout."""
         tied = "lm_head.weight" not in check_model_folder(self.folder).tensors
         with ExitStack() as stack:
-            engines = [stack.enter_context(self.start(source, self._spec(self.dtype))) for source in self.sources]
+            engines = self._start_all(stack, workloads)
             for workload in workloads:
                 rows = workload.rows(self.model.vocab_size)
-                measured = [self._prepare(workload, engine, rows, expected[workload.name]) for engine in engines]
+                measured = self._prepare(workload, engines, rows, gate)
                 products = []
                 for number in range(self.config.repeat):
                     products.append(measure_products(self.model.dtype, self.model.device))
-                    for engine, one in zip(engines, measured, strict=True):
-                        one.passes.append(engine.generate(rows, one.setting))
-                    self.console.print(_progress(workload, number, self.config.repeat, measured), style="dim")
+                    for engine, one in list(measured):
+                        with self.absent.on_failure(engine.name, workload.name):
+                            one.passes.append(engine.generate(rows, one.setting))
+                    measured = [pair for pair in measured if not self.absent.has(pair[0].name, workload.name)]
+                    done = [one for _, one in measured]
+                    self.console.print(_progress(workload, number, self.config.repeat, done), style="dim")
                 work = count_work(rows, self.model, tied=tied)
                 context = self._context(max(products, key=lambda one: one.flops), work)
-                yield from workload_figures(workload.name, self.config.model, measured, work, context)
+                yield from workload_figures(workload.name, self.config.model, done, work, context)
+
+    def _start_all(self, stack: ExitStack, workloads: Sequence[BenchWorkload]) -> list[BenchEngine]:
+        engines: list[BenchEngine] = []
+        for source in self.sources:
+            if not all(self.absent.has(source.name, workload.name) for workload in workloads):
+                with self.absent.on_failure(source.name):
+                    engines.append(stack.enter_context(self.start(source, self._spec(self.dtype))))
+        return engines
 
     def _prepare(
-        self, workload: BenchWorkload, engine: BenchEngine, rows: Sequence[BenchRow], expected: list[list[int]]
-    ) -> Measured:
-        """Check the engine in the measured dtype, which also warms it up, and find its best setting."""
-        share = check_share(workload.name, engine, engine.settings[0], gate_rows(rows), expected)
-        setting = _best_setting(engine, rows)
-        return Measured(engine.name, engine.version, engine.dtype, engine.device, engine.threads, setting, share)
+        self, workload: BenchWorkload, engines: Sequence[BenchEngine], rows: Sequence[BenchRow], gate: _Gate
+    ) -> list[tuple[BenchEngine, Measured]]:
+        """Find each engine's best setting, which also warms it up, and check it there in the measured dtype."""
+        found = []
+        for engine in engines:
+            if self.absent.has(engine.name, workload.name):
+                continue
+            with self.absent.on_failure(engine.name, workload.name):
+                setting = best_setting(engine, rows)
+                checked, expected = gate.rows[workload.name], gate.expected[workload.name]
+                share = check_share(workload.name, engine, setting, checked, expected)
+                about = engine.version, engine.dtype, engine.device, engine.threads
+                equal = gate.equal.get((engine.name, workload.name), 1.0)
+                found.append((engine, Measured(engine.name, *about, setting, share, rows_equal=equal)))
+        return found
 
     def _context(self, products: Products, work: FloorWork) -> Context:
         bandwidth = measure_bandwidth(self.model.device, work.resident_bytes)
@@ -175,20 +230,8 @@ class _Bench:
         return Context(cpu_name(), commit_name(), self.config.repeat, products, bandwidth, versions(), now)
 
     def _spec(self, dtype: str) -> LoadSpec:
-        return LoadSpec(self.folder, dtype, self.model.device.type, torch.get_num_threads())
-
-
-def _best_setting(engine: BenchEngine, rows: Sequence[BenchRow]) -> Mapping[str, int]:
-    """Try each setting twice on rows enough to fill it, with part of their output; the fastest per row wins."""
-    if len(engine.settings) == 1:
-        return engine.settings[0]
-
-    def seconds_per_row(setting: Mapping[str, int]) -> float:
-        batch = [replace(row, max_new=min(row.max_new, _PROBE_TOKENS)) for row in rows[: setting["batch"]]]
-        return min(engine.generate(batch, setting).seconds for _ in range(2)) / len(batch)
-
-    usable = [s for i, s in enumerate(engine.settings) if i == 0 or engine.settings[i - 1]["batch"] < len(rows)]
-    return min(usable, key=seconds_per_row)
+        where = self.model.device.type
+        return LoadSpec(self.folder, dtype, where, torch.get_num_threads(), cache=str(bench_cache() / "converted"))
 
 
 def _progress(workload: BenchWorkload, number: int, repeat: int, measured: Sequence[Measured]) -> str:

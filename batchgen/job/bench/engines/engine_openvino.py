@@ -1,0 +1,94 @@
+"""OpenVINO GenAI's continuous batching on a CPU: paged cache, prefix caching, token ids in and out.
+
+The model is converted once by optimum-intel. Weights keep their type in the file; what is computed with, and what the
+cache holds, is the asked dtype (the library's own default for the cache is 8 bits).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino as ov
+import openvino_genai as genai
+from peer_tools import apart, converted, shared_waves, together
+
+_PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+_BLOCK = 32
+"""Tokens of a block of its cache on a CPU."""
+_CACHE_GIB = 4
+_SETTINGS = (
+    {"prefix_cache": 1, "batched_tokens": 1024, "warm": 1},
+    {"prefix_cache": 1, "batched_tokens": 1024, "warm": 0},
+    {"prefix_cache": 0, "batched_tokens": 256, "warm": 0},
+    {"prefix_cache": 0, "batched_tokens": 4096, "warm": 0},
+)
+
+
+class Engine:
+    """A pipeline of one model, built anew for each pass, so that none finds its prompts in the cache."""
+
+    version = genai.__version__
+
+    def __init__(self, folder: Path, dtype: str, threads: int) -> None:
+        self._folder, self._dtype, self._threads = folder, dtype, threads
+        self._pipeline: Any = None
+        self.prepare({"prefix_cache": 0, "batched_tokens": 256, "warm": 0})  # says at once what the machine cannot do
+
+    def describe(self) -> dict[str, Any]:
+        """What is in force, and settings to try: the cache warmed by hand, as it comes, and without it."""
+        return {"dtype": self._dtype, "device": "cpu", "threads": self._threads, "settings": list(_SETTINGS)}
+
+    def prepare(self, setting: dict[str, Any]) -> None:
+        """A pipeline with an empty cache."""
+        scheduler = genai.SchedulerConfig()
+        scheduler.enable_prefix_caching = bool(setting["prefix_cache"])
+        scheduler.max_num_batched_tokens = setting["batched_tokens"]
+        scheduler.cache_size = _CACHE_GIB
+        precision = _PRECISIONS[self._dtype]
+        properties = {
+            "INFERENCE_PRECISION_HINT": precision,
+            "KV_CACHE_PRECISION": precision,
+            "INFERENCE_NUM_THREADS": self._threads,
+        }
+        self._pipeline = None  # its cache goes before the next one comes
+        self._pipeline = genai.ContinuousBatchingPipeline(str(self._folder), scheduler, "CPU", properties)
+
+    def generate(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
+        """Greedy, lengths fixed. With `warm` shared prefixes are computed first, by a row of each, one token long."""
+        alone = apart(rows)
+        if setting["warm"]:
+            for wave in shared_waves([row["ids"] for row in rows], _BLOCK):
+                self._pass([rows[i]["ids"] for i in wave], [1] * len(wave))
+        outputs = self._pass([row["ids"] for row in alone], [row["max_new"] for row in alone])
+        return together(rows, outputs), {}
+
+    def _pass(self, prompts: list[list[int]], new: list[int]) -> list[list[int]]:
+        tensors = [ov.Tensor(np.array([ids], dtype=np.int64)) for ids in prompts]
+        answers = self._pipeline.generate(tensors, [_fixed(count) for count in new])
+        return [list(map(int, answer.m_generation_ids[0])) for answer in answers]
+
+
+def _fixed(new: int) -> Any:
+    config = genai.GenerationConfig()
+    config.do_sample = False
+    config.ignore_eos = True
+    config.min_new_tokens = config.max_new_tokens = new
+    return config
+
+
+def _convert(model: str, folder: Path) -> None:
+    from optimum.intel import OVModelForCausalLM  # with torch: seconds, and needed once
+
+    made = OVModelForCausalLM.from_pretrained(model, export=True, compile=False, load_in_8bit=False)
+    made.save_pretrained(str(folder))
+
+
+def load(request: dict[str, Any]) -> Engine:
+    """An engine for the driver's request."""
+    if request["device"] != "cpu":
+        raise RuntimeError("it is measured on a CPU only")
+    kind = f"openvino {ov.__version__}"
+    folder = converted(request["cache"], request["model"], kind, lambda aside: _convert(request["model"], aside))
+    return Engine(folder, request["dtype"], request["threads"])

@@ -1,0 +1,61 @@
+"""Which of an engine's settings is the fastest on a workload: found by trying."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from batchgen.job.bench.process import BenchEngine, EngineFailed, EngineGone
+from batchgen.job.bench.workloads import BenchRow
+
+__all__ = ["best_setting", "distinct_settings"]
+
+_PROBE_TOKENS = 16
+"""Tokens generated per row while settings are tried."""
+_FINALISTS_WITHIN = 1.15
+"""Settings that took up to this much more time than the fastest are tried again with all of their output."""
+
+
+def best_setting(engine: BenchEngine, rows: Sequence[BenchRow]) -> Mapping[str, int]:
+    """The setting with the least time per row: each is tried twice with part of the output, then the near ones once
+    with all of it.
+
+    A setting's `batch` says how many rows it computes at once: it is tried on that many. Others are tried on all rows.
+    A setting that fails, as for want of memory, is not the best one.
+
+    Raises:
+        EngineFailed: every setting failed, or the engine is gone.
+    """
+    settings = distinct_settings(engine.settings, len(rows))
+    if len(settings) == 1:
+        return settings[0]
+    short = [replace(row, max_new=min(row.max_new, _PROBE_TOKENS)) for row in rows]
+    seconds: list[float] = []
+    for setting in settings:
+        try:
+            seconds.append(min(_seconds_per_row(engine, short, setting) for _ in range(2)))
+        except EngineGone:
+            raise
+        except EngineFailed:
+            if setting is settings[-1] and not any(map(math.isfinite, seconds)):
+                raise
+            seconds.append(math.inf)
+    near = [s for s, taken in zip(settings, seconds, strict=True) if taken <= min(seconds) * _FINALISTS_WITHIN]
+    if len(near) == 1 or short == list(rows):
+        return settings[seconds.index(min(seconds))]
+    return min(near, key=lambda setting: _seconds_per_row(engine, rows, setting))
+
+
+def distinct_settings(settings: Sequence[Mapping[str, int]], rows: int) -> list[Mapping[str, int]]:
+    """Those that differ on this many rows: a batch larger than the first that holds all rows is the same again."""
+    found: dict[tuple[tuple[str, int], ...], Mapping[str, int]] = {}
+    for setting in settings:
+        capped = {key: min(value, rows) if key == "batch" else value for key, value in setting.items()}
+        found.setdefault(tuple(sorted(capped.items())), setting)
+    return list(found.values())
+
+
+def _seconds_per_row(engine: BenchEngine, rows: Sequence[BenchRow], setting: Mapping[str, int]) -> float:
+    tried = rows[: setting.get("batch", len(rows))]
+    return engine.generate(tried, setting).seconds / len(tried)

@@ -1,0 +1,347 @@
+"""Peers of `batchgen bench`: which are measured, by which setting, and what becomes of those that cannot run."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from batchgen.cli.app import run_command
+from batchgen.job.bench.absent import Absent
+from batchgen.job.bench.gate import GateRed, check_peer, gate_rows
+from batchgen.job.bench.peers import PEERS, EngineSource
+from batchgen.job.bench.process import EngineFailed, EngineGone, EngineProcess, Generated, LoadSpec
+from batchgen.job.bench.run import BenchConfig, run_bench
+from batchgen.job.bench.shapes import Shape, build_model
+from batchgen.job.bench.tuning import best_setting, distinct_settings
+from batchgen.job.bench.workloads import BenchRow
+
+TINY = Shape(layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, inner=48, vocab=64, context=128)
+TOY = 'name = "{}"\ndescription = "d"\noutput = [2, 3]\n[[levels]]\nchildren = {}\ntokens = [2, 4]\n'
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO(), width=160)
+
+
+def said(console: Console) -> str:
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return text
+
+
+# Settings
+
+
+@dataclass
+class Timed:
+    """An engine whose passes take the seconds that `cost` says; it remembers what it was asked."""
+
+    cost: Mapping[tuple[int, int], float]
+    """(value of the setting, longest output) -> seconds; a missing one fails."""
+    settings: list[dict[str, int]]
+    name: str = "timed"
+    version: str = "0"
+    dtype: str = "float32"
+    device: str = "cpu"
+    threads: int = 1
+    gone: bool = False
+    asked: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def generate(self, rows: Sequence[BenchRow], setting: Mapping[str, int]) -> Generated:
+        (value,) = setting.values()
+        longest = max(row.max_new for row in rows)
+        self.asked.append((value, longest, len(rows)))
+        if (value, longest) not in self.cost:
+            raise EngineGone("gone") if self.gone else EngineFailed(f"no memory for {setting}")
+        return Generated([], self.cost[value, longest], 0.0)
+
+
+ROWS = [BenchRow([5], 64)] * 12
+
+
+def test_the_fastest_setting_is_found_on_all_rows() -> None:
+    engine = Timed({(1, 16): 3.0, (2, 16): 1.0, (3, 16): 2.0}, [{"threads": n} for n in (1, 2, 3)])
+    assert best_setting(engine, ROWS) == {"threads": 2}
+    assert engine.asked == [(n, 16, 12) for n in (1, 1, 2, 2, 3, 3)]
+
+
+def test_near_settings_are_tried_with_all_of_their_output() -> None:
+    cost = {(1, 16): 1.0, (2, 16): 1.1, (3, 16): 2.0, (1, 64): 5.0, (2, 64): 4.0}
+    engine = Timed(cost, [{"threads": n} for n in (1, 2, 3)])
+    assert best_setting(engine, ROWS) == {"threads": 2}
+    assert engine.asked[-2:] == [(1, 64, 12), (2, 64, 12)]
+
+
+def test_a_batch_is_tried_on_as_many_rows_as_it_holds_and_per_row() -> None:
+    settings = [{"batch": n} for n in (4, 8, 16, 32)]
+    assert distinct_settings(settings, 12) == settings[:3]
+    engine = Timed({(4, 16): 1.0, (8, 16): 1.5, (16, 16): 4.0}, settings)
+    assert best_setting(engine, ROWS) == {"batch": 8}
+    assert {(value, rows) for value, _, rows in engine.asked} == {(4, 4), (8, 8), (16, 12)}
+
+
+def test_settings_of_several_keys_differ_by_any_of_them() -> None:
+    settings = [{"batch": 8, "warm": 0}, {"batch": 16, "warm": 0}, {"batch": 16, "warm": 1}, {"warm": 1}]
+    assert distinct_settings(settings, 8) == [settings[0], settings[2], settings[3]]
+
+
+def test_a_setting_that_fails_is_not_the_best() -> None:
+    settings = [{"threads": n} for n in (1, 2)]
+    assert best_setting(Timed({(2, 16): 1.0}, settings), ROWS) == {"threads": 2}
+    assert best_setting(Timed({(1, 16): 1.0}, settings), ROWS) == {"threads": 1}
+    with pytest.raises(EngineFailed, match="no memory for"):
+        best_setting(Timed({}, settings), ROWS)
+    with pytest.raises(EngineGone):
+        best_setting(Timed({(2, 16): 1.0}, settings, gone=True), ROWS)
+
+
+def test_one_setting_needs_no_trial() -> None:
+    engine = Timed({}, [{"threads": 1}])
+    assert best_setting(engine, ROWS) == {"threads": 1}
+    assert engine.asked == []
+
+
+# Who is left out
+
+
+def test_left_out_of_a_workload_of_all_or_not_at_all() -> None:
+    console = quiet()
+    absent = Absent(console)
+    with absent.on_failure("other", "toy"):
+        raise EngineFailed("other failed:\n  out of [memory]")
+    assert absent.has("other", "toy")
+    assert not absent.has("other", "next")
+    assert not absent.has("other")
+    absent.check(["batchgen", "other"], ["toy", "next"])
+    with pytest.raises(EngineFailed, match=r"no peer could be measured:\nleft out: other of toy: other failed: out of"):
+        absent.check(["batchgen", "other"], ["toy"])
+    absent.check(["batchgen"], ["toy"])
+    with absent.on_failure("other", "next"):
+        raise EngineGone("it is gone")
+    assert absent.has("other")
+    assert absent.has("other", "any")
+    assert absent.lines() == [
+        "left out: other of toy: other failed: out of [memory]",
+        "left out: other: it is gone",
+    ]
+    assert said(console).splitlines() == absent.lines()
+    for ours in ("batchgen", "baseline", "deterministic"):
+        with pytest.raises(GateRed), absent.on_failure(ours, "toy"):
+            raise GateRed("red")
+    with pytest.raises(KeyError), absent.on_failure("other"):  # a fault of the benchmark is no peer's
+        raise KeyError
+
+
+def test_a_peer_may_differ_in_a_few_rows() -> None:
+    truth = [[i, i] for i in range(20)]
+    rows = [BenchRow([5], 2)] * 20
+
+    def share(wrong: int) -> float:
+        answers = [[i, i + (i < wrong)] for i in range(20)]
+        return check_peer("toy", Answers(answers), {}, rows, truth)
+
+    assert share(0) == 1
+    assert share(1) == 0.95
+    assert share(6) == 0.7
+    with pytest.raises(GateRed, match="answers on toy has the reference's ids in 65% of rows in float32, at least 70%"):
+        share(7)
+
+
+def test_with_peers_more_rows_are_checked() -> None:
+    rows = [BenchRow([i], 30) for i in range(64)]
+    assert len(gate_rows(rows)) == 6
+    picked = gate_rows(rows, peers=True)
+    assert len(picked) == 20
+    assert {row.max_new for row in picked} == {8}
+
+
+@dataclass
+class Answers:
+    """An engine that answers as it is told."""
+
+    answers: list[list[int]]
+    name: str = "answers"
+    version: str = "0"
+    dtype: str = "float32"
+    device: str = "cpu"
+    threads: int = 1
+    settings: list[dict[str, int]] = field(default_factory=lambda: [{}])
+
+    def generate(self, rows: Sequence[BenchRow], setting: Mapping[str, int]) -> Generated:
+        return Generated(self.answers, 1.0, 1.0)
+
+
+# Whole runs
+
+
+class Model(Answers):
+    """Repeats a function of the prompt; `wrong` of twenty rows differ, in float32 as in bfloat16."""
+
+    def __init__(self, source: EngineSource, spec: LoadSpec, wrong: int = 0, fails_at: str = "") -> None:
+        super().__init__([], source.name, dtype=spec.dtype)
+        self._wrong, self._fails_at = wrong, fails_at
+        self.fail("load")
+
+    def fail(self, when: str) -> None:
+        if self._fails_at == when:
+            raise EngineFailed(f"{self.name} failed at {when}")
+        if self._fails_at == f"gone at {when}":
+            raise EngineGone(f"{self.name} ended at {when}")
+
+    def generate(self, rows: Sequence[BenchRow], setting: Mapping[str, int]) -> Generated:
+        self.fail(f"{len(rows)} rows in {self.dtype}")
+        outputs = [
+            [sum(row.ids) + i + (at % 20 < self._wrong) * (i > 0) for i in range(row.max_new)]
+            for at, row in enumerate(rows)
+        ]
+        return Generated(outputs, 1.0, 1.0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    build_model(TINY, path)
+    return path
+
+
+@pytest.fixture
+def toys(tmp_path: Path) -> tuple[str, ...]:
+    paths = []
+    for name, rows in (("toy", 30), ("next", 25)):
+        paths.append(tmp_path / f"{name}.toml")
+        paths[-1].write_text(TOY.format(name, rows))
+    return tuple(map(str, paths))
+
+
+def run(
+    folder: Path, toys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, **peers: tuple[int, str]
+) -> tuple[list[dict[str, object]], str]:
+    """Figures and remarks of a run beside peers, each with (wrong rows, what it fails at)."""
+    monkeypatch.setattr(
+        "batchgen.job.bench.run.parse_peers", lambda text: [EngineSource(name) for name in text.split(",")]
+    )
+
+    @contextmanager
+    def start(source: EngineSource, spec: LoadSpec) -> Iterator[Model]:
+        yield Model(source, spec, *peers.get(source.name, (0, "")))
+
+    lines: list[str] = []
+    console = quiet()
+    config = BenchConfig(toys, str(folder), ",".join(peers), 2, "bfloat16", "cpu", 1)
+    try:
+        run_bench(config, lines.append, console, start)
+    finally:
+        (run.told, run.figures) = said(console), [json.loads(line) for line in lines]  # type: ignore[attr-defined]
+    return [json.loads(line) for line in lines], said(console)
+
+
+def engines(figures: Sequence[Mapping[str, object]], workload: str) -> list[object]:
+    return [f["engine"] for f in figures if f["workload"] == workload and f["metric"] == "output_tokens_per_second"]
+
+
+def test_a_peer_that_differs_in_some_rows_is_marked(
+    folder: Path, toys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures, told = run(folder, toys, monkeypatch, vllm=(1, ""), openvino=(4, ""))
+    assert engines(figures, "toy") == ["batchgen", "vllm", "openvino"]
+    equal = {f["engine"]: f["rows_equal"] for f in figures}
+    assert equal == {"batchgen": 1.0, "vllm": 0.95, "openvino": 0.8}
+    assert "gate: openvino has the reference's ids in 80% of rows in float32" in told
+    assert "openvino (80% equal)" in told
+    assert "vllm (" not in told
+    assert "left out" not in told
+
+
+@pytest.mark.parametrize(
+    ("fails_at", "of"),
+    [
+        ("load", ""),
+        ("gone at 20 rows in float32", ""),
+        ("25 rows in bfloat16", " of next"),
+        ("gone at 25 rows in bfloat16", ""),
+    ],
+)
+def test_a_peer_that_cannot_run_is_named_and_left_out(
+    folder: Path, toys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, fails_at: str, of: str
+) -> None:
+    figures, told = run(folder, toys, monkeypatch, vllm=(0, fails_at), openvino=(0, ""))
+    in_toy = [] if "load" in fails_at or "float32" in fails_at else ["vllm"]
+    assert engines(figures, "toy") == ["batchgen", *in_toy, "openvino"]
+    assert engines(figures, "next") == ["batchgen", "openvino"]
+    assert set(figures[-1]["ratio"]) == {"batchgen"}  # type: ignore[call-overload]
+    assert told.splitlines()[-1] == f"left out: vllm{of}: " + (
+        f"vllm failed at {fails_at}" if "gone" not in fails_at else fails_at.replace("gone", "vllm ended")
+    )
+
+
+def test_a_peer_that_is_wrong_is_left_out_of_that_workload(
+    folder: Path, toys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures, told = run(folder, toys, monkeypatch, vllm=(7, ""), openvino=(0, ""))
+    assert engines(figures, "toy") == engines(figures, "next") == ["batchgen", "openvino"]
+    assert "left out: vllm of next: correctness gate red, no figures" in told
+    assert "gate: vllm" not in told
+
+
+def test_the_only_peer_that_cannot_run_is_an_error(
+    folder: Path, toys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(EngineFailed, match="no peer could be measured:\nleft out: vllm: vllm failed at load") as failed:
+        run(folder, toys, monkeypatch, vllm=(0, "load"))
+    assert failed.value.exit_code == 1
+    assert run.figures == []  # type: ignore[attr-defined]
+    with pytest.raises(EngineFailed, match="no peer could be measured"):
+        run(folder, toys[:1], monkeypatch, vllm=(0, "30 rows in bfloat16"))
+    assert engines(run.figures, "toy") == ["batchgen"]  # type: ignore[attr-defined]
+
+
+def test_batchgen_that_fails_ends_the_run(folder: Path, toys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(EngineFailed, match="batchgen failed at load"):
+        run(folder, toys, monkeypatch, batchgen=(0, "load"), vllm=(0, ""))
+    with pytest.raises(GateRed, match="batchgen on toy in float32, checked row 0"):
+        run(folder, toys, monkeypatch, batchgen=(1, ""), vllm=(0, ""))
+
+
+# Processes
+
+
+def test_every_peer_has_a_script() -> None:
+    scripts = Path(__file__).parents[2] / "batchgen" / "job" / "bench" / "engines"
+    for name in PEERS:
+        assert (scripts / f"{EngineSource(name).script}.py").is_file()
+
+
+@pytest.mark.parametrize("when", ["load", "generate"])
+def test_an_engine_that_does_not_answer_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    worker = tmp_path / "worker.py"
+    loaded = json.dumps({"version": "1", "dtype": "float32", "device": "cpu", "threads": 1, "settings": [{}]})
+    worker.write_text(
+        "import sys, time\n"
+        "for line in sys.stdin:\n"
+        f"    if {when!r} in line[:20]:\n        time.sleep(600)\n"
+        f"    print({loaded!r}, flush=True)\n"
+    )
+    monkeypatch.setattr("batchgen.job.bench.process._WORKER", worker)
+    spec = LoadSpec("none", "float32", "cpu", 1)
+
+    def ask_twice() -> None:
+        with EngineProcess(EngineSource("vllm", sys.executable), spec, patience=0.5) as engine:
+            with pytest.raises(EngineGone, match=r"vllm gave no answer to generate in 0\.5 seconds, and was ended"):
+                engine.generate([], {})
+            engine.generate([], {})
+
+    told = "vllm gave no answer to load in" if when == "load" else "vllm ended without an answer"
+    with pytest.raises(EngineGone, match=told):
+        ask_twice()
+
+
+def test_options_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["bench", "--timeout", "0"]) == 2
+    assert "--timeout" in capsys.readouterr().err
