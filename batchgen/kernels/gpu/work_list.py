@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.kernels.gpu.chunk_prefixes import SharedPages, shared_pages
+from batchgen.kernels.chunk_prefixes import SharedPages, shared_pages
 from batchgen.kernels.types import AttentionBatch, Ints
 
 __all__ = ["FIELDS", "GROUPS", "LARGE", "SMALL", "ListShape", "TileSize", "WorkList", "plan_groups", "plan_step"]

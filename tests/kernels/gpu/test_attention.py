@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from batchgen.kernels import chunk_prefixes
 from batchgen.kernels.attention import TorchAttention
 from batchgen.kernels.chips import AttentionTile, known_chips, tuning_of
 from batchgen.kernels.gpu import attention as module
-from batchgen.kernels.gpu import chunk_prefixes
 from batchgen.kernels.gpu.attention import TritonAttention
 from batchgen.kernels.gpu.merge import merge_parts
 from batchgen.kernels.gpu.work_list import FIELDS, GROUPS, LARGE, SMALL, WorkList

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.kernels.gpu import chunk_prefixes
+from batchgen.kernels import chunk_prefixes
 from batchgen.kernels.gpu.work_list import (
     FIELDS,
     GROUPS,

@@ -1,8 +1,477 @@
 #include "attention.h"
 
-namespace bg {
+#include <cstdlib>
+#include <memory>
+#include <type_traits>
 
-void attention_items_part(const Attention&, int64_t, int, int) {}
-void attention_merge_part(const Attention&, int64_t, int, int) {}
+#include "attention_math.h"
+
+namespace bg {
+namespace {
+
+constexpr int FEW = 6;            // query rows up to which keys are read row by row, not transposed
+constexpr int FEW_BLOCK = 256;    // positions between two steps of the running softmax
+constexpr int PANEL = 3 * LANES;  // positions of a panel of transposed keys
+constexpr int TILE = 8;           // query rows multiplied together
+
+// Memory of a thread that stays between calls, grown where need be.
+class Scratch {
+  public:
+    char* take(int64_t bytes) {
+        if (bytes > size_) {
+            memory_.reset(static_cast<char*>(std::aligned_alloc(64, (bytes + 63) & ~int64_t(63))));
+            size_ = bytes;
+        }
+        return memory_.get();
+    }
+
+  private:
+    struct Free {
+        void operator()(char* p) const { std::free(p); }
+    };
+    std::unique_ptr<char, Free> memory_;
+    int64_t size_ = 0;
+};
+
+thread_local Scratch scratch;
+
+// Cuts a thread's memory into arrays that begin at cache lines. Without memory it only counts.
+class Arrays {
+  public:
+    explicit Arrays(char* at) : at_(at) {}
+    template <class V>
+    V* take(int64_t count) {
+        V* taken = reinterpret_cast<V*>(at_ + used_);
+        used_ += (count * int64_t(sizeof(V)) + 63) & ~int64_t(63);
+        return taken;
+    }
+    int64_t used() const { return used_; }
+
+  private:
+    char* at_;
+    int64_t used_ = 0;
+};
+
+int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// Positions whose keys are transposed together: they and their values are to fit in the second-level cache.
+int64_t many_block(const AttentionList& l) {
+    const int64_t dim = std::max(l.key_dim, l.value_dim);
+    return dim <= 128 ? 4 * PANEL : dim <= 256 ? 2 * PANEL : PANEL;
+}
+
+// A work item as numbers.
+struct Item {
+    const int32_t* tokens;
+    const int32_t* pages;
+    int64_t count, base, first, end, part_at;
+
+    Item(const AttentionList& l, int64_t index) {
+        const int32_t* f = l.items + index * ITEM_FIELDS;
+        tokens = l.tokens + f[ROWS_AT];
+        pages = l.pages + f[PAGE_AT];
+        count = f[COUNT], base = f[BASE], first = f[FIRST], end = f[END], part_at = f[PART_AT];
+    }
+    int64_t keys() const { return end - first; }
+};
+
+// The query rows of an item for one key head: token i's query head g is row i * G + g.
+struct Rows {
+    int64_t count;
+    float* query;        // [rows, D] times the scale
+    float* sums;         // [rows, Dv], rows `width` apart: of e^(score - max) * value
+    float *max, *total;  // [rows]
+    int64_t *from, *to;  // [rows] what they see, counted from the item's first key
+    int64_t width;
+};
+
+void slots_of(const AttentionList& l, const Item& item, int32_t* slots) {
+    const int32_t size = int32_t(l.page_size);
+    for (int64_t k = item.first; k < item.end;) {
+        const int32_t in_page = int32_t(k % size), run = int32_t(std::min<int64_t>(size - in_page, item.end - k));
+        const int32_t slot = item.pages[k / size] * size + in_page;
+        for (int32_t i = 0; i < run; i++) slots[i] = slot + i;
+        slots += run, k += run;
+    }
+}
+
+void begin_rows(const AttentionList& l, const Item& item, const Rows& rows) {
+    const int64_t group = l.heads / l.kv_heads;
+    for (int64_t i = 0; i < item.count; i++) {
+        const int64_t position = l.positions[item.tokens[i]] - item.base;
+        const int64_t to = std::min(item.end, position + 1) - item.first;
+        const int64_t from = l.window ? std::max<int64_t>(position - l.window + 1 - item.first, 0) : 0;
+        for (int64_t r = i * group; r < (i + 1) * group; r++) {
+            rows.from[r] = from, rows.to[r] = to;
+            rows.max[r] = LOWEST, rows.total[r] = 0.0f;
+        }
+    }
+    std::fill(rows.sums, rows.sums + rows.count * rows.width, 0.0f);
+}
+
+// In a unit's order where `by_units`, in plain order elsewhere.
+template <class T>
+void take_queries(const Attention& a, const AttentionList& l, const Item& item, int64_t head, const Rows& rows, bool by_units) {
+    const int64_t group = l.heads / l.kv_heads, dim = l.key_dim;
+    const int64_t units = by_units ? dim / UNIT * UNIT : 0;
+    float* to = rows.query;
+    for (int64_t i = 0; i < item.count; i++) {
+        const T* q = static_cast<const T*>(a.query) + item.tokens[i] * a.query_stride + head * group * dim;
+        for (int64_t g = 0; g < group; g++, q += dim, to += dim) {
+            for (int64_t d = 0; d < units; d += UNIT) {
+                vf x, y;
+                load_unit(q + d, x, y);
+                store(to + d, x * a.scale);
+                store(to + d + LANES, y * a.scale);
+            }
+            for (int64_t d = units; d < dim; d++) to[d] = widen(q[d]) * a.scale;
+        }
+    }
+}
+
+// Scores [R, FEW_BLOCK] of R query rows and `count` keys, four keys at a time.
+template <class T, int R>
+void few_scores(const T* keys, int64_t stride, const int32_t* slots, int64_t count, int64_t dim, const float* query, float* scores) {
+    for (int64_t k = 0; k < count; k += LANES) {
+        vf acc[R][4][4];
+        for (int quad = 0; quad < 4; quad++) {
+            const T* p[4];
+            for (int j = 0; j < 4; j++) p[j] = keys + slots[std::min(k + 4 * quad + j, count - 1)] * stride;
+            vf sums[R][4] = {};
+            int64_t d = 0;
+            for (; d + UNIT <= dim; d += UNIT)
+#pragma GCC unroll 4
+                for (int j = 0; j < 4; j++) {
+                    vf x, y;
+                    load_unit(p[j] + d, x, y);
+                    for (int r = 0; r < R; r++) {
+                        sums[r][j] += x * load(query + r * dim + d);
+                        sums[r][j] += y * load(query + r * dim + d + LANES);
+                    }
+                }
+            for (; d < dim; d += LANES)
+                for (int j = 0; j < 4; j++) {
+                    const vf x = load(p[j] + d);
+                    for (int r = 0; r < R; r++) sums[r][j] += x * load(query + r * dim + d);
+                }
+            for (int r = 0; r < R; r++)
+                for (int j = 0; j < 4; j++) acc[r][quad][j] = sums[r][j];
+        }
+        for (int r = 0; r < R; r++) store(scores + r * FEW_BLOCK + k, lane_sums(acc[r]));
+    }
+}
+
+// sums[r] = sums[r] * decay[r] + weights[r] V over VECTORS vectors of each value.
+template <class T, int R, int VECTORS>
+void few_values(const T* values, int64_t stride, const int32_t* slots, int64_t count, const float* weights, const float* decay, float* sums, int64_t width) {
+    vf acc[R][VECTORS];
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < VECTORS; v++) acc[r][v] = load(sums + r * width + v * LANES) * decay[r];
+    for (int64_t k = 0; k < count; k++) {
+        const T* p = values + slots[k] * stride;
+        vf x[VECTORS];
+        if constexpr (VECTORS == 1) {
+            x[0] = load(p);
+        } else {
+            for (int v = 0; v < VECTORS; v += 2) load_unit(p + v * LANES, x[v], x[v + 1]);
+        }
+        for (int r = 0; r < R; r++) {
+            const vf w = splat(weights[r * FEW_BLOCK + k]);
+            for (int v = 0; v < VECTORS; v++) acc[r][v] += w * x[v];
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < VECTORS; v++) store(sums + r * width + v * LANES, acc[r][v]);
+}
+
+template <class T, int R>
+void few_rows(const Attention& a, const AttentionList& l, const Item& item, const int32_t* slots, const T* keys, const T* values, const Rows& rows) {
+    alignas(64) float scores[R * FEW_BLOCK];
+    const int64_t key_stride = l.kv_heads * l.key_dim, value_stride = l.kv_heads * l.value_dim;
+    for (int64_t b = 0; b < item.keys(); b += FEW_BLOCK) {
+        const int64_t count = std::min<int64_t>(FEW_BLOCK, item.keys() - b);
+        few_scores<T, R>(keys, key_stride, slots + b, count, l.key_dim, rows.query, scores);
+        float decay[R];
+        for (int r = 0; r < R; r++)
+            decay[r] = softmax_row(
+                scores + r * FEW_BLOCK, count, rows.from[r] - b, std::min(rows.to[r] - b, count), a.softcap,
+                rows.max[r], rows.total[r]);
+        int64_t d = 0;
+        if constexpr (R <= 6)
+            for (; d + 2 * UNIT <= l.value_dim; d += 2 * UNIT)
+                few_values<T, R, 4>(values + d, value_stride, slots + b, count, scores, decay, rows.sums + d, rows.width);
+        for (; d + UNIT <= l.value_dim; d += UNIT)
+            few_values<T, R, 2>(values + d, value_stride, slots + b, count, scores, decay, rows.sums + d, rows.width);
+        if (d < l.value_dim)
+            few_values<T, R, 1>(values + d, value_stride, slots + b, count, scores, decay, rows.sums + d, rows.width);
+    }
+}
+
+// Keys of up to 16 slots, those beyond zeros, into columns of a panel [D, PANEL].
+void transpose_keys(const float* keys, int64_t stride, const int32_t* slots, int64_t count, int64_t dim, float* panel) {
+    int64_t d = 0;
+    for (; d + LANES <= dim; d += LANES) {
+        vu rows[LANES];
+        for (int j = 0; j < LANES; j++) rows[j] = j < count ? load_as<vu>(keys + slots[j] * stride + d) : vu{};
+        transpose(rows);
+        for (int i = 0; i < LANES; i++) store_as(panel + (d + i) * PANEL, rows[i]);
+    }
+    for (; d < dim; d++)
+        for (int j = 0; j < LANES; j++) panel[d * PANEL + j] = j < count ? keys[slots[j] * stride + d] : 0.0f;
+}
+
+void transpose_keys(const bf16* keys, int64_t stride, const int32_t* slots, int64_t count, int64_t dim, float* panel) {
+    int64_t d = 0;
+    for (; d + UNIT <= dim; d += UNIT) {
+        vu rows[LANES];
+        for (int j = 0; j < LANES; j++) rows[j] = j < count ? load_as<vu>(keys + slots[j] * stride + d) : vu{};
+        transpose(rows);
+        for (int i = 0; i < LANES; i++) {
+            store(panel + (d + 2 * i) * PANEL, (vf)(rows[i] << 16));
+            store(panel + (d + 2 * i + 1) * PANEL, (vf)(rows[i] & 0xffff0000u));
+        }
+    }
+    for (; d < dim; d++)
+        for (int j = 0; j < LANES; j++) panel[d * PANEL + j] = j < count ? widen(keys[slots[j] * stride + d]) : 0.0f;
+}
+
+template <class T>
+void widen_values(const T* values, int64_t stride, const int32_t* slots, int64_t count, int64_t dim, int64_t width, float* out) {
+    for (int64_t k = 0; k < count; k++, out += width) {
+        const T* p = values + slots[k] * stride;
+        int64_t d = 0;
+        for (; d + LANES <= dim; d += LANES) store(out + d, load(p + d));
+        for (; d < dim; d++) out[d] = widen(p[d]);
+        for (; d < width; d++) out[d] = 0.0f;
+    }
+}
+
+// R rows from row `row` on against a block of keys that stands transposed, its values widened.
+template <int R>
+void many_tile(const Attention& a, const AttentionList& l, const Rows& rows, int64_t row, int64_t b, int64_t count, const float* panels, const float* values, float* scores, int64_t block) {
+    int64_t from = count, to = 0;
+    for (int r = 0; r < R; r++) {
+        from = std::min(from, rows.from[row + r] - b);
+        to = std::max(to, rows.to[row + r] - b);
+    }
+    from = std::max<int64_t>(from, 0), to = std::min(to, count);
+    if (from >= to) return;
+    const float* query = rows.query + row * l.key_dim;
+    for (int64_t k = from / PANEL * PANEL; k < to; k += PANEL)
+        small_product<R, 3>(query, l.key_dim, panels + k * l.key_dim, PANEL, l.key_dim, scores + k, block, true);
+    from = from / LANES * LANES;
+    float* sums = rows.sums + row * rows.width;
+    for (int r = 0; r < R; r++) {
+        const float decay = softmax_row(
+            scores + r * block + from, to - from, rows.from[row + r] - b - from,
+            std::min(rows.to[row + r] - b, count) - from, a.softcap, rows.max[row + r], rows.total[row + r]);
+        if (decay != 1.0f)
+            for (int64_t d = 0; d < rows.width; d += LANES)
+                store(sums + r * rows.width + d, load(sums + r * rows.width + d) * decay);
+    }
+    int64_t d = 0;
+    for (; d + 2 * LANES <= rows.width; d += 2 * LANES)
+        small_product<R, 2>(scores + from, block, values + from * rows.width + d, rows.width, to - from, sums + d, rows.width, false);
+    if (d < rows.width)
+        small_product<R, 1>(scores + from, block, values + from * rows.width + d, rows.width, to - from, sums + d, rows.width, false);
+}
+
+template <class T>
+void many_rows(const Attention& a, const AttentionList& l, const Item& item, const int32_t* slots, const T* keys, const T* values, const Rows& rows, float* panels, float* wide, float* scores) {
+    const int64_t block = many_block(l);
+    const int64_t key_stride = l.kv_heads * l.key_dim, value_stride = l.kv_heads * l.value_dim;
+    for (int64_t b = 0; b < item.keys(); b += block) {
+        const int64_t count = std::min(block, item.keys() - b);
+        for (int64_t k = 0; k < rounded_up(count, PANEL); k += LANES)
+            transpose_keys(
+                keys, key_stride, slots + b + k, std::min<int64_t>(LANES, count - k), l.key_dim,
+                panels + k / PANEL * PANEL * l.key_dim + k % PANEL);
+        widen_values(values, value_stride, slots + b, count, l.value_dim, rows.width, wide);
+        for (int64_t r = 0; r < rows.count; r += TILE) {
+            const auto tile = [&](auto n) { many_tile<n()>(a, l, rows, r, b, count, panels, wide, scores, block); };
+            switch (std::min<int64_t>(TILE, rows.count - r)) {
+                case 8: tile(std::integral_constant<int, 8>{}); break;
+                case 7: tile(std::integral_constant<int, 7>{}); break;
+                case 6: tile(std::integral_constant<int, 6>{}); break;
+                case 5: tile(std::integral_constant<int, 5>{}); break;
+                case 4: tile(std::integral_constant<int, 4>{}); break;
+                case 3: tile(std::integral_constant<int, 3>{}); break;
+                case 2: tile(std::integral_constant<int, 2>{}); break;
+                default: tile(std::integral_constant<int, 1>{}); break;
+            }
+        }
+    }
+}
+
+// The factor on a row's sums that makes them its result.
+float share(float max, float total, const float* sink) {
+    if (!sink) return total == 0.0f ? 0.0f : 1.0f / total;
+    const float top = std::max(max, *sink);
+    const float weight = exp_nonpositive(max - top);
+    return weight / (total * weight + exp_nonpositive(*sink - top));
+}
+
+// Rows' sums to the output, or to parts with their log-sum-exp.
+template <class T>
+void finish(const Attention& a, const AttentionList& l, int64_t layer, const Item& item, int64_t head, const Rows& rows, bool by_units) {
+    const int64_t group = l.heads / l.kv_heads, dim = l.value_dim;
+    const int64_t units = by_units ? dim / UNIT * UNIT : 0;
+    for (int64_t r = 0; r < rows.count; r++) {
+        const int64_t i = r / group, q_head = head * group + r % group;
+        const float* sums = rows.sums + r * rows.width;
+        const auto emit = [&](auto* out, float factor) {
+            for (int64_t d = 0; d < units; d += UNIT)
+                for (int j = 0; j < UNIT; j++) put(out + d + unit_place<T>(j), sums[d + j] * factor);
+            int64_t d = units;
+            for (; d + LANES <= dim; d += LANES) store(out + d, load(sums + d) * factor);
+            for (; d < dim; d++) put(out + d, sums[d] * factor);
+        };
+        if (item.part_at < 0) {
+            const float* sinks = a.sinks ? a.sinks[layer] : nullptr;
+            const float factor = share(rows.max[r], rows.total[r], sinks ? sinks + q_head : nullptr);
+            emit(static_cast<T*>(a.out) + item.tokens[i] * a.out_stride + q_head * dim, factor);
+            continue;
+        }
+        const int64_t part = (item.part_at + i) * l.heads + q_head;
+        const float total = rows.total[r];
+        l.part_lse[part] = total == 0.0f ? -__builtin_inff() : rows.max[r] + std::log(total);
+        emit(l.part_out + part * dim, share(rows.max[r], total, nullptr));
+    }
+}
+
+template <class T>
+void run_item(const Attention& a, int64_t layer, const Item& item, int64_t begin_head, int64_t end_head) {
+    const AttentionList& l = *a.lists[layer];
+    const int64_t block = many_block(l);
+    Rows rows{};
+    rows.count = item.count * (l.heads / l.kv_heads);
+    rows.width = rounded_up(l.value_dim, LANES);
+    const bool few = rows.count <= FEW && l.key_dim % LANES == 0 && l.value_dim % LANES == 0;
+    int32_t* slots = nullptr;
+    float *panels = nullptr, *wide = nullptr, *scores = nullptr;
+    char* memory = nullptr;
+    for (int pass = 0; pass < 2; pass++) {
+        Arrays arrays(memory);
+        slots = arrays.take<int32_t>(item.keys());
+        rows.query = arrays.take<float>(rows.count * l.key_dim);
+        rows.sums = arrays.take<float>(rows.count * rows.width);
+        rows.max = arrays.take<float>(rows.count);
+        rows.total = arrays.take<float>(rows.count);
+        rows.from = arrays.take<int64_t>(rows.count);
+        rows.to = arrays.take<int64_t>(rows.count);
+        if (!few) {
+            panels = arrays.take<float>(block * l.key_dim);
+            wide = arrays.take<float>(block * rows.width);
+            scores = arrays.take<float>(TILE * block);
+        }
+        if (!pass) memory = scratch.take(arrays.used());
+    }
+    slots_of(l, item, slots);
+    for (int64_t head = begin_head; head < end_head; head++) {
+        const T* keys = static_cast<const T*>(a.keys[layer]) + head * l.key_dim;
+        const T* values = static_cast<const T*>(a.values[layer]) + head * l.value_dim;
+        begin_rows(l, item, rows);
+        take_queries<T>(a, l, item, head, rows, few);
+        if (few) {
+            switch (rows.count) {
+                case 1: few_rows<T, 1>(a, l, item, slots, keys, values, rows); break;
+                case 2: few_rows<T, 2>(a, l, item, slots, keys, values, rows); break;
+                case 3: few_rows<T, 3>(a, l, item, slots, keys, values, rows); break;
+                case 4: few_rows<T, 4>(a, l, item, slots, keys, values, rows); break;
+                case 5: few_rows<T, 5>(a, l, item, slots, keys, values, rows); break;
+                default: few_rows<T, 6>(a, l, item, slots, keys, values, rows); break;
+            }
+        } else {
+            many_rows<T>(a, l, item, slots, keys, values, rows, panels, wide, scores);
+        }
+        finish<T>(a, l, layer, item, head, rows, few);
+    }
+}
+
+template <class T>
+void merge_token(const Attention& a, const AttentionList& l, int64_t layer, const int32_t* merge) {
+    const int64_t heads = l.heads, dim = l.value_dim, padded = rounded_up(heads, LANES);
+    const int32_t* parts = l.parts + merge[1];
+    const int64_t count = merge[2];
+    Arrays arrays(scratch.take(4 * (padded * (count + 2) + rounded_up(dim, LANES)) + 64 * 4));
+    float* weights = arrays.take<float>(count * padded);  // log-sum-exps first
+    float* top = arrays.take<float>(padded);
+    float* total = arrays.take<float>(padded);
+    float* result = arrays.take<float>(rounded_up(dim, LANES));
+    const float* sinks = a.sinks ? a.sinks[layer] : nullptr;
+    std::fill(top, top + padded, LOWEST);
+    std::fill(total, total + padded, 0.0f);
+    if (sinks) std::copy(sinks, sinks + heads, top);
+    for (int64_t i = 0; i < count; i++) {
+        float* lse = weights + i * padded;
+        std::copy(l.part_lse + parts[i] * heads, l.part_lse + (parts[i] + 1) * heads, lse);
+        std::fill(lse + heads, lse + padded, LOWEST);
+        for (int64_t n = 0; n < padded; n += LANES) store(top + n, max(load(top + n), load(lse + n)));
+    }
+    for (int64_t n = 0; n < heads && sinks; n++) total[n] = exp_nonpositive(sinks[n] - top[n]);
+    for (int64_t i = 0; i < count; i++)
+        for (int64_t n = 0; n < padded; n += LANES) {
+            const vf w = exp_nonpositive(load(weights + i * padded + n) - load(top + n));
+            store(weights + i * padded + n, w);
+            store(total + n, load(total + n) + w);
+        }
+    T* out = static_cast<T*>(a.out) + merge[0] * a.out_stride;
+    for (int64_t n = 0; n < heads; n++, out += dim) {
+        std::fill(result, result + dim, 0.0f);
+        for (int64_t i = 0; i < count; i++) {
+            const float w = weights[i * padded + n];
+            if (w == 0.0f) continue;  // a part without keys
+            const float* part = l.part_out + (parts[i] * heads + n) * dim;
+            int64_t d = 0;
+            for (; d + LANES <= dim; d += LANES) store(result + d, load(result + d) + load(part + d) * w);
+            for (; d < dim; d++) result[d] += part[d] * w;
+        }
+        const float factor = total[n] == 0.0f ? 0.0f : 1.0f / total[n];
+        int64_t d = 0;
+        for (; d + LANES <= dim; d += LANES) store(out + d, load(result + d) * factor);
+        for (; d < dim; d++) put(out + d, result[d] * factor);
+    }
+}
+
+}  // namespace
+
+void attention_items_part(const Attention& a, int64_t layer, int, int) {
+    const AttentionList& l = *a.lists[layer];
+    const int64_t heads = l.by_head ? l.kv_heads : 1;
+    int64_t* counter = a.counters + 8 * layer;
+    for (;;) {
+        const int64_t unit = __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED);
+        if (unit >= l.num_items * heads) return;
+        const Item item(l, unit / heads);
+        const int64_t begin = l.by_head ? unit % heads : 0, end = l.by_head ? begin + 1 : l.kv_heads;
+        if (l.dtype == 0) {
+            run_item<float>(a, layer, item, begin, end);
+        } else {
+            run_item<bf16>(a, layer, item, begin, end);
+        }
+    }
+}
+
+void attention_merge_part(const Attention& a, int64_t layer, int thread, int threads) {
+    const AttentionList& l = *a.lists[layer];
+    if (!thread) a.counters[8 * layer] = 0;  // no thread takes items any more
+    const Span span(l.num_merges, thread, threads);
+    for (int64_t i = span.begin; i < span.end; i++) {
+        if (l.dtype == 0) {
+            merge_token<float>(a, l, layer, l.merges + 3 * i);
+        } else {
+            merge_token<bf16>(a, l, layer, l.merges + 3 * i);
+        }
+    }
+}
 
 }  // namespace bg
+
+extern "C" void bg_attention(const bg::Attention* a, int64_t layer, int64_t threads) {
+#pragma omp parallel num_threads(threads)
+    {
+        bg::attention_items_part(*a, layer, omp_get_thread_num(), omp_get_num_threads());
+#pragma omp barrier
+        bg::attention_merge_part(*a, layer, omp_get_thread_num(), omp_get_num_threads());
+    }
+}

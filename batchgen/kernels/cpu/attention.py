@@ -1,0 +1,211 @@
+"""Attention over a paged cache by the compiled kernels. The plain twin and oracle is `kernels/attention.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import Array, Structure, byref, c_float, c_int64, c_void_p, cast, pointer
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchgen.kernels.cpu.attention_list import ListShape, WorkList, plan_list
+from batchgen.kernels.cpu.library import DTYPES, address, library
+from batchgen.kernels.pooled import PooledAttention
+from batchgen.kernels.types import AttentionBatch, KVPool
+
+__all__ = ["CompiledAttention", "StackArguments"]
+
+_COUNTER: Final = 8
+"""int64 numbers of a layer's counter: a cache line."""
+
+
+class _List(Structure):
+    """`AttentionList` of attention.h."""
+
+    _fields_ = (
+        ("items", c_void_p),
+        ("tokens", c_void_p),
+        ("positions", c_void_p),
+        ("pages", c_void_p),
+        ("parts", c_void_p),
+        ("merges", c_void_p),
+        ("part_out", c_void_p),
+        ("part_lse", c_void_p),
+        ("num_items", c_int64),
+        ("num_merges", c_int64),
+        ("by_head", c_int64),
+        ("heads", c_int64),
+        ("kv_heads", c_int64),
+        ("key_dim", c_int64),
+        ("value_dim", c_int64),
+        ("page_size", c_int64),
+        ("window", c_int64),
+        ("dtype", c_int64),
+    )
+
+
+class _Step(Structure):
+    """`Attention` of attention.h."""
+
+    _fields_ = (
+        ("lists", c_void_p),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("sinks", c_void_p),
+        ("counters", c_void_p),
+        ("query", c_void_p),
+        ("out", c_void_p),
+        ("query_stride", c_int64),
+        ("out_stride", c_int64),
+        ("scale", c_float),
+        ("softcap", c_float),
+    )
+
+
+class _LayerList:
+    """A work list with room for its parts, as the kernels see it."""
+
+    def __init__(self, work: WorkList, heads: int, keys: Tensor, values: Tensor, window: int | None) -> None:
+        self.work = work
+        self._part_out = torch.empty(work.num_parts * heads * values.shape[3], dtype=torch.float32)
+        self._part_lse = torch.empty(work.num_parts * heads, dtype=torch.float32)
+        arrays = (work.items, work.tokens, work.positions, work.pages, work.parts, work.merges)
+        assert all(array.flags.c_contiguous for array in arrays)
+        self.struct = _List(
+            *(array.ctypes.data for array in arrays),
+            address(self._part_out),
+            address(self._part_lse),
+            work.num_items,
+            work.num_merges,
+            work.by_head,
+            heads,
+            keys.shape[2],
+            keys.shape[3],
+            values.shape[3],
+            keys.shape[1],
+            window or 0,
+            DTYPES[keys.dtype],
+        )
+
+
+class StackArguments:
+    """What the kernels are told of one step's attention in many layers. Keeps all memory of it alive.
+
+    `struct` is an `Attention` of attention.h.
+    """
+
+    def __init__(
+        self,
+        lists: Sequence[_LayerList],
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        sinks: Sequence[Tensor | None],
+        query: Tensor,
+        out: Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> None:
+        self._counters = np.zeros(len(lists) * _COUNTER, np.int64)
+        self._sinks = [None if s is None else s.detach().float().contiguous() for s in sinks]
+        self._arrays = (
+            _pointers([cast(pointer(x.struct), c_void_p).value for x in lists]),
+            _pointers([x.data_ptr() for x in keys]),
+            _pointers([x.data_ptr() for x in values]),
+            _pointers([address(x) for x in self._sinks]),
+        )
+        self._others = (list(lists), list(keys), list(values), query, out)
+        self.struct = _Step(
+            *(cast(array, c_void_p) for array in self._arrays),
+            self._counters.ctypes.data,
+            address(query),
+            address(out),
+            query.stride(0),
+            out.stride(0),
+            scale,
+            softcap or 0.0,
+        )
+
+
+class CompiledAttention(PooledAttention):
+    """One step's attention (the `PagedAttention` protocol) over a float32 or bfloat16 pool on the CPU.
+
+    Made anew each step. The work list is made at the first layer and used again for all with the same sizes and window.
+    """
+
+    def __init__(self, pool: KVPool, batch: AttentionBatch, threads: int | None = None) -> None:
+        """Attend over `pool` with `threads`; None takes torch's number."""
+        self._pool = pool
+        self._batch = batch
+        self._threads = torch.get_num_threads() if threads is None else threads
+        self._lists: dict[tuple[int, int, int, int, int | None], _LayerList] = {}
+
+    def attend_stored(
+        self,
+        layer: int,
+        query: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attend over what stands in the pool. See `PagedAttention.attend_stored`."""
+        keys, values = self._pool.keys[layer], self._pool.values[layer]
+        asked = query.dtype
+        query = query.to(keys.dtype)
+        if query.stride(2) != 1 or query.stride(1) != query.shape[2]:
+            query = query.contiguous()
+        out = query.new_empty(query.shape[0], query.shape[1], values.shape[3])
+        found = self._list(query.shape[1], keys, values, window)
+        arguments = StackArguments([found], [keys], [values], [sinks], query, out, scale, softcap)
+        library().bg_attention(byref(arguments.struct), c_int64(0), c_int64(self._threads))
+        return out.to(asked)
+
+    def stack(
+        self,
+        query: Tensor,
+        out: Tensor,
+        *,
+        scale: float,
+        windows: Sequence[int | None],
+        softcap: float | None = None,
+        sinks: Sequence[Tensor | None] | None = None,
+    ) -> StackArguments:
+        """What `attention_items_part` and `attention_merge_part` need for all layers of a step.
+
+        Args:
+            query: [T, N, D] in the pool's dtype, each layer's in its turn; tokens may be any distance apart.
+            out: [T, N, Dv] likewise.
+            scale: as in `attend`, of all layers.
+            windows: [L] as in `attend`.
+            softcap: as in `attend`, of all layers.
+            sinks: [L] as in `attend`; None: no layer has any.
+        """
+        layers = range(len(windows))
+        keys, values = self._pool.keys, self._pool.values
+        lists = [self._list(query.shape[1], keys[i], values[i], windows[i]) for i in layers]
+        return StackArguments(lists, keys, values, sinks or [None] * len(windows), query, out, scale, softcap)
+
+    def work(self, layer: int, heads: int, window: int | None = None) -> WorkList:
+        """The work list of a layer's step: what is counted."""
+        return self._list(heads, self._pool.keys[layer], self._pool.values[layer], window).work
+
+    @property
+    def works(self) -> list[WorkList]:
+        """The lists made so far: one for each kind of layer that was computed."""
+        return [x.work for x in self._lists.values()]
+
+    def _list(self, heads: int, keys: Tensor, values: Tensor, window: int | None) -> _LayerList:
+        kind = (heads, keys.shape[2], keys.shape[3], values.shape[3], window)
+        found = self._lists.get(kind)
+        if found is None:
+            shape = ListShape(self._pool.page_size, window, keys.shape[2], heads // keys.shape[2], self._threads)
+            found = _LayerList(plan_list(self._batch, shape), heads, keys, values, window)
+            self._lists[kind] = found
+        return found
+
+
+def _pointers(addresses: list[int | None]) -> Array[Any]:
+    return (c_void_p * len(addresses))(*addresses)

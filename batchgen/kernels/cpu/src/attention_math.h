@@ -1,0 +1,161 @@
+// Pieces of attention.cpp that know nothing of items: loads in pairs of vectors, transposition, sums across lanes,
+// softmax of a row, small products.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "simd.h"
+
+namespace bg {
+
+constexpr float LOWEST = -1e30f;  // where running maxima begin: finite, so that no difference of infinities arises
+constexpr int UNIT = 2 * LANES;
+
+// 32 numbers as two vectors. Of bfloat16 they are the even and the odd ones, which costs one load and no shuffle; what
+// is multiplied with them, or summed from them, is kept in the same order until it is stored.
+static inline void load_unit(const float* p, vf& a, vf& b) {
+    a = load(p);
+    b = load(p + LANES);
+}
+
+static inline void load_unit(const bf16* p, vf& a, vf& b) {
+    const vu both = load_as<vu>(p);
+    a = (vf)(both << 16);
+    b = (vf)(both & 0xffff0000u);
+}
+
+// Where in a unit the number stands that `load_unit<T>` put at index i of its two vectors.
+template <class T>
+static inline int unit_place(int i) {
+    return sizeof(T) == 4 ? i : (i < LANES ? 2 * i : 2 * (i - LANES) + 1);
+}
+
+// e^x for x <= 0: 0 below -87.3, not-a-number stays. About 1 unit in the last place.
+static inline vf exp_nonpositive(vf x) {
+    const vf n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;  // nearest integer
+    vf r = x - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    vf p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    const vf result = p * (vf)((__builtin_convertvector(n, vi) + 127) << 23);
+    return x < splat(-87.0f) ? vf{} : result;
+}
+
+static inline float exp_nonpositive(float x) { return x < -87.0f ? 0.0f : std::exp(x); }
+
+// cap * tanh(x / cap), through e^(-2 |x| / cap).
+static inline vf soft_capped(vf x, float cap) {
+    const vf y = x / cap;
+    const vf e = exp_nonpositive((y < 0.0f ? y : -y) * 2.0f);
+    const vf t = (1.0f - e) / (1.0f + e);
+    return (y < 0.0f ? -t : t) * cap;
+}
+
+// Lane j: the sum of v[j]'s lanes.
+static inline vf lane_sums(const vf (&v)[4][4]) {
+#if defined(__AVX512F__)
+    __m512 x[4];
+    for (int i = 0; i < 4; i++) {
+        const __m512 a = (__m512)v[i][0], b = (__m512)v[i][1], c = (__m512)v[i][2], d = (__m512)v[i][3];
+        const __m512d ab = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
+        const __m512d cd = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)));
+        x[i] = _mm512_add_ps(
+            _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)), _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)));
+    }
+    for (int i = 0; i < 4; i += 2)
+        x[i] = _mm512_add_ps(_mm512_shuffle_f32x4(x[i], x[i + 1], 0x88), _mm512_shuffle_f32x4(x[i], x[i + 1], 0xdd));
+    return (vf)_mm512_add_ps(_mm512_shuffle_f32x4(x[0], x[2], 0x88), _mm512_shuffle_f32x4(x[0], x[2], 0xdd));
+#else
+    vf sums;
+    for (int j = 0; j < LANES; j++) sums[j] = sum(v[j / 4][j % 4]);
+    return sums;
+#endif
+}
+
+// rows[i][j] = rows[j][i], 32-bit words.
+static inline void transpose(vu (&rows)[LANES]) {
+#if defined(__AVX512F__)
+    __m512i t[16], u[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32((__m512i)rows[i], (__m512i)rows[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32((__m512i)rows[i], (__m512i)rows[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int h = 0; h < 2; h++) {
+            u[i + 2 * h] = _mm512_unpacklo_epi64(t[i + h], t[i + 2 + h]);
+            u[i + 2 * h + 1] = _mm512_unpackhi_epi64(t[i + h], t[i + 2 + h]);
+        }
+    for (int i = 0; i < 4; i++) {
+        const __m512i a = _mm512_shuffle_i32x4(u[i], u[i + 4], 0x88), b = _mm512_shuffle_i32x4(u[i], u[i + 4], 0xdd);
+        const __m512i c = _mm512_shuffle_i32x4(u[i + 8], u[i + 12], 0x88);
+        const __m512i d = _mm512_shuffle_i32x4(u[i + 8], u[i + 12], 0xdd);
+        rows[i] = (vu)_mm512_shuffle_i32x4(a, c, 0x88);
+        rows[i + 8] = (vu)_mm512_shuffle_i32x4(a, c, 0xdd);
+        rows[i + 4] = (vu)_mm512_shuffle_i32x4(b, d, 0x88);
+        rows[i + 12] = (vu)_mm512_shuffle_i32x4(b, d, 0xdd);
+    }
+#else
+    uint32_t words[LANES][LANES];
+    std::memcpy(words, rows, sizeof words);
+    for (int i = 0; i < LANES; i++)
+        for (int j = 0; j < LANES; j++) rows[i][j] = words[j][i];
+#endif
+}
+
+// Scores [count] of a row become e^(score - largest), those outside [from, to) zeros, and join the row's running maximum
+// and sum. Returns what the sums so far are to be multiplied by. `count` is rounded up to whole vectors.
+static inline float softmax_row(
+    float* scores, int64_t count, int64_t from, int64_t to, float softcap, float& row_max, float& row_sum) {
+    const vf lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    vf top = splat(row_max);
+    for (int64_t k = 0; k < count; k += LANES) {
+        vf s = load(scores + k);
+        if (softcap != 0.0f) s = soft_capped(s, softcap);
+        if (k < from || k + LANES > to) {
+            s = lane < splat(float(from - k)) ? splat(-__builtin_inff()) : s;
+            s = lane >= splat(float(to - k)) ? splat(-__builtin_inff()) : s;
+        }
+        if (softcap != 0.0f || k < from || k + LANES > to) store(scores + k, s);
+        top = max(s, top);
+    }
+    const float new_max = largest(top);
+    const float decay = row_max == new_max ? 1.0f : exp_nonpositive(row_max - new_max);
+    vf total{};
+    for (int64_t k = 0; k < count; k += LANES) {
+        const vf p = exp_nonpositive(load(scores + k) - new_max);
+        store(scores + k, p);
+        total += p;
+    }
+    row_sum = row_sum * decay + sum(total);
+    row_max = new_max;
+    return decay;
+}
+
+// c[r][v] += or = over k of a[r][k] * b[k][v].
+template <int ROWS, int VECTORS>
+static inline void small_product(
+    const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t inner, float* c, int64_t c_stride,
+    bool first) {
+    vf acc[ROWS][VECTORS];
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECTORS; v++) acc[r][v] = first ? vf{} : load(c + r * c_stride + v * LANES);
+    for (int64_t k = 0; k < inner; k++, b += b_stride) {
+        vf w[VECTORS];
+        for (int v = 0; v < VECTORS; v++) w[v] = load(b + v * LANES);
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++) {
+            const vf x = splat(a[r * a_stride + k]);
+            for (int v = 0; v < VECTORS; v++) acc[r][v] += x * w[v];
+        }
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECTORS; v++) store(c + r * c_stride + v * LANES, acc[r][v]);
+}
+
+}  // namespace bg

@@ -1,0 +1,190 @@
+"""Compiled attention against the float64 oracle and its plain twin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from batchgen.kernels.attention import TorchAttention
+from batchgen.kernels.cpu.attention import CompiledAttention
+from batchgen.kernels.cpu.library import loaded
+from batchgen.kernels.reference import reference_attention
+from batchgen.kernels.types import AttentionBatch, KVPool
+from tests.kernels.steps import (
+    Shape,
+    Step,
+    StepBuilder,
+    check_layers_of_different_shapes,
+    group_of_one,
+    group_of_some,
+    one_row,
+    one_token,
+    only_rows,
+)
+
+pytestmark = pytest.mark.skipif(not loaded(), reason="no C++ compiler here")
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"window": 5},
+    {"window": 40},
+    {"window": 1000},
+    {"softcap": 3.0},
+    {"sinks": True},
+    {"window": 21, "softcap": 2.0, "sinks": True},
+]
+
+
+def with_sinks(options: dict[str, Any], heads: int) -> dict[str, Any]:
+    return {**options, "sinks": torch.linspace(-3, 3, heads)} if options.get("sinks") else options
+
+
+def scale_of(step: Step) -> float:
+    return float(step.key.shape[2] ** -0.5)
+
+
+def attend(step: Step, threads: int = 2, **options: Any) -> Tensor:
+    attention = CompiledAttention(step.pool, step.batch, threads)
+    return attention.attend(0, step.query, step.key, step.value, scale=scale_of(step), **options)
+
+
+def check(step: Step, tolerance: float = 1e-5, threads: int = 2, **options: Any) -> None:
+    keys, values = step.filled()
+    expected = reference_attention(step.batch, step.query, keys, values, scale=scale_of(step), **options)
+    got = attend(step, threads, **options)
+    assert got.dtype == step.query.dtype
+    assert got.shape == expected.shape
+    torch.testing.assert_close(got.double(), expected, rtol=0, atol=tolerance)
+
+
+def mixed(shape: Shape, seed: int = 0) -> Step:
+    """Chunks with and without a past, short ones over one prefix, decode rows alone, in a group and in two."""
+    size = shape.page_size
+    b = StepBuilder(shape, seed=seed, num_pages=3000 // size + 200)
+    b.chunk(63)
+    b.chunk(1, past=100)
+    prefix = b.chunk(320)[: 288 // size]
+    for q_len in (7, 2, 9, 3):
+        b.chunk(q_len, past=len(prefix) * size + 5, prefix=prefix)
+    for n in (1, 63, 100, 17):
+        b.decode(n)
+    low = [b.decode(n, own_start=4 * size) for n in (1, 5, 40)]
+    high = [b.decode(n, own_start=2 * size) for n in (3, size)]
+    b.group([low[2], high[0], low[0], low[1], high[1]], 0, 2)
+    b.group(low, 2 * size, 2)
+    return b.build()
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) + str(o.get("window", "")) or "plain")
+@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (4, 4), (8, 1), (12, 2)])
+def test_mixed_step_equals_the_oracle(heads: int, kv_heads: int, options: dict[str, Any]) -> None:
+    check(mixed(Shape(heads, kv_heads, 32, 32)), **with_sinks(options, heads))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim"), [(64, 64), (16, 48), (48, 16), (24, 16), (8, 40), (33, 7), (160, 96)]
+)
+def test_head_sizes(key_dim: int, value_dim: int, dtype: torch.dtype) -> None:
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    step = mixed(Shape(6, 2, key_dim, value_dim, dtype=dtype))
+    check(step, tolerance)
+    check(step, tolerance, **with_sinks(OPTIONS[-1], 6))
+
+
+@pytest.mark.parametrize("page_size", [1, 8, 32, 64])
+@pytest.mark.parametrize("window", [None, 3, 33])
+def test_page_sizes(page_size: int, window: int | None) -> None:
+    check(mixed(Shape(4, 2, page_size=page_size)), window=window)
+
+
+def only_chunk(b: StepBuilder) -> None:
+    b.chunk(100, past=63)
+
+
+def many_lengths(b: StepBuilder) -> None:
+    for i in range(70):
+        b.decode(1 + i * i % 97)
+
+
+def two_thousand(b: StepBuilder) -> None:
+    b.chunk(100, past=1700)
+
+
+def long_row(b: StepBuilder) -> None:
+    b.decode(9000)
+
+
+@pytest.mark.parametrize(
+    "fill",
+    [only_chunk, one_token, only_rows, one_row, group_of_one, group_of_some, many_lengths, two_thousand, long_row],
+)
+@pytest.mark.parametrize("window", [None, 10, 50])
+@pytest.mark.parametrize("threads", [1, 5])
+def test_steps_of_one_kind(fill: Callable[[StepBuilder], None], window: int | None, threads: int) -> None:
+    b = StepBuilder(Shape(4, 2))
+    fill(b)
+    check(b.build(), threads=threads, window=window)
+
+
+def test_an_empty_step_gives_an_empty_result() -> None:
+    step = StepBuilder(Shape(4, 2)).build()
+    assert attend(step).shape == (0, 4, 16)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_bfloat16_is_as_good_as_the_plain_twin(options: dict[str, Any]) -> None:
+    options = with_sinks(options, 9)
+    step = mixed(Shape(9, 3, 64, 64, dtype=torch.bfloat16))
+    keys, values = step.filled()
+    exact = reference_attention(step.batch, step.query, keys, values, scale=scale_of(step), **options)
+    twin = TorchAttention(step.pool, step.batch)
+    theirs = twin.attend(0, step.query, step.key, step.value, scale=scale_of(step), **options)
+    ours = (attend(step, **options).double() - exact).abs().max()
+    assert ours <= (theirs.double() - exact).abs().max() + 1e-4
+
+
+def test_results_are_the_same_bits_again_and_with_any_number_of_threads_that_cuts_nothing() -> None:
+    step = mixed(Shape(9, 3, 64, 64))
+    first = attend(step, threads=2)
+    for threads in (1, 2, 2, 3):
+        assert torch.equal(attend(step, threads=threads), first)
+
+
+def test_queries_of_another_dtype_and_layout() -> None:
+    step = mixed(Shape(4, 2, dtype=torch.bfloat16))
+    expected = attend(step)
+    step.query = step.query.float().transpose(0, 1).contiguous().transpose(0, 1)
+    got = attend(step)
+    assert got.dtype == torch.float32
+    assert torch.equal(got, expected.float())
+
+
+def test_a_poisoned_neighbour_does_not_spread() -> None:
+    b = StepBuilder(Shape(4, 2))
+    rows = [b.decode(n, own_start=32) for n in (9, 30, 12)]
+    b.group(rows, 0, 2)
+    step = b.build()
+    clean = attend(step)
+    for tensor in (step.query, step.key, step.value):
+        tensor[1] = torch.nan
+    got = attend(step)
+    assert got[1].isnan().all()
+    torch.testing.assert_close(got[[0, 2]], clean[[0, 2]], rtol=0, atol=0)
+
+
+def test_large_scores_neither_overflow_nor_vanish() -> None:
+    step = mixed(Shape(4, 2))
+    step.query *= 200
+    check(step, tolerance=2e-3)
+
+
+def test_layers_of_different_shapes() -> None:
+    def make(pool: KVPool, batch: AttentionBatch) -> CompiledAttention:
+        return CompiledAttention(pool, batch, 2)
+
+    check_layers_of_different_shapes(make)
