@@ -16,7 +16,7 @@ from batchgen.config import EngineConfig
 from batchgen.embeds import EmbedsStore
 from batchgen.engine.counts import lists_bytes
 from batchgen.engine.intake import Intake
-from batchgen.engine.kernels import fixed_kernels, kernels_for
+from batchgen.engine.kernels import fixed_kernels, kernels_for, products_of
 from batchgen.engine.loop import Loop
 from batchgen.engine.memory import DeviceMemory, device_memory, pool_pages
 from batchgen.engine.planning import Workload, plan_workload
@@ -27,6 +27,7 @@ from batchgen.engine.streaming import Emit
 from batchgen.kernels.backend import Backend
 from batchgen.kernels.chips import chip_tuning
 from batchgen.kernels.device import Device, device_for
+from batchgen.kernels.linear import describe_products
 from batchgen.kernels.types import KVPool
 from batchgen.media_root import MediaRoot
 from batchgen.models.base import Model
@@ -85,6 +86,7 @@ class Engine:
             max_model_len=config.max_model_len,
             revision=config.revision,
             lora=config.lora,
+            products=products_of(config),
         )
         self._init(config, loaded, Tokenizer.load(config.tokenizer or model, config.revision, model))
 
@@ -118,8 +120,11 @@ class Engine:
 
     @property
     def kernels(self) -> str:
-        """The kernels' names and versions, and why `auto` took them; "auto" before it has."""
-        return self.config.attention if self.backend is None else self.backend.describes
+        """The kernels' names and versions, what multiplies on a CPU, and why; "auto" before `auto` has chosen."""
+        found = self.config.attention if self.backend is None else self.backend.describes
+        spec = self.model.spec
+        products = describe_products(spec.dtype, spec.device, products_of(self.config))
+        return found if products is None else f"{found}; products: {products}"
 
     def generate(
         self,

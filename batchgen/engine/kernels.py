@@ -17,10 +17,11 @@ from batchgen.kernels.backend import (
     choose_backend,
     refuse_deterministic,
 )
+from batchgen.kernels.linear import Products
 from batchgen.kernels.measure import TypicalStep
 from batchgen.models.base import ModelSpec
 
-__all__ = ["fixed_kernels", "kernels_for", "typical_step"]
+__all__ = ["fixed_kernels", "kernels_for", "products_of", "typical_step"]
 
 
 def fixed_kernels(config: EngineConfig, spec: ModelSpec) -> Backend | None:
@@ -40,6 +41,13 @@ def fixed_kernels(config: EngineConfig, spec: ModelSpec) -> Backend | None:
         return None if measured else named
     except BackendUnavailable as problem:
         raise _refusal(config, problem) from None
+
+
+def products_of(config: EngineConfig) -> Products:
+    """What may multiply on a CPU: kernels compiled on the machine are no plain PyTorch, and clocks no fixed choice."""
+    if config.attention == "torch":
+        return "torch"
+    return "fixed" if config.deterministic else "measured"
 
 
 def refuse_anywhere(config: EngineConfig) -> None:

@@ -110,7 +110,7 @@ class _Job:
                 done = committed.contains(rows.table.row_index, rows.table.prompt_index)
                 emit = events.listener(lambda row: rows.texts[row][0]) if events is not None else None
                 running = engine.start(rows.table, done, prompt_ids=self.config.include_prompt_ids, emit=emit)
-                if setup.spec.device.type != "cpu" or engine.kernels != "torch":
+                if setup.spec.device.type != "cpu" or engine.backend is None or engine.backend.name != "torch":
                     self.progress.note(f"kernels: {engine.kernels}")
             with self._phase("generating"):
                 self._generate(running, rows, writer)

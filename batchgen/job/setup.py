@@ -12,7 +12,7 @@ import torch
 from batchgen.config import EngineConfig, RunConfig
 from batchgen.demo import model_path
 from batchgen.engine.engine import prepare_device
-from batchgen.engine.kernels import fixed_kernels, refuse_anywhere
+from batchgen.engine.kernels import fixed_kernels, products_of, refuse_anywhere
 from batchgen.engine.memory import allowed_pages
 from batchgen.kernels.backend import GPU_BACKENDS
 from batchgen.media_root import MediaRoot
@@ -56,6 +56,7 @@ class Setup:
             max_model_len=self.config.max_model_len,
             revision=self.config.revision,
             lora=self.config.lora,
+            products=products_of(self.config),
         )
 
     @property

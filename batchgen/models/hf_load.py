@@ -15,6 +15,7 @@ from torch import Tensor
 from batchgen.errors import ModelError
 from batchgen.kernels import torch_ops
 from batchgen.kernels.device import device_for
+from batchgen.kernels.linear import Products
 from batchgen.kernels.lora import lora_step
 from batchgen.kernels.ops import Ops
 from batchgen.models.base import ModelInput, ModelSpec
@@ -259,7 +260,11 @@ def _check_windows(config: Any, context: int, told: list[int | None]) -> None:
 
 
 def load_transformers(
-    config: Any, spec: ModelSpec, folder: ModelFolder, adapters: Sequence[Adapter] = ()
+    config: Any,
+    spec: ModelSpec,
+    folder: ModelFolder,
+    adapters: Sequence[Adapter] = (),
+    products: Products = "measured",
 ) -> TransformersModel:
     """Read the weights, put our attention in, stack projections, and test a few tokens against the library's own.
 
@@ -271,7 +276,7 @@ def load_transformers(
         ids = (torch.arange(_TEST_TOKENS, device=spec.device) * 7919 + 13) % spec.vocab_size  # [7]
         expected = model(input_ids=ids[None], use_cache=False).logits[0].float()  # [7, V]
         _use_our_attention(model)
-        stack_projections(model)
+        stack_projections(model, products)
         experts = use_our_experts(model)
         hooked = _hook(model, _chunk(ids, 0, 1, ProbeAttention()))
         insides = _find_insides(hooked, _chunk(ids, 0, len(ids), ProbeAttention()))

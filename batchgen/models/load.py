@@ -13,6 +13,7 @@ from typing import Final, Literal
 import torch
 
 from batchgen.errors import ModelError
+from batchgen.kernels.linear import Products
 from batchgen.models.architectures import Requested
 from batchgen.models.base import Model, ModelSpec
 from batchgen.models.check import CheckedModel, check_model
@@ -42,6 +43,7 @@ def load_model(
     max_model_len: int | None = None,
     revision: str | None = None,
     lora: Sequence[NamePath] = (),
+    products: Products = "measured",
 ) -> Model:
     """Load a checkpoint in Hugging Face format.
 
@@ -54,6 +56,7 @@ def load_model(
         max_model_len: a context shorter than the model's.
         revision: of a hub id.
         lora: names and folders of adapters that rows may ask for.
+        products: what may multiply on a CPU.
 
     Raises:
         ModelError: with the reason and the remedy; before a weight is read wherever the reason can be known then.
@@ -66,13 +69,13 @@ def load_model(
     if checked.native is not None:
         config, layout = checked.native
         spec = _native_spec(checked, config, layout, kind, where)
-        return load_native(spec, config, layout, checked.folder, checked.adapters)
+        return load_native(spec, config, layout, checked.folder, checked.adapters, products)
     # Only here: importing the library costs seconds that a native model does not need.
     from batchgen.models.hf_load import load_transformers, read_transformers_config, transformers_spec
 
     library_config, context = read_transformers_config(checked.folder, max_model_len)
     spec = transformers_spec(library_config, checked.folder, kind, where, context, checked.adapters)
-    return load_transformers(library_config, spec, checked.folder, checked.adapters)
+    return load_transformers(library_config, spec, checked.folder, checked.adapters, products)
 
 
 def inspect_model(

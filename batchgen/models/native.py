@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen.kernels.linear import Linear, Product
+from batchgen.kernels.linear import Linear, Product, Products
 from batchgen.kernels.lora import LoraPairs, LoraStep
 from batchgen.kernels.ops import Ops
 from batchgen.kernels.rope import inverse_frequencies
@@ -211,6 +211,7 @@ def load_native(
     layout: NativeLayout,
     folder: ModelFolder,
     adapters: Sequence[Adapter] = (),
+    products: Products = "measured",
 ) -> NativeModel:
     """Read the weights, each straight into its place in a fused tensor on the device.
 
@@ -230,11 +231,11 @@ def load_native(
         embedding = load(layout.embedding)
         changes = _load_adapters(spec, layout, adapters)
         layers = [
-            _load_layer(i, config.windows[i], layer, load, changes[i] if changes else {})
+            _load_layer(i, config.windows[i], layer, load, changes[i] if changes else {}, products)
             for i, layer in enumerate(layout.layers)
         ]
         norm = load(layout.norm)
-        head = Linear(embedding if layout.head is None else load(layout.head))
+        head = Linear(embedding if layout.head is None else load(layout.head), products=products)
     return NativeModel(spec, config, embedding, layers, norm, head)
 
 
@@ -244,10 +245,11 @@ def _load_layer(
     tensors: Mapping[str, FusedTensor],
     load: Callable[[FusedTensor], Tensor],
     lora: Mapping[str, LoraPairs],
+    products: Products,
 ) -> _Layer:
     def linear(name: str) -> Linear:
         bias = tensors.get(f"{name}_bias")
-        return Linear(load(tensors[name]), None if bias is None else load(bias))
+        return Linear(load(tensors[name]), None if bias is None else load(bias), products=products)
 
     def optional(name: str) -> Tensor | None:
         return load(tensors[name]) if name in tensors else None

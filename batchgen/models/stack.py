@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from batchgen.kernels.linear import Linear
+from batchgen.kernels.linear import Linear, Products
 
 __all__ = ["stack_projections"]
 
@@ -90,7 +90,7 @@ class _StackedPart(nn.Module):
         return self._stack.part(self._index, x, self._start, self._end)
 
 
-def stack_projections(model: nn.Module) -> int:
+def stack_projections(model: nn.Module, products: Products = "measured") -> int:
     """Stack sibling projections of `model` in place and lay out its other linear layers.
 
     Only exact `nn.Linear`s without hooks are taken; anything else stays as it is. Each layer's old weights are freed
@@ -104,11 +104,11 @@ def stack_projections(model: nn.Module) -> int:
         for names in _GROUPS:
             group = [parent._modules.get(name) for name in names]
             if _stackable(group):
-                _replace(parent, names)
+                _replace(parent, names, products)
                 stacked += 1
         for name, child in list(parent.named_children()):
             if _plain(child):
-                _replace_one(parent, name)
+                _replace_one(parent, name, products)
     return stacked
 
 
@@ -130,21 +130,22 @@ def _stackable(group: list[nn.Module | None]) -> bool:
     )
 
 
-def _replace(parent: nn.Module, names: tuple[str, ...]) -> None:
+def _replace(parent: nn.Module, names: tuple[str, ...], products: Products) -> None:
     modules = [parent.get_submodule(name) for name in names]
     weights = [m.weight.detach() for m in modules if isinstance(m.weight, Tensor)]
     biases = [m.bias.detach() for m in modules if isinstance(m.bias, Tensor)]
-    stack = _Stack(Linear(torch.cat(weights), torch.cat(biases) if biases else None), len(names))
+    bias = torch.cat(biases) if biases else None
+    stack = _Stack(Linear(torch.cat(weights), bias, products=products), len(names))
     start = 0
     for index, (name, weight) in enumerate(zip(names, weights, strict=True)):
         parent._modules[name] = _StackedPart(stack, index, start, start + weight.shape[0])
         start += weight.shape[0]
 
 
-def _replace_one(parent: nn.Module, name: str) -> None:
+def _replace_one(parent: nn.Module, name: str, products: Products) -> None:
     module = parent._modules[name]
     assert isinstance(module, nn.Linear)
     bias = None if module.bias is None else module.bias.detach()
-    linear = Linear(module.weight.detach(), bias)
+    linear = Linear(module.weight.detach(), bias, products=products)
     if linear.packed:  # an unpacked one would do what nn.Linear does
         parent._modules[name] = _FastLinear(linear)

@@ -7,14 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
-from batchgen.kernels.activation import ACTIVATIONS, gated
-from batchgen.kernels.linear import Linear, can_pack
-from batchgen.kernels.norm import rms_norm, rms_norm_reference
-from batchgen.models import native_config, stack
+from batchgen.kernels.layouts import take_layout
+from batchgen.kernels.linear import Linear
+from batchgen.models import stack
 from batchgen.models.stack import stack_projections
 from tests.models.packed import packed_logits, random_sequences
 from tests.models.tiny import save_tiny
@@ -63,7 +60,7 @@ def test_one_product_serves_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     stack_projections(block)
     block(torch.randn(1, 3, 24))
     assert sorted(counted, reverse=True)[:2] == [48, 34]
-    assert len(counted) == (3 if can_pack(torch.float32) else 2)
+    assert len(counted) == (2 if take_layout(torch.float32, "measured").name == "plain" else 3)
 
 
 @torch.no_grad()
@@ -131,9 +128,9 @@ def test_stacking_in_library_models_changes_no_logit(
 
     save_tiny(name, tmp_path)
     counts: list[int] = []
-    monkeypatch.setattr(hf_load, "stack_projections", lambda model: counts.append(stack_projections(model)))
+    monkeypatch.setattr(hf_load, "stack_projections", lambda model, products: counts.append(stack_projections(model)))
     stacked = hf_load_model(tmp_path)
-    monkeypatch.setattr(hf_load, "stack_projections", lambda model: 0)
+    monkeypatch.setattr(hf_load, "stack_projections", lambda model, products: 0)
     plain = hf_load_model(tmp_path)
     assert counts == [groups]
     sequences = random_sequences(256, lengths=(9,))
@@ -148,77 +145,3 @@ def hf_load_model(folder: Path):  # type: ignore[no-untyped-def]
     from batchgen.models.load import load_model
 
     return load_model(folder, implementation="transformers", dtype="float32", device="cpu")
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    rows=st.integers(0, 70),
-    inner=st.integers(1, 100),
-    outer=st.integers(1, 100),
-    bias=st.booleans(),
-    bfloat16=st.booleans(),
-    seed=st.integers(0, 99),
-)
-def test_packed_linear_is_linear(rows: int, inner: int, outer: int, bias: bool, bfloat16: bool, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    dtype = torch.bfloat16 if bfloat16 else torch.float32
-    weight = torch.randn(outer, inner, generator=generator).to(dtype)
-    shift = torch.randn(outer, generator=generator).to(dtype) if bias else None
-    x = torch.randn(rows, inner, generator=generator).to(dtype)
-    packed, plain = Linear(weight, shift), Linear(weight, shift, pack=False)
-    assert not plain.packed
-    exact = F.linear(x.double(), weight.double(), None if shift is None else shift.double())
-    assert packed(x).dtype == dtype
-    assert packed(x).shape == (rows, outer)
-    bound = 2 * (plain(x).double() - exact).norm() + 1e-5 * (1 + exact.norm())
-    assert (packed(x).double() - exact).norm() <= bound
-    assert torch.equal(packed.dense_weight(), weight)
-
-
-def test_linear_takes_more_dimensions_and_slices() -> None:
-    linear = Linear(torch.randn(10, 16))
-    x = torch.randn(3, 5, 32)[..., ::2]
-    torch.testing.assert_close(linear(x), x @ linear.dense_weight().T, atol=1e-5, rtol=1e-5)
-
-
-def test_linear_packs_here_or_says_why_not() -> None:
-    assert not can_pack(torch.float64)
-    assert Linear(torch.randn(4, 4, dtype=torch.float64)).packed is False
-    assert Linear(torch.randn(4, 4)).packed is can_pack(torch.float32)
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    rows=st.integers(1, 20),
-    width=st.integers(1, 130),
-    bfloat16=st.booleans(),
-    eps=st.sampled_from([1e-6, 1e-5, 0.1]),
-    size=st.sampled_from([1e-3, 1.0, 1e3]),
-    seed=st.integers(0, 99),
-)
-def test_rms_norm(rows: int, width: int, bfloat16: bool, eps: float, size: float, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    dtype = torch.bfloat16 if bfloat16 else torch.float32
-    x = (size * torch.randn(rows, 2, width, generator=generator)).to(dtype)
-    weight = torch.randn(width, generator=generator).to(dtype)
-    wide = x.double()
-    exact = wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
-    ours, reference = rms_norm(x, weight, eps), rms_norm_reference(x, weight, eps)
-    assert ours.dtype == reference.dtype == dtype
-    assert (ours.double() - exact).norm() <= 2 * (reference.double() - exact).norm() + 1e-6 * exact.norm()
-    torch.testing.assert_close(rms_norm(x[:, 1], weight, eps), ours[:, 1])
-
-
-def test_configurations_may_name_the_activations_that_there_are() -> None:
-    assert tuple(ACTIVATIONS) == native_config._ACTIVATIONS
-
-
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_gated_activation_is_the_librarys(name: str) -> None:
-    from transformers.activations import ACT2FN
-
-    gate_up = torch.randn(5, 26)
-    before = gate_up.clone()
-    expected = ACT2FN[name](gate_up[:, :13]) * gate_up[:, 13:]
-    torch.testing.assert_close(gated(gate_up, name), expected, atol=1e-6, rtol=1e-6)
-    assert torch.equal(gate_up, before)

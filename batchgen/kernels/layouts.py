@@ -1,0 +1,215 @@
+"""Ways to lay out a weight W [O, I] and to compute y = x W^T + b over it, and which of them is the fastest here.
+
+On a CPU there are several, and none is the best everywhere: kernels of our own, compiled on the machine, which widen
+bfloat16 weights to float32 or use the processor's dot instruction; oneDNN's packed weights, the best where there are
+AMX tiles; and PyTorch's ordinary product. The rates of these instructions differ more than tenfold between processors
+that name the same ones, so they are measured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Final, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from batchgen.kernels.cpu.library import DTYPES, loaded
+from batchgen.kernels.cpu.matmul import METHODS, Method, matmul, methods, pack, unpack
+
+__all__ = [
+    "Compiled",
+    "Layout",
+    "OneDnn",
+    "Plain",
+    "Product",
+    "Products",
+    "TakenLayout",
+    "can_pack",
+    "fastest",
+    "layouts",
+    "take_layout",
+]
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""x [..., I], W [O, I] and b [O] or None -> [..., O]."""
+
+Products = Literal["measured", "fixed", "torch"]
+"""What may multiply on a CPU. `measured`: whatever is the fastest. `fixed`: the first there is, by no clock, so that
+another process on the machine takes the same. `torch`: nothing but PyTorch and its libraries."""
+
+_PACK_ROWS: Final = 64
+"""The batch size that oneDNN's layout is chosen for; other sizes run through the same layout."""
+
+_SIZE: Final = (64, 576, 1152)
+"""Rows, inputs and outputs of the measured product: a decode step of a small model."""
+_ROUNDS: Final = 6
+_MOST_ROUNDS: Final = 200
+_SECONDS: Final = 0.08
+"""How long a machine that is busy with something else is watched."""
+_FOUND: Final = 3
+_CLEARLY: Final = 0.9
+"""A layout further down the list is taken where its time is at most this share: equal ones do not change places."""
+
+
+class Layout(Protocol):
+    """A weight and a bias as they are multiplied."""
+
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., I] -> [..., O]."""
+
+    def dense(self) -> Tensor:
+        """W [O, I] in the ordinary layout, a copy where that is another."""
+
+
+class Plain:
+    """The weight as it is, multiplied by `product`."""
+
+    __slots__ = ("_product", "_weight", "bias")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, product: Product = F.linear) -> None:
+        self._weight, self.bias, self._product = weight, bias, product
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The product."""
+        return self._product(x, self._weight, self.bias)
+
+    def dense(self) -> Tensor:
+        """The weight."""
+        return self._weight
+
+
+class OneDnn:
+    """oneDNN's layout, and its product."""
+
+    __slots__ = ("_weight", "bias")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self.bias = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS), bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The product."""
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
+        return out
+
+    def dense(self) -> Tensor:
+        """The weight, unpacked."""
+        dense: Tensor = self._weight.to_dense()
+        return dense
+
+
+class Compiled:
+    """Panels for the kernels that are compiled on the machine. A row's bits do not depend on the other rows."""
+
+    __slots__ = ("bias", "method", "packed", "wide_bias")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, method: Method = "widened") -> None:
+        self.packed = pack(weight)
+        self.bias = bias
+        self.wide_bias = None if bias is None else bias.float().contiguous()
+        self.method: Method = method
+
+    @property
+    def code(self) -> int:
+        """The method's number in C++."""
+        return METHODS[self.packed.data.dtype, self.method]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The product."""
+        return matmul(x, self.packed, self.wide_bias, self.method)
+
+    def dense(self) -> Tensor:
+        """The weight, unpacked."""
+        return unpack(self.packed)
+
+
+@cache
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether this build's oneDNN multiplies `dtype` with a packed weight, found out by doing it once."""
+    if dtype not in (torch.float32, torch.bfloat16) or not torch._C._has_mkldnn:
+        return False
+    weight, x = torch.ones(16, 16, dtype=dtype), torch.ones(2, 16, dtype=dtype)
+    try:
+        out = OneDnn(weight, None)(x)
+    except (RuntimeError, AttributeError, TypeError):
+        return False
+    return bool((out == 16).all())
+
+
+Make = Callable[[Tensor, Tensor | None], Layout]
+"""Lays out W and b."""
+
+
+def layouts(dtype: torch.dtype, products: Products) -> Mapping[str, Make]:
+    """The layouts that a CPU has here for `dtype`, by name, the preferred first."""
+    found: dict[str, Make] = {}
+    if products != "torch" and dtype in DTYPES and loaded():
+        names = {"widened": "compiled", "dot": "compiled dot"}
+        found = {names[method]: partial(Compiled, method=method) for method in methods(dtype)}
+    if can_pack(dtype):
+        found["oneDNN"] = OneDnn
+    return {**found, "plain": Plain}
+
+
+@dataclass(frozen=True, slots=True)
+class TakenLayout:
+    """A layout and why it was taken."""
+
+    name: str
+    make: Make
+    describes: str
+    """The name, and the times of all that were measured."""
+
+
+@cache
+def take_layout(dtype: torch.dtype, products: Products) -> TakenLayout:
+    """The layout for weights of `dtype` on this CPU; measured once in a process.
+
+    On one thread: it is instructions that are compared, and where other programs keep the machine busy, threads that
+    wait for each other tell nothing.
+    """
+    found = layouts(dtype, products)
+    first = next(iter(found))
+    if products != "measured" or len(found) == 1:
+        return TakenLayout(first, found[first], first)
+    rows, inner, outer = _SIZE
+    x, weight = torch.full((rows, inner), 0.5, dtype=dtype), torch.full((outer, inner), 0.5, dtype=dtype)
+    made = {name: make(weight, None) for name, make in found.items()}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        times = _least_seconds({name: partial(layout, x) for name, layout in made.items()})
+    finally:
+        torch.set_num_threads(threads)
+    best = fastest(times)
+    rest = ", ".join(f"{name} {1e3 * seconds:.2g} ms" for name, seconds in times.items() if name != best)
+    return TakenLayout(best, found[best], f"{best} ({1e3 * times[best]:.2g} ms against {rest})")
+
+
+def _least_seconds(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """Each call's least time, found again several times over where the machine leaves it in peace for so long."""
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    end = time.perf_counter() + _SECONDS
+    for turn in range(_MOST_ROUNDS):
+        for name, call in calls.items():  # side by side, so that a busy moment is everyone's
+            begin = time.perf_counter()
+            call()
+            taken[name].append(time.perf_counter() - begin)
+        settled = all(sum(t <= 1.05 * min(times) for t in times) >= _FOUND for times in taken.values())
+        if turn + 1 >= _ROUNDS and (settled or time.perf_counter() > end):
+            break
+    return {name: min(times) for name, times in taken.items()}
+
+
+def fastest(times: Mapping[str, float]) -> str:
+    """The first name whose time no other one clearly beats."""
+    least = min(times.values())
+    return next(name for name, seconds in times.items() if least > _CLEARLY * seconds)

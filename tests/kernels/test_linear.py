@@ -1,0 +1,129 @@
+"""Linear layers in every layout that this machine has, and which of them is taken."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from batchgen.kernels import layouts as module
+from batchgen.kernels.cpu.library import loaded
+from batchgen.kernels.layouts import Compiled, Plain, can_pack, fastest, layouts, take_layout
+from batchgen.kernels.linear import Linear, describe_products, forms
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(dtype, name) for dtype in DTYPES for name in layouts(dtype, "measured")])
+@settings(max_examples=20, deadline=None)
+@given(
+    rows=st.integers(0, 70),
+    inner=st.integers(1, 100),
+    outer=st.integers(1, 100),
+    bias=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_layouts_are_linear(
+    dtype: torch.dtype, name: str, rows: int, inner: int, outer: int, bias: bool, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(outer, inner, generator=generator).to(dtype)
+    shift = torch.randn(outer, generator=generator).to(dtype) if bias else None
+    x = torch.randn(rows, inner, generator=generator).to(dtype)
+    layout = layouts(dtype, "measured")[name](weight, shift)
+    got, plain = layout(x), F.linear(x, weight, shift)
+    exact = F.linear(x.double(), weight.double(), None if shift is None else shift.double())
+    assert got.dtype == dtype
+    assert got.shape == (rows, outer)
+    bound = 2 * (plain.double() - exact).norm() + 1e-5 * (1 + exact.norm())
+    assert (got.double() - exact).norm() <= bound
+    assert torch.equal(layout.dense(), weight)
+    assert layout.bias is shift
+
+
+@pytest.mark.parametrize("products", ["measured", "fixed", "torch"])
+def test_linear_takes_more_dimensions_and_slices(products: module.Products) -> None:
+    linear = Linear(torch.randn(10, 16), torch.randn(10), products=products)
+    x = torch.randn(3, 5, 32)[..., ::2]
+    assert linear.bias is not None
+    torch.testing.assert_close(linear(x), x @ linear.dense_weight().T + linear.bias, atol=1e-5, rtol=1e-5)
+    other = linear.with_product(lambda x, weight, bias: F.linear(x, 2 * weight))
+    torch.testing.assert_close(other(x), 2 * x @ linear.dense_weight().T, atol=1e-5, rtol=1e-5)
+    assert not other.packed
+    assert (linear.in_features, linear.out_features) == (16, 10)
+
+
+def test_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(layouts(torch.float64, "measured")) == ["plain"]
+    assert not can_pack(torch.float64)
+    assert list(layouts(torch.bfloat16, "torch")) == (["oneDNN"] if can_pack(torch.bfloat16) else []) + ["plain"]
+    assert next(iter(layouts(torch.bfloat16, "measured"))).startswith("compiled") is loaded()
+    assert set(forms(torch.ones(2, 2))) == set(layouts(torch.float32, "measured"))
+    assert set(forms(torch.ones(2, 2, device="meta"))) == {"plain"}
+    monkeypatch.setattr(module, "loaded", lambda: False)
+    assert layouts(torch.bfloat16, "measured") == layouts(torch.bfloat16, "torch")
+
+
+def test_a_fixed_choice_asks_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "perf_counter", lambda: pytest.fail("asked"))
+    for products in ("fixed", "torch"):
+        take_layout.cache_clear()
+        linear = Linear(torch.ones(3, 4), products=products)
+        assert take_layout(torch.float32, products).name == next(iter(layouts(torch.float32, products)))
+        assert (linear.compiled is not None) is (products == "fixed" and loaded())
+    assert Linear(torch.ones(2, 2, dtype=torch.float64)).packed is False
+    take_layout.cache_clear()
+
+
+class Slow(Plain):
+    """A layout that takes its time."""
+
+    clock: float = 0.0
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, seconds: Callable[[], float]) -> None:
+        super().__init__(weight, bias)
+        self.seconds = seconds
+
+    def __call__(self, x: Tensor) -> Tensor:
+        Slow.clock += self.seconds()
+        return super().__call__(x)
+
+
+def test_the_fastest_is_taken_whatever_happens_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(*seconds: float) -> Callable[[Tensor, Tensor | None], Slow]:
+        turns = itertools.cycle(seconds)
+        return lambda weight, bias: Slow(weight, bias, lambda: next(turns))
+
+    monkeypatch.setattr(time, "perf_counter", lambda: Slow.clock)
+    found = {"first": of(9, 2, 50), "second": of(100, 1.5, 9, 9), "third": of(1.9), "fourth": of(1.4375)}
+    monkeypatch.setattr(module, "layouts", lambda dtype, products: found)
+    take_layout.cache_clear()
+    taken = take_layout(torch.float32, "measured")
+    assert taken.name == "second"  # the fourth is not clearly faster
+    assert taken.describes == "second (1.5e+03 ms against first 2e+03 ms, third 1.9e+03 ms, fourth 1.4e+03 ms)"
+    assert describe_products(torch.float32, torch.device("cpu"), "measured") == taken.describes
+    assert describe_products(torch.float32, torch.device("cuda"), "measured") is None
+    take_layout.cache_clear()
+
+
+def test_equal_ones_do_not_change_places() -> None:
+    assert fastest({"a": 1.0, "b": 0.91}) == "a"
+    assert fastest({"a": 1.0, "b": 0.89, "c": 0.85}) == "b"
+
+
+@pytest.mark.skipif(not loaded(), reason="no compiled kernels")
+def test_what_a_compiled_layer_hands_on() -> None:
+    linear = Linear(torch.randn(50, 30).bfloat16(), torch.randn(50).bfloat16(), products="fixed")
+    compiled = linear.compiled
+    assert isinstance(compiled, Compiled)
+    assert (compiled.packed.inner, compiled.packed.outer, compiled.code) == (30, 50, 1)
+    assert compiled.wide_bias is not None
+    assert compiled.wide_bias.dtype == torch.float32
+    assert Linear(torch.randn(5, 3), products="torch").compiled is None
