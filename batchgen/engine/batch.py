@@ -1,8 +1,7 @@
-"""Turns a `StepPlan` (lists) into one step's arrays on the host, and these into its tensors."""
+"""Turns a `StepPlan` into one step's arrays on the host, and these into its tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.decode_table import DecodeTable
-from batchgen.engine.sequence import Sequence
+from batchgen.engine.row_table import Rows, RowTable
 from batchgen.kernels.device import Device
 from batchgen.kernels.lora import LoraStep, lora_step
 from batchgen.kernels.types import AttentionBatch, ChunkPages
@@ -25,7 +24,6 @@ __all__ = ["StepArrays", "StepBatch", "fed", "lay_out_step"]
 Int64 = npt.NDArray[np.int64]
 
 _NOWHERE: Final = torch.empty(0, dtype=torch.int64)
-_NONE: Final[Mapping[int, int]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,65 +108,78 @@ class StepArrays:
 def lay_out_step(
     plan: StepPlan,
     table: RequestTable,
-    sequences: Mapping[int, Sequence],
+    running: RowTable,
     decodes: DecodeTable,
     page_size: int,
     adapter: npt.NDArray[np.int32] | None = None,
-    unread: Mapping[int, int] = _NONE,
+    unread: Rows | None = None,
 ) -> StepArrays:
     """Lay out the plan's chunks in order, then its decode rows.
 
     Args:
         plan: the step.
         table: every prompt of the job.
-        sequences: by number, at least those of the plan.
+        running: at least the plan's sequences.
         decodes: told of every step of the job, in order.
         page_size: positions per page.
         adapter: [N] the requests', -1 for none.
-        unread: sequences whose last token is known to the device alone, and its place among the last step's draws.
+        unread: [R'] whose last token is known to the device alone, in the order of the last step's draws.
     """
     total = plan.tokens
     ids = np.empty(total, np.int64)
     positions = np.empty(total, np.int64)
     slots = np.empty(total, np.int64)
-    source = np.full(total, -1, np.int64) if unread else None
+    source = np.full(total, -1, np.int64) if unread is not None else None
     chunks = []
     at = 0
     for chunk in plan.prefills:
         span = slice(at, at + chunk.end - chunk.start)
         positions[span] = np.arange(chunk.start, chunk.end)
-        known = _chunk_ids(chunk, table, sequences)
+        known = _chunk_ids(chunk, table, running)
         ids[at : at + len(known)] = known
         if at + len(known) < span.stop:
             assert source is not None
-            assert chunk.sequence is not None
+            assert unread is not None
             assert len(known) == span.stop - at - 1, "one token at most is on its way"
-            source[span.stop - 1] = unread[chunk.sequence]
+            source[span.stop - 1] = np.flatnonzero(unread.numbers == chunk.sequence).item()
         pages = np.asarray(chunk.pages, np.int64)
         slots[span] = _slots(pages, positions[span], page_size) if chunk.store else positions[span] % page_size
         chunks.append(ChunkPages(at, chunk.end - chunk.start, chunk.end, pages))
         at = span.stop
-    for i, row in enumerate(plan.decodes, start=at):
-        if source is not None and row.sequence in unread:
-            source[i] = unread[row.sequence]
-        else:
-            ids[i] = sequences[row.sequence].output_ids[-1]
     attention = AttentionBatch(slot_mapping=_NOWHERE, chunks=chunks, decode_start=at)
-    if plan.decodes:
-        positions[at:], slots[at:] = decodes.fill(attention, plan.decodes, plan.groups)
-    logit_rows, sample_rows = _distinct([s.token for s in plan.samples])
+    rows = running.slots(plan.decodes.numbers)
+    if len(rows):
+        ids[at:] = running.last[rows]
+        if unread is not None and source is not None:
+            source[at:] = _places(plan.decodes.numbers, rows, unread)
+        positions[at:], slots[at:] = decodes.fill(attention, plan.decodes, plan.groups, rows)
+    else:
+        decodes.clear()
+    logit_rows, sample_rows = _distinct(plan.samples.tokens)
     return StepArrays(
         ids=ids,
         positions=positions,
         slots=slots,
         source=source,
-        logit_rows=np.array(logit_rows, np.int64),
-        sample_rows=np.array(sample_rows, np.int64) if len(sample_rows) != len(logit_rows) else None,
-        drawn=np.array([sequences[s.sequence].drawn for s in plan.samples], np.int64),
+        logit_rows=logit_rows,
+        sample_rows=sample_rows,
+        drawn=running.drawn[running.slots(plan.samples.numbers)],
         attention=attention,
-        adapters=None if adapter is None else _adapters(plan, sequences, adapter),
+        adapters=None if adapter is None else _adapters(plan, running.request[rows], adapter),
         embeds=None if table.embeds_id is None else _embeds(plan, table),
     )
+
+
+def _places(numbers: Int64, slots: Int64, unread: Rows) -> Int64:
+    """[R] where each sequence of `numbers`, at `slots`, stands among `unread`; -1 for those that do not."""
+    if numbers is unread.numbers:
+        return np.arange(len(numbers))
+    place = np.full(1 + max(int(slots.max()), int(unread.slots.max())), -1, np.int64)
+    place[unread.slots] = np.arange(len(unread))
+    found = place[slots]
+    # A slot may have been another's at the last step.
+    placed: Int64 = np.where((found >= 0) & (unread.numbers[found] == numbers), found, -1)
+    return placed
 
 
 def _embeds(plan: StepPlan, table: RequestTable) -> tuple[Int64, npt.NDArray[np.float32]] | None:
@@ -187,26 +198,25 @@ def _embeds(plan: StepPlan, table: RequestTable) -> tuple[Int64, npt.NDArray[np.
     return np.concatenate(rows), np.concatenate(values)
 
 
-def _adapters(
-    plan: StepPlan, sequences: Mapping[int, Sequence], adapter: npt.NDArray[np.int32]
-) -> npt.NDArray[np.int32]:
-    """[T] the adapter of each flat token, -1 for none. All requests below a node have the node's."""
-    parts = [(chunk.request, chunk.end - chunk.start) for chunk in plan.prefills]
-    parts += [(sequences[row.sequence].request.index, 1) for row in plan.decodes]
-    requests, counts = np.array(parts, np.int64).T
-    return np.repeat(adapter[requests], counts)
+def _adapters(plan: StepPlan, decoding: Int64, adapter: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """[T] the adapter of each flat token, -1 for none; `decoding`: [R] the decode rows' requests.
+
+    All requests below a node have the node's.
+    """
+    requests, counts = np.array([(c.request, c.end - c.start) for c in plan.prefills], np.int64).reshape(-1, 2).T
+    return np.concatenate([np.repeat(adapter[requests], counts), adapter[decoding]])
 
 
-def _chunk_ids(chunk: PrefillChunk, table: RequestTable, sequences: Mapping[int, Sequence]) -> Int64:
+def _chunk_ids(chunk: PrefillChunk, table: RequestTable, running: RowTable) -> Int64:
     """The ids at positions [start, end), as far as they are known: prompt ids, then the sequence's own output."""
     prompt = table.prompt_ids(chunk.request)
     ids = prompt[chunk.start : chunk.end].astype(np.int64)
     if chunk.end <= len(prompt):
         return ids
     assert chunk.sequence is not None, "output positions belong to a sequence"
-    output = sequences[chunk.sequence].output_ids
+    output = running.output_ids(chunk.sequence)
     first = max(chunk.start - len(prompt), 0)
-    return np.concatenate([ids, np.asarray(output[first : chunk.end - len(prompt)], np.int64)])
+    return np.concatenate([ids, output[first : chunk.end - len(prompt)].astype(np.int64)])
 
 
 def _slots(pages: Int64, positions: Int64, page_size: int) -> Int64:
@@ -214,8 +224,14 @@ def _slots(pages: Int64, positions: Int64, page_size: int) -> Int64:
     return slots
 
 
-def _distinct(tokens: list[int]) -> tuple[list[int], list[int]]:
-    """Each flat token once, in order of first use, and where each of `tokens` stands among them."""
-    place: dict[int, int] = {}
-    rows = [place.setdefault(token, len(place)) for token in tokens]
-    return list(place), rows
+def _distinct(tokens: Int64) -> tuple[Int64, Int64 | None]:
+    """Each flat token once, in order of first use, and where each of `tokens` [R] stands among them: None: in order."""
+    if (np.diff(tokens) > 0).all():
+        return tokens.copy(), None  # a plan's columns are not to be uploaded: they stay for later steps
+    _, first, rank = np.unique(tokens, return_index=True, return_inverse=True)
+    if len(first) == len(tokens):
+        return tokens.copy(), None
+    order = np.argsort(first)
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order))
+    return tokens[first[order]], place[rank]

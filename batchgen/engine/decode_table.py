@@ -1,4 +1,4 @@
-"""`DecodeTable`: where a step's decode rows stand. Laid out when rows join or leave, advanced by one in between."""
+"""`DecodeTable`: where a step's decode rows stand. A row is laid out when it joins, and advanced by one after that."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.kernels.types import AttentionBatch, GroupPages
-from batchgen.plan.types import DecodeRow, PrefixGroup
+from batchgen.plan.types import DecodeRows, PrefixGroup
 
 __all__ = ["DecodeTable"]
 
@@ -14,82 +14,116 @@ Int64 = npt.NDArray[np.int64]
 
 _SPARE: int = 8
 """Pages of room beyond the longest row's, so that the table is seldom made wider."""
+_NOBODY: int = -1
 
 
 class DecodeTable:
-    """Positions and page tables of the decode rows of consecutive steps.
+    """Positions and page tables of the decode rows of consecutive steps, each at a slot of its own.
 
-    While the same rows decode, a step costs a page number for each row that begins a page, and nothing per row beside.
+    A step costs Python for the rows that join, that begin a page, and whose groups end elsewhere; nothing for others.
     """
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
-        self._numbers: list[int] = []
+        self._numbers = np.zeros(0, np.int64)  # [R] of the step before
+        self._slots = np.zeros(0, np.int64)  # [R]
+        self._own = np.zeros(0, np.int64)  # [R] the first of each row's own pages
         self._plan_groups: list[PrefixGroup] | None = None
         self._groups: list[GroupPages] = []
-        self._positions = np.zeros(0, np.int64)  # [R]
-        self._own_page = np.zeros(0, np.int64)  # [R] the first of each row's own pages
-        self._pages = np.zeros((0, 0), np.int64)  # [R, W]
-        self._tails = np.zeros(0, np.int64)  # [R] the page of each row's position
+        self._number = np.zeros(0, np.int64)  # [slots] whose pages are laid out here; -1: nobody's
+        self._position = np.zeros(0, np.int64)  # [slots] of the step before
+        self._own_page = np.zeros(0, np.int64)  # [slots]
+        self._pages = np.zeros((0, 1), np.int64)  # [slots, W] own pages
+        self.laid_out = 0
+        """Rows laid out so far."""
 
-    def fill(self, attention: AttentionBatch, rows: list[DecodeRow], groups: list[PrefixGroup]) -> tuple[Int64, Int64]:
+    def fill(
+        self, attention: AttentionBatch, rows: DecodeRows, groups: list[PrefixGroup], slots: Int64
+    ) -> tuple[Int64, Int64]:
         """Write the rows' part of a step's attention.
 
         Args:
             attention: the step's, without its decode rows.
             rows: [R > 0] the step's decode rows.
             groups: over them; the plan's own list, which is the same object while no row joins or leaves.
+            slots: [R] each row's, the same in all steps, and nobody else's meanwhile.
 
         Returns:
             positions [R] that are fed, and the slots [R] that their keys and values go to.
         """
-        numbers = [row.sequence for row in rows]
-        if groups is not self._plan_groups or numbers != self._numbers or not self._advance(rows):
-            self._lay_out(rows, groups)
-            self._numbers, self._plan_groups = numbers, groups
-        size = self._page_size
-        start = self._own_page * size
-        lens = self._positions + 1 - start
+        size, positions = self._page_size, rows.positions
+        anew = self._changed(rows, groups, slots)
+        moved = positions - self._position[slots]
+        anew |= (moved != 1) & (moved != 0)  # a step that has failed is run again
+        for i in np.flatnonzero(anew).tolist():
+            self._lay_out(int(slots[i]), rows.pages[i], int(positions[i]) // size + 1, int(self._own[i]))
+        self._position[slots] = positions
+        page = positions // size
+        place = page - self._own
+        begun = np.flatnonzero((positions % size == 0) & ~anew)
+        if len(begun):
+            self._widen(int(place[begun].max()) + 1)
+            new = [rows.pages[i][p] for i, p in zip(begun.tolist(), page[begun].tolist(), strict=True)]
+            self._pages[slots[begun], place[begun]] = new
+        start = self._own * size
+        lens = positions + 1 - start
+        longest = int(lens.max())
         attention.groups = self._groups
-        attention.decode_pages = self._pages[:, : -(-int(lens.max()) // size)].copy()
+        attention.decode_pages = self._pages[slots, : -(-longest // size)]
         attention.decode_lens = lens
         attention.decode_own_start = start
-        attention.max_decode_len = int(lens.max())
-        return self._positions.copy(), self._tails * size + self._positions % size
+        attention.max_decode_len = longest
+        return positions, self._pages[slots, place] * size + positions % size
 
-    def _advance(self, rows: list[DecodeRow]) -> bool:
-        """Each row stands one further than in the step before; False where that is not so."""
-        if rows[0].position != self._positions[0] + 1 or rows[-1].position != self._positions[-1] + 1:
-            return False
-        self._positions += 1
-        begun = np.flatnonzero(self._positions % self._page_size == 0)
-        if len(begun):
-            page = self._positions[begun] // self._page_size
-            place = page - self._own_page[begun]
-            self._widen(int(place.max()) + 1)
-            self._tails[begun] = [rows[i].pages[p] for i, p in zip(begun.tolist(), page.tolist(), strict=True)]
-            self._pages[begun, place] = self._tails[begun]
-        return True
+    def clear(self) -> None:
+        """A step without decode rows: whoever comes back has other pages."""
+        self._number[self._slots] = _NOBODY
+        self._numbers = self._slots = np.zeros(0, np.int64)
+
+    def _changed(self, rows: DecodeRows, groups: list[PrefixGroup], slots: Int64) -> npt.NDArray[np.bool_]:
+        """[R] rows that are to be laid out, for what they or their groups are."""
+        anew: npt.NDArray[np.bool_] = np.zeros(len(rows), np.bool_)
+        if groups is self._plan_groups and rows.numbers is self._numbers:
+            return anew
+        self._reach(int(slots.max()) + 1)
+        anew = self._number[slots] != rows.numbers
+        self._number[self._slots] = _NOBODY
+        self._number[slots] = rows.numbers
+        self._own = self._group(len(rows), groups)
+        anew |= self._own_page[slots] != self._own
+        self._own_page[slots] = self._own
+        self._numbers, self._slots = rows.numbers, slots
+        return anew
+
+    def _group(self, rows: int, groups: list[PrefixGroup]) -> Int64:
+        """[R] the first of each row's own pages: where the last of its groups ends."""
+        own = np.zeros(rows, np.int64)
+        if groups is not self._plan_groups:
+            self._plan_groups = groups
+            self._groups = [
+                GroupPages(np.array(g.rows, np.int64), np.array(g.pages, np.int64), g.start_page * self._page_size)
+                for g in groups
+            ]
+        for group, laid in zip(groups, self._groups, strict=True):
+            own[laid.rows] = np.maximum(own[laid.rows], group.end_page)
+        return own
+
+    def _lay_out(self, slot: int, pages: list[int], used: int, own: int) -> None:
+        self._widen(used - own)
+        self._pages[slot, : used - own] = pages[own:used]
+        self._pages[slot, used - own :] = 0
+        self.laid_out += 1
 
     def _widen(self, width: int) -> None:
         more = width - self._pages.shape[1]
         if more > 0:
             self._pages = np.pad(self._pages, ((0, 0), (0, more + _SPARE)))
 
-    def _lay_out(self, rows: list[DecodeRow], groups: list[PrefixGroup]) -> None:
-        """Each row's own pages begin where the last of its groups ends."""
-        size = self._page_size
-        own_page = [0] * len(rows)
-        for group in groups:
-            for i in group.rows:
-                own_page[i] = max(own_page[i], group.end_page)
-        used = [row.position // size + 1 for row in rows]
-        self._pages = np.zeros((len(rows), max(u - o for u, o in zip(used, own_page, strict=True)) + _SPARE), np.int64)
-        for i, row in enumerate(rows):
-            self._pages[i, : used[i] - own_page[i]] = row.pages[own_page[i] : used[i]]
-        self._positions = np.array([row.position for row in rows], np.int64)
-        self._own_page = np.array(own_page, np.int64)
-        self._tails = self._pages[np.arange(len(rows)), self._positions // size - self._own_page]
-        self._groups = [
-            GroupPages(np.array(g.rows, np.int64), np.array(g.pages, np.int64), g.start_page * size) for g in groups
-        ]
+    def _reach(self, slots: int) -> None:
+        more = slots - len(self._number)
+        if more > 0:
+            more = max(more, len(self._number))
+            self._number = np.pad(self._number, (0, more), constant_values=_NOBODY)
+            self._position = np.pad(self._position, (0, more))
+            self._own_page = np.pad(self._own_page, (0, more))
+            self._pages = np.pad(self._pages, ((0, more), (0, 0)))

@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,7 +44,7 @@ class FailedDraws:
 
     def read(self) -> Sampled:
         """An error for each row."""
-        return Sampled([0] * len(self.tokens), dict.fromkeys(range(len(self.tokens)), self.error))
+        return Sampled(np.zeros(len(self.tokens), np.int64), dict.fromkeys(range(len(self.tokens)), self.error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +62,11 @@ class JoinedDraws:
 
     def read(self) -> Sampled:
         """All rows, numbered through."""
-        joined = Sampled([])
+        joined = Sampled(np.zeros(0, np.int64))
         for part in self.parts:
             sampled, at = part.read(), len(joined.tokens)
             joined = Sampled(
-                joined.tokens + sampled.tokens,
+                np.concatenate([joined.tokens, sampled.tokens]),
                 joined.errors | {at + row: error for row, error in sampled.errors.items()},
                 joined.logprobs | {at + row: found for row, found in sampled.logprobs.items()},
                 joined.exhausted.union(at + row for row in sampled.exhausted),

@@ -19,6 +19,7 @@ from batchgen.engine.planning import Workload
 from batchgen.engine.prompt_logprobs import PromptLogprobs
 from batchgen.engine.readout import LogprobsMode
 from batchgen.engine.rehearsal import Rehearsal
+from batchgen.engine.row_table import RowTable
 from batchgen.engine.sampler import Sampler
 from batchgen.engine.scoring import Scores
 from batchgen.engine.sequence import Sequence
@@ -129,6 +130,7 @@ class Loop:
         self._streams = Streams(workload, tokenizer, emit)
         self._scores = Scores(workload, self.prompts, prompt_ids=prompt_ids)
         self._sequences: dict[int, Sequence] = {}
+        self._running = RowTable()
         self._prompt_only: set[int] = set()
         """Sequences that run for their prompt alone: their one draw is dropped."""
         self._open: dict[int, _Open] = {}
@@ -170,7 +172,7 @@ class Loop:
             ended = _Ended()
             reading = partial(self._read, last, ended)
             try:
-                flight = self._runner.issue(plan, self._sequences, last, reading)
+                flight = self._runner.issue(plan, self._running, last, reading)
             except Exception:
                 yield from self._salvaged(reading, ended)
                 raise
@@ -214,7 +216,7 @@ class Loop:
             return
         waiting = self._scheduler.unended
         begun = self._scheduler.cancel(index)
-        leaving = [(number, self._sequences.pop(number)) for number in begun]
+        leaving = [(number, self._leave(number)) for number in begun]
         if waiting - self._scheduler.unended > len(begun):  # one for all those that never began
             leaving.append((_NOBODY, self._start(self._workload.table[index], 0)))
         if not leaving:
@@ -231,7 +233,7 @@ class Loop:
         self._begin(job.begin)
         last: Flight | None = None
         for plan in (job.begin, *job.steps):
-            flight = self._runner.issue_whole(plan, self._sequences, last)
+            flight = self._runner.issue_whole(plan, self._running, last)
             if last is not None:
                 self._runner.read(last)
             last = flight
@@ -244,8 +246,10 @@ class Loop:
             sequence = self._start(self._workload.table[start.request], start.sample_index)
             self._sequences[start.sequence] = sequence
             self._streams.start(start.sequence, sequence)
-            if not sequence.request.max_new_tokens:
+            prompt_only = not sequence.request.max_new_tokens
+            if prompt_only:
                 self._prompt_only.add(start.sequence)
+            self._running.begin(start.sequence, sequence, plain=not prompt_only)
             if self._states is not None:
                 self._states.begin(start.sequence, sequence.request)
 
@@ -257,8 +261,6 @@ class Loop:
         before = len(ended.sequences)
         try:
             dropped = self._take(flight, ended.sequences)
-            if self._streams:
-                self._streams.step(sample.sequence for sample in flight.plan.samples)
         except MemoryError as problem:  # the next step, which may be reading this one, must not be tried anew for it
             raise DeviceError("the host's memory ran out for what a step gave its rows") from problem
         prompt_only = self._prompt_only.intersection(ended.sequences[before:])
@@ -272,7 +274,7 @@ class Loop:
         self.state.running = len(self._sequences) - len(ended.sequences)
         self.state.kv_pages_used = self._scheduler.pages_in_use
         for sequence in ended.sequences:
-            yield from self._retire(sequence, self._sequences.pop(sequence))
+            yield from self._retire(sequence, self._leave(sequence))
 
     def _start(self, request: Request, sample_index: int) -> Sequence:
         stops = StopState(request.params, self._tokenizer.eos_ids, self._tokenizer)
@@ -292,33 +294,37 @@ class Loop:
 
     def _take(self, flight: Flight, finished: list[int]) -> int:
         """Hand each sequence its token, and note those that ended; returns how many draws gave nobody a token."""
-        sampled = self._runner.read(flight)
-        dropped = 0
-        for row, (sample, sequence, token) in enumerate(
-            zip(flight.plan.samples, flight.rows, sampled.tokens, strict=True)
-        ):
-            if sequence.finish_reason is not None or sequence.error is not None:
-                self.state.overrun += 1
-                dropped += 1
-                continue
+        sampled, rows = self._runner.read(flight), flight.rows
+        if rows is None:
+            return 0
+        told, dropped = self._running.take(rows, sampled.tokens, sampled.errors.keys() | sampled.exhausted)
+        self.state.overrun += dropped
+        before, numbers = len(finished), rows.numbers[told].tolist()
+        for row, number in zip(told, numbers, strict=True):
+            sequence = self._sequences[number]
             if row in sampled.errors:
                 sequence.fail(sampled.errors[row])
-                finished.append(sample.sequence)
-                continue
-            if self._prompt_only and sample.sequence in self._prompt_only:
+            elif self._prompt_only and number in self._prompt_only:
                 sequence.finish_reason = "length"
-                finished.append(sample.sequence)
-                continue
-            if row in sampled.exhausted:
+            elif row in sampled.exhausted:
                 sequence.exhaust()
-                finished.append(sample.sequence)
                 dropped += 1
-                continue
-            if row in sampled.logprobs:
-                sequence.take_logprobs(sampled.logprobs[row])
-            if sequence.append(token):
-                finished.append(sample.sequence)
+            else:
+                if row in sampled.logprobs:
+                    sequence.take_logprobs(sampled.logprobs[row])
+                if not sequence.append(int(sampled.tokens[row])):
+                    continue
+            finished.append(number)
+        for number in finished[before:]:
+            self._running.close(number)
+        if self._streams:
+            self._streams.step(numbers)
         return dropped
+
+    def _leave(self, number: int) -> Sequence:
+        """A sequence that has ended."""
+        self._running.leave(number)
+        return self._sequences.pop(number)
 
     def _retire(self, number: int, sequence: Sequence) -> Iterator[list[Completion]]:
         """Yield a prompt's samples once the last of them is done, then its copies."""

@@ -14,7 +14,16 @@ import numpy as np
 from batchgen.engine.planning import Workload, plan_workload
 from batchgen.models.base import ModelSpec
 from batchgen.params import CONSTRAINT_KINDS, HiddenStates, SamplingParams
-from batchgen.plan.types import DecodeRow, PrefillChunk, PrefixGroup, SampleRow, SequenceStart, StepPlan
+from batchgen.plan.types import (
+    DecodeRow,
+    DecodeRows,
+    PrefillChunk,
+    PrefixGroup,
+    SampleRow,
+    SampleRows,
+    SequenceStart,
+    StepPlan,
+)
 from batchgen.request import RequestTable
 
 __all__ = ["PAGES", "Rehearsal", "counted_bytes", "rehearsal", "widest_params"]
@@ -66,7 +75,7 @@ def rehearsal(workload: Workload, spec: ModelSpec, page_size: int, rows: int, to
     texts = bool((workload.table.score_start[live] >= 0).any())
     table = _table(widest, rows, [longest, *_lengths(chunk, longest)], last - longest + 2, texts)
     # Never past the job's own positions: a model may have no more of them.
-    decodes = [DecodeRow(i, last, _pages(last + 1, page_size)) for i in range(rows)]
+    decodes = DecodeRows.of(DecodeRow(i, last, _pages(last + 1, page_size)) for i in range(rows))
     shared = min(longest, last) // page_size
     groups = [PrefixGroup(list(range(rows)), [_PAGE] * shared, 0, shared)] if shared and rows > 1 else []
     lengths_of = enumerate(_lengths(chunk, longest), start=1)
@@ -79,7 +88,7 @@ def rehearsal(workload: Workload, spec: ModelSpec, page_size: int, rows: int, to
         begin=StepPlan(
             starts=[SequenceStart(i, 0, i) for i in range(rows)],
             prefills=[replace(late, start=longest - 1)],
-            samples=[SampleRow(i, 0) for i in range(rows)],
+            samples=SampleRows.of(SampleRow(i, 0) for i in range(rows)),
         ),
         steps=[
             _mixed(prefills, decodes, []),
@@ -143,9 +152,9 @@ def _edits(params: SamplingParams) -> bool:
     return params.shapes_logits or params.min_new_tokens > 0 or params.needs_logprobs
 
 
-def _mixed(prefills: list[PrefillChunk], decodes: list[DecodeRow], groups: list[PrefixGroup]) -> StepPlan:
+def _mixed(prefills: list[PrefillChunk], decodes: DecodeRows, groups: list[PrefixGroup]) -> StepPlan:
     at = sum(chunk.end - chunk.start for chunk in prefills)
-    samples = [SampleRow(row.sequence, at + i) for i, row in enumerate(decodes)]
+    samples = SampleRows(decodes.numbers, at + np.arange(len(decodes)))
     return StepPlan(prefills=prefills, decodes=decodes, groups=groups, samples=samples)
 
 

@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from batchgen.engine.constraints import GrammarMasks
 from batchgen.engine.readout import LogprobsMode, Readout, RowLogprobs
+from batchgen.engine.row_table import Rows
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.shaping import Shaper
 from batchgen.engine.stop_mask import StopMask
@@ -36,7 +38,7 @@ _MASKING = ("allowed_token_ids", "bad_words", "custom_logit_processor")
 class Sampled:
     """One step's draws, on the host. Rows are those handed to the sampler, in order."""
 
-    tokens: list[int]
+    tokens: npt.NDArray[np.int64]
     """[R]"""
     errors: dict[int, ErrorInfo] = field(default_factory=dict)
     """rows that end here, and why; their tokens mean nothing"""
@@ -63,7 +65,6 @@ class Draws:
 
     tokens: Tensor
     """[R] int64 on the device: what the next step may be fed with"""
-    _rows: list[Sequence]
     _columns: _Columns
     _errors: dict[int, ErrorInfo]
     _download: Download
@@ -71,17 +72,18 @@ class Draws:
     def read(self) -> Sampled:
         """Wait for the draws, which a step later is no wait."""
         arrays = iter(self._download.wait())
-        tokens: list[int] = next(arrays).tolist()
+        tokens = next(arrays)
         bad = next(arrays)
         errors = self._errors
         if bad.any():
             errors = dict.fromkeys(np.flatnonzero(bad).tolist(), _NAN) | errors
         exhausted: frozenset[int] = frozenset()
         if self._columns.masked is not None:
-            rows = self._rows
-            empty = [row for row, spent in zip(self._columns.masked_rows, next(arrays), strict=True) if spent]
-            exhausted = frozenset(row for row in empty if rows[row].grammar is not None)
-            errors = {row: _nothing_left(rows[row].request.params) for row in empty if row not in exhausted} | errors
+            rows = self._columns.masked_rows
+            empty = {row: rows[row] for row, spent in zip(rows, next(arrays), strict=True) if spent}
+            exhausted = frozenset(row for row, sequence in empty.items() if sequence.grammar is not None)
+            spent_rows = {row: _nothing_left(empty[row].request.params) for row in empty if row not in exhausted}
+            errors = spent_rows | errors
         readout = self._columns.readout
         return Sampled(tokens, errors, {} if readout is None else readout.by_row(list(arrays)), exhausted)
 
@@ -101,14 +103,14 @@ class Sampler:
         self._ops = ops
         self._processors = processors or {}
         self._mode: LogprobsMode = logprobs_mode
-        self._rows: list[Sequence] = []
+        self._numbers: npt.NDArray[np.int64] | None = None
         self._columns: _Columns | None = None
 
-    def prepare(self, rows: list[Sequence]) -> bool:
+    def prepare(self, rows: Rows) -> bool:
         """Make ready for a step's rows; whether their draws need to know of each row's tokens so far, all of them."""
         return self._of(rows).needs_host
 
-    def draw(self, logits: Tensor, rows: list[Sequence], drawn: Tensor) -> Draws:
+    def draw(self, logits: Tensor, rows: Rows, drawn: Tensor) -> Draws:
         """Draw one token per row.
 
         Args:
@@ -147,13 +149,13 @@ class Sampler:
         download = self._device.download(*sent)
         if columns.shaper is not None:  # last of all: what failed before is drawn again
             columns.shaper.count(tokens)
-        return Draws(tokens, rows, columns, errors, download)
+        return Draws(tokens, columns, errors, download)
 
-    def plain(self, rows: list[Sequence]) -> PlainColumns | None:
+    def plain(self, rows: Rows) -> PlainColumns | None:
         """What `draw` draws by, the same object for the same rows; None where it does more for some of them."""
         return self._of(rows).plain
 
-    def took(self, tokens: Tensor, bad: Tensor, rows: list[Sequence]) -> Draws:
+    def took(self, tokens: Tensor, bad: Tensor, rows: Rows) -> Draws:
         """Draws that somebody else made by `plain`.
 
         Args:
@@ -161,21 +163,25 @@ class Sampler:
             bad: [R] bool, rows that nothing can be drawn from.
             rows: [R] the sequences the rows belong to.
         """
-        return Draws(tokens, rows, self._of(rows), {}, self._device.download(tokens, bad))
+        return Draws(tokens, self._of(rows), {}, self._device.download(tokens, bad))
 
-    def _of(self, rows: list[Sequence]) -> _Columns:
+    def _of(self, rows: Rows) -> _Columns:
         columns = self._columns
-        if columns is None or rows != self._rows:
+        if columns is None or self._numbers is None or not _same(rows.numbers, self._numbers):
             columns = self._columns = _Columns.of(rows, self._processors, self._mode, self._device, self._ops)
-            self._rows = rows
+            self._numbers = rows.numbers
         return columns
 
-    def _not_shown(self, shaper: Shaper, rows: list[Sequence], bad: Tensor | None) -> frozenset[int]:
+    def _not_shown(self, shaper: Shaper, rows: Rows, bad: Tensor | None) -> frozenset[int]:
         """Rows whose logits no processor is shown: spoilt ones, which takes a wait, and ended ones."""
         if not shaper.processes or bad is None:
             return frozenset()
         spoilt = np.flatnonzero(self._device.download(bad).wait()[0]).tolist()
-        return frozenset(spoilt).union(i for i, row in enumerate(rows) if row.ended)
+        return frozenset(spoilt).union(i for i in shaper.places if rows[i].ended)
+
+
+def _same(one: npt.NDArray[np.int64], other: npt.NDArray[np.int64]) -> bool:
+    return one is other or np.array_equal(one, other)
 
 
 def _nothing_left(params: SamplingParams) -> ErrorInfo:
@@ -203,8 +209,8 @@ class _Columns:
     """None: no row is constrained"""
     masked: Tensor | None
     """[w] int64 rows that may be left with nothing; None: no row"""
-    masked_rows: list[int]
-    """[w]"""
+    masked_rows: dict[int, Sequence]
+    """[w], by place"""
     edits: bool
     """whether anything may be written to the logits, which takes float32"""
     needs_host: bool
@@ -212,31 +218,27 @@ class _Columns:
 
     @staticmethod
     def of(
-        rows: list[Sequence],
+        rows: Rows,
         processors: Mapping[str, LoadedProcessor],
         mode: LogprobsMode,
         device: Device,
         ops: Ops,
     ) -> _Columns:
-        params = [row.request.params for row in rows]
+        table, slots = rows.table, rows.slots
         sampling = SamplingColumns.of(
-            [p.temperature for p in params],
-            [p.top_k for p in params],
-            [p.top_p for p in params],
-            [p.min_p for p in params],
-            device,
+            table.temperature[slots], table.top_k[slots], table.top_p[slots], table.min_p[slots], device
         )
-        shaped = [(i, row.shaping) for i, row in enumerate(rows) if row.shaping is not None]
-        grammars = [(i, row) for i, row in enumerate(rows) if row.grammar is not None]
-        masked = sorted({i for i, shaping in shaped if shaping.shape.masks}.union(i for i, _ in grammars))
+        special = [(i, rows[i]) for i in np.flatnonzero(table.special[slots]).tolist()]
+        shaped = [(i, row.shaping) for i, row in special if row.shaping is not None]
+        grammars = [(i, row) for i, row in special if row.grammar is not None]
+        masks = {i for i, shaping in shaped if shaping.shape.masks}.union(i for i, _ in grammars)
+        masked = {i: row for i, row in special if i in masks}
         altered = frozenset(i for i, shaping in shaped if shaping.shape.alters)
-        wanted = [(i, p) for i, p in enumerate(params) if p.needs_logprobs]
-        minimums = [(i, row) for i, row in enumerate(rows) if row.masked_ids]
+        wanted = [(i, row.request.params) for i, row in special if row.request.params.needs_logprobs]
+        minimums = [(i, row) for i, row in special if row.masked_ids]
         shaper = Shaper(shaped, processors, device, ops) if shaped else None
         seeds, samples, places = device.upload(
-            np.array([row.request.seed for row in rows], np.int64),
-            np.array([row.sample_index for row in rows], np.int64),
-            np.array(masked, np.int64),
+            table.seed[slots], table.sample[slots], np.fromiter(masked, np.int64, len(masked))
         )
         edits = bool(shaped or grammars or minimums)
         return _Columns(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from batchgen.engine.constraints import GrammarState
 from batchgen.engine.readout import RowLogprobs
 from batchgen.engine.repetition import repeats
@@ -22,7 +24,8 @@ class Sequence:
     """
 
     __slots__ = (
-        "drawn",
+        "_drawn_by",
+        "_slot",
         "error",
         "finish_reason",
         "grammar",
@@ -59,14 +62,36 @@ class Sequence:
         self.top_ids: list[int] = []
         self.top_logprobs: list[float] = []
         self.ids_logprobs: list[float] = []
-        self.drawn = 0
-        """Tokens drawn, those included that the host has not heard of yet."""
+        self._drawn_by: Callable[[int], int] | None = None
+        self._slot = 0
         self.finish_reason: FinishReason | None = None
         self.error: ErrorInfo | None = None
 
+    def place(self, drawn_by: Callable[[int], int], slot: int) -> None:
+        """It has a slot now; `drawn_by` says how many tokens the sample at a slot has drawn."""
+        self._drawn_by, self._slot = drawn_by, slot
+
+    @property
+    def drawn(self) -> int:
+        """Tokens drawn, those included that the host has not heard of yet."""
+        return 0 if self._drawn_by is None else self._drawn_by(self._slot)
+
+    @property
+    def plain(self) -> bool:
+        """Whether its tokens may be handed to it all at once, those before the last one before that."""
+        if self.stops.follows_text or self.grammar is not None or self.repeat_span is not None:
+            return False
+        return not self.request.params.needs_logprobs and (self.shaping is None or not self.shaping.needs_host)
+
+    @property
+    def special(self) -> bool:
+        """Whether its draws take more than its sampling parameters."""
+        shaped = self.shaping is not None or self.grammar is not None
+        return shaped or bool(self.masked_ids) or self.request.params.needs_logprobs
+
     @property
     def output_ids(self) -> list[int]:
-        """[C] tokens so far."""
+        """[C] tokens so far; those of a plain sample are here once it has ended."""
         return self.stops.output_ids
 
     @property

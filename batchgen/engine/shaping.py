@@ -131,6 +131,11 @@ class Shaping:
         named = shape.params.custom_logit_processor is not None
         self.offered = OfferedRow(request, output_ids) if named else None
 
+    @property
+    def needs_host(self) -> bool:
+        """Whether what is done to its logits depends on its tokens so far, all of which only the host knows."""
+        return self.offered is not None or bool(self.shape.phrases)
+
     def phrase_ends(self) -> Iterator[int]:
         """Tokens that would complete a bad word of several."""
         output = self.output_ids
@@ -147,6 +152,7 @@ class Shaper:
         self, rows: list[tuple[int, Shaping]], processors: Mapping[str, LoadedProcessor], device: Device, ops: Ops
     ) -> None:
         """`rows`: those of a step that ask for something, with their places. All of it goes up in one transfer."""
+        self.places = [i for i, _ in rows]
         self._device = device
         self._ops = ops
         self._processors = processors

@@ -7,7 +7,7 @@ computed, copied and held once; where only their mean is wanted their sum is kep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial, reduce
 from typing import Any, Final
@@ -24,7 +24,7 @@ from batchgen.engine.sample_states import Floats, SampleStates, Stored, Sums, Wa
 from batchgen.kernels.device import Device
 from batchgen.models.base import ModelSpec, Taps
 from batchgen.params import SamplingParams
-from batchgen.plan.types import StepPlan
+from batchgen.plan.types import SampleRow, SampleRows, StepPlan
 from batchgen.request import Request, StateBlock
 
 __all__ = ["PendingStates", "StateKeeper", "state_keeper"]
@@ -121,10 +121,8 @@ class StateKeeper:
         count = sum(map(len, rows))
         draws: list[_Draw] = []
         place: dict[int, int] = {}
-        for sample in plan.samples if self._running else ():
-            kept = self._running.get(sample.sequence)
-            if kept is not None:
-                draws.append(_Draw(kept, place.setdefault(sample.token, len(place))))
+        for sample in self._kept(plan.samples):
+            draws.append(_Draw(self._running[sample.sequence], place.setdefault(sample.token, len(place))))
         rows.append(np.fromiter(place, np.int64, len(place)))
         index = np.concatenate(rows).astype(np.int64, copy=False)
         if not len(index):
@@ -135,6 +133,13 @@ class StateKeeper:
             self._capture.undo(pieces)
             raise
         return PendingStates(Taps(uploaded, plan.tokens, self._layers, self._experts), pieces, draws, count)
+
+    def _kept(self, samples: SampleRows) -> Iterable[SampleRow]:
+        """Draws of samples that want something of it."""
+        if not self._running:
+            return ()
+        wanted = np.isin(samples.numbers, np.fromiter(self._running, np.int64, len(self._running)))
+        return SampleRows(samples.numbers[wanted], samples.tokens[wanted])
 
     def send(self, pending: PendingStates, ring: OutputRing) -> None:
         """Begin to copy what the model has put into the taps to the host."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Final
@@ -19,8 +19,8 @@ from batchgen.engine.joined import Drawn, FailedDraws, JoinedDraws
 from batchgen.engine.output_ring import OutputRing
 from batchgen.engine.planning import Workload
 from batchgen.engine.prompt_logprobs import PendingPrompts, PromptLogprobs
+from batchgen.engine.row_table import Rows, RowTable
 from batchgen.engine.sampler import Sampled, Sampler
-from batchgen.engine.sequence import Sequence
 from batchgen.engine.states import PendingStates, StateKeeper
 from batchgen.errors import DeviceError
 from batchgen.kernels.backend import Backend
@@ -40,8 +40,8 @@ class Flight:
     """A step that has been issued and not been read yet."""
 
     plan: StepPlan
-    rows: list[Sequence] = field(default_factory=list)
-    """[R] of the plan's samples"""
+    rows: Rows | None = None
+    """[R] of the plan's samples; None where nothing is drawn"""
     draws: Drawn | None = None
     """None where nothing is drawn"""
     tapped: PendingStates | None = None
@@ -53,15 +53,9 @@ class Flight:
     failed: list[Part[Flight]] = field(default_factory=list)
     """what of it memory did not hold even alone, and what hung on that"""
 
-    @property
-    def places(self) -> dict[int, int]:
-        """Sequence -> place of its token among the step's draws."""
-        return {sample.sequence: place for place, sample in enumerate(self.plan.samples)}
-
-    def drew(self, rows: list[Sequence], draws: Drawn) -> None:
-        """A token of each sequence in `rows` is on its way."""
-        for row in rows:
-            row.drawn += 1
+    def drew(self, rows: Rows, draws: Drawn) -> None:
+        """A token of each of `rows` is on its way."""
+        rows.drew()
         self.rows, self.draws = rows, draws
 
 
@@ -100,14 +94,12 @@ class StepRunner:
             self.graphs = DecodeGraphs(model, backend.static(pool, device), backend.ops, device)
 
     @torch.inference_mode()
-    def issue(
-        self, plan: StepPlan, sequences: Mapping[int, Sequence], last: Flight | None, catch_up: Callable[[], None]
-    ) -> Flight:
+    def issue(self, plan: StepPlan, running: RowTable, last: Flight | None, catch_up: Callable[[], None]) -> Flight:
         """Queue a step.
 
         Args:
             plan: the step; its sequences have begun.
-            sequences: the running ones, by number.
+            running: at least its sequences.
             last: the step before.
             catch_up: reads that step; called while the device computes, and only for rows that have to know.
         """
@@ -117,42 +109,42 @@ class StepRunner:
         tokens, unread = _unread(last)
 
         def run(part: StepPlan) -> Flight:
-            return self._issue(part, sequences, tokens, unread, catch_up)
+            return self._issue(part, running, tokens, unread, catch_up)
 
         parts = self.halver.run(plan, run)
-        return parts[0].result if parts[0].plan is plan and parts[0].result else self._join(plan, parts, sequences)
+        return parts[0].result if parts[0].plan is plan and parts[0].result else self._join(plan, parts, running)
 
     @torch.inference_mode()
-    def issue_whole(self, plan: StepPlan, sequences: Mapping[int, Sequence], last: Flight | None) -> Flight:
+    def issue_whole(self, plan: StepPlan, running: RowTable, last: Flight | None) -> Flight:
         """Queue a step in one piece, whatever its size: memory that runs out is the caller's to see."""
-        return self._issue(plan, sequences, *_unread(last), lambda: None)
+        return self._issue(plan, running, *_unread(last), lambda: None)
 
     def _issue(
         self,
         plan: StepPlan,
-        sequences: Mapping[int, Sequence],
+        running: RowTable,
         tokens: Tensor | None,
-        unread: Mapping[int, int],
+        unread: Rows | None,
         catch_up: Callable[[], None],
     ) -> Flight:
         """Queue a step or a part of one. When it fails it can be called anew.
 
-        `tokens` [R'] int64 are the last step's draws on the device, `unread` their places by sequence.
+        `tokens` [R'] int64 are the last step's draws on the device, those of `unread`.
         """
         flight = Flight(plan)
         try:
             workload, size = self._workload, self._pool.page_size
-            step = lay_out_step(plan, workload.table, sequences, self._decodes, size, workload.adapter, unread)
-            if not self._run_graph(flight, step, tokens, sequences, catch_up):
-                self._run(flight, step.upload(self._device), tokens, sequences, catch_up)
+            step = lay_out_step(plan, workload.table, running, self._decodes, size, workload.adapter, unread)
+            if not self._run_graph(flight, step, tokens, running, catch_up):
+                self._run(flight, step.upload(self._device), tokens, running, catch_up)
         except BaseException:
             self._withdraw(flight)
             raise
         return flight
 
-    def _join(self, plan: StepPlan, parts: list[Part[Flight]], sequences: Mapping[int, Sequence]) -> Flight:
+    def _join(self, plan: StepPlan, parts: list[Part[Flight]], running: RowTable) -> Flight:
         """One flight of the parts of a step."""
-        flight = Flight(plan, [sequences[sample.sequence] for sample in plan.samples])
+        flight = Flight(plan, running.rows(plan.samples.numbers))
         draws: list[Drawn] = []
         for part in parts:
             if part.result is None:
@@ -168,7 +160,7 @@ class StepRunner:
 
     def read(self, flight: Flight) -> Sampled:
         """What was drawn, once it is here. Steps are read in their order; prompts' and states' keepers take theirs."""
-        sampled = Sampled([]) if flight.draws is None else flight.draws.read()
+        sampled = Sampled(np.zeros(0, np.int64)) if flight.draws is None else flight.draws.read()
         for part in flight.parts or (flight,):
             if self._states is not None and part.tapped is not None:
                 self._states.keep(part.tapped)
@@ -181,7 +173,7 @@ class StepRunner:
         flight: Flight,
         batch: StepBatch,
         tokens: Tensor | None,
-        sequences: Mapping[int, Sequence],
+        running: RowTable,
         catch_up: Callable[[], None],
     ) -> None:
         plan = flight.plan
@@ -192,7 +184,7 @@ class StepRunner:
         if batch.sample_rows is not None:
             # Samples of one prompt draw from the same logits, each from a copy it may mask.
             logits = logits[batch.sample_rows]  # [R, V]
-        rows = [sequences[sample.sequence] for sample in plan.samples]
+        rows = running.rows(plan.samples.numbers)
         if self._sampler.prepare(rows):
             catch_up()
         flight.drew(rows, self._sampler.draw(logits, rows, batch.drawn))
@@ -202,14 +194,14 @@ class StepRunner:
         flight: Flight,
         step: StepArrays,
         tokens: Tensor | None,
-        sequences: Mapping[int, Sequence],
+        running: RowTable,
         catch_up: Callable[[], None],
     ) -> bool:
         """The same by a graph; False where none runs such a step, and nothing has been done."""
         graphs = self.graphs
         if graphs is None or graphs.refused is not None or not step.decodes_alone:
             return False
-        rows = [sequences[sample.sequence] for sample in flight.plan.samples]
+        rows = running.rows(flight.plan.samples.numbers)
         needs_host = self._sampler.prepare(rows)
         tapped = flight.tapped = None if self._states is None else self._states.taps(flight.plan, self._device)
         found = graphs.run(step, tokens, self._sampler.plain(rows), None if tapped is None else tapped.taps)
@@ -271,8 +263,8 @@ class StepRunner:
                 raise
 
 
-def _unread(last: Flight | None) -> tuple[Tensor | None, Mapping[int, int]]:
-    """The last step's draws [R'] int64 on the device, and their places by sequence, where nobody has read them."""
+def _unread(last: Flight | None) -> tuple[Tensor | None, Rows | None]:
+    """The last step's draws [R'] int64 on the device and for whom they are, where nobody has read them."""
     if last is None or last.seen or last.draws is None:
-        return None, {}
-    return last.draws.tokens, last.places
+        return None, None
+    return last.draws.tokens, last.rows

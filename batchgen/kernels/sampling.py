@@ -17,10 +17,10 @@ once, and each further one halves what is left.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -81,39 +81,35 @@ class SamplingColumns:
 
     @staticmethod
     def of(
-        temperature: Sequence[float],
-        top_k: Sequence[int],
-        top_p: Sequence[float],
-        min_p: Sequence[float],
+        temperature: npt.ArrayLike,
+        top_k: npt.ArrayLike,
+        top_p: npt.ArrayLike,
+        min_p: npt.ArrayLike,
         device: Device = HOST,
     ) -> SamplingColumns:
         """Columns of R rows without keys; see `with_keys`."""
-        count = len(temperature)
-        kinds: dict[tuple[int, bool, bool], list[int]] = {}
-        greedy_rows = []
-        for row in range(count):
-            if temperature[row] < GREEDY_TEMPERATURE:
-                greedy_rows.append(row)
-                continue
-            # Rows of similar top_k go together; without one, rows that need no filter are kept apart.
-            k = 1 << (top_k[row] - 1).bit_length() if top_k[row] > 0 else 0
-            kind = (k, True, True) if k else (0, top_p[row] < 1.0, min_p[row] > 0.0)
-            kinds.setdefault(kind, []).append(row)
-        floats = (np.array(values, np.float32) for values in (temperature, top_p, min_p))
-        lists = (np.array(rows, np.int64) for rows in (top_k, greedy_rows, *kinds.values()))
-        temperatures, top_ps, min_ps, top_ks, *indexes = device.upload(*floats, *lists)
-        greedy_index, *drawn = (None if len(index) == count else index for index in indexes)
+        temperatures, top_ps, min_ps = (np.asarray(values, np.float32) for values in (temperature, top_p, min_p))
+        top_ks = np.asarray(top_k, np.int64)
+        count = len(temperatures)
+        drawing = temperatures >= np.float32(GREEDY_TEMPERATURE)
+        places: list[npt.NDArray[np.int64]] = []
+        kinds: list[tuple[int, bool, bool]] = []
+        if drawing.any():
+            for kind in np.unique(code := _kinds(drawing, top_ks, top_ps, min_ps)).tolist():
+                if kind >= 0:
+                    index = np.flatnonzero(code == kind)
+                    places.append(index)
+                    kinds.append((int(top_ks[index].max()), True, True) if kind > 3 else (0, kind & 1 > 0, kind > 1))
+        on_device = device.upload(temperatures, top_ps, min_ps, top_ks, np.flatnonzero(~drawing), *places)
+        greedy_index, *drawn = (None if len(index) == count else index for index in on_device[4:])
         return SamplingColumns(
-            temperature=temperatures,
-            top_k=top_ks,
-            top_p=top_ps,
-            min_p=min_ps,
+            temperature=on_device[0],
+            top_k=on_device[3],
+            top_p=on_device[1],
+            min_p=on_device[2],
             keys=None,
             greedy_rows=greedy_index,
-            draws=tuple(
-                _Rows(index, max(top_k[i] for i in rows) if k else 0, has_top_p, has_min_p)
-                for ((k, has_top_p, has_min_p), rows), index in zip(kinds.items(), drawn, strict=True)
-            ),
+            draws=tuple(_Rows(index, *kind) for index, kind in zip(drawn, kinds, strict=True)),
         )
 
     @property
@@ -124,6 +120,21 @@ class SamplingColumns:
     def with_keys(self, keys: Tensor) -> SamplingColumns:
         """The same columns for a step whose draws have these keys [R] int64."""
         return replace(self, keys=keys)
+
+
+def _kinds(
+    drawing: npt.NDArray[np.bool_],
+    top_k: npt.NDArray[np.int64],
+    top_p: npt.NDArray[np.float32],
+    min_p: npt.NDArray[np.float32],
+) -> npt.NDArray[np.int64]:
+    """[R] equal for rows that are drawn in one go; -1 for greedy ones.
+
+    Rows of similar top_k go together, at 4 + ceil(log2(top_k)); without one, rows that need no filter are kept apart.
+    """
+    filters = (top_p < 1.0).astype(np.int64) + 2 * (min_p > 0.0)
+    power = np.ceil(np.log2(np.maximum(top_k, 1))).astype(np.int64)
+    return np.where(drawing, np.where(top_k > 0, 4 + power, filters), -1)
 
 
 def nan_rows(logits: Tensor) -> Tensor:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
 from batchgen.plan.config import SchedulerStats
-from batchgen.plan.types import PrefillChunk, SampleRow, StepPlan
+from batchgen.plan.types import DecodeRows, PrefillChunk, SampleRow, SampleRows, StepPlan
 
 __all__ = ["StepBuilder"]
 
@@ -21,6 +24,7 @@ class StepBuilder:
         self.blocked = False
         """Begun sequences wait for pages: nothing new may begin."""
         self._stats = stats
+        self._samples: list[SampleRow] = []
 
     def chunk(
         self, request: int, sequence: int | None, start: int, end: int, pages: list[int], *, store: bool = True
@@ -37,4 +41,17 @@ class StepBuilder:
 
     def sample(self, sequence: int, flat: int) -> None:
         """Have the next token of `sequence` drawn from the logits of flat token `flat`."""
-        self.plan.samples.append(SampleRow(sequence, flat))
+        self._samples.append(SampleRow(sequence, flat))
+
+    def decode(self, rows: DecodeRows, places: npt.NDArray[np.int64]) -> None:
+        """Add the decode rows [R], each of which draws, behind all chunks; `places`: 0..R-1."""
+        plan = self.plan
+        plan.decodes = rows
+        tokens = places + self.flat if self.flat else places
+        if not self._samples:
+            plan.samples = SampleRows(rows.numbers, tokens)
+            return
+        chunks = SampleRows.of(self._samples)
+        plan.samples = SampleRows(
+            np.concatenate([chunks.numbers, rows.numbers]), np.concatenate([chunks.tokens, tokens])
+        )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-
 from batchgen.plan.nodes import Node
+from batchgen.plan.running import Running
 from batchgen.plan.sequences import Sequence
 from batchgen.plan.types import PrefixGroup
 
@@ -41,8 +40,8 @@ class PrefixGroups:
                 del self._siblings(node)[node.id]
             node = node.parent
 
-    def of(self, running: list[Sequence]) -> list[PrefixGroup]:
-        """The groups of the decode rows, given in tree order. The same list while no row joins or leaves."""
+    def of(self, running: Running[Sequence]) -> list[PrefixGroup]:
+        """The groups of the decode rows, in tree order. The same list while no row joins or leaves."""
         if self._groups is None:
             self._groups = self._build(running)
         return self._groups
@@ -50,10 +49,10 @@ class PrefixGroups:
     def _siblings(self, node: Node) -> dict[int, Node]:
         return self._roots if node.parent is None else node.parent.shared
 
-    def _build(self, running: list[Sequence]) -> list[PrefixGroup]:
+    def _build(self, running: Running[Sequence]) -> list[PrefixGroup]:
         groups: list[PrefixGroup] = []
         self.saving = 0
-        rows = [sequence.row for sequence in running]
+        rows = running.tree_rows
         stack = [(node, 0) for node in self._roots.values()]
         while stack:
             node, covered = stack.pop()
@@ -64,7 +63,7 @@ class PrefixGroups:
                 continue
             saving = (node.rows - 1) * (node.full - covered) * self._page_size
             if saving > 0 and saving >= self._min_saving:
-                low = bisect_left(rows, self._first_row[node.id])
+                low = int(rows.searchsorted(self._first_row[node.id]))
                 pages = running[low].pages[covered : node.full]
                 groups.append(PrefixGroup(list(range(low, low + node.rows)), pages, covered, node.full))
                 self.saving += saving

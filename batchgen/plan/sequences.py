@@ -11,10 +11,12 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from enum import Enum
 
+import numpy as np
+
 from batchgen.plan.builder import StepBuilder
 from batchgen.plan.config import SchedulerStats
 from batchgen.plan.nodes import COMPUTING, Node, Nodes
-from batchgen.plan.types import DecodeRow, SampleRow
+from batchgen.plan.running import Running
 
 __all__ = ["Phase", "Sequence", "Sequences"]
 
@@ -42,7 +44,7 @@ class Sequence:
     """Node at whose end its prompt ends."""
     prompt_len: int
     position: int
-    """Position fed next; `prompt_len - 1` before the first token is drawn."""
+    """Position fed next; `prompt_len - 1` before the first token is drawn. As it was at the last join while RUNNING."""
     limit: int
     """Position at which no further token is asked for: P + max_new - 1."""
     phase: Phase
@@ -66,10 +68,6 @@ def _age(sequence: Sequence) -> int:
     return sequence.id
 
 
-def _tree_order(sequence: Sequence) -> tuple[int, int]:
-    return (sequence.row, sequence.id)
-
-
 class Sequences:
     """All begun sequences and the pages they hold beside their nodes'."""
 
@@ -81,7 +79,7 @@ class Sequences:
         left: Callable[[Node | None], None],
     ) -> None:
         self.by_id: dict[int, Sequence] = {}
-        self.running: list[Sequence] = []
+        self.running: Running[Sequence] = Running()
         """Decode rows, in tree order."""
         self.resuming: list[Sequence] = []
         """Oldest first."""
@@ -97,8 +95,7 @@ class Sequences:
         self._left = left
         self._next_id = 0
         self._kv_positions = 0
-        self._draws: list[SampleRow] | None = None
-        self._draws_from = 0
+        self._places = np.arange(0)
 
     def begin(self, request: int, row: int, node_id: int, prompt_len: int, max_new: int, *, drawn: bool) -> int:
         """A new sequence; `drawn` if this step draws its first token, else it has to compute its logits itself."""
@@ -127,17 +124,18 @@ class Sequences:
         Returns:
             Whether sequences were preempted for it.
         """
-        short = [sequence for sequence in self.running if sequence.position == sequence.capacity]
+        short = self.running.full()
+        if not short:
+            return False
         if len(short) <= self._allocator.free_count or self._nodes.make_room(lambda: len(short), spare_waiting=True):
-            for sequence in short:
-                self._extend(sequence)
+            self.running.grow(short, self._allocator.alloc(len(short)), self._page_size)
             return False
         before = self._stats.preemptions
-        for sequence in sorted(short, key=_age):
+        for sequence in sorted((self.running[place] for place in short), key=_age):
             while sequence.phase is Phase.RUNNING and not self._nodes.make_room(lambda: 1, spare_waiting=False):
                 self._preempt(max((*self.running, *self.resuming), key=_age))
             if sequence.phase is Phase.RUNNING:
-                self._extend(sequence)
+                self.running.grow([self.running.place(sequence)], self._allocator.alloc(1), self._page_size)
         return self._stats.preemptions > before
 
     def join(self, builder: StepBuilder, recompute: Callable[[int, StepBuilder, bool], None]) -> None:
@@ -184,28 +182,17 @@ class Sequences:
 
     def emit(self, builder: StepBuilder) -> int:
         """Add the decode rows and what they draw; returns the cached positions they attend to."""
-        running = self.running
-        builder.plan.decodes = [DecodeRow(s.id, s.position, s.pages) for s in running]
-        if self._draws is None or self._draws_from != builder.flat:
-            self._draws = [SampleRow(s.id, token) for token, s in enumerate(running, builder.flat)]
-            self._draws_from = builder.flat
-        builder.plan.samples += self._draws
-        self._stats.decode_tokens += len(running)
+        count = len(self.running)
+        if len(self._places) != count:
+            self._places = np.arange(count)
+        builder.decode(self.running.decode_rows(), self._places)
+        self._stats.decode_tokens += count
         return self._kv_positions
 
     def commit(self) -> None:
         """Every scheduled sequence has gained its token."""
-        full = []
-        for sequence in self.running:
-            position = sequence.position + 1
-            sequence.position = position
-            if position == sequence.limit:
-                full.append(sequence)
         self._kv_positions += len(self.running)
-        for sequence in full:
-            self._stop(sequence, Phase.PARKED)
-        if full:
-            self.running = [s for s in self.running if s.phase is Phase.RUNNING]
+        self._stop(self.running.advance(), Phase.PARKED)
         for sequence in self._scheduled:
             sequence.position += 1
             if sequence.position == sequence.limit:
@@ -222,19 +209,16 @@ class Sequences:
         Raises:
             KeyError: an id that names no begun, unended sequence.
         """
-        phases = set()
-        for sequence in [self.by_id.pop(i) for i in ids]:
-            phases.add(sequence.phase)
-            if sequence.phase is Phase.RUNNING:
-                self._stop(sequence, Phase.ENDED)
+        ended = [self.by_id.pop(i) for i in ids]
+        phases = {sequence.phase for sequence in ended}
+        self._stop([sequence for sequence in ended if sequence.phase is Phase.RUNNING], Phase.ENDED)
+        for sequence in ended:
             sequence.phase = Phase.ENDED
             if sequence.node is None:
                 self._nodes.wait(sequence.node_id, -1)
             else:
                 self._give_back(sequence, sequence.node)
             self._nodes.release(sequence.node_id)
-        if Phase.RUNNING in phases:
-            self.running = [s for s in self.running if s.phase is Phase.RUNNING]
         if Phase.RESUMING in phases:
             self.resuming = [s for s in self.resuming if s.phase is Phase.RESUMING]
         if Phase.WAITING in phases:
@@ -272,32 +256,27 @@ class Sequences:
 
     def _run(self, sequence: Sequence) -> None:
         sequence.phase = Phase.RUNNING
-        insort(self.running, sequence, key=_tree_order)
+        self.running.add(sequence)
         self._kv_positions += sequence.position + 1
-        self._draws = None
         self._joined(sequence.node)
 
-    def _stop(self, sequence: Sequence, phase: Phase) -> None:
-        """It decodes no more; the caller takes it out of `running`."""
-        sequence.phase = phase
-        self._kv_positions -= sequence.position + 1
-        self._draws = None
-        self._left(sequence.node)
+    def _stop(self, sequences: list[Sequence], phase: Phase) -> None:
+        """They decode no more."""
+        self.running.remove(sequences)
+        for sequence in sequences:
+            sequence.phase = phase
+            self._kv_positions -= sequence.position + 1
+            self._left(sequence.node)
 
     def _queue(self, sequence: Sequence) -> None:
         sequence.phase = Phase.WAITING
         insort(self.line, sequence, key=_age)
 
-    def _extend(self, sequence: Sequence) -> None:
-        sequence.pages += self._allocator.alloc(1)
-        sequence.capacity += self._page_size
-
     def _preempt(self, sequence: Sequence) -> None:
         assert sequence.node is not None
         self._stats.preemptions += 1
         if sequence.phase is Phase.RUNNING:
-            self._stop(sequence, Phase.WAITING)
-            self.running.remove(sequence)
+            self._stop([sequence], Phase.WAITING)
         else:
             self.resuming.remove(sequence)
         self._give_back(sequence, sequence.node)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from batchgen.plan.types import PrefillChunk, PrefixGroup, SampleRow, StepPlan
+from batchgen.plan.types import PrefillChunk, PrefixGroup, SampleRows, StepPlan
 
 __all__ = ["split_plan"]
 
@@ -33,7 +33,7 @@ def split_plan(plan: StepPlan, page_size: int, at_tokens: int | None = None) -> 
     left, right = _cut_chunks(plan.prefills, at, page_size)
     begun = sum(chunk.end - chunk.start for chunk in left)
     decodes = at - begun
-    mine = sum(sample.token < at for sample in plan.samples)
+    mine = int((plan.samples.tokens < at).sum())
     first = StepPlan(
         starts=plan.starts,
         copies=plan.copies,
@@ -46,7 +46,7 @@ def split_plan(plan: StepPlan, page_size: int, at_tokens: int | None = None) -> 
         prefills=right,
         decodes=plan.decodes[decodes:],
         groups=_groups(plan.groups, decodes, len(plan.decodes)),
-        samples=[SampleRow(sample.sequence, sample.token - at) for sample in plan.samples[mine:]],
+        samples=SampleRows(plan.samples.numbers[mine:], plan.samples.tokens[mine:] - at),
     )
     return first, second
 

@@ -1,4 +1,4 @@
-"""What the scheduler says about one step: plain lists that the engine turns into tensors.
+"""What the scheduler says about one step: lists and columns that the engine turns into tensors.
 
 Vocabulary. A *node* is a segment of the prefix tree: prompt positions [start, end) that every prompt below it shares.
 A *sequence* is one sample being generated. A *page* holds `page_size` consecutive positions of keys and values;
@@ -8,8 +8,25 @@ page tables are indexed by position // page_size. Page 0 is scratch: nothing rea
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
-__all__ = ["DecodeRow", "PageCopy", "PrefillChunk", "PrefixGroup", "SampleRow", "SequenceStart", "StepPlan"]
+from batchgen.plan.rows import DecodeRow, DecodeRows, SampleRow, SampleRows
+
+__all__ = [
+    "DecodeRow",
+    "DecodeRows",
+    "PageCopy",
+    "PrefillChunk",
+    "PrefixGroup",
+    "SampleRow",
+    "SampleRows",
+    "SequenceStart",
+    "StepPlan",
+]
+
+
+_NO_ROWS: Final = DecodeRows.of([])
+_NO_DRAWS: Final = SampleRows.of([])
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +56,6 @@ class PrefillChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeRow:
-    """Feed the last token of `sequence`, which stands at `position`, and attend to 0..position."""
-
-    sequence: int
-    position: int
-    pages: list[int]
-
-
-@dataclass(frozen=True, slots=True)
 class PrefixGroup:
     """Decode rows that share positions [start_page * S, end_page * S): attended once for all of them.
 
@@ -59,17 +67,6 @@ class PrefixGroup:
     pages: list[int]
     start_page: int
     end_page: int
-
-
-@dataclass(frozen=True, slots=True)
-class SampleRow:
-    """Draw the next token of `sequence` from the logits of flat token `token` of the step.
-
-    Flat tokens count the chunks' positions in order, then the decode rows.
-    """
-
-    sequence: int
-    token: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +85,9 @@ class StepPlan:
     starts: list[SequenceStart] = field(default_factory=list)
     copies: list[PageCopy] = field(default_factory=list)
     prefills: list[PrefillChunk] = field(default_factory=list)
-    decodes: list[DecodeRow] = field(default_factory=list)
+    decodes: DecodeRows = field(default_factory=lambda: _NO_ROWS)
     groups: list[PrefixGroup] = field(default_factory=list)
-    samples: list[SampleRow] = field(default_factory=list)
+    samples: SampleRows = field(default_factory=lambda: _NO_DRAWS)
 
     @property
     def tokens(self) -> int:

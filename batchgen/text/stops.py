@@ -74,6 +74,16 @@ class StopState:
         self.event: StopEvent | None = None
         """Set by the token that ended the sample; nothing may be appended after."""
 
+    @property
+    def stopping(self) -> frozenset[int]:
+        """Every id that ends the sample."""
+        return self._stopping
+
+    @property
+    def follows_text(self) -> bool:
+        """Whether the text after each token counts; if not, no token but the last means anything to this object."""
+        return self._search is not None
+
     def _new_search(self) -> StopSearch:
         params = self._params
         detokenizer = Detokenizer(self._tokenizer, params.skip_special_tokens, params.spaces_between_special_tokens)

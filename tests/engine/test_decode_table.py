@@ -10,12 +10,12 @@ from batchgen.engine.decode_table import DecodeTable
 from batchgen.kernels.types import AttentionBatch
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
 from batchgen.plan.tree import build_tree
-from batchgen.plan.types import StepPlan
+from batchgen.plan.types import DecodeRow, DecodeRows, StepPlan
 
 
 def filled(table: DecodeTable, plan: StepPlan) -> tuple[AttentionBatch, list[np.ndarray]]:  # type: ignore[type-arg]
     attention = AttentionBatch(slot_mapping=torch.empty(0, dtype=torch.int64))
-    found = table.fill(attention, plan.decodes, plan.groups)
+    found = table.fill(attention, plan.decodes, plan.groups, plan.decodes.numbers)
     return attention, list(found)
 
 
@@ -42,10 +42,10 @@ def test_advancing_equals_laying_out(page_size: int, pages: int) -> None:
     left: dict[int, int] = {}
     while (plan := scheduler.step()) is not None:
         if plan.decodes:
-            before = table._pages
+            before = table.laid_out
             got, arrays = filled(table, plan)
             want, expected = filled(DecodeTable(page_size), plan)
-            advanced += table._pages is before
+            advanced += table.laid_out == before
             for name in ("decode_pages", "decode_lens", "decode_own_start"):
                 np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
             assert got.max_decode_len == want.max_decode_len
@@ -70,11 +70,9 @@ def test_advancing_equals_laying_out(page_size: int, pages: int) -> None:
 
 def test_rows_that_sat_out_a_step_are_laid_out_anew() -> None:
     """The same rows at other places, which an interrupted step may bring, are not taken for the next step's."""
-    from batchgen.plan.types import DecodeRow
-
     table, groups = DecodeTable(4), []
     for position in (5, 6, 6, 9, 10):
-        plan = StepPlan(decodes=[DecodeRow(1, position, [7, 8, 9])], groups=groups)
+        plan = StepPlan(decodes=DecodeRows.of([DecodeRow(1, position, [7, 8, 9])]), groups=groups)
         attention, (positions, slots) = filled(table, plan)
         assert positions.tolist() == [position]
         assert slots.tolist() == [[7, 8, 9][position // 4] * 4 + position % 4]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from batchgen.engine.halving import Halver, Part, is_out_of_memory
 from batchgen.errors import DeviceError
 from batchgen.plan.scheduler import SchedulerConfig
-from batchgen.plan.types import DecodeRow, PrefillChunk, SampleRow, StepPlan
+from batchgen.plan.types import DecodeRow, DecodeRows, PrefillChunk, SampleRow, SampleRows, StepPlan
 from tests.plan.simulator import Simulator
 from tests.plan.test_scheduler import tight_jobs
 
@@ -30,7 +30,7 @@ class Short(Simulator):
         self.checked = True
 
     def execute(self, plan: StepPlan) -> None:
-        begin = replace(plan, prefills=[], decodes=[], groups=[], samples=[])
+        begin = replace(plan, prefills=[], decodes=DecodeRows.of([]), groups=[], samples=SampleRows.of([]))
         super().execute(begin)
         parts = self.halver.run(replace(plan, starts=[], copies=[]), self.part)
         assert [(s.sequence) for part in parts for s in part.plan.samples] == [s.sequence for s in plan.samples]
@@ -62,7 +62,8 @@ def test_jobs_end_whatever_fits_at_once(
 
 def decodes(count: int) -> StepPlan:
     return StepPlan(
-        decodes=[DecodeRow(i, 3, [i + 1]) for i in range(count)], samples=[SampleRow(i, i) for i in range(count)]
+        decodes=DecodeRows.of(DecodeRow(i, 3, [i + 1]) for i in range(count)),
+        samples=SampleRows.of(SampleRow(i, i) for i in range(count)),
     )
 
 
@@ -133,7 +134,7 @@ def test_what_follows_a_position_that_does_not_fit_is_not_tried() -> None:
     plan = StepPlan(
         prefills=[*chunks, PrefillChunk(2, None, 0, 8, [3, 4])],
         decodes=decodes(9).decodes,
-        samples=[SampleRow(20, 7), SampleRow(21, 1007), SampleRow(22, 1015)],
+        samples=SampleRows.of([SampleRow(20, 7), SampleRow(21, 1007), SampleRow(22, 1015)]),
     )
     device = Device(poison=covers(1, 100))
     halver = Halver(4, 2000, device.release)
@@ -149,7 +150,7 @@ def test_what_follows_a_position_that_does_not_fit_is_not_tried() -> None:
 
 def test_logits_that_do_not_fit_leave_the_prompt_standing() -> None:
     chunk = PrefillChunk(0, None, 0, 9, [1, 2, 3])
-    plan = StepPlan(prefills=[chunk], samples=[SampleRow(i, 8) for i in range(6)])
+    plan = StepPlan(prefills=[chunk], samples=SampleRows.of(SampleRow(i, 8) for i in range(6)))
     device = Device(poison=lambda plan: any(s.sequence == 4 for s in plan.samples))
     parts = Halver(4, 64, device.release).run(plan, device)
     assert sequences(parts) == ([0, 1, 2, 3, 5], [4])

@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 from batchgen.plan.scheduler import SchedulerConfig
 from batchgen.plan.split import split_plan
-from batchgen.plan.types import DecodeRow, PrefillChunk, PrefixGroup, SampleRow, SequenceStart, StepPlan
+from batchgen.plan.types import (
+    DecodeRow,
+    DecodeRows,
+    PrefillChunk,
+    PrefixGroup,
+    SampleRow,
+    SampleRows,
+    SequenceStart,
+    StepPlan,
+)
 from tests.plan.simulator import Simulator
 from tests.plan.test_scheduler import configs, rows, tight_jobs
 
@@ -113,8 +122,8 @@ def test_a_chunk_is_cut_at_a_position() -> None:
     plan = StepPlan(
         starts=[SequenceStart(3, 0, 0)],
         prefills=[PrefillChunk(0, None, 3, 10, [5, 6, 7]), PrefillChunk(1, 2, 0, 1, [8])],
-        decodes=[DecodeRow(1, 4, [9, 10])],
-        samples=[SampleRow(3, 6), SampleRow(2, 7), SampleRow(1, 8)],
+        decodes=DecodeRows.of([DecodeRow(1, 4, [9, 10])]),
+        samples=SampleRows.of([SampleRow(3, 6), SampleRow(2, 7), SampleRow(1, 8)]),
     )
     halves = split_plan(plan, 4)
     assert halves is not None
@@ -122,12 +131,12 @@ def test_a_chunk_is_cut_at_a_position() -> None:
     assert halves[1] == StepPlan(
         prefills=[PrefillChunk(0, None, 7, 10, [5, 6, 7]), PrefillChunk(1, 2, 0, 1, [8])],
         decodes=plan.decodes,
-        samples=[SampleRow(3, 2), SampleRow(2, 3), SampleRow(1, 4)],
+        samples=SampleRows.of([SampleRow(3, 2), SampleRow(2, 3), SampleRow(1, 4)]),
     )
 
 
 def test_groups_are_those_of_the_rows_that_stay_together() -> None:
-    decodes = [DecodeRow(i, 20, [1, 2, 3 + i // 2, 9 + i, 20 + i, 30 + i]) for i in range(6)]
+    decodes = DecodeRows.of(DecodeRow(i, 20, [1, 2, 3 + i // 2, 9 + i, 20 + i, 30 + i]) for i in range(6))
     groups = [PrefixGroup(list(range(6)), [1, 2], 0, 2)]
     groups += [PrefixGroup([i, i + 1], [3 + i // 2], 2, 3) for i in (0, 2, 4)]
     halves = split_plan(StepPlan(decodes=decodes, groups=groups), 4, 3)
@@ -145,18 +154,19 @@ def test_groups_are_those_of_the_rows_that_stay_together() -> None:
 @pytest.mark.parametrize("draws", [1, 2, 5])
 def test_samples_of_one_token_are_dealt_out(draws: int) -> None:
     chunk = PrefillChunk(0, None, 7, 8, [1, 2])
-    plan = StepPlan(prefills=[chunk], samples=[SampleRow(i, 0) for i in range(draws)])
+    plan = StepPlan(prefills=[chunk], samples=SampleRows.of(SampleRow(i, 0) for i in range(draws)))
     halves = split_plan(plan, 4)
     assert halves is not None
     assert [half.prefills[0].store for half in halves] == [True, False]
     assert [len(half.samples) for half in halves] == [draws // 2, draws - draws // 2]
-    assert halves[0].samples + halves[1].samples == plan.samples
+    assert [*halves[0].samples, *halves[1].samples] == plan.samples
 
 
 def test_what_is_left_when_nothing_can_be_cut() -> None:
     chunk = PrefillChunk(0, None, 7, 8, [1, 2])
     assert split_plan(StepPlan(), 4) is None
     assert split_plan(StepPlan(prefills=[chunk]), 4) is None
-    assert split_plan(StepPlan(decodes=[DecodeRow(0, 3, [1])], samples=[SampleRow(0, 0)]), 4) is None
+    row, draw = DecodeRows.of([DecodeRow(0, 3, [1])]), SampleRows.of([SampleRow(0, 0)])
+    assert split_plan(StepPlan(decodes=row, samples=draw), 4) is None
     kept = PrefillChunk(0, None, 7, 8, [1, 2], store=False)
-    assert split_plan(StepPlan(prefills=[kept], samples=[SampleRow(0, 0)]), 4) is None
+    assert split_plan(StepPlan(prefills=[kept], samples=draw), 4) is None

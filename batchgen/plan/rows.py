@@ -1,0 +1,116 @@
+"""A step's decode rows and draws as columns: read as arrays at a cost that does not grow with the rows, or one by one.
+
+The columns of a plan never change. While no row joins or leaves, plans share `numbers`, the same array object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["DecodeRow", "DecodeRows", "SampleRow", "SampleRows"]
+
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRow:
+    """Feed the last token of `sequence`, which stands at `position`, and attend to 0..position."""
+
+    sequence: int
+    position: int
+    pages: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """Draw the next token of `sequence` from the logits of flat token `token` of the step.
+
+    Flat tokens count the chunks' positions in order, then the decode rows.
+    """
+
+    sequence: int
+    token: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeRows(Sequence[DecodeRow]):
+    """The decode rows of a step, in order."""
+
+    numbers: Int64
+    """[R] sequences"""
+    positions: Int64
+    """[R]"""
+    pages: list[list[int]]
+    """[R] page tables, which are the scheduler's own"""
+
+    @staticmethod
+    def of(rows: Iterable[DecodeRow]) -> DecodeRows:
+        """Columns of single rows."""
+        rows = list(rows)
+        numbers = np.array([row.sequence for row in rows], np.int64)
+        return DecodeRows(numbers, np.array([row.position for row in rows], np.int64), [row.pages for row in rows])
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+    @overload
+    def __getitem__(self, index: int) -> DecodeRow: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> DecodeRows: ...
+
+    def __getitem__(self, index: int | slice) -> DecodeRow | DecodeRows:
+        if isinstance(index, slice):
+            return DecodeRows(self.numbers[index], self.positions[index], self.pages[index])
+        return DecodeRow(int(self.numbers[index]), int(self.positions[index]), self.pages[index])
+
+    def __iter__(self) -> Iterator[DecodeRow]:
+        return map(DecodeRow, self.numbers.tolist(), self.positions.tolist(), self.pages)
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleRows(Sequence[SampleRow]):
+    """The draws of a step, in order; no sequence twice."""
+
+    numbers: Int64
+    """[R] sequences"""
+    tokens: Int64
+    """[R] flat tokens"""
+
+    @staticmethod
+    def of(rows: Iterable[SampleRow]) -> SampleRows:
+        """Columns of single draws."""
+        pairs = np.array([(row.sequence, row.token) for row in rows], np.int64).reshape(-1, 2)
+        return SampleRows(pairs[:, 0], pairs[:, 1])
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> SampleRow: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> SampleRows: ...
+
+    def __getitem__(self, index: int | slice) -> SampleRow | SampleRows:
+        if isinstance(index, slice):
+            return SampleRows(self.numbers[index], self.tokens[index])
+        return SampleRow(int(self.numbers[index]), int(self.tokens[index]))
+
+    def __iter__(self) -> Iterator[SampleRow]:
+        return map(SampleRow, self.numbers.tolist(), self.tokens.tolist())
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]

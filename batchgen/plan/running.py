@@ -1,0 +1,122 @@
+"""The decode rows between steps, a column for each thing that a step needs of them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Iterator
+from collections.abc import Sequence as Seq
+from typing import Final, Generic, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from batchgen.plan.rows import DecodeRows
+
+__all__ = ["Running", "RunningRow"]
+
+Int64 = npt.NDArray[np.int64]
+
+_ID, _ROW, _POSITION, _LIMIT, _CAPACITY = range(5)
+_ROOM: Final = 64
+
+
+class RunningRow(Protocol):
+    """What is asked of a row that decodes."""
+
+    id: int
+    row: int
+    position: int
+    limit: int
+    capacity: int
+    pages: list[int]
+
+
+Row = TypeVar("Row", bound=RunningRow)
+
+
+class Running(Generic[Row]):
+    """Rows that decode, in tree order. A step costs no Python per row, one that joins or leaves costs its own.
+
+    While a row is in, its position is the column's; its own is set when it leaves.
+    """
+
+    def __init__(self) -> None:
+        self._rows: list[Row] = []
+        self._pages: list[list[int]] = []
+        self._columns = np.empty((5, _ROOM), np.int64)
+        self._numbers: Int64 | None = None
+        self._tables: list[list[int]] = []
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self._rows)
+
+    def __getitem__(self, place: int) -> Row:
+        return self._rows[place]
+
+    @property
+    def tree_rows(self) -> Int64:
+        """[R] places of the rows' requests in the tree's order, rising."""
+        return self._columns[_ROW, : len(self._rows)]
+
+    def add(self, row: Row) -> None:
+        """A row begins to decode."""
+        count = len(self._rows)
+        if count == self._columns.shape[1]:
+            self._columns = np.concatenate([self._columns, np.empty_like(self._columns)], axis=1)
+        at = bisect_left(self._rows, (row.row, row.id), key=_tree_order)
+        self._columns[:, at + 1 : count + 1] = self._columns[:, at:count]
+        self._columns[:, at] = row.id, row.row, row.position, row.limit, row.capacity
+        self._rows.insert(at, row)
+        self._pages.insert(at, row.pages)
+        self._numbers = None
+
+    def remove(self, rows: Collection[Row]) -> None:
+        """Rows decode no more."""
+        if not rows:
+            return
+        places = sorted(self.place(row) for row in rows)
+        kept = np.ones(len(self._rows), np.bool_)
+        kept[places] = False
+        for place in reversed(places):
+            self._rows.pop(place).position = int(self._columns[_POSITION, place])
+            del self._pages[place]
+        self._columns[:, : len(self._rows)] = self._columns[:, : len(kept)][:, kept]
+        self._numbers = None
+
+    def full(self) -> list[int]:
+        """Places of those whose pages end before their position."""
+        columns = self._columns[:, : len(self._rows)]
+        found: list[int] = np.flatnonzero(columns[_POSITION] == columns[_CAPACITY]).tolist()
+        return found
+
+    def place(self, row: Row) -> int:
+        """Where a row stands."""
+        return bisect_left(self._rows, (row.row, row.id), key=_tree_order)
+
+    def grow(self, places: Seq[int], pages: Seq[int], page_size: int) -> None:
+        """Rows get a page each."""
+        for place, page in zip(places, pages, strict=True):
+            row = self._rows[place]
+            row.pages.append(page)
+            row.capacity += page_size
+        self._columns[_CAPACITY, places] += page_size
+
+    def advance(self) -> list[Row]:
+        """All stand one position further; those that have come to their limit."""
+        columns = self._columns[:, : len(self._rows)]
+        columns[_POSITION] += 1
+        return [self._rows[i] for i in np.flatnonzero(columns[_POSITION] == columns[_LIMIT]).tolist()]
+
+    def decode_rows(self) -> DecodeRows:
+        """As a plan has them."""
+        columns = self._columns[:, : len(self._rows)]
+        if self._numbers is None:
+            self._numbers, self._tables = columns[_ID].copy(), self._pages.copy()
+        return DecodeRows(self._numbers, columns[_POSITION].copy(), self._tables)
+
+
+def _tree_order(row: RunningRow) -> tuple[int, int]:
+    return (row.row, row.id)

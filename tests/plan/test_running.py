@@ -1,0 +1,62 @@
+"""The decode rows' columns, against a sorted list of rows that is looked through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+
+from batchgen.plan.running import Running
+
+
+@dataclass(eq=False)
+class Row:
+    id: int
+    row: int
+    position: int
+    limit: int
+    capacity: int
+    pages: list[int] = field(default_factory=list)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_columns_are_those_of_a_list(seed: int) -> None:
+    """Rows join and leave at random, and grow more than there is room for at first; full ones get pages."""
+    rng, running = Random(seed), Running[Row]()
+    rows: list[Row] = []
+    position: dict[int, int] = {}
+    for number in range(250):
+        for _ in range(rng.choice([0, 0, 1, 3])):
+            begin = rng.randrange(20)
+            capacity = -(-(begin + 1) // 4) * 4
+            row = Row(number * 8 + len(rows) % 8, rng.randrange(30), begin, begin + rng.randint(1, 300), capacity)
+            if any(other.id == row.id for other in rows):
+                continue
+            row.pages = list(range(capacity // 4))
+            running.add(row)
+            rows.append(row)
+            position[row.id] = begin
+        rows.sort(key=lambda row: (row.row, row.id))
+        full = [i for i, row in enumerate(rows) if position[row.id] == row.capacity]
+        assert running.full() == full
+        running.grow(full, [99] * len(full), 4)
+        before = running.decode_rows()
+        assert running.decode_rows().numbers is before.numbers
+        assert len(running) == len(rows)
+        assert list(running) == rows
+        assert running.tree_rows.tolist() == [row.row for row in rows]
+        want = [(row.id, position[row.id], row.pages) for row in rows]
+        assert [(row.sequence, row.position, row.pages) for row in before] == want
+        assert [(row.sequence, row.position, row.pages) for row in before[1:3]] == want[1:3]
+        for row in rows:
+            position[row.id] += 1
+        at_limit = [row for row in rows if position[row.id] == row.limit]
+        assert running.advance() == at_limit
+        assert [row.position for row in before] == [at for _, at, _ in want], "a plan's columns stay"
+        leaving = at_limit + [row for row in rows if row not in at_limit and rng.random() < 0.004]
+        rng.shuffle(leaving)
+        running.remove(leaving)
+        assert [row.position for row in leaving] == [position[row.id] for row in leaving]
+        rows = [row for row in rows if row not in leaving]
+    assert len(rows) > 64
