@@ -27,8 +27,8 @@ def bench(
             show_default=False,
             help="unique, shared-prefix, few-shot-tree, mixed-lengths (none named: these four), multi-turn, n-samples, "
             "json-constrained, logprobs, hidden-states, many-loras, all (of these), demo (with --model demo), or a "
-            ".toml file. For GPUs: w-nano, w-prefix, w-unshared, w-tree. Without a model: plan, the planner alone. "
-            "Example: shared-prefix",
+            ".toml file. For GPUs: w-nano, w-prefix, w-unshared, w-tree. Without engines to compare: plan (the planner "
+            "alone), startup (to the help, to the first token). Example: shared-prefix",
         ),
     ] = None,
     model: Annotated[
@@ -124,10 +124,14 @@ def bench(
         from batchgen.job.bench.planning import PlanSize, run_plan_bench
 
         run_plan_bench(PlanSize.parse(plan_size), typer.echo)
-        names = tuple(name for name in names if name != "plan")
-        if not names:
-            return
+    if "startup" in names:
+        from batchgen.job.bench.startup import run_startup_bench
+
+        run_startup_bench(repeat, typer.echo)
+    with_engines = tuple(name for name in names if name not in ("plan", "startup"))
+    if names and not with_engines:
+        return
     from batchgen.job.bench.run import BenchConfig, run_bench  # torch: seconds that `--help` must not pay
 
-    config = BenchConfig(names, model, peers, repeat, dtype, device, cpu_threads, chart, timeout)
+    config = BenchConfig(with_engines, model, peers, repeat, dtype, device, cpu_threads, chart, timeout)
     run_bench(config, typer.echo)

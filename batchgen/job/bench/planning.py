@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from batchgen.data.spool import TokenSpool
 from batchgen.errors import UsageError
+from batchgen.job.bench.machine import commit_name, cpu_name
 from batchgen.plan.estimate import find_dedup, plan_counts
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
 from batchgen.plan.sort import sort_prompts
@@ -82,12 +83,14 @@ class PlanFigure:
     """Of all phases together."""
     phases: dict[str, float]
     cpu_seconds: float
-    threads: int
+    processors: int
     """Processors that this process may run on."""
     ids_bytes: int
     """Token ids, mapped from disk."""
     scratch_bytes: int | None
     """Most memory that planning took beside them; None where the system does not tell (no Linux)."""
+    cpu: str
+    commit: str | None
 
     def to_json(self) -> str:
         """One line."""
@@ -155,9 +158,11 @@ def measure_planning(shape: str, size: PlanSize, tokens: Int32s) -> PlanFigure:
         seconds=round(sum(phases.values()), 3),
         phases={name: round(seconds, 3) for name, seconds in phases.items()},
         cpu_seconds=round(time.process_time() - cpu, 3),
-        threads=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        processors=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         ids_bytes=tokens.nbytes,
         scratch_bytes=memory.bytes,
+        cpu=cpu_name(),
+        commit=commit_name(),
     )
 
 

@@ -1,0 +1,29 @@
+"""`batchgen bench startup`: three figures, each of whole processes; how long they are is the machine's affair."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from batchgen.cli.app import run_command
+from batchgen.job.bench.startup import StartFailed, _start
+
+
+def test_three_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["bench", "startup", "--repeat", "1"]) == 0
+    found = {line["metric"]: line for line in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert list(found) == ["help_seconds", "first_token_seconds", "run_seconds"]
+    for line in found.values():
+        assert line["workload"] == "startup"
+        assert line["repeat"] == 1
+        assert 0 < line["min"] == line["value"] == line["max"]
+    assert found["help_seconds"]["value"] < found["first_token_seconds"]["value"] < found["run_seconds"]["value"]
+    assert found["first_token_seconds"]["cpu_seconds"] is None
+    assert found["help_seconds"]["cpu_seconds"] < found["run_seconds"]["cpu_seconds"]
+
+
+def test_a_process_that_fails_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StartFailed, match=r"batchgen run nowhere\.jsonl -o x\.parquet failed: error: .*nowhere"):
+        _start(["run", "nowhere.jsonl", "-o", "x.parquet"], tmp_path)
