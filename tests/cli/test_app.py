@@ -239,7 +239,7 @@ def test_an_internal_error_says_where_and_never_quotes(
         ("run p --kv-memory lots", "`--kv-memory` takes a size such as 4096, 512MB or 1.5GiB, got 'lots'"),
         ("run p --lora a", "`--lora` takes NAME=PATH, got 'a'"),
         ("run p --tensor-parallel 2", "`--tensor-parallel` is not built yet; leave it out"),
-        ("run p --attention fast", "`--attention` takes one of auto, flash, triton, torch; got 'fast'"),
+        ("run p --attention fast", "`--attention` takes one of auto, flash, triton, compiled, torch; got 'fast'"),
         ("run p --resume --overwrite", "`--resume` and `--overwrite` exclude each other"),
         ("run p q", "there are several inputs: name the result file with -o results.parquet"),
         ("run -", "stdin has no name: name the result file with -o results.parquet"),
