@@ -14,20 +14,25 @@ from functools import cache
 from typing import Any, Final, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.kernels.cpu.library import DTYPES, library
+from batchgen.kernels.quantization import Int8Weight
 
-__all__ = ["METHODS", "MatmulCall", "Method", "PackedWeight", "matmul", "methods", "pack", "unpack"]
+__all__ = ["METHODS", "MatmulCall", "Method", "PackedWeight", "matmul", "methods", "pack", "pack_int8", "unpack"]
 
-Method = Literal["widened", "dot"]
+Method = Literal["widened", "dot", "int8"]
 """How numbers are multiplied. `widened`: in float32, bfloat16 weights widened on the way, exactly. `dot`: by the
-processor's bfloat16 dot instruction, which sums in pairs and takes denormal numbers for zero."""
+processor's bfloat16 dot instruction, which sums in pairs and takes denormal numbers for zero. `int8`: by its int8 dot
+instruction, over weights that were quantised for it (`kernels.quantization`)."""
 
 METHODS: Final[dict[tuple[torch.dtype, Method], int]] = {
     (torch.float32, "widened"): 0,
     (torch.bfloat16, "widened"): 1,
     (torch.bfloat16, "dot"): 2,
+    (torch.float32, "int8"): 3,
+    (torch.bfloat16, "int8"): 4,
 }
 """By the dtype of x and W: `Method` of `src/matmul.h`."""
 
@@ -65,7 +70,9 @@ class PackedWeight:
     """A weight W [O, I] in panels."""
 
     data: Tensor
-    """Flat, of W's dtype."""
+    """Flat; of W's dtype, or bytes where it is quantised."""
+    dtype: torch.dtype
+    """x's and y's."""
     inner: int
     outer: int
     scratch: int
@@ -83,6 +90,7 @@ def _library() -> Any:
         ("bg_matmul_scratch", (c_int64, c_int64), c_int64),
         ("bg_matmul_panel", (), c_int64),
         ("bg_matmul_has_dot", (), c_int64),
+        ("bg_matmul_has_int8", (), c_int64),
     ):
         function = getattr(found, name)
         function.argtypes, function.restype = arguments, result
@@ -91,8 +99,8 @@ def _library() -> Any:
 
 def methods(dtype: torch.dtype) -> tuple[Method, ...]:
     """How the library can multiply `dtype` on this processor; empty for a dtype that it does not take."""
-    found: list[Method] = [name for kind, name in METHODS if kind == dtype]
-    return tuple(name for name in found if name != "dot" or _library().bg_matmul_has_dot())
+    has = {"widened": True, "dot": _library().bg_matmul_has_dot(), "int8": _library().bg_matmul_has_int8()}
+    return tuple(name for kind, name in METHODS if kind == dtype and has[name])
 
 
 def pack(weight: Tensor) -> PackedWeight:
@@ -111,11 +119,26 @@ def pack(weight: Tensor) -> PackedWeight:
     call = _Packing(weight.data_ptr(), data.data_ptr(), inner, outer, weight.stride(0))
     _library().bg_matmul_pack(ctypes.byref(call), pair - 1, torch.get_num_threads())
     scratch = _library().bg_matmul_scratch(inner, METHODS[weight.dtype, "widened"])
-    return PackedWeight(data, inner, outer, scratch)
+    return PackedWeight(data, weight.dtype, inner, outer, scratch)
+
+
+def pack_int8(weight: Int8Weight, dtype: torch.dtype) -> PackedWeight:
+    """A quantised weight in panels, for x of `dtype`: a copy, in the layout of `src/int8.h`."""
+    outer, count, size = weight.numbers.shape
+    panel = _library().bg_matmul_panel()
+    panels = -(-outer // panel)
+    more = panels * panel - outer
+    numbers = F.pad(weight.numbers, (0, 0, 0, 0, 0, more)).view(panels, panel, count, size // 4, 4)
+    scales = F.pad(weight.scales, (0, 0, 0, more)).view(panels, panel, count).transpose(1, 2).contiguous()
+    corrections = (128 * numbers.sum((3, 4), dtype=torch.int32)).transpose(1, 2).contiguous()
+    parts = (scales, corrections, numbers.permute(0, 2, 3, 1, 4).contiguous())
+    data = torch.cat([part.view(panels, count, -1).view(torch.uint8) for part in parts], -1).flatten()
+    scratch = _library().bg_matmul_scratch(weight.inner, METHODS[dtype, "int8"])
+    return PackedWeight(data, dtype, weight.inner, outer, scratch)
 
 
 def unpack(packed: PackedWeight) -> Tensor:
-    """The weight [O, I] that was packed, bit for bit."""
+    """The weight [O, I] that `pack` took, bit for bit."""
     weight = torch.empty(packed.outer, packed.inner, dtype=packed.data.dtype)
     call = _Packing(weight.data_ptr(), packed.data.data_ptr(), packed.inner, packed.outer, packed.inner)
     _library().bg_matmul_unpack(ctypes.byref(call), weight.dtype == torch.bfloat16, torch.get_num_threads())
@@ -147,14 +170,16 @@ def matmul(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, method: 
         x: numbers.
         packed: W.
         bias: b [O] as contiguous float32.
-        method: one of `methods(x.dtype)`.
+        method: one of `methods(x.dtype)`; "int8" for what `pack_int8` made, and for nothing else.
 
     Raises:
         TypeError: x's dtype is not W's, or b is not float32.
         ValueError: the sizes do not fit.
     """
-    if x.dtype != packed.data.dtype or (bias is not None and bias.dtype != torch.float32):
-        raise TypeError(f"x is {x.dtype}, W {packed.data.dtype}, b {None if bias is None else bias.dtype}")
+    if x.dtype != packed.dtype or (bias is not None and bias.dtype != torch.float32):
+        raise TypeError(f"x is {x.dtype}, W {packed.dtype}, b {None if bias is None else bias.dtype}")
+    if (method == "int8") is not (packed.data.dtype == torch.uint8):
+        raise ValueError(f"W is not packed to be multiplied by {method}")
     if x.shape[-1] != packed.inner or (bias is not None and bias.shape != (packed.outer,)):
         raise ValueError(f"x [..., {x.shape[-1]}] does not fit W [{packed.outer}, {packed.inner}] and its b")
     shape = x.shape

@@ -3,35 +3,16 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "int8.h"
 #include "parallel.h"
+#include "rows.h"
 #include "tiles.h"
 
 namespace bg {
 namespace {
 
-constexpr int64_t ROW_BLOCK = 64;     // rows of x that share one widening of a panel
 constexpr int64_t INNER_BLOCK = 192;  // even; a block of a widened panel fits the first level of cache
 constexpr int64_t FEW_TILES = 3;      // fewer tiles than this cannot fetch the next block by one line in two k
-
-constexpr int64_t up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
-
-template <int N, class Kernel>
-inline __attribute__((always_inline)) void one_tile(int64_t rows, int64_t row, Kernel& kernel) {
-    if (rows == N) kernel(std::integral_constant<int, N>{}, row);
-    else if constexpr (N > 1) one_tile<N - 1>(rows, row, kernel);
-}
-
-// Calls kernel(constant n, first row) for runs of n <= TILE_ROWS rows, as even as can be: a last tile of one row would
-// wait for its own sums.
-template <class Kernel>
-void by_tiles(int64_t rows, Kernel kernel) {
-    const int64_t tiles = up(rows, TILE_ROWS) / TILE_ROWS;
-    for (int64_t t = 0, row = 0; t < tiles; t++) {
-        const int64_t end = rows * (t + 1) / tiles;
-        one_tile<TILE_ROWS>(end - row, row, kernel);
-        row = end;
-    }
-}
 
 // What comes after a block of weights, handed out to the block's tiles.
 class NextBlock {
@@ -57,28 +38,16 @@ class NextBlock {
     const bool few;
 };
 
-// One thread's panels, and where it works.
-struct Share {
+// A thread's part of a product: its share, with the working memory of these methods.
+struct Part : Share {
     const Matmul& m;
-    int64_t panel, panel_end;
-    float* c;           // [ROW_BLOCK, PANEL]
     float* wide_panel;  // [INNER_BLOCK, PANEL]
     void* wide_x;       // [ROW_BLOCK, K rounded up to 2]
+    Part(const Matmul& of, const Share& share)
+        : Share(share), m(of), wide_panel(share.work), wide_x(share.work + INNER_BLOCK * PANEL) {}
 };
 
-template <class T>
-void write(const Matmul& m, const float* c, int64_t row, int64_t rows, int64_t column) {
-    const int64_t width = std::min<int64_t>(PANEL, m.outer - column);
-    const float* bias = m.bias ? m.bias + column : nullptr;
-    for (int64_t r = 0; r < rows; r++, c += PANEL) {
-        T* out = static_cast<T*>(m.out) + (row + r) * m.out_stride + column;
-        int64_t i = 0;
-        for (; i + LANES <= width; i += LANES) store(out + i, bias ? load(c + i) + load(bias + i) : load(c + i));
-        for (; i < width; i++) put(out + i, bias ? c[i] + bias[i] : c[i]);
-    }
-}
-
-void float32_rows(const Share& s, int64_t row, int64_t rows) {
+void float32_rows(const Part& s, int64_t row, int64_t rows) {
     const Matmul& m = s.m;
     const float* x = static_cast<const float*>(m.x) + row * m.x_stride;
     for (int64_t p = s.panel; p < s.panel_end; p++) {
@@ -107,7 +76,7 @@ void widen_rows(const Matmul& m, int64_t row, int64_t rows, float* out) {
     }
 }
 
-void widened_rows(const Share& s, int64_t row, int64_t rows) {
+void widened_rows(const Part& s, int64_t row, int64_t rows) {
     const Matmul& m = s.m;
     const int64_t even = up(m.inner, 2);
     float* x = static_cast<float*>(s.wide_x);
@@ -138,7 +107,7 @@ void widened_rows(const Share& s, int64_t row, int64_t rows) {
 }
 
 #if defined(__AVX512BF16__)
-void dot_rows(const Share& s, int64_t row, int64_t rows) {
+void dot_rows(const Part& s, int64_t row, int64_t rows) {
     const Matmul& m = s.m;
     const int64_t even = up(m.inner, 2);
     const bf16* x = static_cast<const bf16*>(m.x) + row * m.x_stride;
@@ -171,12 +140,12 @@ void dot_rows(const Share& s, int64_t row, int64_t rows) {
 
 // The sums over no k.
 template <class T>
-void no_products(const Share& s, int64_t row, int64_t rows) {
+void no_products(const Part& s, int64_t row, int64_t rows) {
     std::fill(s.c, s.c + ROW_BLOCK * PANEL, 0.0f);
     for (int64_t p = s.panel; p < s.panel_end; p++) write<T>(s.m, s.c, row, rows, p * PANEL);
 }
 
-void rows_of(const Share& s, int64_t row, int64_t rows) {
+void rows_of(const Part& s, int64_t row, int64_t rows) {
     const int64_t method = s.m.method;
     if (s.m.inner == 0) return method == F32 ? no_products<float>(s, row, rows) : no_products<bf16>(s, row, rows);
     if (method == F32) float32_rows(s, row, rows);
@@ -188,27 +157,17 @@ void rows_of(const Share& s, int64_t row, int64_t rows) {
 
 }  // namespace
 
-int64_t matmul_scratch(int64_t inner, int64_t) {
+int64_t matmul_scratch(int64_t inner, int64_t method) {
+    if (method == INT8_F32 || method == INT8_BF16) return int8_scratch(inner);
     return 4 * (ROW_BLOCK * PANEL + INNER_BLOCK * PANEL + ROW_BLOCK * up(inner, 16));
 }
 
 void matmul_part(const Matmul& m, int thread, int threads) {
-    const int64_t panels = up(m.outer, PANEL) / PANEL;
-    if (panels == 0 || m.rows == 0) return;
-    // Threads beyond the panels share the rows.
-    const int64_t tiles = up(m.rows, TILE_ROWS) / TILE_ROWS;
-    const int64_t groups = std::clamp<int64_t>(threads / panels, 1, tiles), across = threads / groups;
-    if (thread >= groups * across) return;
-    const int64_t group = thread / across, column = thread % across;
-    float* scratch = reinterpret_cast<float*>(static_cast<char*>(m.scratch) + thread * matmul_scratch(m.inner, m.method));
-    const Share s{m,       panels * column / across,      panels * (column + 1) / across,
-                  scratch, scratch + ROW_BLOCK * PANEL,   scratch + (ROW_BLOCK + INNER_BLOCK) * PANEL};
-    const int64_t begin = m.rows * group / groups, rows = m.rows * (group + 1) / groups - begin;
-    const int64_t blocks = up(rows, ROW_BLOCK) / ROW_BLOCK;
-    for (int64_t i = 0; i < blocks; i++) {
-        const int64_t from = rows * i / blocks, to = rows * (i + 1) / blocks;
-        rows_of(s, begin + from, to - from);
-    }
+    if (m.method == INT8_F32 || m.method == INT8_BF16) return int8_part(m, thread, threads);
+    const int64_t scratch = matmul_scratch(m.inner, m.method);
+    by_share(m, thread, threads, scratch, [&](const Share& s, int64_t row, int64_t rows) {
+        rows_of(Part(m, s), row, rows);
+    });
 }
 
 }  // namespace bg

@@ -21,6 +21,8 @@ enum Method : int64_t {
     F32 = 0,           // float32 throughout
     BF16_WIDENED = 1,  // bfloat16 in and out, multiplied and summed in float32
     BF16_DOT = 2,      // the processor's dot instruction, which sums pairs and flushes denormal numbers
+    INT8_F32 = 3,      // int8 weights by groups (int8.h), float32 in and out
+    INT8_BF16 = 4,     // the same, bfloat16 in and out
 };
 
 struct Matmul {

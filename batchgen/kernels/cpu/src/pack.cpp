@@ -81,6 +81,15 @@ int64_t bg_matmul_has_dot() {
 #endif
 }
 
+// Whether the int8 dot instruction is there.
+int64_t bg_matmul_has_int8() {
+#if defined(__AVX512VNNI__)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
 void bg_matmul_pack(const bg::Packing* p, int64_t bfloat16, int64_t threads) {
 #pragma omp parallel num_threads(threads)
     if (bfloat16) bg::pack<bg::bf16>(*p);

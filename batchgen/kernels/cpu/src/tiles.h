@@ -3,6 +3,12 @@
 
 #include "matmul.h"
 
+#if defined(__FMA__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
 namespace bg {
 
 // As wide as the processor's registers: wider ones of simd.h would be taken apart and spilled.
@@ -36,6 +42,20 @@ inline __attribute__((always_inline)) void stream(const void* p) {
 
 alignas(64) constexpr float NO_SUMS[TILE_ROWS * PANEL] = {};
 
+// a * b + c with one rounding where the processor has that: said, not left to the compiler, which may fuse one sum of a
+// tile and not another, and then rows would differ by where they stand.
+inline __attribute__((always_inline)) rf fused(rf a, rf b, rf c) {
+#if defined(__AVX512F__)
+    return (rf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (rf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON)
+    return (rf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
 template <int ROWS>
 struct Sums {
     rf of[ROWS][COLUMNS];
@@ -61,7 +81,7 @@ struct Sums {
         for (int r = 0; r < ROWS; r++) {
             const rf a = x[r * stride] - rf{};
 #pragma GCC unroll 8
-            for (int v = 0; v < COLUMNS; v++) of[r][v] += a * w[v];
+            for (int v = 0; v < COLUMNS; v++) of[r][v] = fused(a, w[v], of[r][v]);
         }
     }
 };

@@ -1,0 +1,29 @@
+// y = x W^T + b with W in int8 by groups of inputs, and x quantised to eight bits on the way, row by row and group by
+// group.
+//
+// K is cut into groups of `group_size` inputs. Within a group W[n][k] = scale[n] * w[n][k] and x[k] = s * (u[k] - 128),
+// so that a group's part of y[n] is s * scale[n] * (sum of u[k] w[n][k] - correction[n]), correction = 128 * sum of w:
+// sums of integers, exact. Parts are added in float32 in the order of k: a row is the same bits in every batch.
+//
+// Layout: [panels][groups] of { float scale[PANEL]; int32 correction[PANEL]; int8 w[group_size / 4][PANEL][4]; }, zeros
+// beyond N and K.
+#pragma once
+
+#include "matmul.h"
+
+namespace bg {
+
+constexpr int64_t GROUP = 128;  // most inputs of a group
+
+struct Groups {
+    int64_t count, size;  // `size` is a multiple of 4
+    explicit Groups(int64_t inner) : count((inner + GROUP - 1) / GROUP), size(0) {
+        if (count) size = ((inner + count - 1) / count + 3) / 4 * 4;
+    }
+    int64_t bytes() const { return PANEL * (8 + size); }  // of one group of one panel
+};
+
+int64_t int8_scratch(int64_t inner);
+void int8_part(const Matmul& m, int thread, int threads);
+
+}  // namespace bg

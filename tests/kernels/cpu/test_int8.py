@@ -1,0 +1,127 @@
+"""Products over int8 weights against the plain version, and that against what it approximates."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from batchgen.kernels.cpu.library import loaded
+from batchgen.kernels.cpu.matmul import PackedWeight, matmul, methods, pack, pack_int8
+from batchgen.kernels.quantization import int8_linear, quantise_weight
+
+DTYPES = (torch.float32, torch.bfloat16)
+here = pytest.mark.skipif(
+    not loaded() or "int8" not in methods(torch.float32), reason="this processor has no int8 dot instruction"
+)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def packed(weight: Tensor) -> PackedWeight:
+    return pack_int8(quantise_weight(weight), weight.dtype)
+
+
+def assert_same(got: Tensor, want: Tensor, terms: Tensor) -> None:
+    """But for the rounding of sums of groups, and of the dtype."""
+    step = {torch.float32: 2.0**-21, torch.bfloat16: 2.0**-8}[got.dtype]
+    assert got.dtype == want.dtype
+    assert got.shape == want.shape
+    assert bool(((got.double() - want.double()).abs() <= step * terms + 1e-30).all())
+
+
+@pytest.mark.parametrize("inner", [1, 127, 128, 129, 576, 1000])
+def test_groups_and_their_errors(inner: int) -> None:
+    weight = randn(20, inner) * torch.logspace(-3, 3, inner)
+    made = quantise_weight(weight)
+    assert made.numbers.dtype == torch.int8
+    assert made.numbers.shape[2] <= 128
+    assert made.numbers.shape[2] % 4 == 0
+    assert made.numbers.abs().amax() == 127
+    scales = made.scales.repeat_interleave(made.numbers.shape[2], 1)[:, :inner]
+    assert bool(((made.dense() - weight).abs() <= scales * 0.5001).all())
+
+
+def test_plain_product_is_near_the_full_one() -> None:
+    x, weight, bias = randn(50, 576), randn(300, 576, seed=1), randn(300, seed=2)
+    exact = x @ weight.T + bias
+    error = (int8_linear(x, quantise_weight(weight), bias) - exact).norm() / exact.norm()
+    assert error < 0.015
+    assert torch.equal(
+        int8_linear(x[:, None], quantise_weight(weight)), int8_linear(x, quantise_weight(weight))[:, None]
+    )
+
+
+@here
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=80, deadline=None)
+@given(
+    rows=st.integers(0, 80),
+    inner=st.integers(1, 450),
+    outer=st.integers(1, 120),
+    biased=st.booleans(),
+    threads=st.integers(1, 9),
+    scale=st.sampled_from([1e-12, 1.0, 1e12]),
+    seed=st.integers(0, 99),
+)
+def test_compiled_is_plain(
+    dtype: torch.dtype, rows: int, inner: int, outer: int, biased: bool, threads: int, scale: float, seed: int
+) -> None:
+    x = (randn(rows, inner, seed=seed) * scale).to(dtype)
+    weight = randn(outer, inner, dtype=dtype, seed=seed + 1)
+    bias = randn(outer, seed=seed + 2) * scale if biased else None
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        got = matmul(x, packed(weight), bias, "int8")
+    finally:
+        torch.set_num_threads(before)
+    terms = x.double().abs() @ weight.double().abs().T + (0 if bias is None else bias.double().abs())
+    assert_same(got, int8_linear(x, quantise_weight(weight), bias), terms)
+
+
+@here
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
+    x, weight = randn(150, 577, dtype=dtype), packed(randn(130, 577, dtype=dtype, seed=1))
+    whole = matmul(x, weight, None, "int8")
+    for begin, end in [(0, 1), (3, 5), (1, 8), (0, 8), (2, 11), (70, 95), (5, 69), (9, 90), (149, 150)]:
+        assert torch.equal(matmul(x[begin:end], weight, None, "int8"), whole[begin:end])
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 7, 33):
+            torch.set_num_threads(threads)
+            assert torch.equal(matmul(x, weight, None, "int8"), whole)
+    finally:
+        torch.set_num_threads(before)
+
+
+@here
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_nothing_and_numbers_that_are_none(dtype: torch.dtype) -> None:
+    x, weight = randn(20, 300, dtype=dtype), randn(50, 300, dtype=dtype, seed=1)
+    x[2], x[5, :100] = 0, 1e-40
+    weight[7] = 0
+    clean = matmul(x, packed(weight), None, "int8")
+    assert clean[2].eq(0).all()
+    assert clean[:, 7].eq(0).all()
+    x[3, 299], x[11, 0] = math.inf, math.nan
+    got = matmul(x, packed(weight), None, "int8")
+    others = [i for i in range(20) if i not in (3, 11)]
+    assert torch.equal(got[others], clean[others])
+    assert not got[[3, 11]][:, [0, 6, 8, 49]].isfinite().any()
+
+
+@here
+def test_layouts_are_not_mixed_up() -> None:
+    x, weight = randn(2, 8), randn(3, 8)
+    with pytest.raises(ValueError, match="not packed"):
+        matmul(x, packed(weight), None, "widened")
+    with pytest.raises(ValueError, match="not packed"):
+        matmul(x, pack(weight), None, "int8")
