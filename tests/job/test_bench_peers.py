@@ -119,10 +119,10 @@ def test_left_out_of_a_workload_of_all_or_not_at_all() -> None:
     assert absent.has("other", "toy")
     assert not absent.has("other", "next")
     assert not absent.has("other")
-    absent.check(["batchgen", "other"], ["toy", "next"])
+    absent.check([("batchgen", "toy"), ("other", "toy"), ("other", "next")])
     with pytest.raises(EngineFailed, match=r"no peer could be measured:\nleft out: other of toy: other failed: out of"):
-        absent.check(["batchgen", "other"], ["toy"])
-    absent.check(["batchgen"], ["toy"])
+        absent.check([("batchgen", "toy"), ("other", "toy")])
+    absent.check([("batchgen", "toy")])
     with absent.on_failure("other", "next"):
         raise EngineGone("it is gone")
     assert absent.has("other")

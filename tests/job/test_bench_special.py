@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
+from typing import ClassVar
 
 import pytest
 
 from batchgen.job.bench.adapters import adapter_folders, merge_adapter
 from batchgen.job.bench.engines import engine_batchgen, engine_transformers, engine_transformers_continuous
+from batchgen.job.bench.gate import GateRed
 from batchgen.job.bench.named import MORE_WORKLOADS
-from batchgen.job.bench.process import Generated, LoadSpec
+from batchgen.job.bench.peers import EngineSource
+from batchgen.job.bench.process import EngineFailed, EngineProcess, Generated, LoadSpec
+from batchgen.job.bench.run import BenchConfig, run_bench
 from batchgen.job.bench.shapes import Shape, build_model
 from batchgen.job.bench.special import check_adapted, check_fields, check_samples, returned_counts
 from batchgen.job.bench.workloads import AdapterSet, BenchRow
 from batchgen.text.tokenizer import Tokenizer
+from tests.job.bench_toys import TOY
+from tests.job.test_bench import InProcess, quiet
 
 TEXT = Shape(2, 32, 4, 2, 8, 48, 400, context=128, text=True)
 ROWS = [BenchRow([7, 11, 300 + i], 12) for i in range(4)]
@@ -76,3 +84,103 @@ def test_an_adapters_rows_are_those_of_the_merged_model(
     bare, merged = (Here(engine_transformers, path).generate(ROWS, {"batch": 1}).outputs for path in (folder, tmp_path))
     rows = [replace(row, fields={"lora_path": pairs[1][0]}) for row in ROWS]
     check_adapted("toy", Here(engine_batchgen, folder, lora=pairs), {}, rows, merged, bare)
+
+
+# Whole runs
+
+SPECIAL_TOY = TOY + "\n[fields]\nreturn_logprob = true\ntop_logprobs_num = 3\n"
+ADAPTED_TOY = TOY.replace('"toy"', '"adapted"') + "\n[adapters]\ncount = 2\nrank = 2\n"
+SAMPLED_TOY = TOY.replace('"toy"', '"sampled"\nsamples = 2')
+
+
+@pytest.fixture
+def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    paths = []
+    for number, text in enumerate((ADAPTED_TOY, SPECIAL_TOY, SAMPLED_TOY)):
+        paths.append(tmp_path / f"{number}.toml")
+        paths[-1].write_text(text)
+    return tuple(map(str, paths))
+
+
+class Loads(InProcess):
+    """Writes down what each engine loads and runs."""
+
+    seen: ClassVar[list[tuple[str, str, bool, int]]] = []
+    """(engine, dtype, whether adapters are loaded, samples of the first row of each pass)"""
+
+    @staticmethod
+    @contextmanager
+    def start(source: EngineSource, spec: LoadSpec) -> Iterator[Loads]:
+        engine = Loads(source, spec)
+        engine.adapted = "lora" in spec.options
+        yield engine
+
+    def generate(self, rows: Sequence[BenchRow], setting: Mapping[str, int]) -> Generated:
+        Loads.seen.append((self.name, self.dtype, self.adapted, rows[0].samples))
+        return super().generate(rows, setting)
+
+
+def test_special_workloads_run_beside_their_plain_rows(folder: Path, toys: tuple[str, ...], tmp_path: Path) -> None:
+    lines: list[str] = []
+    Loads.seen.clear()
+    console = quiet()
+    chart = tmp_path / "toys.html"
+    config = BenchConfig(toys, str(folder), "transformers", 2, "bfloat16", "cpu", 1, chart=chart)
+    run_bench(config, lines.append, console, Loads.start)
+    figures = [json.loads(line) for line in lines]
+    rates = [(f["workload"], f["engine"]) for f in figures if f["metric"] == "output_tokens_per_second"]
+    assert rates == [
+        ("toy", "batchgen"),
+        ("sampled", "batchgen"),
+        ("sampled", "transformers"),
+        ("adapted", "batchgen"),
+    ], "transformers is not asked for what it is not known to give; adapters come last, in processes of their own"
+    slower = [(f["workload"], f["engine"], f["value"]) for f in figures if f["metric"] == "slowdown"]
+    assert slower == [("toy", "batchgen", 0.0), ("adapted", "batchgen", 0.0)], "every pass takes a second here"
+    measured = {(name, adapted) for name, dtype, adapted, _ in Loads.seen if dtype == "bfloat16"}
+    assert measured == {("batchgen", False), ("transformers", False), ("batchgen", True)}
+    counted = {f["workload"]: f["counted"] for f in figures if f["engine"] == "batchgen"}
+    assert counted["toy"]["top_logprobs"] == 3 * counted["toy"]["output_tokens"]
+    assert counted["sampled"]["output_tokens"] == 2 * counted["toy"]["output_tokens"]
+    assert counted["adapted"]["distinct_prompt_tokens"] == counted["adapted"]["prompt_tokens"]
+    assert "50.0 %" not in chart.read_text(encoding="utf-8")
+    assert "adapted" in chart.read_text(encoding="utf-8")
+
+
+class Deaf(InProcess):
+    """Returns no logprobs."""
+
+    @staticmethod
+    @contextmanager
+    def start(source: EngineSource, spec: LoadSpec) -> Iterator[InProcess]:
+        yield Deaf(source, spec)
+
+    def generate(self, rows: Sequence[BenchRow], setting: Mapping[str, int]) -> Generated:
+        found = super().generate(rows, setting)
+        return replace(found, counted={k: v for k, v in found.counted.items() if k != "top_logprobs"})
+
+
+def test_no_figure_of_special_rows_that_give_too_little(folder: Path, toys: tuple[str, ...]) -> None:
+    lines: list[str] = []
+    config = BenchConfig(toys[1:2], str(folder), "none", 1, "float32", "cpu", 1)
+    with pytest.raises(GateRed, match="batchgen on toy in float32: None top logprobs came back, not"):
+        run_bench(config, lines.append, quiet(), Deaf.start)
+    assert lines == []
+
+
+def test_every_engine_gets_the_same_threads(tmp_path: Path) -> None:
+    """What libraries read their number of threads from is set for a process whatever this one's says."""
+    python = tmp_path / "python"
+    told = tmp_path / "told"
+    python.write_text(f"#!/bin/sh\nenv > {told}\n")
+    python.chmod(0o755)
+    with pytest.raises(EngineFailed):
+        EngineProcess(EngineSource("vllm", str(python)), LoadSpec("none", "float32", "cpu", 3))
+    found = dict(line.partition("=")[::2] for line in told.read_text().splitlines())
+    assert {name for name, value in found.items() if name.endswith("_THREADS") and value == "3"} >= {
+        "OMP_NUM_THREADS",
+        "MKL_NUM_THREADS",
+        "OPENBLAS_NUM_THREADS",
+        "RAYON_NUM_THREADS",
+    }

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from rich.console import Console
 
 from batchgen.job.bench.gate import GateRed
-from batchgen.job.bench.peers import BASELINE, DETERMINISTIC, OURS
+from batchgen.job.bench.peers import OF_BATCHGEN, OURS
 from batchgen.job.bench.process import EngineFailed, EngineGone
 
-__all__ = ["OF_BATCHGEN", "Absent"]
-
-OF_BATCHGEN = (OURS, BASELINE, DETERMINISTIC)
-"""Engines that are batchgen: their ids must be equal everywhere, and what they fail at ends the run."""
+__all__ = ["Absent"]
 
 
 @dataclass(slots=True)
@@ -50,14 +47,17 @@ class Absent:
         """One for each peer left out."""
         return [self._line(*key) for key in self._reasons]
 
-    def check(self, engines: list[str], workloads: list[str]) -> None:
+    def check(self, pairs: Iterable[tuple[str, str]]) -> None:
         """Refuse to go on when there is nothing left to measure against.
+
+        Args:
+            pairs: every engine with every workload that it was to run.
 
         Raises:
             EngineFailed: there are peers, and each is left out of every workload.
         """
-        peers = [name for name in engines if name != OURS]
-        if peers and all(self.has(name, workload) for name in peers for workload in workloads):
+        peers = [pair for pair in pairs if pair[0] != OURS]
+        if peers and all(self.has(*pair) for pair in peers):
             raise EngineFailed("no peer could be measured:\n" + "\n".join(self.lines()))
 
     def _line(self, engine: str, workload: str | None) -> str:

@@ -32,6 +32,7 @@ class DemoWorkload:
     seed: int = 0
     fields: Mapping[str, Any] = field(default_factory=dict)
     adapters: AdapterSet | None = None
+    samples: int = 1
     special: bool = False
 
     def __post_init__(self) -> None:

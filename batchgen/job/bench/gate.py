@@ -28,11 +28,11 @@ class GateRed(BatchgenError):
     """An engine generates something else than the reference."""
 
 
-def gate_rows(rows: Sequence[BenchRow], *, peers: bool = False) -> list[BenchRow]:
-    """A few rows from all over the workload, cut to a few tokens."""
+def gate_rows(rows: Sequence[BenchRow], *, peers: bool = False, new_tokens: int = _NEW_TOKENS) -> list[BenchRow]:
+    """A few rows from all over the workload, cut to `new_tokens`; more of them for `peers`."""
     count = min(_PEER_ROWS if peers else _ROWS, len(rows))
     picked = [rows[i * len(rows) // count] for i in range(count)]
-    return [replace(row, max_new=min(row.max_new, _NEW_TOKENS), samples=1) for row in picked]
+    return [replace(row, max_new=min(row.max_new, new_tokens), samples=1) for row in picked]
 
 
 def check_exact(

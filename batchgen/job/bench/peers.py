@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from batchgen.errors import UsageError
 
-__all__ = ["BASELINE", "DETERMINISTIC", "OURS", "PEERS", "REFERENCE", "EngineSource", "parse_peers"]
+__all__ = [
+    "BASELINE",
+    "DETERMINISTIC",
+    "OF_BATCHGEN",
+    "OURS",
+    "PEERS",
+    "REFERENCE",
+    "EngineSource",
+    "knows_fields",
+    "parse_peers",
+]
 
 OURS = "batchgen"
 REFERENCE = "transformers"
@@ -18,6 +29,8 @@ BASELINE = "baseline"
 """Another checkout of batchgen, as it stands in a folder."""
 DETERMINISTIC = "deterministic"
 """batchgen itself with `--deterministic`: what that costs."""
+OF_BATCHGEN = (OURS, BASELINE, DETERMINISTIC)
+"""Engines that are batchgen: their ids must be equal everywhere, and what they fail at ends the run."""
 
 PEERS = {
     "transformers": "transformers",
@@ -27,8 +40,16 @@ PEERS = {
     "openvino": "openvino_genai",
 }
 """Peer -> the module whose presence says that it can run. Each has an `engines/engine_NAME.py`, _ for - and dots."""
+_FIELDS: dict[str, frozenset[str]] = {}
+"""Peer -> fields of special rows (`BenchRow.fields`) that its script asks the engine for; without these it is not run
+on such rows: it would do less work than the others."""
 _AUTO = ("transformers",)
 """Peers that are no trouble anywhere: the others are in environments of their own."""
+
+
+def knows_fields(engine: str, fields: Iterable[str]) -> bool:
+    """Whether an engine gives what rows with these fields ask for."""
+    return engine in OF_BATCHGEN or _FIELDS.get(engine, frozenset()).issuperset(fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +64,7 @@ class EngineSource:
     @property
     def script(self) -> str:
         """The file under `engines/` that drives it, without its suffix."""
-        name = OURS if self.name in (BASELINE, DETERMINISTIC) else self.name
+        name = OURS if self.name in OF_BATCHGEN else self.name
         return "engine_" + name.replace("-", "_").replace(".", "_")
 
 

@@ -23,6 +23,15 @@ from batchgen.job.bench.workloads import BenchRow
 __all__ = ["BenchEngine", "EngineFailed", "EngineGone", "EngineProcess", "Generated", "LoadSpec"]
 
 _WORKER = Path(__file__).parent / "engines" / "worker.py"
+_THREADS = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+    "RAYON_NUM_THREADS",
+)
+"""What libraries take their number of threads from: every engine gets the same."""
 _CLOSE_SECONDS = 20.0
 _SHOWN_LINES = 8
 
@@ -108,7 +117,7 @@ class EngineProcess:
         self.name = source.name
         self._patience = patience
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  # closed by close
-        env = {**os.environ, "OMP_NUM_THREADS": str(spec.threads), "PYTHONSAFEPATH": ""}
+        env = {**os.environ, **dict.fromkeys(_THREADS, str(spec.threads)), "PYTHONSAFEPATH": ""}
         root = str(Path(batchgen.__file__).parents[1]) if source.name in (OURS, DETERMINISTIC) else source.root
         if root is not None:
             env["PYTHONPATH"] = os.pathsep.join(p for p in (root, env.get("PYTHONPATH")) if p)

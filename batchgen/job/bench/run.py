@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -15,24 +16,28 @@ from rich.console import Console
 
 from batchgen.config import EngineConfig
 from batchgen.errors import UsageError
-from batchgen.job.bench.absent import OF_BATCHGEN, Absent
+from batchgen.job.bench.absent import Absent
+from batchgen.job.bench.adapters import adapter_folders, adapter_parameters, merge_adapter
 from batchgen.job.bench.chart import check_chart, write_chart
 from batchgen.job.bench.definitions import BenchWorkload, find_workloads
 from batchgen.job.bench.figures import Context, Figure, Measured, workload_figures
 from batchgen.job.bench.floors import FloorWork, count_work
-from batchgen.job.bench.gate import check_exact, check_peer, check_share, gate_rows
+from batchgen.job.bench.gating import Gate
 from batchgen.job.bench.machine import Products, commit_name, cpu_name, measure_bandwidth, measure_products, versions
-from batchgen.job.bench.peers import OURS, REFERENCE, EngineSource, parse_peers
+from batchgen.job.bench.peers import OF_BATCHGEN, OURS, REFERENCE, EngineSource, knows_fields, parse_peers
 from batchgen.job.bench.process import BenchEngine, EngineProcess, LoadSpec
 from batchgen.job.bench.shapes import DEMO, bench_cache, resolve_bench_model
 from batchgen.job.bench.table import print_comparison
 from batchgen.job.bench.tuning import best_setting
-from batchgen.job.bench.workloads import BenchRow
+from batchgen.job.bench.workloads import AdapterSet, BenchRow, plain
 from batchgen.models.base import ModelSpec
 from batchgen.models.folder import check_model_folder
 from batchgen.models.load import inspect_model
 
 __all__ = ["BenchConfig", "run_bench"]
+
+_MOST_MERGED = 2_000_000_000
+"""Parameters of a model that is copied in float32 to check adapters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,18 +122,6 @@ def _check_lengths(workloads: Sequence[BenchWorkload], model: ModelSpec) -> None
 
 
 @dataclass(frozen=True, slots=True)
-class _Gate:
-    """What the gate found, by workload."""
-
-    rows: dict[str, list[BenchRow]]
-    """The rows it checks."""
-    expected: dict[str, list[list[int]]] = field(default_factory=dict)
-    """The reference's ids of each."""
-    equal: dict[tuple[str, str], float] = field(default_factory=dict)
-    """(peer, workload) -> share of rows with these ids in float32."""
-
-
-@dataclass(frozen=True, slots=True)
 class _Bench:
     config: BenchConfig
     folder: str
@@ -143,82 +136,111 @@ class _Bench:
         return str(self.model.dtype).removeprefix("torch.")
 
     def check_peers(self, workloads: Sequence[BenchWorkload]) -> None:
-        """Hold that a peer, if any were asked for, is left on some workload."""
-        self.absent.check([source.name for source in self.sources], [workload.name for workload in workloads])
+        """Hold that a peer, if any were asked for, is left on some workload that it can run."""
+        self.absent.check((s.name, w.name) for s in self.sources for w in workloads if self._can(s.name, w))
 
-    def gate(self, workloads: Sequence[BenchWorkload]) -> _Gate:
+    def gate(self, workloads: Sequence[BenchWorkload]) -> Gate:
         """Every engine in float32 against the reference. Processes of the gate end here."""
-        spec = self._spec("float32")
         peers = any(source.name not in OF_BATCHGEN for source in self.sources)
-        gate = _Gate({w.name: gate_rows(w.rows(self.model.vocab_size), peers=peers) for w in workloads})
-        reference = EngineSource(REFERENCE)
+        gate = Gate.of(workloads, self.model.vocab_size, peers=peers)
+        reference, spec = EngineSource(REFERENCE), self._spec("float32", workloads)
         with self.start(reference, spec) as engine:
-            for name, rows in gate.rows.items():
-                gate.expected[name] = engine.generate(rows, {"batch": 1}).outputs
+            gate.ask_reference(engine)
             if reference in self.sources:  # in its padded batches, where it may go wrong
                 self._hold(engine, gate)
+        for workload in workloads:
+            if workload.adapters is not None:
+                self._ask_merged(gate, workload, workload.adapters)
         for source in self.sources:
             if source != reference:
-                with self.absent.on_failure(source.name), self.start(source, spec) as engine:
+                with (
+                    self.absent.on_failure(source.name),
+                    self.start(source, self._spec("float32", workloads)) as engine,
+                ):
                     self._hold(engine, gate)
         self.check_peers(workloads)
         return gate
 
-    def _hold(self, engine: BenchEngine, gate: _Gate) -> None:
-        for name, rows in gate.rows.items():
-            if engine.name in OF_BATCHGEN:
-                check_exact(name, engine, engine.settings[0], rows, gate.expected[name])
-            elif not self.absent.has(engine.name):
-                with self.absent.on_failure(engine.name, name):
-                    equal = check_peer(name, engine, engine.settings[0], rows, gate.expected[name])
-                    gate.equal[engine.name, name] = equal
-        shares = [gate.equal.get((engine.name, w), 1.0) for w in gate.rows if not self.absent.has(engine.name, w)]
-        if shares:
-            least = min(shares)
+    def _ask_merged(self, gate: Gate, workload: BenchWorkload, adapters: AdapterSet) -> None:
+        """What the reference says with the first adapter merged into its weights, which takes a copy of them."""
+        if self.model.parameters > _MOST_MERGED:
+            self.console.print(f"gate: {workload.name}: the model is too large to merge an adapter", style="dim")
+            return
+        with tempfile.TemporaryDirectory(prefix="batchgen-bench-") as scratch:
+            merge_adapter(self.folder, adapter_folders(self.folder, adapters)[0][1], Path(scratch))
+            spec = replace(self._spec("float32", []), model=scratch)
+            with self.start(EngineSource(REFERENCE), spec) as engine:
+                gate.ask_merged(workload, engine)
+
+    def _hold(self, engine: BenchEngine, gate: Gate) -> None:
+        for workload in gate.workloads:
+            if not self._skips(engine.name, workload):
+                with self.absent.on_failure(engine.name, workload.name):
+                    gate.hold(workload, engine, self.folder)
+        held = [w.name for w in gate.workloads if not self._skips(engine.name, w)]
+        if held:
+            least = min(gate.equal.get((engine.name, name), 1.0) for name in held)
             told = "equals the reference" if least == 1 else f"has the reference's ids in {least:.0%} of rows"
             self.console.print(f"gate: {engine.name} {told} in float32", style="dim")
 
-    def measure(self, workloads: Sequence[BenchWorkload], gate: _Gate) -> Iterator[Figure]:
+    def _skips(self, engine: str, workload: BenchWorkload) -> bool:
+        """Whether an engine is not run on a workload."""
+        return self.absent.has(engine, workload.name) or not self._can(engine, workload)
+
+    @staticmethod
+    def _can(engine: str, workload: BenchWorkload) -> bool:
+        return knows_fields(engine, [*workload.fields, *(["lora_path"] if workload.adapters else [])])
+
+    def measure(self, workloads: Sequence[BenchWorkload], gate: Gate) -> Iterator[Figure]:
         """Interleaved repeats of each workload on all engines, each in a process that lives throughout."""
+        # Adapters in memory are to cost the rows of other workloads nothing, not even what they may not use.
+        for adapted in (False, True):
+            group = [workload for workload in workloads if (workload.adapters is not None) == adapted]
+            if group:
+                with ExitStack() as stack:
+                    engines = self._start_all(stack, group)
+                    for workload in group:
+                        yield from self._measure(workload, engines, gate)
+
+    def _measure(self, workload: BenchWorkload, engines: Sequence[BenchEngine], gate: Gate) -> Iterator[Figure]:
+        rows = workload.rows(self.model.vocab_size)
+        measured = self._prepare(workload, engines, rows, gate)
+        products = []
+        for number in range(self.config.repeat):
+            products.append(measure_products(self.model.dtype, self.model.device))
+            for engine, one in list(measured):
+                with self.absent.on_failure(engine.name, workload.name):
+                    if workload.special:
+                        one.bare.append(engine.generate(plain(rows), one.setting))
+                    one.passes.append(engine.generate(rows, one.setting))
+            measured = [pair for pair in measured if not self.absent.has(pair[0].name, workload.name)]
+            done = [one for _, one in measured]
+            self.console.print(_progress(workload, number, self.config.repeat, done), style="dim")
         tied = "lm_head.weight" not in check_model_folder(self.folder).tensors
-        with ExitStack() as stack:
-            engines = self._start_all(stack, workloads)
-            for workload in workloads:
-                rows = workload.rows(self.model.vocab_size)
-                measured = self._prepare(workload, engines, rows, gate)
-                products = []
-                for number in range(self.config.repeat):
-                    products.append(measure_products(self.model.dtype, self.model.device))
-                    for engine, one in list(measured):
-                        with self.absent.on_failure(engine.name, workload.name):
-                            one.passes.append(engine.generate(rows, one.setting))
-                    measured = [pair for pair in measured if not self.absent.has(pair[0].name, workload.name)]
-                    done = [one for _, one in measured]
-                    self.console.print(_progress(workload, number, self.config.repeat, done), style="dim")
-                work = count_work(rows, self.model, tied=tied)
-                context = self._context(max(products, key=lambda one: one.flops), work)
-                yield from workload_figures(workload.name, self.config.model, done, work, context)
+        adapter = 0 if workload.adapters is None else adapter_parameters(self.folder, workload.adapters.rank)
+        work = count_work(rows, self.model, tied=tied, adapter=adapter)
+        context = self._context(max(products, key=lambda one: one.flops), work)
+        yield from workload_figures(workload.name, self.config.model, done, work, context)
 
     def _start_all(self, stack: ExitStack, workloads: Sequence[BenchWorkload]) -> list[BenchEngine]:
         engines: list[BenchEngine] = []
         for source in self.sources:
-            if not all(self.absent.has(source.name, workload.name) for workload in workloads):
+            if not all(self._skips(source.name, workload) for workload in workloads):
                 with self.absent.on_failure(source.name):
-                    engines.append(stack.enter_context(self.start(source, self._spec(self.dtype))))
+                    engines.append(stack.enter_context(self.start(source, self._spec(self.dtype, workloads))))
         return engines
 
     def _prepare(
-        self, workload: BenchWorkload, engines: Sequence[BenchEngine], rows: Sequence[BenchRow], gate: _Gate
+        self, workload: BenchWorkload, engines: Sequence[BenchEngine], rows: Sequence[BenchRow], gate: Gate
     ) -> list[tuple[BenchEngine, Measured]]:
         """Find each engine's best setting, which also warms it up, and check it there in the measured dtype."""
         found = []
         for engine in engines:
-            if self.absent.has(engine.name, workload.name):
+            if self._skips(engine.name, workload):
                 continue
             with self.absent.on_failure(engine.name, workload.name):
                 setting = best_setting(engine, rows)
-                checked, expected = gate.rows[workload.name], gate.expected[workload.name]
-                share = check_share(workload.name, engine, setting, checked, expected)
+                share = gate.share(workload, engine, setting)
                 about = engine.version, engine.dtype, engine.device, engine.threads
                 equal = gate.equal.get((engine.name, workload.name), 1.0)
                 found.append((engine, Measured(engine.name, *about, setting, share, rows_equal=equal)))
@@ -229,9 +251,14 @@ class _Bench:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         return Context(cpu_name(), commit_name(), self.config.repeat, products, bandwidth, versions(), now)
 
-    def _spec(self, dtype: str) -> LoadSpec:
+    def _spec(self, dtype: str, workloads: Sequence[BenchWorkload]) -> LoadSpec:
+        """What engines load for these workloads."""
         where = self.model.device.type
-        return LoadSpec(self.folder, dtype, where, torch.get_num_threads(), cache=str(bench_cache() / "converted"))
+        sets = [workload.adapters for workload in workloads if workload.adapters is not None]
+        lora = dict(pair for adapters in sets for pair in adapter_folders(self.folder, adapters))
+        options = {"lora": lora} if lora else {}
+        cache = str(bench_cache() / "converted")
+        return LoadSpec(self.folder, dtype, where, torch.get_num_threads(), options, cache)
 
 
 def _progress(workload: BenchWorkload, number: int, repeat: int, measured: Sequence[Measured]) -> str:
