@@ -26,7 +26,7 @@ PLAIN = (
     "engine/batch.py", "engine/collector.py", "engine/decode_table.py", "engine/halving.py", "engine/loop.py",
     "engine/row_table.py", "engine/sampler.py", "engine/step.py",
     "kernels/activation.py", "kernels/attention.py", "kernels/attention_plan.py", "kernels/device.py",
-    "kernels/heads.py", "kernels/linear.py", "kernels/noise.py",
+    "kernels/heads.py", "kernels/layouts.py", "kernels/linear.py", "kernels/noise.py",
     "kernels/norm.py", "kernels/pooled.py", "kernels/rope.py", "kernels/sampling.py", "kernels/top.py",
     "models/native.py",
 )  # fmt: skip
