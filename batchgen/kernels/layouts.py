@@ -151,7 +151,7 @@ def layouts(dtype: torch.dtype, products: Products) -> Mapping[str, Make]:
     found: dict[str, Make] = {}
     if products != "torch" and dtype in DTYPES and loaded():
         names = {"widened": "compiled", "dot": "compiled dot"}
-        found = {names[method]: partial(Compiled, method=method) for method in methods(dtype)}
+        found = {names[method]: partial(Compiled, method=method) for method in methods(dtype) if method in names}
     if can_pack(dtype):
         found["oneDNN"] = OneDnn
     return {**found, "plain": Plain}
