@@ -252,7 +252,7 @@ class Engine:
             page_size=self.config.page_size,
             max_num_seqs=seqs,
             max_tokens_per_step=tokens,
-            group_min_saving=group_min_saving(self.model.spec.device),
+            group_min_saving=group_min_saving(self.model.spec.device, self.backend),
         )
         return Scheduler(workload.tree, workload.samples, workload.draws, config)
 
@@ -295,9 +295,14 @@ def step_limits(config: EngineConfig, device: torch.device) -> tuple[int, int]:
     return seqs, tokens or max(8192 if cuda else 2048, seqs)
 
 
-def group_min_saving(device: torch.device) -> int:
-    """Reads of cached positions that a prefix group must save per step: the chip's on a GPU, else as ever."""
-    return chip_tuning(device).prefix_pass_tokens if device.type == "cuda" else GROUP_MIN_SAVING
+def group_min_saving(device: torch.device, backend: Backend | None = None) -> int:
+    """Reads of cached positions that a prefix group must save per step.
+
+    The chip's on a GPU; on a CPU measured, once in a process, by kernels that can; else as ever.
+    """
+    if device.type == "cuda":
+        return chip_tuning(device).prefix_pass_tokens
+    return GROUP_MIN_SAVING if backend is None or backend.group_saving is None else backend.group_saving()
 
 
 def prepare_device(config: EngineConfig) -> None:

@@ -153,6 +153,8 @@ class Loop:
             "overrun_tokens": self.state.overrun,
             "in_flight_peak_bytes": self.outputs.peak_bytes,
             "early_reads": self.outputs.early_reads,
+            "group_min_saving": self._scheduler.config.group_min_saving,
+            **{f"attention_{name}": count for name, count in asdict(self._runner.attention).items()},
             **{f"graph_{name}": count for name, count in asdict(graphs).items()},
         }
 

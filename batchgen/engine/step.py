@@ -25,6 +25,7 @@ from batchgen.engine.states import PendingStates, StateKeeper
 from batchgen.errors import DeviceError
 from batchgen.kernels.backend import Backend
 from batchgen.kernels.device import Device
+from batchgen.kernels.pooled import AttentionCounts, PooledAttention
 from batchgen.kernels.types import KVPool
 from batchgen.models.base import Model, ModelInput
 from batchgen.plan.types import PageCopy, StepPlan
@@ -88,6 +89,8 @@ class StepRunner:
         """what rows ask for beside their tokens, on its way to the host"""
         self.halver = Halver(pool.page_size, max_tokens, device.release_cache)
         """what is run in place of a step that memory does not hold"""
+        self.attention = AttentionCounts()
+        """what attention did in all steps"""
         self.graphs: DecodeGraphs | None = None
         """for steps of decode rows alone; None: the device or the kernels have no graphs"""
         if backend.static is not None and device.captures:
@@ -232,16 +235,19 @@ class StepRunner:
         """[T, H] states of the step's tokens after the final norm."""
         plan = flight.plan
         tapped = flight.tapped = None if self._states is None else self._states.taps(plan, self._device)
+        attention = self._backend.attention(self._pool, batch.attention)
         inputs = ModelInput(
             batch.feed(last),
             batch.positions,
-            self._backend.attention(self._pool, batch.attention),
+            attention,
             None if tapped is None else tapped.taps,
             lora=batch.lora,
             embeds=batch.embeds,
             ops=self._backend.ops,
         )
         hidden = self._model.hidden(inputs)
+        if isinstance(attention, PooledAttention):
+            self.attention.add(attention.counts)
         if self._prompts:
             flight.scored = self._prompts.score(plan, hidden, self._model.logits, self.outputs)
         if self._states is not None and tapped is not None:

@@ -30,8 +30,10 @@ from batchgen.kernels.chips import (
     measured_tuning,
 )
 from batchgen.kernels.cpu import ops as compiled_ops
+from batchgen.kernels.cpu.attention import CompiledAttention
 from batchgen.kernels.cpu.build import find_compiler
 from batchgen.kernels.cpu.library import DTYPES, missing
+from batchgen.kernels.cpu.thresholds import measured_saving
 from batchgen.kernels.device import Device
 from batchgen.kernels.flash import flash_factory
 from batchgen.kernels.flash_check import check_library, flash_refusal
@@ -88,6 +90,8 @@ class Backend:
     """What multiplies in a model's linear layers; None: whatever is fastest there."""
     static: Callable[[KVPool, Device], DecodePlanner] | None = None
     """Attention of decode-only steps inside graphs; None: these kernels stand in none."""
+    group_saving: Callable[[], int] | None = None
+    """Measures how many reads of cached positions a prefix group must save to pay; None: nothing is measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +192,10 @@ def _compiled(needs: AttentionNeeds) -> Backend:
     if reason is not None:
         raise BackendUnavailable(reason, "install g++ or clang++, name one with CXX, or leave the option out")
     compiler = Path(find_compiler()[0]).name
-    return Backend("compiled", f"compiled by {compiler}", TorchAttention, compiled_ops)
+    saving = None
+    if needs.layers:
+        saving = partial(measured_saving, needs.layers[0], needs.heads, needs.dtype, needs.page_size, len(needs.layers))
+    return Backend("compiled", f"compiled by {compiler}", CompiledAttention, compiled_ops, group_saving=saving)
 
 
 def _deterministic(name: str, needs: AttentionNeeds) -> Backend:

@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from batchgen.kernels.types import AttentionBatch, KVPool
 
-__all__ = ["PooledAttention", "store"]
+__all__ = ["AttentionCounts", "PooledAttention", "store"]
+
+
+@dataclass(slots=True)
+class AttentionCounts:
+    """What attention did, summed over layers; zeros of backends that do not count."""
+
+    items: int = 0
+    """Work items: runs of tokens that attended to one run of positions together."""
+    merges: int = 0
+    """Tokens whose result was merged from several items."""
+    padded_rows: int = 0
+    """Query rows by which the processor's tiles were not full."""
+    kv_bytes: int = 0
+    """Bytes of keys and values read, by plan."""
+
+    def add(self, other: AttentionCounts) -> None:
+        """Add what another step or layer did."""
+        self.items += other.items
+        self.merges += other.merges
+        self.padded_rows += other.padded_rows
+        self.kv_bytes += other.kv_bytes
 
 
 class PooledAttention(ABC):
@@ -38,6 +60,11 @@ class PooledAttention(ABC):
     def cache(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """Where the step's keys and values go. See `PagedAttention.cache`."""
         return self._pool.keys[layer], self._pool.values[layer], self._batch.slot_mapping
+
+    @property
+    def counts(self) -> AttentionCounts:
+        """What the layers computed so far took."""
+        return AttentionCounts()
 
     @abstractmethod
     def attend_stored(

@@ -68,7 +68,7 @@ def run(
 @pytest.fixture(autouse=True)
 def groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that share anything are a group."""
-    monkeypatch.setattr(engine_module, "group_min_saving", lambda device: 1)
+    monkeypatch.setattr(engine_module, "group_min_saving", lambda *given: 1)
 
 
 def check(folder: Path, work: list[dict[str, Any]]) -> tuple[LateDevice, DecodeGraphs]:

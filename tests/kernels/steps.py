@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.kernels.reference import reference_attention
+from batchgen.kernels.reference import reference_attention, visible_slots
 from batchgen.kernels.types import Attention, AttentionBatch, ChunkPages, GroupPages, KVPool, LayerKV
 
 
@@ -168,3 +168,30 @@ def check_layers_of_different_shapes(make: Callable[[KVPool, AttentionBatch], At
             keys, values = pool.keys[index], pool.values[index]
             expected = reference_attention(batch, query, keys, values, scale=0.3, window=window)
             torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-5)
+
+
+def any_batch(
+    chunks: list[tuple[int, int, int]], rows: list[tuple[int, int]], page_size: int, seed: int
+) -> AttentionBatch:
+    """Chunks on none or one of three nested prefixes, and rows in none, one or two nested groups."""
+    b = StepBuilder(Shape(4, 2, 8, 8, page_size), num_pages=2048, seed=seed)
+    prefixes = [b.pages(n * page_size) for n in (0, 2, 3)]
+    prefixes += [prefixes[1] + b.pages(2 * page_size)]
+    for q_len, past, prefix in chunks:
+        b.chunk(q_len, past=past + len(prefixes[prefix]) * page_size, prefix=prefixes[prefix])
+    members: list[list[int]] = [[], [], []]
+    for own_len, depth in rows:
+        members[depth].append(b.decode(own_len, own_start=depth * 2 * page_size))
+    if members[1] + members[2]:
+        b.group(members[2] + members[1], 0, 2)
+    if members[2]:
+        b.group(members[2], 2 * page_size, 2)
+    return b.build().batch
+
+
+def expected_slots(batch: AttentionBatch, page_size: int, window: int | None) -> list[list[int]]:
+    """Per token: the pool slots that it sees."""
+    return [
+        sorted(slots[0 if window is None else max(0, position - window + 1) :].tolist())
+        for position, slots in visible_slots(batch, page_size)
+    ]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from batchgen.kernels.cpu.attention_list import ListShape, WorkList, plan_list
 from batchgen.kernels.cpu.library import DTYPES, address, library
-from batchgen.kernels.pooled import PooledAttention
+from batchgen.kernels.pooled import AttentionCounts, PooledAttention
 from batchgen.kernels.types import AttentionBatch, KVPool
 
 __all__ = ["CompiledAttention", "StackArguments"]
@@ -69,6 +69,8 @@ class _LayerList:
 
     def __init__(self, work: WorkList, heads: int, keys: Tensor, values: Tensor, window: int | None) -> None:
         self.work = work
+        kv_bytes = work.keys_read * keys.shape[2] * (keys.shape[3] + values.shape[3]) * keys.element_size()
+        self.counts = AttentionCounts(work.num_items, work.num_merges, work.padded_rows, kv_bytes)
         self._part_out = torch.empty(work.num_parts * heads * values.shape[3], dtype=torch.float32)
         self._part_lse = torch.empty(work.num_parts * heads, dtype=torch.float32)
         arrays = (work.items, work.tokens, work.positions, work.pages, work.parts, work.merges)
@@ -140,6 +142,12 @@ class CompiledAttention(PooledAttention):
         self._batch = batch
         self._threads = torch.get_num_threads() if threads is None else threads
         self._lists: dict[tuple[int, int, int, int, int | None], _LayerList] = {}
+        self._counts = AttentionCounts()
+
+    @property
+    def counts(self) -> AttentionCounts:
+        """What the layers computed so far took, those of `stack` included."""
+        return self._counts
 
     def attend_stored(
         self,
@@ -159,6 +167,7 @@ class CompiledAttention(PooledAttention):
             query = query.contiguous()
         out = query.new_empty(query.shape[0], query.shape[1], values.shape[3])
         found = self._list(query.shape[1], keys, values, window)
+        self._counts.add(found.counts)
         arguments = StackArguments([found], [keys], [values], [sinks], query, out, scale, softcap)
         library().bg_attention(byref(arguments.struct), c_int64(0), c_int64(self._threads))
         return out.to(asked)
@@ -186,16 +195,13 @@ class CompiledAttention(PooledAttention):
         layers = range(len(windows))
         keys, values = self._pool.keys, self._pool.values
         lists = [self._list(query.shape[1], keys[i], values[i], windows[i]) for i in layers]
+        for found in lists:
+            self._counts.add(found.counts)
         return StackArguments(lists, keys, values, sinks or [None] * len(windows), query, out, scale, softcap)
 
     def work(self, layer: int, heads: int, window: int | None = None) -> WorkList:
         """The work list of a layer's step: what is counted."""
         return self._list(heads, self._pool.keys[layer], self._pool.values[layer], window).work
-
-    @property
-    def works(self) -> list[WorkList]:
-        """The lists made so far: one for each kind of layer that was computed."""
-        return [x.work for x in self._lists.values()]
 
     def _list(self, heads: int, keys: Tensor, values: Tensor, window: int | None) -> _LayerList:
         kind = (heads, keys.shape[2], keys.shape[3], values.shape[3], window)

@@ -21,9 +21,8 @@ from batchgen.kernels.gpu.work_list import (
     plan_groups,
     plan_step,
 )
-from batchgen.kernels.reference import visible_slots
 from batchgen.kernels.types import AttentionBatch
-from tests.kernels.steps import Shape, StepBuilder
+from tests.kernels.steps import Shape, StepBuilder, any_batch, expected_slots
 
 
 def list_shape(window: int | None = None, page_size: int = 16, **changed: int) -> ListShape:
@@ -56,13 +55,6 @@ def slots_read(batch: AttentionBatch, work: WorkList, shape: ListShape) -> list[
     return seen
 
 
-def expected_slots(batch: AttentionBatch, page_size: int, window: int | None) -> list[list[int]]:
-    return [
-        sorted(slots[0 if window is None else max(0, position - window + 1) :].tolist())
-        for position, slots in visible_slots(batch, page_size)
-    ]
-
-
 @settings(max_examples=80, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60), st.integers(0, 3)), max_size=9),
@@ -89,25 +81,6 @@ def test_every_visible_key_is_read_once(
         work = plan_step(batch, shape)
     assert [sorted(s) for s in slots_read(batch, work, shape)] == expected_slots(batch, page_size, window)
     check_parts(batch, work)
-
-
-def any_batch(
-    chunks: list[tuple[int, int, int]], rows: list[tuple[int, int]], page_size: int, seed: int
-) -> AttentionBatch:
-    """Chunks on none or one of three nested prefixes, and rows in none, one or two nested groups."""
-    b = StepBuilder(Shape(4, 2, 8, 8, page_size), num_pages=2048, seed=seed)
-    prefixes = [b.pages(n * page_size) for n in (0, 2, 3)]
-    prefixes += [prefixes[1] + b.pages(2 * page_size)]
-    for q_len, past, prefix in chunks:
-        b.chunk(q_len, past=past + len(prefixes[prefix]) * page_size, prefix=prefixes[prefix])
-    members: list[list[int]] = [[], [], []]
-    for own_len, depth in rows:
-        members[depth].append(b.decode(own_len, own_start=depth * 2 * page_size))
-    if members[1] + members[2]:
-        b.group(members[2] + members[1], 0, 2)
-    if members[2]:
-        b.group(members[2], 2 * page_size, 2)
-    return b.build().batch
 
 
 def check_parts(batch: AttentionBatch, work: WorkList) -> None:

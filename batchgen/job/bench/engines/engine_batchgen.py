@@ -114,7 +114,7 @@ def _asked(row: dict[str, Any]) -> dict[str, Any]:
 def _flat() -> Iterator[None]:
     """No prefix groups. Users have no such option: it only ever costs."""
     before = batchgen.engine.engine.group_min_saving
-    batchgen.engine.engine.group_min_saving = lambda device: _NEVER
+    batchgen.engine.engine.group_min_saving = lambda *given: _NEVER
     try:
         yield
     finally:

@@ -11,6 +11,7 @@ namespace {
 
 constexpr int FEW = 6;            // query rows up to which keys are read row by row, not transposed
 constexpr int FEW_BLOCK = 256;    // positions between two steps of the running softmax
+constexpr int AHEAD = 2 * LANES;  // positions by which keys are fetched before their use
 constexpr int PANEL = 3 * LANES;  // positions of a panel of transposed keys
 constexpr int TILE = 8;           // query rows multiplied together
 
@@ -129,14 +130,37 @@ void take_queries(const Attention& a, const AttentionList& l, const Item& item, 
     }
 }
 
+// What is fetched from memory ahead of its use: the keys a few vectors further, then those that are next, and the values
+// of the keys at hand.
+template <class T>
+struct Ahead {
+    const T *keys, *next_keys, *values;
+    const int32_t* slots;
+    int64_t count, stride, value_stride, key_bytes, value_bytes;
+
+    static void fetch(const T* p, int64_t bytes) {
+        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(reinterpret_cast<const char*>(p) + i);
+    }
+    void at(int64_t k) const {
+        for (int64_t j = k; j < std::min(k + LANES, count); j++) {
+            const int64_t further = j + AHEAD;
+            const T* base = further < count ? keys : next_keys;
+            if (base) fetch(base + slots[further < count ? further : std::min(further - count, count - 1)] * stride, key_bytes);
+            fetch(values + slots[j] * value_stride, value_bytes);
+        }
+    }
+};
+
 // Scores [R, FEW_BLOCK] of R query rows and `count` keys, four keys at a time.
 template <class T, int R>
-void few_scores(const T* keys, int64_t stride, const int32_t* slots, int64_t count, int64_t dim, const float* query, float* scores) {
+void few_scores(const Ahead<T>& ahead, int64_t at, int64_t count, int64_t dim, const float* query, float* scores) {
+    const int32_t* slots = ahead.slots + at;
     for (int64_t k = 0; k < count; k += LANES) {
-        vf acc[R][4][4];
-        for (int quad = 0; quad < 4; quad++) {
+        ahead.at(at + k);
+        vf acc[R][LANES];
+        for (int quad = 0; quad < LANES; quad += 4) {
             const T* p[4];
-            for (int j = 0; j < 4; j++) p[j] = keys + slots[std::min(k + 4 * quad + j, count - 1)] * stride;
+            for (int j = 0; j < 4; j++) p[j] = ahead.keys + slots[std::min(k + quad + j, count - 1)] * ahead.stride;
             vf sums[R][4] = {};
             int64_t d = 0;
             for (; d + UNIT <= dim; d += UNIT)
@@ -155,7 +179,7 @@ void few_scores(const T* keys, int64_t stride, const int32_t* slots, int64_t cou
                     for (int r = 0; r < R; r++) sums[r][j] += x * load(query + r * dim + d);
                 }
             for (int r = 0; r < R; r++)
-                for (int j = 0; j < 4; j++) acc[r][quad][j] = sums[r][j];
+                for (int j = 0; j < 4; j++) acc[r][quad + j] = sums[r][j];
         }
         for (int r = 0; r < R; r++) store(scores + r * FEW_BLOCK + k, lane_sums(acc[r]));
     }
@@ -185,25 +209,23 @@ void few_values(const T* values, int64_t stride, const int32_t* slots, int64_t c
 }
 
 template <class T, int R>
-void few_rows(const Attention& a, const AttentionList& l, const Item& item, const int32_t* slots, const T* keys, const T* values, const Rows& rows) {
+void few_rows(const Attention& a, const AttentionList& l, const Item& item, const Ahead<T>& ahead, const Rows& rows) {
     alignas(64) float scores[R * FEW_BLOCK];
-    const int64_t key_stride = l.kv_heads * l.key_dim, value_stride = l.kv_heads * l.value_dim;
     for (int64_t b = 0; b < item.keys(); b += FEW_BLOCK) {
         const int64_t count = std::min<int64_t>(FEW_BLOCK, item.keys() - b);
-        few_scores<T, R>(keys, key_stride, slots + b, count, l.key_dim, rows.query, scores);
+        few_scores<T, R>(ahead, b, count, l.key_dim, rows.query, scores);
         float decay[R];
-        for (int r = 0; r < R; r++)
-            decay[r] = softmax_row(
-                scores + r * FEW_BLOCK, count, rows.from[r] - b, std::min(rows.to[r] - b, count), a.softcap,
-                rows.max[r], rows.total[r]);
+        int64_t from[R], to[R];
+        for (int r = 0; r < R; r++) from[r] = rows.from[r] - b, to[r] = std::min(rows.to[r] - b, count);
+        softmax_rows<R>(scores, FEW_BLOCK, count, from, to, a.softcap, rows.max, rows.total, decay);
+        const auto add = [&](auto vectors, int64_t d) {
+            few_values<T, R, vectors()>(
+                ahead.values + d, ahead.value_stride, ahead.slots + b, count, scores, decay, rows.sums + d, rows.width);
+        };
         int64_t d = 0;
-        if constexpr (R <= 6)
-            for (; d + 2 * UNIT <= l.value_dim; d += 2 * UNIT)
-                few_values<T, R, 4>(values + d, value_stride, slots + b, count, scores, decay, rows.sums + d, rows.width);
-        for (; d + UNIT <= l.value_dim; d += UNIT)
-            few_values<T, R, 2>(values + d, value_stride, slots + b, count, scores, decay, rows.sums + d, rows.width);
-        if (d < l.value_dim)
-            few_values<T, R, 1>(values + d, value_stride, slots + b, count, scores, decay, rows.sums + d, rows.width);
+        for (; d + 2 * UNIT <= l.value_dim; d += 2 * UNIT) add(std::integral_constant<int, 4>{}, d);
+        for (; d + UNIT <= l.value_dim; d += UNIT) add(std::integral_constant<int, 2>{}, d);
+        if (d < l.value_dim) add(std::integral_constant<int, 1>{}, d);
     }
 }
 
@@ -261,14 +283,18 @@ void many_tile(const Attention& a, const AttentionList& l, const Rows& rows, int
         small_product<R, 3>(query, l.key_dim, panels + k * l.key_dim, PANEL, l.key_dim, scores + k, block, true);
     from = from / LANES * LANES;
     float* sums = rows.sums + row * rows.width;
+    float decay[R];
+    int64_t row_from[R], row_to[R];
     for (int r = 0; r < R; r++) {
-        const float decay = softmax_row(
-            scores + r * block + from, to - from, rows.from[row + r] - b - from,
-            std::min(rows.to[row + r] - b, count) - from, a.softcap, rows.max[row + r], rows.total[row + r]);
-        if (decay != 1.0f)
-            for (int64_t d = 0; d < rows.width; d += LANES)
-                store(sums + r * rows.width + d, load(sums + r * rows.width + d) * decay);
+        row_from[r] = rows.from[row + r] - b - from;
+        row_to[r] = std::min(rows.to[row + r] - b, count) - from;
     }
+    softmax_rows<R>(
+        scores + from, block, to - from, row_from, row_to, a.softcap, rows.max + row, rows.total + row, decay);
+    for (int r = 0; r < R; r++)
+        if (decay[r] != 1.0f)
+            for (int64_t d = 0; d < rows.width; d += LANES)
+                store(sums + r * rows.width + d, load(sums + r * rows.width + d) * decay[r]);
     int64_t d = 0;
     for (; d + 2 * LANES <= rows.width; d += 2 * LANES)
         small_product<R, 2>(scores + from, block, values + from * rows.width + d, rows.width, to - from, sums + d, rows.width, false);
@@ -321,7 +347,7 @@ void finish(const Attention& a, const AttentionList& l, int64_t layer, const Ite
         const float* sums = rows.sums + r * rows.width;
         const auto emit = [&](auto* out, float factor) {
             for (int64_t d = 0; d < units; d += UNIT)
-                for (int j = 0; j < UNIT; j++) put(out + d + unit_place<T>(j), sums[d + j] * factor);
+                store_unit<T>(out + d, load(sums + d) * factor, load(sums + d + LANES) * factor);
             int64_t d = units;
             for (; d + LANES <= dim; d += LANES) store(out + d, load(sums + d) * factor);
             for (; d < dim; d++) put(out + d, sums[d] * factor);
@@ -373,13 +399,17 @@ void run_item(const Attention& a, int64_t layer, const Item& item, int64_t begin
         begin_rows(l, item, rows);
         take_queries<T>(a, l, item, head, rows, few);
         if (few) {
+            const Ahead<T> ahead{
+                keys, head + 1 < end_head ? keys + l.key_dim : nullptr, values, slots, item.keys(),
+                l.kv_heads * l.key_dim, l.kv_heads * l.value_dim,
+                l.key_dim * int64_t(sizeof(T)), l.value_dim * int64_t(sizeof(T))};
             switch (rows.count) {
-                case 1: few_rows<T, 1>(a, l, item, slots, keys, values, rows); break;
-                case 2: few_rows<T, 2>(a, l, item, slots, keys, values, rows); break;
-                case 3: few_rows<T, 3>(a, l, item, slots, keys, values, rows); break;
-                case 4: few_rows<T, 4>(a, l, item, slots, keys, values, rows); break;
-                case 5: few_rows<T, 5>(a, l, item, slots, keys, values, rows); break;
-                default: few_rows<T, 6>(a, l, item, slots, keys, values, rows); break;
+                case 1: few_rows<T, 1>(a, l, item, ahead, rows); break;
+                case 2: few_rows<T, 2>(a, l, item, ahead, rows); break;
+                case 3: few_rows<T, 3>(a, l, item, ahead, rows); break;
+                case 4: few_rows<T, 4>(a, l, item, ahead, rows); break;
+                case 5: few_rows<T, 5>(a, l, item, ahead, rows); break;
+                default: few_rows<T, 6>(a, l, item, ahead, rows); break;
             }
         } else {
             many_rows<T>(a, l, item, slots, keys, values, rows, panels, wide, scores);

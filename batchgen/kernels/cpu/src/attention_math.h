@@ -25,10 +25,17 @@ static inline void load_unit(const bf16* p, vf& a, vf& b) {
     b = (vf)(both & 0xffff0000u);
 }
 
-// Where in a unit the number stands that `load_unit<T>` put at index i of its two vectors.
-template <class T>
-static inline int unit_place(int i) {
-    return sizeof(T) == 4 ? i : (i < LANES ? 2 * i : 2 * (i - LANES) + 1);
+// The reverse: two vectors in the order that `load_unit<T>` gave them, stored as 32 numbers of U in plain order.
+template <class T, class U>
+static inline void store_unit(U* p, vf a, vf b) {
+    if constexpr (sizeof(T) == 4) {
+        store(p, a);
+        store(p + LANES, b);
+    } else if constexpr (sizeof(U) == 2) {
+        store_as(p, (((vu)rounded<bf16>(a)) >> 16) | (vu)rounded<bf16>(b));
+    } else {
+        for (int i = 0; i < LANES; i++) p[2 * i] = a[i], p[2 * i + 1] = b[i];
+    }
 }
 
 // e^x for x <= 0: 0 below -87.3, not-a-number stays. About 1 unit in the last place.
@@ -57,26 +64,52 @@ static inline vf soft_capped(vf x, float cap) {
     return (y < 0.0f ? -t : t) * cap;
 }
 
-// Lane j: the sum of v[j]'s lanes.
-static inline vf lane_sums(const vf (&v)[4][4]) {
+// The larger; the second where one is not a number.
+static inline vf larger(vf a, vf b) {
 #if defined(__AVX512F__)
-    __m512 x[4];
-    for (int i = 0; i < 4; i++) {
-        const __m512 a = (__m512)v[i][0], b = (__m512)v[i][1], c = (__m512)v[i][2], d = (__m512)v[i][3];
-        const __m512d ab = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
-        const __m512d cd = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)));
-        x[i] = _mm512_add_ps(
-            _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)), _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)));
-    }
-    for (int i = 0; i < 4; i += 2)
-        x[i] = _mm512_add_ps(_mm512_shuffle_f32x4(x[i], x[i + 1], 0x88), _mm512_shuffle_f32x4(x[i], x[i + 1], 0xdd));
-    return (vf)_mm512_add_ps(_mm512_shuffle_f32x4(x[0], x[2], 0x88), _mm512_shuffle_f32x4(x[0], x[2], 0xdd));
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
 #else
-    vf sums;
-    for (int j = 0; j < LANES; j++) sums[j] = sum(v[j / 4][j % 4]);
-    return sums;
+    return a > b ? a : b;
 #endif
 }
+
+// Lane j: v[j]'s lanes joined by `op`, which is to be associative and commutative.
+template <class Op>
+static inline vf joined_lanes(const vf (&v)[LANES], Op op) {
+#if defined(__AVX512F__)
+    vf x[4];
+    for (int i = 0; i < 4; i++) {
+        const __m512 a = (__m512)v[4 * i], b = (__m512)v[4 * i + 1];
+        const __m512 c = (__m512)v[4 * i + 2], d = (__m512)v[4 * i + 3];
+        const __m512d ab = (__m512d)op((vf)_mm512_unpacklo_ps(a, b), (vf)_mm512_unpackhi_ps(a, b));
+        const __m512d cd = (__m512d)op((vf)_mm512_unpacklo_ps(c, d), (vf)_mm512_unpackhi_ps(c, d));
+        x[i] = op((vf)_mm512_unpacklo_pd(ab, cd), (vf)_mm512_unpackhi_pd(ab, cd));
+    }
+    const auto halves = [&](vf a, vf b) {
+        const __m512 low = _mm512_shuffle_f32x4((__m512)a, (__m512)b, 0x88);
+        return op((vf)low, (vf)_mm512_shuffle_f32x4((__m512)a, (__m512)b, 0xdd));
+    };
+    return halves(halves(x[0], x[1]), halves(x[2], x[3]));
+#else
+    vf result;
+    for (int j = 0; j < LANES; j++) {
+        vf x = v[j];
+        for (int half = LANES / 2; half; half /= 2) {
+            vf other = x;
+            for (int i = 0; i < half; i++) other[i] = x[i + half];
+            x = op(x, other);
+        }
+        result[j] = x[0];
+    }
+    return result;
+#endif
+}
+
+static inline vf lane_sums(const vf (&v)[LANES]) {
+    return joined_lanes(v, [](vf a, vf b) { return a + b; });
+}
+
+static inline vf lane_maxima(const vf (&v)[LANES]) { return joined_lanes(v, larger); }
 
 // rows[i][j] = rows[j][i], 32-bit words.
 static inline void transpose(vu (&rows)[LANES]) {
@@ -108,33 +141,54 @@ static inline void transpose(vu (&rows)[LANES]) {
 #endif
 }
 
-// Scores [count] of a row become e^(score - largest), those outside [from, to) zeros, and join the row's running maximum
-// and sum. Returns what the sums so far are to be multiplied by. `count` is rounded up to whole vectors.
-static inline float softmax_row(
-    float* scores, int64_t count, int64_t from, int64_t to, float softcap, float& row_max, float& row_sum) {
+// Scores [R, count] become e^(score - largest), those of row r outside [from[r], to[r]) zeros, and join the rows' running
+// maxima and sums. `decay[r]` is what the sums so far are to be multiplied by. `count` is rounded up to whole vectors.
+template <int R>
+static inline void softmax_rows(
+    float* scores, int64_t stride, int64_t count, const int64_t* from, const int64_t* to, float softcap,
+    float* row_max, float* row_sum, float* decay) {
+    static_assert(R <= LANES);
     const vf lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    vf top = splat(row_max);
-    for (int64_t k = 0; k < count; k += LANES) {
-        vf s = load(scores + k);
-        if (softcap != 0.0f) s = soft_capped(s, softcap);
-        if (k < from || k + LANES > to) {
-            s = lane < splat(float(from - k)) ? splat(-__builtin_inff()) : s;
-            s = lane >= splat(float(to - k)) ? splat(-__builtin_inff()) : s;
+    alignas(64) float old_max[LANES], new_max[LANES], decays[LANES], sums[LANES];
+    vf tops[LANES], totals[LANES];
+    for (int r = 0; r < LANES; r++) tops[r] = splat(LOWEST), totals[r] = vf{}, old_max[r] = LOWEST;
+    for (int r = 0; r < R; r++) {
+        float* row = scores + r * stride;
+        old_max[r] = row_max[r];
+        vf top = tops[r];
+        for (int64_t k = 0; k < count; k += LANES) {
+            vf s = load(row + k);
+            const bool edge = k < from[r] || k + LANES > to[r];
+            if (softcap != 0.0f) s = soft_capped(s, softcap);
+            if (edge) {
+                s = lane < splat(float(from[r] - k)) ? splat(-__builtin_inff()) : s;
+                s = lane >= splat(float(to[r] - k)) ? splat(-__builtin_inff()) : s;
+            }
+            if (edge || softcap != 0.0f) store(row + k, s);
+            top = larger(s, top);
         }
-        if (softcap != 0.0f || k < from || k + LANES > to) store(scores + k, s);
-        top = max(s, top);
+        tops[r] = top;
     }
-    const float new_max = largest(top);
-    const float decay = row_max == new_max ? 1.0f : exp_nonpositive(row_max - new_max);
-    vf total{};
-    for (int64_t k = 0; k < count; k += LANES) {
-        const vf p = exp_nonpositive(load(scores + k) - new_max);
-        store(scores + k, p);
-        total += p;
+    const vf maxima = larger(lane_maxima(tops), load(old_max));
+    store(new_max, maxima);
+    store(decays, exp_nonpositive(load(old_max) - maxima));
+    for (int r = 0; r < R; r++) {
+        float* row = scores + r * stride;
+        const vf top = splat(new_max[r]);
+        vf total{};
+        for (int64_t k = 0; k < count; k += LANES) {
+            const vf p = exp_nonpositive(load(row + k) - top);
+            store(row + k, p);
+            total += p;
+        }
+        totals[r] = total;
     }
-    row_sum = row_sum * decay + sum(total);
-    row_max = new_max;
-    return decay;
+    store(sums, lane_sums(totals));
+    for (int r = 0; r < R; r++) {
+        row_max[r] = new_max[r];
+        row_sum[r] = row_sum[r] * decays[r] + sums[r];
+        decay[r] = decays[r];
+    }
 }
 
 // c[r][v] += or = over k of a[r][k] * b[k][v].

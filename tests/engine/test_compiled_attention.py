@@ -1,0 +1,72 @@
+"""Whole runs by compiled attention against plain PyTorch's, and what they count."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchgen.engine import engine as engine_module
+from batchgen.engine.engine import Engine
+from batchgen.kernels.cpu.library import loaded
+from batchgen.plan.config import GROUP_MIN_SAVING
+from tests.engine.reference import save_word_tokenizer, shared_prefix_prompts
+from tests.models.tiny import VOCAB, save_tiny
+
+pytestmark = pytest.mark.skipif(not loaded(), reason="no C++ compiler here")
+
+NEW_TOKENS = 12
+
+
+def generate(folder: Path, attention: str, **options: Any) -> tuple[list[list[int]], Engine]:
+    engine = Engine(str(folder), attention=attention, dtype="float32", page_size=4, **options)
+    params = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    prompts = shared_prefix_prompts(60, VOCAB, seed=3)
+    done = engine.generate(({"input_ids": p, "sampling_params": params} for p in prompts), ordered=True)
+    return [list(c.output_ids or ()) for c in done], engine
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("saving", [1, 1 << 20])
+def test_tokens_are_those_of_the_plain_backend(
+    model_type: str, saving: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With groups wherever there can be any, and with none."""
+    monkeypatch.setattr(engine_module, "group_min_saving", lambda *given: saving)
+    save_tiny(model_type, tmp_path)
+    save_word_tokenizer(tmp_path, VOCAB)
+    expected, _ = generate(tmp_path, "torch")
+    got, engine = generate(tmp_path, "compiled")
+    assert got == expected
+    assert engine.last_run is not None
+    assert (engine.last_run.scheduler.stats.group_passes > 0) == (saving == 1)
+
+
+@pytest.mark.parametrize("saving", [1, 1 << 20])
+def test_bytes_read_are_what_the_scheduler_planned(
+    saving: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "group_min_saving", lambda *given: saving)
+    save_tiny("llama", tmp_path)
+    save_word_tokenizer(tmp_path, VOCAB)
+    _, engine = generate(tmp_path, "compiled")
+    assert engine.last_run is not None
+    stats, counts, layers = engine.last_run.scheduler.stats, engine.last_run.loop.counts(), engine.model.spec.kv_layers
+    position_bytes = sum(x.kv_heads * (x.key_dim + x.value_dim) * 4 for x in layers)
+    assert counts["attention_kv_bytes"] == position_bytes * (stats.decode_kv_reads + stats.chunk_kv_positions)
+    assert counts["attention_items"] == len(layers) * (stats.prefill_chunks + stats.decode_tokens + stats.group_passes)
+    assert (counts["attention_merges"] > 0) == (saving == 1)
+    assert counts["group_min_saving"] == saving
+
+
+def test_a_threshold_is_measured_where_kernels_can_and_is_a_constant_elsewhere(tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path)
+    save_word_tokenizer(tmp_path, VOCAB)
+    found = {}
+    for name, options in (("compiled", {}), ("torch", {}), ("auto", {"deterministic": True})):
+        _, engine = generate(tmp_path, name, **options)
+        assert engine.last_run is not None
+        found[name] = engine.last_run.loop.counts()["group_min_saving"]
+    assert found["compiled"] in {1 << n for n in range(6, 13)}
+    assert found["torch"] == found["auto"] == GROUP_MIN_SAVING

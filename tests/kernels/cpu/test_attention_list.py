@@ -1,0 +1,191 @@
+"""The compiled attention's work list alone, without a kernel: what it covers, and what it costs, counted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchgen.kernels import chunk_prefixes
+from batchgen.kernels.cpu import attention_list
+from batchgen.kernels.cpu.attention_list import FEW, TILE, ListShape, WorkList, plan_list
+from batchgen.kernels.types import AttentionBatch
+from tests.kernels.steps import Shape, StepBuilder, any_batch, expected_slots
+
+GROUP = 3
+QUERIES = 192 // GROUP
+"""Tokens of a full item."""
+
+
+def list_shape(page_size: int = 16, window: int | None = None, threads: int = 1) -> ListShape:
+    return ListShape(page_size, window, kv_heads=3, group=GROUP, threads=threads)
+
+
+def slots_read(batch: AttentionBatch, work: WorkList, shape: ListShape) -> list[list[int]]:
+    """Per token: the pool slots that its items show it, masked as the kernel masks them."""
+    seen: list[list[int]] = [[] for _ in range(batch.slot_mapping.shape[0])]
+    size = shape.page_size
+    for rows_at, count, page_at, base, first, end, _, _ in work.items.tolist():
+        assert 0 <= first < end
+        for token in work.tokens[rows_at : rows_at + count]:
+            position = work.positions[token] - base
+            keys = np.arange(first, end)
+            visible = keys <= position
+            if shape.window is not None:
+                visible &= keys > position - shape.window
+            keys = keys[visible]
+            seen[token] += (work.pages[page_at + keys // size] * size + keys % size).tolist()
+    return seen
+
+
+def check_parts(batch: AttentionBatch, work: WorkList) -> None:
+    """Each token is written directly once or merged; no part is left or used twice; parts of a token rise by position
+    where they are of one table.
+    """
+    owner: dict[int, tuple[int, int]] = {}
+    written = []
+    for rows_at, count, _, base, first, _, part_at, _ in work.items.tolist():
+        for i, token in enumerate(work.tokens[rows_at : rows_at + count].tolist()):
+            if part_at < 0:
+                written.append(token)
+            else:
+                assert part_at + i not in owner
+                owner[part_at + i] = (token, base + first)
+    for token, start, count in work.merges.tolist():
+        used = work.parts[start : start + count].tolist()
+        assert used == [part for part, (t, _) in sorted(owner.items()) if t == token]
+        assert [owner[part][1] for part in used] == sorted(owner[part][1] for part in used)
+        written.append(token)
+    assert sorted(written) == list(range(batch.slot_mapping.shape[0]))
+    assert sorted(owner) == list(range(work.num_parts))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60), st.integers(0, 3)), max_size=9),
+    st.lists(st.tuples(st.integers(1, 60), st.integers(0, 2)), max_size=8),
+    st.sampled_from([None, 1, 7, 30]),
+    st.sampled_from([1, 5, 16]),
+    st.sampled_from([1, 2, 16]),
+    st.sampled_from([3, 24, 192]),
+    st.integers(0, 1 << 20),
+)
+def test_every_visible_key_is_read_once(
+    chunks: list[tuple[int, int, int]],
+    rows: list[tuple[int, int]],
+    window: int | None,
+    page_size: int,
+    threads: int,
+    most_rows: int,
+    seed: int,
+) -> None:
+    batch = any_batch(chunks, rows, page_size, seed)
+    shape = list_shape(page_size, window, threads)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunk_prefixes, "LEAST_KEYS", 2 * page_size)
+        patch.setattr(attention_list, "_ROWS", most_rows)
+        patch.setattr(attention_list, "_LEAST_KEYS", 16)
+        patch.setattr(attention_list, "_STEP", 8)
+        work = plan_list(batch, shape)
+    assert [sorted(s) for s in slots_read(batch, work, shape)] == expected_slots(batch, page_size, window)
+    check_parts(batch, work)
+
+
+def unique_rows(b: StepBuilder) -> None:
+    for n in (5, 70, 33, 1):
+        b.decode(n)
+
+
+def shared_prefix(b: StepBuilder) -> None:
+    b.group([b.decode(1 + n % 9, own_start=320) for n in range(70)], 0, 20)
+
+
+def three_levels(b: StepBuilder) -> None:
+    """A root of 10 pages, under it three nodes of 4, under each two of 2 with 5 rows each, and a row below the root."""
+    rows = []
+    for _ in range(3):
+        below = []
+        for _ in range(2):
+            leaf = [b.decode(n, own_start=256) for n in (1, 4, 9, 16, 30)]
+            b.group(leaf, 224, 2)
+            below += leaf
+        b.group(below, 160, 4)
+        rows += below
+    rows.append(b.decode(7, own_start=160))
+    b.group(rows, 0, 10)
+
+
+def chunks_over_one_past(b: StepBuilder) -> None:
+    prefix = b.chunk(480)
+    for q_len in (3, 8, 5, 1, 8, 8):
+        b.chunk(q_len, past=480, prefix=prefix)
+    b.chunk(150, past=480, prefix=prefix)
+
+
+@pytest.mark.parametrize(
+    ("fill", "expected"),
+    [(unique_rows, (4, 0)), (shared_prefix, (72, 70)), (three_levels, (41, 31)), (chunks_over_one_past, (18, 33))],
+)
+def test_items_merges_reads_and_padding_are_counted(fill: object, expected: tuple[int, int]) -> None:
+    """Against counts made the slow way: one run of tokens after the other."""
+    b = StepBuilder(Shape(9, 3, 8, 8), num_pages=4096)
+    fill(b)  # type: ignore[operator]
+    batch = b.build().batch
+    work = plan_list(batch, list_shape())
+    runs, merged = brute_force(batch)
+    assert (work.num_items, work.num_merges) == (len(runs), len(merged)) == expected
+    assert work.keys_read == sum(keys for _, keys in runs)
+    assert work.num_parts == sum(merged.values())
+    padded = [-tokens * GROUP % TILE for tokens, _ in runs if tokens * GROUP > FEW]
+    assert work.padded_rows == sum(padded)
+
+
+def brute_force(batch: AttentionBatch) -> tuple[list[tuple[int, int]], dict[int, int]]:
+    """(tokens, keys) of each item, and how many parts each token has that is in several."""
+    runs, users = [], dict.fromkeys(range(batch.slot_mapping.shape[0]), 0)
+    short = [c for c in batch.chunks if 2 * c.q_len * GROUP <= 64]
+    shared = 480 if len(short) > 1 else 0  # the only prefix of these steps that chunks share
+
+    def add(tokens: list[int], keys: int, causal: int = 0) -> None:
+        for at in range(0, len(tokens), QUERIES):
+            some = tokens[at : at + QUERIES]
+            runs.append((len(some), keys + causal * (at + len(some))))
+            for token in some:
+                users[token] += 1
+
+    if shared:
+        add([t for c in short for t in range(c.q_start, c.q_start + c.q_len)], shared)
+    for chunk in batch.chunks:
+        past = chunk.kv_len - chunk.q_len - (shared if chunk in short else 0)
+        add(list(range(chunk.q_start, chunk.q_start + chunk.q_len)), past, causal=1)
+    for group in batch.groups:
+        add([batch.decode_start + int(r) for r in group.rows], len(group.pages) * 16)
+    for row, length in enumerate([] if batch.decode_lens is None else batch.decode_lens.tolist()):
+        add([batch.decode_start + row], length)
+    return runs, {token: count for token, count in users.items() if count > 1}
+
+
+def test_long_runs_are_cut_for_threads_and_few_items_by_head() -> None:
+    b = StepBuilder(Shape(9, 3, 8, 8), num_pages=4096)
+    b.decode(6000)
+    batch = b.build().batch
+    alone = plan_list(batch, list_shape(threads=1))
+    assert (alone.num_items, alone.by_head) == (1, True)
+    many = plan_list(batch, list_shape(threads=16))
+    assert many.num_items == 12
+    assert many.num_merges == 1
+    assert many.keys_read == 6000
+    lengths = many.items[:, 5] - many.items[:, 4]
+    assert lengths.max() - lengths.min() <= 64 * 12
+
+
+def test_items_come_costliest_first_and_many_are_not_split_by_head() -> None:
+    b = StepBuilder(Shape(9, 3, 8, 8), num_pages=4096)
+    for n in range(1, 60):
+        b.decode(n)
+    b.chunk(40)
+    work = plan_list(b.build().batch, list_shape())
+    assert not work.by_head
+    cost = (work.items[:, 5] - work.items[:, 4]) * (GROUP * work.items[:, 1] + 8)
+    assert (np.diff(cost) <= 0).all()
