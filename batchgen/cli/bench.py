@@ -47,8 +47,8 @@ def bench(
             metavar="PEERS",
             show_default=False,
             help="auto (those that this Python can import), none, or names, each with the Python that runs it. "
-            "Known: transformers, transformers-continuous, vllm, sglang, openvino, "
-            "baseline=FOLDER (another checkout of batchgen) and "
+            "Known: transformers, transformers-continuous, vllm, sglang, openvino, onnxruntime-genai, ctranslate2, "
+            "llama.cpp, baseline=FOLDER (another checkout of batchgen) and "
             "deterministic (this one with that option). One that cannot run is named on stderr and left out. "
             "Default: auto. Example: --peers transformers=/opt/hf/bin/python",
         ),

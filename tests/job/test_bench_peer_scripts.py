@@ -5,17 +5,24 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.torch import load_file
 
+import batchgen.job.bench.engines as scripts
 from batchgen.job.bench.engines.peer_tools import apart, converted, shared_waves, together
 from batchgen.job.bench.peers import EngineSource
 from batchgen.job.bench.process import EngineFailed, EngineProcess, LoadSpec
+from batchgen.job.bench.shapes import Shape, build_model
 from batchgen.job.bench.workloads import BenchRow
 from tests.job import fake_peers
 
+TINY = Shape(layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, inner=48, vocab=64, context=128)
 ROWS = [BenchRow([5, 6, 7], 2), BenchRow([5, 6], 3), BenchRow([4], 1, samples=2)]
 EXPECTED = [[8, 9], [7, 8, 9], [5, 5]]
 """The fakes' token after the i-th is the prompt's last plus i."""
@@ -140,7 +147,7 @@ def test_openvino_warms_its_cache_by_hand(record: Path, spec: LoadSpec) -> None:
 
 def test_openvino_is_measured_on_a_cpu_only(record: Path, spec: LoadSpec) -> None:
     with pytest.raises(EngineFailed, match="openvino failed at load: RuntimeError: it is measured on a CPU only"):
-        EngineProcess(EngineSource("openvino"), LoadSpec(spec.model, "float32", "cuda", 1, cache=spec.cache))
+        EngineProcess(EngineSource("openvino"), replace(spec, device="cuda"))
 
 
 # SGLang
@@ -160,3 +167,177 @@ def test_sglang(record: Path, spec: LoadSpec) -> None:
     assert [(p["temperature"], p["n"], p["max_new_tokens"], p["ignore_eos"]) for p in params] == [
         (0.0, 1, 2, True), (0.0, 1, 3, True), (1.0, 2, 1, True)
     ]  # fmt: skip
+
+
+# vLLM
+
+
+def test_vllm(record: Path, spec: LoadSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    processors = sorted(os.sched_getaffinity(0))[:2]
+    with EngineProcess(EngineSource("vllm"), spec) as engine:
+        assert engine.settings == [{"eager": 0}, {"eager": 1}]
+        assert engine.threads == len(processors)
+        for setting in (*engine.settings, engine.settings[0]):
+            made = engine.generate(ROWS, setting)
+            assert made.outputs == EXPECTED
+            assert made.counted == {"prompt_tokens_computed": 6 - 3}
+    built = asked(record, "llm")
+    assert [options["enforce_eager"] for options, _ in built] == [False, True], "each once"
+    for options, environment in built:
+        assert options["model"] == spec.model
+        assert options["skip_tokenizer_init"]
+        assert options["enable_prefix_caching"]
+        assert "gpu_memory_utilization" not in options
+        assert environment["VLLM_CPU_KVCACHE_SPACE"] == "4"
+        assert environment["VLLM_CPU_OMP_THREADS_BIND"] == ",".join(map(str, processors))
+        assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert asked(record, "reset") == [[False], [True], [False]], "prompts of earlier passes are forgotten"
+    eager, prompts, params = asked(record, "generate")[1]
+    assert eager
+    assert prompts == [{"prompt_token_ids": row.ids} for row in ROWS]
+    assert [(p["temperature"], p["n"], p["max_tokens"], p["ignore_eos"]) for p in params] == [
+        (0.0, 1, 2, True), (0.0, 1, 3, True), (1.0, 2, 1, True)
+    ]  # fmt: skip
+
+
+# CTranslate2
+
+
+def test_ctranslate2(record: Path, spec: LoadSpec) -> None:
+    with EngineProcess(EngineSource("ctranslate2"), spec) as engine:
+        assert (engine.version, engine.dtype, engine.threads) == ("fake-ct2", "float32", 2)
+        made = engine.generate(ROWS, {"batch": 2, "static_prompt": 0})
+        assert made.outputs == EXPECTED
+        assert made.counted == {"prompt_tokens_computed": 7, "decode_rows": 2 * 2}
+        with pytest.raises(EngineFailed, match="these prompts do not begin alike"):
+            engine.generate(ROWS, {"batch": 2, "static_prompt": 1})
+    config, options = asked(record, "generator")[0]
+    assert config == {"unk_token": "w0", "bos_token": "w1", "eos_token": "w3"}, "no word is null"
+    assert options == {"device": "cpu", "compute_type": "float32", "inter_threads": 1, "intra_threads": 2}
+    first, second = asked(record, "generate")
+    assert first[0] == [["w5", "w6"], ["w5", "w6", "w7"]], "those with the longest output first"
+    assert second[0] == [["w4"], ["w4"]]
+    assert (first[1]["min_length"], first[1]["max_length"]) == (3, 3)
+    assert first[1]["static_prompt"] is None
+
+
+def test_ctranslate2_keeps_the_state_of_what_all_prompts_begin_with(record: Path, spec: LoadSpec) -> None:
+    prefix = [9] * 70
+    rows = [BenchRow([*prefix, 5, 6], 2), BenchRow([*prefix, 5, 8, 9], 2)]
+    with EngineProcess(EngineSource("ctranslate2"), spec) as engine:
+        made = engine.generate(rows, {"batch": 8, "static_prompt": 1})
+    assert made.outputs == [[7, 8], [10, 11]]
+    assert made.counted["prompt_tokens_computed"] == 71 + 1 + 2
+    ((prompts, options),) = asked(record, "generate")
+    assert prompts == [["w8", "w9"], ["w6"]]
+    assert options["static_prompt"] == ["w9"] * 70 + ["w5"]
+
+
+def test_ctranslate2_has_no_bfloat16_on_a_cpu(record: Path, spec: LoadSpec) -> None:
+    told = r"RuntimeError: bfloat16 is not among its types on this processor: float32, int8"
+    with pytest.raises(EngineFailed, match=told):
+        EngineProcess(EngineSource("ctranslate2"), replace(spec, dtype="bfloat16"))
+
+
+# ONNX Runtime GenAI
+
+
+def test_onnxruntime_genai(record: Path, spec: LoadSpec) -> None:
+    with EngineProcess(EngineSource("onnxruntime-genai"), spec) as engine:
+        assert [setting["batch"] for setting in engine.settings] == [8, 16, 32, 64]
+        made = engine.generate(ROWS, {"batch": 2})
+        assert made.outputs == EXPECTED
+        assert made.counted == {"prompt_tokens_computed": 2 * 3 + 2, "decode_rows": 2 * 2}
+    (built,) = asked(record, "build")
+    arguments = built[0]
+    assert arguments[:2] == ["-i", spec.model]
+    assert arguments[-4:] == ["-p", "fp32", "-e", "cpu"]
+    (options,) = asked(record, "model")[0]
+    assert options["model"]["decoder"]["session_options"]["intra_op_num_threads"] == 2
+    first, second = asked(record, "append")
+    assert first[0] == [[5, 6, 0], [5, 6, 7]], "padded on the right"
+    assert first[1] == {"batch_size": 2, "do_sample": False, "min_length": 6, "max_length": 6}
+    assert second[0] == [[4], [4]]
+    told = "RuntimeError: bfloat16 is not among its types on a CPU: float32"
+    with pytest.raises(EngineFailed, match=told):
+        EngineProcess(EngineSource("onnxruntime-genai"), replace(spec, dtype="bfloat16"))
+
+
+# llama.cpp
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("tiny")
+    build_model(TINY, path)
+    return str(path)
+
+
+@pytest.mark.parametrize("shared", [0, 1])
+def test_llama_cpp(record: Path, spec: LoadSpec, tiny: str, shared: int) -> None:
+    with EngineProcess(EngineSource("llama.cpp"), replace(spec, model=tiny)) as engine:
+        assert (engine.version, engine.dtype, engine.threads) == ("fake-llama", "float32", 2)
+        made = engine.generate(ROWS, {"batch": 3, "shared": shared, "ubatch": 64})
+    assert made.outputs == EXPECTED
+    assert made.counted == {"prompt_tokens_computed": 7, "decode_rows": 1 + 2}
+    assert "copy" not in record.read_text(), "nothing is long enough to share"
+    ((context,),) = asked(record, "context")
+    assert (context["n_seq_max"], context["n_ubatch"], context["n_threads"]) == (3, 64, 2)
+    assert (context["type_k"], context["type_v"]) == (0, 0)
+    assert context["n_ctx"] == 3 * 256
+
+
+def test_llama_cpp_computes_a_shared_prefix_once(record: Path, spec: LoadSpec, tiny: str) -> None:
+    root, groups = [9] * 40, ([10] * 40, [11] * 40)
+    rows = [BenchRow([*root, *group, i], 2) for i in (5, 4, 3) for group in groups]
+    with EngineProcess(EngineSource("llama.cpp"), replace(spec, model=tiny)) as engine:
+        made = engine.generate(rows, {"batch": 64, "shared": 1, "ubatch": 64})
+        apart = engine.generate(rows, {"batch": 64, "shared": 0, "ubatch": 64})
+    assert made.outputs == apart.outputs == [[row.ids[-1] + 1, row.ids[-1] + 2] for row in rows]
+    assert made.counted["prompt_tokens_computed"] == 40 + 2 * 40 + 6
+    assert apart.counted["prompt_tokens_computed"] == 6 * 81
+    assert sorted(end for *_, end in asked(record, "copy")) == [40, 80, 80, 80, 80]
+
+
+def test_gguf_of_a_llama(record: Path, spec: LoadSpec, tiny: str) -> None:
+    """What is written: names, shapes, types, and every number once."""
+    with EngineProcess(EngineSource("llama.cpp"), replace(spec, model=tiny, dtype="bfloat16")):
+        pass
+    assert asked(record, "family") == [["llama"]]
+    tensors = {name: told for name, *told in asked(record, "tensor")}
+    weights = load_file(Path(tiny) / "model.safetensors")
+    assert len(tensors) == len(weights)
+    assert tensors["token_embd.weight"][:2] == [[64, 32], "BF16"]
+    assert tensors["blk.1.attn_k.weight"][:2] == [[16, 32], "BF16"]
+    assert tensors["blk.0.ffn_norm.weight"][:2] == [[32], "F32"]
+    assert sorted(total for *_, total in tensors.values()) == pytest.approx(
+        sorted(float(values.double().sum()) for values in weights.values()), abs=1e-3
+    )
+    for name, value in (("block_count", 2), ("head_count_kv", 2), ("key_length", 8), ("vocab_size", 64)):
+        assert asked(record, f"add_{name}") == [[value]]
+    (path,) = asked(record, "load")[0]
+    assert Path(path).parent.parent == Path(spec.cache)
+
+
+def test_rows_of_a_projection_are_interleaved(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turning neighbours of the new order is turning halves of the old one."""
+    monkeypatch.syspath_prepend(str(record.parent / "fakes"))
+    writer = runpy.run_path(str(Path(scripts.__file__).with_name("llama_gguf.py")))
+    heads, size = 3, 8
+    values = np.random.default_rng(0).normal(size=(heads * size, 1))
+    angles = np.arange(size // 2) * 0.3
+    halves = values.reshape(heads, 2, size // 2)
+    turned = np.stack(
+        [halves[:, 0] * np.cos(angles) - halves[:, 1] * np.sin(angles),
+         halves[:, 1] * np.cos(angles) + halves[:, 0] * np.sin(angles)], axis=1
+    )  # fmt: skip
+    pairs = writer["_interleaved"](values, heads).reshape(heads, size // 2, 2)
+    neighbours = np.stack(
+        [pairs[..., 0] * np.cos(angles) - pairs[..., 1] * np.sin(angles),
+         pairs[..., 1] * np.cos(angles) + pairs[..., 0] * np.sin(angles)], axis=-1
+    )  # fmt: skip
+    back = writer["_interleaved"](turned.reshape(-1, 1), heads).reshape(heads, size // 2, 2)
+    np.testing.assert_allclose(neighbours, back)
+    with pytest.raises(ValueError, match=r"model.layers.0.mlp.experts.weight is not converted"):
+        writer["_file_name"]("model.layers.0.mlp.experts.weight")

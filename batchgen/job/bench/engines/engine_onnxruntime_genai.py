@@ -1,0 +1,91 @@
+"""ONNX Runtime GenAI on a CPU: static batches of a size to be tried, padded on the right as its
+attention reads them, ids in and out.
+
+The model is converted once by the library's own builder, which needs torch and transformers beside it. On a CPU its
+precision is float32; smaller ones are integers, which is another model.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime_genai as genai
+from peer_tools import apart, converted, together
+
+_BATCHES = (8, 16, 32, 64)
+_PRECISIONS = {"float32": "fp32"}
+
+
+class Engine:
+    """One model in memory."""
+
+    version = genai.__version__
+
+    def __init__(self, folder: Path, dtype: str, threads: int) -> None:
+        self._dtype, self._threads = dtype, threads
+        self._pad = json.loads((folder / "genai_config.json").read_text(encoding="utf-8"))["model"]["pad_token_id"]
+        config = genai.Config(str(folder))
+        options = {"intra_op_num_threads": threads, "inter_op_num_threads": 1}
+        config.overlay(json.dumps({"model": {"decoder": {"session_options": options}}}))
+        self._model = genai.Model(config)
+
+    def describe(self) -> dict[str, Any]:
+        """What is in force, and the batch sizes to try."""
+        settings = [{"batch": size} for size in _BATCHES]
+        return {"dtype": self._dtype, "device": "cpu", "threads": self._threads, "settings": settings}
+
+    def generate(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
+        """Greedy, lengths fixed; rows of like lengths go together."""
+        alone = apart(rows)
+        order = sorted(range(len(alone)), key=lambda i: (-alone[i]["max_new"], -len(alone[i]["ids"])))
+        outputs: list[list[int]] = [[] for _ in alone]
+        computed = decoded = 0
+        for begin in range(0, len(order), setting["batch"]):
+            members = order[begin : begin + setting["batch"]]
+            width = max(len(alone[i]["ids"]) for i in members)
+            new = max(alone[i]["max_new"] for i in members)
+            made = self._batch([alone[i]["ids"] for i in members], width, new)
+            for i, ids in zip(members, made, strict=True):
+                outputs[i] = ids[: alone[i]["max_new"]]
+            computed += width * len(members)
+            decoded += (new - 1) * len(members)
+        return together(rows, outputs), {"prompt_tokens_computed": computed, "decode_rows": decoded}
+
+    def _batch(self, prompts: list[list[int]], width: int, new: int) -> list[list[int]]:
+        params = genai.GeneratorParams(self._model)
+        length = width + new
+        params.set_search_options(batch_size=len(prompts), do_sample=False, min_length=length, max_length=length)
+        generator = genai.Generator(self._model, params)
+        padded = [ids + [self._pad] * (width - len(ids)) for ids in prompts]
+        generator.append_tokens(np.array(padded, dtype=np.int32))
+        while not generator.is_done():
+            generator.generate_next_token()
+        return [[int(i) for i in generator.get_sequence(row)[width:]] for row in range(len(prompts))]
+
+
+def _convert(model: str, folder: Path, precision: str) -> None:
+    builder = [sys.executable, "-m", "onnxruntime_genai.models.builder"]
+    places = ["-i", model, "-o", str(folder), "-c", str(folder / "cache")]
+    done = subprocess.run(
+        [*builder, *places, "-p", precision, "-e", "cpu"], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise RuntimeError("the model builder failed: " + " / ".join(done.stderr.strip().splitlines()[-3:]))
+
+
+def load(request: dict[str, Any]) -> Engine:
+    """An engine for the driver's request."""
+    if request["device"] != "cpu":
+        raise RuntimeError("it is measured on a CPU only")
+    precision = _PRECISIONS.get(request["dtype"])
+    if precision is None:
+        raise RuntimeError(f"{request['dtype']} is not among its types on a CPU: {', '.join(_PRECISIONS)}")
+    kind = f"onnxruntime-genai {genai.__version__} {precision}"
+    model = request["model"]
+    folder = converted(request["cache"], model, kind, lambda aside: _convert(model, aside, precision))
+    return Engine(folder, request["dtype"], request["threads"])
