@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from batchgen.kernels.cpu.attention import CompiledAttention
+from batchgen.kernels.cpu.decoder import CompiledDecoder, DecoderLayer, DecoderShape
 from batchgen.kernels.linear import Linear, Product, Products
 from batchgen.kernels.lora import LoraPairs, LoraStep
 from batchgen.kernels.ops import Ops
@@ -78,6 +80,7 @@ class NativeModel:
         self._head = head
         inv_freq, self._rope_scale = inverse_frequencies(config.rope, spec.context_length)
         self._inv_freq = inv_freq.to(spec.device)  # [D/2]
+        self._compiled = self._compiled_decoder()
 
     @property
     def spec(self) -> ModelSpec:
@@ -96,6 +99,8 @@ class NativeModel:
     @torch.no_grad()
     def hidden(self, inputs: ModelInput) -> Tensor:
         """States after the final norm, [T, H] in the model's dtype."""
+        if self._compiled is not None and inputs.lora is None and isinstance(inputs.attention, CompiledAttention):
+            return _hidden_compiled(self._compiled, inputs, inputs.attention, self._spec)
         x = F.embedding(inputs.input_ids, self._embedding)  # [T, H]
         if inputs.embeds is not None:
             x[inputs.embeds.rows] = inputs.embeds.values.to(x.dtype)
@@ -121,6 +126,19 @@ class NativeModel:
             taps.take(-1, normed)
         return normed
 
+    def _compiled_decoder(self) -> CompiledDecoder | None:
+        """All layers in one call; None where other kernels than those compiled for the CPU multiply in some layer."""
+        layers = []
+        for layer in self._layers:
+            qkv, o, gate_up, down = (getattr(layer, name).compiled for name in _LINEARS)
+            if qkv is None or o is None or gate_up is None or down is None:
+                return None
+            norms = (layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm)
+            layers.append(DecoderLayer(qkv, o, gate_up, down, *norms, layer.window))
+        config = self._config
+        shape = DecoderShape(config.num_heads, config.num_kv_heads, config.head_dim, config.activation, config.rms_eps)
+        return CompiledDecoder(shape, layers, self._embedding, self._norm, self._inv_freq, self._rope_scale)
+
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, H] -> [R, V] in the model's dtype."""
@@ -129,6 +147,26 @@ class NativeModel:
     def takes_embeds(self) -> bool:
         """Whether tokens may come as embeddings that are those of no id: always."""
         return True
+
+
+def _hidden_compiled(
+    decoder: CompiledDecoder, inputs: ModelInput, attention: CompiledAttention, spec: ModelSpec
+) -> Tensor:
+    taps, embeds = inputs.taps, inputs.embeds
+    size = (inputs.input_ids.shape[0], spec.hidden_size)
+    layers = () if taps is None else tuple(layer for layer in taps.layers if layer >= 0)
+    states = {layer: torch.empty(size, dtype=spec.dtype) for layer in layers}  # [T, H] each
+    normed = decoder.hidden(
+        inputs.input_ids,
+        inputs.positions,
+        attention,
+        embeds=None if embeds is None else (embeds.rows, embeds.values),
+        taps=states,
+    )  # [T, H]
+    if taps is not None:
+        for layer in taps.layers:
+            taps.take(layer, normed if layer == -1 else states[layer])
+    return normed
 
 
 class _Step:

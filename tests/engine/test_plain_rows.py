@@ -13,7 +13,9 @@ import pytest
 
 import batchgen
 from batchgen import Engine
+from batchgen.engine import engine as engine_module
 from batchgen.engine.loop import Loop
+from batchgen.kernels.cpu.library import loaded, missing
 from tests.engine.reference import save_word_tokenizer
 from tests.models.tiny import VOCAB, save_tiny
 
@@ -46,6 +48,9 @@ COLUMN_CALLS = 24
 LAYERS, LAYER_CALLS = 3, 5
 """Each of a layer's four products asks whether there is an adapter; keys and values are stored by a call of their
 own, which a GPU does together with the rotation."""
+
+ADDRESS_CALLS = 4
+"""Compiled, a layer is pointers."""
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +140,26 @@ def test_plain_steps_call_nothing_for_special_fields(engine: Engine, kind: str) 
     assert per_row <= KERNEL_CALLS
     most = STEP_CALLS[kind] + FLAGS + DEVICE_CALLS + COLUMN_CALLS + LAYERS * LAYER_CALLS
     assert round(sum(few.values()) - FEW * per_row, 6) <= most
+
+
+@pytest.mark.skipif(not loaded(), reason=str(missing()))
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_compiled_step_calls_as_much_for_any_number_of_rows_and_layers(
+    tmp_path: Path, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One call computes all layers; only addresses of their memory are gathered one by one."""
+    monkeypatch.setattr(engine_module, "products_of", lambda config: "fixed")
+    found = {}
+    for layers in (LAYERS, 2 * LAYERS):
+        folder = save_tiny("llama", tmp_path / str(layers), num_hidden_layers=layers)
+        save_word_tokenizer(folder, VOCAB)
+        engine = Engine(str(folder), dtype="float32", attention="compiled", max_num_seqs=2 * MANY)
+        for rows in (FEW, MANY):
+            found[layers, rows] = count_calls(engine, rows, temperature)
+    for layers in (LAYERS, 2 * LAYERS):
+        assert found[layers, FEW] == found[layers, MANY]
+        assert found[layers, FEW]["kernels/cpu/decoder.py", "hidden"] == 1
+    assert found[2 * LAYERS, FEW].total() - found[LAYERS, FEW].total() <= LAYERS * ADDRESS_CALLS
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.attention import TorchAttention
+from batchgen.kernels.cpu.attention import CompiledAttention
 from batchgen.kernels.device import HOST
 from batchgen.kernels.lora import LoraStep, lora_step
 from batchgen.kernels.types import Attention, AttentionBatch, ChunkPages, KVPool
@@ -98,6 +99,12 @@ class PagedCache:
         self.lengths = [0] * sequences
 
     def step(self, parts: list[tuple[int, int]]) -> TorchAttention:
+        return TorchAttention(self.pool, self.batch(parts))
+
+    def compiled_step(self, parts: list[tuple[int, int]]) -> CompiledAttention:
+        return CompiledAttention(self.pool, self.batch(parts))
+
+    def batch(self, parts: list[tuple[int, int]]) -> AttentionBatch:
         size = self.pool.page_size
         slots: list[Tensor] = []
         chunks: list[ChunkPages] = []
@@ -115,7 +122,7 @@ class PagedCache:
                 rows.append(sequence)
             start += count
         lens = np.array([self.lengths[i] for i in rows])
-        batch = AttentionBatch(
+        return AttentionBatch(
             slot_mapping=torch.cat(slots),
             chunks=chunks,
             decode_start=start - len(rows),
@@ -124,4 +131,3 @@ class PagedCache:
             decode_own_start=np.zeros(len(rows), np.int64) if rows else None,
             max_decode_len=int(lens.max()) if rows else 0,
         )
-        return TorchAttention(self.pool, batch)

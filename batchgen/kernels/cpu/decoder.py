@@ -1,0 +1,277 @@
+"""All layers of a decoder of the Llama family in one call of `src/decoder.cpp`.
+
+The oracle is the same operations one by one (`models.native`): they are the same compiled functions, or are rounded at
+the same points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from ctypes import Structure, addressof, byref, c_double, c_int, c_int64, c_void_p
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from batchgen.kernels.cpu.attention import CompiledAttention
+from batchgen.kernels.cpu.library import DTYPES, address, library
+from batchgen.kernels.cpu.matmul import MatmulCall
+from batchgen.kernels.cpu.ops import ACTIVATION_CODES
+from batchgen.kernels.layouts import Compiled
+from batchgen.kernels.rope import rope_tables
+
+__all__ = ["CompiledDecoder", "DecoderLayer", "DecoderShape"]
+
+
+class _Layer(Structure):
+    """`DecoderLayer` of decoder.h."""
+
+    _fields_ = (
+        ("qkv", MatmulCall),
+        ("o", MatmulCall),
+        ("gate_up", MatmulCall),
+        ("down", MatmulCall),
+        ("input_norm", c_void_p),
+        ("post_norm", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+    )
+
+
+class _Decoder(Structure):
+    """`Decoder` of decoder.h."""
+
+    _fields_ = (
+        ("layers", c_void_p),
+        ("embedding", c_void_p),
+        ("final_norm", c_void_p),
+        ("num_layers", c_int64),
+        ("hidden", c_int64),
+        ("inner", c_int64),
+        ("heads", c_int64),
+        ("kv_heads", c_int64),
+        ("dim", c_int64),
+        ("activation", c_int64),
+        ("dtype", c_int64),
+        ("eps", c_double),
+    )
+
+
+class _Step(Structure):
+    """`DecoderStep` of decoder.h."""
+
+    _fields_ = (
+        ("ids", c_void_p),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("attention", c_void_p),
+        ("taps", c_void_p),
+        ("x", c_void_p),
+        ("normed", c_void_p),
+        ("qkv", c_void_p),
+        ("attended", c_void_p),
+        ("delta", c_void_p),
+        ("gate_up", c_void_p),
+        ("activated", c_void_p),
+        ("scratch", c_void_p),
+        ("tokens", c_int64),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """One layer's weights, all of one dtype."""
+
+    qkv: Compiled
+    o: Compiled
+    gate_up: Compiled
+    down: Compiled
+    input_norm: Tensor
+    """[H]"""
+    post_norm: Tensor
+    """[H]"""
+    q_norm: Tensor | None
+    """[D], None where heads are not normalised"""
+    k_norm: Tensor | None
+    """[D], as `q_norm`"""
+    window: int | None
+    """positions that a token sees; None: all"""
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """What all layers have in common."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    """D"""
+    activation: str
+    """one of `ACTIVATION_CODES`"""
+    eps: float
+    """of all norms"""
+
+
+class CompiledDecoder:
+    """A stack of layers with its embedding and final norm, ready to run. Not for two threads at once."""
+
+    def __init__(
+        self,
+        shape: DecoderShape,
+        layers: Sequence[DecoderLayer],
+        embedding: Tensor,
+        norm: Tensor,
+        inv_freq: Tensor,
+        rope_scale: float,
+    ) -> None:
+        """`embedding` [V, H] and `norm` [H] are contiguous; `inv_freq` and `rope_scale` as for `rope_tables`."""
+        hidden, inner = embedding.shape[1], layers[0].down.packed.inner
+        self._shape = shape
+        self._windows = [layer.window for layer in layers]
+        self._kept = (list(layers), embedding, norm)
+        self._embedding = embedding
+        self._scratch = max(
+            product.packed.scratch for layer in layers for product in (layer.qkv, layer.o, layer.gate_up, layer.down)
+        )
+        self._widths = (hidden, layers[0].qkv.packed.outer, shape.heads * shape.dim, hidden, 2 * inner, inner)
+        self._layers = (_Layer * len(layers))(*map(_layer, layers))
+        self._decoder = _Decoder(
+            addressof(self._layers),
+            embedding.data_ptr(),
+            norm.data_ptr(),
+            len(layers),
+            hidden,
+            inner,
+            shape.heads,
+            shape.kv_heads,
+            shape.dim,
+            ACTIVATION_CODES[shape.activation],
+            DTYPES[embedding.dtype],
+            shape.eps,
+        )
+        self._rope = _RopeRows(inv_freq, rope_scale, embedding.dtype)
+        self._buffers = _Buffers(self._widths, embedding.dtype)
+
+    def hidden(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        attention: CompiledAttention,
+        *,
+        embeds: tuple[Tensor, Tensor] | None = None,
+        taps: Mapping[int, Tensor] | None = None,
+    ) -> Tensor:
+        """The states after the final norm. Keys and values of the step are stored in the attention's pool.
+
+        Args:
+            ids: [T] int64.
+            positions: [T] int64.
+            attention: the step's.
+            embeds: tokens [E] int64 that are embeddings [E, H] in place of ids.
+            taps: layer -> [T, H] to fill with the states after it; 0: as the first layer is fed.
+
+        Returns:
+            [T, H] in the weights' dtype.
+        """
+        tokens, shape, threads = ids.shape[0], self._shape, torch.get_num_threads()
+        normed = self._embedding.new_empty(tokens, self._embedding.shape[1])
+        if not tokens:
+            return normed
+        x, qkv, attended, *others = self._buffers.of(tokens)
+        if embeds is not None:
+            x.copy_(F.embedding(ids, self._embedding))
+            x[embeds[0]] = embeds[1].to(x.dtype)
+        query = qkv.view(tokens, -1, shape.dim)[:, : shape.heads]
+        arguments = attention.stack(
+            query, attended.view(tokens, -1, shape.dim), scale=shape.dim**-0.5, windows=self._windows
+        )
+        wanted = taps or {}
+        tapped = (c_void_p * (len(self._windows) + 1))(*(address(wanted.get(i)) for i in range(len(self._windows) + 1)))
+        cos, sin = self._rope.upto(int(positions.max()))
+        slots = attention.cache(0)[2]
+        assert ids.is_contiguous()
+        assert positions.is_contiguous()
+        assert slots.is_contiguous()
+        step = _Step(
+            None if embeds is not None else ids.data_ptr(),
+            positions.data_ptr(),
+            slots.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            addressof(arguments.struct),
+            addressof(tapped),
+            x.data_ptr(),
+            normed.data_ptr(),
+            qkv.data_ptr(),
+            attended.data_ptr(),
+            *(buffer.data_ptr() for buffer in others),
+            self._buffers.scratch(threads * self._scratch),
+            tokens,
+        )
+        library().bg_decode(byref(self._decoder), byref(step), c_int(threads))
+        return normed
+
+
+def _layer(layer: DecoderLayer) -> _Layer:
+    return _Layer(
+        *(_product(product) for product in (layer.qkv, layer.o, layer.gate_up, layer.down)),
+        layer.input_norm.data_ptr(),
+        layer.post_norm.data_ptr(),
+        address(layer.q_norm),
+        address(layer.k_norm),
+    )
+
+
+def _product(product: Compiled) -> MatmulCall:
+    packed = product.packed
+    return MatmulCall(
+        weight=packed.data.data_ptr(),
+        bias=address(product.wide_bias),
+        inner=packed.inner,
+        outer=packed.outer,
+        method=product.code,
+    )
+
+
+class _RopeRows:
+    """Cosines and sines by position, made once: those of `rope_tables`."""
+
+    def __init__(self, inv_freq: Tensor, scale: float, dtype: torch.dtype) -> None:
+        self._inv_freq, self._scale, self._dtype = inv_freq, scale, dtype
+        self._tables = self._made(256)
+
+    def upto(self, position: int) -> tuple[Tensor, Tensor]:
+        """Tables [n, D] of cosines and of sines, with n above `position`."""
+        if position >= len(self._tables[0]):
+            self._tables = self._made(1 << position.bit_length())
+        return self._tables
+
+    def _made(self, count: int) -> tuple[Tensor, Tensor]:
+        cos, sin = rope_tables(self._inv_freq, self._scale, torch.arange(count), self._dtype)
+        return cos[:, 0].contiguous(), sin[:, 0].contiguous()
+
+
+class _Buffers:
+    """Memory that every step uses again, as much as the largest so far has taken."""
+
+    def __init__(self, widths: Sequence[int], dtype: torch.dtype) -> None:
+        self._widths = widths
+        self._memory = torch.empty(0, dtype=dtype)
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, tokens: int) -> list[Tensor]:
+        """A tensor [tokens, width] for each width."""
+        sizes = [-(-tokens * width // 32) * 32 for width in self._widths]  # each from a new cache line
+        if self._memory.numel() < sum(sizes):
+            self._memory = self._memory.new_empty(sum(sizes))
+        parts = torch.split(self._memory[: sum(sizes)], sizes)
+        return [part[: tokens * width].view(tokens, width) for part, width in zip(parts, self._widths, strict=True)]
+
+    def scratch(self, size: int) -> int:
+        """Where `size` bytes begin, from a multiple of 64."""
+        if self._scratch.numel() < size + 64:
+            self._scratch = torch.empty(size + 64, dtype=torch.uint8)
+        return -(-self._scratch.data_ptr() // 64) * 64

@@ -1,0 +1,98 @@
+#include "decoder.h"
+
+#include "barrier.h"
+
+namespace bg {
+namespace {
+
+class Run {
+  public:
+    Run(const Decoder& d, const DecoderStep& s, Barrier& barrier, int thread, int threads)
+        : d_(d), s_(s), barrier_(barrier), thread_(thread), threads_(threads) {}
+
+    void operator()() {
+        embed();
+        norm(nullptr, d_.layers[0].input_norm);
+        for (int64_t l = 0; l < d_.num_layers; l++) {
+            const DecoderLayer& layer = d_.layers[l];
+            product(layer.qkv, s_.normed, s_.qkv);
+            attend(layer, l);
+            product(layer.o, s_.attended, s_.delta);
+            norm(s_.delta, layer.post_norm);
+            product(layer.gate_up, s_.normed, s_.gate_up);
+            gated_part({s_.gate_up, s_.activated, s_.tokens, d_.inner, d_.activation, d_.dtype}, thread_, threads_);
+            barrier_.wait();
+            product(layer.down, s_.activated, s_.delta);
+            norm(s_.delta, l + 1 < d_.num_layers ? d_.layers[l + 1].input_norm : d_.final_norm, l + 1);
+        }
+    }
+
+  private:
+    void embed() {
+        // The rows that this thread normalises next: no barrier.
+        if (s_.ids) embed_part({s_.ids, d_.embedding, s_.x, s_.tokens, row_bytes()}, thread_, threads_);
+        tap(0);
+    }
+
+    void attend(const DecoderLayer& layer, int64_t l) {
+        const Attention& a = *s_.attention;
+        heads_part({s_.qkv, layer.q_norm, layer.k_norm, s_.cos, s_.sin, s_.positions, const_cast<void*>(a.keys[l]),
+                    const_cast<void*>(a.values[l]), s_.slots, s_.tokens, d_.heads, d_.kv_heads, d_.dim, d_.dtype,
+                    d_.eps},
+                   thread_, threads_);
+        barrier_.wait();
+        attention_items_part(a, l, thread_, threads_);
+        barrier_.wait();
+        attention_merge_part(a, l, thread_, threads_);
+        if (a.lists[l]->num_merges) barrier_.wait();
+    }
+
+    void product(const Matmul& weight, const void* x, void* out) {
+        Matmul m = weight;
+        m.x = x;
+        m.out = out;
+        m.rows = s_.tokens;
+        m.x_stride = m.inner;
+        m.out_stride = m.outer;
+        m.scratch = s_.scratch;
+        matmul_part(m, thread_, threads_);
+        barrier_.wait();
+    }
+
+    // x += delta and its norm. Taps are copied by the thread that has added the row.
+    void norm(const void* delta, const void* weight, int64_t tapped = 0) {
+        norm_part({s_.x, delta, weight, s_.normed, s_.tokens, d_.hidden, d_.dtype, d_.eps}, thread_, threads_);
+        if (tapped) tap(tapped);
+        barrier_.wait();
+    }
+
+    void tap(int64_t at) {
+        if (!s_.taps[at]) return;
+        const Span span(s_.tokens, thread_, threads_);
+        const int64_t from = span.begin * row_bytes();
+        std::memcpy(static_cast<char*>(s_.taps[at]) + from, static_cast<const char*>(s_.x) + from,
+                    (span.end - span.begin) * row_bytes());
+    }
+
+    int64_t row_bytes() const { return d_.hidden * (d_.dtype ? 2 : 4); }
+
+    const Decoder& d_;
+    const DecoderStep& s_;
+    Barrier& barrier_;
+    const int thread_, threads_;
+};
+
+}  // namespace
+}  // namespace bg
+
+extern "C" void bg_decode(const bg::Decoder* d, const bg::DecoderStep* s, int threads) {
+    // A region may get fewer threads than it asks for.
+    bg::Barrier* barrier = nullptr;
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp single
+        barrier = new bg::Barrier(omp_get_num_threads());
+        bg::Run(*d, *s, *barrier, omp_get_thread_num(), omp_get_num_threads())();
+    }
+    delete barrier;
+}

@@ -1,0 +1,44 @@
+// All layers of a decoder of the Llama family, in one call: the same operations in the same order as models/native.py,
+// each by all threads, with a barrier between.
+#pragma once
+
+#include "attention.h"
+#include "elementwise.h"
+#include "matmul.h"
+
+namespace bg {
+
+// Of the products weight, bias, inner, outer and method are given; the rest is the step's.
+struct DecoderLayer {
+    Matmul qkv, o, gate_up, down;
+    const void *input_norm, *post_norm;  // [H]
+    const void *q_norm, *k_norm;         // [D] or null, both or neither
+};
+
+struct Decoder {
+    const DecoderLayer* layers;  // [L]
+    const void *embedding;       // [V, H]
+    const void *final_norm;      // [H]
+    int64_t num_layers, hidden, inner, heads, kv_heads, dim, activation, dtype;
+    double eps;
+};
+
+struct DecoderStep {
+    const int64_t *ids;         // [T], or null where x holds the tokens' embeddings
+    const int64_t *positions;   // [T]
+    const int64_t *slots;       // [T]
+    const void *cos, *sin;      // [positions, D] of rope_tables
+    const Attention* attention;  // reads queries from qkv, writes attended
+    void* const* taps;           // [L + 1] -> [T, H] or null: what goes into the first layer, what comes out of each
+    void *x;                     // [T, H] residual sums
+    void *normed;                // [T, H] the result
+    void *qkv;                   // [T, N + 2K, D]
+    void *attended;              // [T, N, D]
+    void *delta;                 // [T, H]
+    void *gate_up;               // [T, 2I]
+    void *activated;             // [T, I]
+    void *scratch;               // of the products
+    int64_t tokens;
+};
+
+}  // namespace bg

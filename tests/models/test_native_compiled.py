@@ -1,0 +1,125 @@
+"""The decoder compiled into one call, against transformers' eager attention and against its operations one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from batchgen.kernels.cpu import decoder as module
+from batchgen.kernels.cpu import ops as compiled_ops
+from batchgen.kernels.cpu.library import loaded, missing
+from batchgen.models.base import Model, ModelInput, Taps, TokenEmbeds
+from batchgen.models.load import load_model
+from tests.models.packed import PagedCache, packed_logits, random_sequences
+from tests.models.test_native import CONFIGS, eager
+from tests.models.tiny import VOCAB, save_tiny
+
+pytestmark = pytest.mark.skipif(not loaded(), reason=str(missing()))
+
+MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "odd": ("llama", {"hidden_size": 35, "intermediate_size": 77, "num_attention_heads": 5, "num_key_value_heads": 1}),
+    "quick-gelu": ("qwen3", {"hidden_act": "quick_gelu", "head_dim": 6, "intermediate_size": 1000}),
+    "relu": ("llama", {"hidden_act": "relu", "num_hidden_layers": 1}),
+}
+CASES = CONFIGS | MORE
+
+
+@pytest.fixture(autouse=True, params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of each step that the compiled decoder runs."""
+    seen: list[int] = []
+    hidden = module.CompiledDecoder.hidden
+
+    def counted(self: Any, ids: Tensor, *given: Any, **named: Any) -> Tensor:
+        seen.append(len(ids))
+        return hidden(self, ids, *given, **named)
+
+    monkeypatch.setattr(module.CompiledDecoder, "hidden", counted)
+    return seen
+
+
+def load(folder: Path, dtype: Any = "float32") -> Model:
+    return load_model(folder, implementation="native", dtype=dtype, device="cpu", products="fixed")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_float32_equals_eager(name: str, tmp_path: Path, calls: list[int]) -> None:
+    model_type, overrides = CASES[name]
+    save_tiny(model_type, tmp_path, seed=len(name), **overrides)
+    model, sequences = load(tmp_path), random_sequences(VOCAB)
+    cache = PagedCache(model.spec, len(sequences))
+    found = packed_logits(model, sequences, cache.compiled_step)
+    assert sum(calls) == sum(map(len, sequences))
+    for ours, theirs in zip(found, eager(tmp_path, torch.float32, sequences), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-biases", "mistral-window", "qwen2", "qwen3", "odd", "quick-gelu"])
+def test_bfloat16_is_as_close_to_float32_as_eager_bfloat16(name: str, tmp_path: Path, calls: list[int]) -> None:
+    """The rule of kernels: error(ours) <= 2 * error(plain low precision), both against float32."""
+    model_type, overrides = CASES[name]
+    save_tiny(model_type, tmp_path, dtype=torch.bfloat16, **overrides)
+    model, sequences = load(tmp_path, "bfloat16"), random_sequences(VOCAB)
+    exact = torch.cat(eager(tmp_path, torch.float32, sequences))
+    plain = torch.cat(eager(tmp_path, torch.bfloat16, sequences))
+    got = torch.cat(packed_logits(model, sequences, PagedCache(model.spec, len(sequences)).compiled_step))
+    assert calls
+    assert (got - exact).norm() <= 2 * (plain - exact).norm()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama-biases", "qwen3"])
+def test_states_and_embeddings_are_those_of_the_operations_one_by_one(
+    name: str, dtype: str, tmp_path: Path, calls: list[int]
+) -> None:
+    model_type, overrides = CASES[name]
+    save_tiny(model_type, tmp_path, **overrides)
+    model = load(tmp_path, dtype)
+    ids, layers = random_sequences(VOCAB, lengths=(19,))[0], (0, 1, 3, -1)
+    embeds = TokenEmbeds(torch.tensor([2, 11]), torch.randn(2, 64, generator=torch.Generator().manual_seed(1)))
+    runs: list[dict[int, Tensor]] = []
+    for alone in (False, True):
+        if alone:
+            model._compiled = None  # type: ignore[attr-defined]
+        taps = Taps(torch.tensor([18, 2, 11, 0]), 19, layers)
+        attention = PagedCache(model.spec, 1).compiled_step([(0, 19)])
+        model.hidden(ModelInput(ids, torch.arange(19), attention, taps, embeds=embeds, ops=compiled_ops))
+        runs.append(taps.states)
+    assert calls == [19]
+    for layer in layers:
+        together, one_by_one = runs[0][layer].float(), runs[1][layer].float()
+        # Tables of many positions may round their ends otherwise than those of a step's.
+        assert (together - one_by_one).norm() <= (1e-6 if dtype == "float32" else 2e-3) * one_by_one.norm()
+
+
+def test_steps_grow_and_shrink(tmp_path: Path) -> None:
+    """Buffers and tables are used again: a step after a larger one is what it is alone."""
+    save_tiny("qwen3", tmp_path)
+    model = load(tmp_path)
+
+    def hidden(count: int, first: int) -> Tensor:
+        cache = PagedCache(model.spec, 1, pages_each=120)
+        cache.step([(0, first)])
+        cache.pool.keys[0].fill_(0.5)
+        for pool in (*cache.pool.keys, *cache.pool.values):
+            pool.fill_(0.5)
+        ids = torch.arange(count) + 3
+        return model.hidden(ModelInput(ids, torch.arange(first, first + count), cache.compiled_step([(0, count)])))
+
+    once = hidden(3, 5)
+    assert hidden(0, 5).shape == (0, 64)
+    assert hidden(50, 300).isfinite().all()
+    assert torch.equal(hidden(3, 5), once)
