@@ -121,6 +121,7 @@ def test_figures_of_other_versions_are_read(tmp_path: Path) -> None:
     path.write_text(json.dumps(old) + "\n" + json.dumps({"workload": "plan", "seconds": 1.5}) + "\n")
     found = read_figures(path)
     (figure,) = found.figures
+    assert figure.rows_equal == 1.0
     assert (figure.value, figure.min, figure.max, figure.floor_share, figure.floors) == (5, 5, 5, None, {})
     assert found.others == [{"workload": "plan", "seconds": 1.5}]
     assert "plan" in page(found.figures, found.others)
@@ -182,6 +183,14 @@ def test_names_are_no_markup() -> None:
     console = Console(file=io.StringIO(), width=120)
     console.print(comparison(odd, 120))
     assert "[red]x[/red]" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_an_engine_that_is_not_quite_equal_is_marked() -> None:
+    odd = [replace(figure, rows_equal=0.8) if figure.engine == "peer-one" else figure for figure in made()]
+    console = Console(file=io.StringIO(), width=160)
+    print_comparison(odd, console)
+    assert "peer-one (80% equal)" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "peer-one (80% equal)" in page(odd)
 
 
 # The page

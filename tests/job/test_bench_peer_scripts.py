@@ -145,6 +145,15 @@ def test_openvino_warms_its_cache_by_hand(record: Path, spec: LoadSpec) -> None:
         assert config["min_new_tokens"] == config["max_new_tokens"]
 
 
+def test_openvino_draws_samples_with_seeds_of_their_own(record: Path, spec: LoadSpec) -> None:
+    with EngineProcess(EngineSource("openvino"), spec) as engine:
+        rows = [BenchRow([5], 2, samples=2), BenchRow([6], 2)]
+        engine.generate(rows, {"prefix_cache": 1, "batched_tokens": 64, "warm": 0})
+    ((*drawn, greedy),) = [[config for _, config in one] for one in asked(record, "generate")]
+    assert [(c["do_sample"], c["temperature"], c["rng_seed"]) for c in drawn] == [(True, 1.0, 0), (True, 1.0, 1)]
+    assert not greedy["do_sample"]
+
+
 def test_openvino_is_measured_on_a_cpu_only(record: Path, spec: LoadSpec) -> None:
     with pytest.raises(EngineFailed, match="openvino failed at load: RuntimeError: it is measured on a CPU only"):
         EngineProcess(EngineSource("openvino"), replace(spec, device="cuda"))

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from batchgen.job.bench.figures import CPU_RATE, RATE, SLOWDOWN, Figure
+from batchgen.job.bench.gate import FULL_EQUALITY
 from batchgen.job.bench.peers import OURS
 
-__all__ = ["Bar", "Panel", "Section", "sections", "setting_text", "share_text", "spread_text"]
+__all__ = ["Bar", "Panel", "Section", "engine_text", "sections", "setting_text", "share_text", "spread_text"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,11 @@ def spread_text(median: float, low: float, high: float, digits: int = 1) -> str:
     """A median with its range, as "566.0 (539.1-582.3)"; the median alone where they are one."""
     text = f"{median:,.{digits}f}"
     return text if low == high else f"{text} ({low:,.{digits}f} to {high:,.{digits}f})"
+
+
+def engine_text(figure: Figure) -> str:
+    """The engine's name; with the share of rows that equal the reference's in float32 where that is no full share."""
+    return figure.engine + (f" ({figure.rows_equal:.0%} equal)" if figure.rows_equal < FULL_EQUALITY else "")
 
 
 def setting_text(figure: Figure) -> str:
@@ -152,7 +158,7 @@ def _workload(name: str, figures: Sequence[Figure]) -> Panel:
     for f in rates:
         back = next((o.ratio[f.engine] for o in rates if o.engine == OURS and f.engine in o.ratio), None)
         rows.append([
-            f.engine,
+            engine_text(f),
             spread_text(f.value, f.min, f.max),
             "" if back is None else spread_text(back["median"], back["min"], back["max"], 2),
             share_text(f.floor_share),

@@ -228,6 +228,11 @@ class _Bench:
             if not all(self._skips(source.name, workload) for workload in workloads):
                 with self.absent.on_failure(source.name):
                     engines.append(stack.enter_context(self.start(source, self._spec(self.dtype, workloads))))
+        asked = torch.get_num_threads()
+        for engine in engines:
+            if engine.threads != asked:
+                told = f"{engine.name} computes with {engine.threads} threads, not {asked}: its figures say so"
+                self.console.print(told, style="yellow", markup=False)
         return engines
 
     def _prepare(

@@ -23,6 +23,8 @@ _UNKNOWN: Final[dict[str, Any]] = {
 }
 """What a field of this type is where an older version did not write it; mappings are empty."""
 _SPREAD: Final = ("min", "max")
+_OLDER: Final = {"rows_equal": 1.0}
+"""What was true of every figure before versions wrote it down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,8 @@ def _figure(values: Mapping[str, Any], where: str) -> Figure:
             made[known.name] = values[known.name]
         elif known.name in _SPREAD:
             made[known.name] = values["value"]
+        elif known.name in _OLDER:
+            made[known.name] = _OLDER[known.name]
         elif known.default is MISSING and known.default_factory is MISSING:
             made[known.name] = _UNKNOWN.get(str(known.type), {})
     for name in ("value", *_SPREAD):

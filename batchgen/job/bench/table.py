@@ -11,8 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from batchgen.job.bench.figures import CPU_RATE, RATE, SLOWDOWN, Figure
-from batchgen.job.bench.gate import FULL_EQUALITY
-from batchgen.job.bench.panels import setting_text, share_text
+from batchgen.job.bench.panels import engine_text, setting_text, share_text
 from batchgen.job.bench.peers import OURS
 
 __all__ = ["comparison", "print_comparison"]
@@ -49,18 +48,13 @@ def _cpu(rate: Figure, beside: _Beside) -> str:
     return "" if figure is None else f"{figure.value:,.1f}"
 
 
-def _marked(rate: Figure) -> str:
-    """The engine's name, with its share of rows where that is less than it should be."""
-    return rate.engine + (f" ({rate.rows_equal:.0%} equal)" if rate.rows_equal < FULL_EQUALITY else "")
-
-
 def _slower(rate: Figure, beside: _Beside) -> str:
     figure = beside.get(SLOWDOWN, rate)
     return "" if figure is None else f"{figure.value:.1f} ({figure.min:.1f}-{figure.max:.1f})"
 
 
 _WORKLOAD: Final = ("workload", lambda f, _: f.workload)
-_ENGINE: Final = ("engine", lambda f, _: _marked(f))
+_ENGINE: Final = ("engine", lambda f, _: engine_text(f))
 _SETTING: Final = ("setting", lambda f, _: setting_text(f))
 _DTYPE: Final = ("format", lambda f, _: f.dtype)
 _SPREAD: Final = ("tokens/s (min-max)", lambda f, _: f"{f.value:,.1f} ({f.min:,.1f}-{f.max:,.1f})")

@@ -56,23 +56,31 @@ class Engine:
         self._pipeline = genai.ContinuousBatchingPipeline(str(self._folder), scheduler, "CPU", properties)
 
     def generate(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
-        """Greedy, lengths fixed. With `warm` shared prefixes are computed first, by a row of each, one token long."""
+        """Greedy but for rows of several samples, lengths fixed.
+
+        With `warm` shared prefixes are computed first, by a row of each, one token long.
+        """
         alone = apart(rows)
         if setting["warm"]:
             for wave in shared_waves([row["ids"] for row in rows], _BLOCK):
-                self._pass([rows[i]["ids"] for i in wave], [1] * len(wave))
-        outputs = self._pass([row["ids"] for row in alone], [row["max_new"] for row in alone])
+                self._pass([rows[i]["ids"] for i in wave], [_fixed(1)] * len(wave))
+        seeds = [number if row.get("samples", 1) > 1 else None for number, row in enumerate(alone)]
+        configs = [_fixed(row["max_new"], seed) for row, seed in zip(alone, seeds, strict=True)]
+        outputs = self._pass([row["ids"] for row in alone], configs)
         return together(rows, outputs), {}
 
-    def _pass(self, prompts: list[list[int]], new: list[int]) -> list[list[int]]:
+    def _pass(self, prompts: list[list[int]], configs: list[Any]) -> list[list[int]]:
         tensors = [ov.Tensor(np.array([ids], dtype=np.int64)) for ids in prompts]
-        answers = self._pipeline.generate(tensors, [_fixed(count) for count in new])
+        answers = self._pipeline.generate(tensors, configs)
         return [list(map(int, answer.m_generation_ids[0])) for answer in answers]
 
 
-def _fixed(new: int) -> Any:
+def _fixed(new: int, seed: int | None = None) -> Any:
+    """So many tokens: greedy, or drawn at temperature 1 with a seed."""
     config = genai.GenerationConfig()
-    config.do_sample = False
+    config.do_sample = seed is not None
+    if seed is not None:
+        config.temperature, config.rng_seed = 1.0, seed
     config.ignore_eos = True
     config.min_new_tokens = config.max_new_tokens = new
     return config
