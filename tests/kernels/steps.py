@@ -170,11 +170,10 @@ def check_layers_of_different_shapes(make: Callable[[KVPool, AttentionBatch], At
             torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-5)
 
 
-def any_batch(
-    chunks: list[tuple[int, int, int]], rows: list[tuple[int, int]], page_size: int, seed: int
-) -> AttentionBatch:
+def any_step(chunks: list[tuple[int, int, int]], rows: list[tuple[int, int]], shape: Shape, seed: int) -> Step:
     """Chunks on none or one of three nested prefixes, and rows in none, one or two nested groups."""
-    b = StepBuilder(Shape(4, 2, 8, 8, page_size), num_pages=2048, seed=seed)
+    page_size = shape.page_size
+    b = StepBuilder(shape, num_pages=2048, seed=seed)
     prefixes = [b.pages(n * page_size) for n in (0, 2, 3)]
     prefixes += [prefixes[1] + b.pages(2 * page_size)]
     for q_len, past, prefix in chunks:
@@ -186,7 +185,14 @@ def any_batch(
         b.group(members[2] + members[1], 0, 2)
     if members[2]:
         b.group(members[2], 2 * page_size, 2)
-    return b.build().batch
+    return b.build()
+
+
+def any_batch(
+    chunks: list[tuple[int, int, int]], rows: list[tuple[int, int]], page_size: int, seed: int
+) -> AttentionBatch:
+    """The batch of `any_step`."""
+    return any_step(chunks, rows, Shape(4, 2, 8, 8, page_size), seed).batch
 
 
 def expected_slots(batch: AttentionBatch, page_size: int, window: int | None) -> list[list[int]]:

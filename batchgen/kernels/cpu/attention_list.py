@@ -2,8 +2,8 @@
 
 An *item* is a run of tokens that attend to one run of consecutive stored positions: a piece of a prefill chunk with the
 pages from its past to itself, a decode row with its own pages, rows of a prefix group with the group's pages, tokens of
-many short chunks with the pages that those begin with. Where there are fewer items than threads could share evenly,
-long runs are cut into several.
+many short chunks with the pages that those begin with. An item that is
+more than threads could share evenly is listed once for each key head, and a long run of positions is cut into several.
 
 A token that is in one item alone is written straight to the output. The items of every other token leave *parts*, which
 are merged in this order: groups as the step lists them (those that begin first come first), pages shared by chunks, the
@@ -26,7 +26,7 @@ from batchgen.kernels.types import AttentionBatch, Ints
 __all__ = ["FIELDS", "ListShape", "WorkList", "plan_list"]
 
 FIELDS: Final = 8
-"""int32 numbers of an item, in the order of `ItemField` of attention.h; the last is padding."""
+"""int32 numbers of an item, in the order of `ItemField` of attention.h."""
 
 FEW: Final = 6
 """Query rows of one key head up to which the kernel reads keys row by row; above, they make tiles."""
@@ -49,6 +49,7 @@ _KEY_COST: Final = 8
 """What reading a position costs, in query rows that see it."""
 
 Words = npt.NDArray[np.int32]
+Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class WorkList:
     """A step's items, and what is counted of them."""
 
     items: Words
-    """[n, FIELDS], costliest first."""
+    """[n, FIELDS], costliest first; an item whose key heads are shared out stands there once for each."""
     tokens: Words
     positions: Words
     """[T] absolute position of each token."""
@@ -77,17 +78,12 @@ class WorkList:
     """[E] part numbers, those of a merge adjacent."""
     merges: Words
     """[M, 3]: token, where its parts begin in `parts`, how many."""
-    by_head: bool
-    """Whether an item's key heads are work units of their own."""
+    num_items: int
+    """Items, each counted once."""
     keys_read: int
     """Positions read, summed over items: times key heads, head sizes and bytes, what a layer reads."""
     padded_rows: int
     """Query rows of one key head by which tiles are not full, in items of more than `FEW` rows."""
-
-    @property
-    def num_items(self) -> int:
-        """Items of the list."""
-        return len(self.items)
 
     @property
     def num_parts(self) -> int:
@@ -238,48 +234,54 @@ class _Planner:
     def build(self) -> WorkList:
         """Cut, number the parts, sort."""
         rows = np.concatenate(self._rows)
-        items = _Items.join(self._items)
-        by_head = self._shape.kv_heads > 1 and len(items.count) < 4 * _PER_THREAD * self._shape.threads
-        items = self._cut(items, by_head)
+        items, by_head = self._cut(_Items.join(self._items))
         part_at, parts, merges = self._parts(rows, items)
         lengths = items.end - items.first
         query_rows = items.count * self._shape.group
-        table = np.zeros((len(lengths), FIELDS), np.int32)
+        heads = np.where(by_head, self._shape.kv_heads, 1)
+        cost = lengths * (query_rows + _KEY_COST) // heads
+        of = np.repeat(np.arange(len(lengths)), heads)
+        head = np.where(by_head[of], np.arange(len(of)) - (np.cumsum(heads) - heads)[of], -1)
+        order = np.argsort(-cost[of], kind="stable")
+        of, head = of[order], head[order]
         columns = (items.rows_at, items.count, items.page_at, items.base, items.first, items.end, part_at)
+        table = np.empty((len(of), FIELDS), np.int32)
         for index, column in enumerate(columns):
-            table[:, index] = column
-        order = np.argsort(-lengths * (query_rows + _KEY_COST), kind="stable")
+            table[:, index] = column[of]
+        table[:, -1] = head
         return WorkList(
-            items=table[order],
+            items=table,
             tokens=rows.astype(np.int32),
             positions=self._positions.astype(np.int32),
             pages=(np.concatenate(self._pages) if self._pages else np.empty(0, np.int64)).astype(np.int32),
             parts=parts.astype(np.int32),
             merges=merges.astype(np.int32),
-            by_head=by_head,
+            num_items=len(lengths),
             keys_read=int(lengths.sum()),
             padded_rows=int((-query_rows % TILE)[query_rows > FEW].sum()),
         )
 
-    def _cut(self, items: _Items, by_head: bool) -> _Items:
-        """Runs of keys too long for one item, as several of even length."""
+    def _cut(self, items: _Items) -> tuple[_Items, Flags]:
+        """Runs of keys too long for one item, as several of even length; which items are shared out by key head."""
+        kv_heads, threads = self._shape.kv_heads, self._shape.threads
         lengths = items.end - items.first
         rows = items.count * self._shape.group + _KEY_COST
-        most = np.full(len(lengths), _MOST_KEYS)
-        if self._shape.threads > 1 and len(lengths):
-            units = self._shape.kv_heads if by_head else 1
-            share = int((lengths * rows).sum()) * units // (_PER_THREAD * self._shape.threads)
-            most = np.clip(share // rows, _LEAST_KEYS, _MOST_KEYS)
+        most, by_head = np.full(len(lengths), _MOST_KEYS), np.zeros(len(lengths), np.bool_)
+        if threads > 1:
+            share = int((lengths * rows).sum()) // (_PER_THREAD * threads)
+            by_head = (lengths * rows > share) & (kv_heads > 1)
+            most = np.clip(share * np.where(by_head, kv_heads, 1) // rows, _LEAST_KEYS, _MOST_KEYS)
         counts = -(-lengths // most)
         if not (counts > 1).any():
-            return items
+            return items, by_head
         of = np.repeat(np.arange(len(counts)), counts)
         length = (-(-lengths // (counts * _STEP)) * _STEP)[of]
         begin = items.first[of] + (np.arange(len(of)) - (np.cumsum(counts) - counts)[of]) * length
-        cut = _Items(*(getattr(items, name)[of] for name in _Items.__slots__))
-        cut.first, cut.end = begin, np.minimum(cut.end, begin + length)
-        some = cut.end > cut.first
-        return cut if some.all() else _Items(*(getattr(cut, name)[some] for name in _Items.__slots__))
+        end = np.minimum(items.end[of], begin + length)
+        some = end > begin
+        cut = _Items(*(getattr(items, name)[of[some]] for name in _Items.__slots__))
+        cut.first, cut.end = begin[some], end[some]
+        return cut, by_head[of[some]]
 
     def _parts(self, rows: Ints, items: _Items) -> tuple[Ints, Ints, Ints]:
         """Per item where its tokens' parts begin, or -1; the parts by token; the merges."""

@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
+from batchgen.kernels import chunk_prefixes
 from batchgen.kernels.attention import TorchAttention
+from batchgen.kernels.cpu import attention_list
 from batchgen.kernels.cpu.attention import CompiledAttention
 from batchgen.kernels.cpu.library import loaded
 from batchgen.kernels.reference import reference_attention
@@ -18,6 +22,7 @@ from tests.kernels.steps import (
     Shape,
     Step,
     StepBuilder,
+    any_step,
     check_layers_of_different_shapes,
     group_of_one,
     group_of_some,
@@ -129,6 +134,33 @@ def test_steps_of_one_kind(fill: Callable[[StepBuilder], None], window: int | No
     b = StepBuilder(Shape(4, 2))
     fill(b)
     check(b.build(), threads=threads, window=window)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 70), st.integers(0, 60), st.integers(0, 3)), max_size=5),
+    st.lists(st.tuples(st.integers(1, 60), st.integers(0, 2)), max_size=6),
+    st.sampled_from([(4, 2), (3, 1), (5, 5), (14, 2)]),
+    st.sampled_from([(16, 16), (32, 48), (20, 9)]),
+    st.sampled_from([None, 1, 7, 30]),
+    st.sampled_from([1, 5, 16]),
+    st.integers(0, 1 << 20),
+)
+def test_any_step_equals_the_oracle(
+    chunks: list[tuple[int, int, int]],
+    rows: list[tuple[int, int]],
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    window: int | None,
+    page_size: int,
+    seed: int,
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunk_prefixes, "LEAST_KEYS", 2 * page_size)
+        patch.setattr(attention_list, "_ROWS", 24)
+        patch.setattr(attention_list, "_LEAST_KEYS", 16)
+        patch.setattr(attention_list, "_STEP", 8)
+        check(any_step(chunks, rows, Shape(*heads, *dims, page_size), seed), threads=3, window=window)
 
 
 def test_an_empty_step_gives_an_empty_result() -> None:

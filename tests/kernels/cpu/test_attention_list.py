@@ -22,11 +22,21 @@ def list_shape(page_size: int = 16, window: int | None = None, threads: int = 1)
     return ListShape(page_size, window, kv_heads=3, group=GROUP, threads=threads)
 
 
+def logical_items(work: WorkList, shape: ListShape) -> list[list[int]]:
+    """Each item once; those listed by key head are listed for every one."""
+    heads: dict[tuple[int, ...], list[int]] = {}
+    for *item, head in work.items.tolist():
+        heads.setdefault(tuple(item), []).append(head)
+    assert all(sorted(found) in ([-1], list(range(shape.kv_heads))) for found in heads.values())
+    assert len(heads) == work.num_items
+    return [[*item, 0] for item in heads]
+
+
 def slots_read(batch: AttentionBatch, work: WorkList, shape: ListShape) -> list[list[int]]:
     """Per token: the pool slots that its items show it, masked as the kernel masks them."""
     seen: list[list[int]] = [[] for _ in range(batch.slot_mapping.shape[0])]
     size = shape.page_size
-    for rows_at, count, page_at, base, first, end, _, _ in work.items.tolist():
+    for rows_at, count, page_at, base, first, end, _, _ in logical_items(work, shape):
         assert 0 <= first < end
         for token in work.tokens[rows_at : rows_at + count]:
             position = work.positions[token] - base
@@ -45,7 +55,7 @@ def check_parts(batch: AttentionBatch, work: WorkList) -> None:
     """
     owner: dict[int, tuple[int, int]] = {}
     written = []
-    for rows_at, count, _, base, first, _, part_at, _ in work.items.tolist():
+    for rows_at, count, _, base, first, _, part_at, _ in logical_items(work, list_shape()):
         for i, token in enumerate(work.tokens[rows_at : rows_at + count].tolist()):
             if part_at < 0:
                 written.append(token)
@@ -166,26 +176,34 @@ def brute_force(batch: AttentionBatch) -> tuple[list[tuple[int, int]], dict[int,
     return runs, {token: count for token, count in users.items() if count > 1}
 
 
-def test_long_runs_are_cut_for_threads_and_few_items_by_head() -> None:
+def test_long_runs_are_cut_for_threads_and_large_items_shared_out_by_head() -> None:
     b = StepBuilder(Shape(9, 3, 8, 8), num_pages=4096)
     b.decode(6000)
     batch = b.build().batch
     alone = plan_list(batch, list_shape(threads=1))
-    assert (alone.num_items, alone.by_head) == (1, True)
+    assert (alone.num_items, len(alone.items)) == (1, 1)
     many = plan_list(batch, list_shape(threads=16))
-    assert many.num_items == 12
+    assert (many.num_items, len(many.items)) == (12, 36)
     assert many.num_merges == 1
     assert many.keys_read == 6000
     lengths = many.items[:, 5] - many.items[:, 4]
     assert lengths.max() - lengths.min() <= 64 * 12
 
 
-def test_items_come_costliest_first_and_many_are_not_split_by_head() -> None:
+def test_a_group_is_shared_out_and_its_rows_are_not() -> None:
+    b = StepBuilder(Shape(9, 3, 8, 8), num_pages=4096)
+    b.group([b.decode(20, own_start=640) for _ in range(60)], 0, 40)
+    work = plan_list(b.build().batch, list_shape(threads=2))
+    assert (work.num_items, len(work.items)) == (62, 66)
+    assert sorted(work.items[:6, -1].tolist()) == [0, 0, 1, 1, 2, 2]
+    assert (work.items[6:, -1] == -1).all()
+
+
+def test_items_come_costliest_first() -> None:
     b = StepBuilder(Shape(9, 3, 8, 8), num_pages=4096)
     for n in range(1, 60):
         b.decode(n)
     b.chunk(40)
     work = plan_list(b.build().batch, list_shape())
-    assert not work.by_head
     cost = (work.items[:, 5] - work.items[:, 4]) * (GROUP * work.items[:, 1] + 8)
     assert (np.diff(cost) <= 0).all()

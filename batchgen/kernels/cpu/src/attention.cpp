@@ -65,13 +65,14 @@ int64_t many_block(const AttentionList& l) {
 struct Item {
     const int32_t* tokens;
     const int32_t* pages;
-    int64_t count, base, first, end, part_at;
+    int64_t count, base, first, end, part_at, head;
 
     Item(const AttentionList& l, int64_t index) {
         const int32_t* f = l.items + index * ITEM_FIELDS;
         tokens = l.tokens + f[ROWS_AT];
         pages = l.pages + f[PAGE_AT];
         count = f[COUNT], base = f[BASE], first = f[FIRST], end = f[END], part_at = f[PART_AT];
+        head = f[HEAD];
     }
     int64_t keys() const { return end - first; }
 };
@@ -467,13 +468,12 @@ void merge_token(const Attention& a, const AttentionList& l, int64_t layer, cons
 
 void attention_items_part(const Attention& a, int64_t layer, int, int) {
     const AttentionList& l = *a.lists[layer];
-    const int64_t heads = l.by_head ? l.kv_heads : 1;
     int64_t* counter = a.counters + 8 * layer;
     for (;;) {
-        const int64_t unit = __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED);
-        if (unit >= l.num_items * heads) return;
-        const Item item(l, unit / heads);
-        const int64_t begin = l.by_head ? unit % heads : 0, end = l.by_head ? begin + 1 : l.kv_heads;
+        const int64_t index = __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED);
+        if (index >= l.num_items) return;
+        const Item item(l, index);
+        const int64_t begin = std::max<int64_t>(item.head, 0), end = item.head < 0 ? l.kv_heads : begin + 1;
         if (l.dtype == 0) {
             run_item<float>(a, layer, item, begin, end);
         } else {

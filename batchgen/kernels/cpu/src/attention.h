@@ -13,7 +13,9 @@
 
 namespace bg {
 
-enum ItemField { ROWS_AT, COUNT, PAGE_AT, BASE, FIRST, END, PART_AT, ITEM_FIELDS = 8 };
+enum ItemField { ROWS_AT, COUNT, PAGE_AT, BASE, FIRST, END, PART_AT, HEAD, ITEM_FIELDS };
+
+// HEAD: the key head that is meant; -1: all of them, one after the other.
 
 // One step's work for the layers that share it: same sizes, same window.
 struct AttentionList {
@@ -26,7 +28,6 @@ struct AttentionList {
     float* part_out;           // [E, N, Dv]
     float* part_lse;           // [E, N] natural logarithm
     int64_t num_items, num_merges;
-    int64_t by_head;           // whether the key heads of an item are work units of their own
     int64_t heads, kv_heads, key_dim, value_dim, page_size;
     int64_t window;            // a token sees itself and the window - 1 before it; 0: all
     int64_t dtype;             // of pool, queries and results
