@@ -32,7 +32,7 @@ def bench(
         ),
     ] = None,
     model: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="MODEL",
             show_default=False,
@@ -40,9 +40,9 @@ def bench(
             "random:1b, random:8b, or demo, the demonstration model. Default: random:135m. "
             "Example: --model random:5m",
         ),
-    ] = "random:135m",
+    ] = None,
     peers: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="PEERS",
             show_default=False,
@@ -52,30 +52,31 @@ def bench(
             "deterministic (this one with that option). One that cannot run is named on stderr and left out. "
             "Default: auto. Example: --peers transformers=/opt/hf/bin/python",
         ),
-    ] = "auto",
+    ] = None,
     repeat: Annotated[
-        int, typer.Option(min=1, show_default=False, help="Interleaved repeats. Default: 5. Example: --repeat 3")
-    ] = 5,
+        int | None, typer.Option(min=1, show_default=False, help="Interleaved repeats. Default: 5. Example: --repeat 3")
+    ] = None,
     dtype: Annotated[
-        str,
+        str | None,
         typer.Option(metavar="DTYPE", show_default=False, help="As for run. Default: auto. Example: --dtype float32"),
-    ] = "auto",
+    ] = None,
     device: Annotated[
-        str, typer.Option(metavar="DEVICE", show_default=False, help="As for run. Default: auto. Example: --device cpu")
-    ] = "auto",
+        str | None,
+        typer.Option(metavar="DEVICE", show_default=False, help="As for run. Default: auto. Example: --device cpu"),
+    ] = None,
     cpu_threads: Annotated[
         int | None,
         typer.Option(min=1, metavar="N", show_default=False, help="Threads of every engine. Example: --cpu-threads 2"),
     ] = None,
     plan_size: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="ROWSxTOKENS",
             show_default=False,
             help="Prompts of workload plan and the ids of each; the ids take 4 bytes each in the folder for temporary "
             "files. Default: 1000000x500. Example: --plan-size 100000x500",
         ),
-    ] = "1000000x500",
+    ] = None,
     chart: Annotated[
         Path | None,
         typer.Option(
@@ -95,7 +96,7 @@ def bench(
         ),
     ] = None,
     timeout: Annotated[
-        float,
+        float | None,
         typer.Option(
             min=1,
             metavar="SECONDS",
@@ -103,7 +104,16 @@ def bench(
             help="Time that an engine has for one answer: to load and convert the model, or for one pass; then it is "
             "ended and, a peer, left out. Default: 900. Example: --timeout 3600",
         ),
-    ] = 900.0,
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="TOML file of workloads and options, whose place flags take. Example: --config "
+            "configs/bench/runs/cpu-135m.toml",
+        ),
+    ] = None,
 ) -> None:
     """Measure named workloads against the machine's floor and against installed peers: one JSON line per figure.
 
@@ -112,26 +122,16 @@ def bench(
 
     Example: batchgen bench shared-prefix --peers transformers --repeat 5 > figures.jsonl
     """
-    names = tuple(workloads or ())
+    from batchgen.job.bench.command import bench_config, draw_stored, run_command  # not for other commands' help
+
+    console = Console(stderr=True, highlight=False)
+    given = {
+        "workloads": tuple(workloads) if workloads else None, "model": model, "peers": peers, "repeat": repeat,
+        "dtype": dtype, "device": device, "threads": cpu_threads, "plan_size": plan_size, "timeout": timeout,
+    }  # fmt: skip
     if stored is not None:
-        from batchgen.job.bench.chart import draw_stored
-
-        if names:
-            raise UsageError("--from draws the figures that a file holds; it takes no workload")
-        draw_stored(stored, chart, Console(stderr=True, highlight=False))
-        return
-    if "plan" in names:
-        from batchgen.job.bench.planning import PlanSize, run_plan_bench
-
-        run_plan_bench(PlanSize.parse(plan_size), typer.echo)
-    if "startup" in names:
-        from batchgen.job.bench.startup import run_startup_bench
-
-        run_startup_bench(repeat, typer.echo)
-    with_engines = tuple(name for name in names if name not in ("plan", "startup"))
-    if names and not with_engines:
-        return
-    from batchgen.job.bench.run import BenchConfig, run_bench  # torch: seconds that `--help` must not pay
-
-    config = BenchConfig(with_engines, model, peers, repeat, dtype, device, cpu_threads, chart, timeout)
-    run_bench(config, typer.echo)
+        if config is not None or any(value is not None for value in given.values()):
+            raise UsageError("--from draws the figures that a file holds; beside it only --chart has a meaning")
+        draw_stored(stored, chart, console)
+    else:
+        run_command(bench_config({**given, "chart": chart}, config), typer.echo, console)

@@ -319,4 +319,4 @@ def test_the_command_draws_stored_figures(
     assert out.is_file()
     assert "batchgen.job.bench.run" not in sys.modules, "nothing is loaded that measures"
     assert run_command(["bench", "unique", "--from", str(stored)]) == 2
-    assert "it takes no workload" in capsys.readouterr().err
+    assert "only --chart has a meaning" in capsys.readouterr().err

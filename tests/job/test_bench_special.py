@@ -13,6 +13,7 @@ from typing import ClassVar
 import pytest
 
 from batchgen.job.bench.adapters import adapter_folders, merge_adapter
+from batchgen.job.bench.command import run_command
 from batchgen.job.bench.engines import engine_batchgen, engine_transformers, engine_transformers_continuous
 from batchgen.job.bench.gate import GateRed
 from batchgen.job.bench.named import MORE_WORKLOADS
@@ -127,7 +128,7 @@ def test_special_workloads_run_beside_their_plain_rows(folder: Path, toys: tuple
     console = quiet()
     chart = tmp_path / "toys.html"
     config = BenchConfig(toys, str(folder), "transformers", 2, "bfloat16", "cpu", 1, chart=chart)
-    run_bench(config, lines.append, console, Loads.start)
+    run_command(config, lines.append, console, Loads.start)
     figures = [json.loads(line) for line in lines]
     rates = [(f["workload"], f["engine"]) for f in figures if f["metric"] == "output_tokens_per_second"]
     assert rates == [

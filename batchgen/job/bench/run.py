@@ -18,7 +18,7 @@ from batchgen.config import EngineConfig
 from batchgen.errors import UsageError
 from batchgen.job.bench.absent import Absent
 from batchgen.job.bench.adapters import adapter_folders, adapter_parameters, merge_adapter
-from batchgen.job.bench.chart import check_chart, write_chart
+from batchgen.job.bench.config import BenchConfig
 from batchgen.job.bench.definitions import BenchWorkload, find_workloads
 from batchgen.job.bench.figures import Context, Figure, Measured, workload_figures
 from batchgen.job.bench.floors import FloorWork, count_work
@@ -38,25 +38,6 @@ __all__ = ["BenchConfig", "run_bench"]
 
 _MOST_MERGED = 2_000_000_000
 """Parameters of a model that is copied in float32 to check adapters."""
-
-
-@dataclass(frozen=True, slots=True)
-class BenchConfig:
-    """What the command line gave."""
-
-    workloads: tuple[str, ...] = ()
-    """Names or .toml files; none: as `find_workloads` has it."""
-    model: str = "random:135m"
-    peers: str = "auto"
-    repeat: int = 5
-    dtype: str = "auto"
-    """As the engine takes it."""
-    device: str = "auto"
-    threads: int | None = None
-    chart: Path | None = None
-    """An .html or .png file to draw the figures to."""
-    timeout: float = 900.0
-    """Seconds that an engine has for one answer: to load (and convert) the model, or to generate one pass."""
 
 
 Start = Callable[[EngineSource, LoadSpec], AbstractContextManager[BenchEngine]]
@@ -79,10 +60,6 @@ def run_bench(
     console = console or Console(stderr=True, highlight=False)
     workloads = find_workloads(config.workloads, demo=config.model == DEMO)
     peers = parse_peers(config.peers)
-    if config.chart is not None:
-        check_chart(config.chart)
-    if config.repeat < 1:
-        raise UsageError("--repeat must be at least 1")
     if config.threads:
         torch.set_num_threads(config.threads)
     options: dict[str, Any] = {"dtype": config.dtype, "device": config.device}
@@ -98,8 +75,6 @@ def run_bench(
         emit(figure.to_json())
         figures.append(figure)
     print_comparison(figures, console)
-    if config.chart is not None:
-        write_chart(config.chart, figures)
     for line in bench.absent.lines():
         console.print(line, style="yellow", soft_wrap=True, markup=False)
     bench.check_peers(workloads)

@@ -11,7 +11,7 @@ from typing import Any, Final
 from batchgen.errors import UsageError
 from batchgen.job.bench.figures import Figure
 
-__all__ = ["StoredFigures", "read_figures"]
+__all__ = ["StoredFigures", "parse_figures", "read_figures"]
 
 _NEEDED: Final = ("workload", "engine", "metric", "value")
 _UNKNOWN: Final[dict[str, Any]] = {
@@ -44,30 +44,39 @@ def read_figures(path: Path) -> StoredFigures:
         UsageError: it cannot be read, a line is not a JSON object, or there is none.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--from: cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UsageError(f"--from: {path} is not UTF-8 text") from None
+    return parse_figures(text, f"--from: {path}")
+
+
+def parse_figures(text: str, where: str) -> StoredFigures:
+    """The figures of JSON lines; `where` they stand is said in errors.
+
+    Raises:
+        UsageError: a line is not a JSON object, or there is none.
+    """
     figures: dict[tuple[Any, ...], Figure] = {}
     others: list[Mapping[str, Any]] = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
             values = json.loads(line)
         except json.JSONDecodeError as error:
-            raise UsageError(f"--from: {path}, line {number} is not JSON: {error}") from None
+            raise UsageError(f"{where}, line {number} is not JSON: {error}") from None
         if not isinstance(values, dict):
-            raise UsageError(f"--from: {path}, line {number} is not a JSON object")
+            raise UsageError(f"{where}, line {number} is not a JSON object")
         if all(name in values for name in _NEEDED):
-            figure = _figure(values, f"--from: {path}, line {number}")
+            figure = _figure(values, f"{where}, line {number}")
             figures.pop(_key(figure), None)
             figures[_key(figure)] = figure
         else:
             others.append(values)
     if not figures and not others:
-        raise UsageError(f"--from: {path} holds no figure")
+        raise UsageError(f"{where} holds no figure")
     return StoredFigures(list(figures.values()), others)
 
 

@@ -1,0 +1,95 @@
+"""What a benchmark is to measure: the command line's options, over those of a file."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from batchgen.errors import UsageError
+
+__all__ = ["BenchConfig", "bench_config", "load_bench"]
+
+
+@dataclass(frozen=True, slots=True)
+class BenchConfig:
+    """A benchmark, resolved."""
+
+    workloads: tuple[str, ...] = ()
+    """Names or .toml files; none: as `find_workloads` has it."""
+    model: str = "random:135m"
+    peers: str = "auto"
+    repeat: int = 5
+    dtype: str = "auto"
+    """As the engine takes it."""
+    device: str = "auto"
+    threads: int | None = None
+    chart: Path | None = None
+    """An .html or .png file to draw the figures to."""
+    timeout: float = 900.0
+    """Seconds that an engine has for one answer: to load (and convert) the model, or to generate one pass."""
+    plan_size: str = "1000000x500"
+    """ROWSxTOKENS of workload `plan`."""
+
+
+_KEYS: Final[dict[str, tuple[str, type | tuple[type, ...]]]] = {
+    "workloads": ("workloads", list),
+    "model": ("model", str),
+    "peers": ("peers", list),
+    "repeat": ("repeat", int),
+    "dtype": ("dtype", str),
+    "device": ("device", str),
+    "cpu_threads": ("threads", int),
+    "timeout": ("timeout", (int, float)),
+    "plan_size": ("plan_size", str),
+}
+"""Key of a file -> field of `BenchConfig`, and its type."""
+
+
+def bench_config(given: Mapping[str, Any], file: Path | None) -> BenchConfig:
+    """The configuration of a file, if there is one, with what is given in its place.
+
+    Args:
+        given: fields of `BenchConfig`; None is not given.
+        file: TOML, as `load_bench` reads it.
+
+    Raises:
+        UsageError: as `load_bench`, or a number is out of range.
+    """
+    config = BenchConfig() if file is None else load_bench(file)
+    config = replace(config, **{name: value for name, value in given.items() if value is not None})
+    for flag, value in (("--repeat", config.repeat), ("--cpu-threads", config.threads), ("--timeout", config.timeout)):
+        if value is not None and value < 1:
+            raise UsageError(f"{flag} must be at least 1, got {value}")
+    return config
+
+
+def load_bench(path: Path) -> BenchConfig:
+    """Read a file of options under the command line's names, `peers` and `workloads` as lists.
+
+    Raises:
+        UsageError: it cannot be read, or a key is unknown or of another type.
+    """
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"--config: cannot read {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"--config: {path} is not TOML: {error}") from None
+    fields: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in _KEYS:
+            raise UsageError(f"--config: {path}: unknown key `{key}`; known: {', '.join(_KEYS)}")
+        name, kind = _KEYS[key]
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise UsageError(f"--config: {path}: `{key}` has the wrong type, got {value!r}")
+        if isinstance(value, list) and not all(isinstance(item, str) for item in value):
+            raise UsageError(f"--config: {path}: `{key}` must be a list of texts, got {value!r}")
+        fields[name] = value
+    if "peers" in fields:
+        fields["peers"] = ",".join(fields["peers"]) or "none"
+    if "workloads" in fields:
+        fields["workloads"] = tuple(fields["workloads"])
+    return BenchConfig(**fields)
