@@ -7,8 +7,9 @@ the same points.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from ctypes import Structure, addressof, byref, c_double, c_int, c_int64, c_void_p
+from ctypes import Array, Structure, addressof, byref, c_double, c_int, c_int64, c_void_p
 from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,10 @@ from batchgen.kernels.layouts import Compiled
 from batchgen.kernels.rope import rope_tables
 
 __all__ = ["CompiledDecoder", "DecoderLayer", "DecoderShape"]
+
+
+_LAID: Final = 64
+"""Numbers of tokens whose layout is remembered."""
 
 
 class _Layer(Structure):
@@ -136,7 +141,7 @@ class CompiledDecoder:
         self._scratch = max(
             product.packed.scratch for layer in layers for product in (layer.qkv, layer.o, layer.gate_up, layer.down)
         )
-        self._widths = (hidden, layers[0].qkv.packed.outer, shape.heads * shape.dim, hidden, 2 * inner, inner)
+        widths = (hidden, layers[0].qkv.packed.outer, shape.heads * shape.dim, hidden, 2 * inner, inner)
         self._layers = (_Layer * len(layers))(*map(_layer, layers))
         self._decoder = _Decoder(
             addressof(self._layers),
@@ -153,7 +158,8 @@ class CompiledDecoder:
             shape.eps,
         )
         self._rope = _RopeRows(inv_freq, rope_scale, embedding.dtype)
-        self._buffers = _Buffers(self._widths, embedding.dtype)
+        self._room = _Room(widths, shape, embedding.dtype)
+        self._taps = self._tap_addresses({})
 
     def hidden(
         self,
@@ -176,43 +182,36 @@ class CompiledDecoder:
         Returns:
             [T, H] in the weights' dtype.
         """
-        tokens, shape, threads = ids.shape[0], self._shape, torch.get_num_threads()
+        tokens, threads = ids.shape[0], torch.get_num_threads()
         normed = self._embedding.new_empty(tokens, self._embedding.shape[1])
         if not tokens:
             return normed
-        x, qkv, attended, *others = self._buffers.of(tokens)
+        room = self._room.of(tokens, threads * self._scratch)
         if embeds is not None:
-            x.copy_(F.embedding(ids, self._embedding))
-            x[embeds[0]] = embeds[1].to(x.dtype)
-        query = qkv.view(tokens, -1, shape.dim)[:, : shape.heads]
+            room.x.copy_(F.embedding(ids, self._embedding))
+            room.x[embeds[0]] = embeds[1].to(room.x.dtype)
         arguments = attention.stack(
-            query, attended.view(tokens, -1, shape.dim), scale=shape.dim**-0.5, windows=self._windows
-        )
-        wanted = taps or {}
-        tapped = (c_void_p * (len(self._windows) + 1))(*(address(wanted.get(i)) for i in range(len(self._windows) + 1)))
+            room.query, room.attended, scale=self._shape.dim**-0.5, windows=self._windows
+        )  # which has to live until the call is over
+        tapped = self._taps if not taps else self._tap_addresses(taps)
         cos, sin = self._rope.upto(int(positions.max()))
         slots = attention.cache(0)[2]
         assert ids.is_contiguous()
         assert positions.is_contiguous()
         assert slots.is_contiguous()
-        step = _Step(
-            None if embeds is not None else ids.data_ptr(),
-            positions.data_ptr(),
-            slots.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            addressof(arguments.struct),
-            addressof(tapped),
-            x.data_ptr(),
-            normed.data_ptr(),
-            qkv.data_ptr(),
-            attended.data_ptr(),
-            *(buffer.data_ptr() for buffer in others),
-            self._buffers.scratch(threads * self._scratch),
-            tokens,
-        )
+        step = room.step
+        step.ids = None if embeds is not None else ids.data_ptr()
+        step.positions, step.slots = positions.data_ptr(), slots.data_ptr()
+        step.cos, step.sin = cos.data_ptr(), sin.data_ptr()
+        step.attention, step.taps = addressof(arguments.struct), addressof(tapped)
+        step.normed = normed.data_ptr()
         library().bg_decode(byref(self._decoder), byref(step), c_int(threads))
         return normed
+
+    def _tap_addresses(self, taps: Mapping[int, Tensor]) -> Array[Any]:
+        """[L + 1] where the states before the first layer and after each go, or nowhere."""
+        places = range(len(self._windows) + 1)
+        return (c_void_p * len(places))(*(address(taps.get(layer)) for layer in places))
 
 
 def _layer(layer: DecoderLayer) -> _Layer:
@@ -254,24 +253,57 @@ class _RopeRows:
         return cos[:, 0].contiguous(), sin[:, 0].contiguous()
 
 
-class _Buffers:
+@dataclass(frozen=True, slots=True)
+class _Laid:
+    """Memory laid out for one number of tokens."""
+
+    x: Tensor
+    """[T, H]"""
+    query: Tensor
+    """[T, N, D], a part of each token's projection"""
+    attended: Tensor
+    """[T, N, D]"""
+    step: _Step
+    """with the addresses of all that stays"""
+
+
+class _Room:
     """Memory that every step uses again, as much as the largest so far has taken."""
 
-    def __init__(self, widths: Sequence[int], dtype: torch.dtype) -> None:
+    def __init__(self, widths: Sequence[int], shape: DecoderShape, dtype: torch.dtype) -> None:
+        """`widths`: numbers per token of x, qkv, attended, delta, gate_up and activated."""
         self._widths = widths
+        self._shape = shape
         self._memory = torch.empty(0, dtype=dtype)
         self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._laid: dict[int, _Laid] = {}
 
-    def of(self, tokens: int) -> list[Tensor]:
-        """A tensor [tokens, width] for each width."""
+    def of(self, tokens: int, scratch: int) -> _Laid:
+        """Room for a step of so many tokens, and bytes for the products."""
         sizes = [-(-tokens * width // 32) * 32 for width in self._widths]  # each from a new cache line
-        if self._memory.numel() < sum(sizes):
-            self._memory = self._memory.new_empty(sum(sizes))
-        parts = torch.split(self._memory[: sum(sizes)], sizes)
-        return [part[: tokens * width].view(tokens, width) for part, width in zip(parts, self._widths, strict=True)]
+        if self._memory.numel() < sum(sizes) or self._scratch.numel() < scratch + 64:
+            with torch.inference_mode(False):  # steps inside and outside of it write here
+                self._memory = torch.empty(max(sum(sizes), self._memory.numel()), dtype=self._memory.dtype)
+                self._scratch = torch.empty(max(scratch + 64, self._scratch.numel()), dtype=torch.uint8)
+            self._laid.clear()
+        if tokens not in self._laid:
+            if len(self._laid) >= _LAID:
+                self._laid.clear()
+            self._laid[tokens] = self._lay(tokens, sizes)
+        return self._laid[tokens]
 
-    def scratch(self, size: int) -> int:
-        """Where `size` bytes begin, from a multiple of 64."""
-        if self._scratch.numel() < size + 64:
-            self._scratch = torch.empty(size + 64, dtype=torch.uint8)
-        return -(-self._scratch.data_ptr() // 64) * 64
+    def _lay(self, tokens: int, sizes: list[int]) -> _Laid:
+        parts = torch.split(self._memory[: sum(sizes)], sizes)
+        x, qkv, attended, *others = (
+            part[: tokens * width].view(tokens, width) for part, width in zip(parts, self._widths, strict=True)
+        )
+        step = _Step(
+            x=x.data_ptr(),
+            qkv=qkv.data_ptr(),
+            attended=attended.data_ptr(),
+            scratch=-(-self._scratch.data_ptr() // 64) * 64,
+            tokens=tokens,
+        )
+        step.delta, step.gate_up, step.activated = (part.data_ptr() for part in others)
+        dim, heads = self._shape.dim, self._shape.heads
+        return _Laid(x, qkv.view(tokens, -1, dim)[:, :heads], attended.view(tokens, -1, dim), step)
