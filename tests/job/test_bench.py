@@ -178,6 +178,12 @@ def quiet() -> Console:
     return Console(file=io.StringIO(), width=160)
 
 
+def said(console: Console) -> str:
+    """What a quiet console was told."""
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return text
+
+
 class InProcess(Stub):
     """The engine a process would hold, without the seconds that a process takes to import it."""
 

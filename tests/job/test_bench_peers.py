@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from batchgen.cli.app import run_command
 from batchgen.job.bench.absent import Absent
@@ -22,18 +20,10 @@ from batchgen.job.bench.run import BenchConfig, run_bench
 from batchgen.job.bench.shapes import Shape, build_model
 from batchgen.job.bench.tuning import best_setting, distinct_settings
 from batchgen.job.bench.workloads import BenchRow
+from tests.job.test_bench import quiet, said
 
 TINY = Shape(layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, inner=48, vocab=64, context=128)
 TOY = 'name = "{}"\ndescription = "d"\noutput = [2, 3]\n[[levels]]\nchildren = {}\ntokens = [2, 4]\n'
-
-
-def quiet() -> Console:
-    return Console(file=io.StringIO(), width=160)
-
-
-def said(console: Console) -> str:
-    text: str = console.file.getvalue()  # type: ignore[attr-defined]
-    return text
 
 
 # Settings

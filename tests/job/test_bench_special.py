@@ -25,7 +25,7 @@ from batchgen.job.bench.special import check_adapted, check_fields, check_sample
 from batchgen.job.bench.workloads import AdapterSet, BenchRow
 from batchgen.text.tokenizer import Tokenizer
 from tests.job.bench_toys import TOY
-from tests.job.test_bench import InProcess, quiet
+from tests.job.test_bench import InProcess, quiet, said
 
 TEXT = Shape(2, 32, 4, 2, 8, 48, 400, context=128, text=True)
 ROWS = [BenchRow([7, 11, 300 + i], 12) for i in range(4)]
@@ -137,6 +137,10 @@ def test_special_workloads_run_beside_their_plain_rows(folder: Path, toys: tuple
         ("sampled", "transformers"),
         ("adapted", "batchgen"),
     ], "transformers is not asked for what it is not known to give; adapters come last, in processes of their own"
+    told = said(console)
+    for name in ("toy", "adapted"):
+        assert told.count(f"not run: transformers on {name}, whose special fields its script does not ask for") == 1
+    assert "not run: transformers on sampled" not in told
     slower = [(f["workload"], f["engine"], f["value"]) for f in figures if f["metric"] == "slowdown"]
     assert slower == [("toy", "batchgen", 0.0), ("adapted", "batchgen", 0.0)], "every pass takes a second here"
     measured = {(name, adapted) for name, dtype, adapted, _ in Loads.seen if dtype == "bfloat16"}

@@ -149,6 +149,9 @@ class _Bench:
 
     def _hold(self, engine: BenchEngine, gate: Gate) -> None:
         for workload in gate.workloads:
+            if not self._can(engine.name, workload):
+                told = f"not run: {engine.name} on {workload.name}, whose special fields its script does not ask for"
+                self.console.print(told, style="dim", soft_wrap=True)
             if not self._skips(engine.name, workload):
                 with self.absent.on_failure(engine.name, workload.name):
                     gate.hold(workload, engine, self.folder)

@@ -62,8 +62,8 @@ class Engine:
         """
         alone = apart(rows)
         if setting["warm"]:
-            for wave in shared_waves([row["ids"] for row in rows], _BLOCK):
-                self._pass([rows[i]["ids"] for i in wave], [_fixed(1)] * len(wave))
+            for wave in shared_waves([row["ids"] for row in alone], _BLOCK):
+                self._pass([alone[i]["ids"] for i in wave], [_fixed(1)] * len(wave))
         seeds = [number if row.get("samples", 1) > 1 else None for number, row in enumerate(alone)]
         configs = [_fixed(row["max_new"], seed) for row, seed in zip(alone, seeds, strict=True)]
         outputs = self._pass([row["ids"] for row in alone], configs)
