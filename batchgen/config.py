@@ -48,6 +48,10 @@ class EngineConfig:
     attention: Literal["auto", "flash", "triton", "compiled", "torch"] = "auto"
     flash_library: str | None = None
     """vllm-flash-attn's compiled library, or a folder that holds it."""
+    quantization: Literal["none", "int8"] = "none"
+    """int8: weights and products of the native decoder on a CPU."""
+    quantization_bound: float = 0.05
+    """Largest loss that is accepted: mean divergence of next-token distributions, in nats."""
     model_impl: Literal["auto", "native", "transformers"] = "auto"
     max_model_len: int | None = None
     """Tokens of prompt and completion together."""

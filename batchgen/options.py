@@ -208,6 +208,23 @@ OPTIONS: tuple[Option, ...] = (
         "engine",
     ),
     _choice(
+        "quantization",
+        "none|int8",
+        MODEL,
+        "Weights and products of our decoder on a CPU in eight bits: faster, and less exact; the loss is measured at "
+        "start and held to a bound. Example: --quantization int8",
+        "engine",
+    ),
+    Option(
+        "quantization_bound",
+        REAL,
+        0.05,
+        MODEL,
+        "Largest loss that --quantization may bring: mean divergence of next-token distributions from those of the "
+        "full weights, in nats. Example: --quantization-bound 0.2",
+        "engine",
+    ),
+    _choice(
         "model_impl",
         "auto|native|transformers",
         MODEL,

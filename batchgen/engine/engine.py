@@ -21,6 +21,7 @@ from batchgen.engine.loop import Loop
 from batchgen.engine.memory import DeviceMemory, device_memory, pool_pages
 from batchgen.engine.planning import Workload, plan_workload
 from batchgen.engine.profile import CudaMeter, largest_step
+from batchgen.engine.quantization import quantize
 from batchgen.engine.rehearsal import PAGES, counted_bytes, rehearsal
 from batchgen.engine.states import state_keeper
 from batchgen.engine.streaming import Emit
@@ -33,6 +34,7 @@ from batchgen.media_root import MediaRoot
 from batchgen.models.base import Model
 from batchgen.models.invariant import invariant_model
 from batchgen.models.load import load_model
+from batchgen.models.quantize import QuantizationLoss
 from batchgen.params import SamplingParams
 from batchgen.plan.config import GROUP_MIN_SAVING
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
@@ -105,9 +107,13 @@ class Engine:
         self.backend: Backend | None = fixed_kernels(config, model.spec)
         """The kernels of every run; where `auto` measures them, chosen by the first."""
         self.model: Model = model
+        self.quantization: QuantizationLoss | None = None
+        """What the quantised model is held to; None for full weights."""
+        if config.quantization != "none":
+            self.model, self.quantization = quantize(model, config, tokenizer)
         if config.deterministic:
             assert self.backend is not None, "what is measured is not deterministic"
-            self.model = invariant_model(model, self.backend.product)
+            self.model = invariant_model(self.model, self.backend.product)
         self.tokenizer = tokenizer
         self.grammars = grammars or Grammars(tokenizer, model.spec.vocab_size, lenient=config.lenient_schemas)
         """Constraints of rows, each compiled once."""
@@ -123,6 +129,8 @@ class Engine:
         """The kernels' names and versions, what multiplies on a CPU, and why; "auto" before `auto` has chosen."""
         found = self.config.attention if self.backend is None else self.backend.describes
         spec = self.model.spec
+        if self.quantization is not None:
+            return f"{found}; products: compiled {self.config.quantization} ({self.quantization})"
         products = describe_products(spec.dtype, spec.device, products_of(self.config))
         return found if products is None else f"{found}; products: {products}"
 

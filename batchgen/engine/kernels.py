@@ -8,6 +8,7 @@ import numpy as np
 
 from batchgen.config import EngineConfig
 from batchgen.engine.planning import Workload
+from batchgen.engine.quantization import refuse_quantization
 from batchgen.errors import UsageError
 from batchgen.kernels.backend import (
     AttentionNeeds,
@@ -32,6 +33,7 @@ def fixed_kernels(config: EngineConfig, spec: ModelSpec) -> Backend | None:
     """
     if config.flash_library is not None and not Path(config.flash_library).exists():
         raise UsageError(f"`--flash-library {config.flash_library}`: there is no such file or folder")
+    refuse_quantization(config, spec)
     needs = _needs(config, spec)
     if config.attention == "auto" and needs.capability is not None and not config.deterministic:
         return None
@@ -47,7 +49,8 @@ def products_of(config: EngineConfig) -> Products:
     """What may multiply on a CPU: kernels compiled on the machine are no plain PyTorch, and clocks no fixed choice."""
     if config.attention == "torch":
         return "torch"
-    return "fixed" if config.deterministic else "measured"
+    # What is going to be quantised is multiplied in full a few times only.
+    return "fixed" if config.deterministic or config.quantization != "none" else "measured"
 
 
 def refuse_anywhere(config: EngineConfig) -> None:
@@ -56,6 +59,8 @@ def refuse_anywhere(config: EngineConfig) -> None:
     Raises:
         UsageError: as `fixed_kernels`.
     """
+    if config.quantization != "none":
+        raise UsageError(f"`--quantization {config.quantization}` is for CPUs; leave the option out")
     try:
         if config.deterministic:
             refuse_deterministic(config.attention, on_gpu=True)

@@ -68,6 +68,8 @@ def identify(config: RunConfig, inputs: InputSet, model: Mapping[str, Any], samp
     """
     options = {name: getattr(config.engine, name) for name in _ENGINE_FIELDS}
     options |= {name: getattr(config, name) for name in _RUN_FIELDS}
+    if config.engine.quantization != "none":  # jobs without it are those of versions that had none
+        options["quantization"] = config.engine.quantization
     # Where each comes from, and what stands there: a processor that was rewritten makes another job.
     processors = {
         name: [found.source, found.digest] for name, found in load_processors(config.engine.logit_processor).items()
@@ -89,6 +91,7 @@ def identify(config: RunConfig, inputs: InputSet, model: Mapping[str, Any], samp
         "version": __version__,
         **dict(model),
         "deterministic": config.engine.deterministic,
+        "quantization": config.engine.quantization,
         "sampling_defaults": dict(sampling),
         "logprobs_mode": config.engine.logprobs_mode,
         "logit_processors": processors,

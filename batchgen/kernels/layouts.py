@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen.kernels.cpu.library import DTYPES, loaded
-from batchgen.kernels.cpu.matmul import METHODS, Method, matmul, methods, pack, unpack
+from batchgen.kernels.cpu.library import DTYPES, loaded, missing
+from batchgen.kernels.cpu.matmul import METHODS, Method, matmul, methods, pack, pack_int8, unpack, unpack_int8
+from batchgen.kernels.quantization import quantise_weight
 
 __all__ = [
     "Compiled",
@@ -31,6 +32,7 @@ __all__ = [
     "TakenLayout",
     "can_pack",
     "fastest",
+    "int8_refusal",
     "layouts",
     "take_layout",
 ]
@@ -38,9 +40,10 @@ __all__ = [
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """x [..., I], W [O, I] and b [O] or None -> [..., O]."""
 
-Products = Literal["measured", "fixed", "torch"]
+Products = Literal["measured", "fixed", "torch", "int8"]
 """What may multiply on a CPU. `measured`: whatever is the fastest. `fixed`: the first there is, by no clock, so that
-another process on the machine takes the same. `torch`: nothing but PyTorch and its libraries."""
+another process on the machine takes the same. `torch`: nothing but PyTorch and its libraries. `int8`: compiled kernels
+over weights that are quantised for them."""
 
 _PACK_ROWS: Final = 64
 """The batch size that oneDNN's layout is chosen for; other sizes run through the same layout."""
@@ -110,7 +113,7 @@ class Compiled:
     __slots__ = ("bias", "method", "packed", "wide_bias")
 
     def __init__(self, weight: Tensor, bias: Tensor | None, method: Method = "widened") -> None:
-        self.packed = pack(weight)
+        self.packed = pack_int8(quantise_weight(weight), weight.dtype) if method == "int8" else pack(weight)
         self.bias = bias
         self.wide_bias = None if bias is None else bias.float().contiguous()
         self.method: Method = method
@@ -118,15 +121,15 @@ class Compiled:
     @property
     def code(self) -> int:
         """The method's number in C++."""
-        return METHODS[self.packed.data.dtype, self.method]
+        return METHODS[self.packed.dtype, self.method]
 
     def __call__(self, x: Tensor) -> Tensor:
         """The product."""
         return matmul(x, self.packed, self.wide_bias, self.method)
 
     def dense(self) -> Tensor:
-        """The weight, unpacked."""
-        return unpack(self.packed)
+        """The weight, unpacked; of a quantised one what its numbers stand for."""
+        return unpack_int8(self.packed).dense().to(self.packed.dtype) if self.method == "int8" else unpack(self.packed)
 
 
 @cache
@@ -149,12 +152,25 @@ Make = Callable[[Tensor, Tensor | None], Layout]
 def layouts(dtype: torch.dtype, products: Products) -> Mapping[str, Make]:
     """The layouts that a CPU has here for `dtype`, by name, the preferred first."""
     found: dict[str, Make] = {}
+    if products == "int8":
+        return {"compiled int8": partial(Compiled, method="int8")}
     if products != "torch" and dtype in DTYPES and loaded():
         names = {"widened": "compiled", "dot": "compiled dot"}
         found = {names[method]: partial(Compiled, method=method) for method in methods(dtype) if method in names}
     if can_pack(dtype):
         found["oneDNN"] = OneDnn
     return {**found, "plain": Plain}
+
+
+def int8_refusal(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why weights of `dtype` cannot be multiplied in int8 on `device`; None where they can."""
+    if device.type != "cpu":
+        return "it is for CPUs"
+    if dtype not in DTYPES:
+        return f"it is for models in bfloat16 or float32, not in {str(dtype).removeprefix('torch.')}"
+    if not loaded():
+        return f"it needs compiled kernels, and there are none: {missing()}"
+    return None if "int8" in methods(dtype) else "this processor has no dot instruction for int8 (AVX512-VNNI)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,10 @@ class Linear:
         """The same layer, computed by `product`."""
         return Linear(self.dense_weight(), self.bias, product=product)
 
+    def in_int8(self) -> Linear:
+        """The same layer with its weight quantised, where `int8_refusal` has nothing against it."""
+        return Linear(self.dense_weight(), self.bias, products="int8")
+
     def __call__(self, x: Tensor) -> Tensor:
         """The product, [..., O]."""
         return self._layout(x)

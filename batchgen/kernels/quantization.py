@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Int8Weight", "int8_linear", "quantise_weight"]
+__all__ = ["Int8Weight", "groups_of", "int8_linear", "quantise_weight"]
 
 _GROUP: Final = 128
 """Most inputs of a group."""
@@ -34,11 +34,16 @@ class Int8Weight:
         return (self.numbers * self.scales[..., None]).flatten(1)[:, : self.inner]
 
 
+def groups_of(inner: int) -> tuple[int, int]:
+    """How many groups `inner` inputs are cut into, and how large they are: as even as multiples of 4 can be."""
+    count = -(-inner // _GROUP)
+    return count, 4 * -(-inner // (4 * count)) if count else 0
+
+
 def quantise_weight(weight: Tensor) -> Int8Weight:
     """W [O, I] in eight bits, each group of a row with the scale of its largest number."""
     outer, inner = weight.shape
-    count = -(-inner // _GROUP)
-    size = 4 * -(-inner // (4 * count)) if count else 0
+    count, size = groups_of(inner)
     padded = F.pad(weight.float(), (0, count * size - inner)).view(outer, count, size)
     numbers, scales = _quantised(padded)
     return Int8Weight(numbers.to(torch.int8), scales, inner)

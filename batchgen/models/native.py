@@ -96,6 +96,13 @@ class NativeModel:
         head = self._head.with_product(product)
         return NativeModel(self._spec, self._config, self._embedding, layers, self._norm, head)
 
+    def in_int8(self) -> NativeModel:
+        """The same model, whose linear layers and head multiply in int8: on a CPU, and not quite the same."""
+        layers = [
+            replace(layer, **{name: getattr(layer, name).in_int8() for name in _LINEARS}) for layer in self._layers
+        ]
+        return NativeModel(self._spec, self._config, self._embedding, layers, self._norm, self._head.in_int8())
+
     @torch.no_grad()
     def hidden(self, inputs: ModelInput) -> Tensor:
         """States after the final norm, [T, H] in the model's dtype."""

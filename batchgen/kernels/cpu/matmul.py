@@ -18,9 +18,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.kernels.cpu.library import DTYPES, library
-from batchgen.kernels.quantization import Int8Weight
+from batchgen.kernels.quantization import Int8Weight, groups_of
 
-__all__ = ["METHODS", "MatmulCall", "Method", "PackedWeight", "matmul", "methods", "pack", "pack_int8", "unpack"]
+__all__ = [
+    "METHODS",
+    "MatmulCall",
+    "Method",
+    "PackedWeight",
+    "matmul",
+    "methods",
+    "pack",
+    "pack_int8",
+    "unpack",
+    "unpack_int8",
+]
 
 Method = Literal["widened", "dot", "int8"]
 """How numbers are multiplied. `widened`: in float32, bfloat16 weights widened on the way, exactly. `dot`: by the
@@ -132,9 +143,9 @@ def pack_int8(weight: Int8Weight, dtype: torch.dtype) -> PackedWeight:
     scales = F.pad(weight.scales, (0, 0, 0, more)).view(panels, panel, count).transpose(1, 2).contiguous()
     corrections = (128 * numbers.sum((3, 4), dtype=torch.int32)).transpose(1, 2).contiguous()
     parts = (scales, corrections, numbers.permute(0, 2, 3, 1, 4).contiguous())
-    data = torch.cat([part.view(panels, count, -1).view(torch.uint8) for part in parts], -1).flatten()
+    data = torch.cat([part.view(panels * count, part[:1, :1].numel()).view(torch.uint8) for part in parts], -1)
     scratch = _library().bg_matmul_scratch(weight.inner, METHODS[dtype, "int8"])
-    return PackedWeight(data, dtype, weight.inner, outer, scratch)
+    return PackedWeight(data.flatten(), dtype, weight.inner, outer, scratch)
 
 
 def unpack(packed: PackedWeight) -> Tensor:
@@ -143,6 +154,20 @@ def unpack(packed: PackedWeight) -> Tensor:
     call = _Packing(weight.data_ptr(), packed.data.data_ptr(), packed.inner, packed.outer, packed.inner)
     _library().bg_matmul_unpack(ctypes.byref(call), weight.dtype == torch.bfloat16, torch.get_num_threads())
     return weight
+
+
+def unpack_int8(packed: PackedWeight) -> Int8Weight:
+    """What `pack_int8` took."""
+    panel = _library().bg_matmul_panel()
+    panels = -(-packed.outer // panel)
+    if not packed.data.numel():
+        return Int8Weight(torch.empty(packed.outer, 0, 0, dtype=torch.int8), torch.empty(packed.outer, 0), packed.inner)
+    count = groups_of(packed.inner)[0]
+    blocks = packed.data.view(panels, count, -1)
+    scales, numbers = blocks[:, :, : 4 * panel], blocks[:, :, 8 * panel :]
+    whole = numbers.contiguous().view(torch.int8).view(panels, count, -1, panel, 4).permute(0, 3, 1, 2, 4)
+    wide = scales.contiguous().view(torch.float32).transpose(1, 2).reshape(-1, count)
+    return Int8Weight(whole.reshape(panels * panel, count, -1)[: packed.outer], wide[: packed.outer], packed.inner)
 
 
 class _Workspace(threading.local):

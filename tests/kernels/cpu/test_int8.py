@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchgen.kernels.cpu.library import loaded
-from batchgen.kernels.cpu.matmul import PackedWeight, matmul, methods, pack, pack_int8
-from batchgen.kernels.quantization import int8_linear, quantise_weight
+from batchgen.kernels.cpu.matmul import PackedWeight, matmul, methods, pack, pack_int8, unpack_int8
+from batchgen.kernels.quantization import groups_of, int8_linear, quantise_weight
 
 DTYPES = (torch.float32, torch.bfloat16)
 here = pytest.mark.skipif(
@@ -40,6 +40,7 @@ def assert_same(got: Tensor, want: Tensor, terms: Tensor) -> None:
 def test_groups_and_their_errors(inner: int) -> None:
     weight = randn(20, inner) * torch.logspace(-3, 3, inner)
     made = quantise_weight(weight)
+    assert groups_of(inner) == made.numbers.shape[1:]
     assert made.numbers.dtype == torch.int8
     assert made.numbers.shape[2] <= 128
     assert made.numbers.shape[2] % 4 == 0
@@ -116,6 +117,16 @@ def test_rows_of_nothing_and_numbers_that_are_none(dtype: torch.dtype) -> None:
     others = [i for i in range(20) if i not in (3, 11)]
     assert torch.equal(got[others], clean[others])
     assert not got[[3, 11]][:, [0, 6, 8, 49]].isfinite().any()
+
+
+@here
+@pytest.mark.parametrize(("outer", "inner"), [(1, 1), (48, 128), (50, 577), (5, 0)])
+def test_packing_keeps_every_number(outer: int, inner: int) -> None:
+    made = quantise_weight(randn(outer, inner))
+    back = unpack_int8(pack_int8(made, torch.bfloat16))
+    assert torch.equal(back.numbers, made.numbers)
+    assert torch.equal(back.scales, made.scales)
+    assert torch.equal(back.dense(), made.dense())
 
 
 @here

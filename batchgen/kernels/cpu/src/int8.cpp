@@ -84,10 +84,10 @@ float quantise(const T* x, int64_t count, int64_t size, uint8_t* out) {
         return 0.0f;
     }
     for (k = 0; k + LANES <= count; k += LANES) {
-        const __m512i bytes = _mm512_cvtps_epi32((__m512)(load(x + k) * inverse + 128.0f));
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(out + k), _mm512_cvtusepi32_epi8(bytes));
+        const vi whole = (vi)_mm512_cvtps_epi32((__m512)(load(x + k) * inverse)) + 128;
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(out + k), _mm512_cvtusepi32_epi8((__m512i)whole));
     }
-    for (; k < count; k++) out[k] = uint8_t(std::lrintf(widen(x[k]) * inverse + 128.0f));
+    for (; k < count; k++) out[k] = uint8_t(128 + std::lrintf(widen(x[k]) * inverse));
     for (; k < size; k++) out[k] = 128;
     return top / 127.0f;
 }

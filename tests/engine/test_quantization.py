@@ -1,0 +1,138 @@
+"""`--quantization int8`: what it computes, the loss that it is held to, and where it is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from batchgen import Engine
+from batchgen.cli.app import run_command
+from batchgen.config import EngineConfig
+from batchgen.demo import model_path
+from batchgen.engine import quantization as module
+from batchgen.engine.kernels import products_of
+from batchgen.engine.quantization import refuse_quantization
+from batchgen.errors import UsageError
+from batchgen.kernels import layouts
+from batchgen.kernels.layouts import int8_refusal
+from batchgen.models.load import inspect_model, load_model
+from batchgen.models.native import NativeModel
+from batchgen.models.quantize import QuantizationLoss, quantized
+from tests.models.tiny import save_tiny
+
+INT8 = EngineConfig(quantization="int8")
+REASON = int8_refusal(torch.float32, torch.device("cpu"))
+here = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+TASKS = ["Sort: 3 1 2", "What is 17 + 25?", "Copy: red fox"]
+
+
+@here
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_loss_is_that_of_the_distributions(family: str, tmp_path: Path) -> None:
+    model = load_model(save_tiny(family, tmp_path), dtype="float32", device="cpu")
+    assert isinstance(model, NativeModel)
+    found, loss = quantized(model, [[1, 2, 3], [], list(range(5, 200))])
+    assert loss.positions == 4 * 48 + 3 + 128
+    assert 0 < loss.divergence < 0.01
+    assert 0.8 < loss.agreement <= 1
+    assert found.spec == model.spec
+    same, none = quantized(found, [[1, 2, 3]])  # what is quantised already stays as it is
+    assert none.divergence < 1e-3 * loss.divergence
+    assert same.in_int8() is not same
+
+
+@here
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_engine_in_int8(dtype: str) -> None:
+    rows = [{"text": text, "temperature": 0, "max_new_tokens": 8} for text in TASKS]
+    full = Engine(str(model_path()), dtype=dtype, device="cpu")
+    engine = Engine(str(model_path()), dtype=dtype, device="cpu", quantization="int8")
+    assert engine.quantization is not None
+    assert engine.quantization.divergence < 0.005
+    assert engine.kernels.endswith(f"; products: compiled int8 ({engine.quantization})")
+    ours, theirs = ([c.text for c in e.generate(rows, ordered=True)] for e in (engine, full))
+    assert sum(a == b for a, b in zip(ours, theirs, strict=True)) >= 2
+
+
+@here
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a job leaves spools to the collector
+def test_a_job_says_so_and_is_another_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in TASKS))
+    footers = []
+    for name, flags in (("full", []), ("int8", ["--quantization", "int8"]), ("alone", ["--quantization", "int8"])):
+        out, more = tmp_path / f"{name}.parquet", ["--deterministic"] if name == "alone" else []
+        arguments = [
+            "run",
+            str(source),
+            "-o",
+            str(out),
+            "--temperature",
+            "0",
+            "--max-new-tokens",
+            "4",
+            "--device",
+            "cpu",
+        ]
+        assert run_command([*arguments, *flags, *more]) == 0, capsys.readouterr().err
+        footers.append(json.loads(pq.read_schema(out).metadata[b"batchgen.run"]))
+    assert [footer["quantization"] for footer in footers] == ["none", "int8", "int8"]
+    assert "compiled int8 (" in footers[1]["kernels"]
+    assert "nats from the full weights' distributions" in footers[1]["kernels"]
+    assert len({footer["fingerprint"] for footer in footers}) == 3
+
+
+@here
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a job leaves spools to the collector
+def test_what_changes_the_model_too_much_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_text(json.dumps({"text": TASKS[0]}) + "\n")
+    flags = ["--quantization", "int8", "--quantization-bound", "1e-9", "--device", "cpu", "--max-new-tokens", "1"]
+    assert run_command(["run", str(source), "-o", str(tmp_path / "out.parquet"), *flags]) == 2
+    said = capsys.readouterr().err
+    assert "error: `--quantization int8` changes this model too much: " in said
+    assert "where `--quantization-bound` is 1e-09 nats; leave the option out, or raise the bound" in said
+    broken = QuantizationLoss(float("nan"), 0.0, 9)
+    monkeypatch.setattr(module, "quantized", lambda model, texts: (model, broken))
+    with pytest.raises(UsageError, match="nan nats"):
+        Engine(str(model_path()), device="cpu", quantization="int8")
+
+
+def test_where_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = inspect_model(model_path(), dtype="float32", device="cpu")
+    refuse_quantization(EngineConfig(), replace(spec, device=torch.device("cuda")))
+
+    def reason(config: EngineConfig = INT8, **changes: object) -> str:
+        with pytest.raises(UsageError) as caught:
+            refuse_quantization(config, replace(spec, **changes))  # type: ignore[arg-type]
+        return str(caught.value)
+
+    assert reason(device=torch.device("cuda")) == (
+        "`--quantization int8` cannot be had: it is for CPUs; leave the option out"
+    )
+    assert "runs by the transformers library" in reason(implementation="transformers")
+    assert "in bfloat16 or float32, not in float16" in reason(dtype=torch.float16)
+    assert "by PyTorch alone" in reason(EngineConfig(quantization="int8", attention="torch"))
+    monkeypatch.setattr(layouts, "methods", lambda dtype: ("widened",))
+    monkeypatch.setattr(layouts, "loaded", lambda: True)
+    assert "no dot instruction for int8" in reason()
+    monkeypatch.setattr(layouts, "loaded", lambda: False)
+    monkeypatch.setattr(layouts, "missing", lambda: "no compiler")
+    assert "there are none: no compiler" in reason()
+    assert products_of(INT8) == "fixed"
+
+
+def test_check_refuses_it_before_anything_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_text(json.dumps({"text": TASKS[0]}) + "\n")
+    flags = ["--quantization", "int8", "--attention", "torch", "--device", "cpu"]
+    for command in (["check", str(source)], ["run", str(source), "-o", str(tmp_path / "out.parquet")]):
+        assert run_command([*command, *flags]) == 2
+        assert "`--quantization int8` cannot be had: it computes by compiled kernels" in capsys.readouterr().err
