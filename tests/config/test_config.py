@@ -386,7 +386,7 @@ def test_engine_options_from_python() -> None:
         ({"max_num_seqs": 0}, "`max_num_seqs` must be at least 1, got 0"),
         ({"max_num_seqs": True}, "`max_num_seqs` takes N, got True"),
         ({"kv_memory": 1.5}, "`kv_memory` takes a share above 0 and up to 1 (0.85, 85%), got '1.5'"),
-        ({"attention": "fast"}, "`attention` takes one of auto, flash, triton, torch; got 'fast'"),
+        ({"attention": "fast"}, "`attention` takes one of auto, flash, triton, compiled, torch; got 'fast'"),
         ({"dedup": 1}, "`dedup` takes true or false, got 1"),
         ({"page_size": None}, "`page_size` takes N, got None"),
     ],
