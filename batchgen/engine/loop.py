@@ -26,6 +26,7 @@ from batchgen.engine.sequence import Sequence
 from batchgen.engine.shaping import RepetitionScope, Shapes
 from batchgen.engine.states import StateKeeper
 from batchgen.engine.step import Flight, StepRunner
+from batchgen.engine.step_times import StepTimes
 from batchgen.engine.streaming import Emit, Streams
 from batchgen.errors import DeviceError, ErrorCode, ErrorInfo
 from batchgen.kernels.backend import Backend
@@ -146,6 +147,11 @@ class Loop:
         """Those of steps of decode rows alone; None where the device or the kernels have none."""
         return self._runner.graphs
 
+    @property
+    def times(self) -> StepTimes:
+        """Where the time of the steps went."""
+        return self._runner.times
+
     def counts(self) -> dict[str, int]:
         """What the steps took beside what the scheduler counts."""
         graphs = GraphCounts() if self.graphs is None else self.graphs.counts
@@ -153,6 +159,7 @@ class Loop:
             "overrun_tokens": self.state.overrun,
             "in_flight_peak_bytes": self.outputs.peak_bytes,
             "early_reads": self.outputs.early_reads,
+            **self.times.milliseconds(),
             "group_min_saving": self._scheduler.config.group_min_saving,
             **{f"attention_{name}": count for name, count in asdict(self._runner.attention).items()},
             **{f"graph_{name}": count for name, count in asdict(graphs).items()},
@@ -166,6 +173,7 @@ class Loop:
 
     def _steps(self, stop: Callable[[], bool], collector: QuietCollector) -> Iterator[list[Completion]]:
         last: Flight | None = None
+        self.times.begin()
         while not stop():
             plan = self._scheduler.step()
             if plan is None:

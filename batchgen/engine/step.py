@@ -22,6 +22,7 @@ from batchgen.engine.prompt_logprobs import PendingPrompts, PromptLogprobs
 from batchgen.engine.row_table import Rows, RowTable
 from batchgen.engine.sampler import Sampled, Sampler
 from batchgen.engine.states import PendingStates, StateKeeper
+from batchgen.engine.step_times import StepTimes
 from batchgen.errors import DeviceError
 from batchgen.kernels.backend import Backend
 from batchgen.kernels.device import Device
@@ -91,6 +92,7 @@ class StepRunner:
         """what is run in place of a step that memory does not hold"""
         self.attention = AttentionCounts()
         """what attention did in all steps"""
+        self.times = StepTimes()
         self.graphs: DecodeGraphs | None = None
         """for steps of decode rows alone; None: the device or the kernels have no graphs"""
         if backend.static is not None and device.captures:
@@ -140,6 +142,7 @@ class StepRunner:
             step = lay_out_step(plan, workload.table, running, self._decodes, size, workload.adapter, unread)
             if not self._run_graph(flight, step, tokens, running, catch_up):
                 self._run(flight, step.upload(self._device), tokens, running, catch_up)
+            self.times.leave()
         except BaseException:
             self._withdraw(flight)
             raise
@@ -180,15 +183,17 @@ class StepRunner:
         catch_up: Callable[[], None],
     ) -> None:
         plan = flight.plan
+        rows = running.rows(plan.samples.numbers)
+        needs_host = len(rows) > 0 and self._sampler.prepare(rows)
+        self.times.enter()
         hidden = self._forward(flight, batch, tokens)
-        if not plan.samples:
+        if not len(rows):
             return
         logits = self._model.logits(hidden[batch.logit_rows])  # [U, V]
         if batch.sample_rows is not None:
             # Samples of one prompt draw from the same logits, each from a copy it may mask.
             logits = logits[batch.sample_rows]  # [R, V]
-        rows = running.rows(plan.samples.numbers)
-        if self._sampler.prepare(rows):
+        if needs_host:
             catch_up()
         flight.drew(rows, self._sampler.draw(logits, rows, batch.drawn))
 
@@ -207,6 +212,7 @@ class StepRunner:
         rows = running.rows(flight.plan.samples.numbers)
         needs_host = self._sampler.prepare(rows)
         tapped = flight.tapped = None if self._states is None else self._states.taps(flight.plan, self._device)
+        self.times.enter()
         found = graphs.run(step, tokens, self._sampler.plain(rows), None if tapped is None else tapped.taps)
         if found is None:
             self._withdraw(flight)

@@ -54,7 +54,7 @@ class Engine:
         running = self._engine.last_run
         assert running is not None
         stats = running.scheduler.stats
-        page_bytes = running.page_bytes
+        page_bytes, times = running.page_bytes, running.loop.times.milliseconds()
         del running
         self._engine.last_run = None  # its pool: peers in other processes are to find the memory free
         if torch.cuda.is_available():
@@ -68,6 +68,7 @@ class Engine:
             "decode_kv_positions": stats.decode_kv_positions,
             "decode_kv_reads": stats.decode_kv_reads,
             "kv_peak_bytes": stats.peak_pages * page_bytes,
+            **times,
         }
 
 

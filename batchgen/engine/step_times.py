@@ -1,0 +1,42 @@
+"""Where the time of a job's steps goes: two readings of a clock a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from time import perf_counter
+
+__all__ = ["StepTimes"]
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Seconds since the first step was planned.
+
+    A device that works on its own takes its work in no time: there `compute` is that of handing it over.
+    """
+
+    compute: float = 0.0
+    """In the model, its head and the draws."""
+    host: float = 0.0
+    """In between: plans, layout, reading, ends, and what the caller does with completions."""
+    _since: float = field(default_factory=perf_counter)
+
+    def begin(self) -> None:
+        """The first step is planned now."""
+        self._since = perf_counter()
+
+    def enter(self) -> None:
+        """The model is called."""
+        now = perf_counter()
+        self.host += now - self._since
+        self._since = now
+
+    def leave(self) -> None:
+        """What the step draws is on its way."""
+        now = perf_counter()
+        self.compute += now - self._since
+        self._since = now
+
+    def milliseconds(self) -> dict[str, int]:
+        """Both, in whole milliseconds, by name."""
+        return {"compute_milliseconds": round(1e3 * self.compute), "host_milliseconds": round(1e3 * self.host)}
