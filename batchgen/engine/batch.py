@@ -226,7 +226,7 @@ def _slots(pages: Int64, positions: Int64, page_size: int) -> Int64:
 
 def _distinct(tokens: Int64) -> tuple[Int64, Int64 | None]:
     """Each flat token once, in order of first use, and where each of `tokens` [R] stands among them: None: in order."""
-    if (np.diff(tokens) > 0).all():
+    if (tokens[1:] > tokens[:-1]).all():
         return tokens.copy(), None  # a plan's columns are not to be uploaded: they stay for later steps
     _, first, rank = np.unique(tokens, return_index=True, return_inverse=True)
     if len(first) == len(tokens):

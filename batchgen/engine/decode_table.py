@@ -28,6 +28,10 @@ class DecodeTable:
         self._numbers = np.zeros(0, np.int64)  # [R] of the step before
         self._slots = np.zeros(0, np.int64)  # [R]
         self._own = np.zeros(0, np.int64)  # [R] the first of each row's own pages
+        self._start = np.zeros(0, np.int64)  # [R] the first position of these
+        self._lens = np.zeros(0, np.int64)  # [R] positions from there on
+        self._tails = np.zeros(0, np.int64)  # [R] the page of each row's position
+        self._first = self._last = -2  # positions of the first and the last row
         self._plan_groups: list[PrefixGroup] | None = None
         self._groups: list[GroupPages] = []
         self._number = np.zeros(0, np.int64)  # [slots] whose pages are laid out here; -1: nobody's
@@ -53,43 +57,54 @@ class DecodeTable:
         """
         size, positions = self._page_size, rows.positions
         anew = self._changed(rows, groups, slots)
-        moved = positions - self._position[slots]
-        anew |= (moved != 1) & (moved != 0)  # a step that has failed is run again
-        for i in np.flatnonzero(anew).tolist():
-            self._lay_out(int(slots[i]), rows.pages[i], int(positions[i]) // size + 1, int(self._own[i]))
-        self._position[slots] = positions
-        page = positions // size
-        place = page - self._own
-        begun = np.flatnonzero((positions % size == 0) & ~anew)
+        begins = positions % size == 0
+        goes_on = anew is None and positions[0] == self._first + 1 and positions[-1] == self._last + 1
+        if goes_on:
+            self._lens = self._lens + 1  # what was handed out stays as it is
+        else:
+            moved = positions - self._position[slots]
+            away = (moved != 1) & (moved != 0)  # a step that has failed is run again
+            anew = away if anew is None else away | anew
+            for i in anew.nonzero()[0].tolist():
+                self._lay_out(int(slots[i]), rows.pages[i], int(positions[i]) // size + 1, int(self._own[i]))
+            self._lens = positions + 1 - self._start
+            begins &= ~anew
+        self._first, self._last = positions[0], positions[-1]
+        begun = begins.nonzero()[0]
         if len(begun):
-            self._widen(int(place[begun].max()) + 1)
-            new = [rows.pages[i][p] for i, p in zip(begun.tolist(), page[begun].tolist(), strict=True)]
-            self._pages[slots[begun], place[begun]] = new
-        start = self._own * size
-        lens = positions + 1 - start
-        longest = int(lens.max())
+            page = positions[begun] // size
+            place = page - self._own[begun]
+            self._widen(int(place.max()) + 1)
+            new = [rows.pages[i][p] for i, p in zip(begun.tolist(), page.tolist(), strict=True)]
+            self._pages[slots[begun], place] = new
+            self._tails[begun] = new
+        if not goes_on:
+            self._tails = self._pages[slots, positions // size - self._own]
+        self._position[slots] = positions
+        longest = int(self._lens.max())
         attention.groups = self._groups
         attention.decode_pages = self._pages[slots, : -(-longest // size)]
-        attention.decode_lens = lens
-        attention.decode_own_start = start
+        attention.decode_lens = self._lens
+        attention.decode_own_start = self._start
         attention.max_decode_len = longest
-        return positions, self._pages[slots, place] * size + positions % size
+        return positions, self._tails * size + positions % size
 
     def clear(self) -> None:
         """A step without decode rows: whoever comes back has other pages."""
         self._number[self._slots] = _NOBODY
         self._numbers = self._slots = np.zeros(0, np.int64)
 
-    def _changed(self, rows: DecodeRows, groups: list[PrefixGroup], slots: Int64) -> npt.NDArray[np.bool_]:
-        """[R] rows that are to be laid out, for what they or their groups are."""
-        anew: npt.NDArray[np.bool_] = np.zeros(len(rows), np.bool_)
+    def _changed(self, rows: DecodeRows, groups: list[PrefixGroup], slots: Int64) -> npt.NDArray[np.bool_] | None:
+        """[R] rows that are to be laid out, for what they or their groups are; None: all are as they were."""
         if groups is self._plan_groups and rows.numbers is self._numbers:
-            return anew
+            return None
         self._reach(int(slots.max()) + 1)
-        anew = self._number[slots] != rows.numbers
+        anew: npt.NDArray[np.bool_] = self._number[slots] != rows.numbers
         self._number[self._slots] = _NOBODY
         self._number[slots] = rows.numbers
         self._own = self._group(len(rows), groups)
+        self._start = self._own * self._page_size
+        self._tails = np.zeros(len(rows), np.int64)
         anew |= self._own_page[slots] != self._own
         self._own_page[slots] = self._own
         self._numbers, self._slots = rows.numbers, slots

@@ -151,9 +151,9 @@ class RowTable:
         mine = live & self._plain[slots]
         if apart:
             mine[list(apart)] = False
-        places = None if mine.all() else np.flatnonzero(mine)
+        places = None if mine.all() else mine.nonzero()[0]
         if places is not None:
-            heard = np.flatnonzero(live)
+            heard = live.nonzero()[0]
             self.last[slots[heard]] = tokens[heard]
             slots, tokens = slots[places], tokens[places]
         else:
@@ -164,7 +164,7 @@ class RowTable:
         self._tokens[slots, length] = tokens
         self._length[slots] = length + 1
         ended = (length + 1 >= self._limit[slots]) | (self._stops[slots] == tokens[:, None]).any(axis=1)
-        ends = np.flatnonzero(ended)
+        ends = ended.nonzero()[0]
         for slot in slots[ends].tolist():
             sequence = self.sequences[slot]
             assert sequence is not None
@@ -173,7 +173,7 @@ class RowTable:
             return ends.tolist(), 0
         told = live & ~mine
         told[places[ends]] = True
-        return np.flatnonzero(told).tolist(), len(live) - len(heard)
+        return told.nonzero()[0].tolist(), len(live) - len(heard)
 
     def close(self, number: int) -> None:
         """A sample has ended: what is still drawn for it is nobody's."""

@@ -89,7 +89,7 @@ class Running(Generic[Row]):
     def full(self) -> list[int]:
         """Places of those whose pages end before their position."""
         columns = self._columns[:, : len(self._rows)]
-        found: list[int] = np.flatnonzero(columns[_POSITION] == columns[_CAPACITY]).tolist()
+        found: list[int] = (columns[_POSITION] == columns[_CAPACITY]).nonzero()[0].tolist()
         return found
 
     def place(self, row: Row) -> int:
@@ -108,7 +108,7 @@ class Running(Generic[Row]):
         """All stand one position further; those that have come to their limit."""
         columns = self._columns[:, : len(self._rows)]
         columns[_POSITION] += 1
-        return [self._rows[i] for i in np.flatnonzero(columns[_POSITION] == columns[_LIMIT]).tolist()]
+        return [self._rows[i] for i in (columns[_POSITION] == columns[_LIMIT]).nonzero()[0].tolist()]
 
     def decode_rows(self) -> DecodeRows:
         """As a plan has them."""
