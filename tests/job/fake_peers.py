@@ -183,10 +183,10 @@ class Model:
 
 class GeneratorParams:
     def __init__(self, model):
-        pass
+        self.options = {}
 
     def set_search_options(self, **options):
-        self.options = options
+        self.options |= options
 
 
 class Generator:
@@ -291,7 +291,7 @@ def llama_decode(context, batch):
     note("decode", batch.n_tokens)
     context.logits = (ctypes.c_float * (len(outputs) * VOCAB))()
     for row, token in enumerate(outputs):
-        context.logits[row * VOCAB + token] = 1.0
+        context.logits[row * VOCAB + token] = 60.0
     return 0
 
 

@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 import batchgen.job.bench.engines as scripts
-from batchgen.job.bench.engines.peer_tools import apart, converted, shared_waves, together
+from batchgen.job.bench.engines.peer_tools import apart, converted, shared_waves, static_batches, together
 from batchgen.job.bench.peers import EngineSource
 from batchgen.job.bench.process import EngineFailed, EngineProcess, LoadSpec
 from batchgen.job.bench.shapes import Shape, build_model
@@ -60,6 +60,15 @@ def test_samples_go_apart_and_together() -> None:
     alone = apart(rows)
     assert [row["ids"] for row in alone] == [[1], [2], [2], [2]]
     assert together(rows, [[5, 6], [7], [8], [9]]) == [[5, 6], [7, 8, 9]]
+
+
+def test_static_batches_are_of_like_lengths_and_of_one_kind() -> None:
+    rows = [
+        {"ids": [1] * n, "max_new": new, "samples": k} for n, new, k in ((3, 2, 1), (1, 9, 2), (5, 2, 1), (2, 8, 1))
+    ]
+    assert static_batches(rows, 2) == [(False, [3, 2]), (False, [0]), (True, [1])]
+    assert static_batches(rows[1:2], 2) == [(True, [0])]
+    assert static_batches([], 2) == []
 
 
 def test_waves_compute_every_shared_beginning_once() -> None:
@@ -227,6 +236,7 @@ def test_ctranslate2(record: Path, spec: LoadSpec) -> None:
     first, second = asked(record, "generate")
     assert first[0] == [["w5", "w6"], ["w5", "w6", "w7"]], "those with the longest output first"
     assert second[0] == [["w4"], ["w4"]]
+    assert [one[1]["sampling_topk"] for one in (first, second)] == [1, 0], "samples are drawn"
     assert (first[1]["min_length"], first[1]["max_length"]) == (3, 3)
     assert first[1]["static_prompt"] is None
 
@@ -268,6 +278,7 @@ def test_onnxruntime_genai(record: Path, spec: LoadSpec) -> None:
     assert first[0] == [[5, 6, 0], [5, 6, 7]], "padded on the right"
     assert first[1] == {"batch_size": 2, "do_sample": False, "min_length": 6, "max_length": 6}
     assert second[0] == [[4], [4]]
+    assert (second[1]["do_sample"], second[1]["temperature"], second[1]["top_k"]) == (True, 1.0, 0)
     told = "RuntimeError: bfloat16 is not among its types on a CPU: float32"
     with pytest.raises(EngineFailed, match=told):
         EngineProcess(EngineSource("onnxruntime-genai"), replace(spec, dtype="bfloat16"))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import ctranslate2
-from peer_tools import apart, converted, together
+from peer_tools import apart, converted, static_batches, together
 
 _LEAST_PROMPT = 64
 """Tokens that all prompts must begin with for a static prompt to be tried."""
@@ -52,7 +52,7 @@ class Engine:
         )
 
     def generate(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
-        """Greedy, lengths fixed: a call takes rows of one length of output, so that those of like lengths go together.
+        """Greedy but for rows of several samples, lengths fixed: a call takes rows of one length of output.
 
         Raises:
             ValueError: the setting asks for a shared prompt, and there is none.
@@ -61,24 +61,22 @@ class Engine:
         prompt = _begin([row["ids"] for row in alone]) if setting["static_prompt"] else []
         if setting["static_prompt"] and len(prompt) < _LEAST_PROMPT:
             raise ValueError("these prompts do not begin alike")
-        order = sorted(range(len(alone)), key=lambda i: (-alone[i]["max_new"], -len(alone[i]["ids"])))
         outputs: list[list[int]] = [[] for _ in alone]
         computed = decoded = 0
-        for begin in range(0, len(order), setting["batch"]):
-            members = order[begin : begin + setting["batch"]]
+        for drawn, members in static_batches(alone, setting["batch"]):
             new = max(alone[i]["max_new"] for i in members)
             own = [alone[i]["ids"][len(prompt) :] for i in members]
-            for i, ids in zip(members, self._batch(own, prompt, new), strict=True):
+            for i, ids in zip(members, self._batch(own, prompt, new, drawn=drawn), strict=True):
                 outputs[i] = ids[: alone[i]["max_new"]]
             computed += sum(map(len, own))
             decoded += (new - 1) * len(members)
         return together(rows, outputs), {"prompt_tokens_computed": computed + len(prompt), "decode_rows": decoded}
 
-    def _batch(self, prompts: list[list[int]], static: list[int], new: int) -> list[list[int]]:
+    def _batch(self, prompts: list[list[int]], static: list[int], new: int, *, drawn: bool) -> list[list[int]]:
         answers = self._generator.generate_batch(
             [[self._words[i] for i in ids] for ids in prompts],
             beam_size=1,
-            sampling_topk=1,
+            sampling_topk=0 if drawn else 1,
             min_length=new,
             max_length=new,
             end_token=[],

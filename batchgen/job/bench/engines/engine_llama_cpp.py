@@ -34,10 +34,10 @@ _SETTINGS = (
 class _Row:
     """A sequence of a batch."""
 
-    place: int
-    """Among the rows asked for."""
     prompt: list[int]
     new: int
+    drawn: bool = False
+    """At temperature 1, not greedy."""
     output: list[int] = field(default_factory=list)
 
 
@@ -59,11 +59,11 @@ class Engine:
         return {"dtype": self._dtype, "device": "cpu", "threads": self._threads, "settings": list(_SETTINGS)}
 
     def generate(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
-        """Greedy, lengths fixed; `batch` sequences at once, of which each leaves when it is done.
+        """Greedy but for rows of several samples, lengths fixed; `batch` at once, each of which leaves when it is done.
 
         With `shared` a prefix is computed in one sequence, whose cache the others then refer to.
         """
-        alone = [_Row(i, row["ids"], row["max_new"]) for i, row in enumerate(apart(rows))]
+        alone = [_Row(row["ids"], row["max_new"], row.get("samples", 1) > 1) for row in apart(rows)]
         key = (lambda row: row.prompt) if setting["shared"] else (lambda row: (-row.new, -len(row.prompt)))
         ordered = sorted(alone, key=key)
         batches = [ordered[i : i + setting["batch"]] for i in range(0, len(ordered), setting["batch"])]
@@ -89,6 +89,7 @@ class _Context:
         threads: int,
     ) -> None:
         self.counted = {"prompt_tokens_computed": 0, "decode_rows": 0}
+        self._random = np.random.default_rng(0)
         self._vocab, self._shared = vocab, bool(setting["shared"])
         sequences = max(map(len, batches))
         params = llama_cpp.llama_context_default_params()
@@ -121,7 +122,7 @@ class _Context:
             for part in range(0, len(live), _STEP_TOKENS):
                 members = live[part : part + _STEP_TOKENS]
                 fed = [(rows[i].output[-1], length[i] + len(rows[i].output) - 1, i, True) for i in members]
-                for i, token in zip(members, self._decode(fed), strict=True):
+                for i, token in zip(members, self._decode(rows, fed), strict=True):
                     rows[i].output.append(token)
             self.counted["decode_rows"] += len(live)
 
@@ -155,11 +156,11 @@ class _Context:
         for begin in range(0, len(fed), _STEP_TOKENS):
             part = fed[begin : begin + _STEP_TOKENS]
             ended = [i for _, _, i, last in part if last]
-            for i, token in zip(ended, self._decode(part), strict=True):
+            for i, token in zip(ended, self._decode(rows, part), strict=True):
                 rows[i].output.append(token)
 
-    def _decode(self, fed: Sequence[tuple[int, int, int, bool]]) -> list[int]:
-        """Compute (token, position, sequence, whether it has an output) and take the likeliest token of each output."""
+    def _decode(self, rows: Sequence[_Row], fed: Sequence[tuple[int, int, int, bool]]) -> list[int]:
+        """Compute (token, position, sequence, whether it has an output) and choose the token of each output."""
         batch = self._batch
         batch.n_tokens = len(fed)
         for at, (token, position, sequence, output) in enumerate(fed):
@@ -168,11 +169,14 @@ class _Context:
         status = llama_cpp.llama_decode(self._context, batch)
         if status != 0:
             raise RuntimeError(f"llama_decode says {status} of {len(fed)} tokens")
-        outputs = sum(output for *_, output in fed)
-        if not outputs:
+        drawn = [rows[sequence].drawn for _, _, sequence, output in fed if output]
+        if not drawn:
             return []
-        logits = ctypes.cast(llama_cpp.llama_get_logits(self._context), ctypes.POINTER(ctypes.c_float))
-        ids: list[int] = np.ctypeslib.as_array(logits, (outputs, self._vocab)).argmax(axis=1).tolist()
+        pointer = ctypes.cast(llama_cpp.llama_get_logits(self._context), ctypes.POINTER(ctypes.c_float))
+        logits = np.ctypeslib.as_array(pointer, (len(drawn), self._vocab))
+        if any(drawn):  # the largest of logits with such noise is a token drawn at temperature 1
+            logits = logits + self._random.gumbel(size=logits.shape) * np.array(drawn)[:, None]
+        ids: list[int] = logits.argmax(axis=1).tolist()
         return ids
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import onnxruntime_genai as genai
-from peer_tools import apart, converted, together
+from peer_tools import apart, converted, static_batches, together
 
 _BATCHES = (8, 16, 32, 64)
 _PRECISIONS = {"float32": "fp32"}
@@ -40,26 +40,28 @@ class Engine:
         return {"dtype": self._dtype, "device": "cpu", "threads": self._threads, "settings": settings}
 
     def generate(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
-        """Greedy, lengths fixed; rows of like lengths go together."""
+        """Greedy but for rows of several samples, lengths fixed."""
         alone = apart(rows)
-        order = sorted(range(len(alone)), key=lambda i: (-alone[i]["max_new"], -len(alone[i]["ids"])))
         outputs: list[list[int]] = [[] for _ in alone]
         computed = decoded = 0
-        for begin in range(0, len(order), setting["batch"]):
-            members = order[begin : begin + setting["batch"]]
+        for number, (drawn, members) in enumerate(static_batches(alone, setting["batch"])):
             width = max(len(alone[i]["ids"]) for i in members)
             new = max(alone[i]["max_new"] for i in members)
-            made = self._batch([alone[i]["ids"] for i in members], width, new)
+            made = self._batch([alone[i]["ids"] for i in members], width, new, number if drawn else None)
             for i, ids in zip(members, made, strict=True):
                 outputs[i] = ids[: alone[i]["max_new"]]
             computed += width * len(members)
             decoded += (new - 1) * len(members)
         return together(rows, outputs), {"prompt_tokens_computed": computed, "decode_rows": decoded}
 
-    def _batch(self, prompts: list[list[int]], width: int, new: int) -> list[list[int]]:
+    def _batch(self, prompts: list[list[int]], width: int, new: int, seed: int | None) -> list[list[int]]:
         params = genai.GeneratorParams(self._model)
         length = width + new
-        params.set_search_options(batch_size=len(prompts), do_sample=False, min_length=length, max_length=length)
+        params.set_search_options(batch_size=len(prompts), min_length=length, max_length=length)
+        if seed is None:
+            params.set_search_options(do_sample=False)
+        else:
+            params.set_search_options(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, random_seed=seed)
         generator = genai.Generator(self._model, params)
         padded = [ids + [self._pad] * (width - len(ids)) for ids in prompts]
         generator.append_tokens(np.array(padded, dtype=np.int32))

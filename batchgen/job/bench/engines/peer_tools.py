@@ -10,11 +10,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["apart", "common_length", "converted", "shared_waves", "together"]
+__all__ = ["apart", "common_length", "converted", "shared_waves", "static_batches", "together"]
 
 
 def apart(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every sample as a row of its own, for engines that know no samples; `together` undoes it."""
+    """Every sample as a row of its own, for engines that know no samples; `together` undoes it.
+
+    Such a row still says of how many it is one, which says that it is drawn at temperature 1 and not greedy.
+    """
     return [row for row in rows for _ in range(row.get("samples", 1))]
 
 
@@ -22,6 +25,19 @@ def together(rows: Sequence[dict[str, Any]], outputs: Sequence[list[int]]) -> li
     """Outputs of `apart(rows)` by row, a row's samples one after the other."""
     parts = iter(outputs)
     return [[i for _ in range(row.get("samples", 1)) for i in next(parts)] for row in rows]
+
+
+def static_batches(rows: Sequence[dict[str, Any]], size: int) -> list[tuple[bool, list[int]]]:
+    """Rows that go together in batches that end with their longest row: (whether they are drawn, indices of rows).
+
+    Rows of like lengths go together, and greedy ones apart from those that are drawn.
+    """
+    batches = []
+    for drawn in (False, True):
+        kept = [i for i, row in enumerate(rows) if (row.get("samples", 1) > 1) == drawn]
+        kept.sort(key=lambda i: (-rows[i]["max_new"], -len(rows[i]["ids"])))
+        batches += [(drawn, kept[begin : begin + size]) for begin in range(0, len(kept), size)]
+    return batches
 
 
 def shared_waves(prompts: Sequence[Sequence[int]], least: int) -> list[list[int]]:
