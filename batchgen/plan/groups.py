@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from batchgen.plan.levels import LevelNode, choose_levels
 from batchgen.plan.nodes import Node
 from batchgen.plan.running import Running
 from batchgen.plan.sequences import Sequence
@@ -53,20 +54,29 @@ class PrefixGroups:
         groups: list[PrefixGroup] = []
         self.saving = 0
         rows = running.tree_rows
-        stack = [(node, 0) for node in self._roots.values()]
-        while stack:
-            node, covered = stack.pop()
-            deeper = list(node.shared.values())
-            if len(deeper) == 1 and deeper[0].rows == node.rows:
-                # All go on through one child: one longer group in its place.
-                stack.append((deeper[0], covered))
-                continue
-            saving = (node.rows - 1) * (node.full - covered) * self._page_size
-            if saving > 0 and saving >= self._min_saving:
+        nodes, places = self._shared_nodes()
+        for node, covered in zip(nodes, choose_levels(places, self._page_size, self._min_saving), strict=True):
+            if covered >= 0:
                 low = int(rows.searchsorted(self._first_row[node.id]))
                 pages = running[low].pages[covered : node.full]
                 groups.append(PrefixGroup(list(range(low, low + node.rows)), pages, covered, node.full))
-                self.saving += saving
-                covered = node.full
-            stack.extend((child, covered) for child in deeper)
+                self.saving += (node.rows - 1) * (node.full - covered) * self._page_size
         return groups
+
+    def _shared_nodes(self) -> tuple[list[Node], list[LevelNode]]:
+        """Nodes with two decode rows below or more, a parent before its children, as objects and as levels."""
+        nodes: list[Node] = []
+        levels: list[LevelNode] = []
+        stack = [(node, -1) for node in self._roots.values()]
+        while stack:
+            node, above = stack.pop()
+            deeper = list(node.shared.values())
+            while len(deeper) == 1 and deeper[0].rows == node.rows:
+                # All go on through one child: one longer group in its place.
+                node = deeper[0]
+                deeper = list(node.shared.values())
+            nodes.append(node)
+            levels.append(LevelNode(above, node.rows, node.full))
+            above = len(nodes) - 1
+            stack.extend((child, above) for child in deeper)
+        return nodes, levels
