@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.plan.config import SchedulerStats
+from batchgen.plan.costs import copying_pays
 from batchgen.plan.pages import PageAllocator
 from batchgen.plan.tree import PrefixTree
 from batchgen.plan.types import PageCopy
@@ -143,8 +144,11 @@ class Nodes:
             node.tail_taken = True
         else:
             pages = self.allocator.alloc(count)
-            copies.append(PageCopy(tail, pages[0], filled))
-            self._stats.page_copies += 1
+            if copying_pays(filled):
+                copies.append(PageCopy(tail, pages[0], filled))
+                self._stats.page_copies += 1
+            else:
+                begin -= filled
         self.settle(node)
         return Branch(pages, begin, in_place)
 
