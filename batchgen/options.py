@@ -280,7 +280,8 @@ OPTIONS: tuple[Option, ...] = (
         _whole(1, 4096),
         None,
         ENGINE,
-        "Threads for computing on the CPU; by default its physical cores. Example: --cpu-threads 8",
+        "Threads for computing on the CPU; by default its physical cores, as many as a container may use. Example: "
+        "--cpu-threads 8",
         "engine",
     ),
     Option(

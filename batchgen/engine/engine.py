@@ -25,6 +25,7 @@ from batchgen.engine.quantization import quantize
 from batchgen.engine.rehearsal import PAGES, counted_bytes, rehearsal
 from batchgen.engine.states import state_keeper
 from batchgen.engine.streaming import Emit
+from batchgen.engine.threads import cpu_quota
 from batchgen.kernels.backend import Backend
 from batchgen.kernels.chips import chip_tuning
 from batchgen.kernels.device import Device, device_for
@@ -315,8 +316,9 @@ def group_min_saving(device: torch.device, backend: Backend | None = None) -> in
 
 def prepare_device(config: EngineConfig) -> None:
     """Cap the threads of the CPU backend: oversubscribed cores are very slow."""
-    if config.cpu_threads:
-        torch.set_num_threads(config.cpu_threads)
+    threads = config.cpu_threads or min(torch.get_num_threads(), cpu_quota() or torch.get_num_threads())
+    if threads != torch.get_num_threads():
+        torch.set_num_threads(threads)
 
 
 def _given(params: SamplingParams | None) -> dict[str, Any]:
