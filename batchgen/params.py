@@ -305,6 +305,12 @@ class SamplingParams:
         )
 
     @property
+    def runs_to_limit(self) -> bool:
+        """Whether nothing but its limit ends a sample."""
+        stops = self.stop or self.stop_regex or self.stop_token_ids
+        return self.ignore_eos and not stops and self.constraint is None
+
+    @property
     def samples(self) -> int:
         """Samples to generate: `best_of`, or `n`."""
         return self.best_of or self.n

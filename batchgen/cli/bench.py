@@ -48,8 +48,8 @@ def bench(
             show_default=False,
             help="auto (those that this Python can import), none, or names, each with the Python that runs it. "
             "Known: transformers, transformers-continuous, vllm, sglang, openvino, onnxruntime-genai, ctranslate2, "
-            "llama.cpp, baseline=FOLDER (another checkout of batchgen) and "
-            "deterministic (this one with that option). One that cannot run is named on stderr and left out. "
+            "llama.cpp, baseline=FOLDER (another checkout of batchgen), deterministic (this one with that option) and "
+            "first-come (this one, rows begun in input order). One that cannot run is named on stderr and left out. "
             "Default: auto. Example: --peers transformers=/opt/hf/bin/python",
         ),
     ] = None,

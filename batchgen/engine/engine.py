@@ -37,7 +37,7 @@ from batchgen.models.invariant import invariant_model
 from batchgen.models.load import load_model
 from batchgen.models.quantize import QuantizationLoss
 from batchgen.params import SamplingParams
-from batchgen.plan.config import GROUP_MIN_SAVING
+from batchgen.plan.config import GROUP_MIN_SAVING, Admit, Order
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
 from batchgen.processors import load_processors
 from batchgen.request import Completion, RequestTable, StreamEvent
@@ -122,6 +122,9 @@ class Engine:
         """Logit processors that rows may name."""
         self.device: Device = device_for(model.spec.device)
         """The way to the device, and back."""
+        self.order: Order = "longest"
+        self.admission: Admit = "foreseen"
+        """How prompts are chosen and admitted; anything but the defaults is for comparisons."""
         self.last_run: Running | None = None
         """The latest job, for its counted quantities."""
 
@@ -262,8 +265,11 @@ class Engine:
             max_num_seqs=seqs,
             max_tokens_per_step=tokens,
             group_min_saving=group_min_saving(self.model.spec.device, self.backend),
+            order=self.order,
+            admission=self.admission,
         )
-        return Scheduler(workload.tree, workload.samples, workload.draws, config)
+        kinds = workload.kinds(repeats_end=self.config.stop_on_repeat is not None)
+        return Scheduler(workload.tree, workload.samples, workload.draws, config, kinds)
 
     def _loop(
         self,

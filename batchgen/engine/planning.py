@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from batchgen.plan.ends import EXACT
 from batchgen.plan.estimate import find_dedup
 from batchgen.plan.tree import PrefixTree, build_tree
 from batchgen.request import RequestTable
@@ -49,6 +50,16 @@ class Workload:
     def draws(self) -> npt.NDArray[np.int32]:
         """[N] most tokens that a sample draws. One that runs for its prompt alone draws a token, which is dropped."""
         return np.maximum(self.table.max_new_tokens, 1)
+
+    def kinds(self, *, repeats_end: bool = False) -> npt.NDArray[np.int32]:
+        """[N] requests of one kind are expected to end alike; `EXACT` where only the limit ends them.
+
+        Args:
+            repeats_end: whether samples that go round in circles are ended.
+        """
+        params = self.table.params
+        exact = np.array([p.runs_to_limit and not repeats_end for p in params], np.bool_)[self.table.params_id]
+        return np.where(exact | (self.draws == 1), EXACT, self.table.params_id).astype(np.int32)
 
     @property
     def first_text(self) -> npt.NDArray[np.int64]:

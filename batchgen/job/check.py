@@ -19,7 +19,7 @@ from batchgen.data.read import open_inputs
 from batchgen.embeds import EmbedsStore
 from batchgen.engine.engine import step_limits
 from batchgen.engine.intake import Intake
-from batchgen.engine.planning import plan_workload
+from batchgen.engine.planning import Workload, plan_workload
 from batchgen.errors import OutputError
 from batchgen.job.estimate import OutputEstimate, estimate_output
 from batchgen.job.identity import identify
@@ -27,13 +27,18 @@ from batchgen.job.ingest import ingest
 from batchgen.job.setup import Setup, prepare
 from batchgen.job.show import printable
 from batchgen.kernels.types import KVPool
+from batchgen.plan.config import SchedulerConfig
+from batchgen.plan.ends import Ends
 from batchgen.plan.estimate import PlanCounts, plan_counts
+from batchgen.plan.order import begin_order
+from batchgen.plan.simulate import Simulated, simulate
 from batchgen.request import Completion, RequestTable
 from batchgen.units import format_size
 
 __all__ = ["CheckReport", "check_job"]
 
 _SHOWN_ERRORS = 20
+_ALL_PAGES = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,14 @@ class CheckReport:
     """If every row runs to its limit."""
     kv_peak_bytes: int
     page_waste: float
+    estimated_steps: int
+    """If every row runs to its limit and there are pages for all slots, as the two below."""
+    estimated_occupancy: float
+    """Share of the slots that are full, over all steps."""
+    estimated_tail_steps: int
+    """Steps in which nothing is left to begin."""
+    estimated_tail_efficiency: float
+    """Share of the slots that are full in those."""
     estimated_seconds: float | None
     """None: the device is not on this machine."""
     estimated_output_bytes: int
@@ -117,9 +130,8 @@ def _examine(config: RunConfig) -> CheckReport:
         rows.texts.close()
         read = time.monotonic()
         workload = plan_workload(table, dedup=config.engine.dedup, adapters=list(setup.spec.adapters))
-        sequences = step_limits(config.engine, setup.spec.device)[0]
         page = config.engine.page_size
-        counts = plan_counts(workload.tree, workload.samples, workload.draws, page, sequences)
+        counts, steps = _plan(config, setup, workload)
         tokens = int((workload.samples.astype(np.int64) * table.max_new_tokens).sum())
         exact = config.engine.hidden_states_dtype == "float32"
         output = estimate_output(table, rows.rows - rows.skipped, setup.spec, exact=exact)
@@ -141,6 +153,10 @@ def _examine(config: RunConfig) -> CheckReport:
         max_completion_tokens=tokens,
         kv_peak_bytes=counts.kv_peak_pages * page_bytes,
         page_waste=round(counts.page_waste, 4),
+        estimated_steps=steps.steps,
+        estimated_occupancy=round(steps.occupancy, 4),
+        estimated_tail_steps=steps.tail_steps,
+        estimated_tail_efficiency=round(steps.tail_efficiency, 4),
         estimated_seconds=_estimated_seconds(setup, counts),
         estimated_output_bytes=output.total,
         estimated_hidden_states_bytes=output.states,
@@ -150,6 +166,17 @@ def _examine(config: RunConfig) -> CheckReport:
         model={**setup.identity, "parameters": spec.parameters, "context_length": spec.context_length},
         configuration=config.describe(),
     )
+
+
+def _plan(config: RunConfig, setup: Setup, workload: Workload) -> tuple[PlanCounts, Simulated]:
+    """The job in the order in which it runs where pages are no limit, every row to its limit."""
+    sequences, tokens = step_limits(config.engine, setup.spec.device)
+    limits = SchedulerConfig(_ALL_PAGES, config.engine.page_size, sequences, tokens)
+    kinds = workload.kinds(repeats_end=config.engine.stop_on_repeat is not None)
+    draws = workload.draws
+    order = begin_order(workload.tree, workload.samples, Ends(draws, kinds).expected, limits)
+    counts = plan_counts(order.tree, workload.samples, draws, config.engine.page_size, sequences)
+    return counts, simulate(order, workload.samples, draws, limits)
 
 
 def _estimated_seconds(setup: Setup, counts: PlanCounts) -> float | None:
@@ -185,6 +212,9 @@ def _lines(report: CheckReport) -> list[str]:
         f"output tokens   at most {report.max_completion_tokens:,}",
         f"duplicate rows  {report.deduplicated_rows:,} greedy rows copy another's result",
         f"KV cache        {format_size(report.kv_peak_bytes)} at the peak (page waste {report.page_waste:.1%})",
+        f"steps           {report.estimated_steps:,} if every row runs to its limit, slots "
+        f"{report.estimated_occupancy:.0%} full; {report.estimated_tail_efficiency:.0%} in the last "
+        f"{report.estimated_tail_steps:,}, with nothing left to begin",
         f"output          about {format_size(report.estimated_output_bytes)}{_states(report)}",
         f"time            {_time(report)}",
     ]

@@ -259,7 +259,7 @@ class _Job:
             kv_peak_bytes=stats.peak_pages * running.page_bytes,
             seconds={phase: round(spent, 3) for phase, spent in self.seconds.items()},
             output_tokens_per_second=running.loop.state.output_tokens / generating if generating else 0.0,
-            engine={**asdict(stats), **asdict(written), **running.loop.counts()},
+            engine={**stats.as_dict(), **asdict(written), **running.loop.counts()},
         )
 
 

@@ -123,12 +123,20 @@ def _lines(summary: RunSummary) -> list[tuple[str, Text]]:
     dropped = f" (and {summary.dropped_tokens:,} dropped by best_of)" if summary.dropped_tokens else ""
     lines.append(("tokens", Text(f"{tokens_in}, out {summary.completion_tokens:,}{dropped}")))
     lines.append(("speed", Text(f"{summary.output_tokens_per_second:,.0f} output tokens/s")))
+    if summary.engine.get("steps"):
+        lines.append(("steps", Text(_steps(summary.engine))))
     phases = ", ".join(f"{phase} {format_seconds(spent)}" for phase, spent in summary.seconds.items())
     if phases:
         lines.append(("time", Text(phases)))
     if summary.kv_peak_bytes:
         lines.append(("KV peak", Text(format_size(summary.kv_peak_bytes))))
     return lines
+
+
+def _steps(engine: Mapping[str, Any]) -> str:
+    text = f"{engine['steps']:,}, slots {engine['occupancy']:.0%} full"
+    tail = engine["tail_steps"]
+    return f"{text}; {engine['tail_efficiency']:.0%} in the last {tail:,}, with nothing left to begin" if tail else text
 
 
 def _rows(summary: RunSummary) -> str:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import asdict, dataclass
+from typing import Final, Literal
 
-__all__ = ["GROUP_MIN_SAVING", "SchedulerConfig", "SchedulerStats"]
+__all__ = ["GROUP_MIN_SAVING", "Admit", "Order", "SchedulerConfig", "SchedulerStats"]
+
+Order = Literal["longest", "tree", "first-come"]
+"""Which prompt begins next; see `order.begin_order`."""
+Admit = Literal["foreseen", "free"]
+"""When it begins: when the pages last for all to their expected ends, or as soon as there are free ones."""
 
 GROUP_MIN_SAVING: Final = 256
 """What a pass over a group's pages must save on a CPU; a GPU's chip has a number of its own."""
@@ -31,6 +36,8 @@ class SchedulerConfig:
     """Reads of cached positions that a prefix group must save per step to be worth its pass."""
     start_together: int = 8
     """A prompt waits until so many of its samples (or all it has) can begin at once."""
+    order: Order = "longest"
+    admission: Admit = "foreseen"
 
     def __post_init__(self) -> None:
         for name in ("page_size", "max_num_seqs", "start_together"):
@@ -68,6 +75,12 @@ class SchedulerStats:
     page_copies: int = 0
     peak_pages: int = 0
     max_decode_rows: int = 0
+    slots: int = 0
+    """Samples that could be under way at once, were there pages for all: the job's, or `max_num_seqs`."""
+    tail_steps: int = 0
+    """Steps after the one in which the last sample began."""
+    tail_tokens: int = 0
+    """Tokens drawn in those steps."""
     group_passes: int = 0
     """Prefix groups, summed over steps."""
     decode_kv_positions: int = 0
@@ -80,3 +93,21 @@ class SchedulerStats:
     """Tries of a step, or of a part of one, that ran out of memory."""
     tokens_per_step: int = 0
     """Most tokens of a step, at the end: less than was asked for where memory ran out."""
+
+    @property
+    def occupancy(self) -> float:
+        """Tokens drawn and kept over those that full steps would have drawn; 1.0 of no steps."""
+        return _share(self.sampled_tokens, self.steps * self.slots)
+
+    @property
+    def tail_efficiency(self) -> float:
+        """Tokens drawn over those of full steps, where nothing was left to begin."""
+        return _share(self.tail_tokens, self.tail_steps * self.slots)
+
+    def as_dict(self) -> dict[str, int | float]:
+        """Every figure by its name."""
+        return {**asdict(self), "occupancy": self.occupancy, "tail_efficiency": self.tail_efficiency}
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 1.0

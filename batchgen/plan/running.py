@@ -61,6 +61,11 @@ class Running(Generic[Row]):
         """[R] places of the rows' requests in the tree's order, rising."""
         return self._columns[_ROW, : len(self._rows)]
 
+    @property
+    def positions(self) -> Int64:
+        """[R] the positions that the rows feed next."""
+        return self._columns[_POSITION, : len(self._rows)]
+
     def add(self, row: Row) -> None:
         """A row begins to decode."""
         count = len(self._rows)

@@ -10,8 +10,10 @@ import numpy.typing as npt
 
 from batchgen.plan.builder import StepBuilder
 from batchgen.plan.config import SchedulerConfig, SchedulerStats
+from batchgen.plan.ends import Ends
 from batchgen.plan.groups import PrefixGroups
 from batchgen.plan.nodes import Nodes
+from batchgen.plan.order import begin_order
 from batchgen.plan.pages import PageAllocator
 from batchgen.plan.prefill import Prompts
 from batchgen.plan.sequences import Phase, Sequences
@@ -36,6 +38,7 @@ class Scheduler:
         samples: [N] samples to generate per request; 0 leaves a request out.
         max_new: [N] most tokens per sample, at least 1 where `samples` is.
         config: limits.
+        kinds: [N] requests of one kind are expected to end alike, `EXACT` ones at their limit; None: all are of one.
 
     Raises:
         ValueError: a column has the wrong length or a value out of range.
@@ -47,20 +50,27 @@ class Scheduler:
         samples: npt.NDArray[np.integer],
         max_new: npt.NDArray[np.integer],
         config: SchedulerConfig,
+        kinds: npt.NDArray[np.int32] | None = None,
     ) -> None:
         _check_columns(len(tree.order), samples, max_new)
         self.config = config
         self.stats = SchedulerStats(tokens_per_step=config.max_tokens_per_step)
+        self._max_new = np.ascontiguousarray(max_new, dtype=np.int32)
+        ends = Ends(self._max_new, kinds)
+        order = begin_order(tree, samples, ends.expected, config)
+        tree = order.tree
         self._tree = tree
         self._samples = np.ascontiguousarray(samples, dtype=np.int32)
-        self._max_new = np.ascontiguousarray(max_new, dtype=np.int32)
         self._allocator = PageAllocator(config.num_pages, config.page_size)
         self._nodes = Nodes(tree, self._samples, self._allocator, self.stats)
         self._groups = PrefixGroups(self._nodes.first_row, config.page_size, config.group_min_saving)
         self._sequences = Sequences(self._nodes, self.stats, self._groups.join, self._groups.leave)
-        self._prompts = Prompts(tree, self._samples, self._max_new, self._nodes, self._sequences, config, self.stats)
+        self._prompts = Prompts(
+            order, self._samples, self._max_new, self._nodes, self._sequences, ends, config, self.stats
+        )
         self._rows: npt.NDArray[np.int32] | None = None
-        self._unended = int(self._samples.sum(dtype=np.int64))
+        self._unended = self._unbegun = int(self._samples.sum(dtype=np.int64))
+        self.stats.slots = min(config.max_num_seqs, self._unended)
         self._open = False
 
     @property
@@ -130,6 +140,7 @@ class Scheduler:
         if finished:
             self._unended -= len(finished)
             self._sequences.finish(finished)
+            self._prompts.ended(finished)
 
     def cancel(self, request: int) -> list[int]:
         """End all samples of `request`, between `commit` and `step`.
@@ -143,8 +154,11 @@ class Scheduler:
             self._rows[self._tree.order] = np.arange(len(self._tree.order), dtype=np.int32)
         begun = [s.id for s in self._sequences.by_id.values() if s.request == request]
         node_id = int(self._tree.node_of_request[request])
-        self._unended -= len(begun) + self._prompts.cancel(request, int(self._rows[request]), node_id)
+        never = self._prompts.cancel(request, int(self._rows[request]), node_id)
+        self._unbegun -= never
+        self._unended -= len(begun) + never
         self._sequences.finish(begun)
+        self._prompts.ended(begun)
         return begun
 
     def _check_sizes(self) -> None:
@@ -184,9 +198,14 @@ class Scheduler:
         stats.decode_kv_positions += positions
         stats.decode_kv_reads += positions - self._groups.saving
         stats.group_passes += len(plan.groups)
-        stats.sampled_tokens += len(plan.samples)
+        drawn = len(plan.samples)
+        stats.sampled_tokens += drawn
         stats.max_decode_rows = max(stats.max_decode_rows, len(plan.decodes))
         stats.peak_pages = self._allocator.peak
+        if not self._unbegun:
+            stats.tail_steps += 1
+            stats.tail_tokens += drawn
+        self._unbegun -= len(plan.starts)
         if not plan.prefills and not plan.decodes:
             parked = any(s.phase is Phase.PARKED for s in self._sequences.by_id.values())
             assert parked, "nothing could be scheduled"

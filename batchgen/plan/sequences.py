@@ -93,14 +93,15 @@ class Sequences:
         self._stats = stats
         self._joined = joined
         self._left = left
-        self._next_id = 0
+        self.next_id = 0
+        """Number of the sequence that begins next."""
         self._kv_positions = 0
         self._places = np.arange(0)
 
     def begin(self, request: int, row: int, node_id: int, prompt_len: int, max_new: int, *, drawn: bool) -> int:
         """A new sequence; `drawn` if this step draws its first token, else it has to compute its logits itself."""
         sequence = Sequence(
-            id=self._next_id,
+            id=self.next_id,
             request=request,
             row=row,
             node_id=node_id,
@@ -109,7 +110,7 @@ class Sequences:
             limit=prompt_len + max_new - 1,
             phase=Phase.FRESH,
         )
-        self._next_id += 1
+        self.next_id += 1
         self.by_id[sequence.id] = sequence
         self._nodes.wait(node_id, 1)
         if drawn:

@@ -20,7 +20,10 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 
 def build(model: Path, name: str, **options: Any) -> Engine:
-    return Engine(str(model), dtype="float32", **{**ENGINES[name], **options})
+    engine = Engine(str(model), dtype="float32", **{**ENGINES[name], **options})
+    if name == "preempted":
+        engine.order, engine.admission = "tree", "free"
+    return engine
 
 
 def generate(engine: Engine, rows: Sequence[Mapping[str, Any]]) -> list[Completion]:

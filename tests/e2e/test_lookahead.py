@@ -39,6 +39,8 @@ def test_a_late_device_says_the_same(model: Path, tmp_path: Path, monkeypatch: p
     )
     ahead = Engine.from_parts(waiting.config, waiting.model, waiting.tokenizer)
     ahead.device = device = LateDevice(poison_uploads=True)
+    waiting.order = ahead.order = "tree"  # rows are to be preempted
+    waiting.admission = ahead.admission = "free"
     monkeypatch.setattr("batchgen.engine.engine.pool_pages", lambda *_: PAGES[path])
     want, got = Done.of(waiting, rows), Done.of(ahead, rows)
     assert waiting.last_run is not None

@@ -57,6 +57,7 @@ def batches(engines: Callable[[str], Engine]) -> Callable[[str], Done]:
         if path not in done:
             engine = engines(path)
             small = Engine.from_parts(replace(engine.config, **SMALL), engine.model, engine.tokenizer)
+            small.order, small.admission = "tree", "free"  # rows are to be preempted
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("batchgen.engine.engine.pool_pages", lambda *_: PAGES[path])
                 done[path] = Done.of(small, mixed_rows(ROWS[path], seed=1))

@@ -87,6 +87,7 @@ def test_with_preemption(engine: Engine, alone: dict[str, tuple[Any, ...]]) -> N
     roomy = results(engine.generate(rows))
     config = replace(engine.config, page_size=8, kv_memory=1 << 20, max_num_seqs=ROWS, max_tokens_per_step=128)
     small = Engine.from_parts(config, engine.model, engine.tokenizer)
+    small.order, small.admission = "tree", "free"  # rows are to be preempted
     assert results(small.generate(rows)) == roomy
     assert small.last_run is not None
     assert small.last_run.scheduler.stats.preemptions > 0

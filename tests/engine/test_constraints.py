@@ -134,6 +134,7 @@ def test_preempted_rows_equal_undisturbed_ones(
     monkeypatch.setattr("batchgen.engine.engine.pool_pages", lambda *_: 60)
     config = replace(engine.config, page_size=4, max_num_seqs=40, max_tokens_per_step=64)
     small = Engine.from_parts(config, engine.model, engine.tokenizer, engine.grammars)
+    small.order, small.admission = "tree", "free"  # rows are to be preempted
     assert named(run(small, rows_of(closing))) == alone
     assert small.last_run is not None
     assert small.last_run.scheduler.stats.preemptions > 0

@@ -94,6 +94,8 @@ def preempting(monkeypatch: pytest.MonkeyPatch, engine: Engine, rows: list[dict[
     longest = max(len(row.get("input_ids", ())) for row in rows) + NEW_TOKENS
     with monkeypatch.context() as patch:
         patch.setattr("batchgen.engine.engine.pool_pages", lambda *_: 2 * longest // engine.config.page_size + 4)
+        patch.setattr(engine, "order", "tree")
+        patch.setattr(engine, "admission", "free")
         found = run(engine, rows)
     assert engine.last_run is not None
     assert engine.last_run.scheduler.stats.preemptions > 0

@@ -128,6 +128,7 @@ def test_embeddings_of_no_id(llama: Path, implementation: str, monkeypatch: pyte
     for i in range(3):
         check(list(engine.generate([rows[i]])), [i])
     small = Engine(str(llama), **options, max_tokens_per_step=24, max_num_seqs=16)
+    small.order, small.admission = "tree", "free"  # rows are to be preempted
     longest = max(map(len, prompts)) + NEW_TOKENS
     monkeypatch.setattr("batchgen.engine.engine.pool_pages", lambda *_: 2 * longest // 4 + 4)
     check(list(small.generate(rows, ordered=True))[:25], [*range(24), 0])

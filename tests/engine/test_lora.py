@@ -94,6 +94,7 @@ def test_tight_pools_and_small_chunks(world, implementation: str, monkeypatch: p
         max_num_seqs=16,
     )
     longest = max(len(p) for p in prompts) + NEW_TOKENS
+    engine.order, engine.admission = "tree", "free"  # rows are to be preempted
     monkeypatch.setattr("batchgen.engine.engine.pool_pages", lambda *_: 2 * longest // 4 + 4)
     assert_merged(list(engine.generate(rows(prompts))), expected)
     assert engine.last_run is not None

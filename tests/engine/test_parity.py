@@ -77,6 +77,8 @@ def every_way(
     longest = max(len(p) for p in prompts) + NEW_TOKENS
     with monkeypatch.context() as patch:
         patch.setattr("batchgen.engine.engine.pool_pages", lambda *_: 2 * longest // 4 + 4)
+        patch.setattr(engine, "order", "tree")
+        patch.setattr(engine, "admission", "free")
         assert_same(run(engine, prompts), expected)
     assert engine.last_run is not None
     assert engine.last_run.scheduler.stats.preemptions > 0

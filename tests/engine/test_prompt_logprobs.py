@@ -138,6 +138,7 @@ def test_in_a_pool_that_holds_hardly_one_row(checkpoint, rows_at_once: int, monk
     folder, prompts, references = checkpoint
     engine = Engine(str(folder), dtype="float32", page_size=4)
     longest = max(map(len, prompts)) + 16
+    engine.order, engine.admission = "tree", "free"  # rows are to be preempted
     monkeypatch.setattr("batchgen.engine.engine.pool_pages", lambda *_: longest // 4 + 4)
     monkeypatch.setattr("batchgen.engine.prompt_logprobs.LOGITS_BYTES", rows_at_once * 4 * VOCAB)
     wanted = [replace(asked(Random(i), len(ids)), max_new_tokens=i % 16) for i, ids in enumerate(prompts)]

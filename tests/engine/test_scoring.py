@@ -110,6 +110,7 @@ def test_in_a_pool_that_holds_hardly_one_row(folder: Path, monkeypatch: pytest.M
     engine = Engine(str(folder), dtype="float32", page_size=4)
     rows = scoring_rows(30, seed=5)
     longest = max(len(prompt) + len(text) for row in rows for group in pairs(row) for prompt, text in group)
+    engine.order, engine.admission = "tree", "free"  # nodes are to be evicted
     monkeypatch.setattr("batchgen.engine.engine.pool_pages", lambda *_: -(-(longest + 3) // 4) + 2)
     check(engine, rows, folder, greedy_rows(rows))
     assert engine.last_run is not None

@@ -96,6 +96,7 @@ def test_rows_are_the_same_alone_shuffled_and_preempted(
     together = {(c.id, c.sample_index): c for c in engine.generate(rows)}
     Random(1).shuffle(rows)
     longest = max(map(len, prompts)) + NEW_TOKENS
+    engine.order, engine.admission = "tree", "free"  # rows are to be preempted
     monkeypatch.setattr("batchgen.engine.engine.pool_pages", lambda *_: 2 * longest // 4 + 4)
     again = list(engine.generate(rows))
     assert engine.last_run is not None

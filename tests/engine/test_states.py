@@ -157,6 +157,7 @@ def test_chunks_preemption_and_samples_change_nothing(
     """A pool for two rows, steps of a few tokens, several drawn samples each."""
     prompts = shared_prefix_prompts(12, VOCAB, seed=9, longest=30)
     engine = engine_of(folder, implementation, max_tokens_per_step=8, max_num_seqs=8)
+    engine.order, engine.admission = "tree", "free"  # rows are to be preempted
     monkeypatch.setattr("batchgen.engine.engine.pool_pages", lambda *_: 2 * (max(map(len, prompts)) + 9) // 4 + 4)
     rows = [row(prompt, asked, 8, temperature=1.0, n=2) for prompt in prompts]
     results = [*engine.generate(rows)]

@@ -21,7 +21,7 @@ from batchgen.demo import model_path
 from batchgen.errors import UsageError
 from batchgen.job.bench.figures import Spread, ratios
 from batchgen.job.bench.gate import GateRed, agreement, check_exact, check_share, gate_rows
-from batchgen.job.bench.peers import EngineSource, parse_peers
+from batchgen.job.bench.peers import VARIANTS, EngineSource, parse_peers
 from batchgen.job.bench.process import EngineFailed, EngineProcess, Generated, LoadSpec
 from batchgen.job.bench.run import BenchConfig, run_bench
 from batchgen.job.bench.shapes import Shape, build_model, resolve_bench_model
@@ -79,8 +79,8 @@ def test_peers() -> None:
     assert parse_peers("none") == []
     assert parse_peers("auto") == [EngineSource("transformers", sys.executable)]
     assert parse_peers(f"transformers={sys.executable}") == [EngineSource("transformers", sys.executable)]
-    (ourselves,) = parse_peers("deterministic")
-    assert (ourselves.name, ourselves.script) == ("deterministic", "engine_batchgen")
+    for name, ourselves in zip(VARIANTS, parse_peers(",".join(VARIANTS)), strict=True):
+        assert (ourselves.name, ourselves.script) == (name, "engine_batchgen")
     with pytest.raises(UsageError, match="unknown peer 'sglan'; known: transformers"):
         parse_peers("sglan")
     with pytest.raises(UsageError, match="named twice"):

@@ -27,7 +27,7 @@ SUMMARY = RunSummary(
     kv_peak_bytes=3 * 2**29,
     seconds={"reading": 0.25, "generating": 200.0, "total": 7500.0},
     output_tokens_per_second=283.9,
-    engine={"steps": 12},
+    engine={"steps": 1234, "occupancy": 0.9768, "tail_steps": 56, "tail_efficiency": 0.5, "tail_tokens": 1792},
 )
 
 
@@ -45,6 +45,7 @@ def test_for_a_person() -> None:
         "         see: batchgen show results.parquet --errors",
         "tokens   in 12,345 (computed 4,345, shared 8,000), out 56,789",
         "speed    284 output tokens/s",
+        "steps    1,234, slots 98% full; 50% in the last 56, with nothing left to begin",
         "time     reading 0.25 s, generating 3m 20s, total 2h 05m",
         "KV peak  1.5 GiB",
     ]
@@ -58,6 +59,11 @@ def test_without_errors() -> None:
 
 def test_a_prompt_entered_again_for_its_samples_shares_nothing() -> None:
     assert "in 3 (computed 10, shared 0)" in printed(replace(SUMMARY, prompt_tokens=3, computed_prompt_tokens=10))
+
+
+def test_steps_without_a_tail() -> None:
+    text = printed(replace(SUMMARY, engine={**SUMMARY.engine, "tail_steps": 0}))
+    assert "steps    1,234, slots 98% full\n" in "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
 
 def test_a_finished_job() -> None:
@@ -94,7 +100,7 @@ def test_json_has_the_contract_names() -> None:
         completion_tokens kv_peak_bytes seconds output_tokens_per_second fingerprint"""
     assert set(names.split()) <= set(record)
     assert record["errors"] == {"missing_prompt": 5, "invalid_json": 40, "duplicate_id": 5}
-    assert record["engine"] == {"steps": 12}
+    assert record["engine"] == SUMMARY.engine
 
 
 def test_report_to_a_file_and_to_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,12 +26,14 @@ class Simulator:
         config: SchedulerConfig,
         keys: list[int] | None = None,
         lag: int = 0,
+        kinds: list[int] | None = None,
     ) -> None:
         tokens = np.array([t for p in prompts for t in p], np.int32)
         offsets = np.cumsum([0] + [len(p) for p in prompts]).astype(np.int64)
         self.tree = build_tree(tokens, offsets, None if keys is None else np.array(keys, np.int64))
         samples = np.array([len(t) for t in targets], np.int32)
-        self.scheduler = Scheduler(self.tree, samples, np.array(max_new, np.int32), config)
+        ends = None if kinds is None else np.array(kinds, np.int32)
+        self.scheduler = Scheduler(self.tree, samples, np.array(max_new, np.int32), config, ends)
         self.prompts, self.targets, self.config, self.lag = prompts, targets, config, lag
         self.keys = keys or [0] * len(prompts)
         self.size = config.page_size

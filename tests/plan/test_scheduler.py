@@ -39,6 +39,8 @@ def configs(draw: st.DrawFn, num_pages: int | None = None, size: int | None = No
         max_tokens_per_step=seqs + draw(st.sampled_from([0, 1, 3, 30])),
         group_min_saving=draw(st.sampled_from([0, 4, 16])),
         start_together=draw(st.sampled_from([1, 8])),
+        order=draw(st.sampled_from(["longest", "longest", "tree", "first-come"])),
+        admission=draw(st.sampled_from(["foreseen", "foreseen", "free"])),
     )
 
 
@@ -56,7 +58,7 @@ def tight_jobs(draw: st.DrawFn) -> tuple[list[tuple], SchedulerConfig]:
     return job, draw(configs(1 + need + draw(st.sampled_from([0, 0, 1, 2, 5])), size))
 
 
-def simulator(rows: list[tuple], config: SchedulerConfig, lag: int = 0) -> Simulator:
+def simulator(rows: list[tuple], config: SchedulerConfig, lag: int = 0, kinds: list[int] | None = None) -> Simulator:
     return Simulator(
         prompts=[r[0] for r in rows],
         targets=[r[1] for r in rows],
@@ -64,6 +66,7 @@ def simulator(rows: list[tuple], config: SchedulerConfig, lag: int = 0) -> Simul
         config=config,
         keys=[r[3] for r in rows],
         lag=lag,
+        kinds=kinds,
     )
 
 
@@ -134,7 +137,7 @@ def test_cancelled_requests(job: tuple[list[tuple], SchedulerConfig], cancels: l
 
 def test_preemption_computes_again_exactly_what_was_lost() -> None:
     # Two rows of 4 + 8 positions in 5 usable pages of 4: both cannot stand at full length.
-    config = SchedulerConfig(num_pages=6, page_size=4, max_num_seqs=2, max_tokens_per_step=16)
+    config = SchedulerConfig(num_pages=6, page_size=4, max_num_seqs=2, max_tokens_per_step=16, admission="free")
     sim = simulator([([1, 2, 3, 4], [9], 0, 0), ([5, 6, 7, 8], [9], 0, 0)], config)
     sim.run()
     stats = sim.scheduler.stats
@@ -184,7 +187,9 @@ def test_logits_alone_are_computed_without_storing(monkeypatch: pytest.MonkeyPat
     config = SchedulerConfig(num_pages=20, page_size=4, max_num_seqs=1, max_tokens_per_step=8)
     sim = simulator([([1] * 7, [2, 2], 0, 0)], config)
     prompts = sim.scheduler._prompts
-    monkeypatch.setattr(prompts, "_relogit", lambda node, builder: prompts._begin_samples(node.id, builder, None))
+    monkeypatch.setattr(
+        prompts, "_relogit", lambda node, builder, count: prompts._begin_samples(node.id, builder, None, count)
+    )
     chunks = []
     execute = sim.execute
     monkeypatch.setattr(sim, "execute", lambda plan: (chunks.extend(plan.prefills), execute(plan)))
@@ -221,7 +226,7 @@ def test_nothing_branches_off_in_the_step_that_completes_its_parent() -> None:
 
 
 def test_the_youngest_is_preempted() -> None:
-    config = SchedulerConfig(num_pages=8, page_size=4, max_num_seqs=3, max_tokens_per_step=16)
+    config = SchedulerConfig(num_pages=8, page_size=4, max_num_seqs=3, max_tokens_per_step=16, admission="free")
     sim = simulator([([r] * 4, [9], 0, 0) for r in (1, 2, 3)], config)
     done: list[int] = []
     sim.run(lambda step: done.extend(sorted(sim.ended - set(done))))

@@ -7,16 +7,17 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from batchgen.errors import UsageError
 
 __all__ = [
     "BASELINE",
-    "DETERMINISTIC",
     "OF_BATCHGEN",
     "OURS",
     "PEERS",
     "REFERENCE",
+    "VARIANTS",
     "EngineSource",
     "knows_fields",
     "parse_peers",
@@ -27,9 +28,13 @@ REFERENCE = "transformers"
 """What every engine's greedy ids are held against, in float32 and one row at a time."""
 BASELINE = "baseline"
 """Another checkout of batchgen, as it stands in a folder."""
-DETERMINISTIC = "deterministic"
-"""batchgen itself with `--deterministic`: what that costs."""
-OF_BATCHGEN = (OURS, BASELINE, DETERMINISTIC)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "deterministic": {"deterministic": True},
+    "first-come": {"order": "first-come", "admission": "free"},
+}
+"""batchgen itself with other options: what `--deterministic` costs, and what is gained by knowing the job: rows of the
+second begin in input order, as soon as there are pages for their prompts."""
+OF_BATCHGEN = (OURS, BASELINE, *VARIANTS)
 """Engines that are batchgen: their ids must be equal everywhere, and what they fail at ends the run."""
 
 PEERS = {
@@ -73,7 +78,7 @@ class EngineSource:
 
 def parse_peers(text: str) -> list[EngineSource]:
     """The peers of `--peers auto|none|NAME[=PYTHON],...`, where `baseline=FOLDER` is another checkout of batchgen
-    and `deterministic` this one with that option.
+    and `deterministic` and `first-come` are this one with other options.
 
     Raises:
         UsageError: a name is unknown or given twice, or its interpreter cannot import it.
@@ -85,15 +90,15 @@ def parse_peers(text: str) -> list[EngineSource]:
     peers: list[EngineSource] = []
     for item in text.split(","):
         name, given, python = item.strip().partition("=")
-        if name not in (known := (*PEERS, BASELINE, DETERMINISTIC)):
+        if name not in (known := (*PEERS, BASELINE, *VARIANTS)):
             raise UsageError(f"--peers: unknown peer {name!r}; known: {', '.join(known)} (or auto, none)")
         if any(peer.name == name for peer in peers):
             raise UsageError(f"--peers: {name} is named twice")
         if name == BASELINE:
             peers.append(_baseline(python))
             continue
-        if name == DETERMINISTIC:
-            peers.append(EngineSource(DETERMINISTIC))
+        if name in VARIANTS:
+            peers.append(EngineSource(name))
             continue
         source = EngineSource(name, str(Path(python).expanduser())) if given else EngineSource(name)
         if not _can_import(source):

@@ -17,7 +17,7 @@ from typing import Any, Protocol, Self
 
 import batchgen
 from batchgen.errors import BatchgenError
-from batchgen.job.bench.peers import DETERMINISTIC, OURS, EngineSource
+from batchgen.job.bench.peers import OURS, VARIANTS, EngineSource
 from batchgen.job.bench.workloads import BenchRow
 
 __all__ = ["BenchEngine", "EngineFailed", "EngineGone", "EngineProcess", "Generated", "LoadSpec"]
@@ -118,7 +118,7 @@ class EngineProcess:
         self._patience = patience
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  # closed by close
         env = {**os.environ, **dict.fromkeys(_THREADS, str(spec.threads)), "PYTHONSAFEPATH": ""}
-        root = str(Path(batchgen.__file__).parents[1]) if source.name in (OURS, DETERMINISTIC) else source.root
+        root = str(Path(batchgen.__file__).parents[1]) if source.name in (OURS, *VARIANTS) else source.root
         if root is not None:
             env["PYTHONPATH"] = os.pathsep.join(p for p in (root, env.get("PYTHONPATH")) if p)
         try:
@@ -133,8 +133,8 @@ class EngineProcess:
         self._timer.daemon = True
         self._timer.start()
         try:
-            if source.name == DETERMINISTIC:
-                spec = replace(spec, options={**spec.options, "deterministic": True})
+            if source.name in VARIANTS:
+                spec = replace(spec, options={**spec.options, **VARIANTS[source.name]})
             loaded = self._ask({"op": "load", **asdict(spec)})
         except BaseException:
             self.close()

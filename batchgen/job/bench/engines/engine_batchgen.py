@@ -26,7 +26,10 @@ class Engine:
     version = __version__
 
     def __init__(self, model: str, dtype: str, device: str, threads: int, options: dict[str, Any]) -> None:
+        options = dict(options)
+        order, admission = options.pop("order", "longest"), options.pop("admission", "foreseen")
         self._engine = Batchgen(model, dtype=dtype, device=device, cpu_threads=threads, **options)
+        self._engine.order, self._engine.admission = order, admission
 
     def describe(self) -> dict[str, Any]:
         """What is in force. There is nothing to try: its own defaults are what a user gets."""
@@ -64,6 +67,8 @@ class Engine:
             "prompt_tokens_computed": stats.prompt_tokens + stats.recomputed_tokens + stats.relogit_tokens,
             "decode_rows": stats.decode_tokens,
             "steps": stats.steps,
+            # An older checkout may have no such counts.
+            **{name: getattr(stats, name) for name in ("slots", "tail_steps", "tail_tokens") if hasattr(stats, name)},
             "preemptions": stats.preemptions,
             "decode_kv_positions": stats.decode_kv_positions,
             "decode_kv_reads": stats.decode_kv_reads,

@@ -1,0 +1,155 @@
+"""Pages foreseen, against counting step by step; what is admitted by them; expected ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import count
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchgen.plan.config import SchedulerConfig
+from batchgen.plan.ends import EXACT, Ends
+from batchgen.plan.outlook import Rows, peak_pages
+from batchgen.plan.scheduler import Scheduler
+from tests.plan.counted import counted, random_job
+from tests.plan.test_scheduler import rows, simulator
+from tests.plan.test_tree import tree_of
+
+columns = st.lists(
+    st.tuples(st.integers(0, 40), st.integers(0, 30), st.integers(0, 3), st.integers(0, 2)), min_size=1, max_size=12
+)
+released = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 5)), max_size=5)
+
+
+@settings(max_examples=300, deadline=None)
+@given(columns, released, st.integers(1, 5))
+def test_peak_against_counting_every_step(
+    job: list[tuple[int, int, int, int]], nodes: list[tuple[int, int]], size: int
+) -> None:
+    table = Rows()
+    for end, fed, spare, freed in job:
+        # A row that decodes has the page of the position it feeds; one that is to begin may lack some.
+        have = max(0, fed // size + 1 - spare)
+        table.add(end, fed, have, min(freed, have))
+    for release, pages in nodes:
+        table.release.append(table.end[release % len(table.end)])
+        table.pages.append(pages)
+    most = 0
+    for step in range(max(table.end) + 1):
+        use = 0
+        for end, fed, have, freed in zip(table.end, table.fed, table.have, table.freed, strict=True):
+            use += (fed + step) // size + 1 - have if end >= step else -freed
+        use -= sum(p for r, p in zip(table.release, table.pages, strict=True) if r < step)
+        most = max(most, use)
+    assert peak_pages(table, size) == most
+
+
+def test_no_rows_need_nothing() -> None:
+    assert peak_pages(Rows(), 4) == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows, st.integers(5, 30), st.sampled_from([1, 2, 4]), st.sampled_from([2, 8]))
+def test_nothing_is_thrown_out_where_ends_are_known(job: list[tuple], pages: int, size: int, slots: int) -> None:
+    """Rows that run to their limit: none that could be put off begins and is preempted."""
+    job = [(r[0], [max(r[1])] * len(r[1]) if r[1] else [], 0, r[3]) for r in job]
+    config = SchedulerConfig(pages, size, slots, slots + 20, start_together=1)
+    sim = simulator(job, config, kinds=[EXACT] * len(job))
+    sim.run()
+    assert sim.scheduler.stats.preemptions == 0
+
+
+@pytest.mark.parametrize("pages", [300, 600, 900])
+@pytest.mark.parametrize("levels", [[(512, (32, 256))], [(10, (512, 1024)), (50, (16, 64))]], ids=["unique", "shared"])
+def test_a_small_pool_is_filled_and_nothing_preempted(levels: list[tuple[int, tuple[int, int]]], pages: int) -> None:
+    """Lengths known: no position is computed twice, and fewer steps than in input order."""
+    prompts, limits = random_job(levels, (8, 256), 0)
+    config = SchedulerConfig(num_pages=pages, page_size=16, max_num_seqs=64, max_tokens_per_step=2048)
+    kinds = np.full(len(prompts), EXACT, np.int32)
+    ours = counted(prompts, limits, config, kinds=kinds)
+    theirs = counted(prompts, limits, replace(config, order="first-come", admission="free"), kinds=kinds)
+    assert ours.stats.preemptions == ours.stats.recomputed_tokens == ours.stats.evicted_nodes == 0
+    assert ours.stats.prompt_tokens == ours.distinct_tokens
+    assert ours.stats.steps < 0.99 * theirs.stats.steps
+    if ours.stats.steps > 1.2 * limits.sum() / 64:  # else it is the slots that are full
+        assert theirs.stats.recomputed_tokens > 0
+        assert np.mean(ours.pages) > 0.88 * pages
+    assert max(ours.pages) < pages
+
+
+@pytest.mark.parametrize("spread", ["exponential", "uniform", "alike"])
+def test_ends_that_are_learnt(spread: str) -> None:
+    """Limits far above the lengths: few rows are preempted that begin as soon as there are pages."""
+    prompts, limits = random_job([(512, (8, 32))], (2048, 2048), 0)
+    rng = np.random.default_rng(1)
+    targets = {
+        "exponential": np.minimum(rng.geometric(1 / 250, len(prompts)), 2048),
+        "uniform": rng.integers(8, 500, len(prompts)),
+        "alike": rng.normal(250, 30, len(prompts)).astype(int),
+    }[spread]
+    config = SchedulerConfig(num_pages=400, page_size=16, max_num_seqs=64, max_tokens_per_step=2048)
+    ours = counted(prompts, limits, config, targets=targets)
+    greedy = counted(prompts, limits, replace(config, admission="free"), targets=targets)
+    assert ours.stats.preemptions < 0.5 * greedy.stats.preemptions
+    assert ours.stats.recomputed_tokens < 0.6 * greedy.stats.recomputed_tokens
+    assert ours.stats.steps < (1.6 if spread == "alike" else 1.12) * greedy.stats.steps
+
+
+def test_a_refusal_is_not_asked_again_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two ends the outlook is looked at once for every page that rows grow."""
+    config = SchedulerConfig(num_pages=40, page_size=16, max_num_seqs=8, max_tokens_per_step=99)
+    scheduler = Scheduler(tree_of([[i] * 20 for i in range(4)]), np.ones(4, int), np.full(4, 400), config)
+    looks = count()
+    outlook = scheduler._prompts._admission._outlook
+    look = outlook.look
+    monkeypatch.setattr(outlook, "look", lambda waiting: (next(looks), look(waiting)))
+    for _ in range(320):
+        assert scheduler.step() is not None
+        scheduler.commit(())
+    assert next(looks) <= 2 + 320 // 16
+
+
+def test_a_pool_that_holds_everything_is_never_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, limits = random_job([(4, (20, 40)), (10, (5, 9))], (8, 64), 0)
+    config = SchedulerConfig(num_pages=1000, page_size=4, max_num_seqs=8, max_tokens_per_step=99)
+    monkeypatch.setattr("batchgen.plan.outlook.Outlook.look", None)
+    assert counted(prompts, limits, config).stats.preemptions == 0
+
+
+def test_expected_ends() -> None:
+    limits = np.array([100, 4000, 4000, 4000], np.int32)
+    ends = Ends(limits, np.array([EXACT, 0, 0, 1], np.int32))
+    assert ends.expected.tolist() == [100, 512, 512, 512]
+    assert [ends.remaining(0, 0, made, 5) for made in (0, 30, 99, 100)] == [100, 70, 1, 1]
+    ends.begin(7, 0, 1)
+    ends.end([7], 100)
+
+    def mean(request: int, made: int = 0) -> float:
+        return float(np.mean([ends.remaining(i, request, made, 500) for i in range(2000)]))
+
+    # Nothing is known: 512 at the mean, one far from the other. What has come far already tells nothing.
+    assert 490 < mean(1) < 530
+    assert 490 < mean(1, 300) < 530
+    assert mean(1, 3990) <= 10
+    for i in range(64):
+        ends.begin(i, 1, 0)
+        ends.end([i], 99)
+    # All of a kind had 100 tokens: so will the next, and one that is past that is about to end.
+    assert 100 <= mean(1) < 115
+    assert mean(1, 60) < 55
+    assert mean(1, 200) < 10
+    # It is told of another kind, too, while nothing is known of that one.
+    assert mean(3) < 120
+
+
+def test_those_under_way_tell_that_it_takes_longer() -> None:
+    ends = Ends(np.full(20, 1000, np.int32))
+    for i in range(20):
+        ends.begin(i, i, 0)
+    ends.end([0], 9)
+    early = np.mean([ends.remaining(i, i, 10, 10) for i in range(20)])
+    late = np.mean([ends.remaining(i, i, 500, 500) for i in range(20)])
+    assert early < 400 < 450 < late

@@ -1,0 +1,66 @@
+"""Steps counted before a job runs are those that the scheduler takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchgen.plan.config import Order, SchedulerConfig
+from batchgen.plan.order import begin_order
+from batchgen.plan.simulate import Simulated, simulate
+from tests.plan.counted import counted, random_job
+from tests.plan.test_tree import tree_of
+
+
+def simulated(prompts: list[list[int]], limits: list[int], samples: list[int], config: SchedulerConfig) -> Simulated:
+    count, lengths = np.array(samples, int), np.array(limits, int)
+    return simulate(begin_order(tree_of(prompts), count, lengths, config), count, lengths, config)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 5), st.integers(1, 9), st.integers(0, 1)), max_size=20),
+    st.integers(1, 8),
+    st.sampled_from(["longest", "first-come"]),
+)
+def test_steps_are_exact_where_nothing_is_shared(job: list[tuple[int, int, int]], slots: int, order: Order) -> None:
+    """Prompts that share nothing and fit into a step beside what decodes."""
+    prompts = [[i] * length for i, (length, _, _) in enumerate(job)]
+    limits, samples = [j[1] for j in job], [j[2] for j in job]
+    config = SchedulerConfig(9999, 4, slots, 999, order=order)
+    found = simulated(prompts, limits, samples, config)
+    stats = counted(prompts, np.array(limits, int), config, samples=np.array(samples, int)).stats
+    assert (found.steps, found.slots, found.sampled_tokens) == (stats.steps, stats.slots, stats.sampled_tokens)
+    assert (found.tail_steps, found.tail_efficiency) == (stats.tail_steps, stats.tail_efficiency)
+    assert found.occupancy == stats.occupancy
+
+
+@pytest.mark.parametrize("order", ["longest", "first-come"])
+@pytest.mark.parametrize(
+    "levels",
+    [[(512, (100, 3000))], [(10, (512, 1024)), (50, (16, 64))], [(1, (300, 300)), (64, (100, 200)), (4, (16, 64))]],
+)
+def test_steps_are_close_with_shared_prefixes_and_long_prompts(levels: list, order: Order) -> None:
+    prompts, limits = random_job(levels, (8, 256), 3)
+    config = SchedulerConfig(99_999, 16, 64, 2048, order=order)
+    found = simulated(prompts, limits.tolist(), [1] * len(prompts), config)
+    stats = counted(prompts, limits, config).stats
+    assert abs(found.steps - stats.steps) <= 0.004 * stats.steps + 1
+    assert abs(found.tail_steps - stats.tail_steps) <= 12
+
+
+def test_samples_of_a_prompt_compute_it_once() -> None:
+    config = SchedulerConfig(999, 4, 4, 8)
+    # Twelve tokens take two steps of eight; four samples then decode three times.
+    found = simulated([[1] * 12], [4], [4], config)
+    assert (found.steps, found.sampled_tokens, found.occupancy) == (5, 16, 16 / 20)
+    assert simulated([[1] * 12], [4], [8], replace(config, max_num_seqs=4)).steps == 9
+
+
+def test_no_rows_take_no_steps() -> None:
+    found = simulated([[1]], [3], [0], SchedulerConfig(9, 4, 2, 8))
+    assert (found.steps, found.occupancy, found.tail_efficiency) == (0, 1.0, 1.0)
