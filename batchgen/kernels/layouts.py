@@ -37,6 +37,10 @@ __all__ = [
     "take_layout",
 ]
 
+# A thread takes its number of threads from torch when it first asks: here the importing one has asked, and does not do
+# so while a measurement, in a thread that loads a model, has set it to one.
+torch.get_num_threads()
+
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """x [..., I], W [O, I] and b [O] or None -> [..., O]."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable
 
@@ -111,6 +112,23 @@ def test_the_fastest_is_taken_whatever_happens_now_and_then(monkeypatch: pytest.
     assert describe_products(torch.float32, torch.device("cpu"), "measured") == taken.describes
     assert describe_products(torch.float32, torch.device("cuda"), "measured") is None
     take_layout.cache_clear()
+
+
+def test_measuring_leaves_other_threads_as_they_are() -> None:
+    """It sets the number of threads of the one that measures, for a while."""
+    before = torch.get_num_threads()
+    seen: list[int] = []
+    take_layout.cache_clear()
+
+    def measure() -> None:
+        take_layout(torch.float32, "measured")
+        seen.append(torch.get_num_threads())
+
+    measuring = threading.Thread(target=measure)
+    measuring.start()
+    while measuring.is_alive():
+        seen.append(torch.get_num_threads())
+    assert set(seen) == {before}
 
 
 def test_equal_ones_do_not_change_places() -> None:

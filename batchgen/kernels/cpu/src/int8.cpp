@@ -19,7 +19,7 @@ int64_t int8_scratch(int64_t inner) {
 namespace {
 
 // One group's part of a tile: x [ROWS] of bytes, `stride` apart, with scales `scale_stride` apart.
-template <int ROWS>
+template <int ROWS, Ahead AHEAD>
 void tile_int8(const uint8_t* x, int64_t stride, const float* x_scale, int64_t scale_stride, const char* block,
                int64_t size, float* c, bool first) {
     const float* scale = reinterpret_cast<const float*>(block);
@@ -32,7 +32,7 @@ void tile_int8(const uint8_t* x, int64_t stride, const float* x_scale, int64_t s
         for (int v = 0; v < COLUMNS; v++)
             sum[r][v] = _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_loadu_si512(correction + v * REGISTER));
     for (int64_t k = 0; k < size; k += 4, w += 4 * PANEL) {
-        stream<4 * PANEL>(w);
+        if (AHEAD == STREAM) stream<4 * PANEL>(w);
         __m512i b[COLUMNS];
 #pragma GCC unroll 8
         for (int v = 0; v < COLUMNS; v++) b[v] = _mm512_loadu_si512(w + 4 * REGISTER * v);
@@ -42,7 +42,10 @@ void tile_int8(const uint8_t* x, int64_t stride, const float* x_scale, int64_t s
             std::memcpy(&four, x + r * stride + k, 4);
             const __m512i a = _mm512_set1_epi32(four);
 #pragma GCC unroll 8
-            for (int v = 0; v < COLUMNS; v++) sum[r][v] = _mm512_dpbusd_epi32(sum[r][v], a, b[v]);
+            for (int v = 0; v < COLUMNS; v++) {
+                // By its name: GCC keeps the intrinsic's sums in memory beside the register.
+                __asm__("vpdpbusd %2, %1, %0" : "+v"(sum[r][v]) : "v"(a), "v"(b[v]));
+            }
         }
     }
 #pragma GCC unroll 8
@@ -108,8 +111,9 @@ void rows_of(const Matmul& m, const Share& s, const Groups& groups, int64_t row,
         if (!groups.count) std::fill(s.c, s.c + rows * PANEL, 0.0f);
         for (int64_t g = 0; g < groups.count; g++, block += groups.bytes())
             by_tiles(rows, [&](auto n, int64_t r) {
-                tile_int8<n()>(bytes + r * stride + g * groups.size, stride, scale + r * scales + g, scales, block,
-                               groups.size, s.c + r * PANEL, g == 0);
+                const uint8_t* x = bytes + r * stride + g * groups.size;
+                const auto tile = r == 0 ? tile_int8<n(), STREAM> : tile_int8<n(), NOTHING>;
+                tile(x, stride, scale + r * scales + g, scales, block, groups.size, s.c + r * PANEL, g == 0);
             });
         write<T>(m, s.c, row, rows, p * PANEL);
     }

@@ -56,6 +56,17 @@ inline __attribute__((always_inline)) rf fused(rf a, rf b, rf c) {
 #endif
 }
 
+// Keeps x in a register: left to itself GCC moves a tile's sums through memory before and after the loop.
+inline __attribute__((always_inline)) void hold(rf& x) {
+#if defined(__AVX512F__)
+    __asm__("" : "+v"(x));
+#elif defined(__x86_64__)
+    __asm__("" : "+x"(x));
+#elif defined(__ARM_NEON)
+    __asm__("" : "+w"(x));
+#endif
+}
+
 template <int ROWS>
 struct Sums {
     rf of[ROWS][COLUMNS];
@@ -65,14 +76,20 @@ struct Sums {
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
-            for (int v = 0; v < COLUMNS; v++) of[r][v] = load_as<rf>(c + r * PANEL + v * REGISTER);
+            for (int v = 0; v < COLUMNS; v++) {
+                of[r][v] = load_as<rf>(c + r * PANEL + v * REGISTER);
+                hold(of[r][v]);
+            }
     }
 
-    __attribute__((always_inline)) void keep(float* c) const {
+    __attribute__((always_inline)) void keep(float* c) {
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
-            for (int v = 0; v < COLUMNS; v++) store_as(c + r * PANEL + v * REGISTER, of[r][v]);
+            for (int v = 0; v < COLUMNS; v++) {
+                hold(of[r][v]);
+                store_as(c + r * PANEL + v * REGISTER, of[r][v]);
+            }
     }
 
     // x[r] * w[v] for the numbers x[r * stride].
