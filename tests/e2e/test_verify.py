@@ -25,14 +25,17 @@ DIFFERENT = 8
 
 @pytest.fixture(scope="module")
 def done(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with in.jsonl and out.parquet: one row at a time and nothing shared, as a replay runs."""
+    """A folder with in.jsonl and out.parquet: one row at a time, as a replay runs.
+
+    By PyTorch, since compiled attention rounds a few tokens behind a cached prefix otherwise than a whole prompt.
+    """
     folder = tmp_path_factory.mktemp("verify")
     lines = [line for line in mixed_lines(ROWS, seed=21) if not (isinstance(line, dict) and "text" in line)]
     lines += [{"id": f"r{i}", "text": f"{i} the quick", "max_new_tokens": 9, "return_logprob": True} for i in range(12)]
     lines += [{"id": "r0", "input_ids": [9, 8, 7], "n": 3, "max_new_tokens": 6}, {"text": "no name", "seed": 3}]
     write_lines(folder / "in.jsonl", lines)
-    options = ["--max-num-seqs", "1", "--on-duplicate-id", "suffix", "--temperature", "1.1", "--seed", "5"]
-    run(["run", "in.jsonl", "-o", "out.parquet", "--model", model, "--dtype", "float32", *options], folder)
+    options = ["--attention", "torch", "--max-num-seqs", "1", "--on-duplicate-id", "suffix", "--temperature", "1.1"]
+    run(["run", "in.jsonl", "-o", "out.parquet", "--model", model, "--dtype", "float32", "--seed", "5", *options], folder)
     return folder
 
 
