@@ -51,6 +51,18 @@ class Rows:
         self.table.drawn[self.slots] += 1
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """R plain rows that had not ended at some version of the table, with what ends them."""
+
+    rows: Rows
+    version: int
+    limit: Int64
+    """[R]"""
+    stops: Int64
+    """[R, K]"""
+
+
 class RowTable:
     """All samples of a job that have begun and not left. Columns are indexed by slot."""
 
@@ -77,6 +89,9 @@ class RowTable:
         self._slot_of = np.zeros(_SLOTS, np.int64)
         self._free = list(range(_SLOTS - 1, -1, -1))
         self._rows = Rows(self, self.number[:0], self.number[:0])
+        self._version = 0
+        """Grows where a sample ends."""
+        self._known: _Known | None = None
 
     def begin(self, number: int, sequence: Sequence, *, plain: bool) -> None:
         """A sample begins. `plain`: nobody but its `Sequence` wants to hear of its tokens one by one."""
@@ -108,6 +123,7 @@ class RowTable:
         slot = int(self._slot_of[number])
         self.number[slot] = _NOBODY
         self.sequences[slot] = None
+        self._version += 1
         self._free.append(slot)
 
     def drawn_by(self, slot: int) -> int:
@@ -146,38 +162,48 @@ class RowTable:
             Places, in order, whose sequences are to be told: those of plain rows that end by this token (and have got
             the ones before it by now), of all other rows, and those of `apart`. And how many rows had ended already.
         """
-        slots = rows.slots
+        known, slots = self._known, rows.slots
+        if known is not None and known.rows is rows and known.version == self._version and not apart:
+            self.last[slots] = tokens
+            return self._write(slots, tokens, known.limit, known.stops).tolist(), 0
         live = self.number[slots] == rows.numbers
         mine = live & self._plain[slots]
         if apart:
             mine[list(apart)] = False
-        places = None if mine.all() else mine.nonzero()[0]
-        if places is not None:
-            heard = live.nonzero()[0]
-            self.last[slots[heard]] = tokens[heard]
-            slots, tokens = slots[places], tokens[places]
-        else:
-            self.last[slots] = tokens
-        length = self._length[slots]
-        if len(length):
-            self._widen(int(length.max()) + 1)
-        self._tokens[slots, length] = tokens
-        self._length[slots] = length + 1
-        ended = (length + 1 >= self._limit[slots]) | (self._stops[slots] == tokens[:, None]).any(axis=1)
-        ends = ended.nonzero()[0]
-        for slot in slots[ends].tolist():
-            sequence = self.sequences[slot]
-            assert sequence is not None
-            sequence.output_ids.extend(self._tokens[slot, : self._length[slot] - 1].tolist())
-        if places is None:
-            return ends.tolist(), 0
+        if mine.all():
+            self._known = _Known(rows, self._version, self._limit[slots], self._stops[slots])
+            return self.take(rows, tokens, ())
+        heard, places = live.nonzero()[0], mine.nonzero()[0]
+        self.last[slots[heard]] = tokens[heard]
+        slots = slots[places]
+        ends = self._write(slots, tokens[places], self._limit[slots], self._stops[slots])
         told = live & ~mine
         told[places[ends]] = True
         return told.nonzero()[0].tolist(), len(live) - len(heard)
 
+    def _write(self, slots: Int64, tokens: Int64, limit: Int64, stops: Int64) -> Int64:
+        """Keep the tokens [m] of plain rows, at `slots`; which of these rows they end, whose sequences get the others.
+
+        `limit` [m] and `stops` [m, K] are the rows' own.
+        """
+        if not len(slots):
+            return slots
+        length = self._length[slots]
+        self._widen(int(length.max()) + 1)
+        self._tokens[slots, length] = tokens
+        length += 1
+        self._length[slots] = length
+        ends: Int64 = ((length >= limit) | (stops == tokens[:, None]).any(axis=1)).nonzero()[0]
+        for slot in slots[ends].tolist():
+            sequence = self.sequences[slot]
+            assert sequence is not None
+            sequence.output_ids.extend(self._tokens[slot, : self._length[slot] - 1].tolist())
+        return ends
+
     def close(self, number: int) -> None:
         """A sample has ended: what is still drawn for it is nobody's."""
         self.number[self._slot_of[number]] = _NOBODY
+        self._version += 1
 
     def _widen(self, width: int) -> None:
         have = self._tokens.shape[1]

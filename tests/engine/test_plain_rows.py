@@ -46,6 +46,8 @@ whole before it is tried in parts."""
 COLUMN_CALLS = 28
 """Columns tell their length by a call, as lists do not; they stand for all calls that each row took. A clock is read
 twice."""
+COMPILED_CALLS = 230
+"""All of a step where the layers are one compiled call, however many rows there are."""
 LAYERS, LAYER_CALLS = 3, 5
 """Each of a layer's four products asks whether there is an adapter; keys and values are stored by a call of their
 own, which a GPU does together with the rotation."""
@@ -55,9 +57,14 @@ ADDRESS_CALLS = 4
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = save_tiny("llama", tmp_path_factory.mktemp("plain"), num_hidden_layers=LAYERS)
     save_word_tokenizer(folder, VOCAB)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Engine:
     return Engine(str(folder), dtype="float32", attention="torch", max_num_seqs=2 * MANY)
 
 
@@ -174,6 +181,16 @@ def test_a_compiled_step_calls_as_much_for_any_number_of_rows_and_layers(
         assert found[layers, FEW] == found[layers, MANY]
         assert found[layers, FEW]["kernels/cpu/decoder.py", "hidden"] == 1
     assert found[2 * LAYERS, FEW].total() - found[LAYERS, FEW].total() <= LAYERS * ADDRESS_CALLS
+
+
+@pytest.mark.skipif(not loaded(), reason="no C++ compiler here")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_compiled_steps_call_nothing_for_a_row(folder: Path, temperature: float) -> None:
+    """Kernels included."""
+    compiled = Engine(str(folder), dtype="float32", attention="compiled", max_num_seqs=2 * MANY)
+    few, many = (count_calls(compiled, rows, temperature) for rows in (FEW, MANY))
+    assert few == many
+    assert few.total() <= COMPILED_CALLS
 
 
 @pytest.mark.parametrize(
