@@ -35,7 +35,8 @@ def done(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines += [{"id": "r0", "input_ids": [9, 8, 7], "n": 3, "max_new_tokens": 6}, {"text": "no name", "seed": 3}]
     write_lines(folder / "in.jsonl", lines)
     options = ["--attention", "torch", "--max-num-seqs", "1", "--on-duplicate-id", "suffix", "--temperature", "1.1"]
-    run(["run", "in.jsonl", "-o", "out.parquet", "--model", model, "--dtype", "float32", "--seed", "5", *options], folder)
+    options += ["--dtype", "float32", "--seed", "5"]
+    run(["run", "in.jsonl", "-o", "out.parquet", "--model", model, *options], folder)
     return folder
 
 
