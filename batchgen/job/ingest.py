@@ -108,36 +108,37 @@ def ingest(
         InputError: a bad row under `--on-bad-row fail`.
     """
     result = Ingested(table, RowTexts(folder / "rows.spool"))
-    tokens = TokenSpool(folder / "tokens.spool")
     table.spill(np.zeros(0, np.int32))
     raw_rows = inputs.rows(config.prompt_column, config.id_column, selection_of(config))
     places: dict[int, RawRow] = {}
-    for taken in intake.feed(_values(raw_rows, places)):
-        raw = places.pop(taken.row_index)
-        result.rows += 1
-        on_row(result.rows)
-        extra = carried(config.carry, {**raw.displaced, **taken.extra})
-        if taken.error is not None:
-            error = _located(taken.error, raw)
-            _bad_row(config.on_bad_row, error, taken, result)
-            if config.on_bad_row == "error-row":
-                result.expected.add(taken.row_index)
-                result.shapes.add(taken.row_index)
-                on_error(Completion(taken.row_index, error=error), taken.id, extra)
-            continue
-        assert taken.row is not None
-        first_texts = [p for p in taken.prompts if p.text_index == 0]
-        texts = (decode(_prompt_part(p)) if p.embeds is None else None for p in first_texts)
-        prompts = list(texts) if config.include_prompt else None
-        result.texts.add(taken.row_index, taken.id, extra, prompts)
-        result.shapes.add(taken.row_index, _is_chat(taken.row), taken.row.params.echo)
-        for prompt in taken.prompts:
-            tokens.append(prompt.ids)
-        for prompt in first_texts:
-            result.expected.add(taken.row_index, prompt.prompt_index, taken.row.params.n)
-        if result.first_prompt is None and taken.prompts[0].embeds is None:
-            result.first_prompt = (taken.id, list(_prompt_part(taken.prompts[0])))
-    table.spill(tokens.map())
+    # The map outlives the file's name: what a killed run leaves behind holds no ids.
+    with TokenSpool(folder / "tokens.spool") as tokens:
+        for taken in intake.feed(_values(raw_rows, places)):
+            raw = places.pop(taken.row_index)
+            result.rows += 1
+            on_row(result.rows)
+            extra = carried(config.carry, {**raw.displaced, **taken.extra})
+            if taken.error is not None:
+                error = _located(taken.error, raw)
+                _bad_row(config.on_bad_row, error, taken, result)
+                if config.on_bad_row == "error-row":
+                    result.expected.add(taken.row_index)
+                    result.shapes.add(taken.row_index)
+                    on_error(Completion(taken.row_index, error=error), taken.id, extra)
+                continue
+            assert taken.row is not None
+            first_texts = [p for p in taken.prompts if p.text_index == 0]
+            texts = (decode(_prompt_part(p)) if p.embeds is None else None for p in first_texts)
+            prompts = list(texts) if config.include_prompt else None
+            result.texts.add(taken.row_index, taken.id, extra, prompts)
+            result.shapes.add(taken.row_index, _is_chat(taken.row), taken.row.params.echo)
+            for prompt in taken.prompts:
+                tokens.append(prompt.ids)
+            for prompt in first_texts:
+                result.expected.add(taken.row_index, prompt.prompt_index, taken.row.params.n)
+            if result.first_prompt is None and taken.prompts[0].embeds is None:
+                result.first_prompt = (taken.id, list(_prompt_part(taken.prompts[0])))
+        table.spill(tokens.map())
     return result
 
 

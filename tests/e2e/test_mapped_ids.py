@@ -1,0 +1,43 @@
+"""Token ids stay on disk: what `run` and `check` plan from is a map of a file, and nothing of it is held in memory."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import batchgen.engine.engine as engine
+import batchgen.job.check as check
+from batchgen.cli.app import run_command
+from tests.e2e.rows import write_lines
+
+ROWS = [{"text": f"Sort in ascending order: {i}, 2, 1", "max_new_tokens": 1} for i in range(40)]
+
+
+def backing(array: np.ndarray) -> Any:
+    """What an array's memory belongs to."""
+    owner: Any = array
+    while isinstance(owner, np.ndarray) and owner.base is not None:
+        owner = owner.base
+    return owner
+
+
+@pytest.mark.parametrize(("module", "command"), [(engine, "run"), (check, "check")])
+def test_ids_are_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, command: str) -> None:
+    source = write_lines(tmp_path / "rows.jsonl", ROWS)
+    plan, seen = module.plan_workload, []
+
+    def watched(table: Any, *arguments: Any, **options: Any) -> Any:
+        seen.append((type(backing(table.tokens)), len(table.tokens), len(table._tokens)))
+        return plan(table, *arguments, **options)
+
+    monkeypatch.setattr(module, "plan_workload", watched)
+    output = ["-o", str(tmp_path / "out.parquet"), "--device", "cpu"] if command == "run" else ["--device", "cpu"]
+    assert run_command([command, str(source), *output]) == 0
+    [(owner, ids, held)] = seen
+    assert owner is mmap.mmap
+    assert ids > 5 * len(ROWS)
+    assert held == 0
