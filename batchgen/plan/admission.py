@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from math import ceil
 
 from batchgen.plan.config import SchedulerConfig
 from batchgen.plan.ends import Ends
@@ -22,8 +23,15 @@ class Admission:
     """
 
     def __init__(
-        self, nodes: Nodes, sequences: Sequences, ends: Ends, max_new: memoryview[int], config: SchedulerConfig
+        self,
+        nodes: Nodes,
+        sequences: Sequences,
+        ends: Ends,
+        max_new: memoryview[int],
+        config: SchedulerConfig,
+        interval: float,
     ) -> None:
+        """`interval`: that of the order of beginning."""
         self._nodes = nodes
         self._ends = ends
         self._max_new = max_new
@@ -35,6 +43,9 @@ class Admission:
         """Step that the outlook is of."""
         self.closed_until = 0
         """Step before which what was refused lately would be refused again."""
+        self._interval = interval if self._foresees and ends.known else 0.0
+        self._turn = 0.0
+        """Step before which the next sample does not begin where samples begin at intervals."""
         self._full: dict[int, int] = {}
         """By sample under way its own pages at full length."""
         self._promised = 0
@@ -65,18 +76,27 @@ class Admission:
             waiting: gives the samples behind prompts that are being computed.
             alone: nothing is under way. Waiting would be for ever: one sample begins in any case.
         """
-        if not self._foresees or self._fits_at_full_length(entry, waiting):
-            return entry
+        step = self._nodes.step
+        if step < self._turn and not alone:
+            self.closed_until = ceil(self._turn)
+            return None
+        if self._foresees and not self._fits_at_full_length(entry, waiting):
+            found = self._foreseen(entry, waiting, alone)
+            if found is None:
+                self.closed_until = step + self._size
+                return None
+            entry = found
+        self._turn = max(self._turn, step - 1) + self._interval * len(entry.requests)
+        return entry
+
+    def _foreseen(self, entry: Entry, waiting: Callable[[], list[Entry]], alone: bool) -> Entry | None:
         if self._looked != self._nodes.step:
             self._outlook.look(waiting())
             self._looked = self._nodes.step
         least = 1 if alone else min(len(entry.requests), self._together)
         while not self._outlook.admit(entry):
-            if len(entry.requests) == least and alone:
-                return entry
             if len(entry.requests) == least:
-                self.closed_until = self._nodes.step + self._size
-                return None
+                return entry if alone else None
             entry = replace(entry, requests=entry.requests[: max(least, len(entry.requests) // 2)])
         return entry
 

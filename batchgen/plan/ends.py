@@ -63,6 +63,11 @@ class Ends:
         limits = np.asarray(self._limits)
         return np.where(np.asarray(self._of) == EXACT, limits, np.minimum(limits, _UNKNOWN))
 
+    @property
+    def known(self) -> bool:
+        """Whether all samples run to their limit."""
+        return bool((np.asarray(self._of) == EXACT).all())
+
     def unsure(self, request: int) -> bool:
         """Whether samples of a request may end before their limit."""
         return self._of[request] != EXACT

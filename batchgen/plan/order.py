@@ -23,6 +23,8 @@ Int64s = npt.NDArray[np.int64]
 
 _STRETCH = 2
 """The last stretch is so many times the work of all slots at the longest row's length."""
+_ALIKE = 1.1
+"""Lengths are alike where the longest is at most so many times the mean."""
 _TIE_BITS = 20
 _GOLDEN = 0.6180339887498949
 """Steps of this, modulo 1, visit all parts of a sorted list in turn."""
@@ -37,6 +39,9 @@ class BeginOrder:
     tree: PrefixTree
     rank: Int32s | None
     """[M] by node its place in the order of beginning, a parent's before its children's; None for depth first."""
+    interval: float = 0.0
+    """Steps from one sample's beginning to the next one's that keep the pool evenly filled, where all have one length
+    and would otherwise begin at once, fill it at once and end at once; 0 where they end by turns anyway."""
 
 
 def begin_order(
@@ -84,7 +89,8 @@ def begin_order(
     if mixed:
         tree, old = renumber(tree, np.where(np.arange(len(tree)) < begin, np.iinfo(np.int64).max, best), value)
         best = best[old]
-    return BeginOrder(tree, _ranked(best, begin) if begin < len(tree) else None)
+    interval = _interval(tree, samples, expected, config) if mixed else 0.0
+    return BeginOrder(tree, _ranked(best, begin) if begin < len(tree) else None, interval)
 
 
 def renumber(tree: PrefixTree, key: Int64s, value: Int64s) -> tuple[PrefixTree, Int64s]:
@@ -204,6 +210,24 @@ def _held_at_once(
     steps = samples * expected.astype(np.int64)
     pages = (steps * (length + expected / 2)).sum() / max(1, int(steps.sum())) / config.page_size
     return max(1, min(config.max_num_seqs, int(config.num_pages / max(1.0, pages))))
+
+
+def _interval(
+    tree: PrefixTree,
+    samples: npt.NDArray[np.integer[Any]],
+    expected: npt.NDArray[np.integer[Any]],
+    config: SchedulerConfig,
+) -> float:
+    """`BeginOrder.interval`: a sample's length over how many the pool holds at all stages of it, one prefix aside."""
+    live = samples > 0
+    output = float(expected[live].mean())
+    if expected[live].max() > _ALIKE * output:
+        return 0.0
+    node = tree.node_of_request[live]
+    own = np.where(samples[live] > 1, 0, tree.end[node] - tree.start[node])
+    shared = int((tree.end[node] - own).max()) // config.page_size
+    each = (float(own.mean()) + output / 2) / config.page_size + 0.5
+    return output / max(1.0, min(config.max_num_seqs, (config.num_pages - shared) / each))
 
 
 def _last_stretch(tree: PrefixTree, work: Int64s, most: int, config: SchedulerConfig) -> int:

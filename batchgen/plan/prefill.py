@@ -80,7 +80,7 @@ class Prompts:
         self._backlog: dict[int, None] = {}
         """Computed nodes at whose ends samples have still to begin, in order."""
         self._cancelled: set[int] = set()
-        self._admission = Admission(nodes, sequences, ends, self._max_new, config)
+        self._admission = Admission(nodes, sequences, ends, self._max_new, config, order.interval)
 
     def advance(self, builder: StepBuilder) -> None:
         """Go on with the runs of earlier steps."""

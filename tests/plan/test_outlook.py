@@ -80,6 +80,25 @@ def test_a_small_pool_is_filled_and_nothing_preempted(levels: list[tuple[int, tu
     assert max(ours.pages) < pages
 
 
+@pytest.mark.parametrize("pages", [300, 600])
+@pytest.mark.parametrize(
+    ("levels", "length"),
+    [([(512, (8, 32))], 250), ([(512, (200, 256))], 128), ([(10, (512, 1024)), (50, (16, 64))], 128)],
+    ids=["short prompts", "long prompts", "shared"],
+)
+def test_rows_of_one_length_do_not_fill_the_pool_in_waves(
+    levels: list[tuple[int, tuple[int, int]]], length: int, pages: int
+) -> None:
+    """They begin one after the other: at any time some are at their beginning and some near their end."""
+    prompts, _ = random_job(levels, (1, 1), 0)
+    config = SchedulerConfig(num_pages=pages, page_size=16, max_num_seqs=64, max_tokens_per_step=2048)
+    kinds = np.full(len(prompts), EXACT, np.int32)
+    ours = counted(prompts, np.full(len(prompts), length), config, kinds=kinds)
+    assert ours.stats.preemptions == ours.stats.recomputed_tokens == ours.stats.evicted_nodes == 0
+    steady = ours.pages[2 * length : -2 * length]
+    assert np.mean(steady) > 0.84 * pages
+
+
 @pytest.mark.parametrize("spread", ["exponential", "uniform", "alike"])
 def test_ends_that_are_learnt(spread: str) -> None:
     """Limits far above the lengths: few rows are preempted that begin as soon as there are pages."""
