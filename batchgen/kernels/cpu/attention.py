@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import Array, Structure, byref, c_float, c_int64, c_void_p, cast, pointer
+from ctypes import Array, Structure, addressof, byref, c_float, c_int64, c_void_p
 from typing import Any, Final
 
 import numpy as np
@@ -110,14 +110,14 @@ class StackArguments:
         self._counters = np.zeros(len(lists) * _COUNTER, np.int64)
         self._sinks = [None if s is None else s.detach().float().contiguous() for s in sinks]
         self._arrays = (
-            _pointers([cast(pointer(x.struct), c_void_p).value for x in lists]),
+            _pointers([addressof(x.struct) for x in lists]),
             _pointers([x.data_ptr() for x in keys]),
             _pointers([x.data_ptr() for x in values]),
             _pointers([address(x) for x in self._sinks]),
         )
         self._others = (list(lists), list(keys), list(values), query, out)
         self.struct = _Step(
-            *(cast(array, c_void_p) for array in self._arrays),
+            *(addressof(array) for array in self._arrays),
             self._counters.ctypes.data,
             address(query),
             address(out),
@@ -139,7 +139,7 @@ class CompiledAttention(PooledAttention):
         self._pool = pool
         self._batch = batch
         self._threads = torch.get_num_threads() if threads is None else threads
-        self._lists: dict[tuple[int, int, int, int, int | None], _LayerList] = {}
+        self._lists: dict[tuple[int, torch.Size, torch.Size, int | None], _LayerList] = {}
         self._counts = AttentionCounts()
 
     @property
@@ -202,7 +202,7 @@ class CompiledAttention(PooledAttention):
         return self._list(heads, self._pool.keys[layer], self._pool.values[layer], window).work
 
     def _list(self, heads: int, keys: Tensor, values: Tensor, window: int | None) -> _LayerList:
-        kind = (heads, keys.shape[2], keys.shape[3], values.shape[3], window)
+        kind = (heads, keys.shape, values.shape, window)
         found = self._lists.get(kind)
         if found is None:
             shape = ListShape(self._pool.page_size, window, keys.shape[2], heads // keys.shape[2], self._threads)
