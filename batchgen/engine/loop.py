@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Final
 
-from batchgen.engine.best_of import keep_best
 from batchgen.engine.collector import QuietCollector
 from batchgen.engine.constraints import GrammarState
+from batchgen.engine.finished import Finished
 from batchgen.engine.graphs import DecodeGraphs, GraphCounts
 from batchgen.engine.halving import stranded
 from batchgen.engine.joined import out_of_memory
 from batchgen.engine.output_ring import OutputRing
 from batchgen.engine.planning import Workload
-from batchgen.engine.prompt_logprobs import PromptLogprobs
 from batchgen.engine.readout import LogprobsMode
 from batchgen.engine.rehearsal import Rehearsal
 from batchgen.engine.row_table import RowTable
@@ -39,7 +38,6 @@ from batchgen.processors import LoadedProcessor
 from batchgen.request import Completion, Request
 from batchgen.text.grammars import Grammars
 from batchgen.text.stops import StopState, stopping_ids
-from batchgen.text.surround import surround
 from batchgen.text.tokenizer import Tokenizer
 
 __all__ = ["Loop", "LoopState"]
@@ -117,12 +115,11 @@ class Loop:
         self._pool = pool
         self._tokenizer = tokenizer
         self._grammars = grammars
-        self._prompt_ids = prompt_ids
         self._repeat_span = repeat_span
         self._device = device
         self._shapes = Shapes(tokenizer, model.spec.vocab_size, repetition_scope, device)
-        self._token_text = lru_cache(1 << 16)(tokenizer.token_text)
-        self.prompts = PromptLogprobs(workload, model.spec.vocab_size, self._token_text, backend.ops)
+        self._finished = Finished(workload, tokenizer, model.spec.vocab_size, backend.ops, prompt_ids=prompt_ids)
+        self.prompts = self._finished.prompts
         self._states = states
         sampler = Sampler(device, backend.ops, processors, logprobs_mode)
         self._runner = StepRunner(
@@ -235,7 +232,7 @@ class Loop:
         for number, sequence in leaving:
             sequence.fail(error)
             if number == _NOBODY and not begun:
-                self._streams.finish_unstarted(sequence.request, self._completion(sequence))
+                self._streams.finish_unstarted(sequence.request, self._finished.sample(sequence))
             yield from self._retire(number, sequence)
 
     def rehearse(self, job: Rehearsal) -> None:
@@ -340,7 +337,7 @@ class Loop:
         """Yield a prompt's samples once the last of them is done, then its copies."""
         index = sequence.request.index
         group = self._open[index]
-        done = self._completion(sequence)
+        done = self._finished.sample(sequence)
         if sequence.shaping is not None:
             self._shapes.finish(sequence.shaping)
         if self._states is not None:
@@ -354,40 +351,17 @@ class Loop:
         del self._open[index]
         if self._states is not None:
             self._states.release(index)
-        failed = next((c for _, c in group.finished if c.error is not None), None)
-        params = sequence.request.params
         if sequence.request.score_start >= 0:
-            if scored := self._scores.add(sequence.request, failed.error if failed is not None else None):
+            failed = next((c.error for _, c in group.finished if c.error is not None), None)
+            if scored := self._scores.add(sequence.request, failed):
                 yield scored
             self.prompts.release(index)
             return
-        if failed is not None:
-            # A prompt that fails is one error row, whatever became of its other samples.
-            samples = [replace(failed, sample_index=0)]
-        elif params.best_of is not None:
-            samples = keep_best(group.finished, params.n, lambda i: self._workload.tree.cached_tokens(index, i))
-        else:
-            samples = sorted((c for _, c in group.finished), key=lambda c: c.sample_index)
-        if failed is None and params.return_logprob:
-            samples = self.prompts.complete(sequence.request, samples)
+        samples = self._finished.prompt(sequence.request, group.finished)
         self.prompts.release(index)
-        yield self._marked(index, samples)
+        yield samples
         for follower in self._workload.followers_of(index):
-            yield self._copied(follower, samples)
-
-    def _completion(self, sequence: Sequence) -> Completion:
-        """The finished sample: its tokens' texts, and its text with what `echo` and `suffix` put around it."""
-        request = sequence.request
-        cached = self._workload.tree.cached_tokens(request.index, sequence.sample_index)
-        # An echo with logprobs has the prompt's: without its ids nobody could tell of which tokens.
-        params = request.params
-        done = sequence.completion(cached, prompt_ids=self._prompt_ids or (params.echo and params.return_logprob))
-        if done.error is None and params.return_text_in_logprobs:
-            done = replace(done, output_tokens_text=[self._token_text(token) for token in sequence.output_ids])
-        if done.text is None or not (params.echo or params.suffix):
-            return done
-        text = surround(done.text, request.known_ids.tolist(), sequence.output_ids, params, self._tokenizer)
-        return replace(done, text=text)
+            yield self._finished.copied(follower, samples)
 
     def _with_states(self, number: int, done: Completion) -> Completion:
         """The finished sample with its hidden states and routed experts, as far as its row asks for them."""
@@ -398,28 +372,6 @@ class Loop:
         blocks, routed = self._states.finish(number, len(done.output_ids or ()))
         # An array is a sequence of ints to its readers.
         return replace(done, states=blocks, routed_experts=routed)  # type: ignore[arg-type]
-
-    def _marked(self, index: int, samples: list[Completion]) -> list[Completion]:
-        """A request generated itself although it has a leader (committed by an earlier run) says whose twin it is."""
-        leader = int(self._workload.leader[index])
-        if leader == index:
-            return samples
-        return [replace(c, dedup_of=int(self._workload.table.row_index[leader])) for c in samples]
-
-    def _copied(self, follower: int, samples: list[Completion]) -> list[Completion]:
-        request = self._workload.table[follower]
-        leader = samples[0].row_index
-        return [
-            replace(
-                c,
-                row_index=request.row_index,
-                prompt_index=request.prompt_index,
-                seed=request.seed,
-                cached_tokens=self._workload.tree.cached_tokens(follower, c.sample_index) if c.error is None else None,
-                dedup_of=leader,
-            )
-            for c in samples
-        ]
 
     def _without_tokens(self) -> Iterator[list[Completion]]:
         """Requests for no tokens at all, and those whose keys and values exceed the whole pool."""
@@ -461,4 +413,4 @@ class Loop:
         sequence = self._start(request, sample_index)
         del self._open[request.index]
         sequence.finish_reason = "length"
-        return self._completion(sequence)
+        return self._finished.sample(sequence)
