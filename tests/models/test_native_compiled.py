@@ -13,6 +13,7 @@ from torch import Tensor
 from batchgen.kernels.cpu import decoder as module
 from batchgen.kernels.cpu import ops as compiled_ops
 from batchgen.kernels.cpu.library import loaded, missing
+from batchgen.kernels.layouts import Products, int8_refusal
 from batchgen.models.base import Model, ModelInput, Taps, TokenEmbeds
 from batchgen.models.load import load_model
 from tests.models.packed import PagedCache, packed_logits, random_sequences
@@ -51,8 +52,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-def load(folder: Path, dtype: Any = "float32") -> Model:
-    return load_model(folder, implementation="native", dtype=dtype, device="cpu", products="fixed")
+def load(folder: Path, dtype: Any = "float32", products: Products = "fixed") -> Model:
+    return load_model(folder, implementation="native", dtype=dtype, device="cpu", products=products)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -81,13 +82,17 @@ def test_bfloat16_is_as_close_to_float32_as_eager_bfloat16(name: str, tmp_path: 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama-biases", "qwen3"])
+@pytest.mark.parametrize(
+    ("name", "products"), [("llama-biases", "fixed"), ("qwen3", "fixed"), ("qwen2-tied-window", "int8")]
+)
 def test_states_and_embeddings_are_those_of_the_operations_one_by_one(
-    name: str, dtype: str, tmp_path: Path, calls: list[int]
+    name: str, products: Products, dtype: str, tmp_path: Path, calls: list[int]
 ) -> None:
+    if products == "int8" and int8_refusal(torch.float32, torch.device("cpu")) is not None:
+        pytest.skip("no products of int8 here")
     model_type, overrides = CASES[name]
     save_tiny(model_type, tmp_path, **overrides)
-    model = load(tmp_path, dtype)
+    model = load(tmp_path, dtype, products)
     ids, layers = random_sequences(VOCAB, lengths=(19,))[0], (0, 1, 3, -1)
     embeds = TokenEmbeds(torch.tensor([2, 11]), torch.randn(2, 64, generator=torch.Generator().manual_seed(1)))
     runs: list[dict[int, Tensor]] = []
