@@ -168,5 +168,7 @@ def _workload(name: str, figures: Sequence[Figure]) -> Panel:
             f.dtype,
             f.version,
         ])  # fmt: skip
+    kept = [i for i in range(len(header)) if any(row[i] for row in rows)]  # what no engine has is left out
+    header, rows = [header[i] for i in kept], [[row[i] for i in kept] for row in rows]
     floors = [f.floor_tokens_per_second for f in rates if f.floor_tokens_per_second]
     return Panel(name, "output tokens per second", bars, header, rows, floor=max(floors, default=None))

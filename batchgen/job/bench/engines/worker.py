@@ -10,8 +10,9 @@ engine_transformers`. The engine stands in a script of that name beside this fil
         prepare(setting), where it has one: called before each `generate`, outside the time that is measured; builds
             what a setting needs, and forgets the prompts of earlier passes
 
-where rows are dicts {"ids": [...], "max_new": n, "samples": n, "fields": {...}} (`fields` is for batchgen alone), a
-setting is one of `settings`, and the ids of a row's samples stand one after the other.
+where rows are dicts {"ids": [...], "max_new": n, "samples": n, "fields": {...}} (`fields` in batchgen's words, given
+only to engines that `peers.py` says know them), a setting is one of `settings`, and the ids of a row's samples stand
+one after the other.
 """
 
 from __future__ import annotations
