@@ -1,0 +1,297 @@
+// A work item's query rows against its keys, for one key head: few rows at a time with keys read as they stand, or tiles
+// of many with blocks of keys transposed. Included by attention.cpp alone.
+#pragma once
+
+#include <type_traits>
+
+#include "attention.h"
+#include "attention_math.h"
+
+namespace bg {
+namespace {
+
+constexpr int FEW = 6;            // query rows up to which keys are read row by row, not transposed
+constexpr int FEW_BLOCK = 256;    // positions between two steps of the running softmax
+constexpr int AHEAD = 2 * LANES;  // positions by which keys are fetched before their use
+constexpr int PANEL = 3 * LANES;  // positions of a panel of transposed keys
+constexpr int TILE = 8;           // query rows multiplied together
+
+int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// Positions whose keys are transposed together: they and their values are to fit in the second-level cache.
+int64_t many_block(const AttentionList& l) {
+    const int64_t dim = std::max(l.key_dim, l.value_dim);
+    return dim <= 128 ? 4 * PANEL : dim <= 256 ? 2 * PANEL : PANEL;
+}
+
+// A work item as numbers.
+struct Item {
+    const int32_t* tokens;
+    const int32_t* pages;
+    int64_t count, base, first, end, part_at, head;
+
+    Item(const AttentionList& l, int64_t index) {
+        const int32_t* f = l.items + index * ITEM_FIELDS;
+        tokens = l.tokens + f[ROWS_AT];
+        pages = l.pages + f[PAGE_AT];
+        count = f[COUNT], base = f[BASE], first = f[FIRST], end = f[END], part_at = f[PART_AT];
+        head = f[HEAD];
+    }
+    int64_t keys() const { return end - first; }
+};
+
+// The query rows of an item for one key head: token i's query head g is row i * G + g.
+struct Rows {
+    int64_t count;
+    float* query;        // [rows, D] times the scale
+    float* sums;         // [rows, Dv], rows `width` apart: of e^(score - max) * value
+    float *max, *total;  // [rows]
+    int64_t *from, *to;  // [rows] what they see, counted from the item's first key
+    int64_t width;
+};
+
+void slots_of(const AttentionList& l, const Item& item, int32_t* slots) {
+    const int32_t size = int32_t(l.page_size);
+    for (int64_t k = item.first; k < item.end;) {
+        const int32_t in_page = int32_t(k % size), run = int32_t(std::min<int64_t>(size - in_page, item.end - k));
+        const int32_t slot = item.pages[k / size] * size + in_page;
+        for (int32_t i = 0; i < run; i++) slots[i] = slot + i;
+        slots += run, k += run;
+    }
+}
+
+void begin_rows(const AttentionList& l, const Item& item, const Rows& rows) {
+    const int64_t group = l.heads / l.kv_heads;
+    for (int64_t i = 0; i < item.count; i++) {
+        const int64_t position = l.positions[item.tokens[i]] - item.base;
+        const int64_t to = std::min(item.end, position + 1) - item.first;
+        const int64_t from = l.window ? std::max<int64_t>(position - l.window + 1 - item.first, 0) : 0;
+        for (int64_t r = i * group; r < (i + 1) * group; r++) {
+            rows.from[r] = from, rows.to[r] = to;
+            rows.max[r] = LOWEST, rows.total[r] = 0.0f;
+        }
+    }
+    std::fill(rows.sums, rows.sums + rows.count * rows.width, 0.0f);
+}
+
+// In a unit's order where `by_units`, in plain order elsewhere.
+template <class T>
+void take_queries(const Attention& a, const AttentionList& l, const Item& item, int64_t head, const Rows& rows, bool by_units) {
+    const int64_t group = l.heads / l.kv_heads, dim = l.key_dim;
+    const int64_t units = by_units ? dim / UNIT * UNIT : 0;
+    float* to = rows.query;
+    for (int64_t i = 0; i < item.count; i++) {
+        const T* q = static_cast<const T*>(a.query) + item.tokens[i] * a.query_stride + head * group * dim;
+        for (int64_t g = 0; g < group; g++, q += dim, to += dim) {
+            for (int64_t d = 0; d < units; d += UNIT) {
+                vf x, y;
+                load_unit(q + d, x, y);
+                store(to + d, x * a.scale);
+                store(to + d + LANES, y * a.scale);
+            }
+            for (int64_t d = units; d < dim; d++) to[d] = widen(q[d]) * a.scale;
+        }
+    }
+}
+
+// What is fetched from memory ahead of its use: the keys a few vectors further, then those that are next, and the values
+// of the keys at hand.
+template <class T>
+struct Ahead {
+    const T *keys, *next_keys, *values;
+    const int32_t* slots;
+    int64_t count, stride, value_stride, key_bytes, value_bytes;
+
+    static void fetch(const T* p, int64_t bytes) {
+        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(reinterpret_cast<const char*>(p) + i);
+    }
+    void at(int64_t k) const {
+        for (int64_t j = k; j < std::min(k + LANES, count); j++) {
+            const int64_t further = j + AHEAD;
+            const T* base = further < count ? keys : next_keys;
+            if (base) fetch(base + slots[further < count ? further : std::min(further - count, count - 1)] * stride, key_bytes);
+            fetch(values + slots[j] * value_stride, value_bytes);
+        }
+    }
+};
+
+// Scores [R, FEW_BLOCK] of R query rows and `count` keys, four keys at a time.
+template <class T, int R>
+void few_scores(const Ahead<T>& ahead, int64_t at, int64_t count, int64_t dim, const float* query, float* scores) {
+    const int32_t* slots = ahead.slots + at;
+    for (int64_t k = 0; k < count; k += LANES) {
+        ahead.at(at + k);
+        vf acc[R][LANES];
+        for (int quad = 0; quad < LANES; quad += 4) {
+            const T* p[4];
+            for (int j = 0; j < 4; j++) p[j] = ahead.keys + slots[std::min(k + quad + j, count - 1)] * ahead.stride;
+            vf sums[R][4] = {};
+            int64_t d = 0;
+            for (; d + UNIT <= dim; d += UNIT)
+#pragma GCC unroll 4
+                for (int j = 0; j < 4; j++) {
+                    vf x, y;
+                    load_unit(p[j] + d, x, y);
+                    for (int r = 0; r < R; r++) {
+                        sums[r][j] += x * load(query + r * dim + d);
+                        sums[r][j] += y * load(query + r * dim + d + LANES);
+                    }
+                }
+            for (; d < dim; d += LANES)
+                for (int j = 0; j < 4; j++) {
+                    const vf x = load(p[j] + d);
+                    for (int r = 0; r < R; r++) sums[r][j] += x * load(query + r * dim + d);
+                }
+            for (int r = 0; r < R; r++)
+                for (int j = 0; j < 4; j++) acc[r][quad + j] = sums[r][j];
+        }
+        for (int r = 0; r < R; r++) store(scores + r * FEW_BLOCK + k, lane_sums(acc[r]));
+    }
+}
+
+// sums[r] = sums[r] * decay[r] + weights[r] V over VECTORS vectors of each value.
+template <class T, int R, int VECTORS>
+void few_values(const T* values, int64_t stride, const int32_t* slots, int64_t count, const float* weights, const float* decay, float* sums, int64_t width) {
+    vf acc[R][VECTORS];
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < VECTORS; v++) acc[r][v] = load(sums + r * width + v * LANES) * decay[r];
+    for (int64_t k = 0; k < count; k++) {
+        const T* p = values + slots[k] * stride;
+        vf x[VECTORS];
+        if constexpr (VECTORS == 1) {
+            x[0] = load(p);
+        } else {
+            for (int v = 0; v < VECTORS; v += 2) load_unit(p + v * LANES, x[v], x[v + 1]);
+        }
+        for (int r = 0; r < R; r++) {
+            const vf w = splat(weights[r * FEW_BLOCK + k]);
+            for (int v = 0; v < VECTORS; v++) acc[r][v] += w * x[v];
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < VECTORS; v++) store(sums + r * width + v * LANES, acc[r][v]);
+}
+
+template <class T, int R>
+void few_rows(const Attention& a, const AttentionList& l, const Item& item, const Ahead<T>& ahead, const Rows& rows) {
+    alignas(64) float scores[R * FEW_BLOCK];
+    for (int64_t b = 0; b < item.keys(); b += FEW_BLOCK) {
+        const int64_t count = std::min<int64_t>(FEW_BLOCK, item.keys() - b);
+        few_scores<T, R>(ahead, b, count, l.key_dim, rows.query, scores);
+        float decay[R];
+        int64_t from[R], to[R];
+        for (int r = 0; r < R; r++) from[r] = rows.from[r] - b, to[r] = std::min(rows.to[r] - b, count);
+        softmax_rows<R>(scores, FEW_BLOCK, count, from, to, a.softcap, rows.max, rows.total, decay);
+        const auto add = [&](auto vectors, int64_t d) {
+            few_values<T, R, vectors()>(
+                ahead.values + d, ahead.value_stride, ahead.slots + b, count, scores, decay, rows.sums + d, rows.width);
+        };
+        int64_t d = 0;
+        for (; d + 2 * UNIT <= l.value_dim; d += 2 * UNIT) add(std::integral_constant<int, 4>{}, d);
+        for (; d + UNIT <= l.value_dim; d += UNIT) add(std::integral_constant<int, 2>{}, d);
+        if (d < l.value_dim) add(std::integral_constant<int, 1>{}, d);
+    }
+}
+
+// Keys of up to 16 slots, those beyond zeros, into columns of a panel [D, PANEL].
+void transpose_keys(const float* keys, int64_t stride, const int32_t* slots, int64_t count, int64_t dim, float* panel) {
+    int64_t d = 0;
+    for (; d + LANES <= dim; d += LANES) {
+        vu rows[LANES];
+        for (int j = 0; j < LANES; j++) rows[j] = j < count ? load_as<vu>(keys + slots[j] * stride + d) : vu{};
+        transpose(rows);
+        for (int i = 0; i < LANES; i++) store_as(panel + (d + i) * PANEL, rows[i]);
+    }
+    for (; d < dim; d++)
+        for (int j = 0; j < LANES; j++) panel[d * PANEL + j] = j < count ? keys[slots[j] * stride + d] : 0.0f;
+}
+
+void transpose_keys(const bf16* keys, int64_t stride, const int32_t* slots, int64_t count, int64_t dim, float* panel) {
+    int64_t d = 0;
+    for (; d + UNIT <= dim; d += UNIT) {
+        vu rows[LANES];
+        for (int j = 0; j < LANES; j++) rows[j] = j < count ? load_as<vu>(keys + slots[j] * stride + d) : vu{};
+        transpose(rows);
+        for (int i = 0; i < LANES; i++) {
+            store(panel + (d + 2 * i) * PANEL, (vf)(rows[i] << 16));
+            store(panel + (d + 2 * i + 1) * PANEL, (vf)(rows[i] & 0xffff0000u));
+        }
+    }
+    for (; d < dim; d++)
+        for (int j = 0; j < LANES; j++) panel[d * PANEL + j] = j < count ? widen(keys[slots[j] * stride + d]) : 0.0f;
+}
+
+template <class T>
+void widen_values(const T* values, int64_t stride, const int32_t* slots, int64_t count, int64_t dim, int64_t width, float* out) {
+    for (int64_t k = 0; k < count; k++, out += width) {
+        const T* p = values + slots[k] * stride;
+        int64_t d = 0;
+        for (; d + LANES <= dim; d += LANES) store(out + d, load(p + d));
+        for (; d < dim; d++) out[d] = widen(p[d]);
+        for (; d < width; d++) out[d] = 0.0f;
+    }
+}
+
+// R rows from row `row` on against a block of keys that stands transposed, its values widened.
+template <int R>
+void many_tile(const Attention& a, const AttentionList& l, const Rows& rows, int64_t row, int64_t b, int64_t count, const float* panels, const float* values, float* scores, int64_t block) {
+    int64_t from = count, to = 0;
+    for (int r = 0; r < R; r++) {
+        from = std::min(from, rows.from[row + r] - b);
+        to = std::max(to, rows.to[row + r] - b);
+    }
+    from = std::max<int64_t>(from, 0), to = std::min(to, count);
+    if (from >= to) return;
+    const float* query = rows.query + row * l.key_dim;
+    for (int64_t k = from / PANEL * PANEL; k < to; k += PANEL)
+        small_product<R, 3>(query, l.key_dim, panels + k * l.key_dim, PANEL, l.key_dim, scores + k, block, true);
+    from = from / LANES * LANES;
+    float* sums = rows.sums + row * rows.width;
+    float decay[R];
+    int64_t row_from[R], row_to[R];
+    for (int r = 0; r < R; r++) {
+        row_from[r] = rows.from[row + r] - b - from;
+        row_to[r] = std::min(rows.to[row + r] - b, count) - from;
+    }
+    softmax_rows<R>(
+        scores + from, block, to - from, row_from, row_to, a.softcap, rows.max + row, rows.total + row, decay);
+    for (int r = 0; r < R; r++)
+        if (decay[r] != 1.0f)
+            for (int64_t d = 0; d < rows.width; d += LANES)
+                store(sums + r * rows.width + d, load(sums + r * rows.width + d) * decay[r]);
+    int64_t d = 0;
+    for (; d + 2 * LANES <= rows.width; d += 2 * LANES)
+        small_product<R, 2>(scores + from, block, values + from * rows.width + d, rows.width, to - from, sums + d, rows.width, false);
+    if (d < rows.width)
+        small_product<R, 1>(scores + from, block, values + from * rows.width + d, rows.width, to - from, sums + d, rows.width, false);
+}
+
+template <class T>
+void many_rows(const Attention& a, const AttentionList& l, const Item& item, const int32_t* slots, const T* keys, const T* values, const Rows& rows, float* panels, float* wide, float* scores) {
+    const int64_t block = many_block(l);
+    const int64_t key_stride = l.kv_heads * l.key_dim, value_stride = l.kv_heads * l.value_dim;
+    for (int64_t b = 0; b < item.keys(); b += block) {
+        const int64_t count = std::min(block, item.keys() - b);
+        for (int64_t k = 0; k < rounded_up(count, PANEL); k += LANES)
+            transpose_keys(
+                keys, key_stride, slots + b + k, std::min<int64_t>(LANES, count - k), l.key_dim,
+                panels + k / PANEL * PANEL * l.key_dim + k % PANEL);
+        widen_values(values, value_stride, slots + b, count, l.value_dim, rows.width, wide);
+        for (int64_t r = 0; r < rows.count; r += TILE) {
+            const auto tile = [&](auto n) { many_tile<n()>(a, l, rows, r, b, count, panels, wide, scores, block); };
+            switch (std::min<int64_t>(TILE, rows.count - r)) {
+                case 8: tile(std::integral_constant<int, 8>{}); break;
+                case 7: tile(std::integral_constant<int, 7>{}); break;
+                case 6: tile(std::integral_constant<int, 6>{}); break;
+                case 5: tile(std::integral_constant<int, 5>{}); break;
+                case 4: tile(std::integral_constant<int, 4>{}); break;
+                case 3: tile(std::integral_constant<int, 3>{}); break;
+                case 2: tile(std::integral_constant<int, 2>{}); break;
+                default: tile(std::integral_constant<int, 1>{}); break;
+            }
+        }
+    }
+}
+
+}  // namespace
+}  // namespace bg
