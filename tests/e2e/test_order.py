@@ -1,0 +1,40 @@
+"""What `check` foresees of the order is what `run` counts, and the order changes no row."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from batchgen.engine.engine import Engine
+from tests.e2e.rows import write_lines
+from tests.e2e.runner import run
+
+LENGTHS = np.random.default_rng(0).integers(2, 25, 48).tolist()
+ROWS = [
+    {"id": str(i), "input_ids": [5 + i % 40, 7 + i, 9], "temperature": 0, "max_new_tokens": n, "ignore_eos": True}
+    for i, n in enumerate(LENGTHS)
+]
+
+
+def test_steps_foreseen_are_steps_counted(model: Path, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", ROWS)
+    options = [source, "--model", model, "--dtype", "float32", "--max-num-seqs", "8"]
+    checked = json.loads(run(["check", *options, "--json"], tmp_path).stdout)
+    counted = run(["run", *options, "--report", "-"], tmp_path).report["engine"]
+    for name in ("steps", "tail_steps", "occupancy", "tail_efficiency"):
+        assert abs(checked[f"estimated_{name}"] - counted[name]) < 1e-4, name
+    assert counted["slots"] == 8
+    assert counted["occupancy"] > 0.9
+
+
+def test_the_order_changes_no_row(model: Path) -> None:
+    engine = Engine(str(model), dtype="float32", max_num_seqs=8)
+    steps, found = {}, {}
+    for engine.order in ("longest", "tree", "first-come"):
+        found[engine.order] = [(c.id, list(c.output_ids or ())) for c in engine.generate(ROWS, ordered=True)]
+        assert engine.last_run is not None
+        steps[engine.order] = engine.last_run.scheduler.stats.steps
+    assert found["longest"] == found["tree"] == found["first-come"]
+    assert steps["longest"] < steps["first-come"]
