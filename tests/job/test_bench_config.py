@@ -12,7 +12,7 @@ from batchgen.errors import UsageError
 from batchgen.job.bench import command
 from batchgen.job.bench.config import BenchConfig, bench_config, load_bench
 from batchgen.job.bench.definitions import find_workloads
-from batchgen.job.bench.peers import DETERMINISTIC, PEERS
+from batchgen.job.bench.peers import PEERS, VARIANTS
 from batchgen.job.bench.shapes import DEMO, RANDOM, SHAPES
 
 RUNS = Path(__file__).parents[2] / "configs" / "bench" / "runs"
@@ -65,7 +65,7 @@ def test_runs_of_the_readmes_figures_can_be_run(path: Path) -> None:
     assert f"configs/bench/runs/{path.name}" in path.read_text(encoding="utf-8").splitlines()[0]
     find_workloads([name for name in config.workloads if name not in ("plan", "startup")])
     assert config.model == DEMO or config.model.removeprefix(RANDOM) in SHAPES
-    assert set(config.peers.split(",")) <= {"auto", "none", DETERMINISTIC, *PEERS}
+    assert set(config.peers.split(",")) <= {"auto", "none", *VARIANTS, *PEERS}
 
 
 def test_the_command_resolves_its_flags(
