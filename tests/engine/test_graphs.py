@@ -71,6 +71,12 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "group_min_saving", lambda *given: 1)
 
 
+@pytest.fixture(autouse=True)
+def products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands in for a graph records PyTorch's operations, as a GPU's would be; not what is compiled for a CPU."""
+    monkeypatch.setattr(engine_module, "products_of", lambda config: "torch")
+
+
 def check(folder: Path, work: list[dict[str, Any]]) -> tuple[LateDevice, DecodeGraphs]:
     want, *_ = run(folder, work, captures=False)
     got, device, graphs = run(folder, work, captures=True)
