@@ -49,6 +49,7 @@ class InstantModel:
 
 
 def _inspect(*arguments: Any, **options: Any) -> ModelSpec:
+    options.pop("products", None)  # nothing is multiplied
     spec = inspect_model(*arguments, **options)
     return replace(spec, hidden_size=4, num_layers=1, kv_layers=(LayerKV(1, 1, 1),))
 

@@ -46,7 +46,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     folder = tmp_path_factory.mktemp("llama")
     save_tiny("llama", folder, vocab_size=VOCAB, max_position_embeddings=1024, intermediate_size=4096)
     save_word_tokenizer(folder, VOCAB)
-    return Engine(str(folder), dtype="float32", max_num_seqs=ROWS, max_tokens_per_step=TOKENS)
+    # Whose memory is PyTorch's, as a GPU's is.
+    return Engine(str(folder), dtype="float32", attention="torch", max_num_seqs=ROWS, max_tokens_per_step=TOKENS)
 
 
 def table(kind: str, longest: int = 150) -> RequestTable:
