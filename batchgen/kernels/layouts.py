@@ -191,8 +191,8 @@ class TakenLayout:
 def take_layout(dtype: torch.dtype, products: Products) -> TakenLayout:
     """The layout for weights of `dtype` on this CPU; measured once in a process.
 
-    On one thread: it is instructions that are compared, and where other programs keep the machine busy, threads that
-    wait for each other tell nothing.
+    On one thread, by the time that it computes: it is instructions that are compared, and waiting tells nothing, be it
+    for other threads and programs or for Python's lock, which whatever reads rows holds while a model is loaded.
     """
     found = layouts(dtype, products)
     first = next(iter(found))
@@ -220,9 +220,9 @@ def _least_seconds(calls: Mapping[str, Callable[[], object]]) -> dict[str, float
     end = time.perf_counter() + _SECONDS
     for turn in range(_MOST_ROUNDS):
         for name, call in calls.items():  # side by side, so that a busy moment is everyone's
-            begin = time.perf_counter()
+            begin = time.thread_time()
             call()
-            taken[name].append(time.perf_counter() - begin)
+            taken[name].append(time.thread_time() - begin)
         settled = all(sum(t <= 1.05 * min(times) for t in times) >= _FOUND for times in taken.values())
         if turn + 1 >= _ROUNDS and (settled or time.perf_counter() > end):
             break

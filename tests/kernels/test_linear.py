@@ -73,7 +73,8 @@ def test_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_fixed_choice_asks_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "perf_counter", lambda: pytest.fail("asked"))
+    for clock in ("perf_counter", "thread_time"):
+        monkeypatch.setattr(time, clock, lambda: pytest.fail("asked"))
     for products in ("fixed", "torch"):
         take_layout.cache_clear()
         linear = Linear(torch.ones(3, 4), products=products)
@@ -102,7 +103,8 @@ def test_the_fastest_is_taken_whatever_happens_now_and_then(monkeypatch: pytest.
         turns = itertools.cycle(seconds)
         return lambda weight, bias: Slow(weight, bias, lambda: next(turns))
 
-    monkeypatch.setattr(time, "perf_counter", lambda: Slow.clock)
+    for clock in ("perf_counter", "thread_time"):
+        monkeypatch.setattr(time, clock, lambda: Slow.clock)
     found = {"first": of(9, 2, 50), "second": of(100, 1.5, 9, 9), "third": of(1.9), "fourth": of(1.4375)}
     monkeypatch.setattr(module, "layouts", lambda dtype, products: found)
     take_layout.cache_clear()
