@@ -97,7 +97,10 @@ class Engine:
     def from_parts(
         cls, config: EngineConfig, model: Model, tokenizer: Tokenizer, grammars: Grammars | None = None
     ) -> Engine:
-        """An engine around a model and tokenizer already loaded, and grammars compiled for them."""
+        """An engine around a model and tokenizer already loaded, and grammars compiled for them.
+
+        With `quantization` the model itself is quantised: its full weights would take more memory than is saved.
+        """
         engine = cls.__new__(cls)
         engine._init(config, model, tokenizer, grammars)
         return engine
@@ -111,7 +114,7 @@ class Engine:
         self.quantization: QuantizationLoss | None = None
         """What the quantised model is held to; None for full weights."""
         if config.quantization != "none":
-            self.model, self.quantization = quantize(model, config, tokenizer)
+            self.quantization = quantize(model, config, tokenizer)
         if config.deterministic:
             assert self.backend is not None, "what is measured is not deterministic"
             self.model = invariant_model(self.model, self.backend.product)

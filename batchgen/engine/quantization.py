@@ -9,7 +9,7 @@ from batchgen.errors import UsageError
 from batchgen.kernels.layouts import int8_refusal
 from batchgen.models.base import Model, ModelSpec
 from batchgen.models.native import NativeModel
-from batchgen.models.quantize import QuantizationLoss, quantized
+from batchgen.models.quantize import QuantizationLoss, quantise
 from batchgen.text.tokenizer import Tokenizer
 
 __all__ = ["quantize", "refuse_quantization"]
@@ -45,18 +45,18 @@ def refuse_quantization(config: EngineConfig, spec: ModelSpec) -> None:
         raise UsageError(f"`--quantization {config.quantization}` cannot be had: {reason}; leave the option out")
 
 
-def quantize(model: Model, config: EngineConfig, tokenizer: Tokenizer) -> tuple[Model, QuantizationLoss]:
-    """The quantised model, if it is near enough to the full one.
+def quantize(model: Model, config: EngineConfig, tokenizer: Tokenizer) -> QuantizationLoss:
+    """Quantise the model in place, and say how far it is from what it was.
 
     Raises:
-        UsageError: it is not, or cannot be had.
+        UsageError: that is too far, or it cannot be had.
     """
     refuse_quantization(config, model.spec)
     assert isinstance(model, NativeModel)
-    found, loss = quantized(model, tokenizer.encode(_TEXTS))
+    loss = quantise(model, tokenizer.encode(_TEXTS))
     if not loss.divergence <= config.quantization_bound:
         raise UsageError(
             f"`--quantization {config.quantization}` changes this model too much: {loss}, where "
             f"`--quantization-bound` is {config.quantization_bound:g} nats; leave the option out, or raise the bound"
         )
-    return found, loss
+    return loss

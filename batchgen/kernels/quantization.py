@@ -18,6 +18,8 @@ __all__ = ["Int8Weight", "groups_of", "int8_linear", "quantise_weight"]
 
 _GROUP: Final = 128
 """Most inputs of a group."""
+_BLOCK: Final = 1 << 22
+"""Numbers that are quantised at once: what is computed of them takes many times the memory of the result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +46,13 @@ def quantise_weight(weight: Tensor) -> Int8Weight:
     """W [O, I] in eight bits, each group of a row with the scale of its largest number."""
     outer, inner = weight.shape
     count, size = groups_of(inner)
-    padded = F.pad(weight.float(), (0, count * size - inner)).view(outer, count, size)
-    numbers, scales = _quantised(padded)
-    return Int8Weight(numbers.to(torch.int8), scales, inner)
+    numbers, scales = torch.empty(outer, count, size, dtype=torch.int8), torch.empty(outer, count)
+    step = max(1, _BLOCK // max(1, inner))
+    for begin in range(0, outer, step):
+        rows = slice(begin, begin + step)
+        padded = F.pad(weight[rows].float(), (0, count * size - inner))
+        numbers[rows], scales[rows] = _quantised(padded.view(len(padded), count, size))
+    return Int8Weight(numbers, scales, inner)
 
 
 def _quantised(groups: Tensor) -> tuple[Tensor, Tensor]:

@@ -52,6 +52,10 @@ class _Layer:
     lora: Mapping[str, LoraPairs] = field(default_factory=dict)
     """By the name of a linear layer that an adapter changes."""
 
+    def in_int8(self) -> _Layer:
+        """The same layer, whose products are in int8."""
+        return replace(self, **{name: getattr(self, name).in_int8() for name in _LINEARS})
+
     def project(self, name: str, linear: Linear, x: Tensor, step: LoraStep | None, ops: Ops) -> Tensor:
         """[T, I] -> [T, O], each token with its adapter's change."""
         out = linear(x)
@@ -96,12 +100,16 @@ class NativeModel:
         head = self._head.with_product(product)
         return NativeModel(self._spec, self._config, self._embedding, layers, self._norm, head)
 
-    def in_int8(self) -> NativeModel:
-        """The same model, whose linear layers and head multiply in int8: on a CPU, and not quite the same."""
-        layers = [
-            replace(layer, **{name: getattr(layer, name).in_int8() for name in _LINEARS}) for layer in self._layers
-        ]
-        return NativeModel(self._spec, self._config, self._embedding, layers, self._norm, self._head.in_int8())
+    def quantise(self) -> None:
+        """Give the linear layers and the head, on a CPU, weights in int8: from now on this is not quite the same model.
+
+        One layer after the other lets go of its full weights, so that only one stands in memory in both forms.
+        """
+        self._compiled = None  # it holds all layers
+        for i in range(len(self._layers)):
+            self._layers[i] = self._layers[i].in_int8()
+        self._head = self._head.in_int8()
+        self._compiled = self._compiled_decoder()
 
     @torch.no_grad()
     def hidden(self, inputs: ModelInput) -> Tensor:

@@ -13,7 +13,7 @@ from batchgen.models.base import ModelInput
 from batchgen.models.native import NativeModel
 from batchgen.models.probe import ProbeAttention
 
-__all__ = ["QuantizationLoss", "quantized"]
+__all__ = ["QuantizationLoss", "quantise"]
 
 _RANDOM: Final = (4, 48)
 """Sequences of random ids, and their tokens."""
@@ -37,29 +37,33 @@ class QuantizationLoss:
         return f"{self.divergence:.2g} nats from the full weights' distributions, {same}"
 
 
-def quantized(model: NativeModel, texts: Sequence[Sequence[int]]) -> tuple[NativeModel, QuantizationLoss]:
-    """The model with all linear layers and the head in int8, and its loss.
+def quantise(model: NativeModel, texts: Sequence[Sequence[int]]) -> QuantizationLoss:
+    """Turn a model's linear layers and its head into int8.
 
-    Peak memory: the weights, and half of them once more, or a quarter in float32.
+    Peak memory: the weights and one layer's once more, beside the log-probabilities of the positions looked at.
 
     Args:
         model: the full model, on a CPU.
         texts: token ids of text; some random ids are looked at beside them.
+
+    Returns:
+        What it has lost.
     """
     vocab, longest = model.spec.vocab_size, min(_LONGEST, model.spec.context_length)
     generator = torch.Generator().manual_seed(0)
     count, length = _RANDOM
     drawn = torch.randint(vocab, (count, min(length, longest)), generator=generator)
-    sequences = [*drawn, *(torch.tensor(ids[:longest]) for ids in texts if len(ids))]
+    known = ([token for token in ids[:longest] if token < vocab] for ids in texts)  # a tokenizer may have more
+    sequences = [*drawn, *(torch.tensor(ids) for ids in known if ids)]
     full = [_log_probs(model, ids) for ids in sequences]
-    found = model.in_int8()
+    model.quantise()
     divergence = agreement = positions = 0.0
     for ids, expected in zip(sequences, full, strict=True):
-        got = _log_probs(found, ids)
+        got = _log_probs(model, ids)
         divergence += float((expected.exp() * (expected - got)).sum())
         agreement += float((got.argmax(-1) == expected.argmax(-1)).sum())
         positions += len(ids)
-    return found, QuantizationLoss(divergence / positions, agreement / positions, int(positions))
+    return QuantizationLoss(divergence / positions, agreement / positions, int(positions))
 
 
 def _log_probs(model: NativeModel, ids: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,9 +21,10 @@ from batchgen.engine.quantization import refuse_quantization
 from batchgen.errors import UsageError
 from batchgen.kernels import layouts
 from batchgen.kernels.layouts import int8_refusal
+from batchgen.kernels.linear import Linear
 from batchgen.models.load import inspect_model, load_model
 from batchgen.models.native import NativeModel
-from batchgen.models.quantize import QuantizationLoss, quantized
+from batchgen.models.quantize import QuantizationLoss, quantise
 from tests.models.tiny import save_tiny
 
 INT8 = EngineConfig(quantization="int8")
@@ -36,14 +38,33 @@ TASKS = ["Sort: 3 1 2", "What is 17 + 25?", "Copy: red fox"]
 def test_loss_is_that_of_the_distributions(family: str, tmp_path: Path) -> None:
     model = load_model(save_tiny(family, tmp_path), dtype="float32", device="cpu")
     assert isinstance(model, NativeModel)
-    found, loss = quantized(model, [[1, 2, 3], [], list(range(5, 200))])
+    spec = model.spec
+    loss = quantise(model, [[1, 2, 3], [], [spec.vocab_size], list(range(5, 200))])
     assert loss.positions == 4 * 48 + 3 + 128
     assert 0 < loss.divergence < 0.01
     assert 0.8 < loss.agreement <= 1
-    assert found.spec == model.spec
-    same, none = quantized(found, [[1, 2, 3]])  # what is quantised already stays as it is
-    assert none.divergence < 1e-3 * loss.divergence
-    assert same.in_int8() is not same
+    assert model.spec == spec
+    assert quantise(model, [[1, 2, 3]]).divergence < 1e-3 * loss.divergence  # what is quantised stays as it is
+
+
+@here
+def test_full_weights_are_let_go_layer_by_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model(save_tiny("llama", tmp_path), dtype="float32", device="cpu", products="fixed")
+    assert isinstance(model, NativeModel)
+    products = [getattr(layer, name) for layer in model._layers for name in ("qkv", "o", "gate_up", "down")]
+    full = [weakref.ref(product.compiled.packed.data) for product in products]
+    count = len(products)
+    del products
+    alive: list[int] = []
+    in_int8 = Linear.in_int8
+
+    def counted(self: Linear) -> Linear:
+        alive.append(sum(data() is not None for data in full))
+        return in_int8(self)
+
+    monkeypatch.setattr(Linear, "in_int8", counted)
+    quantise(model, [[1, 2, 3]])
+    assert alive == [count - i // 4 * 4 for i in range(count)] + [0]  # the last is the head
 
 
 @here
@@ -100,7 +121,7 @@ def test_what_changes_the_model_too_much_is_refused(
     assert "error: `--quantization int8` changes this model too much: " in said
     assert "where `--quantization-bound` is 1e-09 nats; leave the option out, or raise the bound" in said
     broken = QuantizationLoss(float("nan"), 0.0, 9)
-    monkeypatch.setattr(module, "quantized", lambda model, texts: (model, broken))
+    monkeypatch.setattr(module, "quantise", lambda model, texts: broken)
     with pytest.raises(UsageError, match="nan nats"):
         Engine(str(model_path()), device="cpu", quantization="int8")
 

@@ -48,6 +48,10 @@ METHODS: Final[dict[tuple[torch.dtype, Method], int]] = {
 """By the dtype of x and W: `Method` of `src/matmul.h`."""
 
 
+_BLOCK: Final = 1 << 22
+"""Numbers of a quantised weight that are packed at once: their sums are wide on the way."""
+
+
 class MatmulCall(ctypes.Structure):
     """`Matmul` of `src/matmul.h`."""
 
@@ -138,14 +142,24 @@ def pack_int8(weight: Int8Weight, dtype: torch.dtype) -> PackedWeight:
     outer, count, size = weight.numbers.shape
     panel = _library().bg_matmul_panel()
     panels = -(-outer // panel)
-    more = panels * panel - outer
-    numbers = F.pad(weight.numbers, (0, 0, 0, 0, 0, more)).view(panels, panel, count, size // 4, 4)
-    scales = F.pad(weight.scales, (0, 0, 0, more)).view(panels, panel, count).transpose(1, 2).contiguous()
-    corrections = (128 * numbers.sum((3, 4), dtype=torch.int32)).transpose(1, 2).contiguous()
-    parts = (scales, corrections, numbers.permute(0, 2, 3, 1, 4).contiguous())
-    data = torch.cat([part.view(panels * count, part[:1, :1].numel()).view(torch.uint8) for part in parts], -1)
+    data = torch.empty(panels, count, panel * (8 + size), dtype=torch.uint8)
+    step = max(1, _BLOCK // max(1, panel * weight.inner))
+    for begin in range(0, panels, step):
+        rows = slice(begin * panel, (begin + step) * panel)
+        data[begin : begin + step] = _int8_panels(weight.numbers[rows], weight.scales[rows], panel)
     scratch = _library().bg_matmul_scratch(weight.inner, METHODS[dtype, "int8"])
     return PackedWeight(data.flatten(), dtype, weight.inner, outer, scratch)
+
+
+def _int8_panels(numbers: Tensor, scales: Tensor, panel: int) -> Tensor:
+    """Rows [O, G, S] int8 and their scales [O, G] as bytes [panels, G, panel * (8 + S)]."""
+    outer, count, size = numbers.shape
+    more = -outer % panel
+    whole = F.pad(numbers, (0, 0, 0, 0, 0, more)).view(-(-outer // panel), panel, count, size // 4, 4)
+    wide = F.pad(scales, (0, 0, 0, more)).view(len(whole), panel, count)
+    corrections = 128 * whole.sum((3, 4), dtype=torch.int32)  # [panels, panel, G]
+    of_panel = [x.transpose(1, 2).contiguous().view(torch.uint8) for x in (wide, corrections)]
+    return torch.cat([*of_panel, whole.permute(0, 2, 3, 1, 4).flatten(2).view(torch.uint8)], -1)
 
 
 def unpack(packed: PackedWeight) -> Tensor:

@@ -130,6 +130,19 @@ def test_packing_keeps_every_number(outer: int, inner: int) -> None:
 
 
 @here
+@pytest.mark.parametrize("inner", [300, 128])
+def test_large_weights_are_quantised_and_packed_a_block_at_a_time(inner: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = randn(500, inner)
+    whole, at_once = quantise_weight(weight), packed(weight)
+    monkeypatch.setattr("batchgen.kernels.quantization._BLOCK", 1000)
+    monkeypatch.setattr("batchgen.kernels.cpu.matmul._BLOCK", 1 << 16)
+    blocks = quantise_weight(weight)
+    assert torch.equal(blocks.numbers, whole.numbers)
+    assert torch.equal(blocks.scales, whole.scales)
+    assert torch.equal(packed(weight).data, at_once.data)
+
+
+@here
 def test_layouts_are_not_mixed_up() -> None:
     x, weight = randn(2, 8), randn(3, 8)
     with pytest.raises(ValueError, match="not packed"):
