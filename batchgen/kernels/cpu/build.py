@@ -12,6 +12,7 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -81,7 +82,7 @@ def built_library(on_build: Callable[[], None] = lambda: None, *, again: bool = 
     if not again:
         for folder in _folders():
             library = folder / name
-            if library.is_file() and library.stat().st_uid == os.getuid():
+            if _is_ours(folder) and library.is_file() and library.stat().st_uid == os.getuid():
                 with suppress(OSError):
                     library.touch()  # used of late, so that tidying up leaves it
                 return library
@@ -109,9 +110,18 @@ def _work_folder(folder: Path) -> tempfile.TemporaryDirectory[str] | None:
     """A new folder inside `folder`; None where none can be made or somebody else's could be meant."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return tempfile.TemporaryDirectory(dir=folder) if folder.stat().st_uid == os.getuid() else None
+        return tempfile.TemporaryDirectory(dir=folder) if _is_ours(folder) else None
     except OSError:
         return None
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether it is a folder, and no link, that nobody else can put anything into: code is loaded from there."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
 def _tidy(folder: Path) -> None:
@@ -135,8 +145,8 @@ def _digest(compiler: Sequence[str]) -> str:
 def _version(compiler: str) -> str:
     """What tells one compiler from another without running it: the real file's size and time."""
     real = Path(compiler).resolve()
-    stat = real.stat()
-    return f"{real}:{stat.st_size}:{stat.st_mtime_ns}"
+    found = real.stat()
+    return f"{real}:{found.st_size}:{found.st_mtime_ns}"
 
 
 def _processor() -> str:

@@ -18,6 +18,13 @@ DTYPES: Final[dict[torch.dtype, int]] = {torch.float32: 0, torch.bfloat16: 1}
 """What the kernels compute in, with its code in C++."""
 
 
+_LASTING: Final = (
+    "undefined symbol",  # another OpenMP than the compiler's
+    "failed to map segment",  # a file system that is mounted to run nothing
+)
+"""Of a library that would not load if it were built again."""
+
+
 @cache
 def _library() -> ctypes.CDLL | str:
     """The library, or why there is none."""
@@ -37,7 +44,7 @@ def _load() -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(built_library(on_build)))
     except OSError as problem:
-        if "undefined symbol" in str(problem):  # another OpenMP than the compiler's: a second one would be no better
+        if any(sign in str(problem) for sign in _LASTING):
             raise
         return ctypes.CDLL(str(built_library(on_build, again=True)))  # a damaged file
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from batchgen.kernels.cpu import build
+from batchgen.kernels.cpu import library as module
 from batchgen.kernels.cpu.build import CompilerMissing, built_library, cache_folder, find_compiler
 from batchgen.kernels.cpu.library import loaded, missing
 
@@ -78,7 +79,7 @@ def test_named_by_sources_flags_compiler_and_processor(
 
 @here
 def test_old_libraries_go(cache: Path, sources: Path) -> None:
-    cache.mkdir(parents=True)
+    cache.mkdir(parents=True, mode=0o700)
     for age in range(12):
         old = cache / f"batchgen-{age}.so"
         old.touch()
@@ -110,6 +111,18 @@ def test_what_another_user_put_there_is_not_loaded(
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     with pytest.raises(CompilerMissing, match="no folder"):
         built_library()
+
+
+@here
+def test_folders_that_others_can_write_to_are_not_used(cache: Path, sources: Path, tmp_path: Path) -> None:
+    """Else somebody could put code there just before it is loaded."""
+    name = built_library().name
+    cache.chmod(0o770)
+    folder = tmp_path / "temporary" / f"batchgen-kernels-{os.getuid()}"
+    assert built_library() == folder / name
+    folder.symlink_to(folder.rename(tmp_path / "elsewhere"))
+    with pytest.raises(CompilerMissing, match="no folder"):
+        built_library(lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +174,7 @@ def test_without_a_compiler_a_process_says_so_once(tmp_path: Path) -> None:
 def test_a_damaged_library_is_built_again(tmp_path: Path) -> None:
     """Also by processes that find it damaged at once."""
     copy = tmp_path / "batchgen" / "kernels" / built_library().name
-    copy.parent.mkdir(parents=True)
+    copy.parent.mkdir(parents=True, mode=0o700)
     copy.write_bytes(built_library().read_bytes()[:100])
     command = [sys.executable, "-c", SAYS]
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
@@ -187,3 +200,20 @@ def test_a_library_that_lacks_what_it_needs_is_not_built_again(tmp_path: Path) -
     done = run({"XDG_CACHE_HOME": str(tmp_path / "cache")}, code.format(str(sources)))
     assert "undefined symbol: nowhere" in done.stdout
     assert len(done.stderr.splitlines()) == 2
+
+
+def test_a_library_that_may_not_run_where_it_stands_is_not_built_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[bool] = []
+
+    def made(on_build: object, *, again: bool = False) -> Path:
+        built.append(again)
+        return Path("/somewhere/batchgen.so")
+
+    def load(path: str) -> object:
+        raise OSError(f"{path}: failed to map segment from shared object")
+
+    monkeypatch.setattr(module, "built_library", made)
+    monkeypatch.setattr("ctypes.CDLL", load)
+    with pytest.raises(OSError, match="failed to map"):
+        module._load()
+    assert built == [False]
