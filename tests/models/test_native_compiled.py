@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -129,3 +130,26 @@ def test_steps_grow_and_shrink(tmp_path: Path) -> None:
     assert hidden(0, 5).shape == (0, 64)
     assert hidden(50, 300).isfinite().all()
     assert torch.equal(hidden(3, 5), once)
+
+
+def test_two_python_threads_have_their_own_memory(tmp_path: Path) -> None:
+    save_tiny("qwen3", tmp_path)
+    model = load(tmp_path)
+
+    def hidden(count: int) -> Tensor:
+        attention = PagedCache(model.spec, 1, pages_each=20).compiled_step([(0, count)])
+        return model.hidden(ModelInput(torch.arange(count) + 3, torch.arange(count), attention))
+
+    counts = (40, 41)
+    alone = [hidden(count) for count in counts]
+    wrong: list[int] = []
+
+    def work(at: int) -> None:
+        wrong.extend(i for i in range(30) if not torch.equal(hidden(counts[at]), alone[at]))
+
+    workers = [threading.Thread(target=work, args=(at,)) for at in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert wrong == []

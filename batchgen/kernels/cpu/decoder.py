@@ -6,6 +6,7 @@ the same points.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from ctypes import Array, Structure, addressof, byref, c_double, c_int, c_int64, c_void_p
 from dataclasses import dataclass
@@ -121,7 +122,7 @@ class DecoderShape:
 
 
 class CompiledDecoder:
-    """A stack of layers with its embedding and final norm, ready to run. Not for two threads at once."""
+    """A stack of layers with its embedding and final norm, ready to run."""
 
     def __init__(
         self,
@@ -267,8 +268,8 @@ class _Laid:
     """with the addresses of all that stays"""
 
 
-class _Room:
-    """Memory that every step uses again, as much as the largest so far has taken."""
+class _Room(threading.local):
+    """Memory that every step of a Python thread uses again, as much as the largest so far has taken."""
 
     def __init__(self, widths: Sequence[int], shape: DecoderShape, dtype: torch.dtype) -> None:
         """`widths`: numbers per token of x, qkv, attended, delta, gate_up and activated."""
