@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,9 @@ __all__ = [
 ]
 
 Ints = npt.NDArray[np.int64]
+
+_LINE: Final = 64
+"""Bytes of a line of a processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +67,11 @@ class KVPool:
             if device.type != "cpu":
                 return torch.zeros(shape, dtype=dtype, device=device)
             # numpy takes zeroed memory from the system, so that only pages in use cost memory and time;
-            # torch would write zeros to all of them.
-            return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+            # torch would write zeros to all of them. It begins anywhere, and a vector is to lie in one cache line.
+            size = math.prod(shape) * dtype.itemsize
+            memory = np.zeros(size + _LINE, np.uint8)
+            begin = -memory.ctypes.data % _LINE
+            return torch.from_numpy(memory[begin : begin + size]).view(dtype).view(shape)
 
         return KVPool([make(x, x.key_dim) for x in layers], [make(x, x.value_dim) for x in layers], page_size)
 

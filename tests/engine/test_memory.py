@@ -137,6 +137,7 @@ def test_pool_is_zero_and_writable(dtype: torch.dtype) -> None:
     assert pool.values[0].shape == (3, 16, 2, 4)
     assert pool.keys[0].dtype == dtype
     assert not pool.keys[0].any()
+    assert [tensor.data_ptr() % 64 for tensor in (*pool.keys, *pool.values)] == [0, 0]  # lines of cache
     pool.keys[0][2] = 1
     assert pool.keys[0].sum() == 16 * 2 * 8
 
