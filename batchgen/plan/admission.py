@@ -96,7 +96,10 @@ class Admission:
         least = 1 if alone else min(len(entry.requests), self._together)
         while not self._outlook.admit(entry):
             if len(entry.requests) == least:
-                return entry if alone else None
+                if alone:
+                    self._outlook.add(entry)
+                    return entry
+                return None
             entry = replace(entry, requests=entry.requests[: max(least, len(entry.requests) // 2)])
         return entry
 

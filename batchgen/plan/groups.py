@@ -42,7 +42,7 @@ class PrefixGroups:
             node = node.parent
 
     def of(self, running: Running[Sequence]) -> list[PrefixGroup]:
-        """The groups of the decode rows, in tree order. The same list while no row joins or leaves."""
+        """The groups of the decode rows, parents before children. The same list while no row joins or leaves."""
         if self._groups is None:
             self._groups = self._build(running)
         return self._groups

@@ -111,8 +111,10 @@ class Outlook:
         """Number of the sample that begins next."""
         self._unsure = 0
         """Samples whose ends are not known."""
+        self._used = 0
+        """Pages in use then."""
         self._more = 0
-        """Pages admitted since that are not in use yet."""
+        """Pages admitted since, which are taken as prompts are computed."""
         self._left: dict[int, int] = {}
         """By node in the pool: samples at its end and subtrees below of whose ends nothing is known."""
         self._latest: dict[int, int] = {}
@@ -122,7 +124,7 @@ class Outlook:
         """See things as they stand; `waiting` are the samples behind prompts that are being computed."""
         nodes, size, step = self._nodes, self._size, self._nodes.step
         self._rows = rows = Rows()
-        self._more = 0
+        self._used, self._more = nodes.allocator.used_count, 0
         self._next = self._sequences.next_id
         self._unsure = sum(self._ends.unsure(s.request) for s in self._sequences.by_id.values())
         self._left = {n: nodes.refs[n] for n in nodes.active}
@@ -153,7 +155,7 @@ class Outlook:
                 if nodes.parent[n] >= 0:
                     self._note(nodes.parent[n], 1, self._latest[n])
         for entry in waiting:
-            self._take(entry)
+            self.add(entry)
 
     def admit(self, entry: Entry) -> bool:
         """Whether the pool holds everything to its end with `entry`; if so it is added.
@@ -164,9 +166,10 @@ class Outlook:
         spare = (self._unsure + sum(map(self._ends.unsure, entry.requests))) // 2
         allocator = self._nodes.allocator
         peak = peak_pages(self._rows.plus(added), self._size)
-        if allocator.used_count + self._more + pages + peak + spare > allocator.capacity:
+        held = max(allocator.used_count, self._used + self._more)
+        if held + pages + peak + spare > allocator.capacity:
             return False
-        self._take(entry)
+        self.add(entry)
         return True
 
     @staticmethod
@@ -178,7 +181,8 @@ class Outlook:
         self._left[node] -= count
         self._latest[node] = max(self._latest[node], end)
 
-    def _take(self, entry: Entry) -> None:
+    def add(self, entry: Entry) -> None:
+        """`entry` begins now."""
         added, pages, left, latest = self._with(entry)
         self._next += len(entry.requests)
         self._unsure += sum(map(self._ends.unsure, entry.requests))

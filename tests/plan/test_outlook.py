@@ -62,6 +62,21 @@ def test_nothing_is_thrown_out_where_ends_are_known(job: list[tuple], pages: int
     assert sim.scheduler.stats.preemptions == 0
 
 
+def test_what_a_step_admits_is_counted_once() -> None:
+    """A long row, and short ones of three pages that are gone before it grows.
+
+    At full length 11 of these fit beside it. The outlook lets in as many more as there are threes in what is left.
+    """
+    limits = np.array([161] + 29 * [4])
+    config = SchedulerConfig(61, 16, max_num_seqs=30, max_tokens_per_step=2000, order="tree")
+    tree, kinds = tree_of([[i] * 40 for i in range(30)]), np.full(30, EXACT, np.int32)
+    scheduler = Scheduler(tree, np.ones(30, int), limits, config, kinds)
+    plan = scheduler.step()
+    assert plan is not None
+    assert len(plan.starts) == 1 + 11 + 4
+    assert scheduler.pages_in_use == 3 * len(plan.starts)
+
+
 @pytest.mark.parametrize("pages", [300, 600, 900])
 @pytest.mark.parametrize("levels", [[(512, (32, 256))], [(10, (512, 1024)), (50, (16, 64))]], ids=["unique", "shared"])
 def test_a_small_pool_is_filled_and_nothing_preempted(levels: list[tuple[int, tuple[int, int]]], pages: int) -> None:
