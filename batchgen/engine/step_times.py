@@ -12,7 +12,8 @@ __all__ = ["StepTimes"]
 class StepTimes:
     """Seconds since the first step was planned.
 
-    A device that works on its own takes its work in no time: there `compute` is that of handing it over.
+    A device that works on its own takes its work in no time: there `compute` is that of handing it over, and `host`
+    holds the waits for its results. Rows whose draws need the host (grammars) read the step before within `compute`.
     """
 
     compute: float = 0.0
