@@ -9,7 +9,7 @@ from torch import Tensor
 
 from batchgen.kernels.layouts import Compiled, Layout, Plain, Product, Products, layouts, take_layout
 
-__all__ = ["Linear", "Product", "Products", "describe_products", "forms"]
+__all__ = ["Linear", "Product", "Products", "describe_products", "forms", "repacks"]
 
 
 class Linear:
@@ -75,6 +75,11 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         """The product, [..., O]."""
         return self._layout(x)
+
+
+def repacks(dtype: torch.dtype, device: torch.device, products: Products) -> bool:
+    """Whether `Linear` copies a weight of `dtype` into another layout, and keeps nothing of the one it is given."""
+    return device.type == "cpu" and take_layout(dtype, products).name != "plain"
 
 
 def describe_products(dtype: torch.dtype, device: torch.device, products: Products) -> str | None:

@@ -6,7 +6,7 @@ It knows nothing of sequences, pages or requests: tokens come packed as [T], and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from batchgen.kernels.cpu.attention import CompiledAttention
 from batchgen.kernels.cpu.decoder import CompiledDecoder, DecoderLayer, DecoderShape
-from batchgen.kernels.linear import Linear, Product, Products
+from batchgen.kernels.linear import Linear, Product, Products, repacks
 from batchgen.kernels.lora import LoraPairs, LoraStep
 from batchgen.kernels.ops import Ops
 from batchgen.kernels.rope import inverse_frequencies
@@ -272,40 +272,67 @@ def load_native(
     memory: the weights and, where they are repacked for the CPU, one matrix more.
     """
     with WeightReader(folder.tensors) as reader:
-
-        def load(fused: FusedTensor) -> Tensor:
-            target = torch.empty(fused.shape, dtype=spec.dtype, device=spec.device)
-            start = 0
-            for name, rows in fused.parts:
-                reader.read_into(name, target[start : start + rows])
-                start += rows
-            return target
-
-        embedding = load(layout.embedding)
+        loader = _Loader(reader, spec, layout, products)
+        embedding = loader.tensor(layout.embedding)
         changes = _load_adapters(spec, layout, adapters)
         layers = [
-            _load_layer(i, config.windows[i], layer, load, changes[i] if changes else {}, products)
+            _load_layer(i, config.windows[i], layer, loader, changes[i] if changes else {})
             for i, layer in enumerate(layout.layers)
         ]
-        norm = load(layout.norm)
-        head = Linear(embedding if layout.head is None else load(layout.head), products=products)
+        norm = loader.tensor(layout.norm)
+        head = Linear(embedding, products=products) if layout.head is None else loader.linear(layout.head)
     return NativeModel(spec, config, embedding, layers, norm, head)
+
+
+class _Loader:
+    """Reads fused tensors.
+
+    Matrices that are repacked are read into one piece of memory, one after the other: were each given its own, those
+    freed would leave holes between the weights that stay, some matrices large, which the process keeps.
+    """
+
+    def __init__(self, reader: WeightReader, spec: ModelSpec, layout: NativeLayout, products: Products) -> None:
+        self._reader = reader
+        self._spec = spec
+        self._products = products
+        self._staging: Tensor | None = None
+        if repacks(spec.dtype, spec.device, products):
+            matrices = [fused for layer in layout.layers for fused in layer.values()]
+            matrices += [] if layout.head is None else [layout.head]
+            self._staging = torch.empty(max(map(_numel, matrices), default=0), dtype=spec.dtype)
+
+    def tensor(self, fused: FusedTensor) -> Tensor:
+        """A tensor of its own."""
+        return self._read(fused, torch.empty(fused.shape, dtype=self._spec.dtype, device=self._spec.device))
+
+    def linear(self, weight: FusedTensor, bias: FusedTensor | None = None) -> Linear:
+        """A product with a weight."""
+        own_bias = None if bias is None else self.tensor(bias)
+        if self._staging is None:
+            return Linear(self.tensor(weight), own_bias, products=self._products)
+        staged = self._read(weight, self._staging[: _numel(weight)].view(weight.shape))
+        return Linear(staged, own_bias, products=self._products)
+
+    def _read(self, fused: FusedTensor, target: Tensor) -> Tensor:
+        start = 0
+        for name, rows in fused.parts:
+            self._reader.read_into(name, target[start : start + rows])
+            start += rows
+        return target
 
 
 def _load_layer(
     index: int,
     window: int | None,
     tensors: Mapping[str, FusedTensor],
-    load: Callable[[FusedTensor], Tensor],
+    loader: _Loader,
     lora: Mapping[str, LoraPairs],
-    products: Products,
 ) -> _Layer:
     def linear(name: str) -> Linear:
-        bias = tensors.get(f"{name}_bias")
-        return Linear(load(tensors[name]), None if bias is None else load(bias), products=products)
+        return loader.linear(tensors[name], tensors.get(f"{name}_bias"))
 
     def optional(name: str) -> Tensor | None:
-        return load(tensors[name]) if name in tensors else None
+        return loader.tensor(tensors[name]) if name in tensors else None
 
     return _Layer(
         index=index,
@@ -314,8 +341,8 @@ def _load_layer(
         o=linear("o"),
         gate_up=linear("gate_up"),
         down=linear("down"),
-        input_norm=load(tensors["input_norm"]),
-        post_norm=load(tensors["post_norm"]),
+        input_norm=loader.tensor(tensors["input_norm"]),
+        post_norm=loader.tensor(tensors["post_norm"]),
         q_norm=optional("q_norm"),
         k_norm=optional("k_norm"),
         lora=lora,

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchgen.kernels import layouts as module
+from batchgen.kernels import linear as linears
 from batchgen.kernels.cpu.library import loaded
-from batchgen.kernels.layouts import Compiled, Plain, can_pack, fastest, layouts, take_layout
-from batchgen.kernels.linear import Linear, describe_products, forms
+from batchgen.kernels.layouts import Compiled, Plain, TakenLayout, can_pack, fastest, int8_refusal, layouts, take_layout
+from batchgen.kernels.linear import Linear, describe_products, forms, repacks
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -70,6 +71,27 @@ def test_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(forms(torch.ones(2, 2, device="meta"))) == {"plain"}
     monkeypatch.setattr(module, "loaded", lambda: False)
     assert layouts(torch.bfloat16, "measured") == layouts(torch.bfloat16, "torch")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_repacked_weight_is_a_copy(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever gives one may write over it; matrices of every size are loaded through the same memory."""
+    cpu = torch.device("cpu")
+    for name, make in [*layouts(dtype, "measured").items(), *layouts(dtype, "int8").items()]:
+        if name == "compiled int8" and int8_refusal(dtype, cpu):
+            continue
+        with monkeypatch.context() as patch:
+            taken = TakenLayout(name, make, name)
+            patch.setattr(linears, "take_layout", lambda *_, taken=taken: taken)
+            copied = repacks(dtype, cpu, "measured")
+            assert not repacks(dtype, torch.device("meta"), "measured")
+            for shape in ((16, 8), (33, 65), (1, 1)):
+                weight, x = torch.ones(shape, dtype=dtype), torch.ones(3, shape[1], dtype=dtype)
+                linear = Linear(weight)
+                weight.fill_(2)
+                expected = torch.full((3, shape[0]), (1 if copied else 2) * shape[1], dtype=dtype)
+                torch.testing.assert_close(linear(x), expected, rtol=0.02, atol=0)
+        assert copied is (name != "plain")
 
 
 def test_a_fixed_choice_asks_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
