@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Final
 
 import numpy as np
 import torch
@@ -32,9 +31,6 @@ from batchgen.models.base import Model, ModelInput
 from batchgen.plan.types import PageCopy, StepPlan
 
 __all__ = ["Flight", "StepRunner"]
-
-_COPIES: Final = 64
-"""Pages copied at once: they go through memory of their own."""
 
 
 @dataclass(slots=True)
@@ -262,17 +258,15 @@ class StepRunner:
 
     def _copy_pages(self, copies: Seq[PageCopy]) -> None:
         """Copy pages, once and in order: a source may be another page's target, so that nothing is copied twice."""
-        for at in range(0, len(copies), _COPIES):
-            some = copies[at : at + _COPIES]
-            sources, targets = self._device.upload(
-                np.array([copy.source for copy in some], np.int64), np.array([copy.target for copy in some], np.int64)
-            )
-            try:
-                self._pool.copy_pages(sources, targets)
-            except RuntimeError as problem:
-                if is_out_of_memory(problem):
-                    raise DeviceError(f"memory ran out for copies of {len(some)} KV pages; lower --kv-memory") from None
-                raise
+        if not copies:
+            return
+        (table,) = self._device.upload(np.array([(copy.source, copy.target, copy.tokens) for copy in copies], np.int64))
+        try:
+            self._backend.copy_pages(self._pool, table)
+        except RuntimeError as problem:
+            if is_out_of_memory(problem):
+                raise DeviceError(f"memory ran out for copies of {len(copies)} KV pages; lower --kv-memory") from None
+            raise
 
 
 def _unread(last: Flight | None) -> tuple[Tensor | None, Rows | None]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from batchgen.kernels import invariant_ops, torch_ops
 from batchgen.kernels.attention import TorchAttention
@@ -29,6 +30,8 @@ from batchgen.kernels.chips import (
     known_chips,
     measured_tuning,
 )
+from batchgen.kernels.copies import copy_pages
+from batchgen.kernels.cpu import copies as compiled_copies
 from batchgen.kernels.cpu import ops as compiled_ops
 from batchgen.kernels.cpu.attention import CompiledAttention
 from batchgen.kernels.cpu.build import find_compiler
@@ -92,6 +95,8 @@ class Backend:
     """Attention of decode-only steps inside graphs; None: these kernels stand in none."""
     group_saving: Callable[[], int] | None = None
     """Measures how many reads of cached positions a prefix group must save to pay; None: nothing is measured."""
+    copy_pages: Callable[[KVPool, Tensor], None] = copy_pages
+    """See `kernels.copies`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +200,14 @@ def _compiled(needs: AttentionNeeds) -> Backend:
     saving = None
     if needs.layers:
         saving = partial(measured_saving, needs.layers[0], needs.heads, needs.dtype, needs.page_size, len(needs.layers))
-    return Backend("compiled", f"compiled by {compiler}", CompiledAttention, compiled_ops, group_saving=saving)
+    return Backend(
+        "compiled",
+        f"compiled by {compiler}",
+        CompiledAttention,
+        compiled_ops,
+        group_saving=saving,
+        copy_pages=compiled_copies.copy_pages,
+    )
 
 
 def _deterministic(name: str, needs: AttentionNeeds) -> Backend:

@@ -80,11 +80,6 @@ class KVPool:
         """Bytes of one page over all layers."""
         return sum(page_size * x.kv_heads * (x.key_dim + x.value_dim) for x in layers) * dtype.itemsize
 
-    def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy whole pages `sources` [n] int64 to `targets` [n] int64 in every layer."""
-        for cache in (*self.keys, *self.values):
-            cache[targets] = cache[sources]
-
 
 @dataclass(frozen=True, slots=True)
 class ChunkPages:

@@ -13,7 +13,7 @@ Admit = Literal["foreseen", "free"]
 """When it begins: when the pages last for all to their expected ends, or as soon as there are free ones."""
 
 GROUP_MIN_SAVING: Final = 256
-"""What a pass over a group's pages must save on a CPU; a GPU's chip has a number of its own."""
+"""What a pass over a group's pages must save where nobody knows better: compiled kernels measure it, chips name it."""
 
 
 @dataclass(frozen=True, slots=True)

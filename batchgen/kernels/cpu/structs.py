@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ctypes import Structure, c_double, c_int64, c_void_p
 
-__all__ = ["Embed", "Gated", "Heads", "Logits", "Norm", "RowKeys", "RowScan", "Sample", "Top"]
+__all__ = ["Embed", "Gated", "Heads", "Logits", "Norm", "PageCopies", "RowKeys", "RowScan", "Sample", "Top"]
 
 
 class Norm(Structure):
@@ -66,6 +66,19 @@ class Embed(Structure):
         ("out", c_void_p),
         ("tokens", c_int64),
         ("bytes", c_int64),
+    )
+
+
+class PageCopies(Structure):
+    """`copies.cpp`: the heads of pages to other pages."""
+
+    _fields_ = (
+        ("caches", c_void_p),
+        ("bytes", c_void_p),
+        ("copies", c_void_p),
+        ("num_caches", c_int64),
+        ("num_copies", c_int64),
+        ("page_size", c_int64),
     )
 
 

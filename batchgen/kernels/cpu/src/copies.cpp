@@ -1,0 +1,33 @@
+// The first positions of pages of the pool to other pages, in every layer: copies.py.
+#include <cstring>
+
+#include "parallel.h"
+
+namespace bg {
+
+struct PageCopies {
+    char* const* caches;    // [C]: each [P, S, K, D]
+    const int64_t* bytes;   // [C] of a position
+    const int64_t* copies;  // [n, 3]: source, target, positions
+    int64_t num_caches, num_copies, page_size;
+};
+
+// A cache's copies are made by one thread and in order: a source may be the target of a later copy.
+void page_copies_part(const PageCopies& p, int thread, int threads) {
+    const Span span(p.num_caches, thread, threads);
+    for (int64_t c = span.begin; c < span.end; c++)
+        for (const int64_t* copy = p.copies; copy < p.copies + 3 * p.num_copies; copy += 3) {
+            const int64_t page = p.page_size * p.bytes[c];
+            std::memcpy(p.caches[c] + copy[1] * page, p.caches[c] + copy[0] * page, copy[2] * p.bytes[c]);
+        }
+}
+
+}  // namespace bg
+
+extern "C" {
+
+void bg_page_copies(const bg::PageCopies* p, int threads) {
+#pragma omp parallel num_threads(threads)
+    bg::page_copies_part(*p, omp_get_thread_num(), omp_get_num_threads());
+}
+}
