@@ -3,8 +3,8 @@
 out[t] += (x[t] A_a^T) B_a^T for the adapter a of token t, the adapter's scale folded into B. Tokens without one are
 not touched; a step without any costs nothing, because nobody calls this.
 
-The plain path takes one adapter after another. The kernels take all of them in one launch: a step lists its tokens by
-adapter in tiles, once for all layers, and a layer holds its adapters' matrices one below another.
+The plain path takes one adapter after another. The kernels take all of them in one launch or call: a step lists its
+tokens by adapter in tiles, once for all layers, and a layer holds its adapters' matrices one below another.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class LoraPair:
 
 @dataclass(frozen=True, slots=True)
 class LoraStack:
-    """A layer's pairs in two matrices. `rank` counts over all adapters, each padded with zeros to a multiple of 16."""
+    """A layer's pairs in two matrices. `rank` counts over all adapters, each zero-padded to a multiple of `align`."""
 
     down: Tensor
     """[ranks, I]"""
@@ -57,16 +57,17 @@ class LoraStack:
     ranges: Tensor
     """[adapters, 2] int32: first rank and padded ranks of each; 0 ranks where it leaves the layer as it is"""
     spans: Tensor
-    """[adapters, ceil(O / OUTPUT_BLOCK), 2] int32: ranks [from, to), multiples of 16, outside of which B is zero in a
-    block of outputs; an adapter of fused projections is zero in most"""
+    """[adapters, ceil(O / OUTPUT_BLOCK), 2] int32: ranks [from, to), multiples of `align`, outside of which B is zero
+    in a block of outputs; an adapter of fused projections is zero in most"""
     width: int
     """The most padded ranks that an adapter has."""
+    align: int = _RANK_BLOCK
 
 
 class LoraPairs(Sequence["LoraPair | None"]):
     """A layer's pairs by adapter; None where an adapter leaves the layer as it is.
 
-    On a GPU they are stacked at once, elsewhere when somebody asks; the pairs are views of the stack from then on.
+    On a GPU they are stacked at once, elsewhere when somebody asks; the pairs are views of the latest stack.
     """
 
     def __init__(self, pairs: Sequence[LoraPair | None]) -> None:
@@ -86,21 +87,26 @@ class LoraPairs(Sequence["LoraPair | None"]):
 
     @property
     def stack(self) -> LoraStack:
-        """The pairs as the kernels read them; there is at least one."""
-        if self._stack is None:
-            self._stack, self._pairs = stack_pairs(self._pairs)
+        """The pairs as a GPU's kernels read them; there is at least one."""
+        return self.stacked(_RANK_BLOCK)
+
+    def stacked(self, align: int) -> LoraStack:
+        """The pairs, of which there is at least one, with ranks padded to multiples of `align`."""
+        if self._stack is None or self._stack.align != align:
+            self._stack, self._pairs = stack_pairs(self._pairs, align)
         return self._stack
 
 
-def stack_pairs(pairs: Sequence[LoraPair | None]) -> tuple[LoraStack, list[LoraPair | None]]:
+def stack_pairs(pairs: Sequence[LoraPair | None], align: int = _RANK_BLOCK) -> tuple[LoraStack, list[LoraPair | None]]:
     """The pairs in two matrices, and the same pairs as views of them.
 
     Args:
         pairs: at least one of them not None; of one layer, in one dtype, on one device.
+        align: an adapter's ranks are padded to a multiple of this.
     """
     some = next(pair for pair in pairs if pair is not None)
     inputs, outputs, device = some.down.shape[1], some.up.shape[0], some.down.device
-    padded = [0 if p is None else -(-p.down.shape[0] // _RANK_BLOCK) * _RANK_BLOCK for p in pairs]
+    padded = [0 if p is None else -(-p.down.shape[0] // align) * align for p in pairs]
     firsts = np.cumsum([0, *padded])
     down = torch.zeros(int(firsts[-1]), inputs, dtype=some.down.dtype, device=device)
     up = torch.zeros(int(firsts[-1]), outputs, dtype=some.up.dtype, device=device)
@@ -113,23 +119,23 @@ def stack_pairs(pairs: Sequence[LoraPair | None]) -> tuple[LoraStack, list[LoraP
         down[rows], up[rows] = pair.down, pair.up.T
         views.append(LoraPair(down[rows], up[rows].T))
     ranges = np.stack([firsts[:-1], padded], axis=1).astype(np.int32)
-    stack = LoraStack(down, up, torch.from_numpy(ranges).to(device), _spans(up, ranges).to(device), max(padded))
-    return stack, views
+    spans = _spans(up, ranges, align).to(device)
+    return LoraStack(down, up, torch.from_numpy(ranges).to(device), spans, max(padded), align), views
 
 
-def _spans(up: Tensor, ranges: npt.NDArray[np.int32]) -> Tensor:
+def _spans(up: Tensor, ranges: npt.NDArray[np.int32], align: int) -> Tensor:
     """Where B is not zero, by adapter and block of outputs."""
     outputs = up.shape[1]
     blocks = -(-outputs // OUTPUT_BLOCK)
-    cells = F.pad(up != 0, (0, blocks * OUTPUT_BLOCK - outputs)).view(-1, _RANK_BLOCK, blocks, OUTPUT_BLOCK)
-    used = cells.any(3).any(1).cpu().numpy()  # [ranks / 16, blocks]
+    cells = F.pad(up != 0, (0, blocks * OUTPUT_BLOCK - outputs)).view(-1, align, blocks, OUTPUT_BLOCK)
+    used = cells.any(3).any(1).cpu().numpy()  # [ranks / align, blocks]
     spans = np.zeros((len(ranges), blocks, 2), np.int32)
-    for adapter, (first, count) in enumerate((ranges // _RANK_BLOCK).tolist()):
+    for adapter, (first, count) in enumerate((ranges // align).tolist()):
         own = used[first : first + count]
         if count:
             spans[adapter, :, 0] = first + own.argmax(0)
             spans[adapter, :, 1] = np.where(own.any(0), first + count - own[::-1].argmax(0), spans[adapter, :, 0])
-    spans *= _RANK_BLOCK
+    spans *= align
     return torch.from_numpy(spans)
 
 
@@ -162,7 +168,7 @@ class LoraStep:
     segments: tuple[LoraSegment, ...]
     """No token is in two of them."""
     tiles: LoraTiles | None = None
-    """The same for kernels, where the step runs on a GPU."""
+    """The same for kernels; None: `tiles_of` makes it."""
 
 
 def lora_step(adapters: npt.NDArray[np.signedinteger[Any]], device: Device) -> LoraStep | None:
@@ -175,18 +181,16 @@ def lora_step(adapters: npt.NDArray[np.signedinteger[Any]], device: Device) -> L
     only = int(adapters[0]) if (adapters == adapters[0]).all() else None
     if only == -1:
         return None
-    on_host = device.torch_device.type == "cpu"
-    if only is not None and on_host:
-        return LoraStep((LoraSegment(only, None),))
     tokens = np.bincount(adapters + 1)  # of none, of adapter 0, ...
     order = np.argsort(adapters, kind="stable")[tokens[0] :]
     found = np.flatnonzero(tokens[1:]).tolist()
     counts = tokens[1:][found].tolist()
-    if on_host:
-        return LoraStep(_segments(found, counts, *device.upload(order)))
     tiles, rows = _cut(found, counts)
     sent, sent_tiles = device.upload(order, tiles)
-    return LoraStep(_segments(found, counts, sent), LoraTiles(sent, sent_tiles, rows))
+    all_tiles = LoraTiles(sent, sent_tiles, rows)
+    if only is not None and device.torch_device.type == "cpu":  # PyTorch's product need not look rows up
+        return LoraStep((LoraSegment(only, None),), all_tiles)
+    return LoraStep(_segments(found, counts, sent), all_tiles)
 
 
 def _segments(adapters: list[int], counts: list[int], order: Tensor) -> tuple[LoraSegment, ...]:

@@ -114,7 +114,7 @@ class NativeModel:
     @torch.no_grad()
     def hidden(self, inputs: ModelInput) -> Tensor:
         """States after the final norm, [T, H] in the model's dtype."""
-        if self._compiled is not None and inputs.lora is None and isinstance(inputs.attention, CompiledAttention):
+        if self._compiled is not None and isinstance(inputs.attention, CompiledAttention):
             return _hidden_compiled(self._compiled, inputs, inputs.attention, self._spec)
         x = F.embedding(inputs.input_ids, self._embedding)  # [T, H]
         if inputs.embeds is not None:
@@ -149,7 +149,7 @@ class NativeModel:
             if qkv is None or o is None or gate_up is None or down is None:
                 return None
             norms = (layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm)
-            layers.append(DecoderLayer(qkv, o, gate_up, down, *norms, layer.window))
+            layers.append(DecoderLayer(qkv, o, gate_up, down, *norms, layer.window, layer.lora))
         config = self._config
         shape = DecoderShape(config.num_heads, config.num_kv_heads, config.head_dim, config.activation, config.rms_eps)
         return CompiledDecoder(shape, layers, self._embedding, self._norm, self._inv_freq, self._rope_scale)
@@ -175,6 +175,7 @@ def _hidden_compiled(
         inputs.input_ids,
         inputs.positions,
         attention,
+        lora=inputs.lora,
         embeds=None if embeds is None else (embeds.rows, embeds.values),
         taps=states,
     )  # [T, H]

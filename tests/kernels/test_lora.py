@@ -75,5 +75,6 @@ def test_a_step_without_adapters_is_none() -> None:
     assert lora_step(np.array([-1, -1]), HOST) is None
     alone = lora_step(np.array([4, 4]), HOST)
     assert alone is not None
-    assert alone.tiles is None
+    assert alone.tiles is not None
+    assert (alone.tiles.order.tolist(), alone.tiles.tiles.tolist()) == ([0, 1], [[4, 0, 2]])
     assert [(s.adapter, s.rows) for s in alone.segments] == [(4, None)]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,9 +15,12 @@ from torch import Tensor
 from batchgen.kernels.cpu import decoder as module
 from batchgen.kernels.cpu import ops as compiled_ops
 from batchgen.kernels.cpu.library import loaded, missing
+from batchgen.kernels.device import HOST
 from batchgen.kernels.layouts import Products, int8_refusal
+from batchgen.kernels.lora import lora_step
 from batchgen.models.base import Model, ModelInput, Taps, TokenEmbeds
 from batchgen.models.load import load_model
+from tests.models.adapters import KINDS, adapted_logits, save_adapter
 from tests.models.packed import PagedCache, packed_logits, random_sequences
 from tests.models.test_native import CONFIGS, eager
 from tests.models.tiny import VOCAB, save_tiny
@@ -109,6 +113,53 @@ def test_states_and_embeddings_are_those_of_the_operations_one_by_one(
         together, one_by_one = runs[0][layer].float(), runs[1][layer].float()
         # Tables of many positions may round their ends otherwise than those of a step's.
         assert (together - one_by_one).norm() <= (1e-6 if dtype == "float32" else 2e-3) * one_by_one.norm()
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "qwen3", "odd"])
+def test_adapters_are_computed_in_the_same_call(name: str, tmp_path: Path, calls: list[int]) -> None:
+    """Logits are peft's, and a sequence without an adapter is the same bits as if no other had one."""
+    model_type, overrides = CASES[name]
+    base = save_tiny(model_type, tmp_path / "base", **overrides)
+    paths = [save_adapter(base, tmp_path / f"a{i}", seed=i, **KINDS[kind]) for i, kind in enumerate(("all", "some"))]
+    adapters = [(f"a{i}", str(path)) for i, path in enumerate(paths)]
+    model = load_model(base, dtype="float32", device="cpu", products="fixed", lora=adapters)
+    sequences = random_sequences(VOCAB)
+    of = [i % 3 - 1 for i in range(len(sequences))]
+
+    def logits(adapters: list[int] | None) -> list[Tensor]:
+        cache = PagedCache(model.spec, len(sequences))
+        return packed_logits(model, sequences, cache.compiled_step, adapters=adapters)
+
+    mixed, plain = logits(of), logits(None)
+    assert sum(calls) == 2 * sum(map(len, sequences))
+    for i, adapter in enumerate(of):
+        if adapter < 0:
+            assert torch.equal(mixed[i], plain[i])
+        else:
+            expected = adapted_logits(base, paths[adapter], [sequences[i]])[0]
+            torch.testing.assert_close(mixed[i], expected, atol=1e-4, rtol=1e-4)
+            assert (mixed[i] - plain[i]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("products", ["fixed", "int8"])
+def test_adapters_are_those_of_the_operations_one_by_one(products: Products, dtype: str, tmp_path: Path) -> None:
+    if products == "int8" and int8_refusal(torch.float32, torch.device("cpu")) is not None:
+        pytest.skip("no products of int8 here")
+    base = save_tiny("qwen3", tmp_path / "base")
+    adapter = str(save_adapter(base, tmp_path / "a", **KINDS["all"]))
+    options: dict[str, Any] = {"dtype": dtype, "device": "cpu", "products": products}
+    model: Any = load_model(base, **options, lora=[("a", adapter)])
+    ids, step = random_sequences(VOCAB, lengths=(19,))[0], lora_step(np.zeros(19, np.int64), HOST)
+    found = []
+    for alone in (False, True):
+        if alone:
+            model._compiled = None
+        attention = PagedCache(model.spec, 1).compiled_step([(0, 19)])
+        inputs = ModelInput(ids, torch.arange(19), attention, lora=step, ops=compiled_ops)
+        found.append(model.hidden(inputs).float())
+    together, one_by_one = found
+    assert (together - one_by_one).norm() <= (1e-6 if dtype == "float32" else 2e-3) * one_by_one.norm()
 
 
 def test_steps_grow_and_shrink(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from ctypes import Array, Structure, addressof, byref, c_double, c_int, c_int64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -18,14 +18,17 @@ from torch import Tensor
 
 from batchgen.kernels.cpu.attention import CompiledAttention
 from batchgen.kernels.cpu.library import DTYPES, address, library
+from batchgen.kernels.cpu.lora import StackCall, StepRoom, stack_call
 from batchgen.kernels.cpu.matmul import MatmulCall
 from batchgen.kernels.cpu.ops import ACTIVATION_CODES
 from batchgen.kernels.layouts import Compiled
+from batchgen.kernels.lora import LoraPairs, LoraStep, tiles_of
 from batchgen.kernels.rope import rope_tables
 
 __all__ = ["CompiledDecoder", "DecoderLayer", "DecoderShape"]
 
 
+_PRODUCTS: Final = ("qkv", "o", "gate_up", "down")
 _LAID: Final = 64
 """Numbers of tokens whose layout is remembered."""
 
@@ -42,6 +45,7 @@ class _Layer(Structure):
         ("post_norm", c_void_p),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
+        *((f"{name}_lora", c_void_p) for name in _PRODUCTS),
     )
 
 
@@ -74,6 +78,7 @@ class _Step(Structure):
         ("cos", c_void_p),
         ("sin", c_void_p),
         ("attention", c_void_p),
+        ("lora", c_void_p),
         ("taps", c_void_p),
         ("x", c_void_p),
         ("normed", c_void_p),
@@ -105,6 +110,8 @@ class DecoderLayer:
     """[D], as `q_norm`"""
     window: int | None
     """positions that a token sees; None: all"""
+    lora: Mapping[str, LoraPairs] = field(default_factory=dict)
+    """changes of products by the names above, in the weights' dtype"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +150,10 @@ class CompiledDecoder:
             product.packed.scratch for layer in layers for product in (layer.qkv, layer.o, layer.gate_up, layer.down)
         )
         widths = (hidden, layers[0].qkv.packed.outer, shape.heads * shape.dim, hidden, 2 * inner, inner)
-        self._layers = (_Layer * len(layers))(*map(_layer, layers))
+        stacks = [{name: stack_call(pairs) for name, pairs in layer.lora.items()} for layer in layers]
+        self._layers = (_Layer * len(layers))(*map(_layer, layers, stacks))
+        self._adapted = stacks  # which have to live as long
+        self._lora = StepRoom(max((stack.width for layer in stacks for stack in layer.values()), default=0))
         self._decoder = _Decoder(
             addressof(self._layers),
             embedding.data_ptr(),
@@ -168,6 +178,7 @@ class CompiledDecoder:
         positions: Tensor,
         attention: CompiledAttention,
         *,
+        lora: LoraStep | None = None,
         embeds: tuple[Tensor, Tensor] | None = None,
         taps: Mapping[int, Tensor] | None = None,
     ) -> Tensor:
@@ -177,6 +188,7 @@ class CompiledDecoder:
             ids: [T] int64.
             positions: [T] int64.
             attention: the step's.
+            lora: tokens by adapter; None where no token has one.
             embeds: tokens [E] int64 that are embeddings [E, H] in place of ids.
             taps: layer -> [T, H] to fill with the states after it; 0: as the first layer is fed.
 
@@ -206,6 +218,8 @@ class CompiledDecoder:
         step.cos, step.sin = cos.data_ptr(), sin.data_ptr()
         step.attention, step.taps = addressof(arguments.struct), addressof(tapped)
         step.normed = normed.data_ptr()
+        adapted = None if lora is None else self._lora.call(tiles_of(lora, tokens, ids.device))
+        step.lora = None if adapted is None else addressof(adapted.struct)
         library().bg_decode(byref(self._decoder), byref(step), c_int(threads))
         return normed
 
@@ -215,13 +229,14 @@ class CompiledDecoder:
         return (c_void_p * len(places))(*(address(taps.get(layer)) for layer in places))
 
 
-def _layer(layer: DecoderLayer) -> _Layer:
+def _layer(layer: DecoderLayer, stacks: Mapping[str, StackCall]) -> _Layer:
     return _Layer(
         *(_product(product) for product in (layer.qkv, layer.o, layer.gate_up, layer.down)),
         layer.input_norm.data_ptr(),
         layer.post_norm.data_ptr(),
         address(layer.q_norm),
         address(layer.k_norm),
+        *(addressof(stacks[name].struct) if name in stacks else None for name in _PRODUCTS),
     )
 
 

@@ -20,10 +20,10 @@ from batchgen.kernels import sampling as plain_sampling
 from batchgen.kernels.bitmask import apply_bitmask
 from batchgen.kernels.counts import count_tokens, penalise
 from batchgen.kernels.cpu.library import DTYPES, address, library
+from batchgen.kernels.cpu.lora import add_lora
 from batchgen.kernels.cpu.structs import Gated, Heads, Logits, Norm, RowKeys, RowScan, Sample, Top
 from batchgen.kernels.filtering import filtered_scores
 from batchgen.kernels.logprobs import ReadOut, mask_tokens
-from batchgen.kernels.lora import add_lora
 from batchgen.kernels.moe import moe_experts, route
 from batchgen.kernels.rope import rope_tables
 from batchgen.kernels.sampling import SampleResult, SamplingColumns

@@ -15,14 +15,14 @@ class Run {
         norm(nullptr, d_.layers[0].input_norm);
         for (int64_t l = 0; l < d_.num_layers; l++) {
             const DecoderLayer& layer = d_.layers[l];
-            product(layer.qkv, s_.normed, s_.qkv);
+            product(layer.qkv, layer.qkv_lora, s_.normed, s_.qkv);
             attend(layer, l);
-            product(layer.o, s_.attended, s_.delta);
+            product(layer.o, layer.o_lora, s_.attended, s_.delta);
             norm(s_.delta, layer.post_norm);
-            product(layer.gate_up, s_.normed, s_.gate_up);
+            product(layer.gate_up, layer.gate_up_lora, s_.normed, s_.gate_up);
             gated_part({s_.gate_up, s_.activated, s_.tokens, d_.inner, d_.activation, d_.dtype}, thread_, threads_);
             barrier_.wait();
-            product(layer.down, s_.activated, s_.delta);
+            product(layer.down, layer.down_lora, s_.activated, s_.delta);
             norm(s_.delta, l + 1 < d_.num_layers ? d_.layers[l + 1].input_norm : d_.final_norm, l + 1);
         }
     }
@@ -47,7 +47,7 @@ class Run {
         if (a.lists[l]->num_merges) barrier_.wait();
     }
 
-    void product(const Matmul& weight, const void* x, void* out) {
+    void product(const Matmul& weight, const LoraStack* lora, const void* x, void* out) {
         Matmul m = weight;
         m.x = x;
         m.out = out;
@@ -56,6 +56,11 @@ class Run {
         m.out_stride = m.outer;
         m.scratch = s_.scratch;
         matmul_part(m, thread_, threads_);
+        if (!s_.lora) lora = nullptr;
+        if (lora) lora_down_part(*lora, *s_.lora, x, m.inner, thread_, threads_);
+        barrier_.wait();
+        if (!lora) return;
+        lora_up_part(*lora, *s_.lora, out, m.outer, thread_, threads_);
         barrier_.wait();
     }
 

@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "elementwise.h"
+#include "lora.h"
 #include "matmul.h"
 
 namespace bg {
@@ -13,6 +14,7 @@ struct DecoderLayer {
     Matmul qkv, o, gate_up, down;
     const void *input_norm, *post_norm;  // [H]
     const void *q_norm, *k_norm;         // [D] or null, both or neither
+    const LoraStack *qkv_lora, *o_lora, *gate_up_lora, *down_lora;  // null where no adapter changes the product
 };
 
 struct Decoder {
@@ -29,6 +31,7 @@ struct DecoderStep {
     const int64_t *slots;       // [T]
     const void *cos, *sin;      // [positions, D] of rope_tables
     const Attention* attention;  // reads queries from qkv, writes attended
+    const LoraStep* lora;        // null where no token has an adapter
     void* const* taps;           // [L + 1] -> [T, H] or null: what goes into the first layer, what comes out of each
     void *x;                     // [T, H] residual sums
     void *normed;                // [T, H] the result

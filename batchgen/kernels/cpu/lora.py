@@ -1,0 +1,135 @@
+"""Low-rank changes of a linear layer by `src/lora.cpp`; the oracle is `kernels.lora`.
+
+Inner sums stay float32 and a result is rounded once, so that a token's change is the same bits whatever other tokens
+the step has.
+"""
+
+from __future__ import annotations
+
+import threading
+from ctypes import Structure, addressof, byref, c_int, c_int64, c_void_p
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from batchgen.kernels.cpu.library import DTYPES, library
+from batchgen.kernels.lora import LoraPairs, LoraStack, LoraStep, LoraTiles, tiles_of
+from batchgen.kernels.lora import add_lora as plain_add_lora
+
+__all__ = ["StackCall", "StepCall", "StepRoom", "add_lora", "stack_call"]
+
+_SERIAL: Final = 1 << 14
+"""Fewer inner products' numbers than this are computed by one thread."""
+
+
+class _Stack(Structure):
+    """`LoraStack` of lora.h."""
+
+    _fields_ = (
+        ("down", c_void_p),
+        ("up", c_void_p),
+        ("ranges", c_void_p),
+        ("spans", c_void_p),
+        ("inner", c_int64),
+        ("outer", c_int64),
+        ("dtype", c_int64),
+    )
+
+
+class _Step(Structure):
+    """`LoraStep` of lora.h."""
+
+    _fields_ = (
+        ("order", c_void_p),
+        ("tiles", c_void_p),
+        ("sums", c_void_p),
+        ("num_tiles", c_int64),
+        ("width", c_int64),
+    )
+
+
+class _Call(Structure):
+    """`LoraCall` of lora.cpp."""
+
+    _fields_ = (
+        ("stack", c_void_p),
+        ("step", c_void_p),
+        ("x", c_void_p),
+        ("out", c_void_p),
+        ("x_stride", c_int64),
+        ("out_stride", c_int64),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StackCall:
+    """A layer's adapters as an argument."""
+
+    struct: _Stack
+    width: int
+    """the most ranks that an adapter has here"""
+    kept: LoraStack
+    """what the struct points into"""
+
+
+def stack_call(pairs: LoraPairs) -> StackCall:
+    """The pairs, of which there is at least one, in a dtype that is compiled."""
+    stack = pairs.stacked(1)
+    struct = _Stack(
+        stack.down.data_ptr(),
+        stack.up.data_ptr(),
+        stack.ranges.data_ptr(),
+        stack.spans.data_ptr(),
+        stack.down.shape[1],
+        stack.up.shape[1],
+        DTYPES[stack.down.dtype],
+    )
+    return StackCall(struct, stack.width, stack)
+
+
+@dataclass(frozen=True, slots=True)
+class StepCall:
+    """A step's tokens by adapter as an argument."""
+
+    struct: _Step
+    kept: tuple[LoraTiles, Tensor]
+    """what the struct points to"""
+
+
+class StepRoom(threading.local):
+    """Memory for the inner sums of steps, used again and again by a Python thread."""
+
+    def __init__(self, width: int) -> None:
+        """`width`: the most ranks that an adapter has in any layer."""
+        self._width = width
+        self._sums = torch.empty(0, dtype=torch.float32)
+
+    def call(self, tiles: LoraTiles) -> StepCall:
+        """A step's tokens as an argument."""
+        size = len(tiles.order) * self._width
+        if self._sums.numel() < size:
+            with torch.inference_mode(False):  # steps inside and outside of it write here
+                self._sums = torch.empty(size, dtype=torch.float32)
+        struct = _Step(
+            tiles.order.data_ptr(), tiles.tiles.data_ptr(), self._sums.data_ptr(), len(tiles.tiles), self._width
+        )
+        return StepCall(struct, (tiles, self._sums))
+
+
+def add_lora(out: Tensor, x: Tensor, step: LoraStep, pairs: LoraPairs) -> None:
+    """See `lora.add_lora`."""
+    some = next((pair for pair in pairs if pair is not None), None)
+    if some is None:
+        return
+    alike = x.dtype == out.dtype == some.down.dtype and x.dtype in DTYPES and x.device.type == "cpu"
+    if not alike or not x.numel() or x.stride(1) != 1 or out.stride(1) != 1:
+        return plain_add_lora(out, x, step, pairs)
+    stack, tiles = stack_call(pairs), tiles_of(step, len(x), x.device)
+    tokens = StepRoom(stack.width).call(tiles)
+    call = _Call(
+        addressof(stack.struct), addressof(tokens.struct), x.data_ptr(), out.data_ptr(), x.stride(0), out.stride(0)
+    )
+    threads = 1 if len(x) * stack.width < _SERIAL else torch.get_num_threads()
+    library().bg_lora(byref(call), c_int(threads))

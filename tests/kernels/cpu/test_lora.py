@@ -1,0 +1,140 @@
+"""Compiled low-rank changes against a loop over tokens and the plain product: odd sizes and ranks, several threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from batchgen.kernels.cpu import lora as compiled
+from batchgen.kernels.cpu.library import loaded, missing
+from batchgen.kernels.device import HOST
+from batchgen.kernels.lora import LoraPair, LoraPairs, LoraStep, add_lora, lora_step
+from tests.kernels.gpu.closeness import assert_as_close
+from tests.kernels.test_lora import by_token
+
+pytestmark = pytest.mark.skipif(not loaded(), reason=str(missing()))
+
+widths = st.integers(1, 70) | st.integers(120, 300)
+ranks = st.lists(st.sampled_from([0, 1, 3, 8, 9, 16, 33]), min_size=4, max_size=4)
+dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+
+
+@pytest.fixture(autouse=True, params=[1, 2, 5])
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Any amount of work is shared by all threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    monkeypatch.setattr(compiled, "_SERIAL", 0)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def draw_pairs(
+    ranks: list[int], inputs: int, outputs: int, dtype: torch.dtype, seed: int = 1, fused: bool = False
+) -> LoraPairs:
+    """`fused`: B in two blocks, as of two projections that stand below one another."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(rank: int) -> LoraPair | None:
+        if not rank:
+            return None
+        down, up = (torch.randn(size, generator=generator) for size in ((rank, inputs), (outputs, rank)))
+        if fused:
+            up[: outputs // 2, rank // 2 :] = 0
+            up[outputs // 2 :, : rank // 2] = 0
+        return LoraPair((down * inputs**-0.5).to(dtype), up.to(dtype))
+
+    return LoraPairs([draw(rank) for rank in ranks])
+
+
+def draw_inputs(tokens: int, inputs: int, outputs: int, dtype: torch.dtype, seed: int = 2) -> tuple[Tensor, Tensor]:
+    """x [T, I] and out [T, O], views with gaps between their rows."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, inputs + 3, generator=generator).to(dtype)[:, 1 : 1 + inputs]
+    return x, torch.randn(tokens, outputs + 5, generator=generator).to(dtype)[:, 2 : 2 + outputs]
+
+
+def step_of(adapters: list[int]) -> LoraStep:
+    step = lora_step(np.array(adapters), HOST)
+    assert step is not None
+    return step
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    adapters=st.lists(st.integers(-1, 3), min_size=1, max_size=90).filter(lambda a: max(a) >= 0),
+    ranks=ranks,
+    inputs=widths,
+    outputs=widths,
+    dtype=dtypes,
+    fused=st.booleans(),
+)
+def test_each_token_gets_its_own_adapter(
+    adapters: list[int], ranks: list[int], inputs: int, outputs: int, dtype: torch.dtype, fused: bool
+) -> None:
+    pairs = draw_pairs(ranks, inputs, outputs, dtype, fused=fused)
+    x, out = draw_inputs(len(adapters), inputs, outputs, dtype)
+    assert out._base is not None
+    before, edges = out.clone(), out._base.clone()
+    exact, plain = by_token(out, x, adapters, list(pairs)), out.clone()
+    add_lora(plain, x, step_of(adapters), pairs)
+    compiled.add_lora(out, x, step_of(adapters), pairs)
+    assert_as_close(out, plain, exact)
+    untouched = [a < 0 or not ranks[a] for a in adapters]
+    assert torch.equal(out[untouched], before[untouched])
+    for columns in (slice(0, 2), slice(2 + outputs, None)):
+        assert torch.equal(out._base[:, columns], edges[:, columns])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("inputs", "outputs"), [(256, 640), (65, 131)])
+def test_a_token_does_not_know_its_neighbours(inputs: int, outputs: int, dtype: torch.dtype) -> None:
+    adapters = [int(a) for a in np.random.default_rng(3).integers(-1, 3, 150)]
+    pairs = draw_pairs([8, 5, 48], inputs, outputs, dtype)
+    x, out = draw_inputs(len(adapters), inputs, outputs, dtype)
+    together = out.clone()
+    compiled.add_lora(together, x, step_of(adapters), pairs)
+    for token, adapter in enumerate(adapters):
+        if adapter >= 0:
+            one = out[token : token + 1].clone()
+            compiled.add_lora(one, x[token : token + 1], step_of([adapter]), pairs)
+            assert torch.equal(one[0], together[token])
+
+
+def test_inner_sums_are_not_rounded() -> None:
+    """A change of bfloat16 matrices is what their float32 product is, rounded once with the sum."""
+    pairs = draw_pairs([16], 512, 96, torch.bfloat16)
+    x, out = draw_inputs(40, 512, 96, torch.bfloat16)
+    exact = by_token(out, x, [0] * 40, list(pairs))
+    compiled.add_lora(out, x, step_of([0] * 40), pairs)
+    assert (out != exact.bfloat16()).float().mean() < 0.002
+
+
+def test_pairs_of_another_dtype_are_taken_by_pytorch() -> None:
+    pairs = draw_pairs([4], 8, 9, torch.float64)
+    x, out = draw_inputs(3, 8, 9, torch.float64)
+    expected = by_token(out, x, [0, -1, 0], list(pairs))
+    compiled.add_lora(out, x, step_of([0, -1, 0]), pairs)
+    torch.testing.assert_close(out, expected)
+
+
+def test_pairs_are_views_of_what_is_read() -> None:
+    """Nothing is kept twice, whoever stacked the pairs before."""
+    pairs = draw_pairs([3, 0, 20], 16, 24, torch.float32)
+    before = [None if pair is None else (pair.down.clone(), pair.up.clone()) for pair in pairs]
+    padded = pairs.stack
+    assert padded.ranges.tolist() == [[0, 16], [16, 0], [16, 32]]
+    call = compiled.stack_call(pairs)
+    assert (call.kept.ranges.tolist(), call.width) == ([[0, 3], [3, 0], [3, 20]], 20)
+    for pair, old in zip(pairs, before, strict=True):
+        if pair is not None and old is not None:
+            assert torch.equal(pair.down, old[0])
+            assert torch.equal(pair.up, old[1])
+            assert pair.down.untyped_storage().data_ptr() == call.kept.down.untyped_storage().data_ptr()
+            assert pair.up.untyped_storage().data_ptr() == call.kept.up.untyped_storage().data_ptr()
