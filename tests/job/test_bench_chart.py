@@ -7,6 +7,7 @@ import json
 import sys
 from dataclasses import asdict, replace
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from unittest.mock import MagicMock
 from xml.etree import ElementTree
@@ -21,12 +22,13 @@ from batchgen.job.bench.chart import check_chart, draw_stored, write_chart
 from batchgen.job.bench.figures import Context, Figure, Measured, workload_figures
 from batchgen.job.bench.floors import FloorWork
 from batchgen.job.bench.machine import Products
+from batchgen.job.bench.named import MORE_WORKLOADS, WORKLOADS
 from batchgen.job.bench.page import page
 from batchgen.job.bench.panels import Bar, Panel, sections
 from batchgen.job.bench.process import Generated
-from batchgen.job.bench.stored import read_figures
-from batchgen.job.bench.svg import chart, linear_ticks, log_ticks
-from batchgen.job.bench.table import comparison, print_comparison
+from batchgen.job.bench.stored import LeftOut, StoredFigures, read_figures
+from batchgen.job.bench.svg import NARROW, WIDE, chart, linear_ticks, log_ticks
+from batchgen.job.bench.table import comparison, print_comparison, print_others
 
 RATES = {
     "unique": {"batchgen": 800.0, "peer-one": 640.0, "peer-two": 1600.0},
@@ -204,7 +206,8 @@ def test_the_page_is_whole_and_has_every_number(stored: Path, tmp_path: Path) ->
     assert parsed.links == []
     assert "script" not in parsed.seen
     assert "http" not in text
-    assert parsed.seen["svg"] == parsed.seen["table"] == 4, "ratios, slowdowns and two workloads"
+    assert parsed.seen["table"] == 4, "ratios, slowdowns and two workloads"
+    assert parsed.seen["svg"] == 8, "each chart for wide and for narrow pages"
     told = "\n".join(parsed.texts)
     for number in ("800", "640", "1,600", "400", "1.25", "0.50", "50.0 %", "arithmetic floor 1,000", "80%", "120%"):
         assert number in told, number
@@ -260,6 +263,8 @@ def test_ticks_are_round() -> None:
     assert linear_ticks(0.0, 1200.0) == [0, 200, 400, 600, 800, 1000, 1200]
     assert linear_ticks(-3.0, 7.0) == [-4, -2, 0, 2, 4, 6]
     assert linear_ticks(0.0, 0.0) == [0.0]
+    assert log_ticks(1.0, 1.7) == pytest.approx([1, 1.2, 1.5, 2])
+    assert log_ticks(1.0, 1.05) == pytest.approx([1, 1.1])
     assert log_ticks(0.9, 30.0) == pytest.approx([0.5, 1, 2, 5, 10, 20, 50])
 
 
@@ -267,6 +272,68 @@ def test_one_section_for_each_model() -> None:
     figures = made() + [replace(figure, model="demo") for figure in made()]
     assert [section.model for section in sections(figures)] == ["random:toy", "demo"]
     assert page([]).count("<svg") == 0
+
+
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+@pytest.mark.parametrize("letters", [3, 20, 40])
+def test_names_and_numbers_stay_inside_the_chart(width: float, letters: int) -> None:
+    bars = [Bar(c * letters, 1234.0, 1200.0, 1300.0, False, note="12%") for c in "ab"]
+    for panel in (Panel("t", "u", bars, [], [], floor=2000.0), Panel("t", "u", bars, [], [], times=True)):
+        root = ElementTree.fromstring(chart(panel, width))
+        assert root.get("viewBox", "").split()[2] == str(int(width))
+        for text in root.iter("text"):
+            x, size = float(text.get("x", "")), 7.4 * len(text.text or "")
+            start = {"start": x, "middle": x - size / 2, "end": x - size}[text.get("text-anchor", "")]
+            assert (start > -3, start + size < width + 3) == (True, True), text.text
+
+
+def test_peers_of_one_workload_have_lanes_of_their_own() -> None:
+    bars = [Bar(w, 2.0, 1.5, 2.5, True, series=peer) for w in ("one", "two") for peer in ("a", "b", "c")]
+    root = ElementTree.fromstring(chart(Panel("t", "u", bars, [], [], times=True)))
+    heights = [float(c.get("cy", "")) for group in root.iter("g") for c in group.iter("circle")]
+    assert heights == sorted(heights)
+    assert min(b - a for a, b in pairwise(heights)) > 10
+
+
+# Peers without figures
+
+
+def test_who_was_left_out_is_read_back_and_told(stored: Path, tmp_path: Path) -> None:
+    left = [
+        LeftOut("random:toy", "peer-three", None, "cannot import <it>"),
+        LeftOut("random:toy", "peer-one", "logprobs", "not asked"),
+        LeftOut("random:toy", "peer-two", "unique", "measured in a later run"),
+        LeftOut("random:toy", "peer-two", None, "measured in a later run"),
+    ]
+    stored.write_text("".join(one.to_json() + "\n" for one in left) + stored.read_text())
+    assert read_figures(stored).left_out == left[:2]
+    console = Console(file=io.StringIO(), width=70)
+    draw_stored(stored, tmp_path / "x.html", console)
+    told = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "left out: peer-three: cannot import <it>\nleft out: peer-one of logprobs: not asked\n" in told
+    assert "later run" not in told
+    texts = Checked((tmp_path / "x.html").read_text(encoding="utf-8")).texts
+    assert {"peer-three", ", all workloads: cannot import <it>", ", logprobs: not asked"} <= set(texts)
+    (tmp_path / "none.jsonl").write_text('{"metric": "left_out", "reason": "why"}')
+    with pytest.raises(UsageError, match="`left_out` needs an `engine`"):
+        read_figures(tmp_path / "none.jsonl")
+
+
+# What is no comparison
+
+
+@pytest.mark.parametrize("width", [30, 50, 200])
+def test_other_lines_are_told_in_any_width(width: int) -> None:
+    lines = [{"workload": "plan", "shape": s, "seconds": 0.25, "rows": 5000, "phases": {}} for s in ("tree", "flat")]
+    lines[1]["seconds"] = 1.5
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    print_others(lines, console)
+    told = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert max(map(len, told)) <= width
+    assert told[0] == "plan"
+    assert told[-1] == "rows 5,000"
+    for text in ("tree", "flat", "0.25", "1.5"):
+        assert any(text in line for line in told)
 
 
 # Files
@@ -286,7 +353,7 @@ def test_charts_are_refused_before_anything_is_measured(tmp_path: Path, monkeypa
 def test_a_chart_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "x.html").mkdir()
     with pytest.raises(OutputError, match="cannot write the chart"):
-        write_chart(tmp_path / "x.html", made())
+        write_chart(tmp_path / "x.html", StoredFigures(made()))
 
 
 def test_the_picture_has_every_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,13 +365,18 @@ def test_the_picture_has_every_panel(tmp_path: Path, monkeypatch: pytest.MonkeyP
     library = MagicMock()
     library.Figure.return_value = figure
     monkeypatch.setattr(chart_module.importlib, "import_module", lambda name: library)
-    write_chart(tmp_path / "x.png", made())
+    left = LeftOut("random:toy", "peer-three", None, "not installed")
+    write_chart(tmp_path / "x.png", StoredFigures(made(), left_out=[left]))
     assert (tmp_path / "x.png").read_bytes() == b"png"
     assert axes[0].errorbar.call_args.args[0] == [1.25, 0.5]
     assert [axis.barh.call_args.args[1] for axis in axes[1:]] == [[50.0], [1600.0, 800.0, 640.0], [400.0]]
-    assert [axis.set_title.call_args.args[0] for axis in axes[2:]] == ["random:toy: unique", "random:toy: logprobs"]
+    assert [axis.set_title.call_args.args[0] for axis in axes[2:]] == [
+        f"random:toy: {name} ({MORE_WORKLOADS.get(name, WORKLOADS.get(name)).description})" for name in RATES
+    ]
+    assert "left out: peer-three: not installed" in figure.supxlabel.call_args.args[0]
+    assert [axis.annotate.call_args_list[0].args[0] for axis in axes] == ["1.25", "50.0", "1,600 (160%)", "400 (40%)"]
     with pytest.raises(UsageError, match="nothing to draw in a PNG"):
-        write_chart(tmp_path / "y.png", [], [{"workload": "plan"}])
+        write_chart(tmp_path / "y.png", StoredFigures([], [{"workload": "plan"}]))
 
 
 def test_the_command_draws_stored_figures(

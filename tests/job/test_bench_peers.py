@@ -265,7 +265,11 @@ def test_a_peer_that_cannot_run_is_named_and_left_out(
     in_toy = [] if "load" in fails_at or "float32" in fails_at else ["vllm"]
     assert engines(figures, "toy") == ["batchgen", *in_toy, "openvino"]
     assert engines(figures, "next") == ["batchgen", "openvino"]
-    assert set(figures[-1]["ratio"]) == {"batchgen"}  # type: ignore[call-overload]
+    *others, last = figures
+    assert set(others[-1]["ratio"]) == {"batchgen"}  # type: ignore[call-overload]
+    assert (last["metric"], last["engine"], last["value"]) == ("left_out", "vllm", None)
+    assert last["workload"] == ("next" if in_toy else None), "of what was not measured"
+    assert str(last["reason"]) in told.splitlines()[-1]
     assert told.splitlines()[-1] == f"left out: vllm{of}: " + (
         f"vllm failed at {fails_at}" if "gone" not in fails_at else fails_at.replace("gone", "vllm ended")
     )

@@ -139,8 +139,13 @@ def test_special_workloads_run_beside_their_plain_rows(folder: Path, toys: tuple
     ], "transformers is not asked for what it is not known to give; adapters come last, in processes of their own"
     told = said(console)
     for name in ("toy", "adapted"):
-        assert told.count(f"not run: transformers on {name}, whose special fields its script does not ask for") == 1
-    assert "not run: transformers on sampled" not in told
+        assert told.count(f"left out: transformers of {name}: its script does not ask it for") == 2, (
+            "at once, and again"
+        )
+    assert "transformers of sampled" not in told
+    left = {f["workload"]: f["reason"] for f in figures if f["metric"] == "left_out"}
+    assert left.keys() == {"toy", "adapted"}
+    assert left["adapted"].endswith("ask it for lora_path")
     slower = [(f["workload"], f["engine"], f["value"]) for f in figures if f["metric"] == "slowdown"]
     assert slower == [("toy", "batchgen", 0.0), ("adapted", "batchgen", 0.0)], "every pass takes a second here"
     measured = {(name, adapted) for name, dtype, adapted, _ in Loads.seen if dtype == "bfloat16"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -11,6 +11,7 @@ from rich.console import Console
 from batchgen.job.bench.gate import GateRed
 from batchgen.job.bench.peers import OF_BATCHGEN, OURS
 from batchgen.job.bench.process import EngineFailed, EngineGone
+from batchgen.job.bench.stored import LeftOut
 
 __all__ = ["Absent"]
 
@@ -39,13 +40,29 @@ class Absent:
         except (EngineFailed, GateRed) as error:
             if engine in OF_BATCHGEN:
                 raise
-            place = None if isinstance(error, EngineGone) else workload
-            self._reasons[engine, place] = " ".join(str(error).split())
-            self.console.print(self._line(engine, place), style="yellow", soft_wrap=True, markup=False)
+            self.leave_out(engine, None if isinstance(error, EngineGone) else workload, " ".join(str(error).split()))
+
+    def leave_out(self, engine: str, workload: str | None, reason: str) -> None:
+        """Go on without a peer on a workload (None: on all), and say why; once."""
+        if (engine, workload) not in self._reasons:
+            self._reasons[engine, workload] = reason
+            line = LeftOut("", engine, workload, reason).line()
+            self.console.print(line, style="yellow", soft_wrap=True, markup=False)
+
+    def left_out(self, model: str, workloads: Sequence[str], measured: Collection[tuple[str, str]]) -> list[LeftOut]:
+        """Each peer left out of a run with this model; of single workloads where others were `measured` (pairs of
+        engine and workload) before it failed.
+        """
+        found = []
+        for (engine, place), reason in self._reasons.items():
+            some = place is None and any((engine, name) in measured for name in workloads)
+            places = [name for name in workloads if (engine, name) not in measured] if some else [place]
+            found += [LeftOut(model, engine, name, reason) for name in places]
+        return found
 
     def lines(self) -> list[str]:
         """One for each peer left out."""
-        return [self._line(*key) for key in self._reasons]
+        return [LeftOut("", *place, reason).line() for place, reason in self._reasons.items()]
 
     def check(self, pairs: Iterable[tuple[str, str]]) -> None:
         """Refuse to go on when there is nothing left to measure against.
@@ -59,6 +76,3 @@ class Absent:
         peers = [pair for pair in pairs if pair[0] != OURS]
         if peers and all(self.has(*pair) for pair in peers):
             raise EngineFailed("no peer could be measured:\n" + "\n".join(self.lines()))
-
-    def _line(self, engine: str, workload: str | None) -> str:
-        return f"left out: {engine}{f' of {workload}' if workload else ''}: {self._reasons[engine, workload]}"

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import wrap
 from typing import Any, Final
 
 from rich.console import Console
 
 from batchgen.errors import OutputError, UsageError
-from batchgen.job.bench.figures import Figure
 from batchgen.job.bench.page import page
-from batchgen.job.bench.panels import Panel, sections
-from batchgen.job.bench.stored import read_figures
-from batchgen.job.bench.table import print_comparison
+from batchgen.job.bench.panels import Panel, Section, sections
+from batchgen.job.bench.stored import StoredFigures, read_figures
+from batchgen.job.bench.svg import log_ticks, value_text
+from batchgen.job.bench.table import print_comparison, print_others
 
 __all__ = ["check_chart", "draw_stored", "write_chart"]
 
 _LIBRARY: Final = "matplotlib"
 _INCH: Final = 0.34
 """Of height for a bar."""
+_LETTERS: Final = 130
+"""In a line under the picture."""
 _OURS, _PEER, _FLOOR = "#1f6feb", "#a9b2bd", "#b35900"
 
 
@@ -40,7 +43,7 @@ def check_chart(path: Path) -> None:
         raise UsageError(f"--chart: there is no folder {path.parent}")
 
 
-def write_chart(path: Path, figures: Sequence[Figure], others: Sequence[Mapping[str, Any]] = ()) -> None:
+def write_chart(path: Path, stored: StoredFigures) -> None:
     """Draw figures to `path`, which `check_chart` let pass.
 
     Raises:
@@ -49,9 +52,9 @@ def write_chart(path: Path, figures: Sequence[Figure], others: Sequence[Mapping[
     """
     try:
         if path.suffix.lower() == ".html":
-            path.write_text(page(figures, others), encoding="utf-8")
+            path.write_text(page(stored.figures, stored.others, stored.left_out), encoding="utf-8")
         else:
-            _write_png(path, [(s.model, panel) for s in sections(figures) for panel in s.panels])
+            _write_png(path, sections(stored.figures, stored.left_out))
     except OSError as error:
         raise OutputError(f"cannot write the chart {path}: {error.strerror or error}") from None
 
@@ -68,22 +71,35 @@ def draw_stored(path: Path, chart: Path | None, console: Console) -> None:
     stored = read_figures(path)
     if stored.figures:
         print_comparison(stored.figures, console)
+    for left in stored.left_out:
+        console.print(left.line(), style="yellow", soft_wrap=True, markup=False)
+    print_others(stored.others, console)
     if chart is not None:
-        write_chart(chart, stored.figures, stored.others)
+        write_chart(chart, stored)
 
 
-def _write_png(path: Path, panels: Sequence[tuple[str, Panel]]) -> None:
+def _write_png(path: Path, found: Sequence[Section]) -> None:
+    panels = [(section.model, panel) for section in found for panel in section.panels]
     if not panels:
         raise UsageError("--chart: there is nothing to draw in a PNG; name a .html file, which has tables")
     heights = [1.2 + _INCH * len(panel.bars) for _, panel in panels]
+    notes = [line for section in found for line in _notes(section)]
     figure_type = importlib.import_module(f"{_LIBRARY}.figure").Figure
     canvas_type = importlib.import_module(f"{_LIBRARY}.backends.backend_agg").FigureCanvasAgg
-    figure = figure_type(figsize=(9, sum(heights)), layout="constrained")
+    figure = figure_type(figsize=(9, sum(heights) + 0.2 * len(notes)), layout="constrained")
     canvas_type(figure)
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
     for (model, panel), axis in zip(panels, axes, strict=True):
-        _draw(axis, f"{model}: {panel.title}", panel)
+        _draw(axis, f"{model}: {panel.title}" + (f" ({panel.about})" if panel.about else ""), panel)
+    figure.supxlabel("\n".join(notes), x=0.01, ha="left", fontsize="small", color="dimgray", parse_math=False)
     figure.savefig(path, dpi=150)
+
+
+def _notes(section: Section) -> list[str]:
+    """What stands under a picture: what was measured with, and which peers are not in it."""
+    told = "; ".join(f"{name}: {value}" for name, value in section.facts)
+    lines = [f"{section.model}: {told}", *(left.line() for left in section.left_out)]
+    return [part for line in lines for part in wrap(line, _LETTERS)]
 
 
 def _draw(axis: Any, title: str, panel: Panel) -> None:
@@ -94,14 +110,25 @@ def _draw(axis: Any, title: str, panel: Panel) -> None:
     if panel.times:  # a ratio of 2 is as far from even as one of a half
         axis.errorbar(values, places, xerr=ranges, fmt="o", color=_OURS, capsize=3)
         axis.set_xscale("log")
+        ticks = log_ticks(min(1.0, *(bar.low for bar in panel.bars)), max(1.0, *(bar.high for bar in panel.bars)))
+        axis.set_xticks(ticks, [f"{tick:g}×" for tick in ticks])
+        axis.minorticks_off()
         axis.axvline(1.0, color="black", linewidth=1)
     else:
         colours = [_OURS if bar.ours else _PEER for bar in panel.bars]
         axis.barh(places, values, xerr=ranges, color=colours, height=0.6, capsize=3, error_kw={"linewidth": 1})
+        axis.margins(x=0.18)  # for the numbers
+    for place, bar in zip(places, panel.bars, strict=True):
+        at = (bar.value, place) if panel.times else (max(bar.high, bar.value), place)
+        away = (0, 6) if panel.times else (5, 0)
+        sides = {"ha": "center", "va": "bottom"} if panel.times else {"ha": "left", "va": "center"}
+        axis.annotate(value_text(bar), at, away, textcoords="offset points", fontsize="small", **sides)
     axis.set_yticks(places, [f"{bar.label} / {bar.series}" if bar.series else bar.label for bar in panel.bars])
-    axis.invert_yaxis()
+    axis.set_ylim(len(panel.bars) - 0.4, -0.6)  # the first on top
     if panel.floor is not None:
-        axis.axvline(panel.floor, color=_FLOOR, linestyle="--", label=f"arithmetic floor {panel.floor:,.0f}")
-        axis.legend(loc="lower right", fontsize="small")
-    axis.set_title(title, fontsize="medium", loc="left")
+        axis.axvline(panel.floor, color=_FLOOR, linestyle="--")
+        told = f"arithmetic floor {panel.floor:,.0f}"
+        beside: Any = {"xytext": (-4, 0), "textcoords": "offset points", "xycoords": ("data", "axes fraction")}
+        axis.annotate(told, (panel.floor, 0.03), **beside, ha="right", va="bottom", fontsize="small", color=_FLOOR)
+    axis.set_title(title, fontsize="medium", loc="left", wrap=True)
     axis.set_xlabel(panel.unit)

@@ -53,4 +53,4 @@ def run_command(config: BenchConfig, emit: Callable[[str], None], console: Conso
         run_bench(replace(config, workloads=compared), keep, console, start)
     if config.chart is not None:
         found = parse_figures("\n".join(lines), "figures of this run")
-        write_chart(config.chart, found.figures, found.others)
+        write_chart(config.chart, found)

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from batchgen.job.bench.figures import CPU_RATE, RATE, SLOWDOWN, Figure
 from batchgen.job.bench.gate import FULL_EQUALITY
+from batchgen.job.bench.named import GPU_WORKLOADS, MORE_WORKLOADS, WORKLOADS
 from batchgen.job.bench.peers import OURS
+from batchgen.job.bench.stored import LeftOut
 
-__all__ = ["Bar", "Panel", "Section", "engine_text", "sections", "setting_text", "share_text", "spread_text"]
+__all__ = [
+    "Bar",
+    "Panel",
+    "Section",
+    "engine_text",
+    "other_table",
+    "sections",
+    "setting_text",
+    "share_text",
+    "spread_text",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +37,8 @@ class Bar:
     """Whether the project's own engine made it; others are what it is compared with."""
     series: str = ""
     """Whose it is, where bars of several peers share a label."""
+    note: str = ""
+    """What stands in brackets behind the number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +54,8 @@ class Panel:
     """The machine's arithmetic floor, in the unit."""
     times: bool = False
     """Whether values are ratios, of which 1 is even."""
+    about: str = ""
+    """What was run."""
 
 
 @dataclass(slots=True)
@@ -49,14 +66,16 @@ class Section:
     facts: list[tuple[str, str]]
     """What all of its figures were taken with: name and value."""
     panels: list[Panel] = field(default_factory=list)
+    left_out: Sequence[LeftOut] = ()
+    """Peers without figures."""
 
 
-def sections(figures: Sequence[Figure]) -> list[Section]:
+def sections(figures: Sequence[Figure], left_out: Sequence[LeftOut] = ()) -> list[Section]:
     """A section per model, in the order of the figures: ratios, what special rows cost, then each workload."""
     made = []
     for model in dict.fromkeys(figure.model for figure in figures):
         own = [figure for figure in figures if figure.model == model]
-        section = Section(model, _facts(own))
+        section = Section(model, _facts(own), left_out=[left for left in left_out if left.model in (model, "")])
         section.panels += _ratios(own)
         section.panels += _slowdowns(own)
         for workload in dict.fromkeys(figure.workload for figure in own if figure.metric == RATE):
@@ -86,6 +105,22 @@ def share_text(share: float | None) -> str:
     return "" if share is None else f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
 
 
+def other_table(lines: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]], dict[str, str]]:
+    """Lines of one workload that is no comparison: names of columns, rows, and what is the same in all of them."""
+    keys = dict.fromkeys(k for line in lines for k, v in line.items() if not isinstance(v, dict | list))
+    texts = {key: [_plain(line.get(key)) for line in lines] for key in keys if key != "workload"}
+    same = {key: told[0] for key, told in texts.items() if len(set(told)) == 1 and len(lines) > 1}
+    header = [key for key in texts if key not in same]
+    rows = [[texts[key][i] for key in header] for i in range(len(lines))]
+    return [key.replace("_", " ") for key in header], rows, {key.replace("_", " "): v for key, v in same.items()}
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return "" if value is None else str(value)
+    return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}"
+
+
 def _facts(figures: Sequence[Figure]) -> list[tuple[str, str]]:
     def told(values: Iterable[str | None]) -> str:
         return "; ".join(dict.fromkeys(value for value in values if value))
@@ -100,10 +135,10 @@ def _facts(figures: Sequence[Figure]) -> list[tuple[str, str]]:
         ("Versions", versions),
         ("Repeats", told(str(figure.repeat) for figure in figures)),
         (
-            "Best product",
-            told(f"{f.gemm_gflops:,.0f} GFLOP/s ({f.gemm_form})" if f.gemm_form else None for f in figures),
+            "Matrix products",
+            told(f"at best {f.gemm_gflops:,.0f} GFLOP/s ({f.gemm_form})" if f.gemm_form else None for f in figures),
         ),
-        ("Bandwidth", told(f"{f.bandwidth_gbytes:,.1f} GB/s" for f in figures if f.bandwidth_gbytes)),
+        ("Memory", told(f"{f.bandwidth_gbytes:,.1f} GB/s" for f in figures if f.bandwidth_gbytes)),
         ("Date", told(figure.date[:10] for figure in figures)),
     ]
     return [(name, value) for name, value in facts if value]
@@ -150,9 +185,17 @@ def _workload(name: str, figures: Sequence[Figure]) -> Panel:
     by_cpu = {(f.engine, f.dtype): f.value for f in figures if f.metric == CPU_RATE}
     several = len({figure.dtype for figure in rates}) > 1
     bars = [
-        Bar(f"{f.engine}, {f.dtype}" if several else f.engine, f.value, f.min, f.max, f.engine == OURS) for f in rates
+        Bar(
+            engine_text(f) + (f", {f.dtype}" if several else ""),
+            f.value,
+            f.min,
+            f.max,
+            f.engine == OURS,
+            note=share_text(f.floor_share),
+        )
+        for f in rates
     ]
-    header = ["engine", "tokens/s", f"{OURS} over it", "of arithmetic floor", "of overlap", "of serial"]
+    header = ["engine", "tokens/s", "of arithmetic floor", f"{OURS} over it", "of overlap", "of serial"]
     header += ["tokens/CPU-s", "setting", "format", "version"]
     rows = []
     for f in rates:
@@ -160,15 +203,24 @@ def _workload(name: str, figures: Sequence[Figure]) -> Panel:
         rows.append([
             engine_text(f),
             spread_text(f.value, f.min, f.max),
-            "" if back is None else spread_text(back["median"], back["min"], back["max"], 2),
             share_text(f.floor_share),
+            "" if back is None else spread_text(back["median"], back["min"], back["max"], 2),
             *(share_text(f.floors.get(kind, {}).get("share")) for kind in ("overlap", "serial")),
             f"{by_cpu[f.engine, f.dtype]:,.1f}" if (f.engine, f.dtype) in by_cpu else "",
             setting_text(f),
-            f.dtype,
+            f.dtype if several else "",
             f.version,
         ])  # fmt: skip
     kept = [i for i in range(len(header)) if any(row[i] for row in rows)]  # what no engine has is left out
     header, rows = [header[i] for i in kept], [[row[i] for i in kept] for row in rows]
     floors = [f.floor_tokens_per_second for f in rates if f.floor_tokens_per_second]
-    return Panel(name, "output tokens per second", bars, header, rows, floor=max(floors, default=None))
+    known = (WORKLOADS | MORE_WORKLOADS | GPU_WORKLOADS).get(name)
+    return Panel(
+        name,
+        "output tokens per second" + (" (share of the arithmetic floor)" if floors else ""),
+        bars,
+        header,
+        rows,
+        floor=max(floors, default=None),
+        about="" if known is None else known.description,
+    )

@@ -76,6 +76,9 @@ def run_bench(
     for figure in bench.measure(workloads, agreed):
         emit(figure.to_json())
         figures.append(figure)
+    measured = {(figure.engine, figure.workload) for figure in figures}
+    for left in bench.absent.left_out(config.model, [workload.name for workload in workloads], measured):
+        emit(left.to_json())
     print_comparison(figures, console)
     for line in bench.absent.lines():
         console.print(line, style="yellow", soft_wrap=True, markup=False)
@@ -152,8 +155,8 @@ class _Bench:
     def _hold(self, engine: BenchEngine, gate: Gate) -> None:
         for workload in gate.workloads:
             if not self._can(engine.name, workload):
-                told = f"not run: {engine.name} on {workload.name}, whose special fields its script does not ask for"
-                self.console.print(told, style="dim", soft_wrap=True)
+                asked = ", ".join([*workload.fields, *(["lora_path"] if workload.adapters else [])])
+                self.absent.leave_out(engine.name, workload.name, f"its script does not ask it for {asked}")
             if not self._skips(engine.name, workload):
                 with self.absent.on_failure(engine.name, workload.name):
                     gate.hold(workload, engine, self.folder)

@@ -11,7 +11,7 @@ from typing import Any, Final
 from batchgen.errors import UsageError
 from batchgen.job.bench.figures import Figure
 
-__all__ = ["StoredFigures", "parse_figures", "read_figures"]
+__all__ = ["LeftOut", "StoredFigures", "parse_figures", "read_figures"]
 
 _NEEDED: Final = ("workload", "engine", "metric", "value")
 _UNKNOWN: Final[dict[str, Any]] = {
@@ -22,9 +22,31 @@ _UNKNOWN: Final[dict[str, Any]] = {
     "str | None": None,
 }
 """What a field of this type is where an older version did not write it; mappings are empty."""
+_LEFT_OUT: Final = "left_out"
+"""Metric of a line that has no value, but a reason."""
 _SPREAD: Final = ("min", "max")
 _OLDER: Final = {"rows_equal": 1.0}
 """What was true of every figure before versions wrote it down."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A peer without figures."""
+
+    model: str
+    engine: str
+    workload: str | None
+    """None: of all workloads."""
+    reason: str
+
+    def line(self) -> str:
+        """For a person."""
+        return f"left out: {self.engine}{f' of {self.workload}' if self.workload else ''}: {self.reason}"
+
+    def to_json(self) -> str:
+        """One line beside those of figures."""
+        values = {"workload": self.workload, "engine": self.engine, "model": self.model}
+        return json.dumps({**values, "metric": _LEFT_OUT, "value": None, "reason": self.reason}, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +57,8 @@ class StoredFigures:
     """Each engine's, on a workload and model; the last where a file holds several."""
     others: list[Mapping[str, Any]] = field(default_factory=list)
     """Lines of workloads that no engines are compared on, as they stand."""
+    left_out: list[LeftOut] = field(default_factory=list)
+    """Peers that a run had to do without, and that have no figures from another."""
 
 
 def read_figures(path: Path) -> StoredFigures:
@@ -59,6 +83,7 @@ def parse_figures(text: str, where: str) -> StoredFigures:
         UsageError: a line is not a JSON object, or there is none.
     """
     figures: dict[tuple[Any, ...], Figure] = {}
+    absent: dict[tuple[Any, ...], LeftOut] = {}
     others: list[Mapping[str, Any]] = []
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
@@ -69,7 +94,10 @@ def parse_figures(text: str, where: str) -> StoredFigures:
             raise UsageError(f"{where}, line {number} is not JSON: {error}") from None
         if not isinstance(values, dict):
             raise UsageError(f"{where}, line {number} is not a JSON object")
-        if all(name in values for name in _NEEDED):
+        if values.get("metric") == _LEFT_OUT:
+            left = _left_out(values, f"{where}, line {number}")
+            absent[left.model, left.engine, left.workload] = left
+        elif all(name in values for name in _NEEDED):
             figure = _figure(values, f"{where}, line {number}")
             figures.pop(_key(figure), None)
             figures[_key(figure)] = figure
@@ -77,7 +105,15 @@ def parse_figures(text: str, where: str) -> StoredFigures:
             others.append(values)
     if not figures and not others:
         raise UsageError(f"{where} holds no figure")
-    return StoredFigures(list(figures.values()), others)
+    there = {(f.model, f.engine, name) for f in figures.values() for name in (f.workload, None)}
+    return StoredFigures(list(figures.values()), others, [one for key, one in absent.items() if key not in there])
+
+
+def _left_out(values: Mapping[str, Any], where: str) -> LeftOut:
+    model, engine, workload = (values.get(name) for name in ("model", "engine", "workload"))
+    if not isinstance(engine, str) or not isinstance(workload, str | None):
+        raise UsageError(f"{where}: `left_out` needs an `engine`, and a `workload` or null")
+    return LeftOut(str(model or ""), engine, workload, str(values.get("reason")))
 
 
 def _key(figure: Figure) -> tuple[Any, ...]:

@@ -9,21 +9,28 @@ from typing import Final
 
 from batchgen.job.bench.panels import Bar, Panel
 
-__all__ = ["SERIES", "chart", "linear_ticks", "log_ticks"]
+__all__ = ["NARROW", "SERIES", "WIDE", "chart", "linear_ticks", "log_ticks", "value_text"]
 
 SERIES: Final = 8
 """Series that have colours of their own; further ones begin again."""
 
-_WIDTH: Final = 760
+WIDE: Final = 760
+"""Of a chart beside whose bars there is room for their names, in pixels of CSS."""
+NARROW: Final = 350
+"""Of one for a telephone, whose names stand above the bars: a wide one scaled down could not be read."""
 _ROW: Final = 30
+_ABOVE: Final = 18
+"""Height of a name above its bar."""
+_LANE: Final = 13
+"""Height of one peer's dot and range."""
 _BAR: Final = 14
 _TOP: Final = 26
 _BOTTOM: Final = 30
 _LABEL: Final = 7.4
 """Width of a letter at the size that the page sets, in bold, rather more than less."""
-_MOST_LABEL: Final = 230
-_VALUES: Final = 70
-"""Room for the numbers at the bars' ends."""
+_MOST_LABEL: Final = 250
+_EDGE: Final = 12.0
+"""Where the axis begins if names stand above what they name."""
 _MOST_FLOOR: Final = 4.0
 """A floor further off than so many times the longest bar would leave the bars no room; the table has it."""
 _DOT: Final = 5.0
@@ -31,9 +38,15 @@ _DOT: Final = 5.0
 _Scale = Callable[[float], float]
 
 
-def chart(panel: Panel) -> str:
-    """The panel as an `<svg>` element: bars from 0, or for ratios dots on a logarithmic axis with a line at 1."""
-    return _dots(panel) if panel.times else _bars(panel)
+def chart(panel: Panel, width: float = WIDE) -> str:
+    """The panel as an `<svg>` element: bars from 0, or for ratios dots on a logarithmic axis with a line at 1.
+
+    Args:
+        panel: what is drawn.
+        width: in pixels at which letters have their own size. Names stand above the bars where they would take too
+            much of it.
+    """
+    return _dots(panel, width) if panel.times else _bars(panel, width)
 
 
 def linear_ticks(low: float, high: float, most: int = 6) -> list[float]:
@@ -47,11 +60,17 @@ def linear_ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """1, 2, 5, 10, ... and their inverses, from the last at or below `low` to the first at or above `high`."""
-    steps = [factor * 10.0**power for power in range(-6, 7) for factor in (1, 2, 5)]
-    first = max((s for s in steps if s <= low), default=steps[0])
-    last = min((s for s in steps if s >= high), default=steps[-1])
-    return [step for step in steps if first <= step <= last]
+    """1, 2, 5, 10, ... and their inverses, from the last at or below `low` to the first at or above `high`; finer where
+    these would be three or fewer.
+    """
+    for factors in ((1.0, 2.0, 5.0), (1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 7.0), (1.0, *(1 + i / 10 for i in range(1, 90)))):
+        steps = [factor * 10.0**power for power in range(-6, 7) for factor in factors]
+        first = max((s for s in steps if s <= low), default=steps[0])
+        last = min((s for s in steps if s >= high), default=steps[-1])
+        found = [step for step in steps if first <= step <= last]
+        if len(found) > 3:
+            break
+    return found
 
 
 def number(value: float) -> str:
@@ -60,44 +79,53 @@ def number(value: float) -> str:
     return f"{value:,.{digits}f}"
 
 
+def value_text(bar: Bar) -> str:
+    """What stands at a bar's end: its number, and its note in brackets."""
+    return number(bar.value) + (f" ({bar.note})" if bar.note else "")
+
+
 def _tick(value: float) -> str:
     return f"{value:,.10g}"
 
 
-def _label_width(labels: Sequence[str]) -> float:
-    return min(_MOST_LABEL, max((len(label) for label in labels), default=0) * _LABEL) + 14
+def _left(labels: Sequence[str], width: float) -> float:
+    """Where the axis begins: right of the names, or near the edge where they are to stand above what they name."""
+    wanted = max((len(label) for label in labels), default=0) * _LABEL
+    return _EDGE if wanted > min(_MOST_LABEL, width * 0.4) else wanted + 14
 
 
-def _bars(panel: Panel) -> str:
-    left, right = _label_width([bar.label for bar in panel.bars]), _WIDTH - _VALUES
+def _bars(panel: Panel, width: float) -> str:
+    left = _left([bar.label for bar in panel.bars], width)
+    row = _ROW + (_ABOVE if left == _EDGE else 0)
+    right = width - 10 - _LABEL * max(len(value_text(bar)) for bar in panel.bars)
     longest = max(bar.high for bar in panel.bars)
     floor = panel.floor if panel.floor is not None and panel.floor <= _MOST_FLOOR * longest else None
-    ticks = linear_ticks(min(0.0, *(bar.low for bar in panel.bars)), max(longest, floor or 0.0) * 1.02)
+    most = 6 if width >= WIDE else 4
+    ticks = linear_ticks(min(0.0, *(bar.low for bar in panel.bars)), max(longest, floor or 0.0) * 1.02, most)
     low, high = ticks[0], max(ticks[-1], longest, floor or 0.0) or 1.0
 
     def x(value: float) -> float:
         return left + (value - low) / (high - low) * (right - left)
 
-    height = _TOP + _ROW * len(panel.bars) + _BOTTOM
+    height = _TOP + row * len(panel.bars) + _BOTTOM
     parts = [*_axis(ticks, x, height, _tick), *_baseline(x(0.0), height)]
     for place, bar in enumerate(panel.bars):
-        parts += _bar(bar, place, x, left, panel.unit)
+        parts += _bar(bar, _TOP + row * (place + 1) - _ROW / 2, x, left, panel.unit)
     if floor is not None:
         at = x(floor)
         parts.append(f'<line class="floor" x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP - 6}" y2="{height - _BOTTOM}"/>')
-        anchor = "end" if at > _WIDTH * 0.6 else "start"
+        anchor = "end" if at > width * 0.6 else "start"
         shift = -4 if anchor == "end" else 4
         parts.append(_text(at + shift, _TOP - 10, f"arithmetic floor {number(floor)}", "note", anchor))
-    return _svg(panel, height, parts)
+    return _svg(panel, width, height, parts)
 
 
-def _bar(bar: Bar, place: int, x: _Scale, left: float, unit: str) -> Iterator[str]:
-    middle = _TOP + _ROW * (place + 0.5)
+def _bar(bar: Bar, middle: float, x: _Scale, left: float, unit: str) -> Iterator[str]:
     start, end = sorted((x(0.0), x(bar.value)))
     kind = "ours" if bar.ours else "peer"
-    told = f"{bar.label}: {number(bar.value)} {unit} ({number(bar.low)} to {number(bar.high)})"
+    told = f"{bar.label}: {value_text(bar)} {unit} ({number(bar.low)} to {number(bar.high)})"
     yield f"<g><title>{escape(told)}</title>"
-    yield _text(left - 10, middle + 4, bar.label, "label ours-text" if bar.ours else "label", "end")
+    yield _name(bar.label, left, middle, _BAR / 2, "label ours-text" if bar.ours else "label")
     yield (
         f'<rect class="{kind}" x="{start:.1f}" y="{middle - _BAR / 2:.1f}" width="{max(end - start, 1):.1f}" '
         f'height="{_BAR}" rx="2"/>'
@@ -107,33 +135,54 @@ def _bar(bar: Bar, place: int, x: _Scale, left: float, unit: str) -> Iterator[st
         f'<path class="range" d="M{low:.1f} {middle - 4:.1f}V{middle + 4:.1f}M{low:.1f} {middle:.1f}'
         f'H{high:.1f}M{high:.1f} {middle - 4:.1f}V{middle + 4:.1f}"/>'
     )
-    yield _text(max(high, end) + 7, middle + 4, number(bar.value), "value", "start") + "</g>"
+    yield _text(max(high, end) + 7, middle + 4, value_text(bar), "value", "start") + "</g>"
 
 
-def _dots(panel: Panel) -> str:
+def _name(label: str, left: float, middle: float, half: float, kind: str) -> str:
+    """A name left of what is drawn around `middle`, or above that, by `half` its height."""
+    if left == _EDGE:
+        return _text(left, middle - half - 5, label, kind, "start")
+    return _text(left - 10, middle + 4, label, kind, "end")
+
+
+def _dots(panel: Panel, width: float) -> str:
     labels = list(dict.fromkeys(bar.label for bar in panel.bars))
     series = list(dict.fromkeys(bar.series for bar in panel.bars))
-    left, right = _label_width(labels), _WIDTH - 24
+    left, right = _left(labels, width), width - 24
+    lanes = max(_ROW - 8, _LANE * len(series))
+    row = lanes + 16 + (_ABOVE if left == _EDGE else 0)
     ticks = log_ticks(min(1.0, *(bar.low for bar in panel.bars)), max(1.0, *(bar.high for bar in panel.bars)))
     low, high = math.log(ticks[0]), math.log(ticks[-1] if len(ticks) > 1 else ticks[0] * 2)
 
     def x(value: float) -> float:
         return left + (math.log(value) - low) / (high - low) * (right - left)
 
-    legend = _legend(series, left, right)
+    legend = _legend(series, left if width >= WIDE else _EDGE, right)
     top = _TOP + 20 * (1 + max(line for _, _, line, _ in legend))
-    height = top + _ROW * len(labels) + _BOTTOM
-    parts = [*_axis(ticks, x, height, lambda value: f"{value:g}×", top), *_baseline(x(1.0), height, top)]
+    height = top + row * len(labels) + _BOTTOM
+    parts = [*_axis(_apart(ticks, x), x, height, lambda value: f"{value:g}×", top), *_baseline(x(1.0), height, top)]
     for number_of, at, line, name in legend:
-        parts.append(f'<circle class="s{number_of}" cx="{at:.1f}" cy="{14 + 20 * line}" r="{_DOT}"/>')
-        parts.append(_text(at + 10, 18 + 20 * line, name, "note", "start"))
+        parts.append(f'<circle class="s{number_of}" cx="{at + _DOT:.1f}" cy="{14 + 20 * line}" r="{_DOT}"/>')
+        parts.append(_text(at + 10 + _DOT, 18 + 20 * line, name, "note", "start"))
     for place, label in enumerate(labels):
-        middle = top + _ROW * (place + 0.5)
-        parts.append(_text(left - 10, middle + 4, label, "label", "end"))
+        middle = top + row * (place + 1) - 8 - lanes / 2
+        if place:
+            parts.append(_line("grid", 0.0, width, top + row * place))
+        parts.append(_name(label, left, middle, lanes / 2, "label"))
         for bar in panel.bars:
             if bar.label == label:
-                parts += _dot(bar, middle, x, series.index(bar.series) % SERIES)
-    return _svg(panel, height, parts)
+                lane = series.index(bar.series)
+                parts += _dot(bar, middle + _LANE * (lane - (len(series) - 1) / 2), x, lane % SERIES)
+    return _svg(panel, width, height, parts)
+
+
+def _apart(ticks: Sequence[float], x: _Scale) -> list[float]:
+    """Ticks whose numbers do not touch, the one at 1 among them."""
+    kept: list[float] = []
+    for tick in sorted(ticks, key=lambda tick: (tick != 1.0, tick)):
+        if all(abs(x(tick) - x(other)) >= 5 * _LABEL for other in kept):
+            kept.append(tick)
+    return sorted(kept)
 
 
 def _dot(bar: Bar, middle: float, x: _Scale, colour: int) -> Iterator[str]:
@@ -168,11 +217,16 @@ def _baseline(at: float, height: float, top: float = _TOP) -> Iterator[str]:
     yield f'<line class="base" x1="{at:.1f}" x2="{at:.1f}" y1="{top}" y2="{height - _BOTTOM}"/>'
 
 
+def _line(kind: str, start: float, end: float, y: float) -> str:
+    return f'<line class="{kind}" x1="{start:.1f}" x2="{end:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>'
+
+
 def _text(x: float, y: float, text: str, kind: str, anchor: str) -> str:
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-def _svg(panel: Panel, height: float, parts: Sequence[str]) -> str:
+def _svg(panel: Panel, width: float, height: float, parts: Sequence[str]) -> str:
     told = escape(f"{panel.title}: {panel.unit}", quote=True)
-    body = "".join(parts)
-    return f'<svg viewBox="0 0 {_WIDTH} {height:.0f}" role="img" aria-label="{told}">{body}</svg>'
+    kind = "wide-chart" if width >= WIDE else "narrow-chart"
+    size = f'viewBox="0 0 {width:g} {height:.0f}" style="max-width: {width:g}px"'
+    return f'<svg class="{kind}" {size} role="img" aria-label="{told}">{"".join(parts)}</svg>'

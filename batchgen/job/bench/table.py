@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 from rich.console import Console
 from rich.measure import Measurement
@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from batchgen.job.bench.figures import CPU_RATE, RATE, SLOWDOWN, Figure
-from batchgen.job.bench.panels import engine_text, setting_text, share_text
+from batchgen.job.bench.panels import engine_text, other_table, setting_text, share_text
 from batchgen.job.bench.peers import OURS
 
-__all__ = ["comparison", "print_comparison"]
+__all__ = ["comparison", "print_comparison", "print_others"]
 
 _Cell = Callable[[Figure, "_Beside"], str]
 _FAR: Final = 10_000
@@ -84,6 +84,27 @@ def print_comparison(figures: Sequence[Figure], console: Console) -> None:
     console.print(comparison(figures, console.width))
 
 
+def print_others(others: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Print lines that are no comparison, workload by workload, each as a list of what it says."""
+    for name in dict.fromkeys(str(line.get("workload", "other")) for line in others):
+        header, rows, same = other_table([line for line in others if str(line.get("workload", "other")) == name])
+        table = Table(box=None, pad_edge=False, show_header=False)
+        table.add_column()
+        for _ in rows:
+            table.add_column(justify="right")
+        for i, key in enumerate(header):
+            table.add_row(key, *(Text(row[i]) for row in rows))
+        wide = console if console.is_terminal else Console(file=console.file, width=_FAR, color_system=None)
+        wide.print(Text(name, style="bold"))
+        if Measurement.get(wide, wide.options, table).maximum <= wide.width:
+            wide.print(table)
+        else:
+            for row in rows:
+                told = ", ".join(f"{key} {text}" for key, text in zip(header, row, strict=True) if text)
+                wide.print(Text(told), soft_wrap=False)
+        wide.print(Text(", ".join(f"{key} {text}" for key, text in same.items()), style="dim"))
+
+
 def comparison(figures: Sequence[Figure], width: int = _FAR) -> Table:
     """One line per workload and engine, in a table of at most `width` columns where one of them is so narrow."""
     console = Console(width=_FAR)
@@ -104,11 +125,15 @@ def _table(figures: Sequence[Figure], columns: Sequence[tuple[str, _Cell]]) -> T
     # What no line has is left out; a narrow table without workloads begins each with a line of its own.
     kept = [i for i, (name, _) in enumerate(columns) if name in _LEFT[:2] or any(line[i] for line in cells)]
     headed = columns[0][0] != "workload"
+    models = dict.fromkeys(figure.model for figure in rates)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for i in kept:
         table.add_column(columns[i][0], no_wrap=True, justify="left" if columns[i][0] in _LEFT else "right")
-    workload = None
+    model, workload = None, None
     for figure, line in zip(rates, cells, strict=True):
+        if len(models) > 1 and figure.model != model:
+            table.add_row(Text(figure.model, style="bold"))
+            model, workload = figure.model, None
         if headed and figure.workload != workload:
             table.add_row(Text(figure.workload, style="bold"))
         workload = figure.workload
