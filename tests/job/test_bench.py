@@ -81,19 +81,25 @@ def test_peers() -> None:
     assert parse_peers(f"transformers={sys.executable}") == [EngineSource("transformers", sys.executable)]
     for name, ourselves in zip(VARIANTS, parse_peers(",".join(VARIANTS)), strict=True):
         assert (ourselves.name, ourselves.script) == (name, "engine_batchgen")
-    with pytest.raises(UsageError, match="unknown peer 'sglan'; known: transformers"):
+    with pytest.raises(UsageError, match=r"unknown peer 'sglan' \(did you mean sglang\?\); known: transformers"):
         parse_peers("sglan")
     with pytest.raises(UsageError, match="named twice"):
         parse_peers("transformers,transformers")
     with pytest.raises(UsageError, match="cannot run /no/such/python"):
         parse_peers("transformers=/no/such/python")
+    with pytest.raises(UsageError, match="a name is missing; known"):
+        parse_peers("transformers,")
+    with pytest.raises(UsageError, match=r"what vllm= names is a folder: /tmp; name a Python, as /tmp/bin/python"):
+        parse_peers("vllm=/tmp")
+    with pytest.raises(UsageError, match=r"what vllm= names is empty; name a Python, as ENVIRONMENT/bin/python"):
+        parse_peers("vllm=")
 
 
 def test_peer_that_is_not_installed_there(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')  # no site-packages
     python.chmod(0o755)
-    with pytest.raises(UsageError, match=r"cannot import transformers; give --peers transformers=PYTHON"):
+    with pytest.raises(UsageError, match=r"cannot import transformers; install it there, or give --peers tr"):
         parse_peers(f"transformers={python}")
 
 
@@ -305,6 +311,9 @@ def test_another_checkout_is_a_peer(tmp_path: Path, folder: Path) -> None:
 def test_command_line_errors(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
         (["nothing"], "unknown workload 'nothing'"),
+        (["plan", "uniqe"], "unknown workload 'uniqe' (did you mean unique?)"),
+        (["strtup"], "did you mean startup?"),
+        (["plan", "--plan-size", "many"], "--plan-size must be ROWSxTOKENS"),
         (["--peers", "nobody"], "unknown peer 'nobody'"),
         (["--model", "random:1t"], "unknown random model"),
         (["--dtype", "int3"], "dtype"),

@@ -322,7 +322,7 @@ def test_who_was_left_out_is_read_back_and_told(stored: Path, tmp_path: Path) ->
 # What is no comparison
 
 
-@pytest.mark.parametrize("width", [30, 50, 200])
+@pytest.mark.parametrize("width", [10, 30, 50, 200])
 def test_other_lines_are_told_in_any_width(width: int) -> None:
     lines = [{"workload": "plan", "shape": s, "seconds": 0.25, "rows": 5000, "phases": {}} for s in ("tree", "flat")]
     lines[1]["seconds"] = 1.5
@@ -330,6 +330,7 @@ def test_other_lines_are_told_in_any_width(width: int) -> None:
     print_others(lines, console)
     told = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert max(map(len, told)) <= width
+    assert not any("…" in line for line in told)
     assert told[0] == "plan"
     assert told[-1] == "rows 5,000"
     for text in ("tree", "flat", "0.25", "1.5"):

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -27,3 +32,22 @@ def test_three_figures(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_process_that_fails_is_named(tmp_path: Path) -> None:
     with pytest.raises(StartFailed, match=r"batchgen run nowhere\.jsonl -o x\.parquet failed: error: .*nowhere"):
         _start(["run", "nowhere.jsonl", "-o", "x.parquet"], tmp_path)
+
+
+def test_sigterm_ends_a_bench_and_takes_its_files_along(tmp_path: Path) -> None:
+    """The planner's token ids may be gigabytes in the folder for temporary files."""
+    arguments = [sys.executable, "-m", "batchgen", "bench", "plan", "--plan-size", "200000x50"]
+    process = subprocess.Popen(
+        arguments,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while process.poll() is None and not any(tmp_path.iterdir()):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert told.splitlines()[-1].startswith("error: ended by SIGTERM")
+    assert list(tmp_path.iterdir()) == []

@@ -160,7 +160,7 @@ def test_configs_are_the_named_workloads() -> None:
         ("tokens = [8, 8]", "tokens = [8]", "`tokens` must be"),
         ("tokens = [8, 8]", "tokens = [0, 8]", r"`levels\[0\].tokens`"),
         ("children = 2", "children = 0", r"`levels\[1\].children`"),
-        ("children = 2", "child = 2", "`children` is missing"),
+        ("children = 2", "child = 2", r"unknown key `child` \(did you mean children\?\)"),
         ("output = [2, 3]", "output = [2, 3]\nrows = 1", "unknown key `rows`"),
         ("output = [2, 3]", "output = [2, 3]\nsamples = 0", "`samples` must be at least 1"),
         ("output = [2, 3]", "output = [2, 3]\nevery = 0", "`every` must be at least 1"),
@@ -180,7 +180,10 @@ def test_wrong_definitions_are_refused_by_name(tmp_path: Path, old: str, new: st
 
 
 def test_unknown_workload_names_those_there_are() -> None:
-    with pytest.raises(UsageError, match=r"'uniqe'; take one of unique, shared-prefix, .*demo, .*all, or a .toml file"):
+    with pytest.raises(
+        UsageError,
+        match=r"'uniqe' \(did you mean unique\?\); take one of unique, shared-prefix, .*demo, .*all, or a .toml file",
+    ):
         find_workload("uniqe")
     with pytest.raises(UsageError, match="cannot read"):
         find_workload("missing.toml")

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Final
+from types import FrameType
+from typing import Any
 
 from rich.console import Console
 
+from batchgen.errors import Interrupted
 from batchgen.job.bench.chart import check_chart, draw_stored, write_chart
-from batchgen.job.bench.config import BenchConfig, bench_config
+from batchgen.job.bench.config import ALONE, BenchConfig, bench_config
 from batchgen.job.bench.stored import parse_figures
+from batchgen.job.bench.table import print_others
 
 __all__ = ["bench_config", "draw_stored", "run_command"]
-
-_ALONE: Final = ("plan", "startup")
-"""Workloads on which no engines are compared."""
 
 
 def run_command(config: BenchConfig, emit: Callable[[str], None], console: Console, start: Any = None) -> None:
@@ -28,29 +32,55 @@ def run_command(config: BenchConfig, emit: Callable[[str], None], console: Conso
         start: starts engines, as `run_bench` has it.
 
     Raises:
-        BatchgenError: as `run_bench`, `run_plan_bench` and `run_startup_bench`; the chart cannot be drawn.
+        BatchgenError: as `run_bench`, `run_plan_bench` and `run_startup_bench`; the chart cannot be drawn; SIGTERM.
     """
     if config.chart is not None:
         check_chart(config.chart)
+    compared = tuple(name for name in config.workloads if name not in ALONE)
+    if compared:
+        from batchgen.job.bench.definitions import find_workloads  # a tokenizer, which --from need not wait for
+
+        find_workloads(compared)  # a wrong name is told before another workload takes its minutes
     lines: list[str] = []
 
     def keep(line: str) -> None:
         lines.append(line)
         emit(line)
 
-    if "plan" in config.workloads:
-        from batchgen.job.bench.planning import PlanSize, run_plan_bench
+    with _ended_by_signal():
+        if "plan" in config.workloads:
+            from batchgen.job.bench.planning import PlanSize, run_plan_bench
 
-        run_plan_bench(PlanSize.parse(config.plan_size), keep)
-    if "startup" in config.workloads:
-        from batchgen.job.bench.startup import run_startup_bench
+            run_plan_bench(PlanSize.parse(config.plan_size), keep)
+        if "startup" in config.workloads:
+            from batchgen.job.bench.startup import run_startup_bench
 
-        run_startup_bench(config.repeat, keep)
-    compared = tuple(name for name in config.workloads if name not in _ALONE)
-    if compared or not config.workloads:
-        from batchgen.job.bench.run import run_bench  # torch: seconds that the others need not pay
+            run_startup_bench(config.repeat, keep)
+        print_others([json.loads(line) for line in lines], console)
+        if compared or not config.workloads:
+            from batchgen.job.bench.run import run_bench  # torch: seconds that the others need not pay
 
-        run_bench(replace(config, workloads=compared), keep, console, start)
+            run_bench(replace(config, workloads=compared), keep, console, start)
     if config.chart is not None:
-        found = parse_figures("\n".join(lines), "figures of this run")
-        write_chart(config.chart, found)
+        write_chart(config.chart, parse_figures("\n".join(lines), "figures of this run"))
+
+
+@contextmanager
+def _ended_by_signal() -> Iterator[None]:
+    """Let SIGTERM end a run as an error does: its processes and its files of token ids go with it.
+
+    Raises:
+        Interrupted: at the signal.
+    """
+    if threading.current_thread() is not threading.main_thread():  # where Python allows no handlers
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Interrupted("ended by SIGTERM; the figures printed so far stand", 128 + number)
+
+    former = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)

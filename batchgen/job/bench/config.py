@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from batchgen.errors import UsageError
 
-__all__ = ["BenchConfig", "bench_config", "load_bench"]
+__all__ = ["ALONE", "BenchConfig", "bench_config", "load_bench", "meant"]
+
+
+ALONE: Final = ("plan", "startup")
+"""Workloads on which no engines are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,18 @@ _KEYS: Final[dict[str, tuple[str, type | tuple[type, ...]]]] = {
     "plan_size": ("plan_size", str),
 }
 """Key of a file -> field of `BenchConfig`, and its type."""
+_TAKES: Final[dict[type | tuple[type, ...], str]] = {
+    str: 'a text, as "cpu"',
+    int: "a whole number",
+    (int, float): "a number",
+    list: 'a list of texts, as ["unique"]',
+}
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """For an error that refuses `word`: the known one that is most like it, if one is."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def bench_config(given: Mapping[str, Any], file: Path | None) -> BenchConfig:
@@ -81,10 +98,10 @@ def load_bench(path: Path) -> BenchConfig:
     fields: dict[str, Any] = {}
     for key, value in values.items():
         if key not in _KEYS:
-            raise UsageError(f"--config: {path}: unknown key `{key}`; known: {', '.join(_KEYS)}")
+            raise UsageError(f"--config: {path}: unknown key `{key}`{meant(key, _KEYS)}; known: {', '.join(_KEYS)}")
         name, kind = _KEYS[key]
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise UsageError(f"--config: {path}: `{key}` has the wrong type, got {value!r}")
+            raise UsageError(f"--config: {path}: `{key}` has the wrong type, got {value!r}; it takes {_TAKES[kind]}")
         if isinstance(value, list) and not all(isinstance(item, str) for item in value):
             raise UsageError(f"--config: {path}: `{key}` must be a list of texts, got {value!r}")
         fields[name] = value

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final, get_args
 
 from batchgen.errors import UsageError
+from batchgen.job.bench.config import ALONE, meant
 from batchgen.job.bench.demo_rows import DemoWorkload
 from batchgen.job.bench.named import GPU_WORKLOADS, MORE_WORKLOADS, WORKLOADS
 from batchgen.job.bench.workloads import AdapterSet, Level, RowsAt, Workload
@@ -46,7 +47,10 @@ def find_workload(name: str) -> BenchWorkload:
         return load_workload(Path(name))
     known: dict[str, BenchWorkload] = {**WORKLOADS, **MORE_WORKLOADS, "demo": DemoWorkload(), **GPU_WORKLOADS}
     if name not in known:
-        raise UsageError(f"unknown workload {name!r}; take one of {', '.join(known)}, {_ALL}, or a .toml file")
+        names = [*known, *ALONE, _ALL]
+        raise UsageError(
+            f"unknown workload {name!r}{meant(name, names)}; take one of {', '.join(names)}, or a .toml file"
+        )
     return known[name]
 
 
@@ -60,7 +64,9 @@ def load_workload(path: Path) -> BenchWorkload:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UsageError(f"cannot read the workload {path}: {error.strerror}") from None
+        raise UsageError(
+            f"cannot read the workload {path}: {error.strerror}; give the path of a definition file"
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not TOML: {error}") from None
     if "task_rows" in values:
@@ -108,10 +114,12 @@ def _adapters(value: object, name: str) -> AdapterSet:
 
 
 def _check_keys(values: Mapping[str, Any], needed: set[str], allowed: set[str], where: str) -> None:
+    if unknown := values.keys() - needed - allowed:
+        known = sorted(needed | allowed)
+        told = f"unknown key `{min(unknown)}`{meant(min(unknown), known)}"
+        raise UsageError(f"{where}: {told}; known: {', '.join(known)}")
     if missing := needed - values.keys():
         raise UsageError(f"{where}: `{min(missing)}` is missing")
-    if unknown := values.keys() - needed - allowed:
-        raise UsageError(f"{where}: unknown key `{min(unknown)}`; known: {', '.join(sorted(needed | allowed))}")
 
 
 def _table(value: object, name: str) -> Mapping[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.errors import UsageError
+from batchgen.job.bench.config import meant
 
 __all__ = [
     "BASELINE",
@@ -91,7 +92,8 @@ def parse_peers(text: str) -> list[EngineSource]:
     for item in text.split(","):
         name, given, python = item.strip().partition("=")
         if name not in (known := (*PEERS, BASELINE, *VARIANTS)):
-            raise UsageError(f"--peers: unknown peer {name!r}; known: {', '.join(known)} (or auto, none)")
+            told = f"unknown peer {name!r}{meant(name, known)}" if name else "a name is missing"
+            raise UsageError(f"--peers: {told}; known: {', '.join(known)} (or auto, none)")
         if any(peer.name == name for peer in peers):
             raise UsageError(f"--peers: {name} is named twice")
         if name == BASELINE:
@@ -100,9 +102,17 @@ def parse_peers(text: str) -> list[EngineSource]:
         if name in VARIANTS:
             peers.append(EngineSource(name))
             continue
+        if given and (not python or Path(python).expanduser().is_dir()):
+            what = f"is a folder: {python}" if python else "is empty"
+            raise UsageError(
+                f"--peers: what {name}= names {what}; name a Python, as {python or 'ENVIRONMENT'}/bin/python"
+            )
         source = EngineSource(name, str(Path(python).expanduser())) if given else EngineSource(name)
         if not _can_import(source):
-            raise UsageError(f"--peers: {source.python} cannot import {PEERS[name]}; give --peers {name}=PYTHON")
+            raise UsageError(
+                f"--peers: {source.python} cannot import {PEERS[name]}; install it there, or give "
+                f"--peers {name}=PYTHON with a Python that has it"
+            )
         peers.append(source)
     return peers
 
@@ -120,5 +130,7 @@ def _can_import(source: EngineSource) -> bool:
     try:
         done = subprocess.run([source.python, "-c", code, PEERS[source.name]], capture_output=True, check=False)
     except OSError as error:
-        raise UsageError(f"--peers: cannot run {source.python}: {error.strerror}") from None
+        raise UsageError(
+            f"--peers: cannot run {source.python}: {error.strerror}; give --peers {source.name}=PYTHON"
+        ) from None
     return done.returncode == 0

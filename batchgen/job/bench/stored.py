@@ -91,7 +91,9 @@ def parse_figures(text: str, where: str) -> StoredFigures:
         try:
             values = json.loads(line)
         except json.JSONDecodeError as error:
-            raise UsageError(f"{where}, line {number} is not JSON: {error}") from None
+            raise UsageError(
+                f"{where}, line {number} is not JSON ({error.msg}): it must be what `batchgen bench` prints"
+            ) from None
         if not isinstance(values, dict):
             raise UsageError(f"{where}, line {number} is not a JSON object")
         if values.get("metric") == _LEFT_OUT:
@@ -104,7 +106,7 @@ def parse_figures(text: str, where: str) -> StoredFigures:
         else:
             others.append(values)
     if not figures and not others:
-        raise UsageError(f"{where} holds no figure")
+        raise UsageError(f"{where} holds no figure: it must be what `batchgen bench` prints")
     there = {(f.model, f.engine, name) for f in figures.values() for name in (f.workload, None)}
     return StoredFigures(list(figures.values()), others, [one for key, one in absent.items() if key not in there])
 

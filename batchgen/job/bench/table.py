@@ -96,7 +96,7 @@ def print_others(others: Sequence[Mapping[str, Any]], console: Console) -> None:
             table.add_row(key, *(Text(row[i]) for row in rows))
         wide = console if console.is_terminal else Console(file=console.file, width=_FAR, color_system=None)
         wide.print(Text(name, style="bold"))
-        if Measurement.get(wide, wide.options, table).maximum <= wide.width:
+        if Measurement.get(far := Console(width=_FAR), far.options, table).maximum <= wide.width:
             wide.print(table)
         else:
             for row in rows:
