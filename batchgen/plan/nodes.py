@@ -96,6 +96,10 @@ class Nodes:
         self.step = 0
         """Step being planned."""
         self.active: dict[int, Node] = {}
+        self.tail_held = bytearray(len(tree))
+        """By node in the pool, as `Node.tail_held` ..."""
+        self.in_place = bytearray(len(tree))
+        """... and `Node.in_place`."""
         self.waiting: dict[int, int] = {}
         """By node: sequences begun at its end that hold no pages."""
         self.allocator = allocator
@@ -178,6 +182,7 @@ class Nodes:
             tail_held=end % self._page_size != 0,
         )
         self.active[node_id] = node
+        self.tail_held[node_id], self.in_place[node_id] = node.tail_held, node.in_place
         return node
 
     def settle(self, node: Node) -> None:
@@ -259,6 +264,7 @@ class Nodes:
 
     def _drop_tail(self, node: Node) -> None:
         node.tail_held = False
+        self.tail_held[node.id] = False
         self.allocator.free([node.table.pop()])
 
     def _evict(self, node: Node) -> None:

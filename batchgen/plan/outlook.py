@@ -1,24 +1,32 @@
 """Page use from now on, if samples end where they are expected to: what may begin so that nothing is thrown out later.
 
-Pages only grow between two ends, so the most that is ever in use stands right before one of them. A node's pages go at
-the last end below it, once all its samples have begun; until then they are held for ever as far as anybody knows.
+A node's pages go at the last end below it, once all its samples have begun; until then they are held for ever as far as
+anybody knows. All is computed by columns: an outlook over some hundred samples costs a fraction of a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from batchgen.plan.curve import Curve, Samples, pages_by_step, peak_pages, with_begun
 from batchgen.plan.ends import Ends
-from batchgen.plan.nodes import Node, Nodes
+from batchgen.plan.nodes import Nodes
 from batchgen.plan.sequences import Phase, Sequences
 from batchgen.plan.sequences import Sequence as Sample
 
-__all__ = ["Entry", "Outlook", "Rows", "peak_pages"]
+__all__ = ["Entry", "Outlook"]
 
+Int64s = npt.NDArray[np.int64]
+
+_SEVERAL = 8
+"""From so many samples on their ends are computed by columns."""
+_FEW = 8
+"""Up to so many nodes are looked at one by one."""
 _LATE = 1
 """Steps after a sample's last draw in which its pages are still held: ends may be read late."""
 
@@ -36,66 +44,15 @@ class Entry:
     """Steps until they draw."""
 
 
-@dataclass(slots=True)
-class Rows:
-    """Samples under way, by column; steps are counted from now."""
+class _With(NamedTuple):
+    """Things with an entry added."""
 
-    end: list[int] = field(default_factory=list)
-    """Last step in which each holds its pages."""
-    fed: list[int] = field(default_factory=list)
-    """Position fed now; one more with each step."""
-    have: list[int] = field(default_factory=list)
-    """Pages of positions 0.. that it need not take any more, its nodes' included."""
-    freed: list[int] = field(default_factory=list)
-    """Of the pages in use those that it gives back at its end; what it takes until then goes, too."""
-    release: list[int] = field(default_factory=list)
-    """By node of which the end is known: the last step in which its pages are held ..."""
-    pages: list[int] = field(default_factory=list)
-    """... and how many these are."""
-
-    def add(self, end: int, fed: int, have: int, freed: int) -> None:
-        """Add a sample."""
-        self.end.append(end)
-        self.fed.append(fed)
-        self.have.append(have)
-        self.freed.append(freed)
-
-    def plus(self, other: Rows) -> Rows:
-        """Both together."""
-        return Rows(
-            self.end + other.end,
-            self.fed + other.fed,
-            self.have + other.have,
-            self.freed + other.freed,
-            self.release + other.release,
-            self.pages + other.pages,
-        )
-
-
-def peak_pages(rows: Rows, page_size: int) -> int:
-    """Most pages in use at once from now on, beyond those in use now; 0 at least."""
-    if not rows.end:
-        return 0
-    falling = np.argsort(-np.array(rows.end), kind="stable")
-    end = np.array(rows.end)[falling]
-    fed = np.array(rows.fed)[falling]
-    # Of those still there at an end: pages up to the position fed then, one more where the parts of pages carry.
-    carries = np.cumsum((fed % page_size)[:, None] + np.arange(page_size) >= page_size, axis=0)
-    own = np.cumsum(fed // page_size - np.array(rows.have)[falling])
-    own += np.arange(1, len(end) + 1) * (end // page_size + 1) + carries[np.arange(len(end)), end % page_size]
-    freed = np.array(rows.freed)[falling]
-    gone = int(freed.sum()) - np.cumsum(freed)
-    use = own - gone - _released(rows, end)
-    return max(0, int(use.max()))
-
-
-def _released(rows: Rows, end: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | int:
-    """[R] pages of nodes that have gone before each end."""
-    if not rows.release:
-        return 0
-    rising = np.argsort(rows.release)
-    pages = np.concatenate([[0], np.cumsum(np.array(rows.pages)[rising])])
-    return np.asarray(pages[np.searchsorted(np.array(rows.release)[rising], end)])
+    curve: Curve
+    pages: int
+    """Of its path."""
+    left: dict[int, int]
+    latest: dict[int, int]
+    """What becomes of its nodes."""
 
 
 class Outlook:
@@ -106,7 +63,8 @@ class Outlook:
         self._sequences = sequences
         self._ends = ends
         self._size = nodes.allocator.page_size
-        self._rows = Rows()
+        self._columns = _NodeColumns(nodes)
+        self._curve: Curve = np.zeros(1)
         self._next = 0
         """Number of the sample that begins next."""
         self._unsure = 0
@@ -116,44 +74,25 @@ class Outlook:
         self._more = 0
         """Pages admitted since, which are taken as prompts are computed."""
         self._left: dict[int, int] = {}
-        """By node in the pool: samples at its end and subtrees below of whose ends nothing is known."""
+        """By node with new ends below: samples at its end and subtrees below of whose ends nothing is known."""
         self._latest: dict[int, int] = {}
-        """By node in the pool: the last end known below."""
+        """By node with new ends below: the last end known below."""
 
     def look(self, waiting: Iterable[Entry]) -> None:
         """See things as they stand; `waiting` are the samples behind prompts that are being computed."""
-        nodes, size, step = self._nodes, self._size, self._nodes.step
-        self._rows = rows = Rows()
-        self._used, self._more = nodes.allocator.used_count, 0
+        self._used, self._more = self._nodes.allocator.used_count, 0
         self._next = self._sequences.next_id
-        self._unsure = sum(self._ends.unsure(s.request) for s in self._sequences.by_id.values())
-        self._left = {n: nodes.refs[n] for n in nodes.active}
-        self._latest = dict.fromkeys(nodes.active, 0)
-        running = self._sequences.running
-        for s, position in zip(running, running.positions.tolist(), strict=True):
-            assert s.node is not None
-            end = _LATE - 1 + self._ends.remaining(s.id, s.request, position + 1 - s.prompt_len, step)
-            rows.add(end, position, len(s.pages), self._own(s, s.node))
-            self._note(s.node_id, 1, end)
-        for s in self._sequences.by_id.values():
-            if s.phase is Phase.RUNNING:
-                continue
-            end = _LATE
-            if s.phase is not Phase.PARKED:
-                end += self._ends.remaining(s.id, s.request, s.position + 1 - s.prompt_len, step) - 1
-            if s.node is None:
-                rows.add(end, s.position, s.prompt_len // size, 0)
-            else:
-                fed = s.capacity - 1 - end if s.phase is Phase.PARKED else s.position
-                rows.add(end, fed, len(s.pages), self._own(s, s.node))
-            if s.node_id in self._left:
-                self._note(s.node_id, 1, end)
-        for n in sorted(nodes.active, reverse=True):
-            if not self._left[n]:
-                rows.release.append(self._latest[n])
-                rows.pages.append(_held(nodes.active[n]))
-                if nodes.parent[n] >= 0:
-                    self._note(nodes.parent[n], 1, self._latest[n])
+        self._unsure = self._ends.unsure_count
+        columns, nodes = self._decoding()
+        if len(self._sequences.by_id) > len(nodes):
+            others = [self._other(s) for s in self._sequences.by_id.values() if s.phase is not Phase.RUNNING]
+            more = np.array(others, np.int64).T
+            columns, nodes = np.concatenate([columns, more[:4]], axis=1), np.concatenate([nodes, more[4]])
+        end, fed, have, freed = columns
+        gone, release = self._columns.look(nodes, end)
+        self._left.clear()
+        self._latest.clear()
+        self._curve = pages_by_step(Samples(end, fed, have, freed, release, self._columns.held(gone)), self._size)
         for entry in waiting:
             self.add(entry)
 
@@ -162,57 +101,90 @@ class Outlook:
 
         A page for every other sample that may end later than expected is left over.
         """
-        added, pages, _, _ = self._with(entry)
+        found = self._with(entry)
         spare = (self._unsure + sum(map(self._ends.unsure, entry.requests))) // 2
         allocator = self._nodes.allocator
-        peak = peak_pages(self._rows.plus(added), self._size)
         held = max(allocator.used_count, self._used + self._more)
-        if held + pages + peak + spare > allocator.capacity:
+        if held + found.pages + peak_pages(found.curve) + spare > allocator.capacity:
             return False
-        self.add(entry)
+        self._take(entry, found)
         return True
-
-    @staticmethod
-    def _own(sequence: Sample, node: Node) -> int:
-        """Pages that a sample gives back at its end, its node's tail not among them while that is held."""
-        return len(sequence.pages) - sequence.own - (sequence.in_place and node.tail_held)
-
-    def _note(self, node: int, count: int, end: int) -> None:
-        self._left[node] -= count
-        self._latest[node] = max(self._latest[node], end)
 
     def add(self, entry: Entry) -> None:
         """`entry` begins now."""
-        added, pages, left, latest = self._with(entry)
+        self._take(entry, self._with(entry))
+
+    def _take(self, entry: Entry, found: _With) -> None:
         self._next += len(entry.requests)
         self._unsure += sum(map(self._ends.unsure, entry.requests))
-        self._rows = self._rows.plus(added)
-        self._more += pages
-        self._left.update(left)
-        self._latest.update(latest)
+        self._curve = found.curve
+        self._more += found.pages
+        self._left.update(found.left)
+        self._latest.update(found.latest)
 
-    def _with(self, entry: Entry) -> tuple[Rows, int, dict[int, int], dict[int, int]]:
-        """The rows and node releases that `entry` adds, the pages of its path, and what becomes of its nodes."""
+    def _decoding(self) -> tuple[Int64s, Int64s]:
+        """The decode rows' first columns of `Samples`, [4, R], and their nodes, [R]."""
+        running, size = self._sequences.running, self._size
+        fed, nodes = running.positions, running.nodes
+        prompt = self._columns.end[nodes]
+        made = fed + 1 - prompt
+        left = self._ends.remaining_of(running.numbers, running.requests, made, self._nodes.step)
+        have = running.capacities // size
+        # A node's tail is not among what its sample gives back while that is held.
+        tail = running.in_place & self._columns.tail_held[nodes]
+        return np.stack([left + (_LATE - 1), fed, have, have - prompt // size - tail]), nodes
+
+    def _other(self, sample: Sample) -> tuple[int, int, int, int, int]:
+        """Columns of `Samples` of one that does not decode, and its node, -1 if that is not in the pool."""
+        end = _LATE
+        if sample.phase is not Phase.PARKED:
+            made = sample.position + 1 - sample.prompt_len
+            end += self._ends.remaining(sample.id, sample.request, made, self._nodes.step) - 1
+        node = sample.node_id if sample.node_id in self._nodes.active else -1
+        if sample.node is None:
+            return end, sample.position, sample.prompt_len // self._size, 0, node
+        fed = sample.capacity - 1 - end if sample.phase is Phase.PARKED else sample.position
+        freed = len(sample.pages) - sample.own - (sample.in_place and sample.node.tail_held)
+        return end, fed, len(sample.pages), freed, node
+
+    def _with(self, entry: Entry) -> _With:
+        """The curve with `entry` and without the nodes that go after it."""
         nodes, size = self._nodes, self._size
-        rows, length = Rows(), nodes.end[entry.node]
+        length = nodes.end[entry.node]
         stands = nodes.active.get(entry.node)
         tail = length % size != 0 and (stands is None or (stands.tail_held and not stands.tail_taken))
-        for number, request in enumerate(entry.requests):
-            end = _LATE - 1 + entry.delay + self._ends.remaining(self._next + number, request, 0, nodes.step)
-            rows.add(end, length - 1, length // size + (tail and not number), 0)
+        ends = self._ends_of(entry)
+        curve = with_begun(self._curve, ends, length - 1, length // size, int(tail), size)
         held = {n: self._pages(n, first=n == entry.path[0]) for n in entry.path}
         left = {n: nodes.refs[n] for n in entry.path}
         latest = dict.fromkeys(entry.path, 0)
-        node, end, gone = entry.node, max(rows.end, default=0), len(entry.requests)
+        node, end, gone = entry.node, int(ends.max()), len(entry.requests)
         while node >= 0:
-            left[node] = left.get(node, self._left.get(node, 0)) - gone
-            latest[node] = max(end, latest.get(node, self._latest.get(node, 0)))
+            if node not in left:
+                left[node], latest[node] = self._known(node)
+            left[node] -= gone
+            latest[node] = max(end, latest[node])
             if left[node]:
                 break
-            rows.release.append(latest[node])
-            rows.pages.append(held[node] if node in held else _held(nodes.active[node]))
+            curve[latest[node] + 1 :] -= held[node] if node in held else self._columns.held(np.array([node]))
             node, end, gone = nodes.parent[node], latest[node], 1
-        return rows, sum(held.values()), left, latest
+        return _With(curve, sum(held.values()), left, latest)
+
+    def _known(self, node: int) -> tuple[int, int]:
+        """Samples and subtrees below a node of whose ends nothing is known, and the last end known."""
+        if node in self._left:
+            return self._left[node], self._latest[node]
+        return self._columns.of(node)
+
+    def _ends_of(self, entry: Entry) -> Int64s:
+        """[n] last steps of the samples of an entry."""
+        step, count = self._nodes.step, len(entry.requests)
+        if count < _SEVERAL:
+            left = np.array([self._ends.remaining(self._next + i, r, 0, step) for i, r in enumerate(entry.requests)])
+        else:
+            numbers = np.arange(self._next, self._next + count)
+            left = self._ends.remaining_of(numbers, np.array(entry.requests), np.zeros(count, np.int64), step)
+        return left + (_LATE - 1 + entry.delay)
 
     def _pages(self, node: int, *, first: bool) -> int:
         """Pages that a node of a path takes: one that follows its parent in the same run writes on in its tail."""
@@ -222,7 +194,75 @@ class Outlook:
         return -(-end // self._size) - -(-start // self._size)
 
 
-def _held(node: Node) -> int:
-    """Pages that a node gives back when it goes, its parent's tail not among them while that is held."""
-    parent = node.parent
-    return len(node.table) - node.own - (node.in_place and parent is not None and parent.tail_held)
+class _NodeColumns:
+    """The nodes in the pool, by columns, and what is known of their ends."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        self._nodes = nodes
+        self._size = nodes.allocator.page_size
+        self._parent, self._start, self.end = (np.asarray(x) for x in (nodes.parent, nodes.start, nodes.end))
+        self._refs = np.frombuffer(nodes.refs, np.int32)
+        self.tail_held, self._in_place = (np.frombuffer(x, np.uint8) for x in (nodes.tail_held, nodes.in_place))
+        self._ids = np.zeros(0, np.int64)
+        """[N] nodes that were in the pool at the last look, rising."""
+        self._left = self._latest = self._ids
+        """[N] samples at a node's end and subtrees below of whose ends nothing is known; the last end known below."""
+
+    def look(self, at: Int64s, ends: Int64s) -> tuple[Int64s, Int64s]:
+        """See which nodes go, and when.
+
+        Args:
+            at: [R] nodes of samples, -1 where one is not in the pool.
+            ends: [R] the samples' last steps.
+
+        Returns:
+            [G] nodes of which the end is known, and [G] the last steps in which their pages are held.
+        """
+        active = self._nodes.active
+        self._ids = np.fromiter(active, np.int64, len(active))
+        self._ids.sort()
+        self._left, self._latest = self._refs[self._ids].astype(np.int64), np.zeros(len(self._ids), np.int64)
+        self._note(at, ends)
+        found = []
+        done = np.flatnonzero(self._left == 0)
+        while len(done) > _FEW:
+            found.append(done)
+            self._note(self._parent[self._ids[done]], self._latest[done])
+            self._left[done] = -1
+            done = np.flatnonzero(self._left == 0)
+        found.append(np.array(self._up(done.tolist()), np.int64))
+        gone = np.concatenate(found)
+        return self._ids[gone], self._latest[gone]
+
+    def _note(self, nodes: Int64s, ends: Int64s) -> None:
+        """Below nodes, -1 for none, there is one end each of which nothing was known."""
+        inside = nodes >= 0
+        places = np.searchsorted(self._ids, nodes[inside])
+        np.subtract.at(self._left, places, 1)
+        np.maximum.at(self._latest, places, ends[inside])
+
+    def _up(self, places: list[int]) -> list[int]:
+        """`_note` above a few nodes of which the end is known; all of which it is known then."""
+        for place in places:
+            parent = int(self._parent[self._ids[place]])
+            if parent >= 0:
+                above = int(self._ids.searchsorted(parent))
+                self._left[above] -= 1
+                self._latest[above] = max(self._latest[above], self._latest[place])
+                if not self._left[above]:
+                    places.append(above)
+        return places
+
+    def of(self, node: int) -> tuple[int, int]:
+        """What is left to know below a node in the pool, and the last end known."""
+        place = int(self._ids.searchsorted(node))
+        if place == len(self._ids) or self._ids[place] != node:
+            return 0, 0
+        return int(self._left[place]), int(self._latest[place])
+
+    def held(self, nodes: Int64s) -> Int64s:
+        """[N] pages that nodes in the pool give back when they go, their parents' tails not among them while held."""
+        end, parent = self.end[nodes], self._parent[nodes]
+        tail = (end % self._size != 0) & (self.tail_held[nodes] == 0)
+        parents = self.tail_held[parent] & self._in_place[nodes] & (parent >= 0)
+        return np.asarray(-(-end // self._size) - self._start[nodes] // self._size - tail - parents, np.int64)

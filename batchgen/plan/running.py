@@ -16,7 +16,7 @@ __all__ = ["Running", "RunningRow"]
 
 Int64 = npt.NDArray[np.int64]
 
-_ID, _ROW, _POSITION, _LIMIT, _CAPACITY = range(5)
+_ID, _ROW, _POSITION, _LIMIT, _CAPACITY, _REQUEST, _NODE, _IN_PLACE = range(8)
 _ROOM: Final = 64
 
 
@@ -28,6 +28,9 @@ class RunningRow(Protocol):
     position: int
     limit: int
     capacity: int
+    request: int
+    node_id: int
+    in_place: bool
     pages: list[int]
 
 
@@ -43,7 +46,7 @@ class Running(Generic[Row]):
     def __init__(self) -> None:
         self._rows: list[Row] = []
         self._pages: list[list[int]] = []
-        self._columns = np.empty((5, _ROOM), np.int64)
+        self._columns = np.empty((8, _ROOM), np.int64)
         self._numbers: Int64 | None = None
         self._tables: list[list[int]] = []
 
@@ -66,6 +69,31 @@ class Running(Generic[Row]):
         """[R] the positions that the rows feed next."""
         return self._columns[_POSITION, : len(self._rows)]
 
+    @property
+    def numbers(self) -> Int64:
+        """[R] the rows' ids."""
+        return self._columns[_ID, : len(self._rows)]
+
+    @property
+    def capacities(self) -> Int64:
+        """[R] positions that the rows' pages hold."""
+        return self._columns[_CAPACITY, : len(self._rows)]
+
+    @property
+    def requests(self) -> Int64:
+        """[R] the rows' requests."""
+        return self._columns[_REQUEST, : len(self._rows)]
+
+    @property
+    def nodes(self) -> Int64:
+        """[R] nodes at whose ends the rows' prompts end."""
+        return self._columns[_NODE, : len(self._rows)]
+
+    @property
+    def in_place(self) -> Int64:
+        """[R] 1 where a row writes on in its node's tail."""
+        return self._columns[_IN_PLACE, : len(self._rows)]
+
     def add(self, row: Row) -> None:
         """A row begins to decode."""
         count = len(self._rows)
@@ -73,7 +101,16 @@ class Running(Generic[Row]):
             self._columns = np.concatenate([self._columns, np.empty_like(self._columns)], axis=1)
         at = bisect_left(self._rows, (row.row, row.id), key=_tree_order)
         self._columns[:, at + 1 : count + 1] = self._columns[:, at:count]
-        self._columns[:, at] = row.id, row.row, row.position, row.limit, row.capacity
+        self._columns[:, at] = (
+            row.id,
+            row.row,
+            row.position,
+            row.limit,
+            row.capacity,
+            row.request,
+            row.node_id,
+            row.in_place,
+        )
         self._rows.insert(at, row)
         self._pages.insert(at, row.pages)
         self._numbers = None

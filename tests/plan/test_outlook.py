@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import count
+from random import Random
 
 import numpy as np
 import pytest
@@ -11,10 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.plan.config import SchedulerConfig
+from batchgen.plan.curve import Samples, pages_by_step, peak_pages, with_begun
 from batchgen.plan.ends import EXACT, Ends
-from batchgen.plan.outlook import Rows, peak_pages
+from batchgen.plan.nodes import Nodes
+from batchgen.plan.outlook import Entry, Outlook
 from batchgen.plan.scheduler import Scheduler
+from batchgen.plan.sequences import Sequences
 from tests.plan.counted import counted, random_job
+from tests.plan.simulator import Simulator
+from tests.plan.slow_outlook import SlowOutlook
 from tests.plan.test_scheduler import rows, simulator
 from tests.plan.test_tree import tree_of
 
@@ -22,33 +30,125 @@ columns = st.lists(
     st.tuples(st.integers(0, 40), st.integers(0, 30), st.integers(0, 3), st.integers(0, 2)), min_size=1, max_size=12
 )
 released = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 5)), max_size=5)
+begun = st.lists(st.integers(0, 60), min_size=1, max_size=5)
 
 
 @settings(max_examples=300, deadline=None)
-@given(columns, released, st.integers(1, 5))
-def test_peak_against_counting_every_step(
-    job: list[tuple[int, int, int, int]], nodes: list[tuple[int, int]], size: int
+@given(columns, released, begun, st.integers(0, 20), st.integers(1, 5))
+def test_curve_against_counting_every_step(
+    job: list[tuple[int, int, int, int]], nodes: list[tuple[int, int]], new: list[int], prompt: int, size: int
 ) -> None:
-    table = Rows()
-    for end, fed, spare, freed in job:
-        # A row that decodes has the page of the position it feeds; one that is to begin may lack some.
-        have = max(0, fed // size + 1 - spare)
-        table.add(end, fed, have, min(freed, have))
-    for release, pages in nodes:
-        table.release.append(table.end[release % len(table.end)])
-        table.pages.append(pages)
-    most = 0
-    for step in range(max(table.end) + 1):
-        use = 0
-        for end, fed, have, freed in zip(table.end, table.fed, table.have, table.freed, strict=True):
-            use += (fed + step) // size + 1 - have if end >= step else -freed
-        use -= sum(p for r, p in zip(table.release, table.pages, strict=True) if r < step)
-        most = max(most, use)
-    assert peak_pages(table, size) == most
+    # A row that decodes has the page of the position it feeds; one that is to begin may lack some.
+    table = [
+        (end, fed, max(0, fed // size + 1 - spare), min(freed, max(0, fed // size + 1 - spare)))
+        for end, fed, spare, freed in job
+    ]
+    gone = [(table[release % len(table)][0], pages) for release, pages in nodes]
+
+    def use(step: int) -> int:
+        held = sum((fed + step) // size + 1 - have if end >= step else -freed for end, fed, have, freed in table)
+        return held - sum(pages for release, pages in gone if release < step)
+
+    release, pages = np.array(gone, np.int64).reshape(-1, 2).T
+    curve = pages_by_step(Samples(*np.array(table).T, release, pages), size)
+    assert curve.tolist() == [use(step) for step in range(max(end for end, *_ in table) + 2)]
+    assert peak_pages(curve) == max(0, *curve)
+    both = with_begun(curve, np.array(new), prompt, prompt // size, 1, size)
+    for step, pages_then in enumerate(both.tolist()):
+        more = sum((prompt + step) // size + 1 - prompt // size for end in new if end >= step) - (new[0] >= step)
+        assert pages_then == use(step) + more
+    assert len(both) > max(new)
 
 
-def test_no_rows_need_nothing() -> None:
-    assert peak_pages(Rows(), 4) == 0
+def test_no_samples_need_nothing() -> None:
+    none = np.zeros(0, np.int64)
+    assert pages_by_step(Samples(none, none, none, none, none, none), 4).tolist() == [0]
+
+
+class Both(Outlook):
+    """An outlook that asks the slow one, too."""
+
+    asked = 0
+    refused = 0
+
+    def __init__(self, nodes: Nodes, sequences: Sequences, ends: Ends) -> None:
+        super().__init__(nodes, sequences, ends)
+        self.slow = SlowOutlook(nodes, sequences, ends)
+
+    def look(self, waiting: Iterable[Entry]) -> None:
+        entries = list(waiting)
+        super().look(entries)
+        self.slow.look(entries)
+
+    def admit(self, entry: Entry) -> bool:
+        found = self._with(entry)
+        assert (peak_pages(found.curve), found.pages) == self.slow.peak_with(entry)
+        admitted = super().admit(entry)
+        assert admitted is self.slow.admit(entry)
+        Both.asked += 1
+        Both.refused += not admitted
+        return admitted
+
+    def add(self, entry: Entry) -> None:
+        super().add(entry)
+        self.slow.add(entry)
+
+
+def random_tree_job(rng: Random) -> tuple[list[list[int]], list[list[int]], list[int], list[int]]:
+    """Prompts of a deep tree, tokens of their samples, limits, kinds."""
+    base = [rng.randint(0, 1) for _ in range(rng.randint(4, 30))]
+    longest = rng.choice([3, 8, 40])
+    prompts, targets, limits, kinds = [], [], [], []
+    for _ in range(rng.choice([20, 30, 60])):
+        prompts.append(base[: rng.randint(1, len(base))] + [rng.randint(0, 2) for _ in range(rng.randint(0, 9))])
+        made = [rng.randint(1, longest) for _ in range(rng.choice([1, 1, 1, 2, 5, 12, 0]))]
+        exact = rng.random() < 0.5
+        targets.append([max(made, default=1)] * len(made) if exact else made)
+        limits.append(max(made, default=1) + (0 if exact else rng.choice([0, 0, 20, 100])))
+        kinds.append(EXACT if exact else rng.randint(0, 3))
+    return prompts, targets, limits, kinds
+
+
+def test_outlook_against_the_slow_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random jobs in small pools, ends read late, requests cancelled: the same pages are foreseen at every asking."""
+    monkeypatch.setattr("batchgen.plan.admission.Outlook", Both)
+    for seed in range(10):
+        rng = Random(seed)
+        prompts, targets, limits, kinds = random_tree_job(rng)
+        size, seqs = rng.choice([1, 2, 3, 4, 8]), rng.choice([3, 20, 100])
+        need = max(-(-(len(p) + limit - 1) // size) for p, limit in zip(prompts, limits, strict=True))
+        config = SchedulerConfig(
+            num_pages=1 + need + rng.choice([0, 2, 10, 40, 200]),
+            page_size=size,
+            max_num_seqs=seqs,
+            max_tokens_per_step=seqs + rng.choice([0, 3, 30]),
+            start_together=rng.choice([1, 8]),
+            order=rng.choice(["longest", "tree"]),
+        )
+        lag = rng.choice([0, 0, 1, 2])
+        if lag:  # then a sample may end nowhere but at its limit
+            targets = [[limit] * len(made) for made, limit in zip(targets, limits, strict=True)]
+        sim = Simulator(prompts, targets, limits, config, None, lag, kinds)
+        cancelled = {rng.randint(0, 60): rng.randrange(len(prompts)) for _ in range(rng.choice([0, 0, 5]))}
+        sim.run(lambda step, sim=sim, cancelled=cancelled: step in cancelled and sim.cancel(cancelled[step]))
+    assert Both.asked > 300
+    assert Both.refused > 100
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**31), st.integers(0, 40))
+def test_ends_by_columns(seed: int, ended: int) -> None:
+    """As one by one, but for roundings of the last bit."""
+    rng = np.random.default_rng(seed)
+    count = 50
+    ends = Ends(rng.integers(1, 3000, count).astype(np.int32), rng.integers(-1, 4, count).astype(np.int32))
+    for i in range(count):
+        ends.begin(i, i, int(rng.integers(1, 9)))
+    for i in range(ended):
+        ends.end([i], int(rng.integers(9, 2000)))
+    made = rng.integers(0, 3000, count)
+    together = ends.remaining_of(np.arange(count), np.arange(count), made, 2000).tolist()
+    assert together == [ends.remaining(i, i, m, 2000) for i, m in enumerate(made.tolist())]
 
 
 @settings(max_examples=200, deadline=None)
@@ -144,6 +244,25 @@ def test_a_refusal_is_not_asked_again_in_every_step(monkeypatch: pytest.MonkeyPa
         assert scheduler.step() is not None
         scheduler.commit(())
     assert next(looks) <= 2 + 320 // 16
+
+
+def test_an_outlook_runs_no_python_for_each_sample() -> None:
+    """As many calls for two hundred samples of unlike kinds as for forty."""
+    calls = {}
+    for slots in (40, 200):
+        config = SchedulerConfig(num_pages=50 * slots, page_size=16, max_num_seqs=slots, max_tokens_per_step=9999)
+        kinds, limits = np.arange(slots, dtype=np.int32) % 5, np.full(slots, 4000)
+        scheduler = Scheduler(tree_of([[7, i, i] for i in range(slots)]), np.ones(slots, int), limits, config, kinds)
+        for _ in range(3):
+            assert scheduler.step() is not None
+            scheduler.commit(())
+        assert len(scheduler._sequences.running) == slots
+        seen = []
+        sys.setprofile(lambda _, event, __, seen=seen: seen.append(event))
+        scheduler._prompts._admission._outlook.look([])
+        sys.setprofile(None)
+        calls[slots] = len(seen)
+    assert calls[40] == calls[200] < 400
 
 
 def test_a_pool_that_holds_everything_is_never_simulated(monkeypatch: pytest.MonkeyPatch) -> None:

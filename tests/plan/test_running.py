@@ -17,6 +17,9 @@ class Row:
     position: int
     limit: int
     capacity: int
+    request: int
+    node_id: int
+    in_place: bool
     pages: list[int] = field(default_factory=list)
 
 
@@ -30,7 +33,9 @@ def test_columns_are_those_of_a_list(seed: int) -> None:
         for _ in range(rng.choice([0, 0, 1, 3])):
             begin = rng.randrange(20)
             capacity = -(-(begin + 1) // 4) * 4
-            row = Row(number * 8 + len(rows) % 8, rng.randrange(30), begin, begin + rng.randint(1, 300), capacity)
+            number_of_row, place = number * 8 + len(rows) % 8, rng.randrange(30)
+            limit = begin + rng.randint(1, 300)
+            row = Row(number_of_row, place, begin, limit, capacity, 90 - place, place // 2, rng.random() < 0.5)
             if any(other.id == row.id for other in rows):
                 continue
             row.pages = list(range(capacity // 4))
@@ -46,6 +51,11 @@ def test_columns_are_those_of_a_list(seed: int) -> None:
         assert len(running) == len(rows)
         assert list(running) == rows
         assert running.tree_rows.tolist() == [row.row for row in rows]
+        assert running.numbers.tolist() == [row.id for row in rows]
+        assert running.capacities.tolist() == [row.capacity for row in rows]
+        assert running.requests.tolist() == [row.request for row in rows]
+        assert running.nodes.tolist() == [row.node_id for row in rows]
+        assert running.in_place.tolist() == [row.in_place for row in rows]
         want = [(row.id, position[row.id], row.pages) for row in rows]
         assert [(row.sequence, row.position, row.pages) for row in before] == want
         assert [(row.sequence, row.position, row.pages) for row in before[1:3]] == want[1:3]
