@@ -42,11 +42,13 @@ def shared_pages(chunks: Sequence[ChunkPages], page_size: int, tile_tokens: int)
         covered: [C] int64 pages.
     """
     covered = np.zeros(len(chunks), np.int64)
-    tokens = np.array([chunk.q_len for chunk in chunks], np.int64)
-    past = np.array([(chunk.kv_len - chunk.q_len) // page_size for chunk in chunks], np.int64)
-    chosen = np.flatnonzero((2 * tokens <= tile_tokens) & (past * page_size >= LEAST_KEYS))
-    if len(chosen) < 2:
+    pasts = [(chunk.kv_len - chunk.q_len) // page_size for chunk in chunks]
+    may = [2 * c.q_len <= tile_tokens and p * page_size >= LEAST_KEYS for c, p in zip(chunks, pasts, strict=True)]
+    if sum(may) < 2:
         return [], covered
+    tokens = np.array([chunk.q_len for chunk in chunks], np.int64)
+    past = np.array(pasts, np.int64)
+    chosen = np.flatnonzero(may)
     tables = np.full((len(chunks), int(past[chosen].max())), -1, np.int64)
     for index in chosen.tolist():
         tables[index, : past[index]] = chunks[index].pages[: past[index]]

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from batchgen.kernels.gpu.work_list import FIELDS, GROUPS, LARGE, SMALL, Words, WorkList
+from batchgen.kernels.gpu.work_list import FIELDS, GROUPS, LARGE, SMALL, WorkList
+from batchgen.kernels.work_items import Words
 
 __all__ = ["Capacity", "pack_static"]
 

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from batchgen.kernels.types import AttentionBatch, Ints
+from batchgen.kernels.work_items import Words, token_positions
 
 __all__ = ["WALK_FIELDS", "WalkList", "WalkShape", "plan_walks"]
 
@@ -38,8 +38,6 @@ _NAMES = (
 )
 _ALIGNMENT = 4
 """Sections of the packed array begin at multiples of 16 bytes, so that no step compiles a kernel of its own."""
-
-Words = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +91,8 @@ class _Planner:
         self._batch = batch
         self._shape = shape
         self._tokens = batch.slot_mapping.shape[0]
-        self._positions = np.zeros(self._tokens, np.int64)
-        for chunk in batch.chunks:
-            self._positions[chunk.q_start : chunk.q_start + chunk.q_len] = np.arange(
-                chunk.kv_len - chunk.q_len, chunk.kv_len
-            )
+        self._positions = token_positions(batch, self._tokens)
         rows = 0 if batch.decode_lens is None else len(batch.decode_lens)
-        if batch.decode_lens is not None and batch.decode_own_start is not None:
-            last = batch.decode_own_start + batch.decode_lens - 1
-            self._positions[batch.decode_start : batch.decode_start + rows] = last
         self._rows: list[Ints] = [np.arange(self._tokens)]
         self._rows_end = self._tokens
         self._pages: list[Ints] = []
