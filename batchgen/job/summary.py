@@ -85,10 +85,11 @@ def write_report(summary: RunSummary, target: str, stdout: TextIO | None = None)
 
 def print_summary(summary: RunSummary, console: Console | None = None) -> None:
     """Print the closing summary, on stderr unless told otherwise; plain text where that is no terminal."""
-    closing = _closing(summary)
+    console = console or _Console(stderr=True, highlight=False)
+    closing = _closing(summary, folded=console.is_terminal)
     with suppress(OSError):
-        # A single line stays one in a log, however long the path in it.
-        (console or _Console(stderr=True, highlight=False)).print(closing, soft_wrap=isinstance(closing, Text))
+        # A line stays one in a log, however long the path in it.
+        console.print(closing, soft_wrap=isinstance(closing, Text))
 
 
 class _Console(Console):
@@ -99,13 +100,17 @@ class _Console(Console):
         self.quiet = True
 
 
-def _closing(summary: RunSummary) -> Table | Text:
+def _closing(summary: RunSummary, *, folded: bool) -> Table | Text:
     if summary.already_done:
         return Text(f"{summary.output} is complete: {summary.rows:,} rows, nothing to do")
+    lines = _lines(summary)
+    if not folded:
+        width = max(len(label) for label, _ in lines)
+        return Text("\n").join(Text(f"{label:{width}}  ") + value for label, value in lines)
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
-    for label, value in _lines(summary):
+    for label, value in lines:
         table.add_row(label, value)
     return table
 

@@ -4,6 +4,7 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from rich.console import Console
@@ -31,14 +32,25 @@ SUMMARY = RunSummary(
 )
 
 
-def printed(summary: RunSummary, width: int = 100, terminal: bool = False) -> str:
-    console = Console(file=io.StringIO(), width=width, force_terminal=terminal, highlight=False)
+def printed(summary: RunSummary, width: int = 100, terminal: bool = False, colour: bool = True) -> str:
+    system: Literal["standard"] | None = "standard" if colour else None
+    console = Console(
+        file=io.StringIO(),
+        width=width,
+        force_terminal=terminal,
+        highlight=False,
+        color_system=system if terminal else None,
+    )
     print_summary(summary, console)
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
 def test_for_a_person() -> None:
-    assert [line.rstrip() for line in printed(SUMMARY).splitlines()] == [
+    told = printed(SUMMARY).splitlines()
+    assert told == printed(SUMMARY, width=20).splitlines(), "what is no terminal has no width"
+    shown = [line.rstrip() for line in printed(SUMMARY, terminal=True, colour=False).splitlines()]
+    assert told == shown
+    assert told == [
         "output   results.parquet",
         "rows     1,000 (ok 950, errors 50, resumed 100)",
         "errors   invalid_json 40, duplicate_id 5, missing_prompt 5",
@@ -77,7 +89,7 @@ def test_colour_on_a_terminal_only() -> None:
 
 @pytest.mark.parametrize("width", [20, 40, 80])
 def test_narrow(width: int) -> None:
-    assert max(len(line) for line in printed(SUMMARY, width).splitlines()) <= width
+    assert max(map(len, printed(SUMMARY, width, terminal=True, colour=False).splitlines())) <= width
 
 
 def test_names_are_text_not_markup() -> None:
