@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from math import ceil
+from typing import Final
 
 from batchgen.plan.config import SchedulerConfig
 from batchgen.plan.ends import Ends
@@ -13,6 +14,10 @@ from batchgen.plan.outlook import Entry, Outlook
 from batchgen.plan.sequences import Sequences
 
 __all__ = ["Admission"]
+
+_SHARE: Final = 4
+"""A prompt that lacks pages for all its samples waits for as many as this part of those under way at most: where the
+pool holds a few, pages would lie idle until half of them had ended."""
 
 
 class Admission:
@@ -93,7 +98,7 @@ class Admission:
         if self._looked != self._nodes.step:
             self._outlook.look(waiting())
             self._looked = self._nodes.step
-        least = 1 if alone else min(len(entry.requests), self._together)
+        least = 1 if alone else max(1, min(len(entry.requests), self._together, len(self._full) // _SHARE))
         while not self._outlook.admit(entry):
             if len(entry.requests) == least:
                 if alone:

@@ -35,7 +35,8 @@ class SchedulerConfig:
     group_min_saving: int = GROUP_MIN_SAVING
     """Reads of cached positions that a prefix group must save per step to be worth its pass."""
     start_together: int = 8
-    """A prompt waits until so many of its samples (or all it has) can begin at once."""
+    """A prompt waits until so many of its samples (or all it has) can begin at once; where it is pages that are short,
+    until a quarter of those under way can, if that is fewer."""
     order: Order = "longest"
     admission: Admit = "foreseen"
 
