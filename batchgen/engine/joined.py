@@ -68,7 +68,7 @@ class JoinedDraws:
             joined = Sampled(
                 np.concatenate([joined.tokens, sampled.tokens]),
                 joined.errors | {at + row: error for row, error in sampled.errors.items()},
-                joined.logprobs | {at + row: found for row, found in sampled.logprobs.items()},
+                (*joined.logprobs, *(found.shifted(at) for found in sampled.logprobs)),
                 joined.exhausted.union(at + row for row in sampled.exhausted),
             )
         return joined

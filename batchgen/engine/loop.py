@@ -14,6 +14,7 @@ from batchgen.engine.finished import Finished
 from batchgen.engine.graphs import DecodeGraphs, GraphCounts
 from batchgen.engine.halving import stranded
 from batchgen.engine.joined import out_of_memory
+from batchgen.engine.logprob_columns import LogprobColumns
 from batchgen.engine.output_ring import OutputRing
 from batchgen.engine.planning import Workload
 from batchgen.engine.readout import LogprobsMode
@@ -125,10 +126,11 @@ class Loop:
         self._runner = StepRunner(
             workload, model, pool, backend, device, sampler, self.prompts, states, scheduler.config.max_tokens_per_step
         )
-        self._streams = Streams(workload, tokenizer, emit)
+        self._streams = Streams(workload, tokenizer, emit, lambda n: self._logprobs.last(self._running.slot(n)))
         self._scores = Scores(workload, self.prompts, prompt_ids=prompt_ids)
         self._sequences: dict[int, Sequence] = {}
         self._running = RowTable()
+        self._logprobs = LogprobColumns()
         self._prompt_only: set[int] = set()
         """Sequences that run for their prompt alone: their one draw is dropped."""
         self._open: dict[int, _Open] = {}
@@ -304,6 +306,8 @@ class Loop:
         sampled, rows = self._runner.read(flight), flight.rows
         if rows is None:
             return 0
+        for found in sampled.logprobs:
+            self._logprobs.take(rows, found)
         told, dropped = self._running.take(rows, sampled.tokens, sampled.errors.keys() | sampled.exhausted)
         self.state.overrun += dropped
         before, numbers = len(finished), rows.numbers[told].tolist()
@@ -316,11 +320,8 @@ class Loop:
             elif row in sampled.exhausted:
                 sequence.exhaust()
                 dropped += 1
-            else:
-                if row in sampled.logprobs:
-                    sequence.take_logprobs(sampled.logprobs[row])
-                if not sequence.append(int(sampled.tokens[row])):
-                    continue
+            elif not sequence.append(int(sampled.tokens[row])):
+                continue
             finished.append(number)
         for number in finished[before:]:
             self._running.close(number)
@@ -330,8 +331,11 @@ class Loop:
 
     def _leave(self, number: int) -> Sequence:
         """A sequence that has ended."""
+        sequence = self._sequences.pop(number)
+        if sequence.request.params.needs_logprobs:
+            self._logprobs.leave(self._running.slot(number), sequence)
         self._running.leave(number)
-        return self._sequences.pop(number)
+        return sequence
 
     def _retire(self, number: int, sequence: Sequence) -> Iterator[list[Completion]]:
         """Yield a prompt's samples once the last of them is done, then its copies."""

@@ -6,19 +6,21 @@ mode `processed` that of the distribution drawn from (greedy rows: after penalti
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from batchgen.engine.row_table import Rows
 from batchgen.kernels.device import Array, Device
 from batchgen.kernels.ops import Ops
 from batchgen.kernels.sampling import SamplingColumns
-from batchgen.params import SamplingParams
 
-__all__ = ["LogprobsMode", "RawLogprobs", "Readout", "RowLogprobs"]
+__all__ = ["LogprobsMode", "RawLogprobs", "Readout", "StepLogprobs"]
 
 LogprobsMode = Literal["raw", "processed"]
 
@@ -29,16 +31,27 @@ _WIDE_CHUNK = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class RowLogprobs:
-    """What one row learns of one step."""
+class StepLogprobs:
+    """What W rows learn of one step, on the host: K and I are those of the row that asks for most."""
 
-    drawn: float
-    top_ids: list[int]
-    """[K]"""
-    top: list[float]
-    """[K] most likely first; -inf where fewer tokens can be drawn"""
-    asked: list[float]
-    """of the ids that the row names, in its order"""
+    places: npt.NDArray[np.int64]
+    """[W] among the step's rows"""
+    drawn: Array
+    """[W] float32"""
+    top_ids: Array
+    """[W, K] int64"""
+    top: Array
+    """[W, K] float32, most likely first; -inf where fewer tokens can be drawn"""
+    asked: Array
+    """[W, I] float32 of the ids that each row names, in its order"""
+
+    def of(self, some: npt.NDArray[np.bool_]) -> StepLogprobs:
+        """Those of some of the rows [W]."""
+        return StepLogprobs(self.places[some], self.drawn[some], self.top_ids[some], self.top[some], self.asked[some])
+
+    def shifted(self, by: int) -> StepLogprobs:
+        """The same of rows that stand `by` places later."""
+        return replace(self, places=self.places + by)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,45 +76,41 @@ class RawLogprobs:
 
 
 class Readout:
-    """Reads the logprobs of one set of rows, step after step: `before`, `after` on the device, `by_row` on the host."""
+    """Reads the logprobs of one set of rows, step after step: `before`, `after` on the device, `found` on the host."""
 
     def __init__(
         self,
-        rows: list[tuple[int, SamplingParams]],
-        altered: frozenset[int],
+        rows: Rows,
+        places: npt.NDArray[np.int64],
+        altered: Collection[int],
         sampling: SamplingColumns,
         mode: LogprobsMode,
         device: Device,
         ops: Ops,
     ) -> None:
-        """`rows`: those that want logprobs, with their places; `altered`: places whose logits are not only masked."""
+        """`places` [W] of the rows that want logprobs; `altered`: those whose logits are not only masked."""
         self._mode = mode
         self._ops = ops
         self._sampling = sampling
-        self._params = [params for _, params in rows]
-        self._rows = [i for i, _ in rows]
-        self._top_k = max(params.top_logprobs_num for params in self._params)
-        widest = max(len(params.token_ids_logprob) for params in self._params)
-        named = [[*p.token_ids_logprob, *[0] * (widest - len(p.token_ids_logprob))] for p in self._params]
-        places = [w for w, i in enumerate(self._rows) if i in altered]
-        self._index, asked, kept = device.upload(
-            np.array(self._rows, np.int64),
-            np.array(named, np.int64).reshape(len(rows), widest),
-            np.array(places, np.int64),
-        )
-        self._named = asked if widest else None
-        self._altered = kept if places else None
+        self._places = places.copy()  # nobody looks at what was uploaded again
+        table, slots = rows.table, rows.slots[places]
+        self._top_k = int(table.top_logprobs[slots].max())
+        widest = int(table.num_named[slots].max())
+        kept = np.isin(places, np.fromiter(altered, np.int64, len(altered))).nonzero()[0]
+        self._index, named, self._altered = device.upload(places, table.named[slots, :widest], kept)
+        self._named = named if widest else None
+        self._alters = len(kept) > 0
 
     def before(self, logits: Tensor) -> RawLogprobs | None:
         """Read raw logprobs from [R, V] logits that nothing has shaped yet; None in processed mode."""
         if self._mode == "processed":
             return None
-        source = logits if len(self._rows) == logits.shape[0] else logits[self._index]
-        kept = source[self._altered] if self._altered is not None else None
+        source = logits if len(self._places) == logits.shape[0] else logits[self._index]
+        kept = source[self._altered] if self._alters else None
         return RawLogprobs(self._read(source, slice(None)), kept)
 
     def after(self, logits: Tensor, tokens: Tensor, raw: RawLogprobs | None) -> list[Tensor]:
-        """Every row's logprobs: what `by_row` takes, once it is on the host.
+        """Every row's logprobs: what `found` takes, once it is on the host.
 
         Args:
             logits: [R, V], shaped.
@@ -112,14 +121,14 @@ class Readout:
         if raw is None:
             return self._processed(logits, drawn_tokens)
         values = logits[self._index, drawn_tokens].float()  # a mask leaves what can be drawn as it was
-        if raw.kept is not None and self._altered is not None:
+        if raw.kept is not None:
             values[self._altered] = raw.kept.gather(-1, drawn_tokens[self._altered, None]).squeeze(-1).float()
         return _tensors(values - raw.read.normalizers, raw.read)
 
     def _processed(self, logits: Tensor, drawn_tokens: Tensor) -> list[Tensor]:
         step = max(1, (_CHUNK if logits.device.type == "cpu" else _WIDE_CHUNK) // logits.shape[1])
         reads, drawn = [], []
-        for begin in range(0, len(self._rows), step):
+        for begin in range(0, len(self._places), step):
             part = slice(begin, begin + step)
             rows, columns = self._index[part], self._sampling
             scores = self._ops.filtered_scores(
@@ -150,21 +159,13 @@ class Readout:
             None if self._named is None else scores.gather(-1, self._named[part]).float() - normalizers[:, None],
         )
 
-    def by_row(self, arrays: list[Array]) -> dict[int, RowLogprobs]:
-        """Give each row, by its place, what it asked for out of the widest of the step."""
-        none: list[list[Any]] = [[]] * len(self._rows)
-        drawn, *others = (array.tolist() for array in arrays)
+    def found(self, arrays: list[Array]) -> StepLogprobs:
+        """What `after` gave, once it is on the host."""
+        drawn, *others = arrays
+        none = np.zeros((len(self._places), 0), np.float32)
         asked = others.pop() if self._named is not None else none
         top_ids, top = others or (none, none)
-        return {
-            row: RowLogprobs(
-                value,
-                top_ids[w][: params.top_logprobs_num],
-                top[w][: params.top_logprobs_num],
-                asked[w][: len(params.token_ids_logprob)],
-            )
-            for w, (row, params, value) in enumerate(zip(self._rows, self._params, drawn, strict=True))
-        }
+        return StepLogprobs(self._places, drawn, top_ids, top, asked)
 
 
 def _tensors(drawn: Tensor, read: _Read) -> list[Tensor]:

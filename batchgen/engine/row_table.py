@@ -2,7 +2,7 @@
 
 A sample has a slot from its beginning to its end. A *plain* one needs nothing of the host token by token: its tokens go
 into the table, whether they end it is found for all rows together, and its `Sequence` hears of them when it ends. The
-others, who follow their text, a grammar or logprobs, hear of each.
+others, who follow their text or a grammar, hear of each.
 """
 
 from __future__ import annotations
@@ -79,6 +79,12 @@ class RowTable:
         self.top_k, self.seed, self.sample = np.zeros((3, _SLOTS), np.int64)
         self.special = np.zeros(_SLOTS, np.bool_)
         """Rows whose draws take more than the parameters above."""
+        self.logprobs = np.zeros(_SLOTS, np.bool_)
+        """Rows whose tokens' logprobs are computed."""
+        self.top_logprobs, self.num_named = np.zeros((2, _SLOTS), np.int64)
+        """How many of the likeliest tokens such a row wants, and how many ids it names."""
+        self.named = np.zeros((_SLOTS, 0), np.int64)
+        """These ids; beyond them anything in the vocabulary."""
         self._plain = np.zeros(_SLOTS, np.bool_)
         self._length = np.zeros(_SLOTS, np.int64)
         self._limit = np.zeros(_SLOTS, np.int64)
@@ -111,6 +117,12 @@ class RowTable:
         self.top_k[slot], self.seed[slot], self.sample[slot] = params.top_k, request.seed, sequence.sample_index
         self.special[slot], self._plain[slot] = sequence.special, plain
         self._limit[slot] = request.max_new_tokens
+        self.logprobs[slot] = params.needs_logprobs
+        self.top_logprobs[slot], self.num_named[slot] = params.top_logprobs_num, len(params.token_ids_logprob)
+        if params.token_ids_logprob:
+            more = max(0, len(params.token_ids_logprob) - self.named.shape[1])
+            self.named = np.pad(self.named, ((0, 0), (0, more)))
+            self.named[slot, : len(params.token_ids_logprob)] = params.token_ids_logprob
         if plain:
             if len(stops) > self._stops.shape[1]:
                 more = len(stops) - self._stops.shape[1]
@@ -129,6 +141,10 @@ class RowTable:
     def drawn_by(self, slot: int) -> int:
         """Tokens drawn by the sample at a slot."""
         return int(self.drawn[slot])
+
+    def slot(self, number: int) -> int:
+        """Where a sequence stands that has begun and not left."""
+        return int(self._slot_of[number])
 
     def slots(self, numbers: Int64) -> Int64:
         """[R] the slots of sequences that have begun and not left."""

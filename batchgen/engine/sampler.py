@@ -13,7 +13,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from batchgen.engine.constraints import GrammarMasks
-from batchgen.engine.readout import LogprobsMode, Readout, RowLogprobs
+from batchgen.engine.readout import LogprobsMode, Readout, StepLogprobs
 from batchgen.engine.row_table import Rows
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.shaping import Shaper
@@ -42,8 +42,8 @@ class Sampled:
     """[R]"""
     errors: dict[int, ErrorInfo] = field(default_factory=dict)
     """rows that end here, and why; their tokens mean nothing"""
-    logprobs: dict[int, RowLogprobs] = field(default_factory=dict)
-    """by row, for those that asked"""
+    logprobs: tuple[StepLogprobs, ...] = ()
+    """of the rows that asked, each once"""
     exhausted: frozenset[int] = frozenset()
     """constrained rows that have nothing left to draw; their tokens mean nothing"""
 
@@ -85,7 +85,7 @@ class Draws:
             spent_rows = {row: _nothing_left(empty[row].request.params) for row in empty if row not in exhausted}
             errors = spent_rows | errors
         readout = self._columns.readout
-        return Sampled(tokens, errors, {} if readout is None else readout.by_row(list(arrays)), exhausted)
+        return Sampled(tokens, errors, () if readout is None else (readout.found(list(arrays)),), exhausted)
 
 
 class Sampler:
@@ -234,7 +234,7 @@ class _Columns:
         masks = {i for i, shaping in shaped if shaping.shape.masks}.union(i for i, _ in grammars)
         masked = {i: row for i, row in special if i in masks}
         altered = frozenset(i for i, shaping in shaped if shaping.shape.alters)
-        wanted = [(i, row.request.params) for i, row in special if row.request.params.needs_logprobs]
+        wanted = table.logprobs[slots].nonzero()[0]
         minimums = [(i, row) for i, row in special if row.masked_ids]
         shaper = Shaper(shaped, processors, device, ops) if shaped else None
         seeds, samples, places = device.upload(
@@ -245,8 +245,8 @@ class _Columns:
             seeds=seeds,
             samples=samples,
             sampling=sampling,
-            plain=None if edits or wanted else PlainColumns(sampling, seeds, samples),
-            readout=Readout(wanted, altered, sampling, mode, device, ops) if wanted else None,
+            plain=None if edits or len(wanted) else PlainColumns(sampling, seeds, samples),
+            readout=Readout(rows, wanted, altered, sampling, mode, device, ops) if len(wanted) else None,
             shaper=shaper,
             minimums=StopMask.of(minimums, device) if minimums else None,
             grammars=GrammarMasks(grammars, device, ops) if grammars else None,

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from batchgen.engine.constraints import GrammarState
-from batchgen.engine.readout import RowLogprobs
 from batchgen.engine.repetition import repeats
 from batchgen.engine.shaping import Shaping
 from batchgen.errors import ErrorInfo, RowError
 from batchgen.request import Completion, FinishReason, Request
 from batchgen.text.stops import FinishedText, StopState
 
-__all__ = ["Sequence"]
+__all__ = ["SampleLogprobs", "Sequence"]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleLogprobs:
+    """One sample's: C tokens."""
+
+    drawn: list[float]
+    """[C] of its tokens"""
+    top_ids: list[int]
+    """[C * K] most likely first, token after token"""
+    top: list[float]
+    """[C * K]"""
+    asked: list[float]
+    """[C * I] of the ids that its row names, in its order"""
 
 
 class Sequence:
@@ -81,13 +95,12 @@ class Sequence:
         """Whether its tokens may be handed to it all at once, those before the last one before that."""
         if self.stops.follows_text or self.grammar is not None or self.repeat_span is not None:
             return False
-        return not self.request.params.needs_logprobs and (self.shaping is None or not self.shaping.needs_host)
+        return self.shaping is None or not self.shaping.needs_host
 
     @property
     def special(self) -> bool:
         """Whether its draws take more than its sampling parameters."""
-        shaped = self.shaping is not None or self.grammar is not None
-        return shaped or bool(self.masked_ids) or self.request.params.needs_logprobs
+        return self.shaping is not None or self.grammar is not None or bool(self.masked_ids)
 
     @property
     def output_ids(self) -> list[int]:
@@ -138,15 +151,13 @@ class Sequence:
 
     @property
     def mean_logprob(self) -> float:
-        """Mean logprob of its tokens, where its row needs logprobs; 0 of none."""
+        """Mean logprob of its tokens, once it has them, where its row needs logprobs; 0 of none."""
         return sum(self.logprobs) / max(1, len(self.logprobs))
 
-    def take_logprobs(self, found: RowLogprobs) -> None:
-        """Take what was read of the next token."""
-        self.logprobs.append(found.drawn)
-        self.top_ids.extend(found.top_ids)
-        self.top_logprobs.extend(found.top)
-        self.ids_logprobs.extend(found.asked)
+    def take_logprobs(self, found: SampleLogprobs) -> None:
+        """Take what was read of its tokens, all of them."""
+        self.logprobs, self.top_ids = found.drawn, found.top_ids
+        self.top_logprobs, self.ids_logprobs = found.top, found.asked
 
     def fail(self, error: ErrorInfo) -> None:
         """End the sequence with an error; what it generated is dropped."""

@@ -36,7 +36,11 @@ class Streams:
     Rows copied from an identical one have events of their own, at the same time.
     """
 
-    def __init__(self, workload: Workload, tokenizer: Tokenizer, emit: Emit | None) -> None:
+    def __init__(
+        self, workload: Workload, tokenizer: Tokenizer, emit: Emit | None, last_logprob: Callable[[int], float]
+    ) -> None:
+        """`last_logprob`: of the latest token of a sequence whose row returns logprobs."""
+        self._last_logprob = last_logprob
         self._workload = workload
         self._tokenizer = tokenizer
         self._emit = emit
@@ -57,11 +61,11 @@ class Streams:
             stream = self._open.get(number)
             # A sample whose masks leave nothing to draw may end without another token.
             if stream is not None and stream.sequence.error is None and len(stream.sequence.output_ids) > stream.tokens:
-                events += self._for_all(stream.sequence.request, self._token(stream))
+                events += self._for_all(stream.sequence.request, self._token(number, stream))
         if events and self._emit is not None:
             self._emit(events)
 
-    def _token(self, stream: _Stream) -> StreamEvent:
+    def _token(self, number: int, stream: _Stream) -> StreamEvent:
         sequence = stream.sequence
         request, ids = sequence.request, sequence.output_ids
         # What the token that ends a sample brings may be cut; the last event says what stays of it.
@@ -78,7 +82,7 @@ class Streams:
             text,
             position=len(ids) - 1,
             token_id=ids[-1],
-            logprob=sequence.logprobs[-1] if request.params.return_logprob else None,
+            logprob=self._last_logprob(number) if request.params.return_logprob else None,
         )
 
     def finish(self, number: int, done: Completion) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 import pytest
@@ -69,11 +69,16 @@ def engine(folder: Path) -> Engine:
 
 
 def run_counted(
-    engine: Engine, rows: int, temperature: float, switch: Callable[[bool], None], ends: int | None = None
+    engine: Engine,
+    rows: int,
+    temperature: float,
+    switch: Callable[[bool], None],
+    ends: int | None = None,
+    special: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Run so many rows; `switch` is told when the steps that count begin and when they have ended.
 
-    `ends`: tokens of one of the rows, if it is not as long as the others.
+    `ends`: tokens of one of the rows, if it is not as long as the others. `special`: what all of them ask for besides.
     """
     step = 0
 
@@ -84,7 +89,7 @@ def run_counted(
             switch(step == FIRST)
         return False
 
-    plain: dict[str, Any] = {"temperature": temperature, "max_new_tokens": LAST + 10, "ignore_eos": True}
+    plain: dict[str, Any] = {"temperature": temperature, "max_new_tokens": LAST + 10, "ignore_eos": True, **special}
     asked = [{"id": str(i), "input_ids": [3 + i, 7, 9 + i % 3], **plain} for i in range(rows)]
     if ends is not None:
         asked[3]["max_new_tokens"] = ends
@@ -107,7 +112,13 @@ def count_calls(engine: Engine, rows: int, temperature: float) -> Counter[tuple[
     return Counter({key: calls[key] / (LAST - FIRST) for key in calls})  # type: ignore[misc]
 
 
-def count_lines(engine: Engine, rows: int, temperature: float, ends: int | None = None) -> Counter[tuple[str, int]]:
+def count_lines(
+    engine: Engine,
+    rows: int,
+    temperature: float,
+    ends: int | None = None,
+    special: Mapping[str, Any] = MappingProxyType({}),
+) -> Counter[tuple[str, int]]:
     """(file, line) -> how often it runs in all steps that count; a loop's, once in each round. Kernels left aside."""
     lines: Counter[tuple[str, int]] = Counter()
 
@@ -125,19 +136,28 @@ def count_lines(engine: Engine, rows: int, temperature: float, ends: int | None 
             frame.f_trace = trace if on and frame.f_code.co_filename.startswith(ROOT) else None
             frame = frame.f_back
 
-    run_counted(engine, rows, temperature, switch, ends)
+    run_counted(engine, rows, temperature, switch, ends, special)
     return lines
 
 
+LOGPROBS: list[dict[str, Any]] = [
+    {"return_logprob": True},
+    {"return_logprob": True, "top_logprobs_num": 5, "token_ids_logprob": [3, 9]},
+]
+
+
+@pytest.mark.parametrize("special", [{}, *LOGPROBS], ids=lambda fields: "-".join(fields) or "plain")
 @pytest.mark.parametrize("ends", [None, (FIRST + LAST) // 2])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_steady_step_runs_no_line_for_a_row(engine: Engine, temperature: float, ends: int | None) -> None:
-    """A row that ends costs what it costs, others nothing.
+def test_a_steady_step_runs_no_line_for_a_row(
+    engine: Engine, temperature: float, ends: int | None, special: dict[str, Any]
+) -> None:
+    """A row that ends costs what it costs, others nothing, with logprobs or without.
 
     Planning, layout, drawing, reading and stops run the same lines as often for 16 rows as for 128."""
     before = sys.gettrace()
     try:
-        few, many = (count_lines(engine, rows, temperature, ends) for rows in (FEW, MANY))
+        few, many = (count_lines(engine, rows, temperature, ends, special) for rows in (FEW, MANY))
     finally:
         sys.settrace(before)
     assert few.total() > 100 * (LAST - FIRST)
