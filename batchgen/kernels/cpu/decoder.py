@@ -19,7 +19,7 @@ from torch import Tensor
 from batchgen.kernels.cpu.attention import CompiledAttention
 from batchgen.kernels.cpu.library import DTYPES, address, library
 from batchgen.kernels.cpu.lora import StackCall, StepRoom, stack_call
-from batchgen.kernels.cpu.matmul import MatmulCall
+from batchgen.kernels.cpu.matmul import METHODS, MatmulCall
 from batchgen.kernels.cpu.ops import ACTIVATION_CODES
 from batchgen.kernels.layouts import Compiled
 from batchgen.kernels.lora import LoraPairs, LoraStep, tiles_of
@@ -82,6 +82,7 @@ class _Step(Structure):
         ("taps", c_void_p),
         ("x", c_void_p),
         ("normed", c_void_p),
+        ("product_in", c_void_p),
         ("qkv", c_void_p),
         ("attended", c_void_p),
         ("delta", c_void_p),
@@ -89,6 +90,7 @@ class _Step(Structure):
         ("activated", c_void_p),
         ("scratch", c_void_p),
         ("tokens", c_int64),
+        ("wide", c_int64),
     )
 
 
@@ -149,7 +151,10 @@ class CompiledDecoder:
         self._scratch = max(
             product.packed.scratch for layer in layers for product in (layer.qkv, layer.o, layer.gate_up, layer.down)
         )
-        widths = (hidden, layers[0].qkv.packed.outer, shape.heads * shape.dim, hidden, 2 * inner, inner)
+        self._wide = _wide(layers)
+        into = 2 if self._wide else 1  # numbers of the dtype that one going into a product takes
+        widths = (hidden, layers[0].qkv.packed.outer, shape.heads * shape.dim, hidden, 2 * inner)
+        widths += (into * inner, into * hidden)
         stacks = [{name: stack_call(pairs) for name, pairs in layer.lora.items()} for layer in layers]
         self._layers = (_Layer * len(layers))(*map(_layer, layers, stacks))
         self._adapted = stacks  # which have to live as long
@@ -220,6 +225,7 @@ class CompiledDecoder:
         step.normed = normed.data_ptr()
         adapted = None if lora is None else self._lora.call(tiles_of(lora, tokens, ids.device))
         step.lora = None if adapted is None else addressof(adapted.struct)
+        step.wide = self._wide and adapted is None  # adapters read what the products do
         library().bg_decode(byref(self._decoder), byref(step), c_int(threads))
         return normed
 
@@ -238,6 +244,13 @@ def _layer(layer: DecoderLayer, stacks: Mapping[str, StackCall]) -> _Layer:
         address(layer.k_norm),
         *(addressof(stacks[name].struct) if name in stacks else None for name in _PRODUCTS),
     )
+
+
+def _wide(layers: Sequence[DecoderLayer]) -> bool:
+    """Whether products take float32 numbers, so that norms and activations are best left wide."""
+    products = [product for layer in layers for product in (layer.qkv, layer.gate_up, layer.down)]
+    widened = METHODS[torch.bfloat16, "widened"]
+    return all(product.code == widened and product.packed.inner % 2 == 0 for product in products)
 
 
 def _product(product: Compiled) -> MatmulCall:
@@ -287,7 +300,7 @@ class _Room(threading.local):
     """Memory that every step of a Python thread uses again, as much as the largest so far has taken."""
 
     def __init__(self, widths: Sequence[int], shape: DecoderShape, dtype: torch.dtype) -> None:
-        """`widths`: numbers per token of x, qkv, attended, delta, gate_up and activated."""
+        """`widths`: numbers per token of x, qkv, attended, delta, gate_up, activated and what goes into products."""
         self._widths = widths
         self._shape = shape
         self._memory = torch.empty(0, dtype=dtype)
@@ -320,6 +333,6 @@ class _Room(threading.local):
             scratch=-(-self._scratch.data_ptr() // 64) * 64,
             tokens=tokens,
         )
-        step.delta, step.gate_up, step.activated = (part.data_ptr() for part in others)
+        step.delta, step.gate_up, step.activated, step.product_in = (part.data_ptr() for part in others)
         dim, heads = self._shape.dim, self._shape.heads
         return _Laid(x, qkv.view(tokens, -1, dim)[:, :heads], attended.view(tokens, -1, dim), step)

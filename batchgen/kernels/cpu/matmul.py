@@ -67,6 +67,7 @@ class MatmulCall(ctypes.Structure):
         ("out_stride", c_int64),
         ("method", c_int64),
         ("scratch", c_void_p),
+        ("x_wide", c_int64),
     )
 
 

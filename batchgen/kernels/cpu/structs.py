@@ -19,6 +19,7 @@ class Norm(Structure):
         ("hidden", c_int64),
         ("dtype", c_int64),
         ("eps", c_double),
+        ("wide", c_int64),
     )
 
 
@@ -32,6 +33,7 @@ class Gated(Structure):
         ("inner", c_int64),
         ("activation", c_int64),
         ("dtype", c_int64),
+        ("wide", c_int64),
     )
 
 

@@ -82,56 +82,53 @@ void finish(const Attention& a, const AttentionList& l, int64_t layer, const Ite
     }
 }
 
+// `next` is what this thread takes up afterwards, or null; `fed`: the item was `next` before.
 template <class T>
-void run_item(const Attention& a, int64_t layer, const Item& item, int64_t begin_head, int64_t end_head) {
+void run_item(const Attention& a, int64_t layer, const Item& item, const Item* next, bool fed) {
     const AttentionList& l = *a.lists[layer];
-    const int64_t block = many_block(l);
-    Rows rows{};
-    rows.count = item.count * (l.heads / l.kv_heads);
-    rows.width = rounded_up(l.value_dim, LANES);
-    const bool few = rows.count <= FEW && l.key_dim % LANES == 0 && l.value_dim % LANES == 0;
+    const bool few = item.few(l);
+    const int64_t block = many_block(l), count = item.query_rows(l), width = rounded_up(l.value_dim, LANES);
+    const int64_t kept = few ? item.heads() : 1;  // heads whose state is kept side by side
     int32_t* slots = nullptr;
+    float *query = nullptr, *sums = nullptr, *max = nullptr, *total = nullptr;
+    int64_t *from = nullptr, *to = nullptr;
     float *panels = nullptr, *wide = nullptr, *scores = nullptr;
     char* memory = nullptr;
     for (int pass = 0; pass < 2; pass++) {
         Arrays arrays(memory);
         slots = arrays.take<int32_t>(item.keys());
-        rows.query = arrays.take<float>(rows.count * l.key_dim);
-        rows.sums = arrays.take<float>(rows.count * rows.width);
-        rows.max = arrays.take<float>(rows.count);
-        rows.total = arrays.take<float>(rows.count);
-        rows.from = arrays.take<int64_t>(rows.count);
-        rows.to = arrays.take<int64_t>(rows.count);
+        query = arrays.take<float>(kept * count * l.key_dim);
+        sums = arrays.take<float>(kept * count * width);
+        max = arrays.take<float>(kept * count);
+        total = arrays.take<float>(kept * count);
+        from = arrays.take<int64_t>(count);
+        to = arrays.take<int64_t>(count);
         if (!few) {
             panels = arrays.take<float>(block * l.key_dim);
-            wide = arrays.take<float>(block * rows.width);
+            wide = arrays.take<float>(block * width);
             scores = arrays.take<float>(TILE * block);
         }
         if (!pass) memory = scratch.take(arrays.used());
     }
+    const auto rows_of = [&](int64_t head) {
+        const int64_t at = few ? (head - item.head) * count : 0;
+        return Rows{count, query + at * l.key_dim, sums + at * width, max + at, total + at, from, to, width};
+    };
+    const auto begin = [&](int64_t head) {
+        begin_rows(l, item, rows_of(head));
+        take_queries<T>(a, l, item, head, rows_of(head), few);
+    };
     slots_of(l, item, slots);
-    for (int64_t head = begin_head; head < end_head; head++) {
-        const T* keys = static_cast<const T*>(a.keys[layer]) + head * l.key_dim;
-        const T* values = static_cast<const T*>(a.values[layer]) + head * l.value_dim;
-        begin_rows(l, item, rows);
-        take_queries<T>(a, l, item, head, rows, few);
-        if (few) {
-            const Ahead<T> ahead{
-                keys, head + 1 < end_head ? keys + l.key_dim : nullptr, values, slots, item.keys(),
-                l.kv_heads * l.key_dim, l.kv_heads * l.value_dim,
-                l.key_dim * int64_t(sizeof(T)), l.value_dim * int64_t(sizeof(T))};
-            switch (rows.count) {
-                case 1: few_rows<T, 1>(a, l, item, ahead, rows); break;
-                case 2: few_rows<T, 2>(a, l, item, ahead, rows); break;
-                case 3: few_rows<T, 3>(a, l, item, ahead, rows); break;
-                case 4: few_rows<T, 4>(a, l, item, ahead, rows); break;
-                case 5: few_rows<T, 5>(a, l, item, ahead, rows); break;
-                default: few_rows<T, 6>(a, l, item, ahead, rows); break;
-            }
-        } else {
-            many_rows<T>(a, l, item, slots, keys, values, rows, panels, wide, scores);
-        }
-        finish<T>(a, l, layer, item, head, rows, few);
+    if (few) {
+        for (int64_t head = item.head; head < item.end_head; head++) begin(head);
+        few_item<T>(a, l, layer, item, next && next->few(l) ? next : nullptr, fed, slots, rows_of);
+        for (int64_t head = item.head; head < item.end_head; head++) finish<T>(a, l, layer, item, head, rows_of(head), true);
+        return;
+    }
+    for (int64_t head = item.head; head < item.end_head; head++) {
+        begin(head);
+        many_rows<T>(a, l, item, HeadCache<T>(a, l, layer, head), slots, rows_of(head), panels, wide, scores);
+        finish<T>(a, l, layer, item, head, rows_of(head), false);
     }
 }
 
@@ -182,19 +179,26 @@ void merge_token(const Attention& a, const AttentionList& l, int64_t layer, cons
 
 }  // namespace
 
-void attention_items_part(const Attention& a, int64_t layer, int, int) {
+void attention_items_part(const Attention& a, int64_t layer, int, int threads) {
     const AttentionList& l = *a.lists[layer];
     int64_t* counter = a.counters + 8 * layer;
-    for (;;) {
-        const int64_t index = __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED);
-        if (index >= l.num_items) return;
+    const auto take = [&] { return __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); };
+    // A thread takes an item before it has done the last one, to fetch from memory for it, but not of the last few,
+    // which others may be free to do at once.
+    const int64_t early = l.num_items - 2 * threads;
+    int64_t index = take();
+    for (bool fed = false; index < l.num_items;) {
         const Item item(l, index);
-        const int64_t begin = std::max<int64_t>(item.head, 0), end = item.head < 0 ? l.kv_heads : begin + 1;
+        const int64_t next_index = index < early ? take() : l.num_items;
+        const Item next(l, std::min(next_index, l.num_items - 1));
+        const Item* known = next_index < l.num_items ? &next : nullptr;
         if (l.dtype == 0) {
-            run_item<float>(a, layer, item, begin, end);
+            run_item<float>(a, layer, item, known, fed);
         } else {
-            run_item<bf16>(a, layer, item, begin, end);
+            run_item<bf16>(a, layer, item, known, fed);
         }
+        fed = known && item.few(l);
+        index = known ? next_index : take();
     }
 }
 

@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "simd.h"
+#include "tiles.h"
 
 namespace bg {
 
@@ -191,25 +192,23 @@ static inline void softmax_rows(
     }
 }
 
-// c[r][v] += or = over k of a[r][k] * b[k][v].
+// c [ROWS, VECTORS * LANES] = or += a [ROWS, inner] b [inner, VECTORS * LANES]. Inlined into more, GCC keeps b in memory.
 template <int ROWS, int VECTORS>
-static inline void small_product(
+static __attribute__((noinline)) void small_product(
     const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t inner, float* c, int64_t c_stride,
     bool first) {
-    vf acc[ROWS][VECTORS];
-    for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) acc[r][v] = first ? vf{} : load(c + r * c_stride + v * LANES);
-    for (int64_t k = 0; k < inner; k++, b += b_stride) {
-        vf w[VECTORS];
-        for (int v = 0; v < VECTORS; v++) w[v] = load(b + v * LANES);
+    constexpr int ACROSS = REGISTER == LANES ? VECTORS : 1;  // of narrower registers there are fewer, too
+    for (int v = 0; v < VECTORS * LANES; v += ACROSS * REGISTER) {
+        Sums<ROWS, ACROSS> sums(c + v, first, c_stride);
+        const float* w_row = b + v;
+        for (int64_t k = 0; k < inner; k++, w_row += b_stride) {
+            rf w[ACROSS];
 #pragma GCC unroll 8
-        for (int r = 0; r < ROWS; r++) {
-            const vf x = splat(a[r * a_stride + k]);
-            for (int v = 0; v < VECTORS; v++) acc[r][v] += x * w[v];
+            for (int i = 0; i < ACROSS; i++) w[i] = load_as<rf>(w_row + i * REGISTER);
+            sums.add(a + k, a_stride, w);
         }
+        sums.keep(c + v, c_stride);
     }
-    for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) store(c + r * c_stride + v * LANES, acc[r][v]);
 }
 
 }  // namespace bg

@@ -10,9 +10,10 @@
 namespace bg {
 namespace {
 
-constexpr int FEW = 6;            // query rows up to which keys are read row by row, not transposed
-constexpr int FEW_BLOCK = 256;    // positions between two steps of the running softmax
-constexpr int AHEAD = 2 * LANES;  // positions by which keys are fetched before their use
+constexpr int FEW = 6;          // query rows up to which keys are read row by row, not transposed
+constexpr int FEW_BLOCK = 256;  // most positions between two steps of the running softmax
+constexpr int FEED_KEYS = 4;    // positions between two calls of a feed
+constexpr int64_t FEED_BYTES = 256 << 10;  // of a block and of what is fetched for the next: both fit the second level
 constexpr int PANEL = 3 * LANES;  // positions of a panel of transposed keys
 constexpr int TILE = 8;           // query rows multiplied together
 
@@ -28,16 +29,21 @@ int64_t many_block(const AttentionList& l) {
 struct Item {
     const int32_t* tokens;
     const int32_t* pages;
-    int64_t count, base, first, end, part_at, head;
+    int64_t count, base, first, end, part_at, head, end_head;
 
     Item(const AttentionList& l, int64_t index) {
         const int32_t* f = l.items + index * ITEM_FIELDS;
         tokens = l.tokens + f[ROWS_AT];
         pages = l.pages + f[PAGE_AT];
         count = f[COUNT], base = f[BASE], first = f[FIRST], end = f[END], part_at = f[PART_AT];
-        head = f[HEAD];
+        head = std::max<int64_t>(f[HEAD], 0), end_head = f[HEAD] < 0 ? l.kv_heads : head + 1;
     }
     int64_t keys() const { return end - first; }
+    int64_t heads() const { return end_head - head; }
+    int64_t query_rows(const AttentionList& l) const { return count * (l.heads / l.kv_heads); }
+    bool few(const AttentionList& l) const {
+        return query_rows(l) <= FEW && l.key_dim % LANES == 0 && l.value_dim % LANES == 0;
+    }
 };
 
 // The query rows of an item for one key head: token i's query head g is row i * G + g.
@@ -94,37 +100,96 @@ void take_queries(const Attention& a, const AttentionList& l, const Item& item, 
     }
 }
 
-// What is fetched from memory ahead of its use: the keys a few vectors further, then those that are next, and the values
-// of the keys at hand.
+// Positions of a block of few query rows, over all of the item's heads.
 template <class T>
-struct Ahead {
-    const T *keys, *next_keys, *values;
-    const int32_t* slots;
-    int64_t count, stride, value_stride, key_bytes, value_bytes;
+int64_t few_block(const AttentionList& l, const Item& item) {
+    const int64_t bytes = item.heads() * (l.key_dim + l.value_dim) * int64_t(sizeof(T));
+    return std::clamp<int64_t>(FEED_BYTES / bytes / LANES * LANES, LANES, FEW_BLOCK);
+}
 
-    static void fetch(const T* p, int64_t bytes) {
-        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(reinterpret_cast<const char*>(p) + i);
+// Fetches keys and values that come next into the second level of cache, a few lines at a call, while others are
+// multiplied: decode rows read their pages once a step, from far away, and would wait for nearly all of them.
+template <class T>
+class Feed {
+  public:
+    Feed() = default;
+
+    // The item's keys [from, to), counted from its first; all is fetched after `calls` calls.
+    Feed(const Attention& a, const AttentionList& l, int64_t layer, const Item& item, int64_t from, int64_t to, int64_t calls)
+        : pages_(item.pages), page_size_(l.page_size), k_(item.first + from), end_(item.first + to) {
+        const int64_t key_size = l.key_dim * sizeof(T), value_size = l.value_dim * sizeof(T);
+        keys_ = {static_cast<const char*>(a.keys[layer]) + item.head * key_size, l.kv_heads * key_size, item.heads() * key_size};
+        values_ = {static_cast<const char*>(a.values[layer]) + item.head * value_size, l.kv_heads * value_size, item.heads() * value_size};
+        whole_ = item.heads() == l.kv_heads;
+        const int64_t bytes = (to - from) * (keys_.bytes + values_.bytes);
+        lines_ = (bytes + LINE * calls - 1) / (LINE * calls);
+        next_run();
     }
-    void at(int64_t k) const {
-        for (int64_t j = k; j < std::min(k + LANES, count); j++) {
-            const int64_t further = j + AHEAD;
-            const T* base = further < count ? keys : next_keys;
-            if (base) fetch(base + slots[further < count ? further : std::min(further - count, count - 1)] * stride, key_bytes);
-            fetch(values + slots[j] * value_stride, value_bytes);
+
+    void some() {
+        for (int64_t i = 0; i < lines_ && at_ < at_end_; i++) {
+            __builtin_prefetch(at_, 0, 2);
+            at_ += LINE;
+            if (at_ >= at_end_) values_left_ ? begin(values_) : next_run();
         }
     }
+
+    void all() {
+        while (at_ < at_end_) some();
+    }
+
+  private:
+    struct Slots {
+        const char* base = nullptr;
+        int64_t stride = 0, bytes = 0;
+    };
+
+    // Adjacent slots: of one page where all heads are meant, else a single one. Their keys, then their values.
+    void next_run() {
+        k_ += run_, run_ = 0;
+        if (k_ >= end_) return;
+        const int64_t in_page = k_ % page_size_;
+        run_ = whole_ ? std::min(page_size_ - in_page, end_ - k_) : 1;
+        slot_ = pages_[k_ / page_size_] * page_size_ + in_page;
+        begin(keys_);
+        values_left_ = true;
+    }
+
+    void begin(const Slots& slots) {
+        at_ = slots.base + slot_ * slots.stride;
+        at_end_ = at_ + (run_ - 1) * slots.stride + slots.bytes;
+        values_left_ = false;
+    }
+
+    const char *at_ = nullptr, *at_end_ = nullptr;
+    Slots keys_, values_;
+    const int32_t* pages_ = nullptr;
+    int64_t page_size_ = 1, k_ = 0, end_ = 0, run_ = 0, slot_ = 0, lines_ = 0;
+    bool whole_ = false, values_left_ = false;
+};
+
+// Keys and values of one head.
+template <class T>
+struct HeadCache {
+    const T *keys, *values;
+    int64_t key_stride, value_stride;
+
+    HeadCache(const Attention& a, const AttentionList& l, int64_t layer, int64_t head)
+        : keys(static_cast<const T*>(a.keys[layer]) + head * l.key_dim),
+          values(static_cast<const T*>(a.values[layer]) + head * l.value_dim),
+          key_stride(l.kv_heads * l.key_dim),
+          value_stride(l.kv_heads * l.value_dim) {}
 };
 
 // Scores [R, FEW_BLOCK] of R query rows and `count` keys, four keys at a time.
 template <class T, int R>
-void few_scores(const Ahead<T>& ahead, int64_t at, int64_t count, int64_t dim, const float* query, float* scores) {
-    const int32_t* slots = ahead.slots + at;
+void few_scores(const T* keys, int64_t stride, const int32_t* slots, int64_t count, int64_t dim, const float* query, float* scores, Feed<T>& feed) {
     for (int64_t k = 0; k < count; k += LANES) {
-        ahead.at(at + k);
         vf acc[R][LANES];
         for (int quad = 0; quad < LANES; quad += 4) {
+            feed.some();
             const T* p[4];
-            for (int j = 0; j < 4; j++) p[j] = ahead.keys + slots[std::min(k + quad + j, count - 1)] * ahead.stride;
+            for (int j = 0; j < 4; j++) p[j] = keys + slots[std::min(k + quad + j, count - 1)] * stride;
             vf sums[R][4] = {};
             int64_t d = 0;
             for (; d + UNIT <= dim; d += UNIT)
@@ -151,11 +216,12 @@ void few_scores(const Ahead<T>& ahead, int64_t at, int64_t count, int64_t dim, c
 
 // sums[r] = sums[r] * decay[r] + weights[r] V over VECTORS vectors of each value.
 template <class T, int R, int VECTORS>
-void few_values(const T* values, int64_t stride, const int32_t* slots, int64_t count, const float* weights, const float* decay, float* sums, int64_t width) {
+void few_values(const T* values, int64_t stride, const int32_t* slots, int64_t count, const float* weights, const float* decay, float* sums, int64_t width, Feed<T>& feed) {
     vf acc[R][VECTORS];
     for (int r = 0; r < R; r++)
         for (int v = 0; v < VECTORS; v++) acc[r][v] = load(sums + r * width + v * LANES) * decay[r];
     for (int64_t k = 0; k < count; k++) {
+        if (k % FEED_KEYS == 0) feed.some();
         const T* p = values + slots[k] * stride;
         vf x[VECTORS];
         if constexpr (VECTORS == 1) {
@@ -172,24 +238,52 @@ void few_values(const T* values, int64_t stride, const int32_t* slots, int64_t c
         for (int v = 0; v < VECTORS; v++) store(sums + r * width + v * LANES, acc[r][v]);
 }
 
+// R query rows of one head against `count` keys, which are at `slots` and begin with the item's key b.
 template <class T, int R>
-void few_rows(const Attention& a, const AttentionList& l, const Item& item, const Ahead<T>& ahead, const Rows& rows) {
+void few_rows(const Attention& a, const AttentionList& l, const HeadCache<T>& cache, const int32_t* slots, int64_t b, int64_t count, const Rows& rows, Feed<T>& feed) {
     alignas(64) float scores[R * FEW_BLOCK];
-    for (int64_t b = 0; b < item.keys(); b += FEW_BLOCK) {
-        const int64_t count = std::min<int64_t>(FEW_BLOCK, item.keys() - b);
-        few_scores<T, R>(ahead, b, count, l.key_dim, rows.query, scores);
-        float decay[R];
-        int64_t from[R], to[R];
-        for (int r = 0; r < R; r++) from[r] = rows.from[r] - b, to[r] = std::min(rows.to[r] - b, count);
-        softmax_rows<R>(scores, FEW_BLOCK, count, from, to, a.softcap, rows.max, rows.total, decay);
-        const auto add = [&](auto vectors, int64_t d) {
-            few_values<T, R, vectors()>(
-                ahead.values + d, ahead.value_stride, ahead.slots + b, count, scores, decay, rows.sums + d, rows.width);
-        };
-        int64_t d = 0;
-        for (; d + 2 * UNIT <= l.value_dim; d += 2 * UNIT) add(std::integral_constant<int, 4>{}, d);
-        for (; d + UNIT <= l.value_dim; d += UNIT) add(std::integral_constant<int, 2>{}, d);
-        if (d < l.value_dim) add(std::integral_constant<int, 1>{}, d);
+    few_scores<T, R>(cache.keys, cache.key_stride, slots, count, l.key_dim, rows.query, scores, feed);
+    float decay[R];
+    int64_t from[R], to[R];
+    for (int r = 0; r < R; r++) from[r] = rows.from[r] - b, to[r] = std::min(rows.to[r] - b, count);
+    softmax_rows<R>(scores, FEW_BLOCK, count, from, to, a.softcap, rows.max, rows.total, decay);
+    const auto add = [&](auto vectors, int64_t d) {
+        few_values<T, R, vectors()>(
+            cache.values + d, cache.value_stride, slots, count, scores, decay, rows.sums + d, rows.width, feed);
+    };
+    int64_t d = 0;
+    for (; d + 2 * UNIT <= l.value_dim; d += 2 * UNIT) add(std::integral_constant<int, 4>{}, d);
+    for (; d + UNIT <= l.value_dim; d += UNIT) add(std::integral_constant<int, 2>{}, d);
+    if (d < l.value_dim) add(std::integral_constant<int, 1>{}, d);
+}
+
+// Calls kernel(constant n) for the n <= N that `rows` is.
+template <int N, class Kernel>
+void with_rows(int64_t rows, Kernel kernel) {
+    if (rows == N) kernel(std::integral_constant<int, N>{});
+    else if constexpr (N > 1) with_rows<N - 1>(rows, kernel);
+}
+
+// All heads of an item of few query rows, block by block, so that what the feed fetches for a block serves all heads.
+// `next` comes after it; `fed`: its own first block has been fetched.
+template <class T, class Head>
+void few_item(const Attention& a, const AttentionList& l, int64_t layer, const Item& item, const Item* next, bool fed, const int32_t* slots, Head rows_of) {
+    const int64_t block = few_block<T>(l, item);
+    if (!fed) Feed<T>(a, l, layer, item, 0, std::min(block, item.keys()), 1).all();
+    for (int64_t b = 0; b < item.keys(); b += block) {
+        const int64_t count = std::min(block, item.keys() - b), left = item.keys() - b - count;
+        const int64_t calls = item.heads() * 2 * ((count + FEED_KEYS - 1) / FEED_KEYS);
+        Feed<T> feed;
+        if (left) {
+            feed = Feed<T>(a, l, layer, item, b + count, b + count + std::min(block, left), calls);
+        } else if (next) {
+            feed = Feed<T>(a, l, layer, *next, 0, std::min(few_block<T>(l, *next), next->keys()), calls);
+        }
+        for (int64_t head = item.head; head < item.end_head; head++)
+            with_rows<FEW>(item.query_rows(l), [&](auto n) {
+                few_rows<T, n()>(a, l, HeadCache<T>(a, l, layer, head), slots + b, b, count, rows_of(head), feed);
+            });
+        feed.all();
     }
 }
 
@@ -267,28 +361,18 @@ void many_tile(const Attention& a, const AttentionList& l, const Rows& rows, int
 }
 
 template <class T>
-void many_rows(const Attention& a, const AttentionList& l, const Item& item, const int32_t* slots, const T* keys, const T* values, const Rows& rows, float* panels, float* wide, float* scores) {
+void many_rows(const Attention& a, const AttentionList& l, const Item& item, const HeadCache<T>& cache, const int32_t* slots, const Rows& rows, float* panels, float* wide, float* scores) {
     const int64_t block = many_block(l);
-    const int64_t key_stride = l.kv_heads * l.key_dim, value_stride = l.kv_heads * l.value_dim;
     for (int64_t b = 0; b < item.keys(); b += block) {
         const int64_t count = std::min(block, item.keys() - b);
         for (int64_t k = 0; k < rounded_up(count, PANEL); k += LANES)
             transpose_keys(
-                keys, key_stride, slots + b + k, std::min<int64_t>(LANES, count - k), l.key_dim,
+                cache.keys, cache.key_stride, slots + b + k, std::min<int64_t>(LANES, count - k), l.key_dim,
                 panels + k / PANEL * PANEL * l.key_dim + k % PANEL);
-        widen_values(values, value_stride, slots + b, count, l.value_dim, rows.width, wide);
+        widen_values(cache.values, cache.value_stride, slots + b, count, l.value_dim, rows.width, wide);
         for (int64_t r = 0; r < rows.count; r += TILE) {
             const auto tile = [&](auto n) { many_tile<n()>(a, l, rows, r, b, count, panels, wide, scores, block); };
-            switch (std::min<int64_t>(TILE, rows.count - r)) {
-                case 8: tile(std::integral_constant<int, 8>{}); break;
-                case 7: tile(std::integral_constant<int, 7>{}); break;
-                case 6: tile(std::integral_constant<int, 6>{}); break;
-                case 5: tile(std::integral_constant<int, 5>{}); break;
-                case 4: tile(std::integral_constant<int, 4>{}); break;
-                case 3: tile(std::integral_constant<int, 3>{}); break;
-                case 2: tile(std::integral_constant<int, 2>{}); break;
-                default: tile(std::integral_constant<int, 1>{}); break;
-            }
+            with_rows<TILE>(std::min<int64_t>(TILE, rows.count - r), tile);
         }
     }
 }

@@ -12,17 +12,18 @@ class Run {
 
     void operator()() {
         embed();
-        norm(nullptr, d_.layers[0].input_norm);
+        norm(nullptr, d_.layers[0].input_norm, 0);
         for (int64_t l = 0; l < d_.num_layers; l++) {
             const DecoderLayer& layer = d_.layers[l];
-            product(layer.qkv, layer.qkv_lora, s_.normed, s_.qkv);
+            product(layer.qkv, layer.qkv_lora, s_.product_in, s_.qkv, s_.wide);
             attend(layer, l);
-            product(layer.o, layer.o_lora, s_.attended, s_.delta);
-            norm(s_.delta, layer.post_norm);
-            product(layer.gate_up, layer.gate_up_lora, s_.normed, s_.gate_up);
-            gated_part({s_.gate_up, s_.activated, s_.tokens, d_.inner, d_.activation, d_.dtype}, thread_, threads_);
+            product(layer.o, layer.o_lora, s_.attended, s_.delta, 0);
+            norm(s_.delta, layer.post_norm, 0);
+            product(layer.gate_up, layer.gate_up_lora, s_.product_in, s_.gate_up, s_.wide);
+            gated_part({s_.gate_up, s_.activated, s_.tokens, d_.inner, d_.activation, d_.dtype, s_.wide},
+                       thread_, threads_);
             barrier_.wait();
-            product(layer.down, layer.down_lora, s_.activated, s_.delta);
+            product(layer.down, layer.down_lora, s_.activated, s_.delta, s_.wide);
             norm(s_.delta, l + 1 < d_.num_layers ? d_.layers[l + 1].input_norm : d_.final_norm, l + 1);
         }
     }
@@ -47,9 +48,10 @@ class Run {
         if (a.lists[l]->num_merges) barrier_.wait();
     }
 
-    void product(const Matmul& weight, const LoraStack* lora, const void* x, void* out) {
+    void product(const Matmul& weight, const LoraStack* lora, const void* x, void* out, int64_t wide) {
         Matmul m = weight;
         m.x = x;
+        m.x_wide = wide;
         m.out = out;
         m.rows = s_.tokens;
         m.x_stride = m.inner;
@@ -64,9 +66,12 @@ class Run {
         barrier_.wait();
     }
 
-    // x += delta and its norm. Taps are copied by the thread that has added the row.
-    void norm(const void* delta, const void* weight, int64_t tapped = 0) {
-        norm_part({s_.x, delta, weight, s_.normed, s_.tokens, d_.hidden, d_.dtype, d_.eps}, thread_, threads_);
+    // x += delta and its norm, the last layer's into the result. Taps are copied by the thread that has added the row.
+    void norm(const void* delta, const void* weight, int64_t tapped) {
+        const bool last = tapped == d_.num_layers;
+        norm_part({s_.x, delta, weight, last ? s_.normed : s_.product_in, s_.tokens, d_.hidden, d_.dtype, d_.eps,
+                   last ? 0 : s_.wide},
+                  thread_, threads_);
         if (tapped) tap(tapped);
         barrier_.wait();
     }

@@ -35,13 +35,15 @@ struct DecoderStep {
     void* const* taps;           // [L + 1] -> [T, H] or null: what goes into the first layer, what comes out of each
     void *x;                     // [T, H] residual sums
     void *normed;                // [T, H] the result
+    void *product_in;            // [T, H] what goes into a product, float32 where `wide`
     void *qkv;                   // [T, N + 2K, D]
     void *attended;              // [T, N, D]
     void *delta;                 // [T, H]
     void *gate_up;               // [T, 2I]
-    void *activated;             // [T, I]
+    void *activated;             // [T, I] likewise
     void *scratch;               // of the products
     int64_t tokens;
+    int64_t wide;                // norms and activations are kept as the float32 numbers that products want
 };
 
 }  // namespace bg

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 namespace bg {
 namespace {
@@ -13,8 +14,14 @@ inline float inverse_rms(vf square, int64_t count, double eps) {
     return 1.0f / std::sqrt(sum(square) / float(count) + float(eps));
 }
 
-template <class T>
-void norm_row(T* x, const T* delta, const T* weight, T* out, int64_t hidden, double eps) {
+// v as T holds it, to be stored as T or wide.
+template <class T, class Out>
+inline vf kept(vf v) {
+    return std::is_same_v<T, Out> ? v : rounded<T>(v);
+}
+
+template <class T, class Out>
+void norm_row(T* x, const T* delta, const T* weight, Out* out, int64_t hidden, double eps) {
     vf square = {};
     by_vectors(hidden, [&](int64_t i, auto get, auto put) {
         vf v = get(x + i);
@@ -25,16 +32,18 @@ void norm_row(T* x, const T* delta, const T* weight, T* out, int64_t hidden, dou
         square += v * v;
     });
     const float scale = inverse_rms(square, hidden, eps);
-    by_vectors(hidden, [&](int64_t i, auto get, auto put) { put(out + i, get(x + i) * scale * get(weight + i)); });
+    by_vectors(hidden, [&](int64_t i, auto get, auto put) {
+        put(out + i, kept<T, Out>(get(x + i) * scale * get(weight + i)));
+    });
 }
 
-template <class T>
+template <class T, class Out>
 void norm_rows(const Norm& n, int thread, int threads) {
     const Span span(n.tokens, thread, threads);
     for (int64_t t = span.begin; t < span.end; t++) {
         const int64_t at = t * n.hidden;
         norm_row(static_cast<T*>(n.x) + at, n.delta ? static_cast<const T*>(n.delta) + at : nullptr,
-                 static_cast<const T*>(n.weight), static_cast<T*>(n.out) + at, n.hidden, n.eps);
+                 static_cast<const T*>(n.weight), static_cast<Out*>(n.out) + at, n.hidden, n.eps);
     }
 }
 
@@ -62,28 +71,28 @@ inline vf activated(vf x) {
     return x < 0 ? vf{} : x;  // a not-a-number stays
 }
 
-template <int64_t A, class T>
+template <int64_t A, class T, class Out>
 void gated_rows(const Gated& g, int thread, int threads) {
     const int64_t chunks = (g.inner + CHUNK - 1) / CHUNK;
     const Span span(g.tokens * chunks, thread, threads);
     for (int64_t at = span.begin; at < span.end; at++) {
         const int64_t t = at / chunks, from = at % chunks * CHUNK;
         const T* gate = static_cast<const T*>(g.gate_up) + t * 2 * g.inner + from;
-        T* out = static_cast<T*>(g.out) + t * g.inner + from;
+        Out* out = static_cast<Out*>(g.out) + t * g.inner + from;
         by_vectors(std::min(CHUNK, g.inner - from), [&](int64_t i, auto get, auto put) {
-            put(out + i, rounded<T>(activated<A, T>(get(gate + i))) * get(gate + g.inner + i));
+            put(out + i, kept<T, Out>(rounded<T>(activated<A, T>(get(gate + i))) * get(gate + g.inner + i)));
         });
     }
 }
 
-template <class T>
+template <class T, class Out>
 void gated_by(const Gated& g, int thread, int threads) {
     switch (g.activation) {
-        case SILU: return gated_rows<SILU, T>(g, thread, threads);
-        case GELU: return gated_rows<GELU, T>(g, thread, threads);
-        case GELU_TANH: return gated_rows<GELU_TANH, T>(g, thread, threads);
-        case QUICK_GELU: return gated_rows<QUICK_GELU, T>(g, thread, threads);
-        default: return gated_rows<RELU, T>(g, thread, threads);
+        case SILU: return gated_rows<SILU, T, Out>(g, thread, threads);
+        case GELU: return gated_rows<GELU, T, Out>(g, thread, threads);
+        case GELU_TANH: return gated_rows<GELU_TANH, T, Out>(g, thread, threads);
+        case QUICK_GELU: return gated_rows<QUICK_GELU, T, Out>(g, thread, threads);
+        default: return gated_rows<RELU, T, Out>(g, thread, threads);
     }
 }
 
@@ -134,11 +143,13 @@ void heads_rows(const Heads& h, int thread, int threads) {
 }  // namespace
 
 void norm_part(const Norm& n, int thread, int threads) {
-    return n.dtype ? norm_rows<bf16>(n, thread, threads) : norm_rows<float>(n, thread, threads);
+    if (!n.dtype) return norm_rows<float, float>(n, thread, threads);
+    return n.wide ? norm_rows<bf16, float>(n, thread, threads) : norm_rows<bf16, bf16>(n, thread, threads);
 }
 
 void gated_part(const Gated& g, int thread, int threads) {
-    return g.dtype ? gated_by<bf16>(g, thread, threads) : gated_by<float>(g, thread, threads);
+    if (!g.dtype) return gated_by<float, float>(g, thread, threads);
+    return g.wide ? gated_by<bf16, float>(g, thread, threads) : gated_by<bf16, bf16>(g, thread, threads);
 }
 
 void heads_part(const Heads& h, int thread, int threads) {

@@ -7,22 +7,25 @@
 
 namespace bg {
 
+// Results that the next product would widen can be kept wide as they are made: `wide`.
+
 enum Activation : int64_t { SILU = 0, GELU = 1, GELU_TANH = 2, QUICK_GELU = 3, RELU = 4 };
 
 struct Norm {
     void* x;             // [T, H]; with a delta x += delta in place
     const void* delta;   // [T, H] or null
     const void* weight;  // [H]
-    void* out;           // [T, H]
+    void* out;           // [T, H]; float32 numbers, rounded to T, where `wide`
     int64_t tokens, hidden, dtype;
     double eps;
+    int64_t wide;
 };
 void norm_part(const Norm& n, int thread, int threads);
 
 struct Gated {
     const void* gate_up;  // [T, 2I], gate first
-    void* out;            // [T, I]
-    int64_t tokens, inner, activation, dtype;
+    void* out;            // [T, I]; float32 numbers, rounded to T, where `wide`
+    int64_t tokens, inner, activation, dtype, wide;
 };
 void gated_part(const Gated& g, int thread, int threads);
 

@@ -55,7 +55,7 @@ void tile_int8(const uint8_t* x, int64_t stride, const float* x_scale, int64_t s
         for (int v = 0; v < COLUMNS; v++) {
             const int at = r * PANEL + v * REGISTER;
             const vf part = (vf)_mm512_cvtepi32_ps(sum[r][v]) * load(scale + v * REGISTER);
-            store(c + at, (vf)fused((rf)part, (rf)s, load_as<rf>((first ? NO_SUMS : c) + at)));
+            store(c + at, (vf)fused((rf)part, (rf)s, load_as<rf>(first ? NO_SUMS + v * REGISTER : c + at)));
         }
     }
 }

@@ -78,27 +78,30 @@ void widen_rows(const Matmul& m, int64_t row, int64_t rows, float* out) {
 
 void widened_rows(const Part& s, int64_t row, int64_t rows) {
     const Matmul& m = s.m;
-    const int64_t even = up(m.inner, 2);
-    float* x = static_cast<float*>(s.wide_x);
-    widen_rows(m, row, rows, x);
+    const int64_t even = up(m.inner, 2), stride = m.x_wide ? m.x_stride : even;
+    const float* x = static_cast<const float*>(m.x) + row * m.x_stride;
+    if (!m.x_wide) {
+        x = static_cast<float*>(s.wide_x);
+        widen_rows(m, row, rows, static_cast<float*>(s.wide_x));
+    }
     for (int64_t p = s.panel; p < s.panel_end; p++) {
         const bf16* b = static_cast<const bf16*>(m.weight) + p * even * PANEL;
         for (int64_t k = 0; k < even; k += INNER_BLOCK, b += INNER_BLOCK * PANEL) {
             const int64_t count = std::min(INNER_BLOCK, even - k);
             NextBlock next(b, 2 * PANEL * count, rows);
             by_tiles(rows, [&](auto n, int64_t r) {
-                const float* a = x + r * even + k;
+                const float* a = x + r * stride + k;
                 float* c = s.c + r * PANEL;
                 if (n() == rows) {
-                    tile_pairs<n(), false, STREAM>(a, even, b, count / 2, c, k == 0, nullptr);
+                    tile_pairs<n(), false, STREAM>(a, stride, b, count / 2, c, k == 0, nullptr);
                 } else if (r > 0) {
                     next.hand_out(count / 2, [&](auto ahead, const char* from) {
-                        tile<n(), ahead() == STREAM ? NOTHING : ahead()>(a, even, s.wide_panel, count, c, k == 0, from);
+                        tile<n(), ahead() == STREAM ? NOTHING : ahead()>(a, stride, s.wide_panel, count, c, k == 0, from);
                     });
                 } else if (rows <= (FEW_TILES - 1) * TILE_ROWS) {
-                    tile_pairs<n(), true, STREAM>(a, even, b, count / 2, c, k == 0, s.wide_panel);
+                    tile_pairs<n(), true, STREAM>(a, stride, b, count / 2, c, k == 0, s.wide_panel);
                 } else {
-                    tile_pairs<n(), true, NOTHING>(a, even, b, count / 2, c, k == 0, s.wide_panel);
+                    tile_pairs<n(), true, NOTHING>(a, stride, b, count / 2, c, k == 0, s.wide_panel);
                 }
             });
         }

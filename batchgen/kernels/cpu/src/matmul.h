@@ -33,6 +33,7 @@ struct Matmul {
     int64_t rows, inner, outer, x_stride, out_stride;
     int64_t method;
     void* scratch;  // `matmul_scratch` bytes per thread, from a multiple of 64
+    int64_t x_wide;  // BF16_WIDENED with even K: x is float32, every number a bfloat16's
 };
 
 int64_t matmul_scratch(int64_t inner, int64_t method);

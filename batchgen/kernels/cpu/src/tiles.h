@@ -40,7 +40,7 @@ inline __attribute__((always_inline)) void stream(const void* p) {
     for (int i = 0; i < BYTES; i += LINE) __builtin_prefetch(static_cast<const char*>(p) + STREAM_BYTES + i, 0, 2);
 }
 
-alignas(64) constexpr float NO_SUMS[TILE_ROWS * PANEL] = {};
+alignas(64) constexpr float NO_SUMS[PANEL] = {};
 
 // a * b + c with one rounding where the processor has that: said, not left to the compiler, which may fuse one sum of a
 // tile and not another, and then rows would differ by where they stand.
@@ -67,38 +67,39 @@ inline __attribute__((always_inline)) void hold(rf& x) {
 #endif
 }
 
-template <int ROWS>
+// The sums of ROWS rows and ACROSS registers, that stand in memory with `c_stride` numbers from row to row.
+template <int ROWS, int ACROSS = COLUMNS>
 struct Sums {
-    rf of[ROWS][COLUMNS];
+    rf of[ROWS][ACROSS];
 
-    __attribute__((always_inline)) Sums(const float* c, bool first) {
-        if (first) c = NO_SUMS;
+    __attribute__((always_inline)) Sums(const float* c, bool first, int64_t c_stride = PANEL) {
+        if (first) c = NO_SUMS, c_stride = 0;
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
-            for (int v = 0; v < COLUMNS; v++) {
-                of[r][v] = load_as<rf>(c + r * PANEL + v * REGISTER);
+            for (int v = 0; v < ACROSS; v++) {
+                of[r][v] = load_as<rf>(c + r * c_stride + v * REGISTER);
                 hold(of[r][v]);
             }
     }
 
-    __attribute__((always_inline)) void keep(float* c) {
+    __attribute__((always_inline)) void keep(float* c, int64_t c_stride = PANEL) {
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
-            for (int v = 0; v < COLUMNS; v++) {
+            for (int v = 0; v < ACROSS; v++) {
                 hold(of[r][v]);
-                store_as(c + r * PANEL + v * REGISTER, of[r][v]);
+                store_as(c + r * c_stride + v * REGISTER, of[r][v]);
             }
     }
 
     // x[r] * w[v] for the numbers x[r * stride].
-    __attribute__((always_inline)) void add(const float* x, int64_t stride, const rf (&w)[COLUMNS]) {
+    __attribute__((always_inline)) void add(const float* x, int64_t stride, const rf (&w)[ACROSS]) {
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
             const rf a = x[r * stride] - rf{};
 #pragma GCC unroll 8
-            for (int v = 0; v < COLUMNS; v++) of[r][v] = fused(a, w[v], of[r][v]);
+            for (int v = 0; v < ACROSS; v++) of[r][v] = fused(a, w[v], of[r][v]);
         }
     }
 };
