@@ -153,8 +153,8 @@ class CompiledDecoder:
         )
         self._wide = _wide(layers)
         into = 2 if self._wide else 1  # numbers of the dtype that one going into a product takes
-        widths = (hidden, layers[0].qkv.packed.outer, shape.heads * shape.dim, hidden, 2 * inner)
-        widths += (into * inner, into * hidden)
+        qkv, attended = layers[0].qkv.packed.outer, shape.heads * shape.dim
+        widths = (hidden, qkv, attended, hidden, 2 * inner, into * inner, into * hidden)
         stacks = [{name: stack_call(pairs) for name, pairs in layer.lora.items()} for layer in layers]
         self._layers = (_Layer * len(layers))(*map(_layer, layers, stacks))
         self._adapted = stacks  # which have to live as long
