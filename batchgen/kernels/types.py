@@ -8,11 +8,8 @@ Shape letters: T tokens, R decode rows, N heads, K kv heads, D head size, P page
 from __future__ import annotations
 
 import math
-import mmap
-from collections.abc import Hashable, Sequence
-from contextlib import suppress
+from collections.abc import Hashable
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Final, Protocol, runtime_checkable
 
 import numpy as np
@@ -40,8 +37,6 @@ Ints = npt.NDArray[np.int64]
 
 _LINE: Final = 64
 """Bytes of a line of a processor's cache."""
-_HUGE: Final = 32 << 20
-"""Bytes from which on a pool asks for huge pages, which take memory 2 MiB at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,40 +61,24 @@ class KVPool:
         layers: list[LayerKV], num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> KVPool:
         """A zeroed pool of `num_pages` pages, the scratch page included."""
-        dims = [(x.kv_heads, x.key_dim) for x in layers] + [(x.kv_heads, x.value_dim) for x in layers]
-        shapes = [(num_pages, page_size, *dim) for dim in dims]
-        if device.type == "cpu":
-            caches = _views(shapes, dtype)
-        else:
-            caches = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
-        return KVPool(caches[: len(layers)], caches[len(layers) :], page_size)
+
+        def make(layer: LayerKV, dim: int) -> Tensor:
+            shape = (num_pages, page_size, layer.kv_heads, dim)
+            if device.type != "cpu":
+                return torch.zeros(shape, dtype=dtype, device=device)
+            # numpy takes zeroed memory from the system, so that only pages in use cost memory and time;
+            # torch would write zeros to all of them. It begins anywhere, and a vector is to lie in one cache line.
+            size = math.prod(shape) * dtype.itemsize
+            memory = np.zeros(size + _LINE, np.uint8)
+            begin = -memory.ctypes.data % _LINE
+            return torch.from_numpy(memory[begin : begin + size]).view(dtype).view(shape)
+
+        return KVPool([make(x, x.key_dim) for x in layers], [make(x, x.value_dim) for x in layers], page_size)
 
     @staticmethod
     def page_bytes(layers: list[LayerKV], page_size: int, dtype: torch.dtype) -> int:
         """Bytes of one page over all layers."""
         return sum(page_size * x.kv_heads * (x.key_dim + x.value_dim) for x in layers) * dtype.itemsize
-
-
-def _views(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
-    """Zeros of these shapes in memory that is one run, each from the beginning of a cache line."""
-    sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
-    starts = [0, *accumulate(-(-size // _LINE) * _LINE for size in sizes)]
-    memory = _zeroed(starts[-1])
-    views = zip(shapes, sizes, starts, strict=False)
-    return [memory[start : start + size].view(dtype).view(shape) for shape, size, start in views]
-
-
-def _zeroed(size: int) -> Tensor:
-    """[size] uint8 from the system, so that only what is used costs memory and time: torch would write zeros to all.
-
-    In huge pages where there are any: attention reads the whole of a large pool each step, and the processor would look
-    up an address every few positions.
-    """
-    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if size >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
