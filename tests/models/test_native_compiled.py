@@ -141,6 +141,25 @@ def test_adapters_are_computed_in_the_same_call(name: str, tmp_path: Path, calls
             assert (mixed[i] - plain[i]).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("name", ["llama-biases", "qwen3", "odd"])
+def test_bfloat16_without_an_adapter_is_the_same_bits_in_steps_with_adapters(name: str, tmp_path: Path) -> None:
+    """Only steps without adapters keep what goes into products wide, in the same memory; odd sizes never do."""
+    model_type, overrides = CASES[name]
+    base = save_tiny(model_type, tmp_path / "base", **overrides)
+    adapter = str(save_adapter(base, tmp_path / "a", **KINDS["all"]))
+    model: Any = load_model(base, dtype="bfloat16", device="cpu", products="fixed", lora=[("a", adapter)])
+    assert model._compiled._wide == (name != "odd")
+    sequences = random_sequences(VOCAB)
+    of = [i % 2 - 1 for i in range(len(sequences))]
+    found = []
+    for adapters in (None, of, None):
+        cache = PagedCache(model.spec, len(sequences))
+        found.append(packed_logits(model, sequences, cache.compiled_step, adapters=adapters))
+    for adapted, before, mixed, after in zip(of, *found, strict=True):
+        assert torch.equal(before, after)
+        assert torch.equal(before, mixed) == (adapted < 0)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("products", ["fixed", "int8"])
 def test_adapters_are_those_of_the_operations_one_by_one(products: Products, dtype: str, tmp_path: Path) -> None:
@@ -162,10 +181,11 @@ def test_adapters_are_those_of_the_operations_one_by_one(products: Products, dty
     assert (together - one_by_one).norm() <= (1e-6 if dtype == "float32" else 2e-3) * one_by_one.norm()
 
 
-def test_steps_grow_and_shrink(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_steps_grow_and_shrink(dtype: str, tmp_path: Path) -> None:
     """Buffers and tables are used again: a step after a larger one is what it is alone."""
     save_tiny("qwen3", tmp_path)
-    model = load(tmp_path)
+    model = load(tmp_path, dtype)
 
     def hidden(count: int, first: int) -> Tensor:
         cache = PagedCache(model.spec, 1, pages_each=120)
