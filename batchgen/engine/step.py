@@ -257,7 +257,7 @@ class StepRunner:
         return hidden
 
     def _copy_pages(self, copies: Seq[PageCopy]) -> None:
-        """Copy pages, once and in order: a source may be another page's target, so that nothing is copied twice."""
+        """Copy pages, once and in order: a page that was a source may be a later one's target, never before."""
         if not copies:
             return
         (table,) = self._device.upload(np.array([(copy.source, copy.target, copy.tokens) for copy in copies], np.int64))
