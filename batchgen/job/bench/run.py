@@ -21,7 +21,7 @@ from batchgen.job.bench.adapters import adapter_folders, adapter_parameters, mer
 from batchgen.job.bench.config import BenchConfig
 from batchgen.job.bench.definitions import BenchWorkload, find_workloads
 from batchgen.job.bench.figures import Context, Figure, Measured, workload_figures
-from batchgen.job.bench.floors import FloorWork, count_work
+from batchgen.job.bench.floors import count_work
 from batchgen.job.bench.gating import Gate
 from batchgen.job.bench.machine import Products, commit_name, cpu_name, measure_bandwidth, measure_products, versions
 from batchgen.job.bench.peers import OF_BATCHGEN, OURS, REFERENCE, EngineSource, knows_fields, parse_peers
@@ -194,9 +194,14 @@ class _Bench:
         self, workload: BenchWorkload, engines: Sequence[BenchEngine], gate: Gate, products: list[Products]
     ) -> Iterator[Figure]:
         rows = workload.rows(self.model.vocab_size)
+        tied = "lm_head.weight" not in check_model_folder(self.folder).tensors
+        adapter = 0 if workload.adapters is None else adapter_parameters(self.folder, workload.adapters.rank)
+        work = count_work(rows, self.model, tied=tied, adapter=adapter)
         measured = self._prepare(workload, engines, rows, gate)
+        bandwidth = 0.0
         for number in range(self.config.repeat):
             products.append(self._products())
+            bandwidth = max(bandwidth, measure_bandwidth(self.model.device, work.resident_bytes))
             for engine, one in list(measured):
                 with self.absent.on_failure(engine.name, workload.name):
                     if workload.special:
@@ -205,10 +210,7 @@ class _Bench:
             measured = [pair for pair in measured if not self.absent.has(pair[0].name, workload.name)]
             done = [one for _, one in measured]
             self.console.print(_progress(workload, number, self.config.repeat, done), style="dim")
-        tied = "lm_head.weight" not in check_model_folder(self.folder).tensors
-        adapter = 0 if workload.adapters is None else adapter_parameters(self.folder, workload.adapters.rank)
-        work = count_work(rows, self.model, tied=tied, adapter=adapter)
-        context = self._context(max(products, key=lambda one: one.flops), work)
+        context = self._context(max(products, key=lambda one: one.flops), bandwidth)
         yield from workload_figures(workload.name, self.config.model, done, work, context)
 
     def _start_all(self, stack: ExitStack, workloads: Sequence[BenchWorkload]) -> list[BenchEngine]:
@@ -240,8 +242,7 @@ class _Bench:
                 found.append((engine, Measured(engine.name, *about, setting, share, rows_equal=equal)))
         return found
 
-    def _context(self, products: Products, work: FloorWork) -> Context:
-        bandwidth = measure_bandwidth(self.model.device, work.resident_bytes)
+    def _context(self, products: Products, bandwidth: float) -> Context:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         return Context(cpu_name(), commit_name(), self.config.repeat, products, bandwidth, versions(), now)
 
