@@ -126,11 +126,12 @@ class Loop:
         self._runner = StepRunner(
             workload, model, pool, backend, device, sampler, self.prompts, states, scheduler.config.max_tokens_per_step
         )
-        self._streams = Streams(workload, tokenizer, emit, lambda n: self._logprobs.last(self._running.slot(n)))
+        self._running = running = RowTable()
+        self._logprobs = logprobs = LogprobColumns()
+        # Of the tables alone: a loop that held itself would keep its pool after the job.
+        self._streams = Streams(workload, tokenizer, emit, lambda n: logprobs.last(running.slot(n)))
         self._scores = Scores(workload, self.prompts, prompt_ids=prompt_ids)
         self._sequences: dict[int, Sequence] = {}
-        self._running = RowTable()
-        self._logprobs = LogprobColumns()
         self._prompt_only: set[int] = set()
         """Sequences that run for their prompt alone: their one draw is dropped."""
         self._open: dict[int, _Open] = {}

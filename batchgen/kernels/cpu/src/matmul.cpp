@@ -79,11 +79,8 @@ void widen_rows(const Matmul& m, int64_t row, int64_t rows, float* out) {
 void widened_rows(const Part& s, int64_t row, int64_t rows) {
     const Matmul& m = s.m;
     const int64_t even = up(m.inner, 2), stride = m.x_wide ? m.x_stride : even;
-    const float* x = static_cast<const float*>(m.x) + row * m.x_stride;
-    if (!m.x_wide) {
-        x = static_cast<float*>(s.wide_x);
-        widen_rows(m, row, rows, static_cast<float*>(s.wide_x));
-    }
+    if (!m.x_wide) widen_rows(m, row, rows, static_cast<float*>(s.wide_x));
+    const float* x = m.x_wide ? static_cast<const float*>(m.x) + row * stride : static_cast<float*>(s.wide_x);
     for (int64_t p = s.panel; p < s.panel_end; p++) {
         const bf16* b = static_cast<const bf16*>(m.weight) + p * even * PANEL;
         for (int64_t k = 0; k < even; k += INNER_BLOCK, b += INNER_BLOCK * PANEL) {
