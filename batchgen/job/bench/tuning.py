@@ -13,13 +13,15 @@ __all__ = ["best_setting", "distinct_settings"]
 
 _PROBE_TOKENS = 16
 """Tokens generated per row while settings are tried."""
+_AGAIN_WITHIN = 2.0
+"""Settings that took up to this much more time than the fastest have a second try: the first may have warmed up."""
 _FINALISTS_WITHIN = 1.15
 """Settings that took up to this much more time than the fastest are tried again with all of their output."""
 
 
 def best_setting(engine: BenchEngine, rows: Sequence[BenchRow]) -> Mapping[str, int]:
-    """The setting with the least time per row: each is tried twice with part of the output, then the near ones once
-    with all of it.
+    """The setting with the least time per row: each is tried with part of the output, those that are not far slower
+    once more, then the near ones with all of it.
 
     A setting's `batch` says how many rows it computes at once: it is tried on that many. Others are tried on all rows.
     A setting that fails, as for want of memory, is not the best one.
@@ -31,16 +33,25 @@ def best_setting(engine: BenchEngine, rows: Sequence[BenchRow]) -> Mapping[str, 
     if len(settings) == 1:
         return settings[0]
     short = [replace(row, max_new=min(row.max_new, _PROBE_TOKENS)) for row in rows]
-    seconds: list[float] = []
-    for setting in settings:
+    failed: list[EngineFailed] = []
+
+    def tried(setting: Mapping[str, int]) -> float:
         try:
-            seconds.append(min(_seconds_per_row(engine, short, setting) for _ in range(2)))
+            return _seconds_per_row(engine, short, setting)
         except EngineGone:
             raise
-        except EngineFailed:
-            if setting is settings[-1] and not any(map(math.isfinite, seconds)):
-                raise
-            seconds.append(math.inf)
+        except EngineFailed as problem:
+            failed.append(problem)
+            return math.inf
+
+    seconds = [tried(setting) for setting in settings]
+    if not any(map(math.isfinite, seconds)):
+        raise failed[-1]
+    again = min(seconds) * _AGAIN_WITHIN
+    seconds = [
+        min(taken, tried(setting)) if taken <= again else taken
+        for setting, taken in zip(settings, seconds, strict=True)
+    ]
     near = [s for s, taken in zip(settings, seconds, strict=True) if taken <= min(seconds) * _FINALISTS_WITHIN]
     if len(near) == 1 or short == list(rows):
         return settings[seconds.index(min(seconds))]
