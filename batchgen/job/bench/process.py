@@ -23,6 +23,10 @@ from batchgen.job.bench.workloads import BenchRow
 __all__ = ["BenchEngine", "EngineFailed", "EngineGone", "EngineProcess", "Generated", "LoadSpec"]
 
 _WORKER = Path(__file__).parent / "engines" / "worker.py"
+_KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+"""glibc's allocator keeps what a pass gave back for the next one, in every engine's process. Some engines hold their
+caches of keys and values throughout, others take them for a job, and memory from the system costs up to a second for
+300 MB on a virtual machine: a job pays that once, and short passes are to tell how engines compute."""
 _THREADS = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -117,7 +121,7 @@ class EngineProcess:
         self.name = source.name
         self._patience = patience
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  # closed by close
-        env = {**os.environ, **dict.fromkeys(_THREADS, str(spec.threads)), "PYTHONSAFEPATH": ""}
+        env = {**os.environ, **_KEEP_MEMORY, **dict.fromkeys(_THREADS, str(spec.threads)), "PYTHONSAFEPATH": ""}
         root = str(Path(batchgen.__file__).parents[1]) if source.name in (OURS, *VARIANTS) else source.root
         if root is not None:
             env["PYTHONPATH"] = os.pathsep.join(p for p in (root, env.get("PYTHONPATH")) if p)
