@@ -24,7 +24,8 @@ __all__ = ["BenchEngine", "EngineFailed", "EngineGone", "EngineProcess", "Genera
 
 _WORKER = Path(__file__).parent / "engines" / "worker.py"
 _KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
-"""glibc's allocator keeps what a pass gave back for the next one, in every engine's process. Some engines hold their
+"""glibc's allocator keeps what a pass gave back for the next one, in every engine's process; pieces of 32 MiB and more,
+its limit, still go back to the system. Some engines hold their
 caches of keys and values throughout, others take them for a job, and memory from the system costs up to a second for
 300 MB on a virtual machine: a job pays that once, and short passes are to tell how engines compute."""
 _THREADS = (
