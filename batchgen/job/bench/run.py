@@ -70,7 +70,8 @@ def run_bench(
     model = inspect_model(folder, dtype=checked.dtype, device=checked.device)
     _check_lengths(workloads, model)
     start = start or partial(EngineProcess, patience=config.timeout)
-    bench = _Bench(config, folder, model, [EngineSource(OURS), *peers], start, console, Absent(console))
+    sources = [EngineSource(OURS), *peers]
+    bench = _Bench(config, folder, model, sources, start, console, Absent(console), commit_name())
     figures: list[Figure] = []
     agreed = bench.gate(workloads)
     for figure in bench.measure(workloads, agreed):
@@ -110,6 +111,8 @@ class _Bench:
     start: Start
     console: Console
     absent: Absent
+    commit: str | None
+    """Of batchgen as it was when the call began."""
 
     @property
     def dtype(self) -> str:
@@ -244,7 +247,7 @@ class _Bench:
 
     def _context(self, products: Products, bandwidth: float) -> Context:
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        return Context(cpu_name(), commit_name(), self.config.repeat, products, bandwidth, versions(), now)
+        return Context(cpu_name(), self.commit, self.config.repeat, products, bandwidth, versions(), now)
 
     def _spec(self, dtype: str, workloads: Sequence[BenchWorkload]) -> LoadSpec:
         """What engines load for these workloads."""

@@ -87,7 +87,7 @@ template <class T>
 void run_item(const Attention& a, int64_t layer, const Item& item, const Item* next, bool fed) {
     const AttentionList& l = *a.lists[layer];
     const bool few = item.few(l);
-    const int64_t block = many_block(l), count = item.query_rows(l), width = rounded_up(l.value_dim, LANES);
+    const int64_t block = many_block(l), count = item.query_rows(l), width = up(l.value_dim, LANES);
     const int64_t kept = few ? item.heads() : 1;  // heads whose state is kept side by side
     int32_t* slots = nullptr;
     float *query = nullptr, *sums = nullptr, *max = nullptr, *total = nullptr;
@@ -134,14 +134,14 @@ void run_item(const Attention& a, int64_t layer, const Item& item, const Item* n
 
 template <class T>
 void merge_token(const Attention& a, const AttentionList& l, int64_t layer, const int32_t* merge) {
-    const int64_t heads = l.heads, dim = l.value_dim, padded = rounded_up(heads, LANES);
+    const int64_t heads = l.heads, dim = l.value_dim, padded = up(heads, LANES);
     const int32_t* parts = l.parts + merge[1];
     const int64_t count = merge[2];
-    Arrays arrays(scratch.take(4 * (padded * (count + 2) + rounded_up(dim, LANES)) + 64 * 4));
+    Arrays arrays(scratch.take(4 * (padded * (count + 2) + up(dim, LANES)) + 64 * 4));
     float* weights = arrays.take<float>(count * padded);  // log-sum-exps first
     float* top = arrays.take<float>(padded);
     float* total = arrays.take<float>(padded);
-    float* result = arrays.take<float>(rounded_up(dim, LANES));
+    float* result = arrays.take<float>(up(dim, LANES));
     const float* sinks = a.sinks ? a.sinks[layer] : nullptr;
     std::fill(top, top + padded, LOWEST);
     std::fill(total, total + padded, 0.0f);

@@ -13,7 +13,7 @@ namespace bg {
 constexpr float LOWEST = -1e30f;  // where running maxima begin: finite, so that no difference of infinities arises
 constexpr int UNIT = 2 * LANES;
 
-// 32 numbers as two vectors. Of bfloat16 they are the even and the odd ones, which costs one load and no shuffle; what
+// A unit as two vectors. Of bfloat16 they are the even and the odd ones, which costs one load and no shuffle; what
 // is multiplied with them, or summed from them, is kept in the same order until it is stored.
 static inline void load_unit(const float* p, vf& a, vf& b) {
     a = load(p);
@@ -26,7 +26,7 @@ static inline void load_unit(const bf16* p, vf& a, vf& b) {
     b = (vf)(both & 0xffff0000u);
 }
 
-// The reverse: two vectors in the order that `load_unit<T>` gave them, stored as 32 numbers of U in plain order.
+// The reverse: two vectors in the order that `load_unit<T>` gave them, stored as a unit of U in plain order.
 template <class T, class U>
 static inline void store_unit(U* p, vf a, vf b) {
     if constexpr (sizeof(T) == 4) {
@@ -41,7 +41,8 @@ static inline void store_unit(U* p, vf a, vf b) {
 
 // e^x for x <= 0: 0 below -87.3, not-a-number stays. About 1 unit in the last place.
 static inline vf exp_nonpositive(vf x) {
-    const vf n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;  // nearest integer
+    const vf shifted = x * 1.44269504f + TO_INTEGER;
+    const vf n = shifted - TO_INTEGER;
     vf r = x - n * 0.693359375f;
     r = r + n * 2.12194440e-4f;
     vf p = splat(1.9875691500e-4f);
@@ -51,7 +52,7 @@ static inline vf exp_nonpositive(vf x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
-    const vf result = p * (vf)((__builtin_convertvector(n, vi) + 127) << 23);
+    const vf result = p * (vf)(((vi)shifted - INTEGER_BITS + 127) << 23);
     return x < splat(-87.0f) ? vf{} : result;
 }
 
@@ -63,15 +64,6 @@ static inline vf soft_capped(vf x, float cap) {
     const vf e = exp_nonpositive((y < 0.0f ? y : -y) * 2.0f);
     const vf t = (1.0f - e) / (1.0f + e);
     return (y < 0.0f ? -t : t) * cap;
-}
-
-// The larger; the second where one is not a number.
-static inline vf larger(vf a, vf b) {
-#if defined(__AVX512F__)
-    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
-#else
-    return a > b ? a : b;
-#endif
 }
 
 // Lane j: v[j]'s lanes joined by `op`, which is to be associative and commutative.
@@ -91,6 +83,17 @@ static inline vf joined_lanes(const vf (&v)[LANES], Op op) {
         return op((vf)low, (vf)_mm512_shuffle_f32x4((__m512)a, (__m512)b, 0xdd));
     };
     return halves(halves(x[0], x[1]), halves(x[2], x[3]));
+#elif defined(__AVX__)
+    vf x[2];
+    for (int i = 0; i < 2; i++) {
+        const __m256 a = (__m256)v[4 * i], b = (__m256)v[4 * i + 1];
+        const __m256 c = (__m256)v[4 * i + 2], d = (__m256)v[4 * i + 3];
+        const __m256d ab = (__m256d)op((vf)_mm256_unpacklo_ps(a, b), (vf)_mm256_unpackhi_ps(a, b));
+        const __m256d cd = (__m256d)op((vf)_mm256_unpacklo_ps(c, d), (vf)_mm256_unpackhi_ps(c, d));
+        x[i] = op((vf)_mm256_unpacklo_pd(ab, cd), (vf)_mm256_unpackhi_pd(ab, cd));
+    }
+    const __m256 low = _mm256_permute2f128_ps((__m256)x[0], (__m256)x[1], 0x20);
+    return op((vf)low, (vf)_mm256_permute2f128_ps((__m256)x[0], (__m256)x[1], 0x31));
 #else
     vf result;
     for (int j = 0; j < LANES; j++) {
@@ -110,7 +113,7 @@ static inline vf lane_sums(const vf (&v)[LANES]) {
     return joined_lanes(v, [](vf a, vf b) { return a + b; });
 }
 
-static inline vf lane_maxima(const vf (&v)[LANES]) { return joined_lanes(v, larger); }
+static inline vf lane_maxima(const vf (&v)[LANES]) { return joined_lanes(v, max); }
 
 // rows[i][j] = rows[j][i], 32-bit words.
 static inline void transpose(vu (&rows)[LANES]) {
@@ -134,6 +137,19 @@ static inline void transpose(vu (&rows)[LANES]) {
         rows[i + 4] = (vu)_mm512_shuffle_i32x4(b, d, 0x88);
         rows[i + 12] = (vu)_mm512_shuffle_i32x4(b, d, 0xdd);
     }
+#elif defined(__AVX__)
+    __m256 t[8];
+    for (int i = 0; i < 8; i += 2) {
+        t[i] = _mm256_unpacklo_ps((__m256)rows[i], (__m256)rows[i + 1]);
+        t[i + 1] = _mm256_unpackhi_ps((__m256)rows[i], (__m256)rows[i + 1]);
+    }
+    for (int i = 0; i < 4; i++) {  // columns i and i + 4
+        const __m256d a = (__m256d)t[i / 2], b = (__m256d)t[2 + i / 2], c = (__m256d)t[4 + i / 2], d = (__m256d)t[6 + i / 2];
+        const __m256d low = i % 2 ? _mm256_unpackhi_pd(a, b) : _mm256_unpacklo_pd(a, b);
+        const __m256d high = i % 2 ? _mm256_unpackhi_pd(c, d) : _mm256_unpacklo_pd(c, d);
+        rows[i] = (vu)_mm256_permute2f128_pd(low, high, 0x20);
+        rows[i + 4] = (vu)_mm256_permute2f128_pd(low, high, 0x31);
+    }
 #else
     uint32_t words[LANES][LANES];
     std::memcpy(words, rows, sizeof words);
@@ -148,15 +164,18 @@ template <int R>
 static inline void softmax_rows(
     float* scores, int64_t stride, int64_t count, const int64_t* from, const int64_t* to, float softcap,
     float* row_max, float* row_sum, float* decay) {
-    static_assert(R <= LANES);
-    const vf lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    alignas(64) float old_max[LANES], new_max[LANES], decays[LANES], sums[LANES];
-    vf tops[LANES], totals[LANES];
-    for (int r = 0; r < LANES; r++) tops[r] = splat(LOWEST), totals[r] = vf{}, old_max[r] = LOWEST;
+    constexpr int VECTORS = (R + LANES - 1) / LANES, LANES_TAKEN = VECTORS * LANES;
+    const vf lane = lane_numbers<vf>();
+    alignas(64) float old_max[LANES_TAKEN], new_max[LANES_TAKEN], decays[LANES_TAKEN], sums[LANES_TAKEN];
+    vf tops[VECTORS][LANES], totals[VECTORS][LANES];
+    for (int r = 0; r < LANES_TAKEN; r++) {
+        tops[r / LANES][r % LANES] = splat(LOWEST), totals[r / LANES][r % LANES] = vf{};
+        old_max[r] = LOWEST;
+    }
     for (int r = 0; r < R; r++) {
         float* row = scores + r * stride;
         old_max[r] = row_max[r];
-        vf top = tops[r];
+        vf top = splat(LOWEST);
         for (int64_t k = 0; k < count; k += LANES) {
             vf s = load(row + k);
             const bool edge = k < from[r] || k + LANES > to[r];
@@ -166,13 +185,15 @@ static inline void softmax_rows(
                 s = lane >= splat(float(to[r] - k)) ? splat(-__builtin_inff()) : s;
             }
             if (edge || softcap != 0.0f) store(row + k, s);
-            top = larger(s, top);
+            top = max(s, top);
         }
-        tops[r] = top;
+        tops[r / LANES][r % LANES] = top;
     }
-    const vf maxima = larger(lane_maxima(tops), load(old_max));
-    store(new_max, maxima);
-    store(decays, exp_nonpositive(load(old_max) - maxima));
+    for (int v = 0; v < VECTORS; v++) {
+        const vf old = load(old_max + v * LANES), maxima = max(lane_maxima(tops[v]), old);
+        store(new_max + v * LANES, maxima);
+        store(decays + v * LANES, exp_nonpositive(old - maxima));
+    }
     for (int r = 0; r < R; r++) {
         float* row = scores + r * stride;
         const vf top = splat(new_max[r]);
@@ -182,9 +203,9 @@ static inline void softmax_rows(
             store(row + k, p);
             total += p;
         }
-        totals[r] = total;
+        totals[r / LANES][r % LANES] = total;
     }
-    store(sums, lane_sums(totals));
+    for (int v = 0; v < VECTORS; v++) store(sums + v * LANES, lane_sums(totals[v]));
     for (int r = 0; r < R; r++) {
         row_max[r] = new_max[r];
         row_sum[r] = row_sum[r] * decays[r] + sums[r];
@@ -197,18 +218,14 @@ template <int ROWS, int VECTORS>
 static __attribute__((noinline)) void small_product(
     const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t inner, float* c, int64_t c_stride,
     bool first) {
-    constexpr int ACROSS = REGISTER == LANES ? VECTORS : 1;  // of narrower registers there are fewer, too
-    for (int v = 0; v < VECTORS * LANES; v += ACROSS * REGISTER) {
-        Sums<ROWS, ACROSS> sums(c + v, first, c_stride);
-        const float* w_row = b + v;
-        for (int64_t k = 0; k < inner; k++, w_row += b_stride) {
-            rf w[ACROSS];
+    Sums<ROWS, VECTORS> sums(c, first, c_stride);
+    for (int64_t k = 0; k < inner; k++, b += b_stride) {
+        vf w[VECTORS];
 #pragma GCC unroll 8
-            for (int i = 0; i < ACROSS; i++) w[i] = load_as<rf>(w_row + i * REGISTER);
-            sums.add(a + k, a_stride, w);
-        }
-        sums.keep(c + v, c_stride);
+        for (int i = 0; i < VECTORS; i++) w[i] = load(b + i * LANES);
+        sums.add(a + k, a_stride, w);
     }
+    sums.keep(c, c_stride);
 }
 
 }  // namespace bg

@@ -6,6 +6,7 @@
 
 #include "attention.h"
 #include "attention_math.h"
+#include "rows.h"
 
 namespace bg {
 namespace {
@@ -14,15 +15,17 @@ constexpr int FEW = 6;          // query rows up to which keys are read row by r
 constexpr int FEW_BLOCK = 256;  // most positions between two steps of the running softmax
 constexpr int FEED_KEYS = 4;    // positions between two calls of a feed
 constexpr int64_t FEED_BYTES = 256 << 10;  // of a block and of what is fetched for the next: both fit the second level
-constexpr int PANEL = 3 * LANES;  // positions of a panel of transposed keys
-constexpr int TILE = 8;           // query rows multiplied together
-
-int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+// As many sums as fit into the registers beside what they are made of.
+constexpr int PANEL = (REGISTERS == 32 ? 3 : 2) * LANES;  // positions of a panel of transposed keys
+constexpr int TILE = REGISTERS == 32 ? 8 : 6;             // query rows multiplied together
+constexpr int FEW_VECTORS = REGISTERS / 8;                // of a value, summed together
+template <int R>
+constexpr int FEW_KEYS = R * 4 <= REGISTERS - 4 ? 4 : 2;  // whose scores are computed together
 
 // Positions whose keys are transposed together: they and their values are to fit in the second-level cache.
 int64_t many_block(const AttentionList& l) {
     const int64_t dim = std::max(l.key_dim, l.value_dim);
-    return dim <= 128 ? 4 * PANEL : dim <= 256 ? 2 * PANEL : PANEL;
+    return (dim <= 128 ? 192 : dim <= 256 ? 96 : 48) / PANEL * PANEL;
 }
 
 // A work item as numbers.
@@ -181,20 +184,21 @@ struct HeadCache {
           value_stride(l.kv_heads * l.value_dim) {}
 };
 
-// Scores [R, FEW_BLOCK] of R query rows and `count` keys, four keys at a time.
+// Scores [R, FEW_BLOCK] of R query rows and `count` keys.
 template <class T, int R>
 void few_scores(const T* keys, int64_t stride, const int32_t* slots, int64_t count, int64_t dim, const float* query, float* scores, Feed<T>& feed) {
+    constexpr int KEYS = FEW_KEYS<R>;
     for (int64_t k = 0; k < count; k += LANES) {
         vf acc[R][LANES];
-        for (int quad = 0; quad < LANES; quad += 4) {
-            feed.some();
-            const T* p[4];
-            for (int j = 0; j < 4; j++) p[j] = keys + slots[std::min(k + quad + j, count - 1)] * stride;
-            vf sums[R][4] = {};
+        for (int first = 0; first < LANES; first += KEYS) {
+            if (first % FEED_KEYS == 0) feed.some();
+            const T* p[KEYS];
+            for (int j = 0; j < KEYS; j++) p[j] = keys + slots[std::min(k + first + j, count - 1)] * stride;
+            vf sums[R][KEYS] = {};
             int64_t d = 0;
             for (; d + UNIT <= dim; d += UNIT)
 #pragma GCC unroll 4
-                for (int j = 0; j < 4; j++) {
+                for (int j = 0; j < KEYS; j++) {
                     vf x, y;
                     load_unit(p[j] + d, x, y);
                     for (int r = 0; r < R; r++) {
@@ -203,12 +207,12 @@ void few_scores(const T* keys, int64_t stride, const int32_t* slots, int64_t cou
                     }
                 }
             for (; d < dim; d += LANES)
-                for (int j = 0; j < 4; j++) {
+                for (int j = 0; j < KEYS; j++) {
                     const vf x = load(p[j] + d);
                     for (int r = 0; r < R; r++) sums[r][j] += x * load(query + r * dim + d);
                 }
             for (int r = 0; r < R; r++)
-                for (int j = 0; j < 4; j++) acc[r][quad + j] = sums[r][j];
+                for (int j = 0; j < KEYS; j++) acc[r][first + j] = sums[r][j];
         }
         for (int r = 0; r < R; r++) store(scores + r * FEW_BLOCK + k, lane_sums(acc[r]));
     }
@@ -252,16 +256,10 @@ void few_rows(const Attention& a, const AttentionList& l, const HeadCache<T>& ca
             cache.values + d, cache.value_stride, slots, count, scores, decay, rows.sums + d, rows.width, feed);
     };
     int64_t d = 0;
-    for (; d + 2 * UNIT <= l.value_dim; d += 2 * UNIT) add(std::integral_constant<int, 4>{}, d);
+    for (; d + FEW_VECTORS * LANES <= l.value_dim; d += FEW_VECTORS * LANES)
+        add(std::integral_constant<int, FEW_VECTORS>{}, d);
     for (; d + UNIT <= l.value_dim; d += UNIT) add(std::integral_constant<int, 2>{}, d);
     if (d < l.value_dim) add(std::integral_constant<int, 1>{}, d);
-}
-
-// Calls kernel(constant n) for the n <= N that `rows` is.
-template <int N, class Kernel>
-void with_rows(int64_t rows, Kernel kernel) {
-    if (rows == N) kernel(std::integral_constant<int, N>{});
-    else if constexpr (N > 1) with_rows<N - 1>(rows, kernel);
 }
 
 // All heads of an item of few query rows, block by block, so that what the feed fetches for a block serves all heads.
@@ -279,15 +277,15 @@ void few_item(const Attention& a, const AttentionList& l, int64_t layer, const I
         } else if (next) {
             feed = Feed<T>(a, l, layer, *next, 0, std::min(few_block<T>(l, *next), next->keys()), calls);
         }
-        for (int64_t head = item.head; head < item.end_head; head++)
-            with_rows<FEW>(item.query_rows(l), [&](auto n) {
-                few_rows<T, n()>(a, l, HeadCache<T>(a, l, layer, head), slots + b, b, count, rows_of(head), feed);
-            });
+        const auto rows = [&](auto n, int64_t head) {
+            few_rows<T, n()>(a, l, HeadCache<T>(a, l, layer, head), slots + b, b, count, rows_of(head), feed);
+        };
+        for (int64_t head = item.head; head < item.end_head; head++) with_constant<FEW>(item.query_rows(l), rows, head);
         feed.all();
     }
 }
 
-// Keys of up to 16 slots, those beyond zeros, into columns of a panel [D, PANEL].
+// Keys of up to LANES slots, those beyond zeros, into columns of a panel [D, PANEL].
 void transpose_keys(const float* keys, int64_t stride, const int32_t* slots, int64_t count, int64_t dim, float* panel) {
     int64_t d = 0;
     for (; d + LANES <= dim; d += LANES) {
@@ -338,7 +336,7 @@ void many_tile(const Attention& a, const AttentionList& l, const Rows& rows, int
     if (from >= to) return;
     const float* query = rows.query + row * l.key_dim;
     for (int64_t k = from / PANEL * PANEL; k < to; k += PANEL)
-        small_product<R, 3>(query, l.key_dim, panels + k * l.key_dim, PANEL, l.key_dim, scores + k, block, true);
+        small_product<R, PANEL / LANES>(query, l.key_dim, panels + k * l.key_dim, PANEL, l.key_dim, scores + k, block, true);
     from = from / LANES * LANES;
     float* sums = rows.sums + row * rows.width;
     float decay[R];
@@ -365,14 +363,14 @@ void many_rows(const Attention& a, const AttentionList& l, const Item& item, con
     const int64_t block = many_block(l);
     for (int64_t b = 0; b < item.keys(); b += block) {
         const int64_t count = std::min(block, item.keys() - b);
-        for (int64_t k = 0; k < rounded_up(count, PANEL); k += LANES)
+        for (int64_t k = 0; k < up(count, PANEL); k += LANES)
             transpose_keys(
                 cache.keys, cache.key_stride, slots + b + k, std::min<int64_t>(LANES, count - k), l.key_dim,
                 panels + k / PANEL * PANEL * l.key_dim + k % PANEL);
         widen_values(cache.values, cache.value_stride, slots + b, count, l.value_dim, rows.width, wide);
         for (int64_t r = 0; r < rows.count; r += TILE) {
             const auto tile = [&](auto n) { many_tile<n()>(a, l, rows, r, b, count, panels, wide, scores, block); };
-            with_rows<TILE>(std::min<int64_t>(TILE, rows.count - r), tile);
+            with_constant<TILE>(std::min<int64_t>(TILE, rows.count - r), tile);
         }
     }
 }

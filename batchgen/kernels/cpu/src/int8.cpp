@@ -30,12 +30,12 @@ void tile_int8(const uint8_t* x, int64_t stride, const float* x_scale, int64_t s
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
         for (int v = 0; v < COLUMNS; v++)
-            sum[r][v] = _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_loadu_si512(correction + v * REGISTER));
+            sum[r][v] = _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_loadu_si512(correction + v * LANES));
     for (int64_t k = 0; k < size; k += 4, w += 4 * PANEL) {
         if (AHEAD == STREAM) stream<4 * PANEL>(w);
         __m512i b[COLUMNS];
 #pragma GCC unroll 8
-        for (int v = 0; v < COLUMNS; v++) b[v] = _mm512_loadu_si512(w + 4 * REGISTER * v);
+        for (int v = 0; v < COLUMNS; v++) b[v] = _mm512_loadu_si512(w + 4 * LANES * v);
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
             int32_t four;
@@ -53,9 +53,9 @@ void tile_int8(const uint8_t* x, int64_t stride, const float* x_scale, int64_t s
         const vf s = splat(x_scale[r * scale_stride]);
 #pragma GCC unroll 8
         for (int v = 0; v < COLUMNS; v++) {
-            const int at = r * PANEL + v * REGISTER;
-            const vf part = (vf)_mm512_cvtepi32_ps(sum[r][v]) * load(scale + v * REGISTER);
-            store(c + at, (vf)fused((rf)part, (rf)s, load_as<rf>(first ? NO_SUMS + v * REGISTER : c + at)));
+            const int at = r * PANEL + v * LANES;
+            const vf part = (vf)_mm512_cvtepi32_ps(sum[r][v]) * load(scale + v * LANES);
+            store(c + at, fused(part, s, load(first ? NO_SUMS + v * LANES : c + at)));
         }
     }
 }
@@ -110,7 +110,7 @@ void rows_of(const Matmul& m, const Share& s, const Groups& groups, int64_t row,
         const char* block = static_cast<const char*>(m.weight) + p * groups.count * groups.bytes();
         if (!groups.count) std::fill(s.c, s.c + rows * PANEL, 0.0f);
         for (int64_t g = 0; g < groups.count; g++, block += groups.bytes())
-            by_tiles(rows, [&](auto n, int64_t r) {
+            by_runs<TILE_ROWS>(rows, [&](auto n, int64_t r) {
                 const uint8_t* x = bytes + r * stride + g * groups.size;
                 const auto tile = r == 0 ? tile_int8<n(), STREAM> : tile_int8<n(), NOTHING>;
                 tile(x, stride, scale + r * scales + g, scales, block, groups.size, s.c + r * PANEL, g == 0);

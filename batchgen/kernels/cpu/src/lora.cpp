@@ -10,53 +10,10 @@
 namespace bg {
 namespace {
 
-#if defined(__AVX512F__) || defined(__ARM_NEON)
-constexpr int DOWN_ROWS = 3, DOWN_RANKS = 8, UP_ROWS = 6;  // sums that fit into the registers
-#else
-constexpr int DOWN_ROWS = 2, DOWN_RANKS = 4, UP_ROWS = 2;
-#endif
-constexpr int UP_REGISTERS = 4, CHUNK = UP_REGISTERS * REGISTER;  // outputs at a time
+// Sums that fit into the registers.
+constexpr int DOWN_ROWS = REGISTERS == 32 ? 3 : 2, DOWN_RANKS = REGISTERS / 4, UP_ROWS = REGISTERS == 32 ? 6 : 2;
+constexpr int UP_REGISTERS = 4, CHUNK = UP_REGISTERS * LANES;  // outputs at a time
 static_assert(LORA_BLOCK % CHUNK == 0 && CHUNK % LANES == 0);
-
-inline rf load_wide(const float* p) { return load_as<rf>(p); }
-
-inline rf load_wide(const bf16* p) {
-#if defined(__AVX512F__)
-    return (rf)load(p);
-#else
-    typedef uint16_t rh __attribute__((vector_size(2 * REGISTER)));
-    return (rf)(__builtin_convertvector(load_as<rh>(p), ru) << 16);
-#endif
-}
-
-// The first `count` of a register, as many as there are; what is not loaded is zero.
-template <class T>
-inline rf load_wide(const T* p, int64_t count) {
-    T lanes[REGISTER] = {};
-    std::memcpy(lanes, p, std::clamp<int64_t>(count, 0, REGISTER) * sizeof(T));
-    return load_wide(lanes);
-}
-
-inline float total(rf v) {
-#if defined(__AVX512F__)
-    return sum((vf)v);
-#else
-    float s = 0;
-    for (int i = 0; i < REGISTER; i++) s += v[i];
-    return s;
-#endif
-}
-
-// Calls kernel(constant n, first) for runs of n <= MOST, as even as can be.
-template <int MOST, class Kernel>
-inline __attribute__((always_inline)) void by_runs(int64_t count, Kernel kernel) {
-    const int64_t runs = up(count, MOST) / MOST;
-    for (int64_t i = 0, at = 0; i < runs; i++) {
-        const int64_t end = count * (i + 1) / runs;
-        one_tile<MOST>(end - at, at, kernel);
-        at = end;
-    }
-}
 
 // One adapter's tokens in a step, as many as a tile has.
 struct Tile {
@@ -80,25 +37,25 @@ void by_units(const LoraStep& s, int thread, int threads, Blocks blocks, Unit un
 // sums [ROWS, RANKS] of x [ROWS] rows with a [RANKS, inner].
 template <int ROWS, int RANKS, class T>
 void dots(const T* const (&x)[ROWS], const T* a, int64_t inner, float* sums, int64_t width) {
-    rf acc[ROWS][RANKS] = {};
+    vf acc[ROWS][RANKS] = {};
     const auto add = [&](int64_t k, auto load) __attribute__((always_inline)) {
-        rf wide[ROWS];
+        vf wide[ROWS];
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) wide[r] = load(x[r] + k);
 #pragma GCC unroll 8
         for (int j = 0; j < RANKS; j++) {
-            const rf w = load(a + j * inner + k);
+            const vf w = load(a + j * inner + k);
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; r++) acc[r][j] = fused(wide[r], w, acc[r][j]);
         }
     };
     int64_t k = 0;
-    for (; k + REGISTER <= inner; k += REGISTER) add(k, [](const T* p) { return load_wide(p); });
-    if (k < inner) add(k, [rest = inner - k](const T* p) { return load_wide(p, rest); });
+    for (; k + LANES <= inner; k += LANES) add(k, [](const T* p) { return bg::load(p); });
+    if (k < inner) add(k, [rest = inner - k](const T* p) { return load_some(p, rest); });
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
-        for (int j = 0; j < RANKS; j++) sums[r * width + j] = total(acc[r][j]);
+        for (int j = 0; j < RANKS; j++) sums[r * width + j] = sum(acc[r][j]);
 }
 
 template <class T>
@@ -122,15 +79,15 @@ void down(const LoraStack& l, const LoraStep& s, const T* x, int64_t stride, int
 template <int ROWS, bool FULL, class T>
 void expand(T* const (&out)[ROWS], const T* b, int64_t outer, int64_t ranks, const float* sums, int64_t width,
             int64_t count) {
-    rf acc[ROWS][UP_REGISTERS] = {};
+    vf acc[ROWS][UP_REGISTERS] = {};
     for (int64_t j = 0; j < ranks; j++, b += outer) {
-        rf w[UP_REGISTERS];
+        vf w[UP_REGISTERS];
 #pragma GCC unroll 8
         for (int v = 0; v < UP_REGISTERS; v++)
-            w[v] = FULL ? load_wide(b + v * REGISTER) : load_wide(b + v * REGISTER, count - v * REGISTER);
+            w[v] = FULL ? load(b + v * LANES) : load_some(b + v * LANES, std::clamp<int64_t>(count - v * LANES, 0, LANES));
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
-            const rf a = sums[r * width + j] - rf{};
+            const vf a = splat(sums[r * width + j]);
 #pragma GCC unroll 8
             for (int v = 0; v < UP_REGISTERS; v++) acc[r][v] = fused(a, w[v], acc[r][v]);
         }
@@ -139,7 +96,7 @@ void expand(T* const (&out)[ROWS], const T* b, int64_t outer, int64_t ranks, con
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++) {
 #pragma GCC unroll 8
-        for (int v = 0; v < UP_REGISTERS; v++) store_as(change + v * REGISTER, acc[r][v]);
+        for (int v = 0; v < UP_REGISTERS; v++) store(change + v * LANES, acc[r][v]);
         by_vectors(FULL ? CHUNK : count,
                    [&](int64_t i, auto load, auto store) { store(out[r] + i, load(out[r] + i) + load(change + i)); });
     }

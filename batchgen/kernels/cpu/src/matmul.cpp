@@ -55,7 +55,7 @@ void float32_rows(const Part& s, int64_t row, int64_t rows) {
         for (int64_t k = 0; k < m.inner; k += INNER_BLOCK, b += INNER_BLOCK * PANEL) {
             const int64_t count = std::min(INNER_BLOCK, m.inner - k);
             NextBlock next(b, 4 * PANEL * count, rows);
-            by_tiles(rows, [&](auto n, int64_t r) {
+            by_runs<TILE_ROWS>(rows, [&](auto n, int64_t r) {
                 next.hand_out(count / 2, [&](auto ahead, const char* from) {
                     tile<n(), ahead()>(x + r * m.x_stride + k, m.x_stride, b, count, s.c + r * PANEL, k == 0, from);
                 });
@@ -86,7 +86,7 @@ void widened_rows(const Part& s, int64_t row, int64_t rows) {
         for (int64_t k = 0; k < even; k += INNER_BLOCK, b += INNER_BLOCK * PANEL) {
             const int64_t count = std::min(INNER_BLOCK, even - k);
             NextBlock next(b, 2 * PANEL * count, rows);
-            by_tiles(rows, [&](auto n, int64_t r) {
+            by_runs<TILE_ROWS>(rows, [&](auto n, int64_t r) {
                 const float* a = x + r * stride + k;
                 float* c = s.c + r * PANEL;
                 if (n() == rows) {
@@ -127,7 +127,7 @@ void dot_rows(const Part& s, int64_t row, int64_t rows) {
         for (int64_t k = 0; k < even; k += BLOCK, b += BLOCK * PANEL) {
             const int64_t count = std::min(BLOCK, even - k);
             NextBlock next(b, 2 * PANEL * count, rows);
-            by_tiles(rows, [&](auto n, int64_t r) {
+            by_runs<TILE_ROWS>(rows, [&](auto n, int64_t r) {
                 next.hand_out(count / 2, [&](auto ahead, const char* from) {
                     tile_dot<n(), ahead()>(x + r * stride + k, stride, b, count / 2, s.c + r * PANEL, k == 0, from);
                 });

@@ -12,21 +12,22 @@ constexpr int64_t ROW_BLOCK = 64;  // rows of x that share one widening of a pan
 
 constexpr int64_t up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
-template <int N, class Kernel>
-inline __attribute__((always_inline)) void one_tile(int64_t rows, int64_t row, Kernel& kernel) {
-    if (rows == N) kernel(std::integral_constant<int, N>{}, row);
-    else if constexpr (N > 1) one_tile<N - 1>(rows, row, kernel);
+// Calls kernel(constant n, args...) for the n <= MOST that `count` is.
+template <int MOST, class Kernel, class... Args>
+inline __attribute__((always_inline)) void with_constant(int64_t count, Kernel& kernel, Args... args) {
+    if (count == MOST) kernel(std::integral_constant<int, MOST>{}, args...);
+    else if constexpr (MOST > 1) with_constant<MOST - 1>(count, kernel, args...);
 }
 
-// Calls kernel(constant n, first row) for runs of n <= TILE_ROWS rows, as even as can be: a last tile of one row would
-// wait for its own sums.
-template <class Kernel>
-void by_tiles(int64_t rows, Kernel kernel) {
-    const int64_t tiles = up(rows, TILE_ROWS) / TILE_ROWS;
-    for (int64_t t = 0, row = 0; t < tiles; t++) {
-        const int64_t end = rows * (t + 1) / tiles;
-        one_tile<TILE_ROWS>(end - row, row, kernel);
-        row = end;
+// Calls kernel(constant n, first) for runs of n <= MOST, as even as can be: a last tile of one row would wait for its
+// own sums.
+template <int MOST, class Kernel>
+inline __attribute__((always_inline)) void by_runs(int64_t count, Kernel kernel) {
+    const int64_t runs = up(count, MOST) / MOST;
+    for (int64_t i = 0, at = 0; i < runs; i++) {
+        const int64_t end = count * (i + 1) / runs;
+        with_constant<MOST>(end - at, kernel, at);
+        at = end;
     }
 }
 

@@ -13,10 +13,12 @@ constexpr float GREEDY = 1e-5f;      // temperatures below it are greedy
 constexpr uint64_t GAMMA = 0x9E3779B97F4A7C15u;
 constexpr float INFINITE = __builtin_inff();
 
-typedef uint64_t vu64 __attribute__((vector_size(64)));
-typedef int64_t vi64 __attribute__((vector_size(64)));
-typedef double vd __attribute__((vector_size(64)));
-typedef float vf8 __attribute__((vector_size(32)));
+constexpr int HALF = LANES / 2;  // numbers of 64 bits in a register
+
+typedef uint64_t vu64 __attribute__((vector_size(8 * HALF)));
+typedef int64_t vi64 __attribute__((vector_size(8 * HALF)));
+typedef double vd __attribute__((vector_size(8 * HALF)));
+typedef float vhalf __attribute__((vector_size(4 * HALF)));
 
 struct RowFacts {
     float largest = -INFINITE, normalizer = 0;
@@ -106,7 +108,7 @@ struct Candidate {
 // of all groups' largest, so that nothing below it is among the k.
 template <class T>
 void find_top(const T* row, int64_t vocab, int64_t k, std::vector<Candidate>& found, std::vector<float>& groups) {
-    const int64_t vectors = vocab / LANES, strips = std::max<int64_t>(k / 4 + 1, 4);
+    const int64_t vectors = vocab / LANES, strips = std::max<int64_t>(4 * k / LANES + 1, 4);
     float threshold = -INFINITE;
     if (vectors >= 2 * strips) {
         groups.resize(strips * LANES);
@@ -163,13 +165,13 @@ inline float gumbel(uint64_t key, int64_t id) {
     return -std::log(-std::log1p(-v));
 }
 
-// The uniform numbers of 16 tokens, whose counters stand in `low` and `high`.
+// The uniform numbers of LANES tokens, whose counters stand in `low` and `high`.
 inline vf uniform(vu64 low, vu64 high) {
-    const vf8 a = __builtin_convertvector((vi64)(finalise(low) >> 11), vf8);
-    const vf8 b = __builtin_convertvector((vi64)(finalise(high) >> 11), vf8);
+    const vhalf a = __builtin_convertvector((vi64)(finalise(low) >> 11), vhalf);
+    const vhalf b = __builtin_convertvector((vi64)(finalise(high) >> 11), vhalf);
     vf v;
-    std::memcpy(&v, &a, 32);
-    std::memcpy(reinterpret_cast<char*>(&v) + 32, &b, 32);
+    std::memcpy(&v, &a, sizeof a);
+    std::memcpy(reinterpret_cast<char*>(&v) + sizeof a, &b, sizeof b);
     return (v + 0.5f) * 0x1p-53f;
 }
 
@@ -210,12 +212,12 @@ int64_t best_scored(const Draw<T>& d, int64_t start, float value, int64_t id) {
     };
     const float scale = 1.44269504f / d.temperature;
     vu64 low, high;
-    for (int i = 0; i < 8; i++) {
+    for (int i = 0; i < HALF; i++) {
         low[i] = d.key + uint64_t(i + 1) * GAMMA;
-        high[i] = d.key + uint64_t(i + 9) * GAMMA;
+        high[i] = d.key + uint64_t(i + 1 + HALF) * GAMMA;
     }
     int64_t i = 0;
-    for (; i + LANES <= d.vocab; i += LANES, low += 16 * GAMMA, high += 16 * GAMMA) {
+    for (; i + LANES <= d.vocab; i += LANES, low += LANES * GAMMA, high += LANES * GAMMA) {
         const vf power = (load(d.row + i) - d.largest) * scale - best * 1.44269504f + 1.01f;
         const vi rough = __builtin_convertvector(min(max(power, splat(-60.0f)), splat(100.0f)), vi);
         const vi may = uniform(low, high) <= (vf)((rough + 127) << 23);
@@ -232,8 +234,7 @@ template <class T>
 int64_t draw_whole(const Draw<T>& d, int64_t top, float top_p) {
     int64_t token = best_scored(d, top, -INFINITE, d.vocab);
     if (!(top_p < 1.0f)) return token;
-    vi lanes;
-    for (int i = 0; i < LANES; i++) lanes[i] = i;
+    const vi lanes = lane_numbers<vi>();
     auto mass_before = [&](float value, int64_t id) {
         const vf least = splat(value);
         vd low = {}, high = {};
@@ -243,13 +244,13 @@ int64_t draw_whole(const Draw<T>& d, int64_t top, float top_p) {
             const vi before = (v > least) | ((v == least) & (lanes + int32_t(i) < int32_t(id)));
             if (!any(before)) continue;
             const vf q = (vf)((vi)exp((v - d.largest) / d.temperature) & before);
-            vf8 half[2];
+            vhalf half[2];
             std::memcpy(half, &q, sizeof q);
             low += __builtin_convertvector(half[0], vd);
             high += __builtin_convertvector(half[1], vd);
         }
         double mass = 0;
-        for (int lane = 0; lane < 8; lane++) mass += low[lane] + high[lane];
+        for (int lane = 0; lane < HALF; lane++) mass += low[lane] + high[lane];
         for (; i < d.vocab; i++)
             if (d.before(i, value, id)) mass += double(d.mass(i));
         return mass;

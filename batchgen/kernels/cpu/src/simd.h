@@ -1,21 +1,31 @@
-// Vectors of 16 floats by the compiler's vector extensions: one AVX-512 register, two of AVX2, four of NEON.
+// Vectors by the compiler's extensions, as wide as the processor's registers: wider ones would be taken apart and spilled.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512F__)
+#if defined(__AVX__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 namespace bg {
 
-typedef float vf __attribute__((vector_size(64)));
-typedef int32_t vi __attribute__((vector_size(64)));
-typedef uint32_t vu __attribute__((vector_size(64)));
-typedef uint16_t vh __attribute__((vector_size(32)));  // 16 bfloat16
+#if defined(__AVX512F__)
+constexpr int LANES = 16, REGISTERS = 32;
+#elif defined(__AVX__)
+constexpr int LANES = 8, REGISTERS = 16;
+#elif defined(__ARM_NEON)
+constexpr int LANES = 4, REGISTERS = 32;
+#else
+constexpr int LANES = 4, REGISTERS = 16;
+#endif
 
-constexpr int LANES = 16;
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
+typedef uint16_t vh __attribute__((vector_size(2 * LANES)));  // bfloat16
 
 struct bf16 {
     uint16_t bits;
@@ -67,18 +77,29 @@ static inline vh narrow(vf v) {
 #if defined(__AVX512BF16__)
     return (vh)_mm512_cvtneps_pbh((__m512)v);  // numbers below 2^-126 become zero
 #else
-    const vu bits = (vu)v;
-    const vu rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    const vu nan = (bits >> 16) | 0x40u;
-    const vi is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-    return __builtin_convertvector(((vu)is_nan & nan) | (~(vu)is_nan & rounded), vh);
+    const vu bits = (vu)v, high = bits >> 16;
+    const vu kept = v == v ? (bits + 0x7fffu + (high & 1u)) >> 16 : high | 0x40u;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256i packed = _mm256_packus_epi32((__m256i)kept, (__m256i)kept);  // each half twice
+    return (vh)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+#else
+    return __builtin_convertvector(kept, vh);
+#endif
 #endif
 }
 
 static inline vf load(const bf16* p) { return widen(load_as<vh>(p)); }
 static inline void store(bf16* p, vf v) { store_as(p, narrow(v)); }
 
-// The first `count` of a vector, fewer than LANES; what is not loaded is zero.
+// 0, 1, 2, ...
+template <class V>
+static inline V lane_numbers() {
+    V v;
+    for (int i = 0; i < LANES; i++) v[i] = i;
+    return v;
+}
+
+// The first `count` of a vector, at most LANES; what is not loaded is zero.
 template <class T>
 static inline vf load_some(const T* p, int64_t count) {
     T lanes[LANES] = {};
@@ -110,6 +131,8 @@ static inline void by_vectors(int64_t count, Body body) {
 static inline bool any(vi mask) {
 #if defined(__AVX512F__)
     return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif defined(__AVX__)
+    return _mm256_movemask_ps((__m256)mask) != 0;
 #else
     int32_t bits = 0;
     for (int i = 0; i < LANES; i++) bits |= mask[i];
@@ -138,6 +161,10 @@ static inline void put(bf16* p, float x) { *p = narrow(x); }
 static inline float sum(vf v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_ps((__m512)v);
+#elif defined(__AVX__)
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
 #else
     float s = 0;
     for (int i = 0; i < LANES; i++) s += v[i];
@@ -155,8 +182,43 @@ static inline float largest(vf v) {
 #endif
 }
 
-static inline vf max(vf a, vf b) { return a > b ? a : b; }
-static inline vf min(vf a, vf b) { return a < b ? a : b; }
+// The larger or smaller; the second where one is not a number.
+static inline vf max(vf a, vf b) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX__)
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return a > b ? a : b;
+#endif
+}
+
+static inline vf min(vf a, vf b) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX__)
+    return (vf)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    return a < b ? a : b;
+#endif
+}
+
+// a * b + c with one rounding where the processor has that: said, not left to the compiler, which may fuse one sum of a
+// tile and not another, and then rows would differ by where they stand.
+inline __attribute__((always_inline)) vf fused(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON)
+    return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+constexpr float TO_INTEGER = 12582912.0f;  // 1.5 * 2^23: a small number added to it is rounded to the nearest integer,
+constexpr int32_t INTEGER_BITS = 0x4B400000;  // which stands in the sum's last bits, above these
 
 // e^x to about 2 units in the last place; 0 below -87.3, infinity above 88.7, not-a-number stays.
 static inline vf exp(vf x) {
@@ -179,8 +241,8 @@ static inline vf exp(vf x) {
     return (vf)_mm512_maskz_scalef_ps(above, (__m512)p, n);
 #else
     const vf clamped = min(max(x, splat(-87.33655f)), splat(88.72284f));
-    const vf scaled = clamped * 1.44269504f;
-    const vf n = (vf)((scaled + 12582912.0f)) - 12582912.0f;  // nearest integer
+    const vf shifted = clamped * 1.44269504f + TO_INTEGER;
+    const vf n = shifted - TO_INTEGER;
     vf r = clamped - n * 0.693359375f;
     r = r + n * 2.12194440e-4f;
     vf p = splat(1.9875691500e-4f);
@@ -191,8 +253,7 @@ static inline vf exp(vf x) {
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
     // 2^n in two factors: n may be 128.
-    const vi half = __builtin_convertvector(n * 0.5f, vi);
-    const vi rest = __builtin_convertvector(n, vi) - half;
+    const vi all = (vi)shifted - INTEGER_BITS, half = all >> 1, rest = all - half;
     vf result = p * (vf)((half + 127) << 23) * (vf)((rest + 127) << 23);
     result = x < splat(-87.33655f) ? vf{} : result;
     result = x > splat(88.72284f) ? splat(__builtin_inff()) : result;

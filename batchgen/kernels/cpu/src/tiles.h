@@ -3,26 +3,10 @@
 
 #include "matmul.h"
 
-#if defined(__FMA__)
-#include <immintrin.h>
-#elif defined(__ARM_NEON)
-#include <arm_neon.h>
-#endif
-
 namespace bg {
 
-// As wide as the processor's registers: wider ones of simd.h would be taken apart and spilled.
-#if defined(__AVX512F__)
-constexpr int REGISTER = 16;
-#elif defined(__AVX__)
-constexpr int REGISTER = 8;
-#else
-constexpr int REGISTER = 4;
-#endif
-typedef float rf __attribute__((vector_size(4 * REGISTER)));
-typedef uint32_t ru __attribute__((vector_size(4 * REGISTER)));
-constexpr int COLUMNS = PANEL / REGISTER;  // registers across a panel
-constexpr int LINE = 64;  // bytes of a line of cache
+constexpr int COLUMNS = PANEL / LANES;  // registers across a panel
+constexpr int LINE = 64;                // bytes of a line of cache
 
 // How a tile fetches weights that are wanted later into the second level of cache, so that they come from far away
 // while others are multiplied. With many tiles each fetches a part of the next block, with few the first must stream.
@@ -42,22 +26,8 @@ inline __attribute__((always_inline)) void stream(const void* p) {
 
 alignas(64) constexpr float NO_SUMS[PANEL] = {};
 
-// a * b + c with one rounding where the processor has that: said, not left to the compiler, which may fuse one sum of a
-// tile and not another, and then rows would differ by where they stand.
-inline __attribute__((always_inline)) rf fused(rf a, rf b, rf c) {
-#if defined(__AVX512F__)
-    return (rf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-    return (rf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined(__ARM_NEON)
-    return (rf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
-#else
-    return a * b + c;
-#endif
-}
-
 // Keeps x in a register: left to itself GCC moves a tile's sums through memory before and after the loop.
-inline __attribute__((always_inline)) void hold(rf& x) {
+inline __attribute__((always_inline)) void hold(vf& x) {
 #if defined(__AVX512F__)
     __asm__("" : "+v"(x));
 #elif defined(__x86_64__)
@@ -70,7 +40,7 @@ inline __attribute__((always_inline)) void hold(rf& x) {
 // The sums of ROWS rows and ACROSS registers, that stand in memory with `c_stride` numbers from row to row.
 template <int ROWS, int ACROSS = COLUMNS>
 struct Sums {
-    rf of[ROWS][ACROSS];
+    vf of[ROWS][ACROSS];
 
     __attribute__((always_inline)) Sums(const float* c, bool first, int64_t c_stride = PANEL) {
         if (first) c = NO_SUMS, c_stride = 0;
@@ -78,7 +48,7 @@ struct Sums {
         for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
             for (int v = 0; v < ACROSS; v++) {
-                of[r][v] = load_as<rf>(c + r * c_stride + v * REGISTER);
+                of[r][v] = load(c + r * c_stride + v * LANES);
                 hold(of[r][v]);
             }
     }
@@ -89,15 +59,15 @@ struct Sums {
 #pragma GCC unroll 8
             for (int v = 0; v < ACROSS; v++) {
                 hold(of[r][v]);
-                store_as(c + r * c_stride + v * REGISTER, of[r][v]);
+                store(c + r * c_stride + v * LANES, of[r][v]);
             }
     }
 
     // x[r] * w[v] for the numbers x[r * stride].
-    __attribute__((always_inline)) void add(const float* x, int64_t stride, const rf (&w)[ACROSS]) {
+    __attribute__((always_inline)) void add(const float* x, int64_t stride, const vf (&w)[ACROSS]) {
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
-            const rf a = x[r * stride] - rf{};
+            const vf a = splat(x[r * stride]);
 #pragma GCC unroll 8
             for (int v = 0; v < ACROSS; v++) of[r][v] = fused(a, w[v], of[r][v]);
         }
@@ -111,9 +81,9 @@ void tile(const float* x, int64_t stride, const float* b, int64_t count, float* 
     for (int64_t k = 0; k < count; k++, b += PANEL) {
         if (AHEAD == SPREAD) __builtin_prefetch(ahead + k * LINE / 2, 0, 2);
         if (AHEAD == STREAM) stream<4 * PANEL>(b);
-        rf w[COLUMNS];
+        vf w[COLUMNS];
 #pragma GCC unroll 8
-        for (int v = 0; v < COLUMNS; v++) w[v] = load_as<rf>(b + v * REGISTER);
+        for (int v = 0; v < COLUMNS; v++) w[v] = load(b + v * LANES);
         sums.add(x + k, stride, w);
     }
     sums.keep(c);
@@ -128,12 +98,12 @@ void tile_pairs(const float* x, int64_t stride, const bf16* b, int64_t pairs, fl
         if (AHEAD == STREAM) stream<4 * PANEL>(b);
 #pragma GCC unroll 2
         for (int half = 0; half < 2; half++) {
-            rf w[COLUMNS];
+            vf w[COLUMNS];
 #pragma GCC unroll 8
             for (int v = 0; v < COLUMNS; v++) {
-                const ru both = load_as<ru>(b + 2 * REGISTER * v);
-                w[v] = (rf)(half ? both & 0xffff0000u : both << 16);
-                if (KEEP) store_as(wide + (2 * k + half) * PANEL + v * REGISTER, w[v]);
+                const vu both = load_as<vu>(b + 2 * LANES * v);
+                w[v] = (vf)(half ? both & 0xffff0000u : both << 16);
+                if (KEEP) store(wide + (2 * k + half) * PANEL + v * LANES, w[v]);
             }
             sums.add(x + 2 * k + half, stride, w);
         }
@@ -151,14 +121,14 @@ void tile_dot(const bf16* x, int64_t stride, const bf16* b, int64_t pairs, float
         if (AHEAD == STREAM) stream<4 * PANEL>(b);
         __m512bh w[COLUMNS];
 #pragma GCC unroll 8
-        for (int v = 0; v < COLUMNS; v++) w[v] = (__m512bh)_mm512_loadu_si512(b + 2 * REGISTER * v);
+        for (int v = 0; v < COLUMNS; v++) w[v] = (__m512bh)_mm512_loadu_si512(b + 2 * LANES * v);
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
             int32_t pair;
             std::memcpy(&pair, x + r * stride + 2 * k, 4);
             const __m512bh a = (__m512bh)_mm512_set1_epi32(pair);
 #pragma GCC unroll 8
-            for (int v = 0; v < COLUMNS; v++) sums.of[r][v] = (rf)_mm512_dpbf16_ps((__m512)sums.of[r][v], a, w[v]);
+            for (int v = 0; v < COLUMNS; v++) sums.of[r][v] = (vf)_mm512_dpbf16_ps((__m512)sums.of[r][v], a, w[v]);
         }
     }
     sums.keep(c);
