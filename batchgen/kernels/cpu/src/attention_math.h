@@ -52,7 +52,7 @@ static inline vf exp_nonpositive(vf x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
-    const vf result = p * (vf)(((vi)shifted - INTEGER_BITS + 127) << 23);
+    const vf result = p * (vf)(((vu)shifted - INTEGER_BITS + 127) << 23);
     return x < splat(-87.0f) ? vf{} : result;
 }
 

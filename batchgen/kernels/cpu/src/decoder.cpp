@@ -7,8 +7,8 @@ namespace {
 
 class Run {
   public:
-    Run(const Decoder& d, const DecoderStep& s, Barrier& barrier, int thread, int threads)
-        : d_(d), s_(s), barrier_(barrier), thread_(thread), threads_(threads) {}
+    Run(const Decoder& d, const DecoderStep& s, Barrier& barrier, Claims (&claims)[2], int thread, int threads)
+        : d_(d), s_(s), barrier_(barrier), claims_(claims), thread_(thread), threads_(threads) {}
 
     void operator()() {
         embed();
@@ -57,7 +57,9 @@ class Run {
         m.x_stride = m.inner;
         m.out_stride = m.outer;
         m.scratch = s_.scratch;
-        matmul_part(m, thread_, threads_);
+        // Two take turns: the other is at rest, for all threads are behind the barrier that ended the last product.
+        if (!thread_) claims_[(products_ + 1) % 2].reset();
+        matmul_part(m, claims_[products_++ % 2], thread_, threads_);
         if (!s_.lora) lora = nullptr;
         if (lora) lora_down_part(*lora, *s_.lora, x, m.inner, thread_, threads_);
         barrier_.wait();
@@ -89,6 +91,8 @@ class Run {
     const Decoder& d_;
     const DecoderStep& s_;
     Barrier& barrier_;
+    Claims (&claims_)[2];
+    int64_t products_ = 0;
     const int thread_, threads_;
 };
 
@@ -98,11 +102,12 @@ class Run {
 extern "C" void bg_decode(const bg::Decoder* d, const bg::DecoderStep* s, int threads) {
     // A region may get fewer threads than it asks for.
     bg::Barrier* barrier = nullptr;
+    bg::Claims claims[2];
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp single
         barrier = new bg::Barrier(omp_get_num_threads());
-        bg::Run(*d, *s, *barrier, omp_get_thread_num(), omp_get_num_threads())();
+        bg::Run(*d, *s, *barrier, claims, omp_get_thread_num(), omp_get_num_threads())();
     }
     delete barrier;
 }

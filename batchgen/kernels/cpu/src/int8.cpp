@@ -100,7 +100,7 @@ void rows_of(const Matmul& m, const Share& s, const Groups& groups, int64_t row,
     const int64_t stride = up(groups.count * groups.size, 64), scales = up(groups.count, 16);
     float* scale = reinterpret_cast<float*>(s.work);
     uint8_t* bytes = reinterpret_cast<uint8_t*>(scale + ROW_BLOCK * scales);
-    for (int64_t r = 0; r < rows; r++)
+    for (int64_t r = 0; r < rows && s.fresh; r++)
         for (int64_t g = 0; g < groups.count; g++) {
             const int64_t k = g * groups.size, count = std::clamp<int64_t>(m.inner - k, 0, groups.size);
             const T* x = static_cast<const T*>(m.x) + (row + r) * m.x_stride + k;
@@ -121,9 +121,9 @@ void rows_of(const Matmul& m, const Share& s, const Groups& groups, int64_t row,
 
 }  // namespace
 
-void int8_part(const Matmul& m, int thread, int threads) {
+void int8_part(const Matmul& m, Claims& claims, int thread, int threads) {
     const Groups groups(m.inner);
-    by_share(m, thread, threads, int8_scratch(m.inner), [&](const Share& s, int64_t row, int64_t rows) {
+    by_claims(m, claims, thread, threads, int8_scratch(m.inner), [&](const Share& s, int64_t row, int64_t rows) {
         if (m.method == INT8_F32) rows_of<float>(m, s, groups, row, rows);
         else rows_of<bf16>(m, s, groups, row, rows);
     });
@@ -131,7 +131,7 @@ void int8_part(const Matmul& m, int thread, int threads) {
 
 #else
 
-void int8_part(const Matmul&, int, int) {}
+void int8_part(const Matmul&, Claims&, int, int) {}
 
 #endif
 

@@ -79,7 +79,7 @@ void widen_rows(const Matmul& m, int64_t row, int64_t rows, float* out) {
 void widened_rows(const Part& s, int64_t row, int64_t rows) {
     const Matmul& m = s.m;
     const int64_t even = up(m.inner, 2), stride = m.x_wide ? m.x_stride : even;
-    if (!m.x_wide) widen_rows(m, row, rows, static_cast<float*>(s.wide_x));
+    if (!m.x_wide && s.fresh) widen_rows(m, row, rows, static_cast<float*>(s.wide_x));
     const float* x = m.x_wide ? static_cast<const float*>(m.x) + row * stride : static_cast<float*>(s.wide_x);
     for (int64_t p = s.panel; p < s.panel_end; p++) {
         const bf16* b = static_cast<const bf16*>(m.weight) + p * even * PANEL;
@@ -114,7 +114,7 @@ void dot_rows(const Part& s, int64_t row, int64_t rows) {
     int64_t stride = m.x_stride;
     if (even != m.inner) {  // the last pair's other half may not be what stands beyond the row
         bf16* padded = static_cast<bf16*>(s.wide_x);
-        for (int64_t r = 0; r < rows; r++) {
+        for (int64_t r = 0; r < rows && s.fresh; r++) {
             std::memcpy(padded + r * even, x + r * stride, 2 * m.inner);
             padded[r * even + m.inner] = bf16{0};
         }
@@ -162,10 +162,10 @@ int64_t matmul_scratch(int64_t inner, int64_t method) {
     return 4 * (ROW_BLOCK * PANEL + INNER_BLOCK * PANEL + ROW_BLOCK * up(inner, 16));
 }
 
-void matmul_part(const Matmul& m, int thread, int threads) {
-    if (m.method == INT8_F32 || m.method == INT8_BF16) return int8_part(m, thread, threads);
+void matmul_part(const Matmul& m, Claims& claims, int thread, int threads) {
+    if (m.method == INT8_F32 || m.method == INT8_BF16) return int8_part(m, claims, thread, threads);
     const int64_t scratch = matmul_scratch(m.inner, m.method);
-    by_share(m, thread, threads, scratch, [&](const Share& s, int64_t row, int64_t rows) {
+    by_claims(m, claims, thread, threads, scratch, [&](const Share& s, int64_t row, int64_t rows) {
         rows_of(Part(m, s), row, rows);
     });
 }
@@ -173,6 +173,7 @@ void matmul_part(const Matmul& m, int thread, int threads) {
 }  // namespace bg
 
 extern "C" void bg_matmul(const bg::Matmul* m, int64_t threads) {
+    bg::Claims claims;
 #pragma omp parallel num_threads(threads)
-    bg::matmul_part(*m, omp_get_thread_num(), omp_get_num_threads());
+    bg::matmul_part(*m, claims, omp_get_thread_num(), omp_get_num_threads());
 }

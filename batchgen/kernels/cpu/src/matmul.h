@@ -7,6 +7,7 @@
 // where a row stands, so that a row's result is the same bits in every batch.
 #pragma once
 
+#include "claims.h"
 #include "simd.h"
 
 namespace bg {
@@ -37,6 +38,7 @@ struct Matmul {
 };
 
 int64_t matmul_scratch(int64_t inner, int64_t method);
-void matmul_part(const Matmul& m, int thread, int threads);
+// `claims`: of panels, one of all threads, as it was made or reset.
+void matmul_part(const Matmul& m, Claims& claims, int thread, int threads);
 
 }  // namespace bg

@@ -1,4 +1,4 @@
-// What products of every kind do alike: share out panels and rows, cut rows into tiles, write sums.
+// What products of every kind do alike: hand out panels and rows, cut rows into tiles, write sums.
 #pragma once
 
 #include <algorithm>
@@ -31,31 +31,33 @@ inline __attribute__((always_inline)) void by_runs(int64_t count, Kernel kernel)
     }
 }
 
-// One thread's panels, and where it works.
+// Panels that a thread has claimed, and where it works.
 struct Share {
     int64_t panel, panel_end;
-    float* c;  // [ROW_BLOCK, PANEL]
+    bool fresh;  // the thread's first panels of these rows
+    float* c;    // [ROW_BLOCK, PANEL]
     float* work;
 };
 
-// Calls kernel(share, first row, rows) for the blocks of rows that are this thread's.
+// Calls kernel(share, first row, rows) for the panels of one block of rows after the other, as far as this thread
+// claims them.
 template <class Kernel>
-void by_share(const Matmul& m, int thread, int threads, int64_t scratch, Kernel kernel) {
+void by_claims(const Matmul& m, Claims& claims, int thread, int threads, int64_t scratch, Kernel kernel) {
     const int64_t panels = up(m.outer, PANEL) / PANEL;
     if (panels == 0 || m.rows == 0) return;
-    // Threads beyond the panels share the rows.
-    const int64_t tiles = up(m.rows, TILE_ROWS) / TILE_ROWS;
-    const int64_t groups = std::clamp<int64_t>(threads / panels, 1, tiles), across = threads / groups;
-    if (thread >= groups * across) return;
-    const int64_t group = thread / across, column = thread % across;
+    // Of fewer panels than threads the rows make more blocks.
+    const int64_t tiles = up(m.rows, TILE_ROWS) / TILE_ROWS, wanted = up(threads, panels) / panels;
+    const int64_t blocks = std::max(up(m.rows, ROW_BLOCK) / ROW_BLOCK, std::min(wanted, tiles));
     float* c = reinterpret_cast<float*>(static_cast<char*>(m.scratch) + thread * scratch);
-    const Share share{panels * column / across, panels * (column + 1) / across, c, c + ROW_BLOCK * PANEL};
-    const int64_t begin = m.rows * group / groups, rows = m.rows * (group + 1) / groups - begin;
-    const int64_t blocks = up(rows, ROW_BLOCK) / ROW_BLOCK;
-    for (int64_t i = 0; i < blocks; i++) {
-        const int64_t from = rows * i / blocks, to = rows * (i + 1) / blocks;
-        kernel(share, begin + from, to - from);
-    }
+    int64_t held = -1;
+    while (const Claim claim = claims.next(blocks * panels, threads))
+        for (int64_t at = claim.begin; at < claim.end;) {
+            const int64_t block = at / panels, end = std::min(claim.end, (block + 1) * panels);
+            const int64_t row = m.rows * block / blocks, rows = m.rows * (block + 1) / blocks - row;
+            const int64_t panel = at - block * panels;
+            kernel(Share{panel, panel + end - at, block != held, c, c + ROW_BLOCK * PANEL}, row, rows);
+            held = block, at = end;
+        }
 }
 
 // Sums c [rows, PANEL] with the bias into columns [column, column + PANEL) of y, as far as there are so many.

@@ -218,7 +218,7 @@ inline __attribute__((always_inline)) vf fused(vf a, vf b, vf c) {
 }
 
 constexpr float TO_INTEGER = 12582912.0f;  // 1.5 * 2^23: a small number added to it is rounded to the nearest integer,
-constexpr int32_t INTEGER_BITS = 0x4B400000;  // which stands in the sum's last bits, above these
+constexpr int32_t INTEGER_BITS = 0x4b400000;  // which stands in the sum's last bits, above these
 
 // e^x to about 2 units in the last place; 0 below -87.3, infinity above 88.7, not-a-number stays.
 static inline vf exp(vf x) {
