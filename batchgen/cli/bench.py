@@ -105,6 +105,15 @@ def bench(
             "ended and, a peer, left out. Default: 900. Example: --timeout 3600",
         ),
     ] = None,
+    tuned: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="JSON lines of an earlier run: peers keep the settings that were found there for the same workload, "
+            "model, dtype, device and threads; others are found by trying. Example: --tuned figures.jsonl",
+        ),
+    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(
@@ -128,6 +137,7 @@ def bench(
     given = {
         "workloads": tuple(workloads) if workloads else None, "model": model, "peers": peers, "repeat": repeat,
         "dtype": dtype, "device": device, "threads": cpu_threads, "plan_size": plan_size, "timeout": timeout,
+        "tuned": tuned,
     }  # fmt: skip
     if stored is not None:
         if config is not None or any(value is not None for value in given.values()):

@@ -8,10 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from batchgen.cli.app import run_command
+from batchgen.errors import UsageError
 from batchgen.job.bench.absent import Absent
 from batchgen.job.bench.gate import GateRed, check_peer, gate_rows
 from batchgen.job.bench.peers import PEERS, EngineSource
@@ -98,6 +100,15 @@ def test_one_setting_needs_no_trial() -> None:
     assert engine.asked == []
 
 
+def test_a_known_setting_is_not_tried_while_the_engine_has_it() -> None:
+    settings = [{"threads": n} for n in (1, 2)]
+    engine = Timed({(1, 16): 1.0}, settings)
+    assert best_setting(engine, ROWS, {"threads": 2}) == {"threads": 2}
+    assert engine.asked == []
+    assert best_setting(engine, ROWS, {"threads": 3}) == {"threads": 1}
+    assert engine.asked
+
+
 # Who is left out
 
 
@@ -174,8 +185,10 @@ class Answers:
 class Model(Answers):
     """Repeats a function of the prompt; `wrong` of twenty rows differ, in float32 as in bfloat16."""
 
+    tries: ClassVar[list[dict[str, int]]] = [{}]
+
     def __init__(self, source: EngineSource, spec: LoadSpec, wrong: int = 0, fails_at: str = "") -> None:
-        super().__init__([], source.name, dtype=spec.dtype)
+        super().__init__([], source.name, dtype=spec.dtype, settings=self.tries)
         self._wrong, self._fails_at = wrong, fails_at
         self.fail("load")
 
@@ -211,7 +224,11 @@ def toys(tmp_path: Path) -> tuple[str, ...]:
 
 
 def run(
-    folder: Path, toys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, **peers: tuple[int, str]
+    folder: Path,
+    toys: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    tuned: Path | None = None,
+    **peers: tuple[int, str],
 ) -> tuple[list[dict[str, object]], str]:
     """Figures and remarks of a run beside peers, each with (wrong rows, what it fails at)."""
     monkeypatch.setattr(
@@ -224,7 +241,7 @@ def run(
 
     lines: list[str] = []
     console = quiet()
-    config = BenchConfig(toys, str(folder), ",".join(peers), 2, "bfloat16", "cpu", 1)
+    config = BenchConfig(toys, str(folder), ",".join(peers), 2, "bfloat16", "cpu", 1, tuned=tuned)
     try:
         run_bench(config, lines.append, console, start)
     finally:
@@ -234,6 +251,25 @@ def run(
 
 def engines(figures: Sequence[Mapping[str, object]], workload: str) -> list[object]:
     return [f["engine"] for f in figures if f["workload"] == workload and f["metric"] == "output_tokens_per_second"]
+
+
+def test_settings_of_an_earlier_run(
+    folder: Path, toys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They are kept for what is the same, and found by trying for what is not."""
+    monkeypatch.setattr(Model, "tries", [{"eager": 0}, {"eager": 1}])
+    figures, told = run(folder, toys[:1], monkeypatch, vllm=(0, ""))
+    assert "has no setting" not in told
+    stored = tmp_path / "figures.jsonl"
+    stored.write_text("".join(json.dumps({**f, "setting": {"eager": 1}}) + "\n" for f in figures))
+    figures, told = run(folder, toys, monkeypatch, tuned=stored, vllm=(0, ""))
+    set_to = {(f["engine"], f["workload"]): f["setting"] for f in figures}
+    assert set_to["vllm", "toy"] == {"eager": 1}
+    assert set_to["vllm", "next"] == {"eager": 0}, "both take the same time"
+    assert f"vllm runs toy as {stored} has it: {{'eager': 1}}" in told
+    assert f"{stored} has no setting of vllm for next: the best is found by trying" in told
+    with pytest.raises(UsageError, match="--tuned: cannot read"):
+        run(folder, toys, monkeypatch, tuned=tmp_path / "none.jsonl", vllm=(0, ""))
 
 
 def test_a_peer_that_differs_in_some_rows_is_marked(

@@ -37,6 +37,8 @@ class BenchConfig:
     """Seconds that an engine has for one answer: to load (and convert) the model, or to generate one pass."""
     plan_size: str = "1000000x500"
     """ROWSxTOKENS of workload `plan`."""
+    tuned: Path | None = None
+    """Figures of an earlier run, whose settings engines keep."""
 
 
 _KEYS: Final[dict[str, tuple[str, type | tuple[type, ...]]]] = {

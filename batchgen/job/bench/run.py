@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -27,6 +27,7 @@ from batchgen.job.bench.machine import Products, commit_name, cpu_name, measure_
 from batchgen.job.bench.peers import OF_BATCHGEN, OURS, REFERENCE, EngineSource, knows_fields, parse_peers
 from batchgen.job.bench.process import BenchEngine, EngineProcess, LoadSpec
 from batchgen.job.bench.shapes import DEMO, bench_cache, resolve_bench_model
+from batchgen.job.bench.stored import read_figures
 from batchgen.job.bench.table import print_comparison
 from batchgen.job.bench.tuning import best_setting
 from batchgen.job.bench.workloads import AdapterSet, BenchRow, plain
@@ -71,7 +72,8 @@ def run_bench(
     _check_lengths(workloads, model)
     start = start or partial(EngineProcess, patience=config.timeout)
     sources = [EngineSource(OURS), *peers]
-    bench = _Bench(config, folder, model, sources, start, console, Absent(console), commit_name())
+    tuned = [] if config.tuned is None else read_figures(config.tuned, "--tuned").figures
+    bench = _Bench(config, folder, model, sources, start, console, Absent(console), commit_name(), tuned)
     figures: list[Figure] = []
     agreed = bench.gate(workloads)
     for figure in bench.measure(workloads, agreed):
@@ -113,6 +115,8 @@ class _Bench:
     absent: Absent
     commit: str | None
     """Of batchgen as it was when the call began."""
+    tuned: Sequence[Figure]
+    """Of an earlier run."""
 
     @property
     def dtype(self) -> str:
@@ -238,12 +242,27 @@ class _Bench:
             if self._skips(engine.name, workload):
                 continue
             with self.absent.on_failure(engine.name, workload.name):
-                setting = best_setting(engine, rows)
+                setting = best_setting(engine, rows, self._known(engine, workload))
                 share = gate.share(workload, engine, setting)
                 about = engine.version, engine.dtype, engine.device, engine.threads
                 equal = gate.equal.get((engine.name, workload.name), 1.0)
                 found.append((engine, Measured(engine.name, *about, setting, share, rows_equal=equal)))
         return found
+
+    def _known(self, engine: BenchEngine, workload: BenchWorkload) -> Mapping[str, int] | None:
+        """The setting that an earlier run found to be the engine's best on a workload."""
+        if not self.tuned or len(engine.settings) == 1:
+            return None
+        here = workload.name, self.config.model, engine.name, engine.dtype, engine.device, engine.threads
+        for figure in self.tuned:
+            there = figure.workload, figure.model, figure.engine, figure.dtype, figure.device, figure.threads
+            if there == here:
+                said = f"{engine.name} runs {workload.name} as {self.config.tuned} has it: {dict(figure.setting)}"
+                self.console.print(said, style="dim", soft_wrap=True, markup=False)
+                return figure.setting
+        told = f"{self.config.tuned} has no setting of {engine.name} for {workload.name}: the best is found by trying"
+        self.console.print(told, style="yellow", soft_wrap=True, markup=False)
+        return None
 
     def _context(self, products: Products, bandwidth: float) -> Context:
         now = datetime.now(UTC).isoformat(timespec="seconds")

@@ -61,8 +61,8 @@ class StoredFigures:
     """Peers that a run had to do without, and that have no figures from another."""
 
 
-def read_figures(path: Path) -> StoredFigures:
-    """Read a file of JSON lines, as `batchgen bench` prints them.
+def read_figures(path: Path, flag: str = "--from") -> StoredFigures:
+    """Read a file of JSON lines, as `batchgen bench` prints them; `flag` named it, and errors name that.
 
     Raises:
         UsageError: it cannot be read, a line is not a JSON object, or there is none.
@@ -70,10 +70,10 @@ def read_figures(path: Path) -> StoredFigures:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"--from: cannot read {path}: {error.strerror}") from None
+        raise UsageError(f"{flag}: cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise UsageError(f"--from: {path} is not UTF-8 text") from None
-    return parse_figures(text, f"--from: {path}")
+        raise UsageError(f"{flag}: {path} is not UTF-8 text") from None
+    return parse_figures(text, f"{flag}: {path}")
 
 
 def parse_figures(text: str, where: str) -> StoredFigures:

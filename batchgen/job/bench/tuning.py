@@ -19,16 +19,21 @@ _FINALISTS_WITHIN = 1.15
 """Settings that took up to this much more time than the fastest are tried again with all of their output."""
 
 
-def best_setting(engine: BenchEngine, rows: Sequence[BenchRow]) -> Mapping[str, int]:
+def best_setting(
+    engine: BenchEngine, rows: Sequence[BenchRow], known: Mapping[str, int] | None = None
+) -> Mapping[str, int]:
     """The setting with the least time per row: each is tried with part of the output, those that are not far slower
     once more, then the near ones with all of it.
 
     A setting's `batch` says how many rows it computes at once: it is tried on that many. Others are tried on all rows.
-    A setting that fails, as for want of memory, is not the best one.
+    A setting that fails, as for want of memory, is not the best one. One that is `known` to be the best is not tried,
+    if it is still among those worth trying.
 
     Raises:
         EngineFailed: every setting failed, or the engine is gone.
     """
+    if known is not None and known in engine.settings:
+        return known
     settings = distinct_settings(engine.settings, len(rows))
     if len(settings) == 1:
         return settings[0]
