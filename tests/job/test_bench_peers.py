@@ -15,6 +15,7 @@ import pytest
 from batchgen.cli.app import run_command
 from batchgen.errors import UsageError
 from batchgen.job.bench.absent import Absent
+from batchgen.job.bench.command import run_command as run_bench_command
 from batchgen.job.bench.gate import GateRed, check_peer, gate_rows
 from batchgen.job.bench.peers import PEERS, EngineSource
 from batchgen.job.bench.process import EngineFailed, EngineGone, EngineProcess, Generated, LoadSpec
@@ -268,6 +269,12 @@ def test_settings_of_an_earlier_run(
     assert set_to["vllm", "next"] == {"eager": 0}, "both take the same time"
     assert f"vllm runs toy as {stored} has it: {{'eager': 1}}" in told
     assert f"{stored} has no setting of vllm for next: the best is found by trying" in told
+    stored.write_text('{"workload": "plan"}\n')
+    assert (
+        f"{stored} has no setting of vllm for toy" in run(folder, toys[:1], monkeypatch, tuned=stored, vllm=(0, ""))[1]
+    )
+    with pytest.raises(UsageError, match="--tuned has no meaning for plan and startup"):
+        run_bench_command(BenchConfig(("plan", "startup"), tuned=stored), print, quiet())
     with pytest.raises(UsageError, match="--tuned: cannot read"):
         run(folder, toys, monkeypatch, tuned=tmp_path / "none.jsonl", vllm=(0, ""))
 

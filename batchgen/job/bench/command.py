@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from batchgen.errors import Interrupted
+from batchgen.errors import Interrupted, UsageError
 from batchgen.job.bench.chart import check_chart, draw_stored, write_chart
 from batchgen.job.bench.config import ALONE, BenchConfig, bench_config
 from batchgen.job.bench.stored import parse_figures
@@ -37,6 +37,10 @@ def run_command(config: BenchConfig, emit: Callable[[str], None], console: Conso
     if config.chart is not None:
         check_chart(config.chart)
     compared = tuple(name for name in config.workloads if name not in ALONE)
+    if config.tuned is not None and config.workloads and not compared:
+        raise UsageError(
+            f"--tuned has no meaning for {' and '.join(config.workloads)}, which run no peers; leave it out"
+        )
     if compared:
         from batchgen.job.bench.definitions import find_workloads  # a tokenizer, which --from need not wait for
 

@@ -21,6 +21,7 @@ __all__ = ["Products", "commit_name", "cpu_name", "measure_bandwidth", "measure_
 _SIZES: Final = {"decode": (64, 1024, 4096), "prompt": (512, 2048, 2048)}
 """(rows, in, out): a decode step's product and a prompt's."""
 _FAR_BEHIND: Final = 4
+"""Times slower than the fastest form, at the first size, that keep a form from being measured at the next."""
 _SECONDS: Final = 0.05
 _MOST_BYTES: Final = 256 << 20
 _LEAST_BYTES: Final = 1 << 20

@@ -251,7 +251,7 @@ class _Bench:
 
     def _known(self, engine: BenchEngine, workload: BenchWorkload) -> Mapping[str, int] | None:
         """The setting that an earlier run found to be the engine's best on a workload."""
-        if not self.tuned or len(engine.settings) == 1:
+        if self.config.tuned is None or len(engine.settings) == 1:
             return None
         here = workload.name, self.config.model, engine.name, engine.dtype, engine.device, engine.threads
         for figure in self.tuned:

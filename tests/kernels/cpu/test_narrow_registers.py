@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -27,7 +28,7 @@ def has(extension: str) -> bool:
 def test_without(extension: str) -> None:
     if not has(extension):
         pytest.skip(f"this processor has no {extension} to do without")
-    environment = {**os.environ, "CXX": f"{find_compiler()[0]} -mno-{extension}"}
+    environment = {**os.environ, "CXX": shlex.join([*find_compiler(), f"-mno-{extension}"])}
     command = [
         sys.executable,
         "-m",
