@@ -18,6 +18,7 @@ from batchgen.kernels.gpu import invariant_ops, ops
 from batchgen.kernels.gpu.launch import recording
 from batchgen.kernels.lora import LoraPair, LoraPairs, LoraSegment, LoraStep
 from batchgen.kernels.moe import Experts
+from tests.gpu.interpreted import sum_rows_alike
 from tests.kernels.gpu import step_sizes
 
 SIZES = (1, 2, 16, 17, 64, 65, 300, 4096)
@@ -106,7 +107,8 @@ def test_parts_of_an_adapter_s_inputs_do_not_depend_on_the_step() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_token_s_experts_give_the_same_in_any_company(dtype: torch.dtype) -> None:
+def test_a_token_s_experts_give_the_same_in_any_company(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    sum_rows_alike(monkeypatch.setattr)  # what the activation leaves for the second product is not whole
     generator = torch.Generator().manual_seed(0)
 
     def whole(*size: int) -> Tensor:
