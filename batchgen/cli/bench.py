@@ -28,7 +28,8 @@ def bench(
             help="unique, shared-prefix, few-shot-tree, mixed-lengths (none named: these four), multi-turn, n-samples, "
             "json-constrained, logprobs, hidden-states, many-loras, all (of these), demo (with --model demo), or a "
             ".toml file. For GPUs: w-nano, w-prefix, w-unshared, w-tree. Without engines to compare: plan (the planner "
-            "alone), startup (to the help, to the first token). Example: shared-prefix",
+            "alone), startup (to the help, to the first token), job (what a row costs beside the model). "
+            "Example: shared-prefix",
         ),
     ] = None,
     model: Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -42,8 +43,7 @@ class RowTexts:
         self._spool.append(orjson.dumps([row_id, extra, prompts]))
 
     def __getitem__(self, row_index: int) -> tuple[str, str | None, list[str | None] | None]:
-        rows = np.frombuffer(self._rows, dtype=np.int64)
-        blob = self._spool.get(int(np.searchsorted(rows, row_index)))
+        blob = self._spool.get(bisect_left(self._rows, row_index))
         assert blob is not None
         row_id, extra, prompts = orjson.loads(blob)
         return row_id, extra, prompts

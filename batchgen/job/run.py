@@ -61,6 +61,8 @@ class _Job:
         self.state = ProgressState("reading")
         self.errors_before = 0
         self.rows_done = 0
+        self.output_seconds = 0.0
+        """What the steps waited for, while finished rows were given their texts and handed to the writer."""
 
     def run(self) -> RunSummary:
         """Everything from the command line to the finished file."""
@@ -178,7 +180,9 @@ class _Job:
         done_before = len(np.unique(rows.table.row_index[running.workload.done & (rows.table.prompt_index == 0)]))
         self.rows_done = rows.errors.total() + rows.skipped + done_before
         for group in running.loop.run(lambda: self._tick(running)):
+            began = time.perf_counter()
             writer.add([self._output(c, rows) for c in group])
+            self.output_seconds += time.perf_counter() - began
             first = group[0]
             if first.error is not None:
                 rows.errors[first.error.code] += 1
@@ -259,7 +263,12 @@ class _Job:
             kv_peak_bytes=stats.peak_pages * running.page_bytes,
             seconds={phase: round(spent, 3) for phase, spent in self.seconds.items()},
             output_tokens_per_second=running.loop.state.output_tokens / generating if generating else 0.0,
-            engine={**stats.as_dict(), **asdict(written), **running.loop.counts()},
+            engine={
+                **stats.as_dict(),
+                **asdict(written),
+                "output_milliseconds": round(1e3 * self.output_seconds),
+                **running.loop.counts(),
+            },
         )
 
 

@@ -10,7 +10,7 @@ import pytest
 from batchgen.cli.app import run_command
 from batchgen.errors import UsageError
 from batchgen.job.bench import command
-from batchgen.job.bench.config import BenchConfig, bench_config, load_bench
+from batchgen.job.bench.config import ALONE, BenchConfig, bench_config, load_bench
 from batchgen.job.bench.definitions import find_workloads
 from batchgen.job.bench.peers import PEERS, VARIANTS
 from batchgen.job.bench.shapes import DEMO, RANDOM, SHAPES
@@ -64,7 +64,7 @@ def test_wrong_files_are_refused_by_name(tmp_path: Path, text: str, message: str
 def test_runs_of_the_readmes_figures_can_be_run(path: Path) -> None:
     config = load_bench(path)
     assert f"configs/bench/runs/{path.name}" in path.read_text(encoding="utf-8").splitlines()[0]
-    find_workloads([name for name in config.workloads if name not in ("plan", "startup")])
+    find_workloads([name for name in config.workloads if name not in ALONE])
     assert config.model == DEMO or config.model.removeprefix(RANDOM) in SHAPES
     assert set(config.peers.split(",")) <= {"auto", "none", *VARIANTS, *PEERS}
 

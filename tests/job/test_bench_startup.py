@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from batchgen.cli.app import run_command
-from batchgen.job.bench.startup import StartFailed, _start
+from batchgen.job.bench.fresh import CommandFailed, fresh_command
 
 
 def test_three_figures(capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,8 +30,11 @@ def test_three_figures(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_process_that_fails_is_named(tmp_path: Path) -> None:
-    with pytest.raises(StartFailed, match=r"batchgen run nowhere\.jsonl -o x\.parquet failed: error: .*nowhere"):
-        _start(["run", "nowhere.jsonl", "-o", "x.parquet"], tmp_path)
+    with (
+        pytest.raises(CommandFailed, match=r"batchgen run nowhere\.jsonl -o x\.parquet failed: error: .*nowhere"),
+        fresh_command(["run", "nowhere.jsonl", "-o", "x.parquet"], tmp_path),
+    ):
+        pass
 
 
 def test_sigterm_ends_a_bench_and_takes_its_files_along(tmp_path: Path) -> None:

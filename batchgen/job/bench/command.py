@@ -32,7 +32,8 @@ def run_command(config: BenchConfig, emit: Callable[[str], None], console: Conso
         start: starts engines, as `run_bench` has it.
 
     Raises:
-        BatchgenError: as `run_bench`, `run_plan_bench` and `run_startup_bench`; the chart cannot be drawn; SIGTERM.
+        BatchgenError: as `run_bench`, `run_plan_bench`, `run_startup_bench` and `run_job_bench`; the chart cannot be
+            drawn; SIGTERM.
     """
     if config.chart is not None:
         check_chart(config.chart)
@@ -60,6 +61,10 @@ def run_command(config: BenchConfig, emit: Callable[[str], None], console: Conso
             from batchgen.job.bench.startup import run_startup_bench
 
             run_startup_bench(config.repeat, keep)
+        if "job" in config.workloads:
+            from batchgen.job.bench.rows_cost import run_job_bench
+
+            run_job_bench(config.repeat, keep)
         print_others([json.loads(line) for line in lines], console)
         if compared or not config.workloads:
             from batchgen.job.bench.run import run_bench  # torch: seconds that the others need not pay

@@ -14,7 +14,7 @@ from batchgen.errors import UsageError
 __all__ = ["ALONE", "BenchConfig", "bench_config", "load_bench", "meant"]
 
 
-ALONE: Final = ("plan", "startup")
+ALONE: Final = ("plan", "startup", "job")
 """Workloads on which no engines are compared."""
 
 

@@ -33,6 +33,7 @@ _LONG: Final = 30
 
 _ABOUT: Final = {
     "plan": "The planner alone, without a model: seconds of wall clock; page waste as a share; sizes in bytes.",
+    "job": "What a row costs beside the model: whole jobs of the demonstration model, one of them killed and resumed.",
     "startup": "Fresh interpreters: to the help, to the first token of one row, and to the end of that run.",
 }
 

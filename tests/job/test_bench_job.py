@@ -1,0 +1,68 @@
+"""`batchgen bench job`: whole jobs of the demonstration model, one of them killed; times are the machine's affair."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from batchgen.job.bench import rows_cost
+from batchgen.job.bench.fresh import CommandFailed, fresh_command, run_until
+from batchgen.job.bench.rows_cost import JOB_METRICS, run_job_bench
+
+
+def test_one_figure_for_everything_that_a_row_costs() -> None:
+    lines: list[str] = []
+    figures = run_job_bench(1, lines.append, count=96)
+    assert [figure.metric for figure in figures] == list(JOB_METRICS)
+    assert [json.loads(line)["value"] for line in lines] == [figure.value for figure in figures]
+    by_name = {figure.metric: figure for figure in figures}
+    assert by_name["model"].value > 0
+    assert by_name["writing"].value > 0
+    assert by_name["between_steps"].value > 0
+    assert by_name["steps_over_model"].value == pytest.approx(
+        100 * by_name["between_steps"].value / by_name["model"].value, abs=1e-2
+    )
+    rows = sum(by_name[name].value for name in JOB_METRICS[:4])
+    assert by_name["rows_over_model"].value == pytest.approx(100 * rows / by_name["model"].value, abs=1e-2)
+    assert [figure.unit for figure in figures] == ["us/row"] * 6 + ["%"] * 2
+
+
+def test_a_row_costs_what_a_job_of_many_takes_beyond_that_of_one() -> None:
+    one = {"reading": 500.0, "planning": 10.0, "between_steps": 3.0, "writing": 40.0, "model": 100.0}
+    whole = {"reading": 1500.0, "planning": 20.0, "between_steps": 203.0, "writing": 140.0, "model": 10_100.0}
+    again = {"reading": 1400.0, "planning": 30.0, "between_steps": 0.0, "writing": 0.0, "model": 5.0}
+    cost = rows_cost._costs(one, whole, again, 100)
+    assert {name: cost[name] for name in JOB_METRICS[:6]} == {
+        "reading": 10.0, "planning": 0.1, "writing": 1.0, "resuming": 9.2, "between_steps": 2.0, "model": 100.0,
+    }  # fmt: skip
+    assert cost["rows_over_model"] == pytest.approx(20.3)
+    assert cost["steps_over_model"] == 2.0
+
+
+def test_a_job_that_kept_nothing_is_no_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows_cost, "fresh_command", _killed_at_once)
+    monkeypatch.setattr(rows_cost, "_run", lambda *_: {"rows_resumed": 0})
+    with pytest.raises(CommandFailed, match="resumed none of 64 rows"):
+        rows_cost._resumed(tmp_path, "again", 64)
+
+
+def _killed_at_once(arguments: list[str], folder: Path, *, killed: bool):  # type: ignore[no-untyped-def]
+    assert killed
+    assert arguments[-2:] == ["--commit-every", "4"]
+    return fresh_command(["--version"], folder)
+
+
+def test_a_process_is_killed_once_something_is_so(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with fresh_command(["run", "--help"], tmp_path, killed=True) as process:
+        run_until(lambda: True, process)
+    assert process.returncode == -9
+    assert time.monotonic() - began < 60
+    with (
+        pytest.raises(CommandFailed, match="batchgen --version failed: it ended before it could be killed"),
+        fresh_command(["--version"], tmp_path, killed=True) as process,
+    ):
+        run_until(lambda: False, process)
