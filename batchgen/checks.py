@@ -9,7 +9,10 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
+
+import orjson
 
 from batchgen.errors import ErrorCode, RowError
 
@@ -181,6 +184,11 @@ def check_unicode(value: Any, name: str) -> None:
     Raises:
         RowError: `invalid_unicode`, naming the top-level field.
     """
+    if type(value) is dict or (type(value) is list and value and type(value[0]) is dict):
+        with suppress(TypeError):
+            # Written in C it is a matter of a microsecond. What cannot be written may still be valid: the walk tells.
+            orjson.dumps(value)
+            return
     waiting = [value]
     while waiting:  # a stack of our own: rows may nest as deep as the JSON parser allows
         item = waiting.pop()

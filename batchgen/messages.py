@@ -49,11 +49,20 @@ def messages(name: str, value: Any) -> tuple[dict[str, Any], ...]:
     """
     if type(value) not in (list, tuple):
         raise invalid(name, f"must be a list of messages, got {kind_of(value)}")
-    media = [part for index, message in enumerate(value) for part in _media_in(name, index, message)]
+    unusual = [(index, message) for index, message in enumerate(value) if not _is_text(message)]
+    media = [part for index, message in unusual for part in _media_in(name, index, message)]
     if media:
         problem = f"`{name}` holds a part of type {show(media[0])}, which is not supported; send text parts only"
         raise RowError(ErrorCode.UNSUPPORTED_FIELD, problem, name)
     return tuple(value)
+
+
+def _is_text(message: Any) -> bool:
+    """Whether a message is the usual one, a role with a string, of which there is nothing more to check."""
+    if type(message) is not dict:
+        return False
+    role = message.get("role")
+    return type(role) is str and role != "" and type(message.get("content")) is str
 
 
 def _media_in(name: str, index: int, message: Any) -> list[str]:

@@ -21,6 +21,12 @@ _LOGPROB_FIELDS: tuple[tuple[str, Any], ...] = (
 )
 """What says which logprobs are returned, with the value that asks for none."""
 _PARAM_NAMES = frozenset(item.name for item in fields(SamplingParams))
+_DECIDING = _PARAM_NAMES | {"logprobs", "top_logprobs", "response_format", "model"}
+"""Fields of a row that decide its `SamplingParams`."""
+_MOST_KNOWN = 256
+"""Parameter sets that `RowDefaults` keeps; the rows of most jobs share a few."""
+_PLAIN = frozenset({int, float, bool})
+"""Types whose values hold no text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,8 @@ class RowDefaults:
     """Whether the run has a place for the events of rows with `stream`."""
     processors: frozenset[str] = frozenset()
     """Logit processors that the run was given."""
+    _known: dict[tuple[Any, ...], SamplingParams] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Parameters of rows so far, by the values that decide them and by themselves: equal rows share one object."""
 
     def __post_init__(self) -> None:
         for name, value in [*self.flags.items(), *self.model.items()]:
@@ -60,6 +68,18 @@ class RowDefaults:
                 SamplingParams(**{"max_new_tokens": None, name: value})
             except RowError as error:
                 raise UsageError(f"default sampling parameter {error}") from None
+
+    def share(self, key: tuple[Any, ...], params: SamplingParams) -> SamplingParams:
+        """Keep `params` under `key`, or what is kept already and equals it under another."""
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+        equal = self._known.setdefault((params,), params)
+        self._known[key] = equal
+        return equal
+
+    def known(self, key: tuple[Any, ...]) -> SamplingParams | None:
+        """What was kept under `key`."""
+        return self._known.get(key)
 
 
 @dataclass(slots=True)
@@ -103,7 +123,8 @@ class RowValues:
             raise unknown_field(key, place)
 
     def _take(self, known: Field, key: str, value: Any) -> None:
-        if type(value) is not str or not value.isascii():
+        kind = type(value)
+        if kind not in _PLAIN and (kind is not str or not value.isascii()):
             check_unicode(value, key)
         name = known.name
         if name in self.spelled:
@@ -163,9 +184,32 @@ class RowValues:
     def params(self, defaults: RowDefaults, endpoint: Mapping[str, Any]) -> SamplingParams:
         """The row's sampling parameters over all defaults; `endpoint` holds those of the row's OpenAI endpoint.
 
+        Rows whose values are equal get the same object; what is wrong with a row is found anew each time.
+
         Raises:
             RowError: `invalid_field`, naming the field as the row spells it; `unknown_processor`.
         """
+        key = self._key(endpoint)
+        try:
+            found = defaults.known(key) if key is not None else None
+        except TypeError:  # a value is an object, such as a schema, and cannot be looked up
+            key = found = None
+        if found is not None:
+            return found
+        params = self._new_params(defaults, endpoint)
+        return defaults.share(key, params) if key is not None else params
+
+    def _key(self, endpoint: Mapping[str, Any]) -> tuple[Any, ...] | None:
+        """What decides the row's parameters beside the run's defaults; None for a row with a seed, which is its own.
+
+        Types are part of it: `logprobs` may be true or 1, which are equal and do not mean the same.
+        """
+        if "seed" in self.values:
+            return None
+        given = [(name, type(value), value) for name, value in self.values.items() if name in _DECIDING]
+        return (*endpoint.items(), *given)
+
+    def _new_params(self, defaults: RowDefaults, endpoint: Mapping[str, Any]) -> SamplingParams:
         merged = {**defaults.model, **endpoint, **defaults.flags}
         merged.update((name, value) for name, value in self.values.items() if name in _PARAM_NAMES)
         self._merge_logprobs(merged)

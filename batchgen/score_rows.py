@@ -7,6 +7,7 @@ that asks for anything by one is refused. Run-wide defaults are meant for other 
 from __future__ import annotations
 
 from dataclasses import fields
+from functools import cache
 from typing import Any
 
 from batchgen.checks import invalid
@@ -46,7 +47,12 @@ def texts_to_score(row: RowValues) -> tuple[str | tuple[int, ...], ...]:
 
 def scoring_params(params: SamplingParams) -> SamplingParams:
     """What of a row's parameters counts where its texts are scored."""
-    return SamplingParams(max_new_tokens=0, temperature=0.0, lora_path=params.lora_path)
+    return _scoring(params.lora_path)
+
+
+@cache  # by adapter, of which a run has a few: the rows of one share an object
+def _scoring(lora_path: str | None) -> SamplingParams:
+    return SamplingParams(max_new_tokens=0, temperature=0.0, lora_path=lora_path)
 
 
 def _asks_for_nothing(name: str, value: Any) -> bool:

@@ -488,3 +488,53 @@ def test_the_endpoints_defaults() -> None:
     """A body with nothing but its prompt: those of the endpoints, other servers' `max_tokens` included."""
     assert params(line()) == SamplingParams(max_new_tokens=16)
     assert params(line(CHAT)) == SamplingParams(max_new_tokens=None)
+
+
+def test_rows_with_equal_values_share_their_parameters() -> None:
+    defaults = RowDefaults()
+    asked = {"max_new_tokens": 64, "temperature": 0, "stop": ["a", "b"]}
+    flat = params(text(**asked), defaults)
+    assert params(text(sampling_params=asked), defaults) is flat
+    assert params(text(**{**asked, "temperature": 0.0}), defaults) is flat
+    assert params(line(**asked), defaults) is flat
+    assert params(text(**{**asked, "temperature": 1}), defaults) is not flat
+    assert params(text(**asked), RowDefaults(flags={"top_k": 5})) == SamplingParams(
+        max_new_tokens=64, temperature=0.0, stop=("a", "b"), top_k=5
+    )
+
+
+def test_values_that_are_equal_and_of_another_type_are_not_confused() -> None:
+    defaults = RowDefaults()
+    one, yes = params(text(logprobs=1), defaults), params(text(logprobs=True), defaults)
+    assert (one.top_logprobs_num, yes.top_logprobs_num) == (1, 0)
+    assert params(text(logprobs=1), defaults) == one
+    none, no = params(text(logprobs=0), defaults), params(text(logprobs=False), defaults)
+    assert (none.return_logprob, no.return_logprob) == (True, False)
+    assert params(text(max_new_tokens=1, echo=True, temperature=1), defaults).max_new_tokens == 1
+    for field, value in (("max_new_tokens", True), ("max_new_tokens", 1.0), ("echo", 1), ("temperature", True)):
+        with pytest.raises(RowError, match=f"`{field}` must be"):
+            params(text(**{"max_new_tokens": 1, "echo": True, "temperature": 1, field: value}), defaults)
+
+
+def test_endpoints_do_not_share_their_defaults() -> None:
+    defaults = RowDefaults()
+    found = [params(row, defaults).max_new_tokens for row in (text(), line(), line(CHAT), text(), line(), line(CHAT))]
+    assert found == [128, 16, None] * 2
+
+
+def test_what_is_wrong_with_a_row_is_said_of_every_such_row() -> None:
+    defaults = RowDefaults()
+    for _ in range(2):
+        with pytest.raises(RowError, match="`min_tokens` must not exceed max_new_tokens"):
+            params(text(min_tokens=5, max_new_tokens=4), defaults)
+
+
+def test_more_sets_of_parameters_than_are_kept() -> None:
+    defaults = RowDefaults()
+    for _ in range(2):
+        assert all(params(text(max_new_tokens=size), defaults).max_new_tokens == size for size in range(600))
+    assert params(text(seed=1), defaults).seed == 1
+    assert params(text(seed=2), defaults).seed == 2
+    assert params(text(regex="a"), defaults).regex == "a"
+    assert params(text(json_schema={"a": [True]}), defaults).json_schema == '{"a":[true]}'
+    assert params(text(json_schema={"a": [1]}), defaults).json_schema == '{"a":[1]}'

@@ -245,6 +245,8 @@ HOSTILE: list[Hostile] = [
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "invalid_unicode", "messages"),
     ({"messages": [{"role": "user", "content": "a", "\ud800": 1}]}, "invalid_unicode", "messages"),
     (text(note={"deep": ["\ud800"]}), "invalid_unicode", "note"),
+    (text(note={"large": 2**70, "deep": {"\ud800": 1}}), "invalid_unicode", "note"),
+    (text(note=[{"a": ("\ud800",)}]), "invalid_unicode", "note"),
     (text(**{"\ud800": 1}), "invalid_unicode", "\\ud800"),
     (line(**{"\ud800": 1}), "invalid_unicode", "\\ud800"),
     ({**line(), "url": "\ud800"}, "invalid_unicode", "url"),
