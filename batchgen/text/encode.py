@@ -9,7 +9,7 @@ from typing import Literal
 
 from batchgen.errors import ErrorCode, ErrorInfo, RowError
 from batchgen.params import SamplingParams, StateLimits
-from batchgen.prompts import ChatPrompt, EmbedsPrompt, Prompt, StoredPrompt, TextPrompt, TokenPrompt
+from batchgen.prompts import ChatPrompt, Prompt, StoredPrompt, TextPrompt, TokenPrompt
 from batchgen.request import ParsedRow
 from batchgen.rows import derive_seed
 from batchgen.text.fim import FillInTheMiddle, find_fim
@@ -28,6 +28,8 @@ _BATCH_ROWS = 1024
 _BATCH_CHARACTERS = 1 << 24  # a batch of long texts ends early, so that its encodings stay within some hundred MB
 _ID_FIELDS = ("stop_token_ids", "allowed_token_ids", "token_ids_logprob")
 _ROOM_WITHOUT_LIMIT = 128  # tokens kept free for the answer of a truncated prompt whose row sets no limit
+
+_MOST_FITTING = 256  # parameter sets remembered as checked
 
 _NO_STATES = StateLimits()
 
@@ -82,6 +84,7 @@ class Encoder:
         self._fim = find_fim(tokenizer, vocab_size)
         self.grammars = grammars if grammars is not None else Grammars(tokenizer, vocab_size)
         self._words_checked: set[tuple[str | tuple[int, ...], ...]] = set()
+        self._fitting: dict[int, SamplingParams] = {}
         self._limits = limits
 
     def encode_rows(self, rows: Iterable[ParsedRow]) -> Iterator[tuple[ParsedRow, list[EncodedPrompt] | ErrorInfo]]:
@@ -95,9 +98,11 @@ class Encoder:
 
     def _encode_batch(self, batch: list[ParsedRow]) -> list[list[EncodedPrompt] | ErrorInfo]:
         prompts = [prompt for row in batch for prompt in row.prompts]
-        texts = [self._text_of(prompt) for prompt in prompts]
+        rendered = iter(self._tokenizer.render_chats([prompt for prompt in prompts if isinstance(prompt, ChatPrompt)]))
+        texts = [next(rendered) if isinstance(prompt, ChatPrompt) else _source(prompt) for prompt in prompts]
         ids, sources = iter(self._encode_texts(texts)), iter(texts)
-        constraints = [constraint for row in batch if (constraint := row.params.constraint) is not None]
+        distinct = {id(row.params): row.params for row in batch}.values()  # rows asked alike share the object
+        constraints = [constraint for params in distinct if (constraint := params.constraint) is not None]
         if constraints:
             self.grammars.prepare(constraints)
         results: list[list[EncodedPrompt] | ErrorInfo] = []
@@ -109,20 +114,6 @@ class Encoder:
             except RowError as error:
                 results.append(error.info)
         return results
-
-    def _text_of(self, prompt: Prompt) -> str | list[int] | ErrorInfo:
-        """The text to tokenise; ids given as such, and conversations that cannot be rendered, pass through."""
-        if isinstance(prompt, TextPrompt):
-            return prompt.text
-        if isinstance(prompt, TokenPrompt):
-            return list(prompt.ids)
-        if isinstance(prompt, StoredPrompt):
-            return [0] * prompt.length
-        assert not isinstance(prompt, EmbedsPrompt), "the intake puts embeddings into the store"
-        try:
-            return self._tokenizer.render_chat(prompt)
-        except RowError as error:
-            return error.info
 
     def _encode_texts(self, texts: list[str | list[int] | ErrorInfo]) -> list[list[int] | ErrorInfo]:
         """Tokenise the strings among `texts` in one call, nothing added in front; the others stay as they are."""
@@ -165,7 +156,9 @@ class Encoder:
     def _finish_row(self, row: ParsedRow, found: list[tuple[_Source, list[int] | ErrorInfo]]) -> list[EncodedPrompt]:
         params = row.params
         seed = params.seed if params.seed is not None else derive_seed(self._run_seed, row.id)
-        self._check_params(params)
+        if id(params) not in self._fitting:
+            self._check_params(params)
+            self._remember(params)
         encoded = []
         for index, (prompt, (_, ids)) in enumerate(zip(row.prompts, found, strict=True)):
             if isinstance(ids, ErrorInfo):
@@ -212,6 +205,12 @@ class Encoder:
         if params.top_logprobs_num > self._vocab_size:
             problem = f"must not exceed the vocabulary ({self._vocab_size}), got {params.top_logprobs_num}"
             raise RowError(ErrorCode.INVALID_FIELD, f"`top_logprobs_num` {problem}", "top_logprobs_num")
+
+    def _remember(self, params: SamplingParams) -> None:
+        """Check no other row that shares these; they are kept, so that no other object gets their identity."""
+        if len(self._fitting) >= _MOST_FITTING:
+            self._fitting.clear()
+        self._fitting[id(params)] = params
 
     def _check_words(self, words: tuple[str | tuple[int, ...], ...]) -> None:
         """Once for each distinct list.
@@ -316,6 +315,16 @@ class Encoder:
     def _too_long(self, count: int, remedy: str) -> RowError:
         message = f"the prompt has {count} tokens and the context is {self._context}, which leaves no room"
         return RowError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, f"{message} to generate; {remedy}")
+
+
+def _source(prompt: Prompt) -> str | list[int]:
+    """The text to tokenise, or the ids given as such."""
+    if isinstance(prompt, TextPrompt):
+        return prompt.text
+    if isinstance(prompt, TokenPrompt):
+        return list(prompt.ids)
+    assert isinstance(prompt, StoredPrompt), "conversations are rendered, and the intake puts embeddings into the store"
+    return [0] * prompt.length
 
 
 def _source_of(row: ParsedRow, prompt: Prompt) -> str:

@@ -13,7 +13,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from batchgen.errors import ErrorCode, ModelError, RowError
+from batchgen.errors import ErrorCode, ErrorInfo, ModelError, RowError
 from batchgen.prompts import ChatPrompt
 from batchgen.text.chat import PARTS_PROBE, prepare_messages, reads_parts
 from batchgen.text.folder import find_folder
@@ -167,6 +167,34 @@ class Tokenizer:
             ) from None
         return str(rendered)
 
+    def render_chats(self, prompts: Sequence[ChatPrompt]) -> list[str | ErrorInfo]:
+        """Each conversation as `render_chat` gives it, or what is wrong with it.
+
+        Those without settings of their own are given to the library in one call: it prepares every call anew, which
+        takes longer than a conversation does.
+        """
+        plain = [index for index, prompt in enumerate(prompts) if _is_plain(prompt)]
+        together = dict(zip(plain, self._render_plain([prompts[index] for index in plain]), strict=False))
+        return [together[i] if i in together else self._render_alone(prompt) for i, prompt in enumerate(prompts)]
+
+    def _render_plain(self, prompts: Sequence[ChatPrompt]) -> list[str]:
+        """Conversations without settings; none where anything is wrong with any of them."""
+        if not prompts or not self.has_chat_template:
+            return []
+        keep_parts = self._template_reads_parts()
+        try:
+            messages = [prepare_messages(prompt.messages, keep_parts=keep_parts) for prompt in prompts]
+            rendered = self._hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except Exception:  # which of them it is shows when they are rendered alone
+            return []
+        return [str(text) for text in rendered]
+
+    def _render_alone(self, prompt: ChatPrompt) -> str | ErrorInfo:
+        try:
+            return self.render_chat(prompt)
+        except RowError as error:
+            return error.info
+
     @property
     def has_chat_template(self) -> bool:
         """Whether conversations can be rendered."""
@@ -260,6 +288,12 @@ def _json_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def _is_plain(prompt: ChatPrompt) -> bool:
+    """Whether nothing but its messages sets a conversation apart from others."""
+    settings = prompt.tools or prompt.template_kwargs or prompt.continue_final_message
+    return bool(prompt.messages) and not settings and prompt.add_generation_prompt
 
 
 def _first_line(error: Exception) -> str:

@@ -166,6 +166,17 @@ def test_a_conversation_that_cannot_be_rendered_fails_alone(encoder: Encoder) ->
     assert not isinstance(good, ErrorInfo)
 
 
+def test_parameters_that_the_model_cannot_take_are_refused_in_every_row(encoder: Encoder) -> None:
+    defaults = RowDefaults()
+    wrong, right = {"text": "a", "stop_token_ids": [10**6]}, {"text": "a", "stop_token_ids": [1]}
+    rows = [parse_row(value, 0, defaults) for value in (right, wrong, right, wrong)]
+    assert rows[1].params is rows[3].params
+    for _ in range(2):
+        found = [result for _, result in encoder.encode_rows(rows)]
+        assert [isinstance(result, ErrorInfo) for result in found] == [False, True, False, True]
+        assert found[1] == found[3]
+
+
 def test_a_text_that_the_tokenizer_refuses_fails_alone(
     encoder: Encoder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,6 +107,29 @@ def test_tool_call_arguments_become_objects(tmp_path: Path) -> None:
         render("[1")
 
 
+def test_many_conversations_are_rendered_as_each_alone(tokenizers: dict[str, Tokenizer]) -> None:
+    good = [chat("Hi"), chat("a", "b", "c"), chat([{"type": "text", "text": "one"}]), chat("Once more")]
+    settings = [
+        chat("Hi", add_generation_prompt=False),
+        chat("Hi", template_kwargs={"mood": "glad"}),
+        chat("Hi", tools=({"type": "function"},)),
+        chat("Hi", "Sure, the", add_generation_prompt=False, continue_final_message=True),
+    ]
+    for tokenizer in tokenizers.values():
+        for prompts in ([], good, [good[0], *settings, good[1]]):
+            assert tokenizer.render_chats(prompts) == [tokenizer.render_chat(prompt) for prompt in prompts]
+
+
+def test_a_bad_conversation_among_many_fails_alone(tokenizer: Tokenizer) -> None:
+    narrator, empty = ChatPrompt(({"role": "narrator", "content": "Once"},)), ChatPrompt(())
+    first, bad, nothing, last = tokenizer.render_chats([chat("Hi"), narrator, empty, chat("Bye")])
+    assert (first, last) == (tokenizer.render_chat(chat("Hi")), tokenizer.render_chat(chat("Bye")))
+    for found, prompt in ((bad, narrator), (nothing, empty)):
+        with pytest.raises(RowError) as caught:
+            tokenizer.render_chat(prompt)
+        assert found == caught.value.info
+
+
 def test_template_errors_are_row_errors(tokenizer: Tokenizer) -> None:
     with pytest.raises(RowError, match="no role narrator") as caught:
         tokenizer.render_chat(ChatPrompt(({"role": "narrator", "content": "Once"},)))
