@@ -100,6 +100,8 @@ class RequestTable:
         self._score_start = array("i")
         self._params: list[SamplingParams] = []
         self._interned: dict[SamplingParams, int] = {}
+        self._places: dict[int, int] = {}
+        """By the identity of those in `_params`: rows mostly share one, and hashing its fields takes longer."""
         self._mapped: npt.NDArray[np.int32] | None = None
 
     def append(
@@ -121,10 +123,9 @@ class RequestTable:
             self._embeds_id.append(-1 if embeds is None else self._intern(embeds))
         if self._mapped is None:
             self._tokens.frombytes(np.asarray(prompt_ids, dtype=np.int32).tobytes())
-        shared = replace(params, seed=None) if params.seed is not None else params
-        params_id = self._interned.setdefault(shared, len(self._params))
-        if params_id == len(self._params):
-            self._params.append(shared)
+        params_id = self._places.get(id(params))
+        if params_id is None:
+            params_id = self._intern_params(params)
         self._offsets.append(self._offsets[-1] + len(prompt_ids))
         self._row_index.append(row_index)
         self._prompt_index.append(prompt_index)
@@ -133,6 +134,14 @@ class RequestTable:
         self._max_new.append(max_new_tokens)
         self._score_start.append(score_start)
         return len(self._row_index) - 1
+
+    def _intern_params(self, params: SamplingParams) -> int:
+        shared = replace(params, seed=None) if params.seed is not None else params
+        number = self._interned.setdefault(shared, len(self._params))
+        if number == len(self._params):
+            self._params.append(shared)
+            self._places[id(shared)] = number
+        return number
 
     def _intern(self, span: StoredPrompt) -> int:
         number = self._span_ids.setdefault(span, len(self._spans))

@@ -200,12 +200,15 @@ def _flat_arrays(arrays: list[npt.NDArray[Any]], kind: pa.DataType) -> pa.Array 
     return pa.array(flat, mask=np.concatenate(masks))
 
 
+_EXTRA = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
 def extra_json(fields: Mapping[str, Any]) -> str | None:
     """Carried fields as a JSON object for the `extra` column, numbers that JSON lacks as null; None when empty."""
     if not fields:
         return None
     try:
-        return json.dumps(fields, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return _EXTRA.encode(fields)
     except ValueError:
         return json.dumps(_finite(fields), ensure_ascii=False, separators=(",", ":"))
 

@@ -29,8 +29,11 @@ class _Spool:
             self._file = path.open("w+b", buffering=_BUFFER)
 
     def _write(self, data: bytes) -> None:
-        with output_errors(self.path):
+        try:  # twice for every row, so the context is entered only where there is something to say
             self._file.write(data)
+        except OSError as error:
+            with output_errors(self.path):
+                raise error
 
     def _flush(self) -> None:
         with output_errors(self.path):
@@ -120,7 +123,8 @@ class TokenSpool(_Spool):
 
     def append(self, ids: Sequence[int] | npt.NDArray[np.int32]) -> int:
         """Add ids and return where they start."""
-        values = np.asarray(ids, np.int32)
+        # An array takes a list in half the time that numpy does, and an array of numpy's in many times as much.
+        values = np.asarray(ids, np.int32) if isinstance(ids, np.ndarray) else array("i", ids)
         self._write(values.tobytes())
         start = self._count
         self._count += len(values)
