@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,6 +23,9 @@ from batchgen.data.work import WorkFolder
 from batchgen.errors import BatchgenError, FingerprintError
 
 __all__ = ["Committed", "read_keys"]
+
+_Keys = tuple[npt.NDArray[Any], ...]
+"""(row_index, prompt_index, sample_index, is_error) of a file's rows, as stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +71,10 @@ class Committed:
             FingerprintError: a part belongs to a different job.
             OutputError: the folder cannot be changed.
         """
-        _remove_debris(work)
-        if retry_errors:
-            _drop_errors(work)
+        keys = _remove_debris(work)
+        if not retry_errors:
+            return _committed(keys[part] for part in work.part_files())
+        _drop_errors(work)
         return read_keys(work.part_files())
 
     def contains(self, rows: npt.NDArray[np.int64], prompts: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
@@ -104,8 +108,13 @@ def read_keys(paths: Sequence[Path]) -> Committed:
         BatchgenError: two rows have the same key.
         OSError, pa.ArrowException: a file is damaged.
     """
+    return _committed(map(_file_keys, paths))
+
+
+def _committed(files: Iterable[_Keys]) -> Committed:
+    """The keys of all files, given those of each."""
     empty = (np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.bool_))
-    columns = zip(empty, *map(_file_keys, paths), strict=True)
+    columns = zip(empty, *files, strict=True)
     row, prompt, sample, is_error = (np.concatenate(column) for column in columns)
     order = np.lexsort((sample, prompt, row))
     row, prompt, sample, is_error = row[order], prompt[order], sample[order], is_error[order]
@@ -122,48 +131,55 @@ def read_keys(paths: Sequence[Path]) -> Committed:
     return Committed(row, prompt, sample, is_error, order.astype(np.int64), rows, prompts)
 
 
-def _file_keys(path: Path) -> tuple[npt.NDArray[Any], ...]:
-    """(row_index, prompt_index, sample_index, is_error) of a file's rows, as stored."""
+def _file_keys(path: Path) -> _Keys:
     with path.open("rb") as stream:
-        table = pq.ParquetFile(stream, page_checksum_verification=True).read([*KEY_COLUMNS, "status"])
+        return _keys_of(pq.ParquetFile(stream, page_checksum_verification=True))
+
+
+def _keys_of(file: pq.ParquetFile) -> _Keys:
+    table = file.read([*KEY_COLUMNS, "status"])
     return (*(table[name].to_numpy() for name in KEY_COLUMNS), pc.equal(table["status"], "error").to_numpy())
 
 
-def _remove_debris(work: WorkFolder) -> None:
-    """Remove interrupted commits and unreadable parts; refuse parts of other jobs."""
+def _remove_debris(work: WorkFolder) -> dict[Path, _Keys]:
+    """Remove interrupted commits and unreadable parts, refuse parts of other jobs; the keys of the parts that stay."""
+    keys: dict[Path, _Keys] = {}
     with output_errors(work.parts):
         for entry in work.parts.iterdir():
             if entry.suffix == ".tmp":
                 entry.unlink()
         for part in work.part_files():
-            fingerprint = _fingerprint(part)
-            if fingerprint is None:
+            found = _identity(part)
+            if found is None:
                 part.unlink()
-            elif fingerprint not in work.accepted:
+                continue
+            fingerprint, keys[part] = found
+            if fingerprint not in work.accepted:
                 raise FingerprintError(
                     f"{part} belongs to a different job. Remove it, or drop all work with --overwrite."
                 )
-        kept = {states_part(part) for part in work.part_files()}
+        kept = set(map(states_part, keys))
         for entry in work.states.iterdir() if work.states.is_dir() else ():
             if entry not in kept:
                 entry.unlink()
+    return keys
 
 
-def _fingerprint(part: Path) -> str | None:
-    """The fingerprint in a part's footer; None when the part, its keys or its states cannot be read."""
+def _identity(part: Path) -> tuple[str, _Keys] | None:
+    """The fingerprint in a part's footer and its keys; None when the part, its keys or its states cannot be read."""
     try:
         with part.open("rb") as stream:
-            metadata = pq.ParquetFile(stream).metadata.metadata or {}
-        if metadata.get(VERSION_KEY) != SCHEMA_VERSION.encode():
-            return None
-        _file_keys(part)
+            file = pq.ParquetFile(stream, page_checksum_verification=True)
+            metadata = file.metadata.metadata or {}
+            if metadata.get(VERSION_KEY) != SCHEMA_VERSION.encode():
+                return None
+            keys = _keys_of(file)
         states = int(metadata.get(STATES_KEY, 0))
         if states and len(read_index(states_part(part))) != states:
             return None
-        fingerprint: str = metadata[FINGERPRINT_KEY].decode()
+        return metadata[FINGERPRINT_KEY].decode(), keys
     except (OSError, pa.ArrowException, KeyError, ValueError):
         return None
-    return fingerprint
 
 
 def _drop_errors(work: WorkFolder) -> None:
