@@ -15,7 +15,7 @@ from batchgen.job.bench.rows_cost import JOB_METRICS, run_job_bench
 
 def test_one_figure_for_everything_that_a_row_costs() -> None:
     lines: list[str] = []
-    figures = run_job_bench(1, lines.append, count=96)
+    figures = run_job_bench(1, lines.append, count=512)
     assert [figure.metric for figure in figures] == list(JOB_METRICS)
     assert [json.loads(line)["value"] for line in lines] == [figure.value for figure in figures]
     by_name = {figure.metric: figure for figure in figures}
