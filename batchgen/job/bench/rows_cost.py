@@ -91,7 +91,10 @@ def _resumed(folder: Path, out: str, count: int) -> Mapping[str, float]:
     parts = folder / f"{out}.parquet.work" / "parts"
 
     def half_way() -> bool:  # by rows: a writer that was kept waiting puts more of them into a part
-        return 2 * sum(pq.read_metadata(part).num_rows for part in parts.glob("part-*.parquet")) >= count
+        try:
+            return 2 * sum(int(pq.read_metadata(part).num_rows) for part in parts.glob("part-*.parquet")) >= count
+        except OSError:  # the job has just ended, and removed its parts
+            return False
 
     with fresh_command(_command("all", out, options), folder, killed=True) as process:
         run_until(half_way, process)
