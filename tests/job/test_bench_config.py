@@ -61,7 +61,8 @@ def test_wrong_files_are_refused_by_name(tmp_path: Path, text: str, message: str
 
 
 @pytest.mark.parametrize("path", sorted(RUNS.glob("*.toml")), ids=lambda path: path.stem)
-def test_runs_of_the_readmes_figures_can_be_run(path: Path) -> None:
+def test_runs_of_the_readmes_figures_can_be_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(RUNS.parents[2])  # where the README's commands run
     config = load_bench(path)
     assert f"configs/bench/runs/{path.name}" in path.read_text(encoding="utf-8").splitlines()[0]
     find_workloads([name for name in config.workloads if name not in ALONE])
