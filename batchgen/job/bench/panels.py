@@ -108,7 +108,8 @@ def share_text(share: float | None) -> str:
 def other_table(lines: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]], dict[str, str]]:
     """Lines of one workload that is no comparison: names of columns, rows, and what is the same in all of them."""
     keys = dict.fromkeys(k for line in lines for k, v in line.items() if not isinstance(v, dict | list))
-    texts = {key: [_plain(line.get(key)) for line in lines] for key in keys if key != "workload"}
+    said = [key for key in keys if key != "workload" and any(line.get(key) is not None for line in lines)]
+    texts = {key: [_plain(line.get(key)) for line in lines] for key in said}
     same = {key: told[0] for key, told in texts.items() if len(set(told)) == 1 and len(lines) > 1}
     header = [key for key in texts if key not in same]
     rows = [[texts[key][i] for key in header] for i in range(len(lines))]
