@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console
 
@@ -20,6 +20,17 @@ from batchgen.job.bench.stored import parse_figures
 from batchgen.job.bench.table import print_others
 
 __all__ = ["bench_config", "draw_stored", "run_command"]
+
+_OF_ENGINES: Final = {
+    "--model": "model",
+    "--peers": "peers",
+    "--dtype": "dtype",
+    "--device": "device",
+    "--cpu-threads": "threads",
+    "--timeout": "timeout",
+    "--tuned": "tuned",
+}
+"""Flags that say which engines run, and how -> fields of `BenchConfig`."""
 
 
 def run_command(config: BenchConfig, emit: Callable[[str], None], console: Console, start: Any = None) -> None:
@@ -38,10 +49,8 @@ def run_command(config: BenchConfig, emit: Callable[[str], None], console: Conso
     if config.chart is not None:
         check_chart(config.chart)
     compared = tuple(name for name in config.workloads if name not in ALONE)
-    if config.tuned is not None and config.workloads and not compared:
-        raise UsageError(
-            f"--tuned has no meaning for {' and '.join(config.workloads)}, which run no peers; leave it out"
-        )
+    if config.workloads and not compared:
+        _refuse_engine_options(config)
     if compared:
         from batchgen.job.bench.definitions import find_workloads  # a tokenizer, which --from need not wait for
 
@@ -72,6 +81,16 @@ def run_command(config: BenchConfig, emit: Callable[[str], None], console: Conso
             run_bench(replace(config, workloads=compared), keep, console, start)
     if config.chart is not None:
         write_chart(config.chart, parse_figures("\n".join(lines), "figures of this run"))
+
+
+def _refuse_engine_options(config: BenchConfig) -> None:
+    """What is said of engines has no meaning where none are compared."""
+    default = BenchConfig()
+    for flag, name in _OF_ENGINES.items():
+        if getattr(config, name) not in (getattr(default, name), "none"):
+            raise UsageError(
+                f"{flag} has no meaning for {' and '.join(config.workloads)}, which run no peers; leave it out"
+            )
 
 
 @contextmanager
