@@ -26,7 +26,10 @@ def run(config: RunConfig) -> None:
     from batchgen.job.preflight import refuse_early
 
     refuse_early(config)
-    from batchgen.job.run import run_job  # torch and transformers: seconds that `--help` and a refusal must not pay
+    from batchgen.engine.collector import QuietCollector
+
+    with QuietCollector():  # what modules make stays: looking through it time and again takes a tenth of the imports
+        from batchgen.job.run import run_job  # torch and transformers: seconds that --help and a refusal must not pay
     from batchgen.job.summary import print_summary, write_report
 
     if config.dry_run:

@@ -1,4 +1,4 @@
-"""Keeps Python's garbage collector out of steps: it runs when asked to, while the device has work."""
+"""Keeps Python's garbage collector out of the way: it runs when asked to, such as while the device has work."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _OLDER: Final = 16
 class QuietCollector:
     """While it is entered, no collection starts by itself, and what was alive at its start is not looked at.
 
-    A collection that starts by itself does so in the middle of a step, and a full one goes through every object that
-    the imports made, again and again. Here `tick` collects young objects, once in many steps, at a moment of the
-    caller's choice; and older ones, made since the start, more rarely still.
+    A collection that starts by itself does so in the middle of a step, or of reading rows, and a full one goes through
+    every object that the imports made, again and again. Here `tick` collects young objects, once in many ticks, at a
+    moment of the caller's choice; and older ones, made since the start, more rarely still.
 
     Entering costs a collection of young objects alone: garbage that is older waits until the end. What the caller
     had frozen or switched off itself stays so.
@@ -42,7 +42,7 @@ class QuietCollector:
         return self
 
     def tick(self) -> None:
-        """A step has been handed to the device: collect, if it is time."""
+        """A good moment, such as when a step has been handed to the device: collect, if it is time."""
         self._ticks += 1
         if self._ticks % self._every:
             return

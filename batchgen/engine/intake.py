@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any, Literal
 
 from batchgen.engine.embeds import EmbedsReader
@@ -19,9 +18,6 @@ from batchgen.text.encode import EncodedPrompt, Encoder
 __all__ = ["Intake", "OnDuplicate", "TakenRow"]
 
 OnDuplicate = Literal["error", "suffix", "allow"]
-
-_BATCH = 512
-"""Rows tokenised together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +54,13 @@ class Intake:
 
     def feed(self, rows: Iterable[tuple[int, Mapping[str, Any] | ErrorInfo]]) -> Iterator[TakenRow]:
         """Take (row_index, row or the reader's error) and say, in order, what became of each."""
-        iterator = iter(rows)
         # The values themselves are let go one by one: embeddings are on disk once their row is parsed.
-        while parsed := [self._parse(index, value) for index, value in islice(iterator, _BATCH)]:
-            good = [row for row in parsed if isinstance(row, ParsedRow)]
-            encoded = iter(self._encoder.encode_rows(good))
-            for row in parsed:
-                if isinstance(row, TakenRow):
-                    yield row
-                else:
-                    yield self._accept(row, next(encoded)[1])
+        for item, prompts in self._encoder.encode_rows(self._parse(index, value) for index, value in rows):
+            if isinstance(item, TakenRow):
+                yield item
+            else:
+                assert prompts is not None
+                yield self._accept(item, prompts)
 
     def _parse(self, index: int, value: Mapping[str, Any] | ErrorInfo) -> ParsedRow | TakenRow:
         if isinstance(value, ErrorInfo):

@@ -122,6 +122,7 @@ def _examine(config: RunConfig) -> CheckReport:
     setup = prepare(config, lambda message: print(message, file=sys.stderr), elsewhere=True)
     inputs = open_inputs(config.inputs)
     identity = identify(config, inputs, setup.identity, setup.sampling)
+    started = time.monotonic()
     errors = _Errors()
     with tempfile.TemporaryDirectory(prefix="batchgen-check-") as scratch:
         table = RequestTable(EmbedsStore(setup.spec.embeds_size, Path(scratch)))
@@ -162,7 +163,11 @@ def _examine(config: RunConfig) -> CheckReport:
         estimated_hidden_states_bytes=output.states,
         fingerprint=identity.run.fingerprint,
         first_prompt=None if rows.first_prompt is None else setup.decode_prompt(rows.first_prompt[1]),
-        seconds={"reading": round(read - began, 3), "planning": round(planned - read, 3)},
+        seconds={
+            "starting": round(started - began, 3),
+            "reading": round(read - started, 3),
+            "planning": round(planned - read, 3),
+        },
         model={**setup.identity, "parameters": spec.parameters, "context_length": spec.context_length},
         configuration=config.describe(),
     )

@@ -21,7 +21,7 @@ from rich.text import Text
 
 __all__ = ["Phase", "Progress", "ProgressState", "make_progress"]
 
-Phase = Literal["reading", "planning", "loading", "generating", "writing"]
+Phase = Literal["starting", "reading", "planning", "loading", "generating", "writing"]
 Mode = Literal["auto", "bar", "plain", "json", "none"]
 
 PLAIN_SECONDS = 30.0

@@ -22,6 +22,7 @@ from batchgen.data.schema import OutputRow
 from batchgen.data.totals import read_totals
 from batchgen.data.work import WorkFolder, open_work, output_paths
 from batchgen.embeds import EmbedsStore
+from batchgen.engine.collector import QuietCollector
 from batchgen.engine.engine import Engine, Running
 from batchgen.engine.intake import Intake
 from batchgen.errors import TooManyErrors, UsageError
@@ -46,19 +47,20 @@ def run_job(config: RunConfig) -> RunSummary:
         BatchgenError: whatever ends a job early; everything finished is committed first.
     """
     stop = StopRequest(config.max_time)
-    with handle_signals(stop), make_progress(config.progress) as progress:
-        return _Job(config, stop, progress).run()
+    with handle_signals(stop), make_progress(config.progress) as progress, QuietCollector(every=1) as collector:
+        return _Job(config, stop, progress, collector).run()
 
 
 class _Job:
     """One run of one job, phase by phase."""
 
-    def __init__(self, config: RunConfig, stop: StopRequest, progress: Progress) -> None:
+    def __init__(self, config: RunConfig, stop: StopRequest, progress: Progress, collector: QuietCollector) -> None:
         self.config = config
         self.stop = stop
         self.progress = progress
+        self.collector = collector
         self.seconds: dict[str, float] = {}
-        self.state = ProgressState("reading")
+        self.state = ProgressState("starting")
         self.errors_before = 0
         self.rows_done = 0
         self.output_seconds = 0.0
@@ -66,7 +68,7 @@ class _Job:
 
     def run(self) -> RunSummary:
         """Everything from the command line to the finished file."""
-        with self._phase("reading"):
+        with self._phase("starting"):  # what any job pays, however few its rows
             setup = prepare(self.config, self.progress.note)
             inputs = open_inputs(self.config.inputs)
             identity = identify(self.config, inputs, setup.identity, setup.sampling)
@@ -78,7 +80,8 @@ class _Job:
         with work, ThreadPoolExecutor(1, thread_name_prefix="load") as loader:
             # The weights are read while the rows are tokenised.
             model = loader.submit(setup.load_model)
-            committed = Committed.read(work, retry_errors=self.config.retry_errors)
+            with self._phase("reading"):
+                committed = Committed.read(work, retry_errors=self.config.retry_errors)
             try:
                 return self._fill(work, committed, inputs, identity, setup, model)
             except UsageError:
@@ -151,6 +154,7 @@ class _Job:
 
         def on_row(rows: int) -> None:
             if not rows % 256:
+                self.collector.tick()
                 self._report(rows_done=rows)
                 if self.stop.requested:
                     raise self.stop.error(committed.prompts_done, rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal
+from typing import Literal, TypeVar
 
 from batchgen.errors import ErrorCode, ErrorInfo, RowError
 from batchgen.params import SamplingParams, StateLimits
@@ -18,13 +18,13 @@ from batchgen.text.scoring import join_texts, texts_field
 from batchgen.text.tokenizer import Tokenizer
 from batchgen.text.words import bad_sequences
 
-__all__ = ["EncodedPrompt", "Encoder", "Truncate"]
+__all__ = ["Encoded", "EncodedPrompt", "Encoder", "Other", "Truncate"]
 
 Truncate = Literal["none", "left", "right"]
 _Source = str | list[int] | ErrorInfo
 """A prompt before it is tokenised: text, ids given as such, or a conversation that cannot be rendered."""
 
-_BATCH_ROWS = 1024
+_BATCH_ROWS = 512
 _BATCH_CHARACTERS = 1 << 24  # a batch of long texts ends early, so that its encodings stay within some hundred MB
 _ID_FIELDS = ("stop_token_ids", "allowed_token_ids", "token_ids_logprob")
 _ROOM_WITHOUT_LIMIT = 128  # tokens kept free for the answer of a truncated prompt whose row sets no limit
@@ -52,6 +52,12 @@ class EncodedPrompt:
     """Where the text to score begins in `ids`; -1: none is scored."""
     text_index: int = 0
     """Which of the prompt's texts to score this is."""
+
+
+Encoded = tuple[ParsedRow, list[EncodedPrompt] | ErrorInfo]
+"""A row with its prompts, or with what is wrong with it."""
+Other = TypeVar("Other")
+"""What stands among rows and is none, such as one that was refused."""
 
 
 class Encoder:
@@ -87,33 +93,35 @@ class Encoder:
         self._fitting: dict[int, SamplingParams] = {}
         self._limits = limits
 
-    def encode_rows(self, rows: Iterable[ParsedRow]) -> Iterator[tuple[ParsedRow, list[EncodedPrompt] | ErrorInfo]]:
+    def encode_rows(self, rows: Iterable[ParsedRow | Other]) -> Iterator[Encoded | tuple[Other, None]]:
         """Each row, in order, with its prompts or with what is wrong; a bad prompt fails its whole row.
 
-        Rows are taken and tokenised up to 1024 at a time.
+        What is no row comes back in its place, with None. Up to 512 are taken and tokenised at a time.
         """
         source = iter(rows)
         while batch := _take_batch(source):
-            yield from zip(batch, self._encode_batch(batch), strict=True)
+            yield from self._encode_batch(batch)
 
-    def _encode_batch(self, batch: list[ParsedRow]) -> list[list[EncodedPrompt] | ErrorInfo]:
-        prompts = [prompt for row in batch for prompt in row.prompts]
+    def _encode_batch(self, batch: list[ParsedRow | Other]) -> Iterator[Encoded | tuple[Other, None]]:
+        rows = [item for item in batch if isinstance(item, ParsedRow)]
+        prompts = [prompt for row in rows for prompt in row.prompts]
         rendered = iter(self._tokenizer.render_chats([prompt for prompt in prompts if isinstance(prompt, ChatPrompt)]))
         texts = [next(rendered) if isinstance(prompt, ChatPrompt) else _source(prompt) for prompt in prompts]
-        ids, sources = iter(self._encode_texts(texts)), iter(texts)
-        distinct = {id(row.params): row.params for row in batch}.values()  # rows asked alike share the object
+        found = zip(texts, self._encode_texts(texts), strict=True)
+        distinct = {id(row.params): row.params for row in rows}.values()  # rows asked alike share the object
         constraints = [constraint for params in distinct if (constraint := params.constraint) is not None]
         if constraints:
             self.grammars.prepare(constraints)
-        results: list[list[EncodedPrompt] | ErrorInfo] = []
-        for row in batch:
-            found = [(next(sources), next(ids)) for _ in row.prompts]
+        for item in batch:
+            if not isinstance(item, ParsedRow):
+                yield item, None
+                continue
+            own = list(islice(found, len(item.prompts)))
             try:
-                finish = self._finish_scores if row.completions else self._finish_row
-                results.append(finish(row, found))
+                finish = self._finish_scores if item.completions else self._finish_row
+                yield item, finish(item, own)
             except RowError as error:
-                results.append(error.info)
-        return results
+                yield item, error.info
 
     def _encode_texts(self, texts: list[str | list[int] | ErrorInfo]) -> list[list[int] | ErrorInfo]:
         """Tokenise the strings among `texts` in one call, nothing added in front; the others stay as they are."""
@@ -354,12 +362,13 @@ def _refuse_beside_embeds(params: SamplingParams) -> None:
         raise RowError(ErrorCode.UNSUPPORTED_FIELD, message, name)
 
 
-def _take_batch(source: Iterator[ParsedRow]) -> list[ParsedRow]:
-    batch: list[ParsedRow] = []
+def _take_batch(source: Iterator[ParsedRow | Other]) -> list[ParsedRow | Other]:
+    batch: list[ParsedRow | Other] = []
     characters = 0
-    for row in islice(source, _BATCH_ROWS):
-        batch.append(row)
-        characters += sum(len(prompt.text) for prompt in row.prompts if isinstance(prompt, TextPrompt))
+    for item in islice(source, _BATCH_ROWS):
+        batch.append(item)
+        if isinstance(item, ParsedRow):
+            characters += sum(len(prompt.text) for prompt in item.prompts if isinstance(prompt, TextPrompt))
         if characters >= _BATCH_CHARACTERS:
             break
     return batch

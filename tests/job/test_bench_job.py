@@ -33,12 +33,13 @@ def test_one_figure_for_everything_that_a_row_costs() -> None:
 def test_a_row_costs_what_a_job_of_many_takes_beyond_that_of_one() -> None:
     one = {"reading": 500.0, "planning": 10.0, "between_steps": 3.0, "writing": 40.0, "model": 100.0}
     whole = {"reading": 1500.0, "planning": 20.0, "between_steps": 203.0, "writing": 140.0, "model": 10_100.0}
-    again = {"reading": 1400.0, "planning": 30.0, "between_steps": 0.0, "writing": 0.0, "model": 5.0}
-    cost = rows_cost._costs(one, whole, again, 100)
+    two = {"reading": 600.0, "planning": 12.0, "between_steps": 0.0, "writing": 0.0, "model": 5.0}
+    again = {"reading": 1486.0, "planning": 31.0, "between_steps": 0.0, "writing": 0.0, "model": 5.0}
+    cost = rows_cost._costs(one, two, whole, again, 101)
     assert {name: cost[name] for name in JOB_METRICS[:6]} == {
-        "reading": 10.0, "planning": 0.1, "writing": 1.0, "resuming": 9.2, "between_steps": 2.0, "model": 100.0,
+        "reading": 10.0, "planning": 0.1, "writing": 1.0, "resuming": 905 / 99, "between_steps": 2.0, "model": 100.0,
     }  # fmt: skip
-    assert cost["rows_over_model"] == pytest.approx(20.3)
+    assert cost["rows_over_model"] == pytest.approx(11.1 + 905 / 99)
     assert cost["steps_over_model"] == 2.0
 
 
@@ -46,7 +47,7 @@ def test_a_job_that_kept_nothing_is_no_measurement(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(rows_cost, "fresh_command", _killed_at_once)
     monkeypatch.setattr(rows_cost, "_run", lambda *_: {"rows_resumed": 0})
     with pytest.raises(CommandFailed, match="resumed none of 64 rows"):
-        rows_cost._resumed(tmp_path, "again", 64)
+        rows_cost._resumed(tmp_path, "all", "again", 64)
 
 
 def _killed_at_once(arguments: list[str], folder: Path, *, killed: bool):  # type: ignore[no-untyped-def]

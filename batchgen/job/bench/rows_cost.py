@@ -1,8 +1,9 @@
 """`batchgen bench job`: what a row costs beside the model, in whole jobs of the demonstration model.
 
-Each repeat is four runs of the command: a job of one row, whose times are what any job pays; the job of all rows; the
-same again, killed once half of its rows are committed; and that one taken up where it stopped. What the job of all rows
-takes beyond those of one row, over its further rows, is what a row costs.
+Each repeat is six runs of the command: a job of one row, whose times are what any job pays; the job of all rows; that
+one again, killed once half of its rows are committed, and taken up where it stopped; and the same with a job of two
+rows, whose times are what any job pays that is taken up. What a job of all rows takes beyond those, over its further
+rows, is what a row costs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ JOB_METRICS: Final = (
 )  # fmt: skip
 """Figures, in order. All but the last two are microseconds a row, by the wall clock:
 
-- `reading`: parsing, checking and tokenising, beyond the time in which the model is loaded and any job waits.
+- `reading`: parsing, checking and tokenising, with what is left to wait for of the model that is loaded meanwhile.
 - `planning`: prefix tree and pages.
 - `writing`: handing finished rows to the writer while the steps wait, and gathering the results in the end.
 - `resuming`: reading and planning again in a job that was killed, with what it had committed.
@@ -37,6 +38,10 @@ JOB_METRICS: Final = (
 - `steps_over_model`: `between_steps` as per cent of `model`.
 """
 
+_TWO: Final = (
+    {"text": "a", "max_new_tokens": 1},
+    {"text": "b", "max_new_tokens": 400, "ignore_eos": True},  # long enough to be killed while it runs
+)
 _COMMITS: Final = 16
 """Parts, or fewer, in which the job that is killed commits its rows."""
 
@@ -47,20 +52,22 @@ def run_job_bench(repeat: int, emit: Callable[[str], None], count: int = JOB_ROW
     Raises:
         CommandFailed: a process did, or none of its rows were kept when it was killed.
     """
-    ones, wholes, agains = [], [], []
+    ones, twos, wholes, agains = [], [], [], []
     with tempfile.TemporaryDirectory(prefix="batchgen-job-") as scratch:
         folder = Path(scratch)
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in task_rows("heldout", count)]
-        (folder / "one.jsonl").write_text(lines[0], encoding="utf-8")
-        (folder / "all.jsonl").write_text("".join(lines), encoding="utf-8")
+        rows = list(task_rows("heldout", count))
+        for name, chosen in (("one", rows[:1]), ("two", _TWO), ("all", rows)):
+            text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in chosen)
+            (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
         _run(folder, "one", "warm")
         for number in range(repeat):
             ones.append(_run(folder, "one", f"one-{number}"))
+            twos.append(_resumed(folder, "two", f"two-{number}", len(_TWO)))
             wholes.append(_run(folder, "all", f"all-{number}"))
-            agains.append(_resumed(folder, f"again-{number}", count))
+            agains.append(_resumed(folder, "all", f"again-{number}", count))
     # One start's imports take longer than another's by more than all rows do: the median of them is what any job pays.
-    any_job = {name: median(one[name] for one in ones) for name in ones[0]}
-    costs = [_costs(any_job, whole, again, count - 1) for whole, again in zip(wholes, agains, strict=True)]
+    one, two = _medians(ones), _medians(twos)
+    costs = [_costs(one, two, whole, again, count) for whole, again in zip(wholes, agains, strict=True)]
     units = dict.fromkeys(JOB_METRICS[:6], "us/row") | dict.fromkeys(JOB_METRICS[6:], "%")
     figures = [command_figure("job", metric, units[metric], [cost[metric] for cost in costs]) for metric in JOB_METRICS]
     for figure in figures:
@@ -85,7 +92,7 @@ def _run(folder: Path, name: str, out: str, options: Sequence[str] = ()) -> Mapp
     return spent
 
 
-def _resumed(folder: Path, out: str, count: int) -> Mapping[str, float]:
+def _resumed(folder: Path, name: str, out: str, count: int) -> Mapping[str, float]:
     """The run that goes on after one that was killed half way."""
     options = ["--commit-every", str(max(1, count // _COMMITS))]
     parts = folder / f"{out}.parquet.work" / "parts"
@@ -96,10 +103,10 @@ def _resumed(folder: Path, out: str, count: int) -> Mapping[str, float]:
         except OSError:  # the job has just ended, and removed its parts
             return False
 
-    with fresh_command(_command("all", out, options), folder, killed=True) as process:
+    with fresh_command(_command(name, out, options), folder, killed=True) as process:
         run_until(half_way, process)
         process.communicate()
-    spent = _run(folder, "all", out, options)
+    spent = _run(folder, name, out, options)
     if not spent["rows_resumed"]:
         raise CommandFailed(f"batchgen run resumed none of {count} rows of a job that was killed half way")
     return spent
@@ -109,12 +116,20 @@ def _command(name: str, out: str, options: Sequence[str]) -> list[str]:
     return ["run", f"{name}.jsonl", "-o", f"{out}.parquet", "--progress", "none", *options]
 
 
+def _medians(runs: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
+    return {name: median(run[name] for run in runs) for name in runs[0]}
+
+
 def _costs(
-    any_job: Mapping[str, float], whole: Mapping[str, float], again: Mapping[str, float], rows: int
+    one: Mapping[str, float],
+    two: Mapping[str, float],
+    whole: Mapping[str, float],
+    again: Mapping[str, float],
+    rows: int,
 ) -> Mapping[str, float]:
-    """By metric, from microseconds of jobs of one row and of `rows` more."""
-    cost = {phase: (whole[phase] - any_job[phase]) / rows for phase in ("reading", "planning", "writing")}
-    cost["resuming"] = sum(again[phase] - any_job[phase] for phase in ("reading", "planning")) / rows
-    steps, model = ((whole[phase] - any_job[phase]) / rows for phase in ("between_steps", "model"))
+    """By metric, from microseconds of the jobs of one row and of all, and of those of two rows and of all, taken up."""
+    cost = {phase: (whole[phase] - one[phase]) / (rows - 1) for phase in ("reading", "planning", "writing")}
+    cost["resuming"] = sum(again[phase] - two[phase] for phase in ("reading", "planning")) / (rows - 2)
+    steps, model = ((whole[phase] - one[phase]) / (rows - 1) for phase in ("between_steps", "model"))
     shares = {"rows_over_model": 100 * sum(cost.values()) / model, "steps_over_model": 100 * steps / model}
     return {**cost, "between_steps": steps, "model": model, **shares}
