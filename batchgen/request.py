@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from batchgen.columns import Columns
 from batchgen.embeds import EmbedsStore
 from batchgen.errors import ErrorInfo
 from batchgen.params import SamplingParams
@@ -76,13 +77,16 @@ class Request:
         return self.prompt_ids if self.embeds is None else self.prompt_ids[self.embeds.length :]
 
 
-class RequestTable:
+class RequestTable(Columns):
     """All prompts of a job by column, about 40 bytes a prompt beside its tokens.
 
     Equal `SamplingParams` are stored once, the seed in a column of its own. Tokens live in one flat int32 buffer:
-    in memory while rows are appended, or a memory map that a caller hands to `from_columns`. Prompts given as
-    embeddings have zeros for ids, and a place in `embeds`, for whose rows the table takes a store.
+    in memory while rows are appended, or a memory map that a caller hands to `spill`. Prompts given as embeddings have
+    zeros for ids, and a place in `embeds`, for whose rows the table takes a store. `columns` and `fill` leave tokens,
+    parameter sets and embeddings out.
     """
+
+    _columns = ("_offsets", "_row_index", "_prompt_index", "_params_id", "_seed", "_max_new", "_score_start")
 
     def __init__(self, embeds: EmbedsStore | None = None) -> None:
         self.embeds = embeds
@@ -156,6 +160,11 @@ class RequestTable:
         """
         self._mapped = tokens.view(np.ndarray)  # slicing a np.memmap costs twenty times that of a plain array
         self._tokens = array("i")
+
+    def take(self, params: Sequence[SamplingParams], tokens: npt.NDArray[np.int32]) -> None:
+        """Complete what `fill` put here: the parameter sets and tokens [total] of the table whose columns they were."""
+        self._params = list(params)
+        self.spill(tokens)
 
     def prompt_ids(self, index: int) -> npt.NDArray[np.int32]:
         """[P] the ids of one prompt."""

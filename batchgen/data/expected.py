@@ -7,14 +7,17 @@ from array import array
 import numpy as np
 import numpy.typing as npt
 
+from batchgen.columns import Columns
 from batchgen.data.committed import Committed
 from batchgen.errors import BatchgenError
 
 __all__ = ["Expected"]
 
 
-class Expected:
+class Expected(Columns):
     """Every prompt of the job and its number of samples, 16 bytes each, added in any order while rows are read."""
+
+    _columns = ("_row", "_prompt", "_samples")
 
     def __init__(self) -> None:
         self._row = array("q")

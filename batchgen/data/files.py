@@ -16,7 +16,15 @@ import pyarrow.parquet as pq
 from batchgen.data.schema import RUN_KEY, SCHEMA_VERSION, VERSION_KEY
 from batchgen.errors import OutputError
 
-__all__ = ["output_errors", "parquet_writer", "read_footer", "states_writer", "sync_folder", "write_durably"]
+__all__ = [
+    "output_errors",
+    "parquet_writer",
+    "read_footer",
+    "states_writer",
+    "sync_file",
+    "sync_folder",
+    "write_durably",
+]
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -45,6 +53,16 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_file(path: Path) -> None:
+    """Make what was written to a file durable.
+
+    Raises:
+        OutputError: the disk is full, and the like.
+    """
+    with output_errors(path), path.open("rb") as stream:
+        os.fsync(stream.fileno())
 
 
 def write_durably(

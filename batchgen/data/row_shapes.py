@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from batchgen.columns import Columns
 from batchgen.errors import InputError
 
 __all__ = ["RowShape", "RowShapes"]
@@ -29,12 +30,14 @@ class RowShape(NamedTuple):
     """The prompt stands in front of the output, in text and logprobs."""
 
 
-class RowShapes:
+class RowShapes(Columns):
     """Shapes by row index, added in rising order: 9 bytes a row in memory."""
+
+    _columns = ("_rows", "_bits")
 
     def __init__(self) -> None:
         self._rows = array("q")
-        self._bits = bytearray()
+        self._bits = array("B")
 
     def add(self, row_index: int, chat: bool = False, echo: bool = False) -> None:
         """Remember a row of the output; a bad row has no shape of its own."""

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import mmap
+import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.data.files import output_errors
+from batchgen.columns import Columns
+from batchgen.data.files import output_errors, sync_file
 
 __all__ = ["BlobSpool", "TokenSpool"]
 
@@ -21,12 +23,12 @@ _BUFFER = 1 << 20
 
 
 class _Spool:
-    """An append-only scratch file, removed on close."""
+    """An append-only file beside a job, removed on close unless another run is to have it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, fresh: bool = True) -> None:
         self.path = path
         with output_errors(path):
-            self._file = path.open("w+b", buffering=_BUFFER)
+            self._file = path.open("w+b" if fresh else "r+b", buffering=_BUFFER)
 
     def _write(self, data: bytes) -> None:
         try:  # twice for every row, so the context is entered only where there is something to say
@@ -39,11 +41,21 @@ class _Spool:
         with output_errors(self.path):
             self._file.flush()
 
-    def close(self) -> None:
-        """Remove the file."""
+    def sync(self) -> None:
+        """Make what was written durable."""
+        self._flush()
+        sync_file(self.path)
+
+    def close(self, *, keep: bool = False) -> None:
+        """Remove the file, or `keep` it for another run; then it stays where this is called again."""
+        if self._file.closed:
+            return
+        if keep:
+            self._flush()
         with suppress(OSError):
             self._file.close()
-        self.path.unlink(missing_ok=True)
+        if not keep:
+            self.path.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
         return self
@@ -54,19 +66,33 @@ class _Spool:
         self.close()
 
 
-class BlobSpool(_Spool):
+class BlobSpool(_Spool, Columns):
     """Byte strings by index, any of them None; 8 bytes of memory each.
 
+    Args:
+        path: of the file.
+        kept: `columns` of an earlier spool, which kept its file: this one begins with its blobs.
+
     Raises:
-        OutputError: the disk is full.
+        OutputError: the disk is full, or the kept file cannot be read.
+        ValueError: that file is not what `kept` says.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
+    _columns = ("_ends",)
+
+    def __init__(self, path: Path, kept: Mapping[str, npt.NDArray[Any]] | None = None) -> None:
+        super().__init__(path, fresh=kept is None)
         self._ends = array("q")
         """End offsets; `~end` marks None."""
         self._size = 0
         self._map: mmap.mmap | None = None
+        if kept is not None:
+            self.fill(kept)
+            last = self._ends[-1] if self._ends else 0
+            self._size = last if last >= 0 else ~last
+            if self._file.seek(0, os.SEEK_END) != self._size:
+                self._file.close()
+                raise ValueError(f"{path} has another size")
 
     def append(self, blob: bytes | None) -> int:
         """Add a blob and return its index."""
@@ -102,12 +128,12 @@ class BlobSpool(_Spool):
             self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
         return self._map
 
-    def close(self) -> None:
-        """Remove the file."""
+    def close(self, *, keep: bool = False) -> None:
+        """Remove the file, or `keep` it for another run; then it stays where this is called again."""
         if self._map is not None:
             self._map.close()
             self._map = None
-        super().close()
+        super().close(keep=keep)
 
 
 class TokenSpool(_Spool):

@@ -6,6 +6,7 @@ results.parquet.work/
 ├── run.json                   the fingerprint, and what it was made from
 ├── parts/part-000000.parquet  committed rows
 ├── states/part-000000.states  hidden states of the rows in the part of the same number
+├── reading/                   what reading the input made; one that is whole spares a later run reading it again
 └── scratch/                   nothing that a later run needs
 ```
 """
@@ -118,6 +119,11 @@ class WorkFolder:
         return self.paths.work / "scratch"
 
     @property
+    def reading(self) -> Path:
+        """The folder of what reading the input made: token ids, rows' ids and carried fields."""
+        return self.paths.work / "reading"
+
+    @property
     def states(self) -> Path:
         """The folder of committed states; there only where rows asked for them."""
         return self.paths.work / "states"
@@ -202,7 +208,7 @@ def _let_go(work: Path, lock: RunLock) -> None:
 def _prepared(paths: OutputPaths, identity: RunIdentity, lock: RunLock, state: Mapping[str, Any]) -> WorkFolder:
     work = WorkFolder(paths, identity, lock, state)
     shutil.rmtree(work.scratch, ignore_errors=True)
-    for folder in (work.parts, work.scratch, paths.result.parent):
+    for folder in (work.parts, work.reading, work.scratch, paths.result.parent):
         folder.mkdir(parents=True, exist_ok=True)
     content = json.dumps(state, ensure_ascii=False, indent=1, sort_keys=True).encode()
     write_durably(paths.work / "run.json", lambda stream: _write(stream, content))

@@ -129,6 +129,7 @@ def _examine(config: RunConfig) -> CheckReport:
         intake = Intake(table, setup.encoder, setup.defaults, config.on_duplicate_id, setup.media_root)
         rows = ingest(config, inputs, intake, table, Path(scratch), setup.decode_prompt, errors.take)
         rows.texts.close()
+        rows.bad.close()
         read = time.monotonic()
         workload = plan_workload(table, dedup=config.engine.dedup, adapters=list(setup.spec.adapters))
         page = config.engine.page_size

@@ -6,13 +6,14 @@ from array import array
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import orjson
 
+from batchgen.columns import Columns
 from batchgen.config import RunConfig
 from batchgen.data.expected import Expected
 from batchgen.data.read import InputSet
@@ -27,30 +28,35 @@ from batchgen.prompts import ChatPrompt
 from batchgen.request import Completion, ParsedRow, RequestTable
 from batchgen.text.encode import EncodedPrompt
 
-__all__ = ["Ingested", "RowTexts", "ingest", "selection_of"]
+__all__ = ["BAD", "TEXTS", "TOKENS", "Ingested", "RowTexts", "ingest", "selection_of"]
+
+TOKENS, TEXTS, BAD = "tokens", "texts", "bad"
+"""Files of token ids, of rows' texts and of bad rows."""
 
 
-class RowTexts:
+class RowTexts(Columns):
     """What the output says of a row beside its results (id, carried fields, prompts), kept on disk by row index."""
 
-    def __init__(self, path: Path) -> None:
-        self._spool = BlobSpool(path)
+    _columns = ("_rows",)
+
+    def __init__(self, spool: BlobSpool) -> None:
+        self.spool = spool
         self._rows = array("q")
 
     def add(self, row_index: int, row_id: str, extra: str | None, prompts: list[str | None] | None) -> None:
         """Remember a row. Rows come in rising order."""
         self._rows.append(row_index)
-        self._spool.append(orjson.dumps([row_id, extra, prompts]))
+        self.spool.append(orjson.dumps([row_id, extra, prompts]))
 
     def __getitem__(self, row_index: int) -> tuple[str, str | None, list[str | None] | None]:
-        blob = self._spool.get(bisect_left(self._rows, row_index))
+        blob = self.spool.get(bisect_left(self._rows, row_index))
         assert blob is not None
         row_id, extra, prompts = orjson.loads(blob)
         return row_id, extra, prompts
 
     def close(self) -> None:
         """Release the file."""
-        self._spool.close()
+        self.spool.close()
 
 
 @dataclass(slots=True)
@@ -59,6 +65,8 @@ class Ingested:
 
     table: RequestTable
     texts: RowTexts
+    bad: BlobSpool
+    """Rows that the output holds as errors, as JSON."""
     expected: Expected = field(default_factory=Expected)
     """The keys that the output must hold."""
     shapes: RowShapes = field(default_factory=RowShapes)
@@ -98,8 +106,8 @@ def ingest(
         config: selection, `--carry`, `--include-prompt` and `--on-bad-row`.
         inputs: the opened files.
         intake: parses and tokenises into `table`.
-        table: takes the requests; its tokens go to a memory map in `folder`.
-        folder: where the spools stand while the job runs.
+        table: takes the requests; its tokens go to a memory map of a file.
+        folder: takes `tokens`, `texts` and `bad`, which the caller removes.
         decode: ids to text, for `--include-prompt`.
         on_error: called with each bad row's completion, id and carried fields, unless bad rows are skipped.
         on_row: called with the rows read so far.
@@ -107,12 +115,11 @@ def ingest(
     Raises:
         InputError: a bad row under `--on-bad-row fail`.
     """
-    result = Ingested(table, RowTexts(folder / "rows.spool"))
+    result = Ingested(table, RowTexts(BlobSpool(folder / TEXTS)), BlobSpool(folder / BAD))
     table.spill(np.zeros(0, np.int32))
     raw_rows = inputs.rows(config.prompt_column, config.id_column, selection_of(config))
     places: dict[int, RawRow] = {}
-    # The map outlives the file's name: what a killed run leaves behind holds no ids.
-    with TokenSpool(folder / "tokens.spool") as tokens:
+    with TokenSpool(folder / TOKENS) as tokens:
         for taken in intake.feed(_values(raw_rows, places)):
             raw = places.pop(taken.row_index)
             result.rows += 1
@@ -124,6 +131,7 @@ def ingest(
                 if config.on_bad_row == "error-row":
                     result.expected.add(taken.row_index)
                     result.shapes.add(taken.row_index)
+                    result.bad.append(orjson.dumps([taken.row_index, taken.id, extra, *astuple(error)]))
                     on_error(Completion(taken.row_index, error=error), taken.id, extra)
                 continue
             assert taken.row is not None
@@ -139,6 +147,7 @@ def ingest(
             if result.first_prompt is None and taken.prompts[0].embeds is None:
                 result.first_prompt = (taken.id, list(_prompt_part(taken.prompts[0])))
         table.spill(tokens.map())
+        tokens.close(keep=True)
     return result
 
 

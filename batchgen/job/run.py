@@ -31,6 +31,7 @@ from batchgen.job.events import EventWriter, open_events
 from batchgen.job.identity import JobIdentity, identify
 from batchgen.job.ingest import Ingested, ingest
 from batchgen.job.progress import Phase, Progress, ProgressState, make_progress
+from batchgen.job.reading import forget_reading, keep_reading, kept_reading, reading_key, report_bad
 from batchgen.job.setup import Setup, prepare
 from batchgen.job.signals import StopRequest, handle_signals
 from batchgen.job.summary import RunSummary
@@ -106,7 +107,7 @@ class _Job:
         ):
             self.stop.commit = writer.flush
             with self._phase("reading"):
-                rows = self._read(work.scratch, inputs, setup, committed, writer)
+                rows = self._rows(work, identity, inputs, setup, committed, writer)
             self._hold_size(rows, setup.spec)
             with self._phase("loading"):
                 loaded = self._await(model, committed, rows)
@@ -125,6 +126,7 @@ class _Job:
             raise self.stop.error(self.state.rows_done, rows.rows)
         self._hold_threshold(rows)
         rows.texts.close()
+        rows.bad.close()
         with self._phase("writing"):
             made = {
                 "kernels": engine.kernels,
@@ -140,11 +142,16 @@ class _Job:
         """Where events go; opened before anything is computed, so that a path that cannot be written is no surprise."""
         return nullcontext() if self.config.events is None else open_events(self.config.events, go_on=go_on)
 
-    def _read(
-        self, scratch: Path, inputs: InputSet, setup: Setup, committed: Committed, writer: PartWriter
+    def _rows(
+        self,
+        work: WorkFolder,
+        identity: JobIdentity,
+        inputs: InputSet,
+        setup: Setup,
+        committed: Committed,
+        writer: PartWriter,
     ) -> Ingested:
-        table = RequestTable(EmbedsStore(setup.spec.embeds_size, scratch))
-        intake = Intake(table, setup.encoder, setup.defaults, self.config.on_duplicate_id, setup.media_root)
+        """All rows tokenised: as an earlier run of this job left them, or read now and left for a later one."""
 
         def on_error(completion: Completion, row_id: str, extra: str | None) -> None:
             if (completion.row_index, 0) not in committed:
@@ -161,7 +168,16 @@ class _Job:
 
         # Rows that failed while an earlier run generated; those that cannot be parsed are found again.
         self.errors_before = len(np.unique(committed.row_index[committed.is_error]))
-        rows = ingest(self.config, inputs, intake, table, scratch, setup.decode_prompt, on_error, on_row)
+        key = reading_key(identity, self.config, setup)
+        rows = kept_reading(work.reading, key)
+        if rows is not None and setup.encoder.can_compile(rows.table.params):
+            report_bad(rows, on_error)
+        else:
+            forget_reading(work.reading)
+            table = RequestTable(EmbedsStore(setup.spec.embeds_size, work.scratch))
+            intake = Intake(table, setup.encoder, setup.defaults, self.config.on_duplicate_id, setup.media_root)
+            rows = ingest(self.config, inputs, intake, table, work.reading, setup.decode_prompt, on_error, on_row)
+            keep_reading(rows, work.reading, key)
         setup.encoder.grammars.release()
         self._report(rows_done=0, rows_total=rows.rows, rows_error=rows.errors.total())
         self._hold_threshold(rows)

@@ -102,6 +102,12 @@ class Encoder:
         while batch := _take_batch(source):
             yield from self._encode_batch(batch)
 
+    def can_compile(self, params: Iterable[SamplingParams]) -> bool:
+        """Prepare the constraints of parameter sets that an earlier process found good; False: one is not, here."""
+        constraints = [found for one in params if (found := one.constraint) is not None]
+        self.grammars.prepare(constraints)
+        return all(self.grammars.error(constraint) is None for constraint in constraints)
+
     def _encode_batch(self, batch: list[ParsedRow | Other]) -> Iterator[Encoded | tuple[Other, None]]:
         rows = [item for item in batch if isinstance(item, ParsedRow)]
         prompts = [prompt for row in rows for prompt in row.prompts]
