@@ -49,8 +49,7 @@ def run_command(config: BenchConfig, emit: Callable[[str], None], console: Conso
     if config.chart is not None:
         check_chart(config.chart)
     compared = tuple(name for name in config.workloads if name not in ALONE)
-    if config.workloads and not compared:
-        _refuse_engine_options(config)
+    _refuse_idle_options(config, engines=bool(compared) or not config.workloads)
     if compared:
         from batchgen.job.bench.definitions import find_workloads  # a tokenizer, which --from need not wait for
 
@@ -83,14 +82,18 @@ def run_command(config: BenchConfig, emit: Callable[[str], None], console: Conso
         write_chart(config.chart, parse_figures("\n".join(lines), "figures of this run"))
 
 
-def _refuse_engine_options(config: BenchConfig) -> None:
-    """What is said of engines has no meaning where none are compared."""
+def _refuse_idle_options(config: BenchConfig, *, engines: bool) -> None:
+    """What is said of engines has no meaning where none are compared, and the planner is measured once."""
+    idle = {} if engines else {flag: (name, ", which run no peers") for flag, name in _OF_ENGINES.items()}
+    if "plan" not in config.workloads:
+        idle["--plan-size"] = "plan_size", "; it is of the workload plan"
+    elif set(config.workloads) == {"plan"}:
+        idle["--repeat"] = "repeat", ", which is measured once"
     default = BenchConfig()
-    for flag, name in _OF_ENGINES.items():
+    for flag, (name, reason) in idle.items():
         if getattr(config, name) not in (getattr(default, name), "none"):
-            raise UsageError(
-                f"{flag} has no meaning for {' and '.join(config.workloads)}, which run no peers; leave it out"
-            )
+            measured = " and ".join(config.workloads) or "the default workloads"
+            raise UsageError(f"{flag} has no meaning for {measured}{reason}; leave it out")
 
 
 @contextmanager
