@@ -128,8 +128,7 @@ def _examine(config: RunConfig) -> CheckReport:
         table = RequestTable(EmbedsStore(setup.spec.embeds_size, Path(scratch)))
         intake = Intake(table, setup.encoder, setup.defaults, config.on_duplicate_id, setup.media_root)
         rows = ingest(config, inputs, intake, table, Path(scratch), setup.decode_prompt, errors.take)
-        rows.texts.close()
-        rows.bad.close()
+        rows.close()
         read = time.monotonic()
         workload = plan_workload(table, dedup=config.engine.dedup, adapters=list(setup.spec.adapters))
         page = config.engine.page_size

@@ -54,10 +54,6 @@ class RowTexts(Columns):
         row_id, extra, prompts = orjson.loads(blob)
         return row_id, extra, prompts
 
-    def close(self) -> None:
-        """Release the file."""
-        self.spool.close()
-
 
 @dataclass(slots=True)
 class Ingested:
@@ -77,6 +73,11 @@ class Ingested:
     errors: Counter[str] = field(default_factory=Counter)
     first_prompt: tuple[str, list[int]] | None = None
     """(id, ids) of the first good row's first prompt."""
+
+    def close(self, *, keep: bool = False) -> None:
+        """Remove the files of texts and bad rows, or `keep` them for another run."""
+        self.texts.spool.close(keep=keep)
+        self.bad.close(keep=keep)
 
 
 def selection_of(config: RunConfig) -> Selection:

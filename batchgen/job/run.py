@@ -125,8 +125,7 @@ class _Job:
         if self.stop.requested:
             raise self.stop.error(self.state.rows_done, rows.rows)
         self._hold_threshold(rows)
-        rows.texts.close()
-        rows.bad.close()
+        rows.close(keep=True)  # for a run that goes on where this one is cut short while it gathers
         with self._phase("writing"):
             made = {
                 "kernels": engine.kernels,

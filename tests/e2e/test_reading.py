@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 
 import batchgen.job.run as job
 from batchgen.cli.app import run_command
+from batchgen.errors import OutputError
+from batchgen.job.reading import kept_reading
 from tests.e2e.rows import assert_same, mixed_lines, prompts, read, rows_of, write_lines
 from tests.e2e.runner import run, start
 
@@ -113,20 +116,31 @@ def test_bad_rows_that_were_not_committed_are_reported(
     assert_same(read(folder / "out.parquet"), whole, ignore=["error"])
 
 
+def kept_key(reading: Path) -> str:
+    """The key under which a reading was kept."""
+    with np.load(reading / "columns.npz") as kept:
+        return str(json.loads(kept["about"].tobytes())["key"])
+
+
 @pytest.mark.parametrize("name", ["columns.npz", "tokens", "texts", "bad"])
 @pytest.mark.parametrize("harm", ["absent", "empty", "cut", "longer"])
-def test_what_is_not_whole_is_made_again(
-    folder: Path, model: Path, whole: Any, reads: list[int], name: str, harm: str
-) -> None:
-    path = folder / "out.parquet.work" / "reading" / name
-    data = path.read_bytes()
-    path.unlink()
+def test_what_is_not_whole_is_not_taken(folder: Path, name: str, harm: str) -> None:
+    reading = folder / "out.parquet.work" / "reading"
+    key = kept_key(reading)
+    rows = kept_reading(reading, key)
+    assert rows is not None
+    assert len(rows.table) > 80
+    rows.close(keep=True)
+    assert kept_reading(reading, key + " ") is None
+    data = (reading / name).read_bytes()
+    (reading / name).unlink()
     if harm != "absent":
-        path.write_bytes({"empty": b"", "cut": data[:-3], "longer": data + b"1234"}[harm])
-    assert resume(folder, model) == 0
-    # zip archives may have something in front or behind; numpy's own sizes and sums hold what is read.
-    assert len(reads) == (0 if (name, harm) == ("columns.npz", "longer") else 1)
-    assert_same(read(folder / "out.parquet"), whole, ignore=["error"])
+        (reading / name).write_bytes({"empty": b"", "cut": data[:-3], "longer": data + b"1234"}[harm])
+    again = kept_reading(reading, key)
+    # An archive may have something behind it: its own sizes and sums hold what is read.
+    assert (again is not None) == ((name, harm) == ("columns.npz", "longer"))
+    if again is not None:
+        again.close()
 
 
 def test_one_flipped_byte_of_the_columns(folder: Path, model: Path, whole: Any, reads: list[int]) -> None:
@@ -152,6 +166,25 @@ def test_what_may_read_otherwise_is_read_anew(
     monkeypatch.chdir(folder)
     assert resume(folder, model, *options) == 0
     assert len(reads) == 1
+
+
+def test_a_run_that_is_cut_short_while_it_gathers(
+    folder: Path, model: Path, whole: Any, reads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rows are committed by then: the next run reads none, computes none, and gathers."""
+    with monkeypatch.context() as broken:
+        broken.setattr(job, "finish", _no_space)
+        assert resume(folder, model) == 5
+    parts = sorted((folder / "out.parquet.work" / "parts").iterdir())
+    assert resume(folder, model, "--report", str(folder / "report.json")) == 0
+    assert reads == []
+    assert parts
+    assert json.loads((folder / "report.json").read_text())["engine"]["steps"] == 0
+    assert_same(read(folder / "out.parquet"), whole, ignore=["error"])
+
+
+def _no_space(*_: Any, **__: Any) -> None:
+    raise OutputError("No space left on device")
 
 
 def test_errors_are_tried_again_without_reading(folder: Path, model: Path, whole: Any, reads: list[int]) -> None:
