@@ -40,10 +40,11 @@ from batchgen.request import Completion, RequestTable
 __all__ = ["forget_reading", "keep_reading", "kept_reading", "reading_key", "report_bad"]
 
 _COLUMNS: Final = "columns.npz"
-_MOST_PARAMS: Final = 1 << 16
-_DEFAULTS: Final = asdict(SamplingParams())
 _ABOUT: Final = "about"
 """The member of it that is JSON: the key, the parameter sets, counts."""
+_MOST_PARAMS: Final = 1 << 16
+"""Parameter sets that are kept: a job in which every row has its own would hold all of them as text at once."""
+_DEFAULTS: Final = asdict(SamplingParams())
 
 
 def reading_key(identity: JobIdentity, config: RunConfig, setup: Setup) -> str:

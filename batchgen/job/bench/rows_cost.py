@@ -40,8 +40,9 @@ JOB_METRICS: Final = (
 
 _TWO: Final = (
     {"text": "a", "max_new_tokens": 1},
-    {"text": "b", "max_new_tokens": 400, "ignore_eos": True},  # long enough to be killed while it runs
+    {"text": "b", "max_new_tokens": 400, "ignore_eos": True},
 )
+"""A row that is committed at once, and one that runs long enough to be killed meanwhile."""
 _COMMITS: Final = 16
 """Parts, or fewer, in which the job that is killed commits its rows."""
 
