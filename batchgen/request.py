@@ -16,7 +16,7 @@ import numpy.typing as npt
 from batchgen.columns import Columns
 from batchgen.embeds import EmbedsStore
 from batchgen.errors import ErrorInfo
-from batchgen.params import SamplingParams
+from batchgen.params import Constraint, SamplingParams
 from batchgen.prompts import Prompt, StoredPrompt
 
 __all__ = [
@@ -245,6 +245,11 @@ class RequestTable(Columns):
     def params(self) -> list[SamplingParams]:
         """The distinct parameter sets, seeds removed."""
         return self._params
+
+    def constraints(self, done: npt.NDArray[np.bool_] | None = None) -> list[Constraint]:
+        """Constraints of the requests, less those that are `done` [N]."""
+        used = np.unique(self.params_id if done is None else self.params_id[~done])
+        return [found for index in used.tolist() if (found := self._params[index].constraint) is not None]
 
 
 def _column(values: array[int], dtype: type) -> npt.NDArray[Any]:

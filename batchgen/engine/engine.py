@@ -225,7 +225,7 @@ class Engine:
         """
         config, spec = self.config, self.model.spec
         # No-one is to wait for a grammar later on; those of encoded rows are known.
-        self.grammars.prepare(c for c in (p.constraint for p in table.params) if c is not None)
+        self.grammars.prepare(table.constraints(done))
         workload = plan_workload(table, done, dedup=config.dedup, adapters=list(spec.adapters))
         if table.embeds_id is not None and not self.model.takes_embeds():
             workload.refuse_embeds()

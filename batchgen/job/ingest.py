@@ -57,7 +57,7 @@ class RowTexts(Columns):
 
 @dataclass(slots=True)
 class Ingested:
-    """All rows of a job, tokenised. Bad rows stand in `failed`, up to date with `errors`."""
+    """All rows of a job, tokenised. Bad rows are not in the table; `errors` counts them."""
 
     table: RequestTable
     texts: RowTexts

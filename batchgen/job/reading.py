@@ -48,12 +48,11 @@ _DEFAULTS: Final = asdict(SamplingParams())
 
 
 def reading_key(identity: JobIdentity, config: RunConfig, setup: Setup) -> str:
-    """What must be equal for two runs to make the same of the same rows: the job, and what its results hide."""
+    """What must be equal for two runs to make the same of the same rows: the job, and what else may refuse a row."""
     about = {
         "job": identity.run.key,
         "versions": [__version__, *map(version, ("tokenizers", "transformers"))],
         "model": setup.model,  # rows may name it
-        "adapters": sorted(setup.spec.adapters),
         "events": config.events is not None,
         "media_root": config.engine.media_root,
     }

@@ -168,8 +168,8 @@ class _Job:
         # Rows that failed while an earlier run generated; those that cannot be parsed are found again.
         self.errors_before = len(np.unique(committed.row_index[committed.is_error]))
         key = reading_key(identity, self.config, setup)
-        rows = kept_reading(work.reading, key)
-        if rows is not None and setup.encoder.can_compile(rows.table.params):
+        rows = _kept(work, key, committed, setup)
+        if rows is not None:
             report_bad(rows, on_error)
         else:
             forget_reading(work.reading)
@@ -289,6 +289,18 @@ class _Job:
                 **running.loop.counts(),
             },
         )
+
+
+def _kept(work: WorkFolder, key: str, committed: Committed, setup: Setup) -> Ingested | None:
+    """The rows as an earlier run left them; None where there are none, or a constraint does not compile any more."""
+    rows = kept_reading(work.reading, key)
+    if rows is None:
+        return None
+    done = committed.contains(rows.table.row_index, rows.table.prompt_index)
+    if setup.encoder.can_compile(rows.table.constraints(done)):
+        return rows
+    rows.close()
+    return None
 
 
 def _finished(result: Path, identity: JobIdentity) -> RunSummary:

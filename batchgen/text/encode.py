@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal, TypeVar
 
 from batchgen.errors import ErrorCode, ErrorInfo, RowError
-from batchgen.params import SamplingParams, StateLimits
+from batchgen.params import Constraint, SamplingParams, StateLimits
 from batchgen.prompts import ChatPrompt, Prompt, StoredPrompt, TextPrompt, TokenPrompt
 from batchgen.request import ParsedRow
 from batchgen.rows import derive_seed
@@ -18,7 +18,7 @@ from batchgen.text.scoring import join_texts, texts_field
 from batchgen.text.tokenizer import Tokenizer
 from batchgen.text.words import bad_sequences
 
-__all__ = ["Encoded", "EncodedPrompt", "Encoder", "Other", "Truncate"]
+__all__ = ["Encoded", "EncodedPrompt", "Encoder", "Truncate"]
 
 Truncate = Literal["none", "left", "right"]
 _Source = str | list[int] | ErrorInfo
@@ -56,7 +56,7 @@ class EncodedPrompt:
 
 Encoded = tuple[ParsedRow, list[EncodedPrompt] | ErrorInfo]
 """A row with its prompts, or with what is wrong with it."""
-Other = TypeVar("Other")
+_Other = TypeVar("_Other")
 """What stands among rows and is none, such as one that was refused."""
 
 
@@ -93,7 +93,7 @@ class Encoder:
         self._fitting: dict[int, SamplingParams] = {}
         self._limits = limits
 
-    def encode_rows(self, rows: Iterable[ParsedRow | Other]) -> Iterator[Encoded | tuple[Other, None]]:
+    def encode_rows(self, rows: Iterable[ParsedRow | _Other]) -> Iterator[Encoded | tuple[_Other, None]]:
         """Each row, in order, with its prompts or with what is wrong; a bad prompt fails its whole row.
 
         What is no row comes back in its place, with None. Up to 512 are taken and tokenised at a time.
@@ -102,13 +102,12 @@ class Encoder:
         while batch := _take_batch(source):
             yield from self._encode_batch(batch)
 
-    def can_compile(self, params: Iterable[SamplingParams]) -> bool:
-        """Prepare the constraints of parameter sets that an earlier process found good; False: one is not, here."""
-        constraints = [found for one in params if (found := one.constraint) is not None]
+    def can_compile(self, constraints: Sequence[Constraint]) -> bool:
+        """Prepare constraints that an earlier process found good; False: one is not, here."""
         self.grammars.prepare(constraints)
         return all(self.grammars.error(constraint) is None for constraint in constraints)
 
-    def _encode_batch(self, batch: list[ParsedRow | Other]) -> Iterator[Encoded | tuple[Other, None]]:
+    def _encode_batch(self, batch: list[ParsedRow | _Other]) -> Iterator[Encoded | tuple[_Other, None]]:
         rows = [item for item in batch if isinstance(item, ParsedRow)]
         prompts = [prompt for row in rows for prompt in row.prompts]
         rendered = iter(self._tokenizer.render_chats([prompt for prompt in prompts if isinstance(prompt, ChatPrompt)]))
@@ -368,8 +367,8 @@ def _refuse_beside_embeds(params: SamplingParams) -> None:
         raise RowError(ErrorCode.UNSUPPORTED_FIELD, message, name)
 
 
-def _take_batch(source: Iterator[ParsedRow | Other]) -> list[ParsedRow | Other]:
-    batch: list[ParsedRow | Other] = []
+def _take_batch(source: Iterator[ParsedRow | _Other]) -> list[ParsedRow | _Other]:
+    batch: list[ParsedRow | _Other] = []
     characters = 0
     for item in islice(source, _BATCH_ROWS):
         batch.append(item)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from pathlib import Path
@@ -13,7 +14,10 @@ import pytest
 import batchgen.job.run as job
 from batchgen.cli.app import run_command
 from batchgen.errors import OutputError
+from batchgen.job import reading
 from batchgen.job.reading import kept_reading
+from batchgen.text.encode import Encoder
+from batchgen.text.grammar_compiler import GrammarCompiler
 from tests.e2e.rows import assert_same, mixed_lines, prompts, read, rows_of, write_lines
 from tests.e2e.runner import run, start
 
@@ -116,27 +120,27 @@ def test_bad_rows_that_were_not_committed_are_reported(
     assert_same(read(folder / "out.parquet"), whole, ignore=["error"])
 
 
-def kept_key(reading: Path) -> str:
+def kept_key(folder: Path) -> str:
     """The key under which a reading was kept."""
-    with np.load(reading / "columns.npz") as kept:
+    with np.load(folder / "columns.npz") as kept:
         return str(json.loads(kept["about"].tobytes())["key"])
 
 
 @pytest.mark.parametrize("name", ["columns.npz", "tokens", "texts", "bad"])
 @pytest.mark.parametrize("harm", ["absent", "empty", "cut", "longer"])
 def test_what_is_not_whole_is_not_taken(folder: Path, name: str, harm: str) -> None:
-    reading = folder / "out.parquet.work" / "reading"
-    key = kept_key(reading)
-    rows = kept_reading(reading, key)
+    kept = folder / "out.parquet.work" / "reading"
+    key = kept_key(kept)
+    rows = kept_reading(kept, key)
     assert rows is not None
     assert len(rows.table) > 80
     rows.close(keep=True)
-    assert kept_reading(reading, key + " ") is None
-    data = (reading / name).read_bytes()
-    (reading / name).unlink()
+    assert kept_reading(kept, key + " ") is None
+    data = (kept / name).read_bytes()
+    (kept / name).unlink()
     if harm != "absent":
-        (reading / name).write_bytes({"empty": b"", "cut": data[:-3], "longer": data + b"1234"}[harm])
-    again = kept_reading(reading, key)
+        (kept / name).write_bytes({"empty": b"", "cut": data[:-3], "longer": data + b"1234"}[harm])
+    again = kept_reading(kept, key)
     # An archive may have something behind it: its own sizes and sums hold what is read.
     assert (again is not None) == ((name, harm) == ("columns.npz", "longer"))
     if again is not None:
@@ -166,6 +170,77 @@ def test_what_may_read_otherwise_is_read_anew(
     monkeypatch.chdir(folder)
     assert resume(folder, model, *options) == 0
     assert len(reads) == 1
+
+
+def test_another_version_reads_anew(
+    folder: Path, model: Path, reads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "__version__", "0.0.9")
+    assert resume(folder, model) == 0
+    assert len(reads) == 1
+
+
+def test_a_model_under_another_name_reads_anew(folder: Path, model: Path, reads: list[int]) -> None:
+    """Rows may name it."""
+    (folder / "linked").symlink_to(model)
+    assert resume(folder, folder / "linked") == 0
+    assert len(reads) == 1
+
+
+def test_a_constraint_that_does_not_compile_any_more_reads_anew(
+    folder: Path, model: Path, whole: Any, reads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Encoder, "can_compile", lambda *_: False)
+    assert resume(folder, model) == 0
+    assert len(reads) == 1
+    assert_same(read(folder / "out.parquet"), whole, ignore=["error"])
+
+
+def test_very_many_parameter_sets_are_not_kept(
+    folder: Path, model: Path, reads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "_MOST_PARAMS", 1)
+    shutil.rmtree(folder / "out.parquet.work" / "reading")
+    monkeypatch.setattr(job, "finish", _no_space)
+    assert resume(folder, model) == 5
+    assert len(reads) == 1
+    assert not (folder / "out.parquet.work" / "reading" / "columns.npz").exists()
+
+
+def test_constraints_of_committed_rows_are_not_compiled(
+    folder: Path, model: Path, reads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rows are committed by the first run; the second makes no grammar, for which it would start a process."""
+    with monkeypatch.context() as broken:
+        broken.setattr(job, "finish", _no_space)
+        assert resume(folder, model) == 5
+    compiled: list[Any] = []
+    monkeypatch.setattr(GrammarCompiler, "compile", lambda _, new: iter(compiled.extend(new) or ()))  # type: ignore[func-returns-value]
+    assert resume(folder, model) == 0
+    assert (reads, compiled) == ([], [])
+
+
+def test_no_collection_starts_while_rows_are_read(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a report says what any job pays before it reads."""
+    write_lines(tmp_path / "in.jsonl", [{"text": text, "max_new_tokens": 1} for text in prompts(600, 6)])
+    enabled: list[bool] = []
+    ticks: list[int] = []
+    ingest, tick = job.ingest, job.QuietCollector.tick
+
+    def watched(*arguments: Any) -> Any:
+        enabled.append(gc.isenabled())
+        before = len(ticks)
+        rows = ingest(*arguments)
+        assert len(ticks) == before + 600 // 256
+        return rows
+
+    monkeypatch.setattr(job, "ingest", watched)
+    monkeypatch.setattr(job.QuietCollector, "tick", lambda self: ticks.append(1) or tick(self))  # type: ignore[func-returns-value]
+    assert resume(tmp_path, model, "--report", str(tmp_path / "report.json")) == 0
+    assert enabled == [False]
+    assert gc.isenabled()
+    seconds = json.loads((tmp_path / "report.json").read_text())["seconds"]
+    assert list(seconds) == ["starting", "reading", "loading", "planning", "generating", "writing"]
 
 
 def test_a_run_that_is_cut_short_while_it_gathers(
