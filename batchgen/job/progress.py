@@ -291,7 +291,7 @@ def _bar_line(state: ProgressState, eta: float | None, elapsed: float, width: in
     line = Text(no_wrap=True, overflow="crop")
     line.append(state.phase, style="bold")
     line.append(" ")
-    tail = f" {_rows(state)} {timing}"
+    tail = f" {timing}" if state.phase == "starting" else f" {_rows(state)} {timing}"  # no row is known of yet
     room = min(width - 1 - len(state.phase) - 1 - len(tail), 60)
     if room >= 5 and state.rows_total:
         filled = room * min(state.rows_done, state.rows_total) // state.rows_total
