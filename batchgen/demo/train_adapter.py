@@ -154,10 +154,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=standard.seed)
     parser.add_argument("--steps", type=int, default=standard.steps)
+    parser.add_argument("--tokens-per-step", type=int, default=standard.tokens_per_step)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    train(replace(standard, seed=options.seed, steps=options.steps), options.out)
+    asked = {"seed": options.seed, "steps": options.steps, "tokens_per_step": options.tokens_per_step}
+    train(replace(standard, **asked), options.out)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def test_a_frame_is_json() -> None:
 
 def test_the_script_writes_the_same_adapter_again(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        main(["--out", str(tmp_path / name), "--steps", "2"])
+        main(["--out", str(tmp_path / name), "--steps", "2", "--tokens-per-step", "256"])
     files = [{f.name: f.read_bytes() for f in sorted((tmp_path / name).iterdir())} for name in ("a", "b")]
     assert files[0] == files[1]
     assert set(files[0]) == {f.name for f in adapter_path().iterdir()}
