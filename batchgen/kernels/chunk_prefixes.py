@@ -29,13 +29,16 @@ class SharedPages:
     end: int
 
 
-def shared_pages(chunks: Sequence[ChunkPages], page_size: int, tile_tokens: int) -> tuple[list[SharedPages], Ints]:
+def shared_pages(
+    chunks: Sequence[ChunkPages], page_size: int, tile_tokens: int, align: int = 1
+) -> tuple[list[SharedPages], Ints]:
     """Prefixes that are worth a pass of their own, and how many pages of each chunk they cover.
 
     Args:
         chunks: a step's.
         page_size: S.
         tile_tokens: most tokens of a tile; chunks of more than half as many fill tiles well enough alone.
+        align: pages that those of a prefix are a multiple of.
 
     Returns:
         shared: each of at least two chunks; those of one chunk are adjacent runs from page 0 on.
@@ -61,10 +64,10 @@ def shared_pages(chunks: Sequence[ChunkPages], page_size: int, tile_tokens: int)
             least = int(past[run].min())
             differing = np.flatnonzero((tables[run, page:least] != tables[run[0], page:least]).any(0))
             common = page + int(differing[0]) if len(differing) else least
-            reached = done
-            if _worth(tokens[run], (common - done) * page_size, tile_tokens):
-                shared.append(SharedPages(run, done, common))
-                covered[run] = reached = common
+            reached, end = done, common // align * align
+            if _worth(tokens[run], (end - done) * page_size, tile_tokens):
+                shared.append(SharedPages(run, done, end))
+                covered[run] = reached = end
             longer = run[past[run] > common]
             if len(longer) > 1:
                 stack.append((longer, common, reached))

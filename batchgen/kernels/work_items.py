@@ -38,6 +38,8 @@ class ItemShape:
     """Most tokens of an item."""
     shared_queries: int
     """Chunks of half as many tokens, or fewer, share items over pages that they have in common."""
+    align: int
+    """Those items begin and end at multiples of so many positions, which a page's is one of."""
 
 
 @dataclass(slots=True)
@@ -132,7 +134,7 @@ class ItemPlanner:
             [(c.q_start, c.q_len, c.kv_len, len(c.pages)) for c in self._chunks]
         ).T
         page_at = self._add_pages([c.pages for c in self._chunks], tables)
-        shared, covered = shared_pages(self._chunks, size, self._shape.shared_queries)
+        shared, covered = shared_pages(self._chunks, size, self._shape.shared_queries, self._shape.align // size)
         if shared:
             self._share(shared, q_start, q_len, page_at)
         of, begin, count = _pieces(q_len, self._shape.queries)

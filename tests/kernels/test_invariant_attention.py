@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,9 +13,11 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels import invariant_attention, invariant_plan
+from batchgen.kernels.cpu.attention import CompiledAttention
+from batchgen.kernels.cpu.library import loaded
 from batchgen.kernels.invariant_attention import InvariantAttention, heights
 from batchgen.kernels.reference import reference_attention
-from batchgen.kernels.types import AttentionBatch, ChunkPages, GroupPages, KVPool, LayerKV
+from batchgen.kernels.types import AttentionBatch, ChunkPages, GroupPages, KVPool, LayerKV, PagedAttention
 
 from .steps import Shape, Step, StepBuilder, check_layers_of_different_shapes
 
@@ -24,6 +29,22 @@ OPTIONS: list[dict[str, Any]] = [
     {"softcap": 3.0},
     {"sinks": True},
     {"window": 21, "softcap": 2.0, "sinks": True},
+]
+
+
+@dataclass(frozen=True)
+class Way:
+    """Something that attends, and sequences long enough for several of its blocks."""
+
+    name: str
+    make: Callable[[KVPool, AttentionBatch], PagedAttention]
+    length: int
+    shared: int
+
+
+WAYS = [
+    Way("torch", InvariantAttention, 300, 150),
+    Way("compiled", partial(CompiledAttention, invariant=True), 700, 450),
 ]
 
 
@@ -104,16 +125,15 @@ def test_layers_of_different_shapes() -> None:
 
 
 class Sequences:
-    """Three sequences of 300 tokens, the first 150 of them the same, and every way to compute the last of one."""
+    """Three sequences of which the first half is the same, and every way to compute the last token of one."""
 
-    LENGTH, SHARED = 300, 150
-
-    def __init__(self, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+    def __init__(self, way: Way, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(heads)
+        self.way = way
 
         def draw(width: int) -> Tensor:
-            values = torch.randn(3, self.LENGTH, width, dim, generator=generator)
-            values[1:, : self.SHARED] = values[0, : self.SHARED]
+            values = torch.randn(3, way.length, width, dim, generator=generator)
+            values[1:, : way.shared] = values[0, : way.shared]
             return values.to(dtype)
 
         self.query, self.key, self.value = draw(heads), draw(kv_heads), draw(kv_heads)
@@ -128,7 +148,8 @@ class Sequences:
             last: tokens that the step computes of each; 0: the last as a decode row.
             share: pages that decode rows read as a group.
         """
-        pages = -(-self.LENGTH // page_size)
+        length = self.way.length
+        pages = -(-length // page_size)
         pool = KVPool.allocate([self.layer], 3 * pages + 1, page_size, self.dtype, torch.device("cpu"))
         tables = {m: np.random.default_rng(page_size).permutation(3 * pages)[m * pages :][:pages] + 1 for m in members}
         shared = next(iter(tables.values()))[:share]
@@ -136,35 +157,38 @@ class Sequences:
         slots, batch = [], AttentionBatch(torch.empty(0, dtype=torch.int64))
         for at, (member, table) in enumerate(tables.items()):
             table[:share] = shared
-            own = np.arange(self.LENGTH)
+            own = np.arange(length)
             places = torch.from_numpy(table[own // page_size] * page_size + own % page_size)
             for cache, new in ((pool.keys[0], self.key[member]), (pool.values[0], self.value[member])):
                 cache.flatten(0, 1)[places[:-count]] = new[:-count]
             slots.append(places[-count:])
             if last:
-                batch.chunks.append(ChunkPages(at * last, last, self.LENGTH, table))
+                batch.chunks.append(ChunkPages(at * last, last, length, table))
         batch.slot_mapping = torch.cat(slots)
         batch.decode_start = len(members) * last
         if not last:
             batch.decode_own_start = np.full(len(members), share * page_size)
-            batch.decode_lens = self.LENGTH - batch.decode_own_start
+            batch.decode_lens = length - batch.decode_own_start
             batch.decode_pages = np.array([tables[m][share:] for m in members])
             if share:
                 batch.groups = [GroupPages(np.arange(len(members)), shared, 0)]
         inputs = [torch.cat([x[m, -count:] for m in members]) for x in (self.query, self.key, self.value)]
-        out = InvariantAttention(pool, batch).attend(0, *inputs, scale=SCALE, **options)
+        out = self.way.make(pool, batch).attend(0, *inputs, scale=SCALE, **options)
         return out.view(len(members), count, *out.shape[1:])[:, -1]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (8, 8, 16), (32, 1, 40)])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
 def test_every_way_gives_the_same_bits(
-    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, options: dict[str, Any]
+    way: Way, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
     """Alone or among others, as a decode row or the end of a chunk, prefix shared or not, at every page size."""
+    if way.name == "compiled" and not loaded():
+        pytest.skip("no C++ compiler here")
     options = with_sinks(options, heads)
-    sequences = Sequences(heads, kv_heads, dim, dtype)
+    sequences = Sequences(way, heads, kv_heads, dim, dtype)
     alone = [sequences.run(16, [member], 0, **options)[0] for member in range(3)]
     assert not torch.equal(alone[0], alone[1])
     for page_size in (1, 16, 40):
@@ -172,7 +196,7 @@ def test_every_way_gives_the_same_bits(
             for members in ([0, 1, 2], [2, 0], [1]):
                 got = sequences.run(page_size, members, last, **options)
                 assert all(torch.equal(g, alone[m]) for m, g in zip(members, got, strict=True))
-        for share in {1, 70 // page_size, Sequences.SHARED // page_size}:
+        for share in {1, 70 // page_size, way.shared // page_size}:
             got = sequences.run(page_size, [2, 1, 0], 0, share, **options)
             assert all(torch.equal(g, alone[m]) for m, g in zip([2, 1, 0], got, strict=True))
 

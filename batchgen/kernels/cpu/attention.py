@@ -42,6 +42,7 @@ class _List(Structure):
         ("page_size", c_int64),
         ("window", c_int64),
         ("dtype", c_int64),
+        ("block", c_int64),
     )
 
 
@@ -66,12 +67,13 @@ class _Step(Structure):
 class _LayerList:
     """A work list with room for its parts, as the kernels see it."""
 
-    def __init__(self, work: WorkList, heads: int, keys: Tensor, values: Tensor, window: int | None) -> None:
-        self.work = work
+    def __init__(self, shape: ListShape, batch: AttentionBatch, keys: Tensor, values: Tensor) -> None:
+        heads = shape.group * shape.kv_heads
+        self.work = work = plan_list(batch, shape)
         kv_bytes = work.keys_read * keys.shape[2] * (keys.shape[3] + values.shape[3]) * keys.element_size()
         self.counts = AttentionCounts(work.num_items, work.num_merges, work.padded_rows, kv_bytes)
         self._part_out = torch.empty(work.num_parts * heads * values.shape[3], dtype=torch.float32)
-        self._part_lse = torch.empty(work.num_parts * heads, dtype=torch.float32)
+        self._part_lse = torch.empty(work.num_parts * heads * (1 if shape.block is None else 2), dtype=torch.float32)
         arrays = (work.items, work.tokens, work.positions, work.pages, work.parts, work.merges)
         assert all(array.flags.c_contiguous for array in arrays)
         self.struct = _List(
@@ -85,8 +87,9 @@ class _LayerList:
             keys.shape[3],
             values.shape[3],
             keys.shape[1],
-            window or 0,
+            shape.window or 0,
             DTYPES[keys.dtype],
+            shape.block or 0,
         )
 
 
@@ -134,10 +137,21 @@ class CompiledAttention(PooledAttention):
     Made anew each step. The work list is made at the first layer and used again for all with the same sizes and window.
     """
 
-    def __init__(self, pool: KVPool, batch: AttentionBatch, threads: int | None = None) -> None:
-        """Attend over `pool` with `threads`; None takes torch's number."""
+    def __init__(
+        self, pool: KVPool, batch: AttentionBatch, threads: int | None = None, *, invariant: bool = False
+    ) -> None:
+        """Attend over `pool`.
+
+        Args:
+            pool: float32 or bfloat16, on the CPU.
+            batch: the step's.
+            threads: how many compute; None takes torch's number.
+            invariant: whether a token's result may depend on its own keys alone, bit for bit. Decode rows that share no
+                keys then take longer.
+        """
         self._pool = pool
         self._batch = batch
+        self._invariant = invariant
         self._threads = torch.get_num_threads() if threads is None else threads
         self._lists: dict[tuple[int, torch.Size, torch.Size, int | None], _LayerList] = {}
         self._counts = AttentionCounts()
@@ -205,10 +219,17 @@ class CompiledAttention(PooledAttention):
         kind = (heads, keys.shape, values.shape, window)
         found = self._lists.get(kind)
         if found is None:
-            shape = ListShape(self._pool.page_size, window, keys.shape[2], heads // keys.shape[2], self._threads)
-            found = _LayerList(plan_list(self._batch, shape), heads, keys, values, window)
+            block = _block(max(keys.shape[3], values.shape[3])) if self._invariant else None
+            group = heads // keys.shape[2]
+            shape = ListShape(self._pool.page_size, window, keys.shape[2], group, self._threads, block)
+            found = _LayerList(shape, self._batch, keys, values)
             self._lists[kind] = found
         return found
+
+
+def _block(dim: int) -> int:
+    """Positions whose keys and values of so many numbers fit the second level of cache: multiples of every panel."""
+    return next((block for most, block in ((128, 192), (256, 96)) if dim <= most), 48)
 
 
 def _pointers(addresses: list[int | None]) -> Array[Any]:

@@ -3,6 +3,10 @@
 The items are those of `kernels.work_items`. One that is more than threads could share evenly is listed once for each
 key head, and a long run of positions is cut into several.
 
+Of a batch-invariant list, runs that tokens share begin and end at multiples of a block of positions
+(`kernels.cpu.aligned`), and those that are not the first of all their tokens are cut there, for the kernels join block
+after block: which others stand in an item beside a token then makes no difference to its sums.
+
 A token that is in one item alone is written straight to the output. The items of every other token leave *parts*, which
 are merged in this order: groups as the step lists them (those that begin first come first), pages shared by chunks, the
 token's own; within each from the lowest position on.
@@ -11,11 +15,13 @@ token's own; within each from the lowest position on.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import lcm
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from batchgen.kernels.cpu.aligned import aligned
 from batchgen.kernels.types import AttentionBatch, Ints
 from batchgen.kernels.work_items import ItemPlanner, Items, ItemShape, Words, numbered, spans
 
@@ -60,6 +66,8 @@ class ListShape:
     group: int
     """Query heads that share a key head."""
     threads: int
+    block: int | None = None
+    """Positions of a block of a batch-invariant list; None: of another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +106,11 @@ def plan_list(batch: AttentionBatch, shape: ListShape) -> WorkList:
     """The work of a step for layers of `shape`. The batch's slots are not looked at."""
     rows = 0 if batch.decode_lens is None else len(batch.decode_lens)
     queries, shared = max(1, _ROWS // shape.group), max(1, _SHARED_ROWS // shape.group)
-    wanted = ItemShape(shape.page_size, shape.window, queries, shared)
+    align = shape.page_size
+    if shape.block is not None:
+        align = lcm(shape.block, shape.page_size)
+        batch = aligned(batch, shape.page_size, align)
+    wanted = ItemShape(shape.page_size, shape.window, queries, shared, align)
     planner = ItemPlanner(batch, wanted, batch.decode_start + rows)
     planner.add_groups()
     planner.add_chunks()
@@ -109,8 +121,10 @@ def plan_list(batch: AttentionBatch, shape: ListShape) -> WorkList:
 def _finish(planner: ItemPlanner, shape: ListShape) -> WorkList:
     """Cut, number the parts, sort."""
     whole = Items.join([*planner.shared, *planner.chunks, *planner.decodes])
-    items, lengths, costs, by_head = _cut(whole, shape)
     rows = planner.rows()
+    if shape.block is not None and planner.shared:
+        whole = _cut_at_blocks(whole, _leading(rows, whole, planner.tokens), shape.block)
+    items, lengths, costs, by_head = _cut(whole, shape)
     several = planner.shared or items is not whole
     part_at, parts, merges = _parts(rows, items, planner.tokens) if several else (-1, _NONE, _NO_MERGES)
     table = np.empty((len(items), FIELDS), np.int32)
@@ -157,7 +171,7 @@ def _cut(items: Items, shape: ListShape) -> tuple[Items, Ints, Ints, Flags | Non
     if shape.threads > 1 and shape.kv_heads > 1:
         dear: Flags = costs > share
         by_head = dear if dear.any() else None
-    if not (lengths > (_LEAST_KEYS if shape.threads > 1 else _MOST_KEYS)).any():
+    if shape.block is not None or not (lengths > (_LEAST_KEYS if shape.threads > 1 else _MOST_KEYS)).any():
         return items, lengths, costs, by_head
     most: Ints | int = _MOST_KEYS
     if shape.threads > 1:
@@ -174,6 +188,28 @@ def _cut(items: Items, shape: ListShape) -> tuple[Items, Ints, Ints, Flags | Non
     cut.first[:], cut.end[:] = begin, end
     lengths = end - begin
     return cut, lengths, lengths * rows[of], None if by_head is None else by_head[of]
+
+
+def _leading(rows: Words, items: Items, num_tokens: int) -> Flags:
+    """Which items no other one stands before, whichever of their tokens is asked."""
+    of = np.repeat(np.arange(len(items)), items.count)
+    tokens = rows[spans(items.rows_at, items.count)]
+    first = np.empty(num_tokens, np.int64)
+    first[tokens[::-1]] = of[::-1]
+    leading: Flags = np.ones(len(items), np.bool_)
+    leading[of[first[tokens] != of]] = False
+    return leading
+
+
+def _cut_at_blocks(items: Items, leading: Flags, block: int) -> Items:
+    """All but leading items as several, each within a block."""
+    low = items.first // block
+    of, number = numbered(np.where(leading, 1, -(-items.end // block) - low))
+    cut = items.take(of)
+    begin, follows = (low[of] + number) * block, ~leading[of]
+    cut.first[follows] = np.maximum(cut.first, begin)[follows]
+    cut.end[follows] = np.minimum(cut.end, begin + block)[follows]
+    return cut
 
 
 def _parts(rows: Words, items: Items, num_tokens: int) -> tuple[Ints, Words, Words]:

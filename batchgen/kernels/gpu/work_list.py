@@ -126,7 +126,7 @@ def plan_groups(batch: AttentionBatch, shape: ListShape) -> WorkList:
 
 def _planner(batch: AttentionBatch, shape: ListShape, tokens: int) -> ItemPlanner:
     queries = shape.large.queries
-    return ItemPlanner(batch, ItemShape(shape.page_size, shape.window, queries, queries), tokens)
+    return ItemPlanner(batch, ItemShape(shape.page_size, shape.window, queries, queries, shape.page_size), tokens)
 
 
 def _finish(planner: ItemPlanner, shape: ListShape, merge_from: int | None = None) -> WorkList:

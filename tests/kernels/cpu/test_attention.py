@@ -13,7 +13,7 @@ from torch import Tensor
 
 from batchgen.kernels import chunk_prefixes
 from batchgen.kernels.attention import TorchAttention
-from batchgen.kernels.cpu import attention_list
+from batchgen.kernels.cpu import attention, attention_list
 from batchgen.kernels.cpu.attention import CompiledAttention
 from batchgen.kernels.cpu.library import loaded
 from batchgen.kernels.reference import reference_attention
@@ -52,18 +52,20 @@ def scale_of(step: Step) -> float:
     return float(step.key.shape[2] ** -0.5)
 
 
-def attend(step: Step, threads: int = 2, **options: Any) -> Tensor:
-    attention = CompiledAttention(step.pool, step.batch, threads)
-    return attention.attend(0, step.query, step.key, step.value, scale=scale_of(step), **options)
+def attend(step: Step, threads: int = 2, *, invariant: bool = False, **options: Any) -> Tensor:
+    made = CompiledAttention(step.pool, step.batch, threads, invariant=invariant)
+    return made.attend(0, step.query, step.key, step.value, scale=scale_of(step), **options)
 
 
 def check(step: Step, tolerance: float = 1e-5, threads: int = 2, **options: Any) -> None:
+    """Both lists against the oracle."""
     keys, values = step.filled()
     expected = reference_attention(step.batch, step.query, keys, values, scale=scale_of(step), **options)
-    got = attend(step, threads, **options)
-    assert got.dtype == step.query.dtype
-    assert got.shape == expected.shape
-    torch.testing.assert_close(got.double(), expected, rtol=0, atol=tolerance)
+    for invariant in (False, True):
+        got = attend(step, threads, invariant=invariant, **options)
+        assert got.dtype == step.query.dtype
+        assert got.shape == expected.shape
+        torch.testing.assert_close(got.double(), expected, rtol=0, atol=tolerance)
 
 
 def mixed(shape: Shape, seed: int = 0) -> Step:
@@ -160,6 +162,7 @@ def test_any_step_equals_the_oracle(
         patch.setattr(attention_list, "_ROWS", 24)
         patch.setattr(attention_list, "_LEAST_KEYS", 16)
         patch.setattr(attention_list, "_STEP", 8)
+        patch.setattr(attention, "_block", lambda _: 48)
         check(any_step(chunks, rows, Shape(*heads, *dims, page_size), seed), threads=3, window=window)
 
 

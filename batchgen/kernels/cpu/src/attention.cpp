@@ -77,6 +77,11 @@ void finish(const Attention& a, const AttentionList& l, int64_t layer, const Ite
         }
         const int64_t part = (item.part_at + i) * l.heads + q_head;
         const float total = rows.total[r];
+        if (l.block) {
+            l.part_lse[2 * part] = rows.max[r], l.part_lse[2 * part + 1] = total;
+            emit(l.part_out + part * dim, 1.0f);
+            continue;
+        }
         l.part_lse[part] = total == 0.0f ? -__builtin_inff() : rows.max[r] + std::log(total);
         emit(l.part_out + part * dim, share(rows.max[r], total, nullptr));
     }
@@ -93,6 +98,7 @@ void run_item(const Attention& a, int64_t layer, const Item& item, const Item* n
     float *query = nullptr, *sums = nullptr, *max = nullptr, *total = nullptr;
     int64_t *from = nullptr, *to = nullptr;
     float *panels = nullptr, *wide = nullptr, *scores = nullptr;
+    float *block_sums = nullptr, *block_max = nullptr, *block_total = nullptr;
     char* memory = nullptr;
     for (int pass = 0; pass < 2; pass++) {
         Arrays arrays(memory);
@@ -107,6 +113,11 @@ void run_item(const Attention& a, int64_t layer, const Item& item, const Item* n
             panels = arrays.take<float>(block * l.key_dim);
             wide = arrays.take<float>(block * width);
             scores = arrays.take<float>(TILE * block);
+        }
+        if (l.block) {
+            block_sums = arrays.take<float>(count * width);
+            block_max = arrays.take<float>(count);
+            block_total = arrays.take<float>(count);
         }
         if (!pass) memory = scratch.take(arrays.used());
     }
@@ -127,7 +138,11 @@ void run_item(const Attention& a, int64_t layer, const Item& item, const Item* n
     }
     for (int64_t head = item.head; head < item.end_head; head++) {
         begin(head);
-        many_rows<T>(a, l, item, HeadCache<T>(a, l, layer, head), slots, rows_of(head), panels, wide, scores);
+        const Rows alone{count, query, block_sums, block_max, block_total, from, to, width};
+        if (l.block) begin_rows(l, item, alone);
+        many_rows<T>(
+            a, l, item, HeadCache<T>(a, l, layer, head), slots, rows_of(head), l.block ? &alone : nullptr, panels, wide,
+            scores);
         finish<T>(a, l, layer, item, head, rows_of(head), false);
     }
 }
@@ -177,6 +192,27 @@ void merge_token(const Attention& a, const AttentionList& l, int64_t layer, cons
     }
 }
 
+// The same of a batch-invariant list: parts join in their order.
+template <class T>
+void join_token(const Attention& a, const AttentionList& l, int64_t layer, const int32_t* merge) {
+    const int64_t heads = l.heads, dim = l.value_dim;
+    const int32_t* parts = l.parts + merge[1];
+    float* sums = Arrays(scratch.take(4 * dim + 64)).take<float>(dim);
+    T* out = static_cast<T*>(a.out) + merge[0] * a.out_stride;
+    for (int64_t n = 0; n < heads; n++, out += dim) {
+        float max = LOWEST, total = 0.0f;
+        std::fill(sums, sums + dim, 0.0f);
+        for (int64_t i = 0; i < merge[2]; i++) {
+            const int64_t part = parts[i] * heads + n;
+            Softmax{sums, &max, &total}.join(l.part_out + part * dim, l.part_lse[2 * part], l.part_lse[2 * part + 1], dim);
+        }
+        const float factor = share(max, total, a.sinks && a.sinks[layer] ? a.sinks[layer] + n : nullptr);
+        int64_t d = 0;
+        for (; d + LANES <= dim; d += LANES) store(out + d, load(sums + d) * factor);
+        for (; d < dim; d++) put(out + d, sums[d] * factor);
+    }
+}
+
 }  // namespace
 
 void attention_items_part(const Attention& a, int64_t layer, int, int threads) {
@@ -207,11 +243,12 @@ void attention_merge_part(const Attention& a, int64_t layer, int thread, int thr
     if (!thread) a.counters[8 * layer] = 0;  // no thread takes items any more
     const Span span(l.num_merges, thread, threads);
     for (int64_t i = span.begin; i < span.end; i++) {
-        if (l.dtype == 0) {
-            merge_token<float>(a, l, layer, l.merges + 3 * i);
-        } else {
-            merge_token<bf16>(a, l, layer, l.merges + 3 * i);
-        }
+        const int32_t* merge = l.merges + 3 * i;
+        const auto of = [&](auto zero) {
+            using T = decltype(zero);
+            l.block ? join_token<T>(a, l, layer, merge) : merge_token<T>(a, l, layer, merge);
+        };
+        l.dtype == 0 ? of(float{}) : of(bf16{});
     }
 }
 

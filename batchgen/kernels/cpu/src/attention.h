@@ -6,6 +6,11 @@
 //
 // Keys and values are read where they stand, once for all query heads that share them. What stands in slots that no
 // item names is never read.
+//
+// A list with a `block` is batch-invariant: a token's bits do not depend on the items that it shares with others. All
+// items take the same path, as tiles. Blocks begin at multiples of so many positions; each gives sums of its own, which
+// join those of the blocks before it in one order, in the item or in the merge. So an item of several blocks has to be
+// the first of all its tokens, and parts are sums as they stand, with their maximum and total.
 #pragma once
 
 #include "parallel.h"
@@ -26,11 +31,12 @@ struct AttentionList {
     const int32_t* parts;      // part numbers, those of a merge adjacent
     const int32_t* merges;     // [num_merges, 3]: token, where its parts begin in `parts`, how many
     float* part_out;           // [E, N, Dv]
-    float* part_lse;           // [E, N] natural logarithm
+    float* part_lse;           // [E, N] natural logarithm; batch-invariant: [E, N, 2] the maximum and the total
     int64_t num_items, num_merges;
     int64_t heads, kv_heads, key_dim, value_dim, page_size;
     int64_t window;            // a token sees itself and the window - 1 before it; 0: all
     int64_t dtype;             // of pool, queries and results
+    int64_t block;             // of a batch-invariant list; else 0
 };
 
 // A step: lists, pointers and counters of L layers; queries and results of the layer at hand. Arrays are the caller's.

@@ -213,6 +213,22 @@ static inline void softmax_rows(
     }
 }
 
+// Sums of e^(score - max) * value [dim], which of some positions are joined by those of the positions behind them. Every
+// rounding is said, so that it makes no difference where this is done.
+struct Softmax {
+    float *sums, *max, *total;
+
+    void join(const float* behind, float behind_max, float behind_total, int64_t dim) const {
+        const float top = std::max(*max, behind_max);
+        const float keep = exp_nonpositive(*max - top), take = exp_nonpositive(behind_max - top);
+        *max = top;
+        *total = std::fma(behind_total, take, *total * keep);
+        int64_t d = 0;
+        for (; d + LANES <= dim; d += LANES) store(sums + d, fused(load(behind + d), splat(take), load(sums + d) * keep));
+        for (; d < dim; d++) sums[d] = std::fma(behind[d], take, sums[d] * keep);
+    }
+};
+
 // c [ROWS, VECTORS * LANES] = or += a [ROWS, inner] b [inner, VECTORS * LANES]. Inlined into more, GCC keeps b in memory.
 template <int ROWS, int VECTORS>
 static __attribute__((noinline)) void small_product(

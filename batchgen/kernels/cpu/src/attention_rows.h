@@ -24,6 +24,7 @@ constexpr int FEW_KEYS = R * 4 <= REGISTERS - 4 ? 4 : 2;  // whose scores are co
 
 // Positions whose keys are transposed together: they and their values are to fit in the second-level cache.
 int64_t many_block(const AttentionList& l) {
+    if (l.block) return l.block;
     const int64_t dim = std::max(l.key_dim, l.value_dim);
     return (dim <= 128 ? 192 : dim <= 256 ? 96 : 48) / PANEL * PANEL;
 }
@@ -33,6 +34,7 @@ struct Item {
     const int32_t* tokens;
     const int32_t* pages;
     int64_t count, base, first, end, part_at, head, end_head;
+    int64_t lead;  // of a batch-invariant list: positions from the block's beginning to the item's, that no token sees
 
     Item(const AttentionList& l, int64_t index) {
         const int32_t* f = l.items + index * ITEM_FIELDS;
@@ -40,12 +42,14 @@ struct Item {
         pages = l.pages + f[PAGE_AT];
         count = f[COUNT], base = f[BASE], first = f[FIRST], end = f[END], part_at = f[PART_AT];
         head = std::max<int64_t>(f[HEAD], 0), end_head = f[HEAD] < 0 ? l.kv_heads : head + 1;
+        lead = l.block ? first % l.block : 0;
+        first -= lead;  // so that every position stands in the same lane whatever the item begins with
     }
     int64_t keys() const { return end - first; }
     int64_t heads() const { return end_head - head; }
     int64_t query_rows(const AttentionList& l) const { return count * (l.heads / l.kv_heads); }
     bool few(const AttentionList& l) const {
-        return query_rows(l) <= FEW && l.key_dim % LANES == 0 && l.value_dim % LANES == 0;
+        return !l.block && query_rows(l) <= FEW && l.key_dim % LANES == 0 && l.value_dim % LANES == 0;
     }
 };
 
@@ -61,7 +65,10 @@ struct Rows {
 
 void slots_of(const AttentionList& l, const Item& item, int32_t* slots) {
     const int32_t size = int32_t(l.page_size);
-    for (int64_t k = item.first; k < item.end;) {
+    const int64_t first = item.first + item.lead;
+    if (item.lead) std::fill(slots, slots + item.lead, int32_t(item.pages[first / size] * size + first % size));
+    slots += item.lead;
+    for (int64_t k = first; k < item.end;) {
         const int32_t in_page = int32_t(k % size), run = int32_t(std::min<int64_t>(size - in_page, item.end - k));
         const int32_t slot = item.pages[k / size] * size + in_page;
         for (int32_t i = 0; i < run; i++) slots[i] = slot + i;
@@ -358,8 +365,20 @@ void many_tile(const Attention& a, const AttentionList& l, const Rows& rows, int
         small_product<R, 1>(scores + from, block, values + from * rows.width + d, rows.width, to - from, sums + d, rows.width, false);
 }
 
+// What rows [first, first + count) of `block` have found in a block joins what they have of those before it.
+void join_block(const Rows& rows, const Rows& block, int64_t first, int64_t count) {
+    for (int64_t r = first; r < first + count; r++) {
+        float* sums = block.sums + r * rows.width;
+        const Softmax state{rows.sums + r * rows.width, rows.max + r, rows.total + r};
+        state.join(sums, block.max[r], block.total[r], rows.width);
+        std::fill(sums, sums + rows.width, 0.0f);
+        block.max[r] = LOWEST, block.total[r] = 0.0f;
+    }
+}
+
+// `alone`: where a batch-invariant list's rows find what is in a block, empty at first and afterwards; else null.
 template <class T>
-void many_rows(const Attention& a, const AttentionList& l, const Item& item, const HeadCache<T>& cache, const int32_t* slots, const Rows& rows, float* panels, float* wide, float* scores) {
+void many_rows(const Attention& a, const AttentionList& l, const Item& item, const HeadCache<T>& cache, const int32_t* slots, const Rows& rows, const Rows* alone, float* panels, float* wide, float* scores) {
     const int64_t block = many_block(l);
     for (int64_t b = 0; b < item.keys(); b += block) {
         const int64_t count = std::min(block, item.keys() - b);
@@ -369,8 +388,11 @@ void many_rows(const Attention& a, const AttentionList& l, const Item& item, con
                 panels + k / PANEL * PANEL * l.key_dim + k % PANEL);
         widen_values(cache.values, cache.value_stride, slots + b, count, l.value_dim, rows.width, wide);
         for (int64_t r = 0; r < rows.count; r += TILE) {
-            const auto tile = [&](auto n) { many_tile<n()>(a, l, rows, r, b, count, panels, wide, scores, block); };
-            with_constant<TILE>(std::min<int64_t>(TILE, rows.count - r), tile);
+            const int64_t height = std::min<int64_t>(TILE, rows.count - r);
+            const Rows& into = alone ? *alone : rows;
+            const auto tile = [&](auto n) { many_tile<n()>(a, l, into, r, b, count, panels, wide, scores, block); };
+            with_constant<TILE>(height, tile);
+            if (alone) join_block(rows, *alone, r, height);
         }
     }
 }
