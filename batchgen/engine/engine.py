@@ -117,7 +117,7 @@ class Engine:
             self.quantization = quantize(model, config, tokenizer)
         if config.deterministic:
             assert self.backend is not None, "what is measured is not deterministic"
-            self.model = invariant_model(self.model, self.backend.product)
+            self.model = invariant_model(self.model, self.backend)
         self.tokenizer = tokenizer
         self.grammars = grammars or Grammars(tokenizer, model.spec.vocab_size, lenient=config.lenient_schemas)
         """Constraints of rows, each compiled once."""

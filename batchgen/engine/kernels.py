@@ -95,6 +95,7 @@ def _needs(config: EngineConfig, spec: ModelSpec) -> AttentionNeeds:
         page_size=config.page_size,
         flash_library=config.flash_library,
         deterministic=config.deterministic,
+        native=spec.implementation == "native",
     )
 
 

@@ -32,6 +32,7 @@ from batchgen.kernels.chips import (
 )
 from batchgen.kernels.copies import copy_pages
 from batchgen.kernels.cpu import copies as compiled_copies
+from batchgen.kernels.cpu import invariant_ops as compiled_invariant_ops
 from batchgen.kernels.cpu import ops as compiled_ops
 from batchgen.kernels.cpu.attention import CompiledAttention
 from batchgen.kernels.cpu.build import find_compiler
@@ -50,6 +51,7 @@ from batchgen.kernels.types import AttentionBatch, DecodePlanner, KVPool, LayerK
 __all__ = [
     "ATTENTION_BACKENDS",
     "GPU_BACKENDS",
+    "INVARIANT",
     "AttentionFactory",
     "AttentionNeeds",
     "Backend",
@@ -115,6 +117,8 @@ class AttentionNeeds:
     """Path of a flash library that the user named."""
     deterministic: bool = False
     """Whether a row's results may not depend on what runs beside it, not in a single bit."""
+    native: bool = False
+    """Whether the model is one of `models.native`, whose layers the compiled kernels can run whole."""
 
 
 TORCH = Backend("torch", "torch", TorchAttention, torch_ops)
@@ -214,7 +218,16 @@ def _deterministic(name: str, needs: AttentionNeeds) -> Backend:
     """Kernels whose results for a row depend on that row alone. Nothing is measured: another run may not differ."""
     on_gpu = needs.capability is not None or needs.device.type != "cpu"
     refuse_deterministic(name, on_gpu)
-    return _invariant_triton(needs) if on_gpu or name == "triton" else INVARIANT
+    if on_gpu or name == "triton":
+        return _invariant_triton(needs)
+    if name == "torch" or (name == "auto" and not needs.native):
+        return INVARIANT
+    try:
+        return _invariant_compiled(needs)
+    except BackendUnavailable as problem:
+        if name == "compiled":
+            raise
+        return replace(INVARIANT, describes=f"{INVARIANT.describes} (no compiled: {problem})")
 
 
 def refuse_deterministic(name: str, on_gpu: bool) -> None:
@@ -228,8 +241,23 @@ def refuse_deterministic(name: str, on_gpu: bool) -> None:
         raise BackendUnavailable("`--deterministic`: flash splits its work by the batch", remedy)
     if on_gpu and name == "torch":
         raise BackendUnavailable("`--deterministic` computes by Triton on a GPU", remedy)
-    if name == "compiled":
-        raise BackendUnavailable("`--deterministic` computes by plain PyTorch on a CPU", remedy)
+
+
+def _invariant_compiled(needs: AttentionNeeds) -> Backend:
+    """The compiled kernels, whose products and norms are batch-invariant anyway, with attention that is so, too."""
+    found = _compiled(needs)
+    if not needs.native:
+        raise BackendUnavailable(
+            "`--deterministic` computes models of the transformers library by plain PyTorch on a CPU",
+            "leave one of the two out",
+        )
+    return Backend(
+        "compiled",
+        f"{found.describes}, batch-invariant",
+        partial(CompiledAttention, invariant=True),
+        compiled_invariant_ops,
+        copy_pages=compiled_copies.copy_pages,
+    )
 
 
 def _invariant_triton(needs: AttentionNeeds) -> Backend:

@@ -1,10 +1,13 @@
 """A model whose result for a token depends on that token and what it attends to alone, bit for bit, on a CPU.
 
-Libraries choose how to multiply by the number of rows, so a token's bits depend on how many there are in a step. Here
+The kernels that are compiled for the CPU compute so whatever the batch, and run models of `models.native`. For others:
+libraries choose how to multiply by the number of rows, so a token's bits depend on how many there are in a step. Here
 the model only ever sees tiles of a fixed number of tokens, the last filled up with tokens that mean nothing. In a
-product of one shape, every row is computed in the same way; whether that holds on this machine for this model, and
-whether two heights of tiles give the same bits, is found out before the first step, by running some sequences in
-several arrangements. Tiles of a step run one after the other: a token's keys stand in the pool when later ones attend.
+product of one shape, every row is computed in the same way; two heights of tiles may give the same bits. Tiles of a
+step run one after the other: a token's keys stand in the pool when later ones attend.
+
+Whether any of this holds on this machine for this model is found out before the first step, by running some sequences
+in several arrangements.
 
 Whatever the model is made of, it is inside: nothing here knows of layers.
 """
@@ -18,9 +21,8 @@ import torch
 from torch import Tensor
 
 from batchgen.errors import UsageError
-from batchgen.kernels import invariant_ops
+from batchgen.kernels.backend import INVARIANT, Backend
 from batchgen.kernels.invariant_attention import InvariantAttention
-from batchgen.kernels.linear import Product
 from batchgen.kernels.lora import LoraSegment, LoraStep
 from batchgen.kernels.types import AttentionBatch, ChunkPages, KVPool
 from batchgen.models.base import Model, ModelInput, ModelSpec, Taps, TokenEmbeds
@@ -37,34 +39,41 @@ _ARRANGEMENTS = (((0, 1, 2, 3, 4, 5, 6),), ((5, 2, 6, 0, 3, 1, 4),), ((4, 6), (1
 """Steps of the check: the sequences of each, in their order."""
 
 
-def invariant_model(model: Model, product: Product | None) -> Model:
-    """The model such that a token's bits depend on nothing beside it: by a `product` that is so, else by tiles.
+def invariant_model(model: Model, backend: Backend) -> Model:
+    """The model such that a token's bits depend on nothing beside it, by the kernels of a backend that are so.
 
     Raises:
         UsageError: that cannot be had of this model.
     """
-    if product is None:
+    if backend.name == "compiled":
+        _hold(model, backend)
+        return model
+    if backend.product is None:
         return InvariantModel(model)
     if not isinstance(model, NativeModel):
         raise UsageError(
             f"`--deterministic` on a GPU computes by kernels of its own, and a {model.spec.name} model by the "
             "library's; leave the option out, or compute on a CPU"
         )
-    return model.with_product(product)
+    return model.with_product(backend.product)
 
 
 class InvariantModel:
     """A model behind the model seam, run by tiles. Its steps bring an `InvariantAttention`."""
 
-    def __init__(self, model: Model) -> None:
-        """Raises: `UsageError` where the model's bits depend on the batch whatever the tiles."""
+    def __init__(self, model: Model, heights: Sequence[int] | None = None) -> None:
+        """Run a model by tiles of some heights in tokens; None takes those that give the same bits here.
+
+        Raises:
+            UsageError: the model's bits depend on the batch whatever the tiles.
+        """
         if isinstance(model, TransformersModel) and model.grouped:
             reason = (
                 f"{model.grouped[0]} of a {model.spec.name} model multiplies by groups whose size depends on the batch"
             )
             raise UsageError(f"`--deterministic`: {reason}; leave the option out")
         self._model = model
-        self._heights = _same_heights(model)
+        self._heights = _same_heights(model) if heights is None else heights
 
     @property
     def spec(self) -> ModelSpec:
@@ -193,17 +202,33 @@ def _same_heights(model: Model) -> tuple[int, ...]:
     Raises:
         UsageError: not even one height does.
     """
-    with torch.inference_mode():
-        found: dict[int, list[Tensor]] = {}
-        for height in _HEIGHTS:
-            runs = [_probe(model, height, parts) for parts in _ARRANGEMENTS]
-            if all(_equal(run, runs[0]) for run in runs[1:]):
-                found[height] = runs[0]
+    found: dict[int, list[Tensor]] = {}
+    for height in _HEIGHTS:
+        bits = _same_bits(InvariantModel(model, (height,)), INVARIANT)
+        if bits is not None:
+            found[height] = bits
     if not found:
-        message = f"the bits of a {model.spec.name} model's logits depend on the batch here whatever is done about it"
-        raise UsageError(f"`--deterministic`: {message}; leave the option out, or try `--dtype` or `--cpu-threads 1`")
+        raise _depends(model, "or try `--dtype` or `--cpu-threads 1`")
     largest = max(found)
     return tuple(height for height in found if _equal(found[height], found[largest]))
+
+
+def _hold(model: Model, backend: Backend) -> None:
+    """Raises: `UsageError` where kernels that should be batch-invariant are not, built by this compiler."""
+    if _same_bits(model, backend) is None:
+        raise _depends(model, "or try `--attention torch`")
+
+
+def _depends(model: Model, other: str) -> UsageError:
+    message = f"the bits of a {model.spec.name} model's logits depend on the batch here whatever is done about it"
+    return UsageError(f"`--deterministic`: {message}; leave the option out, {other}")
+
+
+def _same_bits(model: Model, backend: Backend) -> list[Tensor] | None:
+    """What the check's sequences give in every arrangement; None where that is not the same."""
+    with torch.inference_mode():
+        runs = [_probe(model, backend, steps) for steps in _ARRANGEMENTS]
+    return runs[0] if all(_equal(run, runs[0]) for run in runs[1:]) else None
 
 
 def _equal(one: list[Tensor], other: list[Tensor]) -> bool:
@@ -215,25 +240,25 @@ def _bits(values: Tensor) -> Tensor:
     return values.contiguous().view(torch.int16 if values.element_size() == 2 else torch.int32)
 
 
-def _probe(model: Model, height: int, steps: Sequence[Sequence[int]]) -> list[Tensor]:
+def _probe(model: Model, backend: Backend, steps: Sequence[Sequence[int]]) -> list[Tensor]:
     """States [T, H] and logits [T, V] of the check's sequences, in the sequences' own order.
 
     Args:
         model: any.
-        height: of the tiles.
+        backend: its attention and other operations.
         steps: which sequences run together.
     """
     parts: dict[int, tuple[Tensor, Tensor]] = {}
     for step in steps:
-        states = _hidden(model, _probe_step(model.spec, step), (height,))
-        logits = _logits(model, states, (height,))
+        states = model.hidden(_probe_step(model.spec, backend, step))
+        logits = model.logits(states)
         lengths = [_PROBE_LENGTHS[sequence] for sequence in step]
         pairs = zip(torch.split(states, lengths), torch.split(logits, lengths), strict=True)
         parts |= dict(zip(step, pairs, strict=True))
     return [torch.cat([parts[sequence][i] for sequence in sorted(parts)]) for i in range(2)]
 
 
-def _probe_step(spec: ModelSpec, step: Sequence[int]) -> ModelInput:
+def _probe_step(spec: ModelSpec, backend: Backend, step: Sequence[int]) -> ModelInput:
     """Some of the check's sequences whole, each in a page of its own; with adapters some of them go through one."""
     page = max(_PROBE_LENGTHS)
     pool = KVPool.allocate(list(spec.kv_layers), len(_PROBE_LENGTHS) + 1, page, spec.dtype, spec.device)
@@ -256,7 +281,7 @@ def _probe_step(spec: ModelSpec, step: Sequence[int]) -> ModelInput:
     return ModelInput(
         torch.from_numpy(np.concatenate(ids)),
         torch.from_numpy(np.concatenate(positions)),
-        InvariantAttention(pool, batch),
+        backend.attention(pool, batch),
         lora=LoraStep(segments) if segments else None,
-        ops=invariant_ops,
+        ops=backend.ops,
     )

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from batchgen.engine.engine import Engine
+from batchgen.kernels.cpu.library import loaded
 from batchgen.request import Completion
 from tests.engine.reference import save_word_tokenizer, shared_prefix_prompts
 from tests.models.adapters import KINDS, save_adapter
@@ -103,9 +104,9 @@ def preempting(monkeypatch: pytest.MonkeyPatch, engine: Engine, rows: list[dict[
 
 
 def assert_invariant(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, rows: list[dict[str, Any]], alone: int = 12, **options: Any
+    monkeypatch: pytest.MonkeyPatch | None, folder: Path, rows: list[dict[str, Any]], alone: int = 12, **options: Any
 ) -> None:
-    """Together, shuffled, in small chunks and pages, preempted, and one at a time."""
+    """Together, shuffled, in small chunks and pages, preempted (where something may be patched), and one at a time."""
     engine = Engine(str(folder), deterministic=True, **options)
     together = run(engine, rows)
     order = np.random.default_rng(1).permutation(len(rows))
@@ -118,7 +119,7 @@ def assert_invariant(
         engine.model,
         engine.tokenizer,
     )
-    assert preempting(monkeypatch, chunked, rows) == together
+    assert (run(chunked, rows) if monkeypatch is None else preempting(monkeypatch, chunked, rows)) == together
 
 
 def saved(folder: Path, model_type: str, **overrides: Any) -> Path:
@@ -136,6 +137,19 @@ def test_rows_of_every_kind(implementation: str, dtype: str, tmp_path: Path, mon
     adapters = {name: str(save_adapter(folder, tmp_path / name, seed=i, **KINDS[name])) for i, name in enumerate(names)}
     rows = mixed_rows(48, names) + special_rows()
     assert_invariant(monkeypatch, folder, rows, model_impl=implementation, dtype=dtype, lora=adapters)
+
+
+@pytest.mark.parametrize("attention", ["compiled", "torch"])
+def test_prompts_of_several_blocks(attention: str, tmp_path: Path) -> None:
+    """A tree whose nodes are longer than the blocks that attention goes by, in groups as they come."""
+    if attention == "compiled" and not loaded():
+        pytest.skip("no C++ compiler here")
+    folder = saved(tmp_path, "llama", max_position_embeddings=1024)
+    rng = np.random.default_rng(0)
+    root, *stems = ([int(token) for token in rng.integers(3, VOCAB, length)] for length in (210, 260, 75))
+    prompts = [root + stem + rng.integers(3, VOCAB, 5 + 9 * i).tolist() for stem in stems for i in range(6)]
+    rows = [row | {"input_ids": prompt} for row, prompt in zip(mixed_rows(len(prompts)), prompts, strict=True)]
+    assert_invariant(None, folder, rows, 3, dtype="float32", attention=attention)
 
 
 def test_among_256(tmp_path: Path) -> None:

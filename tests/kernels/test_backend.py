@@ -12,8 +12,10 @@ import triton
 
 from batchgen.kernels import backend as module
 from batchgen.kernels import chips, torch_ops
+from batchgen.kernels import invariant_ops as plain_invariant_ops
 from batchgen.kernels.attention import TorchAttention
 from batchgen.kernels.backend import AttentionNeeds, BackendUnavailable, capability_of, choose_backend
+from batchgen.kernels.cpu import invariant_ops as compiled_invariant_ops
 from batchgen.kernels.cpu import ops as compiled_ops
 from batchgen.kernels.cpu.library import loaded, missing
 from batchgen.kernels.flash import FlashAttention
@@ -316,8 +318,27 @@ def test_a_deterministic_run_on_a_gpu_takes_triton_with_a_product_and_measures_n
 
 
 def test_a_deterministic_run_on_a_cpu() -> None:
-    needs = replace(ON_CPU, deterministic=True)
-    assert choose_backend("auto", needs) is choose_backend("torch", needs)
-    assert choose_backend("auto", needs).product is None
-    assert reason("compiled", needs) == "`--deterministic` computes by plain PyTorch on a CPU"
+    needs = replace(ON_CPU, deterministic=True, dtype=torch.float32)
+    plain = choose_backend("torch", needs)
+    assert choose_backend("auto", needs) is plain
+    assert plain.product is None
     assert choose_backend("triton", needs).product is linear
+
+
+@pytest.mark.skipif(not loaded(), reason="no C++ compiler here")
+def test_a_deterministic_run_of_a_native_model_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = replace(ON_CPU, deterministic=True, dtype=torch.float32, native=True)
+    chosen = choose_backend("auto", needs)
+    assert chosen.name == choose_backend("compiled", needs).name == "compiled"
+    assert chosen.describes.endswith(", batch-invariant")
+    assert chosen.ops is compiled_invariant_ops
+    assert chosen.group_saving is None, "another run may not differ"
+    assert choose_backend("torch", needs).name == "torch"
+    said = "`--deterministic` computes models of the transformers library by plain PyTorch on a CPU"
+    assert reason("compiled", replace(needs, native=False), "leave one of the two out") == said
+    half = choose_backend("auto", replace(needs, dtype=torch.float16))
+    assert half.describes.startswith("torch, batch-invariant (no compiled: it computes in bfloat16 and float32")
+    monkeypatch.setattr(module, "missing", lambda: "there is no compiler")
+    alone = choose_backend("auto", needs)
+    assert alone.describes == "torch, batch-invariant (no compiled: there is no compiler)"
+    assert alone.ops is plain_invariant_ops

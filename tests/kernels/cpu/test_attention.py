@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ from batchgen.kernels.attention import TorchAttention
 from batchgen.kernels.cpu import attention, attention_list
 from batchgen.kernels.cpu.attention import CompiledAttention
 from batchgen.kernels.cpu.library import loaded
-from batchgen.kernels.reference import reference_attention
+from batchgen.kernels.reference import reference_attention, visible_slots
 from batchgen.kernels.types import AttentionBatch, KVPool
 from tests.kernels.steps import (
     Shape,
@@ -164,6 +165,41 @@ def test_any_step_equals_the_oracle(
         patch.setattr(attention_list, "_STEP", 8)
         patch.setattr(attention, "_block", lambda _: 48)
         check(any_step(chunks, rows, Shape(*heads, *dims, page_size), seed), threads=3, window=window)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 70), st.integers(0, 60), st.integers(0, 3)), max_size=5),
+    st.lists(st.tuples(st.integers(1, 60), st.integers(0, 2)), min_size=1, max_size=6),
+    st.sampled_from([(4, 2), (3, 1), (14, 2)]),
+    st.sampled_from([None, 7, 30]),
+    st.sampled_from([1, 12, 16]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.integers(0, 1 << 20),
+)
+def test_any_token_gets_the_same_bits_alone(
+    chunks: list[tuple[int, int, int]],
+    rows: list[tuple[int, int]],
+    heads: tuple[int, int],
+    window: int | None,
+    page_size: int,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    """Beside chunks over shared pages and rows of nested groups, or in a step that knows of nothing else."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunk_prefixes, "LEAST_KEYS", page_size)
+        patch.setattr(attention, "_block", lambda _: 48)
+        step = any_step(chunks, rows, Shape(*heads, 16, 16, page_size, dtype), seed)
+        together = attend(step, invariant=True, window=window)
+        for token, (position, slots) in enumerate(visible_slots(step.batch, page_size)):
+            pages = slots[::page_size].numpy() // page_size
+            one = slice(token, token + 1)
+            batch = AttentionBatch(step.batch.slot_mapping[one])
+            batch.decode_pages, batch.decode_lens = pages[None], np.array([position + 1])
+            batch.decode_own_start, batch.max_decode_len = np.array([0]), position + 1
+            alone = Step(step.pool, batch, step.query[one], step.key[one], step.value[one])
+            assert torch.equal(attend(alone, invariant=True, window=window), together[one])
 
 
 def test_an_empty_step_gives_an_empty_result() -> None:

@@ -18,8 +18,8 @@ QUERIES = 192 // GROUP
 """Tokens of a full item."""
 
 
-def list_shape(page_size: int = 16, window: int | None = None, threads: int = 1) -> ListShape:
-    return ListShape(page_size, window, kv_heads=3, group=GROUP, threads=threads)
+def list_shape(page_size: int = 16, window: int | None = None, threads: int = 1, block: int | None = None) -> ListShape:
+    return ListShape(page_size, window, kv_heads=3, group=GROUP, threads=threads, block=block)
 
 
 def logical_items(work: WorkList, shape: ListShape) -> list[list[int]]:
@@ -100,6 +100,44 @@ def test_every_visible_key_is_read_once(
         work = plan_list(batch, shape)
     assert [sorted(s) for s in slots_read(batch, work, shape)] == expected_slots(batch, page_size, window)
     check_parts(batch, work)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 90), st.integers(0, 3)), max_size=9),
+    st.lists(st.tuples(st.integers(1, 60), st.integers(0, 2)), max_size=8),
+    st.sampled_from([None, 1, 7, 30]),
+    st.sampled_from([1, 2, 5, 16]),
+    st.sampled_from([2, 12, 32]),
+    st.integers(0, 1 << 20),
+)
+def test_batch_invariant_items_follow_each_other_by_blocks(
+    chunks: list[tuple[int, int, int]],
+    rows: list[tuple[int, int]],
+    window: int | None,
+    page_size: int,
+    block: int,
+    seed: int,
+) -> None:
+    """A token's first item may be as long as it likes; each further one begins where a block does, and is in it."""
+    batch = any_batch(chunks, rows, page_size, seed)
+    shape = list_shape(page_size, window, threads=2, block=block)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunk_prefixes, "LEAST_KEYS", page_size)
+        work = plan_list(batch, shape)
+    assert [sorted(s) for s in slots_read(batch, work, shape)] == expected_slots(batch, page_size, window)
+    check_parts(batch, work)
+    items: dict[int, list[tuple[int, int]]] = {}
+    for rows_at, count, _, base, first, end, _, _ in logical_items(work, shape):
+        assert base % block == 0
+        for token in work.tokens[rows_at : rows_at + count].tolist():
+            items.setdefault(token, []).append((base + first, base + end))
+    for runs in items.values():
+        (_, reached), *others = sorted(runs)
+        for first, end in others:
+            assert reached % block == 0
+            assert reached <= first < end <= first // block * block + block
+            reached = end
 
 
 def unique_rows(b: StepBuilder) -> None:
@@ -197,6 +235,18 @@ def test_a_group_is_shared_out_and_its_rows_are_not() -> None:
     assert (work.num_items, len(work.items)) == (62, 66)
     assert sorted(work.items[:6, -1].tolist()) == [0, 0, 1, 1, 2, 2]
     assert (work.items[6:, -1] == -1).all()
+
+
+def test_batch_invariant_rows_share_whole_blocks() -> None:
+    """Of 256 + 64 shared positions four blocks of 64 by the nine rows, the fifth by the five whose prefix goes on."""
+    b = StepBuilder(Shape(9, 3, 8, 8), num_pages=4096)
+    high = [b.decode(9, own_start=272) for _ in range(4)]
+    low = [b.decode(9, own_start=336) for _ in range(5)]
+    b.group([*high, *low], 0, 17)
+    b.group(low, 272, 4)
+    work = plan_list(b.build().batch, list_shape(block=64))
+    runs = sorted((base + first, base + end, count) for _, count, _, base, first, end, _, _ in work.items.tolist())
+    assert runs == [(0, 256, 9), (256, 281, 1), *[(256, 281, 1)] * 3, (256, 320, 5), *[(320, 345, 1)] * 5]
 
 
 def test_items_come_costliest_first() -> None:
