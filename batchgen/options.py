@@ -302,7 +302,7 @@ OPTIONS: tuple[Option, ...] = (
     _flag(
         "deterministic",
         ENGINE,
-        "Logits that are the same bits whatever else runs with a row; slower. Example: --deterministic",
+        "Logits that are the same bits whatever else runs with a row; a little slower. Example: --deterministic",
         "engine",
     ),
     # Run-wide defaults of the row fields of the same name
