@@ -239,7 +239,7 @@ def refuse_deterministic(name: str, on_gpu: bool) -> None:
     remedy = "leave one of the two out"
     if name == "flash":
         raise BackendUnavailable("`--deterministic`: flash splits its work by the batch", remedy)
-    if on_gpu and name == "torch":
+    if on_gpu and name in ("torch", "compiled"):
         raise BackendUnavailable("`--deterministic` computes by Triton on a GPU", remedy)
 
 

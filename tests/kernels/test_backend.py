@@ -312,7 +312,8 @@ def test_a_deterministic_run_on_a_gpu_takes_triton_with_a_product_and_measures_n
     assert not clock.timed
     remedy = "leave one of the two out"
     assert reason("flash", needs, remedy) == "`--deterministic`: flash splits its work by the batch"
-    assert reason("torch", needs, remedy) == "`--deterministic` computes by Triton on a GPU"
+    for name in ("torch", "compiled"):
+        assert reason(name, needs, remedy) == "`--deterministic` computes by Triton on a GPU"
     wide = replace(needs, layers=(LayerKV(1, 512, 512),))
     assert reason("auto", wide) == "no attention tile for heads of 512; the largest takes 256"
 
