@@ -35,8 +35,8 @@ class StepBatch:
     positions: Tensor
     """[T] int64"""
     attention: AttentionBatch
-    logit_rows: Tensor
-    """[U] int64: the flat tokens whose logits are needed, each once"""
+    logit_rows: Tensor | None
+    """[U] int64: the flat tokens whose logits are needed, each once; None: all of them, in order"""
     sample_rows: Tensor | None
     """[R] int64 for each `SampleRow`, its place among `logit_rows`; None: one row each, in order"""
     drawn: Tensor
@@ -68,6 +68,7 @@ class StepArrays:
     """[T] where each token's key and value go"""
     source: Int64 | None
     logit_rows: Int64
+    """[U]"""
     sample_rows: Int64 | None
     drawn: Int64
     attention: AttentionBatch
@@ -84,7 +85,12 @@ class StepArrays:
             return False
         if self.adapters is not None and bool((self.adapters >= 0).any()):
             return False
-        return np.array_equal(self.logit_rows, np.arange(len(self.ids)))
+        return self.all_drawn
+
+    @property
+    def all_drawn(self) -> bool:
+        """Whether the logits of every flat token are needed, in order."""
+        return len(self.logit_rows) == len(self.ids) and bool((np.diff(self.logit_rows) == 1).all())
 
     def upload(self, device: Device) -> StepBatch:
         """The step's tensors, in one transfer."""
@@ -96,7 +102,7 @@ class StepArrays:
             input_ids=ids,
             positions=positions,
             attention=self.attention,
-            logit_rows=logit_rows,
+            logit_rows=None if self.all_drawn else logit_rows,
             sample_rows=others[0] if self.sample_rows is not None else None,
             drawn=drawn,
             source=others[-1] if self.source is not None else None,

@@ -185,7 +185,7 @@ class StepRunner:
         hidden = self._forward(flight, batch, tokens)
         if not len(rows):
             return
-        logits = self._model.logits(hidden[batch.logit_rows])  # [U, V]
+        logits = self._model.logits(hidden)  # [U, V]
         if batch.sample_rows is not None:
             # Samples of one prompt draw from the same logits, each from a copy it may mask.
             logits = logits[batch.sample_rows]  # [R, V]
@@ -234,10 +234,10 @@ class StepRunner:
             self._states.withdraw(flight.tapped)
 
     def _forward(self, flight: Flight, batch: StepBatch, last: Tensor | None) -> Tensor:
-        """[T, H] states of the step's tokens after the final norm."""
+        """[U, H] states after the final norm, of tokens that are drawn for."""
         plan = flight.plan
         tapped = flight.tapped = None if self._states is None else self._states.taps(plan, self._device)
-        attention = self._backend.attention(self._pool, batch.attention)
+        attention, scores = self._backend.attention(self._pool, batch.attention), bool(self._prompts)
         inputs = ModelInput(
             batch.feed(last),
             batch.positions,
@@ -246,12 +246,14 @@ class StepRunner:
             lora=batch.lora,
             embeds=batch.embeds,
             ops=self._backend.ops,
+            wanted=None if scores else batch.logit_rows,
         )
         hidden = self._model.hidden(inputs)
         if isinstance(attention, PooledAttention):
             self.attention.add(attention.counts)
-        if self._prompts:
+        if scores:
             flight.scored = self._prompts.score(plan, hidden, self._model.logits, self.outputs)
+            hidden = hidden if batch.logit_rows is None else hidden[batch.logit_rows]
         if self._states is not None and tapped is not None:
             self._states.send(tapped, self.outputs)
         return hidden

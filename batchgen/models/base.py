@@ -110,6 +110,17 @@ class ModelInput:
     """Tokens whose id means nothing; None where there are none"""
     ops: Ops = torch_ops
     """The operations to build the step from."""
+    wanted: Tensor | None = None
+    """[W] int64: flat tokens whose states after the final norm are asked for; None: all"""
+
+    def pick(self, states: Tensor) -> Tensor:
+        """[T, H] -> [W, H]: the wanted tokens' of states that are all tokens'."""
+        return states if self.wanted is None else states[self.wanted]
+
+    def early(self, layers: int) -> Tensor | None:
+        """`wanted` where, of the last of so many layers, unwanted tokens need their keys and values alone."""
+        tapped = self.taps is not None and not {-1, layers}.isdisjoint(self.taps.layers)
+        return None if tapped or self.lora is not None else self.wanted
 
 
 class Model(Protocol):
@@ -121,7 +132,10 @@ class Model(Protocol):
         ...
 
     def hidden(self, inputs: ModelInput) -> Tensor:
-        """States after the final norm, [T, H] in the model's dtype; fills `inputs.taps`."""
+        """States after the final norm, [T, H] in the model's dtype, or [W, H] of `wanted`; fills `inputs.taps`.
+
+        The keys and values of all tokens are stored, whoever is wanted.
+        """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -214,8 +214,8 @@ class TransformersModel:
 
     @torch.no_grad()
     def hidden(self, inputs: ModelInput) -> Tensor:
-        """States after the final norm, [T, H] in the model's dtype; fills `inputs.taps`."""
-        return self._model.hidden(inputs)
+        """States after the final norm, as `Model.hidden`."""
+        return inputs.pick(self._model.hidden(inputs))
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:

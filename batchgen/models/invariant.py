@@ -85,8 +85,8 @@ class InvariantModel:
         return self._model.takes_embeds()
 
     def hidden(self, inputs: ModelInput) -> Tensor:
-        """States after the final norm, [T, H] in the model's dtype; fills the taps."""
-        return _hidden(self._model, inputs, self._heights)
+        """States after the final norm, as `Model.hidden`."""
+        return inputs.pick(_hidden(self._model, inputs, self._heights))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, H] -> [R, V] in the model's dtype."""

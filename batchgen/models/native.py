@@ -113,7 +113,7 @@ class NativeModel:
 
     @torch.no_grad()
     def hidden(self, inputs: ModelInput) -> Tensor:
-        """States after the final norm, [T, H] in the model's dtype."""
+        """States after the final norm, as `Model.hidden`."""
         if self._compiled is not None and isinstance(inputs.attention, CompiledAttention):
             return _hidden_compiled(self._compiled, inputs, inputs.attention, self._spec)
         x = F.embedding(inputs.input_ids, self._embedding)  # [T, H]
@@ -127,9 +127,14 @@ class NativeModel:
             taps.take(0, x)
         # Each block's sum and the norm that reads it are one operation, so a block ends with the next one's norm.
         following = [*(layer.input_norm for layer in self._layers[1:]), self._norm]  # L x [H]
+        early = inputs.early(len(self._layers))
         normed = ops.rms_norm(x, self._layers[0].input_norm, eps)  # [T, H]
         for layer, next_norm in zip(self._layers, following, strict=True):
             attended = step.attend(layer, normed)  # [T, N * D]
+            if early is not None and layer is self._layers[-1]:
+                x, attended = x[early], attended[early]  # from here on T is W
+                if not len(early):
+                    return x  # kernels of a GPU are not launched for nothing
             delta = layer.project("o", layer.o, attended, lora, ops)  # [T, H]
             normed = ops.add_rms_norm(x, delta, layer.post_norm, eps)  # [T, H]
             gate_up = layer.project("gate_up", layer.gate_up, normed, lora, ops)  # [T, 2I]
@@ -139,7 +144,7 @@ class NativeModel:
                 taps.take(layer.index + 1, x)
         if taps is not None and -1 in tapped:
             taps.take(-1, normed)
-        return normed
+        return normed if early is inputs.wanted else inputs.pick(normed)
 
     def _compiled_decoder(self) -> CompiledDecoder | None:
         """All layers in one call; None where other kernels than those compiled for the CPU multiply in some layer."""
@@ -171,6 +176,7 @@ def _hidden_compiled(
     size = (inputs.input_ids.shape[0], spec.hidden_size)
     layers = () if taps is None else tuple(layer for layer in taps.layers if layer >= 0)
     states = {layer: torch.empty(size, dtype=spec.dtype) for layer in layers}  # [T, H] each
+    early = inputs.early(spec.num_layers)
     normed = decoder.hidden(
         inputs.input_ids,
         inputs.positions,
@@ -178,11 +184,12 @@ def _hidden_compiled(
         lora=inputs.lora,
         embeds=None if embeds is None else (embeds.rows, embeds.values),
         taps=states,
-    )  # [T, H]
+        wanted=early,
+    )  # [T, H] or [W, H]
     if taps is not None:
         for layer in taps.layers:
             taps.take(layer, normed if layer == -1 else states[layer])
-    return normed
+    return normed if early is inputs.wanted else inputs.pick(normed)
 
 
 class _Step:

@@ -215,8 +215,8 @@ def engine_states(engine: Engine, ids: list[int]) -> torch.Tensor:
     compute = engine.model.hidden
 
     def keeping(inputs: Any) -> torch.Tensor:
-        kept.append(compute(inputs))
-        return kept[-1]
+        kept.append(compute(replace(inputs, wanted=None)))
+        return inputs.pick(kept[-1])
 
     engine.model.hidden = keeping  # type: ignore[method-assign]
     finish(engine, [(ids, SamplingParams(max_new_tokens=1))])

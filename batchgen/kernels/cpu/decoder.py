@@ -89,7 +89,10 @@ class _Step(Structure):
         ("gate_up", c_void_p),
         ("activated", c_void_p),
         ("scratch", c_void_p),
+        ("wanted", c_void_p),
+        ("wanted_x", c_void_p),
         ("tokens", c_int64),
+        ("num_wanted", c_int64),
         ("wide", c_int64),
     )
 
@@ -186,6 +189,7 @@ class CompiledDecoder:
         lora: LoraStep | None = None,
         embeds: tuple[Tensor, Tensor] | None = None,
         taps: Mapping[int, Tensor] | None = None,
+        wanted: Tensor | None = None,
     ) -> Tensor:
         """The states after the final norm. Keys and values of the step are stored in the attention's pool.
 
@@ -196,12 +200,16 @@ class CompiledDecoder:
             lora: tokens by adapter; None where no token has one.
             embeds: tokens [E] int64 that are embeddings [E, H] in place of ids.
             taps: layer -> [T, H] to fill with the states after it; 0: as the first layer is fed.
+            wanted: [W] int64 tokens whose states are asked for, where none has an adapter and the last layer is not
+                tapped; None: all.
 
         Returns:
-            [T, H] in the weights' dtype.
+            [T, H], or [W, H], in the weights' dtype.
         """
         tokens, threads = ids.shape[0], torch.get_num_threads()
-        normed = self._embedding.new_empty(tokens, self._embedding.shape[1])
+        rows, hidden = tokens if wanted is None else len(wanted), self._embedding.shape[1]
+        normed = self._embedding.new_empty(rows, hidden)
+        wanted_x = None if wanted is None else self._embedding.new_empty(rows, hidden)
         if not tokens:
             return normed
         room = self._room.of(tokens, threads * self._scratch)
@@ -223,6 +231,9 @@ class CompiledDecoder:
         step.cos, step.sin = cos.data_ptr(), sin.data_ptr()
         step.attention, step.taps = addressof(arguments.struct), addressof(tapped)
         step.normed = normed.data_ptr()
+        assert wanted is None or (lora is None and len(self._windows) not in (taps or {}))
+        assert wanted is None or wanted.is_contiguous()
+        step.wanted, step.wanted_x, step.num_wanted = address(wanted), address(wanted_x), -1 if wanted is None else rows
         adapted = None if lora is None else self._lora.call(tiles_of(lora, tokens, ids.device))
         step.lora = None if adapted is None else addressof(adapted.struct)
         step.wide = self._wide and adapted is None  # adapters read what the products do

@@ -8,7 +8,8 @@ namespace {
 class Run {
   public:
     Run(const Decoder& d, const DecoderStep& s, Barrier& barrier, Claims (&claims)[2], int thread, int threads)
-        : d_(d), s_(s), barrier_(barrier), claims_(claims), thread_(thread), threads_(threads) {}
+        : d_(d), s_(s), barrier_(barrier), claims_(claims), tokens_(s.tokens), x_(s.x), attended_(s.attended),
+          thread_(thread), threads_(threads) {}
 
     void operator()() {
         embed();
@@ -17,10 +18,11 @@ class Run {
             const DecoderLayer& layer = d_.layers[l];
             product(layer.qkv, layer.qkv_lora, s_.product_in, s_.qkv, s_.wide);
             attend(layer, l);
-            product(layer.o, layer.o_lora, s_.attended, s_.delta, 0);
+            if (s_.num_wanted >= 0 && l + 1 == d_.num_layers) pick();
+            product(layer.o, layer.o_lora, attended_, s_.delta, 0);
             norm(s_.delta, layer.post_norm, 0);
             product(layer.gate_up, layer.gate_up_lora, s_.product_in, s_.gate_up, s_.wide);
-            gated_part({s_.gate_up, s_.activated, s_.tokens, d_.inner, d_.activation, d_.dtype, s_.wide},
+            gated_part({s_.gate_up, s_.activated, tokens_, d_.inner, d_.activation, d_.dtype, s_.wide},
                        thread_, threads_);
             barrier_.wait();
             product(layer.down, layer.down_lora, s_.activated, s_.delta, s_.wide);
@@ -48,12 +50,28 @@ class Run {
         if (a.lists[l]->num_merges) barrier_.wait();
     }
 
+    // From here on there are the wanted tokens alone: nobody reads more of the others than their keys and values.
+    void pick() {
+        const int64_t head_bytes = d_.heads * d_.dim * (d_.dtype ? 2 : 4);
+        const Span span(s_.num_wanted, thread_, threads_);
+        for (int64_t i = span.begin; i < span.end; i++) {
+            copy_row(s_.wanted_x, i, s_.x, s_.wanted[i], row_bytes());
+            copy_row(s_.qkv, i, s_.attended, s_.wanted[i], head_bytes);  // the queries have been used
+        }
+        tokens_ = s_.num_wanted, x_ = s_.wanted_x, attended_ = s_.qkv;
+        barrier_.wait();
+    }
+
+    static void copy_row(void* to, int64_t i, const void* from, int64_t j, int64_t bytes) {
+        std::memcpy(static_cast<char*>(to) + i * bytes, static_cast<const char*>(from) + j * bytes, bytes);
+    }
+
     void product(const Matmul& weight, const LoraStack* lora, const void* x, void* out, int64_t wide) {
         Matmul m = weight;
         m.x = x;
         m.x_wide = wide;
         m.out = out;
-        m.rows = s_.tokens;
+        m.rows = tokens_;
         m.x_stride = m.inner;
         m.out_stride = m.outer;
         m.scratch = s_.scratch;
@@ -71,7 +89,7 @@ class Run {
     // x += delta and its norm, the last layer's into the result. Taps are copied by the thread that has added the row.
     void norm(const void* delta, const void* weight, int64_t tapped) {
         const bool last = tapped == d_.num_layers;
-        norm_part({s_.x, delta, weight, last ? s_.normed : s_.product_in, s_.tokens, d_.hidden, d_.dtype, d_.eps,
+        norm_part({x_, delta, weight, last ? s_.normed : s_.product_in, tokens_, d_.hidden, d_.dtype, d_.eps,
                    last ? 0 : s_.wide},
                   thread_, threads_);
         if (tapped) tap(tapped);
@@ -80,9 +98,9 @@ class Run {
 
     void tap(int64_t at) {
         if (!s_.taps[at]) return;
-        const Span span(s_.tokens, thread_, threads_);
+        const Span span(tokens_, thread_, threads_);
         const int64_t from = span.begin * row_bytes();
-        std::memcpy(static_cast<char*>(s_.taps[at]) + from, static_cast<const char*>(s_.x) + from,
+        std::memcpy(static_cast<char*>(s_.taps[at]) + from, static_cast<const char*>(x_) + from,
                     (span.end - span.begin) * row_bytes());
     }
 
@@ -92,7 +110,9 @@ class Run {
     const DecoderStep& s_;
     Barrier& barrier_;
     Claims (&claims_)[2];
-    int64_t products_ = 0;
+    int64_t products_ = 0, tokens_;
+    void* x_;
+    const void* attended_;
     const int thread_, threads_;
 };
 

@@ -34,7 +34,7 @@ struct DecoderStep {
     const LoraStep* lora;        // null where no token has an adapter
     void* const* taps;           // [L + 1] -> [T, H] or null: what goes into the first layer, what comes out of each
     void *x;                     // [T, H] residual sums
-    void *normed;                // [T, H] the result
+    void *normed;                // [T, H] the result, of wanted tokens alone [W, H]
     void *product_in;            // [T, H] what goes into a product, float32 where `wide`
     void *qkv;                   // [T, N + 2K, D]
     void *attended;              // [T, N, D]
@@ -42,7 +42,10 @@ struct DecoderStep {
     void *gate_up;               // [T, 2I]
     void *activated;             // [T, I] likewise
     void *scratch;               // of the products
+    const int64_t *wanted;       // [W] tokens whose result is asked for
+    void *wanted_x;              // [W, H] for their residual sums
     int64_t tokens;
+    int64_t num_wanted;          // W; -1: all tokens, in order
     int64_t wide;                // norms and activations are kept as the float32 numbers that products want
 };
 

@@ -1,0 +1,119 @@
+"""Steps in which not every token's result is asked for: those of the others end with their last keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from batchgen.kernels import invariant_ops, torch_ops
+from batchgen.kernels.attention import TorchAttention
+from batchgen.kernels.cpu.attention import CompiledAttention
+from batchgen.kernels.cpu.library import loaded, missing
+from batchgen.kernels.device import HOST
+from batchgen.kernels.invariant_attention import InvariantAttention
+from batchgen.kernels.linear import Linear
+from batchgen.kernels.lora import lora_step
+from batchgen.kernels.types import Attention, AttentionBatch, KVPool
+from batchgen.models.base import Model, ModelInput, Taps
+from batchgen.models.invariant import InvariantModel
+from batchgen.models.load import load_model
+from tests.models.adapters import save_adapter
+from tests.models.packed import PagedCache
+from tests.models.tiny import save_tiny
+
+Attend = Callable[[KVPool, AttentionBatch], Attention]
+TOKENS, LAYERS = 23, 3
+WANTED = ([22], [3, 0, 17], list(range(23)), [])
+
+
+def run(model: Model, attention: Attend, wanted: list[int] | None, **given: Any) -> tuple[Tensor, list[Tensor]]:
+    """The result, and all that was stored."""
+    cache = PagedCache(model.spec, 1)
+    rows = None if wanted is None else torch.tensor(wanted, dtype=torch.int64)
+    step = attention(cache.pool, cache.batch([(0, TOKENS)]))
+    hidden = model.hidden(ModelInput(torch.arange(TOKENS) + 3, torch.arange(TOKENS), step, wanted=rows, **given))
+    return hidden, [torch.nan_to_num(pool) for pool in (*cache.pool.keys, *cache.pool.values)]
+
+
+@pytest.mark.parametrize("wanted", WANTED, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+@pytest.mark.skipif(not loaded(), reason=str(missing()))
+def test_compiled(model_type: str, dtype: Any, wanted: list[int], tmp_path: Path) -> None:
+    save_tiny(model_type, tmp_path)
+    model = load_model(tmp_path, implementation="native", dtype=dtype, device="cpu", products="fixed")
+    whole, stored = run(model, CompiledAttention, None)
+    picked, stored_too = run(model, CompiledAttention, wanted)
+    assert torch.equal(picked, whole[wanted])
+    assert all(torch.equal(a, b) for a, b in zip(stored, stored_too, strict=True))
+
+
+@pytest.mark.parametrize("wanted", WANTED, ids=str)
+@pytest.mark.parametrize("kind", ["native", "transformers", "tiles"])
+def test_plain(kind: str, wanted: list[int], tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path)
+    implementation: Any = "transformers" if kind == "transformers" else "native"
+    model = load_model(tmp_path, implementation=implementation, dtype="float32", device="cpu", products="torch")
+    if kind == "tiles":
+        model = InvariantModel(model)
+    attention, ops = (InvariantAttention, invariant_ops) if kind == "tiles" else (TorchAttention, torch_ops)
+    whole, stored = run(model, attention, None, ops=ops)
+    picked, stored_too = run(model, attention, wanted, ops=ops)
+    torch.testing.assert_close(picked, whole[wanted], rtol=0, atol=0 if kind == "tiles" else 1e-5)
+    assert all(torch.equal(a, b) for a, b in zip(stored, stored_too, strict=True))
+
+
+@pytest.mark.parametrize("wanted", WANTED, ids=str)
+def test_what_the_last_layer_multiplies_is_counted(
+    wanted: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny("llama", tmp_path)
+    model = load_model(tmp_path, implementation="native", dtype="float32", device="cpu", products="torch")
+    rows: list[int] = []
+    multiply = Linear.__call__
+
+    def counted(self: Linear, x: Tensor) -> Tensor:
+        rows.append(len(x))
+        return multiply(self, x)
+
+    monkeypatch.setattr(Linear, "__call__", counted)
+    run(model, TorchAttention, wanted)
+    assert model.spec.num_layers == LAYERS
+    before = [TOKENS] * (4 * (LAYERS - 1) + 1)
+    assert rows == (before + [len(wanted)] * 3 if wanted else before)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_taps_and_adapters_see_all_tokens(compiled: bool, tmp_path: Path) -> None:
+    if compiled and not loaded():
+        pytest.skip(str(missing()))
+    folder = save_tiny("llama", tmp_path / "base")
+    adapters = [("a", str(save_adapter(folder, tmp_path / "a")))]
+    attention = CompiledAttention if compiled else TorchAttention
+    model = load_model(
+        folder,
+        implementation="native",
+        dtype="float32",
+        device="cpu",
+        products="fixed" if compiled else "torch",
+        lora=adapters,
+    )
+    wanted, kept = [22, 4], torch.tensor([1, 22])
+    for layers in ((1,), (0, LAYERS), (-1,), ()):
+        for adapted in (False, True):
+            given = {"lora": lora_step(np.arange(TOKENS) % 2 - 1, HOST)} if adapted else {}
+            found = []
+            for rows in (None, wanted):
+                taps = Taps(kept, TOKENS, layers)
+                found.append((run(model, attention, rows, taps=taps, ops=torch_ops, **given)[0], taps.states))
+            (whole, states), (picked, states_too) = found
+            torch.testing.assert_close(picked, whole[wanted], rtol=0, atol=0 if compiled else 1e-5)
+            assert states.keys() == states_too.keys() == set(layers)
+            for layer, values in states.items():
+                torch.testing.assert_close(states_too[layer], values, rtol=0, atol=0 if compiled else 1e-5)
