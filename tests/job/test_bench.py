@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def toy(tmp_path: Path) -> str:
+def toy(tmp_path: Path, hasty: None) -> str:
     path = tmp_path / "toy.toml"
     path.write_text(TOY)
     return str(path)

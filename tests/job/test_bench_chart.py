@@ -21,11 +21,11 @@ from batchgen.job.bench import chart as chart_module
 from batchgen.job.bench.chart import check_chart, draw_stored, write_chart
 from batchgen.job.bench.figures import Context, Figure, Measured, workload_figures
 from batchgen.job.bench.floors import FloorWork
-from batchgen.job.bench.machine import Products
 from batchgen.job.bench.named import MORE_WORKLOADS, WORKLOADS
 from batchgen.job.bench.page import page
 from batchgen.job.bench.panels import Bar, Panel, sections
 from batchgen.job.bench.process import Generated
+from batchgen.job.bench.rates import Products
 from batchgen.job.bench.stored import LeftOut, StoredFigures, read_figures
 from batchgen.job.bench.svg import NARROW, WIDE, chart, linear_ticks, log_ticks
 from batchgen.job.bench.table import comparison, print_comparison, print_others

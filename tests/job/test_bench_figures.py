@@ -11,15 +11,9 @@ import torch
 
 from batchgen.job.bench.figures import Context, Measured, workload_figures
 from batchgen.job.bench.floors import FloorWork, count_work
-from batchgen.job.bench.machine import (
-    Products,
-    commit_name,
-    cpu_name,
-    measure_bandwidth,
-    measure_products,
-    versions,
-)
+from batchgen.job.bench.machine import commit_name, cpu_name, versions
 from batchgen.job.bench.process import Generated
+from batchgen.job.bench.rates import Products, measure_bandwidth, measure_products
 from batchgen.job.bench.shapes import Shape, build_model
 from batchgen.job.bench.workloads import BenchRow
 from batchgen.kernels.linear import forms

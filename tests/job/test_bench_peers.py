@@ -216,7 +216,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def toys(tmp_path: Path) -> tuple[str, ...]:
+def toys(tmp_path: Path, hasty: None) -> tuple[str, ...]:
     paths = []
     for name, rows in (("toy", 30), ("next", 25)):
         paths.append(tmp_path / f"{name}.toml")

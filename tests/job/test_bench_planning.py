@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +46,13 @@ def test_blocks_hold_the_same_ids(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sizes_that_are_none(text: str) -> None:
     with pytest.raises(UsageError, match="--plan-size must be ROWSxTOKENS"):
         PlanSize.parse(text)
+
+
+def test_workloads_without_engines_import_no_torch() -> None:
+    """Seconds that nobody measures, once for every shape that is planned in a process of its own."""
+    modules = ", ".join(f"batchgen.job.bench.{name}" for name in ("planning", "startup", "rows_cost"))
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:

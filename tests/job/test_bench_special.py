@@ -95,7 +95,7 @@ SAMPLED_TOY = TOY.replace('"toy"', '"sampled"\nsamples = 2')
 
 
 @pytest.fixture
-def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hasty: None) -> tuple[str, ...]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     paths = []
     for number, text in enumerate((ADAPTED_TOY, SPECIAL_TOY, SAMPLED_TOY)):

@@ -12,7 +12,7 @@ from batchgen.job.bench.process import Generated
 
 if TYPE_CHECKING:  # torch, which drawing stored figures does not need
     from batchgen.job.bench.floors import FloorWork
-    from batchgen.job.bench.machine import Products
+    from batchgen.job.bench.rates import Products
 
 __all__ = [
     "CPU_RATE",

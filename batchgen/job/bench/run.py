@@ -23,9 +23,10 @@ from batchgen.job.bench.definitions import BenchWorkload, find_workloads
 from batchgen.job.bench.figures import Context, Figure, Measured, workload_figures
 from batchgen.job.bench.floors import count_work
 from batchgen.job.bench.gating import Gate
-from batchgen.job.bench.machine import Products, commit_name, cpu_name, measure_bandwidth, measure_products, versions
+from batchgen.job.bench.machine import commit_name, cpu_name, versions
 from batchgen.job.bench.peers import OF_BATCHGEN, OURS, REFERENCE, EngineSource, knows_fields, parse_peers
 from batchgen.job.bench.process import BenchEngine, EngineProcess, LoadSpec
+from batchgen.job.bench.rates import Products, measure_bandwidth, measure_products
 from batchgen.job.bench.shapes import DEMO, bench_cache, resolve_bench_model
 from batchgen.job.bench.stored import read_figures
 from batchgen.job.bench.table import print_comparison
