@@ -20,8 +20,11 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import numpy as np
+
 from batchgen.errors import ErrorCode, ErrorInfo, RowError
 from batchgen.params import Constraint
+from batchgen.text.grammar_library import import_compiler
 from batchgen.text.grammar_rules import can_end, left_recursive_rule
 from batchgen.text.grammar_sources import grammar_source
 
@@ -89,8 +92,7 @@ def serve(source: int, sink: int, workers: int) -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # the run decides when to stop, and closes the pipe
-    # Imported here, once for all forks: xgrammar brings torch and transformers along, which takes seconds.
-    import xgrammar
+    xgrammar = import_compiler()  # here, once for all forks
 
     requests, results = Connection(source, writable=False), Connection(sink, readable=False)
     tokenizers: dict[Key, Any] = {}
@@ -238,7 +240,7 @@ def _unusable(kind: str, compiled: Any) -> ErrorInfo | None:
     import xgrammar
 
     matcher = xgrammar.GrammarMatcher(compiled)
-    mask = xgrammar.allocate_token_bitmask(1, compiled.tokenizer_info.vocab_size)
+    mask = np.full(xgrammar.get_bitmask_shape(1, compiled.tokenizer_info.vocab_size), -1, np.int32)
     matcher.fill_next_token_bitmask(mask)
     completed = matcher.is_completed()
     if (completed and kind == "json_schema") or not (completed or mask.any()):

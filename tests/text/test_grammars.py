@@ -18,6 +18,7 @@ from batchgen.kernels.bitmask import bitmask_width
 from batchgen.params import Constraint, ConstraintKind
 from batchgen.text import grammar_compiler
 from batchgen.text.grammar_compiler import stop_compiling
+from batchgen.text.grammar_library import import_compiler
 from batchgen.text.grammar_worker import Limits
 from batchgen.text.grammars import Grammars
 from batchgen.text.tokenizer import Tokenizer
@@ -53,7 +54,8 @@ def texts(grammars: Grammars, constraint: Constraint, count: int = 20, longest: 
         while len(ids) < longest:
             mask = torch.zeros(1, bitmask_width(grammars.vocab_size), dtype=torch.int32)
             matcher.fill_next_token_bitmask(mask)
-            allowed = [t for t in range(grammars.vocab_size) if int(mask[0, t // 32]) >> t % 32 & 1]
+            words = mask[0].tolist()
+            allowed = [t for t in range(grammars.vocab_size) if words[t // 32] >> t % 32 & 1]
             assert allowed, "never at a loss"
             token = stop if allowed == [stop] or (stop in allowed and rng.random() < 0.3) else rng.choice(allowed)
             if token == stop:
@@ -87,8 +89,12 @@ def test_each_is_compiled_once(tokenizer: Tokenizer) -> None:
 
 def test_many_at_once_do_not_stop_each_other(grammars: Grammars) -> None:
     """More than pipes hold in either direction."""
-    names = [f"name {i} " + "x" * 500 for i in range(30)]
-    several = [Constraint("choice", json.dumps([f"{n} {name}" for name in names])) for n in range(12)]
+    names = [Random(i).randbytes(30).hex() for i in range(30)]
+    about = "x" * 10_000  # costs the compiler nothing
+    several = [
+        Constraint("json_schema", json.dumps({"description": about, "enum": [f"{n} {name}" for name in names]}))
+        for n in range(12)
+    ]
     grammars.prepare(several)
     assert all(grammars.error(constraint) is None for constraint in several)
 
@@ -158,16 +164,15 @@ def test_a_batch_that_is_given_up_leaves_nothing_behind(grammars: Grammars) -> N
     assert grammars.matcher(several[5], ()).accept_string("given up 5")
 
 
-def test_the_process_ends_with_the_one_that_started_it(folders: dict[str, Path]) -> None:
+def test_the_process_ends_with_the_one_that_started_it() -> None:
     program = (
-        "import os, sys; from batchgen.text.grammars import Grammars; from batchgen.text.tokenizer import Tokenizer\n"
-        "from batchgen.text import grammar_compiler; from batchgen.params import Constraint\n"
-        "t = Tokenizer.load(sys.argv[1]); g = Grammars(t, t.vocab_size); g.prepare([Constraint('regex', 'a')])\n"
+        "import os, sys; from batchgen.text import grammar_compiler; from batchgen.params import Constraint\n"
+        "compiler = grammar_compiler.GrammarCompiler({'text': [bytes([i]) for i in range(256)]})\n"
+        "list(compiler.compile([Constraint('regex', 'a')]))\n"
         "print(grammar_compiler._process.pid, flush=True); os.kill(os.getpid(), 9)"
     )
-    words = [sys.executable, "-c", program, str(folders["bytelevel"])]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == -signal.SIGKILL
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
     stat = Path(f"/proc/{int(done.stdout)}/stat")
     for _ in range(200):
         try:
@@ -177,6 +182,32 @@ def test_the_process_ends_with_the_one_that_started_it(folders: dict[str, Path])
             return
         signal.sigtimedwait([], 0.05)
     raise AssertionError("still there")
+
+
+LIBRARY = """
+import sys
+from batchgen.text import grammar_library as library
+from batchgen.text.grammar_worker import Job, Limits, _compiled
+from batchgen.params import Constraint
+if sys.argv[1]:
+    library._Names.__getattr__ = None
+xgrammar = library.import_compiler()
+tokenizer = xgrammar.TokenizerInfo([bytes([i]) for i in range(256)], vocab_size=256, stop_token_ids=[])
+for kind, text in (("regex", "a+"), ("json_schema", '{"enum": [1]}'), ("choice", '["a"]'), ("ebnf", 'root ::= "b"')):
+    found = _compiled(Job(0, Constraint(kind, text), (0, "text"), False, Limits()), tokenizer)
+    assert isinstance(found, bytes), found
+print(*sorted({"torch", "transformers"} & sys.modules.keys()))
+"""
+
+
+@pytest.mark.parametrize(("needs", "left"), [("", ""), ("torch", "torch transformers")])
+def test_a_compiler_imports_no_torch(needs: str, left: str) -> None:
+    """Unless its library cannot do without."""
+    words = [sys.executable, "-c", LIBRARY, needs]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, left), done.stderr
+    assert import_compiler() is sys.modules["xgrammar"], "with torch, where that is imported already"
+    assert {"torch", "transformers"} <= sys.modules.keys()
 
 
 def test_memory_is_bounded_and_what_was_dropped_comes_back(tokenizer: Tokenizer) -> None:
