@@ -444,7 +444,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
 
 
 def test_memory_does_not_grow_with_the_states(tmp_path: Path) -> None:
-    """1 GiB of states is committed and gathered, in shuffled order, in the memory that 256 MiB take."""
+    """512 MiB of states are committed and gathered, in shuffled order, in the memory that 128 MiB take."""
 
     def peak(rows: int) -> int:
         out = tmp_path / f"{rows}.parquet"
@@ -453,5 +453,5 @@ def test_memory_does_not_grow_with_the_states(tmp_path: Path) -> None:
         )
         return int(done.stdout)
 
-    small, large = peak(128), peak(512)
+    small, large = peak(64), peak(256)
     assert large < small + 100

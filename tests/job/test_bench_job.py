@@ -3,17 +3,59 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from batchgen.job.bench import rows_cost
 from batchgen.job.bench.fresh import CommandFailed, fresh_command, run_until
 from batchgen.job.bench.rows_cost import JOB_METRICS, run_job_bench
+from tests.e2e.runner import Job, start
 
 
-def test_one_figure_for_everything_that_a_row_costs() -> None:
+class Forked:
+    """What is asked of a `Popen`, of a process that has its imports behind it."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def poll(self) -> int | None:
+        return None if self._job.alive else self._job.wait().code
+
+    def wait(self, seconds: float) -> int:
+        time.sleep(seconds)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired("batchgen", seconds)
+        return code
+
+    def kill(self) -> None:
+        self._job.signal(signal.SIGKILL)
+
+    def communicate(self) -> None:
+        self._job.wait()
+
+
+@contextmanager
+def forked_command(arguments: list[str], folder: Path, *, killed: bool = False) -> Iterator[Forked]:
+    """`fresh_command`, less the seconds of imports."""
+    process = Forked(start(arguments, folder))
+    yield process
+    process.communicate()
+    assert process.poll() == (-signal.SIGKILL if killed else 0)
+
+
+@pytest.mark.parametrize("command", [forked_command, pytest.param(fresh_command, marks=pytest.mark.slow)])
+def test_one_figure_for_everything_that_a_row_costs(
+    monkeypatch: pytest.MonkeyPatch, command: Callable[..., Any]
+) -> None:
+    monkeypatch.setattr(rows_cost, "fresh_command", command)
     lines: list[str] = []
     figures = run_job_bench(1, lines.append, count=512)
     assert [figure.metric for figure in figures] == list(JOB_METRICS)
