@@ -5,7 +5,9 @@ import gc
 import jsonschema.validators  # noqa: F401
 import pandas  # noqa: F401  # pyarrow does where it is installed, for tenths of a second
 import pydantic.type_adapter  # noqa: F401
+import pytest  # noqa: F401  # every child imports the main module of the tests, unless xdist runs them
 import typer._adapters  # noqa: F401
+import xgrammar  # noqa: F401
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast  # noqa: F401
 
 import batchgen.cli.app

@@ -31,8 +31,8 @@ def test_three_figures(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_process_that_fails_is_named(tmp_path: Path) -> None:
     with (
-        pytest.raises(CommandFailed, match=r"batchgen run nowhere\.jsonl -o x\.parquet failed: error: .*nowhere"),
-        fresh_command(["run", "nowhere.jsonl", "-o", "x.parquet"], tmp_path),
+        pytest.raises(CommandFailed, match=r"batchgen show nowhere\.parquet failed: error: .*nowhere"),
+        fresh_command(["show", "nowhere.parquet"], tmp_path),
     ):
         pass
 
