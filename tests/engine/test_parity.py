@@ -18,6 +18,8 @@ from tests.models.tiny import NATIVE_TYPES, TYPES, VOCAB, save_tiny
 
 PROMPTS = 200
 NEW_TOKENS = 8
+ALONE_EVERY = 8
+"""One prompt in so many also runs in a batch of its own."""
 
 
 def run(engine: Engine, prompts: list[list[int]], order: list[int] | None = None) -> dict[int, Completion]:
@@ -73,8 +75,8 @@ def every_way(
     assert_same(run(engine, prompts), expected)
     order = np.random.default_rng(1).permutation(len(prompts)).tolist()
     assert_same(run(engine, prompts, order), expected)
-    for i, prompt in enumerate(prompts):
-        assert_same({i: run(engine, [prompt])[0]}, expected, [i])
+    for i in range(0, len(prompts), ALONE_EVERY):
+        assert_same({i: run(engine, [prompts[i]])[0]}, expected, [i])
     longest = max(len(p) for p in prompts) + NEW_TOKENS
     with monkeypatch.context() as patch:
         patch.setattr("batchgen.engine.engine.pool_pages", lambda *_: 2 * longest // 4 + 4)
