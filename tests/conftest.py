@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 # Triton kernels run in their interpreter, on CPU tensors, unless the caller says otherwise (tests/gpu on a GPU does).
 # Triton looks once, when it is first imported.
@@ -16,6 +17,14 @@ from hypothesis import settings
 settings.register_profile("steady", derandomize=True)
 settings.register_profile("explore", derandomize=False)
 settings.load_profile("steady")
+
+
+def pytest_runtest_setup() -> None:
+    # Only where Triton is there already: most tests do without, and it is slow to import.
+    if "triton.runtime.interpreter" in sys.modules:
+        from tests.gpu.interpreted import quicken
+
+        quicken()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -38,8 +38,9 @@ def main(words: list[str]) -> int:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         # The interpreter computes what masks throw away, and numpy complains of it.
         warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton.*")
-        from tests.gpu.interpreted import sum_rows_alike
+        from tests.gpu.interpreted import quicken, sum_rows_alike
 
+        quicken()
         sum_rows_alike()
     else:
         # Interpreted kernels would run, on the CPU, a million times slower, and prove nothing of the device.
