@@ -17,6 +17,8 @@ from batchgen.kernels.cpu.library import loaded, missing
 
 here = pytest.mark.skipif(not loaded(), reason=missing() or "")
 
+OF = "from pathlib import Path; from batchgen.kernels.cpu import build; build._SOURCES = Path({!r}); "
+"""Begins a process that builds the sources of another folder."""
 SAYS = "import torch; from batchgen.kernels.cpu.library import loaded; print(loaded(), loaded())"
 
 
@@ -171,33 +173,36 @@ def test_without_a_compiler_a_process_says_so_once(tmp_path: Path) -> None:
 
 
 @here
-def test_a_damaged_library_is_built_again(tmp_path: Path) -> None:
+def test_a_damaged_library_is_built_again(tmp_path: Path, sources: Path) -> None:
     """Also by processes that find it damaged at once."""
-    copy = tmp_path / "batchgen" / "kernels" / built_library().name
-    copy.parent.mkdir(parents=True, mode=0o700)
-    copy.write_bytes(built_library().read_bytes()[:100])
-    command = [sys.executable, "-c", SAYS]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    environment = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    code = OF.format(str(sources)) + SAYS
+    assert run(environment, code).stdout == "True True\n"
+    (built,) = (tmp_path / "cache" / "batchgen" / "kernels").iterdir()
+    built.write_bytes(built.read_bytes()[:100])
     processes = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for _ in range(2)
     ]
     said = [process.communicate() for process in processes]
     assert [out for out, _ in said] == [b"True True\n"] * 2
     assert any(err == b"compiling CPU kernels for this processor, which is done once\n" for _, err in said)
-    assert [p.name for p in copy.parent.iterdir()] == [copy.name]
-    assert run({"XDG_CACHE_HOME": str(tmp_path)}).stderr == ""
+    assert [p.name for p in built.parent.iterdir()] == [built.name]
+    assert run(environment, code).stderr == ""
 
 
 @here
 def test_a_library_that_lacks_what_it_needs_is_not_built_again(tmp_path: Path) -> None:
-    code = (
-        "from pathlib import Path; from batchgen.kernels.cpu import build; build._SOURCES = Path({!r});"
-        "from batchgen.kernels.cpu.library import missing; print(missing())"
-    )
+    code = "from batchgen.kernels.cpu.library import missing; print(missing())"
     sources = tmp_path / "src"
     sources.mkdir()
     (sources / "one.cpp").write_text('extern "C" int nowhere(); extern "C" int one() { return nowhere(); }\n')
-    done = run({"XDG_CACHE_HOME": str(tmp_path / "cache")}, code.format(str(sources)))
+    done = run({"XDG_CACHE_HOME": str(tmp_path / "cache")}, OF.format(str(sources)) + code)
     assert "undefined symbol: nowhere" in done.stdout
     assert len(done.stderr.splitlines()) == 2
 
