@@ -9,6 +9,9 @@ import sys
 # Triton looks once, when it is first imported.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Threads that wait for each other give the processor away: tests run several of them on a core.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import pytest
 from hypothesis import settings
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -66,22 +64,23 @@ def reference_attention(
         [T, N, Dv] float64.
     """
     page_size, kv_heads = keys.shape[1], keys.shape[2]
-    heads = query.shape[1]
     flat_keys, flat_values = keys.flatten(0, 1), values.flatten(0, 1)
-    out = torch.zeros(query.shape[0], heads, values.shape[3], dtype=torch.float64)
+    out = torch.zeros(*query.shape[:2], values.shape[3], dtype=torch.float64)
     for token, (position, slots) in enumerate(visible_slots(batch, page_size)):
         begin = 0 if window is None else max(0, position - window + 1)
-        k = flat_keys[slots[begin:]].double()  # [n, K, D]
-        v = flat_values[slots[begin:]].double()
-        for head in range(heads):
-            kv_head = head * kv_heads // heads
-            scores = scale * (k[:, kv_head] @ query[token, head].double())  # [n]
-            if softcap is not None:
-                scores = softcap * torch.tanh(scores / softcap)
-            top = max(float(scores.max()), -math.inf if sinks is None else float(sinks[head]))
-            weights = torch.exp(scores - top)
-            denominator = weights.sum()
-            if sinks is not None:
-                denominator = denominator + torch.exp(sinks[head].double() - top)
-            out[token, head] = (weights[:, None] * v[:, kv_head]).sum(0) / denominator
+        k = flat_keys[slots[begin:]].double().transpose(0, 1)  # [K, n, D]
+        v = flat_values[slots[begin:]].double().transpose(0, 1)
+        q = query[token].double().view(kv_heads, -1, query.shape[2])  # [K, N / K, D]
+        scores = scale * (q @ k.transpose(1, 2)).flatten(0, 1)  # [N, n]
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        top = scores.amax(1, keepdim=True)
+        if sinks is not None:
+            top = torch.maximum(top, sinks[:, None].double())
+        weights = torch.exp(scores - top)
+        denominator = weights.sum(1)
+        if sinks is not None:
+            denominator = denominator + torch.exp(sinks.double() - top[:, 0])
+        summed = (weights.view(kv_heads, -1, weights.shape[1]) @ v).flatten(0, 1)  # [N, Dv]
+        out[token] = summed / denominator[:, None]
     return out
