@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import gc
 import os
 import sys
 import warnings
@@ -47,6 +48,7 @@ def main(words: list[str]) -> int:
         os.environ.pop("TRITON_INTERPRET", None)
     from tests.gpu.runner import NoDevice, Options, run
 
+    gc.freeze()  # what is imported stays: no collection between the checks looks through it again
     if not options.toy:
         faulthandler.dump_traceback_later(options.time_limit + _GRACE, exit=True)
     try:
