@@ -17,6 +17,8 @@ from batchgen.kernels.cpu.library import loaded, missing
 HERE = Path(__file__).parent
 TESTS = ("test_attention.py", "test_elementwise.py", "test_lora.py", "test_matmul.py", "test_sampling.py")
 WIDE = (f"-I{HERE / 'wide'}", "-D__AVX512F__=1", "-D__AVX512BF16__=1")
+QUICK = ("-fno-tree-pre", "-fno-gcse", "-fno-thread-jumps")
+"""Without what takes longest to compile where an instruction is many."""
 
 
 def has(extension: str) -> bool:
@@ -60,4 +62,4 @@ def test_with_wider() -> None:
         pytest.skip("for a processor that has AVX2 and no AVX-512")
     if "clang" in compilers_name():
         pytest.skip("for GCC, which takes vectors apart that are wider than registers")
-    run_tests(*WIDE, methods=["widened", "dot"])
+    run_tests(*WIDE, *QUICK, methods=["widened", "dot"])
