@@ -39,8 +39,9 @@ def quicken() -> None:
     from triton.language import core
     from triton.runtime import interpreter
 
-    if getattr(interpreter, "_quickened", False):
-        return
+    replaced = (interpreter, "_patch_builtin"), (interpreter, "_patch_attr"), (interpreter, "_get_np_dtype")
+    if getattr(interpreter, "_quickened", False) or not all(hasattr(*one) for one in replaced):
+        return  # another version of Triton is as slow as it is
     interpreter._quickened = True
 
     builtins_of = cache(lambda package: [(n, f) for n in dir(package) if core.is_builtin(f := getattr(package, n))])
