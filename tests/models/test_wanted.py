@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,14 @@ def run(model: Model, attention: Attend, wanted: list[int] | None, **given: Any)
 def test_compiled(model_type: str, dtype: Any, wanted: list[int], tmp_path: Path) -> None:
     save_tiny(model_type, tmp_path)
     model = load_model(tmp_path, implementation="native", dtype=dtype, device="cpu", products="fixed")
-    whole, stored = run(model, CompiledAttention, None)
-    picked, stored_too = run(model, CompiledAttention, wanted)
-    assert torch.equal(picked, whole[wanted])
-    assert all(torch.equal(a, b) for a, b in zip(stored, stored_too, strict=True))
+    for invariant in (False, True):
+        attention = partial(CompiledAttention, invariant=invariant)
+        whole, stored = run(model, attention, None)
+        picked, stored_too = run(model, attention, wanted)
+        # A token alone reads its keys by another path than among others, but in batch-invariant attention.
+        tolerance = 0.0 if invariant else 1e-5 if dtype == "float32" else 0.05
+        torch.testing.assert_close(picked, whole[wanted], rtol=0, atol=tolerance)
+        assert all(torch.equal(a, b) for a, b in zip(stored, stored_too, strict=True))
 
 
 @pytest.mark.parametrize("wanted", WANTED, ids=str)
@@ -113,7 +118,7 @@ def test_taps_and_adapters_see_all_tokens(compiled: bool, tmp_path: Path) -> Non
                 taps = Taps(kept, TOKENS, layers)
                 found.append((run(model, attention, rows, taps=taps, ops=torch_ops, **given)[0], taps.states))
             (whole, states), (picked, states_too) = found
-            torch.testing.assert_close(picked, whole[wanted], rtol=0, atol=0 if compiled else 1e-5)
+            torch.testing.assert_close(picked, whole[wanted], rtol=0, atol=1e-5)
             assert states.keys() == states_too.keys() == set(layers)
             for layer, values in states.items():
-                torch.testing.assert_close(states_too[layer], values, rtol=0, atol=0 if compiled else 1e-5)
+                torch.testing.assert_close(states_too[layer], values, rtol=0, atol=1e-5)

@@ -13,7 +13,7 @@ from torch import Tensor
 from batchgen.kernels.cpu.attention_list import ListShape, WorkList, plan_list
 from batchgen.kernels.cpu.library import DTYPES, address, library
 from batchgen.kernels.pooled import AttentionCounts, PooledAttention
-from batchgen.kernels.types import AttentionBatch, KVPool
+from batchgen.kernels.types import AttentionBatch, Ints, KVPool
 
 __all__ = ["CompiledAttention", "StackArguments"]
 
@@ -67,9 +67,11 @@ class _Step(Structure):
 class _LayerList:
     """A work list with room for its parts, as the kernels see it."""
 
-    def __init__(self, shape: ListShape, batch: AttentionBatch, keys: Tensor, values: Tensor) -> None:
+    def __init__(
+        self, shape: ListShape, batch: AttentionBatch, keys: Tensor, values: Tensor, wanted: Ints | None
+    ) -> None:
         heads = shape.group * shape.kv_heads
-        self.work = work = plan_list(batch, shape)
+        self.work = work = plan_list(batch, shape, wanted)
         kv_bytes = work.keys_read * keys.shape[2] * (keys.shape[3] + values.shape[3]) * keys.element_size()
         self.counts = AttentionCounts(work.num_items, work.num_merges, work.padded_rows, kv_bytes)
         self._part_out = torch.empty(work.num_parts * heads * values.shape[3], dtype=torch.float32)
@@ -153,7 +155,7 @@ class CompiledAttention(PooledAttention):
         self._batch = batch
         self._invariant = invariant
         self._threads = torch.get_num_threads() if threads is None else threads
-        self._lists: dict[tuple[int, torch.Size, torch.Size, int | None], _LayerList] = {}
+        self._lists: dict[tuple[int, torch.Size, torch.Size, int | None, bool], _LayerList] = {}
         self._counts = AttentionCounts()
 
     @property
@@ -193,6 +195,7 @@ class CompiledAttention(PooledAttention):
         windows: Sequence[int | None],
         softcap: float | None = None,
         sinks: Sequence[Tensor | None] | None = None,
+        wanted: Ints | None = None,
     ) -> StackArguments:
         """What `attention_items_part` and `attention_merge_part` need for all layers of a step.
 
@@ -203,10 +206,14 @@ class CompiledAttention(PooledAttention):
             windows: [L] as in `attend`.
             softcap: as in `attend`, of all layers.
             sinks: [L] as in `attend`; None: no layer has any.
+            wanted: [W] tokens that have a result in the last layer; None: all.
         """
         layers = range(len(windows))
         keys, values = self._pool.keys, self._pool.values
-        lists = [self._list(query.shape[1], keys[i], values[i], windows[i]) for i in layers]
+        last = layers[-1] if wanted is not None else None
+        lists = [
+            self._list(query.shape[1], keys[i], values[i], windows[i], wanted if i == last else None) for i in layers
+        ]
         for found in lists:
             self._counts.add(found.counts)
         return StackArguments(lists, keys, values, sinks or [None] * len(windows), query, out, scale, softcap)
@@ -215,14 +222,16 @@ class CompiledAttention(PooledAttention):
         """The work list of a layer's step: what is counted."""
         return self._list(heads, self._pool.keys[layer], self._pool.values[layer], window).work
 
-    def _list(self, heads: int, keys: Tensor, values: Tensor, window: int | None) -> _LayerList:
-        kind = (heads, keys.shape, values.shape, window)
+    def _list(
+        self, heads: int, keys: Tensor, values: Tensor, window: int | None, wanted: Ints | None = None
+    ) -> _LayerList:
+        kind = (heads, keys.shape, values.shape, window, wanted is None)
         found = self._lists.get(kind)
         if found is None:
             block = _block(max(keys.shape[3], values.shape[3])) if self._invariant else None
             group = heads // keys.shape[2]
             shape = ListShape(self._pool.page_size, window, keys.shape[2], group, self._threads, block)
-            found = _LayerList(shape, self._batch, keys, values)
+            found = _LayerList(shape, self._batch, keys, values, wanted)
             self._lists[kind] = found
         return found
 

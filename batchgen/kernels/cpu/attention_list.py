@@ -102,26 +102,31 @@ class WorkList:
         return len(self.merges)
 
 
-def plan_list(batch: AttentionBatch, shape: ListShape) -> WorkList:
-    """The work of a step for layers of `shape`. The batch's slots are not looked at."""
+def plan_list(batch: AttentionBatch, shape: ListShape, wanted: Ints | None = None) -> WorkList:
+    """The work of a step for layers of `shape`, of all its tokens or of those `wanted` [W] alone.
+
+    The batch's slots are not looked at.
+    """
     rows = 0 if batch.decode_lens is None else len(batch.decode_lens)
     queries, shared = max(1, _ROWS // shape.group), max(1, _SHARED_ROWS // shape.group)
     align = shape.page_size
     if shape.block is not None:
         align = lcm(shape.block, shape.page_size)
         batch = aligned(batch, shape.page_size, align)
-    wanted = ItemShape(shape.page_size, shape.window, queries, shared, align)
-    planner = ItemPlanner(batch, wanted, batch.decode_start + rows)
+    items = ItemShape(shape.page_size, shape.window, queries, shared, align)
+    planner = ItemPlanner(batch, items, batch.decode_start + rows)
     planner.add_groups()
     planner.add_chunks()
     planner.add_decodes()
-    return _finish(planner, shape)
+    return _finish(planner, shape, wanted)
 
 
-def _finish(planner: ItemPlanner, shape: ListShape) -> WorkList:
+def _finish(planner: ItemPlanner, shape: ListShape, wanted: Ints | None) -> WorkList:
     """Cut, number the parts, sort."""
     whole = Items.join([*planner.shared, *planner.chunks, *planner.decodes])
     rows = planner.rows()
+    if wanted is not None:
+        whole, rows = _only(whole, rows, np.isin(np.arange(planner.tokens), wanted))
     if shape.block is not None and planner.shared:
         whole = _cut_at_blocks(whole, _leading(rows, whole, planner.tokens), shape.block)
     items, lengths, costs, by_head = _cut(whole, shape)
@@ -147,6 +152,18 @@ def _finish(planner: ItemPlanner, shape: ListShape) -> WorkList:
         keys_read=int(lengths.sum()),
         padded_rows=_padded_rows(planner, items, shape.group),
     )
+
+
+def _only(items: Items, rows: Words, wanted: Flags) -> tuple[Items, Words]:
+    """The items of wanted tokens, and their tokens."""
+    of = np.repeat(np.arange(len(items)), items.count)
+    tokens = rows[spans(items.rows_at, items.count)]
+    chosen = wanted[tokens]
+    counts = np.bincount(of[chosen], minlength=len(items))
+    left = items.take(counts > 0)
+    left.count[:] = counts[counts > 0]
+    left.rows_at[:] = np.cumsum(left.count) - left.count
+    return left, tokens[chosen]
 
 
 def _padded_rows(planner: ItemPlanner, items: Items, group: int) -> int:

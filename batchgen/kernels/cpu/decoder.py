@@ -217,7 +217,11 @@ class CompiledDecoder:
             room.x.copy_(F.embedding(ids, self._embedding))
             room.x[embeds[0]] = embeds[1].to(room.x.dtype)
         arguments = attention.stack(
-            room.query, room.attended, scale=self._shape.dim**-0.5, windows=self._windows
+            room.query,
+            room.attended,
+            scale=self._shape.dim**-0.5,
+            windows=self._windows,
+            wanted=None if wanted is None else wanted.numpy(),
         )  # which has to live until the call is over
         tapped = self._taps if not taps else self._tap_addresses(taps)
         cos, sin = self._rope.upto(int(positions.max()))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from batchgen.kernels import chunk_prefixes
 from batchgen.kernels.cpu import attention_list
 from batchgen.kernels.cpu.attention_list import FEW, TILE, ListShape, WorkList, plan_list
-from batchgen.kernels.types import AttentionBatch
+from batchgen.kernels.types import AttentionBatch, Ints
 from tests.kernels.steps import Shape, StepBuilder, any_batch, expected_slots
 
 GROUP = 3
@@ -49,9 +49,9 @@ def slots_read(batch: AttentionBatch, work: WorkList, shape: ListShape) -> list[
     return seen
 
 
-def check_parts(batch: AttentionBatch, work: WorkList) -> None:
-    """Each token is written directly once or merged; no part is left or used twice; parts of a token rise by position
-    where they are of one table.
+def check_parts(batch: AttentionBatch, work: WorkList, wanted: Ints | None = None) -> None:
+    """Each token, or each that is wanted, is written directly once or merged; no part is left or used twice; parts of a
+    token rise by position where they are of one table.
     """
     owner: dict[int, tuple[int, int]] = {}
     written = []
@@ -67,7 +67,7 @@ def check_parts(batch: AttentionBatch, work: WorkList) -> None:
         assert used == [part for part, (t, _) in sorted(owner.items()) if t == token]
         assert [owner[part][1] for part in used] == sorted(owner[part][1] for part in used)
         written.append(token)
-    assert sorted(written) == list(range(batch.slot_mapping.shape[0]))
+    assert sorted(written) == (list(range(batch.slot_mapping.shape[0])) if wanted is None else sorted(wanted.tolist()))
     assert sorted(owner) == list(range(work.num_parts))
 
 
@@ -98,8 +98,17 @@ def test_every_visible_key_is_read_once(
         patch.setattr(attention_list, "_LEAST_KEYS", 16)
         patch.setattr(attention_list, "_STEP", 8)
         work = plan_list(batch, shape)
-    assert [sorted(s) for s in slots_read(batch, work, shape)] == expected_slots(batch, page_size, window)
+        tokens = range(batch.slot_mapping.shape[0])
+        wanted = np.random.default_rng(seed).permutation(tokens)[: len(tokens) // 2]
+        some = plan_list(batch, shape, wanted)
+    expected = expected_slots(batch, page_size, window)
+    assert [sorted(s) for s in slots_read(batch, work, shape)] == expected
     check_parts(batch, work)
+    read = slots_read(batch, some, shape)
+    assert [sorted(s) for s in read] == [
+        s if token in wanted else [] for token, s in zip(tokens, expected, strict=True)
+    ]
+    check_parts(batch, some, wanted)
 
 
 @settings(max_examples=40, deadline=None)
