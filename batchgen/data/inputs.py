@@ -21,7 +21,7 @@ from typing import BinaryIO, Literal, cast
 from batchgen.data.streams import Compression, PositionedFile, decompressed, sniff_compression
 from batchgen.errors import InputError
 
-__all__ = ["InputFile", "Layout", "find_inputs"]
+__all__ = ["InputFile", "Layout", "check_inputs", "find_inputs"]
 
 Layout = Literal["jsonl", "text", "parquet"]
 
@@ -95,11 +95,31 @@ def find_inputs(paths: Sequence[str]) -> list[InputFile]:
     Raises:
         InputError: naming the file and the remedy.
     """
+    return [_examine(path) for path in _named(paths)]
+
+
+def check_inputs(paths: Sequence[str]) -> None:
+    """Refuse what `find_inputs` would refuse for its name or its first bytes, without reading on.
+
+    Raises:
+        InputError: naming the file and the remedy.
+    """
+    for path in _named(paths):
+        if path != "-":
+            try:
+                _look(path)
+            except OSError as error:
+                raise _unreadable(path, error) from None
+
+
+def _named(paths: Sequence[str]) -> Iterator[str]:
+    """The files that are meant."""
     if not paths:
         raise InputError("No input was named.")
     if list(paths).count("-") > 1:
         raise InputError("Standard input (-) is named twice; it can be read once.")
-    return [_examine(path) for pattern in paths for path in _expand(pattern)]
+    for pattern in paths:
+        yield from _expand(pattern)
 
 
 def _expand(pattern: str) -> Iterator[str]:
@@ -117,21 +137,28 @@ def _examine(path: str) -> InputFile:
     if path == "-":
         return _spooled(path, sys.stdin.buffer)
     try:
-        status = Path(path).stat()
-        if stat.S_ISDIR(status.st_mode):
-            raise InputError(f"{path} is a folder. Name its files, for example '{path.rstrip('/')}/*.jsonl'.")
-        if not stat.S_ISREG(status.st_mode):
-            with Path(path).open("rb") as stream:
-                return _spooled(path, stream)
-        layout, compression = _by_suffix(path)
+        found = _look(path)
         with Path(path).open("rb") as stream:
-            head = stream.read(_BLOCK)
-            stream.seek(0)
+            if found is None:
+                return _spooled(path, stream)
             size, digest = _hash(stream)
     except OSError as error:
         raise _unreadable(path, error) from None
-    _check_head(path, layout, compression, head)
+    status, layout, compression = found
     return InputFile(path, layout, compression, size, digest, None, _stamp(status))
+
+
+def _look(path: str) -> tuple[os.stat_result, Layout, Compression | None] | None:
+    """What a regular file is, by its name and its first bytes; None for a pipe, which can be read once."""
+    status = Path(path).stat()
+    if stat.S_ISDIR(status.st_mode):
+        raise InputError(f"{path} is a folder. Name its files, for example '{path.rstrip('/')}/*.jsonl'.")
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    layout, compression = _by_suffix(path)
+    with Path(path).open("rb") as stream:
+        _check_head(path, layout, compression, stream.read(_BLOCK))
+    return status, layout, compression
 
 
 def _by_suffix(path: str) -> tuple[Layout, Compression | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from batchgen.config import RunConfig
+from batchgen.data.inputs import check_inputs
 from batchgen.demo import model_path
 from batchgen.models.check import check_model
 from batchgen.processors import load_processors
@@ -11,10 +12,11 @@ __all__ = ["refuse_early"]
 
 
 def refuse_early(config: RunConfig) -> None:
-    """Check the model folder whole: files, headers, architecture; adapters too. Import the logit processors.
+    """Check the model folder whole (files, headers, architecture; adapters too), look at the inputs, import processors.
 
     Raises:
         ModelError: naming what is wrong and the remedy.
+        InputError: an input is missing, unreadable or of an unknown kind.
         UsageError: a logit processor cannot be imported.
     """
     engine = config.engine
@@ -25,4 +27,5 @@ def refuse_early(config: RunConfig) -> None:
         revision=engine.revision,
         lora=engine.lora,
     )
+    check_inputs(config.inputs)
     load_processors(engine.logit_processor)  # last: a processor may well import torch itself

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.models.tiny import save_tiny
+
 SCRIPT = """
 import sys
 from batchgen.cli.app import run_command
@@ -32,6 +34,29 @@ def folder(tmp_path: Path, kind: str) -> Path:
     if kind == "truncated":
         (model / "model.safetensors").write_bytes(b"\x40\x00\x00\x00\x00\x00\x00\x00{")
     return model
+
+
+@pytest.mark.parametrize("command", ["run", "check"])
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("nowhere.jsonl", "nowhere.jsonl cannot be read (No such file or directory)"),
+        ("*.jsonl", "no file matches"),
+        (".", "is a folder"),
+        ("rows.parquet", "is not a Parquet file"),
+        ("rows.doc", "unknown kind of file"),
+    ],
+)
+def test_inputs_are_refused_at_once(tmp_path: Path, command: str, name: str, says: str) -> None:
+    for other in ("rows.parquet", "rows.doc"):
+        (tmp_path / other).write_text('{"text": "a"}\n')
+    model = str(save_tiny("llama", tmp_path / "model"))
+    arguments = [sys.executable, "-c", SCRIPT, command, name, "--model", model]
+    done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 4, done.stderr
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "rows.doc", "rows.parquet"]
 
 
 @pytest.mark.parametrize("command", ["run", "check"])
