@@ -339,7 +339,7 @@ def _output_path(inputs: tuple[str, ...], output: str | None, cwd: Path) -> Path
         raise UsageError("- (stdin) can be read only once")
     if output is None:
         return _default_output(inputs, cwd)
-    if output == STDIN or Path(output).suffix.lower() in _OTHER_FORMATS:
+    if output == STDIN or not Path(output).name or Path(output).suffix.lower() in _OTHER_FORMATS:
         raise UsageError(f"`--output` is a Parquet file: give a name such as results.parquet, got {output!r}")
     if any(name != STDIN and (cwd / name).resolve() == (cwd / output).resolve() for name in inputs):
         raise UsageError(f"`--output` {output} is an input file; give another name")
@@ -354,6 +354,10 @@ def _default_output(inputs: tuple[str, ...], cwd: Path) -> Path:
     if any(sign in name for sign in "*?[") and not (cwd / name).exists():
         raise UsageError("an input pattern may name several files: name the result file with -o results.parquet")
     path = Path(name)
+    if not path.name:
+        raise UsageError(
+            f"{path} is a folder: name its files, for example '{path / '*.jsonl'}', and -o results.parquet"
+        )
     if path.suffix.lower() in _COMPRESSED:
         path = path.with_suffix("")
     return path.with_name(path.stem + ".out.parquet")

@@ -355,6 +355,9 @@ def test_default_output(name: str, output: str, tmp_path: Path) -> None:
         ),
         ({"output": "-"}, "`--output` is a Parquet file: give a name such as results.parquet, got '-'"),
         ({"output": "o.jsonl"}, "`--output` is a Parquet file: give a name such as results.parquet, got 'o.jsonl'"),
+        ({"output": "."}, "`--output` is a Parquet file: give a name such as results.parquet, got '.'"),
+        ({"inputs": (".",)}, ". is a folder: name its files, for example '*.jsonl', and -o results.parquet"),
+        ({"inputs": ("/",)}, "/ is a folder: name its files, for example '/*.jsonl', and -o results.parquet"),
         (
             {"inputs": ("./a.parquet",), "output": "a.parquet"},
             "`--output` a.parquet is an input file; give another name",

@@ -42,7 +42,7 @@ def folder(tmp_path: Path, kind: str) -> Path:
     [
         ("nowhere.jsonl", "nowhere.jsonl cannot be read (No such file or directory)"),
         ("*.jsonl", "no file matches"),
-        (".", "is a folder"),
+        ("model", "is a folder"),
         ("rows.parquet", "is not a Parquet file"),
         ("rows.doc", "unknown kind of file"),
     ],
@@ -51,7 +51,7 @@ def test_inputs_are_refused_at_once(tmp_path: Path, command: str, name: str, say
     for other in ("rows.parquet", "rows.doc"):
         (tmp_path / other).write_text('{"text": "a"}\n')
     model = str(save_tiny("llama", tmp_path / "model"))
-    arguments = [sys.executable, "-c", SCRIPT, command, name, "--model", model]
+    arguments = [sys.executable, "-c", SCRIPT, command, name, "--model", model, "-o", "out.parquet"]
     done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 4, done.stderr
     assert says in done.stderr
