@@ -1,13 +1,9 @@
 """What the server of `runner` imports before it forks: all that commands import for a native model, some of it late."""
 
 import gc
+from contextlib import suppress
+from importlib import import_module
 
-import jsonschema.validators  # noqa: F401
-import pandas  # noqa: F401  # pyarrow does where it is installed, for tenths of a second
-import pydantic.type_adapter  # noqa: F401
-import pytest  # noqa: F401  # every child imports the main module of the tests, unless xdist runs them
-import typer._adapters  # noqa: F401
-import xgrammar  # noqa: F401
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast  # noqa: F401
 
 import batchgen.cli.app
@@ -20,6 +16,12 @@ import batchgen.job.run
 import batchgen.job.show
 import batchgen.job.verify
 import batchgen.text.validation  # noqa: F401
+
+# What others import late, in this version of theirs: pandas by pyarrow for tenths of a second, pytest by every child
+# that imports the main module of the tests.
+for name in ("jsonschema.validators", "pandas", "pydantic.type_adapter", "pytest", "typer._adapters", "xgrammar"):
+    with suppress(ImportError):
+        import_module(name)
 
 gc.collect()
 gc.freeze()  # or every child's first collection would copy the memory of all that
