@@ -39,6 +39,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(autouse=True)
 def _apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("p.jsonl").write_text('{"text": "a"}\n')  # looked at before the job is begun
     for name in os.environ:
         if name.startswith("BATCHGEN_"):
             monkeypatch.delenv(name)
@@ -283,7 +284,10 @@ def test_a_reader_that_went_away() -> None:
         "from batchgen.cli.app import main\nmain()"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", code, "check", "p.jsonl"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", code, "check", str(Path("p.jsonl").absolute())],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
