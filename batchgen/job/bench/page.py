@@ -48,7 +48,8 @@ dt { color: var(--ink); } dd { margin: 0; overflow-wrap: anywhere; }
 svg { display: block; width: 100%; height: auto; margin: .5rem 0; } .narrow-chart { display: none; }
 svg text { font: 12px system-ui, sans-serif; fill: var(--ink); }
 svg .note, .unit { fill: var(--soft); color: var(--soft); font-size: 12px; }
-svg .value { font-variant-numeric: tabular-nums; } svg .ours-text { font-weight: 600; }
+svg .value { font-variant-numeric: tabular-nums; paint-order: stroke; stroke: var(--surface); stroke-width: 4px; }
+svg .ours-text { font-weight: 600; }
 .grid { stroke: var(--grid); } .base { stroke: var(--soft); }
 .ours { fill: var(--ours); } .peer { fill: var(--peer); }
 .range { stroke: var(--range); stroke-width: 1.2; fill: none; }

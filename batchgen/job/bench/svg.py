@@ -109,14 +109,14 @@ def _bars(panel: Panel, width: float) -> str:
 
     height = _TOP + row * len(panel.bars) + _BOTTOM
     parts = [*_axis(ticks, x, height, _tick), *_baseline(x(0.0), height)]
-    for place, bar in enumerate(panel.bars):
-        parts += _bar(bar, _TOP + row * (place + 1) - _ROW / 2, x, left, panel.unit)
-    if floor is not None:
+    if floor is not None:  # below the bars' numbers, which on a narrow page reach it
         at = x(floor)
         parts.append(f'<line class="floor" x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP - 6}" y2="{height - _BOTTOM}"/>')
         anchor = "end" if at > width * 0.6 else "start"
         shift = -4 if anchor == "end" else 4
         parts.append(_text(at + shift, _TOP - 10, f"arithmetic floor {number(floor)}", "note", anchor))
+    for place, bar in enumerate(panel.bars):
+        parts += _bar(bar, _TOP + row * (place + 1) - _ROW / 2, x, left, panel.unit)
     return _svg(panel, width, height, parts)
 
 
