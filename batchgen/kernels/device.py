@@ -8,6 +8,7 @@ CPU but shows every mistake about time that a GPU would: see tests/engine/fake_d
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal, Protocol
 
@@ -159,11 +160,21 @@ class _CudaDownload:
         return [as_array(tensor) for tensor in self._pinned]
 
 
-class _CudaGraph:
-    __slots__ = ("_graph",)
+class _GraphPool:
+    """Memory that graphs share, for as long as one of them is there."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+    __slots__ = ("__weakref__", "handle")
+
+    def __init__(self) -> None:
+        self.handle: Any = torch.cuda.graph_pool_handle()
+
+
+class _CudaGraph:
+    __slots__ = ("_graph", "_pool")
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, pool: _GraphPool) -> None:
         self._graph = graph
+        self._pool = pool
 
     def replay(self) -> None:
         """One launch."""
@@ -183,7 +194,7 @@ class CudaDevice:
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device
         self._lanes: dict[Lane, torch.cuda.Stream] = {}
-        self._graph_pool: Any = None
+        self._graph_pool: Callable[[], _GraphPool | None] = lambda: None
 
     def upload(self, *arrays: Array) -> list[Tensor]:
         """See `Device.upload`."""
@@ -226,13 +237,19 @@ class CudaDevice:
         return _CudaDownload(pinned, event)
 
     def capture(self, body: Callable[[], None]) -> Graph:
-        """See `Device.capture`. All graphs share one pool of memory: they never run at the same time."""
+        """See `Device.capture`. All graphs share one pool of memory: they never run at the same time.
+
+        PyTorch's allocator refuses a pool whose graphs are all gone, as those of a rehearsal are when the job begins,
+        as long as it has not freed it, and a library's workspace may keep it. So the next graph gets another.
+        """
         graph = torch.cuda.CUDAGraph()
-        if self._graph_pool is None:
-            self._graph_pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
+        pool = self._graph_pool()
+        if pool is None:
+            pool = _GraphPool()
+            self._graph_pool = weakref.ref(pool)
+        with torch.cuda.graph(graph, pool=pool.handle, capture_error_mode="thread_local"):
             body()
-        return _CudaGraph(graph)
+        return _CudaGraph(graph, pool)
 
     def release_cache(self) -> None:
         """Give the caching allocator's free blocks back."""

@@ -1,0 +1,83 @@
+"""What `CudaDevice` asks of torch's CUDA graphs, on a torch that keeps their rules without a GPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+
+from batchgen.kernels.device import CudaDevice
+
+
+class Rules:
+    """Pools that know how many graphs hold them, and the current stream."""
+
+    def __init__(self) -> None:
+        self.holders: Counter[int] = Counter()
+        """By pool, also of those that no graph holds any more: a library's workspace keeps their memory."""
+        self.stream = "default"
+        self.used: list[int] = []
+        """The pools of all captures, in order."""
+
+    def capture(self, graph: FakeGraph, pool: int) -> None:
+        if pool in self.holders and not self.holders[pool]:
+            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
+        self.holders[pool] += 1
+        self.used.append(pool)
+        graph.release = lambda: self.holders.subtract([pool])
+
+
+class FakeGraph:
+    release: Callable[[], None] | None = None
+
+    def __del__(self) -> None:
+        if self.release is not None:
+            self.release()
+
+
+@pytest.fixture
+def rules(monkeypatch: pytest.MonkeyPatch) -> Rules:
+    rules, handles = Rules(), count()
+
+    @contextmanager
+    def on(stream: str) -> Iterator[None]:
+        before, rules.stream = rules.stream, stream
+        try:
+            yield
+        finally:
+            rules.stream = before
+
+    @contextmanager
+    def graph(graph: FakeGraph, pool: int, **_: Any) -> Iterator[None]:
+        rules.stream, before = "capture", rules.stream
+        rules.capture(graph, pool)
+        yield  # what is raised here ends torch's own block without a look at the stream
+        rules.stream = before
+
+    for name, stand_in in {
+        "CUDAGraph": FakeGraph,
+        "graph": graph,
+        "graph_pool_handle": lambda: next(handles),
+        "current_stream": lambda device: rules.stream,
+        "stream": on,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    return rules
+
+
+def test_graphs_share_a_pool_for_as_long_as_one_of_them_is_there(rules: Rules) -> None:
+    device = CudaDevice(torch.device("cuda"))
+    kept = [device.capture(lambda: None)]
+    kept.append(device.capture(lambda: None))
+    del kept[0]
+    kept.append(device.capture(lambda: None))
+    assert rules.used == [0, 0, 0]
+    kept.clear()  # as at the end of a rehearsal
+    kept.append(device.capture(lambda: None))
+    kept.append(device.capture(lambda: None))
+    assert rules.used == [0, 0, 0, 1, 1]
