@@ -247,7 +247,11 @@ class CudaDevice:
         if pool is None:
             pool = _GraphPool()
             self._graph_pool = weakref.ref(pool)
-        with torch.cuda.graph(graph, pool=pool.handle, capture_error_mode="thread_local"):
+        # A capture that cannot be ended leaves its stream the current one.
+        with (
+            torch.cuda.stream(torch.cuda.current_stream(self.torch_device)),
+            torch.cuda.graph(graph, pool=pool.handle, capture_error_mode="thread_local"),
+        ):
             body()
         return _CudaGraph(graph, pool)
 

@@ -81,3 +81,15 @@ def test_graphs_share_a_pool_for_as_long_as_one_of_them_is_there(rules: Rules) -
     kept.append(device.capture(lambda: None))
     kept.append(device.capture(lambda: None))
     assert rules.used == [0, 0, 0, 1, 1]
+
+
+def test_a_capture_that_fails_leaves_the_stream_as_it_was(rules: Rules) -> None:
+    def body() -> None:
+        assert rules.stream == "capture"
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    device = CudaDevice(torch.device("cuda"))
+    with pytest.raises(RuntimeError, match="not permitted"):
+        device.capture(body)
+    assert rules.stream == "default"
+    assert device.capture(lambda: None) is not None
