@@ -37,7 +37,8 @@ _BLOCK: Final = 64 << 20
 _TILES: Final = 48 << 20
 """Bytes of scores, gathered keys and values that attention on a CPU works on at once."""
 _REPLAYS: Final = 3
-"""Steps that only decode: enough for a graph of them to be captured and played."""
+"""Steps that only decode: enough for a graph of them to be captured and played. They come first, as what graphs hold is
+held by the job beside its largest steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +92,10 @@ def rehearsal(workload: Workload, spec: ModelSpec, page_size: int, rows: int, to
             samples=SampleRows.of(SampleRow(i, 0) for i in range(rows)),
         ),
         steps=[
+            *[_mixed([], decodes, groups)] * _REPLAYS,
             _mixed(prefills, decodes, []),
             _mixed([late], decodes, groups),
             _mixed(pieces, decodes, groups),
-            *[_mixed([], decodes, groups)] * _REPLAYS,
         ],
         rows=rows,
     )
@@ -135,7 +136,7 @@ def counted_bytes(spec: ModelSpec, job: Rehearsal) -> int:
     parameters allow for; per row its logits, in float32 and sorted with their places where they are drawn from or
     edited; prompt logits in their fixed blocks; the states that are kept; and an attention's fixed tiles.
     """
-    step, params = job.steps[0], job.workload.table.params[-1]
+    step, params = job.steps[_REPLAYS], job.workload.table.params[-1]
     states = params.return_hidden_states
     kept = 0 if states is None else len(states.layers)
     heads = max((x.kv_heads * (x.key_dim + x.value_dim) for x in spec.kv_layers), default=0)

@@ -15,6 +15,7 @@ from batchgen.engine.rehearsal import PAGES, Rehearsal, counted_bytes, rehearsal
 from batchgen.errors import UsageError
 from batchgen.kernels.types import KVPool
 from batchgen.params import HiddenStates, SamplingParams
+from batchgen.plan.types import StepPlan
 from batchgen.request import Completion, RequestTable
 from tests.engine.live_bytes import LiveMeter
 from tests.engine.reference import save_word_tokenizer, shared_prefix_prompts
@@ -61,6 +62,11 @@ def looper(engine: Engine) -> Callable[[Workload, KVPool], Loop]:
     return lambda job, pool: engine._loop(job, engine._scheduler(job, PAGES, ROWS, TOKENS), pool)
 
 
+def mixed(job: Rehearsal) -> list[StepPlan]:
+    """The steps that compute prompts."""
+    return [step for step in job.steps if step.prefills]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_step_takes_more_than_the_largest(engine: Engine, kind: str) -> None:
     spec, rows = engine.model.spec, table(kind)
@@ -83,17 +89,26 @@ def test_a_rehearsal_is_as_large_as_the_job_can_be() -> None:
         made.append(i, 0, [i] * length, SamplingParams(n=2), i, 10)
     job = rehearsal(plan_workload(made), SPEC, 4, 100, 1000)
     assert job.rows == 6
-    assert job.steps[0].tokens == 52 + 6, "no more than the job has"
-    assert job.steps[0].decodes[0].position == 40 + 10 - 2
-    assert [(c.start, c.end) for c in job.steps[1].prefills] == [(0, 40)]
-    assert [(g.rows, g.end_page) for g in job.steps[1].groups] == [([0, 1, 2, 3, 4, 5], 10)]
-    assert {(c.start, c.end) for c in job.steps[2].prefills} == {(36, 40)}
-    assert len(job.steps[2].prefills) == 13
+    steps = mixed(job)
+    assert steps[0].tokens == 52 + 6, "no more than the job has"
+    assert steps[0].decodes[0].position == 40 + 10 - 2
+    assert [(c.start, c.end) for c in steps[1].prefills] == [(0, 40)]
+    assert [(g.rows, g.end_page) for g in steps[1].groups] == [([0, 1, 2, 3, 4, 5], 10)]
+    assert {(c.start, c.end) for c in steps[2].prefills} == {(36, 40)}
+    assert len(steps[2].prefills) == 13
     cut = rehearsal(plan_workload(made), SPEC, 4, 4, 30)
     assert cut.rows == 4
-    assert [(c.start, c.end) for c in cut.steps[1].prefills] == [(10, 40)]
-    assert [c.end for c in cut.steps[0].prefills] == [30]
-    assert {page for c in cut.steps[0].prefills for page in c.pages} == {1}
+    steps = mixed(cut)
+    assert [(c.start, c.end) for c in steps[1].prefills] == [(10, 40)]
+    assert [c.end for c in steps[0].prefills] == [30]
+    assert {page for c in steps[0].prefills for page in c.pages} == {1}
+
+
+def test_what_graphs_hold_is_held_when_the_largest_steps_run() -> None:
+    made = RequestTable()
+    made.append(0, 0, [1] * 40, SamplingParams(n=2), 0, 10)
+    steps = rehearsal(plan_workload(made), SPEC, 4, 100, 1000).steps
+    assert [bool(step.prefills) for step in steps] == [False] * 3 + [True] * 3
 
 
 @pytest.mark.parametrize("length", [7, 8])
@@ -115,8 +130,8 @@ def test_short_prompts_fill_a_step_together() -> None:
     for i in range(500):
         made.append(i, 0, [i % 60, i // 60, 3], SamplingParams(), i, 1)
     job = rehearsal(plan_workload(made), SPEC, 16, 8, 100)
-    assert [c.end for c in job.steps[0].prefills] == [3] * 33 + [1]
-    assert job.steps[0].tokens == 108
+    assert [c.end for c in mixed(job)[0].prefills] == [3] * 33 + [1]
+    assert mixed(job)[0].tokens == 108
     assert len(job.workload.tree) > 30, "what is kept of one is not kept of another"
 
 
@@ -143,7 +158,7 @@ class Narrow:
         return self
 
     def rehearse(self, job: Rehearsal) -> None:
-        self.tried.append(sum(c.end for c in job.steps[0].prefills))
+        self.tried.append(sum(c.end for c in mixed(job)[0].prefills))
         if self.tried[-1] > self.tokens:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
