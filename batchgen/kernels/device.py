@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final, Literal, Protocol
 
 import numpy as np
@@ -247,12 +248,19 @@ class CudaDevice:
         if pool is None:
             pool = _GraphPool()
             self._graph_pool = weakref.ref(pool)
-        # A capture that cannot be ended leaves its stream the current one.
-        with (
-            torch.cuda.stream(torch.cuda.current_stream(self.torch_device)),
-            torch.cuda.graph(graph, pool=pool.handle, capture_error_mode="thread_local"),
-        ):
-            body()
+        try:
+            # A capture that cannot be ended leaves its stream the current one.
+            with (
+                torch.cuda.stream(torch.cuda.current_stream(self.torch_device)),
+                torch.cuda.graph(graph, pool=pool.handle, capture_error_mode="thread_local"),
+            ):
+                body()
+        except RuntimeError:
+            # Older versions of torch leave their allocator in such a capture: it frees nothing that was downloaded, and
+            # fails when it is to empty its cache. Others say that there is nothing to end.
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool.handle)
+            raise
         return _CudaGraph(graph, pool)
 
     def release_cache(self) -> None:

@@ -1,4 +1,4 @@
-"""What `CudaDevice` asks of torch's CUDA graphs, on a torch that keeps their rules without a GPU."""
+"""What `CudaDevice` asks of torch's CUDA graphs, on a stand-in that keeps their rules without a GPU."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ class Rules:
         self.holders: Counter[int] = Counter()
         """By pool, also of those that no graph holds any more: a library's workspace keeps their memory."""
         self.stream = "default"
+        self.open: int | None = None
+        """The pool that the allocator gives memory of."""
         self.used: list[int] = []
         """The pools of all captures, in order."""
 
@@ -29,6 +31,7 @@ class Rules:
             raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
         self.holders[pool] += 1
         self.used.append(pool)
+        self.open = pool
         graph.release = lambda: self.holders.subtract([pool])
 
 
@@ -56,8 +59,13 @@ def rules(monkeypatch: pytest.MonkeyPatch) -> Rules:
     def graph(graph: FakeGraph, pool: int, **_: Any) -> Iterator[None]:
         rules.stream, before = "capture", rules.stream
         rules.capture(graph, pool)
-        yield  # what is raised here ends torch's own block without a look at the stream
-        rules.stream = before
+        yield  # what is raised here ends torch's own block without a look at the stream and the allocator
+        rules.stream, rules.open = before, None
+
+    def end(device: int, pool: int) -> None:
+        if rules.open != pool:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        rules.open = None
 
     for name, stand_in in {
         "CUDAGraph": FakeGraph,
@@ -65,8 +73,10 @@ def rules(monkeypatch: pytest.MonkeyPatch) -> Rules:
         "graph_pool_handle": lambda: next(handles),
         "current_stream": lambda device: rules.stream,
         "stream": on,
+        "current_device": lambda: 0,
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end)
     return rules
 
 
@@ -83,7 +93,7 @@ def test_graphs_share_a_pool_for_as_long_as_one_of_them_is_there(rules: Rules) -
     assert rules.used == [0, 0, 0, 1, 1]
 
 
-def test_a_capture_that_fails_leaves_the_stream_as_it_was(rules: Rules) -> None:
+def test_a_capture_that_fails_leaves_stream_and_allocator_as_they_were(rules: Rules) -> None:
     def body() -> None:
         assert rules.stream == "capture"
         raise RuntimeError("operation not permitted when stream is capturing")
@@ -91,5 +101,5 @@ def test_a_capture_that_fails_leaves_the_stream_as_it_was(rules: Rules) -> None:
     device = CudaDevice(torch.device("cuda"))
     with pytest.raises(RuntimeError, match="not permitted"):
         device.capture(body)
-    assert rules.stream == "default"
+    assert (rules.stream, rules.open) == ("default", None)
     assert device.capture(lambda: None) is not None
