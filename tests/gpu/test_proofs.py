@@ -6,11 +6,13 @@ import time
 import warnings
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from batchgen.engine.graphs import GraphCounts
 from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.kernels.device import HOST
 from batchgen.request import Completion
@@ -22,7 +24,7 @@ from tests.gpu.lab import Lab
 from tests.gpu.mixed import compare, mixed_job, settled
 from tests.gpu.report import Measure
 from tests.gpu.stages.profile import Span, busy, longest
-from tests.gpu.stages.syncs import judge_lateness, judge_waits, told
+from tests.gpu.stages.syncs import judge_graphs, judge_lateness, judge_waits, told
 from tests.gpu.steady import TimedDevice, steady_rows
 
 GREEDY: dict[str, Any] = {"temperature": 0}
@@ -148,6 +150,16 @@ def test_lateness_is_downloads_begun_since() -> None:
     assert judge_lateness([1, 2]).passed
     assert not judge_lateness([1, 0]).passed
     assert not judge_lateness([]).passed
+
+
+def test_steps_that_no_graph_played_fail() -> None:
+    graphs: Any = SimpleNamespace(counts=GraphCounts(replays=40), refused=None)
+    assert judge_graphs(graphs, 40).passed
+    assert judge_graphs(graphs, 41).error == 1.0
+    assert not judge_graphs(None, 40).passed
+    graphs.refused = "use_count > 0"
+    assert not judge_graphs(graphs, 40).passed
+    assert judge_graphs(graphs, 40).note == "use_count > 0"
 
 
 def test_steady_rows_share_no_beginning() -> None:

@@ -2,6 +2,7 @@
 
 Counted by where it stands, for rows that need nothing, that are drawn, penalised, asked for logprobs, or all of it in
 one step. And counted at the engine's door to the device: tokens are asked for when a later step's are on their way.
+Steps are played as CUDA graphs, of which nothing else would tell if they were refused.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from batchgen.engine.engine import Engine
+from batchgen.engine.graphs import DecodeGraphs
 from tests.gpu.checkpoints import VOCAB, save_checkpoint
 from tests.gpu.compare import Verdict
 from tests.gpu.lab import Lab
@@ -61,6 +63,9 @@ def waits_in_steady_steps(
                 run_steps(engine, job, {WARM: watch.begin, WARM + steps: watch.end}, WARM + steps + 2)
             yield f"{kind}: waits in {steps} steps", judge_waits(watch.found, steps)
             yield f"{kind}: steps read before the next is issued", judge_lateness(watch.lateness)
+            if not lab.toy:  # a CPU has no graphs
+                assert engine.last_run is not None
+                yield f"{kind}: steps played as graphs", judge_graphs(engine.last_run.loop.graphs, steps)
 
 
 class _Watch:
@@ -93,6 +98,13 @@ def judge_lateness(lateness: list[int]) -> Verdict:
     early = sum(not late for late in lateness)
     note = f"of {len(lateness)}" if early or not lateness else ""
     return Verdict(not note, float(early), 0.0, 0.0, note)
+
+
+def judge_graphs(graphs: DecodeGraphs | None, steps: int) -> Verdict:
+    """All of them are: a job whose graphs are refused gives the same, only slower, and nobody would see why."""
+    played = 0 if graphs is None else graphs.counts.replays
+    note = "there are none" if graphs is None else graphs.refused or ""
+    return Verdict(played >= steps and not note, float(max(0, steps - played)), 0.0, 0.0, note)
 
 
 @contextmanager
