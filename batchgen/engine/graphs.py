@@ -163,8 +163,11 @@ class DecodeGraphs:
         except RuntimeError as problem:
             if is_out_of_memory(problem):
                 raise
-            first = str(problem).strip().split("\n")[0]
-            raise _CannotCapture(f"its decode steps cannot be recorded as graphs: {first}") from problem
+            first: BaseException = problem
+            while isinstance(first.__context__, RuntimeError):  # the end of a spoilt capture fails, too
+                first = first.__context__
+            why = str(first).strip().split("\n")[0]
+            raise _CannotCapture(f"its decode steps cannot be recorded as graphs: {why}") from problem
         self.counts.captures += 1
         return graph
 

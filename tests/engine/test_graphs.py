@@ -14,6 +14,7 @@ from batchgen.engine import engine as engine_module
 from batchgen.engine import graphs as module
 from batchgen.engine.engine import Engine
 from batchgen.engine.graphs import DecodeGraphs, padded_rows
+from batchgen.kernels.device import Graph
 from batchgen.kernels.gpu.work_list import GROUPS, LARGE
 from batchgen.request import Completion
 from tests.engine.fake_device import LateDevice
@@ -180,6 +181,30 @@ def test_what_cannot_be_recorded_runs_piece_by_piece(plain: tuple[Path, list[Com
     assert not graphs._steps
     for ours, theirs in zip(got, want, strict=True):
         assert_same(ours, theirs)
+
+
+class SpoiltCapture:
+    """As torch's: what went wrong inside is told again by the end of the capture, in other words."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+
+def test_what_went_wrong_first_is_told(plain: tuple[Path, list[Completion]]) -> None:
+    def capture(body: Callable[[], None]) -> Graph:
+        with SpoiltCapture():
+            raise RuntimeError("operation not permitted when stream is capturing\nat ...")
+
+    def spoil(engine: Engine) -> None:
+        engine.device.capture = capture  # type: ignore[method-assign]
+
+    _, _, graphs = run(plain[0], few(), captures=True, meanwhile=spoil)
+    assert graphs is not None
+    assert graphs.refused is not None
+    assert graphs.refused.endswith(": operation not permitted when stream is capturing")
 
 
 def test_sizes() -> None:
