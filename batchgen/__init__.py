@@ -25,7 +25,10 @@ def __getattr__(name: str) -> Any:
     """Import on first use: `import batchgen`, and every command that needs no model, starts without torch."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    from batchgen.openmp import brief_waits
+
+    with brief_waits():
+        return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -27,8 +27,10 @@ def run(config: RunConfig) -> None:
 
     refuse_early(config)
     from batchgen.engine.collector import QuietCollector
+    from batchgen.openmp import brief_waits
 
-    with QuietCollector():  # what modules make stays: looking through it time and again takes a tenth of the imports
+    # What modules make stays: looking through it time and again takes a tenth of the imports.
+    with brief_waits(), QuietCollector():
         from batchgen.job.run import run_job  # torch and transformers: seconds that --help and a refusal must not pay
     from batchgen.job.summary import print_summary, write_report
 

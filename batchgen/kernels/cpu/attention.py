@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import Array, Structure, addressof, byref, c_float, c_int64, c_void_p
-from typing import Any, Final
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,9 +15,6 @@ from batchgen.kernels.pooled import AttentionCounts, PooledAttention
 from batchgen.kernels.types import AttentionBatch, Ints, KVPool
 
 __all__ = ["CompiledAttention", "StackArguments"]
-
-_COUNTER: Final = 8
-"""int64 numbers of a layer's counter: a cache line."""
 
 
 class _List(Structure):
@@ -54,7 +50,6 @@ class _Step(Structure):
         ("keys", c_void_p),
         ("values", c_void_p),
         ("sinks", c_void_p),
-        ("counters", c_void_p),
         ("query", c_void_p),
         ("out", c_void_p),
         ("query_stride", c_int64),
@@ -112,7 +107,6 @@ class StackArguments:
         scale: float,
         softcap: float | None,
     ) -> None:
-        self._counters = np.zeros(len(lists) * _COUNTER, np.int64)
         self._sinks = [None if s is None else s.detach().float().contiguous() for s in sinks]
         self._arrays = (
             _pointers([addressof(x.struct) for x in lists]),
@@ -123,7 +117,6 @@ class StackArguments:
         self._others = (list(lists), list(keys), list(values), query, out)
         self.struct = _Step(
             *(addressof(array) for array in self._arrays),
-            self._counters.ctypes.data,
             address(query),
             address(out),
             query.stride(0),

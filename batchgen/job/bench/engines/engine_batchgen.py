@@ -1,4 +1,7 @@
-"""batchgen itself, through its Python API: rows in, planning and all, completions out."""
+"""batchgen itself, through its Python API: rows in, planning and all, completions out.
+
+torch is not imported before `batchgen.Engine` is asked for, which tells it how its threads wait.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,9 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import batchgen.engine.engine
-from batchgen import __version__
+import batchgen
 from batchgen.data.states import StateRecord, write_states_part
 from batchgen.data.states_result import write_states_result
-from batchgen.engine.engine import Engine as Batchgen
 
 _NEVER = 1 << 40
 """Reads of cached positions that no prefix group saves."""
@@ -23,16 +22,18 @@ _NEVER = 1 << 40
 class Engine:
     """One model in memory."""
 
-    version = __version__
+    version = batchgen.__version__
 
     def __init__(self, model: str, dtype: str, device: str, threads: int, options: dict[str, Any]) -> None:
         options = dict(options)
         order, admission = options.pop("order", "longest"), options.pop("admission", "foreseen")
-        self._engine = Batchgen(model, dtype=dtype, device=device, cpu_threads=threads, **options)
+        self._engine = batchgen.Engine(model, dtype=dtype, device=device, cpu_threads=threads, **options)
         self._engine.order, self._engine.admission = order, admission
 
     def describe(self) -> dict[str, Any]:
         """What is in force. There is nothing to try: its own defaults are what a user gets."""
+        import torch
+
         spec = self._engine.model.spec
         return {
             "dtype": str(spec.dtype).removeprefix("torch."),
@@ -60,8 +61,7 @@ class Engine:
         page_bytes, times = running.page_bytes, running.loop.times.milliseconds()
         del running
         self._engine.last_run = None  # its pool: peers in other processes are to find the memory free
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        _release_cache()
         return collected.outputs, {
             **{name: count for name, count in collected.returned.items() if count},
             "prompt_tokens_computed": stats.prompt_tokens + stats.recomputed_tokens + stats.relogit_tokens,
@@ -75,6 +75,13 @@ class Engine:
             "kv_peak_bytes": stats.peak_pages * page_bytes,
             **times,
         }
+
+
+def _release_cache() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 class _Collected:
@@ -119,12 +126,14 @@ def _asked(row: dict[str, Any]) -> dict[str, Any]:
 @contextmanager
 def _flat() -> Iterator[None]:
     """No prefix groups. Users have no such option: it only ever costs."""
-    before = batchgen.engine.engine.group_min_saving
-    batchgen.engine.engine.group_min_saving = lambda *given: _NEVER
+    from batchgen.engine import engine
+
+    before = engine.group_min_saving
+    engine.group_min_saving = lambda *given: _NEVER
     try:
         yield
     finally:
-        batchgen.engine.engine.group_min_saving = before
+        engine.group_min_saving = before
 
 
 def load(request: dict[str, Any]) -> Engine:

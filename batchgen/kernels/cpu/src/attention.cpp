@@ -215,17 +215,15 @@ void join_token(const Attention& a, const AttentionList& l, int64_t layer, const
 
 }  // namespace
 
-void attention_items_part(const Attention& a, int64_t layer, int, int threads) {
+void attention_items_part(const Attention& a, int64_t layer, Claims& claims, int threads) {
     const AttentionList& l = *a.lists[layer];
-    int64_t* counter = a.counters + 8 * layer;
-    const auto take = [&] { return __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); };
     // A thread takes an item before it has done the last one, to fetch from memory for it, but not of the last few,
     // which others may be free to do at once.
     const int64_t early = l.num_items - 2 * threads;
-    int64_t index = take();
+    int64_t index = claims.one();
     for (bool fed = false; index < l.num_items;) {
         const Item item(l, index);
-        const int64_t next_index = index < early ? take() : l.num_items;
+        const int64_t next_index = index < early ? claims.one() : l.num_items;
         const Item next(l, std::min(next_index, l.num_items - 1));
         const Item* known = next_index < l.num_items ? &next : nullptr;
         if (l.dtype == 0) {
@@ -234,14 +232,14 @@ void attention_items_part(const Attention& a, int64_t layer, int, int threads) {
             run_item<bf16>(a, layer, item, known, fed);
         }
         fed = known && item.few(l);
-        index = known ? next_index : take();
+        index = known ? next_index : claims.one();
+        claims.done(1);
     }
 }
 
-void attention_merge_part(const Attention& a, int64_t layer, int thread, int threads) {
+void attention_merge_part(const Attention& a, int64_t layer, int part, int parts) {
     const AttentionList& l = *a.lists[layer];
-    if (!thread) a.counters[8 * layer] = 0;  // no thread takes items any more
-    const Span span(l.num_merges, thread, threads);
+    const Span span(l.num_merges, part, parts);
     for (int64_t i = span.begin; i < span.end; i++) {
         const int32_t* merge = l.merges + 3 * i;
         const auto of = [&](auto zero) {
@@ -255,10 +253,11 @@ void attention_merge_part(const Attention& a, int64_t layer, int thread, int thr
 }  // namespace bg
 
 extern "C" void bg_attention(const bg::Attention* a, int64_t layer, int64_t threads) {
+    bg::Claims items;
 #pragma omp parallel num_threads(threads)
     {
-        bg::attention_items_part(*a, layer, omp_get_thread_num(), omp_get_num_threads());
-#pragma omp barrier
+        bg::attention_items_part(*a, layer, items, omp_get_num_threads());
+        items.wait(a->lists[layer]->num_items);
         bg::attention_merge_part(*a, layer, omp_get_thread_num(), omp_get_num_threads());
     }
 }

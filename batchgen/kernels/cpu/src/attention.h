@@ -13,6 +13,7 @@
 // the first of all its tokens, and parts are sums as they stand, with their maximum and total.
 #pragma once
 
+#include "claims.h"
 #include "parallel.h"
 #include "simd.h"
 
@@ -39,13 +40,12 @@ struct AttentionList {
     int64_t block;             // of a batch-invariant list; else 0
 };
 
-// A step: lists, pointers and counters of L layers; queries and results of the layer at hand. Arrays are the caller's.
+// A step: lists and pointers of L layers; queries and results of the layer at hand. Arrays are the caller's.
 struct Attention {
     const AttentionList* const* lists;  // [L]
     const void* const* keys;            // [L] -> [P, S, K, D]
     const void* const* values;          // [L] -> [P, S, K, Dv]
     const float* const* sinks;          // [L] -> [N] or null
-    int64_t* counters;                  // [L, 8] zeros before a layer's first phase, and again after its second
     const void* query;                  // [T, N, D], a token's heads adjacent, tokens `query_stride` elements apart
     void* out;                          // [T, N, Dv] likewise
     int64_t query_stride, out_stride;
@@ -53,9 +53,9 @@ struct Attention {
     float softcap;                      // 0: none
 };
 
-// Two phases with a barrier between and after them; all threads of the region call both. The items go to whichever
-// thread is free; what is computed does not depend on which.
-void attention_items_part(const Attention& a, int64_t layer, int thread, int threads);
-void attention_merge_part(const Attention& a, int64_t layer, int thread, int threads);
+// Two phases, the second after all items of the first. The items, units of `claims`, go to whichever thread is free;
+// what is computed does not depend on which.
+void attention_items_part(const Attention& a, int64_t layer, Claims& claims, int threads);
+void attention_merge_part(const Attention& a, int64_t layer, int part, int parts);
 
 }  // namespace bg

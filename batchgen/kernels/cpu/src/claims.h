@@ -1,5 +1,7 @@
-// Work that threads take as they come.
+// Work that threads take as they come, hundreds of times in a step.
 #pragma once
+
+#include <sched.h>
 
 #include <algorithm>
 #include <atomic>
@@ -10,13 +12,16 @@ namespace bg {
 struct Claim {
     int64_t begin, end;
     explicit operator bool() const { return begin < end; }
+    int64_t units() const { return end - begin; }
 };
 
-// Hands out units of work, fewer and fewer at a time, so that threads end together although one may be slower: a core
-// may belong to others for a while, or be another's twin.
-class Claims {
+// One operation's units of work: who may do them, and whether all are done. It ends with the last unit, not with the
+// last thread: a thread whose core belongs to another process for a while, and that holds no unit, keeps nobody
+// waiting. It finds nothing left to claim when it comes.
+class alignas(64) Claims {
   public:
-    // The next of `units`; none when all are claimed.
+    // The next of `units`; none when all are claimed. Fewer and fewer at a time, so that threads end together although
+    // one may be slower.
     Claim next(int64_t units, int threads) {
         int64_t at = claimed_.load(std::memory_order_relaxed), end;
         do {
@@ -26,11 +31,32 @@ class Claims {
         return {at, end};
     }
 
-    // Only while no thread claims.
-    void reset() { claimed_.store(0, std::memory_order_relaxed); }
+    // The next unit's number, which is beyond the last when all are claimed.
+    int64_t one() { return claimed_.fetch_add(1, std::memory_order_relaxed); }
+
+    // So many claimed units are done.
+    void done(int64_t units) { done_.fetch_add(units, std::memory_order_release); }
+
+    // Until all units are done. Spins, since the wait is shorter than a call of the system; after long it gives the
+    // processor away, for the thread that is waited for may need it.
+    void wait(int64_t units) const {
+        for (int64_t spins = 0; done_.load(std::memory_order_acquire) < units; spins++)
+            if (spins < SPINS) relax();
+            else sched_yield();
+    }
 
   private:
-    alignas(64) std::atomic<int64_t> claimed_{0};
+    static constexpr int64_t SPINS = 4000;
+
+    static void relax() {
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#elif defined(__aarch64__)
+        __asm__ __volatile__("yield");
+#endif
+    }
+
+    std::atomic<int64_t> claimed_{0}, done_{0};
 };
 
 }  // namespace bg

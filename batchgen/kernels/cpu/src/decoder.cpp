@@ -1,19 +1,23 @@
 #include "decoder.h"
 
-#include "barrier.h"
+#include <algorithm>
+#include <vector>
 
 namespace bg {
 namespace {
 
 class Run {
   public:
-    Run(const Decoder& d, const DecoderStep& s, Barrier& barrier, Claims (&claims)[2], int thread, int threads)
-        : d_(d), s_(s), barrier_(barrier), claims_(claims), tokens_(s.tokens), x_(s.x), attended_(s.attended),
-          thread_(thread), threads_(threads) {}
+    // Operations of a layer, at most; and those before the first.
+    static constexpr int64_t OF_LAYER = 20, BEFORE = 1;
+
+    // `claims`: unused ones of all threads, as many as there are operations.
+    Run(const Decoder& d, const DecoderStep& s, Claims* claims, int thread, int threads)
+        : d_(d), s_(s), claims_(claims), tokens_(s.tokens), x_(s.x), attended_(s.attended), thread_(thread),
+          threads_(threads) {}
 
     void operator()() {
-        embed();
-        norm(nullptr, d_.layers[0].input_norm, 0);
+        begin();
         for (int64_t l = 0; l < d_.num_layers; l++) {
             const DecoderLayer& layer = d_.layers[l];
             product(layer.qkv, layer.qkv_lora, s_.product_in, s_.qkv, s_.wide);
@@ -22,44 +26,62 @@ class Run {
             product(layer.o, layer.o_lora, attended_, s_.delta, 0);
             norm(s_.delta, layer.post_norm, 0);
             product(layer.gate_up, layer.gate_up_lora, s_.product_in, s_.gate_up, s_.wide);
-            gated_part({s_.gate_up, s_.activated, tokens_, d_.inner, d_.activation, d_.dtype, s_.wide},
-                       thread_, threads_);
-            barrier_.wait();
+            by_parts(tokens_, [&](int part, int parts) {
+                gated_part({s_.gate_up, s_.activated, tokens_, d_.inner, d_.activation, d_.dtype, s_.wide}, part,
+                           parts);
+            });
             product(layer.down, layer.down_lora, s_.activated, s_.delta, s_.wide);
             norm(s_.delta, l + 1 < d_.num_layers ? d_.layers[l + 1].input_norm : d_.final_norm, l + 1);
         }
     }
 
   private:
-    void embed() {
-        // The rows that this thread normalises next: no barrier.
-        if (s_.ids) embed_part({s_.ids, d_.embedding, s_.x, s_.tokens, row_bytes()}, thread_, threads_);
-        tap(0);
+    static constexpr int64_t PARTS = 4;  // of an operation on rows, for each thread
+
+    // An operation on so many rows: part(i, parts) for the parts that this thread claims, until all are done.
+    template <class Part>
+    void by_parts(int64_t rows, Part part) {
+        Claims& claims = *claims_++;
+        const int64_t parts = std::min<int64_t>(rows, PARTS * threads_);
+        while (const Claim claim = claims.next(parts, threads_)) {
+            for (int64_t i = claim.begin; i < claim.end; i++) part(int(i), int(parts));
+            claims.done(claim.units());
+        }
+        claims.wait(parts);
+    }
+
+    void begin() {
+        by_parts(tokens_, [&](int part, int parts) {
+            if (s_.ids) embed_part({s_.ids, d_.embedding, s_.x, s_.tokens, row_bytes()}, part, parts);
+            tap(0, part, parts);
+            norm_part(norm_of(nullptr, d_.layers[0].input_norm, false), part, parts);
+        });
     }
 
     void attend(const DecoderLayer& layer, int64_t l) {
         const Attention& a = *s_.attention;
-        heads_part({s_.qkv, layer.q_norm, layer.k_norm, s_.cos, s_.sin, s_.positions, const_cast<void*>(a.keys[l]),
-                    const_cast<void*>(a.values[l]), s_.slots, s_.tokens, d_.heads, d_.kv_heads, d_.dim, d_.dtype,
-                    d_.eps},
-                   thread_, threads_);
-        barrier_.wait();
-        attention_items_part(a, l, thread_, threads_);
-        barrier_.wait();
-        attention_merge_part(a, l, thread_, threads_);
-        if (a.lists[l]->num_merges) barrier_.wait();
+        const AttentionList& list = *a.lists[l];
+        const Heads heads{s_.qkv, layer.q_norm, layer.k_norm, s_.cos, s_.sin, s_.positions,
+                          const_cast<void*>(a.keys[l]), const_cast<void*>(a.values[l]), s_.slots, s_.tokens, d_.heads,
+                          d_.kv_heads, d_.dim, d_.dtype, d_.eps};
+        by_parts(s_.tokens, [&](int part, int parts) { heads_part(heads, part, parts); });
+        Claims& items = *claims_++;
+        attention_items_part(a, l, items, threads_);
+        items.wait(list.num_items);
+        by_parts(list.num_merges, [&](int part, int parts) { attention_merge_part(a, l, part, parts); });
     }
 
     // From here on there are the wanted tokens alone: nobody reads more of the others than their keys and values.
     void pick() {
         const int64_t head_bytes = d_.heads * d_.dim * (d_.dtype ? 2 : 4);
-        const Span span(s_.num_wanted, thread_, threads_);
-        for (int64_t i = span.begin; i < span.end; i++) {
-            copy_row(s_.wanted_x, i, s_.x, s_.wanted[i], row_bytes());
-            copy_row(s_.qkv, i, s_.attended, s_.wanted[i], head_bytes);  // the queries have been used
-        }
+        by_parts(s_.num_wanted, [&](int part, int parts) {
+            const Span span(s_.num_wanted, part, parts);
+            for (int64_t i = span.begin; i < span.end; i++) {
+                copy_row(s_.wanted_x, i, s_.x, s_.wanted[i], row_bytes());
+                copy_row(s_.qkv, i, s_.attended, s_.wanted[i], head_bytes);  // the queries have been used
+            }
+        });
         tokens_ = s_.num_wanted, x_ = s_.wanted_x, attended_ = s_.qkv;
-        barrier_.wait();
     }
 
     static void copy_row(void* to, int64_t i, const void* from, int64_t j, int64_t bytes) {
@@ -75,30 +97,33 @@ class Run {
         m.x_stride = m.inner;
         m.out_stride = m.outer;
         m.scratch = s_.scratch;
-        // Two take turns: the other is at rest, for all threads are behind the barrier that ended the last product.
-        if (!thread_) claims_[(products_ + 1) % 2].reset();
-        matmul_part(m, claims_[products_++ % 2], thread_, threads_);
+        Claims& claims = *claims_++;
+        const int64_t units = matmul_part(m, claims, thread_, threads_);
         if (!s_.lora) lora = nullptr;
-        if (lora) lora_down_part(*lora, *s_.lora, x, m.inner, thread_, threads_);
-        barrier_.wait();
-        if (!lora) return;
-        lora_up_part(*lora, *s_.lora, out, m.outer, thread_, threads_);
-        barrier_.wait();
+        const auto down = [&](int part, int parts) { lora_down_part(*lora, *s_.lora, x, m.inner, part, parts); };
+        if (lora) by_parts(tokens_, down);
+        claims.wait(units);
+        const auto up = [&](int part, int parts) { lora_up_part(*lora, *s_.lora, out, m.outer, part, parts); };
+        if (lora) by_parts(tokens_, up);
     }
 
     // x += delta and its norm, the last layer's into the result. Taps are copied by the thread that has added the row.
     void norm(const void* delta, const void* weight, int64_t tapped) {
-        const bool last = tapped == d_.num_layers;
-        norm_part({x_, delta, weight, last ? s_.normed : s_.product_in, tokens_, d_.hidden, d_.dtype, d_.eps,
-                   last ? 0 : s_.wide},
-                  thread_, threads_);
-        if (tapped) tap(tapped);
-        barrier_.wait();
+        const Norm n = norm_of(delta, weight, tapped == d_.num_layers);
+        by_parts(tokens_, [&](int part, int parts) {
+            norm_part(n, part, parts);
+            if (tapped) tap(tapped, part, parts);
+        });
     }
 
-    void tap(int64_t at) {
+    Norm norm_of(const void* delta, const void* weight, bool last) const {
+        return {x_, delta, weight, last ? s_.normed : s_.product_in, tokens_, d_.hidden, d_.dtype, d_.eps,
+                last ? 0 : s_.wide};
+    }
+
+    void tap(int64_t at, int part, int parts) {
         if (!s_.taps[at]) return;
-        const Span span(tokens_, thread_, threads_);
+        const Span span(tokens_, part, parts);
         const int64_t from = span.begin * row_bytes();
         std::memcpy(static_cast<char*>(s_.taps[at]) + from, static_cast<const char*>(x_) + from,
                     (span.end - span.begin) * row_bytes());
@@ -108,9 +133,8 @@ class Run {
 
     const Decoder& d_;
     const DecoderStep& s_;
-    Barrier& barrier_;
-    Claims (&claims_)[2];
-    int64_t products_ = 0, tokens_;
+    Claims* claims_;  // of the next operation
+    int64_t tokens_;
     void* x_;
     const void* attended_;
     const int thread_, threads_;
@@ -120,14 +144,9 @@ class Run {
 }  // namespace bg
 
 extern "C" void bg_decode(const bg::Decoder* d, const bg::DecoderStep* s, int threads) {
+    // One for each operation: a thread that is late by many finds all of their units claimed.
+    std::vector<bg::Claims> claims(bg::Run::BEFORE + bg::Run::OF_LAYER * d->num_layers);
     // A region may get fewer threads than it asks for.
-    bg::Barrier* barrier = nullptr;
-    bg::Claims claims[2];
 #pragma omp parallel num_threads(threads)
-    {
-#pragma omp single
-        barrier = new bg::Barrier(omp_get_num_threads());
-        bg::Run(*d, *s, *barrier, claims, omp_get_thread_num(), omp_get_num_threads())();
-    }
-    delete barrier;
+    bg::Run(*d, *s, claims.data(), omp_get_thread_num(), omp_get_num_threads())();
 }

@@ -1,5 +1,5 @@
 // All layers of a decoder of the Llama family, in one call: the same operations in the same order as models/native.py,
-// each by all threads, with a barrier between.
+// each by all threads, one begun when the units of the one before are done.
 #pragma once
 
 #include "attention.h"

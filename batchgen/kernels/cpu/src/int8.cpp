@@ -121,9 +121,9 @@ void rows_of(const Matmul& m, const Share& s, const Groups& groups, int64_t row,
 
 }  // namespace
 
-void int8_part(const Matmul& m, Claims& claims, int thread, int threads) {
+int64_t int8_part(const Matmul& m, Claims& claims, int thread, int threads) {
     const Groups groups(m.inner);
-    by_claims(m, claims, thread, threads, int8_scratch(m.inner), [&](const Share& s, int64_t row, int64_t rows) {
+    return by_claims(m, claims, thread, threads, int8_scratch(m.inner), [&](const Share& s, int64_t row, int64_t rows) {
         if (m.method == INT8_F32) rows_of<float>(m, s, groups, row, rows);
         else rows_of<bf16>(m, s, groups, row, rows);
     });
@@ -131,7 +131,7 @@ void int8_part(const Matmul& m, Claims& claims, int thread, int threads) {
 
 #else
 
-void int8_part(const Matmul&, Claims&, int, int) {}
+int64_t int8_part(const Matmul&, Claims&, int, int) { return 0; }
 
 #endif
 

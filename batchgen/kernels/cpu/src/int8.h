@@ -24,6 +24,6 @@ struct Groups {
 };
 
 int64_t int8_scratch(int64_t inner);
-void int8_part(const Matmul& m, Claims& claims, int thread, int threads);
+int64_t int8_part(const Matmul& m, Claims& claims, int thread, int threads);
 
 }  // namespace bg

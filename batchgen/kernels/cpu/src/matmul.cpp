@@ -162,10 +162,10 @@ int64_t matmul_scratch(int64_t inner, int64_t method) {
     return 4 * (ROW_BLOCK * PANEL + INNER_BLOCK * PANEL + ROW_BLOCK * up(inner, 16));
 }
 
-void matmul_part(const Matmul& m, Claims& claims, int thread, int threads) {
+int64_t matmul_part(const Matmul& m, Claims& claims, int thread, int threads) {
     if (m.method == INT8_F32 || m.method == INT8_BF16) return int8_part(m, claims, thread, threads);
     const int64_t scratch = matmul_scratch(m.inner, m.method);
-    by_claims(m, claims, thread, threads, scratch, [&](const Share& s, int64_t row, int64_t rows) {
+    return by_claims(m, claims, thread, threads, scratch, [&](const Share& s, int64_t row, int64_t rows) {
         rows_of(Part(m, s), row, rows);
     });
 }

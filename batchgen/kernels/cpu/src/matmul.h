@@ -38,7 +38,7 @@ struct Matmul {
 };
 
 int64_t matmul_scratch(int64_t inner, int64_t method);
-// `claims`: of panels, one of all threads, as it was made or reset.
-void matmul_part(const Matmul& m, Claims& claims, int thread, int threads);
+// Returns how many units `claims`, one of all threads and unused before, hands out to them.
+int64_t matmul_part(const Matmul& m, Claims& claims, int thread, int threads);
 
 }  // namespace bg

@@ -1,4 +1,4 @@
-// One OpenMP region runs all parts of an operation, or of many with barriers between them.
+// One OpenMP region runs all parts of an operation, or of many, one after the other.
 #pragma once
 
 #include <omp.h>
@@ -7,11 +7,10 @@
 
 namespace bg {
 
-// The share [begin, end) of `count` that thread `thread` of `threads` takes.
+// The share [begin, end) of `count` that part `part` of `parts` is: a thread's, or a unit of work that threads claim.
 struct Span {
     int64_t begin, end;
-    Span(int64_t count, int thread, int threads)
-        : begin(count * thread / threads), end(count * (thread + 1) / threads) {}
+    Span(int64_t count, int part, int parts) : begin(count * part / parts), end(count * (part + 1) / parts) {}
 };
 
 }  // namespace bg

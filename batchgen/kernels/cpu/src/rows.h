@@ -40,17 +40,17 @@ struct Share {
 };
 
 // Calls kernel(share, first row, rows) for the panels of one block of rows after the other, as far as this thread
-// claims them.
+// claims them. Returns how many units there are for all threads.
 template <class Kernel>
-void by_claims(const Matmul& m, Claims& claims, int thread, int threads, int64_t scratch, Kernel kernel) {
+int64_t by_claims(const Matmul& m, Claims& claims, int thread, int threads, int64_t scratch, Kernel kernel) {
     const int64_t panels = up(m.outer, PANEL) / PANEL;
-    if (panels == 0 || m.rows == 0) return;
+    if (panels == 0 || m.rows == 0) return 0;
     // Of fewer panels than threads the rows make more blocks.
     const int64_t tiles = up(m.rows, TILE_ROWS) / TILE_ROWS, wanted = up(threads, panels) / panels;
     const int64_t blocks = std::max(up(m.rows, ROW_BLOCK) / ROW_BLOCK, std::min(wanted, tiles));
     float* c = reinterpret_cast<float*>(static_cast<char*>(m.scratch) + thread * scratch);
     int64_t held = -1;
-    while (const Claim claim = claims.next(blocks * panels, threads))
+    while (const Claim claim = claims.next(blocks * panels, threads)) {
         for (int64_t at = claim.begin; at < claim.end;) {
             const int64_t block = at / panels, end = std::min(claim.end, (block + 1) * panels);
             const int64_t row = m.rows * block / blocks, rows = m.rows * (block + 1) / blocks - row;
@@ -58,6 +58,9 @@ void by_claims(const Matmul& m, Claims& claims, int thread, int threads, int64_t
             kernel(Share{panel, panel + end - at, block != held, c, c + ROW_BLOCK * PANEL}, row, rows);
             held = block, at = end;
         }
+        claims.done(claim.units());
+    }
+    return blocks * panels;
 }
 
 // Sums c [rows, PANEL] with the bias into columns [column, column + PANEL) of y, as far as there are so many.
