@@ -29,6 +29,15 @@ __all__ = [
 _bias = floating(-100.0, 100.0)
 _count = integer(0, 1 << 20)
 _layer = integer(-1, 1 << 20)
+_FORMAT_KEYS = {
+    "text": {"type"},
+    "json_object": {"type"},
+    "json_schema": {"type", "json_schema"},
+    "structural_tag": {"type", "format", "structures", "triggers"},
+}
+"""What each type of `response_format` has beside it."""
+_WRAPPER_KEYS = {"name", "description", "schema", "strict"}
+"""What stands in the `json_schema` of a `response_format`, unless it is the schema itself."""
 
 
 def texts(name: str, value: Any) -> tuple[str, ...]:
@@ -107,10 +116,23 @@ def choice(name: str, value: Any) -> tuple[str, ...]:
 def response_format(name: str, value: Any) -> dict[str, Any]:
     """`{"type": ...}` with what that type needs beside it."""
     found = mapping(name, value)
-    kind = one_of("text", "json_object", "json_schema", "structural_tag")(name, found.get("type"))
+    kind = one_of(*_FORMAT_KEYS)(name, found.get("type"))
     if kind == "json_schema" and type(found.get("json_schema")) is not dict:
         raise invalid(name, "of type json_schema needs a `json_schema` object")
+    # A null is an absent key here, too: Parquet gives every row's object the keys of all.
+    _only(found, _FORMAT_KEYS[kind], name, f"of type {kind} takes no")
+    inner = found.get("json_schema") or {}
+    if "schema" in inner or "name" in inner:
+        _only(inner, _WRAPPER_KEYS, name, "has a `json_schema` with `name`, `description`, `schema` and `strict`, not")
     return found
+
+
+def _only(value: dict[str, Any], known: set[str], name: str, problem: str) -> None:
+    """Refuse keys that nothing would obey."""
+    odd = next((key for key, item in value.items() if key not in known and item is not None), None)
+    if odd is not None:
+        remedy = "; a schema is given with type json_schema" if "schema" in odd else ""
+        raise invalid(name, f"{problem} {show(odd)}{remedy}")
 
 
 def hidden_states(name: str, value: Any) -> bool | dict[str, Any]:

@@ -319,9 +319,9 @@ def _from_response_format(asked: Mapping[str, Any]) -> dict[str, Any]:
         return {"structural_tag": dict(asked)}
     if asked["type"] == "json_schema":
         inner = asked["json_schema"]
-        if "schema" in inner:  # the wrapper of the API: name, schema, strict
+        if inner.get("schema") is not None:  # the wrapper of the API: name, schema, strict
             return {"json_schema": inner["schema"]}
-        if "name" not in inner:  # the schema itself, as some servers take it
+        if "name" not in inner and "schema" not in inner:  # the schema itself, as some servers take it
             return {"json_schema": inner}
     return {"json_schema": {"type": "object"}}
 

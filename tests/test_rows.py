@@ -197,7 +197,7 @@ NEUTRAL: dict[str, list[Any]] = {
     "logit_bias": [{}],
     "bad_words": [[]],
     "stop_regex": [[]],
-    "response_format": [{"type": "text"}],
+    "response_format": [{"type": "text"}, {"type": "text", "json_schema": None}],
     "echo": [False],
     "suffix": [""],
     "token_ids_logprob": [[]],

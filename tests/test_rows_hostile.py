@@ -169,6 +169,13 @@ HOSTILE: list[Hostile] = [
     (text(response_format="json"), "invalid_field", "response_format"),
     (text(response_format={"type": "xml"}), "invalid_field", "response_format"),
     (text(response_format={"type": "json_schema"}), "invalid_field", "response_format"),
+    (text(response_format={"type": "json_object", "schema": {"type": "object"}}), "invalid_field", "response_format"),
+    (text(response_format={"type": "text", "json_schema": {}}), "invalid_field", "response_format"),
+    (
+        text(response_format={"type": "json_schema", "json_schema": {"name": "x", "type": "integer"}}),
+        "invalid_field",
+        "response_format",
+    ),
     (text(skip_special_tokens=0), "invalid_field", "skip_special_tokens"),
     (text(echo="no"), "invalid_field", "echo"),
     (text(suffix=5), "invalid_field", "suffix"),
@@ -297,3 +304,11 @@ def outcome_of(value: Any) -> ParsedRow | RowError:
         return parse(value)
     except RowError as error:
         return error
+
+
+@pytest.mark.field("response_format")
+def test_a_format_without_a_schema_still_asks_for_an_object() -> None:
+    for schema in ({"name": "x"}, {"name": "x", "schema": None}, {"schema": None}):
+        found = parse(text(response_format={"type": "json_schema", "json_schema": schema})).params.constraint
+        assert found is not None
+        assert json.loads(found.text) == {"type": "object"}
