@@ -26,6 +26,7 @@ _WIDTH: Final = 64
 """Tokens of a row that there is room for at first."""
 _STOPS: Final = 16
 """Most ids that may end a plain row."""
+_HOTTEST: Final = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,9 @@ class RowTable:
         self.sequences[slot] = sequence
         self.number[slot], self.request[slot] = number, request.index
         self.drawn[slot] = self.last[slot] = self._length[slot] = 0
-        self.temperature[slot], self.top_p[slot], self.min_p[slot] = params.temperature, params.top_p, params.min_p
+        # Infinite as a float32 it would make a masked token's score (-inf / inf) no number, and all others equal.
+        self.temperature[slot] = min(params.temperature, _HOTTEST)
+        self.top_p[slot], self.min_p[slot] = params.top_p, params.min_p
         self.top_k[slot], self.seed[slot], self.sample[slot] = params.top_k, request.seed, sequence.sample_index
         self.special[slot], self._plain[slot] = sequence.special, plain
         self._limit[slot] = request.max_new_tokens

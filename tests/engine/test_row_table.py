@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -127,3 +128,12 @@ def test_draws_are_counted_by_sequence(tokenizer: Tokenizer) -> None:
         table.rows(np.arange(40)).drew()
     table.rows(np.arange(39, 100)).drew()
     assert [sequence.drawn for sequence in made] == [3] * 39 + [4] + [1] * 60
+
+
+@pytest.mark.field("temperature")
+def test_a_temperature_past_float32_stays_finite(tokenizer: Tokenizer) -> None:
+    table, sequence = RowTable(), some_sequence(tokenizer, 0, Random(1))[0]
+    sequence.request = replace(sequence.request, params=replace(sequence.request.params, temperature=1e39))
+    with np.errstate(over="raise"):
+        table.begin(0, sequence, plain=True)
+    assert np.isfinite(table.temperature).all()
