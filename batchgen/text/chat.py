@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from batchgen.errors import ErrorCode, RowError
+from batchgen.prompts import ChatPrompt
 
-__all__ = ["PARTS_PROBE", "prepare_messages", "reads_parts"]
+__all__ = ["PARTS_PROBE", "check_read", "prepare_messages", "reads_parts"]
 
 PARTS_PROBE = [
     {"role": "user", "content": [{"type": "text", "text": "first-part"}, {"type": "text", "text": "second-part"}]}
@@ -40,6 +42,22 @@ def prepare_messages(messages: tuple[Mapping[str, Any], ...], *, keep_parts: boo
             copy["tool_calls"] = [_tool_call(call, index) for call in copy["tool_calls"]]
         prepared.append(copy)
     return prepared
+
+
+def check_read(template: str, prompt: ChatPrompt) -> None:
+    """Refuse what the template would leave out without a word: what it never names cannot reach the prompt.
+
+    Raises:
+        RowError: `unsupported_field`, for `tools` or a key of `chat_template_kwargs`.
+    """
+    given = [("tools", "tools")] if prompt.tools else []
+    given += [("chat_template_kwargs", name) for name in prompt.template_kwargs]
+    for field, name in given:
+        # By the word, wherever it stands: a template that does read it is never refused.
+        if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", template):
+            what = f"`{field}`" if name == field else f"`{field}` gives {name!r}, which"
+            message = f"{what} cannot reach the prompt: the model's chat template does not read it; leave it out"
+            raise RowError(ErrorCode.UNSUPPORTED_FIELD, message, field)
 
 
 def _tool_call(call: Any, index: int) -> Any:

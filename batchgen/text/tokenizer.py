@@ -15,7 +15,7 @@ from typing import Any
 
 from batchgen.errors import ErrorCode, ErrorInfo, ModelError, RowError
 from batchgen.prompts import ChatPrompt
-from batchgen.text.chat import PARTS_PROBE, prepare_messages, reads_parts
+from batchgen.text.chat import PARTS_PROBE, check_read, prepare_messages, reads_parts
 from batchgen.text.folder import find_folder
 from batchgen.text.generation_config import GenerationConfig, load_generation_config
 from batchgen.text.pieces import BytePieces
@@ -143,21 +143,27 @@ class Tokenizer:
         """The text of a conversation, rendered by the model's template in the library's sandbox.
 
         Raises:
-            RowError: `invalid_field` where the model has no template, or it refuses the conversation.
+            RowError: `invalid_field` where the model has no template, or it refuses the conversation;
+                `unsupported_field` where it does not read `tools` or what `chat_template_kwargs` gives.
         """
         if not self.has_chat_template:
             message = "the model has no chat template; give the prompt as `text`"
             raise RowError(ErrorCode.INVALID_FIELD, f"`messages` cannot be rendered: {message}", "messages")
         messages = prepare_messages(prompt.messages, keep_parts=self._template_reads_parts())
+        tools = list(prompt.tools) if prompt.tools else None
         try:
+            if tools or prompt.template_kwargs:
+                check_read(self._hf.get_chat_template(tools=tools), prompt)
             rendered = self._hf.apply_chat_template(
                 messages,
-                tools=list(prompt.tools) if prompt.tools else None,
+                tools=tools,
                 add_generation_prompt=prompt.add_generation_prompt,
                 continue_final_message=prompt.continue_final_message,
                 tokenize=False,
                 **prompt.template_kwargs,
             )
+        except RowError:
+            raise
         except Exception as error:  # a template may raise anything about any message
             reason = _first_line(error)
             raise RowError(

@@ -106,7 +106,9 @@ BUILDERS = {
 }
 
 
-def save_tokenizer(folder: Path, kind: str, *, bos: bool = True, template: str | None = CHAT_TEMPLATE) -> Path:
+def save_tokenizer(
+    folder: Path, kind: str, *, bos: bool = True, template: str | dict[str, str] | None = CHAT_TEMPLATE
+) -> Path:
     backend = BUILDERS[kind]()
     if bos:
         backend.post_processor = processors.TemplateProcessing(

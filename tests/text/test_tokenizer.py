@@ -77,6 +77,31 @@ def test_chat_options_reach_the_template(tokenizer: Tokenizer) -> None:
     assert 'tools:[{"type": "function"}]' in tokenizer.render_chat(chat("Hi", tools=({"type": "function"},)))
 
 
+@pytest.mark.field("tools", "chat_template_kwargs")
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [
+        ("tools", {"tools": ({"type": "function"},)}),
+        ("chat_template_kwargs", {"template_kwargs": {"mood": "glad"}}),
+        ("chat_template_kwargs", {"template_kwargs": {"content": 1, "thinking": False}}),
+    ],
+)
+def test_what_a_template_does_not_read_is_refused(tmp_path: Path, field: str, options: dict[str, Any]) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = Tokenizer.load(save_tokenizer(tmp_path, "bytelevel", template=template))
+    with pytest.raises(RowError, match="template does not read it") as caught:
+        tokenizer.render_chat(chat("Hi", **options))
+    assert (caught.value.info.code, caught.value.info.param) == (ErrorCode.UNSUPPORTED_FIELD, field)
+
+
+@pytest.mark.field("tools")
+def test_tools_may_have_a_template_of_their_own(tmp_path: Path) -> None:
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    both = {"default": plain, "tool_use": plain + "{{ tools | tojson }}"}
+    tokenizer = Tokenizer.load(save_tokenizer(tmp_path, "bytelevel", template=both))
+    assert tokenizer.render_chat(chat("Hi", tools=({"type": "function"},))) == 'Hi[{"type": "function"}]'
+
+
 @pytest.mark.field("messages")
 def test_parts_go_to_a_template_that_reads_them(tokenizer: Tokenizer) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
