@@ -60,9 +60,19 @@ def _structural_tag(text: str, lenient: bool) -> str:
         raise RowError(ErrorCode.INVALID_GRAMMAR, f"`structural_tag` is no JSON: {error}", "structural_tag") from None
     if type(tag) is not dict:
         raise RowError(ErrorCode.INVALID_GRAMMAR, "`structural_tag` must be an object", "structural_tag")
-    if "format" not in tag and "structures" in tag:
+    older = "format" not in tag and "structures" in tag
+    _refuse_others(tag, {"type", "structures", "triggers"} if older else {"type", "format"})
+    if older:
         tag = _of_triggers(tag)
     return json.dumps({**tag, "type": "structural_tag", "format": _format(tag.get("format"), lenient, 0)})
+
+
+def _refuse_others(value: dict[str, Any], known: set[str]) -> None:
+    """Refuse keys that the compiler would pass over; a null is none (Parquet gives every object the keys of all)."""
+    odd = next((key for key, item in value.items() if key not in known and item is not None), None)
+    if odd is not None:
+        problem = f"`structural_tag` has {odd[:60]!r} beside {', '.join(sorted(known))}; remove it"
+        raise RowError(ErrorCode.INVALID_GRAMMAR, problem, "structural_tag")
 
 
 def _of_triggers(tag: dict[str, Any]) -> dict[str, Any]:
@@ -71,6 +81,8 @@ def _of_triggers(tag: dict[str, Any]) -> dict[str, Any]:
     if type(structures) is not list or any(type(item) is not dict for item in structures):
         problem = "`structural_tag` must have a list of objects as `structures`"
         raise RowError(ErrorCode.INVALID_GRAMMAR, problem, "structural_tag")
+    for item in structures:
+        _refuse_others(item, {"begin", "schema", "end"})
     tags = [
         {
             "type": "tag",

@@ -293,6 +293,8 @@ def test_other_recursion_is_not(grammars: Grammars, grammar: str) -> None:
         ("structural_tag", "{", "no JSON"),
         ("structural_tag", "[]", "object"),
         ("structural_tag", "{}", "Format must be an object"),
+        ("structural_tag", '{"format": {"type": "any_text"}, "structures": []}', "'structures' beside format"),
+        ("structural_tag", '{"structures": [{"begin": "<", "scheme": {}}], "triggers": ["<"]}', "'scheme' beside"),
         ("structural_tag", '{"format": {"type": "regex", "pattern": "("}}', "unterminated"),
         ("structural_tag", '{"structures": [1], "triggers": []}', "structures"),
     ],
