@@ -116,7 +116,7 @@ def floating(low: float = -math.inf, high: float = math.inf, *, low_open: bool =
         if not math.isfinite(number):
             raise invalid(name, f"must be a finite number, got {show(value)}")
         if not low <= number <= high or (low_open and number == low):
-            raise invalid(name, f"must be in {'(' if low_open else '['}{low:g}, {high:g}], got {number:g}")
+            raise invalid(name, f"must be in {'(' if low_open else '['}{low:g}, {high:g}], got {show(value)}")
         return number
 
     return check

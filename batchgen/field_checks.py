@@ -103,12 +103,14 @@ def bad_words(name: str, value: Any) -> tuple[str | tuple[int, ...], ...]:
     """A list of strings or lists of token ids, none of them empty."""
     if type(value) not in (list, tuple):
         raise invalid(name, f"must be a list, got {show(value)}")
-    return tuple(some_string(name, item) if type(item) is str else some_ids(name, item) for item in value)
+    if any(item in ("", [], ()) for item in value):
+        raise invalid(name, "must not hold an empty string or list")
+    return tuple(item if type(item) is str else ids(name, item) for item in value)
 
 
 def choice(name: str, value: Any) -> tuple[str, ...]:
     """A list of the strings to choose from."""
-    if type(value) not in (list, tuple) or not value:
+    if type(value) not in (list, tuple) or not value or any(type(item) is not str for item in value):
         raise invalid(name, f"must be a list of strings, got {show(value)}")
     return strings(name, value)
 

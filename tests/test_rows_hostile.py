@@ -312,3 +312,18 @@ def test_a_format_without_a_schema_still_asks_for_an_object() -> None:
         found = parse(text(response_format={"type": "json_schema", "json_schema": schema})).params.constraint
         assert found is not None
         assert json.loads(found.text) == {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("top_p", 1.0000001, "must be in (0, 1], got 1.0000001"),
+        ("bad_words", ["a", ""], "must not hold an empty string or list"),
+        ("bad_words", [[]], "must not hold an empty string or list"),
+        ("choice", [1], "must be a list of strings, got [1]"),
+    ],
+)
+def test_a_message_says_what_is_wrong_with_the_value(field: str, value: Any, says: str) -> None:
+    with pytest.raises(RowError) as caught:
+        parse(text(**{field: value}))
+    assert says in caught.value.info.message
