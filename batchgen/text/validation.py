@@ -57,7 +57,7 @@ class Schema:
             RowError: `invalid_grammar`, naming `field` and what is wrong.
         """
         try:
-            root = json.loads(text, parse_constant=_no_constant)
+            root = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_unique_keys)
         except (ValueError, RecursionError) as error:
             raise _invalid(field, f"is no JSON: {error}") from None
         if type(root) not in (dict, bool):
@@ -122,6 +122,16 @@ def _in_time(base: Any) -> Any:
                     yield from validator.descend(value, part, path=name, schema_path=expression)
 
     return jsonschema.validators.extend(base, {"pattern": pattern, "patternProperties": pattern_properties})
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a schema; of two keys that are the same one would be passed over."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice[:80]!r} stands twice in one object")
+    return found
 
 
 def _no_constant(name: str) -> Any:

@@ -285,6 +285,7 @@ def test_other_recursion_is_not(grammars: Grammars, grammar: str) -> None:
         ("json_schema", "{", "no JSON"),
         ("json_schema", "[]", "object, true or false"),
         ("json_schema", "NaN", "no JSON"),
+        ("json_schema", '{"type": "integer", "type": "string"}', "'type' stands twice"),
         ("json_schema", '{"type": "strin"}', "no JSON Schema"),
         ("json_schema", '{"enum": []}', "no value"),
         ("json_schema", "false", "no value"),
