@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -82,10 +83,11 @@ def keep_reading(rows: Ingested, folder: Path, key: str) -> None:
     columns = {
         f"{name}.{column}": values for name, part in _parts(rows).items() for column, values in part.columns().items()
     }
-    columns[_ABOUT] = np.frombuffer(json.dumps(about).encode(), np.uint8)
     rows.texts.spool.sync()
     rows.bad.sync()
     sync_file(folder / TOKENS)
+    about["checksums"] = _checksums(folder)
+    columns[_ABOUT] = np.frombuffer(json.dumps(about).encode(), np.uint8)
     write_durably(folder / _COLUMNS, lambda stream: np.savez(stream, **columns))  # type: ignore[arg-type]
 
 
@@ -94,7 +96,7 @@ def kept_reading(folder: Path, key: str) -> Ingested | None:
     try:
         with (folder / _COLUMNS).open("rb") as stream, np.load(stream, allow_pickle=False) as kept:
             about = json.loads(kept[_ABOUT].tobytes())
-            if about["key"] != key:
+            if about["key"] != key or about["checksums"] != _checksums(folder):
                 return None
             columns = {name: kept[name] for name in kept.files}
         return _ingested(folder, about, columns)
@@ -128,6 +130,17 @@ def report_bad(rows: Ingested, on_error: Callable[[Completion, str, str | None],
 def _given(params: SamplingParams) -> dict[str, Any]:
     """The fields that say something, as JSON takes them and `SamplingParams` takes them back."""
     return {name: value for name, value in asdict(params).items() if value != _DEFAULTS[name]}
+
+
+def _checksums(folder: Path) -> dict[str, int]:
+    """CRC-32 of each file beside the columns, which has its own; a changed token would be another prompt, unnoticed."""
+    found = {}
+    for name in (TOKENS, TEXTS, BAD):
+        found[name] = 0
+        with (folder / name).open("rb") as stream:
+            while piece := stream.read(1 << 20):
+                found[name] = zlib.crc32(piece, found[name])
+    return found
 
 
 def _tokens(path: Path, count: int) -> npt.NDArray[np.int32]:

@@ -127,7 +127,7 @@ def kept_key(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("name", ["columns.npz", "tokens", "texts", "bad"])
-@pytest.mark.parametrize("harm", ["absent", "empty", "cut", "longer"])
+@pytest.mark.parametrize("harm", ["absent", "empty", "cut", "longer", "flipped"])
 def test_what_is_not_whole_is_not_taken(folder: Path, name: str, harm: str) -> None:
     kept = folder / "out.parquet.work" / "reading"
     key = kept_key(kept)
@@ -139,7 +139,8 @@ def test_what_is_not_whole_is_not_taken(folder: Path, name: str, harm: str) -> N
     data = (kept / name).read_bytes()
     (kept / name).unlink()
     if harm != "absent":
-        (kept / name).write_bytes({"empty": b"", "cut": data[:-3], "longer": data + b"1234"}[harm])
+        flipped = bytes([*data[:40], data[40] ^ 1, *data[41:]])
+        (kept / name).write_bytes({"empty": b"", "cut": data[:-3], "longer": data + b"1234", "flipped": flipped}[harm])
     again = kept_reading(kept, key)
     # An archive may have something behind it: its own sizes and sums hold what is read.
     assert (again is not None) == ((name, harm) == ("columns.npz", "longer"))
