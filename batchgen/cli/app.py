@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -15,7 +16,7 @@ from typer.main import get_command
 
 from batchgen import __version__
 from batchgen.cli import bench, check, export, merge, run, show, verify
-from batchgen.errors import BatchgenError, Interrupted
+from batchgen.errors import BatchgenError, Interrupted, OutputError
 
 __all__ = ["app", "command_names", "main", "run_command"]
 
@@ -59,7 +60,18 @@ def main() -> None:
     """Entry point of the console script."""
     if _COMPLETION in os.environ:
         app(prog_name="batchgen")
+    _replace_closed_streams()
     sys.exit(run_command(sys.argv[1:]))
+
+
+def _replace_closed_streams() -> None:
+    """What was closed by who started the program (`2>&-`) is None in Python, its number free for other files.
+
+    Words for stderr go nowhere then; stdout cannot be written, which is said where it is needed.
+    """
+    for name, flags in (("stdout", os.O_RDONLY), ("stderr", os.O_WRONLY)):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, flags), "w", encoding="utf-8"))
 
 
 def run_command(arguments: Sequence[str]) -> int:
@@ -78,11 +90,26 @@ def run_command(arguments: Sequence[str]) -> int:
         _say("interrupted")
         return _INTERRUPTED
     except BrokenPipeError:
-        # What is left in stdout's buffer can go nowhere; the interpreter must not try again at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         return _READER_GONE
+    except OSError as error:
+        return _say_unwritten(error)
     except Exception as error:
         return _say_internal(error)
+
+
+def _drop_stdout() -> None:
+    """What is left in its buffer can go nowhere; the interpreter must not try again at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _say_unwritten(error: OSError) -> int:
+    """Errors of writing to stdout name no file, and those of results were put in words; other errors are internal."""
+    if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EBADF):
+        return _say_internal(error)
+    _drop_stdout()
+    _say(f"stdout cannot be written ({os.strerror(error.errno).lower()})")
+    return OutputError.exit_code
 
 
 def _invoke(arguments: Sequence[str]) -> int:

@@ -135,6 +135,8 @@ def _expand(pattern: str) -> Iterator[str]:
 
 def _examine(path: str) -> InputFile:
     if path == "-":
+        if sys.stdin is None:
+            raise InputError("Standard input (-) is closed. Name a file, or give the input with <.")
         return _spooled(path, sys.stdin.buffer)
     try:
         found = _look(path)

@@ -295,3 +295,25 @@ def test_a_reader_that_went_away() -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(10) == 141
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "says"),
+    [
+        ("show none.parquet 2>&-", 4, ""),
+        ("run - -o out.parquet 2>&1 <&-", 4, "error: Standard input (-) is closed."),
+        ("--version 2>&1 >&-", 5, "error: stdout cannot be written (bad file descriptor)"),
+        ("--version 2>&1 >/dev/full", 5, "error: stdout cannot be written (no space left on device)"),
+    ],
+)
+def test_streams_that_are_closed_or_full(line: str, status: int, says: str) -> None:
+    done = subprocess.run(
+        f"{sys.executable} -m batchgen {line}",
+        shell=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == status
+    assert says in done.stdout if says else done.stdout == ""
