@@ -1,9 +1,12 @@
-"""For all tests: the longest begin first, so that no worker waits for one that another began last."""
+"""For all tests: the longest begin first, so that no worker waits for one that another began last; and what they all
+import is set aside from the garbage collector."""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+from collections.abc import Generator
 
 # Triton kernels run in their interpreter, on CPU tensors, unless the caller says otherwise (tests/gpu on a GPU does).
 # Triton looks once, when it is first imported.
@@ -20,6 +23,22 @@ from hypothesis import settings
 settings.register_profile("steady", derandomize=True)
 settings.register_profile("explore", derandomize=False)
 settings.load_profile("steady")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    # What is imported stays: full collections would look through all of it again and again.
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # or libraries would find it alive at the very end, and say that it leaks
 
 
 def pytest_runtest_setup() -> None:
