@@ -1,4 +1,4 @@
-"""The reference for model output: transformers' own eager model in float32, one group of equal lengths at a time."""
+"""The reference for model output: transformers' own eager model in float32."""
 
 from __future__ import annotations
 
@@ -61,6 +61,10 @@ NEAR_TIE = 1e-4
 to another; what follows is another text."""
 
 
+PADDED = 16
+"""Prompts are padded to multiples of this: a model is called less often than once a length and token."""
+
+
 @dataclass
 class Greedy:
     """What the reference generates for each prompt."""
@@ -86,20 +90,23 @@ class Greedy:
 
 
 def eager_greedy(folder: Path, prompts: list[list[int]], new_tokens: int) -> Greedy:
-    """Greedy ids and their logprobs by transformers' `generate`, eager attention, float32, no early end."""
+    """Greedy ids and their logprobs by transformers' `generate`, eager attention, float32, no early end.
+
+    Prompts of about the same length go together, padded on the left: exactly no weight is on the padding.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     model.eval()
     model.generation_config.eos_token_id = None
     by_length: dict[int, list[int]] = defaultdict(list)
     for i, prompt in enumerate(prompts):
-        by_length[len(prompt)].append(i)
+        by_length[-(-len(prompt) // PADDED) * PADDED].append(i)
     result = Greedy([[] for _ in prompts], [[] for _ in prompts], [0 for _ in prompts])
     for length, members in by_length.items():
-        batch = torch.tensor([prompts[i] for i in members])
+        padding = [length - len(prompts[i]) for i in members]
         with torch.inference_mode():
             out = model.generate(
-                batch,
-                attention_mask=torch.ones_like(batch),
+                torch.tensor([[0] * n + prompts[i] for n, i in zip(padding, members, strict=True)]),
+                attention_mask=torch.tensor([[0] * n + [1] * (length - n) for n in padding]),
                 max_new_tokens=new_tokens,
                 do_sample=False,
                 pad_token_id=0,
