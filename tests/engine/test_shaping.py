@@ -91,9 +91,9 @@ def words_that_bite(plain: list[list[int]], prompts: list[list[int]]) -> list[li
     return words[:12]
 
 
-@pytest.mark.field("repetition_penalty", "bad_words", "allowed_token_ids", "logit_bias", "min_new_tokens")
-@pytest.mark.parametrize("implementation", PATHS)
-def test_greedy_generations_equal_transformers(folder: Path, prompts: list[list[int]], implementation: str) -> None:
+@pytest.fixture(scope="module")
+def generations(folder: Path, prompts: list[list[int]]) -> list[tuple[dict[str, Any], list[list[int]]]]:
+    """Fields of a row, and what transformers generates by settings that say the same; plain rows first."""
     plain = generate(folder, prompts)
     words = words_that_bite(plain, prompts)
     rng = Random(0)
@@ -102,7 +102,6 @@ def test_greedy_generations_equal_transformers(folder: Path, prompts: list[list[
     bias = {token: rng.choice([-5.0, 4.0, 6.5]) for token in rng.sample(range(3, VOCAB), 60)}
     early = {EOS: 9.0}  # so likely that outputs end at once, but for the minimum
     settings: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        ({"ignore_eos": True}, {}),
         ({"ignore_eos": True, "repetition_penalty": 1.3}, {"repetition_penalty": 1.3}),
         ({"ignore_eos": True, "repetition_penalty": 0.7}, {"repetition_penalty": 0.7}),
         ({"ignore_eos": True, "bad_words": words}, {"bad_words_ids": words}),
@@ -118,20 +117,35 @@ def test_greedy_generations_equal_transformers(folder: Path, prompts: list[list[
             {"repetition_penalty": 1.2, "bad_words_ids": words, "suppress_tokens": others},
         ),
     ]
+    found: list[tuple[dict[str, Any], list[list[int]]]] = [({"ignore_eos": True}, plain)]
+    for ours, theirs in settings:
+        ids = generate(folder, prompts, **theirs)
+        found.append((ours, [cut(output) for output in ids] if "eos_token_id" in theirs else ids))
+    return found
+
+
+@pytest.mark.field("repetition_penalty", "bad_words", "allowed_token_ids", "logit_bias", "min_new_tokens")
+@pytest.mark.parametrize("implementation", PATHS)
+def test_greedy_generations_equal_transformers(
+    folder: Path,
+    prompts: list[list[int]],
+    generations: list[tuple[dict[str, Any], list[list[int]]]],
+    implementation: str,
+) -> None:
     rows = [
         {"input_ids": prompt, "temperature": 0, "max_new_tokens": NEW_TOKENS, **ours}
-        for ours, _ in settings
+        for ours, _ in generations
         for prompt in prompts
     ]
     engine = engine_of(folder, implementation, repetition_penalty_scope="prompt+output")
     done = by_row(engine, rows)
     changed = 0
-    for number, (ours, theirs) in enumerate(settings):
-        expected = [cut(ids) if "eos_token_id" in theirs else ids for ids in generate(folder, prompts, **theirs)]
+    plain = generations[0][1]
+    for number, (ours, expected) in enumerate(generations):
         got = [list(c.output_ids or []) for c in done[number * len(prompts) : (number + 1) * len(prompts)]]
         assert got == expected, ours
         changed += got != plain
-    assert changed == len(settings) - 1, "every setting bites"
+    assert changed == len(generations) - 1, "every setting bites"
 
 
 # Every position against the pipeline written out
