@@ -11,11 +11,11 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from batchgen.data.files import write_durably
+from batchgen.data.files import refuse_existing, write_durably
 from batchgen.data.openai_bodies import Pieces, batch_line
 from batchgen.data.row_shapes import RowShape, RowShapes
 from batchgen.data.view import Results, open_results
-from batchgen.errors import InputError, OutputError
+from batchgen.errors import InputError
 
 __all__ = [
     "Exported",
@@ -63,7 +63,7 @@ def export_openai(results: Results, target: Path, piece: Pieces, overwrite: bool
     """
     beside = errors_path(target)
     for path in (target, beside):
-        _refuse_existing(path, overwrite)
+        refuse_existing(path, overwrite)
     done = Exported()
 
     def write(output: BinaryIO) -> None:
@@ -105,7 +105,7 @@ def export_jsonl(results: Results, target: Path, overwrite: bool) -> Exported:
     Raises:
         OutputError: the file exists, or cannot be written.
     """
-    _refuse_existing(target, overwrite)
+    refuse_existing(target, overwrite)
     done = Exported()
 
     def write(stream: BinaryIO) -> None:
@@ -127,8 +127,3 @@ def stream_jsonl(results: Results, stream: BinaryIO) -> Exported:
         done.lines += 1
         done.errors += row["status"] == "error"
     return done
-
-
-def _refuse_existing(path: Path, overwrite: bool) -> None:
-    if path.exists() and not overwrite:
-        raise OutputError(f"{path} exists. Replace it with --overwrite, or name another with -o.")

@@ -20,6 +20,8 @@ __all__ = [
     "output_errors",
     "parquet_writer",
     "read_footer",
+    "refuse_existing",
+    "refuse_special",
     "states_writer",
     "sync_file",
     "sync_folder",
@@ -99,6 +101,29 @@ def write_durably(
         sync_folder(path.parent)
 
 
+def refuse_special(path: Path) -> None:
+    """Refuse a name that no file can take the place of: even --overwrite would replace a device by a file.
+
+    Raises:
+        OutputError: it is a folder, a device, a pipe or a socket.
+    """
+    if path.is_dir():
+        raise OutputError(f"{path} is a folder. Name a file with -o.")
+    if path.exists() and not path.is_file():
+        raise OutputError(f"{path} is not a regular file, and cannot be replaced by one. Name a file with -o.")
+
+
+def refuse_existing(path: Path, overwrite: bool) -> None:
+    """Refuse a name that something stands under, unless it is a file that may be replaced.
+
+    Raises:
+        OutputError: it exists.
+    """
+    refuse_special(path)
+    if path.exists() and not overwrite:
+        raise OutputError(f"{path} exists. Replace it with --overwrite, or name another with -o.")
+
+
 @contextmanager
 def parquet_writer(stream: BinaryIO, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
     """A writer with the settings of every results file; leaving the block writes the footer, unless by an exception.
@@ -150,6 +175,8 @@ def read_footer(path: Path, contents: str | None = None) -> dict[str, Any] | Non
 
     With `contents`, that of another file of a run, such as the hidden states.
     """
+    if not path.is_file():
+        return None  # a pipe would be waited for
     try:
         with path.open("rb") as stream:
             metadata: Mapping[bytes, bytes] = pq.ParquetFile(stream).metadata.metadata or {}

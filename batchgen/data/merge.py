@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.data.committed import read_keys
-from batchgen.data.files import output_errors, read_footer
+from batchgen.data.files import output_errors, read_footer, refuse_existing
 from batchgen.data.finish import write_output
 from batchgen.data.lock import RunLock
 from batchgen.data.row_shapes import RowShapes
@@ -41,8 +41,7 @@ def merge(parts: Sequence[Path], out: Path, overwrite: bool = False) -> int:
     footers = [_footer(file) for file in files]
     _check_one_job(files, footers)
     _check_complete(files, footers)
-    if out.exists() and not overwrite:
-        raise OutputError(f"{out} exists. Remove it, replace it with --overwrite, or name another with -o.")
+    refuse_existing(out, overwrite)
     try:
         keys = read_keys(files)
     except (pa.ArrowException, OSError) as error:
@@ -56,8 +55,7 @@ def merge(parts: Sequence[Path], out: Path, overwrite: bool = False) -> int:
     }
     states = [_states_of(file) for file, its in zip(files, footers, strict=True) if its.get("states")]
     paths = output_paths(out)
-    if paths.states.exists() and not overwrite:
-        raise OutputError(f"{paths.states} exists. Remove it, replace it with --overwrite, or name another with -o.")
+    refuse_existing(paths.states, overwrite)
     if paths.work.exists() and any(paths.work.iterdir()):
         raise OutputError(f"{paths.work} exists: a run to {out} is not finished. Finish it, or name another with -o.")
     identity = RunIdentity(footers[0]["fingerprint"])

@@ -23,7 +23,7 @@ from typing import Any, Literal, Self
 
 import pyarrow as pa
 
-from batchgen.data.files import output_errors, read_footer, sync_folder, write_durably
+from batchgen.data.files import output_errors, read_footer, refuse_special, sync_folder, write_durably
 from batchgen.data.lock import LOCK_NAME, RunLock
 from batchgen.data.schema import STATES_CONTENTS
 from batchgen.errors import FingerprintError, OutputError
@@ -177,11 +177,11 @@ def open_work(
         OutputError: another run holds it, or it cannot be written.
         FingerprintError: the output or the work belongs to a different job.
     """
+    refuse_special(paths.result)
+    refuse_special(paths.states)
     finished = policy != "overwrite" and is_complete(paths, identity)
     if finished and not paths.work.exists():
         return None
-    if paths.result.is_dir():
-        raise OutputError(f"{paths.result} is a folder. Name a file with -o.")
     lock = RunLock(paths.work, paths.result)
     try:
         # Asked again under the lock: the run that held it may have finished in between.
@@ -247,25 +247,17 @@ def _state(paths: OutputPaths, identity: RunIdentity, info: Mapping[str, Any], p
 
 
 def _was_overwriting(work: Path, identity: RunIdentity) -> bool:
-    try:
-        state = _read_state(work)
-    except FingerprintError:
-        return False
+    state = _read_state(work)
     return state is not None and bool(state["overwrite"]) and state["fingerprint"] == identity.key
 
 
 def _read_state(work: Path) -> dict[str, Any] | None:
-    """run.json, or None where there is none: then no row was ever committed, since it is written first."""
-    try:
+    """run.json, or None where there is none, or a damaged one: every part says itself whose it is."""
+    with suppress(FileNotFoundError, ValueError):
         state = json.loads((work / "run.json").read_bytes())
         if isinstance(state, dict) and {"fingerprint", "accepted", "info", "overwrite"} <= state.keys():
             return state
-    except FileNotFoundError:
-        if not part_files(work):
-            return None
-    except ValueError:
-        pass
-    raise FingerprintError(f"{work} holds parts but no valid run.json. Remove the folder, or use --overwrite.")
+    return None
 
 
 def _empty(work: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,11 @@ def test_refusals(tmp_path: Path) -> None:
         merge([a, b, c], out)
     assert out.read_bytes() == b"precious"
     assert merge([a, b, c], out, overwrite=True) == 30
+    with pytest.raises(OutputError, match="is a folder"):
+        merge([a, b, c], tmp_path / "other", overwrite=True)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OutputError, match="not a regular file"):
+        merge([a, b, c], tmp_path / "pipe", overwrite=True)
 
 
 def test_an_unfinished_run_to_the_same_place_is_not_disturbed(tmp_path: Path) -> None:

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from batchgen.data.committed import Committed
 from batchgen.data.finish import finish
 from batchgen.data.lock import RunLock
-from batchgen.data.work import RunIdentity, is_complete, open_work, output_paths
+from batchgen.data.retry import open_for_retry
+from batchgen.data.work import Policy, RunIdentity, is_complete, open_work, output_paths
 from batchgen.errors import FingerprintError, OutputError
 from tests.data.helpers import IDENTITY, begin, commit, expect, group
 
@@ -136,20 +138,36 @@ def test_an_output_that_is_a_folder_is_refused(tmp_path: Path) -> None:
         open_work(output_paths(tmp_path), IDENTITY, {})
 
 
+@pytest.mark.parametrize("policy", ["resume", "overwrite", "resume-anyway"])
+@pytest.mark.parametrize("of", ["result", "states"])
+def test_an_output_that_is_no_regular_file_is_refused_and_stays(tmp_path: Path, policy: Policy, of: str) -> None:
+    paths = output_paths(tmp_path / "r.parquet")
+    os.mkfifo(getattr(paths, of))  # a read of it would wait for ever
+    for open_output in (open_work, open_for_retry):
+        with pytest.raises(OutputError, match=r"not a regular file.* Name a file with -o\.$"):
+            open_output(paths, IDENTITY, {}, policy)
+    assert [*tmp_path.iterdir()] == [getattr(paths, of)]
+    assert getattr(paths, of).is_fifo()
+
+
 def test_an_output_below_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(OutputError, match="cannot be written"):
         open_work(output_paths(tmp_path / "file" / "r.parquet"), IDENTITY, {})
 
 
-def test_parts_without_a_run_file_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", [None, b"", b"{}", b"\xff"])
+def test_parts_without_a_valid_run_file_say_themselves_whose_they_are(tmp_path: Path, damage: bytes | None) -> None:
     out = tmp_path / "r.parquet"
     with begin(out) as work:
         commit(work, [group(0)])
-        (work.paths.work / "run.json").unlink()
-    with pytest.raises(FingerprintError, match=r"no valid run\.json"):
-        open_work(output_paths(out), IDENTITY, {})
-    begin(out, policy="overwrite").close()
+    saying = work.paths.work / "run.json"
+    saying.unlink() if damage is None else saying.write_bytes(damage)
+    with begin(out, RunIdentity("0ther")) as work, pytest.raises(FingerprintError, match="belongs to a different job"):
+        Committed.read(work)
+    saying.unlink() if damage is None else saying.write_bytes(damage)
+    with begin(out) as work:
+        assert len(Committed.read(work)) == 1
 
 
 def test_an_interrupted_begin_is_begun_again(tmp_path: Path) -> None:
@@ -164,6 +182,7 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from batchgen.data.lock import RunLock
+from batchgen.data.retry import open_for_retry
 lock = RunLock(Path(sys.argv[1]), Path("out"))
 print("held", flush=True)
 time.sleep(60)

@@ -195,6 +195,8 @@ def test_files_are_not_overwritten_unasked(done: Path) -> None:
     assert (done / "again.jsonl").read_bytes() == before, "exports of one output are equal"
     run([*command, "-o", "again.jsonl"], done, expect=5)
     run([*command, "-o", "again.jsonl", "--overwrite"], done)
+    refused = run([*command, "-o", "/dev/null", "--overwrite"], done, expect=5)
+    assert "/dev/null is not a regular file" in refused.stderr
     assert (done / "again.jsonl").read_bytes() == before
     assert not list(done.glob("*.tmp"))
 
