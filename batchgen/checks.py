@@ -29,6 +29,7 @@ __all__ = [
     "mapping",
     "one_of",
     "show",
+    "span",
     "string",
     "string_or_mapping",
     "strings",
@@ -41,7 +42,19 @@ _MAX_TOKEN_ID = 2**31 - 1
 
 _NUMBERS = {int, float}
 
-_short = reprlib.Repr()
+
+
+class _Short(reprlib.Repr):
+    """Shortened, with JSON's names for what it has names of its own for."""
+
+    def repr_bool(self, value: bool, _: int) -> str:
+        return "true" if value else "false"
+
+    def repr_NoneType(self, _value: None, _: int) -> str:
+        return "null"
+
+
+_short = _Short()
 _short.maxstring = _short.maxother = 60
 
 _KINDS = {
@@ -74,6 +87,11 @@ def invalid(name: str, problem: str) -> RowError:
     return RowError(ErrorCode.INVALID_FIELD, f"`{name}` {problem}", name)
 
 
+def span(low: int, high: int) -> str:
+    """A range of integers in words; an upper end that is merely the type's is not named."""
+    return f"at least {low}" if high == _INT64_HIGH else f"between {low} and {high}"
+
+
 def boolean(name: str, value: Any) -> bool:
     """True or false, and nothing that merely looks like it."""
     if type(value) is not bool:
@@ -97,7 +115,7 @@ def integer(low: int = _INT64_LOW, high: int = _INT64_HIGH) -> Check:
         if not _INT64_LOW <= value <= _INT64_HIGH:
             raise invalid(name, "must fit a signed 64-bit integer")
         if not low <= value <= high:
-            raise invalid(name, f"must be between {low} and {high}, got {value}")
+            raise invalid(name, f"must be {span(low, high)}, got {value}")
         return value
 
     return check

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from batchgen.checks import show
+from batchgen.checks import invalid, show, span
 from batchgen.errors import ErrorCode, RowError
 from batchgen.patterns import compile_pattern
 
@@ -61,15 +61,15 @@ class HiddenStates:
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
         if not self.layers:
-            raise _invalid("return_hidden_states", "must name at least one layer")
+            raise invalid("return_hidden_states", "must name at least one layer")
         for layer in self.layers:
             _check_int("return_hidden_states", layer, -1, 1 << 20)
         if len(set(self.layers)) != len(self.layers):
-            raise _invalid("return_hidden_states", "must name each layer once")
+            raise invalid("return_hidden_states", "must name each layer once")
         if self.tokens not in ("prompt", "output", "all", "last"):
-            raise _invalid("return_hidden_states", f"has no tokens {self.tokens!r}; prompt, output, all or last")
+            raise invalid("return_hidden_states", f"has no tokens {show(self.tokens)}; prompt, output, all or last")
         if self.pool not in ("none", "last", "mean"):
-            raise _invalid("return_hidden_states", f"has no pool {self.pool!r}; none, last or mean")
+            raise invalid("return_hidden_states", f"has no pool {show(self.pool)}; none, last or mean")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +105,13 @@ class StateLimits:
             problem = "is not supported for this model, whose blocks cannot be told apart; remove it"
             raise RowError(ErrorCode.UNSUPPORTED_FIELD, f"`{name}` {problem}", name)
         if max(states.layers) > self.layers:
-            raise _invalid(
+            raise invalid(
                 name,
                 f"names layer {max(states.layers)}; the model has 0 (embeddings) to {self.layers}, and -1 (after the "
                 "final norm)",
             )
         if states.pool == "none" and tokens * self.hidden_size > _MOST_NUMBERS:
-            raise _invalid(name, f"may hold more than {_MOST_NUMBERS} numbers a layer; pool them or shorten the row")
+            raise invalid(name, f"may hold more than {_MOST_NUMBERS} numbers a layer; pool them or shorten the row")
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,14 +224,14 @@ class SamplingParams:
             _check_int("max_new_tokens", self.max_new_tokens, 0, 1 << 31)
         _check_int("min_new_tokens", self.min_new_tokens, 0, 1 << 31)
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
-            raise _invalid(
+            raise invalid(
                 "min_new_tokens", f"must not exceed max_new_tokens ({self.max_new_tokens}), got {self.min_new_tokens}"
             )
         _check_int("n", self.n, 1, 1 << 20)
         if self.best_of is not None:
             _check_int("best_of", self.best_of, 1, 1 << 20)
             if self.best_of < self.n:
-                raise _invalid("best_of", f"must be at least n ({self.n}), got {self.best_of}")
+                raise invalid("best_of", f"must be at least n ({self.n}), got {self.best_of}")
 
     def _check_sampling(self) -> None:
         _check_float("temperature", self.temperature, 0.0, math.inf)
@@ -243,16 +243,16 @@ class SamplingParams:
 
     def _check_stops(self) -> None:
         if len(self.stop) > MAX_STOPS:
-            raise _invalid("stop", f"takes at most {MAX_STOPS} strings, got {len(self.stop)}")
+            raise invalid("stop", f"takes at most {MAX_STOPS} strings, got {len(self.stop)}")
         if any(not s for s in self.stop):
-            raise _invalid("stop", "must not hold an empty string")
+            raise invalid("stop", "must not hold an empty string")
         if len(self.stop_regex) > MAX_STOPS:
-            raise _invalid("stop_regex", f"takes at most {MAX_STOPS} patterns, got {len(self.stop_regex)}")
+            raise invalid("stop_regex", f"takes at most {MAX_STOPS} patterns, got {len(self.stop_regex)}")
         for pattern in self.stop_regex:
             try:
                 compile_pattern(pattern)
             except ValueError as problem:
-                raise _invalid("stop_regex", f"{show(pattern)} {problem}") from None
+                raise invalid("stop_regex", f"{show(pattern)} {problem}") from None
         for token in self.stop_token_ids:
             _check_int("stop_token_ids", token, 0, 1 << 31)
 
@@ -264,31 +264,31 @@ class SamplingParams:
             _check_int("logit_bias", token, 0, 1 << 31)
             _check_float("logit_bias", bias, -100.0, 100.0)
         if any(not word for word in self.bad_words):
-            raise _invalid("bad_words", "must not hold an empty word")
+            raise invalid("bad_words", "must not hold an empty word")
         for token in self.allowed_token_ids or ():
             _check_int("allowed_token_ids", token, 0, 1 << 31)
         if self.allowed_token_ids == ():
-            raise _invalid("allowed_token_ids", "must not be empty: nothing could be drawn")
+            raise invalid("allowed_token_ids", "must not be empty: nothing could be drawn")
 
     def _check_constraint(self) -> None:
         given = [kind for kind in CONSTRAINT_KINDS if getattr(self, kind) is not None]
         if len(given) > 1:
-            raise _invalid(given[1], f"cannot stand beside `{given[0]}`: a row has one constraint")
+            raise invalid(given[1], f"cannot stand beside `{given[0]}`: a row has one constraint")
         if self.choice is not None and not self.choice:
-            raise _invalid("choice", "must not be empty")
+            raise invalid("choice", "must not be empty")
 
     def _check_returned(self) -> None:
         states = self.return_hidden_states
         if states is not None and states.tokens == "output" and states.pool != "none" and self.max_new_tokens == 0:
-            raise _invalid("return_hidden_states", "pools the output, and with max_new_tokens 0 there is none")
+            raise invalid("return_hidden_states", "pools the output, and with max_new_tokens 0 there is none")
         _check_int("top_logprobs_num", self.top_logprobs_num, 0, 1 << 20)
         _check_int("logprob_start_len", self.logprob_start_len, -1, 1 << 31)
         for token in self.token_ids_logprob:
             _check_int("token_ids_logprob", token, 0, 1 << 31)
         if self.stream and (self.best_of or 1) > 1:
-            raise _invalid("stream", "cannot be true beside `best_of`: which samples are kept shows at their end")
+            raise invalid("stream", "cannot be true beside `best_of`: which samples are kept shows at their end")
         if self.custom_params is not None and self.custom_logit_processor is None:
-            raise _invalid("custom_params", "needs `custom_logit_processor` beside it")
+            raise invalid("custom_params", "needs `custom_logit_processor` beside it")
 
     @property
     def greedy(self) -> bool:
@@ -357,20 +357,16 @@ def _hidden_states(value: Any) -> HiddenStates | None:
     return HiddenStates() if value else None
 
 
-def _invalid(name: str, problem: str) -> RowError:
-    return RowError(ErrorCode.INVALID_FIELD, f"`{name}` {problem}", name)
-
-
 def _check_int(name: str, value: object, low: int, high: int) -> None:
     if type(value) is not int:
-        raise _invalid(name, f"must be an integer, got {value!r}")
+        raise invalid(name, f"must be an integer, got {show(value)}")
     if not low <= value <= high:
-        raise _invalid(name, f"must be between {low} and {high}, got {value}")
+        raise invalid(name, f"must be {span(low, high)}, got {value}")
 
 
 def _check_float(name: str, value: object, low: float, high: float, low_open: bool = False) -> None:
     if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
-        raise _invalid(name, f"must be a finite number, got {value!r}")
+        raise invalid(name, f"must be a finite number, got {show(value)}")
     if not low <= value <= high or (low_open and value == low):  # type: ignore[operator]
         bracket = "(" if low_open else "["
-        raise _invalid(name, f"must be in {bracket}{low:g}, {high:g}], got {value}")
+        raise invalid(name, f"must be in {bracket}{low:g}, {high:g}], got {value}")

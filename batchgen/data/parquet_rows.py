@@ -1,6 +1,7 @@
 """Rows of a Parquet file as plain dicts of JSON-able values.
 
-Nulls are absent fields, inside structs too. Maps become dicts, dates and times their ISO strings, decimals floats.
+Nulls are absent fields, inside structs too. Maps become dicts, dates and times their ISO strings, decimals floats;
+those without a fraction by their type, or in a field of integers, become integers.
 Binary is UTF-8 text where it can be and base64 otherwise; under a prompt or id column it must be UTF-8.
 """
 
@@ -206,13 +207,21 @@ def _converter(kind: pa.DataType, name: str, strict_text: bool) -> Convert | Non
         return _list_converter(_converter(kind.value_type, name, strict_text))
     if pat.is_binary(kind) or pat.is_large_binary(kind) or pat.is_fixed_size_binary(kind):
         return _strict_text if strict_text else _text_or_base64
+    if pat.is_decimal(kind) and kind.scale == 0:
+        return int
     if pat.is_decimal(kind):
-        return float
+        return _integer_or_float if name in _INTEGER_FIELDS else float
     if pat.is_floating(kind) and name in _INTEGER_FIELDS:
-        return lambda value: int(value) if value.is_integer() else value
+        return _integer_or_float
     if isinstance(kind, pa.BaseExtensionType):
         return _extension_value
     return None
+
+
+def _integer_or_float(value: Any) -> int | float:
+    """Of a field that holds integers: table tools store those with nulls among them as floats, databases as decimals."""
+    number = float(value)
+    return int(value) if number.is_integer() else number
 
 
 def _struct_converter(converts: dict[str, Convert | None]) -> Convert:

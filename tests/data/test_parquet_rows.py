@@ -74,6 +74,7 @@ def test_nulls_are_absent_inside_structs_too() -> None:
         (pa.map_(pa.string(), pa.int32()), [[("a", 1), ("b", None)]], [{"a": 1}]),
         (pa.map_(pa.int32(), pa.float32()), [[(7, 0.5)]], [{"7": 0.5}]),
         (pa.decimal128(5, 1), [decimal.Decimal("0.7")], [0.7]),
+        (pa.decimal128(38, 0), [decimal.Decimal(2**80)], [2**80]),
         (pa.date32(), [dt.date(2020, 1, 2)], ["2020-01-02"]),
         (pa.timestamp("ns"), [1], ["1970-01-01 00:00:00.000000001"]),
         (pa.list_(pa.struct([("t", pa.date32())])), [[{"t": dt.date(2020, 1, 2)}]], [[{"t": "2020-01-02"}]]),
@@ -101,7 +102,7 @@ def test_a_column_sliced_by_row_groups_keeps_its_lists() -> None:
     assert [None if row is None else row.get("input_ids") for row in rows] == lists
 
 
-def test_integers_that_pandas_stored_as_floats() -> None:
+def test_integers_that_pandas_stored_as_floats_and_databases_as_decimals() -> None:
     table = pa.table({"max_new_tokens": [128.0, None, 1.5], "temperature": [1.0, 1.0, 1.0]})
     rows = read(table)
     assert rows == [
@@ -111,6 +112,13 @@ def test_integers_that_pandas_stored_as_floats() -> None:
     ]
     assert type(rows[0]["max_new_tokens"]) is int
     assert type(rows[0]["temperature"]) is float
+    assert isinstance(rows[2]["max_new_tokens"], float)
+    decimals = [decimal.Decimal("128.00"), None, decimal.Decimal("1.50")]
+    databases = pa.table({"max_new_tokens": pa.array(decimals, pa.decimal128(9, 2)), "temperature": [1.0, 1.0, 1.0]})
+    assert read(databases) == rows
+    assert [type(value) for row in read(databases) for value in row.values()] == [
+        type(value) for row in rows for value in row.values()
+    ]
     nested = pa.table({"sampling_params": [{"seed": 3.0}]})
     assert type(read(nested)[0]["sampling_params"]["seed"]) is int
 
