@@ -43,7 +43,6 @@ _MAX_TOKEN_ID = 2**31 - 1
 _NUMBERS = {int, float}
 
 
-
 class _Short(reprlib.Repr):
     """Shortened, with JSON's names for what it has names of its own for."""
 

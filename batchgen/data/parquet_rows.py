@@ -219,7 +219,7 @@ def _converter(kind: pa.DataType, name: str, strict_text: bool) -> Convert | Non
 
 
 def _integer_or_float(value: Any) -> int | float:
-    """Of a field that holds integers: table tools store those with nulls among them as floats, databases as decimals."""
+    """Of a field of integers: table tools store those with nulls among them as floats, databases as decimals."""
     number = float(value)
     return int(value) if number.is_integer() else number
 

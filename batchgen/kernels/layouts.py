@@ -1,9 +1,9 @@
 """Ways to lay out a weight W [O, I] and to compute y = x W^T + b over it, and which of them is the fastest here.
 
 On a CPU there are several, and none is the best everywhere: kernels of our own, compiled on the machine, which widen
-bfloat16 weights to float32 or use the processor's dot instruction; oneDNN's packed weights, the best where there are
-AMX tiles; and PyTorch's ordinary product. The rates of these instructions differ more than tenfold between processors
-that name the same ones, so they are measured.
+bfloat16 weights to float32, use the processor's dot instruction, or multiply in block floating point; oneDNN's packed
+weights, the best where there are AMX tiles; and PyTorch's ordinary product. The rates of these instructions differ more
+than tenfold between processors that name the same ones, so they are measured.
 """
 
 from __future__ import annotations
@@ -19,8 +19,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.kernels.cpu.library import DTYPES, loaded, missing
-from batchgen.kernels.cpu.matmul import METHODS, Method, matmul, methods, pack, pack_int8, unpack, unpack_int8
-from batchgen.kernels.quantization import quantise_weight
+from batchgen.kernels.cpu.matmul import (
+    METHODS,
+    Method,
+    PackedWeight,
+    matmul,
+    methods,
+    pack,
+    pack_bfp,
+    pack_int8,
+    unpack,
+    unpack_bfp,
+    unpack_int8,
+)
+from batchgen.kernels.quantization import INT8, quantise_weight
 
 __all__ = [
     "Compiled",
@@ -117,7 +129,7 @@ class Compiled:
     __slots__ = ("bias", "method", "packed", "wide_bias")
 
     def __init__(self, weight: Tensor, bias: Tensor | None, method: Method = "widened") -> None:
-        self.packed = pack_int8(quantise_weight(weight), weight.dtype) if method == "int8" else pack(weight)
+        self.packed = _packed(weight, method)
         self.bias = bias
         self.wide_bias = None if bias is None else bias.float().contiguous()
         self.method: Method = method
@@ -132,8 +144,17 @@ class Compiled:
         return matmul(x, self.packed, self.wide_bias, self.method)
 
     def dense(self) -> Tensor:
-        """The weight, unpacked; of a quantised one what its numbers stand for."""
-        return unpack_int8(self.packed).dense().to(self.packed.dtype) if self.method == "int8" else unpack(self.packed)
+        """The weight, unpacked; of one in integers what these stand for."""
+        if self.packed.layout == "whole":
+            return unpack(self.packed)
+        grouped = unpack_int8(self.packed) if self.packed.layout == "int8" else unpack_bfp(self.packed)
+        return grouped.dense().to(self.packed.dtype)
+
+
+def _packed(weight: Tensor, method: Method) -> PackedWeight:
+    if method == "int8":
+        return pack_int8(quantise_weight(weight, INT8), weight.dtype)
+    return pack_bfp(weight) if method == "bfp" else pack(weight)
 
 
 @cache
@@ -159,7 +180,7 @@ def layouts(dtype: torch.dtype, products: Products) -> Mapping[str, Make]:
     if products == "int8":
         return {"compiled int8": partial(Compiled, method="int8")}
     if products != "torch" and dtype in DTYPES and loaded():
-        names = {"widened": "compiled", "dot": "compiled dot"}
+        names = {"widened": "compiled", "dot": "compiled dot", "bfp": "compiled bfp"}
         found = {names[method]: partial(Compiled, method=method) for method in methods(dtype) if method in names}
     if can_pack(dtype):
         found["oneDNN"] = OneDnn

@@ -131,6 +131,6 @@ def _dtype(checked: CheckedModel, name: DtypeName, device: torch.device) -> torc
 
 
 def _multiplies_bfloat16() -> bool:
-    """Whether the processor has instructions for bfloat16 products; without them it is slower than float32."""
+    """Whether the processor has instructions for bfloat16 products; without them float32 is more exact."""
     capabilities = torch.cpu.get_capabilities()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("amx_tile"))

@@ -46,7 +46,10 @@ def test_layouts_are_linear(
     assert got.shape == (rows, outer)
     bound = 2 * (plain.double() - exact).norm() + 1e-5 * (1 + exact.norm())
     assert (got.double() - exact).norm() <= bound
-    assert torch.equal(layout.dense(), weight)
+    if name == "compiled bfp":  # integers with a scale: what these stand for
+        assert bool(((layout.dense() - weight).abs() <= 2**-8 * weight.abs() + 2**-13 * weight.abs().amax()).all())
+    else:
+        assert torch.equal(layout.dense(), weight)
     assert layout.bias is shift
 
 

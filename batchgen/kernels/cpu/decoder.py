@@ -264,8 +264,10 @@ def _layer(layer: DecoderLayer, stacks: Mapping[str, StackCall]) -> _Layer:
 def _wide(layers: Sequence[DecoderLayer]) -> bool:
     """Whether products take float32 numbers, so that norms and activations are best left wide."""
     products = [product for layer in layers for product in (layer.qkv, layer.gate_up, layer.down)]
-    widened = METHODS[torch.bfloat16, "widened"]
-    return all(product.code == widened and product.packed.inner % 2 == 0 for product in products)
+    widened, bfp = (METHODS[torch.bfloat16, name] for name in ("widened", "bfp"))
+    return all(
+        product.code == bfp or (product.code == widened and product.packed.inner % 2 == 0) for product in products
+    )
 
 
 def _product(product: Compiled) -> MatmulCall:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.kernels.cpu.library import DTYPES, library
-from batchgen.kernels.quantization import Int8Weight, groups_of
+from batchgen.kernels.quantization import BFP, INT8, GroupedWeight, Scheme, groups_of
 
 __all__ = [
     "METHODS",
@@ -28,15 +28,18 @@ __all__ = [
     "matmul",
     "methods",
     "pack",
+    "pack_bfp",
     "pack_int8",
     "unpack",
+    "unpack_bfp",
     "unpack_int8",
 ]
 
-Method = Literal["widened", "dot", "int8"]
+Method = Literal["widened", "dot", "int8", "bfp"]
 """How numbers are multiplied. `widened`: in float32, bfloat16 weights widened on the way, exactly. `dot`: by the
 processor's bfloat16 dot instruction, which sums in pairs and takes denormal numbers for zero. `int8`: by its int8 dot
-instruction, over weights that were quantised for it (`kernels.quantization`)."""
+instruction, over weights that were quantised for it (`kernels.quantization`). `bfp`: bfloat16 in block floating point,
+integers of 16 bits with a scale for each group of inputs, which lose less than rounding to bfloat16 does."""
 
 METHODS: Final[dict[tuple[torch.dtype, Method], int]] = {
     (torch.float32, "widened"): 0,
@@ -44,6 +47,7 @@ METHODS: Final[dict[tuple[torch.dtype, Method], int]] = {
     (torch.bfloat16, "dot"): 2,
     (torch.float32, "int8"): 3,
     (torch.bfloat16, "int8"): 4,
+    (torch.bfloat16, "bfp"): 5,
 }
 """By the dtype of x and W: `Method` of `src/matmul.h`."""
 
@@ -86,13 +90,15 @@ class PackedWeight:
     """A weight W [O, I] in panels."""
 
     data: Tensor
-    """Flat; of W's dtype, or bytes where it is quantised."""
+    """Flat; of W's dtype, or bytes where its numbers are integers with scales."""
     dtype: torch.dtype
     """x's and y's."""
     inner: int
     outer: int
     scratch: int
     """Bytes of working memory that a product needs for each thread."""
+    layout: Literal["whole", "int8", "bfp"] = "whole"
+    """`whole`: W's own numbers."""
 
 
 @cache
@@ -107,6 +113,7 @@ def _library() -> Any:
         ("bg_matmul_panel", (), c_int64),
         ("bg_matmul_has_dot", (), c_int64),
         ("bg_matmul_has_int8", (), c_int64),
+        ("bg_matmul_has_bfp", (), c_int64),
     ):
         function = getattr(found, name)
         function.argtypes, function.restype = arguments, result
@@ -115,8 +122,8 @@ def _library() -> Any:
 
 def methods(dtype: torch.dtype) -> tuple[Method, ...]:
     """How the library can multiply `dtype` on this processor; empty for a dtype that it does not take."""
-    has = {"widened": True, "dot": _library().bg_matmul_has_dot(), "int8": _library().bg_matmul_has_int8()}
-    return tuple(name for kind, name in METHODS if kind == dtype and has[name])
+    built: dict[str, Any] = {name: getattr(_library(), f"bg_matmul_has_{name}") for name in ("dot", "int8", "bfp")}
+    return tuple(name for kind, name in METHODS if kind == dtype and (name == "widened" or built[name]()))
 
 
 def pack(weight: Tensor) -> PackedWeight:
@@ -138,8 +145,8 @@ def pack(weight: Tensor) -> PackedWeight:
     return PackedWeight(data, weight.dtype, inner, outer, scratch)
 
 
-def pack_int8(weight: Int8Weight, dtype: torch.dtype) -> PackedWeight:
-    """A quantised weight in panels, for x of `dtype`: a copy, in the layout of `src/int8.h`."""
+def pack_int8(weight: GroupedWeight, dtype: torch.dtype) -> PackedWeight:
+    """A weight quantised by `INT8` in panels, for x of `dtype`: a copy, in the layout of `src/int8.h`."""
     outer, count, size = weight.numbers.shape
     panel = _library().bg_matmul_panel()
     panels = -(-outer // panel)
@@ -149,7 +156,22 @@ def pack_int8(weight: Int8Weight, dtype: torch.dtype) -> PackedWeight:
         rows = slice(begin * panel, (begin + step) * panel)
         data[begin : begin + step] = _int8_panels(weight.numbers[rows], weight.scales[rows], panel)
     scratch = _library().bg_matmul_scratch(weight.inner, METHODS[dtype, "int8"])
-    return PackedWeight(data.flatten(), dtype, weight.inner, outer, scratch)
+    return PackedWeight(data.flatten(), dtype, weight.inner, outer, scratch, "int8")
+
+
+def pack_bfp(weight: Tensor) -> PackedWeight:
+    """The weight [O, I], bfloat16, in panels of block floating point: a copy, in the layout of `src/bfp.h`."""
+    outer, inner = weight.shape
+    if weight.stride(1) != 1:
+        weight = weight.contiguous()
+    panel, (count, size) = _library().bg_matmul_panel(), groups_of(inner, BFP)
+    data = torch.empty(-(-outer // panel) * count * panel * (4 + 2 * size), dtype=torch.uint8)
+    call = _Packing(weight.data_ptr(), data.data_ptr(), inner, outer, weight.stride(0))
+    pack_panels = _library().bg_matmul_pack_bfp
+    pack_panels.argtypes, pack_panels.restype = (c_void_p, c_int64), None
+    pack_panels(ctypes.byref(call), torch.get_num_threads())
+    scratch = _library().bg_matmul_scratch(inner, METHODS[weight.dtype, "bfp"])
+    return PackedWeight(data, weight.dtype, inner, outer, scratch, "bfp")
 
 
 def _int8_panels(numbers: Tensor, scales: Tensor, panel: int) -> Tensor:
@@ -171,18 +193,31 @@ def unpack(packed: PackedWeight) -> Tensor:
     return weight
 
 
-def unpack_int8(packed: PackedWeight) -> Int8Weight:
+def unpack_int8(packed: PackedWeight) -> GroupedWeight:
     """What `pack_int8` took."""
+    return _grouped(packed, INT8, 8, 4)
+
+
+def unpack_bfp(packed: PackedWeight) -> GroupedWeight:
+    """What `pack_bfp` made of the weight."""
+    return _grouped(packed, BFP, 4, 2)
+
+
+def _grouped(packed: PackedWeight, scheme: Scheme, ahead: int, together: int) -> GroupedWeight:
+    """A weight out of panels in which each group begins with `ahead` bytes for each row, its scale first, and numbers
+    stand `together` by row.
+    """
     panel = _library().bg_matmul_panel()
-    panels = -(-packed.outer // panel)
+    panels, (count, size) = -(-packed.outer // panel), groups_of(packed.inner, scheme)
     if not packed.data.numel():
-        return Int8Weight(torch.empty(packed.outer, 0, 0, dtype=torch.int8), torch.empty(packed.outer, 0), packed.inner)
-    count = groups_of(packed.inner)[0]
+        empty = torch.empty(packed.outer, count, size, dtype=scheme.dtype)
+        return GroupedWeight(empty, torch.empty(packed.outer, count), packed.inner, scheme)
     blocks = packed.data.view(panels, count, -1)
-    scales, numbers = blocks[:, :, : 4 * panel], blocks[:, :, 8 * panel :]
-    whole = numbers.contiguous().view(torch.int8).view(panels, count, -1, panel, 4).permute(0, 3, 1, 2, 4)
+    scales, numbers = blocks[:, :, : 4 * panel], blocks[:, :, ahead * panel :]
+    whole = numbers.contiguous().view(scheme.dtype).view(panels, count, -1, panel, together).permute(0, 3, 1, 2, 4)
     wide = scales.contiguous().view(torch.float32).transpose(1, 2).reshape(-1, count)
-    return Int8Weight(whole.reshape(panels * panel, count, -1)[: packed.outer], wide[: packed.outer], packed.inner)
+    rows = whole.reshape(panels * panel, count, -1)[: packed.outer]
+    return GroupedWeight(rows, wide[: packed.outer], packed.inner, scheme)
 
 
 class _Workspace(threading.local):
@@ -210,7 +245,8 @@ def matmul(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, method: 
         x: numbers.
         packed: W.
         bias: b [O] as contiguous float32.
-        method: one of `methods(x.dtype)`; "int8" for what `pack_int8` made, and for nothing else.
+        method: one of `methods(x.dtype)`; "int8" for what `pack_int8` made, "bfp" for what `pack_bfp` made, and for
+            nothing else.
 
     Raises:
         TypeError: x's dtype is not W's, or b is not float32.
@@ -218,7 +254,7 @@ def matmul(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, method: 
     """
     if x.dtype != packed.dtype or (bias is not None and bias.dtype != torch.float32):
         raise TypeError(f"x is {x.dtype}, W {packed.dtype}, b {None if bias is None else bias.dtype}")
-    if (method == "int8") is not (packed.data.dtype == torch.uint8):
+    if packed.layout != (method if method in ("int8", "bfp") else "whole"):
         raise ValueError(f"W is not packed to be multiplied by {method}")
     if x.shape[-1] != packed.inner or (bias is not None and bias.shape != (packed.outer,)):
         raise ValueError(f"x [..., {x.shape[-1]}] does not fit W [{packed.outer}, {packed.inner}] and its b")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from batchgen.kernels.cpu.library import loaded
 from batchgen.kernels.cpu.matmul import PackedWeight, matmul, methods, pack, pack_int8, unpack_int8
-from batchgen.kernels.quantization import groups_of, int8_linear, quantise_weight
+from batchgen.kernels.quantization import INT8, grouped_linear, groups_of, quantise_weight
 
 DTYPES = (torch.float32, torch.bfloat16)
 here = pytest.mark.skipif(
@@ -25,7 +25,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 
 
 def packed(weight: Tensor) -> PackedWeight:
-    return pack_int8(quantise_weight(weight), weight.dtype)
+    return pack_int8(quantise_weight(weight, INT8), weight.dtype)
 
 
 def assert_same(got: Tensor, want: Tensor, terms: Tensor) -> None:
@@ -39,8 +39,8 @@ def assert_same(got: Tensor, want: Tensor, terms: Tensor) -> None:
 @pytest.mark.parametrize("inner", [1, 127, 128, 129, 576, 1000])
 def test_groups_and_their_errors(inner: int) -> None:
     weight = randn(20, inner) * torch.logspace(-3, 3, inner)
-    made = quantise_weight(weight)
-    assert groups_of(inner) == made.numbers.shape[1:]
+    made = quantise_weight(weight, INT8)
+    assert groups_of(inner, INT8) == made.numbers.shape[1:]
     assert made.numbers.dtype == torch.int8
     assert made.numbers.shape[2] <= 128
     assert made.numbers.shape[2] % 4 == 0
@@ -52,11 +52,10 @@ def test_groups_and_their_errors(inner: int) -> None:
 def test_plain_product_is_near_the_full_one() -> None:
     x, weight, bias = randn(50, 576), randn(300, 576, seed=1), randn(300, seed=2)
     exact = x @ weight.T + bias
-    error = (int8_linear(x, quantise_weight(weight), bias) - exact).norm() / exact.norm()
+    made = quantise_weight(weight, INT8)
+    error = (grouped_linear(x, made, bias) - exact).norm() / exact.norm()
     assert error < 0.015
-    assert torch.equal(
-        int8_linear(x[:, None], quantise_weight(weight)), int8_linear(x, quantise_weight(weight))[:, None]
-    )
+    assert torch.equal(grouped_linear(x[:, None], made), grouped_linear(x, made)[:, None])
 
 
 @here
@@ -84,7 +83,7 @@ def test_compiled_is_plain(
     finally:
         torch.set_num_threads(before)
     terms = x.double().abs() @ weight.double().abs().T + (0 if bias is None else bias.double().abs())
-    assert_same(got, int8_linear(x, quantise_weight(weight), bias), terms)
+    assert_same(got, grouped_linear(x, quantise_weight(weight, INT8), bias), terms)
 
 
 @here
@@ -122,7 +121,7 @@ def test_rows_of_nothing_and_numbers_that_are_none(dtype: torch.dtype) -> None:
 @here
 @pytest.mark.parametrize(("outer", "inner"), [(1, 1), (48, 128), (50, 577), (5, 0)])
 def test_packing_keeps_every_number(outer: int, inner: int) -> None:
-    made = quantise_weight(randn(outer, inner))
+    made = quantise_weight(randn(outer, inner), INT8)
     back = unpack_int8(pack_int8(made, torch.bfloat16))
     assert torch.equal(back.numbers, made.numbers)
     assert torch.equal(back.scales, made.scales)
@@ -133,10 +132,10 @@ def test_packing_keeps_every_number(outer: int, inner: int) -> None:
 @pytest.mark.parametrize("inner", [300, 128])
 def test_large_weights_are_quantised_and_packed_a_block_at_a_time(inner: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = randn(500, inner)
-    whole, at_once = quantise_weight(weight), packed(weight)
+    whole, at_once = quantise_weight(weight, INT8), packed(weight)
     monkeypatch.setattr("batchgen.kernels.quantization._BLOCK", 1000)
     monkeypatch.setattr("batchgen.kernels.cpu.matmul._BLOCK", 1 << 16)
-    blocks = quantise_weight(weight)
+    blocks = quantise_weight(weight, INT8)
     assert torch.equal(blocks.numbers, whole.numbers)
     assert torch.equal(blocks.scales, whole.scales)
     assert torch.equal(packed(weight).data, at_once.data)

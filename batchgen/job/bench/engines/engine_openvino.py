@@ -24,6 +24,8 @@ _SETTINGS = (
     {"prefix_cache": 0, "batched_tokens": 256, "warm": 0},
     {"prefix_cache": 0, "batched_tokens": 4096, "warm": 0},
 )
+_FIRST = {"prefix_cache": 0, "batched_tokens": 256, "warm": 0}
+"""Says at once what the machine cannot do."""
 
 
 class Engine:
@@ -34,7 +36,13 @@ class Engine:
     def __init__(self, folder: Path, dtype: str, threads: int) -> None:
         self._folder, self._dtype, self._threads = folder, dtype, threads
         self._pipeline: Any = None
-        self.prepare({"prefix_cache": 0, "batched_tokens": 256, "warm": 0})  # says at once what the machine cannot do
+        try:
+            self.prepare(_FIRST)
+        except RuntimeError:  # without its instructions the library has no bfloat16 cache, and computes in float32
+            if dtype == "float32":
+                raise
+            self._dtype = "float32"
+            self.prepare(_FIRST)
 
     def describe(self) -> dict[str, Any]:
         """What is in force, and settings to try: the cache warmed by hand, as it comes, and without it."""

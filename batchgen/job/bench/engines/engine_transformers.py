@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -70,7 +71,24 @@ class Engine:
         return tokens
 
 
+def at_its_best(dtype: str, device: str) -> str:
+    """The dtype, or float32 where PyTorch multiplies that twice as fast: bfloat16 on a CPU without its instructions."""
+    if device != "cpu" or dtype == "float32":
+        return dtype
+    return "float32" if _product_seconds(dtype) > 2 * _product_seconds("float32") else dtype
+
+
+def _product_seconds(dtype: str) -> float:
+    x, weight = (torch.full(size, 0.5, dtype=getattr(torch, dtype)) for size in ((64, 576), (1152, 576)))
+    taken = []
+    for _ in range(6):
+        begin = time.perf_counter()
+        torch.nn.functional.linear(x, weight)
+        taken.append(time.perf_counter() - begin)
+    return min(taken)
+
+
 def load(request: dict[str, Any]) -> Engine:
     """An engine for the driver's request."""
     torch.set_num_threads(request["threads"])
-    return Engine(request["model"], request["dtype"], request["device"])
+    return Engine(request["model"], at_its_best(request["dtype"], request["device"]), request["device"])

@@ -1,8 +1,5 @@
 #include "int8.h"
 
-#include <algorithm>
-#include <cmath>
-
 #include "parallel.h"
 #include "rows.h"
 #include "tiles.h"
@@ -64,29 +61,13 @@ void tile_int8(const uint8_t* x, int64_t stride, const float* x_scale, int64_t s
 // that is none.
 template <class T>
 float quantise(const T* x, int64_t count, int64_t size, uint8_t* out) {
-    vf most{}, none{};  // the largest, and what is not 0 where a number is none
+    const float top = magnitude(x, count), inverse = 127.0f / top;
+    if (!std::isfinite(inverse)) {  // zeros, denormal numbers, or none
+        std::fill(out, out + size, uint8_t(128));
+        return top == top ? 0.0f : top;
+    }
     int64_t k = 0;
     for (; k + LANES <= count; k += LANES) {
-        const vf v = load(x + k);
-        most = max(most, max(v, -v));
-        none += v - v;
-    }
-    float top = largest(most), rest = sum(none);
-    for (int64_t i = k; i < count; i++) {
-        top = std::max(top, std::fabs(widen(x[i])));
-        rest += widen(x[i]) - widen(x[i]);
-    }
-    const bool finite = rest == 0.0f;
-    if (!finite || top == 0.0f) {
-        std::fill(out, out + size, uint8_t(128));
-        return finite ? 0.0f : __builtin_nanf("");
-    }
-    const float inverse = 127.0f / top;
-    if (std::isinf(inverse)) {  // denormal numbers
-        std::fill(out, out + size, uint8_t(128));
-        return 0.0f;
-    }
-    for (k = 0; k + LANES <= count; k += LANES) {
         const vi whole = (vi)_mm512_cvtps_epi32((__m512)(load(x + k) * inverse)) + 128;
         _mm_storeu_si128(reinterpret_cast<__m128i*>(out + k), _mm512_cvtusepi32_epi8((__m512i)whole));
     }

@@ -9,17 +9,15 @@
 // beyond N and K.
 #pragma once
 
+#include "groups.h"
 #include "matmul.h"
 
 namespace bg {
 
 constexpr int64_t GROUP = 128;  // most inputs of a group
 
-struct Groups {
-    int64_t count, size;  // `size` is a multiple of 4
-    explicit Groups(int64_t inner) : count((inner + GROUP - 1) / GROUP), size(0) {
-        if (count) size = ((inner + count - 1) / count + 3) / 4 * 4;
-    }
+struct Groups : Grouping {
+    explicit Groups(int64_t inner) : Grouping(inner, GROUP, 4) {}
     int64_t bytes() const { return PANEL * (8 + size); }  // of one group of one panel
 };
 

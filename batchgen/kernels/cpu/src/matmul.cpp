@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "bfp.h"
 #include "int8.h"
 #include "parallel.h"
 #include "rows.h"
@@ -159,11 +160,13 @@ void rows_of(const Part& s, int64_t row, int64_t rows) {
 
 int64_t matmul_scratch(int64_t inner, int64_t method) {
     if (method == INT8_F32 || method == INT8_BF16) return int8_scratch(inner);
+    if (method == BF16_BFP) return bfp_scratch(inner);
     return 4 * (ROW_BLOCK * PANEL + INNER_BLOCK * PANEL + ROW_BLOCK * up(inner, 16));
 }
 
 int64_t matmul_part(const Matmul& m, Claims& claims, int thread, int threads) {
     if (m.method == INT8_F32 || m.method == INT8_BF16) return int8_part(m, claims, thread, threads);
+    if (m.method == BF16_BFP) return bfp_part(m, claims, thread, threads);
     const int64_t scratch = matmul_scratch(m.inner, m.method);
     return by_claims(m, claims, thread, threads, scratch, [&](const Share& s, int64_t row, int64_t rows) {
         rows_of(Part(m, s), row, rows);

@@ -24,6 +24,7 @@ enum Method : int64_t {
     BF16_DOT = 2,      // the processor's dot instruction, which sums pairs and flushes denormal numbers
     INT8_F32 = 3,      // int8 weights by groups (int8.h), float32 in and out
     INT8_BF16 = 4,     // the same, bfloat16 in and out
+    BF16_BFP = 5,      // block floating point (bfp.h), bfloat16 in and out
 };
 
 struct Matmul {
@@ -34,7 +35,7 @@ struct Matmul {
     int64_t rows, inner, outer, x_stride, out_stride;
     int64_t method;
     void* scratch;  // `matmul_scratch` bytes per thread, from a multiple of 64
-    int64_t x_wide;  // BF16_WIDENED with even K: x is float32, every number a bfloat16's
+    int64_t x_wide;  // BF16_WIDENED with even K, and BF16_BFP: x is float32, every number a bfloat16's
 };
 
 int64_t matmul_scratch(int64_t inner, int64_t method);

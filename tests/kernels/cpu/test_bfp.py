@@ -1,0 +1,190 @@
+"""Products in block floating point: compiled against plain, and what they lose against what bfloat16 loses anyway."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from batchgen.kernels.cpu.library import library, loaded
+from batchgen.kernels.cpu.matmul import METHODS, MatmulCall, matmul, methods, pack, pack_bfp, unpack_bfp
+from batchgen.kernels.quantization import BFP, grouped_linear, groups_of, quantise_weight
+
+here = pytest.mark.skipif(
+    not loaded() or "bfp" not in methods(torch.bfloat16), reason="products in block floating point are for AVX2 alone"
+)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_same(got: Tensor, want: Tensor, terms: Tensor) -> None:
+    """But for the rounding of sums of groups, and of the dtype."""
+    assert got.dtype == want.dtype
+    assert got.shape == want.shape
+    bound = 2.0**-21 * terms + 2.0**-8 * want.double().abs() + 1e-30
+    assert bool(((got.double() - want.double()).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("inner", [0, 1, 2, 95, 96, 97, 192, 193, 576, 1000])
+def test_groups(inner: int) -> None:
+    count, size = groups_of(inner, BFP)
+    assert count * size >= inner
+    assert size % 2 == 0
+    assert size <= 96
+    assert count * size - inner < max(2 * count, 1)
+
+
+def test_sums_of_a_group_fit_32_bits() -> None:
+    assert BFP.group * BFP.most**2 < 2**31
+    assert BFP.group * (BFP.most + 1) ** 2 > 2**31
+
+
+@pytest.mark.parametrize(
+    ("of_inputs", "of_weights", "share"), [(1, 1, 0.12), (30, 1, 0.3), (1000, 1, 0.3), (1, 30, 0.3), (100, 10, 0.5)]
+)
+@pytest.mark.parametrize("inner", [64, 576, 1536])
+def test_the_error_is_a_part_of_that_of_rounding_to_bfloat16(
+    inner: int, of_inputs: int, of_weights: int, share: float
+) -> None:
+    """Of numbers in float32, so that both ways have something to lose; some may be many times larger than others."""
+    x, weight = randn(200, inner, dtype=torch.float32), randn(100, inner, dtype=torch.float32, seed=1)
+    x[:, ::97] *= of_inputs
+    weight[:, 5::89] *= of_weights
+    exact = x.double() @ weight.double().T
+    rounded = x.bfloat16().double() @ weight.bfloat16().double().T
+    blocks = grouped_linear(x, quantise_weight(weight, BFP)).double()
+    assert (blocks - exact).norm() < share * (rounded - exact).norm()
+
+
+@here
+@settings(max_examples=150, deadline=None)
+@given(
+    rows=st.integers(0, 80),
+    inner=st.integers(1, 450),
+    outer=st.integers(1, 120),
+    biased=st.booleans(),
+    threads=st.integers(1, 9),
+    scale=st.sampled_from([1e-12, 1.0, 1e12]),
+    seed=st.integers(0, 99),
+)
+def test_compiled_is_plain(
+    rows: int, inner: int, outer: int, biased: bool, threads: int, scale: float, seed: int
+) -> None:
+    x = (randn(rows, inner, dtype=torch.float32, seed=seed) * scale).bfloat16()
+    weight = randn(outer, inner, seed=seed + 1)
+    bias = randn(outer, dtype=torch.float32, seed=seed + 2) * scale if biased else None
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        got = matmul(x, pack_bfp(weight), bias, "bfp")
+    finally:
+        torch.set_num_threads(before)
+    terms = x.double().abs() @ weight.double().abs().T + (0 if bias is None else bias.double().abs())
+    assert_same(got, grouped_linear(x, quantise_weight(weight, BFP), bias), terms)
+
+
+@here
+@pytest.mark.parametrize(("rows", "inner", "outer"), [(1, 1, 1), (5, 96, 16), (64, 576, 80), (131, 577, 33)])
+def test_numbers_that_are_wide_already_give_the_same_bits(rows: int, inner: int, outer: int) -> None:
+    """The decoder hands over what its norms leave in float32, every number a bfloat16's."""
+    x, packed = randn(rows, inner), pack_bfp(randn(outer, inner, seed=1))
+    wide, out = x.float(), torch.empty(rows, outer, dtype=torch.bfloat16)
+    scratch = torch.empty(packed.scratch + 64, dtype=torch.uint8)
+    call = MatmulCall(
+        x=wide.data_ptr(),
+        weight=packed.data.data_ptr(),
+        out=out.data_ptr(),
+        rows=rows,
+        inner=inner,
+        outer=outer,
+        x_stride=inner,
+        out_stride=outer,
+        method=METHODS[torch.bfloat16, "bfp"],
+        scratch=-(-scratch.data_ptr() // 64) * 64,
+        x_wide=1,
+    )
+    library().bg_matmul(ctypes.byref(call), 1)
+    assert torch.equal(out, matmul(x, packed, None, "bfp"))
+
+
+@here
+@pytest.mark.parametrize("inner", [576, 1001])
+def test_a_row_has_the_same_bits_in_every_batch(inner: int) -> None:
+    x, weight = randn(150, inner), pack_bfp(randn(130, inner, seed=1))
+    whole = matmul(x, weight, None, "bfp")
+    for begin, end in [(0, 1), (3, 5), (1, 8), (0, 8), (2, 11), (70, 95), (5, 69), (9, 90), (149, 150)]:
+        assert torch.equal(matmul(x[begin:end], weight, None, "bfp"), whole[begin:end])
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 7, 33):
+            torch.set_num_threads(threads)
+            assert torch.equal(matmul(x, weight, None, "bfp"), whole)
+    finally:
+        torch.set_num_threads(before)
+
+
+@here
+@pytest.mark.parametrize("inner", [1, 40, 96, 300, 960])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_sums_are_exact(inner: int, sign: int) -> None:
+    x = torch.full((9, inner), 3.0, dtype=torch.bfloat16)
+    got = matmul(x, pack_bfp(torch.full((20, inner), sign * 2.0, dtype=torch.bfloat16)), None, "bfp")
+    assert torch.equal(got, torch.full((9, 20), sign * 6.0 * inner, dtype=torch.bfloat16))
+
+
+@here
+def test_rows_of_nothing_and_numbers_that_are_none() -> None:
+    x, weight = randn(20, 300), randn(50, 300, seed=1)
+    x[2], x[5, :100] = 0, 1e-40
+    weight[7] = 0
+    clean = matmul(x, pack_bfp(weight), None, "bfp")
+    assert clean[2].eq(0).all()
+    assert clean[:, 7].eq(0).all()
+    assert clean[5].isfinite().all()
+    for at, none in ((299, math.inf), (0, math.nan), (98, -math.inf), (150, -math.nan)):
+        damaged = x.clone()
+        damaged[3, at] = none
+        got = matmul(damaged, pack_bfp(weight), None, "bfp")
+        others = [i for i in range(20) if i != 3]
+        assert torch.equal(got[others], clean[others])
+        assert not got[3].isfinite().any()
+    weight[8, 4] = math.nan
+    got = matmul(x, pack_bfp(weight), None, "bfp")
+    assert not got[:, 8].isfinite().any()
+    assert torch.equal(got[:, :8], clean[:, :8])
+
+
+@here
+def test_strides_and_dimensions() -> None:
+    wide, weight = randn(2, 3, 90), randn(80, 120, seed=1)[::2, :60]
+    packed = pack_bfp(weight)
+    for x in (wide[..., 7:67], wide[:, 1, 10:70], wide[:, ::2, :60], randn(5, 120)[:, ::2]):
+        got = matmul(x, packed, None, "bfp")
+        assert torch.equal(got, matmul(x.contiguous(), pack_bfp(weight.contiguous()), None, "bfp"))
+        assert got.shape == (*x.shape[:-1], 40)
+
+
+@here
+@pytest.mark.parametrize(("outer", "inner"), [(1, 1), (16, 96), (17, 97), (50, 577), (5, 0), (0, 5)])
+def test_packed_is_what_the_plain_version_makes(outer: int, inner: int) -> None:
+    for scale in (1e-36, 1.0, 1e36):
+        weight = (randn(outer, inner, dtype=torch.float32) * scale).bfloat16()
+        made, back = quantise_weight(weight, BFP), unpack_bfp(pack_bfp(weight))
+        assert torch.equal(back.numbers, made.numbers)
+        assert torch.equal(back.scales, made.scales)
+        assert torch.equal(back.dense(), made.dense())
+
+
+@here
+def test_layouts_are_not_mixed_up() -> None:
+    x, weight = randn(2, 8), randn(3, 8)
+    for packed, method in ((pack_bfp(weight), "widened"), (pack_bfp(weight), "int8"), (pack(weight), "bfp")):
+        with pytest.raises(ValueError, match="not packed"):
+            matmul(x, packed, None, method)  # type: ignore[arg-type]
