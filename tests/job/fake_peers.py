@@ -32,6 +32,7 @@ class Tensor:
 """
 
 _OPENVINO_GENAI = """\
+import os
 from types import SimpleNamespace
 
 from fake_record import go_on, note
@@ -43,6 +44,8 @@ SchedulerConfig = GenerationConfig = type("Config", (), {})
 class ContinuousBatchingPipeline:
     def __init__(self, folder, scheduler, device, properties):
         note("pipeline", folder, device, properties, vars(scheduler))
+        if properties["KV_CACHE_PRECISION"] in os.environ.get("FAKE_OV_LACKS", ""):
+            raise RuntimeError("expect kvcache type f32")
 
     def generate(self, tensors, configs):
         note("generate", *[(t.ids, vars(c)) for t, c in zip(tensors, configs)])

@@ -138,6 +138,26 @@ def test_openvino(record: Path, spec: LoadSpec) -> None:
     ]
 
 
+@pytest.mark.parametrize(("lacks", "dtype", "precision"), [("", "bfloat16", "bf16"), ("bf16", "float32", "f32")])
+def test_openvino_computes_in_float32_where_it_cannot_in_bfloat16(
+    record: Path, spec: LoadSpec, monkeypatch: pytest.MonkeyPatch, lacks: str, dtype: str, precision: str
+) -> None:
+    monkeypatch.setenv("FAKE_OV_LACKS", lacks)
+    with EngineProcess(EngineSource("openvino"), replace(spec, dtype="bfloat16")) as engine:
+        assert engine.dtype == dtype
+    properties = asked(record, "pipeline")[-1][2]
+    assert properties["KV_CACHE_PRECISION"] == properties["INFERENCE_PRECISION_HINT"] == precision
+
+
+def test_openvino_that_cannot_in_float32_is_left_out(
+    record: Path, spec: LoadSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_OV_LACKS", "bf16 f32")
+    for dtype in ("bfloat16", "float32"):
+        with pytest.raises(EngineFailed, match="expect kvcache type f32"):
+            EngineProcess(EngineSource("openvino"), replace(spec, dtype=dtype))
+
+
 def test_openvino_warms_its_cache_by_hand(record: Path, spec: LoadSpec) -> None:
     prefix = [9] * 40
     rows = [BenchRow([*prefix, i], 2) for i in (3, 2, 1)]

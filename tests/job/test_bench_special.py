@@ -122,6 +122,17 @@ class Loads(InProcess):
         return super().generate(rows, setting)
 
 
+def test_transformers_is_given_the_format_that_it_multiplies_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert engine_transformers._product_seconds("bfloat16") > 0
+    took = {"bfloat16": 2.5, "float32": 1.0}
+    monkeypatch.setattr(engine_transformers, "_product_seconds", took.__getitem__)
+    assert engine_transformers.at_its_best("bfloat16", "cpu") == "float32"
+    assert engine_transformers.at_its_best("bfloat16", "cuda") == "bfloat16"
+    assert engine_transformers.at_its_best("float32", "cpu") == "float32"
+    took["bfloat16"] = 1.9
+    assert engine_transformers.at_its_best("bfloat16", "cpu") == "bfloat16"
+
+
 def test_special_workloads_run_beside_their_plain_rows(
     folder: Path, toys: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

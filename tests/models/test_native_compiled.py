@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch import Tensor
 from batchgen.kernels.cpu import decoder as module
 from batchgen.kernels.cpu import ops as compiled_ops
 from batchgen.kernels.cpu.library import loaded, missing
+from batchgen.kernels.cpu.matmul import methods
 from batchgen.kernels.device import HOST
-from batchgen.kernels.layouts import Products, int8_refusal
+from batchgen.kernels.layouts import Compiled, Products, TakenLayout, int8_refusal
 from batchgen.kernels.lora import lora_step
 from batchgen.models.base import Model, ModelInput, Taps, TokenEmbeds
 from batchgen.models.load import load_model
@@ -84,6 +86,28 @@ def test_bfloat16_is_as_close_to_float32_as_eager_bfloat16(name: str, tmp_path: 
     got = torch.cat(packed_logits(model, sequences, PagedCache(model.spec, len(sequences)).compiled_step))
     assert calls
     assert (got - exact).norm() <= 2 * (plain - exact).norm()
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-biases", "qwen3", "odd"])
+def test_block_floating_point_is_as_close_to_float32_as_widening(
+    name: str, tmp_path: Path, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "bfp" not in methods(torch.bfloat16):
+        pytest.skip("no products in block floating point here")
+    model_type, overrides = CASES[name]
+    save_tiny(model_type, tmp_path, dtype=torch.bfloat16, **overrides)
+    sequences = random_sequences(VOCAB)
+    exact = torch.cat(eager(tmp_path, torch.float32, sequences))
+    widened = load(tmp_path, "bfloat16")
+    taken = TakenLayout("compiled bfp", partial(Compiled, method="bfp"), "for this test")
+    monkeypatch.setattr("batchgen.kernels.linear.take_layout", lambda dtype, products: taken)
+    errors = []
+    for model in (widened, load(tmp_path, "bfloat16")):
+        got = torch.cat(packed_logits(model, sequences, PagedCache(model.spec, len(sequences)).compiled_step))
+        errors.append(float((got - exact).norm()))
+    assert sum(calls) == 2 * sum(map(len, sequences))
+    assert errors[0] != errors[1]
+    assert errors[1] < 1.2 * errors[0]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
