@@ -15,7 +15,14 @@ from batchgen.kernels.cpu.build import find_compiler
 from batchgen.kernels.cpu.library import loaded, missing
 
 HERE = Path(__file__).parent
-TESTS = ("test_attention.py", "test_elementwise.py", "test_lora.py", "test_matmul.py", "test_sampling.py")
+TESTS = (
+    "test_attention.py",
+    "test_bfp.py",
+    "test_elementwise.py",
+    "test_lora.py",
+    "test_matmul.py",
+    "test_sampling.py",
+)
 WIDE = (f"-I{HERE / 'wide'}", "-D__AVX512F__=1", "-D__AVX512BF16__=1")
 QUICK = ("-fno-tree-pre", "-fno-gcse", "-fno-thread-jumps")
 """Without what takes longest to compile where an instruction is many."""
@@ -53,7 +60,7 @@ def run_tests(*flags: str, methods: list[str]) -> None:
 def test_without(extension: str) -> None:
     if not has(extension):
         pytest.skip(f"this processor has no {extension} to do without")
-    run_tests(f"-mno-{extension}", methods=["widened"])
+    run_tests(f"-mno-{extension}", methods=["widened", "bfp"] if extension == "avx512f" else ["widened"])
 
 
 @pytest.mark.skipif(not loaded(), reason=str(missing()))
