@@ -204,12 +204,13 @@ class Sequence:
         )
 
     def _satisfies(self, done: FinishedText) -> bool:
-        """Whether the text satisfies the row's constraint, an id that ended it left aside."""
+        """Whether the text satisfies the row's constraint, an id that ended it left aside unless it is text of it."""
         assert self.grammar is not None
         ids, text = self.output_ids, done.text
-        if done.stop_kind in ("eos", "token"):
+        kept = self.request.params.no_stop_trim
+        if done.stop_kind in ("eos", "token") and not (kept and ids[-1] not in self.grammar.stop_ids):
             ids = ids[:-1]
-            if self.request.params.no_stop_trim:
+            if kept:
                 text = self.stops.text_of(ids)
         # What a match cut off has no tokens of its own: the text alone counts.
         return self.grammar.satisfied(text, None if done.stop_kind in ("string", "regex") else ids)

@@ -34,6 +34,7 @@ CONSTRAINTS: list[dict[str, Any]] = [
     {"response_format": {"type": "json_object"}},
 ]
 CONSTRAINTS[4]["structural_tag"]["format"]["end"] = "</a>"
+SEVEN = {"type": "regex", "pattern": "7"}
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +243,33 @@ def test_stop_ids_of_the_row(engine: Engine) -> None:
     plain = only(engine, regex="[ab]+", stop_token_ids=[letter], logit_bias={str(letter): 100.0})
     assert (plain.stop_kind, plain.text, plain.constraint_ok) == ("token", "", False), "its own text is cut off"
     kept = only(engine, regex="[ab]+", stop_token_ids=[letter], logit_bias={str(letter): 100.0}, no_stop_trim=True)
-    assert kept.text == "b"
+    assert (kept.text, kept.constraint_ok) == ("b", True)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "last", "text"),
+    [
+        ({"json_schema": {"type": "object", "properties": {"n": {"enum": [1]}}, "required": ["n"]}}, "}", '{"n": 1}'),
+        ({"structural_tag": {"format": {"type": "tag", "begin": "<a>", "content": SEVEN, "end": "!"}}}, "!", "<a>7!"),
+        ({"choice": ["x", "xy"]}, "y", "xy"),
+        ({"ebnf": 'root ::= "x" "y"?'}, "y", "xy"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_kept_stop_id_is_text(engine: Engine, constraint: dict[str, Any], last: str, text: str) -> None:
+    """One that is plain text counts where it stays, a special one never."""
+    letter = engine.tokenizer.encode_plain([last])[0][0]
+    row = {**constraint, "stop_token_ids": [letter], "logit_bias": {str(letter): 100.0}}
+    kept = only(engine, **row, no_stop_trim=True)
+    assert (kept.stop_kind, kept.text, kept.constraint_ok) == ("token", text, True)
+    cut = only(engine, **row)
+    assert (cut.stop_kind, cut.text, cut.constraint_ok) == ("token", text[:-1], text[:-1] == "x")
+
+
+def test_a_kept_end_of_sequence_is_no_text(engine: Engine) -> None:
+    shown = {"no_stop_trim": True, "skip_special_tokens": False, "logit_bias": {str(EOS): 100.0}}
+    done = only(engine, regex="[ab]+", **shown)
+    assert ((done.text or "")[-4:], done.stop_kind, done.constraint_ok) == ("</s>", "eos", True)
 
 
 def test_stop_strings_still_stop(engine: Engine) -> None:
@@ -264,7 +291,7 @@ def test_the_minimum_gives_way_to_the_grammar(engine: Engine) -> None:
     assert (done.stop_kind, done.min_new_tokens_unmet, done.constraint_ok) == ("grammar", True, True)
     letter = engine.tokenizer.encode_plain(["b"])[0][0]
     done = only(engine, regex="ab", min_new_tokens=12, stop_token_ids=[letter], no_stop_trim=True)
-    assert (done.text, done.stop_kind, done.min_new_tokens_unmet) == ("ab", "token", True)
+    assert (done.text, done.stop_kind, done.min_new_tokens_unmet, done.constraint_ok) == ("ab", "token", True, True)
 
 
 def test_other_masks_that_leave_nothing_end_the_row(engine: Engine) -> None:
