@@ -64,8 +64,10 @@ class RowDefaults:
             if name not in _PARAM_NAMES:
                 raise UsageError(f"`{name}` is no sampling parameter; known are {', '.join(sorted(_PARAM_NAMES))}")
             try:
-                # Alone: a minimum may well exceed the default maximum, and fit a row's own.
-                SamplingParams(**{"max_new_tokens": None, name: value})
+                # Alone: a minimum may well exceed the default maximum, and fit a row's own. What a processor is told
+                # says nothing without one.
+                named = self.flags.get("custom_logit_processor")
+                SamplingParams(**{"max_new_tokens": None, "custom_logit_processor": named, name: value})
             except RowError as error:
                 raise UsageError(f"default sampling parameter {error}") from None
 

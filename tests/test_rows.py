@@ -342,7 +342,15 @@ def test_best_of_is_measured_against_the_n_in_force() -> None:
 
 
 @pytest.mark.parametrize(
-    "flags", [{"temperature": -1}, {"temprature": 1}, {"stop": [""]}, {"max_new_tokens": True}, {"n": 0}]
+    "flags",
+    [
+        {"temperature": -1},
+        {"temprature": 1},
+        {"stop": [""]},
+        {"max_new_tokens": True},
+        {"n": 0},
+        {"custom_params": {"by": 2}},
+    ],
 )
 def test_wrong_defaults_are_usage_errors(flags: Mapping[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(flags))):

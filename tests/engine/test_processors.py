@@ -109,6 +109,22 @@ def test_a_processor_stands_between_bias_and_masks(folder: Path, prompts: list[l
     assert changed > 20
 
 
+@pytest.mark.field("custom_logit_processor", "custom_params")
+def test_a_run_may_name_it_for_all_rows(folder: Path, prompts: list[list[int]]) -> None:
+    engine = engine_of(folder)
+    base = [{"input_ids": prompt, **GREEDY} for prompt in prompts]
+    for told in ({"custom_params": {"by": 2.5}}, {}):
+        named = {"custom_logit_processor": "push", **told}
+        params = SamplingParams(**named)  # type: ignore[arg-type]
+        for_all = list(engine.generate(base, params, ordered=True))
+        each = generate(engine, [row | named for row in base])
+        assert [c.output_ids for c in for_all] == [c.output_ids for c in each]
+    params = SamplingParams(custom_logit_processor="push", custom_params='{"by":2.5}')
+    own = list(engine.generate([row | {"custom_params": {"by": 7.0}} for row in base], params, ordered=True))
+    each = generate(engine, [row | {"custom_logit_processor": "push", "custom_params": {"by": 7.0}} for row in base])
+    assert [c.output_ids for c in own] == [c.output_ids for c in each]
+
+
 def test_no_processor_breaks_a_mask(folder: Path, prompts: list[list[int]]) -> None:
     """Whatever it sets, masks come after it; what it is shown has biases and no mask yet."""
 
