@@ -62,8 +62,11 @@ class FillInTheMiddle:
     """Ids that end the middle."""
 
     def params(self, params: SamplingParams) -> SamplingParams:
-        """`params` of a row whose suffix stands in its prompt: the family's end tokens stop it."""
-        ends = dict.fromkeys((*params.stop_token_ids, *self.end_ids))
+        """`params` of a row whose suffix stands in its prompt: the family's end tokens stop it, with `ignore_eos` those
+        alone that are no end of sequence.
+        """
+        ignored = self.tokenizer.eos_ids if params.ignore_eos else frozenset()
+        ends = dict.fromkeys((*params.stop_token_ids, *(token for token in self.end_ids if token not in ignored)))
         return replace(params, suffix=None, stop_token_ids=tuple(ends))
 
     def suffix_ids(self, text: str) -> list[int]:

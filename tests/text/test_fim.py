@@ -114,6 +114,21 @@ def test_the_prompt_of_each_family(tmp_path: Path, name: str, bos: bool) -> None
     assert empty.ids == tokenizer.prefix_ids + laid_out(tokenizer, name, [], after)
 
 
+@pytest.mark.field("suffix", "ignore_eos")
+def test_ignore_eos_holds_for_end_tokens_that_are_end_of_sequence(tmp_path: Path) -> None:
+    tokenizer = family_tokenizer(tmp_path, "starcoder")
+    end, other = (tokenizer.token_to_id(name) for name in ("<file_sep>", "<fim_pad>"))
+    assert end is not None
+    tokenizer.eos_ids |= {end}
+    encoder = Encoder(tokenizer, tokenizer.vocab_size, 256)
+    row = {"text": "a", "suffix": "b"}
+    (plain,), (ignoring,) = encode(encoder, row), encode(encoder, {**row, "ignore_eos": True})
+    assert {end, other} <= set(plain.params.stop_token_ids)
+    assert set(ignoring.params.stop_token_ids) == set(plain.params.stop_token_ids) - {end}
+    (named,) = encode(encoder, {**row, "ignore_eos": True, "stop_token_ids": [end]})
+    assert set(named.params.stop_token_ids) == set(plain.params.stop_token_ids), "what the row names still stops"
+
+
 @pytest.mark.field("suffix", "messages")
 def test_conversations_and_other_tokenizers_keep_the_suffix(tmp_path: Path) -> None:
     tokenizer = family_tokenizer(tmp_path, "qwen")
