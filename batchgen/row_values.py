@@ -160,6 +160,11 @@ class RowValues:
             return
         self.values[name], self.spelled[name] = value, self.spelled[reason]
 
+    @property
+    def scores(self) -> bool:
+        """Whether texts are to be scored, and nothing generated."""
+        return "completion" in self.values or "completions" in self.values
+
     def sources(self) -> list[str]:
         """Canonical names of the prompt sources that the row gives."""
         return [name for name in SOURCES if name in self.spelled]
@@ -186,6 +191,8 @@ class RowValues:
     def params(self, defaults: RowDefaults, endpoint: Mapping[str, Any]) -> SamplingParams:
         """The row's sampling parameters over all defaults; `endpoint` holds those of the row's OpenAI endpoint.
 
+        Of defaults a row that scores takes the adapter alone, and one that says that nothing is generated no minimum.
+
         Rows whose values are equal get the same object; what is wrong with a row is found anew each time.
 
         Raises:
@@ -209,10 +216,14 @@ class RowValues:
         if "seed" in self.values:
             return None
         given = [(name, type(value), value) for name, value in self.values.items() if name in _DECIDING]
-        return (*endpoint.items(), *given)
+        return (self.scores, *endpoint.items(), *given)
 
     def _new_params(self, defaults: RowDefaults, endpoint: Mapping[str, Any]) -> SamplingParams:
         merged = {**defaults.model, **endpoint, **defaults.flags}
+        if self.scores:
+            merged = {name: value for name, value in merged.items() if name == "lora_path"}
+        if self.values.get("max_new_tokens") == 0:
+            merged.pop("min_new_tokens", None)
         merged.update((name, value) for name, value in self.values.items() if name in _PARAM_NAMES)
         self._merge_logprobs(merged)
         self._merge_constraint(merged)

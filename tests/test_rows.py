@@ -332,6 +332,17 @@ def test_precedence_is_row_flags_endpoint_model() -> None:
     assert params(line(CHAT, logprobs=True), logprobs).top_logprobs_num == 0
 
 
+@pytest.mark.field("min_new_tokens", "max_new_tokens")
+def test_a_run_s_minimum_does_not_reach_rows_that_generate_nothing() -> None:
+    run = RowDefaults(flags={"min_new_tokens": 5})
+    for row in (text(max_new_tokens=0), line(max_tokens=0, echo=True)):
+        assert (params(row, run).min_new_tokens, params(row, run).max_new_tokens) == (0, 0)
+    assert params(text(), run).min_new_tokens == 5
+    for row in (text(max_new_tokens=0, min_new_tokens=5), text(max_new_tokens=4)):
+        with pytest.raises(RowError, match="`min_new_tokens` must not exceed"):
+            parse(row, run)
+
+
 @pytest.mark.field("best_of")
 def test_best_of_is_measured_against_the_n_in_force() -> None:
     assert params(text(best_of=4), RowDefaults(flags={"n": 4})).n == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -96,7 +97,26 @@ def test_fields_that_ask_for_nothing_are_accepted(fields: dict[str, Any]) -> Non
 
 def test_run_wide_defaults_do_not_reach_them() -> None:
     run_wide = RowDefaults(
-        flags={"n": 4, "temperature": 0.7, "stop": ["a"], "return_logprob": True, "logprob_start_len": 0},
+        flags={
+            "n": 4, "temperature": 0.7, "stop": ["a"], "return_logprob": True, "logprob_start_len": 0,
+            "min_new_tokens": 5, "stream": True, "custom_logit_processor": "calm",
+        },
         model={"top_k": 50},
-    )
-    assert parse(text(completion="a"), run_wide).params == NOTHING_DRAWN
+    )  # fmt: skip
+    for row in (text(completion="a"), text(completions=["a", "b"], max_new_tokens=0, n=1)):
+        assert parse(row, run_wide).params == NOTHING_DRAWN
+
+
+def test_a_row_beside_one_that_scores_has_the_defaults() -> None:
+    """Their fields are the same but for the text to score."""
+    run_wide = RowDefaults(flags={"n": 4, "min_new_tokens": 5})
+    for _ in range(2):
+        assert parse(text(), run_wide).params == SamplingParams(n=4, min_new_tokens=5)
+        assert parse(text(completion="a"), run_wide).params == NOTHING_DRAWN
+
+
+@pytest.mark.field("lora_path")
+def test_the_run_s_adapter_reaches_them() -> None:
+    run_wide = RowDefaults(flags={"lora_path": "fr", "n": 4}, adapters=frozenset({"fr", "de"}))
+    assert parse(text(completion="a"), run_wide).params == replace(NOTHING_DRAWN, lora_path="fr")
+    assert parse(text(completion="a", lora_path="de"), run_wide).params == replace(NOTHING_DRAWN, lora_path="de")
