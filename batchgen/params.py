@@ -71,6 +71,12 @@ class HiddenStates:
         if self.pool not in ("none", "last", "mean"):
             raise invalid("return_hidden_states", f"has no pool {show(self.pool)}; none, last or mean")
 
+    def most_rows(self, prompt: int, output: int) -> int:
+        """Rows of a layer for so many tokens, at most."""
+        if self.pool != "none" or self.tokens == "last":
+            return 1
+        return {"prompt": prompt, "output": output, "all": prompt + max(0, output - 1)}[self.tokens]
+
 
 @dataclass(frozen=True, slots=True)
 class StateLimits:
@@ -82,24 +88,25 @@ class StateLimits:
     experts: bool = False
     """Whether it is a mixture of experts whose choices can be read."""
 
-    def check(self, params: SamplingParams, tokens: int) -> None:
+    def check(self, params: SamplingParams, prompt: int, output: int) -> None:
         """Hold a row to the model.
 
         Args:
             params: the row's.
-            tokens: most that prompt and completion have together.
+            prompt: tokens of its prompt.
+            output: most that a completion has.
 
         Raises:
             RowError: `unsupported_field` or `invalid_field`.
         """
         states = params.return_hidden_states
         if states is not None:
-            self._check_states(states, tokens)
+            self._check_states(states, states.most_rows(prompt, output))
         if params.return_routed_experts and not self.experts:
             problem = "needs a mixture of experts whose choices can be read, which this model is not; remove it"
             raise RowError(ErrorCode.UNSUPPORTED_FIELD, f"`return_routed_experts` {problem}", "return_routed_experts")
 
-    def _check_states(self, states: HiddenStates, tokens: int) -> None:
+    def _check_states(self, states: HiddenStates, rows: int) -> None:
         name = "return_hidden_states"
         if self.layers is None:
             problem = "is not supported for this model, whose blocks cannot be told apart; remove it"
@@ -110,7 +117,7 @@ class StateLimits:
                 f"names layer {max(states.layers)}; the model has 0 (embeddings) to {self.layers}, and -1 (after the "
                 "final norm)",
             )
-        if states.pool == "none" and tokens * self.hidden_size > _MOST_NUMBERS:
+        if rows * self.hidden_size > _MOST_NUMBERS:
             raise invalid(name, f"may hold more than {_MOST_NUMBERS} numbers a layer; pool them or shorten the row")
 
 

@@ -189,7 +189,7 @@ class Encoder:
             room = self._context - len(fitted)
             limit = room if params.max_new_tokens is None else min(params.max_new_tokens, room)
             if params.reads_prompt:
-                self._limits.check(params, len(fitted) + limit)
+                self._limits.check(params, len(fitted), limit)
             encoded.append(EncodedPrompt(index, fitted, limit, seed, chosen, self._embeds(prompt, len(fitted))))
         return encoded
 

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchgen.errors import ErrorCode, ErrorInfo
+from batchgen.params import StateLimits
 from batchgen.prompts import TextPrompt, TokenPrompt
 from batchgen.request import ParsedRow
 from batchgen.rows import RowDefaults, derive_seed, parse_row
@@ -175,6 +176,22 @@ def test_parameters_that_the_model_cannot_take_are_refused_in_every_row(encoder:
         found = [result for _, result in encoder.encode_rows(rows)]
         assert [isinstance(result, ErrorInfo) for result in found] == [False, True, False, True]
         assert found[1] == found[3]
+
+
+@pytest.mark.field("return_hidden_states")
+def test_the_size_of_hidden_states_counts_the_rows_that_are_asked_for(tokenizer: Tokenizer) -> None:
+    """Of a model so wide that four rows of a layer are too many, with 3 tokens of prompt."""
+    encoder = Encoder(tokenizer, tokenizer.vocab_size, 64, limits=StateLimits(layers=2, hidden_size=2**29))
+
+    def taken(new: int, **asked: str) -> bool:
+        row = {"input_ids": [7, 8, 9], "max_new_tokens": new, "return_hidden_states": asked}
+        return not isinstance(encode(encoder, row)[0], ErrorInfo)
+
+    assert [taken(new, tokens="all") for new in (0, 1, 2)] == [True, True, False]
+    assert [taken(new, tokens="output") for new in (0, 3, 4)] == [True, True, False]
+    assert taken(60, tokens="prompt")
+    assert taken(60, tokens="last")
+    assert taken(60, tokens="all", pool="mean")
 
 
 def test_a_text_that_the_tokenizer_refuses_fails_alone(
