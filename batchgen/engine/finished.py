@@ -47,15 +47,15 @@ class Finished:
     def prompt(self, request: Request, samples: list[tuple[float, Completion]]) -> list[Completion]:
         """A prompt whose samples have all ended, each with the mean logprob of its tokens: what is given back of it."""
         index, params = request.index, request.params
-        failed = next((done for _, done in samples if done.error is not None), None)
-        if failed is not None:
-            # A prompt that fails is one error row, whatever became of its other samples.
-            found = [replace(failed, sample_index=0)]
+        failed = [done for _, done in samples if done.error is not None]
+        if failed:
+            # A prompt that fails is one error row, whatever became of its other samples: that of its first.
+            found = [replace(min(failed, key=lambda done: done.sample_index), sample_index=0)]
         elif params.best_of is not None:
             found = keep_best(samples, params.n, lambda i: self._workload.tree.cached_tokens(index, i))
         else:
             found = sorted((done for _, done in samples), key=lambda done: done.sample_index)
-        if failed is None and params.return_logprob:
+        if not failed and params.return_logprob:
             found = self.prompts.complete(request, found)
         leader = int(self._workload.leader[index])
         if leader == index:

@@ -35,7 +35,8 @@ class _Open:
     remaining: int
     texts: dict[int, _Text] = field(default_factory=dict)
     """By request."""
-    error: ErrorInfo | None = None
+    errors: dict[int, ErrorInfo] = field(default_factory=dict)
+    """By request; the first text's is told."""
 
 
 class Scores:
@@ -58,13 +59,14 @@ class Scores:
             group = self._open[first] = _Open(int(np.searchsorted(self._first, first, side="right")) - first)
         if failed is None:
             failed = self._score(request, group)
-        group.error = group.error or failed
+        if failed is not None:
+            group.errors[request.index] = failed
         group.remaining -= 1
         if group.remaining:
             return []
         del self._open[first]
-        if group.error is not None:
-            return [Completion(request.row_index, request.prompt_index, error=group.error)]
+        if group.errors:
+            return [Completion(request.row_index, request.prompt_index, error=group.errors[min(group.errors)])]
         return [self._completion(request, group)]
 
     def _score(self, request: Request, group: _Open) -> ErrorInfo | None:

@@ -216,6 +216,24 @@ def test_only_guilty_rows_fail(folder: Path, prompts: list[list[int]], kind: str
         assert i == 4 or now.output_ids == before.output_ids
 
 
+def test_the_first_of_a_row_s_failing_samples_says_why(folder: Path, prompts: list[list[int]]) -> None:
+    """Whichever of them fails first."""
+
+    def fail(logits: Tensor, rows: Sequence[ProcessorRow]) -> Tensor:
+        for row in rows:
+            if row.params and len(row.output_ids) == (4 if [*row.output_ids][:1] == [row.params["late"]] else 2):
+                raise ValueError(f"after {list(row.output_ids)}")
+        return logits
+
+    engine = Engine(str(folder), dtype="float32", logit_processor={"fail": fail})
+    row = {"input_ids": prompts[0], **GREEDY, "temperature": 1.0, "n": 4, "custom_logit_processor": "fail", "seed": 3}
+    first, *others = ([*(done.output_ids or [])] for done in generate(engine, [row]))
+    assert all(other[0] != first[0] for other in others)
+    (done,) = generate(engine, [row | {"custom_params": {"late": first[0]}}])
+    assert done.error is not None
+    assert f"after {first[:4]}" in done.error.message
+
+
 def test_rows_can_change_nothing_of_the_engine(folder: Path, prompts: list[list[int]]) -> None:
     def meddle(logits: Tensor, rows: Sequence[ProcessorRow]) -> Tensor:
         for row in rows:

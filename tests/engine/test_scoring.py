@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,10 @@ import pytest
 import torch
 
 from batchgen.engine.engine import Engine
-from batchgen.errors import ErrorCode
-from batchgen.request import Completion
+from batchgen.engine.scoring import Scores
+from batchgen.errors import ErrorCode, ErrorInfo
+from batchgen.params import SamplingParams
+from batchgen.request import Completion, Request
 from tests.engine.reference import eager_logprobs, save_word_tokenizer, shared_prefix_prompts
 from tests.models.tiny import VOCAB, save_tiny
 
@@ -175,6 +179,16 @@ def test_one_text_too_large_for_the_pool_fails_its_prompt_alone(folder: Path, mo
     assert [(c.row_index, c.prompt_index) for c in done] == [(0, 0), (0, 1), (1, 0)]
     assert [c.error.code if c.error is not None else None for c in done] == [None, ErrorCode.OOM, None]
     assert_scores(done[0], [([3, 4], [6]), ([3, 4], [7] * 6)], folder)
+
+
+def test_of_several_texts_that_fail_the_first_says_why() -> None:
+    workload: Any = SimpleNamespace(table=None, tree=None, first_text=np.array([0, 0, 0]))
+    asked = [Request(i, 7, 0, np.array([1, 2], np.int32), SamplingParams(), 0, 0, score_start=1) for i in range(3)]
+    errors = [ErrorInfo(ErrorCode.NAN_LOGITS, f"text {i}") for i in range(3)]
+    for order in permutations(range(3)):
+        scores = Scores(workload, None, prompt_ids=True)  # type: ignore[arg-type]
+        *before, (done,) = [scores.add(asked[i], errors[i]) for i in order]
+        assert (before, done) == ([[], []], Completion(7, error=errors[0]))
 
 
 def test_not_a_number_fails_the_prompts_that_meet_it(folder: Path) -> None:
