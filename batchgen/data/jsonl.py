@@ -156,7 +156,8 @@ def _rows(
             return
         except DamagedStream as damage:
             problem = f"{damage}; rows from here on are missing"
-            yield RawRow.failed(index, source, number + 1, ErrorCode.TRUNCATED_INPUT, problem)
+            wanted = keep is None or keep(index)
+            yield RawRow.failed(index, source, number + 1, ErrorCode.TRUNCATED_INPUT, problem) if wanted else None
             return
         if keep is not None and not keep(index):
             yield None

@@ -78,7 +78,8 @@ def parquet_rows(
         file = pq.ParquetFile(stream, pre_buffer=False, page_checksum_verification=True)
     except (pa.ArrowException, OSError) as error:
         problem = f"the Parquet file is cut or damaged and none of its rows can be read ({_first_line(error)})"
-        yield RawRow.failed(first_index, source, 1, ErrorCode.TRUNCATED_INPUT, problem)
+        wanted = keep is None or keep(first_index)
+        yield RawRow.failed(first_index, source, 1, ErrorCode.TRUNCATED_INPUT, problem) if wanted else None
         return
     strict = _TEXT_COLUMNS | text_columns
     names = file.schema_arrow.names

@@ -179,6 +179,29 @@ def test_a_cut_file_between_others_costs_one_row() -> None:
     assert [row.index for row in rows] == [*range(len(rows))]
 
 
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.zst", "a.parquet"])
+def test_the_row_that_damage_costs_is_of_one_shard_and_inside_the_window(name: str) -> None:
+    if name == "a.parquet":
+        pq.write_table(pa.table({"n": [*range(9)]}), name)
+        Path(name).write_bytes(Path(name).read_bytes()[:-12])
+    else:
+        pack = gzip.compress if name.endswith(".gz") else zstandard.compress
+        Path(name).write_bytes(pack(lines(*({"n": i} for i in range(9))))[:-3])
+    Path("b.jsonl").write_bytes(lines({"n": 99}))
+    inputs = open_inputs([name, "b.jsonl"])
+    rows = [*inputs.rows()]
+    damaged = rows[-2].index
+    assert rows[-2].error is not None
+    for count in (2, 3):
+        shards = [[*inputs.rows(selection=Selection(shard=(i, count)))] for i in range(count)]
+        assert sorted(row.index for shard in shards for row in shard) == [row.index for row in rows]
+        assert all(row.index % count == i for i, shard in enumerate(shards) for row in shard)
+    assert [row.index for row in inputs.rows(selection=Selection(offset=damaged + 1))] == [damaged + 1]
+    assert len([*inputs.rows(selection=Selection(sample=1))]) == 1
+    assert [row.index for row in inputs.pick([damaged + 1])] == [damaged + 1]
+    assert [row.index for row in inputs.pick([damaged])] == [damaged]
+
+
 class TestNamedColumns:
     def test_the_named_prompt_becomes_text_and_what_stood_there_is_carried(self) -> None:
         Path("a.jsonl").write_bytes(lines({"q": "why", "text": "a passage", "prompt": "p", "id": "x"}))
