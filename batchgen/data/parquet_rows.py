@@ -46,13 +46,27 @@ def parquet_columns(stream: BinaryIO, source: str) -> list[str] | None:
         InputError: the columns cannot be used.
     """
     try:
-        names: list[str] = pq.ParquetFile(stream).schema_arrow.names
+        schema = pq.ParquetFile(stream).schema_arrow
     except (pa.ArrowException, OSError):
         return None
-    for name in names:
-        if names.count(name) > 1:
-            raise InputError(f"{source}: two columns are named {name!r}; rename one of them.")
+    names: list[str] = schema.names
+    if twice := _named_twice(names):
+        raise InputError(f"{source}: two columns are named {twice!r}; rename one of them.")
+    for field in schema:
+        if twice := _field_named_twice(field.type):
+            raise InputError(f"{source}: two fields in column {field.name!r} are named {twice!r}; rename one of them.")
     return names
+
+
+def _named_twice(names: Sequence[str]) -> str | None:
+    return next((name for name in names if names.count(name) > 1), None)
+
+
+def _field_named_twice(kind: pa.DataType) -> str | None:
+    """The name that two fields of one struct have, at any depth: a dict holds one of them."""
+    inner = [kind.field(i) for i in range(kind.num_fields)]
+    twice = _named_twice([field.name for field in inner])
+    return twice or next(filter(None, (_field_named_twice(field.type) for field in inner)), None)
 
 
 def parquet_rows(
@@ -190,6 +204,8 @@ def _times_as_text(kind: pa.DataType) -> pa.DataType:
         return pa.map_(_times_as_text(kind.key_type), _times_as_text(kind.item_type))
     if pat.is_list(kind) or pat.is_large_list(kind):
         return pa.list_(_times_as_text(kind.value_type))
+    if pat.is_fixed_size_list(kind):
+        return pa.list_(_times_as_text(kind.value_type), kind.list_size)
     return kind
 
 
@@ -203,7 +219,7 @@ def _converter(kind: pa.DataType, name: str, strict_text: bool) -> Convert | Non
     if pat.is_struct(kind):
         return _struct_converter({field.name: _converter(field.type, field.name, False) for field in kind})
     if pat.is_map(kind):
-        return _map_converter(_converter(kind.item_type, "", False))
+        return _map_converter(_converter(kind.key_type, "", False), _converter(kind.item_type, "", False))
     if pat.is_list(kind) or pat.is_large_list(kind) or pat.is_fixed_size_list(kind):
         return _list_converter(_converter(kind.value_type, name, strict_text))
     if pat.is_binary(kind) or pat.is_large_binary(kind) or pat.is_fixed_size_binary(kind):
@@ -237,9 +253,13 @@ def _struct_converter(converts: dict[str, Convert | None]) -> Convert:
     return convert
 
 
-def _map_converter(inner: Convert | None) -> Convert:
+def _map_converter(of_keys: Convert | None, inner: Convert | None) -> Convert:
     def convert(value: list[tuple[Any, Any]]) -> dict[str, Any]:
-        pairs = [(str(key), item if inner is None else inner(item)) for key, item in value if item is not None]
+        pairs = [
+            (str(key if of_keys is None else of_keys(key)), item if inner is None else inner(item))
+            for key, item in value
+            if item is not None
+        ]
         result = dict(pairs)
         if len(result) != len(pairs):
             raise RowError(ErrorCode.INVALID_FIELD, "a map holds the same key twice")

@@ -79,6 +79,11 @@ def test_nulls_are_absent_inside_structs_too() -> None:
         (pa.timestamp("ns"), [1], ["1970-01-01 00:00:00.000000001"]),
         (pa.list_(pa.struct([("t", pa.date32())])), [[{"t": dt.date(2020, 1, 2)}]], [[{"t": "2020-01-02"}]]),
         (pa.map_(pa.string(), pa.date32()), [[("a", dt.date(2020, 1, 2))]], [{"a": "2020-01-02"}]),
+        (pa.list_(pa.date32(), 2), [[dt.date(2020, 1, 2), None], None], [["2020-01-02", None], "absent"]),
+        (pa.list_(pa.list_(pa.timestamp("us"), 1), 1), [[[1]]], [[["1970-01-01 00:00:00.000001"]]]),
+        (pa.list_(pa.struct([("t", pa.time32("ms"))]), 1), [[{"t": dt.time(1, 2, 3)}]], [[{"t": "01:02:03.000"}]]),
+        (pa.map_(pa.binary(), pa.int32()), [[("é".encode(), 1), (b"\xff\x00", 2)]], [{"é": 1, "/wA=": 2}]),
+        (pa.map_(pa.date32(), pa.int32()), [[(dt.date(2020, 1, 2), 1)]], [{"2020-01-02": 1}]),
         (pa.time64("us"), [dt.time(1, 2, 3)], ["01:02:03.000000"]),
         (pa.binary(), ["é".encode(), b"\xff\x00"], ["é", "/wA="]),
         (pa.large_binary(), [b"a"], ["a"]),
@@ -162,6 +167,18 @@ def test_columns() -> None:
     twice = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"])
     with pytest.raises(InputError, match="two columns are named 'a'"):
         parquet_columns(packed(twice), "in")
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_fields_of_one_name_in_a_struct_are_refused_as_columns_are(depth: int) -> None:
+    kind = pa.struct([pa.field("a", pa.int32()), pa.field("a", pa.int32())])
+    twice = pa.StructArray.from_arrays([pa.array([1], pa.int32()), pa.array([2], pa.int32())], fields=[*kind])
+    for _ in range(depth):
+        twice = pa.ListArray.from_arrays([0, 1], twice)
+    with pytest.raises(InputError, match="in: two fields in column 'x' are named 'a'; rename one of them"):
+        parquet_columns(packed(pa.table({"x": twice})), "in")
+    apart = pa.table({"x": [{"a": 1, "b": {"a": 2}}], "a": [3]})
+    assert parquet_columns(packed(apart), "in") == ["x", "a"]
 
 
 def test_no_rows_and_no_columns() -> None:
