@@ -17,6 +17,7 @@ from batchgen import field_checks as special
 from batchgen.checks import Check, boolean, floating, integer, mapping, string, strings
 from batchgen.errors import ErrorCode, RowError
 from batchgen.messages import messages, template_kwargs, tools
+from batchgen.printable import printable
 
 __all__ = ["CONSTRAINTS", "FIELDS", "LOOKUP", "SOURCES", "Field", "Place", "unknown_field"]
 
@@ -202,7 +203,7 @@ _WHERE: dict[Place, str] = {
 
 def unknown_field(key: str, place: Place, further: Iterable[str] = ()) -> RowError:
     """The error for a key that `place` does not have, with the nearest known name."""
-    message = f"`{key[:80]}` is not a field of {_WHERE[place]}"
+    message = f"`{printable(key[:80])[:80]}` is not a field of {_WHERE[place]}"
     close = difflib.get_close_matches(key[:80], [*LOOKUP[place], *further], n=1)
     if close:
         message += f"; did you mean `{close[0]}`?"

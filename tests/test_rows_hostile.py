@@ -327,3 +327,14 @@ def test_a_message_says_what_is_wrong_with_the_value(field: str, value: Any, say
     with pytest.raises(RowError) as caught:
         parse(text(**{field: value}))
     assert says in caught.value.info.message
+
+
+@pytest.mark.parametrize(
+    "value",
+    [text(sampling_params={"\x1b]0;a\x07\nb\x9b": 1}), line(**{"\u2028\r\n": 1})],
+)
+def test_the_name_of_an_unknown_field_is_said_in_one_line_without_control_characters(value: Any) -> None:
+    with pytest.raises(RowError) as caught:
+        parse(value)
+    assert caught.value.info.code == "unknown_field"
+    assert caught.value.info.message.isprintable()

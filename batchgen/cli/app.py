@@ -17,6 +17,7 @@ from typer.main import get_command
 from batchgen import __version__
 from batchgen.cli import bench, check, export, merge, run, show, verify
 from batchgen.errors import BatchgenError, Interrupted, OutputError
+from batchgen.printable import printable
 
 __all__ = ["app", "command_names", "main", "run_command"]
 
@@ -131,8 +132,10 @@ def command_names() -> list[str]:
 
 
 def _say(message: str) -> None:
+    """A message may quote a row, a file's name or what a library says: none of them may steer the terminal."""
+    shown = printable(message, keep="\n")
     with suppress(OSError):
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        print(f"error: {shown}", file=sys.stderr, flush=True)
 
 
 def _say_usage(error: Exception) -> int:

@@ -25,13 +25,13 @@ from batchgen.job.estimate import OutputEstimate, estimate_output
 from batchgen.job.identity import identify
 from batchgen.job.ingest import ingest
 from batchgen.job.setup import Setup, prepare
-from batchgen.job.show import printable
 from batchgen.kernels.types import KVPool
 from batchgen.plan.config import SchedulerConfig
 from batchgen.plan.ends import Ends
 from batchgen.plan.estimate import PlanCounts, plan_counts
 from batchgen.plan.order import begin_order
 from batchgen.plan.simulate import Simulated, simulate
+from batchgen.printable import printable
 from batchgen.request import Completion, RequestTable
 from batchgen.units import format_size
 

@@ -24,6 +24,7 @@ from batchgen.data.select import Selection
 from batchgen.data.spool import BlobSpool, TokenSpool
 from batchgen.engine.intake import Intake, TakenRow
 from batchgen.errors import ErrorInfo, InputError
+from batchgen.printable import printable
 from batchgen.prompts import ChatPrompt
 from batchgen.request import Completion, ParsedRow, RequestTable
 from batchgen.text.encode import EncodedPrompt
@@ -173,7 +174,8 @@ def _is_chat(row: ParsedRow) -> bool:
 
 def _bad_row(policy: Literal["error-row", "skip", "fail"], error: ErrorInfo, taken: TakenRow, result: Ingested) -> None:
     if policy == "fail":
-        raise InputError(f"row {taken.row_index} (id {taken.id!r}) is invalid: {error.code}: {error.message}")
+        what = f"{error.code}: {printable(error.message)}"
+        raise InputError(f"row {taken.row_index} (id {taken.id!r}) is invalid: {what}")
     if policy == "skip":
         result.skipped += 1
     else:

@@ -16,8 +16,9 @@ from rich.text import Text
 
 from batchgen.data.view import Results, open_results
 from batchgen.errors import InputError
+from batchgen.printable import printable
 
-__all__ = ["printable", "show_results", "show_row"]
+__all__ = ["show_results", "show_row"]
 
 Record = Mapping[str, Any]
 
@@ -139,10 +140,3 @@ def _outcome(row: Record) -> str:
 
 def _message(row: Record) -> str:
     return str(row["error"]["message"] if row["error"] else row["text"] or "")
-
-
-def printable(text: str, keep: str = "") -> str:
-    """Control characters as escapes: generated text must not steer the terminal."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode("ascii") for c in text)

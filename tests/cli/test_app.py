@@ -213,6 +213,12 @@ def test_exit_codes(error: Exception, status: int, job: Any, capsys: pytest.Capt
     assert (captured.out, captured.err) == ("", "error: x\n")
 
 
+def test_control_characters_never_reach_the_terminal(job: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    job(InputError("`\x1b]0;title\x07\x9b2J\r` says\na library"))
+    assert run_command(["run", "p.jsonl"]) == 4
+    assert capsys.readouterr().err == "error: `\\x1b]0;title\\x07\\x9b2J\\r` says\na library\n"
+
+
 def test_keyboard_interrupt(job: Any, capsys: pytest.CaptureFixture[str]) -> None:
     job(KeyboardInterrupt())
     assert run_command(["run", "p.jsonl"]) == 130

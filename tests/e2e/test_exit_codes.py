@@ -101,6 +101,10 @@ def test_4_input(model: Path, tmp_path: Path) -> None:
     done = run(["run", source, "--model", model, *F32, "--on-bad-row", "fail"], tmp_path, expect=4)
     assert "row 2 (id 'row-2') is invalid: invalid_field" in one_line(done.stderr)
     assert f"{source}, line 3" in done.stderr
+    odd = {"text": "a", "sampling_params": {"\x1b]0;title\x07\n": 1}}
+    source = write_lines(tmp_path / "odd.jsonl", [odd])
+    done = run(["run", source, "--model", model, *F32, "--on-bad-row", "fail"], tmp_path, expect=4)
+    assert r"`\x1b]0;title\x07\n` is not a field of `sampling_params`" in one_line(done.stderr)
     assert not (tmp_path / "in.out.parquet").exists()
 
 
