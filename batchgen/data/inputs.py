@@ -13,15 +13,15 @@ import stat
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal, cast
 
 from batchgen.data.streams import Compression, PositionedFile, decompressed, sniff_compression
-from batchgen.errors import InputError
+from batchgen.errors import InputError, UsageError
 
-__all__ = ["InputFile", "Layout", "check_inputs", "find_inputs"]
+__all__ = ["InputFile", "Layout", "check_inputs", "find_inputs", "named_files"]
 
 Layout = Literal["jsonl", "text", "parquet"]
 
@@ -89,22 +89,24 @@ class InputFile:
             raise InputError(f"{self.path} changed while it was read. Run again when nothing writes to it.")
 
 
-def find_inputs(paths: Sequence[str]) -> list[InputFile]:
-    """Expand globs (sorted within each), in the order given, check every file and hash it.
+def find_inputs(paths: Sequence[str], own: Container[str] = ()) -> list[InputFile]:
+    """Expand globs, as `named_files` does, check every file and hash it.
 
     Raises:
         InputError: naming the file and the remedy.
+        UsageError: a file that is named is one of `own`.
     """
-    return [_examine(path) for path in _named(paths)]
+    return [_examine(path) for path in named_files(paths, own)]
 
 
-def check_inputs(paths: Sequence[str]) -> None:
+def check_inputs(paths: Sequence[str], own: Container[str] = ()) -> None:
     """Refuse what `find_inputs` would refuse for its name or its first bytes, without reading on.
 
     Raises:
         InputError: naming the file and the remedy.
+        UsageError: a file that is named is one of `own`.
     """
-    for path in _named(paths):
+    for path in named_files(paths, own):
         if path != "-":
             try:
                 _look(path)
@@ -112,24 +114,33 @@ def check_inputs(paths: Sequence[str]) -> None:
                 raise _unreadable(path, error) from None
 
 
-def _named(paths: Sequence[str]) -> Iterator[str]:
-    """The files that are meant."""
+def named_files(paths: Sequence[str], own: Container[str] = ()) -> Iterator[str]:
+    """The files that are meant, in the order given, sorted within each glob; a glob does not mean the job's `own`.
+
+    Raises:
+        InputError: nothing is meant, or standard input twice.
+        UsageError: a file that is named is one of `own`.
+    """
     if not paths:
         raise InputError("No input was named.")
     if list(paths).count("-") > 1:
         raise InputError("Standard input (-) is named twice; it can be read once.")
     for pattern in paths:
-        yield from _expand(pattern)
+        yield from _expand(pattern, own)
 
 
-def _expand(pattern: str) -> Iterator[str]:
+def _expand(pattern: str, own: Container[str]) -> Iterator[str]:
     if pattern == "-" or not glob.has_magic(pattern) or os.path.lexists(pattern):
+        if pattern != "-" and pattern in own:
+            raise UsageError(f"{pattern} is a file of the job's own output; name another input, or another output (-o)")
         yield pattern
         return
     matches = glob.glob(pattern, recursive=True)  # noqa: PTH207 - absolute patterns and strings as given
-    found = sorted(path for path in matches if not Path(path).is_dir())
+    files = sorted(path for path in matches if not Path(path).is_dir())
+    found = [path for path in files if path not in own]
     if not found:
-        raise InputError(f"{pattern}: no file matches. Check the pattern and the working directory.")
+        besides = " but the job's own output" if files else ""
+        raise InputError(f"{pattern}: no file matches{besides}. Check the pattern and the working directory.")
     yield from found
 
 

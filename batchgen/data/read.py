@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,13 +19,18 @@ _PROMPT_FIELDS = ("text", "prompt")
 _ID_FIELDS = ("id", "rid", "custom_id")
 
 
-def open_inputs(paths: Sequence[str]) -> InputSet:
+def open_inputs(paths: Sequence[str], own: Container[str] = ()) -> InputSet:
     """Find, check and hash the inputs named on the command line.
+
+    Args:
+        paths: files and globs, in order.
+        own: the job's own files, which no glob means.
 
     Raises:
         InputError: a file is missing, unreadable or of an unknown kind.
+        UsageError: a file that is named is one of `own`.
     """
-    files = find_inputs(paths)
+    files = find_inputs(paths, own)
     for file in files:
         if file.layout == "parquet":
             with file.open_raw() as raw:

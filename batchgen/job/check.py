@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from batchgen.config import RunConfig
+from batchgen.data.own import own_files
 from batchgen.data.read import open_inputs
 from batchgen.embeds import EmbedsStore
 from batchgen.engine.engine import step_limits
@@ -120,7 +121,7 @@ class _Errors:
 def _examine(config: RunConfig) -> CheckReport:
     began = time.monotonic()
     setup = prepare(config, lambda message: print(message, file=sys.stderr), elsewhere=True)
-    inputs = open_inputs(config.inputs)
+    inputs = open_inputs(config.inputs, own_files(config))
     identity = identify(config, inputs, setup.identity, setup.sampling)
     started = time.monotonic()
     errors = _Errors()

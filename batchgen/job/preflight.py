@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from batchgen.config import RunConfig
 from batchgen.data.inputs import check_inputs
+from batchgen.data.own import own_files
 from batchgen.demo import model_path
 from batchgen.models.check import check_model
 from batchgen.processors import load_processors
@@ -17,7 +18,7 @@ def refuse_early(config: RunConfig) -> None:
     Raises:
         ModelError: naming what is wrong and the remedy.
         InputError: an input is missing, unreadable or of an unknown kind.
-        UsageError: a logit processor cannot be imported.
+        UsageError: an input is a file of the job's own output, or a logit processor cannot be imported.
     """
     engine = config.engine
     check_model(
@@ -27,5 +28,5 @@ def refuse_early(config: RunConfig) -> None:
         revision=engine.revision,
         lora=engine.lora,
     )
-    check_inputs(config.inputs)
+    check_inputs(config.inputs, own_files(config))
     load_processors(engine.logit_processor)  # last: a processor may well import torch itself

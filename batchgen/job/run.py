@@ -15,6 +15,7 @@ from batchgen.config import RunConfig
 from batchgen.data.committed import Committed
 from batchgen.data.files import read_footer
 from batchgen.data.finish import finish
+from batchgen.data.own import own_files
 from batchgen.data.parts import PartWriter, WriterStats
 from batchgen.data.read import InputSet, open_inputs
 from batchgen.data.retry import open_for_retry
@@ -71,7 +72,7 @@ class _Job:
         """Everything from the command line to the finished file."""
         with self._phase("starting"):  # what any job pays, however few its rows
             setup = prepare(self.config, self.progress.note)
-            inputs = open_inputs(self.config.inputs)
+            inputs = open_inputs(self.config.inputs, own_files(self.config))
             identity = identify(self.config, inputs, setup.identity, setup.sampling)
             paths = output_paths(self.config.output, identity.run.shard)
             open_output = open_for_retry if self.config.retry_errors else open_work

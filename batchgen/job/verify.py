@@ -10,6 +10,7 @@ from typing import Any
 
 from batchgen.config import RunConfig
 from batchgen.data.export import finished_results
+from batchgen.data.own import own_files
 from batchgen.data.read import InputSet, open_inputs
 from batchgen.data.replay import Difference, choose_rows, compare
 from batchgen.data.rows import RawRow
@@ -95,7 +96,7 @@ def _same_inputs(config: RunConfig, run: Mapping[str, Any]) -> InputSet:
     paths = config.inputs if tuple(config.inputs) != tuple(run["configuration"]["inputs"]) else _paths(recorded)
     if "-" in paths:
         raise InputError(f"the run read standard input, which is gone. {remedy}")
-    inputs = open_inputs(paths)
+    inputs = open_inputs(paths, own_files(config))
     if len(inputs.files) != len(recorded):
         raise InputError(f"the run had {len(recorded)} input files, not {len(inputs.files)}. {remedy}")
     for file, was in zip(inputs.files, recorded, strict=True):

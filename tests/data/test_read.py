@@ -20,6 +20,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchgen.data.own import OwnFiles
 from batchgen.data.read import open_inputs
 from batchgen.data.select import Selection
 from batchgen.errors import ErrorCode, InputError, UsageError
@@ -177,6 +178,32 @@ def test_a_cut_file_between_others_costs_one_row() -> None:
     assert rows[-2].error is not None
     assert rows[-2].error.code == ErrorCode.TRUNCATED_INPUT
     assert [row.index for row in rows] == [*range(len(rows))]
+
+
+OWN = ["data/all.parquet", "data/all.hidden.parquet", "data/all.parquet.work/parts/part-000000.parquet"]
+OF_SHARDS = ["data/all/part-00001-of-00002.parquet", "data/all.hidden.parquet/part-00000-of-00002.parquet"]
+
+
+@pytest.mark.parametrize(("out", "shards", "mine"), [("data/all.parquet", None, OWN), ("data/all", 2, OF_SHARDS)])
+def test_a_glob_does_not_mean_the_jobs_own_files_and_their_names_are_refused(
+    out: str, shards: int | None, mine: list[str]
+) -> None:
+    others = ["data/a.parquet", "data/all.parquet.work.parquet", "data/all/part-00001-of-00003.parquet"]
+    for name in [*others, *mine]:
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table({"n": [1]}), name)
+    Path("link").symlink_to("data")
+    own = OwnFiles(Path(out), shards)
+    for pattern in ("data/**/*.parquet", "link/**/*.parquet", f"{Path.cwd()}/data/**/*.parquet"):
+        found = [str(Path(file.path).resolve()) for file in open_inputs([pattern], own).files]
+        assert found == [str(Path(name).resolve()) for name in others]
+    for name in mine:
+        for spelled in (name, f"./{name}", str(Path(name).resolve()), name.replace("data", "link", 1)):
+            with pytest.raises(UsageError, match="is a file of the job's own output; name another input"):
+                open_inputs([spelled], own)
+    with pytest.raises(InputError, match="no file matches but the job's own output"):
+        open_inputs(["data/a*/*1-of-00002.parquet" if shards else "data/a*l.parquet"], own)
+    assert [file.path for file in open_inputs([mine[0]]).files] == mine[:1], "of another job it is an input like any"
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.zst", "a.parquet"])

@@ -89,6 +89,31 @@ def test_several_files_and_globs_are_one_input_in_order(
     assert [Path(item["path"]).name for item in footer["inputs"]] == ["z.jsonl", "a1.jsonl.gz", "a2.jsonl"]
 
 
+def test_a_glob_that_matches_the_output_reads_the_same_twice(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    states = pa.array([True, *[False] * 5])
+    for name, part in (("a.parquet", TEXTS[:6]), ("b.parquet", TEXTS[6:12])):
+        pq.write_table(pa.table({"text": part, "return_hidden_states": states}), folder / name)
+    command = ["run", "data/**/*.parquet", "-o", "data/all.parquet", "--model", model, *OPTIONS]
+    run([*command, "--max-time", "0"], tmp_path, expect=75)
+    run(command, tmp_path)
+    assert (folder / "all.hidden.parquet").is_file()
+    before = read(folder / "all.parquet")
+    footer = json.loads(before.schema.metadata[b"batchgen.run"])
+    assert [item["path"] for item in footer["inputs"]] == ["data/a.parquet", "data/b.parquet"]
+    assert run(command, tmp_path).stderr.strip().endswith("nothing to do")
+    run([*command, "--overwrite"], tmp_path)
+    assert_same(read(folder / "all.parquet"), before)
+    checked = run(["check", *command[1:], "--json"], tmp_path).stdout
+    assert json.loads(checked)["fingerprint"] == footer["fingerprint"]
+    verified = run(["verify", "data/all.parquet", "data/*.parquet", "--model", model], tmp_path)
+    assert verified.stdout.endswith("10 of 10 rows are the same\n")
+    for name in ("data/all.hidden.parquet", "data/all.parquet.work/parts/part-000000.parquet"):
+        refused = run(["run", name, *command[2:]], tmp_path, expect=2)
+        assert f"{name} is a file of the job's own output" in refused.stderr
+
+
 @pytest.mark.parametrize(
     "content",
     [("in.jsonl", b""), ("in.jsonl", b"\n \n"), ("in.txt", b""), ("in.jsonl.gz", gzip.compress(b""))],
