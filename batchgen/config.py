@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from batchgen.checks import check_unicode
 from batchgen.errors import RowError, UsageError
-from batchgen.options import BY_NAME, OPTIONS, Option, coerce
-from batchgen.params import SamplingParams
+from batchgen.option_kinds import Option, coerce
+from batchgen.options import BY_NAME, OPTIONS
+from batchgen.params import CONSTRAINT_KINDS, SamplingParams
 from batchgen.processors import LogitProcessor
 from batchgen.units import Shard, Threshold, parse_shard
 
@@ -220,8 +223,8 @@ def resolve_config(flags: Mapping[str, Any], env: Mapping[str, str], cwd: Path) 
                 f"`{label}` would run code because of the folder that the command runs in; name it with "
                 "--logit-processor, or the file with --config"
             )
-        if option.name not in given and option.target != "meta":
-            given[option.name] = (coerce(option, value, label), origin)
+        if option.name not in given and option.target != "meta" and not _replaced(option, origin, given):
+            given[option.name] = (coerce(option, _content(option, value, label, cwd), label), origin)
     values = {name: value for name, (value, _) in given.items() if BY_NAME[name].built}
     output = values.pop("output", None)
     if "shard" in values:
@@ -229,6 +232,7 @@ def resolve_config(flags: Mapping[str, Any], env: Mapping[str, str], cwd: Path) 
     sampling = {name: values.pop(name) for name in list(values) if BY_NAME[name].target == "sampling"}
     engine = {name: values.pop(name) for name in list(values) if BY_NAME[name].target == "engine"}
     _check_sampling(sampling)
+    _check_names(sampling, engine, values.get("events"))
     result = _output_path(inputs, output, cwd)
     _check_events(values.get("events"), (*inputs, str(result)), cwd)
     return RunConfig(
@@ -264,6 +268,28 @@ def _layers(flags: Mapping[str, Any], env: Mapping[str, str], cwd: Path) -> Iter
         yield from _read_file(path, str(file[0]), file[1])
     if (cwd / DEFAULT_FILE).is_file():
         yield from _read_file(cwd / DEFAULT_FILE, f"./{DEFAULT_FILE}", DEFAULT_FILE)
+
+
+def _replaced(option: Option, origin: str, given: Mapping[str, tuple[Any, str]]) -> bool:
+    """Whether a stronger layer gives a constraint of another kind: a row has one."""
+    stronger = [given[kind][1] for kind in CONSTRAINT_KINDS if kind in given]
+    return option.name in CONSTRAINT_KINDS and any(_layer(other) != _layer(origin) for other in stronger)
+
+
+def _layer(origin: str) -> str:
+    return "environment" if origin.startswith(f"environment {_PREFIX}") else origin
+
+
+def _content(option: Option, value: Any, label: str, cwd: Path) -> Any:
+    """The text of the file that `@PATH` names, where an option takes one; its name is no part of the job."""
+    if not option.kind.file or not isinstance(value, str) or not value.startswith("@"):
+        return value
+    try:
+        return (cwd / value[1:]).read_text(encoding="utf-8-sig")
+    except OSError as problem:
+        raise UsageError(f"`{label}`: cannot read {value[1:]!r}: {problem.strerror}") from None
+    except ValueError:
+        raise UsageError(f"`{label}`: {value[1:]!r} is no text in UTF-8") from None
 
 
 def _env_value(option: Option, text: str) -> Any:
@@ -317,13 +343,32 @@ def _shard(text: str, env: Mapping[str, str]) -> Shard:
 
 def _check_sampling(sampling: Mapping[str, Any]) -> None:
     try:
+        for name, value in sampling.items():
+            check_unicode(value, name)
         SamplingParams(**sampling)
     except RowError as problem:
-        name = problem.info.param or ""
-        message = (
-            problem.info.message.replace(f"`{name}`", f"`{BY_NAME[name].flag}`") if name in BY_NAME else str(problem)
-        )
-        raise UsageError(message) from None
+        raise UsageError(re.sub(r"`(\w+)`", _as_flag, problem.info.message)) from None
+
+
+def _as_flag(name: re.Match[str]) -> str:
+    return f"`{BY_NAME[name[1]].flag}`" if name[1] in BY_NAME else name[0]
+
+
+def _check_names(sampling: Mapping[str, Any], engine: Mapping[str, Any], events: str | None) -> None:
+    """Refuse what would be wrong in every row that takes the default."""
+    for name, giver, kind in (
+        ("lora_path", "lora", "adapter"),
+        ("custom_logit_processor", "logit_processor", "processor"),
+    ):
+        known = [known for known, _ in engine.get(giver, ())]
+        if name in sampling and sampling[name] not in known:
+            asked, ours, option = sampling[name], ", ".join(known) or "none", BY_NAME[giver]
+            raise UsageError(
+                f"`{BY_NAME[name].flag}` names the {kind} {asked!r}, and those of this run are: {ours}; "
+                f"give it with {option.flag} {option.metavar}"
+            )
+    if sampling.get("stream") and events is None:
+        raise UsageError("`--stream` needs a place for the events: --events PATH, or - for stdout")
 
 
 def _check_events(events: str | None, others: tuple[str, ...], cwd: Path) -> None:

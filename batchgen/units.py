@@ -19,6 +19,7 @@ __all__ = [
     "parse_duration",
     "parse_float",
     "parse_int",
+    "parse_logit_bias",
     "parse_memory",
     "parse_name_function",
     "parse_name_path",
@@ -235,6 +236,19 @@ def parse_token_ids(text: str) -> tuple[int, ...]:
     if not all(re.fullmatch("[0-9]+", part, re.ASCII) for part in parts):
         raise ValueError(f"takes token ids with commas between them, such as 2 or 2,13, got {text!r}")
     return tuple(int(part) for part in parts)
+
+
+def parse_logit_bias(text: str) -> tuple[tuple[int, float], ...]:
+    """Comma-separated `ID=X`, as (token id, bias) by id, no id twice."""
+    found: dict[int, float] = {}
+    for part in text.split(","):
+        token, equals, bias = (piece.strip() for piece in part.partition("="))
+        if not equals or not re.fullmatch("[0-9]+", token, re.ASCII):
+            raise ValueError(f"takes ID=X with commas between them, such as 13=-100 or 13=-100,20=2.5, got {text!r}")
+        if int(token) in found:
+            raise ValueError(f"names token {int(token)} twice")
+        found[int(token)] = parse_float(bias)
+    return tuple(sorted(found.items()))
 
 
 def format_size(size: float) -> str:

@@ -14,7 +14,8 @@ from typer.core import TyperCommand
 
 from batchgen.config import resolve_config
 from batchgen.errors import UsageError
-from batchgen.options import BOOL, GROUPS, OPTIONS, Option
+from batchgen.option_kinds import BOOL, Option
+from batchgen.options import GROUPS, OPTIONS
 
 __all__ = ["GroupedCommand", "with_options"]
 

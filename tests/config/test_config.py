@@ -10,7 +10,8 @@ import pytest
 
 from batchgen.config import EngineConfig, RunConfig, resolve_config
 from batchgen.errors import UsageError
-from batchgen.options import BY_NAME, GROUPS, OPTIONS, Option
+from batchgen.option_kinds import Option
+from batchgen.options import BY_NAME, GROUPS, OPTIONS
 from batchgen.params import SamplingParams
 from batchgen.units import Shard, Threshold
 
@@ -102,6 +103,24 @@ GOOD: list[tuple[str, str, Any]] = [
     ("repetition_penalty", "1.1", 1.1),
     ("repetition_penalty_scope", "prompt+output", "prompt+output"),
     ("logprobs_mode", "processed", "processed"),
+    ("spaces_between_special_tokens", "false", False),
+    ("echo", "true", True),
+    ("logit_bias", "20=2.5, 13=-100", ((13, -100.0), (20, 2.5))),
+    ("bad_words", "damn, it", ("damn, it",)),
+    ("allowed_token_ids", "2,13", (2, 13)),
+    ("token_ids_logprob", "7", (7,)),
+    ("json_schema", '{"type": "object"}', '{"type": "object"}'),
+    ("structural_tag", '{"format": {}}', '{"format": {}}'),
+    ("regex", "@[a-z]+", "@[a-z]+"),
+    ("ebnf", 'root ::= "a"', 'root ::= "a"'),
+    ("choice", "yes", ("yes",)),
+    ("return_hidden_states", "true", True),
+    ("return_hidden_states", "False", False),
+    ("return_hidden_states", "last", {"tokens": "last"}),
+    ("return_hidden_states", "mean", {"pool": "mean"}),
+    ("return_hidden_states", '{"layers": [0, -1], "pool": "last"}', {"layers": [0, -1], "pool": "last"}),
+    ("return_routed_experts", "yes", True),
+    ("stream", "no", False),
 ]
 
 
@@ -134,6 +153,19 @@ def test_values_through_flags_environment_and_files(name: str, text: str, value:
         ('carry = ["a", "b"]', "carry", ("a", "b")),
         ("commit_seconds = 2.5", "commit_seconds", 2.5),
         ("max_errors = 3", "max_errors", Threshold(count=3)),
+        ("logit_bias = {13 = -100, 20 = 2.5}", "logit_bias", ((13, -100.0), (20, 2.5))),
+        ("logit_bias = [[20, 2.5], [13, 1]]", "logit_bias", ((13, 1.0), (20, 2.5))),
+        ('logit_bias = ["20=2.5", "13=1"]', "logit_bias", ((13, 1.0), (20, 2.5))),
+        ("allowed_token_ids = [2, 13]", "allowed_token_ids", (2, 13)),
+        ('choice = ["yes", "no"]', "choice", ("yes", "no")),
+        ("echo = true", "echo", True),
+        ("return_hidden_states = true", "return_hidden_states", True),
+        (
+            'return_hidden_states = {layers = [1], tokens = "last"}',
+            "return_hidden_states",
+            {"layers": [1], "tokens": "last"},
+        ),
+        ('[json_schema]\ntype = "object"\nrequired = ["ä"]', "json_schema", '{"type": "object", "required": ["ä"]}'),
     ],
 )
 def test_toml_types(line: str, name: str, value: Any, tmp_path: Path) -> None:
@@ -158,6 +190,18 @@ def test_toml_types(line: str, name: str, value: Any, tmp_path: Path) -> None:
         ("[engine]\nseed = 1", "unknown key `engine` in ./batchgen.toml"),
         ("top-k = 1\ntop_k = 2", "`top_k` stands twice in ./batchgen.toml, with - and with _"),
         ("lora = ['a']", "`lora in ./batchgen.toml` takes NAME=PATH, got 'a'"),
+        ("logit_bias = 5", "`logit_bias in ./batchgen.toml` takes ID=X,..., got 5"),
+        ("logit_bias = [5]", "`logit_bias in ./batchgen.toml` takes ID=X,..., got 5"),
+        ("logit_bias = {13 = true}", "`logit_bias in ./batchgen.toml` takes a number, got 'True'"),
+        ("json_schema = true", "`json_schema in ./batchgen.toml` takes JSON|@PATH, got True"),
+        (
+            "json_schema = {default = 2020-01-01}",
+            "`json_schema in ./batchgen.toml` holds what JSON cannot say: Object of type date is not JSON serializable",
+        ),
+        (
+            "return_hidden_states = 1",
+            "`return_hidden_states in ./batchgen.toml` takes all|prompt|output|last|mean|JSON, got 1",
+        ),
         ("lora = ['a=b', 'a=c']", "`lora in ./batchgen.toml` names 'a' twice; give each a name of its own"),
     ],
 )
@@ -261,6 +305,75 @@ def test_the_description_is_json_and_complete(tmp_path: Path) -> None:
         ({"frequency_penalty": "2.1"}, "`--frequency-penalty` must be in [-2, 2], got 2.1"),
         ({"presence_penalty": "-3"}, "`--presence-penalty` must be in [-2, 2], got -3.0"),
         ({"repetition_penalty": "0"}, "`--repetition-penalty` must be in (0, 2], got 0.0"),
+        (
+            {"logit_bias": "13"},
+            "`--logit-bias` takes ID=X with commas between them, such as 13=-100 or 13=-100,20=2.5, got '13'",
+        ),
+        ({"logit_bias": "13=much"}, "`--logit-bias` takes a number, got 'much'"),
+        ({"logit_bias": "13=1,013=2"}, "`--logit-bias` names token 13 twice"),
+        ({"logit_bias": "13=101"}, "`--logit-bias` must be in [-100, 100], got 101.0"),
+        ({"bad_words": ("a", "")}, "`--bad-words` must not hold an empty word"),
+        (
+            {"allowed_token_ids": "a"},
+            "`--allowed-token-ids` takes token ids with commas between them, such as 2 or 2,13, got 'a'",
+        ),
+        (
+            {"token_ids_logprob": ""},
+            "`--token-ids-logprob` takes token ids with commas between them, such as 2 or 2,13, got ''",
+        ),
+        ({"choice": ("a", "")}, "`--choice` must not be empty"),
+        ({"regex": ""}, "`--regex` must not be empty"),
+        ({"ebnf": ""}, "`--ebnf` must not be empty"),
+        (
+            {"regex": "a\udc80"},
+            "`--regex` holds a lone surrogate (U+DC80), which is not valid Unicode; write the whole character",
+        ),
+        (
+            {"json_schema": "person.json"},
+            "`--json-schema` takes a JSON object, or @PATH of a file that holds one; this is no JSON: Expecting value: "
+            "line 1 column 1 (char 0)",
+        ),
+        (
+            {"structural_tag": "[1]"},
+            "`--structural-tag` takes a JSON object, or @PATH of a file that holds one; this is a list",
+        ),
+        ({"json_schema": "@no.json"}, "`--json-schema`: cannot read 'no.json': No such file or directory"),
+        ({"ebnf": "@"}, "`--ebnf`: cannot read '': Is a directory"),
+        (
+            {"regex": "a", "json_schema": "{}"},
+            "`--regex` cannot stand beside `--json-schema`: a row has one constraint",
+        ),
+        (
+            {"return_hidden_states": "first"},
+            "`--return-hidden-states` takes all, prompt, output, last, mean, true, false or a JSON object, got 'first'",
+        ),
+        (
+            {"return_hidden_states": '{"layer": 1}'},
+            '`--return-hidden-states` takes `layers` (a list), `tokens` and `pool`, got {"layer": 1}',
+        ),
+        (
+            {"return_hidden_states": '{"layers": [-2]}'},
+            "`--return-hidden-states` must be between -1 and 1048576, got -2",
+        ),
+        (
+            {"return_hidden_states": "{"},
+            "`--return-hidden-states` is no JSON: Expecting property name enclosed in double quotes: line 1 column 2 "
+            "(char 1)",
+        ),
+        (
+            {"lora_path": "fr"},
+            "`--lora-path` names the adapter 'fr', and those of this run are: none; give it with --lora NAME=PATH",
+        ),
+        (
+            {"custom_logit_processor": "calm", "logit_processor": ("a=b:c",)},
+            "`--custom-logit-processor` names the processor 'calm', and those of this run are: a; "
+            "give it with --logit-processor NAME=module:function",
+        ),
+        ({"stream": True}, "`--stream` needs a place for the events: --events PATH, or - for stdout"),
+        (
+            {"stream": True, "events": "-", "best_of": "2"},
+            "`--stream` cannot be true beside `--best-of`: which samples are kept shows at their end",
+        ),
         ({"logit_processor": ("calm",)}, "`--logit-processor` takes NAME=module:function, got 'calm'"),
         (
             {"logit_processor": ("calm=my module:f",)},
@@ -294,6 +407,57 @@ def test_every_unbuilt_option_is_covered() -> None:
 )
 def test_neutral_values_of_what_is_not_built_pass(name: str, value: Any, tmp_path: Path) -> None:
     assert resolve(tmp_path, {name: value}) == resolve(tmp_path)
+
+
+# Constraints: one only, from a file or as they stand
+
+
+@pytest.mark.parametrize("name", ["json_schema", "structural_tag", "ebnf"])
+def test_an_option_may_be_the_text_of_a_file(name: str, tmp_path: Path) -> None:
+    """Its text is the value, so that the fingerprint holds it and the file may go; the footer names no file to read."""
+    text = '{"type": "object",\r\n "title": "Zażółć"}\n' if name != "ebnf" else 'root ::= "ż"\n'
+    (tmp_path / "a b.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    text = text.replace("\r\n", "\n")
+    config = resolve(tmp_path, {name: "@a b.txt"})
+    assert config.sampling == {name: text}
+    assert resolve(tmp_path, {name: f"@{tmp_path / 'a b.txt'}"}).sampling == {name: text}
+    assert resolve(tmp_path, env={BY_NAME[name].env: "@a b.txt"}).sampling == {name: text}
+    (tmp_path / "job.toml").write_text(f'{name} = "@a b.txt"')
+    assert resolve(tmp_path, {"config": "job.toml"}).sampling == {name: text}
+    described = config.describe()
+    (tmp_path / "a b.txt").write_bytes(b"\xff")
+    assert RunConfig.restore(described, config.output, {}) == config
+    assert refused(tmp_path, {name: "@a b.txt"}) == f"`{BY_NAME[name].flag}`: 'a b.txt' is no text in UTF-8"
+    described["options"][name]["value"] = f"@{tmp_path / 'job.toml'}"
+    if name != "ebnf":
+        with pytest.raises(UsageError, match="no JSON"):
+            RunConfig.restore(described, config.output, {})
+    else:
+        assert RunConfig.restore(described, config.output, {}).sampling[name].startswith("@")
+
+
+def test_a_constraint_replaces_those_of_weaker_layers(tmp_path: Path) -> None:
+    (tmp_path / "batchgen.toml").write_text('json_schema = "{}"')
+    (tmp_path / "job.toml").write_text('choice = ["a", "b"]')
+    env = {"BATCHGEN_EBNF": 'root ::= "a"'}
+    assert resolve(tmp_path).sampling == {"json_schema": "{}"}
+    assert resolve(tmp_path, {"config": "job.toml"}).sampling == {"choice": ("a", "b")}
+    assert resolve(tmp_path, {"config": "job.toml"}, env).sampling == {"ebnf": 'root ::= "a"'}
+    assert resolve(tmp_path, {"regex": "a", "config": "job.toml"}, env).sampling == {"regex": "a"}
+    both = env | {"BATCHGEN_REGEX": "a"}
+    assert refused(tmp_path, env=both) == "`--ebnf` cannot stand beside `--regex`: a row has one constraint"
+
+
+def test_names_that_the_run_has(tmp_path: Path) -> None:
+    flags = {"lora": ("fr=./fr", "de=./de"), "lora_path": "de", "stream": True, "events": "e.jsonl"}
+    flags |= {"logit_processor": ("calm=a:b",), "custom_logit_processor": "calm"}
+    sampling = {"lora_path": "de", "stream": True, "custom_logit_processor": "calm"}
+    assert resolve(tmp_path, flags).sampling == sampling
+
+
+def test_every_sampling_field_has_its_option_or_a_reason() -> None:
+    without = {"seed", "suffix", "custom_params"}  # the README and `sampling_options` say why
+    assert {f.name for f in fields(SamplingParams)} - without == {o.name for o in OPTIONS if o.target == "sampling"}
 
 
 # Logit processors: pairs of a name and a function
@@ -407,6 +571,10 @@ def test_a_described_configuration_comes_back(tmp_path: Path) -> None:
         "temperature": "0.5", "stop": ("x, y", "z"), "stop_token_ids": "1,2", "ignore_eos": True, "seed": "-3",
         "shard": "1/4", "carry": "a,b", "chat": True, "system": "S", "max_errors": "5%", "existing": "overwrite",
         "max_time": "2h", "on_duplicate_id": "suffix", "dedup": False, "limit": "9", "output": "out.parquet",
+        "logit_bias": "13=-1e-07,2=0.1", "bad_words": ("a, b", "c"), "allowed_token_ids": "1,2", "echo": False,
+        "token_ids_logprob": "3", "choice": ("[1]", "@b"), "return_hidden_states": '{"layers": [0, 1]}',
+        "return_routed_experts": True, "spaces_between_special_tokens": False, "stream": True, "events": "-",
+        "lora": ("a=b",), "lora_path": "a",
     }  # fmt: skip
     config = resolve_config(flags, {}, tmp_path)
     described = json.loads(json.dumps(config.describe()))
