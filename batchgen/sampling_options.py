@@ -1,7 +1,6 @@
 """Options that are run-wide defaults of the row fields of the same name, and those that say what such fields mean.
 
-`seed`, `suffix` and `custom_params` have none: a seed derives from `--seed` and the row's id, a suffix is a part of one
-prompt, and the object that a processor is told differs by row, or stands in the processor.
+`seed` and `suffix` have none: `--seed` is the run's, from which those of rows derive; a suffix is a part of one prompt.
 """
 
 from __future__ import annotations
@@ -353,6 +352,15 @@ SAMPLING_OPTIONS: tuple[Option, ...] = (
         None,
         SAMPLING,
         "Name of the --logit-processor that rows go through. Example: --custom-logit-processor calm",
+        "sampling",
+    ),
+    Option(
+        "custom_params",
+        JSON,
+        None,
+        SAMPLING,
+        "What that processor is told: a JSON object itself, or @ and a file's path. "
+        "Example: --custom-params '{\"strength\": 2}'",
         "sampling",
     ),
     Option(

@@ -352,6 +352,16 @@ def test_best_of_is_measured_against_the_n_in_force() -> None:
             parse(row, RowDefaults(flags=defaults))
 
 
+@pytest.mark.field("custom_params")
+def test_a_run_wide_processor_may_be_told_something() -> None:
+    told = RowDefaults(flags={"custom_params": {"by": 1}, "custom_logit_processor": "p"}, processors=frozenset("p"))
+    assert params(text(), told).custom_params == '{"by":1}'
+    assert params(text(custom_params={"by": 2}), told).custom_params == '{"by":2}'
+    assert params(text(custom_params={}), told).custom_params is None
+    alone = RowDefaults(flags={"custom_logit_processor": "p"}, processors=frozenset("p"))
+    assert params(text(custom_params={"by": 2}), alone).custom_params == '{"by":2}'
+
+
 @pytest.mark.parametrize(
     "flags",
     [

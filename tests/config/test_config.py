@@ -369,6 +369,10 @@ def test_the_description_is_json_and_complete(tmp_path: Path) -> None:
             "`--custom-logit-processor` names the processor 'calm', and those of this run are: a; "
             "give it with --logit-processor NAME=module:function",
         ),
+        (
+            {"custom_params": '{"by": 1}'},
+            "`--custom-params` needs `--custom-logit-processor` beside it",
+        ),
         ({"stream": True}, "`--stream` needs a place for the events: --events PATH, or - for stdout"),
         (
             {"stream": True, "events": "-", "best_of": "2"},
@@ -456,7 +460,7 @@ def test_names_that_the_run_has(tmp_path: Path) -> None:
 
 
 def test_every_sampling_field_has_its_option_or_a_reason() -> None:
-    without = {"seed", "suffix", "custom_params"}  # the README and `sampling_options` say why
+    without = {"seed", "suffix"}  # the README and `sampling_options` say why
     assert {f.name for f in fields(SamplingParams)} - without == {o.name for o in OPTIONS if o.target == "sampling"}
 
 

@@ -49,12 +49,16 @@ SAYS: dict[str, tuple[list[str], dict[str, Any]]] = {
         {"return_hidden_states": {"layers": [0, 1], "pool": "mean"}},
     ),
     "processor": (["--custom-logit-processor", "lean"], {"custom_logit_processor": "lean"}),
+    "told": (
+        ["--custom-logit-processor", "lean", "--custom-params", '{"token": 41, "by": 3}'],
+        {"custom_logit_processor": "lean", "custom_params": {"token": 41, "by": 3}},
+    ),
     "adapter": (["--lora-path", "fr"], {"lora_path": "fr"}),
 }
 
 
 def row_of(name: str) -> dict[str, Any]:
-    """What stands on the row beside the default: what a processor is told has no option."""
+    """The row without the fields of the case; in one what its processor is told, which is the default in another."""
     return {"id": name, **ROW, **({"custom_params": {"token": 40, "by": 3}} if name == "processor" else {})}
 
 
@@ -81,7 +85,7 @@ def states(path: Path, name: str) -> list[dict[str, Any]]:
 
 @pytest.mark.field("logit_bias", "bad_words", "allowed_token_ids", "token_ids_logprob", "echo")
 @pytest.mark.field("spaces_between_special_tokens", "json_schema", "regex", "ebnf", "structural_tag", "choice")
-@pytest.mark.field("return_hidden_states", "lora_path", "custom_logit_processor")
+@pytest.mark.field("return_hidden_states", "lora_path", "custom_logit_processor", "custom_params")
 @pytest.mark.parametrize("name", SAYS)
 def test_an_option_says_what_the_field_says(name: str, model: Path, files: Path, tmp_path: Path) -> None:
     for file in ("schema.json", "answer.gbnf"):
