@@ -119,8 +119,9 @@ class Sequence:
 
     def append(self, token: int) -> bool:
         """Take the next token; True if it ends the sequence."""
+        most = self.request.max_new_tokens
         try:
-            event = self.stops.append(token)
+            event = self.stops.append(token, last=len(self.output_ids) + 1 >= most)
         except RowError as problem:
             self.fail(problem.info)
             return True
@@ -132,7 +133,7 @@ class Sequence:
             self.finish_reason = "stop"
         elif self.repeat_span is not None and self._repeats(self.repeat_span):
             self.finish_reason = "repetition"
-        elif len(self.output_ids) >= self.request.max_new_tokens:
+        elif len(self.output_ids) >= most:
             self.finish_reason = "length"
         return self.finish_reason is not None
 

@@ -15,10 +15,11 @@ from typing import Protocol
 from batchgen.text.pieces import BytePieces
 from batchgen.text.tokenizer import Tokenizer
 
-__all__ = ["Detokenizer"]
+__all__ = ["REPLACEMENT", "Detokenizer"]
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+"""Stands for bytes that are no character, or not yet."""
 
 
 class _Run(Protocol):
@@ -67,7 +68,7 @@ class _WindowRun:
         if self._tokenizer.byte_fallback and _BYTE_TOKEN.fullmatch(spelled):
             return ""
         text = self._decode([*self._context, *self._pending])
-        if text.endswith(_REPLACEMENT):
+        if text.endswith(REPLACEMENT):
             return ""
         fresh = text[self._known :]
         # A token without characters gives no context for the next, so the older context stays in front of it.

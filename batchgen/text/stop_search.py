@@ -10,7 +10,7 @@ from typing import Any, Literal
 from batchgen.checks import show
 from batchgen.errors import ErrorCode, RowError
 from batchgen.patterns import compile_pattern, is_plain
-from batchgen.text.detokenize import Detokenizer
+from batchgen.text.detokenize import REPLACEMENT, Detokenizer
 
 __all__ = ["Match", "StopSearch"]
 
@@ -54,8 +54,11 @@ class StopSearch:
         self._said = 0
         """Characters that `settled` has returned."""
 
-    def append(self, token: int, armed: bool) -> Match | None:
+    def append(self, token: int, armed: bool, last: bool = False) -> Match | None:
         """Take a token; the match it completes, looked for only while `armed`.
+
+        No pattern sees the replacement characters that stand for a character's first bytes, unless the token is the
+        `last`: nothing completes them any more.
 
         Raises:
             RowError: `invalid_field`: the patterns take too long.
@@ -66,7 +69,7 @@ class StopSearch:
         fresh = self._certain + shared
         found = self._find_string(piece + tail, shared) if armed and self._strings else None
         if self._patterns is not None:
-            match = self._patterns.append(piece, tail, fresh, armed)
+            match = self._patterns.append(piece, tail if last else tail.rstrip(REPLACEMENT), fresh, armed)
             # Of two that begin together the string wins: strings are listed first.
             if match is not None and (found is None or match.begin < found.begin):
                 found = match

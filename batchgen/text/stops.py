@@ -8,7 +8,9 @@ Rules (one `StopState` per sample, told of each token once):
   matches. A stop string matches at token k if an occurrence of it holds a character that token k brought, and k is at
   least `min_new_tokens`: an occurrence completed before that never counts.
 - A pattern is searched in the text after each token from `min_new_tokens` on, as if the text ended there (so `$` holds
-  after every token); its leftmost match counts, wherever it is. Look-behind and `^` see the output's text alone.
+  after every token); its leftmost match counts, wherever it is. Look-behind and `^` see the output's text alone. A
+  character at the text's end of which bytes are missing, for which U+FFFD stands there, is left out until they have
+  come, or others instead, or the sample's last token is out: the last allowed one, or an id that stops it.
 - Of several matches completed by one token, the one that begins first wins, then list order, strings before patterns.
   A stop id begins where its own text does, and wins a tie.
 - Text ends where the match begins, or just after it with `no_stop_trim`.
@@ -89,8 +91,8 @@ class StopState:
         detokenizer = Detokenizer(self._tokenizer, params.skip_special_tokens, params.spaces_between_special_tokens)
         return StopSearch(params.stop, params.stop_regex, detokenizer)
 
-    def append(self, token: int) -> StopEvent | None:
-        """Take the next token; the event if it ends the sample.
+    def append(self, token: int, last: bool = False) -> StopEvent | None:
+        """Take the next token; the event if it ends the sample. `last`: the sample may have no more.
 
         Raises:
             RowError: `invalid_field`: the row's patterns take too long.
@@ -101,7 +103,7 @@ class StopState:
         if self._search is None and not stops:
             return None
         armed = len(self.output_ids) >= self._params.min_new_tokens
-        match = self._search.append(token, armed) if self._search is not None else None
+        match = self._search.append(token, armed, last or stops) if self._search is not None else None
         if match is not None and not (stops and match.begin >= match.fresh):
             cut = match.end if self._params.no_stop_trim else match.begin
             self.event = StopEvent(match.kind, match.stop, match.text, cut)

@@ -46,6 +46,17 @@ def stopping_rows(count: int) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.field("stop_regex")
+def test_half_a_character_is_text_where_the_row_ends_with_it(engine: Engine) -> None:
+    pieces = engine.tokenizer.spelled_bytes
+    assert pieces is not None
+    half = next(token for token in range(engine.tokenizer.vocab_size) if pieces[token] == b"\xc3")
+    row = {"text": "a", "allowed_token_ids": [half], "stop_regex": r"[^\w\s]"}
+    for most, tokens in ((1, 1), (2, 2), (9, 2)):
+        (done,) = generate(engine, [{**row, "max_new_tokens": most}])
+        assert (len(done.output_ids or ()), done.stop_kind, done.matched_text) == (tokens, "regex", "\ufffd")
+
+
 @pytest.mark.field(
     "stop", "stop_regex", "stop_token_ids", "min_new_tokens", "ignore_eos", "no_stop_trim", "skip_special_tokens",
     "spaces_between_special_tokens", "n",
@@ -66,7 +77,8 @@ def test_same_as_brute_force_over_the_unstopped_tokens(engine: Engine) -> None:
         params = SamplingParams(**{name: row[name] for name in names})
         masked = params.min_new_tokens and not (params.ignore_eos and not params.stop_token_ids)
         ids = list((done if masked else whole).output_ids or [])
-        count, expected = brute_force(engine.tokenizer, ids, params, engine.tokenizer.eos_ids)
+        limit = row["max_new_tokens"]
+        count, expected = brute_force(engine.tokenizer, ids, params, engine.tokenizer.eos_ids, limit)
         assert (done.text, done.finish_reason, done.stop_kind, done.matched_stop, done.matched_text) == (
             expected.text, expected.finish_reason, expected.stop_kind, expected.matched_stop, expected.matched_text,
         )  # fmt: skip

@@ -27,22 +27,36 @@ def token_id(tokenizer: Tokenizer, spelled: str) -> int:
 
 
 def run(
-    tokenizer: Tokenizer, ids: list[int], params: SamplingParams, eos: frozenset[int] = frozenset()
+    tokenizer: Tokenizer, ids: list[int], params: SamplingParams, eos: frozenset[int] = frozenset(), limit: int = -1
 ) -> tuple[int, FinishedText]:
-    """Feed ids until one stops the sample; how many were taken, and the result."""
+    """Feed ids until one stops the sample; how many were taken, and the result. No more than `limit` would be."""
     state = StopState(params, eos, tokenizer)
-    for token in ids:
-        if state.append(token) is not None:
+    for count, token in enumerate(ids, 1):
+        if state.append(token, last=count == limit) is not None:
             break
     assert state.output_ids == ids[: len(state.output_ids)]
     return len(state.output_ids), state.finish("length")
 
 
+def begun(tokenizer: Tokenizer, ids: list[int], *flags: bool) -> int:
+    """Characters at the text's end that later tokens may turn into others: U+FFFD for the first bytes of one."""
+    text = tokenizer.decode(ids, *flags)
+    run = len(text) - len(text.rstrip("\ufffd"))
+    if not run or tokenizer.byte_pieces is None:
+        return run  # other decoders may yet join all of them
+    going_on = [t for t in range(tokenizer.vocab_size) if tokenizer.byte_pieces[t] in (b"\x80", b"\x90", b"\xa0")]
+    assert len(going_on) == 3
+    # Behind anything but the first bytes of a character each of these is a replacement character of its own.
+    return int(any(tokenizer.decode([*ids, token], *flags) != text + "\ufffd" for token in going_on))
+
+
 def brute_force(
-    tokenizer: Tokenizer, ids: list[int], params: SamplingParams, eos: frozenset[int]
+    tokenizer: Tokenizer, ids: list[int], params: SamplingParams, eos: frozenset[int], limit: int = -1
 ) -> tuple[int, FinishedText]:
     """The rules of `stops`, by decoding every prefix and looking at every position."""
     flags = (params.skip_special_tokens, params.spaces_between_special_tokens)
+    ignored = set() if not params.ignore_eos else eos - set(params.stop_token_ids)
+    stopping = (eos | set(params.stop_token_ids)) - ignored
     before = ""
     for count, token in enumerate(ids, 1):
         text = tokenizer.decode(ids[:count], *flags)
@@ -53,11 +67,12 @@ def brute_force(
                 for begin in range(len(text) - len(stop) + 1):
                     if text[begin : begin + len(stop)] == stop and begin + len(stop) > fresh:
                         matches.append((begin, order + 1, stop, stop, "string"))
+            ends = token in stopping or count == limit
+            seen = text if ends else text[: len(text) - begun(tokenizer, ids[:count], *flags)]
             for order, pattern in enumerate(params.stop_regex, 1 + len(params.stop)):
-                if (match := regex.search(pattern, text)) is not None:
+                if (match := regex.search(pattern, seen)) is not None:
                     matches.append((match.start(), order, pattern, match[0], "regex"))
-        ignored = set() if not params.ignore_eos else eos - set(params.stop_token_ids)
-        if token in (eos | set(params.stop_token_ids)) - ignored:
+        if token in stopping:
             matches.append((fresh, 0, str(token), "", ""))
         if matches:
             begin, order, stop, matched, how = min(matches)
@@ -105,21 +120,22 @@ def test_same_as_brute_force(tokenizers: dict[str, Tokenizer], kind: str, data: 
         spaces_between_special_tokens=data.draw(st.booleans()),
     )
     eos = frozenset(data.draw(few))
-    expected = brute_force(tokenizer, ids, params, eos)
-    assert run(tokenizer, ids, params, eos) == expected
-    said, streamed = followed(tokenizer, ids, params, eos)
+    limit = data.draw(st.sampled_from([len(ids), -1]))
+    expected = brute_force(tokenizer, ids, params, eos, limit)
+    assert run(tokenizer, ids, params, eos, limit) == expected
+    said, streamed = followed(tokenizer, ids, params, eos, limit)
     assert streamed == expected[1]
     assert streamed.text.startswith(said), "what was said is never taken back"
 
 
 def followed(
-    tokenizer: Tokenizer, ids: list[int], params: SamplingParams, eos: frozenset[int]
+    tokenizer: Tokenizer, ids: list[int], params: SamplingParams, eos: frozenset[int], limit: int
 ) -> tuple[str, FinishedText]:
     """The text that was final while tokens came, and the result."""
     state = StopState(replace(params, stream=True), eos, tokenizer)
     said = ""
-    for token in ids:
-        if state.append(token) is not None:
+    for count, token in enumerate(ids, 1):
+        if state.append(token, last=count == limit) is not None:
             break
         said += state.settled()
     return said, state.finish("length")
@@ -308,6 +324,38 @@ def test_anchors_see_the_output_alone(tokenizer: Tokenizer) -> None:
     assert fed(tokenizer, "a,b", stop_regex=["(?<=,)b"])[1].text == "a,"
     assert fed(tokenizer, "a b", stop_regex=[r"a(?= )"]) == (2, FinishedText("", "stop", "regex", "a(?= )", "a"))
     assert fed(tokenizer, "a b", stop_regex=[r"(?=b)"])[1] == FinishedText("a ", "stop", "regex", "(?=b)", "")
+
+
+@pytest.mark.field("stop_regex")
+@pytest.mark.parametrize("kind", ["bytelevel", "nested", "bytefallback"])
+def test_a_character_that_is_not_finished_is_no_text_to_a_pattern(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+    tokenizer = tokenizers[kind]
+    pieces = tokenizer.spelled_bytes
+    tokens = range(tokenizer.vocab_size)
+
+    def spelled(byte: int) -> int | None:
+        if pieces is not None:
+            return next(token for token in tokens if pieces[token] == bytes([byte]))
+        letter = tokenizer.token_to_id(chr(byte)) if byte < 0x80 else None
+        return letter if letter is not None else tokenizer.token_to_id(f"<0x{byte:02X}>")
+
+    def ids(text: bytes) -> list[int]:
+        return [token for token in map(spelled, text) if token is not None]
+
+    params = SamplingParams(stop_regex=(r"[^\w\s.,!?-]",), no_stop_trim=True)
+    whole = ids("é 東😀é! #!".encode())
+    count, done = run(tokenizer, whole, params)
+    assert (done.text, done.matched_text) == ("é 東😀", "😀")
+    assert count == len("é 東😀".encode())
+    half = ids(b"caf\xc3")
+    assert run(tokenizer, half, params)[1] == FinishedText("caf\ufffd", "length")
+    assert run(tokenizer, half, params, limit=4)[1].matched_text == "\ufffd", "nothing follows"
+    assert run(tokenizer, half, params, frozenset({half[-1]}))[1].stop_kind == "eos"
+    end = token_id(tokenizer, "<|im_end|>")
+    assert run(tokenizer, [*half, end], params, frozenset({end}))[1].matched_text == "\ufffd"
+    broken = run(tokenizer, [*half, *tokenizer.encode_plain(["b"])[0]], params)
+    assert broken[1].matched_text == "\ufffd", "it is never to be finished"
+    assert run(tokenizer, ids(b"e\xc3\xa9"), SamplingParams(stop_regex=(r"e(?=\W)",)))[1].finish_reason == "length"
 
 
 HOSTILE = [("(a|aa)+$", "a" * 80 + "!"), ("(x+x+)+y", "x" * 400)]
