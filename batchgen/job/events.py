@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -36,8 +37,13 @@ class EventWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._close:
+        if not self._close:
+            return
+        try:
             self._stream.close()
+        except OSError as problem:
+            if error is None:  # else it says what could not be written
+                raise _unwritten(self._name, problem) from None
 
     def listener(self, id_of: Callable[[int], str]) -> Callable[[Sequence[StreamEvent]], None]:
         """What the engine calls with a step's events; `id_of` gives a row's id by its index.
@@ -55,7 +61,7 @@ class EventWriter:
             except BrokenPipeError:
                 raise
             except OSError as problem:
-                raise OutputError(f"cannot write the events {self._name}: {problem.strerror}") from None
+                raise _unwritten(self._name, problem) from None
 
         return write
 
@@ -64,7 +70,7 @@ def open_events(target: str, *, go_on: bool) -> EventWriter:
     """Open a file of events, or stdout for "-".
 
     Args:
-        target: path or "-".
+        target: path or "-"; to a pipe or a device events are just written.
         go_on: add to what an earlier run of the job wrote, less a line cut off by its end; else begin anew.
 
     Raises:
@@ -75,10 +81,19 @@ def open_events(target: str, *, go_on: bool) -> EventWriter:
     path = Path(target)
     try:
         stream = path.open("r+b" if go_on and path.is_file() else "wb")
-        _to_end_of_lines(stream)
     except OSError as problem:
-        raise OutputError(f"cannot write the events {target}: {problem.strerror}") from None
+        raise _unwritten(target, problem) from None
+    try:
+        if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+            _to_end_of_lines(stream)
+    except OSError as problem:
+        stream.close()
+        raise _unwritten(target, problem) from None
     return EventWriter(stream, target)
+
+
+def _unwritten(name: str, problem: OSError) -> OutputError:
+    return OutputError(f"cannot write the events {name}: {problem.strerror or problem}")
 
 
 def _to_end_of_lines(stream: BinaryIO, block: int = 1 << 16) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 
 from batchgen import Completion, Engine, SamplingParams
+from batchgen.errors import OutputError
 from batchgen.job.events import open_events
 from batchgen.request import StreamEvent
 from tests.e2e.engines import ENGINES, build, outcomes
@@ -208,3 +211,41 @@ def test_a_line_cut_off_is_dropped(tmp_path: Path, before: bytes, after: bytes) 
     with open_events(str(path), go_on=False):
         pass
     assert path.read_bytes() == b""
+
+
+EVENT = StreamEvent(0, 0, 0, "x", position=0, token_id=5)
+
+
+@pytest.mark.parametrize("go_on", [False, True])
+def test_events_go_to_a_pipe_or_a_device(tmp_path: Path, go_on: bool) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    for target in (str(pipe), os.devnull):
+        with open_events(target, go_on=go_on) as writer:
+            writer.listener(str)([EVENT])
+    said = os.read(reader, 1 << 16)
+    os.close(reader)
+    assert json.loads(said)["id"] == "0"
+    begin, end = os.pipe()
+    with open_events(f"/dev/fd/{end}", go_on=go_on) as writer:  # what >(jq .) of a shell is
+        writer.listener(str)([EVENT])
+    os.close(end)
+    with os.fdopen(begin, "rb") as stream:
+        assert stream.read() == said
+
+
+def test_events_that_cannot_be_written_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    why = "cannot write the events /dev/full: No space left on device"
+    with pytest.raises(OutputError, match=why), open_events("/dev/full", go_on=False) as writer:
+        writer.listener(str)([EVENT])
+    opened = []
+
+    def refuse(stream: BinaryIO) -> None:
+        opened.append(stream)
+        raise io.UnsupportedOperation("no seeking here")
+
+    monkeypatch.setattr("batchgen.job.events._to_end_of_lines", refuse)
+    with pytest.raises(OutputError, match=r"events\.jsonl: no seeking here"):
+        open_events(str(tmp_path / "events.jsonl"), go_on=False)
+    assert opened[0].closed
