@@ -233,11 +233,9 @@ def resolve_config(flags: Mapping[str, Any], env: Mapping[str, str], cwd: Path) 
     engine = {name: values.pop(name) for name in list(values) if BY_NAME[name].target == "engine"}
     _check_sampling(sampling)
     _check_names(sampling, engine, values.get("events"))
-    result = _output_path(inputs, output, cwd)
-    _check_events(values.get("events"), (*inputs, str(result)), cwd)
     return RunConfig(
         inputs=inputs,
-        output=result,
+        output=_output_path(inputs, output, cwd),
         engine=EngineConfig(**engine),
         sampling=sampling,
         origins={name: origin for name, (_, origin) in given.items()},
@@ -369,12 +367,6 @@ def _check_names(sampling: Mapping[str, Any], engine: Mapping[str, Any], events:
             )
     if sampling.get("stream") and events is None:
         raise UsageError("`--stream` needs a place for the events: --events PATH, or - for stdout")
-
-
-def _check_events(events: str | None, others: tuple[str, ...], cwd: Path) -> None:
-    """Events are written as they come: they must not go over the job's own files."""
-    if events not in (None, STDIN) and any((cwd / name).resolve() == (cwd / str(events)).resolve() for name in others):
-        raise UsageError(f"`--events` {events} is a file of the job itself; give another name")
 
 
 def _output_path(inputs: tuple[str, ...], output: str | None, cwd: Path) -> Path:

@@ -6,6 +6,7 @@ from batchgen.config import RunConfig
 from batchgen.data.inputs import check_inputs
 from batchgen.data.own import own_files
 from batchgen.demo import model_path
+from batchgen.job.written import check_written
 from batchgen.models.check import check_model
 from batchgen.processors import load_processors
 
@@ -18,7 +19,9 @@ def refuse_early(config: RunConfig) -> None:
     Raises:
         ModelError: naming what is wrong and the remedy.
         InputError: an input is missing, unreadable or of an unknown kind.
-        UsageError: an input is a file of the job's own output, or a logit processor cannot be imported.
+        UsageError: an input is a file of the job's own output, events or the report would go over another file of the
+            job, or a logit processor cannot be imported.
+        OutputError: the report cannot be written where it is named.
     """
     engine = config.engine
     check_model(
@@ -29,4 +32,5 @@ def refuse_early(config: RunConfig) -> None:
         lora=engine.lora,
     )
     check_inputs(config.inputs, own_files(config))
+    check_written(config)
     load_processors(engine.logit_processor)  # last: a processor may well import torch itself

@@ -183,13 +183,14 @@ def test_a_job_taken_up_again_goes_on_with_its_events(model: Path, tmp_path: Pat
 
 
 def test_events_never_go_over_the_jobs_files(model: Path, tmp_path: Path) -> None:
-    source = write_lines(tmp_path / "in.jsonl", [{"text": "x", "max_new_tokens": 1}])
+    source = write_lines(tmp_path / "in.jsonl", [{"text": "x", "max_new_tokens": 1, "stream": True}])
     before = source.read_bytes()
     command = ["run", source, "--model", model, "-o", "out.parquet", "--events"]
     for name in ("in.jsonl", "out.parquet", "./in.jsonl"):
         assert "give another name" in run([*command, name], tmp_path, expect=2).stderr
     assert source.read_bytes() == before
     assert "cannot write the events" in run([*command, "no/such/folder"], tmp_path, expect=5).stderr
+    run([*command, os.devnull, "--report", os.devnull], tmp_path)
 
 
 @pytest.mark.parametrize(
