@@ -64,6 +64,9 @@ class _Job:
         self.seconds: dict[str, float] = {}
         self.state = ProgressState("starting")
         self.errors_before = 0
+        """Rows that failed while an earlier run generated."""
+        self.failed: set[int] = set()
+        """Those, and the rows that failed while this one does: a row counts once, however many of its prompts fail."""
         self.rows_done = 0
         self.output_seconds = 0.0
         """What the steps waited for, while finished rows were given their texts and handed to the writer."""
@@ -157,7 +160,7 @@ class _Job:
             if (completion.row_index, 0) not in committed:
                 writer.add([OutputRow(completion, row_id, extra)])
             else:
-                self.errors_before -= 1
+                self.failed.discard(completion.row_index)
 
         def on_row(rows: int) -> None:
             if not rows % 256:
@@ -166,8 +169,8 @@ class _Job:
                 if self.stop.requested:
                     raise self.stop.error(committed.prompts_done, rows)
 
-        # Rows that failed while an earlier run generated; those that cannot be parsed are found again.
-        self.errors_before = len(np.unique(committed.row_index[committed.is_error]))
+        # Those that cannot be parsed are found again.
+        self.failed = set(np.unique(committed.row_index[committed.is_error]).tolist())
         key = reading_key(identity, self.config, setup)
         rows = _kept(work, key, committed, setup)
         if rows is not None:
@@ -179,7 +182,8 @@ class _Job:
             rows = ingest(self.config, inputs, intake, table, work.reading, setup.decode_prompt, on_error, on_row)
             keep_reading(rows, work.reading, key)
         setup.encoder.grammars.release()
-        self._report(rows_done=0, rows_total=rows.rows, rows_error=rows.errors.total())
+        self.errors_before = len(self.failed)
+        self._report(rows_done=0, rows_total=rows.rows, rows_error=self._errors(rows))
         self._hold_threshold(rows)
         return rows
 
@@ -204,9 +208,10 @@ class _Job:
             writer.add([self._output(c, rows) for c in group])
             self.output_seconds += time.perf_counter() - began
             first = group[0]
-            if first.error is not None:
+            if first.error is not None and first.row_index not in self.failed:
+                self.failed.add(first.row_index)
                 rows.errors[first.error.code] += 1
-                self._report(rows_error=rows.errors.total())
+                self._report(rows_error=self._errors(rows))
                 self._hold_threshold(rows)
             self.rows_done += first.prompt_index == 0
         self._report(rows_done=self.rows_done)
@@ -227,8 +232,12 @@ class _Job:
         row_id, extra, prompts = rows.texts[completion.row_index]
         return OutputRow(completion, row_id, extra, prompts[completion.prompt_index] if prompts else None)
 
+    def _errors(self, rows: Ingested) -> int:
+        """Rows that failed so far."""
+        return rows.errors.total() + self.errors_before
+
     def _hold_threshold(self, rows: Ingested) -> None:
-        errors = rows.errors.total() + self.errors_before
+        errors = self._errors(rows)
         if self.config.max_errors.exceeded(errors, rows.rows - rows.skipped):
             codes = ", ".join(f"{code} {count:,}" for code, count in rows.errors.most_common())
             if self.errors_before:

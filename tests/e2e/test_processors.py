@@ -87,6 +87,22 @@ def test_a_row_cannot_bring_a_processor_along(model: Path, folder: Path) -> None
     assert "would run code" in run(command(model, "--overwrite"), folder, expect=2).stderr
 
 
+def test_a_row_whose_prompts_all_fail_is_one_error(model: Path, folder: Path) -> None:
+    """Also where an earlier run committed some of them."""
+    several = row(0, fail=True) | {"text": ["Hello there", "Hello again", "Good day"]}
+    write_lines(folder / "in.jsonl", [several, row(1, token=9)])
+    refused = run(command(model, *NAMED, "--max-errors", "0", "--commit-every", "1"), folder, expect=3)
+    assert "1 of 2 rows failed (processor_error 1), more than" in refused.stderr
+    again = run(command(model, *NAMED, "--max-errors", "0"), folder, expect=3)
+    assert "1 of 2 rows failed (in an earlier run 1), more than" in again.stderr
+    for option in ("--resume", "--overwrite"):
+        done = run(command(model, *NAMED, option, "--report", "-", "--progress", "json"), folder)
+        assert (done.report["rows_ok"], done.report["rows_error"]) == (1, 1)
+        shown = [json.loads(line) for line in done.stderr.splitlines() if line.startswith('{"phase')]
+        assert shown[-1]["rows_error"] == 1, done.stderr
+    assert [r["status"] for r in rows_of(folder / "out.parquet")] == ["error"] * 3 + ["ok"]
+
+
 def test_verify_runs_only_the_code_that_it_is_given(model: Path, folder: Path) -> None:
     write_lines(folder / "in.jsonl", [row(0, token=9), row(1, token=12)])
     run(command(model, *NAMED), folder)
