@@ -33,6 +33,7 @@ __all__ = [
     "REAL",
     "SHARD",
     "SIZE",
+    "SOME_TIME",
     "TEXT",
     "THRESHOLD",
     "TOKEN_IDS",
@@ -157,12 +158,20 @@ REAL = Kind("X", parse_float, (str, int, float))
 SIZE = Kind("SIZE", parse_size, (str, int))
 MEMORY = Kind("SIZE|SHARE", parse_memory, (str, int, float))
 DURATION = Kind("DURATION", parse_duration, (str, int, float))
+SOME_TIME = Kind("DURATION", _some_time, (str, int, float))
 THRESHOLD = Kind("N|P%", parse_threshold, (str, int))
 COLUMNS = Kind("all|none|COL,...", _carry, joined=True)
 TOKEN_IDS = Kind("ID,...", parse_token_ids, (str, int), joined=True)
 SHARD = Kind("auto|I/N", _word)
 NAME_PATH = Kind("NAME=PATH", parse_name_path, (str, os.PathLike), pairs=True)
 NAME_FUNCTION = Kind("NAME=module:function", parse_name_function, pairs=True, objects=True)
+
+
+def _some_time(text: str) -> float:
+    value = parse_duration(text)
+    if not value:
+        raise ValueError(f"must be more than 0 seconds, got {text!r}")
+    return value
 
 
 def choice(name: str, choices: str, group: str, help: str, target: Target = "run", **more: Any) -> Option:

@@ -12,6 +12,7 @@ from batchgen.option_kinds import (
     REAL,
     SHARD,
     SIZE,
+    SOME_TIME,
     TEXT,
     THRESHOLD,
     WORD,
@@ -227,7 +228,7 @@ OPTIONS: tuple[Option, ...] = (
         "Row errors to bear before exit code 3; by default fewer than all rows. Example: --max-errors 5%",
     ),
     Option("commit_every", whole(1), 2000, JOB, "Most rows between commits. Example: --commit-every 500"),
-    Option("commit_seconds", DURATION, 30.0, JOB, "Longest time between commits. Example: --commit-seconds 10"),
+    Option("commit_seconds", SOME_TIME, 30.0, JOB, "Longest time between commits. Example: --commit-seconds 10"),
     Option(
         "max_time", DURATION, None, JOB, "Stop resumably, with exit code 75, after this long. Example: --max-time 2h"
     ),

@@ -48,6 +48,8 @@ _TIME_UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _TIME_PARTS = re.compile(
     rf"(?:(?P<d>{_NUMBER})d)?(?:(?P<h>{_NUMBER})h)?(?:(?P<m>{_NUMBER})m)?(?:(?P<s>{_NUMBER})s)?", re.ASCII
 )
+_MAX_DAYS = 36500
+"""A hundred years: what clocks and locks take without overflowing."""
 _SLURM_DAYS = re.compile(r"([0-9]+)-([0-9]+)(?::([0-9]+))?(?::([0-9]+))?", re.ASCII)
 _CLOCK = re.compile(r"(?:([0-9]+):)?([0-9]+):([0-9]+)", re.ASCII)
 _SHARD = re.compile(r"([0-9]+)/([0-9]+)", re.ASCII)
@@ -143,7 +145,17 @@ def parse_memory(text: str) -> int | float:
 
 
 def parse_duration(text: str) -> float:
-    """Seconds: `90`, `90s`, `30m`, `2h`, `1h30m`, `MM:SS`, `HH:MM:SS`, and Slurm's `D-HH[:MM[:SS]]`."""
+    """Seconds: `90`, `90s`, `30m`, `2h`, `1h30m`, `MM:SS`, `HH:MM:SS`, and Slurm's `D-HH[:MM[:SS]]`; up to 36500d."""
+    try:
+        seconds = _seconds(text)
+    except OverflowError:
+        seconds = math.inf
+    if seconds > _MAX_DAYS * 86400:
+        raise ValueError(f"takes at most {_MAX_DAYS}d, got {text!r}")
+    return seconds
+
+
+def _seconds(text: str) -> float:
     stripped = text.strip()
     if re.fullmatch(_NUMBER, stripped):
         return float(stripped)

@@ -100,6 +100,13 @@ def test_bad_durations(text: str) -> None:
         parse_duration(text)
 
 
+@pytest.mark.parametrize("text", ["36501d", "9" * 400, "9" * 400 + "-00", "876001:00:00"])
+def test_durations_beyond_any_clock(text: str) -> None:
+    assert parse_duration("36500d") == 36500 * 86400
+    with pytest.raises(ValueError, match=f"takes at most 36500d, got '{text}'"):
+        parse_duration(text)
+
+
 @given(st.integers(0, 99), st.integers(0, 23), st.integers(0, 59), st.integers(0, 59))
 def test_slurm_and_unit_durations_agree(d: int, h: int, m: int, s: int) -> None:
     total = d * 86400 + h * 3600 + m * 60 + s
