@@ -27,6 +27,8 @@ STDIN = "-"
 _PREFIX = "BATCHGEN_"
 _OTHER_VARIABLES = frozenset({"BATCHGEN_TRACEBACK"})
 """Variables of ours that are no options."""
+_CODE = frozenset({"logit_processor", "flash_library"})
+"""Options that run code: whoever starts the command names it, never a file that may be anybody's."""
 _COMPRESSED = frozenset({".gz", ".zst"})
 _OTHER_FORMATS = frozenset({".json", ".jsonl", ".csv", ".txt", ".gz", ".zst", ".arrow"})
 
@@ -165,7 +167,7 @@ class RunConfig:
     def restore(description: Mapping[str, Any], output: Path, changes: Mapping[str, Any]) -> RunConfig:
         """The configuration that `describe` described, with other values for some options.
 
-        Logit processors are code, so they come from `changes` alone, never from a file that may be anybody's.
+        Logit processors and libraries are code, so they come from `changes` alone.
 
         Args:
             description: from an output's footer.
@@ -176,7 +178,7 @@ class RunConfig:
             UsageError: an option is unknown to this version, or a value is wrong.
         """
         described = description["options"].items()
-        values: dict[str, Any] = {name: item["value"] for name, item in described if name != "logit_processor"}
+        values: dict[str, Any] = {name: item["value"] for name, item in described if name not in _CODE}
         values |= {name: value for name, value in changes.items() if value is not None and name != "inputs"}
         unknown = sorted(values.keys() - BY_NAME.keys())
         if unknown:
@@ -217,13 +219,15 @@ def resolve_config(flags: Mapping[str, Any], env: Mapping[str, str], cwd: Path) 
     """
     inputs = tuple(flags.get("inputs", ()))
     given: dict[str, tuple[Any, str]] = {}
-    for option, value, label, origin in _layers(flags, env, cwd):
-        if option is BY_NAME["logit_processor"] and origin == f"./{DEFAULT_FILE}":
+    for option, value, label, origin, asked in _layers(flags, env, cwd):
+        if option.name in given or option.target == "meta":
+            continue
+        if option.name in _CODE and not asked:
             raise UsageError(
                 f"`{label}` would run code because of the folder that the command runs in; name it with "
-                "--logit-processor, or the file with --config"
+                f"{option.flag}, or the file with --config {DEFAULT_FILE}"
             )
-        if option.name not in given and option.target != "meta" and not _replaced(option, origin, given):
+        if not _replaced(option, origin, given):
             given[option.name] = (coerce(option, _content(option, value, label, cwd), label), origin)
     values = {name: value for name, (value, _) in given.items() if BY_NAME[name].built}
     output = values.pop("output", None)
@@ -243,14 +247,19 @@ def resolve_config(flags: Mapping[str, Any], env: Mapping[str, str], cwd: Path) 
     )
 
 
-def _layers(flags: Mapping[str, Any], env: Mapping[str, str], cwd: Path) -> Iterator[tuple[Option, Any, str, str]]:
-    """Every value given, strongest layer first: (option, value, its name there, origin)."""
+def _layers(
+    flags: Mapping[str, Any], env: Mapping[str, str], cwd: Path
+) -> Iterator[tuple[Option, Any, str, str, bool]]:
+    """Every value given, strongest layer first: (option, value, its name there, origin, whether the command names it).
+
+    Only the folder's own file is read without being named.
+    """
     file: tuple[Any, str] | None = None
     for name, value in flags.items():
         if name == "config":
             file = (value, "--config")
         elif name != "inputs":
-            yield BY_NAME[name], value, BY_NAME[name].flag, "flag"
+            yield BY_NAME[name], value, BY_NAME[name].flag, "flag", True
     for name, text in env.items():
         if not name.startswith(_PREFIX) or name in _OTHER_VARIABLES or not text:
             continue
@@ -260,12 +269,13 @@ def _layers(flags: Mapping[str, Any], env: Mapping[str, str], cwd: Path) -> Iter
         if option.name == "config":
             file = file or (text, option.env)
         else:
-            yield option, _env_value(option, text), name, f"environment {name}"
-    if file is not None:
-        path = cwd / coerce(BY_NAME["config"], file[0], file[1])
-        yield from _read_file(path, str(file[0]), file[1])
-    if (cwd / DEFAULT_FILE).is_file():
-        yield from _read_file(cwd / DEFAULT_FILE, f"./{DEFAULT_FILE}", DEFAULT_FILE)
+            yield option, _env_value(option, text), name, f"environment {name}", True
+    default = cwd / DEFAULT_FILE
+    named = None if file is None else cwd / coerce(BY_NAME["config"], file[0], file[1])
+    if file is not None and named is not None:
+        yield from ((*found, True) for found in _read_file(named, str(file[0]), file[1]))
+    if default.is_file() and (named is None or named.resolve() != default.resolve()):
+        yield from ((*found, False) for found in _read_file(default, f"./{DEFAULT_FILE}", DEFAULT_FILE))
 
 
 def _replaced(option: Option, origin: str, given: Mapping[str, tuple[Any, str]]) -> bool:

@@ -131,6 +131,13 @@ def whole(low: int, high: int = _INT64_MAX) -> Kind:
     return Kind("N", parse, (str, int))
 
 
+def _some_time(text: str) -> float:
+    value = parse_duration(text)
+    if not value:
+        raise ValueError(f"must be more than 0 seconds, got {text!r}")
+    return value
+
+
 def _pick(*choices: str) -> Kind:
     def parse(text: str) -> str:
         if text not in choices:
@@ -165,13 +172,6 @@ TOKEN_IDS = Kind("ID,...", parse_token_ids, (str, int), joined=True)
 SHARD = Kind("auto|I/N", _word)
 NAME_PATH = Kind("NAME=PATH", parse_name_path, (str, os.PathLike), pairs=True)
 NAME_FUNCTION = Kind("NAME=module:function", parse_name_function, pairs=True, objects=True)
-
-
-def _some_time(text: str) -> float:
-    value = parse_duration(text)
-    if not value:
-        raise ValueError(f"must be more than 0 seconds, got {text!r}")
-    return value
 
 
 def choice(name: str, choices: str, group: str, help: str, target: Target = "run", **more: Any) -> Option:

@@ -53,6 +53,14 @@ def verify(
             "The run's logit processors; the output cannot name code. Example: --logit-processor calm=mine:calm",
         ),
     ] = None,
+    flash_library: Annotated[
+        str | None,
+        _moved(
+            "PATH",
+            "The run's library of vllm-flash-attn; the output cannot name code. "
+            "Example: --flash-library ./_vllm_fa3_C.abi3.so",
+        ),
+    ] = None,
     device: Annotated[str | None, _moved("auto|cuda|cpu", "Where to compute. Example: --device cpu")] = None,
 ) -> None:
     """Replay random rows of a finished output, each alone, and compare tokens and logprobs bit by bit.
@@ -64,6 +72,6 @@ def verify(
     from batchgen.job.verify import verify_job  # torch and transformers: seconds that `--help` must not pay
 
     moved = {"model": model, "tokenizer": tokenizer, "lora": lora or None, "logit_processor": logit_processor or None}
-    changes = {"inputs": inputs, **moved, "device": device}
+    changes = {"inputs": inputs, **moved, "flash_library": flash_library, "device": device}
     if not verify_job(out, rows, seed, changes):
         raise typer.Exit(DIFFERENT)

@@ -62,7 +62,7 @@ def verify_job(out: Path, rows: int, seed: int, changes: Mapping[str, Any]) -> b
     Raises:
         InputError: the output or its inputs are missing, or an input is not what it was.
         FingerprintError: the model, or a logit processor, is not the run's.
-        UsageError: a logit processor of the run is not named.
+        UsageError: a logit processor of the run, or the library that computed its attention, is not named.
     """
     results = finished_results(out)
     run = results.footer
@@ -71,6 +71,7 @@ def verify_job(out: Path, rows: int, seed: int, changes: Mapping[str, Any]) -> b
     config = replace(config, engine=replace(config.engine, max_num_seqs=1))
     inputs = _same_inputs(config, run)
     _check_processors(config, run["logit_processors"])
+    _check_library(config, run)
     setup = prepare(config, lambda note: None)
     _check_model(setup, run)
     chosen = choose_rows(out, rows, seed)
@@ -119,6 +120,20 @@ def _check_processors(config: RunConfig, recorded: Mapping[str, Any]) -> None:
             raise UsageError(f"{message} --logit-processor {name}={source}")
         if named[name].digest != digest:
             raise FingerprintError(f"the logit processor {name} ({source}) has changed since the run")
+
+
+def _check_library(config: RunConfig, run: Mapping[str, Any]) -> None:
+    """Ask for the library that was named to the run, if its attention was computed by that.
+
+    Raises:
+        UsageError: none is named now.
+    """
+    path = run["configuration"]["options"].get("flash_library", {}).get("value")
+    if config.engine.flash_library is None and path is not None and f" of {path}" in str(run.get("kernels")):
+        message = (
+            "the run's attention was computed by a library, which is code that a file may not name; name it again:"
+        )
+        raise UsageError(f"{message} --flash-library {path}")
 
 
 def _paths(recorded: list[Mapping[str, Any]]) -> tuple[str, ...]:

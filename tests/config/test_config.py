@@ -75,7 +75,6 @@ GOOD: list[tuple[str, str, Any]] = [
     ("device", "cpu", "cpu"),
     ("attention", "torch", "torch"),
     ("attention", "flash", "flash"),
-    ("flash_library", "./_vllm_fa3_C.abi3.so", "./_vllm_fa3_C.abi3.so"),
     ("max_model_len", "4096", 4096),
     ("kv_memory", "85%", 0.85),
     ("kv_memory", "0.00002", 0.00002),
@@ -490,6 +489,29 @@ def test_processors_are_named_through_every_layer_but_the_folders_own_file(tmp_p
     assert refused(tmp_path).startswith("`logit_processor in ./batchgen.toml` would run code because of the folder")
 
 
+@pytest.mark.parametrize(
+    ("line", "flag", "value", "found"),
+    [
+        ('logit_processor = ["a=m:f"]', "logit_processor", "b=m:g", (("b", "m:g"),)),
+        ('flash_library = "./evil.so"', "flash_library", "./good.so", "./good.so"),
+    ],
+)
+def test_code_is_named_by_the_command(line: str, flag: str, value: str, found: object, tmp_path: Path) -> None:
+    """By a flag, a variable or --config; the remedies that a refusal names help."""
+    (tmp_path / "batchgen.toml").write_text(f"{line}\nseed = 7\n")
+    told = f"`{flag} in ./batchgen.toml` would run code because of the folder that the command runs in; name it with "
+    assert refused(tmp_path) == told + f"--{flag.replace('_', '-')}, or the file with --config batchgen.toml"
+    (tmp_path / "seed.toml").write_text("seed = 8\n")
+    assert refused(tmp_path, {"config": "seed.toml"}).startswith(told)
+    for given, env in (({flag: value}, {}), ({}, {f"BATCHGEN_{flag.upper()}": value})):
+        config = resolve(tmp_path, given, env)
+        assert (getattr(config.engine, flag), config.engine.seed) == (found, 7)
+    for path in ("batchgen.toml", "./batchgen.toml", str(tmp_path / "batchgen.toml")):
+        for config in (resolve(tmp_path, {"config": path}), resolve(tmp_path, env={"BATCHGEN_CONFIG": path})):
+            assert (bool(getattr(config.engine, flag)), config.engine.seed) == (True, 7)
+            assert config.describe()["options"]["seed"] == {"value": 7, "origin": path}
+
+
 def test_processors_from_python_may_be_functions() -> None:
     assert EngineConfig(logit_processor={"a": max, "b": "m:f"}).logit_processor == (("a", max), ("b", "m:f"))  # type: ignore[arg-type]
     given = EngineConfig(logit_processor=(("a", max),))
@@ -598,6 +620,11 @@ def test_a_described_configuration_comes_back(tmp_path: Path) -> None:
     assert changed == resolve_config(
         {"inputs": ("c.jsonl",), "model": "other", "output": str(plain.output)}, {}, tmp_path
     )
+    named = resolve_config(
+        {"inputs": ("a.jsonl",), "flash_library": "a.so", "logit_processor": ("a=m:f",)}, {}, tmp_path
+    )
+    restored = RunConfig.restore(json.loads(json.dumps(named.describe())), named.output, {"flash_library": "b.so"})
+    assert (restored.engine.flash_library, restored.engine.logit_processor) == ("b.so", ()), "no code from a footer"
     described["options"]["gone"] = {"value": 1, "origin": "flag"}
     with pytest.raises(UsageError, match="gone"):
         RunConfig.restore(described, plain.output, {})

@@ -85,6 +85,8 @@ def test_a_row_cannot_bring_a_processor_along(model: Path, folder: Path) -> None
     assert [r["error"]["code"] for r in rows_of(folder / "out.parquet")] == ["unknown_processor"] * 2
     (folder / "batchgen.toml").write_text('logit_processor = ["only=mine:only"]\n')
     assert "would run code" in run(command(model, "--overwrite"), folder, expect=2).stderr
+    for named in (["--config", "batchgen.toml"], ["--logit-processor", "only=mine:only"]):
+        run(command(model, "--overwrite", *named), folder)
 
 
 def test_a_row_whose_prompts_all_fail_is_one_error(model: Path, folder: Path) -> None:

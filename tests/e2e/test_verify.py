@@ -157,6 +157,22 @@ def test_processors_are_named_again(model: Path, tmp_path: Path) -> None:
     run(["verify", "in.out.parquet", *processor], tmp_path)
 
 
+def test_a_library_is_named_again(model: Path, tmp_path: Path) -> None:
+    """No footer has one loaded; the run that is made here had none, and is given a record that says otherwise."""
+    write_lines(tmp_path / "in.jsonl", [{"text": "The quick", "max_new_tokens": 3}])
+    run(["run", "in.jsonl", "--model", model, "--dtype", "float32"], tmp_path)
+    table = pq.read_table(tmp_path / "in.out.parquet")
+    record = json.loads(table.schema.metadata[b"batchgen.run"])
+    record["configuration"]["options"]["flash_library"]["value"] = "./mine.so"
+    for kernels, code in (("flash-attn 3 of ./mine.so", 2), ("flash-attn 3 of vLLM 0.21.0", 0)):
+        metadata = {**table.schema.metadata, b"batchgen.run": json.dumps({**record, "kernels": kernels}).encode()}
+        pq.write_table(table.replace_schema_metadata(metadata), tmp_path / "in.out.parquet")
+        said = run(["verify", "in.out.parquet"], tmp_path, expect=code).stderr
+        assert ("name it again: --flash-library ./mine.so" in said) == (code == 2)
+        said = run(["verify", "in.out.parquet", "--flash-library", "./other.so"], tmp_path, expect=2).stderr
+        assert "`--flash-library ./other.so`: there is no such file" in said
+
+
 def test_rows_with_events_and_embeddings(model: Path, tmp_path: Path) -> None:
     """A replay writes no events, whatever file the run wrote them to."""
     rows = [
