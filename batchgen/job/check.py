@@ -49,6 +49,8 @@ class CheckReport:
     rows: int
     rows_ok: int
     rows_error: int
+    rows_skipped: int
+    """Bad rows that `--on-bad-row skip` leaves out; `errors` and `row_errors` say what is wrong with them."""
     errors: dict[str, int]
     row_errors: list[dict[str, Any]]
     prompt_tokens: int
@@ -128,7 +130,8 @@ def _examine(config: RunConfig) -> CheckReport:
     with tempfile.TemporaryDirectory(prefix="batchgen-check-") as scratch:
         table = RequestTable(EmbedsStore(setup.spec.embeds_size, Path(scratch)))
         intake = Intake(table, setup.encoder, setup.defaults, config.on_duplicate_id, setup.media_root)
-        rows = ingest(config, inputs, intake, table, Path(scratch), setup.decode_prompt, errors.take)
+        take, decode = errors.take, setup.decode_prompt
+        rows = ingest(config, inputs, intake, table, Path(scratch), decode, take, on_skipped=take)
         rows.close()
         read = time.monotonic()
         workload = plan_workload(table, dedup=config.engine.dedup, adapters=list(setup.spec.adapters))
@@ -144,6 +147,7 @@ def _examine(config: RunConfig) -> CheckReport:
         rows=rows.rows,
         rows_ok=rows.rows - rows.errors.total() - rows.skipped,
         rows_error=rows.errors.total(),
+        rows_skipped=rows.skipped,
         errors=dict(errors.counts),
         row_errors=errors.shown,
         prompt_tokens=workload.tree.prompt_tokens,
@@ -206,12 +210,14 @@ def _matrix_rate(dtype: torch.dtype, device: torch.device, size: int = 768) -> f
 
 
 def _lines(report: CheckReport) -> list[str]:
-    lines = [f"rows            {report.rows:,} (ok {report.rows_ok:,}, errors {report.rows_error:,})"]
+    skipped = f", skipped {report.rows_skipped:,}" if report.rows_skipped else ""
+    lines = [f"rows            {report.rows:,} (ok {report.rows_ok:,}, errors {report.rows_error:,}{skipped})"]
     lines += [f"  {code}: {count:,}" for code, count in sorted(report.errors.items())]
     for error in report.row_errors:
         lines.append(f"  row {error['row']} (id {error['id']!r}): {error['code']}: {printable(error['message'])}")
-    if report.rows_error > len(report.row_errors):
-        lines.append(f"  ... and {report.rows_error - len(report.row_errors):,} more")
+    more = sum(report.errors.values()) - len(report.row_errors)
+    if more:
+        lines.append(f"  ... and {more:,} more")
     lines += [
         f"prompt tokens   {report.prompt_tokens:,} (to compute {report.computed_prompt_tokens:,}, "
         f"sharing ratio {report.sharing_ratio:.2f})",

@@ -101,6 +101,7 @@ def ingest(
     decode: Callable[[list[int]], str],
     on_error: Callable[[Completion, str, str | None], None],
     on_row: Callable[[int], None] = lambda rows: None,
+    on_skipped: Callable[[Completion, str, str | None], None] = lambda completion, row_id, extra: None,
 ) -> Ingested:
     """Read, parse and tokenise every row.
 
@@ -113,6 +114,7 @@ def ingest(
         decode: ids to text, for `--include-prompt`.
         on_error: called with each bad row's completion, id and carried fields, unless bad rows are skipped.
         on_row: called with the rows read so far.
+        on_skipped: called with each bad row that is skipped, as `on_error` with others.
 
     Raises:
         InputError: a bad row under `--on-bad-row fail`.
@@ -130,11 +132,14 @@ def ingest(
             if taken.error is not None:
                 error = _located(taken.error, raw)
                 _bad_row(config.on_bad_row, error, taken, result)
-                if config.on_bad_row == "error-row":
+                bad = Completion(taken.row_index, error=error)
+                if config.on_bad_row == "skip":
+                    on_skipped(bad, taken.id, extra)
+                else:
                     result.expected.add(taken.row_index)
                     result.shapes.add(taken.row_index)
                     result.bad.append(orjson.dumps([taken.row_index, taken.id, extra, *astuple(error)]))
-                    on_error(Completion(taken.row_index, error=error), taken.id, extra)
+                    on_error(bad, taken.id, extra)
                 continue
             assert taken.row is not None
             first_texts = [p for p in taken.prompts if p.text_index == 0]

@@ -116,3 +116,24 @@ def assert_bad(row: dict[str, Any], kind: Kind, given: bytes | dict[str, Any], p
         assert row["id"] == f"row-{row['row_index']}"
     empty = [name for name in row if row[name] is not None]
     assert set(empty) <= {"id", "row_index", "prompt_index", "sample_index", "status", "error", "extra"}
+
+
+def test_check_says_what_will_be_skipped(model: Path, tmp_path: Path) -> None:
+    """`--on-bad-row skip` leaves rows out of the output, not out of what is told of the input."""
+    rows: list[bytes | dict[str, Any]] = [{"id": f"r{i}", "text": "a", **GOOD} for i in range(4)]
+    rows += [{"id": "empty", "txt": "a"}, b"[1, 2]", {"id": "hot", "text": "a", "top_p": 1.5}]
+    rows += [{"id": f"e{i}", "txt": "a"} for i in range(20)]
+    source = write_lines(tmp_path / "in.jsonl", rows)
+    skip = [source, "--model", model, "--on-bad-row", "skip"]
+    report = json.loads(run(["check", *skip, "--json"], tmp_path).stdout)
+    assert [report[f"rows{name}"] for name in ("", "_ok", "_error", "_skipped")] == [27, 4, 0, 23]
+    assert report["errors"] == {"missing_prompt": 21, "invalid_json": 1, "invalid_field": 1}
+    assert report["row_errors"][0]["message"].startswith(f"{source}, line 5: ")
+    text = run(["check", *skip], tmp_path).stdout
+    assert text.startswith("rows            27 (ok 4, errors 0, skipped 23)\n")
+    assert f"row 6 (id 'hot'): invalid_field: {source}, line 7: " in text
+    assert "  ... and 3 more\n" in text
+    done = run(["run", *skip, "--report", "-"], tmp_path).report
+    assert [done[f"rows{name}"] for name in ("", "_ok", "_error", "_skipped")] == [27, 4, 0, 23]
+    errors = json.loads(run(["check", source, "--model", model, "--json"], tmp_path).stdout)
+    assert (errors["rows_error"], errors["rows_skipped"], errors["errors"]) == (23, 0, report["errors"])
