@@ -26,6 +26,7 @@ from batchgen.engine.rehearsal import PAGES, counted_bytes, rehearsal
 from batchgen.engine.states import state_keeper
 from batchgen.engine.streaming import Emit
 from batchgen.engine.threads import cpu_quota
+from batchgen.errors import UsageError
 from batchgen.kernels.backend import Backend
 from batchgen.kernels.chips import chip_tuning
 from batchgen.kernels.device import Device, device_for
@@ -160,9 +161,24 @@ class Engine:
         Yields:
             One `Completion` per row, prompt and sample; a bad row gives one with `error` set.
 
+        Raises:
+            UsageError: at the call, where `rows` is a single row.
+
         While rows are generated Python's garbage collector runs between steps alone, in the whole process: close or
         exhaust the iterator to have it back.
         """
+        if isinstance(rows, str | bytes | Mapping):
+            raise UsageError(f"`rows` takes a list of rows, got one {type(rows).__name__}: generate([row])")
+        return self._generate(rows, params, ordered=ordered, on_event=on_event)
+
+    def _generate(
+        self,
+        rows: Iterable[Mapping[str, Any] | str],
+        params: SamplingParams | None,
+        *,
+        ordered: bool,
+        on_event: Callable[[StreamEvent], None] | None,
+    ) -> Iterator[Completion]:
         table = RequestTable(EmbedsStore(self.model.spec.embeds_size))
         spec = self.model.spec
         name = self.config.model or ""

@@ -174,6 +174,15 @@ def test_rows_may_be_any_iterable_and_runs_repeat(engine: Engine) -> None:
     assert first == again
 
 
+@pytest.mark.parametrize("row", ["Hello", b"Hello", {"text": "Hello"}])
+def test_one_row_is_no_list_of_rows(engine: Engine, row: Any) -> None:
+    """Refused at the call: its letters or keys would each be a prompt."""
+    with pytest.raises(
+        UsageError, match=rf"`rows` takes a list of rows, got one {type(row).__name__}: generate\(\[row"
+    ):
+        engine.generate(row)
+
+
 def test_wrong_options_and_models_are_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="nothing-here"):
         Engine(str(tmp_path / "nothing-here"))
