@@ -86,16 +86,19 @@ class CheckReport:
 def check_job(config: RunConfig, as_json: bool = False) -> int:
     """Validate every row, plan the job and print what it would take. Returns the exit code.
 
+    With the report on stdout, what is for a person goes to stderr.
+
     Raises:
         BatchgenError: as `run_job` would before it generates; what was found is printed first where there is anything.
     """
     report = _examine(config)
     text = json.dumps(_plain(report), indent=2, ensure_ascii=False) + "\n"
-    if as_json:
+    to_stdout = config.report == "-"
+    if not as_json:
+        (sys.stderr if to_stdout else sys.stdout).write("\n".join(_lines(report)) + "\n")
+    if as_json or to_stdout:
         sys.stdout.write(text)
-    else:
-        sys.stdout.write("\n".join(_lines(report)) + "\n")
-    if config.report is not None:
+    if config.report is not None and not to_stdout:
         _write(text, config.report)
     OutputEstimate(
         report.estimated_output_bytes - report.estimated_hidden_states_bytes, report.estimated_hidden_states_bytes
@@ -252,9 +255,6 @@ def _plain(report: CheckReport) -> dict[str, Any]:
 
 
 def _write(text: str, target: str) -> None:
-    if target == "-":
-        sys.stdout.write(text)
-        return
     try:
         Path(target).write_text(text, encoding="utf-8")
     except OSError as problem:

@@ -172,6 +172,17 @@ def _edit(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+@pytest.mark.parametrize("words", [["check", "--json"], ["check"], ["run", "--dry-run"]], ids=" ".join)
+def test_a_check_with_its_report_on_stdout(model: Path, tmp_path: Path, words: list[str]) -> None:
+    """One object and nothing else; what is for a person goes to stderr."""
+    done = run([words[0], good(tmp_path), "--model", model, *words[1:], "--report", "-"], tmp_path)
+    assert done.report["rows_ok"] == 30
+    assert ("rows            30 (ok 30, errors 0)" in done.stderr) == ("--json" not in words)
+    filed = run([words[0], good(tmp_path), "--model", model, *words[1:], "--report", "report.json"], tmp_path)
+    assert json.loads((tmp_path / "report.json").read_text())["rows_ok"] == 30
+    assert filed.stdout.startswith("{" if "--json" in words else "rows            30 (ok 30, errors 0)\n")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 @pytest.mark.parametrize(
     ("option", "code"), [(["--attention", "flash"], 2), (["--device", "cuda", "--kv-memory", "80%"], 6)]
