@@ -37,6 +37,16 @@ def test_a_process_that_fails_is_named(tmp_path: Path) -> None:
         pass
 
 
+def test_options_of_the_shell_are_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable that no command takes would end each of them."""
+    monkeypatch.setenv("BATCHGEN_NO_SUCH_OPTION", "1")
+    monkeypatch.setenv("BATCHGEN_LIMIT", "1")
+    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n' * 3, encoding="utf-8")
+    with fresh_command(["check", "in.jsonl", "--json"], tmp_path) as process:
+        said, _ = process.communicate()
+    assert json.loads(said)["rows"] == 3
+
+
 def test_sigterm_ends_a_bench_and_takes_its_files_along(tmp_path: Path) -> None:
     """The planner's token ids may be gigabytes in the folder for temporary files."""
     arguments = [sys.executable, "-m", "batchgen", "bench", "plan", "--plan-size", "200000x50"]

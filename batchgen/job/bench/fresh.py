@@ -108,6 +108,8 @@ def run_until(done: Callable[[], bool], process: subprocess.Popen[str]) -> None:
 
 def _process(arguments: Sequence[str], folder: Path, log: TextIO) -> subprocess.Popen[str]:
     paths = (str(Path(batchgen.__file__).parents[1]), os.environ.get("PYTHONPATH"))
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    # What is measured is the command as it stands, not with the options that this shell has for others.
+    others = {name: value for name, value in os.environ.items() if not name.startswith("BATCHGEN_")}
+    env = {**others, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     command = [sys.executable, "-m", "batchgen", *arguments]
     return subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=log, text=True)
