@@ -351,6 +351,16 @@ def test_charts_are_refused_before_anything_is_measured(tmp_path: Path, monkeypa
         check_chart(tmp_path / "x.png")
 
 
+@pytest.mark.parametrize("workload", ["plan", "startup", "job"])
+def test_a_picture_of_no_engines_is_refused_before_anything_is_measured(
+    workload: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["bench", workload, "--chart", str(tmp_path / "x.png")]) == 2
+    said = capsys.readouterr()
+    assert "there is nothing to draw in a PNG; name a .html file" in said.err
+    assert said.out == ""
+
+
 def test_a_chart_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "x.html").mkdir()
     with pytest.raises(OutputError, match="cannot write the chart"):

@@ -21,6 +21,7 @@ from batchgen.job.bench.table import print_comparison, print_others
 __all__ = ["check_chart", "draw_stored", "write_chart"]
 
 _LIBRARY: Final = "matplotlib"
+_NO_BARS: Final = "--chart: there is nothing to draw in a PNG; name a .html file, which has tables"
 _INCH: Final = 0.34
 """Of height for a bar."""
 _LETTERS: Final = 130
@@ -28,15 +29,21 @@ _LETTERS: Final = 130
 _OURS, _PEER, _FLOOR = "#1f6feb", "#a9b2bd", "#b35900"
 
 
-def check_chart(path: Path) -> None:
+def check_chart(path: Path, *, bars: bool = True) -> None:
     """Refuse a name that nothing can be written to, before hours of measuring.
 
+    Args:
+        path: the file.
+        bars: whether engines are measured; other figures have tables alone.
+
     Raises:
-        UsageError: it is neither .html nor .png, or a .png without matplotlib; its folder is missing.
+        UsageError: it is neither .html nor .png, or a .png without bars or without matplotlib; its folder is missing.
     """
     kind = path.suffix.lower()
     if kind not in (".html", ".png"):
         raise UsageError(f"--chart must end in .html or .png, got {path}")
+    if kind == ".png" and not bars:
+        raise UsageError(_NO_BARS)
     if kind == ".png" and find_spec(_LIBRARY) is None:
         raise UsageError(f"--chart {path}: a PNG needs {_LIBRARY}, which is not installed; name a .html file instead")
     if not path.parent.is_dir():
@@ -81,7 +88,7 @@ def draw_stored(path: Path, chart: Path | None, console: Console) -> None:
 def _write_png(path: Path, found: Sequence[Section]) -> None:
     panels = [(section.model, panel) for section in found for panel in section.panels]
     if not panels:
-        raise UsageError("--chart: there is nothing to draw in a PNG; name a .html file, which has tables")
+        raise UsageError(_NO_BARS)
     heights = [1.2 + _INCH * len(panel.bars) for _, panel in panels]
     notes = [line for section in found for line in _notes(section)]
     figure_type = importlib.import_module(f"{_LIBRARY}.figure").Figure

@@ -46,10 +46,11 @@ def run_command(config: BenchConfig, emit: Callable[[str], None], console: Conso
         BatchgenError: as `run_bench`, `run_plan_bench`, `run_startup_bench` and `run_job_bench`; the chart cannot be
             drawn; SIGTERM.
     """
-    if config.chart is not None:
-        check_chart(config.chart)
     compared = tuple(name for name in config.workloads if name not in ALONE)
-    _refuse_idle_options(config, engines=bool(compared) or not config.workloads)
+    engines = bool(compared) or not config.workloads
+    if config.chart is not None:
+        check_chart(config.chart, bars=engines)
+    _refuse_idle_options(config, engines=engines)
     if compared:
         from batchgen.job.bench.definitions import find_workloads  # a tokenizer, which --from need not wait for
 
@@ -74,7 +75,7 @@ def run_command(config: BenchConfig, emit: Callable[[str], None], console: Conso
 
             run_job_bench(config.repeat, keep)
         print_others([json.loads(line) for line in lines], console)
-        if compared or not config.workloads:
+        if engines:
             from batchgen.job.bench.run import run_bench  # torch: seconds that the others need not pay
 
             run_bench(replace(config, workloads=compared), keep, console, start)
