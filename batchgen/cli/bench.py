@@ -47,8 +47,8 @@ def bench(
         typer.Option(
             metavar="PEERS",
             show_default=False,
-            help="auto (those that this Python can import), none, or names, each with the Python that runs it. "
-            "Known: transformers, transformers-continuous, vllm, sglang, openvino, onnxruntime-genai, ctranslate2, "
+            help="auto (transformers, if this Python can import it), none, or names, each with the Python that runs "
+            "it. Known: transformers, transformers-continuous, vllm, sglang, openvino, onnxruntime-genai, ctranslate2, "
             "llama.cpp, baseline=FOLDER (another checkout of batchgen), deterministic (this one with that option) and "
             "first-come (this one, rows begun in input order). One that cannot run is named on stderr and left out. "
             "Default: auto. Example: --peers transformers=/opt/hf/bin/python",
@@ -128,7 +128,7 @@ def bench(
     """Measure named workloads against the machine's floor and against installed peers: one JSON line per figure.
 
     Greedy ids are compared first; nothing is printed of an engine that generates something else. The exit status is 1
-    when batchgen itself fails or none of the peers asked for could be measured, 0 when some peers were left out.
+    when batchgen itself fails, or every peer that was tried; peers that do not ask for a workload's field are not.
 
     Example: batchgen bench shared-prefix --peers transformers --repeat 5 > figures.jsonl
     """
