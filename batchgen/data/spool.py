@@ -105,6 +105,11 @@ class BlobSpool(_Spool, Columns):
     def __len__(self) -> int:
         return len(self._ends)
 
+    @property
+    def size(self) -> int:
+        """Bytes of all blobs."""
+        return self._size
+
     def get(self, index: int) -> bytes | None:
         """The blob at `index`.
 

@@ -141,8 +141,7 @@ def _examine(config: RunConfig) -> CheckReport:
         page = config.engine.page_size
         counts, steps = _plan(config, setup, workload)
         tokens = int((workload.samples.astype(np.int64) * table.max_new_tokens).sum())
-        exact = config.engine.hidden_states_dtype == "float32"
-        output = estimate_output(table, rows.rows - rows.skipped, setup.spec, exact=exact)
+        output = estimate_output(rows, config, setup.spec)
         planned = time.monotonic()
     spec = setup.spec
     page_bytes = KVPool.page_bytes(list(spec.kv_layers), page, spec.dtype)

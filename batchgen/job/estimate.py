@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from batchgen.config import RunConfig
 from batchgen.errors import UsageError
+from batchgen.job.ingest import Ingested
 from batchgen.models.base import ModelSpec
 from batchgen.params import SamplingParams
 from batchgen.request import RequestTable
@@ -22,6 +24,10 @@ _TOKEN_BYTES = 6
 _LOGPROB_BYTES = 4
 _SCORE_BYTES = 21
 """A text's sum, mean, count and verdict."""
+_PROMPT_ID_BYTES = 3
+"""A prompt's id, compressed, about; zstd finds those of its further samples again."""
+_TEXT_SHARE = 0.5
+"""What is left of carried fields and prompts' texts, compressed, about; of further samples nothing, as above."""
 _TOP_BYTES = 8
 """One of the most likely tokens, id and logprob."""
 
@@ -47,7 +53,7 @@ class OutputEstimate:
         if limit is None or self.total <= limit:
             return
         what = f"about {format_size(self.total)}"
-        remedy = "lower max_new_tokens"
+        remedy = "lower max_new_tokens, or write less of the input (--carry, --include-prompt, --include-prompt-ids)"
         if self.states:
             what += f" (results {format_size(self.results)}, hidden states {format_size(self.states)})"
             remedy = "ask for states of fewer layers or tokens, pool them, or lower max_new_tokens"
@@ -55,17 +61,12 @@ class OutputEstimate:
         raise UsageError(f"{problem}. Raise the limit, or {remedy}.")
 
 
-def estimate_output(table: RequestTable, rows: int, spec: ModelSpec, *, exact: bool = False) -> OutputEstimate:
-    """Estimate both files.
-
-    Args:
-        table: every prompt of the job.
-        rows: input rows that have an output row.
-        spec: the model's.
-        exact: hidden states are written as float32 whatever the model's dtype.
-    """
+def estimate_output(rows: Ingested, config: RunConfig, spec: ModelSpec) -> OutputEstimate:
+    """Estimate both files of a job from all its rows; they may be closed."""
+    table = rows.table
+    texts = _ROW_BYTES * (rows.rows - rows.skipped) + int(_TEXT_SHARE * (rows.texts.spool.size + rows.bad.size))
     if not len(table):
-        return OutputEstimate(_ROW_BYTES * rows, 0)
+        return OutputEstimate(texts, 0)
     prompt = np.diff(table.offsets)
     new = table.max_new_tokens.astype(np.int64)
     samples = _by_request(table, [p.n for p in table.params])
@@ -75,12 +76,22 @@ def estimate_output(table: RequestTable, rows: int, spec: ModelSpec, *, exact: b
     fed = prompt + np.maximum(new - 1, 0)
     choices = len(spec.moe_layers) * spec.experts_per_token
     routed = _by_request(table, [choices * p.return_routed_experts for p in table.params]) * fed
-    values = 4 if exact else spec.dtype.itemsize
+    values = 4 if config.engine.hidden_states_dtype == "float32" else spec.dtype.itemsize
     states = _state_rows(table, prompt, new, fed) * spec.hidden_size * values
-    texts = table.score_start >= 0
-    scores = np.where(texts, _SCORE_BYTES + _LOGPROB_BYTES * (prompt - table.score_start), 0)
-    results = int((samples * (output + inputs + routed + scores)).sum()) + _ROW_BYTES * rows
+    scores = np.where(table.score_start >= 0, _SCORE_BYTES + _LOGPROB_BYTES * (prompt - table.score_start), 0)
+    results = texts + int((samples * (output + inputs + routed + scores)).sum())
+    if config.include_prompt_ids:
+        results += _PROMPT_ID_BYTES * _prompt_ids(table, prompt)
     return OutputEstimate(results, int((samples * states).sum()))
+
+
+def _prompt_ids(table: RequestTable, prompt: npt.NDArray[np.int64]) -> int:
+    """Ids of all prompts, each once whatever is scored behind it; where embeddings are given there are none."""
+    ids = np.where(table.score_start >= 0, table.score_start, prompt)
+    again = (np.diff(table.row_index, prepend=-1) == 0) & (np.diff(table.prompt_index, prepend=-1) == 0)
+    if table.embeds_id is not None:
+        again |= table.embeds_id >= 0
+    return int(ids[~again].sum())
 
 
 def _by_request(table: RequestTable, by_params: list[int]) -> npt.NDArray[np.int64]:

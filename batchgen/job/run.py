@@ -189,9 +189,7 @@ class _Job:
 
     def _hold_size(self, rows: Ingested, spec: ModelSpec) -> None:
         """Refuse to start what may exceed `--max-output-bytes`."""
-        exact = self.config.engine.hidden_states_dtype == "float32"
-        estimate = estimate_output(rows.table, rows.rows - rows.skipped, spec, exact=exact)
-        estimate.hold(self.config.max_output_bytes)
+        estimate_output(rows, self.config, spec).hold(self.config.max_output_bytes)
 
     def _await(self, model: Future[Model], committed: Committed, rows: Ingested) -> Model:
         """The model once it is loaded; meanwhile a request to stop is heard."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import json
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pyarrow as pa
@@ -16,6 +18,7 @@ from tests.e2e.runner import run, start
 
 F32 = ["--dtype", "float32", "--max-new-tokens", "4"]
 COUNT = 40
+NAMES = ["fox", "dog", "crow", "the quick ", "lazy "]
 DAY = datetime.date(2024, 2, 29)
 NOON = datetime.datetime(2024, 2, 29, 12, 0, 1, 250, tzinfo=datetime.UTC)
 KEPT: dict[str, tuple[pa.DataType, list[Any]]] = {
@@ -148,3 +151,30 @@ def test_names_that_cannot_be_carried_are_refused(
         )
         assert problem in done.stderr
     assert not (tmp_path / "out.parquet").exists()
+
+
+def test_what_is_copied_from_the_input_is_estimated(model: Path, tmp_path: Path) -> None:
+    """So that --max-output-bytes refuses at the start; further samples and scored texts of a prompt bring it once."""
+    rng = Random(3)
+
+    def row(**more: Any) -> dict[str, Any]:
+        note = " ".join(f"{rng.choice(NAMES)}{rng.randint(0, 10**6)}" for _ in range(100))
+        return {"input_ids": rng.choices(range(5, 90), k=60), "note": note, **more}
+
+    rows = [row(n=3, max_new_tokens=1) for _ in range(40)] + [row(completions=["a", "b c"]) for _ in range(40)]
+    source = write_lines(tmp_path / "in.jsonl", [*rows, *(row(top_p=9) for _ in range(20))])
+
+    def sizes(*options: str) -> tuple[int, int]:
+        job = [source, "--model", model, "--dtype", "float32", *options]
+        about = json.loads(run(["check", *job, "--json"], tmp_path).stdout)["estimated_output_bytes"]
+        run(["run", *job, "-o", "out.parquet", "--overwrite"], tmp_path)
+        limited = ["run", *job, "-o", "other.parquet", "--overwrite", "--max-output-bytes"]
+        refused = run([*limited, str(about - 1)], tmp_path, expect=2)
+        assert "or write less of the input (--carry, --include-prompt, --include-prompt-ids)." in refused.stderr
+        run([*limited, str(2 * about)], tmp_path)
+        return about, (tmp_path / "out.parquet").stat().st_size
+
+    least = sizes("--carry", "none")
+    for options in ([], ["--carry", "none", "--include-prompt"], ["--carry", "none", "--include-prompt-ids"]):
+        about, size = (more - less for more, less in zip(sizes(*options), least, strict=True))
+        assert 0.6 < about / size < 2.5, (options, about, size)  # ids below 90 take a byte
