@@ -198,7 +198,8 @@ def _tokens(row: Row, side: Literal["input", "output"], ids: Sequence[int] | Non
 def _prompt_tokens(row: Row) -> Iterator[Any]:
     """The echoed prompt's tokens, as far as the row has their ids and logprobs."""
     if row["prompt_ids"] is not None and row["input_logprobs"] is not None:
-        yield from _tokens(row, "input", row["prompt_ids"][-len(row["input_logprobs"]) :])
+        ids = row["prompt_ids"]
+        yield from _tokens(row, "input", ids[len(ids) - len(row["input_logprobs"]) :])
 
 
 def _completion_token(piece: TokenPiece) -> str:

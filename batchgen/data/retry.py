@@ -15,8 +15,8 @@ from batchgen.data.files import parquet_writer, read_footer, write_durably
 from batchgen.data.parts import part_schema
 from batchgen.data.states import states_part
 from batchgen.data.states_result import part_from_result
-from batchgen.data.work import OutputPaths, Policy, RunIdentity, WorkFolder, is_complete, open_work
-from batchgen.errors import InputError
+from batchgen.data.work import OutputPaths, Policy, RunIdentity, WorkFolder, holds_other_work, is_complete, open_work
+from batchgen.errors import FingerprintError, InputError
 
 __all__ = ["open_for_retry"]
 
@@ -41,6 +41,11 @@ def open_for_retry(
         keys = read_keys([paths.result])
         if not keys.errors:
             return open_work(paths, identity, info, policy)
+        if holds_other_work(paths, identity):
+            raise FingerprintError(
+                f"{paths.work} holds the unfinished work of a different job. Finish that with its own command, drop it "
+                "with --overwrite, or name another output with -o."
+            )
         work = open_work(paths, identity, info, "overwrite")
         assert work is not None
         if not work.part_files():

@@ -28,7 +28,16 @@ from batchgen.data.lock import LOCK_NAME, RunLock
 from batchgen.data.schema import STATES_CONTENTS
 from batchgen.errors import FingerprintError, OutputError
 
-__all__ = ["OutputPaths", "Policy", "RunIdentity", "WorkFolder", "is_complete", "open_work", "output_paths"]
+__all__ = [
+    "OutputPaths",
+    "Policy",
+    "RunIdentity",
+    "WorkFolder",
+    "holds_other_work",
+    "is_complete",
+    "open_work",
+    "output_paths",
+]
 
 Policy = Literal["resume", "overwrite", "resume-anyway"]
 
@@ -186,7 +195,10 @@ def open_work(
     try:
         # Asked again under the lock: the run that held it may have finished in between.
         if policy != "overwrite" and is_complete(paths, identity):
-            WorkFolder(paths, identity, lock, {"accepted": []}).remove()
+            if holds_other_work(paths, identity):  # begun over this output with --overwrite, and not finished
+                lock.release()
+            else:
+                WorkFolder(paths, identity, lock, {"accepted": []}).remove()
             return None
         with output_errors(paths.work):
             state = _state(paths, identity, info, policy)
@@ -194,6 +206,12 @@ def open_work(
     except BaseException:
         _let_go(paths.work, lock)
         raise
+
+
+def holds_other_work(paths: OutputPaths, identity: RunIdentity) -> bool:
+    """Whether parts that a different job committed stand in the work folder."""
+    state = _read_state(paths.work)
+    return state is not None and state["fingerprint"] != identity.key and bool(part_files(paths.work))
 
 
 def _let_go(work: Path, lock: RunLock) -> None:

@@ -245,3 +245,8 @@ def test_ids_are_those_of_the_row_and_the_job() -> None:
 def test_the_models_name_is_no_path(name: str, shown: str) -> None:
     _, line = batch_line([row([2])], TEXT, RUN | {"model": name}, piece)
     assert line["response"]["body"]["model"] == shown
+
+
+def test_an_echoed_prompt_none_of_whose_tokens_is_scored() -> None:
+    found = row([2], prompt_ids=[8, 3, 4], input_logprobs=[], output_logprobs=[-0.5], prompt="x")
+    assert body([found], ECHO)["choices"][0]["logprobs"]["token_logprobs"] == [-0.5]

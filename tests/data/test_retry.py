@@ -10,8 +10,8 @@ from batchgen.data import gather
 from batchgen.data.committed import Committed
 from batchgen.data.finish import finish
 from batchgen.data.retry import open_for_retry
-from batchgen.data.work import open_work, output_paths
-from batchgen.errors import InputError
+from batchgen.data.work import RunIdentity, open_work, output_paths
+from batchgen.errors import FingerprintError, InputError
 from tests.data.helpers import IDENTITY, begin, commit, expect, failed, group, stored
 
 KEYS = [(row, 0, 2) for row in range(9)]
@@ -43,6 +43,17 @@ def test_only_errors_are_computed_again(tmp_path: Path, monkeypatch: pytest.Monk
                 finish(work, expect(KEYS), {})
     assert stored(out) == stored(tmp_path / "good.parquet")
     assert sorted(tmp_path.iterdir()) == [tmp_path / "good.parquet", out]
+
+
+def test_work_that_another_job_began_over_the_output_is_not_dropped(tmp_path: Path) -> None:
+    out, other = tmp_path / "r.parquet", RunIdentity("0ther")
+    finished(out, {1})
+    with begin(out, other, "overwrite") as work:
+        commit(work, [group(0)])
+    with pytest.raises(FingerprintError, match="unfinished work of a different job"):
+        open_for_retry(output_paths(out), IDENTITY, {})
+    with begin(out, other, "overwrite") as work:
+        assert len(Committed.read(work)) == 1
 
 
 def test_without_errors_nothing_is_done(tmp_path: Path) -> None:

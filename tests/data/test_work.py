@@ -133,6 +133,19 @@ def test_a_shard_is_complete_for_itself_only(tmp_path: Path) -> None:
     assert not is_complete(output_paths(out, (1, 2)), IDENTITY)
 
 
+def test_a_finished_job_run_again_leaves_the_work_that_another_began_over_it(tmp_path: Path) -> None:
+    out, other = tmp_path / "r.parquet", RunIdentity("0ther")
+    finished(out)
+    before = out.read_bytes()
+    with begin(out, other, "overwrite") as work:
+        commit(work, [group(0), group(1)])
+    assert open_work(output_paths(out), IDENTITY, {}) is None
+    assert open_for_retry(output_paths(out), IDENTITY, {}) is None
+    assert out.read_bytes() == before
+    with begin(out, other, "overwrite") as work:
+        assert len(Committed.read(work)) == 2
+
+
 def test_an_output_that_is_a_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="is a folder"):
         open_work(output_paths(tmp_path), IDENTITY, {})
