@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from batchgen.data.lock import RunLock
 from batchgen.data.row_shapes import RowShapes
 from batchgen.data.schema import STATES_CONTENTS
 from batchgen.data.states_result import part_from_result
-from batchgen.data.work import RunIdentity, WorkFolder, output_paths
+from batchgen.data.work import RunIdentity, WorkFolder, output_paths, part_files
 from batchgen.errors import FingerprintError, InputError, OutputError, UsageError
 
 __all__ = ["merge"]
@@ -56,12 +57,14 @@ def merge(parts: Sequence[Path], out: Path, overwrite: bool = False) -> int:
     states = [_states_of(file) for file, its in zip(files, footers, strict=True) if its.get("states")]
     paths = output_paths(out)
     refuse_existing(paths.states, overwrite)
-    if paths.work.exists() and any(paths.work.iterdir()):
+    # A merge that was killed leaves a lock and scratch files; a run's folder says whose it is.
+    if (paths.work / "run.json").exists() or part_files(paths.work):
         raise OutputError(f"{paths.work} exists: a run to {out} is not finished. Finish it, or name another with -o.")
     identity = RunIdentity(footers[0]["fingerprint"])
     work = WorkFolder(paths, identity, RunLock(paths.work, out), {"accepted": [identity.key]})
     try:
         with output_errors(work.scratch):
+            shutil.rmtree(work.scratch, ignore_errors=True)
             work.scratch.mkdir()
         parts = [work.scratch / f"shard-{number}.states" for number in range(len(states))]
         for file, part in zip(states, parts, strict=True):

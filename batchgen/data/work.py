@@ -37,6 +37,7 @@ __all__ = [
     "is_complete",
     "open_work",
     "output_paths",
+    "part_files",
 ]
 
 Policy = Literal["resume", "overwrite", "resume-anyway"]

@@ -81,6 +81,17 @@ def test_refusals(tmp_path: Path) -> None:
         merge([a, b, c], tmp_path / "pipe", overwrite=True)
 
 
+def test_a_merge_that_was_killed_is_repeated(tmp_path: Path) -> None:
+    shards = [run(tmp_path / "out", (i, 2)) for i in range(2)]
+    out = tmp_path / "m.parquet"
+    scratch = output_paths(out).work / "scratch"
+    scratch.mkdir(parents=True)
+    (scratch / "shard-0.states").write_bytes(b"half")
+    (scratch.parent / "lock").touch()
+    assert merge(shards, out) == 30
+    assert not scratch.parent.exists()
+
+
 def test_an_unfinished_run_to_the_same_place_is_not_disturbed(tmp_path: Path) -> None:
     shards = [run(tmp_path / "out", (i, 2)) for i in range(2)]
     out = tmp_path / "m.parquet"
