@@ -26,7 +26,7 @@ from batchgen.embeds import EmbedsStore
 from batchgen.engine.collector import QuietCollector
 from batchgen.engine.engine import Engine, Running
 from batchgen.engine.intake import Intake
-from batchgen.errors import TooManyErrors, UsageError
+from batchgen.errors import InputError, ModelError, TooManyErrors, UsageError
 from batchgen.job.estimate import estimate_output
 from batchgen.job.events import EventWriter, open_events
 from batchgen.job.identity import JobIdentity, identify
@@ -89,8 +89,8 @@ class _Job:
                 committed = Committed.read(work, retry_errors=self.config.retry_errors)
             try:
                 return self._fill(work, committed, inputs, identity, setup, model)
-            except UsageError:
-                if not len(committed):
+            except (UsageError, InputError, ModelError):
+                if not len(committed) and not work.part_files():
                     work.remove()  # refused before a token was computed: a corrected command finds no other work
                 raise
 

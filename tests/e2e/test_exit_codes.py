@@ -106,6 +106,8 @@ def test_4_input(model: Path, tmp_path: Path) -> None:
     done = run(["run", source, "--model", model, *F32, "--on-bad-row", "fail"], tmp_path, expect=4)
     assert r"`\x1b]0;title\x07\n` is not a field of `sampling_params`" in one_line(done.stderr)
     assert not (tmp_path / "in.out.parquet").exists()
+    source = write_lines(tmp_path / "in.jsonl", [{"text": "a", **GREEDY}])  # mended
+    run(["run", source, "--model", model, *F32, "--on-bad-row", "fail"], tmp_path)
 
 
 def test_5_disk_full(model: Path, tmp_path: Path) -> None:
