@@ -17,6 +17,8 @@ import orjson
 from batchgen.errors import ErrorCode, RowError
 
 __all__ = [
+    "INT64_HIGH",
+    "INT64_LOW",
     "Check",
     "boolean",
     "check_unicode",
@@ -37,7 +39,7 @@ __all__ = [
 
 Check = Callable[[str, Any], Any]
 
-_INT64_LOW, _INT64_HIGH = -(2**63), 2**63 - 1
+INT64_LOW, INT64_HIGH = -(2**63), 2**63 - 1
 _MAX_TOKEN_ID = 2**31 - 1
 
 _NUMBERS = {int, float}
@@ -88,7 +90,7 @@ def invalid(name: str, problem: str) -> RowError:
 
 def span(low: int, high: int) -> str:
     """A range of integers in words; an upper end that is merely the type's is not named."""
-    return f"at least {low}" if high == _INT64_HIGH else f"between {low} and {high}"
+    return f"at least {low}" if high == INT64_HIGH else f"between {low} and {high}"
 
 
 def boolean(name: str, value: Any) -> bool:
@@ -105,13 +107,13 @@ def string(name: str, value: Any) -> str:
     return value
 
 
-def integer(low: int = _INT64_LOW, high: int = _INT64_HIGH) -> Check:
+def integer(low: int = INT64_LOW, high: int = INT64_HIGH) -> Check:
     """A check for whole numbers in [low, high]; booleans and floats are refused."""
 
     def check(name: str, value: Any) -> int:
         if type(value) is not int:
             raise invalid(name, f"must be an integer, got {show(value)}")
-        if not _INT64_LOW <= value <= _INT64_HIGH:
+        if not INT64_LOW <= value <= INT64_HIGH:
             raise invalid(name, "must fit a signed 64-bit integer")
         if not low <= value <= high:
             raise invalid(name, f"must be {span(low, high)}, got {value}")

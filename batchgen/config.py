@@ -79,9 +79,9 @@ class EngineConfig:
     hidden_states_dtype: Literal["auto", "float32"] = "auto"
     """auto: hidden states are the model's own values, means rounded to its format; float32: means are not rounded."""
     stop_on_repeat: int | None = None
+    """Tokens: a sample ends when its last so many are one block of at most a quarter of them, over and over."""
     lenient_schemas: bool = False
     """Leave out what cannot be enforced of a schema, instead of refusing its rows."""
-    """Tokens: a sample ends when its last so many are one block of at most a quarter of them, over and over."""
     repetition_penalty_scope: Literal["output", "prompt+output"] = "output"
     logprobs_mode: Literal["raw", "processed"] = "raw"
     logit_processor: tuple[tuple[str, str | LogitProcessor], ...] = ()

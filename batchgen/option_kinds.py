@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from batchgen.checks import INT64_HIGH, span
 from batchgen.errors import UsageError
 from batchgen.units import (
     parse_bool,
@@ -47,8 +48,6 @@ __all__ = [
 ]
 
 Target = Literal["engine", "run", "sampling", "meta"]
-
-_INT64_MAX = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +117,13 @@ class Option:
         return self.flag.replace("--no-", "--", 1) if self.name.startswith("no_") else self.flag.replace("--", "--no-")
 
 
-def whole(low: int, high: int = _INT64_MAX) -> Kind:
+def whole(low: int, high: int = INT64_HIGH) -> Kind:
     """Whole numbers in [low, high]."""
 
     def parse(text: str) -> int:
         value = parse_int(text)
         if not low <= value <= high:
-            bound = f"at least {low}" if high == _INT64_MAX else f"between {low} and {high}"
-            raise ValueError(f"must be {bound}, got {value}")
+            raise ValueError(f"must be {span(low, high)}, got {value}")
         return value
 
     return Kind("N", parse, (str, int))

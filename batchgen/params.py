@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from batchgen.checks import invalid, show, span
+from batchgen.checks import INT64_HIGH, INT64_LOW, invalid, show, span
 from batchgen.errors import ErrorCode, RowError
 from batchgen.patterns import compile_pattern
 
@@ -28,7 +28,6 @@ GREEDY_TEMPERATURE = 1e-5
 MAX_STOPS = 32
 """Most stop strings a row may name."""
 
-_INT64_MAX = 2**63 - 1
 _MOST_NUMBERS = 2**31 - 1
 """That a list of one output row holds."""
 
@@ -246,7 +245,7 @@ class SamplingParams:
         _check_float("min_p", self.min_p, 0.0, 1.0)
         _check_int("top_k", self.top_k, -1, 1 << 31)
         if self.seed is not None:
-            _check_int("seed", self.seed, -_INT64_MAX - 1, _INT64_MAX)
+            _check_int("seed", self.seed, INT64_LOW, INT64_HIGH)
 
     def _check_stops(self) -> None:
         if len(self.stop) > MAX_STOPS:
