@@ -61,6 +61,16 @@ def bench(
         str | None,
         typer.Option(metavar="DTYPE", show_default=False, help="As for run. Default: auto. Example: --dtype float32"),
     ] = None,
+    peer_dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="best|asked",
+            show_default=False,
+            help="best: a peer takes float32 where the processor has no instructions for the asked dtype, "
+            "and its figures say so; asked: peers compute in --dtype or are left out. Default: best. "
+            "Example: --peer-dtype asked",
+        ),
+    ] = None,
     device: Annotated[
         str | None,
         typer.Option(metavar="DEVICE", show_default=False, help="As for run. Default: auto. Example: --device cpu"),
@@ -137,8 +147,8 @@ def bench(
     console = Console(stderr=True, highlight=False)
     given = {
         "workloads": tuple(workloads) if workloads else None, "model": model, "peers": peers, "repeat": repeat,
-        "dtype": dtype, "device": device, "threads": cpu_threads, "plan_size": plan_size, "timeout": timeout,
-        "tuned": tuned,
+        "dtype": dtype, "peer_dtype": peer_dtype, "device": device, "threads": cpu_threads, "plan_size": plan_size,
+        "timeout": timeout, "tuned": tuned,
     }  # fmt: skip
     if stored is not None:
         if config is not None or any(value is not None for value in given.values()):

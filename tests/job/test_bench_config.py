@@ -49,6 +49,7 @@ def test_flags_take_the_place_of_what_a_file_says(tmp_path: Path) -> None:
         ("model", "is not TOML"),
         ("repeat = 0", "--repeat must be at least 1, got 0"),
         ("cpu_threads = 0", "--cpu-threads must be at least 1"),
+        ('peer_dtype = "float32"', "--peer-dtype must be best or asked, got 'float32'"),
     ],
 )
 def test_wrong_files_are_refused_by_name(tmp_path: Path, text: str, message: str) -> None:

@@ -156,6 +156,9 @@ def test_openvino_that_cannot_in_float32_is_left_out(
     for dtype in ("bfloat16", "float32"):
         with pytest.raises(EngineFailed, match="expect kvcache type f32"):
             EngineProcess(EngineSource("openvino"), replace(spec, dtype=dtype))
+    monkeypatch.setenv("FAKE_OV_LACKS", "bf16")
+    with pytest.raises(EngineFailed, match="expect kvcache type f32"):
+        EngineProcess(EngineSource("openvino"), replace(spec, dtype="bfloat16", keep_dtype=True))
 
 
 def test_openvino_warms_its_cache_by_hand(record: Path, spec: LoadSpec) -> None:

@@ -133,6 +133,13 @@ def test_transformers_is_given_the_format_that_it_multiplies_faster(monkeypatch:
     assert engine_transformers.at_its_best("bfloat16", "cpu") == "bfloat16"
 
 
+def test_transformers_keeps_the_asked_format_where_that_is_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_transformers, "at_its_best", lambda dtype, device: "float32")
+    for keep, taken in ((False, "float32"), (True, "bfloat16")):
+        spec = LoadSpec(str(folder), "bfloat16", "cpu", 1, keep_dtype=keep)
+        assert engine_transformers.load(asdict(spec)).describe()["dtype"] == taken
+
+
 def test_special_workloads_run_beside_their_plain_rows(
     folder: Path, toys: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,7 @@ _OF_ENGINES: Final = {
     "--model": "model",
     "--peers": "peers",
     "--dtype": "dtype",
+    "--peer-dtype": "peer_dtype",
     "--device": "device",
     "--cpu-threads": "threads",
     "--timeout": "timeout",

@@ -39,6 +39,8 @@ class BenchConfig:
     """ROWSxTOKENS of workload `plan`."""
     tuned: Path | None = None
     """Figures of an earlier run, whose settings engines keep."""
+    peer_dtype: str = "best"
+    """best: a peer takes float32 where the processor has no instructions for the asked dtype; asked: never."""
 
 
 _KEYS: Final[dict[str, tuple[str, type | tuple[type, ...]]]] = {
@@ -47,12 +49,14 @@ _KEYS: Final[dict[str, tuple[str, type | tuple[type, ...]]]] = {
     "peers": ("peers", list),
     "repeat": ("repeat", int),
     "dtype": ("dtype", str),
+    "peer_dtype": ("peer_dtype", str),
     "device": ("device", str),
     "cpu_threads": ("threads", int),
     "timeout": ("timeout", (int, float)),
     "plan_size": ("plan_size", str),
 }
 """Key of a file -> field of `BenchConfig`, and its type."""
+_PEER_DTYPES: Final = ("best", "asked")
 _TAKES: Final[dict[type | tuple[type, ...], str]] = {
     str: 'a text, as "cpu"',
     int: "a whole number",
@@ -82,6 +86,8 @@ def bench_config(given: Mapping[str, Any], file: Path | None) -> BenchConfig:
     for flag, value in (("--repeat", config.repeat), ("--cpu-threads", config.threads), ("--timeout", config.timeout)):
         if value is not None and value < 1:
             raise UsageError(f"{flag} must be at least 1, got {value}")
+    if config.peer_dtype not in _PEER_DTYPES:
+        raise UsageError(f"--peer-dtype must be {' or '.join(_PEER_DTYPES)}, got {config.peer_dtype!r}")
     return config
 
 

@@ -61,6 +61,8 @@ class LoadSpec:
     """Of `EngineConfig`, for batchgen's own engine; peers are not given them."""
     cache: str = ""
     """Folder where an engine with a format of its own keeps the converted model."""
+    keep_dtype: bool = False
+    """Whether peers must compute in `dtype` even where float32 is faster for them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -276,7 +276,9 @@ class _Bench:
         lora = dict(pair for adapters in sets for pair in adapter_folders(self.folder, adapters))
         options = {"lora": lora} if lora else {}
         cache = str(bench_cache() / "converted")
-        return LoadSpec(self.folder, dtype, where, torch.get_num_threads(), options, cache)
+        return LoadSpec(
+            self.folder, dtype, where, torch.get_num_threads(), options, cache, self.config.peer_dtype == "asked"
+        )
 
 
 def _progress(workload: BenchWorkload, number: int, repeat: int, measured: Sequence[Measured]) -> str:

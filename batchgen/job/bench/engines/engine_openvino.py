@@ -33,13 +33,13 @@ class Engine:
 
     version = genai.__version__
 
-    def __init__(self, folder: Path, dtype: str, threads: int) -> None:
+    def __init__(self, folder: Path, dtype: str, threads: int, *, keep_dtype: bool = False) -> None:
         self._folder, self._dtype, self._threads = folder, dtype, threads
         self._pipeline: Any = None
         try:
             self.prepare(_FIRST)
         except RuntimeError:  # without its instructions the library has no bfloat16 cache, and computes in float32
-            if dtype == "float32":
+            if keep_dtype or dtype == "float32":
                 raise
             self._dtype = "float32"
             self.prepare(_FIRST)
@@ -107,4 +107,4 @@ def load(request: dict[str, Any]) -> Engine:
         raise RuntimeError("it is measured on a CPU only")
     kind = f"openvino {ov.__version__}"
     folder = converted(request["cache"], request["model"], kind, lambda aside: _convert(request["model"], aside))
-    return Engine(folder, request["dtype"], request["threads"])
+    return Engine(folder, request["dtype"], request["threads"], keep_dtype=request["keep_dtype"])

@@ -91,4 +91,5 @@ def _product_seconds(dtype: str) -> float:
 def load(request: dict[str, Any]) -> Engine:
     """An engine for the driver's request."""
     torch.set_num_threads(request["threads"])
-    return Engine(request["model"], at_its_best(request["dtype"], request["device"]), request["device"])
+    dtype, device = request["dtype"], request["device"]
+    return Engine(request["model"], dtype if request["keep_dtype"] else at_its_best(dtype, device), device)
