@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
+
+from batchgen.job.bench.engines import peer_tools
+
+sys.modules.setdefault("peer_tools", peer_tools)  # as the worker lends it to the peers' scripts
 
 
 @pytest.fixture

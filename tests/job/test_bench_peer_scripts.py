@@ -242,6 +242,12 @@ def test_vllm(record: Path, spec: LoadSpec, monkeypatch: pytest.MonkeyPatch) -> 
     ]  # fmt: skip
 
 
+def test_vllm_computes_in_the_asked_format_where_it_must(record: Path, spec: LoadSpec) -> None:
+    with EngineProcess(EngineSource("vllm"), replace(spec, dtype="bfloat16", keep_dtype=True)) as engine:
+        assert engine.dtype == "bfloat16"
+    assert [options["dtype"] for options, _ in asked(record, "llm")] == ["bfloat16"]
+
+
 # CTranslate2
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from batchgen.job.bench.adapters import adapter_folders, merge_adapter
 from batchgen.job.bench.command import run_command
-from batchgen.job.bench.engines import engine_batchgen, engine_transformers, engine_transformers_continuous
+from batchgen.job.bench.engines import engine_batchgen, engine_transformers, engine_transformers_continuous, peer_tools
 from batchgen.job.bench.gate import GateRed
 from batchgen.job.bench.named import MORE_WORKLOADS
 from batchgen.job.bench.peers import EngineSource
@@ -122,28 +122,32 @@ class Loads(InProcess):
         return super().generate(rows, setting)
 
 
-def test_transformers_is_given_the_format_that_it_multiplies_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert engine_transformers._product_seconds("bfloat16") > 0
+def test_peers_are_given_the_format_that_pytorch_multiplies_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert peer_tools.product_seconds("bfloat16") > 0
     took = {"bfloat16": 2.5, "float32": 1.0}
-    monkeypatch.setattr(engine_transformers, "_product_seconds", took.__getitem__)
-    assert engine_transformers.at_its_best("bfloat16", "cpu") == "float32"
-    assert engine_transformers.at_its_best("bfloat16", "cuda") == "bfloat16"
-    assert engine_transformers.at_its_best("float32", "cpu") == "float32"
+    monkeypatch.setattr(peer_tools, "product_seconds", took.__getitem__)
+
+    def taken(dtype: str, device: str, *, keep: bool = False) -> str:
+        return peer_tools.at_its_best(asdict(LoadSpec("none", dtype, device, 1, keep_dtype=keep)))
+
+    assert taken("bfloat16", "cpu") == "float32"
+    assert taken("bfloat16", "cpu", keep=True) == "bfloat16"
+    assert taken("bfloat16", "cuda") == "bfloat16"
+    assert taken("float32", "cpu") == "float32"
     took["bfloat16"] = 1.9
-    assert engine_transformers.at_its_best("bfloat16", "cpu") == "bfloat16"
+    assert taken("bfloat16", "cpu") == "bfloat16"
 
 
-def test_transformers_keeps_the_asked_format_where_that_is_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_transformers, "at_its_best", lambda dtype, device: "float32")
-    for keep, taken in ((False, "float32"), (True, "bfloat16")):
-        spec = LoadSpec(str(folder), "bfloat16", "cpu", 1, keep_dtype=keep)
-        assert engine_transformers.load(asdict(spec)).describe()["dtype"] == taken
+@pytest.mark.parametrize("module", [engine_transformers, engine_transformers_continuous])
+def test_transformers_takes_that_format(folder: Path, module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "at_its_best", lambda request: "bfloat16")
+    assert module.load(asdict(LoadSpec(str(folder), "float32", "cpu", 1))).describe()["dtype"] == "bfloat16"
 
 
 def test_special_workloads_run_beside_their_plain_rows(
     folder: Path, toys: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_transformers, "at_its_best", lambda dtype, device: dtype)  # else by a clock
+    monkeypatch.setattr(engine_transformers, "at_its_best", lambda request: request["dtype"])  # else by a clock
     lines: list[str] = []
     Loads.seen.clear()
     console = quiet()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
 import transformers
+from peer_tools import apart, at_its_best, static_batches, together
 
 BATCH_SIZES = {"cpu": (8, 16, 32, 64), "cuda": (64, 128, 256)}
 
+# Lengths are fixed: nothing ends a row early, and greedy needs no sampling settings of the checkpoint.
+_GREEDY = transformers.GenerationConfig(do_sample=False, pad_token_id=0)
 _DRAWN = transformers.GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0)
 
 
@@ -25,8 +27,6 @@ class Engine:
             model, dtype=kind, attn_implementation="sdpa", local_files_only=True
         )
         self._model.to(device).eval()
-        # Lengths are fixed: nothing ends a row early, and greedy needs no sampling settings of the checkpoint.
-        self._model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)
         self._device = device
 
     def describe(self) -> dict[str, Any]:
@@ -40,56 +40,32 @@ class Engine:
 
     def generate(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
         """Rows of like lengths go together, the best that a padded batch can have; samples are rows of their own."""
-        samples = [row.get("samples", 1) for row in rows]
-        if max(samples) > 1:
-            alone = [{**row, "samples": 1} for row, count in zip(rows, samples, strict=True) for _ in range(count)]
-            greedy, self._model.generation_config = self._model.generation_config, _DRAWN
-            made, counted = self.generate(alone, setting)
-            self._model.generation_config = greedy
-            parts = iter(made)
-            return [[i for _ in range(count) for i in next(parts)] for count in samples], counted
-        order = sorted(range(len(rows)), key=lambda i: (-rows[i]["max_new"], -len(rows[i]["ids"])))
-        outputs: list[list[int]] = [[] for _ in rows]
+        alone = apart(rows)
+        outputs: list[list[int]] = [[] for _ in alone]
         prompt_tokens = decode_rows = 0
-        for begin in range(0, len(order), setting["batch"]):
-            members = order[begin : begin + setting["batch"]]
-            width = max(len(rows[i]["ids"]) for i in members)
-            new = max(rows[i]["max_new"] for i in members)
-            tokens = self._batch([rows[i]["ids"] for i in members], width, new)
+        for drawn, members in static_batches(alone, setting["batch"]):
+            width = max(len(alone[i]["ids"]) for i in members)
+            new = max(alone[i]["max_new"] for i in members)
+            tokens = self._batch([alone[i]["ids"] for i in members], width, new, _DRAWN if drawn else _GREEDY)
             for i, ids in zip(members, tokens, strict=True):
-                outputs[i] = ids[: rows[i]["max_new"]]
+                outputs[i] = ids[: alone[i]["max_new"]]
             prompt_tokens += width * len(members)
             decode_rows += (new - 1) * len(members)
-        return outputs, {"prompt_tokens_computed": prompt_tokens, "decode_rows": decode_rows}
+        return together(rows, outputs), {"prompt_tokens_computed": prompt_tokens, "decode_rows": decode_rows}
 
-    def _batch(self, prompts: list[list[int]], width: int, new: int) -> list[list[int]]:
+    def _batch(
+        self, prompts: list[list[int]], width: int, new: int, config: transformers.GenerationConfig
+    ) -> list[list[int]]:
         ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=self._device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self._device)
+        self._model.generation_config = config
         with torch.inference_mode():
             out = self._model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new)
         tokens: list[list[int]] = out[:, width:].tolist()
         return tokens
 
 
-def at_its_best(dtype: str, device: str) -> str:
-    """The dtype, or float32 where PyTorch multiplies that twice as fast: bfloat16 on a CPU without its instructions."""
-    if device != "cpu" or dtype == "float32":
-        return dtype
-    return "float32" if _product_seconds(dtype) > 2 * _product_seconds("float32") else dtype
-
-
-def _product_seconds(dtype: str) -> float:
-    x, weight = (torch.full(size, 0.5, dtype=getattr(torch, dtype)) for size in ((64, 576), (1152, 576)))
-    taken = []
-    for _ in range(6):
-        begin = time.perf_counter()
-        torch.nn.functional.linear(x, weight)
-        taken.append(time.perf_counter() - begin)
-    return min(taken)
-
-
 def load(request: dict[str, Any]) -> Engine:
     """An engine for the driver's request."""
     torch.set_num_threads(request["threads"])
-    dtype, device = request["dtype"], request["device"]
-    return Engine(request["model"], dtype if request["keep_dtype"] else at_its_best(dtype, device), device)
+    return Engine(request["model"], at_its_best(request), request["device"])

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import transformers
+from peer_tools import at_its_best
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 _PATIENCE = 120.0
@@ -76,4 +77,4 @@ def _small() -> transformers.ContinuousBatchingConfig:
 def load(request: dict[str, Any]) -> Engine:
     """An engine for the driver's request."""
     torch.set_num_threads(request["threads"])
-    return Engine(request["model"], request["dtype"], request["device"])
+    return Engine(request["model"], at_its_best(request), request["device"])

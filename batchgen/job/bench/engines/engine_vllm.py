@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from peer_tools import at_its_best
+
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
@@ -82,4 +84,4 @@ def load(request: dict[str, Any]) -> Engine:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", _CPU_CACHE_GIB)
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, processors)))
         request = {**request, "threads": len(processors)}
-    return Engine(request["model"], request["dtype"], request["device"], request["threads"])
+    return Engine(request["model"], at_its_best(request), request["device"], request["threads"])
