@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchgen.data.files import output_errors, parquet_writer, write_durably
+from batchgen.data.files import output_errors, parquet_writer, part_errors, write_durably
 from batchgen.data.parts import FINGERPRINT_KEY, STATES_KEY
 from batchgen.data.schema import KEY_COLUMNS, SCHEMA_VERSION, VERSION_KEY
 from batchgen.data.states import read_index, states_part
@@ -59,9 +59,10 @@ class Committed:
     def read(cls, work: WorkFolder, retry_errors: bool = False) -> Committed:
         """The keys that a run can skip. Called once, under the lock, before a writer is made.
 
-        The rule for what else is found: a temporary file is an interrupted commit and is removed; a part that cannot
-        be read (power loss on a disk that lies about fsync), or whose hidden states cannot, is removed, and its rows
-        are computed anew; states without their part are removed; a part of another job is refused.
+        The rule for what else is found: a temporary file is an interrupted commit and is removed; a part that is
+        damaged (power loss on a disk that lies about fsync), or whose hidden states are, is removed, and its rows
+        are computed anew; states without their part are removed; a part of another job is refused. A part that
+        cannot be read for another reason stays: the disk may answer, or the permission be there, the next time.
 
         Args:
             work: the folder.
@@ -69,7 +70,7 @@ class Committed:
 
         Raises:
             FingerprintError: a part belongs to a different job.
-            OutputError: the folder cannot be changed.
+            OutputError: the folder cannot be changed, or a part that may be whole cannot be read.
         """
         keys = _remove_debris(work)
         if not retry_errors:
@@ -142,7 +143,7 @@ def _keys_of(file: pq.ParquetFile) -> _Keys:
 
 
 def _remove_debris(work: WorkFolder) -> dict[Path, _Keys]:
-    """Remove interrupted commits and unreadable parts, refuse parts of other jobs; the keys of the parts that stay."""
+    """Remove interrupted commits and damaged parts, refuse parts of other jobs; the keys of the parts that stay."""
     keys: dict[Path, _Keys] = {}
     with output_errors(work.parts):
         for entry in work.parts.iterdir():
@@ -166,20 +167,26 @@ def _remove_debris(work: WorkFolder) -> dict[Path, _Keys]:
 
 
 def _identity(part: Path) -> tuple[str, _Keys] | None:
-    """The fingerprint in a part's footer and its keys; None when the part, its keys or its states cannot be read."""
+    """The fingerprint in a part's footer and its keys; None when the part, its keys or its states are damaged."""
     try:
-        with part.open("rb") as stream:
+        with part_errors(part), part.open("rb") as stream:
             file = pq.ParquetFile(stream, page_checksum_verification=True)
             metadata = file.metadata.metadata or {}
             if metadata.get(VERSION_KEY) != SCHEMA_VERSION.encode():
                 return None
             keys = _keys_of(file)
         states = int(metadata.get(STATES_KEY, 0))
-        if states and len(read_index(states_part(part))) != states:
+        if states and not _has_states(part, states):
             return None
         return metadata[FINGERPRINT_KEY].decode(), keys
     except (OSError, pa.ArrowException, KeyError, ValueError):
         return None
+
+
+def _has_states(part: Path, count: int) -> bool:
+    states = states_part(part)
+    with part_errors(states):
+        return len(read_index(states)) == count
 
 
 def _drop_errors(work: WorkFolder) -> None:
@@ -200,9 +207,9 @@ def _drop_errors(work: WorkFolder) -> None:
 
 
 def _whole(part: Path) -> pa.Table | None:
-    """All columns of a part; None when some cannot be read, so that its rows are computed anew."""
+    """All columns of a part; None when some are damaged, so that its rows are computed anew."""
     try:
-        with part.open("rb") as stream:
+        with part_errors(part), part.open("rb") as stream:
             return pq.ParquetFile(stream, page_checksum_verification=True).read()
     except (OSError, pa.ArrowException):
         return None

@@ -19,6 +19,7 @@ from batchgen.errors import OutputError
 __all__ = [
     "output_errors",
     "parquet_writer",
+    "part_errors",
     "read_footer",
     "refuse_existing",
     "refuse_special",
@@ -46,6 +47,33 @@ def output_errors(path: Path) -> Iterator[None]:
         else:
             remedy = "Check the disk and run the same command again: committed rows are kept."
         raise OutputError(f"{path} cannot be written ({reason}). {remedy}") from error
+
+
+@contextmanager
+def part_errors(part: Path) -> Iterator[None]:
+    """Tell a committed part that is damaged from one that cannot be read now, whose rows are as good as ever.
+
+    What the operating system says of reading has an errno, what Arrow and this package say of the content has none.
+
+    Raises:
+        OutputError: no permission, a failing disk or too little memory: it says nothing of the part.
+        OSError, pa.ArrowException, ValueError, KeyError: the part is damaged, or is not there.
+    """
+    try:
+        yield
+    except MemoryError as error:  # Arrow's own is one too
+        raise OutputError(
+            f"{part} cannot be read (not enough memory). Free some and run the same command again: committed rows "
+            "are kept."
+        ) from error
+    except OSError as error:
+        if error.errno is None or error.errno == errno.ENOENT:
+            raise
+        remedy = "Check the permissions" if error.errno in _FORBIDDEN else "Check the disk"
+        raise OutputError(
+            f"{part} cannot be read ({error.strerror or error}). {remedy} and run the same command again: committed "
+            "rows are kept."
+        ) from error
 
 
 def sync_folder(folder: Path) -> None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchgen.data.files import states_writer, write_durably
+from batchgen.data.files import part_errors, states_writer, write_durably
 from batchgen.data.schema import STATES_CONTENTS, with_footer
 from batchgen.data.states import INDEX, Index, StateRecord, read_index, read_record, write_states_part
 from batchgen.errors import BatchgenError, OutputError
@@ -80,7 +80,8 @@ def write_states_result(path: Path, parts: Sequence[Path], footer: Mapping[str, 
 
 def _checked_index(part: Path) -> Index:
     try:
-        return read_index(part)
+        with part_errors(part):
+            return read_index(part)
     except OSError as error:
         raise _damaged(part, error) from error
 
@@ -120,7 +121,8 @@ class _Opened:
                     self._streams.popitem(last=False)[1].close()
                 self._streams[file] = self._parts[file].open("rb")
             self._streams.move_to_end(file)
-            return read_record(self._streams[file], entry)
+            with part_errors(self._parts[file]):
+                return read_record(self._streams[file], entry)
         except OSError as error:
             raise _damaged(self._parts[file], error) from error
 

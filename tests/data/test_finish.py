@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from batchgen.data import finish as finish_module
 from batchgen.data import gather as gather_module
 from batchgen.data.files import read_footer
 from batchgen.data.finish import finish
@@ -173,6 +175,19 @@ def test_a_damaged_part_is_named(tmp_path: Path) -> None:
         with pytest.raises(OutputError, match=f"{part.name} is damaged.*Remove it"):
             finish(work, expect([(row, 0, 1) for row in range(4)]), {})
     assert not out.exists()
+
+
+def test_a_part_that_cannot_be_read_now_is_not_to_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any, **__: Any) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with begin(tmp_path / "r.parquet") as work:
+        commit(work, [group(0)])
+        monkeypatch.setattr(finish_module, "read_keys", failing)
+        monkeypatch.setattr(finish_module.pq, "read_table", failing)
+        with pytest.raises(OutputError, match=r"part-000000\.parquet cannot be read \(Permission denied\)") as caught:
+            finish(work, expect([(0, 0, 1)]), {})
+        assert "Remove" not in str(caught.value)
 
 
 class Killed(BaseException):

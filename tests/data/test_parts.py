@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import resource
 import signal
@@ -26,6 +27,7 @@ from batchgen.data.parts import FINGERPRINT_KEY, PartWriter
 from batchgen.data.schema import SCHEMA, OutputRow
 from batchgen.data.work import RunIdentity
 from batchgen.errors import BatchgenError, FingerprintError, OutputError
+from batchgen.request import StateBlock
 from tests.data.helpers import begin, commit, failed, group, sample
 
 
@@ -277,6 +279,32 @@ class TestCommitted:
         assert left <= {"part-000000.parquet", "part-000004.parquet"}
         assert (3, 0) in committed
 
+    @pytest.mark.parametrize("retry", [False, True])
+    @pytest.mark.parametrize(
+        ("problem", "said"),
+        [
+            (OSError(errno.EACCES, "Permission denied"), "Check the permissions"),
+            (OSError(errno.EIO, "Input/output error"), "Check the disk"),
+            (OSError(errno.EMFILE, "Too many open files"), "Too many open files"),
+            (MemoryError(), "not enough memory"),
+            (pa.ArrowMemoryError("malloc of size 1 failed"), "not enough memory"),
+        ],
+        ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+    )
+    def test_what_cannot_be_read_now_stays(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: BaseException, said: str, retry: bool
+    ) -> None:
+        """No permission, a disk that fails, too little memory: the committed rows are as good as ever."""
+        with begin(tmp_path / "r") as work:
+            commit(work, [group(3)])
+            commit(work, [[with_states(sample(4))]])
+            for file in (work.part_files()[0], *work.states.iterdir()):
+                with monkeypatch.context() as patched:
+                    patched.setattr(Path, "open", opened_but(file, problem))
+                    with pytest.raises(OutputError, match=f"{file.name} cannot be read .*{said}.* kept"):
+                        Committed.read(work, retry_errors=retry)
+            assert len(Committed.read(work)) == 2
+
     def test_a_part_of_another_job_is_refused(self, tmp_path: Path) -> None:
         with begin(tmp_path / "other", RunIdentity("other")) as other:
             commit(other, [group(3)])
@@ -305,6 +333,25 @@ class TestCommitted:
             assert Committed.read(work, retry_errors=True).prompts_done == 6
             for part in work.part_files():
                 assert pq.read_schema(part).metadata[FINGERPRINT_KEY] == b"f00d"
+
+
+def with_states(row: OutputRow) -> OutputRow:
+    block = StateBlock(-1, "last", 0, np.ones((1, 4), np.float32), "float32")
+    return replace(row, completion=replace(row.completion, states=(block,)))
+
+
+def opened_but(file: Path, problem: BaseException) -> Any:
+    """`Path.open`, where the reading of one file fails."""
+    real = Path.open
+
+    class Failing(io.BufferedReader):
+        def read(self, size: int | None = -1) -> bytes:
+            raise problem
+
+    def opens(path: Path, *arguments: Any, **options: Any) -> Any:
+        return Failing(io.FileIO(path)) if path == file else real(path, *arguments, **options)
+
+    return opens
 
 
 def replace_index(completion: Any, index: int) -> Any:
