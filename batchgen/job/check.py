@@ -134,7 +134,7 @@ def _examine(config: RunConfig) -> CheckReport:
         table = RequestTable(EmbedsStore(setup.spec.embeds_size, Path(scratch)))
         intake = Intake(table, setup.encoder, setup.defaults, config.on_duplicate_id, setup.media_root)
         take, decode = errors.take, setup.decode_prompt
-        rows = ingest(config, inputs, intake, table, Path(scratch), decode, take, on_skipped=take)
+        rows = ingest(config, inputs, intake, table, Path(scratch), decode, on_error=take, on_skipped=take)
         rows.close()
         read = time.monotonic()
         workload = plan_workload(table, dedup=config.engine.dedup, adapters=list(setup.spec.adapters))

@@ -99,8 +99,8 @@ def ingest(
     table: RequestTable,
     folder: Path,
     decode: Callable[[list[int]], str],
-    on_error: Callable[[Completion, str, str | None], None],
     on_row: Callable[[int], None] = lambda rows: None,
+    on_error: Callable[[Completion, str, str | None], None] = lambda completion, row_id, extra: None,
     on_skipped: Callable[[Completion, str, str | None], None] = lambda completion, row_id, extra: None,
 ) -> Ingested:
     """Read, parse and tokenise every row.
@@ -112,8 +112,8 @@ def ingest(
         table: takes the requests; its tokens go to a memory map of a file.
         folder: takes `tokens`, `texts` and `bad`, which the caller removes.
         decode: ids to text, for `--include-prompt`.
-        on_error: called with each bad row's completion, id and carried fields, unless bad rows are skipped.
         on_row: called with the rows read so far.
+        on_error: called with each bad row's completion, id and carried fields, unless bad rows are skipped.
         on_skipped: called with each bad row that is skipped, as `on_error` with others.
 
     Raises:

@@ -121,7 +121,7 @@ def _ingested(folder: Path, about: Mapping[str, Any], columns: Mapping[str, npt.
 
 
 def report_bad(rows: Ingested, on_error: Callable[[Completion, str, str | None], None]) -> None:
-    """Call `on_error` with each bad row of an earlier run's reading, as `ingest` does."""
+    """Call `on_error` with each bad row that was read, in this run or an earlier one, as `ingest` does."""
     for index in range(len(rows.bad)):
         row_index, name, extra, code, message, param = orjson.loads(rows.bad.get(index) or b"")
         on_error(Completion(row_index, error=ErrorInfo(ErrorCode(code), message, param)), name, extra)

@@ -173,15 +173,16 @@ class _Job:
         self.failed = set(np.unique(committed.row_index[committed.is_error]).tolist())
         key = reading_key(identity, self.config, setup)
         rows = _kept(work, key, committed, setup)
-        if rows is not None:
-            report_bad(rows, on_error)
-        else:
+        if rows is None:
             forget_reading(work.reading)
             table = RequestTable(EmbedsStore(setup.spec.embeds_size, work.scratch))
             intake = Intake(table, setup.encoder, setup.defaults, self.config.on_duplicate_id, setup.media_root)
-            rows = ingest(self.config, inputs, intake, table, work.reading, setup.decode_prompt, on_error, on_row)
+            rows = ingest(self.config, inputs, intake, table, work.reading, setup.decode_prompt, on_row)
             keep_reading(rows, work.reading, key)
         setup.encoder.grammars.release()
+        # Before a row of this job is committed: those of another would never fit beside it.
+        rows.expected.hold(committed, work.paths.work)
+        report_bad(rows, on_error)
         self.errors_before = len(self.failed)
         self._report(rows_done=0, rows_total=rows.rows, rows_error=self._errors(rows))
         self._hold_threshold(rows)

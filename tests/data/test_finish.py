@@ -14,11 +14,12 @@ import pytest
 
 from batchgen.data import finish as finish_module
 from batchgen.data import gather as gather_module
+from batchgen.data.committed import Committed
 from batchgen.data.files import read_footer
 from batchgen.data.finish import finish
 from batchgen.data.schema import SCHEMA, SCHEMA_VERSION, VERSION_KEY
 from batchgen.data.work import WorkFolder, is_complete, open_work, output_paths
-from batchgen.errors import BatchgenError, OutputError
+from batchgen.errors import BatchgenError, OutputError, UsageError
 from tests.data.helpers import IDENTITY, begin, commit, expect, failed, group, stored, stored_keys
 
 KEYS = [(row, prompt, 1 + (row + prompt) % 3) for row in range(20) for prompt in range(1 + row % 2)]
@@ -158,6 +159,36 @@ def test_rows_that_do_not_reconcile_replace_nothing(tmp_path: Path, groups: Any,
         assert caught.value.exit_code == 1
         assert not out.exists()
         assert len(work.part_files()) == len({*work.part_files()})
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ([], None),
+        ([group(5), group(0, samples=2), [failed(0, 1)]], None),
+        ([[failed(0)]], None),
+        ([group(1)], "row 1, prompt 0 is not of this job"),
+        ([group(0, 2), group(0, samples=2)], "row 0, prompt 2 is not of this job"),
+        ([[failed(7)]], "row 7, prompt 0 is not of this job"),
+        ([group(5), group(0, samples=3)], "row 0, prompt 0 has 3 samples and not this job's 2"),
+        ([group(0)], "row 0, prompt 0 has 1 samples and not this job's 2"),
+        ([group(0, samples=3)[1:]], "row 0, prompt 0 has 2 samples and not this job's 2"),
+    ],
+)
+def test_work_that_another_run_left_is_held_against_the_job(tmp_path: Path, groups: Any, said: str | None) -> None:
+    with begin(tmp_path / "r.parquet") as work:
+        commit(work, groups)
+        committed = Committed.read(work)
+        job = expect([(5, 0, 1), (0, 1, 4), (0, 0, 2)])
+        if said is None:
+            job.hold(committed, work.paths.work)
+            return
+        with pytest.raises(UsageError, match=f"cannot go on with: {said}.*--overwrite") as caught:
+            job.hold(committed, work.paths.work)
+        assert caught.value.exit_code == 2
+        if groups:
+            with pytest.raises(UsageError):
+                expect([]).hold(committed, work.paths.work)
 
 
 def test_a_damaged_part_is_named(tmp_path: Path) -> None:

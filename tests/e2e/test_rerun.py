@@ -14,6 +14,8 @@ from tests.e2e.rows import assert_same, mixed_lines, prompts, read, rows_of, wri
 from tests.e2e.runner import run, start
 
 GREEDY = {"temperature": 0, "max_new_tokens": 6}
+LONG = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
+MANY = list(enumerate(prompts(99, 6), 1))
 
 
 @pytest.fixture
@@ -121,6 +123,57 @@ def test_resume_anyway_goes_on_under_other_options(base: list[Any], tmp_path: Pa
     report = run([*base, "--seed", "1", "--resume-anyway", "--report", "-"], tmp_path).report
     assert 0 < report["rows_resumed"] < 80
     assert len({row["row_index"] for row in rows_of(tmp_path / "out.parquet")}) == 80
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        ([], ["--limit", "2"], "is not of this job"),
+        ([], ["--n", "3"], "samples and not this job's 3"),
+        (["--on-bad-row", "error-row"], ["--on-bad-row", "skip"], "row 0, prompt 0 is not of this job"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) and value else None,
+)
+def test_resume_anyway_refuses_rows_that_never_fit_before_it_adds_to_them(
+    model: Path, tmp_path: Path, first: list[str], second: list[str], said: str
+) -> None:
+    rows = [{"id": "0", "txt": "no prompt"}, *({"id": str(i), "text": text, **LONG} for i, text in MANY)]
+    write_lines(tmp_path / "in.jsonl", rows)
+    base = ["run", "in.jsonl", "-o", "out.parquet", "--model", model, "--dtype", "float32"]
+    interrupted([*base, *first], tmp_path)
+    parts = tmp_path / "out.parquet.work" / "parts"
+    before = {part.name: part.read_bytes() for part in parts.iterdir()}
+    done = run([*base, *second, "--resume-anyway"], tmp_path, expect=2)
+    assert said in done.stderr
+    assert "options and input that it was begun with, or drop it with --overwrite" in done.stderr
+    assert {part.name: part.read_bytes() for part in parts.iterdir() if part.suffix != ".tmp"} == {
+        name: content for name, content in before.items() if not name.endswith(".tmp")
+    }
+    report = run([*base, *first, "--report", "-"], tmp_path).report
+    assert report["rows_resumed"] > 0
+    assert [row["row_index"] for row in rows_of(tmp_path / "out.parquet")] == list(range(len(rows)))
+
+
+def test_bad_rows_are_not_added_to_work_that_never_fits(model: Path, tmp_path: Path) -> None:
+    rows = [{"id": "0", "txt": "no prompt"}, *({"id": str(i), "text": text, **LONG} for i, text in MANY)]
+    write_lines(tmp_path / "in.jsonl", rows)
+    base = ["run", "in.jsonl", "-o", "out.parquet", "--model", model, "--dtype", "float32", "--on-bad-row"]
+    interrupted([*base, "skip"], tmp_path)
+    run([*base, "error-row", "--n", "2", "--resume-anyway"], tmp_path, expect=2)
+    run([*base, "skip"], tmp_path)
+    assert [row["row_index"] for row in rows_of(tmp_path / "out.parquet")] == list(range(1, len(rows)))
+
+
+def test_resume_anyway_goes_on_where_the_rows_fit(model: Path, tmp_path: Path) -> None:
+    """Bad rows were left out so far, and more rows are asked for: both come to what is committed."""
+    rows = [{"id": "0", "txt": "no prompt"}, *({"id": str(i), "text": text, **LONG} for i, text in MANY)]
+    write_lines(tmp_path / "in.jsonl", rows)
+    base = ["run", "in.jsonl", "-o", "out.parquet", "--model", model, "--dtype", "float32"]
+    interrupted([*base, "--on-bad-row", "skip", "--limit", "90"], tmp_path)
+    report = run([*base, "--resume-anyway", "--report", "-"], tmp_path).report
+    assert (report["rows"], report["errors"]) == (len(rows), {"missing_prompt": 1})
+    assert 0 < report["rows_resumed"] < 90
+    assert [row["row_index"] for row in rows_of(tmp_path / "out.parquet")] == list(range(len(rows)))
 
 
 def test_overwrite_starts_anew(base: list[Any], tmp_path: Path, finished: bytes) -> None:
