@@ -16,8 +16,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchgen.data.files import output_errors, parquet_writer, part_errors, write_durably
-from batchgen.data.parts import FINGERPRINT_KEY, STATES_KEY
-from batchgen.data.schema import KEY_COLUMNS, SCHEMA_VERSION, VERSION_KEY
+from batchgen.data.parts import STATES_KEY
+from batchgen.data.schema import FINGERPRINT_KEY, KEY_COLUMNS, SCHEMA_VERSION, VERSION_KEY
 from batchgen.data.states import read_index, states_part
 from batchgen.data.work import WorkFolder
 from batchgen.errors import BatchgenError, FingerprintError
@@ -157,7 +157,8 @@ def _remove_debris(work: WorkFolder) -> dict[Path, _Keys]:
             fingerprint, keys[part] = found
             if fingerprint not in work.accepted:
                 raise FingerprintError(
-                    f"{part} belongs to a different job. Remove it, or drop all work with --overwrite."
+                    f"{part} belongs to a different job. Go on with it with --resume-anyway, or drop all work with "
+                    "--overwrite."
                 )
         kept = set(map(states_part, keys))
         for entry in work.states.iterdir() if work.states.is_dir() else ():

@@ -21,13 +21,20 @@ import pyarrow.types as pat
 from batchgen.data.budget import OutputBudget
 from batchgen.data.carry import carried_columns
 from batchgen.data.files import parquet_writer, write_durably
-from batchgen.data.schema import SCHEMA, SCHEMA_VERSION, VERSION_KEY, OutputRow, completions_to_table, results_schema
+from batchgen.data.schema import (
+    FINGERPRINT_KEY,
+    SCHEMA,
+    SCHEMA_VERSION,
+    VERSION_KEY,
+    OutputRow,
+    completions_to_table,
+    results_schema,
+)
 from batchgen.data.states import records_of, states_part, write_states_part
 from batchgen.data.work import WorkFolder
 
-__all__ = ["FINGERPRINT_KEY", "STATES_KEY", "PartWriter", "WriterStats", "part_schema"]
+__all__ = ["STATES_KEY", "PartWriter", "WriterStats", "part_schema"]
 
-FINGERPRINT_KEY = b"batchgen.fingerprint"
 STATES_KEY = b"batchgen.states"
 """How many records the part's states hold; absent where it has none."""
 

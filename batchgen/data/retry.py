@@ -46,7 +46,7 @@ def open_for_retry(
                 f"{paths.work} holds the unfinished work of a different job. Finish that with its own command, drop it "
                 "with --overwrite, or name another output with -o."
             )
-        work = open_work(paths, identity, info, "overwrite")
+        work = open_work(paths, identity, info, "retry")
         assert work is not None
         if not work.part_files():
             _take_back(work, keys)

@@ -37,6 +37,8 @@ __all__ = [
 SCHEMA_VERSION = "1"
 VERSION_KEY = b"batchgen.schema_version"
 RUN_KEY = b"batchgen.run"
+FINGERPRINT_KEY = b"batchgen.fingerprint"
+"""In a committed part: the key of the job that it belongs to."""
 STATES_CONTENTS = "hidden states"
 """`contents` in the run record of a file of states; that of results has none."""
 

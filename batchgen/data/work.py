@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
-from batchgen.data.files import output_errors, read_footer, refuse_special, sync_folder, write_durably
+from batchgen.data.files import output_errors, part_errors, read_footer, refuse_special, sync_folder, write_durably
 from batchgen.data.lock import LOCK_NAME, RunLock
-from batchgen.data.schema import STATES_CONTENTS
+from batchgen.data.schema import FINGERPRINT_KEY, STATES_CONTENTS
 from batchgen.errors import FingerprintError, OutputError
 
 __all__ = [
@@ -40,7 +41,7 @@ __all__ = [
     "part_files",
 ]
 
-Policy = Literal["resume", "overwrite", "resume-anyway"]
+Policy = Literal["resume", "overwrite", "resume-anyway", "retry"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ class WorkFolder:
     def __init__(self, paths: OutputPaths, identity: RunIdentity, lock: RunLock, state: Mapping[str, Any]) -> None:
         self.paths = paths
         self.identity = identity
-        self.accepted: frozenset[str] = frozenset(state["accepted"])
+        self.accepted = _accepted(state, identity.key)
         """Identity keys whose parts belong to this job."""
         self._lock = lock
 
@@ -176,9 +177,10 @@ def open_work(
         paths: from `output_paths`.
         identity: this job.
         info: what the fingerprint was made from, by name; kept to say what differs when a later run's does.
-        policy: `resume` goes on with this job's work only; `overwrite` drops other work and replaces the output at
-            the end (repeated after a crash, it goes on with the work that it began); `resume-anyway` goes on with
-            the work of a different job.
+        policy: `resume` goes on with this job's work only; `overwrite` drops all work and replaces the output at
+            the end (repeated after a crash, it goes on with the work that it began, while no other job's came to
+            it); `resume-anyway` goes on with the work of a different job; `retry` drops other work and replaces this
+            job's output, of which the caller takes back what is good (repeated, it goes on).
 
     Returns:
         The folder, locked; None when the output is complete already and nothing is to be done.
@@ -189,17 +191,17 @@ def open_work(
     """
     refuse_special(paths.result)
     refuse_special(paths.states)
-    finished = policy != "overwrite" and is_complete(paths, identity)
-    if finished and not paths.work.exists():
+    replaces = policy in ("overwrite", "retry")
+    if not replaces and is_complete(paths, identity) and not paths.work.exists():
         return None
     lock = RunLock(paths.work, paths.result)
     try:
         # Asked again under the lock: the run that held it may have finished in between.
-        if policy != "overwrite" and is_complete(paths, identity):
+        if not replaces and is_complete(paths, identity):
             if holds_other_work(paths, identity):  # begun over this output with --overwrite, and not finished
                 lock.release()
             else:
-                WorkFolder(paths, identity, lock, {"accepted": []}).remove()
+                WorkFolder(paths, identity, lock, {"accepted": [identity.key]}).remove()
             return None
         with output_errors(paths.work):
             state = _state(paths, identity, info, policy)
@@ -210,9 +212,12 @@ def open_work(
 
 
 def holds_other_work(paths: OutputPaths, identity: RunIdentity) -> bool:
-    """Whether parts that a different job committed stand in the work folder."""
-    state = _read_state(paths.work)
-    return state is not None and state["fingerprint"] != identity.key and bool(part_files(paths.work))
+    """Whether parts that a different job committed, and that this one does not go on with, stand in the work folder.
+
+    Raises:
+        OutputError: one that may be whole cannot be read.
+    """
+    return not _owners(paths.work) <= _accepted(_read_state(paths.work), identity.key)
 
 
 def _let_go(work: Path, lock: RunLock) -> None:
@@ -240,13 +245,20 @@ def _write(stream: Any, content: bytes) -> None:
 
 
 def _state(paths: OutputPaths, identity: RunIdentity, info: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
-    """What run.json is to say, after every reason to refuse."""
-    fresh = {"fingerprint": identity.key, "accepted": [identity.key], "info": dict(info), "overwrite": False}
-    if policy == "overwrite":
-        if not _was_overwriting(paths.work, identity):
-            _empty(paths.work)
-        return fresh | {"overwrite": True}
+    """What run.json is to say, after every reason to refuse.
+
+    `overwrite`: the output that stands there is to be replaced. `anew`: the job whose `--overwrite` emptied the folder,
+    so that its parts hold nothing older. `accepted`: jobs in the order in which each took up the work of those before.
+    """
+    key = identity.key
+    fresh: dict[str, Any] = {"fingerprint": key, "accepted": [key], "info": dict(info)}
+    fresh |= {"overwrite": False, "anew": None}
     old = _read_state(paths.work)
+    if policy in ("overwrite", "retry"):
+        kept = _kept(paths.work, old, key, policy)
+        if not kept:
+            _empty(paths.work)
+        return fresh | kept | {"overwrite": True} | ({"anew": key} if policy == "overwrite" else {})
     overwriting = bool(old and old["overwrite"])
     for path, contents in ((paths.result, None), (paths.states, STATES_CONTENTS)):
         # States of this job may stand there already: they take their place a moment before the results.
@@ -254,20 +266,54 @@ def _state(paths: OutputPaths, identity: RunIdentity, info: Mapping[str, Any], p
             raise FingerprintError(
                 f"{path} exists and is not this job's output. Replace it with --overwrite, or name another with -o."
             )
-    if old is None or identity.key in old["accepted"]:
-        return fresh | ({} if old is None else {"accepted": old["accepted"], "overwrite": overwriting})
-    if policy == "resume":
-        changed = sorted(key for key in {*info, *old["info"]} if info.get(key) != old["info"].get(key))
+    if old is not None and policy == "resume" and key not in old["accepted"]:
+        changed = sorted(name for name in {*info, *old["info"]} if info.get(name) != old["info"].get(name))
         raise FingerprintError(
             f"{paths.work} holds the unfinished work of a different job (different: {', '.join(changed) or 'shard'}). "
             "Drop it with --overwrite, go on with it with --resume-anyway, or name another output with -o."
         )
-    return fresh | {"accepted": [*old["accepted"], identity.key], "overwrite": overwriting}
+    old = old or fresh
+    accepted = old["accepted"]
+    if policy == "resume-anyway":
+        others = dict.fromkeys([*accepted, *sorted(_owners(paths.work))])
+        accepted = [*(other for other in others if other != key), key]
+    return fresh | {"accepted": accepted, "overwrite": overwriting, "anew": old["anew"]}
 
 
-def _was_overwriting(work: Path, identity: RunIdentity) -> bool:
-    state = _read_state(work)
-    return state is not None and bool(state["overwrite"]) and state["fingerprint"] == identity.key
+def _kept(work: Path, old: Mapping[str, Any] | None, key: str, policy: Policy) -> dict[str, Any]:
+    """What stays of run.json where a run that replaces the output goes on with the work there; nothing: it does not.
+
+    An overwriting run goes on with what it began itself, from nothing. A retry's parts were taken from the output that
+    an overwriting run is to replace, and those of a job that goes on with another's are not all its own.
+    """
+    if old is None or not old["overwrite"]:
+        return {}
+    if policy == "overwrite":
+        return {"accepted": [key]} if old["anew"] == key and _owners(work) <= {key} else {}
+    owners = _owners(work)
+    return {name: old[name] for name in ("accepted", "anew")} if owners and owners <= _accepted(old, key) else {}
+
+
+def _accepted(state: Mapping[str, Any] | None, key: str) -> frozenset[str]:
+    """Identity keys whose parts the job `key` goes on with: its own, and those of jobs that were there before it.
+
+    Not those of a later one, which went on with its work under other options.
+    """
+    keys = state["accepted"] if state is not None else []
+    return frozenset(keys[: keys.index(key) + 1] if key in keys else [key])
+
+
+def _owners(work: Path) -> set[str]:
+    """Identity keys of the jobs that committed the parts; a damaged one is nobody's.
+
+    Raises:
+        OutputError: a part that may be whole cannot be read.
+    """
+    found = set()
+    for part in part_files(work):
+        with suppress(OSError, pa.ArrowException, KeyError, ValueError), part_errors(part), part.open("rb") as stream:
+            found.add((pq.ParquetFile(stream).metadata.metadata or {})[FINGERPRINT_KEY].decode())
+    return found
 
 
 def _read_state(work: Path) -> dict[str, Any] | None:
@@ -275,7 +321,7 @@ def _read_state(work: Path) -> dict[str, Any] | None:
     with suppress(FileNotFoundError, ValueError):
         state = json.loads((work / "run.json").read_bytes())
         if isinstance(state, dict) and {"fingerprint", "accepted", "info", "overwrite"} <= state.keys():
-            return state
+            return {"anew": None} | state
     return None
 
 

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 
 from batchgen.data import parts
 from batchgen.data.committed import Committed
-from batchgen.data.parts import FINGERPRINT_KEY, PartWriter
-from batchgen.data.schema import SCHEMA, OutputRow
+from batchgen.data.parts import PartWriter
+from batchgen.data.schema import FINGERPRINT_KEY, SCHEMA, OutputRow
 from batchgen.data.work import RunIdentity
 from batchgen.errors import BatchgenError, FingerprintError, OutputError
 from batchgen.request import StateBlock

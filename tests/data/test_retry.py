@@ -45,6 +45,32 @@ def test_only_errors_are_computed_again(tmp_path: Path, monkeypatch: pytest.Monk
     assert sorted(tmp_path.iterdir()) == [tmp_path / "good.parquet", out]
 
 
+def test_overwrite_drops_what_a_retry_took_from_the_output(tmp_path: Path) -> None:
+    out = tmp_path / "r.parquet"
+    finished(out, {1})
+    again = open_for_retry(output_paths(out), IDENTITY, {})
+    assert again is not None
+    with again:
+        assert len(again.part_files()) == 1
+    with begin(out, policy="overwrite") as work:
+        assert work.part_files() == []
+        commit(work, [group(0)])
+    with begin(out, policy="overwrite") as work:
+        assert len(work.part_files()) == 1, "what it computed itself stays"
+
+
+def test_a_retry_of_an_overwriting_run_that_committed_nothing_is_none_of_it(tmp_path: Path) -> None:
+    out = tmp_path / "r.parquet"
+    finished(out, {1})
+    begin(out, policy="overwrite").close()
+    again = open_for_retry(output_paths(out), IDENTITY, {})
+    assert again is not None
+    with again:
+        assert len(again.part_files()) == 1
+    with begin(out, policy="overwrite") as work:
+        assert work.part_files() == []
+
+
 def test_work_that_another_job_began_over_the_output_is_not_dropped(tmp_path: Path) -> None:
     out, other = tmp_path / "r.parquet", RunIdentity("0ther")
     finished(out, {1})

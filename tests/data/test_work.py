@@ -110,6 +110,53 @@ def test_overwrite_drops_other_work_and_resumes_its_own(tmp_path: Path) -> None:
     assert is_complete(output_paths(out), OTHER), "the old output stays until the new one is whole"
 
 
+def test_overwrite_drops_work_that_it_did_not_begin_alone(tmp_path: Path) -> None:
+    """Another job took up what it had begun, or it took up another's: what is kept would be of both."""
+    out = tmp_path / "r.parquet"
+    finished(out, RunIdentity("first"))
+    with begin(out, OTHER, "overwrite") as work:
+        commit(work, [group(0)])
+    with begin(out, IDENTITY, "resume-anyway") as work:
+        assert len(Committed.read(work)) == 1
+    with begin(out, OTHER, "overwrite") as work:
+        assert len(Committed.read(work)) == 1, "nothing came to it: the one who began it goes on"
+    with begin(out, IDENTITY, "resume-anyway") as work:
+        commit(work, [group(1)])
+    with begin(out, IDENTITY, "overwrite") as work:
+        assert work.part_files() == []
+        commit(work, [group(2)])
+    with begin(out, OTHER, "overwrite") as work:
+        assert work.part_files() == []
+
+
+def test_overwrite_goes_on_with_its_own_work_though_a_part_is_damaged(tmp_path: Path) -> None:
+    out = tmp_path / "r.parquet"
+    with begin(out, policy="overwrite") as work:
+        commit(work, [group(0), group(1)], every=1)
+        work.part_files()[1].write_bytes(b"")
+    with begin(out) as work:
+        assert len(Committed.read(work)) == 1
+    with begin(out, policy="overwrite") as work:
+        assert len(Committed.read(work)) == 1
+
+
+def test_a_job_does_not_go_on_with_what_a_later_one_added_to_its_work(tmp_path: Path) -> None:
+    out = tmp_path / "r.parquet"
+    with begin(out, OTHER) as work:
+        commit(work, [group(0)])
+    begin(out, IDENTITY, "resume-anyway").close()
+    with begin(out, OTHER) as work:
+        assert len(Committed.read(work)) == 1, "the other one added nothing"
+    with begin(out, IDENTITY) as work:
+        commit(work, [group(1)])
+    with begin(out, OTHER) as work, pytest.raises(FingerprintError, match="Go on with it with --resume-anyway"):
+        Committed.read(work)
+    with begin(out, IDENTITY) as work:
+        assert len(Committed.read(work)) == 2
+    with begin(out, OTHER, "resume-anyway") as work:
+        assert len(Committed.read(work)) == 2
+
+
 def test_an_output_that_is_not_this_jobs_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "r.parquet"
     finished(out, OTHER)
@@ -180,6 +227,9 @@ def test_parts_without_a_valid_run_file_say_themselves_whose_they_are(tmp_path: 
         Committed.read(work)
     saying.unlink() if damage is None else saying.write_bytes(damage)
     with begin(out) as work:
+        assert len(Committed.read(work)) == 1
+    saying.unlink() if damage is None else saying.write_bytes(damage)
+    with begin(out, RunIdentity("0ther"), "resume-anyway") as work:
         assert len(Committed.read(work)) == 1
 
 

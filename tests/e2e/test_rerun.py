@@ -26,9 +26,14 @@ def base(model: Path, tmp_path: Path) -> list[Any]:
 
 def interrupted(arguments: list[Any], folder: Path) -> int:
     """Kill a run when something is committed; how many parts."""
+    return kill_after_parts(arguments, folder, 4)
+
+
+def kill_after_parts(arguments: list[Any], folder: Path, parts: int) -> int:
+    """`kill -9` a run when so many parts stand there; how many do."""
     work = folder / "out.parquet.work" / "parts"
     job = start([*arguments, "--commit-every", "5", "--max-num-seqs", "4"], folder)
-    job.wait_for(lambda: len(list(work.glob("part-*.parquet"))) >= 4)
+    job.wait_for(lambda: len(list(work.glob("part-*.parquet"))) >= parts)
     assert job.kill_after(0)
     return len(list(work.glob("part-*.parquet")))
 
@@ -192,6 +197,39 @@ def test_overwrite_starts_anew(base: list[Any], tmp_path: Path, finished: bytes)
     assert (report["rows_resumed"], report["already_done"]) == (0, False)
     assert out.stat().st_ino != before
     assert_same(read(out), read(tmp_path / "expected.parquet"))
+
+
+def test_overwrite_computes_anew_what_a_retry_took_from_the_output(model: Path, tmp_path: Path) -> None:
+    rows = [{"id": "0", "txt": "no prompt"}, *({"id": str(i), "text": text, **GREEDY} for i, text in MANY)]
+    write_lines(tmp_path / "in.jsonl", rows)
+    base = ["run", "in.jsonl", "-o", "out.parquet", "--model", model, "--dtype", "float32"]
+    run(base, tmp_path)
+    whole, before = read(tmp_path / "out.parquet"), (tmp_path / "out.parquet").stat().st_ino
+    kill_after_parts([*base, "--retry-errors"], tmp_path, 1)
+    report = run([*base, "--overwrite", "--report", "-"], tmp_path).report
+    assert (report["rows_resumed"], report["rows_ok"]) == (0, 99)
+    assert (tmp_path / "out.parquet").stat().st_ino != before
+    assert_same(read(tmp_path / "out.parquet"), whole)
+
+
+def test_overwrite_after_resume_anyway_mixes_nothing(model: Path, tmp_path: Path) -> None:
+    """Over an older output one job begins with --overwrite, a second goes on with it; then each starts anew."""
+    rows = [{"id": str(i), "text": text, "max_new_tokens": 30, "ignore_eos": True} for i, text in MANY]
+    write_lines(tmp_path / "in.jsonl", rows)
+    base = ["run", "in.jsonl", "-o", "out.parquet", "--model", model, "--dtype", "float32"]
+    second = [*base, "--seed", "1"]
+    run(["run", "in.jsonl", "-o", "whole.parquet", "--model", model, "--dtype", "float32", "--seed", "1"], tmp_path)
+    (tmp_path / "out.parquet").write_bytes(b"an older output")
+    first = interrupted([*base, "--overwrite"], tmp_path)
+    run([*base, "--limit", "1", "--resume-anyway"], tmp_path, expect=2)
+    assert kill_after_parts([*base, "--overwrite"], tmp_path, first + 2) > first, "its own work, and nothing came to it"
+    kept = kill_after_parts([*second, "--resume-anyway"], tmp_path, first + 4)
+    refused = run(base, tmp_path, expect=2)
+    assert "belongs to a different job. Go on with it with --resume-anyway" in refused.stderr
+    assert len(list((tmp_path / "out.parquet.work" / "parts").glob("part-*.parquet"))) == kept
+    report = run([*second, "--overwrite", "--report", "-"], tmp_path).report
+    assert report["rows_resumed"] == 0
+    assert_same(read(tmp_path / "out.parquet"), read(tmp_path / "whole.parquet"))
 
 
 def test_retry_errors_runs_only_what_failed(model: Path, tmp_path: Path) -> None:
