@@ -47,13 +47,17 @@ def merge(parts: Sequence[Path], out: Path, overwrite: bool = False) -> int:
         keys = read_keys(files)
     except (pa.ArrowException, OSError) as error:
         raise InputError(f"a shard cannot be read ({error}). Compute it again.") from error
-    footer = footers[0] | {
-        "shard": None,
-        "rows": len(keys),
-        "merged_shards": len(files),
-        "created": max(footer["created"] for footer in footers),
-        "row_shapes": _row_shapes(files, footers),
-    }
+    footer = (
+        footers[0]
+        | _sums(footers)
+        | {
+            "shard": None,
+            "rows": len(keys),
+            "merged_shards": len(files),
+            "created": max(footer["created"] for footer in footers),
+            "row_shapes": _row_shapes(files, footers),
+        }
+    )
     states = [_states_of(file) for file, its in zip(files, footers, strict=True) if its.get("states")]
     paths = output_paths(out)
     refuse_existing(paths.states, overwrite)
@@ -74,6 +78,13 @@ def merge(parts: Sequence[Path], out: Path, overwrite: bool = False) -> int:
     finally:
         work.remove()
     return len(keys)
+
+
+def _sums(footers: Sequence[dict[str, Any]]) -> dict[str, int | None]:
+    """What each shard counted of its own rows of the input, for the whole job; None where one did not say."""
+    names = ("input_rows", "rows_skipped")
+    counts: dict[str, list[Any]] = {name: [footer.get(name) for footer in footers] for name in names}
+    return {name: None if None in found else sum(found) for name, found in counts.items()}
 
 
 def _row_shapes(files: Sequence[Path], footers: Sequence[dict[str, Any]]) -> str:

@@ -133,6 +133,8 @@ class _Job:
         with self._phase("writing"):
             made = {
                 "kernels": engine.kernels,
+                "input_rows": rows.rows,
+                "rows_skipped": rows.skipped,
                 "row_shapes": rows.shapes.encode(),
                 "created": int(time.time()),
                 "layer_ids": [*setup.spec.moe_layers] or None,
@@ -318,11 +320,12 @@ def _finished(result: Path, identity: JobIdentity) -> RunSummary:
     footer = read_footer(result) or {}
     return RunSummary(
         output=str(result),
-        rows=int(footer.get("input_rows", totals.rows)),
+        rows=int(footer.get("input_rows") or totals.rows),
         rows_ok=totals.rows - totals.rows_error,
         rows_error=totals.rows_error,
         fingerprint=identity.run.fingerprint,
         errors=dict(totals.errors),
+        rows_skipped=int(footer.get("rows_skipped") or 0),
         cached_tokens=totals.cached_tokens,
         completion_tokens=totals.completion_tokens,
         dropped_tokens=totals.dropped_tokens,

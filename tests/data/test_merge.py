@@ -23,7 +23,8 @@ def run(out: Path, shard: tuple[int, int] | None, fingerprint: str = "f", rows: 
         shapes = RowShapes()
         for row in mine:
             shapes.add(row, chat=row % 3 == 1, echo=row % 5 == 0)
-        made = {"model": "m", "created": 5, "row_shapes": shapes.encode()}
+        counts = {"input_rows": len(mine), "rows_skipped": sum(row % 7 == 0 for row in mine)}
+        made = {"model": "m", "created": 5, "row_shapes": shapes.encode(), **counts}
         finish(work, expect((row, 0, 1 + row % 2) for row in mine), made)
         return work.paths.result
 

@@ -118,6 +118,16 @@ def assert_bad(row: dict[str, Any], kind: Kind, given: bytes | dict[str, Any], p
     assert set(empty) <= {"id", "row_index", "prompt_index", "sample_index", "status", "error", "extra"}
 
 
+def test_skipped_rows_of_shards_are_counted_in_what_they_join_to(model: Path, tmp_path: Path) -> None:
+    rows = [{"id": f"r{i}", ("txt" if i % 3 else "text"): "a", **GOOD} for i in range(10)]
+    run_shard = ["run", write_lines(tmp_path / "in.jsonl", rows), "--model", model, "--on-bad-row", "skip"]
+    for shard in ("0/2", "1/2"):
+        run([*run_shard, "-o", "shards", "--shard", shard], tmp_path)
+    run(["merge", "shards", "-o", "joined.parquet"], tmp_path)
+    report = run([*run_shard, "-o", "joined.parquet", "--report", "-"], tmp_path).report
+    assert [report[f"rows{name}"] for name in ("", "_ok", "_error", "_skipped")] == [10, 4, 0, 6]
+
+
 def test_check_says_what_will_be_skipped(model: Path, tmp_path: Path) -> None:
     """`--on-bad-row skip` leaves rows out of the output, not out of what is told of the input."""
     rows: list[bytes | dict[str, Any]] = [{"id": f"r{i}", "text": "a", **GOOD} for i in range(4)]
@@ -135,5 +145,9 @@ def test_check_says_what_will_be_skipped(model: Path, tmp_path: Path) -> None:
     assert "  ... and 3 more\n" in text
     done = run(["run", *skip, "--report", "-"], tmp_path).report
     assert [done[f"rows{name}"] for name in ("", "_ok", "_error", "_skipped")] == [27, 4, 0, 23]
+    again = run(["run", *skip, "--report", "-"], tmp_path)
+    assert again.report["already_done"]
+    assert [again.report[f"rows{name}"] for name in ("", "_ok", "_error", "_skipped")] == [27, 4, 0, 23]
+    assert "is complete: 27 rows, nothing to do" in again.stderr
     errors = json.loads(run(["check", source, "--model", model, "--json"], tmp_path).stdout)
     assert (errors["rows_error"], errors["rows_skipped"], errors["errors"]) == (23, 0, report["errors"])
