@@ -18,7 +18,7 @@ from batchgen.data.lock import RunLock
 from batchgen.data.row_shapes import RowShapes
 from batchgen.data.schema import STATES_CONTENTS
 from batchgen.data.states_result import part_from_result
-from batchgen.data.work import RunIdentity, WorkFolder, output_paths, part_files
+from batchgen.data.work import RunIdentity, WorkFolder, is_of, output_paths, part_files
 from batchgen.errors import FingerprintError, InputError, OutputError, UsageError
 
 __all__ = ["merge"]
@@ -58,7 +58,7 @@ def merge(parts: Sequence[Path], out: Path, overwrite: bool = False) -> int:
             "row_shapes": _row_shapes(files, footers),
         }
     )
-    states = [_states_of(file) for file, its in zip(files, footers, strict=True) if its.get("states")]
+    states = [_states_of(file, its) for file, its in zip(files, footers, strict=True) if its.get("states")]
     paths = output_paths(out)
     refuse_existing(paths.states, overwrite)
     # A merge that was killed leaves a lock and scratch files; a run's folder says whose it is.
@@ -110,11 +110,24 @@ def _footer(file: Path) -> dict[str, Any]:
     return footer
 
 
-def _states_of(shard: Path) -> Path:
-    """Where the hidden states of a shard stand: `OUT.hidden.parquet/part-...` for `OUT/part-...`."""
+def _states_of(shard: Path, footer: dict[str, Any]) -> Path:
+    """Where the hidden states of a shard stand: `OUT.hidden.parquet/part-...` for `OUT/part-...`.
+
+    Raises:
+        InputError: there are none, or not all.
+        FingerprintError: those that stand there are of another job, or of another shard.
+    """
     states = output_paths(shard.absolute().parent).states / shard.name
-    if read_footer(states, STATES_CONTENTS) is None:
+    its = read_footer(states, STATES_CONTENTS)
+    if its is None:
         raise InputError(f"{states} with the hidden states of {shard} cannot be read. Put it back.")
+    if not is_of(its, RunIdentity(footer["fingerprint"], tuple(footer["shard"]))):
+        raise FingerprintError(f"{states} does not hold the hidden states of {shard} but another's. Put its own there.")
+    if its["rows"] != footer["states"]:
+        raise InputError(
+            f"{states} holds {its['rows']} hidden states, and {shard} was written with {footer['states']}. Put its own "
+            "there, or compute both again with --overwrite."
+        )
     return states
 
 

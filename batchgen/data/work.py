@@ -36,6 +36,7 @@ __all__ = [
     "WorkFolder",
     "holds_other_work",
     "is_complete",
+    "is_of",
     "open_work",
     "output_paths",
     "part_files",
@@ -91,9 +92,9 @@ def is_complete(paths: OutputPaths, identity: RunIdentity) -> bool:
         OutputError: its results are, but their hidden states are not beside them.
     """
     footer = read_footer(paths.result)
-    if not _is_of(footer, identity):
+    if not is_of(footer, identity):
         return False
-    if footer is not None and footer.get("states") and not _is_of(read_footer(paths.states, STATES_CONTENTS), identity):
+    if footer is not None and footer.get("states") and not is_of(read_footer(paths.states, STATES_CONTENTS), identity):
         raise OutputError(
             f"{paths.result} is complete, but {paths.states} with its hidden states is not there. Put it back, or "
             "compute both again with --overwrite."
@@ -101,7 +102,7 @@ def is_complete(paths: OutputPaths, identity: RunIdentity) -> bool:
     return True
 
 
-def _is_of(footer: Mapping[str, Any] | None, identity: RunIdentity) -> bool:
+def is_of(footer: Mapping[str, Any] | None, identity: RunIdentity) -> bool:
     """Whether a file with this footer is of this very job."""
     if footer is None or footer.get("fingerprint") != identity.fingerprint:
         return False
@@ -262,7 +263,7 @@ def _state(paths: OutputPaths, identity: RunIdentity, info: Mapping[str, Any], p
     overwriting = bool(old and old["overwrite"])
     for path, contents in ((paths.result, None), (paths.states, STATES_CONTENTS)):
         # States of this job may stand there already: they take their place a moment before the results.
-        if path.exists() and not overwriting and not (contents and _is_of(read_footer(path, contents), identity)):
+        if path.exists() and not overwriting and not (contents and is_of(read_footer(path, contents), identity)):
             raise FingerprintError(
                 f"{path} exists and is not this job's output. Replace it with --overwrite, or name another with -o."
             )

@@ -350,6 +350,30 @@ def test_shards_join_with_their_states(tmp_path: Path) -> None:
         merge([out], tmp_path / "again.parquet")
 
 
+def test_states_that_are_not_the_shards_own_are_refused_by_name(tmp_path: Path) -> None:
+    shards = [range(0, 10, 2), range(1, 10, 2)]
+    for fingerprint, name in (("f00d", "out"), ("0ther", "other")):
+        for i, rows in enumerate(shards):
+            run(tmp_path / name, RunIdentity(fingerprint, (i, 2)), rows)
+    run(tmp_path / "fewer", RunIdentity("f00d", (1, 2)), (1, 3))
+    own = tmp_path / "out.hidden.parquet" / "part-00001-of-00002.parquet"
+    kept = own.read_bytes()
+    wrong: list[tuple[Path, type[Exception], str]] = [
+        (tmp_path / "other.hidden.parquet" / own.name, FingerprintError, "but another's"),
+        (own.with_name("part-00000-of-00002.parquet"), FingerprintError, "but another's"),
+        (tmp_path / "fewer.hidden.parquet" / own.name, InputError, "hidden states, and .* was written with"),
+        (tmp_path / "out" / own.name, InputError, "cannot be read"),
+    ]
+    for file, kind, said in wrong:
+        own.write_bytes(file.read_bytes())
+        with pytest.raises(kind, match=f"^{own} .*{said}"):
+            merge([tmp_path / "out"], tmp_path / "merged.parquet")
+        assert not (tmp_path / "merged.parquet").exists()
+        assert not output_paths(tmp_path / "merged.parquet").work.exists()
+    own.write_bytes(kept)
+    merge([tmp_path / "out"], tmp_path / "merged.parquet")
+
+
 def test_retried_errors_keep_the_states_of_good_rows(tmp_path: Path, undisturbed: tuple[bytes, bytes]) -> None:
     out = tmp_path / "r.parquet"
     bad = KEYS[2]
