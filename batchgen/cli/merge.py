@@ -25,6 +25,13 @@ def merge(
         Path, typer.Option("--output", "-o", metavar="PATH", help="File to write. Example: -o all.parquet")
     ],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT. Example: --overwrite")] = False,
+    allow_duplicate_ids: Annotated[
+        bool,
+        typer.Option(
+            "--allow-duplicate-ids",
+            help="Join shards that hold rows of one id, each as it is. Example: --allow-duplicate-ids",
+        ),
+    ] = False,
 ) -> None:
     """Join the shards of one job into one file, after checking that all are there and belong together.
 
@@ -32,5 +39,5 @@ def merge(
     """
     from batchgen.data.merge import merge as merge_shards  # pyarrow: time that `--help` must not pay
 
-    rows = merge_shards(parts, output, overwrite)
+    rows = merge_shards(parts, output, overwrite, allow_duplicate_ids=allow_duplicate_ids)
     typer.echo(f"{output}: {rows:,} rows", err=True)

@@ -16,6 +16,7 @@ from batchgen.data.files import output_errors, read_footer, refuse_existing
 from batchgen.data.finish import write_output
 from batchgen.data.lock import RunLock
 from batchgen.data.row_shapes import RowShapes
+from batchgen.data.same_ids import refuse_same_ids
 from batchgen.data.schema import STATES_CONTENTS
 from batchgen.data.states_result import part_from_result
 from batchgen.data.work import RunIdentity, WorkFolder, is_of, output_paths, part_files
@@ -24,16 +25,18 @@ from batchgen.errors import FingerprintError, InputError, OutputError, UsageErro
 __all__ = ["merge"]
 
 
-def merge(parts: Sequence[Path], out: Path, overwrite: bool = False) -> int:
+def merge(parts: Sequence[Path], out: Path, overwrite: bool = False, *, allow_duplicate_ids: bool = False) -> int:
     """Write the rows of all shards of one job to `out`, in input order, and return their number.
 
     Args:
         parts: finished shard outputs, or folders of them, in any order.
         out: the file to write.
         overwrite: whether an existing `out` is replaced.
+        allow_duplicate_ids: whether rows of different shards may have one id, as they may where the job ran with
+            `--on-duplicate-id allow`.
 
     Raises:
-        UsageError: a shard is missing or named twice, or a file is no shard.
+        UsageError: a shard is missing or named twice, or a file is no shard; or rows of different shards have one id.
         FingerprintError: two shards are of different jobs.
         InputError: a file cannot be read.
         OutputError: `out` exists or cannot be written.
@@ -45,6 +48,8 @@ def merge(parts: Sequence[Path], out: Path, overwrite: bool = False) -> int:
     refuse_existing(out, overwrite)
     try:
         keys = read_keys(files)
+        if not allow_duplicate_ids and not _allows_duplicates(footers[0]):
+            refuse_same_ids(files)
     except (pa.ArrowException, OSError) as error:
         raise InputError(f"a shard cannot be read ({error}). Compute it again.") from error
     footer = (
@@ -78,6 +83,12 @@ def merge(parts: Sequence[Path], out: Path, overwrite: bool = False) -> int:
     finally:
         work.remove()
     return len(keys)
+
+
+def _allows_duplicates(footer: dict[str, Any]) -> bool:
+    """Whether the job ran with `--on-duplicate-id allow`; all of its shards did then."""
+    options = footer.get("configuration", {}).get("options", {})
+    return bool(options.get("on_duplicate_id", {}).get("value") == "allow")
 
 
 def _sums(footers: Sequence[dict[str, Any]]) -> dict[str, int | None]:

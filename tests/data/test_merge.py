@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+import random
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from batchgen.data import same_ids
 from batchgen.data.files import read_footer
 from batchgen.data.finish import finish
 from batchgen.data.merge import merge
 from batchgen.data.row_shapes import RowShapes
 from batchgen.data.work import RunIdentity, is_complete, output_paths
 from batchgen.errors import FingerprintError, InputError, OutputError, UsageError
-from tests.data.helpers import begin, commit, expect, group, stored, stored_keys
+from tests.data.helpers import begin, commit, expect, failed, group, stored, stored_keys
 
 
 def run(out: Path, shard: tuple[int, int] | None, fingerprint: str = "f", rows: int = 20) -> Path:
@@ -101,3 +107,64 @@ def test_an_unfinished_run_to_the_same_place_is_not_disturbed(tmp_path: Path) ->
     with pytest.raises(OutputError, match="not finished"):
         merge(shards, out)
     assert len(work.part_files()) == 1
+
+
+def shard_of_ids(out: Path, shard: tuple[int, int], ids: dict[int, str], bad: set[int], **made: Any) -> None:
+    """Rows of one shard by index, two samples each."""
+    with begin(out, RunIdentity("f", shard)) as work:
+        groups = [[failed(row)] if row in bad else group(row, samples=2) for row in ids]
+        commit(work, [[replace(each, id=ids[each.completion.row_index]) for each in its] for its in groups])
+        shapes = RowShapes()
+        for row in ids:
+            shapes.add(row)
+        finish(work, expect((row, 0, 2) for row in ids), {"created": 5, "row_shapes": shapes.encode(), **made})
+
+
+@pytest.mark.parametrize("policy", ["error", "suffix"])
+def test_an_id_in_two_shards_is_refused_by_both_rows(tmp_path: Path, policy: str) -> None:
+    made = {"configuration": {"options": {"on_duplicate_id": {"value": policy}}}}
+    out = tmp_path / "out"
+    shard_of_ids(out, (0, 2), {0: "a", 2: "same\x1b", 4: "late", 6: "bad"}, {6}, **made)
+    shard_of_ids(out, (1, 2), {1: "late", 3: "b", 5: "same\x1b", 7: "bad", 9: "b"}, {9}, **made)
+    files = [out / f"part-0000{i}-of-00002.parquet" for i in range(2)]
+    merged = tmp_path / "m.parquet"
+    with pytest.raises(UsageError) as caught:
+        merge([out], merged)
+    assert str(caught.value) == (
+        f"id 'late' (one of 2 that are repeated) is that of row 1 in {files[1]} and of row 4 in {files[0]}. Make ids "
+        "unique and run the job again, or join the shards as they are with --allow-duplicate-ids."
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+    assert merge([out], merged, allow_duplicate_ids=True) == 16
+    assert [row["id"] for row in stored(merged) if row["row_index"] in (1, 4)] == ["late"] * 4
+
+
+def test_ids_that_the_job_allows_are_joined(tmp_path: Path) -> None:
+    made = {"configuration": {"options": {"on_duplicate_id": {"value": "allow"}}}}
+    for i in range(2):
+        shard_of_ids(tmp_path / "out", (i, 2), {i: "same", 2 + i: "same"}, set(), **made)
+    assert merge([tmp_path / "out"], tmp_path / "m.parquet") == 8
+
+
+def test_ids_of_one_hash_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for i in range(2):
+        shard_of_ids(tmp_path / "out", (i, 2), {i: f"id-{i}", 2 + i: f"id-{2 + i}"}, set())
+    monkeypatch.setattr(same_ids, "hash", lambda _: 7, raising=False)
+    assert merge([tmp_path / "out"], tmp_path / "m.parquet") == 8
+
+
+def test_random_ids_against_a_counter(tmp_path: Path) -> None:
+    """Batches, samples and errors in between: refused when, and only when, two rows with results have one id."""
+    rng = random.Random(5)
+    seen: Counter[bool] = Counter()
+    for trial in range(25):
+        ids = {row: f"{rng.randrange(120)}" for row in range(12)}
+        bad = {row for row in ids if rng.random() < 0.2}
+        for i in range(3):
+            its = {row: name for row, name in ids.items() if row % 3 == i}
+            shard_of_ids(tmp_path / f"{trial}", (i, 3), its, bad)
+        repeated = max(Counter(name for row, name in ids.items() if row not in bad).values()) > 1
+        with pytest.raises(UsageError) if repeated else nullcontext():
+            merge([tmp_path / f"{trial}"], tmp_path / f"{trial}.parquet")
+        seen[repeated] += 1
+    assert min(seen[True], seen[False]) > 3

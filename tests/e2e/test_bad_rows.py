@@ -9,6 +9,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pytest
+
 from tests.e2e.model import CONTEXT
 from tests.e2e.rows import prompts, rows_of, write_lines
 from tests.e2e.runner import run
@@ -126,6 +128,20 @@ def test_skipped_rows_of_shards_are_counted_in_what_they_join_to(model: Path, tm
     run(["merge", "shards", "-o", "joined.parquet"], tmp_path)
     report = run([*run_shard, "-o", "joined.parquet", "--report", "-"], tmp_path).report
     assert [report[f"rows{name}"] for name in ("", "_ok", "_error", "_skipped")] == [10, 4, 0, 6]
+
+
+@pytest.mark.parametrize(("policy", "code"), [("error", 2), ("suffix", 2), ("allow", 0)])
+def test_ids_that_repeat_across_shards(model: Path, tmp_path: Path, policy: str, code: int) -> None:
+    rows = [{"id": name, "text": "a", **GOOD} for name in ("a", "b", "c", "a")]
+    job = ["run", write_lines(tmp_path / "in.jsonl", rows), "-o", "shards", "--model", model]
+    for shard in ("0/2", "1/2"):
+        run([*job, "--on-duplicate-id", policy, "--shard", shard], tmp_path)
+    done = run(["merge", "shards", "-o", "joined.parquet"], tmp_path, expect=code)
+    if code:
+        files = [f"shards/part-0000{i}-of-00002.parquet" for i in range(2)]
+        assert f"id 'a' is that of row 0 in {files[0]} and of row 3 in {files[1]}" in done.stderr
+        run(["merge", "shards", "-o", "joined.parquet", "--allow-duplicate-ids"], tmp_path)
+    assert [row["id"] for row in rows_of(tmp_path / "joined.parquet")] == ["a", "b", "c", "a"]
 
 
 def test_check_says_what_will_be_skipped(model: Path, tmp_path: Path) -> None:
