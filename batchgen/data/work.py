@@ -199,7 +199,7 @@ def open_work(
     try:
         # Asked again under the lock: the run that held it may have finished in between.
         if not replaces and is_complete(paths, identity):
-            if holds_other_work(paths, identity):  # begun over this output with --overwrite, and not finished
+            if holds_other_work(paths, identity) or _is_to_replace(paths):
                 lock.release()
             else:
                 WorkFolder(paths, identity, lock, {"accepted": [identity.key]}).remove()
@@ -219,6 +219,19 @@ def holds_other_work(paths: OutputPaths, identity: RunIdentity) -> bool:
         OutputError: one that may be whole cannot be read.
     """
     return not _owners(paths.work) <= _accepted(_read_state(paths.work), identity.key)
+
+
+def _is_to_replace(paths: OutputPaths) -> bool:
+    """Whether the work was begun to replace the very output that stands there, and so did not make it.
+
+    A new output is written while the old one stands, so that they never have one inode.
+    """
+    state = _read_state(paths.work)
+    return state is not None and state["replaces"] == _inode(paths.result) and bool(part_files(paths.work))
+
+
+def _inode(path: Path) -> int | None:
+    return path.stat().st_ino if path.exists() else None
 
 
 def _let_go(work: Path, lock: RunLock) -> None:
@@ -249,17 +262,19 @@ def _state(paths: OutputPaths, identity: RunIdentity, info: Mapping[str, Any], p
     """What run.json is to say, after every reason to refuse.
 
     `overwrite`: the output that stands there is to be replaced. `anew`: the job whose `--overwrite` emptied the folder,
-    so that its parts hold nothing older. `accepted`: jobs in the order in which each took up the work of those before.
+    so that its parts hold nothing older. `replaces`: the inode of the output that stood there then. `accepted`: jobs in
+    the order in which each took up the work of those before.
     """
     key = identity.key
     fresh: dict[str, Any] = {"fingerprint": key, "accepted": [key], "info": dict(info)}
-    fresh |= {"overwrite": False, "anew": None}
+    fresh |= {"overwrite": False, "anew": None, "replaces": None}
     old = _read_state(paths.work)
     if policy in ("overwrite", "retry"):
         kept = _kept(paths.work, old, key, policy)
         if not kept:
             _empty(paths.work)
-        return fresh | kept | {"overwrite": True} | ({"anew": key} if policy == "overwrite" else {})
+        replaces = {"overwrite": True, "replaces": _inode(paths.result)}
+        return fresh | kept | replaces | ({"anew": key} if policy == "overwrite" else {})
     overwriting = bool(old and old["overwrite"])
     for path, contents in ((paths.result, None), (paths.states, STATES_CONTENTS)):
         # States of this job may stand there already: they take their place a moment before the results.
@@ -278,7 +293,7 @@ def _state(paths: OutputPaths, identity: RunIdentity, info: Mapping[str, Any], p
     if policy == "resume-anyway":
         others = dict.fromkeys([*accepted, *sorted(_owners(paths.work))])
         accepted = [*(other for other in others if other != key), key]
-    return fresh | {"accepted": accepted, "overwrite": overwriting, "anew": old["anew"]}
+    return fresh | {name: old[name] for name in ("overwrite", "anew", "replaces")} | {"accepted": accepted}
 
 
 def _kept(work: Path, old: Mapping[str, Any] | None, key: str, policy: Policy) -> dict[str, Any]:
@@ -322,7 +337,7 @@ def _read_state(work: Path) -> dict[str, Any] | None:
     with suppress(FileNotFoundError, ValueError):
         state = json.loads((work / "run.json").read_bytes())
         if isinstance(state, dict) and {"fingerprint", "accepted", "info", "overwrite"} <= state.keys():
-            return {"anew": None} | state
+            return {"anew": None, "replaces": None} | state
     return None
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -191,6 +192,26 @@ def test_a_finished_job_run_again_leaves_the_work_that_another_began_over_it(tmp
     assert out.read_bytes() == before
     with begin(out, other, "overwrite") as work:
         assert len(Committed.read(work)) == 2
+
+
+@pytest.mark.parametrize("open_output", [open_work, open_for_retry])
+def test_a_finished_job_run_again_leaves_the_work_that_is_to_replace_its_output(
+    tmp_path: Path, open_output: Any
+) -> None:
+    out = tmp_path / "r.parquet"
+    finished(out)
+    with begin(out, policy="overwrite") as work:
+        commit(work, [group(0)])
+    assert open_output(output_paths(out), IDENTITY, {}) is None
+    with begin(out, policy="overwrite") as work:
+        assert len(Committed.read(work)) == 1
+        left = (work.paths.work / "run.json").read_bytes(), work.part_files()[0].read_bytes()
+        finish(work, expect([(0, 0, 1)]), {})
+    work.parts.mkdir(parents=True)  # as a kill leaves it before the folder is removed
+    (work.paths.work / "run.json").write_bytes(left[0])
+    (work.parts / "part-000000.parquet").write_bytes(left[1])
+    assert open_output(output_paths(out), IDENTITY, {}) is None
+    assert [*tmp_path.iterdir()] == [out]
 
 
 def test_an_output_that_is_a_folder_is_refused(tmp_path: Path) -> None:

@@ -212,6 +212,17 @@ def test_overwrite_computes_anew_what_a_retry_took_from_the_output(model: Path, 
     assert_same(read(tmp_path / "out.parquet"), whole)
 
 
+def test_a_finished_job_run_again_leaves_the_work_that_is_to_replace_its_output(
+    base: list[Any], tmp_path: Path, finished: bytes
+) -> None:
+    (tmp_path / "out.parquet").write_bytes(finished)
+    kept = interrupted([*base, "--overwrite"], tmp_path)
+    assert run([*base, "--report", "-"], tmp_path).report["already_done"]
+    assert len(list((tmp_path / "out.parquet.work" / "parts").glob("part-*.parquet"))) == kept
+    assert run([*base, "--overwrite", "--report", "-"], tmp_path).report["rows_resumed"] > 0
+    assert not (tmp_path / "out.parquet.work").exists()
+
+
 def test_overwrite_after_resume_anyway_mixes_nothing(model: Path, tmp_path: Path) -> None:
     """Over an older output one job begins with --overwrite, a second goes on with it; then each starts anew."""
     rows = [{"id": str(i), "text": text, "max_new_tokens": 30, "ignore_eos": True} for i, text in MANY]
