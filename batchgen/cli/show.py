@@ -31,6 +31,13 @@ def show(
         ),
     ] = None,
     errors: Annotated[bool, typer.Option("--errors", help="List only rows with an error. Example: --errors")] = False,
+    finished: Annotated[
+        bool,
+        typer.Option(
+            "--finished",
+            help="Show a finished output also where newer, unfinished work stands over it. Example: --finished",
+        ),
+    ] = False,
     limit: Annotated[
         int,
         typer.Option(
@@ -45,6 +52,6 @@ def show(
     from batchgen.job.show import show_results, show_row  # pyarrow: time that `--help` must not pay
 
     if row is not None:
-        show_row(out, row)
+        show_row(out, row, finished=finished)
     else:
-        show_results(out, errors_only=errors, limit=limit or None)
+        show_results(out, errors_only=errors, limit=limit or None, finished=finished)

@@ -41,8 +41,9 @@ def finished_results(out: Path) -> Results:
 
     Raises:
         InputError: there are none, they are unfinished or in shards.
+        UsageError: a folder without results.
     """
-    results = open_results(out)
+    results = open_results(out, finished=True)
     if not results.complete:
         raise InputError(f"{out} is not finished. Run its command again first.")
     if out.is_dir():

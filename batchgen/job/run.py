@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from shlex import quote
 
 import numpy as np
 
@@ -63,6 +64,8 @@ class _Job:
         self.collector = collector
         self.seconds: dict[str, float] = {}
         self.state = ProgressState("starting")
+        self.result = config.output
+        """The file of results; of a shard that in the folder."""
         self.errors_before = 0
         """Rows that failed while an earlier run generated."""
         self.failed: set[int] = set()
@@ -78,6 +81,7 @@ class _Job:
             inputs = open_inputs(self.config.inputs, own_files(self.config))
             identity = identify(self.config, inputs, setup.identity, setup.sampling)
             paths = output_paths(self.config.output, identity.run.shard)
+            self.result = paths.result
             open_output = open_for_retry if self.config.retry_errors else open_work
             work = open_output(paths, identity.run, identity.info, self.config.existing)
         if work is None:
@@ -245,7 +249,7 @@ class _Job:
                 codes = ", ".join(filter(None, (codes, f"in an earlier run {self.errors_before:,}")))
             raise TooManyErrors(
                 f"{errors:,} of {rows.rows:,} rows failed ({codes}), more than --max-errors allows "
-                f"({self.config.max_errors}). See them with: batchgen show {self.config.output} --errors. "
+                f"({self.config.max_errors}). See them with: batchgen show {quote(str(self.result))} --errors. "
                 "With a higher --max-errors the same command goes on."
             )
 

@@ -31,14 +31,24 @@ _GAP = 2
 _HEADERS = ("row", "id", "outcome")
 
 
-def show_results(out: Path, *, errors_only: bool, limit: int | None, console: Console | None = None) -> None:
+def show_results(
+    out: Path, *, errors_only: bool, limit: int | None, finished: bool = False, console: Console | None = None
+) -> None:
     """List the samples of `out` on stdout, at most `limit`, with a closing line of counts on a terminal.
+
+    Args:
+        out: as `open_results` takes it.
+        errors_only: samples that failed alone.
+        limit: None lists all.
+        finished: a finished output, though newer work stands beside it.
+        console: where to; stdout when None.
 
     Raises:
         InputError: there are no results to read.
+        UsageError: a folder without results.
     """
     console = console or Console(highlight=False)
-    results = open_results(out)
+    results = _opened(out, finished)
     rows = islice(results.rows(errors=errors_only, columns=_LISTED), limit)
     if not console.is_terminal:
         for row in rows:
@@ -50,14 +60,17 @@ def show_results(out: Path, *, errors_only: bool, limit: int | None, console: Co
     console.print(Text(_counts(results, len(listed), errors_only), style="dim"))
 
 
-def show_row(out: Path, row_index: int, *, console: Console | None = None) -> None:
+def show_row(out: Path, row_index: int, *, finished: bool = False, console: Console | None = None) -> None:
     """Print everything about one input row on stdout: a block for each sample, or JSON lines into a pipe.
+
+    `finished` and `console` are as in `show_results`.
 
     Raises:
         InputError: there are no results to read, or none of that row.
+        UsageError: a folder without results.
     """
     console = console or Console(highlight=False)
-    results = open_results(out)
+    results = _opened(out, finished)
     found = False
     for row in results.rows(row=row_index):
         found = True
@@ -69,6 +82,14 @@ def show_row(out: Path, row_index: int, *, console: Console | None = None) -> No
     if not found:
         state = "is not in the results" if results.complete else "is not finished yet, or not in the input"
         raise InputError(f"row {row_index} {state}: {out}")
+
+
+def _opened(out: Path, finished: bool) -> Results:
+    """The results; on stderr which they are, where that is not plain."""
+    results = open_results(out, finished=finished)
+    if results.note is not None:
+        print(printable(f"{out}: {results.note}"), file=sys.stderr)
+    return results
 
 
 def _counts(results: Results, shown: int, errors_only: bool) -> str:

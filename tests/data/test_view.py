@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,8 @@ from batchgen.data import gather
 from batchgen.data.finish import finish
 from batchgen.data.schema import OutputRow
 from batchgen.data.view import open_results
-from batchgen.data.work import RunIdentity
-from batchgen.errors import InputError
+from batchgen.data.work import RunIdentity, output_paths
+from batchgen.errors import InputError, UsageError
 from tests.data.helpers import begin, commit, expect, failed, group
 
 
@@ -70,6 +71,80 @@ def test_shards(tmp_path: Path) -> None:
     results = open_results(out)
     assert results.complete
     assert [row["row_index"] for row in results.rows()] == [0, 1]
+
+
+def rows_of(out: Path, **which: bool) -> list[int]:
+    return [row["row_index"] for row in open_results(out, **which).rows()]
+
+
+def test_newer_work_stands_for_a_finished_file(tmp_path: Path) -> None:
+    """A run that is to replace it and stopped at its errors is what its message sends a reader to."""
+    out = tmp_path / "r.parquet"
+    write(out, end=True)
+    with begin(out, RunIdentity("beef"), "overwrite") as work:
+        commit(work, [[failed(70)], [failed(71)]])
+    results = open_results(out)
+    assert (results.complete, len(results)) == (False, 2)
+    assert results.note == "newer, unfinished work over a finished file; --finished shows that file"
+    assert rows_of(out) == [70, 71]
+    finished = open_results(out, finished=True)
+    assert (finished.complete, finished.note, len(finished)) == (True, None, 14)
+
+
+def test_work_that_its_output_outlived_is_not_shown(tmp_path: Path) -> None:
+    """A run may be killed when its output stands and its work folder is not yet removed."""
+    out = tmp_path / "r.parquet"
+    write(out, end=False)
+    part = min((tmp_path / "r.parquet.work" / "parts").iterdir())
+    kept = part.read_bytes()
+    with begin(out) as work:
+        finish(work, expect((row, 0, 2) for row in range(8)), {})
+    part.parent.mkdir(parents=True)
+    part.write_bytes(kept)
+    os.utime(part, (0, 0))
+    assert open_results(out).complete
+
+
+def shard(out: Path, index: int, count: int = 2, end: bool = True, job: str = "f") -> Path:
+    """Compute a shard, or some of it: its row fails."""
+    identity = RunIdentity(job, (index, count))
+    with begin(out, identity, "overwrite") as work:
+        if not work.part_files():
+            commit(work, [[failed(index + (0 if job == "f" else 50))]])
+        if end:
+            finish(work, expect([(index, 0, 1)]), {})
+    return output_paths(out, identity.shard).result
+
+
+def test_a_folder_of_shards_is_complete_when_all_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    shard(out, 1)
+    results = open_results(out)
+    assert (results.complete, results.note) == (False, "1 of 2 shards are finished")
+    stopped = shard(out, 0, end=False)
+    assert not open_results(out).complete
+    assert rows_of(out) == [0, 1], "what is finished of one, and committed of the other"
+    assert (rows_of(out, finished=True), rows_of(stopped)) == ([1], [0])
+    with pytest.raises(InputError, match="not finished"):
+        open_results(stopped, finished=True)
+    shard(out, 0)
+    assert open_results(out).complete
+    shard(out, 1, end=False, job="other")
+    results = open_results(out)
+    assert (results.complete, rows_of(out), rows_of(out, finished=True)) == (False, [0, 51], [0, 1])
+    assert results.note == (
+        "1 of 2 shards are finished, 1 computed anew: unfinished work is shown, with --finished the finished files"
+    )
+    monkeypatch.chdir(out)
+    assert rows_of(Path()) == rows_of(Path("../out/.")) == [0, 51]
+    assert rows_of(Path("part-00001-of-00002.parquet")) == [51]
+
+
+def test_a_folder_without_results_is_a_wrong_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in (".", "..", "/", str(tmp_path)):
+        with pytest.raises(UsageError, match="is a folder without results"):
+            open_results(Path(folder))
 
 
 def test_what_is_no_result_is_refused(tmp_path: Path) -> None:

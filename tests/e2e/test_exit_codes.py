@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import time
 from pathlib import Path
@@ -81,6 +82,24 @@ def test_3_too_many_errors_and_on_with_a_higher_threshold(model: Path, tmp_path:
     report = run([*arguments, "--max-errors", "25%", "--report", "-"], tmp_path).report
     assert (report["rows_error"], report["rows_resumed"]) == (10, 10)
     assert len(rows_of(tmp_path / "out.parquet")) == 40
+
+
+@pytest.mark.parametrize("shard", [[], ["--shard", "1/2"]], ids=["whole", "shard"])
+def test_3_over_an_old_output_names_what_shows_its_own_errors(model: Path, tmp_path: Path, shard: list[str]) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [{"text": "a", **GREEDY}, {"id": "old", "txt": "a"}] * 2)
+    arguments = ["run", source, "-o", "my out.parquet", "--model", model, *F32, "--on-duplicate-id", "allow", *shard]
+    run([*arguments, "--max-errors", "2"], tmp_path)
+    write_lines(tmp_path / "in.jsonl", [{"text": "a", **GREEDY}, {"id": "new", "txt": "b"}] * 2)
+    stopped = one_line(run([*arguments, "--overwrite", "--max-errors", "0"], tmp_path, expect=3).stderr)
+    command = shlex.split(stopped.split("batchgen ")[1].split(". With")[0])
+    shown = run(command, tmp_path)
+    assert [line.split("\t")[1] for line in shown.stdout.splitlines()] == ["new", "new"]
+    assert shown.stderr.endswith("newer, unfinished work over a finished file; --finished shows that file\n")
+    before = run([*command, "--finished"], tmp_path)
+    assert {line.split("\t")[1] for line in before.stdout.splitlines()} == {"old"}
+    assert before.stderr == ""
+    assert "is a folder without results" in one_line(run(["show", "."], tmp_path, expect=2).stderr)
+    assert run(["export", command[1], "--format", "jsonl", "-o", "-"], tmp_path).stdout.count("missing_prompt") > 0
 
 
 def test_3_by_default_when_every_row_is_wrong(model: Path, tmp_path: Path) -> None:
