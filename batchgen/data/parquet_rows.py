@@ -18,6 +18,7 @@ import pyarrow.types as pat
 
 from batchgen.data.jsonl import Keep
 from batchgen.data.rows import RawRow
+from batchgen.data.times import times_as_text
 from batchgen.errors import ErrorCode, InputError, RowError
 
 __all__ = ["parquet_columns", "parquet_rows"]
@@ -182,31 +183,8 @@ def _python_values(column: pa.Array) -> list[Any]:
             ends = (offsets - offsets[0]).tolist()
             valid = column.is_valid().to_pylist()
             return [numbers[ends[i] : ends[i + 1]] if ok else None for i, ok in enumerate(valid)]
-    if _has_time(kind):
-        column = column.cast(_times_as_text(kind))
-    values: list[Any] = column.to_pylist()
+    values: list[Any] = times_as_text(column).to_pylist()
     return values
-
-
-def _has_time(kind: pa.DataType) -> bool:
-    if pat.is_temporal(kind):
-        return True
-    return any(_has_time(kind.field(i).type) for i in range(kind.num_fields))
-
-
-def _times_as_text(kind: pa.DataType) -> pa.DataType:
-    """The type with dates, times and durations replaced by strings: Python's own have no nanoseconds."""
-    if pat.is_temporal(kind):
-        return pa.string()
-    if pat.is_struct(kind):
-        return pa.struct([field.with_type(_times_as_text(field.type)) for field in kind])
-    if pat.is_map(kind):
-        return pa.map_(_times_as_text(kind.key_type), _times_as_text(kind.item_type))
-    if pat.is_list(kind) or pat.is_large_list(kind):
-        return pa.list_(_times_as_text(kind.value_type))
-    if pat.is_fixed_size_list(kind):
-        return pa.list_(_times_as_text(kind.value_type), kind.list_size)
-    return kind
 
 
 def _converter(kind: pa.DataType, name: str, strict_text: bool) -> Convert | None:

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from batchgen.data.files import read_footer
 from batchgen.data.schema import SCHEMA_VERSION, STATES_CONTENTS, VERSION_KEY
+from batchgen.data.times import times_as_text
 from batchgen.data.work import output_paths, part_files
 from batchgen.errors import InputError, UsageError
 
@@ -41,6 +42,8 @@ class Results:
         self, row: int | None = None, errors: bool = False, columns: Sequence[str] | None = None
     ) -> Iterator[dict[str, Any]]:
         """Yield rows as dicts in the order they are stored: input order in a finished file, else that of completion.
+
+        Carried dates and timestamps are strings, as in `extra`.
 
         Args:
             row: only the output rows of this `row_index`.
@@ -193,8 +196,13 @@ def _file_rows(file: Path, row: int | None, errors: bool, columns: Sequence[str]
             if picked is not None and not len(picked):
                 continue
             table = parquet.read_row_group(group, columns=wanted, use_threads=False)
-            for batch in (table if picked is None else table.take(picked)).to_batches(256):
+            for batch in _spelled(table if picked is None else table.take(picked)).to_batches(256):
                 yield from batch.to_pylist()
+
+
+def _spelled(table: pa.Table) -> pa.Table:
+    """With carried dates and timestamps as strings: JSON has none, and Python's have no nanoseconds."""
+    return pa.table([times_as_text(column) for column in table.columns], names=table.schema.names)
 
 
 def _may_hold(group: pq.RowGroupMetaData, row: int) -> bool:

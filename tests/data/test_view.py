@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from batchgen.data import gather
+from batchgen.data.export import stream_jsonl
 from batchgen.data.finish import finish
-from batchgen.data.schema import OutputRow
+from batchgen.data.parquet_rows import parquet_rows
+from batchgen.data.schema import OutputRow, completions_to_table, with_footer
 from batchgen.data.view import open_results
 from batchgen.data.work import RunIdentity, output_paths
 from batchgen.errors import InputError, UsageError
+from batchgen.job.show import show_row
 from tests.data.helpers import begin, commit, expect, failed, group
 
 
@@ -153,6 +160,32 @@ def test_what_is_no_result_is_refused(tmp_path: Path) -> None:
     (tmp_path / "r.parquet").write_bytes(b"x")
     with pytest.raises(InputError, match="not a batchgen output"):
         open_results(tmp_path / "r.parquet")
+
+
+MOMENTS = {
+    "day": (pa.date32(), 19782, "2024-02-29"),
+    "milli": (pa.timestamp("ms"), 1709208001250, "2024-02-29 12:00:01.250"),
+    "nano": (pa.timestamp("ns", "UTC"), 1709208001000000250, "2024-02-29 12:00:01.000000250Z"),
+}
+
+
+def test_carried_dates_are_strings_with_all_their_digits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same in every command, and as reading spells them for `extra`."""
+    table = completions_to_table([failed(0)])
+    source = pa.table({name: pa.array([value], kind) for name, (kind, value, _) in MOMENTS.items()})
+    for name in source.schema.names:
+        table = table.append_column(source.schema.field(name), source[name])
+    out, read = tmp_path / "r.parquet", io.BytesIO()
+    pq.write_table(table.cast(with_footer({}, table.schema)), out)
+    pq.write_table(source, read)
+    expected = {name: text for name, (_, _, text) in MOMENTS.items()}
+    (row,) = [row.value for row in parquet_rows(read, "in") if row is not None]
+    assert row == expected
+    lines = io.BytesIO()
+    stream_jsonl(open_results(out), lines)
+    show_row(out, 0)
+    for line in (lines.getvalue(), capsys.readouterr().out):
+        assert {name: json.loads(line)[name] for name in expected} == expected
 
 
 def test_damage_is_an_input_error(tmp_path: Path) -> None:
