@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -18,8 +20,9 @@ from batchgen.data.export import (
     stream_openai,
 )
 from batchgen.data.openai_bodies import TokenPiece
+from batchgen.data.own import OwnFiles
 from batchgen.demo import model_path
-from batchgen.errors import ModelError
+from batchgen.errors import ModelError, UsageError
 
 __all__ = ["ExportFormat", "export_results"]
 
@@ -42,12 +45,15 @@ def export_results(
 
     Raises:
         InputError: there are no finished results.
+        UsageError: a file to write is of the results themselves, or an input of their run.
         OutputError: a file exists, or cannot be written.
         ModelError: rows have logprobs, whose tokens' text needs the run's tokenizer, and it cannot be found.
     """
     results = finished_results(out)
     assert results.footer is not None
     path = Path(target) if target else out.with_suffix(".jsonl" if shape == "jsonl" else ".openai.jsonl")
+    if target != STDOUT:
+        _spare((path,) if shape == "jsonl" else (path, errors_path(path)), out, results.footer)
     if shape == "jsonl":
         stream = sys.stdout.buffer
         done = stream_jsonl(results, stream) if target == STDOUT else export_jsonl(results, path, overwrite)
@@ -59,6 +65,27 @@ def export_results(
         return
     done = export_openai(results, path, piece, overwrite)
     _say(done, "rows", f"{path}, {errors_path(path)}")
+
+
+def _spare(targets: Sequence[Path], out: Path, run: Mapping[str, Any]) -> None:
+    """Refuse to write over what cannot be had back from the results, even with --overwrite."""
+    own = OwnFiles(out)
+    for target in targets:
+        if target in own:
+            raise UsageError(f"{target} is a file of the results themselves. Name another with -o.")
+        if any(_is_same(target, recorded) for recorded in run["inputs"]):
+            raise UsageError(f"{target} is an input of the run. Name another file with -o.")
+
+
+def _is_same(target: Path, recorded: Mapping[str, Any]) -> bool:
+    """Whether it is the recorded file: by its name, or, since either may have moved, by what it holds."""
+    with suppress(OSError):
+        if target.samefile(recorded["path"]):
+            return True
+    if not target.is_file() or target.stat().st_size != recorded["size"]:
+        return False
+    with target.open("rb") as stream:
+        return bool(hashlib.file_digest(stream, "sha256").hexdigest() == recorded["sha256"])
 
 
 def _say(done: Exported, what: str, where: str | None) -> None:

@@ -201,6 +201,28 @@ def test_files_are_not_overwritten_unasked(done: Path) -> None:
     assert not list(done.glob("*.tmp"))
 
 
+def test_results_and_inputs_are_never_overwritten(model: Path, tmp_path: Path) -> None:
+    """OUT.jsonl may well be the run's own input; it is so under another name, and where it has moved, too."""
+    write_lines(tmp_path / "a.jsonl", [{"text": "The quick", "max_new_tokens": 2}])
+    write_lines(tmp_path / "b.errors.jsonl", [{"text": "The slow", "max_new_tokens": 2}])
+    run(["run", "a.jsonl", "b.errors.jsonl", "-o", "a.parquet", "--model", model, "--dtype", "float32"], tmp_path)
+    (tmp_path / "link.jsonl").symlink_to("a.jsonl")
+    (tmp_path / "moved.jsonl").write_bytes((tmp_path / "a.jsonl").read_bytes())
+    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    export = ["export", "a.parquet", "--overwrite", "--format"]
+    for arguments, name in (
+        (["jsonl"], "a.jsonl is an input of the run"),
+        (["jsonl", "-o", "link.jsonl"], "link.jsonl is an input of the run"),
+        (["jsonl", "-o", "moved.jsonl"], "moved.jsonl is an input of the run"),
+        (["openai-batch", "-o", "b.jsonl"], "b.errors.jsonl is an input of the run"),
+        (["openai-batch", "-o", "./a.parquet"], "a.parquet is a file of the results themselves"),
+        (["jsonl", "-o", "a.hidden.parquet"], "a.hidden.parquet is a file of the results themselves"),
+    ):
+        assert f"error: {name}. Name another" in run([*export, *arguments], tmp_path, expect=2).stderr
+    assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+    run([*export, "jsonl", "-o", "other.jsonl"], tmp_path)
+
+
 def test_to_standard_output_go_all_lines_in_order(done: Path) -> None:
     said = run(["export", "out.parquet", "--format", "openai-batch", "-o", "-"], done)
     lines = [json.loads(text) for text in said.stdout.splitlines()]
