@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -33,13 +34,22 @@ _NUMBERS = frozenset(field.name for field in SCHEMA if _is_number(field.type))
 
 
 def choose_rows(file: Path, count: int, seed: int) -> list[int]:
-    """At most `count` of the rows that are finished without an error, the same for the same seed, in rising order."""
+    """At most `count` of the rows of which no prompt failed, the same for the same seed, in rising order."""
     best = np.zeros(0, np.int64)
     with pq.ParquetFile(file) as parquet:
-        for batch in parquet.iter_batches(columns=["row_index", "status"]):
-            good = batch["row_index"].filter(pc.equal(batch["status"], "ok"))
-            best = smallest_hashes(np.union1d(best, good.to_numpy()), count, seed)
+        # Found first: a row may fail in its last prompt, behind samples that are finished.
+        failed = np.concatenate([best, *(rows for _, rows in _good_and_failed(parquet))])
+        for good, _ in _good_and_failed(parquet):
+            best = smallest_hashes(np.union1d(best, np.setdiff1d(good, failed)), count, seed)
     return [int(row) for row in np.sort(best)]
+
+
+def _good_and_failed(parquet: pq.ParquetFile) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+    """Of each batch the row indexes of samples that are good, and of those that failed."""
+    for batch in parquet.iter_batches(columns=["row_index", "status"]):
+        rows = batch["row_index"].to_numpy()
+        good = pc.equal(batch["status"], "ok").to_numpy(zero_copy_only=False)
+        yield rows[good], rows[~good]
 
 
 @dataclass(frozen=True, slots=True)

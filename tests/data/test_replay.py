@@ -36,6 +36,17 @@ def test_rows_are_chosen_among_the_good_ones(finished: Path) -> None:
     assert set().union(*(choose_rows(finished, 5, seed) for seed in range(100))) == good, "each row has its chance"
 
 
+def test_a_row_of_which_one_prompt_failed_is_not_chosen(tmp_path: Path) -> None:
+    """Rows of two prompts: the first fails in rows 0, 6, ..., the last in rows 3, 9, ..."""
+    out = tmp_path / "out.parquet"
+    prompts = [(row, prompt) for row in range(30) for prompt in range(2)]
+    with begin(out) as work:
+        bad = {(row, row % 2) for row in range(0, 30, 3)}
+        commit(work, ([failed(*key)] if key in bad else group(*key) for key in prompts))
+        finish(work, expect((row, prompt, 1) for row, prompt in prompts), {})
+    assert choose_rows(out, 1000, 0) == [row for row in range(30) if row % 3]
+
+
 def row(sample: int = 0, **values: Any) -> dict[str, Any]:
     given = {"prompt_index": 0, "sample_index": sample, "output_ids": [1, 2, 3], "output_logprobs": [-1.0, -2.0, -0.5]}
     return dict.fromkeys(SCHEMA.names) | given | values

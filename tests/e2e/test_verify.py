@@ -96,6 +96,19 @@ def test_a_changed_logprob_is_found(done: Path, tmp_path: Path) -> None:
     assert "(id 'r5'): differs: logprobs by at most 0.5 (columns output_logprobs)" in said
 
 
+def test_a_row_of_which_one_prompt_failed_is_not_replayed(model: Path, tmp_path: Path) -> None:
+    source = "def short(logits, rows):\n    assert all(len(row.prompt_ids) < 9 for row in rows)\n    return logits\n"
+    (tmp_path / "mine.py").write_text(source)
+    ids = [[[5, 6], [5] * 20], [[5, 6], [5] * 3]]
+    write_lines(tmp_path / "in.jsonl", [{"input_ids": both, "custom_logit_processor": "short"} for both in ids])
+    processor = ["--logit-processor", "short=mine:short"]
+    options = ["--dtype", "float32", "--attention", "torch", "--max-num-seqs", "1", "--max-new-tokens", "3"]
+    run(["run", "in.jsonl", "--model", model, *options, *processor], tmp_path)
+    assert [row["status"] for row in rows_of(tmp_path / "in.out.parquet")] == ["ok", "error", "ok", "ok"]
+    said = run(["verify", "in.out.parquet", *processor], tmp_path).stdout
+    assert said == "row 1 (id 'row-1'): same\n1 of 1 rows are the same\n"
+
+
 def test_the_seed_chooses_the_rows(done: Path) -> None:
     first, again, other = (run(["verify", "out.parquet", "--rows", "3", "--seed", s], done).stdout for s in "001")
     assert first == again
