@@ -32,7 +32,7 @@ def check_written(config: RunConfig) -> None:
         if target in (None, STDIN) or _is_special(Path(str(target))):
             continue
         place = os.path.realpath(str(target))
-        if place in own:
+        if own.are_results(place):
             raise UsageError(f"`{option}` {target} is a file of the job's own output; give another name")
         if place in taken:
             raise UsageError(f"`{option}` {target} is the file of `{taken[place]}` too; give another name")

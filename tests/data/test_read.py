@@ -206,6 +206,33 @@ def test_a_glob_does_not_mean_the_jobs_own_files_and_their_names_are_refused(
     assert [file.path for file in open_inputs([mine[0]]).files] == mine[:1], "of another job it is an input like any"
 
 
+REPORT = json.dumps({"output": "o", "rows": 1, "rows_ok": 1, "rows_error": 0, "fingerprint": "f"}, indent=2)
+
+
+@pytest.mark.parametrize(
+    ("content", "earlier"),
+    [
+        ("", True),
+        ('{"event":"token","id":"a","row_in', True),
+        ('{"event":"finish","id":"a"}\n{"event":"token"}\n', True),
+        (REPORT, True),
+        ('{"text": "a prompt"}\n', False),
+        ('{"text": "a prompt"}\n{"text": "another"}\n', False),
+        ('["rows"]', False),
+        ("no JSON", False),
+    ],
+)
+def test_a_glob_does_not_mean_what_an_earlier_run_wrote_beside_its_results(content: str, earlier: bool) -> None:
+    """A file of anything else under such a name is an input, and is never written over."""
+    Path("a.jsonl").write_text('{"text": "a"}\n')
+    Path("b.jsonl").write_text(content)
+    os.mkfifo("c.jsonl")
+    own = OwnFiles(Path("out.parquet"), None, ["./b.jsonl", "c.jsonl", "none.jsonl"])
+    assert ("b.jsonl" in own, "a.jsonl" in own, "c.jsonl" in own) == (earlier, False, False)
+    found = [file.path for file in open_inputs(["[ab].jsonl"], own).files]
+    assert found == (["a.jsonl"] if earlier else ["a.jsonl", "b.jsonl"])
+
+
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.zst", "a.parquet"])
 def test_the_row_that_damage_costs_is_of_one_shard_and_inside_the_window(name: str) -> None:
     if name == "a.parquet":

@@ -114,6 +114,24 @@ def test_a_glob_that_matches_the_output_reads_the_same_twice(model: Path, tmp_pa
         assert f"{name} is a file of the job's own output" in refused.stderr
 
 
+def test_a_glob_that_matches_events_and_report_reads_the_same_twice(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"text": "The quick", "stream": true, "max_new_tokens": 3}\n')
+    command = ["run", "*.json*", "-o", "out.parquet", "--model", model, "--dtype", "float32"]
+    command += ["--events", "events.jsonl", "--report", "report.json"]
+    run(command, tmp_path)
+    first = json.loads((tmp_path / "report.json").read_text())
+    events = (tmp_path / "events.jsonl").read_bytes()
+    assert (first["rows"], events.count(b"\n")) == (1, 4)
+    assert run(command, tmp_path).stderr.strip().endswith("nothing to do")
+    assert json.loads((tmp_path / "report.json").read_text())["fingerprint"] == first["fingerprint"]
+    assert (tmp_path / "events.jsonl").read_bytes() == events
+    run([*command, "--overwrite"], tmp_path)
+    assert (tmp_path / "events.jsonl").read_bytes() == events
+    run(["run", "--dry-run", *command[1:]], tmp_path)
+    assert json.loads((tmp_path / "report.json").read_text())["fingerprint"] == first["fingerprint"]
+    assert run(command, tmp_path).stderr.strip().endswith("nothing to do"), "over the report of a dry run, too"
+
+
 @pytest.mark.parametrize(
     "content",
     [("in.jsonl", b""), ("in.jsonl", b"\n \n"), ("in.txt", b""), ("in.jsonl.gz", gzip.compress(b""))],
