@@ -41,7 +41,7 @@ class Finished:
             done = replace(done, output_tokens_text=[self._token_text(token) for token in sequence.output_ids])
         if done.text is None or not (params.echo or params.suffix):
             return done
-        text = surround(done.text, request.known_ids.tolist(), sequence.output_ids, params, self._tokenizer)
+        text = surround(done.text, request.known_ids.tolist(), params, self._tokenizer)
         return replace(done, text=text)
 
     def prompt(self, request: Request, samples: list[tuple[float, Completion]]) -> list[Completion]:

@@ -71,7 +71,7 @@ class Streams:
         # What the token that ends a sample brings may be cut; the last event says what stays of it.
         text = sequence.stops.settled() if sequence.finish_reason is None else ""
         if not stream.begun and request.params.echo:
-            text = echoed(request.prompt_ids.tolist(), ids, self._tokenizer) + text
+            text = echoed(request.prompt_ids.tolist(), self._tokenizer) + text
         stream.begun = True
         stream.tokens = len(ids)
         stream.sent += len(text)

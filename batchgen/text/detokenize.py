@@ -1,8 +1,8 @@
 """Text token by token: what a new token makes certain, at a cost that does not grow with the text.
 
-The promise is exact: the pieces that `append` and `flush` return, joined, are `Tokenizer.decode` of all ids. Two ways
-lead there. Byte-level tokens are bytes, and only an unfinished character at the end waits. For any other decoder the
-last certain token and those after it are decoded anew; since those decoders treat a token by what is just before it
+The promise is exact: the pieces that `append` and `flush` return, joined, are `Tokenizer.decode_output` of all ids. Two
+ways lead there. Byte-level tokens are bytes, and only an unfinished character at the end waits. For any other decoder
+the last certain token and those after it are decoded anew; since those decoders treat a token by what is just before it
 (a first token loses its leading space, bytes join to characters), one token of context is enough.
 """
 
@@ -53,11 +53,12 @@ class _WindowRun:
     A run of byte tokens (`<0xE2>`) waits for its end: one invalid byte makes the decoder replace the whole run.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, begins: bool) -> None:
+        """`begins`: it is the output's first, which stands behind the prompt."""
         self._tokenizer = tokenizer
-        self._context: list[int] = []
+        self._context = [*tokenizer.anchor] if begins else []
         self._pending: list[int] = []
-        self._known = 0
+        self._known = len(tokenizer.anchor_text) if begins else 0
         """Characters of the decoded window that belong to the context."""
 
     def append(self, token: int) -> str:
@@ -90,7 +91,7 @@ class _WindowRun:
 
 
 class Detokenizer:
-    """Incremental `Tokenizer.decode` with the same two switches, for one sequence."""
+    """Incremental `Tokenizer.decode_output` with the same two switches, for one sequence."""
 
     def __init__(
         self, tokenizer: Tokenizer, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
@@ -99,11 +100,11 @@ class Detokenizer:
         self._special = tokenizer.special_ids
         self._skip = skip_special_tokens
         self._spaces = spaces_between_special_tokens
-        self._run = self._new_run()
+        self._run = self._new_run(begins=True)
 
-    def _new_run(self) -> _Run:
+    def _new_run(self, *, begins: bool) -> _Run:
         pieces = self._tokenizer.byte_pieces
-        return _WindowRun(self._tokenizer) if pieces is None else _ByteRun(pieces)
+        return _WindowRun(self._tokenizer, begins) if pieces is None else _ByteRun(pieces)
 
     def append(self, token: int) -> str:
         """Take the next token; the text that no later token can change, often that of the token itself."""
@@ -114,7 +115,7 @@ class Detokenizer:
         if self._spaces:
             return self._run.append(token)
         before = self._run.flush()
-        self._run = self._new_run()
+        self._run = self._new_run(begins=False)
         return before + (self._tokenizer.id_to_token(token) or "")
 
     @property

@@ -4,7 +4,7 @@ Rules (one `StopState` per sample, told of each token once):
 
 - An id that stops the row ends it at once. Where it belongs to the end-of-sequence set, the kind is `eos`, even if the
   row names it too. `ignore_eos` takes the set away, not the ids that the row names.
-- The text after k tokens is `Tokenizer.decode` of those tokens under the row's switches; the prompt's text never
+- The text after k tokens is `Tokenizer.decode_output` of those tokens under the row's switches; the prompt's text never
   matches. A stop string matches at token k if an occurrence of it holds a character that token k brought, and k is at
   least `min_new_tokens`: an occurrence completed before that never counts.
 - A pattern is searched in the text after each token from `min_new_tokens` on, as if the text ended there (so `$` holds
@@ -133,4 +133,5 @@ class StopState:
 
     def text_of(self, ids: Sequence[int]) -> str:
         """Text of `ids` under the row's switches."""
-        return self._tokenizer.decode(ids, self._params.skip_special_tokens, self._params.spaces_between_special_tokens)
+        params = self._params
+        return self._tokenizer.decode_output(ids, params.skip_special_tokens, params.spaces_between_special_tokens)

@@ -14,15 +14,12 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class TokenBytes(dict[int, bytes]):
     """Token id -> its bytes, found as tokens come up; ids past the vocabulary have none.
 
-    Joined over a sequence they are its text with special tokens, but for what a decoder does at the start: a space
-    that a word brings along is dropped from the first.
+    Joined over a sequence they are its text with special tokens, as it stands behind other text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
         self._tokenizer = tokenizer
-        self._anchor = tokenizer.encode_plain(["a"])[0][:1]
-        self._before = tokenizer.decode(self._anchor, skip_special_tokens=False)
 
     def __missing__(self, token: int) -> bytes:
         self[token] = found = self._find(token)
@@ -40,6 +37,4 @@ class TokenBytes(dict[int, bytes]):
         byte = _BYTE_TOKEN.fullmatch(spelled) if tokenizer.byte_fallback else None
         if byte is not None:
             return bytes([int(byte[1], 16)])
-        # Behind another word a decoder shows whether this one brings a space along, or joins without one.
-        both = tokenizer.decode([*self._anchor, token], skip_special_tokens=False)
-        return both.removeprefix(self._before).encode()
+        return tokenizer.decode_output([token], skip_special_tokens=False).encode()

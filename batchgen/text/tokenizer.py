@@ -68,6 +68,9 @@ class Tokenizer:
         """Bytes by token wherever the vocabulary spells bytes, though more may be done to the text after that."""
         self.byte_fallback = "ByteFallback" in kinds
         """Whether tokens such as `<0xE2>` stand for bytes."""
+        self.anchor = self._find_anchor()
+        """A word to decode others behind, for decoders that take the space off the first; else nothing."""
+        self.anchor_text = self.decode(self.anchor)
         self._keep_parts: bool | None = None
         self._spans: Any = None
 
@@ -102,6 +105,14 @@ class Tokenizer:
         return [
             token for token, _ in takewhile(lambda pair: pair[1], zip(full.ids, full.special_tokens_mask, strict=True))
         ]
+
+    def _find_anchor(self) -> tuple[int, ...]:
+        if self.spelled_bytes is not None:
+            return ()
+        first = self.encode_plain(["a"])[0][:1]
+        # Where the vocabulary has no such letter: a special token would be left out, a byte would join others.
+        unfit = any(token in self.special_ids or str(self.id_to_token(token)).startswith("<0x") for token in first)
+        return () if unfit else tuple(first)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of raw texts: with the tokenizer's BOS in front unless a text begins with it, and no EOS after."""
@@ -233,6 +244,13 @@ class Tokenizer:
             else:
                 run.append(token)
         return "".join([*pieces, self._rust.decode(run, skip_special_tokens=False)])
+
+    def decode_output(
+        self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
+    ) -> str:
+        """Text of `ids` as it stands behind a prompt's: as `decode`, with the space that its first word begins with."""
+        text = self.decode([*self.anchor, *ids], skip_special_tokens, spaces_between_special_tokens)
+        return text[len(self.anchor_text) :]
 
     def token_text(self, token: int) -> str:
         """Text of one token decoded alone, special tokens included."""

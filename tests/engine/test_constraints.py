@@ -18,6 +18,8 @@ from batchgen.engine.constraints import GrammarState
 from batchgen.request import StreamEvent
 from tests.e2e.engines import outcomes
 from tests.engine.grammar_model import CLOSING, EOS, VOCAB, save_grammar_model
+from tests.models.tiny import save_tiny
+from tests.text.conftest import save_tokenizer
 
 SCHEMA = {
     "type": "object",
@@ -56,6 +58,25 @@ def transformers_engine(folder: Path) -> Engine:
 def closing(engine: Engine) -> dict[str, float]:
     """A bias towards the end of things."""
     return {str(ids[0]): 4.0 for ids in engine.tokenizer.encode_plain(list(CLOSING))} | {str(EOS): 2.0}
+
+
+@pytest.mark.field("choice", "regex", "echo", "stop")
+def test_a_leading_space_is_text_where_the_decoder_takes_it_off(tmp_path: Path) -> None:
+    """As of SentencePiece: prompt and output joined read right, and a constraint that begins with a space is met."""
+    save_tiny("llama", tmp_path, vocab_size=512, eos_token_id=1)
+    save_tokenizer(tmp_path, "bytefallback", bos=False)
+    engine = Engine(str(tmp_path), dtype="float32")
+    for constraint in ({"choice": [" fox", " dog"]}, {"regex": " (fox|dog)"}):
+        done = only(engine, text="the lazy", **constraint)
+        assert (done.text, done.constraint_ok) in ((" fox", True), (" dog", True))
+        echo = only(engine, text="the lazy", echo=True, **constraint)
+        assert echo.text == f"the lazy{done.text}"
+        assert only(engine, text="the lazy", stop=[" "], **constraint).text == ""
+    events: list[StreamEvent] = []
+    row = {"text": "the lazy", "stream": True, "temperature": 0, "choice": [" fox"]}
+    list(engine.generate([row, row | {"echo": True}], on_event=events.append))
+    for index, text in enumerate((" fox", "the lazy fox")):
+        assert "".join(event.text for event in events if event.row_index == index) == text
 
 
 def rows_of(closing: dict[str, float], count: int = 40) -> list[dict[str, Any]]:

@@ -50,8 +50,29 @@ def test_pieces_joined_are_the_decoded_text(
     text = ""
     for count, token in enumerate(ids, 1):
         text += detokenizer.append(token)
-        assert text + detokenizer.tail == tokenizer.decode(ids[:count], skip, spaces)
-    assert text + detokenizer.flush() == tokenizer.decode(ids, skip, spaces)
+        assert text + detokenizer.tail == tokenizer.decode_output(ids[:count], skip, spaces)
+    assert text + detokenizer.flush() == tokenizer.decode_output(ids, skip, spaces)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", [*SENTENCES, "Hello world", "a  b"])
+def test_prompt_and_output_joined_are_the_text(tokenizers: dict[str, Tokenizer], kind: str, text: str) -> None:
+    """Wherever it is cut between two words: the first word's space is the output's, as it is in vLLM and SGLang."""
+    tokenizer = tokenizers[kind]
+    ids = tokenizer.encode_plain([text])[0]
+    for at in range(1, len(ids) + 1):
+        prompt, output = ids[:at], ids[at:]
+        if "\ufffd" not in tokenizer.decode(prompt) + tokenizer.decode(output):
+            assert tokenizer.decode(prompt) + tokenizer.decode_output(output) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("kind", ["bytefallback", "unigram", "wordpiece"])
+def test_an_outputs_first_space_stays(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+    tokenizer = tokenizers[kind]
+    ids = tokenizer.encode_plain(["fox"])[0]
+    assert (tokenizer.decode(ids), tokenizer.decode_output(ids)) == ("fox", " fox")
+    detokenizer = Detokenizer(tokenizer)
+    assert "".join(map(detokenizer.append, ids)) + detokenizer.flush() == " fox"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -40,14 +40,14 @@ def run(
 
 def begun(tokenizer: Tokenizer, ids: list[int], *flags: bool) -> int:
     """Characters at the text's end that later tokens may turn into others: U+FFFD for the first bytes of one."""
-    text = tokenizer.decode(ids, *flags)
+    text = tokenizer.decode_output(ids, *flags)
     run = len(text) - len(text.rstrip("\ufffd"))
     if not run or tokenizer.byte_pieces is None:
         return run  # other decoders may yet join all of them
     going_on = [t for t in range(tokenizer.vocab_size) if tokenizer.byte_pieces[t] in (b"\x80", b"\x90", b"\xa0")]
     assert len(going_on) == 3
     # Behind anything but the first bytes of a character each of these is a replacement character of its own.
-    return int(any(tokenizer.decode([*ids, token], *flags) != text + "\ufffd" for token in going_on))
+    return int(any(tokenizer.decode_output([*ids, token], *flags) != text + "\ufffd" for token in going_on))
 
 
 def brute_force(
@@ -59,7 +59,7 @@ def brute_force(
     stopping = (eos | set(params.stop_token_ids)) - ignored
     before = ""
     for count, token in enumerate(ids, 1):
-        text = tokenizer.decode(ids[:count], *flags)
+        text = tokenizer.decode_output(ids[:count], *flags)
         fresh = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, text, strict=False)))
         matches = []
         if count >= params.min_new_tokens:
@@ -77,13 +77,13 @@ def brute_force(
         if matches:
             begin, order, stop, matched, how = min(matches)
             if order == 0:
-                kept = tokenizer.decode(ids[: count if params.no_stop_trim else count - 1], *flags)
+                kept = tokenizer.decode_output(ids[: count if params.no_stop_trim else count - 1], *flags)
                 kind = "eos" if token in eos else "token"
                 return count, FinishedText(kept, "stop", kind, stop, tokenizer.decode([token], False))  # type: ignore[arg-type]
             end = begin + len(matched) if params.no_stop_trim else begin
             return count, FinishedText(text[:end], "stop", how, stop, matched)  # type: ignore[arg-type]
         before = text
-    return len(ids), FinishedText(tokenizer.decode(ids, *flags), "length")
+    return len(ids), FinishedText(tokenizer.decode_output(ids, *flags), "length")
 
 
 PATTERNS = [
