@@ -19,11 +19,13 @@ TESTS = (
     "test_attention.py",
     "test_bfp.py",
     "test_elementwise.py",
+    "test_int8.py",
     "test_lora.py",
     "test_matmul.py",
     "test_sampling.py",
 )
-WIDE = (f"-I{HERE / 'wide'}", "-D__AVX512F__=1", "-D__AVX512BF16__=1")
+WIDE = (f"-I{HERE / 'wide'}", "-D__AVX512F__=1", "-D__AVX512BF16__=1", "-D__AVX512VNNI__=1")
+DOTS = f"-I{HERE / 'dots'}"
 QUICK = ("-fno-tree-pre", "-fno-gcse", "-fno-thread-jumps")
 """Without what takes longest to compile where an instruction is many."""
 
@@ -39,7 +41,7 @@ def compilers_name() -> str:
     return subprocess.run([*find_compiler(), "--version"], capture_output=True, text=True, check=True).stdout
 
 
-def run_tests(*flags: str, methods: list[str]) -> None:
+def run_tests(*flags: str, methods: list[str], names: tuple[str, ...] = TESTS) -> None:
     """Run the kernels' tests on a library built with `flags`, which multiplies bfloat16 by `methods`."""
     command = shlex.join([*find_compiler(), *flags])
 
@@ -51,7 +53,7 @@ def run_tests(*flags: str, methods: list[str]) -> None:
 
     asked = "import torch; from batchgen.kernels.cpu.matmul import methods; print(*methods(torch.bfloat16))"
     assert python("-c", asked).split() == methods
-    tests = [str(HERE / name) for name in TESTS]
+    tests = [str(HERE / name) for name in names]
     assert "passed" in python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests)
 
 
@@ -69,4 +71,11 @@ def test_with_wider() -> None:
         pytest.skip("for a processor that has AVX2 and no AVX-512")
     if "clang" in compilers_name():
         pytest.skip("for GCC, which takes vectors apart that are wider than registers")
-    run_tests(*WIDE, *QUICK, methods=["widened", "dot"])
+    run_tests(*WIDE, *QUICK, methods=["widened", "dot", "int8", "bfp"])
+
+
+@pytest.mark.skipif(not loaded(), reason=str(missing()))
+def test_with_dots_of_integers() -> None:
+    if has("avx512f") or has("avx_vnni") or not has("avx2"):
+        pytest.skip("for a processor that has AVX2 and no more")
+    run_tests(DOTS, methods=["widened", "bfp"], names=("test_bfp.py",))

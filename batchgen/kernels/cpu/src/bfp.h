@@ -1,5 +1,4 @@
-// y = x W^T + b in block floating point, for bfloat16 on processors that multiply 16-bit integers faster than float32
-// and have no instruction for bfloat16.
+// y = x W^T + b in block floating point, for bfloat16 on processors that multiply 16-bit integers faster than float32.
 //
 // K is cut into groups. The numbers of a group of a row of W, and of x, are integers of up to BFP_MOST beside one float32
 // scale: 13 bits and a sign for the largest, where bfloat16 has 8 bits for each. A group's part of y is x_scale *

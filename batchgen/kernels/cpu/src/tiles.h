@@ -27,7 +27,8 @@ inline __attribute__((always_inline)) void stream(const void* p) {
 alignas(64) constexpr float NO_SUMS[PANEL] = {};
 
 // Keeps x in a register: left to itself GCC moves a tile's sums through memory before and after the loop.
-inline __attribute__((always_inline)) void hold(vf& x) {
+template <class V>
+inline __attribute__((always_inline)) void hold(V& x) {
 #if defined(__AVX512F__)
     __asm__("" : "+v"(x));
 #elif defined(__x86_64__)

@@ -4,9 +4,11 @@
 
 #undef __AVX512F__
 #undef __AVX512BF16__
+#undef __AVX512VNNI__
 #include_next <immintrin.h>
 #define __AVX512F__ 1
 #define __AVX512BF16__ 1
+#define __AVX512VNNI__ 1
 
 #include <cmath>
 #include <cstdint>
@@ -164,6 +166,28 @@ __attribute__((noinline)) static __m512 dots(__m512 sum, V a, V b) {
     return by_halves(add, sum, bits<__m512>(x << 16), bits<__m512>(y << 16));
 }
 
+// To the nearest integers.
+inline __m512i to_integers(__m512 v) {
+    const auto halves = bits<Halves>(v);
+    struct {
+        __m256i low, high;
+    } whole{_mm256_cvtps_epi32(halves.low), _mm256_cvtps_epi32(halves.high)};
+    return bits<__m512i>(whole);
+}
+
+// sum + products of the A and B in each 32 bits.
+template <class A, class B>
+__attribute__((noinline)) static __m512i integer_dots(__m512i sum, __m512i a, __m512i b) {
+    typedef A as __attribute__((vector_size(64)));
+    typedef B bs __attribute__((vector_size(64)));
+    constexpr unsigned EACH = 4 / sizeof(A);
+    const as x = bits<as>(a);
+    const bs y = bits<bs>(b);
+    words total = bits<words>(sum);
+    for (unsigned i = 0; i < 16 * EACH; i++) total[i / EACH] += uint32_t(int32_t(x[i]) * int32_t(y[i]));
+    return bits<__m512i>(total);
+}
+
 }  // namespace wide
 
 #undef _mm512_shuffle_f32x4
@@ -198,5 +222,8 @@ __attribute__((noinline)) static __m512 dots(__m512 sum, V a, V b) {
 #define _mm512_cvtepu16_epi32 wide::from_shorts
 #define _mm512_cvtneps_pbh wide::to_bfloat16
 #define _mm512_dpbf16_ps wide::dots
+#define _mm512_cvtps_epi32 wide::to_integers
+#define _mm512_dpbusd_epi32(sum, a, b) wide::integer_dots<uint8_t, int8_t>(sum, a, b)
+#define _mm512_dpwssd_epi32(sum, a, b) wide::integer_dots<int16_t, int16_t>(sum, a, b)
 
 #define __asm__(...)  // what keeps a vector in one register: none here is so wide

@@ -1,0 +1,141 @@
+// Products of integers that stand in groups beside a float32 scale, for int8.cpp and bfp.cpp.
+//
+// A `Kind` says how the numbers of x are held and multiplied:
+//
+//     Number           of x; as many as fit 4 bytes are multiplied at once
+//     Groups           of inputs
+//     MOST, ZERO       the largest of them, and what is added to each
+//     ROWS             of a tile
+//     start(block, v)  sums of register v before the first product
+//     weights(block)   where they stand, [size / inputs of an instruction][PANEL][inputs of an instruction]
+//     add(sum, x, w)   sum += products
+#pragma once
+
+#include "groups.h"
+#include "rows.h"
+#include "tiles.h"
+
+namespace bg {
+
+template <class Kind>
+int64_t grouped_stride(const typename Kind::Groups& groups) {
+    return up(groups.count * groups.size, 64 / sizeof(typename Kind::Number));
+}
+
+// Bytes of working memory of a thread: sums, scales, numbers.
+template <class Kind>
+int64_t grouped_scratch(int64_t inner) {
+    const typename Kind::Groups groups(inner);
+    const int64_t numbers = sizeof(typename Kind::Number) * grouped_stride<Kind>(groups);
+    return ROW_BLOCK * (4 * PANEL + numbers + 4 * up(groups.count, 16));
+}
+
+static inline vi nearest(vf v) {
+#if defined(__AVX512F__)
+    return (vi)_mm512_cvtps_epi32((__m512)v);
+#elif defined(__AVX__)
+    return (vi)_mm256_cvtps_epi32((__m256)v);
+#else
+    return (vi)(v + TO_INTEGER) - INTEGER_BITS;
+#endif
+}
+
+static inline void store_whole(uint8_t* p, vi v) {
+    typedef uint8_t bytes __attribute__((vector_size(LANES)));
+    store_as(p, __builtin_convertvector(v, bytes));
+}
+
+static inline void store_whole(int16_t* p, vi v) {
+#if defined(__AVX2__) && !defined(__AVX512F__)  // GCC takes the plain conversion apart
+    const __m256i packed = _mm256_packs_epi32((__m256i)v, (__m256i)v);  // each half twice
+    store_as(p, _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
+#else
+    store_as(p, __builtin_convertvector(v, vh));
+#endif
+}
+
+// `count` numbers of a group of a row, and zeros up to `size`. Returns their scale: none where one of them is none.
+template <class Kind, class T>
+float quantise(const T* x, int64_t count, int64_t size, typename Kind::Number* out) {
+    using Number = typename Kind::Number;
+    const float top = magnitude(x, count), inverse = Kind::MOST / top;
+    if (!std::isfinite(inverse)) {  // zeros, denormal numbers, or none
+        std::fill(out, out + size, Number(Kind::ZERO));
+        return top == top ? 0.0f : top;
+    }
+    int64_t k = 0;
+    for (; k + LANES <= count; k += LANES) store_whole(out + k, nearest(load(x + k) * inverse) + Kind::ZERO);
+    for (; k < count; k++) out[k] = Number(Kind::ZERO + std::lrintf(widen(x[k]) * inverse));
+    for (; k < size; k++) out[k] = Kind::ZERO;
+    return top / Kind::MOST;
+}
+
+// One group's part of a tile: x [ROWS] of integers, `stride` apart, with scales `scale_stride` apart.
+template <class Kind, int ROWS, Ahead AHEAD>
+void tile_grouped(const typename Kind::Number* x, int64_t stride, const float* x_scale, int64_t scale_stride,
+                  const char* block, int64_t size, float* c, bool first) {
+    constexpr int64_t STEP = 4 / sizeof(*x);
+    const float* scale = reinterpret_cast<const float*>(block);
+    const char* w = Kind::weights(block);
+    vi sum[ROWS][COLUMNS];
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < COLUMNS; v++) {
+            sum[r][v] = Kind::start(block, v);
+            hold(sum[r][v]);
+        }
+    for (int64_t k = 0; k < size; k += STEP, w += 4 * PANEL) {
+        if (AHEAD == STREAM) stream<4 * PANEL>(w);
+        vi b[COLUMNS];
+#pragma GCC unroll 8
+        for (int v = 0; v < COLUMNS; v++) b[v] = load_as<vi>(w + 4 * LANES * v);
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++) {
+            int32_t some;
+            std::memcpy(&some, x + r * stride + k, 4);
+            const vi a = some - vi{};
+#pragma GCC unroll 8
+            for (int v = 0; v < COLUMNS; v++) Kind::add(sum[r][v], a, b[v]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++) {
+        const vf s = splat(x_scale[r * scale_stride]);
+#pragma GCC unroll 8
+        for (int v = 0; v < COLUMNS; v++) {
+            hold(sum[r][v]);
+            const int at = r * PANEL + v * LANES;
+            const vf part = __builtin_convertvector(sum[r][v], vf) * load(scale + v * LANES);
+            store(c + at, fused(part, s, load(first ? NO_SUMS + v * LANES : c + at)));
+        }
+    }
+}
+
+// Rows of x, numbers T, by a share's panels, to rows of y, numbers Y.
+template <class Kind, class T, class Y>
+void grouped_rows(const Matmul& m, const Share& s, const typename Kind::Groups& groups, int64_t row, int64_t rows) {
+    using Number = typename Kind::Number;
+    const int64_t stride = grouped_stride<Kind>(groups), scales = up(groups.count, 16);
+    float* scale = reinterpret_cast<float*>(s.work);
+    Number* numbers = reinterpret_cast<Number*>(scale + ROW_BLOCK * scales);
+    for (int64_t r = 0; r < rows && s.fresh; r++)
+        for (int64_t g = 0; g < groups.count; g++) {
+            const int64_t k = g * groups.size, count = std::clamp<int64_t>(m.inner - k, 0, groups.size);
+            const T* x = static_cast<const T*>(m.x) + (row + r) * m.x_stride + k;
+            scale[r * scales + g] = quantise<Kind>(x, count, groups.size, numbers + r * stride + k);
+        }
+    for (int64_t p = s.panel; p < s.panel_end; p++) {
+        const char* block = static_cast<const char*>(m.weight) + p * groups.count * groups.bytes();
+        if (!groups.count) std::fill(s.c, s.c + rows * PANEL, 0.0f);
+        for (int64_t g = 0; g < groups.count; g++, block += groups.bytes())
+            by_runs<Kind::ROWS>(rows, [&](auto n, int64_t r) {
+                const Number* x = numbers + r * stride + g * groups.size;
+                const auto tile = r == 0 ? tile_grouped<Kind, n(), STREAM> : tile_grouped<Kind, n(), NOTHING>;
+                tile(x, stride, scale + r * scales + g, scales, block, groups.size, s.c + r * PANEL, g == 0);
+            });
+        write<Y>(m, s.c, row, rows, p * PANEL);
+    }
+}
+
+}  // namespace bg
