@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import ctypes
 import math
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from batchgen.kernels.cpu.library import library, loaded
 from batchgen.kernels.cpu.matmul import METHODS, MatmulCall, matmul, methods, pack, pack_bfp, unpack_bfp
 from batchgen.kernels.quantization import BFP, grouped_linear, groups_of, quantise_weight
+from tests.kernels.cpu.products import Problem, assert_same_bits_in_every_batch, problems, with_threads
+from tests.kernels.cpu.products import randn as any_randn
 
 here = pytest.mark.skipif(
     not loaded() or "bfp" not in methods(torch.bfloat16), reason="16-bit integers are no faster than float32 here"
 )
 
 
-def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+randn = partial(any_randn, dtype=torch.bfloat16)
 
 
 def assert_same(got: Tensor, want: Tensor, terms: Tensor) -> None:
@@ -65,29 +66,12 @@ def test_the_error_is_a_part_of_that_of_rounding_to_bfloat16(
 
 @here
 @settings(max_examples=150, deadline=None)
-@given(
-    rows=st.integers(0, 80),
-    inner=st.integers(1, 450),
-    outer=st.integers(1, 120),
-    biased=st.booleans(),
-    threads=st.integers(1, 9),
-    scale=st.sampled_from([1e-12, 1.0, 1e12]),
-    seed=st.integers(0, 99),
-)
-def test_compiled_is_plain(
-    rows: int, inner: int, outer: int, biased: bool, threads: int, scale: float, seed: int
-) -> None:
-    x = (randn(rows, inner, dtype=torch.float32, seed=seed) * scale).bfloat16()
-    weight = randn(outer, inner, seed=seed + 1)
-    bias = randn(outer, dtype=torch.float32, seed=seed + 2) * scale if biased else None
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+@given(problems())
+def test_compiled_is_plain(problem: Problem) -> None:
+    x, weight, bias = problem.tensors(torch.bfloat16)
+    with with_threads(problem.threads):
         got = matmul(x, pack_bfp(weight), bias, "bfp")
-    finally:
-        torch.set_num_threads(before)
-    terms = x.double().abs() @ weight.double().abs().T + (0 if bias is None else bias.double().abs())
-    assert_same(got, grouped_linear(x, quantise_weight(weight, BFP), bias), terms)
+    assert_same(got, grouped_linear(x, quantise_weight(weight, BFP), bias), problem.terms(torch.bfloat16))
 
 
 @here
@@ -117,17 +101,8 @@ def test_numbers_that_are_wide_already_give_the_same_bits(rows: int, inner: int,
 @here
 @pytest.mark.parametrize("inner", [576, 1001])
 def test_a_row_has_the_same_bits_in_every_batch(inner: int) -> None:
-    x, weight = randn(150, inner), pack_bfp(randn(130, inner, seed=1))
-    whole = matmul(x, weight, None, "bfp")
-    for begin, end in [(0, 1), (3, 5), (1, 8), (0, 8), (2, 11), (70, 95), (5, 69), (9, 90), (149, 150)]:
-        assert torch.equal(matmul(x[begin:end], weight, None, "bfp"), whole[begin:end])
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 7, 33):
-            torch.set_num_threads(threads)
-            assert torch.equal(matmul(x, weight, None, "bfp"), whole)
-    finally:
-        torch.set_num_threads(before)
+    weight = pack_bfp(randn(130, inner, seed=1))
+    assert_same_bits_in_every_batch(lambda x: matmul(x, weight, None, "bfp"), randn(150, inner))
 
 
 @here

@@ -7,21 +7,17 @@ import math
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from batchgen.kernels.cpu.library import loaded
 from batchgen.kernels.cpu.matmul import PackedWeight, matmul, methods, pack, pack_int8, unpack_int8
 from batchgen.kernels.quantization import INT8, grouped_linear, groups_of, quantise_weight
+from tests.kernels.cpu.products import Problem, assert_same_bits_in_every_batch, problems, randn, with_threads
 
 DTYPES = (torch.float32, torch.bfloat16)
 here = pytest.mark.skipif(
     not loaded() or "int8" not in methods(torch.float32), reason="this processor has no int8 dot instruction"
 )
-
-
-def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def packed(weight: Tensor) -> PackedWeight:
@@ -61,45 +57,19 @@ def test_plain_product_is_near_the_full_one() -> None:
 @here
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(max_examples=80, deadline=None)
-@given(
-    rows=st.integers(0, 80),
-    inner=st.integers(1, 450),
-    outer=st.integers(1, 120),
-    biased=st.booleans(),
-    threads=st.integers(1, 9),
-    scale=st.sampled_from([1e-12, 1.0, 1e12]),
-    seed=st.integers(0, 99),
-)
-def test_compiled_is_plain(
-    dtype: torch.dtype, rows: int, inner: int, outer: int, biased: bool, threads: int, scale: float, seed: int
-) -> None:
-    x = (randn(rows, inner, seed=seed) * scale).to(dtype)
-    weight = randn(outer, inner, dtype=dtype, seed=seed + 1)
-    bias = randn(outer, seed=seed + 2) * scale if biased else None
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+@given(problem=problems())
+def test_compiled_is_plain(dtype: torch.dtype, problem: Problem) -> None:
+    x, weight, bias = problem.tensors(dtype)
+    with with_threads(problem.threads):
         got = matmul(x, packed(weight), bias, "int8")
-    finally:
-        torch.set_num_threads(before)
-    terms = x.double().abs() @ weight.double().abs().T + (0 if bias is None else bias.double().abs())
-    assert_same(got, grouped_linear(x, quantise_weight(weight, INT8), bias), terms)
+    assert_same(got, grouped_linear(x, quantise_weight(weight, INT8), bias), problem.terms(dtype))
 
 
 @here
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
-    x, weight = randn(150, 577, dtype=dtype), packed(randn(130, 577, dtype=dtype, seed=1))
-    whole = matmul(x, weight, None, "int8")
-    for begin, end in [(0, 1), (3, 5), (1, 8), (0, 8), (2, 11), (70, 95), (5, 69), (9, 90), (149, 150)]:
-        assert torch.equal(matmul(x[begin:end], weight, None, "int8"), whole[begin:end])
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 7, 33):
-            torch.set_num_threads(threads)
-            assert torch.equal(matmul(x, weight, None, "int8"), whole)
-    finally:
-        torch.set_num_threads(before)
+    weight = packed(randn(130, 577, dtype=dtype, seed=1))
+    assert_same_bits_in_every_batch(lambda x: matmul(x, weight, None, "int8"), randn(150, 577, dtype=dtype))
 
 
 @here

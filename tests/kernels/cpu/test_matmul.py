@@ -8,21 +8,17 @@ import threading
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from batchgen.kernels.cpu.library import loaded, missing
 from batchgen.kernels.cpu.matmul import METHODS, Method, matmul, methods, pack, unpack
+from tests.kernels.cpu.products import Problem, assert_same_bits_in_every_batch, problems, randn, with_threads
 
 pytestmark = pytest.mark.skipif(not loaded(), reason=missing() or "")
 
 DTYPES = (torch.float32, torch.bfloat16)
 KINDS = [(d, name) for d in DTYPES for name in (methods(d) if loaded() else ()) if name in ("widened", "dot")]
 kinds = pytest.mark.parametrize(("dtype", "method"), KINDS)
-
-
-def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def assert_product(got: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -56,52 +52,19 @@ def test_sizes(dtype: torch.dtype, method: Method, rows: int, inner: int, outer:
 
 @kinds
 @settings(max_examples=60, deadline=None)
-@given(
-    rows=st.integers(0, 80),
-    inner=st.integers(1, 450),
-    outer=st.integers(1, 120),
-    biased=st.booleans(),
-    threads=st.integers(1, 9),
-    scale=st.sampled_from([1e-12, 1.0, 1e12]),
-    seed=st.integers(0, 99),
-)
-def test_anything(
-    dtype: torch.dtype,
-    method: Method,
-    rows: int,
-    inner: int,
-    outer: int,
-    biased: bool,
-    threads: int,
-    scale: float,
-    seed: int,
-) -> None:
-    x = (randn(rows, inner, dtype=torch.float32, seed=seed) * scale).to(dtype)
-    weight = randn(outer, inner, dtype=dtype, seed=seed + 1)
-    bias = randn(outer, dtype=torch.float32, seed=seed + 2) * scale if biased else None
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+@given(problem=problems())
+def test_anything(dtype: torch.dtype, method: Method, problem: Problem) -> None:
+    x, weight, bias = problem.tensors(dtype)
+    with with_threads(problem.threads):
         got = matmul(x, pack(weight), bias, method)
-    finally:
-        torch.set_num_threads(before)
     assert_product(got, x, weight, bias)
 
 
 @kinds
 @pytest.mark.parametrize("inner", [576, 1001])
 def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype, method: Method, inner: int) -> None:
-    x, packed = randn(150, inner, dtype=dtype), pack(randn(130, inner, dtype=dtype, seed=1))
-    whole = matmul(x, packed, None, method)
-    for begin, end in [(0, 1), (3, 5), (1, 8), (0, 8), (2, 11), (7, 23), (70, 95), (5, 69), (9, 90), (149, 150)]:
-        assert torch.equal(matmul(x[begin:end], packed, None, method), whole[begin:end])
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3, 7, 33):  # fewer and more than panels
-            torch.set_num_threads(threads)
-            assert torch.equal(matmul(x, packed, None, method), whole)
-    finally:
-        torch.set_num_threads(before)
+    packed = pack(randn(130, inner, dtype=dtype, seed=1))
+    assert_same_bits_in_every_batch(lambda x: matmul(x, packed, None, method), randn(150, inner, dtype=dtype))
 
 
 @kinds

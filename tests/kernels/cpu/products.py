@@ -1,0 +1,77 @@
+"""What the tests of every kind of product share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+__all__ = ["Problem", "assert_same_bits_in_every_batch", "problems", "randn", "with_threads"]
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Numbers of a normal distribution, the same every time."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@contextmanager
+def with_threads(count: int) -> Iterator[None]:
+    """As many threads within."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Sizes of a product, odd ones too, numbers of very different sizes, and the threads that share it."""
+
+    rows: int
+    inner: int
+    outer: int
+    biased: bool
+    threads: int
+    scale: float
+    seed: int
+
+    def tensors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+        """x [M, K], W [N, K] and b [N], float32."""
+        x = (randn(self.rows, self.inner, seed=self.seed) * self.scale).to(dtype)
+        weight = randn(self.outer, self.inner, dtype=dtype, seed=self.seed + 1)
+        return x, weight, randn(self.outer, seed=self.seed + 2) * self.scale if self.biased else None
+
+    def terms(self, dtype: torch.dtype) -> Tensor:
+        """[M, N] sums of the magnitudes of what is added up."""
+        x, weight, bias = self.tensors(dtype)
+        return x.double().abs() @ weight.double().abs().T + (0 if bias is None else bias.double().abs())
+
+
+def problems() -> st.SearchStrategy[Problem]:
+    """Any of them."""
+    return st.builds(
+        Problem,
+        rows=st.integers(0, 80),
+        inner=st.integers(1, 450),
+        outer=st.integers(1, 120),
+        biased=st.booleans(),
+        threads=st.integers(1, 9),
+        scale=st.sampled_from([1e-12, 1.0, 1e12]),
+        seed=st.integers(0, 99),
+    )
+
+
+def assert_same_bits_in_every_batch(product: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """x [150, K]: rows alone and in company, around every block of the kernels, by fewer and by more threads."""
+    whole = product(x)
+    for begin, end in [(0, 1), (3, 5), (1, 8), (0, 8), (2, 11), (7, 23), (70, 95), (5, 69), (9, 90), (149, 150)]:
+        assert torch.equal(product(x[begin:end]), whole[begin:end])
+    for threads in (1, 2, 3, 7, 33):
+        with with_threads(threads):
+            assert torch.equal(product(x), whole)
