@@ -49,6 +49,9 @@ from batchgen.text.tokenizer import Tokenizer
 
 __all__ = ["Engine", "Running"]
 
+_THREADS_BEFORE: dict[int, int] = {}
+"""Threads that an engine was given -> those that the process had without it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Running:
@@ -341,10 +344,17 @@ def group_min_saving(device: torch.device, backend: Backend | None = None) -> in
 
 
 def prepare_device(config: EngineConfig) -> None:
-    """Cap the threads of the CPU backend: oversubscribed cores are very slow."""
-    threads = config.cpu_threads or min(torch.get_num_threads(), cpu_quota() or torch.get_num_threads())
-    if threads != torch.get_num_threads():
+    """Cap the threads of the CPU backend: oversubscribed cores are very slow.
+
+    An engine without `cpu_threads` has as many as the process had before an earlier engine was given fewer.
+    """
+    now = torch.get_num_threads()
+    free = _THREADS_BEFORE.get(now, now)
+    threads = config.cpu_threads or min(free, cpu_quota() or free)
+    if threads != now:
         torch.set_num_threads(threads)
+    _THREADS_BEFORE.clear()  # somebody else's choice, made since, stands
+    _THREADS_BEFORE[threads] = free
 
 
 def _given(params: SamplingParams | None) -> dict[str, Any]:

@@ -57,9 +57,29 @@ def test_threads_are_capped(
     """What the user says counts; else PyTorch's number, which is never raised, and no more than may run at once."""
     before = torch.get_num_threads()
     monkeypatch.setattr(engine, "cpu_quota", lambda: quota)
+    monkeypatch.setattr(engine, "_THREADS_BEFORE", {})
     try:
         torch.set_num_threads(2)
         engine.prepare_device(EngineConfig("model", cpu_threads=asked))
         assert torch.get_num_threads() == expected
     finally:
         torch.set_num_threads(before)
+
+
+def test_an_engine_with_few_threads_caps_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setattr(engine, "cpu_quota", lambda: None)
+    monkeypatch.setattr(engine, "_THREADS_BEFORE", {})
+    taken = []
+    try:
+        torch.set_num_threads(2)
+        for asked in (1, 1, None, 3, None):
+            engine.prepare_device(EngineConfig("model", cpu_threads=asked))
+            taken.append(torch.get_num_threads())
+        engine.prepare_device(EngineConfig("model", cpu_threads=3))
+        torch.set_num_threads(1)  # by whoever holds the engines
+        engine.prepare_device(EngineConfig("model"))
+        taken.append(torch.get_num_threads())
+    finally:
+        torch.set_num_threads(before)
+    assert taken == [1, 1, 2, 3, 2, 1]
