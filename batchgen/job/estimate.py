@@ -26,6 +26,8 @@ _SCORE_BYTES = 21
 """A text's sum, mean, count and verdict."""
 _PROMPT_ID_BYTES = 3
 """A prompt's id, compressed, about; zstd finds those of its further samples again."""
+_ECHO_BYTES = 2
+"""The text of an echoed prompt's token, compressed, about; of further samples nothing, as above."""
 _TEXT_SHARE = 0.5
 """What is left of carried fields and prompts' texts, compressed, about; of further samples nothing, as above."""
 _TOP_BYTES = 8
@@ -80,6 +82,7 @@ def estimate_output(rows: Ingested, config: RunConfig, spec: ModelSpec) -> Outpu
     states = _state_rows(table, prompt, new, fed) * spec.hidden_size * values
     scores = np.where(table.score_start >= 0, _SCORE_BYTES + _LOGPROB_BYTES * (prompt - table.score_start), 0)
     results = texts + int((samples * (output + inputs + routed + scores)).sum())
+    results += int((_by_request(table, [_ECHO_BYTES * p.echo for p in table.params]) * prompt).sum())
     if config.include_prompt_ids:
         results += _PROMPT_ID_BYTES * _prompt_ids(table, prompt)
     return OutputEstimate(results, int((samples * states).sum()))

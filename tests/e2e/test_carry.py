@@ -175,6 +175,7 @@ def test_what_is_copied_from_the_input_is_estimated(model: Path, tmp_path: Path)
         return about, (tmp_path / "out.parquet").stat().st_size
 
     least = sizes("--carry", "none")
-    for options in ([], ["--carry", "none", "--include-prompt"], ["--carry", "none", "--include-prompt-ids"]):
-        about, size = (more - less for more, less in zip(sizes(*options), least, strict=True))
+    for more in ([], ["--include-prompt"], ["--include-prompt-ids"], ["--echo"]):
+        options = ["--carry", "none", *more] if more else []
+        about, size = (all_of - less for all_of, less in zip(sizes(*options), least, strict=True))
         assert 0.6 < about / size < 2.5, (options, about, size)  # ids below 90 take a byte
