@@ -205,7 +205,13 @@ def _slurm_shard(env: Mapping[str, str]) -> Shard:
         if name.startswith("SLURM_ARRAY_TASK_") and re.fullmatch("[0-9]+", value)
     }
     task, count = numbers.get("SLURM_ARRAY_TASK_ID", -1), numbers.get("SLURM_ARRAY_TASK_COUNT", 0)
-    offset, step = task - numbers.get("SLURM_ARRAY_TASK_MIN", 0), numbers.get("SLURM_ARRAY_TASK_STEP", 1)
+    least, step = numbers.get("SLURM_ARRAY_TASK_MIN", 0), numbers.get("SLURM_ARRAY_TASK_STEP", 1)
+    if least > 1:  # some tasks of an array, submitted again by themselves, would take all rows for theirs
+        raise ValueError(
+            f"auto numbers arrays that begin at 0 or 1 (--array=0-15), this one begins at {least}; give I/N, the part "
+            "and the number of parts of the array that it belongs to"
+        )
+    offset = task - least
     index, uneven = divmod(offset, max(step, 1))
     if uneven or not 0 <= index < count:
         raise ValueError(

@@ -210,16 +210,22 @@ def slurm(task: int, count: int, low: int = 0, step: int = 1) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("task", "count", "low", "step", "index"), [(0, 4, 0, 1, 0), (3, 4, 0, 1, 3), (4, 4, 1, 1, 3), (14, 4, 5, 3, 3)]
+    ("task", "count", "low", "step", "index"), [(0, 4, 0, 1, 0), (3, 4, 0, 1, 3), (4, 4, 1, 1, 3), (10, 4, 1, 3, 3)]
 )
 def test_slurm_shards(task: int, count: int, low: int, step: int, index: int) -> None:
     assert parse_shard("auto", slurm(task, count, low, step)) == Shard(index, count)
 
 
-@pytest.mark.parametrize(("task", "count", "low", "step"), [(7, 3, 1, 1), (6, 4, 5, 3), (0, 4, 1, 1)])
+@pytest.mark.parametrize(("task", "count", "low", "step"), [(7, 3, 1, 1), (2, 4, 1, 3), (0, 4, 1, 1)])
 def test_uneven_slurm_arrays(task: int, count: int, low: int, step: int) -> None:
     with pytest.raises(ValueError, match="evenly spaced"):
         parse_shard("auto", slurm(task, count, low, step))
+
+
+@pytest.mark.parametrize(("task", "count", "low"), [(7, 1, 7), (3, 2, 3), (2, 3, 2)])
+def test_parts_of_a_slurm_array_are_not_taken_for_the_whole(task: int, count: int, low: int) -> None:
+    with pytest.raises(ValueError, match=f"this one begins at {low}; give I/N"):
+        parse_shard("auto", slurm(task, count, low))
 
 
 def test_lists() -> None:
