@@ -50,7 +50,7 @@ class EventWriter:
 
         Raises:
             OutputError: (when called) the events cannot be written.
-            BrokenPipeError: (when called) nobody reads stdout any more.
+            OSError: (when called) stdout cannot be written, or nobody reads it any more.
         """
         known = lru_cache(_IDS_KEPT)(id_of)
 
@@ -58,9 +58,9 @@ class EventWriter:
             try:
                 self._stream.write(b"".join(_line(event, known(event.row_index)) for event in events))
                 self._stream.flush()
-            except BrokenPipeError:
-                raise
             except OSError as problem:
+                if not self._close or isinstance(problem, BrokenPipeError):
+                    raise  # of stdout the command says it, and lets go of what is left in the buffer
                 raise _unwritten(self._name, problem) from None
 
         return write

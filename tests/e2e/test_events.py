@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import subprocess
+import sys
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -191,6 +193,18 @@ def test_events_never_go_over_the_jobs_files(model: Path, tmp_path: Path) -> Non
     assert source.read_bytes() == before
     assert "cannot write the events" in run([*command, "no/such/folder"], tmp_path, expect=5).stderr
     run([*command, os.devnull, "--report", os.devnull], tmp_path)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_events_that_stdout_does_not_take_end_the_run(model: Path, tmp_path: Path) -> None:
+    write_lines(tmp_path / "in.jsonl", [{"text": "x", "max_new_tokens": 4, "stream": True}])
+    command = [sys.executable, "-m", "batchgen", "run", "in.jsonl", "--model", str(model), "-o", "out.parquet"]
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [*command, "--events", "-"], cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 5, done.stderr
+    assert done.stderr.splitlines()[-1] == "error: stdout cannot be written (no space left on device)"
 
 
 @pytest.mark.parametrize(
