@@ -26,19 +26,22 @@ def run(config: RunConfig) -> None:
     from batchgen.job.preflight import refuse_early
 
     refuse_early(config)
-    from batchgen.engine.collector import QuietCollector
-    from batchgen.openmp import brief_waits
-
-    # What modules make stays: looking through it time and again takes a tenth of the imports.
-    with brief_waits(), QuietCollector():
-        from batchgen.job.run import run_job  # torch and transformers: seconds that --help and a refusal must not pay
-    from batchgen.job.summary import print_summary, write_report
-
     if config.dry_run:
         from batchgen.job.check import check_job
 
         raise typer.Exit(check_job(config, as_json=False))
-    summary = run_job(config)
+    from batchgen.engine.collector import QuietCollector
+    from batchgen.job.signals import StopRequest, handle_signals
+    from batchgen.openmp import brief_waits
+
+    stop = StopRequest(config.max_time)
+    with handle_signals(stop):  # told to stop while it imports, a job ends as at any other time
+        # What modules make stays: looking through it time and again takes a tenth of the imports.
+        with brief_waits(), QuietCollector():
+            from batchgen.job.run import run_job  # torch: seconds that --help and a refusal must not pay
+        summary = run_job(config, stop)
+    from batchgen.job.summary import print_summary, write_report
+
     print_summary(summary)
     if config.report:
         write_report(summary, config.report)

@@ -92,9 +92,9 @@ class Committed:
         return found
 
     @property
-    def prompts_done(self) -> int:
-        """Distinct (row_index, prompt_index)."""
-        return len(self._rows)
+    def rows(self) -> int:
+        """Distinct rows of the input."""
+        return len(np.unique(np.frombuffer(self._rows, np.int64))) if self._rows else 0
 
     @property
     def errors(self) -> int:

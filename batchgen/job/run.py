@@ -11,6 +11,7 @@ from pathlib import Path
 from shlex import quote
 
 import numpy as np
+import numpy.typing as npt
 
 from batchgen.config import RunConfig
 from batchgen.data.committed import Committed
@@ -35,7 +36,7 @@ from batchgen.job.ingest import Ingested, ingest
 from batchgen.job.progress import Phase, Progress, ProgressState, make_progress
 from batchgen.job.reading import forget_reading, keep_reading, kept_reading, reading_key, report_bad
 from batchgen.job.setup import Setup, prepare
-from batchgen.job.signals import StopRequest, handle_signals
+from batchgen.job.signals import StopRequest
 from batchgen.job.summary import RunSummary
 from batchgen.models.base import Model, ModelSpec
 from batchgen.request import Completion, RequestTable
@@ -43,14 +44,13 @@ from batchgen.request import Completion, RequestTable
 __all__ = ["run_job"]
 
 
-def run_job(config: RunConfig) -> RunSummary:
-    """Run a job to its end, or to where it is told to stop.
+def run_job(config: RunConfig, stop: StopRequest) -> RunSummary:
+    """Run a job to its end, or to where `stop` says that it is to stop.
 
     Raises:
         BatchgenError: whatever ends a job early; everything finished is committed first.
     """
-    stop = StopRequest(config.max_time)
-    with handle_signals(stop), make_progress(config.progress) as progress, QuietCollector(every=1) as collector:
+    with make_progress(config.progress) as progress, QuietCollector(every=1) as collector:
         return _Job(config, stop, progress, collector).run()
 
 
@@ -71,6 +71,9 @@ class _Job:
         self.failed: set[int] = set()
         """Those, and the rows that failed while this one does: a row counts once, however many of its prompts fail."""
         self.rows_done = 0
+        """Rows of which every prompt is done, those that were refused or skipped included."""
+        self.left: dict[int, int] = {}
+        """Row of several prompts -> those that are not done."""
         self.output_seconds = 0.0
         """What the steps waited for, while finished rows were given their texts and handed to the writer."""
 
@@ -117,11 +120,12 @@ class _Job:
             with self._phase("reading"):
                 rows = self._rows(work, identity, inputs, setup, committed, writer)
             self._hold_size(rows, setup.spec)
+            done = committed.contains(rows.table.row_index, rows.table.prompt_index)
+            self._count(rows, done)
             with self._phase("loading"):
-                loaded = self._await(model, committed, rows)
+                loaded = self._await(model, rows)
                 engine = Engine.from_parts(self.config.engine, loaded, setup.tokenizer, setup.encoder.grammars)
             with self._phase("planning"):
-                done = committed.contains(rows.table.row_index, rows.table.prompt_index)
                 emit = events.listener(lambda row: rows.texts[row][0]) if events is not None else None
                 running = engine.start(rows.table, done, prompt_ids=self.config.include_prompt_ids, emit=emit)
                 if setup.spec.device.type != "cpu" or engine.backend is None or engine.backend.name != "torch":
@@ -173,7 +177,7 @@ class _Job:
                 self.collector.tick()
                 self._report(rows_done=rows)
                 if self.stop.requested:
-                    raise self.stop.error(committed.prompts_done, rows)
+                    raise self.stop.error(committed.rows)
 
         # Those that cannot be parsed are found again.
         self.failed = set(np.unique(committed.row_index[committed.is_error]).tolist())
@@ -198,16 +202,21 @@ class _Job:
         """Refuse to start what may exceed `--max-output-bytes`."""
         estimate_output(rows, self.config, spec).hold(self.config.max_output_bytes)
 
-    def _await(self, model: Future[Model], committed: Committed, rows: Ingested) -> Model:
+    def _await(self, model: Future[Model], rows: Ingested) -> Model:
         """The model once it is loaded; meanwhile a request to stop is heard."""
         while not wait([model], timeout=0.1).done:
             if self.stop.requested:
-                raise self.stop.error(committed.prompts_done, rows.rows)
+                raise self.stop.error(self.rows_done, rows.rows)
         return model.result()
 
+    def _count(self, rows: Ingested, done: npt.NDArray[np.bool_]) -> None:
+        """Where the count of rows begins; `done` [prompts] says which prompts of the table are."""
+        begun, prompts = np.unique(rows.table.row_index[~done], return_counts=True)
+        several = prompts > 1
+        self.left = dict(zip(begun[several].tolist(), prompts[several].tolist(), strict=True))
+        self.rows_done = rows.rows - len(begun)
+
     def _generate(self, running: Running, rows: Ingested, writer: PartWriter) -> None:
-        done_before = len(np.unique(rows.table.row_index[running.workload.done & (rows.table.prompt_index == 0)]))
-        self.rows_done = rows.errors.total() + rows.skipped + done_before
         for group in running.loop.run(lambda: self._tick(running)):
             began = time.perf_counter()
             writer.add([self._output(c, rows) for c in group])
@@ -218,7 +227,10 @@ class _Job:
                 rows.errors[first.error.code] += 1
                 self._report(rows_error=self._errors(rows))
                 self._hold_threshold(rows)
-            self.rows_done += first.prompt_index == 0
+            if left := self.left.pop(first.row_index, 1) - 1:
+                self.left[first.row_index] = left
+            else:
+                self.rows_done += 1
         self._report(rows_done=self.rows_done)
 
     def _tick(self, running: Running) -> bool:

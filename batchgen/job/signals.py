@@ -66,13 +66,13 @@ class StopRequest:
         """75, 130 or 143; None while nothing was asked."""
         return self._request[1] if self._request else None
 
-    def error(self, rows_done: int, rows: int) -> Interrupted:
-        """What the job raises once everything finished is committed."""
+    def error(self, rows_done: int, rows: int | None = None) -> Interrupted:
+        """What the job raises once everything finished is committed; `rows` is None while it is not known yet."""
         assert self._request is not None
         reason, status = self._request
+        of = "" if rows is None else f" of {rows:,}"
         return Interrupted(
-            f"stopped by {reason} with {rows_done:,} of {rows:,} rows committed; the same command goes on from there",
-            status,
+            f"stopped by {reason} with {rows_done:,}{of} rows committed; the same command goes on from there", status
         )
 
 

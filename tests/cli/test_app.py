@@ -52,7 +52,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[RunConfig]]:
     def install(outcome: Any) -> list[RunConfig]:
         seen: list[RunConfig] = []
 
-        def run_job(config: RunConfig) -> Any:
+        def run_job(config: RunConfig, stop: object = None) -> Any:
             seen.append(config)
             if isinstance(outcome, BaseException):
                 raise outcome

@@ -229,7 +229,7 @@ class TestCommitted:
     def test_nothing(self, tmp_path: Path) -> None:
         with begin(tmp_path / "r") as work:
             committed = Committed.read(work)
-        assert len(committed) == committed.errors == committed.prompts_done == 0
+        assert len(committed) == committed.errors == committed.rows == 0
         assert (0, 0) not in committed
         assert committed.contains(np.array([0, 1]), np.array([0, 0], np.int32)).tolist() == [False, False]
 
@@ -241,7 +241,7 @@ class TestCommitted:
         with begin(tmp_path_factory.mktemp("c") / "r") as work:
             commit(work, [group(row, prompt, 1 + row % 3, 1) for row, prompt in keys], every)
             committed = Committed.read(work)
-        assert committed.prompts_done == len(keys)
+        assert committed.rows == len({row for row, _ in keys})
         assert len(committed) == sum(1 + row % 3 for row, _ in keys)
         asked = [(row, prompt) for row in range(14) for prompt in range(5)]
         assert [key in committed for key in asked] == [key in keys for key in asked]
@@ -330,7 +330,7 @@ class TestCommitted:
             ]
             assert len(work.part_files()) < before
             commit(work, [group(1), group(6), group(8)])
-            assert Committed.read(work, retry_errors=True).prompts_done == 6
+            assert Committed.read(work, retry_errors=True).rows == 5
             for part in work.part_files():
                 assert pq.read_schema(part).metadata[FINGERPRINT_KEY] == b"f00d"
 

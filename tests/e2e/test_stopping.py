@@ -64,6 +64,25 @@ def test_a_signal_commits_and_the_same_command_goes_on(long: Long, tmp_path: Pat
     assert_same(read(tmp_path / "out.parquet"), long.table)
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="nothing says which signals are handled")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 75), (signal.SIGTERM, 143)], ids=["USR1", "TERM"])
+def test_a_signal_while_libraries_are_imported(model: Path, tmp_path: Path, number: int, code: int) -> None:
+    write_lines(tmp_path / "in.jsonl", [{"text": "a", "max_new_tokens": 4}])
+    words = [sys.executable, "-m", "batchgen", "run", "in.jsonl", "-o", "out.parquet", "--model", str(model)]
+    with subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        status = Path(f"/proc/{process.pid}/status")
+        while not int(status.read_text().split("SigCgt:")[1].split()[0], 16) >> (number - 1) & 1:
+            assert process.poll() is None
+            time.sleep(0.001)
+        process.send_signal(number)
+        assert process.stderr is not None
+        said = process.stderr.read()
+        assert process.wait(20) == code, said
+    why = f"error: stopped by {signal.Signals(number).name} with 0 of 1 rows committed"
+    assert said.splitlines()[-1].startswith(why), said
+    assert not (tmp_path / "out.parquet").exists()
+
+
 def test_a_second_signal_ends_at_once(long: Long, tmp_path: Path) -> None:
     job = start([*long.arguments, "out.parquet"], tmp_path)
     under_way(job, tmp_path)

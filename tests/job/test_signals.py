@@ -38,6 +38,7 @@ def test_the_first_request_stands() -> None:
     error = stop.error(40, 1000)
     assert error.exit_status == 75
     assert str(error) == ("stopped by SIGUSR1 with 40 of 1,000 rows committed; the same command goes on from there")
+    assert str(stop.error(0)) == "stopped by SIGUSR1 with 0 rows committed; the same command goes on from there"
 
 
 def test_a_second_stop_signal_ends_at_once() -> None:
