@@ -7,9 +7,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from tests.e2e.rows import assert_same, mixed_lines, prompts, read, write_lines
@@ -35,6 +37,12 @@ def long(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Long:
     return Long(tmp_path_factory.mktemp("long"), model)
 
 
+def prompts_by_row(tables: list[pa.Table]) -> Counter[int]:
+    """Row -> its prompts."""
+    keys = {key for t in tables for key in zip(*(t[k].to_pylist() for k in ("row_index", "prompt_index")), strict=True)}
+    return Counter(row for row, _ in keys)
+
+
 def under_way(job: Job, folder: Path) -> None:
     """Wait until rows are being generated: the log says so."""
     job.wait_for(lambda: "generating" in job.stderr)
@@ -57,8 +65,11 @@ def test_a_signal_commits_and_the_same_command_goes_on(long: Long, tmp_path: Pat
     assert f" of {ROWS} rows committed; the same command goes on from there" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out.parquet").exists()
-    finished = sum(len(read(p)) for p in (tmp_path / "out.parquet.work" / "parts").iterdir())
-    assert finished > 0, "finished rows are committed, though --commit-every and --commit-seconds are far away"
+    parts = [read(p) for p in (tmp_path / "out.parquet.work" / "parts").iterdir()]
+    assert parts, "finished rows are committed, though --commit-every and --commit-seconds are far away"
+    committed, whole = (prompts_by_row(tables) for tables in (parts, [long.table]))
+    rows = sum(committed[row] == whole[row] for row in committed)
+    assert f"with {rows} of {ROWS} rows committed" in done.stderr
     report = run([*long.arguments, "out.parquet", "--report", "-"], tmp_path).report
     assert 0 < report["rows_resumed"] < ROWS
     assert_same(read(tmp_path / "out.parquet"), long.table)
