@@ -20,6 +20,9 @@ class TokenBytes(dict[int, bytes]):
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
         self._tokenizer = tokenizer
+        # Where no ordinary word is found a special token does: it is written out here.
+        self._anchor = tokenizer.anchor or tuple(tokenizer.encode_plain(["a"])[0][:1])
+        self._before = tokenizer.decode(self._anchor, skip_special_tokens=False)
 
     def __missing__(self, token: int) -> bytes:
         self[token] = found = self._find(token)
@@ -37,4 +40,6 @@ class TokenBytes(dict[int, bytes]):
         byte = _BYTE_TOKEN.fullmatch(spelled) if tokenizer.byte_fallback else None
         if byte is not None:
             return bytes([int(byte[1], 16)])
-        return tokenizer.decode_output([token], skip_special_tokens=False).encode()
+        # Behind another word a decoder shows whether this one brings a space along, or joins without one.
+        both = tokenizer.decode([*self._anchor, token], skip_special_tokens=False)
+        return both.removeprefix(self._before).encode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -10,6 +11,7 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import Any
 
+from batchgen.job.bench.engines import peer_tools
 from batchgen.job.bench.peers import PEERS, EngineSource
 from batchgen.job.bench.process import BenchEngine, EngineProcess, Generated, LoadSpec
 from batchgen.job.bench.workloads import Workload
@@ -88,6 +90,7 @@ class _Here:
     """The engine that a process would hold."""
 
     def __init__(self, source: EngineSource, spec: LoadSpec) -> None:
+        sys.modules.setdefault("peer_tools", peer_tools)  # as the worker lends it to the scripts
         module = importlib.import_module(f"batchgen.job.bench.engines.{source.script}")
         self._engine = module.load(asdict(spec))
         told = self._engine.describe()

@@ -29,7 +29,7 @@ def assert_same(got: Tensor, want: Tensor, terms: Tensor) -> None:
     """But for the rounding of sums of groups, and of the dtype."""
     assert got.dtype == want.dtype
     assert got.shape == want.shape
-    bound = 2.0**-21 * terms + 2.0**-8 * want.double().abs() + 1e-30
+    bound = 2.0**-21 * terms + 2.0**-7 * want.double().abs() + 1e-30
     assert bool(((got.double() - want.double()).abs() <= bound).all())
 
 
