@@ -45,13 +45,18 @@ def test_only_errors_are_computed_again(tmp_path: Path, monkeypatch: pytest.Monk
     assert sorted(tmp_path.iterdir()) == [tmp_path / "good.parquet", out]
 
 
-def test_overwrite_drops_what_a_retry_took_from_the_output(tmp_path: Path) -> None:
-    out = tmp_path / "r.parquet"
-    finished(out, {1})
+def take_back(out: Path) -> None:
+    """Begin to compute the errors of a finished output again, and stop."""
     again = open_for_retry(output_paths(out), IDENTITY, {})
     assert again is not None
     with again:
         assert len(again.part_files()) == 1
+
+
+def test_overwrite_drops_what_a_retry_took_from_the_output(tmp_path: Path) -> None:
+    out = tmp_path / "r.parquet"
+    finished(out, {1})
+    take_back(out)
     with begin(out, policy="overwrite") as work:
         assert work.part_files() == []
         commit(work, [group(0)])
@@ -63,10 +68,7 @@ def test_a_retry_of_an_overwriting_run_that_committed_nothing_is_none_of_it(tmp_
     out = tmp_path / "r.parquet"
     finished(out, {1})
     begin(out, policy="overwrite").close()
-    again = open_for_retry(output_paths(out), IDENTITY, {})
-    assert again is not None
-    with again:
-        assert len(again.part_files()) == 1
+    take_back(out)
     with begin(out, policy="overwrite") as work:
         assert work.part_files() == []
 

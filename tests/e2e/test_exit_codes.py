@@ -133,7 +133,7 @@ def test_5_disk_full(model: Path, tmp_path: Path) -> None:
     """No file may grow past some KB: a part, the result, or a spool cannot be written. With room, the job ends."""
     source = write_lines(tmp_path / "in.jsonl", mixed_lines(300, seed=1))
     arguments = ["run", source, "-o", "out.parquet", "--model", model, *F32, "--commit-every", "40"]
-    for size in (3_000, 24_000, 64_000):
+    for size in (3_000, 12_000, 24_000, 64_000):
         done = run(arguments, tmp_path, expect=5, file_size=size)
         line = one_line(done.stderr)
         assert "cannot be written (File too large)" in line
