@@ -30,6 +30,7 @@ __all__ = [
     "OutputRow",
     "completions_to_table",
     "extra_json",
+    "finite",
     "results_schema",
     "with_footer",
 ]
@@ -212,14 +213,15 @@ def extra_json(fields: Mapping[str, Any]) -> str | None:
     try:
         return _EXTRA.encode(fields)
     except ValueError:
-        return json.dumps(_finite(fields), ensure_ascii=False, separators=(",", ":"))
+        return json.dumps(finite(fields), ensure_ascii=False, separators=(",", ":"))
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """A JSON value, or one within, with None for numbers that JSON lacks: infinities and not a number."""
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from batchgen.data.schema import finite
 from batchgen.data.view import Results, open_results
 from batchgen.errors import InputError
 from batchgen.printable import printable
@@ -61,7 +62,8 @@ def show_results(
 
 
 def show_row(out: Path, row_index: int, *, finished: bool = False, console: Console | None = None) -> None:
-    """Print everything about one input row on stdout: a block for each sample, or JSON lines into a pipe.
+    """Print everything about one input row on stdout: a block for each sample, or JSON lines into a pipe,
+    where numbers that JSON lacks are null.
 
     `finished` and `console` are as in `show_results`.
 
@@ -78,7 +80,7 @@ def show_row(out: Path, row_index: int, *, finished: bool = False, console: Cons
         if console.is_terminal:
             console.print(_block(present))
         else:
-            sys.stdout.write(json.dumps(present, ensure_ascii=False) + "\n")
+            sys.stdout.write(json.dumps(finite(present), ensure_ascii=False, allow_nan=False) + "\n")
     if not found:
         state = "is not in the results" if results.complete else "is not finished yet, or not in the input"
         raise InputError(f"row {row_index} {state}: {out}")

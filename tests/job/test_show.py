@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from pathlib import Path
 
+import orjson
 import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
@@ -107,6 +109,14 @@ def test_one_row_into_a_pipe(out: Path, capsys: pytest.CaptureFixture[str]) -> N
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [record["text"] for record in records] == ["first", "second"]
     assert records[0]["output_ids"] == list(range(100))
+
+
+def test_a_pipe_gets_json_where_a_logprob_is_infinite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "out.parquet", [good(0, "no", cumulative_logprob=-math.inf, output_logprobs=[-0.5, -math.inf])])
+    show_row(tmp_path / "out.parquet", 0)
+    record = orjson.loads(capsys.readouterr().out)  # which refuses what is not JSON
+    assert record["output_logprobs"] == [-0.5, None]
+    assert record["cumulative_logprob"] is None
 
 
 def test_a_row_that_is_not_there(out: Path) -> None:
