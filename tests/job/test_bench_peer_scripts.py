@@ -124,7 +124,7 @@ def test_openvino(record: Path, spec: LoadSpec) -> None:
     with EngineProcess(EngineSource("openvino"), spec):
         assert len(asked(record, "export")) == 1, "the second process finds it converted"
     built = asked(record, "pipeline")
-    assert len(built) == 2 + len(engine.settings), "anew for each pass, with an empty cache"
+    assert len(built) == 2 + len(engine.settings), "one for each setting, and at each load"
     for folder, device, properties, _ in built:
         assert Path(folder).parent == Path(spec.cache)
         assert device == "CPU"
@@ -168,8 +168,9 @@ def test_openvino_warms_its_cache_by_hand(record: Path, spec: LoadSpec) -> None:
         warm, cold = ({"prefix_cache": 1, "batched_tokens": 64, "warm": warm} for warm in (1, 0))
         assert engine.generate(rows, warm).outputs == engine.generate(rows, cold).outputs == [[4, 5], [3, 4], [2, 3]]
     passes = asked(record, "generate")
-    assert [[ids[-1] for ids, _ in one] for one in passes] == [[1], [3, 2, 1], [3, 2, 1]]
-    assert [[config["max_new_tokens"] for _, config in one] for one in passes] == [[1], [2] * 3, [2] * 3]
+    mirrored = [[7], [7, 8, 9]]  # other ids first, as long and as much alike: ids are 1 to 9
+    assert [[ids[-1] for ids, _ in one] for one in passes] == [*mirrored, [1], [3, 2, 1], mirrored[1], [3, 2, 1]]
+    assert [[config["max_new_tokens"] for _, config in one] for one in passes] == 2 * [[1], [2] * 3] + 2 * [[2] * 3]
     for ids, config in (row for one in passes for row in one):
         assert len(ids) == 41
         assert config["ignore_eos"]
@@ -177,11 +178,21 @@ def test_openvino_warms_its_cache_by_hand(record: Path, spec: LoadSpec) -> None:
         assert config["min_new_tokens"] == config["max_new_tokens"]
 
 
+def test_openvino_keeps_what_it_built_where_no_prompt_is_kept(record: Path, spec: LoadSpec) -> None:
+    rows = [BenchRow([5, 7], 2)]
+    with EngineProcess(EngineSource("openvino"), spec) as engine:
+        for cache in (0, 0, 1, 1):
+            engine.generate(rows, {"prefix_cache": cache, "batched_tokens": 64, "warm": 0})
+    assert [call[3]["enable_prefix_caching"] for call in asked(record, "pipeline")[1:]] == [False, True, True]
+    own, other = [5, 7], [7, 5]
+    assert [ids for one in asked(record, "generate") for ids, _ in one] == [other, own, own, other, own, other, own]
+
+
 def test_openvino_draws_samples_with_seeds_of_their_own(record: Path, spec: LoadSpec) -> None:
     with EngineProcess(EngineSource("openvino"), spec) as engine:
         rows = [BenchRow([5], 2, samples=2), BenchRow([6], 2)]
         engine.generate(rows, {"prefix_cache": 1, "batched_tokens": 64, "warm": 0})
-    ((*drawn, greedy),) = [[config for _, config in one] for one in asked(record, "generate")]
+    _, (*drawn, greedy) = [[config for _, config in one] for one in asked(record, "generate")]
     assert [(c["do_sample"], c["temperature"], c["rng_seed"]) for c in drawn] == [(True, 1.0, 0), (True, 1.0, 1)]
     assert not greedy["do_sample"]
 

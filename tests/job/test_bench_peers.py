@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -72,12 +73,19 @@ def test_near_settings_are_tried_with_all_of_their_output() -> None:
     assert engine.asked[-2:] == [(1, 64, 12), (2, 64, 12)]
 
 
-def test_a_batch_is_tried_on_as_many_rows_as_it_holds_and_per_row() -> None:
+def test_a_batch_is_tried_on_the_middle_of_rows_of_like_lengths_and_per_row() -> None:
     settings = [{"batch": n} for n in (4, 8, 16, 32)]
     assert distinct_settings(settings, 12) == settings[:3]
-    engine = Timed({(4, 16): 1.0, (8, 16): 1.5, (16, 16): 4.0}, settings)
+    engine = Timed({(4, 16): 1.0, (8, 16): 2.0, (16, 16): 4.0}, settings)
     assert best_setting(engine, ROWS) == {"batch": 8}
-    assert {(value, rows) for value, _, rows in engine.asked} == {(4, 4), (8, 8), (16, 12)}
+    assert {(value, rows) for value, _, rows in engine.asked} == {(4, 4), (8, 12), (16, 12)}
+
+
+def test_batches_of_rows_that_differ_are_tried_to_their_ends() -> None:
+    rows = [BenchRow([5], new) for new in (3, 40, 17, 24, 9, 31)]
+    engine = Timed({(24, 24): 1.0, (2, 24): 1.0, (4, 40): 6.0, (6, 40): 2.4}, [{"batch": n} for n in (2, 4, 6)])
+    assert best_setting(engine, rows) == {"batch": 6}
+    assert set(engine.asked) == {(2, 24, 2), (4, 40, 6), (6, 40, 6)}, "of three batches the second: 24 and 17 tokens"
 
 
 def test_settings_of_several_keys_differ_by_any_of_them() -> None:
@@ -205,6 +213,8 @@ class Model(Answers):
             [sum(row.ids) + i + (at % 20 < self._wrong) * (i > 0) for i in range(row.max_new)]
             for at, row in enumerate(rows)
         ]
+        if self._fails_at == f"end of {len(rows)} rows in {self.dtype}":
+            outputs[-1].pop()
         return Generated(outputs, 1.0, 1.0)
 
 
@@ -325,6 +335,15 @@ def test_a_peer_that_is_wrong_is_left_out_of_that_workload(
     assert engines(figures, "toy") == engines(figures, "next") == ["batchgen", "openvino"]
     assert "left out: vllm of next: correctness gate red, no figures" in told
     assert "gate: vllm" not in told
+
+
+def test_a_peer_that_stops_early_is_left_out_of_that_workload(
+    folder: Path, toys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures, told = run(folder, toys, monkeypatch, vllm=(0, "end of 25 rows in bfloat16"), openvino=(0, ""))
+    assert engines(figures, "toy") == ["batchgen", "vllm", "openvino"]
+    assert engines(figures, "next") == ["batchgen", "openvino"]
+    assert re.search(r"left out: vllm of next: .*checked row 24 has (\d) new tokens, asked for (\d)", told)
 
 
 def test_the_only_peer_that_cannot_run_is_an_error(

@@ -9,7 +9,16 @@ from batchgen.errors import BatchgenError
 from batchgen.job.bench.process import BenchEngine
 from batchgen.job.bench.workloads import BenchRow
 
-__all__ = ["FULL_EQUALITY", "GateRed", "agreement", "check_exact", "check_peer", "check_share", "gate_rows"]
+__all__ = [
+    "FULL_EQUALITY",
+    "GateRed",
+    "agreement",
+    "check_exact",
+    "check_lengths",
+    "check_peer",
+    "check_share",
+    "gate_rows",
+]
 
 _ROWS = 6
 _PEER_ROWS = 20
@@ -92,12 +101,7 @@ def check_share(
         GateRed: it is below `LEAST_AGREEMENT`, or a row has not its full length.
     """
     outputs = engine.generate(rows, setting).outputs
-    for number, (row, ids) in enumerate(zip(rows, outputs, strict=True)):
-        if len(ids) != row.max_new:
-            raise GateRed(
-                f"correctness gate red, no figures: {engine.name} on {workload}, checked row {number} has "
-                f"{len(ids)} new tokens, asked for {row.max_new}"
-            )
+    check_lengths(workload, engine.name, rows, outputs)
     share = agreement(outputs, reference)
     if share < LEAST_AGREEMENT:
         raise GateRed(
@@ -105,6 +109,22 @@ def check_share(
             f"first tokens of float32, at least {LEAST_AGREEMENT:.0%} are needed"
         )
     return share
+
+
+def check_lengths(workload: str, engine: str, rows: Sequence[BenchRow], outputs: Sequence[Sequence[int]]) -> None:
+    """Hold an engine to as many tokens as it was asked for: a rate of fewer would be one of less work.
+
+    Rows that ask for fields are not held to it: a constraint may end one early.
+
+    Raises:
+        GateRed: a row has another number of them.
+    """
+    for number, (row, ids) in enumerate(zip(rows, outputs, strict=True)):
+        if not row.fields and len(ids) != row.max_new * row.samples:
+            raise GateRed(
+                f"correctness gate red, no figures: {engine} on {workload}, checked row {number} has "
+                f"{len(ids)} new tokens, asked for {row.max_new * row.samples}"
+            )
 
 
 def _at(ids: Sequence[int], position: int) -> str:

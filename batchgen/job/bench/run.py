@@ -22,6 +22,7 @@ from batchgen.job.bench.config import BenchConfig
 from batchgen.job.bench.definitions import BenchWorkload, find_workloads
 from batchgen.job.bench.figures import Context, Figure, Measured, workload_figures
 from batchgen.job.bench.floors import count_work
+from batchgen.job.bench.gate import check_lengths
 from batchgen.job.bench.gating import Gate
 from batchgen.job.bench.machine import commit_name, cpu_name, versions
 from batchgen.job.bench.peers import OF_BATCHGEN, OURS, REFERENCE, EngineSource, knows_fields, parse_peers
@@ -214,12 +215,14 @@ class _Bench:
                 with self.absent.on_failure(engine.name, workload.name):
                     if workload.special:
                         one.bare.append(engine.generate(plain(rows), one.setting))
-                    one.passes.append(engine.generate(rows, one.setting))
+                    done = engine.generate(rows, one.setting)
+                    check_lengths(workload.name, engine.name, rows, done.outputs)
+                    one.passes.append(done)
             measured = [pair for pair in measured if not self.absent.has(pair[0].name, workload.name)]
-            done = [one for _, one in measured]
-            self.console.print(_progress(workload, number, self.config.repeat, done), style="dim")
+            kept = [one for _, one in measured]
+            self.console.print(_progress(workload, number, self.config.repeat, kept), style="dim")
         context = self._context(max(products, key=lambda one: one.flops), bandwidth)
-        yield from workload_figures(workload.name, self.config.model, done, work, context)
+        yield from workload_figures(workload.name, self.config.model, kept, work, context)
 
     def _start_all(self, stack: ExitStack, workloads: Sequence[BenchWorkload]) -> list[BenchEngine]:
         engines: list[BenchEngine] = []

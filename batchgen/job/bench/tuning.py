@@ -25,7 +25,9 @@ def best_setting(
     """The setting with the least time per row: each is tried with part of the output, those that are not far slower
     once more, then the near ones with all of it.
 
-    A setting's `batch` says how many rows it computes at once: it is tried on that many. Others are tried on all rows.
+    A setting's `batch` says how many rows it computes at once, those of like lengths: it is tried on batches from the
+    middle of them. Others are tried on all rows. Where rows differ in what they generate, every trial generates all of
+    it: what a batch wastes shows in its end.
     A setting that fails, as for want of memory, is not the best one. One that is `known` to be the best is not tried,
     if it is still among those worth trying.
 
@@ -37,7 +39,8 @@ def best_setting(
     settings = distinct_settings(engine.settings, len(rows))
     if len(settings) == 1:
         return settings[0]
-    short = [replace(row, max_new=min(row.max_new, _PROBE_TOKENS)) for row in rows]
+    even = len({row.max_new for row in rows}) == 1
+    short = [replace(row, max_new=min(row.max_new, _PROBE_TOKENS)) for row in rows] if even else list(rows)
     failed: list[EngineFailed] = []
 
     def tried(setting: Mapping[str, int]) -> float:
@@ -73,5 +76,13 @@ def distinct_settings(settings: Sequence[Mapping[str, int]], rows: int) -> list[
 
 
 def _seconds_per_row(engine: BenchEngine, rows: Sequence[BenchRow], setting: Mapping[str, int]) -> float:
-    tried = rows[: setting.get("batch", len(rows))]
+    tried = _middle_batches(rows, setting["batch"]) if "batch" in setting else rows
     return engine.generate(tried, setting).seconds / len(tried)
+
+
+def _middle_batches(rows: Sequence[BenchRow], size: int) -> list[BenchRow]:
+    """The batch in the middle of all, the longest first as engines with batches take them; two of an even number."""
+    order = sorted(rows, key=lambda row: (-row.max_new, -len(row.ids)))
+    batches = [order[begin : begin + size] for begin in range(0, len(order), size)]
+    middle = batches[(len(batches) - 1) // 2 : len(batches) // 2 + 1]
+    return [row for batch in middle for row in batch]

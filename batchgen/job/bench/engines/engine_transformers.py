@@ -8,7 +8,7 @@ import torch
 import transformers
 from peer_tools import apart, at_its_best, static_batches, together
 
-BATCH_SIZES = {"cpu": (8, 16, 32, 64), "cuda": (64, 128, 256)}
+BATCH_SIZES = {"cpu": (8, 16, 32, 64, 128, 256), "cuda": (64, 128, 256, 512)}
 
 # Lengths are fixed: nothing ends a row early, and greedy needs no sampling settings of the checkpoint.
 _GREEDY = transformers.GenerationConfig(do_sample=False, pad_token_id=0)

@@ -9,6 +9,8 @@ engine_transformers`. The engine stands in a script of that name beside this fil
         generate(rows, setting) -> (list of lists of new ids, dict of counted quantities)
         prepare(setting), where it has one: called before each `generate`, outside the time that is measured; builds
             what a setting needs, and forgets the prompts of earlier passes
+        warm(rows, setting), where it has one: called behind `prepare` with the rows to come; may compute anything but
+            what these rows could use
 
 where rows are dicts {"ids": [...], "max_new": n, "samples": n, "fields": {...}} (`fields` in batchgen's words, given
 only to engines that `peers.py` says know them), a setting is one of `settings`, and the ids of a row's samples stand
@@ -49,6 +51,8 @@ def serve(name: str, requests: TextIO, replies: TextIO) -> None:
 def _timed(engine: Any, rows: list[dict[str, Any]], setting: dict[str, Any]) -> dict[str, Any]:
     if hasattr(engine, "prepare"):
         engine.prepare(setting)
+    if hasattr(engine, "warm"):
+        engine.warm(rows, setting)
     cpu, begin = _cpu_seconds(), time.perf_counter()
     outputs, counted = engine.generate(rows, setting)
     seconds = time.perf_counter() - begin
