@@ -63,7 +63,7 @@ def identify(config: RunConfig, inputs: InputSet, model: Mapping[str, Any], samp
     Args:
         config: the resolved configuration.
         inputs: opened and hashed.
-        model: digests of model, tokenizer and template, resolved dtype and implementation.
+        model: digests of model, tokenizer and template, end-of-sequence ids, resolved dtype and implementation.
         sampling: the sampling defaults in force (the model's, under the run-wide ones).
     """
     options = {name: getattr(config.engine, name) for name in _ENGINE_FIELDS}

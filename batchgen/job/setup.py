@@ -72,6 +72,7 @@ class Setup:
             "model_digest": self.spec.digest,
             "tokenizer_digest": self.tokenizer.digest,
             "template_digest": self.tokenizer.template_digest,
+            "eos_ids": sorted(self.tokenizer.eos_ids),
             "dtype": str(self.spec.dtype).removeprefix("torch."),
             "implementation": self.spec.implementation,
             **({"adapters": dict(self.spec.adapters)} if self.spec.adapters else {}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,21 @@ def test_nor_for_that_of_a_model_trained_further(base: list[Any], tmp_path: Path
     assert "is not this job's output" in run(base, tmp_path, expect=2).stderr
 
 
+def test_nor_for_that_of_a_model_with_other_ends_of_sequence(
+    base: list[Any], tmp_path: Path, model: Path, finished: bytes
+) -> None:
+    (tmp_path / "out.parquet").write_bytes(finished)
+    base[base.index(model)] = with_ends(model, tmp_path / "mended", [1])
+    assert "is not this job's output" in run(base, tmp_path, expect=2).stderr
+
+
+def with_ends(model: Path, folder: Path, ends: list[int]) -> Path:
+    """A copy of the model whose generation_config.json names other end-of-sequence ids."""
+    path = shutil.copytree(model, folder) / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": ends}))
+    return folder
+
+
 def test_unfinished_work_of_another_job_is_refused_by_what_differs(
     base: list[Any], tmp_path: Path, model: Path, finished: bytes
 ) -> None:
@@ -96,6 +112,9 @@ def test_unfinished_work_of_another_job_is_refused_by_what_differs(
         assert f"(different: {named})" in done.stderr
         assert "--overwrite" in done.stderr
         assert "--resume-anyway" in done.stderr
+    base[base.index(model)] = with_ends(model, tmp_path / "mended", [1])
+    assert "(different: model eos_ids)" in run(base, tmp_path, expect=2).stderr
+    base[base.index(tmp_path / "mended")] = model
     with (tmp_path / "in.jsonl").open("ab") as stream:
         stream.write(b'{"text": "one more", "temperature": 0}\n')
     done = run(base, tmp_path, expect=2)

@@ -133,6 +133,23 @@ def test_another_model_is_refused(done: Path) -> None:
     assert "model_digest" in refused
 
 
+def test_a_model_with_other_ends_of_sequence_is_refused(done: Path, model: Path, tmp_path: Path) -> None:
+    """They stand beside the weights and the tokenizer, and are in no digest of either."""
+    path = shutil.copytree(model, tmp_path / "mended") / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": [1]}))
+    refused = run(["verify", "out.parquet", "--model", path.parent], done, expect=2).stderr
+    assert "not the run's model (different: eos_ids)" in refused
+
+
+def test_an_output_without_ends_of_sequence_is_replayed(done: Path, tmp_path: Path) -> None:
+    table = read(done / "out.parquet")
+    record = json.loads(table.schema.metadata[b"batchgen.run"])
+    assert len(record.pop("eos_ids")) == 2
+    metadata = {**table.schema.metadata, b"batchgen.run": json.dumps(record).encode()}
+    pq.write_table(table.replace_schema_metadata(metadata), tmp_path / "out.parquet")
+    run(["verify", "out.parquet", done / "in.jsonl", "--rows", "1"], tmp_path)
+
+
 def test_the_demonstration_model_in_half_precision(tmp_path: Path) -> None:
     """A single row, which was alone in its run, is the same in bfloat16, too."""
     write_lines(tmp_path / "in.jsonl", [{"text": "What is 17 + 25?", "return_logprob": True, "max_new_tokens": 20}])
