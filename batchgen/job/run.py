@@ -210,8 +210,14 @@ class _Job:
         return model.result()
 
     def _count(self, rows: Ingested, done: npt.NDArray[np.bool_]) -> None:
-        """Where the count of rows begins; `done` [prompts] says which prompts of the table are."""
-        begun, prompts = np.unique(rows.table.row_index[~done], return_counts=True)
+        """Where the count of rows begins; `done` [requests] says which of the table are.
+
+        A prompt counts once, however many texts are scored behind it: it comes as one group.
+        """
+        row, prompt = rows.table.row_index[~done], rows.table.prompt_index[~done]
+        first = np.ones(len(row), np.bool_)
+        first[1:] = (row[1:] != row[:-1]) | (prompt[1:] != prompt[:-1])
+        begun, prompts = np.unique(row[first], return_counts=True)
         several = prompts > 1
         self.left = dict(zip(begun[several].tolist(), prompts[several].tolist(), strict=True))
         self.rows_done = rows.rows - len(begun)

@@ -113,6 +113,16 @@ def test_resuming(model: Path, tmp_path: Path) -> None:
     assert_same(read(tmp_path / "cut.parquet"), read(tmp_path / "whole.parquet"))
 
 
+def test_a_row_is_done_once_all_texts_of_its_prompts_are_scored(model: Path, tmp_path: Path) -> None:
+    texts = [" and", " on", [7, 8]]
+    rows: list[dict[str, Any]] = [{"text": f"The quick {i}", "completions": texts} for i in range(10)]
+    rows += [{"text": [f"The quick {i}", "Hello there"], "completions": texts} for i in range(10)]
+    write_lines(tmp_path / "in.jsonl", rows)
+    done = run(["run", "in.jsonl", "--model", model, *F32, "--progress", "json"], tmp_path)
+    states = [json.loads(line) for line in done.stderr.splitlines() if line.startswith('{"phase')]
+    assert (states[-1]["rows"], states[-1]["rows_done"]) == (20, 20)
+
+
 @SCORING
 def test_check_counts_what_scoring_takes(model: Path, tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
