@@ -70,6 +70,8 @@ class _Job:
         """Rows that failed while an earlier run generated."""
         self.failed: set[int] = set()
         """Those, and the rows that failed while this one does: a row counts once, however many of its prompts fail."""
+        self.generated = False
+        """Whether there is any result but that rows are wrong."""
         self.rows_done = 0
         """Rows of which every prompt is done, those that were refused or skipped included."""
         self.left: dict[int, int] = {}
@@ -97,8 +99,10 @@ class _Job:
             try:
                 return self._fill(work, committed, inputs, identity, setup, model)
             except (UsageError, InputError, ModelError):
-                if not len(committed) and not work.part_files():
-                    work.remove()  # refused before a token was computed: a corrected command finds no other work
+                if not len(committed) and not self.generated:
+                    # Refused before a token was computed: a corrected command finds no other work. What was committed
+                    # says which rows are wrong, which the next reading finds again.
+                    work.remove()
                 raise
 
     def _fill(
@@ -225,6 +229,7 @@ class _Job:
     def _generate(self, running: Running, rows: Ingested, writer: PartWriter) -> None:
         for group in running.loop.run(lambda: self._tick(running)):
             began = time.perf_counter()
+            self.generated = True
             writer.add([self._output(c, rows) for c in group])
             self.output_seconds += time.perf_counter() - began
             first = group[0]

@@ -69,6 +69,17 @@ def test_2_usage(model: Path, tmp_path: Path, arguments: list[str], says: str) -
     assert [p.name for p in tmp_path.iterdir() if not p.name.startswith(".")] == ["in.jsonl"]
 
 
+def test_2_a_job_refused_before_it_computes_leaves_no_work(model: Path, tmp_path: Path) -> None:
+    """A row that is wrong is no work that a corrected command would have to go on with."""
+    rows = [{"txt": "no prompt"}, *({"text": text} for text in prompts(30, 1))]
+    arguments = ["run", write_lines(tmp_path / "in.jsonl", rows), "--model", model, *F32]
+    many = ["--max-new-tokens", "200", "--n", "50", "--max-output-bytes", "1MB"]
+    assert "--max-output-bytes" in one_line(run([*arguments, *many], tmp_path, expect=2).stderr)
+    assert not (tmp_path / "in.out.parquet.work").exists()
+    run([*arguments, "--max-new-tokens", "2"], tmp_path)
+    assert len(rows_of(tmp_path / "in.out.parquet")) == 31
+
+
 def test_3_too_many_errors_and_on_with_a_higher_threshold(model: Path, tmp_path: Path) -> None:
     lines = [{"text": text, **GREEDY} if i % 4 else {"txt": text} for i, text in enumerate(prompts(40, 1))]
     arguments = ["run", write_lines(tmp_path / "in.jsonl", lines), "-o", "out.parquet", "--model", model, *F32]

@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from batchgen.config import EngineConfig, RunConfig
+from batchgen.errors import UsageError
+from batchgen.job.run import run_job
+from batchgen.job.signals import StopRequest
 from tests.e2e.model import save_model
 from tests.e2e.rows import assert_same, mixed_lines, prompts, read, rows_of, write_lines
 from tests.e2e.runner import run, start
@@ -140,6 +144,32 @@ def test_what_does_not_matter_to_the_result_may_change(
     (tmp_path / "expected.parquet").write_bytes(finished)
     # Messages name the file as it was called when they were written.
     assert_same(read(tmp_path / "out.parquet"), read(tmp_path / "expected.parquet"), ignore=["error"])
+
+
+def test_a_refused_run_leaves_what_was_computed(base: list[Any], tmp_path: Path) -> None:
+    interrupted(base, tmp_path)
+    parts = tmp_path / "out.parquet.work" / "parts"
+    before = {part.name: part.read_bytes() for part in parts.glob("part-*.parquet")}
+    assert "--max-output-bytes" in run([*base, "--max-output-bytes", "1000"], tmp_path, expect=2).stderr
+    assert {part.name: part.read_bytes() for part in parts.iterdir()} == before
+    assert run([*base, "--report", "-"], tmp_path).report["rows_resumed"] > 0
+
+
+def test_an_error_of_any_kind_leaves_what_was_computed(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of the kind that refuses a job comes once rows are generated. If it did, they would stay all the same."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise UsageError("made up")
+
+    monkeypatch.setattr("batchgen.job.run.finish", fail)
+    source = write_lines(tmp_path / "in.jsonl", [{"text": text, **GREEDY} for text in prompts(3, 6)])
+    engine = EngineConfig(model=str(model), dtype="float32")
+    with pytest.raises(UsageError, match="made up"):
+        run_job(RunConfig((str(source),), tmp_path / "out.parquet", engine, progress="none"), StopRequest())
+    (part,) = (tmp_path / "out.parquet.work" / "parts").iterdir()
+    assert len(rows_of(part)) == 3
 
 
 def test_resume_anyway_goes_on_under_other_options(base: list[Any], tmp_path: Path) -> None:
