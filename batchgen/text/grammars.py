@@ -8,12 +8,13 @@ import tempfile
 import weakref
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import IO, Any
 
-from batchgen.errors import ErrorInfo, RowError
+from batchgen.errors import ErrorInfo, OutputError, RowError
 from batchgen.params import Constraint
 from batchgen.text.grammar_compiler import GrammarCompiler, stop_compiling, vocabulary_of
 from batchgen.text.grammar_vocabulary import Vocabularies
@@ -41,6 +42,9 @@ class Grammars:
         lenient: let schemas pass whose keywords cannot all be enforced.
         limits: what compiling one may take.
         memory: bytes of compiled grammars kept beside those that running samples use.
+
+    Raises:
+        OutputError: there is no place for the temporary file.
     """
 
     def __init__(
@@ -58,7 +62,8 @@ class Grammars:
         """Grammars compiled so far, those that failed included."""
         self._vocabularies = Vocabularies(tokenizer, vocab_size)
         self._compiler = GrammarCompiler(self._vocabularies, lenient=lenient, limits=limits)
-        self._file = tempfile.TemporaryFile(prefix="batchgen-grammars-")  # noqa: SIM115  # as long as this object
+        with _full_folder():
+            self._file = tempfile.TemporaryFile(prefix="batchgen-grammars-")  # noqa: SIM115  # as long as this object
         self._end = weakref.finalize(self, _close, self._compiler, self._file)
         self._known: dict[Constraint, tuple[int, int] | ErrorInfo] = {}
         """Place and length in the file, or what is wrong."""
@@ -70,7 +75,11 @@ class Grammars:
         self._checks: OrderedDict[Constraint, Check] = OrderedDict()
 
     def prepare(self, constraints: Iterable[Constraint]) -> None:
-        """Compile those that are new, in parallel; what is wrong with one is kept for `error`."""
+        """Compile those that are new, in parallel; what is wrong with one is kept for `error`.
+
+        Raises:
+            OutputError: they do not fit the folder for temporary files.
+        """
         new = list(dict.fromkeys(c for c in constraints if c not in self._known))
         if not new:
             return
@@ -119,8 +128,10 @@ class Grammars:
         return check(text)
 
     def _store(self, grammar: bytes) -> tuple[int, int]:
-        place = self._file.seek(0, os.SEEK_END)
-        self._file.write(grammar)
+        with _full_folder():
+            place = self._file.seek(0, os.SEEK_END)
+            self._file.write(grammar)
+            self._file.flush()  # here, where it is known what could not be written
         return place, len(grammar)
 
     def _load(self, constraint: Constraint) -> Any:
@@ -146,9 +157,23 @@ class Grammars:
         return compiled
 
 
+@contextmanager
+def _full_folder() -> Iterator[None]:
+    """What the operating system says of the temporary file, in words, with the folder that it stands in."""
+    try:
+        yield
+    except OSError as error:
+        folder = tempfile.tempdir or "the folder for temporary files"  # None where there is none that can be written
+        raise OutputError(
+            f"compiled grammars cannot be kept in {folder} ({error.strerror or error}). Set TMPDIR to a folder with "
+            "room and run the same command again: committed rows are kept."
+        ) from error
+
+
 def _close(compiler: GrammarCompiler, file: IO[bytes]) -> None:
     compiler.close()
-    file.close()
+    with suppress(OSError):  # what a full disk did not take is tried once more
+        file.close()
 
 
 def _check(constraint: Constraint) -> Check:

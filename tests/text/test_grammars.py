@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from random import Random
 
 import pytest
 import torch
 
-from batchgen.errors import BatchgenError, ErrorInfo
+from batchgen.errors import BatchgenError, ErrorInfo, OutputError
 from batchgen.kernels.bitmask import bitmask_width
 from batchgen.params import Constraint, ConstraintKind
 from batchgen.text import grammar_compiler
@@ -114,6 +116,26 @@ def test_a_hostile_grammar_is_an_error_and_the_next_one_compiles(tokenizer: Toke
     assert error is not None
     assert (error.code, error.param) == ("invalid_grammar", HOSTILE[name].kind)
     assert grammars.error(GOOD) is None
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="nothing stands for a full disk")
+def test_a_full_folder_for_temporary_files_is_named(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: Path("/dev/full").open("w+b"))  # noqa: SIM115  # as above
+    grammars = Grammars(tokenizer, tokenizer.vocab_size)
+    told = rf"cannot be kept in {re.escape(str(tmp_path))} \(No space left on device\)\. Set TMPDIR"
+    with pytest.raises(OutputError, match=told):
+        grammars.prepare([GOOD])
+
+
+def test_a_folder_for_temporary_files_that_is_gone_is_named(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(OutputError, match=r"cannot be kept in .*gone \(No such file or directory\)\. Set TMPDIR"):
+        Grammars(tokenizer, tokenizer.vocab_size)
 
 
 def test_the_limits_are_named(tokenizer: Tokenizer) -> None:
