@@ -178,9 +178,9 @@ def _replay(engine: Engine, setup: Setup, raw: RawRow, recorded: list[dict[str, 
 
 
 def _named(value: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The row under the id of the output, which `--on-duplicate-id suffix` may have changed."""
-    given = [key for key in _ID_NAMES if value.get(key) is not None]
-    return {**value, given[0]: name} if given else dict(value)
+    """The row under the id of the output: `--on-duplicate-id suffix` may have changed its own, or its default."""
+    given = next((key for key in _ID_NAMES if value.get(key) is not None), _ID_NAMES[0])
+    return {**value, given: name}
 
 
 def _verdict(replay: _Replay) -> str:

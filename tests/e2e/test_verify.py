@@ -109,6 +109,15 @@ def test_a_row_of_which_one_prompt_failed_is_not_replayed(model: Path, tmp_path:
     assert said == "row 1 (id 'row-1'): same\n1 of 1 rows are the same\n"
 
 
+def test_a_default_id_that_was_taken_already_keeps_its_suffix(model: Path, tmp_path: Path) -> None:
+    write_lines(tmp_path / "in.jsonl", [{"id": "row-1", "text": "a"}, {"text": "b"}])
+    options = ["--dtype", "float32", "--attention", "torch", "--max-num-seqs", "1", "--max-new-tokens", "8"]
+    options += ["--temperature", "1", "--on-duplicate-id", "suffix"]
+    run(["run", "in.jsonl", "--model", model, *options], tmp_path)
+    said = run(["verify", "in.out.parquet"], tmp_path).stdout
+    assert said == "row 0 (id 'row-1'): same\nrow 1 (id 'row-1-2'): same\n2 of 2 rows are the same\n"
+
+
 def test_the_seed_chooses_the_rows(done: Path) -> None:
     first, again, other = (run(["verify", "out.parquet", "--rows", "3", "--seed", s], done).stdout for s in "001")
     assert first == again
