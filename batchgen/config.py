@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +12,7 @@ from typing import Any, Literal
 from batchgen.checks import check_unicode
 from batchgen.errors import RowError, UsageError
 from batchgen.layers import CODE, given_options
-from batchgen.option_kinds import Option, coerce
+from batchgen.option_kinds import NAME_PATH, PATH, Option, coerce
 from batchgen.options import BY_NAME, OPTIONS
 from batchgen.params import SamplingParams
 from batchgen.processors import LogitProcessor
@@ -212,6 +213,7 @@ def resolve_config(flags: Mapping[str, Any], env: Mapping[str, str], cwd: Path) 
     inputs = tuple(flags.get("inputs", ()))
     given = given_options(flags, env, cwd)
     values = {name: value for name, (value, _) in given.items() if BY_NAME[name].built}
+    _check_unicode(values)
     output = values.pop("output", None)
     if "shard" in values:
         values["shard"] = _shard(values["shard"], env)
@@ -236,11 +238,25 @@ def _shard(text: str, env: Mapping[str, str]) -> Shard:
         raise UsageError(f"`--shard` {problem}") from None
 
 
+def _check_unicode(values: Mapping[str, Any]) -> None:
+    """Refuse text that is no UTF-8. The name of a file may be any bytes."""
+    with _refused():
+        for name, value in values.items():
+            kind = BY_NAME[name].kind
+            if kind is not PATH:
+                check_unicode([known for known, _ in value] if kind is NAME_PATH else value, name)
+
+
 def _check_sampling(sampling: Mapping[str, Any]) -> None:
-    try:
-        for name, value in sampling.items():
-            check_unicode(value, name)
+    with _refused():
         SamplingParams(**sampling)
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
+    """What would be wrong with a row is wrong with the option of that name."""
+    try:
+        yield
     except RowError as problem:
         raise UsageError(re.sub(r"`(\w+)`", _as_flag, problem.info.message)) from None
 

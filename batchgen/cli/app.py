@@ -72,7 +72,7 @@ def _replace_closed_streams() -> None:
     """
     for name, flags in (("stdout", os.O_RDONLY), ("stderr", os.O_WRONLY)):
         if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, flags), "w", encoding="utf-8"))
+            setattr(sys, name, os.fdopen(os.open(os.devnull, flags), "w", encoding="utf-8", errors="backslashreplace"))
 
 
 def run_command(arguments: Sequence[str]) -> int:

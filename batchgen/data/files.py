@@ -17,6 +17,7 @@ from batchgen.data.schema import RUN_KEY, SCHEMA_VERSION, VERSION_KEY
 from batchgen.errors import OutputError
 
 __all__ = [
+    "open_parquet",
     "output_errors",
     "parquet_writer",
     "part_errors",
@@ -196,6 +197,13 @@ def _closing(writer: pq.ParquetWriter) -> Iterator[None]:
         # Left open it would write its footer when collected, into a stream that is closed by then.
         writer.is_open = False
         raise
+
+
+@contextmanager
+def open_parquet(path: Path) -> Iterator[pq.ParquetFile]:
+    """A Parquet file, to read from inside the block. Given its name, Arrow would take only one in UTF-8."""
+    with path.open("rb") as stream, pq.ParquetFile(stream) as file:
+        yield file
 
 
 def read_footer(path: Path, contents: str | None = None) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from batchgen.data.budget import OutputBudget
 from batchgen.data.committed import Committed, read_keys
 from batchgen.data.expected import Expected
-from batchgen.data.files import parquet_writer, part_errors, sync_folder, write_durably
+from batchgen.data.files import open_parquet, parquet_writer, part_errors, sync_folder, write_durably
 from batchgen.data.gather import MEMORY_BYTES, ResultWriter, gather
 from batchgen.data.schema import results_schema, with_footer
 from batchgen.data.states import states_part
@@ -144,7 +144,8 @@ def write_result(
                 raise _damaged(parts, error) from error
             writer.flush()
         stream.flush()
-        written = pq.read_metadata(stream.name).num_rows
+        with open_parquet(Path(stream.name)) as file:
+            written = file.metadata.num_rows
         if written != len(keys):
             raise BatchgenError(f"{written} rows were written for {len(keys)} committed ones. Nothing was replaced.")
 
@@ -162,8 +163,8 @@ def _damaged(parts: list[Path], error: BaseException) -> OutputError:
     """Name the part that cannot be read, which a reader of all of them does not; only a damaged one is to go."""
     for part in parts:
         try:
-            with part_errors(part):
-                pq.read_table(part, page_checksum_verification=True)
+            with part_errors(part), part.open("rb") as stream:
+                pq.read_table(stream, page_checksum_verification=True)
         except (pa.ArrowException, OSError):
             return OutputError(
                 f"{part} is damaged ({error}). Remove it and run the same command again: its rows are computed anew."

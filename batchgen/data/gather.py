@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pyarrow.types as pat
 
 from batchgen.data.committed import Committed
+from batchgen.data.files import open_parquet
 
 __all__ = ["MEMORY_BYTES", "ROW_GROUP_BYTES", "ROW_GROUP_ROWS", "ResultWriter", "gather"]
 
@@ -134,7 +135,8 @@ def gather(
 
 def _size(path: Path) -> tuple[int, int]:
     """(rows, estimated bytes in memory) of a file."""
-    metadata = pq.read_metadata(path)
+    with open_parquet(path) as file:
+        metadata = file.metadata
     encoded = sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
     return metadata.num_rows, encoded + metadata.num_rows * _ROW_OVERHEAD
 

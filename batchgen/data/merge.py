@@ -78,7 +78,8 @@ def merge(parts: Sequence[Path], out: Path, overwrite: bool = False, *, allow_du
         parts = [work.scratch / f"shard-{number}.states" for number in range(len(states))]
         for file, part in zip(states, parts, strict=True):
             _take_states(file, part)
-        schema = pq.read_schema(files[0]).remove_metadata()
+        with files[0].open("rb") as stream:  # a name in UTF-8 is all that Arrow would take
+            schema = pq.read_schema(stream).remove_metadata()
         write_output(paths, files, parts, keys, footer, schema, work.scratch)
     finally:
         work.remove()

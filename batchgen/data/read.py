@@ -12,6 +12,7 @@ from batchgen.data.parquet_rows import parquet_columns, parquet_rows
 from batchgen.data.rows import RawRow
 from batchgen.data.select import Selection
 from batchgen.errors import InputError, UsageError
+from batchgen.printable import encodable
 
 __all__ = ["InputSet", "open_inputs"]
 
@@ -115,7 +116,7 @@ class InputSet:
 def _file_items(
     file: InputFile, first_index: int, keep: Keep | None, text_columns: frozenset[str]
 ) -> Iterator[RawRow | None]:
-    source = "standard input" if file.path == "-" else file.path
+    source = "standard input" if file.path == "-" else encodable(file.path)
     if file.layout == "parquet":
         with file.open_raw() as raw:
             yield from parquet_rows(raw, source, first_index, keep, text_columns)

@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pyarrow.types as pat
 
+from batchgen.data.files import open_parquet
 from batchgen.data.schema import SCHEMA
 from batchgen.data.select import smallest_hashes
 
@@ -36,7 +37,7 @@ _NUMBERS = frozenset(field.name for field in SCHEMA if _is_number(field.type))
 def choose_rows(file: Path, count: int, seed: int) -> list[int]:
     """At most `count` of the rows of which no prompt failed, the same for the same seed, in rising order."""
     best = np.zeros(0, np.int64)
-    with pq.ParquetFile(file) as parquet:
+    with open_parquet(file) as parquet:
         # Found first: a row may fail in its last prompt, behind samples that are finished.
         failed = np.concatenate([best, *(rows for _, rows in _good_and_failed(parquet))])
         for good, _ in _good_and_failed(parquet):

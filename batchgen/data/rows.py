@@ -21,7 +21,7 @@ class RawRow:
     index: int
     """Place among all rows of all files, from 0, blank lines not counted. A selection leaves it as it is."""
     source: str
-    """The file, as the user named it."""
+    """The file, as the user named it, in UTF-8."""
     line: int
     """1-based line of a text file, 1-based row of a Parquet file."""
     value: dict[str, Any] | None = None

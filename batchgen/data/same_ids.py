@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
+from batchgen.data.files import open_parquet
 from batchgen.data.view import Results
 from batchgen.errors import UsageError
 
@@ -48,7 +48,7 @@ def _hashes(file: Path) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Of each input row with a result: its id's hash and its `row_index`."""
     hashes, rows = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     last = -1
-    with pq.ParquetFile(file) as parquet:
+    with open_parquet(file) as parquet:
         for batch in parquet.iter_batches(columns=["id", "row_index", "status"]):
             good = batch.filter(pc.equal(batch["status"], "ok"))
             index = good["row_index"].to_numpy()

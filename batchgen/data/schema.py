@@ -20,6 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.types as pat
 
+from batchgen.printable import encodable
 from batchgen.request import Completion
 
 __all__ = [
@@ -227,6 +228,5 @@ def finite(value: Any) -> Any:
 
 def with_footer(run: Mapping[str, Any], schema: pa.Schema = SCHEMA) -> pa.Schema:
     """`schema` with the footer keys `batchgen.schema_version` and `batchgen.run` (JSON)."""
-    return schema.with_metadata(
-        {VERSION_KEY: SCHEMA_VERSION.encode(), RUN_KEY: json.dumps(run, ensure_ascii=False, sort_keys=True).encode()}
-    )
+    text = json.dumps(run, ensure_ascii=False, sort_keys=True)
+    return schema.with_metadata({VERSION_KEY: SCHEMA_VERSION.encode(), RUN_KEY: encodable(text).encode()})

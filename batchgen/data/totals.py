@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
+
+from batchgen.data.files import open_parquet
 
 __all__ = ["Totals", "read_totals"]
 
@@ -32,7 +33,7 @@ def read_totals(path: Path) -> Totals:
     """Count a results file whose rows stand in input order."""
     totals = Totals()
     last_row = last_error = -1
-    with pq.ParquetFile(path) as file:
+    with open_parquet(path) as file:
         for batch in file.iter_batches(columns=_COLUMNS):
             rows = batch["row_index"]
             failed = rows.filter(pc.equal(batch["status"], "error"))

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchgen.data.files import read_footer
+from batchgen.data.files import open_parquet, read_footer
 from batchgen.data.schema import SCHEMA_VERSION, STATES_CONTENTS, VERSION_KEY
 from batchgen.data.times import times_as_text
 from batchgen.data.work import output_paths, part_files
@@ -36,7 +36,7 @@ class Results:
     """Which results these are, where others stand beside them or shards are missing."""
 
     def __len__(self) -> int:
-        return sum(pq.read_metadata(file).num_rows for file in self.files)
+        return sum(_metadata(file).num_rows for file in self.files)
 
     def rows(
         self, row: int | None = None, errors: bool = False, columns: Sequence[str] | None = None
@@ -179,10 +179,15 @@ def _work_parts(work: Path | None) -> list[Path]:
 
 def _is_results(part: Path) -> bool:
     try:
-        metadata = pq.read_metadata(part).metadata or {}
+        metadata = _metadata(part).metadata or {}
     except (pa.ArrowException, OSError):
         return False
     return bool(metadata.get(VERSION_KEY) == SCHEMA_VERSION.encode())
+
+
+def _metadata(file: Path) -> pq.FileMetaData:
+    with open_parquet(file) as parquet:
+        return parquet.metadata
 
 
 def _file_rows(file: Path, row: int | None, errors: bool, columns: Sequence[str] | None) -> Iterator[dict[str, Any]]:

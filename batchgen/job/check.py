@@ -32,7 +32,7 @@ from batchgen.plan.ends import Ends
 from batchgen.plan.estimate import PlanCounts, plan_counts
 from batchgen.plan.order import begin_order
 from batchgen.plan.simulate import Simulated, simulate
-from batchgen.printable import printable
+from batchgen.printable import encodable, printable
 from batchgen.request import Completion, RequestTable
 from batchgen.units import format_size
 
@@ -92,7 +92,7 @@ def check_job(config: RunConfig, as_json: bool = False) -> int:
         BatchgenError: as `run_job` would before it generates; what was found is printed first where there is anything.
     """
     report = _examine(config)
-    text = json.dumps(_plain(report), indent=2, ensure_ascii=False) + "\n"
+    text = encodable(json.dumps(_plain(report), indent=2, ensure_ascii=False)) + "\n"
     to_stdout = config.report == "-"
     if not as_json:
         (sys.stderr if to_stdout else sys.stdout).write("\n".join(_lines(report)) + "\n")

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from batchgen.errors import OutputError
+from batchgen.printable import encodable
 from batchgen.units import format_size
 
 __all__ = ["RunSummary", "format_seconds", "print_summary", "write_report"]
@@ -62,7 +63,7 @@ class RunSummary:
 
     def to_json(self) -> str:
         """One JSON object, with a line for each figure."""
-        return json.dumps(self.as_dict(), indent=2, ensure_ascii=False)
+        return encodable(json.dumps(self.as_dict(), indent=2, ensure_ascii=False))
 
 
 def write_report(summary: RunSummary, target: str, stdout: TextIO | None = None) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from batchgen import __version__
-from batchgen.cli.app import command_names, run_command
+from batchgen.cli.app import _replace_closed_streams, command_names, run_command
 from batchgen.cli.reference import reference
 from batchgen.config import RunConfig
 from batchgen.errors import (
@@ -323,3 +323,10 @@ def test_streams_that_are_closed_or_full(line: str, status: int, says: str) -> N
     )
     assert done.returncode == status
     assert says in done.stdout if says else done.stdout == ""
+
+
+def test_a_closed_stderr_takes_names_that_are_no_utf_8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    _replace_closed_streams()
+    with sys.stderr as stream:
+        print("caf\udce9", file=stream, flush=True)

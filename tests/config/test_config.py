@@ -628,3 +628,21 @@ def test_a_described_configuration_comes_back(tmp_path: Path) -> None:
     described["options"]["gone"] = {"value": 1, "origin": "flag"}
     with pytest.raises(UsageError, match="gone"):
         RunConfig.restore(described, plain.output, {})
+
+
+@pytest.mark.parametrize("name", ["system", "prompt_column", "id_column", "revision", "carry", "stop", "lora"])
+def test_text_that_is_no_utf_8_is_refused(tmp_path: Path, name: str) -> None:
+    """Python holds a byte of the command line that is none as a lone surrogate."""
+    flag = BY_NAME[name].flag
+    given = "\udce9=folder" if name == "lora" else "\udce9"
+    told = f"`{flag}` holds a lone surrogate (U+DCE9), which is not valid Unicode; write the whole character"
+    assert refused(tmp_path, {name: given}) == told
+    assert refused(tmp_path, env={BY_NAME[name].env: given}) == told
+
+
+def test_names_of_files_may_be_any_bytes(tmp_path: Path) -> None:
+    odd = "caf\udce9"
+    paths = dict.fromkeys(("model", "tokenizer", "output", "report", "events", "media_root"), odd)
+    config = resolve(tmp_path, {**paths, "lora": (f"fr={odd}",)})
+    assert (str(config.output), config.report, config.events) == (odd, odd, odd)
+    assert (config.engine.model, config.engine.media_root, config.engine.lora) == (odd, odd, (("fr", odd),))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -233,3 +235,44 @@ def test_duplicate_ids(model: Path, tmp_path: Path, policy: str, ids: list[str],
     output = rows_of(tmp_path / "out.parquet")
     assert [row["id"] for row in output] == ids
     assert [row["error"] and row["error"]["code"] for row in output] == errors
+
+
+BYTES = pytest.mark.skipif(sys.platform == "darwin", reason="names of files are UTF-8 there")
+ODD = os.fsdecode(b"caf\xe9")
+"""No UTF-8: the byte 0xE9, which Python holds as U+DCE9."""
+
+
+@BYTES
+def test_names_that_are_no_utf_8(model: Path, tmp_path: Path) -> None:
+    """They stand as escapes wherever text is written, which JSON reads back as the names that they are."""
+    source, out = f"{ODD} in.jsonl", f"{ODD}.parquet"
+    write_lines(tmp_path / source, [{"id": "a", "text": "The quick"}, {"id": "b", "txt": "The quick"}, b"nothing"])
+    alone = ["--attention", "torch", "--max-num-seqs", "1", "--report", f"{ODD}.json"]
+    base = ["run", source, "-o", out, "--model", model, *OPTIONS, *alone]
+    run([*base, "--max-time", "0"], tmp_path, expect=75)
+    shown = run(["show", out, "--errors"], tmp_path).stdout
+    assert r"caf\udce9 in.jsonl, line 2: " in shown
+    run(base, tmp_path)
+    assert json.loads((tmp_path / f"{ODD}.json").read_text())["output"] == out
+    with (tmp_path / out).open("rb") as stream:
+        file = pq.ParquetFile(stream)
+        errors = [row["error"]["message"] for row in file.read().to_pylist()[1:]]
+        footer = json.loads(file.metadata.metadata[b"batchgen.run"])
+    assert [error.split(": ")[0] for error in errors] == [rf"caf\udce9 in.jsonl, line {line}" for line in (2, 3)]
+    assert footer["inputs"][0]["path"] == source
+    assert r"caf\udce9.parquet is complete" in run(base, tmp_path).stderr
+    assert run(["verify", out], tmp_path).stdout.endswith("1 of 1 rows are the same\n")
+    for shape in ("jsonl", "openai-batch"):
+        run(["export", out, "--format", shape], tmp_path)
+    checked = json.loads(run(["check", source, "--model", model, "--json"], tmp_path).stdout)
+    assert checked["configuration"]["inputs"] == [source]
+
+
+@BYTES
+def test_shards_under_names_that_are_no_utf_8(model: Path, tmp_path: Path, lines: bytes, expected: pa.Table) -> None:
+    (tmp_path / f"{ODD}.jsonl").write_bytes(lines)
+    for shard in ("0/2", "1/2"):
+        run(["run", f"{ODD}.jsonl", "-o", ODD, "--shard", shard, "--model", model, *OPTIONS], tmp_path)
+    run(["merge", ODD, "-o", f"{ODD}.parquet"], tmp_path)
+    (tmp_path / f"{ODD}.parquet").rename(tmp_path / "out.parquet")
+    assert_same(read(tmp_path / "out.parquet"), expected, ignore=["cached_tokens", "dedup_of"])
