@@ -78,12 +78,16 @@ __version__ = "fake-sglang"
 class Engine:
     def __init__(self, **options):
         note("engine", options)
+        if options["dtype"] == "float32" and options["attention_backend"] is None:
+            raise RuntimeError("flash attention has no float32")
 
     def flush_cache(self):
         note("flush_cache")
 
     def generate(self, input_ids, sampling_params):
         note("generate", input_ids, sampling_params)
+        if len({params["n"] for params in sampling_params}) > 1:
+            raise ValueError("these rows differ in their number of samples")
         return [
             {"output_ids": go_on(ids, params["max_new_tokens"])}
             for ids, params in zip(input_ids, sampling_params)

@@ -206,19 +206,35 @@ def test_openvino_is_measured_on_a_cpu_only(record: Path, spec: LoadSpec) -> Non
 
 
 def test_sglang(record: Path, spec: LoadSpec) -> None:
-    with EngineProcess(EngineSource("sglang"), spec) as engine:
+    with EngineProcess(EngineSource("sglang"), replace(spec, device="cuda")) as engine:
         assert (engine.version, engine.settings) == ("fake-sglang", [{}])
-        assert engine.generate(ROWS, {}).outputs == EXPECTED
+        assert engine.generate(ROWS[:2], {}).outputs == EXPECTED[:2]
+        drawn = [replace(row, samples=2) for row in ROWS]
+        assert engine.generate(drawn, {}).outputs == [[8, 9, 8, 9], [7, 8, 9, 7, 8, 9], [5, 5]]
+        with pytest.raises(EngineFailed, match="differ in their number of samples"):
+            engine.generate(ROWS, {})
     ((made,),) = asked(record, "engine")
     assert made["model_path"] == spec.model
     assert made["skip_tokenizer_init"]
-    assert (made["dtype"], made["device"]) == ("float32", "cpu")
-    assert len(asked(record, "flush_cache")) == 1, "prompts of earlier passes are forgotten"
-    ((ids, params),) = asked(record, "generate")
-    assert ids == [row.ids for row in ROWS]
-    assert [(p["temperature"], p["n"], p["max_new_tokens"], p["ignore_eos"]) for p in params] == [
-        (0.0, 1, 2, True), (0.0, 1, 3, True), (1.0, 2, 1, True)
+    assert (made["dtype"], made["device"], made["attention_backend"]) == ("float32", "cuda", "triton")
+    assert len(asked(record, "flush_cache")) == 3, "prompts of earlier passes are forgotten"
+    greedy, sampled, _ = asked(record, "generate")
+    assert greedy[0] == [row.ids for row in ROWS[:2]]
+    assert [(p["temperature"], p["n"], p["max_new_tokens"], p["ignore_eos"]) for p in greedy[1] + sampled[1]] == [
+        (0.0, 1, 2, True), (0.0, 1, 3, True), (1.0, 2, 2, True), (1.0, 2, 3, True), (1.0, 2, 1, True)
     ]  # fmt: skip
+
+
+def test_sglang_chooses_its_attention_but_for_float32(record: Path, spec: LoadSpec) -> None:
+    with EngineProcess(EngineSource("sglang"), replace(spec, device="cuda", dtype="bfloat16")) as engine:
+        assert engine.dtype == "bfloat16"
+    ((made,),) = asked(record, "engine")
+    assert made["attention_backend"] is None
+
+
+def test_sglang_is_measured_on_a_gpu_only(record: Path, spec: LoadSpec) -> None:
+    with pytest.raises(EngineFailed, match="sglang failed at load: RuntimeError: it is measured on a GPU only"):
+        EngineProcess(EngineSource("sglang"), spec)
 
 
 # vLLM

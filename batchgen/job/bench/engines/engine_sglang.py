@@ -8,6 +8,8 @@ import sglang
 
 _MEMORY = 0.4
 """Share of the device: other engines of the benchmark hold theirs at the same time."""
+_ATTENTION = {"float32": "triton"}
+"""Where its own choice will not do: flash attention, which it takes for a Hopper GPU, has no float32."""
 
 
 class Engine:
@@ -21,6 +23,7 @@ class Engine:
             model_path=model,
             dtype=dtype,
             device=device,
+            attention_backend=_ATTENTION.get(dtype),
             skip_tokenizer_init=True,
             mem_fraction_static=_MEMORY,
             random_seed=0,
@@ -56,4 +59,6 @@ class Engine:
 
 def load(request: dict[str, Any]) -> Engine:
     """An engine for the driver's request."""
+    if request["device"] != "cuda":  # there it takes all processors of a memory node, whatever threads are asked for
+        raise RuntimeError("it is measured on a GPU only")
     return Engine(request["model"], request["dtype"], request["device"], request["threads"])
