@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+import batchgen
 from batchgen.job.bench.figures import Context, Measured, workload_figures
 from batchgen.job.bench.floors import FloorWork, count_work
 from batchgen.job.bench.machine import commit_name, cpu_name, versions
@@ -105,7 +108,28 @@ def test_machine_rates_are_finite() -> None:
     assert 1e6 < measure_bandwidth(cpu, 1) < 1e16
     assert cpu_name()
     assert set(versions()) == {"python", "torch", "system"}
-    assert commit_name() is None or len(commit_name() or "") >= 12
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="no git")
+def test_a_checkout_names_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batchgen, "__file__", str(tmp_path / "__init__.py"))
+
+    def git(*arguments: str) -> str:
+        who = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+        done = subprocess.run(["git", "-C", tmp_path, *who, *arguments], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    git("init")
+    (tmp_path / "__init__.py").touch()
+    assert commit_name() is None, "no file of the checkout's, as in an installed package"
+    git("add", "__init__.py")
+    git("commit", "-m", "one")
+    told = commit_name()
+    assert told is not None
+    assert len(told) >= 12
+    assert git("rev-parse", "HEAD").startswith(told)
+    (tmp_path / "__init__.py").write_text("changed = 1\n")
+    assert commit_name() == f"{told}+changes"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -179,8 +180,9 @@ def test_special_workloads_run_beside_their_plain_rows(
     assert counted["toy"]["top_logprobs"] == 3 * counted["toy"]["output_tokens"]
     assert counted["sampled"]["output_tokens"] == 2 * counted["toy"]["output_tokens"]
     assert counted["adapted"]["distinct_prompt_tokens"] == counted["adapted"]["prompt_tokens"]
-    assert "50.0 %" not in chart.read_text(encoding="utf-8")
-    assert "adapted" in chart.read_text(encoding="utf-8")
+    drawn = chart.read_text(encoding="utf-8")
+    assert re.findall(r">(\S+ %)<", drawn) == ["0.0 %", "0.0 %"], "of toy and adapted, and of nothing else"
+    assert "adapted" in drawn
 
 
 class Deaf(InProcess):
