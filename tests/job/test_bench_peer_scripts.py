@@ -19,6 +19,7 @@ from batchgen.job.bench.engines.peer_tools import apart, converted, shared_waves
 from batchgen.job.bench.peers import EngineSource
 from batchgen.job.bench.process import EngineFailed, EngineProcess, LoadSpec
 from batchgen.job.bench.shapes import Shape, build_model
+from batchgen.job.bench.tuning import distinct_settings
 from batchgen.job.bench.workloads import BenchRow
 from tests.job import fake_peers
 
@@ -281,6 +282,8 @@ def test_vllm_computes_in_the_asked_format_where_it_must(record: Path, spec: Loa
 def test_ctranslate2(record: Path, spec: LoadSpec) -> None:
     with EngineProcess(EngineSource("ctranslate2"), spec) as engine:
         assert (engine.version, engine.dtype, engine.threads) == ("fake-ct2", "float32", 2)
+        for static in (0, 1):
+            assert {s["batch"] for s in engine.settings if s["static_prompt"] == static} >= {16, 64, 128, 256}
         made = engine.generate(ROWS, {"batch": 2, "static_prompt": 0})
         assert made.outputs == EXPECTED
         assert made.counted == {"prompt_tokens_computed": 7, "decode_rows": 2 * 2}
@@ -320,7 +323,7 @@ def test_ctranslate2_has_no_bfloat16_on_a_cpu(record: Path, spec: LoadSpec) -> N
 
 def test_onnxruntime_genai(record: Path, spec: LoadSpec) -> None:
     with EngineProcess(EngineSource("onnxruntime-genai"), spec) as engine:
-        assert [setting["batch"] for setting in engine.settings] == [8, 16, 32, 64]
+        assert [setting["batch"] for setting in engine.settings] == [8, 16, 32, 64, 128, 256]
         made = engine.generate(ROWS, {"batch": 2})
         assert made.outputs == EXPECTED
         assert made.counted == {"prompt_tokens_computed": 2 * 3 + 2, "decode_rows": 2 * 2}
@@ -354,6 +357,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_llama_cpp(record: Path, spec: LoadSpec, tiny: str, shared: int) -> None:
     with EngineProcess(EngineSource("llama.cpp"), replace(spec, model=tiny)) as engine:
         assert (engine.version, engine.dtype, engine.threads) == ("fake-llama", "float32", 2)
+        assert {s["batch"] for s in engine.settings if s["shared"] == shared} == {16, 64, 128, 256}
+        assert len(distinct_settings(engine.settings, 64)) == 4, "larger ones are the same on few rows"
         made = engine.generate(ROWS, {"batch": 3, "shared": shared, "ubatch": 64})
     assert made.outputs == EXPECTED
     assert made.counted == {"prompt_tokens_computed": 7, "decode_rows": 1 + 2}

@@ -20,8 +20,12 @@ _SETTINGS = (
     {"batch": 16, "static_prompt": 0},
     {"batch": 32, "static_prompt": 0},
     {"batch": 64, "static_prompt": 0},
+    {"batch": 128, "static_prompt": 0},
+    {"batch": 256, "static_prompt": 0},
     {"batch": 16, "static_prompt": 1},
     {"batch": 64, "static_prompt": 1},
+    {"batch": 128, "static_prompt": 1},
+    {"batch": 256, "static_prompt": 1},
 )
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import onnxruntime_genai as genai
 from peer_tools import apart, converted, static_batches, together
 
-_BATCHES = (8, 16, 32, 64)
+_BATCHES = (8, 16, 32, 64, 128, 256)
 _PRECISIONS = {"float32": "fp32"}
 
 
