@@ -15,6 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 import batchgen.job.bench.engines as scripts
+from batchgen.job.bench.engines import peer_tools
 from batchgen.job.bench.engines.peer_tools import apart, converted, shared_waves, static_batches, together
 from batchgen.job.bench.peers import EngineSource
 from batchgen.job.bench.process import EngineFailed, EngineProcess, LoadSpec
@@ -313,9 +314,12 @@ def test_ctranslate2_keeps_the_state_of_what_all_prompts_begin_with(record: Path
 
 
 def test_ctranslate2_has_no_bfloat16_on_a_cpu(record: Path, spec: LoadSpec) -> None:
+    with EngineProcess(EngineSource("ctranslate2"), replace(spec, dtype="bfloat16")) as engine:
+        assert engine.dtype == "float32"
+    assert asked(record, "generator")[0][1]["compute_type"] == "float32"
     told = r"RuntimeError: bfloat16 is not among its types on this processor: float32, int8"
     with pytest.raises(EngineFailed, match=told):
-        EngineProcess(EngineSource("ctranslate2"), replace(spec, dtype="bfloat16"))
+        EngineProcess(EngineSource("ctranslate2"), replace(spec, dtype="bfloat16", keep_dtype=True))
 
 
 # ONNX Runtime GenAI
@@ -340,7 +344,10 @@ def test_onnxruntime_genai(record: Path, spec: LoadSpec) -> None:
     assert (second[1]["do_sample"], second[1]["temperature"], second[1]["top_k"]) == (True, 1.0, 0)
     told = "RuntimeError: bfloat16 is not among its types on a CPU: float32"
     with pytest.raises(EngineFailed, match=told):
-        EngineProcess(EngineSource("onnxruntime-genai"), replace(spec, dtype="bfloat16"))
+        EngineProcess(EngineSource("onnxruntime-genai"), replace(spec, dtype="bfloat16", keep_dtype=True))
+    with EngineProcess(EngineSource("onnxruntime-genai"), replace(spec, dtype="bfloat16")) as engine:
+        assert engine.dtype == "float32"
+    assert asked(record, "build") == [built], "that of float32 is there"
 
 
 # llama.cpp
@@ -381,9 +388,21 @@ def test_llama_cpp_computes_a_shared_prefix_once(record: Path, spec: LoadSpec, t
     assert sorted(end for *_, end in asked(record, "copy")) == [40, 80, 80, 80, 80]
 
 
+@pytest.mark.parametrize(("slower", "dtype"), [(9.0, "float32"), (1.0, "bfloat16")])
+def test_llama_cpp_is_told_the_format_that_is_best(
+    record: Path, spec: LoadSpec, tiny: str, monkeypatch: pytest.MonkeyPatch, slower: float, dtype: str
+) -> None:
+    """It has no torch to find out with."""
+    monkeypatch.setattr(peer_tools, "product_seconds", {"bfloat16": slower, "float32": 1.0}.__getitem__)
+    with EngineProcess(EngineSource("llama.cpp"), replace(spec, model=tiny, dtype="bfloat16")) as engine:
+        assert engine.dtype == dtype
+    kinds = {kind for name, _, kind, _ in asked(record, "tensor") if "attn_k." in name}
+    assert kinds == {{"float32": "F32", "bfloat16": "BF16"}[dtype]}
+
+
 def test_gguf_of_a_llama(record: Path, spec: LoadSpec, tiny: str) -> None:
     """What is written: names, shapes, types, and every number once."""
-    with EngineProcess(EngineSource("llama.cpp"), replace(spec, model=tiny, dtype="bfloat16")):
+    with EngineProcess(EngineSource("llama.cpp"), replace(spec, model=tiny, dtype="bfloat16", keep_dtype=True)):
         pass
     assert asked(record, "family") == [["llama"]]
     tensors = {name: told for name, *told in asked(record, "tensor")}

@@ -17,6 +17,7 @@ from typing import Any, Protocol, Self
 
 import batchgen
 from batchgen.errors import BatchgenError
+from batchgen.job.bench.engines.peer_tools import at_its_best
 from batchgen.job.bench.peers import OURS, VARIANTS, EngineSource
 from batchgen.job.bench.workloads import BenchRow
 
@@ -37,6 +38,8 @@ _THREADS = (
     "RAYON_NUM_THREADS",
 )
 """What libraries take their number of threads from: every engine gets the same."""
+_NO_TORCH = ("llama.cpp",)
+"""Peers whose scripts cannot time products themselves: they are asked for the dtype that is best here."""
 _CLOSE_SECONDS = 20.0
 _SHOWN_LINES = 8
 
@@ -142,7 +145,10 @@ class EngineProcess:
         try:
             if source.name in VARIANTS:
                 spec = replace(spec, options={**spec.options, **VARIANTS[source.name]})
-            loaded = self._ask({"op": "load", **asdict(spec)})
+            request = {"op": "load", **asdict(spec)}
+            if source.name in _NO_TORCH:
+                request["dtype"] = at_its_best(request)
+            loaded = self._ask(request)
         except BaseException:
             self.close()
             raise

@@ -1,7 +1,7 @@
 """CTranslate2 on a CPU: static batches sorted by length, without padding of the shared part of a batch's prompts.
 
 The model is converted once by its own converter, which needs torch and transformers beside it. Its types are those that
-it supports on the processor; bfloat16 is none of a CPU's.
+it supports on the processor; bfloat16 is none of a CPU's, so that float32 is taken unless the asked one must be kept.
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ class Engine:
 
     version = ctranslate2.__version__
 
-    def __init__(self, folder: Path, dtype: str, threads: int) -> None:
+    def __init__(self, folder: Path, dtype: str, threads: int, *, keep_dtype: bool = False) -> None:
         supported = sorted(ctranslate2.get_supported_compute_types("cpu"))
         if dtype not in supported:
-            raise RuntimeError(f"{dtype} is not among its types on this processor: {', '.join(supported)}")
+            if keep_dtype:
+                raise RuntimeError(f"{dtype} is not among its types on this processor: {', '.join(supported)}")
+            dtype = "float32"
         self._folder, self._dtype, self._threads = folder, dtype, threads
         self._words = json.loads((folder / "vocabulary.json").read_text(encoding="utf-8"))
         self._generator: Any = None
@@ -117,4 +119,4 @@ def load(request: dict[str, Any]) -> Engine:
         raise RuntimeError("it is measured on a CPU only")
     kind = f"ctranslate2 {ctranslate2.__version__}"
     folder = converted(request["cache"], request["model"], kind, lambda aside: _convert(request["model"], aside))
-    return Engine(folder, request["dtype"], request["threads"])
+    return Engine(folder, request["dtype"], request["threads"], keep_dtype=request["keep_dtype"])

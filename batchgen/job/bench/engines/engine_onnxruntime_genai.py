@@ -2,7 +2,7 @@
 attention reads them, ids in and out.
 
 The model is converted once by the library's own builder, which needs torch and transformers beside it. On a CPU its
-precision is float32; smaller ones are integers, which is another model.
+precision is float32, whatever is asked for unless that must be kept; smaller ones are integers, which is another model.
 """
 
 from __future__ import annotations
@@ -84,10 +84,13 @@ def load(request: dict[str, Any]) -> Engine:
     """An engine for the driver's request."""
     if request["device"] != "cpu":
         raise RuntimeError("it is measured on a CPU only")
-    precision = _PRECISIONS.get(request["dtype"])
-    if precision is None:
-        raise RuntimeError(f"{request['dtype']} is not among its types on a CPU: {', '.join(_PRECISIONS)}")
+    dtype = request["dtype"]
+    if dtype not in _PRECISIONS:
+        if request["keep_dtype"]:
+            raise RuntimeError(f"{dtype} is not among its types on a CPU: {', '.join(_PRECISIONS)}")
+        dtype = "float32"
+    precision = _PRECISIONS[dtype]
     kind = f"onnxruntime-genai {genai.__version__} {precision}"
     model = request["model"]
     folder = converted(request["cache"], model, kind, lambda aside: _convert(model, aside, precision))
-    return Engine(folder, request["dtype"], request["threads"])
+    return Engine(folder, dtype, request["threads"])
