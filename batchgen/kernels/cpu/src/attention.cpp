@@ -3,6 +3,7 @@
 #include <cstdlib>
 #include <memory>
 
+#include "attention_bfp.h"
 #include "attention_rows.h"
 
 namespace bg {
@@ -91,8 +92,10 @@ void finish(const Attention& a, const AttentionList& l, int64_t layer, const Ite
 template <class T>
 void run_item(const Attention& a, int64_t layer, const Item& item, const Item* next, bool fed) {
     const AttentionList& l = *a.lists[layer];
-    const bool few = item.few(l);
-    const int64_t block = many_block(l), count = item.query_rows(l), width = up(l.value_dim, LANES);
+    const bool few = item.few(l), bfp = by_bfp<T>(l, item);
+    const int64_t block = many_block(l), count = item.query_rows(l);
+    BfpBlock numbers(l, block);
+    const int64_t width = bfp ? numbers.columns : up(l.value_dim, LANES);
     const int64_t kept = few ? item.heads() : 1;  // heads whose state is kept side by side
     int32_t* slots = nullptr;
     float *query = nullptr, *sums = nullptr, *max = nullptr, *total = nullptr;
@@ -109,7 +112,9 @@ void run_item(const Attention& a, int64_t layer, const Item& item, const Item* n
         total = arrays.take<float>(kept * count);
         from = arrays.take<int64_t>(count);
         to = arrays.take<int64_t>(count);
-        if (!few) {
+        if (bfp) {
+            numbers.take(arrays, count);
+        } else if (!few) {
             panels = arrays.take<float>(block * l.key_dim);
             wide = arrays.take<float>(block * width);
             scores = arrays.take<float>(TILE * block);
@@ -138,11 +143,15 @@ void run_item(const Attention& a, int64_t layer, const Item& item, const Item* n
     }
     for (int64_t head = item.head; head < item.end_head; head++) {
         begin(head);
+        const HeadCache<T> cache(a, l, layer, head);
+        if (bfp) {
+            bfp_rows<T>(a, l, item, cache, slots, rows_of(head), numbers);
+            finish<T>(a, l, layer, item, head, rows_of(head), false);
+            continue;
+        }
         const Rows alone{count, query, block_sums, block_max, block_total, from, to, width};
         if (l.block) begin_rows(l, item, alone);
-        many_rows<T>(
-            a, l, item, HeadCache<T>(a, l, layer, head), slots, rows_of(head), l.block ? &alone : nullptr, panels, wide,
-            scores);
+        many_rows<T>(a, l, item, cache, slots, rows_of(head), l.block ? &alone : nullptr, panels, wide, scores);
         finish<T>(a, l, layer, item, head, rows_of(head), false);
     }
 }

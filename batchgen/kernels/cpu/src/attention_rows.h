@@ -3,6 +3,7 @@
 #pragma once
 
 #include <type_traits>
+#include <utility>
 
 #include "attention.h"
 #include "attention_math.h"
@@ -16,7 +17,7 @@ constexpr int FEW_BLOCK = 256;  // most positions between two steps of the runni
 constexpr int FEED_KEYS = 4;    // positions between two calls of a feed
 constexpr int64_t FEED_BYTES = 256 << 10;  // of a block and of what is fetched for the next: both fit the second level
 // As many sums as fit into the registers beside what they are made of.
-constexpr int PANEL = (REGISTERS == 32 ? 3 : 2) * LANES;  // positions of a panel of transposed keys
+constexpr int KEY_PANEL = (REGISTERS == 32 ? 3 : 2) * LANES;  // positions of a panel of transposed keys
 constexpr int TILE = REGISTERS == 32 ? 8 : 6;             // query rows multiplied together
 constexpr int FEW_VECTORS = REGISTERS / 8;                // of a value, summed together
 template <int R>
@@ -26,7 +27,7 @@ constexpr int FEW_KEYS = R * 4 <= REGISTERS - 4 ? 4 : 2;  // whose scores are co
 int64_t many_block(const AttentionList& l) {
     if (l.block) return l.block;
     const int64_t dim = std::max(l.key_dim, l.value_dim);
-    return (dim <= 128 ? 192 : dim <= 256 ? 96 : 48) / PANEL * PANEL;
+    return (dim <= 128 ? 192 : dim <= 256 ? 96 : 48) / KEY_PANEL * KEY_PANEL;
 }
 
 // A work item as numbers.
@@ -292,17 +293,17 @@ void few_item(const Attention& a, const AttentionList& l, int64_t layer, const I
     }
 }
 
-// Keys of up to LANES slots, those beyond zeros, into columns of a panel [D, PANEL].
+// Keys of up to LANES slots, those beyond zeros, into columns of a panel [D, KEY_PANEL].
 void transpose_keys(const float* keys, int64_t stride, const int32_t* slots, int64_t count, int64_t dim, float* panel) {
     int64_t d = 0;
     for (; d + LANES <= dim; d += LANES) {
         vu rows[LANES];
         for (int j = 0; j < LANES; j++) rows[j] = j < count ? load_as<vu>(keys + slots[j] * stride + d) : vu{};
         transpose(rows);
-        for (int i = 0; i < LANES; i++) store_as(panel + (d + i) * PANEL, rows[i]);
+        for (int i = 0; i < LANES; i++) store_as(panel + (d + i) * KEY_PANEL, rows[i]);
     }
     for (; d < dim; d++)
-        for (int j = 0; j < LANES; j++) panel[d * PANEL + j] = j < count ? keys[slots[j] * stride + d] : 0.0f;
+        for (int j = 0; j < LANES; j++) panel[d * KEY_PANEL + j] = j < count ? keys[slots[j] * stride + d] : 0.0f;
 }
 
 void transpose_keys(const bf16* keys, int64_t stride, const int32_t* slots, int64_t count, int64_t dim, float* panel) {
@@ -312,12 +313,12 @@ void transpose_keys(const bf16* keys, int64_t stride, const int32_t* slots, int6
         for (int j = 0; j < LANES; j++) rows[j] = j < count ? load_as<vu>(keys + slots[j] * stride + d) : vu{};
         transpose(rows);
         for (int i = 0; i < LANES; i++) {
-            store(panel + (d + 2 * i) * PANEL, (vf)(rows[i] << 16));
-            store(panel + (d + 2 * i + 1) * PANEL, (vf)(rows[i] & 0xffff0000u));
+            store(panel + (d + 2 * i) * KEY_PANEL, (vf)(rows[i] << 16));
+            store(panel + (d + 2 * i + 1) * KEY_PANEL, (vf)(rows[i] & 0xffff0000u));
         }
     }
     for (; d < dim; d++)
-        for (int j = 0; j < LANES; j++) panel[d * PANEL + j] = j < count ? widen(keys[slots[j] * stride + d]) : 0.0f;
+        for (int j = 0; j < LANES; j++) panel[d * KEY_PANEL + j] = j < count ? widen(keys[slots[j] * stride + d]) : 0.0f;
 }
 
 template <class T>
@@ -331,33 +332,53 @@ void widen_values(const T* values, int64_t stride, const int32_t* slots, int64_t
     }
 }
 
-// R rows from row `row` on against a block of keys that stands transposed, its values widened.
+// Which of a block's `count` positions, which begin with the item's key b, any of R rows sees.
 template <int R>
-void many_tile(const Attention& a, const AttentionList& l, const Rows& rows, int64_t row, int64_t b, int64_t count, const float* panels, const float* values, float* scores, int64_t block) {
+std::pair<int64_t, int64_t> seen(const Rows& rows, int64_t row, int64_t b, int64_t count) {
     int64_t from = count, to = 0;
     for (int r = 0; r < R; r++) {
         from = std::min(from, rows.from[row + r] - b);
         to = std::max(to, rows.to[row + r] - b);
     }
-    from = std::max<int64_t>(from, 0), to = std::min(to, count);
+    return {std::max<int64_t>(from, 0), std::min(to, count)};
+}
+
+// What each of R rows sees of the `count` positions that begin with the item's key b.
+template <int R>
+struct Edges {
+    int64_t from[R], to[R];
+
+    Edges(const Rows& rows, int64_t row, int64_t b, int64_t count) {
+        for (int r = 0; r < R; r++) {
+            from[r] = rows.from[row + r] - b;
+            to[r] = std::min(rows.to[row + r] - b, count);
+        }
+    }
+};
+
+// sums [R, width] by each row's factor.
+template <int R>
+void fade(float* sums, int64_t width, const float* factors) {
+    for (int r = 0; r < R; r++, sums += width)
+        if (factors[r] != 1.0f)
+            for (int64_t d = 0; d < width; d += LANES) store(sums + d, load(sums + d) * factors[r]);
+}
+
+// R rows from row `row` on against a block of keys that stands transposed, its values widened.
+template <int R>
+void many_tile(const Attention& a, const AttentionList& l, const Rows& rows, int64_t row, int64_t b, int64_t count, const float* panels, const float* values, float* scores, int64_t block) {
+    auto [from, to] = seen<R>(rows, row, b, count);
     if (from >= to) return;
     const float* query = rows.query + row * l.key_dim;
-    for (int64_t k = from / PANEL * PANEL; k < to; k += PANEL)
-        small_product<R, PANEL / LANES>(query, l.key_dim, panels + k * l.key_dim, PANEL, l.key_dim, scores + k, block, true);
+    for (int64_t k = from / KEY_PANEL * KEY_PANEL; k < to; k += KEY_PANEL)
+        small_product<R, KEY_PANEL / LANES>(query, l.key_dim, panels + k * l.key_dim, KEY_PANEL, l.key_dim, scores + k, block, true);
     from = from / LANES * LANES;
     float* sums = rows.sums + row * rows.width;
     float decay[R];
-    int64_t row_from[R], row_to[R];
-    for (int r = 0; r < R; r++) {
-        row_from[r] = rows.from[row + r] - b - from;
-        row_to[r] = std::min(rows.to[row + r] - b, count) - from;
-    }
+    const Edges<R> edges(rows, row, b + from, count - from);
     softmax_rows<R>(
-        scores + from, block, to - from, row_from, row_to, a.softcap, rows.max + row, rows.total + row, decay);
-    for (int r = 0; r < R; r++)
-        if (decay[r] != 1.0f)
-            for (int64_t d = 0; d < rows.width; d += LANES)
-                store(sums + r * rows.width + d, load(sums + r * rows.width + d) * decay[r]);
+        scores + from, block, to - from, edges.from, edges.to, a.softcap, rows.max + row, rows.total + row, decay);
+    fade<R>(sums, rows.width, decay);
     int64_t d = 0;
     for (; d + 2 * LANES <= rows.width; d += 2 * LANES)
         small_product<R, 2>(scores + from, block, values + from * rows.width + d, rows.width, to - from, sums + d, rows.width, false);
@@ -382,10 +403,10 @@ void many_rows(const Attention& a, const AttentionList& l, const Item& item, con
     const int64_t block = many_block(l);
     for (int64_t b = 0; b < item.keys(); b += block) {
         const int64_t count = std::min(block, item.keys() - b);
-        for (int64_t k = 0; k < up(count, PANEL); k += LANES)
+        for (int64_t k = 0; k < up(count, KEY_PANEL); k += LANES)
             transpose_keys(
                 cache.keys, cache.key_stride, slots + b + k, std::min<int64_t>(LANES, count - k), l.key_dim,
-                panels + k / PANEL * PANEL * l.key_dim + k % PANEL);
+                panels + k / KEY_PANEL * KEY_PANEL * l.key_dim + k % KEY_PANEL);
         widen_values(cache.values, cache.value_stride, slots + b, count, l.value_dim, rows.width, wide);
         for (int64_t r = 0; r < rows.count; r += TILE) {
             const int64_t height = std::min<int64_t>(TILE, rows.count - r);

@@ -70,10 +70,12 @@ float quantise(const T* x, int64_t count, int64_t size, typename Kind::Number* o
     return top / Kind::MOST;
 }
 
-// One group's part of a tile: x [ROWS] of integers, `stride` apart, with scales `scale_stride` apart.
-template <class Kind, int ROWS, Ahead AHEAD>
-void tile_grouped(const typename Kind::Number* x, int64_t stride, const float* x_scale, int64_t scale_stride,
-                  const char* block, int64_t size, float* c, bool first) {
+// One group's part of a tile c [ROWS, PANEL], rows C_STRIDE apart, or `c_stride` where that is 0: x [ROWS] of integers,
+// `stride` apart, with scales `scale_stride` apart. Inlined into more, GCC keeps sums in memory.
+template <class Kind, int ROWS, Ahead AHEAD, int C_STRIDE = PANEL>
+__attribute__((noinline)) void tile_grouped(
+    const typename Kind::Number* x, int64_t stride, const float* x_scale, int64_t scale_stride, const char* block,
+    int64_t size, float* c, bool first, int64_t c_stride) {
     constexpr int64_t STEP = 4 / sizeof(*x);
     const float* scale = reinterpret_cast<const float*>(block);
     const char* w = Kind::weights(block);
@@ -105,7 +107,7 @@ void tile_grouped(const typename Kind::Number* x, int64_t stride, const float* x
 #pragma GCC unroll 8
         for (int v = 0; v < COLUMNS; v++) {
             hold(sum[r][v]);
-            const int at = r * PANEL + v * LANES;
+            const int64_t at = r * (C_STRIDE ? C_STRIDE : c_stride) + v * LANES;
             const vf part = __builtin_convertvector(sum[r][v], vf) * load(scale + v * LANES);
             store(c + at, fused(part, s, load(first ? NO_SUMS + v * LANES : c + at)));
         }
@@ -132,7 +134,7 @@ void grouped_rows(const Matmul& m, const Share& s, const typename Kind::Groups& 
             by_runs<Kind::ROWS>(rows, [&](auto n, int64_t r) {
                 const Number* x = numbers + r * stride + g * groups.size;
                 const auto tile = r == 0 ? tile_grouped<Kind, n(), STREAM> : tile_grouped<Kind, n(), NOTHING>;
-                tile(x, stride, scale + r * scales + g, scales, block, groups.size, s.c + r * PANEL, g == 0);
+                tile(x, stride, scale + r * scales + g, scales, block, groups.size, s.c + r * PANEL, g == 0, PANEL);
             });
         write<Y>(m, s.c, row, rows, p * PANEL);
     }

@@ -1,0 +1,272 @@
+// Tiles of query rows, as in attention_rows.h, in block floating point (bfp.h). Included by attention.cpp alone.
+//
+// Queries and keys have a scale for a group of a head's numbers. What the softmax makes of a row's scores has one for
+// every `shared` positions, and is taken against the largest score among them: so what is small beside other positions
+// keeps its digits. Values have one for as many positions of a column. Sums are float32, of parts exact in 32 bits.
+#pragma once
+
+#include "attention_rows.h"
+#include "bfp_kind.h"
+
+#if defined(BFP) && !defined(__AVX512F__)  // where it was measured
+#define ATTENTION_BFP 1
+#endif
+
+namespace bg {
+namespace {
+
+#if defined(ATTENTION_BFP)
+
+constexpr int64_t MOST_SHARED = 64;  // positions
+constexpr int WEIGHT_MOST = 8191, VALUE_MOST = 4095;
+static_assert(MOST_SHARED * WEIGHT_MOST * VALUE_MOST < (int64_t(1) << 31));
+constexpr int MOST_GROUPS = 4;  // of a block's positions
+
+// Positions that share a scale: a block is a multiple of them.
+constexpr int64_t shared_positions(int64_t block) { return block % MOST_SHARED ? 48 : MOST_SHARED; }
+
+// A head's numbers in groups, smaller than those of weights: keys of some models have single numbers many times the
+// others. Rows of integers are transposed by whole vectors.
+constexpr int64_t HEAD_GROUP = 32;
+struct HeadGroups : Grouping {
+    explicit HeadGroups(int64_t dim) : Grouping(dim, HEAD_GROUP, 2 * LANES) {}
+};
+
+struct HeadNumbers : Bfp {
+    static constexpr int MOST = 8191;
+    static_assert(HEAD_GROUP * MOST * MOST < (int64_t(1) << 31));
+};
+
+// Of one group of one panel, as the weights of bfp.h.
+constexpr int64_t block_bytes(int64_t size) { return PANEL * (4 + 2 * size); }
+
+// A block of keys and values and the rows that are multiplied with them.
+struct BfpBlock {
+    HeadGroups groups;
+    int64_t block, shared, columns;  // positions, those that share a scale, values with zeros behind them
+    char *keys, *values;             // [panels of positions][groups], [panels of columns][groups of positions]
+    int16_t* query;                  // [rows, groups of a head]
+    float* query_scales;             // [rows, groups]
+    float* scores;                   // [ROWS, block]
+    int16_t* weights;                // [ROWS, block]
+    float* weight_scales;            // [ROWS, groups of positions]
+
+    BfpBlock(const AttentionList& l, int64_t positions)
+        : groups(l.key_dim),
+          block(positions),
+          shared(shared_positions(positions)),
+          columns(up(l.value_dim, PANEL)) {}
+
+    template <class Arrays>
+    void take(Arrays& arrays, int64_t rows) {
+        keys = arrays.template take<char>(block / PANEL * groups.count * block_bytes(groups.size));
+        values = arrays.template take<char>(columns / PANEL * (block / shared) * block_bytes(shared));
+        query = arrays.template take<int16_t>(rows * groups.count * groups.size);
+        query_scales = arrays.template take<float>(rows * groups.count);
+        scores = arrays.template take<float>(Bfp::ROWS * block);
+        weights = arrays.template take<int16_t>(Bfp::ROWS * block);
+        weight_scales = arrays.template take<float>(Bfp::ROWS * MOST_GROUPS);
+    }
+
+    char* key_block(int64_t k, int64_t group) const {
+        return keys + (k / PANEL * groups.count + group) * block_bytes(groups.size);
+    }
+    char* value_block(int64_t column, int64_t k) const {
+        return values + (column / PANEL * (block / shared) + k / shared) * block_bytes(shared);
+    }
+
+    void take_query(const Rows& rows, int64_t dim) const {
+        for (int64_t r = 0; r < rows.count; r++)
+            for (int64_t g = 0; g < groups.count; g++) {
+                const int64_t d = g * groups.size, at = r * groups.count + g;
+                const int64_t count = std::clamp<int64_t>(dim - d, 0, groups.size);
+                query_scales[at] = quantise<HeadNumbers>(rows.query + r * dim + d, count, groups.size, query + at * groups.size);
+            }
+    }
+
+    // Keys of `count` slots, and zeros up to whole panels.
+    template <class T>
+    void take_keys(const T* from, int64_t stride, const int32_t* slots, int64_t count, int64_t dim) const {
+        alignas(64) int16_t numbers[LANES][HEAD_GROUP];
+        for (int64_t k = 0; k < up(count, PANEL); k += LANES)
+            for (int64_t g = 0; g < groups.count; g++) {
+                float* scale = reinterpret_cast<float*>(key_block(k, g)) + k % PANEL;
+                int32_t* words = reinterpret_cast<int32_t*>(scale) + PANEL;
+                const int64_t d = g * groups.size;
+                for (int64_t j = 0; j < LANES; j++) {
+                    const int64_t filled = k + j < count ? std::clamp<int64_t>(dim - d, 0, groups.size) : 0;
+                    const T* key = from + slots[std::min(k + j, count - 1)] * stride + d;
+                    scale[j] = quantise<HeadNumbers>(key, filled, groups.size, numbers[j]);
+                }
+                for (int64_t w = 0; w < groups.size / 2; w += LANES) {
+                    vu rows[LANES];
+                    for (int j = 0; j < LANES; j++) rows[j] = load_as<vu>(numbers[j] + 2 * w);
+                    transpose(rows);
+                    for (int i = 0; i < LANES; i++) store_as(words + (w + i) * PANEL, rows[i]);
+                }
+            }
+    }
+
+    // Values of `count` slots, and zeros up to whole groups.
+    template <class T>
+    void take_values(const T* from, int64_t stride, const int32_t* slots, int64_t count, int64_t dim) const {
+        for (int64_t k = 0; k < count; k += shared)
+            for (int64_t d = 0; d < columns; d += LANES) {
+                float* scale = reinterpret_cast<float*>(value_block(d, k)) + d % PANEL;
+                int32_t* words = reinterpret_cast<int32_t*>(scale) + PANEL;
+                const int64_t filled = std::clamp<int64_t>(dim - d, 0, LANES), end = std::min(shared, count - k);
+                alignas(64) float wide[MOST_SHARED][LANES];
+                vi most{};  // magnitudes in the order of their bits
+                for (int64_t i = 0; i < end; i++) {
+                    const T* p = from + slots[k + i] * stride + d;
+                    const vf v = filled == LANES ? load(p) : load_some(p, filled);
+                    const vi bits = (vi)v & 0x7fffffff;
+                    most = bits > most ? bits : most;
+                    store(wide[i], v);
+                }
+                for (int64_t i = end; i < shared; i++) store(wide[i], vf{});
+                const vf inverse = float(VALUE_MOST) / (vf)most;
+                const vi usable = inverse < splat(__builtin_inff()), none = most >= 0x7f800000;
+                store(scale, none ? splat(__builtin_nanf("")) : usable ? (vf)most * (1.0f / VALUE_MOST) : vf{});
+                const vf factor = usable ? inverse : vf{};
+                for (int64_t i = 0; i < shared; i += 2, words += PANEL) {
+                    const vi even = nearest(load(wide[i]) * factor), odd = nearest(load(wide[i + 1]) * factor);
+                    store_as(words, (even & 0xffff) | (vi)((vu)odd << 16));
+                }
+            }
+    }
+};
+
+// Two vectors as numbers of 16 bits, which all of theirs fit.
+inline void store_numbers(int16_t* p, vi a, vi b) {
+#if defined(__AVX2__)
+    const __m256i packed = _mm256_packs_epi32((__m256i)a, (__m256i)b);  // by quarters: a0 b0 a1 b1
+    store_as(p, _mm256_permute4x64_epi64(packed, 0xd8));
+#else
+    store_whole(p, a);
+    store_whole(p + LANES, b);
+#endif
+}
+
+// Scores [R, count] become numbers of e^(score - largest of its `shared`), those of row r outside [from[r], to[r]) zeros,
+// and scales, `scale_stride` apart from row to row; rows' running maxima and sums are joined as by `softmax_rows`.
+template <int R>
+__attribute__((noinline)) void softmax_numbers(
+    float* scores, int64_t stride, int64_t count, int64_t shared, const Edges<R>& edges, float softcap,
+    float* row_max, float* row_sum, float* decay, int16_t* numbers, float* scales, int64_t scale_stride) {
+    static_assert(R <= LANES);  // a lane of what follows is a row
+    const vf lane = lane_numbers<vf>();
+    vf old = splat(LOWEST), tops[MOST_GROUPS], sums[LANES] = {};
+    for (int r = 0; r < R; r++) old[r] = row_max[r];
+    vf most = old;
+    for (int r = 0; r < R; r++) {
+        float* row = scores + r * stride;
+        const bool whole = edges.from[r] <= 0 && edges.to[r] >= up(count, shared);
+        for (int64_t k = 0; k < count && softcap != 0.0f; k += LANES) store(row + k, soft_capped(load(row + k), softcap));
+        for (int64_t k = 0; k < up(count, shared) && !whole; k += LANES) {
+            if (k >= edges.from[r] && k + LANES <= edges.to[r]) continue;
+            vf x = load(row + k);
+            x = lane < splat(float(edges.from[r] - k)) ? splat(-__builtin_inff()) : x;
+            store(row + k, lane >= splat(float(edges.to[r] - k)) ? splat(-__builtin_inff()) : x);
+        }
+    }
+    for (int64_t g = 0; g * shared < count; g++) {
+        vf largest_of[LANES];
+        for (int r = 0; r < LANES; r++) largest_of[r] = splat(LOWEST);
+        for (int r = 0; r < R; r++) {
+            vf x = splat(LOWEST), y = x;
+            for (int64_t k = g * shared; k < (g + 1) * shared; k += UNIT) {
+                x = max(load(scores + r * stride + k), x);
+                y = max(load(scores + r * stride + k + LANES), y);
+            }
+            largest_of[r] = max(x, y);
+        }
+        tops[g] = lane_maxima(largest_of);
+        most = max(tops[g], most);
+    }
+    for (int64_t g = 0; g * shared < count; g++) {
+        const vf share = exp_nonpositive(tops[g] - most);
+        for (int r = 0; r < R; r++) {
+            const vf top = splat(tops[g][r]);
+            vf sum{};
+            for (int64_t k = g * shared; k < (g + 1) * shared; k += UNIT) {
+                const vf x = exp_nonpositive(load(scores + r * stride + k) - top);
+                const vf y = exp_nonpositive(load(scores + r * stride + k + LANES) - top);
+                sum += x + y;
+                store_numbers(numbers + r * stride + k, nearest(x * float(WEIGHT_MOST)), nearest(y * float(WEIGHT_MOST)));
+            }
+            sums[r] = fused(sum, splat(share[r]), sums[r]);
+            scales[r * scale_stride + g] = share[r] * (1.0f / WEIGHT_MOST);
+        }
+    }
+    const vf keep = exp_nonpositive(old - most), totals = lane_sums(sums);
+    for (int r = 0; r < R; r++) {
+        row_max[r] = most[r];
+        row_sum[r] = row_sum[r] * keep[r] + totals[r];
+        decay[r] = keep[r];
+    }
+}
+
+// R rows from row `row` on against the block's `count` positions, which begin with the item's key b.
+template <int R>
+void bfp_tile(const Attention& a, const BfpBlock& m, const Rows& rows, int64_t row, int64_t b, int64_t count) {
+    auto [from, to] = seen<R>(rows, row, b, count);
+    if (from >= to) return;
+    const HeadGroups& groups = m.groups;
+    const int64_t query_stride = groups.count * groups.size;
+    for (int64_t k = from / PANEL * PANEL; k < to; k += PANEL)
+        for (int64_t g = 0; g < groups.count; g++)
+            tile_grouped<Bfp, R, NOTHING, 0>(
+                m.query + row * query_stride + g * groups.size, query_stride, m.query_scales + row * groups.count + g,
+                groups.count, m.key_block(k, g), groups.size, m.scores + k, g == 0, m.block);
+    from = from / m.shared * m.shared;
+    float* sums = rows.sums + row * rows.width;
+    float decay[R];
+    softmax_numbers<R>(
+        m.scores + from, m.block, to - from, m.shared, Edges<R>(rows, row, b + from, count - from), a.softcap,
+        rows.max + row, rows.total + row, decay, m.weights + from, m.weight_scales, MOST_GROUPS);
+    fade<R>(sums, rows.width, decay);
+    for (int64_t d = 0; d < m.columns; d += PANEL)
+        for (int64_t k = from; k < to; k += m.shared)
+            tile_grouped<Bfp, R, NOTHING, 0>(
+                m.weights + k, m.block, m.weight_scales + (k - from) / m.shared, MOST_GROUPS, m.value_block(d, k), m.shared,
+                sums + d, false, rows.width);
+}
+
+template <class T>
+void bfp_rows(const Attention& a, const AttentionList& l, const Item& item, const HeadCache<T>& cache, const int32_t* slots, const Rows& rows, const BfpBlock& m) {
+    m.take_query(rows, l.key_dim);
+    for (int64_t b = 0; b < item.keys(); b += m.block) {
+        const int64_t count = std::min(m.block, item.keys() - b);
+        m.take_keys(cache.keys, cache.key_stride, slots + b, count, l.key_dim);
+        m.take_values(cache.values, cache.value_stride, slots + b, count, l.value_dim);
+        by_runs<Bfp::ROWS>(rows.count, [&](auto n, int64_t row) { bfp_tile<n()>(a, m, rows, row, b, count); });
+    }
+}
+
+#else
+
+struct BfpBlock {
+    int64_t columns = 0;
+    BfpBlock(const AttentionList&, int64_t) {}
+    template <class Arrays>
+    void take(Arrays&, int64_t) {}
+};
+
+template <class T>
+void bfp_rows(const Attention&, const AttentionList&, const Item&, const HeadCache<T>&, const int32_t*, const Rows&, const BfpBlock&) {}
+
+#endif
+
+// Whether an item is computed so. Batch-invariant ones are not: a scale would tell of positions that a row does not see.
+template <class T>
+bool by_bfp(const AttentionList& l, const Item& item) {
+#if defined(ATTENTION_BFP)
+    return sizeof(T) == 2 && !l.block && !item.few(l);
+#else
+    return false;
+#endif
+}
+
+}  // namespace
+}  // namespace bg

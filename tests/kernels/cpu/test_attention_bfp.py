@@ -1,0 +1,170 @@
+"""Compiled attention in bfloat16, whose tiles are block floating point on some processors: what it loses beside the
+rounding of its result, where numbers that share a scale differ most."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchgen.kernels import chunk_prefixes
+from batchgen.kernels.cpu import attention_list
+from batchgen.kernels.cpu.attention import CompiledAttention
+from batchgen.kernels.cpu.library import loaded
+from batchgen.kernels.reference import reference_attention
+from tests.kernels.steps import Shape, Step, StepBuilder, any_step
+
+pytestmark = pytest.mark.skipif(not loaded(), reason="no C++ compiler here")
+
+BF16 = torch.bfloat16
+LOSS = 2.0**-11
+"""A quarter of what bfloat16 loses of the largest value."""
+
+
+def largest_values(step: Step) -> torch.Tensor:
+    """[H, Dv]: the largest magnitude in each column of the values."""
+    largest = step.filled()[1].double().nan_to_num().abs().flatten(0, 1).amax(0)  # [K, Dv]
+    return largest.repeat_interleave(step.query.shape[1] // largest.shape[0], 0)
+
+
+def assert_near(step: Step, loss: float = LOSS, **options: Any) -> None:
+    """Off by the result's rounding, and by little beside the largest values of a column, which share a scale."""
+    keys, values = step.filled()
+    scale = float(step.key.shape[2] ** -0.5)
+    exact = reference_attention(step.batch, step.query, keys, values, scale=scale, **options)
+    made = CompiledAttention(step.pool, step.batch, 2)
+    got = made.attend(0, step.query, step.key, step.value, scale=scale, **options)
+    assert got.dtype == BF16
+    largest = largest_values(step)
+    off = (got.double() - exact).abs() - 2.0**-8 * exact.abs()
+    assert bool((off <= loss * largest + 1e-37).all()), f"by {(off / largest).nan_to_num().max():.2g} of the largest"
+
+
+def lost_by_keys(step: Step) -> float:
+    """What results lost, of the largest value, when keys like these were rounded to bfloat16 in the first place."""
+    keys, values = step.filled()
+    scale = float(step.key.shape[2] ** -0.5)
+    before = keys.double() * (1 + (torch.rand(keys.shape, dtype=torch.float64) * 2 - 1) * 2.0**-9)
+    made = [reference_attention(step.batch, step.query, k, values, scale=scale) for k in (before, keys)]
+    return float(((made[0] - made[1]).abs() / largest_values(step)).max())
+
+
+def long_prompt(shape: Shape, past: int = 700) -> Step:
+    b = StepBuilder(shape)
+    b.chunk(37, past=past)
+    b.chunk(5)
+    return b.build()
+
+
+def nothing(step: Step) -> None:
+    """As drawn."""
+
+
+def first_outweighs(step: Step) -> None:
+    """The first position takes half of the weight or more, and hundreds share the rest."""
+    keys, first = step.pool.keys[0], step.batch.chunks[0].pages[0]
+    keys.mul_(0.05)
+    step.key.mul_(0.05)
+    keys[first, 0] = 3.0
+    step.query.abs_().mul_(0.3)
+
+
+def large_channel(step: Step) -> None:
+    """One number of every key and query is many times the others."""
+    step.pool.keys[0][..., 3] *= 30
+    step.key[..., 3] *= 30
+    step.query[..., 3] *= 0.1
+
+
+def uneven_values(step: Step) -> None:
+    """Columns of values of all magnitudes, some of them zeros."""
+    size = step.value.shape[-1]
+    factors = 10.0 ** torch.linspace(-6, 6, size).to(BF16)
+    factors[size // 2] = 0
+    for values in (step.pool.values[0], step.value):
+        values.mul_(factors)
+
+
+def tiny_values(step: Step) -> None:
+    """Too small for a scale: zeros are near enough."""
+    step.pool.values[0].mul_(1e-39)
+    step.value.mul_(1e-39)
+
+
+DIMS = [(64, 64), (128, 128), (96, 24), (160, 40), (33, 7)]
+
+
+@pytest.mark.parametrize("change", [nothing, first_outweighs, uneven_values, tiny_values])
+@pytest.mark.parametrize(("key_dim", "value_dim"), DIMS)
+def test_little_is_lost(change: Callable[[Step], None], key_dim: int, value_dim: int) -> None:
+    step = long_prompt(Shape(6, 2, key_dim, value_dim, dtype=BF16))
+    change(step)
+    assert_near(step)
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim"), DIMS)
+def test_a_large_channel_costs_less_than_bfloat16_did(key_dim: int, value_dim: int) -> None:
+    """Those that share a scale with it keep fewer digits, of products that it dwarfs."""
+    torch.manual_seed(0)
+    step = long_prompt(Shape(6, 2, key_dim, value_dim, dtype=BF16))
+    large_channel(step)
+    assert_near(step, lost_by_keys(step))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"window": 5}, {"window": 100}, {"softcap": 3.0}, {"window": 70, "softcap": 2.0, "sinks": torch.ones(6)}],
+)
+def test_windows_and_caps(options: dict[str, Any]) -> None:
+    assert_near(long_prompt(Shape(6, 2, 64, 64, dtype=BF16)), **options)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 70), st.integers(0, 60), st.integers(0, 3)), max_size=5),
+    st.lists(st.tuples(st.integers(1, 60), st.integers(0, 2)), min_size=1, max_size=6),
+    st.sampled_from([(4, 2), (3, 1), (14, 2), (9, 3)]),
+    st.sampled_from([(16, 16), (64, 64), (40, 24), (7, 33)]),
+    st.sampled_from([None, 7, 30]),
+    st.sampled_from([1, 12, 16]),
+    st.integers(0, 1 << 20),
+)
+def test_any_step(
+    chunks: list[tuple[int, int, int]],
+    rows: list[tuple[int, int]],
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    window: int | None,
+    page_size: int,
+    seed: int,
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunk_prefixes, "LEAST_KEYS", 2 * page_size)
+        patch.setattr(attention_list, "_ROWS", 24)
+        patch.setattr(attention_list, "_LEAST_KEYS", 16)
+        patch.setattr(attention_list, "_STEP", 8)
+        assert_near(any_step(chunks, rows, Shape(*heads, *dims, page_size, BF16), seed), window=window)
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.parametrize("of", ["query", "key", "value"])
+def test_what_is_no_number_stays_with_those_who_see_it(of: str, poison: float) -> None:
+    b = StepBuilder(Shape(8, 2, dtype=BF16))
+    rows = [b.decode(n, own_start=32) for n in (9, 30, 12, 40, 3)]
+    b.group(rows, 0, 2)
+    step = b.build()
+
+    def attend() -> torch.Tensor:
+        made = CompiledAttention(step.pool, step.batch, 2)
+        return made.attend(0, step.query, step.key, step.value, scale=0.25)
+
+    clean = attend()
+    getattr(step, of)[1] = poison
+    got = attend()
+    assert not got[1].isfinite().any()
+    others = [0, 2, 3, 4]
+    assert torch.equal(got[others], clean[others])
