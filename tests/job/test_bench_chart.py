@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from unittest.mock import MagicMock
 from xml.etree import ElementTree
 
@@ -19,7 +20,7 @@ from batchgen.cli.app import run_command
 from batchgen.errors import OutputError, UsageError
 from batchgen.job.bench import chart as chart_module
 from batchgen.job.bench.chart import check_chart, draw_stored, write_chart
-from batchgen.job.bench.figures import Context, Figure, Measured, workload_figures
+from batchgen.job.bench.figures import Context, Figure, Measured, Spread, ours_over, workload_figures
 from batchgen.job.bench.floors import FloorWork
 from batchgen.job.bench.named import MORE_WORKLOADS, WORKLOADS
 from batchgen.job.bench.page import page
@@ -129,13 +130,40 @@ def test_figures_of_other_versions_are_read(tmp_path: Path) -> None:
     assert "plan" in page(found.figures, found.others)
 
 
+def wrong(**values: Any) -> str:
+    return json.dumps({"workload": "w", "engine": "e", "metric": "m", "value": 1.0} | values)
+
+
+def test_ratios_are_of_one_call_also_where_files_are_joined(stored: Path) -> None:
+    """A later file's batchgen replaces the first's, whose peers say the ratio backwards."""
+    rates = [f for f in made() if f.metric == "output_tokens_per_second"]
+    ours = next(f for f in rates if f.engine == "batchgen" and f.ratio)
+    name = next(iter(ours.ratio))
+    back = {"batchgen": {"median": 0.4, "min": 0.25, "max": 0.5}}
+    peer = replace(next(f for f in rates if f.engine == name and f.workload == ours.workload), ratio=back, date="1")
+    later = replace(ours, date="2", ratio={"other": {"median": 9.0, "min": 9.0, "max": 9.0}})
+    assert ours_over(peer, [later, peer]) == Spread(2.5, 2.0, 4.0)
+    same = replace(ours, date="1")
+    assert ours_over(peer, [later, same, peer]) == Spread(**ours.ratio[name])
+    assert ours_over(later, [later, peer]) is None
+    assert ours_over(replace(peer, ratio={}), [later]) is None
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "holds no figure"),
         ("{", "line 1 is not JSON"),
         ("\n[1]", "line 2 is not a JSON object"),
-        ('{"workload": "w", "engine": "e", "metric": "m", "value": "fast"}', "line 1: `value` must be a number"),
+        (wrong(value="fast"), "line 1: `value` must be a number, got 'fast'"),
+        (wrong(value=True), "`value` must be a number, got True"),
+        (wrong(value=float("nan")), "`value` must be a number, got nan"),
+        (wrong(engine=["e"]), "`engine` must be a text"),
+        (wrong(repeat=1.5), "`repeat` must be a whole number, got 1.5"),
+        (wrong(setting=[1]), "`setting` must be an object"),
+        (wrong(ratio={"x": 2.0}), "`ratio` must be an object"),
+        (wrong(ratio={"x": {"median": 0, "min": 1, "max": 1}}), "`ratio` of x must have median, min, max above 0"),
+        (wrong(floors={"serial": {}}), "`floors` of serial must have share above 0"),
     ],
 )
 def test_what_is_no_figure_is_refused(tmp_path: Path, text: str, message: str) -> None:

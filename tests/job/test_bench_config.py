@@ -13,6 +13,7 @@ from batchgen.job.bench import command
 from batchgen.job.bench.config import ALONE, BenchConfig, bench_config, load_bench
 from batchgen.job.bench.definitions import find_workloads
 from batchgen.job.bench.peers import PEERS, VARIANTS
+from batchgen.job.bench.process import EngineFailed
 from batchgen.job.bench.shapes import DEMO, RANDOM, SHAPES
 
 RUNS = Path(__file__).parents[2] / "configs" / "bench" / "runs"
@@ -47,6 +48,8 @@ def test_flags_take_the_place_of_what_a_file_says(tmp_path: Path) -> None:
         ("threads = 2", r"unknown key `threads` \(did you mean cpu_threads\?\); known: workloads, model"),
         ('repeat = "3"', "`repeat` has the wrong type, got '3'; it takes a whole number"),
         ("model", "is not TOML"),
+        ("timeout = nan", "--timeout must be at least 1, got nan"),
+        ("timeout = inf", "--timeout must be finite, got inf"),
         ("repeat = 0", "--repeat must be at least 1, got 0"),
         ("cpu_threads = 0", "--cpu-threads must be at least 1"),
         ('peer_dtype = "float32"', "--peer-dtype must be best or asked, got 'float32'"),
@@ -91,3 +94,39 @@ def test_a_chart_of_what_no_engine_ran_has_its_table(tmp_path: Path, capsys: pyt
     assert run_command(["bench", "plan", "--plan-size", "40x8", "--chart", str(out)]) == 0
     assert capsys.readouterr().out.count("\n") == 5
     assert out.read_text(encoding="utf-8").count("<tr>") == 6
+
+
+def test_a_run_that_ends_early_draws_what_it_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise EngineFailed("batchgen fell over")
+
+    monkeypatch.setattr("batchgen.job.bench.run.run_bench", fails)
+    out = tmp_path / "plan.html"
+    arguments = ["bench", "plan", "unique", "--plan-size", "40x8", "--peers", "none", "--chart", str(out)]
+    assert run_command(arguments) == 1
+    captured = capsys.readouterr()
+    assert "batchgen fell over" in captured.err
+    assert captured.out.count("\n") == 5
+    assert out.read_text(encoding="utf-8").count("<tr>") == 6
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        (["--peers", "vlm"], "unknown peer 'vlm' (did you mean vllm?)"),
+        (["--peers", "deterministic=/x"], "deterministic is this batchgen with other options and takes no Python"),
+        (["--peers", "none", "--tuned", "none.jsonl"], "--tuned: cannot read none.jsonl"),
+        (["--peers", "none", "--timeout", "inf"], "--timeout must be finite, got inf"),
+    ],
+)
+def test_what_is_wrong_is_told_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, more: list[str], problem: str
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr("batchgen.job.bench.planning.run_plan_bench", never)
+    assert run_command(["bench", "plan", "unique", *more]) == 2
+    assert problem in " ".join(capsys.readouterr().err.split())

@@ -169,6 +169,24 @@ def test_configs_are_the_named_workloads() -> None:
         ("output = [2, 3]", "output = [2, 3]\nadapters = { rank = 2 }", "`adapters`: `count` is missing"),
         ("output = [2, 3]", "output = [2, 3]\nadapters = { count = 0 }", "`adapters` needs a `count`"),
         ("output = [2, 3]", "output = [2, 3]\ntask_rows = 3", "unknown key `levels`"),
+        (
+            "output = [2, 3]",
+            "output = [2, 3]\nfields = { temperature = 1 }",
+            "cannot check 'temperature'; it can check",
+        ),
+        (
+            "output = [2, 3]",
+            "output = [2, 3]\nfields = { top_logprob_num = 1 }",
+            r"\(did you mean top_logprobs_num\?\)",
+        ),
+        ("output = [2, 3]", "output = [2, 3]\nfields = { top_logprobs_num = 1 }", "needs `return_logprob: true`"),
+        ("output = [2, 3]", "output = [2, 3]\nfields = { return_logprob = 1 }", "`fields`: `return_logprob` must be"),
+        ("output = [2, 3]", "output = [2, 3]\nfields = { return_hidden_states = true }", 'tokens = "output"'),
+        (
+            "output = [2, 3]",
+            "output = [2, 3]\nsamples = 2\nfields = { return_logprob = true }",
+            "`samples` above 1 beside `fields` or `adapters`",
+        ),
         ("name", "name name", "is not TOML"),
     ],
 )
@@ -177,6 +195,14 @@ def test_wrong_definitions_are_refused_by_name(tmp_path: Path, old: str, new: st
     path.write_text(TOY.replace(old, new, 1))
     with pytest.raises(UsageError, match=message):
         load_workload(path)
+
+
+def test_states_of_a_definition_are_spelled_out(tmp_path: Path) -> None:
+    path = tmp_path / "states.toml"
+    path.write_text(TOY + '\n[fields]\nreturn_hidden_states = { tokens = "output" }\n')
+    workload = load_workload(path)
+    assert isinstance(workload, Workload)
+    assert workload.fields == {"return_hidden_states": {"layers": [-1], "tokens": "output"}}
 
 
 def test_unknown_workload_names_those_there_are() -> None:

@@ -6,17 +6,18 @@ import json
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import FrameType
 from typing import Any, Final
 
 from rich.console import Console
 
-from batchgen.errors import Interrupted, UsageError
+from batchgen.errors import BatchgenError, Interrupted, UsageError
 from batchgen.job.bench.chart import check_chart, draw_stored, write_chart
 from batchgen.job.bench.config import ALONE, BenchConfig, bench_config
-from batchgen.job.bench.stored import parse_figures
+from batchgen.job.bench.peers import parse_peers
+from batchgen.job.bench.stored import parse_figures, read_figures
 from batchgen.job.bench.table import print_others
 
 __all__ = ["bench_config", "draw_stored", "run_command"]
@@ -56,32 +57,44 @@ def run_command(config: BenchConfig, emit: Callable[[str], None], console: Conso
         from batchgen.job.bench.definitions import find_workloads  # a tokenizer, which --from need not wait for
 
         find_workloads(compared)  # a wrong name is told before another workload takes its minutes
+    if engines and len(compared) < len(config.workloads):
+        parse_peers(config.peers)
+    if config.tuned is not None:
+        read_figures(config.tuned, "--tuned")
     lines: list[str] = []
 
     def keep(line: str) -> None:
         lines.append(line)
         emit(line)
 
-    with _ended_by_signal():
-        if "plan" in config.workloads:
-            from batchgen.job.bench.planning import PlanSize, run_plan_bench
+    def draw() -> None:
+        if config.chart is not None and lines:
+            write_chart(config.chart, parse_figures("\n".join(lines), "figures of this run"))
 
-            run_plan_bench(PlanSize.parse(config.plan_size), keep)
-        if "startup" in config.workloads:
-            from batchgen.job.bench.startup import run_startup_bench
+    try:
+        with _ended_by_signal():
+            if "plan" in config.workloads:
+                from batchgen.job.bench.planning import PlanSize, run_plan_bench
 
-            run_startup_bench(config.repeat, keep)
-        if "job" in config.workloads:
-            from batchgen.job.bench.rows_cost import run_job_bench
+                run_plan_bench(PlanSize.parse(config.plan_size), keep)
+            if "startup" in config.workloads:
+                from batchgen.job.bench.startup import run_startup_bench
 
-            run_job_bench(config.repeat, keep)
-        print_others([json.loads(line) for line in lines], console)
-        if engines:
-            from batchgen.job.bench.run import run_bench  # torch: seconds that the others need not pay
+                run_startup_bench(config.repeat, keep)
+            if "job" in config.workloads:
+                from batchgen.job.bench.rows_cost import run_job_bench
 
-            run_bench(replace(config, workloads=compared), keep, console, start)
-    if config.chart is not None:
-        write_chart(config.chart, parse_figures("\n".join(lines), "figures of this run"))
+                run_job_bench(config.repeat, keep)
+            print_others([json.loads(line) for line in lines], console)
+            if engines:
+                from batchgen.job.bench.run import run_bench  # torch: seconds that the others need not pay
+
+                run_bench(replace(config, workloads=compared), keep, console, start)
+    except BaseException:
+        with suppress(BatchgenError):  # what ended the run is told, not what became of its chart
+            draw()
+        raise
+    draw()
 
 
 def _refuse_idle_options(config: BenchConfig, *, engines: bool) -> None:

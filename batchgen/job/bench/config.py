@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -84,8 +85,10 @@ def bench_config(given: Mapping[str, Any], file: Path | None) -> BenchConfig:
     config = BenchConfig() if file is None else load_bench(file)
     config = replace(config, **{name: value for name, value in given.items() if value is not None})
     for flag, value in (("--repeat", config.repeat), ("--cpu-threads", config.threads), ("--timeout", config.timeout)):
-        if value is not None and value < 1:
+        if value is not None and not value >= 1:
             raise UsageError(f"{flag} must be at least 1, got {value}")
+        if value == math.inf:
+            raise UsageError(f"{flag} must be finite, got {value}; a day is 86400")
     if config.peer_dtype not in _PEER_DTYPES:
         raise UsageError(f"--peer-dtype must be {' or '.join(_PEER_DTYPES)}, got {config.peer_dtype!r}")
     return config

@@ -7,17 +7,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from batchgen.errors import UsageError
+from batchgen.errors import RowError, UsageError
 from batchgen.job.bench.config import ALONE, meant
 from batchgen.job.bench.demo_rows import DemoWorkload
 from batchgen.job.bench.named import GPU_WORKLOADS, MORE_WORKLOADS, WORKLOADS
 from batchgen.job.bench.workloads import AdapterSet, Level, RowsAt, Workload
+from batchgen.rows import RowDefaults, parse_row
 
 __all__ = ["BenchWorkload", "find_workload", "find_workloads", "load_workload"]
 
 BenchWorkload = Workload | DemoWorkload
 
 _ALL: Final = "all"
+_CHECKED: Final = (
+    "json_schema",
+    "return_logprob",
+    "top_logprobs_num",
+    "token_ids_logprob",
+    "return_text_in_logprobs",
+    "return_hidden_states",
+)
+"""Fields of rows; `lora_path` is `adapters`."""
 _OPTIONAL: Final = {"seed", "samples", "rows_at", "fields", "every", "adapters"}
 
 
@@ -101,10 +111,29 @@ def _tree_workload(values: Mapping[str, Any], where: str) -> Workload:
         seed=_whole(values.get("seed", 0), f"{where}: `seed`"),
         samples=_whole(values.get("samples", 1), f"{where}: `samples`"),
         rows_at=rows_at,
-        fields=_table(values.get("fields", {}), f"{where}: `fields`"),
+        fields=_fields(values.get("fields", {}), f"{where}: `fields`"),
         every=_whole(values.get("every", 1), f"{where}: `every`"),
         adapters=_adapters(values["adapters"], f"{where}: `adapters`") if "adapters" in values else None,
     )
+
+
+def _fields(value: object, name: str) -> Mapping[str, Any]:
+    """What rows ask for beside tokens, as far as the gate can tell that it came and changed nothing else."""
+    table = _table(value, name)
+    if odd := sorted(table.keys() - _CHECKED):
+        raise UsageError(
+            f"{name}: the gate cannot check {odd[0]!r}{meant(odd[0], _CHECKED)}; it can check {', '.join(_CHECKED)}"
+        )
+    try:
+        params = parse_row({"input_ids": [0], **table}, 0, RowDefaults()).params
+    except RowError as error:
+        raise UsageError(f"{name}: {error.info.message}") from None
+    states = params.return_hidden_states
+    if states is None:
+        return table
+    if states.tokens != "output" or states.pool != "none":
+        raise UsageError(f'{name}: `return_hidden_states` must have tokens = "output" and no pool: those are counted')
+    return {**table, "return_hidden_states": {"layers": list(states.layers), "tokens": "output"}}
 
 
 def _adapters(value: object, name: str) -> AdapterSet:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
+from batchgen.job.bench.peers import OURS
 from batchgen.job.bench.process import Generated
 
 if TYPE_CHECKING:  # torch, which drawing stored figures does not need
@@ -23,6 +24,7 @@ __all__ = [
     "Figure",
     "Measured",
     "Spread",
+    "ours_over",
     "ratios",
     "workload_figures",
 ]
@@ -94,7 +96,7 @@ class Figure:
     """"overlap" and "serial", memory and attention included (`floors.py`) -> tokens_per_second, share."""
     counted: Mapping[str, int]
     agreement: float
-    """Share of the checked ids that equal the reference's, in this dtype."""
+    """Share of the checked rows whose first id is the reference's, in this dtype."""
     rows_equal: float
     """Share of the checked rows that have all of the reference's ids in float32."""
     threads: int
@@ -148,6 +150,27 @@ _METRICS = (
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
     """Spread of the quotients of measurements taken side by side."""
     return Spread.of([a / b for a, b in zip(ours, theirs, strict=True)])
+
+
+def ours_over(rate: Figure, figures: Sequence[Figure]) -> Spread | None:
+    """Our value over a peer's, repeat by repeat in the call that measured both.
+
+    Args:
+        rate: the peer's figure.
+        figures: of one call or several: ours may be of another one, where the peer's says the same backwards.
+
+    Returns:
+        None for batchgen itself, and for a peer measured without it.
+    """
+    if rate.engine == OURS:
+        return None
+    measured = rate.model, rate.workload, rate.metric, rate.date
+    for ours in figures:
+        here = ours.model, ours.workload, ours.metric, ours.date
+        if ours.engine == OURS and here == measured and rate.engine in ours.ratio:
+            return Spread(**ours.ratio[rate.engine])
+    back = rate.ratio.get(OURS)
+    return None if back is None else Spread(1 / back["median"], 1 / back["max"], 1 / back["min"])
 
 
 def workload_figures(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from batchgen.job.bench.figures import CPU_RATE, RATE, SLOWDOWN, Figure
+from batchgen.job.bench.figures import CPU_RATE, RATE, SLOWDOWN, Figure, ours_over
 from batchgen.job.bench.gate import FULL_EQUALITY
 from batchgen.job.bench.named import GPU_WORKLOADS, MORE_WORKLOADS, WORKLOADS
 from batchgen.job.bench.peers import OURS
@@ -147,20 +147,20 @@ def _facts(figures: Sequence[Figure]) -> list[tuple[str, str]]:
 
 def _ratios(figures: Sequence[Figure]) -> list[Panel]:
     """Our rate over each peer's, by workload."""
-    ours = [figure for figure in figures if figure.engine == OURS and figure.metric == RATE and figure.ratio]
-    if not ours:
+    rates = [figure for figure in figures if figure.metric == RATE]
+    found = [(figure, over) for figure in rates if (over := ours_over(figure, rates)) is not None]
+    if not found:
         return []
-    peers = list(dict.fromkeys(name for figure in ours for name in figure.ratio))
-    bars = [
-        Bar(figure.workload, r["median"], r["min"], r["max"], True, series=name)
-        for figure in ours
-        for name, r in figure.ratio.items()
-    ]
-    rows = []
-    for figure in ours:
-        told = [figure.ratio.get(name) for name in peers]
-        texts = ["" if r is None else spread_text(r["median"], r["min"], r["max"], 2) for r in told]
-        rows.append([figure.workload, *texts])
+    peers = list(dict.fromkeys(figure.engine for figure, _ in found))
+    workloads = list(dict.fromkeys(figure.workload for figure, _ in found))
+    found.sort(key=lambda pair: workloads.index(pair[0].workload))
+    bars = [Bar(f.workload, over.median, over.min, over.max, True, series=f.engine) for f, over in found]
+    texts: dict[tuple[str, str], str] = {}
+    for f, over in found:
+        told = texts.get((f.workload, f.engine))
+        text = spread_text(over.median, over.min, over.max, 2)
+        texts[f.workload, f.engine] = text if told is None else f"{told}; {text}"  # in several number formats
+    rows = [[workload, *(texts.get((workload, name), "") for name in peers)] for workload in workloads]
     title = f"{OURS}'s output tokens per second over each peer's, run by run"
     return [Panel(title, "times the peer's rate", bars, ["workload", *peers], rows, times=True)]
 
@@ -200,12 +200,12 @@ def _workload(name: str, figures: Sequence[Figure]) -> Panel:
     header += ["tokens/CPU-s", "setting", "format", "version"]
     rows = []
     for f in rates:
-        back = next((o.ratio[f.engine] for o in rates if o.engine == OURS and f.engine in o.ratio), None)
+        over = ours_over(f, rates)
         rows.append([
             engine_text(f),
             spread_text(f.value, f.min, f.max),
             share_text(f.floor_share),
-            "" if back is None else spread_text(back["median"], back["min"], back["max"], 2),
+            "" if over is None else spread_text(over.median, over.min, over.max, 2),
             *(share_text(f.floors.get(kind, {}).get("share")) for kind in ("overlap", "serial")),
             f"{by_cpu[f.engine, f.dtype]:,.1f}" if (f.engine, f.dtype) in by_cpu else "",
             setting_text(f),

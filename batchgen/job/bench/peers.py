@@ -100,6 +100,10 @@ def parse_peers(text: str) -> list[EngineSource]:
             peers.append(_baseline(python))
             continue
         if name in VARIANTS:
+            if given:
+                raise UsageError(
+                    f"--peers: {name} is this batchgen with other options and takes no Python; leave =... out"
+                )
             peers.append(EngineSource(name))
             continue
         if given and (not python or Path(python).expanduser().is_dir()):

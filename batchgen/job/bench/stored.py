@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -25,6 +26,8 @@ _UNKNOWN: Final[dict[str, Any]] = {
 _LEFT_OUT: Final = "left_out"
 """Metric of a line that has no value, but a reason."""
 _SPREAD: Final = ("min", "max")
+_TAKES: Final = {"str": "a text", "int": "a whole number", "float": "a number", "Mapping": "an object"}
+"""By what the type of a figure's field begins with."""
 _OLDER: Final = {"rows_equal": 1.0}
 """What was true of every figure before versions wrote it down."""
 
@@ -80,7 +83,7 @@ def parse_figures(text: str, where: str) -> StoredFigures:
     """The figures of JSON lines; `where` they stand is said in errors.
 
     Raises:
-        UsageError: a line is not a JSON object, or there is none.
+        UsageError: a line is not a JSON object, a value of a figure is of another type, or there is none.
     """
     figures: dict[tuple[Any, ...], Figure] = {}
     absent: dict[tuple[Any, ...], LeftOut] = {}
@@ -134,7 +137,26 @@ def _figure(values: Mapping[str, Any], where: str) -> Figure:
             made[known.name] = _OLDER[known.name]
         elif known.default is MISSING and known.default_factory is MISSING:
             made[known.name] = _UNKNOWN.get(str(known.type), {})
-    for name in ("value", *_SPREAD):
-        if not isinstance(made[name], int | float):
-            raise UsageError(f"{where}: `{name}` must be a number, got {made[name]!r}")
+    for known in fields(Figure):
+        if known.name in made and not _fits(str(known.type), made[known.name]):
+            takes = next(told for start, told in _TAKES.items() if str(known.type).startswith(start))
+            raise UsageError(f"{where}: `{known.name}` must be {takes}, got {made[known.name]!r}")
+    for name, numbers in (("ratio", ("median", *_SPREAD)), ("floors", ("share",))):
+        for key, one in made.get(name, {}).items():
+            if not all(isinstance(one.get(number), int | float) and one[number] > 0 for number in numbers):
+                raise UsageError(f"{where}: `{name}` of {key} must have {', '.join(numbers)} above 0, got {one!r}")
     return Figure(**made)
+
+
+def _fits(kind: str, value: Any) -> bool:
+    """Whether a value is of a type that a field of `Figure` is annotated with."""
+    if kind.startswith("Mapping[str, Mapping"):
+        return isinstance(value, dict) and all(isinstance(one, dict) for one in value.values())
+    if kind.startswith("Mapping"):
+        return isinstance(value, dict)
+    if value is None:
+        return kind.endswith("| None")
+    if kind.startswith("str"):
+        return isinstance(value, str)
+    number = isinstance(value, int) or (kind.startswith("float") and isinstance(value, float) and math.isfinite(value))
+    return number and not isinstance(value, bool)

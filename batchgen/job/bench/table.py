@@ -10,7 +10,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from batchgen.job.bench.figures import CPU_RATE, RATE, SLOWDOWN, Figure
+from batchgen.job.bench.figures import CPU_RATE, RATE, SLOWDOWN, Figure, ours_over
 from batchgen.job.bench.panels import engine_text, other_table, setting_text, share_text
 from batchgen.job.bench.peers import OURS
 
@@ -26,7 +26,7 @@ class _Beside:
 
     def __init__(self, figures: Sequence[Figure]) -> None:
         self._by_metric = {(f.metric, f.model, f.workload, f.engine, f.dtype): f for f in figures}
-        self._ours = {(f.model, f.workload): f for f in figures if f.engine == OURS and f.metric == RATE}
+        self._figures = figures
 
     def get(self, metric: str, rate: Figure) -> Figure | None:
         """The same engine's figure by another metric."""
@@ -34,9 +34,8 @@ class _Beside:
 
     def times(self, rate: Figure) -> str:
         """Our rate over this one, run by run."""
-        ours = self._ours.get((rate.model, rate.workload))
-        ratio = None if ours is None else ours.ratio.get(rate.engine)
-        return "" if ratio is None else f"{ratio['median']:.2f} ({ratio['min']:.2f}-{ratio['max']:.2f})"
+        ratio = ours_over(rate, self._figures)
+        return "" if ratio is None else f"{ratio.median:.2f} ({ratio.min:.2f}-{ratio.max:.2f})"
 
     def short_times(self, rate: Figure) -> str:
         """The same without its range."""

@@ -90,6 +90,11 @@ class Workload:
         for name, value in (("samples", self.samples), ("every", self.every)):
             if value < 1:
                 raise UsageError(f"workload {self.name}: `{name}` must be at least 1, got {value}")
+        if self.samples > 1 and self.special:
+            raise UsageError(
+                f"workload {self.name}: `samples` above 1 beside `fields` or `adapters`: what is drawn cannot show "
+                "that these change nothing else; keep one of them"
+            )
         if self.adapters is not None and min(self.adapters.count, self.adapters.rank) < 1:
             raise UsageError(f"workload {self.name}: `adapters` needs a `count` and a `rank` of at least 1")
 
