@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from batchgen.job.bench.workloads import BenchRow, Level, Workload
 from batchgen.models.load import inspect_model
 
 TINY = Shape(2, 32, 4, 2, 8, 48, 400, context=128, family="qwen3", text=True)
+BYTES_OF_POSITION = 2 * 2 * 2 * 8 * 4
+"""Of keys and values of two layers with two heads of 8, in float32."""
 ROWS = [BenchRow([5, 6, 7, 8], 3), BenchRow([5, 6, 9], 2, samples=2)]
 
 
@@ -158,8 +161,26 @@ def test_continuous_batching_gives_the_same_tokens(folder: Path) -> None:
     request = asdict(LoadSpec(str(folder), "float32", "cpu", torch.get_num_threads()))
     rows = [asdict(row) for row in (BenchRow([5, 6, 7], 3), BenchRow([5, 9], 5))]
     want, _ = engine_transformers.load(request).generate(rows, {"batch": 1})
-    got, _ = engine_transformers_continuous.load(request).generate(rows, {})
-    assert got == want
+    engine = engine_transformers_continuous.load(request)
+    threads = threading.active_count()
+    assert engine.generate(rows, {})[0] == want
+    settings = engine.describe()["settings"]
+    assert len(settings) == 2
+    for setting in settings:
+        engine.warm(rows, setting)  # as before each measured pass
+        assert threading.active_count() == threads + 1
+        assert engine.generate(rows, setting)[0] == want
+    assert threading.active_count() == threads, "a thread would keep the process from its end"
+
+
+def test_continuous_batching_has_room_for_all_rows(folder: Path) -> None:
+    engine = engine_transformers_continuous.load(asdict(LoadSpec(str(folder), "float32", "cpu", 1)))
+    rows = [asdict(BenchRow([5] * 300, 3)), asdict(BenchRow([5], 3, samples=2))]
+    small = engine._small(rows, {"batched_tokens": 1024})
+    assert (small.num_blocks, small.max_batch_tokens) == (3 + 2 * 2, 1024)
+    large = engine._small([asdict(BenchRow([5], 1 << 40))], {})
+    assert large.num_blocks * large.page_size * BYTES_OF_POSITION <= 4 << 30
+    assert large.num_blocks > small.num_blocks
 
 
 def test_an_engine_that_hangs_is_ended(tmp_path: Path) -> None:

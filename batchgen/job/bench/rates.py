@@ -16,6 +16,8 @@ __all__ = ["Products", "measure_bandwidth", "measure_products"]
 
 _SIZES: Final = {"decode": (64, 1024, 4096), "prompt": (512, 2048, 2048)}
 """(rows, in, out): a decode step's product and a prompt's."""
+_LARGE: Final = {"large": (8192, 8192, 8192)}
+"""What a GPU needs to be full: at a prompt's size it shows a part of its rate."""
 _FAR_BEHIND: Final = 4
 """Times slower than the fastest form, at the first size, that keep a form from being measured at the next."""
 _SECONDS: Final = 0.05
@@ -41,9 +43,10 @@ def measure_products(dtype: torch.dtype, device: torch.device) -> Products:
     A form that is far behind at the smaller size, as a number format that the processor lacks is, costs no more time.
     """
     found = []
+    sizes = _SIZES | _LARGE if device.type == "cuda" else _SIZES
     for kind in dict.fromkeys((dtype, torch.float32)):
         far_behind: set[str] = set()
-        for size, (rows, inner, outer) in _SIZES.items():
+        for size, (rows, inner, outer) in sizes.items():
             weight, x = (torch.randn(n, inner, device=device).to(kind) for n in (outer, rows))
             rates = {
                 name: 2.0 * rows * inner * outer / _best_seconds(partial(product, x), device)
