@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from batchgen.checks import INT64_HIGH, INT64_LOW, invalid, show, span
@@ -190,22 +190,26 @@ class SamplingParams:
     """Whether there are events of each token."""
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         if self.top_k == 0:
             object.__setattr__(self, "top_k", -1)
         if self.suffix == "":
             object.__setattr__(self, "suffix", None)
         for name in ("stop", "stop_regex"):
-            object.__setattr__(self, name, _strings(getattr(self, name)))
-        for name in ("stop_token_ids", "token_ids_logprob", "allowed_token_ids", "choice"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, _strings(name, (value,) if isinstance(value, str) else value))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _strings("choice", self.choice))
+        for name in ("stop_token_ids", "token_ids_logprob", "allowed_token_ids"):
             value = getattr(self, name)
             if value is not None and type(value) is not tuple:
-                object.__setattr__(self, name, tuple(value))
+                object.__setattr__(self, name, _items(name, value))
         if self.logit_bias != () or self.bad_words != ():
             self._normalise_biases()
-        for name in ("json_schema", "structural_tag", "custom_params"):
+        for name in _JSON:
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
-                object.__setattr__(self, name, json.dumps(value, ensure_ascii=False, separators=(",", ":")))
+                object.__setattr__(self, name, _json(name, value))
         if self.custom_params == "{}":
             object.__setattr__(self, "custom_params", None)
         if self.return_hidden_states is not None and type(self.return_hidden_states) is not HiddenStates:
@@ -217,12 +221,30 @@ class SamplingParams:
         self._check_constraint()
         self._check_returned()
 
+    def _check_kinds(self) -> None:
+        """What no later check sees: a missing value, a truth value, a text."""
+        for name in _REQUIRED:
+            if getattr(self, name) is None:
+                raise invalid(name, "must not be null; leave it out for its default")
+        for name in _BOOLEANS:
+            value = getattr(self, name)
+            if type(value) is not bool:
+                raise invalid(name, f"must be true or false, got {show(value)}")
+        for name in _TEXTS:
+            value = getattr(self, name)
+            if value is not None and type(value) is not str:
+                raise invalid(name, f"must be a string, got {show(value)}")
+
     def _normalise_biases(self) -> None:
-        bias = self.logit_bias
+        bias: Any = self.logit_bias
         if type(bias) is not tuple:
-            pairs = dict(bias).items()
-            object.__setattr__(self, "logit_bias", tuple(sorted((int(token), float(b)) for token, b in pairs)))
-        words = tuple(word if isinstance(word, str) else tuple(word) for word in self.bad_words)
+            try:
+                pairs = tuple(sorted((int(token), float(b)) for token, b in dict(bias).items()))
+            except (TypeError, ValueError):
+                raise invalid("logit_bias", f"must map token ids to numbers, got {show(bias)}") from None
+            object.__setattr__(self, "logit_bias", pairs)
+        words = _items("bad_words", self.bad_words)
+        words = tuple(word if isinstance(word, str) else _items("bad_words", word) for word in words)
         object.__setattr__(self, "bad_words", words)
 
     def _check_lengths(self) -> None:
@@ -271,6 +293,9 @@ class SamplingParams:
             _check_float("logit_bias", bias, -100.0, 100.0)
         if any(not word for word in self.bad_words):
             raise invalid("bad_words", "must not hold an empty word")
+        for word in self.bad_words:
+            for token in () if isinstance(word, str) else word:
+                _check_int("bad_words", token, 0, 1 << 31)
         for token in self.allowed_token_ids or ():
             _check_int("allowed_token_ids", token, 0, 1 << 31)
         if self.allowed_token_ids == ():
@@ -353,14 +378,41 @@ class SamplingParams:
         return self.frequency_penalty != 0.0 or self.presence_penalty != 0.0 or self.repetition_penalty != 1.0
 
 
-def _strings(value: Any) -> tuple[str, ...]:
-    return value if type(value) is tuple else (value,) if isinstance(value, str) else tuple(value)
+_REQUIRED = tuple(item.name for item in fields(SamplingParams) if "None" not in str(item.type))
+_BOOLEANS = tuple(item.name for item in fields(SamplingParams) if item.type == "bool")
+_JSON = ("json_schema", "structural_tag", "custom_params")
+_TEXTS = tuple(item.name for item in fields(SamplingParams) if item.type == "str | None" and item.name not in _JSON)
+
+
+def _json(name: str, value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    except (TypeError, ValueError) as problem:
+        raise invalid(name, f"must be JSON: {problem}") from None
+
+
+def _items(name: str, value: Any) -> tuple[Any, ...]:
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise invalid(name, f"must be a list, got {show(value)}")
+    return tuple(value)
+
+
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    found = value if type(value) is tuple else _items(name, value)
+    if odd := [item for item in found if not isinstance(item, str)]:
+        raise invalid(name, f"must hold strings, got {show(odd[0])}")
+    return found
 
 
 def _hidden_states(value: Any) -> HiddenStates | None:
-    if isinstance(value, Mapping):
+    if type(value) is bool:
+        return HiddenStates() if value else None
+    try:
         return HiddenStates(**value)
-    return HiddenStates() if value else None
+    except TypeError:
+        known = ", ".join(item.name for item in fields(HiddenStates))
+        problem = f"must be true, false or an object of {known}, got {show(value)}"
+        raise invalid("return_hidden_states", problem) from None
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:
