@@ -168,12 +168,14 @@ def _completion_choice(row: Row, shape: RowShape, piece: Pieces) -> dict[str, An
         return {"text": text, "logprobs": None}
     found = [*_prompt_tokens(row), *_tokens(row, "output")] if shape.echo else list(_tokens(row, "output"))
     pieces = [piece(token) for token, _, _ in found]
+    # What the text begins with, of which no logprob was asked for.
+    before = [piece(token) for token in _silent_ids(row)] if shape.echo else []
     asked = bool(row["output_top_ids"] or row["input_top_ids"])
     logprobs = {
         "tokens": [_completion_token(item) for item in pieces],
         "token_logprobs": [_finite(logprob) for _, logprob, _ in found],
         "top_logprobs": [_alternatives(*token, piece=piece) for token in found] if asked else None,
-        "text_offset": _text_offsets(text, pieces),
+        "text_offset": _text_offsets(text, [*before, *pieces])[len(before) :],
     }
     return {"text": text, "logprobs": logprobs}
 
@@ -198,8 +200,13 @@ def _tokens(row: Row, side: Literal["input", "output"], ids: Sequence[int] | Non
 def _prompt_tokens(row: Row) -> Iterator[Any]:
     """The echoed prompt's tokens, as far as the row has their ids and logprobs."""
     if row["prompt_ids"] is not None and row["input_logprobs"] is not None:
-        ids = row["prompt_ids"]
-        yield from _tokens(row, "input", ids[len(ids) - len(row["input_logprobs"]) :])
+        yield from _tokens(row, "input", row["prompt_ids"][len(_silent_ids(row)) :])
+
+
+def _silent_ids(row: Row) -> Sequence[int]:
+    """The ids of an echoed prompt that stand before those with logprobs: all of them where it has none."""
+    ids: Sequence[int] = row["prompt_ids"] or ()
+    return ids[: len(ids) - len(row["input_logprobs"] or ())]
 
 
 def _completion_token(piece: TokenPiece) -> str:

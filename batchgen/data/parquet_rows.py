@@ -34,7 +34,7 @@ _TEXT_COLUMNS = frozenset({"text", "prompt", "id", "rid", "custom_id"})
 _INTEGER_FIELDS = frozenset(
     {
         *("max_new_tokens", "max_tokens", "max_completion_tokens", "min_new_tokens", "min_tokens", "top_k", "seed"),
-        *("n", "best_of", "logprob_start_len", "top_logprobs_num", "top_logprobs"),
+        *("n", "best_of", "logprob_start_len", "top_logprobs_num", "top_logprobs", "logprobs"),
     }
 )
 """pandas stores an integer column with gaps as float64; in these fields 128.0 is read as 128."""

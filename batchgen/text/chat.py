@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from batchgen.errors import ErrorCode, RowError
 from batchgen.prompts import ChatPrompt
 
-__all__ = ["PARTS_PROBE", "check_read", "prepare_messages", "reads_parts"]
+__all__ = ["PARTS_PROBE", "check_read", "prepare_messages", "reads_parts", "to_be_read"]
 
 PARTS_PROBE = [
     {"role": "user", "content": [{"type": "text", "text": "first-part"}, {"type": "text", "text": "second-part"}]}
@@ -26,8 +26,8 @@ def reads_parts(rendered: str) -> bool:
 def prepare_messages(messages: tuple[Mapping[str, Any], ...], *, keep_parts: bool) -> list[dict[str, Any]]:
     """Copies of `messages` in the form that templates are written for.
 
-    Text parts are joined by newlines unless the template reads parts itself, and the JSON text of a tool call's
-    arguments becomes the object it stands for, since templates print arguments as JSON themselves.
+    Text parts are joined by newlines unless the template reads parts itself, no content becomes an empty one, and the
+    JSON text of a tool call's arguments the object it stands for, since templates print arguments as JSON themselves.
 
     Raises:
         RowError: `invalid_field`, for arguments that are no JSON object.
@@ -36,6 +36,8 @@ def prepare_messages(messages: tuple[Mapping[str, Any], ...], *, keep_parts: boo
     for index, message in enumerate(messages):
         copy = dict(message)
         content = copy.get("content")
+        if content is None:  # beside tool calls; templates that print it would print None
+            copy["content"] = ""
         if isinstance(content, list | tuple) and not keep_parts:
             copy["content"] = "\n".join(part["text"] for part in content)
         if isinstance(copy.get("tool_calls"), list):
@@ -44,15 +46,22 @@ def prepare_messages(messages: tuple[Mapping[str, Any], ...], *, keep_parts: boo
     return prepared
 
 
-def check_read(template: str, prompt: ChatPrompt) -> None:
+def to_be_read(prompt: ChatPrompt) -> list[tuple[str, str]]:
+    """(field, name) of what reaches the prompt only through a template that reads that name."""
+    asked = [("tools", "tools")] if prompt.tools else []
+    asked += [("chat_template_kwargs", name) for name in prompt.template_kwargs]
+    if any(message.get("tool_calls") for message in prompt.messages):
+        asked.append(("messages", "tool_calls"))
+    return asked
+
+
+def check_read(template: str, asked: Iterable[tuple[str, str]]) -> None:
     """Refuse what the template would leave out without a word: what it never names cannot reach the prompt.
 
     Raises:
-        RowError: `unsupported_field`, for `tools` or a key of `chat_template_kwargs`.
+        RowError: `unsupported_field`, for what `to_be_read` found.
     """
-    given = [("tools", "tools")] if prompt.tools else []
-    given += [("chat_template_kwargs", name) for name in prompt.template_kwargs]
-    for field, name in given:
+    for field, name in asked:
         # By the word, wherever it stands: a template that does read it is never refused.
         if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", template):
             what = f"`{field}`" if name == field else f"`{field}` gives {name!r}, which"

@@ -15,7 +15,7 @@ from typing import Any
 
 from batchgen.errors import ErrorCode, ErrorInfo, ModelError, RowError
 from batchgen.prompts import ChatPrompt
-from batchgen.text.chat import PARTS_PROBE, check_read, prepare_messages, reads_parts
+from batchgen.text.chat import PARTS_PROBE, check_read, prepare_messages, reads_parts, to_be_read
 from batchgen.text.folder import find_folder
 from batchgen.text.generation_config import GenerationConfig, load_generation_config
 from batchgen.text.pieces import BytePieces
@@ -155,7 +155,7 @@ class Tokenizer:
 
         Raises:
             RowError: `invalid_field` where the model has no template, or it refuses the conversation;
-                `unsupported_field` where it does not read `tools` or what `chat_template_kwargs` gives.
+                `unsupported_field` where it does not read `tools`, `tool_calls` or what `chat_template_kwargs` gives.
         """
         if not self.has_chat_template:
             message = "the model has no chat template; give the prompt as `text`"
@@ -163,8 +163,9 @@ class Tokenizer:
         messages = prepare_messages(prompt.messages, keep_parts=self._template_reads_parts())
         tools = list(prompt.tools) if prompt.tools else None
         try:
-            if tools or prompt.template_kwargs:
-                check_read(self._hf.get_chat_template(tools=tools), prompt)
+            asked = to_be_read(prompt)
+            if asked:
+                check_read(self._hf.get_chat_template(tools=tools), asked)
             rendered = self._hf.apply_chat_template(
                 messages,
                 tools=tools,
@@ -315,8 +316,8 @@ def _json_object(path: Path) -> dict[str, Any]:
 
 
 def _is_plain(prompt: ChatPrompt) -> bool:
-    """Whether nothing but its messages sets a conversation apart from others."""
-    settings = prompt.tools or prompt.template_kwargs or prompt.continue_final_message
+    """Whether nothing but its messages, which any template reads, sets a conversation apart from others."""
+    settings = to_be_read(prompt) or prompt.continue_final_message
     return bool(prompt.messages) and not settings and prompt.add_generation_prompt
 
 

@@ -172,6 +172,17 @@ def test_an_echo_begins_with_the_prompts_tokens() -> None:
     assert found.logprobs.top_logprobs == [{}, {"Hello": -1.0}, {" wö": -2.0}, {" wö": -0.5, "rld": -3.0}, {"!": -0.5}]
 
 
+@pytest.mark.parametrize(("scored", "offsets"), [([-2.0, -3.0], [5, 8, 11]), ([-3.0], [8, 11]), (None, [11])])
+def test_offsets_of_an_echo_count_prompt_tokens_without_logprobs(
+    scored: list[float] | None, offsets: list[int]
+) -> None:
+    echoed = row([7], text="Hello wörld!", prompt_ids=[0, 2, 3, 4], output_logprobs=[-0.5], input_logprobs=scored)
+    found = text_completion([echoed], ECHO).choices[0].logprobs
+    assert found is not None
+    assert found.tokens == [" wö", "rld", "!"][3 - len(offsets) :]
+    assert found.text_offset == offsets
+
+
 @pytest.mark.parametrize(
     ("ids", "text", "offsets"),
     [

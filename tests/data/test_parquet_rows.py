@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from batchgen.data.parquet_rows import parquet_columns, parquet_rows
 from batchgen.data.rows import RawRow
-from batchgen.errors import ErrorCode, InputError
+from batchgen.errors import ErrorCode, InputError, RowError
+from batchgen.fields import FIELDS, Field
 
 
 def packed(table: pa.Table, **options: Any) -> io.BytesIO:
@@ -126,6 +127,22 @@ def test_integers_that_pandas_stored_as_floats_and_databases_as_decimals() -> No
     ]
     nested = pa.table({"sampling_params": [{"seed": 3.0}]})
     assert type(read(nested)[0]["sampling_params"]["seed"]) is int
+
+
+def takes(field: Field, name: str, value: Any) -> bool:
+    try:
+        field.check(name, value)
+    except RowError:
+        return False
+    return True
+
+
+def test_every_field_of_integers_is_read_so() -> None:
+    names = {name for field in FIELDS for name in (field.name, *field.aliases) if takes(field, name, 3)}
+    whole = sorted(n for n in names if not any(takes(f, n, 3.5) for f in FIELDS if n in (f.name, *f.aliases)))
+    assert "logprobs" in whole
+    (row,) = read(pa.table({name: [3.0] for name in whole}))
+    assert [type(row[name]) for name in whole] == [int] * len(whole)
 
 
 def test_not_a_number_stays_for_the_validator_to_refuse() -> None:

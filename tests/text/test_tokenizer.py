@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from batchgen.errors import ErrorCode, ModelError, RowError
+from batchgen.errors import ErrorCode, ErrorInfo, ModelError, RowError
 from batchgen.prompts import ChatPrompt
 from batchgen.text.tokenizer import Tokenizer
 from tests.text.conftest import KINDS, SENTENCES, save_tokenizer
@@ -130,6 +130,21 @@ def test_tool_call_arguments_become_objects(tmp_path: Path) -> None:
     assert render("") == "{}"
     with pytest.raises(RowError, match="no JSON object"):
         render("[1")
+
+
+@pytest.mark.field("messages")
+def test_tool_calls_reach_the_prompt_or_are_refused(tmp_path: Path) -> None:
+    talk = ChatPrompt(({"role": "assistant", "content": None, "tool_calls": [{"type": "function", "id": "a"}]},))
+    reading = "{% for m in messages %}[{{ m.content }}{{ m.tool_calls[0].id }}]{% endfor %}"
+    reader = Tokenizer.load(save_tokenizer(tmp_path / "reader", "bytelevel", template=reading))
+    assert reader.render_chats([talk, talk]) == ["[a]", "[a]"]
+    deaf = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    other = Tokenizer.load(save_tokenizer(tmp_path / "other", "bytelevel", template=deaf))
+    refused, plain = other.render_chats([talk, chat("Hi")])
+    assert plain == "[Hi]"
+    assert isinstance(refused, ErrorInfo)
+    assert (refused.code, refused.param) == ("unsupported_field", "messages")
+    assert "'tool_calls'" in refused.message
 
 
 def test_many_conversations_are_rendered_as_each_alone(tokenizers: dict[str, Tokenizer]) -> None:
