@@ -84,17 +84,25 @@ class Workload:
         large = np.flatnonzero((needed > pages) & (self.samples > 0))
         if not len(large):
             return
-        first = self.first_text
-        # The texts of a prompt are one output row: with one of them all are set aside.
-        for index in large[np.unique(first[large], return_index=True)[1]].tolist():
+        for index in self._set_aside(large):
             self.too_large[index] = int(needed[index])
-        self.samples[np.isin(first, first[large])] = 0
 
     def refuse_embeds(self) -> None:
         """Generate nothing for prompts given as embeddings; they go to `refused`."""
         assert self.table.embeds_id is not None
-        self.refused.extend(np.flatnonzero((self.table.embeds_id >= 0) & (self.samples > 0)).tolist())
-        self.samples[self.refused] = 0
+        self.refused.extend(self._set_aside(np.flatnonzero((self.table.embeds_id >= 0) & (self.samples > 0))))
+
+    def _set_aside(self, requests: npt.NDArray[np.int64]) -> list[int]:
+        """Generate nothing for these; those returned stand for their prompts.
+
+        The texts of a prompt are one output row: with one of them all are set aside.
+        """
+        if not len(requests):
+            return []
+        first = self.first_text
+        self.samples[np.isin(first, first[requests])] = 0
+        found: list[int] = requests[np.unique(first[requests], return_index=True)[1]].tolist()
+        return found
 
 
 def plan_workload(

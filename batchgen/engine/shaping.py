@@ -105,8 +105,11 @@ class Shapes:
             return None
         shape = self._shapes.get(id(params))
         if shape is None:
-            shape = self._shapes[id(params)] = Shape.of(params, self._tokenizer, self._vocab_size, self._scope)
-        return Shaping(shape, request, output_ids, self._counts) if shape.alters or shape.masks else None
+            shape = Shape.of(params, self._tokenizer, self._vocab_size, self._scope)
+            if not shape.alters and not shape.masks:
+                return None  # nothing to keep: a constraint of each row's own is the grammar's
+            self._shapes[id(params)] = shape
+        return Shaping(shape, request, output_ids, self._counts)
 
     def finish(self, shaping: Shaping) -> None:
         """A sample ended: what is counted of it is forgotten."""

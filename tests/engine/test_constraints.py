@@ -60,6 +60,15 @@ def closing(engine: Engine) -> dict[str, float]:
     return {str(ids[0]): 4.0 for ids in engine.tokenizer.encode_plain(list(CLOSING))} | {str(EOS): 2.0}
 
 
+def test_constraints_of_rows_own_are_not_kept(engine: Engine) -> None:
+    """A job may have as many as rows."""
+    rows = [{"text": "a", "choice": [f"yes {i}"], "max_new_tokens": 2} for i in range(6)]
+    rows += [{"text": "a", "presence_penalty": 0.5, "max_new_tokens": 2}] * 3
+    assert all(c.error is None for c in engine.generate(rows))
+    assert engine.last_run is not None
+    assert len(engine.last_run.loop._shapes._shapes) == 1
+
+
 @pytest.mark.field("choice", "regex", "echo", "stop")
 def test_a_leading_space_is_text_where_the_decoder_takes_it_off(tmp_path: Path) -> None:
     """As of SentencePiece: prompt and output joined read right, and a constraint that begins with a space is met."""

@@ -282,9 +282,11 @@ def test_a_model_that_wants_the_ids_again(tmp_path: Path) -> None:
     engine = Engine(str(folder), dtype="float32")
     hidden = engine.model.spec.hidden_size
     rows = [{"input_embeds": np.full((3, hidden), 0.1)}, {"input_ids": [5, 6], "max_new_tokens": 2}]
-    first, second = engine.generate(rows, ordered=True)
-    assert first.error is not None
-    assert (first.error.code, first.error.param) == ("unsupported_field", "input_embeds")
+    scored = {"input_embeds": np.full((3, hidden), 0.1), "completions": [[5], [6, 7], [8]]}
+    first, second, third = engine.generate([*rows, scored], ordered=True)  # several texts of a prompt are one result
+    for refused in (first, third):
+        assert refused.error is not None
+        assert (refused.error.code, refused.error.param) == ("unsupported_field", "input_embeds")
     assert second.error is None
 
 
