@@ -21,6 +21,7 @@ __all__ = [
     "media",
     "prompts",
     "response_format",
+    "row_id",
     "some_ids",
     "some_string",
     "texts",
@@ -38,6 +39,13 @@ _FORMAT_KEYS = {
 """What each type of `response_format` has beside it."""
 _WRAPPER_KEYS = {"name", "description", "schema", "strict"}
 """What stands in the `json_schema` of a `response_format`, unless it is the schema itself."""
+
+
+def row_id(name: str, value: Any) -> str:
+    """A string. Numbers are not taken for one unless they are asked for: 5 and "5" would be one id."""
+    if type(value) is int:
+        raise invalid(name, f"must be a string, got {show(value)}; --id-column {name} takes whole numbers, too")
+    return string(name, value)
 
 
 def texts(name: str, value: Any) -> tuple[str, ...]:

@@ -70,7 +70,7 @@ def _later(
 
 
 _PROMPTS = (
-    Field("id", string, _ROW, aliases=("rid", "custom_id")),
+    Field("id", special.row_id, _ROW, aliases=("rid", "custom_id")),
     Field("text", special.texts, _ROW, aliases=("prompt",)),
     Field("input_ids", checks.lists_of_ids, _ROW),
     Field("input_embeds", special.embeddings, _ROW),

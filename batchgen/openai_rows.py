@@ -12,7 +12,7 @@ from batchgen.prompts import Prompt, TextPrompt, TokenPrompt
 from batchgen.request import Dialect, ParsedRow
 from batchgen.row_values import RowDefaults, RowValues, chat_prompt
 
-__all__ = ["is_openai_line", "parse_openai_line"]
+__all__ = ["ENVELOPE", "is_openai_line", "parse_openai_line", "place_of"]
 
 _ENDPOINTS: dict[str, tuple[Place, Dialect]] = {
     "/v1/completions": ("completions", "openai-completions"),
@@ -22,7 +22,7 @@ _DEFAULTS: dict[Dialect, Mapping[str, Any]] = {
     "openai-completions": {"max_new_tokens": 16},
     "openai-chat": {"max_new_tokens": None},
 }
-_ENVELOPE = ("method", "url", "body")
+ENVELOPE = ("method", "url", "body")
 _NATIVE_SOURCES = ("text", "prompt", "input_ids", "input_embeds", "messages")
 _ALL_SOURCES = ("prompt", "messages")
 
@@ -49,7 +49,7 @@ def parse_openai_line(value: Mapping[str, Any], row_id: str, row_index: int, def
     """
     place, dialect = _endpoint(value)
     envelope = RowValues()
-    envelope.collect({key: item for key, item in value.items() if key not in _ENVELOPE}, "row")
+    envelope.collect({key: item for key, item in value.items() if key not in ENVELOPE}, "row")
     _refuse_outside_body(envelope)
     body = mapping("body", value.get("body"))
     sources = [name for name in _ALL_SOURCES if body.get(name) is not None]
@@ -66,6 +66,11 @@ def parse_openai_line(value: Mapping[str, Any], row_id: str, row_index: int, def
     row.refuse_unbuilt()
     extra = {**envelope.extra, "body": row.carried} if row.carried else envelope.extra
     return ParsedRow(row_index, row_id, prompts, params, extra, dialect)
+
+
+def place_of(url: Any) -> Place | None:
+    """Where the fields of an endpoint's bodies are listed; None for a URL that is none of the format's."""
+    return _ENDPOINTS[url][0] if type(url) is str and url in _ENDPOINTS else None
 
 
 def _endpoint(value: Mapping[str, Any]) -> tuple[Place, Dialect]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -71,6 +72,12 @@ class RowDefaults:
             except RowError as error:
                 raise UsageError(f"default sampling parameter {error}") from None
 
+    def unread(self, params: Iterable[SamplingParams]) -> list[str]:
+        """Run-wide fields that say which logprobs are returned, where none of a job's rows returns any."""
+        wanted = [("top_logprobs_num", 0), *_LOGPROB_FIELDS]
+        asked = [name for name, nothing in wanted if self.flags.get(name, nothing) != nothing]
+        return [] if not asked or any(one.return_logprob for one in params) else asked
+
     def share(self, key: tuple[Any, ...], params: SamplingParams) -> SamplingParams:
         """Keep `params` under `key`, or what is kept already and equals it under another."""
         if len(self._known) >= _MOST_KNOWN:
@@ -111,6 +118,15 @@ class RowValues:
                 self._unknown(key, value, place)
             elif value is not None:
                 self._take(known, key, value)
+
+    def carry(self, source: Mapping[str, Any], place: Place) -> None:
+        """Take of `source` what is carried and can be, and nothing else."""
+        table = LOOKUP[place]
+        for key, value in source.items():
+            known = table.get(key)
+            if known is None or known.carried:
+                with suppress(RowError):
+                    self.collect({key: value}, place)
 
     def _unknown(self, key: str, value: Any, place: Place) -> None:
         if type(key) is not str:  # never from JSON; a Python caller may err

@@ -11,13 +11,13 @@ from typing import Any
 
 from batchgen.checks import invalid, kind_of, mapping
 from batchgen.errors import ErrorCode, RowError
-from batchgen.openai_rows import is_openai_line, parse_openai_line
+from batchgen.openai_rows import ENVELOPE, is_openai_line, parse_openai_line, place_of
 from batchgen.prompts import ChatPrompt, EmbedsPrompt, Prompt, TextPrompt, TokenPrompt
 from batchgen.request import ParsedRow
 from batchgen.row_values import RowDefaults, RowValues, chat_prompt
 from batchgen.score_rows import scoring_params, texts_to_score
 
-__all__ = ["RowDefaults", "derive_seed", "parse_row", "row_id"]
+__all__ = ["RowDefaults", "derive_seed", "parse_row", "row_extra", "row_id"]
 
 _ID_NAMES = ("id", "rid", "custom_id")
 _CHAT_FIELDS = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
@@ -35,6 +35,21 @@ def row_id(value: Any, row_index: int) -> str:
     if len(found) == 1 and type(found[0]) is str and not _has_surrogate(found[0]):
         return str(found[0])
     return f"row-{row_index}"
+
+
+def row_extra(value: Any) -> dict[str, Any]:
+    """The keys that an output row carries even when its input row is bad: those that a good one would."""
+    if not isinstance(value, Mapping):
+        return {}
+    row = RowValues()
+    if is_openai_line(value):
+        row.carry({key: item for key, item in value.items() if key not in ENVELOPE}, "row")
+        body, place = value.get("body"), place_of(value.get("url"))
+        if isinstance(body, Mapping) and place is not None:
+            row.carry(body, place)
+    else:
+        row.carry({key: item for key, item in value.items() if key != "sampling_params"}, "row")
+    return {**row.extra, "body": row.carried} if row.carried else row.extra
 
 
 def parse_row(value: Any, row_index: int, defaults: RowDefaults) -> ParsedRow:

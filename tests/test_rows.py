@@ -12,7 +12,7 @@ from batchgen.fields import FIELDS, LOOKUP
 from batchgen.params import SamplingParams
 from batchgen.prompts import ChatPrompt, TextPrompt, TokenPrompt
 from batchgen.request import ParsedRow
-from batchgen.rows import RowDefaults, derive_seed, row_id
+from batchgen.rows import RowDefaults, derive_seed, row_extra, row_id
 from tests.rows import CHAT, COMPLETIONS, HELLO, PLAIN, line, parse, text
 
 
@@ -281,6 +281,13 @@ def test_adapters() -> None:
 
 
 @pytest.mark.field("id")
+@pytest.mark.parametrize("name", ["id", "rid", "custom_id"])
+def test_a_number_for_an_id_says_what_takes_it(name: str) -> None:
+    with pytest.raises(RowError, match=f"`{name}` must be a string, got 5; --id-column {name} takes whole numbers"):
+        parse(text(**{name: 5}))
+
+
+@pytest.mark.field("id")
 def test_ids() -> None:
     for name in ("id", "rid", "custom_id"):
         assert parse(text(**{name: " Ünïcode \n"})).id == " Ünïcode \n"
@@ -306,6 +313,30 @@ def test_unknown_top_level_keys_are_carried() -> None:
     assert row.extra == {"label": 1, "body": described}
     native = parse(text(url="https://example.org", body="of the article"))
     assert native.extra == {"url": "https://example.org", "body": "of the article"}
+
+
+@pytest.mark.parametrize(
+    ("value", "extra"),
+    [
+        (text(label=1, temperature="hot", sampling_params={"odd": 1}), {"label": 1}),
+        (text(label="\ud800", other="b", temperature="hot"), {"other": "b"}),
+        ({"label": 1}, {"label": 1}),
+        (
+            line(user="u", metadata={"k": "v"}, temperature=9) | {"label": 1},
+            {"label": 1, "body": {"user": "u", "metadata": {"k": "v"}}},
+        ),
+        (line(user="u", odd=1), {"body": {"user": "u"}}),
+        (line(user="u") | {"label": 1, "url": "/v1/other"}, {"label": 1}),
+        ("no row", {}),
+    ],
+)
+def test_a_bad_row_carries_what_a_good_one_would(value: Any, extra: dict[str, Any]) -> None:
+    assert row_extra(value) == extra
+
+
+@pytest.mark.parametrize("value", [text(label=1, nested={"a": None}, nothing=None), line(user="u") | {"label": 1}])
+def test_what_a_bad_row_would_carry_is_what_a_good_one_does(value: Any) -> None:
+    assert row_extra(value) == parse(value).extra
 
 
 def test_dialects() -> None:

@@ -36,7 +36,8 @@ def merge(parts: Sequence[Path], out: Path, overwrite: bool = False, *, allow_du
             `--on-duplicate-id allow`.
 
     Raises:
-        UsageError: a shard is missing or named twice, or a file is no shard; or rows of different shards have one id.
+        UsageError: a shard is missing or named twice, or a file is no shard; rows of different shards have one id;
+            `out` is a shard.
         FingerprintError: two shards are of different jobs.
         InputError: a file cannot be read.
         OutputError: `out` exists or cannot be written.
@@ -46,6 +47,8 @@ def merge(parts: Sequence[Path], out: Path, overwrite: bool = False, *, allow_du
     _check_one_job(files, footers)
     _check_complete(files, footers)
     refuse_existing(out, overwrite)
+    if out.exists() and any(out.samefile(file) for file in files):
+        raise UsageError(f"{out} is one of the shards, which the merged file would replace; name another file with -o.")
     try:
         keys = read_keys(files)
         if not allow_duplicate_ids and not _allows_duplicates(footers[0]):

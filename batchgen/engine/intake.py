@@ -12,7 +12,7 @@ from batchgen.errors import ErrorCode, ErrorInfo, RowError
 from batchgen.media_root import MediaRoot
 from batchgen.prompts import EmbedsPrompt
 from batchgen.request import ParsedRow, RequestTable
-from batchgen.rows import RowDefaults, parse_row, row_id
+from batchgen.rows import RowDefaults, parse_row, row_extra, row_id
 from batchgen.text.encode import EncodedPrompt, Encoder
 
 __all__ = ["Intake", "OnDuplicate", "TakenRow"]
@@ -50,6 +50,8 @@ class Intake:
         self._defaults = defaults
         self._on_duplicate = on_duplicate
         self._seen: set[int] = set()
+        self._numbers: dict[int, int] = {}
+        """For ids that came more than once the least number that may be free for the next."""
         self._embeds = EmbedsReader(table.embeds, media_root or MediaRoot(None)) if table.embeds is not None else None
 
     def feed(self, rows: Iterable[tuple[int, Mapping[str, Any] | ErrorInfo]]) -> Iterator[TakenRow]:
@@ -72,7 +74,7 @@ class Intake:
             assert self._embeds is not None
             return self._embeds.store(row)
         except RowError as error:
-            return TakenRow(index, row_id(value, index), {}, None, [], -1, error.info)
+            return TakenRow(index, row_id(value, index), row_extra(value), None, [], -1, error.info)
 
     def _unique(self, row: ParsedRow) -> ParsedRow:
         if self._on_duplicate == "allow" or self._claim(row.id):
@@ -83,13 +85,15 @@ class Intake:
                 f"id {row.id!r} was used by an earlier row; make ids unique or run with --on-duplicate-id suffix",
                 "id",
             )
-        number = 2
+        key = _hash(row.id)
+        number = self._numbers.get(key, 2)
         while not self._claim(f"{row.id}-{number}"):
             number += 1
+        self._numbers[key] = number + 1
         return replace(row, id=f"{row.id}-{number}")
 
     def _claim(self, row_id: str) -> bool:
-        key = int.from_bytes(hashlib.blake2b(row_id.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+        key = _hash(row_id)
         if key in self._seen:
             return False
         self._seen.add(key)
@@ -111,3 +115,7 @@ class Intake:
                 prompt.score_start,
             )
         return TakenRow(row.row_index, row.id, row.extra, row, encoded, first, None)
+
+
+def _hash(row_id: str) -> int:
+    return int.from_bytes(hashlib.blake2b(row_id.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")

@@ -125,7 +125,7 @@ class _Errors:
 
 def _examine(config: RunConfig) -> CheckReport:
     began = time.monotonic()
-    setup = prepare(config, lambda message: print(message, file=sys.stderr), elsewhere=True)
+    setup = prepare(config, _note, elsewhere=True)
     inputs = open_inputs(config.inputs, own_files(config))
     identity = identify(config, inputs, setup.identity, setup.sampling)
     started = time.monotonic()
@@ -136,6 +136,7 @@ def _examine(config: RunConfig) -> CheckReport:
         take, decode = errors.take, setup.decode_prompt
         rows = ingest(config, inputs, intake, table, Path(scratch), decode, on_error=take, on_skipped=take)
         rows.close()
+        setup.note_unread(table.params, _note)
         read = time.monotonic()
         workload = plan_workload(table, dedup=config.engine.dedup, adapters=list(setup.spec.adapters))
         page = config.engine.page_size
@@ -178,6 +179,10 @@ def _examine(config: RunConfig) -> CheckReport:
         model={**setup.identity, "parameters": spec.parameters, "context_length": spec.context_length},
         configuration=config.describe(),
     )
+
+
+def _note(message: str) -> None:
+    print(message, file=sys.stderr)
 
 
 def _plan(config: RunConfig, setup: Setup, workload: Workload) -> tuple[PlanCounts, Simulated]:

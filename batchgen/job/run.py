@@ -124,6 +124,7 @@ class _Job:
             with self._phase("reading"):
                 rows = self._rows(work, identity, inputs, setup, committed, writer)
             self._hold_size(rows, setup.spec)
+            setup.note_unread(rows.table.params, self.progress.note)
             done = committed.contains(rows.table.row_index, rows.table.prompt_index)
             self._count(rows, done)
             with self._phase("loading"):

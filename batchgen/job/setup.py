@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from batchgen.media_root import MediaRoot
 from batchgen.models.base import Model, ModelSpec
 from batchgen.models.check import check_model
 from batchgen.models.load import inspect_model, load_model
+from batchgen.options import BY_NAME
+from batchgen.params import SamplingParams
 from batchgen.rows import RowDefaults
 from batchgen.text.encode import Encoder
 from batchgen.text.grammars import Grammars
@@ -77,6 +79,13 @@ class Setup:
             "implementation": self.spec.implementation,
             **({"adapters": dict(self.spec.adapters)} if self.spec.adapters else {}),
         }
+
+    def note_unread(self, params: Iterable[SamplingParams], note: Callable[[str], None]) -> None:
+        """Say which options are idle, where none of the rows, whose parameters these are, reads them."""
+        unread = [BY_NAME[name].flag for name in self.defaults.unread(params)]
+        if unread:
+            verb = "says" if len(unread) == 1 else "say"
+            note(f"{', '.join(unread)} {verb} nothing: no row returns logprobs; add --return-logprob")
 
     def decode_prompt(self, ids: list[int]) -> str:
         """Text of a prompt, special tokens included, for `--include-prompt` and `check`."""

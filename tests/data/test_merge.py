@@ -83,6 +83,13 @@ def test_refusals(tmp_path: Path) -> None:
     assert merge([a, b, c], out, overwrite=True) == 30
     with pytest.raises(OutputError, match="is a folder"):
         merge([a, b, c], tmp_path / "other", overwrite=True)
+    for spelled in (a, tmp_path / "link"):
+        if spelled != a:
+            spelled.symlink_to(a)
+        before = a.read_bytes()
+        with pytest.raises(UsageError, match="is one of the shards"):
+            merge([a, b, c], spelled, overwrite=True)
+        assert a.read_bytes() == before
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OutputError, match="not a regular file"):
         merge([a, b, c], tmp_path / "pipe", overwrite=True)

@@ -115,11 +115,11 @@ def test_a_job_resumed_anyway_lacks_what_was_not_carried(model: Path, source: Pa
 def test_fields_of_lines_are_strings(model: Path, tmp_path: Path) -> None:
     values = ["de", 3, 1.5, True, None, {"a": [1, None]}, [], "3"]
     rows: list[dict[str, Any]] = [{"text": "x", "note": value, "other": 1} for value in values]
-    rows += [{"text": "x"}, {"text": "x", "temperature": "hot", "note": "lost"}]
+    rows += [{"text": "x"}, {"text": "x", "temperature": "hot", "note": "of a bad row"}]
     run(["run", write_lines(tmp_path / "in.jsonl", rows), "--model", model, *F32, "--carry", "note,absent"], tmp_path)
     table = read(tmp_path / "in.out.parquet")
     assert table.schema.field("note").type == table.schema.field("absent").type == pa.string()
-    spelled = ["de", "3", "1.5", "true", None, '{"a":[1,null]}', "[]", "3", None, None]
+    spelled = ["de", "3", "1.5", "true", None, '{"a":[1,null]}', "[]", "3", None, "of a bad row"]
     assert table["note"].to_pylist() == spelled
     assert table["absent"].null_count == len(table)
 

@@ -88,6 +88,18 @@ def test_run_wide_flags_are_defaults(model: Path, tmp_path: Path) -> None:
         assert len(found["output_top_ids"]) == 2 * found["completion_tokens"]
 
 
+@pytest.mark.field("return_logprob", "top_logprobs_num", "token_ids_logprob")
+def test_run_wide_fields_that_no_row_reads_are_named(model: Path, tmp_path: Path) -> None:
+    options = ["--model", model, *F32, "--top-logprobs-num", "2", "--token-ids-logprob", "5", "--max-new-tokens", "2"]
+    said = "--top-logprobs-num, --token-ids-logprob say nothing: no row returns logprobs; add --return-logprob"
+    for rows, expected in (([{"text": "a"}], True), ([{"text": "a"}, {"text": "b", "return_logprob": True}], False)):
+        write_lines(tmp_path / "in.jsonl", rows)
+        done = run(["run", "in.jsonl", "-o", "out.parquet", "--overwrite", *options], tmp_path)
+        assert (said in done.stderr) is expected
+        assert (said in run(["check", "in.jsonl", *options], tmp_path).stderr) is expected
+    assert len(rows_of(tmp_path / "out.parquet")[1]["output_top_ids"]) == 4
+
+
 def test_layers_of_configuration(model: Path, tmp_path: Path) -> None:
     """Flags over variables over --config over ./batchgen.toml."""
     row = {"id": "a", "text": "The quick", "ignore_eos": True}
