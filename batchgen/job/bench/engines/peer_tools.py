@@ -123,13 +123,20 @@ def at_its_best(request: dict[str, Any]) -> str:
 
 
 def product_seconds(dtype: str) -> float:
-    """Seconds that PyTorch takes, at best, for a product [64, 576] by [1152, 576]."""
+    """Seconds that PyTorch takes on one core, at best, for a product [64, 576] by [1152, 576].
+
+    On several they would wait for each other where the machine does other things, too, as long in any format.
+    """
     import torch  # which not every peer has
 
     x, weight = (torch.full(size, 0.5, dtype=getattr(torch, dtype)) for size in ((64, 576), (1152, 576)))
-    taken = []
-    for _ in range(6):
-        begin = time.perf_counter()
-        torch.nn.functional.linear(x, weight)
-        taken.append(time.perf_counter() - begin)
+    taken, threads = [], torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for _ in range(6):
+            begin = time.perf_counter()
+            torch.nn.functional.linear(x, weight)
+            taken.append(time.perf_counter() - begin)
+    finally:
+        torch.set_num_threads(threads)
     return min(taken)
