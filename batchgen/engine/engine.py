@@ -329,8 +329,8 @@ def step_limits(config: EngineConfig, device: torch.device) -> tuple[int, int]:
     seqs, tokens = config.max_num_seqs, config.max_tokens_per_step
     if seqs is None:
         seqs = min(256 if cuda else 128, tokens or 256)
-    # A CPU's activations of a step are to stay in its cache.
-    return seqs, tokens or max(8192 if cuda else 512, seqs)
+    # A CPU's activations of a step are to stay in its last level of cache.
+    return seqs, tokens or max(8192 if cuda else 1024, seqs)
 
 
 def group_min_saving(device: torch.device, backend: Backend | None = None) -> int:

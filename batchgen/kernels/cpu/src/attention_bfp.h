@@ -143,8 +143,7 @@ inline void store_numbers(int16_t* p, vi a, vi b) {
     const __m256i packed = _mm256_packs_epi32((__m256i)a, (__m256i)b);  // by quarters: a0 b0 a1 b1
     store_as(p, _mm256_permute4x64_epi64(packed, 0xd8));
 #else
-    store_whole(p, a);
-    store_whole(p + LANES, b);
+    store_whole(p, a, b);
 #endif
 }
 

@@ -40,17 +40,18 @@ static inline vi nearest(vf v) {
 #endif
 }
 
-static inline void store_whole(uint8_t* p, vi v) {
+static inline void store_whole(uint8_t* p, vi a, vi b) {
     typedef uint8_t bytes __attribute__((vector_size(LANES)));
-    store_as(p, __builtin_convertvector(v, bytes));
+    store_as(p, __builtin_convertvector(a, bytes));
+    store_as(p + LANES, __builtin_convertvector(b, bytes));
 }
 
-static inline void store_whole(int16_t* p, vi v) {
+static inline void store_whole(int16_t* p, vi a, vi b) {
 #if defined(__AVX2__) && !defined(__AVX512F__)  // GCC takes the plain conversion apart
-    const __m256i packed = _mm256_packs_epi32((__m256i)v, (__m256i)v);  // each half twice
-    store_as(p, _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
+    store_as(p, _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)a, (__m256i)b), 0xd8));
 #else
-    store_as(p, __builtin_convertvector(v, vh));
+    store_as(p, __builtin_convertvector(a, vh));
+    store_as(p + LANES, __builtin_convertvector(b, vh));
 #endif
 }
 
@@ -64,7 +65,10 @@ float quantise(const T* x, int64_t count, int64_t size, typename Kind::Number* o
         return top == top ? 0.0f : top;
     }
     int64_t k = 0;
-    for (; k + LANES <= count; k += LANES) store_whole(out + k, nearest(load(x + k) * inverse) + Kind::ZERO);
+    const auto whole = [&](int64_t k) { return nearest(load(x + k) * inverse) + Kind::ZERO; };
+    const auto both = [&](int64_t k) { store_whole(out + k, whole(k), whole(k + LANES)); };
+    for (; k + 2 * LANES <= count; k += 2 * LANES) both(k);
+    if (k && k < count) both(count - 2 * LANES), k = count;  // some of them once more
     for (; k < count; k++) out[k] = Number(Kind::ZERO + std::lrintf(widen(x[k]) * inverse));
     for (; k < size; k++) out[k] = Kind::ZERO;
     return top / Kind::MOST;
@@ -121,21 +125,26 @@ void grouped_rows(const Matmul& m, const Share& s, const typename Kind::Groups& 
     const int64_t stride = grouped_stride<Kind>(groups), scales = up(groups.count, 16);
     float* scale = reinterpret_cast<float*>(s.work);
     Number* numbers = reinterpret_cast<Number*>(scale + ROW_BLOCK * scales);
+    constexpr int64_t STEP = 4 / sizeof(Number);
+    // Inputs of a group, and as many as are multiplied: the last group may be shorter than the others.
+    const auto inputs = [&](int64_t g) { return std::clamp<int64_t>(m.inner - g * groups.size, 0, groups.size); };
     for (int64_t r = 0; r < rows && s.fresh; r++)
         for (int64_t g = 0; g < groups.count; g++) {
-            const int64_t k = g * groups.size, count = std::clamp<int64_t>(m.inner - k, 0, groups.size);
+            const int64_t k = g * groups.size, count = inputs(g);
             const T* x = static_cast<const T*>(m.x) + (row + r) * m.x_stride + k;
-            scale[r * scales + g] = quantise<Kind>(x, count, groups.size, numbers + r * stride + k);
+            scale[r * scales + g] = quantise<Kind>(x, count, up(count, STEP), numbers + r * stride + k);
         }
     for (int64_t p = s.panel; p < s.panel_end; p++) {
         const char* block = static_cast<const char*>(m.weight) + p * groups.count * groups.bytes();
         if (!groups.count) std::fill(s.c, s.c + rows * PANEL, 0.0f);
-        for (int64_t g = 0; g < groups.count; g++, block += groups.bytes())
+        for (int64_t g = 0; g < groups.count; g++, block += groups.bytes()) {
+            const int64_t size = up(inputs(g), STEP);
             by_runs<Kind::ROWS>(rows, [&](auto n, int64_t r) {
                 const Number* x = numbers + r * stride + g * groups.size;
                 const auto tile = r == 0 ? tile_grouped<Kind, n(), STREAM> : tile_grouped<Kind, n(), NOTHING>;
-                tile(x, stride, scale + r * scales + g, scales, block, groups.size, s.c + r * PANEL, g == 0, PANEL);
+                tile(x, stride, scale + r * scales + g, scales, block, size, s.c + r * PANEL, g == 0, PANEL);
             });
+        }
         write<Y>(m, s.c, row, rows, p * PANEL);
     }
 }

@@ -27,7 +27,7 @@ inline float magnitude(const float* x, int64_t count) {
         most = bits > most ? bits : most;
     };
     for (; k + LANES <= count; k += LANES) take(load(x + k));
-    if (k < count) take(load_some(x + k, count - k));
+    if (k < count) take(k ? load(x + count - LANES) : load_some(x, count));
     return magnitude_of(most);
 }
 
@@ -42,9 +42,11 @@ inline float magnitude(const bf16* x, int64_t count) {
         most = bits > most ? bits : most;
     };
     for (; k + 2 * LANES <= count; k += 2 * LANES) take(load_as<vs>(x + k));
-    if (k < count) {
+    if (k && k < count) {
+        take(load_as<vs>(x + count - 2 * LANES));
+    } else if (k < count) {
         bf16 rest[2 * LANES] = {};
-        std::memcpy(rest, x + k, (count - k) * sizeof(bf16));
+        std::memcpy(rest, x, count * sizeof(bf16));
         take(load_as<vs>(rest));
     }
     const vi odd = (vi)most & 0x7fff0000, even = (vi)((vu)most << 16);

@@ -71,7 +71,9 @@ void write(const Matmul& m, const float* c, int64_t row, int64_t rows, int64_t c
     for (int64_t r = 0; r < rows; r++, c += PANEL) {
         T* out = static_cast<T*>(m.out) + (row + r) * m.out_stride + column;
         int64_t i = 0;
-        for (; i + LANES <= width; i += LANES) store(out + i, bias ? load(c + i) + load(bias + i) : load(c + i));
+        const auto at = [&](int64_t i) { return bias ? load(c + i) + load(bias + i) : load(c + i); };
+        for (; i + 2 * LANES <= width; i += 2 * LANES) store(out + i, at(i), at(i + LANES));
+        for (; i + LANES <= width; i += LANES) store(out + i, at(i));
         for (; i < width; i++) put(out + i, bias ? c[i] + bias[i] : c[i]);
     }
 }

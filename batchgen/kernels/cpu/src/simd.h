@@ -68,28 +68,51 @@ static inline bf16 narrow(float f) {
 static inline vf widen(vh h) {
 #if defined(__AVX512F__)
     return (vf)((vu)_mm512_cvtepu16_epi32((__m256i)h) << 16);  // GCC makes five instructions of the plain conversion
+#elif defined(__AVX2__)
+    return (vf)((vu)_mm256_cvtepu16_epi32((__m128i)h) << 16);  // and four of this one
 #else
     return (vf)(__builtin_convertvector(h, vu) << 16);
 #endif
 }
 
+#if !defined(__AVX512BF16__)
+// bfloat16 in the upper halves, rounded as the one above; what stands in the lower halves does not matter.
+static inline vu upper_bf16(vf v) {
+    const vu bits = (vu)v, near = bits + 0x7fffu + (bits >> 16 & 1u);
+    return v == v ? near : bits | 0x400000u;
+}
+#endif
+
 static inline vh narrow(vf v) {
 #if defined(__AVX512BF16__)
     return (vh)_mm512_cvtneps_pbh((__m512)v);  // numbers below 2^-126 become zero
-#else
-    const vu bits = (vu)v, high = bits >> 16;
-    const vu kept = v == v ? (bits + 0x7fffu + (high & 1u)) >> 16 : high | 0x40u;
-#if defined(__AVX2__) && !defined(__AVX512F__)
-    const __m256i packed = _mm256_packus_epi32((__m256i)kept, (__m256i)kept);  // each half twice
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256i kept = (__m256i)(upper_bf16(v) >> 16);
+    const __m256i packed = _mm256_packus_epi32(kept, kept);  // each half twice
     return (vh)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
 #else
-    return __builtin_convertvector(kept, vh);
-#endif
+    return __builtin_convertvector(upper_bf16(v) >> 16, vh);
 #endif
 }
 
 static inline vf load(const bf16* p) { return widen(load_as<vh>(p)); }
 static inline void store(bf16* p, vf v) { store_as(p, narrow(v)); }
+
+// Two vectors side by side.
+static inline void store(float* p, vf a, vf b) {
+    store_as(p, a);
+    store_as(p + LANES, b);
+}
+
+static inline void store(bf16* p, vf a, vf b) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256i halves = _mm256_packus_epi32((__m256i)(upper_bf16(a) >> 16), (__m256i)(upper_bf16(b) >> 16));
+    store_as(p, _mm256_permute4x64_epi64(halves, 0xd8));
+#else
+    store(p, a);
+    store(p + LANES, b);
+#endif
+}
 
 // 0, 1, 2, ...
 template <class V>
@@ -153,7 +176,13 @@ static inline vf rounded(vf v);
 template <>
 inline vf rounded<float>(vf v) { return v; }
 template <>
-inline vf rounded<bf16>(vf v) { return widen(narrow(v)); }
+inline vf rounded<bf16>(vf v) {
+#if defined(__AVX512BF16__)
+    return widen(narrow(v));
+#else  // in place: packing to halves and back would cost more than the rounding
+    return (vf)(upper_bf16(v) & 0xffff0000u);
+#endif
+}
 
 static inline void put(float* p, float x) { *p = x; }
 static inline void put(bf16* p, float x) { *p = narrow(x); }
@@ -224,7 +253,7 @@ inline __attribute__((always_inline)) vf fused(vf a, vf b, vf c) {
 constexpr float TO_INTEGER = 12582912.0f;  // 1.5 * 2^23: a small number added to it is rounded to the nearest integer,
 constexpr int32_t INTEGER_BITS = 0x4b400000;  // which stands in the sum's last bits, above these
 
-// e^x to about 2 units in the last place; 0 below -87.3, infinity above 88.7, not-a-number stays.
+// e^x to about 2 units in the last place; below -87.3 0 or a denormal number, infinity above 88.7, not-a-number stays.
 static inline vf exp(vf x) {
 #if defined(__AVX512F__)
     const __m512 wide = (__m512)x, lowest = _mm512_set1_ps(-87.33655f);
@@ -244,7 +273,8 @@ static inline vf exp(vf x) {
     p = p * (v * v) + v + 1.0f;
     return (vf)_mm512_maskz_scalef_ps(above, (__m512)p, n);
 #else
-    const vf clamped = min(max(x, splat(-87.33655f)), splat(88.72284f));
+    // Beyond these ends the two factors make 0 and infinity of it; what is no number passes as the second operand.
+    const vf clamped = min(splat(89.0f), max(splat(-104.0f), x));
     const vf shifted = clamped * 1.44269504f + TO_INTEGER;
     const vf n = shifted - TO_INTEGER;
     vf r = clamped - n * 0.693359375f;
@@ -256,12 +286,9 @@ static inline vf exp(vf x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
-    // 2^n in two factors: n may be 128.
-    const vi all = (vi)shifted - INTEGER_BITS, half = all >> 1, rest = all - half;
-    vf result = p * (vf)((half + 127) << 23) * (vf)((rest + 127) << 23);
-    result = x < splat(-87.33655f) ? vf{} : result;
-    result = x > splat(88.72284f) ? splat(__builtin_inff()) : result;
-    return x == x ? result : x;
+    // 2^n in two factors: n may be 128. What stands above n in these bits is shifted out.
+    const vu all = (vu)shifted, half = all >> 1, one = (vu)splat(1.0f);
+    return p * (vf)((half << 23) + one) * (vf)(((all - half) << 23) + one);
 #endif
 }
 
