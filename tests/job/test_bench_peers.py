@@ -88,6 +88,21 @@ def test_batches_of_rows_that_differ_are_tried_to_their_ends() -> None:
     assert set(engine.asked) == {(2, 24, 2), (4, 40, 6), (6, 40, 6)}, "of three batches the second: 24 and 17 tokens"
 
 
+def test_many_batches_are_tried_on_all_lengths() -> None:
+    """Of twelve batches of 2 the third and fourth, and the ninth and tenth; of six of 4 the third and fourth."""
+    rows = [BenchRow([5], new) for new in range(1, 25)]
+    settings = [{"batch": n} for n in (2, 4)]
+    seen: dict[int, list[int]] = {}
+
+    class Remembering(Timed):
+        def generate(self, rows: Sequence[BenchRow], setting: Mapping[str, int]) -> Generated:
+            seen[setting["batch"]] = [row.max_new for row in rows]
+            return Generated([], float(setting["batch"]), 0.0)
+
+    assert best_setting(Remembering({}, settings), rows) == {"batch": 2}
+    assert seen == {2: [20, 19, 18, 17, 8, 7, 6, 5], 4: [16, 15, 14, 13, 12, 11, 10, 9]}
+
+
 def test_settings_of_several_keys_differ_by_any_of_them() -> None:
     settings = [{"batch": 8, "warm": 0}, {"batch": 16, "warm": 0}, {"batch": 16, "warm": 1}, {"warm": 1}]
     assert distinct_settings(settings, 8) == [settings[0], settings[2], settings[3]]

@@ -15,6 +15,8 @@ _PROBE_TOKENS = 16
 """Tokens generated per row while settings are tried."""
 _AGAIN_WITHIN = 2.0
 """Settings that took up to this much more time than the fastest have a second try: the first may have warmed up."""
+_OF_BATCHES = 8
+"""Neighbours in length, of which the middle stands for all."""
 _FINALISTS_WITHIN = 1.15
 """Settings that took up to this much more time than the fastest are tried again with all of their output."""
 
@@ -25,8 +27,8 @@ def best_setting(
     """The setting with the least time per row: each is tried with part of the output, those that are not far slower
     once more, then the near ones with all of it.
 
-    A setting's `batch` says how many rows it computes at once, those of like lengths: it is tried on batches from the
-    middle of them. Others are tried on all rows. Where rows differ in what they generate, every trial generates all of
+    A setting's `batch` says how many rows it computes at once, those of like lengths: it is tried on some batches of
+    all lengths. Others are tried on all rows. Where rows differ in what they generate, every trial generates all of
     it: what a batch wastes shows in its end.
     A setting that fails, as for want of memory, is not the best one. One that is `known` to be the best is not tried,
     if it is still among those worth trying.
@@ -81,8 +83,14 @@ def _seconds_per_row(engine: BenchEngine, rows: Sequence[BenchRow], setting: Map
 
 
 def _middle_batches(rows: Sequence[BenchRow], size: int) -> list[BenchRow]:
-    """The batch in the middle of all, the longest first as engines with batches take them; two of an even number."""
+    """Of every `_OF_BATCHES` batches or fewer the one in their middle, or two of an even number: the longest rows come
+    first, as engines with batches take them.
+    """
     order = sorted(rows, key=lambda row: (-row.max_new, -len(row.ids)))
     batches = [order[begin : begin + size] for begin in range(0, len(order), size)]
-    middle = batches[(len(batches) - 1) // 2 : len(batches) // 2 + 1]
-    return [row for batch in middle for row in batch]
+    runs = -(-len(batches) // _OF_BATCHES)
+    tried = []
+    for i in range(runs):
+        run = batches[len(batches) * i // runs : len(batches) * (i + 1) // runs]
+        tried += run[(len(run) - 1) // 2 : len(run) // 2 + 1]
+    return [row for batch in tried for row in batch]
