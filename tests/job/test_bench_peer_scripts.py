@@ -71,6 +71,9 @@ def test_static_batches_are_of_like_lengths_and_of_one_kind() -> None:
     ]
     assert static_batches(rows, 2) == [(False, [3, 2]), (False, [0]), (True, [1])]
     assert static_batches(rows[1:2], 2) == [(True, [0])]
+    lengths = [{"ids": [5] * prompt, "max_new": new} for prompt, new in ((1, 4), (3, 1), (2, 2), (3, 3))]
+    assert static_batches(lengths, 2) == [(False, [0, 3]), (False, [2, 1])]
+    assert static_batches(lengths, 2, prompt_first=True) == [(False, [3, 1]), (False, [2, 0])]
     assert static_batches([], 2) == []
 
 

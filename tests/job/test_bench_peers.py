@@ -83,24 +83,49 @@ def test_a_batch_is_tried_on_the_middle_of_rows_of_like_lengths_and_per_row() ->
 
 def test_batches_of_rows_that_differ_are_tried_to_their_ends() -> None:
     rows = [BenchRow([5], new) for new in (3, 40, 17, 24, 9, 31)]
-    engine = Timed({(24, 24): 1.0, (2, 24): 1.0, (4, 40): 6.0, (6, 40): 2.4}, [{"batch": n} for n in (2, 4, 6)])
+    engine = Timed({(2, 24): 1.0, (2, 40): 3.0, (4, 40): 6.0, (6, 40): 2.4}, [{"batch": n} for n in (2, 4, 6)])
     assert best_setting(engine, rows) == {"batch": 6}
-    assert set(engine.asked) == {(2, 24, 2), (4, 40, 6), (6, 40, 6)}, "of three batches the second: 24 and 17 tokens"
+    trials, finals = engine.asked[:3], engine.asked[3:]
+    assert trials == [(2, 24, 2), (4, 40, 6), (6, 40, 6)], "of three batches the second: 24 and 17 tokens"
+    assert finals == [(2, 40, 6), (6, 40, 6)], "those that are not far slower, on all rows"
+
+
+def test_what_batches_waste_shows_on_all_rows() -> None:
+    rows = [BenchRow([5], new) for new in (3, 40, 17, 24, 9, 31)]
+    engine = Timed({(2, 24): 1.0, (2, 40): 2.0, (6, 40): 2.4}, [{"batch": n} for n in (2, 6)])
+    assert best_setting(engine, rows) == {"batch": 2}
+    without = Timed({(2, 24): 1.0, (6, 40): 2.4}, [{"batch": n} for n in (2, 6)])
+    assert best_setting(without, rows) == {"batch": 6}, "the other one fails on all rows"
+
+
+def test_batches_by_prompts_are_tried_where_outputs_differ() -> None:
+    settings: list[dict[str, int]] = [{"batch": 2}, {"batch": 2, "prompt_first": 1}]
+    assert best_setting(Timed({}, settings), ROWS) == {"batch": 2}, "no trial: they are the same batches"
+    passes = []
+
+    class Remembering(Timed):
+        def generate(self, rows: Sequence[BenchRow], setting: Mapping[str, int]) -> Generated:
+            passes.append([len(row.ids) for row in rows])
+            return Generated([], 1.0 if "prompt_first" in setting else 1.5, 0.0)
+
+    rows = [BenchRow([5] * prompt, new) for prompt, new in ((1, 9), (2, 8), (3, 7), (4, 6), (5, 5), (6, 4))]
+    assert best_setting(Remembering({}, settings), rows) == settings[1]
+    assert passes == [[3, 4], [4, 3], [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6]]
 
 
 def test_many_batches_are_tried_on_all_lengths() -> None:
     """Of twelve batches of 2 the third and fourth, and the ninth and tenth; of six of 4 the third and fourth."""
     rows = [BenchRow([5], new) for new in range(1, 25)]
     settings = [{"batch": n} for n in (2, 4)]
-    seen: dict[int, list[int]] = {}
+    seen = []
 
     class Remembering(Timed):
         def generate(self, rows: Sequence[BenchRow], setting: Mapping[str, int]) -> Generated:
-            seen[setting["batch"]] = [row.max_new for row in rows]
+            seen.append([row.max_new for row in rows])
             return Generated([], float(setting["batch"]), 0.0)
 
     assert best_setting(Remembering({}, settings), rows) == {"batch": 2}
-    assert seen == {2: [20, 19, 18, 17, 8, 7, 6, 5], 4: [16, 15, 14, 13, 12, 11, 10, 9]}
+    assert seen[:2] == [[20, 19, 18, 17, 8, 7, 6, 5], [16, 15, 14, 13, 12, 11, 10, 9]]
 
 
 def test_settings_of_several_keys_differ_by_any_of_them() -> None:

@@ -29,7 +29,8 @@ def best_setting(
 
     A setting's `batch` says how many rows it computes at once, those of like lengths: it is tried on some batches of
     all lengths. Others are tried on all rows. Where rows differ in what they generate, every trial generates all of
-    it: what a batch wastes shows in its end.
+    it, for what a batch wastes shows in its end, and those that are not far slower are tried once more on all rows:
+    how much batches waste differs from one to the next.
     A setting that fails, as for want of memory, is not the best one. One that is `known` to be the best is not tried,
     if it is still among those worth trying.
 
@@ -38,28 +39,30 @@ def best_setting(
     """
     if known is not None and known in engine.settings:
         return known
-    settings = distinct_settings(engine.settings, len(rows))
+    even = len({row.max_new for row in rows}) == 1
+    settings = distinct_settings([s for s in engine.settings if not (even and "prompt_first" in s)], len(rows))
     if len(settings) == 1:
         return settings[0]
-    even = len({row.max_new for row in rows}) == 1
-    short = [replace(row, max_new=min(row.max_new, _PROBE_TOKENS)) for row in rows] if even else list(rows)
     failed: list[EngineFailed] = []
 
-    def tried(setting: Mapping[str, int]) -> float:
+    def tried(rows: Sequence[BenchRow], setting: Mapping[str, int], *, some: bool = True) -> float:
         try:
-            return _seconds_per_row(engine, short, setting)
+            return _seconds_per_row(engine, _some_batches(rows, setting) if some else rows, setting)
         except EngineGone:
             raise
         except EngineFailed as problem:
             failed.append(problem)
             return math.inf
 
-    seconds = [tried(setting) for setting in settings]
+    short = [replace(row, max_new=min(row.max_new, _PROBE_TOKENS)) for row in rows] if even else list(rows)
+    seconds = [tried(short, setting) for setting in settings]
     if not any(map(math.isfinite, seconds)):
         raise failed[-1]
-    again = min(seconds) * _AGAIN_WITHIN
+    again = [setting for setting, taken in zip(settings, seconds, strict=True) if taken <= min(seconds) * _AGAIN_WITHIN]
+    if not even and any("batch" in setting for setting in again):
+        return again[0] if len(again) == 1 else min(again, key=lambda setting: tried(rows, setting, some=False))
     seconds = [
-        min(taken, tried(setting)) if taken <= again else taken
+        min(taken, tried(short, setting)) if setting in again else taken
         for setting, taken in zip(settings, seconds, strict=True)
     ]
     near = [s for s, taken in zip(settings, seconds, strict=True) if taken <= min(seconds) * _FINALISTS_WITHIN]
@@ -78,19 +81,22 @@ def distinct_settings(settings: Sequence[Mapping[str, int]], rows: int) -> list[
 
 
 def _seconds_per_row(engine: BenchEngine, rows: Sequence[BenchRow], setting: Mapping[str, int]) -> float:
-    tried = _middle_batches(rows, setting["batch"]) if "batch" in setting else rows
-    return engine.generate(tried, setting).seconds / len(tried)
+    return engine.generate(rows, setting).seconds / len(rows)
 
 
-def _middle_batches(rows: Sequence[BenchRow], size: int) -> list[BenchRow]:
-    """Of every `_OF_BATCHES` batches or fewer the one in their middle, or two of an even number: the longest rows come
-    first, as engines with batches take them.
+def _some_batches(rows: Sequence[BenchRow], setting: Mapping[str, int]) -> Sequence[BenchRow]:
+    """Of every `_OF_BATCHES` batches or fewer the one in their middle, or two of an even number; all rows without
+    batches. The longest come first, as engines with batches take them.
     """
-    order = sorted(rows, key=lambda row: (-row.max_new, -len(row.ids)))
+    if "batch" not in setting:
+        return rows
+    size, prompt_first = setting["batch"], "prompt_first" in setting
+    lengths = [(-row.max_new, -len(row.ids)) for row in rows]
+    order = sorted(range(len(rows)), key=lambda i: lengths[i][::-1] if prompt_first else lengths[i])
     batches = [order[begin : begin + size] for begin in range(0, len(order), size)]
     runs = -(-len(batches) // _OF_BATCHES)
     tried = []
     for i in range(runs):
         run = batches[len(batches) * i // runs : len(batches) * (i + 1) // runs]
         tried += run[(len(run) - 1) // 2 : len(run) // 2 + 1]
-    return [row for batch in tried for row in batch]
+    return [rows[i] for batch in tried for i in batch]

@@ -30,12 +30,14 @@ class Engine:
         self._device = device
 
     def describe(self) -> dict[str, Any]:
-        """What is in force, and the batch sizes to try."""
+        """What is in force, and the batches to try: of outputs that are alike in length, or of prompts that are."""
         return {
             "dtype": str(self._model.dtype).removeprefix("torch."),
             "device": self._device,
             "threads": torch.get_num_threads(),
-            "settings": [{"batch": size} for size in BATCH_SIZES[self._device]],
+            "settings": [
+                {"batch": size, **order} for order in ({}, {"prompt_first": 1}) for size in BATCH_SIZES[self._device]
+            ],
         }
 
     def generate(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
@@ -43,7 +45,7 @@ class Engine:
         alone = apart(rows)
         outputs: list[list[int]] = [[] for _ in alone]
         prompt_tokens = decode_rows = 0
-        for drawn, members in static_batches(alone, setting["batch"]):
+        for drawn, members in static_batches(alone, setting["batch"], prompt_first="prompt_first" in setting):
             width = max(len(alone[i]["ids"]) for i in members)
             new = max(alone[i]["max_new"] for i in members)
             tokens = self._batch([alone[i]["ids"] for i in members], width, new, _DRAWN if drawn else _GREEDY)

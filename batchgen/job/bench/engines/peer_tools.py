@@ -37,15 +37,19 @@ def together(rows: Sequence[dict[str, Any]], outputs: Sequence[list[int]]) -> li
     return [[i for _ in range(row.get("samples", 1)) for i in next(parts)] for row in rows]
 
 
-def static_batches(rows: Sequence[dict[str, Any]], size: int) -> list[tuple[bool, list[int]]]:
+def static_batches(
+    rows: Sequence[dict[str, Any]], size: int, *, prompt_first: bool = False
+) -> list[tuple[bool, list[int]]]:
     """Rows that go together in batches that end with their longest row: (whether they are drawn, indices of rows).
 
-    Rows of like lengths go together, and greedy ones apart from those that are drawn.
+    Rows of like lengths go together, and greedy ones apart from those that are drawn. Outputs are to be alike before
+    prompts are, or prompts before outputs.
     """
     batches = []
     for drawn in (False, True):
         kept = [i for i, row in enumerate(rows) if (row.get("samples", 1) > 1) == drawn]
-        kept.sort(key=lambda i: (-rows[i]["max_new"], -len(rows[i]["ids"])))
+        lengths = {i: (-rows[i]["max_new"], -len(rows[i]["ids"])) for i in kept}
+        kept.sort(key=lambda i: lengths[i][::-1] if prompt_first else lengths[i])
         batches += [(drawn, kept[begin : begin + size]) for begin in range(0, len(kept), size)]
     return batches
 
