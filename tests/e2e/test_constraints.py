@@ -115,7 +115,8 @@ def test_a_run_that_was_killed_goes_on(tmp_path: Path) -> None:
         for i in range(48)
     ]
     source = write_lines(tmp_path / "in.jsonl", rows)
-    arguments = ["run", source, "--model", model_path(), "--commit-every", "4", "--max-num-seqs", "4", "-o"]
+    options = ["--dtype", "float32", "--commit-every", "4", "--max-num-seqs", "4"]
+    arguments = ["run", source, "--model", model_path(), *options, "-o"]
     run([*arguments, "whole.parquet"], tmp_path)
     parts = tmp_path / "killed.parquet.work" / "parts"
     attempt = start([*arguments, "killed.parquet"], tmp_path)
