@@ -8,22 +8,21 @@
 #include "attention_rows.h"
 #include "bfp_kind.h"
 
-#if defined(BFP) && !defined(__AVX512F__)  // where it was measured
-#define ATTENTION_BFP 1
-#endif
-
 namespace bg {
 namespace {
 
-#if defined(ATTENTION_BFP)
+#if defined(BFP)
 
 constexpr int64_t MOST_SHARED = 64;  // positions
 constexpr int WEIGHT_MOST = 8191, VALUE_MOST = 4095;
 static_assert(MOST_SHARED * WEIGHT_MOST * VALUE_MOST < (int64_t(1) << 31));
 constexpr int MOST_GROUPS = 4;  // of a block's positions
 
-// Positions that share a scale: a block is a multiple of them.
-constexpr int64_t shared_positions(int64_t block) { return block % MOST_SHARED ? 48 : MOST_SHARED; }
+// Positions that share a scale: whole units, of which a block of most sizes of heads is a multiple.
+constexpr int64_t shared_positions(int64_t block) {
+    if (block % MOST_SHARED == 0) return MOST_SHARED;
+    return 48 % UNIT ? UNIT : 48;
+}
 
 // A head's numbers in groups, smaller than those of weights: keys of some models have single numbers many times the
 // others. Rows of integers are transposed by whole vectors.
@@ -37,8 +36,11 @@ struct HeadNumbers : Bfp {
     static_assert(HEAD_GROUP * MOST * MOST < (int64_t(1) << 31));
 };
 
+// Registers and numbers across a panel of values: a head's are few.
+constexpr int VALUE_COLUMNS = 2, VALUE_PANEL = VALUE_COLUMNS * LANES;
+
 // Of one group of one panel, as the weights of bfp.h.
-constexpr int64_t block_bytes(int64_t size) { return PANEL * (4 + 2 * size); }
+constexpr int64_t block_bytes(int64_t panel, int64_t size) { return panel * (4 + 2 * size); }
 
 // A block of keys and values and the rows that are multiplied with them.
 struct BfpBlock {
@@ -55,12 +57,12 @@ struct BfpBlock {
         : groups(l.key_dim),
           block(positions),
           shared(shared_positions(positions)),
-          columns(up(l.value_dim, PANEL)) {}
+          columns(up(l.value_dim, VALUE_PANEL)) {}
 
     template <class Arrays>
     void take(Arrays& arrays, int64_t rows) {
-        keys = arrays.template take<char>(block / PANEL * groups.count * block_bytes(groups.size));
-        values = arrays.template take<char>(columns / PANEL * (block / shared) * block_bytes(shared));
+        keys = arrays.template take<char>(block / PANEL * groups.count * block_bytes(PANEL, groups.size));
+        values = arrays.template take<char>(columns / VALUE_PANEL * (block / shared) * block_bytes(VALUE_PANEL, shared));
         query = arrays.template take<int16_t>(rows * groups.count * groups.size);
         query_scales = arrays.template take<float>(rows * groups.count);
         scores = arrays.template take<float>(Bfp::ROWS * block);
@@ -69,10 +71,10 @@ struct BfpBlock {
     }
 
     char* key_block(int64_t k, int64_t group) const {
-        return keys + (k / PANEL * groups.count + group) * block_bytes(groups.size);
+        return keys + (k / PANEL * groups.count + group) * block_bytes(PANEL, groups.size);
     }
     char* value_block(int64_t column, int64_t k) const {
-        return values + (column / PANEL * (block / shared) + k / shared) * block_bytes(shared);
+        return values + (column / VALUE_PANEL * (block / shared) + k / shared) * block_bytes(VALUE_PANEL, shared);
     }
 
     void take_query(const Rows& rows, int64_t dim) const {
@@ -112,8 +114,8 @@ struct BfpBlock {
     void take_values(const T* from, int64_t stride, const int32_t* slots, int64_t count, int64_t dim) const {
         for (int64_t k = 0; k < count; k += shared)
             for (int64_t d = 0; d < columns; d += LANES) {
-                float* scale = reinterpret_cast<float*>(value_block(d, k)) + d % PANEL;
-                int32_t* words = reinterpret_cast<int32_t*>(scale) + PANEL;
+                float* scale = reinterpret_cast<float*>(value_block(d, k)) + d % VALUE_PANEL;
+                int32_t* words = reinterpret_cast<int32_t*>(scale) + VALUE_PANEL;
                 const int64_t filled = std::clamp<int64_t>(dim - d, 0, LANES), end = std::min(shared, count - k);
                 alignas(64) float wide[MOST_SHARED][LANES];
                 vi most{};  // magnitudes in the order of their bits
@@ -129,23 +131,13 @@ struct BfpBlock {
                 const vi usable = inverse < splat(__builtin_inff()), none = most >= 0x7f800000;
                 store(scale, none ? splat(__builtin_nanf("")) : usable ? (vf)most * (1.0f / VALUE_MOST) : vf{});
                 const vf factor = usable ? inverse : vf{};
-                for (int64_t i = 0; i < shared; i += 2, words += PANEL) {
+                for (int64_t i = 0; i < shared; i += 2, words += VALUE_PANEL) {
                     const vi even = nearest(load(wide[i]) * factor), odd = nearest(load(wide[i + 1]) * factor);
                     store_as(words, (even & 0xffff) | (vi)((vu)odd << 16));
                 }
             }
     }
 };
-
-// Two vectors as numbers of 16 bits, which all of theirs fit.
-inline void store_numbers(int16_t* p, vi a, vi b) {
-#if defined(__AVX2__)
-    const __m256i packed = _mm256_packs_epi32((__m256i)a, (__m256i)b);  // by quarters: a0 b0 a1 b1
-    store_as(p, _mm256_permute4x64_epi64(packed, 0xd8));
-#else
-    store_whole(p, a, b);
-#endif
-}
 
 // Scores [R, count] become numbers of e^(score - largest of its `shared`), those of row r outside [from[r], to[r]) zeros,
 // and scales, `scale_stride` apart from row to row; rows' running maxima and sums are joined as by `softmax_rows`.
@@ -192,7 +184,7 @@ __attribute__((noinline)) void softmax_numbers(
                 const vf x = exp_nonpositive(load(scores + r * stride + k) - top);
                 const vf y = exp_nonpositive(load(scores + r * stride + k + LANES) - top);
                 sum += x + y;
-                store_numbers(numbers + r * stride + k, nearest(x * float(WEIGHT_MOST)), nearest(y * float(WEIGHT_MOST)));
+                store_whole(numbers + r * stride + k, nearest(x * float(WEIGHT_MOST)), nearest(y * float(WEIGHT_MOST)));
             }
             sums[r] = fused(sum, splat(share[r]), sums[r]);
             scales[r * scale_stride + g] = share[r] * (1.0f / WEIGHT_MOST);
@@ -215,7 +207,7 @@ void bfp_tile(const Attention& a, const BfpBlock& m, const Rows& rows, int64_t r
     const int64_t query_stride = groups.count * groups.size;
     for (int64_t k = from / PANEL * PANEL; k < to; k += PANEL)
         for (int64_t g = 0; g < groups.count; g++)
-            tile_grouped<Bfp, R, NOTHING, 0>(
+            tile_grouped<Bfp, R, NOTHING, COLUMNS, 0>(
                 m.query + row * query_stride + g * groups.size, query_stride, m.query_scales + row * groups.count + g,
                 groups.count, m.key_block(k, g), groups.size, m.scores + k, g == 0, m.block);
     from = from / m.shared * m.shared;
@@ -225,9 +217,9 @@ void bfp_tile(const Attention& a, const BfpBlock& m, const Rows& rows, int64_t r
         m.scores + from, m.block, to - from, m.shared, Edges<R>(rows, row, b + from, count - from), a.softcap,
         rows.max + row, rows.total + row, decay, m.weights + from, m.weight_scales, MOST_GROUPS);
     fade<R>(sums, rows.width, decay);
-    for (int64_t d = 0; d < m.columns; d += PANEL)
+    for (int64_t d = 0; d < m.columns; d += VALUE_PANEL)
         for (int64_t k = from; k < to; k += m.shared)
-            tile_grouped<Bfp, R, NOTHING, 0>(
+            tile_grouped<Bfp, R, NOTHING, VALUE_COLUMNS, 0>(
                 m.weights + k, m.block, m.weight_scales + (k - from) / m.shared, MOST_GROUPS, m.value_block(d, k), m.shared,
                 sums + d, false, rows.width);
 }
@@ -260,8 +252,9 @@ void bfp_rows(const Attention&, const AttentionList&, const Item&, const HeadCac
 // Whether an item is computed so. Batch-invariant ones are not: a scale would tell of positions that a row does not see.
 template <class T>
 bool by_bfp(const AttentionList& l, const Item& item) {
-#if defined(ATTENTION_BFP)
-    return sizeof(T) == 2 && !l.block && !item.few(l);
+#if defined(BFP)
+    const int64_t block = many_block(l);
+    return sizeof(T) == 2 && !l.block && !item.few(l) && block % shared_positions(block) == 0;
 #else
     return false;
 #endif

@@ -14,7 +14,7 @@ namespace bg {
 struct Bfp {
     using Number = int16_t;
     using Groups = BfpGroups;
-    static constexpr int MOST = BFP_MOST, ZERO = 0;
+    static constexpr int MOST = BFP_MOST, ZERO = 0, BESIDE = 4;
 
 #if defined(BFP)
 #if defined(__AVX512VNNI__)
@@ -36,8 +36,6 @@ struct Bfp {
 #endif
 
     static vi start(const char*, int) { return vi{}; }
-
-    static const char* weights(const char* block) { return block + 4 * PANEL; }
 #endif
 };
 

@@ -7,7 +7,10 @@
 //     MOST, ZERO       the largest of them, and what is added to each
 //     ROWS             of a tile
 //     start(block, v)  sums of register v before the first product
-//     weights(block)   where they stand, [size / inputs of an instruction][PANEL][inputs of an instruction]
+//     BESIDE           bytes in front of a panel's weights for each of its outputs: the scale first
+//
+// The weights follow, [size / inputs of an instruction][outputs of the panel][inputs of an instruction].
+//
 //     add(sum, x, w)   sum += products
 #pragma once
 
@@ -47,7 +50,10 @@ static inline void store_whole(uint8_t* p, vi a, vi b) {
 }
 
 static inline void store_whole(int16_t* p, vi a, vi b) {
-#if defined(__AVX2__) && !defined(__AVX512F__)  // GCC takes the plain conversion apart
+#if defined(__AVX512BW__)  // by quarters of both in turn, which are put in order
+    const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+    store_as(p, _mm512_permutexvar_epi64(order, _mm512_packs_epi32((__m512i)a, (__m512i)b)));
+#elif defined(__AVX2__) && !defined(__AVX512F__)  // GCC takes the plain conversion apart
     store_as(p, _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)a, (__m256i)b), 0xd8));
 #else
     store_as(p, __builtin_convertvector(a, vh));
@@ -74,42 +80,42 @@ float quantise(const T* x, int64_t count, int64_t size, typename Kind::Number* o
     return top / Kind::MOST;
 }
 
-// One group's part of a tile c [ROWS, PANEL], rows C_STRIDE apart, or `c_stride` where that is 0: x [ROWS] of integers,
-// `stride` apart, with scales `scale_stride` apart. Inlined into more, GCC keeps sums in memory.
-template <class Kind, int ROWS, Ahead AHEAD, int C_STRIDE = PANEL>
+// One group's part of a tile c [ROWS, ACROSS registers], rows C_STRIDE apart, or `c_stride` where that is 0: x [ROWS] of
+// integers, `stride` apart, with scales `scale_stride` apart. Inlined into more, GCC keeps sums in memory.
+template <class Kind, int ROWS, Ahead AHEAD, int ACROSS = COLUMNS, int C_STRIDE = PANEL>
 __attribute__((noinline)) void tile_grouped(
     const typename Kind::Number* x, int64_t stride, const float* x_scale, int64_t scale_stride, const char* block,
     int64_t size, float* c, bool first, int64_t c_stride) {
-    constexpr int64_t STEP = 4 / sizeof(*x);
+    constexpr int64_t STEP = 4 / sizeof(*x), WIDTH = ACROSS * LANES;
     const float* scale = reinterpret_cast<const float*>(block);
-    const char* w = Kind::weights(block);
-    vi sum[ROWS][COLUMNS];
+    const char* w = block + Kind::BESIDE * WIDTH;
+    vi sum[ROWS][ACROSS];
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
-        for (int v = 0; v < COLUMNS; v++) {
+        for (int v = 0; v < ACROSS; v++) {
             sum[r][v] = Kind::start(block, v);
             hold(sum[r][v]);
         }
-    for (int64_t k = 0; k < size; k += STEP, w += 4 * PANEL) {
-        if (AHEAD == STREAM) stream<4 * PANEL>(w);
-        vi b[COLUMNS];
+    for (int64_t k = 0; k < size; k += STEP, w += 4 * WIDTH) {
+        if (AHEAD == STREAM) stream<4 * WIDTH>(w);
+        vi b[ACROSS];
 #pragma GCC unroll 8
-        for (int v = 0; v < COLUMNS; v++) b[v] = load_as<vi>(w + 4 * LANES * v);
+        for (int v = 0; v < ACROSS; v++) b[v] = load_as<vi>(w + 4 * LANES * v);
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
             int32_t some;
             std::memcpy(&some, x + r * stride + k, 4);
             const vi a = some - vi{};
 #pragma GCC unroll 8
-            for (int v = 0; v < COLUMNS; v++) Kind::add(sum[r][v], a, b[v]);
+            for (int v = 0; v < ACROSS; v++) Kind::add(sum[r][v], a, b[v]);
         }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++) {
         const vf s = splat(x_scale[r * scale_stride]);
 #pragma GCC unroll 8
-        for (int v = 0; v < COLUMNS; v++) {
+        for (int v = 0; v < ACROSS; v++) {
             hold(sum[r][v]);
             const int64_t at = r * (C_STRIDE ? C_STRIDE : c_stride) + v * LANES;
             const vf part = __builtin_convertvector(sum[r][v], vf) * load(scale + v * LANES);

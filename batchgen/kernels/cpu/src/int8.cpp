@@ -9,7 +9,7 @@ namespace {
 struct Int8 {
     using Number = uint8_t;
     using Groups = bg::Groups;
-    static constexpr int MOST = 127, ZERO = 128;
+    static constexpr int MOST = 127, ZERO = 128, BESIDE = 8;
 
 #if defined(__AVX512VNNI__)
     static constexpr int ROWS = TILE_ROWS;
@@ -17,8 +17,6 @@ struct Int8 {
     static vi start(const char* block, int v) {
         return -load_as<vi>(reinterpret_cast<const int32_t*>(block) + PANEL + v * LANES);
     }
-
-    static const char* weights(const char* block) { return block + 8 * PANEL; }
 
     static void add(vi& sum, vi x, vi w) { sum = (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)x, (__m512i)w); }
 #endif
