@@ -13,31 +13,6 @@ namespace bg {
 namespace {
 
 constexpr int64_t INNER_BLOCK = 192;  // even; a block of a widened panel fits the first level of cache
-constexpr int64_t FEW_TILES = 3;      // fewer tiles than this cannot fetch the next block by one line in two k
-
-// What comes after a block of weights, handed out to the block's tiles.
-class NextBlock {
-  public:
-    NextBlock(const void* block, int64_t bytes, int64_t rows)
-        : at(static_cast<const char*>(block) + bytes), end(at + bytes), few(rows <= (FEW_TILES - 1) * TILE_ROWS) {}
-
-    // Calls kernel(constant Ahead, pointer) for a tile that fetches up to `lines`.
-    template <class Kernel>
-    inline __attribute__((always_inline)) void hand_out(int64_t lines, Kernel kernel) {
-        if (few && at < end) {  // the first tile fetches all
-            at = end;
-            return kernel(std::integral_constant<Ahead, STREAM>{}, nullptr);
-        }
-        if (at >= end) return kernel(std::integral_constant<Ahead, NOTHING>{}, nullptr);
-        const char* from = at;
-        at += lines * LINE;
-        kernel(std::integral_constant<Ahead, SPREAD>{}, from);
-    }
-
-  private:
-    const char *at, *end;
-    const bool few;
-};
 
 // A thread's part of a product: its share, with the working memory of these methods.
 struct Part : Share {
