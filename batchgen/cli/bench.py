@@ -66,7 +66,7 @@ def bench(
         typer.Option(
             metavar="best|asked",
             show_default=False,
-            help="best: a peer takes float32 where the processor has no instructions for the asked dtype, "
+            help="best: a peer takes float32 where the processor multiplies that faster than the asked dtype, "
             "and its figures say so; asked: peers compute in --dtype or are left out. Default: best. "
             "Example: --peer-dtype asked",
         ),

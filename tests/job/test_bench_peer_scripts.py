@@ -148,6 +148,7 @@ def test_openvino(record: Path, spec: LoadSpec) -> None:
 def test_openvino_computes_in_float32_where_it_cannot_in_bfloat16(
     record: Path, spec: LoadSpec, monkeypatch: pytest.MonkeyPatch, lacks: str, dtype: str, precision: str
 ) -> None:
+    monkeypatch.setattr(peer_tools, "product_seconds", lambda dtype: 1.0)
     monkeypatch.setenv("FAKE_OV_LACKS", lacks)
     with EngineProcess(EngineSource("openvino"), replace(spec, dtype="bfloat16")) as engine:
         assert engine.dtype == dtype
@@ -421,6 +422,17 @@ def test_llama_cpp_computes_a_shared_prefix_once(record: Path, spec: LoadSpec, t
     assert made.counted["prompt_tokens_computed"] == 40 + 2 * 40 + 6
     assert apart.counted["prompt_tokens_computed"] == 6 * 81
     assert sorted(end for *_, end in asked(record, "copy")) == [40, 80, 80, 80, 80]
+
+
+@pytest.mark.parametrize(("slower", "dtype"), [(9.0, "float32"), (1.0, "bfloat16")])
+def test_openvino_is_told_the_format_that_is_best(
+    record: Path, spec: LoadSpec, monkeypatch: pytest.MonkeyPatch, slower: float, dtype: str
+) -> None:
+    monkeypatch.setattr(peer_tools, "product_seconds", {"bfloat16": slower, "float32": 1.0}.__getitem__)
+    with EngineProcess(EngineSource("openvino"), replace(spec, dtype="bfloat16")) as engine:
+        assert engine.dtype == dtype
+    precision = {"float32": "f32", "bfloat16": "bf16"}[dtype]
+    assert {properties["INFERENCE_PRECISION_HINT"] for _, _, properties, _ in asked(record, "pipeline")} == {precision}
 
 
 @pytest.mark.parametrize(("slower", "dtype"), [(9.0, "float32"), (1.0, "bfloat16")])

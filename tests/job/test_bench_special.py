@@ -135,7 +135,9 @@ def test_peers_are_given_the_format_that_pytorch_multiplies_faster(monkeypatch: 
     assert taken("bfloat16", "cpu", keep=True) == "bfloat16"
     assert taken("bfloat16", "cuda") == "bfloat16"
     assert taken("float32", "cpu") == "float32"
-    took["bfloat16"] = 1.9
+    took["bfloat16"] = 1.5
+    assert taken("bfloat16", "cpu") == "float32"
+    took["bfloat16"] = 1.2
     assert taken("bfloat16", "cpu") == "bfloat16"
 
 

@@ -41,7 +41,7 @@ class BenchConfig:
     tuned: Path | None = None
     """Figures of an earlier run, whose settings engines keep."""
     peer_dtype: str = "best"
-    """best: a peer takes float32 where the processor has no instructions for the asked dtype; asked: never."""
+    """best: a peer takes float32 where the processor multiplies that faster than the asked dtype; asked: never."""
 
 
 _KEYS: Final[dict[str, tuple[str, type | tuple[type, ...]]]] = {

@@ -38,8 +38,8 @@ _THREADS = (
     "RAYON_NUM_THREADS",
 )
 """What libraries take their number of threads from: every engine gets the same."""
-_NO_TORCH = ("llama.cpp",)
-"""Peers whose scripts cannot time products themselves: they are asked for the dtype that is best here."""
+_NO_TORCH = ("llama.cpp", "openvino")
+"""Peers whose scripts do not time products themselves: they are asked for the dtype that is best here."""
 _CLOSE_SECONDS = 20.0
 _SHOWN_LINES = 8
 
