@@ -95,7 +95,7 @@ def tiny_values(step: Step) -> None:
     step.value.mul_(1e-39)
 
 
-DIMS = [(64, 64), (128, 128), (96, 24), (160, 40), (33, 7)]
+DIMS = [(64, 64), (128, 128), (96, 24), (160, 40), (33, 7), (272, 16)]
 
 
 @pytest.mark.parametrize("change", [nothing, first_outweighs, uneven_values, tiny_values])
