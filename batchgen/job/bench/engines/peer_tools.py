@@ -139,7 +139,8 @@ def product_seconds(dtype: str) -> float:
     import torch  # which not every peer has
 
     x, weight = (torch.full(size, 0.5, dtype=getattr(torch, dtype)) for size in ((64, 576), (1152, 576)))
-    taken, threads = [], torch.get_num_threads()
+    taken: list[float] = []
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         until = time.perf_counter() + _WATCHED_SECONDS
