@@ -7,11 +7,10 @@
 //     MOST, ZERO       the largest of them, and what is added to each
 //     ROWS             of a tile
 //     start(block, v)  sums of register v before the first product
+//     add(sum, x, w)   sum += products
 //     BESIDE           bytes in front of a panel's weights for each of its outputs: the scale first
 //
 // The weights follow, [size / inputs of an instruction][outputs of the panel][inputs of an instruction].
-//
-//     add(sum, x, w)   sum += products
 #pragma once
 
 #include "groups.h"
