@@ -169,7 +169,10 @@ class Loop:
         """Generate until everything is done or `stop` says so; unfinished prompts yield nothing."""
         yield from self._without_tokens()
         with QuietCollector() as collector:
-            yield from self._steps(stop, collector)
+            try:
+                yield from self._steps(stop, collector)
+            finally:
+                self._runner.close()
 
     def _steps(self, stop: Callable[[], bool], collector: QuietCollector) -> Iterator[list[Completion]]:
         last: Flight | None = None
@@ -188,7 +191,7 @@ class Loop:
                 raise
             collector.tick()
             reading()
-            if not self._device.asynchronous or flight.failed:
+            if not flight.under_way or flight.failed:
                 self._read(flight, ended)
             last = flight
             self._scheduler.commit(ended.sequences, ended.dropped)

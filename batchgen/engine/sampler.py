@@ -58,6 +58,12 @@ class PlainColumns:
     samples: Tensor
     """[R] int64"""
 
+    def at(self, drawn: Tensor, ops: Ops) -> SamplingColumns:
+        """The columns with a step's noise keys; `drawn`: [R] int64 tokens that each row has drawn before."""
+        if self.sampling.all_greedy:
+            return self.sampling
+        return self.sampling.with_keys(ops.row_keys(self.seeds, self.samples, drawn))
+
 
 @dataclass(frozen=True, slots=True)
 class Draws:
@@ -130,7 +136,7 @@ class Sampler:
         if columns.grammars is not None and masks is not None:
             columns.grammars.apply(logits, masks)
         hidden = columns.minimums.hide(logits, drawn) if columns.minimums is not None else None
-        sampling = columns.at(drawn, ops)
+        sampling = columns.draws.at(drawn, ops)
         result = ops.sample(logits, sampling)
         tokens = result.tokens  # [R]
         if bad is None:  # the draw may have seen already what else would take another reading of the logits
@@ -155,15 +161,16 @@ class Sampler:
         """What `draw` draws by, the same object for the same rows; None where it does more for some of them."""
         return self._of(rows).plain
 
-    def took(self, tokens: Tensor, bad: Tensor, rows: Rows) -> Draws:
+    def took(self, tokens: Tensor, bad: Tensor, rows: Rows, download: Download | None = None) -> Draws:
         """Draws that somebody else made by `plain`.
 
         Args:
             tokens: [R] int64, which nobody writes to any more.
             bad: [R] bool, rows that nothing can be drawn from.
             rows: [R] the sequences the rows belong to.
+            download: brings both to the host; None: the device's.
         """
-        return Draws(tokens, self._of(rows), {}, self._device.download(tokens, bad))
+        return Draws(tokens, self._of(rows), {}, download or self._device.download(tokens, bad))
 
     def _of(self, rows: Rows) -> _Columns:
         columns = self._columns
@@ -194,11 +201,7 @@ def _nothing_left(params: SamplingParams) -> ErrorInfo:
 class _Columns:
     """Everything about the rows that does not change from step to step."""
 
-    seeds: Tensor
-    samples: Tensor
-    sampling: SamplingColumns
-    plain: PlainColumns | None
-    """None: some row shapes its logits or wants logprobs"""
+    draws: PlainColumns
     readout: Readout | None
     """None: no row wants logprobs"""
     shaper: Shaper | None
@@ -242,10 +245,7 @@ class _Columns:
         )
         edits = bool(shaped or grammars or minimums)
         return _Columns(
-            seeds=seeds,
-            samples=samples,
-            sampling=sampling,
-            plain=None if edits or len(wanted) else PlainColumns(sampling, seeds, samples),
+            draws=PlainColumns(sampling, seeds, samples),
             readout=Readout(rows, wanted, altered, sampling, mode, device, ops) if len(wanted) else None,
             shaper=shaper,
             minimums=StopMask.of(minimums, device) if minimums else None,
@@ -256,8 +256,7 @@ class _Columns:
             needs_host=bool(grammars) or (shaper is not None and shaper.needs_host),
         )
 
-    def at(self, drawn: Tensor, ops: Ops) -> SamplingColumns:
-        """The columns with this step's noise keys."""
-        if self.sampling.all_greedy:
-            return self.sampling
-        return self.sampling.with_keys(ops.row_keys(self.seeds, self.samples, drawn))
+    @property
+    def plain(self) -> PlainColumns | None:
+        """None: some row shapes its logits or wants logprobs."""
+        return None if self.edits or self.readout is not None else self.draws

@@ -24,8 +24,10 @@ from batchgen.engine.states import PendingStates, StateKeeper
 from batchgen.engine.step_times import StepTimes
 from batchgen.errors import DeviceError
 from batchgen.kernels.backend import Backend
+from batchgen.kernels.cpu.background import Background, record
 from batchgen.kernels.device import Device
 from batchgen.kernels.pooled import AttentionCounts, PooledAttention
+from batchgen.kernels.sampling import SampleResult
 from batchgen.kernels.types import KVPool
 from batchgen.models.base import Model, ModelInput
 from batchgen.plan.types import PageCopy, StepPlan
@@ -44,6 +46,8 @@ class Flight:
     """None where nothing is drawn"""
     tapped: PendingStates | None = None
     scored: PendingPrompts | None = None
+    under_way: bool = False
+    """whether it may still be computed, so that it pays to plan the next step before this one is read"""
     seen: bool = False
     """whether its sequences have their tokens"""
     parts: list[Flight] = field(default_factory=list)
@@ -89,6 +93,12 @@ class StepRunner:
         self.attention = AttentionCounts()
         """what attention did in all steps"""
         self.times = StepTimes()
+        self._copies: Seq[PageCopy] = ()
+        """of the step at hand, not made yet"""
+        self._background: Background | None = None
+        """for steps that ask for tokens alone; None: the device works on its own, or the kernels cannot be recorded"""
+        if backend.background is not None and not device.asynchronous and model.recordable():
+            self._background = backend.background()
         self.graphs: DecodeGraphs | None = None
         """for steps of decode rows alone; None: the device or the kernels have no graphs"""
         if backend.static is not None and device.captures:
@@ -104,8 +114,9 @@ class StepRunner:
             last: the step before.
             catch_up: reads that step; called while the device computes, and only for rows that have to know.
         """
-        self._copy_pages(plan.copies)
+        self._copies = plan.copies
         if not plan.tokens:
+            self._settle()
             return Flight(plan)
         tokens, unread = _unread(last)
 
@@ -118,6 +129,7 @@ class StepRunner:
     @torch.inference_mode()
     def issue_whole(self, plan: StepPlan, running: RowTable, last: Flight | None) -> Flight:
         """Queue a step in one piece, whatever its size: memory that runs out is the caller's to see."""
+        self._copies = plan.copies
         return self._issue(plan, running, *_unread(last), lambda: None)
 
     def _issue(
@@ -132,13 +144,14 @@ class StepRunner:
 
         `tokens` [R'] int64 are the last step's draws on the device, those of `unread`.
         """
-        flight = Flight(plan)
+        flight = Flight(plan, under_way=self._device.asynchronous)
         try:
             workload, size = self._workload, self._pool.page_size
             step = lay_out_step(plan, workload.table, running, self._decodes, size, workload.adapter, unread)
-            if not self._run_graph(flight, step, tokens, running, catch_up):
+            beside = self._background is not None and self._run_beside(flight, step, tokens, running, self._background)
+            if not beside and not self._run_graph(flight, step, tokens, running, catch_up):
                 self._run(flight, step.upload(self._device), tokens, running, catch_up)
-            self.times.leave()
+            self.times.leave(1 - 1 / torch.get_num_threads() if beside else 0.0)
         except BaseException:
             self._withdraw(flight)
             raise
@@ -146,7 +159,8 @@ class StepRunner:
 
     def _join(self, plan: StepPlan, parts: list[Part[Flight]], running: RowTable) -> Flight:
         """One flight of the parts of a step."""
-        flight = Flight(plan, running.rows(plan.samples.numbers))
+        self.close()  # their tokens are put together
+        flight = Flight(plan, running.rows(plan.samples.numbers), under_way=self._device.asynchronous)
         draws: list[Drawn] = []
         for part in parts:
             if part.result is None:
@@ -182,6 +196,7 @@ class StepRunner:
         rows = running.rows(plan.samples.numbers)
         needs_host = len(rows) > 0 and self._sampler.prepare(rows)
         self.times.enter()
+        self._settle()
         hidden = self._forward(flight, batch, tokens)
         if not len(rows):
             return
@@ -209,6 +224,7 @@ class StepRunner:
         needs_host = self._sampler.prepare(rows)
         tapped = flight.tapped = None if self._states is None else self._states.taps(flight.plan, self._device)
         self.times.enter()
+        self._settle()
         found = graphs.run(step, tokens, self._sampler.plain(rows), None if tapped is None else tapped.taps)
         if found is None:
             self._withdraw(flight)
@@ -225,6 +241,57 @@ class StepRunner:
             assert found.bad is not None
             flight.drew(rows, self._sampler.took(found.tokens, found.bad, rows))
         return True
+
+    def _run_beside(
+        self, flight: Flight, step: StepArrays, tokens: Tensor | None, running: RowTable, background: Background
+    ) -> bool:
+        """The same beside what the host does next; False where the step asks for more than tokens, and nothing has been
+        done.
+        """
+        threads, ops = torch.get_num_threads(), self._backend.ops
+        more = step.adapters is not None or step.embeds is not None or self._states is not None
+        if threads < 2 or more or self._prompts:
+            return False
+        rows = running.rows(flight.plan.samples.numbers)
+        plain = self._sampler.plain(rows) if len(rows) else None
+        if plain is None and len(rows):
+            return False
+        batch = step.upload(self._device)
+        attention = self._backend.attention(self._pool, batch.attention)
+        drawn: SampleResult | None = None
+        with record(threads) as noted:
+            self._copy_pages(self._copies)
+            inputs = ModelInput(batch.input_ids, batch.positions, attention, ops=ops, wanted=batch.wanted)
+            hidden = self._model.hidden(inputs)
+            if plain is not None:
+                drawn = ops.sample(self._model.logits(hidden), plain.at(batch.drawn, ops))
+        assert len(noted) == bool(self._copies) + (1 if plain is None else 3), "what runs now would run too early"
+        if isinstance(attention, PooledAttention):
+            self.attention.add(attention.counts)
+        self.times.enter()
+        background.join()
+        if batch.source is not None:
+            batch.input_ids.copy_(batch.feed(tokens))
+        flight.under_way, self._copies = True, ()
+        if drawn is None:
+            background.begin(noted, [])
+            return True
+        assert drawn.bad is not None
+        download = background.begin(noted, [drawn.tokens, drawn.bad])
+        flight.drew(rows, self._sampler.took(drawn.tokens, drawn.bad, rows, download))
+        return True
+
+    def close(self) -> None:
+        """Wait for what is computed beside Python. Its memory may go then, if nobody will read it."""
+        if self._background is not None:
+            self._background.join()
+
+    def _settle(self) -> None:
+        """Wait, on a CPU, for the step before, and copy pages: what is done to the pool is done after that."""
+        if self._background is not None:
+            self._background.join()
+        self._copy_pages(self._copies)
+        self._copies = ()
 
     def _withdraw(self, flight: Flight) -> None:
         """The step has failed: what is kept of it is asked for again when it is issued anew."""

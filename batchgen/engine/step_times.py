@@ -20,6 +20,10 @@ class StepTimes:
     """In the model, its head and the draws."""
     host: float = 0.0
     """In between: plans, layout, reading, ends, and what the caller does with completions."""
+    beside: float = 0.0
+    """What was computed meanwhile, on a CPU, as seconds of all its threads."""
+    _share: float = 0.0
+    """Of the threads, how many compute now."""
     _since: float = field(default_factory=perf_counter)
 
     def begin(self) -> None:
@@ -30,14 +34,16 @@ class StepTimes:
         """The model is called."""
         now = perf_counter()
         self.host += now - self._since
-        self._since = now
+        self.beside += self._share * (now - self._since)
+        self._since, self._share = now, 0.0
 
-    def leave(self) -> None:
-        """What the step draws is on its way."""
+    def leave(self, share: float = 0.0) -> None:
+        """What the step draws is on its way. `share`: of a CPU's threads, those that go on with it."""
         now = perf_counter()
         self.compute += now - self._since
-        self._since = now
+        self._since, self._share = now, share
 
     def milliseconds(self) -> dict[str, int]:
-        """Both, in whole milliseconds, by name."""
-        return {"compute_milliseconds": round(1e3 * self.compute), "host_milliseconds": round(1e3 * self.host)}
+        """All three, in whole milliseconds, by name."""
+        found = {"compute": self.compute, "host": self.host, "beside": self.beside}
+        return {f"{name}_milliseconds": round(1e3 * seconds) for name, seconds in found.items()}

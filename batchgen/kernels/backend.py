@@ -35,6 +35,7 @@ from batchgen.kernels.cpu import copies as compiled_copies
 from batchgen.kernels.cpu import invariant_ops as compiled_invariant_ops
 from batchgen.kernels.cpu import ops as compiled_ops
 from batchgen.kernels.cpu.attention import CompiledAttention
+from batchgen.kernels.cpu.background import Background, background
 from batchgen.kernels.cpu.build import find_compiler
 from batchgen.kernels.cpu.library import DTYPES, missing
 from batchgen.kernels.cpu.thresholds import measured_saving
@@ -99,6 +100,8 @@ class Backend:
     """Measures how many reads of cached positions a prefix group must save to pay; None: nothing is measured."""
     copy_pages: Callable[[KVPool, Tensor], None] = copy_pages
     """See `kernels.copies`."""
+    background: Callable[[], Background] | None = None
+    """What runs a step's kernels beside Python, where they can be recorded; None: these kernels cannot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +214,7 @@ def _compiled(needs: AttentionNeeds) -> Backend:
         compiled_ops,
         group_saving=saving,
         copy_pages=compiled_copies.copy_pages,
+        background=background,
     )
 
 
@@ -257,6 +261,7 @@ def _invariant_compiled(needs: AttentionNeeds) -> Backend:
         partial(CompiledAttention, invariant=True),
         compiled_invariant_ops,
         copy_pages=compiled_copies.copy_pages,
+        background=found.background,
     )
 
 

@@ -145,3 +145,9 @@ class Model(Protocol):
     def takes_embeds(self) -> bool:
         """Whether tokens may come as embeddings that are those of no id."""
         ...
+
+    def recordable(self) -> bool:
+        """Whether compiled kernels alone make `hidden` and `logits`, so that these can be noted down to run later
+        (`kernels.cpu.background`), with the attention of such kernels, and without taps, adapters and embeddings.
+        """
+        ...

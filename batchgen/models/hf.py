@@ -223,6 +223,10 @@ class TransformersModel:
         return self._model.logits(hidden)
 
     @torch.no_grad()
+    def recordable(self) -> bool:
+        """Never: PyTorch computes."""
+        return False
+
     def takes_embeds(self) -> bool:
         """Whether tokens may come as embeddings that are those of no id. Some types look ids up a second time."""
         spec = self._spec

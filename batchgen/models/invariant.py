@@ -84,6 +84,10 @@ class InvariantModel:
         """Whether tokens may come as embeddings that are those of no id."""
         return self._model.takes_embeds()
 
+    def recordable(self) -> bool:
+        """Never: tiles are cut and joined by PyTorch."""
+        return False
+
     def hidden(self, inputs: ModelInput) -> Tensor:
         """States after the final norm, as `Model.hidden`."""
         return inputs.pick(_hidden(self._model, inputs, self._heights))

@@ -168,6 +168,10 @@ class NativeModel:
         """Whether tokens may come as embeddings that are those of no id: always."""
         return True
 
+    def recordable(self) -> bool:
+        """Whether all layers, and the head, are compiled for the CPU."""
+        return self._compiled is not None and self._head.compiled is not None
+
 
 def _hidden_compiled(
     decoder: CompiledDecoder, inputs: ModelInput, attention: CompiledAttention, spec: ModelSpec

@@ -163,7 +163,8 @@ class Prompts:
         self._deferred.clear()
 
     def _slots(self) -> int:
-        return self._config.max_num_seqs - len(self._sequences.by_id) - self._reserved
+        begun = len(self._sequences.by_id) - self._sequences.parked  # whoever has all tokens is in no step any more
+        return self._config.max_num_seqs - begun - self._reserved
 
     def _enough_slots(self, node_id: int) -> bool:
         config = self._config

@@ -85,6 +85,8 @@ class Sequences:
         """Oldest first."""
         self.line: list[Sequence] = []
         """Those waiting for pages, oldest first."""
+        self.parked = 0
+        """Those that have all their tokens."""
         self._scheduled: list[Sequence] = []
         """Fresh and resumed ones that draw in this step."""
         self._nodes = nodes
@@ -193,11 +195,14 @@ class Sequences:
     def commit(self) -> None:
         """Every scheduled sequence has gained its token."""
         self._kv_positions += len(self.running)
-        self._stop(self.running.advance(), Phase.PARKED)
+        full = self.running.advance()
+        self._stop(full, Phase.PARKED)
+        self.parked += len(full)
         for sequence in self._scheduled:
             sequence.position += 1
             if sequence.position == sequence.limit:
                 sequence.phase = Phase.PARKED
+                self.parked += 1
             elif sequence.phase is Phase.FRESH:
                 self._queue(sequence)
             else:
@@ -214,6 +219,7 @@ class Sequences:
         phases = {sequence.phase for sequence in ended}
         self._stop([sequence for sequence in ended if sequence.phase is Phase.RUNNING], Phase.ENDED)
         for sequence in ended:
+            self.parked -= sequence.phase is Phase.PARKED
             sequence.phase = Phase.ENDED
             if sequence.node is None:
                 self._nodes.wait(sequence.node_id, -1)

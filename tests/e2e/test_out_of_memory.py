@@ -56,6 +56,9 @@ class Short:
     def takes_embeds(self) -> bool:
         return self._model.takes_embeds()
 
+    def recordable(self) -> bool:
+        return self._model.recordable()
+
     def hidden(self, inputs: ModelInput) -> Tensor:
         short = self._forward(inputs)
         if short and not self._late:

@@ -39,6 +39,9 @@ class Altered:
     def takes_embeds(self) -> bool:
         return True
 
+    def recordable(self) -> bool:
+        return False
+
 
 def altered(folder: Path, alter: Callable[[Tensor], Tensor]) -> Altered:
     return Altered(load_model(save_tiny("llama", folder), dtype="float32", device="cpu"), alter)

@@ -314,6 +314,22 @@ def test_groups_are_the_same_list_while_rows_stay() -> None:
     assert seen[-1] is seen[-2] is seen[-3]
 
 
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_who_has_all_tokens_keeps_nobody_waiting(lag: int) -> None:
+    """However late its end is reported: as many rows draw in every step, and only the last end takes steps more."""
+    rows = [([i, 7], [1 + i % 6], 0, 0) for i in range(90)]
+    config = SchedulerConfig(page_size=4, num_pages=1000, max_num_seqs=8, max_tokens_per_step=64)
+    sim = simulator(rows, config, lag)
+    begun: list[int] = []
+    sim.run(lambda step: begun.append(len(sim.who)))
+    tokens = sum(sum(row[1]) for row in rows)
+    assert len(begun) - lag <= tokens // 8 + 6, "no slot is empty but at the end"
+    assert begun[0] == 8
+    slow = simulator(rows, config)
+    slow.run()
+    assert sim.scheduler.stats.steps == slow.scheduler.stats.steps + lag
+
+
 def test_too_large_is_exact() -> None:
     config = SchedulerConfig(num_pages=4, page_size=4, max_num_seqs=2, max_tokens_per_step=8)
     tree = tree_of([[1] * 8, [2] * 8, [3] * 13])

@@ -12,6 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from batchgen.kernels.cpu.background import COPY, recording
 from batchgen.kernels.cpu.library import library
 from batchgen.kernels.cpu.structs import PageCopies
 from batchgen.kernels.types import KVPool
@@ -23,7 +24,7 @@ _SERIAL: Final = 1 << 18
 
 
 def copy_pages(pool: KVPool, copies: Tensor) -> None:
-    """See `kernels.copies.copy_pages`; the pool is the CPU's, of any dtype, and `copies` contiguous.
+    """See `kernels.copies.copy_pages`; the pool is the CPU's, of any dtype, and `copies` contiguous. Can be recorded.
 
     Moves `positions * K * D * itemsize` bytes a cache and copy, read and written once.
     """
@@ -37,4 +38,8 @@ def copy_pages(pool: KVPool, copies: Tensor) -> None:
         addressof(places), addressof(bytes_of), copies.data_ptr(), len(caches), len(copies), pool.page_size
     )
     moved = sum(sizes) * pool.page_size * len(copies)
-    library().bg_page_copies(byref(call), 1 if moved < _SERIAL else torch.get_num_threads())
+    noted = recording()
+    if noted is None:
+        library().bg_page_copies(byref(call), 1 if moved < _SERIAL else torch.get_num_threads())
+    else:
+        noted.add(COPY, call, None, places, bytes_of, caches, copies)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.kernels.cpu.attention import CompiledAttention
+from batchgen.kernels.cpu.background import DECODE, recording
 from batchgen.kernels.cpu.library import DTYPES, address, library
 from batchgen.kernels.cpu.lora import StackCall, StepRoom, stack_call
 from batchgen.kernels.cpu.matmul import METHODS, MatmulCall
@@ -193,6 +194,8 @@ class CompiledDecoder:
     ) -> Tensor:
         """The states after the final norm. Keys and values of the step are stored in the attention's pool.
 
+        Can be recorded, without adapters and embeddings.
+
         Args:
             ids: [T] int64.
             positions: [T] int64.
@@ -200,21 +203,22 @@ class CompiledDecoder:
             lora: tokens by adapter; None where no token has one.
             embeds: tokens [E] int64 that are embeddings [E, H] in place of ids.
             taps: layer -> [T, H] to fill with the states after it; 0: as the first layer is fed.
-            wanted: [W] int64 tokens whose states are asked for, where none has an adapter and the last layer is not
-                tapped; None: all.
+            wanted: [W] int64 tokens whose states are asked for, some perhaps several times, where none has an adapter
+                and the last layer is not tapped; None: all.
 
         Returns:
             [T, H], or [W, H], in the weights' dtype.
         """
-        tokens, threads = ids.shape[0], torch.get_num_threads()
+        noted = recording()
+        tokens, threads = ids.shape[0], torch.get_num_threads() if noted is None else noted.threads
         rows, hidden = tokens if wanted is None else len(wanted), self._embedding.shape[1]
         normed = self._embedding.new_empty(rows, hidden)
         wanted_x = None if wanted is None else self._embedding.new_empty(rows, hidden)
         if not tokens:
             return normed
-        room = self._room.of(tokens, threads * self._scratch)
+        room = self._room.of(max(tokens, rows), threads * self._scratch)
         if embeds is not None:
-            room.x.copy_(F.embedding(ids, self._embedding))
+            room.x[:tokens] = F.embedding(ids, self._embedding)
             room.x[embeds[0]] = embeds[1].to(room.x.dtype)
         arguments = attention.stack(
             room.query,
@@ -229,7 +233,9 @@ class CompiledDecoder:
         assert ids.is_contiguous()
         assert positions.is_contiguous()
         assert slots.is_contiguous()
-        step = room.step
+        # What is noted down is run when the next step, of as many tokens, may have been noted down.
+        step = room.step if noted is None else _Step.from_buffer_copy(room.step)
+        step.tokens = tokens
         step.ids = None if embeds is not None else ids.data_ptr()
         step.positions, step.slots = positions.data_ptr(), slots.data_ptr()
         step.cos, step.sin = cos.data_ptr(), sin.data_ptr()
@@ -241,7 +247,13 @@ class CompiledDecoder:
         adapted = None if lora is None else self._lora.call(tiles_of(lora, tokens, ids.device))
         step.lora = None if adapted is None else addressof(adapted.struct)
         step.wide = self._wide and adapted is None  # adapters read what the products do
-        library().bg_decode(byref(self._decoder), byref(step), c_int(threads))
+        if noted is None:
+            library().bg_decode(byref(self._decoder), byref(step), c_int(threads))
+            return normed
+        assert adapted is None
+        assert embeds is None
+        kept = (self, room, arguments, tapped, taps, ids, positions, slots, cos, sin, wanted, wanted_x, normed)
+        noted.add(DECODE, self._decoder, step, *kept)
         return normed
 
     def _tap_addresses(self, taps: Mapping[int, Tensor]) -> Array[Any]:
@@ -311,6 +323,8 @@ class _Laid:
     """[T, N, D]"""
     step: _Step
     """with the addresses of all that stays"""
+    scratch: Tensor
+    """which one of them is in"""
 
 
 class _Room(threading.local):
@@ -348,8 +362,7 @@ class _Room(threading.local):
             qkv=qkv.data_ptr(),
             attended=attended.data_ptr(),
             scratch=-(-self._scratch.data_ptr() // 64) * 64,
-            tokens=tokens,
         )
         step.delta, step.gate_up, step.activated, step.product_in = (part.data_ptr() for part in others)
         dim, heads = self._shape.dim, self._shape.heads
-        return _Laid(x, qkv.view(tokens, -1, dim)[:, :heads], attended.view(tokens, -1, dim), step)
+        return _Laid(x, qkv.view(tokens, -1, dim)[:, :heads], attended.view(tokens, -1, dim), step, self._scratch)

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from batchgen.kernels.cpu.background import PRODUCT, recording
 from batchgen.kernels.cpu.library import DTYPES, library
 from batchgen.kernels.quantization import BFP, INT8, GroupedWeight, Scheme, groups_of
 
@@ -239,7 +240,7 @@ _workspace: Final = _Workspace()
 
 
 def matmul(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, method: Method = "widened") -> Tensor:
-    """The product y [..., O] = x [..., I] W^T + b in x's dtype, which must be W's; sums are float32.
+    """The product y [..., O] = x [..., I] W^T + b in x's dtype, which must be W's; sums are float32. Can be recorded.
 
     Args:
         x: numbers.
@@ -265,13 +266,18 @@ def matmul(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, method: 
         x = x.contiguous()
     rows = x.shape[0]
     out = torch.empty(rows, packed.outer, dtype=x.dtype)
-    threads = torch.get_num_threads()
-    call = _workspace.call
+    noted = recording()
+    threads = torch.get_num_threads() if noted is None else noted.threads
+    room = _workspace if noted is None else _Workspace()  # what is noted down is run when others have had theirs
+    call = room.call
     call.x, call.weight, call.out = x.data_ptr(), packed.data.data_ptr(), out.data_ptr()
     call.bias = None if bias is None else bias.data_ptr()
     call.rows, call.inner, call.outer = rows, packed.inner, packed.outer
     call.x_stride, call.out_stride = x.stride(0), packed.outer
     call.method = METHODS[x.dtype, method]
-    call.scratch = _workspace.reserve(threads * packed.scratch)
-    _library().bg_matmul(_workspace.pointer, threads)
+    call.scratch = room.reserve(threads * packed.scratch)
+    if noted is None:
+        _library().bg_matmul(room.pointer, threads)
+    else:
+        noted.add(PRODUCT, call, None, room.scratch, x, packed, bias, out)
     return out if len(shape) == 2 else out.view(*shape[:-1], packed.outer)

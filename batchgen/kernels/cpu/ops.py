@@ -19,6 +19,7 @@ from batchgen.kernels import norm as plain_norm
 from batchgen.kernels import sampling as plain_sampling
 from batchgen.kernels.bitmask import apply_bitmask
 from batchgen.kernels.counts import count_tokens, penalise
+from batchgen.kernels.cpu.background import SAMPLE, recording
 from batchgen.kernels.cpu.library import DTYPES, address, library
 from batchgen.kernels.cpu.lora import add_lora
 from batchgen.kernels.cpu.structs import Gated, Heads, Logits, Norm, RowKeys, RowScan, Sample, Top
@@ -249,7 +250,7 @@ def row_keys(seeds: Tensor, sample_indexes: Tensor, positions: Tensor) -> Tensor
 
 
 def sample(logits: Tensor, columns: SamplingColumns) -> SampleResult:
-    """See `sampling.sample`."""
+    """See `sampling.sample`. Can be recorded."""
     rows = _rows(logits)
     if rows is None:
         return plain_sampling.sample(logits, columns)
@@ -266,5 +267,9 @@ def sample(logits: Tensor, columns: SamplingColumns) -> SampleResult:
         tokens.data_ptr(),
         bad.data_ptr(),
     )
-    library().bg_sample(byref(call), _threads(logits.numel()))
+    noted = recording()
+    if noted is None:
+        library().bg_sample(byref(call), _threads(logits.numel()))
+    else:
+        noted.add(SAMPLE, call, None, logits, columns, tokens, bad)
     return SampleResult(tokens, bad)

@@ -9,6 +9,25 @@
 
 namespace bg {
 
+constexpr int64_t SPINS = 4000;
+
+inline void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+}
+
+// Until there() is true. Spins, since the wait is shorter than a call of the system; after long it gives the processor
+// away, for the thread that is waited for may need it.
+template <class There>
+void spin_until(There there) {
+    for (int64_t spins = 0; !there(); spins++)
+        if (spins < SPINS) relax();
+        else sched_yield();
+}
+
 struct Claim {
     int64_t begin, end;
     explicit operator bool() const { return begin < end; }
@@ -37,26 +56,26 @@ class alignas(64) Claims {
     // So many claimed units are done.
     void done(int64_t units) { done_.fetch_add(units, std::memory_order_release); }
 
-    // Until all units are done. Spins, since the wait is shorter than a call of the system; after long it gives the
-    // processor away, for the thread that is waited for may need it.
+    // Until all units are done.
     void wait(int64_t units) const {
-        for (int64_t spins = 0; done_.load(std::memory_order_acquire) < units; spins++)
-            if (spins < SPINS) relax();
-            else sched_yield();
+        spin_until([&] { return done_.load(std::memory_order_acquire) >= units; });
     }
 
   private:
-    static constexpr int64_t SPINS = 4000;
-
-    static void relax() {
-#if defined(__x86_64__)
-        __builtin_ia32_pause();
-#elif defined(__aarch64__)
-        __asm__ __volatile__("yield");
-#endif
-    }
-
     std::atomic<int64_t> claimed_{0}, done_{0};
 };
+
+constexpr int64_t PARTS = 4;  // of an operation on rows, for each thread
+
+// An operation on so many rows: part(i, parts) for the parts that this thread claims, until all are done.
+template <class Part>
+void by_parts(Claims& claims, int64_t rows, int threads, Part part) {
+    const int64_t parts = std::min<int64_t>(rows, PARTS * threads);
+    while (const Claim claim = claims.next(parts, threads)) {
+        for (int64_t i = claim.begin; i < claim.end; i++) part(int(i), int(parts));
+        claims.done(claim.units());
+    }
+    claims.wait(parts);
+}
 
 }  // namespace bg

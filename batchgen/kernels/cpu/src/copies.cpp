@@ -1,20 +1,14 @@
-// The first positions of pages of the pool to other pages, in every layer: copies.py.
+#include "copies.h"
+
 #include <cstring>
 
 #include "parallel.h"
 
 namespace bg {
 
-struct PageCopies {
-    char* const* caches;    // [C]: each [P, S, K, D]
-    const int64_t* bytes;   // [C] of a position
-    const int64_t* copies;  // [n, 3]: source, target, positions
-    int64_t num_caches, num_copies, page_size;
-};
-
 // A cache's copies are made by one thread and in order: a source may be the target of a later copy.
-void page_copies_part(const PageCopies& p, int thread, int threads) {
-    const Span span(p.num_caches, thread, threads);
+void page_copies_part(const PageCopies& p, int part, int parts) {
+    const Span span(p.num_caches, part, parts);
     for (int64_t c = span.begin; c < span.end; c++)
         for (const int64_t* copy = p.copies; copy < p.copies + 3 * p.num_copies; copy += 3) {
             const int64_t page = p.page_size * p.bytes[c];

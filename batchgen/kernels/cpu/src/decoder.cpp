@@ -36,18 +36,9 @@ class Run {
     }
 
   private:
-    static constexpr int64_t PARTS = 4;  // of an operation on rows, for each thread
-
-    // An operation on so many rows: part(i, parts) for the parts that this thread claims, until all are done.
     template <class Part>
     void by_parts(int64_t rows, Part part) {
-        Claims& claims = *claims_++;
-        const int64_t parts = std::min<int64_t>(rows, PARTS * threads_);
-        while (const Claim claim = claims.next(parts, threads_)) {
-            for (int64_t i = claim.begin; i < claim.end; i++) part(int(i), int(parts));
-            claims.done(claim.units());
-        }
-        claims.wait(parts);
+        bg::by_parts(*claims_++, rows, threads_, part);
     }
 
     void begin() {
@@ -141,12 +132,19 @@ class Run {
 };
 
 }  // namespace
+
+// One for each operation: a thread that is late by many finds all of their units claimed.
+int64_t decode_claims(const Decoder& d) { return Run::BEFORE + Run::OF_LAYER * d.num_layers; }
+
+void decode_part(const Decoder& d, const DecoderStep& s, Claims* claims, int thread, int threads) {
+    Run(d, s, claims, thread, threads)();
+}
+
 }  // namespace bg
 
 extern "C" void bg_decode(const bg::Decoder* d, const bg::DecoderStep* s, int threads) {
-    // One for each operation: a thread that is late by many finds all of their units claimed.
-    std::vector<bg::Claims> claims(bg::Run::BEFORE + bg::Run::OF_LAYER * d->num_layers);
+    std::vector<bg::Claims> claims(bg::decode_claims(*d));
     // A region may get fewer threads than it asks for.
 #pragma omp parallel num_threads(threads)
-    bg::Run(*d, *s, claims.data(), omp_get_thread_num(), omp_get_num_threads())();
+    bg::decode_part(*d, *s, claims.data(), omp_get_thread_num(), omp_get_num_threads());
 }
