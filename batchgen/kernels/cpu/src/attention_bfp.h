@@ -39,6 +39,17 @@ struct HeadNumbers : Bfp {
 // Registers and numbers across a panel of values: a head's are few.
 constexpr int VALUE_COLUMNS = 2, VALUE_PANEL = VALUE_COLUMNS * LANES;
 
+inline vi larger(vi a, vi b) { return a > b ? a : b; }
+
+// 2 * LANES numbers as they lie in memory, zeros behind the first `count`.
+template <class T>
+inline vu load_pairs(const T* p, int64_t count) {
+    if (count >= 2 * LANES) return load_as<vu>(p);
+    T some[2 * LANES] = {};
+    std::memcpy(some, p, std::max<int64_t>(count, 0) * sizeof(T));
+    return load_as<vu>(some);
+}
+
 // Of one group of one panel, as the weights of bfp.h.
 constexpr int64_t block_bytes(int64_t panel, int64_t size) { return panel * (4 + 2 * size); }
 
@@ -86,25 +97,44 @@ struct BfpBlock {
             }
     }
 
-    // Keys of `count` slots, and zeros up to whole panels.
+    // Keys of `count` slots, and zeros up to whole panels. As `quantise` makes them, for as many keys at a time as
+    // a register has lanes: their numbers stay in pairs, as they lie in memory and go into words.
     template <class T>
     void take_keys(const T* from, int64_t stride, const int32_t* slots, int64_t count, int64_t dim) const {
-        alignas(64) int16_t numbers[LANES][HEAD_GROUP];
+        constexpr int64_t PAIRS = HEAD_GROUP / 2 / LANES;  // registers of a key's group
+        const int64_t pairs = groups.size / 2 / LANES;
+        const auto even = [](vu both) { return (vf)(both << 16); };
+        const auto odd = [](vu both) { return (vf)(both & 0xffff0000u); };
         for (int64_t k = 0; k < up(count, PANEL); k += LANES)
             for (int64_t g = 0; g < groups.count; g++) {
                 float* scale = reinterpret_cast<float*>(key_block(k, g)) + k % PANEL;
                 int32_t* words = reinterpret_cast<int32_t*>(scale) + PANEL;
                 const int64_t d = g * groups.size;
+                vu both[PAIRS][LANES];
+                vf largest_of[LANES];
                 for (int64_t j = 0; j < LANES; j++) {
-                    const int64_t filled = k + j < count ? std::clamp<int64_t>(dim - d, 0, groups.size) : 0;
+                    const int64_t filled = k + j < count ? dim - d : 0;
                     const T* key = from + slots[std::min(k + j, count - 1)] * stride + d;
-                    scale[j] = quantise<HeadNumbers>(key, filled, groups.size, numbers[j]);
+                    vi most{};  // magnitudes in the order of their bits
+                    for (int64_t i = 0; i < pairs; i++) {
+                        const vu found = both[i][j] = load_pairs(key + 2 * LANES * i, filled - 2 * LANES * i);
+                        most = larger(larger((vi)even(found) & 0x7fffffff, (vi)odd(found) & 0x7fffffff), most);
+                    }
+                    largest_of[j] = (vf)most;
                 }
-                for (int64_t w = 0; w < groups.size / 2; w += LANES) {
-                    vu rows[LANES];
-                    for (int j = 0; j < LANES; j++) rows[j] = load_as<vu>(numbers[j] + 2 * w);
-                    transpose(rows);
-                    for (int i = 0; i < LANES; i++) store_as(words + (w + i) * PANEL, rows[i]);
+                const vi top = (vi)joined_lanes(largest_of, [](vf a, vf b) { return (vf)larger((vi)a, (vi)b); });
+                const vf inverse = float(HeadNumbers::MOST) / (vf)top;
+                const vi usable = inverse < splat(__builtin_inff()), none = top >= 0x7f800000;
+                store(scale, none ? splat(__builtin_nanf("")) : usable ? (vf)top / float(HeadNumbers::MOST) : vf{});
+                const vf factor = usable & ~none ? inverse : vf{};
+                for (int64_t i = 0; i < pairs; i++, words += LANES * PANEL) {
+                    for (int64_t j = 0; j < LANES; j++) {
+                        const vf f = splat(factor[j]);
+                        const vu low = (vu)nearest(even(both[i][j]) * f), high = (vu)nearest(odd(both[i][j]) * f);
+                        both[i][j] = (low & 0xffffu) | high << 16;
+                    }
+                    transpose(both[i]);
+                    for (int w = 0; w < LANES; w++) store_as(words + w * PANEL, both[i][w]);
                 }
             }
     }

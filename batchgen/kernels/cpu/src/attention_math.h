@@ -52,8 +52,13 @@ static inline vf exp_nonpositive(vf x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
+#if defined(__AVX512F__)
+    const __mmask16 above = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
+    return (vf)_mm512_maskz_scalef_ps(above, (__m512)p, (__m512)n);
+#else
     const vf result = p * (vf)(((vu)shifted - INTEGER_BITS + 127) << 23);
     return x < splat(-87.0f) ? vf{} : result;
+#endif
 }
 
 static inline float exp_nonpositive(float x) { return x < -87.0f ? 0.0f : std::exp(x); }
