@@ -41,7 +41,20 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()  # or libraries would find it alive at the very end, and say that it leaks
 
 
-def pytest_runtest_setup() -> None:
+_THREADS = pytest.StashKey[int]()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if torch := sys.modules.get("torch"):
+        session.config.stash[_THREADS] = torch.get_num_threads()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    # An engine takes what was set before an earlier one was given fewer threads, and a test may have set that.
+    if (torch := sys.modules.get("torch")) and (threads := item.config.stash.get(_THREADS, None)):
+        torch.set_num_threads(threads)
+        if engine := sys.modules.get("batchgen.engine.engine"):
+            engine._THREADS_BEFORE.clear()
     # Only where Triton is there already: most tests do without, and it is slow to import.
     if "triton.runtime.interpreter" in sys.modules:
         from tests.gpu.interpreted import quicken

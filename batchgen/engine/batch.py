@@ -48,13 +48,6 @@ class StepBatch:
     embeds: TokenEmbeds | None = None
     """tokens that come as embeddings; None where there are none"""
 
-    @property
-    def wanted(self) -> Tensor | None:
-        """[R] int64: the flat token of each `SampleRow`; None: all of them, in order."""
-        if self.sample_rows is None or self.logit_rows is None:
-            return self.logit_rows if self.sample_rows is None else self.sample_rows
-        return self.logit_rows[self.sample_rows]
-
     def feed(self, last: Tensor | None) -> Tensor:
         """[T] the step's input ids, given the last step's draws [R'] int64 on the device."""
         return self.input_ids if self.source is None or last is None else fed(self.input_ids, self.source, last)

@@ -261,10 +261,11 @@ class StepRunner:
         drawn: SampleResult | None = None
         with record(threads) as noted:
             self._copy_pages(self._copies)
-            inputs = ModelInput(batch.input_ids, batch.positions, attention, ops=ops, wanted=batch.wanted)
+            inputs = ModelInput(batch.input_ids, batch.positions, attention, ops=ops, wanted=batch.logit_rows)
             hidden = self._model.hidden(inputs)
             if plain is not None:
-                drawn = ops.sample(self._model.logits(hidden), plain.at(batch.drawn, ops))
+                logits = self._model.logits(hidden)  # [U, V]
+                drawn = ops.sample(logits, plain.at(batch.drawn, ops), batch.sample_rows)
         assert len(noted) == bool(self._copies) + (1 if plain is None else 3), "what runs now would run too early"
         if isinstance(attention, PooledAttention):
             self.attention.add(attention.counts)

@@ -68,7 +68,7 @@ class Device(Protocol):
         ...
 
     def upload(self, *arrays: Array) -> list[Tensor]:
-        """Copies of host arrays as tensors of the same dtypes and shapes, in one transfer.
+        """Copies of host arrays as contiguous tensors of the same dtypes and shapes, in one transfer.
 
         The arrays may be changed as soon as the call returns.
         """
@@ -119,8 +119,9 @@ class HostDevice:
     captures: Final = False
 
     def upload(self, *arrays: Array) -> list[Tensor]:
-        """The arrays themselves as tensors: the caller leaves them alone while the step runs."""
-        return [torch.from_numpy(array) for array in arrays]
+        """The arrays themselves where they are contiguous: the caller leaves them alone while the step runs."""
+        # Kernels read them as they lie: of an array that was broadcast they would read what lies behind it.
+        return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
 
     def upload_into(self, array: Array, target: Tensor) -> None:
         """See `Device.upload_into`."""

@@ -132,9 +132,9 @@ def read_out(logits: Tensor, targets: Tensor, k: int) -> ReadOut:
     return logprobs.read_out(logits, targets, k, log_normalizers(logits))
 
 
-def sample(logits: Tensor, columns: SamplingColumns) -> SampleResult:
+def sample(logits: Tensor, columns: SamplingColumns, sample_rows: Tensor | None = None) -> SampleResult:
     """See `sampling.sample`."""
-    return sampling.sample(logits, columns, rows_at_once=1)
+    return sampling.sample(logits, columns, sample_rows, rows_at_once=1)
 
 
 def filtered_scores(

@@ -148,8 +148,8 @@ class Ops(Protocol):
         """Rows that nothing can be drawn from."""
         ...
 
-    def sample(self, logits: Tensor, columns: SamplingColumns) -> SampleResult:
-        """One token per row."""
+    def sample(self, logits: Tensor, columns: SamplingColumns, sample_rows: Tensor | None = None) -> SampleResult:
+        """One token per row, or per one of `sample_rows`."""
         ...
 
     # filtering.py

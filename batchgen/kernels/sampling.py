@@ -63,7 +63,7 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True)
 class SamplingColumns:
-    """Sampling parameters of R rows, one tensor each, and which rows need what work (known to the host)."""
+    """Sampling parameters of R rows, one contiguous tensor each, and which rows need what work (known to the host)."""
 
     temperature: Tensor
     """[R] float32; below 1e-5 the row is greedy"""
@@ -119,7 +119,7 @@ class SamplingColumns:
 
     def with_keys(self, keys: Tensor) -> SamplingColumns:
         """The same columns for a step whose draws have these keys [R] int64."""
-        return replace(self, keys=keys)
+        return replace(self, keys=keys.contiguous())
 
 
 def _kinds(
@@ -149,15 +149,20 @@ def greedy(logits: Tensor) -> Tensor:
     return logits.argmax(dim=-1)  # documented to give the first of equals; a test holds it to that
 
 
-def sample(logits: Tensor, columns: SamplingColumns, *, rows_at_once: int | None = None) -> SampleResult:
+def sample(
+    logits: Tensor, columns: SamplingColumns, sample_rows: Tensor | None = None, *, rows_at_once: int | None = None
+) -> SampleResult:
     """Draw one token per row.
 
     Args:
-        logits: [R, V], after penalties and masks; left as they are, and drawn by in float32. -inf is never drawn. Rows
+        logits: [U, V], after penalties and masks; left as they are, and drawn by in float32. -inf is never drawn. Rows
             named by `nan_rows` give some id in range.
-        columns: the rows' parameters, with keys unless all rows are greedy.
+        columns: the parameters of R draws, with keys unless all are greedy.
+        sample_rows: [R] int64, the row of the logits that each draw is from; None: R is U, one of each in order.
         rows_at_once: rows drawn for in one call of each operation; None: as many as the cache holds.
     """
+    if sample_rows is not None:
+        logits = logits[sample_rows]
     if columns.all_greedy:
         return SampleResult(greedy(logits))
     assert columns.keys is not None, "draws need keys"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,15 @@ from torch import Tensor
 from batchgen.engine.engine import Engine
 from batchgen.models.base import ModelInput
 from tests.engine.reference import save_word_tokenizer, shared_prefix_prompts
+from tests.kernels.cpu.products import with_threads
 from tests.models.tiny import VOCAB, save_tiny
+
+
+@pytest.fixture(autouse=True, params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Of two, where kernels are compiled, steps that ask for tokens alone are computed beside Python."""
+    with with_threads(request.param):
+        yield
 
 
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
@@ -47,7 +56,7 @@ def test_tokens_that_are_drawn_from_are_wanted(scored: bool, implementation: str
     assert seen[1] == seen[0] if scored else seen[1] <= drawn < seen[0]
 
 
-def test_a_model_may_be_asked_for_all(tmp_path: Path) -> None:
+def test_a_model_may_be_asked_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is picked of all states is what is computed of the wanted ones alone, token by token."""
     folder = save_tiny("qwen3", tmp_path)
     save_word_tokenizer(folder, VOCAB)
@@ -55,5 +64,6 @@ def test_a_model_may_be_asked_for_all(tmp_path: Path) -> None:
     engine = Engine(str(folder), dtype="float32")
     found = [list(c.output_ids or ()) for c in engine.generate(rows, ordered=True)]
     compute = engine.model.hidden
+    monkeypatch.setattr(engine.model, "recordable", lambda: False)  # what picks is no kernel that could be
     engine.model.hidden = lambda inputs: inputs.pick(compute(replace(inputs, wanted=None)))  # type: ignore[method-assign]
     assert [list(c.output_ids or ()) for c in engine.generate(rows, ordered=True)] == found

@@ -249,16 +249,19 @@ def row_keys(seeds: Tensor, sample_indexes: Tensor, positions: Tensor) -> Tensor
     return keys
 
 
-def sample(logits: Tensor, columns: SamplingColumns) -> SampleResult:
+def sample(logits: Tensor, columns: SamplingColumns, sample_rows: Tensor | None = None) -> SampleResult:
     """See `sampling.sample`. Can be recorded."""
     rows = _rows(logits)
     if rows is None:
-        return plain_sampling.sample(logits, columns)
-    tokens = torch.empty(rows.rows, dtype=torch.int64)
-    bad = torch.empty(rows.rows, dtype=torch.bool)
+        return plain_sampling.sample(logits, columns, sample_rows)
+    draws = rows.rows if sample_rows is None else len(sample_rows)
+    tokens = torch.empty(draws, dtype=torch.int64)
+    bad = torch.empty(draws, dtype=torch.bool)
     assert columns.all_greedy or columns.keys is not None, "draws need keys"
     call = Sample(
         rows,
+        address(sample_rows),
+        draws,
         columns.temperature.data_ptr(),
         columns.top_k.data_ptr(),
         columns.top_p.data_ptr(),
@@ -269,7 +272,7 @@ def sample(logits: Tensor, columns: SamplingColumns) -> SampleResult:
     )
     noted = recording()
     if noted is None:
-        library().bg_sample(byref(call), _threads(logits.numel()))
+        library().bg_sample(byref(call), _threads(draws * rows.vocab))
     else:
-        noted.add(SAMPLE, call, None, logits, columns, tokens, bad)
+        noted.add(SAMPLE, call, None, logits, sample_rows, columns, tokens, bad)
     return SampleResult(tokens, bad)

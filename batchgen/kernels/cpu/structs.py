@@ -131,6 +131,8 @@ class Sample(Structure):
 
     _fields_ = (
         ("logits", Logits),
+        ("sample_rows", c_void_p),
+        ("draws", c_int64),
         ("temperature", c_void_p),
         ("top_k", c_void_p),
         ("top_p", c_void_p),

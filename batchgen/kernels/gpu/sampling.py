@@ -264,17 +264,25 @@ def _sample(
     tl.store(p_tokens + row, token.to(tl.int64))
 
 
-def sample(logits: Tensor, columns: SamplingColumns, tile: SamplingTile = DEFAULT_TILE) -> SampleResult:
+def sample(
+    logits: Tensor,
+    columns: SamplingColumns,
+    sample_rows: Tensor | None = None,
+    *,
+    tile: SamplingTile = DEFAULT_TILE,
+) -> SampleResult:
     """Draw one token per row.
 
     Args:
-        logits: [R, V] float32, float16 or bfloat16, after penalties and masks; left as it is. -inf is never drawn.
+        logits: [U, V] float32, float16 or bfloat16, after penalties and masks; left as it is. -inf is never drawn.
             Rows that are `bad` in the result give some id in range.
-        columns: the rows' parameters, each column contiguous, with keys unless all rows are greedy. Which rows need
-            what work is not looked at.
+        columns: the parameters of R draws, with keys unless all are greedy. Which rows need what work is not looked at.
+        sample_rows: as for `sampling.sample`.
         tile: how to walk the rows; changes no draw.
     """
     assert columns.keys is not None or columns.all_greedy, "draws need keys"
+    if sample_rows is not None:
+        logits = logits[sample_rows]
     rows, vocab = logits.shape
     device = logits.device
     tokens = torch.empty(rows, dtype=torch.int64, device=device)

@@ -74,6 +74,31 @@ def test_every_mix_of_parameters_equals_the_oracle(kind: str, vocab: int, dtype:
     assert not found.bad.any()
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_several_draw_from_one_row(threads: int) -> None:
+    logits, keys = logits_of("normal", 5, 300, torch.float32), keys_for(len(GRID))
+    columns = SamplingColumns.of(*zip(*GRID, strict=True)).with_keys(keys)  # type: ignore[arg-type]
+    rows = torch.randint(5, (len(GRID),), generator=torch.Generator().manual_seed(1))
+    torch.set_num_threads(threads)
+    found = ops.sample(logits, columns, rows)
+    for same in (ops, torch_ops):
+        assert torch.equal(found.tokens, same.sample(logits[rows], columns).tokens)
+        assert torch.equal(found.tokens, same.sample(logits, columns, rows).tokens)
+    assert found.bad is not None
+    assert len(found.bad) == len(GRID)
+
+
+def test_columns_and_keys_may_be_broadcast() -> None:
+    """Of such ones a kernel that reads number after number would read what lies behind them."""
+    logits = logits_of("normal", 40, 300, torch.float32)
+    wide = [torch.tensor(value).expand(40).numpy() for value in (0.7, 5, 0.9, 0.01)]
+    keys = torch.tensor(7).expand(40)
+    same = SamplingColumns.of(*(column.copy() for column in wide)).with_keys(keys.clone())
+    assert torch.equal(
+        ops.sample(logits, SamplingColumns.of(*wide).with_keys(keys)).tokens, ops.sample(logits, same).tokens
+    )
+
+
 def test_greedy_rows_need_no_keys() -> None:
     logits = logits_of("ties", 9, 300, torch.float32)
     columns = SamplingColumns.of([0.0] * 9, [0] * 9, [1.0] * 9, [0.0] * 9)

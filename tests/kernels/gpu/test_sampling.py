@@ -45,7 +45,7 @@ def columns_of(params: list[Params], keys: Tensor) -> SamplingColumns:
 
 def draw(logits: Tensor, params: list[Params], seed: int = 0, tile: SamplingTile = SMALL) -> Tensor:
     before = logits.clone()
-    result = sample(logits, columns_of(params, keys_for(len(params), seed)), tile)
+    result = sample(logits, columns_of(params, keys_for(len(params), seed)), tile=tile)
     assert torch.equal(logits, before)
     assert result.tokens.dtype == torch.int64
     assert result.bad is not None
@@ -136,13 +136,23 @@ def test_tiles_change_no_draw(tile: SamplingTile) -> None:
 def test_a_row_is_drawn_alone_as_in_any_company() -> None:
     params = some(GRID, 14, seed=4)
     logits, keys = logits_of("ties", 14, 150), keys_for(14)
-    whole = sample(logits, columns_of(params, keys), SMALL).tokens
+    whole = sample(logits, columns_of(params, keys), tile=SMALL).tokens
     order = torch.randperm(14, generator=torch.Generator().manual_seed(0))
-    shuffled = sample(logits[order], columns_of([params[i] for i in order], keys[order]), SMALL).tokens
+    shuffled = sample(logits[order], columns_of([params[i] for i in order], keys[order]), tile=SMALL).tokens
     assert torch.equal(shuffled, whole[order])
     for row in (0, 5, 13):
-        alone = sample(logits[row : row + 1], columns_of(params[row : row + 1], keys[row : row + 1]), SMALL).tokens
+        alone = sample(logits[row : row + 1], columns_of(params[row : row + 1], keys[row : row + 1]), tile=SMALL).tokens
         assert int(alone) == int(whole[row])
+
+
+def test_several_draw_from_one_row() -> None:
+    params, rows = some(GRID, 12, seed=6), torch.tensor([0, 2, 2, 1, 0, 2, 2, 2, 1, 0, 0, 1])
+    logits, columns = logits_of("ties", 3, 150), columns_of(params, keys_for(12))
+    found = sample(logits, columns, rows, tile=SMALL)
+    assert torch.equal(found.tokens, sample(logits[rows], columns, tile=SMALL).tokens)
+    assert torch.equal(found.tokens, twin.sample(logits, columns, rows).tokens)
+    assert found.bad is not None
+    assert len(found.bad) == 12
 
 
 def test_strided_logits() -> None:
@@ -156,7 +166,7 @@ def test_strided_logits() -> None:
 
 
 def draw_view(view: Tensor, params: list[Params]) -> list[int]:
-    tokens: list[int] = sample(view, columns_of(params, keys_for(len(params))), SMALL).tokens.tolist()
+    tokens: list[int] = sample(view, columns_of(params, keys_for(len(params))), tile=SMALL).tokens.tolist()
     return tokens
 
 
@@ -181,12 +191,12 @@ def test_draws_follow_the_filtered_distribution(params: Params, draws: int) -> N
 
 def test_all_greedy_needs_no_keys() -> None:
     columns = SamplingColumns.of([0.0, 9e-6], [-1, 3], [1.0, 0.5], [0.0, 0.0])
-    assert sample(torch.tensor([[0.0, 2.0], [3.0, 1.0]]), columns, SMALL).tokens.tolist() == [1, 0]
+    assert sample(torch.tensor([[0.0, 2.0], [3.0, 1.0]]), columns, tile=SMALL).tokens.tolist() == [1, 0]
 
 
 def test_no_rows() -> None:
     columns = SamplingColumns.of([], [], [], [])
-    assert sample(torch.empty(0, 7), columns, SMALL).tokens.shape == (0,)
+    assert sample(torch.empty(0, 7), columns, tile=SMALL).tokens.shape == (0,)
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 63, 300])
@@ -210,7 +220,7 @@ def test_bad_rows_are_named_and_leave_their_neighbours_alone(dtype: torch.dtype)
     poisoned[5, 3] = torch.inf
     poisoned[6, 199] = torch.nan
     assert nan_rows(poisoned).tolist() == twin.nan_rows(poisoned).tolist()
-    result = sample(poisoned, columns_of(params, keys_for(7)), SMALL)
+    result = sample(poisoned, columns_of(params, keys_for(7)), tile=SMALL)
     assert result.bad is not None
     assert result.bad.tolist() == [False, True, False, False, True, True, True]
     assert torch.equal(result.tokens[[0, 2, 3]], clean[[0, 2, 3]])

@@ -32,7 +32,7 @@ void Program::part(int thread) {
         if (o.kind == PRODUCT) claims->wait(matmul_part(as<Matmul>(o.first), *claims, thread, threads));
         if (o.kind == SAMPLE) {
             const Sample& s = as<Sample>(o.first);
-            by_parts(*claims, s.logits.rows, threads, [&](int part, int parts) { sample_part(s, part, parts); });
+            by_parts(*claims, s.draws, threads, [&](int part, int parts) { sample_part(s, part, parts); });
         }
         claims += claims_of(o);
     }

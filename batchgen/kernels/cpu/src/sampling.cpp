@@ -298,9 +298,9 @@ template <class T>
 void sample_rows(const Sample& s, int thread, int threads) {
     Candidates memory;
     const int64_t vocab = s.logits.vocab;
-    const Span span(s.logits.rows, thread, threads);
+    const Span span(s.draws, thread, threads);
     for (int64_t r = span.begin; r < span.end; r++) {
-        const T* row = row_of<T>(s.logits, r);
+        const T* row = row_of<T>(s.logits, s.sample_rows ? s.sample_rows[r] : r);
         const RowFacts facts = scan_row<false>(row, vocab);
         s.bad[r] = facts.bad();
         s.tokens[r] = facts.id;

@@ -38,9 +38,11 @@ struct RowKeys {
     int64_t rows;
 };
 
-// One token per row.
+// R draws of one token.
 struct Sample {
     Logits logits;
+    const int64_t* sample_rows;    // [R] of the logits, or null where each draw has its own, in order
+    int64_t draws;                 // R
     const float* temperature;      // [R]
     const int64_t* top_k;          // [R]
     const float *top_p, *min_p;    // [R]
