@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -50,17 +51,37 @@ class _Process:
         self.owner = os.getpid()
         self.requests, self.results = Connection(requests, readable=False), Connection(results, writable=False)
         self.vocabularies: set[tuple[int, str]] = set()
+        self._sender: threading.Thread | None = None
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
+    def begin_sending(self, jobs: list[Job]) -> None:
+        """Send `jobs` beside the caller, who reads: two that both only write, each into a full pipe, would wait."""
+        self._sender = threading.Thread(target=self._send, args=(jobs,), name="grammars", daemon=True)
+        self._sender.start()
+
+    def end_sending(self) -> None:
+        """Wait until all is sent, or cannot be."""
+        if self._sender is not None:
+            self._sender.join()
+            self._sender = None
+
+    def _send(self, jobs: list[Job]) -> None:
+        with suppress(OSError):  # it is gone, which the other end says
+            for job in jobs:
+                self.requests.send(job)
+
     def close(self) -> None:
-        """Have it end."""
+        """End it, and all that it forked."""
+        if self.owner == os.getpid():
+            with suppress(OSError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self.end_sending()  # before its descriptor is closed, whose number the next process may get
         self.requests.close()
         self.results.close()
-        if self.owner == os.getpid():
-            self._process.wait()
 
 
 _lock = threading.RLock()
@@ -105,20 +126,18 @@ class GrammarCompiler:
         """
         jobs = dict(enumerate(constraints))
         kinds = sorted({vocabulary_of(constraint) for constraint in jobs.values()})
-        pieces = {kind: self._vocabularies[kind] for kind in kinds if not self._is_known(kind)}
         with _lock:
+            pieces = {kind: self._vocabularies[kind] for kind in kinds if not self._is_known(kind)}
             try:
                 process = _running()
                 for kind, tokens in pieces.items():
                     process.requests.send(Vocabulary((self._number, kind), tokens))
                     process.vocabularies.add((self._number, kind))
-                # Two processes that both only write, each into a full pipe, would wait for each other.
-                sender = threading.Thread(target=self._send, args=(process, list(jobs.items())), daemon=True)
-                sender.start()
+                process.begin_sending([self._job(number, constraint) for number, constraint in jobs.items()])
                 while jobs:
                     number, result = process.results.recv()
                     yield jobs.pop(number), result
-                sender.join()
+                process.end_sending()
             except (EOFError, OSError):
                 problem = "the process that compiles grammars ended; is xgrammar installed?"
                 raise BatchgenError(problem) from None
@@ -127,14 +146,10 @@ class GrammarCompiler:
                     stop_compiling()  # what it has yet to say belongs to nobody
 
     def _is_known(self, kind: str) -> bool:
-        with _lock:
-            return (self._number, kind) in _running().vocabularies
+        return (self._number, kind) in _running().vocabularies
 
-    def _send(self, process: _Process, jobs: list[tuple[int, Constraint]]) -> None:
-        with suppress(OSError):  # it is gone, which the other end says
-            for number, constraint in jobs:
-                key = (self._number, vocabulary_of(constraint))
-                process.requests.send(Job(number, constraint, key, self._lenient, self._limits))
+    def _job(self, number: int, constraint: Constraint) -> Job:
+        return Job(number, constraint, (self._number, vocabulary_of(constraint)), self._lenient, self._limits)
 
     def close(self) -> None:
         """Nothing more will be compiled for this vocabulary."""

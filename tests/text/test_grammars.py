@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from random import Random
 
@@ -184,6 +185,18 @@ def test_a_batch_that_is_given_up_leaves_nothing_behind(grammars: Grammars) -> N
     assert grammars.error(Constraint("regex", "after it")) is None
     grammars.prepare(several)
     assert grammars.matcher(several[5], ()).accept_string("given up 5")
+
+
+def test_what_is_still_being_sent_to_a_process_that_is_given_up_never_reaches_the_next(grammars: Grammars) -> None:
+    batch = grammars._compiler.compile(
+        [Constraint("regex", "first"), *(Constraint("regex", "a" * (1 << 20)) for _ in range(64))]  # fill the pipe
+    )
+    next(batch)
+    assert "grammars" in {thread.name for thread in threading.enumerate()}
+    batch.close()  # type: ignore[attr-defined]
+    assert "grammars" not in {thread.name for thread in threading.enumerate()}
+    grammars.prepare([Constraint("regex", "after those")])
+    assert grammars.error(Constraint("regex", "after those")) is None
 
 
 def test_the_process_ends_with_the_one_that_started_it() -> None:
