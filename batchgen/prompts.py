@@ -6,8 +6,9 @@ Nothing here knows of files or tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,13 +30,12 @@ class TokenPrompt:
     ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
+class ChatPrompt(NamedTuple):
     """A conversation; the chat template renders and tokenises it."""
 
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...] | None = None
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    template_kwargs: Mapping[str, Any] = MappingProxyType({})
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 

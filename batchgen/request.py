@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,8 +37,7 @@ FinishReason = Literal["stop", "length", "abort", "repetition"]
 StopKind = Literal["eos", "token", "string", "regex", "grammar"]
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedRow:
+class ParsedRow(NamedTuple):
     """One input row after validation and before tokenisation."""
 
     row_index: int

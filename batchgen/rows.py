@@ -59,7 +59,7 @@ def parse_row(value: Any, row_index: int, defaults: RowDefaults) -> ParsedRow:
         RowError: everything that is wrong with the row, naming the field and the remedy. The order is fixed: values
             that are wrong come before a missing prompt, that before fields that are not supported.
     """
-    if not isinstance(value, Mapping):
+    if type(value) is not dict and not isinstance(value, Mapping):
         raise RowError(ErrorCode.INVALID_JSON, f"a row must be a JSON object, got {kind_of(value)}")
     parse = parse_openai_line if is_openai_line(value) else _parse_native
     return parse(value, row_id(value, row_index), row_index, defaults)

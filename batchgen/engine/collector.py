@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from types import TracebackType
-from typing import Final, Self
+from typing import ClassVar, Final, Self
 
 __all__ = ["QuietCollector"]
 
@@ -25,6 +25,9 @@ class QuietCollector:
     had frozen or switched off itself stays so.
     """
 
+    _freezing: ClassVar[int] = 0
+    """How many of those entered will unfreeze what is frozen: 0 or 1."""
+
     def __init__(self, every: int = _EVERY) -> None:
         """`every`: ticks from one collection to the next."""
         self._every = every
@@ -38,8 +41,17 @@ class QuietCollector:
         gc.disable()
         gc.collect(1)
         if self._freezes:
+            QuietCollector._freezing += 1
             gc.freeze()
         return self
+
+    def set_aside(self) -> None:
+        """Look no more at what is alive now, either; at no cost. For after a start that made much that stays.
+
+        Where the caller had frozen something himself that is all that stays so, and this does nothing.
+        """
+        if QuietCollector._freezing:
+            gc.freeze()
 
     def tick(self) -> None:
         """A good moment, such as when a step has been handed to the device: collect, if it is time."""
@@ -54,6 +66,7 @@ class QuietCollector:
     ) -> None:
         """All as it was."""
         if self._freezes:
+            QuietCollector._freezing -= 1
             gc.unfreeze()
         if self._enabled:
             gc.enable()

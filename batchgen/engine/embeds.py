@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +44,7 @@ class EmbedsReader:
                 than the model's, `empty_prompt`.
         """
         prompts = (self._stored(p) if isinstance(p, EmbedsPrompt) else p for p in row.prompts)
-        return replace(row, prompts=tuple(prompts))
+        return row._replace(prompts=tuple(prompts))
 
     def _stored(self, prompt: EmbedsPrompt) -> StoredPrompt:
         source = prompt.source

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from batchgen.engine.embeds import EmbedsReader
 from batchgen.errors import ErrorCode, ErrorInfo, RowError
@@ -20,8 +19,7 @@ __all__ = ["Intake", "OnDuplicate", "TakenRow"]
 OnDuplicate = Literal["error", "suffix", "allow"]
 
 
-@dataclass(frozen=True, slots=True)
-class TakenRow:
+class TakenRow(NamedTuple):
     """What became of one input row: its requests stand in the table from `first` on, or it has an error."""
 
     row_index: int
@@ -90,7 +88,7 @@ class Intake:
         while not self._claim(f"{row.id}-{number}"):
             number += 1
         self._numbers[key] = number + 1
-        return replace(row, id=f"{row.id}-{number}")
+        return row._replace(id=f"{row.id}-{number}")
 
     def _claim(self, row_id: str) -> bool:
         key = _hash(row_id)

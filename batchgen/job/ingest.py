@@ -128,7 +128,7 @@ def ingest(
             raw = places.pop(taken.row_index)
             result.rows += 1
             on_row(result.rows)
-            extra = carried(config.carry, {**raw.displaced, **taken.extra})
+            extra = carried(config.carry, {**raw.displaced, **taken.extra} if raw.displaced else taken.extra)
             if taken.error is not None:
                 error = _located(taken.error, raw)
                 _bad_row(config.on_bad_row, error, taken, result)
@@ -143,8 +143,9 @@ def ingest(
                 continue
             assert taken.row is not None
             first_texts = [p for p in taken.prompts if p.text_index == 0]
-            texts = (decode(_prompt_part(p)) if p.embeds is None else None for p in first_texts)
-            prompts = list(texts) if config.include_prompt else None
+            prompts = None
+            if config.include_prompt:
+                prompts = [decode(_prompt_part(p)) if p.embeds is None else None for p in first_texts]
             result.texts.add(taken.row_index, taken.id, extra, prompts)
             result.shapes.add(taken.row_index, _is_chat(taken.row), taken.row.params.echo)
             for prompt in taken.prompts:

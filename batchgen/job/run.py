@@ -91,6 +91,7 @@ class _Job:
             work = open_output(paths, identity.run, identity.info, self.config.existing)
         if work is None:
             return _finished(paths.result, identity)
+        self.collector.set_aside()
         with work, ThreadPoolExecutor(1, thread_name_prefix="load") as loader:
             # The weights are read while the rows are tokenised.
             model = loader.submit(setup.load_model)

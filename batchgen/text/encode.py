@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from itertools import islice
-from typing import Literal, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 from batchgen.errors import ErrorCode, ErrorInfo, RowError
 from batchgen.params import Constraint, SamplingParams, StateLimits
@@ -24,8 +24,8 @@ Truncate = Literal["none", "left", "right"]
 _Source = str | list[int] | ErrorInfo
 """A prompt before it is tokenised: text, ids given as such, or a conversation that cannot be rendered."""
 
-_BATCH_ROWS = 512
-_BATCH_CHARACTERS = 1 << 24  # a batch of long texts ends early, so that its encodings stay within some hundred MB
+_BATCH_ROWS = 256
+_BATCH_CHARACTERS = 1 << 23  # a batch of long texts ends early, so that two batches' encodings stay within some 100 MB
 _ID_FIELDS = ("stop_token_ids", "allowed_token_ids", "token_ids_logprob")
 _ROOM_WITHOUT_LIMIT = 128  # tokens kept free for the answer of a truncated prompt whose row sets no limit
 
@@ -34,8 +34,7 @@ _MOST_FITTING = 256  # parameter sets remembered as checked
 _NO_STATES = StateLimits()
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedPrompt:
+class EncodedPrompt(NamedTuple):
     """One prompt of a row, ready to plan."""
 
     prompt_index: int
@@ -58,6 +57,16 @@ Encoded = tuple[ParsedRow, list[EncodedPrompt] | ErrorInfo]
 """A row with its prompts, or with what is wrong with it."""
 _Other = TypeVar("_Other")
 """What stands among rows and is none, such as one that was refused."""
+
+
+class _Batch(NamedTuple, Generic[_Other]):
+    """Rows, and others among them, that are being tokenised."""
+
+    items: list[ParsedRow | _Other]
+    texts: list[_Source]
+    """of the rows' prompts, in order"""
+    ids: Future[list[list[int] | ErrorInfo]]
+    """likewise"""
 
 
 class Encoder:
@@ -96,28 +105,39 @@ class Encoder:
     def encode_rows(self, rows: Iterable[ParsedRow | _Other]) -> Iterator[Encoded | tuple[_Other, None]]:
         """Each row, in order, with its prompts or with what is wrong; a bad prompt fails its whole row.
 
-        What is no row comes back in its place, with None. Up to 512 are taken and tokenised at a time.
+        What is no row comes back in its place, with None. Up to 256 are tokenised at a time, on a thread of its own
+        while the next ones are taken.
         """
         source = iter(rows)
-        while batch := _take_batch(source):
-            yield from self._encode_batch(batch)
+        with ThreadPoolExecutor(1, thread_name_prefix="tokenise") as tokenising:
+            begun: list[_Batch[_Other]] = []
+            while items := _take_batch(source):
+                begun.append(self._begin_batch(items, tokenising))
+                if len(begun) > 1:
+                    yield from self._finish_batch(begun.pop(0))
+            for batch in begun:
+                yield from self._finish_batch(batch)
 
     def can_compile(self, constraints: Sequence[Constraint]) -> bool:
         """Prepare constraints that an earlier process found good; False: one is not, here."""
         self.grammars.prepare(constraints)
         return all(self.grammars.error(constraint) is None for constraint in constraints)
 
-    def _encode_batch(self, batch: list[ParsedRow | _Other]) -> Iterator[Encoded | tuple[_Other, None]]:
-        rows = [item for item in batch if isinstance(item, ParsedRow)]
+    def _begin_batch(self, items: list[ParsedRow | _Other], tokenising: Executor) -> _Batch[_Other]:
+        rows = [item for item in items if isinstance(item, ParsedRow)]
         prompts = [prompt for row in rows for prompt in row.prompts]
         rendered = iter(self._tokenizer.render_chats([prompt for prompt in prompts if isinstance(prompt, ChatPrompt)]))
         texts = [next(rendered) if isinstance(prompt, ChatPrompt) else _source(prompt) for prompt in prompts]
-        found = zip(texts, self._encode_texts(texts), strict=True)
+        ids = tokenising.submit(self._encode_texts, texts)
         distinct = {id(row.params): row.params for row in rows}.values()  # rows asked alike share the object
         constraints = [constraint for params in distinct if (constraint := params.constraint) is not None]
         if constraints:
             self.grammars.prepare(constraints)
-        for item in batch:
+        return _Batch(items, texts, ids)
+
+    def _finish_batch(self, batch: _Batch[_Other]) -> Iterator[Encoded | tuple[_Other, None]]:
+        found = zip(batch.texts, batch.ids.result(), strict=True)
+        for item in batch.items:
             if not isinstance(item, ParsedRow):
                 yield item, None
                 continue
@@ -128,7 +148,7 @@ class Encoder:
             except RowError as error:
                 yield item, error.info
 
-    def _encode_texts(self, texts: list[str | list[int] | ErrorInfo]) -> list[list[int] | ErrorInfo]:
+    def _encode_texts(self, texts: Sequence[_Source]) -> list[list[int] | ErrorInfo]:
         """Tokenise the strings among `texts` in one call, nothing added in front; the others stay as they are."""
         strings = [text for text in texts if isinstance(text, str)]
         try:
@@ -246,12 +266,12 @@ class Encoder:
         prefix = self._tokenizer.prefix_ids
         if isinstance(prompt, TextPrompt) and ids[: len(prefix)] != prefix:
             ids = prefix + ids
-        param = _source_of(row, prompt)
         if not ids:
+            param = _source_of(row, prompt)
             message = f"`{param}` gives no tokens, and the tokenizer adds none; give a prompt that is not empty"
             raise RowError(ErrorCode.EMPTY_PROMPT, message, param)
         if max(ids) >= self._vocab_size:
-            raise self._out_of_range(param, max(ids))
+            raise self._out_of_range(_source_of(row, prompt), max(ids))
         return ids
 
     def _out_of_range(self, param: str, token: int) -> RowError:

@@ -121,3 +121,24 @@ def test_a_caller_without_a_collector_keeps_none() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_what_a_start_made_is_set_aside() -> None:
+    with QuietCollector(), QuietCollector(every=1) as inner:
+        kept = [[] for _ in range(5000)]  # type: ignore[var-annotated]
+        assert len(gc.get_objects(generation=0)) > 5000
+        inner.set_aside()
+        assert len(gc.get_objects(generation=0)) < 100
+    assert gc.get_freeze_count() == 0
+    assert kept
+
+
+def test_what_a_caller_froze_is_all_that_stays_so() -> None:
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    with QuietCollector() as collector:
+        kept = [[] for _ in range(5000)]  # type: ignore[var-annotated]
+        collector.set_aside()
+        assert gc.get_freeze_count() < frozen + 1000
+    assert kept
+    gc.unfreeze()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -224,6 +225,40 @@ def test_rows_are_taken_as_needed(encoder: Encoder) -> None:
     next(results)
     assert taken <= 1024
     assert sum(1 for _ in results) == 4999
+
+
+def test_rows_are_taken_while_those_before_are_tokenised(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = parsed({"text": "a"})[0].params
+    more, real = threading.Event(), encoder._tokenizer.encode_plain
+
+    def waiting(texts: list[str]) -> list[list[int]]:
+        assert more.wait(60)
+        return real(texts)
+
+    def source() -> Any:
+        for index in range(700):
+            if index == 300:  # of the second batch
+                more.set()
+            yield ParsedRow(index, f"row-{index}", (TextPrompt("fox " * (index % 5 + 1)),), params, {})
+
+    monkeypatch.setattr(encoder._tokenizer, "encode_plain", waiting)
+    for index, (row, prompts) in enumerate(encoder.encode_rows(source())):
+        assert isinstance(row, ParsedRow)
+        assert isinstance(prompts, list)
+        assert row.row_index == index
+        assert prompts[0].ids == encoder._tokenizer.encode(["fox " * (index % 5 + 1)])[0]
+    assert index == 699
+
+
+def test_whoever_stops_early_leaves_no_thread(encoder: Encoder) -> None:
+    params = parsed({"text": "a"})[0].params
+    rows = (ParsedRow(i, f"row-{i}", (TextPrompt("fox"),), params, {}) for i in range(5000))
+    before = set(threading.enumerate())
+    results = encoder.encode_rows(rows)
+    next(results)
+    assert len(set(threading.enumerate()) - before) == 1
+    results.close()  # type: ignore[attr-defined]
+    assert set(threading.enumerate()) == before
 
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
