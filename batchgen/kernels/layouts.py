@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from batchgen.kernels.cpu.figures import keep_figures, kept_figures
 from batchgen.kernels.cpu.library import DTYPES, loaded, missing
 from batchgen.kernels.cpu.matmul import (
     METHODS,
@@ -210,31 +211,41 @@ class TakenLayout:
 
 @cache
 def take_layout(dtype: torch.dtype, products: Products) -> TakenLayout:
-    """The layout for weights of `dtype` on this CPU; measured once in a process.
-
-    On one thread, by the time that it computes: it is instructions that are compared, and waiting tells nothing, be it
-    for other threads and programs or for Python's lock, which whatever reads rows holds while a model is loaded.
-    """
+    """The layout for weights of `dtype` on this CPU; measured once on a machine, whose next processes take the same."""
     found = layouts(dtype, products)
     first = next(iter(found))
     if products != "measured" or len(found) == 1:
         return TakenLayout(first, found[first], first)
+    subject = f"layouts-{str(dtype).removeprefix('torch.')}"
+    times = kept_figures(subject, found)
+    if times is None:
+        times, settled = _measured(dtype, found)
+        if settled:
+            keep_figures(subject, times)
+    best = fastest(times)
+    rest = ", ".join(f"{name} {1e3 * seconds:.2g} ms" for name, seconds in times.items() if name != best)
+    return TakenLayout(best, found[best], f"{best} ({1e3 * times[best]:.2g} ms against {rest})")
+
+
+def _measured(dtype: torch.dtype, found: Mapping[str, Make]) -> tuple[dict[str, float], bool]:
+    """The seconds that each layout takes, and whether the machine left them in peace.
+
+    On one thread, by the time that it computes: it is instructions that are compared, and waiting tells nothing, be it
+    for other threads and programs or for Python's lock, which whatever reads rows holds while a model is loaded.
+    """
     rows, inner, outer = _SIZE
     x, weight = torch.full((rows, inner), 0.5, dtype=dtype), torch.full((outer, inner), 0.5, dtype=dtype)
     made = {name: make(weight, None) for name, make in found.items()}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        times = _least_seconds({name: partial(layout, x) for name, layout in made.items()})
+        return _least_seconds({name: partial(layout, x) for name, layout in made.items()})
     finally:
         torch.set_num_threads(threads)
-    best = fastest(times)
-    rest = ", ".join(f"{name} {1e3 * seconds:.2g} ms" for name, seconds in times.items() if name != best)
-    return TakenLayout(best, found[best], f"{best} ({1e3 * times[best]:.2g} ms against {rest})")
 
 
-def _least_seconds(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """Each call's least time, found again several times over where the machine leaves it in peace for so long."""
+def _least_seconds(calls: Mapping[str, Callable[[], object]]) -> tuple[dict[str, float], bool]:
+    """Each call's least time, and whether it was found several times over, which a busy machine may not allow."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
@@ -247,10 +258,10 @@ def _least_seconds(calls: Mapping[str, Callable[[], object]]) -> dict[str, float
         settled = all(sum(t <= 1.05 * min(times) for t in times) >= _FOUND for times in taken.values())
         if turn + 1 >= _ROUNDS and (settled or time.perf_counter() > end):
             break
-    return {name: min(times) for name, times in taken.items()}
+    return {name: min(times) for name, times in taken.items()}, settled
 
 
 def fastest(times: Mapping[str, float]) -> str:
     """The first name whose time no other one clearly beats."""
     least = min(times.values())
-    return next(name for name, seconds in times.items() if least > _CLEARLY * seconds)
+    return next(name for name, seconds in times.items() if least >= _CLEARLY * seconds)

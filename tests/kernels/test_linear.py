@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -109,6 +109,17 @@ def test_a_fixed_choice_asks_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     take_layout.cache_clear()
 
 
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, dict[str, float]]]:
+    """What is kept from one process to the next: nothing yet."""
+    figures: dict[str, dict[str, float]] = {}
+    monkeypatch.setattr(module, "kept_figures", lambda subject, names: figures.get(subject))
+    monkeypatch.setattr(module, "keep_figures", figures.__setitem__)
+    take_layout.cache_clear()
+    yield figures
+    take_layout.cache_clear()
+
+
 class Slow(Plain):
     """A layout that takes its time."""
 
@@ -123,7 +134,9 @@ class Slow(Plain):
         return super().__call__(x)
 
 
-def test_the_fastest_is_taken_whatever_happens_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fastest_is_taken_whatever_happens_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, kept: dict[str, dict[str, float]]
+) -> None:
     def of(*seconds: float) -> Callable[[Tensor, Tensor | None], Slow]:
         turns = itertools.cycle(seconds)
         return lambda weight, bias: Slow(weight, bias, lambda: next(turns))
@@ -132,20 +145,43 @@ def test_the_fastest_is_taken_whatever_happens_now_and_then(monkeypatch: pytest.
         monkeypatch.setattr(time, clock, lambda: Slow.clock)
     found = {"first": of(9, 2, 50), "second": of(100, 1.5, 9, 9), "third": of(1.9), "fourth": of(1.4375)}
     monkeypatch.setattr(module, "layouts", lambda dtype, products: found)
-    take_layout.cache_clear()
+    monkeypatch.setattr(module, "_SECONDS", 1e6)  # these are slow ones
     taken = take_layout(torch.float32, "measured")
     assert taken.name == "second"  # the fourth is not clearly faster
     assert taken.describes == "second (1.5e+03 ms against first 2e+03 ms, third 1.9e+03 ms, fourth 1.4e+03 ms)"
     assert describe_products(torch.float32, torch.device("cpu"), "measured") == taken.describes
     assert describe_products(torch.float32, torch.device("cuda"), "measured") is None
+
+    # The next process takes the same, and asks no clock.
+    least = {"first": 2, "second": 1.5, "third": 1.9, "fourth": 1.4375}
+    assert kept == {"layouts-float32": pytest.approx(least)}
     take_layout.cache_clear()
+    for clock in ("perf_counter", "thread_time"):
+        monkeypatch.setattr(time, clock, lambda: pytest.fail("asked"))
+    again = take_layout(torch.float32, "measured")
+    assert (again.name, again.describes) == (taken.name, taken.describes)
+    assert again.make is found["second"]
 
 
-def test_measuring_leaves_other_threads_as_they_are() -> None:
+def test_times_that_a_busy_machine_disturbs_are_not_kept(
+    monkeypatch: pytest.MonkeyPatch, kept: dict[str, dict[str, float]]
+) -> None:
+    for clock in ("perf_counter", "thread_time"):
+        monkeypatch.setattr(time, clock, lambda: Slow.clock)
+    turns = itertools.count(60, -1)  # never the same twice
+    found = {
+        "first": lambda weight, bias: Slow(weight, bias, lambda: 1.1 ** next(turns)),
+        "second": lambda weight, bias: Slow(weight, bias, lambda: 1.0),
+    }
+    monkeypatch.setattr(module, "layouts", lambda dtype, products: found)
+    assert take_layout(torch.float32, "measured").name == "second"
+    assert kept == {}
+
+
+def test_measuring_leaves_other_threads_as_they_are(kept: dict[str, dict[str, float]]) -> None:
     """It sets the number of threads of the one that measures, for a while."""
     before = torch.get_num_threads()
     seen: list[int] = []
-    take_layout.cache_clear()
 
     def measure() -> None:
         take_layout(torch.float32, "measured")

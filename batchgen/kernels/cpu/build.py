@@ -125,11 +125,12 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _tidy(folder: Path) -> None:
-    """Remove the libraries that were not used for longest. A process that has one loaded keeps it."""
+    """Remove the libraries that were not used for longest, with their figures. Who has one loaded keeps it."""
     with suppress(OSError):
         by_use = sorted(folder.glob("batchgen-*.so"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
         for old in by_use[_KEPT:]:
-            old.unlink()
+            for each in (*folder.glob(f"{old.stem}-*.json"), old):
+                each.unlink()
 
 
 def _digest(compiler: Sequence[str]) -> str:

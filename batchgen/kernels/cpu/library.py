@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from functools import cache
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from batchgen.kernels.cpu.build import CompilerMissing, built_library
 
-__all__ = ["DTYPES", "address", "library", "loaded", "missing"]
+__all__ = ["DTYPES", "address", "library", "library_file", "loaded", "missing"]
 
 DTYPES: Final[dict[torch.dtype, int]] = {torch.float32: 0, torch.bfloat16: 1}
 """What the kernels compute in, with its code in C++."""
@@ -74,6 +75,15 @@ def library() -> Any:
     if isinstance(found, str):
         raise RuntimeError(found)
     return found
+
+
+def library_file() -> Path:
+    """The library's file.
+
+    Raises:
+        RuntimeError: there is none, and why.
+    """
+    return Path(library()._name)
 
 
 def address(tensor: Tensor | None) -> int | None:

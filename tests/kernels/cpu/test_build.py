@@ -86,9 +86,10 @@ def test_old_libraries_go(cache: Path, sources: Path) -> None:
         old = cache / f"batchgen-{age}.so"
         old.touch()
         os.utime(old, (1e9 - age, 1e9 - age))
+        (cache / f"batchgen-{age}-speed.json").touch()
     (cache / "notes.txt").touch()
     library = built_library()
-    kept = {library.name, *(f"batchgen-{age}.so" for age in range(7)), "notes.txt"}
+    kept = {library.name, *(f"batchgen-{age}{end}" for age in range(7) for end in (".so", "-speed.json")), "notes.txt"}
     assert {p.name for p in cache.iterdir()} == kept
 
 
