@@ -135,7 +135,9 @@ class Loop:
         self._prompt_only: set[int] = set()
         """Sequences that run for their prompt alone: their one draw is dropped."""
         self._open: dict[int, _Open] = {}
-        self.state = LoopState(kv_pages=pool.keys[0].shape[0] - 1 if pool.keys else 0)
+        self.over = False
+        """Whether `run` has ended, in whatever way: nothing touches the pool any more."""
+        self.state = LoopState(kv_pages=max(0, pool.num_pages - 1))
 
     @property
     def outputs(self) -> OutputRing:
@@ -167,12 +169,13 @@ class Loop:
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> Iterator[list[Completion]]:
         """Generate until everything is done or `stop` says so; unfinished prompts yield nothing."""
-        yield from self._without_tokens()
-        with QuietCollector() as collector:
-            try:
+        try:
+            yield from self._without_tokens()
+            with QuietCollector() as collector:
                 yield from self._steps(stop, collector)
-            finally:
-                self._runner.close()
+        finally:
+            self._runner.close()
+            self.over = True
 
     def _steps(self, stop: Callable[[], bool], collector: QuietCollector) -> Iterator[list[Completion]]:
         last: Flight | None = None

@@ -19,7 +19,7 @@ from batchgen.kernels.types import KVPool
 from batchgen.models.base import ModelSpec
 from batchgen.units import format_size
 
-__all__ = ["AUTO_SHARE", "DeviceMemory", "allowed_pages", "device_memory", "pool_pages"]
+__all__ = ["AUTO_SHARE", "DeviceMemory", "allowed_pages", "device_memory", "most_pages", "pool_pages"]
 
 AUTO_SHARE: Final = 0.4
 """Share of a CPU's free memory that keys and values may take when `--kv-memory` is not given."""
@@ -70,7 +70,7 @@ def pool_pages(
     Raises:
         UsageError: the memory allowed does not hold two pages, or is not there.
     """
-    pages = min(allowed_pages(spec, page_size, kv_memory, memory), _most_pages(workload, page_size) + 1)
+    pages = min(allowed_pages(spec, page_size, kv_memory, memory), most_pages(workload, page_size))
     page = _page_bytes(spec, page_size)
     if pages * page > memory.room:
         held = f", of which the largest step takes {format_size(memory.step)}" if memory.exclusive else ""
@@ -124,15 +124,16 @@ def _page_bytes(spec: ModelSpec, page_size: int) -> int:
     return max(1, KVPool.page_bytes(list(spec.kv_layers), page_size, spec.dtype))
 
 
-def _most_pages(workload: Workload, page_size: int) -> int:
-    """Pages with which nothing ever waits: every tree node and every sample's output in pages of their own.
+def most_pages(workload: Workload, page_size: int) -> int:
+    """Pages with which nothing ever waits: every tree node and every sample's output in pages of their own, and the
+    scratch page.
 
     Two partial pages may each be copied at either's beginning, and admission keeps a page free for each sample begun.
     """
     tree = workload.tree
     nodes = -(-(tree.end - tree.start).astype(np.int64) // page_size) + 1
     outputs = -(-workload.table.max_new_tokens.astype(np.int64) // page_size) + 2
-    return int(nodes.sum() + (outputs * workload.samples).sum()) + 1
+    return int(nodes.sum() + (outputs * workload.samples).sum()) + 2
 
 
 def device_memory(device: torch.device, step: int = 0) -> DeviceMemory:

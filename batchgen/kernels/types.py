@@ -75,6 +75,20 @@ class KVPool:
 
         return KVPool([make(x, x.key_dim) for x in layers], [make(x, x.value_dim) for x in layers], page_size)
 
+    @property
+    def num_pages(self) -> int:
+        """Its pages, the scratch page included; 0 without layers."""
+        return self.keys[0].shape[0] if self.keys else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its pages; those that nobody has written to may not be in memory."""
+        return sum(x.nbytes for x in (*self.keys, *self.values))
+
+    def first(self, num_pages: int) -> KVPool:
+        """Its first pages, in the same memory."""
+        return KVPool([x[:num_pages] for x in self.keys], [x[:num_pages] for x in self.values], self.page_size)
+
     @staticmethod
     def page_bytes(layers: list[LayerKV], page_size: int, dtype: torch.dtype) -> int:
         """Bytes of one page over all layers."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import weakref
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,9 @@ from batchgen.params import SamplingParams
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
 from batchgen.request import RequestTable
 from tests.engine.reference import shared_prefix_prompts
+
+_DEMO = str(Path(batchgen.__file__).parent / "demo" / "model")
+_ROWS = [f"Sort: {i} 3 {7 * i % 11} 1" for i in range(9)] + ["Reverse: a b c d e f g h i j k l m n o p", "Sort: 9"]
 
 LAYER = LayerKV(2, 8, 8)
 SPEC = ModelSpec(
@@ -151,16 +156,66 @@ def test_memory_that_torch_holds_back_counts_as_free(monkeypatch: pytest.MonkeyP
 
 
 def test_a_job_begins_when_the_last_ones_pool_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(str(Path(batchgen.__file__).parent / "demo" / "model"))
+    engine = Engine(_DEMO)
     pools: list[weakref.ref[torch.Tensor]] = []
+    calls = []
 
     def measured(*given: Any) -> int:
         assert [pool() for pool in pools] == [None] * len(pools)
-        return 8
+        calls.append(given)
+        return 8 * len(calls)
 
     monkeypatch.setattr("batchgen.engine.engine.pool_pages", measured)
-    for _ in range(3):
-        list(engine.generate(["Sort: 3 1"], SamplingParams(max_new_tokens=2)))
+    for rows in (1, 2, 4):  # none fits into the pool of the one before
+        list(engine.generate(["Sort: 3 1"] * rows, SamplingParams(max_new_tokens=2, n=rows)))
         assert engine.last_run is not None
         pools.append(weakref.ref(engine.last_run.pool.keys[0]))
+    assert len(calls) == 3
     assert pools[-1]() is not None
+
+
+def test_a_job_that_fits_takes_the_last_ones_memory() -> None:
+    engine = Engine(_DEMO)
+    first = _generated(engine, _ROWS)
+    assert engine.last_run is not None
+    memory, pages = engine.last_run.pool.keys[0].data_ptr(), engine.last_run.pool.num_pages
+    one = _generated(engine, _ROWS[:1])
+    assert engine.last_run.pool.keys[0].data_ptr() == memory
+    assert engine.last_run.pool.num_pages == engine.last_run.loop.state.kv_pages + 1 < pages
+    assert one == first[:1]
+    assert _generated(engine, _ROWS) == first, "the pool did not shrink with the small job"
+    assert engine.last_run.pool.keys[0].data_ptr() == memory
+    assert engine.last_run.pool.num_pages == pages
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_no_job_takes_the_memory_of_one_that_is_under_way(given_up: bool) -> None:
+    engine = Engine(_DEMO)
+    whole = _generated(engine, _ROWS)
+    assert engine.last_run is not None
+    running = engine.generate(_ROWS, SamplingParams(max_new_tokens=12), ordered=True)
+    begun = [next(running).text]
+    memory = engine.last_run.pool.keys[0].data_ptr()
+    if given_up:
+        running.close()
+    assert _generated(engine, _ROWS) == whole
+    assert (engine.last_run.pool.keys[0].data_ptr() == memory) is given_up
+    if not given_up:
+        assert begun + [completion.text for completion in running] == whole
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"attention": "torch"}, {"deterministic": True}, {"dtype": "bfloat16"}, {"model_impl": "transformers"}],
+)
+def test_nothing_is_read_of_what_the_last_job_left_in_its_memory(options: dict[str, Any]) -> None:
+    engine = Engine(_DEMO, **options)
+    first = _generated(engine, _ROWS)
+    assert engine.last_run is not None
+    for tensor in (*engine.last_run.pool.keys, *engine.last_run.pool.values):
+        tensor.fill_(math.nan)
+    assert _generated(engine, _ROWS) == first
+
+
+def _generated(engine: Engine, rows: Sequence[str]) -> list[str | None]:
+    return [done.text for done in engine.generate(rows, SamplingParams(max_new_tokens=12), ordered=True)]

@@ -60,8 +60,11 @@ class Engine:
         stats = running.scheduler.stats
         page_bytes, times = running.page_bytes, running.loop.times.milliseconds()
         del running
-        self._engine.last_run = None  # its pool: peers in other processes are to find the memory free
-        _release_cache()
+        if self._engine.model.spec.device.type == "cuda":
+            import torch
+
+            self._engine.last_run = None  # its pool: peers in other processes are to find the memory free
+            torch.cuda.empty_cache()
         return collected.outputs, {
             **{name: count for name, count in collected.returned.items() if count},
             "prompt_tokens_computed": stats.prompt_tokens + stats.recomputed_tokens + stats.relogit_tokens,
@@ -75,13 +78,6 @@ class Engine:
             "kv_peak_bytes": stats.peak_pages * page_bytes,
             **times,
         }
-
-
-def _release_cache() -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 class _Collected:
