@@ -13,6 +13,8 @@
 // the first of all its tokens, and parts are sums as they stand, with their maximum and total.
 #pragma once
 
+#include <vector>
+
 #include "claims.h"
 #include "parallel.h"
 #include "simd.h"
@@ -57,5 +59,8 @@ struct Attention {
 // what is computed does not depend on which.
 void attention_items_part(const Attention& a, int64_t layer, Claims& claims, int threads);
 void attention_merge_part(const Attention& a, int64_t layer, int part, int parts);
+
+// Pages that items of few query rows read, in the order of the items; at most so many.
+std::vector<int32_t> attention_pages(const AttentionList& l, int64_t most);
 
 }  // namespace bg

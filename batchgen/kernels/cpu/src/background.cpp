@@ -19,17 +19,20 @@ Program::Program(const Operation* operations, int64_t count, int threads)
     int64_t claims = 0;
     for (const Operation& o : operations_) claims += claims_of(o);
     claims_ = std::vector<Claims>(claims);
+    for (const Operation& o : operations_)
+        if (o.kind == DECODE) fetches_.emplace_back(*as<DecoderStep>(o.second).attention, as<Decoder>(o.first).num_layers);
 }
 
 void Program::part(int thread) {
     Claims* claims = claims_.data();
+    KvFetch* fetch = fetches_.data();
     for (const Operation& o : operations_) {
         if (o.kind == COPY) {
             const PageCopies& p = as<PageCopies>(o.first);
             by_parts(*claims, p.num_caches, threads, [&](int part, int parts) { page_copies_part(p, part, parts); });
         }
-        if (o.kind == DECODE) decode_part(as<Decoder>(o.first), as<DecoderStep>(o.second), claims, thread, threads);
-        if (o.kind == PRODUCT) claims->wait(matmul_part(as<Matmul>(o.first), *claims, thread, threads));
+        if (o.kind == DECODE) decode_part(as<Decoder>(o.first), as<DecoderStep>(o.second), claims, *fetch++, thread, threads);
+        if (o.kind == PRODUCT) claims->wait(matmul_part(as<Matmul>(o.first), *claims, thread, threads, nullptr));
         if (o.kind == SAMPLE) {
             const Sample& s = as<Sample>(o.first);
             by_parts(*claims, s.draws, threads, [&](int part, int parts) { sample_part(s, part, parts); });

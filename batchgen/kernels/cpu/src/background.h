@@ -41,6 +41,7 @@ class Program {
   private:
     std::vector<Operation> operations_;
     std::vector<Claims> claims_;
+    std::vector<KvFetch> fetches_;  // of decoders
 };
 
 // One program at a time.

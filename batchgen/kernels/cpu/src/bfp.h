@@ -22,6 +22,6 @@ struct BfpGroups : Grouping {
 };
 
 int64_t bfp_scratch(int64_t inner);
-int64_t bfp_part(const Matmul& m, Claims& claims, int thread, int threads);
+int64_t bfp_part(const Matmul& m, Claims& claims, int thread, int threads, KvFetch::Layer* fetch);
 
 }  // namespace bg

@@ -12,9 +12,9 @@ class Run {
     static constexpr int64_t OF_LAYER = 20, BEFORE = 1;
 
     // `claims`: unused ones of all threads, as many as there are operations.
-    Run(const Decoder& d, const DecoderStep& s, Claims* claims, int thread, int threads)
-        : d_(d), s_(s), claims_(claims), tokens_(s.tokens), x_(s.x), attended_(s.attended), thread_(thread),
-          threads_(threads) {}
+    Run(const Decoder& d, const DecoderStep& s, Claims* claims, KvFetch& fetch, int thread, int threads)
+        : d_(d), s_(s), claims_(claims), fetch_(fetch), tokens_(s.tokens), x_(s.x), attended_(s.attended),
+          thread_(thread), threads_(threads) {}
 
     void operator()() {
         begin();
@@ -22,6 +22,7 @@ class Run {
             const DecoderLayer& layer = d_.layers[l];
             product(layer.qkv, layer.qkv_lora, s_.product_in, s_.qkv, s_.wide);
             attend(layer, l);
+            attended_layers_ = l + 1;
             if (s_.num_wanted >= 0 && l + 1 == d_.num_layers) pick();
             product(layer.o, layer.o_lora, attended_, s_.delta, 0);
             norm(s_.delta, layer.post_norm, 0);
@@ -89,7 +90,7 @@ class Run {
         m.out_stride = m.outer;
         m.scratch = s_.scratch;
         Claims& claims = *claims_++;
-        const int64_t units = matmul_part(m, claims, thread_, threads_);
+        const int64_t units = matmul_part(m, claims, thread_, threads_, fetch_.layer(attended_layers_));
         if (!s_.lora) lora = nullptr;
         const auto down = [&](int part, int parts) { lora_down_part(*lora, *s_.lora, x, m.inner, part, parts); };
         if (lora) by_parts(tokens_, down);
@@ -125,6 +126,8 @@ class Run {
     const Decoder& d_;
     const DecoderStep& s_;
     Claims* claims_;  // of the next operation
+    KvFetch& fetch_;
+    int64_t attended_layers_ = 0;
     int64_t tokens_;
     void* x_;
     const void* attended_;
@@ -136,15 +139,16 @@ class Run {
 // One for each operation: a thread that is late by many finds all of their units claimed.
 int64_t decode_claims(const Decoder& d) { return Run::BEFORE + Run::OF_LAYER * d.num_layers; }
 
-void decode_part(const Decoder& d, const DecoderStep& s, Claims* claims, int thread, int threads) {
-    Run(d, s, claims, thread, threads)();
+void decode_part(const Decoder& d, const DecoderStep& s, Claims* claims, KvFetch& fetch, int thread, int threads) {
+    Run(d, s, claims, fetch, thread, threads)();
 }
 
 }  // namespace bg
 
 extern "C" void bg_decode(const bg::Decoder* d, const bg::DecoderStep* s, int threads) {
     std::vector<bg::Claims> claims(bg::decode_claims(*d));
+    bg::KvFetch fetch(*s->attention, d->num_layers);
     // A region may get fewer threads than it asks for.
 #pragma omp parallel num_threads(threads)
-    bg::decode_part(*d, *s, claims.data(), omp_get_thread_num(), omp_get_num_threads());
+    bg::decode_part(*d, *s, claims.data(), fetch, omp_get_thread_num(), omp_get_num_threads());
 }

@@ -22,6 +22,6 @@ struct Groups : Grouping {
 };
 
 int64_t int8_scratch(int64_t inner);
-int64_t int8_part(const Matmul& m, Claims& claims, int thread, int threads);
+int64_t int8_part(const Matmul& m, Claims& claims, int thread, int threads, KvFetch::Layer* fetch);
 
 }  // namespace bg

@@ -13,6 +13,9 @@ namespace bg {
 namespace {
 
 constexpr int64_t INNER_BLOCK = 192;  // even; a block of a widened panel fits the first level of cache
+// Even. The dot instruction reads weights less often: a block and the next one fit the second level, and most products
+// have one, so that sums go from registers to results.
+constexpr int64_t DOT_BLOCK = 2048;
 
 // A thread's part of a product: its share, with the working memory of these methods.
 struct Part : Share {
@@ -30,9 +33,9 @@ void float32_rows(const Part& s, int64_t row, int64_t rows) {
         const float* b = static_cast<const float*>(m.weight) + p * m.inner * PANEL;
         for (int64_t k = 0; k < m.inner; k += INNER_BLOCK, b += INNER_BLOCK * PANEL) {
             const int64_t count = std::min(INNER_BLOCK, m.inner - k);
-            NextBlock next(b, 4 * PANEL * count, rows);
+            NextBlock next(b, 4 * PANEL * count, rows, s.fetch);
             by_runs<TILE_ROWS>(rows, [&](auto n, int64_t r) {
-                next.hand_out(count / 2, [&](auto ahead, const char* from) {
+                next.hand_out(count / 2, [&](auto ahead, Lines from) {
                     tile<n(), ahead()>(x + r * m.x_stride + k, m.x_stride, b, count, s.c + r * PANEL, k == 0, from);
                 });
             });
@@ -61,14 +64,14 @@ void widened_rows(const Part& s, int64_t row, int64_t rows) {
         const bf16* b = static_cast<const bf16*>(m.weight) + p * even * PANEL;
         for (int64_t k = 0; k < even; k += INNER_BLOCK, b += INNER_BLOCK * PANEL) {
             const int64_t count = std::min(INNER_BLOCK, even - k);
-            NextBlock next(b, 2 * PANEL * count, rows);
+            NextBlock next(b, 2 * PANEL * count, rows, s.fetch);
             by_runs<TILE_ROWS>(rows, [&](auto n, int64_t r) {
                 const float* a = x + r * stride + k;
                 float* c = s.c + r * PANEL;
                 if (n() == rows) {
                     tile_pairs<n(), false, STREAM>(a, stride, b, count / 2, c, k == 0, nullptr);
                 } else if (r > 0) {
-                    next.hand_out(count / 2, [&](auto ahead, const char* from) {
+                    next.hand_out(count / 2, [&](auto ahead, Lines from) {
                         tile<n(), ahead() == STREAM ? NOTHING : ahead()>(a, stride, s.wide_panel, count, c, k == 0, from);
                     });
                 } else if (rows <= (FEW_TILES - 1) * TILE_ROWS) {
@@ -97,19 +100,23 @@ void dot_rows(const Part& s, int64_t row, int64_t rows) {
         x = padded;
         stride = even;
     }
-    constexpr int64_t BLOCK = 2 * INNER_BLOCK;
     for (int64_t p = s.panel; p < s.panel_end; p++) {
         const bf16* b = static_cast<const bf16*>(m.weight) + p * even * PANEL;
-        for (int64_t k = 0; k < even; k += BLOCK, b += BLOCK * PANEL) {
-            const int64_t count = std::min(BLOCK, even - k);
-            NextBlock next(b, 2 * PANEL * count, rows);
+        const bool whole = (p + 1) * PANEL <= m.outer;
+        for (int64_t k = 0; k < even; k += DOT_BLOCK, b += DOT_BLOCK * PANEL) {
+            const int64_t count = std::min(DOT_BLOCK, even - k);
+            NextBlock next(b, 2 * PANEL * count, rows, s.fetch);
+            bf16* out = nullptr;
+            if (whole && k + count == even) out = static_cast<bf16*>(m.out) + row * m.out_stride + p * PANEL;
+            const float* bias = m.bias ? m.bias + p * PANEL : nullptr;
             by_runs<TILE_ROWS>(rows, [&](auto n, int64_t r) {
-                next.hand_out(count / 2, [&](auto ahead, const char* from) {
-                    tile_dot<n(), ahead()>(x + r * stride + k, stride, b, count / 2, s.c + r * PANEL, k == 0, from);
+                next.hand_out(count / 2, [&](auto ahead, Lines from) {
+                    tile_dot<n(), ahead()>(x + r * stride + k, stride, b, count / 2, s.c + r * PANEL, k == 0, from,
+                                           out ? out + r * m.out_stride : nullptr, m.out_stride, bias);
                 });
             });
         }
-        write<bf16>(m, s.c, row, rows, p * PANEL);
+        if (!whole) write<bf16>(m, s.c, row, rows, p * PANEL);
     }
 }
 #endif
@@ -139,11 +146,11 @@ int64_t matmul_scratch(int64_t inner, int64_t method) {
     return 4 * (ROW_BLOCK * PANEL + INNER_BLOCK * PANEL + ROW_BLOCK * up(inner, 16));
 }
 
-int64_t matmul_part(const Matmul& m, Claims& claims, int thread, int threads) {
-    if (m.method == INT8_F32 || m.method == INT8_BF16) return int8_part(m, claims, thread, threads);
-    if (m.method == BF16_BFP) return bfp_part(m, claims, thread, threads);
+int64_t matmul_part(const Matmul& m, Claims& claims, int thread, int threads, KvFetch::Layer* fetch) {
+    if (m.method == INT8_F32 || m.method == INT8_BF16) return int8_part(m, claims, thread, threads, fetch);
+    if (m.method == BF16_BFP) return bfp_part(m, claims, thread, threads, fetch);
     const int64_t scratch = matmul_scratch(m.inner, m.method);
-    return by_claims(m, claims, thread, threads, scratch, [&](const Share& s, int64_t row, int64_t rows) {
+    return by_claims(m, claims, thread, threads, fetch, scratch, [&](const Share& s, int64_t row, int64_t rows) {
         rows_of(Part(m, s), row, rows);
     });
 }
@@ -153,5 +160,5 @@ int64_t matmul_part(const Matmul& m, Claims& claims, int thread, int threads) {
 extern "C" void bg_matmul(const bg::Matmul* m, int64_t threads) {
     bg::Claims claims;
 #pragma omp parallel num_threads(threads)
-    bg::matmul_part(*m, claims, omp_get_thread_num(), omp_get_num_threads());
+    bg::matmul_part(*m, claims, omp_get_thread_num(), omp_get_num_threads(), nullptr);
 }

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "claims.h"
+#include "fetch.h"
 #include "simd.h"
 
 namespace bg {
@@ -40,6 +41,7 @@ struct Matmul {
 
 int64_t matmul_scratch(int64_t inner, int64_t method);
 // Returns how many units `claims`, one of all threads and unused before, hands out to them.
-int64_t matmul_part(const Matmul& m, Claims& claims, int thread, int threads);
+// What `fetch` has, unless it is null, is fetched meanwhile.
+int64_t matmul_part(const Matmul& m, Claims& claims, int thread, int threads, KvFetch::Layer* fetch);
 
 }  // namespace bg

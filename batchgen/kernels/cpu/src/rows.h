@@ -37,12 +37,13 @@ struct Share {
     bool fresh;  // the thread's first panels of these rows
     float* c;    // [ROW_BLOCK, PANEL]
     float* work;
+    KvFetch::Layer* fetch;  // or null
 };
 
 // Calls kernel(share, first row, rows) for the panels of one block of rows after the other, as far as this thread
 // claims them. Returns how many units there are for all threads.
 template <class Kernel>
-int64_t by_claims(const Matmul& m, Claims& claims, int thread, int threads, int64_t scratch, Kernel kernel) {
+int64_t by_claims(const Matmul& m, Claims& claims, int thread, int threads, KvFetch::Layer* fetch, int64_t scratch, Kernel kernel) {
     const int64_t panels = up(m.outer, PANEL) / PANEL;
     if (panels == 0 || m.rows == 0) return 0;
     // Of fewer panels than threads the rows make more blocks.
@@ -55,7 +56,7 @@ int64_t by_claims(const Matmul& m, Claims& claims, int thread, int threads, int6
             const int64_t block = at / panels, end = std::min(claim.end, (block + 1) * panels);
             const int64_t row = m.rows * block / blocks, rows = m.rows * (block + 1) / blocks - row;
             const int64_t panel = at - block * panels;
-            kernel(Share{panel, panel + end - at, block != held, c, c + ROW_BLOCK * PANEL}, row, rows);
+            kernel(Share{panel, panel + end - at, block != held, c, c + ROW_BLOCK * PANEL, fetch}, row, rows);
             held = block, at = end;
         }
         claims.done(claim.units());

@@ -3,47 +3,64 @@
 
 #include <type_traits>
 
+#include "fetch.h"
 #include "matmul.h"
 
 namespace bg {
 
 constexpr int COLUMNS = PANEL / LANES;  // registers across a panel
-constexpr int LINE = 64;                // bytes of a line of cache
 
-// How a tile fetches weights that are wanted later into the second level of cache, so that they come from far away
-// while others are multiplied. With many tiles each fetches a part of the next block, with few the first must stream.
+// How a tile fetches what is wanted later into the second level of cache, so that it comes from far away while others
+// are multiplied. With many tiles each fetches a part of the next block of weights, and those that find none left keys
+// and values; with few the first must stream.
 enum Ahead {
     NOTHING,
-    SPREAD,  // one line of what `ahead` points to for every two k
-    STREAM,  // as much as is read, STREAM_BYTES in front of it
+    SPREAD,   // one line of `ahead`, adjacent ones, for every two k
+    SCATTER,  // the same of lines that stand in chunks
+    STREAM,   // as much as is read, STREAM_BYTES in front of it
 };
 constexpr int64_t STREAM_BYTES = 4096;
 
 constexpr int64_t FEW_TILES = 3;  // fewer tiles than this cannot fetch the next block by one line in two k
 
-// What comes after a block of weights, handed out to the block's tiles.
+// What comes after a block of weights, handed out to the block's tiles; then what `fetch` has, which may be null.
 class NextBlock {
   public:
-    NextBlock(const void* block, int64_t bytes, int64_t rows)
-        : at(static_cast<const char*>(block) + bytes), end(at + bytes), few(rows <= (FEW_TILES - 1) * TILE_ROWS) {}
+    NextBlock(const void* block, int64_t bytes, int64_t rows, KvFetch::Layer* fetch)
+        : at(static_cast<const char*>(block) + bytes),
+          end(at + bytes),
+          few(rows <= (FEW_TILES - 1) * TILE_ROWS),
+          fetch(fetch) {}
 
-    // Calls kernel(constant Ahead, pointer) for a tile that fetches up to `lines`.
+    // Calls kernel(constant Ahead, Lines) for a tile that fetches up to `lines`.
     template <class Kernel>
     inline __attribute__((always_inline)) void hand_out(int64_t lines, Kernel kernel) {
         if (few && at < end) {  // the first tile fetches all
             at = end;
-            return kernel(std::integral_constant<Ahead, STREAM>{}, nullptr);
+            return kernel(std::integral_constant<Ahead, STREAM>{}, Lines{});
         }
-        if (at >= end) return kernel(std::integral_constant<Ahead, NOTHING>{}, nullptr);
-        const char* from = at;
-        at += lines * LINE;
-        kernel(std::integral_constant<Ahead, SPREAD>{}, from);
+        if (at < end) {
+            const Lines from{at, nullptr};
+            at += lines * LINE;
+            return kernel(std::integral_constant<Ahead, SPREAD>{}, from);
+        }
+        const Lines from = fetch ? fetch->take(lines) : Lines{};
+        if (from.base) return kernel(std::integral_constant<Ahead, SCATTER>{}, from);
+        kernel(std::integral_constant<Ahead, NOTHING>{}, from);
     }
 
   private:
     const char *at, *end;
     const bool few;
+    KvFetch::Layer* const fetch;
 };
+
+// Line i of what a tile fetches.
+template <Ahead AHEAD>
+inline __attribute__((always_inline)) void fetch_line(const Lines& from, uint64_t i) {
+    if (AHEAD == SPREAD) __builtin_prefetch(from.base + i * LINE, 0, 2);
+    if (AHEAD == SCATTER) __builtin_prefetch(from.at(i), 0, 2);
+}
 
 // Fetches what n bytes at `p` will be followed by.
 template <int BYTES>
@@ -92,6 +109,18 @@ struct Sums {
             }
     }
 
+    // As results, with the bias if there is one.
+    template <class T>
+    __attribute__((always_inline)) void write(T* out, int64_t out_stride, const float* bias) {
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+            for (int v = 0; v < ACROSS; v++) {
+                hold(of[r][v]);
+                store(out + r * out_stride + v * LANES, bias ? of[r][v] + load(bias + v * LANES) : of[r][v]);
+            }
+    }
+
     // x[r] * w[v] for the numbers x[r * stride].
     __attribute__((always_inline)) void add(const float* x, int64_t stride, const vf (&w)[ACROSS]) {
 #pragma GCC unroll 8
@@ -105,10 +134,10 @@ struct Sums {
 
 // c [ROWS, PANEL] (+)= x [ROWS, count] b [count, PANEL], all float32.
 template <int ROWS, Ahead AHEAD>
-void tile(const float* x, int64_t stride, const float* b, int64_t count, float* c, bool first, const char* ahead) {
+void tile(const float* x, int64_t stride, const float* b, int64_t count, float* c, bool first, Lines ahead) {
     Sums<ROWS> sums(c, first);
     for (int64_t k = 0; k < count; k++, b += PANEL) {
-        if (AHEAD == SPREAD) __builtin_prefetch(ahead + k * LINE / 2, 0, 2);
+        fetch_line<AHEAD>(ahead, k / 2);
         if (AHEAD == STREAM) stream<4 * PANEL>(b);
         vf w[COLUMNS];
 #pragma GCC unroll 8
@@ -141,12 +170,12 @@ void tile_pairs(const float* x, int64_t stride, const bf16* b, int64_t pairs, fl
 }
 
 #if defined(__AVX512BF16__)
-// The same by the dot instruction.
+// The same by the dot instruction, and the sums to `out` instead where that is given.
 template <int ROWS, Ahead AHEAD>
-void tile_dot(const bf16* x, int64_t stride, const bf16* b, int64_t pairs, float* c, bool first, const char* ahead) {
+void tile_dot(const bf16* x, int64_t stride, const bf16* b, int64_t pairs, float* c, bool first, Lines ahead, bf16* out, int64_t out_stride, const float* bias) {
     Sums<ROWS> sums(c, first);
     for (int64_t k = 0; k < pairs; k++, b += 2 * PANEL) {
-        if (AHEAD == SPREAD) __builtin_prefetch(ahead + k * LINE, 0, 2);
+        fetch_line<AHEAD>(ahead, k);
         if (AHEAD == STREAM) stream<4 * PANEL>(b);
         __m512bh w[COLUMNS];
 #pragma GCC unroll 8
@@ -160,7 +189,7 @@ void tile_dot(const bf16* x, int64_t stride, const bf16* b, int64_t pairs, float
             for (int v = 0; v < COLUMNS; v++) sums.of[r][v] = (vf)_mm512_dpbf16_ps((__m512)sums.of[r][v], a, w[v]);
         }
     }
-    sums.keep(c);
+    out ? sums.write(out, out_stride, bias) : sums.keep(c);
 }
 #endif
 

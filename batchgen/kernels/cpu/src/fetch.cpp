@@ -1,0 +1,88 @@
+#include "fetch.h"
+
+#include <algorithm>
+#include <cstdio>
+
+#include "attention.h"
+
+namespace bg {
+namespace {
+
+// Of the last level of cache that this processor's cores share. The C library's figure counts all of the machine's.
+int64_t cache_bytes() {
+    static const int64_t bytes = [] {
+        long kilobytes = 0;
+        if (FILE* file = std::fopen("/sys/devices/system/cpu/cpu0/cache/index3/size", "r")) {
+            if (std::fscanf(file, "%ldK", &kilobytes) != 1) kilobytes = 0;
+            std::fclose(file);
+        }
+        return int64_t(kilobytes) << 10;
+    }();
+    return bytes;
+}
+
+// However large the cache is, others share it.
+constexpr int64_t MOST_BYTES = 16 << 20;
+
+// The chunks of the list's pages, in order; none where pages are not made of chunks, or values not as long as keys.
+std::vector<int32_t> chunks_of(const AttentionList& l, int64_t most_bytes) {
+    std::vector<int32_t> chunks;
+    const int64_t bytes = l.page_size * l.kv_heads * l.key_dim * (l.dtype ? 2 : 4);
+    if (l.value_dim != l.key_dim || bytes % CHUNK_BYTES) return chunks;
+    const int32_t of_page = int32_t(bytes / CHUNK_BYTES);
+    for (const int32_t page : attention_pages(l, most_bytes / (2 * bytes)))
+        for (int32_t i = 0; i < of_page; i++) chunks.push_back(page * of_page + i);
+    return chunks;
+}
+
+}  // namespace
+
+KvFetch::KvFetch(const Attention& a, int64_t num_layers) : num_layers_(num_layers), layers_(new Layer[num_layers]) {
+    const int64_t most = std::min(cache_bytes() / 2, MOST_BYTES);
+    if (!most) return;
+    std::vector<const AttentionList*> lists;
+    for (int64_t i = 0; i < num_layers; i++) {
+        const AttentionList* list = a.lists[i];
+        const size_t at = std::find(lists.begin(), lists.end(), list) - lists.begin();
+        if (at == lists.size()) {
+            lists.push_back(list);
+            chunks_.emplace_back(new std::vector<int32_t>(chunks_of(*list, most)));
+        }
+        std::vector<int32_t>& chunks = *chunks_[at];
+        Layer& layer = layers_[i];
+        layer.keys_ = static_cast<const char*>(a.keys[i]);
+        layer.values_ = static_cast<const char*>(a.values[i]);
+        layer.count_ = int64_t(chunks.size());
+    }
+    for (auto& chunks : chunks_)
+        if (!chunks->empty()) chunks->resize(chunks->size() + MOST_CHUNKS, chunks->back());
+    for (int64_t i = 0; i < num_layers; i++) {
+        const size_t at = std::find(lists.begin(), lists.end(), a.lists[i]) - lists.begin();
+        layers_[i].chunks_ = chunks_[at]->data();
+    }
+}
+
+Lines KvFetch::Layer::take(int64_t lines) {
+    const int64_t wanted = (lines + CHUNK_LINES - 1) / CHUNK_LINES;
+    // Once all is taken nothing more is written, so that threads do not take the number from each other.
+    if (wanted > MOST_CHUNKS || taken_.load(std::memory_order_relaxed) >= 2 * count_) return {};
+    const int64_t from = taken_.fetch_add(wanted, std::memory_order_relaxed);
+    if (from >= 2 * count_) return {};
+    return from < count_ ? Lines{keys_, chunks_ + from} : Lines{values_, chunks_ + (from - count_)};
+}
+
+}  // namespace bg
+
+// Where the lines are that layer `layer`'s attention has fetched beforehand, `lines` at a time as tiles take them, in
+// `at`, which has room for `most`. Returns how many there are.
+extern "C" int64_t bg_fetched_lines(const bg::Attention* a, int64_t num_layers, int64_t layer, int64_t lines, const void** at, int64_t most) {
+    bg::KvFetch fetch(*a, num_layers);
+    bg::KvFetch::Layer* from = fetch.layer(layer);
+    int64_t count = 0;
+    while (from) {
+        const bg::Lines taken = from->take(lines);
+        if (!taken.base) break;
+        for (int64_t i = 0; i < lines && count < most; i++) at[count++] = taken.at(i);
+    }
+    return count;
+}

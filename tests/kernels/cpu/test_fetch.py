@@ -1,0 +1,102 @@
+"""Keys and values that products fetch before attention reads them: whose, and each once."""
+
+from __future__ import annotations
+
+from ctypes import byref, c_int64, c_void_p
+
+import pytest
+import torch
+
+from batchgen.kernels.cpu.attention import CompiledAttention
+from batchgen.kernels.cpu.library import library, loaded
+from tests.kernels.steps import Shape, Step, StepBuilder
+
+pytestmark = pytest.mark.skipif(not loaded(), reason="no C++ compiler here")
+
+LINE = 64
+CHUNK = 1024
+MOST_BYTES = 16 << 20
+
+
+def fetched(step: Step, lines: int, *, invariant: bool = False) -> list[int]:
+    """Where the lines are that are taken `lines` at a time."""
+    attention = CompiledAttention(step.pool, step.batch, 2, invariant=invariant)
+    stack = attention.stack(step.query, torch.empty_like(step.query), scale=1.0, windows=[None])
+    lasting = (c_void_p * (2 * (MOST_BYTES // LINE)))()
+    found = library().bg_fetched_lines
+    found.restype = c_int64
+    given = (byref(stack.struct), c_int64(1), c_int64(0), c_int64(lines), lasting, c_int64(len(lasting)))
+    return [int(line or 0) for line in lasting[: found(*given)]]
+
+
+def lines_of(step: Step, pages: list[int]) -> tuple[set[int], set[int]]:
+    """Those of pages' keys, and of their values."""
+
+    def of(cache: torch.Tensor) -> set[int]:
+        size = cache[0].numel() * cache.element_size()
+        return {cache.data_ptr() + page * size + at for page in pages for at in range(0, size, LINE)}
+
+    return of(step.pool.keys[0]), of(step.pool.values[0])
+
+
+def test_a_processor_whose_cache_is_known_fetches() -> None:
+    b = StepBuilder(Shape(4, 2, 64, 64))
+    b.decode(40)
+    if not fetched(b.build(), 16):
+        pytest.skip("the size of this processor's last level of cache is not known")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lines", [16, 63, 96, 1024])
+def test_what_decode_rows_read_is_fetched_and_nothing_else(lines: int, dtype: torch.dtype) -> None:
+    b = StepBuilder(Shape(4, 2, 64, 64, dtype=dtype), num_pages=600)
+    b.chunk(63, past=100)
+    rows = [b.decode(length) for length in (1, 63, 100, 17, 1000, 16)]
+    b.group(rows[:4], 2 * 16, 2)  # rows that attend together
+    step = b.build()
+    got = fetched(step, lines)
+    if not got:
+        pytest.skip("the size of this processor's last level of cache is not known")
+    keys, values = lines_of(step, [page for _, _, pages in b.rows for page in pages])
+    assert set(got) <= keys | values
+    if lines % 16 == 0:  # else the rest of a take's last chunk is left to attention
+        assert keys <= set(got)
+        assert len(values - set(got)) <= lines  # the take that begins with the last keys passes over as many values
+    if lines == 16:  # of one chunk each: none is passed over, none fetched twice
+        assert sorted(got) == sorted(keys | values)
+
+
+def test_more_at_once_than_a_take_has_is_not_fetched() -> None:
+    b = StepBuilder(Shape(4, 2, 64, 64))
+    b.decode(100)
+    assert fetched(b.build(), 64 * 16 + 1) == []
+
+
+def test_no_more_is_fetched_than_a_shared_cache_keeps() -> None:
+    b = StepBuilder(Shape(4, 4, 128, 128), num_pages=1600)
+    b.decode(24_000)
+    got = fetched(b.build(), 16)
+    assert len(got) * LINE <= MOST_BYTES
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(4, 2, 64, 32),  # values that are shorter than keys
+        Shape(1, 1, 16, 16, page_size=8),  # pages that are no whole chunks
+        Shape(16, 2, 64, 64),  # heads of more query rows than are read one by one
+    ],
+)
+def test_nothing_is_fetched_where_it_does_not_fit(shape: Shape) -> None:
+    b = StepBuilder(shape)
+    b.decode(100)
+    assert fetched(b.build(), 16) == []
+
+
+def test_nothing_is_fetched_for_tiles() -> None:
+    b = StepBuilder(Shape(4, 2, 64, 64))
+    b.chunk(63, past=100)
+    assert fetched(b.build(), 16) == []
+    b = StepBuilder(Shape(4, 2, 64, 64))
+    b.decode(100)
+    assert fetched(b.build(), 16, invariant=True) == []  # batch-invariant lists know tiles alone
