@@ -8,9 +8,10 @@ than tenfold between processors that name the same ones, so they are measured.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Final, Literal, Protocol
 
@@ -44,6 +45,7 @@ __all__ = [
     "Products",
     "TakenLayout",
     "can_pack",
+    "dots_are_faster",
     "fastest",
     "int8_refusal",
     "layouts",
@@ -207,6 +209,8 @@ class TakenLayout:
     make: Make
     describes: str
     """The name, and the times of all that were measured."""
+    times: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of each that was measured."""
 
 
 @cache
@@ -224,7 +228,18 @@ def take_layout(dtype: torch.dtype, products: Products) -> TakenLayout:
             keep_figures(subject, times)
     best = fastest(times)
     rest = ", ".join(f"{name} {1e3 * seconds:.2g} ms" for name, seconds in times.items() if name != best)
-    return TakenLayout(best, found[best], f"{best} ({1e3 * times[best]:.2g} ms against {rest})")
+    return TakenLayout(best, found[best], f"{best} ({1e3 * times[best]:.2g} ms against {rest})", times)
+
+
+@cache
+def dots_are_faster() -> bool:
+    """Whether the compiled product by bfloat16's dot instruction keeps up with the one in block floating point, whose
+    numbers cost more to make. Both are measured with the layouts.
+    """
+    if not loaded() or "dot" not in methods(torch.bfloat16):
+        return False
+    times = take_layout(torch.bfloat16, "measured").times
+    return _CLEARLY * times["compiled dot"] <= times.get("compiled bfp", math.inf)
 
 
 def _measured(dtype: torch.dtype, found: Mapping[str, Make]) -> tuple[dict[str, float], bool]:

@@ -17,7 +17,18 @@ from torch import Tensor
 from batchgen.kernels import layouts as module
 from batchgen.kernels import linear as linears
 from batchgen.kernels.cpu.library import loaded
-from batchgen.kernels.layouts import Compiled, Plain, TakenLayout, can_pack, fastest, int8_refusal, layouts, take_layout
+from batchgen.kernels.cpu.matmul import methods
+from batchgen.kernels.layouts import (
+    Compiled,
+    Plain,
+    TakenLayout,
+    can_pack,
+    dots_are_faster,
+    fastest,
+    int8_refusal,
+    layouts,
+    take_layout,
+)
 from batchgen.kernels.linear import Linear, describe_products, forms, repacks
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -161,6 +172,17 @@ def test_the_fastest_is_taken_whatever_happens_now_and_then(
     again = take_layout(torch.float32, "measured")
     assert (again.name, again.describes) == (taken.name, taken.describes)
     assert again.make is found["second"]
+
+
+@pytest.mark.skipif(not loaded() or "dot" not in methods(torch.bfloat16), reason="no dot instruction for bfloat16")
+@pytest.mark.parametrize(("dot", "bfp", "taken"), [(2.0, 1.0, False), (1.05, 1.0, True), (1.0, 2.0, True)])
+def test_attention_is_multiplied_by_what_is_the_fastest(
+    kept: dict[str, dict[str, float]], dot: float, bfp: float, taken: bool
+) -> None:
+    dots_are_faster.cache_clear()
+    kept["layouts-bfloat16"] = {"compiled": 9.0, "compiled dot": dot, "compiled bfp": bfp, "oneDNN": 9.0, "plain": 9.0}
+    assert dots_are_faster() is taken
+    dots_are_faster.cache_clear()
 
 
 def test_times_that_a_busy_machine_disturbs_are_not_kept(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from batchgen.kernels.cpu.attention_list import ListShape, WorkList, plan_list
 from batchgen.kernels.cpu.library import DTYPES, address, library
+from batchgen.kernels.layouts import dots_are_faster
 from batchgen.kernels.pooled import AttentionCounts, PooledAttention
 from batchgen.kernels.types import AttentionBatch, Ints, KVPool
 
@@ -39,6 +40,7 @@ class _List(Structure):
         ("window", c_int64),
         ("dtype", c_int64),
         ("block", c_int64),
+        ("dots", c_int64),
     )
 
 
@@ -63,7 +65,13 @@ class _LayerList:
     """A work list with room for its parts, as the kernels see it."""
 
     def __init__(
-        self, shape: ListShape, batch: AttentionBatch, keys: Tensor, values: Tensor, wanted: Ints | None
+        self,
+        shape: ListShape,
+        batch: AttentionBatch,
+        keys: Tensor,
+        values: Tensor,
+        wanted: Ints | None,
+        dots: bool,
     ) -> None:
         heads = shape.group * shape.kv_heads
         self.work = work = plan_list(batch, shape, wanted)
@@ -87,6 +95,7 @@ class _LayerList:
             shape.window or 0,
             DTYPES[keys.dtype],
             shape.block or 0,
+            dots,
         )
 
 
@@ -133,7 +142,13 @@ class CompiledAttention(PooledAttention):
     """
 
     def __init__(
-        self, pool: KVPool, batch: AttentionBatch, threads: int | None = None, *, invariant: bool = False
+        self,
+        pool: KVPool,
+        batch: AttentionBatch,
+        threads: int | None = None,
+        *,
+        invariant: bool = False,
+        dots: bool | None = None,
     ) -> None:
         """Attend over `pool`.
 
@@ -143,10 +158,15 @@ class CompiledAttention(PooledAttention):
             threads: how many compute; None takes torch's number.
             invariant: whether a token's result may depend on its own keys alone, bit for bit. Decode rows that share no
                 keys then take longer.
+            dots: whether rows that attend together are multiplied by the processor's bfloat16 dot instruction, where it
+                has one and the pool is in bfloat16, and not in block floating point; None: whether that is the faster.
         """
         self._pool = pool
         self._batch = batch
         self._invariant = invariant
+        if dots is None:
+            dots = not invariant and pool.keys[0].dtype == torch.bfloat16 and dots_are_faster()
+        self._dots = dots
         self._threads = torch.get_num_threads() if threads is None else threads
         self._lists: dict[tuple[int, torch.Size, torch.Size, int | None, bool], _LayerList] = {}
         self._counts = AttentionCounts()
@@ -224,7 +244,7 @@ class CompiledAttention(PooledAttention):
             block = _block(max(keys.shape[3], values.shape[3])) if self._invariant else None
             group = heads // keys.shape[2]
             shape = ListShape(self._pool.page_size, window, keys.shape[2], group, self._threads, block)
-            found = _LayerList(shape, self._batch, keys, values, wanted)
+            found = _LayerList(shape, self._batch, keys, values, wanted, self._dots)
             self._lists[kind] = found
         return found
 

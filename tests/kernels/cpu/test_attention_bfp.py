@@ -1,5 +1,5 @@
-"""Compiled attention in bfloat16, whose tiles are block floating point on some processors: what it loses beside the
-rounding of its result, where numbers that share a scale differ most."""
+"""Compiled attention in bfloat16, whose tiles are block floating point on some processors, or multiplied by the dot
+instruction: what it loses beside the rounding of its result, where numbers that share a scale differ most."""
 
 from __future__ import annotations
 
@@ -8,21 +8,31 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchgen.kernels import chunk_prefixes
 from batchgen.kernels.cpu import attention_list
 from batchgen.kernels.cpu.attention import CompiledAttention
 from batchgen.kernels.cpu.library import loaded
+from batchgen.kernels.cpu.matmul import methods
 from batchgen.kernels.reference import reference_attention
 from tests.kernels.steps import Shape, Step, StepBuilder, any_step
 
 pytestmark = pytest.mark.skipif(not loaded(), reason="no C++ compiler here")
 
 BF16 = torch.bfloat16
-LOSS = 2.0**-11
-"""A quarter of what bfloat16 loses of the largest value."""
+LOSS = {False: 2.0**-11, True: 2.0**-9}
+"""Of the largest value: of block floating point a quarter of what bfloat16 loses; of dots, whose weights are rounded to
+bfloat16, as much."""
+
+
+@pytest.fixture(params=[False, True], ids=["bfp", "dots"])
+def dots(request: pytest.FixtureRequest) -> bool:
+    """Which of the two, where the processor has both."""
+    if request.param and "dot" not in methods(BF16):
+        pytest.skip("this processor has no dot instruction for bfloat16")
+    return bool(request.param)
 
 
 def largest_values(step: Step) -> torch.Tensor:
@@ -31,15 +41,16 @@ def largest_values(step: Step) -> torch.Tensor:
     return largest.repeat_interleave(step.query.shape[1] // largest.shape[0], 0)
 
 
-def assert_near(step: Step, loss: float = LOSS, **options: Any) -> None:
+def assert_near(step: Step, dots: bool, loss: float | None = None, **options: Any) -> None:
     """Off by the result's rounding, and by little beside the largest values of a column, which share a scale."""
     keys, values = step.filled()
     scale = float(step.key.shape[2] ** -0.5)
     exact = reference_attention(step.batch, step.query, keys, values, scale=scale, **options)
-    made = CompiledAttention(step.pool, step.batch, 2)
+    made = CompiledAttention(step.pool, step.batch, 2, dots=dots)
     got = made.attend(0, step.query, step.key, step.value, scale=scale, **options)
     assert got.dtype == BF16
     largest = largest_values(step)
+    loss = LOSS[dots] if loss is None else loss
     off = (got.double() - exact).abs() - 2.0**-8 * exact.abs()
     assert bool((off <= loss * largest + 1e-37).all()), f"by {(off / largest).nan_to_num().max():.2g} of the largest"
 
@@ -100,30 +111,30 @@ DIMS = [(64, 64), (128, 128), (96, 24), (160, 40), (33, 7), (272, 16)]
 
 @pytest.mark.parametrize("change", [nothing, first_outweighs, uneven_values, tiny_values])
 @pytest.mark.parametrize(("key_dim", "value_dim"), DIMS)
-def test_little_is_lost(change: Callable[[Step], None], key_dim: int, value_dim: int) -> None:
+def test_little_is_lost(change: Callable[[Step], None], key_dim: int, value_dim: int, dots: bool) -> None:
     step = long_prompt(Shape(6, 2, key_dim, value_dim, dtype=BF16))
     change(step)
-    assert_near(step)
+    assert_near(step, dots)
 
 
 @pytest.mark.parametrize(("key_dim", "value_dim"), DIMS)
-def test_a_large_channel_costs_less_than_bfloat16_did(key_dim: int, value_dim: int) -> None:
+def test_a_large_channel_costs_less_than_bfloat16_did(key_dim: int, value_dim: int, dots: bool) -> None:
     """Those that share a scale with it keep fewer digits, of products that it dwarfs."""
     torch.manual_seed(0)
     step = long_prompt(Shape(6, 2, key_dim, value_dim, dtype=BF16))
     large_channel(step)
-    assert_near(step, lost_by_keys(step))
+    assert_near(step, dots, max(lost_by_keys(step), LOSS[dots]))
 
 
 @pytest.mark.parametrize(
     "options",
     [{"window": 5}, {"window": 100}, {"softcap": 3.0}, {"window": 70, "softcap": 2.0, "sinks": torch.ones(6)}],
 )
-def test_windows_and_caps(options: dict[str, Any]) -> None:
-    assert_near(long_prompt(Shape(6, 2, 64, 64, dtype=BF16)), **options)
+def test_windows_and_caps(options: dict[str, Any], dots: bool) -> None:
+    assert_near(long_prompt(Shape(6, 2, 64, 64, dtype=BF16)), dots, **options)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.tuples(st.integers(1, 70), st.integers(0, 60), st.integers(0, 3)), max_size=5),
     st.lists(st.tuples(st.integers(1, 60), st.integers(0, 2)), min_size=1, max_size=6),
@@ -134,6 +145,7 @@ def test_windows_and_caps(options: dict[str, Any]) -> None:
     st.integers(0, 1 << 20),
 )
 def test_any_step(
+    dots: bool,
     chunks: list[tuple[int, int, int]],
     rows: list[tuple[int, int]],
     heads: tuple[int, int],
@@ -147,19 +159,19 @@ def test_any_step(
         patch.setattr(attention_list, "_ROWS", 24)
         patch.setattr(attention_list, "_LEAST_KEYS", 16)
         patch.setattr(attention_list, "_STEP", 8)
-        assert_near(any_step(chunks, rows, Shape(*heads, *dims, page_size, BF16), seed), window=window)
+        assert_near(any_step(chunks, rows, Shape(*heads, *dims, page_size, BF16), seed), dots, window=window)
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 @pytest.mark.parametrize("of", ["query", "key", "value"])
-def test_what_is_no_number_stays_with_those_who_see_it(of: str, poison: float) -> None:
+def test_what_is_no_number_stays_with_those_who_see_it(of: str, poison: float, dots: bool) -> None:
     b = StepBuilder(Shape(8, 2, dtype=BF16))
     rows = [b.decode(n, own_start=32) for n in (9, 30, 12, 40, 3)]
     b.group(rows, 0, 2)
     step = b.build()
 
     def attend() -> torch.Tensor:
-        made = CompiledAttention(step.pool, step.batch, 2)
+        made = CompiledAttention(step.pool, step.batch, 2, dots=dots)
         return made.attend(0, step.query, step.key, step.value, scale=0.25)
 
     clean = attend()

@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "attention_bfp.h"
+#include "attention_dot.h"
 #include "attention_rows.h"
 
 namespace bg {
@@ -92,10 +93,11 @@ void finish(const Attention& a, const AttentionList& l, int64_t layer, const Ite
 template <class T>
 void run_item(const Attention& a, int64_t layer, const Item& item, const Item* next, bool fed) {
     const AttentionList& l = *a.lists[layer];
-    const bool few = item.few(l), bfp = by_bfp<T>(l, item);
+    const bool few = item.few(l), dots = by_dots<T>(l, item), bfp = !dots && by_bfp<T>(l, item);
     const int64_t block = many_block(l), count = item.query_rows(l);
     BfpBlock numbers(l, block);
-    const int64_t width = bfp ? numbers.columns : up(l.value_dim, LANES);
+    DotBlock pairs(l, block);
+    const int64_t width = bfp ? numbers.columns : dots ? pairs.columns : up(l.value_dim, LANES);
     const int64_t kept = few ? item.heads() : 1;  // heads whose state is kept side by side
     int32_t* slots = nullptr;
     float *query = nullptr, *sums = nullptr, *max = nullptr, *total = nullptr;
@@ -114,6 +116,8 @@ void run_item(const Attention& a, int64_t layer, const Item& item, const Item* n
         to = arrays.take<int64_t>(count);
         if (bfp) {
             numbers.take(arrays, count);
+        } else if (dots) {
+            pairs.take(arrays, count);
         } else if (!few) {
             panels = arrays.take<float>(block * l.key_dim);
             wide = arrays.take<float>(block * width);
@@ -142,8 +146,14 @@ void run_item(const Attention& a, int64_t layer, const Item& item, const Item* n
         return;
     }
     for (int64_t head = item.head; head < item.end_head; head++) {
-        begin(head);
         const HeadCache<T> cache(a, l, layer, head);
+        if (dots) {
+            begin_rows(l, item, rows_of(head));
+            dot_item<T>(a, l, item, head, cache, slots, rows_of(head), pairs);
+            finish<T>(a, l, layer, item, head, rows_of(head), false);
+            continue;
+        }
+        begin(head);
         if (bfp) {
             bfp_rows<T>(a, l, item, cache, slots, rows_of(head), numbers);
             finish<T>(a, l, layer, item, head, rows_of(head), false);

@@ -40,6 +40,7 @@ struct AttentionList {
     int64_t window;            // a token sees itself and the window - 1 before it; 0: all
     int64_t dtype;             // of pool, queries and results
     int64_t block;             // of a batch-invariant list; else 0
+    int64_t dots;              // whether tiles in bfloat16 are multiplied by its dot instruction, where there is one
 };
 
 // A step: lists and pointers of L layers; queries and results of the layer at hand. Arrays are the caller's.

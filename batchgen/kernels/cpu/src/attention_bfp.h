@@ -41,15 +41,6 @@ constexpr int VALUE_COLUMNS = 2, VALUE_PANEL = VALUE_COLUMNS * LANES;
 
 inline vi larger(vi a, vi b) { return a > b ? a : b; }
 
-// 2 * LANES numbers as they lie in memory, zeros behind the first `count`.
-template <class T>
-inline vu load_pairs(const T* p, int64_t count) {
-    if (count >= 2 * LANES) return load_as<vu>(p);
-    T some[2 * LANES] = {};
-    std::memcpy(some, p, std::max<int64_t>(count, 0) * sizeof(T));
-    return load_as<vu>(some);
-}
-
 // Of one group of one panel, as the weights of bfp.h.
 constexpr int64_t block_bytes(int64_t panel, int64_t size) { return panel * (4 + 2 * size); }
 

@@ -26,6 +26,15 @@ static inline void load_unit(const bf16* p, vf& a, vf& b) {
     b = (vf)(both & 0xffff0000u);
 }
 
+// 2 * LANES numbers as they lie in memory, zeros behind the first `count`.
+template <class T>
+static inline vu load_pairs(const T* p, int64_t count) {
+    if (count >= 2 * LANES) return load_as<vu>(p);
+    T some[2 * LANES] = {};
+    std::memcpy(some, p, std::max<int64_t>(count, 0) * sizeof(T));
+    return load_as<vu>(some);
+}
+
 // The reverse: two vectors in the order that `load_unit<T>` gave them, stored as a unit of U in plain order.
 template <class T, class U>
 static inline void store_unit(U* p, vf a, vf b) {

@@ -130,6 +130,23 @@ struct Sums {
             for (int v = 0; v < ACROSS; v++) of[r][v] = fused(a, w[v], of[r][v]);
         }
     }
+
+#if defined(__AVX512BF16__)
+    // x[r] * w[v] for the pairs x[r * stride] and those at `w`.
+    __attribute__((always_inline)) void dot(const bf16* x, int64_t stride, const void* w) {
+        __m512bh b[ACROSS];
+#pragma GCC unroll 8
+        for (int v = 0; v < ACROSS; v++) b[v] = (__m512bh)_mm512_loadu_si512(static_cast<const char*>(w) + LINE * v);
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++) {
+            int32_t pair;
+            std::memcpy(&pair, x + r * stride, 4);
+            const __m512bh a = (__m512bh)_mm512_set1_epi32(pair);
+#pragma GCC unroll 8
+            for (int v = 0; v < ACROSS; v++) of[r][v] = (vf)_mm512_dpbf16_ps((__m512)of[r][v], a, b[v]);
+        }
+    }
+#endif
 };
 
 // c [ROWS, PANEL] (+)= x [ROWS, count] b [count, PANEL], all float32.
@@ -177,17 +194,7 @@ void tile_dot(const bf16* x, int64_t stride, const bf16* b, int64_t pairs, float
     for (int64_t k = 0; k < pairs; k++, b += 2 * PANEL) {
         fetch_line<AHEAD>(ahead, k);
         if (AHEAD == STREAM) stream<4 * PANEL>(b);
-        __m512bh w[COLUMNS];
-#pragma GCC unroll 8
-        for (int v = 0; v < COLUMNS; v++) w[v] = (__m512bh)_mm512_loadu_si512(b + 2 * LANES * v);
-#pragma GCC unroll 8
-        for (int r = 0; r < ROWS; r++) {
-            int32_t pair;
-            std::memcpy(&pair, x + r * stride + 2 * k, 4);
-            const __m512bh a = (__m512bh)_mm512_set1_epi32(pair);
-#pragma GCC unroll 8
-            for (int v = 0; v < COLUMNS; v++) sums.of[r][v] = (vf)_mm512_dpbf16_ps((__m512)sums.of[r][v], a, w[v]);
-        }
+        sums.dot(x + 2 * k, stride, b);
     }
     out ? sums.write(out, out_stride, bias) : sums.keep(c);
 }
