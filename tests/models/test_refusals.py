@@ -66,7 +66,10 @@ def unlisted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 HIDDEN: dict[str, tuple[dict[str, Any], str]] = {
     "bloom": ({"n_head": 4, "n_layer": 2}, "does not go through the attention interface"),
-    "gpt_neo": ({"num_heads": 4, "num_layers": 2, "attention_types": [[["global", "local"], 1]]}, "does not go through the attention interface"),
+    "gpt_neo": (
+        {"num_heads": 4, "num_layers": 2, "attention_types": [[["global", "local"], 1]]},
+        "does not go through the attention interface",
+    ),
     "rwkv": ({}, "does not go through the attention interface"),
     "mamba": ({}, "0 of its 3 layers attend"),
     "diffllama": ({}, "attends more than once"),
