@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import signal
 import subprocess
 import time
@@ -63,9 +62,8 @@ def test_one_figure_for_everything_that_a_row_costs(
     assert [json.loads(line)["value"] for line in lines] == [figure.value for figure in figures]
     by_name = {figure.metric: figure for figure in figures}
     assert by_name["model"].value > 0
+    assert by_name["writing"].value > 0
     assert by_name["between_steps"].value > 0
-    # Nothing is said of the others' sign: one run's wait for the disk may outweigh what 512 rows take.
-    assert all(math.isfinite(figure.value) for figure in figures)
     assert by_name["steps_over_model"].value == pytest.approx(
         100 * by_name["between_steps"].value / by_name["model"].value, abs=1e-2
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ctypes import byref, c_int64, c_void_p
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,11 @@ from batchgen.kernels.cpu.attention import CompiledAttention
 from batchgen.kernels.cpu.library import library, loaded
 from tests.kernels.steps import Shape, Step, StepBuilder
 
-pytestmark = pytest.mark.skipif(not loaded(), reason="no C++ compiler here")
+CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
+pytestmark = [
+    pytest.mark.skipif(not loaded(), reason="no C++ compiler here"),
+    pytest.mark.skipif(not CACHE.exists(), reason="the size of this processor's last level of cache is not known"),
+]
 
 LINE = 64
 CHUNK = 1024
@@ -39,13 +44,6 @@ def lines_of(step: Step, pages: list[int]) -> tuple[set[int], set[int]]:
     return of(step.pool.keys[0]), of(step.pool.values[0])
 
 
-def test_a_processor_whose_cache_is_known_fetches() -> None:
-    b = StepBuilder(Shape(4, 2, 64, 64))
-    b.decode(40)
-    if not fetched(b.build(), 16):
-        pytest.skip("the size of this processor's last level of cache is not known")
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lines", [16, 63, 96, 1024])
 def test_what_decode_rows_read_is_fetched_and_nothing_else(lines: int, dtype: torch.dtype) -> None:
@@ -55,8 +53,6 @@ def test_what_decode_rows_read_is_fetched_and_nothing_else(lines: int, dtype: to
     b.group(rows[:4], 2 * 16, 2)  # rows that attend together
     step = b.build()
     got = fetched(step, lines)
-    if not got:
-        pytest.skip("the size of this processor's last level of cache is not known")
     keys, values = lines_of(step, [page for _, _, pages in b.rows for page in pages])
     assert set(got) <= keys | values
     if lines % 16 == 0:  # else the rest of a take's last chunk is left to attention
@@ -76,7 +72,8 @@ def test_no_more_is_fetched_than_a_shared_cache_keeps() -> None:
     b = StepBuilder(Shape(4, 4, 128, 128), num_pages=1600)
     b.decode(24_000)
     got = fetched(b.build(), 16)
-    assert len(got) * LINE <= MOST_BYTES
+    half = (int(CACHE.read_text().strip().removesuffix("K")) << 10) // 2
+    assert 0.9 * min(half, MOST_BYTES) < len(got) * LINE <= min(half, MOST_BYTES)
 
 
 @pytest.mark.parametrize(

@@ -167,20 +167,13 @@ __attribute__((noinline)) void softmax_numbers(
     float* scores, int64_t stride, int64_t count, int64_t shared, const Edges<R>& edges, float softcap,
     float* row_max, float* row_sum, float* decay, int16_t* numbers, float* scales, int64_t scale_stride) {
     static_assert(R <= LANES);  // a lane of what follows is a row
-    const vf lane = lane_numbers<vf>();
     vf old = splat(LOWEST), tops[MOST_GROUPS], sums[LANES] = {};
     for (int r = 0; r < R; r++) old[r] = row_max[r];
     vf most = old;
     for (int r = 0; r < R; r++) {
         float* row = scores + r * stride;
-        const bool whole = edges.from[r] <= 0 && edges.to[r] >= up(count, shared);
         for (int64_t k = 0; k < count && softcap != 0.0f; k += LANES) store(row + k, soft_capped(load(row + k), softcap));
-        for (int64_t k = 0; k < up(count, shared) && !whole; k += LANES) {
-            if (k >= edges.from[r] && k + LANES <= edges.to[r]) continue;
-            vf x = load(row + k);
-            x = lane < splat(float(edges.from[r] - k)) ? splat(-__builtin_inff()) : x;
-            store(row + k, lane >= splat(float(edges.to[r] - k)) ? splat(-__builtin_inff()) : x);
-        }
+        hide_unseen(row, up(count, shared), edges.from[r], edges.to[r]);
     }
     for (int64_t g = 0; g * shared < count; g++) {
         vf largest_of[LANES];
@@ -211,12 +204,7 @@ __attribute__((noinline)) void softmax_numbers(
             scales[r * scale_stride + g] = share[r] * (1.0f / WEIGHT_MOST);
         }
     }
-    const vf keep = exp_nonpositive(old - most), totals = lane_sums(sums);
-    for (int r = 0; r < R; r++) {
-        row_max[r] = most[r];
-        row_sum[r] = row_sum[r] * keep[r] + totals[r];
-        decay[r] = keep[r];
-    }
+    join_totals<R>(old, most, lane_sums(sums), row_max, row_sum, decay);
 }
 
 // R rows from row `row` on against the block's `count` positions, which begin with the item's key b.

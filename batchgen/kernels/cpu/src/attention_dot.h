@@ -110,21 +110,14 @@ __attribute__((noinline)) void softmax_weights(
     float* row_sum, float* decay, bf16* weights) {
     static_assert(R <= LANES);  // a lane of what follows is a row
     constexpr float LOG2_E = 1.44269504f;
-    const vf lane = lane_numbers<vf>();
     const float factor = softcap == 0.0f ? scale : 1.0f;
     vf old = splat(LOWEST), largest_of[LANES], sums[LANES] = {};
     for (int r = 0; r < LANES; r++) largest_of[r] = splat(LOWEST);
     for (int r = 0; r < R; r++) {
         float* row = scores + r * stride;
         old[r] = row_max[r];
-        const bool whole = edges.from[r] <= 0 && edges.to[r] >= count;
         for (int64_t k = 0; k < count && softcap != 0.0f; k += LANES) store(row + k, soft_capped(load(row + k) * scale, softcap));
-        for (int64_t k = 0; k < count && !whole; k += LANES) {
-            if (k >= edges.from[r] && k + LANES <= edges.to[r]) continue;
-            vf x = load(row + k);
-            x = lane < splat(float(edges.from[r] - k)) ? splat(-__builtin_inff()) : x;
-            store(row + k, lane >= splat(float(edges.to[r] - k)) ? splat(-__builtin_inff()) : x);
-        }
+        hide_unseen(row, count, edges.from[r], edges.to[r]);
         vf x = splat(LOWEST), y = x;
         for (int64_t k = 0; k < count; k += UNIT) {
             x = max(load(row + k), x);
@@ -144,12 +137,7 @@ __attribute__((noinline)) void softmax_weights(
         }
         sums[r] = x_sum + y_sum;
     }
-    const vf keep = exp_nonpositive(old - most), totals = lane_sums(sums);
-    for (int r = 0; r < R; r++) {
-        row_max[r] = most[r];
-        row_sum[r] = row_sum[r] * keep[r] + totals[r];
-        decay[r] = keep[r];
-    }
+    join_totals<R>(old, most, lane_sums(sums), row_max, row_sum, decay);
 }
 
 // R rows from row `row` on against the block's `count` positions, which begin with the item's key b.

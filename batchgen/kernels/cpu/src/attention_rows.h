@@ -356,6 +356,28 @@ struct Edges {
     }
 };
 
+// Scores of a row outside [from, to) become those of positions without weight.
+inline void hide_unseen(float* row, int64_t count, int64_t from, int64_t to) {
+    if (from <= 0 && to >= count) return;
+    const vf lane = lane_numbers<vf>(), none = splat(-__builtin_inff());
+    for (int64_t k = 0; k < count; k += LANES) {
+        if (k >= from && k + LANES <= to) continue;
+        const vf x = lane < splat(float(from - k)) ? none : load(row + k);
+        store(row + k, lane >= splat(float(to - k)) ? none : x);
+    }
+}
+
+// R rows' running maxima, one in each lane, become `most`, and `totals` join their sums.
+template <int R>
+void join_totals(vf old, vf most, vf totals, float* row_max, float* row_sum, float* decay) {
+    const vf keep = exp_nonpositive(old - most);
+    for (int r = 0; r < R; r++) {
+        row_max[r] = most[r];
+        row_sum[r] = row_sum[r] * keep[r] + totals[r];
+        decay[r] = keep[r];
+    }
+}
+
 // sums [R, width] by each row's factor.
 template <int R>
 void fade(float* sums, int64_t width, const float* factors) {
