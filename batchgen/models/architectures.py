@@ -23,7 +23,7 @@ _SPARSE: Final = "it chooses the keys of its attention by a learned index"
 _ENCODER: Final = "it is an encoder, or needs one"
 _REASONS: Final[dict[str, str]] = {
     _OWN_ATTENTION: (
-        "bloom codegen cpmant ctrl diffllama doge falcon gpt_neo gpt_neox_japanese gptj hrm_text inkling inkling_text "
+        "bloom cpmant ctrl diffllama doge falcon gpt_neo gpt_neox_japanese hrm_text inkling inkling_text "
         "inkling2 inkling2_text mpt openai-gpt xglm xlm xlnet reformer blt"
     ),
     _RECURRENT: (
