@@ -102,19 +102,26 @@ void dot_rows(const Part& s, int64_t row, int64_t rows) {
     }
     for (int64_t p = s.panel; p < s.panel_end; p++) {
         const bf16* b = static_cast<const bf16*>(m.weight) + p * even * PANEL;
-        const bool whole = (p + 1) * PANEL <= m.outer;
+        const int64_t width = std::min<int64_t>(PANEL, m.outer - p * PANEL);
+        const bool whole = width % LANES == 0;
         for (int64_t k = 0; k < even; k += DOT_BLOCK, b += DOT_BLOCK * PANEL) {
             const int64_t count = std::min(DOT_BLOCK, even - k);
             NextBlock next(b, 2 * PANEL * count, rows, s.fetch);
             bf16* out = nullptr;
             if (whole && k + count == even) out = static_cast<bf16*>(m.out) + row * m.out_stride + p * PANEL;
             const float* bias = m.bias ? m.bias + p * PANEL : nullptr;
-            by_runs<TILE_ROWS>(rows, [&](auto n, int64_t r) {
-                next.hand_out(count / 2, [&](auto ahead, Lines from) {
-                    tile_dot<n(), ahead()>(x + r * stride + k, stride, b, count / 2, s.c + r * PANEL, k == 0, from,
-                                           out ? out + r * m.out_stride : nullptr, m.out_stride, bias);
+            const auto runs = [&](auto across) {
+                by_runs<TILE_ROWS>(rows, [&](auto n, int64_t r) {
+                    const auto run = [&](auto ahead, Lines from) {
+                        tile_dot<n(), ahead(), across()>(
+                            x + r * stride + k, stride, b, count / 2, s.c + r * PANEL, k == 0, from,
+                            out ? out + r * m.out_stride : nullptr, m.out_stride, bias);
+                    };
+                    if constexpr (across() == COLUMNS) next.hand_out(count / 2, run);
+                    else run(std::integral_constant<Ahead, NOTHING>{}, Lines{});  // the last panel: no block comes next
                 });
-            });
+            };
+            with_constant<COLUMNS>(up(width, LANES) / LANES, runs);
         }
         if (!whole) write<bf16>(m, s.c, row, rows, p * PANEL);
     }

@@ -187,10 +187,11 @@ void tile_pairs(const float* x, int64_t stride, const bf16* b, int64_t pairs, fl
 }
 
 #if defined(__AVX512BF16__)
-// The same by the dot instruction, and the sums to `out` instead where that is given.
-template <int ROWS, Ahead AHEAD>
+// The same by the dot instruction, of the panel's first ACROSS registers, and the sums to `out` instead where that is
+// given.
+template <int ROWS, Ahead AHEAD, int ACROSS = COLUMNS>
 void tile_dot(const bf16* x, int64_t stride, const bf16* b, int64_t pairs, float* c, bool first, Lines ahead, bf16* out, int64_t out_stride, const float* bias) {
-    Sums<ROWS> sums(c, first);
+    Sums<ROWS, ACROSS> sums(c, first);
     for (int64_t k = 0; k < pairs; k++, b += 2 * PANEL) {
         fetch_line<AHEAD>(ahead, k);
         if (AHEAD == STREAM) stream<4 * PANEL>(b);
