@@ -24,7 +24,7 @@ from batchgen.engine.states import PendingStates, StateKeeper
 from batchgen.engine.step_times import StepTimes
 from batchgen.errors import DeviceError
 from batchgen.kernels.backend import Backend
-from batchgen.kernels.cpu.background import Background, record
+from batchgen.kernels.cpu.background import Background, feed, record
 from batchgen.kernels.device import Device
 from batchgen.kernels.pooled import AttentionCounts, PooledAttention
 from batchgen.kernels.sampling import SampleResult
@@ -259,20 +259,21 @@ class StepRunner:
         batch = step.upload(self._device)
         attention = self._backend.attention(self._pool, batch.attention)
         drawn: SampleResult | None = None
+        fed = batch.source is not None and tokens is not None
         with record(threads) as noted:
             self._copy_pages(self._copies)
+            if batch.source is not None and tokens is not None:
+                feed(batch.input_ids, batch.source, tokens)
             inputs = ModelInput(batch.input_ids, batch.positions, attention, ops=ops, wanted=batch.logit_rows)
             hidden = self._model.hidden(inputs)
             if plain is not None:
                 logits = self._model.logits(hidden)  # [U, V]
                 drawn = ops.sample(logits, plain.at(batch.drawn, ops), batch.sample_rows)
-        assert len(noted) == bool(self._copies) + (1 if plain is None else 3), "what runs now would run too early"
+        expected = bool(self._copies) + fed + (1 if plain is None else 3)
+        assert len(noted) == expected, "what runs now would run too early"
         if isinstance(attention, PooledAttention):
             self.attention.add(attention.counts)
         self.times.enter()
-        background.join()
-        if batch.source is not None:
-            batch.input_ids.copy_(batch.feed(tokens))
         flight.under_way, self._copies = True, ()
         if drawn is None:
             background.begin(noted, [])

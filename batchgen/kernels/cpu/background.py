@@ -18,12 +18,25 @@ from typing import Final
 from torch import Tensor
 
 from batchgen.kernels.cpu.library import library
+from batchgen.kernels.cpu.structs import Feed
 from batchgen.kernels.device import Array, Download, as_array
 
-__all__ = ["COPY", "DECODE", "PRODUCT", "SAMPLE", "Background", "Recording", "background", "record", "recording"]
+__all__ = [
+    "COPY",
+    "DECODE",
+    "FEED",
+    "PRODUCT",
+    "SAMPLE",
+    "Background",
+    "Recording",
+    "background",
+    "feed",
+    "record",
+    "recording",
+]
 
-COPY, DECODE, PRODUCT, SAMPLE = range(4)
-"""Kinds of operations, as in background.h: `PageCopies`; `Decoder` and `DecoderStep`; `Matmul`; `Sample`."""
+COPY, DECODE, PRODUCT, SAMPLE, FEED = range(5)
+"""Kinds of operations, as in background.h: `PageCopies`; `Decoder` and `DecoderStep`; `Matmul`; `Sample`; `Feed`."""
 
 
 class _Operation(Structure):
@@ -49,7 +62,7 @@ class Recording:
         """Note a kernel down.
 
         Args:
-            kind: one of `COPY`, `DECODE`, `PRODUCT` and `SAMPLE`.
+            kind: one of `COPY`, `DECODE`, `PRODUCT`, `SAMPLE` and `FEED`.
             first: its argument, not to be changed any more.
             second: likewise.
             kept: what the arguments point to.
@@ -85,8 +98,17 @@ def record(threads: int) -> Iterator[Recording]:
         _current.recording = None
 
 
+def feed(ids: Tensor, source: Tensor, drawn: Tensor) -> None:
+    """Note down that ids [T] become those at `source` [T] of `drawn` [R], where that is not negative; all int64."""
+    noted = recording()
+    assert noted is not None
+    assert all(tensor.is_contiguous() for tensor in (ids, source, drawn))
+    call = Feed(ids.data_ptr(), source.data_ptr(), drawn.data_ptr(), len(ids))
+    noted.add(FEED, call, None, ids, source, drawn)
+
+
 class Background:
-    """Runs recordings, one at a time. Whatever computes on memory that a recording writes has to `join` before."""
+    """Runs recordings one by one. Whatever computes on memory that a recording writes has to `join` before."""
 
     def __init__(self) -> None:
         kernels = library()
@@ -100,7 +122,8 @@ class Background:
         self._begun = 0
 
     def begin(self, noted: Recording, results: Sequence[Tensor]) -> Download:
-        """Run a recording, when the one before is done. The caller's thread computes nothing of it before it waits.
+        """Run a recording behind the one before, and help that to its end. The caller's thread computes nothing of this
+        one before it waits.
 
         Args:
             noted: holds all memory that its kernels work on.
@@ -111,10 +134,9 @@ class Background:
         """
         array = noted.array()
         with self._lock:
-            self._join()
-            self._under_way = noted, array
-            self._begun += 1
             self._kernels.bg_background_begin(self._handle, array, c_int64(len(noted)), c_int64(noted.threads))
+            self._under_way = noted, array  # in place of the one before, which is done now
+            self._begun += 1
             return _Results(self, self._begun, results)
 
     def join(self, turn: int | None = None) -> None:

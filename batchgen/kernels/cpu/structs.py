@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ctypes import Structure, c_double, c_int64, c_void_p
 
-__all__ = ["Embed", "Gated", "Heads", "Logits", "Norm", "PageCopies", "RowKeys", "RowScan", "Sample", "Top"]
+__all__ = ["Embed", "Feed", "Gated", "Heads", "Logits", "Norm", "PageCopies", "RowKeys", "RowScan", "Sample", "Top"]
 
 
 class Norm(Structure):
@@ -20,6 +20,17 @@ class Norm(Structure):
         ("dtype", c_int64),
         ("eps", c_double),
         ("wide", c_int64),
+    )
+
+
+class Feed(Structure):
+    """`elementwise.h`: ids that a step before has drawn."""
+
+    _fields_ = (
+        ("ids", c_void_p),
+        ("source", c_void_p),
+        ("drawn", c_void_p),
+        ("tokens", c_int64),
     )
 
 

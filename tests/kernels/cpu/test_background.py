@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from batchgen.engine.batch import fed
 from batchgen.kernels import copies as plain_copies
 from batchgen.kernels.cpu import ops
-from batchgen.kernels.cpu.background import Background, background, record, recording
+from batchgen.kernels.cpu.background import Background, background, feed, record, recording
 from batchgen.kernels.cpu.copies import copy_pages
 from batchgen.kernels.cpu.library import loaded
 from batchgen.kernels.cpu.matmul import PackedWeight, matmul, pack
@@ -84,6 +85,26 @@ def test_nothing_runs_before_it_is_begun(beside: Background) -> None:
         plain_copies.copy_pages(twin, row[None])
     for one, other in zip((*pool.keys, *pool.values), (*twin.keys, *twin.values), strict=True):
         assert one.equal(other)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_draws_are_fed_to_what_follows_on_them(beside: Background, threads: int) -> None:
+    """Recorded before they are drawn: nobody waits for them in between."""
+    packed = pack(torch.randn(50, 50))
+    for turn, (rows, tokens) in enumerate([(1, 1), (3, 7), (40, 41), (129, 64)]):
+        torch.manual_seed(turn)
+        x, drawing = torch.randn(rows, 50), columns(rows, turn)
+        ids, source = torch.randint(50, (tokens,)), torch.randint(-1, rows, (tokens,))
+        drawn = ops.sample(chain(x, [packed] * 4), drawing).tokens
+        want = fed(ids, source, drawn)
+        with record(threads) as noted:
+            late = ops.sample(chain(x, [packed] * 4), drawing).tokens
+        first = beside.begin(noted, [late])
+        with record(threads) as noted:
+            feed(ids, source, late)
+        beside.begin(noted, []).wait()
+        assert ids.equal(want)
+        assert (first.wait()[0] == drawn.numpy()).all()
 
 
 def test_a_recording_holds_what_it_works_on(beside: Background) -> None:

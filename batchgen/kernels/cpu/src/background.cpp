@@ -31,6 +31,10 @@ void Program::part(int thread) {
             const PageCopies& p = as<PageCopies>(o.first);
             by_parts(*claims, p.num_caches, threads, [&](int part, int parts) { page_copies_part(p, part, parts); });
         }
+        if (o.kind == FEED) {
+            const Feed& f = as<Feed>(o.first);
+            by_parts(*claims, f.tokens, threads, [&](int part, int parts) { feed_part(f, part, parts); });
+        }
         if (o.kind == DECODE) decode_part(as<Decoder>(o.first), as<DecoderStep>(o.second), claims, *fetch++, thread, threads);
         if (o.kind == PRODUCT) claims->wait(matmul_part(as<Matmul>(o.first), *claims, thread, threads, nullptr));
         if (o.kind == SAMPLE) {
@@ -51,27 +55,32 @@ Background::~Background() {
 }
 
 void Background::begin(const Operation* operations, int64_t count, int threads) {
-    program_.reset(new Program(operations, count, threads));
+    const int64_t turn = begun_.load(std::memory_order_relaxed) + 1;
+    programs_[turn % 2].reset(new Program(operations, count, threads));
     {
         const std::lock_guard<std::mutex> lock(mutex_);
-        begun_.fetch_add(1, std::memory_order_release);
+        begun_.store(turn, std::memory_order_release);
     }
     more_.notify_one();
+    end(turn - 1);
 }
 
-void Background::join() {
-    if (!program_) return;
-    program_->part(program_->threads - 1);
-    const int64_t turn = begun_.load(std::memory_order_relaxed);
-    spin_until([&] { return done_.load(std::memory_order_acquire) == turn; });  // they are on their way out
-    program_.reset();
+void Background::join() { end(begun_.load(std::memory_order_relaxed)); }
+
+void Background::end(int64_t turn) {
+    if (ended_ == turn) return;
+    std::unique_ptr<Program>& program = programs_[turn % 2];
+    program->part(program->threads - 1);
+    spin_until([&] { return done_.load(std::memory_order_acquire) >= turn; });  // they are on their way out
+    program.reset();
+    ended_ = turn;
 }
 
 void Background::work() {
     for (int64_t turn = 1;; turn++) {
         await(turn);
         if (begun_.load(std::memory_order_acquire) == STOP) return;
-        Program& program = *program_;
+        Program& program = *programs_[turn % 2];
         // A region may get fewer threads than it asks for.
 #pragma omp parallel num_threads(program.threads - 1) if (program.threads > 2)
         program.part(omp_get_thread_num());
@@ -83,7 +92,7 @@ void Background::work() {
 void Background::await(int64_t turn) {
     const auto there = [&] {
         const int64_t begun = begun_.load(std::memory_order_acquire);
-        return begun == turn || begun == STOP;
+        return begun >= turn || begun == STOP;
     };
     for (int64_t spins = 0; spins < SPINS; spins++) {
         if (there()) return;

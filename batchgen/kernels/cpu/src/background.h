@@ -21,6 +21,7 @@ enum Kind : int64_t {
     DECODE,   // Decoder, DecoderStep
     PRODUCT,  // Matmul
     SAMPLE,   // Sample
+    FEED,     // Feed
 };
 
 struct Operation {
@@ -44,23 +45,26 @@ class Program {
     std::vector<KvFetch> fetches_;  // of decoders
 };
 
-// One program at a time.
+// One program after the other.
 class Background {
   public:
     Background() : worker_([this] { work(); }) {}
     ~Background();
 
-    // Begins a program on all of its threads but one, the caller's. No other one may be under way.
+    // Has a program follow on the one under way, on all of its threads but one, the caller's; and ends that one with the
+    // caller's help. So the others wait for nothing in between.
     void begin(const Operation* operations, int64_t count, int threads);
 
-    // Ends it, with the caller's help.
+    // Ends the last one, with the caller's help.
     void join();
 
   private:
+    void end(int64_t turn);
     void work();
     void await(int64_t turn);
 
-    std::unique_ptr<Program> program_;
+    std::unique_ptr<Program> programs_[2];     // by turn: one under way and the next
+    int64_t ended_ = 0;                        // programs, the caller's count
     std::atomic<int64_t> begun_{0}, done_{0};  // programs
     std::mutex mutex_;
     std::condition_variable more_;

@@ -163,6 +163,12 @@ void embed_part(const Embed& e, int thread, int threads) {
                     e.bytes);
 }
 
+void feed_part(const Feed& f, int thread, int threads) {
+    const Span span(f.tokens, thread, threads);
+    for (int64_t t = span.begin; t < span.end; t++)
+        if (f.source[t] >= 0) f.ids[t] = f.drawn[f.source[t]];
+}
+
 }  // namespace bg
 
 extern "C" {

@@ -50,4 +50,13 @@ struct Embed {
 };
 void embed_part(const Embed& e, int thread, int threads);
 
+// Ids that a step before has drawn.
+struct Feed {
+    int64_t* ids;           // [T]
+    const int64_t* source;  // [T] where in `drawn` a token's id stands; negative: it is known
+    const int64_t* drawn;   // [R]
+    int64_t tokens;
+};
+void feed_part(const Feed& f, int thread, int threads);
+
 }  // namespace bg
