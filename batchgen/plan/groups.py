@@ -14,10 +14,14 @@ __all__ = ["PrefixGroups"]
 class PrefixGroups:
     """Counts decode rows along the tree; builds the groups anew only after a row joined or left."""
 
-    def __init__(self, first_row: memoryview[int], page_size: int, min_saving: int) -> None:
+    def __init__(self, first_row: memoryview[int], page_size: int, min_saving: int, longest: int) -> None:
+        """`longest`: positions of the longest prompt."""
         self._first_row = first_row
         self._page_size = page_size
         self._min_saving = min_saving
+        # Of fewer rows below it not even a pass over the longest prompt's whole pages saves as much as it must.
+        most = max(1, longest // page_size * page_size)
+        self._fewest = max(2, 1 - -min_saving // most)
         self._roots: dict[int, Node] = {}
         self._groups: list[PrefixGroup] | None = []
         self.saving = 0
@@ -64,10 +68,13 @@ class PrefixGroups:
         return groups
 
     def _shared_nodes(self) -> tuple[list[Node], list[LevelNode]]:
-        """Nodes with two decode rows below or more, a parent before its children, as objects and as levels."""
+        """Nodes with as many decode rows below that a pass may pay, a parent before its children, as objects and as
+        levels.
+        """
         nodes: list[Node] = []
         levels: list[LevelNode] = []
-        stack = [(node, -1) for node in self._roots.values()]
+        fewest = self._fewest
+        stack = [(node, -1) for node in self._roots.values() if node.rows >= fewest]
         while stack:
             node, above = stack.pop()
             deeper = list(node.shared.values())
@@ -78,5 +85,5 @@ class PrefixGroups:
             nodes.append(node)
             levels.append(LevelNode(above, node.rows, node.full))
             above = len(nodes) - 1
-            stack.extend((child, above) for child in deeper)
+            stack.extend((child, above) for child in deeper if child.rows >= fewest)
         return nodes, levels

@@ -63,7 +63,9 @@ class Scheduler:
         self._samples = np.ascontiguousarray(samples, dtype=np.int32)
         self._allocator = PageAllocator(config.num_pages, config.page_size)
         self._nodes = Nodes(tree, self._samples, self._allocator, self.stats)
-        self._groups = PrefixGroups(self._nodes.first_row, config.page_size, config.group_min_saving)
+        self._groups = PrefixGroups(
+            self._nodes.first_row, config.page_size, config.group_min_saving, int(tree.end.max(initial=0))
+        )
         self._sequences = Sequences(self._nodes, self.stats, self._groups.join, self._groups.leave)
         self._prompts = Prompts(
             order, self._samples, self._max_new, self._nodes, self._sequences, ends, config, self.stats

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchgen.plan import groups
 from batchgen.plan.builder import StepBuilder
 from batchgen.plan.config import SchedulerStats
 from batchgen.plan.nodes import Nodes
@@ -299,6 +302,32 @@ def test_tree_work_is_counted() -> None:
     assert sim.most_groups == 1 + 4 + 32
     saving = 127 * 32 + 4 * 31 * 64 + 32 * 3 * 16
     assert stats.decode_kv_reads <= stats.decode_kv_positions - 9 * saving
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows, configs(num_pages=1000), st.integers(1, 60))
+def test_nodes_that_are_not_looked_at_get_no_pass(rows: list[tuple], config: SchedulerConfig, saving: int) -> None:
+    """The same groups as where all nodes are looked at that several rows share."""
+    config = replace(config, group_min_saving=saving)
+    some, all_nodes = simulator(rows, config), simulator(rows, config)
+    all_nodes.scheduler._groups._fewest = 2
+    some.run()
+    all_nodes.run()
+    assert asdict(some.scheduler.stats) == asdict(all_nodes.scheduler.stats)
+
+
+def test_groups_too_small_for_a_pass_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen rows of one root, and pairs below it: a pair saves the 12 positions of its prompt at most."""
+    looked: list[int] = []
+    monkeypatch.setattr(groups, "choose_levels", lambda nodes, *given: looked.append(len(nodes)) or [-1] * len(nodes))
+    prompts = [([1] * 8 + [2 + i // 2] * 4, [4], 0, 0) for i in range(16)]
+    for saving, most in ((13, 1), (12, 9)):
+        looked.clear()
+        config = SchedulerConfig(
+            num_pages=99, page_size=4, max_num_seqs=16, max_tokens_per_step=99, group_min_saving=saving
+        )
+        simulator(prompts, config).run()
+        assert max(looked) == most
 
 
 def test_groups_are_the_same_list_while_rows_stay() -> None:
