@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final
 
 import numpy as np
@@ -136,22 +138,11 @@ def lay_out_step(
     positions = np.empty(total, np.int64)
     slots = np.empty(total, np.int64)
     source = np.full(total, -1, np.int64) if unread is not None else None
-    chunks = []
-    at = 0
-    for chunk in plan.prefills:
-        span = slice(at, at + chunk.end - chunk.start)
-        positions[span] = np.arange(chunk.start, chunk.end)
-        known = _chunk_ids(chunk, table, running)
-        ids[at : at + len(known)] = known
-        if at + len(known) < span.stop:
-            assert source is not None
-            assert unread is not None
-            assert len(known) == span.stop - at - 1, "one token at most is on its way"
-            source[span.stop - 1] = np.flatnonzero(unread.numbers == chunk.sequence).item()
-        pages = np.asarray(chunk.pages, np.int64)
-        slots[span] = _slots(pages, positions[span], page_size) if chunk.store else positions[span] % page_size
-        chunks.append(ChunkPages(at, chunk.end - chunk.start, chunk.end, pages))
-        at = span.stop
+    at, chunks = 0, []
+    if plan.prefills:
+        at = total - len(plan.decodes)
+        chunks = _lay_out_chunks(plan.prefills, table, page_size, ids[:at], positions[:at], slots[:at])
+        _feed_chunks(plan.prefills, chunks, table, running, ids, source, unread)
     attention = AttentionBatch(slot_mapping=_NOWHERE, chunks=chunks, decode_start=at)
     rows = running.slots(plan.decodes.numbers)
     if len(rows):
@@ -174,6 +165,64 @@ def lay_out_step(
         adapters=None if adapter is None else _adapters(plan, running.request[rows], adapter),
         embeds=None if table.embeds_id is None else _embeds(plan, table),
     )
+
+
+def _lay_out_chunks(
+    prefills: Sequence[PrefillChunk],
+    table: RequestTable,
+    page_size: int,
+    ids: Int64,
+    positions: Int64,
+    slots: Int64,
+) -> list[ChunkPages]:
+    """Fill the chunks' part of a step's columns, together [T'] each: chunks are many, and mostly short.
+
+    Ids are right at prompts' positions alone.
+    """
+    starts, ends, requests, stored, widths = np.array(
+        [(c.start, c.end, c.request, c.store, len(c.pages)) for c in prefills], np.int64
+    ).T
+    lengths, offsets = ends - starts, table.offsets[requests]
+    of = np.repeat(np.arange(len(lengths)), lengths)
+    behind = np.cumsum(lengths)
+    positions[:] = np.arange(len(positions)) + (starts - behind + lengths)[of]
+    ids[:] = table.tokens.take(offsets[of] + positions, mode="clip")
+    pages = np.fromiter(chain.from_iterable(c.pages for c in prefills), np.int64, int(widths.sum()))
+    edges = np.cumsum(widths)
+    slots[:] = positions % page_size
+    held = pages[(edges - widths)[of] + positions // page_size] * page_size
+    slots += held if stored.all() else held * stored[of]
+    columns = zip(
+        (behind - lengths).tolist(), lengths.tolist(), ends.tolist(), np.split(pages, edges[:-1]), strict=True
+    )
+    return [ChunkPages(*column) for column in columns]
+
+
+def _feed_chunks(
+    prefills: Sequence[PrefillChunk],
+    chunks: Sequence[ChunkPages],
+    table: RequestTable,
+    running: RowTable,
+    ids: Int64,
+    source: Int64 | None,
+    unread: Rows | None,
+) -> None:
+    """The ids of output positions, as far as they are known: the sequence's own; at most one token is on its way."""
+    for chunk, laid in zip(prefills, chunks, strict=True):
+        if chunk.sequence is None:
+            continue
+        length = len(table.prompt_ids(chunk.request))
+        if chunk.end <= length:
+            continue
+        first = max(chunk.start - length, 0)
+        known = running.output_ids(chunk.sequence)[first : chunk.end - length]
+        at, end = laid.q_start + length + first - chunk.start, laid.q_start + laid.q_len
+        ids[at : at + len(known)] = known
+        if at + len(known) < end:
+            assert source is not None
+            assert unread is not None
+            assert at + len(known) == end - 1, "one token at most is on its way"
+            source[end - 1] = np.flatnonzero(unread.numbers == chunk.sequence).item()
 
 
 def _places(numbers: Int64, slots: Int64, unread: Rows) -> Int64:
@@ -211,23 +260,6 @@ def _adapters(plan: StepPlan, decoding: Int64, adapter: npt.NDArray[np.int32]) -
     """
     requests, counts = np.array([(c.request, c.end - c.start) for c in plan.prefills], np.int64).reshape(-1, 2).T
     return np.concatenate([np.repeat(adapter[requests], counts), adapter[decoding]])
-
-
-def _chunk_ids(chunk: PrefillChunk, table: RequestTable, running: RowTable) -> Int64:
-    """The ids at positions [start, end), as far as they are known: prompt ids, then the sequence's own output."""
-    prompt = table.prompt_ids(chunk.request)
-    ids = prompt[chunk.start : chunk.end].astype(np.int64)
-    if chunk.end <= len(prompt):
-        return ids
-    assert chunk.sequence is not None, "output positions belong to a sequence"
-    output = running.output_ids(chunk.sequence)
-    first = max(chunk.start - len(prompt), 0)
-    return np.concatenate([ids, output[first : chunk.end - len(prompt)].astype(np.int64)])
-
-
-def _slots(pages: Int64, positions: Int64, page_size: int) -> Int64:
-    slots: Int64 = pages[positions // page_size] * page_size + positions % page_size
-    return slots
 
 
 def _distinct(tokens: Int64) -> tuple[Int64, Int64 | None]:

@@ -221,7 +221,7 @@ class Engine:
             groups = _in_order(groups, [(int(r), int(p)) for r, p in _keys(table, failed)])
         for group in groups:
             for completion in group:
-                yield replace(completion, id=ids[completion.row_index])
+                yield completion.named(ids[completion.row_index])
 
     def _groups(self, table: RequestTable, failed: list[Completion], emit: Emit | None) -> Iterator[list[Completion]]:
         yield from ([c] for c in failed)

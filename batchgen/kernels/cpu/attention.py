@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchgen.kernels.cpu.attention_list import ListShape, WorkList, plan_list
+from batchgen.kernels.cpu.attention_list import ListPlanner, ListShape, WorkList
 from batchgen.kernels.cpu.library import DTYPES, address, library
 from batchgen.kernels.layouts import dots_are_faster
 from batchgen.kernels.pooled import AttentionCounts, PooledAttention
@@ -67,14 +67,13 @@ class _LayerList:
     def __init__(
         self,
         shape: ListShape,
-        batch: AttentionBatch,
+        work: WorkList,
         keys: Tensor,
         values: Tensor,
-        wanted: Ints | None,
         dots: bool,
     ) -> None:
         heads = shape.group * shape.kv_heads
-        self.work = work = plan_list(batch, shape, wanted)
+        self.work = work
         kv_bytes = work.keys_read * keys.shape[2] * (keys.shape[3] + values.shape[3]) * keys.element_size()
         self.counts = AttentionCounts(work.num_items, work.num_merges, work.padded_rows, kv_bytes)
         self._part_out = torch.empty(work.num_parts * heads * values.shape[3], dtype=torch.float32)
@@ -169,6 +168,7 @@ class CompiledAttention(PooledAttention):
         self._dots = dots
         self._threads = torch.get_num_threads() if threads is None else threads
         self._lists: dict[tuple[int, torch.Size, torch.Size, int | None, bool], _LayerList] = {}
+        self._planners: dict[ListShape, ListPlanner] = {}
         self._counts = AttentionCounts()
 
     @property
@@ -244,7 +244,10 @@ class CompiledAttention(PooledAttention):
             block = _block(max(keys.shape[3], values.shape[3])) if self._invariant else None
             group = heads // keys.shape[2]
             shape = ListShape(self._pool.page_size, window, keys.shape[2], group, self._threads, block)
-            found = _LayerList(shape, self._batch, keys, values, wanted, self._dots)
+            planner = self._planners.get(shape)
+            if planner is None:
+                planner = self._planners[shape] = ListPlanner(self._batch, shape)
+            found = _LayerList(shape, planner.work(wanted), keys, values, self._dots)
             self._lists[kind] = found
         return found
 

@@ -25,7 +25,7 @@ from batchgen.kernels.cpu.aligned import aligned
 from batchgen.kernels.types import AttentionBatch, Ints
 from batchgen.kernels.work_items import ItemPlanner, Items, ItemShape, Words, numbered, spans
 
-__all__ = ["FIELDS", "ListShape", "WorkList", "plan_list"]
+__all__ = ["FIELDS", "ListPlanner", "ListShape", "WorkList", "plan_list"]
 
 FIELDS: Final = 8
 """int32 numbers of an item, in the order of `ItemField` of attention.h."""
@@ -107,51 +107,68 @@ def plan_list(batch: AttentionBatch, shape: ListShape, wanted: Ints | None = Non
 
     The batch's slots are not looked at.
     """
-    rows = 0 if batch.decode_lens is None else len(batch.decode_lens)
-    queries, shared = max(1, _ROWS // shape.group), max(1, _SHARED_ROWS // shape.group)
-    align = shape.page_size
-    if shape.block is not None:
-        align = lcm(shape.block, shape.page_size)
-        batch = aligned(batch, shape.page_size, align)
-    items = ItemShape(shape.page_size, shape.window, queries, shared, align)
-    planner = ItemPlanner(batch, items, batch.decode_start + rows)
-    planner.add_groups()
-    planner.add_chunks()
-    planner.add_decodes()
-    return _finish(planner, shape, wanted)
+    return ListPlanner(batch, shape).work(wanted)
 
 
-def _finish(planner: ItemPlanner, shape: ListShape, wanted: Ints | None) -> WorkList:
-    """Cut, number the parts, sort."""
-    whole = Items.join([*planner.shared, *planner.chunks, *planner.decodes])
-    rows = planner.rows()
-    if wanted is not None:
-        whole, rows = _only(whole, rows, np.isin(np.arange(planner.tokens), wanted))
-    if shape.block is not None and planner.shared:
-        whole = _cut_at_blocks(whole, _leading(rows, whole, planner.tokens), shape.block)
-    items, lengths, costs, by_head = _cut(whole, shape)
-    several = planner.shared or items is not whole
-    part_at, parts, merges = _parts(rows, items, planner.tokens) if several else (-1, _NONE, _NO_MERGES)
-    table = np.empty((len(items), FIELDS), np.int32)
-    table[:, :-2] = items.columns.T
-    table[:, -2] = part_at
-    table[:, -1] = -1
-    if by_head is not None:
-        heads = np.where(by_head, shape.kv_heads, 1)
-        of, head = numbered(heads)
-        costs, table = (costs // heads)[of], table[of]
-        table[:, -1] = np.where(by_head[of], head, -1)
-    return WorkList(
-        items=table[np.argsort(-costs, kind="stable")],
-        tokens=rows,
-        positions=planner.positions.astype(np.int32),
-        pages=planner.pages(),
-        parts=parts,
-        merges=merges,
-        num_items=len(items),
-        keys_read=int(lengths.sum()),
-        padded_rows=_padded_rows(planner, items, shape.group),
-    )
+class ListPlanner:
+    """Makes the lists of a step's layers of one shape: what they have in common is arranged once."""
+
+    def __init__(self, batch: AttentionBatch, shape: ListShape) -> None:
+        """The batch's slots are not looked at."""
+        rows = 0 if batch.decode_lens is None else len(batch.decode_lens)
+        queries, shared = max(1, _ROWS // shape.group), max(1, _SHARED_ROWS // shape.group)
+        align = shape.page_size
+        if shape.block is not None:
+            align = lcm(shape.block, shape.page_size)
+            batch = aligned(batch, shape.page_size, align)
+        items = ItemShape(shape.page_size, shape.window, queries, shared, align)
+        self._shape = shape
+        self._planner = planner = ItemPlanner(batch, items, batch.decode_start + rows)
+        planner.add_groups()
+        planner.add_chunks()
+        planner.add_decodes()
+        self._whole = Items.join([*planner.shared, *planner.chunks, *planner.decodes])
+        self._positions = planner.positions.astype(np.int32)
+        self._pages = planner.pages()
+
+    def work(self, wanted: Ints | None = None) -> WorkList:
+        """The work of all tokens, or of those `wanted` [W] alone: cut, its parts numbered, sorted."""
+        planner, shape, whole = self._planner, self._shape, self._whole
+        rows = planner.rows()
+        if wanted is not None:
+            whole, rows = _only(whole, rows, _flags(wanted, planner.tokens))
+        if shape.block is not None and planner.shared:
+            whole = _cut_at_blocks(whole, _leading(rows, whole, planner.tokens), shape.block)
+        items, lengths, costs, by_head = _cut(whole, shape)
+        several = planner.shared or items is not whole
+        part_at, parts, merges = _parts(rows, items, planner.tokens) if several else (-1, _NONE, _NO_MERGES)
+        table = np.empty((len(items), FIELDS), np.int32)
+        table[:, :-2] = items.columns.T
+        table[:, -2] = part_at
+        table[:, -1] = -1
+        if by_head is not None:
+            heads = np.where(by_head, shape.kv_heads, 1)
+            of, head = numbered(heads)
+            costs, table = (costs // heads)[of], table[of]
+            table[:, -1] = np.where(by_head[of], head, -1)
+        return WorkList(
+            items=table[np.argsort(-costs, kind="stable")],
+            tokens=rows,
+            positions=self._positions,
+            pages=self._pages,
+            parts=parts,
+            merges=merges,
+            num_items=len(items),
+            keys_read=int(lengths.sum()),
+            padded_rows=_padded_rows(planner, items, shape.group),
+        )
+
+
+def _flags(tokens: Ints, count: int) -> Flags:
+    """[count] which of so many tokens are among `tokens`."""
+    flags = np.zeros(count, np.bool_)
+    flags[np.asarray(tokens, np.int64)] = True
+    return flags
 
 
 def _only(items: Items, rows: Words, wanted: Flags) -> tuple[Items, Words]:
