@@ -349,7 +349,7 @@ def step_limits(config: EngineConfig, device: torch.device) -> tuple[int, int]:
     cuda = device.type == "cuda"
     seqs, tokens = config.max_num_seqs, config.max_tokens_per_step
     if seqs is None:
-        seqs = min(256 if cuda else 128, tokens or 256)
+        seqs = min(256, tokens or 256)  # more rows at once are fewer steps, each of which costs Python something
     # A CPU's activations of a step are to stay in its last level of cache.
     return seqs, tokens or max(8192 if cuda else 1024, seqs)
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import batchgen
-from batchgen.engine.engine import Engine
+from batchgen.config import EngineConfig
+from batchgen.engine.engine import Engine, step_limits
 from batchgen.engine.memory import DeviceMemory, allowed_pages, pool_pages
 from batchgen.engine.planning import Workload, plan_workload
 from batchgen.errors import UsageError
@@ -42,6 +43,14 @@ SPEC = ModelSpec(
     parameters=1,
     digest="",
 )
+
+
+@pytest.mark.parametrize(
+    ("given", "limits"),
+    [({}, (256, 1024)), ({"max_num_seqs": 2000}, (2000, 2000)), ({"max_tokens_per_step": 100}, (100, 100))],
+)
+def test_limits_of_a_step_on_a_cpu(given: dict[str, int], limits: tuple[int, int]) -> None:
+    assert step_limits(EngineConfig(model="m", **given), torch.device("cpu")) == limits
 
 
 PLENTY = DeviceMemory(1 << 42, 1 << 42)
