@@ -277,7 +277,12 @@ class Engine:
             memory = replace(memory, free=memory.free + kept.nbytes)
         pages = pool_pages(workload, spec, config.page_size, config.kv_memory, memory)
         if kept is None or kept.num_pages < pages:
-            kept = KVPool.allocate(list(spec.kv_layers), pages, config.page_size, spec.dtype, spec.device)
+            layers = list(spec.kv_layers)
+            kept = KVPool.allocate(layers, pages, config.page_size, spec.dtype, spec.device)
+            if self.backend is not None and self.backend.beside_pool is not None:
+                room = memory.budget(config.kv_memory) - kept.nbytes
+                beside = self.backend.beside_pool(layers, spec.dtype, config.page_size, pages, room)
+                kept = replace(kept, beside=beside)
         if spec.device.type == "cpu":
             self._pool = kept
         return kept.first(pages), pages, tokens

@@ -38,6 +38,7 @@ from batchgen.kernels.cpu.attention import CompiledAttention
 from batchgen.kernels.cpu.background import Background, background
 from batchgen.kernels.cpu.build import find_compiler
 from batchgen.kernels.cpu.library import DTYPES, missing
+from batchgen.kernels.cpu.packed_pages import packed_pages
 from batchgen.kernels.cpu.thresholds import measured_saving
 from batchgen.kernels.device import Device
 from batchgen.kernels.flash import flash_factory
@@ -47,7 +48,7 @@ from batchgen.kernels.invariant_attention import InvariantAttention
 from batchgen.kernels.linear import Product
 from batchgen.kernels.measure import Timer, TypicalStep, device_timer, layer_milliseconds
 from batchgen.kernels.ops import Ops
-from batchgen.kernels.types import AttentionBatch, DecodePlanner, KVPool, LayerKV, PagedAttention
+from batchgen.kernels.types import AttentionBatch, BesidePool, DecodePlanner, KVPool, LayerKV, PagedAttention
 
 __all__ = [
     "ATTENTION_BACKENDS",
@@ -100,6 +101,9 @@ class Backend:
     """Measures how many reads of cached positions a prefix group must save to pay; None: nothing is measured."""
     copy_pages: Callable[[KVPool, Tensor], None] = copy_pages
     """See `kernels.copies`."""
+    beside_pool: Callable[[list[LayerKV], torch.dtype, int, int, int], BesidePool | None] | None = None
+    """Made of a pool's layers, dtype, page size and pages, and of the bytes that are left beside it, for the pool's
+    `beside`; None: these kernels keep nothing."""
     background: Callable[[], Background] | None = None
     """What runs a step's kernels beside Python, where they can be recorded; None: these kernels cannot."""
 
@@ -214,6 +218,7 @@ def _compiled(needs: AttentionNeeds) -> Backend:
         compiled_ops,
         group_saving=saving,
         copy_pages=compiled_copies.copy_pages,
+        beside_pool=packed_pages,
         background=background,
     )
 

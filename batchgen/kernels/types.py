@@ -22,6 +22,7 @@ from batchgen.kernels.device import Device, device_for
 __all__ = [
     "Attention",
     "AttentionBatch",
+    "BesidePool",
     "ChunkPages",
     "DecodePlanner",
     "DecodeWork",
@@ -48,6 +49,14 @@ class LayerKV:
     value_dim: int
 
 
+class BesidePool(Protocol):
+    """What a backend keeps of a pool's pages beside it."""
+
+    def write(self, pages: Ints) -> None:
+        """Pages [n] are about to be written to."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class KVPool:
     """Paged keys and values: per layer [P, S, K, D]. Page 0 is scratch."""
@@ -55,6 +64,8 @@ class KVPool:
     keys: list[Tensor]
     values: list[Tensor]
     page_size: int
+    beside: BesidePool | None = None
+    """Told of every write by the backend that made it."""
 
     @staticmethod
     def allocate(
@@ -87,7 +98,8 @@ class KVPool:
 
     def first(self, num_pages: int) -> KVPool:
         """Its first pages, in the same memory."""
-        return KVPool([x[:num_pages] for x in self.keys], [x[:num_pages] for x in self.values], self.page_size)
+        keys, values = ([x[:num_pages] for x in caches] for caches in (self.keys, self.values))
+        return KVPool(keys, values, self.page_size, self.beside)
 
     @staticmethod
     def page_bytes(layers: list[LayerKV], page_size: int, dtype: torch.dtype) -> int:

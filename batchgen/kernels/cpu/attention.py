@@ -11,6 +11,7 @@ from torch import Tensor
 
 from batchgen.kernels.cpu.attention_list import ListPlanner, ListShape, WorkList
 from batchgen.kernels.cpu.library import DTYPES, address, library
+from batchgen.kernels.cpu.packed_pages import PackedPages
 from batchgen.kernels.layouts import dots_are_faster
 from batchgen.kernels.pooled import AttentionCounts, PooledAttention
 from batchgen.kernels.types import AttentionBatch, Ints, KVPool
@@ -26,6 +27,7 @@ class _List(Structure):
         ("tokens", c_void_p),
         ("positions", c_void_p),
         ("pages", c_void_p),
+        ("versions", c_void_p),
         ("parts", c_void_p),
         ("merges", c_void_p),
         ("part_out", c_void_p),
@@ -52,6 +54,7 @@ class _Step(Structure):
         ("keys", c_void_p),
         ("values", c_void_p),
         ("sinks", c_void_p),
+        ("packed", c_void_p),
         ("query", c_void_p),
         ("out", c_void_p),
         ("query_stride", c_int64),
@@ -71,6 +74,7 @@ class _LayerList:
         keys: Tensor,
         values: Tensor,
         dots: bool,
+        packed: PackedPages | None,
     ) -> None:
         heads = shape.group * shape.kv_heads
         self.work = work
@@ -78,10 +82,11 @@ class _LayerList:
         self.counts = AttentionCounts(work.num_items, work.num_merges, work.padded_rows, kv_bytes)
         self._part_out = torch.empty(work.num_parts * heads * values.shape[3], dtype=torch.float32)
         self._part_lse = torch.empty(work.num_parts * heads * (1 if shape.block is None else 2), dtype=torch.float32)
-        arrays = (work.items, work.tokens, work.positions, work.pages, work.parts, work.merges)
-        assert all(array.flags.c_contiguous for array in arrays)
+        self._versions = None if packed is None else packed.versions(work.pages, work.common_pages)
+        arrays = (work.items, work.tokens, work.positions, work.pages, self._versions, work.parts, work.merges)
+        assert all(array is None or array.flags.c_contiguous for array in arrays)
         self.struct = _List(
-            *(array.ctypes.data for array in arrays),
+            *(None if array is None else array.ctypes.data for array in arrays),
             address(self._part_out),
             address(self._part_lse),
             len(work.items),
@@ -114,7 +119,9 @@ class StackArguments:
         out: Tensor,
         scale: float,
         softcap: float | None,
+        packed: int | None,
     ) -> None:
+        """`packed`: where the layers' `Packed` structs begin."""
         self._sinks = [None if s is None else s.detach().float().contiguous() for s in sinks]
         self._arrays = (
             _pointers([addressof(x.struct) for x in lists]),
@@ -125,6 +132,7 @@ class StackArguments:
         self._others = (list(lists), list(keys), list(values), query, out)
         self.struct = _Step(
             *(addressof(array) for array in self._arrays),
+            packed,
             address(query),
             address(out),
             query.stride(0),
@@ -166,6 +174,9 @@ class CompiledAttention(PooledAttention):
         if dots is None:
             dots = not invariant and pool.keys[0].dtype == torch.bfloat16 and dots_are_faster()
         self._dots = dots
+        self._packed = pool.beside if dots and isinstance(pool.beside, PackedPages) else None
+        if pool.beside is not None:
+            pool.beside.write(batch.slot_mapping.numpy() // pool.page_size)
         self._threads = torch.get_num_threads() if threads is None else threads
         self._lists: dict[tuple[int, torch.Size, torch.Size, int | None, bool], _LayerList] = {}
         self._planners: dict[ListShape, ListPlanner] = {}
@@ -195,7 +206,8 @@ class CompiledAttention(PooledAttention):
         out = query.new_empty(query.shape[0], query.shape[1], values.shape[3])
         found = self._list(query.shape[1], keys, values, window)
         self._counts.add(found.counts)
-        arguments = StackArguments([found], [keys], [values], [sinks], query, out, scale, softcap)
+        packed = None if self._packed is None else addressof(self._packed.structs[layer])
+        arguments = StackArguments([found], [keys], [values], [sinks], query, out, scale, softcap, packed)
         library().bg_attention(byref(arguments.struct), c_int64(0), c_int64(self._threads))
         return out.to(asked)
 
@@ -229,7 +241,9 @@ class CompiledAttention(PooledAttention):
         ]
         for found in lists:
             self._counts.add(found.counts)
-        return StackArguments(lists, keys, values, sinks or [None] * len(windows), query, out, scale, softcap)
+        sinks = sinks or [None] * len(windows)
+        packed = None if self._packed is None else addressof(self._packed.structs)
+        return StackArguments(lists, keys, values, sinks, query, out, scale, softcap, packed)
 
     def work(self, layer: int, heads: int, window: int | None = None) -> WorkList:
         """The work list of a layer's step: what is counted."""
@@ -247,7 +261,7 @@ class CompiledAttention(PooledAttention):
             planner = self._planners.get(shape)
             if planner is None:
                 planner = self._planners[shape] = ListPlanner(self._batch, shape)
-            found = _LayerList(shape, planner.work(wanted), keys, values, self._dots)
+            found = _LayerList(shape, planner.work(wanted), keys, values, self._dots, self._packed)
             self._lists[kind] = found
         return found
 

@@ -53,6 +53,7 @@ _KEY_COST: Final = 8
 Flags = npt.NDArray[np.bool_]
 
 _NONE: Final[Words] = np.empty(0, np.int32)
+_NONE_COMMON: Final[Ints] = np.empty(0, np.int64)
 _NO_MERGES: Final[Words] = np.empty((0, 3), np.int32)
 
 
@@ -80,6 +81,8 @@ class WorkList:
     positions: Words
     """[T] absolute position of each token."""
     pages: Words
+    common_pages: Ints
+    """Indexes of `pages` of which items of a prefix group, or of chunks that share pages, read all positions."""
     parts: Words
     """[E] part numbers, those of a merge adjacent."""
     merges: Words
@@ -130,6 +133,7 @@ class ListPlanner:
         self._whole = Items.join([*planner.shared, *planner.chunks, *planner.decodes])
         self._positions = planner.positions.astype(np.int32)
         self._pages = planner.pages()
+        self._common_pages = _common_pages(planner, shape.page_size)
 
     def work(self, wanted: Ints | None = None) -> WorkList:
         """The work of all tokens, or of those `wanted` [W] alone: cut, its parts numbered, sorted."""
@@ -156,6 +160,7 @@ class ListPlanner:
             tokens=rows,
             positions=self._positions,
             pages=self._pages,
+            common_pages=self._common_pages,
             parts=parts,
             merges=merges,
             num_items=len(items),
@@ -169,6 +174,15 @@ def _flags(tokens: Ints, count: int) -> Flags:
     flags = np.zeros(count, np.bool_)
     flags[np.asarray(tokens, np.int64)] = True
     return flags
+
+
+def _common_pages(planner: ItemPlanner, page_size: int) -> Ints:
+    """See `WorkList`."""
+    if not planner.shared:
+        return _NONE_COMMON
+    items = Items.join(planner.shared)
+    first = -(-items.first // page_size)
+    return spans(items.page_at + first, np.maximum(items.end // page_size - first, 0))
 
 
 def _only(items: Items, rows: Words, wanted: Flags) -> tuple[Items, Words]:

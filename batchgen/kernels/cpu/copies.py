@@ -28,6 +28,8 @@ def copy_pages(pool: KVPool, copies: Tensor) -> None:
 
     Moves `positions * K * D * itemsize` bytes a cache and copy, read and written once.
     """
+    if pool.beside is not None:
+        pool.beside.write(copies[:, 1].numpy())
     caches = (*pool.keys, *pool.values)
     assert copies.is_contiguous()
     assert all(cache.is_contiguous() for cache in caches)

@@ -149,7 +149,7 @@ void run_item(const Attention& a, int64_t layer, const Item& item, const Item* n
         const HeadCache<T> cache(a, l, layer, head);
         if (dots) {
             begin_rows(l, item, rows_of(head));
-            dot_item<T>(a, l, item, head, cache, slots, rows_of(head), pairs);
+            dot_item<T>(a, l, layer, item, head, slots, rows_of(head), pairs);
             finish<T>(a, l, layer, item, head, rows_of(head), false);
             continue;
         }

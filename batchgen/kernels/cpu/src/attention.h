@@ -31,6 +31,8 @@ struct AttentionList {
     const int32_t* tokens;     // an item's are tokens[ROWS_AT : ROWS_AT + COUNT]
     const int32_t* positions;  // [T] absolute position of each token
     const int32_t* pages;      // page tables; an item's begins at PAGE_AT, its first slot is position BASE
+    const int32_t* versions;   // beside `pages`: what is stamped on that page's units that are kept; negative: the same,
+                               // but none is added; 0: none is kept. Or null
     const int32_t* parts;      // part numbers, those of a merge adjacent
     const int32_t* merges;     // [num_merges, 3]: token, where its parts begin in `parts`, how many
     float* part_out;           // [E, N, Dv]
@@ -43,12 +45,20 @@ struct AttentionList {
     int64_t dots;              // whether tiles in bfloat16 are multiplied by its dot instruction, where there is one
 };
 
+// One layer's keys and values of some pages, kept in the order in which they are multiplied (attention_dot.h).
+struct Packed {
+    int32_t* words;   // [K, pages, S / LANES, words of a unit]
+    int32_t* stamps;  // [K, pages, S / LANES] the version of its page that a unit was made of
+    int64_t pages;
+};
+
 // A step: lists and pointers of L layers; queries and results of the layer at hand. Arrays are the caller's.
 struct Attention {
     const AttentionList* const* lists;  // [L]
     const void* const* keys;            // [L] -> [P, S, K, D]
     const void* const* values;          // [L] -> [P, S, K, Dv]
     const float* const* sinks;          // [L] -> [N] or null
+    const Packed* packed;               // [L] or null
     const void* query;                  // [T, N, D], a token's heads adjacent, tokens `query_stride` elements apart
     void* out;                          // [T, N, Dv] likewise
     int64_t query_stride, out_stride;

@@ -5,32 +5,32 @@
 // values were. Sums are float32; the instruction takes denormal numbers for zeros.
 #pragma once
 
-#include "attention_rows.h"
+#include "attention_units.h"
 
 namespace bg {
 namespace {
 
 #if defined(__AVX512BF16__)
 
-constexpr int DOT_COLUMNS = 2, DOT_PANEL = DOT_COLUMNS * LANES;  // registers and numbers across a panel of values
+constexpr int SCORE_UNITS = 3;  // whose scores are computed together
 
-// A block of keys and values and the rows that are multiplied with them; numbers in pairs, as 32-bit words.
+// A block of keys and values and the rows that are multiplied with them.
 struct DotBlock {
-    int64_t block, pairs, columns;  // positions; of a head's numbers; values with zeros behind them
-    int32_t* keys;                  // [panels of positions, pairs, PANEL]
-    int32_t* values;                // [panels of columns, block / 2, DOT_PANEL]
-    bf16* query;                    // [rows, 2 * pairs]
-    float* scores;                  // [TILE_ROWS, block]
-    bf16* weights;                  // [TILE_ROWS, block]
+    DotUnit unit;
+    int64_t block, columns;  // positions; values with zeros behind them
+    const int32_t** units;   // [block / LANES]
+    int32_t* own;            // [block / LANES, words]: those that are not kept
+    bf16* query;             // [rows, 2 * pairs]
+    float* scores;           // [TILE_ROWS, block]
+    bf16* weights;           // [TILE_ROWS, block]
 
-    DotBlock(const AttentionList& l, int64_t positions)
-        : block(positions), pairs(up(l.key_dim, UNIT) / 2), columns(up(l.value_dim, DOT_PANEL)) {}
+    DotBlock(const AttentionList& l, int64_t positions) : unit(l), block(positions), columns(unit.columns) {}
 
     template <class Arrays>
     void take(Arrays& arrays, int64_t rows) {
-        keys = arrays.template take<int32_t>(block * pairs);
-        values = arrays.template take<int32_t>(block / 2 * columns);
-        query = arrays.template take<bf16>(rows * 2 * pairs);
+        units = arrays.template take<const int32_t*>(block / LANES);
+        own = arrays.template take<int32_t>(block / LANES * unit.words());
+        query = arrays.template take<bf16>(rows * 2 * unit.pairs);
         scores = arrays.template take<float>(TILE_ROWS * block);
         weights = arrays.template take<bf16>(TILE_ROWS * block);
     }
@@ -41,52 +41,48 @@ struct DotBlock {
         bf16* to = query;
         for (int64_t i = 0; i < item.count; i++) {
             const bf16* q = static_cast<const bf16*>(a.query) + item.tokens[i] * a.query_stride + head * group * dim;
-            for (int64_t g = 0; g < group; g++, q += dim, to += 2 * pairs) {
+            for (int64_t g = 0; g < group; g++, q += dim, to += 2 * unit.pairs) {
                 std::memcpy(to, q, dim * sizeof(bf16));
-                std::memset(to + dim, 0, (2 * pairs - dim) * sizeof(bf16));
+                std::memset(to + dim, 0, (2 * unit.pairs - dim) * sizeof(bf16));
             }
         }
     }
 
-    // Keys of `count` slots, and zeros up to whole panels.
-    void take_keys(const bf16* from, int64_t stride, const int32_t* slots, int64_t count, int64_t dim) const {
-        for (int64_t k = 0; k < up(count, PANEL); k += LANES)
-            for (int64_t d = 0; d < dim; d += UNIT) {
-                vu words[LANES];
-                for (int64_t j = 0; j < LANES; j++)
-                    words[j] = k + j < count ? load_pairs(from + slots[k + j] * stride + d, dim - d) : vu{};
-                transpose(words);
-                int32_t* to = keys + (k / PANEL * pairs + d / 2) * PANEL + k % PANEL;
-                for (int i = 0; i < LANES; i++) store_as(to + i * PANEL, words[i]);
-            }
-    }
-
-    // Values of `count` slots, and zeros up to whole units of positions.
-    void take_values(const bf16* from, int64_t stride, const int32_t* slots, int64_t count, int64_t dim) const {
-        alignas(64) int16_t order[2][UNIT];
-        for (int i = 0; i < UNIT; i++)
-            for (int half = 0; half < 2; half++) order[half][i] = int16_t(half * LANES + i / 2 + i % 2 * UNIT);
-        const __m512i low = (__m512i)load_as<vu>(order[0]), high = (__m512i)load_as<vu>(order[1]);
-        for (int64_t d = 0; d < columns; d += DOT_PANEL) {
-            const auto at = [&](int64_t k) {
-                return (__m512i)(k < count ? load_pairs(from + slots[k] * stride + d, dim - d) : vu{});
-            };
-            int32_t* to = values + d / DOT_PANEL * (block / 2) * DOT_PANEL;
-            for (int64_t k = 0; k < up(count, UNIT); k += 2, to += DOT_PANEL) {
-                const __m512i even = at(k), odd = at(k + 1);
-                store_as(to, _mm512_permutex2var_epi16(even, low, odd));
-                store_as(to + LANES, _mm512_permutex2var_epi16(even, high, odd));
-            }
+    // The item's keys [b, b + count) and their values.
+    void take_units(const AttentionList& l, const HeadCache<bf16>& cache, const KeptUnits& kept, const int32_t* slots, int64_t b, int64_t count) const {
+        for (int64_t k = 0; k < count; k += LANES) {
+            const int32_t*& at = units[k / LANES];
+            if ((at = kept.find(b + k))) continue;
+            int32_t* const claimed = kept.claim(b + k);
+            int32_t* const to = claimed ? claimed : own + k / LANES * unit.words();
+            unit.pack(l, cache, slots + b + k, std::min<int64_t>(LANES, count - k), to);
+            if (claimed) kept.put(b + k);
+            at = to;
         }
     }
 };
 
-// c [ROWS, ACROSS * LANES] = or += x [ROWS, 2 * pairs] b [pairs, ACROSS * LANES, 2].
+// c [ROWS, ACROSS * LANES] = x [ROWS, 2 * pairs] by the keys of ACROSS units.
 template <int ROWS, int ACROSS>
-__attribute__((noinline)) void small_dots(
-    const bf16* x, int64_t x_stride, const int32_t* b, int64_t pairs, float* c, int64_t c_stride, bool first) {
-    Sums<ROWS, ACROSS> sums(c, first, c_stride);
-    for (int64_t k = 0; k < pairs; k++, b += ACROSS * LANES) sums.dot(x + 2 * k, x_stride, b);
+__attribute__((noinline)) void score_dots(const bf16* x, int64_t pairs, const int32_t* const* units, float* c, int64_t c_stride) {
+    const int32_t* keys[ACROSS];
+    for (int v = 0; v < ACROSS; v++) keys[v] = units[v];
+    Sums<ROWS, ACROSS> sums(c, true, c_stride);
+    for (int64_t k = 0; k < pairs; k++) sums.dot(x + 2 * k, 2 * pairs, [&](int v) { return keys[v] + k * LANES; });
+    sums.keep(c, c_stride);
+}
+
+// c [ROWS, DOT_PANEL] += x [ROWS, count * LANES] by as many columns of the values of `count` units, which begin `at`
+// words behind the units.
+template <int ROWS>
+__attribute__((noinline)) void value_dots(const bf16* x, int64_t x_stride, const int32_t* const* units, int64_t count, int64_t at, int64_t columns, float* c, int64_t c_stride) {
+    Sums<ROWS, DOT_COLUMNS> sums(c, false, c_stride);
+    for (int64_t u = 0; u < count; u++, x += LANES) {
+        const int32_t* values = units[u] + at;
+#pragma GCC unroll 2
+        for (int k = 0; k < LANES / 2; k++, values += columns)
+            sums.dot(x + 2 * k, x_stride, [&](int v) { return values + v * LANES; });
+    }
     sums.keep(c, c_stride);
 }
 
@@ -142,34 +138,48 @@ __attribute__((noinline)) void softmax_weights(
 
 // R rows from row `row` on against the block's `count` positions, which begin with the item's key b.
 template <int R>
-void dot_tile(const Attention& a, const DotBlock& m, const Rows& rows, int64_t row, int64_t b, int64_t count) {
+void dot_tile(const Attention& a, const DotBlock& m, const Rows& rows, int64_t row, int64_t b, int64_t count, DotFeed& feed) {
     auto [from, to] = seen<R>(rows, row, b, count);
     if (from >= to) return;
-    for (int64_t k = from / PANEL * PANEL; k < to; k += PANEL)
-        small_dots<R, COLUMNS>(m.query + row * 2 * m.pairs, 2 * m.pairs, m.keys + k * m.pairs, m.pairs, m.scores + k, m.block, true);
     from = from / UNIT * UNIT;
-    const int64_t units = up(to - from, UNIT);
+    const int32_t* const* units = m.units + from / LANES;
+    const int64_t num_units = up(to - from, LANES) / LANES, padded = up(to - from, UNIT);
+    by_runs<SCORE_UNITS>(num_units, [&](auto n, int64_t u) {
+        feed.some();
+        score_dots<R, n()>(m.query + row * 2 * m.unit.pairs, m.unit.pairs, units + u, m.scores + from + u * LANES, m.block);
+    });
     float* sums = rows.sums + row * rows.width;
     float decay[R];
     softmax_weights<R>(
-        m.scores + from, m.block, units, Edges<R>(rows, row, b + from, count - from), a.scale, a.softcap,
+        m.scores + from, m.block, padded, Edges<R>(rows, row, b + from, count - from), a.scale, a.softcap,
         rows.max + row, rows.total + row, decay, m.weights + from);
     fade<R>(sums, rows.width, decay);
-    for (int64_t d = 0; d < m.columns; d += DOT_PANEL)
-        small_dots<R, DOT_COLUMNS>(
-            m.weights + from, m.block, m.values + (d / DOT_PANEL * m.block + from) / 2 * DOT_PANEL, units / 2, sums + d,
-            rows.width, false);
+    for (int64_t d = 0; d < m.columns; d += DOT_PANEL) {
+        feed.some();
+        value_dots<R>(
+            m.weights + from, m.block, units, num_units, m.unit.key_words() + d, m.columns, sums + d, rows.width);
+    }
 }
 
 template <class T>
-void dot_item(const Attention& a, const AttentionList& l, const Item& item, int64_t head, const HeadCache<T>& cache, const int32_t* slots, const Rows& rows, const DotBlock& m) {
+void dot_item(const Attention& a, const AttentionList& l, int64_t layer, const Item& item, int64_t head, const int32_t* slots, const Rows& rows, const DotBlock& m) {
     if constexpr (sizeof(T) == 2) {
+        const int64_t next = std::min(head + 1, item.end_head - 1);
+        const HeadCache<T> cache(a, l, layer, head), next_cache(a, l, layer, next);
+        const KeptUnits kept(a, l, layer, item, head, m.unit), next_kept(a, l, layer, item, next, m.unit);
         m.take_query(a, l, item, head);
         for (int64_t b = 0; b < item.keys(); b += m.block) {
-            const int64_t count = std::min(m.block, item.keys() - b);
-            m.take_keys(cache.keys, cache.key_stride, slots + b, count, l.key_dim);
-            m.take_values(cache.values, cache.value_stride, slots + b, count, l.value_dim);
-            by_runs<TILE_ROWS>(rows.count, [&](auto n, int64_t row) { dot_tile<n()>(a, m, rows, row, b, count); });
+            const int64_t count = std::min(m.block, item.keys() - b), left = item.keys() - b - count;
+            m.take_units(l, cache, kept, slots, b, count);
+            const int64_t tiles = up(rows.count, TILE_ROWS) / TILE_ROWS;
+            const int64_t calls = tiles * (up(count, SCORE_UNITS * LANES) / (SCORE_UNITS * LANES) + m.columns / DOT_PANEL);
+            DotFeed feed;
+            if (left) {
+                feed = DotFeed(l, cache, kept, m.unit, slots, b + count, std::min(m.block, left), calls);
+            } else if (next > head) {
+                feed = DotFeed(l, next_cache, next_kept, m.unit, slots, 0, std::min(m.block, item.keys()), calls);
+            }
+            by_runs<TILE_ROWS>(rows.count, [&](auto n, int64_t row) { dot_tile<n()>(a, m, rows, row, b, count, feed); });
         }
     }
 }
@@ -184,7 +194,7 @@ struct DotBlock {
 };
 
 template <class T>
-void dot_item(const Attention&, const AttentionList&, const Item&, int64_t, const HeadCache<T>&, const int32_t*, const Rows&, const DotBlock&) {}
+void dot_item(const Attention&, const AttentionList&, int64_t, const Item&, int64_t, const int32_t*, const Rows&, const DotBlock&) {}
 
 #endif
 

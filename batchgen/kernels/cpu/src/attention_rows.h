@@ -34,6 +34,7 @@ int64_t many_block(const AttentionList& l) {
 struct Item {
     const int32_t* tokens;
     const int32_t* pages;
+    const int32_t* versions;  // or null
     int64_t count, base, first, end, part_at, head, end_head;
     int64_t lead;  // of a batch-invariant list: positions from the block's beginning to the item's, that no token sees
 
@@ -41,6 +42,7 @@ struct Item {
         const int32_t* f = l.items + index * ITEM_FIELDS;
         tokens = l.tokens + f[ROWS_AT];
         pages = l.pages + f[PAGE_AT];
+        versions = l.versions ? l.versions + f[PAGE_AT] : nullptr;
         count = f[COUNT], base = f[BASE], first = f[FIRST], end = f[END], part_at = f[PART_AT];
         head = std::max<int64_t>(f[HEAD], 0), end_head = f[HEAD] < 0 ? l.kv_heads : head + 1;
         lead = l.block ? first % l.block : 0;

@@ -132,11 +132,12 @@ struct Sums {
     }
 
 #if defined(__AVX512BF16__)
-    // x[r] * w[v] for the pairs x[r * stride] and those at `w`.
-    __attribute__((always_inline)) void dot(const bf16* x, int64_t stride, const void* w) {
+    // x[r] * w[v] for the pairs x[r * stride] and those at `at(v)`.
+    template <class At>
+    __attribute__((always_inline)) void dot(const bf16* x, int64_t stride, At at) {
         __m512bh b[ACROSS];
 #pragma GCC unroll 8
-        for (int v = 0; v < ACROSS; v++) b[v] = (__m512bh)_mm512_loadu_si512(static_cast<const char*>(w) + LINE * v);
+        for (int v = 0; v < ACROSS; v++) b[v] = (__m512bh)_mm512_loadu_si512(at(v));
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
             int32_t pair;
@@ -195,7 +196,7 @@ void tile_dot(const bf16* x, int64_t stride, const bf16* b, int64_t pairs, float
     for (int64_t k = 0; k < pairs; k++, b += 2 * PANEL) {
         fetch_line<AHEAD>(ahead, k);
         if (AHEAD == STREAM) stream<4 * PANEL>(b);
-        sums.dot(x + 2 * k, stride, b);
+        sums.dot(x + 2 * k, stride, [b](int v) { return b + 2 * LANES * v; });
     }
     out ? sums.write(out, out_stride, bias) : sums.keep(c);
 }

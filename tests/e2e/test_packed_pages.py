@@ -1,0 +1,76 @@
+"""A whole job whose steps take what others have made of shared pages, while pages change hands, against one whose steps
+make all of it anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from batchgen import Engine
+from batchgen.kernels.cpu import attention, packed_pages
+from batchgen.kernels.cpu.library import loaded
+from batchgen.kernels.cpu.matmul import methods
+from batchgen.kernels.cpu.packed_pages import PackedPages
+from tests.e2e.mixed import VOCAB
+from tests.e2e.same import Done, assert_equal
+from tests.kernels.cpu.products import with_threads
+
+pytestmark = pytest.mark.skipif(
+    not loaded() or "dot" not in methods(torch.bfloat16), reason="this processor has no dot instruction for bfloat16"
+)
+
+PAGES = 60
+
+
+def rows_of_groups(groups: int, seed: int) -> list[dict[str, Any]]:
+    random = Random(seed)
+    rows: list[dict[str, Any]] = []
+    for group in range(groups):
+        stem = [random.randrange(4, VOCAB) for _ in range(random.randint(50, 130))]
+        for member in range(random.randint(4, 9)):
+            ids = stem + [random.randrange(4, VOCAB) for _ in range(random.randint(1, 9))]
+            row = {"id": f"{group}-{member}", "input_ids": ids, "max_new_tokens": random.randint(3, 30)}
+            rows.append({**row, "temperature": random.choice([0, 0.9]), "seed": member, "return_logprob": True})
+    return rows
+
+
+def run(model: Path, rows: list[dict[str, Any]]) -> tuple[Done, PackedPages | None]:
+    engine = Engine(str(model), dtype="bfloat16", page_size=16, max_num_seqs=24, max_tokens_per_step=96)
+    engine.order = "tree"
+    done = Done.of(engine, rows)
+    assert engine.last_run is not None
+    beside = engine.last_run.pool.beside
+    assert beside is None or isinstance(beside, PackedPages)
+    return done, beside
+
+
+@pytest.mark.parametrize("pages", [PAGES, PAGES // 4])
+def test_the_same_answers(model: Path, monkeypatch: pytest.MonkeyPatch, pages: int) -> None:
+    """Of all pages, and of a part of them."""
+    monkeypatch.setattr(attention, "dots_are_faster", lambda: True)
+    monkeypatch.setattr("batchgen.engine.engine.pool_pages", lambda *_: PAGES)
+    monkeypatch.setattr("batchgen.engine.engine.group_min_saving", lambda *_: 1)
+    rows = rows_of_groups(20, seed=pages)
+    with with_threads(2):
+        monkeypatch.setattr(packed_pages, "dots_are_faster", lambda: False)
+        want, nothing = run(model, rows)
+        assert nothing is None
+        monkeypatch.setattr(packed_pages, "dots_are_faster", lambda: True)
+        made = PackedPages
+        monkeypatch.setattr(packed_pages, "PackedPages", lambda layers, _, size: made(layers, pages, size))
+        got, kept = run(model, rows)
+    assert got.completions.keys() == want.completions.keys()
+    for row in rows:
+        key = (row["id"], 0, 0)
+        assert_equal(got.completions[key], want.completions[key], row)
+        assert got.completions[key].output_ids == want.completions[key].output_ids
+    assert kept is not None
+    for stamps in kept.stamps:
+        made_of = stamps[stamps > 0]
+        assert np.unique(made_of).size > 3, "pages have changed hands, and were taken anew"
+        assert stamps.shape[1] == pages

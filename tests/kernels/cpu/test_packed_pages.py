@@ -1,0 +1,182 @@
+"""Units of shared pages that are kept from step to step: the same bits as if each step made them, made once for each
+write to their page, and none where the memory allowed has no room."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from batchgen.kernels.cpu import packed_pages as module
+from batchgen.kernels.cpu.attention import CompiledAttention
+from batchgen.kernels.cpu.copies import copy_pages
+from batchgen.kernels.cpu.library import loaded
+from batchgen.kernels.cpu.matmul import methods
+from batchgen.kernels.cpu.packed_pages import PackedPages, packed_pages
+from batchgen.kernels.types import KVPool, LayerKV
+from tests.kernels.steps import Shape, Step, StepBuilder, any_step
+
+BF16 = torch.bfloat16
+LAYER = LayerKV(2, 64, 64)
+needs_dots = pytest.mark.skipif(
+    not loaded() or "dot" not in methods(BF16), reason="this processor has no dot instruction for bfloat16"
+)
+
+
+def with_room(step: Step, pages: int | None = None) -> PackedPages:
+    """Units of the step's pool are kept from now on, of its first `pages`, or of all."""
+    heads, key_dim, value_dim = *step.pool.keys[0].shape[2:], step.pool.values[0].shape[3]
+    layer = LayerKV(heads, key_dim, value_dim)
+    kept = PackedPages([layer], step.pool.num_pages if pages is None else pages, step.pool.page_size)
+    step.pool = replace(step.pool, beside=kept)
+    return kept
+
+
+def attend(step: Step, pool: KVPool, window: int | None = None) -> Tensor:
+    made = CompiledAttention(pool, step.batch, 2, dots=True)
+    return made.attend(0, step.query, step.key, step.value, scale=0.2, window=window)
+
+
+def alone(step: Step, window: int | None = None) -> Tensor:
+    """The same where nothing is kept."""
+    return attend(step, replace(step.pool, beside=None), window)
+
+
+def grouped(page_size: int = 16, group_pages: int = 14) -> Step:
+    """Seven rows that share `group_pages`, and four of them two more."""
+    b = StepBuilder(Shape(6, 2, 64, 64, page_size, BF16))
+    rows = [b.decode(n, own_start=(group_pages + 2) * page_size) for n in (1, 9, 30, 17)]
+    others = [b.decode(n, own_start=group_pages * page_size) for n in (3, 16, 40)]
+    b.group(rows + others, 0, group_pages)
+    b.group(rows, group_pages * page_size, 2)
+    return b.build()
+
+
+def shared_pages(step: Step) -> np.ndarray:
+    return np.concatenate([g.pages for g in step.batch.groups])
+
+
+@needs_dots
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 70), st.integers(0, 60), st.integers(0, 3)), max_size=5),
+    st.lists(st.tuples(st.integers(1, 60), st.integers(0, 2)), min_size=1, max_size=12),
+    st.sampled_from([(6, 2, 64, 64), (9, 3, 33, 7), (8, 1, 96, 24), (4, 4, 16, 80)]),
+    st.sampled_from([16, 32]),
+    st.sampled_from([None, 37, 100]),
+    st.integers(0, 9),
+)
+def test_the_same_bits(
+    chunks: list[tuple[int, int, int]],
+    rows: list[tuple[int, int]],
+    sizes: tuple[int, int, int, int],
+    page_size: int,
+    window: int | None,
+    seed: int,
+) -> None:
+    step = any_step(chunks, rows, Shape(*sizes, page_size, BF16), seed)
+    with_room(step, pages=1500)  # of 2,048: some are not kept
+    for _ in range(3):  # made, taken, and the same again
+        assert torch.equal(attend(step, step.pool, window), alone(step, window))
+
+
+@needs_dots
+@pytest.mark.parametrize("page_size", [16, 32])
+def test_units_are_made_once(page_size: int) -> None:
+    step = grouped(page_size)
+    kept = with_room(step)
+    made = attend(step, step.pool)
+    stamps = kept.stamps[0].copy()
+    assert (stamps != 0).any(-1).all(0).nonzero()[0].tolist() == sorted(shared_pages(step).tolist())
+    assert (stamps[:, shared_pages(step)] == 1).all()
+    # Nothing reads the shared pages any more, which no step writes to.
+    before = step.pool.keys[0].clone(), step.pool.values[0].clone()
+    for cache in (step.pool.keys[0], step.pool.values[0]):
+        cache[torch.from_numpy(shared_pages(step))] = torch.nan
+    assert torch.equal(attend(step, step.pool), made)
+    assert (kept.stamps[0] == stamps).all()
+    # And what is kept is what is multiplied.
+    for cache, was in zip((step.pool.keys[0], step.pool.values[0]), before, strict=True):
+        cache.copy_(was)
+    kept.words[0][:, shared_pages(step)[3]] = 0
+    assert not torch.equal(attend(step, step.pool), made)
+
+
+@needs_dots
+def test_a_write_makes_units_anew() -> None:
+    step = grouped()
+    kept = with_room(step)
+    attend(step, step.pool)
+    page = int(shared_pages(step)[5])
+    # A prompt's chunk takes the page up, as one does that is free again.
+    batch = replace(step.batch, slot_mapping=torch.tensor([page * 16 + 3]), groups=[], decode_pages=None)
+    batch.decode_lens = batch.decode_own_start = None
+    writer = CompiledAttention(step.pool, batch, 2, dots=True)
+    writer.attend(0, step.query[:1], step.key[:1], step.value[:1], scale=0.2)
+    assert torch.equal(attend(step, step.pool), alone(step))
+    assert set(kept.stamps[0][:, page].ravel().tolist()) == {2}
+    assert set(kept.stamps[0][:, shared_pages(step)[4]].ravel().tolist()) == {1}
+
+
+@needs_dots
+def test_a_copy_makes_units_anew() -> None:
+    step = grouped()
+    with_room(step)
+    before = attend(step, step.pool)
+    source, target = shared_pages(step)[[2, 9]].tolist()
+    copy_pages(step.pool, torch.tensor([[source, target, 16]]))
+    after = attend(step, step.pool)
+    assert torch.equal(after, alone(step))
+    assert not torch.equal(after, before)
+
+
+@needs_dots
+def test_no_more_pages_than_there_is_room_for() -> None:
+    step = grouped()
+    kept = with_room(step, pages=int(np.median(shared_pages(step))))
+    for _ in range(2):
+        assert torch.equal(attend(step, step.pool), alone(step))
+    assert 0 < (kept.stamps[0] != 0).any((0, 2)).sum() < len(shared_pages(step))
+
+
+@needs_dots
+def test_single_prompts_are_not_kept() -> None:
+    b = StepBuilder(Shape(6, 2, 64, 64, 16, BF16))
+    b.chunk(200, past=300)
+    b.decode(90)
+    step = b.build()
+    kept = with_room(step)
+    assert torch.equal(attend(step, step.pool), alone(step))
+    assert not kept.stamps[0].any()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "page_size", "pages_of_room", "expected"),
+    [
+        (BF16, 16, 5, 5),
+        (BF16, 16, 50, 9),
+        (BF16, 32, 1, 1),
+        (BF16, 8, 5, None),
+        (torch.float32, 16, 5, None),
+        (BF16, 16, 0, None),
+    ],
+)
+def test_room(
+    dtype: torch.dtype, page_size: int, pages_of_room: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Units fit into what the pool leaves of the memory allowed."""
+    monkeypatch.setattr(module, "dots_are_faster", lambda: True)
+    layers = [LAYER, LayerKV(1, 33, 20)]
+    page_bytes = 2 * page_size * (2 * (64 + 64) + 64 + 32)
+    room = pages_of_room * page_bytes + page_bytes // 2
+    made = packed_pages(layers, dtype, page_size, 9, room)
+    assert (None if made is None else made.pages) == expected
+    if made is not None:
+        assert sum(words.nbytes for words in made.words) <= room
+    monkeypatch.setattr(module, "dots_are_faster", lambda: False)
+    assert packed_pages(layers, dtype, page_size, 9, room) is None
