@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, BinaryIO
 
+import orjson
+
 from batchgen.data.rows import RawRow
 from batchgen.data.streams import DamagedStream
 from batchgen.errors import ErrorCode, ErrorInfo, RowError
@@ -58,6 +60,8 @@ def _finite(literal: str) -> float:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite)
+_QUICK = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
+"""The same, but that of equal keys it keeps the last."""
 
 
 def parse_json_object(line: bytes) -> dict[str, Any]:
@@ -67,6 +71,27 @@ def parse_json_object(line: bytes) -> dict[str, Any]:
         RowError: `invalid_json` for anything but one object with unique keys and finite numbers, nested at most
             `MAX_DEPTH` deep; `invalid_unicode` for bytes that are not UTF-8 and for surrogates without their pair.
     """
+    value = _parse_quickly(line)
+    return _parse_strictly(line) if value is None else value
+
+
+def _parse_quickly(line: bytes) -> dict[str, Any] | None:
+    """What `_parse_strictly` gives for a line that is quickly seen to be right; None for any other, right or wrong.
+
+    Every key has a colon behind it. Written again, in C, the value has all colons of the line, unless one went with a
+    key that stood twice, or came from an escape. Half a surrogate pair cannot be written at all.
+    """
+    try:
+        value = _QUICK.decode(line.decode())
+        written = orjson.dumps(value)
+    except (ValueError, TypeError, RecursionError):
+        return None
+    if type(value) is not dict or b"\\u003" in line or written.count(b":") != line.count(b":"):
+        return None
+    return value if line.count(b"[") + line.count(b"{") <= MAX_DEPTH else None
+
+
+def _parse_strictly(line: bytes) -> dict[str, Any]:
     text = _decode(line)
     try:
         value = _DECODER.decode(text)

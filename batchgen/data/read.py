@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from batchgen.data.inputs import InputFile, find_inputs
@@ -142,4 +141,4 @@ def _rename(row: RawRow, prompt_column: str | None, id_column: str | None) -> Ra
         if id_column in given:
             name = given[id_column]
             value["id"] = str(name) if type(name) is int else name
-    return replace(row, value=value, displaced=displaced)
+    return row._replace(value=value, displaced=displaced)

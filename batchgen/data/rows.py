@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from batchgen.errors import ErrorCode, ErrorInfo
 
@@ -14,11 +13,10 @@ __all__ = ["RawRow"]
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
-class RawRow:
+class RawRow(NamedTuple):
     """One input row: a value, or the reason why there is none. Exactly one of `value` and `error` is set."""
 
-    index: int
+    index: int  # type: ignore[assignment]
     """Place among all rows of all files, from 0, blank lines not counted. A selection leaves it as it is."""
     source: str
     """The file, as the user named it, in UTF-8."""
@@ -26,7 +24,7 @@ class RawRow:
     """1-based line of a text file, 1-based row of a Parquet file."""
     value: dict[str, Any] | None = None
     error: ErrorInfo | None = None
-    displaced: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)
+    displaced: Mapping[str, Any] = _NOTHING
     """Fields that gave way to a named prompt or id column. They are data to carry, not fields to obey."""
 
     @classmethod

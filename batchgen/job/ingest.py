@@ -169,7 +169,7 @@ def _values(rows: Iterator[RawRow], places: dict[int, RawRow]) -> Iterator[tuple
     for row in rows:
         # A row of embeddings is on disk once it is taken; what is kept of it here says where it stood.
         large = row.value is not None and "input_embeds" in row.value
-        places[row.index] = replace(row, value=None) if large else row
+        places[row.index] = row._replace(value=None) if large else row
         yield row.index, row.value if row.error is None else row.error  # type: ignore[misc]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -231,3 +232,42 @@ def test_round_trip(rows: list[dict[str, Any]], ascii_only: bool, end: str, last
 def test_no_bytes_crash_the_reader(data: bytes) -> None:
     lines = [line for line in data.removeprefix(b"\xef\xbb\xbf").split(b"\n") if line.strip(b" \t\r")]
     assert len(read(data)) == len(lines)
+
+
+@st.composite
+def written(draw: st.DrawFn, depth: int = 3) -> str:
+    """JSON text of few keys, so that some stand twice, with colons in strings as they are and as escapes."""
+    scalars = ['""', '":"', '"a:b"', '"\\u003a"', '"\\\\u003A:"', '"\\ud83d\\ude00"', '"\\ud83d"', "1", "-0", "0.5"]
+    scalars += ["1e999", "null", "true", "NaN", str(1 << 64)]
+    kind = draw(st.sampled_from(["scalar", "list", "object", "object"])) if depth else "scalar"
+    if kind == "scalar":
+        return draw(st.sampled_from(scalars))
+    items = draw(st.lists(written(depth - 1), max_size=3))
+    if kind == "list":
+        return f"[{','.join(items)}]"
+    keys = ['"a"', '"b"', '":"', '"\\u003A"', '"\\u0061"']
+    return "{" + ", ".join(f"{draw(st.sampled_from(keys))} : {item}" for item in items) + "}"
+
+
+def verdict(parse: Callable[[bytes], Any], line: bytes) -> Any:
+    try:
+        return json.dumps(parse(line))  # numbers of either kind, and the order of keys
+    except RowError as error:
+        return error.info
+
+
+@given(text=written())
+def test_what_is_parsed_quickly_is_what_is_parsed_strictly(text: str) -> None:
+    assert verdict(parse_json_object, text.encode()) == verdict(jsonl._parse_strictly, text.encode())
+
+
+@pytest.mark.parametrize("name", ACCEPTED | REFUSED)
+def test_the_quick_parse_takes_no_line_that_is_refused(name: str) -> None:
+    line = (ACCEPTED | REFUSED)[name][0]
+    value = jsonl._parse_quickly(line)
+    assert value is None or (name in ACCEPTED and value == ACCEPTED[name][1])
+
+
+def test_usual_lines_are_parsed_quickly() -> None:
+    for line in (b'{"id": "a: b", "n": [1, 0.5, null], "p": {"q": true}}\r\n', '{"text":"é\\n"}'.encode()):
+        assert jsonl._parse_quickly(line) == jsonl._parse_strictly(line)
