@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from batchgen.text.chat import PARTS_PROBE, check_read, prepare_messages, reads_
 from batchgen.text.folder import find_folder
 from batchgen.text.generation_config import GenerationConfig, load_generation_config
 from batchgen.text.pieces import BytePieces
+from batchgen.text.render import PlainRenderer, plain_renderer
 
 __all__ = ["Tokenizer"]
 
@@ -188,12 +190,21 @@ class Tokenizer:
     def render_chats(self, prompts: Sequence[ChatPrompt]) -> list[str | ErrorInfo]:
         """Each conversation as `render_chat` gives it, or what is wrong with it.
 
-        Those without settings of their own are given to the library in one call: it prepares every call anew, which
-        takes longer than a conversation does.
+        The usual ones go to the template itself. Of the others those without settings of their own are given to the
+        library in one call: it prepares every call anew, which takes longer than a conversation does.
         """
-        plain = [index for index, prompt in enumerate(prompts) if _is_plain(prompt)]
+        renderer = self._renderer if prompts else None
+        texts: list[Any] = [renderer.render(one) if renderer else None for one in prompts]
+        left = [index for index, text in enumerate(texts) if text is None]
+        plain = [index for index in left if _is_plain(prompts[index])]
         together = dict(zip(plain, self._render_plain([prompts[index] for index in plain]), strict=False))
-        return [together[i] if i in together else self._render_alone(prompt) for i, prompt in enumerate(prompts)]
+        for index in left:
+            texts[index] = together[index] if index in together else self._render_alone(prompts[index])
+        return texts
+
+    @cached_property
+    def _renderer(self) -> PlainRenderer | None:
+        return plain_renderer(self._hf) if self.has_chat_template else None
 
     def _render_plain(self, prompts: Sequence[ChatPrompt]) -> list[str]:
         """Conversations without settings; none where anything is wrong with any of them."""
