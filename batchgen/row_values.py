@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -13,7 +13,7 @@ from batchgen.fields import CONSTRAINTS, LOOKUP, SOURCES, Field, Place, unknown_
 from batchgen.params import SamplingParams
 from batchgen.prompts import ChatPrompt
 
-__all__ = ["RowDefaults", "RowValues", "chat_prompt"]
+__all__ = ["DECIDING", "PLAIN", "RowDefaults", "RowValues", "chat_prompt"]
 
 _LOGPROB_FIELDS: tuple[tuple[str, Any], ...] = (
     ("logprob_start_len", -1),
@@ -22,11 +22,11 @@ _LOGPROB_FIELDS: tuple[tuple[str, Any], ...] = (
 )
 """What says which logprobs are returned, with the value that asks for none."""
 _PARAM_NAMES = frozenset(item.name for item in fields(SamplingParams))
-_DECIDING = _PARAM_NAMES | {"logprobs", "top_logprobs", "response_format", "model"}
+DECIDING = _PARAM_NAMES | {"logprobs", "top_logprobs", "response_format", "model"}
 """Fields of a row that decide its `SamplingParams`."""
 _MOST_KNOWN = 256
 """Parameter sets that `RowDefaults` keeps; the rows of most jobs share a few."""
-_PLAIN = frozenset({int, float, bool})
+PLAIN = frozenset({int, float, bool})
 """Types whose values hold no text."""
 
 
@@ -57,7 +57,7 @@ class RowDefaults:
     """Whether the run has a place for the events of rows with `stream`."""
     processors: frozenset[str] = frozenset()
     """Logit processors that the run was given."""
-    _known: dict[tuple[Any, ...], SamplingParams] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _known: dict[Hashable, SamplingParams] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Parameters of rows so far, by the values that decide them and by themselves: equal rows share one object."""
 
     def __post_init__(self) -> None:
@@ -78,7 +78,7 @@ class RowDefaults:
         asked = [name for name, nothing in wanted if self.flags.get(name, nothing) != nothing]
         return [] if not asked or any(one.return_logprob for one in params) else asked
 
-    def share(self, key: tuple[Any, ...], params: SamplingParams) -> SamplingParams:
+    def share(self, key: Hashable, params: SamplingParams) -> SamplingParams:
         """Keep `params` under `key`, or what is kept already and equals it under another."""
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
@@ -86,7 +86,7 @@ class RowDefaults:
         self._known[key] = equal
         return equal
 
-    def known(self, key: tuple[Any, ...]) -> SamplingParams | None:
+    def known(self, key: Hashable) -> SamplingParams | None:
         """What was kept under `key`."""
         return self._known.get(key)
 
@@ -142,7 +142,7 @@ class RowValues:
 
     def _take(self, known: Field, key: str, value: Any) -> None:
         kind = type(value)
-        if kind not in _PLAIN and (kind is not str or not value.isascii()):
+        if kind not in PLAIN and (kind is not str or not value.isascii()):
             check_unicode(value, key)
         name = known.name
         if name in self.spelled:
@@ -231,7 +231,7 @@ class RowValues:
         """
         if "seed" in self.values:
             return None
-        given = [(name, type(value), value) for name, value in self.values.items() if name in _DECIDING]
+        given = [(name, type(value), value) for name, value in self.values.items() if name in DECIDING]
         return (self.scores, *endpoint.items(), *given)
 
     def _new_params(self, defaults: RowDefaults, endpoint: Mapping[str, Any]) -> SamplingParams:

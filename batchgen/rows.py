@@ -16,6 +16,7 @@ from batchgen.prompts import ChatPrompt, EmbedsPrompt, Prompt, TextPrompt, Token
 from batchgen.request import ParsedRow
 from batchgen.row_values import RowDefaults, RowValues, chat_prompt
 from batchgen.score_rows import scoring_params, texts_to_score
+from batchgen.usual_rows import usual_row
 
 __all__ = ["RowDefaults", "derive_seed", "parse_row", "row_extra", "row_id"]
 
@@ -61,6 +62,18 @@ def parse_row(value: Any, row_index: int, defaults: RowDefaults) -> ParsedRow:
     """
     if type(value) is not dict and not isinstance(value, Mapping):
         raise RowError(ErrorCode.INVALID_JSON, f"a row must be a JSON object, got {kind_of(value)}")
+    usual = usual_row(value, row_index, defaults)
+    if usual is None:
+        return _parse_fully(value, row_index, defaults)
+    if usual.row is not None:
+        return usual.row
+    row = _parse_fully(value, row_index, defaults)
+    if row.params.seed is None:  # one with a seed would be known for this row alone
+        defaults.share(usual.key, row.params)
+    return row
+
+
+def _parse_fully(value: Mapping[str, Any], row_index: int, defaults: RowDefaults) -> ParsedRow:
     parse = parse_openai_line if is_openai_line(value) else _parse_native
     return parse(value, row_id(value, row_index), row_index, defaults)
 
