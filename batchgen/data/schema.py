@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 import pyarrow as pa
 import pyarrow.types as pat
 
@@ -204,6 +205,8 @@ def _flat_arrays(arrays: list[npt.NDArray[Any]], kind: pa.DataType) -> pa.Array 
     return pa.array(flat, mask=np.concatenate(masks))
 
 
+_ALIKE = frozenset({str, bool, type(None)})
+"""Types whose values both libraries write alike; of numbers they differ in exponents, and in how large they may be."""
 _EXTRA = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
@@ -211,6 +214,8 @@ def extra_json(fields: Mapping[str, Any]) -> str | None:
     """Carried fields as a JSON object for the `extra` column, numbers that JSON lacks as null; None when empty."""
     if not fields:
         return None
+    if all(type(value) in _ALIKE for value in fields.values()):
+        return orjson.dumps(fields).decode()
     try:
         return _EXTRA.encode(fields)
     except ValueError:

@@ -93,6 +93,8 @@ class Encoder:
         """`grammars`: where the rows' constraints are compiled, so that bad ones are known."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._may_exceed = tokenizer.vocab_size > vocab_size
+        """Whether a text may have a token that the model does not know."""
         self._context = context_length
         self._truncate = truncate
         self._run_seed = run_seed
@@ -270,7 +272,7 @@ class Encoder:
             param = _source_of(row, prompt)
             message = f"`{param}` gives no tokens, and the tokenizer adds none; give a prompt that is not empty"
             raise RowError(ErrorCode.EMPTY_PROMPT, message, param)
-        if max(ids) >= self._vocab_size:
+        if (self._may_exceed or isinstance(prompt, TokenPrompt)) and max(ids) >= self._vocab_size:
             raise self._out_of_range(_source_of(row, prompt), max(ids))
         return ids
 

@@ -191,6 +191,12 @@ def test_extra() -> None:
     assert extra_json({"a": [float("nan"), {"b": float("inf")}], "c": 1.5}) == '{"a":[null,{"b":null}],"c":1.5}'
 
 
+def test_carried_texts_are_written_alike_by_both_libraries() -> None:
+    everything = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x11000), 0x1F600, 0x10FFFF]))
+    fields = {"a": everything, everything: None, "b": True, "c": False, "": "", 'q"\\': "\n"}
+    assert extra_json(fields) == json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
+
+
 def test_footer() -> None:
     metadata = with_footer({"fingerprint": "é"}).metadata
     assert metadata[VERSION_KEY] == b"1"
