@@ -249,9 +249,15 @@ def _next_number(parts: list[Path]) -> int:
 
 
 def _weight(row: OutputRow) -> int:
-    """About how many bytes a row takes in memory."""
+    """About how many bytes a row takes in memory. The steps wait for this, so it is written out."""
     completion = row.completion
-    numbers = sum(len(values) for values in _LISTS(completion) if values is not None)
-    texts = sum(len(text) for text in (completion.text, row.extra, row.prompt) if text is not None)
-    states = sum(block.values.nbytes for block in completion.states or ())
-    return 512 + 8 * numbers + texts + states
+    weight = 512
+    for values in _LISTS(completion):
+        if values is not None:
+            weight += 8 * len(values)
+    for text in (completion.text, row.extra, row.prompt):
+        if text is not None:
+            weight += len(text)
+    if completion.states:
+        weight += sum(block.values.nbytes for block in completion.states)
+    return weight

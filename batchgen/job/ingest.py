@@ -50,7 +50,9 @@ class RowTexts(Columns):
         self.spool.append(orjson.dumps([row_id, extra, prompts]))
 
     def __getitem__(self, row_index: int) -> tuple[str, str | None, list[str | None] | None]:
-        blob = self.spool.get(bisect_left(self._rows, row_index))
+        rows = self._rows  # of a job without bad rows each stands at its own index
+        place = row_index if row_index < len(rows) and rows[row_index] == row_index else bisect_left(rows, row_index)
+        blob = self.spool.get(place)
         assert blob is not None
         row_id, extra, prompts = orjson.loads(blob)
         return row_id, extra, prompts
