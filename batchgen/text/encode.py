@@ -24,7 +24,7 @@ Truncate = Literal["none", "left", "right"]
 _Source = str | list[int] | ErrorInfo
 """A prompt before it is tokenised: text, ids given as such, or a conversation that cannot be rendered."""
 
-_BATCH_ROWS = 128  # the last one is waited for, so the fewer the better, yet enough for all cores
+_BATCH_ROWS = 256
 _BATCH_CHARACTERS = 1 << 23  # a batch of long texts ends early, so that two batches' encodings stay within some 100 MB
 _ID_FIELDS = ("stop_token_ids", "allowed_token_ids", "token_ids_logprob")
 _ROOM_WITHOUT_LIMIT = 128  # tokens kept free for the answer of a truncated prompt whose row sets no limit
@@ -107,7 +107,7 @@ class Encoder:
     def encode_rows(self, rows: Iterable[ParsedRow | _Other]) -> Iterator[Encoded | tuple[_Other, None]]:
         """Each row, in order, with its prompts or with what is wrong; a bad prompt fails its whole row.
 
-        What is no row comes back in its place, with None. Up to 128 are tokenised at a time, on a thread of its own
+        What is no row comes back in its place, with None. Up to 256 are tokenised at a time, on a thread of its own
         while the next ones are taken.
         """
         source = iter(rows)
