@@ -25,7 +25,7 @@ from batchgen.kernels.cpu.aligned import aligned
 from batchgen.kernels.types import AttentionBatch, Ints
 from batchgen.kernels.work_items import ItemPlanner, Items, ItemShape, Words, numbered, spans
 
-__all__ = ["FIELDS", "ListPlanner", "ListShape", "WorkList", "plan_list"]
+__all__ = ["FIELDS", "ListPlanner", "ListShape", "WorkList"]
 
 FIELDS: Final = 8
 """int32 numbers of an item, in the order of `ItemField` of attention.h."""
@@ -103,14 +103,6 @@ class WorkList:
     def num_merges(self) -> int:
         """Tokens whose results are merged."""
         return len(self.merges)
-
-
-def plan_list(batch: AttentionBatch, shape: ListShape, wanted: Ints | None = None) -> WorkList:
-    """The work of a step for layers of `shape`, of all its tokens or of those `wanted` [W] alone.
-
-    The batch's slots are not looked at.
-    """
-    return ListPlanner(batch, shape).work(wanted)
 
 
 class ListPlanner:

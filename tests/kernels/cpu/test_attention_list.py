@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from batchgen.kernels import chunk_prefixes
 from batchgen.kernels.cpu import attention_list
-from batchgen.kernels.cpu.attention_list import FEW, TILE, ListShape, WorkList, plan_list
+from batchgen.kernels.cpu.attention_list import FEW, TILE, ListPlanner, ListShape, WorkList
 from batchgen.kernels.types import AttentionBatch, Ints
 from tests.kernels.steps import Shape, StepBuilder, any_batch, expected_slots
 
@@ -97,10 +97,10 @@ def test_every_visible_key_is_read_once(
         patch.setattr(attention_list, "_ROWS", most_rows)
         patch.setattr(attention_list, "_LEAST_KEYS", 16)
         patch.setattr(attention_list, "_STEP", 8)
-        work = plan_list(batch, shape)
+        work = ListPlanner(batch, shape).work()
         tokens = range(batch.slot_mapping.shape[0])
         wanted = np.random.default_rng(seed).permutation(tokens)[: len(tokens) // 2]
-        some = plan_list(batch, shape, wanted)
+        some = ListPlanner(batch, shape).work(wanted)
     expected = expected_slots(batch, page_size, window)
     assert [sorted(s) for s in slots_read(batch, work, shape)] == expected
     check_parts(batch, work)
@@ -133,7 +133,7 @@ def test_batch_invariant_items_follow_each_other_by_blocks(
     shape = list_shape(page_size, window, threads=2, block=block)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunk_prefixes, "LEAST_KEYS", page_size)
-        work = plan_list(batch, shape)
+        work = ListPlanner(batch, shape).work()
     assert [sorted(s) for s in slots_read(batch, work, shape)] == expected_slots(batch, page_size, window)
     check_parts(batch, work)
     items: dict[int, list[tuple[int, int]]] = {}
@@ -189,7 +189,7 @@ def test_items_merges_reads_and_padding_are_counted(fill: object, expected: tupl
     b = StepBuilder(Shape(9, 3, 8, 8), num_pages=4096)
     fill(b)  # type: ignore[operator]
     batch = b.build().batch
-    work = plan_list(batch, list_shape())
+    work = ListPlanner(batch, list_shape()).work()
     runs, merged = brute_force(batch)
     assert (work.num_items, work.num_merges) == (len(runs), len(merged)) == expected
     assert work.keys_read == sum(keys for _, keys in runs)
@@ -227,9 +227,9 @@ def test_long_runs_are_cut_for_threads_and_large_items_shared_out_by_head() -> N
     b = StepBuilder(Shape(9, 3, 8, 8), num_pages=4096)
     b.decode(6000)
     batch = b.build().batch
-    alone = plan_list(batch, list_shape(threads=1))
+    alone = ListPlanner(batch, list_shape(threads=1)).work()
     assert (alone.num_items, len(alone.items)) == (1, 1)
-    many = plan_list(batch, list_shape(threads=16))
+    many = ListPlanner(batch, list_shape(threads=16)).work()
     assert (many.num_items, len(many.items)) == (12, 36)
     assert many.num_merges == 1
     assert many.keys_read == 6000
@@ -240,7 +240,7 @@ def test_long_runs_are_cut_for_threads_and_large_items_shared_out_by_head() -> N
 def test_a_group_is_shared_out_and_its_rows_are_not() -> None:
     b = StepBuilder(Shape(9, 3, 8, 8), num_pages=4096)
     b.group([b.decode(20, own_start=640) for _ in range(60)], 0, 40)
-    work = plan_list(b.build().batch, list_shape(threads=2))
+    work = ListPlanner(b.build().batch, list_shape(threads=2)).work()
     assert (work.num_items, len(work.items)) == (62, 66)
     assert sorted(work.items[:6, -1].tolist()) == [0, 0, 1, 1, 2, 2]
     assert (work.items[6:, -1] == -1).all()
@@ -253,7 +253,7 @@ def test_batch_invariant_rows_share_whole_blocks() -> None:
     low = [b.decode(9, own_start=336) for _ in range(5)]
     b.group([*high, *low], 0, 17)
     b.group(low, 272, 4)
-    work = plan_list(b.build().batch, list_shape(block=64))
+    work = ListPlanner(b.build().batch, list_shape(block=64)).work()
     runs = sorted((base + first, base + end, count) for _, count, _, base, first, end, _, _ in work.items.tolist())
     assert runs == [(0, 256, 9), (256, 281, 1), *[(256, 281, 1)] * 3, (256, 320, 5), *[(320, 345, 1)] * 5]
 
@@ -263,6 +263,6 @@ def test_items_come_costliest_first() -> None:
     for n in range(1, 60):
         b.decode(n)
     b.chunk(40)
-    work = plan_list(b.build().batch, list_shape())
+    work = ListPlanner(b.build().batch, list_shape()).work()
     cost = (work.items[:, 5] - work.items[:, 4]) * (GROUP * work.items[:, 1] + 8)
     assert (np.diff(cost) <= 0).all()
