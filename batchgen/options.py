@@ -121,7 +121,7 @@ OPTIONS: tuple[Option, ...] = (
         whole(1),
         None,
         ENGINE,
-        "Most samples generated at once; chosen by device by default. Example: --max-num-seqs 64",
+        "Most samples generated at once. Default: 256, or a step's tokens if fewer. Example: --max-num-seqs 64",
         "engine",
     ),
     Option(

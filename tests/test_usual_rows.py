@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import permutations, product
 from random import Random
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from batchgen import rows as long_way
 from batchgen import usual_rows
 from batchgen.errors import RowError
+from batchgen.row_values import DECIDING
 from batchgen.rows import RowDefaults, parse_row
 from tests.rows import CHAT, HELLO, line, text
 from tests.test_rows_hostile import HOSTILE
@@ -89,6 +91,23 @@ def test_random_rows_are_parsed_as_by_the_long_way(name: str) -> None:
         usual = usual_rows.usual_row(value, 7, warm)
         short += usual is not None and usual.row is not None
     assert short > 150, "the short way was hardly tried"
+
+
+def test_options_of_one_kind_of_row_are_not_taken_over_to_another() -> None:
+    """What text takes, messages may not; and what stands beside the prompt may not stand in a body."""
+    known = 0
+    for name, value in product(sorted(DECIDING), (True, False, 0, 1, 2, 0.5, -1, "a", "json", None)):
+        option = {name: value}
+        rows = [text(**option), {"messages": HELLO, **option}, {"text": "a", "sampling_params": option}]
+        rows += [{"messages": HELLO, "sampling_params": option}, line(CHAT, messages=HELLO, **option)]
+        expected = [outcome(long_way._parse_fully, row, RowDefaults()) for row in rows]
+        for first, second in permutations(range(len(rows)), 2):
+            defaults = RowDefaults()
+            for number in (first, second):
+                assert outcome(parse_row, rows[number], defaults) == expected[number], (rows[first], rows[second])
+            usual = usual_rows.usual_row(rows[second], 7, defaults)
+            known += usual is not None and usual.row is not None
+    assert known > 300
 
 
 @pytest.mark.parametrize("number", [i for i, case in enumerate(HOSTILE) if isinstance(case[0], dict)])

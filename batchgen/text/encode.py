@@ -93,8 +93,7 @@ class Encoder:
         """`grammars`: where the rows' constraints are compiled, so that bad ones are known."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._may_exceed = tokenizer.vocab_size > vocab_size
-        """Whether a text may have a token that the model does not know."""
+        self._may_exceed = tokenizer.vocab_size > vocab_size  # a text may have a token that the model does not know
         self._context = context_length
         self._truncate = truncate
         self._run_seed = run_seed

@@ -12,11 +12,11 @@ from ctypes import Array, Structure, c_int64, c_void_p
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from batchgen.kernels.layouts import dots_are_faster
 from batchgen.kernels.types import Ints, LayerKV
+from batchgen.kernels.work_items import Words
 
 __all__ = ["PackedPages", "packed_pages"]
 
@@ -24,8 +24,6 @@ _LANES: Final = 16
 """Of a register that has the instruction: positions of a unit."""
 _HEAD_NUMBERS: Final = 32
 """Numbers of a head are kept in multiples of so many."""
-
-Words = npt.NDArray[np.int32]
 
 
 class _Packed(Structure):
