@@ -24,6 +24,7 @@ class _List(Structure):
 
     _fields_ = (
         ("items", c_void_p),
+        ("shares", c_void_p),
         ("tokens", c_void_p),
         ("positions", c_void_p),
         ("pages", c_void_p),
@@ -33,6 +34,7 @@ class _List(Structure):
         ("part_out", c_void_p),
         ("part_lse", c_void_p),
         ("num_items", c_int64),
+        ("num_shares", c_int64),
         ("num_merges", c_int64),
         ("heads", c_int64),
         ("kv_heads", c_int64),
@@ -83,13 +85,16 @@ class _LayerList:
         self._part_out = torch.empty(work.num_parts * heads * values.shape[3], dtype=torch.float32)
         self._part_lse = torch.empty(work.num_parts * heads * (1 if shape.block is None else 2), dtype=torch.float32)
         self._versions = None if packed is None else packed.versions(work.pages, work.common_pages)
-        arrays = (work.items, work.tokens, work.positions, work.pages, self._versions, work.parts, work.merges)
+        arrays = (
+            work.items, work.shares, work.tokens, work.positions, work.pages, self._versions, work.parts, work.merges
+        )  # fmt: skip
         assert all(array is None or array.flags.c_contiguous for array in arrays)
         self.struct = _List(
             *(None if array is None else array.ctypes.data for array in arrays),
             address(self._part_out),
             address(self._part_lse),
             len(work.items),
+            len(work.shares) - 1,
             work.num_merges,
             heads,
             keys.shape[2],

@@ -47,6 +47,8 @@ _STEP: Final = 64
 """Runs are cut at multiples of so many positions from their beginning."""
 _PER_THREAD: Final = 4
 """An item takes at most one in so many parts of a thread's share."""
+_MOST_SHARES: Final = 8
+"""Shares that items come in: one for each thread, up to so many."""
 _KEY_COST: Final = 8
 """What reading a position costs, in query rows that see it."""
 
@@ -76,7 +78,10 @@ class WorkList:
     """A step's items, and what is counted of them."""
 
     items: Words
-    """[n, FIELDS], costliest first; an item whose key heads are shared out stands there once for each."""
+    """[n, FIELDS] by shares, in each costliest first; an item whose key heads are shared out stands there once for each
+    of them."""
+    shares: Words
+    """[S + 1] where each share of `items` begins. A thread does its own first, and then what is left of the others'."""
     tokens: Words
     positions: Words
     """[T] absolute position of each token."""
@@ -136,6 +141,7 @@ class ListPlanner:
         if shape.block is not None and planner.shared:
             whole = _cut_at_blocks(whole, _leading(rows, whole, planner.tokens), shape.block)
         items, lengths, costs, by_head = _cut(whole, shape)
+        num_shares = min(shape.threads, _MOST_SHARES)
         several = planner.shared or items is not whole
         part_at, parts, merges = _parts(rows, items, planner.tokens) if several else (-1, _NONE, _NO_MERGES)
         table = np.empty((len(items), FIELDS), np.int32)
@@ -147,8 +153,10 @@ class ListPlanner:
             of, head = numbered(heads)
             costs, table = (costs // heads)[of], table[of]
             table[:, -1] = np.where(by_head[of], head, -1)
+        share = _shares(rows[table[:, 0]], rows[table[:, 0] + table[:, 1] - 1], costs, planner.tokens, num_shares)
         return WorkList(
-            items=table[np.argsort(-costs, kind="stable")],
+            items=table[np.lexsort((-costs, share))],
+            shares=np.cumsum(np.bincount(share + 1, minlength=num_shares + 1), dtype=np.int32),
             tokens=rows,
             positions=self._positions,
             pages=self._pages,
@@ -159,6 +167,31 @@ class ListPlanner:
             keys_read=int(lengths.sum()),
             padded_rows=_padded_rows(planner, items, shape.group),
         )
+
+
+def _shares(first: Words, last: Words, costs: Ints, num_tokens: int, shares: int) -> Ints:
+    """[n] the share of each item.
+
+    A share has tokens that stand side by side, as its thread's part of other operations: what a core has written is
+    near it, and may be far from another. Items whose tokens are in several parts are dealt like cards, costliest first.
+
+    Args:
+        first: [n] each item's first token.
+        last: [n] and its last.
+        costs: [n] of each item.
+        num_tokens: T.
+        shares: S.
+    """
+    share = np.empty(len(costs), np.int64)
+    spanning = first * shares // num_tokens != last * shares // num_tokens
+    inside = np.flatnonzero(~spanning)
+    inside = inside[np.argsort(first[inside], kind="stable")]
+    ends = np.cumsum(costs[inside])
+    share[inside] = (2 * ends - costs[inside]) * shares // (2 * ends[-1] + 1) if len(ends) else 0
+    dealt = np.flatnonzero(spanning)
+    turn = np.arange(len(dealt)) % (2 * shares)
+    share[dealt[np.argsort(-costs[dealt], kind="stable")]] = np.minimum(turn, 2 * shares - 1 - turn)
+    return share
 
 
 def _flags(tokens: Ints, count: int) -> Flags:

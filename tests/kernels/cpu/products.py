@@ -57,7 +57,7 @@ def problems() -> st.SearchStrategy[Problem]:
     """Any of them."""
     return st.builds(
         Problem,
-        rows=st.integers(0, 80),
+        rows=st.integers(0, 80) | st.integers(81, 300),
         inner=st.integers(1, 450),
         outer=st.integers(1, 120),
         biased=st.booleans(),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from batchgen.kernels import chunk_prefixes
 from batchgen.kernels.cpu import attention_list
 from batchgen.kernels.cpu.attention_list import FEW, TILE, ListPlanner, ListShape, WorkList
 from batchgen.kernels.types import AttentionBatch, Ints
+from batchgen.kernels.work_items import Words
 from tests.kernels.steps import Shape, StepBuilder, any_batch, expected_slots
 
 GROUP = 3
@@ -71,6 +74,24 @@ def check_parts(batch: AttentionBatch, work: WorkList, wanted: Ints | None = Non
     assert sorted(owner) == list(range(work.num_parts))
 
 
+def check_shares(work: WorkList, shape: ListShape) -> None:
+    """Every item is in one share, and each share begins with its costliest."""
+    assert len(work.shares) == min(shape.threads, 8) + 1
+    assert (work.shares[0], work.shares[-1]) == (0, len(work.items))
+    for begin, end in pairwise(work.shares.tolist()):
+        assert begin <= end
+        costs = costs_of(work.items[begin:end], shape)
+        assert costs == sorted(costs, reverse=True)
+
+
+def costs_of(items: Words, shape: ListShape) -> list[int]:
+    """Positions times query rows, and what it takes to read the positions, shared out over heads."""
+    return [
+        (end - first) * (count * shape.group + 8) // (1 if head < 0 else shape.kv_heads)
+        for _, count, _, _, first, end, _, head in items.tolist()
+    ]
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60), st.integers(0, 3)), max_size=9),
@@ -104,6 +125,8 @@ def test_every_visible_key_is_read_once(
     expected = expected_slots(batch, page_size, window)
     assert [sorted(s) for s in slots_read(batch, work, shape)] == expected
     check_parts(batch, work)
+    check_shares(work, shape)
+    check_shares(some, shape)
     read = slots_read(batch, some, shape)
     assert [sorted(s) for s in read] == [
         s if token in wanted else [] for token, s in zip(tokens, expected, strict=True)
@@ -242,8 +265,43 @@ def test_a_group_is_shared_out_and_its_rows_are_not() -> None:
     b.group([b.decode(20, own_start=640) for _ in range(60)], 0, 40)
     work = ListPlanner(b.build().batch, list_shape(threads=2)).work()
     assert (work.num_items, len(work.items)) == (62, 66)
-    assert sorted(work.items[:6, -1].tolist()) == [0, 0, 1, 1, 2, 2]
-    assert (work.items[6:, -1] == -1).all()
+    heads = sorted(work.items[:, -1].tolist())
+    assert heads == [-1] * 60 + [0, 0, 1, 1, 2, 2]
+    for begin, end in pairwise(work.shares.tolist()):
+        of_group = work.items[begin:end, -1] >= 0
+        assert of_group.sum() == 3
+        assert of_group[:3].all()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 8, 16])
+def test_rows_that_stand_side_by_side_are_one_threads(threads: int) -> None:
+    b = StepBuilder(Shape(9, 3, 8, 8), num_pages=4096)
+    rows = [b.decode(48, own_start=768) for _ in range(64)]
+    b.group(rows, 0, 16)
+    for first in range(0, 64, 8):
+        b.group(rows[first : first + 8], 256, 32)
+    shape = list_shape(threads=threads)
+    work = ListPlanner(b.build().batch, shape).work()
+    check_shares(work, shape)
+    count = min(threads, 8)
+    costs = costs_of(work.items, shape)
+    for share, (begin, end) in enumerate(pairwise(work.shares.tolist())):
+        alone = work.items[begin:end][work.items[begin:end, 1] == 1]
+        tokens = sorted(work.tokens[alone[:, 0]].tolist())
+        assert tokens == list(range(tokens[0], tokens[0] + len(tokens)))
+        assert abs(tokens[0] - 64 * share / count) <= 2
+        assert abs(tokens[-1] + 1 - 64 * (share + 1) / count) <= 2
+        assert sum(costs[begin:end]) <= sum(costs) / count + max(costs)
+
+
+def test_one_long_row_is_everybodys() -> None:
+    b = StepBuilder(Shape(9, 3, 8, 8), num_pages=4096)
+    b.decode(6000)
+    shape = list_shape(threads=8)
+    work = ListPlanner(b.build().batch, shape).work()
+    costs = [sum(costs_of(work.items[begin:end], shape)) for begin, end in pairwise(work.shares.tolist())]
+    assert max(costs) <= sum(costs) / 8 + max(costs_of(work.items, shape))
+    assert min(costs) >= sum(costs) / 8 - max(costs_of(work.items, shape))
 
 
 def test_batch_invariant_rows_share_whole_blocks() -> None:

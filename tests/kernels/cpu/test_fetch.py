@@ -23,14 +23,22 @@ CHUNK = 1024
 MOST_BYTES = 16 << 20
 
 
-def fetched(step: Step, lines: int, *, invariant: bool = False) -> list[int]:
-    """Where the lines are that are taken `lines` at a time."""
-    attention = CompiledAttention(step.pool, step.batch, 2, invariant=invariant)
+def fetched(step: Step, lines: int, *, invariant: bool = False, threads: int = 1, share: int = 0) -> list[int]:
+    """Where the lines are that a thread takes, `lines` at a time."""
+    attention = CompiledAttention(step.pool, step.batch, threads, invariant=invariant)
     stack = attention.stack(step.query, torch.empty_like(step.query), scale=1.0, windows=[None])
     lasting = (c_void_p * (2 * (MOST_BYTES // LINE)))()
     found = library().bg_fetched_lines
     found.restype = c_int64
-    given = (byref(stack.struct), c_int64(1), c_int64(0), c_int64(lines), lasting, c_int64(len(lasting)))
+    given = (
+        byref(stack.struct),
+        c_int64(1),
+        c_int64(0),
+        c_int64(share),
+        c_int64(lines),
+        lasting,
+        c_int64(len(lasting)),
+    )
     return [int(line or 0) for line in lasting[: found(*given)]]
 
 
@@ -60,6 +68,25 @@ def test_what_decode_rows_read_is_fetched_and_nothing_else(lines: int, dtype: to
         assert len(values - set(got)) <= lines  # the take that begins with the last keys passes over as many values
     if lines == 16:  # of one chunk each: none is passed over, none fetched twice
         assert sorted(got) == sorted(keys | values)
+
+
+def test_each_thread_fetches_what_its_own_items_read() -> None:
+    b = StepBuilder(Shape(4, 2, 64, 64, dtype=torch.bfloat16), num_pages=600)
+    for _ in range(9):
+        b.decode(48)
+    step = b.build()
+    lists = CompiledAttention(step.pool, step.batch, 2)
+    work = lists.work(0, 4)
+    got = [set(fetched(step, 16, threads=2, share=share)) for share in (0, 1)]
+    for share in (0, 1):
+        items = work.items[work.shares[share] : work.shares[share + 1]]
+        pages = {
+            int(page)
+            for _, _, at, _, first, end, *_ in items
+            for page in work.pages[at + first // 16 : at + -(-end // 16)]
+        }
+        assert got[share] == set.union(*lines_of(step, sorted(pages)))
+    assert not got[0] & got[1]
 
 
 def test_more_at_once_than_a_take_has_is_not_fetched() -> None:

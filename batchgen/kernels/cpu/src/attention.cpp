@@ -234,25 +234,27 @@ void join_token(const Attention& a, const AttentionList& l, int64_t layer, const
 
 }  // namespace
 
-void attention_items_part(const Attention& a, int64_t layer, Claims& claims, int threads) {
+void attention_items_part(const Attention& a, int64_t layer, const Claims& claims, int thread) {
     const AttentionList& l = *a.lists[layer];
-    // A thread takes an item before it has done the last one, to fetch from memory for it, but not of the last few,
-    // which others may be free to do at once.
-    const int64_t early = l.num_items - 2 * threads;
-    int64_t index = claims.one();
-    for (bool fed = false; index < l.num_items;) {
-        const Item item(l, index);
-        const int64_t next_index = index < early ? claims.one() : l.num_items;
-        const Item next(l, std::min(next_index, l.num_items - 1));
-        const Item* known = next_index < l.num_items ? &next : nullptr;
+    // The list may have been made for another number of threads.
+    const auto begin = [&](int share) { return l.shares[l.num_shares * share / claims.shares]; };
+    Claim at = claims.one(thread, begin);
+    for (bool fed = false; at;) {
+        const Item item(l, at.begin);
+        // A thread takes an item before it has done the last one, to fetch from memory for it, but not of a share's last
+        // few, which others may be free to do at once.
+        const bool early = at.end + 1 < begin(at.share + 1);
+        const Claim next_at = early ? claims.one(thread, begin) : Claim{};
+        const Item next(l, next_at ? next_at.begin : at.begin);
+        const Item* known = next_at ? &next : nullptr;
         if (l.dtype == 0) {
             run_item<float>(a, layer, item, known, fed);
         } else {
             run_item<bf16>(a, layer, item, known, fed);
         }
         fed = known && item.few(l);
-        index = known ? next_index : claims.one();
-        claims.done(1);
+        claims.done(at);
+        at = known ? next_at : claims.one(thread, begin);
     }
 }
 
@@ -269,9 +271,9 @@ void attention_merge_part(const Attention& a, int64_t layer, int part, int parts
     }
 }
 
-std::vector<int32_t> attention_pages(const AttentionList& l, int64_t most) {
+std::vector<int32_t> attention_pages(const AttentionList& l, int64_t share, int64_t most) {
     std::vector<int32_t> pages;
-    for (int64_t i = 0; i < l.num_items; i++) {
+    for (int64_t i = l.shares[share]; i < l.shares[share + 1]; i++) {
         const Item item(l, i);
         if (!item.few(l) || item.head) continue;  // an item whose heads are shared out stands there once for each
         for (int64_t p = item.first / l.page_size; p * l.page_size < item.end; p++) {
@@ -285,10 +287,11 @@ std::vector<int32_t> attention_pages(const AttentionList& l, int64_t most) {
 }  // namespace bg
 
 extern "C" void bg_attention(const bg::Attention* a, int64_t layer, int64_t threads) {
-    bg::Claims items;
+    bg::ClaimRoom room(1, int(threads));
+    const bg::Claims items = room.of(0);
 #pragma omp parallel num_threads(threads)
     {
-        bg::attention_items_part(*a, layer, items, omp_get_num_threads());
+        bg::attention_items_part(*a, layer, items, omp_get_thread_num());
         items.wait(a->lists[layer]->num_items);
         bg::attention_merge_part(*a, layer, omp_get_thread_num(), omp_get_num_threads());
     }

@@ -27,7 +27,8 @@ enum ItemField { ROWS_AT, COUNT, PAGE_AT, BASE, FIRST, END, PART_AT, HEAD, ITEM_
 
 // One step's work for the layers that share it: same sizes, same window.
 struct AttentionList {
-    const int32_t* items;      // [num_items, ITEM_FIELDS], costliest first
+    const int32_t* items;      // [num_items, ITEM_FIELDS] by threads' shares, each costliest first
+    const int32_t* shares;     // [num_shares + 1] where each share begins
     const int32_t* tokens;     // an item's are tokens[ROWS_AT : ROWS_AT + COUNT]
     const int32_t* positions;  // [T] absolute position of each token
     const int32_t* pages;      // page tables; an item's begins at PAGE_AT, its first slot is position BASE
@@ -37,7 +38,7 @@ struct AttentionList {
     const int32_t* merges;     // [num_merges, 3]: token, where its parts begin in `parts`, how many
     float* part_out;           // [E, N, Dv]
     float* part_lse;           // [E, N] natural logarithm; batch-invariant: [E, N, 2] the maximum and the total
-    int64_t num_items, num_merges;
+    int64_t num_items, num_shares, num_merges;
     int64_t heads, kv_heads, key_dim, value_dim, page_size;
     int64_t window;            // a token sees itself and the window - 1 before it; 0: all
     int64_t dtype;             // of pool, queries and results
@@ -66,12 +67,12 @@ struct Attention {
     float softcap;                      // 0: none
 };
 
-// Two phases, the second after all items of the first. The items, units of `claims`, go to whichever thread is free;
-// what is computed does not depend on which.
-void attention_items_part(const Attention& a, int64_t layer, Claims& claims, int threads);
+// Two phases, the second after all items of the first. The items are units of `claims`; what is computed does not depend
+// on who does them.
+void attention_items_part(const Attention& a, int64_t layer, const Claims& claims, int thread);
 void attention_merge_part(const Attention& a, int64_t layer, int part, int parts);
 
-// Pages that items of few query rows read, in the order of the items; at most so many.
-std::vector<int32_t> attention_pages(const AttentionList& l, int64_t most);
+// Pages that a share's items of few query rows read, in the order of the items; at most so many.
+std::vector<int32_t> attention_pages(const AttentionList& l, int64_t share, int64_t most);
 
 }  // namespace bg

@@ -12,36 +12,40 @@ const T& as(const void* p) {
 
 int64_t claims_of(const Operation& o) { return o.kind == DECODE ? decode_claims(as<Decoder>(o.first)) : 1; }
 
+int64_t all_claims(const std::vector<Operation>& operations) {
+    int64_t claims = 0;
+    for (const Operation& o : operations) claims += claims_of(o);
+    return claims;
+}
+
 }  // namespace
 
 Program::Program(const Operation* operations, int64_t count, int threads)
-    : threads(threads), operations_(operations, operations + count) {
-    int64_t claims = 0;
-    for (const Operation& o : operations_) claims += claims_of(o);
-    claims_ = std::vector<Claims>(claims);
+    : threads(threads), operations_(operations, operations + count), claims_(all_claims(operations_), threads) {
     for (const Operation& o : operations_)
         if (o.kind == DECODE) fetches_.emplace_back(*as<DecoderStep>(o.second).attention, as<Decoder>(o.first).num_layers);
 }
 
 void Program::part(int thread) {
-    Claims* claims = claims_.data();
+    int64_t at = 0;
     KvFetch* fetch = fetches_.data();
     for (const Operation& o : operations_) {
+        const Claims claims = claims_.of(at);
         if (o.kind == COPY) {
             const PageCopies& p = as<PageCopies>(o.first);
-            by_parts(*claims, p.num_caches, threads, [&](int part, int parts) { page_copies_part(p, part, parts); });
+            by_parts(claims, p.num_caches, thread, [&](int part, int parts) { page_copies_part(p, part, parts); });
         }
         if (o.kind == FEED) {
             const Feed& f = as<Feed>(o.first);
-            by_parts(*claims, f.tokens, threads, [&](int part, int parts) { feed_part(f, part, parts); });
+            by_parts(claims, f.tokens, thread, [&](int part, int parts) { feed_part(f, part, parts); });
         }
-        if (o.kind == DECODE) decode_part(as<Decoder>(o.first), as<DecoderStep>(o.second), claims, *fetch++, thread, threads);
-        if (o.kind == PRODUCT) claims->wait(matmul_part(as<Matmul>(o.first), *claims, thread, threads, nullptr));
+        if (o.kind == DECODE) decode_part(as<Decoder>(o.first), as<DecoderStep>(o.second), claims_, at, *fetch++, thread);
+        if (o.kind == PRODUCT) claims.wait(matmul_part(as<Matmul>(o.first), {claims, thread, nullptr}));
         if (o.kind == SAMPLE) {
             const Sample& s = as<Sample>(o.first);
-            by_parts(*claims, s.draws, threads, [&](int part, int parts) { sample_part(s, part, parts); });
+            by_parts(claims, s.draws, thread, [&](int part, int parts) { sample_part(s, part, parts); });
         }
-        claims += claims_of(o);
+        at += claims_of(o);
     }
 }
 

@@ -41,7 +41,7 @@ class Program {
 
   private:
     std::vector<Operation> operations_;
-    std::vector<Claims> claims_;
+    ClaimRoom claims_;
     std::vector<KvFetch> fetches_;  // of decoders
 };
 

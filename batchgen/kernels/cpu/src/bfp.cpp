@@ -39,13 +39,13 @@ void pack(const BfpPacking& p) {
 
 }  // namespace
 
-int64_t bfp_part(const Matmul& m, Claims& claims, int thread, int threads, KvFetch::Layer* fetch) {
+int64_t bfp_part(const Matmul& m, const Worker& worker) {
     const BfpGroups groups(m.inner);
     const auto rows_of = [&](const Share& s, int64_t row, int64_t rows) {
         if (m.x_wide) grouped_rows<Bfp, float, bf16>(m, s, groups, row, rows);
         else grouped_rows<Bfp, bf16, bf16>(m, s, groups, row, rows);
     };
-    return by_claims(m, claims, thread, threads, fetch, bfp_scratch(m.inner), rows_of);
+    return by_claims(m, worker, groups.panel_bytes(), bfp_scratch(m.inner), rows_of);
 }
 
 extern "C" int64_t bg_matmul_has_bfp() { return 1; }
@@ -57,7 +57,7 @@ extern "C" void bg_matmul_pack_bfp(const BfpPacking* p, int64_t threads) {
 
 #else
 
-int64_t bfp_part(const Matmul&, Claims&, int, int, KvFetch::Layer*) { return 0; }
+int64_t bfp_part(const Matmul&, const Worker&) { return 0; }
 
 extern "C" int64_t bg_matmul_has_bfp() { return 0; }
 

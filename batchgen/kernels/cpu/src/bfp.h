@@ -19,9 +19,10 @@ constexpr int BFP_MOST = 4729;     // BFP_GROUP * BFP_MOST^2 < 2^31
 struct BfpGroups : Grouping {
     explicit BfpGroups(int64_t inner) : Grouping(inner, BFP_GROUP, 2) {}
     int64_t bytes() const { return PANEL * (4 + 2 * size); }  // of one group of one panel
+    int64_t panel_bytes() const { return count * bytes(); }
 };
 
 int64_t bfp_scratch(int64_t inner);
-int64_t bfp_part(const Matmul& m, Claims& claims, int thread, int threads, KvFetch::Layer* fetch);
+int64_t bfp_part(const Matmul& m, const Worker& worker);
 
 }  // namespace bg

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <vector>
 
 namespace bg {
 
@@ -28,52 +29,102 @@ void spin_until(There there) {
         else sched_yield();
 }
 
+// Units of work [begin, end) of one share.
 struct Claim {
     int64_t begin, end;
+    int share;
     explicit operator bool() const { return begin < end; }
     int64_t units() const { return end - begin; }
 };
 
-// One operation's units of work: who may do them, and whether all are done. It ends with the last unit, not with the
-// last thread: a thread whose core belongs to another process for a while, and that holds no unit, keeps nobody
-// waiting. It finds nothing left to claim when it comes.
-class alignas(64) Claims {
+// One operation's units of work: who may do them, and whether all are done. They come in shares, one for each thread, or
+// for each few of many: a thread takes those of its own share in their order, so that it can know what comes next, and
+// then what is left of the others'. An operation ends with the last unit, not with the last thread: a thread whose core
+// belongs to another process for a while, and that holds no unit, keeps nobody waiting. It finds nothing left to claim
+// when it comes.
+class Claims {
   public:
-    // The next of `units`; none when all are claimed. Fewer and fewer at a time, so that threads end together although
-    // one may be slower.
-    Claim next(int64_t units, int threads) {
-        int64_t at = claimed_.load(std::memory_order_relaxed), end;
-        do {
-            if (at >= units) return {units, units};
-            end = at + std::max<int64_t>((units - at) / (2 * threads), 1);
-        } while (!claimed_.compare_exchange_weak(at, end, std::memory_order_relaxed));
-        return {at, end};
+    static constexpr int MOST_SHARES = 8;
+
+    // What is known of a share, on a line of cache of its own: another core may be far away.
+    struct alignas(64) Line {
+        std::atomic<int64_t> claimed{0}, done{0};
+    };
+
+    static int shares_of(int threads) { return std::min(threads, MOST_SHARES); }
+
+    // `lines`: unused ones, as many as so many threads have shares.
+    Claims(Line* lines, int threads) : shares(shares_of(threads)), lines_(lines), sharing_((threads + shares - 1) / shares) {}
+
+    // The next units; none when all are claimed. Share s is units [begin(s), begin(s + 1)). Fewer and fewer at a time, so
+    // that threads end together although one may be slower.
+    template <class Begin>
+    Claim next(int thread, Begin begin) const {
+        return claim(thread, begin, [&](int64_t left) { return std::max<int64_t>(left / (2 * sharing_), 1); });
     }
 
-    // The next unit's number, which is beyond the last when all are claimed.
-    int64_t one() { return claimed_.fetch_add(1, std::memory_order_relaxed); }
+    // The next unit alone.
+    template <class Begin>
+    Claim one(int thread, Begin begin) const {
+        return claim(thread, begin, [](int64_t) { return 1; });
+    }
 
-    // So many claimed units are done.
-    void done(int64_t units) { done_.fetch_add(units, std::memory_order_release); }
+    // It is done.
+    void done(const Claim& c) const { lines_[c.share].done.fetch_add(c.units(), std::memory_order_release); }
 
-    // Until all units are done.
+    // Until so many units are done, which are all.
     void wait(int64_t units) const {
-        spin_until([&] { return done_.load(std::memory_order_acquire) >= units; });
+        spin_until([&] {
+            int64_t done = 0;
+            for (int s = 0; s < shares; s++) done += lines_[s].done.load(std::memory_order_acquire);
+            return done >= units;
+        });
     }
+
+    const int shares;
 
   private:
-    std::atomic<int64_t> claimed_{0}, done_{0};
+    template <class Begin, class Count>
+    Claim claim(int thread, Begin begin, Count count) const {
+        for (int i = 0; i < shares; i++) {
+            const int share = (thread + i) % shares;
+            const int64_t first = begin(share), units = begin(share + 1) - first;
+            std::atomic<int64_t>& claimed = lines_[share].claimed;
+            int64_t at = claimed.load(std::memory_order_relaxed);
+            while (at < units) {
+                const int64_t end = at + count(units - at);
+                if (claimed.compare_exchange_weak(at, end, std::memory_order_relaxed)) return {first + at, first + end, share};
+            }
+        }
+        return {0, 0, 0};
+    }
+
+    Line* const lines_;
+    const int sharing_;  // threads of a share
 };
 
-constexpr int64_t PARTS = 4;  // of an operation on rows, for each thread
+// Room for what threads claim of operations one after the other.
+class ClaimRoom {
+  public:
+    ClaimRoom(int64_t operations, int threads) : threads_(threads), lines_(operations * Claims::shares_of(threads)) {}
 
-// An operation on so many rows: part(i, parts) for the parts that this thread claims, until all are done.
+    Claims of(int64_t operation) { return {lines_.data() + operation * Claims::shares_of(threads_), threads_}; }
+
+  private:
+    const int threads_;
+    std::vector<Claims::Line> lines_;
+};
+
+constexpr int64_t PARTS = 4;  // of an operation on rows, for each share
+
+// An operation on so many rows: part(i, parts) for the parts that this thread claims, until all are done. A share's rows
+// are [rows * share / shares, rows * (share + 1) / shares), as far as parts allow.
 template <class Part>
-void by_parts(Claims& claims, int64_t rows, int threads, Part part) {
-    const int64_t parts = std::min<int64_t>(rows, PARTS * threads);
-    while (const Claim claim = claims.next(parts, threads)) {
+void by_parts(const Claims& claims, int64_t rows, int thread, Part part) {
+    const int64_t parts = std::min(rows, PARTS * claims.shares);
+    while (const Claim claim = claims.next(thread, [&](int share) { return parts * share / claims.shares; })) {
         for (int64_t i = claim.begin; i < claim.end; i++) part(int(i), int(parts));
-        claims.done(claim.units());
+        claims.done(claim);
     }
     claims.wait(parts);
 }

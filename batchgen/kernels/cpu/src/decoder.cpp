@@ -11,27 +11,27 @@ class Run {
     // Operations of a layer, at most; and those before the first.
     static constexpr int64_t OF_LAYER = 20, BEFORE = 1;
 
-    // `claims`: unused ones of all threads, as many as there are operations.
-    Run(const Decoder& d, const DecoderStep& s, Claims* claims, KvFetch& fetch, int thread, int threads)
-        : d_(d), s_(s), claims_(claims), fetch_(fetch), tokens_(s.tokens), x_(s.x), attended_(s.attended),
-          thread_(thread), threads_(threads) {}
+    // Claims from number `first` on are unused, as many as there are operations.
+    Run(const Decoder& d, const DecoderStep& s, ClaimRoom& claims, int64_t first, KvFetch& fetch, int thread)
+        : d_(d), s_(s), claims_(claims), next_claims_(first), fetch_(fetch), tokens_(s.tokens), x_(s.x),
+          attended_(s.attended), thread_(thread) {}
 
     void operator()() {
         begin();
         for (int64_t l = 0; l < d_.num_layers; l++) {
             const DecoderLayer& layer = d_.layers[l];
-            product(layer.qkv, layer.qkv_lora, s_.product_in, s_.qkv, s_.wide);
+            product(layer.qkv, layer.qkv_lora, s_.product_in, s_.qkv, s_.wide, nullptr);
             attend(layer, l);
             attended_layers_ = l + 1;
             if (s_.num_wanted >= 0 && l + 1 == d_.num_layers) pick();
-            product(layer.o, layer.o_lora, attended_, s_.delta, 0);
+            product(layer.o, layer.o_lora, attended_, s_.delta, 0, &layer.gate_up);
             norm(s_.delta, layer.post_norm, 0);
-            product(layer.gate_up, layer.gate_up_lora, s_.product_in, s_.gate_up, s_.wide);
+            product(layer.gate_up, layer.gate_up_lora, s_.product_in, s_.gate_up, s_.wide, &layer.down);
             by_parts(tokens_, [&](int part, int parts) {
                 gated_part({s_.gate_up, s_.activated, tokens_, d_.inner, d_.activation, d_.dtype, s_.wide}, part,
                            parts);
             });
-            product(layer.down, layer.down_lora, s_.activated, s_.delta, s_.wide);
+            product(layer.down, layer.down_lora, s_.activated, s_.delta, s_.wide, l + 1 < d_.num_layers ? &d_.layers[l + 1].qkv : nullptr);
             norm(s_.delta, l + 1 < d_.num_layers ? d_.layers[l + 1].input_norm : d_.final_norm, l + 1);
         }
     }
@@ -39,8 +39,10 @@ class Run {
   private:
     template <class Part>
     void by_parts(int64_t rows, Part part) {
-        bg::by_parts(*claims_++, rows, threads_, part);
+        bg::by_parts(next_claims(), rows, thread_, part);
     }
+
+    Claims next_claims() { return claims_.of(next_claims_++); }
 
     void begin() {
         by_parts(tokens_, [&](int part, int parts) {
@@ -57,8 +59,8 @@ class Run {
                           const_cast<void*>(a.keys[l]), const_cast<void*>(a.values[l]), s_.slots, s_.tokens, d_.heads,
                           d_.kv_heads, d_.dim, d_.dtype, d_.eps};
         by_parts(s_.tokens, [&](int part, int parts) { heads_part(heads, part, parts); });
-        Claims& items = *claims_++;
-        attention_items_part(a, l, items, threads_);
+        const Claims items = next_claims();
+        attention_items_part(a, l, items, thread_);
         items.wait(list.num_items);
         by_parts(list.num_merges, [&](int part, int parts) { attention_merge_part(a, l, part, parts); });
     }
@@ -80,7 +82,7 @@ class Run {
         std::memcpy(static_cast<char*>(to) + i * bytes, static_cast<const char*>(from) + j * bytes, bytes);
     }
 
-    void product(const Matmul& weight, const LoraStack* lora, const void* x, void* out, int64_t wide) {
+    void product(const Matmul& weight, const LoraStack* lora, const void* x, void* out, int64_t wide, const Matmul* next) {
         Matmul m = weight;
         m.x = x;
         m.x_wide = wide;
@@ -89,8 +91,8 @@ class Run {
         m.x_stride = m.inner;
         m.out_stride = m.outer;
         m.scratch = s_.scratch;
-        Claims& claims = *claims_++;
-        const int64_t units = matmul_part(m, claims, thread_, threads_, fetch_.layer(attended_layers_));
+        const Claims claims = next_claims();
+        const int64_t units = matmul_part(m, {claims, thread_, fetch_.layer(attended_layers_, thread_), next});
         if (!s_.lora) lora = nullptr;
         const auto down = [&](int part, int parts) { lora_down_part(*lora, *s_.lora, x, m.inner, part, parts); };
         if (lora) by_parts(tokens_, down);
@@ -125,13 +127,14 @@ class Run {
 
     const Decoder& d_;
     const DecoderStep& s_;
-    Claims* claims_;  // of the next operation
+    ClaimRoom& claims_;
+    int64_t next_claims_;  // of the next operation
     KvFetch& fetch_;
     int64_t attended_layers_ = 0;
     int64_t tokens_;
     void* x_;
     const void* attended_;
-    const int thread_, threads_;
+    const int thread_;
 };
 
 }  // namespace
@@ -139,16 +142,16 @@ class Run {
 // One for each operation: a thread that is late by many finds all of their units claimed.
 int64_t decode_claims(const Decoder& d) { return Run::BEFORE + Run::OF_LAYER * d.num_layers; }
 
-void decode_part(const Decoder& d, const DecoderStep& s, Claims* claims, KvFetch& fetch, int thread, int threads) {
-    Run(d, s, claims, fetch, thread, threads)();
+void decode_part(const Decoder& d, const DecoderStep& s, ClaimRoom& claims, int64_t first, KvFetch& fetch, int thread) {
+    Run(d, s, claims, first, fetch, thread)();
 }
 
 }  // namespace bg
 
 extern "C" void bg_decode(const bg::Decoder* d, const bg::DecoderStep* s, int threads) {
-    std::vector<bg::Claims> claims(bg::decode_claims(*d));
+    bg::ClaimRoom claims(bg::decode_claims(*d), threads);
     bg::KvFetch fetch(*s->attention, d->num_layers);
     // A region may get fewer threads than it asks for.
 #pragma omp parallel num_threads(threads)
-    bg::decode_part(*d, *s, claims.data(), fetch, omp_get_thread_num(), omp_get_num_threads());
+    bg::decode_part(*d, *s, claims, 0, fetch, omp_get_thread_num());
 }

@@ -49,9 +49,9 @@ struct DecoderStep {
     int64_t wide;                // norms and activations are kept as the float32 numbers that products want
 };
 
-// A thread's part, which is over when all are done; `claims`: as many unused ones as `decode_claims` says, `fetch` of
-// the step's attention.
+// A thread's part, which is over when all are done. Claims: as many unused ones as `decode_claims` says, from number
+// `first` on; `fetch`: of the step's attention.
 int64_t decode_claims(const Decoder& d);
-void decode_part(const Decoder& d, const DecoderStep& s, Claims* claims, KvFetch& fetch, int thread, int threads);
+void decode_part(const Decoder& d, const DecoderStep& s, ClaimRoom& claims, int64_t first, KvFetch& fetch, int thread);
 
 }  // namespace bg

@@ -24,41 +24,39 @@ int64_t cache_bytes() {
 // However large the cache is, others share it.
 constexpr int64_t MOST_BYTES = 16 << 20;
 
-// The chunks of the list's pages, in order; none where pages are not made of chunks, or values not as long as keys.
-std::vector<int32_t> chunks_of(const AttentionList& l, int64_t most_bytes) {
+// The chunks of a share's pages, in order, and MOST_CHUNKS more; none where pages are not made of chunks, or values not as
+// long as keys.
+std::vector<int32_t> chunks_of(const AttentionList& l, int64_t share, int64_t most_bytes) {
     std::vector<int32_t> chunks;
     const int64_t bytes = l.page_size * l.kv_heads * l.key_dim * (l.dtype ? 2 : 4);
     if (l.value_dim != l.key_dim || bytes % CHUNK_BYTES) return chunks;
     const int32_t of_page = int32_t(bytes / CHUNK_BYTES);
-    for (const int32_t page : attention_pages(l, most_bytes / (2 * bytes)))
+    for (const int32_t page : attention_pages(l, share, most_bytes / (2 * bytes)))
         for (int32_t i = 0; i < of_page; i++) chunks.push_back(page * of_page + i);
+    if (!chunks.empty()) chunks.resize(chunks.size() + MOST_CHUNKS, chunks.back());
     return chunks;
 }
 
 }  // namespace
 
-KvFetch::KvFetch(const Attention& a, int64_t num_layers) : num_layers_(num_layers), layers_(new Layer[num_layers]) {
-    const int64_t most = std::min(cache_bytes() / 2, MOST_BYTES);
+KvFetch::KvFetch(const Attention& a, int64_t num_layers)
+    : num_layers_(num_layers), num_shares_(num_layers ? a.lists[0]->num_shares : 1), layers_(new Layer[num_layers * num_shares_]) {
+    const int64_t most = std::min(cache_bytes() / 2, MOST_BYTES) / num_shares_;
     if (!most) return;
     std::vector<const AttentionList*> lists;
     for (int64_t i = 0; i < num_layers; i++) {
         const AttentionList* list = a.lists[i];
         const size_t at = std::find(lists.begin(), lists.end(), list) - lists.begin();
-        if (at == lists.size()) {
-            lists.push_back(list);
-            chunks_.emplace_back(new std::vector<int32_t>(chunks_of(*list, most)));
+        for (int64_t share = 0; share < num_shares_; share++) {
+            if (at == lists.size()) chunks_.push_back(chunks_of(*list, share, most));
+            const std::vector<int32_t>& chunks = chunks_[at * num_shares_ + share];
+            Layer& layer = layers_[i * num_shares_ + share];
+            layer.keys_ = static_cast<const char*>(a.keys[i]);
+            layer.values_ = static_cast<const char*>(a.values[i]);
+            layer.chunks_ = chunks.data();
+            layer.count_ = std::max<int64_t>(int64_t(chunks.size()) - MOST_CHUNKS, 0);
         }
-        std::vector<int32_t>& chunks = *chunks_[at];
-        Layer& layer = layers_[i];
-        layer.keys_ = static_cast<const char*>(a.keys[i]);
-        layer.values_ = static_cast<const char*>(a.values[i]);
-        layer.count_ = int64_t(chunks.size());
-    }
-    for (auto& chunks : chunks_)
-        if (!chunks->empty()) chunks->resize(chunks->size() + MOST_CHUNKS, chunks->back());
-    for (int64_t i = 0; i < num_layers; i++) {
-        const size_t at = std::find(lists.begin(), lists.end(), a.lists[i]) - lists.begin();
-        layers_[i].chunks_ = chunks_[at]->data();
+        if (at == lists.size()) lists.push_back(list);
     }
 }
 
@@ -73,11 +71,11 @@ Lines KvFetch::Layer::take(int64_t lines) {
 
 }  // namespace bg
 
-// Where the lines are that layer `layer`'s attention has fetched beforehand, `lines` at a time as tiles take them, in
-// `at`, which has room for `most`. Returns how many there are.
-extern "C" int64_t bg_fetched_lines(const bg::Attention* a, int64_t num_layers, int64_t layer, int64_t lines, const void** at, int64_t most) {
+// Where the lines are that layer `layer`'s attention has fetched beforehand for a share, `lines` at a time as tiles take
+// them, in `at`, which has room for `most`. Returns how many there are.
+extern "C" int64_t bg_fetched_lines(const bg::Attention* a, int64_t num_layers, int64_t layer, int64_t share, int64_t lines, const void** at, int64_t most) {
     bg::KvFetch fetch(*a, num_layers);
-    bg::KvFetch::Layer* from = fetch.layer(layer);
+    bg::KvFetch::Layer* from = fetch.layer(layer, share);
     int64_t count = 0;
     while (from) {
         const bg::Lines taken = from->take(lines);

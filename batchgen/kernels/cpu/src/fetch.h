@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <vector>
 
@@ -24,11 +25,12 @@ struct Lines {
     const char* at(uint64_t i) const { return base + chunks[i / CHUNK_LINES] * CHUNK_BYTES + i % CHUNK_LINES * LINE; }
 };
 
-// Of the attention of all layers of a step. Threads take from it side by side.
+// Of the attention of all layers of a step, by the shares that its items come in: each thread fetches what it will read
+// itself, into the cache of its own core. Threads of one share take side by side.
 class KvFetch {
   public:
-    // What attention reads in one layer.
-    class Layer {
+    // What attention reads in one layer for one share.
+    class alignas(LINE) Layer {
       public:
         // Up to `lines` that nobody took before; none with a null base.
         Lines take(int64_t lines);
@@ -41,17 +43,19 @@ class KvFetch {
         std::atomic<int64_t> taken_{0};  // of keys, then of values
     };
 
-    // The first pages that rows of few queries read, as many as half of the last level of cache holds, up to 16 MiB; none
-    // where its size is not known.
+    // The first pages that each share's rows of few queries read, as many as half of the last level of cache holds, up to
+    // 16 MiB together; none where its size is not known.
     KvFetch(const Attention& a, int64_t num_layers);
 
-    // Null where nothing is to be fetched.
-    Layer* layer(int64_t l) { return l < num_layers_ ? &layers_[l] : nullptr; }
+    // What a thread fetches for layer l; null where there is no such layer.
+    Layer* layer(int64_t l, int thread) {
+        return l < num_layers_ ? &layers_[l * num_shares_ + thread % num_shares_] : nullptr;
+    }
 
   private:
-    int64_t num_layers_;
+    int64_t num_layers_, num_shares_;
     std::unique_ptr<Layer[]> layers_;
-    std::vector<std::unique_ptr<std::vector<int32_t>>> chunks_;  // of lists
+    std::deque<std::vector<int32_t>> chunks_;  // of lists and shares; they stay where they are
 };
 
 }  // namespace bg

@@ -145,7 +145,7 @@ void grouped_rows(const Matmul& m, const Share& s, const typename Kind::Groups& 
         if (!groups.count) std::fill(s.c, s.c + rows * PANEL, 0.0f);
         for (int64_t g = 0; g < groups.count; g++, block += groups.bytes()) {
             const int64_t size = up(inputs(g), STEP);
-            NextBlock next(block, groups.bytes(), rows, s.fetch);
+            NextBlock next(s.behind(block, groups.bytes(), p, g + 1 == groups.count), rows, s.fetch);
             by_runs<Kind::ROWS>(rows, [&](auto n, int64_t r) {
                 const Number* x = numbers + r * stride + g * groups.size;
                 next.hand_out(size / STEP / 2, [&](auto ahead, Lines from) {

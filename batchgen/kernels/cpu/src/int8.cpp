@@ -28,18 +28,18 @@ int64_t int8_scratch(int64_t inner) { return grouped_scratch<Int8>(inner); }
 
 #if defined(__AVX512VNNI__)
 
-int64_t int8_part(const Matmul& m, Claims& claims, int thread, int threads, KvFetch::Layer* fetch) {
+int64_t int8_part(const Matmul& m, const Worker& worker) {
     const Groups groups(m.inner);
     const auto rows_of = [&](const Share& s, int64_t row, int64_t rows) {
         if (m.method == INT8_F32) grouped_rows<Int8, float, float>(m, s, groups, row, rows);
         else grouped_rows<Int8, bf16, bf16>(m, s, groups, row, rows);
     };
-    return by_claims(m, claims, thread, threads, fetch, int8_scratch(m.inner), rows_of);
+    return by_claims(m, worker, groups.panel_bytes(), int8_scratch(m.inner), rows_of);
 }
 
 #else
 
-int64_t int8_part(const Matmul&, Claims&, int, int, KvFetch::Layer*) { return 0; }
+int64_t int8_part(const Matmul&, const Worker&) { return 0; }
 
 #endif
 

@@ -19,9 +19,10 @@ constexpr int64_t GROUP = 128;  // most inputs of a group
 struct Groups : Grouping {
     explicit Groups(int64_t inner) : Grouping(inner, GROUP, 4) {}
     int64_t bytes() const { return PANEL * (8 + size); }  // of one group of one panel
+    int64_t panel_bytes() const { return count * bytes(); }
 };
 
 int64_t int8_scratch(int64_t inner);
-int64_t int8_part(const Matmul& m, Claims& claims, int thread, int threads, KvFetch::Layer* fetch);
+int64_t int8_part(const Matmul& m, const Worker& worker);
 
 }  // namespace bg

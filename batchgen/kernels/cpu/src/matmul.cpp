@@ -33,7 +33,7 @@ void float32_rows(const Part& s, int64_t row, int64_t rows) {
         const float* b = static_cast<const float*>(m.weight) + p * m.inner * PANEL;
         for (int64_t k = 0; k < m.inner; k += INNER_BLOCK, b += INNER_BLOCK * PANEL) {
             const int64_t count = std::min(INNER_BLOCK, m.inner - k);
-            NextBlock next(b, 4 * PANEL * count, rows, s.fetch);
+            NextBlock next(s.behind(b, 4 * PANEL * count, p, k + count == m.inner), rows, s.fetch);
             by_runs<TILE_ROWS>(rows, [&](auto n, int64_t r) {
                 next.hand_out(count / 2, [&](auto ahead, Lines from) {
                     tile<n(), ahead()>(x + r * m.x_stride + k, m.x_stride, b, count, s.c + r * PANEL, k == 0, from);
@@ -64,7 +64,7 @@ void widened_rows(const Part& s, int64_t row, int64_t rows) {
         const bf16* b = static_cast<const bf16*>(m.weight) + p * even * PANEL;
         for (int64_t k = 0; k < even; k += INNER_BLOCK, b += INNER_BLOCK * PANEL) {
             const int64_t count = std::min(INNER_BLOCK, even - k);
-            NextBlock next(b, 2 * PANEL * count, rows, s.fetch);
+            NextBlock next(s.behind(b, 2 * PANEL * count, p, k + count == even), rows, s.fetch);
             by_runs<TILE_ROWS>(rows, [&](auto n, int64_t r) {
                 const float* a = x + r * stride + k;
                 float* c = s.c + r * PANEL;
@@ -106,7 +106,7 @@ void dot_rows(const Part& s, int64_t row, int64_t rows) {
         const bool whole = width % LANES == 0;
         for (int64_t k = 0; k < even; k += DOT_BLOCK, b += DOT_BLOCK * PANEL) {
             const int64_t count = std::min(DOT_BLOCK, even - k);
-            NextBlock next(b, 2 * PANEL * count, rows, s.fetch);
+            NextBlock next(s.behind(b, 2 * PANEL * count, p, k + count == even), rows, s.fetch);
             bf16* out = nullptr;
             if (whole && k + count == even) out = static_cast<bf16*>(m.out) + row * m.out_stride + p * PANEL;
             const float* bias = m.bias ? m.bias + p * PANEL : nullptr;
@@ -145,6 +145,17 @@ void rows_of(const Part& s, int64_t row, int64_t rows) {
 #endif
 }
 
+// Bytes of a panel of weights.
+int64_t panel_bytes(const Matmul& m) {
+    switch (m.method) {
+        case INT8_F32:
+        case INT8_BF16: return Groups(m.inner).panel_bytes();
+        case BF16_BFP: return BfpGroups(m.inner).panel_bytes();
+        case F32: return m.inner * PANEL * 4;
+        default: return up(m.inner, 2) * PANEL * 2;
+    }
+}
+
 }  // namespace
 
 int64_t matmul_scratch(int64_t inner, int64_t method) {
@@ -153,19 +164,24 @@ int64_t matmul_scratch(int64_t inner, int64_t method) {
     return 4 * (ROW_BLOCK * PANEL + INNER_BLOCK * PANEL + ROW_BLOCK * up(inner, 16));
 }
 
-int64_t matmul_part(const Matmul& m, Claims& claims, int thread, int threads, KvFetch::Layer* fetch) {
-    if (m.method == INT8_F32 || m.method == INT8_BF16) return int8_part(m, claims, thread, threads, fetch);
-    if (m.method == BF16_BFP) return bfp_part(m, claims, thread, threads, fetch);
-    const int64_t scratch = matmul_scratch(m.inner, m.method);
-    return by_claims(m, claims, thread, threads, fetch, scratch, [&](const Share& s, int64_t row, int64_t rows) {
+int64_t matmul_part(const Matmul& m, const Worker& worker) {
+    if (m.method == INT8_F32 || m.method == INT8_BF16) return int8_part(m, worker);
+    if (m.method == BF16_BFP) return bfp_part(m, worker);
+    return by_claims(m, worker, panel_bytes(m), matmul_scratch(m.inner, m.method), [&](const Share& s, int64_t row, int64_t rows) {
         rows_of(Part(m, s), row, rows);
     });
+}
+
+Block first_weights(const Matmul& m, int64_t rows, const Worker& worker) {
+    const Shares shares(m, rows, worker.claims.shares);
+    const int64_t bytes = panel_bytes(m), panel = shares.first_panel(worker.thread % shares.count);
+    return {static_cast<const char*>(m.weight) + panel * bytes, bytes};
 }
 
 }  // namespace bg
 
 extern "C" void bg_matmul(const bg::Matmul* m, int64_t threads) {
-    bg::Claims claims;
+    bg::ClaimRoom room(1, int(threads));
 #pragma omp parallel num_threads(threads)
-    bg::matmul_part(*m, claims, omp_get_thread_num(), omp_get_num_threads(), nullptr);
+    bg::matmul_part(*m, {room.of(0), omp_get_thread_num(), nullptr});
 }

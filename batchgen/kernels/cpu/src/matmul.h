@@ -28,6 +28,12 @@ enum Method : int64_t {
     BF16_BFP = 5,      // block floating point (bfp.h), bfloat16 in and out
 };
 
+// Adjacent bytes.
+struct Block {
+    const char* at = nullptr;
+    int64_t bytes = 0;
+};
+
 struct Matmul {
     const void* x;       // [M, K], rows `x_stride` elements apart
     const void* weight;  // packed
@@ -39,9 +45,18 @@ struct Matmul {
     int64_t x_wide;  // BF16_WIDENED with even K, and BF16_BFP: x is float32, every number a bfloat16's
 };
 
+// A thread at work on a product.
+struct Worker {
+    Claims claims;  // unused ones
+    int thread;
+    KvFetch::Layer* fetch;        // what it has is fetched meanwhile; or null
+    const Matmul* next = nullptr;  // the product that comes afterwards, whose first weights are fetched in the end
+};
+
 int64_t matmul_scratch(int64_t inner, int64_t method);
-// Returns how many units `claims`, one of all threads and unused before, hands out to them.
-// What `fetch` has, unless it is null, is fetched meanwhile.
-int64_t matmul_part(const Matmul& m, Claims& claims, int thread, int threads, KvFetch::Layer* fetch);
+// Returns how many units the claims hand out to all threads.
+int64_t matmul_part(const Matmul& m, const Worker& worker);
+// The weights that it will begin with, for so many rows.
+Block first_weights(const Matmul& m, int64_t rows, const Worker& worker);
 
 }  // namespace bg

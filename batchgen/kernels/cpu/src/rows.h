@@ -8,6 +8,8 @@
 
 namespace bg {
 
+constexpr int64_t LEAST_ROWS = 32;  // of a share, for which weights come from memory no slower than they are used
+constexpr int MOST_BY_ROWS = 4;     // shares
 constexpr int64_t ROW_BLOCK = 64;  // rows of x that share one widening of a panel
 
 constexpr int64_t up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
@@ -38,30 +40,64 @@ struct Share {
     float* c;    // [ROW_BLOCK, PANEL]
     float* work;
     KvFetch::Layer* fetch;  // or null
+    Block after;            // the weights that it multiplies after these panels, as far as that is known
+
+    // The weights after `bytes` of them at `block`; `last`: of panel p.
+    Block behind(const void* block, int64_t bytes, int64_t p, bool last) const {
+        return last && p + 1 == panel_end ? after : Block{static_cast<const char*>(block) + bytes, bytes};
+    }
+};
+
+// How a product's units, one for each panel and block of rows, are shared out. A share of some of the rows has them all
+// by itself: what its thread made of them before is near, and what another core did may be far away. All its weights
+// come from further away then, which so many rows are worth. Of more cores each rather keeps some of the panels near, for
+// all rows.
+struct Shares {
+    int64_t panels, rows, blocks;  // of rows
+    int count;
+    bool by_rows;
+
+    Shares(const Matmul& m, int64_t rows, int count) : panels(up(m.outer, PANEL) / PANEL), rows(rows), count(count) {
+        by_rows = count <= MOST_BY_ROWS && rows >= LEAST_ROWS * count;
+        // Of fewer panels than shares the rows make more blocks.
+        const int64_t tiles = up(rows, TILE_ROWS) / TILE_ROWS, wanted = panels ? up(count, panels) / panels : 1;
+        blocks = by_rows ? up(rows, ROW_BLOCK * count) / ROW_BLOCK : std::max(up(rows, ROW_BLOCK) / ROW_BLOCK, std::min(wanted, tiles));
+    }
+
+    // Share s is the panels [first_panel(s), first_panel(s) + width(s)) of as many blocks from first_block(s) on as make
+    // the units [begin(s), begin(s + 1)): all panels of a block, then those of the next.
+    int64_t first_panel(int share) const { return by_rows ? 0 : panels * share / count; }
+    int64_t width(int share) const { return by_rows ? panels : first_panel(share + 1) - first_panel(share); }
+    int64_t first_block(int share) const { return by_rows ? blocks / count * share : 0; }
+    int64_t begin(int share) const { return by_rows ? first_block(share) * panels : first_panel(share) * blocks; }
+    int64_t first_row(int64_t block) const { return rows * block / blocks; }
 };
 
 // Calls kernel(share, first row, rows) for the panels of one block of rows after the other, as far as this thread
 // claims them. Returns how many units there are for all threads.
 template <class Kernel>
-int64_t by_claims(const Matmul& m, Claims& claims, int thread, int threads, KvFetch::Layer* fetch, int64_t scratch, Kernel kernel) {
-    const int64_t panels = up(m.outer, PANEL) / PANEL;
-    if (panels == 0 || m.rows == 0) return 0;
-    // Of fewer panels than threads the rows make more blocks.
-    const int64_t tiles = up(m.rows, TILE_ROWS) / TILE_ROWS, wanted = up(threads, panels) / panels;
-    const int64_t blocks = std::max(up(m.rows, ROW_BLOCK) / ROW_BLOCK, std::min(wanted, tiles));
-    float* c = reinterpret_cast<float*>(static_cast<char*>(m.scratch) + thread * scratch);
+int64_t by_claims(const Matmul& m, const Worker& w, int64_t panel_bytes, int64_t scratch, Kernel kernel) {
+    const Shares shares(m, m.rows, w.claims.shares);
+    if (shares.panels == 0 || m.rows == 0) return 0;
+    float* c = reinterpret_cast<float*>(static_cast<char*>(m.scratch) + w.thread * scratch);
+    const char* const weights = static_cast<const char*>(m.weight);
     int64_t held = -1;
-    while (const Claim claim = claims.next(blocks * panels, threads)) {
+    while (const Claim claim = w.claims.next(w.thread, [&](int share) { return shares.begin(share); })) {
+        const int64_t share_begin = shares.begin(claim.share), share_end = shares.begin(claim.share + 1);
+        const int64_t first = shares.first_panel(claim.share), width = shares.width(claim.share);
         for (int64_t at = claim.begin; at < claim.end;) {
-            const int64_t block = at / panels, end = std::min(claim.end, (block + 1) * panels);
-            const int64_t row = m.rows * block / blocks, rows = m.rows * (block + 1) / blocks - row;
-            const int64_t panel = at - block * panels;
-            kernel(Share{panel, panel + end - at, block != held, c, c + ROW_BLOCK * PANEL, fetch}, row, rows);
+            const int64_t turn = (at - share_begin) / width, end = std::min(claim.end, share_begin + (turn + 1) * width);
+            const int64_t block = shares.first_block(claim.share) + turn;
+            const int64_t row = shares.first_row(block), rows = shares.first_row(block + 1) - row;
+            const int64_t panel = first + (at - share_begin) % width;
+            Block after{weights + (first + (end - share_begin) % width) * panel_bytes, panel_bytes};
+            if (end == share_end) after = w.next ? first_weights(*w.next, m.rows, w) : Block{};
+            kernel(Share{panel, panel + end - at, block != held, c, c + ROW_BLOCK * PANEL, w.fetch, after}, row, rows);
             held = block, at = end;
         }
-        claims.done(claim.units());
+        w.claims.done(claim);
     }
-    return blocks * panels;
+    return shares.begin(shares.count);
 }
 
 // Sums c [rows, PANEL] with the bias into columns [column, column + PANEL) of y, as far as there are so many.

@@ -23,12 +23,12 @@ constexpr int64_t STREAM_BYTES = 4096;
 
 constexpr int64_t FEW_TILES = 3;  // fewer tiles than this cannot fetch the next block by one line in two k
 
-// What comes after a block of weights, handed out to the block's tiles; then what `fetch` has, which may be null.
+// The weights that come after a block of them, handed out to the block's tiles; then what `fetch` has, which may be null.
 class NextBlock {
   public:
-    NextBlock(const void* block, int64_t bytes, int64_t rows, KvFetch::Layer* fetch)
-        : at(static_cast<const char*>(block) + bytes),
-          end(at + bytes),
+    NextBlock(const Block& next, int64_t rows, KvFetch::Layer* fetch)
+        : at(next.at),
+          end(at + next.bytes),
           few(rows <= (FEW_TILES - 1) * TILE_ROWS),
           fetch(fetch) {}
 
