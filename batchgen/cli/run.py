@@ -23,7 +23,10 @@ def run(config: RunConfig) -> None:
 
     Example: batchgen run prompts.jsonl -o results.parquet --model ./Qwen3-0.6B --temperature 0.7
     """
-    from batchgen.job.preflight import refuse_early
+    from batchgen.arrow_memory import system_memory
+
+    with system_memory():
+        from batchgen.job.preflight import refuse_early
 
     refuse_early(config)
     if config.dry_run:
