@@ -214,7 +214,7 @@ def extra_json(fields: Mapping[str, Any]) -> str | None:
     """Carried fields as a JSON object for the `extra` column, numbers that JSON lacks as null; None when empty."""
     if not fields:
         return None
-    if all(type(value) in _ALIKE for value in fields.values()):
+    if _ALIKE.issuperset(map(type, fields.values())):
         return orjson.dumps(fields).decode()
     try:
         return _EXTRA.encode(fields)

@@ -90,6 +90,7 @@ REFUSED: dict[str, tuple[bytes, ErrorCode, str]] = {
     "no-break space around": ('\u00a0{"a":1}'.encode(), BAD_JSON, "column 1"),
     "a little too deep": (nested(MAX_DEPTH + 1), BAD_JSON, "deep"),
     "arrays a little too deep": (b'{"a":' + b"[" * 200 + b"]" * 200 + b"}", BAD_JSON, "deep"),
+    "deeper than can be written again": (nested(300), BAD_JSON, "deep"),
     "100,000 deep": (nested(100_000), BAD_JSON, "deep"),
     "100,000 deep and cut": (b'{"a":' + b"[" * 100_000, BAD_JSON, ""),
     "lone high surrogate": (b'{"text":"\\ud800"}', BAD_TEXT, "surrogate"),
@@ -238,7 +239,8 @@ def test_no_bytes_crash_the_reader(data: bytes) -> None:
 def written(draw: st.DrawFn, depth: int = 3) -> str:
     """JSON text of few keys, so that some stand twice, with colons in strings as they are and as escapes."""
     scalars = ['""', '":"', '"a:b"', '"\\u003a"', '"\\\\u003A:"', '"\\ud83d\\ude00"', '"\\ud83d"', "1", "-0", "0.5"]
-    scalars += ["1e999", "null", "true", "NaN", str(1 << 64)]
+    scalars += ["1e999", "null", "true", "NaN", "9" * 18, "9" * 19]
+    scalars += [str(1 << 63), str((1 << 64) - 1), str(1 << 64), str(-(1 << 63)), str(-(1 << 63) - 1), "0." + "1" * 30]
     kind = draw(st.sampled_from(["scalar", "list", "object", "object"])) if depth else "scalar"
     if kind == "scalar":
         return draw(st.sampled_from(scalars))
