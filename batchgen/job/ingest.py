@@ -144,7 +144,7 @@ def ingest(
                     on_error(bad, taken.id, extra)
                 continue
             assert taken.row is not None
-            first_texts = [p for p in taken.prompts if p.text_index == 0] if taken.row.completions else taken.prompts
+            first_texts = [p for p in taken.prompts if p.text_index == 0]
             prompts = None
             if config.include_prompt:
                 prompts = [decode(_prompt_part(p)) if p.embeds is None else None for p in first_texts]

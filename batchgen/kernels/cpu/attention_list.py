@@ -48,7 +48,7 @@ _STEP: Final = 64
 _PER_THREAD: Final = 4
 """An item takes at most one in so many parts of a thread's share."""
 _MOST_SHARES: Final = 8
-"""Shares that items come in: one for each thread, up to so many."""
+"""Shares that items come in: one for each thread, up to so many, `Claims::MOST_SHARES` of claims.h."""
 _KEY_COST: Final = 8
 """What reading a position costs, in query rows that see it."""
 

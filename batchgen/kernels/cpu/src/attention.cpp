@@ -243,7 +243,7 @@ void attention_items_part(const Attention& a, int64_t layer, const Claims& claim
         const Item item(l, at.begin);
         // A thread takes an item before it has done the last one, to fetch from memory for it, but not of a share's last
         // few, which others may be free to do at once.
-        const bool early = at.end + 1 < begin(at.share + 1);
+        const bool early = at.begin + 2 * claims.sharing < begin(at.share + 1);
         const Claim next_at = early ? claims.one(thread, begin) : Claim{};
         const Item next(l, next_at ? next_at.begin : at.begin);
         const Item* known = next_at ? &next : nullptr;

@@ -41,7 +41,7 @@ void pack(const BfpPacking& p) {
 
 int64_t bfp_part(const Matmul& m, const Worker& worker) {
     const BfpGroups groups(m.inner);
-    const auto rows_of = [&](const Share& s, int64_t row, int64_t rows) {
+    const auto rows_of = [&](const Panels& s, int64_t row, int64_t rows) {
         if (m.x_wide) grouped_rows<Bfp, float, bf16>(m, s, groups, row, rows);
         else grouped_rows<Bfp, bf16, bf16>(m, s, groups, row, rows);
     };

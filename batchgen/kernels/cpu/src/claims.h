@@ -54,13 +54,14 @@ class Claims {
     static int shares_of(int threads) { return std::min(threads, MOST_SHARES); }
 
     // `lines`: unused ones, as many as so many threads have shares.
-    Claims(Line* lines, int threads) : shares(shares_of(threads)), lines_(lines), sharing_((threads + shares - 1) / shares) {}
+    Claims(Line* lines, int threads)
+        : threads(threads), shares(shares_of(threads)), sharing((threads + shares - 1) / shares), lines_(lines) {}
 
     // The next units; none when all are claimed. Share s is units [begin(s), begin(s + 1)). Fewer and fewer at a time, so
     // that threads end together although one may be slower.
     template <class Begin>
     Claim next(int thread, Begin begin) const {
-        return claim(thread, begin, [&](int64_t left) { return std::max<int64_t>(left / (2 * sharing_), 1); });
+        return claim(thread, begin, [&](int64_t left) { return std::max<int64_t>(left / (2 * sharing), 1); });
     }
 
     // The next unit alone.
@@ -81,7 +82,8 @@ class Claims {
         });
     }
 
-    const int shares;
+    const int threads, shares;
+    const int sharing;  // threads of a share
 
   private:
     template <class Begin, class Count>
@@ -100,7 +102,6 @@ class Claims {
     }
 
     Line* const lines_;
-    const int sharing_;  // threads of a share
 };
 
 // Room for what threads claim of operations one after the other.
@@ -115,13 +116,13 @@ class ClaimRoom {
     std::vector<Claims::Line> lines_;
 };
 
-constexpr int64_t PARTS = 4;  // of an operation on rows, for each share
+constexpr int64_t PARTS = 4;  // of an operation on rows, for each thread
 
 // An operation on so many rows: part(i, parts) for the parts that this thread claims, until all are done. A share's rows
 // are [rows * share / shares, rows * (share + 1) / shares), as far as parts allow.
 template <class Part>
 void by_parts(const Claims& claims, int64_t rows, int thread, Part part) {
-    const int64_t parts = std::min(rows, PARTS * claims.shares);
+    const int64_t parts = std::min(rows, PARTS * claims.threads);
     while (const Claim claim = claims.next(thread, [&](int share) { return parts * share / claims.shares; })) {
         for (int64_t i = claim.begin; i < claim.end; i++) part(int(i), int(parts));
         claims.done(claim);

@@ -124,9 +124,9 @@ __attribute__((noinline)) void tile_grouped(
     }
 }
 
-// Rows of x, numbers T, by a share's panels, to rows of y, numbers Y.
+// Rows of x, numbers T, by some panels, to rows of y, numbers Y.
 template <class Kind, class T, class Y>
-void grouped_rows(const Matmul& m, const Share& s, const typename Kind::Groups& groups, int64_t row, int64_t rows) {
+void grouped_rows(const Matmul& m, const Panels& s, const typename Kind::Groups& groups, int64_t row, int64_t rows) {
     using Number = typename Kind::Number;
     const int64_t stride = grouped_stride<Kind>(groups), scales = up(groups.count, 16);
     float* scale = reinterpret_cast<float*>(s.work);

@@ -30,7 +30,7 @@ int64_t int8_scratch(int64_t inner) { return grouped_scratch<Int8>(inner); }
 
 int64_t int8_part(const Matmul& m, const Worker& worker) {
     const Groups groups(m.inner);
-    const auto rows_of = [&](const Share& s, int64_t row, int64_t rows) {
+    const auto rows_of = [&](const Panels& s, int64_t row, int64_t rows) {
         if (m.method == INT8_F32) grouped_rows<Int8, float, float>(m, s, groups, row, rows);
         else grouped_rows<Int8, bf16, bf16>(m, s, groups, row, rows);
     };

@@ -17,13 +17,13 @@ constexpr int64_t INNER_BLOCK = 192;  // even; a block of a widened panel fits t
 // have one, so that sums go from registers to results.
 constexpr int64_t DOT_BLOCK = 2048;
 
-// A thread's part of a product: its share, with the working memory of these methods.
-struct Part : Share {
+// A thread's part of a product: its panels, with the working memory of these methods.
+struct Part : Panels {
     const Matmul& m;
     float* wide_panel;  // [INNER_BLOCK, PANEL]
     void* wide_x;       // [ROW_BLOCK, K rounded up to 2]
-    Part(const Matmul& of, const Share& share)
-        : Share(share), m(of), wide_panel(share.work), wide_x(share.work + INNER_BLOCK * PANEL) {}
+    Part(const Matmul& of, const Panels& panels)
+        : Panels(panels), m(of), wide_panel(panels.work), wide_x(panels.work + INNER_BLOCK * PANEL) {}
 };
 
 void float32_rows(const Part& s, int64_t row, int64_t rows) {
@@ -167,13 +167,13 @@ int64_t matmul_scratch(int64_t inner, int64_t method) {
 int64_t matmul_part(const Matmul& m, const Worker& worker) {
     if (m.method == INT8_F32 || m.method == INT8_BF16) return int8_part(m, worker);
     if (m.method == BF16_BFP) return bfp_part(m, worker);
-    return by_claims(m, worker, panel_bytes(m), matmul_scratch(m.inner, m.method), [&](const Share& s, int64_t row, int64_t rows) {
+    return by_claims(m, worker, panel_bytes(m), matmul_scratch(m.inner, m.method), [&](const Panels& s, int64_t row, int64_t rows) {
         rows_of(Part(m, s), row, rows);
     });
 }
 
 Block first_weights(const Matmul& m, int64_t rows, const Worker& worker) {
-    const Shares shares(m, rows, worker.claims.shares);
+    const Shares shares(m, rows, worker.claims);
     const int64_t bytes = panel_bytes(m), panel = shares.first_panel(worker.thread % shares.count);
     return {static_cast<const char*>(m.weight) + panel * bytes, bytes};
 }

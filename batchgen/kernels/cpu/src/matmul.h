@@ -28,7 +28,7 @@ enum Method : int64_t {
     BF16_BFP = 5,      // block floating point (bfp.h), bfloat16 in and out
 };
 
-// Adjacent bytes.
+// Adjacent weights.
 struct Block {
     const char* at = nullptr;
     int64_t bytes = 0;
@@ -49,7 +49,7 @@ struct Matmul {
 struct Worker {
     Claims claims;  // unused ones
     int thread;
-    KvFetch::Layer* fetch;        // what it has is fetched meanwhile; or null
+    KvFetch::Layer* fetch;         // what it has is fetched meanwhile; or null
     const Matmul* next = nullptr;  // the product that comes afterwards, whose first weights are fetched in the end
 };
 

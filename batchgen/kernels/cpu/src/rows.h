@@ -8,9 +8,9 @@
 
 namespace bg {
 
+constexpr int64_t ROW_BLOCK = 64;   // rows of x that share one widening of a panel
 constexpr int64_t LEAST_ROWS = 32;  // of a share, for which weights come from memory no slower than they are used
-constexpr int MOST_BY_ROWS = 4;     // shares
-constexpr int64_t ROW_BLOCK = 64;  // rows of x that share one widening of a panel
+constexpr int MOST_BY_ROWS = 4;     // shares: more have been measured nowhere
 
 constexpr int64_t up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
@@ -34,7 +34,7 @@ inline __attribute__((always_inline)) void by_runs(int64_t count, Kernel kernel)
 }
 
 // Panels that a thread has claimed, and where it works.
-struct Share {
+struct Panels {
     int64_t panel, panel_end;
     bool fresh;  // the thread's first panels of these rows
     float* c;    // [ROW_BLOCK, PANEL]
@@ -53,14 +53,16 @@ struct Share {
 // come from further away then, which so many rows are worth. Of more cores each rather keeps some of the panels near, for
 // all rows.
 struct Shares {
-    int64_t panels, rows, blocks;  // of rows
-    int count;
-    bool by_rows;
+    const int64_t panels, rows;
+    int64_t blocks;  // of rows
+    const int count;
+    const bool by_rows;
 
-    Shares(const Matmul& m, int64_t rows, int count) : panels(up(m.outer, PANEL) / PANEL), rows(rows), count(count) {
-        by_rows = count <= MOST_BY_ROWS && rows >= LEAST_ROWS * count;
-        // Of fewer panels than shares the rows make more blocks.
-        const int64_t tiles = up(rows, TILE_ROWS) / TILE_ROWS, wanted = panels ? up(count, panels) / panels : 1;
+    Shares(const Matmul& m, int64_t rows, const Claims& claims)
+        : panels(up(m.outer, PANEL) / PANEL), rows(rows), count(claims.shares),
+          by_rows(count <= MOST_BY_ROWS && rows >= LEAST_ROWS * count) {
+        // Of fewer panels than threads the rows make more blocks.
+        const int64_t tiles = up(rows, TILE_ROWS) / TILE_ROWS, wanted = panels ? up(claims.threads, panels) / panels : 1;
         blocks = by_rows ? up(rows, ROW_BLOCK * count) / ROW_BLOCK : std::max(up(rows, ROW_BLOCK) / ROW_BLOCK, std::min(wanted, tiles));
     }
 
@@ -73,11 +75,11 @@ struct Shares {
     int64_t first_row(int64_t block) const { return rows * block / blocks; }
 };
 
-// Calls kernel(share, first row, rows) for the panels of one block of rows after the other, as far as this thread
+// Calls kernel(panels, first row, rows) for the panels of one block of rows after the other, as far as this thread
 // claims them. Returns how many units there are for all threads.
 template <class Kernel>
 int64_t by_claims(const Matmul& m, const Worker& w, int64_t panel_bytes, int64_t scratch, Kernel kernel) {
-    const Shares shares(m, m.rows, w.claims.shares);
+    const Shares shares(m, m.rows, w.claims);
     if (shares.panels == 0 || m.rows == 0) return 0;
     float* c = reinterpret_cast<float*>(static_cast<char*>(m.scratch) + w.thread * scratch);
     const char* const weights = static_cast<const char*>(m.weight);
@@ -92,7 +94,7 @@ int64_t by_claims(const Matmul& m, const Worker& w, int64_t panel_bytes, int64_t
             const int64_t panel = first + (at - share_begin) % width;
             Block after{weights + (first + (end - share_begin) % width) * panel_bytes, panel_bytes};
             if (end == share_end) after = w.next ? first_weights(*w.next, m.rows, w) : Block{};
-            kernel(Share{panel, panel + end - at, block != held, c, c + ROW_BLOCK * PANEL, w.fetch, after}, row, rows);
+            kernel(Panels{panel, panel + end - at, block != held, c, c + ROW_BLOCK * PANEL, w.fetch, after}, row, rows);
             held = block, at = end;
         }
         w.claims.done(claim);
