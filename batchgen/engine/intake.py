@@ -82,7 +82,7 @@ class Intake:
                 f"id {row.id!r} was used by an earlier row; make ids unique or run with --on-duplicate-id suffix",
                 "id",
             )
-        key = hash(row.id)
+        key = _hash(row.id)
         number = self._numbers.get(key, 2)
         while not self._claim(f"{row.id}-{number}"):
             number += 1
@@ -90,7 +90,7 @@ class Intake:
         return row._replace(id=f"{row.id}-{number}")
 
     def _claim(self, row_id: str) -> bool:
-        key = hash(row_id)
+        key = _hash(row_id)
         if key in self._seen:
             return False
         self._seen.add(key)
@@ -112,3 +112,7 @@ class Intake:
                 prompt.score_start,
             )
         return TakenRow(row.row_index, row.id, row.extra, row, encoded, first, None)
+
+
+def _hash(row_id: str) -> int:
+    return hash(row_id)
