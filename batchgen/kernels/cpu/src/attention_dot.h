@@ -86,18 +86,6 @@ __attribute__((noinline)) void value_dots(const bf16* x, int64_t x_stride, const
     sums.keep(c, c_stride);
 }
 
-// 2^x, 0 below -126; not-a-number stays. Off by 3e-6 of itself, a thousandth of what rounding to bfloat16 loses.
-inline vf power_of_two(vf x) {
-    const vf n = (vf)_mm512_roundscale_ps((__m512)x, 0), r = x - n;
-    vf p = splat(0.0095701f);
-    p = fused(p, r, splat(0.05591786f));
-    p = fused(p, r, splat(0.24024745f));
-    p = fused(p, r, splat(0.69312181f));
-    p = fused(p, r, splat(0.99999926f));
-    const __mmask16 above = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
-    return (vf)_mm512_maskz_scalef_ps(above, (__m512)p, (__m512)n);
-}
-
 // Scores [R, count], which are `scale` times these, become e^(score - largest) in `weights`, those of row r outside
 // [from[r], to[r]) zeros; rows' running maxima and sums are joined as by `softmax_rows`. `count` is of whole units.
 template <int R>

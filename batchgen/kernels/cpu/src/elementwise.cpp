@@ -61,9 +61,21 @@ inline vf gelu(vf x) {
     return x * (x < 0 ? tail : 1.0f - tail);
 }
 
+// Off by what `power_of_two` is, in few of all bfloat16 numbers a unit of the last place.
+inline vf silu_bf16(vf x) {
+#if defined(__AVX512F__)
+    x = max(splat(-87.0f), x);  // where 0 begins, and no infinity; not-a-number stays
+    const vf whole = 1.0f + power_of_two(x * -1.44269504f);
+    const vf near = (vf)_mm512_rcp14_ps((__m512)whole);
+    return x * (near * (2.0f - whole * near));
+#else
+    return x / (1.0f + exp(-x));
+#endif
+}
+
 template <int64_t A, class T>
 inline vf activated(vf x) {
-    if constexpr (A == SILU) return x / (1.0f + exp(-x));
+    if constexpr (A == SILU) return sizeof(T) == 2 ? silu_bf16(x) : x / (1.0f + exp(-x));
     if constexpr (A == GELU) return gelu(x);
     // (1 + tanh(u)) / 2 = sigmoid(2u)
     if constexpr (A == GELU_TANH) return x * sigmoid(1.5957691216f * (x + 0.044715f * x * x * x));
