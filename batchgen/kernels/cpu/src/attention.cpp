@@ -96,7 +96,7 @@ void run_item(const Attention& a, int64_t layer, const Item& item, const Item* n
     const bool few = item.few(l), dots = by_dots<T>(l, item), bfp = !dots && by_bfp<T>(l, item);
     const int64_t block = many_block(l), count = item.query_rows(l);
     BfpBlock numbers(l, block);
-    DotBlock pairs(l, block);
+    DotBlock pairs(l);
     const int64_t width = bfp ? numbers.columns : dots ? pairs.columns : up(l.value_dim, LANES);
     const int64_t kept = few ? item.heads() : 1;  // heads whose state is kept side by side
     int32_t* slots = nullptr;

@@ -13,6 +13,10 @@ namespace {
 #if defined(__AVX512BF16__)
 
 constexpr int SCORE_UNITS = 3;  // whose scores are computed together
+// Numbers of a block of keys and values: it and the next one fit the second level of cache. Larger ones have fewer of the
+// steps that are taken once a block, up to where a tile's scores and weights leave the first level.
+constexpr int64_t DOT_NUMBERS = 1 << 16;
+constexpr int64_t MOST_POSITIONS = 512, LEAST_POSITIONS = 3 * UNIT;
 
 // A block of keys and values and the rows that are multiplied with them.
 struct DotBlock {
@@ -24,7 +28,10 @@ struct DotBlock {
     float* scores;           // [TILE_ROWS, block]
     bf16* weights;           // [TILE_ROWS, block]
 
-    DotBlock(const AttentionList& l, int64_t positions) : unit(l), block(positions), columns(unit.columns) {}
+    explicit DotBlock(const AttentionList& l)
+        : unit(l),
+          block(std::clamp(DOT_NUMBERS / (l.key_dim + l.value_dim) / UNIT * UNIT, LEAST_POSITIONS, MOST_POSITIONS)),
+          columns(unit.columns) {}
 
     template <class Arrays>
     void take(Arrays& arrays, int64_t rows) {
@@ -176,7 +183,7 @@ void dot_item(const Attention& a, const AttentionList& l, int64_t layer, const I
 
 struct DotBlock {
     int64_t columns = 0;
-    DotBlock(const AttentionList&, int64_t) {}
+    explicit DotBlock(const AttentionList&) {}
     template <class Arrays>
     void take(Arrays&, int64_t) {}
 };
@@ -190,7 +197,7 @@ void dot_item(const Attention&, const AttentionList&, int64_t, const Item&, int6
 template <class T>
 bool by_dots(const AttentionList& l, const Item& item) {
 #if defined(__AVX512BF16__)
-    return l.dots && sizeof(T) == 2 && !l.block && !item.few(l) && many_block(l) % UNIT == 0;
+    return l.dots && sizeof(T) == 2 && !l.block && !item.few(l);
 #else
     return false;
 #endif

@@ -63,7 +63,7 @@ inline vf gelu(vf x) {
 
 // Off by what `power_of_two` is, in few of all bfloat16 numbers a unit of the last place.
 inline vf silu_bf16(vf x) {
-#if defined(__AVX512F__)
+#if defined(__AVX512DQ__)
     x = max(splat(-87.0f), x);  // where 0 begins, and no infinity; not-a-number stays
     const vf whole = 1.0f + power_of_two(x * -1.44269504f);
     const vf near = (vf)_mm512_rcp14_ps((__m512)whole);

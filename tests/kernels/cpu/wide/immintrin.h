@@ -3,13 +3,16 @@
 #pragma once
 
 #undef __AVX512F__
+#undef __AVX512DQ__
 #undef __AVX512BF16__
 #undef __AVX512VNNI__
 #include_next <immintrin.h>
 #define __AVX512F__ 1
+#define __AVX512DQ__ 1
 #define __AVX512BF16__ 1
 #define __AVX512VNNI__ 1
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -110,11 +113,16 @@ inline __m512 rounded(__m512 v, int how) {
     return how == 8 ? by_lanes<__m512>([&](unsigned i) { return std::nearbyint(v[i]); }) : __m512{};
 }
 
-// x * 2^n where the mask says so, else zero; n is whole.
+// What rounding down takes away (how = 9), of an infinity nothing.
+inline __m512 reduced_down(__m512 v, int how) {
+    return how == 9 ? by_lanes<__m512>([&](unsigned i) { return std::isinf(v[i]) ? 0.0f : v[i] - std::floor(v[i]); }) : __m512{};
+}
+
+// x * 2^n, n rounded down, where the mask says so, else zero.
 inline __m512 scaled(__mmask16 mask, __m512 x, __m512 n) {
     return by_lanes<__m512>([&](unsigned i) {
         if (!(mask >> i & 1)) return 0.0f;
-        return n[i] == n[i] ? std::ldexp(x[i], int(n[i])) : n[i];
+        return n[i] == n[i] ? std::ldexp(x[i], int(std::clamp(std::floor(n[i]), -1000.0f, 1000.0f))) : n[i];
     });
 }
 
@@ -153,6 +161,20 @@ inline __m256i to_bfloat16(__m512 v) {
     const words nearest = (b + 0x7fffu + (b >> 16 & 1u)) >> 16;
     const words result = (b & 0x7fffffffu) > 0x7f800000u ? b >> 16 | 0x40u : nearest;
     return bits<__m256i>(__builtin_convertvector(result, half_shorts));
+}
+
+// Those of b, then those of a.
+inline __m512i to_bfloat16(__m512 a, __m512 b) {
+    struct {
+        __m256i low, high;
+    } both{to_bfloat16(b), to_bfloat16(a)};
+    return bits<__m512i>(both);
+}
+
+// Each of the 64 in a and then b that the last bits of `chosen` say.
+inline __m512i picked(__m512i a, __m512i chosen, __m512i b) {
+    const shorts x = bits<shorts>(a), y = bits<shorts>(b), at = bits<shorts>(chosen);
+    return bits<__m512i>(by_lanes<shorts>([&](unsigned i) { return at[i] & 32 ? y[at[i] & 31] : x[at[i] & 31]; }));
 }
 
 // sum + a * b over pairs of bfloat16, the second of a pair first, each product added with one rounding.
@@ -194,6 +216,7 @@ __attribute__((noinline)) static __m512i integer_dots(__m512i sum, __m512i a, __
 #undef _mm512_shuffle_i32x4
 #undef _mm512_roundscale_ps
 #undef _mm512_cmp_ps_mask
+#undef _mm512_reduce_ps
 
 #define _mm512_set1_ps(x) (float(x) - __m512{})
 #define _mm512_set1_epi32(x) wide::bits<__m512i>(uint32_t(x) - wide::words{})
@@ -216,11 +239,16 @@ __attribute__((noinline)) static __m512i integer_dots(__m512i sum, __m512i a, __
 #define _mm512_shuffle_f32x4 wide::shuffled
 #define _mm512_shuffle_i32x4 wide::shuffled
 #define _mm512_roundscale_ps wide::rounded
+#define _mm512_reduce_ps wide::reduced_down
 #define _mm512_maskz_scalef_ps wide::scaled
+#define _mm512_scalef_ps(x, n) wide::scaled(0xffff, x, n)
+#define _mm512_rcp14_ps(x) (1.0f / (x))
 #define _mm512_cmp_ps_mask wide::compared
 #define _mm512_test_epi32_mask wide::common_bits
 #define _mm512_cvtepu16_epi32 wide::from_shorts
 #define _mm512_cvtneps_pbh wide::to_bfloat16
+#define _mm512_cvtne2ps_pbh wide::to_bfloat16
+#define _mm512_permutex2var_epi16 wide::picked
 #define _mm512_dpbf16_ps wide::dots
 #define _mm512_cvtps_epi32 wide::to_integers
 #define _mm512_dpbusd_epi32(sum, a, b) wide::integer_dots<uint8_t, int8_t>(sum, a, b)
