@@ -240,7 +240,10 @@ class _Bench:
     def _prepare(
         self, workload: BenchWorkload, engines: Sequence[BenchEngine], rows: Sequence[BenchRow], gate: Gate
     ) -> list[tuple[BenchEngine, Measured]]:
-        """Find each engine's best setting, which also warms it up, and check it there in the measured dtype."""
+        """Find each engine's best setting, check it there in the measured dtype, and run all rows once unmeasured.
+
+        The first pass takes memory from the system, which would cost most an engine that had nothing to try.
+        """
         found = []
         for engine in engines:
             if self._skips(engine.name, workload):
@@ -248,6 +251,7 @@ class _Bench:
             with self.absent.on_failure(engine.name, workload.name):
                 setting = best_setting(engine, rows, self._known(engine, workload))
                 share = gate.share(workload, engine, setting)
+                engine.generate(rows, setting)
                 about = engine.version, engine.dtype, engine.device, engine.threads
                 equal = gate.equal.get((engine.name, workload.name), 1.0)
                 found.append((engine, Measured(engine.name, *about, setting, share, rows_equal=equal)))
