@@ -5,6 +5,7 @@
 
 #include "attention_bfp.h"
 #include "attention_dot.h"
+#include "attention_few_dots.h"
 #include "attention_rows.h"
 
 namespace bg {
@@ -140,9 +141,18 @@ void run_item(const Attention& a, int64_t layer, const Item& item, const Item* n
     };
     slots_of(l, item, slots);
     if (few) {
-        for (int64_t head = item.head; head < item.end_head; head++) begin(head);
-        few_item<T>(a, l, layer, item, next && next->few(l) ? next : nullptr, fed, slots, rows_of);
-        for (int64_t head = item.head; head < item.end_head; head++) finish<T>(a, l, layer, item, head, rows_of(head), true);
+        const bool by_dots = few_by_dots<T>(l, item);
+        for (int64_t head = item.head; head < item.end_head; head++) by_dots ? begin_rows(l, item, rows_of(head)) : begin(head);
+        const auto run = [&](int64_t head, int64_t b, int64_t keys, Feed<T>& feed) {
+            const HeadCache<T> cache(a, l, layer, head);
+            const auto rows = [&](auto n) {
+                if (by_dots) few_dots<T, n()>(a, l, item, head, cache, slots + b, b, keys, rows_of(head), feed);
+                else few_rows<T, n()>(a, l, cache, slots + b, b, keys, rows_of(head), feed);
+            };
+            with_constant<FEW>(count, rows);
+        };
+        few_item<T>(a, l, layer, item, next && next->few(l) ? next : nullptr, fed, run);
+        for (int64_t head = item.head; head < item.end_head; head++) finish<T>(a, l, layer, item, head, rows_of(head), !by_dots);
         return;
     }
     for (int64_t head = item.head; head < item.end_head; head++) {

@@ -272,10 +272,11 @@ void few_rows(const Attention& a, const AttentionList& l, const HeadCache<T>& ca
     if (d < l.value_dim) add(std::integral_constant<int, 1>{}, d);
 }
 
-// All heads of an item of few query rows, block by block, so that what the feed fetches for a block serves all heads.
-// `next` comes after it; `fed`: its own first block has been fetched.
-template <class T, class Head>
-void few_item(const Attention& a, const AttentionList& l, int64_t layer, const Item& item, const Item* next, bool fed, const int32_t* slots, Head rows_of) {
+// All heads of an item of few query rows, block by block, so that what the feed fetches for a block serves all heads:
+// calls run(head, b, count, feed) for the item's keys [b, b + count). `next` comes after it; `fed`: its own first block
+// has been fetched.
+template <class T, class Run>
+void few_item(const Attention& a, const AttentionList& l, int64_t layer, const Item& item, const Item* next, bool fed, Run run) {
     const int64_t block = few_block<T>(l, item);
     if (!fed) Feed<T>(a, l, layer, item, 0, std::min(block, item.keys()), 1).all();
     for (int64_t b = 0; b < item.keys(); b += block) {
@@ -287,10 +288,7 @@ void few_item(const Attention& a, const AttentionList& l, int64_t layer, const I
         } else if (next) {
             feed = Feed<T>(a, l, layer, *next, 0, std::min(few_block<T>(l, *next), next->keys()), calls);
         }
-        const auto rows = [&](auto n, int64_t head) {
-            few_rows<T, n()>(a, l, HeadCache<T>(a, l, layer, head), slots + b, b, count, rows_of(head), feed);
-        };
-        for (int64_t head = item.head; head < item.end_head; head++) with_constant<FEW>(item.query_rows(l), rows, head);
+        for (int64_t head = item.head; head < item.end_head; head++) run(head, b, count, feed);
         feed.all();
     }
 }

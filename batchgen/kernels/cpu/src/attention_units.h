@@ -14,6 +14,20 @@ namespace {
 
 constexpr int DOT_COLUMNS = 2, DOT_PANEL = DOT_COLUMNS * LANES;  // registers and numbers across a panel of values
 
+// Rows of UNIT numbers by twos: pairs of one below the other, the first LANES columns and the others.
+struct ByTwos {
+    __m512i low, high;
+
+    ByTwos() {
+        alignas(64) int16_t order[2][UNIT];
+        for (int i = 0; i < UNIT; i++)
+            for (int half = 0; half < 2; half++) order[half][i] = int16_t(half * LANES + i / 2 + i % 2 * UNIT);
+        low = (__m512i)load_as<vu>(order[0]), high = (__m512i)load_as<vu>(order[1]);
+    }
+    vu first(vu even, vu odd) const { return (vu)_mm512_permutex2var_epi16((__m512i)even, low, (__m512i)odd); }
+    vu second(vu even, vu odd) const { return (vu)_mm512_permutex2var_epi16((__m512i)even, high, (__m512i)odd); }
+};
+
 // Keys and values of LANES positions, numbers in pairs, as 32-bit words: of a key's, of two values one below the other.
 struct DotUnit {
     int64_t pairs, columns;  // of a key; values with zeros behind them
@@ -43,18 +57,15 @@ struct DotUnit {
 
     // To [LANES / 2, columns].
     void pack_values(const bf16* from, int64_t stride, const int32_t* slots, int64_t count, int64_t dim, int32_t* to) const {
-        alignas(64) int16_t order[2][UNIT];
-        for (int i = 0; i < UNIT; i++)
-            for (int half = 0; half < 2; half++) order[half][i] = int16_t(half * LANES + i / 2 + i % 2 * UNIT);
-        const __m512i low = (__m512i)load_as<vu>(order[0]), high = (__m512i)load_as<vu>(order[1]);
+        const ByTwos twos;
         for (int64_t k = 0; k < LANES; k += 2)
             for (int64_t d = 0; d < columns; d += DOT_PANEL, to += DOT_PANEL) {
                 const auto at = [&](int64_t k) {
-                    return (__m512i)(k < count ? load_pairs(from + slots[k] * stride + d, dim - d) : vu{});
+                    return k < count ? load_pairs(from + slots[k] * stride + d, dim - d) : vu{};
                 };
-                const __m512i even = at(k), odd = at(k + 1);
-                store_as(to, _mm512_permutex2var_epi16(even, low, odd));
-                store_as(to + LANES, _mm512_permutex2var_epi16(even, high, odd));
+                const vu even = at(k), odd = at(k + 1);
+                store_as(to, twos.first(even, odd));
+                store_as(to + LANES, twos.second(even, odd));
             }
     }
 };
