@@ -170,8 +170,9 @@ class CompiledAttention(PooledAttention):
             threads: how many compute; None takes torch's number.
             invariant: whether a token's result may depend on its own keys alone, bit for bit. Decode rows that share no
                 keys then take longer.
-            dots: whether rows that attend together are multiplied by the processor's bfloat16 dot instruction, where it
-                has one and the pool is in bfloat16, and not in block floating point; None: whether that is the faster.
+            dots: whether rows are multiplied by the processor's bfloat16 dot instruction, where it has one and the pool
+                is in bfloat16, and not in block floating point, or few of them in float32; None: whether products are
+                the faster so.
         """
         self._pool = pool
         self._batch = batch

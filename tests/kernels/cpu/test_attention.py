@@ -219,6 +219,26 @@ def test_bfloat16_is_as_good_as_the_plain_twin(options: dict[str, Any]) -> None:
     assert ours <= (theirs.double() - exact).abs().max() + 1e-4
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 700}, {"softcap": 3.0}], ids=str)
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (128, 128), (320, 288), (576, 512)])
+def test_keys_of_several_blocks_in_bfloat16(key_dim: int, value_dim: int, options: dict[str, Any]) -> None:
+    """Of rows alone, in a group and in a chunk: one block after another, the last one not whole."""
+    b = StepBuilder(Shape(6, 2, key_dim, value_dim, dtype=torch.bfloat16), num_pages=900)
+    b.chunk(70, past=1203)
+    for n in (1, 257, 1101):
+        b.decode(n)
+    b.group([b.decode(n, own_start=1120) for n in (3, 40, 16, 9, 1)], 0, 70)
+    step = b.build()
+    keys, values = step.filled()
+    exact = reference_attention(step.batch, step.query, keys, values, scale=scale_of(step), **options)
+    twin = TorchAttention(step.pool, step.batch)
+    theirs = twin.attend(0, step.query, step.key, step.value, scale=scale_of(step), **options)
+    made = CompiledAttention(step.pool, step.batch, 2, dots=True)
+    got = made.attend(0, step.query, step.key, step.value, scale=scale_of(step), **options)
+    ours = (got.double() - exact).abs().max()
+    assert ours <= (theirs.double() - exact).abs().max() + 1e-4
+
+
 def test_results_are_the_same_bits_again_and_with_any_number_of_threads_that_cuts_nothing() -> None:
     step = mixed(Shape(9, 3, 64, 64))
     first = attend(step, threads=2)

@@ -1,5 +1,5 @@
 // Tiles of query rows, as in attention_rows.h, by the processor's bfloat16 dot instruction. Included by attention.cpp
-// alone.
+// and attention_few_dots.h.
 //
 // Queries and keys are multiplied as they stand. What the softmax makes of a row's scores is rounded to bfloat16, as
 // values were. Sums are float32; the instruction takes denormal numbers for zeros.
