@@ -19,6 +19,7 @@ from torch import Tensor
 
 from batchgen.kernels.cpu.background import PRODUCT, recording
 from batchgen.kernels.cpu.library import DTYPES, library
+from batchgen.kernels.cpu.weight_memory import weight_memory
 from batchgen.kernels.quantization import BFP, INT8, GroupedWeight, Scheme, groups_of
 
 __all__ = [
@@ -139,7 +140,7 @@ def pack(weight: Tensor) -> PackedWeight:
     if weight.stride(1) != 1:
         weight = weight.contiguous()
     panel, pair = _library().bg_matmul_panel(), 2 if weight.dtype == torch.bfloat16 else 1
-    data = torch.empty(-(-outer // panel) * panel * (-(-inner // pair) * pair), dtype=weight.dtype)
+    data = weight_memory(-(-outer // panel) * panel * (-(-inner // pair) * pair), weight.dtype)
     call = _Packing(weight.data_ptr(), data.data_ptr(), inner, outer, weight.stride(0))
     _library().bg_matmul_pack(ctypes.byref(call), pair - 1, torch.get_num_threads())
     scratch = _library().bg_matmul_scratch(inner, METHODS[weight.dtype, "widened"])
@@ -151,7 +152,7 @@ def pack_int8(weight: GroupedWeight, dtype: torch.dtype) -> PackedWeight:
     outer, count, size = weight.numbers.shape
     panel = _library().bg_matmul_panel()
     panels = -(-outer // panel)
-    data = torch.empty(panels, count, panel * (8 + size), dtype=torch.uint8)
+    data = weight_memory(panels * count * panel * (8 + size), torch.uint8).view(panels, count, panel * (8 + size))
     step = max(1, _BLOCK // max(1, panel * weight.inner))
     for begin in range(0, panels, step):
         rows = slice(begin * panel, (begin + step) * panel)
@@ -166,7 +167,7 @@ def pack_bfp(weight: Tensor) -> PackedWeight:
     if weight.stride(1) != 1:
         weight = weight.contiguous()
     panel, (count, size) = _library().bg_matmul_panel(), groups_of(inner, BFP)
-    data = torch.empty(-(-outer // panel) * count * panel * (4 + 2 * size), dtype=torch.uint8)
+    data = weight_memory(-(-outer // panel) * count * panel * (4 + 2 * size), torch.uint8)
     call = _Packing(weight.data_ptr(), data.data_ptr(), inner, outer, weight.stride(0))
     pack_panels = _library().bg_matmul_pack_bfp
     pack_panels.argtypes, pack_panels.restype = (c_void_p, c_int64), None
