@@ -39,7 +39,7 @@ from batchgen.kernels.cpu.background import Background, background
 from batchgen.kernels.cpu.build import find_compiler
 from batchgen.kernels.cpu.library import DTYPES, missing
 from batchgen.kernels.cpu.packed_pages import packed_pages
-from batchgen.kernels.cpu.thresholds import measured_saving
+from batchgen.kernels.cpu.thresholds import ROWS, measured_saving
 from batchgen.kernels.device import Device
 from batchgen.kernels.flash import flash_factory
 from batchgen.kernels.flash_check import check_library, flash_refusal
@@ -99,6 +99,8 @@ class Backend:
     """Attention of decode-only steps inside graphs; None: these kernels stand in none."""
     group_saving: Callable[[], int] | None = None
     """Measures how many reads of cached positions a prefix group must save to pay; None: nothing is measured."""
+    group_rows: int | None = None
+    """Rows of a prefix group that must save as much again; None: its rows cost nothing."""
     copy_pages: Callable[[KVPool, Tensor], None] = copy_pages
     """See `kernels.copies`."""
     beside_pool: Callable[[list[LayerKV], torch.dtype, int, int, int], BesidePool | None] | None = None
@@ -217,6 +219,7 @@ def _compiled(needs: AttentionNeeds) -> Backend:
         CompiledAttention,
         compiled_ops,
         group_saving=saving,
+        group_rows=ROWS,
         copy_pages=compiled_copies.copy_pages,
         beside_pool=packed_pages,
         background=background,

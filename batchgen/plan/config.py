@@ -34,6 +34,8 @@ class SchedulerConfig:
     """Most prefill tokens and decode rows of a step together."""
     group_min_saving: int = GROUP_MIN_SAVING
     """Reads of cached positions that a prefix group must save per step to be worth its pass."""
+    group_row_saving: int = 0
+    """And so many more for each of its rows, which leaves a part more to be merged."""
     start_together: int = 8
     """A prompt waits until so many of its samples (or all it has) can begin at once; where it is pages that are short,
     until a quarter of those under way can, if that is fewer."""
@@ -51,8 +53,9 @@ class SchedulerConfig:
                 f"max_tokens_per_step ({self.max_tokens_per_step}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}): every sample begun decodes in every step"
             )
-        if self.group_min_saving < 0:
-            raise ValueError(f"group_min_saving must not be negative, got {self.group_min_saving}")
+        for name in ("group_min_saving", "group_row_saving"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
 
 
 @dataclass(slots=True)

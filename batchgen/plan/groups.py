@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from batchgen.plan.levels import LevelNode, choose_levels
 from batchgen.plan.nodes import Node
 from batchgen.plan.running import Running
@@ -14,14 +16,16 @@ __all__ = ["PrefixGroups"]
 class PrefixGroups:
     """Counts decode rows along the tree; builds the groups anew only after a row joined or left."""
 
-    def __init__(self, first_row: memoryview[int], page_size: int, min_saving: int, longest: int) -> None:
+    def __init__(
+        self, first_row: memoryview[int], page_size: int, min_saving: int, row_saving: int, longest: int
+    ) -> None:
         """`longest`: positions of the longest prompt."""
         self._first_row = first_row
         self._page_size = page_size
-        self._min_saving = min_saving
+        self._min_saving, self._row_saving = min_saving, row_saving
         # Of fewer rows below it not even a pass over the longest prompt's whole pages saves as much as it must.
         most = max(1, longest // page_size * page_size)
-        self._fewest = max(2, 1 - -min_saving // most)
+        self._fewest = max(2, -(-(min_saving + most) // (most - row_saving))) if most > row_saving else sys.maxsize
         self._roots: dict[int, Node] = {}
         self._groups: list[PrefixGroup] | None = []
         self.saving = 0
@@ -59,7 +63,8 @@ class PrefixGroups:
         self.saving = 0
         rows = running.tree_rows
         nodes, places = self._shared_nodes()
-        for node, covered in zip(nodes, choose_levels(places, self._page_size, self._min_saving), strict=True):
+        passes = choose_levels(places, self._page_size, self._min_saving, self._row_saving)
+        for node, covered in zip(nodes, passes, strict=True):
             if covered >= 0:
                 low = int(rows.searchsorted(self._first_row[node.id]))
                 pages = running[low].pages[covered : node.full]

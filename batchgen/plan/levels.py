@@ -1,9 +1,9 @@
 """Which nodes of the tree of decode rows get a pass of their own over their shared pages: the set that reads least.
 
 A node's pass reads its pages once instead of once a row, behind what a chosen node above it covers, and costs as much
-as reading `pass_cost` positions. A pass at a node makes those below it shorter, so that a saving looked at by itself
-says little: a short root above long groups saves as many reads as it has rows, but takes nearly all of them from the
-groups' passes. The best choice is found exactly, in one walk up and one down.
+as reading `pass_cost` positions and `row_cost` for each of its rows. A pass at a node makes those below it shorter, so
+that a saving looked at by itself says little: a short root above long groups saves as many reads as it has rows, but
+takes nearly all of them from the groups' passes. The best choice is found exactly, in one walk up and one down.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class LevelNode:
     """Whole pages up to its end, at least as many as its parent's."""
 
 
-def choose_levels(nodes: Sequence[LevelNode], page_size: int, pass_cost: float) -> list[int]:
+def choose_levels(nodes: Sequence[LevelNode], page_size: int, pass_cost: float, row_cost: float = 0.0) -> list[int]:
     """Coverage by node: the pages that a chosen node's pass begins behind; -1 for a node without a pass.
 
-    The sum over the chosen of `(rows - 1) * (full - covered) * page_size - pass_cost` is as large as it can be; each of
-    them saves something.
+    The sum over the chosen of `(rows - 1) * (full - covered) * page_size - pass_cost - rows * row_cost` is as large as
+    it can be; each of them saves something.
 
     With c pages covered from above, the most that can be saved below a node is a falling convex function of c: a
     constant and a sum of hinges `slope * max(0, turn - c)`. With a pass at the node it is a line steeper than that
@@ -42,7 +42,7 @@ def choose_levels(nodes: Sequence[LevelNode], page_size: int, pass_cost: float) 
     until = [0.0] * len(nodes)
     for place in range(len(nodes) - 1, -1, -1):
         node = nodes[place]
-        until[place], hinges = _with_pass(node, below[place], page_size, pass_cost)
+        until[place], hinges = _with_pass(node, below[place], page_size, pass_cost + row_cost * node.rows)
         if node.parent >= 0:
             below[node.parent] += hinges
         below[place] = []
