@@ -307,15 +307,13 @@ class Engine:
         return device_memory(spec.device, taken), tokens
 
     def _scheduler(self, workload: Workload, pages: int, seqs: int, tokens: int) -> Scheduler:
-        saving = group_min_saving(self.model.spec.device, self.backend)
-        group_rows = None if self.backend is None else self.backend.group_rows
         config = SchedulerConfig(
             num_pages=pages,
             page_size=self.config.page_size,
             max_num_seqs=seqs,
             max_tokens_per_step=tokens,
-            group_min_saving=saving,
-            group_row_saving=0 if group_rows is None else saving // group_rows,
+            group_min_saving=group_min_saving(self.model.spec.device, self.backend),
+            group_rows=None if self.backend is None else self.backend.group_rows,
             order=self.order,
             admission=self.admission,
         )

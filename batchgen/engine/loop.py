@@ -163,7 +163,6 @@ class Loop:
             "early_reads": self.outputs.early_reads,
             **self.times.milliseconds(),
             "group_min_saving": self._scheduler.config.group_min_saving,
-            "group_row_saving": self._scheduler.config.group_row_saving,
             **{f"attention_{name}": count for name, count in asdict(self._runner.attention).items()},
             **{f"graph_{name}": count for name, count in asdict(graphs).items()},
         }

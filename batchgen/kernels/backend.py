@@ -100,7 +100,7 @@ class Backend:
     group_saving: Callable[[], int] | None = None
     """Measures how many reads of cached positions a prefix group must save to pay; None: nothing is measured."""
     group_rows: int | None = None
-    """Rows of a prefix group that must save as much again; None: its rows cost nothing."""
+    """Rows of the group that is measured; see `plan.config`. None: a group of any number of rows must save as much."""
     copy_pages: Callable[[KVPool, Tensor], None] = copy_pages
     """See `kernels.copies`."""
     beside_pool: Callable[[list[LayerKV], torch.dtype, int, int, int], BesidePool | None] | None = None

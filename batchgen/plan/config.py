@@ -34,8 +34,9 @@ class SchedulerConfig:
     """Most prefill tokens and decode rows of a step together."""
     group_min_saving: int = GROUP_MIN_SAVING
     """Reads of cached positions that a prefix group must save per step to be worth its pass."""
-    group_row_saving: int = 0
-    """And so many more for each of its rows, which leaves a part more to be merged."""
+    group_rows: int | None = None
+    """Rows of the group that this is said of: half of it is for what each of them leaves to be merged, so that more of
+    them must save more. None: of any group."""
     start_together: int = 8
     """A prompt waits until so many of its samples (or all it has) can begin at once; where it is pages that are short,
     until a quarter of those under way can, if that is fewer."""
@@ -53,9 +54,17 @@ class SchedulerConfig:
                 f"max_tokens_per_step ({self.max_tokens_per_step}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}): every sample begun decodes in every step"
             )
-        for name in ("group_min_saving", "group_row_saving"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.group_min_saving < 0:
+            raise ValueError(f"group_min_saving must not be negative, got {self.group_min_saving}")
+        if self.group_rows is not None and self.group_rows < 1:
+            raise ValueError(f"group_rows must be at least 1, got {self.group_rows}")
+
+    @property
+    def group_costs(self) -> tuple[float, float]:
+        """Reads that a prefix group must save, whatever its rows, and for each of them."""
+        if self.group_rows is None:
+            return self.group_min_saving, 0
+        return self.group_min_saving / 2, self.group_min_saving / (2 * self.group_rows)
 
 
 @dataclass(slots=True)

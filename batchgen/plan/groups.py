@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from math import ceil
 
 from batchgen.plan.levels import LevelNode, choose_levels
 from batchgen.plan.nodes import Node
@@ -16,16 +17,17 @@ __all__ = ["PrefixGroups"]
 class PrefixGroups:
     """Counts decode rows along the tree; builds the groups anew only after a row joined or left."""
 
-    def __init__(
-        self, first_row: memoryview[int], page_size: int, min_saving: int, row_saving: int, longest: int
-    ) -> None:
-        """`longest`: positions of the longest prompt."""
+    def __init__(self, first_row: memoryview[int], page_size: int, costs: tuple[float, float], longest: int) -> None:
+        """`costs`: reads that a group must save, whatever its rows, and for each of them.
+
+        `longest`: positions of the longest prompt.
+        """
         self._first_row = first_row
         self._page_size = page_size
-        self._min_saving, self._row_saving = min_saving, row_saving
+        self._pass_cost, self._row_cost = pass_cost, row_cost = costs
         # Of fewer rows below it not even a pass over the longest prompt's whole pages saves as much as it must.
         most = max(1, longest // page_size * page_size)
-        self._fewest = max(2, -(-(min_saving + most) // (most - row_saving))) if most > row_saving else sys.maxsize
+        self._fewest = max(2, ceil((pass_cost + most) / (most - row_cost))) if most > row_cost else sys.maxsize
         self._roots: dict[int, Node] = {}
         self._groups: list[PrefixGroup] | None = []
         self.saving = 0
@@ -63,7 +65,7 @@ class PrefixGroups:
         self.saving = 0
         rows = running.tree_rows
         nodes, places = self._shared_nodes()
-        passes = choose_levels(places, self._page_size, self._min_saving, self._row_saving)
+        passes = choose_levels(places, self._page_size, self._pass_cost, self._row_cost)
         for node, covered in zip(nodes, passes, strict=True):
             if covered >= 0:
                 low = int(rows.searchsorted(self._first_row[node.id]))

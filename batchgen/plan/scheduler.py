@@ -64,11 +64,7 @@ class Scheduler:
         self._allocator = PageAllocator(config.num_pages, config.page_size)
         self._nodes = Nodes(tree, self._samples, self._allocator, self.stats)
         self._groups = PrefixGroups(
-            self._nodes.first_row,
-            config.page_size,
-            config.group_min_saving,
-            config.group_row_saving,
-            int(tree.end.max(initial=0)),
+            self._nodes.first_row, config.page_size, config.group_costs, int(tree.end.max(initial=0))
         )
         self._sequences = Sequences(self._nodes, self.stats, self._groups.join, self._groups.leave)
         self._prompts = Prompts(

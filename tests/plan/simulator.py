@@ -168,7 +168,8 @@ class Simulator:
             assert len(group.rows) >= 2
             assert len(group.pages) == group.end_page - group.start_page > 0
             saving = (len(group.rows) - 1) * len(group.pages) * self.size
-            assert saving >= self.config.group_min_saving + len(group.rows) * self.config.group_row_saving
+            pass_cost, row_cost = self.config.group_costs
+            assert saving >= pass_cost + len(group.rows) * row_cost
             self.saved += saving
             assert group.rows == list(range(group.rows[0], group.rows[-1] + 1))
             for row in group.rows:

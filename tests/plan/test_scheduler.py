@@ -41,7 +41,7 @@ def configs(draw: st.DrawFn, num_pages: int | None = None, size: int | None = No
         max_num_seqs=seqs,
         max_tokens_per_step=seqs + draw(st.sampled_from([0, 1, 3, 30])),
         group_min_saving=draw(st.sampled_from([0, 4, 16])),
-        group_row_saving=draw(st.sampled_from([0, 0, 1, 3])),
+        group_rows=draw(st.sampled_from([None, None, 1, 2, 8])),
         start_together=draw(st.sampled_from([1, 8])),
         order=draw(st.sampled_from(["longest", "longest", "tree", "first-come"])),
         admission=draw(st.sampled_from(["foreseen", "foreseen", "free"])),
@@ -306,12 +306,10 @@ def test_tree_work_is_counted() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(rows, configs(num_pages=1000), st.integers(0, 60), st.integers(0, 12))
-def test_nodes_that_are_not_looked_at_get_no_pass(
-    rows: list[tuple], config: SchedulerConfig, saving: int, row_saving: int
-) -> None:
+@given(rows, configs(num_pages=1000), st.integers(1, 60))
+def test_nodes_that_are_not_looked_at_get_no_pass(rows: list[tuple], config: SchedulerConfig, saving: int) -> None:
     """The same groups as where all nodes are looked at that several rows share."""
-    config = replace(config, group_min_saving=saving, group_row_saving=row_saving)
+    config = replace(config, group_min_saving=saving)
     some, all_nodes = simulator(rows, config), simulator(rows, config)
     all_nodes.scheduler._groups._fewest = 2
     some.run()
@@ -409,7 +407,7 @@ def test_bad_columns_are_refused(samples: list[int], max_new: list[int], message
         ({"num_pages": 1}, "num_pages must be at least 2"),
         ({"max_tokens_per_step": 3}, "max_tokens_per_step"),
         ({"group_min_saving": -1}, "group_min_saving"),
-        ({"group_row_saving": -1}, "group_row_saving"),
+        ({"group_rows": 0}, "group_rows"),
         ({"start_together": 0}, "start_together"),
     ],
 )

@@ -28,7 +28,7 @@ LEAST: Final = 64
 MOST: Final = 4096
 
 ROWS: Final = 8
-"""Of the group that is timed, which cost as much as the rest of it."""
+"""Of the group that is timed."""
 _OWN: Final = 24
 """Positions of a row's own."""
 _SHORT: Final = 16
@@ -40,9 +40,7 @@ _SECONDS: Final = 0.05
 
 @cache
 def measured_saving(layer: LayerKV, heads: int, dtype: torch.dtype, page_size: int, layers: int) -> int:
-    """Reads of cached positions that a group must save per step beside what its rows must: as much again for `ROWS`.
-
-    A power of two from `LEAST` to `MOST`, halved.
+    """Reads of cached positions that a group of `ROWS` must save per step, a power of two from `LEAST` to `MOST`.
 
     Measured at the first call with such arguments in a process.
 
@@ -61,8 +59,7 @@ def measured_saving(layer: LayerKV, heads: int, dtype: torch.dtype, page_size: i
     cases = [(short, False), (short, True), (long, False), (long, True)]
     calls = [partial(sample.seconds, sample.batch(*case), layers) for case in cases]
     flat_short, grouped_short, flat_long, grouped_long = _least(calls)
-    even = even_saving((ROWS - 1) * short, grouped_short - flat_short, (ROWS - 1) * long, grouped_long - flat_long)
-    return even // 2
+    return even_saving((ROWS - 1) * short, grouped_short - flat_short, (ROWS - 1) * long, grouped_long - flat_long)
 
 
 def even_saving(short: int, short_cost: float, long: int, long_cost: float) -> int:
