@@ -7,28 +7,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from batchgen.engine.engine import Engine
-    from batchgen.params import SamplingParams
-    from batchgen.request import Completion
+    from batchgen.request.completion import Completion
+    from batchgen.request.params import SamplingParams
 
 __all__ = ["Completion", "Engine", "SamplingParams", "__version__"]
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "Completion": "batchgen.request",
+_MODULES = {
+    "Completion": "batchgen.request.completion",
     "Engine": "batchgen.engine.engine",
-    "SamplingParams": "batchgen.params",
+    "SamplingParams": "batchgen.request.params",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: `import batchgen`, and every command that needs no model, starts without torch."""
-    if name not in _HOMES:
+    """Import the public classes on first use, so that `import batchgen` does not import torch."""
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from batchgen.openmp import brief_waits
+    from batchgen.library_settings import short_openmp_spins
 
-    with brief_waits():
-        return getattr(import_module(_HOMES[name]), name)
+    with short_openmp_spins():
+        return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

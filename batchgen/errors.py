@@ -1,8 +1,8 @@
-"""Every way batchgen says no.
+"""Exceptions of batchgen and the error codes of rows.
 
 ```
 BatchgenError
-├── RowError              one input row is wrong or failed; becomes an error row, the run goes on
+├── RowError              one input row is wrong or failed; becomes an error row, the run continues
 ├── UsageError            exit 2: flags, configuration
 │   └── FingerprintError  exit 2: the work folder belongs to a different job
 ├── TooManyErrors         exit 3: more row errors than the threshold
@@ -13,7 +13,7 @@ BatchgenError
 └── Interrupted           exit 75, 130 or 143: stopped early, resumable
 ```
 
-Messages are one sentence or two, name what is wrong and the remedy, and are printed without a traceback.
+A message says what is wrong and how to fix it, in one or two sentences, and is printed without a traceback.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 
 
 class ErrorCode(StrEnum):
-    """The closed list of row error codes, as written to the `error.code` column."""
+    """All row error codes, as written to the `error.code` column."""
 
     INVALID_JSON = "invalid_json"
     TRUNCATED_INPUT = "truncated_input"
@@ -68,7 +68,7 @@ class ErrorCode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ErrorInfo:
-    """A row's error as data: what the `error` column holds."""
+    """Error of a row, as written to the `error` column."""
 
     code: ErrorCode
     message: str
@@ -76,13 +76,13 @@ class ErrorInfo:
 
 
 class BatchgenError(Exception):
-    """Base of all errors batchgen raises on purpose. `exit_code` is the process's exit code."""
+    """Base of all errors that batchgen raises. `exit_code` is the exit code of the process."""
 
     exit_code: ClassVar[int] = 1
 
 
 class RowError(BatchgenError):
-    """One input row is wrong or failed. `info` is what the output row will say."""
+    """One input row is wrong or failed. `info` is written to its output row."""
 
     def __init__(self, code: ErrorCode, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -96,7 +96,7 @@ class UsageError(BatchgenError):
 
 
 class FingerprintError(UsageError):
-    """The unfinished work found beside the output belongs to a different job."""
+    """The unfinished work next to the output belongs to a different job."""
 
 
 class TooManyErrors(BatchgenError):
@@ -106,13 +106,13 @@ class TooManyErrors(BatchgenError):
 
 
 class InputError(BatchgenError):
-    """An input file cannot be read, or holds a bad row under `--on-bad-row fail`."""
+    """An input file cannot be read, or has an invalid row under `--on-bad-row fail`."""
 
     exit_code: ClassVar[int] = 4
 
 
 class OutputError(BatchgenError):
-    """The output cannot be written (disk full, no permission, another run holds it)."""
+    """The output cannot be written (disk full, no permission, another run has locked it)."""
 
     exit_code: ClassVar[int] = 5
 
@@ -124,13 +124,13 @@ class ModelError(BatchgenError):
 
 
 class DeviceError(BatchgenError):
-    """The device failed in a way that cannot be put down to one row."""
+    """The device failed, and the failure cannot be attributed to one row."""
 
     exit_code: ClassVar[int] = 7
 
 
 class Interrupted(BatchgenError):
-    """The run stopped early with everything finished committed. `exit_status` is 75, 130 or 143."""
+    """The run stopped early after committing all finished rows. `exit_status` is 75, 130 or 143."""
 
     def __init__(self, message: str, exit_status: int) -> None:
         super().__init__(message)

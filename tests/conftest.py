@@ -1,5 +1,4 @@
-"""For all tests: the longest begin first, so that no worker waits for one that another began last; and what they all
-import is set aside from the garbage collector."""
+"""Hooks for all tests: slow tests start first, imports are not garbage-collected, thread counts are reset."""
 
 from __future__ import annotations
 
@@ -8,18 +7,18 @@ import os
 import sys
 from collections.abc import Generator
 
-# Triton kernels run in their interpreter, on CPU tensors, unless the caller says otherwise (tests/gpu on a GPU does).
-# Triton looks once, when it is first imported.
+# Triton kernels run in the interpreter on CPU tensors, unless the caller sets the variable (tests/gpu on a GPU does).
+# Triton reads it once, when it is imported.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Threads that wait for each other give the processor away: tests run several of them on a core.
+# Waiting OpenMP threads sleep instead of spinning, because several tests share a core.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 from hypothesis import settings
 
-# The same cases in every run, so that a change that has nothing to do with it is never stopped by a new one;
-# `--hypothesis-profile=explore` draws others.
+# The same cases in every run, so that an unrelated change cannot fail on a new case;
+# `--hypothesis-profile=explore` generates others.
 settings.register_profile("steady", derandomize=True)
 settings.register_profile("explore", derandomize=False)
 settings.load_profile("steady")
@@ -27,7 +26,7 @@ settings.load_profile("steady")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    # What is imported stays: full collections would look through all of it again and again.
+    # Imported objects live until the end; without this, every full collection would traverse them.
     gc.disable()
     try:
         return (yield)
@@ -38,7 +37,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_sessionfinish() -> None:
-    gc.unfreeze()  # or libraries would find it alive at the very end, and say that it leaks
+    gc.unfreeze()  # otherwise libraries report the frozen objects as leaks at exit
 
 
 _THREADS = pytest.StashKey[int]()
@@ -50,16 +49,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    # An engine takes what was set before an earlier one was given fewer threads, and a test may have set that.
+    # Undo changes of the thread count by earlier tests, including the count that the engine saved.
     if (torch := sys.modules.get("torch")) and (threads := item.config.stash.get(_THREADS, None)):
         torch.set_num_threads(threads)
         if engine := sys.modules.get("batchgen.engine.engine"):
             engine._THREADS_BEFORE.clear()
-    # Only where Triton is there already: most tests do without, and it is slow to import.
+    # Only if Triton is already imported: most tests do not need it, and importing it is slow.
     if "triton.runtime.interpreter" in sys.modules:
-        from tests.gpu.interpreted import quicken
+        from tests.gpu.interpreted import speed_up_interpreter
 
-        quicken()
+        speed_up_interpreter()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

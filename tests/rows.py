@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from batchgen.request import ParsedRow
-from batchgen.rows import RowDefaults, parse_row
+from batchgen.request.parser import RowDefaults, parse_row
+from batchgen.request.table import ParsedRow
 
 PLAIN = RowDefaults(model_names=frozenset({"llama", "models/llama"}))
 HELLO = [{"role": "user", "content": "Hello"}]

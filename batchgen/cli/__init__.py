@@ -1,1 +1,1 @@
-"""Typer commands: parse and delegate."""
+"""Command line: Typer commands that parse their arguments and call the job or bench package."""

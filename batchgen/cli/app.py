@@ -15,30 +15,30 @@ import typer
 from typer.main import get_command
 
 from batchgen import __version__
-from batchgen.cli import bench, check, export, merge, run, show, verify
+from batchgen.cli import bench, help, jobs, results
 from batchgen.errors import BatchgenError, Interrupted, OutputError
-from batchgen.printable import printable
+from batchgen.request.printable import printable
 
 __all__ = ["app", "command_names", "main", "run_command"]
 
 _CommandLineError = cast("type[Exception]", typer.BadParameter.__mro__[2])
-"""click's ClickException, from the copy of click that typer has."""
+"""ClickException of the copy of click that typer contains."""
 
 _COMPLETION = "_BATCHGEN_COMPLETE"
-"""Set by a shell that asks for completions."""
-_INTERRUPTED = 130
-_READER_GONE = 141
-"""What a program ended by SIGPIPE returns."""
+"""Environment variable that a shell sets to request completions."""
+_SIGINT_STATUS = 130
+_SIGPIPE_STATUS = 141
+"""Exit code of a program that SIGPIPE ends."""
 
 app = typer.Typer(
     name="batchgen",
     no_args_is_help=True,
-    rich_markup_mode=None,  # its boxes cut option names off in narrow terminals
+    rich_markup_mode=None,  # its boxes truncate option names in narrow terminals
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (run, check, show, merge, export, verify, bench):
-    command.register(app)
+for commands in (jobs, results, bench, help):
+    commands.register(app)
 
 
 def _print_version(wanted: bool) -> None:
@@ -66,9 +66,9 @@ def main() -> None:
 
 
 def _replace_closed_streams() -> None:
-    """What was closed by who started the program (`2>&-`) is None in Python, its number free for other files.
+    """Replace standard streams that the caller closed (`2>&-`), which are None in Python.
 
-    Words for stderr go nowhere then; stdout cannot be written, which is said where it is needed.
+    Text to a closed stderr is discarded; writing to a closed stdout fails with an error.
     """
     for name, flags in (("stdout", os.O_RDONLY), ("stderr", os.O_WRONLY)):
         if getattr(sys, name) is None:
@@ -80,41 +80,41 @@ def run_command(arguments: Sequence[str]) -> int:
     try:
         return _invoke(arguments)
     except _CommandLineError as error:
-        return _say_usage(error)
+        return _report_usage_error(error)
     except Interrupted as error:
-        _say(str(error))
+        _print_error(str(error))
         return error.exit_status
     except BatchgenError as error:
-        _say(str(error))
+        _print_error(str(error))
         return error.exit_code
     except KeyboardInterrupt:
-        _say("interrupted")
-        return _INTERRUPTED
+        _print_error("interrupted")
+        return _SIGINT_STATUS
     except BrokenPipeError:
-        _drop_stdout()
-        return _READER_GONE
+        _discard_stdout()
+        return _SIGPIPE_STATUS
     except OSError as error:
-        return _say_unwritten(error)
+        return _report_os_error(error)
     except Exception as error:
-        return _say_internal(error)
+        return _report_internal_error(error)
 
 
-def _drop_stdout() -> None:
-    """What is left in its buffer can go nowhere; the interpreter must not try again at its end."""
+def _discard_stdout() -> None:
+    """Redirect stdout to /dev/null, so that the interpreter does not fail to flush its buffer at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _say_unwritten(error: OSError) -> int:
-    """Errors of writing to stdout name no file, and those of results were put in words; other errors are internal."""
+def _report_os_error(error: OSError) -> int:
+    """Report a failed write to stdout, recognised by its errno and missing file name; other errors are internal."""
     if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EBADF):
-        return _say_internal(error)
-    _drop_stdout()
-    _say(f"stdout cannot be written ({os.strerror(error.errno).lower()})")
+        return _report_internal_error(error)
+    _discard_stdout()
+    _print_error(f"stdout cannot be written ({os.strerror(error.errno).lower()})")
     return OutputError.exit_code
 
 
 def _invoke(arguments: Sequence[str]) -> int:
-    """What typer's own `main` does, less its handling of errors, interrupts and broken pipes."""
+    """Run a command like typer's `main`, without its handling of errors, interrupts and broken pipes."""
     command = get_command(app)
     status = 0
     try:
@@ -131,30 +131,30 @@ def command_names() -> list[str]:
     return [str(info.name) for info in app.registered_commands]
 
 
-def _say(message: str) -> None:
-    """A message may quote a row, a file's name or what a library says: none of them may steer the terminal."""
+def _print_error(message: str) -> None:
+    """Print one error with control characters escaped, because it may quote a row, a file name or a library."""
     shown = printable(message, keep="\n")
     with suppress(OSError):
         print(f"error: {shown}", file=sys.stderr, flush=True)
 
 
-def _say_usage(error: Exception) -> int:
-    """One line for what typer found wrong with the command line, and where to read on; help where nothing was given."""
+def _report_usage_error(error: Exception) -> int:
+    """Report an error of typer on one line with a hint at `--help`; without arguments, print the help."""
     message = str(error.format_message())  # type: ignore[attr-defined]
     if type(error).__name__ == "NoArgsIsHelpError":
         if message:
             print(message, file=sys.stderr)
     else:
         context = getattr(error, "ctx", None)
-        _say(f"{message.rstrip('.')} (see {context.command_path if context else 'batchgen'} --help)")
+        _print_error(f"{message.rstrip('.')} (see {context.command_path if context else 'batchgen'} --help)")
     return 2
 
 
-def _say_internal(error: Exception) -> int:
-    """Where it happened, without the message: that may quote a prompt, and prompts are never logged."""
+def _report_internal_error(error: Exception) -> int:
+    """Report the type and place of an unexpected error, without its message, which may quote a prompt."""
     if os.environ.get("BATCHGEN_TRACEBACK") == "1":
         traceback.print_exception(error)
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-    _say(f"internal error, {type(error).__name__}{place}; BATCHGEN_TRACEBACK=1 prints the traceback")
+    _print_error(f"internal error, {type(error).__name__}{place}; BATCHGEN_TRACEBACK=1 prints the traceback")
     return 1

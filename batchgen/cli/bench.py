@@ -1,4 +1,4 @@
-"""`batchgen bench`."""
+"""The command `bench`."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def bench(
         typer.Argument(
             metavar="WORKLOAD",
             show_default=False,
-            help="unique, shared-prefix, few-shot-tree, mixed-lengths (none named: these four), multi-turn, n-samples, "
-            "json-constrained, logprobs, hidden-states, many-loras, all (of these), demo (with --model demo), or a "
-            ".toml file. For GPUs: w-nano, w-prefix, w-unshared, w-tree. Without engines to compare: plan (the planner "
-            "alone), startup (to the help, to the first token), job (what a row costs beside the model). "
+            help="Workloads: unique, shared-prefix, few-shot-tree, mixed-lengths (these four by default), multi-turn, "
+            "n-samples, json-constrained, logprobs, hidden-states, many-loras, all (of these), demo (with --model "
+            "demo), or a .toml file. For GPUs: w-nano, w-prefix, w-unshared, w-tree. Without peers: plan (planner "
+            "only), startup (time to the help and to the first token), job (cost of a row outside the model). "
             "Example: shared-prefix",
         ),
     ] = None,
@@ -37,9 +37,8 @@ def bench(
         typer.Option(
             metavar="MODEL",
             show_default=False,
-            help="Model folder or id, or random weights of a shape: random:135m, random:5m, random:0.6b, "
-            "random:1b, random:8b, or demo, the demonstration model. Default: random:135m. "
-            "Example: --model random:5m",
+            help="Model folder or id, random weights of a size (random:5m, random:135m, random:0.6b, random:1b, "
+            "random:8b), or demo, the demonstration model. Default: random:135m. Example: --model random:5m",
         ),
     ] = None,
     peers: Annotated[
@@ -47,45 +46,61 @@ def bench(
         typer.Option(
             metavar="PEERS",
             show_default=False,
-            help="auto (transformers, if this Python can import it), none, or names, each with the Python that runs "
-            "it. Known: transformers, transformers-continuous, vllm, sglang, openvino, onnxruntime-genai, ctranslate2, "
-            "llama.cpp, baseline=FOLDER (another checkout of batchgen), deterministic (this one with that option) and "
-            "first-come (this one, rows begun in input order). One that cannot run is named on stderr and left out. "
-            "Default: auto. Example: --peers transformers=/opt/hf/bin/python",
+            help="Engines to compare with: auto (transformers if it can be imported), none, or names, optionally with "
+            "the Python that runs each: transformers, transformers-continuous, vllm, sglang, openvino, "
+            "onnxruntime-genai, ctranslate2, llama.cpp, baseline=FOLDER (another checkout of batchgen), deterministic "
+            "(batchgen with that option) and first-come (batchgen with rows in input order). A peer that cannot run is "
+            "reported on stderr and skipped. Default: auto. Example: --peers transformers=/opt/hf/bin/python",
         ),
     ] = None,
     repeat: Annotated[
-        int | None, typer.Option(min=1, show_default=False, help="Interleaved repeats. Default: 5. Example: --repeat 3")
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            show_default=False,
+            help="Number of interleaved repeats. Default: 5. Example: --repeat 3",
+        ),
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(metavar="DTYPE", show_default=False, help="As for run. Default: auto. Example: --dtype float32"),
+        typer.Option(
+            metavar="DTYPE",
+            show_default=False,
+            help="Data type of the weights, as in run. Default: auto. Example: --dtype float32",
+        ),
     ] = None,
     peer_dtype: Annotated[
         str | None,
         typer.Option(
             metavar="best|asked",
             show_default=False,
-            help="best: a peer takes float32 where the processor multiplies that faster than the asked dtype, "
-            "and its figures say so; asked: peers compute in --dtype or are left out. Default: best. "
-            "Example: --peer-dtype asked",
+            help="Data type of peers: best uses float32 if the processor computes it faster than --dtype and reports "
+            "it; asked uses --dtype or skips the peer. Default: best. Example: --peer-dtype asked",
         ),
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(metavar="DEVICE", show_default=False, help="As for run. Default: auto. Example: --device cpu"),
+        typer.Option(
+            metavar="DEVICE", show_default=False, help="Device, as in run. Default: auto. Example: --device cpu"
+        ),
     ] = None,
     cpu_threads: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", show_default=False, help="Threads of every engine. Example: --cpu-threads 2"),
+        typer.Option(
+            min=1,
+            metavar="N",
+            show_default=False,
+            help="Number of CPU threads of each engine. Example: --cpu-threads 2",
+        ),
     ] = None,
     plan_size: Annotated[
         str | None,
         typer.Option(
             metavar="ROWSxTOKENS",
             show_default=False,
-            help="Prompts of workload plan and the ids of each; the ids take 4 bytes each in the folder for temporary "
-            "files. Default: 1000000x500. Example: --plan-size 100000x500",
+            help="Number of prompts of the workload plan and tokens of each; a token uses 4 bytes of temporary disk "
+            "space. Default: 1000000x500. Example: --plan-size 100000x500",
         ),
     ] = None,
     chart: Annotated[
@@ -93,17 +108,18 @@ def bench(
         typer.Option(
             metavar="FILE",
             show_default=False,
-            help="Draw the figures: an .html page that needs no network, or a .png where matplotlib is installed. "
+            help="Write a chart of the results: a self-contained .html page, or a .png if matplotlib is installed. "
             "Example: --chart bench.html",
         ),
     ] = None,
-    stored: Annotated[
+    figures: Annotated[
         Path | None,
         typer.Option(
             "--from",
             metavar="FILE",
             show_default=False,
-            help="Measure nothing: compare and draw the JSON lines of earlier runs. Example: --from figures.jsonl",
+            help="Compare and draw the results of earlier runs, read from their JSON lines, without measuring. "
+            "Example: --from figures.jsonl",
         ),
     ] = None,
     timeout: Annotated[
@@ -112,8 +128,8 @@ def bench(
             min=1,
             metavar="SECONDS",
             show_default=False,
-            help="Time that an engine has for one answer: to load and convert the model, or for one pass; then it is "
-            "ended and, a peer, left out. Default: 900. Example: --timeout 3600",
+            help="Most seconds to load and convert a model, or for one pass; a peer that exceeds them is stopped and "
+            "skipped. Default: 900. Example: --timeout 3600",
         ),
     ] = None,
     tuned: Annotated[
@@ -121,8 +137,8 @@ def bench(
         typer.Option(
             metavar="FILE",
             show_default=False,
-            help="JSON lines of an earlier run: peers keep the settings that were found there for the same workload, "
-            "model, dtype, device and threads; others are found by trying. Example: --tuned figures.jsonl",
+            help="JSON lines of an earlier run whose peer settings are reused for the same workload, model, dtype, "
+            "device and threads; other settings are searched. Example: --tuned figures.jsonl",
         ),
     ] = None,
     config: Annotated[
@@ -130,19 +146,20 @@ def bench(
         typer.Option(
             metavar="FILE",
             show_default=False,
-            help="TOML file of workloads and options, whose place flags take. Example: --config "
-            "configs/bench/runs/cpu-135m.toml",
+            help="TOML file of workloads and options, which flags override. "
+            "Example: --config configs/bench/runs/cpu-135m.toml",
         ),
     ] = None,
 ) -> None:
-    """Measure named workloads against the machine's floor and against installed peers: one JSON line per figure.
+    """Benchmark workloads, alone and against other engines.
 
-    Greedy ids are compared first; nothing is printed of an engine that generates something else. The exit status is 1
-    when batchgen itself fails, or every peer that was tried; peers that do not ask for a workload's field are not.
+    Prints one JSON line per result, with shares of the machine's floor.
+    Greedy token ids are compared first; an engine that generates other ids has no results. The exit code is 1 if
+    batchgen or every peer that ran fails. Peers that do not support a field of a workload are not run.
 
     Example: batchgen bench shared-prefix --peers transformers --repeat 5 > figures.jsonl
     """
-    from batchgen.job.bench.command import bench_config, draw_stored, run_command  # not for other commands' help
+    from batchgen.bench.command import bench_config, draw_stored, run_command  # not needed by --help
 
     console = Console(stderr=True, highlight=False)
     given = {
@@ -150,9 +167,11 @@ def bench(
         "dtype": dtype, "peer_dtype": peer_dtype, "device": device, "threads": cpu_threads, "plan_size": plan_size,
         "timeout": timeout, "tuned": tuned,
     }  # fmt: skip
-    if stored is not None:
+    if figures is not None:
         if config is not None or any(value is not None for value in given.values()):
-            raise UsageError("--from draws the figures that a file holds; beside it only --chart has a meaning")
-        draw_stored(stored, chart, console)
+            raise UsageError(
+                "--from draws the results in a file; it can be combined with --chart only, remove the other arguments"
+            )
+        draw_stored(figures, chart, console)
     else:
         run_command(bench_config({**given, "chart": chart}, config), typer.echo, console)

@@ -1,4 +1,4 @@
-"""Command line flags of a job, made from the option table."""
+"""Command line flags of `run` and `check`, generated from the option table."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from batchgen.config import resolve_config
+from batchgen.config.option_types import BOOL, Option
+from batchgen.config.options import GROUPS, OPTIONS
+from batchgen.config.run_config import resolve_config
 from batchgen.errors import UsageError
-from batchgen.option_kinds import BOOL, Option
-from batchgen.options import GROUPS, OPTIONS
 
 __all__ = ["GroupedCommand", "with_options"]
 
 _INPUT_HELP = (
-    "JSONL (also .gz, .zst), Parquet or .txt files, globs, or - for stdin: one input, in this order. "
+    "Input files in order: JSONL (also .gz, .zst), Parquet or .txt, glob patterns, or - for stdin. "
     "Example: prompts.jsonl"
 )
 
 
 class GroupedCommand(TyperCommand):
-    """A command whose help lists its options under the table's groups, whole at any width."""
+    """Command whose help lists the options by group and never truncates them."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments, then the options of each group."""
@@ -43,10 +43,10 @@ class GroupedCommand(TyperCommand):
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give `command(config, ...)` a flag for each option, and call it with the resolved `batchgen.config.RunConfig`.
+    """Add a flag for each option to `command(config, ...)`, and call it with the resolved `RunConfig`.
 
-    Typer reads a function's signature, so the wrapper gets one made from the table; parameters of `command` other than
-    `config` stay its own.
+    Typer reads a function's signature, so the wrapper gets a signature generated from the option table. Parameters of
+    `command` other than `config` are kept.
     """
     own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "config"]
 
@@ -65,13 +65,13 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What the command line gave, by option name; the flags of a switch are folded into its option."""
+    """Options set on the command line; the flags of a choice become the value of its option."""
     given: dict[str, Any] = {"inputs": tuple(values["inputs"])}
     for option in OPTIONS:
-        if option.switches:
+        if option.choice_flags:
             chosen = [choice for choice in option.choices if values[_switch_name(option, choice)]]
             if len(chosen) > 1:
-                raise UsageError(f"`--{chosen[0]}` and `--{chosen[1]}` exclude each other")
+                raise UsageError(f"`--{chosen[0]}` and `--{chosen[1]}` cannot be combined; keep one of them")
             given |= {option.name: chosen[0]} if chosen else {}
         elif values[option.name] not in (None, [], ()):
             given[option.name] = values[option.name]
@@ -79,13 +79,13 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parameters(option: Option) -> list[inspect.Parameter]:
-    """One keyword parameter for an option; one for each flag of a switch."""
-    if option.switches:
+    """Keyword parameters of an option: one, or one for each flag of a choice."""
+    if option.choice_flags:
         return [
             _parameter(_switch_name(option, choice), bool, _info(option, (f"--{choice}",), text, None), False)
             for choice, text in zip(option.choices, option.help.split("\n"), strict=True)
         ]
-    if option.kind is BOOL:
+    if option.value_type is BOOL:
         info = _info(option, (f"{option.flag}/{option.negative}",), option.help, None)
         return [_parameter(option.name, bool | None, info, None)]
     value_type = list[str] | None if option.repeat else str | None
@@ -94,9 +94,14 @@ def _parameters(option: Option) -> list[inspect.Parameter]:
 
 
 def _info(option: Option, names: tuple[str, ...], text: str, metavar: str | None) -> Any:
-    # Options that are not built stay known to the parser, so that they are refused by name.
+    # Unsupported options are known to the parser, so that they are refused by name.
     return typer.Option(
-        *names, metavar=metavar, help=text, hidden=not option.built, rich_help_panel=option.group, show_default=False
+        *names,
+        metavar=metavar,
+        help=text,
+        hidden=not option.supported,
+        rich_help_panel=option.group,
+        show_default=False,
     )
 
 
@@ -105,7 +110,7 @@ def _switch_name(option: Option, choice: str) -> str:
 
 
 def _help(option: Option) -> str:
-    """The option's help with its default put before the example."""
+    """Help text of an option with its default inserted before the example."""
     default = _shown_default(option)
     if default is None:
         return option.help
@@ -114,10 +119,10 @@ def _help(option: Option) -> str:
 
 
 def _shown_default(option: Option) -> str | None:
-    if option.default is None or option.default == () or option.kind is BOOL or option.switches:
+    if option.default is None or option.default == () or option.value_type is BOOL or option.choice_flags:
         return None
     if option.name == "max_errors":
-        return None  # the help says it in words
+        return None  # the help text describes it
     return f"{option.default:g}" if isinstance(option.default, float) else str(option.default)
 
 

@@ -1,1 +1,1 @@
-"""Files: read rows, write results. pyarrow, no torch."""
+"""Files: reading rows and writing results. pyarrow, no torch."""

@@ -1,4 +1,4 @@
-"""Finished results as lines of JSON: OpenAI's batch output and error files, or one object a sample."""
+"""Export of finished results as JSON lines: OpenAI's batch output and error files, or one object per sample."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from batchgen.data.files import refuse_existing, write_durably
-from batchgen.data.openai_bodies import Pieces, batch_line
+from batchgen.data.openai_bodies import PieceLookup, batch_line
 from batchgen.data.row_shapes import RowShape, RowShapes
 from batchgen.data.view import Results, open_results
+from batchgen.data.write.durable_files import refuse_existing, write_durably
 from batchgen.errors import InputError
 
 __all__ = [
-    "Exported",
+    "ExportCounts",
     "errors_path",
     "export_jsonl",
     "export_openai",
@@ -29,18 +29,18 @@ __all__ = [
 
 
 @dataclass(slots=True)
-class Exported:
-    """What was written."""
+class ExportCounts:
+    """Number of lines written, and of those that are errors."""
 
     lines: int = 0
     errors: int = 0
 
 
 def finished_results(out: Path) -> Results:
-    """The results of one finished job.
+    """Open the results of one finished job.
 
     Raises:
-        InputError: there are none, they are unfinished or in shards.
+        InputError: the results are missing, unfinished or in shards.
         UsageError: a folder without results.
     """
     results = open_results(out, finished=True)
@@ -56,42 +56,44 @@ def errors_path(target: Path) -> Path:
     return target.with_name(f"{target.stem}.errors{target.suffix}")
 
 
-def export_openai(results: Results, target: Path, piece: Pieces, overwrite: bool) -> Exported:
-    """Write the output file, and the errors file beside it, which may be empty. Where one stands, so does the other.
+def export_openai(results: Results, target: Path, piece: PieceLookup, overwrite: bool) -> ExportCounts:
+    """Write the output file and the errors file, which may be empty. The errors file is written first.
 
     Raises:
         OutputError: a file exists, or cannot be written.
     """
-    beside = errors_path(target)
-    for path in (target, beside):
+    errors_target = errors_path(target)
+    for path in (target, errors_target):
         refuse_existing(path, overwrite)
-    done = Exported()
+    counts = ExportCounts()
 
     def write(output: BinaryIO) -> None:
-        write_durably(beside, lambda errors: _write_openai(results, piece, output, errors, done))
+        write_durably(errors_target, lambda errors: _write_openai(results, piece, output, errors, counts))
 
     write_durably(target, write)
-    return done
+    return counts
 
 
-def stream_openai(results: Results, stream: BinaryIO, piece: Pieces) -> Exported:
-    """Write all lines, those of failed rows too, in input order: each says its status."""
-    done = Exported()
-    _write_openai(results, piece, stream, stream, done)
-    return done
+def stream_openai(results: Results, stream: BinaryIO, piece: PieceLookup) -> ExportCounts:
+    """Write the lines of all rows, failed ones too, in input order."""
+    counts = ExportCounts()
+    _write_openai(results, piece, stream, stream, counts)
+    return counts
 
 
-def _write_openai(results: Results, piece: Pieces, output: BinaryIO, errors: BinaryIO, done: Exported) -> None:
+def _write_openai(
+    results: Results, piece: PieceLookup, output: BinaryIO, errors: BinaryIO, counts: ExportCounts
+) -> None:
     run = results.footer
     assert run is not None
     if "row_shapes" not in run:
-        raise InputError("the file was written by a version that could not export yet. Run its command again.")
+        raise InputError("the file was written by a version without `export`. Run its command again.")
     shapes = iter(RowShapes.decode(run["row_shapes"]))
     for rows in _by_row(results):
         good, line = batch_line(rows, next(shapes, RowShape(False, False)), run, piece)
         (output if good else errors).write(orjson.dumps(line) + b"\n")
-        done.lines += 1
-        done.errors += not good
+        counts.lines += 1
+        counts.errors += not good
 
 
 def _by_row(results: Results) -> Iterator[list[dict[str, Any]]]:
@@ -100,31 +102,31 @@ def _by_row(results: Results) -> Iterator[list[dict[str, Any]]]:
         yield list(rows)
 
 
-def export_jsonl(results: Results, target: Path, overwrite: bool) -> Exported:
-    """Write one object a sample, errors among them.
+def export_jsonl(results: Results, target: Path, overwrite: bool) -> ExportCounts:
+    """Write one object per sample, failed ones too.
 
     Raises:
         OutputError: the file exists, or cannot be written.
     """
     refuse_existing(target, overwrite)
-    done = Exported()
+    counts = ExportCounts()
 
     def write(stream: BinaryIO) -> None:
-        nonlocal done
-        done = stream_jsonl(results, stream)
+        nonlocal counts
+        counts = stream_jsonl(results, stream)
 
     write_durably(target, write)
-    return done
+    return counts
 
 
-def stream_jsonl(results: Results, stream: BinaryIO) -> Exported:
-    """Columns that are null are left out, carried fields stand as an object, numbers that JSON lacks are null."""
-    done = Exported()
+def stream_jsonl(results: Results, stream: BinaryIO) -> ExportCounts:
+    """Write one object per sample, without null columns; carried fields are an object, NaN and infinity are null."""
+    counts = ExportCounts()
     for row in results.rows():
         present = {name: value for name, value in row.items() if value is not None}
         if "extra" in present:
             present["extra"] = orjson.Fragment(present["extra"])
         stream.write(orjson.dumps(present) + b"\n")
-        done.lines += 1
-        done.errors += row["status"] == "error"
-    return done
+        counts.lines += 1
+        counts.errors += row["status"] == "error"
+    return counts

@@ -1,4 +1,4 @@
-"""Join the outputs of shards into one file."""
+"""Merge of the outputs of shards into one file, with a check for ids that occur in several shards."""
 
 from __future__ import annotations
 
@@ -8,56 +8,105 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchgen.data.committed import read_keys
-from batchgen.data.files import output_errors, read_footer, refuse_existing
-from batchgen.data.finish import write_output
-from batchgen.data.lock import RunLock
 from batchgen.data.row_shapes import RowShapes
-from batchgen.data.same_ids import refuse_same_ids
-from batchgen.data.schema import STATES_CONTENTS
-from batchgen.data.states_result import part_from_result
-from batchgen.data.work import RunIdentity, WorkFolder, is_of, output_paths, part_files
+from batchgen.data.view import Results
+from batchgen.data.write.committed import read_keys
+from batchgen.data.write.durable_files import open_parquet, output_errors, read_footer, refuse_existing
+from batchgen.data.write.finish import write_output
+from batchgen.data.write.lock import RunLock
+from batchgen.data.write.schema import STATES_CONTENTS
+from batchgen.data.write.states_result import part_from_result
+from batchgen.data.write.work_folder import RunIdentity, WorkFolder, belongs_to, output_paths, part_files
 from batchgen.errors import FingerprintError, InputError, OutputError, UsageError
 
-__all__ = ["merge"]
+__all__ = ["merge", "refuse_duplicate_ids"]
+
+
+def refuse_duplicate_ids(files: Sequence[Path]) -> None:
+    """Refuse results files in which two input rows with the same id have results. Uses 16 bytes of memory per row.
+
+    Failed rows are ignored: within a shard, a row with a repeated id is an error row itself.
+
+    Raises:
+        UsageError: two rows have the same id.
+        OSError, pa.ArrowException: a file is damaged.
+    """
+    found = [_id_hashes(file) for file in files]
+    hashes, rows = (np.concatenate(columns) for columns in zip(*found, strict=True))
+    ends = np.cumsum([len(file_hashes) for file_hashes, _ in found])
+    order = np.lexsort((rows, hashes))
+    same = np.flatnonzero(hashes[order][1:] == hashes[order][:-1])
+    # In input order. Different ids may have equal hashes, so the ids are read and compared.
+    for at in same[np.argsort(rows[order[same + 1]])]:
+        pair = order[at : at + 2]
+        first, second = ((files[np.searchsorted(ends, i, "right")], int(rows[i])) for i in pair)
+        if (name := _row_id(*first)) == _row_id(*second):
+            count = len(np.unique(hashes[order][same]))
+            among = f" (one of {count:,} repeated ids)" if count > 1 else ""
+            raise UsageError(
+                f"id {name!r}{among} is used by row {first[1]} in {first[0]} and by row {second[1]} in {second[0]}. "
+                "Make ids unique and run the job again, or merge the shards as they are with --allow-duplicate-ids."
+            )
+
+
+def _id_hashes(file: Path) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """(hash of the id, `row_index`) of each input row with a result."""
+    hashes, rows = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    last = -1
+    with open_parquet(file) as parquet:
+        for batch in parquet.iter_batches(columns=["id", "row_index", "status"]):
+            good = batch.filter(pc.equal(batch["status"], "ok"))
+            index = good["row_index"].to_numpy()
+            new = np.diff(index, prepend=last) != 0  # prompts and samples of a row are adjacent
+            ids = good["id"].filter(new).to_pylist()
+            hashes.append(np.fromiter(map(hash, ids), np.int64, len(ids)))
+            rows.append(index[new])
+            last = index[-1] if len(index) else last
+    return np.concatenate(hashes), np.concatenate(rows)
+
+
+def _row_id(file: Path, row: int) -> str:
+    return str(next(Results([file], True, None).rows(row=row, columns=["id"]))["id"])
 
 
 def merge(parts: Sequence[Path], out: Path, overwrite: bool = False, *, allow_duplicate_ids: bool = False) -> int:
-    """Write the rows of all shards of one job to `out`, in input order, and return their number.
+    """Merge all shards of one job into `out`, in input order. Returns the number of output rows.
 
     Args:
         parts: finished shard outputs, or folders of them, in any order.
         out: the file to write.
         overwrite: whether an existing `out` is replaced.
-        allow_duplicate_ids: whether rows of different shards may have one id, as they may where the job ran with
+        allow_duplicate_ids: whether rows of different shards may have the same id, even if the job did not run with
             `--on-duplicate-id allow`.
 
     Raises:
-        UsageError: a shard is missing or named twice, or a file is no shard; rows of different shards have one id;
-            `out` is a shard.
+        UsageError: a shard is missing or named twice, or a file is not a shard; rows of different shards have the same
+            id; `out` is a shard.
         FingerprintError: two shards are of different jobs.
         InputError: a file cannot be read.
         OutputError: `out` exists or cannot be written.
     """
-    files = _files(parts)
-    footers = [_footer(file) for file in files]
+    files = _shard_files(parts)
+    footers = [_shard_footer(file) for file in files]
     _check_one_job(files, footers)
-    _check_complete(files, footers)
+    _check_all_shards(files, footers)
     refuse_existing(out, overwrite)
     if out.exists() and any(out.samefile(file) for file in files):
         raise UsageError(f"{out} is one of the shards, which the merged file would replace; name another file with -o.")
     try:
         keys = read_keys(files)
         if not allow_duplicate_ids and not _allows_duplicates(footers[0]):
-            refuse_same_ids(files)
+            refuse_duplicate_ids(files)
     except (pa.ArrowException, OSError) as error:
         raise InputError(f"a shard cannot be read ({error}). Compute it again.") from error
     footer = (
         footers[0]
-        | _sums(footers)
+        | _summed_counts(footers)
         | {
             "shard": None,
             "rows": len(keys),
@@ -66,10 +115,10 @@ def merge(parts: Sequence[Path], out: Path, overwrite: bool = False, *, allow_du
             "row_shapes": _row_shapes(files, footers),
         }
     )
-    states = [_states_of(file, its) for file, its in zip(files, footers, strict=True) if its.get("states")]
+    states = [_states_file(file, own) for file, own in zip(files, footers, strict=True) if own.get("states")]
     paths = output_paths(out)
     refuse_existing(paths.states, overwrite)
-    # A merge that was killed leaves a lock and scratch files; a run's folder says whose it is.
+    # A killed merge leaves a lock and scratch files only; the folder of a run has run.json or parts.
     if (paths.work / "run.json").exists() or part_files(paths.work):
         raise OutputError(f"{paths.work} exists: a run to {out} is not finished. Finish it, or name another with -o.")
     identity = RunIdentity(footers[0]["fingerprint"])
@@ -80,8 +129,8 @@ def merge(parts: Sequence[Path], out: Path, overwrite: bool = False, *, allow_du
             work.scratch.mkdir()
         parts = [work.scratch / f"shard-{number}.states" for number in range(len(states))]
         for file, part in zip(states, parts, strict=True):
-            _take_states(file, part)
-        with files[0].open("rb") as stream:  # a name in UTF-8 is all that Arrow would take
+            _states_to_part(file, part)
+        with files[0].open("rb") as stream:  # Arrow accepts file names in UTF-8 only
             schema = pq.read_schema(stream).remove_metadata()
         write_output(paths, files, parts, keys, footer, schema, work.scratch)
     finally:
@@ -90,13 +139,13 @@ def merge(parts: Sequence[Path], out: Path, overwrite: bool = False, *, allow_du
 
 
 def _allows_duplicates(footer: dict[str, Any]) -> bool:
-    """Whether the job ran with `--on-duplicate-id allow`; all of its shards did then."""
+    """Whether the job, and so each of its shards, ran with `--on-duplicate-id allow`."""
     options = footer.get("configuration", {}).get("options", {})
     return bool(options.get("on_duplicate_id", {}).get("value") == "allow")
 
 
-def _sums(footers: Sequence[dict[str, Any]]) -> dict[str, int | None]:
-    """What each shard counted of its own rows of the input, for the whole job; None where one did not say."""
+def _summed_counts(footers: Sequence[dict[str, Any]]) -> dict[str, int | None]:
+    """Row counts of the whole job: the sums over the shards, or None if a shard does not record one."""
     names = ("input_rows", "rows_skipped")
     counts: dict[str, list[Any]] = {name: [footer.get(name) for footer in footers] for name in names}
     return {name: None if None in found else sum(found) for name, found in counts.items()}
@@ -107,14 +156,14 @@ def _row_shapes(files: Sequence[Path], footers: Sequence[dict[str, Any]]) -> str
     return RowShapes.merged([footer["row_shapes"] for footer in footers], rows)
 
 
-def _files(parts: Sequence[Path]) -> list[Path]:
+def _shard_files(parts: Sequence[Path]) -> list[Path]:
     files = [file for part in parts for file in (sorted(part.glob("part-*.parquet")) if part.is_dir() else [part])]
     if not files:
-        raise UsageError("No shards were found. Name their files, or the folder they stand in.")
+        raise UsageError("No shards were found. Name their files, or the folder that contains them.")
     return files
 
 
-def _footer(file: Path) -> dict[str, Any]:
+def _shard_footer(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise InputError(f"{file} cannot be read (no such file). Check the name.")
     footer = read_footer(file)
@@ -125,28 +174,28 @@ def _footer(file: Path) -> dict[str, Any]:
     return footer
 
 
-def _states_of(shard: Path, footer: dict[str, Any]) -> Path:
-    """Where the hidden states of a shard stand: `OUT.hidden.parquet/part-...` for `OUT/part-...`.
+def _states_file(shard: Path, footer: dict[str, Any]) -> Path:
+    """Path of the hidden states of a shard: `OUT.hidden.parquet/part-...` for `OUT/part-...`.
 
     Raises:
-        InputError: there are none, or not all.
-        FingerprintError: those that stand there are of another job, or of another shard.
+        InputError: the states are missing or incomplete.
+        FingerprintError: the file belongs to another job or another shard.
     """
     states = output_paths(shard.absolute().parent).states / shard.name
-    its = read_footer(states, STATES_CONTENTS)
-    if its is None:
-        raise InputError(f"{states} with the hidden states of {shard} cannot be read. Put it back.")
-    if not is_of(its, RunIdentity(footer["fingerprint"], tuple(footer["shard"]))):
-        raise FingerprintError(f"{states} does not hold the hidden states of {shard} but another's. Put its own there.")
-    if its["rows"] != footer["states"]:
+    own = read_footer(states, STATES_CONTENTS)
+    if own is None:
+        raise InputError(f"{states} with the hidden states of {shard} cannot be read. Put the file back.")
+    if not belongs_to(own, RunIdentity(footer["fingerprint"], tuple(footer["shard"]))):
+        raise FingerprintError(f"{states} does not contain the hidden states of {shard}. Put the right file there.")
+    if own["rows"] != footer["states"]:
         raise InputError(
-            f"{states} holds {its['rows']} hidden states, and {shard} was written with {footer['states']}. Put its own "
-            "there, or compute both again with --overwrite."
+            f"{states} contains {own['rows']} hidden states, but {shard} was written with {footer['states']}. Put the "
+            "right file there, or compute both again with --overwrite."
         )
     return states
 
 
-def _take_states(file: Path, part: Path) -> None:
+def _states_to_part(file: Path, part: Path) -> None:
     try:
         part_from_result(file, part)
     except (pa.ArrowException, OSError) as error:
@@ -157,10 +206,10 @@ def _check_one_job(files: Sequence[Path], footers: Sequence[dict[str, Any]]) -> 
     first = footers[0]
     for file, footer in zip(files, footers, strict=True):
         if footer["fingerprint"] != first["fingerprint"] or footer["shard"][1] != first["shard"][1]:
-            raise FingerprintError(f"{file} and {files[0]} are shards of different jobs. Merge shards of one.")
+            raise FingerprintError(f"{file} and {files[0]} are shards of different jobs. Merge shards of one job.")
 
 
-def _check_complete(files: Sequence[Path], footers: Sequence[dict[str, Any]]) -> None:
+def _check_all_shards(files: Sequence[Path], footers: Sequence[dict[str, Any]]) -> None:
     count = footers[0]["shard"][1]
     seen: dict[int, Path] = {}
     for file, footer in zip(files, footers, strict=True):

@@ -1,7 +1,7 @@
-"""Results in the shape of OpenAI's batch output: `text_completion` and `chat.completion` bodies, and error lines.
+"""Conversion of output rows to lines of OpenAI's batch output: `text_completion`, `chat.completion` and errors.
 
-Pure: rows of a results file in, JSON-ready values out. What those endpoints have no word for is mapped to the nearest
-one and said in the README.
+Pure functions from rows of a results file to JSON values. Values that those endpoints do not have are mapped to the
+nearest one, as documented in `batchgen help export`.
 """
 
 from __future__ import annotations
@@ -20,43 +20,45 @@ __all__ = ["TokenPiece", "batch_line"]
 
 Row = Mapping[str, Any]
 
-NEVER = -9999.0
-"""What the endpoints say for a token that cannot be drawn; JSON has no minus infinity."""
+IMPOSSIBLE_LOGPROB = -9999.0
+"""Logprob of a token with probability 0, as the endpoints return it: JSON has no minus infinity."""
 
 _SERVER_ERRORS = frozenset(
     {ErrorCode.OOM, ErrorCode.NAN_LOGITS, ErrorCode.ENGINE_CRASH, ErrorCode.INTERNAL, ErrorCode.PROCESSOR_ERROR}
 )
-"""The request was sound; everything else is status 400."""
+"""Errors with status 500: the request was valid. All others have status 400."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenPiece:
-    """One token as it stands in a text."""
+    """A token as bytes of the text."""
 
     data: bytes
-    """Its part of the text, which may be part of a character only."""
+    """UTF-8 bytes of the token, which may be part of a character only."""
     special: bool
+    """Whether the token is a special token."""
 
     @property
     def text(self) -> str | None:
-        """Its text; None where its bytes are no whole characters."""
+        """The token as text; None if its bytes are not whole characters."""
         try:
             return self.data.decode()
         except UnicodeDecodeError:
             return None
 
 
-Pieces = Callable[[int], TokenPiece]
+PieceLookup = Callable[[int], TokenPiece]
+"""Token id -> piece."""
 
 
-def batch_line(rows: Sequence[Row], shape: RowShape, run: Mapping[str, Any], piece: Pieces) -> tuple[bool, Any]:
-    """One input row's line, and whether it belongs in the output file (else: in the errors file).
+def batch_line(rows: Sequence[Row], shape: RowShape, run: Mapping[str, Any], piece: PieceLookup) -> tuple[bool, Any]:
+    """(whether the row succeeded, its line for the output file or else for the errors file).
 
     Args:
         rows: all output rows of one input row, in order.
-        shape: what the input row was.
-        run: the output's footer.
-        piece: id -> its piece; called only for rows with logprobs.
+        shape: request shape of the input row.
+        run: the run record of the output's footer.
+        piece: token id -> piece; called only for rows with logprobs.
     """
     first = rows[0]
     key = f"{run['fingerprint']}\n{first['row_index']}"
@@ -76,13 +78,13 @@ def batch_line(rows: Sequence[Row], shape: RowShape, run: Mapping[str, Any], pie
 
 
 def _error(error: Mapping[str, Any]) -> tuple[int, Any]:
-    ours = error["code"] in _SERVER_ERRORS
-    kind = "server_error" if ours else "invalid_request_error"
-    found = {"message": error["message"], "type": kind, "param": error["param"], "code": error["code"]}
-    return 500 if ours else 400, {"error": found}
+    is_server_error = error["code"] in _SERVER_ERRORS
+    error_type = "server_error" if is_server_error else "invalid_request_error"
+    body = {"message": error["message"], "type": error_type, "param": error["param"], "code": error["code"]}
+    return 500 if is_server_error else 400, {"error": body}
 
 
-def _body(rows: Sequence[Row], shape: RowShape, run: Mapping[str, Any], piece: Pieces, digest: str) -> Any:
+def _body(rows: Sequence[Row], shape: RowShape, run: Mapping[str, Any], piece: PieceLookup, digest: str) -> Any:
     choice = _chat_choice if shape.chat else _completion_choice
     return {
         "id": f"{'chatcmpl' if shape.chat else 'cmpl'}-{digest}",
@@ -95,7 +97,7 @@ def _body(rows: Sequence[Row], shape: RowShape, run: Mapping[str, Any], piece: P
                 **choice(row, shape, piece),
                 "finish_reason": _finish_reason(row),
                 "stop_reason": _stop_reason(row),
-                **({} if row["scores"] is None else {"scores": row["scores"], "score_logprobs": _scored(row)}),
+                **({} if row["scores"] is None else {"scores": row["scores"], "score_logprobs": _score_logprobs(row)}),
             }
             for index, row in enumerate(rows)
         ],
@@ -105,30 +107,30 @@ def _body(rows: Sequence[Row], shape: RowShape, run: Mapping[str, Any], piece: P
 
 
 def _model_name(run: Mapping[str, Any]) -> str:
-    """The model's id, or its folder's name: other people's responses need no paths of this machine."""
+    """The model's id, or the name of its folder without the local path."""
     name = str(run["model"])
     return name.rstrip("/").rpartition("/")[2] if name.startswith((".", "/", "~")) else name
 
 
 def _finish_reason(row: Row) -> Literal["stop", "length"]:
-    """`repetition` and `abort` cut a row short, as a limit does; `stop_reason` says which it was."""
+    """`repetition` and `abort` become "length"; `stop_reason` tells them apart."""
     return "stop" if row["finish_reason"] == "stop" else "length"
 
 
-def _scored(row: Row) -> list[float]:
-    """The scored texts' token logprobs, flat: a scoring row has no word in those endpoints, so its columns stand."""
+def _score_logprobs(row: Row) -> list[float]:
+    """Token logprobs of the scored texts, flat; an extension, since those endpoints have no scoring."""
     return [_finite(logprob) for logprob in row["score_logprobs"]]
 
 
 def _stop_reason(row: Row) -> str | None:
-    """What made the row stop, where `finish_reason` does not say it; servers have the same extension."""
+    """The stop that ended the row, or a finish reason that OpenAI lacks; vLLM has the same extension."""
     if row["finish_reason"] in ("repetition", "abort"):
         return str(row["finish_reason"])
     return None if row["stop_kind"] == "eos" else row["matched_stop"]
 
 
 def _usage(rows: Sequence[Row]) -> dict[str, Any]:
-    """A prompt counts once, however many samples it has; samples that `best_of` dropped count as generated."""
+    """Token usage: each prompt counts once for all its samples; samples discarded by `best_of` count as generated."""
     prompts = [row for row in rows if row["sample_index"] == 0]
     prompt_tokens = sum(row["prompt_tokens"] for row in prompts)
     completion_tokens = sum(row["completion_tokens"] + (row["dropped_tokens"] or 0) for row in rows)
@@ -140,7 +142,7 @@ def _usage(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def _chat_choice(row: Row, shape: RowShape, piece: Pieces) -> dict[str, Any]:
+def _chat_choice(row: Row, shape: RowShape, piece: PieceLookup) -> dict[str, Any]:
     found = None
     if row["output_logprobs"] is not None:
         content = [_chat_token(token, logprob, top, piece) for token, logprob, top in _tokens(row, "output")]
@@ -148,11 +150,11 @@ def _chat_choice(row: Row, shape: RowShape, piece: Pieces) -> dict[str, Any]:
     return {"message": {"role": "assistant", "content": row["text"] or "", "refusal": None}, "logprobs": found}
 
 
-def _chat_token(token: int, logprob: float, top: _Top, piece: Pieces) -> dict[str, Any]:
+def _chat_token(token: int, logprob: float, top: _TopLogprobs, piece: PieceLookup) -> dict[str, Any]:
     return {**_chat_piece(token, logprob, piece), "top_logprobs": [_chat_piece(*pair, piece) for pair in top or ()]}
 
 
-def _chat_piece(token: int, logprob: float, piece: Pieces) -> dict[str, Any]:
+def _chat_piece(token: int, logprob: float, piece: PieceLookup) -> dict[str, Any]:
     found = piece(token)
     text = found.text
     return {
@@ -162,29 +164,29 @@ def _chat_piece(token: int, logprob: float, piece: Pieces) -> dict[str, Any]:
     }
 
 
-def _completion_choice(row: Row, shape: RowShape, piece: Pieces) -> dict[str, Any]:
+def _completion_choice(row: Row, shape: RowShape, piece: PieceLookup) -> dict[str, Any]:
     text = row["text"] or ""
     if row["output_logprobs"] is None:
         return {"text": text, "logprobs": None}
     found = [*_prompt_tokens(row), *_tokens(row, "output")] if shape.echo else list(_tokens(row, "output"))
     pieces = [piece(token) for token, _, _ in found]
-    # What the text begins with, of which no logprob was asked for.
-    before = [piece(token) for token in _silent_ids(row)] if shape.echo else []
-    asked = bool(row["output_top_ids"] or row["input_top_ids"])
+    # Echoed prompt tokens without logprobs, with which the text begins.
+    before = [piece(token) for token in _prompt_ids_without_logprobs(row)] if shape.echo else []
+    has_top = bool(row["output_top_ids"] or row["input_top_ids"])
     logprobs = {
         "tokens": [_completion_token(item) for item in pieces],
         "token_logprobs": [_finite(logprob) for _, logprob, _ in found],
-        "top_logprobs": [_alternatives(*token, piece=piece) for token in found] if asked else None,
+        "top_logprobs": [_alternatives(*token, piece=piece) for token in found] if has_top else None,
         "text_offset": _text_offsets(text, [*before, *pieces])[len(before) :],
     }
     return {"text": text, "logprobs": logprobs}
 
 
-_Top = Sequence[tuple[int, float]] | None
+_TopLogprobs = Sequence[tuple[int, float]] | None
 
 
 def _tokens(row: Row, side: Literal["input", "output"], ids: Sequence[int] | None = None) -> Iterator[Any]:
-    """(id, logprob, its alternatives as (id, logprob) or None) of each token of one side."""
+    """(id, logprob, top tokens as (id, logprob) or None) of each input or output token."""
     ids = row["output_ids"] if ids is None else ids
     logprobs = row[f"{side}_logprobs"] or ()
     top_ids, top_logprobs = row[f"{side}_top_ids"], row[f"{side}_top_logprobs"]
@@ -198,13 +200,13 @@ def _tokens(row: Row, side: Literal["input", "output"], ids: Sequence[int] | Non
 
 
 def _prompt_tokens(row: Row) -> Iterator[Any]:
-    """The echoed prompt's tokens, as far as the row has their ids and logprobs."""
+    """Tokens of the echoed prompt, in the form of `_tokens`, for those that have ids and logprobs."""
     if row["prompt_ids"] is not None and row["input_logprobs"] is not None:
-        yield from _tokens(row, "input", row["prompt_ids"][len(_silent_ids(row)) :])
+        yield from _tokens(row, "input", row["prompt_ids"][len(_prompt_ids_without_logprobs(row)) :])
 
 
-def _silent_ids(row: Row) -> Sequence[int]:
-    """The ids of an echoed prompt that stand before those with logprobs: all of them where it has none."""
+def _prompt_ids_without_logprobs(row: Row) -> Sequence[int]:
+    """Ids of the echoed prompt tokens before the first one with a logprob."""
     ids: Sequence[int] = row["prompt_ids"] or ()
     return ids[: len(ids) - len(row["input_logprobs"] or ())]
 
@@ -214,11 +216,11 @@ def _completion_token(piece: TokenPiece) -> str:
     return f"bytes:{_escaped(piece.data)}" if text is None else text
 
 
-def _alternatives(token: int, logprob: float | None, top: _Top, *, piece: Pieces) -> dict[str, float]:
-    """The likeliest tokens and the token itself, by text; of several with one text the likeliest."""
+def _alternatives(token: int, logprob: float | None, top: _TopLogprobs, *, piece: PieceLookup) -> dict[str, float]:
+    """Text -> logprob of the top tokens and the token itself; of tokens with equal text, the most likely."""
     found: dict[str, float] = {}
-    own = [] if logprob is None else [(token, logprob)]
-    for each, value in [*(top or ()), *own]:
+    chosen = [] if logprob is None else [(token, logprob)]
+    for each, value in [*(top or ()), *chosen]:
         found.setdefault(_completion_token(piece(each)), _finite(value))
     return found
 
@@ -228,17 +230,17 @@ def _escaped(data: bytes) -> str:
 
 
 def _finite(logprob: float | None) -> float:
-    """The first token of a prompt has no logprob: 0.0, since the response types take no null there."""
+    """The logprob as JSON: 0.0 for None (the first prompt token), because the response types allow no null."""
     if logprob is None:
         return 0.0
-    return logprob if math.isfinite(logprob) else NEVER
+    return logprob if math.isfinite(logprob) else IMPOSSIBLE_LOGPROB
 
 
 def _text_offsets(text: str, pieces: Sequence[TokenPiece]) -> list[int]:
-    """Where in `text` each token begins, in characters; those behind a trimmed stop begin at its end.
+    """Offset in `text` of each token, in characters; tokens after a trimmed stop are at the end of the text.
 
-    A token in the middle of a character begins where that character does. Special tokens take room only where the text
-    shows them, and a space that the decoder dropped at the start takes none.
+    A token inside a character has the offset of that character. Special tokens, and a leading space that the decoder
+    removes, have a length only if the text contains them.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     offsets, at = [], 0

@@ -1,6 +1,6 @@
-"""What each input row of a job was in the terms of OpenAI's endpoints: two bits a row, kept in the output's footer.
+"""Request shapes: whether each input row was a chat request and had `echo`, two bits per row in the output's footer.
 
-The output's columns say nothing of the request's shape, and `batchgen export` needs it to answer in kind.
+`batchgen export` needs them to write the matching response; the output's columns do not contain them.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.columns import Columns
 from batchgen.errors import InputError
+from batchgen.request.columns import Columns
 
 __all__ = ["RowShape", "RowShapes"]
 
 
 class RowShape(NamedTuple):
-    """One row's request."""
+    """Shape of the request of one row."""
 
     chat: bool
-    """A conversation, so that its answer is a `chat.completion`; else a `text_completion`."""
+    """Whether the answer is a `chat.completion`; otherwise a `text_completion`."""
     echo: bool
-    """The prompt stands in front of the output, in text and logprobs."""
+    """Whether text and logprobs begin with the prompt."""
 
 
 class RowShapes(Columns):
-    """Shapes by row index, added in rising order: 9 bytes a row in memory."""
+    """Request shapes by row index, added in ascending order; 9 bytes per row in memory."""
 
     _columns = ("_rows", "_bits")
 
@@ -40,30 +40,30 @@ class RowShapes(Columns):
         self._bits = array("B")
 
     def add(self, row_index: int, chat: bool = False, echo: bool = False) -> None:
-        """Remember a row of the output; a bad row has no shape of its own."""
+        """Add a row; bad rows have the default shape."""
         self._rows.append(row_index)
         self._bits.append(chat | echo << 1)
 
     def encode(self) -> str:
-        """All shapes in order of their rows, as the footer keeps them."""
+        """All shapes in order of their rows, as text for the footer."""
         return _encode(bytes(self._bits))
 
     @staticmethod
     def decode(text: str) -> list[RowShape]:
-        """What `encode` made: one shape for each distinct `row_index` of the file, in order.
+        """The inverse of `encode`: one shape for each distinct `row_index` of the file, in order.
 
         Raises:
-            InputError: it is damaged.
+            InputError: the text is damaged.
         """
         return [_SHAPES[bits] for bits in _decode(text)]
 
     @staticmethod
     def merged(texts: Sequence[str], rows: Sequence[npt.NDArray[np.int64]]) -> str:
-        """The shapes of several files as those of one.
+        """Merge the encoded shapes of several files.
 
         Args:
-            texts: what `encode` made for each file.
-            rows: the distinct row indexes of each file, in rising order.
+            texts: the encoded shapes of each file.
+            rows: the distinct row indexes of each file, in ascending order.
         """
         bits = np.concatenate([np.frombuffer(_decode(text), np.uint8) for text in texts])
         order = np.argsort(np.concatenate(rows), kind="stable")

@@ -1,11 +1,12 @@
-"""Read results back, finished or not, without loading them: for `batchgen show`."""
+"""Reader of results, finished or not, in bounded memory; and totals of a results file."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchgen.data.files import open_parquet, read_footer
-from batchgen.data.schema import SCHEMA_VERSION, STATES_CONTENTS, VERSION_KEY
-from batchgen.data.times import times_as_text
-from batchgen.data.work import output_paths, part_files
+from batchgen.data.read.temporal import temporal_to_text
+from batchgen.data.write.durable_files import open_parquet, read_footer
+from batchgen.data.write.schema import SCHEMA_VERSION, STATES_CONTENTS, VERSION_KEY
+from batchgen.data.write.work_folder import output_paths, part_files
 from batchgen.errors import InputError, UsageError
 
-__all__ = ["Results", "open_results"]
+__all__ = ["Results", "Totals", "open_results", "read_totals"]
 
 _SHARD = re.compile(r"part-\d{5,}-of-(\d{5,})")
 
@@ -31,9 +32,9 @@ class Results:
     files: Sequence[Path]
     complete: bool
     footer: dict[str, Any] | None
-    """Of the first file, when finished."""
+    """Run record of the first finished file."""
     note: str | None = None
-    """Which results these are, where others stand beside them or shards are missing."""
+    """Message for the user if there are other results for this output, or shards are missing."""
 
     def __len__(self) -> int:
         return sum(_metadata(file).num_rows for file in self.files)
@@ -41,14 +42,14 @@ class Results:
     def rows(
         self, row: int | None = None, errors: bool = False, columns: Sequence[str] | None = None
     ) -> Iterator[dict[str, Any]]:
-        """Yield rows as dicts in the order they are stored: input order in a finished file, else that of completion.
+        """Yield rows as dicts in stored order: input order in a finished file, order of completion otherwise.
 
         Carried dates and timestamps are strings, as in `extra`.
 
         Args:
             row: only the output rows of this `row_index`.
             errors: only rows with status `error`.
-            columns: only these, in the schema's order; all when None.
+            columns: only these columns, in the schema's order; None for all.
 
         Raises:
             InputError: a file is damaged.
@@ -61,92 +62,94 @@ class Results:
 
 
 def open_results(out: Path, *, finished: bool = False) -> Results:
-    """Find what `out` holds: itself, the shards in it, or its work folder.
+    """Open the results of `out`: a finished file, a folder of shards, or unfinished work.
 
-    Work that was committed after a finished output was written, by a run that is to replace it, stands for it.
+    If a run that will replace a finished output has committed rows after it was written, those rows are opened.
 
     Args:
-        out: a finished output or the name of one to be, of a whole job or a shard; a folder of shards; a work folder.
-        finished: finished output alone, whatever work stands beside it.
+        out: path of an output or a shard, finished or not; a folder of shards; or a work folder.
+        finished: open finished output only, even if newer, unfinished work exists.
 
     Raises:
-        InputError: there are no results, or they are not batchgen's.
-        UsageError: a folder that is none of them.
+        InputError: there are no results, or the file is not batchgen's.
+        UsageError: the folder contains no results.
     """
     return _folder(out, finished) if out.is_dir() else _single(out, finished)
 
 
 def _single(out: Path, finished: bool) -> Results:
-    parts = _work_parts(_work_of(out))
+    parts = _work_parts(_work_folder_of(out))
     if not out.is_file():
         if not parts:
-            raise InputError(f"{out} does not exist, and no unfinished work for it. Check the name.")
+            raise InputError(f"{out} does not exist, and there is no unfinished work for it. Check the name.")
         return _unfinished(out, parts, finished)
     if not finished and _is_newer(parts, out):
-        return Results(parts, False, None, "newer, unfinished work over a finished file; --finished shows that file")
+        return Results(parts, False, None, "newer, unfinished work is shown; --finished shows the finished file")
     return Results([out], True, _footer(out))
 
 
 def _unfinished(out: Path, parts: Sequence[Path], finished: bool) -> Results:
-    """What stands of a job that has no output yet."""
+    """The committed rows of a job without a finished output."""
     if finished:
         raise InputError(f"{out} is not finished. Run its command again first.")
     return Results(parts, False, None)
 
 
 def _folder(out: Path, finished: bool) -> Results:
-    """The shards in a folder, each finished or the work on it; or the parts in a work folder."""
+    """The results of a folder of shards, each finished or unfinished; or of a work folder."""
     shards = {file.stem: [file] for file in sorted(out.glob("part-*.parquet"))}
     footers = [_footer(file) for (file,) in shards.values()]
-    work = _work_of(out)
-    under_way = {folder.name: _work_parts(folder) for folder in ([] if work is None else _shard_folders(work))}
-    again = 0
-    for name, parts in under_way.items():
+    work = _work_folder_of(out)
+    unfinished = {folder.name: _work_parts(folder) for folder in ([] if work is None else _shard_folders(work))}
+    recomputed = 0
+    for name, parts in unfinished.items():
         file = out / f"{name}.parquet"
         if parts and not finished and (name not in shards or _is_newer(parts, file)):
-            again += name in shards
+            recomputed += name in shards
             shards[name] = parts
     if not shards:
         parts = _work_parts(out) or _work_parts(work)
         if not parts:
             raise UsageError(f"{out} is a folder without results. Name a result file, or a folder of shards.")
         return _unfinished(out, parts, finished)
-    return _of_shards(shards, footers, again)
+    return _shard_results(shards, footers, recomputed)
 
 
-def _of_shards(shards: dict[str, list[Path]], footers: list[dict[str, Any]], again: int) -> Results:
-    """Rows of all shards that are there; complete when every one is, and none is computed again."""
+def _shard_results(shards: dict[str, list[Path]], footers: list[dict[str, Any]], recomputed: int) -> Results:
+    """The results of all existing shards; complete if all shards are finished and none is being recomputed."""
     files = [file for name in sorted(shards) for file in shards[name]]
     counts = [int(found[1]) for name in shards if (found := _SHARD.fullmatch(name))]
-    whole, count = len(footers) - again, max(counts, default=len(footers))
-    notes = [] if whole >= count else [f"{whole} of {count} shards are finished"]
-    if again:
-        notes.append(f"{again} computed anew: unfinished work is shown, with --finished the finished files")
+    finished_count, count = len(footers) - recomputed, max(counts, default=len(footers))
+    notes = [] if finished_count >= count else [f"{finished_count} of {count} shards are finished"]
+    if recomputed:
+        notes.append(
+            f"{recomputed} being computed again: unfinished work is shown; --finished shows the finished files"
+        )
     complete = not notes and len(shards) == len(footers)
     return Results(files, complete, footers[0] if footers else None, ", ".join(notes) or None)
 
 
-def _work_of(out: Path) -> Path | None:
-    """Where the work on an output stands, be it a job's or that of one shard; None for a place that has no name."""
-    place = _named(out)
-    if not place.name:
+def _work_folder_of(out: Path) -> Path | None:
+    """Work folder of an output or of one shard; None for a path without a name, such as the root."""
+    path = _with_name(out)
+    if not path.name:
         return None
-    if _SHARD.fullmatch(place.stem) and (folder := _named(place.parent)).name:
-        work = output_paths(folder).work / place.stem
+    if _SHARD.fullmatch(path.stem) and (folder := _with_name(path.parent)).name:
+        work = output_paths(folder).work / path.stem
         if work.is_dir():
             return work
-    return output_paths(place).work
+    return output_paths(path).work
 
 
-def _named(path: Path) -> Path:
-    """`.` and the like under their names."""
+def _with_name(path: Path) -> Path:
+    """The path with a name: `.` and `..` are made absolute."""
     return path if path.name not in ("", "..") else Path(os.path.abspath(path))  # noqa: PTH100 - keeps links
 
 
 def _footer(file: Path) -> dict[str, Any]:
     footer = read_footer(file)
     if footer is None and read_footer(file, STATES_CONTENTS) is not None:
-        raise InputError(f"{file} holds hidden states, which are numbers alone. Name the results beside it.")
+        raise InputError(f"{file} holds hidden states, not results. Name the results file instead.")
     if footer is None:
         raise InputError(f"{file} is not a batchgen output, or is damaged.")
     return footer
@@ -155,12 +158,12 @@ def _footer(file: Path) -> dict[str, Any]:
 def _is_newer(parts: Sequence[Path], out: Path) -> bool:
     """Whether any of the parts was committed after the output was written.
 
-    Parts that a killed run left behind when it had put its output in place are older.
+    A run that was killed just after it wrote its output leaves older parts.
     """
     try:
         return any(part.stat().st_mtime_ns > out.stat().st_mtime_ns for part in parts)
     except FileNotFoundError:
-        return False  # a moment ago the output took the place of its work
+        return False  # the output has just replaced its work folder
 
 
 def _unreadable(file: Path, error: BaseException) -> InputError:
@@ -172,7 +175,7 @@ def _shard_folders(work: Path) -> list[Path]:
 
 
 def _work_parts(work: Path | None) -> list[Path]:
-    """Readable parts in a work folder or in those of its shards. A part just being replaced is no error."""
+    """Readable parts of a work folder and of its shards' folders; a part that is being replaced is left out."""
     folders = [] if work is None else [work, *_shard_folders(work)]
     return [part for folder in folders for part in part_files(folder) if _is_results(part)]
 
@@ -193,24 +196,24 @@ def _metadata(file: Path) -> pq.FileMetaData:
 def _file_rows(file: Path, row: int | None, errors: bool, columns: Sequence[str] | None) -> Iterator[dict[str, Any]]:
     with file.open("rb") as stream:
         parquet = pq.ParquetFile(stream, pre_buffer=False)
-        wanted = None if columns is None else [name for name in parquet.schema_arrow.names if name in columns]
+        names = None if columns is None else [name for name in parquet.schema_arrow.names if name in columns]
         for group in range(parquet.num_row_groups):
-            if row is not None and not _may_hold(parquet.metadata.row_group(group), row):
+            if row is not None and not _may_contain(parquet.metadata.row_group(group), row):
                 continue
-            picked = _picked(parquet, group, row, errors)
-            if picked is not None and not len(picked):
+            matching = _matching_rows(parquet, group, row, errors)
+            if matching is not None and not len(matching):
                 continue
-            table = parquet.read_row_group(group, columns=wanted, use_threads=False)
-            for batch in _spelled(table if picked is None else table.take(picked)).to_batches(256):
+            table = parquet.read_row_group(group, columns=names, use_threads=False)
+            for batch in _temporal_as_text(table if matching is None else table.take(matching)).to_batches(256):
                 yield from batch.to_pylist()
 
 
-def _spelled(table: pa.Table) -> pa.Table:
-    """With carried dates and timestamps as strings: JSON has none, and Python's have no nanoseconds."""
-    return pa.table([times_as_text(column) for column in table.columns], names=table.schema.names)
+def _temporal_as_text(table: pa.Table) -> pa.Table:
+    """The table with carried dates and timestamps as strings: JSON has neither, and Python's lack nanoseconds."""
+    return pa.table([temporal_to_text(column) for column in table.columns], names=table.schema.names)
 
 
-def _may_hold(group: pq.RowGroupMetaData, row: int) -> bool:
+def _may_contain(group: pq.RowGroupMetaData, row: int) -> bool:
     for i in range(group.num_columns):
         column = group.column(i)
         if column.path_in_schema == "row_index" and column.statistics is not None and column.statistics.has_min_max:
@@ -218,8 +221,8 @@ def _may_hold(group: pq.RowGroupMetaData, row: int) -> bool:
     return True
 
 
-def _picked(parquet: pq.ParquetFile, group: int, row: int | None, errors: bool) -> pa.Array | None:
-    """Places of the wanted rows in a row group, found from two columns; None for all of them."""
+def _matching_rows(parquet: pq.ParquetFile, group: int, row: int | None, errors: bool) -> pa.Array | None:
+    """Indexes of the matching rows in a row group, found from two columns; None for all rows."""
     if row is None and not errors:
         return None
     keys = parquet.read_row_group(group, columns=["row_index", "status"], use_threads=False)
@@ -229,3 +232,45 @@ def _picked(parquet: pq.ParquetFile, group: int, row: int | None, errors: bool) 
     if errors:
         mask = pc.and_(mask, pc.equal(keys["status"], "error"))
     return pc.indices_nonzero(mask)
+
+
+_COLUMNS = ["row_index", "status", "error.code", "completion_tokens", "cached_tokens", "dropped_tokens"]
+
+
+@dataclass(slots=True)
+class Totals:
+    """Totals of a results file. A row with several prompts or samples counts once, as failed if any of them failed."""
+
+    rows: int = 0
+    rows_error: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    """Error code -> number of output rows."""
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    dropped_tokens: int = 0
+    """Tokens of samples that `best_of` discarded."""
+
+
+def read_totals(path: Path) -> Totals:
+    """Compute the totals of a results file, whose rows must be in input order."""
+    totals = Totals()
+    last_row = last_error = -1
+    with open_parquet(path) as file:
+        for batch in file.iter_batches(columns=_COLUMNS):
+            rows = batch["row_index"]
+            failed = rows.filter(pc.equal(batch["status"], "error"))
+            totals.rows += _count_new(rows.unique().to_pylist(), last_row)
+            totals.rows_error += _count_new(failed.unique().to_pylist(), last_error)
+            last_row = rows[-1].as_py() if len(rows) else last_row
+            last_error = failed[-1].as_py() if len(failed) else last_error
+            codes = pc.struct_field(batch["error"], "code").drop_null()
+            totals.errors.update({str(c["values"]): c["counts"] for c in codes.value_counts().to_pylist()})
+            totals.completion_tokens += pc.sum(batch["completion_tokens"]).as_py() or 0
+            totals.cached_tokens += pc.sum(batch["cached_tokens"]).as_py() or 0
+            totals.dropped_tokens += pc.sum(batch["dropped_tokens"]).as_py() or 0
+    return totals
+
+
+def _count_new(rows: list[int], last: int) -> int:
+    """Number of distinct `rows` without the one that the previous batch ended with."""
+    return len(rows) - (1 if rows and rows[0] == last else 0)

@@ -1,4 +1,4 @@
-"""The demonstration model, a small Llama-shaped chat model, and an adapter of it, trained by this package's scripts."""
+"""The packaged demonstration model, a small chat model with Llama's architecture, and a LoRA adapter for it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ __all__ = ["adapter_path", "model_path"]
 
 
 def model_path() -> Path:
-    """The folder of the packaged model: config, tokenizer and weights in the Hugging Face layout."""
+    """Folder of the packaged model, in Hugging Face's layout."""
     return Path(__file__).resolve().parent / "model"
 
 
 def adapter_path() -> Path:
-    """The folder of the packaged LoRA adapter, in peft's layout: the same answers, framed as JSON."""
+    """Folder of the packaged LoRA adapter, in peft's layout; it makes the model answer in JSON."""
     return Path(__file__).resolve().parent / "adapter"

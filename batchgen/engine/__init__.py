@@ -1,1 +1,1 @@
-"""Runs a job's requests on a device and yields completions; no files."""
+"""The engine: runs a job's requests on a device and yields completions. No file I/O."""

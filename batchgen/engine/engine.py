@@ -12,79 +12,78 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchgen.config import EngineConfig
-from batchgen.embeds import EmbedsStore
-from batchgen.engine.counts import lists_bytes
-from batchgen.engine.intake import Intake
-from batchgen.engine.kernels import fixed_kernels, kernels_for, products_of
+from batchgen.config.run_config import EngineConfig
+from batchgen.engine.backend_choice import fixed_kernels, kernels_for, products_of
+from batchgen.engine.capture.hidden_states import hidden_state_collector
 from batchgen.engine.loop import Loop
-from batchgen.engine.memory import DeviceMemory, device_memory, most_pages, pool_pages
-from batchgen.engine.planning import Workload, plan_workload
-from batchgen.engine.profile import CudaMeter, largest_step
+from batchgen.engine.memory.dummy_run import PAGES, CudaMeter, dummy_run, estimated_bytes, measure_largest_step
+from batchgen.engine.memory.kv_budget import DeviceMemory, device_memory, most_pages, pool_pages
 from batchgen.engine.quantization import quantize
-from batchgen.engine.rehearsal import PAGES, counted_bytes, rehearsal
-from batchgen.engine.states import state_keeper
+from batchgen.engine.row_reader import RowReader
+from batchgen.engine.sampling.penalty_counts import lists_bytes
 from batchgen.engine.streaming import Emit
-from batchgen.engine.threads import cpu_quota
+from batchgen.engine.workload import JobWorkload, plan_workload
 from batchgen.errors import UsageError
 from batchgen.kernels.backend import Backend
 from batchgen.kernels.chips import chip_tuning
-from batchgen.kernels.device import Device, device_for
+from batchgen.kernels.device import Device, cpu_quota, device_for
 from batchgen.kernels.linear import describe_products
 from batchgen.kernels.types import KVPool
-from batchgen.media_root import MediaRoot
+from batchgen.media.root import MediaRoot
 from batchgen.models.base import Model
-from batchgen.models.invariant import invariant_model
+from batchgen.models.deterministic import deterministic_model
 from batchgen.models.load import load_model
 from batchgen.models.quantize import QuantizationLoss
-from batchgen.params import SamplingParams
 from batchgen.plan.config import GROUP_MIN_SAVING, Admit, Order
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
-from batchgen.processors import load_processors
-from batchgen.request import Completion, RequestTable, StreamEvent
-from batchgen.rows import RowDefaults
+from batchgen.request.completion import Completion, StreamEvent
+from batchgen.request.embeds_store import EmbedsStore
+from batchgen.request.params import SamplingParams
+from batchgen.request.parser import RowDefaults
+from batchgen.request.processors import load_processors
+from batchgen.request.table import RequestTable
 from batchgen.text.encode import Encoder
-from batchgen.text.grammars import Grammars
+from batchgen.text.grammar.grammars import Grammars
 from batchgen.text.tokenizer import Tokenizer
 
 __all__ = ["Engine", "Running"]
 
 _THREADS_BEFORE: dict[int, int] = {}
-"""Threads that an engine was given -> those that the process had without it."""
+"""Number of threads set by an engine -> number of threads before that."""
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A job under way: iterate `loop.run()`; `scheduler.stats` counts what it did."""
+    """A running job: iterate `loop.run()` for its completions; `scheduler.stats` has its counters."""
 
-    workload: Workload
+    workload: JobWorkload
     scheduler: Scheduler
     loop: Loop
     pool: KVPool
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page over all layers."""
+        """Bytes of one page, summed over all layers."""
         tensors = (*self.pool.keys, *self.pool.values)
         return sum(t[0].numel() * t.element_size() for t in tensors)
 
 
 class Engine:
-    """A model ready to generate.
+    """A loaded model that generates completions for rows.
 
     Args:
-        model: folder of a Hugging Face checkpoint, or a hub id that stands in the local cache.
+        model: folder of a Hugging Face checkpoint, or the id of a model in the local Hugging Face cache.
         options: any field of `EngineConfig`.
 
     Raises:
         ModelError: the model cannot be loaded.
-        UsageError: an option is wrong or cannot be done here.
+        UsageError: an option is invalid or not supported on this machine.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
         config = EngineConfig(model=model, **options)
         prepare_device(config)
-        load_processors(config.logit_processor)  # refuses before the weights are read
+        load_processors(config.logit_processor)  # errors come before the weights are read
         loaded = load_model(
             model,
             implementation=config.model_impl,
@@ -101,9 +100,9 @@ class Engine:
     def from_parts(
         cls, config: EngineConfig, model: Model, tokenizer: Tokenizer, grammars: Grammars | None = None
     ) -> Engine:
-        """An engine around a model and tokenizer already loaded, and grammars compiled for them.
+        """An engine with a loaded model and tokenizer, and optionally grammars compiled for them.
 
-        With `quantization` the model itself is quantised: its full weights would take more memory than is saved.
+        With `quantization`, the model is quantised in place.
         """
         engine = cls.__new__(cls)
         engine._init(config, model, tokenizer, grammars)
@@ -113,34 +112,34 @@ class Engine:
         self.config = config
         self._media_root = MediaRoot(config.media_root)
         self.backend: Backend | None = fixed_kernels(config, model.spec)
-        """The kernels of every run; where `auto` measures them, chosen by the first."""
+        """Kernel backend; None until the first job if `auto` measures the candidates on it."""
         self.model: Model = model
         self.quantization: QuantizationLoss | None = None
-        """What the quantised model is held to; None for full weights."""
+        """Measured quantisation loss; None without quantisation."""
         if config.quantization != "none":
             self.quantization = quantize(model, config, tokenizer)
         if config.deterministic:
-            assert self.backend is not None, "what is measured is not deterministic"
-            self.model = invariant_model(self.model, self.backend)
+            assert self.backend is not None, "a measured backend is not deterministic"
+            self.model = deterministic_model(self.model, self.backend)
         self.tokenizer = tokenizer
         self.grammars = grammars or Grammars(tokenizer, model.spec.vocab_size, lenient=config.lenient_schemas)
-        """Constraints of rows, each compiled once."""
+        """Compiled constraints of rows."""
         self.processors = load_processors(config.logit_processor)
-        """Logit processors that rows may name."""
+        """Custom logit processors by name."""
         self.device: Device = device_for(model.spec.device)
-        """The way to the device, and back."""
+        """Transfers between host and device."""
         self.order: Order = "longest"
         self.admission: Admit = "foreseen"
-        """How prompts are chosen and admitted; anything but the defaults is for comparisons."""
+        """Scheduling order and admission policy; other values than the defaults are for comparisons."""
         self.last_run: Running | None = None
-        """The latest job, for its counted quantities."""
+        """The last job, for its counters."""
         self._pool: KVPool | None = None
-        """On a CPU the latest job's, as large as it was taken; the next one that fits has it."""
+        """On a CPU: the last job's pool, which the next job reuses if it fits."""
 
     @property
     def kernels(self) -> str:
-        """The kernels' names and versions, what multiplies on a CPU, and why; "auto" before `auto` has chosen."""
-        found = self.config.attention if self.backend is None else self.backend.describes
+        """Names and versions of the attention and matmul kernels; "auto" before `auto` has chosen."""
+        found = self.config.attention if self.backend is None else self.backend.description
         spec = self.model.spec
         if self.quantization is not None:
             return f"{found}; products: compiled {self.config.quantization} ({self.quantization})"
@@ -155,25 +154,25 @@ class Engine:
         ordered: bool = False,
         on_event: Callable[[StreamEvent], None] | None = None,
     ) -> Iterator[Completion]:
-        """Generate for rows in the vocabulary of `batchgen run`; all rows are read before the first token is computed.
+        """Generate completions for rows, with the fields of `batchgen run`. All rows are read before the first step.
 
         Args:
-            rows: mappings as in an input file, or plain prompt strings.
-            params: defaults for sampling fields that a row does not give.
+            rows: mappings as in an input file, or prompt strings.
+            params: defaults for sampling fields that a row does not set.
             ordered: yield in input order instead of completion order.
-            on_event: called with the events of rows that have `stream`, as tokens are drawn.
+            on_event: called with the events of rows that have `stream`, as tokens are sampled.
 
         Yields:
-            One `Completion` per row, prompt and sample; a bad row gives one with `error` set.
+            One `Completion` per row, prompt and sample; an invalid row yields one with `error` set.
 
         Raises:
-            UsageError: at the call, where `rows` is a single row.
+            UsageError: `rows` is a single row.
 
-        While rows are generated Python's garbage collector runs between steps alone, in the whole process: close or
-        exhaust the iterator to have it back.
+        While rows are generated, Python's garbage collector only runs between steps, in the whole process. Exhaust or
+        close the iterator to restore it.
         """
         if isinstance(rows, str | bytes | Mapping):
-            raise UsageError(f"`rows` takes a list of rows, got one {type(rows).__name__}: generate([row])")
+            raise UsageError(f"`rows` must be a list of rows, got one {type(rows).__name__}; call generate([row])")
         return self._generate(rows, params, ordered=ordered, on_event=on_event)
 
     def _generate(
@@ -188,7 +187,7 @@ class Engine:
         spec = self.model.spec
         name = self.config.model or ""
         defaults = RowDefaults(
-            flags=_given(params),
+            flags=_default_fields(params),
             model=self.tokenizer.generation.sampling_defaults(),
             model_names=frozenset({name, Path(name).name} - {""}),
             adapters=frozenset(spec.adapters),
@@ -206,10 +205,10 @@ class Engine:
         ids: dict[int, str] = {}
         failed: list[Completion] = []
         values = ((i, {"text": row} if isinstance(row, str) else row) for i, row in enumerate(rows))
-        for taken in Intake(table, encoder, defaults, media_root=self._media_root).feed(values):
-            ids[taken.row_index] = taken.id
-            if taken.error is not None:
-                failed.append(Completion(taken.row_index, error=taken.error))
+        for row in RowReader(table, encoder, defaults, media_root=self._media_root).read(values):
+            ids[row.row_index] = row.id
+            if row.error is not None:
+                failed.append(Completion(row.row_index, error=row.error))
 
         def emit(events: Sequence[StreamEvent]) -> None:
             for event in events:
@@ -218,10 +217,10 @@ class Engine:
 
         groups = self._groups(table, failed, emit if on_event is not None else None)
         if ordered:
-            groups = _in_order(groups, [(int(r), int(p)) for r, p in _keys(table, failed)])
+            groups = _in_order(groups, [(int(r), int(p)) for r, p in _completion_keys(table, failed)])
         for group in groups:
             for completion in group:
-                yield completion.named(ids[completion.row_index])
+                yield completion.set_id(ids[completion.row_index])
 
     def _groups(self, table: RequestTable, failed: list[Completion], emit: Emit | None) -> Iterator[list[Completion]]:
         yield from ([c] for c in failed)
@@ -236,42 +235,42 @@ class Engine:
         prompt_ids: bool = True,
         emit: Emit | None = None,
     ) -> Running:
-        """Plan a table, allocate its pool and make the loop ready.
+        """Plan a job, allocate its KV pool and create its loop.
 
         Args:
             table: every prompt of the job.
             done: [N] requests finished by an earlier run.
-            prompt_ids: whether completions carry their prompt's ids.
+            prompt_ids: whether completions contain their prompt's ids.
             emit: called after each step with the events of rows that have `stream`.
         """
         config, spec = self.config, self.model.spec
-        # No-one is to wait for a grammar later on; those of encoded rows are known.
+        # Compile grammars now, so that no step waits for one.
         self.grammars.prepare(table.constraints(done))
         workload = plan_workload(table, done, dedup=config.dedup, adapters=list(spec.adapters))
-        if table.embeds_id is not None and not self.model.takes_embeds():
+        if table.embeds_id is not None and not self.model.accepts_embeds():
             workload.refuse_embeds()
         seqs, tokens = step_limits(config, spec.device)
-        if self.backend is None:  # before the pool takes the memory
+        if self.backend is None:  # before the pool is allocated, because measuring needs memory
             self.backend = kernels_for(config, spec, workload, seqs, tokens)
         pool, pages, tokens = self._pool_for(workload, seqs, tokens)
-        workload.set_aside_too_large(pages - 1, config.page_size)
+        workload.skip_too_large(pages - 1, config.page_size)
         scheduler = self._scheduler(workload, pages, seqs, tokens)
         loop = self._loop(workload, scheduler, pool, prompt_ids=prompt_ids, emit=emit)
         self.last_run = Running(workload, scheduler, loop, pool)
         return self.last_run
 
-    def _pool_for(self, workload: Workload, seqs: int, tokens: int) -> tuple[KVPool, int, int]:
-        """The pool of a job, its pages, and the tokens of a step that it is for.
+    def _pool_for(self, workload: JobWorkload, seqs: int, tokens: int) -> tuple[KVPool, int, int]:
+        """The KV pool of a job, its number of pages, and the most tokens in a step.
 
-        On a CPU a job that fits into the last one's takes it: memory taken anew is zeroed by the system page by page,
-        for 5 % of the time of 64 short rows. A GPU's pool takes all there is, and costs nothing to take again.
+        On a CPU, a job reuses the last job's pool if it fits, because the system zeroes new memory page by page. A GPU
+        pool uses all free memory and is cheap to allocate again.
         """
         config, spec = self.config, self.model.spec
         last, kept = self.last_run, self._pool
         self.last_run = self._pool = None
         if last is None or not last.loop.over or (kept and kept.num_pages < most_pages(workload, config.page_size)):
             kept = None
-        del last  # where nothing is kept its pool's memory is this one's
+        del last  # frees the last pool before this one is sized
         memory, tokens = self._memory(workload, seqs, tokens)
         if kept is not None:
             memory = replace(memory, free=memory.free + kept.nbytes)
@@ -279,34 +278,36 @@ class Engine:
         if kept is None or kept.num_pages < pages:
             layers = list(spec.kv_layers)
             kept = KVPool.allocate(layers, pages, config.page_size, spec.dtype, spec.device)
-            if self.backend is not None and self.backend.beside_pool is not None:
+            if self.backend is not None and self.backend.packed_page_pool is not None:
                 room = memory.budget(config.kv_memory) - kept.nbytes
-                beside = self.backend.beside_pool(layers, spec.dtype, config.page_size, pages, room)
-                kept = replace(kept, beside=beside)
+                packed_pages = self.backend.packed_page_pool(layers, spec.dtype, config.page_size, pages, room)
+                kept = replace(kept, packed_pages=packed_pages)
         if spec.device.type == "cpu":
             self._pool = kept
         return kept.first(pages), pages, tokens
 
-    def _memory(self, workload: Workload, seqs: int, tokens: int) -> tuple[DeviceMemory, int]:
-        """The device's memory with what the job's largest step takes, and the tokens of a step that it is for."""
+    def _memory(self, workload: JobWorkload, seqs: int, tokens: int) -> tuple[DeviceMemory, int]:
+        """The device's memory, with the bytes of the job's largest step, and the most tokens in a step."""
         spec, size = self.model.spec, self.config.page_size
         if not workload.samples.any():
             return device_memory(spec.device), tokens
         if spec.device.type == "cpu":
             return device_memory(
-                spec.device, counted_bytes(spec, rehearsal(workload, spec, size, seqs, tokens))
+                spec.device, estimated_bytes(spec, dummy_run(workload, spec, size, seqs, tokens))
             ), tokens
 
-        def rehearser(job: Workload, pool: KVPool) -> Loop:
+        def make_runner(job: JobWorkload, pool: KVPool) -> Loop:
             return self._loop(job, self._scheduler(job, PAGES, seqs, tokens), pool)
 
-        taken, tokens = largest_step(rehearser, workload, spec, size, (seqs, tokens), CudaMeter(spec.device))
-        # Its lists of penalised tokens are short: nobody knows how many distinct ones a job's rows will draw.
+        step_bytes, tokens = measure_largest_step(
+            make_runner, workload, spec, size, (seqs, tokens), CudaMeter(spec.device)
+        )
+        # The dummy run's token count lists are short, so their largest size is added here.
         prompts = self.config.repetition_penalty_scope == "prompt+output"
-        taken += lists_bytes(workload, seqs, spec.vocab_size, prompts=prompts)
-        return device_memory(spec.device, taken), tokens
+        step_bytes += lists_bytes(workload, seqs, spec.vocab_size, prompts=prompts)
+        return device_memory(spec.device, step_bytes), tokens
 
-    def _scheduler(self, workload: Workload, pages: int, seqs: int, tokens: int) -> Scheduler:
+    def _scheduler(self, workload: JobWorkload, pages: int, seqs: int, tokens: int) -> Scheduler:
         config = SchedulerConfig(
             num_pages=pages,
             page_size=self.config.page_size,
@@ -318,11 +319,11 @@ class Engine:
             admission=self.admission,
         )
         kinds = workload.kinds(repeats_end=self.config.stop_on_repeat is not None)
-        return Scheduler(workload.tree, workload.samples, workload.draws, config, kinds)
+        return Scheduler(workload.tree, workload.samples, workload.max_tokens, config, kinds)
 
     def _loop(
         self,
-        workload: Workload,
+        workload: JobWorkload,
         scheduler: Scheduler,
         pool: KVPool,
         *,
@@ -346,24 +347,24 @@ class Engine:
             logprobs_mode=config.logprobs_mode,
             repetition_scope=config.repetition_penalty_scope,
             emit=emit,
-            states=state_keeper(workload, spec, exact=config.hidden_states_dtype == "float32"),
+            states=hidden_state_collector(workload, spec, exact=config.hidden_states_dtype == "float32"),
         )
 
 
 def step_limits(config: EngineConfig, device: torch.device) -> tuple[int, int]:
-    """(max_num_seqs, max_tokens_per_step): as given, else the device's, bent to the one that was given."""
+    """(max_num_seqs, max_tokens_per_step): the options, or defaults of the device that fit the given one."""
     cuda = device.type == "cuda"
     seqs, tokens = config.max_num_seqs, config.max_tokens_per_step
     if seqs is None:
-        seqs = min(256, tokens or 256)  # more rows at once are fewer steps, each of which costs Python something
-    # A CPU's activations of a step are to stay in its last level of cache.
+        seqs = min(256, tokens or 256)  # many rows per step spread the cost of a step in Python
+    # On a CPU, a step's activations should fit into the last-level cache.
     return seqs, tokens or max(8192 if cuda else 1024, seqs)
 
 
 def group_min_saving(device: torch.device, backend: Backend | None = None) -> int:
-    """Reads of cached positions that a prefix group must save per step.
+    """Least number of cached tokens whose reads a prefix group must save per step.
 
-    The chip's on a GPU; on a CPU measured, once in a process, by kernels that can; else as ever.
+    On a GPU from the chip's tuning; on a CPU measured once per process if the backend supports it; else a constant.
     """
     if device.type == "cuda":
         return chip_tuning(device).prefix_pass_tokens
@@ -371,35 +372,35 @@ def group_min_saving(device: torch.device, backend: Backend | None = None) -> in
 
 
 def prepare_device(config: EngineConfig) -> None:
-    """Cap the threads of the CPU backend: oversubscribed cores are very slow.
+    """Set the number of CPU threads; oversubscribed cores are very slow.
 
-    An engine without `cpu_threads` has as many as the process had before an earlier engine was given fewer.
+    An engine without `cpu_threads` restores the number that the process had before an earlier engine changed it.
     """
     now = torch.get_num_threads()
     free = _THREADS_BEFORE.get(now, now)
     threads = config.cpu_threads or min(free, cpu_quota() or free)
     if threads != now:
         torch.set_num_threads(threads)
-    _THREADS_BEFORE.clear()  # somebody else's choice, made since, stands
+    _THREADS_BEFORE.clear()  # a later change by the caller is kept
     _THREADS_BEFORE[threads] = free
 
 
-def _given(params: SamplingParams | None) -> dict[str, Any]:
-    """All fields of `params` as defaults for every row; no seed unless it names one."""
+def _default_fields(params: SamplingParams | None) -> dict[str, Any]:
+    """The fields of `params` as defaults for every row, without `seed` if it is None."""
     if params is None:
         return {}
     values = {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
     return values if params.seed is not None else {name: v for name, v in values.items() if name != "seed"}
 
 
-def _keys(table: RequestTable, failed: list[Completion]) -> list[tuple[int, int]]:
-    """(row, prompt) of everything that will be yielded, in input order."""
+def _completion_keys(table: RequestTable, failed: list[Completion]) -> list[tuple[int, int]]:
+    """(row index, prompt index) of all completions that will be yielded, in input order."""
     keys = {(r.row_index, r.prompt_index) for r in table}
     return sorted(keys | {(c.row_index, 0) for c in failed})
 
 
 def _in_order(groups: Iterator[list[Completion]], keys: list[tuple[int, int]]) -> Iterator[list[Completion]]:
-    """Hold back what finished early until everything before it is out."""
+    """Yield groups of completions in the order of `keys`, holding back early ones."""
     waiting: list[tuple[tuple[int, int], int, list[Completion]]] = []
     expected = iter(keys)
     head = next(expected, None)
@@ -408,4 +409,4 @@ def _in_order(groups: Iterator[list[Completion]], keys: list[tuple[int, int]]) -
         while waiting and waiting[0][0] == head:
             yield heapq.heappop(waiting)[2]
             head = next(expected, None)
-    assert not waiting, "every group has a key"
+    assert not waiting, "a group of completions has no key"

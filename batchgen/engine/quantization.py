@@ -1,10 +1,10 @@
-"""`--quantization`: what can be quantised here, and whether the model bears it."""
+"""`--quantization`: quantises a model and checks that it does not change too much."""
 
 from __future__ import annotations
 
 from typing import Final
 
-from batchgen.config import EngineConfig
+from batchgen.config.run_config import EngineConfig
 from batchgen.errors import UsageError
 from batchgen.kernels.layouts import int8_refusal
 from batchgen.models.base import Model, ModelSpec
@@ -23,11 +23,11 @@ _TEXTS: Final = (
     "    return sum(values) / len(values) if values else 0.0\n",
     '{"name": "Ada", "born": 1815, "fields": ["mathematics", "computing"], "address": {"city": "London"}}',
 )
-"""What models read, of several kinds."""
+"""Sample texts of several kinds, on which the quantisation loss is measured."""
 
 
 def refuse_quantization(config: EngineConfig, spec: ModelSpec) -> None:
-    """Refuse a quantisation that cannot be had here, before a weight is read.
+    """Reject a quantisation that is not supported here, before the weights are read.
 
     Raises:
         UsageError: with the reason.
@@ -36,27 +36,27 @@ def refuse_quantization(config: EngineConfig, spec: ModelSpec) -> None:
         return
     reason = None
     if spec.implementation != "native":
-        reason = f"it is for our own decoder, and a {spec.name} model runs by the transformers library"
+        reason = f"it needs the native decoder, but a {spec.name} model runs with the transformers library"
     elif config.attention == "torch":
-        reason = "it computes by compiled kernels, and `--attention torch` by PyTorch alone"
+        reason = "it needs compiled kernels, but `--attention torch` only uses PyTorch"
     else:
         reason = int8_refusal(spec.dtype, spec.device)
     if reason is not None:
-        raise UsageError(f"`--quantization {config.quantization}` cannot be had: {reason}; leave the option out")
+        raise UsageError(f"`--quantization {config.quantization}` is not supported: {reason}; leave the option out")
 
 
 def quantize(model: Model, config: EngineConfig, tokenizer: Tokenizer) -> QuantizationLoss:
-    """Quantise the model in place, and say how far it is from what it was.
+    """Quantise the model in place; returns the measured loss.
 
     Raises:
-        UsageError: that is too far, or it cannot be had.
+        UsageError: the loss is too large, or the quantisation is not supported here.
     """
     refuse_quantization(config, model.spec)
     assert isinstance(model, NativeModel)
     loss = quantise(model, tokenizer.encode(_TEXTS))
     if not loss.divergence <= config.quantization_bound:
         raise UsageError(
-            f"`--quantization {config.quantization}` changes this model too much: {loss}, where "
-            f"`--quantization-bound` is {config.quantization_bound:g} nats; leave the option out, or raise the bound"
+            f"`--quantization {config.quantization}` changes this model too much: {loss}, but "
+            f"`--quantization-bound` is {config.quantization_bound:g} nats; leave the option out or raise the bound"
         )
     return loss

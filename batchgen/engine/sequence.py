@@ -1,55 +1,73 @@
-"""`Sequence`: one sample while it is being generated. Knows nothing of pages, files or other sequences."""
+"""`Sequence`: one sample while it is generated, and the repetition check of `--stop-on-repeat`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from batchgen.engine.constraints import GrammarState
-from batchgen.engine.repetition import repeats
-from batchgen.engine.shaping import Shaping
+from batchgen.engine.sampling.constraints import GrammarState
+from batchgen.engine.sampling.logits_processor import RowLogitsState
 from batchgen.errors import ErrorInfo, RowError
-from batchgen.request import Completion, FinishReason, Request
+from batchgen.request.completion import Completion, FinishReason
+from batchgen.request.table import Request
 from batchgen.text.stops import FinishedText, StopState
 
-__all__ = ["SampleLogprobs", "Sequence"]
+__all__ = ["SampleLogprobs", "Sequence", "is_repeating"]
+
+
+def is_repeating(ids: list[int], span: int) -> bool:
+    """Whether the last `span` ids repeat one block of at most `span // 4` ids.
+
+    The block occurs at least four times; its last copy may be incomplete. The check is cheap unless the last id also
+    occurs among the `span // 4` ids before it.
+    """
+    if len(ids) < span:
+        return False
+    last = ids[-1]
+    for period in range(1, span // 4 + 1):
+        if ids[-1 - period] == last and ids[-span + period :] == ids[-span:-period]:
+            return True
+    return False
 
 
 @dataclass(frozen=True, slots=True)
 class SampleLogprobs:
-    """One sample's: C tokens."""
+    """Logprobs of one sample's C tokens, token after token."""
 
-    drawn: list[float]
-    """[C] of its tokens"""
+    logprobs: list[float]
+    """[C] logprob of each token"""
     top_ids: list[int]
-    """[C * K] most likely first, token after token"""
-    top: list[float]
-    """[C * K]"""
-    asked: list[float]
-    """[C * I] of the ids that its row names, in its order"""
+    """[C * K] most likely tokens, most likely first"""
+    top_logprobs: list[float]
+    """[C * K] logprobs of `top_ids`"""
+    ids_logprobs: list[float]
+    """[C * I] logprobs of the row's `token_ids_logprob`, in its order"""
 
 
 class Sequence:
-    """The tokens of one sample so far, with everything its row asked to be returned.
+    """One sample being generated: its tokens so far, and its stop, logits and grammar state.
 
-    `stops` decides when it ends. `masked_ids` are the ids that may not be drawn while fewer than
-    `params.min_new_tokens` tokens are out. `repeat_span`: tokens at the end that may not go round in circles.
-    `shaping` is what its own tokens do to its logits; None for a plain row. `grammar` is what its text may be.
+    Attributes:
+        stops: stop conditions and output ids.
+        masked_ids: ids that cannot be sampled before `params.min_new_tokens` tokens.
+        repeat_span: number of last tokens that are checked for repetition; None: no check.
+        logits_state: logits rules and token counts; None: no rules.
+        grammar: matcher of the row's constraint; None: no constraint.
     """
 
     __slots__ = (
-        "_drawn_by",
+        "_num_sampled_at",
         "_slot",
         "error",
         "finish_reason",
         "grammar",
         "ids_logprobs",
+        "logits_state",
         "logprobs",
         "masked_ids",
         "repeat_span",
         "request",
         "sample_index",
-        "shaping",
         "stops",
         "top_ids",
         "top_logprobs",
@@ -62,7 +80,7 @@ class Sequence:
         stops: StopState,
         masked_ids: tuple[int, ...],
         repeat_span: int | None = None,
-        shaping: Shaping | None = None,
+        logits_state: RowLogitsState | None = None,
         grammar: GrammarState | None = None,
     ) -> None:
         self.request = request
@@ -70,55 +88,55 @@ class Sequence:
         self.stops = stops
         self.masked_ids = masked_ids
         self.repeat_span = repeat_span
-        self.shaping = shaping
+        self.logits_state = logits_state
         self.grammar = grammar
         self.logprobs: list[float] = []
         self.top_ids: list[int] = []
         self.top_logprobs: list[float] = []
         self.ids_logprobs: list[float] = []
-        self._drawn_by: Callable[[int], int] | None = None
+        self._num_sampled_at: Callable[[int], int] | None = None
         self._slot = 0
         self.finish_reason: FinishReason | None = None
         self.error: ErrorInfo | None = None
 
-    def place(self, drawn_by: Callable[[int], int], slot: int) -> None:
-        """It has a slot now; `drawn_by` says how many tokens the sample at a slot has drawn."""
-        self._drawn_by, self._slot = drawn_by, slot
+    def set_slot(self, num_sampled_at: Callable[[int], int], slot: int) -> None:
+        """Set the sequence's slot; `num_sampled_at` returns the number of sampled tokens of a slot."""
+        self._num_sampled_at, self._slot = num_sampled_at, slot
 
     @property
-    def drawn(self) -> int:
-        """Tokens drawn, those included that the host has not heard of yet."""
-        return 0 if self._drawn_by is None else self._drawn_by(self._slot)
+    def num_sampled(self) -> int:
+        """Number of sampled tokens, including those that are not on the host yet."""
+        return 0 if self._num_sampled_at is None else self._num_sampled_at(self._slot)
 
     @property
     def plain(self) -> bool:
-        """Whether its tokens may be handed to it all at once, those before the last one before that."""
-        if self.stops.follows_text or self.grammar is not None or self.repeat_span is not None:
+        """Whether it can receive its tokens all at once when it ends."""
+        if self.stops.tracks_text or self.grammar is not None or self.repeat_span is not None:
             return False
-        return self.shaping is None or not self.shaping.needs_host
+        return self.logits_state is None or not self.logits_state.needs_host
 
     @property
-    def special(self) -> bool:
-        """Whether its draws take more than its sampling parameters."""
-        return self.shaping is not None or self.grammar is not None or bool(self.masked_ids)
+    def edits_logits(self) -> bool:
+        """Whether sampling changes its logits: rules, a grammar or `min_new_tokens`."""
+        return self.logits_state is not None or self.grammar is not None or bool(self.masked_ids)
 
     @property
     def output_ids(self) -> list[int]:
-        """[C] tokens so far; those of a plain sample are here once it has ended."""
+        """[C] tokens so far; a plain sequence receives them when it ends."""
         return self.stops.output_ids
 
     @property
-    def masks_stops(self) -> bool:
-        """Whether the next token may not be one that ends the row."""
-        return self.drawn < self.request.params.min_new_tokens and bool(self.masked_ids)
+    def below_min_tokens(self) -> bool:
+        """Whether stop ids are masked for the next token."""
+        return self.num_sampled < self.request.params.min_new_tokens and bool(self.masked_ids)
 
     @property
     def ended(self) -> bool:
-        """Whether its last token is out, or it has failed."""
+        """Whether it has finished or failed."""
         return self.finish_reason is not None or self.error is not None
 
     def append(self, token: int) -> bool:
-        """Take the next token; True if it ends the sequence."""
+        """Append the next token; True if it ends the sequence."""
         most = self.request.max_new_tokens
         try:
             event = self.stops.append(token, last=len(self.output_ids) + 1 >= most)
@@ -131,41 +149,41 @@ class Sequence:
             return True
         if event is not None or ended:
             self.finish_reason = "stop"
-        elif self.repeat_span is not None and self._repeats(self.repeat_span):
+        elif self.repeat_span is not None and self._is_repeating(self.repeat_span):
             self.finish_reason = "repetition"
         elif len(self.output_ids) >= most:
             self.finish_reason = "length"
         return self.finish_reason is not None
 
-    def exhaust(self) -> None:
-        """End a constrained sequence for which nothing is left to draw; its draw is dropped."""
+    def end_exhausted(self) -> None:
+        """End a constrained sequence that has no token left to sample; the sampled token is discarded."""
         assert self.grammar is not None
-        self.grammar.exhausted()
+        self.grammar.check_can_end()
         if self.grammar.error is not None:
             self.fail(self.grammar.error)
         else:
             self.finish_reason = "stop"
 
-    def _repeats(self, span: int) -> bool:
+    def _is_repeating(self, span: int) -> bool:
         ids = self.output_ids
-        return len(ids) >= self.request.params.min_new_tokens and repeats(ids, span)
+        return len(ids) >= self.request.params.min_new_tokens and is_repeating(ids, span)
 
     @property
     def mean_logprob(self) -> float:
-        """Mean logprob of its tokens, once it has them, where its row needs logprobs; 0 of none."""
+        """Mean logprob of its tokens; 0 without logprobs."""
         return sum(self.logprobs) / max(1, len(self.logprobs))
 
-    def take_logprobs(self, found: SampleLogprobs) -> None:
-        """Take what was read of its tokens, all of them."""
-        self.logprobs, self.top_ids = found.drawn, found.top_ids
-        self.top_logprobs, self.ids_logprobs = found.top, found.asked
+    def set_logprobs(self, found: SampleLogprobs) -> None:
+        """Set the logprobs of all its tokens."""
+        self.logprobs, self.top_ids = found.logprobs, found.top_ids
+        self.top_logprobs, self.ids_logprobs = found.top_logprobs, found.ids_logprobs
 
     def fail(self, error: ErrorInfo) -> None:
-        """End the sequence with an error; what it generated is dropped."""
+        """End the sequence with an error; its output is discarded."""
         self.error = error
 
     def completion(self, cached_tokens: int, *, prompt_ids: bool) -> Completion:
-        """The finished sample (or, after `fail`, the error), with or without its prompt's ids."""
+        """The completion of the finished sample, or its error after `fail`."""
         request = self.request
         if self.error is not None:
             return Completion(
@@ -176,7 +194,7 @@ class Sequence:
         assert self.finish_reason is not None
         done = self.stops.finish(self.finish_reason)
         total = sum(self.logprobs)
-        asked, top = params.return_logprob, params.return_logprob and params.top_logprobs_num > 0
+        returns_logprobs, top = params.return_logprob, params.return_logprob and params.top_logprobs_num > 0
         return Completion(
             row_index=request.row_index,
             prompt_index=request.prompt_index,
@@ -187,31 +205,31 @@ class Sequence:
             matched_text=done.matched_text,
             text=done.text,
             output_ids=self.output_ids,
-            # An array is a sequence of ints to its readers.
+            # A numpy array is used like a sequence of ints.
             prompt_ids=request.prompt_ids if prompt_ids and request.embeds is None else None,  # type: ignore[arg-type]
             prompt_tokens=len(request.prompt_ids),
             completion_tokens=count,
             cached_tokens=cached_tokens,
-            output_logprobs=self.logprobs if asked else None,
+            output_logprobs=self.logprobs if returns_logprobs else None,
             output_top_ids=self.top_ids if top else None,
             output_top_logprobs=self.top_logprobs if top else None,
-            output_ids_logprobs=self.ids_logprobs if asked and params.token_ids_logprob else None,
-            cumulative_logprob=total if asked else None,
-            mean_logprob=total / count if asked and count else None,
+            output_ids_logprobs=self.ids_logprobs if returns_logprobs and params.token_ids_logprob else None,
+            cumulative_logprob=total if returns_logprobs else None,
+            mean_logprob=total / count if returns_logprobs and count else None,
             min_new_tokens_unmet=count < params.min_new_tokens if params.min_new_tokens else None,
-            constraint_ok=self._satisfies(done) if self.grammar is not None else None,
+            constraint_ok=self._satisfies_constraint(done) if self.grammar is not None else None,
             seed=request.seed,
             effective_max_new_tokens=request.max_new_tokens,
         )
 
-    def _satisfies(self, done: FinishedText) -> bool:
-        """Whether the text satisfies the row's constraint, an id that ended it left aside unless it is text of it."""
+    def _satisfies_constraint(self, done: FinishedText) -> bool:
+        """Whether the text satisfies the row's constraint; a stop id at the end does not count unless it is text."""
         assert self.grammar is not None
         ids, text = self.output_ids, done.text
         kept = self.request.params.no_stop_trim
         if done.stop_kind in ("eos", "token") and not (kept and ids[-1] not in self.grammar.stop_ids):
             ids = ids[:-1]
             if kept:
-                text = self.stops.text_of(ids)
-        # What a match cut off has no tokens of its own: the text alone counts.
+                text = self.stops.decode(ids)
+        # A stop string may cut a token, so only the text is checked.
         return self.grammar.satisfied(text, None if done.stop_kind in ("string", "regex") else ids)

@@ -1,4 +1,4 @@
-"""Where the time of a job's steps goes: two readings of a clock a step."""
+"""`StepTimes`: compute and host time of a job's steps, from two clock readings per step."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ __all__ = ["StepTimes"]
 
 @dataclass(slots=True)
 class StepTimes:
-    """Seconds since the first step was planned.
+    """Seconds of compute and host time since the first step was planned.
 
-    A device that works on its own takes its work in no time: there `compute` is that of handing it over, and `host`
-    holds the waits for its results. Rows whose draws need the host (grammars) read the step before within `compute`.
+    On an asynchronous device, `compute` only includes queueing the work, and `host` includes waiting for results. Rows
+    whose sampling needs the host (grammars) read the previous step within `compute`.
     """
 
     compute: float = 0.0
-    """In the model, its head and the draws."""
+    """Time in the model, its head and sampling."""
     host: float = 0.0
-    """In between: plans, layout, reading, ends, and what the caller does with completions."""
-    beside: float = 0.0
-    """What was computed meanwhile, on a CPU, as seconds of all its threads."""
+    """Time between: planning, layout, reading, finishing sequences, and the caller's work with completions."""
+    overlapped: float = 0.0
+    """Compute time of CPU threads during `host`, as seconds of all threads."""
     _share: float = 0.0
-    """Of the threads, how many compute now."""
+    """Share of the threads that compute now."""
     _since: float = field(default_factory=perf_counter)
 
-    def begin(self) -> None:
-        """The first step is planned now."""
+    def start(self) -> None:
+        """Start timing, before the first step is planned."""
         self._since = perf_counter()
 
-    def enter(self) -> None:
-        """The model is called."""
+    def begin_compute(self) -> None:
+        """Start compute time, before the model is called."""
         now = perf_counter()
         self.host += now - self._since
-        self.beside += self._share * (now - self._since)
+        self.overlapped += self._share * (now - self._since)
         self._since, self._share = now, 0.0
 
-    def leave(self, share: float = 0.0) -> None:
-        """What the step draws is on its way. `share`: of a CPU's threads, those that go on with it."""
+    def end_compute(self, share: float = 0.0) -> None:
+        """End compute time, after the step was issued. `share`: share of the CPU threads that continue computing."""
         now = perf_counter()
         self.compute += now - self._since
         self._since, self._share = now, share
 
     def milliseconds(self) -> dict[str, int]:
-        """All three, in whole milliseconds, by name."""
-        found = {"compute": self.compute, "host": self.host, "beside": self.beside}
-        return {f"{name}_milliseconds": round(1e3 * seconds) for name, seconds in found.items()}
+        """All times in whole milliseconds, by report key."""
+        found = {"compute_ms": self.compute, "host_ms": self.host, "overlapped_compute_ms": self.overlapped}
+        return {name: round(1e3 * seconds) for name, seconds in found.items()}

@@ -1,4 +1,4 @@
-"""Token-by-token events of the rows that ask for them (`stream`). Knows nothing of files."""
+"""Token-by-token events of rows with `stream`."""
 
 from __future__ import annotations
 
@@ -6,40 +6,41 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
-from batchgen.engine.planning import Workload
 from batchgen.engine.sequence import Sequence
-from batchgen.request import Completion, Request, StreamEvent
-from batchgen.text.surround import echoed
+from batchgen.engine.workload import JobWorkload
+from batchgen.request.completion import Completion, StreamEvent
+from batchgen.request.table import Request
+from batchgen.text.echo_suffix import echo_text
 from batchgen.text.tokenizer import Tokenizer
 
 __all__ = ["Emit", "Streams"]
 
 Emit = Callable[[Seq[StreamEvent]], None]
-"""Takes what happened in a step, in order."""
+"""Receives the events of a step, in order."""
 
 
 @dataclass(slots=True)
 class _Stream:
     sequence: Sequence
     sent: int = 0
-    """Characters of the sample's text that events have said."""
+    """Number of characters sent in events so far."""
     tokens: int = 0
-    """Tokens that had their event."""
-    begun: bool = False
+    """Number of tokens with an event so far."""
+    started: bool = False
 
 
 class Streams:
-    """The running samples of rows with `stream`. False while there are none.
+    """The running samples of rows with `stream`. False if there are none.
 
-    Of each sample comes an event for every token, in order, and one for its end. Their `text`s joined are the sample's
-    text: a token's event says what no later token can change and no later stop can cut, the last event says the rest.
-    Rows copied from an identical one have events of their own, at the same time.
+    Each sample gets one event per token, in order, and one at its end. The `text`s of its events concatenate to the
+    sample's text: a token's event has the text that later tokens and stops cannot change, the last event the rest.
+    Duplicates of a row get the same events with their own row index.
     """
 
     def __init__(
-        self, workload: Workload, tokenizer: Tokenizer, emit: Emit | None, last_logprob: Callable[[int], float]
+        self, workload: JobWorkload, tokenizer: Tokenizer, emit: Emit | None, last_logprob: Callable[[int], float]
     ) -> None:
-        """`last_logprob`: of the latest token of a sequence whose row returns logprobs."""
+        """`last_logprob`: logprob of the last token of a sequence whose row returns logprobs."""
         self._last_logprob = last_logprob
         self._workload = workload
         self._tokenizer = tokenizer
@@ -50,16 +51,16 @@ class Streams:
         return bool(self._open)
 
     def start(self, number: int, sequence: Sequence) -> None:
-        """Sequence `number` begins; it is followed if its row asks for it and somebody listens."""
+        """Open a stream for sequence `number`, if its row has `stream` and there is a receiver."""
         if self._emit is not None and sequence.request.params.stream:
             self._open[number] = _Stream(sequence)
 
     def step(self, numbers: Iterable[int]) -> None:
-        """Sequences `numbers` have just got a token, or failed."""
+        """Emit events for the sequences `numbers`, which have received a token or failed."""
         events: list[StreamEvent] = []
         for number in numbers:
             stream = self._open.get(number)
-            # A sample whose masks leave nothing to draw may end without another token.
+            # A sample whose masks leave no token may end without another one.
             if stream is not None and stream.sequence.error is None and len(stream.sequence.output_ids) > stream.tokens:
                 events += self._for_all(stream.sequence.request, self._token(number, stream))
         if events and self._emit is not None:
@@ -68,11 +69,11 @@ class Streams:
     def _token(self, number: int, stream: _Stream) -> StreamEvent:
         sequence = stream.sequence
         request, ids = sequence.request, sequence.output_ids
-        # What the token that ends a sample brings may be cut; the last event says what stays of it.
-        text = sequence.stops.settled() if sequence.finish_reason is None else ""
-        if not stream.begun and request.params.echo:
-            text = echoed(request.prompt_ids.tolist(), self._tokenizer) + text
-        stream.begun = True
+        # A stop may cut the text of the last token; the last event has what remains.
+        text = sequence.stops.next_output_text() if sequence.finish_reason is None else ""
+        if not stream.started and request.params.echo:
+            text = echo_text(request.prompt_ids.tolist(), self._tokenizer) + text
+        stream.started = True
         stream.tokens = len(ids)
         stream.sent += len(text)
         return StreamEvent(
@@ -86,13 +87,13 @@ class Streams:
         )
 
     def finish(self, number: int, done: Completion) -> None:
-        """Sequence `number` has ended as `done`."""
+        """Emit the last event of sequence `number`, which has ended as `done`."""
         stream = self._open.pop(number, None)
         if stream is not None:
             self._end(stream.sequence.request, done, stream.sent)
 
     def finish_unstarted(self, request: Request, done: Completion) -> None:
-        """A sample of `request` is `done` without having begun."""
+        """Emit the only event of a sample of `request` that never started."""
         if request.params.stream:
             self._end(request, done, 0)
 
@@ -113,7 +114,7 @@ class Streams:
         self._emit(self._for_all(request, event))
 
     def _for_all(self, request: Request, event: StreamEvent) -> list[StreamEvent]:
-        """The event, and the same for rows that copy this one."""
+        """The event, and its copies for duplicates of the row."""
         table = self._workload.table
         copies = (table[i] for i in self._workload.followers_of(request.index))
         return [event, *(replace(event, row_index=c.row_index, prompt_index=c.prompt_index) for c in copies)]

@@ -1,1 +1,1 @@
-"""Wires files, text and engine into one resumable run."""
+"""Jobs: one resumable run from input files to the output, and `check`, `verify`, `show` and `export`."""

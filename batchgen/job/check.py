@@ -1,4 +1,4 @@
-"""`batchgen check`: everything that can be known of a job without its weights."""
+"""`batchgen check`: validate every row and plan the job, without loading weights."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from typing import Any
 import numpy as np
 import torch
 
-from batchgen.config import RunConfig
-from batchgen.data.own import own_files
-from batchgen.data.read import open_inputs
-from batchgen.embeds import EmbedsStore
+from batchgen.config.run_config import RunConfig
+from batchgen.config.units import format_size
+from batchgen.data.read.input_set import open_inputs
+from batchgen.data.read.reserved_paths import reserved_paths
 from batchgen.engine.engine import step_limits
-from batchgen.engine.intake import Intake
-from batchgen.engine.planning import Workload, plan_workload
+from batchgen.engine.row_reader import RowReader
+from batchgen.engine.workload import JobWorkload, plan_workload
 from batchgen.errors import OutputError
 from batchgen.job.estimate import OutputEstimate, estimate_output
-from batchgen.job.identity import identify
+from batchgen.job.fingerprint import identify_job
 from batchgen.job.ingest import ingest
 from batchgen.job.setup import Setup, prepare
 from batchgen.kernels.types import KVPool
 from batchgen.plan.config import SchedulerConfig
-from batchgen.plan.ends import Ends
 from batchgen.plan.estimate import PlanCounts, plan_counts
+from batchgen.plan.length_predictor import LengthPredictor
 from batchgen.plan.order import begin_order
 from batchgen.plan.simulate import Simulated, simulate
-from batchgen.printable import encodable, printable
-from batchgen.request import Completion, RequestTable
-from batchgen.units import format_size
+from batchgen.request.completion import Completion
+from batchgen.request.embeds_store import EmbedsStore
+from batchgen.request.printable import encodable, printable
+from batchgen.request.table import RequestTable
 
 __all__ = ["CheckReport", "check_job"]
 
@@ -44,15 +45,17 @@ _ALL_PAGES = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """What `check` found. Names are those of `run --report`."""
+    """Figures of a check. Names are those of `run --report`."""
 
     rows: int
     rows_ok: int
     rows_error: int
     rows_skipped: int
-    """Bad rows that `--on-bad-row skip` leaves out; `errors` and `row_errors` say what is wrong with them."""
+    """Number of bad rows left out because of `--on-bad-row skip`; `errors` and `row_errors` include them."""
     errors: dict[str, int]
+    """Error code -> number of rows."""
     row_errors: list[dict[str, Any]]
+    """Row, id, code and message of the first bad rows."""
     prompt_tokens: int
     distinct_prompt_tokens: int
     computed_prompt_tokens: int
@@ -60,21 +63,21 @@ class CheckReport:
     sharing_ratio: float
     deduplicated_rows: int
     max_completion_tokens: int
-    """If every row runs to its limit."""
+    """Upper limit: the sum over all samples of `max_new_tokens`."""
     kv_peak_bytes: int
     page_waste: float
     estimated_steps: int
-    """If every row runs to its limit and there are pages for all slots, as the two below."""
+    """Number of steps if every row runs to its limit and pages are unlimited; so, too, the next three figures."""
     estimated_occupancy: float
-    """Share of the slots that are full, over all steps."""
+    """Fraction of the slots in use, over all steps."""
     estimated_tail_steps: int
-    """Steps in which nothing is left to begin."""
+    """Number of steps after the last sample has started."""
     estimated_tail_efficiency: float
-    """Share of the slots that are full in those."""
+    """Fraction of the slots in use in those steps."""
     estimated_seconds: float | None
-    """None: the device is not on this machine."""
+    """Lower limit of the compute time; None if the device is not on this machine."""
     estimated_output_bytes: int
-    """Of results and hidden states together."""
+    """Bytes of results and hidden states together."""
     estimated_hidden_states_bytes: int
     fingerprint: str
     first_prompt: str | None
@@ -84,14 +87,14 @@ class CheckReport:
 
 
 def check_job(config: RunConfig, as_json: bool = False) -> int:
-    """Validate every row, plan the job and print what it would take. Returns the exit code.
+    """Validate every row, plan the job and print the figures. Returns the exit code.
 
-    With the report on stdout, what is for a person goes to stderr.
+    If the JSON report goes to stdout, the text goes to stderr.
 
     Raises:
-        BatchgenError: as `run_job` would before it generates; what was found is printed first where there is anything.
+        BatchgenError: as `run_job` before it generates. If the figures exist by then, they are printed first.
     """
-    report = _examine(config)
+    report = _build_report(config)
     text = encodable(json.dumps(_plain(report), indent=2, ensure_ascii=False)) + "\n"
     to_stdout = config.report == "-"
     if not as_json:
@@ -102,18 +105,18 @@ def check_job(config: RunConfig, as_json: bool = False) -> int:
         _write(text, config.report)
     OutputEstimate(
         report.estimated_output_bytes - report.estimated_hidden_states_bytes, report.estimated_hidden_states_bytes
-    ).hold(config.max_output_bytes)
+    ).check(config.max_output_bytes)
     return 3 if config.max_errors.exceeded(report.rows_error, report.rows) else 0
 
 
 @dataclass(slots=True)
 class _Errors:
-    """Counts of all bad rows, and the first few whole."""
+    """Error counts of all bad rows, and the messages of the first ones."""
 
     counts: Counter[str] = field(default_factory=Counter)
     shown: list[dict[str, Any]] = field(default_factory=list)
 
-    def take(self, completion: Completion, row_id: str, extra: str | None) -> None:
+    def add(self, completion: Completion, row_id: str, extra: str | None) -> None:
         assert completion.error is not None
         error = completion.error
         self.counts[error.code] += 1
@@ -123,20 +126,20 @@ class _Errors:
             )
 
 
-def _examine(config: RunConfig) -> CheckReport:
+def _build_report(config: RunConfig) -> CheckReport:
     began = time.monotonic()
-    setup = prepare(config, _note, elsewhere=True)
-    inputs = open_inputs(config.inputs, own_files(config))
-    identity = identify(config, inputs, setup.identity, setup.sampling)
+    setup = prepare(config, _print_note, allow_missing_gpu=True)
+    inputs = open_inputs(config.inputs, reserved_paths(config))
+    identity = identify_job(config, inputs, setup.identity, setup.sampling)
     started = time.monotonic()
     errors = _Errors()
     with tempfile.TemporaryDirectory(prefix="batchgen-check-") as scratch:
         table = RequestTable(EmbedsStore(setup.spec.embeds_size, Path(scratch)))
-        intake = Intake(table, setup.encoder, setup.defaults, config.on_duplicate_id, setup.media_root)
-        take, decode = errors.take, setup.decode_prompt
-        rows = ingest(config, inputs, intake, table, Path(scratch), decode, on_error=take, on_skipped=take)
+        row_reader = RowReader(table, setup.encoder, setup.defaults, config.on_duplicate_id, setup.media_root)
+        add, decode = errors.add, setup.decode_prompt
+        rows = ingest(config, inputs, row_reader, table, Path(scratch), decode, on_error=add, on_skipped=add)
         rows.close()
-        setup.note_unread(table.params, _note)
+        setup.note_unused_options(table.params, _print_note)
         read = time.monotonic()
         workload = plan_workload(table, dedup=config.engine.dedup, adapters=list(setup.spec.adapters))
         page = config.engine.page_size
@@ -181,37 +184,37 @@ def _examine(config: RunConfig) -> CheckReport:
     )
 
 
-def _note(message: str) -> None:
+def _print_note(message: str) -> None:
     print(message, file=sys.stderr)
 
 
-def _plan(config: RunConfig, setup: Setup, workload: Workload) -> tuple[PlanCounts, Simulated]:
-    """The job in the order in which it runs where pages are no limit, every row to its limit."""
+def _plan(config: RunConfig, setup: Setup, workload: JobWorkload) -> tuple[PlanCounts, Simulated]:
+    """Token counts of the job, and its simulation with unlimited pages and every row running to its limit."""
     sequences, tokens = step_limits(config.engine, setup.spec.device)
     limits = SchedulerConfig(_ALL_PAGES, config.engine.page_size, sequences, tokens)
     kinds = workload.kinds(repeats_end=config.engine.stop_on_repeat is not None)
-    draws = workload.draws
-    order = begin_order(workload.tree, workload.samples, Ends(draws, kinds).expected, limits)
+    draws = workload.max_tokens
+    order = begin_order(workload.tree, workload.samples, LengthPredictor(draws, kinds).expected, limits)
     counts = plan_counts(order.tree, workload.samples, draws, config.engine.page_size, sequences)
     return counts, simulate(order, workload.samples, draws, limits)
 
 
 def _estimated_seconds(setup: Setup, counts: PlanCounts) -> float | None:
-    """The plan's arithmetic at the matrix rate measured here and now: a floor, if every row runs to its limit."""
+    """Lower limit of the compute time: the FLOPs of all tokens at the matrix rate measured on this device."""
     if setup.spec.device.type == "cuda" and not torch.cuda.is_available():
         return None
     decoded = max(0, counts.max_output_tokens - counts.samples)
-    operations = 2.0 * setup.spec.parameters * (counts.distinct_prompt_tokens + decoded)
-    return round(operations / _matrix_rate(setup.spec.dtype, setup.spec.device), 1)
+    flops = 2.0 * setup.spec.parameters * (counts.distinct_prompt_tokens + decoded)
+    return round(flops / _matrix_rate(setup.spec.dtype, setup.spec.device), 1)
 
 
 def _matrix_rate(dtype: torch.dtype, device: torch.device, size: int = 768) -> float:
-    """Operations per second of a square product, the best of a few."""
+    """FLOP/s of a square matrix product, the best of five."""
     a = torch.randn(size, size, device=device).to(dtype)
     best = float("inf")
     for _ in range(5):
         began = time.perf_counter()
-        float((a @ a)[0, 0])  # reading a value waits for the device
+        float((a @ a)[0, 0])  # reading a value synchronises with the device
         best = min(best, time.perf_counter() - began)
     return 2.0 * size**3 / best
 
@@ -229,11 +232,11 @@ def _lines(report: CheckReport) -> list[str]:
         f"prompt tokens   {report.prompt_tokens:,} (to compute {report.computed_prompt_tokens:,}, "
         f"sharing ratio {report.sharing_ratio:.2f})",
         f"output tokens   at most {report.max_completion_tokens:,}",
-        f"duplicate rows  {report.deduplicated_rows:,} greedy rows copy another's result",
+        f"duplicate rows  {report.deduplicated_rows:,} greedy rows copy the result of an equal row",
         f"KV cache        {format_size(report.kv_peak_bytes)} at the peak (page waste {report.page_waste:.1%})",
         f"steps           {report.estimated_steps:,} if every row runs to its limit, slots "
-        f"{report.estimated_occupancy:.0%} full; {report.estimated_tail_efficiency:.0%} in the last "
-        f"{report.estimated_tail_steps:,}, with nothing left to begin",
+        f"{report.estimated_occupancy:.0%} full ({report.estimated_tail_efficiency:.0%} in the last "
+        f"{report.estimated_tail_steps:,}, with no sample waiting)",
         f"output          about {format_size(report.estimated_output_bytes)}{_states(report)}",
         f"time            {_time(report)}",
     ]
@@ -245,13 +248,13 @@ def _lines(report: CheckReport) -> list[str]:
 
 def _states(report: CheckReport) -> str:
     size = report.estimated_hidden_states_bytes
-    return f", of it hidden states {format_size(size)}" if size else ""
+    return f", including {format_size(size)} of hidden states" if size else ""
 
 
 def _time(report: CheckReport) -> str:
     if report.estimated_seconds is None:
-        return "not estimated: the device is not on this machine"
-    return f"at least {report.estimated_seconds:,.1f} s of arithmetic if every row runs to its limit"
+        return "not estimated: the device is not available on this machine"
+    return f"at least {report.estimated_seconds:,.1f} s of computation if every row runs to its limit"
 
 
 def _plain(report: CheckReport) -> dict[str, Any]:

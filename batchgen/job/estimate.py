@@ -1,4 +1,4 @@
-"""About how large a job's files become if every row runs to its limit."""
+"""Estimated size of a job's output files if every row runs to its limit."""
 
 from __future__ import annotations
 
@@ -7,50 +7,51 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.config import RunConfig
+from batchgen.config.run_config import RunConfig
+from batchgen.config.units import format_size
 from batchgen.errors import UsageError
 from batchgen.job.ingest import Ingested
 from batchgen.models.base import ModelSpec
-from batchgen.params import SamplingParams
-from batchgen.request import RequestTable
-from batchgen.units import format_size
+from batchgen.request.params import SamplingParams
+from batchgen.request.table import RequestTable
 
 __all__ = ["OutputEstimate", "estimate_output"]
 
 _ROW_BYTES = 160
-"""An output row without its lists and text, compressed, about."""
+"""Approximate compressed bytes of an output row without its lists and text."""
 _TOKEN_BYTES = 6
-"""A generated token's id and text, compressed, about."""
+"""Approximate compressed bytes of a generated token's id and text."""
 _LOGPROB_BYTES = 4
+"""Bytes of a logprob."""
 _SCORE_BYTES = 21
-"""A text's sum, mean, count and verdict."""
+"""Bytes of a scored text's sum, mean, token count and `is_greedy`."""
 _PROMPT_ID_BYTES = 3
-"""A prompt's id, compressed, about; zstd finds those of its further samples again."""
+"""Approximate compressed bytes of a prompt's token id; those of further samples compress to nothing."""
 _ECHO_BYTES = 2
-"""The text of an echoed prompt's token, compressed, about; of further samples nothing, as above."""
+"""Approximate compressed bytes of the text of an echoed prompt token; as above for further samples."""
 _TEXT_SHARE = 0.5
-"""What is left of carried fields and prompts' texts, compressed, about; of further samples nothing, as above."""
+"""Approximate compression ratio of carried fields and prompt texts; as above for further samples."""
 _TOP_BYTES = 8
-"""One of the most likely tokens, id and logprob."""
+"""Bytes of one top token: id and logprob."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputEstimate:
-    """Bytes of each file."""
+    """Estimated bytes of the results and of the hidden states."""
 
     results: int
     states: int
 
     @property
     def total(self) -> int:
-        """Of both."""
+        """Bytes of both files."""
         return self.results + self.states
 
-    def hold(self, limit: int | None) -> None:
+    def check(self, limit: int | None) -> None:
         """Refuse a job that may exceed `--max-output-bytes`.
 
         Raises:
-            UsageError: with the estimate and what to do.
+            UsageError: the estimate exceeds `limit`.
         """
         if limit is None or self.total <= limit:
             return
@@ -58,13 +59,13 @@ class OutputEstimate:
         remedy = "lower max_new_tokens, or write less of the input (--carry, --include-prompt, --include-prompt-ids)"
         if self.states:
             what += f" (results {format_size(self.results)}, hidden states {format_size(self.states)})"
-            remedy = "ask for states of fewer layers or tokens, pool them, or lower max_new_tokens"
+            remedy = "return hidden states of fewer layers or tokens, pool them, or lower max_new_tokens"
         problem = f"the output may take {what}, more than --max-output-bytes {format_size(limit)}"
         raise UsageError(f"{problem}. Raise the limit, or {remedy}.")
 
 
 def estimate_output(rows: Ingested, config: RunConfig, spec: ModelSpec) -> OutputEstimate:
-    """Estimate both files of a job from all its rows; they may be closed."""
+    """Estimate both output files of a job from its rows, whose files may be closed."""
     table = rows.table
     texts = _ROW_BYTES * (rows.rows - rows.skipped) + int(_TEXT_SHARE * (rows.texts.spool.size + rows.bad.size))
     if not len(table):
@@ -75,11 +76,11 @@ def estimate_output(rows: Ingested, config: RunConfig, spec: ModelSpec) -> Outpu
     output = _by_request(table, [_output_bytes(p) for p in table.params]) * new
     scored = np.maximum(prompt - _by_request(table, [max(p.logprob_start_len, 0) for p in table.params]), 0)
     inputs = _by_request(table, [_input_bytes(p) for p in table.params]) * scored
-    fed = prompt + np.maximum(new - 1, 0)
-    choices = len(spec.moe_layers) * spec.experts_per_token
-    routed = _by_request(table, [choices * p.return_routed_experts for p in table.params]) * fed
-    values = 4 if config.engine.hidden_states_dtype == "float32" else spec.dtype.itemsize
-    states = _state_rows(table, prompt, new, fed) * spec.hidden_size * values
+    computed = prompt + np.maximum(new - 1, 0)
+    experts = len(spec.moe_layers) * spec.experts_per_token
+    routed = _by_request(table, [experts * p.return_routed_experts for p in table.params]) * computed
+    value_bytes = 4 if config.engine.hidden_states_dtype == "float32" else spec.dtype.itemsize
+    states = _state_rows(table, prompt, new, computed) * spec.hidden_size * value_bytes
     scores = np.where(table.score_start >= 0, _SCORE_BYTES + _LOGPROB_BYTES * (prompt - table.score_start), 0)
     results = texts + int((samples * (output + inputs + routed + scores)).sum())
     results += int((_by_request(table, [_ECHO_BYTES * p.echo for p in table.params]) * prompt).sum())
@@ -89,16 +90,16 @@ def estimate_output(rows: Ingested, config: RunConfig, spec: ModelSpec) -> Outpu
 
 
 def _prompt_ids(table: RequestTable, prompt: npt.NDArray[np.int64]) -> int:
-    """Ids of all prompts, each once whatever is scored behind it; where embeddings are given there are none."""
+    """Number of token ids of all prompts, each counted once; prompts of embeddings have none."""
     ids = np.where(table.score_start >= 0, table.score_start, prompt)
-    again = (np.diff(table.row_index, prepend=-1) == 0) & (np.diff(table.prompt_index, prepend=-1) == 0)
+    repeated = (np.diff(table.row_index, prepend=-1) == 0) & (np.diff(table.prompt_index, prepend=-1) == 0)
     if table.embeds_id is not None:
-        again |= table.embeds_id >= 0
-    return int(ids[~again].sum())
+        repeated |= table.embeds_id >= 0
+    return int(ids[~repeated].sum())
 
 
 def _by_request(table: RequestTable, by_params: list[int]) -> npt.NDArray[np.int64]:
-    """[N] a number of each request's parameters."""
+    """[N] int64: `by_params` of each request's parameter set."""
     return np.array(by_params, np.int64)[table.params_id]
 
 
@@ -118,15 +119,15 @@ def _logprob_bytes(params: SamplingParams) -> int:
 
 
 def _state_rows(
-    table: RequestTable, prompt: npt.NDArray[np.int64], new: npt.NDArray[np.int64], fed: npt.NDArray[np.int64]
+    table: RequestTable, prompt: npt.NDArray[np.int64], new: npt.NDArray[np.int64], computed: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """[N] rows of hidden states over all layers of a sample at its limit."""
-    asked = [p.return_hidden_states for p in table.params]
-    layers = _by_request(table, [0 if states is None else len(states.layers) for states in asked])
-    spans = ["none" if states is None else "last" if states.pool != "none" else states.tokens for states in asked]
+    """[N] int64: rows of hidden states, over all layers, of one sample that runs to its limit."""
+    requested = [p.return_hidden_states for p in table.params]
+    layers = _by_request(table, [0 if states is None else len(states.layers) for states in requested])
+    spans = ["none" if states is None else "last" if states.pool != "none" else states.tokens for states in requested]
     rows: npt.NDArray[np.int64] = np.select(
         [_by_request(table, [span == name for span in spans]) > 0 for name in ("prompt", "output", "all", "last")],
-        [prompt, new, fed, np.ones_like(prompt)],
+        [prompt, new, computed, np.ones_like(prompt)],
         0,
     )
     total: npt.NDArray[np.int64] = layers * rows

@@ -1,4 +1,4 @@
-"""`--events`: token-by-token events as JSON lines."""
+"""`--events`: one JSON line per generated token and per finished sample."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import orjson
 
 from batchgen.errors import OutputError
-from batchgen.request import StreamEvent
+from batchgen.request.completion import StreamEvent
 
 __all__ = ["EventWriter", "open_events"]
 
@@ -23,10 +23,10 @@ _IDS_KEPT = 1 << 14
 
 
 class EventWriter:
-    """Writes events to a stream, a line each, and flushes after each step's."""
+    """Writer of events as JSON lines, flushed after each step."""
 
     def __init__(self, stream: BinaryIO, name: str, *, close: bool = True) -> None:
-        """`name` is for messages; `close`: whether the stream is ours to close."""
+        """`name` is for error messages; `close`: whether the writer closes the stream."""
         self._stream = stream
         self._name = name
         self._close = close
@@ -42,36 +42,37 @@ class EventWriter:
         try:
             self._stream.close()
         except OSError as problem:
-            if error is None:  # else it says what could not be written
-                raise _unwritten(self._name, problem) from None
+            if error is None:  # otherwise report the earlier error
+                raise _write_error(self._name, problem) from None
 
     def listener(self, id_of: Callable[[int], str]) -> Callable[[Sequence[StreamEvent]], None]:
-        """What the engine calls with a step's events; `id_of` gives a row's id by its index.
+        """A callback for the events of a step; `id_of` maps a row index to the row's id.
 
         Raises:
             OutputError: (when called) the events cannot be written.
-            OSError: (when called) stdout cannot be written, or nobody reads it any more.
+            OSError: (when called) stdout cannot be written, or its reader is gone.
         """
-        known = lru_cache(_IDS_KEPT)(id_of)
+        cached_id = lru_cache(_IDS_KEPT)(id_of)
 
         def write(events: Sequence[StreamEvent]) -> None:
             try:
-                self._stream.write(b"".join(_line(event, known(event.row_index)) for event in events))
+                self._stream.write(b"".join(_line(event, cached_id(event.row_index)) for event in events))
                 self._stream.flush()
             except OSError as problem:
                 if not self._close or isinstance(problem, BrokenPipeError):
-                    raise  # of stdout the command says it, and lets go of what is left in the buffer
-                raise _unwritten(self._name, problem) from None
+                    raise  # for stdout, the command reports the error and discards the buffer
+                raise _write_error(self._name, problem) from None
 
         return write
 
 
-def open_events(target: str, *, go_on: bool) -> EventWriter:
+def open_events(target: str, *, append: bool) -> EventWriter:
     """Open a file of events, or stdout for "-".
 
     Args:
-        target: path or "-"; to a pipe or a device events are just written.
-        go_on: add to what an earlier run of the job wrote, less a line cut off by its end; else begin anew.
+        target: path or "-"; a pipe or a device is written to as it is.
+        append: continue the file of an earlier run of the job, without its last line if that is incomplete; otherwise
+            replace the file.
 
     Raises:
         OutputError: the file cannot be opened.
@@ -80,39 +81,39 @@ def open_events(target: str, *, go_on: bool) -> EventWriter:
         return EventWriter(sys.stdout.buffer, "stdout", close=False)
     path = Path(target)
     try:
-        stream = path.open("r+b" if go_on and path.is_file() else "wb")
+        stream = path.open("r+b" if append and path.is_file() else "wb")
     except OSError as problem:
-        raise _unwritten(target, problem) from None
+        raise _write_error(target, problem) from None
     try:
         if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-            _to_end_of_lines(stream)
+            _truncate_partial_line(stream)
     except OSError as problem:
         stream.close()
-        raise _unwritten(target, problem) from None
+        raise _write_error(target, problem) from None
     return EventWriter(stream, target)
 
 
-def _unwritten(name: str, problem: OSError) -> OutputError:
+def _write_error(name: str, problem: OSError) -> OutputError:
     return OutputError(f"cannot write the events {name}: {problem.strerror or problem}")
 
 
-def _to_end_of_lines(stream: BinaryIO, block: int = 1 << 16) -> None:
-    """Cut off a last line without an end, and stand behind the one before."""
+def _truncate_partial_line(stream: BinaryIO, block: int = 1 << 16) -> None:
+    """Cut off an incomplete last line and seek to the end of the file."""
     end = stream.seek(0, os.SEEK_END)
     while end:
-        begin = max(0, end - block)
-        stream.seek(begin)
-        at = stream.read(end - begin).rfind(b"\n")
+        start = max(0, end - block)
+        stream.seek(start)
+        at = stream.read(end - start).rfind(b"\n")
         if at >= 0:
-            end = begin + at + 1
+            end = start + at + 1
             break
-        end = begin
+        end = start
     stream.truncate(end)
     stream.seek(end)
 
 
 def _line(event: StreamEvent, row_id: str) -> bytes:
-    """A token's event, or a sample's end, with the fields that say something."""
+    """The JSON line of a token or of a finished sample, without fields that do not apply."""
     values: dict[str, Any] = {
         "event": "token" if event.token_id is not None else "finish",
         "id": row_id,

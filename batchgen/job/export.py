@@ -1,4 +1,4 @@
-"""`batchgen export`: a finished output in another shape."""
+"""`batchgen export`: a finished output as JSON lines or as OpenAI batch output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from batchgen.data.export import (
-    Exported,
+    ExportCounts,
     errors_path,
     export_jsonl,
     export_openai,
@@ -20,7 +20,7 @@ from batchgen.data.export import (
     stream_openai,
 )
 from batchgen.data.openai_bodies import TokenPiece
-from batchgen.data.own import OwnFiles
+from batchgen.data.read.reserved_paths import ReservedPaths
 from batchgen.demo import model_path
 from batchgen.errors import ModelError, UsageError
 
@@ -34,51 +34,51 @@ DEMO = "demonstration model"
 def export_results(
     out: Path, shape: ExportFormat, target: str | None, *, overwrite: bool, tokenizer: str | None
 ) -> None:
-    """Write the results of `out` as `shape` and say on stderr what was written.
+    """Write the results of `out` in the format `shape` and print counts to stderr.
 
     Args:
         out: a finished results file.
-        shape: OpenAI's batch output and errors, or one object a sample.
-        target: the file to write, `-` for stdout; None is beside `out`.
+        shape: OpenAI's batch output and error files, or one object per sample.
+        target: the file to write, `-` for stdout; None for a name derived from `out`.
         overwrite: whether existing files are replaced.
-        tokenizer: folder or id of the tokenizer, where the one that the output names is not there any more.
+        tokenizer: folder or id of the tokenizer, if the one recorded in the output is gone.
 
     Raises:
-        InputError: there are no finished results.
-        UsageError: a file to write is of the results themselves, or an input of their run.
+        InputError: `out` is not a finished output.
+        UsageError: a file to write is part of the results or an input of their run.
         OutputError: a file exists, or cannot be written.
-        ModelError: rows have logprobs, whose tokens' text needs the run's tokenizer, and it cannot be found.
+        ModelError: rows have logprobs, for which the run's tokenizer is needed, and it cannot be loaded.
     """
     results = finished_results(out)
     assert results.footer is not None
     path = Path(target) if target else out.with_suffix(".jsonl" if shape == "jsonl" else ".openai.jsonl")
     if target != STDOUT:
-        _spare((path,) if shape == "jsonl" else (path, errors_path(path)), out, results.footer)
+        _refuse_overwriting_sources((path,) if shape == "jsonl" else (path, errors_path(path)), out, results.footer)
     if shape == "jsonl":
         stream = sys.stdout.buffer
-        done = stream_jsonl(results, stream) if target == STDOUT else export_jsonl(results, path, overwrite)
-        _say(done, "samples", None if target == STDOUT else str(path))
+        counts = stream_jsonl(results, stream) if target == STDOUT else export_jsonl(results, path, overwrite)
+        _print_counts(counts, "samples", None if target == STDOUT else str(path))
         return
-    piece = _pieces(results.footer, tokenizer)
+    piece = _piece_lookup(results.footer, tokenizer)
     if target == STDOUT:
-        _say(stream_openai(results, sys.stdout.buffer, piece), "rows", None)
+        _print_counts(stream_openai(results, sys.stdout.buffer, piece), "rows", None)
         return
-    done = export_openai(results, path, piece, overwrite)
-    _say(done, "rows", f"{path}, {errors_path(path)}")
+    counts = export_openai(results, path, piece, overwrite)
+    _print_counts(counts, "rows", f"{path}, {errors_path(path)}")
 
 
-def _spare(targets: Sequence[Path], out: Path, run: Mapping[str, Any]) -> None:
-    """Refuse to write over what cannot be had back from the results, even with --overwrite."""
-    own = OwnFiles(out)
+def _refuse_overwriting_sources(targets: Sequence[Path], out: Path, run: Mapping[str, Any]) -> None:
+    """Refuse to overwrite the results or the inputs of their run, even with --overwrite."""
+    reserved = ReservedPaths(out)
     for target in targets:
-        if target in own:
-            raise UsageError(f"{target} is a file of the results themselves. Name another with -o.")
+        if target in reserved:
+            raise UsageError(f"{target} is part of the results. Name another file with -o.")
         if any(_is_same(target, recorded) for recorded in run["inputs"]):
             raise UsageError(f"{target} is an input of the run. Name another file with -o.")
 
 
 def _is_same(target: Path, recorded: Mapping[str, Any]) -> bool:
-    """Whether it is the recorded file: by its name, or, since either may have moved, by what it holds."""
+    """Whether `target` is the recorded file: by its name or, since files may have moved, by its content."""
     with suppress(OSError):
         if target.samefile(recorded["path"]):
             return True
@@ -88,16 +88,16 @@ def _is_same(target: Path, recorded: Mapping[str, Any]) -> bool:
         return bool(hashlib.file_digest(stream, "sha256").hexdigest() == recorded["sha256"])
 
 
-def _say(done: Exported, what: str, where: str | None) -> None:
-    print(f"{f'{where}: ' if where else ''}{done.lines:,} {what}, {done.errors:,} failed", file=sys.stderr)
+def _print_counts(counts: ExportCounts, what: str, where: str | None) -> None:
+    print(f"{f'{where}: ' if where else ''}{counts.lines:,} {what}, {counts.errors:,} failed", file=sys.stderr)
 
 
-def _pieces(run: Mapping[str, Any], named: str | None) -> Callable[[int], TokenPiece]:
-    """Id -> piece. The tokenizer is loaded at the first token: rows without logprobs need none."""
+def _piece_lookup(run: Mapping[str, Any], named: str | None) -> Callable[[int], TokenPiece]:
+    """Token id -> piece. The tokenizer is loaded at the first call: rows without logprobs do not need it."""
 
     @cache
     def load() -> Any:
-        # Imported here: it takes seconds, which an export without logprobs must not pay.
+        # Imported here: it takes seconds, and an export without logprobs does not need it.
         from batchgen.text.token_bytes import TokenBytes
         from batchgen.text.tokenizer import Tokenizer
 
@@ -106,9 +106,11 @@ def _pieces(run: Mapping[str, Any], named: str | None) -> Callable[[int], TokenP
         try:
             tokenizer = Tokenizer.load(model_path() if path == DEMO else path, options["revision"]["value"])
         except ModelError as error:
-            raise ModelError(f"{error}. Name the run's tokenizer with --tokenizer: rows have logprobs.") from None
+            raise ModelError(f"{error}. Rows have logprobs: name the run's tokenizer with --tokenizer.") from None
         if tokenizer.digest != run["tokenizer_digest"]:
-            raise ModelError(f"the tokenizer of {path} is not the run's. Name that with --tokenizer.")
+            raise ModelError(
+                f"the tokenizer of {path} is not the one of the run. Name the run's tokenizer with --tokenizer."
+            )
         return TokenBytes(tokenizer), tokenizer.special_ids
 
     @cache

@@ -1,4 +1,4 @@
-"""Reading a job's rows: into the request table, with ids and carried fields spooled to disk."""
+"""Ingestion: all rows of a job parsed and tokenised into the request table, their ids and texts spooled to disk."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ from typing import Any, Literal
 import numpy as np
 import orjson
 
-from batchgen.columns import Columns
-from batchgen.config import RunConfig
-from batchgen.data.expected import Expected
-from batchgen.data.read import InputSet
+from batchgen.config.run_config import RunConfig
+from batchgen.data.read.input_set import InputSet
+from batchgen.data.read.raw_row import RawRow
+from batchgen.data.read.selection import Selection
 from batchgen.data.row_shapes import RowShapes
-from batchgen.data.rows import RawRow
-from batchgen.data.schema import extra_json
-from batchgen.data.select import Selection
-from batchgen.data.spool import BlobSpool, TokenSpool
-from batchgen.engine.intake import Intake, TakenRow
+from batchgen.data.write.expected import ExpectedKeys
+from batchgen.data.write.schema import extra_json
+from batchgen.data.write.spool import BlobSpool, TokenSpool
+from batchgen.engine.row_reader import ProcessedRow, RowReader
 from batchgen.errors import ErrorInfo, InputError
-from batchgen.printable import printable
-from batchgen.prompts import ChatPrompt
-from batchgen.request import Completion, ParsedRow, RequestTable
+from batchgen.request.columns import Columns
+from batchgen.request.completion import Completion
+from batchgen.request.printable import printable
+from batchgen.request.prompts import ChatPrompt
+from batchgen.request.table import ParsedRow, RequestTable
 from batchgen.text.encode import EncodedPrompt
 
 __all__ = ["BAD", "TEXTS", "TOKENS", "Ingested", "RowTexts", "ingest", "selection_of"]
 
 TOKENS, TEXTS, BAD = "tokens", "texts", "bad"
-"""Files of token ids, of rows' texts and of bad rows."""
+"""File names of the token ids, the rows' texts and the bad rows."""
 
 
 class RowTexts(Columns):
-    """What the output says of a row beside its results (id, carried fields, prompts), kept on disk by row index."""
+    """Id, carried fields and prompt texts of each good row, on disk, by row index: the output needs them again."""
 
     _columns = ("_rows",)
 
@@ -45,12 +46,12 @@ class RowTexts(Columns):
         self._rows = array("q")
 
     def add(self, row_index: int, row_id: str, extra: str | None, prompts: list[str | None] | None) -> None:
-        """Remember a row. Rows come in rising order."""
+        """Add a row. Rows must come in ascending order."""
         self._rows.append(row_index)
         self.spool.append(orjson.dumps([row_id, extra, prompts]))
 
     def __getitem__(self, row_index: int) -> tuple[str, str | None, list[str | None] | None]:
-        rows = self._rows  # of a job without bad rows each stands at its own index
+        rows = self._rows  # without bad rows, each row is at its own index
         place = row_index if row_index < len(rows) and rows[row_index] == row_index else bisect_left(rows, row_index)
         blob = self.spool.get(place)
         assert blob is not None
@@ -60,31 +61,33 @@ class RowTexts(Columns):
 
 @dataclass(slots=True)
 class Ingested:
-    """All rows of a job, tokenised. Bad rows are not in the table; `errors` counts them."""
+    """All rows of a job, tokenised. Bad rows are not in `table`; `errors` counts them."""
 
     table: RequestTable
     texts: RowTexts
     bad: BlobSpool
-    """Rows that the output holds as errors, as JSON."""
-    expected: Expected = field(default_factory=Expected)
-    """The keys that the output must hold."""
+    """Bad rows that become error rows of the output, as JSON."""
+    expected: ExpectedKeys = field(default_factory=ExpectedKeys)
+    """Keys that the output must contain."""
     shapes: RowShapes = field(default_factory=RowShapes)
-    """What its rows were asked as."""
+    """Request shape (chat, echo) of each row."""
     rows: int = 0
-    """Rows taken, bad ones included."""
+    """Number of rows read, bad ones included."""
     skipped: int = 0
+    """Number of bad rows left out because of `--on-bad-row skip`."""
     errors: Counter[str] = field(default_factory=Counter)
+    """Error code -> number of rows."""
     first_prompt: tuple[str, list[int]] | None = None
-    """(id, ids) of the first good row's first prompt."""
+    """(row id, token ids) of the first good row's first prompt."""
 
     def close(self, *, keep: bool = False) -> None:
-        """Remove the files of texts and bad rows, or `keep` them for another run."""
+        """Close the files of texts and bad rows; remove them unless `keep`."""
         self.texts.spool.close(keep=keep)
         self.bad.close(keep=keep)
 
 
 def selection_of(config: RunConfig) -> Selection:
-    """The rows of the input that the options ask for."""
+    """The rows of the input that the options select."""
     return Selection(
         offset=config.offset,
         limit=config.limit,
@@ -97,7 +100,7 @@ def selection_of(config: RunConfig) -> Selection:
 def ingest(
     config: RunConfig,
     inputs: InputSet,
-    intake: Intake,
+    row_reader: RowReader,
     table: RequestTable,
     folder: Path,
     decode: Callable[[list[int]], str],
@@ -110,94 +113,100 @@ def ingest(
     Args:
         config: selection, `--carry`, `--include-prompt` and `--on-bad-row`.
         inputs: the opened files.
-        intake: parses and tokenises into `table`.
-        table: takes the requests; its tokens go to a memory map of a file.
-        folder: takes `tokens`, `texts` and `bad`, which the caller removes.
-        decode: ids to text, for `--include-prompt`.
-        on_row: called with the rows read so far.
-        on_error: called with each bad row's completion, id and carried fields, unless bad rows are skipped.
-        on_skipped: called with each bad row that is skipped, as `on_error` with others.
+        row_reader: parses rows and tokenises them into `table`.
+        table: the request table; its token ids are in a memory-mapped file.
+        folder: receives the files `tokens`, `texts` and `bad`, which the caller removes.
+        decode: token ids -> text, for `--include-prompt`.
+        on_row: called with the number of rows read so far.
+        on_error: called with the completion, id and carried fields of each bad row that becomes an error row.
+        on_skipped: called in the same way for each bad row that is skipped.
 
     Raises:
-        InputError: a bad row under `--on-bad-row fail`.
+        InputError: a row is bad, with `--on-bad-row fail`.
     """
     result = Ingested(table, RowTexts(BlobSpool(folder / TEXTS)), BlobSpool(folder / BAD))
-    table.spill(np.zeros(0, np.int32))
+    table.use_external_tokens(np.zeros(0, np.int32))
     raw_rows = inputs.rows(config.prompt_column, config.id_column, selection_of(config))
-    places: dict[int, RawRow] = {}
+    raw_by_index: dict[int, RawRow] = {}
     with TokenSpool(folder / TOKENS) as tokens:
-        for taken in intake.feed(_values(raw_rows, places)):
-            raw = places.pop(taken.row_index)
+        for processed in row_reader.read(_row_values(raw_rows, raw_by_index)):
+            raw = raw_by_index.pop(processed.row_index)
             result.rows += 1
             on_row(result.rows)
-            extra = carried(config.carry, {**raw.displaced, **taken.extra} if raw.displaced else taken.extra)
-            if taken.error is not None:
-                error = _located(taken.error, raw)
-                _bad_row(config.on_bad_row, error, taken, result)
-                bad = Completion(taken.row_index, error=error)
+            extra = _carried_json(
+                config.carry, {**raw.displaced, **processed.extra} if raw.displaced else processed.extra
+            )
+            if processed.error is not None:
+                error = _with_location(processed.error, raw)
+                _bad_row(config.on_bad_row, error, processed, result)
+                bad = Completion(processed.row_index, error=error)
                 if config.on_bad_row == "skip":
-                    on_skipped(bad, taken.id, extra)
+                    on_skipped(bad, processed.id, extra)
                 else:
-                    result.expected.add(taken.row_index)
-                    result.shapes.add(taken.row_index)
-                    result.bad.append(orjson.dumps([taken.row_index, taken.id, extra, *astuple(error)]))
-                    on_error(bad, taken.id, extra)
+                    result.expected.add(processed.row_index)
+                    result.shapes.add(processed.row_index)
+                    result.bad.append(orjson.dumps([processed.row_index, processed.id, extra, *astuple(error)]))
+                    on_error(bad, processed.id, extra)
                 continue
-            assert taken.row is not None
-            first_texts = [p for p in taken.prompts if p.text_index == 0]
+            assert processed.row is not None
+            first_texts = [p for p in processed.prompts if p.text_index == 0]
             prompts = None
             if config.include_prompt:
-                prompts = [decode(_prompt_part(p)) if p.embeds is None else None for p in first_texts]
-            result.texts.add(taken.row_index, taken.id, extra, prompts)
-            result.shapes.add(taken.row_index, _is_chat(taken.row), taken.row.params.echo)
-            for prompt in taken.prompts:
+                prompts = [decode(_prompt_ids(p)) if p.embeds is None else None for p in first_texts]
+            result.texts.add(processed.row_index, processed.id, extra, prompts)
+            result.shapes.add(processed.row_index, _is_chat(processed.row), processed.row.params.echo)
+            for prompt in processed.prompts:
                 tokens.append(prompt.ids)
             for prompt in first_texts:
-                result.expected.add(taken.row_index, prompt.prompt_index, taken.row.params.n)
-            if result.first_prompt is None and taken.prompts[0].embeds is None:
-                result.first_prompt = (taken.id, list(_prompt_part(taken.prompts[0])))
-        table.spill(tokens.map())
+                result.expected.add(processed.row_index, prompt.prompt_index, processed.row.params.n)
+            if result.first_prompt is None and processed.prompts[0].embeds is None:
+                result.first_prompt = (processed.id, list(_prompt_ids(processed.prompts[0])))
+        table.use_external_tokens(tokens.map())
         tokens.close(keep=True)
     return result
 
 
-def _prompt_part(prompt: EncodedPrompt) -> list[int]:
-    """The ids in front of the text to score, all where none is."""
+def _prompt_ids(prompt: EncodedPrompt) -> list[int]:
+    """The ids before the scored text; all ids if no text is scored."""
     return prompt.ids[: prompt.score_start] if prompt.score_start >= 0 else prompt.ids
 
 
-def _values(rows: Iterator[RawRow], places: dict[int, RawRow]) -> Iterator[tuple[int, Mapping[str, Any] | ErrorInfo]]:
-    """What the intake takes; `places` keeps each row until it comes back out."""
+def _row_values(
+    rows: Iterator[RawRow], raw_by_index: dict[int, RawRow]
+) -> Iterator[tuple[int, Mapping[str, Any] | ErrorInfo]]:
+    """(row index, value or error) of each row; `raw_by_index` keeps the row until the row reader has processed it."""
     for row in rows:
-        # A row of embeddings is on disk once it is taken; what is kept of it here says where it stood.
+        # The row reader writes embeddings to disk, so only the row's location is kept here.
         large = row.value is not None and "input_embeds" in row.value
-        places[row.index] = row._replace(value=None) if large else row
+        raw_by_index[row.index] = row._replace(value=None) if large else row
         yield row.index, row.value if row.error is None else row.error  # type: ignore[misc]
 
 
 def _is_chat(row: ParsedRow) -> bool:
-    """Whether the row's answer is a message: of a conversation, or of text that --chat made one."""
+    """Whether the answer is a chat message: the row has messages, or `--chat` made its text one."""
     return isinstance(row.prompts[0], ChatPrompt)
 
 
-def _bad_row(policy: Literal["error-row", "skip", "fail"], error: ErrorInfo, taken: TakenRow, result: Ingested) -> None:
+def _bad_row(
+    policy: Literal["error-row", "skip", "fail"], error: ErrorInfo, row: ProcessedRow, result: Ingested
+) -> None:
     if policy == "fail":
         what = f"{error.code}: {printable(error.message)}"
-        raise InputError(f"row {taken.row_index} (id {taken.id!r}) is invalid: {what}")
+        raise InputError(f"row {row.row_index} (id {row.id!r}) is invalid: {what}")
     if policy == "skip":
         result.skipped += 1
     else:
         result.errors[error.code] += 1
 
 
-def _located(error: ErrorInfo, raw: RawRow) -> ErrorInfo:
-    """Say where the row stands, unless the reader said so already."""
+def _with_location(error: ErrorInfo, raw: RawRow) -> ErrorInfo:
+    """Prefix the message with file and line, unless the reader has done so."""
     place = f"{raw.source}, line {raw.line}: "
     return error if error.message.startswith(place) else replace(error, message=place + error.message)
 
 
-def carried(carry: str | tuple[str, ...], extra: Mapping[str, Any]) -> str | None:
-    """The `extra` column's JSON: what `--carry` keeps of a row's unknown keys; None when nothing is left."""
+def _carried_json(carry: str | tuple[str, ...], extra: Mapping[str, Any]) -> str | None:
+    """JSON for the `extra` column: the unknown keys of a row that `--carry` keeps; None if there are none."""
     if carry == "none":
         return None
     return extra_json(extra if carry == "all" else {key: extra[key] for key in carry if key in extra})

@@ -1,6 +1,6 @@
-"""Progress on stderr: a live display on a terminal, a line now and then in a log, JSON lines for programs, or nothing.
+"""Progress on stderr: a live display on a terminal, periodic lines in a log, JSON lines for programs, or nothing.
 
-`update` is called at every step: it stores the state and leaves unless something is due.
+`update` is called at every step: it stores the state and returns unless output is due.
 """
 
 from __future__ import annotations
@@ -32,40 +32,40 @@ _WINDOW_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ProgressState:
-    """Where a job stands. Counts are of the whole job; rows and tokens of resumed parts count from the start."""
+    """Progress of a job. Counts cover the whole job: rows and tokens of resumed parts are included from the start."""
 
     phase: Phase
     rows_done: int = 0
-    """Rows finished, errors included."""
+    """Number of finished rows, failed ones included."""
     rows_total: int | None = None
-    """None while the input is still being read."""
+    """Number of input rows; None while the input is being read."""
     rows_error: int = 0
     completion_tokens: int = 0
     running: int = 0
-    """Samples being generated."""
+    """Number of samples being generated."""
     waiting: int = 0
-    """Samples not begun or preempted."""
+    """Number of samples not started yet or preempted."""
     kv_use: float = 0.0
-    """Share of the KV pool in use."""
+    """Fraction of the KV cache pages in use."""
 
 
 class Progress(Protocol):
-    """Where a job reports how far it is. Leaving it as a context manager closes it."""
+    """A progress display, to which a job reports its state. As a context manager it closes itself on exit."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *exc: object) -> None: ...
 
     def update(self, state: ProgressState) -> None:
-        """Take note of `state`; cheap."""
+        """Report the current state. Cheap enough for every step."""
         ...
 
     def note(self, message: str) -> None:
-        """Say something once, above any live display."""
+        """Print one message, above a live display if there is one."""
         ...
 
     def close(self) -> None:
-        """Report the last state and leave the terminal as it was."""
+        """Report the last state and restore the terminal."""
         ...
 
 
@@ -75,9 +75,9 @@ def make_progress(
     env: Mapping[str, str] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Progress:
-    """The display for `mode` on `stream` (stderr): `auto` is a bar on a colour terminal and plain elsewhere.
+    """Create the display for `mode` on `stream` (default: stderr): `auto` is a bar on a colour terminal, else plain.
 
-    A bar asked for by name falls back to plain where the stream cannot move its cursor.
+    `bar` falls back to `plain` if the stream is not a terminal that can move its cursor.
     """
     stream = stream or sys.stderr
     env = os.environ if env is None else env
@@ -92,7 +92,7 @@ def make_progress(
 
 
 class _Rates:
-    """Tokens a second over the last ten seconds, and the time left, from states as they come."""
+    """Tokens per second over the last ten seconds, and the estimated time left."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
@@ -101,7 +101,7 @@ class _Rates:
         self._first: tuple[float, int] | None = None
 
     def add(self, state: ProgressState) -> float:
-        """Take note of `state` and return the time now."""
+        """Record `state` and return the current time."""
         now = self.clock()
         if state.phase == "generating":
             self._first = self._first or (now, state.rows_done)
@@ -112,7 +112,7 @@ class _Rates:
         return now
 
     def tokens_per_second(self, state: ProgressState) -> float | None:
-        """None until two samples lie apart."""
+        """Tokens per second; None until there are two states at different times."""
         if not self._samples:
             return None
         then, tokens = self._samples[0]
@@ -120,7 +120,7 @@ class _Rates:
         return (state.completion_tokens - tokens) / span if span > 0 else None
 
     def eta(self, state: ProgressState) -> float | None:
-        """Seconds left at the rate of rows since generating began; None while nothing can be said."""
+        """Seconds left at the average rate of rows since generating started; None if unknown."""
         if self._first is None or state.rows_total is None:
             return None
         began, rows_then = self._first
@@ -131,7 +131,7 @@ class _Rates:
 
 
 class _Base:
-    """Context management, and writing that never ends a job because a log went away."""
+    """Context management, and writing that ignores a log that cannot be written any more."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -143,7 +143,7 @@ class _Base:
         self.close()
 
     def close(self) -> None:
-        """Nothing is left to say."""
+        """Do nothing: there is no last state to report."""
 
     def note(self, message: str) -> None:
         """Write one line."""
@@ -156,14 +156,14 @@ class _Base:
 
 
 class SilentProgress(_Base):
-    """Only notes."""
+    """A display that prints notes only."""
 
     def update(self, state: ProgressState) -> None:
         """Ignore the state."""
 
 
 class PlainProgress(_Base):
-    """One line as generating begins, one every 30 seconds, and one at the end."""
+    """Text lines: one when generating starts, one every 30 seconds, one at the end."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(stream)
@@ -174,29 +174,29 @@ class PlainProgress(_Base):
         self._written: ProgressState | None = None
 
     def update(self, state: ProgressState) -> None:
-        """Write a line where one is due."""
+        """Write a line if one is due."""
         self._state = state
         now = self._rates.add(state)
-        begins = state.phase == "generating" and not self._generating
-        if begins or now >= self._due:
-            self._generating = self._generating or begins
-            self._line(state)
+        starts = state.phase == "generating" and not self._generating
+        if starts or now >= self._due:
+            self._generating = self._generating or starts
+            self._write_state(state)
             self._due = now + PLAIN_SECONDS
 
     def close(self) -> None:
-        """Write the last state, unless it stands there already."""
+        """Write the last state unless it is already written."""
         if self._state is not None and self._generating and self._state != self._written:
-            self._line(self._state)
+            self._write_state(self._state)
 
-    def _line(self, state: ProgressState) -> None:
+    def _write_state(self, state: ProgressState) -> None:
         self._written = state
         rate, eta = self._rates.tokens_per_second(state), self._rates.eta(state)
-        speed = f"{_rate(rate)} tokens/s, ETA {_clock(eta)}"
-        self._write(f"{state.phase}: {_rows(state)} rows, {speed}, errors {state.rows_error:,}")
+        speed = f"{_format_rate(rate)} tokens/s, ETA {_format_clock(eta)}"
+        self._write(f"{state.phase}: {_format_rows(state)} rows, {speed}, errors {state.rows_error:,}")
 
 
 class JsonProgress(_Base):
-    """One JSON object a line: at each change of phase, every second, and at the end."""
+    """JSON lines: one at each change of phase, one every second, one at the end."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(stream)
@@ -207,23 +207,23 @@ class JsonProgress(_Base):
         self._written: ProgressState | None = None
 
     def update(self, state: ProgressState) -> None:
-        """Write an object where one is due."""
+        """Write an object if one is due."""
         self._state = state
         now = self._rates.add(state)
         if now >= self._due or state.phase != self._phase:
-            self._object(state)
+            self._write_state(state)
             self._phase, self._due = state.phase, now + JSON_SECONDS
 
     def close(self) -> None:
-        """Write the last state, unless it stands there already."""
+        """Write the last state unless it is already written."""
         if self._state is not None and self._state != self._written:
-            self._object(self._state)
+            self._write_state(self._state)
 
     def note(self, message: str) -> None:
         """Write `{"note": message}`."""
         self._write(json.dumps({"note": message}, ensure_ascii=False))
 
-    def _object(self, state: ProgressState) -> None:
+    def _write_state(self, state: ProgressState) -> None:
         self._written = state
         rate, eta = self._rates.tokens_per_second(state), self._rates.eta(state)
         record = {
@@ -243,7 +243,7 @@ class JsonProgress(_Base):
 
 
 class BarProgress:
-    """Two live lines on a terminal, drawn four times a second and gone at the end."""
+    """Two live lines on a terminal, drawn four times a second and removed at the end."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
@@ -258,7 +258,7 @@ class BarProgress:
         self.close()
 
     def update(self, state: ProgressState) -> None:
-        """Keep the state for the next drawing."""
+        """Store the state for the next drawing."""
         self._rates.add(state)
         self._state = state
         if not self._live.is_started:
@@ -270,7 +270,7 @@ class BarProgress:
             self._console.print(Text(message))
 
     def close(self) -> None:
-        """Take the display away."""
+        """Remove the display."""
         with suppress(OSError):
             if self._live.is_started:
                 self._live.stop()
@@ -287,16 +287,16 @@ class BarProgress:
 
 def _bar_line(state: ProgressState, eta: float | None, elapsed: float, width: int, blocks: str) -> Text:
     """`generating ━━━━──── 120/1,000 12% ETA 0:03:20`, never wider than `width`."""
-    timing = f"ETA {_clock(eta)}" if state.phase == "generating" else _clock(elapsed)
+    timing = f"ETA {_format_clock(eta)}" if state.phase == "generating" else _format_clock(elapsed)
     line = Text(no_wrap=True, overflow="crop")
     line.append(state.phase, style="bold")
     line.append(" ")
-    tail = f" {timing}" if state.phase == "starting" else f" {_rows(state)} {timing}"  # no row is known of yet
-    room = min(width - 1 - len(state.phase) - 1 - len(tail), 60)
-    if room >= 5 and state.rows_total:
-        filled = room * min(state.rows_done, state.rows_total) // state.rows_total
+    tail = f" {timing}" if state.phase == "starting" else f" {_format_rows(state)} {timing}"  # no rows are known yet
+    bar_width = min(width - 1 - len(state.phase) - 1 - len(tail), 60)
+    if bar_width >= 5 and state.rows_total:
+        filled = bar_width * min(state.rows_done, state.rows_total) // state.rows_total
         line.append(blocks[0] * filled, style="green")
-        line.append(blocks[1] * (room - filled), style="dim")
+        line.append(blocks[1] * (bar_width - filled), style="dim")
         line.append(tail)
     else:
         line.append(tail.lstrip())
@@ -305,7 +305,7 @@ def _bar_line(state: ProgressState, eta: float | None, elapsed: float, width: in
 
 
 def _detail_line(state: ProgressState, rate: float | None, width: int) -> Text:
-    """As many of the figures, the important first, as fit in `width`."""
+    """The figures that fit in `width`, the most important first."""
     line = Text(no_wrap=True, overflow="crop")
     for text, style in _details(state, rate):
         separator = "  " if line.plain else ""
@@ -317,7 +317,7 @@ def _detail_line(state: ProgressState, rate: float | None, width: int) -> Text:
 
 def _details(state: ProgressState, rate: float | None) -> Iterator[tuple[str, str]]:
     if rate is not None:
-        yield f"{_rate(rate)} tokens/s", "cyan"
+        yield f"{_format_rate(rate)} tokens/s", "cyan"
     if state.rows_error:
         yield f"errors {state.rows_error:,}", "red"
     if state.phase == "generating":
@@ -326,18 +326,18 @@ def _details(state: ProgressState, rate: float | None) -> Iterator[tuple[str, st
         yield f"KV {state.kv_use:.0%}", ""
 
 
-def _rows(state: ProgressState) -> str:
+def _format_rows(state: ProgressState) -> str:
     if state.rows_total is None:
         return f"{state.rows_done:,}"
     share = state.rows_done * 100 // state.rows_total if state.rows_total else 100
     return f"{state.rows_done:,}/{state.rows_total:,} ({share}%)"
 
 
-def _rate(rate: float | None) -> str:
+def _format_rate(rate: float | None) -> str:
     return "-" if rate is None else f"{rate:,.0f}"
 
 
-def _clock(seconds: float | None) -> str:
+def _format_clock(seconds: float | None) -> str:
     """`0:03:20`; `-` for None."""
     if seconds is None:
         return "-"

@@ -1,4 +1,4 @@
-"""`batchgen run`: files in, one Parquet file out, resumable at every moment."""
+"""`batchgen run`: one resumable run of a job, from input files to one Parquet file."""
 
 from __future__ import annotations
 
@@ -13,51 +13,58 @@ from shlex import quote
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.config import RunConfig
-from batchgen.data.committed import Committed
-from batchgen.data.files import read_footer
-from batchgen.data.finish import finish
-from batchgen.data.own import own_files
-from batchgen.data.parts import PartWriter, WriterStats
-from batchgen.data.read import InputSet, open_inputs
-from batchgen.data.retry import open_for_retry
-from batchgen.data.schema import OutputRow
-from batchgen.data.totals import read_totals
-from batchgen.data.work import WorkFolder, open_work, output_paths
-from batchgen.embeds import EmbedsStore
-from batchgen.engine.collector import QuietCollector
+from batchgen.config.run_config import RunConfig
+from batchgen.data.read.input_set import InputSet, open_inputs
+from batchgen.data.read.reserved_paths import reserved_paths
+from batchgen.data.view import read_totals
+from batchgen.data.write.committed import Committed
+from batchgen.data.write.durable_files import read_footer
+from batchgen.data.write.finish import finish
+from batchgen.data.write.parts import PartWriter, WriterStats
+from batchgen.data.write.retry import open_for_retry
+from batchgen.data.write.schema import OutputRow
+from batchgen.data.write.work_folder import WorkFolder, open_work, output_paths
 from batchgen.engine.engine import Engine, Running
-from batchgen.engine.intake import Intake
+from batchgen.engine.gc_control import DeferredGC
+from batchgen.engine.row_reader import RowReader
 from batchgen.errors import InputError, ModelError, TooManyErrors, UsageError
 from batchgen.job.estimate import estimate_output
 from batchgen.job.events import EventWriter, open_events
-from batchgen.job.identity import JobIdentity, identify
+from batchgen.job.fingerprint import JobIdentity, identify_job
 from batchgen.job.ingest import Ingested, ingest
 from batchgen.job.progress import Phase, Progress, ProgressState, make_progress
-from batchgen.job.reading import forget_reading, keep_reading, kept_reading, reading_key, report_bad
 from batchgen.job.setup import Setup, prepare
 from batchgen.job.signals import StopRequest
 from batchgen.job.summary import RunSummary
+from batchgen.job.tokenized_cache import (
+    discard_tokenized,
+    load_tokenized,
+    report_bad_rows,
+    save_tokenized,
+    tokenized_key,
+)
 from batchgen.models.base import Model, ModelSpec
-from batchgen.request import Completion, RequestTable
+from batchgen.request.completion import Completion
+from batchgen.request.embeds_store import EmbedsStore
+from batchgen.request.table import RequestTable
 
 __all__ = ["run_job"]
 
 
 def run_job(config: RunConfig, stop: StopRequest) -> RunSummary:
-    """Run a job to its end, or to where `stop` says that it is to stop.
+    """Run a job to its end, or until `stop` requests a stop.
 
     Raises:
-        BatchgenError: whatever ends a job early; everything finished is committed first.
+        BatchgenError: the job ended early; all finished rows are committed.
     """
-    with make_progress(config.progress) as progress, QuietCollector(every=1) as collector:
+    with make_progress(config.progress) as progress, DeferredGC(every=1) as collector:
         return _Job(config, stop, progress, collector).run()
 
 
 class _Job:
-    """One run of one job, phase by phase."""
+    """One run of one job: the phases and the state they share."""
 
-    def __init__(self, config: RunConfig, stop: StopRequest, progress: Progress, collector: QuietCollector) -> None:
+    def __init__(self, config: RunConfig, stop: StopRequest, progress: Progress, collector: DeferredGC) -> None:
         self.config = config
         self.stop = stop
         self.progress = progress
@@ -65,48 +72,48 @@ class _Job:
         self.seconds: dict[str, float] = {}
         self.state = ProgressState("starting")
         self.result = config.output
-        """The file of results; of a shard that in the folder."""
+        """Path of the results file; for a shard, its file in the output folder."""
         self.errors_before = 0
-        """Rows that failed while an earlier run generated."""
+        """Number of rows that failed in earlier runs while generating."""
         self.failed: set[int] = set()
-        """Those, and the rows that failed while this one does: a row counts once, however many of its prompts fail."""
+        """Indexes of rows that failed while generating, in this run or earlier ones; each counts as one error."""
         self.generated = False
-        """Whether there is any result but that rows are wrong."""
+        """Whether this run has generated any result. Errors of invalid rows do not count."""
         self.rows_done = 0
-        """Rows of which every prompt is done, those that were refused or skipped included."""
-        self.left: dict[int, int] = {}
-        """Row of several prompts -> those that are not done."""
+        """Number of rows of which every prompt is done, invalid and skipped rows included."""
+        self.prompts_left: dict[int, int] = {}
+        """Row index -> number of its unfinished prompts, for rows with several."""
         self.output_seconds = 0.0
-        """What the steps waited for, while finished rows were given their texts and handed to the writer."""
+        """Seconds that the loop spent on passing finished rows to the writer."""
 
     def run(self) -> RunSummary:
-        """Everything from the command line to the finished file."""
-        with self._phase("starting"):  # what any job pays, however few its rows
+        """Run the job and return its summary."""
+        with self._phase("starting"):  # the cost of a job of any size
             setup = prepare(self.config, self.progress.note)
-            inputs = open_inputs(self.config.inputs, own_files(self.config))
-            identity = identify(self.config, inputs, setup.identity, setup.sampling)
+            inputs = open_inputs(self.config.inputs, reserved_paths(self.config))
+            identity = identify_job(self.config, inputs, setup.identity, setup.sampling)
             paths = output_paths(self.config.output, identity.run.shard)
             self.result = paths.result
             open_output = open_for_retry if self.config.retry_errors else open_work
             work = open_output(paths, identity.run, identity.info, self.config.existing)
         if work is None:
             return _finished(paths.result, identity)
-        self.collector.set_aside()
+        self.collector.freeze_all()
         with work, ThreadPoolExecutor(1, thread_name_prefix="load") as loader:
-            # The weights are read while the rows are tokenised.
+            # Weights are loaded while the rows are tokenised.
             model = loader.submit(setup.load_model)
             with self._phase("reading"):
                 committed = Committed.read(work, retry_errors=self.config.retry_errors)
             try:
-                return self._fill(work, committed, inputs, identity, setup, model)
+                return self._complete(work, committed, inputs, identity, setup, model)
             except (UsageError, InputError, ModelError):
                 if not len(committed) and not self.generated:
-                    # Refused before a token was computed: a corrected command finds no other work. What was committed
-                    # says which rows are wrong, which the next reading finds again.
+                    # Refused before a token was computed: remove the work folder, so that a corrected command is not
+                    # refused for it. Committed errors of invalid rows are found again by the next run.
                     work.remove()
                 raise
 
-    def _fill(
+    def _complete(
         self,
         work: WorkFolder,
         committed: Committed,
@@ -115,7 +122,7 @@ class _Job:
         setup: Setup,
         model: Future[Model],
     ) -> RunSummary:
-        """Commit what is missing, then gather everything into the output."""
+        """Compute and commit the missing rows, then merge all committed rows into the output."""
         config = self.config
         with (
             self._events(len(committed) > 0) as events,
@@ -124,13 +131,13 @@ class _Job:
             self.stop.commit = writer.flush
             with self._phase("reading"):
                 rows = self._rows(work, identity, inputs, setup, committed, writer)
-            self._hold_size(rows, setup.spec)
-            setup.note_unread(rows.table.params, self.progress.note)
+            self._check_size(rows, setup.spec)
+            setup.note_unused_options(rows.table.params, self.progress.note)
             done = committed.contains(rows.table.row_index, rows.table.prompt_index)
-            self._count(rows, done)
+            self._init_row_counts(rows, done)
             with self._phase("loading"):
-                loaded = self._await(model, rows)
-                engine = Engine.from_parts(self.config.engine, loaded, setup.tokenizer, setup.encoder.grammars)
+                loaded = self._wait_for_model(model, rows)
+                engine = Engine.from_parts(config.engine, loaded, setup.tokenizer, setup.encoder.grammars)
             with self._phase("planning"):
                 emit = events.listener(lambda row: rows.texts[row][0]) if events is not None else None
                 running = engine.start(rows.table, done, prompt_ids=self.config.include_prompt_ids, emit=emit)
@@ -138,14 +145,14 @@ class _Job:
                     self.progress.note(f"kernels: {engine.kernels}")
             with self._phase("generating"):
                 self._generate(running, rows, writer)
-            if running.loop.graphs is not None and running.loop.graphs.refused is not None:
-                self.progress.note(f"no CUDA graphs: {running.loop.graphs.refused}")
+            if running.loop.graphs is not None and running.loop.graphs.disabled_reason is not None:
+                self.progress.note(f"no CUDA graphs: {running.loop.graphs.disabled_reason}")
         if self.stop.requested:
             raise self.stop.error(self.state.rows_done, rows.rows)
-        self._hold_threshold(rows)
-        rows.close(keep=True)  # for a run that goes on where this one is cut short while it gathers
+        self._check_max_errors(rows)
+        rows.close(keep=True)  # for a run that resumes if this one is interrupted while writing
         with self._phase("writing"):
-            made = {
+            record = {
                 "kernels": engine.kernels,
                 "input_rows": rows.rows,
                 "rows_skipped": rows.skipped,
@@ -154,12 +161,12 @@ class _Job:
                 "layer_ids": [*setup.spec.moe_layers] or None,
                 "experts_per_token": setup.spec.experts_per_token or None,
             }
-            finish(work, rows.expected, {**identity.record, **made}, max_bytes=config.max_output_bytes)
+            finish(work, rows.expected, {**identity.record, **record}, max_bytes=config.max_output_bytes)
         return self._summary(work.paths.result, identity, rows, committed, running, writer.stats)
 
-    def _events(self, go_on: bool) -> EventWriter | nullcontext[None]:
-        """Where events go; opened before anything is computed, so that a path that cannot be written is no surprise."""
-        return nullcontext() if self.config.events is None else open_events(self.config.events, go_on=go_on)
+    def _events(self, resumed: bool) -> EventWriter | nullcontext[None]:
+        """The event writer, if `--events` is given; opened before the computation, so that a bad path fails early."""
+        return nullcontext() if self.config.events is None else open_events(self.config.events, append=resumed)
 
     def _rows(
         self,
@@ -170,7 +177,7 @@ class _Job:
         committed: Committed,
         writer: PartWriter,
     ) -> Ingested:
-        """All rows tokenised: as an earlier run of this job left them, or read now and left for a later one."""
+        """All rows tokenised: from the cache of an earlier run, or read now and cached for a later run."""
 
         def on_error(completion: Completion, row_id: str, extra: str | None) -> None:
             if (completion.row_index, 0) not in committed:
@@ -185,48 +192,48 @@ class _Job:
                 if self.stop.requested:
                     raise self.stop.error(committed.rows)
 
-        # Those that cannot be parsed are found again.
+        # Rows that fail in parsing are found again: `on_error` removes them.
         self.failed = set(np.unique(committed.row_index[committed.is_error]).tolist())
-        key = reading_key(identity, self.config, setup)
-        rows = _kept(work, key, committed, setup)
+        key = tokenized_key(identity, self.config, setup)
+        rows = _load_rows(work, key, committed, setup)
         if rows is None:
-            forget_reading(work.reading)
+            discard_tokenized(work.tokenized)
             table = RequestTable(EmbedsStore(setup.spec.embeds_size, work.scratch))
-            intake = Intake(table, setup.encoder, setup.defaults, self.config.on_duplicate_id, setup.media_root)
-            rows = ingest(self.config, inputs, intake, table, work.reading, setup.decode_prompt, on_row)
-            keep_reading(rows, work.reading, key)
+            row_reader = RowReader(table, setup.encoder, setup.defaults, self.config.on_duplicate_id, setup.media_root)
+            rows = ingest(self.config, inputs, row_reader, table, work.tokenized, setup.decode_prompt, on_row)
+            save_tokenized(rows, work.tokenized, key)
         setup.encoder.grammars.release()
-        # Before a row of this job is committed: those of another would never fit beside it.
-        rows.expected.hold(committed, work.paths.work)
-        report_bad(rows, on_error)
+        # Before a row of this job is committed: the work of a different job could never be completed together with it.
+        rows.expected.check_resumable(committed, work.paths.work)
+        report_bad_rows(rows, on_error)
         self.errors_before = len(self.failed)
         self._report(rows_done=0, rows_total=rows.rows, rows_error=self._errors(rows))
-        self._hold_threshold(rows)
+        self._check_max_errors(rows)
         return rows
 
-    def _hold_size(self, rows: Ingested, spec: ModelSpec) -> None:
-        """Refuse to start what may exceed `--max-output-bytes`."""
-        estimate_output(rows, self.config, spec).hold(self.config.max_output_bytes)
+    def _check_size(self, rows: Ingested, spec: ModelSpec) -> None:
+        """Refuse a job whose output may exceed `--max-output-bytes`."""
+        estimate_output(rows, self.config, spec).check(self.config.max_output_bytes)
 
-    def _await(self, model: Future[Model], rows: Ingested) -> Model:
-        """The model once it is loaded; meanwhile a request to stop is heard."""
+    def _wait_for_model(self, model: Future[Model], rows: Ingested) -> Model:
+        """The loaded model; a stop request is handled while waiting."""
         while not wait([model], timeout=0.1).done:
             if self.stop.requested:
                 raise self.stop.error(self.rows_done, rows.rows)
         return model.result()
 
-    def _count(self, rows: Ingested, done: npt.NDArray[np.bool_]) -> None:
-        """Where the count of rows begins; `done` [requests] says which of the table are.
+    def _init_row_counts(self, rows: Ingested, done: npt.NDArray[np.bool_]) -> None:
+        """Set `rows_done` and `prompts_left`, given `done` [N]: whether each request of the table is committed.
 
-        A prompt counts once, however many texts are scored behind it: it comes as one group.
+        A prompt counts once, however many texts are scored with it: its completions arrive as one group.
         """
         row, prompt = rows.table.row_index[~done], rows.table.prompt_index[~done]
         first = np.ones(len(row), np.bool_)
         first[1:] = (row[1:] != row[:-1]) | (prompt[1:] != prompt[:-1])
-        begun, prompts = np.unique(row[first], return_counts=True)
+        unfinished, prompts = np.unique(row[first], return_counts=True)
         several = prompts > 1
-        self.left = dict(zip(begun[several].tolist(), prompts[several].tolist(), strict=True))
-        self.rows_done = rows.rows - len(begun)
+        self.prompts_left = dict(zip(unfinished[several].tolist(), prompts[several].tolist(), strict=True))
+        self.rows_done = rows.rows - len(unfinished)
 
     def _generate(self, running: Running, rows: Ingested, writer: PartWriter) -> None:
         for group in running.loop.run(lambda: self._tick(running)):
@@ -239,22 +246,22 @@ class _Job:
                 self.failed.add(first.row_index)
                 rows.errors[first.error.code] += 1
                 self._report(rows_error=self._errors(rows))
-                self._hold_threshold(rows)
-            if left := self.left.pop(first.row_index, 1) - 1:
-                self.left[first.row_index] = left
+                self._check_max_errors(rows)
+            if left := self.prompts_left.pop(first.row_index, 1) - 1:
+                self.prompts_left[first.row_index] = left
             else:
                 self.rows_done += 1
         self._report(rows_done=self.rows_done)
 
     def _tick(self, running: Running) -> bool:
-        """Between two steps: report, and ask whether to stop."""
-        now = running.loop.state
+        """Between two steps: report progress and return whether to stop."""
+        state = running.loop.state
         self._report(
             rows_done=self.rows_done,
-            completion_tokens=now.output_tokens,
-            running=now.running,
-            waiting=max(0, (self.state.rows_total or 0) - self.rows_done - now.running),
-            kv_use=now.kv_pages_used / max(1, now.kv_pages),
+            completion_tokens=state.output_tokens,
+            running=state.running,
+            waiting=max(0, (self.state.rows_total or 0) - self.rows_done - state.running),
+            kv_use=state.kv_pages_used / max(1, state.kv_pages),
         )
         return self.stop.requested
 
@@ -263,19 +270,19 @@ class _Job:
         return OutputRow(completion, row_id, extra, prompts[completion.prompt_index] if prompts else None)
 
     def _errors(self, rows: Ingested) -> int:
-        """Rows that failed so far."""
+        """Number of rows that failed so far."""
         return rows.errors.total() + self.errors_before
 
-    def _hold_threshold(self, rows: Ingested) -> None:
+    def _check_max_errors(self, rows: Ingested) -> None:
         errors = self._errors(rows)
         if self.config.max_errors.exceeded(errors, rows.rows - rows.skipped):
             codes = ", ".join(f"{code} {count:,}" for code, count in rows.errors.most_common())
             if self.errors_before:
-                codes = ", ".join(filter(None, (codes, f"in an earlier run {self.errors_before:,}")))
+                codes = ", ".join(filter(None, (codes, f"in earlier runs {self.errors_before:,}")))
             raise TooManyErrors(
                 f"{errors:,} of {rows.rows:,} rows failed ({codes}), more than --max-errors allows "
                 f"({self.config.max_errors}). See them with: batchgen show {quote(str(self.result))} --errors. "
-                "With a higher --max-errors the same command goes on."
+                "To continue, raise --max-errors and run the same command again."
             )
 
     def _report(self, **changes: float | int | None) -> None:
@@ -315,7 +322,7 @@ class _Job:
             rows_resumed=len(np.unique(committed.row_index)),
             prompt_tokens=running.workload.tree.prompt_tokens,
             distinct_prompt_tokens=running.workload.tree.distinct_tokens,
-            computed_prompt_tokens=stats.prompt_tokens + stats.relogit_tokens,
+            computed_prompt_tokens=stats.prompt_tokens + stats.recomputed_last_tokens,
             cached_tokens=totals.cached_tokens,
             completion_tokens=totals.completion_tokens,
             dropped_tokens=totals.dropped_tokens,
@@ -325,15 +332,15 @@ class _Job:
             engine={
                 **stats.as_dict(),
                 **asdict(written),
-                "output_milliseconds": round(1e3 * self.output_seconds),
+                "output_ms": round(1e3 * self.output_seconds),
                 **running.loop.counts(),
             },
         )
 
 
-def _kept(work: WorkFolder, key: str, committed: Committed, setup: Setup) -> Ingested | None:
-    """The rows as an earlier run left them; None where there are none, or a constraint does not compile any more."""
-    rows = kept_reading(work.reading, key)
+def _load_rows(work: WorkFolder, key: str, committed: Committed, setup: Setup) -> Ingested | None:
+    """The rows tokenised by an earlier run; None if there is no valid cache or a constraint cannot be compiled now."""
+    rows = load_tokenized(work.tokenized, key)
     if rows is None:
         return None
     done = committed.contains(rows.table.row_index, rows.table.prompt_index)
@@ -344,7 +351,7 @@ def _kept(work: WorkFolder, key: str, committed: Committed, setup: Setup) -> Ing
 
 
 def _finished(result: Path, identity: JobIdentity) -> RunSummary:
-    """The summary of an output that was complete before."""
+    """The summary of an output that was already complete."""
     totals = read_totals(result)
     footer = read_footer(result) or {}
     return RunSummary(

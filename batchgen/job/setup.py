@@ -1,4 +1,4 @@
-"""What a job needs to know before it reads a row: the model's sizes, its tokenizer, the defaults in force."""
+"""Setup of a job before rows are read: model spec, tokenizer, encoder and sampling defaults; no weights."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from typing import Any
 
 import torch
 
-from batchgen.config import EngineConfig, RunConfig
+from batchgen.config.options import BY_NAME
+from batchgen.config.run_config import EngineConfig, RunConfig
 from batchgen.demo import model_path
+from batchgen.engine.backend_choice import fixed_kernels, products_of, refuse_anywhere
 from batchgen.engine.engine import prepare_device
-from batchgen.engine.kernels import fixed_kernels, products_of, refuse_anywhere
-from batchgen.engine.memory import allowed_pages
+from batchgen.engine.memory.kv_budget import allowed_pages
 from batchgen.kernels.backend import GPU_BACKENDS
-from batchgen.media_root import MediaRoot
+from batchgen.media.root import MediaRoot
 from batchgen.models.base import Model, ModelSpec
 from batchgen.models.check import check_model
 from batchgen.models.load import inspect_model, load_model
-from batchgen.options import BY_NAME
-from batchgen.params import SamplingParams
-from batchgen.rows import RowDefaults
+from batchgen.request.params import SamplingParams
+from batchgen.request.parser import RowDefaults
 from batchgen.text.encode import Encoder
-from batchgen.text.grammars import Grammars
+from batchgen.text.grammar.grammars import Grammars
 from batchgen.text.tokenizer import Tokenizer
 
 __all__ = ["Setup", "prepare"]
 
-DEMO_NOTE = "no --model given: running the demonstration model, a toy that does small tasks (see README)"
+DEMO_NOTE = "no --model given: running the demonstration model, a toy for small tasks (see `batchgen help models`)"
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A job's model (not loaded yet), tokenizer and defaults."""
+    """A job's model spec, tokenizer, encoder and defaults."""
 
     config: EngineConfig
     model: str
-    """Folder or id, the demonstration model's where none was named."""
+    """Folder or id of the model; the demonstration model's folder if none is named."""
     spec: ModelSpec
     tokenizer: Tokenizer
     defaults: RowDefaults
@@ -45,10 +45,10 @@ class Setup:
     media_root: MediaRoot
 
     def load_model(self) -> Model:
-        """Read the weights.
+        """Load the weights.
 
         Raises:
-            ModelError: they cannot be read.
+            ModelError: they cannot be loaded.
         """
         return load_model(
             self.model,
@@ -63,12 +63,12 @@ class Setup:
 
     @property
     def sampling(self) -> Mapping[str, Any]:
-        """Sampling defaults in force: the model's, under the run-wide ones."""
+        """Sampling defaults in effect: options of the run over defaults of the model."""
         return {**self.defaults.model, **self.defaults.flags}
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """What of the model a result depends on."""
+        """Properties of the model that results depend on, for the fingerprint."""
         return {
             "model": self.config.model or "demonstration model",
             "model_digest": self.spec.digest,
@@ -80,28 +80,28 @@ class Setup:
             **({"adapters": dict(self.spec.adapters)} if self.spec.adapters else {}),
         }
 
-    def note_unread(self, params: Iterable[SamplingParams], note: Callable[[str], None]) -> None:
-        """Say which options are idle, where none of the rows, whose parameters these are, reads them."""
-        unread = [BY_NAME[name].flag for name in self.defaults.unread(params)]
-        if unread:
-            verb = "says" if len(unread) == 1 else "say"
-            note(f"{', '.join(unread)} {verb} nothing: no row returns logprobs; add --return-logprob")
+    def note_unused_options(self, params: Iterable[SamplingParams], note: Callable[[str], None]) -> None:
+        """Call `note` if logprob options are given but none of the rows' parameter sets `params` uses them."""
+        unused = [BY_NAME[name].flag for name in self.defaults.unused_logprob_options(params)]
+        if unused:
+            verb = "has" if len(unused) == 1 else "have"
+            note(f"{', '.join(unused)} {verb} no effect: no row returns logprobs; add --return-logprob")
 
     def decode_prompt(self, ids: list[int]) -> str:
-        """Text of a prompt, special tokens included, for `--include-prompt` and `check`."""
+        """The text of a prompt with its special tokens, for `--include-prompt` and `check`."""
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def prepare(config: RunConfig, note: Callable[[str], None], *, elsewhere: bool = False) -> Setup:
-    """Check the model folder, read the tokenizer and settle the defaults; no weight is read.
+def prepare(config: RunConfig, note: Callable[[str], None], *, allow_missing_gpu: bool = False) -> Setup:
+    """Check the model, load the tokenizer and resolve the defaults, without loading weights.
 
     Args:
-        config: the job.
-        note: told what the user should know.
-        elsewhere: the job is to run on another machine, so that a device that is not here is no error.
+        config: the configuration of the job.
+        note: called with each message for the user.
+        allow_missing_gpu: whether a GPU that this machine lacks is allowed, for jobs that run on another machine.
 
     Raises:
-        ModelError: the model cannot be used, with the reason.
+        ModelError: the model cannot be used.
         UsageError: an option does not fit the model.
     """
     engine = config.engine
@@ -113,9 +113,9 @@ def prepare(config: RunConfig, note: Callable[[str], None], *, elsewhere: bool =
     implementation, longest = engine.model_impl, engine.max_model_len
     checked = check_model(
         model, implementation=implementation, max_model_len=longest, revision=engine.revision, lora=engine.lora
-    )  # first: it refuses before torch is asked for anything
+    )  # first: needs no torch
     folder = checked.folder.path
-    absent = elsewhere and _wants_gpu(engine) and not torch.cuda.is_available()
+    absent = allow_missing_gpu and _wants_gpu(engine) and not torch.cuda.is_available()
     spec = inspect_model(
         folder,
         implementation=implementation,
@@ -127,11 +127,11 @@ def prepare(config: RunConfig, note: Callable[[str], None], *, elsewhere: bool =
     )
     if absent:
         refuse_anywhere(engine)
-        note("there is no GPU here: what depends on it (--attention, --kv-memory, the time) is not checked")
+        note("this machine has no GPU: --attention, --kv-memory and the compute time are not checked")
     else:
-        fixed_kernels(engine, spec)  # refuses what this machine cannot run before a row is read
+        fixed_kernels(engine, spec)  # raises before rows are read if this machine cannot run them
         if engine.kv_memory is not None:
-            allowed_pages(spec, engine.page_size, engine.kv_memory)  # refuses now rather than after an hour of reading
+            allowed_pages(spec, engine.page_size, engine.kv_memory)  # raises now rather than after all rows are read
     tokenizer = Tokenizer.load(engine.tokenizer or folder, engine.revision, folder)
     defaults = RowDefaults(
         flags=config.sampling,

@@ -1,4 +1,4 @@
-"""Results in a terminal: a table cut to its width, or one record whole. Plain lines (tabs, JSON) into a pipe."""
+"""`batchgen show`: results as a table or one whole row on a terminal, as tab-separated or JSON lines in a pipe."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from batchgen.data.schema import finite
 from batchgen.data.view import Results, open_results
+from batchgen.data.write.schema import non_finite_to_none
 from batchgen.errors import InputError
-from batchgen.printable import printable
+from batchgen.request.printable import printable
 
 __all__ = ["show_results", "show_row"]
 
@@ -27,7 +27,7 @@ _LISTED = ["row_index", "prompt_index", "sample_index", "id", "status", "finish_
 _LIST_ITEMS = 16
 _ID_WIDTH = 24
 _TEXT_WIDTH = 8
-"""Cells of text shown at least."""
+"""Least number of cells for the text column."""
 _GAP = 2
 _HEADERS = ("row", "id", "outcome")
 
@@ -35,25 +35,25 @@ _HEADERS = ("row", "id", "outcome")
 def show_results(
     out: Path, *, errors_only: bool, limit: int | None, finished: bool = False, console: Console | None = None
 ) -> None:
-    """List the samples of `out` on stdout, at most `limit`, with a closing line of counts on a terminal.
+    """List the samples of `out`, at most `limit`; on a terminal, a line of counts follows.
 
     Args:
-        out: as `open_results` takes it.
-        errors_only: samples that failed alone.
-        limit: None lists all.
-        finished: a finished output, though newer work stands beside it.
-        console: where to; stdout when None.
+        out: path, as for `open_results`.
+        errors_only: list failed samples only.
+        limit: most samples to list; None for all.
+        finished: show the finished output even if newer, unfinished work exists.
+        console: the console to print to; stdout if None.
 
     Raises:
         InputError: there are no results to read.
         UsageError: a folder without results.
     """
     console = console or Console(highlight=False)
-    results = _opened(out, finished)
+    results = _open_with_note(out, finished)
     rows = islice(results.rows(errors=errors_only, columns=_LISTED), limit)
     if not console.is_terminal:
         for row in rows:
-            fields = (_place(row), row["id"] or "", row["status"], _outcome(row), _message(row))
+            fields = (_label(row), row["id"] or "", row["status"], _outcome(row), _message(row))
             sys.stdout.write("\t".join(printable(field) for field in fields) + "\n")
         return
     listed = list(rows)
@@ -62,17 +62,16 @@ def show_results(
 
 
 def show_row(out: Path, row_index: int, *, finished: bool = False, console: Console | None = None) -> None:
-    """Print everything about one input row on stdout: a block for each sample, or JSON lines into a pipe,
-    where numbers that JSON lacks are null.
+    """Print all columns of one input row: a block per sample on a terminal, JSON lines in a pipe.
 
-    `finished` and `console` are as in `show_results`.
+    NaN and infinity are null in JSON. `finished` and `console` are as in `show_results`.
 
     Raises:
-        InputError: there are no results to read, or none of that row.
+        InputError: there are no results to read, or the row is not in them.
         UsageError: a folder without results.
     """
     console = console or Console(highlight=False)
-    results = _opened(out, finished)
+    results = _open_with_note(out, finished)
     found = False
     for row in results.rows(row=row_index):
         found = True
@@ -80,14 +79,14 @@ def show_row(out: Path, row_index: int, *, finished: bool = False, console: Cons
         if console.is_terminal:
             console.print(_block(present))
         else:
-            sys.stdout.write(json.dumps(finite(present), ensure_ascii=False, allow_nan=False) + "\n")
+            sys.stdout.write(json.dumps(non_finite_to_none(present), ensure_ascii=False, allow_nan=False) + "\n")
     if not found:
         state = "is not in the results" if results.complete else "is not finished yet, or not in the input"
         raise InputError(f"row {row_index} {state}: {out}")
 
 
-def _opened(out: Path, finished: bool) -> Results:
-    """The results; on stderr which they are, where that is not plain."""
+def _open_with_note(out: Path, finished: bool) -> Results:
+    """Open the results and print their note, if any, to stderr."""
     results = open_results(out, finished=finished)
     if results.note is not None:
         print(printable(f"{out}: {results.note}"), file=sys.stderr)
@@ -104,22 +103,22 @@ def _counts(results: Results, shown: int, errors_only: bool) -> str:
 
 
 def _table(rows: Sequence[Record], width: int) -> Table:
-    """One line a sample, its text cut to what `width` leaves."""
+    """One line per sample, with the text cut to fit `width`."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column(_HEADERS[0], justify="right", no_wrap=True)
     for name in (*_HEADERS[1:], "text"):
         table.add_column(name, no_wrap=True, overflow="ellipsis")
-    lines = [(_place(row), _cut(row["id"] or "", _ID_WIDTH), _outcome(row)) for row in rows]
-    taken = sum(max(map(cell_len, column)) + _GAP for column in zip(_HEADERS, *lines, strict=True))
-    room = max(width - taken, _TEXT_WIDTH)
-    for row, (place, name, outcome) in zip(rows, lines, strict=True):
+    lines = [(_label(row), _truncate(row["id"] or "", _ID_WIDTH), _outcome(row)) for row in rows]
+    used = sum(max(map(cell_len, column)) + _GAP for column in zip(_HEADERS, *lines, strict=True))
+    text_width = max(width - used, _TEXT_WIDTH)
+    for row, (label, row_id, outcome) in zip(rows, lines, strict=True):
         style = "red" if row["status"] == "error" else ""
-        table.add_row(Text(place), Text(name), Text(outcome, style=style), Text(_cut(_message(row), room)))
+        table.add_row(Text(label), Text(row_id), Text(outcome, style=style), Text(_truncate(_message(row), text_width)))
     return table
 
 
-def _cut(text: str, width: int) -> str:
-    """At most `width` terminal cells of `text`, escaped."""
+def _truncate(text: str, width: int) -> str:
+    """`text`, escaped and cut to `width` terminal cells."""
     line = Text(printable(text[: 4 * width]))
     line.truncate(width, overflow="ellipsis")
     return line.plain
@@ -130,27 +129,27 @@ def _block(row: Record) -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in row.items():
-        table.add_row(name, Text(_shown(value)))
+        table.add_row(name, Text(_format_value(value)))
     table.add_row("", "")
     return table
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, list) and len(value) > _LIST_ITEMS:
-        head = ", ".join(_shown(item) for item in value[:_LIST_ITEMS])
+        head = ", ".join(_format_value(item) for item in value[:_LIST_ITEMS])
         return f"[{head}, … {len(value) - _LIST_ITEMS:,} more]"
     if isinstance(value, str):
         return printable(value, keep="\n\t")
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, list):
-        return "[" + ", ".join(_shown(item) for item in value) + "]"
+        return "[" + ", ".join(_format_value(item) for item in value) + "]"
     if isinstance(value, dict):
-        return "\n".join(f"{name}: {_shown(item)}" for name, item in value.items() if item is not None)
+        return "\n".join(f"{name}: {_format_value(item)}" for name, item in value.items() if item is not None)
     return str(value)
 
 
-def _place(row: Record) -> str:
+def _label(row: Record) -> str:
     """`7`, or `7.1.2` for prompt 1, sample 2 of row 7."""
     if row["prompt_index"] or row["sample_index"]:
         return f"{row['row_index']}.{row['prompt_index']}.{row['sample_index']}"

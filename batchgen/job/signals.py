@@ -1,11 +1,11 @@
-"""Stopping early: signals and `--max-time` become a `StopRequest` that the job's loop polls.
+"""Early stop: signals and `--max-time` set a `StopRequest` that the job's loop polls.
 
 | event | exit status | what happens |
 |---|---|---|
 | SIGINT, SIGTERM | 130, 143 | the loop ends after its current step and commits every finished row |
-| 15 s after one of these | the same | the loop is stuck in a step or a load: a thread commits and ends the process |
-| a second one of these | the same | the process ends at once; what was committed stands |
-| SIGUSR1, `--max-time` | 75 | as the first of the above |
+| 15 s after one of these | the same | if the loop has not ended by then, a thread commits and ends the process |
+| a second one of these | the same | the process ends at once; committed rows are kept |
+| SIGUSR1, `--max-time` | 75 | as the first line |
 """
 
 from __future__ import annotations
@@ -28,51 +28,52 @@ RESUMABLE = 75
 """Exit status of a run that stopped early by design (EX_TEMPFAIL)."""
 
 GRACE_SECONDS = 15.0
-"""How long the loop may take to come round after a signal; 20 s are promised."""
+"""Seconds that the loop may take to end after a signal; the documented limit is 20 s."""
 
 _SHOW_CURSOR = "\x1b[?25h"
 
 
 class StopRequest:
-    """Whether, why and with which exit status to stop. The first request stands; later ones change nothing."""
+    """A request to stop, with its reason and exit status. Only the first request counts."""
 
     def __init__(self, max_time: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """`max_time`: seconds from now until the run asks itself to stop."""
+        """`max_time`: seconds from now until a stop is requested."""
         self._clock = clock
         self._deadline = None if max_time is None else clock() + max_time
         self._request: tuple[str, int] | None = None
         self.commit: Callable[[], None] = lambda: None
-        """Makes everything finished so far durable; called from another thread if the loop does not come round."""
+        """Commits all finished rows; called from another thread if the loop does not end in time."""
 
     def request(self, reason: str, exit_status: int) -> None:
-        """Ask the loop to stop."""
+        """Request a stop."""
         if self._request is None:
             self._request = (reason, exit_status)
 
     @property
     def requested(self) -> bool:
-        """Whether to stop now; looks at the clock, cheap enough for every step."""
+        """Whether to stop now. Checks the deadline, and is cheap enough for every step."""
         if self._request is None and self._deadline is not None and self._clock() >= self._deadline:
             self.request("--max-time", RESUMABLE)
         return self._request is not None
 
     @property
     def reason(self) -> str | None:
-        """The signal's name, or "--max-time"; None while nothing was asked."""
+        """Name of the signal, or "--max-time"; None without a request."""
         return self._request[0] if self._request else None
 
     @property
     def exit_status(self) -> int | None:
-        """75, 130 or 143; None while nothing was asked."""
+        """75, 130 or 143; None without a request."""
         return self._request[1] if self._request else None
 
     def error(self, rows_done: int, rows: int | None = None) -> Interrupted:
-        """What the job raises once everything finished is committed; `rows` is None while it is not known yet."""
+        """The error that the job raises after committing; `rows` is None if the number of rows is not known yet."""
         assert self._request is not None
         reason, status = self._request
         of = "" if rows is None else f" of {rows:,}"
         return Interrupted(
-            f"stopped by {reason} with {rows_done:,}{of} rows committed; the same command goes on from there", status
+            f"stopped by {reason} with {rows_done:,}{of} rows committed. Run the same command again to continue.",
+            status,
         )
 
 
@@ -80,10 +81,10 @@ class StopRequest:
 def handle_signals(
     stop: StopRequest, exit_now: Callable[[int], None] | None = None, grace: float = GRACE_SECONDS
 ) -> Iterator[StopRequest]:
-    """Turn signals into requests on `stop`, and put the former handlers back at the end.
+    """Turn signals into requests on `stop`; restore the former handlers on exit.
 
-    `exit_now` ends the process (`os._exit` by default): on a second SIGINT or SIGTERM, or `grace` seconds after the
-    first, when it calls `stop.commit` before. Outside the main thread, where Python allows no handlers, nothing is
+    On a second SIGINT or SIGTERM, `exit_now` (default: `os._exit`) ends the process. `grace` seconds after the first,
+    `stop.commit` and then `exit_now` are called. Outside the main thread, where Python allows no handlers, nothing is
     installed.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -125,24 +126,24 @@ def _watch(reader: socket.socket, stop: StopRequest, exit_now: Callable[[int], N
                 if stops > 1:
                     exit_now(128 + number)
                 else:
-                    timer = threading.Timer(grace, _overdue, (stop, exit_now, 128 + number))
+                    timer = threading.Timer(grace, _on_grace_expired, (stop, exit_now, 128 + number))
                     timer.daemon = True
                     timer.start()
     if timer is not None:
         timer.cancel()
 
 
-def _overdue(stop: StopRequest, exit_now: Callable[[int], None], status: int) -> None:
-    """The loop did not come round: commit for it, and end."""
+def _on_grace_expired(stop: StopRequest, exit_now: Callable[[int], None], status: int) -> None:
+    """The loop did not end in time: commit, then end the process."""
     with suppress(Exception):
         stop.commit()
     with suppress(OSError, ValueError):
-        sys.stderr.write("stopped in the middle of a long step; finished rows are committed, run again to go on\n")
+        sys.stderr.write("stopped during a long step; finished rows are committed. Run the same command again.\n")
     exit_now(stop.exit_status or status)
 
 
 def _exit_now(status: int) -> None:
-    """End without unwinding: committed parts are safe, and nothing else is worth waiting for."""
+    """End the process without unwinding; committed parts are durable."""
     with suppress(OSError, ValueError):
         if sys.stderr.isatty():
             sys.stderr.write(_SHOW_CURSOR)

@@ -1,4 +1,4 @@
-"""What a run did: the figures of `--report`, and the closing lines for a person."""
+"""Summary of a finished run: the JSON report (`--report`) and the text printed at the end."""
 
 from __future__ import annotations
 
@@ -15,54 +15,54 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from batchgen.config.units import format_size
 from batchgen.errors import OutputError
-from batchgen.printable import encodable
-from batchgen.units import format_size
+from batchgen.request.printable import encodable
 
 __all__ = ["RunSummary", "format_seconds", "print_summary", "write_report"]
 
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """Figures of one finished run. Counts are of the whole job, earlier runs that this one resumed included."""
+    """Figures of one finished run. Counts cover the whole job, including the runs that this one resumed."""
 
     output: str
     rows: int
-    """Rows of input."""
+    """Number of input rows."""
     rows_ok: int
     rows_error: int
     fingerprint: str
     errors: Mapping[str, int] = field(default_factory=dict)
-    """Error code -> rows."""
+    """Error code -> number of rows."""
     rows_skipped: int = 0
-    """Bad rows left out under `--on-bad-row skip`."""
+    """Number of invalid rows left out because of `--on-bad-row skip`."""
     rows_resumed: int = 0
-    """Rows that an earlier run had committed."""
+    """Number of rows that earlier runs had committed."""
     prompt_tokens: int = 0
     distinct_prompt_tokens: int = 0
-    """Nodes of the exact trie over all prompts."""
+    """Prompt tokens that remain when every shared prefix counts once: the tokens of the prefix tree."""
     computed_prompt_tokens: int = 0
-    """Prompt tokens that went through the model."""
+    """Prompt tokens that were run through the model."""
     cached_tokens: int = 0
     completion_tokens: int = 0
     dropped_tokens: int = 0
-    """Tokens of the samples that `best_of` did not keep; not among `completion_tokens`."""
+    """Tokens of samples that `best_of` discarded; not included in `completion_tokens`."""
     kv_peak_bytes: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Phase -> seconds."""
+    """Phase name -> seconds."""
     output_tokens_per_second: float = 0.0
-    """Tokens that this run generated, over its seconds of generating."""
+    """Tokens that this run generated per second of its generating phase."""
     already_done: bool = False
-    """The output was complete before; nothing was run."""
+    """Whether the output was complete before this run, so that nothing was computed."""
     engine: Mapping[str, Any] = field(default_factory=dict)
-    """Further counted quantities: steps, preemptions, occupancy, waits for the disk."""
+    """Counters of the engine and the writer: steps, preemptions, slot occupancy, writer stalls."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values under the names that `check --json` uses too."""
+        """The summary as plain values, under the same names as in `check --json`."""
         return asdict(self)
 
     def to_json(self) -> str:
-        """One JSON object, with a line for each figure."""
+        """The summary as an indented JSON object."""
         return encodable(json.dumps(self.as_dict(), indent=2, ensure_ascii=False))
 
 
@@ -85,23 +85,23 @@ def write_report(summary: RunSummary, target: str, stdout: TextIO | None = None)
 
 
 def print_summary(summary: RunSummary, console: Console | None = None) -> None:
-    """Print the closing summary, on stderr unless told otherwise; plain text where that is no terminal."""
+    """Print the summary to `console` (default: stderr), as plain text if it is not a terminal."""
     console = console or _Console(stderr=True, highlight=False)
-    closing = _closing(summary, folded=console.is_terminal)
+    text = _summary_text(summary, folded=console.is_terminal)
     with suppress(OSError):
-        # A line stays one in a log, however long the path in it.
-        console.print(closing, soft_wrap=isinstance(closing, Text))
+        # In a log, a line with a long path is not wrapped.
+        console.print(text, soft_wrap=isinstance(text, Text))
 
 
 class _Console(Console):
-    """A console that nobody may read: the job is done all the same."""
+    """A console whose reader may be gone: a broken pipe does not fail a job that is done."""
 
     def on_broken_pipe(self) -> None:
-        """Fall silent; rich would end the process."""
+        """Stop printing; rich would end the process."""
         self.quiet = True
 
 
-def _closing(summary: RunSummary, *, folded: bool) -> Table | Text:
+def _summary_text(summary: RunSummary, *, folded: bool) -> Table | Text:
     if summary.already_done:
         return Text(f"{summary.output} is complete: {summary.rows:,} rows, nothing to do")
     lines = _lines(summary)
@@ -123,11 +123,11 @@ def _lines(summary: RunSummary) -> list[tuple[str, Text]]:
         codes = ", ".join(f"{code} {count:,}" for code, count in counts)
         lines.append(("errors", Text(codes, style="red")))
         lines.append(("", Text(f"see: batchgen show {shlex.quote(summary.output)} --errors", style="dim")))
-    # A prompt whose samples come in turns is entered again, at its last token, for each turn.
+    # The last prompt token may be computed several times (for samples that start later), so the difference can be < 0.
     shared = max(0, summary.prompt_tokens - summary.computed_prompt_tokens)
-    tokens_in = f"in {summary.prompt_tokens:,} (computed {summary.computed_prompt_tokens:,}, shared {shared:,})"
-    dropped = f" (and {summary.dropped_tokens:,} dropped by best_of)" if summary.dropped_tokens else ""
-    lines.append(("tokens", Text(f"{tokens_in}, out {summary.completion_tokens:,}{dropped}")))
+    prompt_text = f"prompt {summary.prompt_tokens:,} (computed {summary.computed_prompt_tokens:,}, shared {shared:,})"
+    dropped = f" (and {summary.dropped_tokens:,} discarded by best_of)" if summary.dropped_tokens else ""
+    lines.append(("tokens", Text(f"{prompt_text}, output {summary.completion_tokens:,}{dropped}")))
     lines.append(("speed", Text(f"{summary.output_tokens_per_second:,.0f} output tokens/s")))
     if summary.engine.get("steps"):
         lines.append(("steps", Text(_steps(summary.engine))))
@@ -142,7 +142,7 @@ def _lines(summary: RunSummary) -> list[tuple[str, Text]]:
 def _steps(engine: Mapping[str, Any]) -> str:
     text = f"{engine['steps']:,}, slots {engine['occupancy']:.0%} full"
     tail = engine["tail_steps"]
-    return f"{text}; {engine['tail_efficiency']:.0%} in the last {tail:,}, with nothing left to begin" if tail else text
+    return f"{text} ({engine['tail_efficiency']:.0%} in the last {tail:,}, with no sample waiting)" if tail else text
 
 
 def _rows(summary: RunSummary) -> str:

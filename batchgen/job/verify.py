@@ -1,4 +1,4 @@
-"""`batchgen verify`: finished rows once more, each alone, against what the output says of them."""
+"""`batchgen verify`: recompute finished rows, each alone, and compare them with the output."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from batchgen.config import RunConfig
+from batchgen.config.run_config import RunConfig
+from batchgen.data.compare import Difference, choose_rows, compare
 from batchgen.data.export import finished_results
-from batchgen.data.own import own_files
-from batchgen.data.read import InputSet, open_inputs
-from batchgen.data.replay import Difference, choose_rows, compare
-from batchgen.data.rows import RawRow
-from batchgen.data.schema import OutputRow, completions_to_table
+from batchgen.data.read.input_set import InputSet, open_inputs
+from batchgen.data.read.raw_row import RawRow
+from batchgen.data.read.reserved_paths import reserved_paths
 from batchgen.data.view import Results
-from batchgen.embeds import EmbedsStore
+from batchgen.data.write.schema import OutputRow, completions_to_table
 from batchgen.engine.engine import Engine
-from batchgen.engine.intake import Intake
+from batchgen.engine.row_reader import RowReader
 from batchgen.errors import FingerprintError, InputError, UsageError
 from batchgen.job.setup import Setup, prepare
-from batchgen.processors import load_processors
-from batchgen.request import RequestTable
+from batchgen.request.embeds_store import EmbedsStore
+from batchgen.request.processors import load_processors
+from batchgen.request.table import RequestTable
 
 __all__ = ["verify_job"]
 
@@ -30,19 +30,19 @@ _ID_NAMES = ("id", "rid", "custom_id")
 _MODEL_FACTS = ("model_digest", "tokenizer_digest", "template_digest", "eos_ids", "dtype", "implementation", "adapters")
 
 ROUNDING = (
-    "The run was not deterministic: in a batch, matrix products round otherwise than for one row alone, in bfloat16 by "
-    "much more than in float32. Logprobs then differ a little, and a close choice may fall the other way."
+    "The run was not deterministic: matrix products round differently in a batch than for one row alone, much more so "
+    "in bfloat16 than in float32. Logprobs then differ a little, and where two tokens are close, another is chosen."
 )
 
 ELSEWHERE = (
-    "The run was deterministic: a row is the same in every batch, but not on another processor, number of threads or "
+    "The run was deterministic: a row is the same in every batch, but not with another processor, number of threads or "
     "version of PyTorch."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class _Replay:
-    """A row replayed: how it differs, or why it could not be run."""
+    """Result of replaying one row: how it differs, or why it could not be computed."""
 
     row_index: int
     id: str
@@ -51,18 +51,18 @@ class _Replay:
 
 
 def verify_job(out: Path, rows: int, seed: int, changes: Mapping[str, Any]) -> bool:
-    """Replay `rows` random finished rows of `out` alone, say on stdout how each compares, and whether all are equal.
+    """Replay random finished rows of `out`, each alone, and print how each compares. Returns whether all are equal.
 
     Args:
         out: a finished results file.
-        rows: how many rows, at most.
-        seed: chooses them.
-        changes: options (and `inputs`) that are given again, since files have moved.
+        rows: most rows to replay.
+        seed: seed of the choice of rows.
+        changes: options (and `inputs`) that replace the recorded ones, for files that were moved.
 
     Raises:
-        InputError: the output or its inputs are missing, or an input is not what it was.
-        FingerprintError: the model, or a logit processor, is not the run's.
-        UsageError: a logit processor of the run, or the library that computed its attention, is not named.
+        InputError: the output or its inputs are missing, or an input has changed.
+        FingerprintError: the model or a logit processor is not the one of the run.
+        UsageError: a logit processor of the run, or the library that computed its attention, must be named again.
     """
     results = finished_results(out)
     run = results.footer
@@ -87,17 +87,17 @@ def verify_job(out: Path, rows: int, seed: int, changes: Mapping[str, Any]) -> b
 
 
 def _same_inputs(config: RunConfig, run: Mapping[str, Any]) -> InputSet:
-    """The input files, which must hold what they held.
+    """The input files of the run, with unchanged content.
 
     Raises:
-        InputError: naming the first that does not.
+        InputError: a file is missing or has changed.
     """
-    remedy = "Name the files as they were: batchgen verify OUT INPUT..."
+    remedy = "Name the original files: batchgen verify OUT INPUT..."
     recorded = run["inputs"]
     paths = config.inputs if tuple(config.inputs) != tuple(run["configuration"]["inputs"]) else _paths(recorded)
     if "-" in paths:
-        raise InputError(f"the run read standard input, which is gone. {remedy}")
-    inputs = open_inputs(paths, own_files(config))
+        raise InputError(f"the run read standard input, which is not stored. {remedy}")
+    inputs = open_inputs(paths, reserved_paths(config))
     if len(inputs.files) != len(recorded):
         raise InputError(f"the run had {len(recorded)} input files, not {len(inputs.files)}. {remedy}")
     for file, was in zip(inputs.files, recorded, strict=True):
@@ -107,47 +107,48 @@ def _same_inputs(config: RunConfig, run: Mapping[str, Any]) -> InputSet:
 
 
 def _check_processors(config: RunConfig, recorded: Mapping[str, Any]) -> None:
-    """Hold the processors named now to the run's.
+    """Check that the logit processors of the run are named again and unchanged.
 
     Raises:
         UsageError: one is missing, or cannot be imported.
-        FingerprintError: one is not what it was.
+        FingerprintError: one has changed.
     """
     named = load_processors(config.engine.logit_processor)
     for name, (source, digest) in recorded.items():
         if name not in named:
-            message = "the run had logit processors, which are code that a file may not name; name them again:"
+            message = (
+                "the run had logit processors, which are code and not loaded from a file's record. Name them again:"
+            )
             raise UsageError(f"{message} --logit-processor {name}={source}")
         if named[name].digest != digest:
             raise FingerprintError(f"the logit processor {name} ({source}) has changed since the run")
 
 
 def _check_library(config: RunConfig, run: Mapping[str, Any]) -> None:
-    """Ask for the library that was named to the run, if its attention was computed by that.
+    """Check that the attention library of the run is named again, if it computed the attention.
 
     Raises:
-        UsageError: none is named now.
+        UsageError: no library is named.
     """
     path = run["configuration"]["options"].get("flash_library", {}).get("value")
     if config.engine.flash_library is None and path is not None and f" of {path}" in str(run.get("kernels")):
-        message = (
-            "the run's attention was computed by a library, which is code that a file may not name; name it again:"
-        )
+        message = "the run used an attention library, which is code and not loaded from a file's record. Name it again:"
         raise UsageError(f"{message} --flash-library {path}")
 
 
 def _paths(recorded: list[Mapping[str, Any]]) -> tuple[str, ...]:
-    """The files themselves: what a pattern matches may have changed."""
+    """Paths of the recorded files: a pattern may match other files now."""
     return tuple(file["path"] for file in recorded)
 
 
 def _check_model(setup: Setup, run: Mapping[str, Any]) -> None:
     now = setup.identity
-    was = {"eos_ids": now["eos_ids"], **run}  # an output that was made before they were recorded says nothing of them
-    odd = [name for name in _MODEL_FACTS if now.get(name) != was.get(name)]
-    if odd:
+    was = {"eos_ids": now["eos_ids"], **run}  # outputs of older versions do not record them
+    differing = [name for name in _MODEL_FACTS if now.get(name) != was.get(name)]
+    if differing:
         raise FingerprintError(
-            f"{setup.model} is not the run's model (different: {', '.join(odd)}). Name that with --model."
+            f"{setup.model} is not the model of the run (different: {', '.join(differing)}). Name the right one with "
+            "--model."
         )
 
 
@@ -155,45 +156,45 @@ def _replays(
     config: RunConfig, inputs: InputSet, setup: Setup, results: Results, chosen: list[int]
 ) -> Iterator[_Replay]:
     engine = Engine.from_parts(config.engine, setup.load_model(), setup.tokenizer, setup.encoder.grammars)
-    for raw in inputs.pick(chosen, config.prompt_column, config.id_column):
+    for raw in inputs.rows_at(chosen, config.prompt_column, config.id_column):
         recorded = list(results.rows(row=raw.index))
         yield _replay(engine, setup, raw, recorded)
 
 
 def _replay(engine: Engine, setup: Setup, raw: RawRow, recorded: list[dict[str, Any]]) -> _Replay:
-    """Run one row as a job of its own, with the id that the output gives it: draws depend on it."""
-    name = recorded[0]["id"]
+    """Compute one row as a separate job, under the id in the output: the seeds of its samples depend on the id."""
+    row_id = recorded[0]["id"]
     table = RequestTable(EmbedsStore(setup.spec.embeds_size))
-    intake = Intake(table, setup.encoder, setup.defaults, "allow", setup.media_root)
-    (taken,) = intake.feed([(raw.index, _named(raw.value or {}, name))])
-    if taken.error is not None:
-        return _Replay(raw.index, name, None, f"the row is refused now: {taken.error.message}")
+    row_reader = RowReader(table, setup.encoder, setup.defaults, "allow", setup.media_root)
+    (processed,) = row_reader.read([(raw.index, _with_id(raw.value or {}, row_id))])
+    if processed.error is not None:
+        return _Replay(raw.index, row_id, None, f"the row is invalid now: {processed.error.message}")
     done = [completion for group in engine.start(table).loop.run() for completion in group]
     failed = next((completion.error for completion in done if completion.error is not None), None)
     if failed is not None:
-        return _Replay(raw.index, name, None, f"the row fails now: {failed.message}")
+        return _Replay(raw.index, row_id, None, f"the row fails now: {failed.message}")
     done.sort(key=lambda completion: completion.key)
-    replayed = completions_to_table([OutputRow(completion, name) for completion in done]).to_pylist()
-    return _Replay(raw.index, name, compare(recorded, replayed))
+    replayed = completions_to_table([OutputRow(completion, row_id) for completion in done]).to_pylist()
+    return _Replay(raw.index, row_id, compare(recorded, replayed))
 
 
-def _named(value: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The row under the id of the output: `--on-duplicate-id suffix` may have changed its own, or its default."""
+def _with_id(value: Mapping[str, Any], row_id: str) -> dict[str, Any]:
+    """The row with the id that the output has for it, which `--on-duplicate-id suffix` may have changed."""
     given = next((key for key in _ID_NAMES if value.get(key) is not None), _ID_NAMES[0])
-    return {**value, given: name}
+    return {**value, given: row_id}
 
 
 def _verdict(replay: _Replay) -> str:
     if replay.refused is not None:
         return f"differs: {replay.refused}"
-    found = replay.difference
-    if found is None:
+    difference = replay.difference
+    if difference is None:
         return "same"
     parts = []
-    if found.position is not None and found.sample is not None:
-        recorded, replayed = ("the end" if token is None else str(token) for token in found.tokens)
-        where = f"prompt {found.sample[0]}, sample {found.sample[1]}, token {found.position}"
+    if difference.position is not None and difference.sample is not None:
+        recorded, replayed = ("the end" if token is None else str(token) for token in difference.tokens)
+        where = f"prompt {difference.sample[0]}, sample {difference.sample[1]}, token {difference.position}"
         parts.append(f"from {where} on (recorded {recorded}, replayed {replayed})")
-    if found.logprob:
-        parts.append(f"logprobs by at most {found.logprob:.3g}")
-    return f"differs: {'; '.join(parts) or 'equal tokens'} (columns {', '.join(found.columns)})"
+    if difference.logprob:
+        parts.append(f"logprobs by at most {difference.logprob:.3g}")
+    return f"differs: {'; '.join(parts) or 'equal tokens'} (columns {', '.join(difference.columns)})"

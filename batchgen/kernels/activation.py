@@ -1,4 +1,4 @@
-"""Gated activations: one GEMM's output holds gate and up side by side."""
+"""Gated activations of an MLP whose projection outputs gate and up as one tensor."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "quick_gelu": _quick_gelu,
     "relu": F.relu,
 }
-"""By the name that `hidden_act` has in a configuration."""
+"""Activation functions by the name of `hidden_act` in a model's configuration."""
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:
     """activation(gate) * up, rounded after each, for `gate_up` [T, 2I], gate first. Returns a new [T, I].
 
     Raises:
-        KeyError: `activation` is none of `ACTIVATIONS`.
+        KeyError: `activation` is not one of `ACTIVATIONS`.
     """
     gate, up = gate_up.chunk(2, dim=-1)  # [T, I], [T, I]
     return ACTIVATIONS[activation](gate).mul_(up)  # [T, I]

@@ -1,9 +1,11 @@
-"""The kernels that a run works with, chosen once at start.
+"""Kernel backends, and the choice of one at the start of a run.
 
-`torch` runs anywhere. `compiled` is C++ for the CPU, built on the machine that runs it. `triton` runs on GPUs (and in
-Triton's interpreter, on a CPU, for proofs). `flash` is vllm-flash-attn's library for attention and Triton for
-everything else. `auto` takes compiled kernels on a CPU where they can be built, else plain PyTorch, and on a GPU
-whichever of triton and flash is faster for the run at hand, measured.
+- `torch`: plain PyTorch, on any device.
+- `compiled`: C++ for the CPU, built on the machine that runs it.
+- `triton`: Triton on a GPU, or in Triton's interpreter on a CPU for tests.
+- `flash`: vllm-flash-attn for attention, Triton for everything else.
+- `auto`: on a CPU compiled kernels where they can be built, else PyTorch; on a GPU the faster of triton and flash for
+  this run, by measurement.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchgen.kernels import invariant_ops, torch_ops
-from batchgen.kernels.attention import TorchAttention
+from batchgen.kernels import deterministic_ops as invariant_ops
+from batchgen.kernels import torch_ops
+from batchgen.kernels.attention.deterministic import DeterministicAttention
+from batchgen.kernels.attention.torch_attention import TorchAttention
 from batchgen.kernels.chips import (
     ChipTuning,
     candidate_tunings,
@@ -30,30 +34,34 @@ from batchgen.kernels.chips import (
     known_chips,
     measured_tuning,
 )
-from batchgen.kernels.copies import copy_pages
-from batchgen.kernels.cpu import copies as compiled_copies
-from batchgen.kernels.cpu import invariant_ops as compiled_invariant_ops
+from batchgen.kernels.cpu import deterministic_ops as compiled_invariant_ops
 from batchgen.kernels.cpu import ops as compiled_ops
 from batchgen.kernels.cpu.attention import CompiledAttention
-from batchgen.kernels.cpu.background import Background, background
 from batchgen.kernels.cpu.build import find_compiler
+from batchgen.kernels.cpu.command_buffer import BackgroundThread, background_thread
 from batchgen.kernels.cpu.library import DTYPES, missing
 from batchgen.kernels.cpu.packed_pages import packed_pages
-from batchgen.kernels.cpu.thresholds import ROWS, measured_saving
+from batchgen.kernels.cpu.prefix_group_cost import ROWS, measured_saving
 from batchgen.kernels.device import Device
-from batchgen.kernels.flash import flash_factory
-from batchgen.kernels.flash_check import check_library, flash_refusal
-from batchgen.kernels.flash_library import FlashLibrary, FlashUnavailable, find_flash, first_line, versions_for
-from batchgen.kernels.invariant_attention import InvariantAttention
+from batchgen.kernels.flash.attention import flash_factory
+from batchgen.kernels.flash.check import check_library, flash_refusal
+from batchgen.kernels.flash.library import (
+    FlashLibrary,
+    FlashUnavailable,
+    find_flash,
+    first_line,
+    versions_for,
+)
 from batchgen.kernels.linear import Product
 from batchgen.kernels.measure import Timer, TypicalStep, device_timer, layer_milliseconds
 from batchgen.kernels.ops import Ops
-from batchgen.kernels.types import AttentionBatch, BesidePool, DecodePlanner, KVPool, LayerKV, PagedAttention
+from batchgen.kernels.pooled import copy_pages
+from batchgen.kernels.types import AttentionBatch, DecodePlanner, KVPool, LayerKV, PackedPagePool, PagedAttention
 
 __all__ = [
     "ATTENTION_BACKENDS",
+    "DETERMINISTIC",
     "GPU_BACKENDS",
-    "INVARIANT",
     "AttentionFactory",
     "AttentionNeeds",
     "Backend",
@@ -64,81 +72,81 @@ __all__ = [
 ]
 
 ATTENTION_BACKENDS = ("auto", "flash", "triton", "compiled", "torch")
-"""Names that `choose_backend` knows; `auto` takes the fastest that is there."""
+"""Names that `choose_backend` accepts; `auto` takes the fastest available."""
 
 GPU_BACKENDS = ("flash", "triton")
-"""Those that need a GPU."""
+"""Backends that need a GPU."""
 
 AttentionFactory = Callable[[KVPool, AttentionBatch], PagedAttention]
-"""Makes one step's attention."""
+"""Makes the attention of one step."""
 
 
 class BackendUnavailable(RuntimeError):
-    """A backend was asked for by name that this build, machine or model does not have; the message says why."""
+    """The backend that was asked for is missing in this build, machine or model; the message says why."""
 
     def __init__(self, reason: str, remedy: str = "") -> None:
         super().__init__(reason)
         self.remedy = remedy
-        """What may be done about it, where that is known."""
+        """What the user can do about it, where that is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """The kernels of a run."""
+    """A set of kernels for a run."""
 
     name: str
     """"torch", "compiled", "triton" or "flash"."""
-    describes: str
-    """What a footer records: versions, and why `auto` took this one."""
+    description: str
+    """Text for footers and reports: versions, and why `auto` chose this backend."""
     attention: AttentionFactory
     ops: Ops
-    """All operations but attention."""
+    """All operations except attention."""
     product: Product | None = None
-    """What multiplies in a model's linear layers; None: whatever is fastest there."""
+    """The matrix product of a model's linear layers; None: the fastest available."""
     static: Callable[[KVPool, Device], DecodePlanner] | None = None
-    """Attention of decode-only steps inside graphs; None: these kernels stand in none."""
+    """Makes the attention of decode-only steps in CUDA graphs; None: not supported."""
     group_saving: Callable[[], int] | None = None
-    """Measures how many reads of cached positions a prefix group must save to pay; None: nothing is measured."""
+    """Measures how many reads of cached positions a prefix group must save to pay off; None: not measured."""
     group_rows: int | None = None
-    """Rows of the group that is measured; see `plan.config`. None: a group of any number of rows must save as much."""
+    """Rows of the group that is measured; see `plan.config`. None: the saving holds for any number of rows."""
     copy_pages: Callable[[KVPool, Tensor], None] = copy_pages
-    """See `kernels.copies`."""
-    beside_pool: Callable[[list[LayerKV], torch.dtype, int, int, int], BesidePool | None] | None = None
-    """Made of a pool's layers, dtype, page size and pages, and of the bytes that are left beside it, for the pool's
-    `beside`; None: these kernels keep nothing."""
-    background: Callable[[], Background] | None = None
-    """What runs a step's kernels beside Python, where they can be recorded; None: these kernels cannot."""
+    """Copies positions between pages; see `pooled.copy_pages`."""
+    packed_page_pool: Callable[[list[LayerKV], torch.dtype, int, int, int], PackedPagePool | None] | None = None
+    """Makes the pool's `packed` from its layers, dtype, page size, number of pages and the bytes of memory left; None:
+    no repacked copy."""
+    background_thread: Callable[[], BackgroundThread] | None = None
+    """Makes the thread that runs recorded kernels while Python goes on; None: kernels cannot be recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionNeeds:
-    """What a model and its pool ask of a backend."""
+    """Requirements of a model and its pool on a backend."""
 
     device: torch.device
     capability: tuple[int, int] | None
-    """The GPU's, of `capability_of`; None on a CPU."""
+    """Compute capability of the GPU (see `capability_of`); None on a CPU."""
     layers: tuple[LayerKV, ...]
     heads: int
-    """Query heads of a layer."""
+    """Query heads per layer."""
     dtype: torch.dtype
     page_size: int
     flash_library: str | None = None
-    """Path of a flash library that the user named."""
+    """Path of a flash library that the user gave."""
     deterministic: bool = False
-    """Whether a row's results may not depend on what runs beside it, not in a single bit."""
+    """Whether each row's results must be bitwise independent of the other rows of its batch."""
     native: bool = False
-    """Whether the model is one of `models.native`, whose layers the compiled kernels can run whole."""
+    """Whether the model is one of `models.native`, whose layers the compiled kernels can run as a whole."""
 
 
 TORCH = Backend("torch", "torch", TorchAttention, torch_ops)
-"""Plain PyTorch: for CPUs without a compiler, and the oracle of the others."""
+"""Plain PyTorch: for CPUs without a compiler, and the reference of the other backends."""
 
-INVARIANT = Backend("torch", "torch, batch-invariant", InvariantAttention, invariant_ops)
-"""Plain PyTorch whose results for a row depend on that row alone, for models run by tiles (`models.invariant`)."""
+DETERMINISTIC = Backend("torch", "torch, batch-invariant", DeterministicAttention, invariant_ops)
+"""Batch-invariant plain PyTorch, for models that run in tiles (`models.deterministic`)."""
 
 
 def capability_of(device: torch.device) -> tuple[int, int] | None:
-    """The compute capability of the GPU behind `device`; None where it is none of NVIDIA's."""
+    """Compute capability of the GPU behind `device`; None if it is not an NVIDIA GPU."""
     if device.type != "cuda" or torch.version.cuda is None:
         return None
     return torch.cuda.get_device_capability(device)
@@ -147,20 +155,20 @@ def capability_of(device: torch.device) -> tuple[int, int] | None:
 def choose_backend(
     name: str, needs: AttentionNeeds, step: TypicalStep | None = None, timer: Timer | None = None
 ) -> Backend:
-    """The kernels for a run with the attention called `name`.
+    """The backend for a run with the attention backend `name`.
 
     Args:
         name: one of `ATTENTION_BACKENDS`.
-        needs: what the model asks for.
-        step: what is measured on: tile shapes on a chip that `chips.toml` does not know, and by `auto` the backends.
-            Without it nothing is measured, and `auto` takes the first that is there, Triton before flash.
-        timer: times what is measured; None is the device's own clock.
+        needs: the model's requirements.
+        step: the step to measure on: tile shapes of a chip that `chips.toml` does not list, and for `auto` the
+            backends. Without it nothing is measured, and `auto` takes the first available, Triton before flash.
+        timer: times calls; None: the device's clock.
 
     Raises:
-        BackendUnavailable: `name` is unknown, or cannot run here; the message says why.
+        BackendUnavailable: `name` is unknown or cannot run here; the message says why.
     """
     if name not in ATTENTION_BACKENDS:
-        raise BackendUnavailable(f"unknown attention backend {name!r}; take one of {', '.join(ATTENTION_BACKENDS)}")
+        raise BackendUnavailable(f"unknown attention backend {name!r}; use one of {', '.join(ATTENTION_BACKENDS)}")
     if needs.deterministic:
         return _deterministic(name, needs)
     if name == "torch":
@@ -186,29 +194,29 @@ def choose_backend(
     if len(found) > 1 and step is not None:
         found, missing = _by_speed(found, step, timer)
     best = found[0] if found else TORCH
-    return replace(best, describes=f"{best.describes} ({'; '.join(missing)})") if missing else best
+    return replace(best, description=f"{best.description} ({'; '.join(missing)})") if missing else best
 
 
 def _for_cpu(needs: AttentionNeeds) -> Backend:
-    """Compiled kernels where they can be had, else plain PyTorch and why."""
+    """The compiled backend where it can be built, else PyTorch with the reason."""
     if needs.device.type != "cpu":
         return TORCH
     try:
         return _compiled(needs)
     except BackendUnavailable as problem:
-        return replace(TORCH, describes=f"{TORCH.describes} (no compiled: {problem})")
+        return replace(TORCH, description=f"{TORCH.description} (no compiled: {problem})")
 
 
 def _compiled(needs: AttentionNeeds) -> Backend:
-    """C++ for the CPU at hand, built if it has not been yet."""
+    """The C++ backend of this CPU, built on first use."""
     if needs.device.type != "cpu" or needs.capability is not None:
-        raise BackendUnavailable("it is for CPUs, and this run computes on a GPU")
+        raise BackendUnavailable("it runs on CPUs only, and this run computes on a GPU")
     if needs.dtype not in DTYPES:
         dtype = str(needs.dtype).removeprefix("torch.")
-        raise BackendUnavailable(f"it computes in bfloat16 and float32, not in {dtype} (see --dtype)")
+        raise BackendUnavailable(f"it supports bfloat16 and float32, not {dtype} (see --dtype)")
     reason = missing()
     if reason is not None:
-        raise BackendUnavailable(reason, "install g++ or clang++, name one with CXX, or leave the option out")
+        raise BackendUnavailable(reason, "install g++ or clang++, set CXX to a compiler, or leave the option out")
     compiler = Path(find_compiler()[0]).name
     saving = None
     if needs.layers:
@@ -220,65 +228,65 @@ def _compiled(needs: AttentionNeeds) -> Backend:
         compiled_ops,
         group_saving=saving,
         group_rows=ROWS,
-        copy_pages=compiled_copies.copy_pages,
-        beside_pool=packed_pages,
-        background=background,
+        copy_pages=compiled_ops.copy_pages,
+        packed_page_pool=packed_pages,
+        background_thread=background_thread,
     )
 
 
 def _deterministic(name: str, needs: AttentionNeeds) -> Backend:
-    """Kernels whose results for a row depend on that row alone. Nothing is measured: another run may not differ."""
+    """The batch-invariant backend. Nothing is measured, so that two runs choose the same kernels."""
     on_gpu = needs.capability is not None or needs.device.type != "cpu"
     refuse_deterministic(name, on_gpu)
     if on_gpu or name == "triton":
-        return _invariant_triton(needs)
+        return _deterministic_triton(needs)
     if name == "torch" or (name == "auto" and not needs.native):
-        return INVARIANT
+        return DETERMINISTIC
     try:
-        return _invariant_compiled(needs)
+        return _deterministic_compiled(needs)
     except BackendUnavailable as problem:
         if name == "compiled":
             raise
-        return replace(INVARIANT, describes=f"{INVARIANT.describes} (no compiled: {problem})")
+        return replace(DETERMINISTIC, description=f"{DETERMINISTIC.description} (no compiled: {problem})")
 
 
 def refuse_deterministic(name: str, on_gpu: bool) -> None:
-    """Refuse what no machine runs with `--deterministic`.
+    """Reject attention backends that cannot run with `--deterministic` on any machine.
 
     Raises:
-        BackendUnavailable: the attention called `name` is none that computes a row as if it were alone.
+        BackendUnavailable: the backend `name` has no batch-invariant attention.
     """
     remedy = "leave one of the two out"
     if name == "flash":
-        raise BackendUnavailable("`--deterministic`: flash splits its work by the batch", remedy)
+        raise BackendUnavailable("`--deterministic`: flash splits its work according to the batch", remedy)
     if on_gpu and name in ("torch", "compiled"):
-        raise BackendUnavailable("`--deterministic` computes by Triton on a GPU", remedy)
+        raise BackendUnavailable("`--deterministic` needs the triton attention on a GPU", remedy)
 
 
-def _invariant_compiled(needs: AttentionNeeds) -> Backend:
-    """The compiled kernels, whose products and norms are batch-invariant anyway, with attention that is so, too."""
+def _deterministic_compiled(needs: AttentionNeeds) -> Backend:
+    """The compiled backend with batch-invariant attention; its products and norms are batch-invariant anyway."""
     found = _compiled(needs)
     if not needs.native:
         raise BackendUnavailable(
-            "`--deterministic` computes models of the transformers library by plain PyTorch on a CPU",
+            "`--deterministic` runs models of the transformers library with plain PyTorch on a CPU",
             "leave one of the two out",
         )
     return Backend(
         "compiled",
-        f"{found.describes}, batch-invariant",
-        partial(CompiledAttention, invariant=True),
+        f"{found.description}, batch-invariant",
+        partial(CompiledAttention, deterministic=True),
         compiled_invariant_ops,
-        copy_pages=compiled_copies.copy_pages,
-        background=found.background,
+        copy_pages=compiled_ops.copy_pages,
+        background_thread=found.background_thread,
     )
 
 
-def _invariant_triton(needs: AttentionNeeds) -> Backend:
-    """Triton's kernels with tiles that no batch chooses, and a product for the model's linear layers."""
+def _deterministic_triton(needs: AttentionNeeds) -> Backend:
+    """The Triton backend with tiles that do not depend on the batch, and its own product for linear layers."""
     found = _triton(needs)
-    from batchgen.kernels.gpu import invariant_ops as ops
+    from batchgen.kernels.gpu import deterministic_ops as ops
+    from batchgen.kernels.gpu.deterministic_attention import DeterministicTritonAttention
     from batchgen.kernels.gpu.matmul import linear
-    from batchgen.kernels.gpu.walk import WalkAttention
 
     tuning = fixed_tuning(needs.device)
     try:
@@ -286,11 +294,13 @@ def _invariant_triton(needs: AttentionNeeds) -> Backend:
             tuning.attention_tile("fixed", max(layer.key_dim, layer.value_dim), needs.dtype)
     except ValueError as problem:
         raise BackendUnavailable(str(problem)) from None
-    return Backend(found.name, f"{found.describes}, batch-invariant", WalkAttention, ops, product=linear)
+    return Backend(
+        found.name, f"{found.description}, batch-invariant", DeterministicTritonAttention, ops, product=linear
+    )
 
 
 def _tune(device: torch.device, step: TypicalStep | None, timer: Timer) -> None:
-    """Choose tile shapes by time for a chip that `chips.toml` does not know, from those of chips that it does."""
+    """Choose tile shapes by measurement for a chip that `chips.toml` does not list, among those of listed chips."""
     if device.type != "cuda" or step is None or chip_name(device) in known_chips():
         return
     properties: Any = torch.cuda.get_device_properties(device)  # torch declares fewer than it has
@@ -307,7 +317,7 @@ def _tune(device: torch.device, step: TypicalStep | None, timer: Timer) -> None:
 
 
 def _by_speed(found: list[Backend], step: TypicalStep, timer: Timer) -> tuple[list[Backend], list[str]]:
-    """Backends that ran the step, the fastest first, and what is to be said of the others."""
+    """Backends that ran the step, the fastest first, and remarks on the others."""
     by_name = {backend.name: backend for backend in found}
     results = layer_milliseconds({name: backend.attention for name, backend in by_name.items()}, step, timer)
     times = {name: result for name, result in results.items() if isinstance(result, float)}
@@ -315,12 +325,12 @@ def _by_speed(found: list[Backend], step: TypicalStep, timer: Timer) -> tuple[li
     remarks = [f"no {name}: {result}" for name, result in results.items() if isinstance(result, str)]
     for name in order[1:]:
         took = f"{times[order[0]]:.3g} ms against {times[name]:.3g} ms a layer"
-        remarks.insert(0, f"faster than {by_name[name].describes}: {took}")
+        remarks.insert(0, f"faster than {by_name[name].description}: {took}")
     return [by_name[name] for name in order], remarks
 
 
 def _triton(needs: AttentionNeeds) -> Backend:
-    """All kernels by Triton."""
+    """The Triton backend."""
     if find_spec("triton") is None:
         raise BackendUnavailable("Triton is not installed", "it comes with `pip install 'batchgen[gpu]'`")
     import triton
@@ -328,7 +338,7 @@ def _triton(needs: AttentionNeeds) -> Backend:
     if needs.capability is None and not triton.knobs.runtime.interpret:
         raise BackendUnavailable(
             "it needs an NVIDIA GPU, and this run computes on the CPU "
-            "(TRITON_INTERPRET=1 in the environment runs its kernels there, very slowly, for proofs)"
+            "(TRITON_INTERPRET=1 in the environment runs its kernels on a CPU, very slowly, for tests)"
         )
     if needs.capability is not None and needs.capability < (8, 0):
         major, minor = needs.capability
@@ -345,29 +355,29 @@ def _triton(needs: AttentionNeeds) -> Backend:
     from batchgen.kernels.gpu.static_attention import StaticPlanner
 
     if needs.capability is not None:
-        _start(ops, needs.device)
+        _check_launch(ops, needs.device)
     return Backend("triton", f"triton {triton.__version__}", TritonAttention, ops, static=StaticPlanner)
 
 
-def _start(ops: Ops, device: torch.device) -> None:
-    """Run one small kernel.
+def _check_launch(ops: Ops, device: torch.device) -> None:
+    """Run one small kernel and check its result.
 
     Raises:
-        BackendUnavailable: it does not build or start, as where Triton finds no C compiler for its launchers.
+        BackendUnavailable: the kernel does not build, start or compute correctly; Triton needs a C compiler, for one.
     """
     try:
         out = ops.rms_norm(torch.ones(1, 16, device=device), torch.ones(16, device=device), 1e-6)
         right = bool(((out - 1).abs() < 1e-3).all())
-    except Exception as problem:  # compilers and drivers fail in ways of their own
+    except Exception as problem:  # compilers and drivers raise many types
         reason = f"its kernels do not start here: {first_line(problem)}"
-        raise BackendUnavailable(reason, "Triton wants a C compiler (gcc) and Python's headers") from None
+        raise BackendUnavailable(reason, "Triton needs a C compiler (gcc) and Python's headers") from None
     if not right:
-        raise BackendUnavailable("its kernels give wrong numbers here")
+        raise BackendUnavailable("its kernels compute wrong results here")
 
 
 @cache
 def _flash(needs: AttentionNeeds) -> Backend:
-    """Attention by vllm-flash-attn, shared prefixes and all else by Triton. Tried once per process."""
+    """The flash backend: vllm-flash-attn, with Triton for shared prefixes and other operations. Cached per process."""
     if needs.capability is None:
         raise BackendUnavailable("it needs an NVIDIA GPU, and this run computes on the CPU")
     try:
@@ -393,15 +403,15 @@ def _flash(needs: AttentionNeeds) -> Backend:
     return Backend("flash", str(library), flash_factory(library, TritonAttention, merge_parts), rest.ops)
 
 
-_FLASH_REMEDY = "install vLLM, name its compiled library with --flash-library, or leave the option out"
+_FLASH_REMEDY = "install vLLM, give the path of its compiled library with --flash-library, or leave the option out"
 
 
 def _accepted(library: FlashLibrary, needs: AttentionNeeds) -> FlashLibrary:
-    """The library once it has computed a batch of each of the model's layer shapes."""
+    """The library after it passed the self-test for each of the model's layer shapes."""
     for layer in dict.fromkeys(needs.layers):
         library = check_library(library, layer, needs.heads, needs.dtype, needs.page_size, needs.device)
     return library
 
 
 _BACKENDS: dict[str, Callable[[AttentionNeeds], Backend]] = {"triton": _triton, "flash": _flash}
-"""What `auto` chooses from on a GPU."""
+"""GPU backends that `auto` chooses from."""

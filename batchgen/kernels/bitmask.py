@@ -1,4 +1,4 @@
-"""Packed masks: one bit per token, as grammar matchers fill them."""
+"""Packed token masks with one bit per token, in the format of grammar matchers."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from torch import Tensor
 __all__ = ["apply_bitmask", "bitmask_width"]
 
 _CHUNK = 1 << 18
-"""Logits looked at at once."""
+"""Logits processed at once."""
 
 
 def bitmask_width(vocab_size: int) -> int:
-    """Words that hold a bit for each of `vocab_size` tokens."""
+    """Number of int32 words that hold a bit for each of `vocab_size` tokens."""
     return -(-vocab_size // 32)
 
 
 def apply_bitmask(logits: Tensor, bitmask: Tensor, rows: Tensor | None = None) -> None:
-    """Set every logit whose bit is 0 to -inf, in place. Bit `t % 32` of word `t // 32` is token t's.
+    """Set every logit whose bit is 0 to -inf, in place. Bit `t % 32` of word `t // 32` belongs to token t.
 
     Args:
         logits: [R, V] floating point.
-        bitmask: [M, ceil(V / 32)] int32 on the same device; bits past V are not looked at.
+        bitmask: [M, ceil(V / 32)] int32 on the same device; bits past V are ignored.
         rows: [M] int64, the row of `logits` that each mask belongs to; None: all rows, in order.
     """
     vocab = logits.shape[1]

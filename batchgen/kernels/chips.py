@@ -1,7 +1,7 @@
-"""What each chip does best, read from `chips.toml`: tile shapes, splits and thresholds. Data, not code.
+"""Tuning of GPU kernels by chip, read from `chips.toml`: tile shapes, splits and thresholds.
 
-A chip is named by compute capability ("sm_90"). One without an entry takes the default's, which fits every chip with
-99 KiB of shared memory, and may choose better by measuring at start (`measured_tuning`).
+A chip is named by compute capability ("sm_90"). A chip without an entry uses the default's values, which fit every chip
+with 99 KiB of shared memory, or chooses better ones by measurement at start (`measured_tuning`).
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ Tile = TypeVar("Tile")
 
 @dataclass(frozen=True, slots=True)
 class AttentionTile:
-    """Shape of an attention kernel's tile and how it is launched.
+    """Tile shape and launch parameters of an attention kernel.
 
     Raises:
-        ValueError: a number that no kernel takes, named.
+        ValueError: a value that the kernels do not support; the message names it.
     """
 
     queries: int
-    """Rows: queries times the heads that share a key head; a power of 2, at least 16."""
+    """Rows: queries times the query heads of one kv head; a power of 2, at least 16."""
     keys: int
     """Positions per step of the loop; a power of 2, at least 16. Independent of the page size."""
     warps: int
@@ -62,18 +62,18 @@ class AttentionTile:
 
 @dataclass(frozen=True, slots=True)
 class _ProductTile:
-    """Shape of a tile of a matrix product, and how it is launched.
+    """Tile shape and launch parameters of a matrix product.
 
     Raises:
-        ValueError: a number that no kernel takes, named.
+        ValueError: a value that the kernels do not support; the message names it.
     """
 
     rows: int
     """A power of 2, at least 16."""
     columns: int
-    """Outputs; a power of 2, at least 16."""
+    """Output columns; a power of 2, at least 16."""
     inner: int
-    """Numbers per step of the loop; a power of 2, at least 16."""
+    """Elements of the inner dimension per step of the loop; a power of 2, at least 16."""
     warps: int
     stages: int
 
@@ -85,44 +85,45 @@ class _ProductTile:
 
 @dataclass(frozen=True, slots=True)
 class GroupedTile(_ProductTile):
-    """A tile of a matrix product by groups of rows: of one group's, and of each of two products or half of one's."""
+    """Tile of a grouped matrix product; `columns` counts outputs of each of two products, or half of one product's."""
 
 
 @dataclass(frozen=True, slots=True)
 class MatmulTile(_ProductTile):
-    """A tile of the matrix product whose rows never know of each other: the same however many tokens a step has."""
+    """Tile of the batch-invariant matrix product: the same for any number of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChipTuning:
-    """Everything chosen by chip.
+    """Tuning values of one chip.
 
     Raises:
-        ValueError: a number out of range, named.
+        ValueError: a value out of range; the message names it.
     """
 
     chip: str
-    """"sm_90" and the like, or "default"."""
+    """Name of the chip, such as "sm_90", or "default"."""
     source: str
-    """Where the numbers come from."""
+    """Origin of the values."""
     shared_bytes: int
-    """Shared memory that one block can have."""
+    """Shared memory available to one block, in bytes."""
     split_keys: int
-    """Least positions of a decode row per work item: long contexts are split so far where the device is not full."""
+    """Least positions per work item of a decode row: long contexts are split down to this while the device is not
+    full."""
     split_keys_large: int
-    """Least positions per work item of a tile of many rows, chunks and prefix groups."""
+    """Least positions per work item of a large tile (chunks and prefix groups)."""
     items_per_sm: int
-    """Programs of decode rows per multiprocessor from which on the device counts as full."""
+    """Programs of decode rows per multiprocessor at which the device counts as full."""
     items_per_sm_large: int
-    """Programs of tiles of many rows per multiprocessor, likewise."""
+    """Programs of large tiles per multiprocessor at which the device counts as full."""
     prefix_pass_tokens: int
-    """Reads of cached positions that a pass of its own must save for a group, (rows - 1) x shared, to pay."""
+    """Reads of cached positions, (rows - 1) x shared, that a prefix group's separate pass must save to pay off."""
     attention: Mapping[str, Mapping[int, AttentionTile]]
-    """"decode", "prefill", "fixed" and "float32" -> padded head size -> tile."""
+    """Kind ("decode", "prefill", "fixed", "float32") -> padded head size -> tile."""
     grouped: Mapping[str, Mapping[int, GroupedTile]]
-    """"half" and "float32" -> rows -> tile."""
+    """Kind ("half", "float32") -> rows -> tile."""
     matmul: Mapping[str, Mapping[int, MatmulTile]]
-    """"half" and "float32" -> outputs -> tile."""
+    """Kind ("half", "float32") -> outputs -> tile."""
 
     def __post_init__(self) -> None:
         for name in ("split_keys", "split_keys_large"):
@@ -133,20 +134,20 @@ class ChipTuning:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
 
     def grouped_tile(self, rows: int, dtype: torch.dtype) -> GroupedTile:
-        """The tile for groups that have `rows` rows each on average."""
+        """The tile for groups of `rows` rows each on average."""
         tiles = self.grouped["float32" if dtype == torch.float32 else "half"]
         return tiles[next((size for size in sorted(tiles) if rows <= size), max(tiles))]
 
     def matmul_tile(self, outputs: int, dtype: torch.dtype) -> MatmulTile:
-        """The tile of a product with `outputs` columns, whatever the number of rows."""
+        """The tile of a product with `outputs` columns, for any number of rows."""
         tiles = self.matmul["float32" if dtype == torch.float32 else "half"]
         return tiles[next((size for size in sorted(tiles) if outputs <= size), max(tiles))]
 
     def attention_tile(self, kind: str, head_dim: int, dtype: torch.dtype) -> AttentionTile:
-        """The tile of a kind, "decode", "prefill" or "fixed" (for any work), for heads of up to `head_dim` numbers.
+        """The tile of a kind ("decode", "prefill" or "fixed") for heads of up to `head_dim` elements.
 
         Raises:
-            ValueError: no tile takes heads of that size.
+            ValueError: no tile supports heads of that size.
         """
         tiles = self.attention["float32" if dtype == torch.float32 else kind]
         for size, tile in sorted(tiles.items()):
@@ -168,12 +169,12 @@ def _check_launch(warps: Any, stages: Any) -> None:
 
 
 def read_table(text: str) -> dict[str, ChipTuning]:
-    """The tunings of a chip table in TOML, "default" among them.
+    """The tunings of a chip table in TOML, "default" included.
 
-    What a chip does not say is the default's, down to the tile of a kind and head size.
+    Missing values of a chip come from the default, down to the tile of a kind and head size.
 
     Raises:
-        ValueError: an unknown key, a missing one or a number that no kernel takes; the message names the entry.
+        ValueError: an unknown key, a missing one or an unsupported value; the message names the entry.
     """
     table = tomllib.loads(text)
     if "default" not in table:
@@ -218,7 +219,7 @@ def _matmul_tile(where: str, outputs: int, tile: Mapping[str, Any]) -> MatmulTil
 def _tiles(
     where: str, tiles: Mapping[str, Mapping[str, Any]], make: Callable[[str, int, Mapping[str, Any]], Tile]
 ) -> dict[int, Tile]:
-    """Tiles by size, which each must name as a power of 2."""
+    """Tiles by size; each size must be a power of 2."""
     if not tiles:
         raise ValueError(f"chips: {where}: no tile")
     made: dict[int, Tile] = {}
@@ -247,12 +248,12 @@ def _table() -> dict[str, ChipTuning]:
 
 
 def known_chips() -> list[str]:
-    """The chips with entries of their own."""
+    """Names of the chips that have an entry."""
     return sorted(name for name in _table() if name != "default")
 
 
 def tuning_of(chip: str) -> ChipTuning:
-    """The tuning of a chip by name ("sm_90"); the default's where it has no entry."""
+    """The tuning of a chip by name ("sm_90"); the default's if it has no entry."""
     return _table().get(chip) or _table()["default"]
 
 
@@ -262,7 +263,7 @@ _measured: dict[torch.device, ChipTuning] = {}
 
 @contextmanager
 def compiling_for(chip: str) -> Iterator[None]:
-    """Tensors on the meta device count as `chip`'s until the block ends: kernels are compiled for it, not run."""
+    """Use `chip`'s tuning for tensors on the meta device until the block ends, to compile kernels without a GPU."""
     global _compiled_for
     before, _compiled_for = _compiled_for, chip
     try:
@@ -272,15 +273,15 @@ def compiling_for(chip: str) -> Iterator[None]:
 
 
 def chip_name(device: torch.device) -> str:
-    """The name of the chip behind a CUDA device, "sm_90" and the like."""
+    """Name of the chip behind a CUDA device, such as "sm_90"."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
 
 
 def chip_tuning(device: torch.device) -> ChipTuning:
-    """The tuning of the chip behind `device`; the default anywhere but on a GPU.
+    """The tuning of the chip behind `device`; the default for other devices than GPUs.
 
-    On the meta device: that of the chip compiled for.
+    On the meta device: the tuning of the chip given to `compiling_for`.
     """
     if device.type == "meta":
         return tuning_of(_compiled_for)
@@ -290,17 +291,17 @@ def chip_tuning(device: torch.device) -> ChipTuning:
 
 
 def fixed_tuning(device: torch.device) -> ChipTuning:
-    """As `chip_tuning`, but never what a run measured: the same for every run on such a chip."""
+    """`chip_tuning` without measured values: the same for every run on such a chip."""
     return tuning_of(chip_name(device)) if device.type == "cuda" else chip_tuning(device)
 
 
 def _indexed(device: torch.device) -> torch.device:
-    """The device with its number: "cuda" is the current one."""
+    """The device with its index: "cuda" means the current one."""
     return device if device.index is not None else torch.device(device.type, torch.cuda.current_device())
 
 
 def candidate_tunings(shared_bytes: int) -> list[ChipTuning]:
-    """Tunings that a chip without an entry may try: the default, then those that its shared memory holds."""
+    """Tunings that a chip without an entry may try: the default, then those that fit its shared memory."""
     others = [tuning_of(chip) for chip in known_chips()]
     return [tuning_of("default"), *(t for t in others if t.shared_bytes <= shared_bytes)]
 
@@ -308,12 +309,12 @@ def candidate_tunings(shared_bytes: int) -> list[ChipTuning]:
 def measured_tuning(
     device: torch.device, candidates: Sequence[ChipTuning], time: Callable[[ChipTuning], float]
 ) -> ChipTuning:
-    """Choose a tuning for a chip without an entry by timing, once per process; `chip_tuning` gives it from then on.
+    """Choose a tuning for a chip without an entry by measurement, once per process; `chip_tuning` then returns it.
 
     Args:
-        device: a CUDA device. A chip with an entry keeps that, and nothing is timed.
-        candidates: what to choose from, the first of which must run on any chip.
-        time: seconds of a representative step with a tuning; infinite where the chip cannot run it.
+        device: a CUDA device. A chip with an entry keeps it, and nothing is timed.
+        candidates: tunings to choose from; the first must run on any chip.
+        time: seconds of a representative step with a tuning; infinite if the chip cannot run it.
     """
     device = _indexed(device)
     if chip_name(device) in known_chips():

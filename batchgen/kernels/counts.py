@@ -1,13 +1,13 @@
-"""How often each penalised sequence drew each token, as lists on the device, and the penalties that follow from them.
+"""Token counts of the sequences with penalties, as lists on the device, and the penalties computed from them.
 
-Each sequence has a slot with its distinct tokens and their counts, in order of first sight. Tokens are counted where
-they are drawn, so that the host need not know them before the next draw.
+Each sequence has a slot with its distinct tokens and their counts, in order of first occurrence. Tokens are counted on
+the device, so that the host need not know them before the next draw.
 
-    repetition   logit / r where it is positive, logit * r elsewhere, for every token of the list
+    repetition   logit / r if it is positive, else logit * r, for every token of the list
     frequency    logit - f * count
-    presence     logit - p where count > 0
+    presence     logit - p if count > 0
 
-in this order. The repetition rule is that of Keskar et al. 2019 as Hugging Face and vLLM apply it, the other two are
+in this order. The repetition rule is that of Keskar et al. 2019 as Hugging Face and vLLM apply it; the other two are
 those of the OpenAI API.
 """
 
@@ -25,20 +25,20 @@ _FLOAT32 = torch.finfo(torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class CountLists:
-    """The lists of S slots, with room for W tokens each. Slot 0 is nobody's and stays empty: rows that name it, or a
-    negative slot, are passed over.
+    """Token lists of S slots with room for W tokens each. Slot 0 is unused and stays empty: rows with slot 0 or a
+    negative slot are skipped.
     """
 
     ids: Tensor
-    """[S, W] int32; a slot's are distinct"""
+    """[S, W] int32, distinct within a slot"""
     counts: Tensor
-    """[S, W] float32, 0 for a token that was only seen"""
+    """[S, W] float32, 0 for a token that occurs in the prompt only"""
     used: Tensor
-    """[S] int32 how many of the W there are"""
+    """[S] int32, number of entries in use"""
 
     @staticmethod
     def empty(slots: int, width: int, device: torch.device) -> CountLists:
-        """Slots without a token."""
+        """Empty lists."""
         return CountLists(
             torch.zeros(slots, width, dtype=torch.int32, device=device),
             torch.zeros(slots, width, dtype=torch.float32, device=device),
@@ -46,7 +46,7 @@ class CountLists:
         )
 
     def grown(self, slots: int, width: int) -> CountLists:
-        """The same lists in new memory, with room for more slots or tokens."""
+        """A copy with room for more slots or tokens."""
         found = CountLists.empty(slots, width, self.ids.device)
         before, room = self.ids.shape
         found.ids[:before, :room].copy_(self.ids)
@@ -56,21 +56,21 @@ class CountLists:
 
 
 def count_tokens(lists: CountLists, slots: Tensor, rows: Tensor, tokens: Tensor, width: int) -> None:
-    """Count one token for each of Q sequences: its count rises, or it joins the list, in place.
+    """Count one token for each of Q sequences, in place: increment its count, or append it to the list.
 
     Args:
         lists: of all sequences.
-        slots: [Q] int64, none but 0 and negative ones twice.
-        rows: [Q] int64 where in `tokens` each sequence's token stands.
+        slots: [Q] int64, distinct except 0 and negative ones.
+        rows: [Q] int64, index into `tokens` of each sequence's token.
         tokens: [R] int64.
-        width: at least 1 and what the fullest of the Q lists may hold afterwards; at most W.
+        width: at least 1 and the length of the longest of the Q lists afterwards; at most W.
     """
     slots = slots.clamp(min=0)
     drawn = tokens[rows].int()
     used = lists.used[slots].long()
-    standing = lists.ids[:, :width].index_select(0, slots) == drawn[:, None]  # [Q, w]
-    standing &= torch.arange(width, device=slots.device) < used[:, None]
-    found, place = standing.max(1)
+    matches = lists.ids[:, :width].index_select(0, slots) == drawn[:, None]  # [Q, w]
+    matches &= torch.arange(width, device=slots.device) < used[:, None]
+    found, place = matches.max(1)
     place = torch.where(found, place, used)
     counts = lists.counts[slots, place].masked_fill_(~found, 0) + 1
     lists.ids.index_put_((slots, place), drawn)
@@ -92,22 +92,22 @@ def penalise(
 
     Args:
         logits: [R, V] float32. No result is +inf, however small the repetition penalty.
-        rows: [Q] int64 each sequence's row, none twice.
+        rows: [Q] int64, each sequence's row of the logits, distinct.
         slots: [Q] int64.
         lists: of all sequences.
         repetition: [Q] float32 above 0; 1 changes nothing.
         frequency: [Q] float32.
         presence: [Q] float32.
-        width: at least 1 and what the fullest of the Q lists may hold; at most W.
+        width: at least 1 and the length of the longest of the Q lists; at most W.
     """
     slots = slots.clamp(min=0)
     used = lists.used[slots][:, None]  # [Q, 1]
-    there = torch.arange(width, device=slots.device) < used  # [Q, w]
-    # What a list lacks is its first token once more: written twice, it is the same number.
+    valid = torch.arange(width, device=slots.device) < used  # [Q, w]
+    # Entries beyond a list's end repeat its first token: written twice, it gets the same value.
     ids = lists.ids[:, :width].index_select(0, slots)
-    ids = torch.where(there, ids, ids[:, :1]).long()
+    ids = torch.where(valid, ids, ids[:, :1]).long()
     counts = lists.counts[:, :width].index_select(0, slots)
-    counts = torch.where(there, counts, counts[:, :1])
+    counts = torch.where(valid, counts, counts[:, :1])
     rows = rows[:, None]
     before = logits[rows, ids]
     factor = repetition.clamp(min=_FLOAT32.tiny)[:, None]

@@ -1,9 +1,9 @@
-"""The one door through which a step's arrays go to the device and its results come back, none of them waited for.
+"""The device of a run: uploads, downloads and CUDA graphs, none of which wait for the device, and the CPU quota.
 
-A GPU works through a queue: what is uploaded, launched or downloaded happens in the order of the calls, later. Only
-`Download.wait` waits, and it is called a step late, when there is nothing left to wait for. `HOST` is the same for a
-CPU, where everything has happened when a call returns, and costs nothing. Tests have a third kind, which computes on a
-CPU but shows every mistake about time that a GPU would: see tests/engine/fake_device.py.
+A GPU works through a queue: uploads, launches and downloads are executed in the order of the calls, later. Only
+`Download.wait` waits, and the engine calls it a step late, when the results are there. `HOST` is the same interface for
+a CPU, where every call is complete when it returns. Tests have a third implementation, which computes on a CPU but
+shows every ordering mistake that a GPU would: see tests/engine/fake_device.py.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
 import numpy as np
@@ -18,59 +19,71 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["HOST", "Array", "CudaDevice", "Device", "Download", "Graph", "HostDevice", "Lane", "as_array", "device_for"]
+__all__ = [
+    "HOST",
+    "Array",
+    "CudaDevice",
+    "Device",
+    "Download",
+    "Graph",
+    "HostDevice",
+    "Lane",
+    "as_array",
+    "cpu_quota",
+    "device_for",
+]
 
 Array = npt.NDArray[Any]
 
 Lane = Literal["tokens", "outputs"]
-"""Streams that results come back on: `tokens` for what the next step's plan waits for, `outputs` for everything else,
-which may be large."""
+"""Streams of downloads: `tokens` for results that the next step's plan waits for, `outputs` for everything else, which
+may be large."""
 
 _ALIGNMENT: Final = 16
 
 
 class Download(Protocol):
-    """Results on their way to the host."""
+    """Results in transfer to the host."""
 
     def ready(self) -> bool:
         """Whether `wait` would return at once."""
         ...
 
     def wait(self) -> list[Array]:
-        """The values, once they have arrived, in the order they were asked for; bfloat16 as its bits in uint16."""
+        """The values in the order of the `download` call, once they have arrived; bfloat16 as its bits in uint16."""
         ...
 
 
 class Graph(Protocol):
-    """Work recorded once, to be started again as a whole."""
+    """Captured work that can be replayed as a whole."""
 
     def replay(self) -> None:
-        """Queue it again: it reads and writes the tensors it was recorded with."""
+        """Queue the work again; it reads and writes the tensors of the capture."""
         ...
 
 
 class Device(Protocol):
-    """Where a run computes."""
+    """The device that a run computes on."""
 
     @property
     def torch_device(self) -> torch.device:
-        """What tensors are made on."""
+        """The torch device of tensors."""
         ...
 
     @property
     def asynchronous(self) -> bool:
-        """Whether calls return before the device is done, so that it pays to plan the next step meanwhile."""
+        """Whether calls return before the device is done, so that planning the next step meanwhile pays off."""
         ...
 
     @property
     def captures(self) -> bool:
-        """Whether `capture` is there."""
+        """Whether `capture` is supported."""
         ...
 
     def upload(self, *arrays: Array) -> list[Tensor]:
-        """Copies of host arrays as contiguous tensors of the same dtypes and shapes, in one transfer.
+        """Copy host arrays to contiguous tensors of the same dtypes and shapes, in one transfer.
 
-        The arrays may be changed as soon as the call returns.
+        The caller may change the arrays as soon as the call returns.
         """
         ...
 
@@ -79,23 +92,23 @@ class Device(Protocol):
         ...
 
     def download(self, *tensors: Tensor, lane: Lane = "tokens") -> Download:
-        """Copy tensors to the host. No later work may write to them: what a graph will overwrite is cloned first."""
+        """Copy tensors to the host. Later work must not write to them: clone what a graph will overwrite first."""
         ...
 
     def capture(self, body: Callable[[], None]) -> Graph:
-        """Record what `body` launches, without running it; see `captures`.
+        """Capture what `body` launches, without running it; see `captures`.
 
-        `body` must have run before (kernels compiled, libraries warm), and neither uploads nor downloads.
+        `body` must have run before (kernels compiled, libraries warm), and must not upload or download.
         """
         ...
 
     def release_cache(self) -> None:
-        """Give memory back that is held for later allocations."""
+        """Return cached free memory to the device."""
         ...
 
 
-class _Here:
-    """Values that are on the host already."""
+class _HostDownload:
+    """A `Download` of values that are on the host already."""
 
     __slots__ = ("_tensors",)
 
@@ -103,7 +116,7 @@ class _Here:
         self._tensors = tensors
 
     def ready(self) -> bool:
-        """Always."""
+        """True: the values are on the host."""
         return True
 
     def wait(self) -> list[Array]:
@@ -112,15 +125,15 @@ class _Here:
 
 
 class HostDevice:
-    """A CPU: all calls are done when they return, and nothing is copied."""
+    """A CPU: every call is complete when it returns, and nothing is copied."""
 
     torch_device: Final = torch.device("cpu")
     asynchronous: Final = False
     captures: Final = False
 
     def upload(self, *arrays: Array) -> list[Tensor]:
-        """The arrays themselves where they are contiguous: the caller leaves them alone while the step runs."""
-        # Kernels read them as they lie: of an array that was broadcast they would read what lies behind it.
+        """The arrays themselves where they are contiguous: the caller must not change them while the step runs."""
+        # Kernels assume contiguous memory; a broadcast array has none of its elements behind the first.
         return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
 
     def upload_into(self, array: Array, target: Tensor) -> None:
@@ -128,23 +141,23 @@ class HostDevice:
         target[: len(array)] = torch.from_numpy(array)
 
     def download(self, *tensors: Tensor, lane: Lane = "tokens") -> Download:
-        """See `Device.download`; the values are those at the time of `wait`, which the caller must not write to."""
-        return _Here(tensors)
+        """See `Device.download`; the values are read at `wait`, so the caller must not write to them before."""
+        return _HostDownload(tensors)
 
     def capture(self, body: Callable[[], None]) -> Graph:
-        """Never: see `captures`."""
-        raise NotImplementedError("a CPU has no graphs")
+        """Not supported: see `captures`."""
+        raise NotImplementedError("a CPU cannot capture graphs: check `captures` first")
 
     def release_cache(self) -> None:
-        """Nothing is held."""
+        """Do nothing: a CPU caches no memory."""
 
 
 HOST: Final[Device] = HostDevice()
-"""The CPU."""
+"""The CPU device."""
 
 
 class _CudaDownload:
-    """Pinned copies and the event behind them."""
+    """Pinned copies and the event that marks their completion."""
 
     __slots__ = ("_event", "_pinned")
 
@@ -153,17 +166,17 @@ class _CudaDownload:
         self._event = event
 
     def ready(self) -> bool:
-        """Asks the event."""
+        """Whether the event has completed."""
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> list[Array]:
-        """The pinned copies, which nobody else writes to while they are held."""
+        """The pinned copies. PyTorch does not reuse their memory while they are referenced."""
         self._event.synchronize()
         return [as_array(tensor) for tensor in self._pinned]
 
 
 class _GraphPool:
-    """Memory that graphs share, for as long as one of them is there."""
+    """A memory pool shared by graphs, alive as long as one of them is."""
 
     __slots__ = ("__weakref__", "handle")
 
@@ -179,15 +192,15 @@ class _CudaGraph:
         self._pool = pool
 
     def replay(self) -> None:
-        """One launch."""
+        """Launch the graph."""
         self._graph.replay()
 
 
 class CudaDevice:
-    """A GPU: copies go through pinned memory, downloads on streams of their own beside the computation.
+    """A GPU: copies go through pinned memory; downloads have separate streams and overlap with computation.
 
-    Pinned blocks come from PyTorch's host cache, which hands a block out again only after the copies it took part in
-    are done: as many buffers as are in flight, and no more.
+    Pinned blocks come from PyTorch's host cache, which reuses a block only after its copies are done, so there are as
+    many buffers as transfers in flight.
     """
 
     asynchronous: Final = True
@@ -239,10 +252,10 @@ class CudaDevice:
         return _CudaDownload(pinned, event)
 
     def capture(self, body: Callable[[], None]) -> Graph:
-        """See `Device.capture`. All graphs share one pool of memory: they never run at the same time.
+        """See `Device.capture`. All graphs share one memory pool: they never run at the same time.
 
-        PyTorch's allocator refuses a pool whose graphs are all gone, as those of a rehearsal are when the job begins,
-        as long as it has not freed it, and a library's workspace may keep it. So the next graph gets another.
+        PyTorch's allocator rejects a pool whose graphs are all deleted (those of a dummy run are before the job begins)
+        but whose memory is not yet freed, which a library's workspace may prevent. The next graph then gets a new pool.
         """
         graph = torch.cuda.CUDAGraph()
         pool = self._graph_pool()
@@ -250,32 +263,32 @@ class CudaDevice:
             pool = _GraphPool()
             self._graph_pool = weakref.ref(pool)
         try:
-            # A capture that cannot be ended leaves its stream the current one.
+            # A capture that fails to end leaves its stream as the current one.
             with (
                 torch.cuda.stream(torch.cuda.current_stream(self.torch_device)),
                 torch.cuda.graph(graph, pool=pool.handle, capture_error_mode="thread_local"),
             ):
                 body()
         except RuntimeError:
-            # Older versions of torch leave their allocator in such a capture: it frees nothing that was downloaded, and
-            # fails when it is to empty its cache. Others say that there is nothing to end.
+            # Older versions of torch leave their allocator in the failed capture, where it frees nothing that was
+            # downloaded and fails to empty its cache. Newer ones raise: there is nothing to end.
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool.handle)
             raise
         return _CudaGraph(graph, pool)
 
     def release_cache(self) -> None:
-        """Give the caching allocator's free blocks back."""
+        """Return the caching allocator's free blocks to the device."""
         torch.cuda.empty_cache()
 
 
 def device_for(device: torch.device) -> Device:
-    """The door to a torch device."""
+    """The `Device` of a torch device."""
     return CudaDevice(device) if device.type == "cuda" else HOST
 
 
 def as_array(tensor: Tensor) -> Array:
-    """A host tensor's values as an array without a copy; bfloat16, which numpy lacks, as its bits in uint16."""
+    """A host tensor's values as an array, without a copy; bfloat16, which numpy lacks, as its bits in uint16."""
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.view(torch.uint16)
     found: Array = tensor.numpy()
@@ -284,3 +297,50 @@ def as_array(tensor: Tensor) -> Array:
 
 def _dtype_of(array: Array) -> torch.dtype:
     return torch.from_numpy(np.empty(0, array.dtype)).dtype
+
+
+_UNLIMITED: Final = "max"
+
+
+def cpu_quota(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Processors that this process's control groups allow, rounded up; None if they set no limit.
+
+    A scheduler that grants 2 of 64 processors as a share of time still shows all 64; 64 threads would then wait for
+    one another most of the time.
+
+    Args:
+        own: file that names the process's control groups.
+        root: folder of version 2 groups, or of version 1's `cpu` controller.
+    """
+    limits = []
+    for line in _read(own).splitlines():
+        _, controllers, path = (*line.split(":", 2), "", "")[:3]
+        if not controllers:
+            limits += [_quota(*_read(folder / "cpu.max").split()[:2]) for folder in _upwards(root, path)]
+        elif "cpu" in controllers.split(","):
+            limits += [
+                _quota(_read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us"))
+                for folder in _upwards(root / "cpu", path)
+            ]
+    found = [limit for limit in limits if limit is not None]
+    return min(found, default=None)
+
+
+def _upwards(root: Path, path: str) -> list[Path]:
+    """Folders of the group and its parents. A container sees its own group as the root."""
+    parts = [part for part in path.strip().split("/") if part not in ("", "..")]
+    return [root.joinpath(*parts[:i]) for i in range(len(parts), -1, -1)]
+
+
+def _quota(quota: str = "", period: str = "") -> int | None:
+    quota, period = quota.strip(), period.strip()
+    if quota == _UNLIMITED or not quota.isdigit() or not period.isdigit() or not int(quota) or not int(period):
+        return None
+    return -(-int(quota) // int(period))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,8 +1,8 @@
-"""The distribution that a row's token is drawn from, as scores: what `sampling` draws by, written out.
+"""Scores of the distribution that `sampling` draws from, for rows that return them.
 
 With x = (logit - m) / temperature and m the row's largest logit, a token that survives top_k, top_p and min_p (see
-`sampling`) has the score x, any other -inf; their log-softmax is the distribution. A greedy row is taken at temperature
-1, unfiltered.
+`sampling`) has the score x, any other -inf; the log-softmax of the scores is the distribution. A greedy row counts as
+temperature 1, unfiltered.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ __all__ = ["filtered_scores"]
 def filtered_scores(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, drawn: Tensor
 ) -> Tensor:
-    """Scores of a few rows; sorts each row that is cut by rank or mass, so meant for those whose scores are asked for.
+    """Scores of a few rows, [r, V]. Sorts each row that has a filter, so it is meant for rows that return scores only.
 
     Args:
         logits: [r, V] float32, after penalties and masks; left as it is.
         temperature: [r] float32; below 1e-5 the row is greedy.
-        top_k: [r] int64; 0 and below keep all.
+        top_k: [r] int64; 0 or less keeps all.
         top_p: [r] float32 in (0, 1].
         min_p: [r] float32 in [0, 1].
-        drawn: [r] int64, a token that the row drew: a survivor, whichever way its mass at the edge was rounded.
+        drawn: [r] int64, a token that the row drew; it always survives, even if rounding at the edge differs.
 
     Returns:
         [r, V] float32.

@@ -1,4 +1,4 @@
-"""From the fused projection to attention: normalise q and k, rotate them, store k and v in the paged cache."""
+"""Processing of the fused q, k, v projection: normalise q and k, rotate them, store k and v in the paged cache."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from batchgen.kernels.norm import rms_norm
 from batchgen.kernels.pooled import store
 from batchgen.kernels.rope import apply_rope
 
-__all__ = ["rotate_and_store"]
+__all__ = ["qk_norm_rope_cache"]
 
 
-def rotate_and_store(
+def qk_norm_rope_cache(
     qkv: Tensor,
     heads: int,
     kv_heads: int,
@@ -24,13 +24,13 @@ def rotate_and_store(
     values: Tensor,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """Rotate q and k, normalised per head before if there are weights for it, and store k and v.
+    """Normalise q and k per head if there are weights for it, rotate them, and store k and v.
 
     Args:
         qkv: [T, N + 2K, D], q first, then k, then v.
         heads: N.
         kv_heads: K.
-        q_norm: [D], or None where heads are not normalised.
+        q_norm: [D], or None if heads are not normalised.
         k_norm: [D], or None as `q_norm`.
         eps: of the norm.
         cos: [T, 1, D] of `rope_tables`.
@@ -40,8 +40,8 @@ def rotate_and_store(
         slot_mapping: [T] int64, page * S + offset; equal slots keep any one of their tokens.
 
     Returns:
-        The queries [T, N, D], which may be a view. Rounded to the dtype after the norm, after the product with the
-        sines and after the sum.
+        The queries [T, N, D], perhaps a view. Rounded to the dtype after the norm, after the product with the sines and
+        after the sum.
     """
     if q_norm is not None and k_norm is not None:
         query = apply_rope(rms_norm(qkv[:, :heads], q_norm, eps), cos, sin)  # [T, N, D]

@@ -1,26 +1,30 @@
-"""Ways to lay out a weight W [O, I] and to compute y = x W^T + b over it, and which of them is the fastest here.
+"""Memory layouts of a weight W [O, I] with their products y = x W^T + b, and the choice of the fastest on this CPU.
 
-On a CPU there are several, and none is the best everywhere: kernels of our own, compiled on the machine, which widen
-bfloat16 weights to float32, use the processor's dot instruction, or multiply in block floating point; oneDNN's packed
-weights, the best where there are AMX tiles; and PyTorch's ordinary product. The rates of these instructions differ more
-than tenfold between processors that name the same ones, so they are measured.
+A CPU has several: compiled kernels, which widen bfloat16 weights to float32, use the processor's dot instruction or
+multiply in block floating point; oneDNN's packed weights, the best where there are AMX tiles; and PyTorch's product.
+None is the fastest on every processor: the throughput of these instructions differs more than tenfold between
+processors with the same instruction sets. So they are measured, and the timings are cached in a file next to the
+compiled library. The file name includes the library's name (sources, compiler, processor) and PyTorch's version.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
+from pathlib import Path
 from typing import Final, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen.kernels.cpu.figures import keep_figures, kept_figures
-from batchgen.kernels.cpu.library import DTYPES, loaded, missing
+from batchgen.kernels.cpu.library import DTYPES, library_file, loaded, missing
 from batchgen.kernels.cpu.matmul import (
     METHODS,
     Method,
@@ -39,47 +43,86 @@ from batchgen.kernels.quantization import INT8, quantise_weight
 __all__ = [
     "Compiled",
     "Layout",
+    "LayoutChoice",
     "OneDnn",
     "Plain",
     "Product",
     "Products",
-    "TakenLayout",
     "can_pack",
+    "choose_layout",
     "dots_are_faster",
     "fastest",
     "int8_refusal",
     "layouts",
-    "take_layout",
+    "load_timings",
+    "save_timings",
 ]
 
-# A thread takes its number of threads from torch when it first asks: here the importing one has asked, and does not do
-# so while a measurement, in a thread that loads a model, has set it to one.
+
+def load_timings(subject: str, names: Collection[str]) -> dict[str, float] | None:
+    """Cached timings of `subject`: a positive number for each of `names`, in their order; None if there are none.
+
+    Args:
+        subject: name of the measurement, letters and digits.
+        names: names of the measured candidates.
+    """
+    if not loaded():
+        return None
+    try:
+        found = json.loads(_file(subject).read_bytes())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(found, dict) or found.keys() != set(names):
+        return None
+    if not all(isinstance(number, float) and 0 < number < math.inf for number in found.values()):
+        return None
+    return {name: found[name] for name in names}
+
+
+def save_timings(subject: str, timings: Mapping[str, float]) -> None:
+    """Cache `timings` for `load_timings`, if there is a library and its folder can be written."""
+    if not loaded():
+        return
+    file = _file(subject)
+    with suppress(OSError), tempfile.TemporaryDirectory(dir=file.parent) as folder:
+        made = Path(folder) / file.name
+        made.write_text(json.dumps(dict(timings)))
+        made.replace(file)  # atomic: another process may be reading
+
+
+def _file(subject: str) -> Path:
+    library = library_file()
+    return library.with_name(f"{library.stem}-{subject}-torch-{torch.__version__}.json")
+
+
+# A thread takes its number of threads from torch at its first query. The importing thread queries now, not while a
+# measurement, in a thread that loads a model, has set the number to one.
 torch.get_num_threads()
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """x [..., I], W [O, I] and b [O] or None -> [..., O]."""
 
 Products = Literal["measured", "fixed", "torch", "int8"]
-"""What may multiply on a CPU. `measured`: whatever is the fastest. `fixed`: the first there is, by no clock, so that
-another process on the machine takes the same. `torch`: nothing but PyTorch and its libraries. `int8`: compiled kernels
-over weights that are quantised for them."""
+"""Products that may be used on a CPU. `measured`: the fastest. `fixed`: the first available, without measuring, so that
+another process on the machine chooses the same. `torch`: PyTorch and its libraries only. `int8`: compiled kernels over
+weights quantised to int8."""
 
 _PACK_ROWS: Final = 64
-"""The batch size that oneDNN's layout is chosen for; other sizes run through the same layout."""
+"""The batch size that oneDNN chooses its layout for; other sizes use the same layout."""
 
 _SIZE: Final = (64, 576, 1152)
 """Rows, inputs and outputs of the measured product: a decode step of a small model."""
 _ROUNDS: Final = 6
 _MOST_ROUNDS: Final = 200
 _SECONDS: Final = 0.08
-"""How long a machine that is busy with something else is watched."""
+"""Longest measurement on a busy machine, in seconds of wall time."""
 _FOUND: Final = 3
 _CLEARLY: Final = 0.9
-"""A layout further down the list is taken where its time is at most this share: equal ones do not change places."""
+"""A later layout is chosen if its time is at most this share of an earlier one's, so that ties do not alternate."""
 
 
 class Layout(Protocol):
-    """A weight and a bias as they are multiplied."""
+    """A weight and a bias in the layout that they are multiplied in."""
 
     bias: Tensor | None
 
@@ -87,11 +130,11 @@ class Layout(Protocol):
         """[..., I] -> [..., O]."""
 
     def dense(self) -> Tensor:
-        """W [O, I] in the ordinary layout, a copy where that is another."""
+        """W [O, I] in the ordinary layout; a copy if the layout differs."""
 
 
 class Plain:
-    """The weight as it is, multiplied by `product`."""
+    """The ordinary layout, multiplied by `product`."""
 
     __slots__ = ("_product", "_weight", "bias")
 
@@ -108,7 +151,7 @@ class Plain:
 
 
 class OneDnn:
-    """oneDNN's layout, and its product."""
+    """oneDNN's packed layout and product."""
 
     __slots__ = ("_weight", "bias")
 
@@ -127,7 +170,7 @@ class OneDnn:
 
 
 class Compiled:
-    """Panels for the kernels that are compiled on the machine. A row's bits do not depend on the other rows."""
+    """Panels of the compiled kernels. Batch-invariant: each output row depends on its input row only."""
 
     __slots__ = ("bias", "method", "packed", "wide_bias")
 
@@ -139,7 +182,7 @@ class Compiled:
 
     @property
     def code(self) -> int:
-        """The method's number in C++."""
+        """The number of the method in C++."""
         return METHODS[self.packed.dtype, self.method]
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -147,7 +190,7 @@ class Compiled:
         return matmul(x, self.packed, self.wide_bias, self.method)
 
     def dense(self) -> Tensor:
-        """The weight, unpacked; of one in integers what these stand for."""
+        """The weight, unpacked; dequantised if it is in integers."""
         if self.packed.layout == "whole":
             return unpack(self.packed)
         grouped = unpack_int8(self.packed) if self.packed.layout == "int8" else unpack_bfp(self.packed)
@@ -162,7 +205,7 @@ def _packed(weight: Tensor, method: Method) -> PackedWeight:
 
 @cache
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this build's oneDNN multiplies `dtype` with a packed weight, found out by doing it once."""
+    """Whether this build's oneDNN multiplies `dtype` with a packed weight, found by trying it once."""
     if dtype not in (torch.float32, torch.bfloat16) or not torch._C._has_mkldnn:
         return False
     weight, x = torch.ones(16, 16, dtype=dtype), torch.ones(2, 16, dtype=dtype)
@@ -174,11 +217,11 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 Make = Callable[[Tensor, Tensor | None], Layout]
-"""Lays out W and b."""
+"""Makes the layout of W and b."""
 
 
 def layouts(dtype: torch.dtype, products: Products) -> Mapping[str, Make]:
-    """The layouts that a CPU has here for `dtype`, by name, the preferred first."""
+    """The layouts available on this CPU for `dtype`, by name, the preferred first."""
     found: dict[str, Make] = {}
     if products == "int8":
         return {"compiled int8": partial(Compiled, method="int8")}
@@ -191,62 +234,62 @@ def layouts(dtype: torch.dtype, products: Products) -> Mapping[str, Make]:
 
 
 def int8_refusal(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why weights of `dtype` cannot be multiplied in int8 on `device`; None where they can."""
+    """Why weights of `dtype` cannot be multiplied in int8 on `device`; None if they can."""
     if device.type != "cpu":
-        return "it is for CPUs"
+        return "it runs on CPUs only"
     if dtype not in DTYPES:
-        return f"it is for models in bfloat16 or float32, not in {str(dtype).removeprefix('torch.')}"
+        return f"it supports models in bfloat16 or float32, not {str(dtype).removeprefix('torch.')}"
     if not loaded():
-        return f"it needs compiled kernels, and there are none: {missing()}"
+        return f"it needs compiled kernels, which are not available: {missing()}"
     return None if "int8" in methods(dtype) else "this processor has no dot instruction for int8 (AVX512-VNNI)"
 
 
 @dataclass(frozen=True, slots=True)
-class TakenLayout:
-    """A layout and why it was taken."""
+class LayoutChoice:
+    """The chosen layout and the reason."""
 
     name: str
     make: Make
-    describes: str
-    """The name, and the times of all that were measured."""
+    description: str
+    """The name, and the times of all layouts that were measured."""
     times: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of each that was measured."""
+    """Seconds of each measured layout, by name."""
 
 
 @cache
-def take_layout(dtype: torch.dtype, products: Products) -> TakenLayout:
-    """The layout for weights of `dtype` on this CPU; measured once on a machine, whose next processes take the same."""
+def choose_layout(dtype: torch.dtype, products: Products) -> LayoutChoice:
+    """The layout for weights of `dtype` on this CPU; measured once per machine, then read from the cache."""
     found = layouts(dtype, products)
     first = next(iter(found))
     if products != "measured" or len(found) == 1:
-        return TakenLayout(first, found[first], first)
+        return LayoutChoice(first, found[first], first)
     subject = f"layouts-{str(dtype).removeprefix('torch.')}"
-    times = kept_figures(subject, found)
+    times = load_timings(subject, found)
     if times is None:
         times, settled = _measured(dtype, found)
         if settled:
-            keep_figures(subject, times)
+            save_timings(subject, times)
     best = fastest(times)
     rest = ", ".join(f"{name} {1e3 * seconds:.2g} ms" for name, seconds in times.items() if name != best)
-    return TakenLayout(best, found[best], f"{best} ({1e3 * times[best]:.2g} ms against {rest})", times)
+    return LayoutChoice(best, found[best], f"{best} ({1e3 * times[best]:.2g} ms against {rest})", times)
 
 
 @cache
 def dots_are_faster() -> bool:
-    """Whether the compiled product by bfloat16's dot instruction keeps up with the one in block floating point, whose
-    numbers cost more to make. Both are measured with the layouts.
+    """Whether the compiled product by bfloat16's dot instruction is as fast as the one in block floating point, whose
+    operands cost more to prepare. Both are measured with the layouts.
     """
     if not loaded() or "dot" not in methods(torch.bfloat16):
         return False
-    times = take_layout(torch.bfloat16, "measured").times
+    times = choose_layout(torch.bfloat16, "measured").times
     return _CLEARLY * times["compiled dot"] <= times.get("compiled bfp", math.inf)
 
 
 def _measured(dtype: torch.dtype, found: Mapping[str, Make]) -> tuple[dict[str, float], bool]:
-    """The seconds that each layout takes, and whether the machine left them in peace.
+    """Seconds of each layout, and whether the measurement was undisturbed.
 
-    On one thread, by the time that it computes: it is instructions that are compared, and waiting tells nothing, be it
-    for other threads and programs or for Python's lock, which whatever reads rows holds while a model is loaded.
+    One thread, by its CPU time: the instructions are compared, and waiting for other threads, programs or Python's lock
+    (which the row reader holds while a model is loaded) does not count.
     """
     rows, inner, outer = _SIZE
     x, weight = torch.full((rows, inner), 0.5, dtype=dtype), torch.full((outer, inner), 0.5, dtype=dtype)
@@ -260,13 +303,13 @@ def _measured(dtype: torch.dtype, found: Mapping[str, Make]) -> tuple[dict[str, 
 
 
 def _least_seconds(calls: Mapping[str, Callable[[], object]]) -> tuple[dict[str, float], bool]:
-    """Each call's least time, and whether it was found several times over, which a busy machine may not allow."""
+    """Each call's least time, and whether it was reached several times, which a busy machine may prevent."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
     end = time.perf_counter() + _SECONDS
     for turn in range(_MOST_ROUNDS):
-        for name, call in calls.items():  # side by side, so that a busy moment is everyone's
+        for name, call in calls.items():  # alternating, so that a busy moment affects all of them
             begin = time.thread_time()
             call()
             taken[name].append(time.thread_time() - begin)
@@ -277,6 +320,6 @@ def _least_seconds(calls: Mapping[str, Callable[[], object]]) -> tuple[dict[str,
 
 
 def fastest(times: Mapping[str, float]) -> str:
-    """The first name whose time no other one clearly beats."""
+    """The first name whose time no other name clearly beats."""
     least = min(times.values())
     return next(name for name, seconds in times.items() if least >= _CLEARLY * seconds)

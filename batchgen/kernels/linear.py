@@ -1,4 +1,4 @@
-"""y = x W^T + b with the weight in the layout that the device multiplies fastest: `layouts` says which."""
+"""The linear layer y = x W^T + b, with the weight in the fastest layout of the device (see `layouts`)."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from batchgen.kernels.layouts import Compiled, Layout, Plain, Product, Products, layouts, take_layout
+from batchgen.kernels.layouts import Compiled, Layout, Plain, Product, Products, choose_layout, layouts
 
 __all__ = ["Linear", "Product", "Products", "describe_products", "forms", "repacks"]
 
 
 class Linear:
-    """x [..., I] -> [..., O] for `weight` [O, I] and `bias` [O].
+    """A linear layer, x [..., I] -> [..., O], of `weight` [O, I] and `bias` [O].
 
-    Takes the weight over: on a CPU it is repacked, and the caller should drop its own reference, or both stay in
-    memory. The result has `x`'s dtype, which must be the weight's; sums are float32.
+    On a CPU the weight is repacked: the caller should drop its reference, or both copies stay in memory. The result has
+    `x`'s dtype, which must be the weight's; sums are float32.
 
     Args:
         weight: W.
         bias: b.
-        products: what may multiply on a CPU.
-        product: what computes it, on the weight as it is; `gpu.matmul.linear` is one whose rows never know of each
-            other.
+        products: which products may be used on a CPU.
+        product: the product to use, on the weight in its ordinary layout, such as the batch-invariant
+            `gpu.matmul.linear`.
     """
 
     __slots__ = ("_layout", "in_features", "out_features")
@@ -41,7 +41,7 @@ class Linear:
         if product is not None:
             self._layout = Plain(weight, bias, product)
         elif weight.device.type == "cpu":
-            self._layout = take_layout(weight.dtype, products).make(weight, bias)
+            self._layout = choose_layout(weight.dtype, products).make(weight, bias)
         else:
             self._layout = Plain(weight, bias)
 
@@ -52,24 +52,24 @@ class Linear:
 
     @property
     def packed(self) -> bool:
-        """Whether the weight stands in another layout than the ordinary."""
+        """Whether the weight is stored in another layout than the ordinary one."""
         return not isinstance(self._layout, Plain)
 
     @property
     def compiled(self) -> Compiled | None:
-        """The weight as the compiled kernels take it; None where something else multiplies."""
+        """The weight in the layout of the compiled kernels; None if another product is used."""
         return self._layout if isinstance(self._layout, Compiled) else None
 
     def dense_weight(self) -> Tensor:
-        """The weight [O, I] in the ordinary layout: a copy where it is packed."""
+        """The weight [O, I] in the ordinary layout; a copy if it is packed."""
         return self._layout.dense()
 
     def with_product(self, product: Product) -> Linear:
-        """The same layer, computed by `product`."""
+        """The same layer, computed with `product`."""
         return Linear(self.dense_weight(), self.bias, product=product)
 
     def in_int8(self) -> Linear:
-        """The same layer with its weight quantised, where `int8_refusal` has nothing against it."""
+        """The same layer with its weight quantised to int8; `int8_refusal` must be None."""
         return Linear(self.dense_weight(), self.bias, products="int8")
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -78,20 +78,20 @@ class Linear:
 
 
 def repacks(dtype: torch.dtype, device: torch.device, products: Products) -> bool:
-    """Whether `Linear` copies a weight of `dtype` into another layout, and keeps nothing of the one it is given."""
-    return device.type == "cpu" and take_layout(dtype, products).name != "plain"
+    """Whether `Linear` copies a weight of `dtype` into another layout and drops the original."""
+    return device.type == "cpu" and choose_layout(dtype, products).name != "plain"
 
 
 def describe_products(dtype: torch.dtype, device: torch.device, products: Products) -> str | None:
-    """What `Linear` multiplies weights by, and why; None where it is PyTorch's ordinary product."""
-    taken = take_layout(dtype, products) if device.type == "cpu" else None
-    return None if taken is None or taken.name == "plain" else taken.describes
+    """Name of the product that `Linear` uses and the reason; None for PyTorch's ordinary product."""
+    taken = choose_layout(dtype, products) if device.type == "cpu" else None
+    return None if taken is None or taken.name == "plain" else taken.description
 
 
 def forms(weight: Tensor) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Every way that this machine has to compute x W^T for `weight` [O, I]: name -> x [T, I] -> [T, O].
+    """Every available way to compute x W^T for `weight` [O, I]: name -> function x [T, I] -> [T, O].
 
-    Which one is the fastest at which sizes says what the machine can do, whatever `Linear` takes.
+    For benchmarks of the machine, whatever `Linear` chooses.
     """
     if weight.device.type != "cpu":
         return {"plain": Plain(weight, None)}

@@ -1,6 +1,6 @@
-"""Log-probabilities of tokens, from raw logits, and masks. No second [R, V] array is made.
+"""Log-probabilities of tokens from raw logits, and token masks. No second [R, V] tensor is allocated.
 
-Logits may be of any floating type; what is told of them is float32.
+Logits may be of any floating-point dtype; results are float32.
 """
 
 from __future__ import annotations
@@ -12,28 +12,36 @@ from torch import Tensor
 
 from batchgen.kernels.top import largest
 
-__all__ = ["ReadOut", "argmax_lse", "log_normalizers", "mask_tokens", "read_out", "token_logprobs", "top_logprobs"]
+__all__ = [
+    "GatheredLogprobs",
+    "argmax_lse",
+    "gather_logprobs",
+    "log_normalizers",
+    "mask_tokens",
+    "token_logprobs",
+    "top_logprobs",
+]
 
 _CHUNK = 1 << 18
-"""Logits looked at at once."""
+"""Logits processed at once."""
 
 
 @dataclass(frozen=True, slots=True)
-class ReadOut:
-    """What `read_out` tells of R rows."""
+class GatheredLogprobs:
+    """Log-probabilities of R rows, from `gather_logprobs`."""
 
     normalizers: Tensor
-    """[R] float32 log(sum(exp))"""
+    """[R] float32 log-sum-exp of each row"""
     targets: Tensor
-    """[R] float32 logprobs of the tokens asked for"""
+    """[R] float32 logprob of each row's target"""
     top_ids: Tensor
     """[R, k] int64, most likely first, ties by lowest id"""
     top: Tensor
-    """[R, k] float32, their logprobs"""
+    """[R, k] float32, logprobs of `top_ids`"""
 
 
 def log_normalizers(logits: Tensor) -> Tensor:
-    """log(sum(exp(logits))) of each row: [R] float32 of [R, V] of any float dtype, a few rows at a time."""
+    """Log-sum-exp of each row: [R] float32 of [R, V] of any float dtype, a few rows at a time."""
     step = max(1, _CHUNK // max(1, logits.shape[1]))
     if logits.shape[0] <= step:
         return torch.logsumexp(logits.float(), dim=-1)
@@ -41,15 +49,15 @@ def log_normalizers(logits: Tensor) -> Tensor:
 
 
 def argmax_lse(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The largest of each row, and what turns it into a logprob.
+    """Argmax of each row with its logit and log-sum-exp.
 
     Args:
         logits: [R, V].
 
     Returns:
-        ids [R] int64 of the largest, the lowest of equals; their logits [R] float32; `log_normalizers` [R] float32; and
-        [R] bool, rows that nothing can be drawn from: a not-a-number or +inf among the logits, or all of them -inf.
-        Such rows give some id in range, and what their sums come to (not-a-number, +inf or -inf).
+        ids [R] int64 of the largest, the lowest of equal ones; their logits [R] float32; `log_normalizers` [R] float32;
+        and [R] bool, rows that cannot be sampled: a not-a-number or +inf among the logits, or all of them -inf. Such
+        rows yield some id in range, and a log-sum-exp of not-a-number, +inf or -inf.
     """
     largest_logits = logits.amax(dim=-1).float()
     return logits.argmax(dim=-1), largest_logits, log_normalizers(logits), ~torch.isfinite(largest_logits)
@@ -61,7 +69,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, normalizers: Tensor | None = 
     Args:
         logits: [R, V].
         tokens: [R] int64.
-        normalizers: [R] float32, `log_normalizers(logits)` where it is known already.
+        normalizers: [R] float32, `log_normalizers(logits)` if known.
 
     Returns:
         [R] float32.
@@ -88,8 +96,8 @@ def top_logprobs(logits: Tensor, k: int, normalizers: Tensor | None = None) -> t
     return ids, values.float() - normalizers[:, None]
 
 
-def read_out(logits: Tensor, targets: Tensor, k: int, normalizers: Tensor | None = None) -> ReadOut:
-    """All that prompt positions are asked for: the logprob of one token per row, and the k most likely.
+def gather_logprobs(logits: Tensor, targets: Tensor, k: int, normalizers: Tensor | None = None) -> GatheredLogprobs:
+    """Logprobs of prompt positions: of one target token per row, and of the k most likely tokens.
 
     Args:
         logits: [R, V].
@@ -103,11 +111,11 @@ def read_out(logits: Tensor, targets: Tensor, k: int, normalizers: Tensor | None
         ids, top = top_logprobs(logits, k, normalizers)
     else:
         ids, top = targets.new_empty(len(logits), 0), normalizers.new_empty(len(logits), 0)
-    return ReadOut(normalizers, token_logprobs(logits, targets, normalizers), ids, top)
+    return GatheredLogprobs(normalizers, token_logprobs(logits, targets, normalizers), ids, top)
 
 
 def mask_tokens(logits: Tensor, rows: Tensor, ids: Tensor) -> None:
-    """Set `logits[rows[i], ids[i]]` to -inf, in place, so that these tokens cannot be drawn.
+    """Set `logits[rows[i], ids[i]]` to -inf, in place, so that these tokens cannot be sampled.
 
     Args:
         logits: [R, V].

@@ -1,10 +1,10 @@
-"""Low-rank changes of a linear layer, each row of the step by its own adapter.
+"""LoRA: low-rank updates of a linear layer, with one adapter per row of the step.
 
-out[t] += (x[t] A_a^T) B_a^T for the adapter a of token t, the adapter's scale folded into B. Tokens without one are
-not touched; a step without any costs nothing, because nobody calls this.
+out[t] += (x[t] A_a^T) B_a^T for the adapter a of token t, the adapter's scale folded into B. Tokens without an adapter
+are not touched; the model does not call this in steps without adapters.
 
-The plain path takes one adapter after another. The kernels take all of them in one launch or call: a step lists its
-tokens by adapter in tiles, once for all layers, and a layer holds its adapters' matrices one below another.
+The PyTorch implementation applies one adapter after another. The kernels apply all in one launch or call: a step lists
+its tokens by adapter in tiles, once for all layers, and a layer stacks its adapters' matrices.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ __all__ = [
 Int64 = npt.NDArray[np.int64]
 
 OUTPUT_BLOCK: Final = 128
-"""Columns of B for which a `LoraStack` says which ranks matter."""
+"""Columns of B per entry of `LoraStack.spans`."""
 _RANK_BLOCK: Final = 16
-"""Ranks of a stack's adapter are a multiple of this: what a tensor core takes."""
+"""Multiple that a stacked adapter's rank is padded to, for tensor cores."""
 _SHORT_TILE, TALL_TILE = 16, 64
-"""Tokens of a tile where adapters have few tokens each, and where they have many."""
+"""Tokens per tile for adapters with few tokens each, and for adapters with many."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoraPair:
-    """One adapter's change of one linear layer."""
+    """One adapter's matrices for one linear layer."""
 
     down: Tensor
     """A [r, I]"""
@@ -48,26 +48,26 @@ class LoraPair:
 
 @dataclass(frozen=True, slots=True)
 class LoraStack:
-    """A layer's pairs in two matrices. `rank` counts over all adapters, each zero-padded to a multiple of `align`."""
+    """A layer's adapters as two matrices. Ranks count over all adapters, each zero-padded to a multiple of `align`."""
 
     down: Tensor
     """[ranks, I]"""
     up: Tensor
     """[ranks, O]: B transposed"""
     ranges: Tensor
-    """[adapters, 2] int32: first rank and padded ranks of each; 0 ranks where it leaves the layer as it is"""
+    """[adapters, 2] int32: first rank and number of padded ranks of each; 0 ranks if it does not change the layer"""
     spans: Tensor
     """[adapters, ceil(O / OUTPUT_BLOCK), 2] int32: ranks [from, to), multiples of `align`, outside of which B is zero
-    in a block of outputs; an adapter of fused projections is zero in most"""
+    in a block of outputs; adapters of fused projections are zero in most blocks"""
     width: int
-    """The most padded ranks that an adapter has."""
+    """Most padded ranks of an adapter."""
     align: int = _RANK_BLOCK
 
 
 class LoraPairs(Sequence["LoraPair | None"]):
-    """A layer's pairs by adapter; None where an adapter leaves the layer as it is.
+    """A layer's pairs by adapter; None where an adapter does not change the layer.
 
-    On a GPU they are stacked at once, elsewhere when somebody asks; the pairs are views of the latest stack.
+    On a GPU they are stacked at once, elsewhere on demand; the pairs are views of the latest stack.
     """
 
     def __init__(self, pairs: Sequence[LoraPair | None]) -> None:
@@ -87,22 +87,22 @@ class LoraPairs(Sequence["LoraPair | None"]):
 
     @property
     def stack(self) -> LoraStack:
-        """The pairs as a GPU's kernels read them; there is at least one."""
+        """The pairs, at least one, stacked for the GPU kernels."""
         return self.stacked(_RANK_BLOCK)
 
     def stacked(self, align: int) -> LoraStack:
-        """The pairs, of which there is at least one, with ranks padded to multiples of `align`."""
+        """The pairs, at least one, stacked with ranks padded to multiples of `align`."""
         if self._stack is None or self._stack.align != align:
             self._stack, self._pairs = stack_pairs(self._pairs, align)
         return self._stack
 
 
 def stack_pairs(pairs: Sequence[LoraPair | None], align: int = _RANK_BLOCK) -> tuple[LoraStack, list[LoraPair | None]]:
-    """The pairs in two matrices, and the same pairs as views of them.
+    """Stack the pairs into two matrices; returns the stack and the pairs as views of it.
 
     Args:
         pairs: at least one of them not None; of one layer, in one dtype, on one device.
-        align: an adapter's ranks are padded to a multiple of this.
+        align: multiple that an adapter's rank is padded to.
     """
     some = next(pair for pair in pairs if pair is not None)
     inputs, outputs, device = some.down.shape[1], some.up.shape[0], some.down.device
@@ -124,7 +124,7 @@ def stack_pairs(pairs: Sequence[LoraPair | None], align: int = _RANK_BLOCK) -> t
 
 
 def _spans(up: Tensor, ranges: npt.NDArray[np.int32], align: int) -> Tensor:
-    """Where B is not zero, by adapter and block of outputs."""
+    """Ranges of ranks where B is not zero, by adapter and block of outputs."""
     outputs = up.shape[1]
     blocks = -(-outputs // OUTPUT_BLOCK)
     cells = F.pad(up != 0, (0, blocks * OUTPUT_BLOCK - outputs)).view(-1, align, blocks, OUTPUT_BLOCK)
@@ -141,7 +141,7 @@ def _spans(up: Tensor, ranges: npt.NDArray[np.int32], align: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LoraSegment:
-    """The tokens of a step that go through one adapter."""
+    """The tokens of a step that use one adapter."""
 
     adapter: int
     """Index into a layer's `LoraPairs`."""
@@ -151,44 +151,44 @@ class LoraSegment:
 
 @dataclass(frozen=True, slots=True)
 class LoraTiles:
-    """A step's tokens by adapter, cut into tiles that kernels take one each."""
+    """A step's tokens by adapter, divided into tiles, one per kernel program."""
 
     order: Tensor
-    """[U] int64: the flat tokens that have an adapter, by adapter, ascending within"""
+    """[U] int64: the flat tokens that have an adapter, by adapter, ascending within an adapter"""
     tiles: Tensor
-    """[M, 3] int64: adapter, first place in `order`, tokens (0 in a tile that pads the list)"""
+    """[M, 3] int64: adapter, first index in `order`, number of tokens (0 for padding tiles)"""
     rows: int
-    """The most tokens of a tile; a power of 2, at least 16."""
+    """Most tokens of a tile; a power of 2, at least 16."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoraStep:
-    """Which tokens of a step go through which adapter."""
+    """Assignment of a step's tokens to adapters."""
 
     segments: tuple[LoraSegment, ...]
-    """No token is in two of them."""
+    """Segments; no token is in two of them."""
     tiles: LoraTiles | None = None
-    """The same for kernels; None: `tiles_of` makes it."""
+    """The same assignment for kernels; None: `tiles_of` makes it."""
 
 
 def lora_step(adapters: npt.NDArray[np.signedinteger[Any]], device: Device) -> LoraStep | None:
-    """A step's tokens by adapter, sent to the device in one piece; None where no token has one.
+    """A step's tokens by adapter, uploaded in one transfer; None if no token has an adapter.
 
     Args:
         adapters: [T] each flat token's adapter, -1 for none.
-        device: where the step runs.
+        device: device of the step.
     """
     only = int(adapters[0]) if (adapters == adapters[0]).all() else None
     if only == -1:
         return None
-    tokens = np.bincount(adapters + 1)  # of none, of adapter 0, ...
+    tokens = np.bincount(adapters + 1)  # counts: no adapter, adapter 0, ...
     order = np.argsort(adapters, kind="stable")[tokens[0] :]
     found = np.flatnonzero(tokens[1:]).tolist()
     counts = tokens[1:][found].tolist()
     tiles, rows = _cut(found, counts)
     sent, sent_tiles = device.upload(order, tiles)
     all_tiles = LoraTiles(sent, sent_tiles, rows)
-    if only is not None and device.torch_device.type == "cpu":  # PyTorch's product need not look rows up
+    if only is not None and device.torch_device.type == "cpu":  # PyTorch's product needs no gather
         return LoraStep((LoraSegment(only, None),), all_tiles)
     return LoraStep(_segments(found, counts, sent), all_tiles)
 
@@ -199,7 +199,7 @@ def _segments(adapters: list[int], counts: list[int], order: Tensor) -> tuple[Lo
 
 
 def _cut(adapters: list[int], counts: list[int]) -> tuple[Int64, int]:
-    """Tiles [M, 3] of segments that stand one after another, and the most tokens of a tile."""
+    """Tiles [M, 3] of adjacent segments, and the most tokens of a tile."""
     rows = TALL_TILE if sum(counts) >= TALL_TILE * len(counts) else _SHORT_TILE
     sizes = np.asarray(counts, np.int64)
     each = -(-sizes // rows)  # tiles of each segment
@@ -211,7 +211,7 @@ def _cut(adapters: list[int], counts: list[int]) -> tuple[Int64, int]:
 
 
 def tiles_of(step: LoraStep, tokens: int, device: torch.device) -> LoraTiles:
-    """The step's tiles; made here from its segments' lengths where it came without."""
+    """The step's tiles; made from its segments if it has none."""
     if step.tiles is not None:
         return step.tiles
     rows = [torch.arange(tokens, device=device) if s.rows is None else s.rows for s in step.segments]
@@ -220,13 +220,13 @@ def tiles_of(step: LoraStep, tokens: int, device: torch.device) -> LoraTiles:
 
 
 def add_lora(out: Tensor, x: Tensor, step: LoraStep, pairs: LoraPairs) -> None:
-    """Add every segment's change to `out` in place.
+    """Add each token's LoRA update to `out`, in place.
 
     Args:
-        out: [T, O] the layer's product with `x`; may be a view with gaps between its rows.
+        out: [T, O], the layer's product with `x`; may be a view with gaps between its rows.
         x: [T, I], in the pairs' dtype.
-        step: which tokens go through which adapter.
-        pairs: the layer's, by adapter.
+        step: which tokens use which adapter.
+        pairs: of the layer, by adapter.
     """
     for segment in step.segments:
         pair: LoraPair | None = pairs[segment.adapter]

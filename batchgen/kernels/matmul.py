@@ -1,8 +1,8 @@
-"""y = x W^T + b, each row for itself: the plain versions of `gpu.matmul`.
+"""The reference of the batch-invariant products of `gpu.matmul`, y = x W^T + b.
 
-A product is *batch-invariant* where the bits of a row of y depend on that row of x, on W and on b alone: not on how
-many rows there are, which ones, or where among them this one stands. Libraries choose tiles and splits of the sum by
-the number of rows, and so round a row differently in different company; the kernels beside this do not.
+A product is *batch-invariant* if the bits of a row of y depend only on that row of x, on W and on b: not on the number
+of rows, the other rows, or the row's index. Libraries choose tiles and splits of the sum by the number of rows, and so
+round a row differently in batches of different sizes; the kernels of `gpu.matmul` do not.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Which of several attentions is the fastest for a run, measured at start on steps like the ones it will make.
-
-Knows nothing of what the candidates are: backends, or one backend with several tile shapes.
-"""
+"""Timing of attention candidates (backends or tile shapes) on a typical step of the run, at start."""
 
 from __future__ import annotations
 
@@ -25,16 +22,16 @@ Timer = Callable[[Callable[[], object]], float]
 Name = TypeVar("Name")
 
 _POOL_BYTES = 512 << 20
-"""Most keys and values to measure on: beyond every chip's cache; more positions than that holds repeat pages."""
+"""Most bytes of keys and values to measure on, beyond every chip's cache; larger steps repeat pages."""
 _WARM_UP = 3
 _REPEATS = 7
 _CALLS = 3
-"""Calls between two events, so that the second is not waited for alone."""
+"""Calls between two events, so that the event's overhead is spread."""
 
 
 @dataclass(frozen=True, slots=True)
 class TypicalStep:
-    """One layer's attention in a step that a run will make many times."""
+    """Sizes of one layer's attention in a typical step of the run."""
 
     layer: LayerKV
     heads: int
@@ -42,16 +39,16 @@ class TypicalStep:
     page_size: int
     device: torch.device
     rows: int
-    """Sequences that decode at once."""
+    """Decode rows."""
     context: int
-    """Positions that each of them sees."""
+    """Positions that each decode row attends to."""
     shared: int = 0
-    """Of these the first so many are the same for all rows; rounded down to whole pages."""
+    """Leading positions that all rows share; rounded down to whole pages."""
     chunk: int = 0
-    """Prompt tokens computed beside them."""
+    """Prompt tokens computed in the same step."""
 
     def sample(self, *, grouped: bool) -> tuple[KVPool, AttentionBatch, Tensor]:
-        """A pool, such a step over it and its queries [T, N, D]; `grouped`: shared positions are one prefix group."""
+        """A pool, a step over it and its queries [T, N, D]; with `grouped`, shared positions are one prefix group."""
         size = self.page_size
         group = self.shared // size if grouped else 0
         context = max(self.context, group * size + 1)
@@ -80,7 +77,7 @@ class TypicalStep:
 
 
 class _Pages:
-    """Pages in random order, handed out over again where there are fewer than wanted."""
+    """Page numbers in random order, repeated if more are wanted than fit."""
 
     def __init__(self, wanted: int, step: TypicalStep) -> None:
         room = _POOL_BYTES // KVPool.page_bytes([step.layer], step.page_size, step.dtype)
@@ -103,7 +100,7 @@ class _Pages:
 
 
 def device_timer(device: torch.device) -> Timer:
-    """Times calls by the device's own clock: the median of a few, after some that do not count."""
+    """A timer by the device's clock: the median of several measurements after a warm-up."""
 
     def milliseconds(call: Callable[[], object]) -> float:
         for _ in range(_WARM_UP):
@@ -127,17 +124,17 @@ def device_timer(device: torch.device) -> Timer:
 def layer_milliseconds(
     candidates: Mapping[Name, Callable[[KVPool, AttentionBatch], PagedAttention]], step: TypicalStep, timer: Timer
 ) -> dict[Name, float | str]:
-    """How long each candidate takes for one layer of a typical step.
+    """Milliseconds of each candidate for one layer of a typical step.
 
     Where rows share positions, the mean of the step with and without their prefix group, since a run has both.
 
     Args:
-        candidates: what makes a step's attention.
-        step: what to measure on.
-        timer: of `device_timer`.
+        candidates: attention factories by name.
+        step: the step to measure on.
+        timer: times calls; see `device_timer`.
 
     Returns:
-        Per candidate its milliseconds, or what went wrong with it.
+        By candidate its milliseconds, or the first line of its error.
     """
     kinds = [False, True] if step.shared >= step.page_size else [False]
     times: dict[Name, list[float]] = {name: [] for name in candidates}
@@ -148,9 +145,9 @@ def layer_milliseconds(
         for name, factory in candidates.items():
             try:
                 times[name].append(timer(partial(factory(pool, batch).attend_stored, 0, query, scale=scale)))
-            except Exception as problem:  # compilers and drivers fail in ways of their own
+            except Exception as problem:  # compilers and drivers raise many types
                 wrong[name] = (str(problem).strip() or type(problem).__name__).splitlines()[0]
         del pool, query
     if step.device.type == "cuda":
-        torch.cuda.empty_cache()  # what is free is counted next, for the run's own pool
+        torch.cuda.empty_cache()  # the run's own pool is sized by the free memory
     return {name: wrong[name] if name in wrong else sum(times[name]) / len(kinds) for name in candidates}

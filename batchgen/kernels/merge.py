@@ -1,9 +1,9 @@
-"""Attention results over disjoint sets of keys, merged by their log-sum-exp in float32.
+"""Merge of attention results over disjoint sets of keys, by their log-sum-exp in float32.
 
     lse = log(sum_i exp(lse_i)),  out = sum_i exp(lse_i - lse) out_i
 
-A part without keys has a log-sum-exp of -inf and no weight, whatever its values. Where all parts are so, the result is
-zeros and -inf. A sink (a logit that carries no value) joins the denominator of `out` and stays out of `lse`.
+A part without keys has a log-sum-exp of -inf and no weight, whatever its values. If all parts are such, the result is
+zeros and -inf. A sink (a logit that carries no value) joins the denominator of `out`, but not `lse`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def merge_parts(
     Args:
         out_a: [T, N, D] of any floating dtype, the last dimension contiguous.
         lse_a: [T, N] float32, natural logarithm, of any strides.
-        out_b: [T, N, D] likewise, of another dtype if need be.
-        lse_b: [T, N] likewise.
-        dtype: of the result; None takes that of `out_a`.
+        out_b: [T, N, D], perhaps of another dtype.
+        lse_b: [T, N] float32, of any strides.
+        dtype: of the result; None: that of `out_a`.
         sinks: [N] logits that join the denominators.
 
     Returns:
@@ -53,17 +53,17 @@ def merge_lists(
     lse: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> None:
-    """Merge each token's own list of parts, and write the result to its place.
+    """Merge each token's list of parts and write the result to the token's place.
 
     Args:
         part_out: [E, N, D] float32.
         part_lse: [E, N] float32, natural logarithm.
-        parts: [E] int32: part numbers, those of a token adjacent.
-        tokens: [M] int32: where in `out` each result goes; -1 does nothing.
-        starts: [M] int32: where each token's parts begin in `parts`.
-        counts: [M] int32: how many there are; 0 gives zeros.
-        out: [T, N, D], contiguous; written at `tokens` alone.
-        lse: [T, N] float32, contiguous; written at `tokens` alone.
+        parts: [E] int32, part numbers; those of a token are adjacent.
+        tokens: [M] int32, index in `out` of each result; -1 is skipped.
+        starts: [M] int32, index in `parts` of each token's first part.
+        counts: [M] int32, number of each token's parts; 0 yields zeros.
+        out: [T, N, D], contiguous; written at `tokens` only.
+        lse: [T, N] float32, contiguous; written at `tokens` only.
         sinks: [N] logits that join the denominators.
     """
     for token, start, count in zip(tokens.tolist(), starts.tolist(), counts.tolist(), strict=True):
@@ -77,7 +77,7 @@ def merge_lists(
 
 
 def _merge(values: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Values [n, ..., N, D] float32 and lse [n, ..., N] over the first dimension."""
+    """Merge values [n, ..., N, D] float32 and lse [n, ..., N] over the first dimension."""
     total = torch.logsumexp(lse, 0) if len(lse) else lse.new_full(lse.shape[1:], -torch.inf)
     denominator = total if sinks is None else torch.logaddexp(total, sinks.float().expand_as(total))
     some = lse != -torch.inf

@@ -1,4 +1,4 @@
-"""Mixtures of experts: which experts a token goes through, and what they make of it.
+"""Mixture of experts: routing of tokens to experts, and the experts' computation.
 
 out[t] = sum over j: weights[t, j] * expert(ids[t, j])(x[t]), where expert e(x) = down_e gate(gate_up_e x).
 """
@@ -19,21 +19,21 @@ __all__ = ["Experts", "Gating", "Routing", "moe_experts", "route"]
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How a router's logits become a choice."""
+    """Rule by which a router's logits choose experts."""
 
     experts_per_token: int
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     groups: int = 1
-    """Experts stand in this many groups of equal size; only the best `top_groups` may be chosen from."""
+    """Number of equal groups that the experts are divided into; experts come from the best `top_groups` groups only."""
     top_groups: int = 1
     group_score: Literal["max", "top2"] = "max"
-    """A group is as good as its best expert, or as its best two together."""
+    """A group's score: its best expert's, or the sum of its best two."""
     renormalise: bool = True
-    """Whether a token's weights are made to sum to 1, before `scale`."""
+    """Whether a token's weights are normalised to sum to 1, before `scale`."""
     scale: float = 1.0
 
     def check(self, experts: int) -> None:
-        """Assert that `experts` can be chosen from like this."""
+        """Assert that this rule fits the number of experts."""
         each, left = divmod(experts, self.groups)
         assert not left
         assert 0 < self.top_groups <= self.groups
@@ -41,16 +41,16 @@ class Routing:
         assert self.group_score == "max" or each > 1 or self.groups == 1
 
     def by_logit(self, biased: bool) -> bool:
-        """Whether the order of the logits is that of the scores, and there is no sum of scores to compare."""
+        """Whether logits can be compared instead of scores: they have the same order and no scores are summed."""
         return not biased and (self.groups == 1 or self.group_score == "max")
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Each token's experts, best first, the lower id where two are equal.
+    """Choose each token's experts, best first, the lower id of equal ones.
 
     Args:
         logits: [T, E], any float dtype.
-        routing: how to choose.
+        routing: the rule.
         bias: [E] float32, added to the scores for the choice only.
 
     Returns:
@@ -76,12 +76,12 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
 
 @dataclass(frozen=True, slots=True)
 class Gating:
-    """How an expert's gate and up become one: activation(min(gate, limit)) * (clamp(up, -limit, limit) + shift)."""
+    """An expert's gated activation: activation(min(gate, limit)) * (clamp(up, -limit, limit) + shift)."""
 
     activation: str = "silu"
     """One of `ACTIVATIONS`."""
     interleaved: bool = False
-    """gate_0, up_0, gate_1, up_1, ...; otherwise all of gate, then all of up"""
+    """Order gate_0, up_0, gate_1, up_1, ...; else all of gate, then all of up."""
     limit: float | None = None
     shift: float = 0.0
 
@@ -98,7 +98,7 @@ class Gating:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A layer's experts, in any memory order: transposed weights come as transposed views."""
+    """Weights of a layer's experts, in any memory order: transposed weights may be transposed views."""
 
     gate_up: Tensor
     """[E, 2I, H]"""
@@ -112,13 +112,13 @@ class Experts:
 
 
 def moe_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
-    """Each token through its experts.
+    """Compute each token's experts and their weighted sum.
 
     Args:
         x: [T, H], in the weights' dtype.
-        ids: [T, k] int32 or int64; one outside of [0, E) adds nothing.
+        ids: [T, k] int32 or int64; ids outside of [0, E) add nothing.
         weights: [T, k], any float dtype.
-        experts: the layer's.
+        experts: of the layer.
 
     Returns:
         [T, H] in x's dtype; sums over a token's experts in float32.

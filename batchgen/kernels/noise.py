@@ -1,6 +1,6 @@
-"""Counter-based noise: a draw depends on (row seed, sample index, output position, token id) and on nothing else.
+"""Counter-based Gumbel noise: a draw depends only on (row seed, sample index, output position, token id).
 
-SplitMix64 (Steele, Lea, Flood 2014) in 64-bit wrap-around integers: numpy, torch and later kernels agree bit for bit.
+SplitMix64 (Steele, Lea, Flood 2014) in 64-bit wrap-around integers, bitwise equal in numpy, torch and the kernels.
 
     finalise(z): z ^= z >>> 30; z *= 0xBF58476D1CE4E5B9; z ^= z >>> 27; z *= 0x94D049BB133111EB; z ^= z >>> 31
     absorb(key, x) = finalise((key ^ finalise(x + GAMMA)) + GAMMA)
@@ -9,8 +9,8 @@ SplitMix64 (Steele, Lea, Flood 2014) in 64-bit wrap-around integers: numpy, torc
     v = (float32(bits) + 0.5) * 2^-53, at most 1 - 2^-24
     gumbel = -log(-log1p(-v))                                    float32, between -2.9 and 37.4
 
-The large draws, which are those that win, come from small `v`, where float32 keeps every bit: the noise can tell
-tokens apart down to probabilities of 2^-53, not only of 2^-24.
+Large values, which win the argmax, come from small `v`, where float32 keeps every bit: the noise resolves
+probabilities down to 2^-53, not only 2^-24.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
 _LARGEST_UNIFORM = 1.0 - 2.0**-24
 _CHUNK = 1 << 18
-"""Numbers drawn at once: their integers (2 x 2 MiB) stay in the cache."""
+"""Values drawn at once: their integers (2 x 2 MiB) stay in the cache."""
 
 
 def _signed(value: int) -> int:
-    """A 64-bit pattern as the int64 that holds it."""
+    """The int64 with a given 64-bit pattern."""
     value &= _MASK64
     return value - (1 << 64) if value >> 63 else value
 
 
 def _finalise_(z: Tensor) -> Tensor:
-    """SplitMix64's output function on int64, in place. Right shifts must be told to bring in zeros."""
+    """SplitMix64's output function on int64, in place. torch's right shift is arithmetic: its upper bits are masked."""
     scratch = torch.empty_like(z)
     for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
         torch.bitwise_right_shift(z, shift, out=scratch)
@@ -51,7 +51,7 @@ def _absorb(key: Tensor, value: Tensor) -> Tensor:
 
 
 def row_keys(seeds: Tensor, sample_indexes: Tensor, positions: Tensor) -> Tensor:
-    """Keys [R] int64 of the rows' next draws, from seed, sample index and output position, each [R] int64."""
+    """Noise keys [R] int64 of the rows' next draws, from seed, sample index and output position, each [R] int64."""
     return _absorb(_absorb(_absorb(torch.zeros_like(seeds), seeds), sample_indexes), positions)
 
 

@@ -19,7 +19,7 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The oracle of `rms_norm`: the same in separate float32 steps, rounded before the weight as checkpoints assume."""
+    """Reference of `rms_norm`: separate float32 steps, rounded before the weight as checkpoints assume."""
     wide = x.float()  # [..., D]
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)  # [..., 1]
     return weight * (wide * scale).to(x.dtype)  # [..., D]

@@ -1,7 +1,7 @@
-"""The operations that the models and the engine are built from, as one object that a backend chooses.
+"""The interface of the operations (all but attention) that models and the engine call, implemented by each backend.
 
-Two modules are such objects: `torch_ops` (plain PyTorch, on any device, and the oracle) and `gpu.ops` (Triton). What
-each operation computes is written at its plain version, in the file named beside it here.
+Modules implement it: `torch_ops` (plain PyTorch, on any device, the reference), `gpu.ops` (Triton), `cpu.ops` (C++) and
+their `deterministic_ops`. The PyTorch implementation, in the file named above each group, documents the operation.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.counts import CountLists
-from batchgen.kernels.logprobs import ReadOut
+from batchgen.kernels.logprobs import GatheredLogprobs
 from batchgen.kernels.lora import LoraPairs, LoraStep
 from batchgen.kernels.moe import Experts, Routing
 from batchgen.kernels.sampling import SampleResult, SamplingColumns
@@ -21,20 +21,20 @@ __all__ = ["Ops"]
 
 
 class Ops(Protocol):
-    """Tensors in, tensors out. Logits may be of any floating-point dtype where nothing is written to them."""
+    """The operations of a backend. Logits may be of any floating-point dtype unless they are written to."""
 
     # norm.py
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Root-mean-square norm of the last dimension."""
+        """Root-mean-square norm over the last dimension."""
         ...
 
     def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """The residual sum, in place, and its norm."""
+        """Add to the residual in place and return the norm of the sum."""
         ...
 
     # activation.py
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:
-        """An activation by name times the other half."""
+        """Gated activation: act(gate) * up."""
         ...
 
     # rope.py
@@ -45,7 +45,7 @@ class Ops(Protocol):
         ...
 
     # heads.py
-    def rotate_and_store(
+    def qk_norm_rope_cache(
         self,
         qkv: Tensor,
         heads: int,
@@ -59,26 +59,26 @@ class Ops(Protocol):
         values: Tensor,
         slot_mapping: Tensor,
     ) -> Tensor:
-        """Normalised and rotated queries; keys and values go to the paged cache."""
+        """Normalise and rotate q and k, store k and v in the paged cache, return q."""
         ...
 
     # lora.py
     def add_lora(self, out: Tensor, x: Tensor, step: LoraStep, pairs: LoraPairs) -> None:
-        """Each token's adapter's change of a linear layer, in place."""
+        """Add each token's LoRA update to a linear layer's output, in place."""
         ...
 
     # moe.py
     def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Each token's experts and their weights."""
+        """Expert ids and weights of each token."""
         ...
 
     def moe_experts(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
-        """Each token through its experts."""
+        """Weighted sum of each token's experts."""
         ...
 
     # counts.py
     def count_tokens(self, lists: CountLists, slots: Tensor, rows: Tensor, tokens: Tensor, width: int) -> None:
-        """One token more in each of some sequences' lists, in place."""
+        """Count one more token for each of some sequences, in place."""
         ...
 
     def penalise(
@@ -92,33 +92,33 @@ class Ops(Protocol):
         presence: Tensor,
         width: int,
     ) -> None:
-        """The three penalties on what stands in sequences' lists, in place."""
+        """Apply repetition, frequency and presence penalties to the counted tokens, in place."""
         ...
 
     # shaping.py
     def add_bias(self, logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> None:
-        """Biases by row and token, in place."""
+        """Add biases by row and token, in place."""
         ...
 
     def keep_only(self, logits: Tensor, whole: Tensor, rows: Tensor, ids: Tensor) -> None:
-        """Mask whole rows but for the pairs named, in place."""
+        """Mask whole rows except the given (row, token) pairs, in place."""
         ...
 
     def drew_masked(self, logits: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
-        """Which of some rows drew a token that is masked."""
+        """Which of some rows drew a masked token."""
         ...
 
     # logprobs.py
     def mask_tokens(self, logits: Tensor, rows: Tensor, ids: Tensor) -> None:
-        """Mask pairs of row and token, in place."""
+        """Mask (row, token) pairs, in place."""
         ...
 
     def log_normalizers(self, logits: Tensor) -> Tensor:
-        """Log of the sum of exponentials of each row."""
+        """Log-sum-exp of each row."""
         ...
 
     def argmax_lse(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Each row's largest: its id, logit and normaliser, and whether nothing can be drawn from the row."""
+        """Argmax, largest logit and log-sum-exp of each row, and whether the row cannot be sampled."""
         ...
 
     def token_logprobs(self, logits: Tensor, tokens: Tensor, normalizers: Tensor | None = None) -> Tensor:
@@ -126,11 +126,11 @@ class Ops(Protocol):
         ...
 
     def top_logprobs(self, logits: Tensor, k: int, normalizers: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The k most likely tokens of each row and their log-probabilities."""
+        """Ids and log-probabilities of the k most likely tokens of each row."""
         ...
 
-    def read_out(self, logits: Tensor, targets: Tensor, k: int) -> ReadOut:
-        """The log-softmax at one token per row, and the k most likely, from one reading."""
+    def gather_logprobs(self, logits: Tensor, targets: Tensor, k: int) -> GatheredLogprobs:
+        """Log-softmax at one token per row, and the k most likely tokens, in one pass."""
         ...
 
     # bitmask.py
@@ -140,21 +140,21 @@ class Ops(Protocol):
 
     # noise.py
     def row_keys(self, seeds: Tensor, sample_indexes: Tensor, positions: Tensor) -> Tensor:
-        """Keys of the rows' next draws."""
+        """Noise keys of the rows' next draws."""
         ...
 
     # sampling.py
     def nan_rows(self, logits: Tensor) -> Tensor:
-        """Rows that nothing can be drawn from."""
+        """Which rows cannot be sampled (not-a-number, +inf, or all -inf)."""
         ...
 
     def sample(self, logits: Tensor, columns: SamplingColumns, sample_rows: Tensor | None = None) -> SampleResult:
-        """One token per row, or per one of `sample_rows`."""
+        """Draw one token per row, or per entry of `sample_rows`."""
         ...
 
     # filtering.py
     def filtered_scores(
         self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, drawn: Tensor
     ) -> Tensor:
-        """The scores that a row's token is drawn by."""
+        """Scores that each row's token was drawn by."""
         ...

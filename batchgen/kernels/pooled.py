@@ -1,32 +1,33 @@
-"""What the backends' attention over the paged pool has in common: where a step's keys and values go."""
+"""Base of the backends' attention over the paged pool: stores of keys and values, page copies, and counters."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Final
 
 from torch import Tensor
 
 from batchgen.kernels.types import AttentionBatch, KVPool
 
-__all__ = ["AttentionCounts", "PooledAttention", "store"]
+__all__ = ["AttentionCounts", "PooledAttention", "copy_pages", "store"]
 
 
 @dataclass(slots=True)
 class AttentionCounts:
-    """What attention did, summed over layers; zeros of backends that do not count."""
+    """Work counters of attention, summed over layers; zeros for backends that do not count."""
 
     items: int = 0
     """Work items: runs of tokens that attended to one run of positions together."""
     merges: int = 0
     """Tokens whose result was merged from several items."""
     padded_rows: int = 0
-    """Query rows by which the processor's tiles were not full."""
+    """Unused query rows of the processor's tiles."""
     kv_bytes: int = 0
-    """Bytes of keys and values read, by plan."""
+    """Bytes of keys and values read, as planned."""
 
     def add(self, other: AttentionCounts) -> None:
-        """Add what another step or layer did."""
+        """Add the counters of another step or layer."""
         self.items += other.items
         self.merges += other.merges
         self.padded_rows += other.padded_rows
@@ -34,7 +35,7 @@ class AttentionCounts:
 
 
 class PooledAttention(ABC):
-    """The `PagedAttention` protocol but for `attend_stored`; a subclass sets the pool and the step's batch."""
+    """The `PagedAttention` protocol except `attend_stored`; a subclass sets the pool and the step's batch."""
 
     _pool: KVPool
     _batch: AttentionBatch
@@ -58,12 +59,12 @@ class PooledAttention(ABC):
         return self.attend_stored(layer, query, scale=scale, window=window, softcap=softcap, sinks=sinks)
 
     def cache(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Where the step's keys and values go. See `PagedAttention.cache`."""
+        """The pool and slots of the step's keys and values. See `PagedAttention.cache`."""
         return self._pool.keys[layer], self._pool.values[layer], self._batch.slot_mapping
 
     @property
     def counts(self) -> AttentionCounts:
-        """What the layers computed so far took."""
+        """Counters of the layers computed so far."""
         return AttentionCounts()
 
     @abstractmethod
@@ -84,3 +85,23 @@ def store(cache: Tensor, new: Tensor, slots: Tensor) -> None:
     """Write keys or values `new` [T, K, x] to slots [T] int64 of `cache` [P, S, K, x], in its dtype."""
     pages, size, heads, dim = cache.shape
     cache.view(pages * size, heads, dim).index_copy_(0, slots, new.to(cache.dtype))
+
+
+_TOGETHER: Final = 64
+"""Pages copied at once, through temporary memory."""
+
+
+def copy_pages(pool: KVPool, copies: Tensor) -> None:
+    """Copy the first positions of pages to other pages, in every layer, for rows that continue from within a page.
+
+    Whole pages are copied: positions of a target past the requested ones are not in use yet.
+
+    Args:
+        pool: on any device.
+        copies: [n, 3] int64 on the pool's device: source page, target page, number of positions from the page's start.
+            Applied in order: a page may be a target after it was a source, but not before.
+    """
+    for at in range(0, len(copies), _TOGETHER):
+        sources, targets = copies[at : at + _TOGETHER, 0], copies[at : at + _TOGETHER, 1]
+        for cache in (*pool.keys, *pool.values):
+            cache[targets] = cache[sources]

@@ -1,9 +1,8 @@
-"""y = x W^T + b with W and x as small integers by groups of inputs: the plain versions of `cpu/src/int8.cpp` and of
-`cpu/src/bfp.cpp`.
+"""Group-quantised product y = x W^T + b: the reference of `cpu/src/int8.cpp` and `cpu/src/bfp.cpp`.
 
-The inputs of a product are cut into groups. A group of a row of W has one scale, found once, and a group of a row of x
-one of its own, found as it comes: the largest magnitude becomes the scheme's largest integer. A group's sum is one of
-integers, exact; groups are added up in float32, in their order.
+The inputs of a product are divided into groups. A group of a row of W has one scale, computed once; a group of a row of
+x has one, computed at each call: the group's largest magnitude becomes the scheme's largest integer. A group's sum is
+an exact sum of integers; groups are added in float32, in order.
 """
 
 from __future__ import annotations
@@ -18,50 +17,50 @@ from torch import Tensor
 __all__ = ["BFP", "INT8", "GroupedWeight", "Scheme", "grouped_linear", "groups_of", "quantise_weight"]
 
 _BLOCK: Final = 1 << 22
-"""Numbers that are quantised at once: what is computed of them takes many times the memory of the result."""
+"""Elements quantised at once: intermediate results take many times the memory of the result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How numbers become integers."""
+    """Integer format of a quantisation."""
 
     dtype: torch.dtype
     most: int
-    """The largest magnitude of an integer."""
+    """Largest magnitude of an integer."""
     group: int
-    """Most inputs of a group."""
+    """Most inputs per group."""
     multiple: int
-    """Of this many inputs is the size of a group."""
+    """The group size is a multiple of this."""
 
 
 INT8: Final = Scheme(torch.int8, 127, 128, 4)
 BFP: Final = Scheme(torch.int16, 4729, 96, 2)
-"""Block floating point: 13 bits and a sign for the largest of a group. Sums of 96 products stay below 2^31."""
+"""Block floating point: 13 bits and a sign for a group's largest magnitude. Sums of 96 products stay below 2^31."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedWeight:
-    """W [O, I] by groups: numbers [O, G, S] of the scheme's dtype, zeros beyond I, and scales [O, G] float32."""
+    """W [O, I] in groups: integers [O, G, S] of the scheme's dtype, zeros beyond I, and scales [O, G] float32."""
 
     numbers: Tensor
     scales: Tensor
     inner: int
-    """I."""
+    """I, number of inputs."""
     scheme: Scheme
 
     def dense(self) -> Tensor:
-        """[O, I] float32: what the numbers stand for."""
+        """The dequantised weight, [O, I] float32."""
         return (self.numbers * self.scales[..., None]).flatten(1)[:, : self.inner]
 
 
 def groups_of(inner: int, scheme: Scheme) -> tuple[int, int]:
-    """How many groups `inner` inputs are cut into, and how large they are: as even as the scheme allows."""
+    """Number and size of the groups of `inner` inputs, as even as the scheme allows."""
     count = -(-inner // scheme.group)
     return count, scheme.multiple * -(-inner // (scheme.multiple * count)) if count else 0
 
 
 def quantise_weight(weight: Tensor, scheme: Scheme) -> GroupedWeight:
-    """W [O, I] as integers, each group of a row with the scale of its largest number."""
+    """Quantise W [O, I]: each group of a row has the scale of its largest magnitude."""
     outer, inner = weight.shape
     count, size = groups_of(inner, scheme)
     numbers, scales = torch.empty(outer, count, size, dtype=scheme.dtype), torch.empty(outer, count)
@@ -74,9 +73,9 @@ def quantise_weight(weight: Tensor, scheme: Scheme) -> GroupedWeight:
 
 
 def _quantised(groups: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """[..., S] float32 -> whole numbers from -most to most as float32, and scales [...]."""
+    """Quantise groups [..., S] float32: integers from -most to most as float32, and scales [...]."""
     largest = groups.abs().amax(-1) if groups.shape[-1] else groups.new_zeros(groups.shape[:-1])
-    inverse = torch.full_like(largest, most) / largest  # of a plain number torch would take the reciprocal first
+    inverse = torch.full_like(largest, most) / largest  # torch would multiply a Python scalar by the reciprocal
     usable = inverse.isfinite() & largest.isfinite()
     numbers = (groups * inverse[..., None]).round()
     scales = torch.where(usable, largest / most, torch.where(largest.isfinite(), 0, torch.nan))
@@ -84,11 +83,11 @@ def _quantised(groups: Tensor, most: int) -> tuple[Tensor, Tensor]:
 
 
 def grouped_linear(x: Tensor, weight: GroupedWeight, bias: Tensor | None = None) -> Tensor:
-    """The product y [..., O] = x [..., I] W^T + b in x's dtype."""
+    """The product y [..., O] = x [..., I] W^T + b, in x's dtype."""
     count, size = weight.numbers.shape[1:]
     padded = F.pad(x.float(), (0, count * size - weight.inner)).view(*x.shape[:-1], count, size)
     numbers, scales = _quantised(padded, weight.scheme.most)
-    # Whole numbers below 2^31, which float64 holds.
+    # Integers below 2^31, exact in float64.
     sums = torch.einsum("...gs,ogs->...og", numbers.double(), weight.numbers.double()).float()  # [..., O, G]
     out = (sums * weight.scales * scales[..., None, :]).sum(-1)
     return (out if bias is None else out + bias.float()).to(x.dtype)

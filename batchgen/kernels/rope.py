@@ -1,8 +1,8 @@
 """Rotary position embeddings: the inverse frequencies of every scaling rule, and the rotation.
 
-A pair (x_i, x_{i + D/2}) at position p turns by the angle p * f_i. The scaling rules differ in f and in one factor on
-cos and sin. Rules after: Su et al. 2021 (default), Chen et al. 2023 (linear), Peng et al. 2023 (yarn), Ding et al. 2024
-(longrope), Llama 3.1 (llama3).
+A pair (x_i, x_{i + D/2}) at position p rotates by the angle p * f_i. The scaling rules differ in f and in one factor on
+cos and sin: Su et al. 2021 (default), Chen et al. 2023 (linear), Peng et al. 2023 (yarn), Ding et al. 2024 (longrope),
+Llama 3.1 (llama3).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ def inverse_frequencies(rope: RopeConfig, context_length: int) -> tuple[Tensor, 
     """Inverse frequencies and the factor on cos and sin.
 
     Args:
-        rope: the rule and its numbers.
-        context_length: most positions that will ever be asked for. `longrope` chooses its long factors by it, once for
-            all rows, so that no row depends on a neighbour's length; `dynamic` is the default rule up to
-            `max_positions`, which the context never exceeds.
+        rope: the scaling rule.
+        context_length: most positions of any row. `longrope` chooses its long factors by it, once for all rows, so that
+            a row does not depend on the length of others; `dynamic` is the default rule up to `max_positions`, which
+            the context never exceeds.
 
     Returns:
         [D/2] float32 on the CPU, and the factor.
@@ -53,7 +53,7 @@ def _default(rope: RopeConfig) -> Tensor:
 
 
 def _llama3(rope: RopeConfig, base: Tensor) -> Tensor:
-    """Keep short wavelengths, divide long ones by the factor, blend in between."""
+    """Keep short wavelengths, divide long ones by the factor, blend those in between."""
     wavelength = 2 * math.pi / base  # [D/2]
     scaled = torch.where(wavelength > rope.original_positions / rope.low_freq_factor, base / rope.factor, base)
     span = rope.high_freq_factor - rope.low_freq_factor
@@ -73,14 +73,14 @@ def _yarn(rope: RopeConfig) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.dim - 1)
     if low == high:
-        high += 0.001  # a ramp of no width would divide by zero
+        high += 0.001  # avoid a division by zero
     ramp = ((torch.arange(rope.dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)  # [D/2]
     keep = 1 - ramp
     return 1.0 / (rope.factor * powers) * (1 - keep) + 1.0 / powers * keep  # [D/2]
 
 
 def _correction(rope: RopeConfig, rotations: float) -> float:
-    """The dimension that turns `rotations` times over the original context."""
+    """Dimension that rotates `rotations` times over the original context."""
     turns = rope.original_positions / (rotations * 2 * math.pi)
     return (rope.dim * math.log(turns)) / (2 * math.log(rope.theta))
 
@@ -111,11 +111,11 @@ def _longrope_scale(rope: RopeConfig) -> float:
 
 
 def rope_tables(inv_freq: Tensor, scale: float, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines of a step's positions, to be shared by all layers.
+    """Cosines and signed sines of a step's positions, shared by all layers.
 
     Args:
         inv_freq: [D/2] float32.
-        scale: factor on both.
+        scale: factor on cos and sin.
         positions: [T] int64.
         dtype: the model's; angles are float32.
 

@@ -1,4 +1,4 @@
-"""The numbers of a rotary embedding. Apart from `rope`, to be checked before torch is loaded."""
+"""Parameters of a rotary embedding. Separate from `rope`, so that they can be checked before torch is loaded."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ ROPE_KINDS: Final[tuple[str, ...]] = get_args(RopeKind)
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """One scaling rule. Fields that a `kind` does not use keep their defaults."""
+    """Parameters of one RoPE scaling rule. Fields that a `kind` does not use keep their defaults."""
 
     kind: RopeKind
     dim: int
-    """D, even."""
+    """D, the rotated size of a head; even."""
     theta: float
     max_positions: int
     """`max_position_embeddings`."""
     factor: float = 1.0
     original_positions: int = 0
-    """llama3, yarn, longrope: the context before scaling."""
+    """llama3, yarn, longrope: the context length before scaling."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     attention_factor: float | None = None

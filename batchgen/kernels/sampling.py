@@ -1,18 +1,18 @@
-"""Draws of one token per row: temperature, top_k, top_p over its survivors, min_p, then Gumbel-max.
+"""Sampling of one token per row: temperature, top_k, then top_p over its survivors, min_p, then Gumbel-max.
 
 With the row's largest logit m, x = (logit - m) / temperature and q = exp(x), a token survives
 
-    top_k   if fewer than k tokens stand before it in the order (logit falling, id rising)
-    top_p   if the q of survivors before it sum to less than p times all survivors' sum
+    top_k   if fewer than k tokens precede it in the order (logit falling, id rising)
+    top_p   if the q of the survivors before it sum to less than p times the sum over all survivors
     min_p   if q >= min_p, which is prob >= min_p * largest prob
 
-and the token drawn is the survivor with the largest x + gumbel(seed, sample, position, id). What a row draws depends on
-nothing but the row.
+and the sampled token is the survivor with the largest x + gumbel(seed, sample, position, id). A row's token depends
+only on that row.
 
-Two ways to find it, chosen by the row's own parameters. With top_k: sort the k candidates. Without: no sort at all.
-Draw from the whole row, then ask whether the winner survives, which takes one sum over the tokens before it; if not,
-neither does anything behind it, so draw again from what stands before it. About one draw in `top_p` is accepted at
-once, and each further one halves what is left.
+Rows with top_k sort their k candidates. Rows without it need no sort: draw from the whole row, then check whether the
+token survives, with one sum over the tokens before it; if not, no token after it survives either, so draw again among
+those before it. A fraction of about `top_p` of the draws is accepted at once, and each further draw halves the
+remaining mass.
 """
 
 from __future__ import annotations
@@ -31,53 +31,54 @@ from batchgen.kernels.top import largest
 __all__ = ["GREEDY_TEMPERATURE", "SampleResult", "SamplingColumns", "greedy", "nan_rows", "sample"]
 
 GREEDY_TEMPERATURE = 1e-5
-"""Rows below it are greedy."""
+"""Rows with a lower temperature are greedy."""
 _CHUNK = 1 << 18
-"""Logits worked on at once: what is computed for them stays in the cache."""
+"""Logits processed at once, so that intermediate results stay in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleResult:
-    """What was drawn."""
+    """Sampled tokens of a step."""
 
     tokens: Tensor
     """[R] int64"""
     bad: Tensor | None = None
-    """[R] bool, what `nan_rows` says of the logits drawn from; None: not looked at"""
+    """[R] bool, `nan_rows` of the logits; None: not checked"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows that are drawn in the same way. `index` None: all rows of the batch, in order."""
+    """Rows that are sampled in one call. `index` None: all rows of the batch, in order."""
 
     index: Tensor | None
     top_k: int
-    """most candidates of any row; 0: no top_k"""
+    """largest top_k of the rows; 0: no top_k"""
     has_top_p: bool
     has_min_p: bool
 
     def of(self, values: Tensor) -> Tensor:
-        """The rows' part of a per-row tensor."""
+        """The rows' part of a tensor [R, ...]."""
         return values if self.index is None else values.index_select(0, self.index)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingColumns:
-    """Sampling parameters of R rows, one contiguous tensor each, and which rows need what work (known to the host)."""
+    """Sampling parameters of R rows, one contiguous tensor each, and the rows grouped by the work they need."""
 
     temperature: Tensor
     """[R] float32; below 1e-5 the row is greedy"""
     top_k: Tensor
-    """[R] int64; 0 and below keep all"""
+    """[R] int64; 0 or less keeps all"""
     top_p: Tensor
     """[R] float32 in (0, 1]"""
     min_p: Tensor
     """[R] float32 in [0, 1]"""
     keys: Tensor | None
-    """[R] int64 of `noise.row_keys`; not looked at for greedy rows"""
+    """[R] int64 of `noise.row_keys`; ignored for greedy rows"""
     greedy_rows: Tensor | None
     """[g] int64, None: all rows"""
     draws: tuple[_Rows, ...]
+    """Rows that are not greedy, grouped by their filters"""
 
     @staticmethod
     def of(
@@ -87,7 +88,7 @@ class SamplingColumns:
         min_p: npt.ArrayLike,
         device: Device = HOST,
     ) -> SamplingColumns:
-        """Columns of R rows without keys; see `with_keys`."""
+        """Columns of R rows, without keys; see `with_keys`."""
         temperatures, top_ps, min_ps = (np.asarray(values, np.float32) for values in (temperature, top_p, min_p))
         top_ks = np.asarray(top_k, np.int64)
         count = len(temperatures)
@@ -95,7 +96,7 @@ class SamplingColumns:
         places: list[npt.NDArray[np.int64]] = []
         kinds: list[tuple[int, bool, bool]] = []
         if drawing.any():
-            for kind in np.unique(code := _kinds(drawing, top_ks, top_ps, min_ps)).tolist():
+            for kind in np.unique(code := _groups(drawing, top_ks, top_ps, min_ps)).tolist():
                 if kind >= 0:
                     index = np.flatnonzero(code == kind)
                     places.append(index)
@@ -114,23 +115,23 @@ class SamplingColumns:
 
     @property
     def all_greedy(self) -> bool:
-        """Whether no row draws, so that no keys are needed."""
+        """Whether all rows are greedy, so that no keys are needed."""
         return not self.draws
 
     def with_keys(self, keys: Tensor) -> SamplingColumns:
-        """The same columns for a step whose draws have these keys [R] int64."""
+        """The same columns with the noise keys [R] int64 of a step."""
         return replace(self, keys=keys.contiguous())
 
 
-def _kinds(
+def _groups(
     drawing: npt.NDArray[np.bool_],
     top_k: npt.NDArray[np.int64],
     top_p: npt.NDArray[np.float32],
     min_p: npt.NDArray[np.float32],
 ) -> npt.NDArray[np.int64]:
-    """[R] equal for rows that are drawn in one go; -1 for greedy ones.
+    """[R] group number of each row, equal for rows that are sampled in one call; -1 for greedy rows.
 
-    Rows of similar top_k go together, at 4 + ceil(log2(top_k)); without one, rows that need no filter are kept apart.
+    Rows of similar top_k share a group, 4 + ceil(log2(top_k)); rows without top_k are grouped by their filters.
     """
     filters = (top_p < 1.0).astype(np.int64) + 2 * (min_p > 0.0)
     power = np.ceil(np.log2(np.maximum(top_k, 1))).astype(np.int64)
@@ -138,28 +139,28 @@ def _kinds(
 
 
 def nan_rows(logits: Tensor) -> Tensor:
-    """Rows [R] bool that nothing can be drawn from: a not-a-number or +inf among the logits, or all of them -inf."""
+    """[R] bool: rows that cannot be sampled, with a not-a-number or +inf among the logits, or all of them -inf."""
     return ~torch.isfinite(logits.amax(dim=-1))
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """The most likely token of each row, the lowest id of equals: [R] int64 of [R, V]."""
+    """[R] int64: the most likely token of each row of [R, V], the lowest id of equal ones."""
     if logits.device.type == "cpu":
-        logits = logits.float()  # argmax of bfloat16 takes twice as long there, this included
-    return logits.argmax(dim=-1)  # documented to give the first of equals; a test holds it to that
+        logits = logits.float()  # on a CPU, argmax of bfloat16 takes twice as long as this conversion and argmax
+    return logits.argmax(dim=-1)  # returns the first of equal values; a test checks that
 
 
 def sample(
     logits: Tensor, columns: SamplingColumns, sample_rows: Tensor | None = None, *, rows_at_once: int | None = None
 ) -> SampleResult:
-    """Draw one token per row.
+    """Sample one token per row.
 
     Args:
-        logits: [U, V], after penalties and masks; left as they are, and drawn by in float32. -inf is never drawn. Rows
-            named by `nan_rows` give some id in range.
-        columns: the parameters of R draws, with keys unless all are greedy.
-        sample_rows: [R] int64, the row of the logits that each draw is from; None: R is U, one of each in order.
-        rows_at_once: rows drawn for in one call of each operation; None: as many as the cache holds.
+        logits: [U, V], after penalties and masks; not modified, converted to float32. -inf is never sampled. Rows that
+            `nan_rows` reports yield some id in range.
+        columns: the parameters of R rows, with keys unless all are greedy.
+        sample_rows: [R] int64, the row of the logits that each draw uses; None: R is U, one draw per row in order.
+        rows_at_once: rows per call of each operation; None: as many as fit the cache.
     """
     if sample_rows is not None:
         logits = logits[sample_rows]
@@ -178,7 +179,7 @@ def sample(
 
 
 def _draw(logits: Tensor, rows: _Rows, columns: SamplingColumns, keys: Tensor, rows_at_once: int | None) -> Tensor:
-    """[r] int64 for the rows of one kind, some at a time."""
+    """Sample the rows of one group: [r] int64."""
     vocab = logits.shape[1]
     temperature, top_k = rows.of(columns.temperature), rows.of(columns.top_k)
     top_p, min_p, keys = rows.of(columns.top_p), rows.of(columns.min_p), rows.of(keys)
@@ -212,7 +213,7 @@ def _scaled(logits: Tensor, largest_logit: Tensor, temperature: Tensor) -> Tenso
 def _draw_candidates(
     values: Tensor, ids: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, keys: Tensor
 ) -> Tensor:
-    """Draw among candidates [r, M], which stand in order and hold every survivor of top_k."""
+    """Sample among candidates [r, M], which are in order and include every survivor of top_k."""
     x = _scaled(values, values[:, :1], temperature)
     q = x.exp().masked_fill_(torch.arange(x.shape[1], device=x.device) >= top_k[:, None], 0.0)
     before = q.cumsum(-1, dtype=torch.float64)
@@ -227,7 +228,7 @@ def _draw_candidates(
 def _draw_whole(
     logits: Tensor, temperature: Tensor, top_p: Tensor | None, min_p: Tensor | None, keys: Tensor
 ) -> Tensor:
-    """Draw among all tokens [r, V]; None for a filter that no row has."""
+    """Sample among all tokens [r, V]; `top_p` or `min_p` is None if no row has that filter."""
     x = _scaled(logits, logits.amax(-1, keepdim=True), temperature)
     scores = gumbel_at(keys, torch.arange(logits.shape[1], device=logits.device)[None]).add_(x)
     if top_p is None and min_p is None:
@@ -242,16 +243,16 @@ def _draw_whole(
 
 
 def _redraw_outside_top_p(logits: Tensor, q: Tensor, scores: Tensor, top_p: Tensor, tokens: Tensor) -> None:
-    """Replace the `tokens` [r] that do not survive top_p by the best-scored of those that do, in place."""
+    """Replace the `tokens` [r] that do not survive top_p by the best-scored survivors, in place."""
     limit = q.sum(-1, dtype=torch.float64) * top_p.double()
     ids = torch.arange(logits.shape[1], device=logits.device)
-    rows = torch.arange(logits.shape[0], device=logits.device)  # those not settled yet
+    rows = torch.arange(logits.shape[0], device=logits.device)  # rows whose token is not yet accepted
     while rows.numel():
         chosen = tokens[rows, None]
         value = logits.gather(-1, chosen)
         before = (logits > value).logical_or_((logits == value).logical_and_(ids < chosen))
         mass = (q * before).sum(-1, dtype=torch.float64)
-        outside = ((mass >= limit) & (mass > 0)).nonzero().flatten()  # the first token has nothing before it
+        outside = ((mass >= limit) & (mass > 0)).nonzero().flatten()  # the first token in the order always survives
         rows, limit = rows[outside], limit[outside]
         logits, q = logits[outside], q[outside]
         scores = scores[outside].masked_fill_(~before[outside], -torch.inf)

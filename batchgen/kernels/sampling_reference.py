@@ -1,4 +1,4 @@
-"""Slow sampling, written to be obviously right: row by row in numpy, sorted in full. The oracle of `sampling`."""
+"""Reference of `sampling` in numpy: row by row, with full sorts, slow and simple."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def survivors(
 ) -> tuple[npt.NDArray[np.int64], Floats]:
     """Token ids that may be drawn, most likely first (ties by lowest id), and their (logit - max) / temperature.
 
-    `logits` [V] float32, `temperature` at least 1e-5; `top_k` 0 and below keep all.
+    `logits` [V] float32, `temperature` at least 1e-5; `top_k` 0 or less keeps all.
     """
     order = np.lexsort((np.arange(len(logits)), -logits))
     order = order[np.isfinite(logits[order])]
@@ -34,7 +34,7 @@ def survivors(
 def filtered_distribution(
     logits: Floats, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> npt.NDArray[np.float64]:
-    """Probabilities [V] that draws must follow."""
+    """Probabilities [V] of the filtered distribution."""
     ids, x = survivors(logits, temperature, top_k, top_p, min_p)
     q = np.exp(x.astype(np.float64))
     result = np.zeros(len(logits))
@@ -43,7 +43,7 @@ def filtered_distribution(
 
 
 def sample_reference(logits: Floats, temperature: float, top_k: int, top_p: float, min_p: float, key: int) -> int:
-    """The token that a row with this noise key must draw; greedy below a temperature of 1e-5."""
+    """The token that a row with this noise key samples; greedy below a temperature of 1e-5."""
     if temperature < 1e-5:
         return int(np.flatnonzero(logits == logits.max())[0])
     ids, x = survivors(logits, temperature, top_k, top_p, min_p)

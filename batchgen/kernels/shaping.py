@@ -1,6 +1,6 @@
-"""What stands between a model's logits and the filters, beside penalties (see `counts`): biases and masks. In place.
+"""Biases and masks on logits, in place, before the filters of `sampling`. Penalties are in `counts`.
 
-Everything is told as lists of (row, token) pairs, so a row costs what it names.
+All are lists of (row, token) pairs, so a row costs as much as the tokens it lists.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ __all__ = ["add_bias", "drew_masked", "keep_only"]
 
 
 def add_bias(logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> None:
-    """Add `values[i]` to `logits[rows[i], ids[i]]`, in place; biases of a pair named twice add up.
+    """Add `values[i]` to `logits[rows[i], ids[i]]`, in place; biases of repeated pairs add up.
 
     Args:
         logits: [R, V] float32.
@@ -24,7 +24,7 @@ def add_bias(logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> None:
 
 
 def keep_only(logits: Tensor, whole: Tensor, rows: Tensor, ids: Tensor) -> None:
-    """Set the rows `whole` to -inf but for the pairs named, in place.
+    """Set the rows `whole` to -inf except the pairs (rows, ids), in place.
 
     Args:
         logits: [R, V] float32.
@@ -38,11 +38,11 @@ def keep_only(logits: Tensor, whole: Tensor, rows: Tensor, ids: Tensor) -> None:
 
 
 def drew_masked(logits: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
-    """Which of `rows` drew a token that is masked, which happens only where all of them are: [w] bool.
+    """Which of `rows` drew a masked token, which happens only if all tokens are masked: [w] bool.
 
     Args:
         logits: [R, V], masked.
         rows: [w] int64.
-        tokens: [R] int64 that were drawn.
+        tokens: [R] int64, the sampled tokens.
     """
     return logits[rows, tokens[rows]] == -torch.inf

@@ -1,4 +1,4 @@
-"""The k largest of each row, ties by lowest id: what `torch.topk` does not promise."""
+"""Top-k of each row with ties by lowest id, which `torch.topk` does not guarantee."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from torch import Tensor
 
 __all__ = ["largest"]
 
-_FEWEST = 32
-"""Spare candidates for ties: k + max(k, this) are looked at before a whole row is sorted."""
+_LEAST_SPARE = 32
+"""Least spare candidates for ties: k + max(k, this) candidates are examined before a whole row is sorted."""
 
 
 def largest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Values and ids of the k largest entries of each row.
 
     Args:
-        logits: [R, V], without not-a-numbers (rows that hold one give some ids in range).
+        logits: [R, V], without not-a-numbers (a row that has one yields some ids in range).
         k: 1 to V.
 
     Returns:
         [R, k] values in falling order, ties by rising id, and [R, k] int64 ids.
     """
     vocab = logits.shape[1]
-    looked_at = k + max(k, _FEWEST)
-    if 2 * looked_at >= vocab:
+    candidates = k + max(k, _LEAST_SPARE)
+    if 2 * candidates >= vocab:
         return _by_sorting(logits, k)
-    values, ids = logits.topk(looked_at, dim=-1, sorted=False)
+    values, ids = logits.topk(candidates, dim=-1, sorted=False)
     ids, order = ids.sort(dim=-1)
     values, order = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
     ids = ids.gather(-1, order)
-    # If the last one looked at is as large as the k-th, equals of the k-th may have been left out.
+    # If the last candidate equals the k-th, other equals of the k-th may be missing.
     unsure = (values[:, -1] >= values[:, k - 1]).nonzero().flatten()
     values, ids = values[:, :k], ids[:, :k]
     if unsure.numel():

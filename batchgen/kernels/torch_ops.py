@@ -1,4 +1,4 @@
-"""`Ops` in plain PyTorch: the twins, by name."""
+"""`Ops` in plain PyTorch: the reference implementation."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from batchgen.kernels.activation import gated
 from batchgen.kernels.bitmask import apply_bitmask
 from batchgen.kernels.counts import count_tokens, penalise
 from batchgen.kernels.filtering import filtered_scores
-from batchgen.kernels.heads import rotate_and_store
+from batchgen.kernels.heads import qk_norm_rope_cache
 from batchgen.kernels.logprobs import (
     argmax_lse,
+    gather_logprobs,
     log_normalizers,
     mask_tokens,
-    read_out,
     token_logprobs,
     top_logprobs,
 )
@@ -33,16 +33,16 @@ __all__ = [
     "drew_masked",
     "filtered_scores",
     "gated",
+    "gather_logprobs",
     "keep_only",
     "log_normalizers",
     "mask_tokens",
     "moe_experts",
     "nan_rows",
     "penalise",
-    "read_out",
+    "qk_norm_rope_cache",
     "rms_norm",
     "rope_tables",
-    "rotate_and_store",
     "route",
     "row_keys",
     "sample",

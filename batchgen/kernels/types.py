@@ -1,6 +1,6 @@
-"""What attention needs to know of one step, and the pool it reads and writes.
+"""The attention interface of a step: its pages and lengths, and the paged pool of keys and values.
 
-Page tables and lengths are arrays on the host: backends arrange the step there and upload only what their kernels read.
+Page tables and lengths are host arrays: backends plan the step on the host and upload only what their kernels read.
 
 Shape letters: T tokens, R decode rows, N heads, K kv heads, D head size, P pages, S page size, L layers.
 """
@@ -22,7 +22,6 @@ from batchgen.kernels.device import Device, device_for
 __all__ = [
     "Attention",
     "AttentionBatch",
-    "BesidePool",
     "ChunkPages",
     "DecodePlanner",
     "DecodeWork",
@@ -30,6 +29,7 @@ __all__ = [
     "Ints",
     "KVPool",
     "LayerKV",
+    "PackedPagePool",
     "PagedAttention",
     "StaticAttention",
 ]
@@ -37,35 +37,35 @@ __all__ = [
 Ints = npt.NDArray[np.int64]
 
 _LINE: Final = 64
-"""Bytes of a line of a processor's cache."""
+"""Bytes of a CPU cache line."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """Sizes of one layer's cache. `value_dim` differs from `key_dim` in some architectures (MLA)."""
+    """Sizes of one layer's KV cache. `value_dim` differs from `key_dim` in some architectures (MLA)."""
 
     kv_heads: int
     key_dim: int
     value_dim: int
 
 
-class BesidePool(Protocol):
-    """What a backend keeps of a pool's pages beside it."""
+class PackedPagePool(Protocol):
+    """A backend's repacked copy of a pool's pages, kept next to the pool."""
 
     def write(self, pages: Ints) -> None:
-        """Pages [n] are about to be written to."""
+        """Note that pages [n] are about to be written to."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class KVPool:
-    """Paged keys and values: per layer [P, S, K, D]. Page 0 is scratch."""
+    """The paged KV cache: keys and values, per layer [P, S, K, D]. Page 0 is scratch."""
 
     keys: list[Tensor]
     values: list[Tensor]
     page_size: int
-    beside: BesidePool | None = None
-    """Told of every write by the backend that made it."""
+    packed_pages: PackedPagePool | None = None
+    """The backend's repacked copy of the pages, notified of every write by the backend that made it."""
 
     @staticmethod
     def allocate(
@@ -77,8 +77,8 @@ class KVPool:
             shape = (num_pages, page_size, layer.kv_heads, dim)
             if device.type != "cpu":
                 return torch.zeros(shape, dtype=dtype, device=device)
-            # numpy takes zeroed memory from the system, so that only pages in use cost memory and time;
-            # torch would write zeros to all of them. It begins anywhere, and a vector is to lie in one cache line.
+            # numpy takes zeroed memory from the system, so only pages in use cost memory and time; torch would write
+            # zeros to all of them. The memory is aligned so that a vector lies in one cache line.
             size = math.prod(shape) * dtype.itemsize
             memory = np.zeros(size + _LINE, np.uint8)
             begin = -memory.ctypes.data % _LINE
@@ -88,18 +88,18 @@ class KVPool:
 
     @property
     def num_pages(self) -> int:
-        """Its pages, the scratch page included; 0 without layers."""
+        """Number of pages, the scratch page included; 0 without layers."""
         return self.keys[0].shape[0] if self.keys else 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its pages; those that nobody has written to may not be in memory."""
+        """Bytes of all pages; pages that were never written to may not be resident."""
         return sum(x.nbytes for x in (*self.keys, *self.values))
 
     def first(self, num_pages: int) -> KVPool:
-        """Its first pages, in the same memory."""
+        """A pool of the first `num_pages` pages, in the same memory."""
         keys, values = ([x[:num_pages] for x in caches] for caches in (self.keys, self.values))
-        return KVPool(keys, values, self.page_size, self.beside)
+        return KVPool(keys, values, self.page_size, self.packed_pages)
 
     @staticmethod
     def page_bytes(layers: list[LayerKV], page_size: int, dtype: torch.dtype) -> int:
@@ -109,11 +109,10 @@ class KVPool:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPages:
-    """A prefill chunk: queries `[q_start, q_start + q_len)` of the flat tokens.
+    """A prefill chunk: queries `[q_start, q_start + q_len)` of the flat tokens. Causal.
 
-    They stand at positions `[kv_len - q_len, kv_len)`.
-
-    `pages` [ceil(kv_len / S)] int64 covers positions 0..kv_len-1. Causal.
+    Its tokens have positions `[kv_len - q_len, kv_len)`. `pages` [ceil(kv_len / S)] int64 covers positions
+    0..kv_len-1.
     """
 
     q_start: int
@@ -124,9 +123,10 @@ class ChunkPages:
 
 @dataclass(frozen=True, slots=True)
 class GroupPages:
-    """Decode rows `rows` [g] int64 (0-based within the decode rows) share full pages `pages` [p] int64.
+    """A prefix group: decode rows `rows` [g] int64 (0-based among the decode rows) that share full pages.
 
-    The pages hold positions `[start, start + p * S)`; every row of the group attends to them, its window allowing.
+    `pages` [p] int64 hold positions `[start, start + p * S)`; every row of the group attends to them, within its
+    window.
     """
 
     rows: Ints
@@ -136,33 +136,33 @@ class GroupPages:
 
 @dataclass(slots=True)
 class AttentionBatch:
-    """One step's attention. Flat tokens: the chunks' in order, then R decode rows from `decode_start`."""
+    """Attention metadata of one step. Flat tokens: the chunks' in order, then R decode rows from `decode_start`."""
 
     slot_mapping: Tensor
-    """[T] int64 on the device: page * S + offset where each token's key and value go (slots of the scratch page for
-    those not stored)."""
+    """[T] int64 on the device: page * S + offset of each token's key and value (slots of the scratch page for tokens
+    that are not stored)."""
     chunks: list[ChunkPages] = field(default_factory=list)
     decode_start: int = 0
     groups: list[GroupPages] = field(default_factory=list)
     decode_pages: Ints | None = None
-    """[R, Pmax] int64: each row's own pages, those its groups do not cover; padded with page 0."""
+    """[R, Pmax] int64: each row's own pages, which its groups do not cover; padded with page 0."""
     decode_lens: Ints | None = None
-    """[R] int64: positions held in the row's own pages, the fed token included (at least 1)."""
+    """[R] int64: positions held in the row's own pages, the input token included (at least 1)."""
     decode_own_start: Ints | None = None
     """[R] int64: position of the first of the row's own pages (a multiple of S)."""
     max_decode_len: int = 0
     """max(decode_lens)."""
-    device: Device | None = None
-    """What lists are uploaded through; None takes one for the slots' device."""
+    uploader: Device | None = None
+    """The device that lists are uploaded through; None: one for the slots' device."""
 
     @property
-    def door(self) -> Device:
-        """What lists are uploaded through."""
-        return device_for(self.slot_mapping.device) if self.device is None else self.device
+    def device(self) -> Device:
+        """The device that lists are uploaded through."""
+        return device_for(self.slot_mapping.device) if self.uploader is None else self.uploader
 
 
 class Attention(Protocol):
-    """A step's attention as the model sees it, made anew each step by a backend."""
+    """A step's attention as the model calls it; a backend makes one per step."""
 
     def attend(
         self,
@@ -179,7 +179,7 @@ class Attention(Protocol):
         """Store the step's keys and values of `layer`, then attend.
 
         Args:
-            layer: which layer's pool.
+            layer: index of the layer.
             query: [T, N, D].
             key: [T, K, D].
             value: [T, K, Dv].
@@ -217,45 +217,45 @@ class PagedAttention(Attention, Protocol):
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """As `attend`, with the step's keys and values in the pool already."""
+        """`attend` for keys and values that are in the pool already."""
         ...
 
 
 class DecodeWork(Protocol):
-    """A step of decode rows alone, planned on the host for attention that stays."""
+    """The host plan of a decode-only step for `StaticAttention`."""
 
     @property
     def launches(self) -> Hashable:
-        """The shapes of all launches: a graph runs the steps whose shapes are those it was recorded with."""
+        """Shapes of all launches: a graph runs the steps whose shapes equal those it was captured with."""
         ...
 
 
 class StaticAttention(PagedAttention, Protocol):
-    """Attention inside a graph: made once, and refilled with the lists of one step after another."""
+    """Attention inside a CUDA graph: made once, refilled with the lists of each step."""
 
     @property
     def launches(self) -> Hashable:
-        """As `DecodeWork.launches`, of all layers that have been computed."""
+        """`DecodeWork.launches` of all layers computed so far."""
         ...
 
     def refill(self, work: DecodeWork) -> bool:
-        """Take a step's lists, queued as an upload; False, and nothing is changed, where they do not fit."""
+        """Queue the upload of a step's lists; False, with nothing changed, if they do not fit."""
         ...
 
 
 class DecodePlanner(Protocol):
-    """Plans decode-only steps over one pool for attention that stays."""
+    """Planner of decode-only steps over one pool, for `StaticAttention`."""
 
     def plan(self, batch: AttentionBatch, tokens: int) -> DecodeWork:
-        """Plan a step of R decode rows and no chunks; with padding it has `tokens` of them, R or more.
+        """Plan a step of R decode rows and no chunks, padded to `tokens` rows (R or more).
 
-        The batch's slots are not looked at.
+        The batch's slot mapping is not read.
         """
         ...
 
     def attention(self, slots: Tensor, work: DecodeWork) -> StaticAttention:
-        """Attention that stays, of tokens whose keys and values go to `slots` [tokens] int64, filled with `work`.
+        """Attention of tokens whose keys and values go to `slots` [tokens] int64, filled with `work`.
 
-        Its results for tokens of padding are zeros.
+        Results for padding tokens are zeros.
         """
         ...

@@ -1,1 +1,1 @@
-"""Decoders behind one seam: tokens of a step in, hidden states and logits out."""
+"""Decoder models: tokens of a step in, hidden states and logits out."""

@@ -1,4 +1,4 @@
-"""Which path takes a model, and which models none takes, told from config.json without torch or transformers."""
+"""Choice of the implementation for a model, from config.json alone, without importing torch or transformers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Implementation = Literal["native", "transformers"]
 Requested = Literal["auto", "native", "transformers"]
 
 _OWN_ATTENTION: Final = "its attention in transformers does not go through the attention interface"
-_RECURRENT: Final = "it keeps a recurrent state beside keys and values"
-_SPARSE: Final = "it chooses the keys of its attention by a learned index"
+_RECURRENT: Final = "it keeps a recurrent state in addition to keys and values"
+_SPARSE: Final = "it selects the keys of its attention by a learned index"
 _ENCODER: Final = "it is an encoder, or needs one"
 _REASONS: Final[dict[str, str]] = {
     _OWN_ATTENTION: (
@@ -39,17 +39,17 @@ _REASONS: Final[dict[str, str]] = {
         "musicgen musicgen_melody moshi git"
     ),
 }
-_REFUSED: Final[dict[str, str]] = {name: reason for reason, names in _REASONS.items() for name in names.split()}
+_UNSUPPORTED: Final[dict[str, str]] = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 _LAYER_TYPES: Final = ("full_attention", "sliding_attention", "chunked_attention")
 
 
 def choose_implementation(config: Mapping[str, Any], requested: Requested) -> Implementation:
-    """The path for a config.json: native where it can, else transformers.
+    """Choose the implementation for a config.json: native if it supports the model, else transformers.
 
     Raises:
-        ModelError: neither can, or not the one asked for; the message names the type and the reason.
+        ModelError: no implementation, or not the requested one, supports the model; the message names the reason.
     """
-    _refuse(config)
+    _check_supported(config)
     name = str(config["model_type"])
     if name in NATIVE_TYPES:
         if requested == "transformers":
@@ -74,11 +74,11 @@ def choose_implementation(config: Mapping[str, Any], requested: Requested) -> Im
     return "transformers"
 
 
-def _refuse(config: Mapping[str, Any]) -> None:
+def _check_supported(config: Mapping[str, Any]) -> None:
     name = str(config["model_type"])
     text = config.get("text_config")
-    if name in _REFUSED:
-        raise ModelError(f"The architecture {name} is not supported: {_REFUSED[name]}. Use another model.")
+    if name in _UNSUPPORTED:
+        raise ModelError(f"The architecture {name} is not supported: {_UNSUPPORTED[name]}. Use another model.")
     if config.get("is_encoder_decoder"):
         raise ModelError(f"The architecture {name} is an encoder-decoder, which is not supported. Use a decoder.")
     if isinstance(text, dict) or any(key in config for key in ("vision_config", "audio_config")):
@@ -92,21 +92,20 @@ def _refuse(config: Mapping[str, Any]) -> None:
         )
     if config.get("auto_map") and name not in causal_lm_types():
         raise ModelError(
-            f"The architecture {name} needs code out of its folder, which is never run. Use another model."
+            f"The architecture {name} needs code from its folder, which batchgen never runs. Use another model."
         )
     if config.get("index_topk"):
         raise ModelError(f"The architecture {name} is not supported: {_SPARSE}. Use another model.")
-    strange = sorted({str(kind) for kind in config.get("layer_types") or ()} - set(_LAYER_TYPES))
-    if strange:
-        raise ModelError(f"The architecture {name} has layers of type {strange[0]}, which are not supported.")
+    unknown = sorted({str(kind) for kind in config.get("layer_types") or ()} - set(_LAYER_TYPES))
+    if unknown:
+        raise ModelError(f"The architecture {name} has layers of type {unknown[0]}, which are not supported.")
 
 
 @cache
 def causal_lm_types() -> frozenset[str]:
     """Model types for which the installed transformers has a causal language model.
 
-    Read out of the library's source, because importing it takes longer than refusing an unknown type may; imported
-    where the source does not look as expected.
+    Parsed from the library's source, because importing it is slow; imported if the source does not look as expected.
     """
     spec = importlib.util.find_spec("transformers")
     if spec is not None and spec.origin is not None:

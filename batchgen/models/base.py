@@ -1,4 +1,4 @@
-"""The model seam: tokens of one step in, hidden states and logits out. Knows nothing of requests or sampling."""
+"""Model interface: tokens of one step in, hidden states and logits out. Independent of requests and sampling."""
 
 from __future__ import annotations
 
@@ -13,84 +13,87 @@ from batchgen.kernels import torch_ops
 from batchgen.kernels.lora import LoraStep
 from batchgen.kernels.ops import Ops
 from batchgen.kernels.types import Attention, LayerKV
-from batchgen.params import StateLimits
+from batchgen.request.params import CaptureSupport
 
-__all__ = ["Model", "ModelInput", "ModelSpec", "Taps", "TokenEmbeds"]
+__all__ = ["CaptureSpec", "Model", "ModelInput", "ModelSpec", "TokenEmbeds"]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """What the engine must know of a model before it runs."""
+    """Sizes and identity of a model, known before its weights are read."""
 
     name: str
     """`model_type` of its configuration."""
     implementation: str
     """"native" or "transformers"."""
     vocab_size: int
-    """Width of the logits, V (may exceed the tokenizer's)."""
+    """Width of the logits, V; may exceed the tokenizer's vocabulary."""
     hidden_size: int
     num_layers: int
     context_length: int
-    """`max_position_embeddings`, rope scaling included."""
+    """Maximum number of positions, including rope scaling."""
     kv_layers: tuple[LayerKV, ...]
+    """Key and value shapes of each layer."""
     dtype: torch.dtype
     device: torch.device
     parameters: int
     digest: str
-    """sha256 over configuration, weight files' names, sizes and headers, and samples of the weights: enters the run's
+    """sha256 over configuration, weight files' names, sizes and headers, and samples of the weights; part of the run's
     fingerprint."""
     state_layers: int | None = None
-    """The last layer whose states can be tapped, the number of blocks; None where they cannot be found."""
+    """Number of blocks, the last layer whose states can be captured; None if the blocks cannot be found."""
     moe_layers: tuple[int, ...] = ()
-    """Blocks, from 0, whose choices of experts can be tapped."""
+    """Blocks, from 0, whose expert choices can be captured."""
     experts_per_token: int = 0
     num_heads: int = 1
-    """Query heads of a layer, of the first where they differ."""
+    """Number of query heads of the first layer."""
     adapters: Mapping[str, str] = field(default_factory=dict)
-    """LoRA adapters, in the order of their indexes: name -> digest."""
+    """LoRA adapter name -> digest, in the order of their indexes."""
     embedding_size: int | None = None
-    """Width of the token embeddings where it is not `hidden_size`."""
+    """Width of the token embeddings; None if it is `hidden_size`."""
 
     @property
-    def state_limits(self) -> StateLimits:
-        """What rows may ask for of states and experts."""
-        return StateLimits(self.state_layers, self.hidden_size, bool(self.moe_layers))
+    def state_limits(self) -> CaptureSupport:
+        """Hidden states and expert choices that rows may request."""
+        return CaptureSupport(self.state_layers, self.hidden_size, bool(self.moe_layers))
 
     @property
     def embeds_size(self) -> int:
-        """Numbers that a token's embedding has."""
+        """Width of the token embeddings."""
         return self.hidden_size if self.embedding_size is None else self.embedding_size
 
 
 @dataclass(slots=True, eq=False)
-class Taps:
-    """Inner values of one step that are wanted beside its output. The model fills `states` and `routed`."""
+class CaptureSpec:
+    """Hidden states and expert choices to capture in one step. The model fills `states` and `routed`."""
 
     rows: Tensor
-    """[S] int64: flat tokens to keep"""
+    """[S] int64: flat tokens to capture."""
     tokens: int
-    """Flat tokens of the step, T."""
+    """Number of flat tokens in the step, T."""
     layers: tuple[int, ...] = ()
-    """0: the embeddings as the first block is fed with them, i: the output of block i, -1: after the final norm."""
+    """Layers to capture: 0 is the input of the first block, i the output of block i, -1 the state after the final
+    norm."""
     experts: bool = False
+    """Whether to capture the expert choices."""
     states: dict[int, Tensor] = field(default_factory=dict)
-    """Filled by the model: layer -> [S, H] in the model's dtype."""
+    """Layer -> [S, H] in the model's dtype; filled by the model."""
     routed: Tensor | None = None
-    """Filled by the model where `experts` is set: [S, MoE layers, experts per token] int32."""
+    """[S, MoE layers, experts per token] int32; filled by the model if `experts` is set."""
 
-    def take(self, layer: int, states: Tensor) -> None:
-        """Keep the wanted rows of a layer's states [T, H]: a copy, since models may go on in place."""
+    def store(self, layer: int, states: Tensor) -> None:
+        """Copy the captured rows of a layer's states [T, H], which the model may overwrite later."""
         self.states[layer] = states[self.rows]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenEmbeds:
-    """Tokens of a step that come as embeddings in place of ids."""
+    """Tokens of a step that are given as embeddings instead of ids."""
 
     rows: Tensor
-    """[E] int64: which flat tokens"""
+    """[E] int64: flat token of each embedding."""
     values: Tensor
-    """[E, H] float32"""
+    """[E, H] float32 embeddings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,33 +101,36 @@ class ModelInput:
     """Tensors of one step, packed without padding."""
 
     input_ids: Tensor
-    """[T] int64"""
+    """[T] int64 token ids."""
     positions: Tensor
-    """[T] int64"""
+    """[T] int64 positions in their sequences."""
     attention: Attention
-    taps: Taps | None = None
-    """None costs nothing."""
+    capture: CaptureSpec | None = None
+    """Hidden states to capture; None for none."""
     lora: LoraStep | None = None
-    """Tokens that go through an adapter; None where none does"""
+    """Tokens that use an adapter; None for none."""
     embeds: TokenEmbeds | None = None
-    """Tokens whose id means nothing; None where there are none"""
+    """Tokens given as embeddings, whose ids are ignored; None for none."""
     ops: Ops = torch_ops
-    """The operations to build the step from."""
+    """Operations that compute the step."""
     wanted: Tensor | None = None
-    """[W] int64: flat tokens whose states after the final norm are asked for; None: all"""
+    """[W] int64: flat tokens whose final states are needed; None for all."""
 
-    def pick(self, states: Tensor) -> Tensor:
-        """[T, H] -> [W, H]: the wanted tokens' of states that are all tokens'."""
+    def select(self, states: Tensor) -> Tensor:
+        """[T, H] -> [W, H]: the states of the wanted tokens."""
         return states if self.wanted is None else states[self.wanted]
 
-    def early(self, layers: int) -> Tensor | None:
-        """`wanted` where, of the last of so many layers, unwanted tokens need their keys and values alone."""
-        tapped = self.taps is not None and not {-1, layers}.isdisjoint(self.taps.layers)
-        return None if tapped or self.lora is not None else self.wanted
+    def last_layer_rows(self, layers: int) -> Tensor | None:
+        """`wanted` if the last of `layers` layers needs only keys and values of the other tokens, else None.
+
+        It may not if captures or adapters need all tokens.
+        """
+        captured = self.capture is not None and not {-1, layers}.isdisjoint(self.capture.layers)
+        return None if captured or self.lora is not None else self.wanted
 
 
 class Model(Protocol):
-    """A decoder behind the seam."""
+    """Decoder model (protocol)."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -132,9 +138,9 @@ class Model(Protocol):
         ...
 
     def hidden(self, inputs: ModelInput) -> Tensor:
-        """States after the final norm, [T, H] in the model's dtype, or [W, H] of `wanted`; fills `inputs.taps`.
+        """States after the final norm, [T, H] in the model's dtype, or [W, H] of `wanted`; fills `inputs.capture`.
 
-        The keys and values of all tokens are stored, whoever is wanted.
+        The keys and values of all tokens are stored.
         """
         ...
 
@@ -142,12 +148,13 @@ class Model(Protocol):
         """[R, H] -> [R, V] in the model's dtype."""
         ...
 
-    def takes_embeds(self) -> bool:
-        """Whether tokens may come as embeddings that are those of no id."""
+    def accepts_embeds(self) -> bool:
+        """Whether tokens may be given as arbitrary embeddings."""
         ...
 
-    def recordable(self) -> bool:
-        """Whether compiled kernels alone make `hidden` and `logits`, so that these can be noted down to run later
-        (`kernels.cpu.background`), with the attention of such kernels, and without taps, adapters and embeddings.
+    def supports_command_buffer(self) -> bool:
+        """Whether `hidden` and `logits` use compiled CPU kernels only and can be recorded in a command buffer.
+
+        Recording (`kernels.cpu.command_buffer`) needs compiled attention and no captures, adapters or embeddings.
         """
         ...

@@ -1,4 +1,4 @@
-"""Everything that can be said against a model before torch is loaded or a weight is read."""
+"""Checks of a model folder that need neither torch nor the weights."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from batchgen.models.native_weights import NativeLayout, check_native_tensors, n
 
 __all__ = ["CheckedModel", "check_model"]
 
-_STORED: Final = {"BF16": "bfloat16", "F16": "float16"}
+_STORED_DTYPES: Final = {"BF16": "bfloat16", "F16": "float16"}
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedModel:
-    """A folder that passed, and which path takes it."""
+    """A model folder that passed the checks, and the implementation that will run it."""
 
     folder: ModelFolder
     implementation: Implementation
     native: tuple[NativeConfig, NativeLayout] | None
-    """For the native path."""
+    """Configuration and tensor layout; None unless `implementation` is "native"."""
     stored_dtype: str
-    """`dtype` of the configuration or, without one, of most stored numbers."""
+    """`dtype` of the configuration or, without one, the dtype of most stored bytes."""
     max_model_len: int | None
     adapters: tuple[Adapter, ...] = ()
-    """Held against the model already on the native path."""
+    """LoRA adapters; on the native path already checked against the model's layers."""
 
 
 def check_model(
@@ -43,12 +43,12 @@ def check_model(
     revision: str | None = None,
     lora: Sequence[NamePath] = (),
 ) -> CheckedModel:
-    """Check a model folder (or hub id) whole: files, headers, architecture and, for native models, every tensor.
+    """Check a model folder (or hub id): files, headers, architecture and, for native models, every tensor.
 
-    Adapters are checked with it, for native models against its layers.
+    Adapters are checked too, for native models against the layers.
 
     Raises:
-        ModelError: naming what is wrong and the remedy.
+        ModelError: the message names the problem and the remedy.
     """
     if max_model_len is not None and max_model_len < 1:
         raise ModelError(f"--max-model-len must be at least 1, got {max_model_len}.")
@@ -77,4 +77,4 @@ def _stored_dtype(folder: ModelFolder) -> str:
     sizes: Counter[str] = Counter()
     for info in folder.tensors.values():
         sizes[info.dtype] += info.nbytes
-    return _STORED.get(sizes.most_common(1)[0][0], "float32") if sizes else "float32"
+    return _STORED_DTYPES.get(sizes.most_common(1)[0][0], "float32") if sizes else "float32"

@@ -1,9 +1,8 @@
-"""Mixtures of experts of library models, computed by our kernels where a run has kernels.
+"""Mixture-of-experts layers of transformers models, computed by batchgen's kernels.
 
-The library looks up by name, in a registry, what computes a layer's experts. Ours is registered as `batchgen`. It
-takes the layers that it has been held against: their weights lie in one of the library's two ways, and what their gate
-makes of numbers is what ours makes of them. Every other layer, and every step without kernels, is left to what the
-library would have taken.
+transformers looks up the function that computes a layer's experts in a registry. batchgen registers its own. It
+computes the layers whose weights have one of the library's two layouts and whose gate gives the same values as one of
+batchgen's. For other layers, and for steps without kernels, it calls the function that the library would have used.
 """
 
 from __future__ import annotations
@@ -22,39 +21,39 @@ from batchgen.kernels.activation import ACTIVATIONS
 from batchgen.kernels.moe import Experts, Gating
 from batchgen.kernels.ops import Ops
 
-__all__ = ["EXPERTS_NAME", "ExpertsSlot", "use_our_experts"]
+__all__ = ["EXPERTS_NAME", "ExpertsSlot", "install_experts"]
 
 EXPERTS_NAME: Final = "batchgen"
 _ATTRIBUTE: Final = "batchgen_experts"
 _LIMITS: Final = ("limit", "swiglu_limit")
-"""Under which names library models keep the limit of their gates."""
+"""Attributes in which library models store the limit of their gates."""
 
 Forward = Callable[..., Tensor]
 
 
 class ExpertsSlot:
-    """Where the experts of one model find the step's operations."""
+    """Operations of the current step, shared with all expert layers of one model."""
 
-    __slots__ = ("layers", "left", "ops")
+    __slots__ = ("layers", "library_layers", "ops")
 
     def __init__(self) -> None:
         self.ops: Ops = torch_ops
         self.layers: list[_Layer] = []
-        """What our kernels can compute."""
-        self.left: list[str] = []
-        """Layers that stay the library's, whatever the operations."""
+        """Layers that batchgen's kernels can compute."""
+        self.library_layers: list[str] = []
+        """Names of the layers that the library always computes."""
 
     @contextmanager
-    def during(self, ops: Ops) -> Iterator[None]:
-        """Show a step's operations to the experts while its forward runs."""
+    def step_context(self, ops: Ops) -> Iterator[None]:
+        """Set the step's operations while its forward runs."""
         self.ops = ops
         try:
             yield
         finally:
             self.ops = torch_ops
 
-    def leave_to_library(self) -> None:
-        """Compute nothing from now on."""
+    def use_library(self) -> None:
+        """Let the library compute all layers from now on."""
         for layer in self.layers:
             layer.experts = None
         self.layers = []
@@ -62,20 +61,20 @@ class ExpertsSlot:
 
 @dataclass(slots=True, eq=False)
 class _Layer:
-    """What is known of one layer's experts."""
+    """Expert layer of a model: its slot, the library's function and batchgen's weights."""
 
     slot: ExpertsSlot
     library: Forward
-    """What the library would have taken."""
+    """Function that the library would have used."""
     experts: Experts | None
-    """None where ours cannot compute them."""
+    """Weights for batchgen's kernels; None if these cannot compute the layer."""
 
 
-def use_our_experts(model: Any) -> ExpertsSlot:
-    """Put our experts into a library model whose weights are there.
+def install_experts(model: Any) -> ExpertsSlot:
+    """Install batchgen's expert function in a library model whose weights are loaded.
 
     Returns:
-        The slot that shows a step's operations to them. Without layers that ours can compute, the model is as before.
+        The slot that passes a step's operations to the layers. If no layer can be computed, the model is unchanged.
     """
     slot = ExpertsSlot()
     try:
@@ -85,8 +84,8 @@ def use_our_experts(model: Any) -> ExpertsSlot:
     named = {name: module for name, module in model.named_modules() if _is_registered(module)}
     modules = list(named.values())
     layers = [_Layer(slot, _library_forward(module, ALL_EXPERTS_FUNCTIONS), _experts(module)) for module in modules]
-    slot.left = [name for name, layer in zip(named, layers, strict=True) if layer.experts is None]
-    if len(slot.left) == len(layers):
+    slot.library_layers = [name for name, layer in zip(named, layers, strict=True) if layer.experts is None]
+    if len(slot.library_layers) == len(layers):
         return slot
     for module, layer in zip(modules, layers, strict=True):
         setattr(module, _ATTRIBUTE, layer)
@@ -97,7 +96,7 @@ def use_our_experts(model: Any) -> ExpertsSlot:
 
 
 def _forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The library's signature. hidden_states [T, H], top_k_index and top_k_weights [T, k] -> [T, H]."""
+    """Expert function with the library's signature: [T, H], [T, k], [T, k] -> [T, H]."""
     layer: _Layer = getattr(module, _ATTRIBUTE)
     ops = layer.slot.ops
     if layer.experts is None or ops is torch_ops:
@@ -106,7 +105,7 @@ def _forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_
 
 
 def _is_registered(module: nn.Module) -> bool:
-    """Whether the library looks up what computes the module."""
+    """Whether the library looks up the module's function in its registry."""
     return hasattr(type(module).forward, "__wrapped__") and hasattr(module, "has_gate") and hasattr(module, "config")
 
 
@@ -117,7 +116,7 @@ def _library_forward(module: Any, registry: Any) -> Forward:
 
 
 def _experts(module: Any) -> Experts | None:
-    """The module's weights as our kernels take them; None where they are of another kind."""
+    """The module's weights for batchgen's kernels; None if these cannot compute it."""
     usual = module.has_gate and not getattr(module, "has_post_expert_norm", False)
     if not usual or getattr(module, "_is_expert_parallel", False):
         return None
@@ -142,20 +141,20 @@ _DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _gating(module: Any) -> Gating | None:
-    """Which of our gates makes the same of numbers as the module's own does."""
+    """The gate of batchgen that gives the same values as the module's own; None if there is none."""
     limits = [getattr(module, name, None) for name in _LIMITS]
     numbers = [None, *(float(limit) for limit in limits if isinstance(limit, int | float))]
     gate_up = torch.linspace(-25, 25, 4096)[torch.randperm(4096, generator=torch.Generator().manual_seed(0))]
     gate_up = gate_up.view(32, 128)  # float32, on the CPU
     try:
         expected = module._apply_gate(gate_up)
-    except Exception:  # it may need more than numbers
+    except Exception:  # it may need more arguments
         return None
-    # By activation, one name for each.
+    # One name per activation function.
     names = {function: name for name, function in reversed(ACTIVATIONS.items())}.values()
     for interleaved, limit, shift, name in product((False, True), numbers, (0.0, 1.0), names):
-        ours = Gating(name, interleaved, limit, shift)
-        made = ours(gate_up)
-        if made.shape == expected.shape and torch.allclose(made, expected, rtol=1e-5, atol=1e-5):
-            return ours
+        gating = Gating(name, interleaved, limit, shift)
+        result = gating(gate_up)
+        if result.shape == expected.shape and torch.allclose(result, expected, rtol=1e-5, atol=1e-5):
+            return gating
     return None

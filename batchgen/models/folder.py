@@ -1,6 +1,6 @@
-"""A model folder on disk, checked before a weight is read: configuration, weight files, headers, digest.
+"""Model folder on disk: configuration, weight files, headers and digest, checked before any weight is read.
 
-Imports no torch, so that a folder that is missing or half copied is refused at once.
+Does not import torch, so that a missing or incomplete folder is rejected immediately.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ _SINGLE: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_FILES: Final = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-_HUB_SECONDS: Final = 5.0
-"""Longest wait for the hub to answer at all, before any download."""
+_HUB_TIMEOUT: Final = 5.0
+"""Timeout of the first request to the hub, before any download."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """A folder whose configuration parses and whose weight files are whole."""
+    """A model folder whose configuration parses and whose weight files are complete."""
 
     path: Path
     config: Mapping[str, Any]
-    """config.json."""
+    """Contents of config.json."""
     files: tuple[Path, ...]
-    """The safetensors files, in the order of their names."""
+    """Safetensors files, sorted by name."""
     tensors: Mapping[str, TensorInfo]
-    """By name, over all files."""
+    """Tensors of all files, by name."""
     digest: str
     """sha256 over config.json, the names, sizes and headers of the files, and samples of their weights."""
 
@@ -48,13 +48,13 @@ class ModelFolder:
 
 
 def resolve_model(path_or_id: str | os.PathLike[str], revision: str | None = None) -> Path:
-    """The folder of a local path or of a Hugging Face hub id.
+    """Resolve a local path or a Hugging Face hub id to a folder.
 
-    An id is looked for in the local cache first; the network is asked only where Hugging Face's own settings
-    (`HF_HUB_OFFLINE`) allow it.
+    An id is looked up in the local cache first; the network is used only if Hugging Face's settings (`HF_HUB_OFFLINE`)
+    allow it.
 
     Raises:
-        ModelError: neither a folder nor an id that can be had.
+        ModelError: there is no such folder, and no hub model with that id is available.
     """
     path = Path(path_or_id).expanduser()
     if path.is_dir():
@@ -68,7 +68,7 @@ def resolve_model(path_or_id: str | os.PathLike[str], revision: str | None = Non
 
 
 def _from_hub(name: str, revision: str | None) -> Path:
-    # Only for hub ids: the import costs a third of a second that a local folder does not need.
+    # The import is slow, and local folders do not need it.
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -87,23 +87,23 @@ def _from_hub(name: str, revision: str | None) -> Path:
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         raise ModelError(f"{refusal} in the local cache (HF_HUB_OFFLINE is set). Download it first, or name a folder.")
     try:
-        # Asked first, because a download retries for minutes where there is no network.
-        huggingface_hub.HfApi().model_info(name, revision=revision, timeout=_HUB_SECONDS)
+        # Check availability first, because a download without network retries for minutes.
+        huggingface_hub.HfApi().model_info(name, revision=revision, timeout=_HUB_TIMEOUT)
         return snapshot(local=False)
-    except Exception as error:  # the client raises its transport's errors, whatever that is
+    except Exception as error:  # the client also raises the errors of its transport
         reason = str(error).strip().split("\n")[0][:200] or type(error).__name__
-        raise ModelError(f"{refusal} can be had: {reason}. Check the name, or name a local folder.") from None
+        raise ModelError(f"{refusal} is available: {reason}. Check the name, or name a local folder.") from None
 
 
 def check_model_folder(path: str | os.PathLike[str], revision: str | None = None) -> ModelFolder:
-    """Everything that can be said against a folder without reading a weight or knowing the architecture.
+    """Check a folder's configuration, files and headers, independent of the architecture.
 
     Raises:
-        ModelError: what is missing or damaged, and the remedy.
+        ModelError: the message names what is missing or damaged, and the remedy.
     """
     folder = resolve_model(path, revision)
     raw, config = _read_config(folder)
-    _refuse_config(folder, config)
+    _check_unquantised(folder, config)
     index, files = _weight_files(folder)
     digest = hashlib.sha256(raw)
     tensors: dict[str, TensorInfo] = {}
@@ -111,7 +111,7 @@ def check_model_folder(path: str | os.PathLike[str], revision: str | None = None
         held, header = read_header(file)
         digest.update(f"{file.name}:{file.stat().st_size}:".encode() + header)
         if double := tensors.keys() & held.keys():
-            raise ModelError(f"{min(double)} stands in two files of {folder}, {file.name} and another. Remove one.")
+            raise ModelError(f"{min(double)} is stored in two files of {folder}, {file.name} and another. Remove one.")
         tensors.update(held)
     for sample in sample_tensors(tensors):
         digest.update(sample)
@@ -139,7 +139,7 @@ def _read_config(folder: Path) -> tuple[bytes, dict[str, Any]]:
     return raw, config
 
 
-def _refuse_config(folder: Path, config: Mapping[str, Any]) -> None:
+def _check_unquantised(folder: Path, config: Mapping[str, Any]) -> None:
     for key in ("quantization_config", "compression_config"):
         entry = config.get(key)
         if entry:
@@ -150,7 +150,7 @@ def _refuse_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _weight_files(folder: Path) -> tuple[dict[str, Path], list[Path]]:
-    """The index's tensor -> file (empty for a single file), and the files. A single file goes first, as elsewhere."""
+    """The index (tensor -> file, empty for a single file) and the files; a single file has precedence over an index."""
     if (folder / _SINGLE).is_file():
         return {}, [folder / _SINGLE]
     if not (folder / _INDEX).is_file():

@@ -1,10 +1,10 @@
-"""Any causal language model of transformers, unmodified, with our attention in place of the library's.
+"""Unmodified causal language models of transformers that run with batchgen's attention.
 
-The library looks attention up in a registry by name. Ours is registered once as `batchgen` and finds the step's
-`Attention` among the keywords that forwards hand down. A model whose forwards drop keywords gets it from a slot that
-belongs to that one model. No mask is built and no cache of the library's is used.
+transformers looks up attention functions in a registry. batchgen's is registered once as `batchgen` and gets the step's
+`Attention` as a keyword that forwards pass down, or from a slot of the model if its forwards drop keywords. No mask is
+built, and the library's cache is not used.
 
-Logits are made by the model's own forward with its decoder taken out, so that soft caps and scales of any kind stand.
+The model's own forward computes the logits, with its decoder replaced, so that soft caps and scales are applied.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from batchgen.errors import ModelError
 from batchgen.kernels.types import Attention
 from batchgen.models.base import ModelInput, ModelSpec, TokenEmbeds
 from batchgen.models.experts import ExpertsSlot
-from batchgen.models.insides import Insides, find_insides
 from batchgen.models.lora import LoraSlot
+from batchgen.models.module_discovery import ModelHooks, find_hooks
 from batchgen.models.probe import ProbeAttention
 
 __all__ = ["ATTENTION_NAME", "HookedModel", "KeywordDropped", "TransformersModel", "decoder_name", "register_attention"]
@@ -30,20 +30,20 @@ __all__ = ["ATTENTION_NAME", "HookedModel", "KeywordDropped", "TransformersModel
 ATTENTION_NAME: Final = "batchgen"
 _KEYWORD: Final = "batchgen_attention"
 _SLOT: Final = "batchgen_slot"
-_HARMLESS: Final = frozenset((
+_IGNORED_ARGUMENTS: Final = frozenset((
     "dropout", "is_causal", "position_ids", "use_cache", "cache_position", "return_dict", "logits_to_keep",
     "output_attentions", "output_hidden_states", "output_router_logits", "layer_idx", "cu_seq_lens_q",
     "cu_seq_lens_k", "max_length_q", "max_length_k", "training", "deterministic",
 ))  # fmt: skip
-"""Arguments of attention that change nothing where tokens are packed, causal and not trained on."""
+"""Attention arguments that have no effect on packed causal tokens in inference."""
 
 
 class KeywordDropped(Exception):
-    """The model's forwards do not hand keywords down to attention."""
+    """The model's forwards do not pass keywords down to attention."""
 
 
-class Slot:
-    """Where the attention modules of one model find the step's `Attention` when keywords do not reach them."""
+class AttentionSlot:
+    """The step's `Attention` for the attention modules of one model that keywords do not reach."""
 
     __slots__ = ("attention",)
 
@@ -52,7 +52,7 @@ class Slot:
 
 
 def register_attention() -> None:
-    """Enter our attention into the library's registry; doing it again changes nothing."""
+    """Register batchgen's attention with the library; repeated calls have no effect."""
     from transformers import AttentionInterface  # transformers takes seconds to import
 
     AttentionInterface.register(ATTENTION_NAME, _attend)
@@ -70,7 +70,7 @@ def _attend(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The library's signature. query [1, N, T, D], key [1, K, T, D], value [1, K, T, Dv] -> [1, T, N, Dv]."""
+    """Attention with the library's signature: [1, N, T, D], [1, K, T, D], [1, K, T, Dv] -> [1, T, N, Dv]."""
     attention = others.pop(_KEYWORD, None)
     if attention is None:
         slot = getattr(module, _SLOT, None)
@@ -78,13 +78,13 @@ def _attend(
     if attention is None:
         raise KeywordDropped
     if attention_mask is not None:
-        raise ModelError(f"{type(module).__name__} gives attention a mask of its own, which is not supported.")
-    strange = [name for name, given in others.items() if given is not None and name not in _HARMLESS]
-    if strange:
-        raise ModelError(f"{type(module).__name__} asks attention for {strange[0]}, which is not supported.")
+        raise ModelError(f"{type(module).__name__} passes its own mask to attention, which is not supported.")
+    unsupported = [name for name, given in others.items() if given is not None and name not in _IGNORED_ARGUMENTS]
+    if unsupported:
+        raise ModelError(f"{type(module).__name__} passes {unsupported[0]} to attention, which is not supported.")
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
-        raise ModelError(f"{type(module).__name__} does not say which layer it is, so it has no cache.")
+        raise ModelError(f"{type(module).__name__} has no layer index, so it cannot have a cache.")
     out = attention.attend(
         layer,
         query[0].transpose(0, 1),  # [T, N, D]
@@ -98,8 +98,8 @@ def _attend(
     return out.contiguous()[None], None
 
 
-class _States:
-    """A decoder's output: the states by name or as the first item; whatever else a head passes on is absent."""
+class _DecoderOutput:
+    """Output of `_IdentityDecoder`: the states, by name or as the first item; every other attribute is None."""
 
     def __init__(self, states: Tensor) -> None:
         self.last_hidden_state = states
@@ -111,24 +111,24 @@ class _States:
         return None
 
 
-class _Given(nn.Module):
-    """Stands in the decoder's place and returns the states that it is handed as embeddings."""
+class _IdentityDecoder(nn.Module):
+    """Replacement of the decoder that returns the states passed to it as embeddings."""
 
-    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _States:
-        """The states, however the head's model words its call."""
-        return _States(inputs_embeds)
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _DecoderOutput:
+        """The states; all other arguments are ignored."""
+        return _DecoderOutput(inputs_embeds)
 
     @property
     def decoder(self) -> nn.Module:
-        """Some heads reach one level deeper for the decoder."""
+        """The module itself, for heads that access `model.decoder`."""
         return self
 
 
 class HookedModel:
-    """A library model whose attention is ours: packed tokens in, states and logits out.
+    """A transformers model that uses batchgen's attention: packed tokens in, states and logits out.
 
-    With `use_slot`, attention modules find the step's `Attention` in a slot; without, it travels as a keyword. Modules
-    that adapters change find the step's segments in `lora`, and layers of experts the step's operations in `experts`.
+    The step's `Attention` is passed as a keyword, or through a slot if `use_slot` is set. Adapted modules read the
+    step's segments from `lora`, expert layers the step's operations from `experts`.
     """
 
     def __init__(self, model: Any, *, use_slot: bool) -> None:
@@ -136,8 +136,8 @@ class HookedModel:
         assert name is not None
         self._decoder: Any = getattr(model, name)
         self._head: Any = _head_only(model, name)
-        self._insides = Insides(())
-        self._slot = Slot() if use_slot else None
+        self._hooks = ModelHooks(())
+        self._slot = AttentionSlot() if use_slot else None
         self.lora = LoraSlot()
         self.experts = ExpertsSlot()
         for module in model.modules() if use_slot else ():
@@ -145,36 +145,39 @@ class HookedModel:
                 setattr(module, _SLOT, self._slot)
 
     @property
-    def insides(self) -> Insides:
-        """What can be tapped, once it has been found."""
-        return self._insides
+    def hooks(self) -> ModelHooks:
+        """Modules whose states and choices can be captured; set by `find_hooks`."""
+        return self._hooks
 
-    def find_insides(self, inputs: ModelInput) -> None:
-        """Find what can be tapped, by one forward over `inputs`."""
+    def find_hooks(self, inputs: ModelInput) -> None:
+        """Find the modules that can be captured, by one forward over `inputs`."""
         run = partial(self._forward, inputs, output_hidden_states=True)
-        self._insides = find_insides(self._decoder, run, len(inputs.input_ids))
+        self._hooks = find_hooks(self._decoder, run, len(inputs.input_ids))
 
     def hidden(self, inputs: ModelInput) -> Tensor:
-        """States after the final norm, [T, H]; fills the taps."""
-        taps = inputs.taps
-        with nullcontext() if taps is None else self._insides.tapped(taps):
+        """States after the final norm, [T, H]; fills `inputs.capture`."""
+        capture = inputs.capture
+        with nullcontext() if capture is None else self._hooks.captured(capture):
             states: Tensor = self._forward(inputs).last_hidden_state[0]  # [T, H]
-        if taps is not None and -1 in taps.layers:
-            taps.take(-1, states)
+        if capture is not None and -1 in capture.layers:
+            capture.store(-1, states)
         return states
 
-    def _forward(self, inputs: ModelInput, **asked: bool) -> Any:
-        """The decoder's own output."""
+    def _forward(self, inputs: ModelInput, **options: bool) -> Any:
+        """Run the decoder; returns the library's output."""
         keyword: dict[str, Attention] = {} if self._slot is not None else {_KEYWORD: inputs.attention}
         if self._slot is not None:
             self._slot.attention = inputs.attention
         try:
-            with self.lora.during(inputs.lora, len(inputs.input_ids), inputs.ops), self.experts.during(inputs.ops):
+            with (
+                self.lora.step_context(inputs.lora, len(inputs.input_ids), inputs.ops),
+                self.experts.step_context(inputs.ops),
+            ):
                 return self._decoder(
                     **self._tokens(inputs),
                     position_ids=inputs.positions[None],  # [1, T]
                     use_cache=False,
-                    **asked,
+                    **options,
                     **keyword,
                 )
         finally:
@@ -182,7 +185,7 @@ class HookedModel:
                 self._slot.attention = None
 
     def _tokens(self, inputs: ModelInput) -> dict[str, Tensor]:
-        """The step's tokens as ids [1, T], or as embeddings [1, T, E] where some come as such."""
+        """The step's tokens as ids [1, T], or as embeddings [1, T, E] if some are given as embeddings."""
         if inputs.embeds is None:
             return {"input_ids": inputs.input_ids[None]}
         looked_up = self._decoder.get_input_embeddings()(inputs.input_ids[None])  # [1, T, E]
@@ -196,16 +199,16 @@ class HookedModel:
 
 
 class TransformersModel:
-    """A library model behind the model seam. Made by `load_transformers`."""
+    """`Model` of the transformers path, created by `load_transformers`."""
 
     def __init__(self, model: HookedModel, spec: ModelSpec) -> None:
         self._model = model
         self._spec = spec
 
     @property
-    def grouped(self) -> list[str]:
-        """Layers of experts that the library computes by groups of as many tokens as happen to choose an expert."""
-        return self._model.experts.left
+    def library_experts(self) -> list[str]:
+        """Expert layers that the library computes in groups, whose sizes depend on the batch."""
+        return self._model.experts.library_layers
 
     @property
     def spec(self) -> ModelSpec:
@@ -214,8 +217,8 @@ class TransformersModel:
 
     @torch.no_grad()
     def hidden(self, inputs: ModelInput) -> Tensor:
-        """States after the final norm, as `Model.hidden`."""
-        return inputs.pick(self._model.hidden(inputs))
+        """See `Model.hidden`."""
+        return inputs.select(self._model.hidden(inputs))
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -223,24 +226,24 @@ class TransformersModel:
         return self._model.logits(hidden)
 
     @torch.no_grad()
-    def recordable(self) -> bool:
-        """Never: PyTorch computes."""
+    def supports_command_buffer(self) -> bool:
+        """False: PyTorch computes the model."""
         return False
 
-    def takes_embeds(self) -> bool:
-        """Whether tokens may come as embeddings that are those of no id. Some types look ids up a second time."""
+    def accepts_embeds(self) -> bool:
+        """Whether tokens may be given as arbitrary embeddings; some architectures read the ids a second time."""
         spec = self._spec
         at = torch.arange(2, device=spec.device)
         values = torch.full((2, spec.embeds_size), 0.01, device=spec.device)
         try:
             self._model.hidden(ModelInput(at, at, ProbeAttention(), embeds=TokenEmbeds(at, values)))
-        except Exception:  # a forward that wants the ids fails in its own way
+        except Exception:  # a forward that needs the ids may raise anything
             return False
         return True
 
 
 def decoder_name(model: Any) -> str | None:
-    """Under which name a causal language model holds its decoder; None if it holds none."""
+    """Attribute name of a causal language model's decoder; None if it has none."""
     from transformers import PreTrainedModel  # as in register_attention
 
     if isinstance(getattr(model, model.base_model_prefix, None), nn.Module):
@@ -249,8 +252,8 @@ def decoder_name(model: Any) -> str | None:
 
 
 def _head_only(model: Any, decoder: str) -> Any:
-    """The same model, sharing every parameter, with its decoder replaced by `_Given`."""
+    """A copy of the model that shares every parameter, with its decoder replaced by `_IdentityDecoder`."""
     head = copy.copy(model)
     head._modules = dict(model._modules)
-    head._modules[decoder] = _Given()
+    head._modules[decoder] = _IdentityDecoder()
     return head

@@ -1,4 +1,4 @@
-"""Loading a transformers model: refusals before weights are read, then the weights, then a test on a few tokens."""
+"""Loading of transformers models: checks on the meta device, then the weights, then a comparison on a few tokens."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from batchgen.kernels.linear import Products
 from batchgen.kernels.lora import lora_step
 from batchgen.kernels.ops import Ops
 from batchgen.models.base import ModelInput, ModelSpec
-from batchgen.models.experts import ExpertsSlot, use_our_experts
+from batchgen.models.experts import ExpertsSlot, install_experts
 from batchgen.models.folder import ModelFolder
+from batchgen.models.fused_projections import stack_projections
 from batchgen.models.hf import (
     ATTENTION_NAME,
     HookedModel,
@@ -29,29 +30,28 @@ from batchgen.models.hf import (
     decoder_name,
     register_attention,
 )
-from batchgen.models.insides import Insides
 from batchgen.models.lora import fit_library_adapters, wrap_adapted
 from batchgen.models.lora_config import Adapter
+from batchgen.models.module_discovery import ModelHooks
 from batchgen.models.probe import LayerUse, ProbeAttention
-from batchgen.models.stack import stack_projections
 
 __all__ = ["load_transformers", "read_transformers_config", "transformers_spec"]
 
 _TEST_TOKENS: Final = 7
 _TEST_SPLIT: Final = 2
-"""The test feeds two chunks, so that state other than keys and values would be lost and show."""
+"""Tokens of the test's first of two chunks; splitting reveals state other than keys and values."""
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
-"""Largest relative difference of a token's logits, median over tokens: rounding differs, routing near ties too."""
+"""Tolerance of the relative difference of a token's logits: rounding, and routing near ties, may differ."""
 
 
 def read_transformers_config(folder: ModelFolder, context_length: int | None) -> tuple[Any, int]:
-    """The library's configuration, made to depend on no neighbour, and the context length.
+    """Read the library's configuration, made independent of the batch, and the context length.
 
-    `longrope` chooses between two sets of frequencies by the longest position in a batch; here by the context length,
-    once, for all rows.
+    transformers selects the frequencies of `longrope` by the longest position in a batch; here the context length
+    selects them once for all rows.
 
     Raises:
-        ModelError: the library cannot read it, or the asked-for context is longer than the model's.
+        ModelError: the library cannot read it, or the requested context is longer than the model's.
     """
     from transformers import AutoConfig
 
@@ -71,7 +71,7 @@ def read_transformers_config(folder: ModelFolder, context_length: int | None) ->
 
 
 def _rope_settings(config: Any) -> list[dict[str, Any]]:
-    """The rope settings: one dict, or one per layer type."""
+    """Rope settings of the configuration: one dict, or one per layer type."""
     settings = getattr(config, "rope_parameters", None)
     if not isinstance(settings, dict):
         return []
@@ -101,8 +101,8 @@ def _first_line(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the library's warnings and progress bars off stderr; what matters becomes an error here."""
+def _silence_library() -> Iterator[None]:
+    """Silence the library's warnings and progress bars; relevant problems are raised as errors."""
     from transformers.utils import logging
 
     level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -124,17 +124,16 @@ def transformers_spec(
     context: int,
     adapters: Sequence[Adapter] = (),
 ) -> ModelSpec:
-    """What the engine must know, from a forward on the meta device: no weight is read.
+    """Determine the spec of a model by a forward on the meta device, without reading weights.
 
     Raises:
-        ModelError: the architecture cannot run with our attention, or an adapter is not one of this model's; the
-            message names it and the reason.
+        ModelError: the architecture cannot run with batchgen's attention, or an adapter does not fit the model.
     """
     register_attention()
-    with _quiet():
+    with _silence_library():
         model = _meta_model(config)
         fit_library_adapters(model, adapters)
-        uses, insides = _learn_uses(model, config, context)
+        uses, hooks = _probe_layers(model, config, context)
     return ModelSpec(
         name=str(config.model_type),
         implementation="transformers",
@@ -147,9 +146,9 @@ def transformers_spec(
         device=device,
         parameters=sum(p.numel() for p in model.parameters()),
         digest=folder.digest,
-        state_layers=len(insides.blocks) or None,
-        moe_layers=insides.layers,
-        experts_per_token=insides.experts_per_token,
+        state_layers=len(hooks.blocks) or None,
+        moe_layers=hooks.layers,
+        experts_per_token=hooks.experts_per_token,
         adapters={adapter.name: adapter.digest for adapter in adapters},
         num_heads=uses[0].num_heads if uses else 1,
         embedding_size=int(model.get_input_embeddings().weight.shape[1]),
@@ -162,19 +161,19 @@ def _meta_model(config: Any) -> Any:
     config = type(config).from_dict(config.to_dict())
     for settings in _rope_settings(config):
         if settings.get("rope_type") == "dynamic":
-            settings["rope_type"] = "default"  # the same frequencies inside the context, without looking at positions
+            settings["rope_type"] = "default"  # the same frequencies within the context, without reading positions
     try:
         with torch.device("meta"):
-            # Grouped expert products take bfloat16 only on this device; shapes are the same in any dtype.
+            # Grouped expert products support only bfloat16 on this device; shapes are the same in any dtype.
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
-    except Exception as error:  # whatever the architecture's constructor objects to
+    except Exception as error:  # constructors raise errors of many types
         raise ModelError(f"transformers cannot build this {config.model_type} model: {_first_line(error)}.") from None
     _use_our_attention(model)
     return model.eval()
 
 
 def _drop_padding(model: Any) -> None:
-    """Some forwards look for padding in every batch, for a warning, and would wait for the device. There is none."""
+    """Unset the padding id: some forwards search every batch for padding, which would wait for the device."""
     model.config.pad_token_id = None
 
 
@@ -188,30 +187,30 @@ def _use_our_attention(model: Any) -> None:
         raise _unsupported(model.config, "it has no separate decoder")
 
 
-def _learn_uses(model: Any, config: Any, context: int) -> tuple[list[LayerUse], Insides]:
-    """How each layer calls its attention, and what can be tapped, from forwards on the meta device."""
+def _probe_layers(model: Any, config: Any, context: int) -> tuple[list[LayerUse], ModelHooks]:
+    """Record how each layer calls its attention, and find the modules to capture, by forwards on the meta device."""
     probe = ProbeAttention()
     inputs = _chunk(torch.zeros(4, dtype=torch.int64, device="meta"), 0, 4, probe)
     try:
         hooked = _hook(model, inputs)
     except NotImplementedError:
-        # A forward that looks at values, such as a count of tokens per expert. Memory that is never written takes no
-        # space, so the same forward runs over whatever the allocator hands out.
+        # The forward reads values, such as the number of tokens per expert. Run it on uninitialised CPU tensors, whose
+        # pages are never written and need no memory.
         probe = ProbeAttention()
         inputs = _chunk(torch.zeros(4, dtype=torch.int64), 0, 4, probe)
         hooked = _hook(model.to_empty(device="cpu"), inputs)
-    uses = _check_uses(config, context, probe.calls)
-    return uses, _find_insides(hooked, inputs)
+    uses = _check_layers(config, context, probe.calls)
+    return uses, _find_hooks(hooked, inputs)
 
 
-def _find_insides(hooked: HookedModel, inputs: ModelInput) -> Insides:
+def _find_hooks(hooked: HookedModel, inputs: ModelInput) -> ModelHooks:
     with torch.no_grad():
-        hooked.find_insides(replace(inputs, attention=ProbeAttention()))
-    return hooked.insides
+        hooked.find_hooks(replace(inputs, attention=ProbeAttention()))
+    return hooked.hooks
 
 
 def _hook(model: Any, inputs: ModelInput) -> HookedModel:
-    """The model with our attention, by keyword or by slot, whichever its forwards take; `inputs` have been run."""
+    """Wrap the model, with attention passed by keyword or by slot, whichever works; runs `inputs` once."""
     for use_slot in (False, True):
         hooked = HookedModel(model, use_slot=use_slot)
         try:
@@ -222,7 +221,7 @@ def _hook(model: Any, inputs: ModelInput) -> HookedModel:
             continue
         except (ModelError, NotImplementedError):
             raise
-        except Exception as error:  # a forward that cannot run this way fails in its own way
+        except Exception as error:  # such a forward may raise anything
             raise _unsupported(model.config, f"it cannot run on packed tokens ({_first_line(error)})") from None
     raise _unsupported(model.config, "its attention cannot be reached")
 
@@ -231,12 +230,12 @@ def _unsupported(config: Any, reason: str) -> ModelError:
     return ModelError(f"The architecture {config.model_type} is not supported: {reason}. Use another model.")
 
 
-def _check_uses(config: Any, context: int, calls: list[tuple[int, LayerUse]]) -> list[LayerUse]:
-    """One call per layer, in shapes that a cache can have, with the windows that the configuration tells of."""
+def _check_layers(config: Any, context: int, calls: list[tuple[int, LayerUse]]) -> list[LayerUse]:
+    """Check that each layer attends once, with the window of the configuration; returns the layers in order."""
     counts = Counter(layer for layer, _ in calls)
     layers = int(config.num_hidden_layers)
     if set(counts) != set(range(layers)):
-        raise _unsupported(config, f"{len(counts)} of its {layers} layers attend through keys and values of their own")
+        raise _unsupported(config, f"only {len(counts)} of its {layers} layers attend to separate keys and values")
     if set(counts.values()) != {1}:
         raise _unsupported(config, "a layer attends more than once")
     uses = [use for _, use in sorted(calls, key=lambda call: call[0])]
@@ -244,8 +243,8 @@ def _check_uses(config: Any, context: int, calls: list[tuple[int, LayerUse]]) ->
     return uses
 
 
-def _check_windows(config: Any, context: int, told: list[int | None]) -> None:
-    """Refuse a model whose window is in its mask alone: our attention would not know of it."""
+def _check_windows(config: Any, context: int, passed: list[int | None]) -> None:
+    """Reject a model that applies its window by a mask only: batchgen's attention would ignore it."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     chunk = getattr(config, "attention_chunk_size", None)
@@ -253,10 +252,12 @@ def _check_windows(config: Any, context: int, told: list[int | None]) -> None:
         raise _unsupported(config, f"it attends in chunks of {chunk} tokens (--max-model-len {chunk} would do)")
     if not window or window >= context or not getattr(config, "use_sliding_window", True):
         return
-    sliding = [kind == "sliding_attention" for kind in kinds] if kinds else [any(w is None for w in told)] * len(told)
-    for layer, (slides, given) in enumerate(zip(sliding, told, strict=False)):
+    sliding = (
+        [kind == "sliding_attention" for kind in kinds] if kinds else [any(w is None for w in passed)] * len(passed)
+    )
+    for layer, (slides, given) in enumerate(zip(sliding, passed, strict=False)):
         if slides and given != window:
-            raise _unsupported(config, f"layer {layer} does not tell its attention of its window of {window} tokens")
+            raise _unsupported(config, f"layer {layer} does not pass its window of {window} tokens to attention")
 
 
 def load_transformers(
@@ -266,43 +267,43 @@ def load_transformers(
     adapters: Sequence[Adapter] = (),
     products: Products = "measured",
 ) -> TransformersModel:
-    """Read the weights, put our attention in, stack projections, and test a few tokens against the library's own.
+    """Read the weights, install batchgen's attention, fuse projections, and compare logits with the library's.
 
     Raises:
-        ModelError: weights are missing, or the model's logits are not the library's.
+        ModelError: weights are missing, or the logits differ from the library's.
     """
-    with _quiet(), torch.no_grad():
+    with _silence_library(), torch.no_grad():
         model = _read_weights(config, spec, folder)
         ids = (torch.arange(_TEST_TOKENS, device=spec.device) * 7919 + 13) % spec.vocab_size  # [7]
         expected = model(input_ids=ids[None], use_cache=False).logits[0].float()  # [7, V]
         _use_our_attention(model)
         stack_projections(model, products)
-        experts = use_our_experts(model)
+        experts = install_experts(model)
         hooked = _hook(model, _chunk(ids, 0, 1, ProbeAttention()))
-        insides = _find_insides(hooked, _chunk(ids, 0, len(ids), ProbeAttention()))
-        assert (len(insides.blocks) or None, insides.layers) == (spec.state_layers, spec.moe_layers), (
-            "as without weights"
+        hooks = _find_hooks(hooked, _chunk(ids, 0, len(ids), ProbeAttention()))
+        assert (len(hooks.blocks) or None, hooks.layers) == (spec.state_layers, spec.moe_layers), (
+            "differs from the meta device"
         )
-        found = _tested(TransformersModel(hooked, spec), ids, expected)
+        found = _check_logits(TransformersModel(hooked, spec), ids, expected)
         hooked.experts = experts
         if experts.layers and spec.device.type == "cuda":
-            _test_experts(found, experts, ids, expected)
+            _check_experts(found, experts, ids, expected)
         if adapters:
             hooked.lora = wrap_adapted(model, adapters, spec.dtype, spec.device)
-            _test_adapters(hooked, ids, adapters)
+            _check_adapters(hooked, ids, adapters)
         return found
 
 
-def _test_adapters(model: HookedModel, ids: Tensor, adapters: Sequence[Adapter]) -> None:
-    """Refuse an adapter whose layers take no part when the model runs, or not with all tokens."""
+def _check_adapters(model: HookedModel, ids: Tensor, adapters: Sequence[Adapter]) -> None:
+    """Reject an adapter with layers that the model's forward does not run, or not on all tokens."""
     for index, adapter in enumerate(adapters):
-        model.lora.reached = set()
+        model.lora.visited = set()
         whole = lora_step(np.full(len(ids), index), device_for(ids.device))
         model.hidden(replace(_chunk(ids, 0, len(ids), ProbeAttention()), lora=whole))
-        idle = sorted(set(adapter.layers) - model.lora.reached)
+        idle = sorted(set(adapter.layers) - model.lora.visited)
         if idle:
-            raise adapter.error(f"the model's forward goes past {idle[0]}; merge the adapter into the model")
-    model.lora.reached = None
+            raise adapter.error(f"the model's forward does not run {idle[0]}; merge the adapter into the model")
+    model.lora.visited = None
 
 
 def _read_weights(config: Any, spec: ModelSpec, folder: ModelFolder) -> Any:
@@ -318,9 +319,9 @@ def _read_weights(config: Any, spec: ModelSpec, folder: ModelFolder) -> Any:
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they come back in the information, with their names
+            ignore_mismatched_sizes=True,  # they are listed in the loading info
         )
-    except Exception as error:  # loading fails in as many ways as there are architectures
+    except Exception as error:  # loading raises errors of many types
         raise ModelError(f"transformers cannot load {folder.path}: {_first_line(error)}.") from None
     for problem in ("missing_keys", "mismatched_keys", "error_msgs"):
         if info.get(problem):
@@ -336,8 +337,8 @@ def _chunk(ids: Tensor, start: int, end: int, probe: ProbeAttention) -> ModelInp
     return ModelInput(ids[start:end], torch.arange(start, end, device=ids.device), probe)
 
 
-def _tested(model: TransformersModel, ids: Tensor, expected: Tensor) -> TransformersModel:
-    """Hold our logits [7, V], in two chunks, against the library's for the whole."""
+def _check_logits(model: TransformersModel, ids: Tensor, expected: Tensor) -> TransformersModel:
+    """Compare the logits [7, V] of two chunks with the library's; returns the model."""
     worst = _difference(model, ids, expected, torch_ops)
     if not worst <= _TOLERANCE[model.spec.dtype]:
         raise ModelError(
@@ -347,20 +348,20 @@ def _tested(model: TransformersModel, ids: Tensor, expected: Tensor) -> Transfor
     return model
 
 
-def _test_experts(model: TransformersModel, experts: ExpertsSlot, ids: Tensor, expected: Tensor) -> None:
-    """Leave the experts to the library where ours do not run, or the logits with them are not the library's."""
-    from batchgen.kernels.gpu import ops  # only where there is a GPU
+def _check_experts(model: TransformersModel, experts: ExpertsSlot, ids: Tensor, expected: Tensor) -> None:
+    """Let the library compute the experts if batchgen's kernels fail or their logits differ."""
+    from batchgen.kernels.gpu import ops  # imported only if there is a GPU
 
     try:
         difference = _difference(model, ids, expected, ops)
-    except Exception:  # a kernel that cannot be compiled or started fails in as many ways as there are causes
+    except Exception:  # compiling or launching a kernel raises errors of many types
         difference = float("inf")
     if not difference <= _TOLERANCE[model.spec.dtype]:
-        experts.leave_to_library()
+        experts.use_library()
 
 
 def _difference(model: TransformersModel, ids: Tensor, expected: Tensor, ops: Ops) -> float:
-    """The largest relative difference of a token's logits in float32, the median in less."""
+    """Relative difference of a token's logits: the maximum over tokens in float32, the median in lower precision."""
     probe = ProbeAttention()
     bounds = ((0, _TEST_SPLIT), (_TEST_SPLIT, len(ids)))
     chunks = [replace(_chunk(ids, *pair, probe), ops=ops) for pair in bounds]

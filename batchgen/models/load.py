@@ -1,7 +1,7 @@
-"""`load_model`: from a folder or hub id to a model behind the seam, refusing before it reads.
+"""Loading of a model from a folder or hub id; problems are reported before weights are read where possible.
 
-Whoever must refuse within moments (the command line) calls `batchgen.models.check.check_model` first, which loads
-neither torch nor transformers.
+The command line calls `batchgen.models.check.check_model` first, which is fast because it imports neither torch nor
+transformers.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ def load_model(
     """Load a checkpoint in Hugging Face format.
 
     Args:
-        path: its folder, or a hub id.
-        implementation: `auto` takes the native decoder for its families and transformers for others.
-        dtype: `auto` is the checkpoint's own on a GPU. On a CPU it is bfloat16 where the checkpoint is bfloat16 or
+        path: model folder or hub id.
+        implementation: `auto` uses the native decoder for its families and transformers for others.
+        dtype: `auto` is the checkpoint's dtype on a GPU. On a CPU it is bfloat16 if the checkpoint is bfloat16 or
             float16 and the processor multiplies bfloat16 (AVX512-BF16 or AMX), else float32.
         device: `auto` is the GPU if there is one.
-        max_model_len: a context shorter than the model's.
-        revision: of a hub id.
-        lora: names and folders of adapters that rows may ask for.
-        products: what may multiply on a CPU.
+        max_model_len: context length, at most the model's.
+        revision: revision of a hub id.
+        lora: names and folders of adapters that rows may use.
+        products: matrix multiplications allowed on a CPU.
 
     Raises:
-        ModelError: with the reason and the remedy; before a weight is read wherever the reason can be known then.
+        ModelError: the message names the reason and the remedy; raised before weights are read where possible.
     """
     checked = check_model(
         path, implementation=implementation, max_model_len=max_model_len, revision=revision, lora=lora
@@ -70,7 +70,7 @@ def load_model(
         config, layout = checked.native
         spec = _native_spec(checked, config, layout, kind, where)
         return load_native(spec, config, layout, checked.folder, checked.adapters, products)
-    # Only here: importing the library costs seconds that a native model does not need.
+    # Imported here because the library is slow to import and native models do not need it.
     from batchgen.models.hf_load import load_transformers, read_transformers_config, transformers_spec
 
     library_config, context = read_transformers_config(checked.folder, max_model_len)
@@ -89,9 +89,9 @@ def inspect_model(
     lora: Sequence[NamePath] = (),
     elsewhere: bool = False,
 ) -> ModelSpec:
-    """The spec that `load_model` would give, without reading a weight.
+    """Spec of the model that `load_model` would load, without reading weights.
 
-    Same arguments, same errors; `elsewhere`: the named device need not be on this machine.
+    The arguments and errors are those of `load_model`; with `elsewhere` the device need not exist on this machine.
     """
     checked = check_model(
         path, implementation=implementation, max_model_len=max_model_len, revision=revision, lora=lora
@@ -131,6 +131,6 @@ def _dtype(checked: CheckedModel, name: DtypeName, device: torch.device) -> torc
 
 
 def _multiplies_bfloat16() -> bool:
-    """Whether the processor has instructions for bfloat16 products; without them float32 is more exact."""
+    """Whether the processor has instructions for bfloat16 products."""
     capabilities = torch.cpu.get_capabilities()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("amx_tile"))

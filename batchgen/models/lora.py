@@ -1,8 +1,8 @@
-"""Adapters' weights on the device, as each of the two model paths uses them.
+"""LoRA weights on the device, in the form that each of the two model paths uses.
 
-The native path has its sibling projections fused, so an adapter's changes of q, k and v become one pair: the A
-matrices below one another, B block by block. On the transformers path a wrapper stands around each changed module,
-stacked or not, and looks for the step's segments in a slot that belongs to that one model.
+The native path fuses sibling projections, so an adapter's changes of q, k and v become one pair: the A matrices are
+concatenated, and B is block-diagonal. On the transformers path a wrapper around each adapted module reads the step's
+segments from a slot shared by the model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["LoraSlot", "fit_library_adapters", "fused_pair", "wrap_adapted"]
 
 
 def read_pair(reader: WeightReader, module: str, layer: AdaptedLayer) -> tuple[Tensor, Tensor]:
-    """A [r, I] and scale * B [O, r], float32 on the CPU."""
+    """Read A [r, I] and scale * B [O, r] of a module, as float32 on the CPU."""
     down, up = torch.empty(layer.down.shape), torch.empty(layer.up.shape)
     reader.read_into(f"{module}.down", down)
     reader.read_into(f"{module}.up", up)
@@ -33,7 +33,7 @@ def read_pair(reader: WeightReader, module: str, layer: AdaptedLayer) -> tuple[T
 
 
 def adapter_reader(adapter: Adapter) -> WeightReader:
-    """A reader of an adapter's matrices, under the names that `read_pair` uses."""
+    """Weight reader of an adapter, with the tensor names that `read_pair` uses."""
     tensors = {f"{module}.down": layer.down for module, layer in adapter.layers.items()}
     return WeightReader(tensors | {f"{module}.up": layer.up for module, layer in adapter.layers.items()})
 
@@ -41,14 +41,14 @@ def adapter_reader(adapter: Adapter) -> WeightReader:
 def fused_pair(
     adapter: Adapter, reader: WeightReader, parts: Sequence[tuple[str, int]], dtype: torch.dtype, device: torch.device
 ) -> LoraPair | None:
-    """An adapter's change of projections fused along their outputs, or None where it changes none of them.
+    """LoRA pair of projections that are fused along their outputs; None if the adapter changes none of them.
 
     Args:
         adapter: the adapter.
-        reader: of its matrices.
-        parts: (module, outputs) in the order in which they are fused.
-        dtype: of the result.
-        device: of the result.
+        reader: reader of its matrices.
+        parts: (module, outputs) of the fused projections, in order.
+        dtype: dtype of the result.
+        device: device of the result.
     """
     total, at = sum(rows for _, rows in parts), 0
     downs: list[Tensor] = []
@@ -68,21 +68,21 @@ def fused_pair(
 
 
 class LoraSlot:
-    """Where the wrapped modules of one model find the step's segments."""
+    """LoRA segments of the current step, shared with all wrapped modules of one model."""
 
-    __slots__ = ("ops", "reached", "step", "tokens")
+    __slots__ = ("ops", "step", "tokens", "visited")
 
     def __init__(self) -> None:
         self.step: LoraStep | None = None
         self.tokens = 0
-        """Flat tokens of the step, T."""
+        """Number of flat tokens in the step, T."""
         self.ops: Ops = torch_ops
-        self.reached: set[str] | None = None
-        """Modules that took part, while somebody wants to know."""
+        self.visited: set[str] | None = None
+        """Names of the modules that have run; None: not recorded."""
 
     @contextmanager
-    def during(self, step: LoraStep | None, tokens: int, ops: Ops) -> Iterator[None]:
-        """Show a step's segments and operations to the modules while its forward runs."""
+    def step_context(self, step: LoraStep | None, tokens: int, ops: Ops) -> Iterator[None]:
+        """Set the step's segments and operations while its forward runs."""
         self.step, self.tokens, self.ops = step, tokens, ops
         try:
             yield
@@ -90,8 +90,8 @@ class LoraSlot:
             self.step = None
 
 
-class _Adapted(nn.Module):
-    """Stands around a linear layer. Whatever else a forward asks of the layer, the layer answers."""
+class _LoraLinear(nn.Module):
+    """Linear layer with LoRA adapters; other attributes are those of the wrapped layer."""
 
     def __init__(self, name: str, base: nn.Module, slot: LoraSlot, pairs: LoraPairs) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class _Adapted(nn.Module):
             return getattr(super().__getattr__("base"), name)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., I] -> [..., O]; the leading sizes hold the step's tokens in order."""
+        """[..., I] -> [..., O]; the leading dimensions hold the step's tokens in order."""
         out: Tensor = self.base(x)
         slot = self._slot
         if slot.step is None:
@@ -114,19 +114,19 @@ class _Adapted(nn.Module):
         if len(flat) != slot.tokens:
             raise ModelError(
                 f"An adapter (--lora) changes {self._name}, which sees {len(flat)} of a step's {slot.tokens} tokens: "
-                "which of them go through the adapter cannot be told. Merge the adapter into the model."
+                "batchgen cannot determine which of them use the adapter. Merge the adapter into the model."
             )
-        if slot.reached is not None:
-            slot.reached.add(self._name)
+        if slot.visited is not None:
+            slot.visited.add(self._name)
         slot.ops.add_lora(out.view(-1, out.shape[-1]), flat, slot.step, self._pairs)
         return out
 
 
 def fit_library_adapters(model: Any, adapters: Sequence[Adapter]) -> None:
-    """Hold adapters against a library model, which may stand on the meta device.
+    """Check that adapters fit a library model, which may be on the meta device.
 
     Raises:
-        ModelError: as `fit_adapter`.
+        ModelError: see `fit_adapter`.
     """
     if not adapters:
         return
@@ -149,10 +149,10 @@ def fit_library_adapters(model: Any, adapters: Sequence[Adapter]) -> None:
 
 
 def wrap_adapted(model: nn.Module, adapters: Sequence[Adapter], dtype: torch.dtype, device: torch.device) -> LoraSlot:
-    """Wrap every module that an adapter changes, in place; the adapters have been held against the model.
+    """Wrap every module that an adapter changes, in place; the adapters must have been checked.
 
     Returns:
-        The slot that shows a step's segments to the wrappers.
+        The slot that passes a step's segments to the wrappers.
     """
     slot = LoraSlot()
     pairs: dict[str, list[LoraPair | None]] = {}
@@ -164,5 +164,5 @@ def wrap_adapted(model: nn.Module, adapters: Sequence[Adapter], dtype: torch.dty
     for module, found in pairs.items():
         parent, _, name = module.rpartition(".")
         owner = model.get_submodule(parent)
-        owner._modules[name] = _Adapted(module, model.get_submodule(module), slot, LoraPairs(found))
+        owner._modules[name] = _LoraLinear(module, model.get_submodule(module), slot, LoraPairs(found))
     return slot

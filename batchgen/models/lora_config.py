@@ -1,7 +1,7 @@
-"""LoRA adapter folders in peft's layout, read and held against a model without torch and without reading a weight.
+"""LoRA adapter folders in peft's layout, read and checked without torch and without reading weights.
 
-`adapter_config.json` says which linear layers are changed and how strongly, `adapter_model.safetensors` holds two
-matrices for each: y = x W^T + scale (x A^T) B^T with A [r, I] and B [O, r].
+`adapter_config.json` names the adapted linear layers and their scale, `adapter_model.safetensors` stores two matrices
+for each: y = x W^T + scale (x A^T) B^T with A [r, I] and B [O, r].
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from batchgen.models.safetensors_header import TensorInfo, read_header, sample_t
 __all__ = ["AdaptedLayer", "Adapter", "LinearSize", "NamePath", "by_pattern", "fit_adapter", "read_adapters"]
 
 NamePath = tuple[str, str]
-"""An adapter's name and its folder."""
+"""(name, folder) of an adapter."""
 LinearSize = tuple[int, int]
 """(inputs, outputs) of a linear layer."""
 
@@ -31,60 +31,60 @@ _WEIGHTS: Final = "adapter_model.safetensors"
 _PREFIX: Final = "base_model.model."
 _PARTS: Final = {".lora_A.weight": 0, ".lora_B.weight": 1}
 _FLOATS: Final = ("F16", "BF16", "F32", "F64")
-_READ: Final = frozenset((
+_KNOWN_KEYS: Final = frozenset((
     "peft_type", "task_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules",
     "exclude_modules", "layers_to_transform", "layers_pattern", "bias", "init_lora_weights",
 ))  # fmt: skip
-_SILENT: Final = frozenset((
+_IGNORED_KEYS: Final = frozenset((
     "auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "lora_dropout", "fan_in_fan_out",
     "megatron_core", "qalora_group_size", "runtime_config", "peft_version",
 ))  # fmt: skip
-"""Keys that change nothing once training is over."""
-_KEEPS_BASE: Final = (True, False, None, "gaussian", "orthogonal", "eva")
-"""Beginnings that leave the base model's weights as they are; others change them too."""
+"""Configuration keys without effect on inference."""
+_SUPPORTED_INITS: Final = (True, False, None, "gaussian", "orthogonal", "eva")
+"""Values of `init_lora_weights` that do not change the base model's weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptedLayer:
-    """One linear layer's change."""
+    """LoRA matrices of one linear layer."""
 
     down: TensorInfo
-    """A [r, I]"""
+    """A [r, I]."""
     up: TensorInfo
-    """B [O, r]"""
+    """B [O, r]."""
     scale: float
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A folder whose configuration is understood and whose weight file is whole."""
+    """A LoRA adapter whose configuration is supported and whose weight file is complete."""
 
     name: str
-    """As rows call it."""
+    """Name by which rows select the adapter."""
     path: Path
     layers: Mapping[str, AdaptedLayer]
-    """By the module's name in the model, as `model.layers.0.self_attn.q_proj`."""
+    """Module name in the model, such as `model.layers.0.self_attn.q_proj` -> its matrices."""
     digest: str
     """sha256 over the configuration, the weight file's header and samples of its weights."""
     config: Mapping[str, Any]
 
     def error(self, problem: str) -> ModelError:
-        """An error that names the adapter."""
+        """Create an error that names the adapter."""
         return _error(self.name, problem)
 
     def targets(self, module: str) -> bool:
-        """Whether the configuration asks for a change of this linear layer; `all-linear` asks for each."""
+        """Whether the configuration targets this linear layer; `all-linear` targets every one."""
         config = self.config
-        if _named(config.get("exclude_modules"), module):
+        if _name_matches(config.get("exclude_modules"), module):
             return False
         wanted = config["target_modules"]
         if isinstance(wanted, str):
-            return wanted.lower() == "all-linear" or _named(wanted, module)
-        # A whole name says its layer itself.
-        return module in wanted or (_named(wanted, module) and self._in_layer(module))
+            return wanted.lower() == "all-linear" or _name_matches(wanted, module)
+        # A full module name includes the layer.
+        return module in wanted or (_name_matches(wanted, module) and self._in_layer(module))
 
     def _in_layer(self, module: str) -> bool:
-        """Whether `layers_to_transform` holds the layer of `module`, told by the first number in its name."""
+        """Whether `layers_to_transform` contains the layer of `module`, the first number in its name."""
         layers = self.config.get("layers_to_transform")
         if layers is None or layers == []:
             return True
@@ -98,10 +98,10 @@ class Adapter:
 
 
 def read_adapters(given: Sequence[NamePath]) -> tuple[Adapter, ...]:
-    """Read every adapter's configuration and header, in order.
+    """Read the configuration and header of every adapter, in order.
 
     Raises:
-        ModelError: naming the adapter, what is missing, damaged or not supported, and the remedy.
+        ModelError: the message names the adapter, the problem and the remedy.
     """
     return tuple(_read(name, path) for name, path in given)
 
@@ -132,7 +132,7 @@ def _read(name: str, path: str | os.PathLike[str]) -> Adapter:
             if not adapter.targets(module):
                 raise _error(name, f"{_WEIGHTS} changes {module}, which {_CONFIG} does not name as a target")
     except re.error as error:
-        raise _error(name, f"a pattern in {_CONFIG} is no regular expression ({error})") from None
+        raise _error(name, f"a pattern in {_CONFIG} is not a valid regular expression ({error})") from None
     return adapter
 
 
@@ -153,19 +153,19 @@ def _read_config(name: str, folder: Path) -> tuple[bytes, dict[str, Any]]:
 
 
 def _check_config(name: str, config: Mapping[str, Any]) -> None:
-    """Refuse what is not plain LoRA, and values of the wrong type."""
+    """Reject variants other than plain LoRA, and values of the wrong type."""
     if config.get("peft_type") != "LORA":
         raise _error(name, f"its peft_type is {config.get('peft_type')!r}, and only LORA is supported")
     if config.get("task_type") not in (None, "CAUSAL_LM"):
         raise _error(name, f"its task_type is {config['task_type']!r}; only CAUSAL_LM generates text")
-    odd = [key for key, value in config.items() if key not in _READ | _SILENT and value]
-    if odd:
-        raise _error(name, f"{odd[0]} in {_CONFIG} is not supported")
+    unsupported = [key for key, value in config.items() if key not in _KNOWN_KEYS | _IGNORED_KEYS and value]
+    if unsupported:
+        raise _error(name, f"{unsupported[0]} in {_CONFIG} is not supported")
     if config.get("bias", "none") != "none":
         raise _error(name, f"its bias is {config['bias']!r}, and only 'none' is supported")
-    begin = config.get("init_lora_weights", True)
-    if begin not in _KEEPS_BASE:
-        raise _error(name, f"init_lora_weights {begin!r} changes the base model's weights, which is not supported")
+    init = config.get("init_lora_weights", True)
+    if init not in _SUPPORTED_INITS:
+        raise _error(name, f"init_lora_weights {init!r} changes the base model's weights, which is not supported")
     _check_numbers(name, config)
     for key in ("target_modules", "exclude_modules", "layers_pattern"):
         value = config.get(key)
@@ -195,15 +195,15 @@ def _all(value: object, kind: type) -> bool:
     return isinstance(value, list) and all(type(item) is kind for item in value)
 
 
-def _named(names: str | list[str] | None, module: str) -> bool:
-    """By peft's rule: a string is a regular expression for the whole name, a list holds names or ends of names."""
+def _name_matches(names: str | list[str] | None, module: str) -> bool:
+    """Match a module by peft's rule: a string is a regular expression, a list contains names or endings of names."""
     if isinstance(names, str):
         return bool(names) and re.fullmatch(names, module) is not None
     return any(module == name or module.endswith(f".{name}") for name in names or ())
 
 
 def _pairs(name: str, tensors: Mapping[str, TensorInfo]) -> dict[str, list[TensorInfo]]:
-    """A and B by module."""
+    """Module name -> [A, B]."""
     pairs: dict[str, list[TensorInfo | None]] = {}
     for key, info in tensors.items():
         suffix = next((end for end in _PARTS if key.endswith(end)), None)
@@ -225,7 +225,7 @@ def _pairs(name: str, tensors: Mapping[str, TensorInfo]) -> dict[str, list[Tenso
 
 
 def _layer(name: str, config: Mapping[str, Any], module: str, pair: list[TensorInfo]) -> AdaptedLayer:
-    """The change of one module, its rank held against the configuration."""
+    """The matrices of one module, with their rank checked against the configuration."""
     rank = by_pattern(config.get("rank_pattern"), module, config.get("r", 8))
     alpha = by_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha", 8))
     down, up = pair
@@ -236,7 +236,7 @@ def _layer(name: str, config: Mapping[str, Any], module: str, pair: list[TensorI
 
 
 def by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
-    """The value of the first pattern that matches the end of the name, at a dot."""
+    """Value of the first pattern that matches the name, or its end after a dot; `default` if none does."""
     for pattern, value in (patterns or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value
@@ -244,28 +244,28 @@ def by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) ->
 
 
 def fit_adapter(adapter: Adapter, linears: Mapping[str, LinearSize], fixed: Mapping[str, str]) -> None:
-    """Hold an adapter against a model.
+    """Check that an adapter fits a model.
 
     Args:
-        adapter: as read.
-        linears: the layers that adapters may change.
-        fixed: modules that peft could change and batchgen does not, and why.
+        adapter: the adapter.
+        linears: layers that adapters may change.
+        fixed: modules that peft supports and batchgen does not -> the reason.
 
     Raises:
-        ModelError: it changes something that the model does not have, has another size or may not be changed, or it
-            lacks the weights of a layer that its configuration names.
+        ModelError: the adapter changes a module that the model lacks, that has another size or that is in `fixed`, or
+            it lacks the weights of a targeted layer.
     """
-    literal = str(adapter.config["target_modules"]).lower() == "all-linear"
+    all_linear = str(adapter.config["target_modules"]).lower() == "all-linear"
     for module, reason in fixed.items():
-        if module in adapter.layers or (not literal and adapter.targets(module)):
+        if module in adapter.layers or (not all_linear and adapter.targets(module)):
             raise adapter.error(f"it changes {module}, {reason}")
     for module, layer in adapter.layers.items():
         if module not in linears:
-            raise adapter.error(f"it changes {module}, which is no linear layer of the model; check its base model")
+            raise adapter.error(f"it changes {module}, which is not a linear layer of the model; check its base model")
         size, needed = (layer.down.shape[1], layer.up.shape[0]), linears[module]
         if size != needed:
             raise adapter.error(
-                f"{module} takes {needed[0]} to {needed[1]} numbers in the model and {size[0]} to {size[1]} in the "
+                f"{module} maps {needed[0]} to {needed[1]} features in the model and {size[0]} to {size[1]} in the "
                 "adapter; check its base model"
             )
     lost = [module for module in linears if adapter.targets(module) and module not in adapter.layers]

@@ -1,7 +1,7 @@
-"""One decoder for Llama, Mistral, Qwen2 and Qwen3: plain functions over fused weights and packed tokens.
+"""Native decoder for Llama, Mistral, Qwen2 and Qwen3, with fused weights and packed tokens.
 
-It knows nothing of sequences, pages or requests: tokens come packed as [T], and attention is what the step's
-`Attention` makes of q, k and v. Shape letters: T tokens, H hidden, N heads, K kv heads, D head size, I inner, V vocab.
+It is independent of sequences, pages and requests: tokens are packed as [T], and the step's `Attention` attends. Shape
+letters: T tokens, H hidden size, N heads, K kv heads, D head size, I intermediate size, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["NativeModel", "load_native", "native_spec"]
 
 
 _LINEARS: Final = ("qkv", "o", "gate_up", "down")
-"""A layer's products."""
+"""Names of the linear layers of a block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +50,14 @@ class _Layer:
     q_norm: Tensor | None  # [D]
     k_norm: Tensor | None  # [D]
     lora: Mapping[str, LoraPairs] = field(default_factory=dict)
-    """By the name of a linear layer that an adapter changes."""
+    """Name of an adapted linear layer -> LoRA pairs of all adapters."""
 
     def in_int8(self) -> _Layer:
-        """The same layer, whose products are in int8."""
+        """The layer with int8 weights."""
         return replace(self, **{name: getattr(self, name).in_int8() for name in _LINEARS})
 
     def project(self, name: str, linear: Linear, x: Tensor, step: LoraStep | None, ops: Ops) -> Tensor:
-        """[T, I] -> [T, O], each token with its adapter's change."""
+        """[T, I] -> [T, O], including each token's adapter."""
         out = linear(x)
         if step is not None and name in self.lora:
             ops.add_lora(out, x, step, self.lora[name])
@@ -65,7 +65,7 @@ class _Layer:
 
 
 class NativeModel:
-    """The decoder behind the model seam. Made by `load_native`."""
+    """`Model` of the native path, created by `load_native`."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class NativeModel:
         return self._spec
 
     def with_product(self, product: Product) -> NativeModel:
-        """The same model, whose linear layers and head are computed by `product`."""
+        """The model with its linear layers and head computed by `product`."""
         layers = [
             replace(layer, **{name: getattr(layer, name).with_product(product) for name in _LINEARS})
             for layer in self._layers
@@ -101,11 +101,11 @@ class NativeModel:
         return NativeModel(self._spec, self._config, self._embedding, layers, self._norm, head)
 
     def quantise(self) -> None:
-        """Give the linear layers and the head, on a CPU, weights in int8: from now on this is not quite the same model.
+        """Replace the weights of the linear layers and the head by int8, on a CPU.
 
-        One layer after the other lets go of its full weights, so that only one stands in memory in both forms.
+        Layers are converted one at a time, so that only one is in memory in both forms.
         """
-        self._compiled = None  # it holds all layers
+        self._compiled = None  # it references the weights of all layers
         for i in range(len(self._layers)):
             self._layers[i] = self._layers[i].in_int8()
         self._head = self._head.in_int8()
@@ -113,41 +113,41 @@ class NativeModel:
 
     @torch.no_grad()
     def hidden(self, inputs: ModelInput) -> Tensor:
-        """States after the final norm, as `Model.hidden`."""
+        """See `Model.hidden`."""
         if self._compiled is not None and isinstance(inputs.attention, CompiledAttention):
             return _hidden_compiled(self._compiled, inputs, inputs.attention, self._spec)
         x = F.embedding(inputs.input_ids, self._embedding)  # [T, H]
         if inputs.embeds is not None:
             x[inputs.embeds.rows] = inputs.embeds.values.to(x.dtype)
-        ops, eps, lora, taps = inputs.ops, self._config.rms_eps, inputs.lora, inputs.taps
+        ops, eps, lora, capture = inputs.ops, self._config.rms_eps, inputs.lora, inputs.capture
         tables = ops.rope_tables(self._inv_freq, self._rope_scale, inputs.positions, x.dtype)  # 2 x [T, 1, D]
         step = _Step(self._config, inputs, tables)
-        tapped = () if taps is None else taps.layers
-        if taps is not None and 0 in tapped:
-            taps.take(0, x)
-        # Each block's sum and the norm that reads it are one operation, so a block ends with the next one's norm.
+        captured = () if capture is None else capture.layers
+        if capture is not None and 0 in captured:
+            capture.store(0, x)
+        # The residual sum and the following norm are one operation, so a block ends with the norm of the next one.
         following = [*(layer.input_norm for layer in self._layers[1:]), self._norm]  # L x [H]
-        early = inputs.early(len(self._layers))
+        needed = inputs.last_layer_rows(len(self._layers))
         normed = ops.rms_norm(x, self._layers[0].input_norm, eps)  # [T, H]
         for layer, next_norm in zip(self._layers, following, strict=True):
             attended = step.attend(layer, normed)  # [T, N * D]
-            if early is not None and layer is self._layers[-1]:
-                x, attended = x[early], attended[early]  # from here on T is W
-                if not len(early):
-                    return x  # kernels of a GPU are not launched for nothing
+            if needed is not None and layer is self._layers[-1]:
+                x, attended = x[needed], attended[needed]  # from here on T is W
+                if not len(needed):
+                    return x  # launch no empty kernels
             delta = layer.project("o", layer.o, attended, lora, ops)  # [T, H]
             normed = ops.add_rms_norm(x, delta, layer.post_norm, eps)  # [T, H]
             gate_up = layer.project("gate_up", layer.gate_up, normed, lora, ops)  # [T, 2I]
             delta = layer.project("down", layer.down, ops.gated(gate_up, self._config.activation), lora, ops)  # [T, H]
             normed = ops.add_rms_norm(x, delta, next_norm, eps)  # [T, H]
-            if taps is not None and layer.index + 1 in tapped:
-                taps.take(layer.index + 1, x)
-        if taps is not None and -1 in tapped:
-            taps.take(-1, normed)
-        return normed if early is inputs.wanted else inputs.pick(normed)
+            if capture is not None and layer.index + 1 in captured:
+                capture.store(layer.index + 1, x)
+        if capture is not None and -1 in captured:
+            capture.store(-1, normed)
+        return normed if needed is inputs.wanted else inputs.select(normed)
 
     def _compiled_decoder(self) -> CompiledDecoder | None:
-        """All layers in one call; None where other kernels than those compiled for the CPU multiply in some layer."""
+        """Decoder that runs all layers in one call; None unless compiled CPU kernels compute every layer."""
         layers = []
         for layer in self._layers:
             qkv, o, gate_up, down = (getattr(layer, name).compiled for name in _LINEARS)
@@ -164,40 +164,40 @@ class NativeModel:
         """[R, H] -> [R, V] in the model's dtype."""
         return self._head(hidden)  # [R, V]
 
-    def takes_embeds(self) -> bool:
-        """Whether tokens may come as embeddings that are those of no id: always."""
+    def accepts_embeds(self) -> bool:
+        """True: tokens may be given as arbitrary embeddings."""
         return True
 
-    def recordable(self) -> bool:
-        """Whether all layers, and the head, are compiled for the CPU."""
+    def supports_command_buffer(self) -> bool:
+        """Whether compiled CPU kernels compute all layers and the head."""
         return self._compiled is not None and self._head.compiled is not None
 
 
 def _hidden_compiled(
     decoder: CompiledDecoder, inputs: ModelInput, attention: CompiledAttention, spec: ModelSpec
 ) -> Tensor:
-    taps, embeds = inputs.taps, inputs.embeds
+    capture, embeds = inputs.capture, inputs.embeds
     size = (inputs.input_ids.shape[0], spec.hidden_size)
-    layers = () if taps is None else tuple(layer for layer in taps.layers if layer >= 0)
+    layers = () if capture is None else tuple(layer for layer in capture.layers if layer >= 0)
     states = {layer: torch.empty(size, dtype=spec.dtype) for layer in layers}  # [T, H] each
-    early = inputs.early(spec.num_layers)
+    needed = inputs.last_layer_rows(spec.num_layers)
     normed = decoder.hidden(
         inputs.input_ids,
         inputs.positions,
         attention,
         lora=inputs.lora,
         embeds=None if embeds is None else (embeds.rows, embeds.values),
-        taps=states,
-        wanted=early,
+        capture=states,
+        wanted=needed,
     )  # [T, H] or [W, H]
-    if taps is not None:
-        for layer in taps.layers:
-            taps.take(layer, normed if layer == -1 else states[layer])
-    return normed if early is inputs.wanted else inputs.pick(normed)
+    if capture is not None:
+        for layer in capture.layers:
+            capture.store(layer, normed if layer == -1 else states[layer])
+    return normed if needed is inputs.wanted else inputs.select(normed)
 
 
 class _Step:
-    """What the attention of all layers of a step shares."""
+    """Attention inputs shared by all layers of a step."""
 
     def __init__(self, config: NativeConfig, inputs: ModelInput, tables: tuple[Tensor, Tensor]) -> None:
         self._config = config
@@ -206,11 +206,11 @@ class _Step:
         self._paged = inputs.attention if isinstance(inputs.attention, PagedAttention) else None
 
     def attend(self, layer: _Layer, x: Tensor) -> Tensor:
-        """Project, normalise, rotate, store, attend: [T, H] -> [T, N * D]."""
+        """Project, normalise, rotate, store and attend: [T, H] -> [T, N * D]."""
         config, inputs, paged = self._config, self._inputs, self._paged
         qkv = layer.project("qkv", layer.qkv, x, inputs.lora, inputs.ops).view(x.shape[0], -1, config.head_dim)
         keys, values, slots = self._page(qkv) if paged is None else paged.cache(layer.index)
-        query = inputs.ops.rotate_and_store(
+        query = inputs.ops.qk_norm_rope_cache(
             qkv,  # [T, N + 2K, D]
             config.num_heads,
             config.num_kv_heads,
@@ -230,7 +230,7 @@ class _Step:
         return out.reshape(x.shape[0], -1)  # [T, N * D]
 
     def _page(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """One page for the step's own keys and values, [1, T, K, D] each, where attention keeps them its own way."""
+        """One page for the step's keys and values, [1, T, K, D] each, for attention that is not paged."""
         tokens, kv_heads = qkv.shape[0], self._config.num_kv_heads
         keys, values = (qkv.new_empty(1, tokens, kv_heads, self._config.head_dim) for _ in range(2))
         return keys, values, torch.arange(tokens, device=qkv.device)
@@ -245,7 +245,7 @@ def native_spec(
     context_length: int,
     adapters: Sequence[Adapter] = (),
 ) -> ModelSpec:
-    """What the engine must know, from the configuration alone."""
+    """Spec of a native model, from its configuration."""
     kv = LayerKV(config.num_kv_heads, config.head_dim, config.head_dim)
     return ModelSpec(
         name=config.model_type,
@@ -278,10 +278,10 @@ def load_native(
     adapters: Sequence[Adapter] = (),
     products: Products = "measured",
 ) -> NativeModel:
-    """Read the weights, each straight into its place in a fused tensor on the device.
+    """Read the weights directly into the fused tensors on the device.
 
-    The layout must have been held against the folder (`check_native_tensors`), and adapters against the layout. Peak
-    memory: the weights and, where they are repacked for the CPU, one matrix more.
+    The layout must have been checked against the folder (`check_native_tensors`), and adapters against the layout. Peak
+    memory is the weights, plus one matrix if they are repacked for the CPU.
     """
     with WeightReader(folder.tensors) as reader:
         loader = _Loader(reader, spec, layout, products)
@@ -297,10 +297,10 @@ def load_native(
 
 
 class _Loader:
-    """Reads fused tensors.
+    """Reader of fused tensors.
 
-    Matrices that are repacked are read into one piece of memory, one after the other: were each given its own, those
-    freed would leave holes between the weights that stay, some matrices large, which the process keeps.
+    Matrices that are repacked are read into one staging buffer. Separate allocations would leave large holes between
+    the remaining weights after they are freed, which the process keeps.
     """
 
     def __init__(self, reader: WeightReader, spec: ModelSpec, layout: NativeLayout, products: Products) -> None:
@@ -314,11 +314,11 @@ class _Loader:
             self._staging = torch.empty(max(map(_numel, matrices), default=0), dtype=spec.dtype)
 
     def tensor(self, fused: FusedTensor) -> Tensor:
-        """A tensor of its own."""
+        """Read a tensor into new memory."""
         return self._read(fused, torch.empty(fused.shape, dtype=self._spec.dtype, device=self._spec.device))
 
     def linear(self, weight: FusedTensor, bias: FusedTensor | None = None) -> Linear:
-        """A product with a weight."""
+        """Read a linear layer."""
         own_bias = None if bias is None else self.tensor(bias)
         if self._staging is None:
             return Linear(self.tensor(weight), own_bias, products=self._products)
@@ -362,7 +362,7 @@ def _load_layer(
 
 
 def _load_adapters(spec: ModelSpec, layout: NativeLayout, adapters: Sequence[Adapter]) -> list[dict[str, LoraPairs]]:
-    """Every adapter's changes by layer and fused layer; nothing at all without adapters."""
+    """For each layer: name of a fused linear layer -> LoRA pairs of all adapters; empty without adapters."""
     if not adapters:
         return []
     with ExitStack() as stack:

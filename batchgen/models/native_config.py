@@ -1,7 +1,7 @@
-"""The configuration of the native decoder, read from a Hugging Face config.json. Imports no torch.
+"""Configuration of the native decoder, parsed from a Hugging Face config.json without importing torch.
 
-Families: Llama, Mistral, Qwen2, Qwen3. A key that is absent takes the family's default in transformers. Both spellings
-of rope settings are read: `rope_theta` + `rope_scaling`, and `rope_parameters`.
+Families: Llama, Mistral, Qwen2, Qwen3. Missing keys get the family's default in transformers. Both spellings of rope
+settings are supported: `rope_theta` + `rope_scaling`, and `rope_parameters`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NATIVE_TYPES: Final = ("llama", "mistral", "qwen2", "qwen3")
 _ACTIVATIONS: Final = (
     "silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "quick_gelu", "relu",
 )  # fmt: skip
-"""Those of `kernels.activation`, which is not imported here for the sake of torch."""
+"""Activations of `kernels.activation`, which cannot be imported without torch."""
 _REQUIRED: Final = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
 )  # fmt: skip
@@ -32,12 +32,12 @@ _DEFAULTS: Final[dict[str, dict[str, Any]]] = {
 
 
 class NativeUnsupported(ModelError):
-    """The model is of a native family but uses something that only the transformers path has."""
+    """The model belongs to a native family but uses a feature that only the transformers path has."""
 
 
 @dataclass(frozen=True, slots=True)
 class NativeConfig:
-    """Sizes and switches of one decoder."""
+    """Sizes and options of a native decoder."""
 
     model_type: str
     vocab_size: int
@@ -55,23 +55,23 @@ class NativeConfig:
     mlp_bias: bool
     qk_norm: bool
     windows: tuple[int | None, ...]
-    """Per layer; None sees everything before."""
+    """Sliding window of each layer in tokens; None: full attention."""
     rope: RopeConfig
     max_positions: int
 
     @property
     def q_size(self) -> int:
-        """Rows of q in the fused projection."""
+        """Number of rows of q in the fused projection."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Rows of k, and of v, in the fused projection."""
+        """Number of rows of k, and of v, in the fused projection."""
         return self.num_kv_heads * self.head_dim
 
 
 class _Reader:
-    """Typed access to config.json with the family's defaults."""
+    """Typed access to config.json, with the family's defaults."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.model_type = str(config["model_type"])
@@ -99,11 +99,11 @@ class _Reader:
 
 
 def parse_native_config(config: Mapping[str, Any]) -> NativeConfig:
-    """Read a config.json of one of `NATIVE_TYPES`.
+    """Parse a config.json of one of `NATIVE_TYPES`.
 
     Raises:
-        NativeUnsupported: it asks for something that this decoder does not have.
-        ModelError: a value that makes no sense, or an unknown rope type.
+        NativeUnsupported: it uses a feature that this decoder does not have.
+        ModelError: a value is invalid, or the rope type is unknown.
     """
     read = _Reader(config)
     for key in _REQUIRED:
@@ -141,7 +141,7 @@ def parse_native_config(config: Mapping[str, Any]) -> NativeConfig:
 
 
 def _biases(read: _Reader) -> tuple[bool, bool, bool]:
-    """(q, k and v; o; mlp)."""
+    """Whether there are biases in (q, k and v; o; mlp)."""
     match read.model_type:
         case "llama":
             bias = read.flag("attention_bias")
@@ -191,7 +191,9 @@ def _rope(read: _Reader, head_dim: int, max_positions: int) -> RopeConfig:
     try:
         return RopeConfig(kind=cast(RopeKind, kind), **base, **_rope_numbers(read, kind, settings, head_dim))
     except (KeyError, TypeError, ValueError) as error:
-        raise ModelError(f"config.json: rope type {kind!r} lacks or misstates {error}. Copy the file again.") from None
+        raise ModelError(
+            f"config.json: rope type {kind!r} has a missing or invalid value: {error}. Copy the file again."
+        ) from None
 
 
 def _rope_numbers(read: _Reader, kind: str, settings: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
@@ -200,9 +202,9 @@ def _rope_numbers(read: _Reader, kind: str, settings: Mapping[str, Any], head_di
     if kind == "linear":
         return {"factor": float(settings["factor"])}
     max_positions = read.integer("max_position_embeddings")
-    # A value beside the rope settings goes before one inside them, as in transformers.
-    outside = read.values.get("original_max_position_embeddings")
-    original = int(outside or settings.get("original_max_position_embeddings") or max_positions)
+    # As in transformers, a top-level value has precedence over one in the rope settings.
+    top_level = read.values.get("original_max_position_embeddings")
+    original = int(top_level or settings.get("original_max_position_embeddings") or max_positions)
     factor = settings.get("factor")
     numbers: dict[str, Any] = {
         "original_positions": original,

@@ -1,6 +1,6 @@
-"""Which tensors a native checkpoint must hold, and how they are fused. Imports no torch.
+"""Tensors of a native checkpoint and how they are fused, without importing torch.
 
-q, k and v are one matrix [(N + 2K) D, H]; gate and up are one [2I, H], gate first.
+q, k and v are fused into one matrix [(N + 2K) D, H]; gate and up into one [2I, H], gate first.
 """
 
 from __future__ import annotations
@@ -16,32 +16,35 @@ from batchgen.models.native_config import NativeConfig
 __all__ = ["FusedTensor", "NativeLayout", "adapted_parts", "check_native_tensors", "native_layout", "native_linears"]
 
 _IGNORED_SUFFIXES: Final = (".rotary_emb.inv_freq",)
-"""Computed from the configuration; older checkpoints store them."""
+"""Tensors that older checkpoints store but the configuration determines."""
 _FLOATS: Final = ("F16", "BF16", "F32", "F64")
 
 
 @dataclass(frozen=True, slots=True)
 class FusedTensor:
-    """`parts` are (name in the checkpoint, rows), stacked along dimension 0; `columns` is empty for vectors."""
+    """A tensor made of checkpoint tensors stacked along dimension 0."""
 
     parts: tuple[tuple[str, int], ...]
+    """(name in the checkpoint, rows) of each part, in order."""
     columns: tuple[int, ...]
+    """Columns of the matrix; empty for a vector."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole."""
+        """Shape of the fused tensor."""
         return (sum(rows for _, rows in self.parts), *self.columns)
 
 
 @dataclass(frozen=True, slots=True)
 class NativeLayout:
-    """Every tensor of a decoder by its fused name."""
+    """All fused tensors of a decoder."""
 
     embedding: FusedTensor
     norm: FusedTensor
     head: FusedTensor | None
-    """None: the embedding is the head."""
+    """None if the embedding is also the head."""
     layers: tuple[Mapping[str, FusedTensor], ...]
+    """For each layer: fused name -> tensor."""
 
     def __iter__(self) -> Iterator[FusedTensor]:
         yield from (self.embedding, self.norm)
@@ -52,10 +55,10 @@ class NativeLayout:
 
 
 def native_layout(config: NativeConfig, folder: ModelFolder) -> NativeLayout:
-    """What `config` needs, under the names that `folder` uses (with `model.` before them or, saved bare, without).
+    """Layout that `config` needs, with the names that `folder` uses (with or without the prefix `model.`).
 
-    A stored `lm_head.weight` is used even where the configuration ties it, as in transformers: a tied checkpoint that
-    holds both either holds the same numbers twice or was untied by training.
+    As in transformers, a stored `lm_head.weight` is used even if the configuration ties it: a tied checkpoint that
+    stores both tensors either stores equal values or was untied by training.
     """
     prefix = "" if "embed_tokens.weight" in folder.tensors else "model."
     hidden = (config.hidden_size,)
@@ -97,17 +100,17 @@ def _layer(config: NativeConfig, prefix: str) -> dict[str, FusedTensor]:
 
 
 def adapted_parts(fused: FusedTensor) -> list[tuple[str, int]]:
-    """The modules that a fused weight is made of, as an adapter names them, with their outputs."""
+    """(module name in adapters, outputs) of each part of a fused weight."""
     return [(_module(name), rows) for name, rows in fused.parts]
 
 
 def _module(tensor: str) -> str:
-    """Adapters are trained around the whole model, whatever prefix its checkpoint has."""
+    """Module name of a tensor in adapters, which always has the prefix `model.`."""
     return "model." + tensor.removeprefix("model.").removesuffix(".weight")
 
 
 def native_linears(layout: NativeLayout) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
-    """Modules that adapters may change, with their inputs and outputs, and those that they may not, with the reason."""
+    """Modules that adapters may change -> (inputs, outputs), and modules that they may not -> the reason."""
     linears = {
         module: (fused.columns[0], rows)
         for layer in layout.layers
@@ -120,10 +123,10 @@ def native_linears(layout: NativeLayout) -> tuple[dict[str, tuple[int, int]], di
 
 
 def check_native_tensors(layout: NativeLayout, folder: ModelFolder) -> None:
-    """Hold the layout against the headers: every tensor there, of the right shape, and nothing beside them.
+    """Check the headers against the layout: every tensor is stored with the right shape, and there are no others.
 
     Raises:
-        ModelError: naming the first tensor that is missing, misshapen, not floating point or not understood.
+        ModelError: the message names the first tensor that is missing, misshapen, not floating point or unexpected.
     """
     needed: dict[str, tuple[int, ...]] = {}
     for fused in layout:

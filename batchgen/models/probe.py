@@ -1,7 +1,7 @@
-"""A dense attention over one sequence that notes what it is asked for: layer shapes, windows, sinks.
+"""Dense attention over one sequence that records the shapes and windows of each layer.
 
-It runs a model before there is a paged pool: to learn the shapes of its cache, and to test it against the library's own
-attention at load. On the meta device it only notes.
+It runs a model before there is a paged pool: to determine the shapes of its cache, and to compare it with the library's
+attention at load. On the meta device it only records.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ __all__ = ["LayerUse", "ProbeAttention"]
 
 @dataclass(frozen=True, slots=True)
 class LayerUse:
-    """How a layer called its attention."""
+    """Attention shapes and window of a layer."""
 
     kv: LayerKV
     window: int | None
     num_heads: int
-    """Of the query."""
+    """Number of query heads."""
 
 
 class ProbeAttention:
-    """Causal attention (the `Attention` protocol) of one sequence fed in order, keys and values kept whole."""
+    """Causal attention (the `Attention` protocol) over one sequence fed in order, with contiguous keys and values."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, LayerUse]] = []
@@ -67,7 +67,7 @@ def _dense(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Query [T, N, D], key [S, K, D], value [S, K, Dv]; queries are the last T positions. -> [T, N, Dv]."""
+    """[T, N, D], [S, K, D], [S, K, Dv] -> [T, N, Dv]; the queries are the last T of S positions."""
     tokens, length = query.shape[0], key.shape[0]
     group = query.shape[1] // key.shape[1]
     k, v = (x.float().repeat_interleave(group, dim=1) for x in (key, value))  # [S, N, D], [S, N, Dv]
@@ -76,8 +76,8 @@ def _dense(
         scores = torch.tanh(scores / softcap) * softcap
     at = torch.arange(length - tokens, length, device=query.device)[:, None]  # [T, 1]
     keys = torch.arange(length, device=query.device)  # [S]
-    seen = keys <= at if window is None else (keys <= at) & (keys > at - window)  # [T, S]
-    scores = scores.masked_fill(~seen, -torch.inf)
+    visible = keys <= at if window is None else (keys <= at) & (keys > at - window)  # [T, S]
+    scores = scores.masked_fill(~visible, -torch.inf)
     if sinks is not None:
         scores = torch.cat((scores, sinks.float()[:, None, None].expand(-1, tokens, 1)), -1)  # [N, T, S + 1]
     weights = scores.softmax(-1)[..., :length]  # [N, T, S]

@@ -1,4 +1,4 @@
-"""A native model with its products in int8, and what that costs it: logits held against the full model's."""
+"""Quantization of a native model to int8, and its effect on the next-token distributions."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from batchgen.models.probe import ProbeAttention
 
 __all__ = ["QuantizationLoss", "quantise"]
 
-_RANDOM: Final = (4, 48)
-"""Sequences of random ids, and their tokens."""
-_LONGEST: Final = 128
-"""Tokens of a given sequence that are looked at."""
+_RANDOM_SHAPE: Final = (4, 48)
+"""(sequences, tokens each) of random ids for the comparison."""
+_MAX_TOKENS: Final = 128
+"""Maximum number of tokens of a text for the comparison."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationLoss:
-    """How far the next-token distributions of two models are apart."""
+    """Difference of the next-token distributions of the full and the quantized model."""
 
     divergence: float
-    """Kullback-Leibler divergence of the quantised from the full model, in nats, averaged over positions."""
+    """Kullback-Leibler divergence of the quantized from the full model, in nats, averaged over positions."""
     agreement: float
-    """Share of positions with the same likeliest token."""
+    """Fraction of positions with the same most likely token."""
     positions: int
-    """Positions looked at."""
+    """Number of positions compared."""
 
     def __str__(self) -> str:
         same = f"the same likeliest token at {self.agreement:.1%} of {self.positions} positions"
@@ -38,23 +38,23 @@ class QuantizationLoss:
 
 
 def quantise(model: NativeModel, texts: Sequence[Sequence[int]]) -> QuantizationLoss:
-    """Turn a model's linear layers and its head into int8.
+    """Quantize a model's linear layers and head to int8, in place.
 
-    Peak memory: the weights and one layer's once more, beside the log-probabilities of the positions looked at.
+    Peak memory is the weights, a second copy of one layer, and the log-probabilities of the compared positions.
 
     Args:
         model: the full model, on a CPU.
-        texts: token ids of text; some random ids are looked at beside them.
+        texts: token ids of texts to compare, in addition to some random ids.
 
     Returns:
-        What it has lost.
+        The difference to the full model.
     """
-    vocab, longest = model.spec.vocab_size, min(_LONGEST, model.spec.context_length)
+    vocab, longest = model.spec.vocab_size, min(_MAX_TOKENS, model.spec.context_length)
     generator = torch.Generator().manual_seed(0)
-    count, length = _RANDOM
-    drawn = torch.randint(vocab, (count, min(length, longest)), generator=generator)
+    count, length = _RANDOM_SHAPE
+    random_ids = torch.randint(vocab, (count, min(length, longest)), generator=generator)
     known = ([token for token in ids[:longest] if token < vocab] for ids in texts)  # a tokenizer may have more
-    sequences = [*drawn, *(torch.tensor(ids) for ids in known if ids)]
+    sequences = [*random_ids, *(torch.tensor(ids) for ids in known if ids)]
     full = [_log_probs(model, ids) for ids in sequences]
     model.quantise()
     divergence = agreement = positions = 0.0

@@ -1,4 +1,4 @@
-"""Headers of safetensors files: what they hold and where, checked against the file's size, without reading a weight.
+"""Headers of safetensors files: names, types and offsets of the tensors, checked against the file's size.
 
 The format: 8 bytes little-endian header length, a JSON object {name: {dtype, shape, data_offsets}}, then the data.
 """
@@ -23,14 +23,14 @@ DTYPE_BYTES: Final[dict[str, float]] = {
     "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8, "F4": 0.5, "F6_E2M3": 0.75, "F6_E3M2": 0.75,
 }  # fmt: skip
 _MAX_HEADER: Final = 100_000_000
-"""The format's own limit, in bytes."""
+"""Limit of the format, in bytes."""
 _SAMPLED_TENSORS: Final = 512
 _SAMPLE_BYTES: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One stored tensor: `nbytes` bytes of `dtype` (safetensors' name) from byte `start` of `file`."""
+    """Location of a stored tensor: `nbytes` bytes of `dtype` (safetensors' name) from byte `start` of `file`."""
 
     file: Path
     dtype: str
@@ -40,7 +40,7 @@ class TensorInfo:
 
 
 def read_header(file: Path) -> tuple[dict[str, TensorInfo], bytes]:
-    """The tensors of one file, and the raw header for a digest.
+    """Read the tensors of one file, and its raw header for a digest.
 
     Raises:
         ModelError: the file cannot be read, is cut short, or is not a safetensors file.
@@ -67,10 +67,10 @@ def read_header(file: Path) -> tuple[dict[str, TensorInfo], bytes]:
 
 
 def sample_tensors(tensors: Mapping[str, TensorInfo]) -> Iterator[bytes]:
-    """Some bytes from the middle of tensors spread over the files, for a digest.
+    """Bytes from the middle of tensors spread over the files, for a digest.
 
-    Trained further or merged with an adapter, a model has the same names, shapes and sizes as before, and nobody wants
-    to wait until 100 GB are hashed.
+    A fine-tuned or merged model has the same names, shapes and sizes as its base model, and hashing all weights is
+    slow.
     """
     names = sorted(tensors, key=lambda name: (tensors[name].file, tensors[name].start))
     chosen = names[:: max(1, len(names) // _SAMPLED_TENSORS)]

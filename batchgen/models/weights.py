@@ -1,7 +1,7 @@
-"""Reading stored tensors straight into tensors that stand ready: no second copy of a model in memory.
+"""Reading of stored tensors directly into allocated tensors, without a second copy of the model in memory.
 
-A tensor whose stored dtype is the target's and whose target is contiguous on the CPU is read in place. Otherwise it
-passes through one buffer of at most 32 MiB, converted and copied piece by piece.
+A tensor is read in place if its target has the stored dtype and is contiguous on the CPU. Otherwise it is converted and
+copied in pieces through one buffer of at most 32 MiB.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BUFFER_BYTES: Final = 32 << 20
 
 
 class WeightReader:
-    """Copies named tensors into targets. Keeps the current file open; use as a context manager."""
+    """Reader that copies named tensors into targets; keeps the current file open, so use it as a context manager."""
 
     def __init__(self, tensors: Mapping[str, TensorInfo]) -> None:
         self._tensors = tensors
@@ -45,7 +45,7 @@ class WeightReader:
         self._stream = self._buffer = None
 
     def read_into(self, name: str, target: Tensor) -> None:
-        """Fill `target` with the stored tensor `name`, which has its shape, converting to its dtype.
+        """Fill `target` with the stored tensor `name` of the same shape, converted to the dtype of `target`.
 
         Raises:
             ModelError: the tensor is not stored as floating point, or the file cannot be read.
@@ -71,7 +71,7 @@ class WeightReader:
         if self._stream is None or self._name != str(info.file):
             if self._stream is not None:
                 self._stream.close()
-            # Unbuffered: every read is a large one into its own memory.
+            # Unbuffered, because every read is large.
             self._stream, self._name = info.file.open("rb", buffering=0), str(info.file)
         return self._stream
 

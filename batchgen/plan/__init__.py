@@ -1,1 +1,1 @@
-"""Decide what to compute: prefix tree, pages, steps. numpy and lists, no torch."""
+"""Planning of a job: prefix tree, KV pages and step plans, with numpy and without torch."""

@@ -1,127 +1,196 @@
-"""Whether what comes next may begin now: when the pages that it and all before it will need are there to their ends."""
+"""Admission control: which pending subtree is next, and whether the KV pool has pages for it until its samples end."""
 
 from __future__ import annotations
 
+import heapq
+from array import array
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from math import ceil
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
+from batchgen.plan.block_manager import BlockManager
 from batchgen.plan.config import SchedulerConfig
-from batchgen.plan.ends import Ends
-from batchgen.plan.nodes import Nodes
-from batchgen.plan.outlook import Entry, Outlook
-from batchgen.plan.sequences import Sequences
+from batchgen.plan.length_predictor import LengthPredictor
+from batchgen.plan.page_forecast import Candidate, PageForecast
+from batchgen.plan.sequences import SequenceScheduler
 
-__all__ = ["Admission"]
-
-_SHARE: Final = 4
-"""A prompt that lacks pages for all its samples waits for as many as this part of those under way at most: where the
-pool holds a few, pages would lie idle until half of them had ended."""
+__all__ = ["Admission", "PendingSubtrees"]
 
 
-class Admission:
-    """Admits by the pages foreseen. Where the pool holds everything at full length nothing is simulated.
+class PendingSubtrees:
+    """Priority queue of node id ranges that have not begun.
 
-    After a refusal nothing is asked again until a sample ends or rows have grown by a page: steps in between cost
-    nothing.
+    The ranges are disjoint; each holds the subtrees of siblings. The range whose first node has the lowest rank is
+    next.
+
+    Args:
+        parent: [M] parent of each node, -1 for a root.
+        subtree_end: [M] one past the last node of each subtree.
+        refs: [M] reference count of each node; 0 if its subtree has no unfinished sample.
+        rank: [M] position of each node in the begin order; None for depth first.
     """
 
     def __init__(
         self,
-        nodes: Nodes,
-        sequences: Sequences,
-        ends: Ends,
+        parent: memoryview[int],
+        subtree_end: memoryview[int],
+        refs: array[int],
+        rank: npt.NDArray[np.int32] | None = None,
+    ) -> None:
+        self._parent = parent
+        self._subtree_end = subtree_end
+        self._refs = refs
+        self._rank = range(len(parent)) if rank is None else rank.data
+        self._heap: list[tuple[int, int, int]] = []
+        self.push(0, len(parent))
+
+    def __bool__(self) -> bool:
+        """Whether a range is queued; its subtrees may all be finished."""
+        return bool(self._heap)
+
+    def pop(self) -> tuple[int, int] | None:
+        """Remove and return the next range whose first node has unfinished samples below; None if there is none."""
+        while self._heap:
+            _, low, high = heapq.heappop(self._heap)
+            if self._refs[low]:
+                return low, high
+            while low < high and not self._refs[low]:
+                low = self._subtree_end[low]
+            if low < high:
+                heapq.heappush(self._heap, (self._rank[low], low, high))
+        return None
+
+    def push(self, low: int, high: int) -> None:
+        """Queue the consecutive node ids `[low, high)`, which may be of different depths."""
+        while low < high:
+            parent = self._parent[low]
+            end = high if parent < 0 else min(high, self._subtree_end[parent])
+            heapq.heappush(self._heap, (self._rank[low], low, end))
+            low = end
+
+
+_WAIT_FRACTION: Final = 4
+"""A prompt that lacks pages for all its samples waits for at most 1/4 as many as are running. In a pool that holds only
+a few samples, waiting for more would leave pages unused."""
+
+
+class Admission:
+    """Admission by forecast page use.
+
+    No forecast is computed while the pool holds every admitted sample at full length. After a refusal the next check
+    waits until a sample ends or the rows have grown by a page.
+    """
+
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        sequences: SequenceScheduler,
+        predictor: LengthPredictor,
         max_new: memoryview[int],
         config: SchedulerConfig,
         interval: float,
     ) -> None:
-        """`interval`: that of the order of beginning."""
-        self._nodes = nodes
-        self._ends = ends
+        """`interval`: `BeginOrder.interval`."""
+        self._block_manager = block_manager
+        self._predictor = predictor
         self._max_new = max_new
-        self._together = config.start_together
-        self._size = config.page_size
-        self._foresees = config.admission == "foreseen"
-        self._outlook = Outlook(nodes, sequences, ends)
-        self._looked = -1
-        """Step that the outlook is of."""
-        self.closed_until = 0
-        """Step before which what was refused lately would be refused again."""
-        self._interval = interval if self._foresees and ends.known else 0.0
-        self._turn = 0.0
-        """Step before which the next sample does not begin where samples begin at intervals."""
-        self._full: dict[int, int] = {}
-        """By sample under way its own pages at full length."""
-        self._promised = 0
-        """Their sum."""
+        self._start_together = config.start_together
+        self._page_size = config.page_size
+        self._uses_forecast = config.admission == "foreseen"
+        self._forecast = PageForecast(block_manager, sequences, predictor)
+        self._forecast_step = -1
+        """Step of the current forecast."""
+        self.blocked_until = 0
+        """Step before which the last refused candidate would be refused again."""
+        self._interval = interval if self._uses_forecast and predictor.all_exact else 0.0
+        self._next_begin = 0.0
+        """Earliest step of the next sample if samples begin at intervals."""
+        self._max_pages: dict[int, int] = {}
+        """Running sample -> number of pages it holds itself at full length."""
+        self._total_max_pages = 0
+        """Sum of `_max_pages`."""
 
     @property
-    def foresees(self) -> bool:
-        """Whether pages are looked for to the end, or only those that are needed at once."""
-        return self._foresees
+    def uses_forecast(self) -> bool:
+        """Whether admission uses the page forecast, or only counts the pages needed now."""
+        return self._uses_forecast
 
     def begin(self, sequence: int, request: int, node_id: int) -> None:
-        """A sample has begun at the end of a node."""
-        self._ends.begin(sequence, request, self._nodes.step)
-        self._full[sequence] = pages = self._own_pages(request, node_id)
-        self._promised += pages
+        """Record that a sample has begun at the end of a node."""
+        self._predictor.begin(sequence, request, self._block_manager.step)
+        self._max_pages[sequence] = pages = self._own_pages(request, node_id)
+        self._total_max_pages += pages
 
     def end(self, sequences: Collection[int]) -> None:
-        """Samples have ended."""
-        self._ends.end(sequences, self._nodes.step)
-        self._promised -= sum(self._full.pop(sequence) for sequence in sequences)
-        self.closed_until = 0
+        """Record that samples have ended."""
+        self._predictor.end(sequences, self._block_manager.step)
+        self._total_max_pages -= sum(self._max_pages.pop(sequence) for sequence in sequences)
+        self.blocked_until = 0
 
-    def admit(self, entry: Entry, waiting: Callable[[], list[Entry]], *, alone: bool) -> Entry | None:
-        """The entry, or with fewer samples, as far as it may begin now; None if not even as many as start together.
+    def admit(
+        self, candidate: Candidate, waiting: Callable[[], list[Candidate]], *, nothing_running: bool
+    ) -> Candidate | None:
+        """The candidate, with as many of its samples as may begin now; None if fewer than must start together.
 
         Args:
-            entry: what would begin.
-            waiting: gives the samples behind prompts that are being computed.
-            alone: nothing is under way. Waiting would be for ever: one sample begins in any case.
+            candidate: samples that could begin.
+            waiting: returns the samples whose prompts are being computed.
+            nothing_running: no sample is running, so that waiting would never end: one sample begins in any case.
         """
-        step = self._nodes.step
-        if step < self._turn and not alone:
-            self.closed_until = ceil(self._turn)
+        step = self._block_manager.step
+        if step < self._next_begin and not nothing_running:
+            self.blocked_until = ceil(self._next_begin)
             return None
-        if self._foresees and not self._fits_at_full_length(entry, waiting):
-            found = self._foreseen(entry, waiting, alone)
+        if self._uses_forecast and not self._fits_at_full_length(candidate, waiting):
+            found = self._admit_by_forecast(candidate, waiting, nothing_running)
             if found is None:
-                self.closed_until = step + self._size
+                self.blocked_until = step + self._page_size
                 return None
-            entry = found
-        self._turn = max(self._turn, step - 1) + self._interval * len(entry.requests)
-        return entry
+            candidate = found
+        self._next_begin = max(self._next_begin, step - 1) + self._interval * len(candidate.requests)
+        return candidate
 
-    def _foreseen(self, entry: Entry, waiting: Callable[[], list[Entry]], alone: bool) -> Entry | None:
-        if self._looked != self._nodes.step:
-            self._outlook.look(waiting())
-            self._looked = self._nodes.step
-        least = 1 if alone else max(1, min(len(entry.requests), self._together, len(self._full) // _SHARE))
-        while not self._outlook.admit(entry):
-            if len(entry.requests) == least:
-                if alone:
-                    self._outlook.add(entry)
-                    return entry
+    def _admit_by_forecast(
+        self, candidate: Candidate, waiting: Callable[[], list[Candidate]], nothing_running: bool
+    ) -> Candidate | None:
+        if self._forecast_step != self._block_manager.step:
+            self._forecast.update(waiting())
+            self._forecast_step = self._block_manager.step
+        fewest = (
+            1
+            if nothing_running
+            else max(1, min(len(candidate.requests), self._start_together, len(self._max_pages) // _WAIT_FRACTION))
+        )
+        while not self._forecast.admit(candidate):
+            if len(candidate.requests) == fewest:
+                if nothing_running:
+                    self._forecast.add(candidate)
+                    return candidate
                 return None
-            entry = replace(entry, requests=entry.requests[: max(least, len(entry.requests) // 2)])
-        return entry
+            candidate = replace(candidate, requests=candidate.requests[: max(fewest, len(candidate.requests) // 2)])
+        return candidate
 
-    def _fits_at_full_length(self, entry: Entry, waiting: Callable[[], list[Entry]]) -> bool:
-        if self._looked == self._nodes.step:
+    def _fits_at_full_length(self, candidate: Candidate, waiting: Callable[[], list[Candidate]]) -> bool:
+        if self._forecast_step == self._block_manager.step:
             return False
-        allocator = self._nodes.allocator
-        held = allocator.used_count + self._promised + self._pages(entry)
+        allocator = self._block_manager.allocator
+        held = allocator.used_count + self._total_max_pages + self._pages(candidate)
         return held <= allocator.capacity and held + sum(map(self._pages, waiting())) <= allocator.capacity
 
-    def _pages(self, entry: Entry) -> int:
-        """Most pages that an entry comes to hold."""
-        pages = sum(self._own_pages(request, entry.node) for request in entry.requests)
-        if entry.path:
-            pages += -(-self._nodes.end[entry.node] // self._size) - self._nodes.start[entry.path[0]] // self._size
+    def _pages(self, candidate: Candidate) -> int:
+        """Most pages that a candidate can hold."""
+        pages = sum(self._own_pages(request, candidate.node) for request in candidate.requests)
+        if candidate.path:
+            pages += (
+                -(-self._block_manager.end[candidate.node] // self._page_size)
+                - self._block_manager.start[candidate.path[0]] // self._page_size
+            )
         return pages
 
     def _own_pages(self, request: int, node_id: int) -> int:
-        length = self._nodes.end[node_id]
-        return -(-(length + self._max_new[request] - 1) // self._size) - length // self._size
+        length = self._block_manager.end[node_id]
+        return -(-(length + self._max_new[request] - 1) // self._page_size) - length // self._page_size

@@ -1,4 +1,4 @@
-"""Fills one `StepPlan` under the token budget."""
+"""Builder of one `StepPlan` under the token budget."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.plan.config import SchedulerStats
-from batchgen.plan.types import DecodeRows, PrefillChunk, SampleRow, SampleRows, StepPlan
+from batchgen.plan.step_plan import DecodeRows, PrefillChunk, SampleRow, SampleRows, StepPlan
 
 __all__ = ["StepBuilder"]
 
@@ -17,12 +17,12 @@ class StepBuilder:
     def __init__(self, step: int, stats: SchedulerStats) -> None:
         self.step = step
         self.budget = 0
-        """Prefill tokens the step still has room for."""
+        """Number of prefill tokens that still fit into the step."""
         self.plan = StepPlan()
         self.flat = 0
-        """Flat tokens of the chunks so far."""
+        """Number of flat tokens of the chunks added so far."""
         self.blocked = False
-        """Begun sequences wait for pages: nothing new may begin."""
+        """Whether begun sequences wait for pages, so that nothing new may begin."""
         self._stats = stats
         self._samples: list[SampleRow] = []
 
@@ -40,11 +40,11 @@ class StepBuilder:
         return flat
 
     def sample(self, sequence: int, flat: int) -> None:
-        """Have the next token of `sequence` drawn from the logits of flat token `flat`."""
+        """Sample the next token of `sequence` from the logits of flat token `flat`."""
         self._samples.append(SampleRow(sequence, flat))
 
     def decode(self, rows: DecodeRows, places: npt.NDArray[np.int64]) -> None:
-        """Add the decode rows [R], each of which draws, behind all chunks; `places`: 0..R-1."""
+        """Add the decode rows [R], which all sample, after all chunks; `places` is 0..R-1."""
         plan = self.plan
         plan.decodes = rows
         tokens = places + self.flat if self.flat else places

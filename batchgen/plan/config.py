@@ -1,4 +1,4 @@
-"""What the scheduler is told and what it counts."""
+"""Scheduler configuration and counters."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from typing import Final, Literal
 __all__ = ["GROUP_MIN_SAVING", "Admit", "Order", "SchedulerConfig", "SchedulerStats"]
 
 Order = Literal["longest", "tree", "first-come"]
-"""Which prompt begins next; see `order.begin_order`."""
+"""Order in which prompts begin; see `order.begin_order`."""
 Admit = Literal["foreseen", "free"]
-"""When it begins: when the pages last for all to their expected ends, or as soon as there are free ones."""
+"""When a prompt begins: once the pages last for all samples until their expected ends, or once there are free pages."""
 
 GROUP_MIN_SAVING: Final = 256
-"""What a pass over a group's pages must save where nobody knows better: compiled kernels measure it, chips name it."""
+"""Default of `SchedulerConfig.group_min_saving`, for devices without a measured or known value."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of the pool and of a step.
+    """Limits of the KV pool and of a step.
 
     Raises:
-        ValueError: a limit is out of range, naming it.
+        ValueError: a limit is out of range; the message names it.
     """
 
     num_pages: int
-    """Pages of the pool, the scratch page included."""
+    """Number of pages in the pool, including the scratch page."""
     page_size: int
-    """Positions of a page, S."""
+    """Number of positions per page, S."""
     max_num_seqs: int
-    """Most samples begun and not ended at once."""
+    """Maximum number of samples running at once."""
     max_tokens_per_step: int
-    """Most prefill tokens and decode rows of a step together."""
+    """Maximum number of prefill tokens plus decode rows in a step."""
     group_min_saving: int = GROUP_MIN_SAVING
     """Reads of cached positions that a prefix group must save per step to be worth its pass."""
     group_rows: int | None = None
-    """Rows of the group that this is said of: half of it is for what each of them leaves to be merged, so that more of
-    them must save more. None: of any group."""
+    """Number of rows of the group that `group_min_saving` refers to: half of it is the cost of merging the rows'
+    partial results, so that larger groups must save more. None: the same for any group."""
     start_together: int = 8
-    """A prompt waits until so many of its samples (or all it has) can begin at once; where it is pages that are short,
-    until a quarter of those under way can, if that is fewer."""
+    """A prompt waits until this many of its samples (or all it has) can begin at once. If only pages are short, a
+    quarter of the running samples is enough."""
     order: Order = "longest"
     admission: Admit = "foreseen"
 
@@ -52,7 +52,7 @@ class SchedulerConfig:
         if self.max_tokens_per_step < self.max_num_seqs:
             raise ValueError(
                 f"max_tokens_per_step ({self.max_tokens_per_step}) must be at least max_num_seqs "
-                f"({self.max_num_seqs}): every sample begun decodes in every step"
+                f"({self.max_num_seqs}): every running sample decodes in every step"
             )
         if self.group_min_saving < 0:
             raise ValueError(f"group_min_saving must not be negative, got {self.group_min_saving}")
@@ -61,7 +61,7 @@ class SchedulerConfig:
 
     @property
     def group_costs(self) -> tuple[float, float]:
-        """Reads that a prefix group must save, whatever its rows, and for each of them."""
+        """Reads that a prefix group must save: a constant, and an amount per row."""
         if self.group_rows is None:
             return self.group_min_saving, 0
         return self.group_min_saving / 2, self.group_min_saving / (2 * self.group_rows)
@@ -69,19 +69,19 @@ class SchedulerConfig:
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """Counted work, summed over the steps planned so far."""
+    """Counters summed over the steps planned so far."""
 
     steps: int = 0
     prompt_tokens: int = 0
     """Prompt positions computed for the first time."""
     recomputed_tokens: int = 0
-    """Positions computed again after an eviction or a preemption."""
-    relogit_tokens: int = 0
-    """Last prompt positions computed again only for their logits."""
+    """Positions recomputed after an eviction or a preemption."""
+    recomputed_last_tokens: int = 0
+    """Last prompt positions recomputed only for their logits."""
     decode_tokens: int = 0
     """Output tokens fed to the model."""
     sampled_tokens: int = 0
-    """Tokens drawn and kept."""
+    """Tokens sampled and kept."""
     prefill_chunks: int = 0
     preemptions: int = 0
     evicted_nodes: int = 0
@@ -89,36 +89,37 @@ class SchedulerStats:
     peak_pages: int = 0
     max_decode_rows: int = 0
     slots: int = 0
-    """Samples that could be under way at once, were there pages for all: the job's, or `max_num_seqs`."""
+    """Samples that could run at once with unlimited pages: the smaller of the job's samples and `max_num_seqs`."""
     tail_steps: int = 0
     """Steps after the one in which the last sample began."""
     tail_tokens: int = 0
-    """Tokens drawn in those steps."""
+    """Tokens sampled in the tail steps."""
     group_passes: int = 0
     """Prefix groups, summed over steps."""
     decode_kv_positions: int = 0
-    """Cached positions that the decode rows attend to: what reads without groups cost."""
+    """Cached positions that the decode rows attend to, i.e. the reads without prefix groups."""
     decode_kv_reads: int = 0
-    """Cached positions read for the decode rows with groups."""
+    """Cached positions read for the decode rows with prefix groups."""
     chunk_kv_positions: int = 0
-    """Cached positions that the prefill chunks attend to, the chunks' own included."""
+    """Cached positions that the prefill chunks attend to, including their own."""
     oom_retries: int = 0
-    """Tries of a step, or of a part of one, that ran out of memory."""
+    """Attempts at a step, or at a part of one, that ran out of memory."""
     tokens_per_step: int = 0
-    """Most tokens of a step, at the end: less than was asked for where memory ran out."""
+    """Maximum number of tokens in a step at the end of the run; below the configured value after running out of
+    memory."""
 
     @property
     def occupancy(self) -> float:
-        """Tokens drawn and kept over those that full steps would have drawn; 1.0 of no steps."""
+        """Sampled tokens divided by those of full steps; 1.0 without steps."""
         return _share(self.sampled_tokens, self.steps * self.slots)
 
     @property
     def tail_efficiency(self) -> float:
-        """Tokens drawn over those of full steps, where nothing was left to begin."""
+        """Sampled tokens divided by those of full steps, over the tail steps."""
         return _share(self.tail_tokens, self.tail_steps * self.slots)
 
     def as_dict(self) -> dict[str, int | float]:
-        """Every figure by its name."""
+        """Every counter and ratio, by name."""
         return {**asdict(self), "occupancy": self.occupancy, "tail_efficiency": self.tail_efficiency}
 
 

@@ -1,4 +1,4 @@
-"""What a plan will cost, counted before it runs, and which requests need not run at all."""
+"""Counted cost of a plan before it runs, and deduplication of requests."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ class PlanCounts:
     samples: int
     prompt_tokens: int
     distinct_prompt_tokens: int
-    """Nodes of the exact trie: the prompt tokens a run computes when nothing is evicted."""
+    """Number of distinct prompt prefixes: the prompt tokens a run computes if nothing is evicted."""
     max_output_tokens: int
-    """Tokens generated if every sample reaches its limit."""
+    """Number of tokens generated if every sample reaches its limit."""
     kv_peak_pages: int
-    """Pages held if the most demanding `max_num_seqs` neighbours in tree order stand at full length together.
+    """Pages held while the most demanding `max_num_seqs` neighbours in tree order are at full length together.
 
-    Beside these a run holds a partly filled page for each node that is still to branch.
+    A run also holds a partly filled page for each node that has yet to branch.
     """
     kv_unshared_peak_pages: int
-    """The same if nothing were shared."""
+    """`kv_peak_pages` without prefix sharing."""
     page_waste: float
-    """Share of positions of the pages behind `kv_peak_pages`, over all samples at full length, that stay empty."""
+    """Fraction of page positions that stay empty, over all samples at full length."""
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that need not be computed, over one sample of each request."""
+        """Number of prompt tokens that need not be computed, counting each request once."""
         return self.prompt_tokens - self.distinct_prompt_tokens
 
     @property
     def sharing_ratio(self) -> float:
-        """Prompt tokens per prompt token computed; 1.0 shares nothing."""
+        """Prompt tokens per computed prompt token; 1.0 without sharing."""
         return self.prompt_tokens / self.distinct_prompt_tokens if self.distinct_prompt_tokens else 1.0
 
     def least_steps(self, max_num_seqs: int, max_tokens_per_step: int) -> int:
-        """Steps below which no schedule can stay if every sample reaches its limit."""
+        """Lower bound on the steps of any schedule if every sample reaches its limit."""
         decode = self.max_output_tokens - self.samples
         work = -(-(self.distinct_prompt_tokens + decode) // max_tokens_per_step)
         return max(work, -(-self.max_output_tokens // max_num_seqs))
@@ -60,14 +60,14 @@ def plan_counts(
     page_size: int,
     max_num_seqs: int,
 ) -> PlanCounts:
-    """Count what a job computes and holds.
+    """Count the tokens that a job computes and the pages that it holds.
 
     Args:
         tree: prefix tree of all requests.
         samples: [N] samples per request; 0 leaves a request out.
-        max_new: [N] most tokens per sample.
-        page_size: positions of a page.
-        max_num_seqs: most samples at once.
+        max_new: [N] maximum tokens per sample.
+        page_size: positions per page.
+        max_num_seqs: maximum number of samples at once.
     """
     by_row = samples[tree.order].astype(np.int64)
     rows = np.flatnonzero(by_row)
@@ -84,7 +84,7 @@ def plan_counts(
     held = np.minimum(count, max_num_seqs)
     head = np.minimum(shared // page_size, prompt_pages)
     all_pages = int((prompt_pages - head + count * own).sum())
-    # A repeated prompt fills no positions but its samples'; a sample's own pages begin inside the prompt's last one.
+    # A repeated prompt fills only its samples' positions; a sample's own pages begin in the prompt's last page.
     filled = int((prompt_pages * page_size - head * page_size).sum())
     filled += int((count * (length + limit - 1 - prompt_pages * page_size)).sum())
     return PlanCounts(
@@ -100,7 +100,7 @@ def plan_counts(
 
 
 def _shared_with_previous(tree: PrefixTree, rows: Int64s) -> Int64s:
-    """[rows] tokens shared by the request at each of the given places of the order with the one before it."""
+    """[rows] tokens that the request at each given index of `tree.order` shares with the previous one in `rows`."""
     shared = np.zeros(len(rows), np.int64)
     if len(rows) > 1:
         by_row = tree.shared_len[tree.order][: rows[-1] + 1]
@@ -109,9 +109,13 @@ def _shared_with_previous(tree: PrefixTree, rows: Int64s) -> Int64s:
 
 
 def _peak(pages: Int64s, head: Int64s, held: Int64s, max_num_seqs: int) -> int:
-    """Most pages of any window of neighbours that holds at most `max_num_seqs` samples.
+    """Most pages of any window of neighbouring rows with at most `max_num_seqs` samples.
 
-    `pages` [rows] are those that a row adds to its predecessor's, `head` [rows] those it shares with it.
+    Args:
+        pages: [rows] pages that each row adds to its predecessor's.
+        head: [rows] pages that each row shares with its predecessor.
+        held: [rows] samples of each row that run at once.
+        max_num_seqs: maximum number of samples at once.
     """
     page_sums = np.concatenate([[0], np.cumsum(pages)])
     seq_sums = np.concatenate([[0], np.cumsum(held)])
@@ -125,13 +129,13 @@ def find_dedup(
     greedy: npt.NDArray[np.bool_],
     max_new: npt.NDArray[np.integer[Any]],
 ) -> Int64s:
-    """[N] for each request the lowest-numbered one whose result it can take: itself unless both are equal and greedy.
+    """[N] for each request the first one whose result it can reuse: itself unless both are equal and greedy.
 
     Args:
-        node_of_request: [N] tree node at which the prompt ends: equal for equal prompts (and keys) only.
-        params_id: [N] equal for equal sampling parameters only, seeds aside.
-        greedy: [N] whether the request draws nothing.
-        max_new: [N] effective limits.
+        node_of_request: [N] tree node at which the prompt ends; equal only for equal prompts and keys.
+        params_id: [N] id of the sampling parameters without the seed.
+        greedy: [N] whether the request samples greedily.
+        max_new: [N] effective token limits.
     """
     leader = np.arange(len(node_of_request))
     rows = np.flatnonzero(greedy)

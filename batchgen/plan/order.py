@@ -1,7 +1,7 @@
-"""In which order prompts begin.
+"""Order in which prompts begin.
 
-Rows that share a prefix stay together: only children of one node change places. In the last stretch of a job subtrees
-take turns, so that what begins last is short, whichever subtree it is from.
+Rows that share a prefix stay together: only children of one node are reordered. In the last stretch of a job subtrees
+are interleaved, so that the samples that begin last are short, whichever subtree they belong to.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ __all__ = ["BeginOrder", "begin_order", "renumber"]
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 
-_STRETCH = 2
-"""The last stretch is so many times the work of all slots at the longest row's length."""
-_ALIKE = 1.1
-"""Lengths are alike where the longest is at most so many times the mean."""
+_LAST_STRETCH = 2
+"""Length of the last stretch, in multiples of the tokens that all slots generate at the longest row's length."""
+_SIMILAR_RATIO = 1.1
+"""Lengths count as similar if the longest is at most this many times the mean."""
 _TIE_BITS = 20
-_GOLDEN = 0.6180339887498949
-"""Steps of this, modulo 1, visit all parts of a sorted list in turn."""
-_HELD_SHARE = 8
-"""Prefixes shared in the last stretch take at most this part of the pool: they are held all along it."""
+_GOLDEN_RATIO = 0.6180339887498949
+"""Multiples of this, modulo 1, visit all parts of a sorted list evenly."""
+_MAX_HELD_FRACTION = 8
+"""Prefixes shared in the last stretch, which stay in memory throughout it, use at most 1/8 of the pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class BeginOrder:
-    """A tree whose depth-first order is the order in which subtrees begin, and where that order is left."""
+    """A prefix tree numbered in the order in which subtrees begin, with the exceptions from depth-first order."""
 
     tree: PrefixTree
     rank: Int32s | None
-    """[M] by node its place in the order of beginning, a parent's before its children's; None for depth first."""
+    """[M] rank of each node in the begin order, a parent before its children; None for depth first."""
     interval: float = 0.0
-    """Steps from one sample's beginning to the next one's that keep the pool evenly filled, where all have one length
-    and would otherwise begin at once, fill it at once and end at once; 0 where they end by turns anyway."""
+    """Steps between the starts of two samples. If all have one length they would begin, fill the pool and end together;
+    this interval keeps the pool evenly filled. 0 if lengths differ."""
 
 
 def begin_order(
@@ -52,14 +52,14 @@ def begin_order(
 ) -> BeginOrder:
     """Order a job's prompts as `config.order` says.
 
-    `longest`: subtrees by their longest expected sample, the longest first; of equal ones those with more to decode
-    per prompt token. Where the pool does not hold the longest together, long and short ones mixed, but for the last
-    stretch. `first-come`: by the number of the request, whatever is shared. `tree`: as the tree stands.
+    `longest`: subtrees by their longest expected sample, the longest first; among equals those with more tokens to
+    decode per prompt token. If the pool cannot hold the longest together, long and short ones are mixed, except in the
+    last stretch. `first-come`: by request number, regardless of sharing. `tree`: in the tree's own order.
 
     Args:
         tree: prefix tree of all requests.
         samples: [N] samples per request; 0 leaves a request out.
-        expected: [N] tokens that a sample is expected to have.
+        expected: [N] expected tokens of a sample.
         config: limits and the order.
     """
     if config.order == "tree" or not len(tree):
@@ -69,7 +69,7 @@ def begin_order(
         value = np.where(live, -np.arange(len(samples), dtype=np.int64), -len(samples))
         best = _range_max(value[tree.order], tree.first_row, tree.last_row)
         tree, old = renumber(tree, best, value)
-        return BeginOrder(tree, _ranked(best[old], 0))
+        return BeginOrder(tree, _rank_from(best[old], 0))
     value = np.where(live, expected, 0).astype(np.int64)
     work = value * samples
     best = _range_max(value[tree.order], tree.first_row, tree.last_row)
@@ -79,30 +79,30 @@ def begin_order(
     counts = plan_counts(tree, samples, expected, config.page_size, at_once)
     mixed = counts.kv_peak_pages >= config.num_pages
     if mixed:
-        # The longest side by side would all stand at their full length at once, and end at once: lengths are mixed.
-        tree, old = renumber(tree, _scattered(tree), value)
+        # The longest samples together would all reach their full length and end at the same time: mix the lengths.
+        tree, old = renumber(tree, _interleaving_keys(tree), value)
         best = best[old]
         at_once = _held_at_once(tree, samples, expected, config)
     elif not (tree.parent >= 0).any():
         return BeginOrder(tree, None)
-    begin = _last_stretch(tree, work, int(best.max()) * at_once * _STRETCH, config)
+    begin = _last_stretch(tree, work, int(best.max()) * at_once * _LAST_STRETCH, config)
     if mixed:
         tree, old = renumber(tree, np.where(np.arange(len(tree)) < begin, np.iinfo(np.int64).max, best), value)
         best = best[old]
     interval = _interval(tree, samples, expected, config) if mixed else 0.0
-    return BeginOrder(tree, _ranked(best, begin) if begin < len(tree) else None, interval)
+    return BeginOrder(tree, _rank_from(best, begin) if begin < len(tree) else None, interval)
 
 
 def renumber(tree: PrefixTree, key: Int64s, value: Int64s) -> tuple[PrefixTree, Int64s]:
-    """The same tree with the children of every node in another order.
+    """Reorder the children of every node.
 
     Args:
         tree: any tree.
-        key: [M] by node; of the children of a node those with higher keys go first, equal ones as they were.
-        value: [N] by request; of the requests of a node those with higher values go first.
+        key: [M] sort key of each node; among siblings higher keys come first, ties keep their order.
+        value: [N] sort key of each request; among the requests of a node higher values come first.
 
     Returns:
-        The tree, and [M] by its nodes the numbers that these had.
+        The reordered tree, and [M] the previous id of each of its nodes.
     """
     count = len(tree)
     ids = np.arange(count)
@@ -138,7 +138,7 @@ def renumber(tree: PrefixTree, key: Int64s, value: Int64s) -> tuple[PrefixTree, 
 
 
 def _order(tree: PrefixTree, first_row: Int64s, own: npt.NDArray[np.integer[Any]], value: Int64s) -> Int32s:
-    """[N] requests in the new order: where their nodes went, those of one node by falling value."""
+    """[N] requests in the new order: by new node, within a node by descending value."""
     node = tree.node_of_request[tree.order]
     place = np.arange(len(node)) + (first_row - tree.first_row)[node]
     order = np.empty(len(node), np.int32)
@@ -151,14 +151,14 @@ def _order(tree: PrefixTree, first_row: Int64s, own: npt.NDArray[np.integer[Any]
     return order
 
 
-def _scattered(tree: PrefixTree) -> Int64s:
-    """[M] keys that visit all parts of a node's children, which are sorted, in turn."""
+def _interleaving_keys(tree: PrefixTree) -> Int64s:
+    """[M] sort keys that interleave all parts of a node's sorted children."""
     among = _offsets(np.argsort(tree.parent, kind="stable"), tree.parent.astype(np.int64), np.ones(len(tree), np.int64))
-    return np.asarray((among * _GOLDEN % 1.0 * (1 << 40)).astype(np.int64))
+    return np.asarray((among * _GOLDEN_RATIO % 1.0 * (1 << 40)).astype(np.int64))
 
 
 def _offsets(siblings: Int64s, parent: Int64s, size: npt.NDArray[np.integer[Any]]) -> Int64s:
-    """[M] what the siblings before a node take together, in the order given."""
+    """[M] total `size` of the siblings before each node, in the order of `siblings`."""
     sizes = size[siblings].astype(np.int64)
     before = np.cumsum(sizes) - sizes
     opening = np.flatnonzero(np.diff(parent[siblings], prepend=-2))
@@ -169,14 +169,14 @@ def _offsets(siblings: Int64s, parent: Int64s, size: npt.NDArray[np.integer[Any]
 
 
 def _path_sums(tree: PrefixTree, steps: Int64s) -> Int64s:
-    """[M] sums of `steps` from the root down to each node: those that have opened, less those that have closed."""
+    """[M] sum of `steps` on the path from the root to each node."""
     closed = np.zeros(len(tree) + 1, np.int64)
     np.add.at(closed, tree.subtree_end, steps)
     return np.asarray(np.cumsum(steps) - np.cumsum(closed)[:-1])
 
 
 def _range_max(values: Int64s, first: Int32s, last: Int32s) -> Int64s:
-    """[M] the highest of `values[first:last + 1]`, by doubled windows."""
+    """[M] maximum of `values[first:last + 1]` for each node, by windows of doubling width."""
     result = np.empty(len(first), np.int64)
     level = np.frexp((last - first + 1).astype(np.float64))[1] - 1
     by_level = np.argsort(level, kind="stable")
@@ -191,7 +191,7 @@ def _range_max(values: Int64s, first: Int32s, last: Int32s) -> Int64s:
 
 
 def _decode_share(tree: PrefixTree, work: Int64s) -> Int64s:
-    """[M] what part decoding is of the tokens below a node, of `_TIE_BITS` bits."""
+    """[M] decoded fraction of the tokens below each node, as an integer of `_TIE_BITS` bits."""
     rows = np.concatenate([[0], np.cumsum(work[tree.order])])
     tokens = np.concatenate([[0], np.cumsum((tree.end - tree.start).astype(np.int64))])
     below = tokens[tree.subtree_end] - tokens[:-1]
@@ -205,7 +205,7 @@ def _held_at_once(
     expected: npt.NDArray[np.integer[Any]],
     config: SchedulerConfig,
 ) -> int:
-    """Samples that the pool holds at once, about, half way through their output and sharing nothing."""
+    """Approximate number of samples that the pool holds at once, halfway through their output and without sharing."""
     length = tree.end[tree.node_of_request].astype(np.int64)
     steps = samples * expected.astype(np.int64)
     pages = (steps * (length + expected / 2)).sum() / max(1, int(steps.sum())) / config.page_size
@@ -218,10 +218,10 @@ def _interval(
     expected: npt.NDArray[np.integer[Any]],
     config: SchedulerConfig,
 ) -> float:
-    """`BeginOrder.interval`: a sample's length over how many the pool holds at all stages of it, one prefix aside."""
+    """`BeginOrder.interval`: a sample's length divided by the samples that the pool holds next to one prefix."""
     live = samples > 0
     output = float(expected[live].mean())
-    if expected[live].max() > _ALIKE * output:
+    if expected[live].max() > _SIMILAR_RATIO * output:
         return 0.0
     node = tree.node_of_request[live]
     own = np.where(samples[live] > 1, 0, tree.end[node] - tree.start[node])
@@ -231,22 +231,22 @@ def _interval(
 
 
 def _last_stretch(tree: PrefixTree, work: Int64s, most: int, config: SchedulerConfig) -> int:
-    """The node from which on subtrees take turns: at most so much work is left, and shared prefixes stay few."""
+    """First node of the last stretch: at most `most` work is left, and the shared prefixes use few pages."""
     count = len(tree)
     shared = tree.subtree_end > np.arange(1, count + 1)
     left = np.cumsum(work[tree.order][::-1])[::-1]
     begin = int(np.searchsorted(tree.first_row, np.searchsorted(-left, -most)))
     pages = np.where(shared, tree.end // config.page_size - tree.start // config.page_size, 0).astype(np.int64)
     held = np.cumsum(pages[::-1])[::-1]
-    # Those above a node stay for what waits below them; not those that stay to the job's end in any order.
+    # Ancestors stay in memory for their remaining descendants; those that stay to the job's end anyway do not count.
     above = _path_sums(tree, np.where(tree.subtree_end < count, pages, 0))
     held += np.where(tree.parent < 0, 0, above[tree.parent])
-    few = np.flatnonzero(held[begin:] <= config.num_pages // _HELD_SHARE)
+    few = np.flatnonzero(held[begin:] <= config.num_pages // _MAX_HELD_FRACTION)
     return begin + int(few[0]) if len(few) else count
 
 
-def _ranked(best: Int64s, begin: int) -> Int32s:
-    """[M] depth first up to the node `begin`, from there on by falling value."""
+def _rank_from(best: Int64s, begin: int) -> Int32s:
+    """[M] ranks: depth first before node `begin`, by descending value from there on."""
     rank = np.arange(len(best), dtype=np.int32)
     rank[begin + np.argsort(-best[begin:], kind="stable")] = np.arange(begin, len(best), dtype=np.int32)
     return rank

@@ -1,8 +1,8 @@
-"""Prompts: which tree nodes are computed when, and which samples begin at their ends.
+"""Prefill scheduling: when each prefix tree node is computed, and which samples begin at its end.
 
-Nodes begin in the order of `begin_order`. A *run* computes a node and goes on into its first child in the same chunk,
-down to a leaf while budget, pages and sample slots last; the other children branch off in later steps. Nodes that were
-evicted and are needed again are recomputed by a run along the missing path.
+Nodes begin in the order of `begin_order`. A *run* computes a node and continues into its first child in the same chunk,
+down to a leaf while budget, pages and sample slots suffice; the other children branch off in later steps. Evicted nodes
+that are needed again are recomputed by a run along the missing path.
 """
 
 from __future__ import annotations
@@ -14,363 +14,373 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.plan.admission import Admission
+from batchgen.plan.admission import Admission, PendingSubtrees
+from batchgen.plan.block_manager import COMPUTING, BlockManager, Node
 from batchgen.plan.builder import StepBuilder
 from batchgen.plan.config import SchedulerConfig, SchedulerStats
-from batchgen.plan.ends import Ends
-from batchgen.plan.frontier import Frontier
-from batchgen.plan.nodes import COMPUTING, Node, Nodes
+from batchgen.plan.length_predictor import LengthPredictor
 from batchgen.plan.order import BeginOrder
-from batchgen.plan.outlook import Entry
-from batchgen.plan.sequences import Sequences
-from batchgen.plan.types import SequenceStart
+from batchgen.plan.page_forecast import Candidate
+from batchgen.plan.sequences import SequenceScheduler
+from batchgen.plan.step_plan import SequenceStart
 
-__all__ = ["Prompts"]
+__all__ = ["PrefillScheduler"]
 
-NO_ROOM = -1
+NO_FREE_PAGES = -1
+"""Result of `_blocked_until` if the pages for a missing path cannot be allocated."""
 
 Int32s = npt.NDArray[np.int32]
 
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """A path being computed."""
+    """A path of nodes that is being computed."""
 
     node: Node
-    chain: deque[int]
-    """Nodes to recompute after it, for a run along a missing path."""
-    rest: tuple[int, int]
-    """Ids below the first node that nobody has begun, for a run from the frontier."""
+    path: deque[int]
+    """Nodes to recompute after `node`, for a run along a missing path."""
+    pending: tuple[int, int]
+    """Node ids below the first node that have not begun, for a run of pending subtrees."""
     reserved: int
-    """Sample slots kept for the ends of `node`."""
-    entry: Entry | None
-    """What it was admitted for, where that was looked at; None after the samples have begun."""
-    forced: int
-    """Step in which it may evict everything idle."""
+    """Number of sample slots reserved for samples at the end of `node`."""
+    candidate: Candidate | None
+    """Candidate it was admitted for; None without an admission check and after the samples have begun."""
+    forced_step: int
+    """Step in which it may evict all idle nodes; `COMPUTING` for none."""
 
 
-class Prompts:
-    """Computes nodes and begins the samples at their ends."""
+class PrefillScheduler:
+    """Schedules the computation of prefix tree nodes and begins the samples at their ends."""
 
     def __init__(
         self,
         order: BeginOrder,
         samples: Int32s,
         max_new: Int32s,
-        nodes: Nodes,
-        sequences: Sequences,
-        ends: Ends,
+        block_manager: BlockManager,
+        sequences: SequenceScheduler,
+        predictor: LengthPredictor,
         config: SchedulerConfig,
         stats: SchedulerStats,
     ) -> None:
         self._order = order.tree.order.data
         self._samples = samples.data
         self._max_new = max_new.data
-        self._nodes = nodes
+        self._block_manager = block_manager
         self._sequences = sequences
         self._config = config
         self._stats = stats
-        self._frontier = Frontier(nodes.parent, nodes.subtree_end, nodes.refs, order.rank)
+        self._pending = PendingSubtrees(block_manager.parent, block_manager.subtree_end, block_manager.refs, order.rank)
         self._deferred: list[tuple[int, int]] = []
-        """Ranges of the frontier that wait for the next step."""
+        """Node id ranges that go back to `_pending` in the next step."""
         self._runs: list[_Run] = []
         self._reserved = 0
-        self._next: dict[int, tuple[int, int]] = {}
-        """By node with some samples begun: the place in the order and the sample that begins next."""
+        self._next_sample: dict[int, tuple[int, int]] = {}
+        """Node with some samples begun -> index in the tree's order and sample index of the next sample."""
         self._backlog: dict[int, None] = {}
-        """Computed nodes at whose ends samples have still to begin, in order."""
+        """Computed nodes with samples at their ends that have yet to begin, in order."""
         self._cancelled: set[int] = set()
-        self._admission = Admission(nodes, sequences, ends, self._max_new, config, order.interval)
+        self._admission = Admission(block_manager, sequences, predictor, self._max_new, config, order.interval)
 
     def advance(self, builder: StepBuilder) -> None:
-        """Go on with the runs of earlier steps."""
-        self._resort()
+        """Continue the runs of earlier steps."""
+        self._requeue_deferred()
         runs, self._runs = self._runs, []
         for run in runs:
             if run.node.alive:
                 self._advance(run, builder)
             else:
                 self._reserved -= run.reserved
-                self._frontier.give_back(run.node.id, run.rest[1])
+                self._pending.push(run.node.id, run.pending[1])
 
     def begin(self, builder: StepBuilder) -> None:
-        """Begin samples at computed nodes, then new nodes, as far as slots, pages and budget go."""
-        if builder.step < self._admission.closed_until or not self._serve_backlog(builder):
+        """Begin samples at computed nodes, then new nodes, while slots, pages and budget suffice."""
+        if builder.step < self._admission.blocked_until or not self._begin_backlog(builder):
             return
-        while builder.budget and self._slots() and (taken := self._frontier.take()):
+        while builder.budget and self._free_slots() and (taken := self._pending.pop()):
             low, high = taken
             until = self._blocked_until(low, builder)
-            if until == NO_ROOM:
-                self._frontier.give_back(low, high)
+            if until == NO_FREE_PAGES:
+                self._pending.push(low, high)
                 return
             if until > low:
                 self._deferred.append((low, min(until, high)))
-                self._frontier.give_back(until, high)
-            elif (entry := self._admit(low, builder)) is not None:
-                self._frontier.give_back(self._nodes.subtree_end[low], high)
-                self._advance(self._fresh_run(low, builder, entry), builder)
+                self._pending.push(until, high)
+            elif (candidate := self._admit(low, builder)) is not None:
+                self._pending.push(self._block_manager.subtree_end[low], high)
+                self._advance(self._new_run(low, builder, candidate), builder)
             else:
-                self._frontier.give_back(low, high)
+                self._pending.push(low, high)
                 return
 
     def force(self, builder: StepBuilder) -> None:
-        """Begin the first thing there is, evicting everything idle. For an empty step while no sequence runs."""
-        self._resort()
+        """Begin the next node, evicting all idle nodes if needed. For an empty step while no sequence runs."""
+        self._requeue_deferred()
         parent_id = next(iter(self._backlog), -1)
-        taken = self._frontier.take() if parent_id < 0 else None
+        taken = self._pending.pop() if parent_id < 0 else None
         if taken is not None:
             low, high = taken
-            parent_id = self._nodes.parent[low]
-            if (parent_id < 0 or parent_id in self._nodes.active) and self._make_room(low, force=True):
-                self._frontier.give_back(self._nodes.subtree_end[low], high)
-                self._advance(self._fresh_run(low, builder, None, force=True), builder)
+            parent_id = self._block_manager.parent[low]
+            if (parent_id < 0 or parent_id in self._block_manager.active) and self._make_room(low, force=True):
+                self._pending.push(self._block_manager.subtree_end[low], high)
+                self._advance(self._new_run(low, builder, None, force=True), builder)
                 return
-            self._frontier.give_back(low, high)
-        if parent_id >= 0 and (run := self._path_run(parent_id, builder, force=True)):
+            self._pending.push(low, high)
+        if parent_id >= 0 and (run := self._recompute_run(parent_id, builder, force=True)):
             self._advance(run, builder)
 
     def recompute(self, node_id: int, builder: StepBuilder, force: bool) -> None:
-        """Have the missing path down to an evicted node computed, unless pages lack or its top cannot begin yet."""
-        run = self._path_run(node_id, builder, force)
+        """Schedule the missing path down to an evicted node, unless pages are short or its top cannot begin yet."""
+        run = self._recompute_run(node_id, builder, force)
         if run is not None:
             self._runs.append(run)
 
     def cancel(self, request: int, row: int, node_id: int) -> int:
-        """Samples of `request`, at place `row` of the order, that have not begun never do; returns how many."""
-        if request in self._cancelled or not self._nodes.unstarted[node_id]:
+        """Cancel the samples of `request`, at index `row` of the order, that have not begun; returns their number."""
+        if request in self._cancelled or not self._block_manager.unstarted[node_id]:
             return 0
         self._cancelled.add(request)
-        next_row, next_sample = self._next.get(node_id, (self._nodes.first_row[node_id], 0))
+        next_row, next_sample = self._next_sample.get(node_id, (self._block_manager.first_row[node_id], 0))
         begun = 0 if row > next_row else next_sample if row == next_row else self._samples[request]
         count = self._samples[request] - begun
         if count:
-            self._nodes.unstarted[node_id] -= count
-            self._nodes.release(node_id, count)
+            self._block_manager.unstarted[node_id] -= count
+            self._block_manager.release(node_id, count)
         return count
 
-    def ended(self, sequences: Collection[int]) -> None:
-        """Samples that had begun have ended."""
+    def on_finished(self, sequences: Collection[int]) -> None:
+        """Record that running samples have ended."""
         self._admission.end(sequences)
 
     def is_cancelled(self, request: int) -> bool:
-        """Whether samples of `request` have been kept from beginning."""
+        """Whether samples of `request` were cancelled before they began."""
         return request in self._cancelled
 
-    def _resort(self) -> None:
-        """What had to wait for this step goes back to the frontier."""
+    def _requeue_deferred(self) -> None:
+        """Put the deferred ranges back into `_pending`."""
         for low, high in self._deferred:
-            self._frontier.give_back(low, high)
+            self._pending.push(low, high)
         self._deferred.clear()
 
-    def _slots(self) -> int:
-        begun = len(self._sequences.by_id) - self._sequences.parked  # whoever has all tokens is in no step any more
+    def _free_slots(self) -> int:
+        begun = len(self._sequences.by_id) - self._sequences.awaiting_commit  # a finished sequence needs no slot
         return self._config.max_num_seqs - begun - self._reserved
 
-    def _enough_slots(self, node_id: int) -> bool:
+    def _has_free_slots(self, node_id: int) -> bool:
         config = self._config
-        wanted = max(1, self._nodes.unstarted[node_id])
-        return self._slots() >= min(wanted, config.start_together, config.max_num_seqs)
+        wanted = max(1, self._block_manager.unstarted[node_id])
+        return self._free_slots() >= min(wanted, config.start_together, config.max_num_seqs)
 
-    def _alone(self) -> bool:
-        """Whether nothing has begun that could end: then waiting helps nobody."""
+    def _nothing_in_flight(self) -> bool:
+        """Whether no sample or run is in flight, so that waiting would free nothing."""
         return not self._sequences.by_id and not self._reserved and not self._runs
 
-    def _admit(self, node_id: int, builder: StepBuilder) -> Entry | None:
-        """What begins with a node, its parent complete, if slots and pages last for it now and later on."""
-        if not self._enough_slots(node_id) or not self._make_room(node_id, force=False):
+    def _admit(self, node_id: int, builder: StepBuilder) -> Candidate | None:
+        """The candidate that begins with a node whose parent is complete, if slots and pages suffice; else None."""
+        if not self._has_free_slots(node_id) or not self._make_room(node_id, force=False):
             return None
-        return self._admission.admit(self._entry(node_id, builder), self._waiting, alone=self._alone())
+        return self._admission.admit(
+            self._candidate(node_id, builder), self._waiting, nothing_running=self._nothing_in_flight()
+        )
 
-    def _entry(self, node_id: int, builder: StepBuilder) -> Entry:
-        """The way down to the first samples at or below a node, and as many of these as there are slots."""
-        nodes, path = self._nodes, [node_id]
-        while not nodes.unstarted[path[-1]]:
+    def _candidate(self, node_id: int, builder: StepBuilder) -> Candidate:
+        """The path down to the first samples at or below a node, with as many of these as there are free slots."""
+        block_manager, path = self._block_manager, [node_id]
+        while not block_manager.unstarted[path[-1]]:
             child = path[-1] + 1
-            while not nodes.refs[child]:
-                child = nodes.subtree_end[child]
+            while not block_manager.refs[child]:
+                child = block_manager.subtree_end[child]
             path.append(child)
-        count = max(1, min(nodes.unstarted[path[-1]], self._slots()))
-        later = nodes.end[path[-1]] - nodes.start[node_id] - builder.budget
+        count = max(1, min(block_manager.unstarted[path[-1]], self._free_slots()))
+        later = block_manager.end[path[-1]] - block_manager.start[node_id] - builder.budget
         room = self._config.max_tokens_per_step - len(self._sequences.running)
         delay = max(0, -(-later // max(1, room)))
-        return Entry(tuple(path), path[-1], self._upcoming(path[-1], count), delay)
+        return Candidate(tuple(path), path[-1], self._next_requests(path[-1], count), delay)
 
-    def _waiting(self) -> list[Entry]:
-        """The samples behind prompts that are being computed."""
-        entries = []
+    def _waiting(self) -> list[Candidate]:
+        """Candidates of the runs in progress: the samples whose prompts are being computed."""
+        candidates = []
         for run in self._runs:
-            if run.entry is not None:
-                path = tuple(n for n in run.entry.path if n > run.node.id)
-                entries.append(replace(run.entry, path=path))
-            elif count := min(run.reserved, self._nodes.unstarted[run.node.id]):
-                entries.append(Entry((), run.node.id, self._upcoming(run.node.id, count), 0))
-        return entries
+            if run.candidate is not None:
+                path = tuple(n for n in run.candidate.path if n > run.node.id)
+                candidates.append(replace(run.candidate, path=path))
+            elif count := min(run.reserved, self._block_manager.unstarted[run.node.id]):
+                candidates.append(Candidate((), run.node.id, self._next_requests(run.node.id, count), 0))
+        return candidates
 
     def _make_room(self, node_id: int, force: bool) -> bool:
-        """Whether a node can be admitted now; with a page to spare for each begun sequence's growth, unless that is
-        foreseen.
+        """Whether a node's pages can be allocated now.
+
+        Without a forecast one more page for each begun sequence must stay free.
         """
-        nodes = self._nodes
+        block_manager = self._block_manager
         if not force:
             spare = len(self._sequences.by_id) + self._reserved
-            if self._admission.foresees:
+            if self._admission.uses_forecast:
                 spare = 0
-            return nodes.pages_to_admit(node_id) + spare <= nodes.allocator.free_count
-        keep = nodes.active.get(nodes.parent[node_id])
-        return nodes.make_room(lambda: nodes.pages_to_admit(node_id), spare_waiting=False, keep=keep)
+            return block_manager.pages_to_admit(node_id) + spare <= block_manager.allocator.free_count
+        keep = block_manager.active.get(block_manager.parent[node_id])
+        return block_manager.make_room(lambda: block_manager.pages_to_admit(node_id), spare_waiting=False, keep=keep)
 
     def _blocked_until(self, node_id: int, builder: StepBuilder) -> int:
-        """`node_id` if it can begin now; else the id up to which everything waits for the same node.
+        """`node_id` if it can begin now; else the end of the id range that waits for the same ancestor.
 
-        An evicted path down to it is begun here; NO_ROOM if there are no pages for that.
+        Starts the recomputation of an evicted path down to the node; NO_FREE_PAGES if its pages cannot be allocated.
         """
-        path = self._nodes.missing(self._nodes.parent[node_id])
+        path = self._block_manager.missing_path(self._block_manager.parent[node_id])
         top = path[0] if path else node_id
         if not self._parent_complete(top, builder):
-            return self._nodes.subtree_end[self._nodes.parent[top]]
+            return self._block_manager.subtree_end[self._block_manager.parent[top]]
         if not path:
             return node_id
-        run = self._path_run(path[-1], builder, force=False)
+        run = self._recompute_run(path[-1], builder, force=False)
         if run is None:
-            return NO_ROOM
+            return NO_FREE_PAGES
         self._advance(run, builder)
-        return self._nodes.subtree_end[top]
+        return self._block_manager.subtree_end[top]
 
     def _parent_complete(self, node_id: int, builder: StepBuilder) -> bool:
-        """Whether a node whose parent is in the pool, or that has none, can branch off in this step."""
-        parent = self._nodes.active.get(self._nodes.parent[node_id])
-        return parent is None or parent.ready not in (COMPUTING, builder.step)
+        """Whether a node's parent was completed in an earlier step or does not exist."""
+        parent = self._block_manager.active.get(self._block_manager.parent[node_id])
+        return parent is None or parent.completed_step not in (COMPUTING, builder.step)
 
-    def _fresh_run(self, node_id: int, builder: StepBuilder, entry: Entry | None, force: bool = False) -> _Run:
-        rest = (node_id + 1, self._nodes.subtree_end[node_id])
-        return self._run(node_id, builder, deque(), rest, entry, force)
+    def _new_run(self, node_id: int, builder: StepBuilder, candidate: Candidate | None, force: bool = False) -> _Run:
+        pending = (node_id + 1, self._block_manager.subtree_end[node_id])
+        return self._run(node_id, builder, deque(), pending, candidate, force)
 
-    def _path_run(self, node_id: int, builder: StepBuilder, force: bool) -> _Run | None:
-        top, *chain = self._nodes.missing(node_id)
+    def _recompute_run(self, node_id: int, builder: StepBuilder, force: bool) -> _Run | None:
+        top, *missing = self._block_manager.missing_path(node_id)
         if not self._parent_complete(top, builder) or not self._make_room(top, force):
             return None
-        return self._run(top, builder, deque(chain), (0, 0), None, force)
+        return self._run(top, builder, deque(missing), (0, 0), None, force)
 
     def _run(
         self,
         node_id: int,
         builder: StepBuilder,
-        chain: deque[int],
-        rest: tuple[int, int],
-        entry: Entry | None,
+        missing: deque[int],
+        pending: tuple[int, int],
+        candidate: Candidate | None,
         force: bool,
     ) -> _Run:
-        node = self._nodes.admit(node_id, builder.plan.copies)
-        forced = builder.step if force else COMPUTING
-        return _Run(node, chain, rest, self._reserve(node_id, entry), entry, forced)
+        node = self._block_manager.admit(node_id, builder.plan.copies)
+        forced_step = builder.step if force else COMPUTING
+        return _Run(node, missing, pending, self._reserve(node_id, candidate), candidate, forced_step)
 
-    def _reserve(self, node_id: int, entry: Entry | None) -> int:
-        most = len(entry.requests) if entry is not None else self._nodes.unstarted[node_id]
-        count = max(0, min(self._nodes.unstarted[node_id], self._slots(), most))
+    def _reserve(self, node_id: int, candidate: Candidate | None) -> int:
+        most = len(candidate.requests) if candidate is not None else self._block_manager.unstarted[node_id]
+        count = max(0, min(self._block_manager.unstarted[node_id], self._free_slots(), most))
         self._reserved += count
         return count
 
     def _advance(self, run: _Run, builder: StepBuilder) -> None:
-        """One chunk of a run: as far along its path as the budget goes."""
-        nodes = self._nodes
-        begin = position = run.node.done
+        """Add one chunk of a run, as long as the budget allows."""
+        block_manager = self._block_manager
+        begin = position = run.node.next_position
         budget = builder.budget
         while True:
             node = run.node
             if position - begin == budget:
                 self._runs.append(run)
                 break
-            node.done = min(node.end, begin + budget)
-            node.touched = builder.step
-            self._count(node, position)
-            position = node.done
+            node.next_position = min(node.end, begin + budget)
+            node.last_used_step = builder.step
+            self._count_tokens(node, position)
+            position = node.next_position
             if position == node.end:
-                node.ready = builder.step
+                node.completed_step = builder.step
                 self._reserved -= run.reserved
-                if nodes.unstarted[node.id]:
+                if block_manager.unstarted[node.id]:
                     self._begin_samples(node.id, builder, builder.flat + position - 1 - begin, run.reserved)
-                    run.entry = None
+                    run.candidate = None
                 if position - begin == budget or not self._extend(run, builder):
-                    self._deferred.append(run.rest)
+                    self._deferred.append(run.pending)
                     break
         if position > begin:
-            pages = node.table[: -(-position // self._config.page_size)]
-            builder.chunk(self._nodes.request[node.id], None, begin, position, pages)
+            pages = node.page_table[: -(-position // self._config.page_size)]
+            builder.chunk(self._block_manager.request[node.id], None, begin, position, pages)
 
     def _extend(self, run: _Run, builder: StepBuilder) -> bool:
-        """Go on into the next node of the path in the same chunk."""
-        nodes = self._nodes
-        forced = run.forced == builder.step
-        if run.chain:
-            if not self._make_room(run.chain[0], forced):
+        """Continue into the next node of the path in the same chunk; returns whether that was possible."""
+        block_manager = self._block_manager
+        forced_step = run.forced_step == builder.step
+        if run.path:
+            if not self._make_room(run.path[0], forced_step):
                 return False
-            child = run.chain.popleft()
+            child = run.path.popleft()
         else:
-            low, high = run.rest
-            while low < high and not nodes.refs[low]:
-                low = nodes.subtree_end[low]
-            run.rest = (low, high)
-            if low >= high or nodes.parent[low] != run.node.id or builder.blocked:
+            low, high = run.pending
+            while low < high and not block_manager.refs[low]:
+                low = block_manager.subtree_end[low]
+            run.pending = (low, high)
+            if low >= high or block_manager.parent[low] != run.node.id or builder.blocked:
                 return False
-            if run.entry is None and not forced:
-                run.entry = self._admit(low, builder)
-                if run.entry is None:
+            if run.candidate is None and not forced_step:
+                run.candidate = self._admit(low, builder)
+                if run.candidate is None:
                     return False
-            elif not self._enough_slots(low) or not self._make_room(low, forced):
+            elif not self._has_free_slots(low) or not self._make_room(low, forced_step):
                 return False
             child = low
-            run.rest = (low + 1, high)
-        run.node = nodes.admit(child, builder.plan.copies)
-        run.reserved = self._reserve(child, run.entry)
+            run.pending = (low + 1, high)
+        run.node = block_manager.admit(child, builder.plan.copies)
+        run.reserved = self._reserve(child, run.candidate)
         return True
 
-    def _count(self, node: Node, begin: int) -> None:
-        known = self._nodes.computed_to(node)
-        again = max(0, min(node.done, known) - begin)
+    def _count_tokens(self, node: Node, begin: int) -> None:
+        known = self._block_manager.computed_to(node)
+        again = max(0, min(node.next_position, known) - begin)
         self._stats.recomputed_tokens += again
-        self._stats.prompt_tokens += node.done - begin - again
+        self._stats.prompt_tokens += node.next_position - begin - again
 
-    def _serve_backlog(self, builder: StepBuilder) -> bool:
-        """Begin samples at nodes computed earlier, by their last token's logits computed anew.
+    def _begin_backlog(self, builder: StepBuilder) -> bool:
+        """Begin samples at nodes computed earlier; the logits of the last prompt token are recomputed.
 
         Returns:
-            Whether new nodes may begin: not while a node of the backlog waits for pages.
+            Whether new nodes may begin. False while a node of the backlog waits for pages.
         """
         for node_id in list(self._backlog):
-            if not builder.budget or not self._enough_slots(node_id):
+            if not builder.budget or not self._has_free_slots(node_id):
                 return True
-            if not self._nodes.unstarted[node_id]:
+            if not self._block_manager.unstarted[node_id]:
                 del self._backlog[node_id]
                 continue
-            node = self._nodes.active.get(node_id)
-            if node is not None and node.ready in (COMPUTING, builder.step):
+            node = self._block_manager.active.get(node_id)
+            if node is not None and node.completed_step in (COMPUTING, builder.step):
                 continue
             if node is None:
-                run = self._path_run(node_id, builder, force=False)
+                run = self._recompute_run(node_id, builder, force=False)
                 if run is None:
                     return False
                 self._advance(run, builder)
                 continue
-            entry = Entry((), node_id, self._upcoming(node_id, min(self._nodes.unstarted[node_id], self._slots())), 0)
-            admitted = self._admission.admit(entry, self._waiting, alone=self._alone())
+            candidate = Candidate(
+                (),
+                node_id,
+                self._next_requests(node_id, min(self._block_manager.unstarted[node_id], self._free_slots())),
+                0,
+            )
+            admitted = self._admission.admit(candidate, self._waiting, nothing_running=self._nothing_in_flight())
             if admitted is None:
                 return False
-            self._relogit(node, builder, len(admitted.requests))
+            self._recompute_last(node, builder, len(admitted.requests))
         return True
 
-    def _relogit(self, node: Node, builder: StepBuilder, count: int) -> None:
+    def _recompute_last(self, node: Node, builder: StepBuilder, count: int) -> None:
         if node.end % self._config.page_size and not node.tail_held:
-            # The tail was given up: a sequence has to compute it in a page of its own.
+            # The tail was freed: the sequence recomputes it in its own page.
             self._begin_samples(node.id, builder, None, count)
             return
-        node.touched = builder.step
-        flat = builder.chunk(self._nodes.request[node.id], None, node.end - 1, node.end, node.table[:], store=False)
-        self._stats.relogit_tokens += 1
+        node.last_used_step = builder.step
+        flat = builder.chunk(
+            self._block_manager.request[node.id], None, node.end - 1, node.end, node.page_table[:], store=False
+        )
+        self._stats.recomputed_last_tokens += 1
         self._begin_samples(node.id, builder, flat, count)
 
-    def _upcoming(self, node_id: int, count: int) -> list[int]:
-        """The requests of the next `count` samples at a node's end, of which at least so many have not begun."""
-        row, sample = self._next.get(node_id, (self._nodes.first_row[node_id], 0))
+    def _next_requests(self, node_id: int, count: int) -> list[int]:
+        """Requests of the next `count` samples at a node's end; at least `count` have not begun."""
+        row, sample = self._next_sample.get(node_id, (self._block_manager.first_row[node_id], 0))
         requests: list[int] = []
         while len(requests) < count:
             request = self._order[row]
@@ -380,21 +390,21 @@ class Prompts:
         return requests
 
     def _begin_samples(self, node_id: int, builder: StepBuilder, flat: int | None, count: int) -> None:
-        """Begin `count` samples at the node's end, or as many as there are slots, drawing from flat token `flat`.
+        """Begin `count` samples at the node's end, or as many as there are free slots, sampling from flat token `flat`.
 
-        Without one the first only, which computes its logits itself.
+        If `flat` is None only one sample begins, and computes its logits itself.
         """
-        nodes = self._nodes
-        left = nodes.unstarted[node_id]
-        prompt_len = nodes.end[node_id]
-        row, sample = self._next.get(node_id, (nodes.first_row[node_id], 0))
-        for _ in range(min(left, self._slots(), count if flat is not None else 1)):
+        block_manager = self._block_manager
+        left = block_manager.unstarted[node_id]
+        prompt_len = block_manager.end[node_id]
+        row, sample = self._next_sample.get(node_id, (block_manager.first_row[node_id], 0))
+        for _ in range(min(left, self._free_slots(), count if flat is not None else 1)):
             request = self._order[row]
             while sample == self._samples[request] or request in self._cancelled:
                 row, sample = row + 1, 0
                 request = self._order[row]
             sequence = self._sequences.begin(
-                request, row, node_id, prompt_len, self._max_new[request], drawn=flat is not None
+                request, row, node_id, prompt_len, self._max_new[request], sampled=flat is not None
             )
             self._admission.begin(sequence, request, node_id)
             builder.plan.starts.append(SequenceStart(sequence, request, sample))
@@ -402,10 +412,10 @@ class Prompts:
                 builder.sample(sequence, flat)
             sample += 1
             left -= 1
-        nodes.unstarted[node_id] = left
+        block_manager.unstarted[node_id] = left
         if left:
-            self._next[node_id] = (row, sample)
+            self._next_sample[node_id] = (row, sample)
             self._backlog[node_id] = None
         else:
-            self._next.pop(node_id, None)
+            self._next_sample.pop(node_id, None)
             self._backlog.pop(node_id, None)

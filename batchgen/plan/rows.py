@@ -1,6 +1,6 @@
-"""A step's decode rows and draws as columns: read as arrays at a cost that does not grow with the rows, or one by one.
+"""Decode rows and sample rows of a step, stored as numpy columns.
 
-The columns of a plan never change. While no row joins or leaves, plans share `numbers`, the same array object.
+The columns of a plan never change. Consecutive plans share the `numbers` array object until a row is added or removed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class DecodeRow:
-    """Feed the last token of `sequence`, which stands at `position`, and attend to 0..position."""
+    """Feed the last token of `sequence`, at `position`, and attend to positions 0..position."""
 
     sequence: int
     position: int
@@ -28,9 +28,9 @@ class DecodeRow:
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """Draw the next token of `sequence` from the logits of flat token `token` of the step.
+    """Sample the next token of `sequence` from the logits of flat token `token` of the step.
 
-    Flat tokens count the chunks' positions in order, then the decode rows.
+    Flat tokens are the positions of the prefill chunks in order, then the decode rows.
     """
 
     sequence: int
@@ -39,18 +39,18 @@ class SampleRow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeRows(Sequence[DecodeRow]):
-    """The decode rows of a step, in order."""
+    """Decode rows of a step, in order."""
 
     numbers: Int64
-    """[R] sequences"""
+    """[R] sequence ids."""
     positions: Int64
-    """[R]"""
+    """[R] position of each row's token."""
     pages: list[list[int]]
-    """[R] page tables, which are the scheduler's own"""
+    """[R] page tables, owned by the scheduler: read-only."""
 
     @staticmethod
     def of(rows: Iterable[DecodeRow]) -> DecodeRows:
-        """Columns of single rows."""
+        """Convert rows to columns."""
         rows = list(rows)
         numbers = np.array([row.sequence for row in rows], np.int64)
         return DecodeRows(numbers, np.array([row.position for row in rows], np.int64), [row.pages for row in rows])
@@ -80,16 +80,16 @@ class DecodeRows(Sequence[DecodeRow]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleRows(Sequence[SampleRow]):
-    """The draws of a step, in order; no sequence twice."""
+    """Sample rows of a step, in order; each sequence occurs at most once."""
 
     numbers: Int64
-    """[R] sequences"""
+    """[R] sequence ids."""
     tokens: Int64
-    """[R] flat tokens"""
+    """[R] flat tokens to sample from."""
 
     @staticmethod
     def of(rows: Iterable[SampleRow]) -> SampleRows:
-        """Columns of single draws."""
+        """Convert rows to columns."""
         pairs = np.array([(row.sequence, row.token) for row in rows], np.int64).reshape(-1, 2)
         return SampleRows(pairs[:, 0], pairs[:, 1])
 

@@ -1,4 +1,4 @@
-"""The decode rows between steps, a column for each thing that a step needs of them."""
+"""Running batch: the sequences that decode, stored as numpy columns that persist between steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ROOM: Final = 64
 
 
 class RunningRow(Protocol):
-    """What is asked of a row that decodes."""
+    """Fields of a sequence that `Running` uses."""
 
     id: int
     row: int
@@ -38,9 +38,9 @@ Row = TypeVar("Row", bound=RunningRow)
 
 
 class Running(Generic[Row]):
-    """Rows that decode, in tree order. A step costs no Python per row, one that joins or leaves costs its own.
+    """Sequences that decode, in tree order. Planning a step runs no Python code per row.
 
-    While a row is in, its position is the column's; its own is set when it leaves.
+    A row's current position is in the column; its `position` attribute is updated when the row is removed.
     """
 
     def __init__(self) -> None:
@@ -61,41 +61,41 @@ class Running(Generic[Row]):
 
     @property
     def tree_rows(self) -> Int64:
-        """[R] places of the rows' requests in the tree's order, rising."""
+        """[R] index of each row's request in the tree's order, ascending."""
         return self._columns[_ROW, : len(self._rows)]
 
     @property
     def positions(self) -> Int64:
-        """[R] the positions that the rows feed next."""
+        """[R] position that each row feeds next."""
         return self._columns[_POSITION, : len(self._rows)]
 
     @property
     def numbers(self) -> Int64:
-        """[R] the rows' ids."""
+        """[R] sequence id of each row."""
         return self._columns[_ID, : len(self._rows)]
 
     @property
     def capacities(self) -> Int64:
-        """[R] positions that the rows' pages hold."""
+        """[R] number of positions that each row's pages hold."""
         return self._columns[_CAPACITY, : len(self._rows)]
 
     @property
     def requests(self) -> Int64:
-        """[R] the rows' requests."""
+        """[R] request of each row."""
         return self._columns[_REQUEST, : len(self._rows)]
 
     @property
     def nodes(self) -> Int64:
-        """[R] nodes at whose ends the rows' prompts end."""
+        """[R] node at whose end each row's prompt ends."""
         return self._columns[_NODE, : len(self._rows)]
 
     @property
     def in_place(self) -> Int64:
-        """[R] 1 where a row writes on in its node's tail."""
+        """[R] 1 for rows that continue in their node's tail, else 0."""
         return self._columns[_IN_PLACE, : len(self._rows)]
 
     def add(self, row: Row) -> None:
-        """A row begins to decode."""
+        """Add a row."""
         count = len(self._rows)
         if count == self._columns.shape[1]:
             self._columns = np.concatenate([self._columns, np.empty_like(self._columns)], axis=1)
@@ -116,10 +116,10 @@ class Running(Generic[Row]):
         self._numbers = None
 
     def remove(self, rows: Collection[Row]) -> None:
-        """Rows decode no more."""
+        """Remove rows."""
         if not rows:
             return
-        places = sorted(self.place(row) for row in rows)
+        places = sorted(self.index_of(row) for row in rows)
         kept = np.ones(len(self._rows), np.bool_)
         kept[places] = False
         for place in reversed(places):
@@ -128,18 +128,18 @@ class Running(Generic[Row]):
         self._columns[:, : len(self._rows)] = self._columns[:, : len(kept)][:, kept]
         self._numbers = None
 
-    def full(self) -> list[int]:
-        """Places of those whose pages end before their position."""
+    def at_capacity(self) -> list[int]:
+        """Indices of the rows that need another page for their position."""
         columns = self._columns[:, : len(self._rows)]
         found: list[int] = (columns[_POSITION] == columns[_CAPACITY]).nonzero()[0].tolist()
         return found
 
-    def place(self, row: Row) -> int:
-        """Where a row stands."""
+    def index_of(self, row: Row) -> int:
+        """Index of a row."""
         return bisect_left(self._rows, (row.row, row.id), key=_tree_order)
 
     def grow(self, places: Seq[int], pages: Seq[int], page_size: int) -> None:
-        """Rows get a page each."""
+        """Append one page to each of the rows at `places`."""
         for place, page in zip(places, pages, strict=True):
             row = self._rows[place]
             row.pages.append(page)
@@ -147,13 +147,13 @@ class Running(Generic[Row]):
         self._columns[_CAPACITY, places] += page_size
 
     def advance(self) -> list[Row]:
-        """All stand one position further; those that have come to their limit."""
+        """Advance all rows by one position; returns those that have reached their limit."""
         columns = self._columns[:, : len(self._rows)]
         columns[_POSITION] += 1
         return [self._rows[i] for i in (columns[_POSITION] == columns[_LIMIT]).nonzero()[0].tolist()]
 
     def decode_rows(self) -> DecodeRows:
-        """As a plan has them."""
+        """Snapshot of the rows for a plan."""
         columns = self._columns[:, : len(self._rows)]
         if self._numbers is None:
             self._numbers, self._tables = columns[_ID].copy(), self._pages.copy()

@@ -1,7 +1,7 @@
-"""Sequences that have begun: which decode, which wait for pages, which are computed again.
+"""Scheduling of sequences that have begun: which decode, which wait for pages, which are recomputed.
 
-A sequence with C output tokens stands at `position` P + C - 1, that of its last token, which is fed next. The line of
-those that wait is served strictly by age; the youngest is preempted first. The oldest can therefore always finish.
+A sequence with C output tokens is at `position` P + C - 1, that of its last token, which is fed next. Waiting sequences
+get pages strictly by age, and the youngest is preempted first. The oldest can therefore always finish.
 """
 
 from __future__ import annotations
@@ -13,96 +13,97 @@ from enum import Enum
 
 import numpy as np
 
+from batchgen.plan.block_manager import COMPUTING, BlockManager, Node
 from batchgen.plan.builder import StepBuilder
 from batchgen.plan.config import SchedulerStats
-from batchgen.plan.nodes import COMPUTING, Node, Nodes
 from batchgen.plan.running import Running
 
-__all__ = ["Phase", "Sequence", "Sequences"]
+__all__ = ["Phase", "ScheduledSequence", "SequenceScheduler"]
 
 
 class Phase(Enum):
-    """Where a begun sequence stands."""
+    """Scheduling state of a sequence that has begun."""
 
-    FRESH = "its first token is drawn in this step"
-    WAITING = "in line for pages"
-    RESUMING = "holds pages and is computed again"
+    FRESH = "its first token is sampled in this step"
+    WAITING = "waits for pages"
+    RESUMING = "holds pages and is recomputed"
     RUNNING = "decodes"
-    PARKED = "has all its tokens; its end is not reported yet"
-    ENDED = "gone"
+    AWAITING_COMMIT = "has all its tokens; its end is not reported yet"
+    ENDED = "has ended"
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
-    """One sample that has begun and not ended."""
+class ScheduledSequence:
+    """A sample that has begun and not ended."""
 
     id: int
     request: int
     row: int
-    """Place of its request in the tree's order."""
+    """Index of its request in the tree's order."""
     node_id: int
     """Node at whose end its prompt ends."""
     prompt_len: int
     position: int
-    """Position fed next; `prompt_len - 1` before the first token is drawn. As it was at the last join while RUNNING."""
+    """Position fed next; `prompt_len - 1` before the first token. While RUNNING, `Running.positions` is up to date
+    instead."""
     limit: int
-    """Position at which no further token is asked for: P + max_new - 1."""
+    """Position at which the sequence has all its tokens: P + max_new - 1."""
     phase: Phase
     node: Node | None = None
-    """Set while it holds pages."""
+    """Node at whose end its prompt ends; None while it holds no pages."""
     pages: list[int] = field(default_factory=list)
-    """Pages of positions 0.., the node's included. Only ever appended to while in use."""
-    own: int = 0
-    """Place in `pages` of its first own page."""
+    """Page table from position 0 on, including the node's pages. Only appended to while in use."""
+    first_own_page: int = 0
+    """Index in `pages` of the first page that the sequence itself holds."""
     capacity: int = 0
-    """Positions the pages hold."""
+    """Number of positions that the pages hold."""
     in_place: bool = False
-    """Its first own page is the node's tail."""
-    done: int = 0
-    """Next position to compute, while resuming."""
-    relogit: bool = False
-    """Resuming only for the logits of its last prompt token, whose keys and values stand in its pages."""
+    """Whether its first own page is the node's tail."""
+    next_position: int = 0
+    """Next position to compute while RESUMING."""
+    recompute_last: bool = False
+    """Whether it is RESUMING only for the logits of its last prompt token, whose keys and values are in its pages."""
 
 
-def _age(sequence: Sequence) -> int:
+def _age(sequence: ScheduledSequence) -> int:
     return sequence.id
 
 
-class Sequences:
-    """All begun sequences and the pages they hold beside their nodes'."""
+class SequenceScheduler:
+    """Scheduler of all sequences that have begun, and owner of the pages they hold in addition to their nodes'."""
 
     def __init__(
         self,
-        nodes: Nodes,
+        block_manager: BlockManager,
         stats: SchedulerStats,
-        joined: Callable[[Node | None], None],
-        left: Callable[[Node | None], None],
+        on_decode_start: Callable[[Node | None], None],
+        on_decode_stop: Callable[[Node | None], None],
     ) -> None:
-        self.by_id: dict[int, Sequence] = {}
-        self.running: Running[Sequence] = Running()
-        """Decode rows, in tree order."""
-        self.resuming: list[Sequence] = []
-        """Oldest first."""
-        self.line: list[Sequence] = []
-        """Those waiting for pages, oldest first."""
-        self.parked = 0
-        """Those that have all their tokens."""
-        self._scheduled: list[Sequence] = []
-        """Fresh and resumed ones that draw in this step."""
-        self._nodes = nodes
-        self._allocator = nodes.allocator
-        self._page_size = nodes.allocator.page_size
+        self.by_id: dict[int, ScheduledSequence] = {}
+        self.running: Running[ScheduledSequence] = Running()
+        """Sequences that decode, in tree order."""
+        self.resuming: list[ScheduledSequence] = []
+        """Sequences that are recomputed, oldest first."""
+        self.waiting: list[ScheduledSequence] = []
+        """Sequences that wait for pages, oldest first."""
+        self.awaiting_commit = 0
+        """Number of sequences that have all their tokens."""
+        self._scheduled: list[ScheduledSequence] = []
+        """FRESH and RESUMING sequences that sample in this step."""
+        self._block_manager = block_manager
+        self._allocator = block_manager.allocator
+        self._page_size = block_manager.allocator.page_size
         self._stats = stats
-        self._joined = joined
-        self._left = left
+        self._on_decode_start = on_decode_start
+        self._on_decode_stop = on_decode_stop
         self.next_id = 0
-        """Number of the sequence that begins next."""
+        """Id of the next sequence to begin."""
         self._kv_positions = 0
         self._places = np.arange(0)
 
-    def begin(self, request: int, row: int, node_id: int, prompt_len: int, max_new: int, *, drawn: bool) -> int:
-        """A new sequence; `drawn` if this step draws its first token, else it has to compute its logits itself."""
-        sequence = Sequence(
+    def begin(self, request: int, row: int, node_id: int, prompt_len: int, max_new: int, *, sampled: bool) -> int:
+        """Begin a sequence and return its id; `sampled`: this step samples its first token."""
+        sequence = ScheduledSequence(
             id=self.next_id,
             request=request,
             row=row,
@@ -114,68 +115,72 @@ class Sequences:
         )
         self.next_id += 1
         self.by_id[sequence.id] = sequence
-        self._nodes.wait(node_id, 1)
-        if drawn:
+        self._block_manager.add_waiting(node_id, 1)
+        if sampled:
             self._scheduled.append(sequence)
         else:
-            self._queue(sequence)
+            self._enqueue(sequence)
         return sequence.id
 
     def grow(self) -> bool:
-        """Get the decode rows at the end of their pages one more each, the oldest first.
+        """Allocate one more page to each decode row that needs it, oldest first.
 
         Returns:
-            Whether sequences were preempted for it.
+            Whether sequences were preempted.
         """
-        short = self.running.full()
+        short = self.running.at_capacity()
         if not short:
             return False
-        if len(short) <= self._allocator.free_count or self._nodes.make_room(lambda: len(short), spare_waiting=True):
+        if len(short) <= self._allocator.free_count or self._block_manager.make_room(
+            lambda: len(short), spare_waiting=True
+        ):
             self.running.grow(short, self._allocator.alloc(len(short)), self._page_size)
             return False
         before = self._stats.preemptions
         for sequence in sorted((self.running[place] for place in short), key=_age):
-            while sequence.phase is Phase.RUNNING and not self._nodes.make_room(lambda: 1, spare_waiting=False):
+            while sequence.phase is Phase.RUNNING and not self._block_manager.make_room(lambda: 1, spare_waiting=False):
                 self._preempt(max((*self.running, *self.resuming), key=_age))
             if sequence.phase is Phase.RUNNING:
-                self.running.grow([self.running.place(sequence)], self._allocator.alloc(1), self._page_size)
+                self.running.grow([self.running.index_of(sequence)], self._allocator.alloc(1), self._page_size)
         return self._stats.preemptions > before
 
-    def join(self, builder: StepBuilder, recompute: Callable[[int, StepBuilder, bool], None]) -> None:
-        """Give pages to the sequences in line, as far as they go.
+    def admit_waiting(self, builder: StepBuilder, recompute: Callable[[int, StepBuilder, bool], None]) -> None:
+        """Allocate pages to waiting sequences while there are enough.
 
         Args:
-            builder: the step.
-            recompute: has a node's missing path computed: (node, step, whether everything idle may be evicted).
+            builder: the step being planned.
+            recompute: schedules the missing path of a node: (node, step, whether all idle nodes may be evicted).
         """
         served = 0
-        for sequence in self.line:
-            alone = not self.running and not self.resuming
-            node = self._nodes.active.get(sequence.node_id)
+        for sequence in self.waiting:
+            nothing_running = not self.running and not self.resuming
+            node = self._block_manager.active.get(sequence.node_id)
             if node is None:
-                recompute(sequence.node_id, builder, alone)
+                recompute(sequence.node_id, builder, nothing_running)
                 break
-            if node.ready in (COMPUTING, builder.step) or not self._fits(sequence, node, alone):
+            if node.completed_step in (COMPUTING, builder.step) or not self._make_room_for(
+                sequence, node, nothing_running
+            ):
                 break
-            self._take(sequence, node, builder)
+            self._allocate(sequence, node, builder)
             served += 1
-        del self.line[:served]
-        builder.blocked = bool(self.line)
+        del self.waiting[:served]
+        builder.blocked = bool(self.waiting)
 
     def resume(self, builder: StepBuilder) -> None:
-        """Compute resuming sequences anew within the budget; the last position draws the next token."""
+        """Recompute RESUMING sequences within the budget; the last position samples the next token."""
         ended = 0
         for sequence in self.resuming:
             if not builder.budget:
                 break
-            begin, end = sequence.done, min(sequence.position + 1, sequence.done + builder.budget)
+            begin, end = sequence.next_position, min(sequence.position + 1, sequence.next_position + builder.budget)
             pages = sequence.pages[: -(-end // self._page_size)]
-            flat = builder.chunk(sequence.request, sequence.id, begin, end, pages, store=not sequence.relogit)
-            sequence.done = end
+            flat = builder.chunk(sequence.request, sequence.id, begin, end, pages, store=not sequence.recompute_last)
+            sequence.next_position = end
             self._stats.recomputed_tokens += min(end, sequence.position) - begin
             if end > sequence.position:
                 if sequence.position < sequence.prompt_len:
-                    self._stats.relogit_tokens += 1
+                    self._stats.recomputed_last_tokens += 1
                 else:
                     self._stats.decode_tokens += 1
                 builder.sample(sequence.id, flat + end - 1 - begin)
@@ -183,8 +188,8 @@ class Sequences:
                 ended += 1
         del self.resuming[:ended]
 
-    def emit(self, builder: StepBuilder) -> int:
-        """Add the decode rows and what they draw; returns the cached positions they attend to."""
+    def add_decode_rows(self, builder: StepBuilder) -> int:
+        """Add the decode rows and their samples to the step; returns the cached positions they attend to."""
         count = len(self.running)
         if len(self._places) != count:
             self._places = np.arange(count)
@@ -193,105 +198,108 @@ class Sequences:
         return self._kv_positions
 
     def commit(self) -> None:
-        """Every scheduled sequence has gained its token."""
+        """Record that every scheduled sequence has gained a token."""
         self._kv_positions += len(self.running)
         full = self.running.advance()
-        self._stop(full, Phase.PARKED)
-        self.parked += len(full)
+        self._stop_decoding(full, Phase.AWAITING_COMMIT)
+        self.awaiting_commit += len(full)
         for sequence in self._scheduled:
             sequence.position += 1
             if sequence.position == sequence.limit:
-                sequence.phase = Phase.PARKED
-                self.parked += 1
+                sequence.phase = Phase.AWAITING_COMMIT
+                self.awaiting_commit += 1
             elif sequence.phase is Phase.FRESH:
-                self._queue(sequence)
+                self._enqueue(sequence)
             else:
-                self._run(sequence)
+                self._start_decoding(sequence)
         self._scheduled.clear()
 
     def finish(self, ids: Collection[int]) -> None:
-        """Sequences that have ended give everything back. Called between steps.
+        """End sequences and free everything they hold; call it between steps.
 
         Raises:
-            KeyError: an id that names no begun, unended sequence.
+            KeyError: an id does not belong to a running sequence.
         """
         ended = [self.by_id.pop(i) for i in ids]
         phases = {sequence.phase for sequence in ended}
-        self._stop([sequence for sequence in ended if sequence.phase is Phase.RUNNING], Phase.ENDED)
+        self._stop_decoding([sequence for sequence in ended if sequence.phase is Phase.RUNNING], Phase.ENDED)
         for sequence in ended:
-            self.parked -= sequence.phase is Phase.PARKED
+            self.awaiting_commit -= sequence.phase is Phase.AWAITING_COMMIT
             sequence.phase = Phase.ENDED
             if sequence.node is None:
-                self._nodes.wait(sequence.node_id, -1)
+                self._block_manager.add_waiting(sequence.node_id, -1)
             else:
-                self._give_back(sequence, sequence.node)
-            self._nodes.release(sequence.node_id)
+                self._free_pages(sequence, sequence.node)
+            self._block_manager.release(sequence.node_id)
         if Phase.RESUMING in phases:
             self.resuming = [s for s in self.resuming if s.phase is Phase.RESUMING]
         if Phase.WAITING in phases:
-            self.line = [s for s in self.line if s.phase is Phase.WAITING]
+            self.waiting = [s for s in self.waiting if s.phase is Phase.WAITING]
 
-    def _fits(self, sequence: Sequence, node: Node, alone: bool) -> bool:
-        """Make room for what `_take` takes. One that is computed again must not be preempted at once: a page each
-        for the others' growth stays free.
+    def _make_room_for(self, sequence: ScheduledSequence, node: Node, nothing_running: bool) -> bool:
+        """Make room for the pages that `_allocate` needs; returns whether they are free.
+
+        One page per other sequence stays free for their growth, so that a recomputed sequence is not preempted at once.
         """
-        spare = 0 if alone or sequence.position <= sequence.prompt_len else len(self.running) + len(self.resuming)
+        spare = (
+            0 if nothing_running or sequence.position <= sequence.prompt_len else len(self.running) + len(self.resuming)
+        )
 
         def need() -> int:
-            return spare + self._nodes.pages_to_branch(node, sequence.prompt_len, sequence.position + 1)
+            return spare + self._block_manager.pages_to_branch(node, sequence.prompt_len, sequence.position + 1)
 
-        if self._nodes.make_room(need, spare_waiting=True):
+        if self._block_manager.make_room(need, spare_waiting=True):
             return True
-        return alone and self._nodes.make_room(need, spare_waiting=False, keep=node)
+        return nothing_running and self._block_manager.make_room(need, spare_waiting=False, keep=node)
 
-    def _take(self, sequence: Sequence, node: Node, builder: StepBuilder) -> None:
+    def _allocate(self, sequence: ScheduledSequence, node: Node, builder: StepBuilder) -> None:
         prompt_len, position = sequence.prompt_len, sequence.position
-        branch = self._nodes.branch(node, prompt_len, position + 1, builder.plan.copies)
-        self._nodes.wait(node.id, -1)
+        branch = self._block_manager.branch(node, prompt_len, position + 1, builder.plan.copies)
+        self._block_manager.add_waiting(node.id, -1)
         sequence.node = node
-        sequence.pages = node.table[: node.full] + branch.pages
-        sequence.own = node.full
+        sequence.pages = node.page_table[: node.full_pages] + branch.pages
+        sequence.first_own_page = node.full_pages
         sequence.capacity = len(sequence.pages) * self._page_size
         sequence.in_place = branch.in_place
         if branch.begin == prompt_len == position:
-            self._run(sequence)
+            self._start_decoding(sequence)
             return
         sequence.phase = Phase.RESUMING
-        sequence.relogit = position < branch.begin
-        sequence.done = min(position, branch.begin)
+        sequence.recompute_last = position < branch.begin
+        sequence.next_position = min(position, branch.begin)
         insort(self.resuming, sequence, key=_age)
 
-    def _run(self, sequence: Sequence) -> None:
+    def _start_decoding(self, sequence: ScheduledSequence) -> None:
         sequence.phase = Phase.RUNNING
         self.running.add(sequence)
         self._kv_positions += sequence.position + 1
-        self._joined(sequence.node)
+        self._on_decode_start(sequence.node)
 
-    def _stop(self, sequences: list[Sequence], phase: Phase) -> None:
-        """They decode no more."""
+    def _stop_decoding(self, sequences: list[ScheduledSequence], phase: Phase) -> None:
+        """Remove sequences from the decode rows."""
         self.running.remove(sequences)
         for sequence in sequences:
             sequence.phase = phase
             self._kv_positions -= sequence.position + 1
-            self._left(sequence.node)
+            self._on_decode_stop(sequence.node)
 
-    def _queue(self, sequence: Sequence) -> None:
+    def _enqueue(self, sequence: ScheduledSequence) -> None:
         sequence.phase = Phase.WAITING
-        insort(self.line, sequence, key=_age)
+        insort(self.waiting, sequence, key=_age)
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: ScheduledSequence) -> None:
         assert sequence.node is not None
         self._stats.preemptions += 1
         if sequence.phase is Phase.RUNNING:
-            self._stop([sequence], Phase.WAITING)
+            self._stop_decoding([sequence], Phase.WAITING)
         else:
             self.resuming.remove(sequence)
-        self._give_back(sequence, sequence.node)
-        self._nodes.wait(sequence.node_id, 1)
-        self._queue(sequence)
+        self._free_pages(sequence, sequence.node)
+        self._block_manager.add_waiting(sequence.node_id, 1)
+        self._enqueue(sequence)
 
-    def _give_back(self, sequence: Sequence, node: Node) -> None:
-        self._allocator.free(sequence.pages[sequence.own :])
-        self._nodes.leave(node, sequence.in_place)
+    def _free_pages(self, sequence: ScheduledSequence, node: Node) -> None:
+        self._allocator.free(sequence.pages[sequence.first_own_page :])
+        self._block_manager.detach(node, sequence.in_place)
         sequence.node = None
         sequence.pages = []

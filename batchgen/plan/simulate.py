@@ -1,6 +1,6 @@
-"""A job's steps before it runs: rows take slots in their order and give them back at their expected ends.
+"""Simulation of a job's steps before it runs: samples occupy slots in begin order until their expected ends.
 
-Pages are no limit here, and nothing is done for a step in which nothing begins or ends: a million rows take seconds.
+Pages are not limited, and steps in which nothing begins or ends are skipped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """Counted as `SchedulerStats` does."""
+    """Simulated counters of a job, defined as in `SchedulerStats`."""
 
     steps: int
     sampled_tokens: int
@@ -32,12 +32,12 @@ class Simulated:
 
     @property
     def occupancy(self) -> float:
-        """Tokens drawn over those that full steps would have drawn; 1.0 of no steps."""
+        """Sampled tokens divided by those of full steps; 1.0 without steps."""
         return self.sampled_tokens / (self.steps * self.slots) if self.steps else 1.0
 
     @property
     def tail_efficiency(self) -> float:
-        """The same over the steps in which nothing was left to begin."""
+        """Sampled tokens divided by those of full steps, over the tail steps; 1.0 without any."""
         return self.tail_tokens / (self.tail_steps * self.slots) if self.tail_steps else 1.0
 
 
@@ -47,35 +47,35 @@ def simulate(
     lengths: npt.NDArray[np.integer[Any]],
     config: SchedulerConfig,
 ) -> Simulated:
-    """Run a job without its tokens.
+    """Simulate the steps of a job: samples occupy slots in begin order until their ends, and pages are not limited.
 
     Args:
-        order: its tree, in the order of beginning.
+        order: prefix tree and begin order.
         samples: [N] samples per request; 0 leaves a request out.
-        lengths: [N] tokens that each sample draws, at least 1 where there are samples.
-        config: slots and tokens of a step.
+        lengths: [N] tokens that each sample generates, at least 1 for requests with samples.
+        config: slots, and tokens per step.
     """
     prompts, outputs = _in_order(order, samples, lengths)
     slots, budget = min(config.max_num_seqs, len(outputs)), config.max_tokens_per_step
-    ends: list[int] = []  # step in which each sample under way is gone
-    step = room = behind = 0
+    ends: list[int] = []  # heap of the steps in which running samples have ended
+    step = room = backlog = 0
     for prompt, output in zip(prompts.tolist(), outputs.tolist(), strict=True):
-        behind += prompt
+        backlog += prompt
         if len(ends) == slots and ends[0] > step:
             step, room = ends[0], 0
         while ends and ends[0] <= step:
             heapq.heappop(ends)
-        # What does not fit into this step is computed in the next ones, beside the rows that decode then.
+        # Prompt tokens that do not fit into this step are computed in the next ones, together with their decode rows.
         if not room:
             room = budget - len(ends)
-        while behind > room:
-            behind -= room
+        while backlog > room:
+            backlog -= room
             step += 1
             while ends and ends[0] <= step:
                 heapq.heappop(ends)
             room = budget - len(ends)
-        room -= behind
-        behind = 0
+        room -= backlog
+        backlog = 0
         heapq.heappush(ends, step + output)
     last = max(ends, default=0)
     tail = [end - step - 1 for end in ends]
@@ -85,7 +85,7 @@ def simulate(
 def _in_order(
     order: BeginOrder, samples: npt.NDArray[np.integer[Any]], lengths: npt.NDArray[np.integer[Any]]
 ) -> tuple[Int64s, Int64s]:
-    """[samples] prompt tokens that each one computes and tokens that it draws, in the order of beginning."""
+    """[samples] prompt tokens that each sample computes; [samples] tokens that it generates; both in begin order."""
     tree = order.tree
     live = np.flatnonzero(samples[tree.order] > 0)
     if not len(live):

@@ -1,10 +1,10 @@
-"""Sort prompts by their token ids and measure what neighbours share. No Python per token or per row.
+"""Sort of prompts by token ids, with the lengths of the prefixes that neighbours share. Fully vectorized.
 
-Quicksort on whole prompts: each group of rows not yet told apart is compared with one of its rows, the pivot, up to
-where each differs. A row's place is then known from three numbers: whether it comes before or after the pivot, how many
-tokens it shares with it, and the two tokens that follow. Rows equal in all three form the groups of the next round,
-which begins behind those tokens. So no token is compared twice but the pivots', tokens past a row's divergence are not
-read, and a drawn pivot halves a group about as a drawn leaf halves its tree: rounds grow as the logarithm of the rows.
+Quicksort on whole prompts: each group of tied rows is compared with one of its rows, the pivot, up to where each
+differs. Three values then determine a row's position: whether it comes before or after the pivot, how many tokens it
+shares with it, and the two tokens that follow. Rows equal in all three form the groups of the next round, which starts
+after those tokens. Only the pivots' tokens are compared more than once, and tokens after a row's divergence are not
+read. Pivots are random, so the number of rounds grows with the logarithm of the rows.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy.typing as npt
 __all__ = ["sort_prompts"]
 
 FIRST_WINDOW = 64
-"""Tokens compared at first."""
+"""Number of tokens compared at first."""
 LAST_WINDOW = 256
-"""Tokens compared at once at most; windows grow fourfold from the first."""
+"""Maximum number of tokens compared at once; windows grow fourfold from `FIRST_WINDOW`."""
 BLOCK = 1 << 16
-"""Tokens gathered at once: they stay in a core's cache and bound the temporary memory."""
+"""Number of tokens gathered at once: they fit into a core's cache and bound the temporary memory."""
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -30,9 +30,9 @@ Bools = npt.NDArray[np.bool_]
 
 
 def sort_prompts(tokens: Int32s, offsets: Int64s, keys: Int64s | None = None) -> tuple[Int64s, Int32s]:
-    """Order of the prompts by (key, ids), a prefix before its extensions, equal prompts by index.
+    """Sort the prompts by (key, ids), a prefix before its extensions, equal prompts by index.
 
-    Takes about 150 bytes of memory a prompt, whatever its length.
+    Needs about 150 bytes of memory per prompt, regardless of its length.
 
     Args:
         tokens: [total] int32, ids >= 0.
@@ -55,7 +55,7 @@ def sort_prompts(tokens: Int32s, offsets: Int64s, keys: Int64s | None = None) ->
     tied = _Tied(np.arange(rows), first, np.zeros(int(first.sum()), np.int64)).without_singles()
     turn = 0
     while len(tied.slots):
-        # Two tokens tell most rows of an unshared job apart: no pivot in the first round.
+        # Two tokens separate most rows of a job without sharing: the first round needs no pivot.
         pivots = _pivots(order, tied, turn) if turn else None
         tied = _split(reader, order, shared, tied, pivots)
         turn += 1
@@ -64,15 +64,17 @@ def sort_prompts(tokens: Int32s, offsets: Int64s, keys: Int64s | None = None) ->
 
 @dataclass(frozen=True, slots=True)
 class _Tied:
-    """Groups of rows not yet told apart: adjacent slots of the order that agree on their first `depth` tokens."""
+    """Groups of tied rows: adjacent slots of the order that agree on their first `depth` tokens."""
 
     slots: Int64s
+    """[slots] indices into the order."""
     first: Bools
     """[slots] whether a group begins here."""
     depth: Int64s
-    """[groups]"""
+    """[groups] number of tokens known to be equal."""
 
     def without_singles(self) -> _Tied:
+        """The groups of more than one row."""
         last = np.append(self.first[1:], True)
         single = self.first & last
         if not single.any():
@@ -82,14 +84,14 @@ class _Tied:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Windows of tokens at given places of given rows."""
+    """Reader of token windows of many rows at once."""
 
     tokens: Int32s
     starts: Int64s
     lengths: Int64s
 
     def windows(self, begin: Int64s, width: int) -> Int32s:
-        """[rows, width] tokens from the places `begin` on; what lies past the last token is arbitrary."""
+        """[rows, width] tokens from the indices `begin` on; values past the last token are arbitrary."""
         last = len(self.tokens) - width
         if last < 0 or int(begin.max()) > last:
             return np.take(self.tokens, begin[:, None] + np.arange(width), mode="clip")
@@ -99,7 +101,7 @@ class _Reader:
         return out
 
     def pairs(self, rows: Int64s, depth: Int64s) -> Uint64s:
-        """[rows] the two tokens at `depth`, plus one each, as one sortable number; 0 past the end."""
+        """[rows] the two tokens at `depth`, each plus one and 0 past the end, packed into one sortable number."""
         two = self.windows(self.starts[rows] + depth, 2).astype(np.uint64) + np.uint64(1)
         left = self.lengths[rows] - depth
         high = np.where(left > 0, two[:, 0], np.uint64(0))
@@ -108,7 +110,7 @@ class _Reader:
         return packed
 
     def agree(self, rows: Int64s, others: Int64s, depth: Int64s) -> Int64s:
-        """[rows] the tokens that `rows[i]` and `others[i]` share, of which the first `depth[i]` are known to be."""
+        """[rows] number of tokens that `rows[i]` and `others[i]` share; the first `depth[i]` are known to be equal."""
         until = np.minimum(self.lengths[rows], self.lengths[others])
         result = depth.copy()
         mine, theirs = self.starts[rows], self.starts[others]
@@ -132,19 +134,19 @@ class _Reader:
 
 
 def _pivots(order: Int64s, tied: _Tied, turn: int) -> Int64s:
-    """[groups] one row of each group: drawn, so that no input can make every choice a bad one."""
+    """[groups] a random row of each group, so that no input makes every choice bad."""
     starts = np.flatnonzero(tied.first)
     sizes = np.diff(np.append(starts, len(tied.slots)))
-    drawn = (tied.slots[starts].astype(np.uint64) + np.uint64(turn << 40)) * np.uint64(0x9E3779B97F4A7C15)
-    places = ((drawn >> np.uint64(33)) % sizes.astype(np.uint64)).astype(np.int64)
+    hashed = (tied.slots[starts].astype(np.uint64) + np.uint64(turn << 40)) * np.uint64(0x9E3779B97F4A7C15)
+    places = ((hashed >> np.uint64(33)) % sizes.astype(np.uint64)).astype(np.int64)
     pivots: Int64s = order[tied.slots[starts + places]]
     return pivots
 
 
 def _split(reader: _Reader, order: Int64s, shared: Int32s, tied: _Tied, pivots: Int64s | None) -> _Tied:
-    """Sort each group around its pivot, note what neighbours share, return the groups still tied.
+    """Sort each group around its pivot, store the shared lengths, and return the groups that are still tied.
 
-    Without pivots by the next two tokens only.
+    If `pivots` is None, sort by the next two tokens only.
     """
     group = np.cumsum(tied.first) - 1
     rows = order[tied.slots]
@@ -170,16 +172,16 @@ def _split(reader: _Reader, order: Int64s, shared: Int32s, tied: _Tied, pivots: 
     np.minimum(depth[1:], depth[:-1], out=least[1:])
     value = np.where(same, reader.lengths[rows], least + one)
     inside = ~tied.first
-    # A pair that ties and has not ended is overwritten by a later round.
+    # A later round overwrites the pairs that are tied and have not ended.
     shared[tied.slots[inside]] = value[inside]
     on = ~ended
     return _Tied(tied.slots[on], ~same[on], (depth + 2)[on & ~same]).without_singles()
 
 
 def _sides(group: Int64s, agreed: Int64s, mine: Uint64s, pivots: Uint64s) -> Int64s:
-    """[rows] sorts by group, and in it by how a row that agrees with its pivot on `agreed` tokens stands to it.
+    """[rows] sort key by group, then by position relative to the pivot.
 
-    Of the rows before the pivot those that share least come first, of the rows after it last.
+    Among the rows before the pivot those that share least come first, among the rows after it last.
     """
     shift = np.uint64(32)
     mine, pivots = mine >> shift, pivots >> shift

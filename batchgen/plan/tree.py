@@ -1,7 +1,7 @@
-"""The exact prefix tree of all prompts, path-compressed, as numpy columns.
+"""Exact prefix tree of all prompts, path-compressed (a radix tree), as numpy columns.
 
-Every branching and every prompt's end is the end of a node; a node is a segment of positions that all prompts below it
-share. Prompts of different keys (adapter, media) share nothing, so the tree is a forest.
+A node is a segment of positions that all prompts below it share; it ends where paths branch or a prompt ends. Prompts
+with different keys (adapter, media) share nothing, so the tree is a forest.
 """
 
 from __future__ import annotations
@@ -22,47 +22,49 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
-    """Columns over nodes [M] and requests [N]. Nodes are numbered depth first: a parent before its children.
+    """Prefix tree as columns over nodes [M] and requests [N]. Nodes are numbered depth first, parents before children.
 
-    A node's subtree is the id range `[i, subtree_end[i])` and covers the places `first_row[i]..last_row[i]` of `order`.
+    The subtree of node i is the id range `[i, subtree_end[i])`; its requests are `order[first_row[i]:last_row[i] + 1]`.
     """
 
     parent: Int32s
-    """[M] -1 for a root."""
+    """[M] parent of each node, -1 for a root."""
     start: Int32s
     """[M] first position of the segment; equals the parent's `end`."""
     end: Int32s
     """[M] one past the last position of the segment."""
     request: Int32s
-    """[M] a request below the node, whose ids give the segment."""
+    """[M] a request below the node, whose ids give the segment's tokens."""
     first_row: Int32s
-    """[M] first place in `order` of the requests below."""
+    """[M] first index in `order` of the requests below."""
     last_row: Int32s
-    """[M] last place in `order` of the requests below, inclusive."""
+    """[M] last index in `order` of the requests below, inclusive."""
     subtree_end: Int32s
     """[M] one past the last node below."""
     order: Int32s
     """[N] requests sorted by (key, ids): depth-first order."""
     node_of_request: Int32s
-    """[N] node at whose end the prompt ends."""
+    """[N] node at whose end each request's prompt ends."""
     shared_len: Int32s
-    """[N] by request: prompt tokens shared with the previous request in `order`, P for a repeated prompt."""
+    """[N] number of prompt tokens that each request shares with the previous one in `order`; P for a repeated
+    prompt."""
     prompt_tokens: int
-    """Tokens of all prompts."""
+    """Number of tokens in all prompts."""
 
     def __len__(self) -> int:
-        """Nodes."""
+        """Number of nodes."""
         return len(self.parent)
 
     @property
     def distinct_tokens(self) -> int:
-        """Nodes of the trie with one token per edge: what must be computed at least."""
+        """Number of distinct prompt prefixes, i.e. the minimum number of tokens to compute."""
         return int(self.end.sum(dtype=np.int64) - self.start.sum(dtype=np.int64))
 
     def cached_tokens(self, request: int, sample_index: int = 0) -> int:
-        """Prompt tokens of a sample that another sample's computation covers.
+        """Number of prompt tokens of a sample that are computed for another sample.
 
-        Over sample 0 of all requests, P less this sums to `distinct_tokens`; further samples cost no prompt token.
+        The other prompt tokens, summed over sample 0 of all requests, are the `distinct_tokens`; further samples
+        compute no prompt token.
         """
         if sample_index:
             return int(self.end[self.node_of_request[request]])
@@ -73,12 +75,12 @@ def build_tree(tokens: Int32s, offsets: Int64s, keys: Int64s | None = None) -> P
     """Build the prefix tree of all prompts.
 
     Args:
-        tokens: [total] int32 ids >= 0 of all prompts (may be a memory map).
+        tokens: [total] int32, ids >= 0 of all prompts (may be a memory map).
         offsets: [N + 1] int64; prompt i is `tokens[offsets[i]:offsets[i + 1]]`.
-        keys: [N] int64; prompts of different keys share nothing.
+        keys: [N] int64; prompts with different keys share nothing.
 
     Raises:
-        ValueError: a prompt is empty, or `keys` has another length than the prompts.
+        ValueError: a prompt is empty, or `keys` does not have one element per prompt.
     """
     lengths = np.diff(offsets)
     if len(lengths) and int(lengths.min()) < 1:
@@ -89,7 +91,7 @@ def build_tree(tokens: Int32s, offsets: Int64s, keys: Int64s | None = None) -> P
 
 
 def tree_of_sorted(offsets: Int64s, order: Int64s, shared: Int32s) -> PrefixTree:
-    """The tree of prompts that `sort_prompts` sorted; what neighbours share says all of it."""
+    """Build the tree from the result of `sort_prompts`: the order and the shared lengths determine it."""
     lengths = np.diff(offsets)[order].astype(np.int32)
     fresh = np.flatnonzero(shared < lengths).astype(np.int32)
     nodes = _nodes(shared[fresh], lengths[fresh])
@@ -120,7 +122,7 @@ def _by_request(order: Int64s, by_row: npt.NDArray[Any]) -> Int32s:
 
 @dataclass(frozen=True, slots=True)
 class _Nodes:
-    """Columns over the nodes [M] of sorted distinct prompts [D], depth first."""
+    """Columns over the nodes [M] of the sorted distinct prompts [D], depth first."""
 
     parent: Int32s
     end: Int32s
@@ -129,15 +131,15 @@ class _Nodes:
     last: Int32s
     """[M] last prompt below, inclusive."""
     leaf: Int32s
-    """[D] the node at which each prompt ends; behind all others that begin with the same prompt."""
+    """[D] node at which each prompt ends; numbered after all other nodes whose first prompt is the same."""
 
 
 def _nodes(shared: Int32s, lengths: Int32s) -> _Nodes:
-    """Nodes of the sorted distinct prompts, from the lengths they share with their predecessors.
+    """Compute the nodes of the sorted distinct prompts from the lengths that they share with their predecessors.
 
-    The boundary in front of prompt i, which its two sides agree on up to `shared[i]`, lies in the widest run of prompts
-    that agree so far: from the nearest boundary before it that shares less to the nearest one behind. Each such run is
-    a node, a prompt's own where its first prompt is no longer than that.
+    The boundary before prompt i, whose sides agree on `shared[i]` tokens, lies in a widest run of prompts that agree on
+    these: from the nearest boundary before it that shares less to the nearest such one after it. Each run is a node; it
+    is the node of its first prompt if that has no more tokens.
     """
     count = len(lengths)
     bounds = np.append(shared, np.int32(0))
@@ -158,17 +160,17 @@ def _nodes(shared: Int32s, lengths: Int32s) -> _Nodes:
     begin[leaf], end[leaf], last[leaf] = np.arange(count), lengths, np.arange(count)
     begin[run_node], end[run_node] = run_first, run_end
     last[node_of_bound[inside]] = right[inside] - 1
-    # A node's parent is the run around the deeper one of the boundaries at its two sides.
+    # A node's parent is the run around the deeper of the two boundaries at its sides.
     behind = last + 1
     parent = node_of_bound[np.where(bounds[begin] >= bounds[behind], begin, behind)]
     return _Nodes(parent, end, begin, last, leaf)
 
 
 def _nearest_less(values: Int32s) -> Int32s:
-    """[N] the nearest place in front of each positive value that holds a lesser one, -1 for other values.
+    """[N] nearest index before each positive value that holds a smaller one; -1 for the other values.
 
-    `values[0]` is 0. By least values of blocks of 2, 4, 8, ..: up until the block in front holds a lesser one, then
-    down into that block.
+    `values[0]` is 0. Uses the minima of blocks of 2, 4, 8, ...: ascends until the previous block holds a smaller value,
+    then descends into that block.
     """
     found = np.full(len(values), -1, np.int32)
     least = [values]

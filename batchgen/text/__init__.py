@@ -1,1 +1,1 @@
-"""Tokens and text: tokenizer, chat template, detokenisation, stops."""
+"""Tokenizer, chat templates, detokenization, stop conditions and grammars."""

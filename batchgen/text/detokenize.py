@@ -1,9 +1,9 @@
-"""Text token by token: what a new token makes certain, at a cost that does not grow with the text.
+"""Incremental detokenization, at a cost per token that does not grow with the text.
 
-The promise is exact: the pieces that `append` and `flush` return, joined, are `Tokenizer.decode_output` of all ids. Two
-ways lead there. Byte-level tokens are bytes, and only an unfinished character at the end waits. For any other decoder
-the last certain token and those after it are decoded anew; since those decoders treat a token by what is just before it
-(a first token loses its leading space, bytes join to characters), one token of context is enough.
+The pieces that `append` and `flush` return, joined, are exactly `Tokenizer.decode_output` of all ids. Byte-level tokens
+are decoded as bytes, and only an incomplete character at the end waits. Any other decoder decodes the last stable token
+and the pending ones again for each token: such decoders treat a token by the one before it (a first token loses its
+leading space, bytes join to characters), so one token of context is enough.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ import codecs
 import re
 from typing import Protocol
 
-from batchgen.text.pieces import BytePieces
+from batchgen.text.byte_level import ByteLevelTokens
 from batchgen.text.tokenizer import Tokenizer
 
 __all__ = ["REPLACEMENT", "Detokenizer"]
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-"""Stands for bytes that are no character, or not yet."""
+"""U+FFFD, the replacement for bytes that are not a complete character."""
 
 
-class _Run(Protocol):
-    """A stretch of tokens that are decoded together."""
+class _Segment(Protocol):
+    """Incremental decoder of a stretch of tokens; see `Detokenizer` for the methods."""
 
     def append(self, token: int) -> str: ...
     def tail(self) -> str: ...
     def flush(self) -> str: ...
 
 
-class _ByteRun:
-    """Byte-level tokens: an incremental UTF-8 decoder over their bytes."""
+class _ByteLevelSegment:
+    """Segment of byte-level tokens: an incremental UTF-8 decoder over their bytes."""
 
-    def __init__(self, pieces: BytePieces) -> None:
+    def __init__(self, pieces: ByteLevelTokens) -> None:
         self._pieces = pieces
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -47,19 +47,19 @@ class _ByteRun:
         return self._decoder.decode(b"", final=True)
 
 
-class _WindowRun:
-    """Tokens of any other decoder: decodes the last certain token with the pending ones.
+class _WindowSegment:
+    """Segment of tokens of any other decoder: the last stable token and the pending ones are decoded together.
 
-    A run of byte tokens (`<0xE2>`) waits for its end: one invalid byte makes the decoder replace the whole run.
+    A run of byte tokens (`<0xE2>`) is pending until it ends: one invalid byte makes the decoder replace the whole run.
     """
 
-    def __init__(self, tokenizer: Tokenizer, begins: bool) -> None:
-        """`begins`: it is the output's first, which stands behind the prompt."""
+    def __init__(self, tokenizer: Tokenizer, first: bool) -> None:
+        """`first`: the segment is the output's first, which follows the prompt."""
         self._tokenizer = tokenizer
-        self._context = [*tokenizer.anchor] if begins else []
+        self._context = [*tokenizer.decode_prefix] if first else []
         self._pending: list[int] = []
-        self._known = len(tokenizer.anchor_text) if begins else 0
-        """Characters of the decoded window that belong to the context."""
+        self._context_length = len(tokenizer.decode_prefix_text) if first else 0
+        """Number of characters of the decoded window that belong to the context."""
 
     def append(self, token: int) -> str:
         spelled = self._tokenizer.id_to_token(token)
@@ -71,27 +71,27 @@ class _WindowRun:
         text = self._decode([*self._context, *self._pending])
         if text.endswith(REPLACEMENT):
             return ""
-        fresh = text[self._known :]
+        stable = text[self._context_length :]
         # A token without characters gives no context for the next, so the older context stays in front of it.
         self._context = [token] if spelled else [*self._context, *self._pending]
         self._pending = []
-        self._known = len(self._decode(self._context))
-        return fresh
+        self._context_length = len(self._decode(self._context))
+        return stable
 
     def tail(self) -> str:
-        return self._decode([*self._context, *self._pending])[self._known :] if self._pending else ""
+        return self._decode([*self._context, *self._pending])[self._context_length :] if self._pending else ""
 
     def flush(self) -> str:
-        fresh = self.tail()
-        self._context, self._pending, self._known = [], [], 0
-        return fresh
+        stable = self.tail()
+        self._context, self._pending, self._context_length = [], [], 0
+        return stable
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
 class Detokenizer:
-    """Incremental `Tokenizer.decode_output` with the same two switches, for one sequence."""
+    """Incremental `Tokenizer.decode_output` of one sequence, with the same two options."""
 
     def __init__(
         self, tokenizer: Tokenizer, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
@@ -100,29 +100,29 @@ class Detokenizer:
         self._special = tokenizer.special_ids
         self._skip = skip_special_tokens
         self._spaces = spaces_between_special_tokens
-        self._run = self._new_run(begins=True)
+        self._segment = self._new_segment(first=True)
 
-    def _new_run(self, *, begins: bool) -> _Run:
-        pieces = self._tokenizer.byte_pieces
-        return _WindowRun(self._tokenizer, begins) if pieces is None else _ByteRun(pieces)
+    def _new_segment(self, *, first: bool) -> _Segment:
+        pieces = self._tokenizer.byte_level_tokens
+        return _WindowSegment(self._tokenizer, first) if pieces is None else _ByteLevelSegment(pieces)
 
     def append(self, token: int) -> str:
-        """Take the next token; the text that no later token can change, often that of the token itself."""
+        """Add the next token and return the new stable text, which no later token can change."""
         if token not in self._special:
-            return self._run.append(token)
+            return self._segment.append(token)
         if self._skip:
             return ""
         if self._spaces:
-            return self._run.append(token)
-        before = self._run.flush()
-        self._run = self._new_run(begins=False)
+            return self._segment.append(token)
+        before = self._segment.flush()
+        self._segment = self._new_segment(first=False)
         return before + (self._tokenizer.id_to_token(token) or "")
 
     @property
     def tail(self) -> str:
-        """What the text would have beyond the pieces returned so far, if it ended here."""
-        return self._run.tail()
+        """Text beyond the pieces returned so far, if the sequence ended here."""
+        return self._segment.tail()
 
     def flush(self) -> str:
-        """The rest of the text; nothing may be appended after."""
-        return self._run.flush()
+        """Return the rest of the text; nothing may be appended afterwards."""
+        return self._segment.flush()

@@ -1,4 +1,4 @@
-"""From parsed rows to token ids, in batches: lengths, vocabulary and truncation are settled here."""
+"""Tokenization of parsed rows in batches: vocabulary and length checks, truncation, fill-in-the-middle."""
 
 from __future__ import annotations
 
@@ -9,76 +9,85 @@ from threading import Event
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 from batchgen.errors import ErrorCode, ErrorInfo, RowError
-from batchgen.params import Constraint, SamplingParams, StateLimits
-from batchgen.prompts import ChatPrompt, Prompt, StoredPrompt, TextPrompt, TokenPrompt
-from batchgen.request import ParsedRow
-from batchgen.rows import derive_seed
+from batchgen.request.params import CaptureSupport, Constraint, SamplingParams
+from batchgen.request.parser import derive_seed
+from batchgen.request.prompts import ChatPrompt, Prompt, StoredPrompt, TextPrompt, TokenPrompt
+from batchgen.request.table import ParsedRow
+from batchgen.text.bad_words import bad_word_sequences
 from batchgen.text.fim import FillInTheMiddle, find_fim
-from batchgen.text.grammars import Grammars
-from batchgen.text.scoring import join_texts, texts_field
+from batchgen.text.grammar.grammars import Grammars
+from batchgen.text.scoring import join_texts, scored_field
 from batchgen.text.tokenizer import Tokenizer
-from batchgen.text.words import bad_sequences
 
 __all__ = ["Encoded", "EncodedPrompt", "Encoder", "Truncate"]
 
 Truncate = Literal["none", "left", "right"]
-_Source = str | list[int] | ErrorInfo
-"""A prompt before it is tokenised: text, ids given as such, or a conversation that cannot be rendered."""
+_TokenizerInput = str | list[int] | ErrorInfo
+"""A prompt before tokenization: text, ids given by the row, or the error of a conversation that cannot be rendered."""
 
 _BATCH_ROWS = 256
-_BATCH_CHARACTERS = 1 << 23  # a batch of long texts ends early, so that two batches' encodings stay within some 100 MB
+_BATCH_CHARACTERS = 1 << 23  # a batch of long texts ends early, so that the encodings of two batches stay small
 _ID_FIELDS = ("stop_token_ids", "allowed_token_ids", "token_ids_logprob")
-_ROOM_WITHOUT_LIMIT = 128  # tokens kept free for the answer of a truncated prompt whose row sets no limit
+_DEFAULT_NEW_TOKENS = 128  # room for the output of a truncated prompt whose row sets no `max_new_tokens`
 
-_MOST_FITTING = 256  # parameter sets remembered as checked
+_MAX_CHECKED_PARAMS = 256  # SamplingParams objects remembered as checked
 
-_NO_STATES = StateLimits()
+_NO_STATES = CaptureSupport()
 
 
 class EncodedPrompt(NamedTuple):
-    """One prompt of a row, ready to plan."""
+    """One tokenized prompt of a row, ready to plan."""
 
     prompt_index: int
     ids: list[int]
     max_new_tokens: int
-    """Effective: clipped to the context."""
+    """Effective limit, clipped to the context length."""
     seed: int
-    """The row's own seed, or the one derived from the run's seed and the row's id."""
+    """The row's seed, or one derived from the run's seed and the row's id."""
     params: SamplingParams
-    """The row's; where its `suffix` stands in the prompt, without it and with the ids that end the middle."""
+    """The row's parameters; for a fill-in-the-middle prompt without `suffix` and with the stop ids of the family."""
     embeds: StoredPrompt | None = None
-    """For a prompt given as embeddings, for which `ids` has zeros: those that it begins with."""
+    """Stored embeddings of the prompt, in place of which `ids` has zeros; None for a prompt of ids."""
     score_start: int = -1
-    """Where the text to score begins in `ids`; -1: none is scored."""
+    """Index in `ids` of the first token to score; -1 if none is scored."""
     text_index: int = 0
-    """Which of the prompt's texts to score this is."""
+    """Index of the text to score among the row's `completions`."""
 
 
 Encoded = tuple[ParsedRow, list[EncodedPrompt] | ErrorInfo]
-"""A row with its prompts, or with what is wrong with it."""
-_Other = TypeVar("_Other")
-"""What stands among rows and is none, such as one that was refused."""
+"""A row with its tokenized prompts or its error."""
+_Passthrough = TypeVar("_Passthrough")
+"""Items between rows that pass through unchanged, such as refused rows."""
 
 
-class _Batch(NamedTuple, Generic[_Other]):
-    """Rows, and others among them, that are being tokenised."""
+class _Batch(NamedTuple, Generic[_Passthrough]):
+    """Rows that are being tokenized, with pass-through items between them."""
 
-    items: list[ParsedRow | _Other]
-    texts: list[_Source]
-    """of the rows' prompts, in order"""
+    items: list[ParsedRow | _Passthrough]
+    texts: list[_TokenizerInput]
+    """Inputs of the rows' prompts, in order."""
     ids: Future[list[list[int] | ErrorInfo]]
-    """likewise"""
+    """Token ids or errors of the rows' prompts, in order."""
 
 
 class Encoder:
-    """Tokenises rows for one model.
+    """Tokenizer of rows for one model.
 
-    `vocab_size`, `context_length` and `limits` are the model's. Truncation happens only where a prompt leaves no room
-    for a token: it is then cut to leave room for `max_new_tokens` (128 where the row sets no limit), yet at most for
-    half the context. `left` drops its beginning, `right` its end; a BOS in front of text or a conversation stays.
+    A prompt is truncated only if it leaves no room for a token. It is then cut to leave room for `max_new_tokens` (128
+    if the row sets no limit), but for at most half the context. `left` drops the beginning, `right` the end; a BOS in
+    front of text or a conversation is kept.
 
-    Where a row has a `suffix` and the tokenizer's family fills in the middle, prompt and suffix are laid out as it was
-    trained to read them; `left` then drops the beginning of the prompt first, `right` the end of the suffix.
+    If a row has a `suffix` and the tokenizer's family supports fill-in-the-middle, prompt and suffix are laid out as
+    the family expects; `left` then drops the beginning of the prompt first, `right` the end of the suffix.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        vocab_size: size of the model's vocabulary.
+        context_length: most tokens of prompt and output together.
+        truncate: side on which prompts that are too long are cut, "none" to refuse them.
+        run_seed: seed of the run, from which rows without a seed derive theirs.
+        limits: the model's limits for hidden states.
+        grammars: where the rows' constraints are compiled; created if None.
     """
 
     def __init__(
@@ -88,105 +97,106 @@ class Encoder:
         context_length: int,
         truncate: Truncate = "none",
         run_seed: int = 0,
-        limits: StateLimits = _NO_STATES,
+        limits: CaptureSupport = _NO_STATES,
         grammars: Grammars | None = None,
     ) -> None:
-        """`grammars`: where the rows' constraints are compiled, so that bad ones are known."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._may_exceed = tokenizer.vocab_size > vocab_size  # a text may have a token that the model does not know
+        self._check_all_ids = tokenizer.vocab_size > vocab_size  # texts may hold ids that the model lacks
         self._context = context_length
         self._truncate = truncate
         self._run_seed = run_seed
         self._fim = find_fim(tokenizer, vocab_size)
         self.grammars = grammars if grammars is not None else Grammars(tokenizer, vocab_size)
-        self._words_checked: set[tuple[str | tuple[int, ...], ...]] = set()
-        self._fitting: dict[int, SamplingParams] = {}
+        self._checked_bad_words: set[tuple[str | tuple[int, ...], ...]] = set()
+        self._checked_params: dict[int, SamplingParams] = {}
         self._limits = limits
 
-    def encode_rows(self, rows: Iterable[ParsedRow | _Other]) -> Iterator[Encoded | tuple[_Other, None]]:
-        """Each row, in order, with its prompts or with what is wrong; a bad prompt fails its whole row.
+    def encode_rows(self, rows: Iterable[ParsedRow | _Passthrough]) -> Iterator[Encoded | tuple[_Passthrough, None]]:
+        """Yield each row, in order, with its tokenized prompts or its error; a bad prompt fails its whole row.
 
-        What is no row comes back in its place, with None. Up to 256 are tokenised at a time, on a thread of its own
-        while the next ones are taken.
+        Items that are not rows pass through in their place, with None. Batches of up to 256 are tokenized on a separate
+        thread while the next batch is read.
         """
         source = iter(rows)
-        with ThreadPoolExecutor(1, thread_name_prefix="tokenise") as tokenising:
-            begun: list[_Batch[_Other]] = []
-            while items := _take_batch(source):
-                begun.append(self._begin_batch(items, tokenising))
-                if len(begun) > 1:
-                    yield from self._finish_batch(begun.pop(0))
-            for batch in begun:
+        with ThreadPoolExecutor(1, thread_name_prefix="tokenize") as executor:
+            pending: list[_Batch[_Passthrough]] = []
+            while items := _next_batch(source):
+                pending.append(self._begin_batch(items, executor))
+                if len(pending) > 1:
+                    yield from self._finish_batch(pending.pop(0))
+            for batch in pending:
                 yield from self._finish_batch(batch)
 
     def can_compile(self, constraints: Sequence[Constraint]) -> bool:
-        """Prepare constraints that an earlier process found good; False: one is not, here."""
+        """Compile constraints that an earlier process accepted; False if one of them fails."""
         self.grammars.prepare(constraints)
         return all(self.grammars.error(constraint) is None for constraint in constraints)
 
-    def _begin_batch(self, items: list[ParsedRow | _Other], tokenising: Executor) -> _Batch[_Other]:
+    def _begin_batch(self, items: list[ParsedRow | _Passthrough], executor: Executor) -> _Batch[_Passthrough]:
         rows = [item for item in items if isinstance(item, ParsedRow)]
         prompts = [prompt for row in rows for prompt in row.prompts]
         rendered = iter(self._tokenizer.render_chats([prompt for prompt in prompts if isinstance(prompt, ChatPrompt)]))
-        texts = [next(rendered) if isinstance(prompt, ChatPrompt) else _source(prompt) for prompt in prompts]
-        begun = Event()
-        ids = tokenising.submit(self._encode_texts, texts, begun)
-        begun.wait()  # else it would wait for this thread to let go of the interpreter, 5 ms: most of a batch's time
-        distinct = {id(row.params): row.params for row in rows}.values()  # rows asked alike share the object
+        texts = [next(rendered) if isinstance(prompt, ChatPrompt) else _tokenizer_input(prompt) for prompt in prompts]
+        started = Event()
+        ids = executor.submit(self._encode_texts, texts, started)
+        started.wait()  # else the thread waits for the interpreter's switch interval, longer than most batches take
+        distinct = {id(row.params): row.params for row in rows}.values()  # rows with equal parameters share the object
         constraints = [constraint for params in distinct if (constraint := params.constraint) is not None]
         if constraints:
             self.grammars.prepare(constraints)
         return _Batch(items, texts, ids)
 
-    def _finish_batch(self, batch: _Batch[_Other]) -> Iterator[Encoded | tuple[_Other, None]]:
-        found = zip(batch.texts, batch.ids.result(), strict=True)
+    def _finish_batch(self, batch: _Batch[_Passthrough]) -> Iterator[Encoded | tuple[_Passthrough, None]]:
+        results = zip(batch.texts, batch.ids.result(), strict=True)
         for item in batch.items:
             if not isinstance(item, ParsedRow):
                 yield item, None
                 continue
-            own = list(islice(found, len(item.prompts)))
+            of_row = list(islice(results, len(item.prompts)))
             try:
-                finish = self._finish_scores if item.completions else self._finish_row
-                yield item, finish(item, own)
+                finish = self._finish_scored_row if item.completions else self._finish_row
+                yield item, finish(item, of_row)
             except RowError as error:
                 yield item, error.info
 
-    def _encode_texts(self, texts: Sequence[_Source], begun: Event) -> list[list[int] | ErrorInfo]:
-        """Tokenise the strings among `texts` in one call, nothing added in front; the others stay as they are.
+    def _encode_texts(self, texts: Sequence[_TokenizerInput], started: Event) -> list[list[int] | ErrorInfo]:
+        """Tokenize the strings among `texts` in one call, nothing added; others are returned unchanged.
 
-        `begun` is set at once.
+        `started` is set when the call begins.
         """
-        begun.set()
+        started.set()
         strings = [text for text in texts if isinstance(text, str)]
         try:
             encoded = iter(self._tokenizer.encode_plain(strings) if strings else [])
-        except Exception:  # one text in the batch that the tokenizer cannot take: find out which
-            return [self._encode_one(text) if isinstance(text, str) else text for text in texts]
+        except Exception:  # one text of the batch fails: find out which
+            return [self._encode_text(text) if isinstance(text, str) else text for text in texts]
         return [next(encoded) if isinstance(text, str) else text for text in texts]
 
-    def _encode_one(self, text: str) -> list[int] | ErrorInfo:
+    def _encode_text(self, text: str) -> list[int] | ErrorInfo:
         try:
             return self._tokenizer.encode_plain([text])[0]
         except Exception as error:  # the Rust side raises plain Exception
-            return ErrorInfo(ErrorCode.INVALID_FIELD, f"the prompt cannot be tokenised: {error}")
+            return ErrorInfo(ErrorCode.INVALID_FIELD, f"the prompt cannot be tokenized: {error}")
 
-    def _finish_scores(self, row: ParsedRow, found: list[tuple[_Source, list[int] | ErrorInfo]]) -> list[EncodedPrompt]:
-        """Each prompt with each of the row's texts behind it."""
+    def _finish_scored_row(
+        self, row: ParsedRow, results: list[tuple[_TokenizerInput, list[int] | ErrorInfo]]
+    ) -> list[EncodedPrompt]:
+        """Each prompt followed by each of the row's texts to score."""
         given = [token for text in row.completions if not isinstance(text, str) for token in text]
         if given and max(given) >= self._vocab_size:
-            raise self._out_of_range(texts_field(row.completions), max(given))
+            raise self._out_of_range(scored_field(row.completions), max(given))
         encoded = []
-        for index, (prompt, (source, ids)) in enumerate(zip(row.prompts, found, strict=True)):
+        for index, (prompt, (source, ids)) in enumerate(zip(row.prompts, results, strict=True)):
             if isinstance(ids, ErrorInfo):
                 raise RowError(ids.code, ids.message, ids.param)
             text = source if isinstance(source, str) else None
             for number, joined in enumerate(join_texts(self._tokenizer, text, ids, row.completions)):
-                whole = self._complete(row, prompt, joined.ids)
+                whole = self._add_bos(row, prompt, joined.ids)
                 start = joined.start + len(whole) - len(joined.ids)
                 if start == 0:
-                    param = _source_of(row, prompt)
-                    message = f"`{param}` has no token of its own before the text to score; begin it with more text"
+                    param = _field_of(row, prompt)
+                    message = f"`{param}` has no token before the text to score; begin it with more text"
                     raise RowError(ErrorCode.EMPTY_PROMPT, message, param)
                 fitted = self._fit_scored(prompt, whole, start)
                 embeds = self._embeds(prompt, len(fitted))
@@ -194,79 +204,81 @@ class Encoder:
                 encoded.append(EncodedPrompt(index, both, 0, 0, row.params, embeds, len(fitted), number))
         return encoded
 
-    def _finish_row(self, row: ParsedRow, found: list[tuple[_Source, list[int] | ErrorInfo]]) -> list[EncodedPrompt]:
+    def _finish_row(
+        self, row: ParsedRow, results: list[tuple[_TokenizerInput, list[int] | ErrorInfo]]
+    ) -> list[EncodedPrompt]:
         params = row.params
         seed = params.seed if params.seed is not None else derive_seed(self._run_seed, row.id)
-        if id(params) not in self._fitting:
+        if id(params) not in self._checked_params:
             self._check_params(params)
-            self._remember(params)
+            self._remember_params(params)
         encoded = []
-        for index, (prompt, (_, ids)) in enumerate(zip(row.prompts, found, strict=True)):
+        for index, (prompt, (_, ids)) in enumerate(zip(row.prompts, results, strict=True)):
             if isinstance(ids, ErrorInfo):
                 raise RowError(ids.code, ids.message, ids.param)
             if isinstance(prompt, StoredPrompt):
-                _refuse_beside_embeds(params)
+                _refuse_with_embeds(params)
             if params.suffix is not None and self._fim is not None and not isinstance(prompt, ChatPrompt):
-                fitted = self._fill(self._fim, row, prompt, ids, params.suffix)
+                fitted = self._fit_fim(self._fim, row, prompt, ids, params.suffix)
                 chosen = self._fim.params(params)
             else:
-                fitted, chosen = self._fit(prompt, self._complete(row, prompt, ids), params.max_new_tokens), params
+                fitted, chosen = self._fit(prompt, self._add_bos(row, prompt, ids), params.max_new_tokens), params
             if params.logprob_start_len > len(fitted):
                 problem = f"must not exceed the prompt's {len(fitted)} tokens, got {params.logprob_start_len}"
                 raise RowError(ErrorCode.INVALID_FIELD, f"`logprob_start_len` {problem}", "logprob_start_len")
             room = self._context - len(fitted)
             limit = room if params.max_new_tokens is None else min(params.max_new_tokens, room)
-            if params.reads_prompt:
+            if params.returns_prompt_values:
                 self._limits.check(params, len(fitted), limit)
             encoded.append(EncodedPrompt(index, fitted, limit, seed, chosen, self._embeds(prompt, len(fitted))))
         return encoded
 
     def _embeds(self, prompt: Prompt, kept: int) -> StoredPrompt | None:
-        """The embeddings of which `kept` tokens are left after truncation."""
+        """The prompt's embeddings, cut to the `kept` tokens that truncation left; None for a prompt of ids."""
         return prompt.cut(kept, self._truncate) if isinstance(prompt, StoredPrompt) else None
 
     def _check_params(self, params: SamplingParams) -> None:
-        """Ranges that only the model's vocabulary sets, and the constraint.
+        """Check ids and counts against the model's vocabulary, and the constraint.
 
         Raises:
-            RowError: `token_out_of_range`, `invalid_field`, or what is wrong with the constraint.
+            RowError: `token_out_of_range`, `invalid_field`, or the constraint's error.
         """
         constraint = params.constraint
-        problem_of = self.grammars.error(constraint) if constraint is not None else None
-        if problem_of is not None:
-            raise RowError(problem_of.code, problem_of.message, problem_of.param)
+        error = self.grammars.error(constraint) if constraint is not None else None
+        if error is not None:
+            raise RowError(error.code, error.message, error.param)
         for name in _ID_FIELDS:
             ids = getattr(params, name)
             if ids and max(ids) >= self._vocab_size:
                 raise self._out_of_range(name, next(token for token in ids if token >= self._vocab_size))
         if params.logit_bias and params.logit_bias[-1][0] >= self._vocab_size:
             raise self._out_of_range("logit_bias", params.logit_bias[-1][0])
-        if params.bad_words and params.bad_words not in self._words_checked:
-            self._check_words(params.bad_words)
+        if params.bad_words and params.bad_words not in self._checked_bad_words:
+            self._check_bad_words(params.bad_words)
         if params.top_logprobs_num > self._vocab_size:
             problem = f"must not exceed the vocabulary ({self._vocab_size}), got {params.top_logprobs_num}"
             raise RowError(ErrorCode.INVALID_FIELD, f"`top_logprobs_num` {problem}", "top_logprobs_num")
 
-    def _remember(self, params: SamplingParams) -> None:
-        """Check no other row that shares these; they are kept, so that no other object gets their identity."""
-        if len(self._fitting) >= _MOST_FITTING:
-            self._fitting.clear()
-        self._fitting[id(params)] = params
+    def _remember_params(self, params: SamplingParams) -> None:
+        """Skip the check of further rows that share `params`; a reference is kept, so that its `id` is not reused."""
+        if len(self._checked_params) >= _MAX_CHECKED_PARAMS:
+            self._checked_params.clear()
+        self._checked_params[id(params)] = params
 
-    def _check_words(self, words: tuple[str | tuple[int, ...], ...]) -> None:
-        """Once for each distinct list.
+    def _check_bad_words(self, words: tuple[str | tuple[int, ...], ...]) -> None:
+        """Check a list of `bad_words`, once for each distinct list.
 
         Raises:
             RowError: `token_out_of_range`, or `invalid_field` for a word without tokens.
         """
-        odd = max((max(word) for word in words if not isinstance(word, str)), default=0)
-        if odd >= self._vocab_size:
-            raise self._out_of_range("bad_words", odd)
-        bad_sequences(words, self._tokenizer, self._vocab_size)
-        self._words_checked.add(words)
+        largest = max((max(word) for word in words if not isinstance(word, str)), default=0)
+        if largest >= self._vocab_size:
+            raise self._out_of_range("bad_words", largest)
+        bad_word_sequences(words, self._tokenizer, self._vocab_size)
+        self._checked_bad_words.add(words)
 
-    def _complete(self, row: ParsedRow, prompt: Prompt, ids: list[int]) -> list[int]:
-        """`ids` with the tokenizer's BOS where it belongs, held to the vocabulary.
+    def _add_bos(self, row: ParsedRow, prompt: Prompt, ids: list[int]) -> list[int]:
+        """`ids` with the tokenizer's BOS in front of text, checked against the vocabulary.
 
         Raises:
             RowError: `empty_prompt` or `token_out_of_range`.
@@ -275,11 +287,11 @@ class Encoder:
         if isinstance(prompt, TextPrompt) and ids[: len(prefix)] != prefix:
             ids = prefix + ids
         if not ids:
-            param = _source_of(row, prompt)
+            param = _field_of(row, prompt)
             message = f"`{param}` gives no tokens, and the tokenizer adds none; give a prompt that is not empty"
             raise RowError(ErrorCode.EMPTY_PROMPT, message, param)
-        if (self._may_exceed or isinstance(prompt, TokenPrompt)) and max(ids) >= self._vocab_size:
-            raise self._out_of_range(_source_of(row, prompt), max(ids))
+        if (self._check_all_ids or isinstance(prompt, TokenPrompt)) and max(ids) >= self._vocab_size:
+            raise self._out_of_range(_field_of(row, prompt), max(ids))
         return ids
 
     def _out_of_range(self, param: str, token: int) -> RowError:
@@ -290,18 +302,18 @@ class Encoder:
         """`ids`, truncated if they fill the context and truncation is allowed.
 
         Raises:
-            RowError: `context_length_exceeded`, naming both numbers.
+            RowError: `context_length_exceeded`, with both numbers.
         """
-        keep = self._keep(len(ids), max_new_tokens)
+        keep = self._kept_length(len(ids), max_new_tokens)
         if keep >= len(ids):
             return ids
         return self._cut(prompt, ids, keep)
 
     def _fit_scored(self, prompt: Prompt, ids: list[int], start: int) -> list[int]:
-        """The prompt's part of `ids`, truncated if both exceed the context and truncation is allowed.
+        """The prompt's part of `ids`, truncated if prompt and text exceed the context and truncation is allowed.
 
         Raises:
-            RowError: `context_length_exceeded`, naming all numbers.
+            RowError: `context_length_exceeded`, with all numbers.
         """
         keep = self._context - (len(ids) - start)
         if start <= keep:
@@ -315,7 +327,7 @@ class Encoder:
         return self._cut(prompt, ids[:start], keep)
 
     def _cut(self, prompt: Prompt, ids: list[int], keep: int) -> list[int]:
-        """`keep` of the ids, on the side that truncation leaves."""
+        """`ids` cut to `keep` tokens on the side that `truncate` names."""
         if self._truncate == "right":
             return ids[:keep]
         bos = self._tokenizer.prefix_ids
@@ -323,34 +335,34 @@ class Encoder:
         kept = bos if not given and ids[: len(bos)] == bos and len(bos) < keep else []
         return kept + ids[len(ids) - (keep - len(kept)) :]
 
-    def _fill(self, fim: FillInTheMiddle, row: ParsedRow, prompt: Prompt, ids: list[int], suffix: str) -> list[int]:
-        """The prompt around the hole between `ids` and `suffix`, truncated as `_fit` does.
+    def _fit_fim(self, fim: FillInTheMiddle, row: ParsedRow, prompt: Prompt, ids: list[int], suffix: str) -> list[int]:
+        """Fill-in-the-middle prompt of `ids` and `suffix`, truncated as by `_fit`.
 
         Raises:
-            RowError: as `_complete` and `_fit`; also where the layout alone exceeds what a truncated prompt may have.
+            RowError: see `_add_bos` and `_fit`; also if the layout alone exceeds the length of a truncated prompt.
         """
         after = fim.suffix_ids(suffix)
-        whole = self._complete(row, prompt, fim.prompt(ids, after, 0, "none"))
-        keep = self._keep(len(whole), row.params.max_new_tokens)
+        whole = self._add_bos(row, prompt, fim.prompt(ids, after, 0, "none"))
+        keep = self._kept_length(len(whole), row.params.max_new_tokens)
         if keep >= len(whole):
             return whole
         bos = len(whole) - len(fim.prompt(ids, after, 0, "none"))
-        fitted = self._complete(row, prompt, fim.prompt(ids, after, keep - bos, self._truncate))
+        fitted = self._add_bos(row, prompt, fim.prompt(ids, after, keep - bos, self._truncate))
         if len(fitted) > keep:
             raise self._too_long(len(whole), "shorten it")
         return fitted
 
-    def _keep(self, count: int, max_new_tokens: int | None) -> int:
-        """How many of a prompt's `count` tokens stay.
+    def _kept_length(self, count: int, max_new_tokens: int | None) -> int:
+        """Number of a prompt's `count` tokens that truncation keeps.
 
         Raises:
-            RowError: `context_length_exceeded`, naming both numbers.
+            RowError: `context_length_exceeded`, with both numbers.
         """
         if count < self._context:
             return count
         if self._truncate == "none" or self._context < 2:
             raise self._too_long(count, "shorten it, or allow --truncate left or right")
-        wanted = _ROOM_WITHOUT_LIMIT if max_new_tokens is None else max_new_tokens
+        wanted = _DEFAULT_NEW_TOKENS if max_new_tokens is None else max_new_tokens
         return self._context - max(1, min(wanted, self._context // 2))
 
     def _too_long(self, count: int, remedy: str) -> RowError:
@@ -358,18 +370,18 @@ class Encoder:
         return RowError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, f"{message} to generate; {remedy}")
 
 
-def _source(prompt: Prompt) -> str | list[int]:
-    """The text to tokenise, or the ids given as such."""
+def _tokenizer_input(prompt: Prompt) -> str | list[int]:
+    """The text to tokenize, or the ids given by the row."""
     if isinstance(prompt, TextPrompt):
         return prompt.text
     if isinstance(prompt, TokenPrompt):
         return list(prompt.ids)
-    assert isinstance(prompt, StoredPrompt), "conversations are rendered, and the intake puts embeddings into the store"
+    assert isinstance(prompt, StoredPrompt), "conversations are rendered and embeddings stored before this"
     return [0] * prompt.length
 
 
-def _source_of(row: ParsedRow, prompt: Prompt) -> str:
-    """The field that a prompt came from."""
+def _field_of(row: ParsedRow, prompt: Prompt) -> str:
+    """Name of the field that a prompt came from."""
     if isinstance(prompt, ChatPrompt):
         return "messages"
     if row.dialect == "openai-completions":
@@ -379,11 +391,11 @@ def _source_of(row: ParsedRow, prompt: Prompt) -> str:
     return "text" if isinstance(prompt, TextPrompt) else "input_ids"
 
 
-def _refuse_beside_embeds(params: SamplingParams) -> None:
-    """Refuse what has no meaning for a prompt without ids.
+def _refuse_with_embeds(params: SamplingParams) -> None:
+    """Reject parameters that need a prompt of text or ids.
 
     Raises:
-        RowError: `unsupported_field`.
+        RowError: `unsupported_field`: such a parameter is set.
     """
     asked = {
         "echo": params.echo,
@@ -395,8 +407,9 @@ def _refuse_beside_embeds(params: SamplingParams) -> None:
         raise RowError(ErrorCode.UNSUPPORTED_FIELD, message, name)
 
 
-def _take_batch(source: Iterator[ParsedRow | _Other]) -> list[ParsedRow | _Other]:
-    batch: list[ParsedRow | _Other] = []
+def _next_batch(source: Iterator[ParsedRow | _Passthrough]) -> list[ParsedRow | _Passthrough]:
+    """The next rows of `source`, up to a bounded number of rows and characters."""
+    batch: list[ParsedRow | _Passthrough] = []
     characters = 0
     for item in islice(source, _BATCH_ROWS):
         batch.append(item)

@@ -1,4 +1,4 @@
-"""Fill-in-the-middle: prompts of two sides around a hole, as each family of code models was trained to read them."""
+"""Fill-in-the-middle prompts: a prefix and a suffix in the layout of each family of code models."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from batchgen.params import SamplingParams
+from batchgen.request.params import SamplingParams
 from batchgen.text.tokenizer import Tokenizer
 
 __all__ = ["FillInTheMiddle", "find_fim"]
@@ -16,15 +16,16 @@ _PREFIX, _SUFFIX = "prefix", "suffix"
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """How one family spells a prompt."""
+    """Prompt layout of one model family."""
 
     layout: tuple[str, ...]
-    """Special tokens in their order, with the places of the two sides between them."""
-    ends: tuple[str, ...] = ()
-    """Tokens that end the middle beside the layout's own and the end of sequence, where the vocabulary has them."""
+    """Special tokens in order, with `_PREFIX` and `_SUFFIX` where the two sides go."""
+    end_tokens: tuple[str, ...] = ()
+    """Further tokens that end the middle, where the vocabulary has them."""
 
     @property
-    def marks(self) -> tuple[str, ...]:
+    def special_tokens(self) -> tuple[str, ...]:
+        """Special tokens of the layout."""
         return tuple(part for part in self.layout if part not in (_PREFIX, _SUFFIX))
 
 
@@ -44,50 +45,52 @@ _FAMILIES = (
     _Family(("<｜fim▁begin｜>", _PREFIX, "<｜fim▁hole｜>", _SUFFIX, "<｜fim▁end｜>"), ("<|EOT|>",)),
     # CodeLlama
     _Family(("▁<PRE>", _PREFIX, "▁<SUF>", _SUFFIX, "▁<MID>"), ("▁<EOT>",)),
-    # Codestral and other Mistral models, which read the end first
+    # Codestral and other Mistral models, which read the suffix first
     _Family(("[SUFFIX]", _SUFFIX, "[PREFIX]", _PREFIX), ("[MIDDLE]",)),
 )
 
-_SIGN = "☺"
-"""Stands before a text whose tokens must not be those of a text's beginning."""
+_SEPARATOR = "☺"
+"""Encoded in front of a text whose tokens must not be those of a text's beginning."""
 
 
 @dataclass(frozen=True, slots=True)
 class FillInTheMiddle:
-    """The layout of one tokenizer's family, in token ids."""
+    """Fill-in-the-middle layout of one tokenizer, in token ids."""
 
     tokenizer: Tokenizer
     layout: tuple[int | str, ...]
+    """Ids of special tokens, with `_PREFIX` and `_SUFFIX` where the two sides go."""
     end_ids: tuple[int, ...]
-    """Ids that end the middle."""
+    """Token ids that end the middle."""
 
     def params(self, params: SamplingParams) -> SamplingParams:
-        """`params` of a row whose suffix stands in its prompt: the family's end tokens stop it, with `ignore_eos` those
-        alone that are no end of sequence.
+        """Parameters of a row whose suffix is part of its prompt: the family's end tokens stop it.
+
+        With `ignore_eos` end-of-sequence ids are left out of them.
         """
         ignored = self.tokenizer.eos_ids if params.ignore_eos else frozenset()
-        ends = dict.fromkeys((*params.stop_token_ids, *(token for token in self.end_ids if token not in ignored)))
-        return replace(params, suffix=None, stop_token_ids=tuple(ends))
+        stop_ids = dict.fromkeys((*params.stop_token_ids, *(token for token in self.end_ids if token not in ignored)))
+        return replace(params, suffix=None, stop_token_ids=tuple(stop_ids))
 
     def suffix_ids(self, text: str) -> list[int]:
-        """Ids of what follows the hole: where the tokenizer puts a space before a text, without that."""
+        """Ids of the suffix, without the space that some tokenizers put in front of a text."""
         ids = self.tokenizer.encode_plain([text])[0]
         if not ids or not (self.tokenizer.id_to_token(ids[0]) or "").startswith("▁"):
             return ids
-        sign, both = self.tokenizer.encode_plain([_SIGN, _SIGN + text])
-        return both[len(sign) :] if both[: len(sign)] == sign else ids
+        separator, both = self.tokenizer.encode_plain([_SEPARATOR, _SEPARATOR + text])
+        return both[len(separator) :] if both[: len(separator)] == separator else ids
 
     def prompt(
         self, ids: Sequence[int], suffix: Sequence[int], keep: int, truncate: Literal["none", "left", "right"]
     ) -> list[int]:
-        """The prompt around the hole, the tokenizer's BOS in front if `ids` begins with it.
+        """Token ids of the whole prompt, with the tokenizer's BOS in front if `ids` begins with it.
 
         Args:
-            ids: before the hole.
-            suffix: behind it.
-            keep: most tokens to return, if `truncate` says on which side to drop what is farthest from the hole; that
-                side's text goes first, then the other's.
-            truncate: "none" drops nothing.
+            ids: ids before the middle.
+            suffix: ids after the middle.
+            keep: most tokens to return, unless `truncate` is "none".
+            truncate: side to drop first, "left" the prefix, "right" the suffix, then the other; the tokens farthest
+                from the middle go first. "none" drops nothing.
         """
         bos = (
             self.tokenizer.prefix_ids
@@ -95,8 +98,8 @@ class FillInTheMiddle:
             else []
         )
         before, after = list(ids[len(bos) :]), list(suffix)
-        marks = sum(isinstance(part, int) for part in self.layout)
-        surplus = len(bos) + marks + len(before) + len(after) - keep
+        special = sum(isinstance(part, int) for part in self.layout)
+        surplus = len(bos) + special + len(before) + len(after) - keep
         if truncate != "none" and surplus > 0:
             first = min(surplus, len(before) if truncate == "left" else len(after))
             from_before, from_after = (first, surplus - first) if truncate == "left" else (surplus - first, first)
@@ -108,19 +111,19 @@ class FillInTheMiddle:
 
 
 def find_fim(tokenizer: Tokenizer, vocab_size: int) -> FillInTheMiddle | None:
-    """How this tokenizer's model fills in the middle, known by its vocabulary; None where it cannot.
+    """Layout of the family that the tokenizer's vocabulary belongs to; None where it has no such special tokens.
 
-    `vocab_size` is the model's.
+    `vocab_size` is the model's: special tokens past it do not count.
     """
 
-    def known(names: Sequence[str]) -> dict[str, int]:
+    def ids_of(names: Sequence[str]) -> dict[str, int]:
         ids = {name: tokenizer.token_to_id(name) for name in names}
         return {name: token for name, token in ids.items() if token is not None and token < vocab_size}
 
     for family in _FAMILIES:
-        marks = known(family.marks)
-        if len(marks) == len(family.marks):
-            layout = tuple(marks.get(part, part) for part in family.layout)
-            ends = (*marks.values(), *known(family.ends).values())
-            return FillInTheMiddle(tokenizer, layout, tuple(sorted(set(ends))))
+        special = ids_of(family.special_tokens)
+        if len(special) == len(family.special_tokens):
+            layout = tuple(special.get(part, part) for part in family.layout)
+            end_ids = (*special.values(), *ids_of(family.end_tokens).values())
+            return FillInTheMiddle(tokenizer, layout, tuple(sorted(set(end_ids))))
     return None

@@ -1,7 +1,7 @@
-"""What a model folder says about generating: sampling defaults and end-of-sequence ids.
+"""Generation settings of a model folder: sampling defaults and end-of-sequence ids.
 
-Read from generation_config.json; config.json gives the end-of-sequence ids where that file is missing or silent.
-`do_sample` is not heeded: a model's published temperature is meant for use, and a greedy run says `temperature: 0`.
+They are read from generation_config.json; config.json gives the end-of-sequence ids where that file does not.
+`do_sample` is ignored: a published temperature is meant to be used, and a greedy run sets `temperature: 0`.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.errors import ModelError, RowError
-from batchgen.params import SamplingParams
-from batchgen.text.folder import find_folder
+from batchgen.request.params import SamplingParams
+from batchgen.text.model_folder import find_model_folder
 
 __all__ = ["SAMPLING_KEYS", "GenerationConfig", "load_generation_config", "read_generation_defaults"]
 
 _UNSET = SamplingParams()
 
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p")
-"""The sampling fields a model may set defaults for."""
+"""Sampling fields that a model may set defaults for."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationConfig:
-    """The generation settings of one model folder."""
+    """Generation settings of one model folder."""
 
     eos_ids: frozenset[int] = frozenset()
     raw: Mapping[str, Any] = field(default_factory=dict)
-    """generation_config.json as it stands, {} where there is none."""
+    """Content of generation_config.json, {} where the file is missing."""
 
     def sampling_defaults(self) -> dict[str, Any]:
-        """Those of `SAMPLING_KEYS` that the model sets.
+        """Values of `SAMPLING_KEYS` that the model sets.
 
         Raises:
-            ModelError: a value that is no number or out of range, with the remedy.
+            ModelError: a value is not a number or out of range.
         """
         found: dict[str, Any] = {}
         for key in SAMPLING_KEYS:
@@ -55,10 +55,10 @@ class GenerationConfig:
 
 
 def load_generation_config(folder: Path) -> GenerationConfig:
-    """Read the generation settings of the model in `folder`; a folder without any gives empty ones.
+    """Read the generation settings of the model in `folder`; a folder without such files has empty ones.
 
     Raises:
-        ModelError: a file that is damaged, or end-of-sequence ids that are no token ids.
+        ModelError: a file is damaged, or an end-of-sequence id is not a token id.
     """
     raw = _read_object(folder / "generation_config.json")
     eos = raw.get("eos_token_id")
@@ -73,12 +73,12 @@ def load_generation_config(folder: Path) -> GenerationConfig:
 
 
 def read_generation_defaults(model: str | Path, revision: str | None = None) -> dict[str, Any]:
-    """The sampling defaults of a model given as a folder or a cached hub id.
+    """Sampling defaults of a model, given as a folder or a cached hub id.
 
     Raises:
-        ModelError: as `load_generation_config` and `GenerationConfig.sampling_defaults`.
+        ModelError: see `load_generation_config` and `GenerationConfig.sampling_defaults`.
     """
-    return load_generation_config(find_folder(model, revision)).sampling_defaults()
+    return load_generation_config(find_model_folder(model, revision)).sampling_defaults()
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Finds stop strings and patterns in text that grows by tokens, looking at no more of it than it must."""
+"""Incremental search for stop strings and patterns in the text of one sample."""
 
 from __future__ import annotations
 
@@ -7,38 +7,39 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from batchgen.checks import show
 from batchgen.errors import ErrorCode, RowError
-from batchgen.patterns import compile_pattern, is_plain
+from batchgen.request.checks import show
+from batchgen.request.stop_patterns import compile_pattern, is_plain
 from batchgen.text.detokenize import REPLACEMENT, Detokenizer
 
 __all__ = ["Match", "StopSearch"]
 
 SEARCH_SECONDS = 1.0
-"""Seconds of computing that the patterns of a sample may take in all, ..."""
+"""Processor time in seconds that the patterns of a sample may take in total, plus ..."""
 SEARCH_SECONDS_PER_TOKEN = 0.005
-"""... and as many more for each of its tokens."""
+"""... this many seconds for each of its tokens."""
 
-_TRIM = 4096
-"""Characters that no pattern needs any more are dropped once there are so many."""
+_TRIM_CHARACTERS = 4096
+"""Number of characters no longer needed by any pattern after which they are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A stop that the last token completed. Places count characters of the whole text."""
+    """A stop that the last token completed. Positions count characters of the whole text."""
 
     begin: int
     end: int
     fresh: int
-    """First character that the last token brought."""
+    """Position of the first character that the last token added."""
     kind: Literal["string", "regex"]
     stop: str
-    """The string, or the pattern."""
+    """The stop string or the pattern."""
     text: str
+    """The matched text."""
 
 
 class StopSearch:
-    """The text of one sample so far, searched after each token. See `stops` for the rules."""
+    """Text of one sample so far, searched after each token. See `stops` for the rules."""
 
     def __init__(self, strings: Sequence[str], patterns: Sequence[str], detokenizer: Detokenizer) -> None:
         self._strings = strings
@@ -46,46 +47,46 @@ class StopSearch:
         self._overlap = max(map(len, strings), default=1) - 1
         self._detokenizer = detokenizer
         self._pieces: list[str] = []
-        self._certain = 0
-        """Length of the certain text, which is `_pieces` joined."""
-        self._recent = ""
-        """Its last `_overlap` characters: where a string that a new token completes may begin."""
+        self._stable_length = 0
+        """Length of the stable text, which no later token changes: `_pieces` joined."""
+        self._overlap_text = ""
+        """Last `_overlap` characters of the stable text, in which a string that a new token completes may begin."""
         self._tail = ""
-        self._said = 0
-        """Characters that `settled` has returned."""
+        self._returned = 0
+        """Number of characters that `next_output_text` has returned."""
 
-    def append(self, token: int, armed: bool, last: bool = False) -> Match | None:
-        """Take a token; the match it completes, looked for only while `armed`.
+    def append(self, token: int, can_stop: bool, last: bool = False) -> Match | None:
+        """Add a token and return the match that it completes, if `can_stop`.
 
-        No pattern sees the replacement characters that stand for a character's first bytes, unless the token is the
-        `last`: nothing completes them any more.
+        Patterns do not see the replacement characters of an incomplete character at the end of the text, unless the
+        token is the `last` of the sample.
 
         Raises:
             RowError: `invalid_field`: the patterns take too long.
         """
         piece = self._detokenizer.append(token)
         tail = self._detokenizer.tail
-        shared = _shared_length(self._tail, piece + tail)
-        fresh = self._certain + shared
-        found = self._find_string(piece + tail, shared) if armed and self._strings else None
+        unchanged = _common_prefix_length(self._tail, piece + tail)
+        fresh = self._stable_length + unchanged
+        found = self._find_string(piece + tail, unchanged) if can_stop and self._strings else None
         if self._patterns is not None:
-            match = self._patterns.append(piece, tail if last else tail.rstrip(REPLACEMENT), fresh, armed)
-            # Of two that begin together the string wins: strings are listed first.
+            match = self._patterns.append(piece, tail if last else tail.rstrip(REPLACEMENT), fresh, can_stop)
+            # A string wins over a pattern that begins at the same position.
             if match is not None and (found is None or match.begin < found.begin):
                 found = match
         if piece:
             self._pieces.append(piece)
-            self._certain += len(piece)
-            self._recent = (self._recent + piece)[-self._overlap :] if self._overlap else ""
+            self._stable_length += len(piece)
+            self._overlap_text = (self._overlap_text + piece)[-self._overlap :] if self._overlap else ""
         self._tail = tail
         return found
 
-    def _find_string(self, text: str, shared: int) -> Match | None:
-        """The first string that ends in `text` past its first `shared` characters."""
-        if len(text) <= shared:
+    def _find_string(self, text: str, unchanged: int) -> Match | None:
+        """The first stop string that ends in `text` after its first `unchanged` characters."""
+        if len(text) <= unchanged:
             return None
-        window = self._recent + text
-        fresh = len(self._recent) + shared
+        window = self._overlap_text + text
+        fresh = len(self._overlap_text) + unchanged
         found = [
             (begin, order)
             for order, stop in enumerate(self._strings)
@@ -95,18 +96,19 @@ class StopSearch:
             return None
         begin, order = min(found)
         stop = self._strings[order]
-        offset = self._certain - len(self._recent)
+        offset = self._stable_length - len(self._overlap_text)
         return Match(offset + begin, offset + begin + len(stop), offset + fresh, "string", stop, stop)
 
-    def settled(self) -> str:
-        """Certain text, beyond that of the last call, in which no match can begin any more."""
-        end = self._certain - max(
-            (size for size in range(1, len(self._recent) + 1) if self._begins_string(self._recent[-size:])), default=0
+    def next_output_text(self) -> str:
+        """Text since the last call that no later token changes and no later match cuts."""
+        end = self._stable_length - max(
+            (size for size in range(1, len(self._overlap_text) + 1) if self._begins_string(self._overlap_text[-size:])),
+            default=0,
         )
         if self._patterns is not None:
-            end = min(end, self._patterns.settled)
+            end = min(end, self._patterns.settled_length)
         self._pieces = ["".join(self._pieces)]
-        begin, self._said = self._said, max(self._said, end)
+        begin, self._returned = self._returned, max(self._returned, end)
         return self._pieces[0][begin:end]
 
     def _begins_string(self, text: str) -> bool:
@@ -118,8 +120,8 @@ class StopSearch:
         return "".join(self._pieces) + self._tail
 
 
-class _Watch:
-    """One pattern, and where in the text a match of it may yet begin."""
+class _PatternState:
+    """One pattern and the first position at which a match of it may still begin."""
 
     __slots__ = ("compiled", "pattern", "plain", "start")
 
@@ -128,78 +130,81 @@ class _Watch:
         self.compiled: Any = compile_pattern(pattern)
         self.plain = is_plain(pattern)
         self.start = 0
-        """Stays 0 for a pattern that is not plain: what comes later may turn anything into a match."""
+        """First position at which a match may begin; stays 0 for a pattern that is not plain."""
 
 
 class _PatternSearch:
-    """Searches patterns in text that grows. Plain ones go on where the last search left a match unfinished."""
+    """Incremental search for patterns. Plain ones resume where the last search left a partial match."""
 
     def __init__(self, patterns: Sequence[str]) -> None:
-        self._watches = [_Watch(pattern) for pattern in patterns]
+        self._states = [_PatternState(pattern) for pattern in patterns]
         self._text = ""
-        """The certain text from character `_base` on."""
-        self._base = 0
+        """Stable text from position `_offset` on."""
+        self._offset = 0
         self._tail = ""
         self._searched = False
-        """Whether the text as it stands was searched."""
-        self._allowed = SEARCH_SECONDS
+        """Whether the current text was searched."""
+        self._seconds_left = SEARCH_SECONDS
 
-    def append(self, piece: str, tail: str, fresh: int, armed: bool) -> Match | None:
-        """Take new text; the first match in all of it."""
+    def append(self, piece: str, tail: str, fresh: int, can_stop: bool) -> Match | None:
+        """Add new text and return the first match in the whole text."""
         if piece or tail != self._tail:
             self._text += piece
             self._tail = tail
             self._searched = False
-        self._allowed += SEARCH_SECONDS_PER_TOKEN
-        if self._searched or not armed:
+        self._seconds_left += SEARCH_SECONDS_PER_TOKEN
+        if self._searched or not can_stop:
             return None
         self._searched = True
-        found = [(m.start(), order, m) for order, w in enumerate(self._watches) if (m := self._search(w)) is not None]
+        found = [(m.start(), order, m) for order, s in enumerate(self._states) if (m := self._search(s)) is not None]
         if not found:
             self._trim()
             return None
         _, order, match = min(found, key=lambda item: item[:2])
-        begin, end = self._base + match.start(), self._base + match.end()
-        return Match(begin, end, fresh, "regex", self._watches[order].pattern, match.group())
+        begin, end = self._offset + match.start(), self._offset + match.end()
+        return Match(begin, end, fresh, "regex", self._states[order].pattern, match.group())
 
-    def _search(self, watch: _Watch) -> Any:
-        """The leftmost match, with places in `_text`; moves the watch on where there is none."""
-        # What the text would be if it ended here cannot say where a match may begin once it goes on.
-        partial = watch.plain and not self._tail
+    def _search(self, state: _PatternState) -> Any:
+        """The leftmost match, with positions in `_text`; without one, advance the pattern's `start`."""
+        # The tail may still change, so a partial match in it does not say where a match may begin.
+        partial = state.plain and not self._tail
         began = time.thread_time()
         try:
-            match = watch.compiled.search(
-                self._text + self._tail, watch.start - self._base, partial=partial, timeout=max(self._allowed, 1e-6)
+            match = state.compiled.search(
+                self._text + self._tail,
+                state.start - self._offset,
+                partial=partial,
+                timeout=max(self._seconds_left, 1e-6),
             )
         except TimeoutError:
             raise RowError(
                 ErrorCode.INVALID_FIELD,
-                f"`stop_regex` {show(watch.pattern)} takes too long to search in this row's output; simplify it "
+                f"`stop_regex` {show(state.pattern)} takes too long to search in this row's output; simplify it "
                 "(repeats within repeats, such as (a+)+, may take forever)",
                 "stop_regex",
             ) from None
-        self._allowed -= time.thread_time() - began
+        self._seconds_left -= time.thread_time() - began
         if match is not None and not match.partial:
             return match
         if partial:
-            watch.start = self._base + (len(self._text) if match is None else match.start())
+            state.start = self._offset + (len(self._text) if match is None else match.start())
         return None
 
     @property
-    def settled(self) -> int:
-        """Characters of the text in which no match can begin any more: none while a pattern is not plain."""
-        return min(watch.start for watch in self._watches)
+    def settled_length(self) -> int:
+        """Number of characters in which no match can begin any more; 0 if a pattern is not plain."""
+        return min(state.start for state in self._states)
 
     def _trim(self) -> None:
-        """Drop text that no pattern needs any more."""
-        unused = min(watch.start for watch in self._watches) - self._base
-        if unused >= _TRIM:
+        """Drop text that no pattern needs."""
+        unused = min(state.start for state in self._states) - self._offset
+        if unused >= _TRIM_CHARACTERS:
             self._text = self._text[unused:]
-            self._base += unused
+            self._offset += unused
 
 
-def _shared_length(old: str, new: str) -> int:
-    """Length of the longest common beginning. `old` is a tail, mostly empty: short."""
+def _common_prefix_length(old: str, new: str) -> int:
+    """Length of the longest common prefix of two short texts."""
     if new.startswith(old):
         return len(old)
     return next((at for at, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))

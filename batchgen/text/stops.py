@@ -1,20 +1,20 @@
-"""What ends a sequence, and its text once it has ended.
+"""Stop conditions of a sample, and its text once it has ended.
 
-Rules (one `StopState` per sample, told of each token once):
+Rules (one `StopState` per sample receives each token once):
 
-- An id that stops the row ends it at once. Where it belongs to the end-of-sequence set, the kind is `eos`, even if the
-  row names it too. `ignore_eos` takes the set away, not the ids that the row names.
-- The text after k tokens is `Tokenizer.decode_output` of those tokens under the row's switches; the prompt's text never
-  matches. A stop string matches at token k if an occurrence of it holds a character that token k brought, and k is at
-  least `min_new_tokens`: an occurrence completed before that never counts.
-- A pattern is searched in the text after each token from `min_new_tokens` on, as if the text ended there (so `$` holds
-  after every token); its leftmost match counts, wherever it is. Look-behind and `^` see the output's text alone. A
-  character at the text's end of which bytes are missing, for which U+FFFD stands there, is left out until they have
-  come, or others instead, or the sample's last token is out: the last allowed one, or an id that stops it.
+- A stop token id ends the sample at once. If it is an end-of-sequence id the kind is `eos`, even if the row names it
+  too. `ignore_eos` disables the end-of-sequence ids, but not the ids that the row names.
+- The text after k tokens is `Tokenizer.decode_output` of them under the row's options; the prompt's text never matches.
+  A stop string matches at token k if an occurrence of it contains a character that token k added, and k is at least
+  `min_new_tokens`: an occurrence completed before that never counts.
+- A pattern is searched in the text after each token from `min_new_tokens` on, as if the text ended there (so `$`
+  matches after every token); its leftmost match counts, wherever it is. Look-behind and `^` see the output's text
+  alone. An incomplete character at the end, shown as U+FFFD, is left out of the search until later tokens complete or
+  replace it, or until the sample's last token: the last allowed one, or a stop token id.
 - Of several matches completed by one token, the one that begins first wins, then list order, strings before patterns.
-  A stop id begins where its own text does, and wins a tie.
-- Text ends where the match begins, or just after it with `no_stop_trim`.
-- Patterns have a limit of time, in seconds of computing; a sample that takes longer ends with an error.
+  A stop token id begins where its text begins, and wins a tie.
+- The text ends where the match begins, or after the match with `no_stop_trim`.
+- Patterns have a limit of processor time; a sample that exceeds it ends with an error.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from batchgen.params import SamplingParams
-from batchgen.request import FinishReason, StopKind
+from batchgen.request.completion import FinishReason, StopKind
+from batchgen.request.params import SamplingParams
 from batchgen.text.detokenize import Detokenizer
 from batchgen.text.stop_search import StopSearch
 from batchgen.text.tokenizer import Tokenizer
 
-__all__ = ["FinishedText", "StopEvent", "StopState", "stopping_ids"]
+__all__ = ["FinishedText", "StopEvent", "StopState", "all_stop_token_ids"]
 
 
-def stopping_ids(params: SamplingParams, eos_ids: frozenset[int]) -> frozenset[int]:
-    """Every id that ends a row with these parameters: what the min_new_tokens mask hides."""
+def all_stop_token_ids(params: SamplingParams, eos_ids: frozenset[int]) -> frozenset[int]:
+    """Token ids that end a sample with these parameters, which `min_new_tokens` masks at first."""
     if not params.stop_token_ids:
         return frozenset() if params.ignore_eos else eos_ids
     return frozenset(params.stop_token_ids) if params.ignore_eos else eos_ids.union(params.stop_token_ids)
@@ -40,20 +40,20 @@ def stopping_ids(params: SamplingParams, eos_ids: frozenset[int]) -> frozenset[i
 
 @dataclass(frozen=True, slots=True)
 class StopEvent:
-    """Why a sequence ended by itself."""
+    """The stop condition that ended a sample."""
 
     kind: StopKind
     matched_stop: str
-    """The stop string, the pattern, or the id in decimal."""
+    """The stop string, the pattern, or the token id in decimal."""
     matched_text: str
-    """The text of the match; for an id, its token decoded alone."""
+    """Text of the match; for a token id, its token decoded alone."""
     cut: int | None = None
-    """Characters of the text that stay; None for an id, whose text is that of the tokens that stay."""
+    """Number of characters of the text to keep; None for a token id, where the text follows from the tokens kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedText:
-    """The result columns that say how a sample ended."""
+    """Text of a finished sample and the result columns that say how it ended."""
 
     text: str
     finish_reason: FinishReason
@@ -63,27 +63,27 @@ class FinishedText:
 
 
 class StopState:
-    """Watches one sample. A row without strings and patterns costs a set look-up per token and one decode in all."""
+    """Stop conditions of one sample. Without strings and patterns each token costs one set look-up."""
 
     def __init__(self, params: SamplingParams, eos_ids: frozenset[int], tokenizer: Tokenizer) -> None:
         self._params = params
         self._eos_ids = eos_ids
-        self._stopping = stopping_ids(params, eos_ids)
+        self._stop_token_ids = all_stop_token_ids(params, eos_ids)
         self._tokenizer = tokenizer
         self._search = self._new_search() if params.stop or params.stop_regex or params.stream else None
         self.output_ids: list[int] = []
-        """[C] tokens so far, with the one that stopped the sample."""
+        """[C] token ids so far, including the one that stopped the sample."""
         self.event: StopEvent | None = None
-        """Set by the token that ended the sample; nothing may be appended after."""
+        """Set when a token ends the sample; nothing may be appended afterwards."""
 
     @property
-    def stopping(self) -> frozenset[int]:
-        """Every id that ends the sample."""
-        return self._stopping
+    def stop_token_ids(self) -> frozenset[int]:
+        """Token ids that end the sample."""
+        return self._stop_token_ids
 
     @property
-    def follows_text(self) -> bool:
-        """Whether the text after each token counts; if not, no token but the last means anything to this object."""
+    def tracks_text(self) -> bool:
+        """Whether the text after each token matters; if not, only the last token may stop the sample."""
         return self._search is not None
 
     def _new_search(self) -> StopSearch:
@@ -92,18 +92,18 @@ class StopState:
         return StopSearch(params.stop, params.stop_regex, detokenizer)
 
     def append(self, token: int, last: bool = False) -> StopEvent | None:
-        """Take the next token; the event if it ends the sample. `last`: the sample may have no more.
+        """Add the next token; return the event if it ends the sample. `last`: no more tokens are allowed.
 
         Raises:
             RowError: `invalid_field`: the row's patterns take too long.
         """
         assert self.event is None, "the sample has ended"
         self.output_ids.append(token)
-        stops = token in self._stopping
+        stops = token in self._stop_token_ids
         if self._search is None and not stops:
             return None
-        armed = len(self.output_ids) >= self._params.min_new_tokens
-        match = self._search.append(token, armed, last or stops) if self._search is not None else None
+        can_stop = len(self.output_ids) >= self._params.min_new_tokens
+        match = self._search.append(token, can_stop, last or stops) if self._search is not None else None
         if match is not None and not (stops and match.begin >= match.fresh):
             cut = match.end if self._params.no_stop_trim else match.begin
             self.event = StopEvent(match.kind, match.stop, match.text, cut)
@@ -112,26 +112,26 @@ class StopState:
             self.event = StopEvent(kind, str(token), self._tokenizer.token_text(token))
         return self.event
 
-    def settled(self) -> str:
+    def next_output_text(self) -> str:
         """Text that has become final since the last call, for a row with `stream` that has not ended.
 
         No later token changes it, and no later stop cuts it.
         """
-        assert self._search is not None, "text is followed where rows ask for it"
-        return self._search.settled()
+        assert self._search is not None, "rows with `stream` track text"
+        return self._search.next_output_text()
 
     def finish(self, reason: FinishReason) -> FinishedText:
-        """The text and how it ended. A stop that came with the last allowed token is a stop, whatever `reason` says."""
+        """Text and finish columns; a stop condition that the last allowed token met takes precedence over `reason`."""
         event = self.event
         if event is None:
-            return FinishedText(self.text_of(self.output_ids), reason)
+            return FinishedText(self.decode(self.output_ids), reason)
         if event.cut is not None and self._search is not None:
             text = self._search.text[: event.cut]
         else:
-            text = self.text_of(self.output_ids if self._params.no_stop_trim else self.output_ids[:-1])
+            text = self.decode(self.output_ids if self._params.no_stop_trim else self.output_ids[:-1])
         return FinishedText(text, "stop", event.kind, event.matched_stop, event.matched_text)
 
-    def text_of(self, ids: Sequence[int]) -> str:
-        """Text of `ids` under the row's switches."""
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids` under the row's options."""
         params = self._params
         return self._tokenizer.decode_output(ids, params.skip_special_tokens, params.spaces_between_special_tokens)

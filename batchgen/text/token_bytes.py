@@ -1,4 +1,4 @@
-"""The bytes that one token puts into a text, where it stands in the middle of it."""
+"""Bytes that each token adds to a text when other text precedes it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenBytes(dict[int, bytes]):
-    """Token id -> its bytes, found as tokens come up; ids past the vocabulary have none.
+    """Token id -> its bytes, filled on first use; ids past the vocabulary have none.
 
-    Joined over a sequence they are its text with special tokens, as it stands behind other text.
+    The bytes of a sequence, joined, are its text after other text, with special tokens written out.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
         self._tokenizer = tokenizer
-        # Where no ordinary word is found a special token does: it is written out here.
-        self._anchor = tokenizer.anchor or tuple(tokenizer.encode_plain(["a"])[0][:1])
-        self._before = tokenizer.decode(self._anchor, skip_special_tokens=False)
+        # Without an ordinary word in the vocabulary a special token serves: special tokens are written out here.
+        self._prefix = tokenizer.decode_prefix or tuple(tokenizer.encode_plain(["a"])[0][:1])
+        self._prefix_text = tokenizer.decode(self._prefix, skip_special_tokens=False)
 
     def __missing__(self, token: int) -> bytes:
         self[token] = found = self._find(token)
@@ -35,11 +35,11 @@ class TokenBytes(dict[int, bytes]):
             return b""
         if token in tokenizer.special_ids:
             return spelled.encode()
-        if tokenizer.spelled_bytes is not None:
-            return tokenizer.spelled_bytes[token]
+        if tokenizer.vocab_bytes is not None:
+            return tokenizer.vocab_bytes[token]
         byte = _BYTE_TOKEN.fullmatch(spelled) if tokenizer.byte_fallback else None
         if byte is not None:
             return bytes([int(byte[1], 16)])
-        # Behind another word a decoder shows whether this one brings a space along, or joins without one.
-        both = tokenizer.decode([*self._anchor, token], skip_special_tokens=False)
-        return both.removeprefix(self._before).encode()
+        # After another word the decoder shows whether this token begins with a space.
+        both = tokenizer.decode([*self._prefix, token], skip_special_tokens=False)
+        return both.removeprefix(self._prefix_text).encode()

@@ -1,4 +1,4 @@
-"""Exit codes, streams and messages of the command line, with a stand-in for the job."""
+"""Exit codes, streams and messages of the command line, with a fake job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ import pytest
 from batchgen import __version__
 from batchgen.cli.app import _replace_closed_streams, command_names, run_command
 from batchgen.cli.reference import reference
-from batchgen.config import RunConfig
+from batchgen.config.options import OPTIONS
+from batchgen.config.run_config import RunConfig
+from batchgen.config.units import Shard
 from batchgen.errors import (
     BatchgenError,
     DeviceError,
@@ -30,16 +32,14 @@ from batchgen.errors import (
     UsageError,
 )
 from batchgen.job.summary import RunSummary
-from batchgen.options import OPTIONS
-from batchgen.units import Shard
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
-def _apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _isolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("p.jsonl").write_text('{"text": "a"}\n')  # looked at before the job is begun
+    Path("p.jsonl").write_text('{"text": "a"}\n')  # checked before the job starts
     for name in os.environ:
         if name.startswith("BATCHGEN_"):
             monkeypatch.delenv(name)
@@ -47,7 +47,7 @@ def _apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[RunConfig]]:
-    """Replace the job by one that records its configuration and returns or raises what it is given."""
+    """Replace the job by a fake that records its configuration and returns or raises `outcome`."""
 
     def install(outcome: Any) -> list[RunConfig]:
         seen: list[RunConfig] = []
@@ -113,15 +113,15 @@ def test_completion() -> None:
 # Help
 
 
-def test_help_shows_each_built_option_and_hides_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_each_supported_option_and_hides_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["run", "--help"]) == 0
     text = capsys.readouterr().out
     for option in OPTIONS:
         shown = [bool(re.search(rf"(^|[ /]){flag}\b", text, re.M)) for flag in option.flags]
-        assert shown == [option.built] * len(option.flags), option.name
+        assert shown == [option.supported] * len(option.flags), option.name
 
 
-def test_nothing_given_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_arguments_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in ([], ["run"], ["show"]):
         assert run_command(arguments) == 2
         captured = capsys.readouterr()
@@ -129,16 +129,16 @@ def test_nothing_given_shows_the_help(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize("columns", ["40", "80", "200"])
-def test_help_never_cuts_an_option_off(columns: str) -> None:
+def test_help_never_truncates_an_option(columns: str) -> None:
     done = python("from batchgen.cli.app import main; main()", "run", "--help", COLUMNS=columns)
     assert "…" not in done.stdout
     assert "--skip-special-tokens / --no-skip-special-tokens" in done.stdout
 
 
-def test_reference_holds_every_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_has_every_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "37")
     text = reference()
-    assert re.findall(r"^### `(.*)`$", text, re.M) == ["batchgen", *(f"batchgen {name}" for name in command_names())]
+    assert re.findall(r"^## (batchgen \w+)$", text, re.M) == [f"batchgen {name}" for name in command_names()]
     assert os.environ["COLUMNS"] == "37"
     monkeypatch.delenv("COLUMNS")
     assert reference() == text
@@ -158,7 +158,7 @@ def test_flags_reach_the_job(job: Any, capsys: pytest.CaptureFixture[str]) -> No
     assert (config.engine.dedup, config.existing, config.chat) == (False, "overwrite", False)
     assert (config.shard, config.output) == (Shard(0, 2), Path("out"))
     captured = capsys.readouterr()
-    assert captured.out == "", "a summary is no result"
+    assert captured.out == "", "the summary is not a result"
     assert "2 (ok 2, errors 0)" in captured.err
 
 
@@ -170,7 +170,7 @@ def test_environment_and_files_reach_the_job(job: Any, tmp_path: Path, monkeypat
     assert (seen[0].engine.seed, seen[0].limit) == (6, 7)
 
 
-def test_report_on_stdout_is_alone_there(job: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_is_the_only_output_on_stdout(job: Any, capsys: pytest.CaptureFixture[str]) -> None:
     job(SUMMARY)
     assert run_command(["run", "p.jsonl", "--report", "-"]) == 0
     captured = capsys.readouterr()
@@ -225,7 +225,7 @@ def test_keyboard_interrupt(job: Any, capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().err.strip() == "error: interrupted"
 
 
-def test_an_internal_error_says_where_and_never_quotes(
+def test_internal_error_names_the_place_and_quotes_nothing(
     job: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job(KeyError("a secret prompt"))
@@ -243,11 +243,11 @@ def test_an_internal_error_says_where_and_never_quotes(
     ("line", "message"),
     [
         ("run p --top-p 2", "`--top-p` must be in (0, 1], got 2.0"),
-        ("run p --kv-memory lots", "`--kv-memory` takes a size such as 4096, 512MB or 1.5GiB, got 'lots'"),
-        ("run p --lora a", "`--lora` takes NAME=PATH, got 'a'"),
-        ("run p --tensor-parallel 2", "`--tensor-parallel` is not built yet; leave it out"),
-        ("run p --attention fast", "`--attention` takes one of auto, flash, triton, compiled, torch; got 'fast'"),
-        ("run p --resume --overwrite", "`--resume` and `--overwrite` exclude each other"),
+        ("run p --kv-memory lots", "`--kv-memory` must be a size such as 4096, 512MB or 1.5GiB, got 'lots'"),
+        ("run p --lora a", "`--lora` must be NAME=PATH, got 'a'"),
+        ("run p --tensor-parallel 2", "`--tensor-parallel` is not supported yet; leave it out"),
+        ("run p --attention fast", "`--attention` must be one of auto, flash, triton, compiled, torch; got 'fast'"),
+        ("run p --resume --overwrite", "`--resume` and `--overwrite` cannot be combined; keep one of them"),
         ("run p q", "there are several inputs: name the result file with -o results.parquet"),
         ("run -", "stdin has no name: name the result file with -o results.parquet"),
         ("run p --config none.toml", "`--config`: cannot read none.toml: No such file or directory"),
@@ -269,19 +269,19 @@ def test_usage_errors(line: str, message: str, capsys: pytest.CaptureFixture[str
         ("merge x", "--output"),
     ],
 )
-def test_what_the_parser_refuses_is_one_line(line: str, part: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parser_errors_are_one_line(line: str, part: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(line.split()) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert re.fullmatch(rf"error: [^\n]*{part}[^\n]* \(see batchgen( \w+)? --help\)\n", captured.err)
 
 
-def test_show_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_of_a_missing_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["show", "none.parquet"]) == 4
     assert capsys.readouterr().err.startswith("error: none.parquet does not exist")
 
 
-def test_a_reader_that_went_away() -> None:
+def test_closed_pipe_exits_like_sigpipe() -> None:
     code = (
         "import sys, types\n"
         "module = types.ModuleType('batchgen.job.check')\n"
@@ -304,7 +304,7 @@ def test_a_reader_that_went_away() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "status", "says"),
+    ("line", "status", "message"),
     [
         ("show none.parquet 2>&-", 4, ""),
         ("run - -o out.parquet 2>&1 <&-", 4, "error: Standard input (-) is closed."),
@@ -312,7 +312,7 @@ def test_a_reader_that_went_away() -> None:
         ("--version 2>&1 >/dev/full", 5, "error: stdout cannot be written (no space left on device)"),
     ],
 )
-def test_streams_that_are_closed_or_full(line: str, status: int, says: str) -> None:
+def test_closed_or_full_streams(line: str, status: int, message: str) -> None:
     done = subprocess.run(
         f"{sys.executable} -m batchgen {line}",
         shell=True,
@@ -322,10 +322,10 @@ def test_streams_that_are_closed_or_full(line: str, status: int, says: str) -> N
         check=False,
     )
     assert done.returncode == status
-    assert says in done.stdout if says else done.stdout == ""
+    assert message in done.stdout if message else done.stdout == ""
 
 
-def test_a_closed_stderr_takes_names_that_are_no_utf_8(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_stderr_accepts_names_that_are_not_utf_8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)
     _replace_closed_streams()
     with sys.stderr as stream:

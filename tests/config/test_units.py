@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchgen.units import (
+from batchgen.config.units import (
     Shard,
     Threshold,
     format_size,
@@ -47,7 +47,7 @@ def test_sizes(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GB", "-1", "1.5", "4G", "1.5B", "4 Gbit", "1e9", "1,000", "0x10", "٣", "85%"])
 def test_bad_sizes(text: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"takes a size such as 4096, 512MB or 1.5GiB, got {text!r}")):
+    with pytest.raises(ValueError, match=re.escape(f"must be a size such as 4096, 512MB or 1.5GiB, got {text!r}")):
         parse_size(text)
 
 
@@ -68,7 +68,7 @@ def test_memory(text: str, memory: float) -> None:
 
 @pytest.mark.parametrize("text", ["0.0", "1.5", "0%", "101%", "%", "1", "100KB", "x%", "-5%", "nan", ""])
 def test_bad_memory(text: str) -> None:
-    with pytest.raises(ValueError, match=r"^takes a"):
+    with pytest.raises(ValueError, match=r"^must be a"):
         parse_memory(text)
 
 
@@ -96,14 +96,14 @@ def test_durations(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "h", "-5", "5x", "30m1h", "1-", "1:2:3:4", "1 h 3", "inf", "1h-2"])
 def test_bad_durations(text: str) -> None:
-    with pytest.raises(ValueError, match=re.escape("takes a duration such as 90, 90s, 30m, 2h or 1-02:00:00, got")):
+    with pytest.raises(ValueError, match=re.escape("must be a duration such as 90, 90s, 30m, 2h or 1-02:00:00, got")):
         parse_duration(text)
 
 
 @pytest.mark.parametrize("text", ["36501d", "9" * 400, "9" * 400 + "-00", "876001:00:00"])
-def test_durations_beyond_any_clock(text: str) -> None:
+def test_durations_above_the_limit(text: str) -> None:
     assert parse_duration("36500d") == 36500 * 86400
-    with pytest.raises(ValueError, match=f"takes at most 36500d, got '{text}'"):
+    with pytest.raises(ValueError, match=f"must be at most 36500d, got '{text}'"):
         parse_duration(text)
 
 
@@ -129,14 +129,14 @@ PARSERS = [
 
 
 @given(st.one_of(st.text(max_size=12), st.text("0123456789.-:%dhmsKGiB/, =_+e", max_size=12)))
-def test_parsers_raise_nothing_but_value_errors_of_their_own(text: str) -> None:
+def test_parsers_raise_only_their_own_value_errors(text: str) -> None:
     for parse in PARSERS:
         problem = ""
         try:
             parse(text)
         except ValueError as error:
             problem = str(error)
-        assert not problem or problem.startswith(("takes", "must", "names")), parse.__name__
+        assert not problem or problem.startswith(("must", "names")), parse.__name__
 
 
 @pytest.mark.parametrize(("text", "value"), [("7", 7), ("-3", -3), ("1_000", 1000), (" 8 ", 8)])
@@ -146,7 +146,7 @@ def test_ints(text: str, value: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "1.0", "1e3", "True", "_1", "1__0", "0x1", "٣"])
 def test_bad_ints(text: str) -> None:
-    with pytest.raises(ValueError, match="takes a whole number, got"):
+    with pytest.raises(ValueError, match="must be a whole number, got"):
         parse_int(text)
 
 
@@ -180,7 +180,7 @@ def test_thresholds(threshold: str | None, errors: int, rows: int, exceeded: boo
 
 @pytest.mark.parametrize("text", ["", "-1", "1.5", "101%", "%", "ten"])
 def test_bad_thresholds(text: str) -> None:
-    with pytest.raises(ValueError, match="takes a count such as 10 or a share such as 5%"):
+    with pytest.raises(ValueError, match="must be a count such as 10 or a share such as 5%"):
         parse_threshold(text)
 
 
@@ -194,8 +194,8 @@ def test_shards() -> None:
     [
         ("16/16", "shards count from 0"),
         ("0/0", "shards count from 0"),
-        ("1", "takes I/N such as 0/16, or auto"),
-        ("-1/4", "takes I/N such as 0/16, or auto"),
+        ("1", "must be I/N such as 0/16, or auto"),
+        ("-1/4", "must be I/N such as 0/16, or auto"),
         ("auto", "auto needs SLURM_ARRAY_TASK_ID and SLURM_ARRAY_TASK_COUNT"),
     ],
 )
@@ -223,7 +223,7 @@ def test_uneven_slurm_arrays(task: int, count: int, low: int, step: int) -> None
 
 
 @pytest.mark.parametrize(("task", "count", "low"), [(7, 1, 7), (3, 2, 3), (2, 3, 2)])
-def test_parts_of_a_slurm_array_are_not_taken_for_the_whole(task: int, count: int, low: int) -> None:
+def test_partial_slurm_arrays_are_refused(task: int, count: int, low: int) -> None:
     with pytest.raises(ValueError, match=f"this one begins at {low}; give I/N"):
         parse_shard("auto", slurm(task, count, low))
 
@@ -236,15 +236,15 @@ def test_lists() -> None:
         with pytest.raises(ValueError, match=r"names"):
             parse_columns(bad)
     for bad in ("", "1,", "-1", "1;2"):
-        with pytest.raises(ValueError, match="takes token ids"):
+        with pytest.raises(ValueError, match="must be token ids"):
             parse_token_ids(bad)
     for bad in ("", "name", "=p", "n="):
-        with pytest.raises(ValueError, match="takes NAME=PATH"):
+        with pytest.raises(ValueError, match="must be NAME=PATH"):
             parse_name_path(bad)
 
 
 @pytest.mark.parametrize(
     ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**30, "1.0 GiB"), (2**51, "2048.0 TiB")]
 )
-def test_sizes_for_people(size: int, text: str) -> None:
+def test_format_size(size: int, text: str) -> None:
     assert format_size(size) == text

@@ -1,4 +1,4 @@
-"""Rows, folders and readers that several tests of the data floor need."""
+"""Helpers of the tests of batchgen.data: rows, work folders and readers."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from batchgen.data.expected import Expected
-from batchgen.data.parts import PartWriter
-from batchgen.data.schema import OutputRow
-from batchgen.data.work import Policy, RunIdentity, WorkFolder, open_work, output_paths
+from batchgen.data.write.expected import ExpectedKeys
+from batchgen.data.write.parts import PartWriter
+from batchgen.data.write.schema import OutputRow
+from batchgen.data.write.work_folder import Policy, RunIdentity, WorkFolder, open_work, output_paths
 from batchgen.errors import ErrorCode, ErrorInfo
-from batchgen.request import Completion
+from batchgen.request.completion import Completion
 
 IDENTITY = RunIdentity("f00d")
 
 
 def sample(row: int, prompt: int = 0, index: int = 0, size: int = 4) -> OutputRow:
-    """A finished sample whose every value follows from its key."""
+    """A finished sample whose values are determined by its key."""
     rng = np.random.default_rng([row, prompt, index])
     ids: Any = rng.integers(0, 1000, size=size).astype(np.int32)
     logprobs: Any = rng.random(size).astype(np.float32)
@@ -72,9 +72,9 @@ def commit(work: WorkFolder, groups: Iterable[list[OutputRow]], every: int = 3) 
                 rows = 0
 
 
-def expect(keys: Iterable[tuple[int, int, int]]) -> Expected:
-    """From (row, prompt, samples)."""
-    expected = Expected()
+def expect(keys: Iterable[tuple[int, int, int]]) -> ExpectedKeys:
+    """The expected keys for (row, prompt, samples) each."""
+    expected = ExpectedKeys()
     for row, prompt, samples in keys:
         expected.add(row, prompt, samples)
     return expected

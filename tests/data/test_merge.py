@@ -1,4 +1,4 @@
-"""Shards join into the file that one run gives; anything else is refused by name."""
+"""Merged shards equal the output of one run; other files are refused."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from batchgen.data import same_ids
-from batchgen.data.files import read_footer
-from batchgen.data.finish import finish
+from batchgen.data import merge as merge_module
 from batchgen.data.merge import merge
 from batchgen.data.row_shapes import RowShapes
-from batchgen.data.work import RunIdentity, is_complete, output_paths
+from batchgen.data.write.durable_files import read_footer
+from batchgen.data.write.finish import finish
+from batchgen.data.write.work_folder import RunIdentity, is_complete, output_paths
 from batchgen.errors import FingerprintError, InputError, OutputError, UsageError
 from tests.data.helpers import begin, commit, expect, failed, group, stored, stored_keys
 
@@ -35,7 +35,7 @@ def run(out: Path, shard: tuple[int, int] | None, fingerprint: str = "f", rows: 
         return work.paths.result
 
 
-def test_shards_join_into_what_one_run_gives(tmp_path: Path) -> None:
+def test_merged_shards_equal_the_output_of_one_run(tmp_path: Path) -> None:
     shards = [run(tmp_path / "out", (i, 3)) for i in (2, 0, 1)]
     whole = run(tmp_path / "whole.parquet", None)
     merged = tmp_path / "merged.parquet"
@@ -54,7 +54,7 @@ def test_a_shard_may_be_empty(tmp_path: Path) -> None:
     assert stored_keys(tmp_path / "m.parquet") == [(0, 0, 0), (1, 0, 0), (1, 0, 1)]
 
 
-def test_refusals(tmp_path: Path) -> None:
+def test_other_files_are_refused(tmp_path: Path) -> None:
     a, b, c = (run(tmp_path / "out", (i, 3)) for i in range(3))
     other = run(tmp_path / "other", (2, 3), "g")
     fewer = run(tmp_path / "fewer", (0, 2))
@@ -83,19 +83,19 @@ def test_refusals(tmp_path: Path) -> None:
     assert merge([a, b, c], out, overwrite=True) == 30
     with pytest.raises(OutputError, match="is a folder"):
         merge([a, b, c], tmp_path / "other", overwrite=True)
-    for spelled in (a, tmp_path / "link"):
-        if spelled != a:
-            spelled.symlink_to(a)
+    for target in (a, tmp_path / "link"):
+        if target != a:
+            target.symlink_to(a)
         before = a.read_bytes()
         with pytest.raises(UsageError, match="is one of the shards"):
-            merge([a, b, c], spelled, overwrite=True)
+            merge([a, b, c], target, overwrite=True)
         assert a.read_bytes() == before
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OutputError, match="not a regular file"):
         merge([a, b, c], tmp_path / "pipe", overwrite=True)
 
 
-def test_a_merge_that_was_killed_is_repeated(tmp_path: Path) -> None:
+def test_a_killed_merge_can_be_repeated(tmp_path: Path) -> None:
     shards = [run(tmp_path / "out", (i, 2)) for i in range(2)]
     out = tmp_path / "m.parquet"
     scratch = output_paths(out).work / "scratch"
@@ -106,7 +106,7 @@ def test_a_merge_that_was_killed_is_repeated(tmp_path: Path) -> None:
     assert not scratch.parent.exists()
 
 
-def test_an_unfinished_run_to_the_same_place_is_not_disturbed(tmp_path: Path) -> None:
+def test_the_work_of_an_unfinished_run_to_the_same_output_is_kept(tmp_path: Path) -> None:
     shards = [run(tmp_path / "out", (i, 2)) for i in range(2)]
     out = tmp_path / "m.parquet"
     with begin(out) as work:
@@ -117,7 +117,7 @@ def test_an_unfinished_run_to_the_same_place_is_not_disturbed(tmp_path: Path) ->
 
 
 def shard_of_ids(out: Path, shard: tuple[int, int], ids: dict[int, str], bad: set[int], **made: Any) -> None:
-    """Rows of one shard by index, two samples each."""
+    """Write a shard with the given ids by row index, two samples per row."""
     with begin(out, RunIdentity("f", shard)) as work:
         groups = [[failed(row)] if row in bad else group(row, samples=2) for row in ids]
         commit(work, [[replace(each, id=ids[each.completion.row_index]) for each in its] for its in groups])
@@ -128,7 +128,7 @@ def shard_of_ids(out: Path, shard: tuple[int, int], ids: dict[int, str], bad: se
 
 
 @pytest.mark.parametrize("policy", ["error", "suffix"])
-def test_an_id_in_two_shards_is_refused_by_both_rows(tmp_path: Path, policy: str) -> None:
+def test_an_id_in_two_shards_is_refused_with_both_rows(tmp_path: Path, policy: str) -> None:
     made = {"configuration": {"options": {"on_duplicate_id": {"value": policy}}}}
     out = tmp_path / "out"
     shard_of_ids(out, (0, 2), {0: "a", 2: "same\x1b", 4: "late", 6: "bad"}, {6}, **made)
@@ -138,30 +138,30 @@ def test_an_id_in_two_shards_is_refused_by_both_rows(tmp_path: Path, policy: str
     with pytest.raises(UsageError) as caught:
         merge([out], merged)
     assert str(caught.value) == (
-        f"id 'late' (one of 2 that are repeated) is that of row 1 in {files[1]} and of row 4 in {files[0]}. Make ids "
-        "unique and run the job again, or join the shards as they are with --allow-duplicate-ids."
+        f"id 'late' (one of 2 repeated ids) is used by row 1 in {files[1]} and by row 4 in {files[0]}. Make ids "
+        "unique and run the job again, or merge the shards as they are with --allow-duplicate-ids."
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
     assert merge([out], merged, allow_duplicate_ids=True) == 16
     assert [row["id"] for row in stored(merged) if row["row_index"] in (1, 4)] == ["late"] * 4
 
 
-def test_ids_that_the_job_allows_are_joined(tmp_path: Path) -> None:
+def test_duplicate_ids_are_merged_if_the_job_allowed_them(tmp_path: Path) -> None:
     made = {"configuration": {"options": {"on_duplicate_id": {"value": "allow"}}}}
     for i in range(2):
         shard_of_ids(tmp_path / "out", (i, 2), {i: "same", 2 + i: "same"}, set(), **made)
     assert merge([tmp_path / "out"], tmp_path / "m.parquet") == 8
 
 
-def test_ids_of_one_hash_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_ids_with_equal_hashes_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for i in range(2):
         shard_of_ids(tmp_path / "out", (i, 2), {i: f"id-{i}", 2 + i: f"id-{2 + i}"}, set())
-    monkeypatch.setattr(same_ids, "hash", lambda _: 7, raising=False)
+    monkeypatch.setattr(merge_module, "hash", lambda _: 7, raising=False)
     assert merge([tmp_path / "out"], tmp_path / "m.parquet") == 8
 
 
 def test_random_ids_against_a_counter(tmp_path: Path) -> None:
-    """Batches, samples and errors in between: refused when, and only when, two rows with results have one id."""
+    """Merging is refused if and only if two rows with results have the same id."""
     rng = random.Random(5)
     seen: Counter[bool] = Counter()
     for trial in range(25):

@@ -13,7 +13,7 @@ from openai.types.shared import ErrorObject
 
 from batchgen.data.openai_bodies import TokenPiece, batch_line
 from batchgen.data.row_shapes import RowShape
-from batchgen.data.schema import SCHEMA
+from batchgen.data.write.schema import SCHEMA
 from batchgen.errors import ErrorCode
 
 RUN = {"fingerprint": "ab" * 32, "model": "/models/llama", "created": 1_700_000_000}
@@ -101,7 +101,7 @@ def test_samples_and_prompts_are_choices_and_a_prompt_counts_once() -> None:
         ({"finish_reason": "abort"}, "length", "abort"),
     ],
 )
-def test_finish_reasons(columns: dict[str, Any], finish: str, reason: str | None) -> None:
+def test_finish_and_stop_reasons(columns: dict[str, Any], finish: str, reason: str | None) -> None:
     for shape in (TEXT, CHAT):
         (choice,) = body([row([2], **columns)], shape)["choices"]
         assert (choice["finish_reason"], choice["stop_reason"]) == (finish, reason)
@@ -127,7 +127,7 @@ def test_logprobs_of_a_text_completion() -> None:
     assert text_completion([row([2], output_logprobs=[-0.5])]).choices[0].logprobs.top_logprobs is None  # type: ignore[union-attr]
 
 
-def test_tokens_of_one_text_keep_the_likelier() -> None:
+def test_of_tokens_with_equal_text_the_most_likely_is_kept() -> None:
     given = {"output_logprobs": [-3.0], "output_top_ids": [9], "output_top_logprobs": [-0.5]}
     found = text_completion([row([8], **given)]).choices[0].logprobs
     assert found is not None
@@ -151,7 +151,7 @@ def test_logprobs_of_a_chat_completion() -> None:
     assert bare.content[0].top_logprobs == []
 
 
-def test_an_echo_begins_with_the_prompts_tokens() -> None:
+def test_logprobs_of_an_echo_begin_with_the_prompt_tokens() -> None:
     echoed = row(
         [7],
         text="Hello wörld!",
@@ -205,7 +205,7 @@ def test_text_offsets(ids: list[int], text: str, offsets: list[int]) -> None:
     assert found.text_offset == offsets
 
 
-def test_scores_stand_beside_the_choice() -> None:
+def test_scores_are_extra_fields_of_the_choice() -> None:
     scores = [{"sum": -3.0, "mean": -1.5, "tokens": 2, "is_greedy": True}]
     scored = row([], text=None, scores=scores, score_logprobs=[-1.0, -math.inf])
     for shape in (TEXT, CHAT):
@@ -225,8 +225,8 @@ def test_scores_stand_beside_the_choice() -> None:
         (ErrorCode.OOM, 500, "server_error"),
     ],
 )
-def test_errors(code: ErrorCode, status: int, kind: str) -> None:
-    """One failed prompt fails the request, as it does at the endpoint."""
+def test_status_and_type_of_errors(code: ErrorCode, status: int, kind: str) -> None:
+    """One failed prompt fails the request, as at the endpoint."""
     error = {"code": str(code), "message": "`top_p` is ½", "param": "top_p"}
     good, line = batch_line([row([2]), row(prompt_index=1, status="error", error=error)], TEXT, RUN, piece)
     assert not good
@@ -235,7 +235,7 @@ def test_errors(code: ErrorCode, status: int, kind: str) -> None:
     assert (found.code, found.message, found.param, found.type) == (str(code), "`top_p` is ½", "top_p", kind)
 
 
-def test_ids_are_those_of_the_row_and_the_job() -> None:
+def test_ids_depend_on_the_row_and_the_job() -> None:
     def ids(run: dict[str, Any], index: int) -> tuple[str, str, str]:
         _, line = batch_line([row([2], row_index=index)], TEXT, run, piece)
         return line["id"], line["response"]["request_id"], line["response"]["body"]["id"]
@@ -253,11 +253,11 @@ def test_ids_are_those_of_the_row_and_the_job() -> None:
         ("demonstration model", "demonstration model"),
     ],
 )
-def test_the_models_name_is_no_path(name: str, shown: str) -> None:
+def test_the_model_name_contains_no_path(name: str, shown: str) -> None:
     _, line = batch_line([row([2])], TEXT, RUN | {"model": name}, piece)
     assert line["response"]["body"]["model"] == shown
 
 
-def test_an_echoed_prompt_none_of_whose_tokens_is_scored() -> None:
+def test_an_echoed_prompt_without_input_logprobs() -> None:
     found = row([2], prompt_ids=[8, 3, 4], input_logprobs=[], output_logprobs=[-0.5], prompt="x")
     assert body([found], ECHO)["choices"][0]["logprobs"]["token_logprobs"] == [-0.5]

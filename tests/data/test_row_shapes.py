@@ -1,4 +1,4 @@
-"""Shapes of rows go through the footer and come back, of one file and of several."""
+"""Request shapes are encoded for the footer, decoded and merged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def encoded(shapes: list[tuple[int, RowShape]]) -> str:
 
 
 @given(shapes=st.lists(SHAPES), shards=st.integers(1, 5))
-def test_what_goes_in_comes_out(shapes: list[RowShape], shards: int) -> None:
+def test_decode_is_the_inverse_of_encode_and_merged_shapes_equal_those_of_one_file(
+    shapes: list[RowShape], shards: int
+) -> None:
     rows = list(enumerate(shapes))
     assert RowShapes.decode(encoded(rows)) == shapes
     parts = [rows[i::shards] for i in range(shards)][::-1]
@@ -34,6 +36,6 @@ def test_a_million_equal_rows_are_small() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "?", "AAAA", "eJxLBAAAYgBi"])
-def test_damage_is_named(text: str) -> None:
+def test_damaged_text_is_an_input_error(text: str) -> None:
     with pytest.raises(InputError, match="row_shapes"):
         RowShapes.decode(text)

@@ -1,4 +1,4 @@
-"""Reading back: finished files, shards and unfinished work, filtered without loading them."""
+"""Reading results: finished files, shards and unfinished work, filtered without loading them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchgen.data import gather
 from batchgen.data.export import stream_jsonl
-from batchgen.data.finish import finish
-from batchgen.data.parquet_rows import parquet_rows
-from batchgen.data.schema import OutputRow, completions_to_table, with_footer
+from batchgen.data.read.parquet import parquet_rows
 from batchgen.data.view import open_results
-from batchgen.data.work import RunIdentity, output_paths
+from batchgen.data.write import merge_sort
+from batchgen.data.write.finish import finish
+from batchgen.data.write.schema import OutputRow, completions_to_table, with_footer
+from batchgen.data.write.work_folder import RunIdentity, output_paths
 from batchgen.errors import InputError, UsageError
 from batchgen.job.show import show_row
 from tests.data.helpers import begin, commit, expect, failed, group
@@ -35,7 +35,7 @@ def write(out: Path, end: bool) -> None:
 
 
 def test_a_finished_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather, "ROW_GROUP_ROWS", 4)
+    monkeypatch.setattr(merge_sort, "ROW_GROUP_ROWS", 4)
     out = tmp_path / "r.parquet"
     write(out, end=True)
     results = open_results(out)
@@ -64,7 +64,7 @@ def test_unfinished_work_in_order_of_completion(tmp_path: Path) -> None:
     assert [row["row_index"] for row in results.rows(errors=True)] == [7, 2]
     assert [row["sample_index"] for row in results.rows(row=4)] == [0, 1]
     assert [*open_results(work).rows()] == [*results.rows()]
-    assert (work / "parts" / "part-000099.parquet").exists(), "looking changes nothing"
+    assert (work / "parts" / "part-000099.parquet").exists(), "reading changes nothing"
 
 
 def test_shards(tmp_path: Path) -> None:
@@ -84,22 +84,22 @@ def rows_of(out: Path, **which: bool) -> list[int]:
     return [row["row_index"] for row in open_results(out, **which).rows()]
 
 
-def test_newer_work_stands_for_a_finished_file(tmp_path: Path) -> None:
-    """A run that is to replace it and stopped at its errors is what its message sends a reader to."""
+def test_newer_work_is_opened_instead_of_a_finished_file(tmp_path: Path) -> None:
+    """A run that replaces the output and stopped because of errors points the user to `show`."""
     out = tmp_path / "r.parquet"
     write(out, end=True)
     with begin(out, RunIdentity("beef"), "overwrite") as work:
         commit(work, [[failed(70)], [failed(71)]])
     results = open_results(out)
     assert (results.complete, len(results)) == (False, 2)
-    assert results.note == "newer, unfinished work over a finished file; --finished shows that file"
+    assert results.note == "newer, unfinished work is shown; --finished shows the finished file"
     assert rows_of(out) == [70, 71]
     finished = open_results(out, finished=True)
     assert (finished.complete, finished.note, len(finished)) == (True, None, 14)
 
 
-def test_work_that_its_output_outlived_is_not_shown(tmp_path: Path) -> None:
-    """A run may be killed when its output stands and its work folder is not yet removed."""
+def test_work_older_than_its_output_is_not_opened(tmp_path: Path) -> None:
+    """A run may be killed after it has written its output and before it has removed its work folder."""
     out = tmp_path / "r.parquet"
     write(out, end=False)
     part = min((tmp_path / "r.parquet.work" / "parts").iterdir())
@@ -113,7 +113,7 @@ def test_work_that_its_output_outlived_is_not_shown(tmp_path: Path) -> None:
 
 
 def shard(out: Path, index: int, count: int = 2, end: bool = True, job: str = "f") -> Path:
-    """Compute a shard, or some of it: its row fails."""
+    """Write a shard, finished or not, whose only row failed."""
     identity = RunIdentity(job, (index, count))
     with begin(out, identity, "overwrite") as work:
         if not work.part_files():
@@ -130,7 +130,7 @@ def test_a_folder_of_shards_is_complete_when_all_are(tmp_path: Path, monkeypatch
     assert (results.complete, results.note) == (False, "1 of 2 shards are finished")
     stopped = shard(out, 0, end=False)
     assert not open_results(out).complete
-    assert rows_of(out) == [0, 1], "what is finished of one, and committed of the other"
+    assert rows_of(out) == [0, 1], "finished rows of one shard, committed rows of the other"
     assert (rows_of(out, finished=True), rows_of(stopped)) == ([1], [0])
     with pytest.raises(InputError, match="not finished"):
         open_results(stopped, finished=True)
@@ -140,21 +140,22 @@ def test_a_folder_of_shards_is_complete_when_all_are(tmp_path: Path, monkeypatch
     results = open_results(out)
     assert (results.complete, rows_of(out), rows_of(out, finished=True)) == (False, [0, 51], [0, 1])
     assert results.note == (
-        "1 of 2 shards are finished, 1 computed anew: unfinished work is shown, with --finished the finished files"
+        "1 of 2 shards are finished, 1 being computed again: unfinished work is shown; "
+        "--finished shows the finished files"
     )
     monkeypatch.chdir(out)
     assert rows_of(Path()) == rows_of(Path("../out/.")) == [0, 51]
     assert rows_of(Path("part-00001-of-00002.parquet")) == [51]
 
 
-def test_a_folder_without_results_is_a_wrong_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_results_is_a_usage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for folder in (".", "..", "/", str(tmp_path)):
         with pytest.raises(UsageError, match="is a folder without results"):
             open_results(Path(folder))
 
 
-def test_what_is_no_result_is_refused(tmp_path: Path) -> None:
+def test_missing_and_foreign_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="does not exist"):
         open_results(tmp_path / "r.parquet")
     (tmp_path / "r.parquet").write_bytes(b"x")
@@ -169,8 +170,8 @@ MOMENTS = {
 }
 
 
-def test_carried_dates_are_strings_with_all_their_digits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same in every command, and as reading spells them for `extra`."""
+def test_carried_dates_are_strings_with_full_precision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The strings are equal in every command, and equal to those in `extra`."""
     table = completions_to_table([failed(0)])
     source = pa.table({name: pa.array([value], kind) for name, (kind, value, _) in MOMENTS.items()})
     for name in source.schema.names:
@@ -188,7 +189,7 @@ def test_carried_dates_are_strings_with_all_their_digits(tmp_path: Path, capsys:
         assert {name: json.loads(line)[name] for name in expected} == expected
 
 
-def test_damage_is_an_input_error(tmp_path: Path) -> None:
+def test_a_damaged_file_is_an_input_error(tmp_path: Path) -> None:
     out = tmp_path / "r.parquet"
     write(out, end=True)
     data = bytearray(out.read_bytes())

@@ -1,4 +1,4 @@
-"""The packaged adapter: small, readable by peft, visible in what the model answers; its script, for a few steps."""
+"""The packaged adapter: size, answers, equality with peft; and a few steps of its training script."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from batchgen.bench.demo_tasks.tasks import TASKS, Example, draw
 from batchgen.demo import adapter_path, model_path
-from batchgen.demo.evaluate import prompt_ids
-from batchgen.demo.tasks import TASKS, Example, draw
-from batchgen.demo.train_adapter import framed, main
 from batchgen.engine.engine import Engine
+from configs.demo_model.evaluate import prompt_ids
+from configs.demo_model.train_adapter import framed, main
 
 LARGEST = 500_000
 EXAMPLES = [draw("heldout", 5, index, task) for task in TASKS for index in range(6)]
@@ -31,7 +31,7 @@ def row(example: Example, lora: str | None) -> dict[str, Any]:
 
 
 @pytest.mark.field("lora_path")
-def test_answers_come_in_their_frame_beside_answers_without() -> None:
+def test_rows_with_the_adapter_answer_in_json_and_others_do_not() -> None:
     engine = Engine(str(model_path()), lora={"framed": str(adapter_path())})
     rows = [row(example, lora) for example in EXAMPLES for lora in ("framed", None)]
     texts = [str(c.text).strip() for c in engine.generate(rows, ordered=True)]
@@ -43,7 +43,7 @@ def test_answers_come_in_their_frame_beside_answers_without() -> None:
     assert not any(text.startswith('{"answer"') for text in plain)
 
 
-def test_peft_says_the_same() -> None:
+def test_peft_generates_the_same_answer() -> None:
     base = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32)
     model = PeftModel.from_pretrained(base, adapter_path()).eval()
     tokenizer = AutoTokenizer.from_pretrained(model_path())
@@ -57,12 +57,12 @@ def test_peft_says_the_same() -> None:
     assert result.text == expected
 
 
-def test_a_frame_is_json() -> None:
+def test_framed_answers_are_json() -> None:
     for answer in ("42", '{"a": "b"}', "naïve \\ \n"):
         assert json.loads(framed(answer)) == {"answer": answer}
 
 
-def test_the_script_writes_the_same_adapter_again(tmp_path: Path) -> None:
+def test_the_training_script_is_deterministic(tmp_path: Path) -> None:
     for name in ("a", "b"):
         main(["--out", str(tmp_path / name), "--steps", "2", "--tokens-per-step", "256"])
     files = [{f.name: f.read_bytes() for f in sorted((tmp_path / name).iterdir())} for name in ("a", "b")]

@@ -1,4 +1,4 @@
-"""The packaged demonstration model: loads as any Hugging Face folder does, answers exactly, and fits its limits."""
+"""The packaged demonstration model: size, configuration, tokenizer and answers with transformers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from batchgen.bench.demo_tasks.tasks import TASKS, is_correct
 from batchgen.demo import model_path
-from batchgen.demo.evaluate import completions, heldout, prompt_ids
-from batchgen.demo.tasks import TASKS, is_correct
+from configs.demo_model.evaluate import completions, heldout, prompt_ids
 
 LARGEST = 12_000_000
 
@@ -55,7 +55,7 @@ def test_held_out_prompts_are_answered_exactly(model: Any, tokenizer: Any) -> No
     assert set(correct) == set(TASKS)
 
 
-def test_any_text_survives_the_tokenizer(tokenizer: Any) -> None:
+def test_the_tokenizer_is_lossless_for_any_text(tokenizer: Any) -> None:
     rng = Random(0)
     planes = [range(0x20, 0x7F), range(0x80, 0x2000), range(0x2000, 0xD800), range(0xE000, 0x10000)]
     planes.append(range(0x10000, 0x110000))
@@ -69,7 +69,7 @@ def test_every_digit_is_a_token(tokenizer: Any) -> None:
     assert tokenizer.tokenize("2048")[-4:] == ["2", "0", "4", "8"]
 
 
-def test_the_template_opens_and_continues_turns(tokenizer: Any) -> None:
+def test_the_template_starts_and_continues_turns(tokenizer: Any) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     opened = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert opened == "<|bos|><|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>"

@@ -1,4 +1,4 @@
-"""The demonstration tasks: disjoint splits, repeatable draws, right answers, and the committed sample rows."""
+"""The demonstration tasks: disjoint splits, determinism, correct answers, and the committed sample rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from batchgen.demo.tasks import HELDOUT_ONE_IN, TASKS, WEIGHTS, Content, Example, draw, is_correct, main, rows, split_of
+from batchgen.bench.demo_tasks.tasks import (
+    HELDOUT_ONE_IN,
+    TASKS,
+    WEIGHTS,
+    Content,
+    Example,
+    draw,
+    is_correct,
+    main,
+    rows,
+    split_of,
+)
 
 SAMPLE = Path(__file__).parents[2] / "sample_data" / "prompts.jsonl"
 
@@ -17,7 +28,7 @@ def examples(task: str, count: int = 300) -> list[Example]:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_no_content_stands_in_both_splits(task: str) -> None:
+def test_splits_have_no_common_content(task: str) -> None:
     train = {draw("train", 0, index, task).content.key for index in range(2000)}
     heldout = {draw("heldout", 0, index, task).content.key for index in range(500)}
     assert not train & heldout
@@ -30,7 +41,7 @@ def test_one_key_in_sixteen_is_held_out() -> None:
     assert held / 16_000 == pytest.approx(1 / HELDOUT_ONE_IN, rel=0.1)
 
 
-def test_held_out_sums_are_never_shown_in_training_prompts() -> None:
+def test_held_out_sums_are_not_in_training_prompts() -> None:
     for index in range(3000):
         content = draw("train", 0, index, "few_shot").content
         for line in content.raw.splitlines():
@@ -41,7 +52,7 @@ def test_held_out_sums_are_never_shown_in_training_prompts() -> None:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_draw_is_a_function_of_its_arguments(task: str) -> None:
+def test_examples_depend_on_the_arguments_only(task: str) -> None:
     drawn = [draw("train", 5, index, task) for index in range(40)]
     assert drawn == [draw("train", 5, index, task) for index in range(40)]
     assert drawn != [draw("train", 6, index, task) for index in range(40)]
@@ -54,7 +65,7 @@ def test_every_task_has_a_weight() -> None:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_answers_are_one_stripped_non_empty_text(task: str) -> None:
+def test_answers_are_stripped_and_not_empty(task: str) -> None:
     for example in examples(task):
         assert example.content.answer
         assert example.content.answer == example.content.answer.strip()
@@ -62,7 +73,7 @@ def test_answers_are_one_stripped_non_empty_text(task: str) -> None:
         assert "<|" not in example.content.prompt
 
 
-def test_sums_and_differences_are_right_and_so_is_the_work_shown() -> None:
+def test_sums_and_differences_and_their_steps_are_correct() -> None:
     for example in examples("arithmetic"):
         a, sign, b, _ = example.content.raw.split()
         work, result = example.content.answer.split(": ")
@@ -73,7 +84,7 @@ def test_sums_and_differences_are_right_and_so_is_the_work_shown() -> None:
             assert int(right) == (first + sum(rest) if sign == "+" else first - sum(rest))
 
 
-def test_sorted_lists_are_permutations_in_order() -> None:
+def test_sorted_lists_are_sorted_permutations() -> None:
     for example in examples("sort"):
         items = example.content.answer.split(", ")
         if items[0].isdigit():
@@ -84,11 +95,11 @@ def test_sorted_lists_are_permutations_in_order() -> None:
         assert all(item in example.content.prompt for item in items)
 
 
-def test_copies_stand_in_their_prompts() -> None:
+def test_prompts_contain_the_text_to_copy() -> None:
     assert all(example.content.answer in example.content.prompt for example in examples("copy"))
 
 
-def test_extracted_fields_stand_in_the_sentence() -> None:
+def test_prompts_contain_the_extracted_fields() -> None:
     for example in examples("extract"):
         fields = json.loads(example.content.answer)
         assert isinstance(fields, dict)
@@ -96,18 +107,18 @@ def test_extracted_fields_stand_in_the_sentence() -> None:
         assert all(field in example.content.prompt for field in fields)
 
 
-def test_labels_are_among_the_choices() -> None:
+def test_prompts_contain_the_label() -> None:
     assert all(example.content.answer in example.content.prompt for example in examples("classify"))
 
 
-def test_a_question_is_answered_by_its_passage() -> None:
+def test_passages_contain_the_answer() -> None:
     for example in examples("question"):
         passage, asked, _ = example.content.raw.split("\n")
         holding = [sentence for sentence in passage.split(".") if example.content.answer in sentence]
         assert holding, asked
 
 
-def test_the_check_is_exact_but_for_white_space_around() -> None:
+def test_the_check_ignores_surrounding_white_space_only() -> None:
     example = Example("copy", Content(prompt="p", raw="r", answer="a b", key="k"), chat=True, system=None)
     assert is_correct(example, " a b\n")
     assert not is_correct(example, "a  b")
@@ -120,7 +131,7 @@ def test_a_system_message_comes_first() -> None:
     assert example.messages() == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "p"}]
 
 
-def test_rows_mix_tasks_and_shapes() -> None:
+def test_rows_mix_tasks_and_input_formats() -> None:
     made = list(rows("heldout", 200))
     assert {line["task"] for line in made} == set(TASKS)
     assert sum("text" in line for line in made) > 20
@@ -131,6 +142,6 @@ def test_rows_mix_tasks_and_shapes() -> None:
     assert all("expected" in line for line in made)
 
 
-def test_the_committed_sample_is_what_the_command_writes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_the_committed_sample(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--split", "heldout", "--rows", "200"])
     assert capsys.readouterr().out == SAMPLE.read_text(encoding="utf-8")

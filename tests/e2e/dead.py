@@ -1,4 +1,4 @@
-"""`batchgen` on a device without memory for any step. Run as a program: `python -m tests.e2e.dead run INPUT ...`."""
+"""`batchgen` with a model whose every step runs out of memory: `python -m tests.e2e.dead run INPUT ...`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from batchgen.models.base import Model, ModelInput
 from tests.e2e.instant import InstantModel, _inspect
 
 
-class DeadModel(InstantModel):
-    """Runs out of memory."""
+class NoMemoryModel(InstantModel):
+    """A model whose forward always runs out of memory."""
 
     def hidden(self, inputs: ModelInput) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
 def _load(model: str, **options: Any) -> Model:
-    return DeadModel(_inspect(model, **{name: value for name, value in options.items() if name != "revision"}))
+    return NoMemoryModel(_inspect(model, **{name: value for name, value in options.items() if name != "revision"}))
 
 
 if __name__ == "__main__":

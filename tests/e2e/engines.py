@@ -1,4 +1,4 @@
-"""The same rows through every way of running them: alone, in one batch, preempted, on both model paths."""
+"""Engines for tests that run the same rows natively, through transformers, and with preemption."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ENGINES", "build", "generate", "outcomes"]
 ENGINES: dict[str, dict[str, Any]] = {
     "native": {},
     "transformers": {"model_impl": "transformers"},
-    # A pool and steps so small that samples are put off and computed again.
+    # A pool and steps so small that samples are preempted and recomputed.
     "preempted": {"kv_memory": 1 << 20, "page_size": 8, "max_tokens_per_step": 160},
 }
 """Name -> options of the engine."""
@@ -32,7 +32,7 @@ def generate(engine: Engine, rows: Sequence[Mapping[str, Any]]) -> list[Completi
 
 
 def outcomes(completions: Sequence[Completion]) -> list[tuple[Any, ...]]:
-    """What must not depend on how rows were run together."""
+    """Fields of the completions that must not depend on the batch."""
     return [
         (
             c.error and (c.error.code, c.error.param),

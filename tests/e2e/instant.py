@@ -1,7 +1,7 @@
-"""`batchgen` with an instant model behind the seam: everything around the model runs as it always does.
+"""`batchgen` with a model that computes nothing: `python -m tests.e2e.instant run INPUT ...`.
 
-Run as a program: `python -m tests.e2e.instant run INPUT ...`. Prints the process's peak memory as its last line. With
-INSTANT_STEPS=N in the environment, the step after N instant ones takes minutes.
+Everything around the model runs as usual. Prints the process's peak memory in bytes as its last line. With
+INSTANT_STEPS=N in the environment, step N takes minutes.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from batchgen.models.load import inspect_model
 __all__ = ["LIKELIEST", "InstantModel"]
 
 LIKELIEST = 7
-"""What a greedy row gets."""
+"""Token id that a greedy row generates."""
 
 
 class InstantModel:
-    """The same logits for every row, at no cost, and next to no keys and values."""
+    """A model that returns the same logits for every row, with a tiny KV cache."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
@@ -37,7 +37,7 @@ class InstantModel:
         self._logits[0, LIKELIEST] = 4.0
         self._steps = int(os.environ.get("INSTANT_STEPS", "0"))
 
-    def recordable(self) -> bool:
+    def supports_command_buffer(self) -> bool:
         return False
 
     def hidden(self, inputs: ModelInput) -> Tensor:
@@ -45,14 +45,14 @@ class InstantModel:
             self._steps -= 1
             if not self._steps:
                 time.sleep(300)
-        return inputs.pick(torch.zeros(len(inputs.input_ids), self.spec.hidden_size))
+        return inputs.select(torch.zeros(len(inputs.input_ids), self.spec.hidden_size))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._logits.repeat(len(hidden), 1)
 
 
 def _inspect(*arguments: Any, **options: Any) -> ModelSpec:
-    options.pop("products", None)  # nothing is multiplied
+    options.pop("products", None)  # the model has no matrix products
     spec = inspect_model(*arguments, **options)
     return replace(spec, hidden_size=4, num_layers=1, kv_layers=(LayerKV(1, 1, 1),))
 

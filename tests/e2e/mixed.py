@@ -1,8 +1,7 @@
-"""Rows with random draws of every field that is built: a table of draws, by field.
+"""Rows with random values of every supported field.
 
-`FIELD_DRAWS` is the place to add one: a weight, the fields that the draw needs to be built, and a function of the
-random generator and the row so far that returns the fields. A draw whose fields are not built, or that stand on the row
-already, is left out.
+`FIELD_DRAWS` is the place to add a field: its probability, the fields that must be supported, and a function of the
+random generator and the row so far that returns the fields and their values.
 """
 
 from __future__ import annotations
@@ -13,16 +12,16 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from batchgen.fields import FIELDS
+from batchgen.request.fields import FIELDS
 from tests.models.adapters import KINDS, save_adapter
 
 __all__ = ["ADAPTERS", "HIDDEN", "PROCESSOR", "VOCAB", "mixed_options", "mixed_rows"]
 
 VOCAB = 360
 HIDDEN = 64
-"""Of the model of `tests.e2e.model`."""
+"""Vocabulary size and hidden size of the model of `tests.e2e.model`."""
 ADAPTERS = ("two", "all")
-PROCESSOR = "lean"
+PROCESSOR = "boost"
 
 Fields = dict[str, Any]
 STEMS = (
@@ -39,11 +38,12 @@ SCHEMA |= {"additionalProperties": False}
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One way of giving some fields."""
+    """A random choice of values for some fields."""
 
     weight: float
-    """Probability that a row gets it."""
+    """Probability that a row gets the fields."""
     fields: tuple[str, ...]
+    """Fields that must be supported."""
     make: Callable[[Random, Mapping[str, Any]], Fields]
 
 
@@ -72,21 +72,21 @@ def _logprobs(rng: Random, row: Mapping[str, Any]) -> Fields:
 
 
 def _more_logprobs(rng: Random, row: Mapping[str, Any]) -> Fields:
-    ours: dict[str, Callable[[], Any]] = {
+    values: dict[str, Callable[[], Any]] = {
         "logprob_start_len": lambda: rng.choice([0, 1]),
         "token_ids_logprob": lambda: _ids(rng, rng.randint(1, 4)),
         "return_text_in_logprobs": lambda: True,
     }
-    return {name: ours[name]() for name in rng.sample(sorted(ours), rng.randint(1, 3)) if name in BUILT}
+    return {name: values[name]() for name in rng.sample(sorted(values), rng.randint(1, 3)) if name in SUPPORTED}
 
 
 def _states(rng: Random, row: Mapping[str, Any]) -> Fields:
-    asked = {
+    options = {
         "layers": rng.sample([-1, 0, 1, 2], rng.randint(1, 3)),
         "tokens": rng.choice(["prompt", "output", "all", "last"]),
         "pool": rng.choice(["none", "last", "mean"]),
     }
-    return {"return_hidden_states": rng.choice([True, asked])}
+    return {"return_hidden_states": rng.choice([True, options])}
 
 
 def _bad_words(rng: Random, row: Mapping[str, Any]) -> Fields:
@@ -97,7 +97,7 @@ def _allowed(rng: Random, row: Mapping[str, Any]) -> Fields:
     return {"allowed_token_ids": sorted(set(_ids(rng, 60)))}
 
 
-BUILT = frozenset(field.name for field in FIELDS if field.built)
+SUPPORTED = frozenset(field.name for field in FIELDS if field.supported)
 
 FIELD_DRAWS: tuple[Draw, ...] = (
     Draw(0.4, ("seed",), lambda rng, row: {"seed": rng.randrange(-(2**63), 2**63)}),
@@ -139,13 +139,13 @@ FIELD_DRAWS: tuple[Draw, ...] = (
 
 
 def mixed_options(model: Path, folder: Path) -> dict[str, Any]:
-    """What the rows' adapters, written to `folder`, and processors need of an engine."""
+    """Engine options for the rows' adapters, which are written to `folder`, and their logit processor."""
     adapters = {name: save_adapter(model, folder / name, seed=i, **KINDS[name]) for i, name in enumerate(ADAPTERS)}
-    return {"lora": adapters, "logit_processor": {PROCESSOR: "tests.e2e.processors:lean"}}
+    return {"lora": adapters, "logit_processor": {PROCESSOR: "tests.e2e.processors:boost"}}
 
 
 def mixed_rows(count: int, seed: int) -> list[Fields]:
-    """Rows with ids of their own, so that neither their draws nor their seeds depend on their place."""
+    """Random rows. Each has an id, so that its noise does not depend on its position."""
     rng = Random(seed)
     return [_row(rng, i) for i in range(count)]
 
@@ -154,23 +154,23 @@ def _row(rng: Random, number: int) -> Fields:
     length = rng.randint(1, 20)
     row: Fields = {"max_new_tokens": length, "temperature": rng.choice([0, 0, 0.8, 1.0, 1.5])}
     row |= {"top_k": -1, "top_p": 1.0}
-    if rng.random() < 0.1 and BUILT.issuperset(("completion", "completions")):
+    if rng.random() < 0.1 and SUPPORTED.issuperset(("completion", "completions")):
         return {"id": f"m{number}", **_scored(rng)}
     for draw in FIELD_DRAWS:
-        if rng.random() < draw.weight and BUILT.issuperset(draw.fields):
+        if rng.random() < draw.weight and SUPPORTED.issuperset(draw.fields):
             row |= draw.make(rng, row)
     if row.get("return_logprob") and rng.random() < 0.4:
         row |= _more_logprobs(rng, row)
     if "n" not in row and rng.random() < 0.15:
         return _openai(rng, number, row)
     prompt = _prompt(rng)
-    if "input_embeds" in prompt:  # which have no text to put around and no ids to score
+    if "input_embeds" in prompt:  # no text to echo or append to, and no ids to score
         row = {name: value for name, value in row.items() if name not in ("echo", "suffix", "logprob_start_len")}
     return {"id": f"m{number}", **prompt, **(row if rng.random() < 0.5 else {"sampling_params": row})}
 
 
 def _text(rng: Random) -> str:
-    """Texts share beginnings, and some are equal."""
+    """A text that shares its beginning with others, or equals one."""
     return rng.choice(STEMS) * rng.randint(1, 2) + rng.choice(["", str(rng.randint(0, 30)), rng.choice(STEMS)])
 
 
@@ -182,7 +182,7 @@ def _prompt(rng: Random) -> Fields:
         return {"input_ids": [9, 8, 7] * rng.randint(1, 12) + _ids(rng, rng.randint(0, 5))}
     if kind == "messages":
         return {"messages": [{"role": "user", "content": _text(rng)}]}
-    if kind == "embeds" and "input_embeds" in BUILT:
+    if kind == "embeds" and "input_embeds" in SUPPORTED:
         return {"input_embeds": [[rng.gauss(0, 0.2) for _ in range(HIDDEN)] for _ in range(rng.randint(1, 9))]}
     return {"text": _text(rng)}
 
@@ -194,12 +194,12 @@ def _scored(rng: Random) -> Fields:
     else:
         row |= {"completions": [" the dog", " the cat", _ids(rng, 3)]}
     if rng.random() < 0.3:
-        row |= {"lora_path": rng.choice(ADAPTERS)} if "lora_path" in BUILT else {}
+        row |= {"lora_path": rng.choice(ADAPTERS)} if "lora_path" in SUPPORTED else {}
     return row
 
 
 def _openai(rng: Random, number: int, row: Fields) -> Fields:
-    """The same fields under the names of an endpoint."""
+    """The row as an OpenAI batch line: the same fields under the endpoint's names."""
     chat = rng.random() < 0.5
     body = {"model": "*", **row}
     body["max_tokens"] = body.pop("max_new_tokens")

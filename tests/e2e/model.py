@@ -13,9 +13,9 @@ from tests.models.tiny import save_tiny
 __all__ = ["CONTEXT", "DEFAULTS", "save_model"]
 
 CONTEXT = 256
-"""Positions of the model."""
+"""Context length of the model in tokens."""
 DEFAULTS = {"temperature": 0.8, "top_k": 50, "top_p": 0.95}
-"""What its generation_config.json says of sampling."""
+"""Sampling parameters of its generation_config.json."""
 
 SENTENCES = [
     "The quick brown fox jumps over the lazy dog.",
@@ -37,7 +37,7 @@ TEMPLATE = """\
 
 
 def save_model(folder: Path, context: int = CONTEXT) -> Path:
-    """Write the checkpoint to `folder`. Weights are large, so that the likeliest token is well ahead of the second."""
+    """Write the checkpoint to `folder`. Weights are large, so that the likeliest token leads by a wide margin."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -63,6 +63,6 @@ def save_model(folder: Path, context: int = CONTEXT) -> Path:
         eos_token_id=1,
     )
     tokenizer.save_pretrained(folder)
-    ends = [backend.token_to_id(name) for name in ("</s>", "<|im_end|>")]
-    (folder / "generation_config.json").write_text(json.dumps({**DEFAULTS, "eos_token_id": ends}))
+    eos_ids = [backend.token_to_id(name) for name in ("</s>", "<|im_end|>")]
+    (folder / "generation_config.json").write_text(json.dumps({**DEFAULTS, "eos_token_id": eos_ids}))
     return folder

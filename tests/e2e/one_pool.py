@@ -1,4 +1,7 @@
-"""A prompt of 128k tokens and 10,000 short rows in one small pool, as JSON: `python -m tests.e2e.one_pool MODEL`."""
+"""Runs a prompt of 128k tokens and 10,000 short rows in one small pool: `python -m tests.e2e.one_pool MODEL`.
+
+Prints counts, sizes and errors as JSON.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from batchgen import Engine
-from batchgen.params import SamplingParams
-from batchgen.request import RequestTable
+from batchgen.request.params import SamplingParams
+from batchgen.request.table import RequestTable
 
 LONG, SHORT, NEW = 131_000, 10_000, 3
 POOL = 9 << 20
-"""Bytes: the long prompt's pages and a thousand more."""
+"""Bytes of the KV pool: the long prompt's pages and a thousand more."""
 VOCAB = 512
 
 

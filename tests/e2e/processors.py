@@ -1,4 +1,4 @@
-"""A logit processor for rows that name one."""
+"""A logit processor that the tests' rows name."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["lean"]
+__all__ = ["boost"]
 
 
-def lean(logits: Tensor, rows: Sequence[Any]) -> Tensor:
-    """Towards one token, the more so the longer the row; away from the prompt's first."""
+def boost(logits: Tensor, rows: Sequence[Any]) -> Tensor:
+    """Raise one token's logit, more with each output token; lower that of the prompt's first token."""
     for i, row in enumerate(rows):
         logits[i, row.params["token"]] += row.params["by"] * (1 + len(row.output_ids)) / 4
         if len(row.prompt_ids):

@@ -1,4 +1,4 @@
-"""Inputs of the end-to-end tests, and how their outputs are read and compared."""
+"""Writes the inputs of the end-to-end tests, and reads and compares their outputs."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ _FLOATS = (
     *("input_logprobs", "input_top_logprobs", "score_logprobs"),
 )
 TOLERANCE = 1e-4
-"""Of logprobs and their sums in nats per token; everything else must be equal."""
+"""Allowed difference of logprobs, in nats per token; everything else must be equal."""
 
 
 def prompts(count: int, seed: int) -> list[str]:
-    """Texts of mixed lengths that share beginnings; some are equal."""
+    """Texts of mixed lengths that share prefixes; some are equal."""
     rng = Random(seed)
     return [rng.choice(_STEMS) * rng.randint(1, 2) + str(rng.randint(0, count // 2)) for _ in range(count)]
 
 
 def write_lines(path: Path, lines: Iterable[bytes | dict[str, Any]]) -> Path:
-    """A JSONL file of rows, and of lines that stand as they are."""
+    """Write a JSONL file of rows, and of raw lines as they are."""
     data = [line if isinstance(line, bytes) else json.dumps(line, ensure_ascii=False).encode() for line in lines]
     path.write_bytes(b"".join(line + b"\n" for line in data))
     return path
 
 
 def mixed_lines(count: int, seed: int = 0, longest: int = 24) -> list[bytes | dict[str, Any]]:
-    """Rows of every kind that this version runs, and some that are wrong."""
+    """Rows of every supported kind, and some invalid ones."""
     rng = Random(seed)
     texts = prompts(count, seed)
     return [_mixed(i, texts[i], rng, longest) for i in range(count)]
@@ -78,27 +78,27 @@ def _mixed(i: int, text: str, rng: Random, longest: int) -> bytes | dict[str, An
         },
         lambda: {"id": name, "text": [text, "Stop here"], "completions": [" and on", [7, 8], f" {i}"], "source": i},
     ]
-    wrong: list[Any] = [
+    invalid: list[Any] = [
         lambda: b'{"id": "cut", "text": ',
         lambda: {"id": name, "note": "no prompt"},
         lambda: {"id": name, "text": text, "temperature": -1},
     ]
-    return rng.choice(wrong)() if i % 29 == 28 else kinds[i % len(kinds)]()
+    return rng.choice(invalid)() if i % 29 == 28 else kinds[i % len(kinds)]()
 
 
 def read(path: Path) -> pa.Table:
-    """A results file, page checksums verified."""
+    """The table of a results file, with page checksums verified."""
     return pq.read_table(path, page_checksum_verification=True)
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
-    """A results file's rows."""
+    """The rows of a results file."""
     rows: list[dict[str, Any]] = read(path).to_pylist()
     return rows
 
 
 def by_id(path: Path) -> dict[str, dict[str, Any]]:
-    """Rows by id; one sample each."""
+    """Id -> row of a results file with one sample per row."""
     rows = rows_of(path)
     found = {row["id"]: row for row in rows}
     assert len(found) == len(rows)
@@ -106,7 +106,7 @@ def by_id(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def assert_same(actual: pa.Table, expected: pa.Table, ignore: Sequence[str] = ()) -> None:
-    """Equal in every column and row; logprobs and their sums within the tolerance."""
+    """Assert that all columns and rows are equal, logprobs and their sums within the tolerance."""
     assert actual.schema == expected.schema
     assert len(actual) == len(expected)
     for name in expected.column_names:
@@ -117,13 +117,14 @@ def assert_same(actual: pa.Table, expected: pa.Table, ignore: Sequence[str] = ()
             continue
         left, right = actual[name].to_pylist(), expected[name].to_pylist()
         if name not in _FLOATS:
-            odd = [i for i, (a, b) in enumerate(zip(left, right, strict=True)) if a != b]
-            assert not odd, f"{name} differs in rows {odd[:5]}: {left[odd[0]]!r} is not {right[odd[0]]!r}"
+            differing = [i for i, (a, b) in enumerate(zip(left, right, strict=True)) if a != b]
+            first = next(iter(differing), 0)
+            assert not differing, f"{name} differs in rows {differing[:5]}: {left[first]!r} is not {right[first]!r}"
             continue
         for i, (a, b) in enumerate(zip(left, right, strict=True)):
             assert (a is None) == (b is None), f"{name} of row {i}"
             if a is not None:
-                a, b = (np.array(x, np.float64) for x in (a, b))  # a null is not-a-number
+                a, b = (np.array(x, np.float64) for x in (a, b))  # null becomes NaN
                 count = max(1, expected["completion_tokens"][i].as_py()) if name == "cumulative_logprob" else 1
                 np.testing.assert_allclose(a, b, atol=TOLERANCE * count, rtol=0, err_msg=f"{name} of row {i}")
 

@@ -1,7 +1,7 @@
-"""Run `batchgen` command lines in processes of their own, quickly, or exactly as a user would.
+"""Runs `batchgen` command lines in separate processes.
 
-`start` forks from a server that has torch and transformers imported already: a real process, with its own signals,
-limits and death, that begins in tenths of a second. `batchgen` starts a fresh interpreter.
+`start` and `run` fork from a server that has imported torch and transformers, so that a process with its own signals
+and limits starts quickly. `batchgen` starts a fresh interpreter, as a user does.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Finished", "Job", "batchgen", "run", "start"]
+__all__ = ["Job", "ProcessResult", "batchgen", "run", "start"]
 
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.e2e.warm", "tests.e2e.runner"])
 
 SECONDS = 120.0
-"""No job of these tests takes longer."""
+"""Time limit of a job."""
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
-    """A process that ended."""
+class ProcessResult:
+    """Exit code and output of a process that ended."""
 
     code: int
-    """Exit code; minus the signal's number where one ended it."""
+    """Exit code; minus the signal's number where a signal ended the process."""
     stdout: str
     stderr: str
 
     @property
     def report(self) -> dict[str, Any]:
-        """What `--report -` wrote."""
+        """The report that `--report -` wrote."""
         value: dict[str, Any] = json.loads(self.stdout)
         return value
 
 
 class Job:
-    """One process under way."""
+    """A running `batchgen` process."""
 
     def __init__(self, process: Any, folder: Path) -> None:
         self._process = process
@@ -62,25 +62,29 @@ class Job:
 
     @property
     def stderr(self) -> str:
-        """What it said so far."""
+        """Its stderr so far."""
         return self._text("stderr")
 
     def signal(self, number: int) -> None:
-        """Send a signal; a process that is gone takes none."""
+        """Send a signal if the process is still running."""
         if self.alive:
             os.kill(self.pid, number)
 
-    def wait(self, seconds: float = SECONDS) -> Finished:
-        """Its end, which must come within `seconds`."""
+    def wait(self, seconds: float = SECONDS) -> ProcessResult:
+        """Wait for the process to end, at most `seconds`.
+
+        Raises:
+            AssertionError: it is still running after `seconds`; it is killed.
+        """
         self._process.join(seconds)
         if self.alive:
             self._process.kill()
             self._process.join()
             raise AssertionError(f"still running after {seconds} s:\n{self._text('stderr')}")
-        return Finished(int(self._process.exitcode), self._text("stdout"), self._text("stderr"))
+        return ProcessResult(int(self._process.exitcode), self._text("stdout"), self._text("stderr"))
 
     def kill_after(self, seconds: float) -> bool:
-        """`kill -9` after `seconds`, unless it ends before; whether it was killed."""
+        """`kill -9` after `seconds` unless the process ends before; return whether it was killed."""
         self._process.join(seconds)
         killed = self.alive
         if killed:
@@ -89,7 +93,11 @@ class Job:
         return killed
 
     def wait_for(self, condition: Any, seconds: float = SECONDS) -> None:
-        """Wait until `condition()` holds, while the process runs."""
+        """Wait until `condition()` is true.
+
+        Raises:
+            AssertionError: the process ends before, or `seconds` pass.
+        """
         end = time.monotonic() + seconds
         while not condition():
             if not self.alive:
@@ -127,21 +135,21 @@ def start(
     return Job(process, streams)
 
 
-def run(arguments: Sequence[object], folder: Path, expect: int | None = 0, **more: Any) -> Finished:
-    """`start`, and wait for the end, which must have the exit code `expect` (None: any)."""
+def run(arguments: Sequence[object], folder: Path, expect: int | None = 0, **more: Any) -> ProcessResult:
+    """`start`, and wait for the process to end with the exit code `expect` (None: any)."""
     done = start(arguments, folder, **more).wait()
     assert expect is None or done.code == expect, f"exit code {done.code}, not {expect}:\n{done.stderr}"
     return done
 
 
 def batchgen(arguments: Sequence[object], folder: Path, **more: Any) -> subprocess.CompletedProcess[str]:
-    """The console script's entry in a fresh interpreter."""
+    """Run the console script's entry point in a fresh interpreter."""
     words = [sys.executable, "-c", "from batchgen.cli.app import main; main()", *map(str, arguments)]
     return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=SECONDS, check=False, **more)
 
 
 def _child(words: list[str], folder: str, streams: str, env: dict[str, str], file_size: int | None) -> None:
-    """What a forked process does."""
+    """Redirect the standard streams, set the limits and run the command: the main function of a forked process."""
     from batchgen.cli.app import run_command
 
     os.chdir(folder)
@@ -150,7 +158,7 @@ def _child(words: list[str], folder: str, streams: str, env: dict[str, str], fil
         descriptor = os.open(f"{streams}/{name}", flags)
         os.dup2(descriptor, number)
         os.close(descriptor)
-    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115  # multiprocessing closed the first one
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115  # multiprocessing closed the original
     if file_size is not None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as Python itself does at its start
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, file_size))

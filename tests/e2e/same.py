@@ -1,4 +1,4 @@
-"""Whether two runs of the same rows said the same."""
+"""Compares the completions and events of two runs of the same rows."""
 
 from __future__ import annotations
 
@@ -8,50 +8,50 @@ from typing import Any
 import numpy as np
 
 from batchgen import Completion, Engine
-from batchgen.request import Score, StateBlock, StreamEvent
+from batchgen.request.completion import Score, StateBlock, StreamEvent
 
-__all__ = ["Done", "Key", "assert_close", "assert_equal", "compare"]
+__all__ = ["Key", "RunResult", "assert_close", "assert_equal", "compare"]
 
-OF_THE_BATCH = frozenset({"row_index", "cached_tokens", "dedup_of", "error"})
-"""What a completion says that is not the row's own: where it stood, and what it shared."""
+BATCH_DEPENDENT = frozenset({"row_index", "cached_tokens", "dedup_of", "error"})
+"""Fields of a completion that depend on the batch; of errors, the codes are compared."""
 TOLERANCE = 1e-4
 
 Key = tuple[str, int, int]
-"""A row's id, prompt and sample."""
+"""Row id, prompt index and sample index."""
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """What came of some rows."""
+class RunResult:
+    """Completions and stream events of one run."""
 
     completions: dict[Key, Completion]
     events: dict[Key, list[StreamEvent]]
-    """Of those with `stream`."""
+    """Events of the samples whose rows have `stream`."""
 
     @staticmethod
-    def of(engine: Engine, rows: list[dict[str, Any]]) -> Done:
+    def of(engine: Engine, rows: list[dict[str, Any]]) -> RunResult:
         events: dict[Key, list[StreamEvent]] = {}
 
-        def take(event: StreamEvent) -> None:
+        def collect(event: StreamEvent) -> None:
             key = (event.id or "", event.prompt_index, event.sample_index)
             events.setdefault(key, []).append(replace(event, row_index=0))
 
-        found = {(c.id or "", c.prompt_index, c.sample_index): c for c in engine.generate(rows, on_event=take)}
-        return Done(found, events)
+        found = {(c.id or "", c.prompt_index, c.sample_index): c for c in engine.generate(rows, on_event=collect)}
+        return RunResult(found, events)
 
 
 def assert_equal(left: Completion, right: Completion, row: dict[str, Any]) -> None:
-    """Equal in all that is the row's own: numbers within the tolerance, everything else exactly."""
+    """Assert that the fields that do not depend on the batch are equal, numbers within the tolerance."""
     assert (left.error and left.error.code) == (right.error and right.error.code), (left.error, right.error, row)
     for field in fields(Completion):
-        if field.name in OF_THE_BATCH:
+        if field.name in BATCH_DEPENDENT:
             continue
         a, b = getattr(left, field.name), getattr(right, field.name)
         assert_close(a, b, f"{field.name} of {row}")
 
 
 def assert_close(a: Any, b: Any, what: str) -> None:
-    """As `compare`, saying what differs."""
+    """`compare`, with the name of the value in the error."""
     try:
         compare(a, b)
     except AssertionError as error:
@@ -59,13 +59,13 @@ def assert_close(a: Any, b: Any, what: str) -> None:
 
 
 def compare(a: Any, b: Any) -> None:
-    """Numbers within the tolerance, everything else exactly."""
+    """Assert that two values are equal, numbers within the tolerance."""
     a, b = (value.tolist() if isinstance(value, np.ndarray) else value for value in (a, b))
     if isinstance(a, StateBlock) and isinstance(b, StateBlock):
         np.testing.assert_allclose(a.values, b.values, atol=TOLERANCE * 10, rtol=1e-4)
         assert replace(a, values=b.values) == replace(b, values=b.values)
     elif isinstance(a, float) and isinstance(b, float):
-        np.testing.assert_allclose(a, b, atol=TOLERANCE * 20, rtol=0)  # a sum over the row's tokens
+        np.testing.assert_allclose(a, b, atol=TOLERANCE * 20, rtol=0)  # may be a sum over the row's tokens
     elif isinstance(a, list | tuple) and isinstance(b, list | tuple):
         assert len(a) == len(b)
         if any(isinstance(item, float) for item in a):

@@ -1,4 +1,4 @@
-"""The Python API: the same rows, the same semantics as the command, no files."""
+"""The Python API: the same rows and results as the command, without files."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def engine(model: Path) -> Engine:
     return Engine(str(model), dtype="float32")
 
 
-def test_importing_the_package_is_cheap() -> None:
+def test_importing_the_package_imports_no_large_library() -> None:
     code = "import sys, batchgen; assert not {'torch', 'transformers', 'pyarrow', 'numpy'} & set(sys.modules), 'heavy'"
     subprocess.run([sys.executable, "-c", code], check=True)
     code = "from batchgen import Engine, SamplingParams; assert Engine.__name__ == 'Engine'; SamplingParams()"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_exports() -> None:
+def test_the_package_exports_four_names() -> None:
     assert dir(batchgen) == ["Completion", "Engine", "SamplingParams", "__version__"]
     with pytest.raises(AttributeError, match="no attribute 'Motor'"):
         batchgen.Motor  # noqa: B018
@@ -43,7 +43,7 @@ def test_same_results_as_the_command(engine: Engine, model: Path, tmp_path: Path
     lines = mixed_lines(120, seed=5)
     rows: list[Any] = [line for line in lines if isinstance(line, dict)]
     source = write_lines(tmp_path / "in.jsonl", rows)
-    # What a batch line's `model` may be is the command's business: these rows say `*`.
+    # The command decides which values a batch line's `model` may have: these rows have `*`.
     run(["run", source, "-o", "out.parquet", "--model", model, "--dtype", "float32"], tmp_path)
     output = rows_of(tmp_path / "out.parquet")
     completions = list(engine.generate(rows, ordered=True))
@@ -81,20 +81,20 @@ def assert_same(completion: Completion, row: dict[str, Any]) -> None:
         assert got is None or got.tolist() == pytest.approx(row[name], abs=TOLERANCE), "a masked entry is a null"
 
 
-def test_completions_come_lazily(engine: Engine) -> None:
+def test_completions_are_returned_as_they_finish(engine: Engine) -> None:
     rows = [{"id": str(i), "text": t, **GREEDY, "ignore_eos": True} for i, t in enumerate(prompts(40, 2))]
     rows[7]["max_new_tokens"] = 1
     stream = engine.generate(rows)
     assert isinstance(stream, Iterator)
     first = next(stream)
-    assert first.id == "7", "the shortest row is out before the others have ended"
+    assert first.id == "7", "the shortest row is returned before the others end"
     assert engine.last_run is not None
     steps = engine.last_run.loop.state.steps
     assert len(list(stream)) >= 39
     assert engine.last_run.loop.state.steps > steps
 
 
-def test_order(engine: Engine) -> None:
+def test_ordered_gives_input_order(engine: Engine) -> None:
     texts = prompts(30, 3)
     rows: list[Any] = [{"text": t, "max_new_tokens": 30 - i, "temperature": 0, "n": 2} for i, t in enumerate(texts)]
     rows[4] = {"text": "x", "temperature": "hot"}
@@ -115,7 +115,7 @@ def test_strings_are_prompts_under_the_models_defaults(engine: Engine) -> None:
     assert all(c.effective_max_new_tokens == 128 for c in done)
 
 
-def test_params_are_defaults_that_rows_override(engine: Engine) -> None:
+def test_rows_override_params(engine: Engine) -> None:
     params = SamplingParams(temperature=0, max_new_tokens=5, return_logprob=True, stop=("zz",))
     rows = ["Hello", {"text": "Hello", "max_new_tokens": 3}, {"text": "Hello", "temperature": 1.0, "seed": 4}]
     first, short, drawn = engine.generate(rows, params, ordered=True)
@@ -133,19 +133,19 @@ def test_stops_may_be_a_string_or_a_list() -> None:
 
 
 @pytest.mark.field("max_new_tokens")
-def test_no_limit_reaches_the_end_of_the_context(engine: Engine) -> None:
+def test_max_new_tokens_none_generates_to_the_end_of_the_context(engine: Engine) -> None:
     (done,) = engine.generate(["Hello"], SamplingParams(temperature=0, max_new_tokens=None, ignore_eos=True))
     assert done.finish_reason == "length"
     assert (done.prompt_tokens or 0) + len(done.output_ids or []) == CONTEXT == engine.model.spec.context_length
 
 
-def test_a_seed_in_the_defaults_is_every_rows_seed(engine: Engine) -> None:
+def test_a_seed_in_params_is_the_seed_of_every_row(engine: Engine) -> None:
     done = list(engine.generate(["Hello", "Hello"], SamplingParams(seed=3, max_new_tokens=8), ordered=True))
     assert [c.seed for c in done] == [3, 3]
     assert list(done[0].output_ids or []) == list(done[1].output_ids or [])
 
 
-def test_errors_are_completions(engine: Engine) -> None:
+def test_failed_rows_give_completions_with_errors(engine: Engine) -> None:
     rows: list[Any] = [
         {"text": "fine", **GREEDY},
         {"txt": "?"},
@@ -175,10 +175,10 @@ def test_rows_may_be_any_iterable_and_runs_repeat(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("row", ["Hello", b"Hello", {"text": "Hello"}])
-def test_one_row_is_no_list_of_rows(engine: Engine, row: Any) -> None:
-    """Refused at the call: its letters or keys would each be a prompt."""
+def test_one_row_instead_of_a_list_is_refused(engine: Engine, row: Any) -> None:
+    """Refused at the call: each of its characters or keys would be a prompt."""
     with pytest.raises(
-        UsageError, match=rf"`rows` takes a list of rows, got one {type(row).__name__}: generate\(\[row"
+        UsageError, match=rf"`rows` must be a list of rows, got one {type(row).__name__}; call generate\(\[row"
     ):
         engine.generate(row)
 

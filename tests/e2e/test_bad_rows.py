@@ -1,4 +1,4 @@
-"""1,000 rows with 50 bad ones of every kind that an input can have: each has its row in the output."""
+"""1,000 rows with 50 bad ones of every kind: each has an error row in the output."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ ROWS, BAD = 1000, 50
 
 @dataclass(frozen=True)
 class Kind:
-    """A way for a row to be wrong: `make(id, text)` and what its output row must say."""
+    """A kind of bad row: `make(id, text)` and the error of its output row."""
 
     code: str
     make: Callable[[str, str], bytes | dict[str, Any]]
     param: str | None
-    says: str
-    """The remedy, or what shows it."""
+    message: str
+    """Part of the error message."""
     keeps_id: bool = True
+    """Whether the output row has the row's id."""
 
 
 KINDS = [
     Kind("invalid_json", lambda i, t: b'{"id": "x", "text": "a" "b"}', None, "column", keeps_id=False),
-    Kind("invalid_json", lambda i, t: b'{"text": "a", "text": "b"}', None, "stands twice", keeps_id=False),
+    Kind("invalid_json", lambda i, t: b'{"text": "a", "text": "b"}', None, "occurs twice", keeps_id=False),
     Kind("invalid_json", lambda i, t: b"[1, 2]", None, "expected a JSON object", keeps_id=False),
     Kind("invalid_json", lambda i, t: b'{"text": "a", "temperature": NaN}', None, "NaN is not JSON", keeps_id=False),
     Kind("invalid_unicode", lambda i, t: b'{"text": "caf\xe9"}', None, "byte 14", keeps_id=False),
@@ -49,7 +50,7 @@ KINDS = [
     Kind("unsupported_field", lambda i, t: {"id": i, "text": t, "audio_data": ["a.wav"]}, "audio_data", "remove it"),
     Kind("duplicate_id", lambda i, t: {"id": "the first", "text": t}, "id", "--on-duplicate-id suffix", keeps_id=False),
     Kind("token_out_of_range", lambda i, t: {"id": i, "input_ids": [5, 10**6]}, "input_ids", "vocabulary ends at"),
-    Kind("token_out_of_range", lambda i, t: {"id": i, "input_ids": [5, -1]}, "input_ids", "is no token id"),
+    Kind("token_out_of_range", lambda i, t: {"id": i, "input_ids": [5, -1]}, "input_ids", "is not a token id"),
     Kind("context_length_exceeded", lambda i, t: {"id": i, "input_ids": [7] * CONTEXT}, None, "--truncate left"),
     Kind("unknown_adapter", lambda i, t: {"id": i, "text": t, "model": "*:french"}, "model", "--lora NAME=PATH"),
 ]
@@ -57,7 +58,7 @@ GOOD = {"temperature": 0, "max_new_tokens": 4}
 
 
 def lines(rng: Random) -> tuple[list[bytes | dict[str, Any]], dict[int, Kind]]:
-    """The input, and the kind of each bad row by its index; the file's last line is cut in the middle."""
+    """(the input's lines, index of each bad row -> its kind)"""
     bad = dict(zip(sorted(rng.sample(range(1, ROWS - 1), BAD - 1)), KINDS * 3, strict=False))
     texts = prompts(ROWS, 1)
     made: list[bytes | dict[str, Any]] = []
@@ -108,7 +109,7 @@ def assert_bad(row: dict[str, Any], kind: Kind, given: bytes | dict[str, Any], p
     error = row["error"]
     assert (error["code"], error["param"]) == (kind.code, kind.param), error
     assert error["message"].startswith(place), error
-    assert kind.says in error["message"], error
+    assert kind.message in error["message"], error
     if kind.param is not None:
         assert f"`{kind.param}`" in error["message"] or kind.param == "id", error
     if kind.keeps_id:
@@ -120,7 +121,7 @@ def assert_bad(row: dict[str, Any], kind: Kind, given: bytes | dict[str, Any], p
     assert set(empty) <= {"id", "row_index", "prompt_index", "sample_index", "status", "error", "extra"}
 
 
-def test_skipped_rows_of_shards_are_counted_in_what_they_join_to(model: Path, tmp_path: Path) -> None:
+def test_a_merged_output_counts_the_skipped_rows_of_its_shards(model: Path, tmp_path: Path) -> None:
     rows = [{"id": f"r{i}", ("txt" if i % 3 else "text"): "a", **GOOD} for i in range(10)]
     run_shard = ["run", write_lines(tmp_path / "in.jsonl", rows), "--model", model, "--on-bad-row", "skip"]
     for shard in ("0/2", "1/2"):
@@ -131,7 +132,7 @@ def test_skipped_rows_of_shards_are_counted_in_what_they_join_to(model: Path, tm
 
 
 @pytest.mark.parametrize(("policy", "code"), [("error", 2), ("suffix", 2), ("allow", 0)])
-def test_ids_that_repeat_across_shards(model: Path, tmp_path: Path, policy: str, code: int) -> None:
+def test_duplicate_ids_across_shards(model: Path, tmp_path: Path, policy: str, code: int) -> None:
     rows = [{"id": name, "text": "a", **GOOD} for name in ("a", "b", "c", "a")]
     job = ["run", write_lines(tmp_path / "in.jsonl", rows), "-o", "shards", "--model", model]
     for shard in ("0/2", "1/2"):
@@ -139,13 +140,13 @@ def test_ids_that_repeat_across_shards(model: Path, tmp_path: Path, policy: str,
     done = run(["merge", "shards", "-o", "joined.parquet"], tmp_path, expect=code)
     if code:
         files = [f"shards/part-0000{i}-of-00002.parquet" for i in range(2)]
-        assert f"id 'a' is that of row 0 in {files[0]} and of row 3 in {files[1]}" in done.stderr
+        assert f"id 'a' is used by row 0 in {files[0]} and by row 3 in {files[1]}" in done.stderr
         run(["merge", "shards", "-o", "joined.parquet", "--allow-duplicate-ids"], tmp_path)
     assert [row["id"] for row in rows_of(tmp_path / "joined.parquet")] == ["a", "b", "c", "a"]
 
 
-def test_check_says_what_will_be_skipped(model: Path, tmp_path: Path) -> None:
-    """`--on-bad-row skip` leaves rows out of the output, not out of what is told of the input."""
+def test_check_reports_rows_that_will_be_skipped(model: Path, tmp_path: Path) -> None:
+    """`--on-bad-row skip` leaves rows out of the output, but reports them."""
     rows: list[bytes | dict[str, Any]] = [{"id": f"r{i}", "text": "a", **GOOD} for i in range(4)]
     rows += [{"id": "empty", "txt": "a"}, b"[1, 2]", {"id": "hot", "text": "a", "top_p": 1.5}]
     rows += [{"id": f"e{i}", "txt": "a"} for i in range(20)]

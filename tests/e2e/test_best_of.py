@@ -34,7 +34,7 @@ def best_of_rows() -> list[dict[str, Any]]:
 
 
 def chosen(samples: list[Completion], keep: int) -> tuple[list[list[int]], int]:
-    """The rule, from all samples with their logprobs: tokens of the kept ones, best first, and the others' count."""
+    """(token ids of the `keep` samples with the highest mean logprob, best first; number of tokens of the others)"""
     means = [math.fsum(s.output_logprobs or []) / len(s.output_logprobs or []) for s in samples]
     ranked = sorted(range(len(samples)), key=lambda i: (-means[i], i))
     ids = [list(samples[i].output_ids or []) for i in ranked]
@@ -44,7 +44,7 @@ def chosen(samples: list[Completion], keep: int) -> tuple[list[list[int]], int]:
 @pytest.mark.field("best_of", "n", "seed")
 def test_the_likeliest_samples_are_kept(engine: Engine) -> None:
     rows = best_of_rows()
-    # Every sample under its own index, for those who want to know which ones were kept.
+    # All samples, to compare with those that are kept.
     everything = [{**row, "n": row.get("best_of", row["n"]), "best_of": None, "return_logprob": True} for row in rows]
     samples: dict[int, list[Completion]] = {}
     for completion in generate(engine, everything):
@@ -64,14 +64,14 @@ def test_the_likeliest_samples_are_kept(engine: Engine) -> None:
         assert [list(c.output_ids or []) for c in kept[i]] == ids
         assert kept[i][0].dropped_tokens == dropped
         moved += ids != [list(c.output_ids or []) for c in samples[i][: row["n"]]]
-    assert moved > 5, "the order must have mattered"
+    assert moved > 5, "the ranking must change the order of some rows"
     assert engine.last_run is not None
     preempted = engine.last_run.scheduler.stats.preemptions > 0
     assert preempted == (engine.config.page_size == 8)
 
 
 @pytest.mark.field("best_of")
-def test_a_row_alone_gives_the_same(engine: Engine) -> None:
+def test_best_of_does_not_depend_on_the_batch(engine: Engine) -> None:
     rows = best_of_rows()
     together = generate(engine, rows)
     for i in (1, 7, 13):
@@ -80,7 +80,7 @@ def test_a_row_alone_gives_the_same(engine: Engine) -> None:
 
 
 @pytest.mark.field("best_of")
-def test_shared_tokens_are_counted_once_after_renumbering(engine: Engine) -> None:
+def test_cached_tokens_are_counted_once_after_ranking(engine: Engine) -> None:
     rows = [{"text": "The quick brown fox", **DRAWN, "max_new_tokens": 6, "n": 2, "best_of": 5, "return_logprob": True}]
     first, second = generate(engine, rows)
     assert (first.cached_tokens, second.cached_tokens) == (0, second.prompt_tokens)
@@ -89,7 +89,7 @@ def test_shared_tokens_are_counted_once_after_renumbering(engine: Engine) -> Non
 
 
 @pytest.mark.field("best_of")
-def test_the_output_and_the_report_count_what_was_dropped(model: Path, tmp_path: Path) -> None:
+def test_the_output_and_the_report_count_dropped_tokens(model: Path, tmp_path: Path) -> None:
     lines = [{"text": text, **DRAWN, "max_new_tokens": 7, "n": 2, "ignore_eos": True} for text in prompts(8, 1)]
     source = write_lines(tmp_path / "in.jsonl", [*lines, {"text": "none", "max_new_tokens": 0, "best_of": 3, "n": 2}])
     command = ["run", source, "--model", model, "--dtype", "float32", "--report", "-"]
@@ -112,7 +112,7 @@ def test_copies_of_identical_greedy_rows(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_a_sample_that_goes_round_in_circles_ends(model: Path, name: str) -> None:
+def test_stop_on_repeat_ends_a_repeating_sample(model: Path, name: str) -> None:
     rows: list[dict[str, Any]] = [
         {
             "text": text,

@@ -1,4 +1,4 @@
-"""`--carry COL,...`: carried fields as columns of the output, typed before a row is read."""
+"""`--carry COL,...`: carried fields as typed columns of the output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchgen.data.schema import SCHEMA
+from batchgen.data.write.schema import SCHEMA
 from tests.e2e.rows import prompts, read, write_lines
 from tests.e2e.runner import run, start
 
@@ -33,8 +33,8 @@ KEPT: dict[str, tuple[pa.DataType, list[Any]]] = {
     "vector": (pa.list_(pa.float32()), [[0.5, 1.0], [], None]),
     "tags": (pa.list_(pa.string()), [["a", "b"], None, []]),
 }
-"""Parquet columns that keep type and values."""
-SPELLED: dict[str, tuple[pa.Array, list[str | None]]] = {
+"""Parquet columns that keep their type and values."""
+AS_STRINGS: dict[str, tuple[pa.Array, list[str | None]]] = {
     "where": (
         pa.array([{"x": 1}, None, {"x": None}], pa.struct([("x", pa.int32())])),
         ['{"x":1}', None, "{}"],
@@ -43,7 +43,7 @@ SPELLED: dict[str, tuple[pa.Array, list[str | None]]] = {
     "large": (pa.array(["a", "b", None], pa.large_string()), ["a", "b", None]),
     "bytes": (pa.array([b"text", None, b"\xff"]), ["text", None, "/w=="]),
 }
-"""Those that become strings."""
+"""Parquet columns that become strings."""
 
 
 def cycled(values: list[Any]) -> list[Any]:
@@ -54,26 +54,26 @@ def cycled(values: list[Any]) -> list[Any]:
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     columns: dict[str, Any] = {"text": pa.array(prompts(COUNT, 1)), "n": pa.array([1 + i % 2 for i in range(COUNT)])}
     columns |= {name: pa.array(cycled(values), kind) for name, (kind, values) in KEPT.items()}
-    columns |= {name: array.take(pa.array([i % 3 for i in range(COUNT)])) for name, (array, _) in SPELLED.items()}
+    columns |= {name: array.take(pa.array([i % 3 for i in range(COUNT)])) for name, (array, _) in AS_STRINGS.items()}
     path = tmp_path_factory.mktemp("carry") / "in.parquet"
     pq.write_table(pa.table(columns), path)
     return path
 
 
 def check(table: pa.Table, names: list[str]) -> None:
-    """Every sample of a row has the row's values, under the types promised."""
+    """Assert that every sample of a row has the row's values, in columns of the documented types."""
     assert table.schema.names == [*SCHEMA.names, *names]
     rows = table["row_index"].to_pylist()
     assert set(rows) == set(range(COUNT))
     for name in names:
-        kind, values = KEPT[name] if name in KEPT else (pa.string(), SPELLED[name][1])
+        kind, values = KEPT[name] if name in KEPT else (pa.string(), AS_STRINGS[name][1])
         assert table.schema.field(name).type == kind, name
         assert table[name].to_pylist() == [values[row % 3] for row in rows], name
     assert table["extra"].null_count == len(rows)
 
 
 def test_parquet_columns_keep_their_types(model: Path, source: Path, tmp_path: Path) -> None:
-    names = [*KEPT, *SPELLED]
+    names = [*KEPT, *AS_STRINGS]
     command = ["run", source, "--model", model, *F32, "--carry", ",".join(names)]
     run([*command, "-o", "out.parquet"], tmp_path)
     check(read(tmp_path / "out.parquet"), names)
@@ -85,7 +85,7 @@ def test_parquet_columns_keep_their_types(model: Path, source: Path, tmp_path: P
     assert exported.code == 0, exported.stderr
 
 
-def test_parts_have_the_columns_and_jobs_go_on(model: Path, source: Path, tmp_path: Path) -> None:
+def test_parts_have_the_columns_and_jobs_resume(model: Path, source: Path, tmp_path: Path) -> None:
     names = ["moment", "big", "kind"]
     command = ["run", source, "--model", model, "--dtype", "float32", "-o", "out.parquet", "--max-new-tokens", "60"]
     job = start([*command, "--carry", ",".join(names), "--max-num-seqs", "2", "--commit-every", "2"], tmp_path)
@@ -108,8 +108,8 @@ def test_a_job_resumed_anyway_lacks_what_was_not_carried(model: Path, source: Pa
     run([*command, "--carry", "small,name", "--resume-anyway"], tmp_path)
     table = read(tmp_path / "out.parquet")
     assert table["small"].to_pylist() == [KEPT["small"][1][row % 3] for row in table["row_index"].to_pylist()]
-    said = sum(name is not None for name in table["name"].to_pylist())
-    assert 0 < said < 2 * len(table) // 3
+    count = sum(name is not None for name in table["name"].to_pylist())
+    assert 0 < count < 2 * len(table) // 3
 
 
 def test_fields_of_lines_are_strings(model: Path, tmp_path: Path) -> None:
@@ -137,9 +137,9 @@ def test_an_empty_input_has_the_columns(model: Path, source: Path, tmp_path: Pat
     [
         ("text", [], "the output has a column of that name"),
         ("small,row_index", [], "the output has a column of that name"),
-        ("n", [], "that field is used"),
+        ("n", [], "the row uses that field"),
         ("small,smal", [], "the input has no such column; it has text"),
-        ("name", ["--prompt-column", "name"], "that field is used"),
+        ("name", ["--prompt-column", "name"], "the row uses that field"),
     ],
 )
 def test_names_that_cannot_be_carried_are_refused(
@@ -153,8 +153,8 @@ def test_names_that_cannot_be_carried_are_refused(
     assert not (tmp_path / "out.parquet").exists()
 
 
-def test_what_is_copied_from_the_input_is_estimated(model: Path, tmp_path: Path) -> None:
-    """So that --max-output-bytes refuses at the start; further samples and scored texts of a prompt bring it once."""
+def test_the_size_estimate_includes_copied_input(model: Path, tmp_path: Path) -> None:
+    """--max-output-bytes refuses a job before it runs; a prompt's other samples and scored texts add little."""
     rng = Random(3)
 
     def row(**more: Any) -> dict[str, Any]:

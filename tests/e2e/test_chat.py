@@ -1,4 +1,4 @@
-"""Conversations through the command, against the tokenizer library's own rendering of them."""
+"""Conversations through the command, compared with the chat template as transformers renders it."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "continued": ({"messages": BEGUN, "continue_final_message": True}, {"continue_final_message": True}),
     "parts": ({"messages": PARTS}, {"add_generation_prompt": True}),
 }
-"""Name -> the row, and what the library is told."""
+"""Name -> (the row's fields, arguments of `apply_chat_template`)."""
 
 
 @pytest.fixture(scope="module")
 def chat_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny checkpoint with a template that reads tools, parts and a word of its own."""
+    """The tiny checkpoint with a template that reads tools, content parts and an additional variable."""
     folder = shutil.copytree(model, tmp_path_factory.mktemp("chat") / "model")
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
     tokenizer.chat_template = CHAT_TEMPLATE
@@ -44,7 +44,7 @@ def chat_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.field("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 @pytest.mark.parametrize("path", ["native", "transformers"])
-def test_prompts_are_those_of_the_library(chat_model: Path, tmp_path: Path, path: str) -> None:
+def test_prompts_equal_those_of_transformers(chat_model: Path, tmp_path: Path, path: str) -> None:
     greedy = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
     lines: list[dict[str, Any]] = [{"id": name, **row, **greedy} for name, (row, _) in ROWS.items()]
     bodies = [{"model": "*", **row, "temperature": 0, "max_tokens": 6, "ignore_eos": True} for row, _ in ROWS.values()]
@@ -62,7 +62,7 @@ def test_prompts_are_those_of_the_library(chat_model: Path, tmp_path: Path, path
     options = ["--include-prompt", "--include-prompt-ids", "--dtype", "float32", "--model-impl", path]
     run(["run", source, "--model", chat_model, "-o", "out.parquet", *options], tmp_path)
     found = {row["id"]: row for row in rows_of(tmp_path / "out.parquet")}
-    assert len({text for text, _ in expected.values()}) == len(ROWS), "each option shows in its prompt"
+    assert len({text for text, _ in expected.values()}) == len(ROWS), "each option changes the prompt"
     for name, (text, ids) in expected.items():
         for row in (found[name], found[f"{name}, batch"]):
             assert (row["prompt"], row["prompt_ids"]) == (text, ids), name
@@ -70,7 +70,7 @@ def test_prompts_are_those_of_the_library(chat_model: Path, tmp_path: Path, path
 
 
 @pytest.mark.field("messages", "continue_final_message", "add_generation_prompt", "tools")
-def test_what_a_template_cannot_say_is_a_row_error(chat_model: Path, tmp_path: Path) -> None:
+def test_conversations_that_cannot_be_rendered_are_row_errors(chat_model: Path, tmp_path: Path) -> None:
     rows = [
         {"messages": [{"role": "narrator", "content": "x"}]},
         {"messages": BEGUN, "continue_final_message": True, "add_generation_prompt": True},

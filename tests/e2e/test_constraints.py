@@ -1,4 +1,4 @@
-"""Constraints through the command line: the demonstration model, `check`, OpenAI lines, a resumed run, leniency."""
+"""Constraints through the command line: the demonstration model, `check`, OpenAI lines, resuming, lenient schemas."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_check_compiles_every_grammar(tmp_path: Path) -> None:
     assert all("in.jsonl, line " in error["message"] for error in report["row_errors"])
 
 
-def test_a_run_says_the_same(tmp_path: Path) -> None:
+def test_a_run_reports_the_same_errors_as_check(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in.jsonl", bad_lines())
     run(["run", source, "-o", "out.parquet"], tmp_path)
     rows = by_id(tmp_path / "out.parquet")
@@ -100,10 +100,10 @@ def test_lenient_schemas(tmp_path: Path) -> None:
         assert row["text"] in "123456789"
         assert row["constraint_ok"] is (row["text"] == "5")
     refused = run(["run", source, "-o", "out.parquet"], tmp_path, expect=2)
-    assert "is not this job's output" in refused.stderr, "what is let through is part of what makes a job"
+    assert "is not this job's output" in refused.stderr, "--lenient-schemas is part of the job"
 
 
-def test_a_run_that_was_killed_goes_on(tmp_path: Path) -> None:
+def test_a_killed_run_resumes(tmp_path: Path) -> None:
     rows = [
         {
             "id": f"r{i}",

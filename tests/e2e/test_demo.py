@@ -1,4 +1,4 @@
-"""The demonstration model through `batchgen run`, as it is run when no model is named."""
+"""The demonstration model through `batchgen run`, which uses it when no model is given."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from batchgen.bench.demo_tasks.tasks import TASKS, rows
 from batchgen.demo import model_path
-from batchgen.demo.tasks import TASKS, rows
 from tests.e2e.rows import rows_of, write_lines
 from tests.e2e.runner import batchgen, run
 
@@ -19,7 +19,7 @@ SAMPLE = Path(__file__).parents[2] / "sample_data" / "prompts.jsonl"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _model_is_there() -> None:
+def _model_exists() -> None:
     folder = model_path()
     names = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json")
     missing = [name for name in names if not (folder / name).is_file()]
@@ -28,7 +28,7 @@ def _model_is_there() -> None:
 
 
 def score(out: Path) -> tuple[float, str]:
-    """(share of rows whose text is the expected one, the shares by task)"""
+    """(share of rows whose text is the expected one, counts by task in words)"""
     right: Counter[str] = Counter()
     all_rows: Counter[str] = Counter()
     for row in rows_of(out):
@@ -40,8 +40,10 @@ def score(out: Path) -> tuple[float, str]:
     return right.total() / all_rows.total(), by_task
 
 
-def test_held_out_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """At least nine of ten answers are exact, on prompts that share no content with the training text."""
+def test_at_least_nine_of_ten_held_out_prompts_are_answered_exactly(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The prompts share no content with the training text."""
     source = write_lines(tmp_path / "heldout.jsonl", rows("heldout", PER_TASK * len(TASKS), seed=1))
     done = run(["run", source, "-o", "out.parquet", "--report", "-"], tmp_path)
     assert "no --model given: running the demonstration model" in done.stderr
@@ -52,8 +54,8 @@ def test_held_out_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert share >= 0.9, by_task
 
 
-def test_sample_data(tmp_path: Path) -> None:
-    """The file of the README's first command, by the console script."""
+def test_the_sample_file_by_the_console_script(tmp_path: Path) -> None:
+    """The file of the README's first command."""
     shutil.copy(SAMPLE, tmp_path)
     done = batchgen(["run", SAMPLE.name], tmp_path)
     assert done.returncode == 0, done.stderr
@@ -65,7 +67,7 @@ def test_sample_data(tmp_path: Path) -> None:
 
 
 def test_results_do_not_depend_on_the_batch(tmp_path: Path) -> None:
-    """In float32, one after the other and all at once."""
+    """In float32, one row at a time and all rows at once."""
     source = write_lines(tmp_path / "in.jsonl", rows("heldout", 48, seed=2))
     texts = []
     for name, more in {"one": ["--max-num-seqs", "1"], "all": ["--page-size", "4"]}.items():

@@ -1,4 +1,4 @@
-"""20,000 draws through the engine against the exact filtered distribution, by the chi-square test."""
+"""20,000 sampled tokens compared with the exact filtered distribution by the chi-square test."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from batchgen.engine.engine import Engine
 
-DRAWS = 20_000
+SAMPLES = 20_000
 PROMPT = [0, 40, 41, 50, 60, 70]
 MIXES: list[dict[str, Any]] = [
     {"temperature": 1.0},
@@ -27,8 +27,8 @@ MIXES: list[dict[str, Any]] = [
 ]
 
 
-def exact(logits: npt.NDArray[np.float64], mix: dict[str, Any]) -> npt.NDArray[np.float64]:
-    """[V] what the rules of sampling say, one after the other, in float64."""
+def exact_distribution(logits: npt.NDArray[np.float64], mix: dict[str, Any]) -> npt.NDArray[np.float64]:
+    """[V] float64: probabilities after temperature, top-k, top-p and min-p, in this order."""
     logits = logits / mix["temperature"]
     p = np.exp(logits - logits.max())
     p /= p.sum()
@@ -47,7 +47,7 @@ def exact(logits: npt.NDArray[np.float64], mix: dict[str, Any]) -> npt.NDArray[n
 
 
 def p_value(counts: npt.NDArray[np.int64], expected: npt.NDArray[np.float64]) -> float:
-    """Of the chi-square test; cells that expect fewer than five are joined."""
+    """p-value of the chi-square test. Cells with an expected count below five are merged."""
     large = expected >= 5
     observed = np.append(counts[large], counts[~large].sum())
     wanted = np.append(expected[large], expected[~large].sum())
@@ -90,8 +90,8 @@ def upper_gamma(a: float, x: float) -> float:
     ("a", "x", "value"),
     [(0.5, 1.920729410347062, 0.05), (5.0, 9.153519013675757, 0.05), (50.0, 67.9033, 0.01), (5.0, 1.0, 0.99634015)],
 )
-def test_the_test_itself(a: float, x: float, value: float) -> None:
-    """Tabulated quantiles: chi-square 3.841 at 1, 18.307 at 10 and 135.807 at 100 degrees of freedom."""
+def test_upper_gamma_gives_tabulated_quantiles(a: float, x: float, value: float) -> None:
+    """Chi-square quantiles 3.841 at 1, 18.307 at 10 and 135.807 at 100 degrees of freedom."""
     assert upper_gamma(a, x) == pytest.approx(value, rel=2e-4)
 
 
@@ -102,7 +102,7 @@ def engine(model: Path) -> Engine:
 
 @pytest.fixture(scope="module")
 def logits(model: Path) -> npt.NDArray[np.float64]:
-    """[V] transformers' eager logits after the prompt, flattened so that many tokens are likely."""
+    """[V] float64: logits of transformers' eager model after the prompt."""
     eager = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.inference_mode():
         last: torch.Tensor = eager(torch.tensor([PROMPT])).logits[0, -1]
@@ -111,25 +111,27 @@ def logits(model: Path) -> npt.NDArray[np.float64]:
 
 @pytest.mark.field("temperature", "top_k", "top_p", "min_p", "seed", "n")
 @pytest.mark.parametrize("mix", MIXES, ids=str)
-def test_first_token(engine: Engine, logits: npt.NDArray[np.float64], mix: dict[str, Any]) -> None:
-    """As samples of some rows with seeds of their own, rows without, and rows of one sample each."""
+def test_first_tokens_have_the_exact_distribution(
+    engine: Engine, logits: npt.NDArray[np.float64], mix: dict[str, Any]
+) -> None:
+    """Rows with `n` and `seed`, rows with `n` alone, and rows with one sample each."""
     off = {"top_k": -1, "top_p": 1.0, "min_p": 0.0}
     row = {"input_ids": PROMPT, **off, **mix, "max_new_tokens": 1, "ignore_eos": True}
     rows = [row | {"n": 500, "seed": seed} for seed in range(-10, 10)]
     rows += [row | {"n": 500, "id": f"unseeded {i}"} for i in range(14)]
     rows += [row | {"id": f"alone {i}"} for i in range(3_000)]
     counts = Counter((c.output_ids or [-1])[0] for c in engine.generate(rows))
-    assert counts.total() == DRAWS
-    probabilities = exact(logits, mix)
+    assert counts.total() == SAMPLES
+    probabilities = exact_distribution(logits, mix)
     observed = np.array([counts[i] for i in range(len(probabilities))], np.int64)
-    # A likelihood that float32 rounds across a filter's edge may add or lose a token of no weight.
-    assert observed[probabilities == 0].sum() <= DRAWS * 1e-4
-    assert p_value(observed, probabilities * DRAWS) > 1e-3
+    # float32 rounding at a filter's threshold may add or lose a token of negligible probability.
+    assert observed[probabilities == 0].sum() <= SAMPLES * 1e-4
+    assert p_value(observed, probabilities * SAMPLES) > 1e-3
 
 
-def test_it_would_notice(logits: npt.NDArray[np.float64]) -> None:
-    """A distribution that is off by a little fails the test."""
-    probabilities = exact(logits, {"temperature": 1.0})
-    tilted = exact(logits, {"temperature": 1.05})
-    counts = np.random.default_rng(0).multinomial(DRAWS, tilted)
-    assert p_value(counts, probabilities * DRAWS) < 1e-3
+def test_a_slightly_different_distribution_fails(logits: npt.NDArray[np.float64]) -> None:
+    """Samples at temperature 1.05 differ from the distribution at 1.0."""
+    probabilities = exact_distribution(logits, {"temperature": 1.0})
+    tilted = exact_distribution(logits, {"temperature": 1.05})
+    counts = np.random.default_rng(0).multinomial(SAMPLES, tilted)
+    assert p_value(counts, probabilities * SAMPLES) < 1e-3

@@ -1,4 +1,4 @@
-"""`echo`: the prompt's text before the output's, for every kind of prompt."""
+"""`echo`: the prompt's text before the output's text, for every kind of prompt."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from batchgen import Engine
-from batchgen.text.surround import echoed
+from batchgen.text.echo_suffix import echo_text
 from batchgen.text.tokenizer import Tokenizer
 from tests.e2e.engines import ENGINES, build, generate
 from tests.e2e.rows import prompts, rows_of, write_lines
@@ -24,8 +24,8 @@ def engine(request: pytest.FixtureRequest, model: Path) -> Engine:
 
 
 @pytest.mark.field("echo", "prompt", "text", "input_ids", "messages")
-def test_text_is_the_prompts_then_the_outputs(engine: Engine) -> None:
-    texts = [*prompts(20, 2), "<|im_start|>kept as it stands<|im_end|>", "Zażółć 東京\n"]
+def test_the_text_is_the_prompt_and_the_output(engine: Engine) -> None:
+    texts = [*prompts(20, 2), "<|im_start|>kept as it is<|im_end|>", "Zażółć 東京\n"]
     rows: list[dict[str, Any]] = [
         {"text": text, **GREEDY, "stop": ["a"], "min_new_tokens": i % 5} for i, text in enumerate(texts)
     ]
@@ -38,7 +38,7 @@ def test_text_is_the_prompts_then_the_outputs(engine: Engine) -> None:
 
 
 @pytest.mark.field("echo")
-def test_conversations_and_ids(engine: Engine) -> None:
+def test_echo_of_conversations_and_token_ids(engine: Engine) -> None:
     chat = {"messages": [{"role": "user", "content": "Hi"}], **GREEDY}
     ids = {"input_ids": engine.tokenizer.encode(["naïve"])[0], **GREEDY, "skip_special_tokens": False}
     for row, text in ((chat, "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"), (ids, "naïve")):
@@ -47,7 +47,7 @@ def test_conversations_and_ids(engine: Engine) -> None:
 
 
 @pytest.mark.field("echo", "max_new_tokens")
-def test_no_tokens_at_all(engine: Engine, model: Path, tmp_path: Path) -> None:
+def test_echo_without_new_tokens(engine: Engine, model: Path, tmp_path: Path) -> None:
     (done,) = generate(engine, [{"text": "Only this", "echo": True, "max_new_tokens": 0}])
     assert (done.text, done.finish_reason, done.completion_tokens) == ("Only this", "length", 0)
     body = {"model": "*", "prompt": "Only this", "echo": True, "max_tokens": 0}
@@ -58,20 +58,20 @@ def test_no_tokens_at_all(engine: Engine, model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.field("echo")
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_seam_is_that_of_the_whole_text(tmp_path: Path, kind: str) -> None:
-    """Decoders that take the space off a first token must not join two words."""
+def test_echo_and_output_join_to_the_text_of_all_tokens(tmp_path: Path, kind: str) -> None:
+    """Decoders that strip the space of a first token must not join two words."""
     tokenizer = Tokenizer.load(save_tokenizer(tmp_path, kind))
     for text in ("The quick brown fox jumps", "Hello there, how are you", "a b"):
         ids = tokenizer.encode([text])[0]
         for cut in range(2, len(ids)):
             prompt, output = ids[:cut], ids[cut:]
-            joined = echoed(prompt, tokenizer) + tokenizer.decode_output(output)
+            joined = echo_text(prompt, tokenizer) + tokenizer.decode_output(output)
             assert joined == tokenizer.decode(ids), (prompt, output)
 
 
 @pytest.mark.field("echo", "logprobs", "logprob_start_len")
 @pytest.mark.parametrize("tokens", [0, 5])
-def test_the_endpoints_echo_brings_the_prompts_logprobs(model: Path, tmp_path: Path, tokens: int) -> None:
+def test_echo_with_logprobs_of_the_endpoint_returns_prompt_logprobs(model: Path, tmp_path: Path, tokens: int) -> None:
     body = {
         "model": "*",
         "prompt": "The quick brown fox",
@@ -86,11 +86,11 @@ def test_the_endpoints_echo_brings_the_prompts_logprobs(model: Path, tmp_path: P
     short = {**line, "custom_id": "short", "body": {**body, "logprob_start_len": 3}}
     source = write_lines(tmp_path / "in.jsonl", [line, native, short])
     run(["run", source, "--model", model, "--dtype", "float32", "-o", "out.parquet"], tmp_path)
-    echoed, plain, late = rows_of(tmp_path / "out.parquet")
-    assert echoed["text"] == "The quick brown fox" + plain["text"]
-    assert echoed["input_logprobs"][0] is None
-    assert len(echoed["input_logprobs"]) == echoed["prompt_tokens"]
-    assert echoed["input_top_ids"] == plain["input_top_ids"]
-    assert echoed["input_logprobs"][1:] == pytest.approx(plain["input_logprobs"][1:], abs=1e-4)
-    assert len(echoed["output_logprobs"]) == tokens
-    assert late["input_logprobs"] == pytest.approx(echoed["input_logprobs"][3:], abs=1e-4)
+    echo_text, plain, late = rows_of(tmp_path / "out.parquet")
+    assert echo_text["text"] == "The quick brown fox" + plain["text"]
+    assert echo_text["input_logprobs"][0] is None
+    assert len(echo_text["input_logprobs"]) == echo_text["prompt_tokens"]
+    assert echo_text["input_top_ids"] == plain["input_top_ids"]
+    assert echo_text["input_logprobs"][1:] == pytest.approx(plain["input_logprobs"][1:], abs=1e-4)
+    assert len(echo_text["output_logprobs"]) == tokens
+    assert late["input_logprobs"] == pytest.approx(echo_text["input_logprobs"][3:], abs=1e-4)

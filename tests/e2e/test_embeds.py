@@ -1,4 +1,4 @@
-"""`batchgen run` on rows of `input_embeds`: JSONL, Parquet, files under --media-root; killed and verified."""
+"""`batchgen run` on rows of `input_embeds`: JSONL, Parquet, files under --media-root; resumed and verified."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GREEDY = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def table(model: Path) -> np.ndarray:
-    """[V, H] the model's embeddings."""
+    """[V, H] float32: the model's input embeddings."""
     found: np.ndarray = base_model(model).get_input_embeddings().weight.detach().numpy()
     return found
 
@@ -40,8 +40,8 @@ def command(model: Path) -> list[Any]:
 
 
 @pytest.mark.field("input_embeds")
-def test_every_way_of_giving_embeddings(command: list[Any], table: np.ndarray, tmp_path: Path) -> None:
-    """As ids, as lists in JSONL and in Parquet, and as tensors of a file: the same tokens."""
+def test_all_sources_of_embeddings_give_the_same_tokens(command: list[Any], table: np.ndarray, tmp_path: Path) -> None:
+    """Token ids, lists in JSONL and in Parquet, and tensors of a file."""
     count = 24
     write_lines(tmp_path / "ids.jsonl", [{"id": str(i), "input_ids": ids(i), **GREEDY} for i in range(count)])
     run(["run", "ids.jsonl", *command], tmp_path)
@@ -65,7 +65,7 @@ def test_every_way_of_giving_embeddings(command: list[Any], table: np.ndarray, t
     run(["verify", "out.parquet", "--rows", "4"], tmp_path, expect=None)
 
 
-def test_a_killed_run_goes_on(command: list[Any], table: np.ndarray, tmp_path: Path) -> None:
+def test_a_killed_run_resumes(command: list[Any], table: np.ndarray, tmp_path: Path) -> None:
     lines = [{"id": str(i), "input_embeds": table[ids(i)].tolist(), **GREEDY} for i in range(30)]
     write_lines(tmp_path / "in.jsonl", lines)
     run(["run", "in.jsonl", "-o", "whole.parquet", *command], tmp_path)
@@ -79,7 +79,7 @@ def test_a_killed_run_goes_on(command: list[Any], table: np.ndarray, tmp_path: P
 
 
 @pytest.mark.field("input_embeds")
-def test_rows_read_no_file_but_those_under_the_root(
+def test_rows_read_only_files_under_the_media_root(
     command: list[Any], model: Path, table: np.ndarray, tmp_path: Path
 ) -> None:
     root = tmp_path / "root"

@@ -1,4 +1,4 @@
-"""`stream` and `--events`: what is said of each sample, in which order, and that it adds up to the results."""
+"""`stream` and `--events`: the events of each sample, their order, and their agreement with the results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from batchgen import Completion, Engine, SamplingParams
 from batchgen.errors import OutputError
 from batchgen.job.events import open_events
-from batchgen.request import StreamEvent
+from batchgen.request.completion import StreamEvent
 from tests.e2e.engines import ENGINES, build, outcomes
 from tests.e2e.rows import prompts, rows_of, write_lines
 from tests.e2e.runner import run, start
@@ -60,7 +60,7 @@ def by_sample(events: list[StreamEvent]) -> dict[Key, list[StreamEvent]]:
 
 
 @pytest.mark.field("stream")
-def test_events_add_up_to_the_results(engine: Engine) -> None:
+def test_events_agree_with_the_results(engine: Engine) -> None:
     rows = streaming_rows(72)
     events, completions = listen(engine, rows)
     samples = by_sample(events)
@@ -78,16 +78,16 @@ def test_events_add_up_to_the_results(engine: Engine) -> None:
         assert (end.matched_stop, end.completion_tokens, end.error) == (done.matched_stop, done.completion_tokens, None)
         assert {event.id for event in (*tokens, end)} == {done.id}
         early += sum(bool(event.text) for event in tokens)
-    assert early > 200, "text comes with the tokens, not at the end"
+    assert early > 200, "text comes with the tokens, not only at the end"
     assert len({c.dedup_of for c in completions}) > 1, "copies were among them"
     silent = list(engine.generate([{**row, "stream": False} for row in rows], ordered=True))
     assert outcomes(silent) == outcomes(completions)
     order = [(event.row_index, event.sample_index) for event in events]
-    assert any(a != b for a, b in pairwise(order)), "samples take turns"
+    assert any(a != b for a, b in pairwise(order)), "events of samples are interleaved"
 
 
 @pytest.mark.field("stream")
-def test_a_sample_that_fails_says_so(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_sample_has_an_event_with_its_error(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("batchgen.text.stop_search.SEARCH_SECONDS", 0.1)
     hostile = {"stop_regex": "(.|..|a)+$(?<!.)", "ignore_eos": True, "max_new_tokens": 60, "stream": True, "text": "x"}
     events, completions = listen(
@@ -103,7 +103,7 @@ def test_a_sample_that_fails_says_so(engine: Engine, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.field("stream", "best_of")
-def test_what_cannot_be_streamed_is_refused(engine: Engine) -> None:
+def test_rows_that_cannot_be_streamed_are_refused(engine: Engine) -> None:
     rows: list[dict[str, Any]] = [
         {"text": "x", "stream": True},
         {"text": "x", "stream": False, "max_new_tokens": 1},
@@ -127,7 +127,7 @@ def lines(text: str) -> list[dict[str, Any]]:
 
 
 def check(events: list[dict[str, Any]], output: Path) -> None:
-    """Hold events to the results, sample by sample."""
+    """Assert that the events of each sample agree with its output row."""
     samples: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     for event in events:
         samples[event["row_index"], event["sample_index"]].append(event)
@@ -151,8 +151,8 @@ def test_a_file_of_events_and_stdout(model: Path, tmp_path: Path) -> None:
     run([*command, "-o", "a.parquet", "--events", "events.jsonl"], tmp_path)
     events = lines((tmp_path / "events.jsonl").read_text())
     check(events, tmp_path / "a.parquet")
-    said = run([*command, "-o", "b.parquet", "--events", "-"], tmp_path).stdout
-    assert lines(said) == events
+    written = run([*command, "-o", "b.parquet", "--events", "-"], tmp_path).stdout
+    assert lines(written) == events
     before = (tmp_path / "events.jsonl").stat().st_mtime_ns
     run([*command, "-o", "a.parquet", "--events", "events.jsonl"], tmp_path)
     assert (tmp_path / "events.jsonl").stat().st_mtime_ns == before, "a finished job does nothing"
@@ -163,7 +163,7 @@ def test_a_file_of_events_and_stdout(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.field("stream")
-def test_a_job_taken_up_again_goes_on_with_its_events(model: Path, tmp_path: Path) -> None:
+def test_a_resumed_job_appends_to_its_events(model: Path, tmp_path: Path) -> None:
     rows = [{**row, "max_new_tokens": 60, "ignore_eos": True, "n": 1} for row in streaming_rows(120)]
     source = write_lines(tmp_path / "in.jsonl", rows)
     command = ["run", source, "--model", model, "--dtype", "float32", "-o", "out.parquet", "--events", "events.jsonl"]
@@ -178,13 +178,13 @@ def test_a_job_taken_up_again_goes_on_with_its_events(model: Path, tmp_path: Pat
     for event in lines((tmp_path / "events.jsonl").read_text()):
         key = event["row_index"], event["sample_index"]
         if event["event"] == "token" and event["position"] == 0:
-            last[key] = []  # a row computed again says everything again
+            last[key] = []  # a recomputed row writes all its events again
         last.setdefault(key, []).append(event)
     assert len(last) == sum(row["stream"] for row in rows)
     check([event for found in last.values() for event in found], tmp_path / "out.parquet")
 
 
-def test_events_never_go_over_the_jobs_files(model: Path, tmp_path: Path) -> None:
+def test_events_do_not_overwrite_the_jobs_files(model: Path, tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in.jsonl", [{"text": "x", "max_new_tokens": 1, "stream": True}])
     before = source.read_bytes()
     command = ["run", source, "--model", model, "-o", "out.parquet", "--events"]
@@ -196,7 +196,7 @@ def test_events_never_go_over_the_jobs_files(model: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
-def test_events_that_stdout_does_not_take_end_the_run(model: Path, tmp_path: Path) -> None:
+def test_events_that_stdout_cannot_write_end_the_run(model: Path, tmp_path: Path) -> None:
     write_lines(tmp_path / "in.jsonl", [{"text": "x", "max_new_tokens": 4, "stream": True}])
     command = [sys.executable, "-m", "batchgen", "run", "in.jsonl", "--model", str(model), "-o", "out.parquet"]
     with Path("/dev/full").open("wb") as full:
@@ -211,11 +211,11 @@ def test_events_that_stdout_does_not_take_end_the_run(model: Path, tmp_path: Pat
     ("before", "after"),
     [(b"", b""), (b"a\nb\n", b"a\nb\n"), (b"a\nb", b"a\n"), (b"cut", b""), (b"x\n" + b"y" * 200_000, b"x\n")],
 )
-def test_a_line_cut_off_is_dropped(tmp_path: Path, before: bytes, after: bytes) -> None:
+def test_a_partial_last_line_is_dropped(tmp_path: Path, before: bytes, after: bytes) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(before)
     event = StreamEvent(0, 0, 0, "é", position=0, token_id=5)
-    with open_events(str(path), go_on=True) as writer:
+    with open_events(str(path), append=True) as writer:
         writer.listener(lambda row: f"row-{row}")([event])
     data = path.read_bytes()
     assert data.startswith(after)
@@ -223,7 +223,7 @@ def test_a_line_cut_off_is_dropped(tmp_path: Path, before: bytes, after: bytes) 
         "event": "token", "id": "row-0", "row_index": 0, "prompt_index": 0, "sample_index": 0, "position": 0,
         "token_id": 5, "text": "é",
     }  # fmt: skip
-    with open_events(str(path), go_on=False):
+    with open_events(str(path), append=False):
         pass
     assert path.read_bytes() == b""
 
@@ -231,28 +231,30 @@ def test_a_line_cut_off_is_dropped(tmp_path: Path, before: bytes, after: bytes) 
 EVENT = StreamEvent(0, 0, 0, "x", position=0, token_id=5)
 
 
-@pytest.mark.parametrize("go_on", [False, True])
-def test_events_go_to_a_pipe_or_a_device(tmp_path: Path, go_on: bool) -> None:
+@pytest.mark.parametrize("append", [False, True])
+def test_events_go_to_a_pipe_or_a_device(tmp_path: Path, append: bool) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     for target in (str(pipe), os.devnull):
-        with open_events(target, go_on=go_on) as writer:
+        with open_events(target, append=append) as writer:
             writer.listener(str)([EVENT])
-    said = os.read(reader, 1 << 16)
+    written = os.read(reader, 1 << 16)
     os.close(reader)
-    assert json.loads(said)["id"] == "0"
+    assert json.loads(written)["id"] == "0"
     begin, end = os.pipe()
-    with open_events(f"/dev/fd/{end}", go_on=go_on) as writer:  # what >(jq .) of a shell is
+    with open_events(f"/dev/fd/{end}", append=append) as writer:  # as a shell passes >(jq .)
         writer.listener(str)([EVENT])
     os.close(end)
     with os.fdopen(begin, "rb") as stream:
-        assert stream.read() == said
+        assert stream.read() == written
 
 
-def test_events_that_cannot_be_written_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_events_that_cannot_be_written_has_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     why = "cannot write the events /dev/full: No space left on device"
-    with pytest.raises(OutputError, match=why), open_events("/dev/full", go_on=False) as writer:
+    with pytest.raises(OutputError, match=why), open_events("/dev/full", append=False) as writer:
         writer.listener(str)([EVENT])
     opened = []
 
@@ -260,7 +262,7 @@ def test_events_that_cannot_be_written_say_why(tmp_path: Path, monkeypatch: pyte
         opened.append(stream)
         raise io.UnsupportedOperation("no seeking here")
 
-    monkeypatch.setattr("batchgen.job.events._to_end_of_lines", refuse)
+    monkeypatch.setattr("batchgen.job.events._truncate_partial_line", refuse)
     with pytest.raises(OutputError, match=r"events\.jsonl: no seeking here"):
-        open_events(str(tmp_path / "events.jsonl"), go_on=False)
+        open_events(str(tmp_path / "events.jsonl"), append=False)
     assert opened[0].closed

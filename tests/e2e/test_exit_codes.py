@@ -1,4 +1,4 @@
-"""Every exit code of a run, what it says, and what it leaves behind."""
+"""The exit codes of a run, with their messages and the files that are left."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def good(folder: Path, count: int = 30) -> Path:
 
 
 def one_line(stderr: str) -> str:
-    """The error: one line, the last, no traceback."""
+    """The error message: the last line, with no traceback before it."""
     assert "Traceback" not in stderr
     line = stderr.strip().splitlines()[-1]
     assert line.startswith("error: "), stderr
@@ -48,29 +48,29 @@ def test_0_and_a_finished_job_does_nothing(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["--tempurature", "1"], "No such option: --tempurature"),
-        (["--temperature", "warm"], "`--temperature` takes a number"),
+        (["--temperature", "warm"], "`--temperature` must be a number"),
         (["--top-p", "0"], "`--top-p` must be in (0, 1]"),
         (["--page-size", "0"], "`--page-size`"),
-        (["--tensor-parallel", "2"], "`--tensor-parallel` is not built yet"),
-        (["--resume", "--overwrite"], "exclude each other"),
-        (["-o", "out.jsonl"], "is a Parquet file"),
+        (["--tensor-parallel", "2"], "`--tensor-parallel` is not supported yet"),
+        (["--resume", "--overwrite"], "cannot be combined"),
+        (["-o", "out.jsonl"], "must be a Parquet file"),
         (["--max-num-seqs", "64", "--max-tokens-per-step", "32"], "must be at least `--max-num-seqs` (64)"),
         (["--shard", "3/3"], "--shard"),
-        (["--prompt-column", "text", "--device", "tpu"], "takes one of"),
+        (["--prompt-column", "text", "--device", "tpu"], "must be one of"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_2_usage(model: Path, tmp_path: Path, arguments: list[str], says: str) -> None:
+def test_2_usage(model: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
     done = run(["run", good(tmp_path), "--model", model, *arguments], tmp_path, expect=2)
-    assert says in one_line(done.stderr)
+    assert message in one_line(done.stderr)
     assert [p.name for p in tmp_path.iterdir() if not p.name.startswith(".")] == ["in.jsonl"]
 
 
 def test_2_a_job_refused_before_it_computes_leaves_no_work(model: Path, tmp_path: Path) -> None:
-    """A row that is wrong is no work that a corrected command would have to go on with."""
+    """An invalid row alone leaves no work folder that the corrected command would have to resume."""
     rows = [{"txt": "no prompt"}, *({"text": text} for text in prompts(30, 1))]
     arguments = ["run", write_lines(tmp_path / "in.jsonl", rows), "--model", model, *F32]
     many = ["--max-new-tokens", "200", "--n", "50", "--max-output-bytes", "1MB"]
@@ -80,7 +80,7 @@ def test_2_a_job_refused_before_it_computes_leaves_no_work(model: Path, tmp_path
     assert len(rows_of(tmp_path / "in.out.parquet")) == 31
 
 
-def test_3_too_many_errors_and_on_with_a_higher_threshold(model: Path, tmp_path: Path) -> None:
+def test_3_too_many_errors_then_resumed_with_a_higher_limit(model: Path, tmp_path: Path) -> None:
     lines = [{"text": text, **GREEDY} if i % 4 else {"txt": text} for i, text in enumerate(prompts(40, 1))]
     arguments = ["run", write_lines(tmp_path / "in.jsonl", lines), "-o", "out.parquet", "--model", model, *F32]
     done = run([*arguments, "--max-errors", "9"], tmp_path, expect=3)
@@ -96,16 +96,18 @@ def test_3_too_many_errors_and_on_with_a_higher_threshold(model: Path, tmp_path:
 
 
 @pytest.mark.parametrize("shard", [[], ["--shard", "1/2"]], ids=["whole", "shard"])
-def test_3_over_an_old_output_names_what_shows_its_own_errors(model: Path, tmp_path: Path, shard: list[str]) -> None:
+def test_3_over_an_old_output_names_the_command_that_shows_the_new_errors(
+    model: Path, tmp_path: Path, shard: list[str]
+) -> None:
     source = write_lines(tmp_path / "in.jsonl", [{"text": "a", **GREEDY}, {"id": "old", "txt": "a"}] * 2)
     arguments = ["run", source, "-o", "my out.parquet", "--model", model, *F32, "--on-duplicate-id", "allow", *shard]
     run([*arguments, "--max-errors", "2"], tmp_path)
     write_lines(tmp_path / "in.jsonl", [{"text": "a", **GREEDY}, {"id": "new", "txt": "b"}] * 2)
     stopped = one_line(run([*arguments, "--overwrite", "--max-errors", "0"], tmp_path, expect=3).stderr)
-    command = shlex.split(stopped.split("batchgen ")[1].split(". With")[0])
+    command = shlex.split(stopped.split("batchgen ")[1].split(". To continue")[0])
     shown = run(command, tmp_path)
     assert [line.split("\t")[1] for line in shown.stdout.splitlines()] == ["new", "new"]
-    assert shown.stderr.endswith("newer, unfinished work over a finished file; --finished shows that file\n")
+    assert shown.stderr.endswith("newer, unfinished work is shown; --finished shows the finished file\n")
     before = run([*command, "--finished"], tmp_path)
     assert {line.split("\t")[1] for line in before.stdout.splitlines()} == {"old"}
     assert before.stderr == ""
@@ -113,7 +115,7 @@ def test_3_over_an_old_output_names_what_shows_its_own_errors(model: Path, tmp_p
     assert run(["export", command[1], "--format", "jsonl", "-o", "-"], tmp_path).stdout.count("missing_prompt") > 0
 
 
-def test_3_by_default_when_every_row_is_wrong(model: Path, tmp_path: Path) -> None:
+def test_3_by_default_when_every_row_is_invalid(model: Path, tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in.jsonl", [{"txt": "a"}, b"nothing"])
     done = run(["run", source, "--model", model, *F32], tmp_path, expect=3)
     assert "fewer than all rows" in one_line(done.stderr)
@@ -136,12 +138,12 @@ def test_4_input(model: Path, tmp_path: Path) -> None:
     done = run(["run", source, "--model", model, *F32, "--on-bad-row", "fail"], tmp_path, expect=4)
     assert r"`\x1b]0;title\x07\n` is not a field of `sampling_params`" in one_line(done.stderr)
     assert not (tmp_path / "in.out.parquet").exists()
-    source = write_lines(tmp_path / "in.jsonl", [{"text": "a", **GREEDY}])  # mended
+    source = write_lines(tmp_path / "in.jsonl", [{"text": "a", **GREEDY}])  # corrected
     run(["run", source, "--model", model, *F32, "--on-bad-row", "fail"], tmp_path)
 
 
 def test_5_disk_full(model: Path, tmp_path: Path) -> None:
-    """No file may grow past some KB: a part, the result, or a spool cannot be written. With room, the job ends."""
+    """A limit of the file size stops the writing of a part, the result or a spool. Without it the job finishes."""
     source = write_lines(tmp_path / "in.jsonl", mixed_lines(300, seed=1))
     arguments = ["run", source, "-o", "out.parquet", "--model", model, *F32, "--commit-every", "40"]
     for size in (3_000, 12_000, 24_000, 64_000):
@@ -156,7 +158,7 @@ def test_5_disk_full(model: Path, tmp_path: Path) -> None:
     assert_same(read(tmp_path / "out.parquet"), read(tmp_path / "whole.parquet"))
 
 
-def test_5_no_place_for_the_output(model: Path, tmp_path: Path) -> None:
+def test_5_the_output_cannot_be_created(model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     done = run(["run", good(tmp_path), "-o", "file/out.parquet", "--model", model, *F32], tmp_path, expect=5)
     assert "cannot be written" in one_line(done.stderr)
@@ -195,7 +197,7 @@ def test_6_model(model: Path, tmp_path: Path) -> None:
         done = run(["run", source, "--model", folder], tmp_path, expect=6)
         assert time.monotonic() - began < 10
         assert name in one_line(done.stderr) or "odd" in done.stderr, done.stderr
-        assert not (tmp_path / "in.out.parquet.work").exists(), "refused before anything is begun"
+        assert not (tmp_path / "in.out.parquet.work").exists(), "refused before a work folder is made"
     done = run(["run", source, "--model", tmp_path / "nowhere"], tmp_path, expect=6)
     assert "nowhere" in one_line(done.stderr)
 
@@ -206,7 +208,7 @@ def _edit(path: Path, **changes: Any) -> None:
 
 @pytest.mark.parametrize("words", [["check", "--json"], ["check"], ["run", "--dry-run"]], ids=" ".join)
 def test_a_check_with_its_report_on_stdout(model: Path, tmp_path: Path, words: list[str]) -> None:
-    """One object and nothing else; what is for a person goes to stderr."""
+    """Stdout has one JSON object and nothing else; messages go to stderr."""
     done = run([words[0], good(tmp_path), "--model", model, *words[1:], "--report", "-"], tmp_path)
     assert done.report["rows_ok"] == 30
     assert ("rows            30 (ok 30, errors 0)" in done.stderr) == ("--json" not in words)
@@ -219,17 +221,17 @@ def test_a_check_with_its_report_on_stdout(model: Path, tmp_path: Path, words: l
 @pytest.mark.parametrize(
     ("option", "code"), [(["--attention", "flash"], 2), (["--device", "cuda", "--kv-memory", "80%"], 6)]
 )
-def test_check_needs_no_gpu_for_a_job_that_does(model: Path, tmp_path: Path, option: list[str], code: int) -> None:
+def test_check_of_a_gpu_job_needs_no_gpu(model: Path, tmp_path: Path, option: list[str], code: int) -> None:
     source = good(tmp_path)
     checked = run(["check", source, "--model", model, "--json", *option], tmp_path)
     assert checked.code == 0, checked.stderr
-    assert "there is no GPU here" in checked.stderr
+    assert "this machine has no GPU" in checked.stderr
     assert json.loads(checked.stdout)["estimated_seconds"] is None
     ran = run(["run", source, "--model", model, *option], tmp_path, expect=code)
     one_line(ran.stderr)
 
 
 @pytest.mark.parametrize("options", [["--attention", "flash"], ["--attention", "torch", "--device", "cuda"]])
-def test_check_refuses_what_no_gpu_computes_deterministically(model: Path, tmp_path: Path, options: list[str]) -> None:
+def test_check_refuses_backends_that_are_not_deterministic(model: Path, tmp_path: Path, options: list[str]) -> None:
     words = ["check", good(tmp_path), "--model", model, "--deterministic", *options]
     assert "`--deterministic`" in one_line(run(words, tmp_path, expect=2).stderr)

@@ -1,4 +1,4 @@
-"""`batchgen export`: what the `openai` package reads, from a run of every kind of row."""
+"""`batchgen export` of a run with every kind of row, read with the `openai` package."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ def openai_lines() -> list[bytes | dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def done(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with in.jsonl, out.parquet and what was exported of it."""
+    """A folder with in.jsonl, out.parquet and the exported OpenAI batch files."""
     folder = tmp_path_factory.mktemp("export")
     write_lines(folder / "in.jsonl", openai_lines())
     run(["run", "in.jsonl", "-o", "out.parquet", "--model", model, "--dtype", "float32"], folder)
-    said = run(["export", "out.parquet", "--format", "openai-batch"], folder)
-    assert "out.openai.jsonl, out.openai.errors.jsonl" in said.stderr
+    result = run(["export", "out.parquet", "--format", "openai-batch"], folder)
+    assert "out.openai.jsonl, out.openai.errors.jsonl" in result.stderr
     return folder
 
 
 def lines_of(path: Path) -> dict[str, Any]:
-    """Lines by custom_id."""
+    """custom_id -> line of a JSONL file."""
     lines = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
     found = {each["custom_id"]: each for each in lines}
     assert len(found) == len(lines)
@@ -71,7 +71,7 @@ def lines_of(path: Path) -> dict[str, Any]:
 
 
 def parsed(each: Any) -> Completion | ChatCompletion:
-    """A line's body as the package's own type, strictly."""
+    """A line's body as a type of the `openai` package, validated strictly."""
     assert (each["response"]["status_code"], each["error"]) == (200, None)
     body = each["response"]["body"]
     kind = ChatCompletion if body["object"] == "chat.completion" else Completion
@@ -87,7 +87,7 @@ def test_every_row_is_in_one_of_the_files(done: Path) -> None:
     assert {"wrong", "long", "unknown"} <= set(errors)
 
 
-def test_every_body_is_the_packages_type_and_says_what_the_row_says(done: Path) -> None:
+def test_every_body_validates_and_equals_its_rows(done: Path) -> None:
     output = lines_of(done / "out.openai.jsonl")
     rows: dict[str, list[dict[str, Any]]] = {}
     for row in rows_of(done / "out.parquet"):
@@ -106,7 +106,7 @@ def test_every_body_is_the_packages_type_and_says_what_the_row_says(done: Path) 
         assert found.usage.total_tokens == found.usage.prompt_tokens + found.usage.completion_tokens
 
 
-def test_endpoints_are_answered_in_kind(done: Path) -> None:
+def test_each_endpoint_has_its_object_type(done: Path) -> None:
     output = lines_of(done / "out.openai.jsonl")
     kinds = {name: each["response"]["body"]["object"] for name, each in output.items()}
     for name in ("text", "text logprobs", "several"):
@@ -116,7 +116,7 @@ def test_endpoints_are_answered_in_kind(done: Path) -> None:
     assert len(parsed(output["several"]).choices) == 4
 
 
-def test_logprobs(done: Path) -> None:
+def test_logprobs_equal_those_of_the_rows(done: Path) -> None:
     output = lines_of(done / "out.openai.jsonl")
     rows = {(row["id"], row["prompt_index"], row["sample_index"]): row for row in rows_of(done / "out.parquet")}
     found = parsed(output["text logprobs"])
@@ -143,8 +143,8 @@ def test_logprobs(done: Path) -> None:
 
 
 @pytest.mark.field("echo", "best_of", "logprobs", "top_logprobs")
-def test_echoes_and_the_best_of_several(done: Path) -> None:
-    """The echoed text is what its tokens say, each where `text_offset` says; dropped samples count as generated."""
+def test_echo_and_best_of(done: Path) -> None:
+    """Each echoed token is at its `text_offset` of the text; dropped samples count as completion tokens."""
     output = lines_of(done / "out.openai.jsonl")
     rows: dict[str, list[dict[str, Any]]] = {}
     for row in rows_of(done / "out.parquet"):
@@ -175,7 +175,7 @@ def test_echoes_and_the_best_of_several(done: Path) -> None:
     assert [choice.index for choice in best.choices] == [0, 1]
 
 
-def test_errors(done: Path) -> None:
+def test_errors_are_openai_error_objects(done: Path) -> None:
     errors = lines_of(done / "out.openai.errors.jsonl")
     for each in errors.values():
         assert each["response"]["status_code"] == 400
@@ -185,7 +185,7 @@ def test_errors(done: Path) -> None:
     assert errors["long"]["response"]["body"]["error"]["code"] == "context_length_exceeded"
 
 
-def test_files_are_not_overwritten_unasked(done: Path) -> None:
+def test_files_are_not_overwritten_without_the_option(done: Path) -> None:
     command = ["export", "out.parquet", "--format", "openai-batch"]
     before = (done / "out.openai.jsonl").read_bytes()
     refused = run(command, done, expect=5)
@@ -202,7 +202,7 @@ def test_files_are_not_overwritten_unasked(done: Path) -> None:
 
 
 def test_results_and_inputs_are_never_overwritten(model: Path, tmp_path: Path) -> None:
-    """OUT.jsonl may well be the run's own input; it is so under another name, and where it has moved, too."""
+    """The default OUT.jsonl may be the run's input, also under another name or a moved copy of it."""
     write_lines(tmp_path / "a.jsonl", [{"text": "The quick", "max_new_tokens": 2}])
     write_lines(tmp_path / "b.errors.jsonl", [{"text": "The slow", "max_new_tokens": 2}])
     run(["run", "a.jsonl", "b.errors.jsonl", "-o", "a.parquet", "--model", model, "--dtype", "float32"], tmp_path)
@@ -215,22 +215,22 @@ def test_results_and_inputs_are_never_overwritten(model: Path, tmp_path: Path) -
         (["jsonl", "-o", "link.jsonl"], "link.jsonl is an input of the run"),
         (["jsonl", "-o", "moved.jsonl"], "moved.jsonl is an input of the run"),
         (["openai-batch", "-o", "b.jsonl"], "b.errors.jsonl is an input of the run"),
-        (["openai-batch", "-o", "./a.parquet"], "a.parquet is a file of the results themselves"),
-        (["jsonl", "-o", "a.hidden.parquet"], "a.hidden.parquet is a file of the results themselves"),
+        (["openai-batch", "-o", "./a.parquet"], "a.parquet is part of the results"),
+        (["jsonl", "-o", "a.hidden.parquet"], "a.hidden.parquet is part of the results"),
     ):
         assert f"error: {name}. Name another" in run([*export, *arguments], tmp_path, expect=2).stderr
     assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
     run([*export, "jsonl", "-o", "other.jsonl"], tmp_path)
 
 
-def test_to_standard_output_go_all_lines_in_order(done: Path) -> None:
-    said = run(["export", "out.parquet", "--format", "openai-batch", "-o", "-"], done)
-    lines = [json.loads(text) for text in said.stdout.splitlines()]
+def test_standard_output_gets_all_lines_in_order(done: Path) -> None:
+    result = run(["export", "out.parquet", "--format", "openai-batch", "-o", "-"], done)
+    lines = [json.loads(text) for text in result.stdout.splitlines()]
     both = lines_of(done / "out.openai.jsonl") | lines_of(done / "out.openai.errors.jsonl")
     assert lines == [both[name] for name in dict.fromkeys(row["id"] for row in rows_of(done / "out.parquet"))]
 
 
-def test_json_lines(done: Path) -> None:
+def test_jsonl_has_one_line_per_output_row(done: Path) -> None:
     run(["export", "out.parquet", "--format", "jsonl"], done)
     lines = [json.loads(text) for text in (done / "out.jsonl").read_text(encoding="utf-8").splitlines()]
     rows = rows_of(done / "out.parquet")
@@ -261,7 +261,7 @@ def test_merged_shards_export_as_one_run(done: Path, model: Path, tmp_path: Path
         assert texts == [choice.get("text") or choice.get("message") for choice in other["choices"]]
 
 
-def test_what_cannot_be_exported(done: Path, tmp_path: Path, model: Path) -> None:
+def test_outputs_that_cannot_be_exported(done: Path, tmp_path: Path, model: Path) -> None:
     assert "does not exist" in run(["export", "no.parquet", "--format", "jsonl"], tmp_path, expect=4).stderr
     arguments = ["run", done / "in.jsonl", "--model", model, "--dtype", "float32", "-o", "part.parquet"]
     run([*arguments, "--max-time", "0"], tmp_path, expect=75)
@@ -272,10 +272,10 @@ def test_what_cannot_be_exported(done: Path, tmp_path: Path, model: Path) -> Non
     assert run(["export", done / "out.parquet", "--format", "csv"], tmp_path, expect=2).stderr
 
 
-def test_the_tokenizer_must_be_the_runs(done: Path, tmp_path: Path) -> None:
+def test_the_tokenizer_must_be_that_of_the_run(done: Path, tmp_path: Path) -> None:
     from batchgen.demo import model_path
 
     command = ["export", done / "out.parquet", "--format", "openai-batch", "-o", "x.jsonl"]
-    assert "not the run's" in run([*command, "--tokenizer", model_path()], tmp_path, expect=6).stderr
+    assert "is not the one of the run" in run([*command, "--tokenizer", model_path()], tmp_path, expect=6).stderr
     assert "--tokenizer" in run([*command, "--tokenizer", "nowhere"], tmp_path, expect=6).stderr
     assert not list(tmp_path.glob("x*"))

@@ -1,4 +1,4 @@
-"""What a run says of CUDA graphs: why there are none, and what was counted."""
+"""A run's report of CUDA graphs: the reason why there are none, and the counts."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ import sys
 sys.path.insert(0, {str(ROOT)!r})
 from types import SimpleNamespace
 from batchgen.cli.app import app
-from batchgen.engine.graphs import GraphCounts
+from batchgen.engine.cuda_graph import GraphCounts
 from batchgen.engine.loop import Loop
-graphs = SimpleNamespace(refused=sys.argv.pop(1) or None, counts=GraphCounts(captures=1, replays=2, padded=3, first=4))
+counts = GraphCounts(captures=1, replays=2, padded=3, first=4)
+graphs = SimpleNamespace(disabled_reason=sys.argv.pop(1) or None, counts=counts)
 Loop.graphs = property(lambda self: graphs)
 app()
 """
-"""A run whose loop says that it has graphs, as it has on a GPU."""
+"""A program that runs `batchgen` with a loop that reports graphs, as on a GPU."""
 
 
-def test_a_line_says_why_there_are_none(model: Path, tmp_path: Path) -> None:
+def test_the_reason_for_no_graphs_is_printed_once(model: Path, tmp_path: Path) -> None:
     write_lines(tmp_path / "in.jsonl", [{"input_ids": [5, 6], "max_new_tokens": 2}])
-    reason = "its decode steps cannot be recorded as graphs: it asks the host"
+    reason = "the model's decode steps cannot be captured: it asks the host"
     for refused in ("", reason):
         words = ["run", "in.jsonl", "-o", f"{len(refused)}.parquet", "--model", str(model), "--dtype", "float32"]
         words += ["--progress", "plain", "--report", "report.json"]

@@ -1,4 +1,4 @@
-"""Hidden states through the command line: their file beside the results, whole after any kill, within its limits."""
+"""Hidden states through the command line: their file next to the results, resuming, and the limit of its size."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from batchgen.data.files import read_footer
-from batchgen.data.states import states_part
+from batchgen.data.write.durable_files import read_footer
+from batchgen.data.write.states import states_part
 from tests.e2e.rows import prompts, read, write_lines
 from tests.e2e.runner import run, start
 from tests.models.tiny import save_tiny
@@ -32,7 +32,7 @@ TOLERANCE = 1e-4
 
 
 def lines(count: int = ROWS, seed: int = 0) -> list[bytes | dict[str, Any]]:
-    """Rows with every kind of states, some without, a bad one now and then."""
+    """Rows that request states of every kind, rows without states, and some invalid rows."""
     rng = Random(seed)
     found: list[bytes | dict[str, Any]] = []
     for i, text in enumerate(prompts(count, seed)):
@@ -49,8 +49,8 @@ def lines(count: int = ROWS, seed: int = 0) -> list[bytes | dict[str, Any]]:
     return found
 
 
-class Undisturbed:
-    """The job, run once without a kill."""
+class UninterruptedRun:
+    """The job's inputs and the outputs of an uninterrupted run."""
 
     def __init__(self, folder: Path, model: Path) -> None:
         self.lines = lines()
@@ -63,12 +63,12 @@ class Undisturbed:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Undisturbed:
-    return Undisturbed(tmp_path_factory.mktemp("undisturbed"), model)
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, model: Path) -> UninterruptedRun:
+    return UninterruptedRun(tmp_path_factory.mktemp("uninterrupted"), model)
 
 
 def assert_same_states(got: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
-    """Equal, values within the tolerance."""
+    """Assert that the rows are equal, values within the tolerance."""
     assert len(got) == len(wanted)
     for left, right in zip(got, wanted, strict=True):
         assert {k: v for k, v in left.items() if k != "values"} == {k: v for k, v in right.items() if k != "values"}
@@ -76,23 +76,23 @@ def assert_same_states(got: list[dict[str, Any]], wanted: list[dict[str, Any]]) 
 
 
 @pytest.mark.field("return_hidden_states")
-def test_the_file_holds_what_the_rows_asked_for(undisturbed: Undisturbed, model: Path) -> None:
-    """Against transformers' eager model over each finished text."""
+def test_the_file_contains_the_requested_states(uninterrupted: UninterruptedRun, model: Path) -> None:
+    """Compared with transformers' eager model over each finished text."""
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
     after: list[torch.Tensor] = []
     reference.model.layers[-1].register_forward_hook(lambda m, a, out: after.append(out))
-    states = {(s["row_index"], s["sample_index"], s["layer"]): s for s in undisturbed.states}
-    assert len(states) == len(undisturbed.states)
+    states = {(s["row_index"], s["sample_index"], s["layer"]): s for s in uninterrupted.states}
+    assert len(states) == len(uninterrupted.states)
     expected = 0
-    for result in undisturbed.results:
-        row = undisturbed.lines[result["row_index"]]
+    for result in uninterrupted.results:
+        row = uninterrupted.lines[result["row_index"]]
         assert isinstance(row, dict)
-        asked = row.get("return_hidden_states")
+        requested = row.get("return_hidden_states")
         if result["status"] == "error":
-            assert asked == {"layers": [3]}
+            assert requested == {"layers": [3]}
             assert result["error"]["code"] == "invalid_field"
             continue
-        if asked is None:
+        if requested is None:
             continue
         ids = [*result["prompt_ids"], *result["output_ids"][:-1]]
         p, c = result["prompt_tokens"], result["completion_tokens"]
@@ -100,16 +100,16 @@ def test_the_file_holds_what_the_rows_asked_for(undisturbed: Undisturbed, model:
         with torch.no_grad():
             out = reference(input_ids=torch.tensor([ids]), output_hidden_states=True, use_cache=False)
         whole = {0: out.hidden_states[0], 1: out.hidden_states[1], 2: after[0], -1: out.hidden_states[-1]}
-        first, count = {"prompt": (0, p), "all": (0, len(ids)), "last": (len(ids) - 1, 1)}[asked["tokens"]]
-        for layer in asked["layers"]:
+        first, count = {"prompt": (0, p), "all": (0, len(ids)), "last": (len(ids) - 1, 1)}[requested["tokens"]]
+        for layer in requested["layers"]:
             expected += 1
             got = states[result["row_index"], result["sample_index"], layer]
             want = whole[layer].reshape(len(ids), -1)[first : first + count].numpy()
-            want = {"none": want, "last": want[-1:], "mean": want.mean(0, keepdims=True)}[asked["pool"]]
+            want = {"none": want, "last": want[-1:], "mean": want.mean(0, keepdims=True)}[requested["pool"]]
             assert got["id"] == row["id"]
-            assert got["span"] == asked["tokens"]
+            assert got["span"] == requested["tokens"]
             assert got["dtype"] == "float32"
-            assert got["token_start"] == (first + count - 1 if asked["pool"] == "last" else first)
+            assert got["token_start"] == (first + count - 1 if requested["pool"] == "last" else first)
             assert got["shape"] == [*want.shape]
             assert len(ids) == max(p, p + c - 1)
             np.testing.assert_allclose(
@@ -118,12 +118,12 @@ def test_the_file_holds_what_the_rows_asked_for(undisturbed: Undisturbed, model:
     assert expected == len(states) > 100
 
 
-def test_four_readers_see_the_same(undisturbed: Undisturbed, tmp_path: Path) -> None:
-    """pandas, polars, DuckDB and HF datasets."""
+def test_four_readers_read_the_same_values(uninterrupted: UninterruptedRun, tmp_path: Path) -> None:
+    """pandas, polars, DuckDB and Hugging Face datasets."""
     from datasets import Dataset, disable_progress_bars
 
     disable_progress_bars()
-    path = str(undisturbed.path)
+    path = str(uninterrupted.path)
     data = Dataset.from_parquet(path, cache_dir=str(tmp_path))
     found = {
         "pandas": [*map(list, pd.read_parquet(path)["values"])],
@@ -132,12 +132,14 @@ def test_four_readers_see_the_same(undisturbed: Undisturbed, tmp_path: Path) -> 
         "datasets": [*data["values"]],
     }
     for name, lists in found.items():
-        assert lists == [row["values"] for row in undisturbed.states], name
+        assert lists == [row["values"] for row in uninterrupted.states], name
 
 
 @pytest.mark.parametrize(("jobs", "kills"), [(1, 3), pytest.param(4, 8, marks=pytest.mark.slow)])
-def test_kill_9_as_states_are_committed(undisturbed: Undisturbed, tmp_path: Path, jobs: int, kills: int) -> None:
-    """Each kill comes the moment some number of parts of states is there, their rows' part or not."""
+def test_kills_while_states_are_committed(
+    uninterrupted: UninterruptedRun, tmp_path: Path, jobs: int, kills: int
+) -> None:
+    """Each kill comes when a number of states files exist, with or without the part of their rows."""
     rng = Random(5)
     killed = 0
     for number in range(jobs):
@@ -145,7 +147,7 @@ def test_kill_9_as_states_are_committed(undisturbed: Undisturbed, tmp_path: Path
         work = out.with_name(out.name + ".work")
         for _ in range(kills):
             wanted = len([*work.glob("states/*.states")]) + rng.randint(1, 3)
-            job = start([*undisturbed.arguments, out], tmp_path)
+            job = start([*uninterrupted.arguments, out], tmp_path)
             while job.alive and len([*work.glob("states/*.states")]) < wanted:
                 time.sleep(0.001)
             if not job.kill_after(0):
@@ -153,35 +155,35 @@ def test_kill_9_as_states_are_committed(undisturbed: Undisturbed, tmp_path: Path
             killed += 1
             for part in work.glob("parts/part-*.parquet"):
                 count = int((pq.read_metadata(part).metadata or {}).get(b"batchgen.states", 0))
-                assert states_part(part).exists() == (count > 0), "states are there before their rows"
-        run([*undisturbed.arguments, out], tmp_path)
-        assert [r["row_index"] for r in read(out).to_pylist()] == [r["row_index"] for r in undisturbed.results]
+                assert states_part(part).exists() == (count > 0), "states are committed before their rows"
+        run([*uninterrupted.arguments, out], tmp_path)
+        assert [r["row_index"] for r in read(out).to_pylist()] == [r["row_index"] for r in uninterrupted.results]
         states = out.with_name(f"out{number}.hidden.parquet")
-        assert_same_states(pq.read_table(states).to_pylist(), undisturbed.states)
+        assert_same_states(pq.read_table(states).to_pylist(), uninterrupted.states)
         assert not work.exists()
     assert killed >= 2 * jobs
 
 
-def test_shards_and_merge(undisturbed: Undisturbed, tmp_path: Path) -> None:
+def test_shards_and_merge(uninterrupted: UninterruptedRun, tmp_path: Path) -> None:
     for i in range(2):
-        run([*undisturbed.arguments, "out.parquet", "--shard", f"{i}/2"], tmp_path)
+        run([*uninterrupted.arguments, "out.parquet", "--shard", f"{i}/2"], tmp_path)
     names = [f"part-0000{i}-of-00002.parquet" for i in range(2)]
     assert sorted(p.name for p in (tmp_path / "out.parquet").iterdir()) == names
     assert sorted(p.name for p in (tmp_path / "out.hidden.parquet").iterdir()) == names
     run(["merge", "out.parquet", "-o", "merged.parquet"], tmp_path)
-    assert_same_states(pq.read_table(tmp_path / "merged.hidden.parquet").to_pylist(), undisturbed.states)
+    assert_same_states(pq.read_table(tmp_path / "merged.hidden.parquet").to_pylist(), uninterrupted.states)
 
 
-def test_a_finished_job_does_nothing(undisturbed: Undisturbed, tmp_path: Path) -> None:
+def test_a_finished_job_does_nothing(uninterrupted: UninterruptedRun, tmp_path: Path) -> None:
     for name in ("whole.parquet", "whole.hidden.parquet"):
-        shutil.copy2(undisturbed.path.parent / name, tmp_path)
+        shutil.copy2(uninterrupted.path.parent / name, tmp_path)
     before = [(p, p.stat().st_mtime_ns) for p in sorted(tmp_path.glob("*.parquet"))]
-    done = run([*undisturbed.arguments, "whole.parquet"], tmp_path)
+    done = run([*uninterrupted.arguments, "whole.parquet"], tmp_path)
     assert "is complete" in done.stderr
     assert [(p, p.stat().st_mtime_ns) for p in sorted(tmp_path.glob("*.parquet"))] == before
     (tmp_path / "whole.hidden.parquet").unlink()
-    done = run([*undisturbed.arguments, "whole.parquet"], tmp_path, expect=5)
-    assert "whole.hidden.parquet with its hidden states is not there" in done.stderr
+    done = run([*uninterrupted.arguments, "whole.parquet"], tmp_path, expect=5)
+    assert "whole.hidden.parquet are missing" in done.stderr
 
 
 def test_a_job_without_states_has_one_file(model: Path, tmp_path: Path) -> None:
@@ -190,7 +192,7 @@ def test_a_job_without_states_has_one_file(model: Path, tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir() if p.suffix) == ["in.jsonl", "out.parquet"]
 
 
-def test_check_estimates_and_run_refuses(model: Path, tmp_path: Path) -> None:
+def test_check_estimates_the_size_and_run_refuses_too_much(model: Path, tmp_path: Path) -> None:
     rows = [{"text": f"The quick {i}", "temperature": 0, "max_new_tokens": 20, "ignore_eos": True} for i in range(40)]
     source = write_lines(tmp_path / "in.jsonl", [{**row, "return_hidden_states": True} for row in rows])
     job = [source, "--model", model, *F32]
@@ -217,8 +219,8 @@ def test_check_estimates_and_run_refuses(model: Path, tmp_path: Path) -> None:
     )
 
 
-def test_an_output_that_grows_past_its_limit_stops_and_goes_on(model: Path, tmp_path: Path) -> None:
-    """Carried fields that hardly compress take more than is estimated."""
+def test_a_run_that_exceeds_its_output_limit_stops_and_resumes(model: Path, tmp_path: Path) -> None:
+    """Carried fields that hardly compress exceed the estimate."""
     rng = Random(1)
     rows = [
         {"text": f"fox {i}", "max_new_tokens": 4, "ballast": b64encode(rng.randbytes(6000)).decode(),
@@ -238,7 +240,7 @@ def test_an_output_that_grows_past_its_limit_stops_and_goes_on(model: Path, tmp_
     assert sum(p.stat().st_size for p in [*parts, *map(states_part, parts)]) <= 300_000
     report = run([*job, "--max-output-bytes", "10MB", "--report", "-"], tmp_path).report
     assert report["rows_resumed"] == kept
-    assert report["engine"]["early_reads"] == 0 < report["engine"]["in_flight_peak_bytes"] < 1 << 20
+    assert report["engine"]["forced_syncs"] == 0 < report["engine"]["in_flight_peak_bytes"] < 1 << 20
     assert len(pq.read_table(tmp_path / "out.hidden.parquet")) == len(rows)
 
 
@@ -256,8 +258,8 @@ def test_the_footer_names_the_layers_of_routed_experts(model: Path, tmp_path: Pa
     assert footer["layer_ids"] == [1, 2]
     assert footer["experts_per_token"] == 2
     for row in read(tmp_path / "out.parquet").to_pylist():
-        fed = row["prompt_tokens"] + max(0, row["completion_tokens"] - 1)
-        assert len(row["routed_experts"]) == fed * 2 * 2
+        computed = row["prompt_tokens"] + max(0, row["completion_tokens"] - 1)
+        assert len(row["routed_experts"]) == computed * 2 * 2
         assert {*row["routed_experts"]} <= {0, 1, 2, 3}
     refused = write_lines(tmp_path / "dense.jsonl", rows[:1])
     run(["run", refused, "--model", model, *F32, "-o", "dense.parquet", "--max-errors", "5"], tmp_path)

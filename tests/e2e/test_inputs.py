@@ -1,4 +1,4 @@
-"""Every kind of input, the same rows in each; which rows of it are run; where ids and prompts stand."""
+"""Every input format with the same rows; the selection of rows; the columns of ids and prompts."""
 
 from __future__ import annotations
 
@@ -53,17 +53,19 @@ WRITERS: dict[str, Callable[[Path, bytes], object]] = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_formats(model: Path, tmp_path: Path, lines: bytes, expected: pa.Table, name: str) -> None:
+def test_all_formats_give_the_same_results(
+    model: Path, tmp_path: Path, lines: bytes, expected: pa.Table, name: str
+) -> None:
     WRITERS[name](tmp_path / name, lines)
     run(arguments(model, name), tmp_path)
     assert_same(read(tmp_path / "out.parquet"), expected)
 
 
 def test_text_file(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "in.txt").write_text('One prompt\n\n  {"text": "as it stands"}  \nThe end')
+    (tmp_path / "in.txt").write_text('One prompt\n\n  {"text": "as it is"}  \nThe end')
     run([*arguments(model, "in.txt"), "--include-prompt"], tmp_path)
     output = rows_of(tmp_path / "out.parquet")
-    assert [row["prompt"] for row in output] == ["<s>One prompt", '<s>  {"text": "as it stands"}  ', "<s>The end"]
+    assert [row["prompt"] for row in output] == ["<s>One prompt", '<s>  {"text": "as it is"}  ', "<s>The end"]
     assert [row["id"] for row in output] == ["row-0", "row-1", "row-2"]
 
 
@@ -91,7 +93,7 @@ def test_several_files_and_globs_are_one_input_in_order(
     assert [Path(item["path"]).name for item in footer["inputs"]] == ["z.jsonl", "a1.jsonl.gz", "a2.jsonl"]
 
 
-def test_a_glob_that_matches_the_output_reads_the_same_twice(model: Path, tmp_path: Path) -> None:
+def test_a_glob_does_not_read_the_jobs_own_output(model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     states = pa.array([True, *[False] * 5])
@@ -116,7 +118,7 @@ def test_a_glob_that_matches_the_output_reads_the_same_twice(model: Path, tmp_pa
         assert f"{name} is a file of the job's own output" in refused.stderr
 
 
-def test_a_glob_that_matches_events_and_report_reads_the_same_twice(model: Path, tmp_path: Path) -> None:
+def test_a_glob_does_not_read_the_jobs_own_events_and_report(model: Path, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"text": "The quick", "stream": true, "max_new_tokens": 3}\n')
     command = ["run", "*.json*", "-o", "out.parquet", "--model", model, "--dtype", "float32"]
     command += ["--events", "events.jsonl", "--report", "report.json"]
@@ -131,7 +133,7 @@ def test_a_glob_that_matches_events_and_report_reads_the_same_twice(model: Path,
     assert (tmp_path / "events.jsonl").read_bytes() == events
     run(["run", "--dry-run", *command[1:]], tmp_path)
     assert json.loads((tmp_path / "report.json").read_text())["fingerprint"] == first["fingerprint"]
-    assert run(command, tmp_path).stderr.strip().endswith("nothing to do"), "over the report of a dry run, too"
+    assert run(command, tmp_path).stderr.strip().endswith("nothing to do"), "the report of a dry run is ignored too"
 
 
 @pytest.mark.parametrize(
@@ -185,7 +187,7 @@ def test_a_sample_of_the_rows(model: Path, tmp_path: Path, lines: bytes) -> None
     assert chosen[0] == sorted(chosen[0]) == chosen[1] != chosen[2]
 
 
-def test_slurms_variables_name_the_shard(model: Path, tmp_path: Path, lines: bytes) -> None:
+def test_slurm_variables_select_the_shard(model: Path, tmp_path: Path, lines: bytes) -> None:
     (tmp_path / "in.jsonl").write_bytes(lines)
     env = {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "4", "SLURM_ARRAY_TASK_MIN": "0"}
     run(["run", "in.jsonl", "-o", "shards", "--model", model, *OPTIONS, "--shard", "auto"], tmp_path, env=env)
@@ -210,7 +212,7 @@ def test_named_columns(model: Path, tmp_path: Path) -> None:
     assert json.loads(output["b"]["extra"]) == {"id": "not this"}
 
 
-def test_bad_rows_may_be_left_out(model: Path, tmp_path: Path) -> None:
+def test_bad_rows_can_be_skipped(model: Path, tmp_path: Path) -> None:
     rows = [{"id": str(i), **({"text": text} if i % 3 else {"txt": text})} for i, text in enumerate(TEXTS)]
     write_lines(tmp_path / "in.jsonl", rows)
     done = run([*arguments(model, "in.jsonl"), "--on-bad-row", "skip", "--report", "-"], tmp_path)
@@ -237,23 +239,23 @@ def test_duplicate_ids(model: Path, tmp_path: Path, policy: str, ids: list[str],
     assert [row["error"] and row["error"]["code"] for row in output] == errors
 
 
-BYTES = pytest.mark.skipif(sys.platform == "darwin", reason="names of files are UTF-8 there")
-ODD = os.fsdecode(b"caf\xe9")
-"""No UTF-8: the byte 0xE9, which Python holds as U+DCE9."""
+ANY_BYTES = pytest.mark.skipif(sys.platform == "darwin", reason="file names are UTF-8 there")
+NOT_UTF_8 = os.fsdecode(b"caf\xe9")
+"""A file name that is not UTF-8: Python decodes the byte 0xE9 as U+DCE9."""
 
 
-@BYTES
-def test_names_that_are_no_utf_8(model: Path, tmp_path: Path) -> None:
-    """They stand as escapes wherever text is written, which JSON reads back as the names that they are."""
-    source, out = f"{ODD} in.jsonl", f"{ODD}.parquet"
+@ANY_BYTES
+def test_file_names_that_are_not_utf_8(model: Path, tmp_path: Path) -> None:
+    """They are written as escapes, which JSON decodes to the same names."""
+    source, out = f"{NOT_UTF_8} in.jsonl", f"{NOT_UTF_8}.parquet"
     write_lines(tmp_path / source, [{"id": "a", "text": "The quick"}, {"id": "b", "txt": "The quick"}, b"nothing"])
-    alone = ["--attention", "torch", "--max-num-seqs", "1", "--report", f"{ODD}.json"]
+    alone = ["--attention", "torch", "--max-num-seqs", "1", "--report", f"{NOT_UTF_8}.json"]
     base = ["run", source, "-o", out, "--model", model, *OPTIONS, *alone]
     run([*base, "--max-time", "0"], tmp_path, expect=75)
     shown = run(["show", out, "--errors"], tmp_path).stdout
     assert r"caf\udce9 in.jsonl, line 2: " in shown
     run(base, tmp_path)
-    assert json.loads((tmp_path / f"{ODD}.json").read_text())["output"] == out
+    assert json.loads((tmp_path / f"{NOT_UTF_8}.json").read_text())["output"] == out
     with (tmp_path / out).open("rb") as stream:
         file = pq.ParquetFile(stream)
         errors = [row["error"]["message"] for row in file.read().to_pylist()[1:]]
@@ -268,11 +270,11 @@ def test_names_that_are_no_utf_8(model: Path, tmp_path: Path) -> None:
     assert checked["configuration"]["inputs"] == [source]
 
 
-@BYTES
-def test_shards_under_names_that_are_no_utf_8(model: Path, tmp_path: Path, lines: bytes, expected: pa.Table) -> None:
-    (tmp_path / f"{ODD}.jsonl").write_bytes(lines)
+@ANY_BYTES
+def test_shards_under_names_that_are_not_utf_8(model: Path, tmp_path: Path, lines: bytes, expected: pa.Table) -> None:
+    (tmp_path / f"{NOT_UTF_8}.jsonl").write_bytes(lines)
     for shard in ("0/2", "1/2"):
-        run(["run", f"{ODD}.jsonl", "-o", ODD, "--shard", shard, "--model", model, *OPTIONS], tmp_path)
-    run(["merge", ODD, "-o", f"{ODD}.parquet"], tmp_path)
-    (tmp_path / f"{ODD}.parquet").rename(tmp_path / "out.parquet")
+        run(["run", f"{NOT_UTF_8}.jsonl", "-o", NOT_UTF_8, "--shard", shard, "--model", model, *OPTIONS], tmp_path)
+    run(["merge", NOT_UTF_8, "-o", f"{NOT_UTF_8}.parquet"], tmp_path)
+    (tmp_path / f"{NOT_UTF_8}.parquet").rename(tmp_path / "out.parquet")
     assert_same(read(tmp_path / "out.parquet"), expected, ignore=["cached_tokens", "dedup_of"])

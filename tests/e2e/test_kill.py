@@ -1,4 +1,4 @@
-"""`kill -9` at random moments: what was committed stays, and the finished file equals an undisturbed run's."""
+"""`kill -9` at random moments: committed parts are kept, and the finished file equals that of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ROWS = 260
 OPTIONS = ["--dtype", "float32", "--commit-every", "15", "--commit-seconds", "0.2", "--max-num-seqs", "24"]
 
 
-class Undisturbed:
-    """The job, run without a kill; once more for its time, since a first run warms things up."""
+class UninterruptedRun:
+    """The results of an uninterrupted run, and the time of a second one, when caches are warm."""
 
     def __init__(self, folder: Path, model: Path) -> None:
         self.input = write_lines(folder / "in.jsonl", mixed_lines(ROWS))
@@ -34,12 +34,12 @@ class Undisturbed:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Undisturbed:
-    return Undisturbed(tmp_path_factory.mktemp("undisturbed"), model)
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, model: Path) -> UninterruptedRun:
+    return UninterruptedRun(tmp_path_factory.mktemp("uninterrupted"), model)
 
 
 def parts(out: Path) -> dict[str, tuple[int, int]]:
-    """Committed parts: their inode and time of last change."""
+    """Name of each committed part -> its inode and time of last change."""
     folder = out.with_name(out.name + ".work") / "parts"
     return {p.name: (p.stat().st_ino, p.stat().st_mtime_ns) for p in folder.glob("part-*.parquet")}
 
@@ -65,8 +65,8 @@ def assert_finished(out: Path, expected: pa.Table) -> None:
     assert_same(read(out), expected)
 
 
-def killed_until_done(job: Undisturbed, folder: Path, rng: Random) -> int:
-    """Run the job with kills at random moments, at most four, until it is done. How many hit."""
+def killed_until_done(job: UninterruptedRun, folder: Path, rng: Random) -> int:
+    """Run the job with at most four kills at random moments, then to its end; return the number of kills."""
     out = folder / "out.parquet"
     before: dict[str, tuple[int, int]] = {}
     hits = 0
@@ -75,7 +75,7 @@ def killed_until_done(job: Undisturbed, folder: Path, rng: Random) -> int:
         if not killed:
             break
         hits += 1
-        if out.exists():  # killed while it removed the work folder: the output is whole
+        if out.exists():  # killed while it removed the work folder: the output is complete
             assert_same(read(out), job.table)
             break
         assert parts(out).items() >= before.items(), "a committed part was changed"
@@ -95,43 +95,43 @@ def killed_until_done(job: Undisturbed, folder: Path, rng: Random) -> int:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_three_jobs(undisturbed: Undisturbed, tmp_path: Path, seed: int) -> None:
-    killed_until_done(undisturbed, tmp_path, Random(seed))
+def test_jobs_killed_at_random_moments(uninterrupted: UninterruptedRun, tmp_path: Path, seed: int) -> None:
+    killed_until_done(uninterrupted, tmp_path, Random(seed))
 
 
 @pytest.mark.slow
-def test_twenty_moments(undisturbed: Undisturbed, tmp_path: Path) -> None:
+def test_twenty_kills_at_random_moments(uninterrupted: UninterruptedRun, tmp_path: Path) -> None:
     rng = Random(20)
     hits = trial = 0
     while hits < 20:
         folder = tmp_path / str(trial)
         folder.mkdir()
-        hits += killed_until_done(undisturbed, folder, rng)
+        hits += killed_until_done(uninterrupted, folder, rng)
         shutil.rmtree(folder)
         trial += 1
         assert trial < 60, "the kills come too late to hit"
 
 
-def test_committed_rows_are_not_computed_again(undisturbed: Undisturbed, tmp_path: Path) -> None:
-    """Killed once half of the rows are committed: the rest is exactly what the second run generates."""
+def test_committed_rows_are_not_computed_again(uninterrupted: UninterruptedRun, tmp_path: Path) -> None:
+    """Killed when some parts are committed: the second run generates exactly the other rows."""
     out = tmp_path / "out.parquet"
-    job = start([*undisturbed.arguments, out.name], tmp_path)
+    job = start([*uninterrupted.arguments, out.name], tmp_path)
     job.wait_for(lambda: len(parts(out)) >= 6)
     job.kill_after(0)
     assert not out.exists()
     before, kept = parts(out), committed(out)
     assert len(kept) >= 60
-    second = start([*undisturbed.arguments, out.name], tmp_path)
+    second = start([*uninterrupted.arguments, out.name], tmp_path)
     second.wait_for(lambda: len(parts(out)) > len(before) or not second.alive)
     assert parts(out).items() >= before.items()
     report = second.wait().report
-    assert_finished(out, undisturbed.table)
+    assert_finished(out, uninterrupted.table)
     assert report["rows_resumed"] == len({row["row_index"] for row in kept})
     done = set(keys(kept))
-    rest = [row for row in undisturbed.table.to_pylist() if keys([row])[0] not in done]
-    # A copy is generated where its leader was committed before, and only there.
-    leaders = {row["row_index"] for row in kept}
+    rest = [row for row in uninterrupted.table.to_pylist() if keys([row])[0] not in done]
+    # A copy is generated only if its original was committed before.
+    originals = {row["row_index"] for row in kept}
     own = [row for row in rest if row["dedup_of"] is None]
-    orphans = {json.dumps(row["output_ids"]): row for row in rest if row["dedup_of"] in leaders}
-    most = generated(own) + generated([row for row in rest if row["dedup_of"] in leaders])
-    assert generated(own) + generated(list(orphans.values())) <= report["engine"]["sampled_tokens"] <= most
+    copies = {json.dumps(row["output_ids"]): row for row in rest if row["dedup_of"] in originals}
+    most = generated(own) + generated([row for row in rest if row["dedup_of"] in originals])
+    assert generated(own) + generated(list(copies.values())) <= report["engine"]["sampled_tokens"] <= most

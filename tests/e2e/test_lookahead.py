@@ -1,7 +1,7 @@
-"""The loop that reads each step when the next one is under way, against the one that waits: 1,000 random mixed rows.
+"""The loop that reads each step after the next one is issued, compared with one that waits: 1,000 random mixed rows.
 
-The device computes on the CPU and is late: what is read before it is waited for is poison, and a source that is written
-to while it is on its way is an error.
+A fake device computes on the CPU and delays its copies: reading a copy before waiting for it gives poison values, and
+writing to the source of a pending copy is an error.
 """
 
 from __future__ import annotations
@@ -12,21 +12,23 @@ from pathlib import Path
 import pytest
 
 from batchgen import Completion, Engine, SamplingParams
-from batchgen.engine.sampler import Draws, Sampled
-from batchgen.engine.step import StepRunner
+from batchgen.engine.model_runner import ModelRunner
+from batchgen.engine.sampling.sampler import SampledTokens, StepSamples
 from batchgen.errors import DeviceError
-from batchgen.request import RequestTable
+from batchgen.request.table import RequestTable
 from tests.e2e.mixed import mixed_options, mixed_rows
-from tests.e2e.same import Done, assert_equal
+from tests.e2e.same import RunResult, assert_equal
 from tests.engine.fake_device import LateDevice
 
 ROWS = {"native": 1000, "transformers": 60}
 PAGES = {"native": 64, "transformers": 34}
-"""So few that samples of the native path are preempted."""
+"""Pages of the pool: so few that samples of the native path are preempted."""
 
 
 @pytest.mark.parametrize("path", ROWS)
-def test_a_late_device_says_the_same(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+def test_lookahead_gives_the_same_results(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
     rows = mixed_rows(ROWS[path], seed=3)
     waiting = Engine(
         str(model),
@@ -42,12 +44,12 @@ def test_a_late_device_says_the_same(model: Path, tmp_path: Path, monkeypatch: p
     waiting.order = ahead.order = "tree"  # rows are to be preempted
     waiting.admission = ahead.admission = "free"
     monkeypatch.setattr("batchgen.engine.engine.pool_pages", lambda *_: PAGES[path])
-    want, got = Done.of(waiting, rows), Done.of(ahead, rows)
+    want, got = RunResult.of(waiting, rows), RunResult.of(ahead, rows)
     assert waiting.last_run is not None
     assert ahead.last_run is not None
     for run in (waiting.last_run, ahead.last_run):
         assert run.scheduler.stats.preemptions > 0 or path == "transformers"
-    assert waiting.last_run.loop.state.overrun == 0 < ahead.last_run.loop.state.overrun
+    assert waiting.last_run.loop.state.discarded == 0 < ahead.last_run.loop.state.discarded
     assert waiting.last_run.loop.state.output_tokens == ahead.last_run.loop.state.output_tokens
     assert waiting.last_run.scheduler.stats.sampled_tokens == ahead.last_run.scheduler.stats.sampled_tokens
     assert device.counts.lateness().total() > 50
@@ -62,8 +64,8 @@ def test_a_late_device_says_the_same(model: Path, tmp_path: Path, monkeypatch: p
         assert [replace(e, logprob=None) for e in got.events[key]] == [replace(e, logprob=None) for e in events]
 
 
-def test_a_stop_leaves_no_step_unread(model: Path) -> None:
-    """What had ended in the step that was under way is handed over; the rest is not, and says nothing twice."""
+def test_a_stopped_run_returns_the_samples_of_the_step_in_flight(model: Path) -> None:
+    """Samples that end in that step are returned once; unfinished samples are not."""
     engine = Engine(str(model), dtype="float32")
     rows = [{"id": str(i), "input_ids": [5 + i, 6], "max_new_tokens": 3 + i % 4, "temperature": 0} for i in range(12)]
     want = {c.id: c for c in engine.generate([{**row, "ignore_eos": True} for row in rows])}
@@ -88,7 +90,7 @@ def test_a_stop_leaves_no_step_unread(model: Path) -> None:
 
 
 def short_rows() -> RequestTable:
-    """Rows of one to six tokens; the odd ones have a grammar, so that each step is read before the next one draws."""
+    """Rows of one to six tokens; odd rows have a grammar, so that each step is read before the next one samples."""
     table = RequestTable()
     for i in range(12):
         regex = "[a-z ]*" if i % 2 else None
@@ -99,42 +101,42 @@ def short_rows() -> RequestTable:
 
 @pytest.mark.parametrize("step", range(1, 6))
 @pytest.mark.parametrize("kind", ["host", "late"])
-def test_what_a_step_finished_outlives_the_next_one(
+def test_finished_samples_are_returned_when_the_next_step_fails(
     model: Path, step: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(str(model), dtype="float32")
     if kind == "late":
         engine.device = LateDevice(poison_uploads=True)
     running = engine.start(short_rows())
-    issue = StepRunner.issue
+    issue = ModelRunner.issue
 
-    def issue_or_fail(runner: StepRunner, *args: object) -> object:
+    def issue_or_fail(runner: ModelRunner, *args: object) -> object:
         if running.scheduler.stats.steps > step:
             raise DeviceError("gone")
         return issue(runner, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(StepRunner, "issue", issue_or_fail)
+    monkeypatch.setattr(ModelRunner, "issue", issue_or_fail)
     done: list[Completion] = []
     with pytest.raises(DeviceError, match="gone"):
         done.extend(completion for group in running.loop.run() for completion in group)
-    drawn = {c.row_index for c in done}
-    assert drawn == {i for i in range(12) if 1 + i // 2 <= step}
-    assert len(drawn) == len(done)
+    rows = {c.row_index for c in done}
+    assert rows == {i for i in range(12) if 1 + i // 2 <= step}
+    assert len(rows) == len(done)
 
 
-def test_a_step_that_cannot_be_read_is_not_passed_over(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is read while the next one is issued, which is tried anew where the device's memory does not suffice."""
+def test_a_step_that_cannot_be_read_ends_the_run(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read while the next step is issued; only a device out of memory is retried."""
     engine = Engine(str(model), dtype="float32")
     engine.device = LateDevice(poison_uploads=True)
     running = engine.start(short_rows())
-    read = Draws.read
+    read = SampledTokens.read
 
-    def read_or_fail(draws: Draws) -> Sampled:
+    def read_or_fail(draws: SampledTokens) -> StepSamples:
         if running.scheduler.stats.steps == 3:
             raise MemoryError
         return read(draws)
 
-    monkeypatch.setattr(Draws, "read", read_or_fail)
-    with pytest.raises(DeviceError, match="the host's memory ran out"):
+    monkeypatch.setattr(SampledTokens, "read", read_or_fail)
+    with pytest.raises(DeviceError, match="the host ran out of memory"):
         list(running.loop.run())
-    assert running.loop._runner.halver.retries == 0
+    assert running.loop._runner.oom_splitter.retries == 0

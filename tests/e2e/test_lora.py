@@ -1,4 +1,4 @@
-"""`batchgen run --lora`: adapters on the command line, in the fingerprint, in OpenAI lines; refusals before the run."""
+"""`batchgen run --lora`: adapters on the command line, in the fingerprint and in OpenAI lines; invalid adapters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from batchgen.data.files import read_footer
+from batchgen.data.write.durable_files import read_footer
 from tests.e2e.rows import read, rows_of, write_lines
 from tests.e2e.runner import batchgen, run, start
 from tests.models.adapters import KINDS, edit_config, save_adapter
@@ -63,13 +63,13 @@ def test_a_run_with_adapters(command: list[Any], tmp_path: Path, adapters: Path)
     assert footer is not None
     assert set(footer["adapters"]) == {"two", "all"}
     run(["verify", "out.parquet", "--rows", "8"], tmp_path, expect=None)
-    # One row at a time, by another path of the model: the same texts.
+    # One row at a time through transformers gives the same texts.
     alone = [*command, "--max-num-seqs", "1", "--model-impl", "transformers", "--overwrite"]
     run(alone, tmp_path)
     assert texts(tmp_path / "out.parquet") == found
 
 
-def test_a_killed_run_goes_on(command: list[Any], tmp_path: Path) -> None:
+def test_a_killed_run_resumes(command: list[Any], tmp_path: Path) -> None:
     run([*command[:3], "whole.parquet", *command[4:]], tmp_path)
     parts = tmp_path / "out.parquet.work" / "parts"
     job = start([*command, "--commit-every", "3", "--max-num-seqs", "3"], tmp_path)
@@ -119,12 +119,12 @@ def test_unknown_adapters_are_row_errors(command: list[Any], tmp_path: Path) -> 
     assert checked["errors"] == {"unknown_adapter": 2}
 
 
-def test_a_bad_adapter_ends_the_run_before_anything_is_read(
+def test_an_invalid_adapter_ends_the_run_before_rows_are_read(
     model: Path, adapters: Path, tmp_path: Path, command: list[Any]
 ) -> None:
-    """Exit code 6 in a fresh interpreter; nothing is left behind."""
+    """Exit code 6 in a fresh interpreter, and no work folder."""
     edit_config(save_adapter(model, tmp_path / "dora", **KINDS["two"]), use_dora=True)
-    for path, said in (
+    for path, message in (
         (tmp_path / "dora", "use_dora"),
         (tmp_path / "none", "there is no folder"),
         (model, "adapter_con"),
@@ -132,12 +132,12 @@ def test_a_bad_adapter_ends_the_run_before_anything_is_read(
         done = batchgen([*command[:8], "--lora", f"bad={path}"], tmp_path)
         assert done.returncode == 6, done.stderr
         assert "The adapter bad (--lora) cannot be used" in done.stderr
-        assert said in done.stderr
+        assert message in done.stderr
         assert not (tmp_path / "out.parquet.work").exists()
 
 
-def test_checking_counts_prefixes_by_adapter(command: list[Any], tmp_path: Path) -> None:
-    """What `check` plans is what the run computes: equal texts of two adapters share nothing."""
+def test_check_counts_prefixes_by_adapter(command: list[Any], tmp_path: Path) -> None:
+    """`check` predicts the run's counts: equal texts with different adapters share no prefix."""
     planned = json.loads(run(["check", *command[1:], "--json"], tmp_path).stdout)
     ran = run([*command, "--report", "-"], tmp_path).report
     assert planned["distinct_prompt_tokens"] == ran["distinct_prompt_tokens"] == ran["computed_prompt_tokens"]

@@ -1,4 +1,4 @@
-"""Token ids stay on disk: what `run` and `check` plan from is a map of a file, and nothing of it is held in memory."""
+"""Token ids stay on disk: `run` and `check` plan from a memory-mapped file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS = [{"text": f"Sort in ascending order: {i}, 2, 1", "max_new_tokens": 1} for
 
 
 def backing(array: np.ndarray) -> Any:
-    """What an array's memory belongs to."""
+    """The object that owns an array's memory."""
     owner: Any = array
     while isinstance(owner, np.ndarray) and owner.base is not None:
         owner = owner.base
@@ -28,16 +28,16 @@ def backing(array: np.ndarray) -> Any:
 @pytest.mark.parametrize(("module", "command"), [(engine, "run"), (check, "check")])
 def test_ids_are_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, command: str) -> None:
     source = write_lines(tmp_path / "rows.jsonl", ROWS)
-    plan, seen = module.plan_workload, []
+    plan, calls = module.plan_workload, []
 
     def watched(table: Any, *arguments: Any, **options: Any) -> Any:
-        seen.append((type(backing(table.tokens)), len(table.tokens), len(table._tokens)))
+        calls.append((type(backing(table.tokens)), len(table.tokens), len(table._tokens)))
         return plan(table, *arguments, **options)
 
     monkeypatch.setattr(module, "plan_workload", watched)
     output = ["-o", str(tmp_path / "out.parquet"), "--device", "cpu"] if command == "run" else ["--device", "cpu"]
     assert run_command([command, str(source), *output]) == 0
-    [(owner, ids, held)] = seen
+    [(owner, ids, buffered)] = calls
     assert owner is mmap.mmap
     assert ids > 5 * len(ROWS)
-    assert held == 0
+    assert buffered == 0

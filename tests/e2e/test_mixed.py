@@ -1,7 +1,7 @@
-"""500 rows in one batch, each with a random draw of all fields, against each of them run alone.
+"""500 rows with random values of all fields in one batch, compared with each row run alone.
 
-Prefixes are shared, prompts are computed in chunks, and the pool is so small that samples are preempted; on both model
-paths (fewer rows through transformers).
+Prefixes are shared, prompts are computed in chunks, and the pool is so small that samples are preempted. On both model
+paths, with fewer rows through transformers.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from batchgen import Engine
 from tests.e2e.mixed import FIELD_DRAWS, mixed_options, mixed_rows
 from tests.e2e.rows import rows_of, write_lines
 from tests.e2e.runner import run, start
-from tests.e2e.same import Done, assert_close, assert_equal, compare
+from tests.e2e.same import RunResult, assert_close, assert_equal, compare
 
 ROWS = {"native": 500, "transformers": 100}
 CHUNK = 50
-"""Rows run alone by one test."""
+"""Number of rows that one test runs alone."""
 CASES = [(path, start) for path, count in ROWS.items() for start in range(0, count, CHUNK)]
 SMALL = {"page_size": 8, "max_num_seqs": 48, "max_tokens_per_step": 64}
 PAGES = {"native": 48, "transformers": 34}
-"""Of the batch's pool: little more than one row of the longest context."""
+"""Pages of the batch's pool: little more than one row of the longest context."""
 
 
 @pytest.fixture(scope="module")
 def options(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the rows' adapters and processors need of the engine."""
+    """Engine options for the rows' adapters and logit processor."""
     return mixed_options(model, tmp_path_factory.mktemp("adapters"))
 
 
 @pytest.fixture(scope="module")
 def engines(model: Path, options: dict[str, Any]) -> Callable[[str], Engine]:
-    """A path's engine with room for everything; loaded once."""
+    """Function that returns a path's engine with the default pool, loaded once."""
     loaded: dict[str, Engine] = {}
 
     def engine(path: str) -> Engine:
@@ -49,18 +49,18 @@ def engines(model: Path, options: dict[str, Any]) -> Callable[[str], Engine]:
 
 
 @pytest.fixture(scope="module")
-def batches(engines: Callable[[str], Engine]) -> Callable[[str], Done]:
-    """Everything that one batch of a path's rows gave; run once."""
-    done: dict[str, Done] = {}
+def batches(engines: Callable[[str], Engine]) -> Callable[[str], RunResult]:
+    """Function that returns the results of one batch of a path's rows, run once."""
+    done: dict[str, RunResult] = {}
 
-    def batch(path: str) -> Done:
+    def batch(path: str) -> RunResult:
         if path not in done:
             engine = engines(path)
             small = Engine.from_parts(replace(engine.config, **SMALL), engine.model, engine.tokenizer)
-            small.order, small.admission = "tree", "free"  # rows are to be preempted
+            small.order, small.admission = "tree", "free"  # so that rows are preempted
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("batchgen.engine.engine.pool_pages", lambda *_: PAGES[path])
-                done[path] = Done.of(small, mixed_rows(ROWS[path], seed=1))
+                done[path] = RunResult.of(small, mixed_rows(ROWS[path], seed=1))
             assert small.last_run is not None
             stats = small.last_run.scheduler.stats
             assert stats.preemptions > 0
@@ -81,13 +81,13 @@ def batches(engines: Callable[[str], Engine]) -> Callable[[str], Done]:
     "structural_tag",
 )  # fmt: skip
 @pytest.mark.parametrize(("path", "start"), CASES)
-def test_every_row_is_as_if_alone(
-    engines: Callable[[str], Engine], batches: Callable[[str], Done], path: str, start: int
+def test_every_row_of_a_batch_equals_the_row_alone(
+    engines: Callable[[str], Engine], batches: Callable[[str], RunResult], path: str, start: int
 ) -> None:
     together = batches(path)
     engine = engines(path)
     for row in mixed_rows(ROWS[path], seed=1)[start : start + CHUNK]:
-        alone = Done.of(engine, [row])
+        alone = RunResult.of(engine, [row])
         name = row.get("id") or row["custom_id"]
         assert alone.completions.keys() == {key for key in together.completions if key[0] == name}
         assert alone.events.keys() == {key for key in together.events if key[0] == name}
@@ -99,8 +99,8 @@ def test_every_row_is_as_if_alone(
                 assert replace(one, logprob=None) == replace(other, logprob=None), row
 
 
-def test_the_rows_are_mixed(batches: Callable[[str], Done]) -> None:
-    """Each draw happens often, most rows run, and they end in every way."""
+def test_the_rows_cover_all_fields_and_ends(batches: Callable[[str], RunResult]) -> None:
+    """Each field is drawn at least five times, most rows succeed, and samples end in every way."""
     rows = mixed_rows(ROWS["native"], seed=1)
     flat = [{**row, **row.get("sampling_params", {}), **row.get("body", {})} for row in rows]
     given = Counter(name for row in flat for name in row)
@@ -114,8 +114,10 @@ def test_the_rows_are_mixed(batches: Callable[[str], Done]) -> None:
         assert not names or min(given[name] for name in names) >= 5, draw.fields
 
 
-def test_a_job_killed_and_resumed_says_the_same(model: Path, options: dict[str, Any], tmp_path: Path) -> None:
-    """Rows of every field, states and all, in a job that dies twice beside one that does not."""
+def test_a_resumed_job_of_mixed_rows_equals_an_uninterrupted_one(
+    model: Path, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Rows with every field, hidden states included, in a job that is killed twice."""
     write_lines(tmp_path / "in.jsonl", mixed_rows(60, seed=7))
     named = [word for name, path in options["lora"].items() for word in ("--lora", f"{name}={path}")]
     named += [
@@ -123,13 +125,13 @@ def test_a_job_killed_and_resumed_says_the_same(model: Path, options: dict[str, 
     ]
     arguments = ["run", "in.jsonl", "--model", model, "--dtype", "float32", "--events", "events.jsonl", *named]
     run([*arguments, "-o", "whole.parquet"], tmp_path)
-    slowly = [*arguments, "-o", "killed.parquet", "--commit-every", "4", "--max-num-seqs", "4"]
+    slow = [*arguments, "-o", "killed.parquet", "--commit-every", "4", "--max-num-seqs", "4"]
     parts = tmp_path / "killed.parquet.work" / "parts"
     for committed in (2, 5):
-        attempt = start(slowly, tmp_path)
+        attempt = start(slow, tmp_path)
         attempt.wait_for(lambda n=committed: len(list(parts.glob("part-*.parquet"))) >= n)  # type: ignore[misc]
         assert attempt.kill_after(0)
-    run(slowly, tmp_path)
+    run(slow, tmp_path)
     for suffix in ("parquet", "hidden.parquet"):
         whole, killed = rows_of(tmp_path / f"whole.{suffix}"), rows_of(tmp_path / f"killed.{suffix}")
         assert len(whole) == len(killed) > 10

@@ -1,4 +1,4 @@
-"""Options that change what a row is: chat, truncation, defaults and where they come from, what is carried along."""
+"""Options that change a row: chat, truncation, defaults and their sources, carried fields."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHORT = {"max_new_tokens": 3, "temperature": 0}
 
 
 def one(model: Path, folder: Path, row: dict[str, Any], *options: object, **more: Any) -> dict[str, Any]:
-    """Run one row, and its only output row."""
+    """Run one row and return its only output row."""
     write_lines(folder / "in.jsonl", [row])
     run(["run", "in.jsonl", "-o", "out.parquet", "--model", model, *F32, "--overwrite", *options], folder, **more)
     (output,) = rows_of(folder / "out.parquet")
@@ -89,19 +89,19 @@ def test_run_wide_flags_are_defaults(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.field("return_logprob", "top_logprobs_num", "token_ids_logprob")
-def test_run_wide_fields_that_no_row_reads_are_named(model: Path, tmp_path: Path) -> None:
+def test_options_without_effect_are_reported(model: Path, tmp_path: Path) -> None:
     options = ["--model", model, *F32, "--top-logprobs-num", "2", "--token-ids-logprob", "5", "--max-new-tokens", "2"]
-    said = "--top-logprobs-num, --token-ids-logprob say nothing: no row returns logprobs; add --return-logprob"
+    message = "--top-logprobs-num, --token-ids-logprob have no effect: no row returns logprobs; add --return-logprob"
     for rows, expected in (([{"text": "a"}], True), ([{"text": "a"}, {"text": "b", "return_logprob": True}], False)):
         write_lines(tmp_path / "in.jsonl", rows)
         done = run(["run", "in.jsonl", "-o", "out.parquet", "--overwrite", *options], tmp_path)
-        assert (said in done.stderr) is expected
-        assert (said in run(["check", "in.jsonl", *options], tmp_path).stderr) is expected
+        assert (message in done.stderr) is expected
+        assert (message in run(["check", "in.jsonl", *options], tmp_path).stderr) is expected
     assert len(rows_of(tmp_path / "out.parquet")[1]["output_top_ids"]) == 4
 
 
-def test_layers_of_configuration(model: Path, tmp_path: Path) -> None:
-    """Flags over variables over --config over ./batchgen.toml."""
+def test_precedence_of_configuration_sources(model: Path, tmp_path: Path) -> None:
+    """Flags, then environment variables, then --config, then ./batchgen.toml."""
     row = {"id": "a", "text": "The quick", "ignore_eos": True}
     (tmp_path / "batchgen.toml").write_text("max_new_tokens = 3\ntemperature = 0\ninclude_prompt = true\n")
     (tmp_path / "job.toml").write_text("max-new-tokens = 4\n")
@@ -114,7 +114,7 @@ def test_layers_of_configuration(model: Path, tmp_path: Path) -> None:
 
 
 def test_the_models_sampling_defaults(model: Path, tmp_path: Path) -> None:
-    """generation_config.json counts unless told otherwise, and the footer says what did."""
+    """generation_config.json gives the defaults unless --sampling-defaults is `openai`."""
     drawn = {"id": "a", "text": "The quick", "seed": 5, "max_new_tokens": 30, "ignore_eos": True}
     plain = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
     by_model = one(model, tmp_path, drawn)
@@ -126,19 +126,19 @@ def test_the_models_sampling_defaults(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.field("ignore_eos", "stop_token_ids")
 def test_the_models_own_stop_ids(model: Path, tmp_path: Path) -> None:
-    """Both ids of generation_config.json end a row; `ignore_eos` goes past them; a named one still stops."""
-    logits_free = {"id": "a", "text": "x", "temperature": 3.0, "top_k": -1, "top_p": 1.0, "max_new_tokens": 250}
-    endings = [one(model, tmp_path, logits_free | {"seed": seed}) for seed in range(4)]
+    """Both ids of generation_config.json end a row, `ignore_eos` ignores them, and `stop_token_ids` still stop."""
+    hot = {"id": "a", "text": "x", "temperature": 3.0, "top_k": -1, "top_p": 1.0, "max_new_tokens": 250}
+    endings = [one(model, tmp_path, hot | {"seed": seed}) for seed in range(4)]
     stopped = [row for row in endings if row["finish_reason"] == "stop"]
     assert stopped, "at this temperature some row meets an end-of-sequence id"
     for row in stopped:
         assert row["stop_kind"] == "eos"
         assert row["output_ids"][-1] == int(row["matched_stop"])
     end = stopped[0]["output_ids"]
-    on = one(model, tmp_path, logits_free | {"seed": endings.index(stopped[0]), "ignore_eos": True})
+    on = one(model, tmp_path, hot | {"seed": endings.index(stopped[0]), "ignore_eos": True})
     assert on["output_ids"][: len(end)] == end
     assert len(on["output_ids"]) == 250
-    named = logits_free | {"seed": endings.index(stopped[0]), "ignore_eos": True, "stop_token_ids": [end[-1]]}
+    named = hot | {"seed": endings.index(stopped[0]), "ignore_eos": True, "stop_token_ids": [end[-1]]}
     assert one(model, tmp_path, named)["output_ids"] == end
 
 
@@ -157,7 +157,7 @@ def test_carry(model: Path, tmp_path: Path, carry: str, kept: dict[str, Any] | N
 
 
 @pytest.mark.field("text")
-def test_prompts_are_written_where_asked_for(model: Path, tmp_path: Path) -> None:
+def test_prompts_are_written_on_request(model: Path, tmp_path: Path) -> None:
     row = {"id": "a", "text": ["The quick", "Zażółć"], **SHORT}
     write_lines(tmp_path / "in.jsonl", [row])
     command = ["run", "in.jsonl", "--model", model, *F32]

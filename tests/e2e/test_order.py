@@ -1,4 +1,4 @@
-"""What `check` foresees of the order is what `run` counts, and the order changes no row."""
+"""The order of rows: `check` predicts the counts of `run`, and the order does not change results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS = [
 ]
 
 
-def test_steps_foreseen_are_steps_counted(model: Path, tmp_path: Path) -> None:
+def test_predicted_steps_equal_counted_steps(model: Path, tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in.jsonl", ROWS)
     options = [source, "--model", model, "--dtype", "float32", "--max-num-seqs", "8"]
     checked = json.loads(run(["check", *options, "--json"], tmp_path).stdout)
@@ -29,7 +29,7 @@ def test_steps_foreseen_are_steps_counted(model: Path, tmp_path: Path) -> None:
     assert counted["occupancy"] > 0.9
 
 
-def test_the_order_changes_no_row(model: Path) -> None:
+def test_the_order_does_not_change_results(model: Path) -> None:
     engine = Engine(str(model), dtype="float32", max_num_seqs=8)
     steps, found = {}, {}
     for engine.order in ("longest", "tree", "first-come"):

@@ -1,6 +1,6 @@
-"""Memory that runs out: nothing is lost, what fits nowhere ends in an error of its own, and a dead device ends the run.
+"""Out of memory: steps are split and retried, rows that never fit fail alone, and a device without memory ends the run.
 
-The model computes as ever, and now and then says that there was no memory: before its work, after it, in the logits.
+The model computes as usual but raises out-of-memory errors: before its forward, after it, or in the logits.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from batchgen.kernels.device import HOST, Device
 from batchgen.models.base import Model, ModelInput
 from tests.e2e.engines import outcomes
 from tests.e2e.mixed import mixed_options, mixed_rows
-from tests.e2e.same import Done, assert_equal
+from tests.e2e.same import RunResult, assert_equal
 from tests.engine.fake_device import LateDevice
 
 ENV = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
-class Short:
-    """A model on a device with little memory.
+class LowMemoryModel:
+    """A model that raises out-of-memory errors for some inputs.
 
     Args:
-        model: computes.
-        forward: says of a step's input whether there is no memory for it, [T] ids and positions at hand.
-        head: the same of [R, H] states.
-        late: the forward fails when its work is done and its keys and values are written.
+        model: the model that computes.
+        forward: whether a step's input does not fit.
+        head: whether [R, H] hidden states do not fit.
+        late: whether the forward fails after its keys and values are written.
     """
 
     def __init__(
@@ -53,32 +53,33 @@ class Short:
     def spec(self) -> Any:
         return self._model.spec
 
-    def takes_embeds(self) -> bool:
-        return self._model.takes_embeds()
+    def accepts_embeds(self) -> bool:
+        return self._model.accepts_embeds()
 
-    def recordable(self) -> bool:
-        return self._model.recordable()
+    def supports_command_buffer(self) -> bool:
+        return self._model.supports_command_buffer()
 
     def hidden(self, inputs: ModelInput) -> Tensor:
-        short = self._forward(inputs)
-        if short and not self._late:
-            self._out()
+        too_large = self._forward(inputs)
+        if too_large and not self._late:
+            self._raise()
         hidden = self._model.hidden(inputs)
-        if short:
-            self._out()
+        if too_large:
+            self._raise()
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         if self._head(hidden):
-            self._out()
+            self._raise()
         return self._model.logits(hidden)
 
-    def _out(self) -> None:
+    def _raise(self) -> None:
         self.failed += 1
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
-def on(engine: Engine, model: Model, device: Device = HOST) -> Engine:
+def engine_with(engine: Engine, model: Model, device: Device = HOST) -> Engine:
+    """An engine like `engine` with another model and device."""
     other = Engine.from_parts(engine.config, model, engine.tokenizer, engine.grammars)
     other.device = device
     return other
@@ -87,29 +88,29 @@ def on(engine: Engine, model: Model, device: Device = HOST) -> Engine:
 @pytest.mark.parametrize(
     ("how", "kind"), [("tokens", "host"), ("rows", "late"), ("anywhere", "host"), ("anywhere", "late")]
 )
-def test_nothing_is_lost(model: Path, tmp_path: Path, how: str, kind: str) -> None:
+def test_out_of_memory_does_not_change_results(model: Path, tmp_path: Path, how: str, kind: str) -> None:
     rows = mixed_rows(80, seed=5)
     options = {"page_size": 8, "max_num_seqs": 32, "max_tokens_per_step": 96, "kv_memory": 1 << 20}
     engine = Engine(str(model), dtype="float32", **options, **mixed_options(model, tmp_path))
     random = Random(0)
-    short = {
-        "tokens": Short(engine.model, forward=lambda inputs: len(inputs.input_ids) > 11),
-        "rows": Short(engine.model, head=lambda hidden: len(hidden) > 3),
-        "anywhere": Short(
+    low = {
+        "tokens": LowMemoryModel(engine.model, forward=lambda inputs: len(inputs.input_ids) > 11),
+        "rows": LowMemoryModel(engine.model, head=lambda hidden: len(hidden) > 3),
+        "anywhere": LowMemoryModel(
             engine.model,
             forward=lambda inputs: len(inputs.input_ids) > 1 and random.random() < 0.1,
             head=lambda hidden: len(hidden) > 1 and random.random() < 0.1,
             late=True,
         ),
     }[how]
-    hurt = on(engine, short, HOST if kind == "host" else LateDevice(poison_uploads=True))
-    want, got = Done.of(engine, rows), Done.of(hurt, rows)
-    assert short.failed > 5
-    assert hurt.last_run is not None
-    stats = hurt.last_run.scheduler.stats
-    assert stats.oom_retries == short.failed
-    assert stats.tokens_per_step == 32, "as few as there may be sequences"
-    assert hurt.last_run.loop._runner.halver.limit < 32
+    failing = engine_with(engine, low, HOST if kind == "host" else LateDevice(poison_uploads=True))
+    want, got = RunResult.of(engine, rows), RunResult.of(failing, rows)
+    assert low.failed > 5
+    assert failing.last_run is not None
+    stats = failing.last_run.scheduler.stats
+    assert stats.oom_retries == low.failed
+    assert stats.tokens_per_step == 32, "never below max_num_seqs"
+    assert failing.last_run.loop._runner.oom_splitter.limit < 32
     for row in rows:
         name = row.get("id") or row["custom_id"]
         for key in [key for key in want.completions if key[0] == name]:
@@ -142,8 +143,8 @@ def run(engine: Engine) -> dict[int, list[Completion]]:
     return found
 
 
-def same(got: dict[int, list[Completion]], want: dict[int, list[Completion]], failed: set[int]) -> None:
-    """Rows `failed` are one error each, the others as they were."""
+def assert_only_failed(got: dict[int, list[Completion]], want: dict[int, list[Completion]], failed: set[int]) -> None:
+    """Assert that each row of `failed` is one out-of-memory error and the others are equal."""
     assert got.keys() == want.keys()
     for row, samples in got.items():
         if row not in failed:
@@ -156,24 +157,24 @@ def same(got: dict[int, list[Completion]], want: dict[int, list[Completion]], fa
 
 
 @pytest.mark.parametrize("kind", ["host", "late"])
-def test_a_row_that_fits_nowhere_ends_alone(model: Path, kind: str) -> None:
+def test_a_row_that_never_fits_fails_alone(model: Path, kind: str) -> None:
     engine = Engine(str(model), dtype="float32", max_num_seqs=16, max_tokens_per_step=64)
     want = run(engine)
     length = max(c.prompt_tokens or 0 for c in want[18])
     device = HOST if kind == "host" else LateDevice(poison_uploads=True)
-    # Where its prompt ends, where its output begins, deep in its output, and only in the logits.
+    # The end of its prompt, the start of its output, and a later position.
     for position in (length - 1, length, length + 5):
-        short = Short(engine.model, forward=lambda inputs, at=position: bool((inputs.positions >= at).any()))
-        hurt = on(engine, short, device)
-        same(run(hurt), want, {18})
-        assert hurt.last_run is not None
-        assert hurt.last_run.scheduler.pages_in_use == 0
-        assert hurt.last_run.scheduler.stats.tokens_per_step == 64, "it was the row's fault"
+        low = LowMemoryModel(engine.model, forward=lambda inputs, at=position: bool((inputs.positions >= at).any()))
+        failing = engine_with(engine, low, device)
+        assert_only_failed(run(failing), want, {18})
+        assert failing.last_run is not None
+        assert failing.last_run.scheduler.pages_in_use == 0
+        assert failing.last_run.scheduler.stats.tokens_per_step == 64, "the limit is not lowered for one row"
 
 
 @pytest.mark.parametrize("kind", ["host", "late"])
-def test_all_that_hangs_on_a_position_ends_with_it(model: Path, kind: str) -> None:
-    """A position of the shared prefix: every row that begins with it fails, whether it has begun or not."""
+def test_all_rows_that_share_a_position_that_never_fits_fail(model: Path, kind: str) -> None:
+    """A position of a shared prefix: every row with that prefix fails, running or waiting."""
     engine = Engine(str(model), dtype="float32", max_num_seqs=16, max_tokens_per_step=64)
     want = run(engine)
     ids = {row: _ids(samples[0]) for row, samples in want.items()}
@@ -184,20 +185,22 @@ def test_all_that_hangs_on_a_position_ends_with_it(model: Path, kind: str) -> No
     def forward(inputs: ModelInput) -> bool:
         return bool(((inputs.positions == at) & (inputs.input_ids == prefix[at])).any())
 
-    hurt = on(engine, Short(engine.model, forward=forward), HOST if kind == "host" else LateDevice())
-    hurt.order, hurt.admission = "tree", "free"  # others draw before it is reached: the device is not hopeless
-    same(run(hurt), want, {*range(12), 18})
-    assert hurt.last_run is not None
-    assert hurt.last_run.scheduler.pages_in_use == 0
-    assert hurt.last_run.scheduler.unended == 0
+    failing = engine_with(
+        engine, LowMemoryModel(engine.model, forward=forward), HOST if kind == "host" else LateDevice()
+    )
+    failing.order, failing.admission = "tree", "free"  # others sample first, which shows that the device has memory
+    assert_only_failed(run(failing), want, {*range(12), 18})
+    assert failing.last_run is not None
+    assert failing.last_run.scheduler.pages_in_use == 0
+    assert failing.last_run.scheduler.unended == 0
 
 
-def test_a_device_that_holds_nothing_ends_the_run(model: Path, tmp_path: Path) -> None:
+def test_a_device_without_memory_ends_the_run(model: Path, tmp_path: Path) -> None:
     engine = Engine(str(model), dtype="float32")
     with pytest.raises(DeviceError, match="ran out of memory for 19 rows"):
-        run(on(engine, Short(engine.model, forward=lambda inputs: True)))
+        run(engine_with(engine, LowMemoryModel(engine.model, forward=lambda inputs: True)))
     source = tmp_path / "in.jsonl"
-    # Ids of their own, so that nothing is shared: one row fails after the other.
+    # Distinct ids, so that no prefix is shared: the rows fail one after the other.
     source.write_text("".join(f'{{"input_ids": [{i}, 7]}}\n' for i in range(5, 9)), encoding="utf-8")
     words = ["run", str(source), "--model", str(model), "--dtype", "float32", "--max-num-seqs", "1"]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The output file: its schema, its footer, its layout; and a row whose logits break, among rows that are sound."""
+"""The output file: schema, footer and layout; and rows with NaN logits, which do not affect other rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from batchgen import __version__
-from batchgen.data.schema import SCHEMA
+from batchgen.data.write.schema import SCHEMA
 from batchgen.kernels.cpu.library import loaded
 from tests.e2e.model import DEFAULTS
 from tests.e2e.rows import mixed_lines, prompts, read, rows_of, write_lines
@@ -38,7 +38,7 @@ COLUMNS = {
     "seed": "int64", "effective_max_new_tokens": "int32", "dropped_tokens": "int32", "dedup_of": "int64",
     "prompt": "string", "extra": "string",
 }  # fmt: skip
-"""The contract's columns, in its order, written out here a second time."""
+"""Columns of the documented schema, in order, repeated here so that a change of the schema fails a test."""
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def done(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_schema_is_the_contracts(done: Path) -> None:
+def test_the_schema_is_the_documented_one(done: Path) -> None:
     table = read(done / "out.parquet")
     found = {field.name: str(field.type) for field in table.schema}
     assert {name: kind.replace("item:", "element:") for name, kind in found.items()} == COLUMNS
@@ -81,7 +81,7 @@ def test_footer(done: Path, model: Path) -> None:
 
 
 def test_layout(done: Path) -> None:
-    """zstd, checksums, ordered by the keys, every value readable by column and by row group."""
+    """zstd, checksums, rows ordered by their keys, each column readable alone."""
     file = pq.ParquetFile(done / "out.parquet", page_checksum_verification=True)
     for group in range(file.num_row_groups):
         columns = file.metadata.row_group(group)
@@ -95,7 +95,7 @@ def test_layout(done: Path) -> None:
         assert len(file.read([name])) == len(keys)
 
 
-def test_results_are_consistent_in_themselves(done: Path) -> None:
+def test_the_columns_of_a_row_are_consistent(done: Path) -> None:
     for row in rows_of(done / "out.parquet"):
         if row["status"] == "error":
             assert row["error"]["code"]
@@ -121,8 +121,8 @@ def test_results_are_consistent_in_themselves(done: Path) -> None:
             assert all(own <= top + 1e-5 for own, top in zip(row["output_logprobs"], best, strict=True))
 
 
-def test_two_runs_write_the_same(model: Path, tmp_path: Path) -> None:
-    """Two undisturbed runs of one job write the same rows in the same layout."""
+def test_two_runs_write_equal_files(model: Path, tmp_path: Path) -> None:
+    """Two uninterrupted runs of one job write the same rows in the same order."""
     write_lines(tmp_path / "in.jsonl", mixed_lines(40, seed=3))
     tables = []
     for name in ("a.parquet", "b.parquet"):
@@ -132,12 +132,12 @@ def test_two_runs_write_the_same(model: Path, tmp_path: Path) -> None:
 
 
 BROKEN = 300
-"""The token whose embedding is not a number."""
+"""Id of the token whose embedding is NaN."""
 
 
 @pytest.mark.parametrize("options", [[], ["--kv-memory", "1MiB", "--page-size", "8"], ["--max-num-seqs", "4"]], ids=str)
-def test_a_row_whose_logits_break_leaves_its_neighbours_alone(model: Path, tmp_path: Path, options: list[str]) -> None:
-    """Pages that held not-a-numbers are used again by others, whose masked positions must not see them."""
+def test_nan_logits_of_a_row_do_not_affect_other_rows(model: Path, tmp_path: Path, options: list[str]) -> None:
+    """Pages that held NaN are reused by other rows, whose masked positions must not read them."""
     folder = shutil.copytree(model, tmp_path / "broken")
     weights = load_file(folder / "model.safetensors")
     weights["model.embed_tokens.weight"][BROKEN] = torch.nan
@@ -153,17 +153,17 @@ def test_a_row_whose_logits_break_leaves_its_neighbours_alone(model: Path, tmp_p
     command = ["run", source, "--dtype", "float32", *options]
     run([*command, "--model", model, "-o", "sound.parquet"], tmp_path)
     report = run([*command, "--model", folder, "-o", "broken.parquet", "--report", "-"], tmp_path).report
-    sound = {(row["id"], row["sample_index"]): row for row in rows_of(tmp_path / "sound.parquet")}
-    met = {name for (name, _), row in sound.items() if int(name) % 6 == 5 or BROKEN in row["output_ids"][:-1]}
+    expected = {(row["id"], row["sample_index"]): row for row in rows_of(tmp_path / "sound.parquet")}
+    affected = {name for (name, _), row in expected.items() if int(name) % 6 == 5 or BROKEN in row["output_ids"][:-1]}
     failed = 0
     for row in rows_of(tmp_path / "broken.parquet"):
-        if row["id"] not in met:
-            assert row["output_ids"] == sound[row["id"], row["sample_index"]]["output_ids"]
+        if row["id"] not in affected:
+            assert row["output_ids"] == expected[row["id"], row["sample_index"]]["output_ids"]
             continue
-        # One sample that meets the token fails its prompt, which is one row.
+        # One sample that contains the token fails its prompt, which gives one error row.
         failed += 1
         assert row["error"]["code"] == "nan_logits"
         assert "--dtype float32" in row["error"]["message"]
         assert row["sample_index"] == 0
-    assert 20 <= failed == len(met) < 60
+    assert 20 <= failed == len(affected) < 60
     assert report["errors"] == {"nan_logits": failed}

@@ -1,5 +1,7 @@
-"""A whole job whose steps take what others have made of shared pages, while pages change hands, against one whose steps
-make all of it anew."""
+"""A job that reuses packed copies of shared pages, compared with one that packs them again in each step.
+
+Pages are freed and reallocated while the job runs.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from batchgen.kernels.cpu.library import loaded
 from batchgen.kernels.cpu.matmul import methods
 from batchgen.kernels.cpu.packed_pages import PackedPages
 from tests.e2e.mixed import VOCAB
-from tests.e2e.same import Done, assert_equal
+from tests.e2e.same import RunResult, assert_equal
 from tests.kernels.cpu.products import with_threads
 
 pytestmark = pytest.mark.skipif(
@@ -39,38 +41,37 @@ def rows_of_groups(groups: int, seed: int) -> list[dict[str, Any]]:
     return rows
 
 
-def run(model: Path, rows: list[dict[str, Any]]) -> tuple[Done, PackedPages | None]:
+def run(model: Path, rows: list[dict[str, Any]]) -> tuple[RunResult, PackedPages | None]:
     engine = Engine(str(model), dtype="bfloat16", page_size=16, max_num_seqs=24, max_tokens_per_step=96)
     engine.order = "tree"
-    done = Done.of(engine, rows)
+    done = RunResult.of(engine, rows)
     assert engine.last_run is not None
-    beside = engine.last_run.pool.beside
-    assert beside is None or isinstance(beside, PackedPages)
-    return done, beside
+    packed_pages = engine.last_run.pool.packed_pages
+    assert packed_pages is None or isinstance(packed_pages, PackedPages)
+    return done, packed_pages
 
 
 @pytest.mark.parametrize("pages", [PAGES, PAGES // 4])
-def test_the_same_answers(model: Path, monkeypatch: pytest.MonkeyPatch, pages: int) -> None:
-    """Of all pages, and of a part of them."""
+def test_reused_packed_pages_give_the_same_results(model: Path, monkeypatch: pytest.MonkeyPatch, pages: int) -> None:
+    """With a packed copy of all pages, and of a quarter of them."""
     monkeypatch.setattr(attention, "dots_are_faster", lambda: True)
     monkeypatch.setattr("batchgen.engine.engine.pool_pages", lambda *_: PAGES)
     monkeypatch.setattr("batchgen.engine.engine.group_min_saving", lambda *_: 1)
     rows = rows_of_groups(20, seed=pages)
     with with_threads(2):
         monkeypatch.setattr(packed_pages, "dots_are_faster", lambda: False)
-        want, nothing = run(model, rows)
-        assert nothing is None
+        want, without = run(model, rows)
+        assert without is None
         monkeypatch.setattr(packed_pages, "dots_are_faster", lambda: True)
-        made = PackedPages
-        monkeypatch.setattr(packed_pages, "PackedPages", lambda layers, _, size: made(layers, pages, size))
-        got, kept = run(model, rows)
+        monkeypatch.setattr(packed_pages, "PackedPages", lambda layers, _, size: PackedPages(layers, pages, size))
+        got, packed = run(model, rows)
     assert got.completions.keys() == want.completions.keys()
     for row in rows:
         key = (row["id"], 0, 0)
         assert_equal(got.completions[key], want.completions[key], row)
         assert got.completions[key].output_ids == want.completions[key].output_ids
-    assert kept is not None
-    for stamps in kept.stamps:
-        made_of = stamps[stamps > 0]
-        assert np.unique(made_of).size > 3, "pages have changed hands, and were taken anew"
+    assert packed is not None
+    for stamps in packed.stamps:
+        used = stamps[stamps > 0]
+        assert np.unique(used).size > 3, "pages were reallocated and packed again"
         assert stamps.shape[1] == pages

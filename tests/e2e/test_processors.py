@@ -1,4 +1,4 @@
-"""Logit processors and shaping options on the command line: what runs, what is recorded, what is refused."""
+"""Logit processors, penalties and logprob options on the command line: results, footers and refusals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import helper_of_mine
 def only(logits, rows):
     for i, row in enumerate(rows):
         if row.params.get("fail"):
-            raise RuntimeError("told to fail")
+            raise RuntimeError("with_ids to fail")
         logits[i, row.params["token"]] += helper_of_mine.MUCH
     return logits
 
@@ -40,7 +40,7 @@ def row(i: int, **params: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Rows, and the processor's module with one that it imports."""
+    """A folder with in.jsonl, the processor's module and a module that it imports."""
     (tmp_path / "mine.py").write_text(CODE)
     (tmp_path / "helper_of_mine.py").write_text("MUCH = 1000.0\n")
     plain = {"id": "plain", "text": "Hello there", **GREEDY}
@@ -53,12 +53,12 @@ def command(model: Path, *options: str) -> list[object]:
 
 
 @pytest.mark.field("custom_logit_processor", "custom_params")
-def test_rows_name_a_function_of_a_file_in_the_folder(model: Path, folder: Path) -> None:
+def test_rows_name_a_function_of_a_module_in_the_folder(model: Path, folder: Path) -> None:
     run(command(model, *NAMED), folder)
     first, second, failed, plain = rows_of(folder / "out.parquet")
     assert (first["output_ids"], second["output_ids"]) == ([9] * 5, [12] * 5)
     assert failed["error"]["code"] == "processor_error"
-    assert "told to fail" in failed["error"]["message"]
+    assert "with_ids to fail" in failed["error"]["message"]
     assert plain["error"] is None
     footer = json.loads(pq.read_schema(folder / "out.parquet").metadata[b"batchgen.run"])
     digest = hashlib.sha256((folder / "mine.py").read_bytes()).hexdigest()
@@ -68,7 +68,7 @@ def test_rows_name_a_function_of_a_file_in_the_folder(model: Path, folder: Path)
     assert [r["output_ids"] for r in rows_of(folder / "out.parquet")[:2]] == [[9] * 5, [12] * 5]
 
 
-def test_a_processor_that_was_rewritten_makes_another_job(model: Path, folder: Path) -> None:
+def test_a_changed_processor_makes_another_job(model: Path, folder: Path) -> None:
     run(command(model, *NAMED), folder)
     before = (folder / "out.parquet").stat().st_mtime_ns
     run(command(model, *NAMED), folder)
@@ -78,8 +78,8 @@ def test_a_processor_that_was_rewritten_makes_another_job(model: Path, folder: P
 
 
 @pytest.mark.field("custom_logit_processor")
-def test_a_row_cannot_bring_a_processor_along(model: Path, folder: Path) -> None:
-    """Not by its own name for a function, nor through the folder's options."""
+def test_a_row_cannot_load_a_processor(model: Path, folder: Path) -> None:
+    """Neither by naming module:function itself, nor through the folder's batchgen.toml."""
     write_lines(folder / "in.jsonl", [row(0, token=9) | {"custom_logit_processor": "mine:only"}, row(1, token=9)])
     run(command(model, "--max-errors", "5"), folder)
     assert [r["error"]["code"] for r in rows_of(folder / "out.parquet")] == ["unknown_processor"] * 2
@@ -90,13 +90,13 @@ def test_a_row_cannot_bring_a_processor_along(model: Path, folder: Path) -> None
 
 
 def test_a_row_whose_prompts_all_fail_is_one_error(model: Path, folder: Path) -> None:
-    """Also where an earlier run committed some of them."""
+    """Also if an earlier run committed some of them."""
     several = row(0, fail=True) | {"text": ["Hello there", "Hello again", "Good day"]}
     write_lines(folder / "in.jsonl", [several, row(1, token=9)])
     refused = run(command(model, *NAMED, "--max-errors", "0", "--commit-every", "1"), folder, expect=3)
     assert "1 of 2 rows failed (processor_error 1), more than" in refused.stderr
     again = run(command(model, *NAMED, "--max-errors", "0"), folder, expect=3)
-    assert "1 of 2 rows failed (in an earlier run 1), more than" in again.stderr
+    assert "1 of 2 rows failed (in earlier runs 1), more than" in again.stderr
     for option in ("--resume", "--overwrite"):
         done = run(command(model, *NAMED, option, "--report", "-", "--progress", "json"), folder)
         assert (done.report["rows_ok"], done.report["rows_error"]) == (1, 1)
@@ -105,11 +105,11 @@ def test_a_row_whose_prompts_all_fail_is_one_error(model: Path, folder: Path) ->
     assert [r["status"] for r in rows_of(folder / "out.parquet")] == ["error"] * 3 + ["ok"]
 
 
-def test_verify_runs_only_the_code_that_it_is_given(model: Path, folder: Path) -> None:
+def test_verify_runs_only_processors_that_are_named_on_its_command_line(model: Path, folder: Path) -> None:
     write_lines(folder / "in.jsonl", [row(0, token=9), row(1, token=12)])
     run(command(model, *NAMED), folder)
     refused = run(["verify", "out.parquet"], folder, expect=2).stderr
-    assert "name them again: --logit-processor only=mine:only" in refused
+    assert "Name them again: --logit-processor only=mine:only" in refused
     assert run(["verify", "out.parquet", *NAMED], folder).stdout.endswith("2 of 2 rows are the same\n")
     (folder / "mine.py").write_text(CODE + "# more\n")
     assert "has changed since the run" in run(["verify", "out.parquet", *NAMED], folder, expect=2).stderr
@@ -126,31 +126,31 @@ sys.exit(status)
 
 @pytest.mark.parametrize("subcommand", ["run", "check"])
 @pytest.mark.parametrize(
-    ("target", "says"),
+    ("target", "message"),
     [
         ("nowhere:f", "cannot import `nowhere`: ModuleNotFoundError"),
         ("mine:f", "`mine` has no `f`"),
         ("mine:number", "`number` of `mine` is not a function (it is int)"),
         ("broken:f", "cannot import `broken`: ZeroDivisionError"),
         ("quits:f", "cannot import `quits`: SystemExit"),
-        ("mine", "takes NAME=module:function"),
+        ("mine", "must be NAME=module:function"),
     ],
 )
-def test_wrong_processors_are_refused_at_once(
-    folder: Path, model: Path, subcommand: str, target: str, says: str
+def test_invalid_processors_are_refused_before_torch_is_imported(
+    folder: Path, model: Path, subcommand: str, target: str, message: str
 ) -> None:
     (folder / "broken.py").write_text("1 / 0\n")
     (folder / "quits.py").write_text("import sys\nsys.exit(0)\n")
     words = [subcommand, "in.jsonl", "--model", str(model), "--logit-processor", f"only={target}"]
     done = subprocess.run([sys.executable, "-c", SCRIPT, *words], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
-    assert says in done.stderr
+    assert message in done.stderr
     assert f"only={target}" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.field("repetition_penalty", "frequency_penalty", "presence_penalty")
-def test_options_are_defaults_of_the_rows(model: Path, tmp_path: Path) -> None:
+def test_penalty_options_are_defaults_of_the_rows(model: Path, tmp_path: Path) -> None:
     fields = {"repetition_penalty": 1.6, "frequency_penalty": 0.5, "presence_penalty": -0.25}
     base = {"text": "The quick brown fox", "temperature": 0, "max_new_tokens": 20, "ignore_eos": True}
     options = ["--repetition-penalty", "1.6", "--frequency-penalty", "0.5", "--presence-penalty", "-0.25"]
@@ -179,11 +179,11 @@ def test_logprobs_of_named_ids_are_written(model: Path, tmp_path: Path) -> None:
     base = {"text": "The quick", "temperature": 0, "max_new_tokens": 4, "ignore_eos": True, "return_logprob": True}
     write_lines(tmp_path / "in.jsonl", [base | {"token_ids_logprob": ids, "top_logprobs_num": vocab}, base])
     run(["run", "in.jsonl", "-o", "out.parquet", "--model", model, "--dtype", "float32"], tmp_path)
-    asked, plain = rows_of(tmp_path / "out.parquet")
+    with_ids, plain = rows_of(tmp_path / "out.parquet")
     assert plain["output_ids_logprobs"] is None
-    found = asked["output_ids_logprobs"]
+    found = with_ids["output_ids_logprobs"]
     assert len(found) == 4 * 3
     for position in range(4):
         at = slice(vocab * position, vocab * (position + 1))
-        of = dict(zip(asked["output_top_ids"][at], asked["output_top_logprobs"][at], strict=True))
+        of = dict(zip(with_ids["output_top_ids"][at], with_ids["output_top_logprobs"][at], strict=True))
         assert found[3 * position : 3 * position + 3] == [of[token] for token in ids]

@@ -1,4 +1,4 @@
-"""The same command again, another command over old work, errors tried again, results replaced."""
+"""Running a command again: resuming, refusing another job's work, --retry-errors, --overwrite, --resume-anyway."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from batchgen.config import EngineConfig, RunConfig
+from batchgen.config.run_config import EngineConfig, RunConfig
 from batchgen.errors import UsageError
 from batchgen.job.run import run_job
 from batchgen.job.signals import StopRequest
@@ -30,12 +30,12 @@ def base(model: Path, tmp_path: Path) -> list[Any]:
 
 
 def interrupted(arguments: list[Any], folder: Path) -> int:
-    """Kill a run when something is committed; how many parts."""
+    """Kill a run when four parts are committed; return the number of parts."""
     return kill_after_parts(arguments, folder, 4)
 
 
 def kill_after_parts(arguments: list[Any], folder: Path, parts: int) -> int:
-    """`kill -9` a run when so many parts stand there; how many do."""
+    """`kill -9` a run when at least `parts` parts are committed; return their number."""
     work = folder / "out.parquet.work" / "parts"
     job = start([*arguments, "--commit-every", "5", "--max-num-seqs", "4"], folder)
     job.wait_for(lambda: len(list(work.glob("part-*.parquet"))) >= parts)
@@ -45,7 +45,7 @@ def kill_after_parts(arguments: list[Any], folder: Path, parts: int) -> int:
 
 @pytest.fixture(scope="module")
 def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The finished output of `base`."""
+    """Content of the finished output of `base`."""
     folder = tmp_path_factory.mktemp("finished")
     write_lines(folder / "in.jsonl", mixed_lines(80, seed=4))
     run(["run", "in.jsonl", "-o", "out.parquet", "--model", model, "--dtype", "float32"], folder)
@@ -65,7 +65,7 @@ def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     ],
     ids=lambda changed: changed[0],
 )
-def test_a_finished_output_is_not_taken_for_that_of_another_job(
+def test_the_finished_output_of_another_job_is_refused(
     base: list[Any], tmp_path: Path, finished: bytes, changed: list[str]
 ) -> None:
     (tmp_path / "out.parquet").write_bytes(finished)
@@ -75,7 +75,9 @@ def test_a_finished_output_is_not_taken_for_that_of_another_job(
     assert not (tmp_path / "out.parquet.work").exists()
 
 
-def test_nor_for_that_of_a_model_trained_further(base: list[Any], tmp_path: Path, model: Path, finished: bytes) -> None:
+def test_the_finished_output_of_other_weights_is_refused(
+    base: list[Any], tmp_path: Path, model: Path, finished: bytes
+) -> None:
     (tmp_path / "out.parquet").write_bytes(finished)
     trained = shutil.copytree(model, tmp_path / "trained")
     weights = load_file(trained / "model.safetensors")
@@ -86,22 +88,22 @@ def test_nor_for_that_of_a_model_trained_further(base: list[Any], tmp_path: Path
     assert "is not this job's output" in run(base, tmp_path, expect=2).stderr
 
 
-def test_nor_for_that_of_a_model_with_other_ends_of_sequence(
+def test_the_finished_output_of_other_eos_ids_is_refused(
     base: list[Any], tmp_path: Path, model: Path, finished: bytes
 ) -> None:
     (tmp_path / "out.parquet").write_bytes(finished)
-    base[base.index(model)] = with_ends(model, tmp_path / "mended", [1])
+    base[base.index(model)] = with_eos_ids(model, tmp_path / "other_eos", [1])
     assert "is not this job's output" in run(base, tmp_path, expect=2).stderr
 
 
-def with_ends(model: Path, folder: Path, ends: list[int]) -> Path:
-    """A copy of the model whose generation_config.json names other end-of-sequence ids."""
+def with_eos_ids(model: Path, folder: Path, eos_ids: list[int]) -> Path:
+    """Copy the model to `folder` with other end-of-sequence ids in generation_config.json."""
     path = shutil.copytree(model, folder) / "generation_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": ends}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": eos_ids}))
     return folder
 
 
-def test_unfinished_work_of_another_job_is_refused_by_what_differs(
+def test_the_refusal_of_unfinished_work_names_the_differences(
     base: list[Any], tmp_path: Path, model: Path, finished: bytes
 ) -> None:
     parts = interrupted(base, tmp_path)
@@ -116,9 +118,9 @@ def test_unfinished_work_of_another_job_is_refused_by_what_differs(
         assert f"(different: {named})" in done.stderr
         assert "--overwrite" in done.stderr
         assert "--resume-anyway" in done.stderr
-    base[base.index(model)] = with_ends(model, tmp_path / "mended", [1])
+    base[base.index(model)] = with_eos_ids(model, tmp_path / "other_eos", [1])
     assert "(different: model eos_ids)" in run(base, tmp_path, expect=2).stderr
-    base[base.index(tmp_path / "mended")] = model
+    base[base.index(tmp_path / "other_eos")] = model
     with (tmp_path / "in.jsonl").open("ab") as stream:
         stream.write(b'{"text": "one more", "temperature": 0}\n')
     done = run(base, tmp_path, expect=2)
@@ -130,10 +132,10 @@ def test_unfinished_work_of_another_job_is_refused_by_what_differs(
     assert_same(read(tmp_path / "out.parquet"), read(tmp_path / "expected.parquet"))
 
 
-def test_what_does_not_matter_to_the_result_may_change(
+def test_options_that_do_not_affect_results_may_change(
     base: list[Any], tmp_path: Path, model: Path, finished: bytes
 ) -> None:
-    """Batch sizes, memory, threads, commits and progress; where the model stands, and the input."""
+    """Batch sizes, memory, threads, commits and progress; the paths of the model and the input."""
     interrupted(base, tmp_path)
     (tmp_path / "in.jsonl").rename(tmp_path / "moved.jsonl")
     (tmp_path / "linked-model").symlink_to(model)
@@ -142,11 +144,11 @@ def test_what_does_not_matter_to_the_result_may_change(
     report = run([*moved, *others, "--commit-seconds", "3", "--progress", "json", "--report", "-"], tmp_path).report
     assert report["rows_resumed"] > 0
     (tmp_path / "expected.parquet").write_bytes(finished)
-    # Messages name the file as it was called when they were written.
+    # Messages contain the file's path at the time they were written.
     assert_same(read(tmp_path / "out.parquet"), read(tmp_path / "expected.parquet"), ignore=["error"])
 
 
-def test_a_refused_run_leaves_what_was_computed(base: list[Any], tmp_path: Path) -> None:
+def test_a_refused_run_keeps_committed_parts(base: list[Any], tmp_path: Path) -> None:
     interrupted(base, tmp_path)
     parts = tmp_path / "out.parquet.work" / "parts"
     before = {part.name: part.read_bytes() for part in parts.glob("part-*.parquet")}
@@ -155,10 +157,10 @@ def test_a_refused_run_leaves_what_was_computed(base: list[Any], tmp_path: Path)
     assert run([*base, "--report", "-"], tmp_path).report["rows_resumed"] > 0
 
 
-def test_an_error_of_any_kind_leaves_what_was_computed(
+def test_a_usage_error_after_generation_keeps_committed_parts(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing of the kind that refuses a job comes once rows are generated. If it did, they would stay all the same."""
+    """Usage errors come before generation. If one came later, the committed rows would be kept."""
 
     def fail(*_: object, **__: object) -> None:
         raise UsageError("made up")
@@ -172,7 +174,7 @@ def test_an_error_of_any_kind_leaves_what_was_computed(
     assert len(rows_of(part)) == 3
 
 
-def test_resume_anyway_goes_on_under_other_options(base: list[Any], tmp_path: Path) -> None:
+def test_resume_anyway_resumes_with_other_options(base: list[Any], tmp_path: Path) -> None:
     interrupted(base, tmp_path)
     report = run([*base, "--seed", "1", "--resume-anyway", "--report", "-"], tmp_path).report
     assert 0 < report["rows_resumed"] < 80
@@ -180,16 +182,16 @@ def test_resume_anyway_goes_on_under_other_options(base: list[Any], tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "said"),
+    ("first", "second", "message"),
     [
-        ([], ["--limit", "2"], "is not of this job"),
-        ([], ["--n", "3"], "samples and not this job's 3"),
-        (["--on-bad-row", "error-row"], ["--on-bad-row", "skip"], "row 0, prompt 0 is not of this job"),
+        ([], ["--limit", "2"], "is not in this job"),
+        ([], ["--n", "3"], "samples, but this job has 3"),
+        (["--on-bad-row", "error-row"], ["--on-bad-row", "skip"], "row 0, prompt 0 is not in this job"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) and value else None,
 )
-def test_resume_anyway_refuses_rows_that_never_fit_before_it_adds_to_them(
-    model: Path, tmp_path: Path, first: list[str], second: list[str], said: str
+def test_resume_anyway_refuses_rows_that_do_not_fit_and_adds_none(
+    model: Path, tmp_path: Path, first: list[str], second: list[str], message: str
 ) -> None:
     rows = [{"id": "0", "txt": "no prompt"}, *({"id": str(i), "text": text, **LONG} for i, text in MANY)]
     write_lines(tmp_path / "in.jsonl", rows)
@@ -198,8 +200,8 @@ def test_resume_anyway_refuses_rows_that_never_fit_before_it_adds_to_them(
     parts = tmp_path / "out.parquet.work" / "parts"
     before = {part.name: part.read_bytes() for part in parts.iterdir()}
     done = run([*base, *second, "--resume-anyway"], tmp_path, expect=2)
-    assert said in done.stderr
-    assert "options and input that it was begun with, or drop it with --overwrite" in done.stderr
+    assert message in done.stderr
+    assert "Use the options and input of the earlier run, or drop its work with --overwrite" in done.stderr
     assert {part.name: part.read_bytes() for part in parts.iterdir() if part.suffix != ".tmp"} == {
         name: content for name, content in before.items() if not name.endswith(".tmp")
     }
@@ -208,7 +210,7 @@ def test_resume_anyway_refuses_rows_that_never_fit_before_it_adds_to_them(
     assert [row["row_index"] for row in rows_of(tmp_path / "out.parquet")] == list(range(len(rows)))
 
 
-def test_bad_rows_are_not_added_to_work_that_never_fits(model: Path, tmp_path: Path) -> None:
+def test_bad_rows_are_not_added_to_work_that_does_not_fit(model: Path, tmp_path: Path) -> None:
     rows = [{"id": "0", "txt": "no prompt"}, *({"id": str(i), "text": text, **LONG} for i, text in MANY)]
     write_lines(tmp_path / "in.jsonl", rows)
     base = ["run", "in.jsonl", "-o", "out.parquet", "--model", model, "--dtype", "float32", "--on-bad-row"]
@@ -218,8 +220,8 @@ def test_bad_rows_are_not_added_to_work_that_never_fits(model: Path, tmp_path: P
     assert [row["row_index"] for row in rows_of(tmp_path / "out.parquet")] == list(range(1, len(rows)))
 
 
-def test_resume_anyway_goes_on_where_the_rows_fit(model: Path, tmp_path: Path) -> None:
-    """Bad rows were left out so far, and more rows are asked for: both come to what is committed."""
+def test_resume_anyway_resumes_if_the_rows_fit(model: Path, tmp_path: Path) -> None:
+    """The first run skipped bad rows and had a lower --limit: the second adds the missing rows."""
     rows = [{"id": "0", "txt": "no prompt"}, *({"id": str(i), "text": text, **LONG} for i, text in MANY)]
     write_lines(tmp_path / "in.jsonl", rows)
     base = ["run", "in.jsonl", "-o", "out.parquet", "--model", model, "--dtype", "float32"]
@@ -230,7 +232,7 @@ def test_resume_anyway_goes_on_where_the_rows_fit(model: Path, tmp_path: Path) -
     assert [row["row_index"] for row in rows_of(tmp_path / "out.parquet")] == list(range(len(rows)))
 
 
-def test_overwrite_starts_anew(base: list[Any], tmp_path: Path, finished: bytes) -> None:
+def test_overwrite_starts_from_the_beginning(base: list[Any], tmp_path: Path, finished: bytes) -> None:
     out = tmp_path / "out.parquet"
     out.write_bytes(b"something else altogether")
     done = run(base, tmp_path, expect=2)
@@ -248,7 +250,7 @@ def test_overwrite_starts_anew(base: list[Any], tmp_path: Path, finished: bytes)
     assert_same(read(out), read(tmp_path / "expected.parquet"))
 
 
-def test_overwrite_computes_anew_what_a_retry_took_from_the_output(model: Path, tmp_path: Path) -> None:
+def test_overwrite_recomputes_rows_that_a_retry_copied_from_the_output(model: Path, tmp_path: Path) -> None:
     rows = [{"id": "0", "txt": "no prompt"}, *({"id": str(i), "text": text, **GREEDY} for i, text in MANY)]
     write_lines(tmp_path / "in.jsonl", rows)
     base = ["run", "in.jsonl", "-o", "out.parquet", "--model", model, "--dtype", "float32"]
@@ -261,7 +263,7 @@ def test_overwrite_computes_anew_what_a_retry_took_from_the_output(model: Path, 
     assert_same(read(tmp_path / "out.parquet"), whole)
 
 
-def test_a_finished_job_run_again_leaves_the_work_that_is_to_replace_its_output(
+def test_a_finished_job_keeps_the_work_folder_of_an_unfinished_overwrite(
     base: list[Any], tmp_path: Path, finished: bytes
 ) -> None:
     (tmp_path / "out.parquet").write_bytes(finished)
@@ -272,8 +274,8 @@ def test_a_finished_job_run_again_leaves_the_work_that_is_to_replace_its_output(
     assert not (tmp_path / "out.parquet.work").exists()
 
 
-def test_overwrite_after_resume_anyway_mixes_nothing(model: Path, tmp_path: Path) -> None:
-    """Over an older output one job begins with --overwrite, a second goes on with it; then each starts anew."""
+def test_overwrite_after_resume_anyway_does_not_mix_jobs(model: Path, tmp_path: Path) -> None:
+    """One job begins with --overwrite over an older output, a second one resumes its work, then overwrites it."""
     rows = [{"id": str(i), "text": text, "max_new_tokens": 30, "ignore_eos": True} for i, text in MANY]
     write_lines(tmp_path / "in.jsonl", rows)
     base = ["run", "in.jsonl", "-o", "out.parquet", "--model", model, "--dtype", "float32"]
@@ -282,18 +284,20 @@ def test_overwrite_after_resume_anyway_mixes_nothing(model: Path, tmp_path: Path
     (tmp_path / "out.parquet").write_bytes(b"an older output")
     first = interrupted([*base, "--overwrite"], tmp_path)
     run([*base, "--limit", "1", "--resume-anyway"], tmp_path, expect=2)
-    assert kill_after_parts([*base, "--overwrite"], tmp_path, first + 2) > first, "its own work, and nothing came to it"
+    assert kill_after_parts([*base, "--overwrite"], tmp_path, first + 2) > first, (
+        "the job's own work, to which the refused run added nothing"
+    )
     kept = kill_after_parts([*second, "--resume-anyway"], tmp_path, first + 4)
     refused = run(base, tmp_path, expect=2)
-    assert "belongs to a different job. Go on with it with --resume-anyway" in refused.stderr
+    assert "belongs to a different job. Continue it with --resume-anyway" in refused.stderr
     assert len(list((tmp_path / "out.parquet.work" / "parts").glob("part-*.parquet"))) == kept
     report = run([*second, "--overwrite", "--report", "-"], tmp_path).report
     assert report["rows_resumed"] == 0
     assert_same(read(tmp_path / "out.parquet"), read(tmp_path / "whole.parquet"))
 
 
-def test_retry_errors_runs_only_what_failed(model: Path, tmp_path: Path) -> None:
-    """Rows that are too long for one run's context: with another limit they are tried again, and the rest stands."""
+def test_retry_errors_runs_only_failed_rows(model: Path, tmp_path: Path) -> None:
+    """Rows that are too long for one run are computed with a higher limit; the other rows are kept."""
     rows = [{"id": str(i), "text": text, **GREEDY} for i, text in enumerate(prompts(40, 6))]
     rows[7] = {"id": "7", "input_ids": [9] * 220, **GREEDY}
     rows[8] = {"id": "8", "txt": "no prompt", **GREEDY}
@@ -309,8 +313,8 @@ def test_retry_errors_runs_only_what_failed(model: Path, tmp_path: Path) -> None
     assert len(output) == 40
 
 
-def test_rows_that_the_pool_cannot_hold_fail_and_are_retried_with_more(tmp_path: Path) -> None:
-    """Memory is no part of the job: the finished output is taken up again, and only the failed rows are computed."""
+def test_rows_too_large_for_the_pool_fail_and_are_retried_with_more_memory(tmp_path: Path) -> None:
+    """Memory is not part of the fingerprint: a retry copies the finished rows and computes only the failed ones."""
     model = save_model(tmp_path / "long", context=8192)
     rows = [{"id": str(i), "text": text, **GREEDY} for i, text in enumerate(prompts(30, 6))]
     rows[11] = {"id": "long", "input_ids": [9, 10, 11] * 1000, **GREEDY, "n": 2}

@@ -1,4 +1,4 @@
-"""Run-wide sampling options: each says what a row's field says, rows have the last word, and the job knows them."""
+"""Run-wide sampling options: each equals a row's field, fields override options, and the fingerprint covers them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required
 TAG = {"type": "structural_tag", "format": {"type": "const_string", "value": "tagged"}}
 GRAMMAR = 'root ::= "ab" | "ba"\n'
 ROW = {"text": "The quick", "temperature": 0, "max_new_tokens": 24}
-PROCESSOR = ["--logit-processor", "lean=tests.e2e.processors:lean"]
+PROCESSOR = ["--logit-processor", "boost=tests.e2e.processors:boost"]
 
-SAYS: dict[str, tuple[list[str], dict[str, Any]]] = {
+CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "biases": (
         ["--logit-bias", "100=9,101=8.5", "--bad-words", "th", "--bad-words", "qu", "--echo", "--ignore-eos"],
         {"logit_bias": {"100": 9, "101": 8.5}, "bad_words": ["th", "qu"], "echo": True, "ignore_eos": True},
@@ -48,28 +48,28 @@ SAYS: dict[str, tuple[list[str], dict[str, Any]]] = {
         ["--return-hidden-states", '{"layers": [0, 1], "pool": "mean"}'],
         {"return_hidden_states": {"layers": [0, 1], "pool": "mean"}},
     ),
-    "processor": (["--custom-logit-processor", "lean"], {"custom_logit_processor": "lean"}),
-    "told": (
-        ["--custom-logit-processor", "lean", "--custom-params", '{"token": 41, "by": 3}'],
-        {"custom_logit_processor": "lean", "custom_params": {"token": 41, "by": 3}},
+    "processor": (["--custom-logit-processor", "boost"], {"custom_logit_processor": "boost"}),
+    "processor params": (
+        ["--custom-logit-processor", "boost", "--custom-params", '{"token": 41, "by": 3}'],
+        {"custom_logit_processor": "boost", "custom_params": {"token": 41, "by": 3}},
     ),
     "adapter": (["--lora-path", "fr"], {"lora_path": "fr"}),
 }
 
 
 def row_of(name: str) -> dict[str, Any]:
-    """The row without the fields of the case; in one what its processor is told, which is the default in another."""
+    """The row without its case's fields; "processor" has the `custom_params` that another case gives as an option."""
     return {"id": name, **ROW, **({"custom_params": {"token": 40, "by": 3}} if name == "processor" else {})}
 
 
 @pytest.fixture(scope="module")
 def files(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a schema, a grammar, an adapter, and `rows.parquet`: a row that gives the fields for each case."""
+    """A folder with a schema, a grammar, an adapter, and `rows.parquet`: results of one row with fields per case."""
     folder = tmp_path_factory.mktemp("files")
     (folder / "schema.json").write_text(json.dumps(SCHEMA, indent=2))
     (folder / "answer.gbnf").write_text(GRAMMAR)
     save_adapter(model, folder / "fr", **KINDS["two"])
-    write_lines(folder / "in.jsonl", [row_of(name) | fields for name, (_, fields) in SAYS.items()])
+    write_lines(folder / "in.jsonl", [row_of(name) | fields for name, (_, fields) in CASES.items()])
     run(["run", "in.jsonl", "-o", "rows.parquet", *options(model, folder)], folder)
     return folder
 
@@ -86,18 +86,18 @@ def states(path: Path, name: str) -> list[dict[str, Any]]:
 @pytest.mark.field("logit_bias", "bad_words", "allowed_token_ids", "token_ids_logprob", "echo")
 @pytest.mark.field("spaces_between_special_tokens", "json_schema", "regex", "ebnf", "structural_tag", "choice")
 @pytest.mark.field("return_hidden_states", "lora_path", "custom_logit_processor", "custom_params")
-@pytest.mark.parametrize("name", SAYS)
-def test_an_option_says_what_the_field_says(name: str, model: Path, files: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_an_option_equals_the_field(name: str, model: Path, files: Path, tmp_path: Path) -> None:
     for file in ("schema.json", "answer.gbnf"):
         (tmp_path / file).write_bytes((files / file).read_bytes())
     score = {"id": "score", "text": "The quick", "completion": " brown"}
     write_lines(tmp_path / "in.jsonl", [row_of(name), score])
-    run(["run", "in.jsonl", "-o", "out.parquet", *options(model, files), *SAYS[name][0]], tmp_path)
-    whole, asked = read(files / "rows.parquet"), read(tmp_path / "out.parquet")
-    said = whole.slice(list(SAYS).index(name), 1)
-    assert said["status"].to_pylist() == ["ok"], said["error"].to_pylist()
-    assert_same(asked.slice(0, 1), said, ignore=["row_index", "cached_tokens", "dedup_of"])
-    scored = asked.slice(1, 1).to_pylist()[0]
+    run(["run", "in.jsonl", "-o", "out.parquet", *options(model, files), *CASES[name][0]], tmp_path)
+    by_fields, by_option = read(files / "rows.parquet"), read(tmp_path / "out.parquet")
+    expected = by_fields.slice(list(CASES).index(name), 1)
+    assert expected["status"].to_pylist() == ["ok"], expected["error"].to_pylist()
+    assert_same(by_option.slice(0, 1), expected, ignore=["row_index", "cached_tokens", "dedup_of"])
+    scored = by_option.slice(1, 1).to_pylist()[0]
     assert (scored["status"], len(scored["scores"]), scored["constraint_ok"]) == ("ok", 1, None)
     got, wanted = (states(path, name) for path in (tmp_path / "out.hidden.parquet", files / "rows.hidden.parquet"))
     assert [{**row, "values": None} for row in got] == [{**row, "values": None} for row in wanted]
@@ -106,8 +106,8 @@ def test_an_option_says_what_the_field_says(name: str, model: Path, files: Path,
         assert left["values"] == pytest.approx(right["values"], abs=1e-4)
 
 
-def test_rows_have_the_last_word(model: Path, tmp_path: Path) -> None:
-    """A field replaces the option of its name, a constraint one of any kind; what asks for nothing takes it back."""
+def test_fields_override_options(model: Path, tmp_path: Path) -> None:
+    """A field replaces its option, a constraint any constraint option; an empty value switches the option off."""
     plain = {"response_format": {"type": "text"}, "echo": False, "logit_bias": {}, "return_hidden_states": False}
     rows = [
         {"id": "default", **ROW},
@@ -137,7 +137,7 @@ def test_rows_have_the_last_word(model: Path, tmp_path: Path) -> None:
     assert [row["id"] for row in written] == ["default", "pattern", "same", "object", "null"]
 
 
-def test_variables_and_files_say_the_same(model: Path, tmp_path: Path) -> None:
+def test_environment_variables_and_files_give_the_same_options(model: Path, tmp_path: Path) -> None:
     write_lines(tmp_path / "in.jsonl", [{"id": "a", **ROW}])
     (tmp_path / "job.toml").write_text(
         'bad_words = ["th"]\n[json_schema]\ntype = "object"\nrequired = ["a"]\nadditionalProperties = false\n'
@@ -158,13 +158,13 @@ def test_events_of_every_row(model: Path, tmp_path: Path) -> None:
     write_lines(tmp_path / "in.jsonl", [{"id": "a", **ROW}, {"id": "b", **ROW, "stream": False}])
     command = ["run", "in.jsonl", "-o", "out.parquet", "--model", model, *F32, "--stream"]
     assert "--events PATH" in run(command, tmp_path, expect=2).stderr
-    said = run([*command, "--events", "-"], tmp_path).stdout.splitlines()
-    assert {json.loads(line)["id"] for line in said} == {"a"}
-    assert "".join(json.loads(line)["text"] for line in said) == by_id(tmp_path / "out.parquet")["a"]["text"]
+    events = run([*command, "--events", "-"], tmp_path).stdout.splitlines()
+    assert {json.loads(line)["id"] for line in events} == {"a"}
+    assert "".join(json.loads(line)["text"] for line in events) == by_id(tmp_path / "out.parquet")["a"]["text"]
 
 
 @pytest.mark.field("return_routed_experts")
-def test_what_a_model_cannot_give_is_an_error_of_each_row(model: Path, tmp_path: Path) -> None:
+def test_an_option_that_the_model_does_not_support_is_an_error_of_each_row(model: Path, tmp_path: Path) -> None:
     write_lines(tmp_path / "in.jsonl", [{"id": "a", **ROW}, {"id": "b", **ROW, "return_routed_experts": False}])
     command = ["run", "in.jsonl", "-o", "out.parquet", "--model", model, *F32, "--return-routed-experts"]
     run([*command], tmp_path)
@@ -173,8 +173,8 @@ def test_what_a_model_cannot_give_is_an_error_of_each_row(model: Path, tmp_path:
     assert found["a"]["error"]["param"] == "return_routed_experts"
 
 
-def test_the_job_knows_what_a_file_held(model: Path, tmp_path: Path) -> None:
-    """Another name for the same text is the same job, another text is not, and a replay needs no file."""
+def test_the_fingerprint_covers_the_content_of_option_files(model: Path, tmp_path: Path) -> None:
+    """The same text under another name is the same job, another text is not, and a replay needs no file."""
     write_lines(tmp_path / "in.jsonl", [{"id": "a", **ROW}])
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
     command = ["run", "in.jsonl", "-o", "out.parquet", "--model", model, *F32, "--deterministic"]

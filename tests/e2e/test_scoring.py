@@ -1,4 +1,4 @@
-"""Scoring rows and prompt logprobs through files: what stands in the output's columns, and after a resume."""
+"""Scoring rows and prompt logprobs through files: the output's columns, resuming, and the estimates of `check`."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def test_columns_of_scoring_rows(model: Path, tmp_path: Path) -> None:
 
 
 @SCORING
-def test_scores_are_the_prompt_logprobs_of_the_whole(model: Path, tmp_path: Path) -> None:
-    """A text behind its prompt has the logprobs that the joined prompt has at its end."""
-    asked = {"max_new_tokens": 0, "return_logprob": True, "top_logprobs_num": 1}
+def test_scores_are_the_prompt_logprobs_of_the_concatenated_text(model: Path, tmp_path: Path) -> None:
+    """A completion's logprobs equal those at the end of the concatenated prompt."""
+    logprob_fields = {"max_new_tokens": 0, "return_logprob": True, "top_logprobs_num": 1}
     texts = [" brown fox jumps", "ly done", " zażółć"]
     rows: list[dict[str, Any]] = [
         {"id": "scores", "text": "The quick", "completions": texts},
-        *({"id": text, "text": "The quick" + text, **asked, "logprob_start_len": 0} for text in texts),
+        *({"id": text, "text": "The quick" + text, **logprob_fields, "logprob_start_len": 0} for text in texts),
         {
             "custom_id": "openai",
             "method": "POST",
@@ -94,8 +94,8 @@ def test_scores_are_the_prompt_logprobs_of_the_whole(model: Path, tmp_path: Path
 
 @SCORING
 @pytest.mark.field("logprob_start_len")
-def test_resuming(model: Path, tmp_path: Path) -> None:
-    """A job that is killed and run again has the rows of one that was not, each once."""
+def test_a_resumed_job_equals_one_that_was_not_killed(model: Path, tmp_path: Path) -> None:
+    """A job that is killed and run again has the same rows as one that was not."""
     rows: list[dict[str, Any]] = []
     for i in range(400):
         text = f"The quick brown fox number {i % 97}"
@@ -107,7 +107,7 @@ def test_resuming(model: Path, tmp_path: Path) -> None:
     job = start([*arguments, "-o", "cut.parquet"], tmp_path)
     parts = tmp_path / "cut.parquet.work" / "parts"
     job.wait_for(lambda: len(list(parts.glob("part-*"))) >= 2)
-    assert job.kill_after(0.0), "it was killed on its way"
+    assert job.kill_after(0.0), "the job ended before the kill"
     report = run([*arguments, "-o", "cut.parquet", "--report", "-"], tmp_path).report
     assert 0 < report["rows_resumed"] < len(rows)
     assert_same(read(tmp_path / "cut.parquet"), read(tmp_path / "whole.parquet"))
@@ -124,7 +124,7 @@ def test_a_row_is_done_once_all_texts_of_its_prompts_are_scored(model: Path, tmp
 
 
 @SCORING
-def test_check_counts_what_scoring_takes(model: Path, tmp_path: Path) -> None:
+def test_check_counts_the_tokens_and_bytes_of_scoring_rows(model: Path, tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {"input_ids": [5] * 40, "completions": [[6] * 10, [7] * 5]},
         {"input_ids": [5] * 40, "temperature": 0, "max_new_tokens": 2, "return_logprob": True, "logprob_start_len": 0},
@@ -140,9 +140,14 @@ def test_check_counts_what_scoring_takes(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.field("max_new_tokens", "best_of", "logprob_start_len")
-def test_prompts_alone_under_every_count_of_samples(model: Path, tmp_path: Path) -> None:
-    asked = {"text": "The quick brown", "max_new_tokens": 0, "return_logprob": True, "logprob_start_len": 0}
-    rows: list[dict[str, Any]] = [asked, {**asked, "n": 2}, {**asked, "n": 2, "best_of": 3}, {**asked, "echo": True}]
+def test_max_new_tokens_0_gives_prompt_logprobs_for_every_sample(model: Path, tmp_path: Path) -> None:
+    logprob_fields = {"text": "The quick brown", "max_new_tokens": 0, "return_logprob": True, "logprob_start_len": 0}
+    rows: list[dict[str, Any]] = [
+        logprob_fields,
+        {**logprob_fields, "n": 2},
+        {**logprob_fields, "n": 2, "best_of": 3},
+        {**logprob_fields, "echo": True},
+    ]
     write_lines(tmp_path / "in.jsonl", rows)
     run(["run", "in.jsonl", "-o", "out.parquet", "--model", model, *F32], tmp_path)
     found = rows_of(tmp_path / "out.parquet")

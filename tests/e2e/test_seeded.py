@@ -1,4 +1,4 @@
-"""A drawn row depends on itself, the model and the run seed: not on neighbours, its place, the pool or the shard."""
+"""A sampled row depends only on itself, the model and the run seed: not on the batch, its position or the shard."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from batchgen.engine.engine import Engine
-from batchgen.request import Completion
+from batchgen.request.completion import Completion
 from tests.e2e.rows import by_id, prompts, read, rows_of, write_lines
 from tests.e2e.runner import run, start
 
@@ -19,8 +19,8 @@ ROWS = 96
 RESULT = ("output_ids", "text", "finish_reason", "stop_kind", "matched_stop", "seed")
 
 
-def drawn_rows() -> list[dict[str, Any]]:
-    """Sampled rows with ids, every other with a seed of its own; lengths and parameters differ."""
+def sampled_rows() -> list[dict[str, Any]]:
+    """Sampled rows with ids, every other one with a `seed`; lengths and parameters differ."""
     rng = Random(3)
     rows: list[dict[str, Any]] = []
     for i, text in enumerate(prompts(ROWS, 3)):
@@ -46,21 +46,21 @@ def results(completions: Iterator[Completion]) -> dict[str, tuple[Any, ...]]:
 
 @pytest.fixture(scope="module")
 def alone(engine: Engine) -> dict[str, tuple[Any, ...]]:
-    """Every row by itself."""
+    """The result of each row run alone."""
     found: dict[str, tuple[Any, ...]] = {}
-    for row in drawn_rows():
+    for row in sampled_rows():
         found |= results(engine.generate([row]))
-    assert len({tuple(ids) for ids, *_ in found.values()}) > ROWS // 2, "the rows are to differ"
+    assert len({tuple(ids) for ids, *_ in found.values()}) > ROWS // 2, "the rows must differ"
     return found
 
 
 @pytest.mark.field("seed", "temperature")
-def test_in_one_batch(engine: Engine, alone: dict[str, tuple[Any, ...]]) -> None:
-    assert results(engine.generate(drawn_rows())) == alone
+def test_one_batch_equals_single_rows(engine: Engine, alone: dict[str, tuple[Any, ...]]) -> None:
+    assert results(engine.generate(sampled_rows())) == alone
 
 
-def test_shuffled(engine: Engine, alone: dict[str, tuple[Any, ...]]) -> None:
-    rows = drawn_rows()
+def test_shuffled_rows_equal_single_rows(engine: Engine, alone: dict[str, tuple[Any, ...]]) -> None:
+    rows = sampled_rows()
     Random(4).shuffle(rows)
     assert results(engine.generate(rows)) == alone
 
@@ -76,34 +76,36 @@ def test_shuffled(engine: Engine, alone: dict[str, tuple[Any, ...]]) -> None:
     ],
     ids=str,
 )
-def test_under_other_limits(engine: Engine, alone: dict[str, tuple[Any, ...]], options: dict[str, Any]) -> None:
+def test_other_limits_equal_single_rows(
+    engine: Engine, alone: dict[str, tuple[Any, ...]], options: dict[str, Any]
+) -> None:
     other = Engine.from_parts(replace(engine.config, **options), engine.model, engine.tokenizer)
-    assert results(other.generate(drawn_rows())) == alone
+    assert results(other.generate(sampled_rows())) == alone
 
 
-def test_with_preemption(engine: Engine, alone: dict[str, tuple[Any, ...]]) -> None:
-    """Long rows in a pool of 255 pages: some lose theirs and are computed again."""
-    rows = [row | {"max_new_tokens": 4 * row["max_new_tokens"]} for row in drawn_rows()]
-    roomy = results(engine.generate(rows))
+def test_preempted_rows_equal_rows_that_were_not(engine: Engine, alone: dict[str, tuple[Any, ...]]) -> None:
+    """Long rows in a pool of 255 pages: some are preempted and recomputed."""
+    rows = [row | {"max_new_tokens": 4 * row["max_new_tokens"]} for row in sampled_rows()]
+    expected = results(engine.generate(rows))
     config = replace(engine.config, page_size=8, kv_memory=1 << 20, max_num_seqs=ROWS, max_tokens_per_step=128)
     small = Engine.from_parts(config, engine.model, engine.tokenizer)
-    small.order, small.admission = "tree", "free"  # rows are to be preempted
-    assert results(small.generate(rows)) == roomy
+    small.order, small.admission = "tree", "free"  # so that rows are preempted
+    assert results(small.generate(rows)) == expected
     assert small.last_run is not None
     assert small.last_run.scheduler.stats.preemptions > 0
-    for name, (ids, *_) in roomy.items():
+    for name, (ids, *_) in expected.items():
         assert ids[: len(alone[name][0])] == alone[name][0]
 
 
-def test_another_run_seed_draws_otherwise(engine: Engine, alone: dict[str, tuple[Any, ...]]) -> None:
+def test_another_run_seed_changes_rows_without_a_seed(engine: Engine, alone: dict[str, tuple[Any, ...]]) -> None:
     other = Engine.from_parts(replace(engine.config, seed=1), engine.model, engine.tokenizer)
-    found = results(other.generate(drawn_rows()))
-    assert all(found[f"r{i}"] == alone[f"r{i}"] for i in range(1, ROWS, 2)), "rows with seeds of their own"
+    found = results(other.generate(sampled_rows()))
+    assert all(found[f"r{i}"] == alone[f"r{i}"] for i in range(1, ROWS, 2)), "rows with a `seed`"
     assert sum(found[f"r{i}"][0] != alone[f"r{i}"][0] for i in range(0, ROWS, 2)) > ROWS // 2 - 5
 
 
 @pytest.mark.field("n", "seed", "id")
-def test_samples_differ_and_a_written_seed_replays(engine: Engine) -> None:
+def test_samples_differ_and_the_recorded_seed_reproduces_them(engine: Engine) -> None:
     row = {"id": "x", "text": "The quick", "temperature": 1.0, "top_k": -1, "top_p": 1.0, "max_new_tokens": 12}
     samples = list(engine.generate([row | {"n": 6}]))
     assert [c.sample_index for c in samples] == list(range(6))
@@ -116,7 +118,7 @@ def test_samples_differ_and_a_written_seed_replays(engine: Engine) -> None:
 def job(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Path, list[Any]]:
     """(folder with in.jsonl, arguments without -o)"""
     folder = tmp_path_factory.mktemp("seeded")
-    source = write_lines(folder / "in.jsonl", drawn_rows())
+    source = write_lines(folder / "in.jsonl", sampled_rows())
     return folder, ["run", source, "--model", model, "--dtype", "float32"]
 
 
@@ -125,7 +127,7 @@ def by_row(path: Path) -> dict[str, tuple[Any, ...]]:
 
 
 @pytest.mark.field("seed")
-def test_in_a_job_killed_and_resumed(job: tuple[Path, list[Any]], alone: dict[str, tuple[Any, ...]]) -> None:
+def test_a_resumed_job_equals_single_rows(job: tuple[Path, list[Any]], alone: dict[str, tuple[Any, ...]]) -> None:
     folder, arguments = job
     arguments = [*arguments, "-o", "killed.parquet", "--commit-every", "4", "--max-num-seqs", "4"]
     work = folder / "killed.parquet.work" / "parts"
@@ -137,7 +139,7 @@ def test_in_a_job_killed_and_resumed(job: tuple[Path, list[Any]], alone: dict[st
     assert by_row(folder / "killed.parquet") == alone
 
 
-def test_in_shards_and_merged(job: tuple[Path, list[Any]], alone: dict[str, tuple[Any, ...]]) -> None:
+def test_merged_shards_equal_single_rows(job: tuple[Path, list[Any]], alone: dict[str, tuple[Any, ...]]) -> None:
     folder, arguments = job
     for index in (2, 0, 1):
         run([*arguments, "-o", "shards", "--shard", f"{index}/3"], folder)

@@ -1,4 +1,4 @@
-"""Shared prompt tokens are computed once: counted by the engine, against a trie built by brute force."""
+"""Shared prompt tokens are computed once: the engine's counts, compared with a brute-force trie."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.e2e.runner import run
 
 
 def trie_nodes(sequences: list[list[int]]) -> int:
-    """Distinct prefixes, the empty one aside."""
+    """Number of distinct non-empty prefixes."""
     return len({tuple(ids[:end]) for ids in sequences for end in range(1, len(ids) + 1)})
 
 
 def distinct_rows() -> list[dict[str, Any]]:
-    """Prompts that share beginnings, none twice."""
+    """Rows with distinct prompts that share prefixes."""
     texts = list(dict.fromkeys(prompts(300, 6)))
     return [{"id": str(i), "text": text, "temperature": 0, "max_new_tokens": 6} for i, text in enumerate(texts)]
 
@@ -40,16 +40,18 @@ def test_the_job_computes_the_distinct_tokens(model: Path, tmp_path: Path) -> No
     assert report["distinct_prompt_tokens"] == nodes
     assert report["engine"]["prompt_tokens"] == nodes
     assert report["engine"]["recomputed_tokens"] == 0
-    assert report["engine"]["output_waits"] == 0 < report["engine"]["output_peak_bytes"]
-    assert report["computed_prompt_tokens"] == nodes + report["engine"]["relogit_tokens"]
+    assert report["engine"]["writer_stalls"] == 0 < report["engine"]["writer_peak_bytes"]
+    assert report["computed_prompt_tokens"] == nodes + report["engine"]["recomputed_last_tokens"]
     assert sum(row["prompt_tokens"] - row["cached_tokens"] for row in output) == nodes
     assert report["cached_tokens"] == report["prompt_tokens"] - nodes
 
 
 @pytest.mark.field("n")
 @pytest.mark.parametrize(("page_size", "max_num_seqs", "max_tokens_per_step"), [(16, 128, 2048), (4, 8, 24), (1, 5, 7)])
-def test_at_any_step_and_page_size(model: Path, page_size: int, max_num_seqs: int, max_tokens_per_step: int) -> None:
-    """Duplicates, drawn rows and several samples too; a last prompt token may be computed anew for its logits."""
+def test_counts_do_not_depend_on_step_and_page_size(
+    model: Path, page_size: int, max_num_seqs: int, max_tokens_per_step: int
+) -> None:
+    """With duplicates, sampled rows and several samples. A last prompt token may be recomputed for its logits."""
     engine = Engine(
         str(model),
         dtype="float32",
@@ -64,7 +66,7 @@ def test_at_any_step_and_page_size(model: Path, page_size: int, max_num_seqs: in
     assert engine.last_run is not None
     stats = engine.last_run.scheduler.stats
     assert (stats.prompt_tokens, stats.recomputed_tokens) == (nodes, 0)
-    assert stats.relogit_tokens <= len(rows)
+    assert stats.recomputed_last_tokens <= len(rows)
     first = [c for c in done if c.sample_index == 0]
     assert sum((c.prompt_tokens or 0) - (c.cached_tokens or 0) for c in done) == nodes
     assert all(c.cached_tokens == c.prompt_tokens for c in done if c.sample_index > 0)

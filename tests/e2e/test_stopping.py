@@ -1,4 +1,4 @@
-"""Stopping early: signals and `--max-time` commit what is finished, say how to go on, and lose nothing."""
+"""Stopping early: signals and `--max-time` commit the finished rows, and the same command resumes the job."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Long:
-    """A job of a few seconds, and its undisturbed result."""
+    """A job of a few seconds, and the result of an uninterrupted run."""
 
     def __init__(self, folder: Path, model: Path) -> None:
         source = write_lines(folder / "in.jsonl", mixed_lines(ROWS, seed=2, longest=40))
@@ -38,13 +38,13 @@ def long(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Long:
 
 
 def prompts_by_row(tables: list[pa.Table]) -> Counter[int]:
-    """Row -> its prompts."""
+    """Row index -> number of its prompts in the tables."""
     keys = {key for t in tables for key in zip(*(t[k].to_pylist() for k in ("row_index", "prompt_index")), strict=True)}
     return Counter(row for row, _ in keys)
 
 
-def under_way(job: Job, folder: Path) -> None:
-    """Wait until rows are being generated: the log says so."""
+def wait_until_generating(job: Job, folder: Path) -> None:
+    """Wait until the log reports that rows are being generated."""
     job.wait_for(lambda: "generating" in job.stderr)
     time.sleep(0.3)
 
@@ -52,9 +52,11 @@ def under_way(job: Job, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 75)], ids=["INT", "TERM", "USR1"]
 )
-def test_a_signal_commits_and_the_same_command_goes_on(long: Long, tmp_path: Path, number: int, code: int) -> None:
+def test_a_signal_commits_finished_rows_and_the_same_command_resumes(
+    long: Long, tmp_path: Path, number: int, code: int
+) -> None:
     job = start([*long.arguments, "out.parquet"], tmp_path)
-    under_way(job, tmp_path)
+    wait_until_generating(job, tmp_path)
     began = time.monotonic()
     job.signal(number)
     done = job.wait()
@@ -62,12 +64,12 @@ def test_a_signal_commits_and_the_same_command_goes_on(long: Long, tmp_path: Pat
     assert done.code == code, done.stderr
     name = signal.Signals(number).name
     assert f"error: stopped by {name} with " in done.stderr
-    assert f" of {ROWS} rows committed; the same command goes on from there" in done.stderr
+    assert f" of {ROWS} rows committed. Run the same command again to continue." in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out.parquet").exists()
     parts = [read(p) for p in (tmp_path / "out.parquet.work" / "parts").iterdir()]
     finished = sum(map(len, parts))
-    assert finished > 0, "finished rows are committed, though --commit-every and --commit-seconds are far away"
+    assert finished > 0, "finished rows are committed before --commit-every and --commit-seconds are reached"
     committed, whole = (prompts_by_row(tables) for tables in (parts, [long.table]))
     rows = sum(committed[row] == whole[row] for row in committed)
     assert f"with {rows} of {ROWS} rows committed" in done.stderr
@@ -76,7 +78,7 @@ def test_a_signal_commits_and_the_same_command_goes_on(long: Long, tmp_path: Pat
     assert_same(read(tmp_path / "out.parquet"), long.table)
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="nothing says which signals are handled")
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs /proc to see which signals are handled")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 75), (signal.SIGTERM, 143)], ids=["USR1", "TERM"])
 def test_a_signal_while_libraries_are_imported(model: Path, tmp_path: Path, number: int, code: int) -> None:
     write_lines(tmp_path / "in.jsonl", [{"text": "a", "max_new_tokens": 4}])
@@ -88,17 +90,17 @@ def test_a_signal_while_libraries_are_imported(model: Path, tmp_path: Path, numb
             time.sleep(0.001)
         process.send_signal(number)
         assert process.stderr is not None
-        said = process.stderr.read()
-        assert process.wait(20) == code, said
+        stderr = process.stderr.read()
+        assert process.wait(20) == code, stderr
     why = f"error: stopped by {signal.Signals(number).name} with 0 of 1 rows committed"
-    assert said.splitlines()[-1].startswith(why), said
+    assert stderr.splitlines()[-1].startswith(why), stderr
     assert not (tmp_path / "out.parquet").exists()
 
 
-def test_a_second_signal_ends_at_once(long: Long, tmp_path: Path) -> None:
+def test_a_second_signal_ends_the_process_at_once(long: Long, tmp_path: Path) -> None:
     job = start([*long.arguments, "out.parquet"], tmp_path)
-    under_way(job, tmp_path)
-    job.signal(signal.SIGSTOP)  # so that both are there when it wakes up
+    wait_until_generating(job, tmp_path)
+    job.signal(signal.SIGSTOP)  # so that both signals are pending when it continues
     job.signal(signal.SIGINT)
     job.signal(signal.SIGTERM)
     job.signal(signal.SIGCONT)
@@ -108,7 +110,7 @@ def test_a_second_signal_ends_at_once(long: Long, tmp_path: Path) -> None:
     assert_same(read(tmp_path / "out.parquet"), long.table)
 
 
-def test_max_time(long: Long, tmp_path: Path) -> None:
+def test_runs_stopped_by_max_time_finish_the_job(long: Long, tmp_path: Path) -> None:
     attempts = 0
     while not (tmp_path / "out.parquet").exists():
         seconds = 0.3 * 1.5**attempts
@@ -122,8 +124,8 @@ def test_max_time(long: Long, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_step_that_takes_minutes_is_not_waited_for(model: Path, tmp_path: Path) -> None:
-    """Within 20 s of the signal what is finished is committed, by another thread."""
+def test_a_signal_does_not_wait_for_a_step_of_minutes(model: Path, tmp_path: Path) -> None:
+    """Another thread commits the finished rows within 20 s of the signal."""
     rows = [{"text": text, "max_new_tokens": 1 + i, "ignore_eos": True} for i, text in enumerate(prompts(40, 4))]
     write_lines(tmp_path / "in.jsonl", rows)
     command = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.e2e.instant import main; sys.exit(main())"
@@ -144,7 +146,7 @@ def test_a_step_that_takes_minutes_is_not_waited_for(model: Path, tmp_path: Path
     assert not (tmp_path / "out.parquet").exists()
 
 
-def test_the_console_script_ends_by_the_same_codes(model: Path, tmp_path: Path) -> None:
+def test_the_console_script_has_the_same_exit_codes(model: Path, tmp_path: Path) -> None:
     rows = [{"text": text, "temperature": 0, "max_new_tokens": 200, "ignore_eos": True} for text in prompts(60, 4)]
     source = write_lines(tmp_path / "in.jsonl", rows)
     done = batchgen(["run", source, "--model", model, "--max-time", "0", "--dtype", "float32"], tmp_path)

@@ -1,4 +1,4 @@
-"""Stops of every kind through the engine: each sample ends where brute force over its unstopped tokens says."""
+"""Stops of every kind through the engine, compared with a brute-force search over the full output."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.text.test_stops import brute_force
 
 STRINGS = ["a", "th", "e ", "\n", "ó", "|", "<|im_end|>", "ing"]
 PATTERNS = [r"[0-9]+", r"a.*e", r"[^\x00-\x7f]", r"\bth", r"(?i)[a-z]{3,}", r"\s\S+\s", r"(?<=o)[a-z]", r"\W$", "never"]
-HOSTILE = {"stop_regex": "(.|..|a)+$(?<!.)", "ignore_eos": True}
-"""Never matches, and takes twice as long with every character."""
+CATASTROPHIC = {"stop_regex": "(.|..|a)+$(?<!.)", "ignore_eos": True}
+"""A pattern that never matches and takes twice as long with every character."""
 
 
 @pytest.fixture(scope="module", params=list(ENGINES))
@@ -26,7 +26,7 @@ def engine(request: pytest.FixtureRequest, model: Path) -> Engine:
 
 
 def stopping_rows(count: int) -> list[dict[str, Any]]:
-    """Rows with any mixture of stops; the two keys of `id` make their draws independent of the stops."""
+    """Rows with random combinations of stops; `id` and `seed` make their noise independent of the stops."""
     rng = Random(3)
     rows = []
     for i, text in enumerate(prompts(count, 8)):
@@ -47,13 +47,13 @@ def stopping_rows(count: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.field("stop_regex")
-def test_half_a_character_is_text_where_the_row_ends_with_it(engine: Engine) -> None:
-    pieces = engine.tokenizer.spelled_bytes
+def test_an_incomplete_character_is_searched_at_the_end_of_a_row(engine: Engine) -> None:
+    pieces = engine.tokenizer.vocab_bytes
     assert pieces is not None
     half = next(token for token in range(engine.tokenizer.vocab_size) if pieces[token] == b"\xc3")
     row = {"text": "a", "allowed_token_ids": [half], "stop_regex": r"[^\w\s]"}
-    for most, tokens in ((1, 1), (2, 2), (9, 2)):
-        (done,) = generate(engine, [{**row, "max_new_tokens": most}])
+    for limit, tokens in ((1, 1), (2, 2), (9, 2)):
+        (done,) = generate(engine, [{**row, "max_new_tokens": limit}])
         assert (len(done.output_ids or ()), done.stop_kind, done.matched_text) == (tokens, "regex", "\ufffd")
 
 
@@ -61,17 +61,17 @@ def test_half_a_character_is_text_where_the_row_ends_with_it(engine: Engine) -> 
     "stop", "stop_regex", "stop_token_ids", "min_new_tokens", "ignore_eos", "no_stop_trim", "skip_special_tokens",
     "spaces_between_special_tokens", "n",
 )  # fmt: skip
-def test_same_as_brute_force_over_the_unstopped_tokens(engine: Engine) -> None:
+def test_stops_equal_a_brute_force_search_of_the_full_output(engine: Engine) -> None:
     rows = stopping_rows(90)
-    # Ids that stop are masked until the minimum: a row with both draws other tokens, and is held to its own.
-    free = [
+    # Stop ids are masked until min_new_tokens: a row with both samples other tokens, so compare it with its own output.
+    unstopped = [
         {**row, "stop": [], "stop_regex": [], "stop_token_ids": [], "min_new_tokens": 0, "ignore_eos": True}
         for row in rows
     ]
     kinds = set()
     long = [{"text": t, "max_new_tokens": 100, "ignore_eos": True} for t in prompts(40, 1)]
     together = [c for c in generate(engine, [*rows, *long]) if c.row_index < len(rows)]
-    for whole, done in zip(generate(engine, free), together, strict=True):
+    for whole, done in zip(generate(engine, unstopped), together, strict=True):
         row = rows[done.row_index]
         names = set(SamplingParams.__dataclass_fields__) & row.keys()
         params = SamplingParams(**{name: row[name] for name in names})
@@ -91,10 +91,10 @@ def test_same_as_brute_force_over_the_unstopped_tokens(engine: Engine) -> None:
 
 
 @pytest.mark.field("stop_regex")
-def test_a_pattern_that_takes_for_ever_ends_its_row_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pattern_that_times_out_fails_only_its_row(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("batchgen.text.stop_search.SEARCH_SECONDS", 0.2)
     rows = stopping_rows(12)
-    sound = generate(engine, rows)
+    expected = generate(engine, rows)
     rows[5] = {
         **rows[5],
         "stop": [],
@@ -102,18 +102,18 @@ def test_a_pattern_that_takes_for_ever_ends_its_row_alone(engine: Engine, monkey
         "min_new_tokens": 0,
         "max_new_tokens": 70,
         "n": 2,
-        **HOSTILE,
+        **CATASTROPHIC,
     }
     done = generate(engine, rows)
     (failed,) = (c for c in done if c.row_index == 5)
     assert failed.error is not None
     assert (failed.error.code, failed.error.param, failed.sample_index) == ("invalid_field", "stop_regex", 0)
     assert "takes too long" in failed.error.message
-    assert outcomes([c for c in done if c.row_index != 5]) == outcomes([c for c in sound if c.row_index != 5])
+    assert outcomes([c for c in done if c.row_index != 5]) == outcomes([c for c in expected if c.row_index != 5])
 
 
 @pytest.mark.field("stop_regex")
-def test_run_wide_and_wrong_patterns(model: Path, tmp_path: Path) -> None:
+def test_run_wide_and_invalid_patterns(model: Path, tmp_path: Path) -> None:
     greedy = {"temperature": 0, "max_new_tokens": 30, "ignore_eos": True}
     rows = [
         {"id": "run-wide", "text": "Hello", **greedy},

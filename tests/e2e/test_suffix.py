@@ -1,4 +1,4 @@
-"""`suffix` through the engine: in the prompt where the tokenizer can fill in the middle, after the text elsewhere."""
+"""`suffix` through the engine: in a fill-in-the-middle prompt if the tokenizer supports it, else after the text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GREEDY = {"temperature": 0, "max_new_tokens": 12}
 
 @pytest.fixture(scope="module")
 def fim_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny checkpoint with a code model's marks."""
+    """The tiny checkpoint with the fill-in-the-middle tokens of a code model."""
     folder = shutil.copytree(model, tmp_path_factory.mktemp("fim") / "model")
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
     tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
@@ -37,22 +37,22 @@ def engine(request: pytest.FixtureRequest, fim_model: Path) -> Engine:
 
 
 @pytest.mark.field("suffix")
-def test_a_row_with_a_suffix_is_the_row_spelled_out(engine: Engine) -> None:
+def test_a_suffix_equals_the_written_out_fill_in_the_middle_prompt(engine: Engine) -> None:
     marks = [engine.tokenizer.token_to_id(mark) for mark in MARKS]
     rows: list[dict[str, Any]] = []
-    spelled: list[dict[str, Any]] = []
+    written_out: list[dict[str, Any]] = []
     for i, text in enumerate(prompts(20, 7)):
         after = ["\n", " end", "dog."][i % 3]
         more = {"temperature": i % 2, "max_new_tokens": 3 + i, "seed": i, "n": 1 + i % 2, "id": str(i)}
         rows.append({"text": text, "suffix": after, **more})
         before, behind = (engine.tokenizer.encode_plain([part])[0] for part in (text, after))
         ids = [*engine.tokenizer.prefix_ids, marks[0], *before, marks[1], *behind, marks[2]]
-        spelled.append({"input_ids": ids, "stop_token_ids": marks, **more})
-    assert outcomes(generate(engine, rows)) == outcomes(generate(engine, spelled))
+        written_out.append({"input_ids": ids, "stop_token_ids": marks, **more})
+    assert outcomes(generate(engine, rows)) == outcomes(generate(engine, written_out))
 
 
 @pytest.mark.field("suffix")
-def test_end_tokens_of_the_family_stop(engine: Engine) -> None:
+def test_fill_in_the_middle_tokens_stop_a_row_with_a_suffix(engine: Engine) -> None:
     pad = engine.tokenizer.token_to_id(MARKS[3])
     row = {"text": "def f():", "suffix": "return", **GREEDY, "logit_bias": {str(pad): 100}, "ignore_eos": True}
     late = {**row, "min_new_tokens": 4}
@@ -60,12 +60,12 @@ def test_end_tokens_of_the_family_stop(engine: Engine) -> None:
     stopped, waited, unbound = generate(engine, [row, late, free])
     assert (stopped.text, stopped.stop_kind, stopped.matched_stop) == ("", "token", str(pad))
     assert (waited.completion_tokens, waited.matched_stop) == (5, str(pad)), "masked until the minimum"
-    assert unbound.finish_reason == "length", "without a suffix they are tokens like others"
+    assert unbound.finish_reason == "length", "without a suffix they do not stop"
 
 
 @pytest.mark.field("suffix", "echo")
 @pytest.mark.parametrize("name", ENGINES)
-def test_elsewhere_it_follows_the_text(model: Path, name: str) -> None:
+def test_without_fill_in_the_middle_the_suffix_follows_the_text(model: Path, name: str) -> None:
     engine = build(model, name)
     rows = [{"text": text, **GREEDY, "stop": "e", "no_stop_trim": i % 2 == 0} for i, text in enumerate(prompts(9, 3))]
     for before, after, row in zip(

@@ -1,4 +1,4 @@
-"""`batchgen verify`: rows replayed alone from what the output records, and what it says where something changed."""
+"""`batchgen verify`: rows replayed alone from the output's footer, and the differences that it reports."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ DIFFERENT = 8
 
 @pytest.fixture(scope="module")
 def done(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with in.jsonl and out.parquet: one row at a time, as a replay runs.
+    """A folder with in.jsonl and out.parquet, run one row at a time, as a replay runs.
 
-    By PyTorch, since compiled attention rounds a few tokens behind a cached prefix otherwise than a whole prompt.
+    With `--attention torch`: the compiled backend rounds a suffix of a cached prefix differently from a whole prompt.
     """
     folder = tmp_path_factory.mktemp("verify")
     lines = [line for line in mixed_lines(ROWS, seed=21) if not (isinstance(line, dict) and "text" in line)]
@@ -40,32 +40,32 @@ def done(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_all_rows_are_the_same_alone(done: Path) -> None:
-    said = run(["verify", "out.parquet", "--rows", "1000"], done)
+def test_all_rows_are_the_same_when_replayed_alone(done: Path) -> None:
+    result = run(["verify", "out.parquet", "--rows", "1000"], done)
     good = {row["row_index"] for row in rows_of(done / "out.parquet") if row["status"] == "ok"}
-    lines = said.stdout.splitlines()
+    lines = result.stdout.splitlines()
     assert lines[-1] == f"{len(good)} of {len(good)} rows are the same"
     assert [line.rsplit(": ", 1)[1] for line in lines[:-1]] == ["same"] * len(good)
     assert [int(line.split()[1]) for line in lines[:-1]] == sorted(good)
     assert any("(id 'r0-2')" in line for line in lines), "the id that --on-duplicate-id suffix gave"
 
 
-def test_rows_of_a_batch_are_the_same_but_for_rounding(done: Path, model: Path, tmp_path: Path) -> None:
-    """Tokens are equal in float32; logprobs may differ in their last bits, and then it says so."""
+def test_rows_of_a_batch_differ_only_by_rounding(done: Path, model: Path, tmp_path: Path) -> None:
+    """Tokens are equal in float32; logprobs may differ in their last bits, which verify reports."""
     shutil.copy(done / "in.jsonl", tmp_path)
     arguments = ["run", "in.jsonl", "--model", model, "--dtype", "float32", "--on-duplicate-id", "suffix"]
     run([*arguments, "-o", "out.parquet"], tmp_path)
-    said = run(["verify", "out.parquet", "--rows", "1000"], tmp_path, expect=None)
-    assert said.code in (0, DIFFERENT)
-    assert "output_ids" not in said.stdout
-    assert ("was not deterministic" in said.stdout) == (said.code == DIFFERENT)
-    for line in said.stdout.splitlines():
+    result = run(["verify", "out.parquet", "--rows", "1000"], tmp_path, expect=None)
+    assert result.code in (0, DIFFERENT)
+    assert "output_ids" not in result.stdout
+    assert ("was not deterministic" in result.stdout) == (result.code == DIFFERENT)
+    for line in result.stdout.splitlines():
         if "logprobs by at most" in line:
             assert float(line.split("at most ")[1].split()[0]) < 1e-4
 
 
-def changed(done: Path, folder: Path, name: str, row: int, value: Any) -> None:
-    """A copy of the output with one value of one row changed."""
+def write_changed(done: Path, folder: Path, name: str, row: int, value: Any) -> None:
+    """Write a copy of the output to `folder` with one value of one row changed."""
     table = read(done / "out.parquet")
     values = table[name].to_pylist()
     values[table["row_index"].to_pylist().index(row)] = value
@@ -77,13 +77,13 @@ def test_a_changed_token_is_found(done: Path, tmp_path: Path) -> None:
     rows = [row for row in rows_of(done / "out.parquet") if row["id"] == "r3"]
     ids = rows[0]["output_ids"]
     ids[4] += 1
-    changed(done, tmp_path, "output_ids", rows[0]["row_index"], ids)
+    write_changed(done, tmp_path, "output_ids", rows[0]["row_index"], ids)
     command = ["verify", "out.parquet", done / "in.jsonl", "--rows", "1000"]
-    said = run(command, tmp_path, expect=DIFFERENT).stdout.splitlines()
-    (odd,) = [line for line in said if "differs" in line]
-    assert "(id 'r3'): differs: from prompt 0, sample 0, token 4 on" in odd
-    assert f"(recorded {ids[4]}, replayed {ids[4] - 1})" in odd
-    good, of = said[-2].split()[0], said[-2].split()[2]
+    result = run(command, tmp_path, expect=DIFFERENT).stdout.splitlines()
+    (different,) = [line for line in result if "differs" in line]
+    assert "(id 'r3'): differs: from prompt 0, sample 0, token 4 on" in different
+    assert f"(recorded {ids[4]}, replayed {ids[4] - 1})" in different
+    good, of = result[-2].split()[0], result[-2].split()[2]
     assert int(good) == int(of) - 1
 
 
@@ -91,12 +91,12 @@ def test_a_changed_logprob_is_found(done: Path, tmp_path: Path) -> None:
     row = next(row for row in rows_of(done / "out.parquet") if row["id"] == "r5")
     logprobs = row["output_logprobs"]
     logprobs[2] += 0.5
-    changed(done, tmp_path, "output_logprobs", row["row_index"], logprobs)
-    said = run(["verify", "out.parquet", done / "in.jsonl", "--rows", "1000"], tmp_path, expect=DIFFERENT).stdout
-    assert "(id 'r5'): differs: logprobs by at most 0.5 (columns output_logprobs)" in said
+    write_changed(done, tmp_path, "output_logprobs", row["row_index"], logprobs)
+    result = run(["verify", "out.parquet", done / "in.jsonl", "--rows", "1000"], tmp_path, expect=DIFFERENT).stdout
+    assert "(id 'r5'): differs: logprobs by at most 0.5 (columns output_logprobs)" in result
 
 
-def test_a_row_of_which_one_prompt_failed_is_not_replayed(model: Path, tmp_path: Path) -> None:
+def test_a_row_with_a_failed_prompt_is_not_replayed(model: Path, tmp_path: Path) -> None:
     source = "def short(logits, rows):\n    assert all(len(row.prompt_ids) < 9 for row in rows)\n    return logits\n"
     (tmp_path / "mine.py").write_text(source)
     ids = [[[5, 6], [5] * 20], [[5, 6], [5] * 3]]
@@ -105,17 +105,17 @@ def test_a_row_of_which_one_prompt_failed_is_not_replayed(model: Path, tmp_path:
     options = ["--dtype", "float32", "--attention", "torch", "--max-num-seqs", "1", "--max-new-tokens", "3"]
     run(["run", "in.jsonl", "--model", model, *options, *processor], tmp_path)
     assert [row["status"] for row in rows_of(tmp_path / "in.out.parquet")] == ["ok", "error", "ok", "ok"]
-    said = run(["verify", "in.out.parquet", *processor], tmp_path).stdout
-    assert said == "row 1 (id 'row-1'): same\n1 of 1 rows are the same\n"
+    result = run(["verify", "in.out.parquet", *processor], tmp_path).stdout
+    assert result == "row 1 (id 'row-1'): same\n1 of 1 rows are the same\n"
 
 
-def test_a_default_id_that_was_taken_already_keeps_its_suffix(model: Path, tmp_path: Path) -> None:
+def test_a_duplicate_default_id_keeps_its_suffix(model: Path, tmp_path: Path) -> None:
     write_lines(tmp_path / "in.jsonl", [{"id": "row-1", "text": "a"}, {"text": "b"}])
     options = ["--dtype", "float32", "--attention", "torch", "--max-num-seqs", "1", "--max-new-tokens", "8"]
     options += ["--temperature", "1", "--on-duplicate-id", "suffix"]
     run(["run", "in.jsonl", "--model", model, *options], tmp_path)
-    said = run(["verify", "in.out.parquet"], tmp_path).stdout
-    assert said == "row 0 (id 'row-1'): same\nrow 1 (id 'row-1-2'): same\n2 of 2 rows are the same\n"
+    result = run(["verify", "in.out.parquet"], tmp_path).stdout
+    assert result == "row 0 (id 'row-1'): same\nrow 1 (id 'row-1-2'): same\n2 of 2 rows are the same\n"
 
 
 def test_the_seed_chooses_the_rows(done: Path) -> None:
@@ -138,19 +138,19 @@ def test_changed_or_missing_inputs(done: Path, tmp_path: Path) -> None:
 
 def test_another_model_is_refused(done: Path) -> None:
     refused = run(["verify", "out.parquet", "--model", model_path()], done, expect=2).stderr
-    assert "not the run's model" in refused
+    assert "not the model of the run" in refused
     assert "model_digest" in refused
 
 
-def test_a_model_with_other_ends_of_sequence_is_refused(done: Path, model: Path, tmp_path: Path) -> None:
-    """They stand beside the weights and the tokenizer, and are in no digest of either."""
-    path = shutil.copytree(model, tmp_path / "mended") / "generation_config.json"
+def test_a_model_with_other_eos_ids_is_refused(done: Path, model: Path, tmp_path: Path) -> None:
+    """End-of-sequence ids are in generation_config.json, which neither digest covers."""
+    path = shutil.copytree(model, tmp_path / "other-eos") / "generation_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": [1]}))
     refused = run(["verify", "out.parquet", "--model", path.parent], done, expect=2).stderr
-    assert "not the run's model (different: eos_ids)" in refused
+    assert "not the model of the run (different: eos_ids)" in refused
 
 
-def test_an_output_without_ends_of_sequence_is_replayed(done: Path, tmp_path: Path) -> None:
+def test_an_output_without_recorded_eos_ids_is_replayed(done: Path, tmp_path: Path) -> None:
     table = read(done / "out.parquet")
     record = json.loads(table.schema.metadata[b"batchgen.run"])
     assert len(record.pop("eos_ids")) == 2
@@ -159,14 +159,14 @@ def test_an_output_without_ends_of_sequence_is_replayed(done: Path, tmp_path: Pa
     run(["verify", "out.parquet", done / "in.jsonl", "--rows", "1"], tmp_path)
 
 
-def test_the_demonstration_model_in_half_precision(tmp_path: Path) -> None:
-    """A single row, which was alone in its run, is the same in bfloat16, too."""
+def test_a_row_that_ran_alone_is_the_same_in_bfloat16(tmp_path: Path) -> None:
+    """With the demonstration model and its own dtype."""
     write_lines(tmp_path / "in.jsonl", [{"text": "What is 17 + 25?", "return_logprob": True, "max_new_tokens": 20}])
     run(["run", "in.jsonl"], tmp_path)
     assert run(["verify", "in.out.parquet"], tmp_path).stdout.endswith("1 of 1 rows are the same\n")
 
 
-def test_a_job_from_a_pipe_needs_its_file(model: Path, tmp_path: Path) -> None:
+def test_a_job_from_standard_input_needs_a_saved_copy(model: Path, tmp_path: Path) -> None:
     lines = b'{"text": "The quick", "max_new_tokens": 4}\n'
     run(["run", "-", "-o", "out.parquet", "--model", model, "--dtype", "float32"], tmp_path, stdin=lines)
     assert "standard input" in run(["verify", "out.parquet"], tmp_path, expect=4).stderr
@@ -174,7 +174,7 @@ def test_a_job_from_a_pipe_needs_its_file(model: Path, tmp_path: Path) -> None:
     run(["verify", "out.parquet", "saved.jsonl"], tmp_path)
 
 
-def test_adapters_are_the_runs(model: Path, tmp_path: Path) -> None:
+def test_adapters_must_be_those_of_the_run(model: Path, tmp_path: Path) -> None:
     folder = save_adapter(model, tmp_path / "fr", **KINDS["two"])
     write_lines(tmp_path / "in.jsonl", [{"text": "The quick", "lora_path": "fr", "return_logprob": True}])
     run(["run", "in.jsonl", "--model", model, "--dtype", "float32", "--lora", f"fr={folder}"], tmp_path)
@@ -186,18 +186,18 @@ def test_adapters_are_the_runs(model: Path, tmp_path: Path) -> None:
     assert "adapters" in run(["verify", "in.out.parquet"], tmp_path, expect=2).stderr
 
 
-def test_processors_are_named_again(model: Path, tmp_path: Path) -> None:
-    """What code runs is said by the command line, never by a file."""
-    row = {"text": "The quick", "custom_logit_processor": "lean", "custom_params": {"token": 40, "by": 3}}
+def test_processors_must_be_named_again(model: Path, tmp_path: Path) -> None:
+    """Only the command line may name code to run, never a file."""
+    row = {"text": "The quick", "custom_logit_processor": "boost", "custom_params": {"token": 40, "by": 3}}
     write_lines(tmp_path / "in.jsonl", [row])
-    processor = ["--logit-processor", "lean=tests.e2e.processors:lean"]
+    processor = ["--logit-processor", "boost=tests.e2e.processors:boost"]
     run(["run", "in.jsonl", "--model", model, "--dtype", "float32", *processor], tmp_path)
-    assert "--logit-processor lean=" in run(["verify", "in.out.parquet"], tmp_path, expect=2).stderr
+    assert "--logit-processor boost=" in run(["verify", "in.out.parquet"], tmp_path, expect=2).stderr
     run(["verify", "in.out.parquet", *processor], tmp_path)
 
 
-def test_a_library_is_named_again(model: Path, tmp_path: Path) -> None:
-    """No footer has one loaded; the run that is made here had none, and is given a record that says otherwise."""
+def test_a_flash_library_must_be_named_again(model: Path, tmp_path: Path) -> None:
+    """Verify loads no library that a footer names. The run here used none; its footer is edited to name one."""
     write_lines(tmp_path / "in.jsonl", [{"text": "The quick", "max_new_tokens": 3}])
     run(["run", "in.jsonl", "--model", model, "--dtype", "float32"], tmp_path)
     table = pq.read_table(tmp_path / "in.out.parquet")
@@ -206,14 +206,14 @@ def test_a_library_is_named_again(model: Path, tmp_path: Path) -> None:
     for kernels, code in (("flash-attn 3 of ./mine.so", 2), ("flash-attn 3 of vLLM 0.21.0", 0)):
         metadata = {**table.schema.metadata, b"batchgen.run": json.dumps({**record, "kernels": kernels}).encode()}
         pq.write_table(table.replace_schema_metadata(metadata), tmp_path / "in.out.parquet")
-        said = run(["verify", "in.out.parquet"], tmp_path, expect=code).stderr
-        assert ("name it again: --flash-library ./mine.so" in said) == (code == 2)
-        said = run(["verify", "in.out.parquet", "--flash-library", "./other.so"], tmp_path, expect=2).stderr
-        assert "`--flash-library ./other.so`: there is no such file" in said
+        result = run(["verify", "in.out.parquet"], tmp_path, expect=code).stderr
+        assert ("Name it again: --flash-library ./mine.so" in result) == (code == 2)
+        result = run(["verify", "in.out.parquet", "--flash-library", "./other.so"], tmp_path, expect=2).stderr
+        assert "`--flash-library ./other.so`: there is no such file" in result
 
 
 def test_rows_with_events_and_embeddings(model: Path, tmp_path: Path) -> None:
-    """A replay writes no events, whatever file the run wrote them to."""
+    """A replay does not write to the run's events file."""
     rows = [
         {"text": "The quick", "stream": True, "max_new_tokens": 5},
         {"input_embeds": [[0.1 * (i - j % 5) for j in range(64)] for i in range(3)], "max_new_tokens": 5},
@@ -226,17 +226,17 @@ def test_rows_with_events_and_embeddings(model: Path, tmp_path: Path) -> None:
 
 
 def test_rows_of_every_field(model: Path, tmp_path: Path) -> None:
-    """A job of rows with random draws of all fields, in batches: what is replayed are the same tokens."""
+    """Rows with random values of all fields, run in batches: the replayed tokens are the same."""
     write_lines(tmp_path / "in.jsonl", mixed_rows(40, seed=4))
     adapters = [save_adapter(model, tmp_path / name, **KINDS[name]) for name in ADAPTERS]
     named = [word for name, path in zip(ADAPTERS, adapters, strict=True) for word in ("--lora", f"{name}={path}")]
-    processor = ["--logit-processor", f"{PROCESSOR}=tests.e2e.processors:lean"]
+    processor = ["--logit-processor", f"{PROCESSOR}=tests.e2e.processors:boost"]
     options = ["--dtype", "float32", "--events", "events.jsonl", *named, *processor]
     run(["run", "in.jsonl", "-o", "out.parquet", "--model", model, *options], tmp_path)
-    said = run(["verify", "out.parquet", "--rows", "1000", *processor], tmp_path, expect=None)
-    assert said.code in (0, DIFFERENT), said.stderr
-    assert len(said.stdout.splitlines()) > 35
-    for line in said.stdout.splitlines():
+    result = run(["verify", "out.parquet", "--rows", "1000", *processor], tmp_path, expect=None)
+    assert result.code in (0, DIFFERENT), result.stderr
+    assert len(result.stdout.splitlines()) > 35
+    for line in result.stdout.splitlines():
         assert ": same" in line or ": differs: logprobs by at most" in line or not line.startswith("row "), line
         if "at most" in line:
             assert float(line.split("at most ")[1].split()[0]) < 2e-3

@@ -1,9 +1,9 @@
-"""A GPU for tests that is not there: tensors that say they are on `cuda:0`, and a count of what would wait for it.
+"""A simulated GPU for tests: tensors that claim to be on `cuda:0`, and a record of host waits.
 
-Inside `fake_cuda()` the engine's own code runs on the device "cuda" of a machine without one. A device tensor holds an
-ordinary CPU tensor, on which operations compute and Triton's kernels run in their interpreter. What a real GPU refuses
-is refused (tensors of two devices in one operation, `numpy()`); what a real GPU's host would wait for is written down
-with the line of batchgen that asked for it.
+Inside `fake_cuda()` the engine runs on the device "cuda" of a machine without a GPU. A device tensor wraps a CPU
+tensor, on which operations compute and Triton's kernels run in the interpreter. What a real GPU rejects is an error
+(tensors of two devices in one operation, `numpy()`); what would make the host wait for a real GPU is recorded with the
+line of batchgen that caused it.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ _NO_NUMBERS = (
     aten.cat, aten.stack, aten.gather, aten.scatter, aten.scatter_, aten.scatter_add, aten.scatter_add_,
     aten.index_select, aten.index_copy, aten.index_copy_, aten.index_add, aten.index_add_, aten.embedding,
 )  # fmt: skip
-"""Operations that do not take a number on the host for a tensor on the device."""
+"""Operations that do not accept a number on the host together with a device tensor."""
 _PINNING = (aten.pin_memory, aten._pin_memory, aten.is_pinned)
 _WHOLE = (aten.scaled_dot_product_attention,)
-"""Composite operations that wait for nothing inside, and whose parts depend on a device's libraries."""
+"""Composite operations that do not wait and are not decomposed, because their parts depend on the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sync:
-    """A place where a GPU's host would wait."""
+    """An operation that would make the host wait for a GPU."""
 
     place: str
-    """"batchgen/engine/sampler.py:105", or the caller's own line where none of batchgen's is on the stack."""
+    """"batchgen/engine/sampler.py:105", or the caller's line if no line of batchgen is on the stack."""
     operation: str
     why: str
 
@@ -61,10 +61,10 @@ class Sync:
 
 
 class GpuTensor(Tensor):
-    """A tensor on the GPU that is not there."""
+    """A tensor on the simulated GPU."""
 
     behind: Tensor
-    """What it computes on: a CPU tensor of the same sizes and strides. Views share memory through it."""
+    """CPU tensor of the same sizes and strides that it computes on; views share its memory."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -96,29 +96,29 @@ class GpuTensor(Tensor):
 
 
 class CountingDevice(LateDevice):
-    """The door to a `FakeGpu`: what goes through it is counted as transfers, not as waits."""
+    """The transfers of a `FakeGpu`: they are counted as transfers, not as waits."""
 
     @property
     def torch_device(self) -> torch.device:
         return CUDA
 
-    def _arrive(self, host: Tensor) -> Tensor:
+    def _to_device(self, host: Tensor) -> Tensor:
         return GpuTensor(host)
 
-    def _leave(self, tensor: Tensor) -> Tensor:
+    def _memory_of(self, tensor: Tensor) -> Tensor:
         assert isinstance(tensor, GpuTensor), "a download of a tensor that is on the host already"
         return tensor.behind
 
 
 class FakeGpu(TorchDispatchMode):
-    """Sends the operations of its block to `GpuTensor`s where they are meant for a GPU, and writes down the waits."""
+    """Dispatches operations that are meant for a GPU to `GpuTensor`s, and records waits."""
 
     def __init__(self, device: CountingDevice) -> None:
         super().__init__()
         self.device = device
         self.syncs: list[Sync] = []
         self.copies: list[str] = []
-        """Places that copy from or to pinned memory themselves, past the device's door: nobody waits for these."""
+        """Lines that copy from or to pinned memory without the `Device`; these do not wait."""
         self._pinned: dict[int, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -139,19 +139,19 @@ class FakeGpu(TorchDispatchMode):
         return pinned
 
     def is_pinned(self, tensor: Any) -> bool:
-        """Whether a tensor lies in memory of the host that a GPU copies by itself."""
+        """Whether a tensor is in pinned host memory."""
         return type(tensor) is Tensor and tensor.untyped_storage()._cdata in self._pinned
 
     def copies_pinned(self) -> None:
-        """Write down that somebody copies on a stream of his own accord."""
+        """Record a copy of pinned memory without the `Device`."""
         self.copies.append(_place())
 
     def waits(self, operation: str, why: str) -> None:
-        """Write down that the host waits here."""
+        """Record that the host waits here."""
         self.syncs.append(Sync(_place(), operation, why))
 
     def launch(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
-        """Start a kernel on CPU memory."""
+        """Run a kernel on CPU memory."""
         host = [i for i, arg in enumerate(args) if isinstance(arg, Tensor) and not isinstance(arg, GpuTensor)]
         if host and any(isinstance(arg, GpuTensor) for arg in args):
             raise ValueError(f"pointer argument {host[0]} of {kernel.fn.__name__} is on the host")
@@ -159,7 +159,7 @@ class FakeGpu(TorchDispatchMode):
 
 
 class _Numbered(TorchFunctionMode):
-    """Gives the device "cuda" its number, for which PyTorch's C++ would ask a driver."""
+    """Gives the device "cuda" its index, for which PyTorch would ask a driver."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -177,7 +177,7 @@ def _numbered(device: Any) -> Any:
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], gpu: FakeGpu | None = None) -> Any:
-    """One operation on the CPU tensors behind its arguments."""
+    """Run an operation on the CPU tensors of its arguments."""
     if torch.Tag.inplace_view in func.tags and func.overloadpacket is not aten.detach_:
         raise NotImplementedError(f"{func} would change a tensor's shape in place")
     if func.overloadpacket not in _WHOLE and is_composite(func):
@@ -198,7 +198,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], gpu: FakeGpu 
         kwargs = {**kwargs, "device": torch.device("cpu")}
     compute = _host_histogram if func.overloadpacket is aten.histc else func
     results = compute(*tree_map(_behind, args), **tree_map(_behind, kwargs))
-    # A view of a normal tensor is a normal tensor, in inference mode too.
+    # A view of a normal tensor is a normal tensor, also in inference mode.
     normal = _is_view(func) and any(not x.is_inference() for x in given)
     known = {id(_behind(x)): x for x in given}
 
@@ -223,24 +223,24 @@ def _decomposed(gpu: FakeGpu, func: Any, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _host_histogram(values: Tensor, *args: Any) -> Tensor:
-    """Of whole numbers, which a CPU's does not count."""
+    """Histogram of integers, which the CPU's `histc` does not support."""
     return torch.histc(values.double(), *args).to(values.dtype)
 
 
 def _is_view(func: Any) -> bool:
-    """Whether an operation's results are parts of what it is given."""
+    """Whether an operation returns views of its arguments."""
     return any(result.alias_info is not None for result in func._schema.returns)
 
 
 def _destination(func: Any, args: tuple[Any, ...]) -> str:
-    """Where results go that no argument names a device for: to the first argument's in a copy, else to the GPU."""
+    """Device of the results without a `device` argument: that of the first argument of a copy, else the GPU."""
     if func.overloadpacket in COPIES and isinstance(args[0], Tensor):
         return args[0].device.type
     return "cuda"
 
 
 def _check_devices(func: Any, args: tuple[Any, ...], given: list[Tensor]) -> None:
-    """Refuse what a GPU refuses: tensors of the host, other than numbers, among those of the device."""
+    """Raise if host tensors, other than numbers, are mixed with device tensors."""
     packet = func.overloadpacket
     if packet in COPIES or not any(isinstance(x, GpuTensor) for x in given):
         return
@@ -262,7 +262,7 @@ def _meant_for_gpu(leaf: Any) -> bool:
 
 
 def _place() -> str:
-    """The innermost line of batchgen on the stack, or else the innermost that is neither torch's nor this folder's."""
+    """The innermost line of batchgen on the stack, else the innermost line outside torch and the fakes."""
     frame, other = sys._getframe(1), ""
     while frame is not None:
         name = frame.f_code.co_filename
@@ -276,8 +276,7 @@ def _place() -> str:
 
 @contextmanager
 def _guarded() -> Iterator[None]:
-    """PyTorch's C++ asks for a guard of the device that a tensor names; a build without CUDA has none. The CPU's, which
-    does nothing, stands in for it."""
+    """Register the CPU's device guard, which does nothing, for CUDA, because a build without CUDA has none."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     guards = (ctypes.c_void_p * 2).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
     before, guards[1] = guards[1], guards[0]
@@ -291,13 +290,13 @@ def _guarded() -> Iterator[None]:
 def fake_cuda(
     *, name: str = "NVIDIA H200", capability: tuple[int, int] = (9, 0), memory: int = 1 << 30, **options: Any
 ) -> Iterator[FakeGpu]:
-    """Make this machine one with a GPU, until the block ends.
+    """Simulate a GPU inside the block.
 
     Args:
-        name: what the GPU calls itself.
-        capability: its compute capability, by which tile shapes are chosen.
-        memory: its bytes, half of which are free.
-        options: of `CountingDevice`.
+        name: name of the GPU.
+        capability: compute capability, which determines tile shapes.
+        memory: bytes of memory, half of which are free.
+        options: options of `CountingDevice`.
     """
     device = CountingDevice(**options)
     gpu = FakeGpu(device)
@@ -331,8 +330,8 @@ def fake_cuda(
         "memory_reserved": number,
     }
     with ExitStack() as stack:
-        for call, stand_in in replaced.items():
-            stack.enter_context(patch.object(torch.cuda, call, stand_in))
+        for call, replacement in replaced.items():
+            stack.enter_context(patch.object(torch.cuda, call, replacement))
         stack.enter_context(patch.object(torch.version, "cuda", "12.8"))
         stack.enter_context(patch("batchgen.kernels.device.CudaDevice", lambda where: device))
         stack.enter_context(_guarded())
@@ -340,7 +339,9 @@ def fake_cuda(
         torch._C._set_only_lift_cpu_tensors(True)
         stack.callback(torch._C._set_only_lift_cpu_tensors, before)
         whether = torch.__future__.get_overwrite_module_params_on_conversion()
-        torch.__future__.set_overwrite_module_params_on_conversion(True)  # a CPU's parameter cannot become another's
+        torch.__future__.set_overwrite_module_params_on_conversion(
+            True
+        )  # parameters cannot change their device in place
         stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, whether)
         stack.enter_context(recording(gpu.launch))
         stack.enter_context(gpu)

@@ -1,9 +1,8 @@
-"""A device for tests that computes on the CPU and shows every mistake about time that a GPU would.
+"""`LateDevice`: a device for tests that computes on the CPU and detects timing mistakes that a GPU would show.
 
-`LateDevice` has the shape of `CudaDevice`, on ordinary CPU tensors: uploads are packed copies, downloads hold poison
-until they are waited for and read their sources only then, and graphs are tapes of what was launched (`fake_tape`).
-It counts all of it, so that a test can say what a step costs. `fake_cuda.CountingDevice` is the same on tensors that
-say they are on a GPU.
+It has the interface of `CudaDevice`, on CPU tensors: uploads are packed copies, downloads hold poison values until the
+wait and only then read their sources, and graphs are tapes of launched operations (`fake_tape`). It counts everything,
+so that tests can check the cost of a step. `fake_cuda.CountingDevice` does the same with simulated GPU tensors.
 """
 
 from __future__ import annotations
@@ -27,31 +26,31 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """How late a download was first waited for."""
+    """How late a download was waited for."""
 
     lane: Lane
     uploads: int
-    """Uploads between its beginning and the wait: 0 is a host that waits for what it has only just asked for."""
+    """Number of uploads between its start and the wait; 0: the host waits for what it has just requested"""
     downloads: int
-    """Downloads of its lane begun meanwhile."""
+    """Number of downloads of its lane started in between"""
     replays: int
-    """Graphs started meanwhile."""
+    """Number of graph replays in between"""
     steps: int
-    """Calls of `LateDevice.mark` meanwhile."""
+    """Number of `LateDevice.mark` calls in between"""
     overtook: bool
     """Whether an older download of its lane was still unread."""
 
 
 @dataclass(slots=True)
 class Counts:
-    """What went through the door."""
+    """Counts of transfers and graphs."""
 
     uploads: int = 0
-    """Transfers, however many arrays are in one; none where all arrays are empty."""
+    """Number of transfers with any number of arrays; empty ones do not count."""
     uploaded_arrays: int = 0
     uploaded_bytes: int = 0
     uploads_into: int = 0
-    """Transfers of `upload_into`, not counted in `uploads`; their bytes are in `uploaded_bytes`."""
+    """Number of `upload_into` transfers, which `uploads` excludes; `uploaded_bytes` includes their bytes."""
     downloads: Counter[Lane] = field(default_factory=Counter)
     downloaded_bytes: Counter[Lane] = field(default_factory=Counter)
     most_unread: Counter[Lane] = field(default_factory=Counter)
@@ -67,19 +66,19 @@ class Counts:
         return [wait for wait in self.waits if wait.lane == lane]
 
     def lateness(self, lane: Lane = "tokens") -> Counter[int]:
-        """How often a download of the lane was waited for how many uploads later."""
+        """Number of uploads before the wait -> number of downloads of the lane."""
         return Counter(wait.uploads for wait in self.waits_of(lane))
 
 
 class LateDevice:
-    """Ordinary CPU tensors behind a door that is late.
+    """CPU tensors with late transfers.
 
     Args:
-        captures: whether graphs are offered.
-        strict: a source that changed between its download and the wait is an AssertionError; otherwise the wait gives
+        captures: whether graphs are supported.
+        strict: raise AssertionError if a source changed between its download and the wait; otherwise the wait returns
             the changed values, as a GPU might.
-        poison_uploads: arrays that were uploaded are overwritten at the next `upload` or `mark`, to prove that nobody
-            uses them again. Arrays that cannot be written to are left alone.
+        poison_uploads: overwrite uploaded arrays at the next `upload` or `mark`, to prove that they are not used again.
+            Read-only arrays are skipped.
     """
 
     asynchronous = True
@@ -100,14 +99,14 @@ class LateDevice:
         return torch.device("cpu")
 
     def mark(self) -> None:
-        """Tell that a step begins."""
+        """Mark the start of a step."""
         with self._lock:
             self.counts.steps += 1
-            self._spoil()
+            self._poison_uploaded()
 
     def upload(self, *arrays: Array) -> list[Tensor]:
-        """See `Device.upload`. Whatever lies between the arrays in their transfer is poison."""
-        self._outside_capture("upload")
+        """See `Device.upload`. The padding between the arrays is poison."""
+        self._refuse_in_capture("upload")
         places, at = [], 0
         for array in arrays:
             places.append(at)
@@ -117,12 +116,12 @@ class LateDevice:
         for array, place in zip(arrays, places, strict=True):
             staged[place : place + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         with self._lock:
-            self._spoil()
+            self._poison_uploaded()
             self.counts.uploads += bool(at)
             self.counts.uploaded_arrays += len(arrays)
             self.counts.uploaded_bytes += sum(array.nbytes for array in arrays)
             self._uploaded += [array for array in arrays if self._poison_uploads and array.flags.writeable]
-        packed = self._arrive(packed)
+        packed = self._to_device(packed)
         return [
             packed[place : place + array.nbytes].view(_dtype_of(array)).view(array.shape)
             for array, place in zip(arrays, places, strict=True)
@@ -130,7 +129,7 @@ class LateDevice:
 
     def upload_into(self, array: Array, target: Tensor) -> None:
         """See `Device.upload_into`."""
-        self._outside_capture("upload_into")
+        self._refuse_in_capture("upload_into")
         assert array.ndim == target.ndim == 1, f"a list into a list, not {array.shape} into {tuple(target.shape)}"
         assert len(array) <= len(target), f"{len(array)} numbers do not fit into {len(target)}"
         assert target.is_contiguous(), "the target's rows lie apart"
@@ -138,12 +137,12 @@ class LateDevice:
         with self._lock:
             self.counts.uploads_into += bool(len(array))
             self.counts.uploaded_bytes += array.nbytes
-        target[: len(array)].copy_(self._arrive(torch.from_numpy(array.copy())))
+        target[: len(array)].copy_(self._to_device(torch.from_numpy(array.copy())))
 
     def download(self, *tensors: Tensor, lane: Lane = "tokens") -> Download:
         """See `Device.download`."""
-        self._outside_capture("download")
-        found = LateDownload(self, lane, [self._leave(tensor) for tensor in tensors])
+        self._refuse_in_capture("download")
+        found = LateDownload(self, lane, [self._memory_of(tensor) for tensor in tensors])
         with self._lock:
             counts, unread = self.counts, self._unread[lane]
             unread.append(found)
@@ -153,10 +152,10 @@ class LateDevice:
         return found
 
     def capture(self, body: Callable[[], None]) -> Graph:
-        """See `Device.capture`: what `body` launches is recorded, and has not happened when the call returns."""
+        """See `Device.capture`: the launches of `body` are recorded and undone."""
         if not self.captures:
             raise NotImplementedError("this device has no graphs")
-        self._outside_capture("capture")
+        self._refuse_in_capture("capture")
         tape = Tape()
         self._capturing = True
         try:
@@ -167,27 +166,27 @@ class LateDevice:
         return _CountedGraph(self, TapeGraph(tape))
 
     def release_cache(self) -> None:
-        """Counted, and nothing else."""
+        """Only counts the call."""
         self.counts.releases += 1
 
     @property
     def unread(self) -> dict[Lane, int]:
-        """Downloads of each lane that nobody has waited for: 0 after a job, unless it threw some away."""
+        """Number of downloads of each lane without a wait; 0 after a job that has read all results."""
         return {lane: len(found) for lane, found in self._unread.items()}
 
-    def _arrive(self, host: Tensor) -> Tensor:
+    def _to_device(self, host: Tensor) -> Tensor:
         """A host tensor's copy on the device."""
         return host
 
-    def _leave(self, tensor: Tensor) -> Tensor:
+    def _memory_of(self, tensor: Tensor) -> Tensor:
         """The memory behind a device tensor, not a copy."""
         return tensor
 
-    def _outside_capture(self, call: str) -> None:
+    def _refuse_in_capture(self, call: str) -> None:
         if self._capturing:
             raise RuntimeError(f"`{call}` inside a capture: the graph would not contain it")
 
-    def _spoil(self) -> None:
+    def _poison_uploaded(self) -> None:
         for array in self._uploaded:
             array.reshape(-1).view(np.uint8)[:] = 0xFF
         self._uploaded.clear()
@@ -208,12 +207,12 @@ class LateDevice:
 
 
 class LateDownload:
-    """Results that are not there before `wait`."""
+    """Results that are only available after `wait`."""
 
     def __init__(self, device: LateDevice, lane: Lane, sources: list[Tensor]) -> None:
         self.lane = lane
         self.arrays = [as_array(poison(torch.empty_like(x, memory_format=torch.contiguous_format))) for x in sources]
-        """What `wait` returns, poison until then."""
+        """The result of `wait`; poison until then."""
         self._device = device
         self._sources = sources
         self._then = [as_array(source.clone()) for source in sources] if device.strict else []
@@ -222,15 +221,15 @@ class LateDownload:
         self.began = (uploads, downloads + 1, replays, steps)
 
     def ready(self) -> bool:
-        """Not before something else was uploaded or downloaded."""
+        """True after another upload or download."""
         uploads, downloads, *_ = self._device._clock(self.lane)
         return self._read or (uploads, downloads) != self.began[:2]
 
     def wait(self) -> list[Array]:
-        """The sources' values as they are now.
+        """The current values of the sources.
 
         Raises:
-            AssertionError: strict, and a source is not what it was when the download began.
+            AssertionError: strict, and a source has changed since the download started.
         """
         if self._read:
             return self.arrays
@@ -252,7 +251,7 @@ class _CountedGraph:
         self._graph = graph
 
     def replay(self) -> None:
-        self._device._outside_capture("replay")
+        self._device._refuse_in_capture("replay")
         self._device.counts.replays += 1
         self._graph.replay()
 

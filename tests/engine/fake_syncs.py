@@ -1,6 +1,4 @@
-"""Which of PyTorch's operations make the host wait for a GPU: those that `torch.cuda.set_sync_debug_mode` would name,
-and copies between host and device.
-"""
+"""PyTorch operations that make the host wait for a GPU, as in `torch.cuda.set_sync_debug_mode`, and host copies."""
 
 from __future__ import annotations
 
@@ -41,12 +39,12 @@ _ALWAYS = {
 
 @cache
 def is_composite(func: Any) -> bool:
-    """Whether an operation is written in terms of others, which `func.decompose` calls."""
+    """Whether an operation is composed of others, which `func.decompose` calls."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
 
 
 def why_it_waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Why an operation of the dispatcher, called on device tensors, waits for them; None where it does not."""
+    """Why an operation on device tensors makes the host wait; None if it does not."""
     packet = func.overloadpacket
     why = _ALWAYS.get(packet)
     if why is not None:
@@ -78,7 +76,7 @@ def _why_a_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str
 
 
 def _is_masked_fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """`x[mask] = number` is one, and waits for nothing."""
+    """Whether an indexing operation is `x[mask] = number`, which does not wait."""
     if func.overloadpacket in (aten.index, aten._unsafe_index):
         return False
     value = argument(func, args, kwargs, "values")
@@ -92,7 +90,7 @@ def _is_masked_fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
-    """What a call gives for a parameter by name; None where it gives nothing."""
+    """The argument of a call by parameter name; None if it is not given."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.name == name:
             return args[place] if place < len(args) else kwargs.get(name)

@@ -1,8 +1,8 @@
-"""CUDA graphs for CPU tensors: a tape of the operations and kernels that a piece of code launched.
+"""Simulated CUDA graphs for CPU tensors: a tape of the operations and kernels that a function launched.
 
-A tape runs no Python at replay. It calls the same operations with the tensors of the capture, and their results land
-in the tensors of the capture, as a graph's do: numbers that Python put in are fixed, what a later replay overwrites is
-overwritten, and nothing has been computed before the first replay.
+A replay calls the same operations on the tensors of the capture and writes their results to the tensors of the
+capture, as a CUDA graph does: Python numbers are fixed, each replay overwrites the last results, and nothing is
+computed before the first replay.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Tape", "TapeGraph", "poison", "start"]
 
 
 def poison(tensor: Tensor) -> Tensor:
-    """Fill with what no computation gives: not-a-numbers, or every bit but the sign's half of the integers' range."""
+    """Fill a tensor with improbable values: NaN, or a very large or very negative integer."""
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor.fill_(torch.nan)
     if tensor.dtype == torch.bool:
@@ -32,7 +32,7 @@ def poison(tensor: Tensor) -> Tensor:
 
 
 def start(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    """Run a kernel in Triton's interpreter, whose own operations are nobody's business."""
+    """Run a kernel in Triton's interpreter, without recording the interpreter's own operations."""
     if all(grid):
         args = tuple(_memory(arg) if isinstance(arg, Tensor) else arg for arg in args)
         with _disable_current_modes():
@@ -40,19 +40,18 @@ def start(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: 
 
 
 class Tape(TorchDispatchMode):
-    """Records what runs inside it. It does run, so that shapes and tensors are there."""
+    """Records the operations inside the block. They also run, so that shapes and tensors exist."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Callable[[], None]] = []
         self._made: dict[int, Tensor] = {}
-        """By storage, what was allocated in the capture."""
+        """Storage -> tensor that was allocated in the capture."""
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
-        """By storage, everything that was there already and was written to, and what it held."""
+        """Storage -> existing tensor that the capture wrote to, and its original values."""
 
     def record(self, body: Callable[[], None]) -> None:
-        """Run `body` for what it launches, and undo what that did: what was there before holds what it held, and what
-        was made holds poison."""
+        """Record the launches of `body` and undo them: existing tensors are restored, new ones are poisoned."""
         with recording(self._launch), self:
             body()
         with torch.inference_mode():
@@ -102,13 +101,13 @@ class Tape(TorchDispatchMode):
 
 
 class TapeGraph:
-    """A tape to be played."""
+    """Replays a tape."""
 
     def __init__(self, tape: Tape) -> None:
         self._calls = tape.calls
 
     def replay(self) -> None:
-        """Everything again, on the same tensors."""
+        """Run all operations again, on the same tensors."""
         with torch.inference_mode():
             for call in self._calls:
                 call()
@@ -135,7 +134,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _memory(tensor: Tensor) -> Tensor:
-    """The CPU tensor behind one that says it is elsewhere."""
+    """The CPU tensor of a simulated GPU tensor."""
     behind: Tensor = getattr(tensor, "behind", tensor)
     return behind
 
@@ -143,12 +142,12 @@ def _memory(tensor: Tensor) -> Tensor:
 def _storage(tensor: Tensor) -> int:
     try:
         return _memory(tensor).untyped_storage()._cdata
-    except (RuntimeError, NotImplementedError):  # a library's own layout of weights
+    except (RuntimeError, NotImplementedError):  # a library's packed weights
         return id(tensor)
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """All of the memory that a tensor is a view of, as one row of its dtype."""
+    """The whole storage of a tensor, as a flat tensor of its dtype."""
     tensor = _memory(tensor)
     count = tensor.untyped_storage().nbytes() // tensor.element_size()
     return torch.as_strided(tensor, (count,), (1,), 0)

@@ -1,16 +1,17 @@
-"""Requests straight into an engine, past the parsing and tokenising of rows."""
+"""Runs requests in an engine without parsing and tokenising rows."""
 
 from __future__ import annotations
 
 from batchgen.engine.engine import Engine
-from batchgen.params import SamplingParams
-from batchgen.request import Completion, RequestTable
+from batchgen.request.completion import Completion
+from batchgen.request.params import SamplingParams
+from batchgen.request.table import RequestTable
 
 __all__ = ["finish"]
 
 
 def finish(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) -> list[Completion]:
-    """Run requests to their end; results in their order, the samples of one after the other."""
+    """Run requests to their end; returns completions in input order, samples in order of their index."""
     table = RequestTable()
     for i, (ids, params) in enumerate(requests):
         assert params.max_new_tokens is not None

@@ -1,4 +1,4 @@
-"""Bytes of CPU tensors alive at once, kernels' own scratch included: what PyTorch's allocator tells its profiler."""
+"""Peak bytes of CPU tensors, including kernel workspaces, from the memory events of PyTorch's profiler."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["LiveMeter"]
 
 
 class LiveMeter:
-    """A `Meter` for a CPU."""
+    """A memory `Meter` for CPUs."""
 
     def __init__(self) -> None:
         self.taken = 0
-        """Bytes allocated in all, by the last body."""
+        """Total bytes allocated by the last `body`."""
 
     def peak(self, body: Callable[[], None]) -> int:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as watched:

@@ -1,4 +1,4 @@
-"""The contract's logits pipeline written out row by row: the oracle of shaping, draws and both kinds of logprobs."""
+"""Reference of the logits pipeline, row by row: processed logits, sampling and both kinds of logprobs."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from batchgen.kernels.sampling_reference import filtered_distribution
-from batchgen.params import SamplingParams
+from batchgen.request.params import SamplingParams
 
-__all__ = ["Oracle", "Position", "distribution", "shaped"]
+__all__ = ["Oracle", "Position", "distribution", "processed_logits"]
 
 Floats = npt.NDArray[np.float32]
 Processor = Callable[[Floats, Sequence[int], Sequence[int]], Floats]
 
 
-def shaped(
+def processed_logits(
     logits: Floats,
     prompt: Sequence[int],
     output: Sequence[int],
@@ -31,9 +31,9 @@ def shaped(
     stops: Sequence[int] = (),
     processor: Processor | None = None,
 ) -> Floats:
-    """[V] what the filters are handed, from the model's logits [V] after `prompt` and `output`.
+    """[V] processed logits before the sampling filters, from the model's logits [V] after `prompt` and `output`.
 
-    `stops` are masked until the minimum is out. Bad words are lists of ids here.
+    `stops` are masked until `min_new_tokens`. Bad words are lists of ids.
     """
     values = logits.astype(np.float32).copy()
     counts = Counter(output)
@@ -64,7 +64,7 @@ def shaped(
 
 
 def distribution(values: Floats, params: SamplingParams) -> npt.NDArray[np.float64]:
-    """[V] probabilities of the processed mode."""
+    """[V] probabilities of the distribution sampled from."""
     if params.greedy:
         weights = np.exp(values.astype(np.float64) - float(values.max()))
         return weights / weights.sum()
@@ -73,34 +73,34 @@ def distribution(values: Floats, params: SamplingParams) -> npt.NDArray[np.float
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """What the oracle knows of one output token."""
+    """Reference distributions of one output token."""
 
     token: int
     logits: Floats
-    """[V] the model's own"""
+    """[V] logits of the model"""
     raw: npt.NDArray[np.float64]
     """[V] log-softmax of the model's logits"""
     values: Floats
-    """[V] shaped logits"""
+    """[V] processed logits"""
     processed: npt.NDArray[np.float64]
-    """[V] logs of the probabilities drawn from"""
+    """[V] logs of the probabilities sampled from"""
 
 
 class Oracle:
-    """transformers' eager model in float32, asked about finished outputs."""
+    """transformers' eager model in float32, evaluated on finished outputs."""
 
     def __init__(self, folder: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
         self._model.eval()
 
     def positions(self, prompt: list[int], output: list[int], params: SamplingParams, **how: Any) -> list[Position]:
-        """Every output token with the distributions it came from, given the tokens before it."""
+        """Every output token with its distributions, given the tokens before it."""
         with torch.inference_mode():
             logits = self._model(torch.tensor([prompt + output[:-1]])).logits[0, len(prompt) - 1 :].float()
         raw = logits.double().log_softmax(-1).numpy()
         found = []
         for i, token in enumerate(output):
-            values = shaped(logits[i].numpy(), prompt, output[:i], params, **how)
+            values = processed_logits(logits[i].numpy(), prompt, output[:i], params, **how)
             with np.errstate(divide="ignore"):
                 found.append(Position(token, logits[i].numpy(), raw[i], values, np.log(distribution(values, params))))
         return found

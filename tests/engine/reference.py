@@ -1,4 +1,4 @@
-"""The reference for model output: transformers' own eager model in float32."""
+"""Reference outputs: transformers' eager model in float32."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from batchgen.request import Completion
+from batchgen.request.completion import Completion
 
 
 def shared_prefix_prompts(count: int, vocab: int, seed: int, longest: int = 48) -> list[list[int]]:
-    """Mixed lengths, with prefixes shared at several depths, a few duplicates and prefixes of each other."""
+    """Prompts of mixed lengths with prefixes shared at several depths; some are duplicates or prefixes of others."""
     rng = np.random.default_rng(seed)
 
     def draw(length: int) -> list[int]:
@@ -43,36 +43,35 @@ def shared_prefix_prompts(count: int, vocab: int, seed: int, longest: int = 48) 
 
 
 def save_word_tokenizer(folder: Path, vocab: int) -> None:
-    """A tokenizer with a word for every id, for models that tests feed with ids alone."""
+    """Save a tokenizer with one word per id, for models that tests use with token ids."""
     backend = Tokenizer(WordLevel({f"w{i}": i for i in range(vocab)}, unk_token="w0"))
     backend.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="w0").save_pretrained(folder)
 
 
 def eager_logprobs(folder: Path, prompts: list[list[int]]) -> list[np.ndarray]:
-    """[P, V] for each prompt: the log-softmax of every position's logits, eager attention, float32."""
+    """[P, V] log-softmax of each position's logits, for each prompt, with eager attention in float32."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.inference_mode():
         return [model(torch.tensor([ids])).logits[0].float().log_softmax(-1).numpy() for ids in prompts]
 
 
 NEAR_TIE = 1e-4
-"""Two tokens whose logprobs are as close as this may change places with the order of a sum, from one kind of processor
-to another; what follows is another text."""
+"""Logprob difference below which the order of a floating-point sum may decide which of two tokens wins."""
 
 
 PADDED = 16
-"""Prompts are padded to multiples of this: a model is called less often than once a length and token."""
+"""Prompts are padded to multiples of this, so that prompts of similar length share a batch."""
 
 
 @dataclass
 class Greedy:
-    """What the reference generates for each prompt."""
+    """The reference's greedy outputs."""
 
     ids: list[list[int]]
     logprobs: list[list[float]]
     settled: list[int]
-    """tokens before the first near tie"""
+    """Number of tokens before the first near tie, for each prompt"""
 
     def assert_same_ids(self, prompt: int, result: Completion) -> None:
         """Equal ids, up to the prompt's first near tie."""
@@ -90,9 +89,9 @@ class Greedy:
 
 
 def eager_greedy(folder: Path, prompts: list[list[int]], new_tokens: int) -> Greedy:
-    """Greedy ids and their logprobs by transformers' `generate`, eager attention, float32, no early end.
+    """Greedy ids and logprobs of transformers' `generate`, with eager attention in float32 and without stops.
 
-    Prompts of about the same length go together, padded on the left: exactly no weight is on the padding.
+    Prompts of similar length share a batch, padded on the left; attention weights of the padding are exactly 0.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     model.eval()

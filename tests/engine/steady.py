@@ -1,4 +1,4 @@
-"""Runs a job on the GPU that is not there and tells what each of its steps cost."""
+"""Runs a job on the simulated GPU and counts the transfers and waits of each step."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from unittest.mock import patch
 
 from batchgen.engine.engine import Engine
 from batchgen.plan.scheduler import Scheduler
-from batchgen.plan.types import StepPlan
-from batchgen.request import Completion
+from batchgen.plan.step_plan import StepPlan
+from batchgen.request.completion import Completion
 from tests.engine.fake_cuda import Sync, fake_cuda
 from tests.engine.fake_device import Counts, Wait
 
@@ -23,12 +23,12 @@ __all__ = ["Job", "Step", "run_job", "steady_steps"]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What happened from one plan to the next."""
+    """Counts between two plans."""
 
     plan: StepPlan
     syncs: list[Sync]
     copies: list[str]
-    """Places that copied pinned memory past the device's door."""
+    """Lines that copied pinned memory without the `Device`."""
     uploads: int
     uploads_into: int
     downloads: Counter[str]
@@ -37,42 +37,42 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A whole job."""
+    """Results and counts of a whole job."""
 
     done: list[Completion]
     steps: list[Step]
     syncs: list[Sync]
-    """From the first step on, as all that follows: a job's start may wait."""
+    """Host waits from the first step on; the start of a job may wait"""
     waits: list[Wait]
-    """For tokens."""
+    """Waits for tokens, from the first step on"""
     counts: Counts
-    """Of the whole run, its start included."""
+    """Counts of the whole run, including its start"""
 
 
-def run_job(folder: Path, work: list[dict[str, Any]], *, rehearse: bool = False, **options: Any) -> Job:
-    """Run `work` through an engine on a GPU that is not there, with Triton's kernels.
+def run_job(folder: Path, work: list[dict[str, Any]], *, run_dummy: bool = False, **options: Any) -> Job:
+    """Run the rows `work` on the simulated GPU with Triton's kernels.
 
-    `rehearse`: with the largest step run before all others, as on a GPU, which takes as long as the job.
+    `run_dummy`: also run the dummy run first, as on a GPU, which takes as long as the job.
     """
     options = {"max_num_seqs": 8, "max_tokens_per_step": 32, "page_size": 4, **options}
     with fake_cuda(captures=options.pop("captures", False)) as gpu:
         engine = Engine(str(folder), attention="triton", dtype="float32", device="cuda", **options)
-        marks: list[tuple[StepPlan | None, int, int, Counts]] = []
+        snapshots: list[tuple[StepPlan | None, int, int, Counts]] = []
         plan_step = Scheduler.step
 
         def step(scheduler: Scheduler) -> StepPlan | None:
             plan = plan_step(scheduler)
             counts = gpu.device.counts
-            marks.append((plan, len(gpu.syncs), len(gpu.copies), deepcopy(counts)))
+            snapshots.append((plan, len(gpu.syncs), len(gpu.copies), deepcopy(counts)))
             return plan
 
         with ExitStack() as stack:
             stack.enter_context(patch.object(Scheduler, "step", step))
-            if not rehearse:
-                stack.enter_context(patch("batchgen.engine.engine.largest_step", lambda *args: (0, args[4][1])))
+            if not run_dummy:
+                stack.enter_context(patch("batchgen.engine.engine.measure_largest_step", lambda *args: (0, args[4][1])))
             done = list(engine.generate(work, ordered=True))
         steps = []
-        for (plan, syncs, copies, before), (_, next_syncs, next_copies, after) in pairwise(marks):
+        for (plan, syncs, copies, before), (_, next_syncs, next_copies, after) in pairwise(snapshots):
             if plan is not None:
                 steps.append(
                     Step(
@@ -86,13 +86,13 @@ def run_job(folder: Path, work: list[dict[str, Any]], *, rehearse: bool = False,
                     )
                 )
         counts = gpu.device.counts
-        first = len(marks[0][3].waits)
+        first = len(snapshots[0][3].waits)
         waits = [wait for wait in counts.waits[first:] if wait.lane == "tokens"]
-        return Job(done, steps, gpu.syncs[marks[0][1] :], waits, counts)
+        return Job(done, steps, gpu.syncs[snapshots[0][1] :], waits, counts)
 
 
 def steady_steps(job: Job) -> list[Step]:
-    """Those that only decode, as the steps on both sides of them do for the same rows."""
+    """Decode-only steps between two other decode-only steps with the same rows."""
 
     def rows(step: Step) -> list[int] | None:
         plan = step.plan

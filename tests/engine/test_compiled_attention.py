@@ -1,4 +1,4 @@
-"""Whole runs by compiled attention against plain PyTorch's, and what they count."""
+"""Whole runs with compiled attention against plain PyTorch, and their counters."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def generate(folder: Path, attention: str, **options: Any) -> tuple[list[list[in
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3"])
 @pytest.mark.parametrize("saving", [1, 1 << 20])
-def test_tokens_are_those_of_the_plain_backend(
+def test_tokens_equal_the_torch_backend(
     model_type: str, saving: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With groups wherever there can be any, and with none."""
+    """With as many prefix groups as possible, and with none."""
     monkeypatch.setattr(engine_module, "group_min_saving", lambda *given: saving)
     save_tiny(model_type, tmp_path)
     save_word_tokenizer(tmp_path, VOCAB)
@@ -44,9 +44,7 @@ def test_tokens_are_those_of_the_plain_backend(
 
 
 @pytest.mark.parametrize("saving", [1, 1 << 20])
-def test_bytes_read_are_what_the_scheduler_planned(
-    saving: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_read_equal_the_plan(saving: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "group_min_saving", lambda *given: saving)
     save_tiny("llama", tmp_path)
     save_word_tokenizer(tmp_path, VOCAB)
@@ -60,7 +58,7 @@ def test_bytes_read_are_what_the_scheduler_planned(
     assert counts["group_min_saving"] == saving
 
 
-def test_a_threshold_is_measured_where_kernels_can_and_is_a_constant_elsewhere(tmp_path: Path) -> None:
+def test_the_group_threshold_is_measured_or_a_constant(tmp_path: Path) -> None:
     save_tiny("llama", tmp_path)
     save_word_tokenizer(tmp_path, VOCAB)
     found = {}

@@ -1,4 +1,4 @@
-"""The decode rows' table, advanced step by step, against one laid out anew in every step."""
+"""`DecodeTable`, updated step by step, against a new table in every step."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from batchgen.engine.decode_table import DecodeTable
 from batchgen.kernels.types import AttentionBatch
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
+from batchgen.plan.step_plan import DecodeRow, DecodeRows, StepPlan
 from batchgen.plan.tree import build_tree
-from batchgen.plan.types import DecodeRow, DecodeRows, StepPlan
 
 
 def filled(table: DecodeTable, plan: StepPlan) -> tuple[AttentionBatch, list[np.ndarray]]:  # type: ignore[type-arg]
@@ -21,8 +21,8 @@ def filled(table: DecodeTable, plan: StepPlan) -> tuple[AttentionBatch, list[np.
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("pages", [60, 1000])
-def test_advancing_equals_laying_out(page_size: int, pages: int) -> None:
-    """Whole schedules: groups, rows that join and end, preemptions where there are few pages."""
+def test_incremental_updates_equal_a_new_table(page_size: int, pages: int) -> None:
+    """Whole schedules with groups, rows that join and end, and preemptions in small pools."""
     rng = np.random.default_rng(page_size)
     prompts = [[1, 2, 3, 4, 5, 6, 7, 8] * 2 + rng.integers(10, 20, rng.integers(1, 9)).tolist() for _ in range(30)]
     offsets = np.concatenate([[0], np.cumsum([len(p) for p in prompts])]).astype(np.int64)
@@ -42,10 +42,10 @@ def test_advancing_equals_laying_out(page_size: int, pages: int) -> None:
     left: dict[int, int] = {}
     while (plan := scheduler.step()) is not None:
         if plan.decodes:
-            before = table.laid_out
+            before = table.num_rows_laid_out
             got, arrays = filled(table, plan)
             want, expected = filled(DecodeTable(page_size), plan)
-            advanced += table.laid_out == before
+            advanced += table.num_rows_laid_out == before
             for name in ("decode_pages", "decode_lens", "decode_own_start"):
                 np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
             assert got.max_decode_len == want.max_decode_len
@@ -61,15 +61,15 @@ def test_advancing_equals_laying_out(page_size: int, pages: int) -> None:
         left |= {start.sequence: int(longest[start.request]) for start in plan.starts}
         for sample in plan.samples:
             left[sample.sequence] -= 1
-        drew = [sample.sequence for sample in plan.samples]
-        scheduler.commit([number for number in drew if not left[number] or rng.random() < 0.02])
+        sampled = [sample.sequence for sample in plan.samples]
+        scheduler.commit([number for number in sampled if not left[number] or rng.random() < 0.02])
         steps += 1
     assert steps > 30
     assert advanced > 0
 
 
-def test_rows_that_sat_out_a_step_are_laid_out_anew() -> None:
-    """The same rows at other places, which an interrupted step may bring, are not taken for the next step's."""
+def test_rows_that_skipped_a_step_are_laid_out_again() -> None:
+    """The same rows at other positions, for example after a failed step."""
     table, groups = DecodeTable(4), []
     for position in (5, 6, 6, 9, 10):
         plan = StepPlan(decodes=DecodeRows.of([DecodeRow(1, position, [7, 8, 9])]), groups=groups)

@@ -1,4 +1,4 @@
-"""`--deterministic`: a row's tokens and logprobs are the same bits whatever else runs with it."""
+"""`--deterministic`: a row's tokens and logprobs have the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from batchgen.engine.engine import Engine
 from batchgen.kernels.cpu.library import loaded
-from batchgen.request import Completion
+from batchgen.request.completion import Completion
 from tests.engine.reference import save_word_tokenizer, shared_prefix_prompts
 from tests.models.adapters import KINDS, save_adapter
 from tests.models.tiny import VOCAB, save_tiny
@@ -27,8 +27,8 @@ def listed(values: Any) -> list[int] | None:
     return None if values is None else np.asarray(values).tolist()
 
 
-def told(done: Completion) -> tuple[Any, ...]:
-    """All that a row's logits decide, logprobs as their bits."""
+def result_bits(done: Completion) -> tuple[Any, ...]:
+    """Everything that depends on a row's logits, with floats as bits."""
     assert done.error is None, done.error
     return (
         listed(done.output_ids),
@@ -46,11 +46,11 @@ def told(done: Completion) -> tuple[Any, ...]:
 
 
 def run(engine: Engine, rows: list[dict[str, Any]]) -> dict[tuple[str | None, int], tuple[Any, ...]]:
-    return {(done.id, done.sample_index): told(done) for done in engine.generate(rows)}
+    return {(done.id, done.sample_index): result_bits(done) for done in engine.generate(rows)}
 
 
 def mixed_rows(count: int, adapters: tuple[str, ...] = (), seed: int = 0) -> list[dict[str, Any]]:
-    """Greedy and drawn rows over prompts that share prefixes, with logprobs of all kinds among them."""
+    """Greedy and sampled rows with shared prefixes and all kinds of logprobs."""
     rows: list[dict[str, Any]] = []
     for i, ids in enumerate(shared_prefix_prompts(count, VOCAB, seed=seed)):
         row: dict[str, Any] = {
@@ -78,7 +78,7 @@ def mixed_rows(count: int, adapters: tuple[str, ...] = (), seed: int = 0) -> lis
 
 
 def special_rows() -> list[dict[str, Any]]:
-    """One of each kind that goes a way of its own."""
+    """One row of each kind with separate code."""
     prompt = [7, 8, 9, 10, 11, 12]
     asked = {"max_new_tokens": NEW_TOKENS, "return_logprob": True, "top_logprobs_num": 2, "ignore_eos": True}
     return [
@@ -103,10 +103,10 @@ def preempting(monkeypatch: pytest.MonkeyPatch, engine: Engine, rows: list[dict[
     return found
 
 
-def assert_invariant(
+def assert_deterministic(
     monkeypatch: pytest.MonkeyPatch | None, folder: Path, rows: list[dict[str, Any]], alone: int = 12, **options: Any
 ) -> None:
-    """Together, shuffled, in small chunks and pages, preempted (where something may be patched), and one at a time."""
+    """The same results together, shuffled, in small chunks and pages, preempted (with `monkeypatch`), and alone."""
     engine = Engine(str(folder), deterministic=True, **options)
     together = run(engine, rows)
     order = np.random.default_rng(1).permutation(len(rows))
@@ -136,12 +136,12 @@ def test_rows_of_every_kind(implementation: str, dtype: str, tmp_path: Path, mon
     names = ("two", "all")
     adapters = {name: str(save_adapter(folder, tmp_path / name, seed=i, **KINDS[name])) for i, name in enumerate(names)}
     rows = mixed_rows(48, names) + special_rows()
-    assert_invariant(monkeypatch, folder, rows, model_impl=implementation, dtype=dtype, lora=adapters)
+    assert_deterministic(monkeypatch, folder, rows, model_impl=implementation, dtype=dtype, lora=adapters)
 
 
 @pytest.mark.parametrize("attention", ["compiled", "torch"])
 def test_prompts_of_several_blocks(attention: str, tmp_path: Path) -> None:
-    """A tree whose nodes are longer than the blocks that attention goes by, in groups as they come."""
+    """Tree nodes that are longer than attention's blocks, with prefix groups."""
     if attention == "compiled" and not loaded():
         pytest.skip("no C++ compiler here")
     folder = saved(tmp_path, "llama", max_position_embeddings=1024)
@@ -149,7 +149,7 @@ def test_prompts_of_several_blocks(attention: str, tmp_path: Path) -> None:
     root, *stems = ([int(token) for token in rng.integers(3, VOCAB, length)] for length in (210, 260, 75))
     prompts = [root + stem + rng.integers(3, VOCAB, 5 + 9 * i).tolist() for stem in stems for i in range(6)]
     rows = [row | {"input_ids": prompt} for row, prompt in zip(mixed_rows(len(prompts)), prompts, strict=True)]
-    assert_invariant(None, folder, rows, 3, dtype="float32", attention=attention)
+    assert_deterministic(None, folder, rows, 3, dtype="float32", attention=attention)
 
 
 def test_among_256(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_among_256(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss", "mixtral", "deepseek_v3", "gpt2"])
 def test_library_models(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = saved(tmp_path, model_type)
-    assert_invariant(monkeypatch, folder, mixed_rows(24), 6, model_impl="transformers", dtype="float32")
+    assert_deterministic(monkeypatch, folder, mixed_rows(24), 6, model_impl="transformers", dtype="float32")
 
 
 def test_states_and_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,4 +175,4 @@ def test_states_and_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         {"return_hidden_states": {"layers": [-1], "tokens": "output"}},
     )
     rows = [row | asked[i % 3] for i, row in enumerate(mixed_rows(18))]
-    assert_invariant(monkeypatch, folder, rows, 6, dtype="float32")
+    assert_deterministic(monkeypatch, folder, rows, 6, dtype="float32")

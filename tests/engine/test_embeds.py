@@ -1,4 +1,4 @@
-"""Prompts given as embeddings: those of ids give what the ids give; those of no id, what transformers gives."""
+"""Prompts given as embeddings: embeddings of token ids equal the ids, other embeddings equal transformers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from batchgen.embeds import EmbedsStore
 from batchgen.engine.engine import Engine
-from batchgen.engine.intake import Intake
+from batchgen.engine.row_reader import RowReader
 from batchgen.errors import UsageError
-from batchgen.request import Completion, RequestTable
-from batchgen.rows import RowDefaults
+from batchgen.request.completion import Completion
+from batchgen.request.embeds_store import EmbedsStore
+from batchgen.request.parser import RowDefaults
+from batchgen.request.table import RequestTable
 from batchgen.text.encode import Encoder
 from tests.engine.reference import eager_greedy, save_word_tokenizer, shared_prefix_prompts
 from tests.models.adapters import KINDS, base_model, merge_adapter, save_adapter
@@ -39,7 +40,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def embedding(folder: Path) -> torch.Tensor:
-    """[V, H] as the library's embedding layer gives them, scales included."""
+    """[V, H] output of the library's embedding layer, including scales."""
     model = base_model(folder)
     with torch.no_grad():
         found: torch.Tensor = model.get_input_embeddings()(torch.arange(VOCAB))
@@ -59,8 +60,8 @@ def same(a: Completion, b: Completion) -> None:
     [(name, impl) for name in NATIVE_TYPES for impl in ("native", "transformers")]
     + [(name, "transformers") for name in ("gemma3_text", "gpt2", "granite", "qwen2_moe")],
 )
-def test_embeddings_of_ids_give_what_the_ids_give(tmp_path: Path, model_type: str, implementation: str) -> None:
-    """One batch of both kinds: each row of embeddings beside the row of its ids, in every form that a row may have."""
+def test_embeddings_of_ids_equal_the_ids(tmp_path: Path, model_type: str, implementation: str) -> None:
+    """One batch with rows of ids and rows of their embeddings, in every form that a row may have."""
     folder = checkpoint(tmp_path, model_type)
     table = embedding(folder)
     prompts = shared_prefix_prompts(24, VOCAB, seed=5)
@@ -86,7 +87,7 @@ def noise(count: int, seed: int = 0) -> list[np.ndarray]:
 
 @torch.inference_mode()
 def eager(folder: Path, values: np.ndarray) -> tuple[list[int], list[float]]:
-    """transformers' own `generate(inputs_embeds=...)`."""
+    """Ids and logprobs of transformers' `generate(inputs_embeds=...)`."""
     model = base_model(folder)
     model.generation_config.eos_token_id = None
     given = torch.from_numpy(values)[None]
@@ -106,12 +107,12 @@ def eager(folder: Path, values: np.ndarray) -> tuple[list[int], list[float]]:
 
 @pytest.mark.field("input_embeds")
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
-def test_embeddings_of_no_id(llama: Path, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against `generate(inputs_embeds=...)`: in a batch, alone, in small chunks and in a pool that preempts."""
+def test_embeddings_that_no_id_has(llama: Path, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against `generate(inputs_embeds=...)`: in a batch, alone, in small chunks and in a pool with preemptions."""
     prompts = noise(24)
     expected = [eager(llama, values) for values in prompts]
     rows = [{"input_embeds": values, **COMMON} for values in prompts]
-    # One that shares its beginning with another, one that repeats it, ids between them.
+    # A duplicate of the first prompt, and a row of ids.
     rows += [{"input_embeds": prompts[0], **COMMON}, {"input_ids": [5, 6, 7], **COMMON}]
 
     def check(results: list[Completion], members: list[int]) -> None:
@@ -160,8 +161,8 @@ def test_several_prompts_in_one_row(llama: Path) -> None:
 
 
 @pytest.mark.field("input_embeds", "completion", "completions")
-def test_texts_are_scored_behind_embeddings(llama: Path) -> None:
-    """As behind the ids whose embeddings they are; one beginning with the zeros that stand for embeddings."""
+def test_texts_are_scored_after_embeddings(llama: Path) -> None:
+    """As after the ids of the embeddings; some texts start with 0, the placeholder id of embeddings."""
     table = embedding(llama)
     prompts = shared_prefix_prompts(6, VOCAB, seed=8)
     texts = [[0, 0, 9], [5, 6], "w3 w4 w5", [0, 0]]
@@ -178,22 +179,22 @@ def test_texts_are_scored_behind_embeddings(llama: Path) -> None:
 @pytest.mark.field("input_embeds")
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_truncated_embeddings(llama: Path, side: Literal["left", "right"]) -> None:
-    """What --truncate leaves of them is what the row would have given itself."""
+    """Truncated embeddings equal a row with only the remaining ones."""
     values = noise(1, seed=2)[0]
     values = np.concatenate([values] * (-(-40 // len(values))))[:40]
     engine = Engine(str(llama), dtype="float32")
     (expected,) = engine.generate([{"input_embeds": values[-14:] if side == "left" else values[:14], **COMMON}])
     table = RequestTable(EmbedsStore(HIDDEN))
     encoder = Encoder(engine.tokenizer, VOCAB, 14 + NEW_TOKENS, side)
-    (taken,) = Intake(table, encoder, RowDefaults()).feed([(0, {"input_embeds": values, **COMMON})])
-    assert taken.error is None
+    (processed,) = RowReader(table, encoder, RowDefaults()).read([(0, {"input_embeds": values, **COMMON})])
+    assert processed.error is None
     ((result,),) = engine.start(table).loop.run()
     same(result, expected)
 
 
 @pytest.mark.field("input_embeds", "lora_path")
 def test_embeddings_through_an_adapter(llama: Path, tmp_path: Path) -> None:
-    """The same embeddings through the model and through an adapter share nothing."""
+    """The same embeddings with and without an adapter do not share a prefix."""
     adapter = save_adapter(llama, tmp_path / "a", **KINDS["all"])
     values = noise(1, seed=9)[0]
     expected = [eager(llama, values), eager(merge_adapter(llama, adapter, tmp_path / "merged"), values)]
@@ -251,7 +252,7 @@ def test_tensors_of_files(llama: Path, tmp_path: Path) -> None:
     assert [(c.error.code, c.error.param) for c in results if c.error] == [(c, "input_embeds") for c in wrong.values()]
 
 
-def test_wrong_embeddings_are_refused_by_name(llama: Path) -> None:
+def test_invalid_embeddings_are_errors_of_their_field(llama: Path) -> None:
     rows: list[tuple[dict[str, Any], str, str]] = [
         ({"input_embeds": [[0.5] * 63]}, "invalid_field", "input_embeds"),
         ({"input_embeds": []}, "empty_prompt", "input_embeds"),
@@ -276,8 +277,8 @@ def test_wrong_embeddings_are_refused_by_name(llama: Path) -> None:
         Engine(str(llama), media_root=str(llama / "config.json"))
 
 
-def test_a_model_that_wants_the_ids_again(tmp_path: Path) -> None:
-    """Gemma 4 looks its ids up in a second table."""
+def test_a_model_that_needs_ids_rejects_embeddings(tmp_path: Path) -> None:
+    """Gemma 4 looks its ids up in a second embedding table."""
     folder = checkpoint(tmp_path, "gemma4_text")
     engine = Engine(str(folder), dtype="float32")
     hidden = engine.model.spec.hidden_size
@@ -290,21 +291,21 @@ def test_a_model_that_wants_the_ids_again(tmp_path: Path) -> None:
     assert second.error is None
 
 
-def test_memory_holds_one_row_at_a_time(llama: Path) -> None:
-    """200 MB of embeddings pass through the intake in a few of their sizes."""
+def test_one_row_of_embeddings_is_in_memory_at_a_time(llama: Path) -> None:
+    """200 MB of embeddings are read with a peak of a few rows."""
     engine = Engine(str(llama), dtype="float32")
     table = RequestTable(EmbedsStore(HIDDEN))
-    intake = Intake(table, Encoder(engine.tokenizer, VOCAB, 8192), RowDefaults())
+    row_reader = RowReader(table, Encoder(engine.tokenizer, VOCAB, 8192), RowDefaults())
     rng = np.random.default_rng(0)
     rows = ((i, {"input_embeds": rng.random((4096, HIDDEN), np.float32)}) for i in range(200))
     size = 4096 * HIDDEN * 4
     tracemalloc.start()
     try:
-        assert all(taken.error is None for taken in intake.feed(rows))
+        assert all(processed.error is None for processed in row_reader.read(rows))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    ids = 200 * 4096 * 8  # the zeros that stand for ids until they are spooled
+    ids = 200 * 4096 * 8  # placeholder ids, until they are spooled
     assert peak < 8 * size + 3 * ids
     assert table.embeds is not None
     assert len(table.embeds) == 200 * 4096

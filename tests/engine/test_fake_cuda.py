@@ -1,4 +1,4 @@
-"""The GPU that is not there: operations give a CPU's values, and every planted wait and every mixed device shows."""
+"""The simulated GPU: operations return the CPU's values, and waits and mixed devices are detected."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def on_gpu(values: Tensor) -> Tensor:
 
 
 def host(found: object) -> list[Tensor]:
-    """Everything an operation gave, on the host, without a wait."""
+    """All results of an operation, on the host, without a wait."""
     parts = found if isinstance(found, list | tuple) else [found]
     return [part.behind if isinstance(part, GpuTensor) else torch.as_tensor(part) for part in parts]
 
@@ -48,7 +48,7 @@ def set_item(x: Tensor, index: object, value: object) -> Tensor:
 
 
 def ints(x: Tensor, *values: int) -> Tensor:
-    """Ids beside `x`, by ways that wait for nothing."""
+    """Integers on the device of `x`, created without a wait."""
     made = torch.zeros(len(values), dtype=torch.int64, device=x.device)
     for place, value in enumerate(values):
         made[place : place + 1] = value
@@ -141,7 +141,7 @@ REFUSED: dict[str, Operation] = {
 
 @pytest.mark.parametrize("inference", [True, False])
 @pytest.mark.parametrize("name", QUIET)
-def test_operations_are_a_cpus_and_wait_for_nothing(gpu: FakeGpu, name: str, inference: bool) -> None:
+def test_operations_equal_the_cpu_and_do_not_wait(gpu: FakeGpu, name: str, inference: bool) -> None:
     with torch.inference_mode(inference):
         values = torch.arange(12.0).view(3, 4) / 5
         expected = host(QUIET[name](values.clone()))
@@ -158,7 +158,7 @@ def test_operations_are_a_cpus_and_wait_for_nothing(gpu: FakeGpu, name: str, inf
 
 @pytest.mark.parametrize("inference", [True, False])
 @pytest.mark.parametrize("name", WAITS)
-def test_every_planted_wait_is_written_down(gpu: FakeGpu, name: str, inference: bool) -> None:
+def test_every_planted_wait_is_recorded(gpu: FakeGpu, name: str, inference: bool) -> None:
     with torch.inference_mode(inference):
         values = torch.arange(12.0).view(3, 4) / 5
         WAITS[name](on_gpu(values))
@@ -168,7 +168,7 @@ def test_every_planted_wait_is_written_down(gpu: FakeGpu, name: str, inference: 
 
 @pytest.mark.parametrize("inference", [True, False])
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_a_gpu_refuses(gpu: FakeGpu, name: str, inference: bool) -> None:
+def test_what_a_gpu_rejects_raises(gpu: FakeGpu, name: str, inference: bool) -> None:
     with torch.inference_mode(inference), pytest.raises((RuntimeError, TypeError, ValueError, NotImplementedError)):
         REFUSED[name](on_gpu(torch.ones(3, 4)))
 
@@ -182,7 +182,7 @@ def test_a_wait_names_the_line_of_batchgen(gpu: FakeGpu) -> None:
     ]
 
 
-def test_the_host_is_left_alone(gpu: FakeGpu) -> None:
+def test_host_tensors_are_not_changed(gpu: FakeGpu) -> None:
     x = torch.ones(3)
     assert x[x > 0].tolist() == [1, 1, 1]
     assert type(x.to(torch.int64)) is Tensor
@@ -198,7 +198,7 @@ def test_views_of_normal_tensors_are_normal(gpu: FakeGpu) -> None:
     assert host(pool)[0].tolist() == [[2, 2], [2, 3], [1, 1], [1, 1]]
 
 
-def test_the_door_waits_for_nothing(gpu: FakeGpu) -> None:
+def test_device_transfers_do_not_wait(gpu: FakeGpu) -> None:
     device = device_for(CUDA)
     assert device is gpu.device
     ids, rows = device.upload(np.arange(4), np.ones((2, 2), np.float32))
@@ -218,7 +218,7 @@ def test_the_door_waits_for_nothing(gpu: FakeGpu) -> None:
         device.download(torch.ones(1))
 
 
-def test_pinned_memory_is_copied_without_a_wait_but_not_unseen(gpu: FakeGpu) -> None:
+def test_copies_of_pinned_memory_are_recorded_and_do_not_wait(gpu: FakeGpu) -> None:
     pinned = torch.ones(3).pin_memory()
     assert pinned.is_pinned()
     assert not torch.ones(3).is_pinned()
@@ -230,7 +230,7 @@ def test_pinned_memory_is_copied_without_a_wait_but_not_unseen(gpu: FakeGpu) -> 
     assert len(gpu.syncs) == 1
 
 
-def test_graphs_are_played(gpu: FakeGpu) -> None:
+def test_graphs_are_replayed(gpu: FakeGpu) -> None:
     with torch.inference_mode():
         (x,) = gpu.device.upload(np.random.default_rng(0).normal(size=(3, 16)).astype(np.float32))
         weight = torch.ones(16, device=CUDA)

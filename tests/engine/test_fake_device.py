@@ -1,4 +1,4 @@
-"""The fake device is worth nothing unless it catches mistakes: each is planted here."""
+"""`LateDevice` detects mistakes: each one is planted here."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_transfers_are_counted() -> None:
         (np.zeros((1, 2)), torch.zeros(1, 2, dtype=torch.float64)),
     ],
 )
-def test_what_upload_into_does_not_take(array: np.ndarray, target: torch.Tensor) -> None:
+def test_upload_into_rejects_wrong_arrays(array: np.ndarray, target: torch.Tensor) -> None:
     with pytest.raises(AssertionError):
         LateDevice().upload_into(array, target)
 
@@ -71,7 +71,7 @@ def test_downloads_hold_poison_until_they_are_waited_for() -> None:
     assert len(device.counts.waits) == 1
 
 
-def test_an_overwritten_source_shows() -> None:
+def test_an_overwritten_source_raises() -> None:
     source = torch.ones(2)
     download = LateDevice().download(source)
     source.add_(1)
@@ -83,7 +83,7 @@ def test_an_overwritten_source_shows() -> None:
     assert download.wait()[0].tolist() == [2, 2]
 
 
-def test_waits_tell_how_late_they_are() -> None:
+def test_waits_record_how_late_they_are() -> None:
     device = LateDevice()
     first = device.download(torch.ones(1))
     device.mark()
@@ -102,7 +102,7 @@ def test_waits_tell_how_late_they_are() -> None:
     assert device.unread == {"tokens": 0, "outputs": 0}
 
 
-def test_an_uploaded_array_can_be_spoilt() -> None:
+def test_uploaded_arrays_can_be_poisoned() -> None:
     device = LateDevice(poison_uploads=True)
     array, fixed = np.arange(3), np.arange(3)
     fixed.flags.writeable = False
@@ -113,7 +113,7 @@ def test_an_uploaded_array_can_be_spoilt() -> None:
     assert tensor.tolist() == fixed.tolist() == [0, 1, 2]
 
 
-def test_a_graph_has_done_nothing_before_its_replay_and_runs_no_python_at_it() -> None:
+def test_a_graph_computes_at_replay_and_runs_no_python() -> None:
     device = LateDevice(captures=True)
     given, total = torch.ones(2), torch.zeros(2)
     made: list[torch.Tensor] = []
@@ -135,7 +135,7 @@ def test_a_graph_has_done_nothing_before_its_replay_and_runs_no_python_at_it() -
     assert (device.counts.captures, device.counts.replays) == (1, 2)
 
 
-def test_a_graph_holds_kernels() -> None:
+def test_a_graph_contains_kernels() -> None:
     device = LateDevice(captures=True)
     x, weight = torch.randn(3, 16), torch.randn(16)
     out: list[torch.Tensor] = []
@@ -148,7 +148,7 @@ def test_a_graph_holds_kernels() -> None:
     torch.testing.assert_close(out[0], torch.nn.functional.rms_norm(x, (16,), weight, 1e-6))
 
 
-def test_a_graph_overwrites_what_its_last_replay_left() -> None:
+def test_a_replay_overwrites_the_last_results() -> None:
     device = LateDevice(captures=True)
     given = torch.ones(2)
     made: list[torch.Tensor] = []
@@ -179,7 +179,9 @@ def test_a_graph_overwrites_what_its_last_replay_left() -> None:
     ],
 )
 @pytest.mark.parametrize("inference", [True, False])
-def test_what_no_capture_holds(mistake: Callable[[LateDevice, torch.Tensor], object], inference: bool) -> None:
+def test_operations_that_cannot_be_captured_raise(
+    mistake: Callable[[LateDevice, torch.Tensor], object], inference: bool
+) -> None:
     device = LateDevice(captures=True)
     with torch.inference_mode(inference):
         x = torch.ones(2)
@@ -188,6 +190,6 @@ def test_what_no_capture_holds(mistake: Callable[[LateDevice, torch.Tensor], obj
         device.upload(np.arange(1))  # the capture has ended
 
 
-def test_graphs_are_there_where_they_are_asked_for() -> None:
+def test_a_device_without_graphs_cannot_capture() -> None:
     with pytest.raises(NotImplementedError):
         LateDevice().capture(lambda: None)

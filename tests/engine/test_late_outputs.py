@@ -1,4 +1,4 @@
-"""States, routed experts and prompt logprobs that arrive a step late, in bounded memory, against those of a CPU."""
+"""Hidden states, routed experts and prompt logprobs that are read one step late, against those of a CPU."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 
+from batchgen.engine.d2h_queue import D2HQueue
 from batchgen.engine.engine import Engine
-from batchgen.engine.output_ring import OutputRing
-from batchgen.engine.sampler import Sampler
-from batchgen.engine.step import StepRunner
-from batchgen.request import Completion
+from batchgen.engine.model_runner import ModelRunner
+from batchgen.engine.sampling.sampler import Sampler
+from batchgen.request.completion import Completion
 from tests.engine.fake_device import LateDevice
-from tests.engine.grammar_model import save_grammar_model
 from tests.engine.reference import save_word_tokenizer, shared_prefix_prompts
+from tests.engine.sampling.grammar_model import save_grammar_model
 from tests.models.tiny import VOCAB, save_tiny
 
 torch.set_num_threads(1)
@@ -28,11 +28,11 @@ torch.set_num_threads(1)
 LAYERS = 2
 SPANS = ("prompt", "output", "all", "last")
 POOLS = ("none", "last", "mean")
-ASKED = [
+REQUESTED = [
     {"layers": layers, "tokens": tokens, "pool": pool}
     for tokens, pool, layers in product(SPANS, POOLS, ([-1], [2, 0, -1]))
 ]
-SMALL_RING, SMALL_CHUNK = 8192, 1024
+SMALL_QUEUE, SMALL_CHUNK = 8192, 1024
 
 pytestmark = pytest.mark.field("return_hidden_states", "return_routed_experts", "logprob_start_len")
 
@@ -46,7 +46,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def mixed_rows(count: int, seed: int, experts: bool) -> list[dict[str, Any]]:
-    """States of every kind, experts, prompt logprobs and texts to score; rows that end early, drawn and greedy."""
+    """Rows with hidden states, experts, prompt logprobs and scored texts, greedy and sampled; some end early."""
     rng = Random(seed)
     rows: list[dict[str, Any]] = []
     for i, prompt in enumerate(shared_prefix_prompts(count, VOCAB, seed=seed, longest=28)):
@@ -58,7 +58,7 @@ def mixed_rows(count: int, seed: int, experts: bool) -> list[dict[str, Any]]:
         if rng.random() < 0.3:
             params["stop_token_ids"] = rng.sample(range(3, VOCAB), VOCAB // 6)
         if rng.random() < 0.6:
-            asked = rng.choice(ASKED)
+            asked = rng.choice(REQUESTED)
             if params["max_new_tokens"] or asked["tokens"] != "output":
                 params["return_hidden_states"] = asked
         if experts and rng.random() < 0.6:
@@ -85,7 +85,7 @@ def results(engine: Engine, rows: list[dict[str, Any]]) -> list[Completion]:
 
 
 def numbers(values: Any) -> np.ndarray:
-    """[...] with not-a-number for masked entries."""
+    """The values as an array, with NaN for masked entries."""
     return np.ma.filled(np.ma.asarray(values, np.float64), np.nan)
 
 
@@ -111,19 +111,19 @@ def assert_same(got: list[Completion], wanted: list[Completion]) -> None:
 
 
 def make_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ring of a few rows, sent in pieces of about one."""
-    monkeypatch.setattr("batchgen.engine.step.OutputRing", partial(OutputRing, budget=SMALL_RING))
-    monkeypatch.setattr("batchgen.engine.states.CHUNK_BYTES", SMALL_CHUNK)
+    """Use a queue that holds a few rows, and pieces of about one row."""
+    monkeypatch.setattr("batchgen.engine.model_runner.D2HQueue", partial(D2HQueue, budget=SMALL_QUEUE))
+    monkeypatch.setattr("batchgen.engine.capture.hidden_states.CHUNK_BYTES", SMALL_CHUNK)
 
 
-def ring_of(engine: Engine) -> OutputRing:
+def queue_of(engine: Engine) -> D2HQueue:
     assert engine.last_run is not None
     return engine.last_run.loop.outputs
 
 
 @pytest.mark.parametrize("shape", [{}, {"max_num_seqs": 6, "max_tokens_per_step": 11}], ids=["wide", "narrow"])
 @pytest.mark.parametrize("small", [False, True], ids=["roomy", "small"])
-def test_a_step_late_and_in_bounded_memory(
+def test_late_reads_in_bounded_memory(
     folder: Path, shape: dict[str, int], small: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = mixed_rows(32, 7, folder.name.startswith("mixtral"))
@@ -135,9 +135,9 @@ def test_a_step_late_and_in_bounded_memory(
     engine.device = device = LateDevice(poison_uploads=True)
     assert_same(results(engine, rows), wanted)
     assert engine.last_run is not None
-    loop, ring = engine.last_run.loop, ring_of(engine)
-    assert loop.state.overrun > 0, "samples ended while they were in the next step"
-    assert loop.prompts.capture.nbytes == 0
+    loop, d2h_queue = engine.last_run.loop, queue_of(engine)
+    assert loop.state.discarded > 0, "samples ended while they were in the next step"
+    assert loop.prompts.buffers.nbytes == 0
     assert loop._states is not None
     assert loop._states.nbytes == 0
     assert not loop._states._running
@@ -145,17 +145,17 @@ def test_a_step_late_and_in_bounded_memory(
     waits = device.counts.waits_of("outputs")
     assert not any(wait.overtook for wait in waits)
     if small:
-        assert ring.early_reads > 0
-        assert 0 < ring.peak_bytes <= SMALL_RING
+        assert d2h_queue.forced_syncs > 0
+        assert 0 < d2h_queue.peak_bytes <= SMALL_QUEUE
     else:
-        assert ring.early_reads == 0
+        assert d2h_queue.forced_syncs == 0
         at_once = sum(wait.uploads == 0 for wait in waits)
         assert at_once <= len(waits) // 10, "what a step sends is read after the next has been issued"
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_in_a_pool_for_two_rows(folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts and outputs computed again after an eviction or a preemption."""
+    """Prompts and outputs are recomputed after evictions and preemptions."""
     rows = mixed_rows(10, seed, folder.name.startswith("mixtral"))
     monkeypatch.setattr("batchgen.engine.engine.pool_pages", lambda *_: 2 * (28 + 12) // 4 + 4)
     wanted = results(engine_of(folder, max_tokens_per_step=12, max_num_seqs=8), rows)
@@ -163,12 +163,12 @@ def test_in_a_pool_for_two_rows(folder: Path, seed: int, monkeypatch: pytest.Mon
     engine = engine_of(folder, max_tokens_per_step=12, max_num_seqs=8)
     engine.device = LateDevice(poison_uploads=True)
     assert_same(results(engine, rows), wanted)
-    assert ring_of(engine).peak_bytes <= SMALL_RING
+    assert queue_of(engine).peak_bytes <= SMALL_QUEUE
 
 
 @pytest.mark.parametrize(("regex", "tokens"), [("ab?", 1), ("b?", 0)])
-def test_draws_that_give_no_token_before_one_too_many(tmp_path: Path, regex: str, tokens: int) -> None:
-    """A grammar that ends without a draw: the state of that draw, and of those behind it, is none of the row's."""
+def test_states_of_discarded_tokens_are_not_returned(tmp_path: Path, regex: str, tokens: int) -> None:
+    """A grammar that ends without another token: the states of later sampled tokens are discarded."""
     save_grammar_model(tmp_path)
     engine = Engine(str(tmp_path), dtype="float32", page_size=4)
     (a,) = engine.tokenizer.encode_plain(["a"])[0]
@@ -190,7 +190,7 @@ def test_draws_that_give_no_token_before_one_too_many(tmp_path: Path, regex: str
 
 
 def failing(call: Callable[..., Any], number: int) -> Callable[..., Any]:
-    """`call`, which runs out of memory the `number`-th time."""
+    """`call`, but its `number`-th call raises an out-of-memory error."""
     count = 0
 
     def run(*args: Any) -> Any:
@@ -203,11 +203,11 @@ def failing(call: Callable[..., Any], number: int) -> Callable[..., Any]:
     return run
 
 
-@pytest.mark.parametrize(("part", "number"), [("hidden", 1), ("logits", 2), ("logits", 4), ("draw", 1)])
-def test_a_step_that_fails_is_forgotten_and_issued_anew(
+@pytest.mark.parametrize(("part", "number"), [("hidden", 1), ("logits", 2), ("logits", 4), ("sample", 1)])
+def test_a_failed_step_is_cancelled_and_issued_again(
     folder: Path, part: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sums are not added twice, and nothing is left out."""
+    """Nothing is added twice or left out."""
     rows = mixed_rows(16, 3, folder.name.startswith("mixtral"))
     asked = {"layers": [0, 1, 2, -1], "tokens": "all", "pool": "mean"}
     rows += [
@@ -215,16 +215,16 @@ def test_a_step_that_fails_is_forgotten_and_issued_anew(
         for ids in shared_prefix_prompts(6, VOCAB, seed=4, longest=28)
     ]
     shape = {"max_num_seqs": 8, "max_tokens_per_step": 24}
-    monkeypatch.setattr("batchgen.engine.prompt_logprobs.LOGITS_BYTES", 3 * 4 * VOCAB)
+    monkeypatch.setattr("batchgen.engine.capture.prompt_logprobs.LOGITS_BYTES", 3 * 4 * VOCAB)
     plain = engine_of(folder, **shape)
     wanted = results(plain, rows)
     make_small(monkeypatch)
-    monkeypatch.setattr("batchgen.engine.step.OutputRing", partial(OutputRing, budget=SMALL_CHUNK))
+    monkeypatch.setattr("batchgen.engine.model_runner.D2HQueue", partial(D2HQueue, budget=SMALL_CHUNK))
     engine = engine_of(folder, **shape)
     engine.device = LateDevice()
-    owner: Any = Sampler if part == "draw" else engine.model
+    owner: Any = Sampler if part == "sample" else engine.model
     whole = getattr(owner, part)
-    issue, failed = StepRunner._issue, 0
+    issue, failed = ModelRunner._issue, 0
 
     def stubborn(*args: Any) -> Any:
         nonlocal failed
@@ -236,12 +236,12 @@ def test_a_step_that_fails_is_forgotten_and_issued_anew(
             monkeypatch.setattr(owner, part, whole)
             return issue(*args)
 
-    monkeypatch.setattr(StepRunner, "_issue", stubborn)
+    monkeypatch.setattr(ModelRunner, "_issue", stubborn)
     assert_same(results(engine, rows), wanted)
     assert failed > 1
     for run in (plain.last_run, engine.last_run):
         assert run is not None
-        assert run.loop.prompts.capture.nbytes == 0
+        assert run.loop.prompts.buffers.nbytes == 0
     assert engine.last_run is not None
     assert plain.last_run is not None
-    assert engine.last_run.loop.prompts.capture.positions == plain.last_run.loop.prompts.capture.positions
+    assert engine.last_run.loop.prompts.buffers.positions == plain.last_run.loop.prompts.buffers.positions

@@ -1,4 +1,4 @@
-"""Rows of several adapters and rows without in one batch: each as if alone, each as peft's merged model says."""
+"""Rows with several adapters and without one in a batch: each equals the row alone and peft's merged model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from batchgen.engine.engine import Engine
 from batchgen.errors import UsageError
-from batchgen.request import Completion
+from batchgen.request.completion import Completion
 from tests.engine.reference import Greedy, eager_greedy, save_word_tokenizer, shared_prefix_prompts
 from tests.models.adapters import KINDS, merge_adapter, save_adapter
 from tests.models.tiny import VOCAB, save_tiny
@@ -22,7 +22,7 @@ NAMES = (None, "two", "all")
 
 @pytest.fixture(scope="module", params=["qwen3", "gemma2"])
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    """(folder, adapters, prompts, {adapter: greedy tokens} of the merged models)."""
+    """(folder, adapters, prompts, {adapter: greedy tokens of the merged model})."""
     root = tmp_path_factory.mktemp(request.param)
     base = save_tiny(request.param, root / "base")
     save_word_tokenizer(base, VOCAB)
@@ -37,7 +37,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def rows(prompts: list[list[int]]) -> list[dict[str, Any]]:
-    """Every prompt once without an adapter and once with each, so that equal ids stand under different keys."""
+    """Every prompt without an adapter and with each one, so that equal ids have different cache keys."""
     return [
         {
             "id": f"{i}-{name}",
@@ -163,5 +163,5 @@ def test_adapters_in_the_python_api(world) -> None:
         assert list(Engine(str(base), dtype="float32", lora=given).model.spec.adapters) == ["two"]
     with pytest.raises(UsageError, match="'two' twice"):
         Engine(str(base), lora=pairs * 2)
-    with pytest.raises(UsageError, match="takes NAME=PATH"):
+    with pytest.raises(UsageError, match="must be NAME=PATH"):
         Engine(str(base), lora="two")

@@ -1,4 +1,4 @@
-"""Both model paths against transformers' eager greedy generation, in every way a batch can be put together."""
+"""Both model paths against transformers' eager greedy generation, in different batches and pools."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from batchgen.bench.demo_tasks.tasks import draw
 from batchgen.demo import model_path
-from batchgen.demo.tasks import draw
 from batchgen.engine.engine import Engine
-from batchgen.prompts import ChatPrompt
-from batchgen.request import Completion
+from batchgen.request.completion import Completion
+from batchgen.request.prompts import ChatPrompt
 from batchgen.text.tokenizer import Tokenizer
 from tests.engine.reference import Greedy, eager_greedy, save_word_tokenizer, shared_prefix_prompts
 from tests.models.tiny import NATIVE_TYPES, TYPES, VOCAB, save_tiny
@@ -19,11 +19,11 @@ from tests.models.tiny import NATIVE_TYPES, TYPES, VOCAB, save_tiny
 PROMPTS = 200
 NEW_TOKENS = 8
 ALONE_EVERY = 8
-"""One prompt in so many also runs in a batch of its own."""
+"""One of this many prompts also runs alone."""
 
 
 def run(engine: Engine, prompts: list[list[int]], order: list[int] | None = None) -> dict[int, Completion]:
-    """Generate prompts in the given order; results by the prompt's own number."""
+    """Generate prompts in the given order; returns prompt index -> completion."""
     order = list(range(len(prompts))) if order is None else order
     rows = [
         {
@@ -60,7 +60,7 @@ NATIVE = [
     ("qwen3", {}),
     ("qwen3", {"tie_word_embeddings": True, "head_dim": 32}),
 ]
-# Granite checkpoints divide their logits by 4 to 16; the tiny configuration doubles them, and so float32's rounding.
+# Granite checkpoints divide logits by 4 to 16; the tiny default would double them, and the rounding errors too.
 OVERRIDES = {"granite": {"logits_scaling": 4.0}}
 OTHERS = [(name, OVERRIDES.get(name, {})) for name in TYPES if name not in NATIVE_TYPES]
 
@@ -68,11 +68,8 @@ OTHERS = [(name, OVERRIDES.get(name, {})) for name in TYPES if name not in NATIV
 def every_way(
     monkeypatch: pytest.MonkeyPatch, implementation: str, folder: Path, prompts: list, expected: Greedy, room: int = 6
 ) -> None:
-    """One batch, shuffled, one at a time, and with a pool so small that rows are preempted: for `room` of the longest.
-
-    Where lengths are alike, as many are preempted and evicted with room for six as for two, in a third of the steps.
-    """
-    # Steps that many prompts begin in, so that they run out of pages together.
+    """Compare in one batch, shuffled, alone, and preempted in a pool for `room` of the longest prompts."""
+    # Many prompts start in a step, so that they run out of pages together.
     engine = Engine(str(folder), model_impl=implementation, dtype="float32", page_size=4, max_tokens_per_step=2048)
     assert engine.model.spec.implementation == implementation
     assert_same(run(engine, prompts), expected)

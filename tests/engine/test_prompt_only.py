@@ -1,4 +1,4 @@
-"""Requests for no tokens: their prompt runs where something of it is returned, and nothing runs where not."""
+"""Requests with `max_new_tokens: 0`: their prompt only runs if something of it is returned."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from batchgen.engine.engine import Engine
-from batchgen.params import SamplingParams
+from batchgen.request.params import SamplingParams
 from tests.engine.jobs import finish
 from tests.engine.reference import save_word_tokenizer
 from tests.models.tiny import VOCAB, save_tiny
@@ -33,7 +33,7 @@ SOME = [
 
 @pytest.mark.field("max_new_tokens")
 @pytest.mark.parametrize("max_num_seqs", [1, 8])
-def test_a_prompt_that_is_asked_for_runs_without_output(folder: Path, max_num_seqs: int) -> None:
+def test_a_prompt_with_returned_values_runs_without_output(folder: Path, max_num_seqs: int) -> None:
     engine = Engine(str(folder), dtype="float32", max_num_seqs=max_num_seqs, max_tokens_per_step=8, page_size=4)
     prompts = [[3, 4, 5, 6, 7, 8, 9, 10, 11 + i] for i in range(len(SOME))]
     done = finish(engine, list(zip(prompts, SOME, strict=True)))
@@ -51,7 +51,7 @@ def test_a_prompt_that_is_asked_for_runs_without_output(folder: Path, max_num_se
     assert engine.last_run.scheduler.stats.sampled_tokens == 0
 
 
-def test_a_prompt_that_nobody_reads_does_not_run(folder: Path) -> None:
+def test_a_prompt_without_returned_values_does_not_run(folder: Path) -> None:
     engine = Engine(str(folder), dtype="float32")
     (first, second) = finish(engine, [([3, 4], nothing(return_logprob=True)), ([3, 4, 5], nothing(temperature=0.0))])
     assert (first.completion_tokens, second.completion_tokens) == (0, 0)
@@ -59,7 +59,7 @@ def test_a_prompt_that_nobody_reads_does_not_run(folder: Path) -> None:
     assert engine.last_run.scheduler.stats.steps == 0
 
 
-def test_beside_rows_that_generate(folder: Path) -> None:
+def test_prompt_only_rows_among_rows_that_generate(folder: Path) -> None:
     engine = Engine(str(folder), dtype="float32", page_size=4)
     wanted = SamplingParams(max_new_tokens=3, temperature=0.0, ignore_eos=True)
     alone = finish(engine, [([3, 4, 5], wanted)])[0]

@@ -1,4 +1,4 @@
-"""`--quantization int8`: what it computes, the loss that it is held to, and where it is refused."""
+"""`--quantization int8`: results, loss bound, and unsupported cases."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 
 from batchgen import Engine
 from batchgen.cli.app import run_command
-from batchgen.config import EngineConfig
+from batchgen.config.run_config import EngineConfig
 from batchgen.demo import model_path
 from batchgen.engine import quantization as module
-from batchgen.engine.kernels import products_of
+from batchgen.engine.backend_choice import products_of
 from batchgen.engine.quantization import refuse_quantization
 from batchgen.errors import UsageError
 from batchgen.kernels import layouts
@@ -35,7 +35,7 @@ TASKS = ["Sort: 3 1 2", "What is 17 + 25?", "Copy: red fox"]
 
 @here
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_loss_is_that_of_the_distributions(family: str, tmp_path: Path) -> None:
+def test_the_loss_compares_distributions(family: str, tmp_path: Path) -> None:
     model = load_model(save_tiny(family, tmp_path), dtype="float32", device="cpu")
     assert isinstance(model, NativeModel)
     spec = model.spec
@@ -44,11 +44,11 @@ def test_loss_is_that_of_the_distributions(family: str, tmp_path: Path) -> None:
     assert 0 < loss.divergence < 0.01
     assert 0.8 < loss.agreement <= 1
     assert model.spec == spec
-    assert quantise(model, [[1, 2, 3]]).divergence < 1e-3 * loss.divergence  # what is quantised stays as it is
+    assert quantise(model, [[1, 2, 3]]).divergence < 1e-3 * loss.divergence  # quantising again changes nothing
 
 
 @here
-def test_full_weights_are_let_go_layer_by_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_weights_are_freed_layer_by_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model(save_tiny("llama", tmp_path), dtype="float32", device="cpu", products="fixed")
     assert isinstance(model, NativeModel)
     products = [getattr(layer, name) for layer in model._layers for name in ("qkv", "o", "gate_up", "down")]
@@ -82,7 +82,7 @@ def test_an_engine_in_int8(dtype: str) -> None:
 
 @here
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a job leaves spools to the collector
-def test_a_job_says_so_and_is_another_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quantization_is_in_the_footer_and_the_fingerprint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "rows.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in TASKS))
     footers = []
@@ -110,7 +110,7 @@ def test_a_job_says_so_and_is_another_job(tmp_path: Path, capsys: pytest.Capture
 
 @here
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a job leaves spools to the collector
-def test_what_changes_the_model_too_much_is_refused(
+def test_a_loss_above_the_bound_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "rows.jsonl"
@@ -119,14 +119,14 @@ def test_what_changes_the_model_too_much_is_refused(
     assert run_command(["run", str(source), "-o", str(tmp_path / "out.parquet"), *flags]) == 2
     said = capsys.readouterr().err
     assert "error: `--quantization int8` changes this model too much: " in said
-    assert "where `--quantization-bound` is 1e-09 nats; leave the option out, or raise the bound" in said
+    assert "but `--quantization-bound` is 1e-09 nats; leave the option out or raise the bound" in said
     broken = QuantizationLoss(float("nan"), 0.0, 9)
     monkeypatch.setattr(module, "quantise", lambda model, texts: broken)
     with pytest.raises(UsageError, match="nan nats"):
         Engine(str(model_path()), device="cpu", quantization="int8")
 
 
-def test_where_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_cases_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = inspect_model(model_path(), dtype="float32", device="cpu")
     refuse_quantization(EngineConfig(), replace(spec, device=torch.device("cuda")))
 
@@ -136,24 +136,24 @@ def test_where_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         return str(caught.value)
 
     assert reason(device=torch.device("cuda")) == (
-        "`--quantization int8` cannot be had: it is for CPUs; leave the option out"
+        "`--quantization int8` is not supported: it runs on CPUs only; leave the option out"
     )
-    assert "runs by the transformers library" in reason(implementation="transformers")
-    assert "in bfloat16 or float32, not in float16" in reason(dtype=torch.float16)
-    assert "by PyTorch alone" in reason(EngineConfig(quantization="int8", attention="torch"))
+    assert "runs with the transformers library" in reason(implementation="transformers")
+    assert "in bfloat16 or float32, not float16" in reason(dtype=torch.float16)
+    assert "only uses PyTorch" in reason(EngineConfig(quantization="int8", attention="torch"))
     monkeypatch.setattr(layouts, "methods", lambda dtype: ("widened",))
     monkeypatch.setattr(layouts, "loaded", lambda: True)
     assert "no dot instruction for int8" in reason()
     monkeypatch.setattr(layouts, "loaded", lambda: False)
     monkeypatch.setattr(layouts, "missing", lambda: "no compiler")
-    assert "there are none: no compiler" in reason()
+    assert "which are not available: no compiler" in reason()
     assert products_of(INT8) == "fixed"
 
 
-def test_check_refuses_it_before_anything_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_rejects_it_before_reading_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "rows.jsonl"
     source.write_text(json.dumps({"text": TASKS[0]}) + "\n")
     flags = ["--quantization", "int8", "--attention", "torch", "--device", "cpu"]
     for command in (["check", str(source)], ["run", str(source), "-o", str(tmp_path / "out.parquet")]):
         assert run_command([*command, *flags]) == 2
-        assert "`--quantization int8` cannot be had: it computes by compiled kernels" in capsys.readouterr().err
+        assert "`--quantization int8` is not supported: it needs compiled kernels" in capsys.readouterr().err

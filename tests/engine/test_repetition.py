@@ -1,4 +1,4 @@
-"""`--stop-on-repeat` against brute force."""
+"""`--stop-on-repeat`, against a brute-force check."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchgen.engine.repetition import repeats
+from batchgen.engine.sequence import is_repeating
 
 
 def brute_force(ids: Sequence[int], span: int) -> bool:
-    """Some block of at most `span // 4` ids, repeated, gives the last `span` ids."""
+    """Whether repeating some block of at most `span // 4` ids gives the last `span` ids."""
     tail = list(ids[-span:])
     if len(tail) < span:
         return False
@@ -23,12 +23,12 @@ def test_same_as_brute_force(head: list[int], block: list[int], data: st.DataObj
     ids = head + (block * 20)[: data.draw(st.integers(0, 60))]
     span = data.draw(st.integers(4, 40))
     for length in range(len(ids) + 1):
-        assert repeats(ids[:length], span) == brute_force(ids[:length], span)
+        assert is_repeating(ids[:length], span) == brute_force(ids[:length], span)
 
 
-def test_the_block_stands_four_times() -> None:
-    assert repeats([9, 1, 2, 1, 2, 1, 2, 1, 2], 8)
-    assert not repeats([9, 1, 2, 3, 1, 2, 3, 1, 2], 8), "a block of three is more than a quarter of eight"
-    assert not repeats([1, 2, 1, 2, 1, 2, 1], 8), "seven tokens are not eight"
-    assert repeats([5, 5, 5, 5], 4)
-    assert repeats([3, 1, 2, 1, 2, 1, 2, 1, 2, 1], 9), "the last block may be cut off"
+def test_a_block_must_occur_four_times() -> None:
+    assert is_repeating([9, 1, 2, 1, 2, 1, 2, 1, 2], 8)
+    assert not is_repeating([9, 1, 2, 3, 1, 2, 3, 1, 2], 8), "a block of three is more than a quarter of eight"
+    assert not is_repeating([1, 2, 1, 2, 1, 2, 1], 8), "seven tokens are not eight"
+    assert is_repeating([5, 5, 5, 5], 4)
+    assert is_repeating([3, 1, 2, 1, 2, 1, 2, 1, 2, 1], 9), "the last block may be incomplete"

@@ -1,4 +1,4 @@
-"""Where the time of a job's steps goes: every moment is somewhere, for two readings of a clock a step."""
+"""`StepTimes`: all time is counted, with two clock readings per step."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 
 from batchgen.engine import step_times
 from batchgen.engine.engine import Engine
-from batchgen.params import SamplingParams
-from batchgen.request import RequestTable
+from batchgen.request.params import SamplingParams
+from batchgen.request.table import RequestTable
 from tests.engine.reference import save_word_tokenizer
 from tests.models.tiny import VOCAB, save_tiny
 
 
-def test_two_readings_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_reads_the_clock_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_tiny("llama", tmp_path, num_hidden_layers=1)
     save_word_tokenizer(folder, VOCAB)
     engine = Engine(str(folder), dtype="float32")
@@ -31,4 +31,4 @@ def test_two_readings_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     steps, times = running.loop.state.steps, running.loop.times
     assert next(ticks) == 1 + 2 * steps
     assert (times.compute, times.host) == (steps, steps)
-    assert running.loop.counts()["host_milliseconds"] == 1000 * steps
+    assert running.loop.counts()["host_ms"] == 1000 * steps

@@ -1,4 +1,4 @@
-"""A GPU's host never waits: whole jobs on a GPU that is not there, every wait counted by the line that asks for it."""
+"""The host never waits for the GPU: whole jobs on the simulated GPU, where each wait is recorded with its line."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from torch import Tensor
 
 from batchgen.engine.engine import Engine
-from batchgen.engine.sampler import Draws, Sampler
-from tests.engine.grammar_model import save_grammar_model
+from batchgen.engine.sampling.sampler import SampledTokens, Sampler
 from tests.engine.reference import save_word_tokenizer
+from tests.engine.sampling.grammar_model import save_grammar_model
 from tests.engine.steady import Job, run_job, steady_steps
 from tests.engine.test_triton import assert_same
 from tests.models.adapters import KINDS, save_adapter
@@ -35,8 +35,8 @@ FREE: list[dict[str, Any]] = [
     {"temperature": 0, "return_hidden_states": {"layers": [0, -1], "tokens": "all"}},
     {"temperature": 0, "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1},
 ]
-"""Rows whose draws need nothing that the host knows."""
-INSIDES: list[dict[str, Any]] = [
+"""Rows whose sampling does not need earlier tokens on the host."""
+STATES: list[dict[str, Any]] = [
     {"temperature": 0, "return_hidden_states": {"layers": [1, 0, -1], "tokens": tokens, "pool": pool}}
     for tokens, pool in [("all", "none"), ("all", "mean"), ("prompt", "last"), ("last", "none")]
 ]
@@ -50,13 +50,13 @@ PROMPTS: list[dict[str, Any]] = [
     }
     for start, k, ids in [(0, 0, []), (2, 5, [4, 9]), (0, 3, [7])]
 ]
-"""Rows that ask for what their prompts and insides hold; some share a prefix, and one branches at its end."""
+"""Rows that return prompt logprobs; some share a prefix, and one branches at its end."""
 BOUND: list[dict[str, Any]] = [
     {"temperature": 0, "bad_words": [[8, 9], [7]]},
     {"temperature": 1.0, "bad_words": [[9, 10]], "return_logprob": True},
     {"temperature": 1.0, "bad_words": [[11, 12, 13]], "presence_penalty": 0.5},
 ]
-"""Rows whose next draw depends on the tokens before it."""
+"""Rows whose next token depends on earlier tokens on the host."""
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def rows(kinds: list[dict[str, Any]], prefix: int = 2) -> list[dict[str, Any]]:
 
 
 def assert_late(job: Job, *, downloads: int) -> None:
-    """Every step but the last is read when the next one's work is queued."""
+    """Every step but the last is read after the next one was queued."""
     *waits, _ = job.waits
     assert all(wait.uploads for wait in waits), waits
     assert all(wait.downloads >= downloads for wait in waits)
@@ -84,7 +84,7 @@ def assert_late(job: Job, *, downloads: int) -> None:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_steady_step_is_two_uploads_and_one_download(model: Path, deterministic: bool) -> None:
-    job = run_job(model, rows(FREE[:3]), rehearse=not deterministic, deterministic=deterministic)
+    job = run_job(model, rows(FREE[:3]), run_dummy=not deterministic, deterministic=deterministic)
     assert job.syncs == []
     assert_late(job, downloads=1)
     steady = steady_steps(job)
@@ -95,23 +95,23 @@ def test_a_steady_step_is_two_uploads_and_one_download(model: Path, deterministi
 
 
 @pytest.mark.parametrize(("kinds", "downloads"), [(FREE, 1), (BOUND + FREE[:2], 0)], ids=["free", "bound"])
-def test_nobody_waits_for_any_kind_of_row(model: Path, kinds: list[dict[str, Any]], downloads: int) -> None:
-    """Nor where rows begin and end; and results are those of plain PyTorch on a CPU."""
+def test_no_kind_of_row_waits(model: Path, kinds: list[dict[str, Any]], downloads: int) -> None:
+    """Also when rows start and end. Results equal those of plain PyTorch on a CPU."""
     work = rows(kinds, prefix=9)
     job = run_job(model, work)
     assert job.syncs == []
     assert_late(job, downloads=downloads)
     assert steady_steps(job)
     assert all(step.downloads["tokens"] == 1 for step in steady_steps(job))
-    assert all(step.downloads["outputs"] <= 1 for step in steady_steps(job))  # of rows that ask for states
+    assert all(step.downloads["outputs"] <= 1 for step in steady_steps(job))  # hidden states
     engine = Engine(str(model), attention="torch", dtype="float32", page_size=4)
     for ours, theirs in zip(job.done, engine.generate(work, ordered=True), strict=True):
         assert_same(ours, theirs)
 
 
-def test_nobody_waits_for_states_and_prompt_logprobs(model: Path) -> None:
-    """In chunks, and with texts to score beside them."""
-    work = rows(INSIDES + PROMPTS, prefix=9)
+def test_states_and_prompt_logprobs_do_not_wait(model: Path) -> None:
+    """With chunked prompts, and together with scoring rows."""
+    work = rows(STATES + PROMPTS, prefix=9)
     work += [{"input_ids": [*range(5, 14), 20], "completions": [[8, 9], [7]]}]
     job = run_job(model, work)
     assert job.syncs == []
@@ -124,7 +124,7 @@ def test_nobody_waits_for_states_and_prompt_logprobs(model: Path) -> None:
         assert_same(ours, theirs)
 
 
-def test_constrained_rows_hold_nobody_up(tmp_path: Path) -> None:
+def test_constrained_rows_do_not_wait(tmp_path: Path) -> None:
     folder = save_grammar_model(tmp_path)
     kinds: list[dict[str, Any]] = [{"temperature": 0}, {"regex": "[a-f]{7,8}"}, {"regex": "[xyz]{7,8}", "n": 2}]
     job = run_job(folder, [{"text": f"Row {i}: ", "seed": i, "max_new_tokens": 7, **k} for i, k in enumerate(kinds)])
@@ -134,8 +134,8 @@ def test_constrained_rows_hold_nobody_up(tmp_path: Path) -> None:
     assert_late(job, downloads=0)
 
 
-def test_processors_wait_at_the_door_alone(model: Path) -> None:
-    """Foreign code decides what becomes of a row before its draw: the one kind of row that is waited for."""
+def test_custom_processors_only_wait_for_downloads(model: Path) -> None:
+    """Their results decide whether a row ends, so these rows are the only ones that wait."""
 
     def push(logits: Tensor, rows: object) -> Tensor:
         return logits + 1
@@ -146,32 +146,32 @@ def test_processors_wait_at_the_door_alone(model: Path) -> None:
     assert job.syncs == []
     assert steady_steps(job)
     for step in steady_steps(job):
-        assert step.downloads == {"tokens": 3}  # which rows are spoilt, what the processor made of its own, the draw
+        assert step.downloads == {"tokens": 3}  # NaN rows, the processor's result, the tokens
 
 
 def test_a_planted_wait_is_found(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    draw = Sampler.draw
+    draw = Sampler.sample
 
-    def waiting(self: Sampler, *args: Any) -> Draws:
-        drawn = draw(self, *args)
-        assert int(drawn.tokens.max()) < VOCAB
-        return drawn
+    def waiting(self: Sampler, *args: Any) -> SampledTokens:
+        sampled = draw(self, *args)
+        assert int(sampled.tokens.max()) < VOCAB
+        return sampled
 
-    monkeypatch.setattr(Sampler, "draw", waiting)
+    monkeypatch.setattr(Sampler, "sample", waiting)
     job = run_job(model, rows(FREE[:1]))
     assert {len(step.syncs) for step in job.steps if step.plan.samples} == {1}
     assert "reads a number" in str(job.syncs[0])
 
 
 def test_a_planted_early_read_is_found(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    draw = Sampler.draw
+    draw = Sampler.sample
 
-    def waiting(self: Sampler, *args: Any) -> Draws:
-        drawn = draw(self, *args)
-        drawn.read()
-        return drawn
+    def waiting(self: Sampler, *args: Any) -> SampledTokens:
+        sampled = draw(self, *args)
+        sampled.read()
+        return sampled
 
-    monkeypatch.setattr(Sampler, "draw", waiting)
+    monkeypatch.setattr(Sampler, "sample", waiting)
     job = run_job(model, rows(FREE[:1]))
     assert job.syncs == []
     assert {wait.uploads for wait in job.waits} == {0}
@@ -180,7 +180,7 @@ def test_a_planted_early_read_is_found(model: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma2"])
-def test_nobody_waits_for_adapters_or_a_transformers_model(tmp_path: Path, model_type: str) -> None:
+def test_adapters_and_transformers_models_do_not_wait(tmp_path: Path, model_type: str) -> None:
     folder = save_tiny(model_type, tmp_path / "model", num_hidden_layers=2)
     save_word_tokenizer(folder, 256)
     native = model_type == "qwen3"

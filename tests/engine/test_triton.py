@@ -1,4 +1,4 @@
-"""A whole job on the Triton kernels, in their interpreter, against the same job in plain PyTorch: every kind of row."""
+"""Whole jobs with Triton's kernels in the interpreter, against plain PyTorch, with every kind of row."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import Tensor
 from batchgen.engine.engine import Engine
 from batchgen.errors import ErrorCode, UsageError
 from batchgen.kernels.gpu.launch import recording
-from batchgen.request import Completion
-from tests.engine.grammar_model import save_grammar_model
+from batchgen.request.completion import Completion
 from tests.engine.reference import save_word_tokenizer, shared_prefix_prompts
+from tests.engine.sampling.grammar_model import save_grammar_model
 from tests.models.adapters import KINDS, save_adapter
 from tests.models.tiny import VOCAB, save_tiny
 
@@ -26,7 +26,7 @@ EXACT = ("output_ids", "output_top_ids", "finish_reason", "stop_kind", "text", "
 
 
 def rows(adapter: str | None) -> list[dict[str, Any]]:
-    """One of each kind, over prompts that share prefixes at several depths."""
+    """One row of each kind, with prefixes shared at several depths."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 0},
         {"temperature": 0, "return_logprob": True, "top_logprobs_num": 3, "logprob_start_len": 0},
@@ -110,8 +110,8 @@ def test_constrained_rows(tmp_path: Path) -> None:
         assert ours.constraint_ok == theirs.constraint_ok
 
 
-def test_plain_rows_launch_what_they_need(tmp_path: Path) -> None:
-    """Steps of greedy rows, counted: nothing of what other rows would need is launched."""
+def test_greedy_rows_only_launch_the_kernels_they_need(tmp_path: Path) -> None:
+    """Counted over whole steps."""
     folder = save_tiny("llama", tmp_path / "model")
     save_word_tokenizer(folder, VOCAB)
     engine = Engine(str(folder), attention="triton", dtype="float32", page_size=4)
@@ -133,19 +133,19 @@ def test_plain_rows_launch_what_they_need(tmp_path: Path) -> None:
     assert per_step == {
         "_norm": 2 * layers + 1,
         "_rope_tables": 1,
-        "_rotate_and_store": layers,
-        "attention_kernel": layers,  # prompts and decode rows are in steps of their own here
+        "_qk_norm_rope_cache": layers,
+        "attention_kernel": layers,  # prompts and decode rows are in separate steps here
         "_gated": layers,
-        "_sample": 1,  # which sees by itself what nothing can be drawn from
+        "_sample": 1,  # also finds rows with NaN logits
     }
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy complains of such rows
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns in the interpreter
 @pytest.mark.parametrize("edited", [{}, {"repetition_penalty": 1.2}])
-def test_rows_of_not_a_numbers_fail_alone(
+def test_only_rows_with_nan_logits_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edited: dict[str, Any]
 ) -> None:
-    """Seen by the draw where logits are drawn from as they are, and before anything is written to them elsewhere."""
+    """Found by the sampling kernel for plain rows, and before logits processing for other rows."""
     folder = save_tiny("llama", tmp_path / "model")
     save_word_tokenizer(folder, VOCAB)
     engine = Engine(str(folder), attention="triton", dtype="float32", page_size=4)
@@ -162,8 +162,8 @@ def test_rows_of_not_a_numbers_fail_alone(
     assert [c.error.code if c.error else None for c in done] == [None, *[ErrorCode.NAN_LOGITS] * 2, None]
 
 
-def test_a_deterministic_job_on_the_kernels_of_a_gpu(tmp_path: Path) -> None:
-    """As the plain job; and every linear layer is computed by the product whose rows never know of each other."""
+def test_a_deterministic_job_with_gpu_kernels(tmp_path: Path) -> None:
+    """Equals the plain job, and every linear layer uses the batch-invariant matmul kernel."""
     save_tiny("qwen3", tmp_path / "base")
     save_word_tokenizer(tmp_path / "base", VOCAB)
     work = rows(None)[:6]
@@ -180,8 +180,8 @@ def test_a_deterministic_job_on_the_kernels_of_a_gpu(tmp_path: Path) -> None:
     assert kernels == {"_matmul": 1}
 
 
-def test_a_deterministic_job_on_a_gpu_refuses_the_library_s_products(tmp_path: Path) -> None:
+def test_a_deterministic_job_on_a_gpu_rejects_a_transformers_model(tmp_path: Path) -> None:
     save_tiny("gemma2", tmp_path)
     save_word_tokenizer(tmp_path, VOCAB)
-    with pytest.raises(UsageError, match="a gemma2 model by the library's; leave the option out, or compute on a CPU"):
+    with pytest.raises(UsageError, match="transformers computes a gemma2 model; leave the option out"):
         Engine(str(tmp_path), attention="triton", dtype="float32", deterministic=True)

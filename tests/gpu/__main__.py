@@ -1,4 +1,4 @@
-"""The command; see the package. Says whether kernels are interpreted before anything imports them."""
+"""The command line of the GPU check. Sets Triton's interpreter on or off before kernels are imported."""
 
 from __future__ import annotations
 
@@ -13,42 +13,46 @@ from pathlib import Path
 from tests.gpu.budget import DEFAULT_STAGES, STAGES
 
 _GRACE = 120.0
-"""Seconds past the time limit after which a case counts as hung, and the process ends with what was saved before."""
+"""Seconds past the time limit after which a case counts as hung and the process exits."""
 
 
 def main(words: list[str]) -> int:
-    """Parse, choose the device, run, report."""
+    """Parse the options, run the stages, print and write the report; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description="Parity and benchmarks on a CUDA device.")
     names = [stage.name for stage in STAGES]
-    parser.add_argument("--stages", default=",".join(DEFAULT_STAGES), help=f"of {', '.join(names)}")
+    parser.add_argument("--stages", default=",".join(DEFAULT_STAGES), help=f"comma-separated, from {', '.join(names)}")
     parser.add_argument("--toy", action="store_true", help="on the CPU, in Triton's interpreter, at toy sizes")
     parser.add_argument("--out", type=Path, help="a JSON file, or a folder for <gpu>-<date>-<commit>.json")
-    parser.add_argument("--only", default="", help="cases whose name or operation holds this")
-    parser.add_argument("--time-limit", type=float, default=450.0, help="seconds that the stages share")
-    parser.add_argument("--flash-library", default="", help="a library file, packed or not, or a folder of them")
-    parser.add_argument("--jobs", type=int, default=0, help="processes that check parity; 0: most cores, at most 10")
+    parser.add_argument("--only", default="", help="run only cases whose name or operation contains this text")
+    parser.add_argument("--time-limit", type=float, default=450.0, help="seconds for all stages together")
+    parser.add_argument(
+        "--flash-library", default="", help="a flash-attn library file, packed or not, or a folder of them"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=0, help="number of processes that check parity; 0: most cores, at most 10"
+    )
     parser.add_argument("--shard", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--commit", default="", help="where the checkout has no .git of its own")
+    parser.add_argument("--commit", default="", help="commit to record, for a copy without .git")
     options = parser.parse_args(words)
     stages = options.stages.split(",")
     unknown = sorted(set(stages) - set(names))
     if unknown:
-        parser.error(f"unknown stages: {', '.join(unknown)}; take some of {', '.join(names)}")
+        parser.error(f"unknown stages: {', '.join(unknown)}; choose from {', '.join(names)}")
     if options.toy:
         os.environ["TRITON_INTERPRET"] = "1"
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        # The interpreter computes what masks throw away, and numpy complains of it.
+        # The interpreter computes masked elements too, and numpy warns about them.
         warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton.*")
-        from tests.gpu.interpreted import quicken, sum_rows_alike
+        from tests.gpu.interpreted import fix_row_summation_order, speed_up_interpreter
 
-        quicken()
-        sum_rows_alike()
+        speed_up_interpreter()
+        fix_row_summation_order()
     else:
-        # Interpreted kernels would run, on the CPU, a million times slower, and prove nothing of the device.
+        # Interpreted kernels would run on the CPU, very slowly, and test nothing of the device.
         os.environ.pop("TRITON_INTERPRET", None)
     from tests.gpu.runner import NoDevice, Options, run
 
-    gc.freeze()  # what is imported stays: no collection between the checks looks through it again
+    gc.freeze()  # collections between the checks skip the imported modules
     if not options.toy:
         faulthandler.dump_traceback_later(options.time_limit + _GRACE, exit=True)
     try:

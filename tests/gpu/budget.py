@@ -1,7 +1,4 @@
-"""The stages, in the order in which they run, and each one's part of the time.
-
-Correct before fast: whatever proves comes before whatever measures.
-"""
+"""The stages in the order in which they run, and their shares of the time. Checks come before measurements."""
 
 from __future__ import annotations
 
@@ -13,24 +10,24 @@ __all__ = ["DEFAULT_STAGES", "STAGES", "Stage", "schedule", "stage_named"]
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stage's time, in seconds."""
+    """A stage and its time."""
 
     name: str
     share: float
-    """Of the 450 seconds that the whole command may begin cases in."""
+    """Seconds out of the default limit of 450."""
     least: float = 0.0
-    """With less than this left it is not begun."""
-    proves: bool = False
-    """Whether not running it leaves something unproven, which is a failure."""
+    """Seconds that must be left to begin the stage."""
+    required: bool = False
+    """Whether it is a failure if the stage does not run."""
 
 
 STAGES = (
-    Stage("parity", 110.0, proves=True),
-    Stage("flash", 20.0, proves=True),
-    Stage("engine", 55.0, least=15.0, proves=True),
-    Stage("determinism", 25.0, least=8.0, proves=True),
-    Stage("syncs", 15.0, least=5.0, proves=True),
-    Stage("memory", 35.0, least=10.0, proves=True),
+    Stage("parity", 110.0, required=True),
+    Stage("flash", 20.0, required=True),
+    Stage("engine", 55.0, least=15.0, required=True),
+    Stage("determinism", 25.0, least=8.0, required=True),
+    Stage("syncs", 15.0, least=5.0, required=True),
+    Stage("memory", 35.0, least=10.0, required=True),
     Stage("bench", 40.0, least=5.0),
     Stage("workloads", 120.0, least=20.0),
     Stage("profile", 30.0, least=10.0),
@@ -45,9 +42,9 @@ def stage_named(name: str) -> Stage:
 
 
 def schedule(chosen: Sequence[str], time_limit: float) -> dict[str, float]:
-    """When each chosen stage must begin no more cases, in seconds from the start of the run.
+    """Seconds from the start of the run after which each chosen stage begins no more cases.
 
-    The chosen stages share the limit by their parts; what one leaves over is the next one's.
+    The chosen stages divide the limit in proportion to their shares. Time that one does not use is left for the next.
     """
     stages = [stage for stage in STAGES if stage.name in chosen]
     whole = sum(stage.share for stage in stages)

@@ -1,4 +1,4 @@
-"""Checkpoints for whole jobs: random weights of a native family under a tokenizer that text can be made with."""
+"""Checkpoints for whole jobs: random weights of a native family, with a tokenizer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from tests.engine.grammar_model import VOCAB, save_grammar_tokenizer
+from tests.engine.sampling.grammar_model import VOCAB, save_grammar_tokenizer
 from tests.models.tiny import save_tiny
 
 __all__ = ["VOCAB", "save_adapter", "save_checkpoint"]
@@ -22,12 +22,12 @@ def save_checkpoint(folder: Path, family: str, *, hidden: int, layers: int, dtyp
     """Write a model of `family` with heads of 64 (16 where `hidden` is below 128) and half as many for keys.
 
     Args:
-        folder: where to.
+        folder: the checkpoint's folder.
         family: a `model_type` of the native decoder.
-        hidden: its width.
-        layers: its depth.
-        dtype: of the stored weights.
-        context: positions.
+        hidden: hidden size.
+        layers: number of layers.
+        dtype: dtype of the stored weights.
+        context: context length.
     """
     dim = 16 if hidden < 128 else 64
     save_tiny(
@@ -61,11 +61,11 @@ def save_adapter(base: Path, folder: Path, seed: int) -> Path:
     tensors = {}
     for layer in range(config["num_hidden_layers"]):
         for name in _PROJECTIONS:
-            out, inside = sizes[name.rpartition(".")[2]]
+            outputs, inputs = sizes[name.rpartition(".")[2]]
             prefix = f"base_model.model.model.layers.{layer}.{name}"
-            down = torch.randn(_RANK, inside, generator=generator) * inside**-0.5
+            down = torch.randn(_RANK, inputs, generator=generator) * inputs**-0.5
             tensors[f"{prefix}.lora_A.weight"] = down
-            tensors[f"{prefix}.lora_B.weight"] = 0.3 * torch.randn(out, _RANK, generator=generator)
+            tensors[f"{prefix}.lora_B.weight"] = 0.3 * torch.randn(outputs, _RANK, generator=generator)
     folder.mkdir(parents=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     targets = [name.rpartition(".")[2] for name in _PROJECTIONS]

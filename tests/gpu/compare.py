@@ -1,8 +1,8 @@
-"""The 2 x rule: a kernel may be at most twice as wrong as the plain low-precision operation, both against float64.
+"""The 2 x rule: a kernel's error may be at most twice that of the plain low-precision operation, both against float64.
 
-    error(kernel) <= 2 * error(plain) + allowance,  by the largest difference and by the root of the mean square
+    error(kernel) <= 2 * error(plain) + allowance,  by the largest difference and by the root mean square
 
-The allowance covers operations whose plain form happens to be exact: some ulps of the largest true value.
+The allowance, some ulps of the largest true value, covers operations whose plain form happens to be exact.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch import Tensor
 
 from batchgen.kernels.gpu.launch import INTERPRETED
 
-__all__ = ["Verdict", "judge", "judge_equal", "not_waiting", "poisoned"]
+__all__ = ["Verdict", "forbid_sync", "judge", "judge_equal", "poisoned"]
 
 _ULPS = {torch.float32: 16.0, torch.float16: 0.125, torch.bfloat16: 1.0 if INTERPRETED else 0.125}
-"""Allowance in units of the epsilon. float32 has more: two good orders of a long sum differ by some ulps. Triton's
-interpreter cuts float32 off to bfloat16 instead of rounding it."""
+"""Allowance by dtype in units of its epsilon. float32 has more: two orders of a long sum differ by some ulps. Triton's
+interpreter truncates float32 to bfloat16 instead of rounding it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One comparison. `error` and `plain` are largest differences from the truth, absolute."""
+    """Result of one comparison. `error` and `plain` are the largest absolute differences from the true values."""
 
     passed: bool
     error: float
@@ -37,20 +37,20 @@ class Verdict:
 
 
 def judge(got: Tensor, plain: Tensor, truth: Tensor, dtype: torch.dtype) -> Verdict:
-    """Hold `got` to the 2 x rule.
+    """Compare `got` with `truth` by the 2 x rule.
 
     Args:
-        got: the kernel's result; infinities must stand where the truth has them, and no not-a-number anywhere.
+        got: the kernel's result; it must have infinities exactly where `truth` has them, and no NaN.
         plain: the plain operation's result in `dtype`, of the same shape.
         truth: the same in float64.
-        dtype: whose rounding the kernel is allowed.
+        dtype: dtype whose rounding the kernel is allowed.
     """
     if got.shape != truth.shape:
         return Verdict(False, float("inf"), 0.0, 0.0, f"shape {tuple(got.shape)}, not {tuple(truth.shape)}")
     got, plain, truth = (x.detach().double() for x in (got, plain.to(got.device), truth.to(got.device)))
     finite = torch.isfinite(truth)
     if not torch.equal(got[~finite], truth[~finite]) or not bool(torch.isfinite(got[finite]).all()):
-        return Verdict(False, float("inf"), 0.0, 0.0, _strangers(got, truth))
+        return Verdict(False, float("inf"), 0.0, 0.0, _non_finite_note(got, truth))
     if not bool(finite.any()):
         return Verdict(True, 0.0, 0.0, 0.0, "no finite value")
     got, plain, truth = got[finite], plain[finite], truth[finite]
@@ -63,7 +63,7 @@ def judge(got: Tensor, plain: Tensor, truth: Tensor, dtype: torch.dtype) -> Verd
 
 
 def judge_equal(got: Tensor, want: Tensor) -> Verdict:
-    """Hold `got` to be `want`, number by number; the error is how many differ."""
+    """Compare two tensors exactly; the error is the number of elements that differ."""
     if got.shape != want.shape:
         return Verdict(False, float("inf"), 0.0, 0.0, f"shape {tuple(got.shape)}, not {tuple(want.shape)}")
     wrong = got != want.to(got.device)
@@ -72,18 +72,18 @@ def judge_equal(got: Tensor, want: Tensor) -> Verdict:
     return Verdict(not count, float(count), 0.0, 0.0, note)
 
 
-def _strangers(got: Tensor, truth: Tensor) -> str:
+def _non_finite_note(got: Tensor, truth: Tensor) -> str:
     nans = int(got.isnan().sum())
     other = int((torch.isfinite(got) != torch.isfinite(truth)).sum())
-    return f"{nans} not-a-numbers, {other} of {got.numel()} finite or infinite where the truth is not"
+    return f"{nans} NaN, {other} of {got.numel()} finite where the truth is not, or not finite where it is"
 
 
 @contextmanager
-def poisoned(*, may_wait: bool = False) -> Iterator[None]:
-    """How kernels are called: on buffers that show what is left unwritten, and forbidden to wait for the device.
+def poisoned(*, allow_sync: bool = False) -> Iterator[None]:
+    """Inside, new buffers are filled with poison values, and waiting for the device is an error.
 
-    `torch.empty` and its kin give not-a-numbers and huge integers. What reads a tensor on the host raises RuntimeError
-    on a CUDA device, unless it `may_wait`.
+    `torch.empty`, `empty_like` and `new_empty` give NaN and huge integers, so that unwritten elements show. Reading a
+    CUDA tensor on the host raises RuntimeError, unless `allow_sync`.
     """
 
     def filling(make: Any) -> Any:
@@ -96,13 +96,13 @@ def poisoned(*, may_wait: bool = False) -> Iterator[None]:
         mock.patch.object(torch, "empty", filling(torch.empty)),
         mock.patch.object(torch, "empty_like", filling(torch.empty_like)),
         mock.patch.object(torch.Tensor, "new_empty", filling(torch.Tensor.new_empty)),
-        nullcontext() if may_wait else not_waiting(),
+        nullcontext() if allow_sync else forbid_sync(),
     ):
         yield
 
 
 @contextmanager
-def not_waiting() -> Iterator[None]:
+def forbid_sync() -> Iterator[None]:
     """Inside, torch raises RuntimeError where the host would wait for a CUDA device."""
     if not torch.cuda.is_available():
         yield

@@ -1,4 +1,4 @@
-"""Engines at work on workloads: each in a process of its own, or, in a toy run, in this one."""
+"""Runs engines on workloads, each in a separate process, or in this process in a toy run."""
 
 from __future__ import annotations
 
@@ -11,44 +11,46 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from batchgen.job.bench.engines import peer_tools
-from batchgen.job.bench.peers import PEERS, EngineSource
-from batchgen.job.bench.process import BenchEngine, EngineProcess, Generated, LoadSpec
-from batchgen.job.bench.workloads import Workload
+from batchgen.bench.engines import peer_tools
+from batchgen.bench.peers import PEERS, EngineSource
+from batchgen.bench.process import BenchEngine, EngineProcess, Generated, LoadSpec
+from batchgen.bench.workloads import Workload
 from tests.gpu.lab import Lab
 from tests.gpu.outcomes import Absent
 
 __all__ = ["Rate", "best_within", "peer", "rate", "start"]
 
 WARM_UP, PROBE = 1 / 64, 1 / 16
-"""Parts of a workload that are run before it: to compile and capture, and to see how much of it there is time for."""
+"""Parts of a workload that are run first: to compile and capture, and to estimate how much of it fits into the time."""
 SLACK = 0.8
+"""Share of the remaining time to plan for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """One engine on one part of a workload."""
+    """Throughput of one engine on a part of a workload."""
 
     tokens_per_second: float
     seconds: float
     factor: float
+    """The part that was run; 1: all of it."""
     counted: Mapping[str, int]
 
 
 def start(lab: Lab, source: EngineSource, spec: LoadSpec, lifetime: float) -> AbstractContextManager[BenchEngine]:
-    """An engine with its model loaded, which is ended after `lifetime` seconds wherever it is.
+    """An engine with its model loaded; its process is killed after `lifetime` seconds.
 
     Raises:
         EngineFailed: it does not load, or not in time.
     """
-    return _here(source, spec) if lab.toy else EngineProcess(source, spec, max(1.0, lifetime))
+    return _in_process(source, spec) if lab.toy else EngineProcess(source, spec, max(1.0, lifetime))
 
 
 def peer(name: str) -> EngineSource:
-    """A peer that this Python has.
+    """The source of another engine, if its package is importable.
 
     Raises:
-        Absent: it has not.
+        Absent: it is not importable.
     """
     if find_spec(PEERS[name]) is None:
         raise Absent(f"{name}: {PEERS[name]} is not importable")
@@ -59,20 +61,21 @@ def rate(engine: BenchEngine, workload: Workload, factor: float, setting: Mappin
     """Run about `factor` of a workload.
 
     Raises:
-        EngineFailed: the engine failed, or generated less than was asked for.
+        EngineFailed: the engine failed.
+        AssertionError: it generated fewer tokens than requested.
     """
     part, made = workload.part(factor)
     rows = part.rows(vocab)
     found = engine.generate(rows, setting)
-    asked = sum(row.max_new * row.samples for row in rows)
-    assert found.tokens == asked, f"{engine.name} generated {found.tokens} of {asked} tokens"
+    requested = sum(row.max_new * row.samples for row in rows)
+    assert found.tokens == requested, f"{engine.name} generated {found.tokens} of {requested} tokens"
     return Rate(found.tokens / found.seconds, found.seconds, made, found.counted)
 
 
 def best_within(
     engine: BenchEngine, workload: Workload, setting: Mapping[str, int], vocab: int, seconds: float
 ) -> Rate:
-    """Run as much of a workload as fits into the time, warmed up first; all of it at most."""
+    """Warm up, then run as much of a workload as fits into `seconds`, at most all of it."""
     end = time.monotonic() + seconds
     rate(engine, workload, WARM_UP, setting, vocab)
     probe = rate(engine, workload, PROBE, setting, vocab)
@@ -82,23 +85,23 @@ def best_within(
 
 
 @contextmanager
-def _here(source: EngineSource, spec: LoadSpec) -> Iterator[BenchEngine]:
-    yield _Here(source, spec)
+def _in_process(source: EngineSource, spec: LoadSpec) -> Iterator[BenchEngine]:
+    yield _InProcessEngine(source, spec)
 
 
-class _Here:
-    """The engine that a process would hold."""
+class _InProcessEngine:
+    """An engine in this process, with the interface of `EngineProcess`."""
 
     def __init__(self, source: EngineSource, spec: LoadSpec) -> None:
-        sys.modules.setdefault("peer_tools", peer_tools)  # as the worker lends it to the scripts
-        module = importlib.import_module(f"batchgen.job.bench.engines.{source.script}")
+        sys.modules.setdefault("peer_tools", peer_tools)  # the worker makes it importable for the scripts
+        module = importlib.import_module(f"batchgen.bench.engines.{source.script}")
         self._engine = module.load(asdict(spec))
-        told = self._engine.describe()
+        described = self._engine.describe()
         self.name, self.version = source.name, self._engine.version
-        self.dtype: str = told["dtype"]
-        self.device: str = told["device"]
-        self.threads: int = told["threads"]
-        self.settings: list[dict[str, int]] = told["settings"]
+        self.dtype: str = described["dtype"]
+        self.device: str = described["device"]
+        self.threads: int = described["threads"]
+        self.settings: list[dict[str, int]] = described["settings"]
 
     def generate(self, rows: Sequence[Any], setting: Mapping[str, int]) -> Generated:
         begin = time.perf_counter()

@@ -1,7 +1,7 @@
-"""What is aimed at on an H200, and what was predicted before anything was measured.
+"""Performance goals on an H200, and predictions made before measuring.
 
-Rates are output tokens per second; slowdowns are per cent of the rate that greedy rows have beside; smaller is better
-for those, for seconds and for milliseconds.
+Rates are output tokens per second. Slowdowns are per cent of the rate of greedy rows. Smaller is better for slowdowns,
+seconds and milliseconds.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 
 from tests.gpu.report import Measure
 
-__all__ = ["GOALS", "Goal", "aimed"]
+__all__ = ["GOALS", "Goal", "with_goal"]
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """One line of the table."""
+    """Goal, moonshot and prediction of one figure: a line of the table."""
 
     workload: str
     model: str
@@ -23,7 +23,7 @@ class Goal:
     goal: float
     moonshot: float
     predicted: float
-    """A guess, written down so that a miss asks for its explanation."""
+    """Value expected before the measurement."""
     unit: str
     less_is_better: bool = False
     device: str = "H200"
@@ -57,8 +57,8 @@ GOALS = (
 )
 
 
-def aimed(measure: Measure) -> Measure:
-    """The measure beside its goal, where there is one."""
+def with_goal(measure: Measure) -> Measure:
+    """The measure with its goal, moonshot and prediction filled in, if `GOALS` has them."""
     for goal in GOALS:
         if (goal.workload, goal.model, goal.figure) == (measure.workload, measure.model, measure.figure):
             return replace(measure, goal=goal.goal, moonshot=goal.moonshot, predicted=goal.predicted)

@@ -1,4 +1,4 @@
-"""What Triton's interpreter is to do as a GPU does, and what it need not do again and again."""
+"""Patches of Triton's interpreter: the summation order of a GPU, and caches that make it faster."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import numpy as np
 
 
 class _Set(Protocol):
-    """`setattr`, or that of pytest's `monkeypatch`."""
+    """Type of `setattr` and of `monkeypatch.setattr`."""
 
     def __call__(self, target: Any, name: str, value: Any, /) -> None: ...
 
 
-def sum_rows_alike(set_attribute: _Set = setattr) -> None:
-    """Have the interpreter's products add up every row of a tile in one order, as tensor cores do.
+def fix_row_summation_order(set_attribute: _Set = setattr) -> None:
+    """Make the interpreter's products sum every row of a tile in the same order, as tensor cores do.
 
-    It multiplies by numpy's BLAS, whose last rows of a tile have a kernel of their own on some processors (AVX2): then
-    a row's bits depend on where it stands, which is what `--deterministic` is proved not to let happen.
+    The interpreter multiplies with numpy's BLAS, which on some processors (AVX2) uses another kernel for the last rows
+    of a tile. Then a row's bits depend on its position, which tests of `--deterministic` must not see.
     """
     from triton.runtime import interpreter
 
@@ -30,18 +30,18 @@ def sum_rows_alike(set_attribute: _Set = setattr) -> None:
     set_attribute(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
-def quicken() -> None:
-    """Have the interpreter look up what it computes anew at every operation: half of its time, and the same results.
+def speed_up_interpreter() -> None:
+    """Cache what the interpreter recomputes at every operation. Results do not change.
 
-    A call of one jitted function by another reads through all of Triton's language for what it has replaced already;
-    every tensor and type has its shape unwrapped, checked and written out.
+    Each call between jitted functions searches all of Triton's language for functions to patch, and each tensor and
+    type unwraps and checks its shape.
     """
     from triton.language import core
     from triton.runtime import interpreter
 
     replaced = (interpreter, "_patch_builtin"), (interpreter, "_patch_attr"), (interpreter, "_get_np_dtype")
     if getattr(interpreter, "_quickened", False) or not all(hasattr(*one) for one in replaced):
-        return  # another version of Triton is as slow as it is
+        return  # patched before, or another version of Triton
     interpreter._quickened = True
 
     builtins_of = cache(lambda package: [(n, f) for n in dir(package) if core.is_builtin(f := getattr(package, n))])
@@ -59,7 +59,7 @@ def quicken() -> None:
             numpy_types[name] = numpy_of(kind)
         return numpy_types[name]
 
-    # What a first one is given is kept; Triton changes neither afterwards.
+    # Attributes of the first type and tensor of a shape are reused; Triton does not change them afterwards.
     make_type, types = core.block_type.__init__, {}
 
     def init_type(self: Any, element_ty: Any, shape: Any) -> None:

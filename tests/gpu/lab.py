@@ -1,4 +1,4 @@
-"""Where checks and benchmarks run: the device, its clock, its random numbers, and the operations under test."""
+"""Context of checks and benchmarks: the device, timing, random numbers and attention backends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.types import PagedAttention
-from tests.gpu.compare import not_waiting
+from tests.gpu.compare import forbid_sync
 from tests.gpu.under_test import flash_attention, torch_attention, triton_attention
 from tests.kernels.steps import Step
 
@@ -24,39 +24,39 @@ RUNS = 20
 WARM_UPS = 3
 TOY_RUNS = 2
 _FLUSH_BYTES = 256 << 20
-"""Written between runs: several times any chip's L2."""
+"""Bytes written between runs to flush the L2 cache: several times the size of any chip's L2."""
 _SPIN_CYCLES = 400_000
-"""A GPU kept busy this long (about 0.2 ms) lets the host finish enqueueing before the clock starts."""
+"""Cycles of a spin kernel (about 0.2 ms), during which the host enqueues the timed work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Microseconds of the median run and of the 20th and 80th percentiles."""
+    """Times in microseconds: median, 20th and 80th percentile."""
 
     p20: float
     p50: float
     p80: float
     runs: int
     how: str
-    """"graph": replays of a CUDA graph; "eager": launches, with the host ahead; "wall": a toy's wall clock."""
+    """"graph": replays of a CUDA graph; "eager": launches, with the host ahead; "wall": wall clock of a toy run."""
 
 
 @dataclass
 class Lab:
-    """A device and all that cases draw on."""
+    """The device with timing, random numbers and values shared between cases."""
 
     device: torch.device
     toy: bool
     flash_path: str = ""
-    """A flash library that is not installed; empty: none."""
+    """Path of a flash library; empty: the installed one."""
     copy_rate: float = 0.0
-    """Bytes per second read plus written by a large copy, once measured."""
+    """Bytes per second, read plus written, of a large copy; 0 before it is measured."""
     matmul_rate: float = 0.0
-    """bfloat16 operations per second of a large product, once measured."""
+    """bfloat16 operations per second of a large matrix product; 0 before it is measured."""
     deadline: float = math.inf
-    """When, by `time.monotonic`, the stage under way begins no more cases."""
+    """`time.monotonic` after which the current stage begins no more cases."""
     kept: dict[Any, Any] = field(default_factory=dict, repr=False)
-    """What one benchmark measured for others to compare with."""
+    """Values shared between cases, such as times that several benchmarks compare with."""
     _flush: Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -66,50 +66,50 @@ class Lab:
         """A step's attention by the backend "triton", "flash" or "torch".
 
         Raises:
-            Missing: Triton's is not in this build.
-            Absent: the flash library is not on this machine, or does not take such heads.
+            Missing: the Triton backend cannot be imported.
+            Absent: the flash library is not on this machine, or does not support these heads.
         """
         if name == "flash":
             return flash_attention(step, self.flash_path, self.toy)
         return triton_attention(step) if name == "triton" else torch_attention(step)
 
     def seed(self, number: int) -> None:
-        """Begin a case: its numbers do not depend on which ran before."""
+        """Seed the random numbers of a case, so that they do not depend on earlier cases."""
         self._generator.manual_seed(number)
 
     def randn(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Normal numbers, drawn in float32."""
+        """Normal random numbers, generated in float32."""
         return torch.randn(*shape, generator=self._generator, device=self.device).to(dtype)
 
     def rand(self, *shape: int) -> Tensor:
-        """Uniform float32 numbers in [0, 1)."""
+        """Uniform random float32 numbers in [0, 1)."""
         return torch.rand(*shape, generator=self._generator, device=self.device)
 
     def randint(self, low: int, high: int, *shape: int) -> Tensor:
-        """Uniform int64 numbers in [low, high)."""
+        """Uniform random int64 numbers in [low, high)."""
         return torch.randint(low, high, shape, generator=self._generator, device=self.device)
 
     def distinct(self, high: int, rows: int, count: int) -> Tensor:
-        """[rows, count] int64 below `high`, none twice in a row."""
+        """[rows, count] random int64 below `high`, distinct within each row."""
         return self.rand(rows, high).argsort(-1)[:, :count].contiguous()
 
     def left(self) -> float:
-        """Seconds that the stage under way has left."""
+        """Seconds left for the current stage."""
         return self.deadline - time.monotonic()
 
     @property
-    def aimed_at(self) -> bool:
-        """Whether this is the device whose floors and goals are known; a toy pretends to be."""
+    def is_goal_device(self) -> bool:
+        """Whether goals and floors are defined for this device; true in a toy run."""
         return self.toy or (self.device.type == "cuda" and "H200" in torch.cuda.get_device_name(self.device))
 
     def synchronize(self) -> None:
-        """Wait for the device, so that a fault shows where it arose."""
+        """Wait for the device, so that an error is raised by the case that caused it."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def free(self) -> None:
-        """Give the device back what the last case took."""
-        gc.collect()  # engines hold themselves in circles
+        """Free the device memory of the last case."""
+        gc.collect()  # engines are in reference cycles
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -117,9 +117,8 @@ class Lab:
         """Time `run` with a cold L2.
 
         Args:
-            run: does the same work every time; may allocate.
-            graph: whether to replay it as a CUDA graph where it can be captured, as the engine's decode steps do:
-                launches then cost the host nothing.
+            run: function to time; does the same work each time, and may allocate.
+            graph: whether to capture and replay it as a CUDA graph if possible, as the engine does with decode steps.
         """
         if self.device.type != "cuda":
             return self._wall(run)
@@ -140,10 +139,10 @@ class Lab:
         return _timing(taken, "wall")
 
     def _captured(self, run: Callable[[], object]) -> Callable[[], object] | None:
-        """`run` as a graph's replay; None where it waits for the device, which no capture allows."""
+        """The replay of `run` captured as a graph; None if it waits for the device, which a capture does not allow."""
         graph = torch.cuda.CUDAGraph()
         try:
-            with not_waiting():  # asked first: a capture that fails leaves torch's allocator out of order
+            with forbid_sync():  # tried first: a failed capture leaves torch's allocator in a bad state
                 run()
             with torch.cuda.graph(graph):
                 run()

@@ -1,4 +1,4 @@
-"""What the run ran on: device, driver, clocks, versions, commit."""
+"""Hardware and software of a run: device, driver, clocks, versions, commit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SMI_FIELDS = (
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """Name, memory, multiprocessors, and what `nvidia-smi` says of driver and clocks."""
+    """Name, memory and multiprocessors, and driver and clocks from `nvidia-smi`."""
     if device.type != "cuda":
         return {"name": f"cpu {platform.machine()}", "threads": torch.get_num_threads()}
     found = torch.cuda.get_device_properties(device)
@@ -47,7 +47,7 @@ def _smi(index: int) -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """Of what the figures depend on."""
+    """Versions of Python, torch, Triton and CUDA."""
     import triton
 
     return {
@@ -59,7 +59,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The checkout's commit, "-dirty" behind it where files differ; "unknown" outside a checkout."""
+    """The checkout's commit, with "-dirty" if files differ; "unknown" outside a checkout."""
     root = Path(__file__).parent
     name = _output(["git", "-C", str(root), "rev-parse", "--short", "HEAD"])
     dirty = name and _output(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"])

@@ -1,4 +1,4 @@
-"""One job with every kind of row in it, and how two runs of it are held against each other."""
+"""A job with every kind of row, and the comparison of two runs of it."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 
 import numpy as np
 
-from batchgen.request import Completion
+from batchgen.request.completion import Completion
 from tests.gpu.checkpoints import VOCAB
 from tests.gpu.compare import Verdict
 from tests.gpu.registry import Labelled
 
-__all__ = ["compare", "mixed_job", "settled", "with_gaps"]
+__all__ = ["compare", "mixed_job", "tokens_before_near_tie", "with_gaps"]
 
 Row = dict[str, Any]
 TOP = 20
 NEAR_TIE = 1e-3
-"""Two logprobs as close as this may change places where sums are taken in another order."""
+"""Difference of logprobs below which two tokens may swap when sums are in another order."""
 LOGPROB_BOUND = 1e-3
 STATE_BOUND = 1e-3
-"""Of the largest hidden state."""
-ALIKE = 0.95
-"""Share of rows that are drawn, shaped or constrained which must be the same to the last token: where their near ties
-are cannot be seen from outside."""
+"""Allowed difference of hidden states, relative to the largest one."""
+MIN_EQUAL_SHARE = 0.95
+"""Share of sampled, penalized or constrained rows that must be exactly equal: their near ties are not visible in the
+output."""
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "integer"}, "b": {"enum": ["yes", "no", "foo"]}},
@@ -56,7 +56,7 @@ def _kinds(adapters: Sequence[str]) -> list[Row]:
 
 
 def mixed_job(count: int, prompt: int, new_tokens: int, adapters: Sequence[str], seed: int) -> list[Row]:
-    """`count` rows, each kind in turn, over prompts of up to about `prompt` tokens of which many share beginnings."""
+    """`count` rows, each kind in turn, with prompts of up to about `prompt` tokens, many of which share prefixes."""
     rng = Random(seed)
     stems = [[rng.randrange(4, VOCAB) for _ in range(rng.randint(1, prompt // 2))] for _ in range(4)]
     kinds = _kinds(adapters)
@@ -70,18 +70,18 @@ def mixed_job(count: int, prompt: int, new_tokens: int, adapters: Sequence[str],
 
 
 def with_gaps(rows: Sequence[Row]) -> list[Row]:
-    """The rows, each asking for as many logprobs as show how close the two likeliest tokens were."""
+    """The rows with at least two top logprobs, which show near ties."""
     return [{**row, "return_logprob": True, "top_logprobs_num": max(2, row.get("top_logprobs_num", 0))} for row in rows]
 
 
 def plain_greedy(row: Mapping[str, Any]) -> bool:
-    """Whether nothing but the model's logits decides the row's tokens."""
-    shaped = ("repetition_penalty", "json_schema", "regex", "min_new_tokens", "logit_bias", "allowed_token_ids")
-    return row["temperature"] == 0 and not any(name in row for name in shaped)
+    """Whether only the model's logits decide the row's tokens."""
+    modifying = ("repetition_penalty", "json_schema", "regex", "min_new_tokens", "logit_bias", "allowed_token_ids")
+    return row["temperature"] == 0 and not any(name in row for name in modifying)
 
 
-def settled(reference: Completion) -> int:
-    """Tokens before the first near tie of a greedy row run `with_gaps`."""
+def tokens_before_near_tie(reference: Completion) -> int:
+    """Number of tokens before the first near tie, for a greedy row of `with_gaps`."""
     ids, top = reference.output_ids or [], np.asarray(reference.output_top_logprobs)
     gaps = top.reshape(len(ids), -1) if len(ids) else np.zeros((0, 2))
     near = np.flatnonzero(gaps[:, 0] - gaps[:, 1] < NEAR_TIE)
@@ -89,7 +89,7 @@ def settled(reference: Completion) -> int:
 
 
 def compare(rows: Sequence[Row], got: Sequence[Completion], want: Sequence[Completion]) -> Iterator[Labelled]:
-    """Hold a run of `rows` against a run of `with_gaps(rows)`, both in order: ids, then numbers where ids agree."""
+    """Compare a run of `rows` with a run of `with_gaps(rows)`, both in order: ids, then numbers where ids agree."""
     if len(got) != len(want):
         yield "completions", Verdict(False, float(abs(len(got) - len(want))), 0.0, 0.0, f"{len(got)}, not {len(want)}")
         return
@@ -110,7 +110,7 @@ def _greedy(pairs: _Pairs) -> Verdict:
     tokens = 0
     for row, got, want in pairs:
         if plain_greedy(row):
-            same = settled(want)
+            same = tokens_before_near_tie(want)
             tokens += same
             if _ids(got)[:same] != _ids(want)[:same]:
                 wrong.append(want.row_index)
@@ -121,13 +121,13 @@ def _greedy(pairs: _Pairs) -> Verdict:
 def _others(pairs: _Pairs) -> Verdict:
     others = [(got, want) for row, got, want in pairs if not plain_greedy(row)]
     wrong = [want.row_index for got, want in others if (_ids(got), got.text) != (_ids(want), want.text)]
-    bound = (1 - ALIKE) * len(others)
+    bound = (1 - MIN_EQUAL_SHARE) * len(others)
     note = f"rows {wrong[:5]} of {len(others)}" if wrong else ""
     return Verdict(len(wrong) <= bound, float(len(wrong)), 0.0, bound, note)
 
 
 def _logprobs(pairs: _Pairs) -> Verdict:
-    """Of the tokens before the two first differ."""
+    """Compare logprobs of the tokens before the first difference."""
     worst = 0.0
     for row, got, want in pairs:
         if row.get("return_logprob"):
@@ -165,7 +165,7 @@ def _common(a: list[int], b: list[int]) -> int:
 
 
 def _largest(got: Any, want: Any, count: int) -> float:
-    """The largest difference among the first `count` numbers; infinite where one side has not as many."""
+    """Largest difference among the first `count` numbers; infinite if one side has fewer."""
     if got is None or want is None or len(got) < count or len(want) < count:
         return float("inf")
     a, b = (np.ma.filled(np.ma.asarray(x[:count], np.float64), 0.0) for x in (got, want))

@@ -1,4 +1,4 @@
-"""Random models at real shapes, built once, while kernels compile; small ones of the same kinds in a toy run."""
+"""Random models at real shapes, built in the background while kernels compile; small ones in a toy run."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from batchgen.job.bench.shapes import SHAPES, Shape, build_model, resolve_bench_model
+from batchgen.bench.shapes import SHAPES, Shape, build_model, resolve_bench_model
 from tests.gpu.lab import Lab
 
-__all__ = ["built_aside", "model_folder", "model_shape"]
+__all__ = ["built_in_background", "model_folder", "model_shape"]
 
 _BUILD = """
 import sys, torch
-from batchgen.job.bench.shapes import resolve_bench_model
+from batchgen.bench.shapes import resolve_bench_model
 for name in sys.argv[1:]:
     resolve_bench_model(f"random:{name}", torch.device("cuda"))
 """
 _building: list[subprocess.Popen[bytes]] = []
 
-_TOYS = {
+_TOY_SHAPES = {
     "0.6b": Shape(2, 32, 4, 2, 8, 48, 400, context=512, family="qwen3", text=True),
     "1b": Shape(2, 32, 4, 2, 8, 48, 400, context=512, text=True),
     "8b": Shape(2, 32, 4, 2, 8, 48, 400, context=512, tied=False, text=True),
@@ -30,26 +30,26 @@ _TOYS = {
 
 
 def model_shape(lab: Lab, name: str) -> Shape:
-    """The sizes of "0.6b", "1b" or "8b"; in a toy run those of a model of the same kind."""
-    return _TOYS[name] if lab.toy else SHAPES[name]
+    """The shape of "0.6b", "1b" or "8b"; in a toy run that of a small model of the same family."""
+    return _TOY_SHAPES[name] if lab.toy else SHAPES[name]
 
 
 @contextmanager
 def model_folder(lab: Lab, name: str) -> Iterator[str]:
-    """A checkpoint of `model_shape`. Real ones stay in the user's cache folder for the next stage."""
+    """Folder of a checkpoint of `model_shape`. Real ones stay in the user's cache folder for the next stage."""
     if not lab.toy:
         for process in _building:
             process.wait()
         yield resolve_bench_model(f"random:{name}", lab.device)
         return
     with tempfile.TemporaryDirectory() as folder:
-        build_model(_TOYS[name], Path(folder))
+        build_model(_TOY_SHAPES[name], Path(folder))
         yield folder
 
 
 @contextmanager
-def built_aside(names: Sequence[str]) -> Iterator[None]:
-    """Build models in a process of its own meanwhile; whoever needs one waits for it, and builds it if that failed."""
+def built_in_background(names: Sequence[str]) -> Iterator[None]:
+    """Inside, another process builds the models. `model_folder` waits for it, and builds the model if it failed."""
     if not names:
         yield
         return

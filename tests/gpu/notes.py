@@ -1,10 +1,10 @@
-"""What tuning taught, one JSON object a line in `notes.jsonl`: what was changed, what was expected of it, what came.
+"""Tuning notes, one JSON object a line in `notes.jsonl`: a change, its predicted effect and its measured effect.
 
     {"date": "2027-01-31", "commit": "0123abc", "device": "NVIDIA H200", "figure": "w-nano 8b output_tokens_per_second",
      "change": "...", "before": 1.0, "predicted": 2.0, "after": 1.5, "unit": "tokens/s", "kept": true, "outcome": "..."}
 
-The prediction is written down before the run. `after` is null for a change that could not be measured; `outcome` then
-says why. Misses are notes like any other: a change that was not kept says what not to try again.
+The prediction is written before the run. `after` is null for a change that could not be measured; `outcome` then gives
+the reason. Changes that were not kept are notes too.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Note:
     """One change and its measurement."""
 
     date: str
-    """ISO."""
+    """ISO date."""
     commit: str
-    """That was measured."""
+    """Commit that was measured."""
     device: str
     figure: str
-    """What was to change, and where it is measured."""
+    """The figure that the change should improve."""
     change: str
     before: float
     predicted: float
@@ -40,7 +40,11 @@ class Note:
     outcome: str
 
     def __post_init__(self) -> None:
-        """Raises ValueError, naming the field."""
+        """Validate the fields.
+
+        Raises:
+            ValueError: a field has a wrong type or value; the message names it.
+        """
         for name in ("date", "commit", "device", "figure", "change", "unit", "outcome"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value.strip():
@@ -60,7 +64,7 @@ def load_notes(path: Path = NOTES) -> list[Note]:
     """All notes, in order.
 
     Raises:
-        ValueError: a line is no note; says which and why.
+        ValueError: a line is not a valid note; the message has its number and the reason.
     """
     names = [field.name for field in fields(Note)]
     notes = []

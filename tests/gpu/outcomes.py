@@ -1,4 +1,4 @@
-"""Why something did not run."""
+"""Exceptions of cases that cannot run."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ __all__ = ["Absent", "Missing"]
 
 
 class Absent(Exception):
-    """Something optional is not on this machine: not a failure, but told."""
+    """Something optional is not on this machine: reported, but not a failure."""
 
 
 class Missing(Exception):
-    """An operation that must be there is not, which is a failure."""
+    """A required operation does not exist: a failure."""

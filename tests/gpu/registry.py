@@ -1,4 +1,4 @@
-"""Cases as data: a function, the shapes it runs at, and the operation that it is about."""
+"""Test cases as data: a function, the shapes that it runs at, and the operation that it tests."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from tests.gpu.compare import Verdict
 from tests.gpu.lab import Lab
 from tests.gpu.report import Figure, Measure, Profile
 
-__all__ = ["DTYPES", "LOW", "BenchCase", "Labelled", "ParityCase", "ProofCase", "Shape", "bench", "parity", "proof"]
+__all__ = ["DTYPES", "LOW", "BenchCase", "JobCase", "Labelled", "ParityCase", "Shape", "bench", "job_case", "parity"]
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LOW = (torch.float16, torch.bfloat16)
 
 Shape = Mapping[str, Any]
 Labelled = tuple[str, Verdict]
-"""What was compared, and how it went."""
-_Proof = Callable[..., Iterator[Labelled | Measure | Profile | str]]
+"""(what was compared, the result)"""
+_JobRun = Callable[..., Iterator[Labelled | Measure | Profile | str]]
 
 
 @dataclass(frozen=True, slots=True)
 class ParityCase:
-    """`run(lab, dtype, **shape)` yields comparisons."""
+    """A parity check: `run(lab, dtype, **shape)` yields comparisons."""
 
     op: str
     name: str
@@ -40,7 +40,7 @@ class ParityCase:
 
 @dataclass(frozen=True, slots=True)
 class BenchCase:
-    """`run(lab, **shape)` yields figures."""
+    """A microbenchmark: `run(lab, **shape)` yields figures."""
 
     op: str
     name: str
@@ -53,8 +53,8 @@ class BenchCase:
 
 
 @dataclass(frozen=True, slots=True)
-class ProofCase:
-    """A case of a stage about whole jobs: `run(lab, **shape)` yields comparisons, measures, profiles and remarks."""
+class JobCase:
+    """A case of a stage that runs whole jobs: `run(lab, **shape)` yields comparisons, measures, profiles and notes."""
 
     stage: str
     op: str
@@ -64,24 +64,24 @@ class ProofCase:
 
 
 class Registry:
-    """All cases, by the name of their stage, real sizes and toy sizes apart."""
+    """The cases of all stages, at real sizes and at toy sizes."""
 
     def __init__(self) -> None:
         self._parity: list[tuple[bool, ParityCase]] = []
         self._bench: list[tuple[bool, BenchCase]] = []
-        self._proofs: list[tuple[bool, ProofCase]] = []
+        self._jobs: list[tuple[bool, JobCase]] = []
 
     def parity_cases(self, toy: bool) -> list[ParityCase]:
-        """Those of one size, in the order of registration."""
+        """Parity cases at real or toy sizes, in the order of registration."""
         return [case for is_toy, case in self._parity if is_toy == toy]
 
     def bench_cases(self, toy: bool) -> list[BenchCase]:
-        """Those of one size, in the order of registration."""
+        """Microbenchmarks at real or toy sizes, in the order of registration."""
         return [case for is_toy, case in self._bench if is_toy == toy]
 
-    def proof_cases(self, stage: str, toy: bool) -> list[ProofCase]:
-        """Those of one stage and size, in the order of registration."""
-        return [case for is_toy, case in self._proofs if is_toy == toy and case.stage == stage]
+    def job_cases(self, stage: str, toy: bool) -> list[JobCase]:
+        """Cases of one whole-job stage at real or toy sizes, in the order of registration."""
+        return [case for is_toy, case in self._jobs if is_toy == toy and case.stage == stage]
 
     def parity(
         self,
@@ -94,11 +94,11 @@ class Registry:
         """Register the decorated `run(lab, dtype, **shape)` at every shape and dtype.
 
         Args:
-            op: the operation's name in `Ops`, or of an attention backend.
-            shapes: on a device.
-            toy: in the interpreter.
-            dtypes: those that it is run in.
-            name: the cases', where it is not the function's.
+            op: name of the operation in `Ops`, or of an attention backend.
+            shapes: shapes on a device.
+            toy: shapes in the interpreter.
+            dtypes: dtypes to run in.
+            name: name of the cases; empty: the function's name.
         """
 
         def register(run: Callable[..., Iterator[Labelled]]) -> Callable[..., Iterator[Labelled]]:
@@ -125,21 +125,23 @@ class Registry:
 
         return register
 
-    def proof(self, stage: str, op: str, shapes: Sequence[Shape], toy: Sequence[Shape]) -> Callable[[_Proof], _Proof]:
-        """Register the decorated `run(lab, **shape)` of a stage about whole jobs at every shape.
+    def job_case(
+        self, stage: str, op: str, shapes: Sequence[Shape], toy: Sequence[Shape]
+    ) -> Callable[[_JobRun], _JobRun]:
+        """Register the decorated `run(lab, **shape)` of a whole-job stage at every shape.
 
         Args:
-            stage: its name in `budget.STAGES`; the file that registers it has the same name.
-            op: what is proven or measured.
-            shapes: on a device.
-            toy: on a CPU.
+            stage: name in `budget.STAGES`, and of the file that registers the case.
+            op: what is checked or measured.
+            shapes: sizes on a device.
+            toy: sizes on a CPU.
         """
 
-        def register(run: _Proof) -> _Proof:
+        def register(run: _JobRun) -> _JobRun:
             for is_toy, sizes in ((False, shapes), (True, toy)):
                 for shape in sizes:
                     whole = f"{run.__name__}[{_words(shape)[1:]}]"
-                    self._proofs.append((is_toy, ProofCase(stage, op, whole, shape, run)))
+                    self._jobs.append((is_toy, JobCase(stage, op, whole, shape, run)))
             return run
 
         return register
@@ -158,5 +160,5 @@ parity = _registry.parity
 bench = _registry.bench
 parity_cases = _registry.parity_cases
 bench_cases = _registry.bench_cases
-proof = _registry.proof
-proof_cases = _registry.proof_cases
+job_case = _registry.job_case
+job_cases = _registry.job_cases

@@ -1,10 +1,10 @@
-"""What a run found, as JSON and as a table to read.
+"""The report of a run, as JSON and as tables.
 
-The file: `toy`, `hardware`, `versions`, `commit`, `date`, `flash` (the library), `seconds` by stage, `rates` (measured
-bytes and operations per second), `checks` and `figures` one a line, `withheld` (benchmarks that did not run, and why),
-`measures` (whole jobs: tokens per second, slowdowns, the start) and `profiles` (where a decode step's time goes) one a
-line, `tuning` (a `fragment` for chips.toml and the times behind it), `exit_code`. Times of checks are seconds, those of
-figures microseconds, errors largest absolute differences.
+The JSON file has `toy`, `hardware`, `versions`, `commit`, `date`, `flash` (the library), `seconds` by stage, `rates`
+(measured bytes and operations per second), `checks` and `figures` (one a line), `withheld` (what did not run, with the
+reason), `measures` (whole jobs: tokens per second, slowdowns, start-up) and `profiles` (the time of a decode step by
+kernel), `tuning` (a `fragment` for chips.toml and the measured times) and `exit_code`. Times of checks are in seconds,
+those of figures in microseconds; errors are largest absolute differences.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tests.gpu.lab import Lab, Timing
 __all__ = ["Check", "Figure", "Measure", "Profile", "Report", "figure"]
 
 FAILURES = ("fail", "missing", "unreached")
-"""Statuses of a check that is not shown to hold; `pass` and `absent` (an optional library) are the others."""
+"""Statuses of checks that count as failures; the others are `pass` and `absent` (an optional library)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One comparison of one case."""
+    """Result of one comparison of one case."""
 
     stage: str
     op: str
@@ -36,7 +36,7 @@ class Check:
     status: str
     error: float | None = None
     plain: float | None = None
-    """The plain low-precision operation's own error."""
+    """Error of the plain low-precision operation."""
     bound: float | None = None
     note: str = ""
     seconds: float = 0.0
@@ -44,7 +44,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured time beside its floor."""
+    """One measured time with its floor."""
 
     op: str
     what: str
@@ -55,54 +55,54 @@ class Figure:
     flops: int = 0
     floor_us: float | None = None
     floor_by: str = ""
-    """"bandwidth" or "matmul": which of the two rates sets the floor."""
+    """The rate that sets the floor: "bandwidth" or "matmul"."""
     share: float | None = None
-    """floor / median."""
+    """Floor divided by the median time."""
     against: Mapping[str, float] = field(default_factory=dict)
-    """Microseconds of other things at this shape, by name."""
+    """Name -> microseconds of other operations at this shape."""
     checked: bool = True
-    """Whether the operation's parity held in the same run; False where parity was not asked for."""
+    """Whether the parity stage ran in the same run."""
 
     @property
     def ratios(self) -> dict[str, float]:
-        """median / against."""
+        """Name -> median time divided by that of `against`."""
         return {name: self.timing.p50 / time for name, time in self.against.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """One measured quantity of a whole job, beside what was aimed at."""
+    """One measured quantity of a whole job, with its goal."""
 
     workload: str
     model: str
-    """The shape's name; empty where none matters."""
+    """Name of the shape; empty if it does not matter."""
     figure: str
-    """What is measured, a name of `goals.GOALS` where there is a goal for it."""
+    """Name of the quantity, as in `goals.GOALS` if it has a goal."""
     value: float
     unit: str
     engine: str = "batchgen"
     version: str = ""
     floor: float | None = None
-    """The best that the device's given rates allow where transfers and products overlap wholly, in `unit`."""
+    """Best value that the device's nominal rates allow if transfers and products overlap fully, in `unit`."""
     serial_floor: float | None = None
-    """Where they do not overlap at all."""
+    """Best value if they do not overlap."""
     share: float | None = None
-    """Of the serial floor."""
+    """Share of the serial floor that is reached."""
     goal: float | None = None
     moonshot: float | None = None
     predicted: float | None = None
-    """Written down before it was measured."""
+    """Value expected before the measurement."""
     factor: float = 1.0
-    """The part of the workload that was run, for want of time; 1: all of it."""
+    """The part of the workload that was run in the time available; 1: all of it."""
     detail: Mapping[str, Any] = field(default_factory=dict)
     toy: bool = False
     checked: bool = True
-    """Whether the engine's proofs held in the same run; False where they were not asked for."""
+    """Whether the engine stage ran and no check failed in the same run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Where the time of a steady decode step goes."""
+    """The time of a steady decode step, by kernel."""
 
     workload: str
     model: str
@@ -111,19 +111,19 @@ class Profile:
     step_ms: float
     """Wall time of a step, measured without the profiler."""
     host_ms: float
-    """Of which the host is at work rather than waiting for the device."""
+    """Time of a step in which the host does not wait for the device."""
     busy_share: float | None
-    """Of the profiled steps' time in which the device ran some kernel; None on a CPU."""
+    """Share of the profiled time in which the device ran a kernel; None on a CPU."""
     launches_per_step: float
     kernels: list[dict[str, Any]]
-    """The longest: name, microseconds a step, calls a step, share of the device's busy time."""
+    """The kernels with the longest times: name, microseconds a step, calls a step, share of the device's busy time."""
     toy: bool = False
 
 
 def figure(
     lab: Lab, op: str, what: str, shape: Mapping[str, Any], timing: Timing, *, bytes: int = 0, flops: int = 0
 ) -> Figure:
-    """A figure with the floor that the device's own rates set for so many bytes and operations."""
+    """A figure with the floor from the device's measured rates, for `bytes` moved and `flops` operations."""
     floors = {}
     if bytes and lab.copy_rate:
         floors["bandwidth"] = bytes / lab.copy_rate * 1e6
@@ -138,7 +138,7 @@ def figure(
 
 @dataclass
 class Report:
-    """A whole run."""
+    """Everything that a run found."""
 
     toy: bool
     hardware: dict[str, Any]
@@ -147,7 +147,7 @@ class Report:
     date: str
     stages: list[str]
     flash: str = ""
-    """The flash library that was used, or why there is none."""
+    """The flash library that was used, or the reason for none."""
     seconds: dict[str, float] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)
     checks: list[Check] = field(default_factory=list)
@@ -155,16 +155,16 @@ class Report:
     measures: list[Measure] = field(default_factory=list)
     profiles: list[Profile] = field(default_factory=list)
     withheld: list[str] = field(default_factory=list)
-    """What did not run, with the reason."""
+    """Cases and stages that did not run, with the reason."""
     tuning: dict[str, Any] = field(default_factory=dict)
     exit_code: int = 0
 
     def failed(self) -> list[Check]:
-        """Checks that do not hold."""
+        """Checks that failed, were missing or were not reached."""
         return [check for check in self.checks if check.status in FAILURES]
 
     def text(self) -> str:
-        """The JSON, with a line per check and figure."""
+        """The report as JSON, with a line per check and figure."""
         whole = asdict(self)
         for found, made in zip(whole["figures"], self.figures, strict=True):
             found["ratios"] = made.ratios
@@ -172,7 +172,7 @@ class Report:
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
     def write(self, target: Path) -> Path:
-        """Write to the file `target`, or into the folder `target` under the run's own name."""
+        """Write to the file `target`, or into the folder `target` under a name made of device, date and commit."""
         if target.is_dir() or not target.suffix:
             target.mkdir(parents=True, exist_ok=True)
             device = str(self.hardware.get("name", "unknown")).replace(" ", "-").lower()
@@ -182,7 +182,7 @@ class Report:
         return target
 
     def table(self) -> str:
-        """What a person wants to know first."""
+        """Summary tables as text, for the terminal."""
         lines = [
             *self._heading(),
             *self._checks_by_op(),
@@ -200,7 +200,7 @@ class Report:
         words = [str(self.hardware.get("name", "?")), *(f"{k} {v}" for k, v in self.versions.items()), self.commit]
         heading = [" | ".join(words)]
         if self.toy:
-            heading.append("TOY RUN on a CPU: proves that the command works; its times mean nothing")
+            heading.append("TOY RUN on a CPU: tests that the command works; its times mean nothing")
         return heading
 
     def _checks_by_op(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Parity cases in several processes: kernels compile side by side, and a fault in one leaves the others a device."""
+"""Runs parity cases in several processes: kernels compile in parallel, and a kernel fault ends only one process."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ from tests.gpu.report import Check
 __all__ = ["Shard", "check_in_processes"]
 
 _GRACE = 30.0
-"""Seconds that a process may run past the time limit, for the case it is in, before it counts as hung."""
+"""Seconds past the time limit after which a process counts as hung."""
 _TAIL = 400
+"""Characters of the end of a failed process's log to report."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Every `count`-th kind of case from the `index`-th on."""
+    """A part of the cases: every `count`-th kind of case from the `index`-th on."""
 
     index: int = 0
     count: int = 1
 
     @staticmethod
     def of(words: str) -> Shard:
-        """From "1/4", which counts from 0."""
+        """The shard written as "1/4", counted from 0."""
         index, count = (int(word) for word in words.split("/"))
         return Shard(index, count)
 
-    def take(self, cases: Sequence[ParityCase]) -> list[ParityCase]:
-        """This shard's cases. Those that compile the same kernels stay together."""
+    def select(self, cases: Sequence[ParityCase]) -> list[ParityCase]:
+        """The shard's cases. Cases that compile the same kernels are in one shard."""
         kinds = list(dict.fromkeys(_kind(case) for case in cases))
         return [case for case in cases if kinds.index(_kind(case)) % self.count == self.index]
 
@@ -45,7 +46,7 @@ def _kind(case: ParityCase) -> tuple[str, str, int | None]:
 
 
 def check_in_processes(stage: str, jobs: int, time_limit: float, words: Sequence[str]) -> list[Check]:
-    """Run a stage of checks in `jobs` processes of this command, with more `words`, and gather what they found."""
+    """Run a stage of checks in `jobs` processes of this command, with the further arguments `words`."""
     with tempfile.TemporaryDirectory() as folder:
         running = [_start(Path(folder), stage, Shard(i, jobs), time_limit, words) for i in range(jobs)]
         end = time.monotonic() + time_limit + _GRACE
@@ -54,28 +55,30 @@ def check_in_processes(stage: str, jobs: int, time_limit: float, words: Sequence
 
 @dataclass(frozen=True, slots=True)
 class _Running:
+    """A process that runs one shard."""
+
     stage: str
     shard: Shard
     process: subprocess.Popen[bytes]
     found: Path
     log: Path
 
-    def checks(self, patience: float) -> list[Check]:
-        """What it found, once it has ended."""
+    def checks(self, seconds: float) -> list[Check]:
+        """Wait at most `seconds` for the process to end; return its checks."""
         try:
-            code = self.process.wait(patience)
+            code = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-            return [self._lost("hung")]
+            return [self._failed("hung")]
         if not self.found.exists():
-            return [self._lost(f"ended with {code}")]
+            return [self._failed(f"ended with {code}")]
         return [Check(**check) for check in json.loads(self.found.read_text("utf-8"))["checks"]]
 
-    def _lost(self, why: str) -> Check:
-        told = self.log.read_text("utf-8", errors="replace")[-_TAIL:]
+    def _failed(self, why: str) -> Check:
+        tail = self.log.read_text("utf-8", errors="replace")[-_TAIL:]
         name = f"process {self.shard.index} of {self.shard.count}"
-        return Check(self.stage, "process", name, "", "", {}, "fail", note=f"{why}: {told}")
+        return Check(self.stage, "process", name, "", "", {}, "fail", note=f"{why}: {tail}")
 
 
 def _start(folder: Path, stage: str, shard: Shard, time_limit: float, words: Sequence[str]) -> _Running:

@@ -1,4 +1,4 @@
-"""Steady decode steps of a job: rows that all begin and end together, stopped at chosen steps from outside."""
+"""Steady decode steps of a job: rows that all decode together, with hooks between chosen steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from batchgen.engine.engine import Engine, Running
 from batchgen.kernels.device import Device, Download, Lane
-from batchgen.request import Completion
+from batchgen.request.completion import Completion
 
 __all__ = ["TimedDevice", "run_steps", "steady_rows"]
 
@@ -17,7 +17,7 @@ _NOTHING: Mapping[str, bool] = {}
 
 
 def steady_rows(count: int, prompt: int, new_tokens: int, vocab: int, fields: Row) -> list[Row]:
-    """`count` rows of unlike prompts of one length, none of which ends before `new_tokens`."""
+    """`count` rows with different prompts of one length, none of which ends before `new_tokens`."""
     common = {"max_new_tokens": new_tokens, "ignore_eos": True, "temperature": 0, **fields}
     return [
         {"input_ids": [4 + (i * 7919 + j * 104729) % (vocab - 4) for j in range(prompt)], "seed": i, **common}
@@ -26,27 +26,27 @@ def steady_rows(count: int, prompt: int, new_tokens: int, vocab: int, fields: Ro
 
 
 def run_steps(engine: Engine, rows: Sequence[Row], hooks: dict[int, Callable[[], object]], last: int) -> int:
-    """Decode `rows`, all of them at a time, calling hooks between steps.
+    """Decode `rows` together and call hooks between steps.
 
     Args:
-        engine: what runs them.
-        rows: of one length, so that they all decode together once their prompts are computed.
-        hooks: decode step, counted from 0, -> what is called before it is planned.
-        last: the decode step before which the job is given up.
+        engine: the engine that runs them.
+        rows: rows of one length, so that they all decode together once their prompts are computed.
+        hooks: decode step, counted from 0, -> function to call before the step is planned.
+        last: the decode step before which the job is stopped.
 
     Returns:
-        Decode steps that were run.
+        Number of decode steps that were run.
 
     Raises:
-        AssertionError: the rows ended before.
+        AssertionError: the rows ended before step `last`.
     """
-    watch = _Watch(hooks, last)
+    watch = _StopCondition(hooks, last)
     start = engine.start
 
-    def started(*args: Any, **options: Any) -> _Stopped:
+    def started(*args: Any, **options: Any) -> _StoppableRun:
         watch.running = start(*args, **options)
         watch.rows = len(rows)
-        return _Stopped(watch.running, watch)
+        return _StoppableRun(watch.running, watch)
 
     engine.start = started  # type: ignore[assignment,method-assign]
     try:
@@ -58,8 +58,8 @@ def run_steps(engine: Engine, rows: Sequence[Row], hooks: dict[int, Callable[[],
     return watch.steps
 
 
-class _Watch:
-    """Asked between steps whether to stop."""
+class _StopCondition:
+    """Stop condition of the loop: calls the hooks of each decode step, and is true at the last one."""
 
     def __init__(self, hooks: dict[int, Callable[[], object]], last: int) -> None:
         self._hooks = hooks
@@ -70,7 +70,7 @@ class _Watch:
 
     @property
     def steps(self) -> int:
-        """Decode steps so far."""
+        """Number of decode steps so far."""
         assert self.running is not None
         return 0 if self._at is None else self.running.loop.state.steps - self._at
 
@@ -78,7 +78,7 @@ class _Watch:
         assert self.running is not None
         stats = self.running.scheduler.stats
         if self._at is None:
-            # Each row's first token comes with its prompt; from the next step on there is nothing but decoding.
+            # Each row's first token comes with its prompt; from the next step on all rows only decode.
             if stats.decode_tokens < self.rows:
                 return False
             self._at = self.running.loop.state.steps
@@ -88,15 +88,15 @@ class _Watch:
         return step >= self._last
 
 
-class _Stopped:
-    """In place of a `Running`: its loop ends where the watch says so."""
+class _StoppableRun:
+    """Replaces a `Running`, with a loop that ends at the stop condition."""
 
     def __init__(self, running: Running, stop: Callable[[], bool]) -> None:
         self._running = running
         self._stop = stop
 
     @property
-    def loop(self) -> _Stopped:
+    def loop(self) -> _StoppableRun:
         return self
 
     def run(self) -> Iterator[list[Completion]]:
@@ -104,33 +104,37 @@ class _Stopped:
 
 
 class TimedDevice:
-    """A device that sums up how long the host waits for it, and how late it asks.
+    """A device that measures how long the host waits for it, and how many steps the host is ahead.
 
     Args:
-        device: the engine's own.
-        told: what it is to say of itself instead, as `asynchronous`.
+        device: the engine's device.
+        overrides: attributes to replace, such as `asynchronous`.
     """
 
-    def __init__(self, device: Device, told: Mapping[str, bool] = _NOTHING) -> None:
+    def __init__(self, device: Device, overrides: Mapping[str, bool] = _NOTHING) -> None:
         self._device = device
-        self._told = told
+        self._overrides = overrides
         self.begun = 0
-        """Downloads of tokens."""
+        """Number of downloads of tokens."""
         self.waited = 0.0
-        """Seconds."""
+        """Seconds that the host waited."""
         self.lateness: list[int] = []
-        """For each wait for tokens, how many downloads of later ones were under way: 0 is a host that stands still."""
+        """For each wait for tokens, the number of later downloads in flight; 0: the host waits without work queued."""
 
     def __getattr__(self, name: str) -> Any:
-        return self._told[name] if name in self._told else getattr(self._device, name)
+        return self._overrides[name] if name in self._overrides else getattr(self._device, name)
 
     def download(self, *tensors: Any, lane: Lane = "tokens") -> Download:
         """See `Device.download`."""
         self.begun += lane == "tokens"
-        return _Timed(self, self._device.download(*tensors, lane=lane), self.begun if lane == "tokens" else None)
+        return _TimedDownload(
+            self, self._device.download(*tensors, lane=lane), self.begun if lane == "tokens" else None
+        )
 
 
-class _Timed:
+class _TimedDownload:
+    """A download whose wait is timed; `number`: its index among downloads of tokens, None for others."""
+
     def __init__(self, device: TimedDevice, download: Download, number: int | None) -> None:
         self._device = device
         self._download = download

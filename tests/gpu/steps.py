@@ -1,4 +1,4 @@
-"""Steps of real size on a device, and what attention over them must give."""
+"""Steps of real size on a device, and the expected attention over them."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.kernels.reference import visible_slots
+from batchgen.kernels.attention.reference import visible_slots
 from batchgen.kernels.types import AttentionBatch, Ints, KVPool, LayerKV
 from tests.gpu.lab import Lab
 from tests.kernels.steps import Step, StepBuilder
 
 __all__ = ["DeviceSteps", "Scoring", "attend_by_token"]
 
-_DRAWN_AT_ONCE = 1 << 16
-"""Positions filled at a time: the float32 numbers behind a pool of 16 bits would not fit at once."""
+_FILL_CHUNK = 1 << 16
+"""Positions filled at a time: the float32 random numbers for a whole 16-bit pool would not fit into memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What a layer does to its scores."""
+    """A layer's attention score options."""
 
     scale: float
     window: int | None = None
@@ -31,7 +31,7 @@ class Scoring:
 
 @dataclass
 class DeviceSteps(StepBuilder):
-    """A `StepBuilder` whose tensors stand on a device. The page tables stay on the host, as the engine's do."""
+    """A `StepBuilder` with tensors on a device. The page tables stay on the host, as in the engine."""
 
     lab: Lab = field(kw_only=True)
 
@@ -57,7 +57,7 @@ class DeviceSteps(StepBuilder):
         for cache in (pool.keys[0], pool.values[0]):
             cache.fill_(torch.nan)
             flat = cache.flatten(0, 1)
-            for part in filled.to(self.lab.device).split(_DRAWN_AT_ONCE):
+            for part in filled.to(self.lab.device).split(_FILL_CHUNK):
                 flat[part] = self._randn(len(part), *flat.shape[1:]).to(s.dtype)
         return pool
 
@@ -68,17 +68,17 @@ class DeviceSteps(StepBuilder):
 def attend_by_token(
     batch: AttentionBatch, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring, compute: torch.dtype
 ) -> Tensor:
-    """Attention of every flat token by itself, as separate plain operations in `compute`.
+    """Attention of each flat token by separate plain operations in `compute`.
 
-    In float64 it is the truth. In a low precision it is the plain form of the 2 x rule: products and probabilities
-    rounded to `compute`, the softmax in float32.
+    In float64 it gives the true values. In a lower precision it is the plain operation of the 2 x rule: products and
+    probabilities are rounded to `compute`, the softmax is in float32.
 
     Args:
         batch: the step.
         query: [T, N, D].
-        keys: [P, S, K, D], the step's own keys in place.
+        keys: [P, S, K, D], with the step's keys stored.
         values: [P, S, K, Dv].
-        scoring: the layer's.
+        scoring: the layer's score options.
         compute: float64, float32, float16 or bfloat16.
 
     Returns:

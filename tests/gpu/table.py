@@ -1,25 +1,21 @@
-"""The README's table of GPU figures, made from the newest file in `figures/`: `python -m tests.gpu.table [--write]`.
+"""The table of GPU figures in the documentation, made from the newest file in `figures/`.
 
-Without a file it is the line that says so. Figures of a toy, of a run whose proofs did not hold or were not asked for,
-and of other devices than the goals' own are left out.
+Figures of toy runs, of other devices than that of the goals, and of runs whose checks failed or did not run are left
+out. Without a file, one line says that nothing is measured.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.gpu.goals import GOALS, Goal
 
-__all__ = ["BEGIN", "END", "FIGURES", "markdown", "newest", "unmeasured", "write"]
+__all__ = ["FIGURES", "markdown", "newest", "unmeasured"]
 
-ROOT = Path(__file__).parents[2]
 FIGURES = Path(__file__).parent / "figures"
-README = ROOT / "README.md"
-BEGIN, END = "<!-- gpu table begins -->\n", "<!-- gpu table ends -->\n"
 
 _NAMES = {
     ("w-nano", "output_tokens_per_second"): "256 unlike prompts (`w-nano`), output tokens/s",
@@ -46,14 +42,14 @@ _NAMES = {
 
 
 def newest(folder: Path = FIGURES, device: str = "H200") -> dict[str, Any] | None:
-    """The latest report of a real run on the device that the goals are set for, complete or not."""
+    """The latest report of a real run on the goals' device; None without one."""
     reports = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")]
     found = [r for r in reports if not r["toy"] and device in str(r["hardware"].get("name")) and r.get("measures")]
     return max(found, key=lambda report: str(report["date"]), default=None)
 
 
 def markdown(report: Mapping[str, Any] | None) -> str:
-    """The table, or the line that says that there is none."""
+    """The table as Markdown, or the line of `unmeasured`."""
     if report is None:
         return unmeasured()
     values = _values(report)
@@ -72,25 +68,18 @@ def markdown(report: Mapping[str, Any] | None) -> str:
 
 
 def unmeasured() -> str:
-    """For as long as no run on such a device is stored."""
+    """The line that replaces the table while no run on the goals' device is stored."""
     return (
-        f"**The goals on an H200 are unmeasured**: no run of the GPU check is stored. The {len(GOALS)} goals, with the "
-        "moonshots and predictions beside them, stand in `tests/gpu/goals.py`.\n"
+        f"**The goals on an H200 are unmeasured**: no run of the GPU check is stored. The {len(GOALS)} goals, with "
+        "their moonshots and predictions, are in `tests/gpu/goals.py`.\n"
     )
-
-
-def write() -> None:
-    """Put the table between the markers of the README."""
-    text = README.read_text(encoding="utf-8")
-    head, rest = text.split(BEGIN)
-    README.write_text(f"{head}{BEGIN}{markdown(newest())}{END}{rest.split(END)[1]}", encoding="utf-8")
 
 
 _Values = dict[tuple[str, str, str], Mapping[str, Any]]
 
 
 def _values(report: Mapping[str, Any]) -> _Values:
-    """Our own checked measures by workload, model and figure, the decode kernel's among them."""
+    """(workload, model, figure) -> checked measure of batchgen, including that of the decode kernel."""
     ours = (m for m in report["measures"] if m["engine"] == "batchgen" and m["checked"])
     found: _Values = {(m["workload"], m["model"], m["figure"]): m for m in ours}
     shape = {"rows": 256, "context": 1024, "kv_heads": 8, "dim": 128}
@@ -124,7 +113,7 @@ def _line(goal: Goal, measure: Mapping[str, Any] | None) -> str:
 
 
 def _peers(measures: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What other engines reached, on the part that they were run on."""
+    """A line for each measure of another engine, with the part of the workload that was run."""
     return [
         f"{m['engine']} {m['version']}, {m['workload']} {m['model']}: {m['value']:,.0f} tokens/s "
         f"on {m['factor']:.2g} of it."
@@ -138,10 +127,3 @@ def _number(value: float, unit: str) -> str:
         return f"{value:,.0f}"
     text = f"{value:.3g}"
     return {"x": f"{text} x", "%": f"{text} %", "% slower": f"{text} %", "s": f"{text} s"}[unit]
-
-
-if __name__ == "__main__":
-    if sys.argv[1:] == ["--write"]:
-        write()
-    else:
-        sys.stdout.write(markdown(newest()))

@@ -1,4 +1,4 @@
-"""What the GPU check judges by, held to cases made by hand."""
+"""Parts of the GPU check on made-up cases: the 2 x rule, timing, floors, cases and shards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.gpu.report import figure
 from tests.gpu.shards import Shard
 from tests.gpu.stages import load
 from tests.gpu.stages.parity_sampling import MODES, judge_draws, keys_of, logits_of
-from tests.gpu.under_test import kernel, twin
+from tests.gpu.under_test import kernel, reference
 
 CPU = torch.device("cpu")
 TRUTH = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
@@ -28,7 +28,7 @@ def test_twice_the_plain_error_passes_and_more_does_not() -> None:
     assert not judge(TRUTH + torch.tensor([0.0, 0.0, 0.21]), plain, TRUTH, torch.float32).passed
 
 
-def test_an_error_everywhere_fails_by_its_mean() -> None:
+def test_small_errors_everywhere_fail_by_their_mean_square() -> None:
     plain = torch.zeros(1000, dtype=torch.float64)
     plain[0] = 0.1
     verdict = judge(torch.full((1000,), 0.1), plain, torch.zeros(1000).double(), torch.float32)
@@ -36,20 +36,20 @@ def test_an_error_everywhere_fails_by_its_mean() -> None:
     assert "mean square" in verdict.note
 
 
-@pytest.mark.parametrize("stray", [torch.nan, torch.inf, -torch.inf])
-def test_a_stray_value_fails_even_where_the_plain_one_strays(stray: float) -> None:
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_nan_and_infinity_fail_even_if_the_plain_version_has_them(value: float) -> None:
     got = TRUTH.clone()
-    got[1] = stray
+    got[1] = value
     assert not judge(got, got, TRUTH, torch.bfloat16).passed
 
 
-def test_infinities_belong_where_the_truth_has_them() -> None:
+def test_infinities_must_be_where_the_truth_has_them() -> None:
     truth = torch.tensor([-torch.inf, 1.0], dtype=torch.float64)
     assert judge(truth.float(), truth.float(), truth, torch.float32).passed
     assert not judge(-truth.float(), truth.float(), truth, torch.float32).passed
 
 
-def test_an_exact_plain_version_leaves_some_ulps() -> None:
+def test_an_exact_plain_version_allows_some_ulps() -> None:
     assert judge(TRUTH + 3e-6, TRUTH, TRUTH, torch.float32).passed
     assert not judge(TRUTH + 3e-5, TRUTH, TRUTH, torch.float32).passed
 
@@ -59,12 +59,12 @@ def test_shapes_must_agree() -> None:
     assert not judge_equal(TRUTH[:2], TRUTH).passed
 
 
-def test_equality_counts_what_differs() -> None:
+def test_judge_equal_counts_differences() -> None:
     assert judge_equal(torch.tensor([1, 2]), torch.tensor([1, 2])).passed
     assert "1 of 2 differ, first at [1]" in judge_equal(torch.tensor([1, 2]), torch.tensor([1, 3])).note
 
 
-def test_empty_buffers_are_poisoned_inside_alone() -> None:
+def test_new_buffers_are_poisoned_only_inside() -> None:
     with poisoned():
         assert torch.empty(3).isnan().all()
         assert torch.zeros(2).new_empty(2).isnan().all()
@@ -74,7 +74,7 @@ def test_empty_buffers_are_poisoned_inside_alone() -> None:
 
 
 class FakeEvent:
-    """A clock that goes one millisecond further at each look."""
+    """A CUDA event with a clock that advances one millisecond at each record."""
 
     now = 0.0
 
@@ -90,7 +90,7 @@ class FakeEvent:
 
 
 class FakeGraph:
-    """A graph whose capture runs the work, and whose replay counts."""
+    """A CUDA graph that counts its replays."""
 
     replays = 0
 
@@ -100,7 +100,7 @@ class FakeGraph:
 
 @pytest.fixture
 def device_lab(monkeypatch: pytest.MonkeyPatch) -> Lab:
-    """A lab that takes the paths of a CUDA device, over a fake one."""
+    """A lab of a fake CUDA device."""
     for name, fake in (
         ("Event", FakeEvent),
         ("CUDAGraph", FakeGraph),
@@ -117,27 +117,27 @@ def device_lab(monkeypatch: pytest.MonkeyPatch) -> Lab:
     return lab
 
 
-def test_work_is_timed_as_a_graph(device_lab: Lab) -> None:
+def test_functions_are_timed_as_a_graph(device_lab: Lab) -> None:
     calls: list[int] = []
     timing = device_lab.time(lambda: calls.append(1))
     assert timing == Timing(1000.0, 1000.0, 1000.0, 20, "graph")
     assert FakeGraph.replays == 21
-    assert len(calls) == 5  # three to warm up, one to see whether it waits, one captured
+    assert len(calls) == 5  # three warm-ups, one to see whether it waits, one captured
     device_lab.free()
 
 
-def test_work_that_waits_is_timed_as_it_is(device_lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_that_wait_are_timed_without_a_graph(device_lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     def refusing() -> AbstractContextManager[None]:
         raise RuntimeError("called a synchronizing CUDA operation")
 
-    monkeypatch.setattr("tests.gpu.lab.not_waiting", refusing)
+    monkeypatch.setattr("tests.gpu.lab.forbid_sync", refusing)
     calls: list[int] = []
     assert device_lab.time(lambda: calls.append(1)).how == "eager"
     assert FakeGraph.replays == 0
     assert len(calls) == 23
 
 
-def test_floors_take_the_slower_of_both_rates() -> None:
+def test_the_floor_is_the_larger_of_both_times() -> None:
     lab = Lab(CPU, toy=False, copy_rate=1e12, matmul_rate=1e14)
     timing = Timing(9.0, 10.0, 11.0, 20, "graph")
     made = figure(lab, "op", "what", {"rows": 1}, timing, bytes=5_000_000, flops=100_000_000)
@@ -145,7 +145,7 @@ def test_floors_take_the_slower_of_both_rates() -> None:
     assert figure(lab, "op", "what", {}, timing, bytes=1, flops=800_000_000).floor_by == "matmul"
 
 
-def test_draws_may_differ_in_ties_alone() -> None:
+def test_sampled_tokens_may_differ_only_in_ties() -> None:
     lab = Lab(CPU, toy=True)
     logits, mode, keys = logits_of(lab, 3, 50), MODES["greedy"], keys_of(3)
     logits[0, 7] = logits[0, 9] = 99.0
@@ -158,21 +158,21 @@ def test_draws_may_differ_in_ties_alone() -> None:
     assert not judge_draws(logits, mode, keys, want + 50, want).passed
 
 
-def test_a_plain_version_is_no_kernel() -> None:
-    assert kernel("rms_norm") is not twin("rms_norm")
+def test_a_kernel_is_not_the_plain_version() -> None:
+    assert kernel("rms_norm") is not reference("rms_norm")
     assert kernel("rms_norm").__module__ == "batchgen.kernels.gpu.norm"
 
 
-def test_shards_take_every_case_once_and_keep_kernels_together() -> None:
+def test_shards_have_each_case_once_and_keep_kernels_together() -> None:
     load()
     cases = parity_cases(toy=False)
-    parts = [Shard(i, 6).take(cases) for i in range(6)]
+    parts = [Shard(i, 6).select(cases) for i in range(6)]
     assert sorted(c.name for part in parts for c in part) == sorted(c.name for c in cases)
-    homes: dict[tuple[object, ...], set[int]] = {}
+    shards: dict[tuple[object, ...], set[int]] = {}
     for i, part in enumerate(parts):
         for case in part:
-            homes.setdefault((case.op, case.dtype, case.shape.get("dim")), set()).add(i)
-    assert all(len(home) == 1 for home in homes.values())
+            shards.setdefault((case.op, case.dtype, case.shape.get("dim")), set()).add(i)
+    assert all(len(shard) == 1 for shard in shards.values())
 
 
 def test_every_operation_of_the_engine_is_checked() -> None:
@@ -183,7 +183,7 @@ def test_every_operation_of_the_engine_is_checked() -> None:
     assert declared <= {case.op for case in parity_cases(toy=True)}
 
 
-def test_names_are_one_case_each_and_toys_are_the_same_functions() -> None:
+def test_case_names_are_unique_and_toys_are_the_same_functions() -> None:
     load()
     real, toy = parity_cases(toy=False), parity_cases(toy=True)
     assert len({case.name for case in real}) == len(real)
@@ -191,11 +191,11 @@ def test_names_are_one_case_each_and_toys_are_the_same_functions() -> None:
     assert {case.dtype for case in real} == set(DTYPES)
 
 
-def test_a_stage_that_breaks_costs_no_other_stage_its_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    def breaks(*given: object) -> None:
+def test_a_stage_that_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: object) -> None:
         raise RuntimeError("the device is lost")
 
-    monkeypatch.setattr(runner, "measure_rates", breaks)
+    monkeypatch.setattr(runner, "measure_rates", fail)
     monkeypatch.setattr(runner, "tune", lambda *given: {"fragment": ""})
     stages = ("bench", "tune")
     options = runner.Options(stages, True, "", time_limit=60.0, commit="0", flash_library="", jobs=1, shard="")

@@ -1,4 +1,4 @@
-"""The stages about whole jobs, held to cases made by hand: what they judge by, and how the time is shared out."""
+"""The stages that run whole jobs: their comparisons and judgements, and the schedule of stages, on made-up cases."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from typing import Any
 import pytest
 import torch
 
-from batchgen.engine.graphs import GraphCounts
+from batchgen.engine.cuda_graph import GraphCounts
 from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.kernels.device import HOST
-from batchgen.request import Completion
+from batchgen.request.completion import Completion
 from tests.gpu import models, runner
 from tests.gpu.budget import DEFAULT_STAGES, STAGES, schedule
 from tests.gpu.compare import Verdict
-from tests.gpu.goals import GOALS, aimed
+from tests.gpu.goals import GOALS, with_goal
 from tests.gpu.lab import Lab
-from tests.gpu.mixed import compare, mixed_job, settled
+from tests.gpu.mixed import compare, mixed_job, tokens_before_near_tie
 from tests.gpu.report import Measure
 from tests.gpu.stages.profile import Span, busy, longest
-from tests.gpu.stages.syncs import judge_graphs, judge_lateness, judge_waits, told
+from tests.gpu.stages.syncs import counted_syncs, judge_graphs, judge_lateness, judge_waits
 from tests.gpu.steady import TimedDevice, steady_rows
 
 GREEDY: dict[str, Any] = {"temperature": 0}
-DRAWN: dict[str, Any] = {"temperature": 1.0}
+SAMPLED: dict[str, Any] = {"temperature": 1.0}
 
 
 def done(row: int, ids: list[int], gaps: list[float], **more: Any) -> Completion:
-    """With two logprobs for each token, so far apart."""
+    """A completion with two top logprobs per token, whose differences are `gaps`."""
     top = [x for gap in gaps for x in (-1.0, -1.0 - gap)]
     return Completion(row, output_ids=ids, output_top_logprobs=top, prompt_tokens=3, **more)
 
@@ -41,19 +41,19 @@ def verdicts(rows: list[dict[str, Any]], got: list[Completion], want: list[Compl
     return dict(compare(rows, got, want))
 
 
-def test_greedy_ids_count_up_to_the_first_near_tie() -> None:
+def test_greedy_ids_are_compared_up_to_the_first_near_tie() -> None:
     want = [done(0, [5, 6, 7], [1.0, 1e-5, 1.0])]
-    assert settled(want[0]) == 1
+    assert tokens_before_near_tie(want[0]) == 1
     assert verdicts([GREEDY], [done(0, [5, 9, 9], [])], want)["greedy ids"].passed
     assert not verdicts([GREEDY], [done(0, [8, 6, 7], [])], want)["greedy ids"].passed
 
 
-def test_rows_of_nothing_but_near_ties_prove_nothing() -> None:
+def test_rows_with_only_near_ties_fail() -> None:
     assert not verdicts([GREEDY], [done(0, [5], [])], [done(0, [5], [0.0])])["greedy ids"].passed
 
 
-def test_one_drawn_row_of_twenty_may_differ() -> None:
-    rows = [DRAWN] * 20
+def test_one_sampled_row_of_twenty_may_differ() -> None:
+    rows = [SAMPLED] * 20
     want = [done(i, [5], [1.0]) for i in range(20)]
     got = [done(i, [5 if i else 6], []) for i in range(20)]
     assert verdicts(rows, got, want)["other ids"].passed
@@ -61,29 +61,29 @@ def test_one_drawn_row_of_twenty_may_differ() -> None:
     assert not verdicts(rows, got, want)["other ids"].passed
 
 
-def test_missing_and_failed_rows_are_told() -> None:
+def test_missing_and_failed_rows_fail() -> None:
     want = [done(0, [5], [1.0]), done(1, [5], [1.0])]
     assert list(verdicts([GREEDY] * 2, want[:1], want)) == ["completions"]
     failed = replace(want[1], error=ErrorInfo(ErrorCode.OOM, "too large"))
     assert not verdicts([GREEDY] * 2, [want[0], failed], want)["errors"].passed
 
 
-def test_logprobs_count_where_ids_agree() -> None:
-    row = {**DRAWN, "return_logprob": True}
+def test_logprobs_are_compared_where_ids_agree() -> None:
+    row = {**SAMPLED, "return_logprob": True}
     want = [done(0, [5, 6], [1.0, 1.0], output_logprobs=[-1.0, -2.0])]
     assert verdicts([row], [done(0, [5, 7], [], output_logprobs=[-1.0, -9.0])], want)["logprobs"].passed
     assert not verdicts([row], [done(0, [5, 7], [], output_logprobs=[-1.1, -9.0])], want)["logprobs"].passed
     assert not verdicts([row], [done(0, [5, 7], [])], want)["logprobs"].passed
 
 
-def test_a_mixed_job_has_every_kind_and_is_the_same_twice() -> None:
+def test_a_mixed_job_has_every_kind_and_is_reproducible() -> None:
     rows = mixed_job(40, 16, 4, ["one"], seed=0)
     assert rows == mixed_job(40, 16, 4, ["one"], seed=0)
     fields = {name for row in rows for name in row}
     assert fields >= {"lora_path", "stop", "n", "top_logprobs_num", "return_hidden_states", "frequency_penalty"}
 
 
-def test_stages_share_the_limit_in_their_order() -> None:
+def test_stages_divide_the_time_limit_in_their_order() -> None:
     ends = schedule(DEFAULT_STAGES, 450.0)
     assert list(ends) == [stage.name for stage in STAGES if stage.name in DEFAULT_STAGES]
     assert sorted(ends.values()) == list(ends.values())
@@ -93,12 +93,12 @@ def test_stages_share_the_limit_in_their_order() -> None:
 
 
 @pytest.mark.parametrize(("stage", "fails"), [("engine", True), ("workloads", False)])
-def test_a_stage_without_time_is_skipped_and_told(stage: str, fails: bool) -> None:
+def test_a_stage_without_time_is_skipped_and_reported(stage: str, fails: bool) -> None:
     lab = Lab(torch.device("cpu"), toy=False, deadline=time.monotonic() + 1.0)
     run = object.__new__(runner._Run)
     run._lab, run._options = lab, runner.Options([stage], False, "", 1.0, "0", "", 1, "")
     run.report = runner.Report(False, {}, {}, "0", "", [stage])
-    run._proofs(stage)
+    run._job_stage(stage)
     assert [note.split(":")[0] for note in run.report.withheld] == [stage]
     assert "skipped" in run.report.withheld[0]
     assert [check.status for check in run.report.checks] == (["unreached"] if fails else [])
@@ -107,9 +107,9 @@ def test_a_stage_without_time_is_skipped_and_told(stage: str, fails: bool) -> No
 # Waits
 
 
-def test_waits_are_counted_by_where_they_stand() -> None:
+def test_waits_are_counted_by_file_and_line() -> None:
     found: Counter[str] = Counter()
-    with told(found, cuda=False):
+    with counted_syncs(found, cuda=False):
         for _ in range(2):
             warnings.warn("called a synchronizing CUDA operation (function warn_or_error)", stacklevel=1)
     ((place, count),) = found.items()
@@ -121,23 +121,23 @@ def test_waits_are_counted_by_where_they_stand() -> None:
     assert judge_waits(Counter(), 4).passed
 
 
-def test_other_warnings_are_none_of_its_business() -> None:
+def test_other_warnings_are_not_counted() -> None:
     found: Counter[str] = Counter()
-    with pytest.warns(UserWarning, match="something else"), told(found, cuda=False):
+    with pytest.warns(UserWarning, match="something else"), counted_syncs(found, cuda=False):
         warnings.warn("something else", stacklevel=1)
     assert not found
 
 
-def test_torch_is_asked_to_tell_of_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_warns_of_waits_only_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     modes: list[object] = []
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    with told(Counter(), cuda=True):
+    with counted_syncs(Counter(), cuda=True):
         assert modes == ["warn"]
     assert modes == ["warn", 0]
 
 
-def test_lateness_is_downloads_begun_since() -> None:
+def test_lateness_counts_later_downloads() -> None:
     device = TimedDevice(HOST, {"asynchronous": True})
     assert (device.asynchronous, device.captures) == (True, False)
     first = device.download(torch.zeros(1))
@@ -152,17 +152,17 @@ def test_lateness_is_downloads_begun_since() -> None:
     assert not judge_lateness([]).passed
 
 
-def test_steps_that_no_graph_played_fail() -> None:
-    graphs: Any = SimpleNamespace(counts=GraphCounts(replays=40), refused=None)
+def test_steps_that_no_graph_replayed_fail() -> None:
+    graphs: Any = SimpleNamespace(counts=GraphCounts(replays=40), disabled_reason=None)
     assert judge_graphs(graphs, 40).passed
     assert judge_graphs(graphs, 41).error == 1.0
     assert not judge_graphs(None, 40).passed
-    graphs.refused = "use_count > 0"
+    graphs.disabled_reason = "use_count > 0"
     assert not judge_graphs(graphs, 40).passed
     assert judge_graphs(graphs, 40).note == "use_count > 0"
 
 
-def test_steady_rows_share_no_beginning() -> None:
+def test_steady_rows_share_no_prefix() -> None:
     rows = steady_rows(50, 6, 4, 128, {"temperature": 0.5})
     assert len({row["input_ids"][0] for row in rows}) == 50
     assert {len(row["input_ids"]) for row in rows} == {6}
@@ -173,14 +173,14 @@ def test_steady_rows_share_no_beginning() -> None:
 # Profiles
 
 
-def test_busy_time_counts_what_overlaps_once() -> None:
+def test_busy_time_counts_overlapping_spans_once() -> None:
     spans = [Span("a", 0, 10), Span("b", 5, 7), Span("c", 8, 12), Span("d", 20, 21)]
     assert busy(spans) == 13
     assert busy(reversed(spans)) == 13
     assert busy([]) == 0
 
 
-def test_the_longest_kernels_by_name_and_step() -> None:
+def test_longest_sums_kernels_by_name_per_step() -> None:
     first, second = longest([Span("a", 0, 3), Span("b", 3, 4), Span("b", 4, 6), Span("a", 6, 9)], steps=2)
     assert first == {"name": "a", "us_per_step": 3.0, "calls_per_step": 1.0, "share": pytest.approx(2 / 3, abs=1e-4)}
     assert (second["name"], second["us_per_step"]) == ("b", 1.5)
@@ -189,30 +189,30 @@ def test_the_longest_kernels_by_name_and_step() -> None:
 # Models
 
 
-def test_models_are_built_aside_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_are_built_in_the_background_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "_BUILD", "import sys; sys.exit(len(sys.argv) - 1)")
-    asked: list[str] = []
-    monkeypatch.setattr(models, "resolve_bench_model", lambda name, device: asked.append(name) or "folder")
-    with models.built_aside(("0.6b", "8b")):
+    names: list[str] = []
+    monkeypatch.setattr(models, "resolve_bench_model", lambda name, device: names.append(name) or "folder")
+    with models.built_in_background(("0.6b", "8b")):
         (process,) = models._building
         with models.model_folder(Lab(torch.device("cpu"), toy=False), "8b") as folder:
             assert process.returncode == 2
-            assert (folder, asked) == ("folder", ["random:8b"])
-    with models.built_aside(()):
+            assert (folder, names) == ("folder", ["random:8b"])
+    with models.built_in_background(()):
         assert not models._building
 
 
 # Goals
 
 
-def test_measures_stand_beside_their_goals() -> None:
-    made = aimed(Measure("w-nano", "8b", "output_tokens_per_second", 1.0, "tokens/s"))
+def test_measures_get_their_goals() -> None:
+    made = with_goal(Measure("w-nano", "8b", "output_tokens_per_second", 1.0, "tokens/s"))
     assert (made.goal, made.moonshot) == (7500, 9200)
     assert made.predicted is not None
-    assert aimed(Measure("w-nano", "7b", "output_tokens_per_second", 1.0, "tokens/s")).goal is None
+    assert with_goal(Measure("w-nano", "7b", "output_tokens_per_second", 1.0, "tokens/s")).goal is None
 
 
-def test_a_moonshot_is_beyond_its_goal() -> None:
+def test_every_moonshot_is_beyond_its_goal() -> None:
     assert len({(g.workload, g.model, g.figure) for g in GOALS}) == len(GOALS)
     for goal in GOALS:
         assert goal.met(goal.moonshot)

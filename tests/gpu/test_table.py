@@ -1,4 +1,4 @@
-"""The README's GPU table is what the stored figures say; tuning notes are checked line by line."""
+"""The table of GPU figures, made from stored reports, and the validation of tuning notes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.goals import GOALS, aimed
+from tests.gpu.goals import GOALS, with_goal
 from tests.gpu.notes import load_notes
 from tests.gpu.report import Measure
-from tests.gpu.table import BEGIN, END, README, markdown, newest, unmeasured
+from tests.gpu.table import markdown, newest, unmeasured
 
 NOTE = {
     "date": "2027-01-31",
@@ -30,12 +30,14 @@ NOTE = {
 
 
 def report(**changes: Any) -> dict[str, Any]:
-    """A made-up one."""
+    """A made-up report."""
     measures = [
-        asdict(aimed(Measure("w-nano", "8b", "output_tokens_per_second", 12.0, "tokens/s", share=0.5, checked=True))),
+        asdict(
+            with_goal(Measure("w-nano", "8b", "output_tokens_per_second", 12.0, "tokens/s", share=0.5, checked=True))
+        ),
         asdict(Measure("w-nano", "8b", "output_tokens_per_second", 4.0, "tokens/s", engine="other", version="1")),
-        asdict(aimed(Measure("start", "0.6b", "seconds", 1.0, "s", checked=True, factor=1.0))),
-        asdict(aimed(Measure("w-tree", "1b", "output_tokens_per_second", 7.0, "tokens/s", checked=False))),
+        asdict(with_goal(Measure("start", "0.6b", "seconds", 1.0, "s", checked=True, factor=1.0))),
+        asdict(with_goal(Measure("w-tree", "1b", "output_tokens_per_second", 7.0, "tokens/s", checked=False))),
     ]
     shape = {"rows": 256, "context": 1024, "heads": 32, "kv_heads": 8, "dim": 128}
     figures = [{"op": "triton", "what": "paged decode", "shape": shape, "share": 0.5, "checked": True}]
@@ -43,31 +45,26 @@ def report(**changes: Any) -> dict[str, Any]:
     return {**made, "date": "2027-01-31T00:00:00", "measures": measures, "figures": figures, **changes}
 
 
-def test_the_readme_says_what_is_stored() -> None:
-    text = README.read_text(encoding="utf-8")
-    assert text.split(BEGIN)[1].split(END)[0] == markdown(newest()), "run `python -m tests.gpu.table --write`"
-
-
-def test_without_figures_the_line_says_so(tmp_path: Path) -> None:
+def test_without_figures_the_table_is_a_line(tmp_path: Path) -> None:
     assert newest(tmp_path) is None
     assert "unmeasured" in markdown(None) == unmeasured()
 
 
-def test_every_goal_has_its_line() -> None:
+def test_every_goal_has_a_line() -> None:
     lines = markdown(report()).splitlines()
     assert len([line for line in lines if line.startswith("| ") and "measured | of" not in line]) == len(GOALS)
     (nano,) = [line for line in lines if "`w-nano`), output" in line and "| 8b |" in line]
     assert "| 12 | 50% | all | 7,500 | 9,200 |" in nano
     (start,) = [line for line in lines if line.startswith("| start")]
-    assert "| **1 s** |" in start, "a goal that is met stands out"
+    assert "| **1 s** |" in start, "a goal that is met is bold"
     (tree,) = [line for line in lines if "`w-tree`" in line]
-    assert "not measured" in tree, "its run was not proven"
+    assert "not measured" in tree, "its run was not checked"
     (kernel,) = [line for line in lines if "decode kernel" in line]
     assert "| 50 % |" in kernel
     assert "other 1, w-nano 8b: 4 tokens/s on 1 of it." in lines
 
 
-def test_the_newest_real_run_on_the_right_device_counts(tmp_path: Path) -> None:
+def test_newest_is_the_latest_real_run_on_the_goals_device(tmp_path: Path) -> None:
     runs = {
         "old": report(date="2027-01-01"),
         "new": report(date="2027-01-02"),
@@ -82,7 +79,7 @@ def test_the_newest_real_run_on_the_right_device_counts(tmp_path: Path) -> None:
     assert found["date"] == "2027-01-02"
 
 
-def test_stored_notes_are_whole() -> None:
+def test_stored_notes_are_valid() -> None:
     load_notes()
 
 
@@ -104,7 +101,7 @@ def test_notes_are_read_in_order(tmp_path: Path) -> None:
         ({"more": 1}, "takes exactly date, commit"),
     ],
 )
-def test_a_wrong_note_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_an_invalid_note_is_reported_by_line_and_field(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     path = tmp_path / "notes.jsonl"
     path.write_text(f"{json.dumps(NOTE)}\n{json.dumps({**NOTE, **changes})}\n")
     with pytest.raises(ValueError, match=message):

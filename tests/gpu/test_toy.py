@@ -1,4 +1,4 @@
-"""The GPU check checks itself at toy sizes, on any machine; with a GPU, `-m gpu` runs the real one."""
+"""The GPU check's command at toy sizes, on any machine; with a GPU, `-m gpu` runs it at real sizes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.gpu.goals import GOALS
 
 ROOT = Path(__file__).parents[2]
 
-# But `determinism`, which has a slow test to itself.
+# Without `determinism`, which has a separate slow test.
 STAGES = ("parity", "flash", "engine", "syncs", "memory", "bench", "workloads", "profile", "tune")
-PROVEN = {"parity", "ways", "logits", "syncs", "pool", "long and short", "halving"}
-"""Of whole jobs."""
+JOB_CHECKS = {"parity", "ways", "logits", "syncs", "pool", "long and short", "oom split"}
+"""Values of `op` of the checks of whole jobs."""
 OPERATIONS = {
-    *("attention", "flash", "merge_parts", "merge_lists", "rms_norm", "add_rms_norm", "gated", "rotate_and_store"),
-    *("rope_tables", "sample", "log_normalizers", "argmax_lse", "token_logprobs", "top_logprobs", "read_out"),
+    *("attention", "flash", "merge_parts", "merge_lists", "rms_norm", "add_rms_norm", "gated", "qk_norm_rope_cache"),
+    *("rope_tables", "sample", "log_normalizers", "argmax_lse", "token_logprobs", "top_logprobs", "gather_logprobs"),
     *(
         "largest",
         "count_tokens",
@@ -37,7 +37,7 @@ OPERATIONS = {
     *("route", "moe_experts", "row_keys", "nan_rows", "filtered_scores"),
 }
 FIGURES = {
-    *("triton", "flash", "rms_norm", "add_rms_norm", "gated", "rotate_and_store", "sample", "token_logprobs"),
+    *("triton", "flash", "rms_norm", "add_rms_norm", "gated", "qk_norm_rope_cache", "sample", "token_logprobs"),
     *("argmax_lse", "top_logprobs", "count_tokens", "penalise", "apply_bitmask", "add_lora", "route", "moe_experts"),
 }
 
@@ -50,7 +50,7 @@ def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
-    """One toy run of everything: its file and what it printed."""
+    """(report, stdout) of one toy run of all stages in `STAGES`."""
     found = tmp_path_factory.mktemp("toy") / "found.json"
     done = run("--toy", "--stages", ",".join(STAGES), "--time-limit", "3600", "--out", str(found))
     made = json.loads(found.read_text(encoding="utf-8"))
@@ -64,17 +64,17 @@ def test_every_check_passes(toy: tuple[dict[str, Any], str]) -> None:
 
 def test_every_operation_and_dtype_is_checked(toy: tuple[dict[str, Any], str]) -> None:
     checks = toy[0]["checks"]
-    assert {check["op"] for check in checks} >= OPERATIONS | PROVEN
+    assert {check["op"] for check in checks} >= OPERATIONS | JOB_CHECKS
     assert {check["dtype"] for check in checks if check["op"] == "attention"} == {"float32", "float16", "bfloat16"}
 
 
-def test_a_check_says_what_was_allowed(toy: tuple[dict[str, Any], str]) -> None:
+def test_a_check_has_its_error_and_bound(toy: tuple[dict[str, Any], str]) -> None:
     low = [c for c in toy[0]["checks"] if c["case"].startswith("decode[bfloat16") and c["what"] == "attention"]
     assert low
     assert all(0 < c["error"] <= c["bound"] and c["plain"] > 0 and c["seconds"] > 0 for c in low)
 
 
-def test_figures_have_shapes_and_floors_and_are_flagged(toy: tuple[dict[str, Any], str]) -> None:
+def test_figures_have_shapes_and_floors_and_the_toy_flag(toy: tuple[dict[str, Any], str]) -> None:
     found, printed = toy
     assert found["toy"] is True
     assert "TOY RUN" in printed
@@ -105,7 +105,7 @@ def test_workloads_have_floors_goals_and_peers(toy: tuple[dict[str, Any], str]) 
             assert key in measures or goal.figure == "constrained", key
 
 
-def test_the_profile_is_numbers(toy: tuple[dict[str, Any], str]) -> None:
+def test_the_profile_is_consistent(toy: tuple[dict[str, Any], str]) -> None:
     (profile,) = toy[0]["profiles"]
     assert profile["toy"] is True
     assert profile["step_ms"] >= profile["host_ms"] > 0
@@ -115,7 +115,7 @@ def test_the_profile_is_numbers(toy: tuple[dict[str, Any], str]) -> None:
     assert sum(kernel["share"] for kernel in profile["kernels"]) <= 1.001
 
 
-def test_the_file_names_machine_and_code(toy: tuple[dict[str, Any], str]) -> None:
+def test_the_report_names_hardware_versions_and_commit(toy: tuple[dict[str, Any], str]) -> None:
     found = toy[0]
     assert set(found["versions"]) == {"python", "torch", "triton", "cuda"}
     assert found["hardware"]["name"]
@@ -124,7 +124,7 @@ def test_the_file_names_machine_and_code(toy: tuple[dict[str, Any], str]) -> Non
     assert found["rates"]["copy_bytes_per_s"] > 0
 
 
-def test_the_tuning_is_a_chip_table(toy: tuple[dict[str, Any], str]) -> None:
+def test_the_tuning_fragment_is_a_chip_table(toy: tuple[dict[str, Any], str]) -> None:
     fragment = tomllib.loads(toy[0]["tuning"]["fragment"])["toy"]
     assert fragment["source"].startswith("TOY")
     assert set(fragment["attention"]) == {"decode", "prefill"}
@@ -132,7 +132,7 @@ def test_the_tuning_is_a_chip_table(toy: tuple[dict[str, Any], str]) -> None:
     assert {entry["kind"] for entry in toy[0]["tuning"]["measured"]} == {"decode", "prefill", "split", "prefix"}
 
 
-def test_only_chooses_cases_and_the_limit_is_a_failure(tmp_path: Path) -> None:
+def test_only_selects_cases_and_cases_past_the_time_limit_fail(tmp_path: Path) -> None:
     done = run("--toy", "--stages", "parity", "--only", "rms_norm", "--time-limit", "0", "--out", str(tmp_path))
     assert done.returncode == 1
     (written,) = tmp_path.iterdir()
@@ -144,8 +144,8 @@ def test_only_chooses_cases_and_the_limit_is_a_failure(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_bits_are_compared_at_toy_sizes(tmp_path: Path) -> None:
-    """By itself: whole jobs in Triton's interpreter take half a minute."""
+def test_determinism_at_toy_sizes(tmp_path: Path) -> None:
+    """Separate and slow: whole jobs in Triton's interpreter."""
     done = run("--toy", "--stages", "determinism", "--time-limit", "3600", "--out", str(tmp_path / "found.json"))
     assert done.returncode == 0, done.stdout + done.stderr
     checks = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["checks"]
@@ -159,12 +159,12 @@ def test_without_a_device_the_exit_code_is_2() -> None:
     assert "--toy" in done.stderr
 
 
-def test_no_toy_stands_among_the_figures() -> None:
+def test_stored_figures_are_of_real_runs() -> None:
     for path in (ROOT / "tests" / "gpu" / "figures").glob("*"):
         assert json.loads(path.read_text(encoding="utf-8"))["toy"] is False
 
 
 @pytest.mark.gpu
-def test_on_the_device(tmp_path: Path) -> None:
+def test_the_command_on_a_gpu(tmp_path: Path) -> None:
     done = run("--out", str(tmp_path / "found.json"))
     assert done.returncode == 0, done.stdout + done.stderr

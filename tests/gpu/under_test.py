@@ -1,4 +1,4 @@
-"""Where the operations under test come from, and their oracles."""
+"""The operations under test, and their plain PyTorch versions."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from batchgen.kernels.attention import TorchAttention
+from batchgen.kernels.attention.torch_attention import TorchAttention
 from batchgen.kernels.chips import ChipTuning
 from batchgen.kernels.types import LayerKV, PagedAttention
 from tests.gpu.outcomes import Absent, Missing
 from tests.kernels.steps import Step
 
-__all__ = ["flash_attention", "flash_library", "kernel", "torch_attention", "triton_attention", "twin"]
+__all__ = ["flash_attention", "flash_library", "kernel", "reference", "torch_attention", "triton_attention"]
 
 
 _FILES = {
@@ -30,31 +30,31 @@ _FILES = {
     "merge_lists": "merge",
     "merge_parts": "merge",
     "moe_experts": "moe",
-    "read_out": "logprobs",
+    "gather_logprobs": "logprobs",
     "rope_tables": "rope",
-    "rotate_and_store": "heads",
+    "qk_norm_rope_cache": "heads",
     "route": "moe",
 }
-"""Launchers that are not in `Ops`, or need not be: the file of each and of its twin."""
+"""Launchers outside `Ops`: name -> module of the kernel in `kernels/gpu/`, and of its plain version in `kernels/`."""
 
 
 def kernel(name: str) -> Callable[..., Any]:
-    """An operation's launcher, from `Ops` as the engine takes it where it is there.
+    """An operation's kernel launcher, from the GPU ops that the engine uses if they have it.
 
     Raises:
-        Missing: there is no kernel; a plain version in its place is none.
+        Missing: there is no kernel, or it is the plain version.
     """
     found = _found("gpu", "batchgen.kernels.gpu.ops", name)
-    if found is None or found is twin(name):
+    if found is None or found is reference(name):
         raise Missing(f"no kernel {name!r}")
     return found
 
 
-def twin(name: str) -> Callable[..., Any]:
-    """The same operation in plain PyTorch.
+def reference(name: str) -> Callable[..., Any]:
+    """The plain PyTorch version of an operation.
 
     Raises:
-        Missing: there is none.
+        Missing: there is no plain version.
     """
     found = _found("", "batchgen.kernels.torch_ops", name)
     if found is None:
@@ -76,7 +76,7 @@ def _found(folder: str, ops: str, name: str) -> Callable[..., Any] | None:
 
 
 def triton_attention(step: Step, tuning: ChipTuning | None = None) -> PagedAttention:
-    """Our kernels, with the tuning of the step's device unless one is given."""
+    """The Triton attention backend, with the tuning of the step's device unless one is given."""
     try:
         from batchgen.kernels.gpu.attention import TritonAttention
     except ImportError as error:
@@ -85,19 +85,19 @@ def triton_attention(step: Step, tuning: ChipTuning | None = None) -> PagedAtten
 
 
 def torch_attention(step: Step) -> PagedAttention:
-    """The plain backend, which runs on any device."""
+    """The plain PyTorch attention backend, which runs on any device."""
     return TorchAttention(step.pool, step.batch)
 
 
 def flash_attention(step: Step, path: str, toy: bool) -> PagedAttention:
-    """vllm-flash-attn's, with our kernels for shared prefixes.
+    """The vllm-flash-attn backend, with the Triton kernels for shared prefixes.
 
     Raises:
-        Absent: there is no library here, or it does not take such heads.
+        Absent: there is no library, or it does not support these heads.
     """
     library = flash_library(path, toy)
-    from batchgen.kernels.flash import FlashAttention
-    from batchgen.kernels.flash_check import flash_refusal
+    from batchgen.kernels.flash.attention import FlashAttention
+    from batchgen.kernels.flash.check import flash_refusal
     from batchgen.kernels.gpu.attention import TritonAttention
     from batchgen.kernels.gpu.merge import merge_parts
 
@@ -111,26 +111,26 @@ def flash_attention(step: Step, path: str, toy: bool) -> PagedAttention:
 
 @cache
 def flash_library(path: str, toy: bool) -> Any:
-    """The library, loaded once and not tried: what it computes is what is checked here. In a toy run, a stand-in.
+    """The flash library, loaded once and without its self-test; a fake in a toy run.
 
     Raises:
-        Absent: there is none.
+        Absent: there is no library.
     """
     try:
-        from batchgen.kernels.flash_library import FlashUnavailable, find_flash, versions_for
-    except ImportError as error:  # of a package that unpacks libraries
+        from batchgen.kernels.flash.library import FlashUnavailable, find_flash, versions_for
+    except ImportError as error:  # a package that unpacks libraries is not installed
         raise Absent(str(error)) from None
     if toy:
-        return _stand_in(find_flash)
+        return _fake_library(find_flash)
     try:
         return find_flash(versions_for(torch.cuda.get_device_capability()), path or None, lambda found: found)
     except FlashUnavailable as error:
         raise Absent(str(error)) from None
 
 
-def _stand_in(find_flash: Any) -> Any:
+def _fake_library(find_flash: Any) -> Any:
     try:
-        from tests.kernels.fake_flash import Fakes
+        from tests.kernels.flash.fake_flash import Fakes
     except ImportError as error:
         raise Absent(str(error)) from None
     fakes = Fakes()
@@ -143,4 +143,4 @@ def _stand_in(find_flash: Any) -> Any:
 
 
 _kept: list[Any] = []
-"""A stand-in's operations are gone with it."""
+"""The fake libraries, kept so that their operations stay registered."""

@@ -1,4 +1,4 @@
-"""One operation three ways: by its kernel, by its plain version, and by that in float64."""
+"""Runs an operation in three ways: the kernel, the plain version, and the plain version in float64."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from tests.gpu.compare import poisoned
-from tests.gpu.under_test import kernel, twin
+from tests.gpu.under_test import kernel, reference
 
-__all__ = ["Ways", "three_ways"]
+__all__ = ["OpResults", "three_ways"]
 
 
 @dataclass(frozen=True, slots=True)
-class Ways:
-    """Results, and the arguments as each call left them: operations may write to them."""
+class OpResults:
+    """Results and arguments of the three calls. Operations may write to their arguments."""
 
     got: Any
     plain: Any
@@ -26,20 +26,20 @@ class Ways:
     truth_args: list[Any]
 
     def args(self, index: int) -> tuple[Any, Any, Any]:
-        """One argument, all three ways."""
+        """One argument after the three calls."""
         return self.got_args[index], self.plain_args[index], self.truth_args[index]
 
 
-def three_ways(name: str, *args: Any) -> Ways:
-    """Call the operation `name` on copies of `args`; the kernel's new outputs are poisoned.
+def three_ways(name: str, *args: Any) -> OpResults:
+    """Call the operation `name` on copies of `args`, the kernel with poisoned output buffers.
 
-    Copies keep strides, but a view's copy holds nothing beside it. What is no tensor is handed on as it is.
+    Copies keep their strides. Arguments that are not tensors are passed as they are.
     """
-    operation, plainly = kernel(name), twin(name)
-    own, plain, wide = ([_copied(x, widen) for x in args] for widen in (False, False, True))
+    operation, plain = kernel(name), reference(name)
+    got_args, plain_args, truth_args = ([_copied(x, widen) for x in args] for widen in (False, False, True))
     with poisoned():
-        got = operation(*own)
-    return Ways(got, plainly(*plain), plainly(*wide), own, plain, wide)
+        got = operation(*got_args)
+    return OpResults(got, plain(*plain_args), plain(*truth_args), got_args, plain_args, truth_args)
 
 
 def _copied(x: Any, widen: bool) -> Any:

@@ -47,7 +47,7 @@ def state(done: int = 0, tokens: int = 0, **more: object) -> ProgressState:
         ("none", True, {}, "SilentProgress"),
     ],
 )
-def test_choice_of_display(mode: str, terminal: bool, env: dict[str, str], kind: str) -> None:
+def test_the_mode_and_the_stream_choose_the_display(mode: str, terminal: bool, env: dict[str, str], kind: str) -> None:
     assert type(make_progress(mode, Stream(terminal), env)).__name__ == kind  # type: ignore[arg-type]
 
 
@@ -71,7 +71,7 @@ def test_plain_lines() -> None:
     ]
 
 
-def test_plain_says_something_in_a_long_phase_before_generating() -> None:
+def test_plain_writes_lines_in_a_long_phase_before_generating() -> None:
     clock, stream = Clock(), Stream()
     progress = PlainProgress(stream, clock)
     for rows in range(0, 62_000, 1000):
@@ -84,7 +84,7 @@ def test_plain_says_something_in_a_long_phase_before_generating() -> None:
     ]
 
 
-def test_resumed_rows_do_not_count_as_speed() -> None:
+def test_resumed_rows_are_not_part_of_the_rate() -> None:
     clock, stream = Clock(), Stream()
     progress = PlainProgress(stream, clock)
     progress.update(state(done=900, tokens=90_000))
@@ -93,7 +93,7 @@ def test_resumed_rows_do_not_count_as_speed() -> None:
     assert stream.getvalue().splitlines()[1].endswith("930/1,000 (93%) rows, 100 tokens/s, ETA 0:01:10, errors 0")
 
 
-def test_the_rate_follows_the_last_ten_seconds() -> None:
+def test_the_rate_is_that_of_the_last_ten_seconds() -> None:
     clock, stream = Clock(), Stream()
     progress = PlainProgress(stream, clock)
     tokens = 0
@@ -141,7 +141,7 @@ def test_the_last_state_is_not_written_twice() -> None:
     assert len(stream.getvalue().splitlines()) == 1
 
 
-def test_none_says_notes_only() -> None:
+def test_silent_progress_prints_notes_only() -> None:
     stream = Stream()
     with SilentProgress(stream) as progress:
         progress.update(state())
@@ -149,7 +149,7 @@ def test_none_says_notes_only() -> None:
     assert stream.getvalue() == "hello\n"
 
 
-def test_a_log_that_went_away_ends_no_job() -> None:
+def test_a_log_that_cannot_be_written_is_ignored() -> None:
     class Gone(Stream):
         def write(self, text: str) -> int:
             raise BrokenPipeError
@@ -221,11 +221,11 @@ def test_bar_on_a_terminal_leaves_nothing_behind() -> None:
     text = stream.getvalue()
     assert "above" in text
     assert "\x1b[?25l" in text
-    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor comes back"
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor is shown again"
 
 
 def test_update_is_cheap() -> None:
-    """Ten thousand updates on a silent clock draw nothing more than the first line."""
+    """Ten thousand updates at the same time write only the first line."""
     clock, stream = Clock(), Stream()
     progress = PlainProgress(stream, clock)
     for i in range(10_000):

@@ -10,10 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from batchgen.data.schema import OutputRow, completions_to_table, with_footer
+from batchgen.data.write.schema import OutputRow, completions_to_table, with_footer
 from batchgen.errors import ErrorCode, ErrorInfo, InputError
 from batchgen.job.show import show_results, show_row
-from batchgen.request import Completion
+from batchgen.request.completion import Completion
 
 
 def good(row: int, text: str, prompt: int = 0, sample: int = 0, **more: object) -> OutputRow:
@@ -62,7 +62,7 @@ def test_table_on_a_terminal(out: Path) -> None:
     ]
 
 
-def test_limit_and_errors(out: Path) -> None:
+def test_limit_and_errors_only(out: Path) -> None:
     console = terminal()
     show_results(out, errors_only=False, limit=2, console=console)
     assert written(console)[-1] == "5 samples, 1 errors (3 more: --limit 0 lists all)"
@@ -78,7 +78,7 @@ def test_the_table_keeps_to_any_width(out: Path, width: int) -> None:
     assert max(len(line) for line in written(console)[:-1]) <= width
 
 
-def test_tabs_into_a_pipe(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipe_gets_tab_separated_lines(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     show_results(out, errors_only=False, limit=2)
     assert capsys.readouterr().out == (
         "0\tid-0\tok\tstop\tone\\ntwo\\x1b[31m red\n1\tid-1\terror\tmissing_prompt\tno prompt\\there\n"
@@ -97,39 +97,39 @@ def test_one_row_on_a_terminal(out: Path) -> None:
     assert not any(line.startswith("seed") for line in lines), "null fields are left out"
 
 
-def test_one_row_keeps_its_newlines_and_no_escapes(out: Path) -> None:
+def test_a_block_keeps_newlines_and_escapes_control_characters(out: Path) -> None:
     console = terminal()
     show_row(out, 0, console=console)
     assert "\x1b" not in console.file.getvalue()  # type: ignore[attr-defined]
     assert "               two\\x1b[31m red" in written(console)
 
 
-def test_one_row_into_a_pipe(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipe_gets_one_row_as_json_lines(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     show_row(out, 2)
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [record["text"] for record in records] == ["first", "second"]
     assert records[0]["output_ids"] == list(range(100))
 
 
-def test_a_pipe_gets_json_where_a_logprob_is_infinite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_infinite_logprobs_are_null_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "out.parquet", [good(0, "no", cumulative_logprob=-math.inf, output_logprobs=[-0.5, -math.inf])])
     show_row(tmp_path / "out.parquet", 0)
-    record = orjson.loads(capsys.readouterr().out)  # which refuses what is not JSON
+    record = orjson.loads(capsys.readouterr().out)  # raises for NaN and Infinity
     assert record["output_logprobs"] == [-0.5, None]
     assert record["cumulative_logprob"] is None
 
 
-def test_a_row_that_is_not_there(out: Path) -> None:
+def test_a_row_that_is_not_in_the_results(out: Path) -> None:
     with pytest.raises(InputError, match="row 9 is not in the results"):
         show_row(out, 9)
 
 
-def test_no_results(tmp_path: Path) -> None:
+def test_a_missing_output_is_an_input_error(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"none\.parquet"):
         show_results(tmp_path / "none.parquet", errors_only=False, limit=None)
 
 
-def test_unfinished_work(tmp_path: Path) -> None:
+def test_unfinished_work_is_shown_as_such(tmp_path: Path) -> None:
     parts = tmp_path / "out.parquet.work" / "parts"
     parts.mkdir(parents=True)
     write(parts / "part-00000.parquet", ROWS[:2])

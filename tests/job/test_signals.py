@@ -16,7 +16,7 @@ SIGNALS = [(signal.SIGINT, "SIGINT", 130), (signal.SIGTERM, "SIGTERM", 143), (si
 
 
 @pytest.mark.parametrize(("number", "reason", "status"), SIGNALS)
-def test_a_signal_becomes_a_request_and_handlers_come_back(number: int, reason: str, status: int) -> None:
+def test_a_signal_sets_a_request_and_handlers_are_restored(number: int, reason: str, status: int) -> None:
     before = [signal.getsignal(n) for n, _, _ in SIGNALS]
     stop = StopRequest()
     with handle_signals(stop):
@@ -29,7 +29,7 @@ def test_a_signal_becomes_a_request_and_handlers_come_back(number: int, reason: 
     assert "signals" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_the_first_request_stands() -> None:
+def test_only_the_first_request_counts() -> None:
     stop = StopRequest()
     with handle_signals(stop):
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -37,8 +37,8 @@ def test_the_first_request_stands() -> None:
     assert (stop.reason, stop.exit_status) == ("SIGUSR1", 75)
     error = stop.error(40, 1000)
     assert error.exit_status == 75
-    assert str(error) == ("stopped by SIGUSR1 with 40 of 1,000 rows committed; the same command goes on from there")
-    assert str(stop.error(0)) == "stopped by SIGUSR1 with 0 rows committed; the same command goes on from there"
+    assert str(error) == "stopped by SIGUSR1 with 40 of 1,000 rows committed. Run the same command again to continue."
+    assert str(stop.error(0)) == "stopped by SIGUSR1 with 0 rows committed. Run the same command again to continue."
 
 
 def test_a_second_stop_signal_ends_at_once() -> None:
@@ -56,7 +56,7 @@ def test_a_second_stop_signal_ends_at_once() -> None:
     assert ended == [130]
 
 
-def test_max_time() -> None:
+def test_max_time_requests_a_stop() -> None:
     now = [100.0]
     stop = StopRequest(max_time=5, clock=lambda: now[0])
     assert not stop.requested
@@ -95,7 +95,7 @@ with handle_signals(StopRequest()):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_two_signals_to_a_busy_process(number: int) -> None:
+def test_the_second_signal_ends_a_busy_process(number: int) -> None:
     root = Path(__file__).parents[2]
     with subprocess.Popen(
         [sys.executable, "-c", BUSY], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -111,7 +111,7 @@ def test_two_signals_to_a_busy_process(number: int) -> None:
         assert time.monotonic() - start < 5
 
 
-def test_a_loop_that_does_not_come_round_is_committed_for() -> None:
+def test_a_loop_that_does_not_end_in_time_is_committed_from_a_thread() -> None:
     happened: list[object] = []
     stop = StopRequest()
     stop.commit = lambda: happened.append("commit")
@@ -124,7 +124,7 @@ def test_a_loop_that_does_not_come_round_is_committed_for() -> None:
     assert happened == ["commit", 143]
 
 
-def test_a_loop_that_comes_round_in_time_is_left_alone() -> None:
+def test_a_loop_that_ends_in_time_is_not_interrupted() -> None:
     happened: list[object] = []
     with handle_signals(StopRequest(), happened.append, grace=0.05):
         os.kill(os.getpid(), signal.SIGTERM)

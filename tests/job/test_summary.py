@@ -45,40 +45,40 @@ def printed(summary: RunSummary, width: int = 100, terminal: bool = False, colou
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
-def test_for_a_person() -> None:
-    told = printed(SUMMARY).splitlines()
-    assert told == printed(SUMMARY, width=20).splitlines(), "what is no terminal has no width"
+def test_the_text_is_the_same_in_a_log_and_on_a_terminal() -> None:
+    lines = printed(SUMMARY).splitlines()
+    assert lines == printed(SUMMARY, width=20).splitlines(), "a log has no width"
     shown = [line.rstrip() for line in printed(SUMMARY, terminal=True, colour=False).splitlines()]
-    assert told == shown
-    assert told == [
+    assert lines == shown
+    assert lines == [
         "output   results.parquet",
         "rows     1,000 (ok 950, errors 50, resumed 100)",
         "errors   invalid_json 40, duplicate_id 5, missing_prompt 5",
         "         see: batchgen show results.parquet --errors",
-        "tokens   in 12,345 (computed 4,345, shared 8,000), out 56,789",
+        "tokens   prompt 12,345 (computed 4,345, shared 8,000), output 56,789",
         "speed    284 output tokens/s",
-        "steps    1,234, slots 98% full; 50% in the last 56, with nothing left to begin",
+        "steps    1,234, slots 98% full (50% in the last 56, with no sample waiting)",
         "time     reading 0.25 s, generating 3m 20s, total 2h 05m",
         "KV peak  1.5 GiB",
     ]
 
 
-def test_without_errors() -> None:
+def test_a_run_without_errors_prints_no_error_lines() -> None:
     text = printed(replace(SUMMARY, rows_ok=1000, rows_error=0, errors={}, rows_skipped=3))
     assert "--errors" not in text
     assert "1,000 (ok 1,000, errors 0, skipped 3, resumed 100)" in text
 
 
-def test_a_prompt_entered_again_for_its_samples_shares_nothing() -> None:
-    assert "in 3 (computed 10, shared 0)" in printed(replace(SUMMARY, prompt_tokens=3, computed_prompt_tokens=10))
+def test_shared_tokens_are_never_negative() -> None:
+    assert "prompt 3 (computed 10, shared 0)" in printed(replace(SUMMARY, prompt_tokens=3, computed_prompt_tokens=10))
 
 
-def test_steps_without_a_tail() -> None:
+def test_steps_line_without_tail_steps() -> None:
     text = printed(replace(SUMMARY, engine={**SUMMARY.engine, "tail_steps": 0}))
     assert "steps    1,234, slots 98% full\n" in "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
 
-def test_a_finished_job() -> None:
+def test_an_output_that_was_already_complete() -> None:
     assert printed(replace(SUMMARY, already_done=True)) == "results.parquet is complete: 1,000 rows, nothing to do\n"
 
 
@@ -88,16 +88,16 @@ def test_colour_on_a_terminal_only() -> None:
 
 
 @pytest.mark.parametrize("width", [20, 40, 80])
-def test_narrow(width: int) -> None:
+def test_lines_fit_a_narrow_terminal(width: int) -> None:
     assert max(map(len, printed(SUMMARY, width, terminal=True, colour=False).splitlines())) <= width
 
 
-def test_names_are_text_not_markup() -> None:
+def test_file_names_are_not_parsed_as_markup() -> None:
     assert "[bold]x.parquet" in printed(replace(SUMMARY, output="[bold]x.parquet"))
     assert "[bold]x.parquet" in printed(replace(SUMMARY, output="[bold]x.parquet", already_done=True))
 
 
-def test_a_closed_stderr_is_no_failure(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_stderr_does_not_fail(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     class Gone(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError
@@ -106,7 +106,7 @@ def test_a_closed_stderr_is_no_failure(capsys: pytest.CaptureFixture[str], monke
     print_summary(SUMMARY)
 
 
-def test_json_has_the_contract_names() -> None:
+def test_the_report_has_its_documented_keys() -> None:
     record = json.loads(SUMMARY.to_json())
     names = """rows rows_ok rows_error errors prompt_tokens distinct_prompt_tokens computed_prompt_tokens cached_tokens
         completion_tokens kv_peak_bytes seconds output_tokens_per_second fingerprint"""
@@ -121,7 +121,7 @@ def test_report_to_a_file_and_to_stdout(tmp_path: Path, capsys: pytest.CaptureFi
     assert json.loads((tmp_path / "r.json").read_text()) == json.loads(capsys.readouterr().out)
 
 
-def test_report_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_report_that_cannot_be_written_is_an_output_error(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match=r"cannot write the report .*: No such file or directory"):
         write_report(SUMMARY, str(tmp_path / "no" / "r.json"))
 
@@ -138,5 +138,5 @@ def test_report_that_cannot_be_written(tmp_path: Path) -> None:
         (7200, "2h 00m"),
     ],
 )
-def test_seconds(seconds: float, text: str) -> None:
+def test_format_seconds(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text

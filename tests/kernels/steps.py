@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.kernels.reference import reference_attention, visible_slots
+from batchgen.kernels.attention.reference import reference_attention, visible_slots
 from batchgen.kernels.types import Attention, AttentionBatch, ChunkPages, GroupPages, KVPool, LayerKV
 
 
@@ -25,7 +25,7 @@ class Shape:
 
 @dataclass
 class Step:
-    """A step and what stands in the pool: everything a query may see is filled, all else is not-a-number."""
+    """A step and its pool: positions that a query may see are filled, all others are not-a-numbers."""
 
     pool: KVPool
     batch: AttentionBatch
@@ -43,7 +43,7 @@ class Step:
 
 @dataclass
 class StepBuilder:
-    """Adds chunks, decode rows and groups; pages are handed out in random order."""
+    """Adds chunks, decode rows and groups; pages are assigned in random order."""
 
     shape: Shape
     num_pages: int = 1024
@@ -64,7 +64,7 @@ class StepBuilder:
         return taken
 
     def chunk(self, q_len: int, past: int = 0, prefix: list[int] | None = None) -> list[int]:
-        """A chunk of `q_len` tokens after `past` positions, the first of them on the full pages `prefix`."""
+        """Add a chunk of `q_len` tokens after `past` positions, which begin with the full pages `prefix`."""
         prefix = prefix or []
         own = self.pages(past + q_len - len(prefix) * self.shape.page_size)
         self.chunks.append((q_len, past + q_len, prefix + own))
@@ -72,7 +72,7 @@ class StepBuilder:
         return prefix + own
 
     def decode(self, own_len: int, own_start: int = 0) -> int:
-        """A decode row whose own pages hold `own_len` positions from `own_start` on; returns its index."""
+        """Add a decode row whose own pages hold `own_len` positions from `own_start` on; returns its index."""
         own = self.pages(own_len)
         self.rows.append((own_len, own_start, own))
         self._fill(own, own_len - 1)
@@ -155,7 +155,7 @@ def group_of_some(b: StepBuilder) -> None:
 
 
 def check_layers_of_different_shapes(make: Callable[[KVPool, AttentionBatch], Attention]) -> None:
-    """One step's attention serves layers of other sizes, and windows beside none."""
+    """One step's attention supports layers of different sizes, with and without windows."""
     layers = [LayerKV(2, 16, 16), LayerKV(1, 8, 24)]
     pool = KVPool.allocate(layers, 8, 16, torch.float32, torch.device("cpu"))
     batch = AttentionBatch(torch.arange(16, 40), [ChunkPages(0, 24, 24, np.array([1, 2]))], decode_start=24)
@@ -171,7 +171,7 @@ def check_layers_of_different_shapes(make: Callable[[KVPool, AttentionBatch], At
 
 
 def any_step(chunks: list[tuple[int, int, int]], rows: list[tuple[int, int]], shape: Shape, seed: int) -> Step:
-    """Chunks on none or one of three nested prefixes, and rows in none, one or two nested groups."""
+    """Chunks with no prefix or one of three nested ones, and rows in zero, one or two nested groups."""
     page_size = shape.page_size
     b = StepBuilder(shape, num_pages=2048, seed=seed)
     prefixes = [b.pages(n * page_size) for n in (0, 2, 3)]
@@ -196,7 +196,7 @@ def any_batch(
 
 
 def expected_slots(batch: AttentionBatch, page_size: int, window: int | None) -> list[list[int]]:
-    """Per token: the pool slots that it sees."""
+    """By token: the pool slots that it sees."""
     return [
         sorted(slots[0 if window is None else max(0, position - window + 1) :].tolist())
         for position, slots in visible_slots(batch, page_size)

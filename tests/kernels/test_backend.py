@@ -12,26 +12,26 @@ import triton
 
 from batchgen.kernels import backend as module
 from batchgen.kernels import chips, torch_ops
-from batchgen.kernels import invariant_ops as plain_invariant_ops
-from batchgen.kernels.attention import TorchAttention
+from batchgen.kernels import deterministic_ops as torch_deterministic_ops
+from batchgen.kernels.attention.torch_attention import TorchAttention
 from batchgen.kernels.backend import AttentionNeeds, BackendUnavailable, capability_of, choose_backend
-from batchgen.kernels.cpu import invariant_ops as compiled_invariant_ops
+from batchgen.kernels.cpu import deterministic_ops as compiled_deterministic_ops
 from batchgen.kernels.cpu import ops as compiled_ops
 from batchgen.kernels.cpu.library import loaded, missing
-from batchgen.kernels.flash import FlashAttention
-from batchgen.kernels.gpu import invariant_ops
+from batchgen.kernels.flash.attention import FlashAttention
+from batchgen.kernels.gpu import deterministic_ops as triton_deterministic_ops
 from batchgen.kernels.gpu import ops as gpu_ops
 from batchgen.kernels.gpu.attention import TritonAttention
+from batchgen.kernels.gpu.deterministic_attention import DeterministicTritonAttention
 from batchgen.kernels.gpu.matmul import linear
-from batchgen.kernels.gpu.walk import WalkAttention
 from batchgen.kernels.measure import TypicalStep
 from batchgen.kernels.types import LayerKV
-from tests.kernels.fake_flash import Fakes, fakes
+from tests.kernels.flash.fake_flash import Fakes, fakes
 
 CPU = torch.device("cpu")
 LAYER = LayerKV(2, 16, 16)
 ON_CPU = AttentionNeeds(CPU, None, (LAYER,) * 2, 4, torch.float16, 16)
-# Stand-ins run on the CPU: only the capability says that there is a GPU.
+# Fakes run on the CPU: only the capability says that there is a GPU.
 ON_HOPPER = replace(ON_CPU, capability=(9, 0))
 STEP = TypicalStep(LAYER, 4, torch.float16, 16, CPU, rows=3, context=40, shared=32, chunk=5)
 TRITON = f"triton {triton.__version__}"
@@ -49,7 +49,7 @@ def library(fake: Fakes, tmp_path: Path) -> str:
 
 
 class Clock:
-    """A timer that runs what it times, and then answers as it is told: by attention's class."""
+    """A timer that runs the call and then returns a given time, by the class of the attention."""
 
     def __init__(self, **milliseconds: float) -> None:
         self.milliseconds = milliseconds
@@ -65,59 +65,59 @@ class Clock:
 # By name
 
 
-def test_torch_is_taken_where_it_is_named() -> None:
+def test_torch_is_used_by_name() -> None:
     chosen = choose_backend("torch", ON_CPU)
-    assert (chosen.name, chosen.describes, chosen.attention) == ("torch", "torch", TorchAttention)
+    assert (chosen.name, chosen.description, chosen.attention) == ("torch", "torch", TorchAttention)
     assert chosen.ops is torch_ops
 
 
 @pytest.mark.skipif(not loaded(), reason=str(missing()))
 @pytest.mark.parametrize("name", ["auto", "compiled"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_kernels_are_taken_on_a_cpu(name: str, dtype: torch.dtype) -> None:
+def test_compiled_kernels_are_used_on_a_cpu(name: str, dtype: torch.dtype) -> None:
     chosen = choose_backend(name, replace(ON_CPU, dtype=dtype))
     assert chosen.name == "compiled"
-    assert chosen.describes.startswith("compiled by ")
+    assert chosen.description.startswith("compiled by ")
     assert chosen.ops is compiled_ops
 
 
-def test_torch_is_taken_on_a_cpu_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_is_used_on_a_cpu_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "missing", lambda: "no C++ compiler was found")
     needs = replace(ON_CPU, dtype=torch.float32)
     chosen = choose_backend("auto", needs)
     assert chosen.ops is torch_ops
-    assert chosen.describes == "torch (no compiled: no C++ compiler was found)"
-    remedy = "install g++ or clang++, name one with CXX, or leave the option out"
+    assert chosen.description == "torch (no compiled: no C++ compiler was found)"
+    remedy = "install g++ or clang++, set CXX to a compiler, or leave the option out"
     assert reason("compiled", needs, remedy) == "no C++ compiler was found"
 
 
-def test_what_is_not_compiled_for() -> None:
-    told = "it computes in bfloat16 and float32, not in float16 (see --dtype)"
-    assert reason("compiled", ON_CPU) == told
-    assert choose_backend("auto", ON_CPU).describes == f"torch (no compiled: {told})"
-    assert reason("compiled", ON_HOPPER) == "it is for CPUs, and this run computes on a GPU"
+def test_unsupported_dtypes_and_devices_of_compiled_kernels() -> None:
+    expected = "it supports bfloat16 and float32, not float16 (see --dtype)"
+    assert reason("compiled", ON_CPU) == expected
+    assert choose_backend("auto", ON_CPU).description == f"torch (no compiled: {expected})"
+    assert reason("compiled", ON_HOPPER) == "it runs on CPUs only, and this run computes on a GPU"
 
 
-def test_torch_is_taken_on_a_gpu_where_it_is_named() -> None:
+def test_torch_is_used_on_a_gpu_by_name() -> None:
     assert choose_backend("torch", ON_HOPPER).attention is TorchAttention
 
 
-def test_triton_by_its_interpreter() -> None:
+def test_triton_in_its_interpreter() -> None:
     chosen = choose_backend("triton", ON_CPU)
-    assert (chosen.name, chosen.describes, chosen.attention) == ("triton", TRITON, TritonAttention)
+    assert (chosen.name, chosen.description, chosen.attention) == ("triton", TRITON, TritonAttention)
     assert chosen.ops is gpu_ops
 
 
-def test_flash_by_a_library(library: str) -> None:
+def test_flash_with_a_library(library: str) -> None:
     chosen = choose_backend("flash", replace(ON_HOPPER, flash_library=library))
-    assert (chosen.name, chosen.describes) == ("flash", f"flash-attn 3 of {library}")
+    assert (chosen.name, chosen.description) == ("flash", f"flash-attn 3 of {library}")
     assert chosen.ops is gpu_ops
     pool, batch, _ = STEP.sample(grouped=True)
     assert isinstance(chosen.attention(pool, batch), FlashAttention)
 
 
-def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(BackendUnavailable, match="'fast'; take one of auto, flash, triton, compiled, torch"):
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(BackendUnavailable, match="'fast'; use one of auto, flash, triton, compiled, torch"):
         choose_backend("fast", ON_CPU)
 
 
@@ -153,7 +153,7 @@ def test_an_old_gpu(name: str) -> None:
 
 
 class NoCompiler(Exception):
-    """Of no type of Python's."""
+    """An error that derives from none of Python's usual types."""
 
 
 @pytest.mark.parametrize("name", ["triton", "flash"])
@@ -163,19 +163,19 @@ def test_a_gpu_on_which_no_kernel_starts(name: str, library: str, monkeypatch: p
 
     monkeypatch.setattr(gpu_ops, "rms_norm", fails)
     needs = replace(ON_HOPPER, flash_library=library)
-    told = reason(name, needs, "Triton wants a C compiler (gcc) and Python's headers")
-    assert told.endswith("its kernels do not start here: gcc: not found")
+    message = reason(name, needs, "Triton needs a C compiler (gcc) and Python's headers")
+    assert message.endswith("its kernels do not start here: gcc: not found")
     chosen = choose_backend("auto", needs, STEP, Clock())
     assert chosen.name == "torch"
-    assert "no triton: its kernels do not start here: gcc: not found" in chosen.describes
+    assert "no triton: its kernels do not start here: gcc: not found" in chosen.description
 
 
-def test_a_gpu_on_which_kernels_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_on_which_kernels_compute_wrong_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_ops, "rms_norm", lambda *given: torch.full((1, 16), math.nan))
-    assert reason("triton", ON_HOPPER) == "its kernels give wrong numbers here"
+    assert reason("triton", ON_HOPPER) == "its kernels compute wrong results here"
 
 
-def test_heads_that_no_tile_takes() -> None:
+def test_head_sizes_without_a_tile() -> None:
     needs = replace(ON_HOPPER, layers=(LAYER, LayerKV(1, 512, 512)))
     assert reason("triton", needs) == "no attention tile for heads of 512; the largest takes 256"
 
@@ -185,77 +185,77 @@ def test_flash_on_a_cpu(library: str) -> None:
     assert reason("flash", needs) == "it needs an NVIDIA GPU, and this run computes on the CPU"
 
 
-def test_flash_that_is_nowhere() -> None:
-    remedy = "install vLLM, name its compiled library with --flash-library, or leave the option out"
+def test_flash_without_a_library() -> None:
+    remedy = "install vLLM, give the path of its compiled library with --flash-library, or leave the option out"
     assert reason("flash", ON_HOPPER, remedy) == "vLLM is not installed; the package vllm_flash_attn is not installed"
 
 
 def test_flash_for_a_model_of_another_dtype(library: str) -> None:
     needs = replace(ON_HOPPER, dtype=torch.float32, flash_library=library)
-    assert reason("flash", needs, "") == "it computes in bfloat16 and float16, not in float32 (see --dtype)"
+    assert reason("flash", needs, "") == "it supports bfloat16 and float16, not float32 (see --dtype)"
 
 
-def test_flash_looks_at_every_layer(library: str) -> None:
+def test_flash_checks_every_layer(library: str) -> None:
     needs = replace(ON_HOPPER, layers=(LAYER, LayerKV(2, 20, 20)), flash_library=library)
-    assert reason("flash", needs) == "it wants heads of a multiple of 8 numbers, and this model's have 20"
+    assert reason("flash", needs) == "it needs a head size that is a multiple of 8, and this model's is 20"
 
 
-def test_a_page_size_that_only_version_2_cannot_take(library: str, fake: Fakes) -> None:
+def test_a_page_size_that_only_version_3_supports(library: str, fake: Fakes) -> None:
     needs = replace(ON_HOPPER, page_size=8, flash_library=library)
-    assert choose_backend("flash", needs).describes == f"flash-attn 3 of {library}"
+    assert choose_backend("flash", needs).description == f"flash-attn 3 of {library}"
     assert reason("flash", replace(needs, capability=(8, 0))) == (
-        "it wants pages of a multiple of 16 tokens, not 8 (see --page-size)"
+        "it needs a page size that is a multiple of 16, not 8 (see --page-size)"
     )
 
 
 # auto
 
 
-def test_the_faster_one_is_taken_and_said(library: str) -> None:
+def test_the_faster_backend_is_used_and_described(library: str) -> None:
     needs = replace(ON_HOPPER, flash_library=library)
     clock = Clock(TritonAttention=0.21, FlashAttention=0.27)
     chosen = choose_backend("auto", needs, STEP, clock)
     assert chosen.name == "triton"
-    assert chosen.describes == (f"{TRITON} (faster than flash-attn 3 of {library}: 0.21 ms against 0.27 ms a layer)")
+    assert chosen.description == (f"{TRITON} (faster than flash-attn 3 of {library}: 0.21 ms against 0.27 ms a layer)")
     assert clock.timed == ["TritonAttention", "FlashAttention"] * 2  # without the group, and with it
     chosen = choose_backend("auto", needs, STEP, Clock(TritonAttention=0.21, FlashAttention=0.1234))
     assert chosen.name == "flash"
-    assert chosen.describes == f"flash-attn 3 of {library} (faster than {TRITON}: 0.123 ms against 0.21 ms a layer)"
+    assert chosen.description == f"flash-attn 3 of {library} (faster than {TRITON}: 0.123 ms against 0.21 ms a layer)"
 
 
 def test_without_a_library_nothing_is_measured() -> None:
     chosen = choose_backend("auto", ON_HOPPER, STEP, Clock())
-    assert chosen.describes == (
+    assert chosen.description == (
         f"{TRITON} (no flash: vLLM is not installed; the package vllm_flash_attn is not installed)"
     )
 
 
-def test_without_a_step_triton_is_taken(library: str) -> None:
-    assert choose_backend("auto", replace(ON_HOPPER, flash_library=library)).describes == TRITON
+def test_triton_is_used_without_a_step(library: str) -> None:
+    assert choose_backend("auto", replace(ON_HOPPER, flash_library=library)).description == TRITON
 
 
-def test_one_that_breaks_in_the_measurement_is_not_taken(library: str, fake: Fakes) -> None:
+def test_a_backend_that_fails_in_the_measurement_is_not_used(library: str, fake: Fakes) -> None:
     def timer(call: Callable[[], object]) -> float:
         if "Triton" in str(call):
             raise RuntimeError("out of shared memory\nand more")
         return 1.0
 
     chosen = choose_backend("auto", replace(ON_HOPPER, flash_library=library), STEP, timer)
-    assert chosen.describes == f"flash-attn 3 of {library} (no triton: out of shared memory)"
+    assert chosen.description == f"flash-attn 3 of {library} (no triton: out of shared memory)"
 
 
-def test_where_nothing_else_runs_torch_is_taken() -> None:
+def test_torch_is_used_where_nothing_else_runs() -> None:
     chosen = choose_backend("auto", replace(ON_HOPPER, layers=(LayerKV(1, 512, 512),)), STEP, Clock())
     assert chosen.name == "torch"
-    assert chosen.describes.startswith("torch (no triton: no attention tile for heads of 512; the largest takes 256;")
+    assert chosen.description.startswith("torch (no triton: no attention tile for heads of 512; the largest takes 256;")
 
 
 # Chips that are not in the table
 
 
 @pytest.fixture
-def strange_chip(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """A GPU that the table does not know, with three tunings to try; steps still run on the CPU."""
+def unknown_chip(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A GPU that the table does not list, with three candidate tunings; steps still run on the CPU."""
     device = torch.device("cuda", 0)
     default = chips.tuning_of("default")
     tunings = [default, replace(default, chip="sm_1"), replace(default, chip="sm_2")]
@@ -264,12 +264,12 @@ def strange_chip(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
     monkeypatch.setattr(module, "candidate_tunings", lambda shared: tunings if shared == 1 << 18 else [])
     monkeypatch.setattr(chips, "_measured", {})
-    monkeypatch.setattr(module, "_start", lambda ops, device: None)
+    monkeypatch.setattr(module, "_check_launch", lambda ops, device: None)
     return device
 
 
 @pytest.mark.parametrize("name", ["auto", "triton"])
-def test_tiles_of_a_strange_chip_are_measured_once(name: str, strange_chip: torch.device) -> None:
+def test_tiles_of_an_unknown_chip_are_measured_once(name: str, unknown_chip: torch.device) -> None:
     answers = {"default": 3.0, "sm_1": math.inf, "sm_2": 2.0}
     timed = []
 
@@ -280,40 +280,40 @@ def test_tiles_of_a_strange_chip_are_measured_once(name: str, strange_chip: torc
             raise RuntimeError("out of resource: shared memory")
         return answers[chip]
 
-    needs = replace(ON_HOPPER, device=strange_chip)
+    needs = replace(ON_HOPPER, device=unknown_chip)
     choose_backend(name, needs, STEP, timer)
-    assert chips.chip_tuning(strange_chip).chip == "sm_2"
+    assert chips.chip_tuning(unknown_chip).chip == "sm_2"
     assert timed == ["default", "default", "sm_1", "sm_1", "sm_2", "sm_2"]
     choose_backend(name, needs, STEP, timer)
     assert len(timed) == 6
 
 
-def test_tiles_are_not_measured_without_a_step(strange_chip: torch.device) -> None:
-    choose_backend("triton", replace(ON_HOPPER, device=strange_chip))
-    assert chips.chip_tuning(strange_chip).chip == "default"
+def test_tiles_are_not_measured_without_a_step(unknown_chip: torch.device) -> None:
+    choose_backend("triton", replace(ON_HOPPER, device=unknown_chip))
+    assert chips.chip_tuning(unknown_chip).chip == "default"
 
 
-def test_no_gpu_has_no_capability() -> None:
+def test_a_cpu_has_no_capability() -> None:
     assert capability_of(CPU) is None
 
 
-def test_a_deterministic_run_on_a_gpu_takes_triton_with_a_product_and_measures_nothing(
+def test_a_deterministic_run_on_a_gpu_uses_triton_with_a_product_and_measures_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "_start", lambda *_: None)
+    monkeypatch.setattr(module, "_check_launch", lambda *_: None)
     needs, clock = replace(ON_HOPPER, deterministic=True), Clock()
     for name in ("auto", "triton"):
         chosen = choose_backend(name, needs, STEP, clock)
         assert chosen.name == "triton"
-        assert chosen.describes.endswith(", batch-invariant")
-        assert chosen.attention is WalkAttention
-        assert chosen.ops is invariant_ops
+        assert chosen.description.endswith(", batch-invariant")
+        assert chosen.attention is DeterministicTritonAttention
+        assert chosen.ops is triton_deterministic_ops
         assert chosen.product is linear
     assert not clock.timed
     remedy = "leave one of the two out"
-    assert reason("flash", needs, remedy) == "`--deterministic`: flash splits its work by the batch"
+    assert reason("flash", needs, remedy) == "`--deterministic`: flash splits its work according to the batch"
     for name in ("torch", "compiled"):
-        assert reason(name, needs, remedy) == "`--deterministic` computes by Triton on a GPU"
+        assert reason(name, needs, remedy) == "`--deterministic` needs the triton attention on a GPU"
     wide = replace(needs, layers=(LayerKV(1, 512, 512),))
     assert reason("auto", wide) == "no attention tile for heads of 512; the largest takes 256"
 
@@ -331,15 +331,16 @@ def test_a_deterministic_run_of_a_native_model_on_a_cpu(monkeypatch: pytest.Monk
     needs = replace(ON_CPU, deterministic=True, dtype=torch.float32, native=True)
     chosen = choose_backend("auto", needs)
     assert chosen.name == choose_backend("compiled", needs).name == "compiled"
-    assert chosen.describes.endswith(", batch-invariant")
-    assert chosen.ops is compiled_invariant_ops
-    assert chosen.group_saving is None, "another run may not differ"
+    assert chosen.description.endswith(", batch-invariant")
+    assert chosen.ops is compiled_deterministic_ops
+    assert chosen.group_saving is None, "a measurement may differ between runs"
     assert choose_backend("torch", needs).name == "torch"
-    said = "`--deterministic` computes models of the transformers library by plain PyTorch on a CPU"
-    assert reason("compiled", replace(needs, native=False), "leave one of the two out") == said
+    expected = "`--deterministic` runs models of the transformers library with plain PyTorch on a CPU"
+    assert reason("compiled", replace(needs, native=False), "leave one of the two out") == expected
     half = choose_backend("auto", replace(needs, dtype=torch.float16))
-    assert half.describes.startswith("torch, batch-invariant (no compiled: it computes in bfloat16 and float32")
+    assert half.description.startswith("torch, batch-invariant (no compiled: it supports bfloat16 and float32")
+
     monkeypatch.setattr(module, "missing", lambda: "there is no compiler")
     alone = choose_backend("auto", needs)
-    assert alone.describes == "torch, batch-invariant (no compiled: there is no compiler)"
-    assert alone.ops is plain_invariant_ops
+    assert alone.description == "torch, batch-invariant (no compiled: there is no compiler)"
+    assert alone.ops is torch_deterministic_ops

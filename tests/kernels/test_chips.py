@@ -1,4 +1,4 @@
-"""The table of chips: what is in it, what is refused, and how a chip without an entry chooses."""
+"""The chip table: its contents, its errors, and the choice of a chip without an entry."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def test_the_default_fits_the_smallest_shared_memory() -> None:
     )
 
 
-def test_a_chip_without_an_entry_takes_the_default() -> None:
+def test_a_chip_without_an_entry_uses_the_default() -> None:
     assert tuning_of("sm_75") is tuning_of("default")
 
 
-def test_what_a_chip_does_not_say_is_the_default_s() -> None:
+def test_missing_values_of_a_chip_are_the_default_s() -> None:
     table = read_table(
         TABLE + '\n[sm_123]\nsource = "a test"\nsplit_keys = 4096\n'
         "[sm_123.attention.decode]\n128 = {queries = 32, keys = 16, warps = 1, stages = 4}\n"
@@ -107,14 +107,14 @@ def test_a_wrong_table_is_refused_and_names_the_entry(entry: str, message: str) 
         read_table(TABLE + "\n" + entry)
 
 
-def test_a_table_needs_its_default_and_that_all_keys() -> None:
+def test_a_table_needs_a_default_with_all_keys() -> None:
     with pytest.raises(ValueError, match="chips: no entry 'default'"):
         read_table("[sm_90]\nsource = 'x'\n")
     with pytest.raises(ValueError, match="chips: default: 'shared_bytes' is missing"):
         read_table(re.sub(r"(?m)^shared_bytes.*$", "", TABLE))
 
 
-def test_tensors_without_memory_count_as_the_chip_compiled_for() -> None:
+def test_meta_tensors_use_the_chip_compiled_for() -> None:
     names = {chip: chip for chip in known_chips()} | {"sm_75": "default"}
     for chip, name in names.items():
         with compiling_for(chip):
@@ -125,7 +125,7 @@ def test_tensors_without_memory_count_as_the_chip_compiled_for() -> None:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], torch.device]:
-    """A CUDA device of some capability, as far as the table asks."""
+    """A CUDA device of a given capability, as far as the table queries it."""
 
     def make(major: int, minor: int) -> torch.device:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, minor))
@@ -136,7 +136,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], torch.device
     return make
 
 
-def test_an_unknown_chip_takes_what_is_fastest_once(device: Callable[[int, int], torch.device]) -> None:
+def test_an_unknown_chip_uses_the_fastest_tuning_measured_once(device: Callable[[int, int], torch.device]) -> None:
     unknown = device(12, 3)
     assert chip_tuning(unknown).chip == "default"
     candidates = [tuning_of("default"), read_table(TABLE + "[sm_123]\nsource = 'a test'\n")["sm_123"]]
@@ -154,13 +154,13 @@ def test_an_unknown_chip_takes_what_is_fastest_once(device: Callable[[int, int],
     assert chip_tuning(torch.device("cpu")).chip == "default"
 
 
-def test_where_nothing_else_runs_the_default_stays(device: Callable[[int, int], torch.device]) -> None:
+def test_the_default_is_used_where_nothing_else_runs(device: Callable[[int, int], torch.device]) -> None:
     candidates = [tuning_of("default"), tuning_of("sm_90")]
     assert measured_tuning(device(12, 3), candidates, lambda tuning: float("inf")).chip == "default"
 
 
 @pytest.mark.parametrize("chip", known_chips())
-def test_a_known_chip_takes_its_entry(device: Callable[[int, int], torch.device], chip: str) -> None:
+def test_a_known_chip_uses_its_entry(device: Callable[[int, int], torch.device], chip: str) -> None:
     assert chip_tuning(device(int(chip[3:-1]), int(chip[-1]))) is tuning_of(chip)
 
 

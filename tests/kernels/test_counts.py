@@ -1,4 +1,4 @@
-"""Counts of drawn tokens against a counter, penalties against transformers' own processor and formulas written out."""
+"""Token counts against Python counters; penalties against transformers' processor and the formulas."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def column(values: list[float]) -> Tensor:
 @pytest.mark.field("repetition_penalty")
 @pytest.mark.parametrize(("rows", "vocab"), [(1, 2), (7, 63), (5, 1000)])
 @pytest.mark.parametrize("scope", ["output", "prompt+output"])
-def test_repetition_is_that_of_transformers(rows: int, vocab: int, scope: str) -> None:
+def test_repetition_equals_transformers(rows: int, vocab: int, scope: str) -> None:
     logits = drawn_logits(rows, vocab, rows)
     outputs, prompts = histories(rows, vocab, 1), histories(rows, vocab, 2)
     factors = [0.4 + 0.3 * (i % 6) for i in range(rows)]
@@ -54,7 +54,7 @@ def test_repetition_is_that_of_transformers(rows: int, vocab: int, scope: str) -
 @pytest.mark.field("frequency_penalty", "presence_penalty", "repetition_penalty")
 @settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_all_three_follow_the_formula(data: st.DataObject) -> None:
+def test_all_penalties_follow_the_formula(data: st.DataObject) -> None:
     rows, vocab = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 60))
     logits = drawn_logits(rows, vocab, data.draw(st.integers(0, 99)))
     tokens = st.lists(st.integers(0, vocab - 1), max_size=30)
@@ -84,8 +84,8 @@ def test_no_penalty_makes_a_row_unusable(factor: float) -> None:
     assert logits.argmax() == 0
 
 
-def test_rows_without_a_list_are_not_touched() -> None:
-    """Whether their slot is nobody's or empty, and whatever stands where a list would."""
+def test_rows_without_a_list_are_unchanged() -> None:
+    """Slot 0, negative slots and empty lists, whatever the unused entries contain."""
     logits = drawn_logits(6, 40, 5)
     before = logits.clone()
     lists = lists_of([[], [1, 7]])
@@ -100,8 +100,8 @@ def test_rows_without_a_list_are_not_touched() -> None:
 
 @pytest.mark.field("frequency_penalty")
 @pytest.mark.parametrize("seed", range(4))
-def test_tokens_are_counted_as_a_counter_counts(seed: int) -> None:
-    """Steps of changing rows in changing order, rows of nobody among them."""
+def test_token_counts_equal_a_counter(seed: int) -> None:
+    """Steps of changing rows in changing order, some of them without a slot."""
     rng, vocab = Random(seed), 30
     prompts = histories(6, vocab, seed, longest=12)
     lists = lists_of([[]] * 6, prompts).grown(7, 64)
@@ -120,7 +120,7 @@ def test_tokens_are_counted_as_a_counter_counts(seed: int) -> None:
     assert listed(lists, 0) == {}
 
 
-def test_lists_grow_and_keep_what_they_hold() -> None:
+def test_lists_grow_and_keep_their_entries() -> None:
     lists = lists_of([[3, 3, 5], [], [1]])
     grown = lists.grown(9, 33)
     assert (grown.ids.shape, grown.counts.shape, grown.used.shape) == ((9, 33), (9, 33), (9,))

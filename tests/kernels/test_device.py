@@ -1,4 +1,4 @@
-"""What `CudaDevice` asks of torch's CUDA graphs, on a stand-in that keeps their rules without a GPU."""
+"""`CudaDevice`'s use of torch's CUDA graphs, with a fake that applies their rules without a GPU."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import torch
 from batchgen.kernels.device import CudaDevice
 
 
-class Rules:
-    """Pools that know how many graphs hold them, and the current stream."""
+class FakeAllocator:
+    """Memory pools with the number of graphs that use them, and the current stream."""
 
     def __init__(self) -> None:
         self.holders: Counter[int] = Counter()
-        """By pool, also of those that no graph holds any more: a library's workspace keeps their memory."""
+        """Graphs by pool, including pools without graphs, whose memory a library's workspace keeps."""
         self.stream = "default"
         self.open: int | None = None
-        """The pool that the allocator gives memory of."""
+        """The pool that the allocator allocates from."""
         self.used: list[int] = []
         """The pools of all captures, in order."""
 
@@ -44,62 +44,62 @@ class FakeGraph:
 
 
 @pytest.fixture
-def rules(monkeypatch: pytest.MonkeyPatch) -> Rules:
-    rules, handles = Rules(), count()
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeAllocator:
+    fake, handles = FakeAllocator(), count()
 
     @contextmanager
     def on(stream: str) -> Iterator[None]:
-        before, rules.stream = rules.stream, stream
+        before, fake.stream = fake.stream, stream
         try:
             yield
         finally:
-            rules.stream = before
+            fake.stream = before
 
     @contextmanager
     def graph(graph: FakeGraph, pool: int, **_: Any) -> Iterator[None]:
-        rules.stream, before = "capture", rules.stream
-        rules.capture(graph, pool)
-        yield  # what is raised here ends torch's own block without a look at the stream and the allocator
-        rules.stream, rules.open = before, None
+        fake.stream, before = "capture", fake.stream
+        fake.capture(graph, pool)
+        yield  # an exception here leaves torch's block without restoring the stream and the allocator
+        fake.stream, fake.open = before, None
 
     def end(device: int, pool: int) -> None:
-        if rules.open != pool:
+        if fake.open != pool:
             raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
-        rules.open = None
+        fake.open = None
 
-    for name, stand_in in {
+    for name, replacement in {
         "CUDAGraph": FakeGraph,
         "graph": graph,
         "graph_pool_handle": lambda: next(handles),
-        "current_stream": lambda device: rules.stream,
+        "current_stream": lambda device: fake.stream,
         "stream": on,
         "current_device": lambda: 0,
     }.items():
-        monkeypatch.setattr(torch.cuda, name, stand_in)
+        monkeypatch.setattr(torch.cuda, name, replacement)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end)
-    return rules
+    return fake
 
 
-def test_graphs_share_a_pool_for_as_long_as_one_of_them_is_there(rules: Rules) -> None:
+def test_graphs_share_a_pool_while_one_of_them_exists(fake: FakeAllocator) -> None:
     device = CudaDevice(torch.device("cuda"))
     kept = [device.capture(lambda: None)]
     kept.append(device.capture(lambda: None))
     del kept[0]
     kept.append(device.capture(lambda: None))
-    assert rules.used == [0, 0, 0]
-    kept.clear()  # as at the end of a rehearsal
+    assert fake.used == [0, 0, 0]
+    kept.clear()  # as at the end of a dummy run
     kept.append(device.capture(lambda: None))
     kept.append(device.capture(lambda: None))
-    assert rules.used == [0, 0, 0, 1, 1]
+    assert fake.used == [0, 0, 0, 1, 1]
 
 
-def test_a_capture_that_fails_leaves_stream_and_allocator_as_they_were(rules: Rules) -> None:
+def test_a_failed_capture_restores_stream_and_allocator(fake: FakeAllocator) -> None:
     def body() -> None:
-        assert rules.stream == "capture"
+        assert fake.stream == "capture"
         raise RuntimeError("operation not permitted when stream is capturing")
 
     device = CudaDevice(torch.device("cuda"))
     with pytest.raises(RuntimeError, match="not permitted"):
         device.capture(body)
-    assert (rules.stream, rules.open) == ("default", None)
+    assert (fake.stream, fake.open) == ("default", None)
     assert device.capture(lambda: None) is not None

@@ -1,4 +1,4 @@
-"""The written-out distribution against the draws' own oracle, and against the draws themselves."""
+"""Filtered scores against the reference of sampling, and against samples."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def scores_of(logits: Tensor, params: list[Params], drawn: Tensor) -> Tensor:
 @pytest.mark.field("temperature", "top_p", "top_k", "min_p")
 @pytest.mark.parametrize("kind", ["normal", "ties", "masked"])
 @pytest.mark.parametrize("vocab", [1, 2, 63, 1000])
-def test_probabilities_are_the_oracles(kind: str, vocab: int) -> None:
+def test_probabilities_equal_the_reference(kind: str, vocab: int) -> None:
     logits = logits_of(kind, len(GRID), vocab)
     before = logits.clone()
     keys = row_keys(*(torch.arange(len(GRID)) for _ in range(3)))
@@ -61,7 +61,7 @@ def test_a_greedy_row_is_unfiltered_at_temperature_one() -> None:
     torch.testing.assert_close(got.log_softmax(-1), logits.log_softmax(-1))
 
 
-def test_rows_do_not_depend_on_their_neighbours() -> None:
+def test_rows_do_not_depend_on_other_rows() -> None:
     logits = logits_of("normal", len(GRID), 100)
     drawn = logits.argmax(-1)
     whole = scores_of(logits, GRID, drawn)
@@ -70,7 +70,7 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
         assert torch.equal(alone[0], whole[row])
 
 
-def test_the_token_drawn_survives() -> None:
+def test_the_sampled_token_survives() -> None:
     logits = torch.zeros(1, 4)
     got = scores_of(logits, [(1.0, -1, 0.5, 0.0)], torch.tensor([3]))
     assert torch.isfinite(got).tolist() == [[True, True, False, True]]

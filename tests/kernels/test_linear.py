@@ -1,4 +1,4 @@
-"""Linear layers in every layout that this machine has, and which of them is taken."""
+"""Linear layers in every layout that this machine supports, and the choice of the layout."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from batchgen.kernels.cpu.library import loaded
 from batchgen.kernels.cpu.matmul import methods
 from batchgen.kernels.layouts import (
     Compiled,
+    LayoutChoice,
     Plain,
-    TakenLayout,
     can_pack,
+    choose_layout,
     dots_are_faster,
     fastest,
     int8_refusal,
     layouts,
-    take_layout,
 )
 from batchgen.kernels.linear import Linear, describe_products, forms, repacks
 
@@ -57,7 +57,7 @@ def test_layouts_are_linear(
     assert got.shape == (rows, outer)
     bound = 2 * (plain.double() - exact).norm() + 1e-5 * (1 + exact.norm())
     assert (got.double() - exact).norm() <= bound
-    if name == "compiled bfp":  # integers with a scale: what these stand for
+    if name == "compiled bfp":  # integers with a scale: compare with the dequantised weight
         assert bool(((layout.dense() - weight).abs() <= 2**-8 * weight.abs() + 2**-13 * weight.abs().amax()).all())
     else:
         assert torch.equal(layout.dense(), weight)
@@ -65,7 +65,7 @@ def test_layouts_are_linear(
 
 
 @pytest.mark.parametrize("products", ["measured", "fixed", "torch"])
-def test_linear_takes_more_dimensions_and_slices(products: module.Products) -> None:
+def test_linear_supports_more_dimensions_and_slices(products: module.Products) -> None:
     linear = Linear(torch.randn(10, 16), torch.randn(10), products=products)
     x = torch.randn(3, 5, 32)[..., ::2]
     assert linear.bias is not None
@@ -76,7 +76,7 @@ def test_linear_takes_more_dimensions_and_slices(products: module.Products) -> N
     assert (linear.in_features, linear.out_features) == (16, 10)
 
 
-def test_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_available_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(layouts(torch.float64, "measured")) == ["plain"]
     assert not can_pack(torch.float64)
     assert list(layouts(torch.bfloat16, "torch")) == (["oneDNN"] if can_pack(torch.bfloat16) else []) + ["plain"]
@@ -89,14 +89,14 @@ def test_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_repacked_weight_is_a_copy(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever gives one may write over it; matrices of every size are loaded through the same memory."""
+    """Callers may overwrite the original: matrices of all sizes are loaded through the same memory."""
     cpu = torch.device("cpu")
     for name, make in [*layouts(dtype, "measured").items(), *layouts(dtype, "int8").items()]:
         if name == "compiled int8" and int8_refusal(dtype, cpu):
             continue
         with monkeypatch.context() as patch:
-            taken = TakenLayout(name, make, name)
-            patch.setattr(linears, "take_layout", lambda *_, taken=taken: taken)
+            taken = LayoutChoice(name, make, name)
+            patch.setattr(linears, "choose_layout", lambda *_, taken=taken: taken)
             copied = repacks(dtype, cpu, "measured")
             assert not repacks(dtype, torch.device("meta"), "measured")
             for shape in ((16, 8), (33, 65), (1, 1)):
@@ -108,31 +108,31 @@ def test_a_repacked_weight_is_a_copy(dtype: torch.dtype, monkeypatch: pytest.Mon
         assert copied is (name != "plain")
 
 
-def test_a_fixed_choice_asks_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fixed_choice_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for clock in ("perf_counter", "thread_time"):
         monkeypatch.setattr(time, clock, lambda: pytest.fail("asked"))
     for products in ("fixed", "torch"):
-        take_layout.cache_clear()
+        choose_layout.cache_clear()
         linear = Linear(torch.ones(3, 4), products=products)
-        assert take_layout(torch.float32, products).name == next(iter(layouts(torch.float32, products)))
+        assert choose_layout(torch.float32, products).name == next(iter(layouts(torch.float32, products)))
         assert (linear.compiled is not None) is (products == "fixed" and loaded())
     assert Linear(torch.ones(2, 2, dtype=torch.float64)).packed is False
-    take_layout.cache_clear()
+    choose_layout.cache_clear()
 
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, dict[str, float]]]:
-    """What is kept from one process to the next: nothing yet."""
+    """An empty cache of timings, in place of the file that processes share."""
     figures: dict[str, dict[str, float]] = {}
-    monkeypatch.setattr(module, "kept_figures", lambda subject, names: figures.get(subject))
-    monkeypatch.setattr(module, "keep_figures", figures.__setitem__)
-    take_layout.cache_clear()
+    monkeypatch.setattr(module, "load_timings", lambda subject, names: figures.get(subject))
+    monkeypatch.setattr(module, "save_timings", figures.__setitem__)
+    choose_layout.cache_clear()
     yield figures
-    take_layout.cache_clear()
+    choose_layout.cache_clear()
 
 
 class Slow(Plain):
-    """A layout that takes its time."""
+    """A layout whose product takes a given time."""
 
     clock: float = 0.0
 
@@ -145,7 +145,7 @@ class Slow(Plain):
         return super().__call__(x)
 
 
-def test_the_fastest_is_taken_whatever_happens_now_and_then(
+def test_the_fastest_layout_is_chosen_despite_disturbances(
     monkeypatch: pytest.MonkeyPatch, kept: dict[str, dict[str, float]]
 ) -> None:
     def of(*seconds: float) -> Callable[[Tensor, Tensor | None], Slow]:
@@ -156,27 +156,27 @@ def test_the_fastest_is_taken_whatever_happens_now_and_then(
         monkeypatch.setattr(time, clock, lambda: Slow.clock)
     found = {"first": of(9, 2, 50), "second": of(100, 1.5, 9, 9), "third": of(1.9), "fourth": of(1.4375)}
     monkeypatch.setattr(module, "layouts", lambda dtype, products: found)
-    monkeypatch.setattr(module, "_SECONDS", 1e6)  # these are slow ones
-    taken = take_layout(torch.float32, "measured")
+    monkeypatch.setattr(module, "_SECONDS", 1e6)  # these layouts are slow
+    taken = choose_layout(torch.float32, "measured")
     assert taken.name == "second"  # the fourth is not clearly faster
-    assert taken.describes == "second (1.5e+03 ms against first 2e+03 ms, third 1.9e+03 ms, fourth 1.4e+03 ms)"
-    assert describe_products(torch.float32, torch.device("cpu"), "measured") == taken.describes
+    assert taken.description == "second (1.5e+03 ms against first 2e+03 ms, third 1.9e+03 ms, fourth 1.4e+03 ms)"
+    assert describe_products(torch.float32, torch.device("cpu"), "measured") == taken.description
     assert describe_products(torch.float32, torch.device("cuda"), "measured") is None
 
-    # The next process takes the same, and asks no clock.
+    # The next process chooses the same from the cache, without measuring.
     least = {"first": 2, "second": 1.5, "third": 1.9, "fourth": 1.4375}
     assert kept == {"layouts-float32": pytest.approx(least)}
-    take_layout.cache_clear()
+    choose_layout.cache_clear()
     for clock in ("perf_counter", "thread_time"):
         monkeypatch.setattr(time, clock, lambda: pytest.fail("asked"))
-    again = take_layout(torch.float32, "measured")
-    assert (again.name, again.describes) == (taken.name, taken.describes)
+    again = choose_layout(torch.float32, "measured")
+    assert (again.name, again.description) == (taken.name, taken.description)
     assert again.make is found["second"]
 
 
 @pytest.mark.skipif(not loaded() or "dot" not in methods(torch.bfloat16), reason="no dot instruction for bfloat16")
 @pytest.mark.parametrize(("dot", "bfp", "taken"), [(2.0, 1.0, False), (1.05, 1.0, True), (1.0, 2.0, True)])
-def test_attention_is_multiplied_by_what_is_the_fastest(
+def test_attention_uses_the_fastest_product(
     kept: dict[str, dict[str, float]], dot: float, bfp: float, taken: bool
 ) -> None:
     dots_are_faster.cache_clear()
@@ -185,28 +185,26 @@ def test_attention_is_multiplied_by_what_is_the_fastest(
     dots_are_faster.cache_clear()
 
 
-def test_times_that_a_busy_machine_disturbs_are_not_kept(
-    monkeypatch: pytest.MonkeyPatch, kept: dict[str, dict[str, float]]
-) -> None:
+def test_disturbed_times_are_not_cached(monkeypatch: pytest.MonkeyPatch, kept: dict[str, dict[str, float]]) -> None:
     for clock in ("perf_counter", "thread_time"):
         monkeypatch.setattr(time, clock, lambda: Slow.clock)
-    turns = itertools.count(60, -1)  # never the same twice
+    turns = itertools.count(60, -1)  # never the same time twice
     found = {
         "first": lambda weight, bias: Slow(weight, bias, lambda: 1.1 ** next(turns)),
         "second": lambda weight, bias: Slow(weight, bias, lambda: 1.0),
     }
     monkeypatch.setattr(module, "layouts", lambda dtype, products: found)
-    assert take_layout(torch.float32, "measured").name == "second"
+    assert choose_layout(torch.float32, "measured").name == "second"
     assert kept == {}
 
 
-def test_measuring_leaves_other_threads_as_they_are(kept: dict[str, dict[str, float]]) -> None:
-    """It sets the number of threads of the one that measures, for a while."""
+def test_measuring_does_not_change_other_threads(kept: dict[str, dict[str, float]]) -> None:
+    """The number of threads changes only for the thread that measures."""
     before = torch.get_num_threads()
     seen: list[int] = []
 
     def measure() -> None:
-        take_layout(torch.float32, "measured")
+        choose_layout(torch.float32, "measured")
         seen.append(torch.get_num_threads())
 
     measuring = threading.Thread(target=measure)
@@ -216,13 +214,13 @@ def test_measuring_leaves_other_threads_as_they_are(kept: dict[str, dict[str, fl
     assert set(seen) == {before}
 
 
-def test_equal_ones_do_not_change_places() -> None:
+def test_the_first_of_equal_times_is_chosen() -> None:
     assert fastest({"a": 1.0, "b": 0.91}) == "a"
     assert fastest({"a": 1.0, "b": 0.89, "c": 0.85}) == "b"
 
 
 @pytest.mark.skipif(not loaded(), reason="no compiled kernels")
-def test_what_a_compiled_layer_hands_on() -> None:
+def test_attributes_of_a_compiled_layer() -> None:
     linear = Linear(torch.randn(50, 30).bfloat16(), torch.randn(50).bfloat16(), products="fixed")
     compiled = linear.compiled
     assert isinstance(compiled, Compiled)

@@ -7,9 +7,9 @@ import torch
 from batchgen.kernels import logprobs
 from batchgen.kernels.logprobs import (
     argmax_lse,
+    gather_logprobs,
     log_normalizers,
     mask_tokens,
-    read_out,
     token_logprobs,
     top_logprobs,
 )
@@ -17,7 +17,7 @@ from batchgen.kernels.logprobs import (
 
 @pytest.mark.field("return_logprob")
 @pytest.mark.parametrize(("rows", "vocab"), [(0, 5), (1, 1), (7, 63), (3, 1000), (50, 8192)])
-def test_token_logprobs_are_those_of_log_softmax(rows: int, vocab: int) -> None:
+def test_token_logprobs_equal_log_softmax(rows: int, vocab: int) -> None:
     generator = torch.Generator().manual_seed(rows)
     logits = 5 * torch.randn(rows, vocab, generator=generator)
     tokens = torch.randint(0, vocab, (rows,), generator=generator)
@@ -40,7 +40,7 @@ def test_top_logprobs_come_most_likely_first_with_ties_by_id(rows: int, vocab: i
     torch.testing.assert_close(values.double(), exact.gather(1, ids), rtol=0, atol=1e-5)
 
 
-def test_rows_are_taken_in_chunks_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_rows_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(20, 100)
     whole = log_normalizers(logits)
     monkeypatch.setattr(logprobs, "_CHUNK", 250)
@@ -61,7 +61,7 @@ def test_masking_nothing_changes_nothing() -> None:
     assert torch.equal(logits, before)
 
 
-def test_the_largest_come_with_what_makes_them_logprobs() -> None:
+def test_argmax_comes_with_its_lse() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0], [torch.nan, 0.0, 0.0], [torch.inf, 0.0, 0.0], [-torch.inf] * 3])
     ids, largest, normalizers, bad = argmax_lse(logits)
     assert bad.tolist() == [False, True, True, True]
@@ -75,10 +75,10 @@ def test_the_largest_come_with_what_makes_them_logprobs() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("k", [0, 4])
-def test_the_read_out_is_what_its_parts_are(k: int, dtype: torch.dtype) -> None:
+def test_gather_logprobs_equals_its_parts(k: int, dtype: torch.dtype) -> None:
     logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(k)).to(dtype)
     targets = torch.arange(5) * 7
-    found = read_out(logits, targets, k)
+    found = gather_logprobs(logits, targets, k)
     assert torch.equal(found.normalizers, log_normalizers(logits))
     assert torch.equal(found.targets, token_logprobs(logits, targets))
     assert found.top_ids.shape == found.top.shape == (5, k)

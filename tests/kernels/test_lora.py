@@ -1,4 +1,4 @@
-"""The step's low-rank changes against a loop over tokens."""
+"""LoRA updates of a step against a loop over tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.engine.fake_cuda import fake_cuda
 
 
 def by_token(out: Tensor, x: Tensor, adapters: list[int], pairs: list[LoraPair | None]) -> Tensor:
-    """The same, one token and one dense matrix at a time, in float64."""
+    """The reference: one token and one dense matrix at a time, in float64."""
     result = out.double().clone()
     for t, adapter in enumerate(adapters):
         pair = pairs[adapter] if adapter >= 0 else None
@@ -42,7 +42,7 @@ def test_each_token_gets_its_own_adapter(
     inputs, outputs = sizes
     pairs = [LoraPair(draw(r, inputs), draw(outputs, r)) if r else None for r in ranks]
     x = draw(len(adapters), inputs)
-    wide = draw(len(adapters), outputs + 5)  # a view with gaps between its rows, as a stacked product hands out
+    wide = draw(len(adapters), outputs + 5)  # a view with gaps between its rows, as a fused product returns
     out = wide[:, 2 : 2 + outputs]
     expected, edges = by_token(out, x, adapters, pairs), wide.clone()
     step = lora_step(np.array(adapters), HOST)
@@ -56,7 +56,7 @@ def test_each_token_gets_its_own_adapter(
 @pytest.mark.parametrize(
     ("adapters", "rows", "tiles"), [([2, -1, 0, 2, 0], 16, 2), ([1] * 130, 64, 3), ([-1, 3, *[0] * 17], 16, 3)]
 )
-def test_a_step_goes_to_a_device_in_one_piece(adapters: list[int], rows: int, tiles: int) -> None:
+def test_a_step_is_uploaded_in_one_transfer(adapters: list[int], rows: int, tiles: int) -> None:
     with fake_cuda() as gpu:
         step = lora_step(np.array(adapters), gpu.device)
     assert (gpu.device.counts.uploads, gpu.syncs) == (1, [])

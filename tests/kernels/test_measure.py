@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from batchgen.kernels import measure
-from batchgen.kernels.attention import TorchAttention
+from batchgen.kernels.attention.reference import reference_attention
+from batchgen.kernels.attention.torch_attention import TorchAttention
 from batchgen.kernels.gpu.attention import TritonAttention
 from batchgen.kernels.measure import TypicalStep, device_timer, layer_milliseconds
-from batchgen.kernels.reference import reference_attention
 from batchgen.kernels.types import AttentionBatch, KVPool, LayerKV, PagedAttention
 
 STEP = TypicalStep(LayerKV(2, 8, 8), 4, torch.float32, 4, torch.device("cpu"), rows=3, context=21, shared=9, chunk=6)
@@ -34,11 +34,11 @@ def steady(call: Callable[[], object]) -> float:
         STEP,
         replace(STEP, chunk=0),
         replace(STEP, rows=1, context=1, shared=0),
-        replace(STEP, context=12, shared=12),  # nothing of its own but the token itself
+        replace(STEP, context=12, shared=12),  # own pages hold the input token only
         replace(STEP, context=20, shared=3),  # shares no whole page
     ],
 )
-def test_the_step_is_one_that_any_backend_can_run(step: TypicalStep, grouped: bool) -> None:
+def test_every_backend_can_run_the_step(step: TypicalStep, grouped: bool) -> None:
     pool, batch, query = step.sample(grouped=grouped)
     options: dict[str, Any] = {"scale": 0.3}
     truth = reference_attention(batch, query, pool.keys[0], pool.values[0], **options)
@@ -47,7 +47,7 @@ def test_the_step_is_one_that_any_backend_can_run(step: TypicalStep, grouped: bo
         assert float((got - truth).abs().max()) < 1e-5
     assert bool(batch.groups) == (grouped and step.shared >= step.page_size)
     assert len(batch.slot_mapping) == len(query) == step.rows + step.chunk
-    assert 0 not in batch.slot_mapping // step.page_size  # the scratch page is nobody's
+    assert 0 not in batch.slot_mapping // step.page_size  # page 0 is scratch
 
 
 def test_rows_see_the_context_whether_or_not_they_share() -> None:
@@ -59,7 +59,7 @@ def test_rows_see_the_context_whether_or_not_they_share() -> None:
     assert [len(g.pages) for g in batch.groups] == [2]
 
 
-def test_pages_are_used_again_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_repeat_if_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_POOL_BYTES", 8 * KVPool.page_bytes([STEP.layer], 4, torch.float32))
     pool, batch, query = STEP.sample(grouped=True)
     assert pool.keys[0].shape[0] == 8
@@ -71,8 +71,8 @@ def test_pages_are_used_again_where_memory_is_short(monkeypatch: pytest.MonkeyPa
 # The measurement
 
 
-class Named:
-    """A candidate that is told from others by its name."""
+class NamedCandidate:
+    """A candidate identified by its name."""
 
     def __init__(self, name: str, made: list[tuple[str, bool]], pool: KVPool, batch: AttentionBatch) -> None:
         made.append((name, bool(batch.groups)))
@@ -84,7 +84,7 @@ class Named:
 
 
 def candidates(made: list[tuple[str, bool]], *names: str) -> dict[str, Callable[..., PagedAttention]]:
-    return {name: partial(Named, name, made) for name in names}  # type: ignore[misc]
+    return {name: partial(NamedCandidate, name, made) for name in names}  # type: ignore[misc]
 
 
 def test_with_and_without_the_group_and_their_mean() -> None:
@@ -101,23 +101,23 @@ def test_without_shared_positions_once() -> None:
     assert made == [("a", False)]
 
 
-def test_what_breaks_is_reported_and_the_rest_measured() -> None:
+def test_failures_are_reported_and_the_rest_is_measured() -> None:
     found = layer_milliseconds(candidates([], "broken", "a"), STEP, steady)
     assert found == {"broken": "no room", "a": 1.0}
 
 
-class OutOfRoom(Exception):
-    """As Triton's own errors are: of no type of Python's or torch's."""
+class OutOfResources(Exception):
+    """An error that derives from none of Python's or torch's usual types, as Triton's do."""
 
 
 def test_errors_of_any_type_are_reported() -> None:
     def timer(call: Callable[[], object]) -> float:
-        raise OutOfRoom
+        raise OutOfResources
 
-    assert layer_milliseconds(candidates([], "a"), STEP, timer) == {"a": "OutOfRoom"}
+    assert layer_milliseconds(candidates([], "a"), STEP, timer) == {"a": "OutOfResources"}
 
 
-def test_a_pool_is_gone_before_the_next_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_is_freed_before_the_next_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[weakref.ref[torch.Tensor]] = []
     allocate = KVPool.allocate
 
@@ -153,7 +153,7 @@ def test_the_device_times_calls_after_a_warm_up(monkeypatch: pytest.MonkeyPatch)
     def call() -> None:
         nonlocal calls, now
         calls += 1
-        now += 100.0 if calls in (1, 5) else 2.0  # the first, which compiles, and one that is disturbed
+        now += 100.0 if calls in (1, 5) else 2.0  # the first call compiles, the fifth is disturbed
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)

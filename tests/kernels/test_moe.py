@@ -1,4 +1,4 @@
-"""Routing and experts in plain PyTorch, against the library's own."""
+"""Routing and experts in PyTorch against those of the transformers library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.models.tiny import tiny_model
 
 
 def parts(model_type: str, **overrides: Any) -> tuple[nn.Module, nn.Module]:
-    """A router and its experts."""
+    """A router and its experts, of the transformers library."""
     model = tiny_model(model_type, **overrides)
     names = {name for name, _ in model.named_modules()}
     name = next(n for n in sorted(names) if n.endswith(".experts"))
@@ -23,7 +23,7 @@ def parts(model_type: str, **overrides: Any) -> tuple[nn.Module, nn.Module]:
 
 
 def in_order(ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """By id: not every router sorts."""
+    """Sort by id, as not every router sorts."""
     order = ids.argsort(1)
     return ids.gather(1, order).long(), weights.gather(1, order).float()
 
@@ -42,7 +42,7 @@ def in_order(ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         ("gpt_oss", {"num_local_experts": 8}, Routing(2)),
     ],
 )
-def test_routes_like_the_library(model_type: str, overrides: dict[str, Any], routing: Routing) -> None:
+def test_routing_equals_transformers(model_type: str, overrides: dict[str, Any], routing: Routing) -> None:
     router: Any = parts(model_type, **overrides)[0]
     x = torch.randn(9, 64, generator=torch.Generator().manual_seed(1))
     bias = getattr(router, "e_score_correction_bias", None)
@@ -57,7 +57,7 @@ def test_routes_like_the_library(model_type: str, overrides: dict[str, Any], rou
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3", "gpt_oss"])
-def test_experts_like_the_library(model_type: str) -> None:
+def test_experts_equal_transformers(model_type: str) -> None:
     experts: Any = parts(model_type)[1]
     experts.config._experts_implementation = "eager"
     x = torch.randn(9, 64, generator=torch.Generator().manual_seed(1))

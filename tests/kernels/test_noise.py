@@ -33,7 +33,7 @@ def test_torch_and_numpy_agree_bit_for_bit(rows: list[tuple[int, int, int, int]]
     )
 
 
-def test_inputs_are_left_as_they_are() -> None:
+def test_inputs_are_not_modified() -> None:
     seeds, ids = torch.arange(5), torch.arange(7)
     keys = keys_of(seeds)
     before = keys.clone()
@@ -68,7 +68,7 @@ def test_extreme_bits_give_finite_noise(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def uniforms(kind: str, count: int) -> np.ndarray:
-    """`count` uniforms that differ in one coordinate only."""
+    """`count` uniforms whose inputs differ in one coordinate."""
     zero, run = torch.zeros(count, dtype=torch.int64), torch.arange(count)
     if kind == "tokens":
         keys, tokens = row_keys(zero, zero, zero), run
@@ -126,7 +126,7 @@ def test_neighbouring_rows_and_tokens_are_uncorrelated() -> None:
 
 
 def test_large_draws_keep_their_resolution() -> None:
-    """Noise above 12 has a probability of 6e-6, where a 24-bit uniform would know only a hundred values."""
+    """Noise above 12 has a probability of 6e-6, where a 24-bit uniform would have only a hundred values."""
     noise = gumbel(keys_of(torch.arange(64)), 1 << 18)
     large = noise[noise > 12]
     expected = noise.numel() * float(np.exp(-12))

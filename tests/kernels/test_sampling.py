@@ -68,14 +68,14 @@ def logits_of(kind: str, rows: int, vocab: int) -> Tensor:
 @pytest.mark.field("temperature", "top_k", "top_p", "min_p", "seed")
 @pytest.mark.parametrize("kind", ["normal", "ties", "bfloat16", "masked", "equal", "peaked"])
 @pytest.mark.parametrize("vocab", [1, 2, 63, 1000, 8192])
-def test_every_mix_of_parameters_equals_the_oracle(kind: str, vocab: int) -> None:
+def test_every_mix_of_parameters_equals_the_reference(kind: str, vocab: int) -> None:
     params = GRID if vocab < 2000 else GRID[::7]
     logits = logits_of(kind, len(params), vocab)
     assert draw(logits, params).tolist() == expected(logits, params)
 
 
 @pytest.mark.parametrize("kind", ["normal", "ties"])
-def test_a_row_is_drawn_alone_as_in_any_company(kind: str) -> None:
+def test_a_row_draws_the_same_token_alone_and_in_a_batch(kind: str) -> None:
     logits = logits_of(kind, len(GRID), 300)
     keys = keys_for(len(GRID))
     whole = sample(logits, columns_of(GRID, keys)).tokens
@@ -128,7 +128,7 @@ def test_twenty_thousand_draws_follow_the_filtered_distribution(params: Params) 
     assert chi2 <= free + 4.5 * np.sqrt(2 * max(free, 1))
 
 
-def test_top_k_keeps_exactly_k_of_equals() -> None:
+def test_top_k_keeps_exactly_k_of_equal_logits() -> None:
     kept, _ = survivors(np.zeros(100, np.float32), 1.0, 7, 1.0, 0.0)
     assert kept.tolist() == list(range(7))
     tokens = draw(torch.zeros(2000, 100), [(1.0, 7, 1.0, 0.0)] * 2000)
@@ -149,7 +149,7 @@ def test_min_p_is_relative_to_the_largest() -> None:
         assert set(tokens.tolist()) == kept, min_p
 
 
-def test_greedy_takes_the_first_of_equals() -> None:
+def test_greedy_takes_the_first_of_equal_logits() -> None:
     generator = torch.Generator().manual_seed(0)
     for vocab in (1, 2, 63, 1000, 8192):
         logits = torch.randint(0, 3, (50, vocab), generator=generator).float()
@@ -169,7 +169,7 @@ def test_no_rows() -> None:
     assert sample(torch.empty(0, 7), columns).tokens.shape == (0,)
 
 
-def test_bad_rows_are_named_and_leave_their_neighbours_alone() -> None:
+def test_bad_rows_are_reported_and_do_not_affect_others() -> None:
     logits = logits_of("normal", 6, 200)
     params: list[Params] = [(1.0, -1, 0.9, 0.05)] * 3 + [(1.0, 20, 0.9, 0.0)] * 3
     clean = draw(logits, params)
@@ -204,7 +204,7 @@ def test_largest_is_a_stable_sort(kind: str, vocab: int, k: int) -> None:
     st.sampled_from([0.0, 0.01, 0.5, 1.0]),
     st.integers(0, 1000),
 )
-def test_small_rows_equal_the_oracle(
+def test_small_rows_equal_the_reference(
     values: list[float], temperature: float, top_k: int, top_p: float, min_p: float, seed: int
 ) -> None:
     logits = torch.tensor([values])

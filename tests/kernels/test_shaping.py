@@ -25,7 +25,7 @@ def drawn_logits(rows: int, vocab: int, seed: int) -> Tensor:
 
 
 @pytest.mark.field("logit_bias")
-def test_bias_is_that_of_transformers() -> None:
+def test_bias_equals_transformers() -> None:
     logits = drawn_logits(3, 50, 3)
     biases = [{4: 2.5, 49: -100.0}, {}, {0: 100.0}]
     expected = logits.clone()
@@ -40,7 +40,7 @@ def test_bias_is_that_of_transformers() -> None:
 
 
 @pytest.mark.field("allowed_token_ids")
-def test_keeping_some_is_suppressing_the_others() -> None:
+def test_keep_only_equals_suppressing_the_others() -> None:
     logits = drawn_logits(4, 30, 4)
     keep = {0: [3, 29], 2: [0], 3: list(range(30))}
     expected = logits.clone()
@@ -54,7 +54,7 @@ def test_keeping_some_is_suppressing_the_others() -> None:
     assert torch.equal(logits, expected)
 
 
-def test_rows_that_are_not_named_are_not_touched() -> None:
+def test_unlisted_rows_are_unchanged() -> None:
     logits = drawn_logits(6, 40, 5)
     before = logits.clone()
     one = torch.tensor([2, 2])
@@ -65,13 +65,13 @@ def test_rows_that_are_not_named_are_not_touched() -> None:
     assert not torch.equal(logits[2], before[2])
 
 
-def test_biases_of_a_token_named_twice_add_up() -> None:
+def test_biases_of_a_repeated_token_add_up() -> None:
     logits = torch.zeros(1, 3)
     add_bias(logits, torch.tensor([0, 0]), torch.tensor([1, 1]), torch.tensor([2.0, 0.5]))
     assert logits.tolist() == [[0.0, 2.5, 0.0]]
 
 
-def test_a_masked_token_is_drawn_only_where_all_are_masked() -> None:
+def test_a_masked_token_is_drawn_only_if_all_are_masked() -> None:
     mixes = list(itertools.product([0.0, 1.0], [-1, 1, 3], [1.0, 0.3], [0.0, 0.2]))
     for left in (0, 1, 3):
         logits = torch.randn(len(mixes), 500, generator=torch.Generator().manual_seed(left))

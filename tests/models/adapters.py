@@ -1,4 +1,4 @@
-"""Random LoRA adapters, made and saved by peft itself, and peft's own answer to what they do."""
+"""Random LoRA adapters created by peft, and the logits that peft computes with them."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "some": {"r": 2, "target_modules": ["gate_proj", "o_proj"], "layers_to_transform": [0, 2]},
     "regex": {"r": 5, "target_modules": r".*\.1\..*(up|k)_proj", "lora_alpha": 3},
 }
-"""Configurations for models that name their projections as Llama does."""
+"""Adapter configurations for models with Llama's projection names."""
 
 
 def base_model(folder: Path) -> PreTrainedModel:
-    """transformers' eager float32 model."""
+    """Load a model in transformers with eager attention in float32."""
     bar = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -45,9 +45,9 @@ def base_model(folder: Path) -> PreTrainedModel:
 
 
 def save_adapter(base: Path, folder: Path, seed: int = 0, **config: Any) -> Path:
-    """An adapter of the model in `base` with both matrices random, as peft saves it."""
+    """Save an adapter of the model in `base` with random matrices, by peft; returns its folder."""
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        # peft looks for a base model's card on the hub, and says so when it corrects `fan_in_fan_out`.
+        # peft warns that it finds no model card on the hub, and when it corrects `fan_in_fan_out`.
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)
         model = get_peft_model(base_model(base), LoraConfig(task_type="CAUSAL_LM", **config))
@@ -66,13 +66,13 @@ def _load(base: Path, adapter: Path) -> PeftModel:
 
 @torch.no_grad()
 def adapted_logits(base: Path, adapter: Path | None, sequences: list[Tensor]) -> list[Tensor]:
-    """Eager logits [n, V] of each sequence through an adapter, or through the model as it is."""
+    """Eager logits [n, V] of each sequence with an adapter, or without one if it is None."""
     model = base_model(base) if adapter is None else _load(base, adapter)
     return [model(ids[None]).logits[0] for ids in sequences]
 
 
 def merge_adapter(base: Path, adapter: Path, folder: Path) -> Path:
-    """The model with the adapter merged into its weights, by peft."""
+    """Save the model with the adapter merged into its weights, by peft; returns its folder."""
     model = _load(base, adapter).merge_and_unload()
     model.save_pretrained(folder)
     for file in base.glob("tokenizer*"):

@@ -1,4 +1,4 @@
-"""A plain float32 attention over several sequences, written apart from the product's: the tests' own oracle."""
+"""Plain float32 attention over several sequences, an independent oracle for the tests."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ __all__ = ["DenseAttention", "DenseCache"]
 
 
 class DenseCache:
-    """Keys and values per (layer, sequence), grown step by step."""
+    """Keys and values of each (layer, sequence), extended by every step."""
 
     def __init__(self) -> None:
         self.keys: dict[tuple[int, int], Tensor] = {}
         self.values: dict[tuple[int, int], Tensor] = {}
 
     def step(self, parts: list[tuple[int, int]]) -> DenseAttention:
-        """The attention of a step whose flat tokens are `parts`: (sequence, tokens), one after the other."""
+        """Attention of a step whose flat tokens are `parts`: (sequence, tokens), in order."""
         return DenseAttention(self, parts)
 
 
 class DenseAttention:
-    """One step (the `Attention` protocol). `calls` notes the layers that attended."""
+    """Attention of one step (the `Attention` protocol); `calls` records the layers that attended."""
 
     def __init__(self, cache: DenseCache, parts: list[tuple[int, int]]) -> None:
         self.cache = cache
@@ -69,7 +69,7 @@ def _row(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """One query [N, D] against keys [S, K, D]: the newest `len(rows)` positions are the queries'."""
+    """Attention of query i of [n, N, D] over keys [S, K, D]; the queries are the last n positions."""
     end = len(k) - len(rows) + i + 1
     begin = 0 if window is None else max(0, end - window)
     groups = rows.shape[1] // k.shape[1]

@@ -1,4 +1,4 @@
-"""Runs sequences through a model in packed steps: chunks of prompts beside single decoded tokens, in a seeded mix."""
+"""Helpers that run sequences through a model in packed steps: a seeded mix of prompt chunks and decoded tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.kernels.attention import TorchAttention
+from batchgen.kernels.attention.torch_attention import TorchAttention
 from batchgen.kernels.cpu.attention import CompiledAttention
 from batchgen.kernels.device import HOST
 from batchgen.kernels.lora import LoraStep, lora_step
@@ -19,20 +19,20 @@ from batchgen.models.base import Model, ModelInput, ModelSpec
 __all__ = ["LENGTHS", "PagedCache", "packed_logits", "random_sequences"]
 
 LENGTHS = (3, 19, 11, 1, 26)
-"""Shorter and longer than the tiny models' window."""
+"""Sequence lengths, shorter and longer than the tiny models' window."""
 
 Step = list[tuple[int, int, int]]
 """(sequence, start, end), prompt chunks first, then decoded tokens."""
 
 
 def random_sequences(vocab: int, seed: int = 0, lengths: tuple[int, ...] = LENGTHS) -> list[Tensor]:
-    """Token ids of each sequence, special ids left out."""
+    """Random token ids of each sequence, without special ids."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, vocab, (n,), generator=generator) for n in lengths]
 
 
 def schedule(lengths: list[int], seed: int) -> list[Step]:
-    """Steps that feed every position once: each sequence in one to three chunks, its last four tokens one by one."""
+    """Steps that feed every position once: prompts in chunks, the last four tokens of each sequence one by one."""
     rng = random.Random(seed)
     done = [0] * len(lengths)
     steps: list[Step] = []
@@ -60,7 +60,8 @@ def packed_logits(
 ) -> list[Tensor]:
     """Logits [n, V] at every position of every sequence.
 
-    `attention` makes a step's attention from its (sequence, tokens) parts. `adapters` names each sequence's, or -1.
+    `attention` creates a step's attention from its (sequence, tokens) parts; `adapters` is each sequence's adapter or
+    -1.
     """
     got: list[list[Tensor]] = [[] for _ in sequences]
     for step in schedule([len(s) for s in sequences], seed):
@@ -87,13 +88,13 @@ def _adapters(step: Step, adapters: list[int]) -> LoraStep | None:
 
 
 class PagedCache:
-    """The real paged attention, with pages handed out in a shuffled order."""
+    """Paged attention with pages in shuffled order."""
 
     def __init__(self, spec: ModelSpec, sequences: int, page_size: int = 4, pages_each: int = 8) -> None:
         total = sequences * pages_each
         self.pool = KVPool.allocate(list(spec.kv_layers), total + 1, page_size, spec.dtype, spec.device)
         for cache in (*self.pool.keys, *self.pool.values):
-            cache.fill_(torch.nan)  # whatever is read before it is written must show
+            cache.fill_(torch.nan)  # reading a position before it is written gives NaN
         order = torch.randperm(total, generator=torch.Generator().manual_seed(1)) + 1
         self.pages = order.view(sequences, pages_each)
         self.lengths = [0] * sequences

@@ -1,4 +1,4 @@
-"""Library models whose experts our kernels compute, against the library's own."""
+"""Experts of library models computed by batchgen's kernels, against the library's own."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from batchgen.kernels.gpu import ops as kernels
 from batchgen.kernels.moe import Gating
 from batchgen.kernels.ops import Ops
 from batchgen.models import hf_load
-from batchgen.models.base import ModelInput, Taps
-from batchgen.models.experts import ExpertsSlot, use_our_experts
+from batchgen.models.base import CaptureSpec, ModelInput
+from batchgen.models.experts import ExpertsSlot, install_experts
 from batchgen.models.load import load_model
 from batchgen.models.probe import ProbeAttention
 from tests.models.tiny import save_tiny, tiny_model
@@ -30,11 +30,11 @@ KINDS = {
     "deepseek_v3": (2, Gating()),
     "gpt_oss": (3, GPT_OSS),
 }
-"""How many layers ours can compute, and by which gate."""
+"""Number of layers that batchgen's kernels can compute, and their gate."""
 
 
-class Counted:
-    """Our kernels, and how often each is called."""
+class CountingOps:
+    """batchgen's kernels with a call counter."""
 
     def __init__(self) -> None:
         self.calls: dict[str, int] = {}
@@ -50,23 +50,23 @@ def inputs(ops: Ops, tokens: int = 7) -> ModelInput:
 
 
 @pytest.mark.parametrize("model_type", KINDS)
-def test_like_the_library(model_type: str, tmp_path: Path) -> None:
+def test_states_equal_the_library(model_type: str, tmp_path: Path) -> None:
     layers, gating = KINDS[model_type]
     model: Any = load_model(save_tiny(model_type, tmp_path / "model"), implementation="transformers", dtype="float32")
     slot: ExpertsSlot = model._model.experts
     assert [layer.experts.gating for layer in slot.layers if layer.experts is not None] == [gating] * layers
-    counted: Any = Counted()
+    counted: Any = CountingOps()
     expected, got = model.hidden(inputs(torch_ops)), model.hidden(inputs(counted))
     assert counted.calls == {"moe_experts": layers}
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
     assert slot.ops is torch_ops
 
-    taps = Taps(torch.arange(7), 7, experts=True)  # the routers' choices are seen as before
-    model.hidden(replace(inputs(counted), taps=taps))
-    assert taps.routed is not None
-    assert taps.routed.shape == (7, layers, 2)
+    capture = CaptureSpec(torch.arange(7), 7, experts=True)  # the routers' choices can still be captured
+    model.hidden(replace(inputs(counted), capture=capture))
+    assert capture.routed is not None
+    assert capture.routed.shape == (7, layers, 2)
 
-    slot.leave_to_library()
+    slot.use_library()
     counted.calls.clear()
     assert torch.equal(model.hidden(inputs(counted)), expected)
     assert counted.calls == {}
@@ -77,10 +77,10 @@ def with_experts(model_type: str, **overrides: Any) -> tuple[Any, list[Any]]:
     return model, [module for name, module in model.named_modules() if name.endswith(".experts")]
 
 
-def test_a_dense_model_is_left_alone() -> None:
+def test_dense_model_is_unchanged() -> None:
     model: Any = tiny_model("llama")
     before = model.config._experts_implementation
-    assert use_our_experts(model).layers == []
+    assert install_experts(model).layers == []
     assert model.config._experts_implementation == before
 
 
@@ -88,13 +88,13 @@ def test_a_dense_model_is_left_alone() -> None:
     ("name", "value"),
     [("has_gate", False), ("has_post_expert_norm", True), ("_is_expert_parallel", True), ("is_transposed", True)],
 )
-def test_layers_of_another_kind_are_left_to_the_library(name: str, value: bool) -> None:
+def test_unsupported_layers_use_the_library(name: str, value: bool) -> None:
     model, modules = with_experts("mixtral")
     setattr(modules[1], name, value)
-    assert len(use_our_experts(model).layers) == len(modules) - 1
+    assert len(install_experts(model).layers) == len(modules) - 1
 
 
-def test_a_gate_that_is_none_of_ours_is_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer_with_an_unknown_gate_uses_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     model, modules = with_experts("mixtral")
 
     def odd(gate_up: Tensor) -> Tensor:
@@ -102,17 +102,17 @@ def test_a_gate_that_is_none_of_ours_is_left_to_the_library(monkeypatch: pytest.
         return nn.functional.silu(gate) * (up + 0.5)
 
     monkeypatch.setattr(modules[0], "_apply_gate", odd)
-    slot = use_our_experts(model)
+    slot = install_experts(model)
     assert len(slot.layers) == len(modules) - 1
     ids = torch.arange(5)[None]
-    with torch.no_grad(), slot.during(kernels):  # type: ignore[arg-type]
+    with torch.no_grad(), slot.step_context(kernels):  # type: ignore[arg-type]
         mixed = model(input_ids=ids, use_cache=False).logits
-    slot.leave_to_library()
+    slot.use_library()
     with torch.no_grad():
         torch.testing.assert_close(mixed, model(input_ids=ids, use_cache=False).logits, atol=1e-4, rtol=1e-4)
 
 
-def test_a_gate_that_cannot_be_tried_is_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer_with_a_failing_gate_uses_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(gate_up: Tensor) -> Tensor:
         raise RuntimeError("no numbers")
 
@@ -120,17 +120,17 @@ def test_a_gate_that_cannot_be_tried_is_left_to_the_library(monkeypatch: pytest.
     for module in modules:
         monkeypatch.setattr(module, "_apply_gate", failing)
     before = model.config._experts_implementation
-    assert use_our_experts(model).layers == []
+    assert install_experts(model).layers == []
     assert model.config._experts_implementation == before
 
 
-def test_what_the_library_would_have_taken_is_kept() -> None:
+def test_library_function_is_kept() -> None:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     for name in ("eager", "grouped_mm", "batched_mm"):
         model, modules = with_experts("qwen3_moe")
         model.set_experts_implementation(name)
-        layer = use_our_experts(model).layers[0]
+        layer = install_experts(model).layers[0]
         eager = type(modules[0]).forward.__wrapped__
         assert layer.library is (eager if name == "eager" else ALL_EXPERTS_FUNCTIONS[name])
 
@@ -140,7 +140,7 @@ def different(x: Tensor, *_: Any) -> Tensor:
 
 
 class CannotCompile(Exception):
-    """Triton's own errors have no base but this."""
+    """An error like those of Triton, which derive directly from Exception."""
 
 
 def failing(x: Tensor, *_: Any) -> Tensor:
@@ -148,15 +148,15 @@ def failing(x: Tensor, *_: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("broken", [different, failing])
-def test_experts_that_come_out_wrong_are_left_to_the_library(
+def test_experts_with_wrong_results_use_the_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: Any
 ) -> None:
     model: Any = load_model(save_tiny("mixtral", tmp_path / "model"), implementation="transformers", dtype="float32")
     slot, ids = model._model.experts, torch.arange(7)
     with torch.no_grad():
         expected = model.logits(model.hidden(ModelInput(ids, ids, ProbeAttention()))).float()
-        hf_load._test_experts(model, slot, ids, expected)
+        hf_load._check_experts(model, slot, ids, expected)
         assert len(slot.layers) == 3
         monkeypatch.setattr(kernels, "moe_experts", broken)
-        hf_load._test_experts(model, slot, ids, expected)
+        hf_load._check_experts(model, slot, ids, expected)
     assert slot.layers == []

@@ -1,4 +1,4 @@
-"""Folders that cannot be loaded: each refused before a weight is read, in words that name the reason and the remedy."""
+"""Folders that cannot be loaded: each is rejected before weights are read, and the message names reason and remedy."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from batchgen.models.check import check_model
 from batchgen.models.load import inspect_model, load_model
 from tests.models.tiny import save_tiny
 
-Break = Callable[[Path], object]
+Change = Callable[[Path], object]
 SECONDS = 2.0
 
 
 @pytest.fixture(scope="session")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny("llama", tmp_path_factory.mktemp("whole"))
 
 
@@ -43,7 +43,7 @@ def copy(source: Path, target: Path) -> Path:
     return target
 
 
-def configure(**changes: Any) -> Break:
+def configure(**changes: Any) -> Change:
     def change(folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
         for key, value in changes.items():
@@ -56,7 +56,7 @@ def configure(**changes: Any) -> Break:
     return change
 
 
-def weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Break:
+def weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Change:
     def rewrite(folder: Path) -> None:
         tensors = load_file(folder / "model.safetensors")
         change(tensors)
@@ -65,7 +65,7 @@ def weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Break:
     return rewrite
 
 
-def cut(keep: float) -> Break:
+def cut(keep: float) -> Change:
     def truncate(folder: Path) -> None:
         file = folder / "model.safetensors"
         data = file.read_bytes()
@@ -74,23 +74,23 @@ def cut(keep: float) -> Break:
     return truncate
 
 
-def raw(data: bytes) -> Break:
+def raw(data: bytes) -> Change:
     return lambda folder: (folder / "model.safetensors").write_bytes(data)
 
 
-def header(entry: dict[str, Any], data: bytes = b"") -> Break:
+def header(entry: dict[str, Any], data: bytes = b"") -> Change:
     text = json.dumps(entry).encode()
     return raw(struct.pack("<Q", len(text)) + text + data)
 
 
-def only(name: str) -> Break:
+def only(name: str) -> Change:
     def replace(folder: Path) -> None:
         (folder / "model.safetensors").rename(folder / name)
 
     return replace
 
 
-def append(data: bytes) -> Break:
+def append(data: bytes) -> Change:
     def grow(folder: Path) -> None:
         with (folder / "model.safetensors").open("ab") as file:
             file.write(data)
@@ -98,7 +98,7 @@ def append(data: bytes) -> Break:
     return grow
 
 
-BROKEN: dict[str, tuple[Break, str]] = {
+BROKEN: dict[str, tuple[Change, str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
     "config cut": (lambda f: (f / "config.json").write_text('{"model_ty'), "is not JSON"),
     "config not text": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x00"), "is not JSON"),
@@ -107,7 +107,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
     "unknown type": (configure(model_type="quokka"), "architecture quokka is not supported"),
     "needs code": (
         configure(model_type="quokka", auto_map={"AutoModel": "m.Q"}),
-        "quokka needs code out of its folder",
+        "quokka needs code from its folder",
     ),
     "not a language model": (
         configure(architectures=["LlamaForSequenceClassification"]),
@@ -159,9 +159,9 @@ BROKEN: dict[str, tuple[Break, str]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_folder(name: str, whole: Path, tmp_path: Path) -> None:
+def test_broken_folder_is_rejected(name: str, intact: Path, tmp_path: Path) -> None:
     change, words = BROKEN[name]
-    change(copy(whole, tmp_path / "model"))
+    change(copy(intact, tmp_path / "model"))
     start = time.perf_counter()
     with pytest.raises(ModelError, match=words) as caught:
         load_model(tmp_path / "model")
@@ -173,9 +173,9 @@ def test_broken_folder(name: str, whole: Path, tmp_path: Path) -> None:
             other(tmp_path / "model")
 
 
-def test_the_folder_itself_loads(whole: Path, sharded: Path) -> None:
-    """Else every case above would pass for the wrong reason."""
-    assert load_model(whole).spec.implementation == "native"
+def test_intact_folder_loads(intact: Path, sharded: Path) -> None:
+    """The folders that the cases above damage can be loaded."""
+    assert load_model(intact).spec.implementation == "native"
     assert load_model(sharded).spec.implementation == "native"
 
 
@@ -195,17 +195,17 @@ def same_shards(folder: Path) -> None:
     first.write_bytes(second.read_bytes())
 
 
-SHARDS: dict[str, tuple[Break, str]] = {
+SHARDS: dict[str, tuple[Change, str]] = {
     "shard missing": (remove_shard, "lacks 1 of its [0-9]+ weight files, model-00002"),
     "shards swapped": (swap_shards, "which model.safetensors.index.json says it holds"),
-    "shard twice": (same_shards, "stands in two files"),
+    "shard twice": (same_shards, "is stored in two files"),
     "index not JSON": (lambda f: (f / "model.safetensors.index.json").write_text("{"), "is not an index"),
     "index empty": (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "is not an index"),
 }
 
 
 @pytest.mark.parametrize("name", SHARDS)
-def test_broken_shards(name: str, sharded: Path, tmp_path: Path) -> None:
+def test_broken_shards_are_rejected(name: str, sharded: Path, tmp_path: Path) -> None:
     change, words = SHARDS[name]
     change(copy(sharded, tmp_path / "model"))
     start = time.perf_counter()
@@ -214,34 +214,34 @@ def test_broken_shards(name: str, sharded: Path, tmp_path: Path) -> None:
     assert time.perf_counter() - start < SECONDS
 
 
-def test_no_folder(tmp_path: Path) -> None:
+def test_missing_folder_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no model folder"):
         load_model(tmp_path / "nowhere")
 
 
-def test_a_file_for_a_folder(whole: Path) -> None:
+def test_path_of_a_file_is_rejected(intact: Path) -> None:
     with pytest.raises(ModelError, match="is not a folder"):
-        load_model(whole / "config.json")
+        load_model(intact / "config.json")
 
 
 def test_unknown_hub_id_offline(tmp_path: Path) -> None:
-    """In a process of its own: the library reads its settings when it is imported."""
+    """Runs in a separate process, because the library reads its settings when it is imported."""
     code = (
         "from batchgen.models.check import check_model\n"
         "from batchgen.errors import ModelError\n"
-        "try: check_model('nobody/nothing-at-all')\n"
+        "try: check_model('unknown/nothing-at-all')\n"
         "except ModelError as error: print(error)\n"
     )
     env = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], env=env, cwd=root, capture_output=True, text=True, check=True)
-    assert "no folder nobody/nothing-at-all" in done.stdout
+    assert "no folder unknown/nothing-at-all" in done.stdout
     assert "HF_HUB_OFFLINE" in done.stdout
 
 
-def test_hub_id_in_the_local_cache(whole: Path, tmp_path: Path) -> None:
+def test_hub_id_in_the_local_cache(intact: Path, tmp_path: Path) -> None:
     snapshot = tmp_path / "hub" / "models--some--model" / "snapshots" / "abc"
-    copy(whole, snapshot)
+    copy(intact, snapshot)
     refs = snapshot.parents[1] / "refs"
     refs.mkdir()
     (refs / "main").write_text("abc")
@@ -252,15 +252,15 @@ def test_hub_id_in_the_local_cache(whole: Path, tmp_path: Path) -> None:
     assert done.stdout.strip() == str(snapshot)
 
 
-def test_a_check_loads_neither_torch_nor_transformers(whole: Path, tmp_path: Path) -> None:
-    """So that a refusal takes moments from a cold start, for all kinds of refusal."""
+def test_check_imports_neither_torch_nor_transformers(intact: Path, tmp_path: Path) -> None:
+    """Neither for a valid nor for a rejected model, so that errors are reported quickly from a cold start."""
     change, _ = BROKEN["unknown type"]
-    change(copy(whole, tmp_path / "model"))
+    change(copy(intact, tmp_path / "model"))
     code = (
         "import sys\n"
         "from batchgen.models.check import check_model\n"
         "from batchgen.errors import ModelError\n"
-        f"check_model({str(whole)!r})\n"
+        f"check_model({str(intact)!r})\n"
         f"try: check_model({str(tmp_path / 'model')!r})\n"
         "except ModelError: pass\n"
         "else: raise SystemExit('not refused')\n"

@@ -1,4 +1,4 @@
-"""Loading: shards, dtypes, the digest, the memory it takes, and what else `load_model` promises."""
+"""Loading of models: shards, dtypes, digest, peak memory and errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def logits(folder: Path, **options: object) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
-def test_shards_are_the_single_file(implementation: str, tmp_path: Path) -> None:
+def test_shards_equal_the_single_file(implementation: str, tmp_path: Path) -> None:
     single = save_tiny("qwen3", tmp_path / "single")
     sharded = save_tiny("qwen3", tmp_path / "sharded", max_shard_size="60KB")
     assert len(list(sharded.glob("*.safetensors"))) > 4
@@ -39,8 +39,8 @@ def test_shards_are_the_single_file(implementation: str, tmp_path: Path) -> None
     assert torch.equal(logits(single, **options), logits(sharded, **options))
 
 
-def test_a_folder_saved_from_the_bare_decoder(tmp_path: Path) -> None:
-    """Names without `model.` in front, and a tied head."""
+def test_folder_saved_from_the_bare_decoder(tmp_path: Path) -> None:
+    """Tensor names without the prefix `model.`, and a tied head."""
     folder = save_tiny("llama", tmp_path / "model", tie_word_embeddings=True)
     expected = logits(folder)
     tensors = load_file(folder / "model.safetensors")
@@ -49,8 +49,8 @@ def test_a_folder_saved_from_the_bare_decoder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
-def test_a_tied_checkpoint_that_stores_another_head(implementation: str, tmp_path: Path) -> None:
-    """The stored head is used, as the library does."""
+def test_tied_checkpoint_with_a_different_head(implementation: str, tmp_path: Path) -> None:
+    """The stored head is used, as in transformers."""
     folder = save_tiny("llama", tmp_path, tie_word_embeddings=True)
     tied = logits(folder, implementation=implementation)
     tensors = load_file(folder / "model.safetensors")
@@ -59,7 +59,7 @@ def test_a_tied_checkpoint_that_stores_another_head(implementation: str, tmp_pat
     torch.testing.assert_close(logits(folder, implementation=implementation), 2 * tied, atol=1e-4, rtol=0)
 
 
-def test_a_tied_checkpoint_that_stores_the_head_alone(tmp_path: Path) -> None:
+def test_tied_checkpoint_with_only_the_head(tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path, tie_word_embeddings=True)
     expected = logits(folder)
     tensors = load_file(folder / "model.safetensors")
@@ -68,7 +68,7 @@ def test_a_tied_checkpoint_that_stores_the_head_alone(tmp_path: Path) -> None:
     assert torch.equal(logits(folder), expected)
 
 
-def test_stored_rotary_frequencies_are_not_read(tmp_path: Path) -> None:
+def test_stored_rotary_frequencies_are_ignored(tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     expected = logits(folder)
     tensors = load_file(folder / "model.safetensors")
@@ -106,14 +106,14 @@ def test_float16_runs_on_a_cpu(implementation: str, tmp_path: Path) -> None:
     assert (half - full).norm() < 0.05 * full.norm()
 
 
-def test_auto_takes_the_native_path_where_it_can(tmp_path: Path) -> None:
+def test_auto_selects_the_native_path_for_supported_models(tmp_path: Path) -> None:
     for name in NATIVE_TYPES:
         assert inspect_model(save_tiny(name, tmp_path / name)).implementation == "native"
     assert inspect_model(save_tiny("gemma2", tmp_path / "gemma2")).implementation == "transformers"
     assert inspect_model(save_tiny("llama", tmp_path / "relu2", hidden_act="relu2")).implementation == "transformers"
 
 
-def test_native_is_refused_for_what_it_does_not_have(tmp_path: Path) -> None:
+def test_native_is_rejected_for_unsupported_models(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"does not have the architecture gemma2.*--model-impl"):
         load_model(save_tiny("gemma2", tmp_path / "a"), implementation="native")
     with pytest.raises(ModelError, match=r"activation relu2.*--model-impl transformers"):
@@ -121,24 +121,24 @@ def test_native_is_refused_for_what_it_does_not_have(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
-def test_a_context_past_the_models_is_refused(implementation: str, tmp_path: Path) -> None:
+def test_context_longer_than_the_models_is_rejected(implementation: str, tmp_path: Path) -> None:
     save_tiny("llama", tmp_path)
     with pytest.raises(ModelError, match=r"--max-model-len 513 is past the model's context of 512"):
         load_model(tmp_path, max_model_len=513, implementation=implementation)  # type: ignore[arg-type]
 
 
-def test_a_context_of_nothing_is_refused(tmp_path: Path) -> None:
+def test_context_of_zero_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"--max-model-len must be at least 1"):
         inspect_model(save_tiny("llama", tmp_path), max_model_len=0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_no_cuda_device(tmp_path: Path) -> None:
+def test_missing_cuda_device_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no CUDA device"):
         load_model(save_tiny("llama", tmp_path), device="cuda")
 
 
-def test_digest_tells_configuration_and_files_apart(tmp_path: Path) -> None:
+def test_digest_depends_on_configuration_and_files(tmp_path: Path) -> None:
     first = save_tiny("llama", tmp_path / "a")
     assert check_model(first).folder.digest == check_model(save_tiny("llama", tmp_path / "b")).folder.digest
     others = [
@@ -176,7 +176,7 @@ torch.set_num_threads(1)
 def status(key):
     for line in open('/proc/self/status'):
         if line.startswith(key + ':'): return int(line.split()[1]) * 1024
-load_model(sys.argv[1], dtype=sys.argv[3], device='cpu')  # libraries that any load needs are not counted
+load_model(sys.argv[1], dtype=sys.argv[3], device='cpu')  # do not count imported libraries
 open('/proc/self/clear_refs', 'w').write('5')
 before = status('VmRSS')
 model = load_model(sys.argv[2], dtype=sys.argv[3], device='cpu')
@@ -201,16 +201,16 @@ def test_peak_memory_is_the_weights_and_one_matrix(dtype: str, tmp_path: Path) -
     width = 2 if dtype == "bfloat16" else 4
     matrix = 2 * 3072 * 1024 * width
     embedding = 1024 * 1024 * width
-    # Above the weights: the matrix being repacked, the stored one that is converted, the allocator's slack, in all less
-    # than two matrices.
+    # In addition to the weights: the matrix being repacked, the stored one being converted and the allocator's slack,
+    # in total less than two matrices.
     slack = (12 << 20) + (0 if dtype == "bfloat16" else 3072 * 1024 * 2)
     assert embedding + slack < 1.2 * matrix
-    assert parameters * width > 4 * (matrix + embedding + slack) / 2, "too small to tell"
+    assert parameters * width > 4 * (matrix + embedding + slack) / 2, "the model is too small for this test"
     assert parameters * width < peak < parameters * width + matrix + embedding + slack
 
 
 def write_large(folder: Path) -> None:
-    """About 66 million parameters in bfloat16, without the cost of initialising a model."""
+    """Write a model of about 66 million bfloat16 parameters without initialising it."""
     folder.mkdir()
     config = {
         "model_type": "llama",

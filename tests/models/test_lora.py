@@ -1,4 +1,4 @@
-"""LoRA adapters on both model paths against peft, and every kind of folder that is refused."""
+"""LoRA adapters on both model paths against peft, and folders that are rejected."""
 
 from __future__ import annotations
 
@@ -40,17 +40,15 @@ OTHERS: dict[str, list[dict[str, Any]]] = {
     "gpt_neox": [{"target_modules": ["query_key_value", "dense"]}, {"target_modules": "all-linear", "r": 2}],
     "qwen2_moe": [KINDS["two"], {"target_modules": r".*\.shared_expert\..*_proj", "r": 3}],
 }
-"""Types of the transformers path, and the adapters that each is tried with."""
+"""Types of the transformers path, and the adapter configurations tested with each."""
 CASES = [(name, impl, list(KINDS.values())) for name in NATIVE_TYPES for impl in ("native", "transformers")]
 CASES += [(name, "transformers", kinds) for name, kinds in OTHERS.items()]
 
 
 @pytest.mark.field("lora_path")
 @pytest.mark.parametrize(("model_type", "implementation", "kinds"), CASES, ids=lambda v: v if type(v) is str else "")
-def test_logits_are_those_of_peft(
-    tmp_path: Path, model_type: str, implementation: Any, kinds: list[dict[str, Any]]
-) -> None:
-    """Several adapters in one packed batch beside a sequence without; chunks and decoded tokens."""
+def test_logits_equal_peft(tmp_path: Path, model_type: str, implementation: Any, kinds: list[dict[str, Any]]) -> None:
+    """Several adapters and a sequence without one in a packed batch of chunks and decoded tokens."""
     base = save_tiny(model_type, tmp_path / "base")
     paths = [save_adapter(base, tmp_path / f"a{i}", seed=i, **kind) for i, kind in enumerate(kinds)]
     model = load_model(
@@ -69,10 +67,10 @@ def test_logits_are_those_of_peft(
     for i, adapter in enumerate(adapters):
         expected = plain[i] if adapter < 0 else adapted_logits(base, paths[adapter], [sequences[i]])[0]
         torch.testing.assert_close(got[i], expected, atol=1e-4, rtol=1e-4)
-        assert adapter < 0 or (expected - plain[i]).abs().max() > 0.1, "an adapter that changes nothing proves nothing"
+        assert adapter < 0 or (expected - plain[i]).abs().max() > 0.1, "the adapter has no effect"
 
 
-def test_a_step_without_adapted_rows_is_the_plain_model(tmp_path: Path) -> None:
+def test_step_without_adapted_rows_equals_the_plain_model(tmp_path: Path) -> None:
     base = save_tiny("llama", tmp_path / "base")
     adapter = save_adapter(base, tmp_path / "a", **KINDS["all"])
     sequences = random_sequences(VOCAB)
@@ -84,7 +82,7 @@ def test_a_step_without_adapted_rows_is_the_plain_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
-def test_kernels_that_take_all_adapters_at_once(base: Path, tmp_path: Path, implementation: Any) -> None:
+def test_kernel_for_all_adapters_equals_plain_operations(base: Path, tmp_path: Path, implementation: Any) -> None:
     kinds = [KINDS["all"], KINDS["some"], KINDS["two"]]
     paths = [save_adapter(base, tmp_path / f"a{i}", seed=i, **kind) for i, kind in enumerate(kinds)]
     adapters = [(f"a{i}", str(path)) for i, path in enumerate(paths)]
@@ -130,7 +128,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"r": "4"}, "r in adapter_config.json"),
     ({"lora_alpha": None}, "lora_alpha"),
     ({"rank_pattern": [1]}, "rank_pattern"),
-    ({"rank_pattern": {"(": 4}}, "no regular expression"),
+    ({"rank_pattern": {"(": 4}}, "not a valid regular expression"),
     ({"target_modules": None}, "names no target_modules"),
     ({"target_modules": 3}, "target_modules .* must be"),
     ({"target_modules": ["k_proj"]}, "changes .*q_proj, which adapter_config.json does not name"),
@@ -141,7 +139,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "message"), CONFIGS, ids=lambda v: json.dumps(v) if type(v) is dict else "")
-def test_configurations_that_are_not_plain_lora(
+def test_unsupported_configurations_are_rejected(
     base: Path, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     adapter = save_adapter(base, tmp_path / "a", **KINDS["two"])
@@ -160,7 +158,7 @@ WEIGHTS: list[tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = [
     (without("weight"), "is empty"),
     (extra(FIRST + "q_proj.lora_magnitude_vector", 64), "lora_magnitude_vector"),
     (extra("base_model.model.lm_head.weight", 2), "lm_head"),
-    (extra(FIRST + "q_proj.lora_A.weight", 4, 63), "takes 64 to 64 numbers in the model and 63 to 64 in the adapter"),
+    (extra(FIRST + "q_proj.lora_A.weight", 4, 63), "maps 64 to 64 features in the model and 63 to 64 in the adapter"),
     (extra(FIRST + "q_proj.lora_A.weight", 3, 64), "rank 4"),
     (extra(FIRST + "q_proj.lora_A.weight", 256), "rank 4"),
     (lambda w: {name: tensor.to(torch.int32) for name, tensor in w.items()}, "stored as I32"),
@@ -168,7 +166,7 @@ WEIGHTS: list[tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), WEIGHTS)
-def test_weights_that_do_not_fit(base: Path, tmp_path: Path, change: Any, message: str) -> None:
+def test_wrong_weights_are_rejected(base: Path, tmp_path: Path, change: Any, message: str) -> None:
     adapter = save_adapter(base, tmp_path / "a", **KINDS["two"])
     edit_weights(adapter, change)
     with pytest.raises(ModelError, match=message):
@@ -176,15 +174,18 @@ def test_weights_that_do_not_fit(base: Path, tmp_path: Path, change: Any, messag
 
 
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
-def test_layers_that_are_not_the_models(base: Path, tmp_path: Path, implementation: Any) -> None:
-    """Both paths refuse before a weight of the model is read."""
+def test_adapters_of_other_models_are_rejected(base: Path, tmp_path: Path, implementation: Any) -> None:
+    """Both paths report the error before the model's weights are read."""
     wide = save_tiny("llama", tmp_path / "wide", hidden_size=128)
     deep = save_tiny("llama", tmp_path / "deep", num_hidden_layers=4)
     other = save_tiny("gpt_neox", tmp_path / "other")
     cases = [
-        (save_adapter(wide, tmp_path / "1", **KINDS["two"]), "takes 64 to 64 numbers in the model and 128"),
-        (save_adapter(deep, tmp_path / "2", **KINDS["two"]), "layers.3.self_attn.[qv]_proj, which is no linear layer"),
-        (save_adapter(other, tmp_path / "3", target_modules=["query_key_value"]), "query_key_value, which is no"),
+        (save_adapter(wide, tmp_path / "1", **KINDS["two"]), "maps 64 to 64 features in the model and 128"),
+        (
+            save_adapter(deep, tmp_path / "2", **KINDS["two"]),
+            "layers.3.self_attn.[qv]_proj, which is not a linear layer",
+        ),
+        (save_adapter(other, tmp_path / "3", target_modules=["query_key_value"]), "query_key_value, which is not"),
         (save_adapter(base, tmp_path / "4", target_modules=["lm_head", "q_proj"]), "lm_head"),
         (save_adapter(base, tmp_path / "5", target_modules=["embed_tokens"]), "embed"),
     ]
@@ -193,7 +194,7 @@ def test_layers_that_are_not_the_models(base: Path, tmp_path: Path, implementati
             inspect_model(base, implementation=implementation, lora=[("fr", str(adapter))])
 
 
-def test_missing_and_damaged_files(base: Path, tmp_path: Path) -> None:
+def test_missing_and_damaged_files_are_rejected(base: Path, tmp_path: Path) -> None:
     def refused(folder: Path, message: str) -> None:
         with pytest.raises(ModelError, match=message):
             check_model(base, lora=[("fr", str(folder))])
@@ -217,7 +218,7 @@ def test_missing_and_damaged_files(base: Path, tmp_path: Path) -> None:
     refused(adapter, "does not hold an object")
 
 
-def test_an_expert_is_not_adapted(tmp_path: Path) -> None:
+def test_adapted_experts_are_rejected(tmp_path: Path) -> None:
     moe = save_tiny("mixtral", tmp_path / "moe")
     adapter = save_adapter(moe, tmp_path / "a", **KINDS["two"])
     edit_config(adapter, target_modules=["q_proj", "v_proj", "w1"])
@@ -227,7 +228,7 @@ def test_an_expert_is_not_adapted(tmp_path: Path) -> None:
         inspect_model(moe, lora=[("fr", str(adapter))])
 
 
-def test_digests_tell_adapters_apart(base: Path, tmp_path: Path) -> None:
+def test_digests_of_adapters_differ(base: Path, tmp_path: Path) -> None:
     first = save_adapter(base, tmp_path / "a", seed=1, **KINDS["two"])
     second = save_adapter(base, tmp_path / "b", seed=2, **KINDS["two"])
 
@@ -240,7 +241,7 @@ def test_digests_tell_adapters_apart(base: Path, tmp_path: Path) -> None:
     assert digest(first) != before
 
 
-def test_checking_an_adapter_loads_no_torch(base: Path, tmp_path: Path) -> None:
+def test_check_of_an_adapter_does_not_import_torch(base: Path, tmp_path: Path) -> None:
     adapter = save_adapter(base, tmp_path / "a", **KINDS["all"])
     code = (
         "import sys\nfrom batchgen.models.check import check_model\n"
@@ -257,8 +258,8 @@ def test_adapters_stored_in_half_precision(base: Path, tmp_path: Path) -> None:
     model = load_model(base, dtype="float32", device="cpu", lora=[("fr", str(adapter))])
     sequences = random_sequences(VOCAB)[:2]
     got = packed_logits(model, sequences, PagedCache(model.spec, 2).step, adapters=[0, 0])
-    for mine, theirs in zip(got, adapted_logits(base, adapter, sequences), strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+    for ours, theirs in zip(got, adapted_logits(base, adapter, sequences), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
 NAMES = [
@@ -286,16 +287,16 @@ TARGETS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("config", TARGETS, ids=json.dumps)
-def test_targets_are_those_of_peft(config: dict[str, Any]) -> None:
+def test_targets_equal_peft(config: dict[str, Any]) -> None:
     theirs = LoraConfig(**config)
     ours = Adapter("a", Path(), {}, "", config)
     for name in NAMES:
         found = check_target_module_exists(theirs, name)
-        # An excluded module comes back as an object that is false in sense but true as a value.
+        # peft returns a truthy object for an excluded module.
         assert ours.targets(name) == (found is True or isinstance(found, re.Match)), name
 
 
-def test_a_file_without_tensors_is_refused(base: Path, tmp_path: Path) -> None:
+def test_file_without_tensors_is_rejected(base: Path, tmp_path: Path) -> None:
     adapter = save_adapter(base, tmp_path / "a", **KINDS["two"])
     save_file({}, adapter / "adapter_model.safetensors")
     with pytest.raises(ModelError, match="is empty"):
@@ -313,6 +314,6 @@ PATTERNS: list[dict[str, int]] = [
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=json.dumps)
-def test_patterns_of_ranks_are_those_of_peft(pattern: dict[str, int]) -> None:
+def test_rank_patterns_equal_peft(pattern: dict[str, int]) -> None:
     for name in NAMES:
         assert by_pattern(pattern, name, 8) == pattern.get(get_pattern_key(list(pattern), name), 8), name

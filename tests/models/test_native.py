@@ -1,4 +1,4 @@
-"""The native decoder against transformers' eager attention, over configurations of its four families."""
+"""Native decoder against transformers' eager attention, over configurations of its four families."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_float32_equals_eager(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "llama-biases", "llama-yarn", "mistral-window", "qwen2", "qwen3"])
 def test_bfloat16_is_as_close_to_float32_as_eager_bfloat16(name: str, tmp_path: Path) -> None:
-    """The rule of kernels: error(ours) <= 2 * error(plain low precision), both against float32."""
+    """error(ours) <= 2 * error(eager bfloat16), both against float32."""
     model_type, overrides = CONFIGS[name]
     save_tiny(model_type, tmp_path, dtype=torch.bfloat16, **overrides)
     model = load_model(tmp_path, implementation="native", dtype="bfloat16", device="cpu")
@@ -118,7 +118,7 @@ def test_bfloat16_is_as_close_to_float32_as_eager_bfloat16(name: str, tmp_path: 
 
 @pytest.mark.parametrize("name", [name for name in ROPES if name != "longrope"])
 def test_old_spelling_of_rope_settings(name: str, tmp_path: Path) -> None:
-    """`rope_theta` and `rope_scaling` (with `type`), as older checkpoints have them."""
+    """`rope_theta` and `rope_scaling` (with `type`), as in older checkpoints."""
     save_tiny("llama", tmp_path, rope_parameters=ROPES[name])
     config = json.loads((tmp_path / "config.json").read_text())
     settings = config.pop("rope_parameters")
@@ -129,8 +129,8 @@ def test_old_spelling_of_rope_settings(name: str, tmp_path: Path) -> None:
     assert_equals_eager(tmp_path)
 
 
-def test_longrope_takes_its_factors_by_the_context(tmp_path: Path) -> None:
-    """One set for all rows: the library's choice for a sequence past the original context, or the one within it."""
+def test_longrope_factors_depend_on_the_context_length(tmp_path: Path) -> None:
+    """All rows use one set: the library's for a sequence past the original context, or the one within it."""
     save_tiny("llama", tmp_path, rope_parameters=ROPES["longrope"])
     sequences = random_sequences(VOCAB)
     expected = eager(tmp_path, torch.float32, sequences)
@@ -144,7 +144,7 @@ def test_longrope_takes_its_factors_by_the_context(tmp_path: Path) -> None:
         assert length == 1 or not torch.allclose(other, expected[i], atol=1e-2)
 
 
-def test_longrope_of_the_transformers_path_is_the_same(tmp_path: Path) -> None:
+def test_longrope_of_the_transformers_path_is_equal(tmp_path: Path) -> None:
     save_tiny("llama", tmp_path, rope_parameters=ROPES["longrope"])
     for context, lengths in ((None, LENGTHS), (None, (3, 8, 1, 5)), (8, (3, 8, 1, 5))):
         sequences = random_sequences(VOCAB, lengths=lengths)

@@ -1,4 +1,4 @@
-"""The decoder compiled into one call, against transformers' eager attention and against its operations one by one."""
+"""Compiled decoder, against transformers' eager attention and against its operations run separately."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from batchgen.kernels.cpu import ops as compiled_ops
 from batchgen.kernels.cpu.library import loaded, missing
 from batchgen.kernels.cpu.matmul import methods
 from batchgen.kernels.device import HOST
-from batchgen.kernels.layouts import Compiled, Products, TakenLayout, int8_refusal
+from batchgen.kernels.layouts import Compiled, LayoutChoice, Products, int8_refusal
 from batchgen.kernels.lora import lora_step
-from batchgen.models.base import Model, ModelInput, Taps, TokenEmbeds
+from batchgen.models.base import CaptureSpec, Model, ModelInput, TokenEmbeds
 from batchgen.models.load import load_model
 from tests.models.adapters import KINDS, adapted_logits, save_adapter
 from tests.models.packed import PagedCache, packed_logits, random_sequences
@@ -47,7 +47,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 @pytest.fixture(autouse=True)
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens of each step that the compiled decoder runs."""
+    """Number of tokens of each step that the compiled decoder runs."""
     seen: list[int] = []
     hidden = module.CompiledDecoder.hidden
 
@@ -77,7 +77,7 @@ def test_float32_equals_eager(name: str, tmp_path: Path, calls: list[int]) -> No
 
 @pytest.mark.parametrize("name", ["llama", "llama-biases", "mistral-window", "qwen2", "qwen3", "odd", "quick-gelu"])
 def test_bfloat16_is_as_close_to_float32_as_eager_bfloat16(name: str, tmp_path: Path, calls: list[int]) -> None:
-    """The rule of kernels: error(ours) <= 2 * error(plain low precision), both against float32."""
+    """error(ours) <= 2 * error(eager bfloat16), both against float32."""
     model_type, overrides = CASES[name]
     save_tiny(model_type, tmp_path, dtype=torch.bfloat16, **overrides)
     model, sequences = load(tmp_path, "bfloat16"), random_sequences(VOCAB)
@@ -99,8 +99,8 @@ def test_block_floating_point_is_as_close_to_float32_as_widening(
     sequences = random_sequences(VOCAB)
     exact = torch.cat(eager(tmp_path, torch.float32, sequences))
     widened = load(tmp_path, "bfloat16")
-    taken = TakenLayout("compiled bfp", partial(Compiled, method="bfp"), "for this test")
-    monkeypatch.setattr("batchgen.kernels.linear.take_layout", lambda dtype, products: taken)
+    taken = LayoutChoice("compiled bfp", partial(Compiled, method="bfp"), "for this test")
+    monkeypatch.setattr("batchgen.kernels.linear.choose_layout", lambda dtype, products: taken)
     errors = []
     for model in (widened, load(tmp_path, "bfloat16")):
         got = torch.cat(packed_logits(model, sequences, PagedCache(model.spec, len(sequences)).compiled_step))
@@ -114,7 +114,7 @@ def test_block_floating_point_is_as_close_to_float32_as_widening(
 @pytest.mark.parametrize(
     ("name", "products"), [("llama-biases", "fixed"), ("qwen3", "fixed"), ("qwen2-tied-window", "int8")]
 )
-def test_states_and_embeddings_are_those_of_the_operations_one_by_one(
+def test_states_and_embeddings_equal_separate_operations(
     name: str, products: Products, dtype: str, tmp_path: Path, calls: list[int]
 ) -> None:
     if products == "int8" and int8_refusal(torch.float32, torch.device("cpu")) is not None:
@@ -128,20 +128,20 @@ def test_states_and_embeddings_are_those_of_the_operations_one_by_one(
     for alone in (False, True):
         if alone:
             model._compiled = None  # type: ignore[attr-defined]
-        taps = Taps(torch.tensor([18, 2, 11, 0]), 19, layers)
+        capture = CaptureSpec(torch.tensor([18, 2, 11, 0]), 19, layers)
         attention = PagedCache(model.spec, 1).compiled_step([(0, 19)])
-        model.hidden(ModelInput(ids, torch.arange(19), attention, taps, embeds=embeds, ops=compiled_ops))
-        runs.append(taps.states)
+        model.hidden(ModelInput(ids, torch.arange(19), attention, capture, embeds=embeds, ops=compiled_ops))
+        runs.append(capture.states)
     assert calls == [19]
     for layer in layers:
-        together, one_by_one = runs[0][layer].float(), runs[1][layer].float()
-        # Tables of many positions may round their ends otherwise than those of a step's.
-        assert (together - one_by_one).norm() <= (1e-6 if dtype == "float32" else 2e-3) * one_by_one.norm()
+        together, separate = runs[0][layer].float(), runs[1][layer].float()
+        # Precomputed rope tables may round differently from those of a step.
+        assert (together - separate).norm() <= (1e-6 if dtype == "float32" else 2e-3) * separate.norm()
 
 
 @pytest.mark.parametrize("name", ["llama-biases", "qwen3", "odd"])
-def test_adapters_are_computed_in_the_same_call(name: str, tmp_path: Path, calls: list[int]) -> None:
-    """Logits are peft's, and a sequence without an adapter is the same bits as if no other had one."""
+def test_adapters_run_in_the_compiled_decoder(name: str, tmp_path: Path, calls: list[int]) -> None:
+    """Logits equal peft's, and a sequence without an adapter has the same bits as in a step without adapters."""
     model_type, overrides = CASES[name]
     base = save_tiny(model_type, tmp_path / "base", **overrides)
     paths = [save_adapter(base, tmp_path / f"a{i}", seed=i, **KINDS[kind]) for i, kind in enumerate(("all", "some"))]
@@ -166,8 +166,8 @@ def test_adapters_are_computed_in_the_same_call(name: str, tmp_path: Path, calls
 
 
 @pytest.mark.parametrize("name", ["llama-biases", "qwen3", "odd"])
-def test_bfloat16_without_an_adapter_is_the_same_bits_in_steps_with_adapters(name: str, tmp_path: Path) -> None:
-    """Only steps without adapters keep what goes into products wide, in the same memory; odd sizes never do."""
+def test_bfloat16_rows_without_adapter_have_equal_bits_in_steps_with_adapters(name: str, tmp_path: Path) -> None:
+    """Only steps without adapters keep the inputs of products in float32, in the same buffer; odd sizes never do."""
     model_type, overrides = CASES[name]
     base = save_tiny(model_type, tmp_path / "base", **overrides)
     adapter = str(save_adapter(base, tmp_path / "a", **KINDS["all"]))
@@ -186,7 +186,7 @@ def test_bfloat16_without_an_adapter_is_the_same_bits_in_steps_with_adapters(nam
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("products", ["fixed", "int8"])
-def test_adapters_are_those_of_the_operations_one_by_one(products: Products, dtype: str, tmp_path: Path) -> None:
+def test_adapters_equal_separate_operations(products: Products, dtype: str, tmp_path: Path) -> None:
     if products == "int8" and int8_refusal(torch.float32, torch.device("cpu")) is not None:
         pytest.skip("no products of int8 here")
     base = save_tiny("qwen3", tmp_path / "base")
@@ -201,13 +201,13 @@ def test_adapters_are_those_of_the_operations_one_by_one(products: Products, dty
         attention = PagedCache(model.spec, 1).compiled_step([(0, 19)])
         inputs = ModelInput(ids, torch.arange(19), attention, lora=step, ops=compiled_ops)
         found.append(model.hidden(inputs).float())
-    together, one_by_one = found
-    assert (together - one_by_one).norm() <= (1e-6 if dtype == "float32" else 2e-3) * one_by_one.norm()
+    together, separate = found
+    assert (together - separate).norm() <= (1e-6 if dtype == "float32" else 2e-3) * separate.norm()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_steps_grow_and_shrink(dtype: str, tmp_path: Path) -> None:
-    """Buffers and tables are used again: a step after a larger one is what it is alone."""
+def test_steps_of_changing_size_reuse_buffers(dtype: str, tmp_path: Path) -> None:
+    """A step after a larger one gives the same result as alone."""
     save_tiny("qwen3", tmp_path)
     model = load(tmp_path, dtype)
 
@@ -227,7 +227,7 @@ def test_steps_grow_and_shrink(dtype: str, tmp_path: Path) -> None:
     assert torch.equal(hidden(3, 5), once)
 
 
-def test_two_python_threads_have_their_own_memory(tmp_path: Path) -> None:
+def test_python_threads_have_separate_memory(tmp_path: Path) -> None:
     save_tiny("qwen3", tmp_path)
     model = load(tmp_path)
 

@@ -1,4 +1,4 @@
-"""The native decoder built from Triton's operations, in the interpreter, against itself built from plain PyTorch."""
+"""Native decoder with Triton operations (in the interpreter) against the decoder with PyTorch operations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from batchgen.kernels import torch_ops
 from batchgen.kernels.gpu import ops as triton_ops
 from batchgen.kernels.gpu.launch import recording
 from batchgen.kernels.ops import Ops
-from batchgen.models.base import Model, ModelInput, Taps, TokenEmbeds
+from batchgen.models.base import CaptureSpec, Model, ModelInput, TokenEmbeds
 from batchgen.models.load import load_model
 from tests.models.dense_attention import DenseCache
 from tests.models.packed import PagedCache
@@ -22,7 +22,7 @@ from tests.models.tiny import VOCAB, WINDOW, save_tiny
 torch.set_num_threads(1)
 
 TOKENS = (5, 3)
-"""Of the two sequences' first step; each is fed one more in the second."""
+"""Tokens of the two sequences in the first step; the second step feeds one more each."""
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
@@ -34,7 +34,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def run(model: Model, cache: PagedCache | DenseCache, ops: Ops) -> list[Tensor]:
-    """The final and the tapped states of two steps."""
+    """Final and captured states of two steps."""
     ids = torch.randint(3, VOCAB, (sum(TOKENS) + 2,), generator=torch.Generator().manual_seed(5))
     first, second = ids.split((sum(TOKENS), 2))
     got: list[Tensor] = []
@@ -42,16 +42,16 @@ def run(model: Model, cache: PagedCache | DenseCache, ops: Ops) -> list[Tensor]:
         (first, torch.cat([torch.arange(n) for n in TOKENS]), list(enumerate(TOKENS))),
         (second, torch.tensor(TOKENS), [(0, 1), (1, 1)]),
     ):
-        taps = Taps(torch.tensor([1, 0]), len(tokens), (*range(model.spec.num_layers + 1), -1))
+        capture = CaptureSpec(torch.tensor([1, 0]), len(tokens), (*range(model.spec.num_layers + 1), -1))
         values = torch.randn(1, model.spec.hidden_size, generator=torch.Generator().manual_seed(6))
         embeds = TokenEmbeds(torch.tensor([1]), values)
-        hidden = model.hidden(ModelInput(tokens, positions, cache.step(parts), taps, embeds=embeds, ops=ops))
-        got += [hidden, *taps.states.values()]
+        hidden = model.hidden(ModelInput(tokens, positions, cache.step(parts), capture, embeds=embeds, ops=ops))
+        got += [hidden, *capture.states.values()]
     return got
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_states_are_those_of_plain_operations(name: str, tmp_path: Path) -> None:
+def test_states_equal_those_of_plain_operations(name: str, tmp_path: Path) -> None:
     model_type, overrides = CONFIGS[name]
     save_tiny(model_type, tmp_path, num_hidden_layers=2, **overrides)
     model = load_model(tmp_path, implementation="native", dtype="float32", device="cpu")
@@ -75,12 +75,12 @@ def test_low_precision_is_as_close_to_float32_as_plain_operations(name: str, dty
     assert (got - exact).norm() <= 2 * (plain - exact).norm()
 
 
-def test_a_layer_is_four_launches_beside_its_products_and_attention(tmp_path: Path) -> None:
+def test_layer_launches_four_kernels_plus_products_and_attention(tmp_path: Path) -> None:
     model = load_model(save_tiny("qwen3", tmp_path), implementation="native", dtype="float32", device="cpu")
     names: list[str] = []
     ids = torch.arange(4)
     cache = PagedCache(model.spec, 1)
     with recording(lambda kernel, grid, args, constants: names.append(kernel.fn.__name__)):
         model.hidden(ModelInput(ids, ids, cache.step([(0, 4)]), ops=triton_ops))
-    layer = ["_rotate_and_store", "_norm", "_gated", "_norm"]
+    layer = ["_qk_norm_rope_cache", "_norm", "_gated", "_norm"]
     assert names == ["_rope_tables", "_norm", *layer * model.spec.num_layers]

@@ -1,4 +1,4 @@
-"""Architectures that the transformers path cannot run: refused by name, most of them before anything is loaded."""
+"""Architectures that the transformers path cannot run are rejected, most of them before anything is loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from batchgen.errors import ModelError
 from batchgen.models import architectures
 from batchgen.models.check import check_model
 from batchgen.models.load import load_model
-from tests.models.tiny import LATELY, MORE_TYPES, TYPES, save_tiny, tiny_config
+from tests.models.tiny import MORE_TYPES, RECENT_TYPES, TYPES, save_tiny, tiny_config
 
 torch.set_num_threads(1)
 
@@ -31,15 +31,15 @@ def bare_folder(folder: Path, **config: Any) -> Path:
 @pytest.mark.parametrize(
     "name", ["bloom", "falcon", "gpt_neo", "mpt", "mamba", "mamba2", "rwkv", "jamba", "t5", "bert"]
 )
-def test_named_types_are_refused_at_once(name: str, tmp_path: Path) -> None:
+def test_known_unsupported_types_are_rejected_early(name: str, tmp_path: Path) -> None:
     start = time.perf_counter()
     with pytest.raises(ModelError, match=f"The architecture {name} is not supported: "):
         check_model(bare_folder(tmp_path, model_type=name))
     assert time.perf_counter() - start < 0.5
 
 
-def test_no_type_is_both_refused_and_tested() -> None:
-    assert not set(architectures._REFUSED) & {*TYPES, *MORE_TYPES}
+def test_no_type_is_both_unsupported_and_tested() -> None:
+    assert not set(architectures._UNSUPPORTED) & {*TYPES, *MORE_TYPES}
 
 
 def test_types_are_read_from_the_library() -> None:
@@ -49,9 +49,7 @@ def test_types_are_read_from_the_library() -> None:
     assert architectures._parse_mapping(source) == frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def test_types_come_from_the_import_where_the_source_looks_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_types_are_imported_if_the_source_cannot_be_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.py").write_text("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = make()\n")
     assert architectures._parse_mapping(tmp_path / "a.py") == frozenset()
     assert architectures._parse_mapping(tmp_path / "none.py") == frozenset()
@@ -60,35 +58,35 @@ def test_types_come_from_the_import_where_the_source_looks_otherwise(
 
 
 def unlisted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for an architecture that no list here knows of."""
-    monkeypatch.setattr(architectures, "_REFUSED", {})
+    """Clear the list of unsupported types, as for an unknown architecture."""
+    monkeypatch.setattr(architectures, "_UNSUPPORTED", {})
 
 
-HIDDEN: dict[str, tuple[dict[str, Any], str]] = {
+UNLISTED: dict[str, tuple[dict[str, Any], str]] = {
     "bloom": ({"n_head": 4, "n_layer": 2}, "does not go through the attention interface"),
     "gpt_neo": (
         {"num_heads": 4, "num_layers": 2, "attention_types": [[["global", "local"], 1]]},
         "does not go through the attention interface",
     ),
     "rwkv": ({}, "does not go through the attention interface"),
-    "mamba": ({}, "0 of its 3 layers attend"),
+    "mamba": ({}, "only 0 of its 3 layers attend"),
     "diffllama": ({}, "attends more than once"),
-    "doge": ({}, "a mask of its own"),
+    "doge": ({}, "passes its own mask to attention"),
     "inkling_text": ({}, "layers of type hybrid"),
     "lfm2": ({"layer_types": ["conv", "full_attention", "conv"]}, "layers of type conv"),
-    "phimoe": ({"sliding_window": 5}, "does not tell its attention of its window of 5 tokens"),
+    "phimoe": ({"sliding_window": 5}, "does not pass its window of 5 tokens to attention"),
     "llama4_text": ({"attention_chunk_size": 32}, "chunks of 32 tokens"),
     "camembert": ({"is_decoder": True}, "logits differ"),
 }
-if not LATELY:
-    HIDDEN["gptj"] = ({"n_head": 4, "rotary_dim": 8}, "does not go through the attention interface")
+if not RECENT_TYPES:
+    UNLISTED["gptj"] = ({"n_head": 4, "rotary_dim": 8}, "does not go through the attention interface")
 
 
-@pytest.mark.parametrize("name", HIDDEN)
-def test_unlisted_types_are_found_out(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a forward on the meta device, or by the test after loading."""
+@pytest.mark.parametrize("name", UNLISTED)
+def test_unlisted_unsupported_types_are_rejected(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They fail in the forward on the meta device, or in the comparison after loading."""
     unlisted(monkeypatch)
-    overrides, words = HIDDEN[name]
+    overrides, words = UNLISTED[name]
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(tiny_config(name, **overrides)).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=words) as caught:
@@ -96,7 +94,7 @@ def test_unlisted_types_are_found_out(name: str, tmp_path: Path, monkeypatch: py
     assert name in str(caught.value) or words in str(caught.value)
 
 
-def test_missing_weights_of_a_library_model(tmp_path: Path) -> None:
+def test_missing_weights_of_a_library_model_are_rejected(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     save_tiny("gemma2", tmp_path)
@@ -107,7 +105,7 @@ def test_missing_weights_of_a_library_model(tmp_path: Path) -> None:
         load_model(tmp_path, dtype="float32", device="cpu")
 
 
-def test_misshapen_weights_of_a_library_model(tmp_path: Path) -> None:
+def test_misshapen_weights_of_a_library_model_are_rejected(tmp_path: Path) -> None:
     save_tiny("gemma2", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["intermediate_size"] = 100
@@ -116,7 +114,7 @@ def test_misshapen_weights_of_a_library_model(tmp_path: Path) -> None:
         load_model(tmp_path, dtype="float32", device="cpu")
 
 
-def test_bad_library_configuration(tmp_path: Path) -> None:
+def test_invalid_library_configuration_is_rejected(tmp_path: Path) -> None:
     save_tiny("gemma2", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["hidden_size"] = "wide"
@@ -125,7 +123,7 @@ def test_bad_library_configuration(tmp_path: Path) -> None:
         load_model(tmp_path, dtype="float32", device="cpu")
 
 
-def test_unknown_rope_type_of_a_library_model(tmp_path: Path) -> None:
+def test_unknown_rope_type_of_a_library_model_is_rejected(tmp_path: Path) -> None:
     save_tiny("gemma2", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["rope_parameters"] = {"rope_type": "spiral", "rope_theta": 1e4}

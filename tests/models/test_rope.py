@@ -1,4 +1,4 @@
-"""Inverse frequencies against the library's, and the rotation against its definition."""
+"""Inverse frequencies against transformers, and the rotation against its definition."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CASES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("rope", CASES, ids=lambda c: json.dumps({k: v for k, v in c.items() if "_factor" not in k}))
 @pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
-def test_frequencies_are_the_librarys_bit_for_bit(rope: dict[str, Any], spelling: str) -> None:
+def test_frequencies_equal_the_library_bit_for_bit(rope: dict[str, Any], spelling: str) -> None:
     if spelling == "rope_parameters":
         raw = {**BASE, "rope_parameters": rope}
     else:
@@ -72,7 +72,7 @@ def test_frequencies_are_the_librarys_bit_for_bit(rope: dict[str, Any], spelling
         )
 
 
-def test_original_context_beside_the_settings_goes_first() -> None:
+def test_top_level_original_context_has_precedence() -> None:
     rope = {"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 9}
     raw = {**BASE, "rope_parameters": rope, "original_max_position_embeddings": 2048}
     assert parse_native_config(raw).rope.original_positions == 2048
@@ -89,14 +89,14 @@ def test_original_context_beside_the_settings_goes_first() -> None:
         ({"rope_type": "yarn", "factor": "wide"}, "yarn"),
     ],
 )
-def test_bad_settings_are_named(rope: dict[str, Any], words: str) -> None:
+def test_error_names_invalid_settings(rope: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelError, match=words) as caught:
         parse_native_config({**BASE, "rope_scaling": rope})
     assert not isinstance(caught.value, NativeUnsupported)
 
 
 @pytest.mark.parametrize("extra", [{"partial_rotary_factor": 0.5}, {"hidden_act": "laurel"}])
-def test_what_only_the_library_has_is_left_to_it(extra: dict[str, Any]) -> None:
+def test_features_of_the_library_path_are_not_native(extra: dict[str, Any]) -> None:
     with pytest.raises(NativeUnsupported):
         parse_native_config({**BASE, **extra})
 
@@ -115,13 +115,13 @@ def test_rotation_is_complex_multiplication(tokens: int, heads: int, half: int, 
     positions = torch.randint(0, 1000, (tokens,), generator=generator)
     inv_freq = torch.rand(half, generator=generator)
     cos, sin = rope_tables(inv_freq, scale, positions, torch.float64)
-    angles = (positions[:, None].float() * inv_freq).double()[:, None]  # float32 products, as the library has them
+    angles = (positions[:, None].float() * inv_freq).double()[:, None]  # float32 products, as in transformers
     turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.full_like(angles, scale), angles)
     expected = torch.cat((turned.real, turned.imag), -1)
     torch.testing.assert_close(apply_rope(x, cos, sin), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_rotation_takes_slices_and_leaves_its_input_alone() -> None:
+def test_rotation_accepts_slices_and_does_not_change_its_input() -> None:
     x = torch.randn(5, 7, 16)
     before = x.clone()
     tables = rope_tables(torch.rand(8), 1.0, torch.arange(5), torch.float32)

@@ -1,4 +1,4 @@
-"""Inner states and router choices of both model paths, against what the library itself returns."""
+"""Captured hidden states and expert choices of both model paths, against those that transformers returns."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from batchgen.models.base import Model, ModelInput, Taps
+from batchgen.models.base import CaptureSpec, Model, ModelInput
 from batchgen.models.hf import decoder_name
-from batchgen.models.insides import find_insides
 from batchgen.models.load import load_model
+from batchgen.models.module_discovery import find_hooks
 from tests.models.dense_attention import DenseCache
 from tests.models.tiny import MORE_TYPES, NATIVE_TYPES, TYPES, VOCAB, save_tiny, tiny_model
 
@@ -20,11 +20,11 @@ torch.set_num_threads(1)
 
 TOKENS = 9
 SPLIT = 5
-"""The second of two steps is fed the rest."""
-BY_LOGITS = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "olmoe")
-"""Types whose routers choose the largest logits, nothing added."""
-UNSEEN = {"llama4_text", "jetmoe"}
-"""Mixtures of experts whose modules are never told which experts a token goes to."""
+"""Tokens of the first of two steps."""
+TOP_LOGITS = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "olmoe")
+"""Types whose routers choose the largest logits without a correction."""
+NO_CHOICES = {"llama4_text", "jetmoe"}
+"""Mixtures of experts of which no module gets the chosen experts as an argument."""
 
 
 def loaded(model_type: str, folder: Path, implementation: str, **more: Any) -> Model:
@@ -36,16 +36,18 @@ def ids_of(seed: int = 0) -> Tensor:
     return torch.randint(3, VOCAB, (TOKENS,), generator=torch.Generator().manual_seed(seed))
 
 
-def tap(model: Model, ids: Tensor, layers: tuple[int, ...], experts: bool = False) -> tuple[dict[int, Tensor], Tensor]:
-    """States and choices of every position, from two steps; rows are asked for in reverse order."""
+def run_captured(
+    model: Model, ids: Tensor, layers: tuple[int, ...], experts: bool = False
+) -> tuple[dict[int, Tensor], Tensor]:
+    """States and choices of every position, from two steps that capture rows in reverse order."""
     cache = DenseCache()
     steps = []
     for start, end in ((0, SPLIT), (SPLIT, len(ids))):
-        taps = Taps(torch.arange(end - start).flip(0), end - start, layers, experts)
-        model.hidden(ModelInput(ids[start:end], torch.arange(start, end), cache.step([(0, end - start)]), taps))
-        steps.append(taps)
-    states = {layer: torch.cat([taps.states[layer].flip(0) for taps in steps]) for layer in layers}
-    routed = [taps.routed.flip(0) for taps in steps if taps.routed is not None]
+        capture = CaptureSpec(torch.arange(end - start).flip(0), end - start, layers, experts)
+        model.hidden(ModelInput(ids[start:end], torch.arange(start, end), cache.step([(0, end - start)]), capture))
+        steps.append(capture)
+    states = {layer: torch.cat([capture.states[layer].flip(0) for capture in steps]) for layer in layers}
+    routed = [capture.routed.flip(0) for capture in steps if capture.routed is not None]
     return states, torch.cat(routed) if routed else torch.zeros(0)
 
 
@@ -56,7 +58,7 @@ def check_states(model_type: str, folder: Path, implementation: str) -> None:
     blocks = model.spec.state_layers
     assert blocks is not None
     after: list[Tensor] = []
-    last_block = find_insides(
+    last_block = find_hooks(
         getattr(reference, str(decoder_name(reference))),
         lambda: reference(input_ids=ids[None], use_cache=False, output_hidden_states=True),
         TOKENS,
@@ -65,10 +67,10 @@ def check_states(model_type: str, folder: Path, implementation: str) -> None:
     with torch.no_grad():
         out = reference(input_ids=ids[None], use_cache=False, output_hidden_states=True)
     assert len(out.hidden_states) == blocks + 1
-    states, _ = tap(model, ids, (*range(blocks + 1), -1))
+    states, _ = run_captured(model, ids, (*range(blocks + 1), -1))
     for layer in range(blocks):
         torch.testing.assert_close(states[layer], out.hidden_states[layer][0], atol=1e-4, rtol=1e-4)
-    # The library's last entry is normalised; ours have both.
+    # The library's last entry is normalised; layer `blocks` is not.
     torch.testing.assert_close(states[-1], out.hidden_states[-1][0], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(states[blocks], after[0][0], atol=1e-4, rtol=1e-4)
 
@@ -92,23 +94,23 @@ def test_states_of_more_types_equal_the_library(model_type: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
-def test_a_tapped_step_gives_the_same_output(implementation: str, tmp_path: Path) -> None:
+def test_capture_does_not_change_the_output(implementation: str, tmp_path: Path) -> None:
     model = loaded("llama", tmp_path, implementation)
     ids = ids_of()
 
-    def hidden(taps: Taps | None) -> Tensor:
-        return model.hidden(ModelInput(ids, torch.arange(TOKENS), DenseCache().step([(0, TOKENS)]), taps))
+    def hidden(capture: CaptureSpec | None) -> Tensor:
+        return model.hidden(ModelInput(ids, torch.arange(TOKENS), DenseCache().step([(0, TOKENS)]), capture))
 
     plain = hidden(None)
-    taps = Taps(torch.tensor([2, 2, 0]), TOKENS, (3, 0))
-    assert torch.equal(hidden(taps), plain)
-    assert set(taps.states) == {0, 3}
-    assert torch.equal(taps.states[3][0], taps.states[3][1])
-    assert taps.routed is None
+    capture = CaptureSpec(torch.tensor([2, 2, 0]), TOKENS, (3, 0))
+    assert torch.equal(hidden(capture), plain)
+    assert set(capture.states) == {0, 3}
+    assert torch.equal(capture.states[3][0], capture.states[3][1])
+    assert capture.routed is None
     assert torch.equal(hidden(None), plain)
 
 
-def test_hooks_stand_only_while_a_step_is_tapped(tmp_path: Path) -> None:
+def test_hooks_are_removed_after_a_captured_step(tmp_path: Path) -> None:
     model = loaded("qwen3_moe", tmp_path, "transformers")
     decoder: nn.Module = model._model._decoder  # type: ignore[attr-defined]
 
@@ -116,12 +118,12 @@ def test_hooks_stand_only_while_a_step_is_tapped(tmp_path: Path) -> None:
         return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in decoder.modules())
 
     before = hooks()
-    tap(model, ids_of(), (0, 1, -1), experts=True)
+    run_captured(model, ids_of(), (0, 1, -1), experts=True)
     assert hooks() == before
 
 
 def chosen_by_routers(model_type: str, ids: Tensor) -> list[Tensor]:
-    """[T, K] for each layer that routes: what the reference's routers return."""
+    """[T, K] expert choices that the reference's routers return, for each mixture-of-experts layer."""
     reference = tiny_model(model_type)
     choices: list[Tensor] = []
 
@@ -142,13 +144,13 @@ def sorted_choice(choice: Tensor) -> Tensor:
 
 
 @pytest.mark.field("return_routed_experts")
-@pytest.mark.parametrize("model_type", BY_LOGITS)
-def test_experts_are_the_top_of_the_librarys_router_logits(model_type: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", TOP_LOGITS)
+def test_experts_equal_the_top_router_logits_of_the_library(model_type: str, tmp_path: Path) -> None:
     model = loaded(model_type, tmp_path, "transformers")
     ids = ids_of()
     with torch.no_grad():
         logits = tiny_model(model_type)(input_ids=ids[None], use_cache=False, output_router_logits=True).router_logits
-    _, routed = tap(model, ids, (), experts=True)
+    _, routed = run_captured(model, ids, (), experts=True)
     k = model.spec.experts_per_token
     assert model.spec.moe_layers == tuple(range(len(logits)))
     assert routed.shape == (TOKENS, len(logits), k)
@@ -158,15 +160,15 @@ def test_experts_are_the_top_of_the_librarys_router_logits(model_type: str, tmp_
 
 
 @pytest.mark.parametrize("model_type", [t for t in TYPES if "moe" in t or t in ("deepseek_v2", "deepseek_v3")])
-def test_experts_are_those_that_the_routers_return(model_type: str, tmp_path: Path) -> None:
+def test_experts_equal_the_routers_output(model_type: str, tmp_path: Path) -> None:
     check_experts(model_type, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "model_type", sorted({t for t in MORE_TYPES if "moe" in t or t in ("dots1", "laguna")} - UNSEEN)
+    "model_type", sorted({t for t in MORE_TYPES if "moe" in t or t in ("dots1", "laguna")} - NO_CHOICES)
 )
-def test_experts_of_more_types_are_those_that_the_routers_return(model_type: str, tmp_path: Path) -> None:
+def test_experts_of_more_types_equal_the_routers_output(model_type: str, tmp_path: Path) -> None:
     check_experts(model_type, tmp_path)
 
 
@@ -174,7 +176,7 @@ def check_experts(model_type: str, folder: Path) -> None:
     model = loaded(model_type, folder, "transformers")
     ids = ids_of()
     expected = chosen_by_routers(model_type, ids)
-    _, routed = tap(model, ids, (), experts=True)
+    _, routed = run_captured(model, ids, (), experts=True)
     assert len(expected) == len(model.spec.moe_layers) > 0
     for layer, choice in enumerate(expected):
         assert torch.equal(sorted_choice(routed[:, layer]), sorted_choice(choice))
@@ -184,15 +186,15 @@ def test_layers_without_experts_are_left_out(tmp_path: Path) -> None:
     assert loaded("deepseek_v3", tmp_path, "transformers").spec.moe_layers == (1, 2)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt2", *sorted(UNSEEN)])
-def test_models_that_show_no_choice_have_no_moe_layers(model_type: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt2", *sorted(NO_CHOICES)])
+def test_models_without_visible_choices_have_no_moe_layers(model_type: str, tmp_path: Path) -> None:
     spec = loaded(model_type, tmp_path, "transformers").spec
     assert spec.moe_layers == ()
     assert spec.experts_per_token == 0
 
 
 class _Decoder(nn.Module):
-    """Blocks in two lists, or states that are not those between its blocks."""
+    """A decoder with its blocks in one or more lists."""
 
     def __init__(self, lists: int) -> None:
         super().__init__()
@@ -207,16 +209,16 @@ class _Output:
         self.hidden_states = states
 
 
-def test_a_decoder_with_two_lists_of_blocks_cannot_be_tapped() -> None:
-    assert find_insides(_Decoder(2), lambda: _Output(), 4).blocks == ()
+def test_decoder_with_two_lists_of_blocks_cannot_be_captured() -> None:
+    assert find_hooks(_Decoder(2), lambda: _Output(), 4).blocks == ()
 
 
-def test_a_decoder_whose_states_are_others_cannot_be_tapped() -> None:
+def test_decoder_with_other_states_cannot_be_captured() -> None:
     decoder = _Decoder(1)
     states = torch.zeros(1, 4, 4)
 
     def run(first: Tensor) -> _Output:
         return _Output(first, decoder.layers0[0](states))  # type: ignore[index]
 
-    assert len(find_insides(decoder, lambda: run(states), 4).blocks) == 1
-    assert find_insides(decoder, lambda: run(states + 1), 4).blocks == ()
+    assert len(find_hooks(decoder, lambda: run(states), 4).blocks) == 1
+    assert find_hooks(decoder, lambda: run(states + 1), 4).blocks == ()

@@ -1,4 +1,4 @@
-"""A step on more threads than there are processors: some come when the others have done their work."""
+"""A step on more threads than processors: some threads start after the others have finished."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from batchgen.kernels.cpu.attention import CompiledAttention
 from batchgen.kernels.cpu.library import loaded, missing
 from batchgen.kernels.device import HOST
 from batchgen.kernels.lora import lora_step
-from batchgen.models.base import ModelInput, Taps
+from batchgen.models.base import CaptureSpec, ModelInput
 from batchgen.models.load import load_model
 from tests.models.adapters import save_adapter
 from tests.models.packed import PagedCache
@@ -35,7 +35,7 @@ def _threads() -> Iterator[None]:
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.skipif(not loaded(), reason=str(missing()))
-def test_the_same_bits_as_on_one_thread(dtype: Any, adapted: bool, tmp_path: Path) -> None:
+def test_bits_do_not_depend_on_the_number_of_threads(dtype: Any, adapted: bool, tmp_path: Path) -> None:
     folder = save_tiny("qwen3", tmp_path / "base")
     adapters = [("a", str(save_adapter(folder, tmp_path / "a")))]
     model = load_model(
@@ -49,11 +49,11 @@ def test_the_same_bits_as_on_one_thread(dtype: Any, adapted: bool, tmp_path: Pat
     def step(threads: int) -> list[Tensor]:
         torch.set_num_threads(threads)
         cache = PagedCache(model.spec, len(LENGTHS))
-        attention = CompiledAttention(cache.pool, cache.batch(list(enumerate(LENGTHS))), invariant=True)
-        taps = Taps(torch.arange(tokens), tokens, (0, 1, LAYERS))
+        attention = CompiledAttention(cache.pool, cache.batch(list(enumerate(LENGTHS))), deterministic=True)
+        capture = CaptureSpec(torch.arange(tokens), tokens, (0, 1, LAYERS))
         wanted = None if adapted else torch.tensor([4, 22, 32])
-        hidden = model.hidden(ModelInput(ids, positions, attention, wanted=wanted, taps=taps, **given))
-        return [hidden, *taps.states.values(), *map(torch.nan_to_num, (*cache.pool.keys, *cache.pool.values))]
+        hidden = model.hidden(ModelInput(ids, positions, attention, wanted=wanted, capture=capture, **given))
+        return [hidden, *capture.states.values(), *map(torch.nan_to_num, (*cache.pool.keys, *cache.pool.values))]
 
     alone = step(1)
     for _ in range(20):

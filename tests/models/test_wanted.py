@@ -1,4 +1,4 @@
-"""Steps in which not every token's result is asked for: those of the others end with their last keys and values."""
+"""Steps in which only some tokens' final states are wanted; all keys and values must be stored."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchgen.kernels import invariant_ops, torch_ops
-from batchgen.kernels.attention import TorchAttention
+from batchgen.kernels import deterministic_ops as deterministic_ops
+from batchgen.kernels import torch_ops
+from batchgen.kernels.attention.deterministic import DeterministicAttention
+from batchgen.kernels.attention.torch_attention import TorchAttention
 from batchgen.kernels.cpu.attention import CompiledAttention
 from batchgen.kernels.cpu.library import loaded, missing
 from batchgen.kernels.device import HOST
-from batchgen.kernels.invariant_attention import InvariantAttention
 from batchgen.kernels.linear import Linear
 from batchgen.kernels.lora import lora_step
 from batchgen.kernels.types import Attention, AttentionBatch, KVPool
-from batchgen.models.base import Model, ModelInput, Taps
-from batchgen.models.invariant import InvariantModel
+from batchgen.models.base import CaptureSpec, Model, ModelInput
+from batchgen.models.deterministic import DeterministicModel
 from batchgen.models.load import load_model
 from tests.models.adapters import save_adapter
 from tests.models.packed import PagedCache
@@ -34,7 +35,7 @@ WANTED = ([22], [3, 0, 17], list(range(23)), [])
 
 
 def run(model: Model, attention: Attend, wanted: list[int] | None, **given: Any) -> tuple[Tensor, list[Tensor]]:
-    """The result, and all that was stored."""
+    """Final states, and the contents of the KV pool."""
     cache = PagedCache(model.spec, 1)
     rows = None if wanted is None else torch.tensor(wanted, dtype=torch.int64)
     step = attention(cache.pool, cache.batch([(0, TOKENS)]))
@@ -46,36 +47,36 @@ def run(model: Model, attention: Attend, wanted: list[int] | None, **given: Any)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
 @pytest.mark.skipif(not loaded(), reason=str(missing()))
-def test_compiled(model_type: str, dtype: Any, wanted: list[int], tmp_path: Path) -> None:
+def test_wanted_tokens_of_the_compiled_decoder(model_type: str, dtype: Any, wanted: list[int], tmp_path: Path) -> None:
     save_tiny(model_type, tmp_path)
     model = load_model(tmp_path, implementation="native", dtype=dtype, device="cpu", products="fixed")
-    for invariant in (False, True):
-        attention = partial(CompiledAttention, invariant=invariant)
+    for deterministic in (False, True):
+        attention = partial(CompiledAttention, deterministic=deterministic)
         whole, stored = run(model, attention, None)
-        picked, stored_too = run(model, attention, wanted)
-        # A token alone reads its keys by another path than among others, but in batch-invariant attention.
-        tolerance = 0.0 if invariant else 1e-5 if dtype == "float32" else 0.05
-        torch.testing.assert_close(picked, whole[wanted], rtol=0, atol=tolerance)
+        selected, stored_too = run(model, attention, wanted)
+        # A single token reads its keys by another path than several, except in deterministic attention.
+        tolerance = 0.0 if deterministic else 1e-5 if dtype == "float32" else 0.05
+        torch.testing.assert_close(selected, whole[wanted], rtol=0, atol=tolerance)
         assert all(torch.equal(a, b) for a, b in zip(stored, stored_too, strict=True))
 
 
 @pytest.mark.parametrize("wanted", WANTED, ids=str)
 @pytest.mark.parametrize("kind", ["native", "transformers", "tiles"])
-def test_plain(kind: str, wanted: list[int], tmp_path: Path) -> None:
+def test_wanted_tokens_of_plain_models(kind: str, wanted: list[int], tmp_path: Path) -> None:
     save_tiny("llama", tmp_path)
     implementation: Any = "transformers" if kind == "transformers" else "native"
     model = load_model(tmp_path, implementation=implementation, dtype="float32", device="cpu", products="torch")
     if kind == "tiles":
-        model = InvariantModel(model)
-    attention, ops = (InvariantAttention, invariant_ops) if kind == "tiles" else (TorchAttention, torch_ops)
+        model = DeterministicModel(model)
+    attention, ops = (DeterministicAttention, deterministic_ops) if kind == "tiles" else (TorchAttention, torch_ops)
     whole, stored = run(model, attention, None, ops=ops)
-    picked, stored_too = run(model, attention, wanted, ops=ops)
-    torch.testing.assert_close(picked, whole[wanted], rtol=0, atol=0 if kind == "tiles" else 1e-5)
+    selected, stored_too = run(model, attention, wanted, ops=ops)
+    torch.testing.assert_close(selected, whole[wanted], rtol=0, atol=0 if kind == "tiles" else 1e-5)
     assert all(torch.equal(a, b) for a, b in zip(stored, stored_too, strict=True))
 
 
 @pytest.mark.parametrize("wanted", WANTED, ids=str)
-def test_what_the_last_layer_multiplies_is_counted(
+def test_last_layer_multiplies_wanted_tokens_only(
     wanted: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_tiny("llama", tmp_path)
@@ -95,7 +96,7 @@ def test_what_the_last_layer_multiplies_is_counted(
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_taps_and_adapters_see_all_tokens(compiled: bool, tmp_path: Path) -> None:
+def test_captures_and_adapters_see_all_tokens(compiled: bool, tmp_path: Path) -> None:
     if compiled and not loaded():
         pytest.skip(str(missing()))
     folder = save_tiny("llama", tmp_path / "base")
@@ -115,10 +116,10 @@ def test_taps_and_adapters_see_all_tokens(compiled: bool, tmp_path: Path) -> Non
             given = {"lora": lora_step(np.arange(TOKENS) % 2 - 1, HOST)} if adapted else {}
             found = []
             for rows in (None, wanted):
-                taps = Taps(kept, TOKENS, layers)
-                found.append((run(model, attention, rows, taps=taps, ops=torch_ops, **given)[0], taps.states))
-            (whole, states), (picked, states_too) = found
-            torch.testing.assert_close(picked, whole[wanted], rtol=0, atol=1e-5)
+                capture = CaptureSpec(kept, TOKENS, layers)
+                found.append((run(model, attention, rows, capture=capture, ops=torch_ops, **given)[0], capture.states))
+            (whole, states), (selected, states_too) = found
+            torch.testing.assert_close(selected, whole[wanted], rtol=0, atol=1e-5)
             assert states.keys() == states_too.keys() == set(layers)
             for layer, values in states.items():
                 torch.testing.assert_close(states_too[layer], values, rtol=0, atol=1e-5)

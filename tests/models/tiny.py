@@ -1,8 +1,8 @@
-"""Small random checkpoints of many architectures, for tests of every floor.
+"""Small random checkpoints of many architectures, for all tests.
 
-`tiny_config("gemma2")` is a configuration of hidden size 64 with two to four layers, windows of 5 tokens where the
-architecture has windows, and weights large enough that greedy choices are well apart. `save_tiny("gemma2", folder)`
-writes it as a Hugging Face folder. Everything is seeded: the same call gives the same weights.
+`tiny_config("gemma2")` is a configuration of hidden size 64 with two to four layers, windows of 5 tokens if the
+architecture has windows, and weights large enough for distinct logits. `save_tiny("gemma2", folder)` writes it as a
+Hugging Face folder. Everything is seeded: the same call gives the same weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,17 @@ from packaging.version import Version
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-__all__ = ["LATELY", "MORE_TYPES", "NATIVE_TYPES", "TYPES", "VOCAB", "WINDOW", "save_tiny", "tiny_config", "tiny_model"]
+__all__ = [
+    "MORE_TYPES",
+    "NATIVE_TYPES",
+    "RECENT_TYPES",
+    "TYPES",
+    "VOCAB",
+    "WINDOW",
+    "save_tiny",
+    "tiny_config",
+    "tiny_model",
+]
 
 VOCAB = 256
 WINDOW = 5
@@ -29,21 +39,21 @@ TYPES = (
     "qwen3_moe", "cohere", "cohere2", "granite", "starcoder2", "stablelm", "gpt_neox", "gpt2", "nemotron", "smollm3",
     "deepseek_v2", "deepseek_v3", "ernie4_5", "glm4", "helium",
 )  # fmt: skip
-"""The architectures that the transformers path is held to."""
+"""Architectures tested on the transformers path."""
 
-LATELY = ("codegen", "gptj") if Version(transformers.__version__) >= Version("5.24") else ()
-"""Types whose attention an older library does not send through its interface."""
+RECENT_TYPES = ("codegen", "gptj") if Version(transformers.__version__) >= Version("5.24") else ()
+"""Types that use the attention interface only in recent versions of transformers."""
 MORE_TYPES = (
     "afmoe", "apertus", "arcee", "axk1", "beam", "biogpt", "bitnet", "cwm", "dots1", "ernie4_5_moe", "exaone4",
     "exaone_moe", "flex_olmo", "flint", "gemma4_text", "glm", "glm4_moe", "glm4_moe_lite", "gpt_bigcode", "granite_swa",
     "granitemoe", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax",
     "jais2", "jetmoe", "kolibri1", "laguna", "llama4_text", "longcat_flash", "mellum", "mimo_v2_flash", "minicpm3",
     "minimax_m2", "ministral", "ministral3", "nanochat", "olmoe", "opt", "persimmon", "phimoe", "seed_oss",
-    "solar_open", "vaultgemma", "youtu", *LATELY,
+    "solar_open", "vaultgemma", "youtu", *RECENT_TYPES,
 )  # fmt: skip
-"""Others that run as well; tested when slow tests are."""
+"""Further supported types, tested by the slow tests."""
 
-_ANY: dict[str, Any] = {
+_COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -88,7 +98,7 @@ _ANY: dict[str, Any] = {
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
-"""Given to every configuration class that has the field."""
+"""Values for every configuration class that has the field."""
 
 _MLA: dict[str, Any] = {
     "num_key_value_heads": 4,
@@ -100,7 +110,7 @@ _MLA: dict[str, Any] = {
     "v_head_dim": 12,
     "head_dim": 8,
 }
-_OWN: dict[str, dict[str, Any]] = {
+_BY_TYPE: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "gpt_oss": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
@@ -119,21 +129,21 @@ _OWN: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
-    """The small configuration of `model_type`, with `overrides` of its fields."""
+    """Small configuration of `model_type`, with `overrides` of its fields."""
     cls = CONFIG_MAPPING[model_type]
     fields = set(getattr(cls, "__dataclass_fields__", {}))
-    given = {key: value for key, value in _ANY.items() if key in fields}
-    given |= {key: value for key, value in _OWN.get(model_type, {}).items() if key in fields}
+    given = {key: value for key, value in _COMMON.items() if key in fields}
+    given |= {key: value for key, value in _BY_TYPE.get(model_type, {}).items() if key in fields}
     return cls(**{**given, **overrides})
 
 
 def tiny_model(model_type: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """The library's float32 model with eager attention and random weights, biases, norms and sinks included."""
+    """Float32 model of transformers with eager attention and random weights, including biases, norms and sinks."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(tiny_config(model_type, **overrides), attn_implementation="eager")
         for name, parameter in model.named_parameters():
-            # Initialisers leave these constant, and a constant would hide that one is not read.
+            # Initialisers make these constant, which would hide a parameter that is not read.
             if parameter.dim() == 1:
                 one = 0.0 if name.endswith(("bias", "sinks")) else parameter.detach().clone()
                 parameter.data = one + 0.2 * torch.randn_like(parameter)

@@ -1,4 +1,4 @@
-"""Jobs run through the scheduler for their counted quantities alone: no pool is simulated."""
+"""Runs of the scheduler for its counters only, without a simulated pool."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Counted", "counted", "random_job"]
 
 @dataclass
 class Counted:
-    """What a run counted, and by step the pages held and the rows that drew."""
+    """Counters of a run, and the pages in use and sampled rows of each step."""
 
     stats: SchedulerStats
     distinct_tokens: int
@@ -27,7 +27,7 @@ class Counted:
 def random_job(
     levels: list[tuple[int, tuple[int, int]]], output: tuple[int, int], seed: int
 ) -> tuple[list[list[int]], npt.NDArray[np.int64]]:
-    """Leaves of a tree of random segments, each level (children, tokens), and a limit each, in random order."""
+    """Prompts and limits of a random tree, in random order; `levels` is (children, (least, most) tokens) per level."""
     rng = np.random.default_rng(seed)
     prefixes: list[list[int]] = [[]]
     for children, (least, most) in levels:
@@ -50,7 +50,7 @@ def counted(
     samples: npt.NDArray[np.int64] | None = None,
     kinds: npt.NDArray[np.int32] | None = None,
 ) -> Counted:
-    """Run a job whose samples end after `targets` tokens, at their limits if none are given."""
+    """Run a job whose samples end after `targets` tokens; None: at their limits."""
     ends = (limits if targets is None else targets).tolist()
     tree = tree_of(prompts)
     samples = np.ones(len(prompts), np.int64) if samples is None else samples

@@ -1,7 +1,7 @@
-"""An engine that holds, in place of keys and values, the exact prefix each one was computed from.
+"""Simulated engine that stores, instead of keys and values, the token prefix each was computed from.
 
-Every slot of the simulated pool holds the identity of a token prefix. Whatever attends is checked to read, at every
-position, the prefix of its own sequence and nothing else.
+Every slot of the simulated pool holds the identity of a token prefix. Each attention is checked to read, at every
+position, the prefix of its sequence.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Callable
 import numpy as np
 
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
+from batchgen.plan.step_plan import PrefillChunk, StepPlan
 from batchgen.plan.tree import build_tree
-from batchgen.plan.types import PrefillChunk, StepPlan
 
 
 class Simulator:
-    """Runs a job of `prompts` to its end; `targets[request][sample]` tokens each."""
+    """Runs the scheduler on `prompts` to the end; sample s of request r generates `targets[r][s]` tokens."""
 
     def __init__(
         self,
@@ -39,10 +39,10 @@ class Simulator:
         self.size = config.page_size
         self.memory: list[list[int | None]] = [[None] * self.size for _ in range(config.num_pages)]
         self.interned: dict[tuple[int, object], int] = {}
-        self.who: dict[int, tuple[int, int]] = {}
-        """Sequence: (request, sample)."""
+        self.owners: dict[int, tuple[int, int]] = {}
+        """Sequence id -> (request, sample)."""
         self.tokens: dict[int, list[int]] = {}
-        """Identity of every prefix of the sequence, prompt and output."""
+        """Sequence id -> identity of every prefix of the sequence, prompt and output."""
         self.generated: dict[int, int] = {}
         self.ended: set[int] = set()
         self.failed: set[int] = set()
@@ -54,10 +54,10 @@ class Simulator:
         self.decode_positions = 0
         self.saved = 0
         self.most_groups = 0
-        self.late: list[list[int]] = [[] for _ in range(lag)]
+        self.delayed: list[list[int]] = [[] for _ in range(lag)]
 
     def chain(self, root: int, items: list[int]) -> list[int]:
-        """Identities of all prefixes of `items` below identity `root`."""
+        """Identities of all prefixes of `items` that continue the prefix `root`."""
         out = []
         for item in items:
             root = self.interned.setdefault((root, item), len(self.interned))
@@ -71,12 +71,12 @@ class Simulator:
                 break
             self.execute(plan)
             finished = self.count(plan)
-            self.late.append(finished)
-            self.scheduler.commit(self.late.pop(0))
+            self.delayed.append(finished)
+            self.scheduler.commit(self.delayed.pop(0))
             if between is not None:
                 between(step)
         else:
-            raise AssertionError("no end")
+            raise AssertionError("the job did not finish")
         assert self.scheduler.pages_in_use == 0
         assert self.scheduler.unended == 0
         expected = {
@@ -85,31 +85,31 @@ class Simulator:
             if r not in self.failed and r not in self.too_large
             for s, n in enumerate(targets)
         }
-        got = {self.who[q]: n for q, n in self.generated.items() if self.who[q][0] not in self.failed}
+        got = {self.owners[q]: n for q, n in self.generated.items() if self.owners[q][0] not in self.failed}
         assert got == expected
 
     def cancel(self, request: int) -> None:
         self.failed.add(request)
         for sequence in self.scheduler.cancel(request):
-            assert self.who[sequence][0] == request
+            assert self.owners[sequence][0] == request
             self.ended.add(sequence)
-            for late in self.late:
-                if sequence in late:
-                    late.remove(sequence)
+            for delayed in self.delayed:
+                if sequence in delayed:
+                    delayed.remove(sequence)
 
     def execute(self, plan: StepPlan) -> None:
-        """Copies, stores, then reads."""
+        """Run a step on the simulated pool: copies, then stores, then reads."""
         config = self.config
         assert plan.tokens <= config.max_tokens_per_step
         if not self.lag:
             assert plan.tokens > 0
         for start in plan.starts:
-            assert start.sequence == len(self.who)
-            self.who[start.sequence] = (start.request, start.sample_index)
+            assert start.sequence == len(self.owners)
+            self.owners[start.sequence] = (start.request, start.sample_index)
             self.tokens[start.sequence] = list(self.prompt_ids[start.request])
             self.generated[start.sequence] = 0
             assert start.request not in self.failed
-        assert len(self.who) - len(self.ended) <= config.max_num_seqs
+        assert len(self.owners) - len(self.ended) <= config.max_num_seqs
         self.copy(plan)
         stores: dict[tuple[int, int], int] = {}
         for chunk in plan.prefills:
@@ -132,7 +132,7 @@ class Simulator:
         self.check_samples(plan)
 
     def copy(self, plan: StepPlan) -> None:
-        """All sources are read before any target is written, and one after the other gives the same."""
+        """Copy pages; the order of the copies must not matter."""
         before = [list(self.memory[c.source]) for c in plan.copies]
         targets = [c.target for c in plan.copies]
         assert len(set(targets)) == len(targets)
@@ -146,7 +146,7 @@ class Simulator:
     def ids(self, chunk: PrefillChunk) -> list[int]:
         ids = self.prompt_ids[chunk.request]
         if chunk.sequence is not None:
-            assert self.who[chunk.sequence][0] == chunk.request
+            assert self.owners[chunk.sequence][0] == chunk.request
             ids = self.tokens[chunk.sequence]
         assert 0 <= chunk.start < chunk.end <= len(ids)
         return ids
@@ -203,13 +203,13 @@ class Simulator:
     def count(self, plan: StepPlan) -> list[int]:
         finished = []
         for row in plan.samples:
-            request, sample = self.who[row.sequence]
+            request, sample = self.owners[row.sequence]
             self.generated[row.sequence] += 1
-            made = self.generated[row.sequence]
-            assert made <= self.targets[request][sample]
+            generated = self.generated[row.sequence]
+            assert generated <= self.targets[request][sample]
             ids = self.tokens[row.sequence]
-            ids += self.chain(ids[-1], [("output", request, sample, made)])  # type: ignore[list-item]
-            if made == self.targets[request][sample]:
+            ids += self.chain(ids[-1], [("output", request, sample, generated)])  # type: ignore[list-item]
+            if generated == self.targets[request][sample]:
                 finished.append(row.sequence)
                 self.ended.add(row.sequence)
         return finished

@@ -1,3 +1,5 @@
+"""Counted costs of a plan, against the scheduler and against counting by hand."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -16,7 +18,7 @@ def counts_of(sim: Simulator) -> tuple:
 
 
 def window_pages(prompts: list[list[int]], max_new: list[int], samples: list[int], size: int) -> int:
-    """Pages of some requests at full length, by identity of what they hold."""
+    """Number of pages with distinct contents of some requests at full length."""
     pages = set()
     for r, (prompt, new, n) in enumerate(zip(prompts, max_new, samples, strict=True)):
         for page in range(-(-(len(prompt) + new - 1) // size)):
@@ -27,7 +29,7 @@ def window_pages(prompts: list[list[int]], max_new: list[int], samples: list[int
 
 @settings(max_examples=300, deadline=None)
 @given(rows, st.sampled_from([1, 2, 4, 8]), st.integers(1, 6))
-def test_planned_equals_counted(rows: list[tuple], size: int, seqs: int) -> None:
+def test_planned_counts_equal_the_run(rows: list[tuple], size: int, seqs: int) -> None:
     rows = [(r[0], [max(r[1])] * len(r[1]) if r[1] else [], 0, 0) for r in rows]
     sim = simulator(rows, SchedulerConfig(2000, size, seqs, seqs + 20))
     samples, max_new = counts_of(sim)
@@ -61,15 +63,15 @@ def test_planned_equals_counted(rows: list[tuple], size: int, seqs: int) -> None
     assert planned.kv_unshared_peak_pages == unshared
 
 
-def test_nothing_to_do() -> None:
+def test_counts_of_no_samples() -> None:
     tree = tree_of([[1, 2]])
     planned = plan_counts(tree, np.array([0]), np.array([1]), 16, 4)
     assert (planned.requests, planned.distinct_prompt_tokens, planned.sharing_ratio) == (0, 0, 1.0)
     assert planned.least_steps(4, 8) == 0
 
 
-def test_page_waste_by_hand() -> None:
-    # One page of four shared in full; each row then holds 1 + 3 - 1 = 3 of 4 positions of its own page.
+def test_page_waste_of_a_small_example() -> None:
+    # One page of four is shared; each row then fills 1 + 3 - 1 = 3 of the 4 positions of another page.
     tree = tree_of([[1, 1, 1, 1, 2], [1, 1, 1, 1, 3]])
     planned = plan_counts(tree, np.array([1, 1]), np.array([3, 3]), 4, 8)
     assert planned.kv_peak_pages == 3
@@ -77,7 +79,7 @@ def test_page_waste_by_hand() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1), st.booleans(), st.integers(1, 2)), max_size=20))
-def test_dedup_against_dict(table: list[tuple[int, int, bool, int]]) -> None:
+def test_dedup_equals_a_dict(table: list[tuple[int, int, bool, int]]) -> None:
     node, params, greedy, max_new = (np.array([t[i] for t in table]) for i in range(4))
     first: dict[tuple[int, int, int], int] = {}
     expected = [first.setdefault((t[0], t[1], t[3]), i) if t[2] else i for i, t in enumerate(table)]

@@ -1,4 +1,4 @@
-"""The order in which prompts begin: against recursion, and what it saves in counted steps."""
+"""Begin order: against a recursive implementation, and its effect on counted steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ prompts_and_values = st.lists(
 
 
 def naive_order(prompts: list[list[int]], values: list[int]) -> list[int]:
-    """Requests by the highest value at each branching of the trie, node by node."""
+    """Requests sorted by the highest value below at each branch of the trie, recursively."""
 
     def below(prefix: list[int]) -> list[int]:
         return [r for r, p in enumerate(prompts) if p[: len(prefix)] == prefix]
@@ -44,7 +44,7 @@ def paths(tree: PrefixTree, prompts: list[list[int]]) -> list[tuple[int, ...]]:
 
 @settings(max_examples=300, deadline=None)
 @given(prompts_and_values)
-def test_renumbered_tree_against_recursion(job: list[tuple[list[int], int]]) -> None:
+def test_renumbered_tree_equals_recursion(job: list[tuple[list[int], int]]) -> None:
     prompts, values = [j[0] for j in job], [j[1] for j in job]
     before = tree_of(prompts)
     value = np.array(values, np.int64)
@@ -101,18 +101,18 @@ def begun(prompts: list[list[int]], limits: list[int], order: Order, pages: int 
     return found
 
 
-def test_orders_by_hand() -> None:
+def test_orders_of_a_small_example() -> None:
     prompts = [[1, 1], [2, 2, 2], [2, 2, 3], [4], [5, 5]]
     limits = [3, 2, 9, 5, 5]
     assert begun(prompts, limits, "tree") == [0, 1, 2, 3, 4]
     assert begun(prompts[::-1], limits[::-1], "first-come") == [0, 1, 2, 3, 4]
-    # Of two rows of five the one with the shorter prompt goes first. The prefix 2, 2 may wait for its short row.
+    # Of two rows with limit five the one with the shorter prompt begins first. The prefix 2, 2 waits for its short row.
     assert begun(prompts, limits, "longest") == [2, 3, 4, 0, 1]
-    # Not where its page matters.
+    # In a small pool it may not wait.
     assert begun(prompts, limits, "longest", pages=7) == [2, 1, 3, 4, 0]
 
 
-def test_what_is_cancelled_or_done_delays_nobody() -> None:
+def test_cancelled_and_empty_requests_are_skipped() -> None:
     config = SchedulerConfig(num_pages=99, page_size=2, max_num_seqs=1, max_tokens_per_step=99)
     scheduler = Scheduler(tree_of([[1], [2], [3]]), np.array([1, 0, 1]), np.array([2, 90, 3]), config)
     assert scheduler.cancel(2) == []
@@ -132,25 +132,25 @@ JOBS = {
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("levels", JOBS.values(), ids=JOBS)
 def test_longest_first_leaves_no_ragged_tail(levels: list[tuple[int, tuple[int, int]]], seed: int) -> None:
-    """Rows of 8 to 256 tokens in 64 slots: nearly no step more than full steps would take."""
+    """Rows of 8 to 256 tokens in 64 slots need hardly more than the minimum number of steps."""
     prompts, limits = random_job(levels, (8, 256), seed)
     config = {"num_pages": 4000, "page_size": 16, "max_num_seqs": 64, "max_tokens_per_step": 2048}
-    ours = counted(prompts, limits, SchedulerConfig(**config))
-    theirs = counted(prompts, limits, SchedulerConfig(**config, order="first-come"))
+    longest = counted(prompts, limits, SchedulerConfig(**config))
+    first_come = counted(prompts, limits, SchedulerConfig(**config, order="first-come"))
     least = -(-int(limits.sum()) // 64)
-    assert ours.stats.steps <= 1.03 * least < 1.08 * least <= theirs.stats.steps
-    assert ours.stats.tail_steps < 50 < 150 < theirs.stats.tail_steps
-    assert ours.stats.occupancy > 0.97
-    for run in (ours, theirs):
+    assert longest.stats.steps <= 1.03 * least < 1.08 * least <= first_come.stats.steps
+    assert longest.stats.tail_steps < 50 < 150 < first_come.stats.tail_steps
+    assert longest.stats.occupancy > 0.97
+    for run in (longest, first_come):
         assert run.stats.prompt_tokens == run.distinct_tokens
         assert run.stats.recomputed_tokens == run.stats.evicted_nodes == run.stats.preemptions == 0
     if len(levels) > 1:
-        # Rows with one prefix run together: it is read for all of them at once.
-        assert ours.stats.decode_kv_reads < 0.88 * theirs.stats.decode_kv_reads
+        # Rows with the same prefix run together, so it is read once for all of them.
+        assert longest.stats.decode_kv_reads < 0.88 * first_come.stats.decode_kv_reads
 
 
 def test_the_last_stretch_holds_few_prefixes() -> None:
-    """Where prefixes are long for the pool, subtrees do not take turns: one after the other holds less."""
+    """If prefixes are long for the pool, subtrees are not interleaved: one after the other needs fewer pages."""
     prompts, limits = random_job([(10, (512, 512)), (50, (16, 16))], (8, 256), 0)
     config = {"page_size": 16, "max_num_seqs": 64, "max_tokens_per_step": 2048}
     wide = counted(prompts, limits, SchedulerConfig(num_pages=4000, **config))
@@ -159,13 +159,13 @@ def test_the_last_stretch_holds_few_prefixes() -> None:
     assert narrow.stats.prompt_tokens == narrow.distinct_tokens
 
 
-def test_tail_by_hand() -> None:
-    # Two slots; lengths 3, 2, 1: the last begins in step 3 beside the first's last token, and nothing comes after.
+def test_tail_of_a_small_example() -> None:
+    # Two slots; lengths 3, 2, 1: the last one begins in step 3, together with the first one's last token.
     config = SchedulerConfig(num_pages=99, page_size=2, max_num_seqs=2, max_tokens_per_step=99)
     run = counted([[1], [2], [3]], np.array([3, 2, 1]), config)
     assert (run.stats.steps, run.stats.tail_steps, run.stats.tail_efficiency) == (3, 0, 1.0)
     assert run.stats.occupancy == 1.0
-    # In input order the longest comes last and runs alone.
+    # In input order the longest begins last and runs alone.
     run = counted([[1], [2], [3]], np.array([1, 2, 3]), SchedulerConfig(99, 2, 2, 99, order="first-come"))
     assert (run.stats.steps, run.stats.tail_steps, run.stats.tail_tokens) == (4, 2, 2)
     assert (run.stats.tail_efficiency, run.stats.occupancy) == (0.5, 0.75)

@@ -1,8 +1,10 @@
+"""Page allocator: counts, references and misuse."""
+
 from __future__ import annotations
 
 import pytest
 
-from batchgen.plan.pages import PageAllocator
+from batchgen.plan.block_manager import PageAllocator
 
 
 def test_counts_and_peak() -> None:
@@ -16,19 +18,19 @@ def test_counts_and_peak() -> None:
     assert pages.peak == 4
 
 
-def test_shared_page_goes_with_its_last_holder() -> None:
+def test_shared_page_is_freed_with_its_last_reference() -> None:
     pages = PageAllocator(3, 1)
     [page] = pages.alloc(1)
     pages.share(page)
     pages.free([page])
-    assert (pages.holders(page), pages.free_count) == (1, 1)
+    assert (pages.ref_count(page), pages.free_count) == (1, 1)
     pages.free([page])
     assert pages.free_count == 2
 
 
-def test_misuse_is_caught() -> None:
+def test_misuse_is_detected() -> None:
     pages = PageAllocator(3, 1)
-    with pytest.raises(AssertionError, match="3 pages asked, 2 free"):
+    with pytest.raises(AssertionError, match="3 pages requested, 2 free"):
         pages.alloc(3)
     with pytest.raises(AssertionError, match="page 1 freed twice"):
         pages.free([1])

@@ -1,4 +1,4 @@
-"""The decode rows' columns, against a sorted list of rows that is looked through."""
+"""Running batch, against a sorted list of rows."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Row:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_columns_are_those_of_a_list(seed: int) -> None:
-    """Rows join and leave at random, and grow more than there is room for at first; full ones get pages."""
+def test_columns_equal_a_sorted_list(seed: int) -> None:
+    """Rows are added and removed at random, beyond the initial capacity; rows at the end of their pages get another."""
     rng, running = Random(seed), Running[Row]()
     rows: list[Row] = []
     position: dict[int, int] = {}
@@ -44,7 +44,7 @@ def test_columns_are_those_of_a_list(seed: int) -> None:
             position[row.id] = begin
         rows.sort(key=lambda row: (row.row, row.id))
         full = [i for i, row in enumerate(rows) if position[row.id] == row.capacity]
-        assert running.full() == full
+        assert running.at_capacity() == full
         running.grow(full, [99] * len(full), 4)
         before = running.decode_rows()
         assert running.decode_rows().numbers is before.numbers
@@ -63,7 +63,7 @@ def test_columns_are_those_of_a_list(seed: int) -> None:
             position[row.id] += 1
         at_limit = [row for row in rows if position[row.id] == row.limit]
         assert running.advance() == at_limit
-        assert [row.position for row in before] == [at for _, at, _ in want], "a plan's columns stay"
+        assert [row.position for row in before] == [at for _, at, _ in want], "a plan's columns do not change"
         leaving = at_limit + [row for row in rows if row not in at_limit and rng.random() < 0.004]
         rng.shuffle(leaving)
         running.remove(leaving)

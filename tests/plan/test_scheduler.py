@@ -1,4 +1,4 @@
-"""Step plans executed against a simulated pool that knows what every slot must hold."""
+"""Scheduler tests: step plans run on a simulated pool that checks the contents of every slot."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.plan import groups
+from batchgen.plan import prefix_group_selection as groups
+from batchgen.plan.block_manager import BlockManager, PageAllocator
 from batchgen.plan.builder import StepBuilder
 from batchgen.plan.config import SchedulerStats
-from batchgen.plan.nodes import Nodes
-from batchgen.plan.pages import PageAllocator
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
 from tests.plan.simulator import Simulator
 from tests.plan.test_tree import tree_of
@@ -50,7 +49,7 @@ def configs(draw: st.DrawFn, num_pages: int | None = None, size: int | None = No
 
 @st.composite
 def tight_jobs(draw: st.DrawFn) -> tuple[list[tuple], SchedulerConfig]:
-    """Branching prompts and a pool that holds the largest request alone, or hardly more."""
+    """Branching prompts, and a pool that holds little more than the largest request alone."""
     base = draw(st.lists(st.integers(0, 1), min_size=6, max_size=24))
     tails = st.lists(st.integers(0, 2), max_size=9)
     prompts = st.tuples(st.integers(1, len(base)), tails).map(lambda x: base[: x[0]] + x[1])
@@ -93,12 +92,12 @@ def test_every_shared_token_is_computed_once(rows: list[tuple], config: Schedule
     assert stats.decode_kv_positions == sim.decode_positions
     assert stats.decode_kv_reads == sim.decode_positions - sim.saved
     if samples <= config.max_num_seqs:
-        assert stats.relogit_tokens == 0
+        assert stats.recomputed_last_tokens == 0
 
 
 @settings(max_examples=250, deadline=None)
 @given(rows, configs())
-def test_small_pool(rows: list[tuple], config: SchedulerConfig) -> None:
+def test_jobs_finish_in_a_small_pool(rows: list[tuple], config: SchedulerConfig) -> None:
     sim = simulator(rows, config)
     sim.run()
     assert sim.scheduler.stats.prompt_tokens == live_distinct(sim)
@@ -107,7 +106,7 @@ def test_small_pool(rows: list[tuple], config: SchedulerConfig) -> None:
 
 @settings(max_examples=400, deadline=None)
 @given(tight_jobs())
-def test_whatever_fits_alone_ends(job: tuple[list[tuple], SchedulerConfig]) -> None:
+def test_every_request_that_fits_alone_finishes(job: tuple[list[tuple], SchedulerConfig]) -> None:
     sim = simulator(*job)
     assert not [r for r in sim.too_large if sim.targets[r]]
     sim.run()
@@ -119,7 +118,7 @@ def test_whatever_fits_alone_ends(job: tuple[list[tuple], SchedulerConfig]) -> N
 
 @settings(max_examples=120, deadline=None)
 @given(tight_jobs(), st.integers(1, 3))
-def test_ends_reported_late(job: tuple[list[tuple], SchedulerConfig], lag: int) -> None:
+def test_ends_may_be_reported_late(job: tuple[list[tuple], SchedulerConfig], lag: int) -> None:
     rows, config = job
     rows = [(r[0], [max(r[1])] * len(r[1]) if r[1] else [], 0, 0) for r in rows]
     simulator(rows, config, lag).run()
@@ -127,7 +126,9 @@ def test_ends_reported_late(job: tuple[list[tuple], SchedulerConfig], lag: int) 
 
 @settings(max_examples=150, deadline=None)
 @given(tight_jobs(), st.lists(st.tuples(st.integers(0, 30), st.integers(0, 13)), max_size=4))
-def test_cancelled_requests(job: tuple[list[tuple], SchedulerConfig], cancels: list[tuple[int, int]]) -> None:
+def test_cancelled_requests_free_everything(
+    job: tuple[list[tuple], SchedulerConfig], cancels: list[tuple[int, int]]
+) -> None:
     rows, config = job
     sim = simulator(rows, config)
 
@@ -139,19 +140,19 @@ def test_cancelled_requests(job: tuple[list[tuple], SchedulerConfig], cancels: l
     sim.run(between)
 
 
-def test_preemption_computes_again_exactly_what_was_lost() -> None:
-    # Two rows of 4 + 8 positions in 5 usable pages of 4: both cannot stand at full length.
+def test_preemption_recomputes_exactly_the_lost_positions() -> None:
+    # Two rows of 4 + 8 positions in 5 usable pages of 4: they do not fit together at full length.
     config = SchedulerConfig(num_pages=6, page_size=4, max_num_seqs=2, max_tokens_per_step=16, admission="free")
     sim = simulator([([1, 2, 3, 4], [9], 0, 0), ([5, 6, 7, 8], [9], 0, 0)], config)
     sim.run()
     stats = sim.scheduler.stats
     assert stats.preemptions == 1
-    # The younger one stood at position 8 with 5 tokens out; its prompt's page could stay.
+    # The younger one was at position 8 with 5 output tokens; its prompt's page was kept.
     assert stats.evicted_nodes == 0
     assert stats.recomputed_tokens == 4
 
 
-def test_eviction_before_preemption() -> None:
+def test_idle_nodes_are_evicted_before_a_sequence_is_preempted() -> None:
     # The root [1, 1] waits for its second child while the first one's row grows into the last page.
     config = SchedulerConfig(num_pages=6, page_size=2, max_num_seqs=1, max_tokens_per_step=8)
     sim = simulator([([1, 1, 2, 2], [4], 0, 0), ([1, 1, 3, 3], [4], 0, 0), ([4, 4], [5], 0, 0)], config)
@@ -160,19 +161,19 @@ def test_eviction_before_preemption() -> None:
 
 
 REGRESSIONS = [
-    # Nested nodes hold the same tail page: both must let go of it before the pool is full for good.
+    # Nested nodes hold the same tail page: both must free it.
     (
         SchedulerConfig(3, 8, 20, 20, 16, 1),
         [[1, 0, 2, 1, 2, 1, 1, 2, 2, 2, 1], [1, 0, 0, 1], [1, 0, 1, 1, 0], [1, 1, 1, 1, 0], [1, 0, 2]],
         [[2, 2], [2, 7, 1], [6, 4], [1, 6, 1, 4], [4, 1, 8, 7]],
     ),
-    # Resident nodes that nobody uses yet leave no room for the first node to come.
+    # Unused nodes in the pool leave no room for the next node.
     (
         SchedulerConfig(7, 2, 3, 4, 16, 8),
         [[0, 0, 1, 1, 0, 1, 0, 1, 0, 0, 0, 1], [0], [1, 0], [1, 0, 0, 0, 1], [1, 2], [0, 0, 0, 1]],
         [[1], [2, 2, 2, 2], [2], [2, 2, 2], [2, 2, 1], []],
     ),
-    # The only thing left is a sample whose node gave its tail up.
+    # The only remaining sample belongs to a node whose tail was freed.
     (
         SchedulerConfig(9, 2, 2, 2, 4, 8),
         [[0, 0, 1, 1, 0, 0, 2, 2], [0, 0, 1, 1, 0, 1, 0, 0, 0, 0, 0]],
@@ -182,33 +183,33 @@ REGRESSIONS = [
 
 
 @pytest.mark.parametrize(("config", "prompts", "targets"), REGRESSIONS)
-def test_pools_that_once_got_stuck(config: SchedulerConfig, prompts: list, targets: list) -> None:
+def test_tight_pools_do_not_deadlock(config: SchedulerConfig, prompts: list, targets: list) -> None:
     simulator([(p, t, 0, 0) for p, t in zip(prompts, targets, strict=True)], config).run()
 
 
-def test_logits_alone_are_computed_without_storing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sample that was to compute its prompt's tail itself, and finds it standing again, stores nothing anew."""
+def test_last_prompt_token_is_recomputed_without_storing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample that should recompute its prompt's tail stores nothing if the tail is available again."""
     config = SchedulerConfig(num_pages=20, page_size=4, max_num_seqs=1, max_tokens_per_step=8)
     sim = simulator([([1] * 7, [2, 2], 0, 0)], config)
-    prompts = sim.scheduler._prompts
+    prompts = sim.scheduler._prefill
     monkeypatch.setattr(
-        prompts, "_relogit", lambda node, builder, count: prompts._begin_samples(node.id, builder, None, count)
+        prompts, "_recompute_last", lambda node, builder, count: prompts._begin_samples(node.id, builder, None, count)
     )
     chunks = []
     execute = sim.execute
     monkeypatch.setattr(sim, "execute", lambda plan: (chunks.extend(plan.prefills), execute(plan)))
     sim.run()
     assert [(c.start, c.end, c.sequence, c.store) for c in chunks] == [(0, 7, None, True), (6, 7, 1, False)]
-    assert sim.scheduler.stats.relogit_tokens == 1
+    assert sim.scheduler.stats.recomputed_last_tokens == 1
 
 
-def test_nodes_at_work_are_not_evicted() -> None:
+def test_nodes_in_use_are_not_evicted() -> None:
     allocator = PageAllocator(9, 4)
-    nodes = Nodes(tree_of([[1] * 6, [2] * 8]), np.array([1, 1], np.int32), allocator, SchedulerStats())
+    nodes = BlockManager(tree_of([[1] * 6, [2] * 8]), np.array([1, 1], np.int32), allocator, SchedulerStats())
     nodes.step = 3
     busy, idle = nodes.admit(0, []), nodes.admit(1, [])
-    busy.touched = busy.ready = 3
-    idle.touched = idle.ready = 2
+    busy.last_used_step = busy.completed_step = 3
+    idle.last_used_step = idle.completed_step = 2
     assert not nodes.make_room(lambda: 7, spare_waiting=False)
     assert (busy.alive, busy.tail_held, idle.alive) == (True, True, False)
     nodes.step = 4
@@ -217,11 +218,11 @@ def test_nodes_at_work_are_not_evicted() -> None:
     assert allocator.used_count == 0
 
 
-def test_nothing_branches_off_in_the_step_that_completes_its_parent() -> None:
+def test_children_branch_off_in_the_step_after_their_parent_is_complete() -> None:
     config = SchedulerConfig(num_pages=20, page_size=4, max_num_seqs=4, max_tokens_per_step=16)
     scheduler = Scheduler(tree_of([[1, 1, 1, 2], [1, 1, 1, 3]]), np.array([1, 1]), np.array([3, 3]), config)
     scheduler.step()
-    prompts, nodes = scheduler._prompts, scheduler._nodes
+    prompts, nodes = scheduler._prefill, scheduler._block_manager
     assert sorted(nodes.active) == [0, 1]
     prompts.recompute(2, StepBuilder(1, SchedulerStats()), force=False)
     assert sorted(nodes.active) == [0, 1]
@@ -229,7 +230,7 @@ def test_nothing_branches_off_in_the_step_that_completes_its_parent() -> None:
     assert sorted(nodes.active) == [0, 1, 2]
 
 
-def test_the_youngest_is_preempted() -> None:
+def test_youngest_sequence_is_preempted() -> None:
     config = SchedulerConfig(num_pages=8, page_size=4, max_num_seqs=3, max_tokens_per_step=16, admission="free")
     sim = simulator([([r] * 4, [9], 0, 0) for r in (1, 2, 3)], config)
     done: list[int] = []
@@ -238,7 +239,7 @@ def test_the_youngest_is_preempted() -> None:
     assert done == [0, 1, 2]
 
 
-def test_one_row_copies_nothing() -> None:
+def test_prompts_with_one_sample_copy_no_pages() -> None:
     config = SchedulerConfig(num_pages=50, page_size=4, max_num_seqs=8, max_tokens_per_step=64)
     sim = simulator([([i] * 7, [5], 0, 0) for i in range(6)], config)
     sim.run()
@@ -246,7 +247,7 @@ def test_one_row_copies_nothing() -> None:
     assert sim.scheduler.stats.peak_pages == 6 * 3
 
 
-def test_samples_fork_and_the_first_writes_in_place() -> None:
+def test_first_sample_writes_in_place_and_the_others_copy_a_page() -> None:
     config = SchedulerConfig(num_pages=50, page_size=4, max_num_seqs=8, max_tokens_per_step=64)
     sim = simulator([([1] * 7, [3, 3, 3, 3], 0, 0)], config)
     plan = sim.scheduler.step()
@@ -260,16 +261,16 @@ def test_samples_fork_and_the_first_writes_in_place() -> None:
     assert sim.scheduler.stats.prompt_tokens == 7
 
 
-def test_more_samples_than_slots_need_one_relogit_each_time() -> None:
+def test_more_samples_than_slots_recompute_the_last_token_once_per_round() -> None:
     config = SchedulerConfig(num_pages=50, page_size=4, max_num_seqs=4, max_tokens_per_step=64)
     sim = simulator([([1] * 8, [3] * 10, 0, 0)], config)
     sim.run()
     assert sim.scheduler.stats.prompt_tokens == 8
-    assert sim.scheduler.stats.relogit_tokens == 2
+    assert sim.scheduler.stats.recomputed_last_tokens == 2
 
 
-def test_shared_prefix_work_is_counted() -> None:
-    """256 rows behind 128 shared tokens: computed once, read once per step."""
+def test_counts_of_a_shared_prefix() -> None:
+    """128 tokens shared by 256 rows are computed once and read once per step."""
     shared = [9] * 128
     rows = [([*shared, i // 16, i % 16, 1, 2], [8], 0, 0) for i in range(256)]
     config = SchedulerConfig(num_pages=1000, page_size=16, max_num_seqs=256, max_tokens_per_step=2048)
@@ -277,17 +278,17 @@ def test_shared_prefix_work_is_counted() -> None:
     sim.run()
     stats = sim.scheduler.stats
     assert stats.prompt_tokens == 128 + 16 + 256 * 3
-    # The path to the first leaf in one chunk, the others as soon as their parents stand.
+    # The path to the first leaf is one chunk, the others follow when their parents are complete.
     assert stats.prefill_chunks == 256
     assert stats.steps <= 3 + 7
-    assert stats.relogit_tokens == 0
+    assert stats.recomputed_last_tokens == 0
     assert stats.peak_pages == 8 + 256
     # The first row decodes alone once; in each of the other 8 steps all rows read the prefix once.
     assert stats.group_passes == 8
     assert stats.decode_kv_reads == stats.decode_kv_positions - (256 * 7 - 1 - 8) * 128
 
 
-def test_tree_work_is_counted() -> None:
+def test_counts_of_a_tree() -> None:
     """Root 32 -> 4 tasks of 64 -> 8 questions of 16 each, 4 samples of 12: three levels of groups."""
     rows = [([1] * 32 + [2 + t] * 64 + [10 + q] * 16, [12] * 4, 0, 0) for t in range(4) for q in range(8)]
     config = SchedulerConfig(
@@ -299,7 +300,7 @@ def test_tree_work_is_counted() -> None:
     assert stats.prompt_tokens == 32 + 4 * 64 + 32 * 16
     assert stats.page_copies == 0
     assert stats.steps <= 3 + 11
-    # In a step with all rows: the root once, each task once, each question once, and what the rows hold alone.
+    # A step with all rows reads the root, each task and each question once, and the rows' own pages.
     assert sim.most_groups == 1 + 4 + 32
     saving = 127 * 32 + 4 * 31 * 64 + 32 * 3 * 16
     assert stats.decode_kv_reads <= stats.decode_kv_positions - 9 * saving
@@ -307,31 +308,35 @@ def test_tree_work_is_counted() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(rows, configs(num_pages=1000), st.integers(1, 60))
-def test_nodes_that_are_not_looked_at_get_no_pass(rows: list[tuple], config: SchedulerConfig, saving: int) -> None:
-    """The same groups as where all nodes are looked at that several rows share."""
+def test_skipping_small_nodes_does_not_change_the_groups(
+    rows: list[tuple], config: SchedulerConfig, saving: int
+) -> None:
+    """The groups equal those selected among all nodes that several rows share."""
     config = replace(config, group_min_saving=saving)
     some, all_nodes = simulator(rows, config), simulator(rows, config)
-    all_nodes.scheduler._groups._fewest = 2
+    all_nodes.scheduler._groups._min_rows = 2
     some.run()
     all_nodes.run()
     assert asdict(some.scheduler.stats) == asdict(all_nodes.scheduler.stats)
 
 
-def test_groups_too_small_for_a_pass_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sixteen rows of one root, and pairs below it: a pair saves the 12 positions of its prompt at most."""
-    looked: list[int] = []
-    monkeypatch.setattr(groups, "choose_levels", lambda nodes, *given: looked.append(len(nodes)) or [-1] * len(nodes))
+def test_groups_too_small_for_a_pass_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 rows below one root, in pairs: a pair saves at most the 12 positions of its prompt."""
+    node_counts: list[int] = []
+    monkeypatch.setattr(
+        groups, "select_groups", lambda nodes, *given: node_counts.append(len(nodes)) or [-1] * len(nodes)
+    )
     prompts = [([1] * 8 + [2 + i // 2] * 4, [4], 0, 0) for i in range(16)]
     for saving, most in ((13, 1), (12, 9)):
-        looked.clear()
+        node_counts.clear()
         config = SchedulerConfig(
             num_pages=99, page_size=4, max_num_seqs=16, max_tokens_per_step=99, group_min_saving=saving
         )
         simulator(prompts, config).run()
-        assert max(looked) == most
+        assert max(node_counts) == most
 
 
-def test_groups_are_the_same_list_while_rows_stay() -> None:
+def test_group_list_is_reused_while_rows_are_unchanged() -> None:
     config = SchedulerConfig(num_pages=99, page_size=2, max_num_seqs=4, max_tokens_per_step=64, group_min_saving=1)
     scheduler = Scheduler(tree_of([[1, 1, 1], [1, 1, 2]]), np.array([1, 1]), np.array([9, 9]), config)
     seen = []
@@ -345,15 +350,15 @@ def test_groups_are_the_same_list_while_rows_stay() -> None:
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
-def test_who_has_all_tokens_keeps_nobody_waiting(lag: int) -> None:
-    """However late its end is reported: as many rows draw in every step, and only the last end takes steps more."""
+def test_finished_sequences_do_not_occupy_slots(lag: int) -> None:
+    """However late ends are reported, all slots sample in every step; only the last end adds steps."""
     rows = [([i, 7], [1 + i % 6], 0, 0) for i in range(90)]
     config = SchedulerConfig(page_size=4, num_pages=1000, max_num_seqs=8, max_tokens_per_step=64)
     sim = simulator(rows, config, lag)
     begun: list[int] = []
-    sim.run(lambda step: begun.append(len(sim.who)))
+    sim.run(lambda step: begun.append(len(sim.owners)))
     tokens = sum(sum(row[1]) for row in rows)
-    assert len(begun) - lag <= tokens // 8 + 6, "no slot is empty but at the end"
+    assert len(begun) - lag <= tokens // 8 + 6, "every slot is used until the end"
     assert begun[0] == 8
     slow = simulator(rows, config)
     slow.run()
@@ -370,14 +375,14 @@ def test_too_large_is_exact() -> None:
     assert sim.scheduler.stats.peak_pages == 3
 
 
-def test_too_large_request_left_in_is_named() -> None:
+def test_error_names_a_request_that_is_too_large() -> None:
     config = SchedulerConfig(num_pages=4, page_size=4, max_num_seqs=2, max_tokens_per_step=8)
     scheduler = Scheduler(tree_of([[1] * 13]), np.array([1]), np.array([1]), config)
     with pytest.raises(ValueError, match="request 0 needs 4 pages"):
         scheduler.step()
 
 
-def test_unknown_sequence_cannot_end() -> None:
+def test_commit_of_an_unknown_sequence_fails() -> None:
     config = SchedulerConfig(num_pages=9, page_size=4, max_num_seqs=2, max_tokens_per_step=8)
     scheduler = Scheduler(tree_of([[1]]), np.array([1]), np.array([1]), config)
     scheduler.step()
@@ -393,7 +398,7 @@ def test_unknown_sequence_cannot_end() -> None:
         ([1, 1], [1, 0], "max_new of request 1 is 0"),
     ],
 )
-def test_bad_columns_are_refused(samples: list[int], max_new: list[int], message: str) -> None:
+def test_invalid_columns_are_rejected(samples: list[int], max_new: list[int], message: str) -> None:
     config = SchedulerConfig(num_pages=9, page_size=4, max_num_seqs=2, max_tokens_per_step=8)
     with pytest.raises(ValueError, match=message):
         Scheduler(tree_of([[1], [2]]), np.array(samples), np.array(max_new), config)
@@ -411,7 +416,7 @@ def test_bad_columns_are_refused(samples: list[int], max_new: list[int], message
         ({"start_together": 0}, "start_together"),
     ],
 )
-def test_bad_limits_are_refused(change: dict[str, int], message: str) -> None:
+def test_invalid_limits_are_rejected(change: dict[str, int], message: str) -> None:
     good = {"num_pages": 8, "page_size": 4, "max_num_seqs": 4, "max_tokens_per_step": 8}
     with pytest.raises(ValueError, match=message):
         SchedulerConfig(**{**good, **change})

@@ -1,4 +1,4 @@
-"""The five shapes of `batchgen bench plan` against a plain trie: order, shared and computed tokens, page waste."""
+"""The shapes of `batchgen bench plan` against a trie: order, shared and computed tokens, page waste."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.job.bench.planning import PLAN_SHAPES, PlanSize, draw_prompts
+from batchgen.bench.planning import PLAN_SHAPES, PlanSize, draw_prompts
 from batchgen.plan.estimate import plan_counts
 from batchgen.plan.scheduler import SchedulerConfig
 from batchgen.plan.sort import sort_prompts
@@ -29,7 +29,7 @@ def common(a: list[int], b: list[int]) -> int:
 
 
 def assert_sorted(prompts: list[list[int]], keys: list[int] | None = None) -> None:
-    """Order and shared lengths are those of Python's own sort."""
+    """Check the order and the shared lengths against Python's sort."""
     order, shared = sort_prompts(*flat(prompts), None if keys is None else np.array(keys, np.int64))
     known = keys or [0] * len(prompts)
     assert order.tolist() == sorted(range(len(prompts)), key=lambda i: (known[i], prompts[i], i))
@@ -58,13 +58,13 @@ def test_planned_equals_run_equals_trie(shape: str, rows: int, tokens: int, page
     assert planned.page_waste == pytest.approx(count_pages(prompts, samples, limits, page).waste, abs=1e-12)
 
 
-def test_the_shapes_are_what_they_are_called() -> None:
+def test_shapes_match_their_names() -> None:
     size = PlanSize(200, 120)
     distinct = {shape: Trie(prompts_of(shape, size)).nodes for shape in PLAN_SHAPES}
     assert distinct["identical"] == 120
     assert distinct["common-roots"] == 96 + 200 * 24
     assert distinct["unshared"] >= 200 * 119
-    # Ten levels of 12 tokens, two branches each, of which 200 rows hit some.
+    # Ten levels of 12 tokens with two branches each; 200 rows visit some of them.
     assert distinct["deep-tree"] % 12 == 0
     assert 12 * 200 < distinct["deep-tree"] < 12 * 200 * 8
     near = prompts_of("near-duplicates", size)
@@ -74,8 +74,8 @@ def test_the_shapes_are_what_they_are_called() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_small_windows_and_blocks_sort_as_well(data: st.DataObject) -> None:
-    """Rows far longer than a window, changed at a few places, cut at any length; keys too."""
+def test_sort_with_small_windows_and_blocks(data: st.DataObject) -> None:
+    """Rows much longer than a window, with a few changes and random lengths, with and without keys."""
     base = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=60))
     edit = st.tuples(st.integers(0, 59), st.integers(0, 3))
     rows = data.draw(
@@ -97,8 +97,8 @@ def test_small_windows_and_blocks_sort_as_well(data: st.DataObject) -> None:
         assert build_tree(*flat(prompts)).distinct_tokens == Trie(prompts).nodes
 
 
-def test_a_staircase_and_a_caterpillar() -> None:
-    """Every prompt begins with all before it; every prompt leaves the path one token later than the one before."""
+def test_nested_and_diverging_prompts() -> None:
+    """Every prompt extends the previous one; every prompt diverges one token later than the previous one."""
     stairs = [[5] * n for n in range(1, 300)]
     assert_sorted(stairs[::-1])
     assert build_tree(*flat(stairs)).distinct_tokens == 299
@@ -108,8 +108,8 @@ def test_a_staircase_and_a_caterpillar() -> None:
 
 
 @pytest.mark.parametrize("shape", PLAN_SHAPES)
-def test_memory_is_by_row_not_by_token(shape: str) -> None:
-    """Ten times the tokens take no more memory beside the ids: under 250 bytes a prompt."""
+def test_memory_depends_on_rows_not_on_tokens(shape: str) -> None:
+    """Ten times the tokens need no more memory in addition to the ids: under 250 bytes per prompt."""
     rows = 20_000
 
     def peak(tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""Steps counted before a job runs are those that the scheduler takes."""
+"""Simulated step counts against those of the scheduler."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def simulated(prompts: list[list[int]], limits: list[int], samples: list[int], c
     st.integers(1, 8),
     st.sampled_from(["longest", "first-come"]),
 )
-def test_steps_are_exact_where_nothing_is_shared(job: list[tuple[int, int, int]], slots: int, order: Order) -> None:
-    """Prompts that share nothing and fit into a step beside what decodes."""
+def test_steps_are_exact_without_sharing(job: list[tuple[int, int, int]], slots: int, order: Order) -> None:
+    """Prompts share nothing and fit into a step together with the decode rows."""
     prompts = [[i] * length for i, (length, _, _) in enumerate(job)]
     limits, samples = [j[1] for j in job], [j[2] for j in job]
     config = SchedulerConfig(9999, 4, slots, 999, order=order)
@@ -53,14 +53,14 @@ def test_steps_are_close_with_shared_prefixes_and_long_prompts(levels: list, ord
     assert abs(found.tail_steps - stats.tail_steps) <= 12
 
 
-def test_samples_of_a_prompt_compute_it_once() -> None:
+def test_samples_share_the_computation_of_their_prompt() -> None:
     config = SchedulerConfig(999, 4, 4, 8)
-    # Twelve tokens take two steps of eight; four samples then decode three times.
+    # Twelve tokens need two steps of eight; four samples then decode three times.
     found = simulated([[1] * 12], [4], [4], config)
     assert (found.steps, found.sampled_tokens, found.occupancy) == (5, 16, 16 / 20)
     assert simulated([[1] * 12], [4], [8], replace(config, max_num_seqs=4)).steps == 9
 
 
-def test_no_rows_take_no_steps() -> None:
+def test_no_rows_need_no_steps() -> None:
     found = simulated([[1]], [3], [0], SchedulerConfig(9, 4, 2, 8))
     assert (found.steps, found.occupancy, found.tail_efficiency) == (0, 1.0, 1.0)

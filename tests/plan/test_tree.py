@@ -1,4 +1,4 @@
-"""The prefix tree against a dict trie."""
+"""Prefix tree, against a dict trie."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def tree_of(prompts: list[list[int]], keys: list[int] | None = None) -> PrefixTr
 
 
 def trie_edges(prompts: list[list[int]], keys: list[int]) -> set[tuple[int, ...]]:
-    """Every non-empty prefix, with its key: the nodes of the one-token-per-edge trie."""
+    """Every non-empty prefix with its key, i.e. the nodes of a trie with one token per edge."""
     return {(k, *p[: i + 1]) for k, p in zip(keys, prompts, strict=True) for i in range(len(p))}
 
 
 def compressed(prompts: list[list[int]], keys: list[int]) -> set[tuple[int, ...]]:
-    """Prefixes at which a prompt ends or paths part."""
+    """Prefixes at which a prompt ends or paths branch."""
     edges = trie_edges(prompts, keys)
     children: dict[tuple[int, ...], int] = {}
     for edge in edges:
@@ -94,7 +94,7 @@ def test_long_random_rows_with_shared_windows() -> None:
         assert shared[i] == next((j for j, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def test_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_in_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("batchgen.plan.sort.BLOCK", 7)
     rng = np.random.default_rng(1)
     prompts = [[4] * int(rng.integers(1, 40)) + rng.integers(0, 2, 3).tolist() for _ in range(100)]

@@ -1,4 +1,4 @@
-"""What the planner's figures are held against: an explicit trie, one dict a token, and pages told apart by content."""
+"""Oracles of the planner's counts: an explicit trie with a dict per token, and pages identified by their contents."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["PageCount", "Trie", "count_pages"]
 
 
 class Trie:
-    """All prompts, one node for each distinct prefix."""
+    """Trie of prompts with one node per distinct prefix."""
 
     def __init__(self, prompts: Sequence[Sequence[int]]) -> None:
         self.root: dict[int, Any] = {}
@@ -18,7 +18,7 @@ class Trie:
             self.add(prompt)
 
     def add(self, prompt: Sequence[int]) -> int:
-        """Take a prompt in. Returns how many of its first tokens were known."""
+        """Add a prompt; returns how many of its first tokens were in the trie."""
         known, node = 0, self.root
         for token in prompt:
             if token in node:
@@ -31,12 +31,12 @@ class Trie:
 
 
 class PageCount:
-    """Pages that all samples fill at their full length, shared ones once."""
+    """Pages that all samples fill at full length, shared ones counted once."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.filled: dict[tuple[Any, ...], int] = {}
-        """By what a page holds: the positions filled."""
+        """Contents of a page -> number of positions filled."""
 
     def add(self, prompt: Sequence[int], sample: tuple[int, int], positions: int) -> None:
         for begin in range(0, positions, self.size):
@@ -47,14 +47,14 @@ class PageCount:
 
     @property
     def waste(self) -> float:
-        """Share of the pages' positions that stay empty."""
+        """Fraction of the pages' positions that stay empty."""
         return 1 - sum(self.filled.values()) / (len(self.filled) * self.size)
 
 
 def count_pages(
     prompts: Sequence[Sequence[int]], samples: Sequence[int], limits: Sequence[int], size: int
 ) -> PageCount:
-    """The pages of a whole job, page by page."""
+    """Count the pages of a job one by one."""
     count = PageCount(size)
     for request, prompt in enumerate(prompts):
         for sample in range(samples[request]):

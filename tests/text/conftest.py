@@ -1,4 +1,4 @@
-"""Small tokenizers of five kinds, trained on a few sentences and saved as model folders."""
+"""Fixtures: small tokenizers of five kinds, trained on a few sentences and saved as model folders."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SENTENCES = [
     "don't can't isn't it's we're they've   spaces",
 ]
 KINDS = ["bytelevel", "nested", "bytefallback", "wordpiece", "unigram"]
-SPECIALS = ["<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>"]
+SPECIAL_TOKENS = ["<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>"]
 
 CHAT_TEMPLATE = """\
 {{- bos_token -}}
@@ -45,34 +45,36 @@ def _bytelevel() -> Backend:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     backend.train_from_iterator(
         SENTENCES,
-        trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False),
+        trainers.BpeTrainer(
+            vocab_size=400, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False
+        ),
     )
     return backend
 
 
 def _nested() -> Backend:
-    """Byte-level tokens whose decoder is not plainly ByteLevel, so that text is found by decoding windows."""
+    """Byte-level tokens whose decoder has a further step, so that text is decoded in windows."""
     backend = _bytelevel()
     backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
     return backend
 
 
 def _bytefallback() -> Backend:
-    learner = Backend(models.BPE())
-    learner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    trained = Backend(models.BPE())
+    trained.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     ascii_only = [s.encode("ascii", "ignore").decode() for s in SENTENCES]
-    learner.train_from_iterator(ascii_only, trainers.BpeTrainer(vocab_size=200, show_progress=False))
-    learned = json.loads(learner.to_str())["model"]
-    names = [*SPECIALS, *(f"<0x{byte:02X}>" for byte in range(256))]
+    trained.train_from_iterator(ascii_only, trainers.BpeTrainer(vocab_size=200, show_progress=False))
+    learned = json.loads(trained.to_str())["model"]
+    names = [*SPECIAL_TOKENS, *(f"<0x{byte:02X}>" for byte in range(256))]
     names += [token for token in learned["vocab"] if token not in names]
     merges = [tuple(merge) for merge in learned["merges"]]
     vocab = {name: index for index, name in enumerate(names)}
     backend = Backend(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    backend.normalizer = learner.normalizer
+    backend.normalizer = trained.normalizer
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    backend.add_special_tokens(SPECIALS)
+    backend.add_special_tokens(SPECIAL_TOKENS)
     return backend
 
 
@@ -81,7 +83,7 @@ def _wordpiece() -> Backend:
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece(prefix="##", cleanup=True)
     backend.train_from_iterator(
-        SENTENCES, trainers.WordPieceTrainer(vocab_size=200, special_tokens=SPECIALS, show_progress=False)
+        SENTENCES, trainers.WordPieceTrainer(vocab_size=200, special_tokens=SPECIAL_TOKENS, show_progress=False)
     )
     return backend
 
@@ -92,7 +94,7 @@ def _unigram() -> Backend:
     backend.decoder = decoders.Metaspace()
     backend.train_from_iterator(
         SENTENCES,
-        trainers.UnigramTrainer(vocab_size=150, special_tokens=SPECIALS, unk_token="<unk>", show_progress=False),
+        trainers.UnigramTrainer(vocab_size=150, special_tokens=SPECIAL_TOKENS, unk_token="<unk>", show_progress=False),
     )
     return backend
 
@@ -142,5 +144,5 @@ def tokenizers(folders: dict[str, Path]) -> dict[str, Tokenizer]:
 
 @pytest.fixture(scope="session")
 def tokenizer(tokenizers: dict[str, Tokenizer]) -> Tokenizer:
-    """The byte-level one."""
+    """The byte-level tokenizer."""
     return tokenizers["bytelevel"]

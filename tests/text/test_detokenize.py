@@ -16,9 +16,9 @@ MODES = [(True, True), (False, True), (False, False)]
 
 
 def byte_ids(tokenizer: Tokenizer, content: bytes) -> list[int]:
-    """One token per byte, in a tokenizer that has them."""
-    if tokenizer.byte_pieces is not None:
-        single = {tokenizer.byte_pieces[token]: token for token in range(tokenizer.vocab_size - 1, -1, -1)}
+    """One token per byte, for a tokenizer with byte tokens."""
+    if tokenizer.byte_level_tokens is not None:
+        single = {tokenizer.byte_level_tokens[token]: token for token in range(tokenizer.vocab_size - 1, -1, -1)}
         return [single[bytes([byte])] for byte in content]
     spelled = {tokenizer.id_to_token(token): token for token in range(tokenizer.vocab_size)}
     return [spelled[f"<0x{byte:02X}>"] for byte in content]
@@ -26,10 +26,10 @@ def byte_ids(tokenizer: Tokenizer, content: bytes) -> list[int]:
 
 @st.composite
 def id_lists(draw: st.DrawFn, tokenizer: Tokenizer) -> list[int]:
-    """Any ids, a few past the vocabulary, mixed with real text and stretches of single bytes, whole and broken."""
+    """Any ids, a few past the vocabulary, mixed with real text and byte tokens, complete and incomplete."""
     text = st.one_of(st.text(max_size=12), st.sampled_from(SENTENCES)).map(lambda t: tokenizer.encode_plain([t])[0])
     kinds = [st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=12), text]
-    if tokenizer.byte_pieces is not None or tokenizer.byte_fallback:
+    if tokenizer.byte_level_tokens is not None or tokenizer.byte_fallback:
         whole = st.text(max_size=4).map(str.encode)
         kinds.append(st.one_of(st.binary(max_size=6), whole).map(lambda b: byte_ids(tokenizer, b)))
     parts = draw(st.lists(st.one_of(kinds), max_size=5))
@@ -41,7 +41,7 @@ def id_lists(draw: st.DrawFn, tokenizer: Tokenizer) -> list[int]:
 @pytest.mark.parametrize("kind", KINDS)
 @SHARED
 @given(data=st.data())
-def test_pieces_joined_are_the_decoded_text(
+def test_joined_pieces_are_the_decoded_text(
     tokenizers: dict[str, Tokenizer], kind: str, skip: bool, spaces: bool, data: st.DataObject
 ) -> None:
     tokenizer = tokenizers[kind]
@@ -56,8 +56,8 @@ def test_pieces_joined_are_the_decoded_text(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("text", [*SENTENCES, "Hello world", "a  b"])
-def test_prompt_and_output_joined_are_the_text(tokenizers: dict[str, Tokenizer], kind: str, text: str) -> None:
-    """Wherever it is cut between two words: the first word's space is the output's, as it is in vLLM and SGLang."""
+def test_joined_prompt_and_output_are_the_text(tokenizers: dict[str, Tokenizer], kind: str, text: str) -> None:
+    """For every split: the leading space of the output's first word belongs to the output, as in vLLM and SGLang."""
     tokenizer = tokenizers[kind]
     ids = tokenizer.encode_plain([text])[0]
     for at in range(1, len(ids) + 1):
@@ -67,7 +67,7 @@ def test_prompt_and_output_joined_are_the_text(tokenizers: dict[str, Tokenizer],
 
 
 @pytest.mark.parametrize("kind", ["bytefallback", "unigram", "wordpiece"])
-def test_an_outputs_first_space_stays(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+def test_the_leading_space_of_an_output_is_kept(tokenizers: dict[str, Tokenizer], kind: str) -> None:
     tokenizer = tokenizers[kind]
     ids = tokenizer.encode_plain(["fox"])[0]
     assert (tokenizer.decode(ids), tokenizer.decode_output(ids)) == ("fox", " fox")
@@ -79,7 +79,7 @@ def test_an_outputs_first_space_stays(tokenizers: dict[str, Tokenizer], kind: st
 @given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=40))
 @example("<|im_end|>")
 @settings(SHARED, max_examples=60)
-def test_decode_without_skipping_is_the_backends(tokenizers: dict[str, Tokenizer], kind: str, text: str) -> None:
+def test_decode_equals_the_library_without_clean_up(tokenizers: dict[str, Tokenizer], kind: str, text: str) -> None:
     tokenizer = tokenizers[kind]
     ids = tokenizer.encode_plain([text])[0]
     hf = tokenizer._hf
@@ -90,14 +90,14 @@ def test_decode_without_skipping_is_the_backends(tokenizers: dict[str, Tokenizer
 
 
 @pytest.mark.parametrize("kind", ["bytelevel", "bytefallback"])
-def test_any_text_survives_byte_tokenizers(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+def test_any_text_round_trips_through_byte_tokenizers(tokenizers: dict[str, Tokenizer], kind: str) -> None:
     tokenizer = tokenizers[kind]
     for text in ["naïve 東京 🦊👩‍👩‍👧", "a  b\n\tc", *SENTENCES]:
         assert tokenizer.decode(tokenizer.encode([text])[0]) == text
 
 
 @pytest.mark.parametrize("kind", ["bytelevel", "bytefallback"])
-def test_an_unfinished_character_waits(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+def test_an_incomplete_character_is_held_back(tokenizers: dict[str, Tokenizer], kind: str) -> None:
     tokenizer = tokenizers[kind]
     detokenizer = Detokenizer(tokenizer)
     pieces = [detokenizer.append(token) for token in byte_ids(tokenizer, "€".encode())]
@@ -105,7 +105,7 @@ def test_an_unfinished_character_waits(tokenizers: dict[str, Tokenizer], kind: s
     assert pieces[2] + detokenizer.tail == "€"
 
 
-def test_an_invalid_byte_takes_back_the_whole_run_of_a_byte_fallback_decoder(
+def test_an_invalid_byte_replaces_the_whole_run_of_byte_fallback_tokens(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     tokenizer = tokenizers["bytefallback"]
@@ -127,7 +127,7 @@ def test_special_tokens_without_spaces(tokenizers: dict[str, Tokenizer]) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_cost_per_token_does_not_grow(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+def test_detokenization_cost_per_token_is_constant(tokenizers: dict[str, Tokenizer], kind: str) -> None:
     tokenizer = tokenizers[kind]
     line = tokenizer.encode_plain([" ".join(SENTENCES)])[0]
 
@@ -140,4 +140,4 @@ def test_cost_per_token_does_not_grow(tokenizers: dict[str, Tokenizer], kind: st
         return time.perf_counter() - start
 
     short, long = min(seconds(line) for _ in range(3)), seconds(line * 40)
-    assert long < 40 * 8 * short, "a decoder that reads the whole text again would take 40 times as long per token"
+    assert long < 40 * 8 * short, "decoding the whole text each time would take 40 times as long per token"

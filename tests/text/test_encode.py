@@ -9,10 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchgen.errors import ErrorCode, ErrorInfo
-from batchgen.params import StateLimits
-from batchgen.prompts import TextPrompt, TokenPrompt
-from batchgen.request import ParsedRow
-from batchgen.rows import RowDefaults, derive_seed, parse_row
+from batchgen.request.params import CaptureSupport
+from batchgen.request.parser import RowDefaults, derive_seed, parse_row
+from batchgen.request.prompts import TextPrompt, TokenPrompt
+from batchgen.request.table import ParsedRow
 from batchgen.text.encode import EncodedPrompt, Encoder
 from batchgen.text.tokenizer import Tokenizer
 from tests.text.conftest import SENTENCES
@@ -31,13 +31,13 @@ def encode(encoder: Encoder, *values: dict[str, Any]) -> list[list[EncodedPrompt
     return [result for _, result in results]
 
 
-def only(encoder: Encoder, value: dict[str, Any]) -> EncodedPrompt:
+def encode_one(encoder: Encoder, value: dict[str, Any]) -> EncodedPrompt:
     (result,) = encode(encoder, value)
     assert not isinstance(result, ErrorInfo), result
     return result[0]
 
 
-def failure(encoder: Encoder, value: dict[str, Any]) -> ErrorInfo:
+def encode_error(encoder: Encoder, value: dict[str, Any]) -> ErrorInfo:
     (result,) = encode(encoder, value)
     assert isinstance(result, ErrorInfo)
     return result
@@ -49,7 +49,7 @@ def encoder(tokenizer: Tokenizer) -> Encoder:
 
 
 @pytest.mark.field("text", "input_ids", "messages")
-def test_every_source_keeps_its_place(encoder: Encoder, tokenizer: Tokenizer) -> None:
+def test_prompts_of_all_sources_are_encoded_in_order(encoder: Encoder, tokenizer: Tokenizer) -> None:
     chat = [{"role": "user", "content": "Hi"}]
     results = encode(
         encoder,
@@ -72,25 +72,25 @@ def test_every_source_keeps_its_place(encoder: Encoder, tokenizer: Tokenizer) ->
 
 
 @pytest.mark.field("seed", "id")
-def test_seeds(encoder: Encoder) -> None:
-    assert only(encoder, {"text": "a", "seed": -3}).seed == -3
-    assert only(encoder, {"text": "a", "id": "mine"}).seed == derive_seed(11, "mine")
-    assert only(encoder, {"text": "a"}).seed == derive_seed(11, "row-0")
+def test_seeds_are_given_or_derived_from_run_seed_and_id(encoder: Encoder) -> None:
+    assert encode_one(encoder, {"text": "a", "seed": -3}).seed == -3
+    assert encode_one(encoder, {"text": "a", "id": "mine"}).seed == derive_seed(11, "mine")
+    assert encode_one(encoder, {"text": "a"}).seed == derive_seed(11, "row-0")
 
 
 @pytest.mark.field("max_new_tokens")
-def test_the_limit_is_clipped_to_the_context(encoder: Encoder) -> None:
-    assert only(encoder, {"input_ids": [5] * 60}).max_new_tokens == 4
-    assert only(encoder, {"input_ids": [5] * 60, "max_new_tokens": 3}).max_new_tokens == 3
-    assert only(encoder, {"input_ids": [5], "max_new_tokens": 0}).max_new_tokens == 0
+def test_max_new_tokens_is_clipped_to_the_context(encoder: Encoder) -> None:
+    assert encode_one(encoder, {"input_ids": [5] * 60}).max_new_tokens == 4
+    assert encode_one(encoder, {"input_ids": [5] * 60, "max_new_tokens": 3}).max_new_tokens == 3
+    assert encode_one(encoder, {"input_ids": [5], "max_new_tokens": 0}).max_new_tokens == 0
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions"}
     body = {"messages": [{"role": "user", "content": "Hi"}]}
-    prompt = only(encoder, {**line, "body": body})
-    assert prompt.max_new_tokens == 64 - len(prompt.ids), "chat lines run to the end of the context"
+    prompt = encode_one(encoder, {**line, "body": body})
+    assert prompt.max_new_tokens == 64 - len(prompt.ids), "chat lines are limited only by the context"
 
 
-def test_a_full_context_is_an_error_that_names_the_numbers(encoder: Encoder) -> None:
-    error = failure(encoder, {"input_ids": [5] * 64})
+def test_a_prompt_that_fills_the_context_is_an_error_with_both_numbers(encoder: Encoder) -> None:
+    error = encode_error(encoder, {"input_ids": [5] * 64})
     assert error.code == ErrorCode.CONTEXT_LENGTH_EXCEEDED
     assert "64" in error.message
     assert "--truncate" in error.message
@@ -100,11 +100,11 @@ def test_a_full_context_is_an_error_that_names_the_numbers(encoder: Encoder) -> 
 @pytest.mark.parametrize(
     ("limit", "kept"), [(10, 54), (0, 63), (40, 32), (1000, 32)], ids=["asked", "none", "half", "half-at-most"]
 )
-def test_truncation_leaves_the_room_asked_for(tokenizer: Tokenizer, limit: int, kept: int) -> None:
+def test_truncation_leaves_room_for_max_new_tokens(tokenizer: Tokenizer, limit: int, kept: int) -> None:
     ids = list(range(5, 105))
     row = {"input_ids": ids, "max_new_tokens": limit}
-    left = only(Encoder(tokenizer, tokenizer.vocab_size, 64, "left"), row)
-    right = only(Encoder(tokenizer, tokenizer.vocab_size, 64, "right"), row)
+    left = encode_one(Encoder(tokenizer, tokenizer.vocab_size, 64, "left"), row)
+    right = encode_one(Encoder(tokenizer, tokenizer.vocab_size, 64, "right"), row)
     assert left.ids == ids[-kept:]
     assert right.ids == ids[:kept]
     assert left.max_new_tokens == min(limit, 64 - kept)
@@ -113,45 +113,45 @@ def test_truncation_leaves_the_room_asked_for(tokenizer: Tokenizer, limit: int, 
 def test_truncation_from_the_left_keeps_the_bos_of_text(tokenizer: Tokenizer) -> None:
     text = " ".join(SENTENCES)
     whole = tokenizer.encode([text])[0]
-    prompt = only(Encoder(tokenizer, tokenizer.vocab_size, 64, "left"), {"text": text, "max_new_tokens": 4})
+    prompt = encode_one(Encoder(tokenizer, tokenizer.vocab_size, 64, "left"), {"text": text, "max_new_tokens": 4})
     assert prompt.ids == [whole[0], *whole[-59:]]
-    short = only(Encoder(tokenizer, tokenizer.vocab_size, 64, "left"), {"text": "fox", "max_new_tokens": 64})
-    assert short.ids == tokenizer.encode(["fox"])[0], "a prompt that fits is left alone"
+    short = encode_one(Encoder(tokenizer, tokenizer.vocab_size, 64, "left"), {"text": "fox", "max_new_tokens": 64})
+    assert short.ids == tokenizer.encode(["fox"])[0], "a prompt that fits is not truncated"
 
 
-def test_ids_past_the_models_vocabulary(encoder: Encoder, tokenizer: Tokenizer) -> None:
+def test_ids_past_the_models_vocabulary_are_refused(encoder: Encoder, tokenizer: Tokenizer) -> None:
     size = tokenizer.vocab_size
-    assert failure(encoder, {"input_ids": [1, size]}).code == ErrorCode.TOKEN_OUT_OF_RANGE
+    assert encode_error(encoder, {"input_ids": [1, size]}).code == ErrorCode.TOKEN_OUT_OF_RANGE
     body = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": [1, size]}}
-    assert failure(encoder, body).param == "prompt"
-    stop = failure(encoder, {"text": "a", "stop_token_ids": [size]})
+    assert encode_error(encoder, body).param == "prompt"
+    stop = encode_error(encoder, {"text": "a", "stop_token_ids": [size]})
     assert (stop.code, stop.param) == (ErrorCode.TOKEN_OUT_OF_RANGE, "stop_token_ids")
     shaping = {"allowed_token_ids": [3, size], "logit_bias": {"5": 1, str(size): 1}, "bad_words": ["a", [3, size, 4]]}
     for name, value in [*shaping.items(), ("token_ids_logprob", [size])]:
-        odd = failure(encoder, {"text": "a", name: value, "return_logprob": True})
-        assert (odd.code, odd.param) == (ErrorCode.TOKEN_OUT_OF_RANGE, name)
-        assert str(size) in odd.message
-    top = failure(encoder, {"text": "a", "return_logprob": True, "top_logprobs_num": size + 1})
+        error = encode_error(encoder, {"text": "a", name: value, "return_logprob": True})
+        assert (error.code, error.param) == (ErrorCode.TOKEN_OUT_OF_RANGE, name)
+        assert str(size) in error.message
+    top = encode_error(encoder, {"text": "a", "return_logprob": True, "top_logprobs_num": size + 1})
     assert (top.code, top.param) == (ErrorCode.INVALID_FIELD, "top_logprobs_num")
     small = Encoder(tokenizer, 10, 64)
-    assert failure(small, {"text": "fox"}).code == ErrorCode.TOKEN_OUT_OF_RANGE
+    assert encode_error(small, {"text": "fox"}).code == ErrorCode.TOKEN_OUT_OF_RANGE
 
 
 @pytest.mark.field("logprob_start_len")
 def test_prompt_logprobs_begin_inside_the_prompt(encoder: Encoder) -> None:
     asked = {"input_ids": [[5, 6, 7], [8]], "return_logprob": True}
     assert not isinstance(encode(encoder, {**asked, "logprob_start_len": 1})[0], ErrorInfo)
-    error = failure(encoder, {**asked, "logprob_start_len": 2})
+    error = encode_error(encoder, {**asked, "logprob_start_len": 2})
     assert (error.code, error.param) == (ErrorCode.INVALID_FIELD, "logprob_start_len")
     assert "1 tokens" in error.message
 
 
-def test_empty_text_is_its_bos_or_an_error(
+def test_empty_text_is_just_the_bos_or_an_error(
     encoder: Encoder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert only(encoder, {"text": ""}).ids == tokenizer.prefix_ids
+    assert encode_one(encoder, {"text": ""}).ids == tokenizer.prefix_ids
     monkeypatch.setattr(tokenizer, "prefix_ids", [])
-    assert failure(encoder, {"text": ""}).code == ErrorCode.EMPTY_PROMPT
+    assert encode_error(encoder, {"text": ""}).code == ErrorCode.EMPTY_PROMPT
 
 
 def test_one_bad_prompt_fails_its_row_and_no_other(encoder: Encoder) -> None:
@@ -168,7 +168,7 @@ def test_a_conversation_that_cannot_be_rendered_fails_alone(encoder: Encoder) ->
     assert not isinstance(good, ErrorInfo)
 
 
-def test_parameters_that_the_model_cannot_take_are_refused_in_every_row(encoder: Encoder) -> None:
+def test_invalid_parameters_are_refused_in_every_row_that_shares_them(encoder: Encoder) -> None:
     defaults = RowDefaults()
     wrong, right = {"text": "a", "stop_token_ids": [10**6]}, {"text": "a", "stop_token_ids": [1]}
     rows = [parse_row(value, 0, defaults) for value in (right, wrong, right, wrong)]
@@ -180,54 +180,54 @@ def test_parameters_that_the_model_cannot_take_are_refused_in_every_row(encoder:
 
 
 @pytest.mark.field("return_hidden_states")
-def test_the_size_of_hidden_states_counts_the_rows_that_are_asked_for(tokenizer: Tokenizer) -> None:
-    """Of a model so wide that four rows of a layer are too many, with 3 tokens of prompt."""
-    encoder = Encoder(tokenizer, tokenizer.vocab_size, 64, limits=StateLimits(layers=2, hidden_size=2**29))
+def test_the_hidden_state_limit_counts_the_requested_tokens(tokenizer: Tokenizer) -> None:
+    """The model is so wide that four tokens of a layer exceed the limit; the prompt has 3 tokens."""
+    encoder = Encoder(tokenizer, tokenizer.vocab_size, 64, limits=CaptureSupport(layers=2, hidden_size=2**29))
 
-    def taken(new: int, **asked: str) -> bool:
+    def is_accepted(new: int, **asked: str) -> bool:
         row = {"input_ids": [7, 8, 9], "max_new_tokens": new, "return_hidden_states": asked}
         return not isinstance(encode(encoder, row)[0], ErrorInfo)
 
-    assert [taken(new, tokens="all") for new in (0, 1, 2)] == [True, True, False]
-    assert [taken(new, tokens="output") for new in (0, 3, 4)] == [True, True, False]
-    assert taken(60, tokens="prompt")
-    assert taken(60, tokens="last")
-    assert taken(60, tokens="all", pool="mean")
+    assert [is_accepted(new, tokens="all") for new in (0, 1, 2)] == [True, True, False]
+    assert [is_accepted(new, tokens="output") for new in (0, 3, 4)] == [True, True, False]
+    assert is_accepted(60, tokens="prompt")
+    assert is_accepted(60, tokens="last")
+    assert is_accepted(60, tokens="all", pool="mean")
 
 
-def test_a_text_that_the_tokenizer_refuses_fails_alone(
+def test_a_text_that_the_tokenizer_refuses_fails_only_its_row(
     encoder: Encoder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = tokenizer.encode_plain
 
-    def picky(texts: Sequence[str]) -> list[list[int]]:
+    def fail_on_bad(texts: Sequence[str]) -> list[list[int]]:
         if "bad" in texts:
             raise ValueError("cannot take this")
         return real(texts)
 
-    monkeypatch.setattr(tokenizer, "encode_plain", picky)
+    monkeypatch.setattr(tokenizer, "encode_plain", fail_on_bad)
     bad, good = encode(encoder, {"text": "bad"}, {"text": "good"})
     assert isinstance(bad, ErrorInfo)
     assert "cannot take this" in bad.message
     assert not isinstance(good, ErrorInfo)
 
 
-def test_rows_are_taken_as_needed(encoder: Encoder) -> None:
-    taken = 0
+def test_rows_are_read_lazily(encoder: Encoder) -> None:
+    count = 0
 
     def source() -> Any:
-        nonlocal taken
+        nonlocal count
         for index in range(5000):
-            taken += 1
+            count += 1
             yield ParsedRow(index, f"row-{index}", (TextPrompt("fox"),), parsed({"text": "a"})[0].params, {})
 
     results = encoder.encode_rows(source())
     next(results)
-    assert taken <= 1024
+    assert count <= 1024
     assert sum(1 for _ in results) == 4999
 
 
-def test_rows_are_taken_while_those_before_are_tokenised(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_read_while_earlier_ones_are_tokenized(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
     params = parsed({"text": "a"})[0].params
     more, real = threading.Event(), encoder._tokenizer.encode_plain
 
@@ -237,7 +237,7 @@ def test_rows_are_taken_while_those_before_are_tokenised(encoder: Encoder, monke
 
     def source() -> Any:
         for index in range(700):
-            if index == 300:  # of the second batch
+            if index == 300:  # in the second batch
                 more.set()
             yield ParsedRow(index, f"row-{index}", (TextPrompt("fox " * (index % 5 + 1)),), params, {})
 
@@ -250,7 +250,7 @@ def test_rows_are_taken_while_those_before_are_tokenised(encoder: Encoder, monke
     assert index == 699
 
 
-def test_whoever_stops_early_leaves_no_thread(encoder: Encoder) -> None:
+def test_closing_the_iterator_early_leaves_no_thread(encoder: Encoder) -> None:
     params = parsed({"text": "a"})[0].params
     rows = (ParsedRow(i, f"row-{i}", (TextPrompt("fox"),), params, {}) for i in range(5000))
     before = set(threading.enumerate())
@@ -269,7 +269,7 @@ def test_whoever_stops_early_leaves_no_thread(encoder: Encoder) -> None:
     truncate=st.sampled_from(["none", "left", "right"]),
     context=st.integers(1, 80),
 )
-def test_what_comes_out_always_fits(
+def test_encoded_prompts_always_fit_the_context(
     tokenizer: Tokenizer, texts: list[str], ids: list[int], limit: int | None, truncate: Any, context: int
 ) -> None:
     encoder = Encoder(tokenizer, tokenizer.vocab_size, context, truncate)

@@ -1,4 +1,4 @@
-"""Fill-in-the-middle prompts, family by family, against layouts written out by hand."""
+"""Fill-in-the-middle prompts of each family, checked against layouts written by hand."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.errors import ErrorInfo
-from batchgen.params import SamplingParams
-from batchgen.rows import RowDefaults, parse_row
+from batchgen.request.params import SamplingParams
+from batchgen.request.parser import RowDefaults, parse_row
 from batchgen.text.encode import EncodedPrompt, Encoder, Truncate
 from batchgen.text.fim import find_fim
 from batchgen.text.tokenizer import Tokenizer
@@ -61,7 +61,7 @@ FAMILIES: dict[str, tuple[str, list[str], str, list[str]]] = {
         ["[PREFIX]", "[SUFFIX]", "[MIDDLE]"],
     ),
 }  # fmt: skip
-"""Name -> kind of tokenizer, its special tokens, the prompt, what ends the middle."""
+"""Family -> (kind of tokenizer, special tokens, prompt layout, tokens that end the middle)."""
 
 
 def family_tokenizer(folder: Path, name: str, *, bos: bool = True) -> Tokenizer:
@@ -77,8 +77,8 @@ def encode(encoder: Encoder, row: dict[str, Any]) -> list[EncodedPrompt]:
     return result
 
 
-def laid_out(tokenizer: Tokenizer, name: str, before: list[int], after: list[int]) -> list[int]:
-    """The family's layout, part by part."""
+def expected_prompt(tokenizer: Tokenizer, name: str, before: list[int], after: list[int]) -> list[int]:
+    """Token ids of a prompt in the family's layout."""
     found = []
     for part in FAMILIES[name][2].replace("{", "\0{").replace("}", "}\0").split("\0"):
         if part in ("{prefix}", "{suffix}"):
@@ -93,15 +93,15 @@ def laid_out(tokenizer: Tokenizer, name: str, before: list[int], after: list[int
 @pytest.mark.field("suffix", "text", "input_ids")
 @pytest.mark.parametrize("bos", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_prompt_of_each_family(tmp_path: Path, name: str, bos: bool) -> None:
+def test_fim_prompt_of_each_family(tmp_path: Path, name: str, bos: bool) -> None:
     tokenizer = family_tokenizer(tmp_path, name, bos=bos)
     encoder = Encoder(tokenizer, tokenizer.vocab_size + 99, 256)
     before = tokenizer.encode_plain(["def add(a, b):\n    return"])[0]
-    # Where the tokenizer puts a space before a text, the suffix goes without: the text goes on.
+    # The suffix has no leading space even if the tokenizer puts one in front of texts.
     (plain, space) = tokenizer.encode_plain(["x", "xprint(add(1, 2))"])
     assert space[: len(plain)] == plain
     after = space[len(plain) :]
-    expected = tokenizer.prefix_ids + laid_out(tokenizer, name, before, after)
+    expected = tokenizer.prefix_ids + expected_prompt(tokenizer, name, before, after)
     row = {"text": "def add(a, b):\n    return", "suffix": "print(add(1, 2))", "stop_token_ids": [3]}
     (found,) = encode(encoder, row)
     assert found.ids == expected
@@ -111,11 +111,11 @@ def test_the_prompt_of_each_family(tmp_path: Path, name: str, bos: bool) -> None
     (given,) = encode(encoder, {**row, "text": None, "input_ids": tokenizer.prefix_ids + before})
     assert given.ids == expected
     (empty,) = encode(encoder, {**row, "text": ""})
-    assert empty.ids == tokenizer.prefix_ids + laid_out(tokenizer, name, [], after)
+    assert empty.ids == tokenizer.prefix_ids + expected_prompt(tokenizer, name, [], after)
 
 
 @pytest.mark.field("suffix", "ignore_eos")
-def test_ignore_eos_holds_for_end_tokens_that_are_end_of_sequence(tmp_path: Path) -> None:
+def test_ignore_eos_applies_to_fim_end_tokens_that_are_eos(tmp_path: Path) -> None:
     tokenizer = family_tokenizer(tmp_path, "starcoder")
     end, other = (tokenizer.token_to_id(name) for name in ("<file_sep>", "<fim_pad>"))
     assert end is not None
@@ -126,11 +126,11 @@ def test_ignore_eos_holds_for_end_tokens_that_are_end_of_sequence(tmp_path: Path
     assert {end, other} <= set(plain.params.stop_token_ids)
     assert set(ignoring.params.stop_token_ids) == set(plain.params.stop_token_ids) - {end}
     (named,) = encode(encoder, {**row, "ignore_eos": True, "stop_token_ids": [end]})
-    assert set(named.params.stop_token_ids) == set(plain.params.stop_token_ids), "what the row names still stops"
+    assert set(named.params.stop_token_ids) == set(plain.params.stop_token_ids), "ids named by the row still stop"
 
 
 @pytest.mark.field("suffix", "messages")
-def test_conversations_and_other_tokenizers_keep_the_suffix(tmp_path: Path) -> None:
+def test_conversations_and_tokenizers_without_fim_keep_the_suffix(tmp_path: Path) -> None:
     tokenizer = family_tokenizer(tmp_path, "qwen")
     encoder = Encoder(tokenizer, tokenizer.vocab_size, 256)
     chat = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -142,7 +142,7 @@ def test_conversations_and_other_tokenizers_keep_the_suffix(tmp_path: Path) -> N
     assert find_fim(other, other.vocab_size) is None
     (appended,) = encode(Encoder(other, other.vocab_size, 256), {"text": "Hi", "suffix": "end"})
     assert (appended.ids, appended.params.suffix) == (other.encode(["Hi"])[0], "end")
-    assert find_fim(tokenizer, tokenizer.vocab_size - 6) is None, "marks that the model has no embedding for"
+    assert find_fim(tokenizer, tokenizer.vocab_size - 6) is None, "special tokens without an embedding in the model"
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     before=st.integers(0, 40), after=st.integers(1, 40), context=st.integers(12, 60), wanted=st.integers(1, 30),
     side=st.sampled_from(["left", "right"]),
 )  # fmt: skip
-def test_truncation_keeps_what_is_next_to_the_hole(
+def test_fim_truncation_keeps_what_is_next_to_the_middle(
     qwen: Tokenizer, before: int, after: int, context: int, wanted: int, side: Truncate
 ) -> None:
     (a,), (b,) = qwen.encode_plain(["a"])[0], qwen.encode_plain(["b"])[0]
@@ -173,4 +173,4 @@ def test_truncation_keeps_what_is_next_to_the_hole(
         assert left + right == room
     after_ids = qwen.encode_plain(["b" * after])[0]
     assert len(after_ids) == after
-    assert found.ids == qwen.prefix_ids + laid_out(qwen, "qwen", [a] * left, [b] * right)
+    assert found.ids == qwen.prefix_ids + expected_prompt(qwen, "qwen", [a] * left, [b] * right)

@@ -21,7 +21,7 @@ def test_only_the_sampling_keys_are_defaults(tmp_path: Path) -> None:
     assert type(read_generation_defaults(tmp_path)["top_k"]) is int
 
 
-def test_a_folder_without_the_file_has_no_defaults(tmp_path: Path) -> None:
+def test_a_folder_without_generation_config_has_no_defaults(tmp_path: Path) -> None:
     assert read_generation_defaults(tmp_path) == {}
     assert load_generation_config(tmp_path).eos_ids == frozenset()
 
@@ -31,7 +31,7 @@ def test_eos_ids(tmp_path: Path, eos: Any, ids: set[int]) -> None:
     assert load_generation_config(write(tmp_path, eos_token_id=eos)).eos_ids == ids
 
 
-def test_config_json_gives_the_eos_where_the_other_file_is_silent(tmp_path: Path) -> None:
+def test_eos_ids_fall_back_to_config_json(tmp_path: Path) -> None:
     write(tmp_path, "config.json", eos_token_id=5)
     assert load_generation_config(tmp_path).eos_ids == {5}
     write(tmp_path, "config.json", text_config={"eos_token_id": [6]})
@@ -41,7 +41,7 @@ def test_config_json_gives_the_eos_where_the_other_file_is_silent(tmp_path: Path
 
 
 @pytest.mark.parametrize("content", [{"temperature": "hot"}, {"top_p": 0.0}, {"top_k": 1.5}, {"min_p": True}])
-def test_wrong_defaults_name_the_key_and_the_way_out(tmp_path: Path, content: dict[str, Any]) -> None:
+def test_wrong_defaults_name_the_key_and_the_remedy(tmp_path: Path, content: dict[str, Any]) -> None:
     write(tmp_path, **content)
     with pytest.raises(ModelError, match=rf"`{next(iter(content))}`.*--sampling-defaults openai"):
         read_generation_defaults(tmp_path)
@@ -49,13 +49,13 @@ def test_wrong_defaults_name_the_key_and_the_way_out(tmp_path: Path, content: di
 
 
 @pytest.mark.parametrize("content", ["{ half", "[1]"])
-def test_damaged_files(tmp_path: Path, content: str) -> None:
+def test_damaged_files_are_model_errors(tmp_path: Path, content: str) -> None:
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(ModelError, match=r"generation_config\.json"):
         load_generation_config(tmp_path)
 
 
 @pytest.mark.parametrize("eos", ["</s>", [True], -1, {"id": 1}])
-def test_eos_that_is_no_id(tmp_path: Path, eos: Any) -> None:
+def test_eos_that_is_not_a_token_id_is_refused(tmp_path: Path, eos: Any) -> None:
     with pytest.raises(ModelError, match="eos_token_id"):
         load_generation_config(write(tmp_path, eos_token_id=eos))

@@ -1,4 +1,4 @@
-"""A tokenizer chosen from the names of its files is the one that the library chooses from the model's configuration."""
+"""`plain_config`: it selects the same tokenizer as the model's full configuration."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CLASSES = [
 TYPES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2", "phi3", "olmo2", "deepseek_v3", "no_such_type"]
 
 
-def folder_of(source: Path, target: Path, tokenizer: dict[str, Any], model: dict[str, Any] | None) -> Path:
+def make_folder(source: Path, target: Path, tokenizer: dict[str, Any], model: dict[str, Any] | None) -> Path:
     shutil.copytree(source, target)
     path = target / "tokenizer_config.json"
     known = json.loads(path.read_text())
@@ -37,8 +37,8 @@ def folder_of(source: Path, target: Path, tokenizer: dict[str, Any], model: dict
     return target
 
 
-def outcome(folder: Path, **options: Any) -> tuple[Any, ...]:
-    """What loading gives, in all that batchgen reads of it, or how it fails."""
+def load_result(folder: Path, **options: Any) -> tuple[Any, ...]:
+    """Everything that batchgen reads of a loaded tokenizer, or the error of loading it."""
     try:
         hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False, **options)
     except Exception as error:
@@ -49,13 +49,15 @@ def outcome(folder: Path, **options: Any) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("kind", ["bytelevel", "bytefallback"])
 @pytest.mark.parametrize("model_type", TYPES)
-def test_same_tokenizer(folders: dict[str, Path], tmp_path: Path, kind: str, model_type: str) -> None:
+def test_plain_config_selects_the_same_tokenizer(
+    folders: dict[str, Path], tmp_path: Path, kind: str, model_type: str
+) -> None:
     for name in CLASSES:
         model = {"model_type": model_type, "tokenizer_class": "OtherTokenizer"}
-        folder = folder_of(folders[kind], tmp_path / name, {"tokenizer_class": name}, model)
+        folder = make_folder(folders[kind], tmp_path / name, {"tokenizer_class": name}, model)
         config = plain_config(folder)
         assert config is not None
-        assert outcome(folder, config=config) == outcome(folder), name
+        assert load_result(folder, config=config) == load_result(folder), name
 
 
 @pytest.mark.parametrize(
@@ -68,14 +70,14 @@ def test_same_tokenizer(folders: dict[str, Path], tmp_path: Path, kind: str, mod
         ({"tokenizer_class": "LlamaTokenizer"}, None),
     ],
 )
-def test_the_library_chooses_where_names_do_not_say(
+def test_plain_config_is_none_if_the_class_is_not_named(
     folders: dict[str, Path], tmp_path: Path, tokenizer: dict[str, Any], model: dict[str, Any] | None
 ) -> None:
-    assert plain_config(folder_of(folders["bytelevel"], tmp_path / "model", tokenizer, model)) is None
+    assert plain_config(make_folder(folders["bytelevel"], tmp_path / "model", tokenizer, model)) is None
 
 
-def test_damaged_files_are_left_to_the_library(folders: dict[str, Path], tmp_path: Path) -> None:
-    folder = folder_of(folders["bytelevel"], tmp_path / "model", {}, {"model_type": "llama"})
+def test_plain_config_is_none_for_damaged_files(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = make_folder(folders["bytelevel"], tmp_path / "model", {}, {"model_type": "llama"})
     assert plain_config(folder) is not None
     for content in (b"[1]", b"\xff\xfe", b"{"):
         (folder / "config.json").write_bytes(content)

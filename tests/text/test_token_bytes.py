@@ -1,4 +1,4 @@
-"""Bytes of tokens, joined, are the decoded text."""
+"""`TokenBytes`: the joined bytes of tokens are the decoded text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.text.conftest import KINDS, SENTENCES
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_joined_they_are_the_text(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+def test_joined_token_bytes_are_the_decoded_text(tokenizers: dict[str, Tokenizer], kind: str) -> None:
     tokenizer = tokenizers[kind]
     pieces = TokenBytes(tokenizer)
     for text in [*SENTENCES, "naïve 東京 🦊", "a  b\n\tc"]:
@@ -22,11 +22,11 @@ def test_joined_they_are_the_text(tokenizers: dict[str, Tokenizer], kind: str) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ids_past_the_vocabulary_have_none(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+def test_ids_past_the_vocabulary_have_no_bytes(tokenizers: dict[str, Tokenizer], kind: str) -> None:
     assert TokenBytes(tokenizers[kind])[tokenizers[kind].vocab_size] == b""
 
 
-def test_parts_of_a_character(tokenizers: dict[str, Tokenizer]) -> None:
+def test_tokens_of_a_split_character_have_one_byte_each(tokenizers: dict[str, Tokenizer]) -> None:
     for kind in ("bytelevel", "bytefallback"):
         tokenizer = tokenizers[kind]
         ids = tokenizer.encode_plain(["🦊"])[0]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from batchgen.errors import ErrorCode, ErrorInfo, ModelError, RowError
-from batchgen.prompts import ChatPrompt
+from batchgen.request.prompts import ChatPrompt
 from batchgen.text.tokenizer import Tokenizer
 from tests.text.conftest import KINDS, SENTENCES, save_tokenizer
 
@@ -40,7 +40,7 @@ def test_a_tokenizer_without_bos_adds_none(tmp_path: Path) -> None:
     assert tokenizer.encode(["fox"]) == tokenizer.encode_plain(["fox"])
 
 
-def test_an_eos_that_the_tokenizer_appends_is_left_out(tmp_path: Path) -> None:
+def test_an_eos_appended_by_the_tokenizer_is_left_out(tmp_path: Path) -> None:
     folder = save_tokenizer(tmp_path, "bytelevel")
     content = json.loads((folder / "tokenizer.json").read_text())
     content["post_processor"]["single"].append({"SpecialToken": {"id": "</s>", "type_id": 0}})
@@ -57,14 +57,14 @@ def test_special_tokens_written_in_raw_text_are_recognised(tokenizer: Tokenizer)
 
 
 @pytest.mark.field("messages", "add_generation_prompt")
-def test_chat_is_what_the_library_renders(tokenizers: dict[str, Tokenizer]) -> None:
+def test_encode_chat_equals_apply_chat_template(tokenizers: dict[str, Tokenizer]) -> None:
     for tokenizer in tokenizers.values():
         prompt = chat("Hello there", "Hi!", "how are you?")
         expected = tokenizer._hf.apply_chat_template(
             list(prompt.messages), add_generation_prompt=True, tokenize=True, return_dict=False
         )
         assert tokenizer.encode_chat(prompt) == expected
-        assert expected.count(tokenizer._hf.bos_token_id) == 1, "the template's own BOS, not doubled"
+        assert expected.count(tokenizer._hf.bos_token_id) == 1, "the template's BOS, not doubled"
 
 
 @pytest.mark.field("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
@@ -86,7 +86,9 @@ def test_chat_options_reach_the_template(tokenizer: Tokenizer) -> None:
         ("chat_template_kwargs", {"template_kwargs": {"content": 1, "thinking": False}}),
     ],
 )
-def test_what_a_template_does_not_read_is_refused(tmp_path: Path, field: str, options: dict[str, Any]) -> None:
+def test_inputs_that_the_template_does_not_read_are_refused(
+    tmp_path: Path, field: str, options: dict[str, Any]
+) -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     tokenizer = Tokenizer.load(save_tokenizer(tmp_path, "bytelevel", template=template))
     with pytest.raises(RowError, match="template does not read it") as caught:
@@ -95,7 +97,7 @@ def test_what_a_template_does_not_read_is_refused(tmp_path: Path, field: str, op
 
 
 @pytest.mark.field("tools")
-def test_tools_may_have_a_template_of_their_own(tmp_path: Path) -> None:
+def test_tools_may_have_a_separate_template(tmp_path: Path) -> None:
     plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
     both = {"default": plain, "tool_use": plain + "{{ tools | tojson }}"}
     tokenizer = Tokenizer.load(save_tokenizer(tmp_path, "bytelevel", template=both))
@@ -103,7 +105,7 @@ def test_tools_may_have_a_template_of_their_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.field("messages")
-def test_parts_go_to_a_template_that_reads_them(tokenizer: Tokenizer) -> None:
+def test_content_parts_are_passed_to_templates_that_read_them(tokenizer: Tokenizer) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     assert "user\n[one][two]<|im_end|>" in tokenizer.render_chat(chat(parts))
 
@@ -112,7 +114,7 @@ def test_parts_go_to_a_template_that_reads_them(tokenizer: Tokenizer) -> None:
     "template",
     ["{% for m in messages %}{{ m.content }};{% endfor %}", "{% for m in messages %}{{ m.content + ';' }}{% endfor %}"],
 )
-def test_parts_are_joined_for_a_template_of_strings(tmp_path: Path, template: str) -> None:
+def test_content_parts_are_joined_for_templates_that_read_strings(tmp_path: Path, template: str) -> None:
     tokenizer = Tokenizer.load(save_tokenizer(tmp_path, "bytelevel", template=template))
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     assert tokenizer.render_chat(chat(parts)) == "one\ntwo;"
@@ -128,26 +130,28 @@ def test_tool_call_arguments_become_objects(tmp_path: Path) -> None:
 
     assert render('{"a": 1}') == render({"a": 1}) == '{"a": 1}'
     assert render("") == "{}"
-    with pytest.raises(RowError, match="no JSON object"):
+    with pytest.raises(RowError, match="not a JSON object"):
         render("[1")
 
 
 @pytest.mark.field("messages")
 def test_tool_calls_reach_the_prompt_or_are_refused(tmp_path: Path) -> None:
-    talk = ChatPrompt(({"role": "assistant", "content": None, "tool_calls": [{"type": "function", "id": "a"}]},))
+    conversation = ChatPrompt(
+        ({"role": "assistant", "content": None, "tool_calls": [{"type": "function", "id": "a"}]},)
+    )
     reading = "{% for m in messages %}[{{ m.content }}{{ m.tool_calls[0].id }}]{% endfor %}"
     reader = Tokenizer.load(save_tokenizer(tmp_path / "reader", "bytelevel", template=reading))
-    assert reader.render_chats([talk, talk]) == ["[a]", "[a]"]
-    deaf = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
-    other = Tokenizer.load(save_tokenizer(tmp_path / "other", "bytelevel", template=deaf))
-    refused, plain = other.render_chats([talk, chat("Hi")])
+    assert reader.render_chats([conversation, conversation]) == ["[a]", "[a]"]
+    without_tool_calls = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    other = Tokenizer.load(save_tokenizer(tmp_path / "other", "bytelevel", template=without_tool_calls))
+    refused, plain = other.render_chats([conversation, chat("Hi")])
     assert plain == "[Hi]"
     assert isinstance(refused, ErrorInfo)
     assert (refused.code, refused.param) == ("unsupported_field", "messages")
     assert "'tool_calls'" in refused.message
 
 
-def test_many_conversations_are_rendered_as_each_alone(tokenizers: dict[str, Tokenizer]) -> None:
+def test_batched_rendering_equals_rendering_one_at_a_time(tokenizers: dict[str, Tokenizer]) -> None:
     good = [chat("Hi"), chat("a", "b", "c"), chat([{"type": "text", "text": "one"}]), chat("Once more")]
     settings = [
         chat("Hi", add_generation_prompt=False),
@@ -205,7 +209,9 @@ def test_eos_ids_are_the_models_and_the_tokenizers(
     assert tokenizer.eos_ids == frozenset(ids)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')
     other = Tokenizer.load(folders["bytelevel"], model=tmp_path)
-    assert other.eos_ids == {9, ids[1]}, "a tokenizer of another folder serves the model's configuration"
+    assert other.eos_ids == {9, ids[1]}, (
+        "the generation configuration is the model's, not that of the tokenizer's folder"
+    )
 
 
 def test_vocabulary_and_token_text(tokenizers: dict[str, Tokenizer]) -> None:

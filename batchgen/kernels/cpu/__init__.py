@@ -1,1 +1,1 @@
-"""CPU kernels in C++, compiled once on the machine that runs them. Sources stand in `src/`."""
+"""CPU kernels in C++ (sources in `src/`), compiled once on each machine."""

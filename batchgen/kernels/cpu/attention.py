@@ -1,4 +1,4 @@
-"""Attention over a paged cache by the compiled kernels. The plain twin and oracle is `kernels/attention.py`."""
+"""Compiled attention over the paged KV pool. The reference is `kernels.attention.reference`."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class _Step(Structure):
 
 
 class _LayerList:
-    """A work list with room for its parts, as the kernels see it."""
+    """A work list with memory for its parts, as a C argument."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class _LayerList:
 
 
 class StackArguments:
-    """What the kernels are told of one step's attention in many layers. Keeps all memory of it alive.
+    """Kernel arguments for one step's attention in one or many layers, which keep all of its memory alive.
 
     `struct` is an `Attention` of attention.h.
     """
@@ -126,7 +126,7 @@ class StackArguments:
         softcap: float | None,
         packed: int | None,
     ) -> None:
-        """`packed`: where the layers' `Packed` structs begin."""
+        """`packed`: address of the layers' `Packed` structs, or None."""
         self._sinks = [None if s is None else s.detach().float().contiguous() for s in sinks]
         self._arrays = (
             _pointers([addressof(x.struct) for x in lists]),
@@ -134,7 +134,7 @@ class StackArguments:
             _pointers([x.data_ptr() for x in values]),
             _pointers([address(x) for x in self._sinks]),
         )
-        self._others = (list(lists), list(keys), list(values), query, out)
+        self._kept = (list(lists), list(keys), list(values), query, out)
         self.struct = _Step(
             *(addressof(array) for array in self._arrays),
             packed,
@@ -150,7 +150,8 @@ class StackArguments:
 class CompiledAttention(PooledAttention):
     """One step's attention (the `PagedAttention` protocol) over a float32 or bfloat16 pool on the CPU.
 
-    Made anew each step. The work list is made at the first layer and used again for all with the same sizes and window.
+    Create one per step. A work list is made for the first layer and reused for all layers with the same sizes and
+    window.
     """
 
     def __init__(
@@ -159,30 +160,30 @@ class CompiledAttention(PooledAttention):
         batch: AttentionBatch,
         threads: int | None = None,
         *,
-        invariant: bool = False,
+        deterministic: bool = False,
         dots: bool | None = None,
     ) -> None:
         """Attend over `pool`.
 
         Args:
             pool: float32 or bfloat16, on the CPU.
-            batch: the step's.
-            threads: how many compute; None takes torch's number.
-            invariant: whether a token's result may depend on its own keys alone, bit for bit. Decode rows that share no
-                keys then take longer.
-            dots: whether rows are multiplied by the processor's bfloat16 dot instruction, where it has one and the pool
-                is in bfloat16, and not in block floating point, or few of them in float32; None: whether products are
-                the faster so.
+            batch: the step's batch.
+            threads: number of threads; None: torch's number.
+            deterministic: whether a token's result depends on its own keys only, bit for bit. Decode rows that share no
+                keys are slower then.
+            dots: whether to multiply with the processor's bfloat16 dot instruction, where the processor has one and the
+                pool is bfloat16, instead of block floating point (many rows) or float32 (few rows); None: whether that
+                was measured to be faster for products.
         """
         self._pool = pool
         self._batch = batch
-        self._invariant = invariant
+        self._deterministic = deterministic
         if dots is None:
-            dots = not invariant and pool.keys[0].dtype == torch.bfloat16 and dots_are_faster()
+            dots = not deterministic and pool.keys[0].dtype == torch.bfloat16 and dots_are_faster()
         self._dots = dots
-        self._packed = pool.beside if dots and isinstance(pool.beside, PackedPages) else None
-        if pool.beside is not None:
-            pool.beside.write(batch.slot_mapping.numpy() // pool.page_size)
+        self._packed = pool.packed_pages if dots and isinstance(pool.packed_pages, PackedPages) else None
+        if pool.packed_pages is not None:
+            pool.packed_pages.write(batch.slot_mapping.numpy() // pool.page_size)
         self._threads = torch.get_num_threads() if threads is None else threads
         self._lists: dict[tuple[int, torch.Size, torch.Size, int | None, bool], _LayerList] = {}
         self._planners: dict[ListShape, ListPlanner] = {}
@@ -190,7 +191,7 @@ class CompiledAttention(PooledAttention):
 
     @property
     def counts(self) -> AttentionCounts:
-        """What the layers computed so far took, those of `stack` included."""
+        """Work counted over the layers so far, those of `stack` included."""
         return self._counts
 
     def attend_stored(
@@ -203,9 +204,9 @@ class CompiledAttention(PooledAttention):
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attend over what stands in the pool. See `PagedAttention.attend_stored`."""
+        """Attend over keys and values that are stored in the pool. See `PagedAttention.attend_stored`."""
         keys, values = self._pool.keys[layer], self._pool.values[layer]
-        asked = query.dtype
+        dtype = query.dtype
         query = query.to(keys.dtype)
         if query.stride(2) != 1 or query.stride(1) != query.shape[2]:
             query = query.contiguous()
@@ -215,7 +216,7 @@ class CompiledAttention(PooledAttention):
         packed = None if self._packed is None else addressof(self._packed.structs[layer])
         arguments = StackArguments([found], [keys], [values], [sinks], query, out, scale, softcap, packed)
         library().bg_attention(byref(arguments.struct), c_int64(0), c_int64(self._threads))
-        return out.to(asked)
+        return out.to(dtype)
 
     def stack(
         self,
@@ -228,16 +229,16 @@ class CompiledAttention(PooledAttention):
         sinks: Sequence[Tensor | None] | None = None,
         wanted: Ints | None = None,
     ) -> StackArguments:
-        """What `attention_items_part` and `attention_merge_part` need for all layers of a step.
+        """Arguments of `attention_items_part` and `attention_merge_part` for all layers of a step.
 
         Args:
-            query: [T, N, D] in the pool's dtype, each layer's in its turn; tokens may be any distance apart.
+            query: [T, N, D] in the pool's dtype, reused by the layers one after the other; any stride between tokens.
             out: [T, N, Dv] likewise.
-            scale: as in `attend`, of all layers.
+            scale: as in `attend`, for all layers.
             windows: [L] as in `attend`.
-            softcap: as in `attend`, of all layers.
-            sinks: [L] as in `attend`; None: no layer has any.
-            wanted: [W] tokens that have a result in the last layer; None: all.
+            softcap: as in `attend`, for all layers.
+            sinks: [L] as in `attend`; None: no layer has sinks.
+            wanted: [W] tokens whose result is computed in the last layer; None: all tokens.
         """
         layers = range(len(windows))
         keys, values = self._pool.keys, self._pool.values
@@ -252,28 +253,28 @@ class CompiledAttention(PooledAttention):
         return StackArguments(lists, keys, values, sinks, query, out, scale, softcap, packed)
 
     def work(self, layer: int, heads: int, window: int | None = None) -> WorkList:
-        """The work list of a layer's step: what is counted."""
+        """Work list of a layer, with its counts."""
         return self._list(heads, self._pool.keys[layer], self._pool.values[layer], window).work
 
     def _list(
         self, heads: int, keys: Tensor, values: Tensor, window: int | None, wanted: Ints | None = None
     ) -> _LayerList:
-        kind = (heads, keys.shape, values.shape, window, wanted is None)
-        found = self._lists.get(kind)
+        key = (heads, keys.shape, values.shape, window, wanted is None)
+        found = self._lists.get(key)
         if found is None:
-            block = _block(max(keys.shape[3], values.shape[3])) if self._invariant else None
+            block = _block(max(keys.shape[3], values.shape[3])) if self._deterministic else None
             group = heads // keys.shape[2]
             shape = ListShape(self._pool.page_size, window, keys.shape[2], group, self._threads, block)
             planner = self._planners.get(shape)
             if planner is None:
                 planner = self._planners[shape] = ListPlanner(self._batch, shape)
             found = _LayerList(shape, planner.work(wanted), keys, values, self._dots, self._packed)
-            self._lists[kind] = found
+            self._lists[key] = found
         return found
 
 
 def _block(dim: int) -> int:
-    """Positions whose keys and values of so many numbers fit the second level of cache: multiples of every panel."""
+    """Positions of a block whose keys and values of size `dim` fit the L2 cache: a multiple of every panel size."""
     return next((block for most, block in ((128, 192), (256, 96)) if dim <= most), 48)
 
 

@@ -1,56 +1,56 @@
-"""One step's attention as a flat list of work items for the compiled kernels, arranged in numpy.
+"""Flat list of attention work items for the compiled kernels: one step's attention, planned in numpy.
 
-The items are those of `kernels.work_items`. One that is more than threads could share evenly is listed once for each
-key head, and a long run of positions is cut into several.
+The items are those of `kernels.attention.work_items`. An item too large to be shared evenly by the threads is listed
+once for each key head, and a long run of positions is cut into several items.
 
-Of a batch-invariant list, runs that tokens share begin and end at multiples of a block of positions
-(`kernels.cpu.aligned`), and those that are not the first of all their tokens are cut there, for the kernels join block
-after block: which others stand in an item beside a token then makes no difference to its sums.
+In a deterministic list, runs that tokens share begin and end at multiples of a block of positions (`aligned`). Items
+that are not the first of all their tokens are cut there, because the kernels merge block after block: a token's sums
+then do not depend on which other tokens are in its items.
 
-A token that is in one item alone is written straight to the output. The items of every other token leave *parts*, which
-are merged in this order: groups as the step lists them (those that begin first come first), pages shared by chunks, the
-token's own; within each from the lowest position on.
+A token that is in one item only is written directly to the output. The items of other tokens leave *parts*, which are
+merged in this order: prefix groups as the step lists them (those that begin first come first), pages shared by chunks,
+the token's own positions; within each of these by rising position.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.kernels.cpu.aligned import aligned
-from batchgen.kernels.types import AttentionBatch, Ints
-from batchgen.kernels.work_items import ItemPlanner, Items, ItemShape, Words, numbered, spans
+from batchgen.kernels.attention.work_items import ItemPlanner, Items, ItemShape, Words, numbered, spans
+from batchgen.kernels.types import AttentionBatch, GroupPages, Ints
 
-__all__ = ["FIELDS", "ListPlanner", "ListShape", "WorkList"]
+__all__ = ["FIELDS", "ListPlanner", "ListShape", "WorkList", "aligned"]
 
 FIELDS: Final = 8
-"""int32 numbers of an item, in the order of `ItemField` of attention.h."""
+"""Number of int32 fields of an item, in the order of `ItemField` of attention.h."""
 
 FEW: Final = 6
-"""Query rows of one key head up to which the kernel reads keys row by row; above, they make tiles."""
+"""Most query rows of one key head for which the kernel reads keys row by row; more rows are computed as tiles."""
 TILE: Final = 8
-"""Query rows that the kernel multiplies together."""
+"""Query rows of a tile of the kernel."""
 
 _ROWS: Final = 192
-"""Most query rows of an item for one key head, unless one token has more: their sums fit beside a block of keys."""
+"""Most query rows of an item for one key head, unless one token has more: their sums fit in the cache with a block of
+keys."""
 _SHARED_ROWS: Final = 64
-"""Chunks of half as many query rows, or fewer, share a pass over pages that they have in common."""
+"""Chunks with at most half this many query rows share a pass over common pages."""
 _MOST_KEYS: Final = 8192
-"""Positions of an item."""
+"""Most positions of an item."""
 _LEAST_KEYS: Final = 512
-"""Positions of an item that is cut off a longer run for the threads' sake."""
+"""Fewest positions of an item that is cut from a longer run to balance threads."""
 _STEP: Final = 64
-"""Runs are cut at multiples of so many positions from their beginning."""
+"""Runs are cut at multiples of this many positions from their beginning."""
 _PER_THREAD: Final = 4
-"""An item takes at most one in so many parts of a thread's share."""
+"""An item is at most this fraction (1 / n) of a thread's share of the work."""
 _MOST_SHARES: Final = 8
-"""Shares that items come in: one for each thread, up to so many, `Claims::MOST_SHARES` of claims.h."""
+"""Most shares of a list, one per thread: `WorkStealingQueue::MOST_SHARES` of work_stealing.h."""
 _KEY_COST: Final = 8
-"""What reading a position costs, in query rows that see it."""
+"""Cost of reading a position, in units of computing it for one query row."""
 
 Flags = npt.NDArray[np.bool_]
 
@@ -61,60 +61,62 @@ _NO_MERGES: Final[Words] = np.empty((0, 3), np.int32)
 
 @dataclass(frozen=True, slots=True)
 class ListShape:
-    """What a list is made for."""
+    """Parameters of a work list."""
 
     page_size: int
     window: int | None
     kv_heads: int
     group: int
-    """Query heads that share a key head."""
+    """Number of query heads that share a key head."""
     threads: int
     block: int | None = None
-    """Positions of a block of a batch-invariant list; None: of another."""
+    """Positions of a block in a deterministic list; None: the list is not deterministic."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkList:
-    """A step's items, and what is counted of them."""
+    """Work items of a step, and their counts."""
 
     items: Words
-    """[n, FIELDS] by shares, in each costliest first; an item whose key heads are shared out stands there once for each
-    of them."""
+    """[n, FIELDS] ordered by share, within a share by falling cost. An item that is split by key head has one entry per
+    key head."""
     shares: Words
-    """[S + 1] where each share of `items` begins. A thread does its own first, and then what is left of the others'."""
+    """[S + 1] first item of each share. A thread computes its own share first, then steals from the others."""
     tokens: Words
+    """Tokens of the items, one item after the other."""
     positions: Words
     """[T] absolute position of each token."""
     pages: Words
+    """Page tables of the items."""
     common_pages: Ints
-    """Indexes of `pages` of which items of a prefix group, or of chunks that share pages, read all positions."""
+    """Indexes of `pages` that items of prefix groups, or of chunks that share pages, read as a whole."""
     parts: Words
-    """[E] part numbers, those of a merge adjacent."""
+    """[E] part numbers; the parts of a merge are adjacent."""
     merges: Words
-    """[M, 3]: token, where its parts begin in `parts`, how many."""
+    """[M, 3]: token, index of its first part in `parts`, number of parts."""
     num_items: int
-    """Items, each counted once."""
+    """Number of items, each counted once even if it is split by key head."""
     keys_read: int
-    """Positions read, summed over items: times key heads, head sizes and bytes, what a layer reads."""
+    """Number of positions read, summed over items. Times key heads, head sizes and bytes it is what a layer reads."""
     padded_rows: int
-    """Query rows of one key head by which tiles are not full, in items of more than `FEW` rows."""
+    """Number of empty query rows in the tiles of one key head, in items of more than `FEW` rows."""
 
     @property
     def num_parts(self) -> int:
-        """Parts left by all items."""
+        """Number of parts left by all items."""
         return len(self.parts)
 
     @property
     def num_merges(self) -> int:
-        """Tokens whose results are merged."""
+        """Number of tokens whose results are merged."""
         return len(self.merges)
 
 
 class ListPlanner:
-    """Makes the lists of a step's layers of one shape: what they have in common is arranged once."""
+    """Planner of the work lists of a step's layers with one `ListShape`; common work is done once."""
 
     def __init__(self, batch: AttentionBatch, shape: ListShape) -> None:
-        """The batch's slots are not looked at."""
+        """`batch`: its slot mapping is not used."""
         rows = 0 if batch.decode_lens is None else len(batch.decode_lens)
         queries, shared = max(1, _ROWS // shape.group), max(1, _SHARED_ROWS // shape.group)
         align = shape.page_size
@@ -133,14 +135,14 @@ class ListPlanner:
         self._common_pages = _common_pages(planner, shape.page_size)
 
     def work(self, wanted: Ints | None = None) -> WorkList:
-        """The work of all tokens, or of those `wanted` [W] alone: cut, its parts numbered, sorted."""
+        """Work list of all tokens, or of the tokens `wanted` [W] only."""
         planner, shape, whole = self._planner, self._shape, self._whole
         rows = planner.rows()
         if wanted is not None:
-            whole, rows = _only(whole, rows, _flags(wanted, planner.tokens))
+            whole, rows = _restrict(whole, rows, _flags(wanted, planner.tokens))
         if shape.block is not None and planner.shared:
             whole = _cut_at_blocks(whole, _leading(rows, whole, planner.tokens), shape.block)
-        items, lengths, costs, by_head = _cut(whole, shape)
+        items, lengths, costs, by_head = _split_long(whole, shape)
         num_shares = min(shape.threads, _MOST_SHARES)
         several = planner.shared or items is not whole
         part_at, parts, merges = _parts(rows, items, planner.tokens) if several else (-1, _NONE, _NO_MERGES)
@@ -170,17 +172,17 @@ class ListPlanner:
 
 
 def _shares(first: Words, last: Words, costs: Ints, num_tokens: int, shares: int) -> Ints:
-    """[n] the share of each item.
+    """[n] share of each item.
 
-    A share has tokens that stand side by side, as its thread's part of other operations: what a core has written is
-    near it, and may be far from another. Items whose tokens are in several parts are dealt like cards, costliest first.
+    The tokens of a share are adjacent, like a thread's part of other operations: data that a core has written is in its
+    own cache. Items whose tokens belong to several shares are distributed round robin, costliest first.
 
     Args:
-        first: [n] each item's first token.
-        last: [n] and its last.
-        costs: [n] of each item.
-        num_tokens: T.
-        shares: S.
+        first: [n] first token of each item.
+        last: [n] last token of each item.
+        costs: [n] cost of each item.
+        num_tokens: T, number of tokens.
+        shares: S, number of shares.
     """
     share = np.empty(len(costs), np.int64)
     spanning = first * shares // num_tokens != last * shares // num_tokens
@@ -188,21 +190,21 @@ def _shares(first: Words, last: Words, costs: Ints, num_tokens: int, shares: int
     inside = inside[np.argsort(first[inside], kind="stable")]
     ends = np.cumsum(costs[inside])
     share[inside] = (2 * ends - costs[inside]) * shares // (2 * ends[-1] + 1) if len(ends) else 0
-    dealt = np.flatnonzero(spanning)
-    turn = np.arange(len(dealt)) % (2 * shares)
-    share[dealt[np.argsort(-costs[dealt], kind="stable")]] = np.minimum(turn, 2 * shares - 1 - turn)
+    spread = np.flatnonzero(spanning)
+    turn = np.arange(len(spread)) % (2 * shares)
+    share[spread[np.argsort(-costs[spread], kind="stable")]] = np.minimum(turn, 2 * shares - 1 - turn)
     return share
 
 
 def _flags(tokens: Ints, count: int) -> Flags:
-    """[count] which of so many tokens are among `tokens`."""
+    """[count] mask of `tokens`."""
     flags = np.zeros(count, np.bool_)
     flags[np.asarray(tokens, np.int64)] = True
     return flags
 
 
 def _common_pages(planner: ItemPlanner, page_size: int) -> Ints:
-    """See `WorkList`."""
+    """`WorkList.common_pages`."""
     if not planner.shared:
         return _NONE_COMMON
     items = Items.join(planner.shared)
@@ -210,8 +212,8 @@ def _common_pages(planner: ItemPlanner, page_size: int) -> Ints:
     return spans(items.page_at + first, np.maximum(items.end // page_size - first, 0))
 
 
-def _only(items: Items, rows: Words, wanted: Flags) -> tuple[Items, Words]:
-    """The items of wanted tokens, and their tokens."""
+def _restrict(items: Items, rows: Words, wanted: Flags) -> tuple[Items, Words]:
+    """Items restricted to the wanted tokens, and their tokens."""
     of = np.repeat(np.arange(len(items)), items.count)
     tokens = rows[spans(items.rows_at, items.count)]
     chosen = wanted[tokens]
@@ -223,18 +225,18 @@ def _only(items: Items, rows: Words, wanted: Flags) -> tuple[Items, Words]:
 
 
 def _padded_rows(planner: ItemPlanner, items: Items, group: int) -> int:
-    """See `WorkList`."""
+    """`WorkList.padded_rows`."""
     if group <= FEW and not planner.shared and not planner.chunks:
         return 0  # single tokens
     query_rows = items.count * group
     return int((-query_rows % TILE)[query_rows > FEW].sum())
 
 
-def _cut(items: Items, shape: ListShape) -> tuple[Items, Ints, Ints, Flags | None]:
-    """Runs of keys too long for one item, as several of even length.
+def _split_long(items: Items, shape: ListShape) -> tuple[Items, Ints, Ints, Flags | None]:
+    """Split runs of keys that are too long for one item into several of even length.
 
     Returns:
-        The items, how long each one's run is and what it costs, and which are shared out by key head (None: no one).
+        The items, the length of each one's run, its cost, and which items are split by key head (None: none).
     """
     lengths = items.end - items.first
     rows = items.count * shape.group + _KEY_COST
@@ -242,8 +244,8 @@ def _cut(items: Items, shape: ListShape) -> tuple[Items, Ints, Ints, Flags | Non
     share = int(costs.sum()) // (_PER_THREAD * shape.threads)
     by_head: Flags | None = None
     if shape.threads > 1 and shape.kv_heads > 1:
-        dear: Flags = costs > share
-        by_head = dear if dear.any() else None
+        large: Flags = costs > share
+        by_head = large if large.any() else None
     if shape.block is not None or not (lengths > (_LEAST_KEYS if shape.threads > 1 else _MOST_KEYS)).any():
         return items, lengths, costs, by_head
     most: Ints | int = _MOST_KEYS
@@ -255,8 +257,8 @@ def _cut(items: Items, shape: ListShape) -> tuple[Items, Ints, Ints, Flags | Non
     length = (-(-lengths // (counts * _STEP)) * _STEP)[of]
     begin = items.first[of] + number * length
     end = np.minimum(items.end[of], begin + length)
-    some = end > begin
-    of, begin, end = of[some], begin[some], end[some]
+    filled = end > begin
+    of, begin, end = of[filled], begin[filled], end[filled]
     cut = items.take(of)
     cut.first[:], cut.end[:] = begin, end
     lengths = end - begin
@@ -264,7 +266,7 @@ def _cut(items: Items, shape: ListShape) -> tuple[Items, Ints, Ints, Flags | Non
 
 
 def _leading(rows: Words, items: Items, num_tokens: int) -> Flags:
-    """Which items no other one stands before, whichever of their tokens is asked."""
+    """Which items are the first item of each of their tokens."""
     of = np.repeat(np.arange(len(items)), items.count)
     tokens = rows[spans(items.rows_at, items.count)]
     first = np.empty(num_tokens, np.int64)
@@ -275,7 +277,7 @@ def _leading(rows: Words, items: Items, num_tokens: int) -> Flags:
 
 
 def _cut_at_blocks(items: Items, leading: Flags, block: int) -> Items:
-    """All but leading items as several, each within a block."""
+    """Cut all but the leading items at block boundaries."""
     low = items.first // block
     of, number = numbered(np.where(leading, 1, -(-items.end // block) - low))
     cut = items.take(of)
@@ -286,7 +288,7 @@ def _cut_at_blocks(items: Items, leading: Flags, block: int) -> Items:
 
 
 def _parts(rows: Words, items: Items, num_tokens: int) -> tuple[Ints, Words, Words]:
-    """Per item where its tokens' parts begin, or -1; the parts by token; the merges."""
+    """First part number of each item, or -1; the parts ordered by token; the merges."""
     none = np.full(len(items), -1)
     of = np.repeat(np.arange(len(items)), items.count)
     tokens = rows[spans(items.rows_at, items.count)]
@@ -303,3 +305,50 @@ def _parts(rows: Words, items: Items, num_tokens: int) -> tuple[Ints, Words, Wor
     merges = np.empty((len(found), 3), np.int32)
     merges[:, 0], merges[:, 1], merges[:, 2] = found, np.cumsum(counts) - counts, counts
     return part_at, np.argsort(tokens, kind="stable").astype(np.int32), merges
+
+
+def aligned(batch: AttentionBatch, page_size: int, align: int) -> AttentionBatch:
+    """An equivalent batch whose prefix groups and own pages begin at multiples of `align` positions.
+
+    Where a group would end within a block of positions, the rest of the block goes to each of its rows, or to each
+    group behind it. So which positions are attended to together does not depend on where prompts diverge.
+
+    Args:
+        batch: its groups cover every position before a row's own pages, except those outside every window.
+        page_size: positions per page.
+        align: positions of a block, a multiple of `page_size`.
+    """
+    if not batch.groups:
+        return batch
+    assert batch.decode_pages is not None
+    assert batch.decode_lens is not None
+    assert batch.decode_own_start is not None
+    step, own = align // page_size, batch.decode_own_start // page_size  # pages
+    before = np.zeros((len(own), int(own.max())), np.int64)  # [R, pages] pages of each row's groups
+    groups = []
+    for group in batch.groups:
+        start = group.start // page_size
+        before[group.rows, start : start + len(group.pages)] = group.pages
+    for group in batch.groups:
+        start, end = (x // page_size // step * step for x in (group.start, group.start + len(group.pages) * page_size))
+        if end > start:
+            groups.append(GroupPages(group.rows, before[group.rows[0], start:end], start * page_size))
+    first = own // step * step
+    lens = batch.decode_lens + (own - first) * page_size
+    return replace(
+        batch,
+        groups=groups,
+        decode_pages=_pages_from(
+            first, np.concatenate((before, batch.decode_pages), 1), own, before.shape[1], lens, page_size
+        ),
+        decode_lens=lens,
+        decode_own_start=first * page_size,
+        max_decode_len=int(lens.max()),
+    )
+
+
+def _pages_from(first: Ints, tables: Ints, own: Ints, width: int, lens: Ints, page_size: int) -> Ints:
+    """[R, W] page tables from page `first` on: columns of `tables` up to page `own`, then from column `width` on."""
+    page = first[:, None] + np.arange(-(-int(lens.max()) // page_size))
+    column = np.where(page < own[:, None], page, page - own[:, None] + width)
+    return np.take_along_axis(tables, np.minimum(column, tables.shape[1] - 1), 1)

@@ -1,8 +1,8 @@
-"""Compiles `src/` for this processor, once: a shared library in the user's cache folder, named by what it was made of.
+"""Builds `src/` for this processor as a shared library in the user's cache folder, named by a digest of its inputs.
 
-No headers of torch or Python are needed, so that any C++17 compiler with OpenMP will do and it takes seconds. The
-library is linked against no OpenMP runtime: it takes the one that torch has loaded, so that a process has one pool of
-threads and not two that fight for the cores.
+The sources need no headers of torch or Python, so any C++17 compiler with OpenMP builds them in seconds. The library is
+not linked against an OpenMP runtime: it uses the one that torch has loaded, so that a process has one thread pool and
+not two that compete for the cores.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ _FLAGS: Final = (
     "-fno-trapping-math",
 )
 _SECONDS: Final = 300
-"""Longest wait for the compiler."""
+"""Timeout of the compiler in seconds."""
 _KEPT: Final = 8
-"""Libraries that stay in a folder: of several kinds of machines, compilers and versions."""
+"""Libraries kept in a folder, for different machines, compilers and versions."""
 
 
 class CompilerMissing(RuntimeError):
-    """No library can be made here; the message says why."""
+    """The library cannot be built here; the message says why."""
 
 
 def find_compiler() -> list[str]:
-    """The C++ compiler's command: what `CXX` says, else the first of the usual names on the path.
+    """Command of the C++ compiler: the value of `CXX`, else the first of the usual names on the path.
 
     Raises:
-        CompilerMissing: there is none.
+        CompilerMissing: no compiler was found.
     """
     named = shlex.split(os.environ.get("CXX", ""))
     for command in [named] if named else [["c++"], ["g++"], ["clang++"]]:
@@ -55,28 +55,28 @@ def find_compiler() -> list[str]:
         if found:
             return [found, *command[1:]]
     if named:
-        raise CompilerMissing(f"CXX names {named[0]}, and there is no such program")
-    raise CompilerMissing("no C++ compiler was found (c++, g++, clang++, or the one that CXX names)")
+        raise CompilerMissing(f"CXX names {named[0]}, but there is no such program; install it or unset CXX")
+    raise CompilerMissing("no C++ compiler was found (c++, g++ or clang++); install one or set CXX")
 
 
 def cache_folder() -> Path:
-    """Where libraries are kept."""
+    """Folder of the built libraries."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "batchgen" / "kernels"
 
 
 def built_library(on_build: Callable[[], None] = lambda: None, *, again: bool = False) -> Path:
-    """The library, compiled if it is not there yet; `on_build` is called before that is done.
+    """Path of the library, which is compiled if it does not exist yet.
 
     Args:
-        on_build: called before the compiler is.
-        again: compile even if it is there, in its place.
+        on_build: called before the compiler runs.
+        again: compile even if the library exists, and replace it.
 
     Raises:
-        CompilerMissing: there is no compiler, it fails, or nothing can be written.
+        CompilerMissing: there is no compiler, it fails, or no folder can be written.
     """
     if not hasattr(os, "getuid"):
-        raise CompilerMissing("compiled kernels are for Linux and macOS")
+        raise CompilerMissing("compiled kernels need Linux or macOS")
     compiler = find_compiler()
     name = f"batchgen-{_digest(compiler)}.so"
     if not again:
@@ -84,7 +84,7 @@ def built_library(on_build: Callable[[], None] = lambda: None, *, again: bool = 
             library = folder / name
             if _is_ours(folder) and library.is_file() and library.stat().st_uid == os.getuid():
                 with suppress(OSError):
-                    library.touch()  # used of late, so that tidying up leaves it
+                    library.touch()  # mark as recently used, so that `_prune` keeps it
                 return library
     on_build()
     for folder in _folders():
@@ -93,21 +93,21 @@ def built_library(on_build: Callable[[], None] = lambda: None, *, again: bool = 
             continue
         with work as made_in:
             made = _compile(compiler, sorted(_SOURCES.glob("*.cpp")), Path(made_in))
-            made.replace(folder / name)  # another process may have been first: it is the same file
-        _tidy(folder)
+            made.replace(folder / name)  # if another process was first, the file is the same
+        _prune(folder)
         return folder / name
-    raise CompilerMissing("no folder can be written to keep the compiled kernels in; set XDG_CACHE_HOME")
+    raise CompilerMissing("no folder for the compiled kernels can be written; set XDG_CACHE_HOME to one that can")
 
 
 def _folders() -> Iterator[Path]:
-    """Where a library may stand, the best place first."""
-    with suppress(RuntimeError):  # nobody's home
+    """Folders that may hold the library, the preferred one first."""
+    with suppress(RuntimeError):  # the user has no home directory
         yield cache_folder()
     yield Path(tempfile.gettempdir()) / f"batchgen-kernels-{os.getuid()}"
 
 
 def _work_folder(folder: Path) -> tempfile.TemporaryDirectory[str] | None:
-    """A new folder inside `folder`; None where none can be made or somebody else's could be meant."""
+    """A new temporary folder inside `folder`; None if it cannot be created or other users could write to `folder`."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         return tempfile.TemporaryDirectory(dir=folder) if _is_ours(folder) else None
@@ -116,7 +116,7 @@ def _work_folder(folder: Path) -> tempfile.TemporaryDirectory[str] | None:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether it is a folder, and no link, that nobody else can put anything into: code is loaded from there."""
+    """Whether it is a real folder, not a link, that only this user can write to: code is loaded from it."""
     try:
         found = folder.lstat()
     except OSError:
@@ -124,8 +124,8 @@ def _is_ours(folder: Path) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
-def _tidy(folder: Path) -> None:
-    """Remove the libraries that were not used for longest, with their figures. Who has one loaded keeps it."""
+def _prune(folder: Path) -> None:
+    """Remove the least recently used libraries and their measurements. Processes that have one loaded keep it."""
     with suppress(OSError):
         by_use = sorted(folder.glob("batchgen-*.so"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
         for old in by_use[_KEPT:]:
@@ -134,7 +134,7 @@ def _tidy(folder: Path) -> None:
 
 
 def _digest(compiler: Sequence[str]) -> str:
-    """Of everything that the machine code depends on."""
+    """Digest of everything that the machine code depends on."""
     digest = hashlib.sha256()
     for path in sorted(_SOURCES.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -144,14 +144,14 @@ def _digest(compiler: Sequence[str]) -> str:
 
 
 def _version(compiler: str) -> str:
-    """What tells one compiler from another without running it: the real file's size and time."""
+    """Identity of a compiler without running it: path, size and modification time of the real file."""
     real = Path(compiler).resolve()
     found = real.stat()
     return f"{real}:{found.st_size}:{found.st_mtime_ns}"
 
 
 def _processor() -> str:
-    """Architecture and instruction sets: a cache on a shared disk may serve machines of several kinds."""
+    """Architecture and instruction sets, as a cache on a shared disk may serve different machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -161,7 +161,7 @@ def _processor() -> str:
 
 
 def _compile(compiler: Sequence[str], sources: Sequence[Path], work: Path) -> Path:
-    """All sources side by side, then one link. OpenMP's functions are left to be found in the process."""
+    """Compile all sources in parallel, then link. OpenMP's symbols stay undefined, to be found in the process."""
     objects = [work / f"{source.stem}.o" for source in sources]
     _run_all(
         [
@@ -175,30 +175,32 @@ def _compile(compiler: Sequence[str], sources: Sequence[Path], work: Path) -> Pa
 
 
 def _run_all(commands: Sequence[Sequence[str]]) -> None:
-    """Run commands side by side.
+    """Run commands in parallel.
 
     Raises:
-        CompilerMissing: one cannot be run, fails or takes too long.
+        CompilerMissing: a command cannot be run, fails or takes too long.
     """
     running: list[subprocess.Popen[bytes]] = []
     try:
         for command in commands:
             running.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE))
-        said = [process.communicate(timeout=_SECONDS)[1] for process in running]
+        errors = [process.communicate(timeout=_SECONDS)[1] for process in running]
     except OSError as problem:
         raise CompilerMissing(f"{commands[0][0]} cannot be run: {problem.strerror}") from None
     except subprocess.TimeoutExpired:
-        raise CompilerMissing(f"{commands[0][0]} was not done after {_SECONDS} s") from None
+        raise CompilerMissing(f"{commands[0][0]} did not finish within {_SECONDS} s") from None
     finally:
         for process in running:
             if process.poll() is None:
                 process.kill()
                 process.communicate()
-    for process, problems in zip(running, said, strict=True):
+    for process, output in zip(running, errors, strict=True):
         if process.returncode:
-            raise CompilerMissing(f"{commands[0][0]} failed: {_first_error(problems)}")
+            raise CompilerMissing(f"{commands[0][0]} failed: {_first_error(output)}")
 
 
 def _first_error(output: bytes) -> str:
     lines = output.decode(errors="replace").splitlines()
-    return next((line.strip() for line in lines if "error" in line), lines[0].strip() if lines else "it said nothing")
+    return next(
+        (line.strip() for line in lines if "error" in line), lines[0].strip() if lines else "it printed no message"
+    )

@@ -1,7 +1,7 @@
-"""All layers of a decoder of the Llama family in one call of `src/decoder.cpp`.
+"""Compiled decoder of the Llama family: all layers of a step in one call of `src/decoder.cpp`.
 
-The oracle is the same operations one by one (`models.native`): they are the same compiled functions, or are rounded at
-the same points.
+The reference is the same operations called one by one (`models.native`): they are the same compiled functions, or round
+at the same points.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.kernels.cpu.attention import CompiledAttention
-from batchgen.kernels.cpu.background import DECODE, recording
+from batchgen.kernels.cpu.command_buffer import DECODE, current_buffer
 from batchgen.kernels.cpu.library import DTYPES, address, library
-from batchgen.kernels.cpu.lora import StackCall, StepRoom, stack_call
+from batchgen.kernels.cpu.lora import LoraWorkspace, StackCall, stack_call
 from batchgen.kernels.cpu.matmul import METHODS, MatmulCall
 from batchgen.kernels.cpu.ops import ACTIVATION_CODES
 from batchgen.kernels.layouts import Compiled
@@ -30,8 +30,8 @@ __all__ = ["CompiledDecoder", "DecoderLayer", "DecoderShape"]
 
 
 _PRODUCTS: Final = ("qkv", "o", "gate_up", "down")
-_LAID: Final = 64
-"""Numbers of tokens whose layout is remembered."""
+_LAYOUTS: Final = 64
+"""Most workspace layouts that are cached, one per number of tokens."""
 
 
 class _Layer(Structure):
@@ -80,7 +80,7 @@ class _Step(Structure):
         ("sin", c_void_p),
         ("attention", c_void_p),
         ("lora", c_void_p),
-        ("taps", c_void_p),
+        ("capture", c_void_p),
         ("x", c_void_p),
         ("normed", c_void_p),
         ("product_in", c_void_p),
@@ -100,7 +100,7 @@ class _Step(Structure):
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer's weights, all of one dtype."""
+    """Weights of one layer, all of one dtype."""
 
     qkv: Compiled
     o: Compiled
@@ -111,31 +111,31 @@ class DecoderLayer:
     post_norm: Tensor
     """[H]"""
     q_norm: Tensor | None
-    """[D], None where heads are not normalised"""
+    """[D]; None where heads are not normalised."""
     k_norm: Tensor | None
-    """[D], as `q_norm`"""
+    """[D], as `q_norm`."""
     window: int | None
-    """positions that a token sees; None: all"""
+    """Positions that a token sees; None: all."""
     lora: Mapping[str, LoraPairs] = field(default_factory=dict)
-    """changes of products by the names above, in the weights' dtype"""
+    """Adapters by the names of the products above, in the weights' dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """What all layers have in common."""
+    """Sizes and settings common to all layers."""
 
     heads: int
     kv_heads: int
     dim: int
-    """D"""
+    """Head size D."""
     activation: str
-    """one of `ACTIVATION_CODES`"""
+    """One of `ACTIVATION_CODES`."""
     eps: float
-    """of all norms"""
+    """Epsilon of all norms."""
 
 
 class CompiledDecoder:
-    """A stack of layers with its embedding and final norm, ready to run."""
+    """Decoder layers with embedding and final norm, as C arguments."""
 
     def __init__(
         self,
@@ -156,13 +156,13 @@ class CompiledDecoder:
             product.packed.scratch for layer in layers for product in (layer.qkv, layer.o, layer.gate_up, layer.down)
         )
         self._wide = _wide(layers)
-        into = 2 if self._wide else 1  # numbers of the dtype that one going into a product takes
+        into = 2 if self._wide else 1  # a product's input in float32 takes the memory of two bfloat16 numbers
         qkv, attended = layers[0].qkv.packed.outer, shape.heads * shape.dim
         widths = (hidden, qkv, attended, hidden, 2 * inner, into * inner, into * hidden)
         stacks = [{name: stack_call(pairs) for name, pairs in layer.lora.items()} for layer in layers]
         self._layers = (_Layer * len(layers))(*map(_layer, layers, stacks))
-        self._adapted = stacks  # which have to live as long
-        self._lora = StepRoom(max((stack.width for layer in stacks for stack in layer.values()), default=0))
+        self._stacks = stacks  # kept alive, as the layers point to them
+        self._lora = LoraWorkspace(max((stack.width for layer in stacks for stack in layer.values()), default=0))
         self._decoder = _Decoder(
             addressof(self._layers),
             embedding.data_ptr(),
@@ -178,8 +178,8 @@ class CompiledDecoder:
             shape.eps,
         )
         self._rope = _RopeRows(inv_freq, rope_scale, embedding.dtype)
-        self._room = _Room(widths, shape, embedding.dtype)
-        self._taps = self._tap_addresses({})
+        self._workspace = _Workspace(widths, shape, embedding.dtype)
+        self._no_capture = self._capture_addresses({})
 
     def hidden(
         self,
@@ -189,77 +189,77 @@ class CompiledDecoder:
         *,
         lora: LoraStep | None = None,
         embeds: tuple[Tensor, Tensor] | None = None,
-        taps: Mapping[int, Tensor] | None = None,
+        capture: Mapping[int, Tensor] | None = None,
         wanted: Tensor | None = None,
     ) -> Tensor:
-        """The states after the final norm. Keys and values of the step are stored in the attention's pool.
+        """Hidden states after the final norm. Stores keys and values of the step in the attention's pool.
 
-        Can be recorded, without adapters and embeddings.
+        Can be recorded in a command buffer, without adapters and embeddings.
 
         Args:
             ids: [T] int64.
             positions: [T] int64.
-            attention: the step's.
+            attention: attention of the step.
             lora: tokens by adapter; None where no token has one.
-            embeds: tokens [E] int64 that are embeddings [E, H] in place of ids.
-            taps: layer -> [T, H] to fill with the states after it; 0: as the first layer is fed.
-            wanted: [W] int64 tokens whose states are asked for, some perhaps several times, where none has an adapter
-                and the last layer is not tapped; None: all.
+            embeds: tokens [E] int64 that have embeddings [E, H] instead of ids.
+            capture: layer -> [T, H] to fill with the states after it; 0: the input of the first layer.
+            wanted: [W] int64 tokens whose states are returned, duplicates allowed; None: all. Needs a step without
+                adapters whose last layer is not captured.
 
         Returns:
             [T, H], or [W, H], in the weights' dtype.
         """
-        noted = recording()
-        tokens, threads = ids.shape[0], torch.get_num_threads() if noted is None else noted.threads
+        buffer = current_buffer()
+        tokens, threads = ids.shape[0], torch.get_num_threads() if buffer is None else buffer.threads
         rows, hidden = tokens if wanted is None else len(wanted), self._embedding.shape[1]
         normed = self._embedding.new_empty(rows, hidden)
         wanted_x = None if wanted is None else self._embedding.new_empty(rows, hidden)
         if not tokens:
             return normed
-        room = self._room.of(max(tokens, rows), threads * self._scratch)
+        memory = self._workspace.layout(max(tokens, rows), threads * self._scratch)
         if embeds is not None:
-            room.x[:tokens] = F.embedding(ids, self._embedding)
-            room.x[embeds[0]] = embeds[1].to(room.x.dtype)
+            memory.x[:tokens] = F.embedding(ids, self._embedding)
+            memory.x[embeds[0]] = embeds[1].to(memory.x.dtype)
         arguments = attention.stack(
-            room.query,
-            room.attended,
+            memory.query,
+            memory.attended,
             scale=self._shape.dim**-0.5,
             windows=self._windows,
             wanted=None if wanted is None else wanted.numpy(),
-        )  # which has to live until the call is over
-        tapped = self._taps if not taps else self._tap_addresses(taps)
+        )  # must live until the call has finished
+        captured = self._no_capture if not capture else self._capture_addresses(capture)
         cos, sin = self._rope.upto(int(positions.max()))
         slots = attention.cache(0)[2]
         assert ids.is_contiguous()
         assert positions.is_contiguous()
         assert slots.is_contiguous()
-        # What is noted down is run when the next step, of as many tokens, may have been noted down.
-        step = room.step if noted is None else _Step.from_buffer_copy(room.step)
+        # A recorded step runs when the next one, of as many tokens, may have been recorded.
+        step = memory.step if buffer is None else _Step.from_buffer_copy(memory.step)
         step.tokens = tokens
         step.ids = None if embeds is not None else ids.data_ptr()
         step.positions, step.slots = positions.data_ptr(), slots.data_ptr()
         step.cos, step.sin = cos.data_ptr(), sin.data_ptr()
-        step.attention, step.taps = addressof(arguments.struct), addressof(tapped)
+        step.attention, step.capture = addressof(arguments.struct), addressof(captured)
         step.normed = normed.data_ptr()
-        assert wanted is None or (lora is None and len(self._windows) not in (taps or {}))
+        assert wanted is None or (lora is None and len(self._windows) not in (capture or {}))
         assert wanted is None or wanted.is_contiguous()
         step.wanted, step.wanted_x, step.num_wanted = address(wanted), address(wanted_x), -1 if wanted is None else rows
-        adapted = None if lora is None else self._lora.call(tiles_of(lora, tokens, ids.device))
-        step.lora = None if adapted is None else addressof(adapted.struct)
-        step.wide = self._wide and adapted is None  # adapters read what the products do
-        if noted is None:
+        adapters = None if lora is None else self._lora.call(tiles_of(lora, tokens, ids.device))
+        step.lora = None if adapters is None else addressof(adapters.struct)
+        step.wide = self._wide and adapters is None  # adapters read the products' inputs in their dtype
+        if buffer is None:
             library().bg_decode(byref(self._decoder), byref(step), c_int(threads))
             return normed
-        assert adapted is None
+        assert adapters is None
         assert embeds is None
-        kept = (self, room, arguments, tapped, taps, ids, positions, slots, cos, sin, wanted, wanted_x, normed)
-        noted.add(DECODE, self._decoder, step, *kept)
+        kept = (self, memory, arguments, captured, capture, ids, positions, slots, cos, sin, wanted, wanted_x, normed)
+        buffer.add(DECODE, self._decoder, step, *kept)
         return normed
 
-    def _tap_addresses(self, taps: Mapping[int, Tensor]) -> Array[Any]:
-        """[L + 1] where the states before the first layer and after each go, or nowhere."""
-        places = range(len(self._windows) + 1)
-        return (c_void_p * len(places))(*(address(taps.get(layer)) for layer in places))
+    def _capture_addresses(self, capture: Mapping[int, Tensor]) -> Array[Any]:
+        """[L + 1] addresses that receive the input of the first layer and the output of each layer, or null."""
+        layers = range(len(self._windows) + 1)
+        return (c_void_p * len(layers))(*(address(capture.get(layer)) for layer in layers))
 
 
 def _layer(layer: DecoderLayer, stacks: Mapping[str, StackCall]) -> _Layer:
@@ -274,7 +274,7 @@ def _layer(layer: DecoderLayer, stacks: Mapping[str, StackCall]) -> _Layer:
 
 
 def _wide(layers: Sequence[DecoderLayer]) -> bool:
-    """Whether products take float32 numbers, so that norms and activations are best left wide."""
+    """Whether all products accept float32 inputs, so that norms and activations need not be rounded to memory."""
     products = [product for layer in layers for product in (layer.qkv, layer.gate_up, layer.down)]
     widened, bfp = (METHODS[torch.bfloat16, name] for name in ("widened", "bfp"))
     return all(
@@ -294,65 +294,65 @@ def _product(product: Compiled) -> MatmulCall:
 
 
 class _RopeRows:
-    """Cosines and sines by position, made once: those of `rope_tables`."""
+    """Cache of the cosines and sines of `rope_tables` by position."""
 
     def __init__(self, inv_freq: Tensor, scale: float, dtype: torch.dtype) -> None:
         self._inv_freq, self._scale, self._dtype = inv_freq, scale, dtype
-        self._tables = self._made(256)
+        self._tables = self._tables_for(256)
 
     def upto(self, position: int) -> tuple[Tensor, Tensor]:
         """Tables [n, D] of cosines and of sines, with n above `position`."""
         if position >= len(self._tables[0]):
-            self._tables = self._made(1 << position.bit_length())
+            self._tables = self._tables_for(1 << position.bit_length())
         return self._tables
 
-    def _made(self, count: int) -> tuple[Tensor, Tensor]:
+    def _tables_for(self, count: int) -> tuple[Tensor, Tensor]:
         cos, sin = rope_tables(self._inv_freq, self._scale, torch.arange(count), self._dtype)
         return cos[:, 0].contiguous(), sin[:, 0].contiguous()
 
 
 @dataclass(frozen=True, slots=True)
-class _Laid:
-    """Memory laid out for one number of tokens."""
+class _Layout:
+    """Workspace tensors for one number of tokens."""
 
     x: Tensor
     """[T, H]"""
     query: Tensor
-    """[T, N, D], a part of each token's projection"""
+    """[T, N, D], a view of each token's qkv projection."""
     attended: Tensor
     """[T, N, D]"""
     step: _Step
-    """with the addresses of all that stays"""
+    """Arguments with the addresses of the workspace."""
     scratch: Tensor
-    """which one of them is in"""
+    """Owner of the memory at `step.scratch`."""
 
 
-class _Room(threading.local):
-    """Memory that every step of a Python thread uses again, as much as the largest so far has taken."""
+class _Workspace(threading.local):
+    """Memory reused by every step of a Python thread; it grows to the largest step so far."""
 
     def __init__(self, widths: Sequence[int], shape: DecoderShape, dtype: torch.dtype) -> None:
-        """`widths`: numbers per token of x, qkv, attended, delta, gate_up, activated and what goes into products."""
+        """`widths`: elements per token of x, qkv, attended, delta, gate_up, activated and product_in."""
         self._widths = widths
         self._shape = shape
         self._memory = torch.empty(0, dtype=dtype)
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._laid: dict[int, _Laid] = {}
+        self._layouts: dict[int, _Layout] = {}
 
-    def of(self, tokens: int, scratch: int) -> _Laid:
-        """Room for a step of so many tokens, and bytes for the products."""
-        sizes = [-(-tokens * width // 32) * 32 for width in self._widths]  # each from a new cache line
+    def layout(self, tokens: int, scratch: int) -> _Layout:
+        """Workspace for a step of `tokens` tokens, and `scratch` bytes for the products."""
+        sizes = [-(-tokens * width // 32) * 32 for width in self._widths]  # each aligned to a cache line
         if self._memory.numel() < sum(sizes) or self._scratch.numel() < scratch + 64:
-            with torch.inference_mode(False):  # steps inside and outside of it write here
+            with torch.inference_mode(False):  # written to both inside and outside inference mode
                 self._memory = torch.empty(max(sum(sizes), self._memory.numel()), dtype=self._memory.dtype)
                 self._scratch = torch.empty(max(scratch + 64, self._scratch.numel()), dtype=torch.uint8)
-            self._laid.clear()
-        if tokens not in self._laid:
-            if len(self._laid) >= _LAID:
-                self._laid.clear()
-            self._laid[tokens] = self._lay(tokens, sizes)
-        return self._laid[tokens]
+            self._layouts.clear()
+        if tokens not in self._layouts:
+            if len(self._layouts) >= _LAYOUTS:
+                self._layouts.clear()
+            self._layouts[tokens] = self._make(tokens, sizes)
+        return self._layouts[tokens]
 
-    def _lay(self, tokens: int, sizes: list[int]) -> _Laid:
+    def _make(self, tokens: int, sizes: list[int]) -> _Layout:
         parts = torch.split(self._memory[: sum(sizes)], sizes)
         x, qkv, attended, *others = (
             part[: tokens * width].view(tokens, width) for part, width in zip(parts, self._widths, strict=True)
@@ -365,4 +365,4 @@ class _Room(threading.local):
         )
         step.delta, step.gate_up, step.activated, step.product_in = (part.data_ptr() for part in others)
         dim, heads = self._shape.dim, self._shape.heads
-        return _Laid(x, qkv.view(tokens, -1, dim)[:, :heads], attended.view(tokens, -1, dim), step, self._scratch)
+        return _Layout(x, qkv.view(tokens, -1, dim)[:, :heads], attended.view(tokens, -1, dim), step, self._scratch)

@@ -1,4 +1,4 @@
-"""The compiled library as a Python object: functions by name, called without the interpreter's lock."""
+"""The compiled library as a `ctypes` object, loaded once per process. Its functions run without the GIL."""
 
 from __future__ import annotations
 
@@ -16,60 +16,59 @@ from batchgen.kernels.cpu.build import CompilerMissing, built_library
 __all__ = ["DTYPES", "address", "library", "library_file", "loaded", "missing"]
 
 DTYPES: Final[dict[torch.dtype, int]] = {torch.float32: 0, torch.bfloat16: 1}
-"""What the kernels compute in, with its code in C++."""
+"""Supported dtypes and their codes in C++."""
 
-
-_LASTING: Final = (
-    "undefined symbol",  # another OpenMP than the compiler's
-    "failed to map segment",  # a file system that is mounted to run nothing
+_PERMANENT: Final = (
+    "undefined symbol",  # torch has loaded another OpenMP than the compiler's
+    "failed to map segment",  # the file system is mounted with noexec
 )
-"""Of a library that would not load if it were built again."""
+"""Loader errors that a rebuild would not fix."""
 
 
 @cache
 def _library() -> ctypes.CDLL | str:
-    """The library, or why there is none."""
+    """The library, or the reason why it is missing."""
     try:
         return _load()
     except (CompilerMissing, OSError) as problem:
         reason = " ".join(str(problem).split())
-        _tell(f"no compiled CPU kernels, PyTorch's compute: {reason}")
+        _report(f"CPU kernels were not compiled, PyTorch's are used instead: {reason}")
         return reason
 
 
 def _load() -> ctypes.CDLL:
     def on_build() -> None:
-        _tell("compiling CPU kernels for this processor, which is done once")
+        _report("compiling CPU kernels for this processor (once)")
 
-    # Torch's OpenMP runtime is in the process already, under the names that the library looks for.
+    # torch has loaded its OpenMP runtime, which provides the symbols that the library needs.
     try:
         return ctypes.CDLL(str(built_library(on_build)))
     except OSError as problem:
-        if any(sign in str(problem) for sign in _LASTING):
+        if any(sign in str(problem) for sign in _PERMANENT):
             raise
         return ctypes.CDLL(str(built_library(on_build, again=True)))  # a damaged file
 
 
-def _tell(line: str) -> None:
+def _report(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
 def loaded() -> bool:
-    """Whether there is a library; compiles it if need be."""
+    """Whether the library could be loaded. Compiles it if necessary."""
     return not isinstance(_library(), str)
 
 
 def missing() -> str | None:
-    """Why there is no library; None where there is one."""
+    """The reason why there is no library; None if it is loaded."""
     found = _library()
     return found if isinstance(found, str) else None
 
 
 def library() -> Any:
-    """The library: `library().bg_matmul(...)`.
+    """The library, used as `library().bg_matmul(...)`.
 
     Raises:
-        RuntimeError: there is none, and why.
+        RuntimeError: there is no library; the message gives the reason.
     """
     found = _library()
     if isinstance(found, str):
@@ -78,14 +77,14 @@ def library() -> Any:
 
 
 def library_file() -> Path:
-    """The library's file.
+    """Path of the library's file.
 
     Raises:
-        RuntimeError: there is none, and why.
+        RuntimeError: there is no library; the message gives the reason.
     """
     return Path(library()._name)
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """Where a tensor's numbers begin; None (a null pointer) for None."""
+    """Address of a tensor's data; None (a null pointer) for None."""
     return None if tensor is None else tensor.data_ptr()

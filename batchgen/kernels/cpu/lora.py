@@ -1,6 +1,6 @@
-"""Low-rank changes of a linear layer by `src/lora.cpp`; the oracle is `kernels.lora`.
+"""LoRA of a linear layer by `src/lora.cpp`; the reference is `kernels.lora`.
 
-Inner sums stay float32 and a result is rounded once, so that a token's change is the same bits whatever other tokens
+Inner sums stay in float32 and a result is rounded once, so a token's result is bitwise the same whatever other tokens
 the step has.
 """
 
@@ -18,10 +18,10 @@ from batchgen.kernels.cpu.library import DTYPES, library
 from batchgen.kernels.lora import LoraPairs, LoraStack, LoraStep, LoraTiles, tiles_of
 from batchgen.kernels.lora import add_lora as plain_add_lora
 
-__all__ = ["StackCall", "StepCall", "StepRoom", "add_lora", "stack_call"]
+__all__ = ["LoraWorkspace", "StackCall", "StepCall", "add_lora", "stack_call"]
 
 _SERIAL: Final = 1 << 14
-"""Fewer inner products' numbers than this are computed by one thread."""
+"""Steps with fewer inner sums than this run on one thread."""
 
 
 class _Stack(Structure):
@@ -65,17 +65,17 @@ class _Call(Structure):
 
 @dataclass(frozen=True, slots=True)
 class StackCall:
-    """A layer's adapters as an argument."""
+    """A layer's adapters as a C argument."""
 
     struct: _Stack
     width: int
-    """the most ranks that an adapter has here"""
+    """Largest rank of an adapter in this layer."""
     kept: LoraStack
-    """what the struct points into"""
+    """Owner of the memory that the struct points to."""
 
 
 def stack_call(pairs: LoraPairs) -> StackCall:
-    """The pairs, of which there is at least one, in a dtype that is compiled."""
+    """The layer's adapters, at least one, in a compiled dtype."""
     stack = pairs.stacked(1)
     struct = _Stack(
         stack.down.data_ptr(),
@@ -91,26 +91,26 @@ def stack_call(pairs: LoraPairs) -> StackCall:
 
 @dataclass(frozen=True, slots=True)
 class StepCall:
-    """A step's tokens by adapter as an argument."""
+    """A step's tokens by adapter as a C argument."""
 
     struct: _Step
     kept: tuple[LoraTiles, Tensor]
-    """what the struct points to"""
+    """Owners of the memory that the struct points to."""
 
 
-class StepRoom(threading.local):
-    """Memory for the inner sums of steps, used again and again by a Python thread."""
+class LoraWorkspace(threading.local):
+    """Workspace for the inner sums, reused by each Python thread for every step."""
 
     def __init__(self, width: int) -> None:
-        """`width`: the most ranks that an adapter has in any layer."""
+        """`width`: largest rank of an adapter in any layer."""
         self._width = width
         self._sums = torch.empty(0, dtype=torch.float32)
 
     def call(self, tiles: LoraTiles) -> StepCall:
-        """A step's tokens as an argument."""
+        """A step's tokens as a C argument."""
         size = len(tiles.order) * self._width
         if self._sums.numel() < size:
-            with torch.inference_mode(False):  # steps inside and outside of it write here
+            with torch.inference_mode(False):  # written to both inside and outside inference mode
                 self._sums = torch.empty(size, dtype=torch.float32)
         struct = _Step(
             tiles.order.data_ptr(), tiles.tiles.data_ptr(), self._sums.data_ptr(), len(tiles.tiles), self._width
@@ -120,14 +120,14 @@ class StepRoom(threading.local):
 
 def add_lora(out: Tensor, x: Tensor, step: LoraStep, pairs: LoraPairs) -> None:
     """See `lora.add_lora`."""
-    some = next((pair for pair in pairs if pair is not None), None)
-    if some is None:
+    first = next((pair for pair in pairs if pair is not None), None)
+    if first is None:
         return
-    alike = x.dtype == out.dtype == some.down.dtype and x.dtype in DTYPES and x.device.type == "cpu"
-    if not alike or not x.numel() or x.stride(1) != 1 or out.stride(1) != 1:
+    supported = x.dtype == out.dtype == first.down.dtype and x.dtype in DTYPES and x.device.type == "cpu"
+    if not supported or not x.numel() or x.stride(1) != 1 or out.stride(1) != 1:
         return plain_add_lora(out, x, step, pairs)
     stack, tiles = stack_call(pairs), tiles_of(step, len(x), x.device)
-    tokens = StepRoom(stack.width).call(tiles)
+    tokens = LoraWorkspace(stack.width).call(tiles)
     call = _Call(
         addressof(stack.struct), addressof(tokens.struct), x.data_ptr(), out.data_ptr(), x.stride(0), out.stride(0)
     )

@@ -1,29 +1,36 @@
-"""y = x W^T + b by `src/matmul.cpp`, over weights packed in panels.
+"""Matrix products y = x W^T + b by `src/matmul.cpp`, weights packed in panels, and the memory of packed weights.
 
-Every element of y is one sum over k in ascending order, whatever the number of rows or threads: a row's bits depend on
-that row and on W alone, so the product is batch-invariant (`kernels.matmul`).
+Every element of y is one sum over k in ascending order, whatever the number of rows or threads: a row's result depends
+on that row and on W only, bit for bit (`kernels.matmul`).
+
+Packed weights are allocated next to each other from large slabs, for which numpy asks the system for huge pages: every
+step reads all weights, and huge pages need fewer address translations.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
+from collections.abc import Callable
 from ctypes import c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen.kernels.cpu.background import PRODUCT, recording
+from batchgen.kernels.cpu.command_buffer import MATMUL, current_buffer
 from batchgen.kernels.cpu.library import DTYPES, library
-from batchgen.kernels.cpu.weight_memory import weight_memory
 from batchgen.kernels.quantization import BFP, INT8, GroupedWeight, Scheme, groups_of
 
 __all__ = [
     "METHODS",
+    "SLAB",
     "MatmulCall",
     "Method",
     "PackedWeight",
@@ -35,13 +42,60 @@ __all__ = [
     "unpack",
     "unpack_bfp",
     "unpack_int8",
+    "weight_memory",
 ]
 
+SLAB: Final = 64 << 20
+"""Bytes of a slab. numpy asks for huge pages from 4 MiB on; larger slabs waste less memory at their ends."""
+_SEPARATE: Final = SLAB // 4
+"""Weights of more bytes than this have a separate allocation, so that the unused rest of a slab stays small."""
+_LINE: Final = 64
+"""Weights are aligned to a cache line of this many bytes."""
+
+
+class _Slab:
+    """Allocator that fills one slab of memory after the other. A slab is freed with the last weight in it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._memory: Callable[[], npt.NDArray[np.uint8] | None] = lambda: None
+        self._used = 0
+
+    def take(self, size: int) -> npt.NDArray[np.uint8]:
+        """[size] bytes of new memory, aligned to a cache line."""
+        with self._lock:
+            memory = self._memory()
+            if memory is None or self._used + size > len(memory):
+                memory = np.empty(SLAB, np.uint8)
+                self._memory, self._used = weakref.ref(memory), _to_line(memory)
+            taken = memory[self._used : self._used + size]
+            self._used += size + -size % _LINE
+            return taken
+
+
+_slab: Final = _Slab()
+
+
+def weight_memory(count: int, dtype: torch.dtype) -> Tensor:
+    """[count] uninitialised numbers, aligned to a cache line."""
+    size = count * dtype.itemsize
+    if size <= _SEPARATE:
+        return torch.from_numpy(_slab.take(size)).view(dtype)
+    memory = np.empty(size + _LINE, np.uint8)
+    begin = _to_line(memory)
+    return torch.from_numpy(memory[begin : begin + size]).view(dtype)
+
+
+def _to_line(memory: npt.NDArray[np.uint8]) -> int:
+    """Offset in bytes of the first cache line of `memory`."""
+    return -memory.ctypes.data % _LINE
+
+
 Method = Literal["widened", "dot", "int8", "bfp"]
-"""How numbers are multiplied. `widened`: in float32, bfloat16 weights widened on the way, exactly. `dot`: by the
-processor's bfloat16 dot instruction, which sums in pairs and takes denormal numbers for zero. `int8`: by its int8 dot
-instruction, over weights that were quantised for it (`kernels.quantization`). `bfp`: bfloat16 in block floating point,
-integers of 16 bits with a scale for each group of inputs, which lose less than rounding to bfloat16 does."""
+"""How numbers are multiplied. `widened`: in float32; bfloat16 weights are widened exactly. `dot`: by the processor's
+bfloat16 dot instruction, which sums in pairs and flushes denormal numbers to zero. `int8`: by its int8 dot instruction,
+over quantised weights (`kernels.quantization`). `bfp`: bfloat16 in block floating point, 16-bit integers with a scale
+for each group of inputs, which lose less than rounding to bfloat16 does."""
 
 METHODS: Final[dict[tuple[torch.dtype, Method], int]] = {
     (torch.float32, "widened"): 0,
@@ -51,11 +105,11 @@ METHODS: Final[dict[tuple[torch.dtype, Method], int]] = {
     (torch.bfloat16, "int8"): 4,
     (torch.bfloat16, "bfp"): 5,
 }
-"""By the dtype of x and W: `Method` of `src/matmul.h`."""
+"""Codes by (dtype of x and W, method): `Method` of `src/matmul.h`."""
 
 
 _BLOCK: Final = 1 << 22
-"""Numbers of a quantised weight that are packed at once: their sums are wide on the way."""
+"""Elements of a quantised weight that are packed at once, as packing needs wider temporaries."""
 
 
 class MatmulCall(ctypes.Structure):
@@ -78,6 +132,8 @@ class MatmulCall(ctypes.Structure):
 
 
 class _Packing(ctypes.Structure):
+    """`Packing` of `src/pack.cpp`, `BfpPacking` of `src/bfp.cpp`."""
+
     _fields_ = (
         ("weight", c_void_p),
         ("packed", c_void_p),
@@ -92,20 +148,20 @@ class PackedWeight:
     """A weight W [O, I] in panels."""
 
     data: Tensor
-    """Flat; of W's dtype, or bytes where its numbers are integers with scales."""
+    """Flat; of W's dtype, or bytes for integers with scales."""
     dtype: torch.dtype
-    """x's and y's."""
+    """Dtype of x and y."""
     inner: int
     outer: int
     scratch: int
-    """Bytes of working memory that a product needs for each thread."""
+    """Bytes of workspace that a product needs per thread."""
     layout: Literal["whole", "int8", "bfp"] = "whole"
-    """`whole`: W's own numbers."""
+    """`whole`: W's numbers, not quantised."""
 
 
 @cache
 def _library() -> Any:
-    """The library, told of its functions' types."""
+    """The library with its functions' types declared."""
     found = library()
     for name, arguments, result in (
         ("bg_matmul", (c_void_p, c_int64), None),
@@ -123,19 +179,19 @@ def _library() -> Any:
 
 
 def methods(dtype: torch.dtype) -> tuple[Method, ...]:
-    """How the library can multiply `dtype` on this processor; empty for a dtype that it does not take."""
+    """Methods for `dtype` on this processor; empty for a dtype that is not supported."""
     built: dict[str, Any] = {name: getattr(_library(), f"bg_matmul_has_{name}") for name in ("dot", "int8", "bfp")}
     return tuple(name for kind, name in METHODS if kind == dtype and (name == "widened" or built[name]()))
 
 
 def pack(weight: Tensor) -> PackedWeight:
-    """The weight [O, I], float32 or bfloat16, in panels: a copy.
+    """A copy of the weight [O, I], float32 or bfloat16, in panels.
 
     Raises:
-        TypeError: another dtype.
+        TypeError: the weight has another dtype.
     """
     if weight.dtype not in DTYPES:
-        raise TypeError(f"no product of {weight.dtype} is compiled")
+        raise TypeError(f"compiled products support float32 and bfloat16 weights, got {weight.dtype}")
     outer, inner = weight.shape
     if weight.stride(1) != 1:
         weight = weight.contiguous()
@@ -148,7 +204,7 @@ def pack(weight: Tensor) -> PackedWeight:
 
 
 def pack_int8(weight: GroupedWeight, dtype: torch.dtype) -> PackedWeight:
-    """A weight quantised by `INT8` in panels, for x of `dtype`: a copy, in the layout of `src/int8.h`."""
+    """A copy in panels of a weight quantised by `INT8`, for x of `dtype`, in the layout of `src/int8.h`."""
     outer, count, size = weight.numbers.shape
     panel = _library().bg_matmul_panel()
     panels = -(-outer // panel)
@@ -162,7 +218,7 @@ def pack_int8(weight: GroupedWeight, dtype: torch.dtype) -> PackedWeight:
 
 
 def pack_bfp(weight: Tensor) -> PackedWeight:
-    """The weight [O, I], bfloat16, in panels of block floating point: a copy, in the layout of `src/bfp.h`."""
+    """A copy of the weight [O, I], bfloat16, in panels of block floating point, in the layout of `src/bfp.h`."""
     outer, inner = weight.shape
     if weight.stride(1) != 1:
         weight = weight.contiguous()
@@ -177,7 +233,7 @@ def pack_bfp(weight: Tensor) -> PackedWeight:
 
 
 def _int8_panels(numbers: Tensor, scales: Tensor, panel: int) -> Tensor:
-    """Rows [O, G, S] int8 and their scales [O, G] as bytes [panels, G, panel * (8 + S)]."""
+    """Panels as bytes [panels, G, panel * (8 + S)], of rows [O, G, S] int8 and their scales [O, G]."""
     outer, count, size = numbers.shape
     more = -outer % panel
     whole = F.pad(numbers, (0, 0, 0, 0, 0, more)).view(-(-outer // panel), panel, count, size // 4, 4)
@@ -188,7 +244,7 @@ def _int8_panels(numbers: Tensor, scales: Tensor, panel: int) -> Tensor:
 
 
 def unpack(packed: PackedWeight) -> Tensor:
-    """The weight [O, I] that `pack` took, bit for bit."""
+    """The weight [O, I] that was given to `pack`, bit for bit."""
     weight = torch.empty(packed.outer, packed.inner, dtype=packed.data.dtype)
     call = _Packing(weight.data_ptr(), packed.data.data_ptr(), packed.inner, packed.outer, packed.inner)
     _library().bg_matmul_unpack(ctypes.byref(call), weight.dtype == torch.bfloat16, torch.get_num_threads())
@@ -196,18 +252,23 @@ def unpack(packed: PackedWeight) -> Tensor:
 
 
 def unpack_int8(packed: PackedWeight) -> GroupedWeight:
-    """What `pack_int8` took."""
+    """The quantised weight that was given to `pack_int8`."""
     return _grouped(packed, INT8, 8, 4)
 
 
 def unpack_bfp(packed: PackedWeight) -> GroupedWeight:
-    """What `pack_bfp` made of the weight."""
+    """The quantised weight that `pack_bfp` made."""
     return _grouped(packed, BFP, 4, 2)
 
 
-def _grouped(packed: PackedWeight, scheme: Scheme, ahead: int, together: int) -> GroupedWeight:
-    """A weight out of panels in which each group begins with `ahead` bytes for each row, its scale first, and numbers
-    stand `together` by row.
+def _grouped(packed: PackedWeight, scheme: Scheme, header: int, together: int) -> GroupedWeight:
+    """The weight in panels of integers.
+
+    Args:
+        packed: panels in which each group begins with a header.
+        scheme: of the integers.
+        header: bytes of the header for each row; the scale comes first.
+        together: how many numbers of a row are adjacent.
     """
     panel = _library().bg_matmul_panel()
     panels, (count, size) = -(-packed.outer // panel), groups_of(packed.inner, scheme)
@@ -215,7 +276,7 @@ def _grouped(packed: PackedWeight, scheme: Scheme, ahead: int, together: int) ->
         empty = torch.empty(packed.outer, count, size, dtype=scheme.dtype)
         return GroupedWeight(empty, torch.empty(packed.outer, count), packed.inner, scheme)
     blocks = packed.data.view(panels, count, -1)
-    scales, numbers = blocks[:, :, : 4 * panel], blocks[:, :, ahead * panel :]
+    scales, numbers = blocks[:, :, : 4 * panel], blocks[:, :, header * panel :]
     whole = numbers.contiguous().view(scheme.dtype).view(panels, count, -1, panel, together).permute(0, 3, 1, 2, 4)
     wide = scales.contiguous().view(torch.float32).transpose(1, 2).reshape(-1, count)
     rows = whole.reshape(panels * panel, count, -1)[: packed.outer]
@@ -223,7 +284,7 @@ def _grouped(packed: PackedWeight, scheme: Scheme, ahead: int, together: int) ->
 
 
 class _Workspace(threading.local):
-    """What calls of one Python thread use again and again."""
+    """Workspace and argument struct of a Python thread, reused by its calls."""
 
     def __init__(self) -> None:
         self.scratch = torch.empty(0, dtype=torch.uint8)
@@ -231,7 +292,7 @@ class _Workspace(threading.local):
         self.pointer = ctypes.byref(self.call)
 
     def reserve(self, size: int) -> int:
-        """Where `size` bytes begin, from a multiple of 64."""
+        """Address of `size` bytes, aligned to 64."""
         if self.scratch.numel() < size + 64:
             self.scratch = torch.empty(size + 64, dtype=torch.uint8)
         return -(-self.scratch.data_ptr() // 64) * 64
@@ -241,25 +302,27 @@ _workspace: Final = _Workspace()
 
 
 def matmul(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, method: Method = "widened") -> Tensor:
-    """The product y [..., O] = x [..., I] W^T + b in x's dtype, which must be W's; sums are float32. Can be recorded.
+    """The product y [..., O] = x [..., I] W^T + b; sums are float32. Can be recorded in a command buffer.
 
     Args:
-        x: numbers.
+        x: [..., I] in W's dtype, which is also y's.
         packed: W.
         bias: b [O] as contiguous float32.
-        method: one of `methods(x.dtype)`; "int8" for what `pack_int8` made, "bfp" for what `pack_bfp` made, and for
-            nothing else.
+        method: one of `methods(x.dtype)`; "int8" only and always for `pack_int8`, "bfp" for `pack_bfp`.
 
     Raises:
         TypeError: x's dtype is not W's, or b is not float32.
-        ValueError: the sizes do not fit.
+        ValueError: the sizes do not match, or W is packed for another method.
     """
     if x.dtype != packed.dtype or (bias is not None and bias.dtype != torch.float32):
-        raise TypeError(f"x is {x.dtype}, W {packed.dtype}, b {None if bias is None else bias.dtype}")
+        raise TypeError(
+            f"x and W must have one dtype and b must be float32, got x {x.dtype}, W {packed.dtype}, "
+            f"b {None if bias is None else bias.dtype}"
+        )
     if packed.layout != (method if method in ("int8", "bfp") else "whole"):
-        raise ValueError(f"W is not packed to be multiplied by {method}")
+        raise ValueError(f"W is not packed for method {method!r}, but as {packed.layout!r}")
     if x.shape[-1] != packed.inner or (bias is not None and bias.shape != (packed.outer,)):
-        raise ValueError(f"x [..., {x.shape[-1]}] does not fit W [{packed.outer}, {packed.inner}] and its b")
+        raise ValueError(f"x [..., {x.shape[-1]}] or b does not fit W [{packed.outer}, {packed.inner}]")
     shape = x.shape
     if x.dim() != 2:
         x = x.reshape(-1, packed.inner)
@@ -267,18 +330,19 @@ def matmul(x: Tensor, packed: PackedWeight, bias: Tensor | None = None, method: 
         x = x.contiguous()
     rows = x.shape[0]
     out = torch.empty(rows, packed.outer, dtype=x.dtype)
-    noted = recording()
-    threads = torch.get_num_threads() if noted is None else noted.threads
-    room = _workspace if noted is None else _Workspace()  # what is noted down is run when others have had theirs
-    call = room.call
+    buffer = current_buffer()
+    threads = torch.get_num_threads() if buffer is None else buffer.threads
+    # A recorded call runs later, so it cannot share the thread's workspace.
+    workspace = _workspace if buffer is None else _Workspace()
+    call = workspace.call
     call.x, call.weight, call.out = x.data_ptr(), packed.data.data_ptr(), out.data_ptr()
     call.bias = None if bias is None else bias.data_ptr()
     call.rows, call.inner, call.outer = rows, packed.inner, packed.outer
     call.x_stride, call.out_stride = x.stride(0), packed.outer
     call.method = METHODS[x.dtype, method]
-    call.scratch = room.reserve(threads * packed.scratch)
-    if noted is None:
-        _library().bg_matmul(room.pointer, threads)
+    call.scratch = workspace.reserve(threads * packed.scratch)
+    if buffer is None:
+        _library().bg_matmul(workspace.pointer, threads)
     else:
-        noted.add(PRODUCT, call, None, room.scratch, x, packed, bias, out)
+        buffer.add(MATMUL, call, None, workspace.scratch, x, packed, bias, out)
     return out if len(shape) == 2 else out.view(*shape[:-1], packed.outer)

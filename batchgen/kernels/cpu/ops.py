@@ -1,11 +1,12 @@
-"""`Ops` compiled for the processor, and the plain versions of what is not worth it or comes in another layout.
+"""The compiled `Ops` for CPUs, and the compiled copy of pages.
 
-Compiled are operations on contiguous float32 and bfloat16 of the CPU. Logits are read as they are: nothing is widened.
+Operations on contiguous float32 and bfloat16 tensors on the CPU are compiled. Other layouts, and operations that are
+not worth compiling, use the PyTorch versions. Logits are read in their own dtype, without a widened copy.
 """
 
 from __future__ import annotations
 
-from ctypes import byref
+from ctypes import addressof, byref, c_int64, c_void_p
 from typing import Final
 
 import torch
@@ -19,16 +20,17 @@ from batchgen.kernels import norm as plain_norm
 from batchgen.kernels import sampling as plain_sampling
 from batchgen.kernels.bitmask import apply_bitmask
 from batchgen.kernels.counts import count_tokens, penalise
-from batchgen.kernels.cpu.background import SAMPLE, recording
+from batchgen.kernels.cpu.command_buffer import COPY, SAMPLE, current_buffer
 from batchgen.kernels.cpu.library import DTYPES, address, library
 from batchgen.kernels.cpu.lora import add_lora
-from batchgen.kernels.cpu.structs import Gated, Heads, Logits, Norm, RowKeys, RowScan, Sample, Top
+from batchgen.kernels.cpu.structs import Gated, Heads, Logits, Norm, PageCopies, RowKeys, RowScan, Sample, Top
 from batchgen.kernels.filtering import filtered_scores
-from batchgen.kernels.logprobs import ReadOut, mask_tokens
+from batchgen.kernels.logprobs import GatheredLogprobs, mask_tokens
 from batchgen.kernels.moe import moe_experts, route
 from batchgen.kernels.rope import rope_tables
 from batchgen.kernels.sampling import SampleResult, SamplingColumns
 from batchgen.kernels.shaping import add_bias, drew_masked, keep_only
+from batchgen.kernels.types import KVPool
 
 __all__ = [
     "ACTIVATION_CODES",
@@ -37,20 +39,21 @@ __all__ = [
     "add_rms_norm",
     "apply_bitmask",
     "argmax_lse",
+    "copy_pages",
     "count_tokens",
     "drew_masked",
     "filtered_scores",
     "gated",
+    "gather_logprobs",
     "keep_only",
     "log_normalizers",
     "mask_tokens",
     "moe_experts",
     "nan_rows",
     "penalise",
-    "read_out",
+    "qk_norm_rope_cache",
     "rms_norm",
     "rope_tables",
-    "rotate_and_store",
     "route",
     "row_keys",
     "sample",
@@ -69,10 +72,10 @@ ACTIVATION_CODES: Final[dict[str, int]] = {
     "quick_gelu": 3,
     "relu": 4,
 }
-"""By name, as `activation.ACTIVATIONS`: the enumeration in `elementwise.h`."""
+"""Codes of the activations in `activation.ACTIVATIONS`: `Activation` of elementwise.h."""
 
 _SERIAL: Final = 1 << 14
-"""Fewer numbers than this are computed by one thread: waking others takes as long."""
+"""Operations on fewer elements than this run on one thread, as waking others takes as long."""
 
 
 def _threads(numbers: int) -> int:
@@ -80,7 +83,7 @@ def _threads(numbers: int) -> int:
 
 
 def _takes(first: Tensor, *others: Tensor | None) -> bool:
-    """Whether tensors stand in the CPU's memory in order, all of one dtype that is compiled."""
+    """Whether the compiled kernels take these tensors: contiguous, on the CPU, of one supported dtype, not empty."""
     dtype = first.dtype
     if dtype not in DTYPES or first.device.type != "cpu" or not first.is_contiguous() or not first.numel():
         return False
@@ -128,7 +131,7 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     return out
 
 
-def rotate_and_store(
+def qk_norm_rope_cache(
     qkv: Tensor,
     heads: int,
     kv_heads: int,
@@ -141,9 +144,9 @@ def rotate_and_store(
     values: Tensor,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """See `heads.rotate_and_store`. The queries are turned where they stand: the result is a part of `qkv`."""
+    """See `heads.qk_norm_rope_cache`. Queries are rotated in place: the result is a view of `qkv`."""
     if not _takes(qkv, q_norm, k_norm, cos, sin, keys, values) or not slot_mapping.is_contiguous():
-        return plain_heads.rotate_and_store(
+        return plain_heads.qk_norm_rope_cache(
             qkv, heads, kv_heads, q_norm, k_norm, eps, cos, sin, keys, values, slot_mapping
         )
     normed = q_norm is not None and k_norm is not None
@@ -169,7 +172,7 @@ def rotate_and_store(
 
 
 def _rows(logits: Tensor) -> Logits | None:
-    """Logits [R, V] as an argument; None where they are not compiled for."""
+    """Logits [R, V] as a C argument; None if the compiled kernels do not take them."""
     if logits.dtype not in DTYPES or logits.device.type != "cpu" or not logits.numel() or logits.stride(1) != 1:
         return None
     rows, vocab = logits.shape
@@ -229,14 +232,14 @@ def top_logprobs(logits: Tensor, k: int, normalizers: Tensor | None = None) -> t
     return ids, values.sub_(normalizers[:, None])
 
 
-def read_out(logits: Tensor, targets: Tensor, k: int) -> ReadOut:
-    """See `logprobs.read_out`."""
+def gather_logprobs(logits: Tensor, targets: Tensor, k: int) -> GatheredLogprobs:
+    """See `logprobs.gather_logprobs`."""
     normalizers = log_normalizers(logits)
     if k:
         ids, top = top_logprobs(logits, k, normalizers)
     else:
         ids, top = targets.new_empty(len(logits), 0), normalizers.new_empty(len(logits), 0)
-    return ReadOut(normalizers, token_logprobs(logits, targets, normalizers), ids, top)
+    return GatheredLogprobs(normalizers, token_logprobs(logits, targets, normalizers), ids, top)
 
 
 def row_keys(seeds: Tensor, sample_indexes: Tensor, positions: Tensor) -> Tensor:
@@ -250,14 +253,14 @@ def row_keys(seeds: Tensor, sample_indexes: Tensor, positions: Tensor) -> Tensor
 
 
 def sample(logits: Tensor, columns: SamplingColumns, sample_rows: Tensor | None = None) -> SampleResult:
-    """See `sampling.sample`. Can be recorded."""
+    """See `sampling.sample`. Can be recorded in a command buffer."""
     rows = _rows(logits)
     if rows is None:
         return plain_sampling.sample(logits, columns, sample_rows)
     draws = rows.rows if sample_rows is None else len(sample_rows)
     tokens = torch.empty(draws, dtype=torch.int64)
     bad = torch.empty(draws, dtype=torch.bool)
-    assert columns.all_greedy or columns.keys is not None, "draws need keys"
+    assert columns.all_greedy or columns.keys is not None, "sampling needs keys"
     call = Sample(
         rows,
         address(sample_rows),
@@ -270,9 +273,38 @@ def sample(logits: Tensor, columns: SamplingColumns, sample_rows: Tensor | None 
         tokens.data_ptr(),
         bad.data_ptr(),
     )
-    noted = recording()
-    if noted is None:
+    buffer = current_buffer()
+    if buffer is None:
         library().bg_sample(byref(call), _threads(draws * rows.vocab))
     else:
-        noted.add(SAMPLE, call, None, logits, sample_rows, columns, tokens, bad)
+        buffer.add(SAMPLE, call, None, logits, sample_rows, columns, tokens, bad)
     return SampleResult(tokens, bad)
+
+
+_SERIAL_COPIES: Final = 1 << 18
+"""Fewer bytes than this are copied by one thread, as waking others takes as long."""
+
+
+def copy_pages(pool: KVPool, copies: Tensor) -> None:
+    """See `kernels.pooled.copy_pages`: one compiled call for all layers. Can be recorded in a command buffer.
+
+    The pool is on the CPU, of any dtype, and `copies` is contiguous. Reads and writes only the positions to copy,
+    `positions * K * D * itemsize` bytes per cache and copy.
+    """
+    if pool.packed_pages is not None:
+        pool.packed_pages.write(copies[:, 1].numpy())
+    caches = (*pool.keys, *pool.values)
+    assert copies.is_contiguous()
+    assert all(cache.is_contiguous() for cache in caches)
+    sizes = [cache.stride(1) * cache.element_size() for cache in caches]
+    addresses = (c_void_p * len(caches))(*(cache.data_ptr() for cache in caches))
+    bytes_of = (c_int64 * len(caches))(*sizes)
+    call = PageCopies(
+        addressof(addresses), addressof(bytes_of), copies.data_ptr(), len(caches), len(copies), pool.page_size
+    )
+    moved = sum(sizes) * pool.page_size * len(copies)
+    buffer = current_buffer()
+    if buffer is None:
+        library().bg_page_copies(byref(call), 1 if moved < _SERIAL_COPIES else torch.get_num_threads())
+    else:
+        buffer.add(COPY, call, None, addresses, bytes_of, caches, copies)

@@ -1,14 +1,26 @@
-"""The arguments of the compiled functions, field by field as in `src/*.h`."""
+"""Arguments of the compiled functions as ctypes structs, field by field as in `src/*.h`."""
 
 from __future__ import annotations
 
 from ctypes import Structure, c_double, c_int64, c_void_p
 
-__all__ = ["Embed", "Feed", "Gated", "Heads", "Logits", "Norm", "PageCopies", "RowKeys", "RowScan", "Sample", "Top"]
+__all__ = [
+    "Embed",
+    "FillSampledIds",
+    "Gated",
+    "Heads",
+    "Logits",
+    "Norm",
+    "PageCopies",
+    "RowKeys",
+    "RowScan",
+    "Sample",
+    "Top",
+]
 
 
 class Norm(Structure):
-    """`elementwise.h`: the norm of rows, or of their sums with a delta."""
+    """`Norm` of elementwise.h: RMS norm of x, or of x + delta."""
 
     _fields_ = (
         ("x", c_void_p),
@@ -23,19 +35,19 @@ class Norm(Structure):
     )
 
 
-class Feed(Structure):
-    """`elementwise.h`: ids that a step before has drawn."""
+class FillSampledIds(Structure):
+    """`FillSampledIds` of elementwise.h: token ids that the previous step sampled."""
 
     _fields_ = (
         ("ids", c_void_p),
         ("source", c_void_p),
-        ("drawn", c_void_p),
+        ("sampled", c_void_p),
         ("tokens", c_int64),
     )
 
 
 class Gated(Structure):
-    """`elementwise.h`: an activation times the other half."""
+    """`Gated` of elementwise.h: activation(gate) * up."""
 
     _fields_ = (
         ("gate_up", c_void_p),
@@ -49,7 +61,7 @@ class Gated(Structure):
 
 
 class Heads(Structure):
-    """`elementwise.h`: heads normalised, rotated and stored."""
+    """`Heads` of elementwise.h: query and key norms, rotary embedding, and the store to the KV pool."""
 
     _fields_ = (
         ("qkv", c_void_p),
@@ -71,7 +83,7 @@ class Heads(Structure):
 
 
 class Embed(Structure):
-    """`elementwise.h`: rows of a table by id."""
+    """`Embed` of elementwise.h: embedding rows by token id."""
 
     _fields_ = (
         ("ids", c_void_p),
@@ -83,7 +95,7 @@ class Embed(Structure):
 
 
 class PageCopies(Structure):
-    """`copies.cpp`: the heads of pages to other pages."""
+    """`PageCopies` of copies.h: the first positions of pages copied to other pages."""
 
     _fields_ = (
         ("caches", c_void_p),
@@ -96,7 +108,7 @@ class PageCopies(Structure):
 
 
 class Logits(Structure):
-    """`sampling.h`: rows of logits."""
+    """`Logits` of sampling.h: rows of logits."""
 
     _fields_ = (
         ("data", c_void_p),
@@ -108,7 +120,7 @@ class Logits(Structure):
 
 
 class RowScan(Structure):
-    """`sampling.h`: the largest of each row, and its normaliser."""
+    """`RowScan` of sampling.h: argmax, maximum, normalizer and validity of each row."""
 
     _fields_ = (
         ("logits", Logits),
@@ -120,13 +132,13 @@ class RowScan(Structure):
 
 
 class Top(Structure):
-    """`sampling.h`: the k largest of each row."""
+    """`Top` of sampling.h: the k largest logits of each row."""
 
     _fields_ = (("logits", Logits), ("k", c_int64), ("ids", c_void_p), ("values", c_void_p))
 
 
 class RowKeys(Structure):
-    """`sampling.h`: keys of the rows' next draws."""
+    """`RowKeys` of sampling.h: noise keys of the rows."""
 
     _fields_ = (
         ("seeds", c_void_p),
@@ -138,7 +150,7 @@ class RowKeys(Structure):
 
 
 class Sample(Structure):
-    """`sampling.h`: one token per row."""
+    """`Sample` of sampling.h: one sampled token per row."""
 
     _fields_ = (
         ("logits", Logits),

@@ -1,1 +1,1 @@
-"""Triton kernels: a file per operation, named as its plain-PyTorch twin one folder up. Imported only where they run."""
+"""Triton kernels: one file per operation, named as in PyTorch one folder up. Imported only where they run."""

@@ -1,4 +1,4 @@
-"""Gated activations in one pass over the GEMM's output."""
+"""Gated activations in one pass over the output of the gate and up projection."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _BLOCK: Final = 1024
 
 @triton.jit
 def _sigmoid(x):
-    """1 / (1 + exp(-x)) without an overflow on either side."""
+    """1 / (1 + exp(-x)) without overflow."""
     b_small = tl.exp(-tl.abs(x))
     return tl.where(x < 0, b_small, 1.0) / (1.0 + b_small)
 
 
 @triton.jit
 def activated(x, KIND: tl.constexpr):
-    """The activation of float32 numbers, by one of the values of `KINDS`."""
+    """An activation of float32 values; KIND is a value of `KINDS`."""
     if KIND == _SILU:
         return x * _sigmoid(x)
     elif KIND == _GELU:
@@ -53,16 +53,16 @@ def activated(x, KIND: tl.constexpr):
     elif KIND == _QUICK_GELU:
         return x * _sigmoid(1.702 * x)
     else:
-        return tl.where(x < 0, 0.0, x)  # a maximum would hide not-a-numbers
+        return tl.where(x < 0, 0.0, x)  # tl.maximum would hide not-a-numbers
 
 
 @triton.jit
 def _gated(p_gate_up, p_out, stride, INNER: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr):
     """Per row out = round(act(gate)) * up.
 
-    gate_up [T, 2 INNER] = (gate, up), rows `stride` apart, out [T, INNER] contiguous. Grid: (T, blocks of BLOCK
-    columns). Float32 inside; rounded to the dtype after the activation, as the twin is, and after the product. Bytes
-    moved: 3 words per number of the result.
+    gate_up [T, 2 INNER] = (gate, up) with row stride `stride`, out [T, INNER] contiguous. Grid: (T, blocks of BLOCK
+    columns). Float32 inside; rounded to the dtype after the activation, as in PyTorch, and after the product. Bytes
+    moved: 3 words per element of the result.
     """
     i_row = tl.program_id(0).to(tl.int64)
     i_column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [b]
@@ -77,10 +77,10 @@ def _gated(p_gate_up, p_out, stride, INNER: tl.constexpr, KIND: tl.constexpr, BL
 def gated(gate_up: Tensor, activation: str) -> Tensor:
     """activation(gate) * up, rounded after each, for `gate_up` [T, 2I], gate first. Returns a new [T, I].
 
-    Rows may lie apart; the last stride must be 1.
+    Rows may have gaps; the last stride must be 1.
 
     Raises:
-        KeyError: `activation` is none of `ACTIVATIONS`.
+        KeyError: `activation` is not one of `ACTIVATIONS`.
     """
     tokens, both = gate_up.shape
     assert gate_up.stride(1) == 1

@@ -1,4 +1,4 @@
-"""Attention over a paged cache in Triton: prefill, decode and shared prefixes by one kernel over flat work lists."""
+"""Attention over the paged cache in Triton: one kernel for prefill, decode and shared prefixes, over work lists."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class UploadedList:
-    """A work list and its one copy on the device, int32, cut into its sections once for all layers."""
+    """A work list and its int32 copy on the device, divided into sections once for all layers."""
 
     work: WorkList
     items: tuple[Tensor, ...]
-    """Per launch, `FIELDS` numbers each."""
+    """By launch, `FIELDS` numbers per item."""
     lists: tuple[Tensor, Tensor, Tensor, Tensor]
     """rows, positions, pages, parts"""
     merges: tuple[Tensor, Tensor, Tensor]
     num_parts: int
-    """Parts that there is room for."""
+    """Number of parts that there is room for."""
 
     @staticmethod
     def of(work: WorkList, device: Device) -> UploadedList:
-        """One copy, which does not wait for the device."""
+        """Upload a work list in one transfer, without waiting for the device."""
         [packed] = device.upload(work.packed)
         rows, positions, pages, parts = (packed[x] for x in (work.rows, work.positions, work.pages, work.parts))
         tokens, starts, counts = (packed[x] for x in work.merges)
@@ -55,12 +55,12 @@ class UploadedList:
         return UploadedList(work, items, (rows, positions, pages, parts), (tokens, starts, counts), work.num_parts)
 
     def count(self, launch: int) -> int:
-        """Items of a launch."""
+        """Number of items of a launch."""
         return self.items[launch].shape[0] // FIELDS
 
     @property
     def num_merges(self) -> int:
-        """Tokens of the merge launch."""
+        """Number of tokens of the merge launch."""
         return self.merges[0].shape[0]
 
 
@@ -75,22 +75,22 @@ class Heads:
 
     @staticmethod
     def of(query: Tensor, keys: Tensor, values: Tensor) -> Heads:
-        """Those of a query [T, N, D] and a layer's pool."""
+        """Sizes of a query [T, N, D] and a layer's pool."""
         return Heads(query.shape[1], keys.shape[2], keys.shape[3], values.shape[3])
 
     @property
     def group(self) -> int:
-        """Heads that share a key head."""
+        """Query heads per kv head."""
         return self.heads // self.kv_heads
 
 
 ListKind = tuple[Heads, int | None, bool]
-"""Layers that share a list: their sizes, their window, and whether it is of the prefix groups alone."""
+"""Kind of layers that share a list: sizes, window, and whether the list has the prefix groups only."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Scores:
-    """How a layer scores."""
+    """Score parameters of a layer."""
 
     scale: float
     window: int | None
@@ -99,9 +99,9 @@ class _Scores:
 
 
 class TritonAttention(PooledAttention):
-    """One step's attention (the `PagedAttention` protocol) as a few launches per layer. Made anew each step.
+    """One step's attention (the `PagedAttention` protocol), a few launches per layer. Made for each step.
 
-    The work list is made at the first layer and used again for all with the same sizes and window.
+    The work list is made at the first layer and reused by all layers with the same sizes and window.
     """
 
     def __init__(
@@ -110,10 +110,10 @@ class TritonAttention(PooledAttention):
         """Attend over `pool`.
 
         Args:
-            pool: keys and values on the device that runs the kernels.
+            pool: keys and values, on the device of the kernels.
             batch: the step.
-            tuning: tile shapes and splits; None takes those of the pool's device.
-            multiprocessors: how many the device has; None asks it.
+            tuning: tile shapes and splits; None: those of the pool's device.
+            multiprocessors: their number on the device; None: ask the device.
         """
         self._pool = pool
         self._batch = batch
@@ -132,10 +132,10 @@ class TritonAttention(PooledAttention):
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attend over what stands in the pool. See `PagedAttention.attend_stored`.
+        """Attend over the stored keys and values. See `PagedAttention.attend_stored`.
 
         Raises:
-            ValueError: no tile takes heads of that size.
+            ValueError: no tile supports heads of that size.
         """
         keys, values = self._pool.keys[layer], self._pool.values[layer]
         heads = Heads.of(query, keys, values)
@@ -150,10 +150,10 @@ class TritonAttention(PooledAttention):
     def prefix_parts(
         self, layer: int, query: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Attention of the R decode rows to the pages of their prefix groups alone, all levels merged.
+        """Attention of the R decode rows to the pages of their prefix groups only, all levels merged.
 
         Args:
-            layer: which layer's pool.
+            layer: index of the layer.
             query: [T, N, D] of the whole step.
             scale: as in `attend`.
             window: as in `attend`.
@@ -173,7 +173,7 @@ class TritonAttention(PooledAttention):
         return out[self._batch.decode_start :], lse[self._batch.decode_start :]
 
     def work(self, layer: int, num_heads: int, window: int | None = None) -> WorkList:
-        """The work list of a layer's step: what is counted."""
+        """The work list of a layer's step, for counters."""
         keys, values = self._pool.keys[layer], self._pool.values[layer]
         heads = Heads(num_heads, keys.shape[2], keys.shape[3], values.shape[3])
         return self._list(heads, keys.dtype, window).work
@@ -184,19 +184,19 @@ class TritonAttention(PooledAttention):
         if found is None:
             shape = list_shape(self._tuning, self._multiprocessors, heads, dtype, self._pool.page_size, window)
             work = (plan_groups if groups_only else plan_step)(self._batch, shape)
-            found = self._lists[kind] = UploadedList.of(work, self._batch.door)
+            found = self._lists[kind] = UploadedList.of(work, self._batch.device)
         return found
 
 
 def multiprocessors_of(device: torch.device) -> int:
-    """How many a device has; 1 for a CPU."""
+    """Number of multiprocessors of a device; 1 for a CPU."""
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _block_m(tile: AttentionTile, heads: Heads) -> int:
-    """Rows of a tile: its own number, or more where one token's heads need them."""
+    """Rows of a tile: at least the heads of one token that share a kv head."""
     return max(tile.queries, power_of_2(min(heads.group, 64)))
 
 
@@ -209,7 +209,7 @@ def _tiles(tuning: ChipTuning, heads: Heads, dtype: torch.dtype) -> tuple[Attent
 def list_shape(
     tuning: ChipTuning, multiprocessors: int, heads: Heads, dtype: torch.dtype, page_size: int, window: int | None
 ) -> ListShape:
-    """What the lists of layers with such heads are made for."""
+    """Sizes that the lists of layers with such heads are made for."""
     large, small = _tiles(tuning, heads, dtype)
 
     def size(tile: AttentionTile, split: int, per_multiprocessor: int) -> TileSize:
@@ -232,7 +232,7 @@ def list_shape(
 
 
 class _Run:
-    """One layer's launches over one work list."""
+    """The launches of one layer over one work list."""
 
     def __init__(
         self,
@@ -244,7 +244,7 @@ class _Run:
         out: Tensor,
         scores: _Scores,
     ) -> None:
-        assert query.stride(2) == 1, "a query's numbers must be adjacent"
+        assert query.stride(2) == 1, "the last dimension of a query must be contiguous"
         assert keys.is_contiguous()
         assert values.is_contiguous()
         self._uploaded = uploaded
@@ -257,7 +257,7 @@ class _Run:
         self._part_lse = query.new_empty(parts, query.shape[1], dtype=torch.float32)
 
     def launch_all(self) -> None:
-        """Every item: results of tokens that are in one item alone, parts of the others."""
+        """Launch all items: results of tokens that are in one item only, parts of the others."""
         for number, tile in ((LARGE, self._large), (GROUPS, self._small), (SMALL, self._small)):
             if self._uploaded.count(number):
                 self._launch(number, tile)

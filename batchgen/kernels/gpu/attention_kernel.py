@@ -1,4 +1,4 @@
-"""The kernel of paged attention in Triton: one body for prefill, decode and shared prefixes. See `attention`."""
+"""The Triton kernel of paged attention for prefill, decode and shared prefixes. See `attention`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["attention_kernel"]
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1e30)
-"""Where running maxima begin: finite, so that no difference of infinities arises where a row sees nothing."""
+"""Initial running maximum: finite, so that rows that see nothing do not subtract infinities."""
 
 
 @triton.jit
@@ -23,13 +23,13 @@ def _step(
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Attend to keys [begin, begin + BLOCK_N) of the item's table; online softmax in base 2."""
+    """Attend to keys [begin, begin + BLOCK_N) of the item's page table; online softmax in base 2."""
     o_n = begin + tl.arange(0, BLOCK_N)  # [BN]
     o_d = tl.arange(0, BLOCK_D)
     o_v = tl.arange(0, BLOCK_V)
     m_n = (o_n >= first) & (o_n < end)
     if PAGE_SIZE % BLOCK_N == 0:
-        page = tl.load(p_pages + begin // PAGE_SIZE)  # the whole step stands in one page
+        page = tl.load(p_pages + begin // PAGE_SIZE)  # the whole step is in one page
         slot = page.to(tl.int64) * PAGE_SIZE + o_n % PAGE_SIZE  # [BN]
     elif MASKED:
         slot = tl.load(p_pages + o_n // PAGE_SIZE, mask=m_n, other=0).to(tl.int64) * PAGE_SIZE + o_n % PAGE_SIZE
@@ -88,8 +88,8 @@ def attention_kernel(
         float32, part_lse [E, N] float32, items [I, ITEM_FIELDS] int32, sinks [N]; the rest int32 lists
         (`work_list`).
     Grid:
-        items x key heads x blocks of PACKED heads, heads fastest: the programs that run together read whole tokens of
-        the pool. A tile has BLOCK_M rows: BLOCK_M // PACKED tokens times PACKED heads.
+        items x key heads x blocks of PACKED heads, heads fastest: programs that run together read whole tokens of the
+        pool. A tile has BLOCK_M rows: BLOCK_M // PACKED tokens times PACKED heads.
     Numerics:
         Products of operands in the pool's dtype with float32 sums, softmax in base 2 in float32. Rows that see none of
         an item's keys leave zeros and a log-sum-exp of -inf. Keys outside [first, end) are not loaded.

@@ -1,4 +1,4 @@
-"""Packed masks over logits in place, as `kernels.bitmask`: only what is barred is written, no logit is read."""
+"""Packed token masks in Triton, as `kernels.bitmask`, in place: writes masked logits only, reads none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from batchgen.kernels.gpu.launch import launch
 __all__ = ["apply_bitmask"]
 
 _WORDS = 128
-"""Most words of 32 tokens per program."""
+"""Most words (of 32 tokens) per program."""
 
 
 @triton.jit
@@ -23,7 +23,7 @@ def _bitmask_kernel(
     """x[row[i], t] = -inf where bit t % 32 of mask[i, t // 32] is 0; row[i] = i without rows.
 
     x [R, V] of any float type, mask [M, W] int32. Grid: (M * blocks), a block of WORDS words each. 64-bit addresses.
-    Reads V / 8 bytes per mask, writes one logit per token that is barred.
+    Reads V / 8 bytes per mask, writes one logit per masked token.
     """
     pid = tl.program_id(0).to(tl.int64)
     i_mask, i_block = pid // blocks, (pid % blocks).to(tl.int32)
@@ -31,7 +31,7 @@ def _bitmask_kernel(
     o_word = i_block * WORDS + tl.arange(0, WORDS)
     words = tl.load(p_mask + i_mask * stride_m + o_word * stride_w, mask=o_word * 32 < vocab, other=-1)  # [WORDS]
     o_bit = tl.arange(0, 32)
-    # Masked one by one, tokens are written one by one; without a known alignment a warp's are neighbours, a word's.
+    # Masked tokens are stored one by one; without a known alignment a warp's lanes are neighbouring tokens of a word.
     o_v = tl.multiple_of(o_word[:, None] * 32 + o_bit[None, :], [1, 1])  # [WORDS, 32]
     m_barred = (((words[:, None] >> o_bit[None, :]) & 1) == 0) & (o_v < vocab)
     barred = tl.full([WORDS, 32], -float("inf"), tl.float32)
@@ -39,7 +39,7 @@ def _bitmask_kernel(
 
 
 def apply_bitmask(logits: Tensor, bitmask: Tensor, rows: Tensor | None = None) -> None:
-    """As `kernels.bitmask.apply_bitmask`."""
+    """See `kernels.bitmask.apply_bitmask`."""
     masks, vocab = bitmask.shape[0], logits.shape[1]
     words = min(_WORDS, power_of_2(triton.cdiv(vocab, 32)))
     blocks = triton.cdiv(vocab, 32 * words)

@@ -1,4 +1,4 @@
-"""Counts of drawn tokens and their penalties on device lists, as `kernels.counts`: what is empty costs nothing."""
+"""Token counts and penalties on device lists in Triton, as `kernels.counts`; empty lists cost nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from batchgen.kernels.gpu.launch import launch
 __all__ = ["count_tokens", "penalise"]
 
 _SCANNED = 1024
-"""Tokens of a list looked at together."""
+"""Tokens of a list processed together."""
 _PENALISED = 256
 """Tokens of a list per program."""
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
@@ -22,9 +22,9 @@ _MOST = tl.constexpr(torch.finfo(torch.float32).max)
 
 @triton.jit
 def _count_kernel(p_slot, p_row, p_token, p_ids, p_counts, p_used, width, BLOCK: tl.constexpr):
-    """List of slot[q] <- token[row[q]]: its count + 1 where it stands, else behind the last with a count of 1.
+    """List of slot[q] <- token[row[q]]: increment its count if it is listed, else append it with a count of 1.
 
-    Grid: (Q). Reads 4 bytes per token of the list. What does not fit in `width` is lost.
+    Grid: (Q). Reads 4 bytes per token of the list. Tokens that do not fit in `width` are dropped.
     """
     i_slot = tl.load(p_slot + tl.program_id(0))
     if i_slot > 0:
@@ -55,7 +55,7 @@ def _penalise_kernel(
 
         x = x / r if x > 0 else x * r;  x = x - f * count - p * (count > 0)
 
-    Grid: (Q, most tokens / BLOCK). The division is rounded as IEEE 754 has it and never gives +inf. Moves 16 bytes
+    Grid: (Q, most tokens / BLOCK). The division is rounded to nearest (IEEE 754) and never gives +inf. Moves 16 bytes
     per token of the list.
     """
     i_q = tl.program_id(0)
@@ -71,7 +71,7 @@ def _penalise_kernel(
             p_x = p_logits + tl.load(p_row + i_q) * stride_r + i_v * stride_v
             x = tl.load(p_x, mask=m_id, other=0.0)
             factor = tl.maximum(tl.load(p_repetition + i_q), _TINY)
-            # What is not positive is not divided: a factor near 0 would make an infinity of it.
+            # Other values are not divided: a factor near 0 would make them infinite.
             divided = tl.minimum(tl.div_rn(tl.where(x > 0, x, 0.0), factor), _MOST)
             x = tl.where(x > 0, divided, x * factor)
             x -= count * tl.load(p_frequency + i_q)
@@ -80,7 +80,7 @@ def _penalise_kernel(
 
 
 def count_tokens(lists: CountLists, slots: Tensor, rows: Tensor, tokens: Tensor, width: int) -> None:
-    """As `kernels.counts.count_tokens`; all tensors contiguous. `width` is not looked at: lists know their length."""
+    """See `kernels.counts.count_tokens`; all tensors contiguous. `width` is ignored: lists know their length."""
     launch(
         _count_kernel, (slots.shape[0],), slots, rows, tokens, lists.ids, lists.counts, lists.used,
         lists.ids.shape[1], BLOCK=_SCANNED, num_warps=4,
@@ -97,7 +97,7 @@ def penalise(
     presence: Tensor,
     width: int,
 ) -> None:
-    """As `kernels.counts.penalise`; all but the logits contiguous. `width` sizes the grid alone."""
+    """See `kernels.counts.penalise`; all tensors but the logits contiguous. `width` only sizes the grid."""
     launch(
         _penalise_kernel, (slots.shape[0], triton.cdiv(width, _PENALISED)), logits, logits.stride(0), logits.stride(1),
         rows, slots, lists.ids, lists.counts, lists.used, lists.ids.shape[1], repetition, frequency, presence,

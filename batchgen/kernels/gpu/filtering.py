@@ -1,9 +1,9 @@
-"""The distribution that tokens are drawn from, as scores: the twin of `batchgen.kernels.filtering`, without a sort.
+"""Scores of the distribution that `gpu.sampling` draws from, without a sort; see `kernels.filtering`.
 
-With x, q and the survivors as in `gpu.sampling`: x for a survivor and for the token that was drawn, -inf for others.
-A program per row: two passes find top_k's boundary or write down the likeliest tokens, and top_p's boundary is found
-among what was written down by bisection on float64 masses; a last pass writes the scores. Where top_p reaches further
-than what was written down, the bisection goes over the whole row, two bits of the boundary per pass.
+With x, q and the survivors as in `gpu.sampling`: x for survivors and for the sampled token, -inf for others. Grid: one
+program per row. Two passes find top_k's boundary or collect the most likely tokens; top_p's boundary is found among the
+collected tokens by bisection on float64 masses; a last pass writes the scores. If top_p extends beyond the collected
+tokens, the bisection runs over the whole row, two bits of the boundary per pass.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from batchgen.kernels.gpu.launch import launch
 from batchgen.kernels.gpu.sampling import DEFAULT_TILE, GREEDY_BELOW, SamplingTile, cut, largest_of_row
-from batchgen.kernels.gpu.thresholds import boundary_in_few, boundary_in_row, inside, load_logits, scaled
+from batchgen.kernels.gpu.top_k_threshold import boundary_in_few, boundary_in_row, inside, load_logits, scaled
 
 __all__ = ["filtered_scores"]
 
@@ -94,16 +94,16 @@ def filtered_scores(
     drawn: Tensor,
     tile: SamplingTile = DEFAULT_TILE,
 ) -> Tensor:
-    """Scores of rows, as `batchgen.kernels.filtering.filtered_scores`; nothing is sorted or read on the host.
+    """Scores of rows, as `kernels.filtering.filtered_scores`, without a sort or a read on the host.
 
     Args:
-        logits: [r, V] float32, float16 or bfloat16, after penalties and masks; left as it is.
+        logits: [r, V] float32, float16 or bfloat16, after penalties and masks; not modified.
         temperature: [r] float32; below 1e-5 the row is greedy.
-        top_k: [r] int64; 0 and below keep all.
+        top_k: [r] int64; 0 or less keeps all.
         top_p: [r] float32 in (0, 1].
         min_p: [r] float32 in [0, 1].
-        drawn: [r] int64, a token that the row drew: a survivor, whichever way its mass at the edge was rounded.
-        tile: how to walk the rows; changes no score.
+        drawn: [r] int64, a token that the row drew; it always survives, even if rounding at the edge differs.
+        tile: sizes of the passes; does not change the result.
 
     Returns:
         [r, V] float32.

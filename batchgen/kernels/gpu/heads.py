@@ -1,4 +1,4 @@
-"""From the fused projection to attention in one pass: norms, rotation, and the write to the paged cache."""
+"""Processing of the fused q, k, v projection in one pass: norms, rotation, and the store to the paged cache."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from batchgen.kernels.gpu.common import power_of_2, rounded
 from batchgen.kernels.gpu.launch import launch
 
-__all__ = ["rotate_and_store"]
+__all__ = ["qk_norm_rope_cache"]
 
 _TILE = 2048
-"""Numbers of a tile."""
+"""Elements per tile."""
 
 
 @triton.jit
-def _rotate_and_store(
+def _qk_norm_rope_cache(
     p_qkv,
     p_q_norm,
     p_k_norm,
@@ -42,15 +42,15 @@ def _rotate_and_store(
     BLOCK_HALF: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """A token's heads: x -> rope(norm(x)) of q and k; q goes to the queries, k and v to the token's slot.
+    """Of each token and head: rope(norm(x)) of q and k; q goes to the output, k and v to the token's slot.
 
         norm(x) = x / sqrt(mean(x^2) + eps) * w
-        rope(x) = (x1 cos1 + x2 sin1, x2 cos2 + x1 sin2), the tables' sines being (-sin, sin)
+        rope(x) = (x1 cos1 + x2 sin1, x2 cos2 + x1 sin2); the table of sines contains (-sin, sin)
 
-    qkv [T, N + 2K, D] with strides (token, head, 1), norms [D], tables [T, D] `table_token` apart, slots [T] int64,
-    queries [T, N, D] contiguous, caches [slots, K, D] with strides (slot, head, 1). D = 2 HALF.
+    qkv [T, N + 2K, D] with strides (token, head, 1), norms [D], tables [T, D] with stride `table_token`, slots [T]
+    int64, queries [T, N, D] contiguous, caches [slots, K, D] with strides (slot, head, 1). D = 2 HALF.
     Grid: (T, blocks of BLOCK_HEADS of the N + 2K heads); the halves of a head are two tiles, so nothing is swapped.
-    Float32 inside; rounded after the norm, after the product with the sines and after the sum, as the twin is. Bytes
+    Float32 inside; rounded after the norm, after the product with the sines and after the sum, as in PyTorch. Bytes
     moved: the projection once in, once out.
     """
     i_token = tl.program_id(0).to(tl.int64)
@@ -106,7 +106,7 @@ def _halves(p_row, i_low, i_high, m_half):
     return b_low, tl.load(p_row + i_high, mask=m_half, other=0.0).to(tl.float32)
 
 
-def rotate_and_store(
+def qk_norm_rope_cache(
     qkv: Tensor,
     heads: int,
     kv_heads: int,
@@ -119,10 +119,10 @@ def rotate_and_store(
     values: Tensor,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """Rotate q and k, normalised per head before if there are weights for it, and store k and v.
+    """Normalise q and k per head if there are weights for it, rotate them, and store k and v.
 
-    Arguments and result as in `kernels.heads.rotate_and_store`; the result is contiguous. `qkv` may have any strides
-    but the last, which must be 1, and the caches must be pages of consecutive slots.
+    Arguments and result as in `kernels.heads.qk_norm_rope_cache`; the result is contiguous. `qkv` may have any strides
+    except the last, which must be 1, and the caches must be pages of consecutive slots.
     """
     tokens, total, dim = qkv.shape
     assert total == heads + 2 * kv_heads
@@ -139,7 +139,7 @@ def rotate_and_store(
     block_heads = min(max(_TILE // (2 * block_half), 1), power_of_2(total))
     normed = q_norm is not None and k_norm is not None
     launch(
-        _rotate_and_store,
+        _qk_norm_rope_cache,
         (tokens, triton.cdiv(total, block_heads)),
         qkv,
         q_norm if normed else qkv,

@@ -1,8 +1,8 @@
-"""The one door through which kernels start, so that they can be compiled without a device.
+"""The launch function of all kernels, which can record launches so that kernels are compiled without a GPU.
 
-Every launcher of this folder ends in `launch`. On a GPU (or in Triton's interpreter) that runs the kernel. Inside
-`recording`, it hands the kernel with its arguments to somebody else: launchers are then called with tensors on the
-`meta` device, and what is recorded is specialised exactly as a real launch would be.
+Every launcher of this folder calls `launch`. On a GPU (or in Triton's interpreter) it runs the kernel. Inside
+`recording`, it passes the kernel and its arguments to a callback instead: launchers are then called with tensors on the
+`meta` device, and the recorded launch is specialised exactly as a real one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["INTERPRETED", "Recorder", "launch", "recording"]
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter, on CPU tensors: `TRITON_INTERPRET=1` when this was imported."""
-
+"""Whether kernels run in Triton's interpreter, on CPU tensors: `TRITON_INTERPRET=1` at import."""
 Grid = tuple[int, ...]
 Recorder = Callable[[Any, Grid, tuple[Any, ...], dict[str, Any]], None]
 """Called with a kernel, its grid, its arguments and its constants."""
@@ -26,11 +26,11 @@ _recorder: Recorder | None = None
 
 
 def launch(kernel: Any, grid: Grid, *args: Any, **constants: Any) -> None:
-    """Start `kernel` on `grid`; nothing at all on an empty grid.
+    """Run `kernel` on `grid`; do nothing if the grid is empty.
 
     Args:
         kernel: a `triton.jit` function.
-        grid: 1 to 3 numbers of programs.
+        grid: number of programs in 1 to 3 dimensions.
         args: its run-time arguments, in order.
         constants: its `tl.constexpr` arguments, and `num_warps` and `num_stages`.
     """
@@ -42,7 +42,7 @@ def launch(kernel: Any, grid: Grid, *args: Any, **constants: Any) -> None:
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """Hand every launch to `recorder` instead of a device, until the block ends."""
+    """Pass every launch to `recorder` instead of a device, until the block ends."""
     global _recorder
     before, _recorder = _recorder, recorder
     try:

@@ -1,6 +1,6 @@
-"""Log-probabilities of tokens from logits of any float type: as `kernels.logprobs`, with no float32 [R, V] copy.
+"""Log-probabilities from logits of any float type in Triton, as `kernels.logprobs`, without a float32 [R, V] copy.
 
-Each function reads [R, V] once (`row_scan`); what it gives is some numbers per row.
+Each function reads [R, V] once (`row_scan`).
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchgen.kernels import logprobs as twin
+from batchgen.kernels import logprobs as torch_logprobs
 from batchgen.kernels.gpu.launch import launch
 from batchgen.kernels.gpu.row_scan import scan_rows
 from batchgen.kernels.gpu.top import group_size, select_top, serves
-from batchgen.kernels.logprobs import ReadOut
+from batchgen.kernels.logprobs import GatheredLogprobs
 
-__all__ = ["argmax_lse", "log_normalizers", "mask_tokens", "read_out", "token_logprobs", "top_logprobs"]
+__all__ = ["argmax_lse", "gather_logprobs", "log_normalizers", "mask_tokens", "token_logprobs", "top_logprobs"]
 
 _ROWS = 128
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _token_kernel(p_logits, stride_r, stride_v, p_token, p_lse, p_out, rows, ROWS: tl.constexpr):
-    """out[r] = x[r, token[r]] - lse[r]. Grid: (R / ROWS). 64-bit addresses; reads 4 numbers per row."""
+    """out[r] = x[r, token[r]] - lse[r]. Grid: (R / ROWS). 64-bit addresses; reads 4 values per row."""
     o_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     m_row = o_row < rows
     i_v = tl.load(p_token + o_row, mask=m_row, other=0)
@@ -33,7 +33,7 @@ def _token_kernel(p_logits, stride_r, stride_v, p_token, p_lse, p_out, rows, ROW
 
 @triton.jit(do_not_specialize=["pairs"])
 def _mask_kernel(p_logits, stride_r, stride_v, p_row, stride_row, p_id, stride_id, pairs, PAIRS: tl.constexpr):
-    """x[row[i], id[i]] = -inf. Grid: (m / PAIRS). 64-bit addresses; writes one number per pair."""
+    """x[row[i], id[i]] = -inf. Grid: (m / PAIRS). 64-bit addresses; writes one value per pair."""
     o_pair = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
     m_pair = o_pair < pairs
     i_row = tl.load(p_row + o_pair * stride_row, mask=m_pair, other=0)
@@ -43,7 +43,7 @@ def _mask_kernel(p_logits, stride_r, stride_v, p_row, stride_row, p_id, stride_i
 
 
 def argmax_lse(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `kernels.logprobs.argmax_lse`."""
+    """See `kernels.logprobs.argmax_lse`."""
     scan = scan_rows(logits, arg=True)
     assert scan.ids is not None
     assert scan.maxima is not None
@@ -53,14 +53,14 @@ def argmax_lse(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def log_normalizers(logits: Tensor) -> Tensor:
-    """As `kernels.logprobs.log_normalizers`."""
+    """See `kernels.logprobs.log_normalizers`."""
     found = scan_rows(logits).normalizers
     assert found is not None
     return found
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, normalizers: Tensor | None = None) -> Tensor:
-    """As `kernels.logprobs.token_logprobs`."""
+    """See `kernels.logprobs.token_logprobs`."""
     if normalizers is None:
         found = scan_rows(logits, targets=tokens.contiguous()).targets
         assert found is not None
@@ -75,12 +75,12 @@ def token_logprobs(logits: Tensor, tokens: Tensor, normalizers: Tensor | None = 
 
 
 def top_logprobs(logits: Tensor, k: int, normalizers: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """As `kernels.logprobs.top_logprobs`; which tokens, the twin finds where `top.serves` says no.
+    """See `kernels.logprobs.top_logprobs`, which also finds the tokens if `top.serves` is False.
 
-    Reads the logits once for both where `normalizers` are not known yet.
+    Reads the logits once in total if `normalizers` is None.
     """
     if not serves(logits.shape[1], k):
-        return twin.top_logprobs(logits, k, log_normalizers(logits) if normalizers is None else normalizers)
+        return torch_logprobs.top_logprobs(logits, k, log_normalizers(logits) if normalizers is None else normalizers)
     group = group_size(logits.shape[1], k)
     groups = None
     if group or normalizers is None:
@@ -92,24 +92,24 @@ def top_logprobs(logits: Tensor, k: int, normalizers: Tensor | None = None) -> t
     return ids, values
 
 
-def read_out(logits: Tensor, targets: Tensor, k: int) -> ReadOut:
-    """As `kernels.logprobs.read_out`, reading the logits once."""
+def gather_logprobs(logits: Tensor, targets: Tensor, k: int) -> GatheredLogprobs:
+    """See `kernels.logprobs.gather_logprobs`; reads the logits once."""
     served = serves(logits.shape[1], k)
     group = group_size(logits.shape[1], k) if k and served else 0
     scan = scan_rows(logits, targets=targets.contiguous(), group=group)
     assert scan.normalizers is not None
     assert scan.targets is not None
     if not served:
-        ids, values = twin.top_logprobs(logits, k, scan.normalizers)
+        ids, values = torch_logprobs.top_logprobs(logits, k, scan.normalizers)
     elif k:
         values, ids = select_top(logits, k, scan.groups, scan.normalizers)
     else:
         values, ids = (torch.empty(len(logits), 0, dtype=d, device=logits.device) for d in (torch.float32, torch.int64))
-    return ReadOut(scan.normalizers, scan.targets, ids, values)
+    return GatheredLogprobs(scan.normalizers, scan.targets, ids, values)
 
 
 def mask_tokens(logits: Tensor, rows: Tensor, ids: Tensor) -> None:
-    """As `kernels.logprobs.mask_tokens`."""
+    """See `kernels.logprobs.mask_tokens`."""
     pairs = rows.shape[0]
     launch(
         _mask_kernel, (triton.cdiv(pairs, _ROWS),), logits, logits.stride(0), logits.stride(1),

@@ -1,9 +1,9 @@
-"""Low-rank changes of a linear layer for many adapters, in two launches.
+"""LoRA updates of a linear layer for many adapters, in two launches.
 
-Shrink: h[u] = x[order[u]] A_a^T for the adapter a of the tile that u is in; expand: out[order[u]] += h[u] B_a^T.
-A tile is some tokens of one adapter. Adapters' matrices stand one below another (`LoraStack`), so ranks may differ;
-what an adapter's padding holds is zero. The inner size of shrink is cut into a fixed number of parts, whose sums
-expand adds in order: the same step gives the same bits.
+Shrink: h[u] = x[order[u]] A_a^T for the adapter a of u's tile; expand: out[order[u]] += h[u] B_a^T. A tile is a number
+of tokens of one adapter. Adapters' matrices are stacked (`LoraStack`), so ranks may differ; an adapter's padding is
+zero. The inner dimension of shrink is split into a fixed number of parts, whose sums expand adds in order: equal steps
+give equal bits.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from batchgen.kernels.lora import OUTPUT_BLOCK, TALL_TILE, LoraPairs, LoraStep, 
 __all__ = ["add_lora"]
 
 _PROGRAMS = 256
-"""Programs of shrink from which its inner size is not cut further: about twice the processors of a large chip."""
+"""Programs of shrink at which its inner dimension is split no further: about twice a large chip's multiprocessors."""
 _MOST_PARTS = 16
 
 
 def add_lora(out: Tensor, x: Tensor, step: LoraStep, pairs: LoraPairs, fixed: bool = False) -> None:
-    """Add every segment's change to `out` in place.
+    """Add each token's LoRA update to `out`, in place.
 
     Args:
-        out: [T, O] the layer's product with `x`; may be a view with gaps between its rows.
+        out: [T, O], the layer's product with `x`; may be a view with gaps between its rows.
         x: [T, I], in the pairs' dtype.
-        step: which tokens go through which adapter.
-        pairs: the layer's, by adapter.
-        fixed: whether a token's bits may not depend on the others: tiles and parts are chosen by the layer alone.
+        step: which tokens use which adapter.
+        pairs: of the layer, by adapter.
+        fixed: whether a token's bits must not depend on other tokens: tiles and parts then depend on the layer only.
     """
     stack, tiles = pairs.stack, tiles_of(step, x.shape[0], x.device)
     x = x if x.stride(1) == 1 else x.contiguous()
-    assert out.stride(1) == 1, "the outputs of a token stand side by side"
+    assert out.stride(1) == 1, "a token's outputs must be contiguous"
     rows, programs = (TALL_TILE, _MOST_PARTS) if fixed else (tiles.rows, _PROGRAMS // max(1, tiles.tiles.shape[0]))
     inputs, outputs, places, count = x.shape[1], out.shape[1], tiles.order.shape[0], tiles.tiles.shape[0]
     ranks = min(64, power_of_2(stack.width, 16))
     columns = min(128 if rows * ranks <= 2048 else 64, power_of_2(inputs, 16))
     rank_blocks = -(-stack.width // ranks)
     parts = max(1, min(_MOST_PARTS, programs // rank_blocks, inputs // (4 * columns)))
-    part = -(-inputs // (parts * columns))  # blocks of inputs that a part takes
+    part = -(-inputs // (parts * columns))  # blocks of inputs per part
     parts = -(-inputs // (part * columns))
     sums = torch.empty(parts, places, stack.width, dtype=torch.float32, device=x.device)
     launch(
@@ -103,8 +103,8 @@ def _expand(
     """out[order[u], n] += sum over r: (sum over s: sums[s, u, r]) * up[first + r, n].
 
     out [T, O] with gaps between rows, up [ranks, O], spans [A, blocks, 2]. One program per (tile, block of outputs);
-    ranks that are zero in the block are left out. The inner sums are rounded to the weights' dtype, products are summed
-    in float32 and added to `out` before its one rounding. A token is in one tile, so nobody else writes its row.
+    ranks that are zero in the block are skipped. The inner sums are rounded to the weights' dtype; products are summed
+    in float32 and added to `out` before one rounding. A token is in one tile, so no other program writes its row.
     """
     i_tile, i_block = tl.program_id(0), tl.program_id(1)
     adapter = tl.load(p_tiles + i_tile * 3)

@@ -1,7 +1,7 @@
-"""Matrix products whose rows never know of each other: one tile for any number of rows, the sum walked in one order.
+"""Batch-invariant matrix products: one tile for any number of rows, and sums in one order.
 
-The tile is chosen by the number of outputs, the dtype and the chip. Choosing it by the number of rows would choose
-between tensor-core instructions, which round differently; splitting the sum would add its parts in another order.
+The tile is chosen by the number of outputs, the dtype and the chip. A choice by the number of rows would switch between
+tensor-core instructions, which round differently; splitting the sum would add its parts in another order.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from batchgen.kernels.gpu.launch import launch
 __all__ = ["batched_matmul", "linear"]
 
 _ALIGNMENT = 16
-"""Bytes, or numbers, at multiples of which rows are fetched fastest; others need machine code of their own."""
+"""Multiple of bytes, or elements, at which rows are fetched fastest; others need another specialisation."""
 _BAND = 8
-"""Blocks of tokens that go through all outputs together."""
+"""Blocks of tokens that are computed with all outputs together."""
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -33,15 +33,15 @@ def _matmul(
     """Per batch y[b, t, o] = sum over i: x[b, t, i] * weight[b, o, i], + bias[o].
 
     x [B, T, I] with strides (batch, token, 1), weight [B, O, I] with any, bias [O], y [B, T, O] contiguous.
-    Grid: (blocks of ROWS tokens x blocks of COLUMNS outputs, B); BAND blocks of tokens go through all outputs together,
-    so that what they read stays near. Float32 sums over i in rising order, INNER at a time, whatever T is; one
-    rounding. Bytes: x once per block of outputs, the weight once per block of tokens, as far as no cache holds them.
+    Grid: (blocks of ROWS tokens x blocks of COLUMNS outputs, B); BAND blocks of tokens are computed with all outputs
+    together, so that their operands stay in the cache. Float32 sums over i in rising order, INNER at a time, for any T;
+    one rounding. Bytes: x once per block of outputs, the weight once per block of tokens, unless cached.
     """
     i_batch = tl.program_id(1).to(tl.int64)
     column_blocks = tl.cdiv(outputs, COLUMNS)
     i_band = tl.program_id(0) // (BAND * column_blocks)
     i_within = tl.program_id(0) % (BAND * column_blocks)
-    height = tl.minimum(tl.cdiv(tokens, ROWS) - i_band * BAND, BAND)  # the last band may be lower
+    height = tl.minimum(tl.cdiv(tokens, ROWS) - i_band * BAND, BAND)  # the last band may be smaller
     o_row = ((i_band * BAND + i_within % height) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     o_column = (i_within // height * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
     o_in = tl.arange(0, INNER)
@@ -70,10 +70,10 @@ def _matmul(
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The product y [..., O] = x [..., I] W [O, I]^T + b [O]; every row's bits depend on that row alone.
+    """The product y [..., O] = x [..., I] W [O, I]^T + b [O]; every row's bits depend only on that row.
 
     Args:
-        x: of any strides; what does not have a token's numbers side by side is copied.
+        x: of any strides; copied unless the last dimension is contiguous.
         weight: of x's dtype (float32, float16 or bfloat16) and any strides.
         bias: of any float dtype.
 
@@ -85,7 +85,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def batched_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """The products c [B, T, O] = a [B, T, I] b [B, I, O]; every row's bits depend on that row and its b alone."""
+    """The products c [B, T, O] = a [B, T, I] b [B, I, O]; every row's bits depend only on that row and its b."""
     return _launch(a, b.transpose(1, 2), None)
 
 
@@ -98,7 +98,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     assert bias is None or (bias.shape == (outputs,) and bias.stride(0) == 1)
     x, x_batch, x_token = _rows(x)
     tile = fixed_tuning(x.device).matmul_tile(outputs, x.dtype)
-    # Rows that no hardware copy takes come through registers, of which a wide step would want too many.
+    # Unaligned rows are loaded through registers, of which a wide step would need too many.
     inner, stages = (tile.inner, tile.stages) if inputs % _ALIGNMENT == 0 else (min(tile.inner, 32), 1)
     out = torch.empty(batch, tokens, outputs, dtype=x.dtype, device=x.device)
     launch(
@@ -113,7 +113,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int, int]:
-    """The rows x [B, T, I] as the kernel reads it, and its strides, which say nothing of how many rows there are."""
+    """The rows x [B, T, I] as the kernel reads them, and their strides, which do not depend on the number of rows."""
     batch, tokens, inputs = x.shape
     if x.stride(2) != 1 or x.data_ptr() % _ALIGNMENT:
         x = torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)

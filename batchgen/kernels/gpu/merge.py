@@ -1,4 +1,4 @@
-"""Attention results merged by their log-sum-exp, in Triton. The twin of `kernels/merge.py`."""
+"""Merge of attention results by their log-sum-exp in Triton, as `kernels.merge`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["merge_lists", "merge_parts"]
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1e30)
-"""Where running maxima begin: finite, so that no difference of infinities arises."""
+"""Initial running maximum: finite, so that infinities are never subtracted."""
 
 _BLOCK = 2048
-"""Numbers of a tile: heads times their size."""
+"""Elements of a tile: heads times their size."""
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def _finish(acc, row_max, row_sum, sinks, i_head, m_h, SINKS: tl.constexpr):
         decay = tl.exp2(row_max - new_max)
         row_sum = row_sum * decay + tl.exp2(sink - new_max)
         acc = acc * decay[:, None]
-    # Not-a-number passes through: only a sum of exactly 0 means that there is nothing.
+    # Not-a-numbers pass through: only a sum of exactly 0 means that there are no keys.
     return acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None], tl.where(row_sum != row_sum, row_sum, lse)
 
 
@@ -61,7 +61,7 @@ def _merge_lists_kernel(
         M x blocks of BLOCK_H heads, blocks fastest.
     Numerics:
         an online sum in base 2 in float32.
-    Bytes:
+        4 (D + 1) per part and head, read once; the results written once.
         4 (D + 1) per part and head, read once; the results once.
     """
     HEAD_BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
@@ -101,7 +101,7 @@ def merge_lists(
     lse: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> None:
-    """Merge each token's own list of parts. See `kernels.merge.merge_lists`."""
+    """Merge each token's list of parts. See `kernels.merge.merge_lists`."""
     assert out.is_contiguous()
     assert lse is None or lse.is_contiguous()
     heads, dim = out.shape[1:]
@@ -129,7 +129,7 @@ def merge_lists(
     )
 
 
-# The strides of log-sum-exps laid out [N, T] change with every step.
+# The strides of log-sum-exps stored as [N, T] change with every step.
 @triton.jit(do_not_specialize=["lse_a_stride_t", "lse_a_stride_n", "lse_b_stride_t", "lse_b_stride_n"])
 def _merge_parts_kernel(
     out_a, lse_a, out_b, lse_b, out, lse_out, sinks,

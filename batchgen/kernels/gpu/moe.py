@@ -1,8 +1,8 @@
-"""Mixtures of experts: the choice in one launch, the experts in four, without a look at the device's values.
+"""Mixture of experts in Triton: routing in one launch, the experts in four, without reading device values on the host.
 
-A pair is a token and one of its experts: pair t * k + j for the j-th of token t. Pairs are sorted by expert, each
-expert's are cut into tiles, and one launch computes all tiles. How many tiles there are is known on the device only;
-the grid is their upper bound, and programs without one end at once.
+A pair is a token and one of its experts: pair t * k + j for the j-th expert of token t. Pairs are sorted by expert,
+each expert's pairs are divided into tiles, and one launch computes all tiles. The number of tiles is known on the
+device only; the grid is its upper bound, and programs without a tile return at once.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _COMBINE_BLOCK = 1024
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Each token's experts, best first, the lower id where two are equal.
+    """Choose each token's experts, best first, the lower id of equal ones.
 
     Args:
         logits: [T, E], any float dtype.
-        routing: how to choose.
+        routing: the rule.
         bias: [E] float32, added to the scores for the choice only.
 
     Returns:
@@ -37,7 +37,7 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
     """
     tokens, experts = logits.shape
     routing.check(experts)
-    assert logits.stride(1) == 1, "a token's logits stand side by side"
+    assert logits.stride(1) == 1, "a token's logits must be contiguous"
     chosen, columns = routing.experts_per_token, power_of_2(experts, 16)
     ids = torch.empty(tokens, chosen, dtype=torch.int32, device=logits.device)
     weights = torch.empty(tokens, chosen, dtype=torch.float32, device=logits.device)
@@ -55,14 +55,14 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
 
 
 def moe_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, tile: GroupedTile | None = None) -> Tensor:
-    """Each token through its experts.
+    """Compute each token's experts and their weighted sum.
 
     Args:
         x: [T, H], in the weights' dtype.
-        ids: [T, k] int32 or int64; one outside of [0, E) adds nothing.
+        ids: [T, k] int32 or int64; ids outside of [0, E) add nothing.
         weights: [T, k], any float dtype.
-        experts: the layer's.
-        tile: of the products; None takes the chip's.
+        experts: of the layer.
+        tile: of the products; None: the chip's.
 
     Returns:
         [T, H] in x's dtype; sums over a token's experts in float32, in the order of `ids`.
@@ -95,7 +95,7 @@ def moe_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, tile:
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     parts, down_bias = empty(pairs, hidden), experts.down_bias
-    columns = 2 * tile.columns  # one product, not two
+    columns = 2 * tile.columns  # one product instead of two
     launch(
         _down, (slots * triton.cdiv(hidden, columns),), middle, order, tiles, experts.down,
         x if down_bias is None else down_bias, parts, *experts.down.stride(), hidden, inner,
@@ -112,7 +112,7 @@ def moe_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, tile:
 
 @triton.jit
 def _best(values, o_column, COLUMNS: tl.constexpr):
-    """Where each row of `values` is largest, the lowest place of several: [ROWS]."""
+    """[ROWS]: index of the largest of each row of `values`, the lowest of equal ones."""
     top = tl.max(values, 1)
     return tl.min(tl.where(values == top[:, None], o_column[None, :], COLUMNS), 1)
 
@@ -125,7 +125,7 @@ def _route(
     BIASED: tl.constexpr, BY_LOGIT: tl.constexpr, RENORMALISE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """ids, weights = the `CHOSEN` largest scores of each token, of the best groups alone.
+    """ids, weights = the `CHOSEN` largest scores of each token, from the best groups only.
 
     logits [T, E], bias [E], ids and weights [T, CHOSEN]. One program per `ROWS` tokens, all in registers, float32.
     Bytes: the logits once.
@@ -188,11 +188,11 @@ def _route(
 
 @triton.jit(do_not_specialize=["pairs", "slots"])
 def _sort(p_ids, p_order, p_tiles, pairs, slots, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Order = the pairs by expert, ascending within; tiles = (expert, first place in order, pairs) by slot.
+    """Order = the pairs by expert, ascending within; tiles = (expert, first index in order, pairs) by slot.
 
-    ids [pairs], order [pairs], tiles [slots, 3] int32. One program per expert, which reads all ids twice and needs no
-    other program: with `first` pairs of lower experts, expert e owns the slots from first // ROWS + e on, as many as
-    its tiles or one more, and writes those that it does not need with 0 pairs. slots = pairs // ROWS + experts.
+    ids [pairs], order [pairs], tiles [slots, 3] int32. One program per expert, which reads all ids twice and does not
+    depend on other programs: with `first` pairs of lower experts, expert e owns the slots from first // ROWS + e on, as
+    many as its tiles or one more, and writes those that it does not need with 0 pairs. slots = pairs // ROWS + experts.
     """
     expert = tl.program_id(0)
     o_block = tl.arange(0, BLOCK)
@@ -230,7 +230,7 @@ def _gate_up(
     KIND: tl.constexpr, LIMITED: tl.constexpr, BIASED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """middle[u] = gate(weight_e x[order[u] // chosen] + bias_e) for every place u of a tile of expert e.
+    """middle[u] = gate(weight_e x[order[u] // chosen] + bias_e) for every index u of a tile of expert e.
 
     x [T, H], weight [E, 2I, H] in any memory order (`up`: from the first row of gate to that of up), bias [E, 2I],
     middle [pairs, I]. One program per (tile, block of columns), columns fastest. Both products and the gate in float32,
@@ -297,7 +297,7 @@ def _down(
     p_middle, p_order, p_tiles, p_weight, p_bias, p_parts, stride_expert, stride_out, stride_in, hidden, inner,
     BIASED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """parts[order[u]] = weight_e middle[u] + bias_e for every place u of a tile of expert e.
+    """parts[order[u]] = weight_e middle[u] + bias_e for every index u of a tile of expert e.
 
     middle [pairs, I], weight [E, H, I] in any memory order, bias [E, H], parts [pairs, H]. Grid and numerics as
     `_gate_up`.

@@ -1,9 +1,9 @@
-"""Counter-based noise on the device: integers identical to those of `batchgen.kernels.noise`, bit for bit.
+"""Counter-based Gumbel noise in Triton, with integers bitwise equal to those of `kernels.noise`.
 
-The step from bits to Gumbel noise is float32 as there, but `log1p` is made of `log` (Kahan: log1p(w) is
-w log(u) / (u - 1) with u = 1 + w rounded, which cancels the rounding's error), and a device's `log` and division are
-within 2 ulp, not the same as a CPU's. Noise agrees to about 4e-7 absolutely, so a draw can differ from the CPU's only
-where the two best scores are that close: about one draw in a million.
+The conversion of bits to noise is float32 as there, but `log1p` is built from `log` (Kahan: log1p(w) is
+w log(u) / (u - 1) with u = 1 + w rounded, which cancels the rounding error), and a device's `log` and division are
+within 2 ulp of a CPU's. Noise agrees to about 4e-7 absolutely, so a draw can differ from the CPU's only if the two best
+scores are that close: about one draw in a million.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def noise_bits(key, ids):
 
 @triton.jit
 def uniform_of(bits):
-    """Uniform numbers v in (0, 1), float32, from `noise_bits`."""
+    """Uniform v in (0, 1), float32, from `noise_bits`."""
     return tl.minimum((bits.to(tl.float32) + 0.5) * 1.1102230246251565e-16, LARGEST_UNIFORM)
 
 
@@ -53,7 +53,7 @@ def uniform_of(bits):
 def gumbel_of(v):
     """-log(-log1p(-v)) for v of `uniform_of`."""
     u = 1.0 - v
-    gone = u - 1.0  # exact: -v as far as u could hold it
+    gone = u - 1.0  # exact: -v as far as u can represent it
     exponential = tl.where(gone == 0.0, v, v * (tl.log(u) / tl.where(gone == 0.0, 1.0, gone)))
     return -tl.log(exponential)
 
@@ -70,9 +70,9 @@ def _row_keys(p_seeds, p_samples, p_positions, p_keys, rows, s_seeds, s_samples,
 
 
 def row_keys(seeds: Tensor, sample_indexes: Tensor, positions: Tensor) -> Tensor:
-    """Keys [R] int64 of the rows' next draws, from seed, sample index and output position, each [R] int64.
+    """Noise keys [R] int64 of the rows' next draws, from seed, sample index and output position, each [R] int64.
 
-    A program per 128 rows; 32 bytes moved per row.
+    One program per 128 rows; 32 bytes moved per row.
     """
     rows = seeds.shape[0]
     keys = torch.empty(rows, dtype=torch.int64, device=seeds.device)

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation in one pass, with or without the residual sum before it."""
+"""RMS norm in one pass, with an optional residual addition before it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from batchgen.kernels.gpu.launch import launch
 __all__ = ["add_rms_norm", "rms_norm"]
 
 _TILE = 2048
-"""Numbers of a tile whose rows are narrower than that."""
+"""Elements of a tile of several rows."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -37,8 +37,8 @@ def _norm(
     """Per row y = x / sqrt(mean(x^2) + eps) * w, where x = round(x + delta) is stored first if ADD.
 
     x, delta [rows / INNER, INNER, WIDTH] with strides (outer, inner, 1), w [WIDTH], y [rows, WIDTH] contiguous.
-    Grid: one program per BLOCK_ROWS rows, each whole. Sums and products in float32, one rounding to y's dtype; the
-    residual sum is rounded to x's dtype before it is squared. Bytes moved per number: 2 words, with ADD 4.
+    Grid: one program per BLOCK_ROWS rows. Sums and products in float32, one rounding to y's dtype; the residual sum is
+    rounded to x's dtype before it is squared. Bytes moved per element: 2 words, with ADD 4.
     """
     i_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)  # [r]
     i_column = tl.arange(0, BLOCK_WIDTH)  # [w]
@@ -62,7 +62,7 @@ def _norm(
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise the last dimension of `x` [..., D] by `weight` [D].
 
-    Rows may lie apart (of up to three dimensions, each with any stride but the last, which must be 1). Returns a new
+    Rows may have gaps (up to three dimensions with any strides, except the last, which must be 1). Returns a new
     contiguous [..., D] of `x`'s dtype.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -73,7 +73,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Add `delta` [T, H] to `x` [T, H] in place, rounded to `x.dtype`, and return the norm of the rounded sum.
 
-    Rows may lie apart, as in `rms_norm`.
+    Rows may have gaps, as in `rms_norm`.
     """
     assert x.shape == delta.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -89,7 +89,7 @@ def _launch(x: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor, eps: f
     _, delta_outer, delta_inner = (0, 0, 0) if delta is None else _rows(delta)
     rows = x.numel() // width
     block_width = power_of_2(width, 16)
-    # Not by the number of rows of the step, which would compile anew for small ones.
+    # Independent of the number of rows, which would compile another specialisation for small steps.
     block_rows = max(1, _TILE // block_width)
     launch(
         _norm,
@@ -114,7 +114,7 @@ def _launch(x: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor, eps: f
 
 
 def _rows(x: Tensor) -> tuple[int, int, int]:
-    """The size of the inner of two dimensions of rows, and the strides of both."""
+    """The size of the inner of two row dimensions, and the strides of both."""
     assert x.stride(-1) == 1 or x.shape[-1] == 1
     if x.dim() == 1:
         return 1, 0, 0

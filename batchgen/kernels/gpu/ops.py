@@ -1,4 +1,4 @@
-"""`Ops` on Triton: the launchers, by name, and the plain version of what needs no kernel."""
+"""`Ops` on Triton: the launchers, and the PyTorch implementation of operations that need no kernel."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from batchgen.kernels.gpu.activation import gated
 from batchgen.kernels.gpu.bitmask import apply_bitmask
 from batchgen.kernels.gpu.counts import count_tokens, penalise
 from batchgen.kernels.gpu.filtering import filtered_scores
-from batchgen.kernels.gpu.heads import rotate_and_store
+from batchgen.kernels.gpu.heads import qk_norm_rope_cache
 from batchgen.kernels.gpu.logprobs import (
     argmax_lse,
+    gather_logprobs,
     log_normalizers,
     mask_tokens,
-    read_out,
     token_logprobs,
     top_logprobs,
 )
@@ -33,16 +33,16 @@ __all__ = [
     "drew_masked",
     "filtered_scores",
     "gated",
+    "gather_logprobs",
     "keep_only",
     "log_normalizers",
     "mask_tokens",
     "moe_experts",
     "nan_rows",
     "penalise",
-    "read_out",
+    "qk_norm_rope_cache",
     "rms_norm",
     "rope_tables",
-    "rotate_and_store",
     "route",
     "row_keys",
     "sample",

@@ -1,4 +1,4 @@
-"""The rotation's tables of a step in one launch."""
+"""Cosine and sine tables of a step's positions in one launch, as `kernels.rope`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from batchgen.kernels.gpu.launch import launch
 __all__ = ["rope_tables"]
 
 _TILE: Final = 512
-"""Angles of a tile."""
+"""Angles per tile."""
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -33,7 +33,7 @@ def _rope_tables(
     """Per token cos = (c, c) and sin = (-s, s), with c, s = scale * cos, sin(position * inv_freq).
 
     inv_freq [HALF] float32, positions [T] int64, tables [T, 2 HALF]. Grid: one program per BLOCK_TOKENS tokens. Angles
-    in float32, as checkpoints assume, and reduced exactly however large. Bytes moved: the tables once out.
+    in float32, as checkpoints assume, reduced exactly at any size. Bytes moved: the tables once out.
     """
     i_token = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)  # [t]
     i_half = tl.arange(0, BLOCK_HALF)  # [h]
@@ -52,11 +52,11 @@ def _rope_tables(
 
 
 def rope_tables(inv_freq: Tensor, scale: float, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines of a step's positions, to be shared by all layers.
+    """Cosines and signed sines of a step's positions, shared by all layers.
 
     Args:
         inv_freq: [D/2] float32.
-        scale: factor on both.
+        scale: factor on cos and sin.
         positions: [T] int64.
         dtype: the model's; angles are float32.
 

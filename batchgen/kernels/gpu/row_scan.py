@@ -1,7 +1,7 @@
-"""One reading of logits [R, V]: each row's largest, its id, the sum of exponentials, and the largest of its groups.
+"""One pass over logits [R, V]: each row's maximum, its id, the log-sum-exp, and the maxima of groups.
 
-A row is cut into blocks of a fixed size, one program each, whatever the number of rows: few rows still fill a device,
-and what a row gives does not depend on the rows beside it. The blocks' parts meet in a second, small launch.
+A row is divided into blocks of a fixed size, one program each, for any number of rows: few rows still fill a device,
+and a row's results do not depend on other rows. A second, small launch combines the blocks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from batchgen.kernels.gpu.common import power_of_2
 from batchgen.kernels.gpu.launch import launch
-from batchgen.kernels.gpu.thresholds import ordered
+from batchgen.kernels.gpu.top_k_threshold import ordered
 
 __all__ = ["Scan", "scan_rows", "to_key"]
 
@@ -25,7 +25,7 @@ BLOCK = 4096
 
 @triton.jit
 def to_key(x):
-    """Integers int32 in the order of floats x float32: -0 equals 0, not-a-number stands with +inf."""
+    """int32 keys in the order of float32 x: -0 equals 0, not-a-number equals +inf."""
     x = tl.where(x == x, x, float("inf"))
     return ordered(tl.where(x == 0.0, 0.0, x))
 
@@ -37,7 +37,7 @@ def _scan_kernel(
 ):  # fmt: skip
     """Read block b of row r once.
 
-    With m the largest x in it (not-a-number counts as +inf) and m' = m, but 0 where m is infinite:
+    With m the largest x in it (not-a-number counts as +inf) and m' = m, or 0 if m is infinite:
 
         max[r, b] = m,  id[r, b] = the lowest id of x = m,  sum[r, b] = sum(exp(x - m')),
         group[r, g] = to_key(the largest of x[g * GROUP : (g + 1) * GROUP])
@@ -70,7 +70,7 @@ def _scan_kernel(
         else:
             tl.store(p_id + pid, tl.min(found, axis=0))
     if SUM:
-        # An infinite m would make inf - inf of what is not: so the sum is inf or not-a-number where the row is.
+        # With an infinite m, x - m would be inf - inf; shifted by 0, the sum is inf or not-a-number if the row has one.
         shift = tl.where(tl.abs(largest) == float("inf"), 0.0, largest)
         parts = tl.exp(x - shift)
         if GROUP:
@@ -84,13 +84,13 @@ def _join_kernel(
     p_logits, stride_r, stride_v, p_max, p_id, p_sum, p_target, p_out_id, p_out_max, p_out_lse, p_out_bad, p_out_target,
     blocks, BLOCKS: tl.constexpr, ARG: tl.constexpr, TARGET: tl.constexpr,
 ):  # fmt: skip
-    """Join the parts of a row's blocks.
+    """Combine the parts of a row's blocks.
 
-    With M the largest of them, and M' and m' as in the scan:
+    With M the largest m of the blocks, and M' and m' as in `_scan_kernel`:
 
         lse[r] = M' + log(sum over b of sum[r, b] * exp(m'[b] - M')),  target[r] = x[r, target[r]] - lse[r]
 
-    and the row is bad where M is infinite. Grid: (R). Reads 12 bytes per block.
+    and the row is bad if M is infinite. Grid: (R). Reads 12 bytes per block.
     """
     i_row = tl.program_id(0).to(tl.int64)
     o_block = tl.arange(0, BLOCKS)
@@ -100,7 +100,7 @@ def _join_kernel(
     largest = tl.max(maxima, axis=0)
     bad = tl.abs(largest) == float("inf")
     shift = tl.where(bad, 0.0, largest)
-    # A block without any mass counts nothing, whatever it is measured by; a bad row's sums are as they stand.
+    # A block of -inf logits has no weight; the sums of a bad row are not shifted.
     by = tl.where(bad, 0.0, tl.where(maxima == -float("inf"), -float("inf"), maxima - shift))
     total = tl.sum(sums * tl.exp(by), axis=0)
     lse = shift + tl.log(total)
@@ -118,20 +118,20 @@ def _join_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What one reading of R rows gave; None where it was not asked for."""
+    """Results of one pass over R rows; None if not requested."""
 
     normalizers: Tensor | None
     """[R] float32 log(sum(exp))"""
     targets: Tensor | None
-    """[R] float32 logprobs of one token per row"""
+    """[R] float32, logprob of each row's target"""
     ids: Tensor | None
-    """[R] int64 of the largest, the lowest of equals"""
+    """[R] int64 id of the largest, the lowest of equal ones"""
     maxima: Tensor | None
-    """[R] float32"""
+    """[R] float32, the largest logit"""
     bad: Tensor | None
-    """[R] bool: nothing can be drawn"""
+    """[R] bool: the row cannot be sampled"""
     groups: Tensor | None
-    """[R, ceil(V / group)] int32, `to_key` of the largest of each `group` logits"""
+    """[R, ceil(V / group)] int32, `to_key` of the maximum of each `group` logits"""
 
 
 def scan_rows(
@@ -140,11 +140,11 @@ def scan_rows(
     """Read logits [R, V] of any float type once.
 
     Args:
-        logits: strides as they are.
+        logits: of any strides.
         arg: find each row's largest; implies `normalize`.
         normalize: sum the exponentials.
-        targets: [R] int64 tokens whose logprobs are wanted; implies `normalize`.
-        group: a power of 2: give the largest of each so many logits.
+        targets: [R] int64 tokens whose logprobs are returned; implies `normalize`.
+        group: a power of 2: also return the maximum of each `group` logits.
     """
     rows, vocab = logits.shape
     normalize = normalize or arg or targets is not None
@@ -154,7 +154,7 @@ def scan_rows(
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=logits.device)
 
-    # Two tensors: where one begins behind the other, its alignment and with it the machine code would vary with R.
+    # Separate tensors: in one tensor, the second part's alignment, and so the specialisation, would depend on R.
     maxima, sums = empty(rows, blocks), empty(rows, blocks)
     ids = empty(rows, blocks, dtype=torch.int32) if arg else None
     groups = empty(rows, triton.cdiv(vocab, group), dtype=torch.int32) if group else None

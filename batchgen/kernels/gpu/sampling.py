@@ -1,29 +1,28 @@
-"""Draws of one token per row: the twin of `batchgen.kernels.sampling`, one launch for rows of any mix of parameters.
+"""Sampling of one token per row in Triton: `kernels.sampling` in one launch for rows with any mix of parameters.
 
 With the row's largest logit m, x = (logit - m) / temperature and q = exp(x), a row's survivors are its first k tokens
-in the order (logit falling, id rising), of these the tokens before which less than p of their mass stands, of these
-the ones with q >= min_p. Drawn is the survivor with the largest x + noise, the lowest id of equals.
+in the order (logit falling, id rising), of these the tokens preceded by less than p of their mass, of these the ones
+with q >= min_p. The sampled token is the survivor with the largest x + noise, the lowest id of equal ones.
 
-A program per row, which does what its row asks for and no more. Passes over the row's V logits:
+Grid: one program per row, which does only what the row's parameters need. Passes over the row's V logits:
 
     greedy, or top_k 1                              1
-    unfiltered, or min_p alone                      2   largest; draw
-    top_k, with any top_p and min_p                 2   largest; the k first written down; the rest in registers
-    top_p, its tokens among the first ~1,400        2   largest; those written down, total; the rest on what was written
+    no filter, or min_p only                        2   largest; draw
+    top_k, with any top_p and min_p                 2   largest; collect the first k; the rest in registers
+    top_p, its tokens among the first ~1,400        2   largest; collect these, total; the rest on the collected tokens
     top_p of a flatter row                          4 + (1 - p) + ...   largest; as above; draw; checks
 
-No draw looks for top_p's boundary. One token is drawn from the row (or from top_k's survivors), and the next pass sums
-what stands before it, which tells whether it survives, and in the same pass draws among just that, which is the next
-token to check if it does not. A draw fails its check with a probability of 1 - p.
+Sampling does not search top_p's boundary. One token is drawn from the row (or from top_k's survivors). The next pass
+sums the mass before it, which shows whether it survives, and at the same time draws among those tokens the next
+candidate in case it does not. A draw fails its check with a probability of 1 - p.
 
-Noise costs more than reading. Only tokens that could win get it in full: from 53 bits comes a uniform v, and x + noise
-exceeds the best so far only if v < q * exp(-best), so most blocks of a row need no logarithm, and blocks without a
+Noise costs more than reading, so only tokens that could win get it in full: 53 bits give a uniform v, and x + noise
+exceeds the best so far only if v < q * exp(-best). Most blocks of a row need no logarithm, and blocks without a
 survivor need no bits.
 
-Numerics: logits are converted to float32 where they are loaded; masses are float64 sums of float32 exp. A device's exp
-and log are within 2 ulp of a CPU's, so the two may draw differently where a mass or the two best scores are as close as
-that; by the spacing of scores, about once in a million draws. Nothing depends on the row's neighbours, and nothing is
-rounded differently between runs.
+Numerics: logits are converted to float32 when loaded; masses are float64 sums of float32 exp. A device's exp and log
+are within 2 ulp of a CPU's, so the two may sample differently if a mass or the two best scores are that close: by the
+spacing of scores, about once in a million draws. A row's result does not depend on other rows, nor on the run.
 
 Bytes moved: the passes above times V logits, 4 * CAPACITY of scratch for rows with top_k or top_p.
 """
@@ -40,7 +39,7 @@ from torch import Tensor
 from batchgen.kernels.gpu.launch import launch
 from batchgen.kernels.gpu.logprobs import argmax_lse
 from batchgen.kernels.gpu.noise import gumbel_of, noise_bits, uniform_of
-from batchgen.kernels.gpu.thresholds import (
+from batchgen.kernels.gpu.top_k_threshold import (
     LOWEST_LOGIT,
     boundary_of_rank,
     collect,
@@ -62,23 +61,23 @@ NO_ID = tl.constexpr(0x7FFFFFFF)
 
 @dataclass(frozen=True, slots=True)
 class SamplingTile:
-    """How a row is walked."""
+    """Tile sizes of the pass over a row."""
 
     block: int = 2048
     """logits per step, and lanes of the search for the largest; a power of 2"""
     capacity: int = 2048
-    """ids that may be written down; a power of 2"""
+    """most ids that are collected; a power of 2"""
     spread: int = 1024
-    """lanes whose maxima rows with top_p alone write down, with all above the least of them: of V >> block logits about
-    -block * log(1 - spread / block)"""
+    """rows with top_p only collect all tokens from the least of the `spread` largest lane maxima on: of V >> block
+    logits about -block * log(1 - spread / block)"""
     few_block: int = 1024
-    """written-down ids per step; a power of 2"""
+    """collected ids per step; a power of 2"""
     warps: int = 8
     stages: int = 4
-    """blocks in flight, where rows are aligned to 16 bytes"""
+    """blocks in flight, if rows are aligned to 16 bytes"""
 
     def stages_for(self, logits: Tensor) -> int:
-        """1 for rows that cannot be fetched ahead: in pieces of less than 16 bytes that costs more than it hides."""
+        """Blocks in flight; 1 for unaligned rows, whose prefetch in small pieces costs more than it saves."""
         aligned = logits.stride(1) == 1 and logits.stride(0) * logits.element_size() % 16 == 0
         return self.stages if aligned else 1
 
@@ -88,7 +87,7 @@ DEFAULT_TILE = SamplingTile()
 
 @triton.jit
 def largest_of_row(p_row, stride, vocab, BLOCK: tl.constexpr, STAGES: tl.constexpr):
-    """Lanes' maxima, the largest, the lowest id that has it, and whether nothing can be drawn from the row."""
+    """Lanes' maxima, the largest logit, the lowest id that has it, and whether the row cannot be sampled."""
     b_largest, b_id, b_nan = lane_maxima(p_row, stride, vocab, BLOCK, STAGES)
     largest = tl.max(b_largest, axis=0)
     token = tl.min(tl.where(b_largest == largest, b_id, NO_ID), axis=0)
@@ -112,11 +111,11 @@ def cut(
     SPREAD: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Find top_k's survivors, and write down few tokens that hold all of top_p's, where they are few.
+    """Find top_k's boundary, or collect few tokens that include all of top_p's, if there are few.
 
     Returns:
-        `(value, last, count, total)`: top_k's boundary; how many ids stand in `p_ids`, rising, 0: go by the whole row;
-        and the mass that top_p is a share of, float64, 0: that inside the boundary.
+        `(value, last, count, total)`: top_k's boundary; the number of ids in `p_ids`, rising, or 0 for the whole
+        row; and the mass that top_p is a share of, float64, or 0 for the mass inside the boundary.
     """
     value = tl.full([], float("-inf"), tl.float32)
     last = tl.full([], 0, tl.int32) + vocab
@@ -132,7 +131,7 @@ def cut(
         count, total = collect(
             p_row, stride, vocab, least, vocab, ties, p_ids, largest, temperature, True, BLOCK, CAPACITY, STAGES
         )
-        # What was written down are the first tokens of the order; do they hold top_p's?
+        # The collected tokens are the first in the order; check that they include all of top_p's.
         o_few = tl.arange(0, CAPACITY)
         m_few = o_few < count
         logits = load_logits(p_row, stride, tl.load(p_ids + o_few, mask=m_few, other=0), m_few)
@@ -157,14 +156,14 @@ def _draw(
     FEW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One pass over `count` tokens, those of `p_ids` if FEW: the mass inside the boundary, and the draw among it.
+    """One pass over `count` tokens (those of `p_ids` if FEW): the mass inside the boundary, and a draw among it.
 
     Returns:
         the sum of exp(x) inside, float64, 0 unless `want_mass`; the id drawn, -1 if nothing is inside; its logit.
     """
     o_lane = tl.arange(0, BLOCK)
     b_mass = tl.zeros([BLOCK], tl.float64)
-    # The most likely token, which every boundary keeps first, scores at least -2.9: nothing below can win.
+    # The most likely token, which every boundary keeps, scores at least -2.9: nothing below can win.
     best = tl.full([], -4.0, tl.float32)
     best_id = tl.full([], -1, tl.int32)
     best_logit = tl.full([], 0.0, tl.float32)
@@ -181,7 +180,7 @@ def _draw(
         kept = kept & (q >= min_p)
         if tl.max(kept.to(tl.int32), axis=0) > 0:
             v = uniform_of(noise_bits(key, ids))
-            # noise >= best - x  =>  -log1p(-v) <= exp(x - best)  =>  v <= q * exp(-best); a little more for rounding.
+            # noise >= best - x  =>  -log1p(-v) <= exp(x - best)  =>  v <= q * exp(-best), with a margin for rounding.
             kept = kept & (v <= q * (tl.exp(-best) * 1.001))
             if tl.max(kept.to(tl.int32), axis=0) > 0:
                 scores = tl.where(kept, x + gumbel_of(v), float("-inf"))
@@ -198,7 +197,7 @@ def _settle(
     p_row, stride, p_ids, count, largest, temperature, top_p, min_p, key, value, last, total,
     FEW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Draw inside the boundary until the token survives top_p; `total` is the mass it is a share of, 0: that inside."""
+    """Draw inside the boundary until the token survives top_p of `total`; 0: of the mass inside the boundary."""
     token = tl.full([], -1, tl.int32)
     limit = top_p.to(tl.float64) * total
     checks = top_p < 1.0
@@ -271,14 +270,14 @@ def sample(
     *,
     tile: SamplingTile = DEFAULT_TILE,
 ) -> SampleResult:
-    """Draw one token per row.
+    """Sample one token per row.
 
     Args:
-        logits: [U, V] float32, float16 or bfloat16, after penalties and masks; left as it is. -inf is never drawn.
-            Rows that are `bad` in the result give some id in range.
-        columns: the parameters of R draws, with keys unless all are greedy. Which rows need what work is not looked at.
-        sample_rows: as for `sampling.sample`.
-        tile: how to walk the rows; changes no draw.
+        logits: [U, V] float32, float16 or bfloat16, after penalties and masks; not modified. -inf is never sampled.
+            Rows that are `bad` in the result yield some id in range.
+        columns: the parameters of R rows, with keys unless all are greedy. Their grouping of rows is not used.
+        sample_rows: as in `sampling.sample`.
+        tile: sizes of the passes; does not change the result.
     """
     assert columns.keys is not None or columns.all_greedy, "draws need keys"
     if sample_rows is not None:
@@ -313,10 +312,10 @@ def sample(
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """The most likely token of each row, the lowest id of equals: [R] int64 of [R, V], read once."""
+    """[R] int64: the most likely token of each row of [R, V], the lowest id of equal ones, in one pass."""
     return argmax_lse(logits)[0]
 
 
 def nan_rows(logits: Tensor) -> Tensor:
-    """Rows [R] bool that nothing can be drawn from: a not-a-number or +inf among the logits, or all of them -inf."""
+    """[R] bool: rows that cannot be sampled, with a not-a-number or +inf among the logits, or all of them -inf."""
     return argmax_lse(logits)[3]

@@ -1,4 +1,4 @@
-"""Biases and masks by (row, token) pairs, as `kernels.shaping`: in place, a few numbers per pair."""
+"""Biases and masks by (row, token) pairs in Triton, as `kernels.shaping`: in place, a few bytes per pair."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["add_bias", "drew_masked", "keep_only"]
 _PAIRS = 128
 """Pairs per program."""
 _BLOCK = 4096
-"""Logits per program where whole rows are filled."""
+"""Logits per program when whole rows are filled."""
 
 
 @triton.jit
 def _pair(p_logits, stride_r, stride_v, p_row, stride_row, p_id, stride_id, pairs, PAIRS: tl.constexpr):
-    """Indexes of a program's pairs, which of them there are, their rows, and the addresses of their logits."""
+    """Indexes of a program's pairs, their mask, their rows, and the addresses of their logits."""
     o_pair = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
     m_pair = o_pair < pairs
     i_row = tl.load(p_row + o_pair * stride_row, mask=m_pair, other=0)
@@ -31,7 +31,7 @@ def _pair(p_logits, stride_r, stride_v, p_row, stride_row, p_id, stride_id, pair
 def _bias_kernel(
     p_logits, stride_r, stride_v, p_row, stride_row, p_id, stride_id, pairs, p_value, PAIRS: tl.constexpr
 ):  # fmt: skip
-    """x[row[i], id[i]] += value[i], atomically: a pair may stand more than once. Grid: (m / PAIRS)."""
+    """x[row[i], id[i]] += value[i], atomically, as pairs may repeat. Grid: (m / PAIRS)."""
     o_pair, m_pair, _, p_x = _pair(p_logits, stride_r, stride_v, p_row, stride_row, p_id, stride_id, pairs, PAIRS)
     value = tl.load(p_value + o_pair, mask=m_pair, other=0.0)
     tl.atomic_add(p_x, value, mask=m_pair, sem="relaxed")
@@ -80,12 +80,12 @@ def _launch_pairs(kernel: object, logits: Tensor, rows: Tensor, ids: Tensor, *ar
 
 
 def add_bias(logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> None:
-    """As `kernels.shaping.add_bias`; in which order equal pairs add up is not said."""
+    """See `kernels.shaping.add_bias`; the order in which equal pairs are added is undefined."""
     _launch_pairs(_bias_kernel, logits, rows, ids, values.contiguous())
 
 
 def keep_only(logits: Tensor, whole: Tensor, rows: Tensor, ids: Tensor) -> None:
-    """As `kernels.shaping.keep_only`, of any float type."""
+    """See `kernels.shaping.keep_only`, for any float type."""
     kept = torch.empty(rows.shape[0], dtype=logits.dtype, device=logits.device)
     _launch_pairs(_move_kernel, logits, rows, ids, kept, BACK=False)
     blocks = triton.cdiv(logits.shape[1], _BLOCK)
@@ -97,7 +97,7 @@ def keep_only(logits: Tensor, whole: Tensor, rows: Tensor, ids: Tensor) -> None:
 
 
 def drew_masked(logits: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
-    """As `kernels.shaping.drew_masked`, of any float type."""
+    """See `kernels.shaping.drew_masked`, for any float type."""
     count = rows.shape[0]
     out = torch.empty(count, dtype=torch.bool, device=logits.device)
     launch(

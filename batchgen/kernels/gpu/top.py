@@ -1,12 +1,12 @@
-"""The k largest of each row, as `kernels.top` gives them, in an amount of work that no logits can change.
+"""Top-k of each row in Triton, as `kernels.top`, with an amount of work that does not depend on the logits.
 
-Cut a row into groups of neighbours. The k largest logits stand in the k groups whose largest are largest (ties by
-position in both): were one of them in another group, the k groups before that would hold k larger ones. So a reading
-of the row gives each group's largest, a selection among those gives k groups, and one among their logits the result.
+A row is divided into groups of neighbours. The k largest logits are in the k groups with the largest maxima (ties by
+position in both): if one were in another group, the k groups before that would contain k larger ones. So one pass over
+the row finds each group's maximum, one selection among those finds k groups, and one among their logits the result.
 
-Both selections are few enough to stand in registers, where bisection finds the k-th key, and both keep their order, so
-that the first of equals are those of lowest id. Against a search for the k-th key over the row itself this reads the
-row once, by as many programs as fill the device. Against sorting it is a short program, for any k.
+Both selections fit in registers, where bisection finds the k-th key, and both are stable, so that of equal logits those
+with the lowest ids win. Unlike a search for the k-th key over the row, this reads the row once, with enough programs to
+fill the device; unlike a sort, it is a short program for any k.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchgen.kernels import top as twin
+from batchgen.kernels import top as torch_top
 from batchgen.kernels.gpu.common import power_of_2
 from batchgen.kernels.gpu.launch import launch
 from batchgen.kernels.gpu.row_scan import scan_rows, to_key
-from batchgen.kernels.gpu.thresholds import narrow, value_of
+from batchgen.kernels.gpu.top_k_threshold import narrow, value_of
 
 __all__ = ["group_size", "largest", "select_top", "serves"]
 
 GROUPS = {8: 64, 32: 64, 128: 32, 1024: 16}
-"""By the k that a selection has room for: logits per group, so that groups and their logits are about as many."""
+"""By capacity for k: logits per group, such that there are about as many groups as logits in the selected groups."""
 MOST_GROUPS = 1 << 15
-"""Groups of a row that stand in registers."""
+"""Most groups per row that fit in registers."""
 _STEP = 2048
-"""Of them looked at at once, where more than their keys is worked on."""
+"""Elements processed at once where more than their keys is needed."""
 
 
 @triton.jit
 def _cut(keys, count):
-    """The key that cuts off the first `count` of [N] int32 keys, and how many of its equals are among these."""
+    """Threshold of the first `count` of [N] int32 keys, and the number of keys equal to it among these."""
     pivot, above = narrow(keys, tl.full([keys.shape[0]], 1, tl.int32), count)
     return pivot, count - above
 
 
 @triton.jit
 def _places(keys, pivot, ties, larger, equal):
-    """Which of the next keys are in front of the cut, and their places, after so many larger and equal ones."""
+    """Which of the next keys pass the threshold, and their output positions after `larger` and `equal` others."""
     both = (keys > pivot).to(tl.int32) + ((keys == pivot).to(tl.int32) << 16)  # two counts in one scan
     running = tl.cumsum(both, axis=0)
     rank = equal + (running >> 16)
@@ -58,7 +58,7 @@ def _group_keys(p_group_key, o_group, groups):
 
 @triton.jit
 def _logit_keys(p_row, stride_v, p_chosen, o_c, vocab, chosen, GROUP: tl.constexpr):
-    """Keys and ids of candidates: logit c % GROUP of the c // GROUP-th group chosen; ids from `vocab` on are none."""
+    """Keys and ids of candidates: logit c % GROUP of the c // GROUP-th chosen group; ids >= `vocab` are padding."""
     o_group = o_c // GROUP
     i_group = tl.load(p_chosen + o_group, mask=o_group < chosen, other=vocab // GROUP + 1)
     ids = i_group * GROUP + o_c % GROUP
@@ -68,10 +68,10 @@ def _logit_keys(p_row, stride_v, p_chosen, o_c, vocab, chosen, GROUP: tl.constex
 
 @triton.jit
 def _groups_kernel(p_group_key, p_chosen, groups, GROUPS: tl.constexpr, ROOM: tl.constexpr, STEP: tl.constexpr):
-    """Write the first ROOM groups of row r by their largest, in rising order: chosen [R, ROOM] int32.
+    """Write the ROOM groups of row r with the largest maxima, by rising index: chosen [R, ROOM] int32.
 
-    Grid: (R). group_key [R, groups] int32, at least ROOM of them, held in registers for the cut and read again, STEP at
-    a time, for what is in front of it. Exact. Reads 4 bytes per group, twice.
+    Grid: (R). group_key [R, groups] int32, groups >= ROOM, held in registers for the threshold and read again, STEP at
+    a time, for the selection. Exact. Reads 4 bytes per group, twice.
     """
     i_row = tl.program_id(0).to(tl.int64)
     p_group_key += i_row * groups
@@ -91,9 +91,9 @@ def _logits_kernel(
 ):  # fmt: skip
     """Write the first k logits of row r's chosen groups: values [R, k] float32 less minus[r], and ids [R, k] int64.
 
-    Grid: (R). chosen [R, ROOM] int32, `chosen` of them, rising. Cut as the groups are; the first k then stand as 64-bit
-    integers (key << 32 | ~id), all different, in few [R, ROOM], where the rank of each is the number of larger ones.
-    Exact. Reads ROOM * GROUP logits, twice.
+    Grid: (R). chosen [R, ROOM] int32, `chosen` of them, rising. Selected like the groups; the first k are then stored
+    as 64-bit integers (key << 32 | ~id), all different, in few [R, ROOM], where each one's rank is the number of larger
+    ones. Exact. Reads ROOM * GROUP logits, twice.
     """
     i_row = tl.program_id(0).to(tl.int64)
     p_row = p_logits + i_row * stride_r
@@ -106,7 +106,7 @@ def _logits_kernel(
         keys, ids = _logit_keys(p_row, stride_v, p_chosen, begin + tl.arange(0, STEP), vocab, chosen, GROUP)
         kept, place, larger, equal = _places(keys, pivot, ties, larger, equal)
         tl.store(p_few + place, (keys.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64), mask=kept)
-    tl.debug_barrier()  # all are written before any is read
+    tl.debug_barrier()  # all stores before any load
     o_few = tl.arange(0, ROOM)
     m_few = o_few < k
     few = tl.load(p_few + o_few, mask=m_few, other=0)
@@ -121,12 +121,12 @@ def _logits_kernel(
 
 
 def serves(vocab: int, k: int) -> bool:
-    """Whether kernels find the k largest of rows of `vocab` logits; the twin does where not."""
+    """Whether the kernels support top-k of rows of `vocab` logits; otherwise PyTorch does it."""
     return k <= max(GROUPS) and vocab <= MOST_GROUPS * _room(k)[1]
 
 
 def group_size(vocab: int, k: int) -> int:
-    """Logits per group whose largest `select_top` needs of a row of `vocab`; 0 where it needs none."""
+    """Logits per group whose maxima `select_top` needs for a row of `vocab`; 0 if it needs none."""
     room, group = _room(k)
     return 0 if vocab <= room * group else group
 
@@ -137,8 +137,8 @@ def select_top(logits: Tensor, k: int, groups: Tensor | None, minus: Tensor) -> 
     Args:
         logits: [R, V] of any float type.
         k: 1 to V; `serves(V, k)`.
-        groups: what `scan_rows` gave for `group_size(V, k)`; None where that is 0.
-        minus: [R] float32, taken from the row's values: its normaliser, and they are logprobs.
+        groups: group maxima by `scan_rows` for `group_size(V, k)`; None if that is 0.
+        minus: [R] float32, subtracted from the row's values: with the row's log-sum-exp they become logprobs.
 
     Returns:
         [R, k] float32 values in falling order, ties by rising id, and [R, k] int64 ids.
@@ -146,7 +146,7 @@ def select_top(logits: Tensor, k: int, groups: Tensor | None, minus: Tensor) -> 
     rows, vocab = logits.shape
     device = logits.device
     room, group = _room(k)
-    if groups is None:  # all of them are looked into
+    if groups is None:  # the row is small enough to select from all its groups
         chosen = torch.arange(triton.cdiv(vocab, group), dtype=torch.int32, device=device)[None]
     else:
         chosen = torch.empty(rows, room, dtype=torch.int32, device=device)
@@ -167,9 +167,9 @@ def select_top(logits: Tensor, k: int, groups: Tensor | None, minus: Tensor) -> 
 
 
 def largest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """As `kernels.top.largest`, of [R, V] of any float type; the twin itself for float64 and what is not served."""
+    """`kernels.top.largest` for [R, V] of any float type; in PyTorch for float64 and unsupported sizes."""
     if not serves(logits.shape[1], k) or logits.dtype == torch.float64:
-        return twin.largest(logits, k)
+        return torch_top.largest(logits, k)
     group = group_size(logits.shape[1], k)
     groups = scan_rows(logits, normalize=False, group=group).groups if group else None
     nothing = torch.zeros(logits.shape[0], dtype=torch.float32, device=logits.device)

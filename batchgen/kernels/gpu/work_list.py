@@ -1,14 +1,12 @@
-"""One step's attention as flat lists of work items, arranged on the host in numpy and uploaded as one packed array.
+"""Work lists of Triton attention: a step's items, planned on the host in numpy and uploaded as one packed array.
 
-A *tile* is one of the items of `kernels.work_items`, of up to `queries` tokens. Long runs of keys are split into
-several *items* so that every multiprocessor has work. A token that is in one item alone is written straight to the
-output. Otherwise its items leave *parts* (float32 values and their log-sum-exp), which are merged: by the token's own
-item as it begins, where that is the only one beside parts of earlier launches, or by a launch of its own.
+A *tile* is one of the items of `attention.work_items`, of up to `queries` tokens. Long runs of keys are split into
+several *items* so that every multiprocessor has work. The result of a token that is in one item only is written
+straight to the output. Other tokens' items write *parts* (float32 values and their log-sum-exp), which are merged: by
+the token's last item, if all other parts come from earlier launches, or by a separate launch.
 
 Launches, in order: `LARGE` items (tiles that need many rows: chunks and groups), `GROUPS` (groups of few rows), `SMALL`
-(decode rows and the ends of chunks), then the merge. Inside a launch the longest items come first.
-
-Knows nothing of tensors, heads or layers beyond how many rows of a tile one token takes.
+(decode rows and the ends of chunks), then the merge. Within a launch the longest items come first.
 """
 
 from __future__ import annotations
@@ -20,54 +18,54 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from batchgen.kernels.attention.work_items import ItemPlanner, Items, ItemShape, Words, numbered, spans
 from batchgen.kernels.types import AttentionBatch, Ints
-from batchgen.kernels.work_items import ItemPlanner, Items, ItemShape, Words, numbered, spans
 
 __all__ = ["FIELDS", "GROUPS", "LARGE", "SMALL", "ListShape", "TileSize", "WorkList", "plan_groups", "plan_step"]
 
 LARGE, GROUPS, SMALL = range(3)
-"""Launches by number."""
+"""Launches, by number."""
 
 FIELDS = 12
-"""int32 numbers of an item: `_NAMES`, then padding to a multiple of 16 bytes."""
+"""int32 fields per item: `_NAMES`, then padding to a multiple of 16 bytes."""
 
 _NAMES = (
-    "rows_at",  # its tokens are rows[rows_at : rows_at + count]
+    "rows_at",  # the item's tokens are rows[rows_at : rows_at + count]
     "count",  # may be 0: nothing to do
-    "page_at",  # its page table begins at pages[page_at]
-    "base",  # absolute position of the table's first slot; the positions below count from it
+    "page_at",  # index in pages of the item's page table
+    "base",  # absolute position of the table's first slot; the positions below are relative to it
     "first",  # keys [first, end) are read, all of them stored
-    "full_from",  # keys [full_from, full_to), multiples of the tile's keys, are seen by all its tokens
+    "full_from",  # keys [full_from, full_to), multiples of the tile's keys, are visible to all its tokens
     "full_to",
     "end",
-    "part_at",  # its tokens' parts go to part_at and on; -1: straight to the output
-    "fold_at",  # parts[fold_at : fold_at + folds] are merged into its token's result
+    "part_at",  # the tokens' parts are written from part_at on; -1: straight to the output
+    "fold_at",  # parts[fold_at : fold_at + folds] are merged into the token's result
     "folds",
 )
 
 _ALIGNMENT = 4
-"""Sections of the packed array begin at multiples of 16 bytes, so that no step compiles a kernel of its own."""
+"""int32 numbers that sections are aligned to (16 bytes), so that no step compiles another specialisation."""
 
 Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
 class TileSize:
-    """How much one item of a launch takes."""
+    """Sizes of a launch's items."""
 
     queries: int
     """Most tokens of a tile."""
     keys: int
     """Positions per step of the kernel's loop."""
     split: int
-    """Least positions of an item that is a part of a longer run."""
+    """Least positions of an item that is part of a longer run."""
     wanted: int
-    """Items from which on the device is full: runs are split only as far as that takes."""
+    """Number of items at which the device is full: runs are split only to reach it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListShape:
-    """What a work list is made for."""
+    """Sizes that a work list is made for."""
 
     page_size: int
     window: int | None
@@ -77,12 +75,12 @@ class ListShape:
 
 @dataclass(frozen=True, slots=True)
 class WorkList:
-    """A step's items and the arrays that they point into."""
+    """The items of a step, and the arrays that they index."""
 
     packed: Words
-    """All sections, one after the other."""
+    """All sections, concatenated."""
     items: tuple[slice, slice, slice]
-    """Per launch: its items in `packed`, `FIELDS` numbers each."""
+    """By launch: its items in `packed`, `FIELDS` numbers each."""
     rows: slice
     positions: slice
     """[T]: absolute position of each token."""
@@ -90,26 +88,26 @@ class WorkList:
     parts: slice
     """Part numbers, ordered by token."""
     merges: tuple[slice, slice, slice]
-    """What the merge launch does: tokens [M], where each one's parts begin in `parts` [M], how many there are [M]."""
+    """Merge launch: tokens [M], index in `parts` of each token's first part [M], number of its parts [M]."""
     num_parts: int
     keys_read: int
-    """Positions loaded, summed over items: times key heads and head sizes, the traffic of one layer."""
+    """Positions loaded, summed over items; times kv heads and head sizes, the traffic of one layer."""
     padded_rows: int
-    """Query slots of tiles that hold no token."""
+    """Query slots of tiles without a token."""
 
     def count(self, launch: int) -> int:
-        """Items of a launch."""
+        """Number of items of a launch."""
         section = self.items[launch]
         return int(section.stop - section.start) // FIELDS
 
     @property
     def num_merges(self) -> int:
-        """Tokens of the merge launch."""
+        """Number of tokens of the merge launch."""
         return int(self.merges[0].stop - self.merges[0].start)
 
 
 def plan_step(batch: AttentionBatch, shape: ListShape, tokens: int | None = None) -> WorkList:
-    """The work of a whole step; of `tokens` flat tokens if given, of which those past the batch's are in no item."""
+    """The work list of a step, of `tokens` flat tokens if given; tokens past the batch's are in no item."""
     planner = _planner(batch, shape, batch.slot_mapping.shape[0] if tokens is None else tokens)
     planner.add_groups()
     planner.add_chunks()
@@ -118,7 +116,7 @@ def plan_step(batch: AttentionBatch, shape: ListShape, tokens: int | None = None
 
 
 def plan_groups(batch: AttentionBatch, shape: ListShape) -> WorkList:
-    """The work of the prefix groups alone: parts only, and a merge for every decode row, those without parts too."""
+    """The work list of prefix groups only: parts, and a merge for every decode row, also those without parts."""
     planner = _planner(batch, shape, batch.slot_mapping.shape[0])
     planner.add_groups()
     return _finish(planner, shape, merge_from=batch.decode_start)
@@ -130,7 +128,7 @@ def _planner(batch: AttentionBatch, shape: ListShape, tokens: int) -> ItemPlanne
 
 
 def _finish(planner: ItemPlanner, shape: ListShape, merge_from: int | None = None) -> WorkList:
-    """Split, sort and pack. With `merge_from`, every token from there on is merged, whatever it has."""
+    """Split, sort and pack. With `merge_from`, every token from there on is merged, whatever parts it has."""
     rows = planner.rows()
     sizes = (shape.large, shape.small, shape.small)
     listed = [_split(*given) for given in zip(_launches(planner, shape), sizes, strict=True)]
@@ -181,7 +179,7 @@ def _launches(planner: ItemPlanner, shape: ListShape) -> list[Items]:
 @dataclass(frozen=True, slots=True)
 class _Parts:
     at: Ints
-    """Per item: where its tokens' parts go, or -1."""
+    """By item: index of its tokens' first part, or -1."""
     fold_at: Ints
     folds: Ints
     by_token: Ints
@@ -190,17 +188,17 @@ class _Parts:
 
 
 def _parts(planner: ItemPlanner, rows: Words, items: Items, split: Flags, small: int, merge_from: int | None) -> _Parts:
-    """Which items leave parts and who takes them in; the items from `small` on are of the last launch."""
-    shared = items.rows_at >= planner.tokens  # their rows are indexed behind the tokens themselves
+    """Find the items that write parts and those that merge them; items from `small` on are in the last launch."""
+    shared = items.rows_at >= planner.tokens  # their rows are indexed after the tokens themselves
     partial = split | shared
-    kept = np.where(partial | _beside_parts(planner.tokens, rows, items, partial, small), items.count, 0)
+    kept = np.where(partial | _have_other_parts(planner.tokens, rows, items, partial, small), items.count, 0)
     tokens = rows[spans(items.rows_at, kept)]  # [parts]
     parts_of = np.bincount(tokens, minlength=planner.tokens)
     begins = np.cumsum(parts_of) - parts_of
     direct = kept == 0
     token = rows[items.rows_at]
     folds = np.where(direct, parts_of[token], 0)
-    assert not (folds * (items.count > 1)).any(), "only single tokens take parts in"
+    assert not (folds * (items.count > 1)).any(), "only items of single tokens can merge parts"
     unmerged = parts_of.copy()
     unmerged[token[direct]] = 0
     merged = np.flatnonzero(unmerged) if merge_from is None else np.arange(merge_from, planner.tokens)
@@ -213,8 +211,8 @@ def _parts(planner: ItemPlanner, rows: Words, items: Items, split: Flags, small:
     )
 
 
-def _beside_parts(num_tokens: int, rows: Words, items: Items, partial: Flags, small: int) -> Flags:
-    """Items whose tokens have parts elsewhere, and that cannot take them in: tiles of chunks that share pages."""
+def _have_other_parts(num_tokens: int, rows: Words, items: Items, partial: Flags, small: int) -> Flags:
+    """Items whose tokens have parts elsewhere that they cannot merge: tiles of chunks that share pages."""
     result = np.zeros_like(partial)
     if not partial.any():
         return result
@@ -230,10 +228,10 @@ def _beside_parts(num_tokens: int, rows: Words, items: Items, partial: Flags, sm
 
 
 def _full(items: Items, positions: Ints, window: int | None, keys: Ints) -> tuple[Ints, Ints]:
-    """The steps of each item that need no mask, as keys [from, to); empty ones stand at its first step.
+    """The steps of each item that need no mask, as keys [from, to); empty ranges are at the item's first step.
 
-    An item's first token stands lowest and its last one highest, where that matters: not in those of shared keys
-    without a window, which all tokens see whole. `positions` are those of the rows.
+    `positions` are those of the rows. An item's tokens are ordered by position wherever that matters: not in items of
+    shared keys without a window, which all tokens see entirely.
     """
     begin = items.first
     if window is not None:
@@ -246,7 +244,7 @@ def _full(items: Items, positions: Ints, window: int | None, keys: Ints) -> tupl
 
 
 def _split(tiles: Items, size: TileSize) -> tuple[Items, Flags]:
-    """Cut long runs of keys, the longest items first; and which items are parts of a longer run."""
+    """Split long runs of keys, the longest items first; returns the items, and which are parts of a longer run."""
     if not len(tiles):
         return tiles, np.empty(0, np.bool_)
     step = tiles.first // size.keys * size.keys
@@ -254,7 +252,7 @@ def _split(tiles: Items, size: TileSize) -> tuple[Items, Flags]:
     share = -(-int(lengths.sum()) // size.wanted)
     most = max(size.split, -(-share // size.keys) * size.keys)
     parts = -(-lengths // most)
-    length = -(-lengths // (np.maximum(parts, 1) * size.keys)) * size.keys  # even shares, of whole steps
+    length = -(-lengths // (np.maximum(parts, 1) * size.keys)) * size.keys  # even shares of whole steps
     parts = -(-lengths // np.maximum(length, 1))
     of, number = numbered(parts)
     begin = step[of] + number * length[of]

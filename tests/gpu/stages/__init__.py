@@ -1,4 +1,4 @@
-"""The cases, a file per kind; importing one registers what it holds."""
+"""The cases, a file per kind; importing a file registers its cases."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ _MODULES = (
 
 
 def load() -> None:
-    """Register all cases."""
+    """Register all kernel cases; whole-job stages are imported when they run."""
     for name in _MODULES:
         import_module(f"tests.gpu.stages.{name}")

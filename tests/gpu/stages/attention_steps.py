@@ -1,4 +1,4 @@
-"""The steps that attention is checked and timed on. Sizes are arguments, so that toys are the same steps made small."""
+"""Steps on which attention is checked and timed, with their sizes as arguments."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["decode_step", "grouped_step", "heads_shape", "mixed_step", "prefill_
 
 
 def heads_shape(heads: int, kv_heads: int, dim: int, page: int, dtype: torch.dtype, value_dim: int = 0) -> Shape:
-    """Heads of one size, values of another where it is given."""
+    """Shape of a layer's heads and pages; `value_dim` 0: as `dim`."""
     return Shape(heads, kv_heads, dim, value_dim or dim, page, dtype)
 
 
 def decode_step(lab: Lab, shape: Shape, rows: int, shortest: int, longest: int) -> Step:
-    """`rows` decode rows with contexts from `shortest` to `longest` positions, in no order."""
+    """`rows` decode rows with random contexts from `shortest` to `longest` positions."""
     lens = lab.randint(shortest, longest + 1, rows).tolist()
     lens[0] = longest
     steps = _builder(lab, shape, sum(-(-n // shape.page_size) for n in lens))
@@ -27,7 +27,7 @@ def decode_step(lab: Lab, shape: Shape, rows: int, shortest: int, longest: int) 
 
 
 def prefill_step(lab: Lab, shape: Shape, chunks: list[tuple[int, int]]) -> Step:
-    """Chunks of (queries, positions before them)."""
+    """Prefill chunks, each (number of queries, number of positions before them)."""
     steps = _builder(lab, shape, sum(-(-(new + past) // shape.page_size) for new, past in chunks))
     for new, past in chunks:
         steps.chunk(new, past)
@@ -38,11 +38,11 @@ def grouped_step(lab: Lab, shape: Shape, rows: int, levels: list[tuple[int, int]
     """Decode rows under a tree of shared prefixes.
 
     Args:
-        lab: gives the device.
+        lab: device and random numbers.
         shape: heads and pages.
-        rows: decode rows.
-        levels: per level, from the root, how many groups share the rows evenly, and each group's pages.
-        longest_own: most positions that a row has of its own.
+        rows: number of decode rows.
+        levels: per level, from the root: number of groups that divide the rows evenly, and pages of each group.
+        longest_own: largest number of a row's positions outside the shared prefixes.
     """
     own = lab.randint(1, longest_own + 1, rows).tolist()
     pages = sum(groups * count for groups, count in levels)
@@ -69,7 +69,7 @@ def mixed_step(
 
 
 def _builder(lab: Lab, shape: Shape, pages: int) -> DeviceSteps:
-    """Some pages more than needed: the scratch page, and unused ones that hold not-a-numbers."""
+    """A builder with more pages than needed: the scratch page, and unused pages filled with NaN."""
     return DeviceSteps(shape, num_pages=pages + 9, lab=lab)
 
 

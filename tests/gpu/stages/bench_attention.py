@@ -1,7 +1,7 @@
-"""Paged decode, shared prefixes and prefill, by Triton, by flash and, where there are no pages to follow, by torch.
+"""Microbenchmarks of paged decode, shared prefixes and prefill, with Triton and flash, and torch on contiguous keys.
 
-Only `attend_stored` is timed: storing is the fused kernel's work, timed in `bench_ops`. The plan of a step is made
-before, as the engine makes it once per step and not per layer.
+Only `attend_stored` is timed: the fused kernel that stores keys and values is timed in `bench_ops`. The step's work
+items are prepared before the timing, as the engine does once per step and not per layer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PAGE = 16
 
 
 def attend_time(lab: Lab, backend: str, step: Step, *, graph: bool = True) -> Timing:
-    """Time of a layer's attention over `step`, its keys and values stored."""
+    """Time of a layer's attention over `step`, with its keys and values stored before."""
     attention = lab.attention(backend, step)
     keys, values, slots = attention.cache(0)
     keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots] = step.key, step.value
@@ -49,7 +49,7 @@ def attend_time(lab: Lab, backend: str, step: Step, *, graph: bool = True) -> Ti
 
 
 def decode_bytes(rows: int, context: int, heads: int, kv_heads: int, dim: int) -> int:
-    """Keys and values read, queries read, results written."""
+    """Bytes of keys, values and queries read, and of results written."""
     return rows * DTYPE.itemsize * dim * (2 * context * kv_heads + 2 * heads)
 
 
@@ -66,7 +66,7 @@ def _decode(backend: str) -> Callable[..., Iterator[Figure]]:
 
 
 def _sdpa_decode(lab: Lab, rows: int, context: int, heads: int, kv_heads: int, dim: int) -> Timing:
-    """torch's own, over contiguous keys: no pages to follow, no two contexts of different length."""
+    """Time of torch's attention over contiguous keys, with contexts of equal length."""
     query = lab.randn(rows, heads, 1, dim, dtype=DTYPE)
     key, value = (lab.randn(rows, kv_heads, context, dim, dtype=DTYPE) for _ in range(2))
     return lab.time(lambda: F.scaled_dot_product_attention(query, key, value, enable_gqa=True))
@@ -74,7 +74,7 @@ def _sdpa_decode(lab: Lab, rows: int, context: int, heads: int, kv_heads: int, d
 
 def _prefix(backend: str) -> Callable[..., Iterator[Figure]]:
     def run(lab: Lab, *, rows: int, shared: int, heads: int, kv_heads: int, dim: int) -> Iterator[Figure]:
-        """Against the same rows without sharing, and against torch over contiguous keys."""
+        """Compared with the same rows without sharing, and with torch over contiguous keys."""
         shape = {"rows": rows, "shared": shared, "heads": heads, "kv_heads": kv_heads, "dim": dim}
         layer, pages = heads_shape(heads, kv_heads, dim, PAGE, DTYPE), shared // PAGE
         step = grouped_step(lab, layer, rows, [(1, pages)], 1)

@@ -1,4 +1,4 @@
-"""Grouped products against the plain products beside them: adapters against the layer's own, experts against theirs."""
+"""Grouped products: adapters compared with the layer's product, experts with one dense product."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RANK = 16
     [{"rows": 3, "adapters": 2, "inputs": 24, "outputs": 20}],
 )
 def add_lora(lab: Lab, *, rows: int, adapters: int, inputs: int, outputs: int) -> Iterator[Figure]:
-    """Bytes: x, the adapters in use and, read and written, the layer's output."""
+    """Bytes: x, the adapters in use, and the layer's output, read and written."""
     step, pairs = lora_of(lab, rows, adapters), pairs_of(lab, adapters, RANK, inputs, outputs, DTYPE)
     x, weight = lab.randn(rows, inputs, dtype=DTYPE), lab.randn(outputs, inputs, dtype=DTYPE)
     out = F.linear(x, weight)
@@ -65,7 +65,7 @@ def route(lab: Lab, *, rows: int, experts: int, chosen: int) -> Iterator[Figure]
     [{"rows": 2, "experts": 4, "chosen": 2, "hidden": 24, "inner": 20}],
 )
 def moe_experts(lab: Lab, *, rows: int, experts: int, chosen: int, hidden: int, inner: int) -> Iterator[Figure]:
-    """Against the same number of operations as one dense product for all tokens."""
+    """Compared with one dense product of as many operations."""
     from batchgen.kernels.moe import Experts
 
     up, down = lab.randn(experts, 2 * inner, hidden, dtype=DTYPE), lab.randn(experts, hidden, inner, dtype=DTYPE)

@@ -1,7 +1,7 @@
-"""Operations around attention and the matrix products: norm, activation, cache write; then what a step's logits cost.
+"""Microbenchmarks of norms, activations, the cache write, sampling, logprobs and logits processing.
 
-The latter stand against the lm_head's product for models of 1,024, 2,048 and 4,096 (`PRODUCTS`), which every step needs
-anyhow. Logits are in the model's dtype where they are read, and float32 where they are written to.
+Operations on logits are compared with the lm_head's product for models of 1,024, 2,048 and 4,096 (`PRODUCTS`), which
+every step computes. Logits are in the model's dtype where they are read, and float32 where they are written.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PRODUCTS = (1024, 2048, 4096)
 TOY_PRODUCTS = (32,)
 TOP = 20
 PENALISED = 300
-"""Distinct tokens that a row has seen."""
+"""Number of distinct tokens of a row with penalties."""
 
 
 @bench("rms_norm", WIDTHS, [{"rows": 2, "width": 32}])
@@ -65,7 +65,7 @@ def gated(lab: Lab, *, rows: int, width: int) -> Iterator[Figure]:
 
 
 @bench(
-    "rotate_and_store",
+    "qk_norm_rope_cache",
     [
         {"rows": rows, "heads": heads, "kv_heads": 8, "dim": 128, "norm": norm}
         for rows in (256, 8192)
@@ -73,7 +73,7 @@ def gated(lab: Lab, *, rows: int, width: int) -> Iterator[Figure]:
     ],
     [{"rows": 2, "heads": 2, "kv_heads": 1, "dim": 16, "norm": 1}],
 )
-def rotate_and_store(lab: Lab, *, rows: int, heads: int, kv_heads: int, dim: int, norm: int) -> Iterator[Figure]:
+def qk_norm_rope_cache(lab: Lab, *, rows: int, heads: int, kv_heads: int, dim: int, norm: int) -> Iterator[Figure]:
     shape = {"rows": rows, "heads": heads, "kv_heads": kv_heads, "dim": dim, "norm": norm}
     qkv = lab.randn(rows, heads + 2 * kv_heads, dim, dtype=DTYPE)
     norms = [lab.randn(dim, dtype=DTYPE) if norm else None for _ in range(2)]
@@ -81,14 +81,14 @@ def rotate_and_store(lab: Lab, *, rows: int, heads: int, kv_heads: int, dim: int
     page = 16
     caches = [torch.zeros(rows // page + 2, page, kv_heads, dim, dtype=DTYPE, device=lab.device) for _ in range(2)]
     slots = lab.rand(caches[0].shape[0] * page).argsort()[:rows]
-    operation = kernel("rotate_and_store")
+    operation = kernel("qk_norm_rope_cache")
     timing = lab.time(lambda: operation(qkv, heads, kv_heads, *norms, EPS, cos, sin, *caches, slots))
     size = WIDE * rows * dim * (2 * (heads + 2 * kv_heads) + 2) + 8 * rows
-    yield figure(lab, "rotate_and_store", "norm, rope, cache write", shape, timing, bytes=size)
+    yield figure(lab, "qk_norm_rope_cache", "norm, rope, cache write", shape, timing, bytes=size)
 
 
 def lm_head_times(lab: Lab, rows: int, vocab: int) -> dict[str, float]:
-    """Microseconds of the products that make [rows, vocab] logits, by model width; measured once per shape."""
+    """Microseconds of the products that give [rows, vocab] logits, by model width; measured once per shape."""
     kept = lab.kept.get(("lm_head", rows, vocab))
     if kept is None:
         kept = {}
@@ -139,14 +139,14 @@ def top_logprobs(lab: Lab, *, rows: int, vocab: int) -> Iterator[Figure]:
 
 @bench("penalise", LOGITS, TOY_LOGITS)
 def penalise(lab: Lab, *, rows: int, vocab: int) -> Iterator[Figure]:
-    """What penalised rows cost a step: the penalties on what stands in their lists, and the next token's count."""
+    """A step's cost of penalties: applying them to the listed tokens, and counting the next token."""
     logits, lists = logits_of(lab, rows, vocab), lists_of(lab, rows, vocab, PENALISED)
     lists.used[1:] = most = min(PENALISED, vocab)
     index, ones = torch.arange(rows, device=lab.device), torch.ones(rows, device=lab.device)
     operation = kernel("penalise")
     timing = lab.time(lambda: operation(logits, index, index + 1, lists, ones, ones, ones, most))
     shape = {"rows": rows, "vocab": vocab, "pairs": rows * most}
-    # 32 bytes, the least that memory moves, read and written where the logit stands.
+    # 32 bytes, the smallest memory transaction, are read and written per logit.
     made = figure(lab, "penalise", "three penalties", shape, timing, bytes=rows * most * (64 + 4 + 4))
     yield replace(made, against=lm_head_times(lab, rows, vocab))
     operation, drawn = kernel("count_tokens"), lists.ids[1:, most // 2].long()
@@ -157,7 +157,7 @@ def penalise(lab: Lab, *, rows: int, vocab: int) -> Iterator[Figure]:
 
 @bench("apply_bitmask", LOGITS, TOY_LOGITS)
 def apply_bitmask(lab: Lab, *, rows: int, vocab: int) -> Iterator[Figure]:
-    """Half of all tokens barred: bytes written are those of whole lines, all of them."""
+    """Half of all tokens are masked; bytes written are whole cache lines, which are all of them."""
     logits, words = logits_of(lab, rows, vocab), bitmask_width(vocab)
     masks = lab.randint(-(1 << 31), 1 << 31, rows, words).int()
     operation = kernel("apply_bitmask")

@@ -1,7 +1,7 @@
-"""`--deterministic`: the same bits alone, in company, shuffled and in other chunks, on the device itself.
+"""`--deterministic`: equal bits alone, in batches, shuffled and in other chunks.
 
-Bits are compared, so one that differs fails. What is drawn here only shows that they do not differ for these numbers;
-why they cannot is said where the kernels are (`batchgen/kernels/gpu/matmul.py`, `walk_list.py`).
+A single bit that differs fails. These cases test only the given numbers; the kernels explain why bits cannot differ
+(`batchgen/kernels/gpu/matmul.py`, `deterministic_list.py`).
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.engine import Engine
+from batchgen.kernels.attention.reference import visible_slots
+from batchgen.kernels.gpu.deterministic_attention import DeterministicTritonAttention
 from batchgen.kernels.gpu.matmul import linear
-from batchgen.kernels.gpu.walk import WalkAttention
-from batchgen.kernels.reference import visible_slots
 from batchgen.kernels.types import AttentionBatch, ChunkPages
-from batchgen.request import Completion
+from batchgen.request.completion import Completion
 from tests.gpu.checkpoints import save_adapter, save_checkpoint
 from tests.gpu.compare import Verdict, judge_equal, poisoned
 from tests.gpu.lab import Lab
 from tests.gpu.mixed import mixed_job
 from tests.gpu.models import model_folder
-from tests.gpu.registry import Labelled, proof
+from tests.gpu.registry import Labelled, job_case
 from tests.gpu.stages.attention_steps import heads_shape, mixed_step
 from tests.kernels.steps import Step
 
-COMPANIES = (1, 2, 17, 64, 65, 256)
-"""Rows that are computed together."""
+BATCH_SIZES = (1, 2, 17, 64, 65, 256)
+"""Numbers of rows that are computed together."""
 LAYERS = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024), (4096, 6144), (4096, 28672), (14336, 4096))
-"""Inputs and outputs: of Qwen3-0.6B, then of Llama-3.1-8B."""
+"""(inputs, outputs) of the linear layers of Qwen3-0.6B, then of Llama-3.1-8B."""
 
 
-@proof(
+@job_case(
     "determinism",
     "linear",
     [{"inputs": i, "outputs": o, "rows": 1100} for i, o in (*LAYERS, (1024, 151_936))],
@@ -47,14 +47,14 @@ def products(lab: Lab, *, inputs: int, outputs: int, rows: int) -> Iterator[Labe
     x, weight = (lab.randn(n, inputs, dtype=torch.bfloat16) for n in (rows, outputs))
     with poisoned():
         together = linear(x, weight)
-    for count in COMPANIES[: 3 if lab.toy else None]:
+    for count in BATCH_SIZES[: 3 if lab.toy else None]:
         chosen = lab.rand(rows).argsort()[:count]
         with poisoned():
             got = linear(x[chosen], weight)
         yield f"{count} of {rows} rows", _same_bits(got, together[chosen])
 
 
-@proof(
+@job_case(
     "determinism",
     "attention",
     [
@@ -66,7 +66,7 @@ def products(lab: Lab, *, inputs: int, outputs: int, rows: int) -> Iterator[Labe
     [{"heads": 4, "kv_heads": 2, "dim": 16, "window": 20, "sinks": 1}],
 )
 def attention(lab: Lab, *, heads: int, kv_heads: int, dim: int, window: int, sinks: int) -> Iterator[Labelled]:
-    """Tokens of chunks, of rows alone and of rows in groups of two levels, each again as a chunk of its own."""
+    """Tokens of chunks, of single rows and of rows in groups of two levels, each compared with a chunk of one token."""
     shape = heads_shape(heads, kv_heads, dim, 16, torch.bfloat16)
     step = (
         mixed_step(lab, shape, [(5, 0), (1, 20)], 3, 30, [(1, 5), (2, 5)])
@@ -76,23 +76,27 @@ def attention(lab: Lab, *, heads: int, kv_heads: int, dim: int, window: int, sin
     options: dict[str, Any] = {"scale": dim**-0.5, "window": window or None}
     options["sinks"] = lab.randn(heads) if sinks else None
     with poisoned():
-        together = WalkAttention(step.pool, step.batch).attend(0, step.query, step.key, step.value, **options)
+        together = DeterministicTritonAttention(step.pool, step.batch).attend(
+            0, step.query, step.key, step.value, **options
+        )
     seen = visible_slots(step.batch, step.pool.page_size)
     for token in range(0, len(together), 2 if lab.toy else 9):
         batch = _alone(step, token, *seen[token])
-        with poisoned(may_wait=True):
-            got = WalkAttention(step.pool, batch).attend_stored(0, step.query[token : token + 1], **options)
+        with poisoned(allow_sync=True):
+            got = DeterministicTritonAttention(step.pool, batch).attend_stored(
+                0, step.query[token : token + 1], **options
+            )
         yield f"token {token} alone", _same_bits(got[0], together[token])
 
 
 def _alone(step: Step, token: int, position: int, slots: Tensor) -> AttentionBatch:
-    """One token of a step, which sees `slots`, as a chunk of its own."""
+    """A batch with one token of a step, which attends to `slots`, as a separate chunk."""
     size = step.pool.page_size
     chunk = ChunkPages(0, 1, position + 1, (slots[::size] // size).numpy())
     return AttentionBatch(step.batch.slot_mapping[token : token + 1], [chunk], decode_start=1)
 
 
-@proof(
+@job_case(
     "determinism",
     "jobs",
     [{"hidden": 512, "layers": 4, "rows": 256, "prompt": 200, "new": 24, "alone": 6}],
@@ -101,7 +105,7 @@ def _alone(step: Step, token: int, position: int, slots: Tensor) -> AttentionBat
 def mixed_rows(
     lab: Lab, *, hidden: int, layers: int, rows: int, prompt: int, new: int, alone: int
 ) -> Iterator[Labelled]:
-    """Every kind of row with adapters: together, shuffled, in small chunks, and one at a time."""
+    """Rows of every kind, with adapters: together, shuffled, in small chunks, and one at a time."""
     dtype = "float32" if lab.toy else "bfloat16"
     with tempfile.TemporaryDirectory() as name:
         folder = save_checkpoint(
@@ -113,14 +117,14 @@ def mixed_rows(
         yield from _jobs(lab, str(folder), job, alone, {"max_tokens_per_step": 96, "max_num_seqs": 33}, adapters, dtype)
 
 
-@proof(
+@job_case(
     "determinism",
     "jobs",
     [{"model": "0.6b", "rows": 256, "prompt": 300, "new": 16, "alone": 4}],
     [{"model": "0.6b", "rows": 3, "prompt": 12, "new": 2, "alone": 1}],
 )
 def real_shapes(lab: Lab, *, model: str, rows: int, prompt: int, new: int, alone: int) -> Iterator[Labelled]:
-    """Greedy rows with logprobs of a model of real size: together, shuffled, in other chunks, and one at a time."""
+    """Greedy rows with logprobs, on a model of real size: together, shuffled, in other chunks, and one at a time."""
     job = [
         {
             "id": str(i),
@@ -149,18 +153,18 @@ def _jobs(
     options: dict[str, Any] = {"attention": "triton", "dtype": dtype, "deterministic": True, "lora": adapters}
     options["device"] = "cpu" if lab.toy else "cuda"
     engine = Engine(folder, **options)
-    together = _told(engine, job)
+    together = _results(engine, job)
     order = lab.rand(len(job)).argsort().tolist()
-    yield "shuffled", _same(_told(engine, [job[i] for i in order]), together)
+    yield "shuffled", _same(_results(engine, [job[i] for i in order]), together)
     chosen = [job[i] for i in order[:alone]]
     for row in chosen:
-        yield f"row {row['id']} alone", _same(_told(engine, [row]), together)
+        yield f"row {row['id']} alone", _same(_results(engine, [row]), together)
     chunked = Engine.from_parts(type(engine.config)(model=folder, **options, **steps), engine.model, engine.tokenizer)
-    yield "in other steps", _same(_told(chunked, chosen if lab.toy else job[::4]), together)
+    yield "in other steps", _same(_results(chunked, chosen if lab.toy else job[::4]), together)
 
 
-def _told(engine: Engine, rows: list[dict[str, Any]]) -> dict[tuple[str | None, int], tuple[Any, ...]]:
-    """What each sample's logits decided, logprobs as their bits."""
+def _results(engine: Engine, rows: list[dict[str, Any]]) -> dict[tuple[str | None, int], tuple[Any, ...]]:
+    """(row id, sample index) -> token ids, and logprobs and hidden states as bytes."""
     return {(done.id, done.sample_index): _bits(done) for done in engine.generate(rows)}
 
 
@@ -179,7 +183,7 @@ def _same(got: dict[Any, Any], together: dict[Any, Any]) -> Verdict:
 
 
 def _same_bits(got: Tensor, want: Tensor) -> Verdict:
-    """Not-a-numbers, which bits do not tell from a wrong result, fail."""
+    """Compare bits; NaN fails, since equal bits of NaN are not a correct result."""
     if bool(got.isnan().any()):
         return Verdict(False, float("inf"), 0.0, 0.0, "not-a-number")
     kind = torch.int16 if got.element_size() == 2 else torch.int32

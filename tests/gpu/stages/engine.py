@@ -1,8 +1,8 @@
-"""Whole jobs: the engine on the device against the same engine on the CPU, and its logits against transformers'.
+"""Whole jobs: the engine on the device compared with the engine on the CPU, and its logits with transformers'.
 
-In float32 the same tokens are to come out, up to near ties, with every kind of row in one job. In bfloat16 the logits,
-as the logprobs of a whole vocabulary at every position of some prompts, may be twice as wrong as those of the library's
-own eager model. Each way of running steps that the engine has is held against its plainest.
+In float32 a job with every kind of row must give the same tokens, up to near ties. In bfloat16 the error of the logits
+(logprobs of the whole vocabulary at every position of some prompts) may be twice that of transformers' eager model.
+Lookahead and CUDA graphs must give the same results as running without them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from batchgen.engine.engine import Engine
-from batchgen.request import Completion
+from batchgen.request.completion import Completion
 from tests.gpu.checkpoints import VOCAB, save_adapter, save_checkpoint
 from tests.gpu.compare import judge
 from tests.gpu.lab import Lab
 from tests.gpu.mixed import Row, compare, mixed_job, with_gaps
-from tests.gpu.registry import Labelled, proof
+from tests.gpu.registry import Labelled, job_case
 from tests.gpu.steady import TimedDevice
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -37,12 +37,12 @@ WAYS: dict[str, tuple[dict[str, bool], dict[str, bool]]] = {
     "graphs against eager": ({"captures": True}, {"captures": False}),
     "graphs and lookahead against neither": ({}, {"asynchronous": False, "captures": False}),
 }
-"""What the engine is told of its device in two runs that must give the same."""
+"""Name -> overrides of the device's attributes in two runs that must give the same results."""
 TOY_WAYS = ("lookahead against none",)
 """A CPU has no graphs."""
 
 
-@proof("engine", "parity", [{"family": x, **REAL} for x in FAMILIES], [{"family": x, **TOY} for x in FAMILIES[3:]])
+@job_case("engine", "parity", [{"family": x, **REAL} for x in FAMILIES], [{"family": x, **TOY} for x in FAMILIES[3:]])
 def mixed_rows(lab: Lab, *, family: str, hidden: int, layers: int, **job: int) -> Iterator[Labelled | str]:
     if find_spec("xgrammar") is None:
         yield "constrained rows: xgrammar is not importable"
@@ -53,7 +53,7 @@ def mixed_rows(lab: Lab, *, family: str, hidden: int, layers: int, **job: int) -
         yield from compare(rows, got, want)
 
 
-@proof("engine", "ways", [{"family": "qwen3", **REAL}], [{"family": "qwen3", **TOY}])
+@job_case("engine", "ways", [{"family": "qwen3", **REAL}], [{"family": "qwen3", **TOY}])
 def ways_of_running(lab: Lab, *, family: str, hidden: int, layers: int, **job: int) -> Iterator[Labelled]:
     with _model(family, hidden, layers, torch.float32) as (folder, adapters):
         rows = mixed_job(job["rows"], job["prompt"], job["new"], list(adapters), seed=2)
@@ -69,36 +69,36 @@ def ways_of_running(lab: Lab, *, family: str, hidden: int, layers: int, **job: i
             yield from ((f"{name}: {what}", verdict) for what, verdict in compare(rows, got, want))
 
 
-@proof("engine", "logits", [{"family": x, **REAL} for x in FAMILIES], [{"family": x, **TOY} for x in FAMILIES[2:3]])
+@job_case("engine", "logits", [{"family": x, **REAL} for x in FAMILIES], [{"family": x, **TOY} for x in FAMILIES[2:3]])
 def low_precision_logits(lab: Lab, *, family: str, hidden: int, layers: int, **job: int) -> Iterator[Labelled]:
     with _model(family, hidden, layers, torch.bfloat16) as (folder, _):
         prompts = [row["input_ids"] for row in mixed_job(12, job["prompt"], 1, (), seed=3)]
         truth, plain = (_eager(folder, prompts, lab, dtype) for dtype in (torch.float32, torch.bfloat16))
-        asked = {"return_logprob": True, "logprob_start_len": 0, "token_ids_logprob": list(range(VOCAB))}
-        rows = [{"input_ids": ids, "max_new_tokens": 1, "temperature": 0, **asked} for ids in prompts]
+        logprobs = {"return_logprob": True, "logprob_start_len": 0, "token_ids_logprob": list(range(VOCAB))}
+        rows = [{"input_ids": ids, "max_new_tokens": 1, "temperature": 0, **logprobs} for ids in prompts]
         got = torch.cat([_whole(done) for done in _finished(_engine(folder, lab, dtype="bfloat16"), rows)])
         yield "logprobs of all tokens", judge(got, plain, truth, torch.bfloat16)
 
 
 @contextmanager
 def _model(family: str, hidden: int, layers: int, dtype: torch.dtype) -> Iterator[tuple[Path, dict[str, str]]]:
-    """A checkpoint and two adapters of it."""
+    """(checkpoint folder, adapter name -> folder), in a temporary folder."""
     with tempfile.TemporaryDirectory() as name:
         folder = save_checkpoint(Path(name) / "model", family, hidden=hidden, layers=layers, dtype=dtype, context=1024)
         yield folder, {x: str(save_adapter(folder, Path(name) / x, seed)) for seed, x in enumerate(("one", "two"))}
 
 
 def _engine(folder: Path, lab: Lab, *, reference: bool = False, **options: Any) -> Engine:
-    """The engine under test, on the GPU's kernels, or the reference, plain PyTorch on the CPU.
+    """The engine under test, on the GPU with Triton, or the reference engine, on the CPU with plain PyTorch.
 
-    In a toy run both are the latter, in other steps.
+    In a toy run both are on the CPU, with different step sizes.
     """
     where: dict[str, Any] = {"device": "cpu", "attention": "torch"}
     if not reference:
         steps = {"max_tokens_per_step": 24, "max_num_seqs": 9}
         where = {**where, **steps} if lab.toy else {"device": "cuda", "attention": "triton"}
     engine = Engine(str(folder), **{"dtype": "float32", **where, **options})
-    # Grammars take seconds to compile, and all these models have one tokenizer.
+    # Compiling grammars takes seconds, and all these models have the same tokenizer.
     engine.grammars = lab.kept.setdefault("grammars", engine.grammars)
     return engine
 
@@ -109,7 +109,7 @@ def _finished(engine: Engine, rows: list[Row]) -> list[Completion]:
 
 
 def _eager(folder: Path, prompts: list[list[int]], lab: Lab, dtype: torch.dtype) -> torch.Tensor:
-    """[all positions but the first of each prompt, V] log-softmax of the library's eager logits."""
+    """[positions of all prompts without each first one, V] log-softmax of transformers' eager logits."""
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval().to(lab.device)
     with torch.inference_mode():
@@ -118,7 +118,7 @@ def _eager(folder: Path, prompts: list[list[int]], lab: Lab, dtype: torch.dtype)
 
 
 def _whole(done: Completion) -> torch.Tensor:
-    """[P - 1, V] of a prompt's logprobs of every token."""
+    """[P - 1, V] float32: logprobs of every token at each prompt position after the first."""
     assert done.error is None, done.error
     values = np.ma.filled(np.ma.asarray(done.input_ids_logprobs, np.float32), 0.0).reshape(-1, VOCAB)
     return torch.from_numpy(values[1:])

@@ -1,7 +1,7 @@
-"""The device's memory: a pool of all that is left, long and short rows in one pool, and steps that do not fit.
+"""The device's memory: the automatic pool, long and short rows in one pool, and steps that do not fit.
 
-A step that runs out of memory is run in parts, and its rows come out as if nothing had been: the limit is set just
-above what weights and pool hold, so that the first step of the prompts cannot fit.
+A step that runs out of memory is split and retried, with equal results: the limit is set just above the memory of
+weights and pool, so that the first step of the prompts does not fit.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from torch import Tensor
 
 from batchgen.engine.engine import Engine
 from batchgen.models.base import ModelInput
-from batchgen.request import Completion
+from batchgen.request.completion import Completion
 from tests.gpu.checkpoints import VOCAB, save_checkpoint
 from tests.gpu.compare import Verdict
 from tests.gpu.lab import Lab
 from tests.gpu.mixed import Row, compare, with_gaps
 from tests.gpu.models import model_folder, model_shape
-from tests.gpu.registry import Labelled, proof
+from tests.gpu.registry import Labelled, job_case
 from tests.gpu.steady import run_steps, steady_rows
 
-_ROOM = 24 << 20
-"""Bytes that a step has in the case that runs out of them."""
-_KEPT = 20
-"""Short rows that are compared with a job of their own."""
+_HEADROOM = 24 << 20
+"""Bytes that are left for a step in the case that runs out of memory."""
+_COMPARED = 20
+"""Number of short rows that are compared with a separate job."""
 
 
-@proof(
+@job_case(
     "memory",
     "pool",
     [{"model": "0.6b", "rows": 4096, "prompt": 400, "new": 300, "steps": 24}],
     [{"model": "0.6b", "rows": 5, "prompt": 20, "new": 8, "steps": 3}],
 )
 def automatic_pool(lab: Lab, *, model: str, rows: int, prompt: int, new: int, steps: int) -> Iterator[Labelled]:
-    """More rows than any device holds, a third each plain, with logprobs, and with hidden states."""
+    """More rows than fit into any device's memory: plain rows, with logprobs, and with hidden states."""
     with model_folder(lab, model) as folder:
         engine = Engine(folder, **_options(lab, "bfloat16"))
     kinds: list[Row] = [{}, {"return_logprob": True, "top_logprobs_num": 20}, {"return_hidden_states": True}]
@@ -62,14 +62,14 @@ def automatic_pool(lab: Lab, *, model: str, rows: int, prompt: int, new: int, st
         yield "the pool takes most of what is left", Verdict(pool > 0.5 * total, float(pool), 0.0, 0.5 * total, note)
 
 
-@proof(
+@job_case(
     "memory",
     "long and short",
     [{"long": 131_072, "short": 10_000, "hidden": 512, "layers": 2}],
     [{"long": 300, "short": 30, "hidden": 64, "layers": 2}],
 )
 def long_and_short_rows(lab: Lab, *, long: int, short: int, hidden: int, layers: int) -> Iterator[Labelled]:
-    """One prompt of `long` tokens and `short` of a few, in one pool and in float32; some of them again alone."""
+    """One prompt of `long` tokens and `short` prompts of a few, in one pool; some of them are also run separately."""
     rng = Random(0)
     lengths = [long, *(rng.randint(2, 16) for _ in range(short))]
     rows = [
@@ -83,7 +83,7 @@ def long_and_short_rows(lab: Lab, *, long: int, short: int, hidden: int, layers:
     ]
     with _checkpoint(hidden, layers, context=long + 16) as folder:
         engine = Engine(str(folder), **_options(lab, "float32"))
-        want = _finished(engine, with_gaps(rows[: _KEPT + 1]))
+        want = _finished(engine, with_gaps(rows[: _COMPARED + 1]))
         got = _finished(engine, rows)
     assert engine.last_run is not None
     pages, peak = engine.last_run.loop.state.kv_pages, engine.last_run.scheduler.stats.peak_pages
@@ -91,12 +91,12 @@ def long_and_short_rows(lab: Lab, *, long: int, short: int, hidden: int, layers:
     errors = [done.error.message for done in got if done.error is not None]
     yield "errors in all", Verdict(not errors, float(len(errors)), 0.0, 0.0, "; ".join(errors[:2]))
     yield "pages at the peak", Verdict(peak <= pages, float(peak), 0.0, float(pages))
-    yield from compare(rows, got[: _KEPT + 1], want)
+    yield from compare(rows, got[: _COMPARED + 1], want)
 
 
-@proof(
+@job_case(
     "memory",
-    "halving",
+    "oom split",
     [{"rows": 200, "prompt": 120, "hidden": 1024, "layers": 2}],
     [{"rows": 6, "prompt": 12, "hidden": 64, "layers": 2}],
 )
@@ -106,7 +106,7 @@ def steps_that_do_not_fit(lab: Lab, *, rows: int, prompt: int, hidden: int, laye
         engine = Engine(str(folder), **_options(lab, "float32"))
         want = _finished(engine, with_gaps(job))
         engine.last_run = None
-        with _little_memory(lab, engine) as failures:
+        with _limited_memory(lab, engine) as failures:
             got = _finished(engine, job)
             failed = failures()
     yield "allocations that failed", Verdict(failed > 0, float(failed), 0.0, 0.0, "" if failed else "nothing was tried")
@@ -131,31 +131,34 @@ def _finished(engine: Engine, rows: list[Row]) -> list[Completion]:
 
 
 def _failures() -> int:
-    """Allocations that the device has refused so far."""
+    """Number of allocations that failed on the device so far."""
     return int(torch.cuda.memory_stats().get("num_ooms", 0)) if torch.cuda.is_available() else 0
 
 
 @contextmanager
-def _little_memory(lab: Lab, engine: Engine) -> Iterator[Callable[[], int]]:
-    """Inside, jobs of `engine` have next to nothing beside weights and pool; gives the number of refusals."""
+def _limited_memory(lab: Lab, engine: Engine) -> Iterator[Callable[[], int]]:
+    """Inside, jobs of `engine` have little memory in addition to weights and pool.
+
+    Yields a function that returns the number of failed allocations.
+    """
     start = engine.start
     before = _failures()
     model = engine.model
-    refused: list[int] = []
+    failed: list[int] = []
     if lab.toy:
-        engine.model = _Narrow(model, 20, refused)  # type: ignore[assignment]
+        engine.model = _LimitedModel(model, 20, failed)  # type: ignore[assignment]
 
     def started(*args: Any, **options: Any) -> Any:
         running = start(*args, **options)
         if not lab.toy:
             torch.cuda.empty_cache()
             total = torch.cuda.get_device_properties(lab.device).total_memory
-            torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + _ROOM) / total)
+            torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + _HEADROOM) / total)
         return running
 
     engine.start = started  # type: ignore[method-assign]
     try:
-        yield lambda: len(refused) + _failures() - before
+        yield lambda: len(failed) + _failures() - before
     finally:
         del engine.start  # type: ignore[method-assign]
         engine.model = model
@@ -163,20 +166,20 @@ def _little_memory(lab: Lab, engine: Engine) -> Iterator[Callable[[], int]]:
             torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-class _Narrow:
-    """A model with memory for so many tokens at a time."""
+class _LimitedModel:
+    """A model that raises an out-of-memory error for steps of more than `tokens` tokens, and appends to `failed`."""
 
-    def __init__(self, model: Any, tokens: int, refused: list[int]) -> None:
+    def __init__(self, model: Any, tokens: int, failed: list[int]) -> None:
         self._model = model
         self._tokens = tokens
-        self._refused = refused
+        self._failed = failed
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
     def hidden(self, inputs: ModelInput) -> Tensor:
         if len(inputs.input_ids) > self._tokens:
-            self._refused.append(len(inputs.input_ids))
+            self._failed.append(len(inputs.input_ids))
             raise torch.OutOfMemoryError("CUDA out of memory")
         hidden: Tensor = self._model.hidden(inputs)
         return hidden

@@ -1,7 +1,7 @@
 """Attention over the paged pool: the Triton backend and, as stage `flash`, vllm-flash-attn, on the same steps.
 
-Checked per step: what the backend stores, and what it returns. Everything in the pool that no query may see is
-not-a-number, and so is every buffer before it is written.
+Each step checks the stored keys and values and the result. All positions of the pool that no query may read are NaN,
+and so is every buffer before it is written.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.kernels.steps import Step
 
 HEAD_SIZES = (64, 80, 96, 128, 192, 256)
 GROUP_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 16)
-"""Query heads per key head."""
+"""Numbers of query heads per key head."""
 
 MakeStep = Callable[..., Step]
 
@@ -32,7 +32,7 @@ def _decode(lab: Lab, dtype: torch.dtype, *, rows: int, longest: int, shortest: 
 
 
 def _prefill(lab: Lab, dtype: torch.dtype, *, new: int, past: int = 0, chunks: int = 1, **heads: int) -> Step:
-    """Chunks of falling size, the first without a past."""
+    """Chunks of decreasing size, the first without earlier positions."""
     sizes = [(max(1, new // (i + 1)), past if i else 0) for i in range(chunks)]
     return prefill_step(lab, _shape(dtype, **heads), sizes)
 
@@ -48,7 +48,7 @@ def _grouped(
     own: int = 40,
     **heads: int,
 ) -> Step:
-    """A tree of `levels` levels: one root, then `groups` times as many nodes per level, each of `pages` pages."""
+    """A prefix tree: one root, then `groups` times as many nodes per level, each of `pages` pages."""
     tree = [(groups**level, pages) for level in range(levels)]
     return grouped_step(lab, _shape(dtype, **heads), rows, tree, own)
 
@@ -156,13 +156,13 @@ def _case(backend: str, make: MakeStep) -> Callable[..., Iterator[Labelled]]:
 
 
 def attention_verdicts(lab: Lab, backend: str, step: Step, scoring: Scoring, dtype: torch.dtype) -> Iterator[Labelled]:
-    """What a backend stores and returns at `step`, against plain attention of the same pool."""
+    """Compare what a backend stores and returns for `step` with plain attention over the same pool."""
     attention = lab.attention(backend, step)
     keys, values = step.filled()
     truth, plain = (
         attend_by_token(step.batch, step.query, keys, values, scoring, compute) for compute in (torch.float64, dtype)
     )
-    with poisoned(may_wait=backend == "flash"):
+    with poisoned(allow_sync=backend == "flash"):
         got = attention.attend(
             0,
             step.query,
@@ -186,10 +186,10 @@ for _name, _make, _shapes, _toy in STEPS:
 
 @parity("flash", [{"heads": 32, "kv_heads": 8, "dim": 128}], [{"heads": 4, "kv_heads": 2, "dim": 16}], LOW)
 def flash_self_test(lab: Lab, dtype: torch.dtype, *, heads: int, kv_heads: int, dim: int) -> Iterator[Labelled]:
-    """The trial that a run makes at its start, on the library as it is loaded."""
+    """The self-test of the library that a run makes at its start."""
     library = flash_library(lab.flash_path, lab.toy)
-    from batchgen.kernels.flash_check import check_library
-    from batchgen.kernels.flash_library import FlashUnavailable
+    from batchgen.kernels.flash.check import check_library
+    from batchgen.kernels.flash.library import FlashUnavailable
 
     try:
         accepted = check_library(library, LayerKV(kv_heads, dim, dim), heads, dtype, 16, lab.device)

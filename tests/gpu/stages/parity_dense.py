@@ -1,4 +1,4 @@
-"""Norms, activations, and the fused way from projection to cache."""
+"""Norms, activations, and the fused kernel of head norm, rope and cache write."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from tests.gpu.compare import judge, judge_equal, poisoned
 from tests.gpu.lab import Lab
 from tests.gpu.registry import Labelled, parity
-from tests.gpu.under_test import kernel, twin
+from tests.gpu.under_test import kernel, reference
 from tests.gpu.ways import three_ways
 
 EPS = 1e-6
@@ -42,12 +42,12 @@ def rms_norm(lab: Lab, dtype: torch.dtype, *, rows: int, width: int) -> Iterator
 def rms_norm_of_heads(
     lab: Lab, dtype: torch.dtype, *, rows: int, heads: int, kv_heads: int, width: int
 ) -> Iterator[Labelled]:
-    """Rows that lie apart: the query heads inside a fused projection."""
+    """Strided rows: the query heads inside a fused projection."""
     fused = lab.randn(rows, heads + 2 * kv_heads, width, dtype=dtype)
     weight = lab.randn(width, dtype=dtype)
     with poisoned():
         got = kernel("rms_norm")(fused[:, :heads], weight, EPS)
-    plainly = twin("rms_norm")
+    plainly = reference("rms_norm")
     plain, truth = plainly(fused[:, :heads], weight, EPS), plainly(fused[:, :heads].double(), weight.double(), EPS)
     yield "norm", judge(got, plain, truth, dtype)
 
@@ -78,7 +78,7 @@ def gated(lab: Lab, dtype: torch.dtype, *, rows: int, width: int) -> Iterator[La
 
 
 @parity(
-    "rotate_and_store",
+    "qk_norm_rope_cache",
     [
         {"rows": 256, "heads": 16, "kv_heads": 8, "dim": 128, "norm": 1},
         {"rows": 2048, "heads": 32, "kv_heads": 8, "dim": 128, "norm": 0},
@@ -91,7 +91,7 @@ def gated(lab: Lab, dtype: torch.dtype, *, rows: int, width: int) -> Iterator[La
         {"rows": 3, "heads": 3, "kv_heads": 1, "dim": 16, "norm": 0},
     ],
 )
-def rotate_and_store(
+def qk_norm_rope_cache(
     lab: Lab, dtype: torch.dtype, *, rows: int, heads: int, kv_heads: int, dim: int, norm: int
 ) -> Iterator[Labelled]:
     qkv = lab.randn(rows, heads + 2 * kv_heads, dim, dtype=dtype)
@@ -103,7 +103,7 @@ def rotate_and_store(
     pages = rows // page + 3
     slots = lab.rand(pages * page).argsort()[:rows]
     caches = [torch.full((pages, page, kv_heads, dim), torch.nan, dtype=dtype, device=lab.device) for _ in range(2)]
-    ways = three_ways("rotate_and_store", qkv, heads, kv_heads, *norms, EPS, cos, sin, *caches, slots)
+    ways = three_ways("qk_norm_rope_cache", qkv, heads, kv_heads, *norms, EPS, cos, sin, *caches, slots)
     yield "queries", judge(ways.got, ways.plain, ways.truth, dtype)
     for name, index in (("keys", 8), ("values", 9)):
         stored = [cache.flatten(0, 1) for cache in ways.args(index)]
@@ -120,7 +120,7 @@ def rotate_and_store(
     [{"rows": 3, "dim": 16}],
 )
 def rope_tables(lab: Lab, dtype: torch.dtype, *, rows: int, dim: int) -> Iterator[Labelled]:
-    """Positions up to 128k. The angles are float32 products, as checkpoints assume; what follows is exact in truth."""
+    """Positions up to 128k. Angles are float32 products, as in the models' code, also for the true values."""
     inverse = 1.0 / 500000.0 ** (torch.arange(0, dim, 2, device=lab.device) / dim)
     positions, scale = lab.randint(0, 131072, rows), 1.25
     ways = three_ways("rope_tables", inverse, scale, positions, dtype)

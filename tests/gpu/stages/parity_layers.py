@@ -13,15 +13,15 @@ from batchgen.kernels.moe import Routing
 from tests.gpu.compare import judge, judge_equal, poisoned
 from tests.gpu.lab import Lab
 from tests.gpu.registry import DTYPES, Labelled, parity
-from tests.gpu.under_test import kernel, twin
+from tests.gpu.under_test import kernel, reference
 from tests.gpu.ways import three_ways
 
 TIE = 1e-6
-"""Scores of experts closer than this may swap: two good roundings of them differ by some 1e-7."""
+"""Score difference below which two experts may swap; rounding changes scores by about 1e-7."""
 
 
 def lora_of(lab: Lab, rows: int, adapters: int, without: int = 0) -> LoraStep:
-    """A step of `rows` tokens, each through one of the adapters or, `without` of them, through none."""
+    """A step of `rows` tokens, each with one of the adapters, `without` of them with none."""
     chosen = lab.randint(0, adapters, rows)
     chosen[lab.rand(rows).argsort()[:without]] = -1
     step = lora_step(chosen.cpu().numpy(), device_for(lab.device))
@@ -30,7 +30,7 @@ def lora_of(lab: Lab, rows: int, adapters: int, without: int = 0) -> LoraStep:
 
 
 def pairs_of(lab: Lab, adapters: int, rank: int, inputs: int, outputs: int, dtype: torch.dtype) -> LoraPairs:
-    """Adapters of ranks around `rank`; the last of several leaves the layer alone."""
+    """Adapters of ranks around `rank`; the last of more than two does not adapt the layer."""
     ranks = [max(1, rank - i % 3) for i in range(adapters)]
     pairs: list[LoraPair | None] = [
         LoraPair(lab.randn(r, inputs, dtype=dtype) * inputs**-0.5, lab.randn(outputs, r, dtype=dtype)) for r in ranks
@@ -58,8 +58,8 @@ def add_lora(
     got, plain, truth = before.clone(), before.clone(), before.double()
     with poisoned():
         kernel("add_lora")(got, x, step, pairs)
-    twin("add_lora")(plain, x, step, pairs)
-    twin("add_lora")(truth, x.double(), step, doubled)
+    reference("add_lora")(plain, x, step, pairs)
+    reference("add_lora")(truth, x.double(), step, doubled)
     yield "changed", judge(got, plain, truth, dtype)
 
 
@@ -70,7 +70,7 @@ def add_lora(
     [{"rows": 3, "experts": 8, "kind": 0}, {"rows": 3, "experts": 16, "kind": 4}],
 )
 def route(lab: Lab, dtype: torch.dtype, *, rows: int, experts: int, kind: int) -> Iterator[Labelled]:
-    """Ways of five families, among them groups of experts and a bias for the choice alone."""
+    """Routing of five model families, including groups of experts and a bias that affects only the choice."""
     routing = (
         Routing(2),
         Routing(8),
@@ -80,7 +80,7 @@ def route(lab: Lab, dtype: torch.dtype, *, rows: int, experts: int, kind: int) -
     )[kind]
     logits = lab.randn(rows, experts, dtype=dtype)
     bias = 0.1 * lab.randn(experts) if kind == 4 else None
-    logits = logits[_apart(logits, routing, bias)]
+    logits = logits[_without_ties(logits, routing, bias)]
     ways = three_ways("route", logits, routing, bias)
     yield "ids", judge_equal(ways.got[0], ways.plain[0])
     scores = logits.double().softmax(-1) if routing.scoring == "softmax" else logits.double().sigmoid()
@@ -90,8 +90,8 @@ def route(lab: Lab, dtype: torch.dtype, *, rows: int, experts: int, kind: int) -
     yield "weights", judge(ways.got[1], ways.plain[1], truth * routing.scale, torch.float32)
 
 
-def _apart(logits: Tensor, routing: Routing, bias: Tensor | None) -> Tensor:
-    """Tokens [T] bool none of whose scores all but tie, by expert and by group: rounding decides what others get."""
+def _without_ties(logits: Tensor, routing: Routing, bias: Tensor | None) -> Tensor:
+    """[T] bool: tokens without near ties of scores, between experts and between groups."""
     if routing.by_logit(bias is not None):
         return torch.ones(len(logits), dtype=torch.bool, device=logits.device)
     scores = logits.double().sigmoid() if routing.scoring == "sigmoid" else logits.double().softmax(-1)
@@ -119,7 +119,7 @@ def _apart(logits: Tensor, routing: Routing, bias: Tensor | None) -> Tensor:
 def moe_experts(
     lab: Lab, dtype: torch.dtype, *, rows: int, experts: int, chosen: int, hidden: int, inner: int, odd: int = 0
 ) -> Iterator[Labelled]:
-    """`odd`: transposed weights with gate and up side by side, biases, limits."""
+    """`odd`: transposed weights with interleaved gate and up, biases, limits."""
     from batchgen.kernels.moe import Experts, Gating
 
     def weights(outputs: int, inputs: int, numbers: torch.dtype) -> Tensor:
@@ -135,9 +135,9 @@ def moe_experts(
     ids = lab.distinct(experts, rows, chosen).int()
     with poisoned():
         got = kernel("moe_experts")(x, ids, share, Experts(up, down, bias, last, gating))
-    plain = twin("moe_experts")(x, ids, share, Experts(up, down, bias, last, gating))
+    plain = reference("moe_experts")(x, ids, share, Experts(up, down, bias, last, gating))
     wide = Experts(up.double(), down.double(), _wide(bias), _wide(last), gating)
-    truth = twin("moe_experts")(x.double(), ids, share, wide)
+    truth = reference("moe_experts")(x.double(), ids, share, wide)
     yield "values", judge(got, plain, truth, dtype)
 
 

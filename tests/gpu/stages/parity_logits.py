@@ -1,4 +1,4 @@
-"""What is read from logits (normalisers, logprobs, the k largest) and what is done to them before a draw."""
+"""Operations on logits: normalisers, logprobs, top k, penalties, biases and masks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.gpu.compare import judge, judge_equal
 from tests.gpu.lab import Lab
 from tests.gpu.registry import Labelled, Shape, parity
 from tests.gpu.stages.parity_sampling import logits_of
-from tests.gpu.under_test import kernel, twin
+from tests.gpu.under_test import kernel, reference
 from tests.gpu.ways import three_ways
 
 VOCABULARIES: list[Shape] = [
@@ -36,7 +36,7 @@ def log_normalizers(lab: Lab, dtype: torch.dtype, *, rows: int, vocab: int) -> I
 
 @parity("argmax_lse", VOCABULARIES, TOY)
 def argmax_lse(lab: Lab, dtype: torch.dtype, *, rows: int, vocab: int) -> Iterator[Labelled]:
-    """The first row holds a not-a-number, the second +inf, the third nothing but -inf, where there are so many."""
+    """The first row has a NaN, the second +inf, the third only -inf, if there are three rows."""
     logits = logits_of(lab, rows, vocab).to(dtype)
     bad = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=dtype, device=lab.device)
     if rows >= 3:
@@ -80,12 +80,14 @@ def top_logprobs(lab: Lab, dtype: torch.dtype, *, rows: int, vocab: int, k: int)
 
 
 @parity(
-    "read_out", [{**shape, "k": 20} for shape in VOCABULARIES], [{**shape, "k": k} for shape in TOY for k in (0, 3)]
+    "gather_logprobs",
+    [{**shape, "k": 20} for shape in VOCABULARIES],
+    [{**shape, "k": k} for shape in TOY for k in (0, 3)],
 )
-def read_out(lab: Lab, dtype: torch.dtype, *, rows: int, vocab: int, k: int) -> Iterator[Labelled]:
+def gather_logprobs(lab: Lab, dtype: torch.dtype, *, rows: int, vocab: int, k: int) -> Iterator[Labelled]:
     logits, tokens = logits_of(lab, rows, vocab).to(dtype), lab.randint(0, vocab, rows)
     truth = logits.double().log_softmax(-1)
-    ways = three_ways("read_out", logits, tokens, k)
+    ways = three_ways("gather_logprobs", logits, tokens, k)
     got, plain = ways.got, ways.plain
     yield "lse", judge(got.normalizers, plain.normalizers, logits.double().logsumexp(-1), torch.float32)
     yield "targets", judge(got.targets, plain.targets, truth.gather(-1, tokens[:, None])[:, 0], torch.float32)
@@ -100,7 +102,7 @@ def read_out(lab: Lab, dtype: torch.dtype, *, rows: int, vocab: int, k: int) -> 
     [{**shape, "k": 7} for shape in TOY],
 )
 def largest(lab: Lab, dtype: torch.dtype, *, rows: int, vocab: int, k: int) -> Iterator[Labelled]:
-    """Ties, of which low precisions have many, by rising id."""
+    """Ties, frequent in low precision, are ordered by increasing id."""
     logits = logits_of(lab, rows, vocab).to(dtype)
     ways = three_ways("largest", logits, k)
     got, want = ways.got, ways.plain
@@ -109,14 +111,14 @@ def largest(lab: Lab, dtype: torch.dtype, *, rows: int, vocab: int, k: int) -> I
 
 
 def pairs_of(lab: Lab, rows: int, vocab: int, per_row: int) -> tuple[Tensor, Tensor]:
-    """Row numbers and ids [rows * per_row], no pair twice, in no order."""
+    """([rows * per_row] row numbers, ids): distinct pairs in random order."""
     ids = lab.distinct(vocab, rows, min(per_row, vocab)).flatten()
     order = lab.rand(len(ids)).argsort()
     return (torch.arange(len(ids), device=lab.device) // min(per_row, vocab))[order], ids[order]
 
 
 def lists_of(lab: Lab, rows: int, vocab: int, tokens: int) -> CountLists:
-    """Slots 1 to `rows` with up to `tokens` distinct tokens each, the first with none; slot 0 is nobody's."""
+    """Slots 1 to `rows` with up to `tokens` distinct tokens each, the first with none; slot 0 is unused."""
     most = min(tokens, vocab)
     lists = CountLists.empty(rows + 1, max(1024, most + 1), lab.device)
     lists.ids[1:, :most] = lab.distinct(vocab, rows, most).int()
@@ -128,13 +130,13 @@ def lists_of(lab: Lab, rows: int, vocab: int, tokens: int) -> CountLists:
 
 @parity("count_tokens", [{**shape, "tokens": 1500} for shape in VOCABULARIES], [{**TOY[0], "tokens": 9}], FLOAT32)
 def count_tokens(lab: Lab, dtype: torch.dtype, *, rows: int, vocab: int, tokens: int) -> Iterator[Labelled]:
-    """Every third sequence draws the first token of its list, the others any; the last row is nobody's."""
+    """Every third sequence samples the first token of its list, the others any token; the last row has no sequence."""
     lists, drawn = lists_of(lab, rows, vocab, tokens), lab.randint(0, vocab, rows)
     drawn[::3] = lists.ids[1::3, 0].long()
     slots, order = torch.arange(rows, device=lab.device) + 1, lab.rand(rows).argsort()
     slots[-1] = 0
     own = [lists.grown(*lists.ids.shape) for _ in range(2)]
-    for call, copy in zip((kernel("count_tokens"), twin("count_tokens")), own, strict=True):
+    for call, copy in zip((kernel("count_tokens"), reference("count_tokens")), own, strict=True):
         call(copy, slots[order], order, drawn, min(tokens, vocab) + 1)
     for name in ("used", "ids", "counts"):
         yield name, judge_equal(getattr(own[0], name)[1:], getattr(own[1], name)[1:])
@@ -151,7 +153,10 @@ def penalise(lab: Lab, dtype: torch.dtype, *, rows: int, vocab: int, tokens: int
 @parity("add_bias", [{**shape, "pairs": 300} for shape in VOCABULARIES], [{**TOY[0], "pairs": 9}], FLOAT32)
 def add_bias(lab: Lab, dtype: torch.dtype, *, rows: int, vocab: int, pairs: int) -> Iterator[Labelled]:
     logits, (index, ids) = logits_of(lab, rows, vocab), pairs_of(lab, rows, vocab, pairs)
-    index, ids = torch.cat((index, index[:3])), torch.cat((ids, ids[:3]))  # some pairs twice: their biases add up
+    index, ids = (
+        torch.cat((index, index[:3])),
+        torch.cat((ids, ids[:3])),
+    )  # some pairs occur twice: their biases are added
     ways = three_ways("add_bias", logits, index, ids, lab.randn(len(ids)))
     yield "logits", judge(*ways.args(0), dtype)
 

@@ -1,4 +1,4 @@
-"""Partial attention results merged by their log-sum-exp: empty parts, many levels, sinks."""
+"""Merging of partial attention results by their log-sum-exp: empty parts, many levels, sinks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.gpu.compare import judge, poisoned
 from tests.gpu.lab import Lab
 from tests.gpu.registry import Labelled, parity
-from tests.gpu.under_test import kernel, twin
+from tests.gpu.under_test import kernel, reference
 
 
 @parity(
@@ -23,7 +23,7 @@ from tests.gpu.under_test import kernel, twin
     [{"rows": 3, "heads": 3, "dim": 16, "sinks": 1}],
 )
 def merge_parts(lab: Lab, dtype: torch.dtype, *, rows: int, heads: int, dim: int, sinks: int) -> Iterator[Labelled]:
-    """A library's part in `dtype` with our own in float32; some parts empty, in both of some tokens."""
+    """A part in `dtype`, as of a library, with one in float32; for some tokens one part or both are empty."""
     first = lab.randn(rows, heads, dim, dtype=dtype)
     second = lab.randn(rows, heads, dim)
     lse = _lse(lab, 2, rows, heads)
@@ -31,7 +31,7 @@ def merge_parts(lab: Lab, dtype: torch.dtype, *, rows: int, heads: int, dim: int
     args = (first, lse[0], second, lse[1])
     with poisoned():
         got, got_lse = kernel("merge_parts")(*args, dtype=dtype, sinks=sink)
-    plain, plain_lse = twin("merge_parts")(*args, dtype=dtype, sinks=sink)
+    plain, plain_lse = reference("merge_parts")(*args, dtype=dtype, sinks=sink)
     truth, truth_lse = _merged(torch.stack((first.double(), second.double())), lse.double(), sink)
     yield "values", judge(got, plain, truth, dtype)
     yield "lse", judge(got_lse, plain_lse, truth_lse, torch.float32)
@@ -48,7 +48,7 @@ def merge_parts(lab: Lab, dtype: torch.dtype, *, rows: int, heads: int, dim: int
 def merge_lists(
     lab: Lab, dtype: torch.dtype, *, rows: int, heads: int, dim: int, most: int, sinks: int
 ) -> Iterator[Labelled]:
-    """Lists of 0 to `most` parts in no order, written to every token but the last."""
+    """Lists of 0 to `most` parts in random order, written to every token but the last."""
     counts = lab.randint(0, most + 1, rows).int()
     counts[0] = most
     starts = (counts.cumsum(0) - counts).int()
@@ -59,7 +59,7 @@ def merge_lists(
     tokens[tokens == rows - 1] = -1
     sink = lab.randn(heads) if sinks else None
     results = []
-    for operation in (kernel("merge_lists"), twin("merge_lists")):
+    for operation in (kernel("merge_lists"), reference("merge_lists")):
         out = torch.full((rows, heads, dim), 7.0, dtype=dtype, device=lab.device)
         lse = torch.full((rows, heads), 7.0, device=lab.device)
         operation(part_out, part_lse, parts, tokens, starts, counts, out, lse, sink)
@@ -76,13 +76,13 @@ def merge_lists(
 
 
 def _lse(lab: Lab, parts: int, rows: int, heads: int) -> Tensor:
-    """[parts, rows, heads] float32, from far apart to close, a fifth of them -inf."""
+    """[parts, rows, heads] float32, with large and small differences, a fifth of them -inf."""
     lse = lab.randn(parts, rows, heads) * 8 * lab.rand(rows, 1)
     return lse.masked_fill_(lab.rand(parts, rows, heads) < 0.2, -torch.inf)
 
 
 def _merged(values: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """[n, ..., N, D] and [n, ..., N] float64 over the first dimension."""
+    """Merge [n, ..., N, D] values and [n, ..., N] log-sum-exps over the first dimension, in float64."""
     total = lse.logsumexp(0) if len(lse) else lse.new_full(lse.shape[1:], -torch.inf)
     joined = total if sinks is None else torch.logaddexp(total, sinks.double().expand_as(total))
     weights = torch.where(lse == -torch.inf, 0.0, (lse - joined).exp())

@@ -1,7 +1,7 @@
-"""Draws: token for token the plain version's on the same logits.
+"""Sampling: the same tokens as the plain version on the same logits.
 
-Both add the same noise to scores that differ by rounding, so two tokens whose scores all but tie may swap. That is the
-one difference allowed, and each is counted and shown to be one.
+Both add the same noise to scores that differ by rounding, so two tokens whose scores nearly tie may swap. No other
+difference is allowed: the scores of each differing token are compared.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from batchgen.kernels.sampling import GREEDY_TEMPERATURE, SamplingColumns
 from tests.gpu.compare import Verdict, judge, judge_equal, poisoned
 from tests.gpu.lab import Lab
 from tests.gpu.registry import Labelled, parity
-from tests.gpu.under_test import kernel, twin
+from tests.gpu.under_test import kernel, reference
 
 TIE = 1e-5
-"""Scores closer than this may swap."""
+"""Score difference below which two tokens may swap."""
 EDGE = 1e-6
-"""Shares of the probability so close to a cut may fall on either side."""
+"""Distance to the cut of top_p or min_p below which a token may be kept or dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """Sampling parameters of a batch; row i takes the i-th of each, over and over."""
+    """Sampling parameters of a batch; each tuple is cycled over the rows."""
 
     temperature: tuple[float, ...] = (1.0,)
     top_k: tuple[int, ...] = (0,)
@@ -36,7 +36,7 @@ class Mode:
     min_p: tuple[float, ...] = (0.0,)
 
     def columns(self, rows: int, device: torch.device) -> SamplingColumns:
-        """For `rows` rows, without keys."""
+        """Sampling columns of `rows` rows, without noise keys."""
 
         def spread(values: tuple[float, ...]) -> list[float]:
             return [values[i % len(values)] for i in range(rows)]
@@ -57,13 +57,13 @@ MODES = {
 
 
 def keys_of(rows: int, position: int = 7) -> Tensor:
-    """Noise keys [rows] of rows that differ in their seed."""
+    """[rows] noise keys of rows with different seeds."""
     seeds = torch.arange(rows, dtype=torch.int64) * 7919 + 11
     return row_keys(seeds, torch.arange(rows) % 4, torch.full((rows,), position))
 
 
 def logits_of(lab: Lab, rows: int, vocab: int) -> Tensor:
-    """[rows, vocab] float32, some rows flat and some peaked, as models' are; a tenth of them masked here and there."""
+    """[rows, vocab] float32: flat and peaked logits, as of models; a tenth of the rows have masked tokens."""
     spread = 0.5 + 3.5 * lab.rand(rows, 1)
     logits = lab.randn(rows, vocab) * spread
     logits += 8 * spread * (lab.rand(rows, vocab) < 8 / vocab)
@@ -84,21 +84,21 @@ def logits_of(lab: Lab, rows: int, vocab: int) -> Tensor:
     [{"rows": 6, "vocab": 150, "host": 1}],
 )
 def sample(lab: Lab, dtype: torch.dtype, *, rows: int, vocab: int, host: int) -> Iterator[Labelled]:
-    """Against the twin on the host or, for numbers of rows that it would take minutes over, on the device."""
+    """Compared with the plain version on the host, or on the device for numbers of rows that are slow on the host."""
     logits = logits_of(lab, rows, vocab).to(dtype)
     where = torch.device("cpu") if host else lab.device
-    there = logits.to(where)
+    copied = logits.to(where)
     for name, mode in MODES.items():
         keys = keys_of(rows)
         columns = mode.columns(rows, lab.device).with_keys(keys.to(lab.device))
         with poisoned():
             got = kernel("sample")(logits, columns).tokens
-        want = twin("sample")(there, mode.columns(rows, where).with_keys(keys.to(where))).tokens
+        want = reference("sample")(copied, mode.columns(rows, where).with_keys(keys.to(where))).tokens
         yield name, judge_draws(logits, mode, keys, got.cpu(), want.cpu())
 
 
 def judge_draws(logits: Tensor, mode: Mode, keys: Tensor, got: Tensor, want: Tensor) -> Verdict:
-    """Equal tokens, but for ties of score."""
+    """Compare sampled tokens: they may differ only if their scores tie."""
     rows, vocab = logits.shape
     if got.shape != want.shape or bool(((got < 0) | (got >= vocab)).any()):
         return Verdict(False, float("inf"), 0.0, 0.0, "tokens out of range")
@@ -117,13 +117,13 @@ def judge_draws(logits: Tensor, mode: Mode, keys: Tensor, got: Tensor, want: Ten
 
 @parity("row_keys", [{"rows": 256}, {"rows": 1}, {"rows": 4099}], [{"rows": 5}], (torch.float32,))
 def noise_keys(lab: Lab, dtype: torch.dtype, *, rows: int) -> Iterator[Labelled]:
-    """Bit for bit, the largest seeds among them."""
+    """Exact comparison, with the largest seeds."""
     seeds = lab.randint(-(1 << 62), 1 << 62, rows) * 2
     seeds[0] = (1 << 63) - 1
     args = (seeds, lab.randint(0, 8, rows), lab.randint(0, 1 << 20, rows))
     with poisoned():
         got = kernel("row_keys")(*args)
-    yield "keys", judge_equal(got, twin("row_keys")(*args))
+    yield "keys", judge_equal(got, reference("row_keys")(*args))
 
 
 @parity(
@@ -132,14 +132,14 @@ def noise_keys(lab: Lab, dtype: torch.dtype, *, rows: int) -> Iterator[Labelled]
     [{"rows": 4, "vocab": 150}],
 )
 def nan_rows(lab: Lab, dtype: torch.dtype, *, rows: int, vocab: int) -> Iterator[Labelled]:
-    """A not-a-number, +inf, and nothing but -inf, each in a row; the draws of the others are theirs all the same."""
+    """One row each with a NaN, with +inf, and with only -inf; the other rows are sampled as usual."""
     logits = logits_of(lab, rows, vocab).to(dtype)
     logits[0, vocab // 3], logits[1, vocab - 1], logits[2] = torch.nan, torch.inf, -torch.inf
     keys, mode = keys_of(rows).to(lab.device), MODES["top_k 50"]
     columns = mode.columns(rows, lab.device).with_keys(keys)
     with poisoned():
         got, drawn = kernel("nan_rows")(logits), kernel("sample")(logits, columns)
-    want = twin("nan_rows")(logits)
+    want = reference("nan_rows")(logits)
     yield "rows", judge_equal(got, want)
     yield "rows of a draw", judge_equal(got if drawn.bad is None else drawn.bad, want)
     inside = (drawn.tokens >= 0) & (drawn.tokens < vocab)
@@ -152,18 +152,18 @@ def nan_rows(lab: Lab, dtype: torch.dtype, *, rows: int, vocab: int) -> Iterator
     [{"rows": 4, "vocab": 150}],
 )
 def filtered_scores(lab: Lab, dtype: torch.dtype, *, rows: int, vocab: int) -> Iterator[Labelled]:
-    """Survivors but for those that rounding decides on, and their scores."""
+    """Tokens that the filters keep, except those that rounding decides, and their scores."""
     logits = logits_of(lab, rows, vocab).to(dtype)
     for name, mode in MODES.items():
         columns = mode.columns(rows, lab.device).with_keys(keys_of(rows).to(lab.device))
-        drawn = twin("sample")(logits, columns).tokens
+        drawn = reference("sample")(logits, columns).tokens
         args = (columns.temperature, columns.top_k, columns.top_p, columns.min_p, drawn)
         with poisoned():
             got = kernel("filtered_scores")(logits, *args)
-        plain = twin("filtered_scores")(logits.float(), *args)
+        plain = reference("filtered_scores")(logits.float(), *args)
         differ = torch.isfinite(got) != torch.isfinite(plain)
-        edges = _on_edge(logits.double(), columns, differ)
-        yield f"{name}: survivors", judge_equal(differ & ~edges, torch.zeros_like(differ))
+        near = _near_cut(logits.double(), columns, differ)
+        yield f"{name}: survivors", judge_equal(differ & ~near, torch.zeros_like(differ))
         greedy = columns.temperature < GREEDY_TEMPERATURE
         heat = columns.temperature.where(~greedy, 1.0).double()[:, None]
         truth = (logits.double() - logits.double().amax(-1, keepdim=True)) / heat
@@ -171,10 +171,10 @@ def filtered_scores(lab: Lab, dtype: torch.dtype, *, rows: int, vocab: int) -> I
         yield f"{name}: scores", judge(got[both], plain[both], truth[both], torch.float32)
 
 
-def _on_edge(logits: Tensor, columns: SamplingColumns, differ: Tensor) -> Tensor:
-    """Which of the tokens `differ` [R, V] stand within rounding of where top_p or min_p cuts: [R, V] bool.
+def _near_cut(logits: Tensor, columns: SamplingColumns, differ: Tensor) -> Tensor:
+    """[R, V] bool: tokens of `differ` [R, V] within rounding of the cut of top_p or min_p.
 
-    Looks at no more of them than rounding could leave.
+    Checks at most R tokens: rounding leaves no more.
     """
     found = torch.zeros_like(differ)
     for row, token in differ.nonzero()[: len(differ)].tolist():

@@ -1,6 +1,6 @@
-"""Where the time of a steady decode step goes: torch's profiler over some steps of 256 rows.
+"""The time of a steady decode step by kernel, from torch's profiler over some steps of 256 rows.
 
-The wall time of a step and the host's part of it are taken in steps before, without the profiler, which slows the host.
+The wall time of a step and the host's part of it are measured in earlier steps, since the profiler slows the host.
 """
 
 from __future__ import annotations
@@ -14,33 +14,32 @@ from typing import Any
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from batchgen.bench.floors import H200, device_floor
+from batchgen.bench.workloads import BenchRow
 from batchgen.engine.engine import Engine
-from batchgen.job.bench.device_floors import H200, device_floor
-from batchgen.job.bench.workloads import BenchRow
-from tests.gpu.goals import aimed
+from tests.gpu.goals import with_goal
 from tests.gpu.lab import Lab
 from tests.gpu.models import model_folder, model_shape
-from tests.gpu.registry import proof
+from tests.gpu.registry import job_case
 from tests.gpu.report import Measure, Profile
 from tests.gpu.steady import TimedDevice, run_steps, steady_rows
 
 TOP = 15
 WARM = 12
-"""Decode steps before anything is timed."""
+"""Number of decode steps before the timing starts."""
 _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that the device, or else the host, did."""
+    """A profiled event of the device, or of the host in a toy run; times in microseconds."""
 
     name: str
     begin: float
-    """Microseconds."""
     end: float
 
 
-@proof(
+@job_case(
     "profile",
     "decode",
     [{"model": model, "rows": 256, "prompt": 512, "steps": 20} for model in ("0.6b", "8b")],
@@ -74,19 +73,19 @@ def decode_step(lab: Lab, *, model: str, rows: int, prompt: int, steps: int) -> 
     )
     yield made
     step = Measure("decode", model, "step_ms", made.step_ms, "ms")
-    if lab.aimed_at:
-        # Two tokens of rows that share nothing, each of which looks back on all of its prompt.
+    if lab.is_goal_device:
+        # Two tokens per row, without shared prefixes, each attending to the whole prompt.
         pairs = [BenchRow([4 + i] * (prompt + WARM + steps), 2) for i in range(rows)]
         floor = device_floor(pairs, shape, H200, rows)
-        ideal = (floor.memory + floor.products) / 2 * 1e3
+        ideal = (floor.memory + floor.compute) / 2 * 1e3
         step = replace(step, serial_floor=ideal, share=ideal / made.step_ms)
-    yield aimed(step)
+    yield with_goal(step)
     if made.busy_share is not None:
-        yield aimed(Measure("decode", model, "device_busy_share", 100 * made.busy_share, "%"))
+        yield with_goal(Measure("decode", model, "device_busy_share", 100 * made.busy_share, "%"))
 
 
 class _Clock:
-    """Wall time between two steps, and how much of it the host waited."""
+    """Wall time between two steps, and the part of it that the host waited, in seconds."""
 
     def __init__(self, lab: Lab, device: TimedDevice) -> None:
         self._lab = lab
@@ -104,7 +103,7 @@ class _Clock:
 
 
 def _spans(profiler: Any, device: DeviceType) -> tuple[list[Span], int]:
-    """What ran on the device, and how many launches the host made."""
+    """(events of the device, number of launches by the host)"""
     spans, launches = [], 0
     for event in profiler.events():
         if event.name.startswith(_LAUNCHES):
@@ -115,7 +114,7 @@ def _spans(profiler: Any, device: DeviceType) -> tuple[list[Span], int]:
 
 
 def busy(spans: Iterable[Span]) -> float:
-    """Microseconds in which at least one of the spans was under way."""
+    """Microseconds covered by at least one span."""
     covered, reached = 0.0, float("-inf")
     for span in sorted(spans, key=lambda span: span.begin):
         covered += max(0.0, span.end - max(span.begin, reached))
@@ -124,7 +123,7 @@ def busy(spans: Iterable[Span]) -> float:
 
 
 def longest(spans: Sequence[Span], steps: int) -> list[dict[str, Any]]:
-    """The `TOP` names by their time: microseconds and calls a step, and the share of all."""
+    """The `TOP` names by total time: microseconds and calls a step, and share of the time of all."""
     times: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
     for span in spans:

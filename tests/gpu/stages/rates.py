@@ -1,4 +1,4 @@
-"""What the device can do, measured and not read off a datasheet: the rates that floors are made of."""
+"""The device's measured rates, from which the floors of microbenchmarks are computed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Steady decode steps in which the host must not wait for the device: torch tells of every call that does.
+"""Steady decode steps in which the host must not wait for the device.
 
-Counted by where it stands, for rows that need nothing, that are drawn, penalised, asked for logprobs, or all of it in
-one step. And counted at the engine's door to the device: tokens are asked for when a later step's are on their way.
-Steps are played as CUDA graphs, of which nothing else would tell if they were refused.
+torch warns of each call that waits; warnings are counted by file and line, for each kind of row and for a step with all
+kinds. Each download of tokens must be waited for after a later one is issued. All steps must replay CUDA graphs.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from typing import Any
 
 import torch
 
+from batchgen.engine.cuda_graph import DecodeGraphs
 from batchgen.engine.engine import Engine
-from batchgen.engine.graphs import DecodeGraphs
 from tests.gpu.checkpoints import VOCAB, save_checkpoint
 from tests.gpu.compare import Verdict
 from tests.gpu.lab import Lab
-from tests.gpu.registry import Labelled, proof
+from tests.gpu.registry import Labelled, job_case
 from tests.gpu.steady import TimedDevice, run_steps, steady_rows
 
-_SIGN = "synchronizing CUDA operation"
+_WARNING = "synchronizing CUDA operation"
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "drawn": {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "min_p": 0.01},
@@ -35,10 +34,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "stop strings": {"stop": ["\x00\x00never"]},
 }
 WARM = 8
-"""Steps in which kernels are compiled, graphs captured and tables filled, which may wait."""
+"""Number of first steps, which may wait: kernels are compiled, graphs captured and tables filled."""
 
 
-@proof(
+@job_case(
     "syncs",
     "syncs",
     [{"rows": 64, "prompt": 40, "steps": 40, "hidden": 512, "layers": 4}],
@@ -58,7 +57,7 @@ def waits_in_steady_steps(
         for kind, fields in (*((name, [kind] * rows) for name, kind in KINDS.items()), ("all in one step", mixed)):
             plain = steady_rows(rows, prompt, WARM + steps + 8, VOCAB, {})
             job = [{**row, **more} for row, more in zip(plain, fields, strict=True)]
-            watch = _Watch(device, cuda=not lab.toy)
+            watch = _SyncCounter(device, cuda=not lab.toy)
             with watch.stack:
                 run_steps(engine, job, {WARM: watch.begin, WARM + steps: watch.end}, WARM + steps + 2)
             yield f"{kind}: waits in {steps} steps", judge_waits(watch.found, steps)
@@ -68,8 +67,8 @@ def waits_in_steady_steps(
                 yield f"{kind}: steps played as graphs", judge_graphs(engine.last_run.loop.graphs, steps)
 
 
-class _Watch:
-    """What is seen from one decode step to another."""
+class _SyncCounter:
+    """Counts waits and lateness between two decode steps."""
 
     def __init__(self, device: TimedDevice, *, cuda: bool) -> None:
         self._device = device
@@ -79,7 +78,7 @@ class _Watch:
         self.lateness: list[int] = []
 
     def begin(self) -> None:
-        self.stack.enter_context(told(self.found, cuda=self._cuda))
+        self.stack.enter_context(counted_syncs(self.found, cuda=self._cuda))
         self._device.lateness.clear()
 
     def end(self) -> None:
@@ -88,30 +87,30 @@ class _Watch:
 
 
 def judge_waits(found: Counter[str], steps: int) -> Verdict:
-    """None may be found; the note says where how many a step were."""
+    """Pass if there were no waits; the note has the most frequent places and their counts per step."""
     places = ", ".join(f"{place}: {count / steps:.2g} a step" for place, count in found.most_common(5))
     return Verdict(not found, float(sum(found.values())), 0.0, 0.0, places)
 
 
 def judge_lateness(lateness: list[int]) -> Verdict:
-    """Every step's tokens, but the last one's, are asked for when a later step's are on their way."""
+    """Pass if each wait for tokens came after a later download was issued."""
     early = sum(not late for late in lateness)
     note = f"of {len(lateness)}" if early or not lateness else ""
     return Verdict(not note, float(early), 0.0, 0.0, note)
 
 
 def judge_graphs(graphs: DecodeGraphs | None, steps: int) -> Verdict:
-    """All of them are: a job whose graphs are refused gives the same, only slower, and nobody would see why."""
-    played = 0 if graphs is None else graphs.counts.replays
-    note = "there are none" if graphs is None else graphs.refused or ""
-    return Verdict(played >= steps and not note, float(max(0, steps - played)), 0.0, 0.0, note)
+    """Pass if all steps were graph replays: without graphs a job has equal results, so nothing else would fail."""
+    replayed = 0 if graphs is None else graphs.counts.replays
+    note = "there are none" if graphs is None else graphs.disabled_reason or ""
+    return Verdict(replayed >= steps and not note, float(max(0, steps - replayed)), 0.0, 0.0, note)
 
 
 @contextmanager
-def told(found: Counter[str], *, cuda: bool) -> Iterator[None]:
-    """Inside, count torch's warnings about waits by file and line; `cuda`: have torch give them."""
+def counted_syncs(found: Counter[str], *, cuda: bool) -> Iterator[None]:
+    """Inside, count torch's warnings about waits by file and line; `cuda`: switch these warnings on."""
     with warnings.catch_warnings():
-        # By hand: the filter would show each place but once, and a list of warnings keeps what they hold alive.
+        # Not by `record=True`, whose list of warnings keeps their objects alive.
         warnings.simplefilter("always")
         warnings.showwarning = _counting(found, warnings.showwarning)
         before = torch.cuda.get_sync_debug_mode() if cuda else 0
@@ -126,7 +125,7 @@ def told(found: Counter[str], *, cuda: bool) -> Iterator[None]:
 
 def _counting(found: Counter[str], others: Callable[..., None]) -> Callable[..., None]:
     def show(message: Warning | str, category: type[Warning], filename: str, lineno: int, *more: Any) -> None:
-        if _SIGN in str(message):
+        if _WARNING in str(message):
             found[f"{'/'.join(Path(filename).parts[-3:])}:{lineno}"] += 1
         else:
             others(message, category, filename, lineno, *more)

@@ -1,9 +1,9 @@
-"""Which tiles suit this device: a few candidates per kind, timed, and what won as a fragment for `chips.toml`.
+"""Times candidate tiles of the attention kernels on this device; the best ones are a fragment for `chips.toml`.
 
 decode   rows of 1,024 positions each
-prefill  a chunk, and rows under one shared prefix, which run through the same tiles: the sum of both
-split    4 rows of 32k positions: how far long contexts are cut
-prefix   from how many saved reads on a pass of its own pays for a group: grouped against flat
+prefill  a chunk, plus rows under one shared prefix, which use the same tiles
+split    4 rows of 32k positions: the size of the parts that long contexts are split into
+prefix   the number of saved reads from which a separate pass over a shared prefix is faster: grouped against flat
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["tune"]
 DTYPE = torch.bfloat16
 PAGE = 16
 
-# Keys and values are loaded after their page numbers, so that every second stage holds a further step of them: 3, 5, 7.
+# Keys and values are loaded after their page numbers, so only every second stage prefetches further: 3, 5, 7.
 DECODE_TILES = [
     AttentionTile(queries=16, keys=keys, warps=warps, stages=stages)
     for keys, warps, stages in (
@@ -53,7 +53,7 @@ GROUP_ROWS = (2, 3, 4, 6, 8, 12, 16, 32)
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much is timed."""
+    """Sizes and candidates to time."""
 
     dims: tuple[int, ...] = (64, 128, 256)
     heads: int = 32
@@ -89,25 +89,25 @@ TOY = Sizes(
 )
 
 
-def tune(lab: Lab, source: str, late: Callable[[], str]) -> dict[str, Any]:
+def tune(lab: Lab, source: str, stop_reason: Callable[[], str]) -> dict[str, Any]:
     """Time all candidates.
 
     Args:
         lab: the device.
-        source: where the numbers come from, for the table.
-        late: says why no more should be begun, or nothing.
+        source: description of the measurement, for the fragment.
+        stop_reason: returns why no more candidates should be timed, or "".
 
     Returns:
-        `fragment` for chips.toml, and every time `measured`, in microseconds.
+        `fragment` for chips.toml, and all times as `measured`, in microseconds.
     """
-    return _Tuner(lab, TOY if lab.toy else Sizes(), late).run(source)
+    return _Tuner(lab, TOY if lab.toy else Sizes(), stop_reason).run(source)
 
 
 class _Tuner:
-    def __init__(self, lab: Lab, sizes: Sizes, late: Callable[[], str]) -> None:
+    def __init__(self, lab: Lab, sizes: Sizes, stop_reason: Callable[[], str]) -> None:
         self._lab = lab
         self._sizes = sizes
-        self._late = late
+        self._stop_reason = stop_reason
         self._tuning = chip_tuning(lab.device)
         self._measured: list[dict[str, Any]] = []
 
@@ -129,7 +129,7 @@ class _Tuner:
         return f"sm_{major}{minor}"
 
     def _best_tile(self, kind: str, dim: int, tiles: Iterable[AttentionTile], steps: list[Step]) -> AttentionTile:
-        """The fastest; the one in use where none could be timed."""
+        """The fastest tile; the current one if none could be timed."""
         times = {}
         for tile in tiles:
             tuning = _with_tile(self._tuning, kind, dim, tile)
@@ -146,15 +146,15 @@ class _Tuner:
         return _fastest(times) or self._tuning.split_keys
 
     def _threshold(self) -> int:
-        """(rows - 1) x shared positions of the smallest group that is faster in a pass of its own, and all larger."""
+        """(rows - 1) x shared positions of the smallest group that is faster in a separate pass, as are all larger."""
         shared = self._sizes.threshold_pages * PAGE
         least = 0
         for rows in self._sizes.group_rows:
             grouped = grouped_step(self._lab, self._shape(128), rows, [(1, self._sizes.threshold_pages)], 1)
             flat = decode_step(self._lab, self._shape(128), rows, shared + 1, shared + 1)
-            alone, apart = (self._total([step], self._tuning) for step in (grouped, flat))
-            self._measured.append({"kind": "prefix", "rows": rows, "shared": shared, "us": alone, "flat_us": apart})
-            if alone is None or apart is None or alone > apart:
+            us, flat_us = (self._total([step], self._tuning) for step in (grouped, flat))
+            self._measured.append({"kind": "prefix", "rows": rows, "shared": shared, "us": us, "flat_us": flat_us})
+            if us is None or flat_us is None or us > flat_us:
                 least = 0
             elif not least:
                 least = (rows - 1) * shared
@@ -177,13 +177,13 @@ class _Tuner:
         return grouped_step(self._lab, self._shape(dim), self._sizes.rows, [(1, self._sizes.shared_pages)], 1)
 
     def _total(self, steps: list[Step], tuning: ChipTuning) -> float | None:
-        """Microseconds of all steps; None where the device has no room for the tiles, or time is up."""
-        if self._late():
+        """Microseconds of all steps; None if the tiles do not fit the device, or time is up."""
+        if self._stop_reason():
             return None
         try:
             return sum(self._time(step, tuning) for step in steps)
         except Exception as error:
-            # Triton's own, for too much shared memory or too many registers; its module differs by release.
+            # Triton's error for too much shared memory or too many registers; its module differs by release.
             if "OutOfResources" not in type(error).__name__:
                 raise
             return None
@@ -211,7 +211,7 @@ def _with_tile(tuning: ChipTuning, kind: str, dim: int, tile: AttentionTile) -> 
 def _fragment(
     chip: str, source: str, numbers: Mapping[str, int], kinds: Mapping[str, Mapping[int, AttentionTile]]
 ) -> str:
-    """An entry of `chips.toml`; what it does not say is the default's."""
+    """An entry of `chips.toml`, with only the tuned values."""
     lines = [f"[{chip}]", f"source = {json.dumps(source)}", *(f"{name} = {value}" for name, value in numbers.items())]
     for kind, tiles in kinds.items():
         lines += ["", f"[{chip}.attention.{kind}]"]

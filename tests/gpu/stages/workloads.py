@@ -1,7 +1,7 @@
-"""The project's GPU workloads at real shapes with random weights: rates beside floors and peers, slowdowns, the start.
+"""The GPU workloads at real shapes with random weights: throughput, floors, other engines, slowdowns, start-up.
 
-One process of ours per model; peers come and go beside it, and each is compared with ours on the same rows, run right
-after it. What there is no time for is run in part, and each figure says in what part (`factor`).
+batchgen has one process per model. Each other engine runs in a further process, and batchgen runs the same rows right
+after it. If time is short a workload is run in part; `factor` of each figure is that part.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from typing import Any
 
 import torch
 
-from batchgen.job.bench.device_floors import H200, device_floor
-from batchgen.job.bench.named import GPU_WORKLOADS
-from batchgen.job.bench.peers import OURS, EngineSource
-from batchgen.job.bench.process import BenchEngine, EngineFailed, LoadSpec
-from batchgen.job.bench.shapes import Shape
-from batchgen.job.bench.workloads import BenchRow, Level, Workload
+from batchgen.bench.floors import H200, device_floor
+from batchgen.bench.peers import OURS, EngineSource
+from batchgen.bench.process import BenchEngine, EngineFailed, LoadSpec
+from batchgen.bench.shapes import Shape
+from batchgen.bench.workload_defs import GPU_WORKLOADS
+from batchgen.bench.workloads import BenchRow, Level, Workload
 from tests.gpu.engines import Rate, best_within, peer, rate, start
-from tests.gpu.goals import aimed
+from tests.gpu.goals import with_goal
 from tests.gpu.lab import Lab
 from tests.gpu.models import model_folder, model_shape
 from tests.gpu.outcomes import Absent
-from tests.gpu.registry import proof
+from tests.gpu.registry import job_case
 from tests.gpu.report import Measure
 
 CONCURRENCY = 1024
-"""Samples at a time, where a workload has as many."""
+"""Samples at a time, if a workload has as many."""
 PEERS = ("transformers-continuous", "transformers", "vllm")
 SCHEMA = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
 PAIRS = 3
-LATE = 30.0
-"""Seconds past the stage's time after which our own engine counts as hung."""
+GRACE = 30.0
+"""Seconds past the stage's time after which batchgen's process counts as hung."""
 
 TOYS = {
     "w-nano": Workload("w-nano", "toy", (Level(4, (4, 9)),), (2, 5)),
@@ -49,27 +49,31 @@ TOY_SLOWED = Workload("slowdown", "toy", (Level(4, (5, 5)),), (3, 3))
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class PlannedWorkload:
     """One workload of a model."""
 
     workload: str
     share: float
-    """Of the model's time."""
+    """Share of the model's time."""
     peers: tuple[str, ...] = ()
     against: str = ""
-    """"flat": without shared passes over prefixes; "w-unshared": prompts that share nothing."""
+    """Comparison with "flat" (no shared attention over prefixes) or "w-unshared" (prompts without shared prefixes)."""
 
 
-PLAN: dict[str, tuple[Item, ...]] = {
-    "0.6b": (Item("w-nano", 0.45, PEERS), Item("w-prefix", 0.35, PEERS[:1], "flat"), Item("slowdown", 0.2)),
-    "1b": (Item("w-tree", 0.7), Item("w-nano", 0.3)),
-    "8b": (Item("w-nano", 0.4), Item("w-prefix", 0.6, (), "w-unshared")),
+PLAN: dict[str, tuple[PlannedWorkload, ...]] = {
+    "0.6b": (
+        PlannedWorkload("w-nano", 0.45, PEERS),
+        PlannedWorkload("w-prefix", 0.35, PEERS[:1], "flat"),
+        PlannedWorkload("slowdown", 0.2),
+    ),
+    "1b": (PlannedWorkload("w-tree", 0.7), PlannedWorkload("w-nano", 0.3)),
+    "8b": (PlannedWorkload("w-nano", 0.4), PlannedWorkload("w-prefix", 0.6, (), "w-unshared")),
 }
 WEIGHTS = {"0.6b": 0.45, "8b": 0.35, "1b": 0.15, "start": 0.05}
-"""How the stage's time is shared out, in the order in which it runs."""
+"""Share of the stage's time by model, in the order in which they run."""
 
 
-@proof(
+@job_case(
     "workloads", "workloads", [{"model": m} for m in ("0.6b", "8b", "1b")], [{"model": m} for m in ("0.6b", "8b", "1b")]
 )
 def throughput(lab: Lab, *, model: str) -> Iterator[Measure | str]:
@@ -77,7 +81,7 @@ def throughput(lab: Lab, *, model: str) -> Iterator[Measure | str]:
     with model_folder(lab, model) as folder:
         runs = Runs(lab, model, folder)
         try:
-            with start(lab, EngineSource(OURS), runs.spec, lab.left() + LATE) as ours:
+            with start(lab, EngineSource(OURS), runs.spec, lab.left() + GRACE) as ours:
                 left = sum(item.share for item in PLAN[model])
                 for item in PLAN[model]:
                     seconds = max(0.0, end - time.monotonic()) * item.share / left
@@ -88,19 +92,19 @@ def throughput(lab: Lab, *, model: str) -> Iterator[Measure | str]:
             yield str(error)
 
 
-@proof("workloads", "start", [{"model": "0.6b"}], [{"model": "0.6b"}])
+@job_case("workloads", "start", [{"model": "0.6b"}], [{"model": "0.6b"}])
 def start_up(lab: Lab, *, model: str) -> Iterator[Measure | str]:
-    """From nothing, a new process, to the first token of one row; kernels were compiled by processes before."""
+    """Time from the start of a process to the first token of one row, with kernels compiled by earlier processes."""
     with model_folder(lab, model) as folder:
         begin = time.monotonic()
         try:
-            with start(lab, EngineSource(OURS), _spec(lab, folder), lab.left() + LATE) as ours:
+            with start(lab, EngineSource(OURS), _spec(lab, folder), lab.left() + GRACE) as ours:
                 ours.generate([BenchRow([5, 6, 7], 1)], {})
                 seconds = time.monotonic() - begin
         except EngineFailed as error:
             yield str(error)
             return
-    yield aimed(Measure("start", model, "seconds", seconds, "s"))
+    yield with_goal(Measure("start", model, "seconds", seconds, "s"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,27 +124,27 @@ class Runs:
         return model_shape(self.lab, self.model)
 
     def workload(self, name: str) -> Workload:
-        """The named one; its toy in a toy run."""
+        """The workload `name`; in a toy run its small version."""
         return TOYS[name] if self.lab.toy else GPU_WORKLOADS[name]
 
-    def item(self, ours: BenchEngine, item: Item, seconds: float) -> Iterator[Measure | str]:
-        """Ours, ours in another way, and the peers, in equal parts of the time."""
+    def item(self, ours: BenchEngine, item: PlannedWorkload, seconds: float) -> Iterator[Measure | str]:
+        """Throughput of batchgen, its comparison without sharing, and the other engines, in equal parts of the time."""
         whole = 1 + bool(item.against) + len(item.peers)
         end = time.monotonic() + seconds
         workload = self.workload(item.workload)
         found = best_within(ours, workload, {}, self.shape.vocab, seconds / whole)
         yield self._rate(workload, ours, found)
         if item.against:
-            yield from self._otherwise(ours, item, found, (end - time.monotonic()) / (whole - 1))
+            yield from self._without_sharing(ours, item, found, (end - time.monotonic()) / (whole - 1))
         for number, name in enumerate(item.peers):
             left = (end - time.monotonic()) / (len(item.peers) - number)
             try:
-                yield from self._beside(ours, peer(name), workload, left)
+                yield from self._against_peer(ours, peer(name), workload, left)
             except (Absent, EngineFailed, AssertionError) as error:
                 yield f"{workload.name} by {name}: {error}"
 
     def slowdowns(self, ours: BenchEngine, seconds: float) -> Iterator[Measure | str]:
-        """What special rows cost, in pairs of runs: plain greedy rows, then these."""
+        """Slowdown by each kind of special row, from pairs of runs: plain greedy rows, then special rows."""
         workload = TOY_SLOWED if self.lab.toy else SLOWED
         plain = workload.rows(self.shape.vocab)
         end = time.monotonic() + seconds
@@ -157,10 +161,12 @@ class Runs:
                 continue
             detail = {"pairs": len(slower), "min": min(slower), "max": max(slower)}
             made = Measure(workload.name, self.model, name, statistics.median(slower), "% slower", detail=detail)
-            yield aimed(made)
+            yield with_goal(made)
 
-    def _otherwise(self, ours: BenchEngine, item: Item, found: Rate, seconds: float) -> Iterator[Measure]:
-        """The same without what the prefix saves."""
+    def _without_sharing(
+        self, ours: BenchEngine, item: PlannedWorkload, found: Rate, seconds: float
+    ) -> Iterator[Measure]:
+        """Speedup over running without shared attention, or over prompts without shared prefixes."""
         workload = self.workload(item.workload)
         if item.against == "flat":
             other = best_within(ours, workload, {"flat": 1}, self.shape.vocab, seconds * 0.8)
@@ -172,10 +178,12 @@ class Runs:
         times = found.tokens_per_second / other.tokens_per_second
         detail = {"other_tokens_per_second": other.tokens_per_second, "other_factor": other.factor}
         made = Measure(workload.name, self.model, name, times, "x", factor=found.factor, detail=detail)
-        yield aimed(made)
+        yield with_goal(made)
 
-    def _beside(self, ours: BenchEngine, source: EngineSource, workload: Workload, seconds: float) -> Iterator[Measure]:
-        """A peer at its largest batch, then ours on the same rows."""
+    def _against_peer(
+        self, ours: BenchEngine, source: EngineSource, workload: Workload, seconds: float
+    ) -> Iterator[Measure]:
+        """Throughput of another engine at its largest batch size, and batchgen's speedup on the same rows."""
         end = time.monotonic() + seconds
         with start(self.lab, source, self.spec, seconds) as other:
             setting = other.settings[-1]
@@ -185,10 +193,10 @@ class Runs:
         times = mine.tokens_per_second / theirs.tokens_per_second
         detail = {"peer": f"{other.name} {other.version}", "setting": setting}
         name = f"times_{source.name}"
-        yield aimed(Measure(workload.name, self.model, name, times, "x", factor=theirs.factor, detail=detail))
+        yield with_goal(Measure(workload.name, self.model, name, times, "x", factor=theirs.factor, detail=detail))
 
     def _rate(self, workload: Workload, engine: BenchEngine, found: Rate) -> Measure:
-        """A rate beside the floor of the part that was run."""
+        """The measure of a throughput, with the floor of the part that was run."""
         detail = {"seconds": found.seconds, "dtype": engine.dtype, **found.counted}
         made = Measure(
             workload.name,
@@ -201,17 +209,17 @@ class Runs:
             factor=found.factor,
             detail=detail,
         )
-        if self.lab.aimed_at:
+        if self.lab.is_goal_device:
             rows = workload.part(found.factor)[0].rows(self.shape.vocab)
             at_once = min(CONCURRENCY, sum(row.samples for row in rows))
             floor = device_floor(rows, self.shape, H200, at_once)
             share = found.tokens_per_second / floor.serial
             made = replace(made, floor=floor.overlap, serial_floor=floor.serial, share=share)
-        return aimed(made)
+        return with_goal(made)
 
 
 def pairs(engine: BenchEngine, plain: Sequence[BenchRow], rows: Sequence[BenchRow], until: float) -> list[float]:
-    """Per cent by which `rows` are slower per token than `plain`, from runs in turn, one pair at least."""
+    """Slowdowns of `rows` relative to `plain` in per cent, from alternating runs until `until`, at least one pair."""
     short = [replace(row, max_new=min(row.max_new, 8)) for row in rows]
     engine.generate(short, {})  # compiles what these rows need
     slower: list[float] = []
@@ -243,7 +251,7 @@ KINDS = {"logprobs": _logprobs, "states": _states, "constrained": _constrained, 
 
 
 def _slot(lab: Lab, model: str) -> float:
-    """Seconds of the stage's time left that are this model's."""
+    """Seconds of the stage's remaining time for this model."""
     names = list(WEIGHTS)
     rest = sum(WEIGHTS[name] for name in names[names.index(model) :])
     return min(lab.left(), 1e6) * WEIGHTS[model] / rest

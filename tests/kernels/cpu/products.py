@@ -1,4 +1,4 @@
-"""What the tests of every kind of product share."""
+"""Helpers for tests of all kinds of products."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["Problem", "assert_same_bits_in_every_batch", "problems", "randn", "w
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Numbers of a normal distribution, the same every time."""
+    """Normally distributed numbers, the same for the same seed."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @contextmanager
 def with_threads(count: int) -> Iterator[None]:
-    """As many threads within."""
+    """Set torch's number of threads inside the context."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -31,7 +31,7 @@ def with_threads(count: int) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Sizes of a product, odd ones too, numbers of very different sizes, and the threads that share it."""
+    """A random product: sizes, scale of the numbers, and number of threads."""
 
     rows: int
     inner: int
@@ -48,13 +48,13 @@ class Problem:
         return x, weight, randn(self.outer, seed=self.seed + 2) * self.scale if self.biased else None
 
     def terms(self, dtype: torch.dtype) -> Tensor:
-        """[M, N] sums of the magnitudes of what is added up."""
+        """[M, N] sums of the magnitudes of the terms."""
         x, weight, bias = self.tensors(dtype)
         return x.double().abs() @ weight.double().abs().T + (0 if bias is None else bias.double().abs())
 
 
 def problems() -> st.SearchStrategy[Problem]:
-    """Any of them."""
+    """Strategy for random problems, odd sizes and extreme scales included."""
     return st.builds(
         Problem,
         rows=st.integers(0, 80) | st.integers(81, 300),
@@ -68,7 +68,7 @@ def problems() -> st.SearchStrategy[Problem]:
 
 
 def assert_same_bits_in_every_batch(product: Callable[[Tensor], Tensor], x: Tensor) -> None:
-    """x [150, K]: rows alone and in company, around every block of the kernels, by fewer and by more threads."""
+    """Check rows of x [150, K] alone, in batches around every block size of the kernels, and with 1 to 33 threads."""
     whole = product(x)
     for begin, end in [(0, 1), (3, 5), (1, 8), (0, 8), (2, 11), (7, 23), (70, 95), (5, 69), (9, 90), (149, 150)]:
         assert torch.equal(product(x[begin:end]), whole[begin:end])

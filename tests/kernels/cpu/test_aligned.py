@@ -1,4 +1,4 @@
-"""Groups that are made to begin and end at multiples of more positions than a page has."""
+"""Prefix groups realigned to multiples of a block of positions."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.kernels.cpu.aligned import aligned
-from batchgen.kernels.reference import visible_slots
+from batchgen.kernels.attention.reference import visible_slots
+from batchgen.kernels.cpu.attention_list import aligned
 from tests.kernels.steps import Shape, StepBuilder
 
 
@@ -21,7 +21,7 @@ from tests.kernels.steps import Shape, StepBuilder
 def test_every_token_sees_the_same_slots_in_order(
     rows: list[tuple[int, int]], levels: list[int], page_size: int, step: int
 ) -> None:
-    """Rows in none to three nested groups of so many pages each."""
+    """Rows in zero to three nested groups of `levels` pages."""
     b = StepBuilder(Shape(4, 2, 8, 8, page_size))
     b.chunk(7)
     starts = [sum(levels[:depth]) * page_size for depth in range(4)]

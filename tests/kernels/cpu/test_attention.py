@@ -1,4 +1,4 @@
-"""Compiled attention against the float64 oracle and its plain twin."""
+"""Compiled attention against the float64 reference and PyTorch's attention."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchgen.kernels import chunk_prefixes
-from batchgen.kernels.attention import TorchAttention
+from batchgen.kernels.attention import work_items as chunk_prefixes
+from batchgen.kernels.attention.reference import reference_attention, visible_slots
+from batchgen.kernels.attention.torch_attention import TorchAttention
 from batchgen.kernels.cpu import attention, attention_list
 from batchgen.kernels.cpu.attention import CompiledAttention
 from batchgen.kernels.cpu.library import loaded
-from batchgen.kernels.reference import reference_attention, visible_slots
 from batchgen.kernels.types import AttentionBatch, KVPool
 from tests.kernels.steps import (
     Shape,
@@ -53,24 +53,24 @@ def scale_of(step: Step) -> float:
     return float(step.key.shape[2] ** -0.5)
 
 
-def attend(step: Step, threads: int = 2, *, invariant: bool = False, **options: Any) -> Tensor:
-    made = CompiledAttention(step.pool, step.batch, threads, invariant=invariant)
+def attend(step: Step, threads: int = 2, *, deterministic: bool = False, **options: Any) -> Tensor:
+    made = CompiledAttention(step.pool, step.batch, threads, deterministic=deterministic)
     return made.attend(0, step.query, step.key, step.value, scale=scale_of(step), **options)
 
 
 def check(step: Step, tolerance: float = 1e-5, threads: int = 2, **options: Any) -> None:
-    """Both lists against the oracle."""
+    """Compare both kinds of lists with the reference."""
     keys, values = step.filled()
     expected = reference_attention(step.batch, step.query, keys, values, scale=scale_of(step), **options)
-    for invariant in (False, True):
-        got = attend(step, threads, invariant=invariant, **options)
+    for deterministic in (False, True):
+        got = attend(step, threads, deterministic=deterministic, **options)
         assert got.dtype == step.query.dtype
         assert got.shape == expected.shape
         torch.testing.assert_close(got.double(), expected, rtol=0, atol=tolerance)
 
 
 def mixed(shape: Shape, seed: int = 0) -> Step:
-    """Chunks with and without a past, short ones over one prefix, decode rows alone, in a group and in two."""
+    """Chunks with and without a past, short ones over one prefix, decode rows alone, in one group and in two."""
     size = shape.page_size
     b = StepBuilder(shape, seed=seed, num_pages=3000 // size + 200)
     b.chunk(63)
@@ -89,7 +89,7 @@ def mixed(shape: Shape, seed: int = 0) -> Step:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) + str(o.get("window", "")) or "plain")
 @pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (4, 4), (8, 1), (12, 2)])
-def test_mixed_step_equals_the_oracle(heads: int, kv_heads: int, options: dict[str, Any]) -> None:
+def test_mixed_step_equals_the_reference(heads: int, kv_heads: int, options: dict[str, Any]) -> None:
     check(mixed(Shape(heads, kv_heads, 32, 32)), **with_sinks(options, heads))
 
 
@@ -149,7 +149,7 @@ def test_steps_of_one_kind(fill: Callable[[StepBuilder], None], window: int | No
     st.sampled_from([1, 5, 16]),
     st.integers(0, 1 << 20),
 )
-def test_any_step_equals_the_oracle(
+def test_any_step_equals_the_reference(
     chunks: list[tuple[int, int, int]],
     rows: list[tuple[int, int]],
     heads: tuple[int, int],
@@ -177,7 +177,7 @@ def test_any_step_equals_the_oracle(
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.integers(0, 1 << 20),
 )
-def test_any_token_gets_the_same_bits_alone(
+def test_deterministic_attention_gives_a_token_the_same_bits_alone(
     chunks: list[tuple[int, int, int]],
     rows: list[tuple[int, int]],
     heads: tuple[int, int],
@@ -186,12 +186,12 @@ def test_any_token_gets_the_same_bits_alone(
     dtype: torch.dtype,
     seed: int,
 ) -> None:
-    """Beside chunks over shared pages and rows of nested groups, or in a step that knows of nothing else."""
+    """In a step with chunks over shared pages and rows of nested groups, and in a step without other tokens."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunk_prefixes, "LEAST_KEYS", page_size)
         patch.setattr(attention, "_block", lambda _: 48)
         step = any_step(chunks, rows, Shape(*heads, 16, 16, page_size, dtype), seed)
-        together = attend(step, invariant=True, window=window)
+        together = attend(step, deterministic=True, window=window)
         for token, (position, slots) in enumerate(visible_slots(step.batch, page_size)):
             pages = slots[::page_size].numpy() // page_size
             one = slice(token, token + 1)
@@ -199,7 +199,7 @@ def test_any_token_gets_the_same_bits_alone(
             batch.decode_pages, batch.decode_lens = pages[None], np.array([position + 1])
             batch.decode_own_start, batch.max_decode_len = np.array([0]), position + 1
             alone = Step(step.pool, batch, step.query[one], step.key[one], step.value[one])
-            assert torch.equal(attend(alone, invariant=True, window=window), together[one])
+            assert torch.equal(attend(alone, deterministic=True, window=window), together[one])
 
 
 def test_an_empty_step_gives_an_empty_result() -> None:
@@ -208,13 +208,13 @@ def test_an_empty_step_gives_an_empty_result() -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_bfloat16_is_as_good_as_the_plain_twin(options: dict[str, Any]) -> None:
+def test_bfloat16_is_as_exact_as_pytorch(options: dict[str, Any]) -> None:
     options = with_sinks(options, 9)
     step = mixed(Shape(9, 3, 64, 64, dtype=torch.bfloat16))
     keys, values = step.filled()
     exact = reference_attention(step.batch, step.query, keys, values, scale=scale_of(step), **options)
-    twin = TorchAttention(step.pool, step.batch)
-    theirs = twin.attend(0, step.query, step.key, step.value, scale=scale_of(step), **options)
+    plain = TorchAttention(step.pool, step.batch)
+    theirs = plain.attend(0, step.query, step.key, step.value, scale=scale_of(step), **options)
     ours = (attend(step, **options).double() - exact).abs().max()
     assert ours <= (theirs.double() - exact).abs().max() + 1e-4
 
@@ -222,7 +222,7 @@ def test_bfloat16_is_as_good_as_the_plain_twin(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("options", [{}, {"window": 700}, {"softcap": 3.0}], ids=str)
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (128, 128), (320, 288), (576, 512)])
 def test_keys_of_several_blocks_in_bfloat16(key_dim: int, value_dim: int, options: dict[str, Any]) -> None:
-    """Of rows alone, in a group and in a chunk: one block after another, the last one not whole."""
+    """Rows alone, in a group and in a chunk, with several blocks of keys of which the last is not full."""
     b = StepBuilder(Shape(6, 2, key_dim, value_dim, dtype=torch.bfloat16), num_pages=900)
     b.chunk(70, past=1203)
     for n in (1, 257, 1101):
@@ -231,15 +231,15 @@ def test_keys_of_several_blocks_in_bfloat16(key_dim: int, value_dim: int, option
     step = b.build()
     keys, values = step.filled()
     exact = reference_attention(step.batch, step.query, keys, values, scale=scale_of(step), **options)
-    twin = TorchAttention(step.pool, step.batch)
-    theirs = twin.attend(0, step.query, step.key, step.value, scale=scale_of(step), **options)
+    plain = TorchAttention(step.pool, step.batch)
+    theirs = plain.attend(0, step.query, step.key, step.value, scale=scale_of(step), **options)
     made = CompiledAttention(step.pool, step.batch, 2, dots=True)
     got = made.attend(0, step.query, step.key, step.value, scale=scale_of(step), **options)
     ours = (got.double() - exact).abs().max()
     assert ours <= (theirs.double() - exact).abs().max() + 1e-4
 
 
-def test_results_are_the_same_bits_again_and_with_any_number_of_threads_that_cuts_nothing() -> None:
+def test_results_do_not_depend_on_threads_while_no_run_is_cut() -> None:
     step = mixed(Shape(9, 3, 64, 64))
     first = attend(step, threads=2)
     for threads in (1, 2, 2, 3):
@@ -255,7 +255,7 @@ def test_queries_of_another_dtype_and_layout() -> None:
     assert torch.equal(got, expected.float())
 
 
-def test_a_poisoned_neighbour_does_not_spread() -> None:
+def test_nan_does_not_spread_to_other_rows() -> None:
     b = StepBuilder(Shape(4, 2))
     rows = [b.decode(n, own_start=32) for n in (9, 30, 12)]
     b.group(rows, 0, 2)

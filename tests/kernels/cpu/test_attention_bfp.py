@@ -1,5 +1,5 @@
-"""Compiled attention in bfloat16, whose tiles are block floating point on some processors, or multiplied by the dot
-instruction: what it loses beside the rounding of its result, where numbers that share a scale differ most."""
+"""Precision of compiled bfloat16 attention, in block floating point and with the dot instruction: errors in addition to
+the rounding of the result, where numbers that share a scale differ most."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batchgen.kernels import chunk_prefixes
+from batchgen.kernels.attention import work_items as chunk_prefixes
+from batchgen.kernels.attention.reference import reference_attention
 from batchgen.kernels.cpu import attention_list
 from batchgen.kernels.cpu.attention import CompiledAttention
 from batchgen.kernels.cpu.library import loaded
 from batchgen.kernels.cpu.matmul import methods
-from batchgen.kernels.reference import reference_attention
 from tests.kernels.steps import Shape, Step, StepBuilder, any_step
 
 pytestmark = pytest.mark.skipif(not loaded(), reason="no C++ compiler here")
 
 BF16 = torch.bfloat16
 LOSS = {False: 2.0**-11, True: 2.0**-9}
-"""Of the largest value: of block floating point a quarter of what bfloat16 loses; of dots, whose weights are rounded to
-bfloat16, as much."""
+"""Allowed error by `dots`, relative to the largest value: a quarter of bfloat16's rounding for block floating point;
+the whole of it for dots, whose weights are rounded to bfloat16."""
 
 
 @pytest.fixture(params=[False, True], ids=["bfp", "dots"])
 def dots(request: pytest.FixtureRequest) -> bool:
-    """Which of the two, where the processor has both."""
+    """Whether to use the dot instruction, if the processor has it."""
     if request.param and "dot" not in methods(BF16):
         pytest.skip("this processor has no dot instruction for bfloat16")
     return bool(request.param)
@@ -42,7 +42,7 @@ def largest_values(step: Step) -> torch.Tensor:
 
 
 def assert_near(step: Step, dots: bool, loss: float | None = None, **options: Any) -> None:
-    """Off by the result's rounding, and by little beside the largest values of a column, which share a scale."""
+    """Compare with the reference: the result's rounding, plus `loss` times the largest value of a column."""
     keys, values = step.filled()
     scale = float(step.key.shape[2] ** -0.5)
     exact = reference_attention(step.batch, step.query, keys, values, scale=scale, **options)
@@ -55,8 +55,8 @@ def assert_near(step: Step, dots: bool, loss: float | None = None, **options: An
     assert bool((off <= loss * largest + 1e-37).all()), f"by {(off / largest).nan_to_num().max():.2g} of the largest"
 
 
-def lost_by_keys(step: Step) -> float:
-    """What results lost, of the largest value, when keys like these were rounded to bfloat16 in the first place."""
+def rounding_loss_of_keys(step: Step) -> float:
+    """Error of results due to rounding such keys to bfloat16 at all, relative to the largest value."""
     keys, values = step.filled()
     scale = float(step.key.shape[2] ** -0.5)
     before = keys.double() * (1 + (torch.rand(keys.shape, dtype=torch.float64) * 2 - 1) * 2.0**-9)
@@ -71,12 +71,12 @@ def long_prompt(shape: Shape, past: int = 700) -> Step:
     return b.build()
 
 
-def nothing(step: Step) -> None:
-    """As drawn."""
+def unchanged(step: Step) -> None:
+    """Random numbers as they are."""
 
 
 def first_outweighs(step: Step) -> None:
-    """The first position takes half of the weight or more, and hundreds share the rest."""
+    """The first position has half of the weight or more, and hundreds share the rest."""
     keys, first = step.pool.keys[0], step.batch.chunks[0].pages[0]
     keys.mul_(0.05)
     step.key.mul_(0.05)
@@ -85,14 +85,14 @@ def first_outweighs(step: Step) -> None:
 
 
 def large_channel(step: Step) -> None:
-    """One number of every key and query is many times the others."""
+    """One channel of all keys and queries is many times larger than the others."""
     step.pool.keys[0][..., 3] *= 30
     step.key[..., 3] *= 30
     step.query[..., 3] *= 0.1
 
 
 def uneven_values(step: Step) -> None:
-    """Columns of values of all magnitudes, some of them zeros."""
+    """Columns of values of very different magnitudes, one of them zero."""
     size = step.value.shape[-1]
     factors = 10.0 ** torch.linspace(-6, 6, size).to(BF16)
     factors[size // 2] = 0
@@ -101,7 +101,7 @@ def uneven_values(step: Step) -> None:
 
 
 def tiny_values(step: Step) -> None:
-    """Too small for a scale: zeros are near enough."""
+    """Values too small for a scale, which may become zeros."""
     step.pool.values[0].mul_(1e-39)
     step.value.mul_(1e-39)
 
@@ -109,21 +109,21 @@ def tiny_values(step: Step) -> None:
 DIMS = [(64, 64), (128, 128), (96, 24), (160, 40), (33, 7), (272, 16)]
 
 
-@pytest.mark.parametrize("change", [nothing, first_outweighs, uneven_values, tiny_values])
+@pytest.mark.parametrize("change", [unchanged, first_outweighs, uneven_values, tiny_values])
 @pytest.mark.parametrize(("key_dim", "value_dim"), DIMS)
-def test_little_is_lost(change: Callable[[Step], None], key_dim: int, value_dim: int, dots: bool) -> None:
+def test_the_error_is_small(change: Callable[[Step], None], key_dim: int, value_dim: int, dots: bool) -> None:
     step = long_prompt(Shape(6, 2, key_dim, value_dim, dtype=BF16))
     change(step)
     assert_near(step, dots)
 
 
 @pytest.mark.parametrize(("key_dim", "value_dim"), DIMS)
-def test_a_large_channel_costs_less_than_bfloat16_did(key_dim: int, value_dim: int, dots: bool) -> None:
-    """Those that share a scale with it keep fewer digits, of products that it dwarfs."""
+def test_a_large_channel_loses_less_than_rounding_to_bfloat16(key_dim: int, value_dim: int, dots: bool) -> None:
+    """Numbers that share its scale lose precision, but their products are small in comparison."""
     torch.manual_seed(0)
     step = long_prompt(Shape(6, 2, key_dim, value_dim, dtype=BF16))
     large_channel(step)
-    assert_near(step, dots, lost_by_keys(step))
+    assert_near(step, dots, rounding_loss_of_keys(step))
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_any_step(
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 @pytest.mark.parametrize("of", ["query", "key", "value"])
-def test_what_is_no_number_stays_with_those_who_see_it(of: str, poison: float, dots: bool) -> None:
+def test_nan_and_infinity_do_not_spread_to_other_rows(of: str, poison: float, dots: bool) -> None:
     b = StepBuilder(Shape(8, 2, dtype=BF16))
     rows = [b.decode(n, own_start=32) for n in (9, 30, 12, 40, 3)]
     b.group(rows, 0, 2)

@@ -1,4 +1,4 @@
-"""The compiled attention's work list alone, without a kernel: what it covers, and what it costs, counted."""
+"""Work lists of compiled attention, without a kernel: positions covered, counts, costs and shares."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.kernels import chunk_prefixes
+from batchgen.kernels.attention import work_items as chunk_prefixes
+from batchgen.kernels.attention.work_items import Words
 from batchgen.kernels.cpu import attention_list
 from batchgen.kernels.cpu.attention_list import FEW, TILE, ListPlanner, ListShape, WorkList
 from batchgen.kernels.types import AttentionBatch, Ints
-from batchgen.kernels.work_items import Words
 from tests.kernels.steps import Shape, StepBuilder, any_batch, expected_slots
 
 GROUP = 3
 QUERIES = 192 // GROUP
-"""Tokens of a full item."""
+"""Most tokens of an item."""
 
 
 def list_shape(page_size: int = 16, window: int | None = None, threads: int = 1, block: int | None = None) -> ListShape:
@@ -26,7 +26,7 @@ def list_shape(page_size: int = 16, window: int | None = None, threads: int = 1,
 
 
 def logical_items(work: WorkList, shape: ListShape) -> list[list[int]]:
-    """Each item once; those listed by key head are listed for every one."""
+    """Each item once; items split by key head must be listed for every key head."""
     heads: dict[tuple[int, ...], list[int]] = {}
     for *item, head in work.items.tolist():
         heads.setdefault(tuple(item), []).append(head)
@@ -36,7 +36,7 @@ def logical_items(work: WorkList, shape: ListShape) -> list[list[int]]:
 
 
 def slots_read(batch: AttentionBatch, work: WorkList, shape: ListShape) -> list[list[int]]:
-    """Per token: the pool slots that its items show it, masked as the kernel masks them."""
+    """Pool slots that the items of each token read, masked as the kernel masks them."""
     seen: list[list[int]] = [[] for _ in range(batch.slot_mapping.shape[0])]
     size = shape.page_size
     for rows_at, count, page_at, base, first, end, _, _ in logical_items(work, shape):
@@ -53,8 +53,8 @@ def slots_read(batch: AttentionBatch, work: WorkList, shape: ListShape) -> list[
 
 
 def check_parts(batch: AttentionBatch, work: WorkList, wanted: Ints | None = None) -> None:
-    """Each token, or each that is wanted, is written directly once or merged; no part is left or used twice; parts of a
-    token rise by position where they are of one table.
+    """Check the parts and merges: each (wanted) token is written directly once or merged, each part is used once, and
+    the parts of a token are ordered by position.
     """
     owner: dict[int, tuple[int, int]] = {}
     written = []
@@ -75,7 +75,7 @@ def check_parts(batch: AttentionBatch, work: WorkList, wanted: Ints | None = Non
 
 
 def check_shares(work: WorkList, shape: ListShape) -> None:
-    """Every item is in one share, and each share begins with its costliest."""
+    """Check that every item is in one share, and that each share is ordered by falling cost."""
     assert len(work.shares) == min(shape.threads, 8) + 1
     assert (work.shares[0], work.shares[-1]) == (0, len(work.items))
     for begin, end in pairwise(work.shares.tolist()):
@@ -85,7 +85,7 @@ def check_shares(work: WorkList, shape: ListShape) -> None:
 
 
 def costs_of(items: Words, shape: ListShape) -> list[int]:
-    """Positions times query rows, and what it takes to read the positions, shared out over heads."""
+    """Cost of each item: positions times query rows, plus reading the positions, divided by the entries of the item."""
     return [
         (end - first) * (count * shape.group + 8) // (1 if head < 0 else shape.kv_heads)
         for _, count, _, _, first, end, _, head in items.tolist()
@@ -143,7 +143,7 @@ def test_every_visible_key_is_read_once(
     st.sampled_from([2, 12, 32]),
     st.integers(0, 1 << 20),
 )
-def test_batch_invariant_items_follow_each_other_by_blocks(
+def test_deterministic_items_are_cut_at_blocks(
     chunks: list[tuple[int, int, int]],
     rows: list[tuple[int, int]],
     window: int | None,
@@ -151,7 +151,7 @@ def test_batch_invariant_items_follow_each_other_by_blocks(
     block: int,
     seed: int,
 ) -> None:
-    """A token's first item may be as long as it likes; each further one begins where a block does, and is in it."""
+    """A token's first item may have any length; each further one begins at a block and lies within it."""
     batch = any_batch(chunks, rows, page_size, seed)
     shape = list_shape(page_size, window, threads=2, block=block)
     with pytest.MonkeyPatch.context() as patch:
@@ -208,7 +208,7 @@ def chunks_over_one_past(b: StepBuilder) -> None:
     [(unique_rows, (4, 0)), (shared_prefix, (72, 70)), (three_levels, (41, 31)), (chunks_over_one_past, (18, 33))],
 )
 def test_items_merges_reads_and_padding_are_counted(fill: object, expected: tuple[int, int]) -> None:
-    """Against counts made the slow way: one run of tokens after the other."""
+    """Compared with counts made one run of tokens after the other."""
     b = StepBuilder(Shape(9, 3, 8, 8), num_pages=4096)
     fill(b)  # type: ignore[operator]
     batch = b.build().batch
@@ -222,7 +222,7 @@ def test_items_merges_reads_and_padding_are_counted(fill: object, expected: tupl
 
 
 def brute_force(batch: AttentionBatch) -> tuple[list[tuple[int, int]], dict[int, int]]:
-    """(tokens, keys) of each item, and how many parts each token has that is in several."""
+    """(tokens, keys) of each item, and the number of parts of each token that is in several items."""
     runs, users = [], dict.fromkeys(range(batch.slot_mapping.shape[0]), 0)
     short = [c for c in batch.chunks if 2 * c.q_len * GROUP <= 64]
     shared = 480 if len(short) > 1 else 0  # the only prefix of these steps that chunks share
@@ -246,7 +246,7 @@ def brute_force(batch: AttentionBatch) -> tuple[list[tuple[int, int]], dict[int,
     return runs, {token: count for token, count in users.items() if count > 1}
 
 
-def test_long_runs_are_cut_for_threads_and_large_items_shared_out_by_head() -> None:
+def test_long_runs_are_cut_for_threads_and_large_items_split_by_head() -> None:
     b = StepBuilder(Shape(9, 3, 8, 8), num_pages=4096)
     b.decode(6000)
     batch = b.build().batch
@@ -260,7 +260,7 @@ def test_long_runs_are_cut_for_threads_and_large_items_shared_out_by_head() -> N
     assert lengths.max() - lengths.min() <= 64 * 12
 
 
-def test_a_group_is_shared_out_and_its_rows_are_not() -> None:
+def test_a_group_is_split_by_head_and_its_rows_are_not() -> None:
     b = StepBuilder(Shape(9, 3, 8, 8), num_pages=4096)
     b.group([b.decode(20, own_start=640) for _ in range(60)], 0, 40)
     work = ListPlanner(b.build().batch, list_shape(threads=2)).work()
@@ -274,7 +274,7 @@ def test_a_group_is_shared_out_and_its_rows_are_not() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8, 16])
-def test_rows_that_stand_side_by_side_are_one_threads(threads: int) -> None:
+def test_adjacent_rows_are_in_one_share(threads: int) -> None:
     b = StepBuilder(Shape(9, 3, 8, 8), num_pages=4096)
     rows = [b.decode(48, own_start=768) for _ in range(64)]
     b.group(rows, 0, 16)
@@ -294,7 +294,7 @@ def test_rows_that_stand_side_by_side_are_one_threads(threads: int) -> None:
         assert sum(costs[begin:end]) <= sum(costs) / count + max(costs)
 
 
-def test_one_long_row_is_everybodys() -> None:
+def test_one_long_row_is_divided_among_all_threads() -> None:
     b = StepBuilder(Shape(9, 3, 8, 8), num_pages=4096)
     b.decode(6000)
     shape = list_shape(threads=8)
@@ -304,8 +304,8 @@ def test_one_long_row_is_everybodys() -> None:
     assert min(costs) >= sum(costs) / 8 - max(costs_of(work.items, shape))
 
 
-def test_batch_invariant_rows_share_whole_blocks() -> None:
-    """Of 256 + 64 shared positions four blocks of 64 by the nine rows, the fifth by the five whose prefix goes on."""
+def test_deterministic_rows_share_whole_blocks() -> None:
+    """Nine rows share four blocks of 64 positions; the five rows with the longer prefix share a fifth block."""
     b = StepBuilder(Shape(9, 3, 8, 8), num_pages=4096)
     high = [b.decode(9, own_start=272) for _ in range(4)]
     low = [b.decode(9, own_start=336) for _ in range(5)]
@@ -316,7 +316,7 @@ def test_batch_invariant_rows_share_whole_blocks() -> None:
     assert runs == [(0, 256, 9), (256, 281, 1), *[(256, 281, 1)] * 3, (256, 320, 5), *[(320, 345, 1)] * 5]
 
 
-def test_items_come_costliest_first() -> None:
+def test_items_are_ordered_by_falling_cost() -> None:
     b = StepBuilder(Shape(9, 3, 8, 8), num_pages=4096)
     for n in range(1, 60):
         b.decode(n)

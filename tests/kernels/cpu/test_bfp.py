@@ -1,4 +1,4 @@
-"""Products in block floating point: compiled against plain, and what they lose against what bfloat16 loses anyway."""
+"""Compiled products in block floating point against the PyTorch version, and their error against bfloat16 rounding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tests.kernels.cpu.products import Problem, assert_same_bits_in_every_batch,
 from tests.kernels.cpu.products import randn as any_randn
 
 here = pytest.mark.skipif(
-    not loaded() or "bfp" not in methods(torch.bfloat16), reason="16-bit integers are no faster than float32 here"
+    not loaded() or "bfp" not in methods(torch.bfloat16),
+    reason="16-bit integers are not faster than float32 here",
 )
 
 
@@ -26,7 +27,7 @@ randn = partial(any_randn, dtype=torch.bfloat16)
 
 
 def assert_same(got: Tensor, want: Tensor, terms: Tensor) -> None:
-    """bfloat16 against float32: but for the rounding of sums of groups, and once to bfloat16."""
+    """Equal except for the rounding of group sums, and the final rounding to bfloat16."""
     assert (got.dtype, want.dtype) == (torch.bfloat16, torch.float32)
     assert got.shape == want.shape
     bound = 2.0**-21 * terms + 2.0**-8 * want.double().abs() + 1e-30
@@ -51,10 +52,10 @@ def test_sums_of_a_group_fit_32_bits() -> None:
     ("of_inputs", "of_weights", "share"), [(1, 1, 0.12), (30, 1, 0.3), (1000, 1, 0.3), (1, 30, 0.3), (100, 10, 0.5)]
 )
 @pytest.mark.parametrize("inner", [64, 576, 1536])
-def test_the_error_is_a_part_of_that_of_rounding_to_bfloat16(
+def test_the_error_is_a_fraction_of_bfloat16_rounding(
     inner: int, of_inputs: int, of_weights: int, share: float
 ) -> None:
-    """Of numbers in float32, so that both ways have something to lose; some may be many times larger than others."""
+    """float32 numbers, so that both formats lose precision; some may be many times larger than others."""
     x, weight = randn(200, inner, dtype=torch.float32), randn(100, inner, dtype=torch.float32, seed=1)
     x[:, ::97] *= of_inputs
     weight[:, 5::89] *= of_weights
@@ -67,7 +68,7 @@ def test_the_error_is_a_part_of_that_of_rounding_to_bfloat16(
 @here
 @settings(max_examples=150, deadline=None)
 @given(problems())
-def test_compiled_is_plain(problem: Problem) -> None:
+def test_compiled_equals_pytorch(problem: Problem) -> None:
     x, weight, bias = problem.tensors(torch.bfloat16)
     with with_threads(problem.threads):
         got = matmul(x, pack_bfp(weight), bias, "bfp")
@@ -76,8 +77,8 @@ def test_compiled_is_plain(problem: Problem) -> None:
 
 @here
 @pytest.mark.parametrize(("rows", "inner", "outer"), [(1, 1, 1), (5, 96, 16), (64, 576, 80), (131, 577, 33)])
-def test_numbers_that_are_wide_already_give_the_same_bits(rows: int, inner: int, outer: int) -> None:
-    """The decoder hands over what its norms leave in float32, every number a bfloat16's."""
+def test_float32_inputs_give_the_same_bits(rows: int, inner: int, outer: int) -> None:
+    """The decoder passes the results of its norms as float32 numbers with bfloat16 values."""
     x, packed = randn(rows, inner), pack_bfp(randn(outer, inner, seed=1))
     wide, out = x.float(), torch.empty(rows, outer, dtype=torch.bfloat16)
     scratch = torch.empty(packed.scratch + 64, dtype=torch.uint8)
@@ -115,7 +116,7 @@ def test_the_largest_sums_are_exact(inner: int, sign: int) -> None:
 
 
 @here
-def test_rows_of_nothing_and_numbers_that_are_none() -> None:
+def test_rows_of_zeros_nan_and_infinity() -> None:
     x, weight = randn(20, 300), randn(50, 300, seed=1)
     x[2], x[5, :100] = 0, 1e-40
     weight[7] = 0
@@ -148,7 +149,7 @@ def test_strides_and_dimensions() -> None:
 
 @here
 @pytest.mark.parametrize(("outer", "inner"), [(1, 1), (16, 96), (17, 97), (50, 577), (5, 0), (0, 5)])
-def test_packed_is_what_the_plain_version_makes(outer: int, inner: int) -> None:
+def test_packed_weights_equal_the_pytorch_version(outer: int, inner: int) -> None:
     for scale in (1e-36, 1.0, 1e36):
         weight = (randn(outer, inner, dtype=torch.float32) * scale).bfloat16()
         made, back = quantise_weight(weight, BFP), unpack_bfp(pack_bfp(weight))
@@ -158,7 +159,7 @@ def test_packed_is_what_the_plain_version_makes(outer: int, inner: int) -> None:
 
 
 @here
-def test_layouts_are_not_mixed_up() -> None:
+def test_a_layout_of_another_method_is_refused() -> None:
     x, weight = randn(2, 8), randn(3, 8)
     for packed, method in ((pack_bfp(weight), "widened"), (pack_bfp(weight), "int8"), (pack(weight), "bfp")):
         with pytest.raises(ValueError, match="not packed"):

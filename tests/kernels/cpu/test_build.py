@@ -1,4 +1,4 @@
-"""The compiled library: what it is named by, where it is kept, and what a run does where it cannot be had."""
+"""Building the compiled library: its name, its cache folder, and errors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from batchgen.kernels.cpu.library import loaded, missing
 
 here = pytest.mark.skipif(not loaded(), reason=missing() or "")
 
-OF = "from pathlib import Path; from batchgen.kernels.cpu import build; build._SOURCES = Path({!r}); "
-"""Begins a process that builds the sources of another folder."""
-SAYS = "import torch; from batchgen.kernels.cpu.library import loaded; print(loaded(), loaded())"
+USE_SOURCES = "from pathlib import Path; from batchgen.kernels.cpu import build; build._SOURCES = Path({!r}); "
+"""Code that makes a process build the sources of another folder."""
+PRINT_LOADED = "import torch; from batchgen.kernels.cpu.library import loaded; print(loaded(), loaded())"
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """One small source in place of the kernels'."""
+    """One small source file instead of the kernels."""
     folder = tmp_path / "src"
     folder.mkdir()
     (folder / "one.cpp").write_text('#include "two.h"\nextern "C" int one() { return TWO - 1; }\n')
@@ -47,24 +47,24 @@ def compiler_script(path: Path, body: str) -> str:
     return str(path)
 
 
-def run(environment: dict[str, str], code: str = SAYS) -> subprocess.CompletedProcess[str]:
+def run(environment: dict[str, str], code: str = PRINT_LOADED) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=True
     )
 
 
 @here
-def test_built_once(cache: Path, sources: Path) -> None:
+def test_the_library_is_built_once(cache: Path, sources: Path) -> None:
     built: list[str] = []
     library = built_library(lambda: built.append("built"))
     assert library.parent == cache == cache_folder()
     assert library == built_library(lambda: built.append("again"))
     assert built == ["built"]
-    assert [p.name for p in cache.iterdir()] == [library.name]  # nothing half-done stays
+    assert [p.name for p in cache.iterdir()] == [library.name]  # no temporary files remain
 
 
 @here
-def test_named_by_sources_flags_compiler_and_processor(
+def test_the_name_depends_on_sources_flags_compiler_and_processor(
     cache: Path, sources: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = [built_library().name]
@@ -80,7 +80,7 @@ def test_named_by_sources_flags_compiler_and_processor(
 
 
 @here
-def test_old_libraries_go(cache: Path, sources: Path) -> None:
+def test_old_libraries_are_removed(cache: Path, sources: Path) -> None:
     cache.mkdir(parents=True, mode=0o700)
     for age in range(12):
         old = cache / f"batchgen-{age}.so"
@@ -94,7 +94,9 @@ def test_old_libraries_go(cache: Path, sources: Path) -> None:
 
 
 @here
-def test_a_cache_that_cannot_be_written(cache: Path, sources: Path, tmp_path: Path) -> None:
+def test_the_temporary_folder_replaces_a_cache_that_cannot_be_written(
+    cache: Path, sources: Path, tmp_path: Path
+) -> None:
     cache.parent.parent.mkdir()
     cache.parent.write_text("no folder")
     library = built_library()
@@ -107,7 +109,7 @@ def test_a_cache_that_cannot_be_written(cache: Path, sources: Path, tmp_path: Pa
 
 
 @here
-def test_what_another_user_put_there_is_not_loaded(
+def test_libraries_of_another_user_are_not_loaded(
     cache: Path, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built_library()
@@ -118,7 +120,7 @@ def test_what_another_user_put_there_is_not_loaded(
 
 @here
 def test_folders_that_others_can_write_to_are_not_used(cache: Path, sources: Path, tmp_path: Path) -> None:
-    """Else somebody could put code there just before it is loaded."""
+    """Otherwise another user could put code there just before it is loaded."""
     name = built_library().name
     cache.chmod(0o770)
     folder = tmp_path / "temporary" / f"batchgen-kernels-{os.getuid()}"
@@ -132,7 +134,7 @@ def test_folders_that_others_can_write_to_are_not_used(cache: Path, sources: Pat
     ("body", "reason"),
     [
         ("echo 'one.cpp:1: error: no AVX today' >&2; exit 1", "one.cpp:1: error: no AVX today"),
-        ("exit 1", "it said nothing"),
+        ("exit 1", "it printed no message"),
         ("echo odd >&2; exit 3", "odd"),
     ],
 )
@@ -145,12 +147,12 @@ def test_a_compiler_that_fails(
     assert list(cache.iterdir()) == []
 
 
-def test_a_compiler_that_is_none_or_never_ends(
+def test_a_compiler_that_cannot_run_or_never_ends(
     cache: Path, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "_SECONDS", 0.2)
     monkeypatch.setenv("CXX", compiler_script(tmp_path / "slow", "exec sleep 60"))
-    with pytest.raises(CompilerMissing, match=r"not done after 0\.2 s"):
+    with pytest.raises(CompilerMissing, match=r"did not finish within 0\.2 s"):
         built_library()
     (tmp_path / "text").write_bytes(b"\x7fELF no program")
     (tmp_path / "text").chmod(0o755)
@@ -166,18 +168,20 @@ def test_a_compiler_that_is_none_or_never_ends(
         built_library()
 
 
-def test_without_a_compiler_a_process_says_so_once(tmp_path: Path) -> None:
+def test_a_process_without_a_compiler_reports_it_once(tmp_path: Path) -> None:
     done = run({"CXX": "/nonexistent", "XDG_CACHE_HOME": str(tmp_path)})
     assert done.stdout == "False False\n"
-    said = "no compiled CPU kernels, PyTorch's compute: CXX names /nonexistent, and there is no such program\n"
-    assert done.stderr == said
+    assert done.stderr == (
+        "CPU kernels were not compiled, PyTorch's are used instead: CXX names /nonexistent, but there is no such "
+        "program; install it or unset CXX\n"
+    )
 
 
 @here
 def test_a_damaged_library_is_built_again(tmp_path: Path, sources: Path) -> None:
-    """Also by processes that find it damaged at once."""
+    """Also if two processes find it damaged at the same time."""
     environment = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    code = OF.format(str(sources)) + SAYS
+    code = USE_SOURCES.format(str(sources)) + PRINT_LOADED
     assert run(environment, code).stdout == "True True\n"
     (built,) = (tmp_path / "cache" / "batchgen" / "kernels").iterdir()
     built.write_bytes(built.read_bytes()[:100])
@@ -190,25 +194,25 @@ def test_a_damaged_library_is_built_again(tmp_path: Path, sources: Path) -> None
         )
         for _ in range(2)
     ]
-    said = [process.communicate() for process in processes]
-    assert [out for out, _ in said] == [b"True True\n"] * 2
-    assert any(err == b"compiling CPU kernels for this processor, which is done once\n" for _, err in said)
+    outputs = [process.communicate() for process in processes]
+    assert [out for out, _ in outputs] == [b"True True\n"] * 2
+    assert any(err == b"compiling CPU kernels for this processor (once)\n" for _, err in outputs)
     assert [p.name for p in built.parent.iterdir()] == [built.name]
     assert run(environment, code).stderr == ""
 
 
 @here
-def test_a_library_that_lacks_what_it_needs_is_not_built_again(tmp_path: Path) -> None:
+def test_a_library_with_undefined_symbols_is_not_built_again(tmp_path: Path) -> None:
     code = "from batchgen.kernels.cpu.library import missing; print(missing())"
     sources = tmp_path / "src"
     sources.mkdir()
     (sources / "one.cpp").write_text('extern "C" int nowhere(); extern "C" int one() { return nowhere(); }\n')
-    done = run({"XDG_CACHE_HOME": str(tmp_path / "cache")}, OF.format(str(sources)) + code)
+    done = run({"XDG_CACHE_HOME": str(tmp_path / "cache")}, USE_SOURCES.format(str(sources)) + code)
     assert "undefined symbol: nowhere" in done.stdout
     assert len(done.stderr.splitlines()) == 2
 
 
-def test_a_library_that_may_not_run_where_it_stands_is_not_built_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_on_a_noexec_file_system_is_not_built_again(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[bool] = []
 
     def made(on_build: object, *, again: bool = False) -> Path:

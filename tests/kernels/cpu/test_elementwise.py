@@ -1,4 +1,4 @@
-"""Compiled norms, activations and heads against their plain twins: odd sizes, every tail, one thread and two."""
+"""Compiled norms, activations and heads against the PyTorch versions: odd sizes, every tail, one thread and two."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ tokens = st.integers(1, 9) | st.just(70)
 
 @pytest.fixture(autouse=True, params=[1, 2])
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Any amount of work is shared by all threads."""
+    """Number of threads; all of them share any amount of work."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     monkeypatch.setattr(ops, "_SERIAL", 0)
@@ -57,7 +57,7 @@ def test_norms(count: int, width: int, dtype: torch.dtype, summed: bool) -> None
 
 
 def assert_rounded_alike(ours: Tensor, plain: Tensor) -> None:
-    """Equal but for sums in another order: the last place of float32, and few neighbours in bfloat16."""
+    """Equal except for the order of sums: the last place of float32, and few neighbours in bfloat16."""
     if ours.dtype == torch.float32:
         torch.testing.assert_close(ours, plain, rtol=2e-6, atol=2e-6)
         return
@@ -79,7 +79,7 @@ def test_gated(count: int, inner: int, dtype: torch.dtype, activation: str) -> N
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
-def test_gates_far_out(dtype: torch.dtype, activation: str) -> None:
+def test_extreme_gates(dtype: torch.dtype, activation: str) -> None:
     far = torch.tensor(
         [0.0, -0.0, 30, -30, 90, -90, 1e4, -1e4, 1e30, -1e30, torch.nan, 5e-5, -5e-5, 9, -9], dtype=dtype
     )
@@ -89,7 +89,7 @@ def test_gates_far_out(dtype: torch.dtype, activation: str) -> None:
 
 
 def test_silu_of_every_bfloat16() -> None:
-    """The quick form rounds as the exact one does, but for a few neighbours; what is no number stays none."""
+    """The fast approximation rounds like the exact function except for a few neighbours, and keeps NaN."""
     gate = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16)
     ours = ops.gated(torch.cat((gate, torch.ones_like(gate)))[None], "silu")[0]
     exact = (gate.double() * gate.double().sigmoid()).bfloat16()
@@ -123,7 +123,7 @@ def test_heads(count: int, shape: tuple[int, int, int], dtype: torch.dtype, norm
     found = []
     for module in (ops, torch_ops):
         pool = [torch.full((6, 13, kv_heads, dim), torch.nan, dtype=dtype) for _ in range(2)]
-        query = module.rotate_and_store(qkv.clone(), heads, kv_heads, *norms, 1e-6, *tables, *pool, slots)
+        query = module.qk_norm_rope_cache(qkv.clone(), heads, kv_heads, *norms, 1e-6, *tables, *pool, slots)
         assert query.shape == (count, heads, dim)
         found.append((query, *pool))
     for ours, plain in zip(*found, strict=True):
@@ -135,7 +135,7 @@ def test_heads(count: int, shape: tuple[int, int, int], dtype: torch.dtype, norm
             torch.testing.assert_close(ours, plain, equal_nan=True, rtol=0, atol=1e-6)
 
 
-def test_what_is_not_compiled_is_computed_all_the_same() -> None:
+def test_tensors_that_are_not_supported_use_pytorch() -> None:
     x, weight = randn(1, 8, 12, dtype=torch.float32).t(), randn(2, 8, dtype=torch.float32)
     torch.testing.assert_close(ops.rms_norm(x, weight, 1e-5), torch_ops.rms_norm(x, weight, 1e-5))
     half = randn(3, 2, 8, dtype=torch.float16)

@@ -1,4 +1,4 @@
-"""Keys and values that products fetch before attention reads them: whose, and each once."""
+"""Prefetch of keys and values by products: the right lines for each thread, each once."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ CHUNK = 1024
 MOST_BYTES = 16 << 20
 
 
-def fetched(step: Step, lines: int, *, invariant: bool = False, threads: int = 1, share: int = 0) -> list[int]:
-    """Where the lines are that a thread takes, `lines` at a time."""
-    attention = CompiledAttention(step.pool, step.batch, threads, invariant=invariant)
+def fetched(step: Step, lines: int, *, deterministic: bool = False, threads: int = 1, share: int = 0) -> list[int]:
+    """Addresses of the lines that a thread prefetches, taken `lines` at a time."""
+    attention = CompiledAttention(step.pool, step.batch, threads, deterministic=deterministic)
     stack = attention.stack(step.query, torch.empty_like(step.query), scale=1.0, windows=[None])
     lasting = (c_void_p * (2 * (MOST_BYTES // LINE)))()
     found = library().bg_fetched_lines
@@ -43,7 +43,7 @@ def fetched(step: Step, lines: int, *, invariant: bool = False, threads: int = 1
 
 
 def lines_of(step: Step, pages: list[int]) -> tuple[set[int], set[int]]:
-    """Those of pages' keys, and of their values."""
+    """Addresses of the lines of the pages' keys, and of their values."""
 
     def of(cache: torch.Tensor) -> set[int]:
         size = cache[0].numel() * cache.element_size()
@@ -54,7 +54,7 @@ def lines_of(step: Step, pages: list[int]) -> tuple[set[int], set[int]]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lines", [16, 63, 96, 1024])
-def test_what_decode_rows_read_is_fetched_and_nothing_else(lines: int, dtype: torch.dtype) -> None:
+def test_only_what_decode_rows_read_is_fetched(lines: int, dtype: torch.dtype) -> None:
     b = StepBuilder(Shape(4, 2, 64, 64, dtype=dtype), num_pages=600)
     b.chunk(63, past=100)
     rows = [b.decode(length) for length in (1, 63, 100, 17, 1000, 16)]
@@ -63,10 +63,10 @@ def test_what_decode_rows_read_is_fetched_and_nothing_else(lines: int, dtype: to
     got = fetched(step, lines)
     keys, values = lines_of(step, [page for _, _, pages in b.rows for page in pages])
     assert set(got) <= keys | values
-    if lines % 16 == 0:  # else the rest of a take's last chunk is left to attention
+    if lines % 16 == 0:  # otherwise the rest of the last chunk is left to attention
         assert keys <= set(got)
-        assert len(values - set(got)) <= lines  # the take that begins with the last keys passes over as many values
-    if lines == 16:  # of one chunk each: none is passed over, none fetched twice
+        assert len(values - set(got)) <= lines  # the take that begins with the last keys skips as many values
+    if lines == 16:  # one chunk each: none is skipped or fetched twice
         assert sorted(got) == sorted(keys | values)
 
 
@@ -89,13 +89,13 @@ def test_each_thread_fetches_what_its_own_items_read() -> None:
     assert not got[0] & got[1]
 
 
-def test_more_at_once_than_a_take_has_is_not_fetched() -> None:
+def test_too_many_lines_at_once_are_not_fetched() -> None:
     b = StepBuilder(Shape(4, 2, 64, 64))
     b.decode(100)
     assert fetched(b.build(), 64 * 16 + 1) == []
 
 
-def test_no_more_is_fetched_than_a_shared_cache_keeps() -> None:
+def test_no_more_is_fetched_than_half_of_the_cache() -> None:
     b = StepBuilder(Shape(4, 4, 128, 128), num_pages=1600)
     b.decode(24_000)
     got = fetched(b.build(), 16)
@@ -106,12 +106,12 @@ def test_no_more_is_fetched_than_a_shared_cache_keeps() -> None:
 @pytest.mark.parametrize(
     "shape",
     [
-        Shape(4, 2, 64, 32),  # values that are shorter than keys
-        Shape(1, 1, 16, 16, page_size=8),  # pages that are no whole chunks
-        Shape(16, 2, 64, 64),  # heads of more query rows than are read one by one
+        Shape(4, 2, 64, 32),  # values shorter than keys
+        Shape(1, 1, 16, 16, page_size=8),  # pages that are not whole chunks
+        Shape(16, 2, 64, 64),  # more query rows per key head than are computed row by row
     ],
 )
-def test_nothing_is_fetched_where_it_does_not_fit(shape: Shape) -> None:
+def test_nothing_is_fetched_for_unsupported_shapes(shape: Shape) -> None:
     b = StepBuilder(shape)
     b.decode(100)
     assert fetched(b.build(), 16) == []
@@ -123,4 +123,4 @@ def test_nothing_is_fetched_for_tiles() -> None:
     assert fetched(b.build(), 16) == []
     b = StepBuilder(Shape(4, 2, 64, 64))
     b.decode(100)
-    assert fetched(b.build(), 16, invariant=True) == []  # batch-invariant lists know tiles alone
+    assert fetched(b.build(), 16, deterministic=True) == []  # deterministic lists use tiles only

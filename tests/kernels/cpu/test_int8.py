@@ -1,4 +1,4 @@
-"""Products over int8 weights against the plain version, and that against what it approximates."""
+"""Compiled products over int8 weights against the PyTorch version, and that against the exact product."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def packed(weight: Tensor) -> PackedWeight:
 
 
 def assert_same(got: Tensor, want: Tensor, terms: Tensor) -> None:
-    """But for the rounding of sums of groups, and of the dtype."""
+    """Equal except for the rounding of group sums and of the dtype."""
     step = {torch.float32: 2.0**-21, torch.bfloat16: 2.0**-8}[got.dtype]
     assert got.dtype == want.dtype
     assert got.shape == want.shape
@@ -45,7 +45,7 @@ def test_groups_and_their_errors(inner: int) -> None:
     assert bool(((made.dense() - weight).abs() <= scales * 0.5001).all())
 
 
-def test_plain_product_is_near_the_full_one() -> None:
+def test_the_pytorch_version_is_near_the_exact_product() -> None:
     x, weight, bias = randn(50, 576), randn(300, 576, seed=1), randn(300, seed=2)
     exact = x @ weight.T + bias
     made = quantise_weight(weight, INT8)
@@ -58,7 +58,7 @@ def test_plain_product_is_near_the_full_one() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(max_examples=80, deadline=None)
 @given(problem=problems())
-def test_compiled_is_plain(dtype: torch.dtype, problem: Problem) -> None:
+def test_compiled_equals_pytorch(dtype: torch.dtype, problem: Problem) -> None:
     x, weight, bias = problem.tensors(dtype)
     with with_threads(problem.threads):
         got = matmul(x, packed(weight), bias, "int8")
@@ -74,7 +74,7 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
 
 @here
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_of_nothing_and_numbers_that_are_none(dtype: torch.dtype) -> None:
+def test_rows_of_zeros_nan_and_infinity(dtype: torch.dtype) -> None:
     x, weight = randn(20, 300, dtype=dtype), randn(50, 300, dtype=dtype, seed=1)
     x[2], x[5, :100] = 0, 1e-40
     weight[7] = 0
@@ -112,7 +112,7 @@ def test_large_weights_are_quantised_and_packed_a_block_at_a_time(inner: int, mo
 
 
 @here
-def test_layouts_are_not_mixed_up() -> None:
+def test_a_layout_of_another_method_is_refused() -> None:
     x, weight = randn(2, 8), randn(3, 8)
     with pytest.raises(ValueError, match="not packed"):
         matmul(x, packed(weight), None, "widened")

@@ -1,4 +1,4 @@
-"""Compiled low-rank changes against a loop over tokens and the plain product: odd sizes and ranks, several threads."""
+"""Compiled LoRA against a loop over tokens and the PyTorch version: odd sizes and ranks, several threads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 
 @pytest.fixture(autouse=True, params=[1, 2, 5])
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Any amount of work is shared by all threads."""
+    """Number of threads; all of them share any amount of work."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     monkeypatch.setattr(compiled, "_SERIAL", 0)
@@ -38,7 +38,7 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def draw_pairs(
     ranks: list[int], inputs: int, outputs: int, dtype: torch.dtype, seed: int = 1, fused: bool = False
 ) -> LoraPairs:
-    """`fused`: B in two blocks, as of two projections that stand below one another."""
+    """`fused`: B has two diagonal blocks, as for two fused projections."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(rank: int) -> LoraPair | None:
@@ -94,7 +94,7 @@ def test_each_token_gets_its_own_adapter(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("inputs", "outputs"), [(256, 640), (65, 131)])
-def test_a_token_does_not_know_its_neighbours(inputs: int, outputs: int, dtype: torch.dtype) -> None:
+def test_a_tokens_result_does_not_depend_on_other_tokens(inputs: int, outputs: int, dtype: torch.dtype) -> None:
     adapters = [int(a) for a in np.random.default_rng(3).integers(-1, 3, 150)]
     pairs = draw_pairs([8, 5, 48], inputs, outputs, dtype)
     x, out = draw_inputs(len(adapters), inputs, outputs, dtype)
@@ -108,7 +108,7 @@ def test_a_token_does_not_know_its_neighbours(inputs: int, outputs: int, dtype: 
 
 
 def test_inner_sums_are_not_rounded() -> None:
-    """A change of bfloat16 matrices is what their float32 product is, rounded once with the sum."""
+    """The update by bfloat16 matrices is their float32 product, rounded once with the sum."""
     pairs = draw_pairs([16], 512, 96, torch.bfloat16)
     x, out = draw_inputs(40, 512, 96, torch.bfloat16)
     exact = by_token(out, x, [0] * 40, list(pairs))
@@ -116,7 +116,7 @@ def test_inner_sums_are_not_rounded() -> None:
     assert (out != exact.bfloat16()).float().mean() < 0.002
 
 
-def test_pairs_of_another_dtype_are_taken_by_pytorch() -> None:
+def test_pairs_of_another_dtype_use_pytorch() -> None:
     pairs = draw_pairs([4], 8, 9, torch.float64)
     x, out = draw_inputs(3, 8, 9, torch.float64)
     expected = by_token(out, x, [0, -1, 0], list(pairs))
@@ -124,8 +124,8 @@ def test_pairs_of_another_dtype_are_taken_by_pytorch() -> None:
     torch.testing.assert_close(out, expected)
 
 
-def test_pairs_are_views_of_what_is_read() -> None:
-    """Nothing is kept twice, whoever stacked the pairs before."""
+def test_pairs_are_views_of_the_stacked_memory() -> None:
+    """No copy is kept, even if the pairs were stacked differently before."""
     pairs = draw_pairs([3, 0, 20], 16, 24, torch.float32)
     before = [None if pair is None else (pair.down.clone(), pair.up.clone()) for pair in pairs]
     padded = pairs.stack

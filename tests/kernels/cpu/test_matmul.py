@@ -1,4 +1,4 @@
-"""Compiled products against sums in float64: odd sizes, strides, bias, numbers that are none, and rows alone."""
+"""Compiled products against float64 sums: odd sizes, strides, bias, NaN and infinity, and rows alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ kinds = pytest.mark.parametrize(("dtype", "method"), KINDS)
 
 
 def assert_product(got: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-    """As near to the exact sums as float32 sums and one rounding to the dtype can be held to."""
+    """Compare with exact sums, within the error of float32 sums and one rounding to the dtype."""
     exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     terms = x.double().abs() @ weight.double().abs().T + (0 if bias is None else bias.double().abs())
     rounding = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}[x.dtype]
@@ -32,7 +32,7 @@ def assert_product(got: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None =
     assert bool(((got.double() - exact).abs() <= bound).all())
 
 
-SIZES = [  # M, K, N: around every block of the kernels, and beyond it
+SIZES = [  # M, K, N: around every block size of the kernels
     (0, 5, 7), (1, 1, 1), (1, 576, 960), (2, 191, 47), (3, 192, 48), (5, 193, 49), (7, 2, 96), (8, 384, 50),
     (9, 385, 95), (16, 386, 97), (17, 64, 16), (24, 63, 17), (25, 1000, 15), (63, 100, 48), (64, 576, 64),
     (65, 577, 65), (130, 300, 33), (200, 31, 100), (3, 4097, 50), (66, 2049, 96),
@@ -54,7 +54,7 @@ def test_sizes(dtype: torch.dtype, method: Method, rows: int, inner: int, outer:
 @kinds
 @settings(max_examples=60, deadline=None)
 @given(problem=problems())
-def test_anything(dtype: torch.dtype, method: Method, problem: Problem) -> None:
+def test_random_products(dtype: torch.dtype, method: Method, problem: Problem) -> None:
     x, weight, bias = problem.tensors(dtype)
     with with_threads(problem.threads):
         got = matmul(x, pack(weight), bias, method)
@@ -78,14 +78,14 @@ def test_strides_and_dimensions(dtype: torch.dtype, method: Method) -> None:
         got = matmul(x, packed, None, method)
         assert got.shape == (*x.shape[:-1], 40)
         assert_product(got.reshape(-1, 40), x.reshape(-1, 60), cut)
-    spread = randn(5, 120, dtype=dtype)[:, ::2]  # columns apart
+    spread = randn(5, 120, dtype=dtype)[:, ::2]  # strided columns
     assert_product(matmul(spread, pack(weight), None, method), spread, weight)
     assert torch.equal(unpack(pack(weight.T)), weight.T)
 
 
 @kinds
 @pytest.mark.parametrize("inner", [1, 63, 64, 401])
-def test_numbers_that_are_none_stay_in_their_row(dtype: torch.dtype, method: Method, inner: int) -> None:
+def test_nan_and_infinity_stay_in_their_row(dtype: torch.dtype, method: Method, inner: int) -> None:
     x, weight = randn(20, inner, dtype=dtype), randn(50, inner, dtype=dtype, seed=1)
     clean = matmul(x, pack(weight), None, method)
     x[3, inner - 1], x[11, 0] = math.inf, math.nan
@@ -101,20 +101,20 @@ def test_numbers_that_are_none_stay_in_their_row(dtype: torch.dtype, method: Met
 
 
 @kinds
-def test_sums_beyond_the_largest_number_are_infinite(dtype: torch.dtype, method: Method) -> None:
+def test_sums_that_overflow_are_infinite(dtype: torch.dtype, method: Method) -> None:
     x = torch.full((9, 70), 3e38, dtype=dtype)
     got = matmul(x, pack(torch.ones(3, 70, dtype=dtype)), None, method)
     assert bool((got == math.inf).all())
 
 
 def test_widened_products_are_float32_products() -> None:
-    """bfloat16 weights are widened exactly: the same sums as over float32 weights, rounded once."""
+    """bfloat16 weights are widened exactly: the sums equal those over float32 weights, rounded once."""
     x, weight = randn(33, 500, dtype=torch.bfloat16), randn(70, 500, dtype=torch.bfloat16, seed=1)
     wide = matmul(x.float(), pack(weight.float()))
     assert torch.equal(matmul(x, pack(weight)), wide.bfloat16())
 
 
-def test_what_is_not_taken() -> None:
+def test_wrong_dtypes_and_sizes_are_refused() -> None:
     with pytest.raises(TypeError, match="float16"):
         pack(torch.ones(2, 2, dtype=torch.float16))
     packed = pack(torch.ones(3, 4))
@@ -128,7 +128,7 @@ def test_what_is_not_taken() -> None:
     assert set(KINDS) <= set(METHODS)
 
 
-def test_two_python_threads_have_their_own_working_memory() -> None:
+def test_python_threads_have_separate_workspaces() -> None:
     x, packed = randn(64, 300, dtype=torch.bfloat16), pack(randn(100, 300, dtype=torch.bfloat16, seed=1))
     whole = matmul(x, packed)
     wrong: list[int] = []

@@ -1,5 +1,5 @@
-"""The compiled kernels as other processors get them: their own tests on a library built for narrower registers, or for
-wider ones than AVX2's without their instructions (`wide/` does AVX-512's by halves and by lanes)."""
+"""The kernels' tests on libraries built for other processors: for narrower registers, and with emulated instructions
+(`wide/` emulates AVX-512 on AVX2, `dots/` AVX-VNNI)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TESTS = (
 WIDE = (f"-I{HERE / 'wide'}", "-D__AVX512F__=1", "-D__AVX512DQ__=1", "-D__AVX512BF16__=1", "-D__AVX512VNNI__=1")
 DOTS = f"-I{HERE / 'dots'}"
 QUICK = ("-fno-tree-pre", "-fno-gcse", "-fno-thread-jumps")
-"""Without what takes longest to compile where an instruction is many."""
+"""Disables the passes that take longest to compile emulated instructions."""
 
 
 def has(extension: str) -> bool:
@@ -36,13 +36,13 @@ def has(extension: str) -> bool:
     return about.is_file() and extension in about.read_text(encoding="utf-8").split()
 
 
-def compilers_name() -> str:
-    """What the compiler says it is."""
+def compiler_version() -> str:
+    """Output of the compiler's `--version`."""
     return subprocess.run([*find_compiler(), "--version"], capture_output=True, text=True, check=True).stdout
 
 
 def run_tests(*flags: str, methods: list[str], names: tuple[str, ...] = TESTS) -> None:
-    """Run the kernels' tests on a library built with `flags`, which multiplies bfloat16 by `methods`."""
+    """Run the kernels' tests on a library built with `flags`, whose bfloat16 products have `methods`."""
     command = shlex.join([*find_compiler(), *flags])
 
     def python(*words: str) -> str:
@@ -59,24 +59,24 @@ def run_tests(*flags: str, methods: list[str], names: tuple[str, ...] = TESTS) -
 
 @pytest.mark.skipif(not loaded(), reason=str(missing()))
 @pytest.mark.parametrize("extension", ["avx512f", "avx"])
-def test_without(extension: str) -> None:
+def test_without_an_extension(extension: str) -> None:
     if not has(extension):
-        pytest.skip(f"this processor has no {extension} to do without")
+        pytest.skip(f"this processor has no {extension} to disable")
     run_tests(f"-mno-{extension}", methods=["widened", "bfp"] if extension == "avx512f" else ["widened"])
 
 
 @pytest.mark.skipif(not loaded(), reason=str(missing()))
-def test_with_wider() -> None:
+def test_with_emulated_avx512() -> None:
     if not (has("avx2") and has("fma")):
         pytest.skip("for a processor that has AVX2")
-    if "clang" in compilers_name():
-        pytest.skip("for GCC, which takes vectors apart that are wider than registers")
-    own = ("-mno-avx512f",) if has("avx512f") else ()  # which none of it is to use
+    if "clang" in compiler_version():
+        pytest.skip("for GCC, which splits vectors that are wider than registers")
+    own = ("-mno-avx512f",) if has("avx512f") else ()  # so that only emulated instructions are used
     run_tests(*own, *WIDE, *QUICK, methods=["widened", "dot", "int8", "bfp"])
 
 
 @pytest.mark.skipif(not loaded(), reason=str(missing()))
-def test_with_dots_of_integers() -> None:
+def test_with_emulated_avx_vnni() -> None:
     if has("avx512f") or has("avx_vnni") or not has("avx2"):
         pytest.skip("for a processor that has AVX2 and no more")
     run_tests(DOTS, methods=["widened", "bfp"], names=("test_bfp.py",))

@@ -1,5 +1,5 @@
-"""Units of shared pages that are kept from step to step: the same bits as if each step made them, made once for each
-write to their page, and none where the memory allowed has no room."""
+"""Cached packed units of shared pages: same results as without the cache, packed once per write to their page, within
+the memory limit."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from batchgen.kernels.cpu import packed_pages as module
 from batchgen.kernels.cpu.attention import CompiledAttention
-from batchgen.kernels.cpu.copies import copy_pages
 from batchgen.kernels.cpu.library import loaded
 from batchgen.kernels.cpu.matmul import methods
+from batchgen.kernels.cpu.ops import copy_pages
 from batchgen.kernels.cpu.packed_pages import PackedPages, packed_pages
 from batchgen.kernels.types import KVPool, LayerKV
 from tests.kernels.steps import Shape, Step, StepBuilder, any_step
@@ -28,12 +28,12 @@ needs_dots = pytest.mark.skipif(
 )
 
 
-def with_room(step: Step, pages: int | None = None) -> PackedPages:
-    """Units of the step's pool are kept from now on, of its first `pages`, or of all."""
+def with_cache(step: Step, pages: int | None = None) -> PackedPages:
+    """Enable cached units for the first `pages` pages of the step's pool, or for all."""
     heads, key_dim, value_dim = *step.pool.keys[0].shape[2:], step.pool.values[0].shape[3]
     layer = LayerKV(heads, key_dim, value_dim)
     kept = PackedPages([layer], step.pool.num_pages if pages is None else pages, step.pool.page_size)
-    step.pool = replace(step.pool, beside=kept)
+    step.pool = replace(step.pool, packed_pages=kept)
     return kept
 
 
@@ -42,9 +42,9 @@ def attend(step: Step, pool: KVPool, window: int | None = None) -> Tensor:
     return made.attend(0, step.query, step.key, step.value, scale=0.2, window=window)
 
 
-def alone(step: Step, window: int | None = None) -> Tensor:
-    """The same where nothing is kept."""
-    return attend(step, replace(step.pool, beside=None), window)
+def uncached(step: Step, window: int | None = None) -> Tensor:
+    """The same without the cache."""
+    return attend(step, replace(step.pool, packed_pages=None), window)
 
 
 def grouped(page_size: int = 16, group_pages: int = 14) -> Step:
@@ -71,7 +71,7 @@ def shared_pages(step: Step) -> np.ndarray:
     st.sampled_from([None, 37, 100]),
     st.integers(0, 9),
 )
-def test_the_same_bits(
+def test_cached_units_give_the_same_bits(
     chunks: list[tuple[int, int, int]],
     rows: list[tuple[int, int]],
     sizes: tuple[int, int, int, int],
@@ -80,27 +80,27 @@ def test_the_same_bits(
     seed: int,
 ) -> None:
     step = any_step(chunks, rows, Shape(*sizes, page_size, BF16), seed)
-    with_room(step, pages=1500)  # of 2,048: some are not kept
-    for _ in range(3):  # made, taken, and the same again
-        assert torch.equal(attend(step, step.pool, window), alone(step, window))
+    with_cache(step, pages=1500)  # of 2,048: some are not cached
+    for _ in range(3):  # packed, then reused twice
+        assert torch.equal(attend(step, step.pool, window), uncached(step, window))
 
 
 @needs_dots
 @pytest.mark.parametrize("page_size", [16, 32])
-def test_units_are_made_once(page_size: int) -> None:
+def test_units_are_packed_once(page_size: int) -> None:
     step = grouped(page_size)
-    kept = with_room(step)
+    kept = with_cache(step)
     made = attend(step, step.pool)
     stamps = kept.stamps[0].copy()
     assert (stamps != 0).any(-1).all(0).nonzero()[0].tolist() == sorted(shared_pages(step).tolist())
     assert (stamps[:, shared_pages(step)] == 1).all()
-    # Nothing reads the shared pages any more, which no step writes to.
+    # The shared pages are not read again.
     before = step.pool.keys[0].clone(), step.pool.values[0].clone()
     for cache in (step.pool.keys[0], step.pool.values[0]):
         cache[torch.from_numpy(shared_pages(step))] = torch.nan
     assert torch.equal(attend(step, step.pool), made)
     assert (kept.stamps[0] == stamps).all()
-    # And what is kept is what is multiplied.
+    # The cached units are multiplied.
     for cache, was in zip((step.pool.keys[0], step.pool.values[0]), before, strict=True):
         cache.copy_(was)
     kept.words[0][:, shared_pages(step)[3]] = 0
@@ -108,50 +108,50 @@ def test_units_are_made_once(page_size: int) -> None:
 
 
 @needs_dots
-def test_a_write_makes_units_anew() -> None:
+def test_a_write_invalidates_units() -> None:
     step = grouped()
-    kept = with_room(step)
+    kept = with_cache(step)
     attend(step, step.pool)
     page = int(shared_pages(step)[5])
-    # A prompt's chunk takes the page up, as one does that is free again.
+    # A chunk of a prompt writes to the page, as if it had been freed.
     batch = replace(step.batch, slot_mapping=torch.tensor([page * 16 + 3]), groups=[], decode_pages=None)
     batch.decode_lens = batch.decode_own_start = None
     writer = CompiledAttention(step.pool, batch, 2, dots=True)
     writer.attend(0, step.query[:1], step.key[:1], step.value[:1], scale=0.2)
-    assert torch.equal(attend(step, step.pool), alone(step))
+    assert torch.equal(attend(step, step.pool), uncached(step))
     assert set(kept.stamps[0][:, page].ravel().tolist()) == {2}
     assert set(kept.stamps[0][:, shared_pages(step)[4]].ravel().tolist()) == {1}
 
 
 @needs_dots
-def test_a_copy_makes_units_anew() -> None:
+def test_a_copy_invalidates_units() -> None:
     step = grouped()
-    with_room(step)
+    with_cache(step)
     before = attend(step, step.pool)
     source, target = shared_pages(step)[[2, 9]].tolist()
     copy_pages(step.pool, torch.tensor([[source, target, 16]]))
     after = attend(step, step.pool)
-    assert torch.equal(after, alone(step))
+    assert torch.equal(after, uncached(step))
     assert not torch.equal(after, before)
 
 
 @needs_dots
-def test_no_more_pages_than_there_is_room_for() -> None:
+def test_no_more_pages_are_cached_than_there_is_room_for() -> None:
     step = grouped()
-    kept = with_room(step, pages=int(np.median(shared_pages(step))))
+    kept = with_cache(step, pages=int(np.median(shared_pages(step))))
     for _ in range(2):
-        assert torch.equal(attend(step, step.pool), alone(step))
+        assert torch.equal(attend(step, step.pool), uncached(step))
     assert 0 < (kept.stamps[0] != 0).any((0, 2)).sum() < len(shared_pages(step))
 
 
 @needs_dots
-def test_single_prompts_are_not_kept() -> None:
+def test_pages_of_single_prompts_are_not_cached() -> None:
     b = StepBuilder(Shape(6, 2, 64, 64, 16, BF16))
     b.chunk(200, past=300)
     b.decode(90)
     step = b.build()
-    kept = with_room(step)
-    assert torch.equal(attend(step, step.pool), alone(step))
+    kept = with_cache(step)
+    assert torch.equal(attend(step, step.pool), uncached(step))
     assert not kept.stamps[0].any()
 
 
@@ -166,10 +166,10 @@ def test_single_prompts_are_not_kept() -> None:
         (BF16, 16, 0, None),
     ],
 )
-def test_room(
+def test_pages_that_fit_into_the_memory_limit(
     dtype: torch.dtype, page_size: int, pages_of_room: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Units fit into what the pool leaves of the memory allowed."""
+    """Units fit into the memory that the pool leaves."""
     monkeypatch.setattr(module, "dots_are_faster", lambda: True)
     layers = [LAYER, LayerKV(1, 33, 20)]
     page_bytes = 2 * page_size * (2 * (64 + 64) + 64 + 32)

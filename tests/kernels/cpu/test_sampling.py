@@ -1,4 +1,4 @@
-"""What the sampler asks of rows of logits, compiled, against plain twins and the row-by-row oracle."""
+"""Compiled operations on rows of logits against the PyTorch versions and the row-by-row reference."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def keys_for(rows: int) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("vocab", VOCABS)
-def test_every_mix_of_parameters_equals_the_oracle(kind: str, vocab: int, dtype: torch.dtype) -> None:
+def test_every_mix_of_parameters_equals_the_reference(kind: str, vocab: int, dtype: torch.dtype) -> None:
     params = GRID[::3] if vocab < 1000 else GRID[::11]
     logits, keys = logits_of(kind, len(params), vocab, dtype), keys_for(len(params))
     before = logits.clone()
@@ -75,7 +75,7 @@ def test_every_mix_of_parameters_equals_the_oracle(kind: str, vocab: int, dtype:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_several_draw_from_one_row(threads: int) -> None:
+def test_several_samples_of_one_row(threads: int) -> None:
     logits, keys = logits_of("normal", 5, 300, torch.float32), keys_for(len(GRID))
     columns = SamplingColumns.of(*zip(*GRID, strict=True)).with_keys(keys)  # type: ignore[arg-type]
     rows = torch.randint(5, (len(GRID),), generator=torch.Generator().manual_seed(1))
@@ -89,7 +89,7 @@ def test_several_draw_from_one_row(threads: int) -> None:
 
 
 def test_columns_and_keys_may_be_broadcast() -> None:
-    """Of such ones a kernel that reads number after number would read what lies behind them."""
+    """A kernel must not read beyond the single number of an expanded tensor."""
     logits = logits_of("normal", 40, 300, torch.float32)
     wide = [torch.tensor(value).expand(40).numpy() for value in (0.7, 5, 0.9, 0.01)]
     keys = torch.tensor(7).expand(40)
@@ -107,7 +107,7 @@ def test_greedy_rows_need_no_keys() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("place", [0, 5, 299, 304])
-def test_rows_that_nothing_can_be_drawn_from(place: int, dtype: torch.dtype) -> None:
+def test_rows_that_cannot_be_sampled_are_reported(place: int, dtype: torch.dtype) -> None:
     logits = logits_of("normal", 8, 305, dtype)
     logits[1, place] = torch.nan
     logits[2, place] = torch.inf
@@ -135,7 +135,7 @@ def test_rows_that_nothing_can_be_drawn_from(place: int, dtype: torch.dtype) -> 
 
 @given(st.integers(1, 5), st.integers(1, 80) | st.integers(250, 5000), st.sampled_from(DTYPES), st.sampled_from(KINDS))
 @settings(max_examples=60, deadline=None)
-def test_what_is_told_of_rows(rows: int, vocab: int, dtype: torch.dtype, kind: str) -> None:
+def test_argmax_normalizers_and_logprobs(rows: int, vocab: int, dtype: torch.dtype, kind: str) -> None:
     logits = logits_of(kind, rows, vocab, dtype)
     found, plain = ops.argmax_lse(logits), torch_ops.argmax_lse(logits.float())
     assert torch.equal(found[0], plain[0])
@@ -146,13 +146,13 @@ def test_what_is_told_of_rows(rows: int, vocab: int, dtype: torch.dtype, kind: s
     assert torch.equal(ops.log_normalizers(logits), found[2])
     targets = torch.arange(rows) % vocab
     for k in {0, 1, min(20, vocab), vocab // 2, vocab}:
-        ours, theirs = ops.read_out(logits, targets, k), torch_ops.read_out(logits.float(), targets, k)
+        ours, theirs = ops.gather_logprobs(logits, targets, k), torch_ops.gather_logprobs(logits.float(), targets, k)
         assert torch.equal(ours.top_ids, theirs.top_ids)
         torch.testing.assert_close(ours.top, theirs.top, rtol=1e-6, atol=3e-6)
         torch.testing.assert_close(ours.targets, theirs.targets, rtol=1e-6, atol=3e-6)
 
 
-def test_rows_apart_and_logits_in_another_layout() -> None:
+def test_strided_rows_and_transposed_logits() -> None:
     logits = logits_of("normal", 6, 300, torch.float32)
     wide = torch.cat((logits, torch.full((6, 20), 50.0)), 1)[:, :300]
     assert torch.equal(ops.log_normalizers(wide), ops.log_normalizers(logits))

@@ -1,4 +1,4 @@
-"""Where packed weights stand: side by side, nobody's bytes twice, and gone with the last of them."""
+"""Memory of packed weights: adjacent, disjoint, and freed with the last weight of a slab."""
 
 from __future__ import annotations
 
@@ -11,41 +11,40 @@ import pytest
 import torch
 
 from batchgen.kernels.cpu.library import missing
-from batchgen.kernels.cpu.matmul import pack, unpack
-from batchgen.kernels.cpu.weight_memory import PIECE, weight_memory
+from batchgen.kernels.cpu.matmul import SLAB, pack, unpack, weight_memory
 
 LINE = 64
 
 
-def places(weights: list[torch.Tensor]) -> list[tuple[int, int]]:
+def ranges(weights: list[torch.Tensor]) -> list[tuple[int, int]]:
     return sorted((w.data_ptr(), w.data_ptr() + w.nbytes) for w in weights)
 
 
-def test_weights_stand_side_by_side_from_cache_lines_on() -> None:
+def test_weights_are_adjacent_and_aligned_to_cache_lines() -> None:
     sizes = [1, 31, 32, 33, 70_001, 1 << 20]
     weights = [weight_memory(count, torch.bfloat16) for count in sizes * 3]
     assert [w.numel() for w in weights] == sizes * 3
-    found = places(weights)
+    found = ranges(weights)
     assert all(begin % LINE == 0 for begin, _ in found)
     gaps = [after - end for (_, end), (after, _) in pairwise(found)]
     assert min(gaps) >= 0
-    assert sorted(gaps)[-2] < LINE  # all but one, where the piece that tests before have begun was full
+    assert sorted(gaps)[-2] < LINE  # all but one, where the slab that earlier tests have used was full
 
 
-def test_a_large_one_stands_alone() -> None:
+def test_a_large_weight_has_a_separate_allocation() -> None:
     small = weight_memory(5, torch.float32)
-    large = weight_memory(PIECE // 8, torch.float32)
+    large = weight_memory(SLAB // 8, torch.float32)
     after = weight_memory(5, torch.float32)
-    assert large.nbytes == PIECE // 2
+    assert large.nbytes == SLAB // 2
     assert large.data_ptr() % LINE == 0
     assert after.data_ptr() - small.data_ptr() == LINE
 
 
-def test_none_at_all() -> None:
+def test_an_empty_weight() -> None:
     assert weight_memory(0, torch.bfloat16).shape == (0,)
 
 
-def test_threads_get_memory_of_their_own() -> None:
+def test_threads_get_separate_memory() -> None:
     def filled(number: int) -> torch.Tensor:
         return weight_memory(1000 + number, torch.int32).fill_(number)
 
@@ -55,22 +54,22 @@ def test_threads_get_memory_of_their_own() -> None:
         assert (weight == number).all()
 
 
-def test_memory_goes_with_the_last_weight_of_a_piece() -> None:
-    """Two gigabytes, of which never more than a few pieces are held at once."""
+def test_a_slab_is_freed_with_its_last_weight() -> None:
+    """Two gigabytes are allocated, but never more than a few slabs are held at once."""
     gc.collect()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(32):
-        weights = [weight_memory(PIECE // 8, torch.uint8).fill_(1) for _ in range(8)]
+        weights = [weight_memory(SLAB // 8, torch.uint8).fill_(1) for _ in range(8)]
         del weights
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    assert grown * 1024 <= 4 * PIECE
+    assert grown * 1024 <= 4 * SLAB
 
 
-@pytest.mark.skipif(missing() is not None, reason="nothing is compiled here")
-def test_packed_weights_stand_there() -> None:
+@pytest.mark.skipif(missing() is not None, reason="no compiled kernels here")
+def test_packed_weights_use_the_slabs() -> None:
     weights = [torch.randn(50, 70).bfloat16() for _ in range(4)]
     packed = [pack(w) for w in weights]
-    found = places([p.data for p in packed])
+    found = ranges([p.data for p in packed])
     assert found[-1][0] - found[0][0] < 64 * 1024
     for weight, one in zip(weights, packed, strict=True):
         assert torch.equal(unpack(one), weight)

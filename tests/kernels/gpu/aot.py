@@ -1,7 +1,7 @@
-"""Compiles kernels for chips that are not there, and says what each takes of its chip.
+"""Ahead-of-time compilation of kernels for chips that are not present, and the resources that they need.
 
-The launchers are called with tensors on the meta device; what they would start is compiled through the specialisation
-of a real launch, with a driver that only names the chip. Needs Triton without its interpreter.
+Launchers are called with tensors on the meta device; their launches are compiled with the specialisation of a real
+launch, by a driver that only names the chip. Needs Triton without its interpreter.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 class NamedChip:
-    """A driver that knows its chip's name and nothing else. The device number is the capability: no cache is shared."""
+    """A driver that only names its chip. The device number is the capability, so that chips share no cache."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -65,13 +65,13 @@ def chip(name: str) -> Iterator[None]:
 
 
 def registries() -> list[str]:
-    """The `cases_<op>` modules beside this file."""
+    """Names of the `cases_<op>` modules in this folder."""
     return sorted(f"{__package__}.{path.stem}" for path in FOLDER.glob("cases_*.py"))
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel as a launcher would start it on a chip."""
+    """A launch of a kernel on a chip, as recorded from a launcher."""
 
     chip: str
     case: str
@@ -86,27 +86,27 @@ class Launch:
 
     @property
     def digest(self) -> str:
-        """Names the machine code: source with all it calls, specialisation, chip, Triton."""
-        # Where Triton is installed stands in its options and is no part of what is compiled.
+        """Hash that identifies the machine code: source with everything it calls, specialisation, chip, Triton."""
+        # Triton's install path is in its options, but does not affect the code.
         key = self.key.replace(str(Path(triton.__file__).parent), "")
         parts = (triton.__version__, self.chip, self.kernel.cache_key, key)
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 
     @property
     def name(self) -> str:
-        """`<file>.<function>`."""
+        """Name of the kernel, `<file>.<function>`."""
         return f"{self.kernel.__module__.rsplit('.', 1)[-1]}.{self.kernel.__name__}"
 
     @property
     def tile(self) -> str:
-        """The constants that are sizes of tiles, with warps and stages."""
+        """The constants that are tile sizes, with warps and stages."""
         words = ("BLOCK", "ROWS", "COLUMNS", "INNER", "STEP", "num_")
         return " ".join(
             f"{name.removeprefix('num_')}={n}" for name, n in self.constants.items() if name.startswith(words)
         )
 
     def specialised(self) -> list[str]:
-        """The integers among the arguments whose value chooses the machine code: 1, multiples of 16, others."""
+        """Names of integer arguments whose value selects the machine code: 1, multiples of 16, others."""
         named = zip(self.kernel.params, self.args, strict=False)
         given = [(p, v) for p, v in named] + [
             (p, self.constants[p.name]) for p in self.kernel.params if p.name in self.constants
@@ -115,7 +115,7 @@ class Launch:
 
 
 def launches(name: str, thunk: Callable[[], None], case: str) -> list[Launch]:
-    """What `thunk` starts on chip `name`. Nothing is compiled."""
+    """The launches of `thunk` on chip `name`. Nothing is compiled."""
     found: list[Launch] = []
     keys: list[str] = []
 
@@ -142,9 +142,9 @@ def variants(chips: tuple[str, ...], modules: list[str], only: str = "") -> tupl
     """Every distinct specialisation of the modules' cases, and every call site of `launch` that was reached.
 
     Args:
-        chips: to compile for.
-        modules: whose `launches()` yield (name, thunk): a thunk calls a launcher with meta tensors.
-        only: take kernels and cases whose name holds this.
+        chips: chips to compile for.
+        modules: modules whose `launches()` yield (name, thunk); a thunk calls a launcher with meta tensors.
+        only: substring of the names of kernels or cases; "" for all.
     """
     distinct: dict[tuple[str, str, str], Launch] = {}
     sites: set[str] = set()
@@ -159,7 +159,7 @@ def variants(chips: tuple[str, ...], modules: list[str], only: str = "") -> tupl
 
 
 def beyond(chips: tuple[str, ...], compiled: list[Launch]) -> list[str]:
-    """Launches of steps of many sizes whose machine code is none of what was compiled."""
+    """Launches of steps of many sizes whose machine code is not among the compiled launches."""
     there = {(x.chip, x.name, x.key) for x in compiled}
     steps, _ = variants(chips, [f"{__package__}.step_sizes"])
     return [f"{x.name} ({x.case}) on {x.chip}" for x in steps if (x.chip, x.name, x.key) not in there]
@@ -167,37 +167,37 @@ def beyond(chips: tuple[str, ...], compiled: list[Launch]) -> list[str]:
 
 @dataclass(frozen=True)
 class Resources:
-    """What one compiled kernel takes of its chip."""
+    """Resources that one compiled kernel needs."""
 
     kernel: str
     case: str
     chip: str
     tile: str
-    """Its constants that are sizes of tiles, warps and stages."""
+    """Its constants that are tile sizes, warps and stages."""
     registers: int
     stack: int
-    """Bytes of a thread's stack: what was spilled."""
+    """Bytes of stack per thread, for spilled registers."""
     shared: int
     """Bytes of shared memory per block."""
     products: str
-    """"wgmma" (Hopper's), "mma" or nothing: the tensor cores' instructions."""
+    """Tensor-core instructions: "wgmma" (Hopper), "mma" or ""."""
     float64: int
-    """Instructions on float64."""
+    """Number of float64 instructions."""
     digest: str
-    """What names this machine code (`Launch.digest`)."""
+    """Hash of the machine code (`Launch.digest`)."""
     error: str = ""
     """Why it did not compile."""
     seconds: float = 0.0
-    """Of compiling it now; 0 where a row of the table was taken over."""
+    """Compile time; 0 for a row reused from the table."""
 
 
 def compile_launch(launch: Launch) -> Resources:
-    """Compile for the launch's chip and read the machine code's needs."""
+    """Compile for the launch's chip and read the resources of the machine code."""
     began = time.perf_counter()
     try:
         with chip(launch.chip):
             compiled = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.constants)
-    except Exception as error:  # whatever the compiler raises belongs into the table
+    except Exception as error:  # compiler errors of any type are entries of the table
         why = f"{type(error).__name__}: {str(error).strip().splitlines()[-1:]}"
         return Resources(launch.name, launch.case, launch.chip, launch.tile, 0, 0, 0, "", 0, launch.digest, why)
     assert compiled.metadata.target.arch == int(launch.chip.removeprefix("sm_"))
@@ -220,7 +220,8 @@ def compile_launch(launch: Launch) -> Resources:
 
 
 def machine_code_needs(cubin: bytes) -> tuple[int, int]:
-    """(registers per thread, bytes of stack) of the one kernel in `cubin`."""
+    """Registers per thread and bytes of stack of the one kernel in `cubin`."""
+
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

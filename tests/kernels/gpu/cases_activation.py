@@ -1,4 +1,4 @@
-"""Launches of the gated activations that are compiled ahead of time: every formula in every dtype."""
+"""Ahead-of-time cases of the gated activations: every formula in every dtype."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from batchgen.kernels.gpu.activation import gated
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NAMES = ("silu", "gelu", "gelu_pytorch_tanh", "quick_gelu", "relu")
-"""The other names stand for one of these formulas."""
+"""The other names are aliases of these formulas."""
 
 
 def launches() -> Iterator[tuple[str, Callable[[], object]]]:

@@ -1,4 +1,4 @@
-"""Launches of attention and its merges that are compiled ahead of time, with the tiles of the chip compiled for."""
+"""Ahead-of-time cases of attention and its merges, with the tiles of the chip compiled for."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def _attention(dtype: torch.dtype, heads: int, layer: LayerKV, page_size: int, options: dict[str, Any]) -> None:
-    """A step with work for every launch: a chunk, groups of many rows and of one, long rows that are split."""
+    """Run a step with work for every launch: a chunk, groups of many rows and of one, long rows that are split."""
     rows = 130
     pool = KVPool.allocate([layer], 512, page_size, dtype, META)
     pages = np.ones(-(-4096 // page_size), np.int64)

@@ -1,4 +1,4 @@
-"""Launches of packed masks, compiled ahead of time: vocabularies of few and of many words, odd ones too."""
+"""Ahead-of-time cases of packed masks: vocabularies of few and of many words, and odd ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launches of counts and their penalties, compiled ahead of time."""
+"""Ahead-of-time cases of token counts and penalties."""
 
 from __future__ import annotations
 

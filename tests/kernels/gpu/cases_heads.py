@@ -1,4 +1,4 @@
-"""Launches of the heads' kernel that are compiled ahead of time: every head size, with and without norms."""
+"""Ahead-of-time cases of `qk_norm_rope_cache`: every head size, with and without norms."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from functools import partial
 
 import torch
 
-from batchgen.kernels.gpu.heads import rotate_and_store
+from batchgen.kernels.gpu.heads import qk_norm_rope_cache
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = ((9, 3, 64), (32, 8, 64), (32, 32, 80), (32, 32, 96), (16, 8, 128), (32, 8, 128), (64, 8, 128), (8, 4, 256))
-"""Heads, kv heads, head size. The tile depends on the head size only, but for models of very few heads."""
+"""Heads, kv heads, head size. The tile depends only on the head size, except for models with very few heads."""
 
 
 def launches() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -19,7 +19,7 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
         for heads, kv_heads, dim in SHAPES:
             for normed in (False, True):
                 name = str(dtype).removeprefix("torch.")
-                name = f"rotate_and_store[{name},N={heads},K={kv_heads},D={dim},norm={int(normed)}]"
+                name = f"qk_norm_rope_cache[{name},N={heads},K={kv_heads},D={dim},norm={int(normed)}]"
                 yield name, partial(_launch, dtype, heads, kv_heads, dim, normed)
 
 
@@ -31,4 +31,4 @@ def _launch(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, normed: boo
     tables = empty(7, 1, dim), empty(7, 1, dim)
     pool = empty(11, 16, kv_heads, dim), empty(11, 16, kv_heads, dim)
     qkv = empty(7, heads + 2 * kv_heads, dim)
-    rotate_and_store(qkv, heads, kv_heads, norm, norm, 1e-6, *tables, *pool, empty(7, dtype=torch.int64))
+    qk_norm_rope_cache(qkv, heads, kv_heads, norm, norm, 1e-6, *tables, *pool, empty(7, dtype=torch.int64))

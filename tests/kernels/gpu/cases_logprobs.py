@@ -1,4 +1,4 @@
-"""Launches of kernels that read logits, compiled ahead of time: vocabularies of real models, in every dtype."""
+"""Ahead-of-time cases of kernels that read logits: vocabularies of real models, in every dtype."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from batchgen.kernels.gpu import logprobs
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 VOCABS = (8192, 50_257, 151_936, 262_144)
-"""Of few blocks; not divisible by 16; of the widest models."""
+"""Few blocks; not divisible by 16; a common size; the largest models."""
 
 
 def launches() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -25,8 +25,8 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"token_logprobs[{name}]", partial(logprobs.token_logprobs, logits, tokens)
         known = torch.empty(7, dtype=torch.float32, device="meta")
         yield f"token_logprobs[{name},known]", partial(logprobs.token_logprobs, logits, tokens, known)
-        # What differs by k but the reading stands in cases_top.
+        # Variants by k, except for the scan, are in cases_top.
         yield f"top_logprobs[{name},k=20]", partial(logprobs.top_logprobs, logits, 20)
         for k in (0, 20, 128, 1024):
-            yield f"read_out[{name},k={k}]", partial(logprobs.read_out, logits, tokens, k)
+            yield f"gather_logprobs[{name},k={k}]", partial(logprobs.gather_logprobs, logits, tokens, k)
         yield f"mask_tokens[{name}]", partial(logprobs.mask_tokens, logits, tokens, tokens)

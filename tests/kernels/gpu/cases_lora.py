@@ -1,4 +1,4 @@
-"""Every launch of the low-rank kernels that a model can lead to, on tensors without memory."""
+"""Ahead-of-time cases of the LoRA kernels: every launch that a model can need, on meta tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _run(dtype: torch.dtype, width: int, rows: int) -> None:
 
 
 def launches() -> Iterator[tuple[str, Callable[[], None]]]:
-    """By dtype, the most ranks of a layer's adapters, and a tile's tokens."""
+    """Cases by dtype, the most ranks of a layer's adapters, and the tokens of a tile."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for width in (16, 32, 64):
             for rows in (16, 64):

@@ -1,4 +1,4 @@
-"""Launches of the batch-invariant products that are compiled ahead of time, with the tiles of the chip compiled for."""
+"""Ahead-of-time cases of the batch-invariant products, with the tiles of the chip compiled for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from batchgen.kernels.gpu.matmul import batched_matmul, linear
 
 SHAPES = ((1024, 1024), (2048, 1024), (1024, 4096), (4096, 4096), (1024, 6144), (4096, 28672), (1024, 151_936))
-"""Inputs and outputs of layers: of 0.6B and 8B models, and a head."""
+"""Inputs and outputs of layers of 0.6B and 8B models, and of an output head."""
 
 
 def launches() -> Iterator[tuple[str, Callable[[], object]]]:

@@ -1,4 +1,4 @@
-"""Every launch of the kernels for mixtures of experts that a model can lead to, on tensors without memory."""
+"""Ahead-of-time cases of the MoE kernels: every launch that a model can need, on meta tensors."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _route(dtype: torch.dtype, experts: int, routing: Routing, biased: bool) -> 
 
 
 def launches() -> Iterator[tuple[str, Callable[[], None]]]:
-    """Experts by dtype, gating and tile of the chip compiled for; routing by dtype and the models' ways of it."""
+    """Experts by dtype, gating and tile of the chip compiled for; routing by dtype and the rules of models."""
     tuning = chip_tuning(torch.device("meta"))
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         short = str(dtype).removeprefix("torch.")

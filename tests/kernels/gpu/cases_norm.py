@@ -1,4 +1,4 @@
-"""Launches of the norm kernels that are compiled ahead of time: the widths of real models, in every dtype."""
+"""Ahead-of-time cases of the norm kernels: widths of real models, in every dtype."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from batchgen.kernels.gpu.norm import add_rms_norm, rms_norm
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDTHS = (576, 1024, 2048, 4096, 8192, 16384)
-"""Hidden sizes; every size up to the largest takes the tile of the next power of 2."""
+"""Hidden sizes; every size up to the largest uses the tile of the next power of 2."""
 
 
 def launches() -> Iterator[tuple[str, Callable[[], object]]]:

@@ -1,4 +1,4 @@
-"""Launches of the rotation's tables that are compiled ahead of time: every head size in every dtype."""
+"""Ahead-of-time cases of the tables of rotary embeddings: every head size in every dtype."""
 
 from __future__ import annotations
 

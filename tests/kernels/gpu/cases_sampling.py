@@ -1,4 +1,4 @@
-"""Every form of the sampling kernels that the engine can choose, for compiling ahead of time."""
+"""Ahead-of-time cases of the sampling kernels: every form that the engine can choose."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def launches() -> Iterator[tuple[str, Callable[[], None]]]:
-    """A name and a call of a launcher with tensors that have no memory; V with and without 16-byte alignment."""
+    """Names and calls of launchers with meta tensors, for V with and without 16-byte alignment."""
 
     def ints() -> torch.Tensor:
         return torch.empty(4, dtype=torch.int64, device=META)
@@ -37,4 +37,4 @@ def launches() -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def _drop(result: object) -> None:
-    """What a launcher returns is of no use here."""
+    """Ignore the result of a launcher."""

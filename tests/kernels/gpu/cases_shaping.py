@@ -1,4 +1,4 @@
-"""Launches of the shaping of logits, compiled ahead of time."""
+"""Ahead-of-time cases of biases and masks."""
 
 from __future__ import annotations
 

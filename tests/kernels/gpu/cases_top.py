@@ -1,4 +1,4 @@
-"""Launches of the selection of the k largest, compiled ahead of time: every room for k, in every dtype."""
+"""Ahead-of-time cases of top-k: every capacity for k, in every dtype."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from batchgen.kernels.gpu import top
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 VOCAB = 151_936
-"""Wide enough for groups; rows that go without take the same kernels."""
+"""Wide enough for groups; rows without groups use the same kernels."""
 
 
 def launches() -> Iterator[tuple[str, Callable[[], object]]]:

@@ -1,4 +1,4 @@
-"""How close a kernel must come to the truth."""
+"""Comparison of a kernel's result with PyTorch's and with float64."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def assert_as_close(got: Tensor, plain: Tensor, exact: Tensor, tolerance: float = 1e-5) -> None:
-    """Hold a kernel's result to the truth: to twice the twin's error, in float32 with a tolerance.
+    """Check that a kernel's error is at most twice PyTorch's, in float32 plus a tolerance.
 
     Args:
-        got: the kernel's.
-        plain: the twin's, of the same inputs.
-        exact: float64.
-        tolerance: in float32, relative to each number and to the largest of all.
+        got: the kernel's result.
+        plain: PyTorch's result for the same inputs.
+        exact: the result in float64.
+        tolerance: for float32, relative to each value and to the largest of all.
     """
     assert got.shape == plain.shape == exact.shape
     assert got.dtype == plain.dtype
@@ -27,7 +27,7 @@ def assert_as_close(got: Tensor, plain: Tensor, exact: Tensor, tolerance: float 
     largest = float(exact.abs().max())
     error, allowed = (got.double() - exact).abs(), (plain.double() - exact).abs()
     if got.dtype == torch.float32:
-        # Beside the tolerance, as much again as the twin: formulas that cancel do so in both.
+        # In addition to the tolerance, twice PyTorch's error: formulas with cancellation have it in both.
         assert bool((error <= tolerance * (exact.abs() + largest) + 2 * allowed.max()).all())
         return
     spare = 1e-6 * largest

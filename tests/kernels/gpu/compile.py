@@ -1,11 +1,11 @@
-"""Compiles every kernel for chips that are not there and prints what each takes of them.
+"""Compile every kernel for chips that are not present, and print the resources of each.
 
     python -m tests.kernels.gpu.compile [--arch sm_80,sm_89,sm_90] [--only NAME] [--json FILE] [--write] [--quick]
 
-`--write` renews `resources.json`, the table that a test holds to bounds. `TRITON_INTERPRET` must not be set.
+`--write` updates `resources.json`, the table whose bounds a test checks. `TRITON_INTERPRET` must not be set.
 
-Every row of the table carries a digest of the kernel's source, its specialisation and Triton's version. `--quick` takes
-rows over whose digest stands, but for one of every kernel and chip, and compiles all others.
+Every row of the table has a digest of the kernel's source, its specialisation and Triton's version. `--quick` reuses
+rows with a matching digest, except one of every kernel and chip, and compiles all others.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def _compile(index: int) -> tuple[int, Any]:
 def compiled(
     chips: tuple[str, ...], modules: list[str], only: str, workers: int, known: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """Everything the table and its test ask: resources per specialisation, call sites, specialised integers.
+    """Results for the table and its test: resources per specialisation, call sites, specialised integers.
 
     Args:
-        chips: to compile for.
-        modules: whose cases; all beside this file where none is named.
-        only: what the names of kernels or cases hold.
-        workers: processes.
-        known: rows by digest that are taken over, but for one of every kernel and chip.
+        chips: chips to compile for.
+        modules: modules of cases; empty: all in this folder.
+        only: substring of the names of kernels or cases; "" for all.
+        workers: number of processes.
+        known: rows by digest that are reused, except one of every kernel and chip.
     """
     import triton
 
@@ -56,7 +56,7 @@ def compiled(
     ]
     todo = [index for index, row in enumerate(rows) if row is None]
     _found[:] = launches
-    # Workers inherit what was recorded: kernels and meta tensors need not travel.
+    # Forked workers inherit the recorded launches: kernels and meta tensors need not be pickled.
     with multiprocessing.get_context("fork").Pool(workers) as pool:
         for done, (index, row) in enumerate(pool.imap_unordered(_compile, todo), 1):
             rows[index] = row
@@ -85,7 +85,7 @@ def _line(row: Any) -> str:
 
 
 def written(result: dict[str, Any]) -> str:
-    """The table as it is committed: a line per row, without what varies from run to run."""
+    """The table in its committed form: one line per row, without values that vary from run to run."""
     drop = ("seconds", "error")
     rows = sorted(result["rows"], key=lambda r: (r["kernel"], r["case"], r["chip"], r["digest"]))
     lines = [json.dumps({k: v for k, v in row.items() if k not in drop}) for row in rows]
@@ -96,16 +96,16 @@ def written(result: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.kernels.gpu.compile", description=__doc__)
     parser.add_argument("--arch", default="sm_80,sm_89,sm_90", help="chips, separated by commas")
-    parser.add_argument("--only", default="", help="kernels or cases whose name holds this")
-    parser.add_argument("--json", type=Path, help="write everything here")
-    parser.add_argument("--write", action="store_true", help=f"renew {TABLE.name}")
-    parser.add_argument("--cache", type=Path, help="keep compiled kernels here; default a folder that is removed")
-    parser.add_argument("--cases", nargs="*", default=[], help="modules with launches(); default all beside this one")
+    parser.add_argument("--only", default="", help="compile kernels or cases whose name contains this")
+    parser.add_argument("--json", type=Path, help="file for all results")
+    parser.add_argument("--write", action="store_true", help=f"update {TABLE.name}")
+    parser.add_argument("--cache", type=Path, help="folder for compiled kernels; default: a temporary folder")
+    parser.add_argument("--cases", nargs="*", default=[], help="modules with launches(); default: all in this folder")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help=f"take over rows of {TABLE.name} that still hold")
+    parser.add_argument("--quick", action="store_true", help=f"reuse rows of {TABLE.name} that are still valid")
     args = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
-        parser.error("TRITON_INTERPRET is set: the interpreter compiles nothing; unset it")
+        parser.error("TRITON_INTERPRET is set, so nothing would be compiled: unset it")
     table = json.loads(TABLE.read_text("utf-8"))["rows"] if args.quick and TABLE.exists() else []
     known = {row["digest"]: row for row in table}
     with tempfile.TemporaryDirectory() as folder:

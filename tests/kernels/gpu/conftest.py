@@ -1,4 +1,4 @@
-"""Kernels here run in Triton's interpreter, and whatever `torch.empty` hands out is full of not-a-numbers."""
+"""Kernels here run in Triton's interpreter; `torch.empty` fills new memory with not-a-numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(autouse=True, scope="module")
 def poisoned() -> Iterator[None]:
-    """What a kernel forgets to write must show."""
+    """Fill new memory with not-a-numbers, so that missing writes show."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)  # fills fresh memory, as torch documents
     assert bool(torch.empty(3).isnan().all())

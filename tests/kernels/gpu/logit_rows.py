@@ -1,4 +1,4 @@
-"""Logits for tests of kernels that read rows: as models give them, and as they should never be."""
+"""Logits for tests of kernels that read rows: as models produce them, with ties, and with unusual strides."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["drawn", "strided", "tied"]
 
 
 def drawn(rows: int, vocab: int, dtype: torch.dtype = torch.float32, seed: int = 0, size: float = 4.0) -> Tensor:
-    """Random logits, some of them masked where there are enough."""
+    """Random logits, some of them masked if there are enough."""
     generator = torch.Generator().manual_seed(seed)
     logits = size * torch.randn(rows, vocab, generator=generator)
     if vocab > 4:
@@ -19,14 +19,14 @@ def drawn(rows: int, vocab: int, dtype: torch.dtype = torch.float32, seed: int =
 
 
 def tied(rows: int, vocab: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Few different values, both zeros among them."""
+    """Logits with few different values, among them both zeros."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.tensor([-torch.inf, -1.5, -0.0, 0.0, 2.0, 2.0])
     return values[torch.randint(0, len(values), (rows, vocab), generator=generator)].to(dtype)
 
 
 def strided(logits: Tensor, kind: str) -> Tensor:
-    """The same logits, laid out otherwise: rows apart, transposed, every second row, or as they are."""
+    """The same logits with other strides: padded rows, transposed, every second row, or contiguous."""
     rows, vocab = logits.shape
     if kind == "padded":
         wide = torch.full((rows, vocab + 5), torch.nan, dtype=logits.dtype)

@@ -1,4 +1,4 @@
-"""Kernels that prove the proof: a product on tensor cores, which spills in float32, and one that cannot be compiled."""
+"""Kernels for tests of the checks: a tensor-core product, which spills in float32, and one that does not compile."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Launches as steps of many sizes make them: they may need no machine code but what the cases beside this compile.
+"""Launches of steps of many sizes, which must not need other machine code than the `cases_<op>` modules compile.
 
-Each is a shape that stands in the `cases_<op>.py` too, with the numbers that change from step to step: tokens, rows,
-pairs, work items, the room of tables.
+Each has a shape of those modules, with other values of what changes from step to step: tokens, rows, pairs, work
+items, the room of tables.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from batchgen.kernels.counts import CountLists
 from batchgen.kernels.gpu import bitmask, counts, filtering, logprobs, noise, sampling, shaping, top
 from batchgen.kernels.gpu.activation import gated
 from batchgen.kernels.gpu.attention import TritonAttention
-from batchgen.kernels.gpu.heads import rotate_and_store
+from batchgen.kernels.gpu.deterministic_attention import DeterministicTritonAttention
+from batchgen.kernels.gpu.heads import qk_norm_rope_cache
 from batchgen.kernels.gpu.lora import add_lora
 from batchgen.kernels.gpu.matmul import linear
 from batchgen.kernels.gpu.merge import merge_parts
 from batchgen.kernels.gpu.moe import moe_experts, route
 from batchgen.kernels.gpu.norm import add_rms_norm, rms_norm
 from batchgen.kernels.gpu.rope import rope_tables
-from batchgen.kernels.gpu.walk import WalkAttention
 from batchgen.kernels.lora import OUTPUT_BLOCK, LoraPairs, LoraStack, LoraStep, LoraTiles
 from batchgen.kernels.moe import Experts, Routing
 from batchgen.kernels.sampling import SamplingColumns
@@ -35,7 +35,7 @@ META = torch.device("meta")
 SIZES = (1, 16, 17, 1000)
 DTYPE = torch.bfloat16
 VOCABS = 262_144, 151_936
-"""Of what reads logits, and of what selects and shapes, as in the cases of both."""
+"""Vocabularies of functions that read logits, and of those that select and mask, as in the cases of both."""
 
 
 def launches() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -69,7 +69,10 @@ def _dense(tokens: int) -> Cases:
     tables = _empty(tokens, 1, 128), _empty(tokens, 1, 128)
     pools = _empty(11 + tokens, 16, 8, 128), _empty(11 + tokens, 16, 8, 128)
     qkv, norm = _empty(tokens, 32 + 2 * 8, 128), _empty(128)
-    yield "rotate_and_store", partial(rotate_and_store, qkv, 32, 8, norm, norm, 1e-6, *tables, *pools, _ints(tokens))
+    yield (
+        "qk_norm_rope_cache",
+        partial(qk_norm_rope_cache, qkv, 32, 8, norm, norm, 1e-6, *tables, *pools, _ints(tokens)),
+    )
 
 
 def _logits(rows: int) -> Cases:
@@ -78,7 +81,7 @@ def _logits(rows: int) -> Cases:
     yield "log_normalizers", partial(logprobs.log_normalizers, logits)
     yield "token_logprobs", partial(logprobs.token_logprobs, logits, tokens, _floats(rows))
     for k in (0, 17, 20):
-        yield f"read_out {k}", partial(logprobs.read_out, logits, tokens, k)
+        yield f"gather_logprobs {k}", partial(logprobs.gather_logprobs, logits, tokens, k)
     yield "mask_tokens", partial(logprobs.mask_tokens, logits, tokens, tokens)
 
 
@@ -115,7 +118,7 @@ def _adapters(tokens: int) -> Cases:
         ints(adapters, 2), ints(adapters, outputs // OUTPUT_BLOCK, 2), width,
     )  # fmt: skip
     for rows in (16, 64):
-        # Both come to the device in one piece: the second begins wherever the first ends.
+        # Both are uploaded in one transfer: the second begins where the first ends.
         count = -(-tokens // rows)
         piece = _ints(tokens + 3 * count)
         tiles = LoraTiles(piece[:tokens], piece[tokens:].view(count, 3), rows)
@@ -137,7 +140,7 @@ def _attention(rows: int) -> Cases:
 
 
 def _attend(layer: LayerKV, rows: int) -> None:
-    """Several steps of so many rows: a chunk or none, in groups or none, short contexts and long ones."""
+    """Several steps of `rows` rows: with and without a chunk, with and without groups, short and long contexts."""
     pool = KVPool.allocate([layer], 512, 16, DTYPE, META)
     for chunk in (0, 1, 16, rows):
         for grouped in (0, 1, rows // 2, rows):
@@ -150,4 +153,4 @@ def _attend(layer: LayerKV, rows: int) -> None:
                 batch = AttentionBatch(_ints(chunk + rows), chunks, chunk, groups, table, lens, start, length)
                 query = _empty(chunk + rows, 16, 128)
                 TritonAttention(pool, batch, multiprocessors=132).attend_stored(0, query, scale=0.1)
-                WalkAttention(pool, batch).attend_stored(0, query, scale=0.1)
+                DeterministicTritonAttention(pool, batch).attend_stored(0, query, scale=0.1)

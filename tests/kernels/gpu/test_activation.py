@@ -1,4 +1,4 @@
-"""The gated activations in Triton's interpreter, against their twin and float64."""
+"""The gated activations in Triton's interpreter, against PyTorch and float64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchgen.kernels import activation as twin
+from batchgen.kernels import activation as pytorch
 from batchgen.kernels.gpu import activation as gpu
 from tests.kernels.gpu.closeness import DTYPES, assert_as_close
 
@@ -40,11 +40,11 @@ def check(gate_up: Tensor, name: str) -> None:
     got = gpu.gated(gate_up, name)
     assert got.is_contiguous()
     assert torch.equal(gate_up, before)
-    assert_as_close(got, twin.gated(gate_up, name), exact_gated(gate_up, name))
+    assert_as_close(got, pytorch.gated(gate_up, name), exact_gated(gate_up, name))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", twin.ACTIVATIONS)
+@pytest.mark.parametrize("name", pytorch.ACTIVATIONS)
 def test_gated(name: str, dtype: torch.dtype) -> None:
     check(randn(5, 2 * 37, dtype=dtype), name)
 
@@ -55,24 +55,24 @@ def test_widths(inner: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", twin.ACTIVATIONS)
+@pytest.mark.parametrize("name", pytorch.ACTIVATIONS)
 def test_large_and_small_gates(name: str, dtype: torch.dtype) -> None:
-    """Nothing overflows on the way: the interpreter's warnings are errors."""
+    """No intermediate overflow: the interpreter's warnings are errors."""
     gate = torch.tensor([0.0, 1e-6, -1e-6, 1e-3, -1e-3, 5.0, -5.0, 12.0, -12.0, 100.0, -100.0, 3e4, -3e4], dtype=dtype)
     up = torch.full_like(gate, 1.5)
-    got, plain = gpu.gated(torch.cat((gate, up))[None], name), twin.gated(torch.cat((gate, up))[None], name)
+    got, plain = gpu.gated(torch.cat((gate, up))[None], name), pytorch.gated(torch.cat((gate, up))[None], name)
     torch.testing.assert_close(got, plain, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-6)
     assert not got.isnan().any()
 
 
-@pytest.mark.parametrize("name", twin.ACTIVATIONS)
-def test_not_a_number_stays_one(name: str) -> None:
+@pytest.mark.parametrize("name", pytorch.ACTIVATIONS)
+def test_not_a_number_stays_not_a_number(name: str) -> None:
     got = gpu.gated(torch.tensor([[1.0, torch.nan, 2.0, 1.0, 1.0, torch.nan]]), name)
     assert got.isnan().tolist() == [[False, True, True]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_that_lie_apart(dtype: torch.dtype) -> None:
+def test_rows_with_gaps(dtype: torch.dtype) -> None:
     check(randn(6, 100, dtype=dtype)[::2, 7:49], "silu")
 
 
@@ -81,7 +81,7 @@ def test_a_step_without_tokens() -> None:
 
 
 def test_an_unknown_name() -> None:
-    for module in (gpu, twin):
+    for module in (gpu, pytorch):
         with pytest.raises(KeyError):
             module.gated(torch.zeros(1, 2), "laurel")  # type: ignore[attr-defined]
 
@@ -91,7 +91,7 @@ def test_an_unknown_name() -> None:
     rows=st.integers(1, 9),
     inner=st.integers(1, 200),
     dtype=st.sampled_from(DTYPES),
-    name=st.sampled_from(sorted(twin.ACTIVATIONS)),
+    name=st.sampled_from(sorted(pytorch.ACTIVATIONS)),
     size=st.sampled_from([0.1, 1.0, 10.0]),
     seed=st.integers(0, 99),
 )

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchgen.kernels import chunk_prefixes
-from batchgen.kernels.attention import TorchAttention
+from batchgen.kernels.attention import work_items as chunk_prefixes
+from batchgen.kernels.attention.reference import reference_attention
+from batchgen.kernels.attention.torch_attention import TorchAttention
 from batchgen.kernels.chips import AttentionTile, known_chips, tuning_of
 from batchgen.kernels.gpu import attention as module
 from batchgen.kernels.gpu.attention import TritonAttention
 from batchgen.kernels.gpu.merge import merge_parts
 from batchgen.kernels.gpu.work_list import FIELDS, GROUPS, LARGE, SMALL, WorkList
-from batchgen.kernels.reference import reference_attention
 from batchgen.kernels.types import AttentionBatch, GroupPages
 from tests.kernels.steps import (
     Shape,
@@ -40,7 +40,7 @@ SCALE = 0.3
 
 @dataclass(frozen=True)
 class Tiles:
-    """Small tiles whatever the dtype, so that few tokens fill them. Stands in for a chip's tuning."""
+    """Small tiles for every dtype, so that few tokens fill them; replaces a chip's tuning."""
 
     keys: int = 16
     split_keys: int = 1 << 20
@@ -65,7 +65,7 @@ def attend(step: Step, tuning: Any = TILES, **options: Any) -> Tensor:
 
 
 def check(step: Step, tuning: Any = TILES, **options: Any) -> None:
-    """Hold a step to the oracle; in low precision by twice the error of the plain backend."""
+    """Compare a step with the reference; in low precision allow twice the error of the PyTorch backend."""
     keys, values = step.filled()
     exact = reference_attention(step.batch, step.query, keys, values, scale=SCALE, **options)
     plain = TorchAttention(step.pool, step.batch).attend(
@@ -75,7 +75,7 @@ def check(step: Step, tuning: Any = TILES, **options: Any) -> None:
 
 
 def mixed(shape: Shape, seed: int = 0) -> Step:
-    """Chunks with and without a past, decode rows alone, in a group and in two."""
+    """Chunks with and without a past, decode rows without a group, in one and in two."""
     b = StepBuilder(shape, seed=seed)
     b.chunk(35)
     b.chunk(1, past=50)
@@ -106,18 +106,18 @@ def with_sinks(options: dict[str, Any], heads: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads", "tuning"), [(4, 2, TILES), (3, 1, SPLITTING)], ids=["whole", "split"])
-def test_mixed_step_equals_the_oracle(heads: int, kv_heads: int, tuning: Any, options: dict[str, Any]) -> None:
+def test_a_mixed_step_equals_the_reference(heads: int, kv_heads: int, tuning: Any, options: dict[str, Any]) -> None:
     check(mixed(Shape(heads, kv_heads)), tuning, **with_sinks(options, heads))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_low_precision_is_as_good_as_plain_low_precision(dtype: torch.dtype, options: dict[str, Any]) -> None:
+def test_low_precision_is_as_accurate_as_pytorch(dtype: torch.dtype, options: dict[str, Any]) -> None:
     check(mixed(Shape(4, 2, dtype=dtype)), **with_sinks(options, 4))
 
 
 def small_step(shape: Shape, seed: int = 0) -> Step:
-    """A chunk with a past, a lone row, a group of two."""
+    """A chunk with a past, a single row, a group of two."""
     b = StepBuilder(shape, seed=seed)
     b.chunk(11, past=9)
     b.decode(20)
@@ -181,7 +181,7 @@ def group_of_many(b: StepBuilder) -> None:
 
 
 def tree(b: StepBuilder) -> None:
-    """Three levels: all rows, two branches, four leaves of ragged sizes."""
+    """Three levels: all rows, two branches, four leaves of different sizes."""
     rows = [b.decode(1 + i % 4, own_start=64) for i in range(9)]
     b.group(rows, 0, 1)
     b.group(rows[:5], 16, 2)
@@ -227,10 +227,10 @@ def test_long_runs_are_split_and_merged(fill: Callable[[StepBuilder], None], opt
 
 @pytest.mark.parametrize("options", [{}, {"window": 40, "sinks": True}], ids=str)
 @pytest.mark.parametrize("tuning", [TILES, SPLITTING], ids=["whole", "split"])
-def test_short_chunks_share_the_pages_that_they_begin_with(
+def test_short_chunks_share_their_common_pages(
     monkeypatch: pytest.MonkeyPatch, tuning: Any, options: dict[str, Any]
 ) -> None:
-    """Beside a decode row in a group and one alone: parts are taken in, merged and written directly in one step."""
+    """With decode rows in a group and without: one step folds parts, merges parts and writes results directly."""
     monkeypatch.setattr(chunk_prefixes, "LEAST_KEYS", 32)
     b = StepBuilder(Shape(2, 1))
     prefix = b.pages(32)
@@ -242,7 +242,7 @@ def test_short_chunks_share_the_pages_that_they_begin_with(
     step = b.build()
     check(step, tuning, **with_sinks(options, 2))
     work = attention_of(step, tuning).work(0, 2, options.get("window"))
-    chunks = 3 + 5 + 9 + 2  # a chunk of one token takes its part in by itself
+    chunks = 3 + 5 + 9 + 2  # a chunk of one token folds its part itself
     assert work.num_merges == chunks if tuning is TILES else work.num_merges > chunks
 
 
@@ -268,7 +268,7 @@ def test_keys_and_values_are_stored_where_the_slots_say() -> None:
     torch.testing.assert_close(step.pool.values[0], values, equal_nan=True)
 
 
-def test_what_stands_in_the_pool_is_attended_to_and_left_alone() -> None:
+def test_stored_keys_are_attended_to_and_unchanged() -> None:
     step = small_step(Shape(4, 2))
     expected = attend(step)
     before = step.pool.keys[0].clone()
@@ -281,10 +281,10 @@ def test_what_stands_in_the_pool_is_attended_to_and_left_alone() -> None:
     torch.testing.assert_close(step.pool.keys[0], before, equal_nan=True)
 
 
-# The interpreter's maximum is numpy's, which warns of rows without a number; a GPU's does not.
+# The interpreter's maximum is numpy's, which warns about rows without a number; a GPU's does not.
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
 @pytest.mark.parametrize("poisoned", [0, 1, 2])
-def test_a_poisoned_neighbour_does_not_spread(poisoned: int) -> None:
+def test_not_a_numbers_of_other_rows_do_not_spread(poisoned: int) -> None:
     b = StepBuilder(Shape(2, 1))
     rows = [b.decode(n, own_start=32) for n in (9, 30, 12)]
     b.group(rows, 0, 2)
@@ -298,8 +298,8 @@ def test_a_poisoned_neighbour_does_not_spread(poisoned: int) -> None:
     torch.testing.assert_close(got[others], clean[others], rtol=0, atol=1e-6)
 
 
-def test_sinks_count_once_beside_several_parts() -> None:
-    """With values of 1, the output is the share of the softmax that is not the sink's."""
+def test_sinks_count_once_with_several_parts() -> None:
+    """With values of 1, the output is the softmax weight of all positions, without the sink's."""
     b = StepBuilder(Shape(2, 1))
     rows = [b.decode(3, own_start=64) for _ in range(2)]
     b.group(rows, 0, 2)
@@ -333,7 +333,7 @@ def test_layers_of_different_shapes_share_one_step() -> None:
 
 
 def test_queries_may_be_strided_views() -> None:
-    """A fused projection hands out slices of one tensor, transformers turned ones."""
+    """A fused projection returns slices of one tensor, transformers returns transposed ones."""
     step = small_step(Shape(4, 2))
     expected = attend(step)
     fused = torch.cat([step.query, step.key, step.value], 1)
@@ -343,8 +343,8 @@ def test_queries_may_be_strided_views() -> None:
     torch.testing.assert_close(attend(step), expected, rtol=0, atol=0)
 
 
-def group_oracle(step: Step, row: int, window: int | None, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """A decode row over its groups' pages alone, in float64: [N, Dv] and the log-sum-exp [N]."""
+def group_reference(step: Step, row: int, window: int | None, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """A decode row over its groups' pages only, in float64: [N, Dv] and the log-sum-exp [N]."""
     batch, size, heads = step.batch, step.pool.page_size, step.query.shape[1]
     assert batch.decode_own_start is not None
     assert batch.decode_lens is not None
@@ -367,7 +367,7 @@ def group_oracle(step: Step, row: int, window: int | None, softcap: float | None
 
 @pytest.mark.parametrize("tuning", [TILES, SPLITTING], ids=["whole", "split"])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (21, None), (60, 3.0)])
-def test_prefix_parts_are_the_groups_alone(window: int | None, softcap: float | None, tuning: Any) -> None:
+def test_prefix_parts_cover_the_groups_only(window: int | None, softcap: float | None, tuning: Any) -> None:
     b = StepBuilder(Shape(2, 1))
     b.chunk(20)
     b.decode(9)
@@ -378,7 +378,7 @@ def test_prefix_parts_are_the_groups_alone(window: int | None, softcap: float | 
     assert lse.shape == (10, 2)
     assert (out.dtype, lse.dtype) == (torch.float32, torch.float32)
     for row in range(10):
-        exact, exact_lse = group_oracle(step, row, window, softcap)
+        exact, exact_lse = group_reference(step, row, window, softcap)
         torch.testing.assert_close(out[row].double(), exact, rtol=0, atol=1e-5)
         torch.testing.assert_close(lse[row].double(), exact_lse, rtol=1e-5, atol=1e-5)
     assert bool((lse[0] == -math.inf).all())
@@ -396,7 +396,7 @@ def test_prefix_parts_merge_with_the_rows_own_pages_into_the_whole() -> None:
     zero = np.zeros_like(own_lens)
     alone = AttentionBatch(step.batch.slot_mapping, [], 0, [], own_pages, own_lens, zero, int(own_lens.max()))
     own = TritonAttention(step.pool, alone, TILES, 4).attend_stored(0, step.query, scale=SCALE)
-    # The own part's log-sum-exp, by making it a group: the rows' first pages.
+    # The own part's log-sum-exp: treat the rows' first pages as a group.
     as_group = [GroupPages(np.array([row]), pages[:1], 0) for row, pages in enumerate(own_pages)]
     assert int(own_lens.max()) <= 16
     lse = torch.stack([own_lse(step, row, pages.pages, int(own_lens[row])) for row, pages in enumerate(as_group)])
@@ -410,7 +410,7 @@ def own_lse(step: Step, row: int, pages: np.ndarray[Any, np.dtype[np.int64]], le
 
 
 def test_padded_item_lists_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Items of no tokens and merges of nobody: what a list of fixed length is filled up with."""
+    """Items without tokens and merges without a token, as padding of lists of fixed length."""
     b = StepBuilder(Shape(2, 1))
     long_row(b)
     b.chunk(40)
@@ -424,7 +424,7 @@ def test_padded_item_lists_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def padded(work: WorkList) -> WorkList:
-    """Two items of nothing per launch, one merge of nobody."""
+    """Add two empty items per launch and one merge without a token."""
     packed, slices = [], []
     sections = [*work.items, work.rows, work.positions, work.pages, work.parts, *work.merges]
     for number, section in enumerate(sections):
@@ -445,7 +445,7 @@ def padded(work: WorkList) -> WorkList:
     )
 
 
-def test_one_list_serves_all_layers_and_one_copy_takes_it_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_layers_share_one_list_and_one_upload(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     plan = module.plan_step
     monkeypatch.setattr(module, "plan_step", lambda batch, shape: made.append(shape.window) or plan(batch, shape))
@@ -473,7 +473,7 @@ def test_any_step(
     tuning: Any,
     seed: int,
 ) -> None:
-    """Chunks, and rows in none, one or two nested groups."""
+    """Chunks, and rows in zero, one or two nested groups."""
     b = StepBuilder(Shape(2, 1, 8, 8, page_size), seed=seed)
     for q_len, past in chunks:
         b.chunk(q_len, past=past)

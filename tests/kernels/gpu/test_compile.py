@@ -1,8 +1,8 @@
-"""Every kernel compiles for every chip, within the chip's registers and shared memory; and every kernel is a case.
+"""Every kernel has a case and compiles for every chip, within the chip's registers and shared memory.
 
-The compiler runs in a process of its own, without the interpreter, through the command that also writes the committed
-table (`compile.py`). What it compiled is the launchers' own specialisation; that it also computes the right thing is
-the interpreter's to prove, and that it is fast a GPU's.
+The compiler runs in a separate process, without the interpreter, through the command that also writes the committed
+table (`compile.py`). It compiles the launchers' own specialisations. The tests in the interpreter check the results of
+kernels, and the GPU checks their speed.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ REGISTERS = 255
 MOST_NEW = 200
 
 MAY_SPILL = {"rope._rope_tables": 40}
-"""Kernel -> most bytes of stack; all others have none. Sine and cosine keep a table of pi there for large angles."""
+"""Kernel -> most bytes of stack; 0 for others. Sine and cosine keep a table of pi there for large angles."""
 
-MAY_SPILL_IN_FLOAT32 = {"walk_kernel.walk_kernel": 264}
-"""The same for float32 operands, whose products run without tensor cores: a proof's dtype, not one that is fast."""
+MAY_SPILL_IN_FLOAT32 = {"deterministic_attention.deterministic_attention_kernel": 264}
+"""The same for float32 operands, whose products do not use tensor cores: a dtype for tests, not for speed."""
 
 MAY_USE_FLOAT64 = {"rope._rope_tables", "sampling._sample", "filtering._filter"}
-"""The reduction of large angles, once per token and frequency; sums of masses, once per candidate."""
+"""Kernels with float64: the reduction of large angles, once per token and frequency; sums of masses."""
 
 MULTIPLY = {
     "attention_kernel.attention_kernel",
-    "walk_kernel.walk_kernel",
+    "deterministic_attention.deterministic_attention_kernel",
     "lora._shrink",
     "lora._expand",
     "moe._gate_up",
@@ -51,11 +51,11 @@ MULTIPLY = {
 
 FIXED_BY_THE_MODEL = {
     "bitmask._bitmask_kernel": {"vocab", "blocks"},
-    # Room in a list of counts: a power of two from 64 on, and so a multiple of 16 whatever it grows to.
+    # Room in a list of counts is a power of two from 64 on, and so always a multiple of 16.
     "counts._count_kernel": {"width"},
     "counts._penalise_kernel": {"width"},
     "filtering._filter": {"vocab"},
-    "heads._rotate_and_store": {
+    "heads._qk_norm_rope_cache": {
         *("qkv_token", "qkv_head", "table_token"),
         *("key_slot", "key_head", "value_slot", "value_head"),
     },
@@ -77,14 +77,14 @@ FIXED_BY_THE_MODEL = {
     "top._groups_kernel": {"groups"},
     "top._logits_kernel": {"vocab"},
 }
-"""Kernel -> integers, besides strides, that choose the machine code by their value (1, multiples of 16, others).
+"""Kernel -> integers, except strides, whose value selects the machine code (1, multiples of 16, others).
 
-A model fixes them; what varies from step to step may not stand here, or it would compile in the middle of a run.
+The model fixes these values. Values that vary from step to step must not be listed: they would compile during a run.
 """
 
 
 def run(folder: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
-    """Exit code, result and messages of the command."""
+    """Run the command: exit code, results and messages."""
     path = folder / "result.json"
     command = [sys.executable, "-m", "tests.kernels.gpu.compile", "--json", str(path), "--workers", "1", *arguments]
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -107,7 +107,7 @@ def test_every_kernel_fits_the_chip(chip: str, tmp_path: Path) -> None:
     for kernel, names in result["specialised"].items():
         by_value = {name for name in names if "stride" not in name}
         assert by_value <= FIXED_BY_THE_MODEL.get(kernel, set()), kernel
-    assert result["beyond"] == [], "a step's size chooses the machine code"
+    assert result["beyond"] == [], "the size of a step selects the machine code"
 
 
 def test_the_committed_table_is_within_the_bounds() -> None:
@@ -117,7 +117,7 @@ def test_the_committed_table_is_within_the_bounds() -> None:
 
 
 def problems(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """What each row takes beyond its chip."""
+    """Resources of each row that exceed its chip."""
     for row in rows:
         where = f"{row['kernel']} ({row['case']}) on {row['chip']}"
         if row["registers"] > REGISTERS:
@@ -135,11 +135,11 @@ def problems(rows: list[dict[str, Any]]) -> Iterator[str]:
                 yield f"{where}: multiplies by {row['products'] or 'no tensor cores'} ({row['tile']})"
 
 
-def test_the_limits_are_the_chip_table_s() -> None:
+def test_the_limits_equal_the_chip_table() -> None:
     assert {chip: tuning_of(chip).shared_bytes for chip in CHIPS} == SHARED
 
 
-# Which kernels there are, read from the source.
+# The kernels that exist, from the source.
 
 
 def jitted(tree: ast.Module) -> list[ast.FunctionDef]:
@@ -151,7 +151,7 @@ TREES = {path: ast.parse(path.read_text()) for path in sorted(KERNELS.glob("*.py
 
 
 def entry_kernels() -> set[str]:
-    """`<file>.<function>` of every jitted function that no other one uses."""
+    """`<file>.<function>` of every jitted function that is not called by another."""
     used = {
         node.id
         for tree in TREES.values()
@@ -173,7 +173,7 @@ def launch_sites() -> list[tuple[str, int, int]]:
 
 
 def missing(result: dict[str, Any]) -> list[str]:
-    """Kernels that no case compiles and calls of `launch` that no case reaches."""
+    """Kernels that no case compiles, and calls of `launch` that no case reaches."""
     kernels = entry_kernels() - {row["kernel"] for row in result["rows"]}
     reached = [(name, int(line)) for name, line in (site.split(":") for site in result["sites"])]
     sites = [
@@ -184,7 +184,7 @@ def missing(result: dict[str, Any]) -> list[str]:
     return [*sorted(kernels), *sites]
 
 
-def test_kernels_start_through_the_one_door() -> None:
+def test_all_kernels_start_through_launch() -> None:
     starts = [
         f"{path.name}:{node.lineno}"
         for path, tree in TREES.items()
@@ -196,11 +196,11 @@ def test_kernels_start_through_the_one_door() -> None:
     assert entry_kernels()
 
 
-# That the proof can fail.
+# The checks themselves can fail.
 
 
 @pytest.mark.slow
-def test_the_command_tells_what_is_wrong(tmp_path: Path) -> None:
+def test_the_command_reports_errors(tmp_path: Path) -> None:
     code, result, messages = run(tmp_path, "--arch", "sm_80,sm_90", "--cases", "tests.kernels.gpu.probes")
     assert code == 1
     assert "6 compiled kernels, 2 failed" in messages
@@ -227,9 +227,9 @@ def test_the_command_tells_what_is_wrong(tmp_path: Path) -> None:
     assert missing(result)
 
 
-def test_the_command_refuses_the_interpreter() -> None:
+def test_the_command_rejects_the_interpreter() -> None:
     command = [sys.executable, "-m", "tests.kernels.gpu.compile"]
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr.endswith("TRITON_INTERPRET is set: the interpreter compiles nothing; unset it\n")
+    assert done.stderr.endswith("TRITON_INTERPRET is set, so nothing would be compiled: unset it\n")

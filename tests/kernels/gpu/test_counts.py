@@ -1,4 +1,4 @@
-"""Counts and penalties in Triton's interpreter, against the twins."""
+"""Token counts and penalties in Triton's interpreter, against PyTorch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchgen.kernels import counts as twin
+from batchgen.kernels import counts as pytorch
 from batchgen.kernels.counts import CountLists
 from batchgen.kernels.gpu import counts as gpu
 from tests.kernels.gpu.logit_rows import drawn, strided
@@ -35,35 +35,35 @@ def columns(rows: int, seed: int) -> list[Tensor]:
 def test_penalties(rows: int, vocab: int, longest: int, kind: str) -> None:
     logits = strided(drawn(rows, vocab), kind)
     expected = logits.clone()
-    told = outputs(rows, vocab, longest)
-    lists = lists_of(told, outputs(rows, vocab, longest // 2, seed=1))
+    listed_tokens = outputs(rows, vocab, longest)
+    lists = lists_of(listed_tokens, outputs(rows, vocab, longest // 2, seed=1))
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(rows))
     slots = order + 1
-    slots[-1] = -(rows % 2)  # nobody
-    for ours, those in ((gpu, logits), (twin, expected)):
+    slots[-1] = -(rows % 2)  # no slot
+    for ours, those in ((gpu, logits), (pytorch, expected)):
         ours.penalise(those, order, slots, lists, *columns(rows, vocab), max(1, int(lists.used.max())))
     torch.testing.assert_close(logits, expected, rtol=3e-7, atol=1e-6)
 
 
 @pytest.mark.parametrize("factor", [0.3, 1.1, 2.0])
-def test_repetition_alone_is_the_twins_to_the_bit(factor: float) -> None:
+def test_repetition_only_equals_pytorch_bitwise(factor: float) -> None:
     logits = drawn(3, 100)
     expected = logits.clone()
     lists, rows = lists_of(outputs(3, 100, 90)), torch.arange(3)
-    for ours, those in ((gpu, logits), (twin, expected)):
+    for ours, those in ((gpu, logits), (pytorch, expected)):
         rest = torch.full((3,), factor), torch.zeros(3), torch.zeros(3)
         ours.penalise(those, rows, rows + 1, lists, *rest, lists.ids.shape[1])
     assert torch.equal(logits, expected)
 
 
-# The interpreter's numpy tells of the quotient that is then cut to the largest float.
+# The interpreter's numpy warns about the quotient, which is then clamped to the largest float.
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize("factor", [1e-45, 1e-38, 2.0])
 def test_no_penalty_makes_a_row_unusable(factor: float) -> None:
     logits = torch.tensor([[3.0, -3.0, 0.0, -torch.inf, 1.0, 3e38]])
     expected = logits.clone()
     lists, row = lists_of([[0, 1, 2, 3, 5]]), torch.tensor([0])
-    for ours, those in ((gpu, logits), (twin, expected)):
+    for ours, those in ((gpu, logits), (pytorch, expected)):
         rest = torch.full((1,), factor), torch.zeros(1), torch.zeros(1)
         ours.penalise(those, row, row + 1, lists, *rest, 5)
     assert torch.equal(logits, expected)
@@ -72,16 +72,16 @@ def test_no_penalty_makes_a_row_unusable(factor: float) -> None:
 
 @pytest.mark.parametrize(("vocab", "longest"), [(1, 1), (30, 40), (5000, 2500)])
 def test_counts(vocab: int, longest: int) -> None:
-    """Lists of none, one and several blocks; rows of nobody among the others, which may all name the same slot."""
+    """Lists of zero, one and several blocks, with rows without a slot, which may all have the same slot number."""
     rng = Random(vocab)
     lists = lists_of(outputs(5, vocab, longest), outputs(5, vocab, longest // 2, seed=1))
     both = [lists.grown(8, lists.ids.shape[1] + 16) for _ in range(2)]
     for _ in range(12):
         slots = [*rng.sample(range(1, 8), 6), 0, -1, 0]
         tokens = torch.tensor([rng.randrange(vocab) for _ in range(11)])
-        tokens[::2] = lists.ids[rng.randint(1, 5), 0]  # one that often stands in a list
+        tokens[::2] = lists.ids[rng.randint(1, 5), 0]  # a token that is often listed
         rows = rng.sample(range(11), len(slots))
-        for ours, those in zip((gpu, twin), both, strict=True):
+        for ours, those in zip((gpu, pytorch), both, strict=True):
             ours.count_tokens(those, torch.tensor(slots), torch.tensor(rows), tokens, those.ids.shape[1])
     assert [listed(both[0], slot) for slot in range(8)] == [listed(both[1], slot) for slot in range(8)]
     assert listed(both[0], 0) == {}
@@ -97,7 +97,7 @@ def test_no_rows() -> None:
     assert torch.equal(lists.used, before.used)
 
 
-def test_a_full_list_is_never_written_behind() -> None:
+def test_a_full_list_is_never_overrun() -> None:
     lists = lists_of([[1, 2], [3, 4]])
     full = CountLists(lists.ids[:, :2].contiguous(), lists.counts[:, :2].contiguous(), lists.used)
     gpu.count_tokens(full, torch.tensor([1]), torch.tensor([0]), torch.tensor([9]), 2)

@@ -1,4 +1,4 @@
-"""The written-out distribution against its twin, which sorts."""
+"""Filtered scores in Triton's interpreter, against PyTorch, which sorts."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchgen.kernels import filtering as twin
+from batchgen.kernels import filtering as pytorch
 from batchgen.kernels.gpu.filtering import filtered_scores
 from batchgen.kernels.gpu.sampling import SamplingTile
-from tests.kernels.gpu.test_thresholds import logits_of
+from tests.kernels.gpu.test_top_k_threshold import logits_of
 
 Params = tuple[float, int, float, float]
 SMALL = SamplingTile(block=64, capacity=32, spread=16, few_block=16, warps=4)
@@ -26,13 +26,13 @@ def both(logits: Tensor, params: list[Params], tile: SamplingTile = SMALL) -> tu
     before = logits.clone()
     got = filtered_scores(logits, *columns, tile)
     assert torch.equal(logits, before)
-    return got, twin.filtered_scores(logits.float(), *columns)
+    return got, pytorch.filtered_scores(logits.float(), *columns)
 
 
 @pytest.mark.field("temperature", "top_p", "top_k", "min_p")
 @pytest.mark.parametrize("kind", ["normal", "ties", "masked", "equal", "peaked", "clustered"])
 @pytest.mark.parametrize("vocab", [1, 63, 200])
-def test_scores_are_the_twins(kind: str, vocab: int) -> None:
+def test_scores_equal_pytorch(kind: str, vocab: int) -> None:
     params = GRID[(vocab + len(kind)) % 37 :: 61]
     got, expected = both(logits_of(kind, len(params), vocab), params)
     assert torch.equal(got, expected)
@@ -45,7 +45,7 @@ def test_low_precision(dtype: torch.dtype) -> None:
     assert torch.equal(got, expected)
 
 
-def test_the_token_drawn_survives() -> None:
+def test_the_sampled_token_survives() -> None:
     columns = (torch.tensor([1.0]), torch.tensor([-1]), torch.tensor([0.5]), torch.tensor([0.0]), torch.tensor([3]))
     got = filtered_scores(torch.zeros(1, 4), *columns, SMALL)
     assert torch.isfinite(got).tolist() == [[True, True, False, True]]

@@ -1,4 +1,4 @@
-"""The heads' kernel in Triton's interpreter, against its twin and float64: queries, cache, and what is left alone."""
+"""`qk_norm_rope_cache` in Triton's interpreter, against PyTorch and float64: queries, cache, and unwritten slots."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchgen.kernels import heads as twin
+from batchgen.kernels import heads as pytorch
 from batchgen.kernels.gpu import heads as gpu
 from batchgen.kernels.gpu.launch import recording
 from batchgen.kernels.rope import rope_tables
@@ -56,9 +56,9 @@ class Case:
         return torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype)
 
     def run(self, module: Any, pool: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """The queries, and the keys and values at the step's slots."""
+        """Run it: the queries, and the keys and values at the step's slots."""
         before = self.qkv.clone()
-        query = module.rotate_and_store(
+        query = module.qk_norm_rope_cache(
             self.qkv, self.heads, self.kv_heads, *self.norms, EPS, *self.tables, *pool, self.slots
         )
         assert torch.equal(self.qkv, before)
@@ -68,9 +68,9 @@ class Case:
     def exact(self) -> tuple[Tensor, Tensor, Tensor]:
         wide = self.qkv.double()
         q, k, v = wide.split((self.heads, self.kv_heads, self.kv_heads), 1)
-        return self._turned(q, self.norms[0]), self._turned(k, self.norms[1]), v
+        return self._rotated(q, self.norms[0]), self._rotated(k, self.norms[1]), v
 
-    def _turned(self, x: Tensor, weight: Tensor | None) -> Tensor:
+    def _rotated(self, x: Tensor, weight: Tensor | None) -> Tensor:
         if weight is not None:
             x = x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
         cos, sin = (table.double() for table in self.tables)
@@ -80,7 +80,7 @@ class Case:
 
 def check(case: Case) -> None:
     pool, plain_pool = case.pool(), case.pool()
-    got, plain = case.run(gpu, pool), case.run(twin, plain_pool)
+    got, plain = case.run(gpu, pool), case.run(pytorch, plain_pool)
     for ours, theirs, exact in zip(got, plain, case.exact(), strict=True):
         assert_as_close(ours, theirs, exact)
     assert torch.equal(got[2], plain[2])  # values are copied
@@ -94,7 +94,7 @@ def check(case: Case) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rotate_and_store(shape: tuple[int, int, int], normed: bool, dtype: torch.dtype) -> None:
+def test_qk_norm_rope_cache(shape: tuple[int, int, int], normed: bool, dtype: torch.dtype) -> None:
     check(Case(*shape, normed=normed, dtype=dtype, seed=sum(shape)))
 
 
@@ -106,33 +106,33 @@ def test_tokens_and_page_sizes(tokens: int, page_size: int) -> None:
 
 def test_a_cache_of_another_dtype() -> None:
     case = Case(4, 2, 8, normed=True, dtype=torch.bfloat16, cache_dtype=torch.float32)
-    for ours, theirs in zip(case.run(gpu, case.pool()), case.run(twin, case.pool()), strict=True):
+    for ours, theirs in zip(case.run(gpu, case.pool()), case.run(pytorch, case.pool()), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
 
 
-def test_a_projection_whose_rows_lie_apart() -> None:
+def test_a_projection_with_gaps_between_rows() -> None:
     case = Case(3, 1, 8)
     case.qkv = case.randn(2 * case.tokens, 9, 8)[::2, 2:7]
     check(case)
 
 
-def test_caches_of_which_other_layers_own_the_rest() -> None:
+def test_caches_interleaved_with_other_layers() -> None:
     case = Case(3, 1, 8)
     wide = torch.full((case.pages, case.page_size, 3, 16), 7.0)
     pool = wide[:, :, 1:2, :8], wide[:, :, 2:3, 4:12]
     got = case.run(gpu, pool)
-    for ours, theirs in zip(got, case.run(twin, case.pool()), strict=True):
+    for ours, theirs in zip(got, case.run(pytorch, case.pool()), strict=True):
         torch.testing.assert_close(ours, theirs)
     assert bool((wide[:, :, 0] == 7.0).all())
     assert bool((wide[:, :, 1, 8:] == 7.0).all())
 
 
-def test_tokens_that_share_a_slot_leave_one_of_theirs() -> None:
+def test_tokens_that_share_a_slot_store_one_of_them() -> None:
     case = Case(2, 1, 4)
     case.slots = torch.tensor([0, 0, 5, 0, 9])
     pool = case.pool()
     query, _, _ = case.run(gpu, pool)
-    expected, _, _ = case.run(twin, case.pool())
+    expected, _, _ = case.run(pytorch, case.pool())
     torch.testing.assert_close(query, expected)
     assert any(torch.equal(pool[1][0, 0], case.qkv[i, 3:]) for i in (0, 1, 3))
 
@@ -142,7 +142,7 @@ def test_a_step_without_tokens() -> None:
     assert case.run(gpu, case.pool())[0].shape == (0, 2, 4)
 
 
-def test_nothing_that_is_compiled_depends_on_the_step() -> None:
+def test_specialisations_do_not_depend_on_the_step() -> None:
     seen: list[tuple[Any, ...]] = []
 
     def note(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
@@ -151,7 +151,7 @@ def test_nothing_that_is_compiled_depends_on_the_step() -> None:
     with recording(note):
         for tokens in (1, 2, 16, 33):
             case = Case(9, 3, 16, normed=True, tokens=tokens, pages=40)
-            gpu.rotate_and_store(case.qkv, 9, 3, *case.norms, EPS, *case.tables, *case.pool(), case.slots)
+            gpu.qk_norm_rope_cache(case.qkv, 9, 3, *case.norms, EPS, *case.tables, *case.pool(), case.slots)
     assert len(seen) == 4
     assert all(launch == seen[0] for launch in seen)
 

@@ -1,4 +1,4 @@
-"""Reading logits in Triton's interpreter, against the twins and float64."""
+"""Kernels that read logits in Triton's interpreter, against PyTorch and float64."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from batchgen.kernels import logprobs as twin
+from batchgen.kernels import logprobs as pytorch
 from batchgen.kernels.gpu import logprobs as gpu
 from batchgen.kernels.gpu import row_scan, top
 from batchgen.kernels.gpu.launch import recording
@@ -27,13 +27,13 @@ SHAPES = [(1, 1), (3, 2), (2, 63), (5, 100), (1, 1000)]
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several blocks per row, and few groups."""
+    """Use several blocks per row, and few groups."""
     monkeypatch.setattr(row_scan, "BLOCK", 64)
     monkeypatch.setattr(top, "GROUPS", {4: 8, 16: 4})
 
 
 def close(got: Tensor, exact: Tensor) -> None:
-    """To a few float32 roundings of a logit's size; the logits themselves are taken as they are."""
+    """Compare up to a few float32 roundings of a logit; the logits are not rounded."""
     assert got.dtype == torch.float32
     torch.testing.assert_close(got.double(), exact, rtol=3e-7, atol=3e-6)
 
@@ -55,7 +55,7 @@ def test_argmax_with_its_lse(rows: int, vocab: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("vocab", [2, 64, 65, 300])
-def test_the_first_of_equals_is_the_largest(vocab: int) -> None:
+def test_argmax_is_the_first_of_equal_logits(vocab: int) -> None:
     logits = tied(6, vocab, torch.float16)
     logits[0] = 0.25
     logits[1] = -0.0
@@ -64,11 +64,11 @@ def test_the_first_of_equals_is_the_largest(vocab: int) -> None:
     assert torch.equal(largest, logits.amax(-1).float())
 
 
-# The interpreter's numpy tells of what is meant to happen: exp of a row with an infinity, log of no mass.
+# The interpreter's numpy warns about intended operations: exp of a row with an infinity, log of no mass.
 @pytest.mark.filterwarnings("ignore:(overflow|divide by zero|invalid value) encountered:RuntimeWarning")
 @pytest.mark.parametrize("vocab", [4, 100, 200])
 @pytest.mark.parametrize("others", [1.0, -torch.inf, 1000.0])
-def test_rows_that_nothing_can_be_drawn_from(vocab: int, others: float) -> None:
+def test_rows_that_cannot_be_sampled(vocab: int, others: float) -> None:
     logits = torch.full((7, vocab), others)
     logits[1, -1] = torch.nan
     logits[2, 0], logits[2, 3] = torch.inf, torch.nan
@@ -76,7 +76,7 @@ def test_rows_that_nothing_can_be_drawn_from(vocab: int, others: float) -> None:
     logits[4] = -torch.inf
     logits[5, 1] = -torch.nan
     ids, largest, lse, bad = gpu.argmax_lse(logits)
-    _, expected_largest, expected_lse, expected_bad = twin.argmax_lse(logits)
+    _, expected_largest, expected_lse, expected_bad = pytorch.argmax_lse(logits)
     assert torch.equal(bad, expected_bad)
     assert torch.equal(bad, nan_rows(logits))
     assert bool(((ids >= 0) & (ids < vocab)).all())
@@ -88,7 +88,7 @@ def test_rows_that_nothing_can_be_drawn_from(vocab: int, others: float) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["packed", "padded", "transposed", "every second"])
-def test_normalizers_of_rows_anywhere(kind: str, dtype: torch.dtype) -> None:
+def test_normalizers_of_any_strides(kind: str, dtype: torch.dtype) -> None:
     logits = drawn(3, 130, dtype)
     close(gpu.log_normalizers(strided(logits, kind)), logits.double().logsumexp(-1))
 
@@ -101,7 +101,7 @@ def test_normalizers_of_any_size(size: float) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-def test_masked_stretches_count_nothing_however_low_the_rest_is() -> None:
+def test_masked_ranges_have_no_mass_even_among_low_logits() -> None:
     logits = torch.full((2, 200), -torch.inf)
     logits[0, 150:160] = -1000.0
     logits[1, 3] = 3e38
@@ -121,10 +121,10 @@ def test_many_tokens_keep_the_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_token_logprobs(rows: int, vocab: int, known: bool, dtype: torch.dtype) -> None:
     logits = drawn(rows, vocab, dtype)
     tokens = tokens_of(logits)
-    normalizers = twin.log_normalizers(logits) if known else None
+    normalizers = pytorch.log_normalizers(logits) if known else None
     exact = logits.double().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
     close(gpu.token_logprobs(logits, tokens, normalizers), exact)
-    close(twin.token_logprobs(logits, tokens, normalizers), exact)
+    close(pytorch.token_logprobs(logits, tokens, normalizers), exact)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -132,9 +132,9 @@ def test_token_logprobs(rows: int, vocab: int, known: bool, dtype: torch.dtype) 
 @pytest.mark.parametrize(("vocab", "k"), [(3, 3), (100, 5), (63, 17)])
 def test_top_logprobs(vocab: int, k: int, known: bool, dtype: torch.dtype) -> None:
     logits = strided(drawn(2, vocab, dtype), "padded")
-    normalizers = twin.log_normalizers(logits) if known else None
+    normalizers = pytorch.log_normalizers(logits) if known else None
     ids, values = gpu.top_logprobs(logits, k, normalizers)
-    expected_ids, expected = twin.top_logprobs(logits, k, normalizers)
+    expected_ids, expected = pytorch.top_logprobs(logits, k, normalizers)
     assert torch.equal(ids, expected_ids)
     assert values.dtype == expected.dtype == torch.float32
     close(values, logits.double().log_softmax(-1).gather(1, ids))
@@ -142,10 +142,10 @@ def test_top_logprobs(vocab: int, k: int, known: bool, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("k", [0, 1, 5, 17])
-def test_the_read_out_is_all_of_it(k: int, dtype: torch.dtype) -> None:
+def test_gather_logprobs_equals_its_parts(k: int, dtype: torch.dtype) -> None:
     logits = drawn(3, 170, dtype)
     targets = tokens_of(logits)
-    got, expected = gpu.read_out(logits, targets, k), twin.read_out(logits, targets, k)
+    got, expected = gpu.gather_logprobs(logits, targets, k), pytorch.gather_logprobs(logits, targets, k)
     exact = logits.double().log_softmax(-1)
     close(got.normalizers, logits.double().logsumexp(-1))
     close(got.targets, exact.gather(1, targets[:, None])[:, 0])
@@ -156,15 +156,15 @@ def test_the_read_out_is_all_of_it(k: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(getattr(got, name), getattr(expected, name), rtol=1e-6, atol=2e-6)
 
 
-def test_no_row_no_work() -> None:
+def test_no_rows() -> None:
     logits, none = torch.empty(0, 100), torch.empty(0, dtype=torch.int64)
     assert [len(t) for t in gpu.argmax_lse(logits)] == [0] * 4
     assert gpu.token_logprobs(logits, none).shape == (0,)
-    assert gpu.read_out(logits, none, 3).top.shape == (0, 3)
+    assert gpu.gather_logprobs(logits, none, 3).top.shape == (0, 3)
     gpu.mask_tokens(torch.empty(2, 3), none, none)
 
 
-def test_what_a_row_gives_depends_on_nothing_but_the_row() -> None:
+def test_a_row_s_results_depend_only_on_the_row() -> None:
     logits = drawn(5, 400)
     whole = gpu.argmax_lse(logits)
     for row in range(5):
@@ -180,7 +180,7 @@ def test_masked_tokens(pairs: int, dtype: torch.dtype) -> None:
     expected = logits.clone()
     at = torch.randint(0, 4, (pairs, 2), generator=torch.Generator().manual_seed(pairs))  # columns of one tensor
     gpu.mask_tokens(logits, at[:, 0], at[:, 1])
-    twin.mask_tokens(expected, at[:, 0], at[:, 1])
+    pytorch.mask_tokens(expected, at[:, 0], at[:, 1])
     assert torch.equal(logits, expected)
 
 
@@ -200,7 +200,7 @@ def test_any_rows(data: st.DataObject) -> None:
 
 
 class Largest(TorchDispatchMode):
-    """Notes how many numbers the largest tensor has that is made."""
+    """Records the number of elements of the largest tensor that is allocated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,15 +220,15 @@ class Largest(TorchDispatchMode):
         (2, lambda logits, tokens: gpu.log_normalizers(logits)),
         (2, lambda logits, tokens: gpu.token_logprobs(logits, tokens)),
         (4, lambda logits, tokens: gpu.top_logprobs(logits, 20)),
-        (4, lambda logits, tokens: gpu.read_out(logits, tokens, 20)),
-        (2, lambda logits, tokens: gpu.read_out(logits, tokens, 0)),
+        (4, lambda logits, tokens: gpu.gather_logprobs(logits, tokens, 20)),
+        (2, lambda logits, tokens: gpu.gather_logprobs(logits, tokens, 0)),
         (3, lambda logits, tokens: top.largest(logits, 20)),
     ],
 )
 def test_logits_are_read_once_and_never_copied(
     kernels: int, call: Callable[[Tensor, Tensor], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.undo()  # sizes as shipped
+    monkeypatch.undo()  # use the real sizes
     logits = torch.empty(64, 151_936, dtype=torch.bfloat16, device="meta")
     tokens = torch.empty(64, dtype=torch.int64, device="meta")
     started: list[tuple[str, int]] = []

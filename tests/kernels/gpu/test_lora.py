@@ -1,4 +1,4 @@
-"""Low-rank changes of many adapters in two launches, against one adapter after another."""
+"""LoRA updates of many adapters in two launches, against one adapter after another."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def draw_pairs(
     ranks: list[int], inputs: int, outputs: int, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> LoraPairs:
-    """A layer's pairs; rank 0 for an adapter that leaves it alone."""
+    """A layer's pairs; rank 0 for an adapter that does not change the layer."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -38,26 +38,26 @@ def draw_step(adapters: list[int] | np.ndarray) -> LoraStep:
 
 
 def errors(out: Tensor, x: Tensor, step: LoraStep, pairs: LoraPairs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What the kernels give, what the twin gives, the truth in float64, and the sums of its terms' magnitudes."""
-    truth, terms, twin, ours = out.double(), out.double().abs(), out.clone(), out.clone()
+    """The kernels' result, PyTorch's, the result in float64, and the sums of its terms' magnitudes."""
+    truth, terms, pytorch, ours = out.double(), out.double().abs(), out.clone(), out.clone()
     doubles = [None if p is None else LoraPair(p.down.double(), p.up.double()) for p in pairs]
     magnitudes = [None if p is None else LoraPair(p.down.abs(), p.up.abs()) for p in doubles]
     add_lora(truth, x.double(), step, LoraPairs(doubles))
     add_lora(terms, x.double().abs(), step, LoraPairs(magnitudes))
-    add_lora(twin, x, step, pairs)
+    add_lora(pytorch, x, step, pairs)
     kernels.add_lora(ours, x, step, pairs)
-    return ours, twin, truth, terms
+    return ours, pytorch, truth, terms
 
 
-def hold(ours: Tensor, twin: Tensor, truth: Tensor, terms: Tensor) -> None:
-    """The 2 x rule, with room for one rounding on the way: where terms cancel, the twin may be right by luck."""
+def hold(ours: Tensor, pytorch: Tensor, truth: Tensor, terms: Tensor) -> None:
+    """Allow twice PyTorch's error, plus one intermediate rounding: if terms cancel, PyTorch may be right by chance."""
     one = torch.finfo(ours.dtype).eps * terms.max()
-    assert (ours.double() - truth).abs().max() <= 2 * (twin.double() - truth).abs().max() + one
+    assert (ours.double() - truth).abs().max() <= 2 * (pytorch.double() - truth).abs().max() + one
 
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    """The same numbers in whichever order tests run: bounds of twice the twin's error are met by luck at the edges."""
+    """The same numbers in any order of tests: bounds of twice PyTorch's error hold by chance at the edges."""
     torch.manual_seed(0)
 
 
@@ -73,7 +73,7 @@ def seeded() -> None:
         (17, 40, 48, [70, 2, 9, 130]),
     ],
 )
-def test_like_the_twin(dtype: torch.dtype, tokens: int, inputs: int, outputs: int, ranks: list[int]) -> None:
+def test_equals_pytorch(dtype: torch.dtype, tokens: int, inputs: int, outputs: int, ranks: list[int]) -> None:
     rng = np.random.default_rng(tokens)
     pairs = draw_pairs(ranks, inputs, outputs, dtype)
     step = draw_step(np.concatenate([rng.integers(-1, len(ranks), tokens - 1), [0]]))
@@ -112,7 +112,7 @@ def test_same_bits_twice() -> None:
 
 
 @pytest.mark.parametrize("dtype", _DTYPES)
-def test_gaps_between_rows_are_left_alone(dtype: torch.dtype) -> None:
+def test_gaps_between_rows_are_unchanged(dtype: torch.dtype) -> None:
     pairs = draw_pairs([4, 9], 20, 30, dtype)
     step = draw_step([0, 1, -1, 0, 1])
     wide = torch.full((5, 40), torch.nan, dtype=dtype)
@@ -136,7 +136,7 @@ def test_rows_without_an_adapter_keep_their_bits() -> None:
     assert not torch.equal(out[[1, 5]], before[[1, 5]])
 
 
-def test_columns_of_x_that_are_not_side_by_side() -> None:
+def test_columns_of_x_that_are_not_contiguous() -> None:
     pairs = draw_pairs([4, 7], 12, 10)
     hold(*errors(torch.randn(5, 10), torch.randn(12, 5).T, draw_step([0, 1, -1, 0, 1]), pairs))
 
@@ -154,7 +154,7 @@ def test_tiles_that_pad_the_list_do_nothing() -> None:
 
 
 def test_projections_fused_along_their_outputs() -> None:
-    """An adapter of q, k and v is zero in most of B; what is zero is not read."""
+    """An adapter of q, k and v is zero in most of B; zeros are not read."""
     generator = torch.Generator().manual_seed(3)
     up = torch.zeros(400, 48)
     for part, (start, end) in enumerate(((0, 200), (200, 300), (300, 400))):
@@ -165,7 +165,7 @@ def test_projections_fused_along_their_outputs() -> None:
     hold(*errors(torch.randn(3, 400), torch.randn(3, 32), draw_step([1, 0, 1]), pairs))
 
 
-def test_a_stack_holds_the_pairs_once() -> None:
+def test_a_stack_contains_the_pairs_once() -> None:
     pairs = draw_pairs([4, 0, 17], 12, 10, torch.bfloat16)
     before = [None if p is None else (p.down.clone(), p.up.clone()) for p in pairs]
     stack = pairs.stack
@@ -185,7 +185,7 @@ def test_a_stack_holds_the_pairs_once() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(adapters=st.lists(st.integers(-1, 4), min_size=1, max_size=200).filter(lambda a: max(a) >= 0))
-def test_tiles_hold_every_token_once(adapters: list[int]) -> None:
+def test_tiles_contain_every_token_once(adapters: list[int]) -> None:
     found = tiles_of(draw_step(adapters), len(adapters), CPU)
     seen: dict[int, int] = {}
     for adapter, first, count in found.tiles.tolist():

@@ -1,4 +1,4 @@
-"""The batch-invariant products in Triton's interpreter: against their twins, and each row alone against in company."""
+"""The batch-invariant products in Triton's interpreter: against PyTorch, and each row alone and in a batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchgen.kernels import matmul as twin
+from batchgen.kernels import matmul as pytorch
 from batchgen.kernels.gpu import matmul as gpu
 from batchgen.kernels.gpu.launch import recording
 from batchgen.kernels.linear import Linear
@@ -28,7 +28,7 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     assert got.is_contiguous()
     exact = x.double() @ weight.double().T
     exact = exact if bias is None else exact + bias.double()
-    assert_as_close(got, twin.linear(x, weight, bias), exact)
+    assert_as_close(got, pytorch.linear(x, weight, bias), exact)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -40,7 +40,7 @@ def test_linear(rows: int, inputs: int, outputs: int, biased: bool, dtype: torch
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_that_lie_apart_and_weights_of_any_strides(dtype: torch.dtype) -> None:
+def test_rows_with_gaps_and_weights_of_any_strides(dtype: torch.dtype) -> None:
     wide, weight = randn(9, 80, dtype=dtype), randn(48, 20, dtype=dtype, seed=1)
     check(wide[::2, 8:28], weight, None)
     check(wide[:, 1:21], weight, None)
@@ -59,7 +59,7 @@ def test_leading_dimensions() -> None:
 def test_batched_matmul(dtype: torch.dtype) -> None:
     a, b = randn(3, 9, 40, dtype=dtype), randn(3, 40, 70, dtype=dtype, seed=1)
     for right in (b, b.mT.contiguous().mT):
-        assert_as_close(gpu.batched_matmul(a, right), twin.batched_matmul(a, right), a.double() @ right.double())
+        assert_as_close(gpu.batched_matmul(a, right), pytorch.batched_matmul(a, right), a.double() @ right.double())
     assert torch.equal(gpu.batched_matmul(a[1:2], b[1:2])[0], gpu.batched_matmul(a, b)[1])
 
 
@@ -82,13 +82,13 @@ def test_any_shape(rows: int, inputs: int, outputs: int, dtype: torch.dtype, see
     check(x, weight, randn(outputs, dtype=dtype, seed=seed + 2))
 
 
-# Invariance. The interpreter's products are numpy's, whose rounding says nothing of a tensor core's: what it shows is
-# that a row's result holds nothing of its neighbours, and what is started does not depend on them.
+# Batch invariance. The interpreter's products are numpy's, whose rounding differs from a tensor core's. These tests
+# show that a row's result contains nothing of other rows, and that launches do not depend on them.
 
 
 @pytest.mark.parametrize("count", [1, 2, 17, 64, 65, 300])
-def test_a_row_is_the_same_in_any_company(count: int) -> None:
-    """Whole numbers, whose sums are exact in any order."""
+def test_a_row_s_result_does_not_depend_on_other_rows(count: int) -> None:
+    """Integers, whose sums are exact in any order."""
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randint(-8, 9, size, generator=generator).bfloat16() for size in ((300, 96), (100, 96)))
     alone = torch.cat([gpu.linear(row[None], weight) for row in x[:20]])
@@ -100,11 +100,11 @@ def test_a_row_is_the_same_in_any_company(count: int) -> None:
             assert torch.equal(got[place], alone[row])
 
 
-def started(thunk: Any) -> list[tuple[Any, ...]]:
+def recorded_launches(thunk: Any) -> list[tuple[Any, ...]]:
     seen: list[tuple[Any, ...]] = []
 
     def note(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
-        tokens, *others = [x for x in args if not isinstance(x, Tensor)]  # the kernel says of `tokens` that it is not
+        tokens, *others = [x for x in args if not isinstance(x, Tensor)]  # `tokens` is not specialised
         seen.append((kernel, others, constants, tokens, grid))
 
     with recording(note):
@@ -117,7 +117,7 @@ def test_tile_steps_and_order_of_the_sum_are_the_same_for_any_number_of_rows(dty
     weight = torch.zeros(200, 96, dtype=dtype)
     seen = []
     for tokens in (1, 2, 16, 17, 64, 65, 300, 8192):
-        (launch,) = started(lambda tokens=tokens: gpu.linear(torch.zeros(tokens, 96, dtype=dtype), weight))
+        (launch,) = recorded_launches(lambda tokens=tokens: gpu.linear(torch.zeros(tokens, 96, dtype=dtype), weight))
         seen.append(launch)
     assert [launch[3] for launch in seen] == [1, 2, 16, 17, 64, 65, 300, 8192]
     assert all(launch[:3] == seen[0][:3] for launch in seen)
@@ -125,11 +125,11 @@ def test_tile_steps_and_order_of_the_sum_are_the_same_for_any_number_of_rows(dty
     assert [x[4] for x in seen] == [(-(-x[3] // rows) * -(-200 // columns), 1) for x in seen]
 
 
-def test_one_row_s_stride_says_nothing() -> None:
-    """A view of one row may have any stride, and a slice may begin anywhere."""
+def test_the_stride_of_a_single_row_does_not_matter() -> None:
+    """A view of one row may have any stride, and a slice any offset."""
     weight, base = torch.zeros(8, 33), torch.zeros(50, 33)
     calls = (base[:1], base[3:4], base[::7][:1], base[5:6].expand(1, 33), base)
-    assert len({str(started(lambda x=x: gpu.linear(x, weight))[0][1:3]) for x in calls}) == 1
+    assert len({str(recorded_launches(lambda x=x: gpu.linear(x, weight))[0][1:3]) for x in calls}) == 1
 
 
 def test_a_linear_layer_takes_a_product() -> None:

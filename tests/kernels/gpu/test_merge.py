@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchgen.kernels import merge as twin
+from batchgen.kernels import merge as pytorch
 from batchgen.kernels.gpu import merge as gpu
 
 from .closeness import DTYPES, assert_as_close
 
 
 def parts(count: int, heads: int, dim: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Values and log-sum-exps, one in five of them -inf over values that must not matter."""
+    """Values and log-sum-exps, one in five of which is -inf with values that must be ignored."""
     generator = torch.Generator().manual_seed(seed)
     out = torch.randn(count, heads, dim, generator=generator)
     lse = 4 * torch.randn(count, heads, generator=generator)
@@ -26,7 +26,7 @@ def parts(count: int, heads: int, dim: int, seed: int, dtype: torch.dtype = torc
 
 
 def exact_merge(values: list[Tensor], lse: list[Tensor], sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Plainly, in float64: sum of exp(lse) out over sum of exp(lse)."""
+    """The reference in float64: sum of exp(lse) out over sum of exp(lse)."""
     total, weight = torch.zeros(values[0].shape, dtype=torch.float64), torch.zeros(lse[0].shape, dtype=torch.float64)
     for v, s in zip(values, lse, strict=True):
         w = s.double().exp()
@@ -39,7 +39,7 @@ def exact_merge(values: list[Tensor], lse: list[Tensor], sinks: Tensor | None = 
 
 def check_parts(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], sinks: Tensor | None = None) -> None:
     exact, exact_lse = exact_merge([a[0], b[0]], [a[1], b[1]], sinks)
-    plain, plain_lse = twin.merge_parts(*a, *b, sinks=sinks)
+    plain, plain_lse = pytorch.merge_parts(*a, *b, sinks=sinks)
     got, lse = gpu.merge_parts(*a, *b, sinks=sinks)
     assert_as_close(got, plain, exact)
     for found in (lse, plain_lse):
@@ -60,12 +60,12 @@ def test_sinks_join_the_denominator(dtype: torch.dtype) -> None:
 
 def test_the_result_may_have_another_dtype() -> None:
     a, b = parts(3, 2, 8, 0), parts(3, 2, 8, 1)
-    for module in (twin, gpu):
+    for module in (pytorch, gpu):
         assert module.merge_parts(*a, *b, dtype=torch.bfloat16)[0].dtype == torch.bfloat16
 
 
 def test_log_sum_exps_by_head_and_strided_values() -> None:
-    """As the flash kernels return them: [N, T], and values cut out of a larger tensor."""
+    """As the flash kernels return them: [N, T], and slices of a larger tensor."""
     (out_a, lse_a), (out_b, lse_b) = parts(7, 4, 16, 0), parts(7, 4, 16, 1)
     expected = gpu.merge_parts(out_a, lse_a, out_b, lse_b)
     wide = torch.cat([out_a, out_b], 1)
@@ -75,17 +75,17 @@ def test_log_sum_exps_by_head_and_strided_values() -> None:
         torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
-def test_nothing_at_all_gives_zeros() -> None:
+def test_empty_parts_give_zeros() -> None:
     empty = torch.full((2, 3), -math.inf)
     poison = torch.full((2, 3, 8), math.nan)
     for sinks in (None, torch.zeros(3)):
-        for module in (twin, gpu):
+        for module in (pytorch, gpu):
             out, lse = module.merge_parts(poison, empty, poison, empty, sinks=sinks)
             assert bool((out == 0).all())
             assert bool((lse == -math.inf).all())
 
 
-def test_one_empty_part_leaves_the_other_as_it_is() -> None:
+def test_an_empty_part_does_not_change_the_other() -> None:
     out, lse = parts(4, 3, 8, 0)
     lse = lse.clamp_min(-9)
     out = out.nan_to_num()
@@ -97,17 +97,17 @@ def test_one_empty_part_leaves_the_other_as_it_is() -> None:
 @pytest.mark.parametrize("apart", [80.0, 1000.0, 1e6])
 def test_parts_far_apart(apart: float) -> None:
     out_a, out_b = torch.ones(1, 1, 4), torch.full((1, 1, 4), 2.0)
-    for module in (twin, gpu):
+    for module in (pytorch, gpu):
         out, lse = module.merge_parts(out_a, torch.tensor([[-apart]]), out_b, torch.tensor([[apart]]))
         torch.testing.assert_close(out, out_b, rtol=1e-6, atol=0)
         assert float(lse) == pytest.approx(apart)
 
 
-def test_a_poisoned_token_does_not_spread() -> None:
+def test_not_a_numbers_of_a_token_do_not_spread() -> None:
     (out_a, lse_a), (out_b, lse_b) = parts(3, 2, 8, 0), parts(3, 2, 8, 1)
     clean = gpu.merge_parts(out_a, lse_a, out_b, lse_b)
     lse_a[1] = math.nan
-    for module in (twin, gpu):
+    for module in (pytorch, gpu):
         out, lse = module.merge_parts(out_a, lse_a, out_b, lse_b)
         assert bool(out[1].isnan().all())
         assert bool(lse[1].isnan().all())
@@ -120,7 +120,7 @@ def test_no_tokens() -> None:
 
 
 def check_lists(counts: list[int], heads: int, dim: int, seed: int, dtype: torch.dtype, with_sinks: bool) -> None:
-    """Tokens in random order, one of them nobody's; parts in random order; places of the output that nobody writes."""
+    """Tokens in random order, one of them -1; parts in random order; unwritten rows of the output."""
     generator = torch.Generator().manual_seed(seed)
     total = sum(counts)
     part_out, part_lse = parts(total, heads, dim, seed)
@@ -132,7 +132,7 @@ def check_lists(counts: list[int], heads: int, dim: int, seed: int, dtype: torch
     sinks = torch.linspace(-3, 3, heads) if with_sinks else None
     sizes = torch.tensor(counts, dtype=torch.int32)
     results = []
-    for module in (twin, gpu):
+    for module in (pytorch, gpu):
         out = torch.full((len(counts) + 3, heads, dim), 7.0, dtype=dtype)
         lse = torch.full((len(counts) + 3, heads), 7.0)
         module.merge_lists(part_out, part_lse, order, tokens, starts, sizes, out, lse, sinks)

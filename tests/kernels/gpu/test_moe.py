@@ -1,4 +1,4 @@
-"""Mixtures of experts: the choice, the sorting and the products, against a loop over experts."""
+"""MoE in Triton's interpreter: routing, sorting and products, against a loop over experts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchgen.kernels import moe as twin
+from batchgen.kernels import moe as pytorch
 from batchgen.kernels.chips import GroupedTile
 from batchgen.kernels.gpu import moe as kernels
 from batchgen.kernels.moe import Experts, Gating, Routing
@@ -62,12 +62,12 @@ def hold(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts, tile: Groupe
 
     exact = by_pair(x.double(), ids, weights.double(), experts)
     got = kernels.moe_experts(x, ids, weights, experts, tile)
-    assert_as_close(got, twin.moe_experts(x, ids, weights, experts), exact)
+    assert_as_close(got, pytorch.moe_experts(x, ids, weights, experts), exact)
     return got
 
 
 def by_pair(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
-    """One token and one expert at a time, in float64."""
+    """The reference: one token and one expert at a time, in float64."""
     out = torch.zeros_like(x)
     for token, row in enumerate(ids.tolist()):
         for place, expert in enumerate(row):
@@ -115,7 +115,7 @@ def test_gatings_and_layouts(dtype: torch.dtype, gating: Gating, biased: bool, t
 
 @pytest.mark.parametrize("tokens", [17, 40])
 def test_all_on_one_expert(tokens: int) -> None:
-    """More than one tile of it, and experts without tokens on both sides."""
+    """More than one tile of one expert, and experts without tokens on both sides."""
     ids = torch.full((tokens, 1), 2)
     hold(torch.randn(tokens, 20), ids, torch.rand(tokens, 1), draw_experts(5, 20, 12))
 
@@ -140,14 +140,14 @@ def test_the_chips_own_tile(dtype: torch.dtype, tokens: int) -> None:
     hold(torch.randn(tokens, 24).to(dtype), *draw_choice(tokens, 2, 2), draw_experts(2, 24, 20, dtype), tile=None)
 
 
-def test_ids_that_are_no_expert_add_nothing() -> None:
+def test_ids_outside_the_experts_add_nothing() -> None:
     ids, weights = draw_choice(6, 4, 2)
     ids[0, 1], ids[2] = 4, -1
     got = hold(torch.randn(6, 20), ids.int(), weights, draw_experts(4, 20, 12))
     assert got[2].eq(0).all()
 
 
-def test_rows_of_x_that_lie_apart_and_weights_of_half_the_size() -> None:
+def test_rows_of_x_with_gaps_and_weights_in_half_precision() -> None:
     ids, weights = draw_choice(6, 4, 2)
     hold(torch.randn(6, 50)[:, 7:27], ids, weights.bfloat16(), draw_experts(4, 20, 12))
     hold(torch.randn(20, 6).T, ids, weights, draw_experts(4, 20, 12))
@@ -159,7 +159,7 @@ def test_same_bits_twice() -> None:
     assert torch.equal(kernels.moe_experts(x, *choice, experts, TILE), kernels.moe_experts(x, *choice, experts, TILE))
 
 
-def test_a_token_does_not_depend_on_its_neighbours() -> None:
+def test_a_token_does_not_depend_on_other_tokens() -> None:
     experts, x, (ids, weights) = draw_experts(4, 24, 20), torch.randn(20, 24), draw_choice(20, 4, 2)
     whole = kernels.moe_experts(x, ids, weights, experts, TILE)
     x[3] = torch.nan
@@ -214,7 +214,7 @@ def test_route(case: tuple[int, Routing, bool], dtype: torch.dtype) -> None:
     logits = torch.randn(5, experts + 3, generator=generator).to(dtype)[:, :experts]
     bias = torch.randn(experts, generator=generator) if biased else None
     ids, weights = kernels.route(logits, routing, bias)
-    expected, expected_weights = twin.route(logits, routing, bias)
+    expected, expected_weights = pytorch.route(logits, routing, bias)
     assert ids.dtype == expected.dtype == torch.int32
     assert torch.equal(ids, expected)
     torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=1e-5)
@@ -224,7 +224,7 @@ def test_route(case: tuple[int, Routing, bool], dtype: torch.dtype) -> None:
 def test_ties_go_to_the_lower_id(routing: Routing) -> None:
     logits = torch.tensor([[1.0] * 8, [0, 0, 2, 2, 1, 1, 2, 2], [-1, 3, 3, -1, 3, 3, -1, -1]])
     ids, weights = kernels.route(logits, routing)
-    expected, expected_weights = twin.route(logits, routing)
+    expected, expected_weights = pytorch.route(logits, routing)
     assert torch.equal(ids, expected)
     assert ids[0].tolist() == [0, 1, 2]
     torch.testing.assert_close(weights, expected_weights)
@@ -247,7 +247,7 @@ def test_any_routing(
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randint(-8, 8, (tokens, groups[0] * each), generator=generator) / 4  # many ties
     ids, weights = kernels.route(logits, routing)
-    expected, expected_weights = twin.route(logits, routing)
+    expected, expected_weights = pytorch.route(logits, routing)
     torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=1e-5)
-    if routing.by_logit(biased=False):  # else sums of scores may round apart
+    if routing.by_logit(biased=False):  # else sums of scores may be rounded differently
         assert torch.equal(ids, expected)

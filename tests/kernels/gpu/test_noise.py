@@ -37,7 +37,7 @@ def drawn(keys: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("key", EXTREME)
-def test_bits_are_the_cpus(key: int) -> None:
+def test_bits_equal_the_cpu(key: int) -> None:
     ids = torch.tensor([0, 1, 2, 63, 4095, 4096, 151_935, 262_143, 2**31 - 1])
     bits, values = drawn(torch.tensor([key]), ids)
     assert torch.equal(bits, noise.noise_bits(torch.tensor([[key]]), ids[None]))
@@ -51,7 +51,7 @@ def test_bits_of_drawn_keys(keys: list[int], ids: list[int]) -> None:
     assert torch.equal(bits, noise.noise_bits(torch.tensor(keys)[:, None], torch.tensor(ids)[None]))
 
 
-def test_noise_is_the_cpus_within_rounding() -> None:
+def test_noise_equals_the_cpu_within_rounding() -> None:
     keys = noise.row_keys(*(torch.arange(8) for _ in range(3)))
     _, values = drawn(keys, torch.arange(5000))
     torch.testing.assert_close(values, noise.gumbel(keys, 5000), atol=4e-7, rtol=2e-7)
@@ -73,7 +73,7 @@ def test_extreme_bits_give_finite_noise() -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.tuples(INT64, INT64, INT64), min_size=1, max_size=20))
-def test_row_keys_are_the_cpus(rows: list[tuple[int, int, int]]) -> None:
+def test_row_keys_equal_the_cpu(rows: list[tuple[int, int, int]]) -> None:
     columns = [torch.tensor(column) for column in zip(*rows, strict=True)]
     assert torch.equal(row_keys(*columns), noise.row_keys(*columns))
 

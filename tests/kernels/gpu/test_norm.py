@@ -1,4 +1,4 @@
-"""The norm kernels in Triton's interpreter, against their twins and float64."""
+"""The norm kernels in Triton's interpreter, against PyTorch and float64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchgen.kernels import norm as twin
+from batchgen.kernels import norm as pytorch
 from batchgen.kernels.gpu import norm as gpu
 from batchgen.kernels.gpu.launch import recording
 from tests.kernels.gpu.closeness import DTYPES, assert_as_close
@@ -34,14 +34,14 @@ def check(x: Tensor, weight: Tensor, eps: float) -> None:
     got = gpu.rms_norm(x, weight, eps)
     assert got.is_contiguous()
     assert torch.equal(x, before)
-    assert_as_close(got, twin.rms_norm(x, weight, eps), exact_norm(x, weight, eps))
+    assert_as_close(got, pytorch.rms_norm(x, weight, eps), exact_norm(x, weight, eps))
 
 
 def check_sum(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> None:
     before, untouched = x.clone(), delta.clone()
     got = gpu.add_rms_norm(x, delta, weight, eps)
     expected = before.clone()
-    plain = twin.add_rms_norm(expected, delta, weight, eps)
+    plain = pytorch.add_rms_norm(expected, delta, weight, eps)
     assert torch.equal(x, expected)
     assert torch.equal(delta, untouched)
     assert_as_close(got, plain, exact_norm(before.double() + delta.double(), weight, eps))
@@ -87,14 +87,14 @@ def test_the_widest_rows(width: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_that_lie_apart(dtype: torch.dtype) -> None:
+def test_rows_with_gaps(dtype: torch.dtype) -> None:
     weight = randn(20, dtype=dtype, seed=1)
     both, other = randn(7, 50, dtype=dtype), randn(7, 64, dtype=dtype, seed=2)
     check(both[::2, 3:23], weight, 1e-6)
     rest = both.clone()
     check_sum(both[:, 5:25], other[:, 40:60], weight, 1e-6)
     rest[:, 5:25] = both[:, 5:25]
-    assert torch.equal(both, rest)  # nothing beside the rows is written
+    assert torch.equal(both, rest)  # nothing outside the rows is written
     check(both[0, :20], weight, 1e-6)
 
 
@@ -137,11 +137,11 @@ def test_any_shape(rows: int, width: int, dtype: torch.dtype, eps: float, size: 
     check_sum(x, delta, weight, eps)
 
 
-def test_nothing_that_is_compiled_depends_on_the_number_of_rows() -> None:
+def test_specialisations_do_not_depend_on_the_number_of_rows() -> None:
     seen: list[tuple[Any, ...]] = []
 
     def note(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
-        rows, *others = [x for x in args if not isinstance(x, Tensor)]  # the kernel says of `rows` that it is not
+        rows, *others = [x for x in args if not isinstance(x, Tensor)]  # `rows` is not specialised
         seen.append((kernel, others, constants, rows))
 
     counts = (1, 2, 16, 33)

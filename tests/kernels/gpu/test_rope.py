@@ -1,4 +1,4 @@
-"""The kernel of the rotation's tables in Triton's interpreter, against its twin and float64."""
+"""The rotary tables in Triton's interpreter, against PyTorch and float64."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchgen.kernels import rope as twin
+from batchgen.kernels import rope as pytorch
 from batchgen.kernels.gpu import rope as gpu
 from tests.kernels.gpu.closeness import DTYPES, assert_as_close
 
@@ -16,7 +16,7 @@ torch.set_num_threads(1)
 
 
 def check(inv_freq: Tensor, scale: float, positions: Tensor, dtype: torch.dtype) -> None:
-    got, plain = (module.rope_tables(inv_freq, scale, positions, dtype) for module in (gpu, twin))  # type: ignore[attr-defined]
+    got, plain = (module.rope_tables(inv_freq, scale, positions, dtype) for module in (gpu, pytorch))  # type: ignore[attr-defined]
     angles = (positions[:, None].float() * inv_freq).double()  # float32 products, as checkpoints assume
     cos, sin = scale * angles.cos(), scale * angles.sin()
     exact = torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]

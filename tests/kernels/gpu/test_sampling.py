@@ -1,4 +1,4 @@
-"""Fused draws against the row-by-row oracle: the same token, whatever path a row takes."""
+"""Fused sampling in Triton's interpreter against the row-by-row reference: the same token on every path of a row."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchgen.kernels import sampling as twin
+from batchgen.kernels import sampling as pytorch
 from batchgen.kernels.gpu.sampling import SamplingTile, greedy, nan_rows, sample
 from batchgen.kernels.noise import row_keys
 from batchgen.kernels.sampling import SamplingColumns
 from batchgen.kernels.sampling_reference import filtered_distribution, sample_reference
-from tests.kernels.gpu.test_thresholds import KINDS, logits_of
+from tests.kernels.gpu.test_top_k_threshold import KINDS, logits_of
 
 CPU = torch.device("cpu")
 Params = tuple[float, int, float, float]
 SMALL = SamplingTile(block=64, capacity=32, spread=16, few_block=16, warps=4)
-"""Rows of a few hundred logits take every path: written-down ids that fit, that do not, several blocks of both."""
+"""Rows of a few hundred logits take every path: collected ids that fit or do not fit, and several blocks of both."""
 WIDE = SamplingTile(block=256, capacity=128, spread=64, few_block=128, warps=4)
 
 GRID: list[Params] = list(
@@ -66,7 +66,7 @@ def some(params: list[Params], count: int, seed: int) -> list[Params]:
 @pytest.mark.field("temperature", "top_k", "top_p", "min_p", "seed")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("vocab", [1, 2, 63, 200])
-def test_mixed_rows_equal_the_oracle(kind: str, vocab: int) -> None:
+def test_mixed_rows_equal_the_reference(kind: str, vocab: int) -> None:
     params = some(GRID, 8, seed=vocab + len(kind))
     logits = logits_of(kind, len(params), vocab)
     assert draw(logits, params, seed=vocab).tolist() == expected(logits, params, seed=vocab)
@@ -94,16 +94,16 @@ def test_long_rows_of_every_dtype(params: Params, dtype: torch.dtype) -> None:
     assert draw(logits, [params] * 2, tile=WIDE).tolist() == expected(logits, [params] * 2)
 
 
-def test_top_k_too_large_to_write_down() -> None:
+def test_top_k_too_large_to_collect() -> None:
     params: list[Params] = [(1.0, 300, 0.9, 0.0), (1.0, 257, 1.0, 0.0)]
     logits = logits_of("normal", 2, 700).half()
     assert draw(logits, params, tile=WIDE).tolist() == expected(logits, params)
 
 
-def test_the_twin_agrees() -> None:
+def test_equals_pytorch() -> None:
     params = some(GRID, 20, seed=1)
     logits = logits_of("normal", 20, 90)
-    assert torch.equal(draw(logits, params), twin.sample(logits, columns_of(params, keys_for(20))).tokens)
+    assert torch.equal(draw(logits, params), pytorch.sample(logits, columns_of(params, keys_for(20))).tokens)
 
 
 @settings(max_examples=20, deadline=None)
@@ -115,11 +115,11 @@ def test_the_twin_agrees() -> None:
     st.sampled_from([0.0, 0.01, 0.5, 1.0]),
     st.integers(0, 1000),
 )
-def test_drawn_rows_equal_the_oracle(
+def test_random_rows_equal_the_reference(
     values: list[float], temperature: float, top_k: int, top_p: float, min_p: float, seed: int
 ) -> None:
     logits = torch.tensor([values])
-    if twin.nan_rows(logits).any():
+    if pytorch.nan_rows(logits).any():
         return
     params = [(temperature, top_k, top_p, min_p)]
     tile = SamplingTile(block=16, capacity=8, spread=4, few_block=8, warps=1)
@@ -127,13 +127,13 @@ def test_drawn_rows_equal_the_oracle(
 
 
 @pytest.mark.parametrize("tile", [SMALL, WIDE, SamplingTile(block=512, capacity=256, spread=256, few_block=64)])
-def test_tiles_change_no_draw(tile: SamplingTile) -> None:
+def test_tiles_do_not_change_the_result(tile: SamplingTile) -> None:
     params = some(GRID, 16, seed=3)
     logits = logits_of("normal", 16, 400)
     assert draw(logits, params, tile=tile).tolist() == expected(logits, params)
 
 
-def test_a_row_is_drawn_alone_as_in_any_company() -> None:
+def test_a_row_draws_the_same_token_alone_and_in_a_batch() -> None:
     params = some(GRID, 14, seed=4)
     logits, keys = logits_of("ties", 14, 150), keys_for(14)
     whole = sample(logits, columns_of(params, keys), tile=SMALL).tokens
@@ -150,7 +150,7 @@ def test_several_draw_from_one_row() -> None:
     logits, columns = logits_of("ties", 3, 150), columns_of(params, keys_for(12))
     found = sample(logits, columns, rows, tile=SMALL)
     assert torch.equal(found.tokens, sample(logits[rows], columns, tile=SMALL).tokens)
-    assert torch.equal(found.tokens, twin.sample(logits, columns, rows).tokens)
+    assert torch.equal(found.tokens, pytorch.sample(logits, columns, rows).tokens)
     assert found.bad is not None
     assert len(found.bad) == 12
 
@@ -200,17 +200,17 @@ def test_no_rows() -> None:
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 63, 300])
-def test_greedy_takes_the_first_of_equals(vocab: int) -> None:
+def test_greedy_takes_the_first_of_equal_logits(vocab: int) -> None:
     logits = torch.randint(0, 3, (6, vocab), generator=torch.Generator().manual_seed(vocab)).float()
     first = [int(np.flatnonzero(row == row.max())[0]) for row in logits.numpy()]
     assert greedy(logits).tolist() == first
     assert draw(logits, [(0.0, 5, 0.5, 0.5)] * 6).tolist() == first
 
 
-# The interpreter's numpy tells of what is meant to happen: exp of a row with an infinity, log of no mass.
+# The interpreter's numpy warns about intended operations: exp of a row with an infinity, log of no mass.
 @pytest.mark.filterwarnings("ignore:(overflow|divide by zero|invalid value) encountered:RuntimeWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_bad_rows_are_named_and_leave_their_neighbours_alone(dtype: torch.dtype) -> None:
+def test_bad_rows_are_reported_and_do_not_affect_others(dtype: torch.dtype) -> None:
     logits = logits_of("normal", 7, 200).to(dtype)
     params: list[Params] = [(1.0, -1, 0.9, 0.05)] * 3 + [(1.0, 20, 0.9, 0.0)] * 3 + [(0.0, -1, 1.0, 0.0)]
     clean = draw(logits, params)
@@ -219,7 +219,7 @@ def test_bad_rows_are_named_and_leave_their_neighbours_alone(dtype: torch.dtype)
     poisoned[4] = -torch.inf
     poisoned[5, 3] = torch.inf
     poisoned[6, 199] = torch.nan
-    assert nan_rows(poisoned).tolist() == twin.nan_rows(poisoned).tolist()
+    assert nan_rows(poisoned).tolist() == pytorch.nan_rows(poisoned).tolist()
     result = sample(poisoned, columns_of(params, keys_for(7)), tile=SMALL)
     assert result.bad is not None
     assert result.bad.tolist() == [False, True, False, False, True, True, True]

@@ -1,4 +1,4 @@
-"""The k largest of rows in Triton's interpreter, against the twin: exactly, whatever the ties."""
+"""Top-k of rows in Triton's interpreter, against PyTorch: exactly equal, with any ties."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchgen.kernels import top as twin
+from batchgen.kernels import top as pytorch
 from batchgen.kernels.gpu import row_scan
 from batchgen.kernels.gpu import top as gpu
 from tests.kernels.gpu.closeness import DTYPES
@@ -19,7 +19,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes at which a few hundred logits take every path."""
+    """Use sizes at which a few hundred logits take every path."""
     monkeypatch.setattr(gpu, "GROUPS", {4: 8, 16: 4})
     monkeypatch.setattr(gpu, "_STEP", 16)
     monkeypatch.setattr(row_scan, "BLOCK", 64)
@@ -28,7 +28,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def check(logits: Tensor, k: int) -> None:
     before = logits.clone()
     values, ids = gpu.largest(logits, k)
-    expected_values, expected_ids = twin.largest(logits, k)
+    expected_values, expected_ids = pytorch.largest(logits, k)
     assert torch.equal(logits.nan_to_num(), before.nan_to_num())
     assert (values.dtype, ids.dtype) == (logits.dtype, torch.int64)
     assert torch.equal(ids, expected_ids)
@@ -38,7 +38,7 @@ def check(logits: Tensor, k: int) -> None:
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "vocab", "k"), [(3, 1, 1), (2, 7, 7), (1, 63, 3), (2, 100, 16), (1, 333, 9)])
-def test_they_are_the_twins(rows: int, vocab: int, k: int, dtype: torch.dtype) -> None:
+def test_equals_pytorch(rows: int, vocab: int, k: int, dtype: torch.dtype) -> None:
     check(drawn(rows, vocab, dtype), k)
 
 
@@ -51,7 +51,7 @@ def test_ties_go_by_the_lowest_id(vocab: int, k: int) -> None:
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("kind", ["padded", "transposed", "every second"])
 @pytest.mark.parametrize(("vocab", "k"), [(12, 3), (201, 6)])
-def test_rows_may_lie_anywhere(vocab: int, k: int, kind: str) -> None:
+def test_any_strides(vocab: int, k: int, kind: str) -> None:
     check(strided(drawn(3, vocab), kind), k)
 
 
@@ -68,7 +68,7 @@ def test_sorted_rows(order: int) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_no_row_no_work() -> None:
+def test_no_rows() -> None:
     values, ids = gpu.largest(torch.empty(0, 100), 5)
     assert values.shape == ids.shape == (0, 5)
 
@@ -76,25 +76,25 @@ def test_no_row_no_work() -> None:
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("what", [torch.nan, -torch.nan, torch.inf])
 @pytest.mark.parametrize("vocab", [9, 130])
-def test_rows_with_a_nan_give_ids_in_range_and_leave_others_alone(vocab: int, what: float) -> None:
+def test_rows_with_a_nan_yield_ids_in_range_and_do_not_affect_others(vocab: int, what: float) -> None:
     logits = drawn(3, vocab)
     logits[1, [2, vocab - 1]] = what
     values, ids = gpu.largest(logits, 7)
     assert bool(((ids[1] >= 0) & (ids[1] < vocab)).all())
     assert len(set(ids[1].tolist())) == 7
-    expected_values, expected_ids = twin.largest(logits[[0, 2]], 7)
+    expected_values, expected_ids = pytorch.largest(logits[[0, 2]], 7)
     assert torch.equal(ids[[0, 2]], expected_ids)
     assert torch.equal(values[[0, 2]], expected_values)
 
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("vocab", [40, 400])
-def test_more_than_kernels_serve_is_the_twins_work(vocab: int) -> None:
+def test_unsupported_sizes_use_pytorch(vocab: int) -> None:
     check(drawn(2, vocab), 17)
 
 
 @pytest.mark.usefixtures("small")
-def test_float64_is_the_twins_work() -> None:
+def test_float64_uses_pytorch() -> None:
     check(drawn(2, 90).double() + 1e-12 * torch.arange(90), 4)
 
 
@@ -117,7 +117,7 @@ def test_sizes_as_shipped(vocab: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("k", [1, 8, 9, 32, 100, 129, 1024])
-def test_groups_are_only_made_where_they_spare_something(k: int) -> None:
+def test_groups_are_used_only_if_they_save_work(k: int) -> None:
     for vocab in (1024, 4096, 8192, 16_384, 151_936, 262_144, 500_000):
         assert gpu.serves(vocab, k)
         group = gpu.group_size(vocab, k)
@@ -128,6 +128,6 @@ def test_groups_are_only_made_where_they_spare_something(k: int) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_rows_too_long_for_registers_are_the_twins_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_too_long_for_registers_use_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "MOST_GROUPS", 8)
     check(drawn(1, 200), 3)

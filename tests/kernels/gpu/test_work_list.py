@@ -1,4 +1,4 @@
-"""The work list alone, without a kernel: what it covers, and what it costs, counted."""
+"""The work list without a kernel: the keys that it covers, and what it costs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.kernels import chunk_prefixes
+from batchgen.kernels.attention import work_items as chunk_prefixes
 from batchgen.kernels.gpu.work_list import (
     FIELDS,
     GROUPS,
@@ -36,7 +36,7 @@ def items_of(work: WorkList) -> list[list[int]]:
 
 
 def slots_read(batch: AttentionBatch, work: WorkList, shape: ListShape) -> list[list[int]]:
-    """Per token: the pool slots that its items show it, masked as the kernel masks them."""
+    """By token: the pool slots that its items show it, masked as the kernel does."""
     pages, rows, positions = (work.packed[s] for s in (work.pages, work.rows, work.positions))
     seen: list[list[int]] = [[] for _ in range(batch.slot_mapping.shape[0])]
     for rows_at, count, page_at, base, first, full_from, full_to, end, *_ in items_of(work):
@@ -84,7 +84,7 @@ def test_every_visible_key_is_read_once(
 
 
 def check_parts(batch: AttentionBatch, work: WorkList) -> None:
-    """Each token is written directly once, folding the parts it has, or merged; no part is left or used twice."""
+    """Each token is written directly once, with its parts folded, or merged; every part is used exactly once."""
     rows, parts = work.packed[work.rows], work.packed[work.parts]
     written: dict[int, list[int]] = {}
     owner: dict[int, int] = {}
@@ -129,14 +129,14 @@ def test_sections_begin_at_multiples_of_16_bytes() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64])
-def test_shared_pages_are_read_once_by_a_tile_of_rows(rows: int) -> None:
+def test_a_tile_of_rows_reads_shared_pages_once(rows: int) -> None:
     b = StepBuilder(Shape(4, 2))
     members = [b.decode(16, own_start=64) for _ in range(rows)]
     b.group(members, 0, 4)
     work = plan_step(b.build().batch, list_shape(large=64))
     assert work.keys_read == 64 + rows * 16
     assert sum(work.count(launch) for launch in (LARGE, GROUPS)) == 1
-    assert work.num_merges == 0, "each row merges as it reads its own pages"
+    assert work.num_merges == 0, "each row folds its parts while it reads its own pages"
 
 
 def test_keys_outside_the_window_and_above_the_diagonal_are_not_read() -> None:
@@ -172,7 +172,7 @@ def test_tiles_are_padded_by_less_than_their_own_size() -> None:
     assert work.padded_rows == (16 - 8) + (4 - 3) + 5 * (4 - 1)
 
 
-def test_groups_alone_are_merged_for_every_decode_row() -> None:
+def test_groups_only_are_merged_for_every_decode_row() -> None:
     batch = any_batch([(5, 0, 0)], [(9, 0), (9, 1), (9, 2), (9, 2)], 16, 0)
     work = plan_groups(batch, list_shape())
     tokens, _, counts = (work.packed[s].tolist() for s in work.merges)
@@ -181,7 +181,7 @@ def test_groups_alone_are_merged_for_every_decode_row() -> None:
     assert work.count(SMALL) == 0
 
 
-def test_rows_whose_window_lies_behind_a_group_are_not_in_its_tiles() -> None:
+def test_rows_whose_window_is_past_a_group_are_not_in_its_tiles() -> None:
     b = StepBuilder(Shape(4, 2))
     near, far = b.decode(3, own_start=32), b.decode(40, own_start=32)
     b.group([far, near], 0, 2)
@@ -193,13 +193,13 @@ def test_rows_whose_window_lies_behind_a_group_are_not_in_its_tiles() -> None:
 
 
 def short_chunks(b: StepBuilder, count: int, pages: int) -> None:
-    """Chunks of two tokens, on pages that all of them begin with."""
+    """Chunks of two tokens that begin with the same pages."""
     prefix = b.pages(pages * b.shape.page_size)
     for _ in range(count):
         b.chunk(2, past=pages * b.shape.page_size, prefix=prefix)
 
 
-def test_short_chunks_share_tiles_over_the_pages_that_they_begin_with() -> None:
+def test_short_chunks_share_tiles_over_their_common_pages() -> None:
     b = StepBuilder(Shape(4, 2), num_pages=2048)
     short_chunks(b, 16, 20)
     work = plan_step(b.build().batch, list_shape())
@@ -221,14 +221,14 @@ def test_every_level_of_a_tree_of_short_chunks_is_shared() -> None:
 
 
 @pytest.mark.parametrize(("count", "pages"), [(16, 15), (1, 20)])
-def test_what_saves_little_is_not_shared(count: int, pages: int) -> None:
+def test_prefixes_that_save_little_are_not_shared(count: int, pages: int) -> None:
     b = StepBuilder(Shape(4, 2), num_pages=2048)
     short_chunks(b, count, pages)
     work = plan_step(b.build().batch, list_shape())
     assert (work.count(LARGE), work.num_parts) == (0, 0)
 
 
-def test_chunks_that_fill_a_tile_go_alone() -> None:
+def test_chunks_that_fill_a_tile_are_not_shared() -> None:
     b = StepBuilder(Shape(4, 2), num_pages=2048)
     prefix = b.pages(320)
     for _ in range(4):

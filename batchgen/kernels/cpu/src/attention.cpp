@@ -11,7 +11,7 @@
 namespace bg {
 namespace {
 
-// Memory of a thread that stays between calls, grown where need be.
+// Workspace of a thread, kept between calls; it grows as needed.
 class Scratch {
   public:
     char* take(int64_t bytes) {
@@ -32,7 +32,7 @@ class Scratch {
 
 thread_local Scratch scratch;
 
-// Cuts a thread's memory into arrays that begin at cache lines. Without memory it only counts.
+// Divides a workspace into arrays aligned to cache lines. With null memory it only counts bytes.
 class Arrays {
   public:
     explicit Arrays(char* at) : at_(at) {}
@@ -49,17 +49,19 @@ class Arrays {
     int64_t used_ = 0;
 };
 
-// The factor on a row's sums that makes them its result.
-float share(float max, float total, const float* sink) {
+// Factor that normalises a row's sums.
+float normalizer(float max, float total, const float* sink) {
     if (!sink) return total == 0.0f ? 0.0f : 1.0f / total;
     const float top = std::max(max, *sink);
     const float weight = exp_nonpositive(max - top);
     return weight / (total * weight + exp_nonpositive(*sink - top));
 }
 
-// Rows' sums to the output, or to parts with their log-sum-exp.
+// Writes rows' sums to the output, or to parts with their log-sum-exp.
 template <class T>
-void finish(const Attention& a, const AttentionList& l, int64_t layer, const Item& item, int64_t head, const Rows& rows, bool by_units) {
+void finish(
+    const Attention& a, const AttentionList& l, int64_t layer, const Item& item, int64_t head, const Rows& rows,
+    bool by_units) {
     const int64_t group = l.heads / l.kv_heads, dim = l.value_dim;
     const int64_t units = by_units ? dim / UNIT * UNIT : 0;
     for (int64_t r = 0; r < rows.count; r++) {
@@ -74,7 +76,7 @@ void finish(const Attention& a, const AttentionList& l, int64_t layer, const Ite
         };
         if (item.part_at < 0) {
             const float* sinks = a.sinks ? a.sinks[layer] : nullptr;
-            const float factor = share(rows.max[r], rows.total[r], sinks ? sinks + q_head : nullptr);
+            const float factor = normalizer(rows.max[r], rows.total[r], sinks ? sinks + q_head : nullptr);
             emit(static_cast<T*>(a.out) + item.tokens[i] * a.out_stride + q_head * dim, factor);
             continue;
         }
@@ -86,20 +88,20 @@ void finish(const Attention& a, const AttentionList& l, int64_t layer, const Ite
             continue;
         }
         l.part_lse[part] = total == 0.0f ? -__builtin_inff() : rows.max[r] + std::log(total);
-        emit(l.part_out + part * dim, share(rows.max[r], total, nullptr));
+        emit(l.part_out + part * dim, normalizer(rows.max[r], total, nullptr));
     }
 }
 
-// `next` is what this thread takes up afterwards, or null; `fed`: the item was `next` before.
+// `next`: the item that this thread computes afterwards, or null; `prefetched`: this item was the previous `next`.
 template <class T>
-void run_item(const Attention& a, int64_t layer, const Item& item, const Item* next, bool fed) {
+void run_item(const Attention& a, int64_t layer, const Item& item, const Item* next, bool prefetched) {
     const AttentionList& l = *a.lists[layer];
     const bool few = item.few(l), dots = by_dots<T>(l, item), bfp = !dots && by_bfp<T>(l, item);
     const int64_t block = many_block(l), count = item.query_rows(l);
     BfpBlock numbers(l, block);
     DotBlock pairs(l);
-    const int64_t width = bfp ? numbers.columns : dots ? pairs.columns : up(l.value_dim, LANES);
-    const int64_t kept = few ? item.heads() : 1;  // heads whose state is kept side by side
+    const int64_t width = bfp ? numbers.columns : dots ? pairs.columns : round_up(l.value_dim, LANES);
+    const int64_t heads = few ? item.heads() : 1;  // heads whose state is held at once
     int32_t* slots = nullptr;
     float *query = nullptr, *sums = nullptr, *max = nullptr, *total = nullptr;
     int64_t *from = nullptr, *to = nullptr;
@@ -109,10 +111,10 @@ void run_item(const Attention& a, int64_t layer, const Item& item, const Item* n
     for (int pass = 0; pass < 2; pass++) {
         Arrays arrays(memory);
         slots = arrays.take<int32_t>(item.keys());
-        query = arrays.take<float>(kept * count * l.key_dim);
-        sums = arrays.take<float>(kept * count * width);
-        max = arrays.take<float>(kept * count);
-        total = arrays.take<float>(kept * count);
+        query = arrays.take<float>(heads * count * l.key_dim);
+        sums = arrays.take<float>(heads * count * width);
+        max = arrays.take<float>(heads * count);
+        total = arrays.take<float>(heads * count);
         from = arrays.take<int64_t>(count);
         to = arrays.take<int64_t>(count);
         if (bfp) {
@@ -137,22 +139,24 @@ void run_item(const Attention& a, int64_t layer, const Item& item, const Item* n
     };
     const auto begin = [&](int64_t head) {
         begin_rows(l, item, rows_of(head));
-        take_queries<T>(a, l, item, head, rows_of(head), few);
+        load_queries<T>(a, l, item, head, rows_of(head), few);
     };
     slots_of(l, item, slots);
     if (few) {
         const bool by_dots = few_by_dots<T>(l, item);
-        for (int64_t head = item.head; head < item.end_head; head++) by_dots ? begin_rows(l, item, rows_of(head)) : begin(head);
-        const auto run = [&](int64_t head, int64_t b, int64_t keys, Feed<T>& feed) {
+        for (int64_t head = item.head; head < item.end_head; head++)
+            by_dots ? begin_rows(l, item, rows_of(head)) : begin(head);
+        const auto run = [&](int64_t head, int64_t b, int64_t keys, Prefetcher<T>& prefetcher) {
             const HeadCache<T> cache(a, l, layer, head);
             const auto rows = [&](auto n) {
-                if (by_dots) few_dots<T, n()>(a, l, item, head, cache, slots + b, b, keys, rows_of(head), feed);
-                else few_rows<T, n()>(a, l, cache, slots + b, b, keys, rows_of(head), feed);
+                if (by_dots) few_dots<T, n()>(a, l, item, head, cache, slots + b, b, keys, rows_of(head), prefetcher);
+                else few_rows<T, n()>(a, l, cache, slots + b, b, keys, rows_of(head), prefetcher);
             };
             with_constant<FEW>(count, rows);
         };
-        few_item<T>(a, l, layer, item, next && next->few(l) ? next : nullptr, fed, run);
-        for (int64_t head = item.head; head < item.end_head; head++) finish<T>(a, l, layer, item, head, rows_of(head), !by_dots);
+        few_item<T>(a, l, layer, item, next && next->few(l) ? next : nullptr, prefetched, run);
+        for (int64_t head = item.head; head < item.end_head; head++)
+            finish<T>(a, l, layer, item, head, rows_of(head), !by_dots);
         return;
     }
     for (int64_t head = item.head; head < item.end_head; head++) {
@@ -169,23 +173,23 @@ void run_item(const Attention& a, int64_t layer, const Item& item, const Item* n
             finish<T>(a, l, layer, item, head, rows_of(head), false);
             continue;
         }
-        const Rows alone{count, query, block_sums, block_max, block_total, from, to, width};
-        if (l.block) begin_rows(l, item, alone);
-        many_rows<T>(a, l, item, cache, slots, rows_of(head), l.block ? &alone : nullptr, panels, wide, scores);
+        const Rows block_rows{count, query, block_sums, block_max, block_total, from, to, width};
+        if (l.block) begin_rows(l, item, block_rows);
+        many_rows<T>(a, l, item, cache, slots, rows_of(head), l.block ? &block_rows : nullptr, panels, wide, scores);
         finish<T>(a, l, layer, item, head, rows_of(head), false);
     }
 }
 
 template <class T>
 void merge_token(const Attention& a, const AttentionList& l, int64_t layer, const int32_t* merge) {
-    const int64_t heads = l.heads, dim = l.value_dim, padded = up(heads, LANES);
+    const int64_t heads = l.heads, dim = l.value_dim, padded = round_up(heads, LANES);
     const int32_t* parts = l.parts + merge[1];
     const int64_t count = merge[2];
-    Arrays arrays(scratch.take(4 * (padded * (count + 2) + up(dim, LANES)) + 64 * 4));
-    float* weights = arrays.take<float>(count * padded);  // log-sum-exps first
+    Arrays arrays(scratch.take(4 * (padded * (count + 2) + round_up(dim, LANES)) + 64 * 4));
+    float* weights = arrays.take<float>(count * padded);  // holds log-sum-exps first
     float* top = arrays.take<float>(padded);
     float* total = arrays.take<float>(padded);
-    float* result = arrays.take<float>(up(dim, LANES));
+    float* result = arrays.take<float>(round_up(dim, LANES));
     const float* sinks = a.sinks ? a.sinks[layer] : nullptr;
     std::fill(top, top + padded, LOWEST);
     std::fill(total, total + padded, 0.0f);
@@ -221,9 +225,9 @@ void merge_token(const Attention& a, const AttentionList& l, int64_t layer, cons
     }
 }
 
-// The same of a batch-invariant list: parts join in their order.
+// The same for a deterministic list: parts are merged in order.
 template <class T>
-void join_token(const Attention& a, const AttentionList& l, int64_t layer, const int32_t* merge) {
+void merge_token_in_order(const Attention& a, const AttentionList& l, int64_t layer, const int32_t* merge) {
     const int64_t heads = l.heads, dim = l.value_dim;
     const int32_t* parts = l.parts + merge[1];
     float* sums = Arrays(scratch.take(4 * dim + 64)).take<float>(dim);
@@ -233,9 +237,10 @@ void join_token(const Attention& a, const AttentionList& l, int64_t layer, const
         std::fill(sums, sums + dim, 0.0f);
         for (int64_t i = 0; i < merge[2]; i++) {
             const int64_t part = parts[i] * heads + n;
-            Softmax{sums, &max, &total}.join(l.part_out + part * dim, l.part_lse[2 * part], l.part_lse[2 * part + 1], dim);
+            SoftmaxState{sums, &max, &total}.merge(
+                l.part_out + part * dim, l.part_lse[2 * part], l.part_lse[2 * part + 1], dim);
         }
-        const float factor = share(max, total, a.sinks && a.sinks[layer] ? a.sinks[layer] + n : nullptr);
+        const float factor = normalizer(max, total, a.sinks && a.sinks[layer] ? a.sinks[layer] + n : nullptr);
         int64_t d = 0;
         for (; d + LANES <= dim; d += LANES) store(out + d, load(sums + d) * factor);
         for (; d < dim; d++) put(out + d, sums[d] * factor);
@@ -244,27 +249,27 @@ void join_token(const Attention& a, const AttentionList& l, int64_t layer, const
 
 }  // namespace
 
-void attention_items_part(const Attention& a, int64_t layer, const Claims& claims, int thread) {
+void attention_items_part(const Attention& a, int64_t layer, const WorkStealingQueue& queue, int thread) {
     const AttentionList& l = *a.lists[layer];
     // The list may have been made for another number of threads.
-    const auto begin = [&](int share) { return l.shares[l.num_shares * share / claims.shares]; };
-    Claim at = claims.one(thread, begin);
-    for (bool fed = false; at;) {
+    const auto begin = [&](int share) { return l.shares[l.num_shares * share / queue.shares]; };
+    Claim at = queue.pop_one(thread, begin);
+    for (bool prefetched = false; at;) {
         const Item item(l, at.begin);
-        // A thread takes an item before it has done the last one, to fetch from memory for it, but not of a share's last
-        // few, which others may be free to do at once.
-        const bool early = at.begin + 2 * claims.sharing < begin(at.share + 1);
-        const Claim next_at = early ? claims.one(thread, begin) : Claim{};
+        // A thread claims its next item before it has finished the current one, to prefetch for it; but not a share's
+        // last items, which a free thread could compute at once.
+        const bool early = at.begin + 2 * queue.sharing < begin(at.share + 1);
+        const Claim next_at = early ? queue.pop_one(thread, begin) : Claim{};
         const Item next(l, next_at ? next_at.begin : at.begin);
         const Item* known = next_at ? &next : nullptr;
         if (l.dtype == 0) {
-            run_item<float>(a, layer, item, known, fed);
+            run_item<float>(a, layer, item, known, prefetched);
         } else {
-            run_item<bf16>(a, layer, item, known, fed);
+            run_item<bf16>(a, layer, item, known, prefetched);
         }
-        fed = known && item.few(l);
-        claims.done(at);
-        at = known ? next_at : claims.one(thread, begin);
+        prefetched = known && item.few(l);
+        queue.done(at);
+        at = known ? next_at : queue.pop_one(thread, begin);
     }
 }
 
@@ -275,7 +280,7 @@ void attention_merge_part(const Attention& a, int64_t layer, int part, int parts
         const int32_t* merge = l.merges + 3 * i;
         const auto of = [&](auto zero) {
             using T = decltype(zero);
-            l.block ? join_token<T>(a, l, layer, merge) : merge_token<T>(a, l, layer, merge);
+            l.block ? merge_token_in_order<T>(a, l, layer, merge) : merge_token<T>(a, l, layer, merge);
         };
         l.dtype == 0 ? of(float{}) : of(bf16{});
     }
@@ -285,7 +290,7 @@ std::vector<int32_t> attention_pages(const AttentionList& l, int64_t share, int6
     std::vector<int32_t> pages;
     for (int64_t i = l.shares[share]; i < l.shares[share + 1]; i++) {
         const Item item(l, i);
-        if (!item.few(l) || item.head) continue;  // an item whose heads are shared out stands there once for each
+        if (!item.few(l) || item.head) continue;  // an item split by key head has one entry per head
         for (int64_t p = item.first / l.page_size; p * l.page_size < item.end; p++) {
             if (int64_t(pages.size()) == most) return pages;
             pages.push_back(item.pages[p]);
@@ -297,8 +302,8 @@ std::vector<int32_t> attention_pages(const AttentionList& l, int64_t share, int6
 }  // namespace bg
 
 extern "C" void bg_attention(const bg::Attention* a, int64_t layer, int64_t threads) {
-    bg::ClaimRoom room(1, int(threads));
-    const bg::Claims items = room.of(0);
+    bg::WorkStealingQueues queues(1, int(threads));
+    const bg::WorkStealingQueue items = queues.of(0);
 #pragma omp parallel num_threads(threads)
     {
         bg::attention_items_part(*a, layer, items, omp_get_thread_num());

@@ -1,8 +1,8 @@
 // Tiles of query rows, as in attention_rows.h, by the processor's bfloat16 dot instruction. Included by attention.cpp
 // and attention_few_dots.h.
 //
-// Queries and keys are multiplied as they stand. What the softmax makes of a row's scores is rounded to bfloat16, as
-// values were. Sums are float32; the instruction takes denormal numbers for zeros.
+// Queries and keys are multiplied in bfloat16. Softmax weights are rounded to bfloat16. Sums are float32; the
+// instruction flushes denormal numbers to zero.
 #pragma once
 
 #include "attention_units.h"
@@ -12,18 +12,18 @@ namespace {
 
 #if defined(__AVX512BF16__)
 
-constexpr int SCORE_UNITS = 3;  // whose scores are computed together
-// Numbers of a block of keys and values: it and the next one fit the second level of cache. Larger ones have fewer of the
-// steps that are taken once a block, up to where a tile's scores and weights leave the first level.
+constexpr int SCORE_UNITS = 3;  // units whose scores are computed together
+// Numbers of a block of keys and values: it and the next one fit the L2 cache. Larger blocks need fewer updates of the
+// softmax, until a tile's scores and weights no longer fit the L1 cache.
 constexpr int64_t DOT_NUMBERS = 1 << 16;
 constexpr int64_t MOST_POSITIONS = 512, LEAST_POSITIONS = 3 * UNIT;
 
-// A block of keys and values and the rows that are multiplied with them.
+// Workspace: a block of keys and values, and the query rows.
 struct DotBlock {
     DotUnit unit;
-    int64_t block, columns;  // positions; values with zeros behind them
+    int64_t block, columns;  // positions; padded value size
     const int32_t** units;   // [block / LANES]
-    int32_t* own;            // [block / LANES, words]: those that are not kept
+    int32_t* own;            // [block / LANES, words] units that are not cached
     bf16* query;             // [rows, 2 * pairs]
     float* scores;           // [TILE_ROWS, block]
     bf16* weights;           // [TILE_ROWS, block]
@@ -42,8 +42,8 @@ struct DotBlock {
         weights = arrays.template take<bf16>(TILE_ROWS * block);
     }
 
-    // A head's queries, with zeros behind each.
-    void take_query(const Attention& a, const AttentionList& l, const Item& item, int64_t head) const {
+    // Copies a head's queries, each padded with zeros.
+    void load_query(const Attention& a, const AttentionList& l, const Item& item, int64_t head) const {
         const int64_t group = l.heads / l.kv_heads, dim = l.key_dim;
         bf16* to = query;
         for (int64_t i = 0; i < item.count; i++) {
@@ -55,8 +55,10 @@ struct DotBlock {
         }
     }
 
-    // The item's keys [b, b + count) and their values.
-    void take_units(const AttentionList& l, const HeadCache<bf16>& cache, const KeptUnits& kept, const int32_t* slots, int64_t b, int64_t count) const {
+    // Finds or packs the units of the item's keys [b, b + count).
+    void load_units(
+        const AttentionList& l, const HeadCache<bf16>& cache, const CachedUnits& kept, const int32_t* slots, int64_t b,
+        int64_t count) const {
         for (int64_t k = 0; k < count; k += LANES) {
             const int32_t*& at = units[k / LANES];
             if ((at = kept.find(b + k))) continue;
@@ -69,20 +71,23 @@ struct DotBlock {
     }
 };
 
-// c [ROWS, ACROSS * LANES] = x [ROWS, 2 * pairs] by the keys of ACROSS units.
+// c [ROWS, ACROSS * LANES] = x [ROWS, 2 * pairs] times the keys of ACROSS units.
 template <int ROWS, int ACROSS>
-__attribute__((noinline)) void score_dots(const bf16* x, int64_t pairs, const int32_t* const* units, float* c, int64_t c_stride) {
+__attribute__((noinline)) void score_dots(
+    const bf16* x, int64_t pairs, const int32_t* const* units, float* c, int64_t c_stride) {
     const int32_t* keys[ACROSS];
     for (int v = 0; v < ACROSS; v++) keys[v] = units[v];
     Sums<ROWS, ACROSS> sums(c, true, c_stride);
     for (int64_t k = 0; k < pairs; k++) sums.dot(x + 2 * k, 2 * pairs, [&](int v) { return keys[v] + k * LANES; });
-    sums.keep(c, c_stride);
+    sums.save(c, c_stride);
 }
 
-// c [ROWS, DOT_PANEL] += x [ROWS, count * LANES] by as many columns of the values of `count` units, which begin `at`
-// words behind the units.
+// c [ROWS, DOT_PANEL] += x [ROWS, count * LANES] times DOT_PANEL columns of the values of `count` units, which begin
+// `at` words into each unit.
 template <int ROWS>
-__attribute__((noinline)) void value_dots(const bf16* x, int64_t x_stride, const int32_t* const* units, int64_t count, int64_t at, int64_t columns, float* c, int64_t c_stride) {
+__attribute__((noinline)) void value_dots(
+    const bf16* x, int64_t x_stride, const int32_t* const* units, int64_t count, int64_t at, int64_t columns, float* c,
+    int64_t c_stride) {
     Sums<ROWS, DOT_COLUMNS> sums(c, false, c_stride);
     for (int64_t u = 0; u < count; u++, x += LANES) {
         const int32_t* values = units[u] + at;
@@ -90,16 +95,16 @@ __attribute__((noinline)) void value_dots(const bf16* x, int64_t x_stride, const
         for (int k = 0; k < LANES / 2; k++, values += columns)
             sums.dot(x + 2 * k, x_stride, [&](int v) { return values + v * LANES; });
     }
-    sums.keep(c, c_stride);
+    sums.save(c, c_stride);
 }
 
-// Scores [R, count], which are `scale` times these, become e^(score - largest) in `weights`, those of row r outside
-// [from[r], to[r]) zeros; rows' running maxima and sums are joined as by `softmax_rows`. `count` is of whole units.
+// Online softmax of `scale` times the scores [R, count] into `weights`, 0 outside a row's edges. Running maxima and
+// sums are updated as by `softmax_rows`. `count` is a multiple of UNIT.
 template <int R>
 __attribute__((noinline)) void softmax_weights(
     float* scores, int64_t stride, int64_t count, const Edges<R>& edges, float scale, float softcap, float* row_max,
     float* row_sum, float* decay, bf16* weights) {
-    static_assert(R <= LANES);  // a lane of what follows is a row
+    static_assert(R <= LANES);  // below, a lane is a row
     constexpr float LOG2_E = 1.44269504f;
     const float factor = softcap == 0.0f ? scale : 1.0f;
     vf old = splat(LOWEST), largest_of[LANES], sums[LANES] = {};
@@ -107,8 +112,9 @@ __attribute__((noinline)) void softmax_weights(
     for (int r = 0; r < R; r++) {
         float* row = scores + r * stride;
         old[r] = row_max[r];
-        for (int64_t k = 0; k < count && softcap != 0.0f; k += LANES) store(row + k, soft_capped(load(row + k) * scale, softcap));
-        hide_unseen(row, count, edges.from[r], edges.to[r]);
+        for (int64_t k = 0; k < count && softcap != 0.0f; k += LANES)
+            store(row + k, soft_capped(load(row + k) * scale, softcap));
+        mask_unseen(row, count, edges.from[r], edges.to[r]);
         vf x = splat(LOWEST), y = x;
         for (int64_t k = 0; k < count; k += UNIT) {
             x = max(load(row + k), x);
@@ -128,53 +134,61 @@ __attribute__((noinline)) void softmax_weights(
         }
         sums[r] = x_sum + y_sum;
     }
-    join_totals<R>(old, most, lane_sums(sums), row_max, row_sum, decay);
+    update_totals<R>(old, most, lane_sums(sums), row_max, row_sum, decay);
 }
 
-// R rows from row `row` on against the block's `count` positions, which begin with the item's key b.
+// R rows from row `row` on times the block's `count` positions, which begin with the item's key b.
 template <int R>
-void dot_tile(const Attention& a, const DotBlock& m, const Rows& rows, int64_t row, int64_t b, int64_t count, DotFeed& feed) {
-    auto [from, to] = seen<R>(rows, row, b, count);
+void dot_tile(
+    const Attention& a, const DotBlock& m, const Rows& rows, int64_t row, int64_t b, int64_t count,
+    DotPrefetcher& prefetcher) {
+    auto [from, to] = visible_range<R>(rows, row, b, count);
     if (from >= to) return;
     from = from / UNIT * UNIT;
     const int32_t* const* units = m.units + from / LANES;
-    const int64_t num_units = up(to - from, LANES) / LANES, padded = up(to - from, UNIT);
+    const int64_t num_units = round_up(to - from, LANES) / LANES, padded = round_up(to - from, UNIT);
     by_runs<SCORE_UNITS>(num_units, [&](auto n, int64_t u) {
-        feed.some();
-        score_dots<R, n()>(m.query + row * 2 * m.unit.pairs, m.unit.pairs, units + u, m.scores + from + u * LANES, m.block);
+        prefetcher.step();
+        score_dots<R, n()>(
+            m.query + row * 2 * m.unit.pairs, m.unit.pairs, units + u, m.scores + from + u * LANES, m.block);
     });
     float* sums = rows.sums + row * rows.width;
     float decay[R];
     softmax_weights<R>(
         m.scores + from, m.block, padded, Edges<R>(rows, row, b + from, count - from), a.scale, a.softcap,
         rows.max + row, rows.total + row, decay, m.weights + from);
-    fade<R>(sums, rows.width, decay);
+    scale_rows<R>(sums, rows.width, decay);
     for (int64_t d = 0; d < m.columns; d += DOT_PANEL) {
-        feed.some();
+        prefetcher.step();
         value_dots<R>(
             m.weights + from, m.block, units, num_units, m.unit.key_words() + d, m.columns, sums + d, rows.width);
     }
 }
 
 template <class T>
-void dot_item(const Attention& a, const AttentionList& l, int64_t layer, const Item& item, int64_t head, const int32_t* slots, const Rows& rows, const DotBlock& m) {
+void dot_item(
+    const Attention& a, const AttentionList& l, int64_t layer, const Item& item, int64_t head, const int32_t* slots,
+    const Rows& rows, const DotBlock& m) {
     if constexpr (sizeof(T) == 2) {
         const int64_t next = std::min(head + 1, item.end_head - 1);
         const HeadCache<T> cache(a, l, layer, head), next_cache(a, l, layer, next);
-        const KeptUnits kept(a, l, layer, item, head, m.unit), next_kept(a, l, layer, item, next, m.unit);
-        m.take_query(a, l, item, head);
+        const CachedUnits kept(a, l, layer, item, head, m.unit), next_kept(a, l, layer, item, next, m.unit);
+        m.load_query(a, l, item, head);
         for (int64_t b = 0; b < item.keys(); b += m.block) {
             const int64_t count = std::min(m.block, item.keys() - b), left = item.keys() - b - count;
-            m.take_units(l, cache, kept, slots, b, count);
-            const int64_t tiles = up(rows.count, TILE_ROWS) / TILE_ROWS;
-            const int64_t calls = tiles * (up(count, SCORE_UNITS * LANES) / (SCORE_UNITS * LANES) + m.columns / DOT_PANEL);
-            DotFeed feed;
+            m.load_units(l, cache, kept, slots, b, count);
+            const int64_t tiles = round_up(rows.count, TILE_ROWS) / TILE_ROWS;
+            const int64_t calls =
+                tiles * (round_up(count, SCORE_UNITS * LANES) / (SCORE_UNITS * LANES) + m.columns / DOT_PANEL);
+            DotPrefetcher prefetcher;
             if (left) {
-                feed = DotFeed(l, cache, kept, m.unit, slots, b + count, std::min(m.block, left), calls);
+                prefetcher = DotPrefetcher(l, cache, kept, m.unit, slots, b + count, std::min(m.block, left), calls);
             } else if (next > head) {
-                feed = DotFeed(l, next_cache, next_kept, m.unit, slots, 0, std::min(m.block, item.keys()), calls);
+                prefetcher =
+                    DotPrefetcher(l, next_cache, next_kept, m.unit, slots, 0, std::min(m.block, item.keys()), calls);
             }
-            by_runs<TILE_ROWS>(rows.count, [&](auto n, int64_t row) { dot_tile<n()>(a, m, rows, row, b, count, feed); });
+            by_runs<TILE_ROWS>(
+                rows.count, [&](auto n, int64_t row) { dot_tile<n()>(a, m, rows, row, b, count, prefetcher); });
         }
     }
 }
@@ -189,11 +203,13 @@ struct DotBlock {
 };
 
 template <class T>
-void dot_item(const Attention&, const AttentionList&, int64_t, const Item&, int64_t, const int32_t*, const Rows&, const DotBlock&) {}
+void dot_item(
+    const Attention&, const AttentionList&, int64_t, const Item&, int64_t, const int32_t*, const Rows&,
+    const DotBlock&) {}
 
 #endif
 
-// Whether an item is computed so. Batch-invariant ones are not: how many pairs are summed depends on what others see.
+// Whether an item is computed this way. Not in deterministic lists, as the pairs summed depend on what other rows see.
 template <class T>
 bool by_dots(const AttentionList& l, const Item& item) {
 #if defined(__AVX512BF16__)

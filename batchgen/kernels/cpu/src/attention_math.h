@@ -1,5 +1,5 @@
-// Pieces of attention.cpp that know nothing of items: loads in pairs of vectors, transposition, sums across lanes,
-// softmax of a row, small products.
+// Arithmetic of attention.cpp, independent of work items: loads of pairs of vectors, transposition, sums across lanes,
+// softmax of rows, small products.
 #pragma once
 
 #include <algorithm>
@@ -10,11 +10,11 @@
 
 namespace bg {
 
-constexpr float LOWEST = -1e30f;  // where running maxima begin: finite, so that no difference of infinities arises
+constexpr float LOWEST = -1e30f;  // start of running maxima: finite, to avoid differences of infinities
 constexpr int UNIT = 2 * LANES;
 
-// A unit as two vectors. Of bfloat16 they are the even and the odd ones, which costs one load and no shuffle; what
-// is multiplied with them, or summed from them, is kept in the same order until it is stored.
+// Loads a unit of UNIT numbers as two vectors. For bfloat16 they are the even and the odd elements, which takes one
+// load and no shuffle; their products and sums stay in this order until they are stored.
 static inline void load_unit(const float* p, vf& a, vf& b) {
     a = load(p);
     b = load(p + LANES);
@@ -26,7 +26,7 @@ static inline void load_unit(const bf16* p, vf& a, vf& b) {
     b = (vf)(both & 0xffff0000u);
 }
 
-// 2 * LANES numbers as they lie in memory, zeros behind the first `count`.
+// 2 * LANES numbers in memory order, zeros after the first `count`.
 template <class T>
 static inline vu load_pairs(const T* p, int64_t count) {
     if (count >= 2 * LANES) return load_as<vu>(p);
@@ -35,7 +35,7 @@ static inline vu load_pairs(const T* p, int64_t count) {
     return load_as<vu>(some);
 }
 
-// The reverse: two vectors in the order that `load_unit<T>` gave them, stored as a unit of U in plain order.
+// The reverse: stores two vectors in the order of `load_unit<T>` as a unit of U in plain order.
 template <class T, class U>
 static inline void store_unit(U* p, vf a, vf b) {
     if constexpr (sizeof(T) == 4) {
@@ -48,7 +48,7 @@ static inline void store_unit(U* p, vf a, vf b) {
     }
 }
 
-// e^x for x <= 0: 0 below -87.3, not-a-number stays. About 1 unit in the last place.
+// e^x for x <= 0, to about 1 unit in the last place: 0 below -87, keeps NaN.
 static inline vf exp_nonpositive(vf x) {
     const vf shifted = x * 1.44269504f + TO_INTEGER;
     const vf n = shifted - TO_INTEGER;
@@ -80,9 +80,9 @@ static inline vf soft_capped(vf x, float cap) {
     return (y < 0.0f ? -t : t) * cap;
 }
 
-// Lane j: v[j]'s lanes joined by `op`, which is to be associative and commutative.
+// Lane j is v[j]'s lanes reduced by `op`, which must be associative and commutative.
 template <class Op>
-static inline vf joined_lanes(const vf (&v)[LANES], Op op) {
+static inline vf reduce_lanes(const vf (&v)[LANES], Op op) {
 #if defined(__AVX512F__)
     vf x[4];
     for (int i = 0; i < 4; i++) {
@@ -124,10 +124,10 @@ static inline vf joined_lanes(const vf (&v)[LANES], Op op) {
 }
 
 static inline vf lane_sums(const vf (&v)[LANES]) {
-    return joined_lanes(v, [](vf a, vf b) { return a + b; });
+    return reduce_lanes(v, [](vf a, vf b) { return a + b; });
 }
 
-static inline vf lane_maxima(const vf (&v)[LANES]) { return joined_lanes(v, max); }
+static inline vf lane_maxima(const vf (&v)[LANES]) { return reduce_lanes(v, max); }
 
 // rows[i][j] = rows[j][i], 32-bit words.
 static inline void transpose(vu (&rows)[LANES]) {
@@ -158,7 +158,8 @@ static inline void transpose(vu (&rows)[LANES]) {
         t[i + 1] = _mm256_unpackhi_ps((__m256)rows[i], (__m256)rows[i + 1]);
     }
     for (int i = 0; i < 4; i++) {  // columns i and i + 4
-        const __m256d a = (__m256d)t[i / 2], b = (__m256d)t[2 + i / 2], c = (__m256d)t[4 + i / 2], d = (__m256d)t[6 + i / 2];
+        const __m256d a = (__m256d)t[i / 2], b = (__m256d)t[2 + i / 2], c = (__m256d)t[4 + i / 2],
+                      d = (__m256d)t[6 + i / 2];
         const __m256d low = i % 2 ? _mm256_unpackhi_pd(a, b) : _mm256_unpacklo_pd(a, b);
         const __m256d high = i % 2 ? _mm256_unpackhi_pd(c, d) : _mm256_unpacklo_pd(c, d);
         rows[i] = (vu)_mm256_permute2f128_pd(low, high, 0x20);
@@ -172,8 +173,9 @@ static inline void transpose(vu (&rows)[LANES]) {
 #endif
 }
 
-// Scores [R, count] become e^(score - largest), those of row r outside [from[r], to[r]) zeros, and join the rows' running
-// maxima and sums. `decay[r]` is what the sums so far are to be multiplied by. `count` is rounded up to whole vectors.
+// Online softmax: scores [R, count] become e^(score - largest), 0 outside [from[r], to[r]), and the rows' running
+// maxima and sums are updated. `decay[r]` is the factor for the row's previous sums. `count` is rounded up to whole
+// vectors.
 template <int R>
 static inline void softmax_rows(
     float* scores, int64_t stride, int64_t count, const int64_t* from, const int64_t* to, float softcap,
@@ -227,23 +229,25 @@ static inline void softmax_rows(
     }
 }
 
-// Sums of e^(score - max) * value [dim], which of some positions are joined by those of the positions behind them. Every
-// rounding is said, so that it makes no difference where this is done.
-struct Softmax {
+// State of a row's softmax: sums of e^(score - max) * value [dim], their maximum and total. `merge` adds the state of
+// later positions. Every rounding is explicit, so that results do not depend on where this is compiled.
+struct SoftmaxState {
     float *sums, *max, *total;
 
-    void join(const float* behind, float behind_max, float behind_total, int64_t dim) const {
-        const float top = std::max(*max, behind_max);
-        const float keep = exp_nonpositive(*max - top), take = exp_nonpositive(behind_max - top);
+    void merge(const float* other, float other_max, float other_total, int64_t dim) const {
+        const float top = std::max(*max, other_max);
+        const float keep = exp_nonpositive(*max - top), take = exp_nonpositive(other_max - top);
         *max = top;
-        *total = std::fma(behind_total, take, *total * keep);
+        *total = std::fma(other_total, take, *total * keep);
         int64_t d = 0;
-        for (; d + LANES <= dim; d += LANES) store(sums + d, fused(load(behind + d), splat(take), load(sums + d) * keep));
-        for (; d < dim; d++) sums[d] = std::fma(behind[d], take, sums[d] * keep);
+        for (; d + LANES <= dim; d += LANES)
+            store(sums + d, fused(load(other + d), splat(take), load(sums + d) * keep));
+        for (; d < dim; d++) sums[d] = std::fma(other[d], take, sums[d] * keep);
     }
 };
 
-// c [ROWS, VECTORS * LANES] = or += a [ROWS, inner] b [inner, VECTORS * LANES]. Inlined into more, GCC keeps b in memory.
+// c [ROWS, VECTORS * LANES] = (first) or += a [ROWS, inner] b [inner, VECTORS * LANES]. Not inlined, because GCC would
+// keep b in memory.
 template <int ROWS, int VECTORS>
 static __attribute__((noinline)) void small_product(
     const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t inner, float* c, int64_t c_stride,
@@ -255,7 +259,7 @@ static __attribute__((noinline)) void small_product(
         for (int i = 0; i < VECTORS; i++) w[i] = load(b + i * LANES);
         sums.add(a + k, a_stride, w);
     }
-    sums.keep(c, c_stride);
+    sums.save(c, c_stride);
 }
 
 }  // namespace bg

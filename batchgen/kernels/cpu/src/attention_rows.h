@@ -1,5 +1,5 @@
-// A work item's query rows against its keys, for one key head: few rows at a time with keys read as they stand, or tiles
-// of many with blocks of keys transposed. Included by attention.cpp alone.
+// A work item's query rows times its keys, for one key head: few rows with keys read in place, or tiles of many rows
+// with blocks of transposed keys. Included only by attention.cpp.
 #pragma once
 
 #include <type_traits>
@@ -12,31 +12,31 @@
 namespace bg {
 namespace {
 
-constexpr int FEW = 6;          // query rows up to which keys are read row by row, not transposed
-constexpr int FEW_BLOCK = 256;  // most positions between two steps of the running softmax
-constexpr int FEED_KEYS = 4;    // positions between two calls of a feed
-constexpr int64_t FEED_BYTES = 256 << 10;  // of a block and of what is fetched for the next: both fit the second level
-// As many sums as fit into the registers beside what they are made of.
+constexpr int FEW = 6;            // most query rows for which keys are read row by row, not transposed
+constexpr int FEW_BLOCK = 256;    // most positions between two updates of the running softmax
+constexpr int PREFETCH_KEYS = 4;  // positions between two calls of a prefetcher
+constexpr int64_t PREFETCH_BYTES = 256 << 10;  // of a block; it and the next one fit the L2 cache
+// Tile sizes whose sums fit into the registers together with their operands.
 constexpr int KEY_PANEL = (REGISTERS == 32 ? 3 : 2) * LANES;  // positions of a panel of transposed keys
 constexpr int TILE = REGISTERS == 32 ? 8 : 6;             // query rows multiplied together
-constexpr int FEW_VECTORS = REGISTERS / 8;                // of a value, summed together
+constexpr int FEW_VECTORS = REGISTERS / 8;                // vectors of a value, summed together
 template <int R>
-constexpr int FEW_KEYS = R * 4 <= REGISTERS - 4 ? 4 : 2;  // whose scores are computed together
+constexpr int FEW_KEYS = R * 4 <= REGISTERS - 4 ? 4 : 2;  // keys whose scores are computed together
 
-// Positions whose keys are transposed together: they and their values are to fit in the second-level cache.
+// Positions whose keys are transposed together: their keys and values fit the L2 cache.
 int64_t many_block(const AttentionList& l) {
     if (l.block) return l.block;
     const int64_t dim = std::max(l.key_dim, l.value_dim);
     return (dim <= 128 ? 192 : dim <= 256 ? 96 : 48) / KEY_PANEL * KEY_PANEL;
 }
 
-// A work item as numbers.
+// Decoded fields of a work item.
 struct Item {
     const int32_t* tokens;
     const int32_t* pages;
     const int32_t* versions;  // or null
     int64_t count, base, first, end, part_at, head, end_head;
-    int64_t lead;  // of a batch-invariant list: positions from the block's beginning to the item's, that no token sees
+    int64_t lead;  // in a deterministic list: positions from the block's begin to the item's, which no token sees
 
     Item(const AttentionList& l, int64_t index) {
         const int32_t* f = l.items + index * ITEM_FIELDS;
@@ -46,7 +46,7 @@ struct Item {
         count = f[COUNT], base = f[BASE], first = f[FIRST], end = f[END], part_at = f[PART_AT];
         head = std::max<int64_t>(f[HEAD], 0), end_head = f[HEAD] < 0 ? l.kv_heads : head + 1;
         lead = l.block ? first % l.block : 0;
-        first -= lead;  // so that every position stands in the same lane whatever the item begins with
+        first -= lead;  // so that a position's lane does not depend on where the item begins
     }
     int64_t keys() const { return end - first; }
     int64_t heads() const { return end_head - head; }
@@ -59,10 +59,10 @@ struct Item {
 // The query rows of an item for one key head: token i's query head g is row i * G + g.
 struct Rows {
     int64_t count;
-    float* query;        // [rows, D] times the scale
-    float* sums;         // [rows, Dv], rows `width` apart: of e^(score - max) * value
+    float* query;        // [rows, D], multiplied by the scale
+    float* sums;         // [rows, Dv], rows `width` apart: sums of e^(score - max) * value
     float *max, *total;  // [rows]
-    int64_t *from, *to;  // [rows] what they see, counted from the item's first key
+    int64_t *from, *to;  // [rows] visible positions, counted from the item's first key
     int64_t width;
 };
 
@@ -93,9 +93,10 @@ void begin_rows(const AttentionList& l, const Item& item, const Rows& rows) {
     std::fill(rows.sums, rows.sums + rows.count * rows.width, 0.0f);
 }
 
-// In a unit's order where `by_units`, in plain order elsewhere.
+// In the order of `load_unit` if `by_units`, else in plain order.
 template <class T>
-void take_queries(const Attention& a, const AttentionList& l, const Item& item, int64_t head, const Rows& rows, bool by_units) {
+void load_queries(
+    const Attention& a, const AttentionList& l, const Item& item, int64_t head, const Rows& rows, bool by_units) {
     const int64_t group = l.heads / l.kv_heads, dim = l.key_dim;
     const int64_t units = by_units ? dim / UNIT * UNIT : 0;
     float* to = rows.query;
@@ -113,33 +114,39 @@ void take_queries(const Attention& a, const AttentionList& l, const Item& item, 
     }
 }
 
-// Positions of a block of few query rows, over all of the item's heads.
+// Positions of a block for few query rows, over all of the item's heads.
 template <class T>
 int64_t few_block(const AttentionList& l, const Item& item) {
     const int64_t bytes = item.heads() * (l.key_dim + l.value_dim) * int64_t(sizeof(T));
-    return std::clamp<int64_t>(FEED_BYTES / bytes / LANES * LANES, LANES, FEW_BLOCK);
+    return std::clamp<int64_t>(PREFETCH_BYTES / bytes / LANES * LANES, LANES, FEW_BLOCK);
 }
 
-// Fetches keys and values that come next into the second level of cache, a few lines at a call, while others are
-// multiplied: decode rows read their pages once a step, from far away, and would wait for nearly all of them.
+// Prefetches the next keys and values into the L2 cache, a few lines per call, while others are multiplied: decode rows
+// read their pages once a step, and would wait for nearly all of them.
 template <class T>
-class Feed {
+class Prefetcher {
   public:
-    Feed() = default;
+    Prefetcher() = default;
 
-    // The item's keys [from, to), counted from its first; all is fetched after `calls` calls.
-    Feed(const Attention& a, const AttentionList& l, int64_t layer, const Item& item, int64_t from, int64_t to, int64_t calls)
+    // Prefetches the item's keys [from, to), counted from its first, within `calls` calls.
+    Prefetcher(
+        const Attention& a, const AttentionList& l, int64_t layer, const Item& item, int64_t from, int64_t to,
+        int64_t calls)
         : pages_(item.pages), page_size_(l.page_size), k_(item.first + from), end_(item.first + to) {
         const int64_t key_size = l.key_dim * sizeof(T), value_size = l.value_dim * sizeof(T);
-        keys_ = {static_cast<const char*>(a.keys[layer]) + item.head * key_size, l.kv_heads * key_size, item.heads() * key_size};
-        values_ = {static_cast<const char*>(a.values[layer]) + item.head * value_size, l.kv_heads * value_size, item.heads() * value_size};
+        keys_ = {
+            static_cast<const char*>(a.keys[layer]) + item.head * key_size, l.kv_heads * key_size,
+            item.heads() * key_size};
+        values_ = {
+            static_cast<const char*>(a.values[layer]) + item.head * value_size, l.kv_heads * value_size,
+            item.heads() * value_size};
         whole_ = item.heads() == l.kv_heads;
         const int64_t bytes = (to - from) * (keys_.bytes + values_.bytes);
         lines_ = (bytes + LINE * calls - 1) / (LINE * calls);
         next_run();
     }
 
-    void some() {
+    void step() {
         for (int64_t i = 0; i < lines_ && at_ < at_end_; i++) {
             __builtin_prefetch(at_, 0, 2);
             at_ += LINE;
@@ -147,8 +154,8 @@ class Feed {
         }
     }
 
-    void all() {
-        while (at_ < at_end_) some();
+    void finish() {
+        while (at_ < at_end_) step();
     }
 
   private:
@@ -157,7 +164,7 @@ class Feed {
         int64_t stride = 0, bytes = 0;
     };
 
-    // Adjacent slots: of one page where all heads are meant, else a single one. Their keys, then their values.
+    // Begins a run of adjacent slots, within a page if the item has all heads, else a single slot: keys, then values.
     void next_run() {
         k_ += run_, run_ = 0;
         if (k_ >= end_) return;
@@ -196,12 +203,14 @@ struct HeadCache {
 
 // Scores [R, FEW_BLOCK] of R query rows and `count` keys.
 template <class T, int R>
-void few_scores(const T* keys, int64_t stride, const int32_t* slots, int64_t count, int64_t dim, const float* query, float* scores, Feed<T>& feed) {
+void few_scores(
+    const T* keys, int64_t stride, const int32_t* slots, int64_t count, int64_t dim, const float* query, float* scores,
+    Prefetcher<T>& prefetcher) {
     constexpr int KEYS = FEW_KEYS<R>;
     for (int64_t k = 0; k < count; k += LANES) {
         vf acc[R][LANES];
         for (int first = 0; first < LANES; first += KEYS) {
-            if (first % FEED_KEYS == 0) feed.some();
+            if (first % PREFETCH_KEYS == 0) prefetcher.step();
             const T* p[KEYS];
             for (int j = 0; j < KEYS; j++) p[j] = keys + slots[std::min(k + first + j, count - 1)] * stride;
             vf sums[R][KEYS] = {};
@@ -230,12 +239,14 @@ void few_scores(const T* keys, int64_t stride, const int32_t* slots, int64_t cou
 
 // sums[r] = sums[r] * decay[r] + weights[r] V over VECTORS vectors of each value.
 template <class T, int R, int VECTORS>
-void few_values(const T* values, int64_t stride, const int32_t* slots, int64_t count, const float* weights, const float* decay, float* sums, int64_t width, Feed<T>& feed) {
+void few_values(
+    const T* values, int64_t stride, const int32_t* slots, int64_t count, const float* weights, const float* decay,
+    float* sums, int64_t width, Prefetcher<T>& prefetcher) {
     vf acc[R][VECTORS];
     for (int r = 0; r < R; r++)
         for (int v = 0; v < VECTORS; v++) acc[r][v] = load(sums + r * width + v * LANES) * decay[r];
     for (int64_t k = 0; k < count; k++) {
-        if (k % FEED_KEYS == 0) feed.some();
+        if (k % PREFETCH_KEYS == 0) prefetcher.step();
         const T* p = values + slots[k] * stride;
         vf x[VECTORS];
         if constexpr (VECTORS == 1) {
@@ -252,18 +263,20 @@ void few_values(const T* values, int64_t stride, const int32_t* slots, int64_t c
         for (int v = 0; v < VECTORS; v++) store(sums + r * width + v * LANES, acc[r][v]);
 }
 
-// R query rows of one head against `count` keys, which are at `slots` and begin with the item's key b.
+// R query rows of one head times `count` keys at `slots`, which begin with the item's key b.
 template <class T, int R>
-void few_rows(const Attention& a, const AttentionList& l, const HeadCache<T>& cache, const int32_t* slots, int64_t b, int64_t count, const Rows& rows, Feed<T>& feed) {
+void few_rows(
+    const Attention& a, const AttentionList& l, const HeadCache<T>& cache, const int32_t* slots, int64_t b,
+    int64_t count, const Rows& rows, Prefetcher<T>& prefetcher) {
     alignas(64) float scores[R * FEW_BLOCK];
-    few_scores<T, R>(cache.keys, cache.key_stride, slots, count, l.key_dim, rows.query, scores, feed);
+    few_scores<T, R>(cache.keys, cache.key_stride, slots, count, l.key_dim, rows.query, scores, prefetcher);
     float decay[R];
     int64_t from[R], to[R];
     for (int r = 0; r < R; r++) from[r] = rows.from[r] - b, to[r] = std::min(rows.to[r] - b, count);
     softmax_rows<R>(scores, FEW_BLOCK, count, from, to, a.softcap, rows.max, rows.total, decay);
     const auto add = [&](auto vectors, int64_t d) {
         few_values<T, R, vectors()>(
-            cache.values + d, cache.value_stride, slots, count, scores, decay, rows.sums + d, rows.width, feed);
+            cache.values + d, cache.value_stride, slots, count, scores, decay, rows.sums + d, rows.width, prefetcher);
     };
     int64_t d = 0;
     for (; d + FEW_VECTORS * LANES <= l.value_dim; d += FEW_VECTORS * LANES)
@@ -272,28 +285,30 @@ void few_rows(const Attention& a, const AttentionList& l, const HeadCache<T>& ca
     if (d < l.value_dim) add(std::integral_constant<int, 1>{}, d);
 }
 
-// All heads of an item of few query rows, block by block, so that what the feed fetches for a block serves all heads:
-// calls run(head, b, count, feed) for the item's keys [b, b + count). `next` comes after it; `fed`: its own first block
-// has been fetched.
+// All heads of an item of few query rows, block by block, so that a block is prefetched once for all heads. Calls
+// run(head, b, count, prefetcher) for the item's keys [b, b + count). `next`: the next item, or null; `prefetched`: the
+// first block of this item has been prefetched.
 template <class T, class Run>
-void few_item(const Attention& a, const AttentionList& l, int64_t layer, const Item& item, const Item* next, bool fed, Run run) {
+void few_item(
+    const Attention& a, const AttentionList& l, int64_t layer, const Item& item, const Item* next, bool prefetched,
+    Run run) {
     const int64_t block = few_block<T>(l, item);
-    if (!fed) Feed<T>(a, l, layer, item, 0, std::min(block, item.keys()), 1).all();
+    if (!prefetched) Prefetcher<T>(a, l, layer, item, 0, std::min(block, item.keys()), 1).finish();
     for (int64_t b = 0; b < item.keys(); b += block) {
         const int64_t count = std::min(block, item.keys() - b), left = item.keys() - b - count;
-        const int64_t calls = item.heads() * 2 * ((count + FEED_KEYS - 1) / FEED_KEYS);
-        Feed<T> feed;
+        const int64_t calls = item.heads() * 2 * ((count + PREFETCH_KEYS - 1) / PREFETCH_KEYS);
+        Prefetcher<T> prefetcher;
         if (left) {
-            feed = Feed<T>(a, l, layer, item, b + count, b + count + std::min(block, left), calls);
+            prefetcher = Prefetcher<T>(a, l, layer, item, b + count, b + count + std::min(block, left), calls);
         } else if (next) {
-            feed = Feed<T>(a, l, layer, *next, 0, std::min(few_block<T>(l, *next), next->keys()), calls);
+            prefetcher = Prefetcher<T>(a, l, layer, *next, 0, std::min(few_block<T>(l, *next), next->keys()), calls);
         }
-        for (int64_t head = item.head; head < item.end_head; head++) run(head, b, count, feed);
-        feed.all();
+        for (int64_t head = item.head; head < item.end_head; head++) run(head, b, count, prefetcher);
+        prefetcher.finish();
     }
 }
 
-// Keys of up to LANES slots, those beyond zeros, into columns of a panel [D, KEY_PANEL].
+// Transposes the keys of up to LANES slots into columns of a panel [D, KEY_PANEL]; further columns are zero.
 void transpose_keys(const float* keys, int64_t stride, const int32_t* slots, int64_t count, int64_t dim, float* panel) {
     int64_t d = 0;
     for (; d + LANES <= dim; d += LANES) {
@@ -318,11 +333,13 @@ void transpose_keys(const bf16* keys, int64_t stride, const int32_t* slots, int6
         }
     }
     for (; d < dim; d++)
-        for (int j = 0; j < LANES; j++) panel[d * KEY_PANEL + j] = j < count ? widen(keys[slots[j] * stride + d]) : 0.0f;
+        for (int j = 0; j < LANES; j++)
+            panel[d * KEY_PANEL + j] = j < count ? widen(keys[slots[j] * stride + d]) : 0.0f;
 }
 
 template <class T>
-void widen_values(const T* values, int64_t stride, const int32_t* slots, int64_t count, int64_t dim, int64_t width, float* out) {
+void widen_values(
+    const T* values, int64_t stride, const int32_t* slots, int64_t count, int64_t dim, int64_t width, float* out) {
     for (int64_t k = 0; k < count; k++, out += width) {
         const T* p = values + slots[k] * stride;
         int64_t d = 0;
@@ -332,9 +349,9 @@ void widen_values(const T* values, int64_t stride, const int32_t* slots, int64_t
     }
 }
 
-// Which of a block's `count` positions, which begin with the item's key b, any of R rows sees.
+// Range of the `count` positions from the item's key b on that any of R rows sees.
 template <int R>
-std::pair<int64_t, int64_t> seen(const Rows& rows, int64_t row, int64_t b, int64_t count) {
+std::pair<int64_t, int64_t> visible_range(const Rows& rows, int64_t row, int64_t b, int64_t count) {
     int64_t from = count, to = 0;
     for (int r = 0; r < R; r++) {
         from = std::min(from, rows.from[row + r] - b);
@@ -343,7 +360,7 @@ std::pair<int64_t, int64_t> seen(const Rows& rows, int64_t row, int64_t b, int64
     return {std::max<int64_t>(from, 0), std::min(to, count)};
 }
 
-// What each of R rows sees of the `count` positions that begin with the item's key b.
+// Range of the `count` positions from the item's key b on that each of R rows sees.
 template <int R>
 struct Edges {
     int64_t from[R], to[R];
@@ -356,8 +373,8 @@ struct Edges {
     }
 };
 
-// Scores of a row outside [from, to) become those of positions without weight.
-inline void hide_unseen(float* row, int64_t count, int64_t from, int64_t to) {
+// Sets a row's scores outside [from, to) to -inf.
+inline void mask_unseen(float* row, int64_t count, int64_t from, int64_t to) {
     if (from <= 0 && to >= count) return;
     const vf lane = lane_numbers<vf>(), none = splat(-__builtin_inff());
     for (int64_t k = 0; k < count; k += LANES) {
@@ -367,9 +384,9 @@ inline void hide_unseen(float* row, int64_t count, int64_t from, int64_t to) {
     }
 }
 
-// R rows' running maxima, one in each lane, become `most`, and `totals` join their sums.
+// Sets R rows' running maxima, one in each lane, to `most`, and adds `totals` to their sums.
 template <int R>
-void join_totals(vf old, vf most, vf totals, float* row_max, float* row_sum, float* decay) {
+void update_totals(vf old, vf most, vf totals, float* row_max, float* row_sum, float* decay) {
     const vf keep = exp_nonpositive(old - most);
     for (int r = 0; r < R; r++) {
         row_max[r] = most[r];
@@ -378,64 +395,71 @@ void join_totals(vf old, vf most, vf totals, float* row_max, float* row_sum, flo
     }
 }
 
-// sums [R, width] by each row's factor.
+// Multiplies sums [R, width] by each row's factor.
 template <int R>
-void fade(float* sums, int64_t width, const float* factors) {
+void scale_rows(float* sums, int64_t width, const float* factors) {
     for (int r = 0; r < R; r++, sums += width)
         if (factors[r] != 1.0f)
             for (int64_t d = 0; d < width; d += LANES) store(sums + d, load(sums + d) * factors[r]);
 }
 
-// R rows from row `row` on against a block of keys that stands transposed, its values widened.
+// R rows from row `row` on times a block of transposed keys and widened values.
 template <int R>
-void many_tile(const Attention& a, const AttentionList& l, const Rows& rows, int64_t row, int64_t b, int64_t count, const float* panels, const float* values, float* scores, int64_t block) {
-    auto [from, to] = seen<R>(rows, row, b, count);
+void many_tile(
+    const Attention& a, const AttentionList& l, const Rows& rows, int64_t row, int64_t b, int64_t count,
+    const float* panels, const float* values, float* scores, int64_t block) {
+    auto [from, to] = visible_range<R>(rows, row, b, count);
     if (from >= to) return;
     const float* query = rows.query + row * l.key_dim;
     for (int64_t k = from / KEY_PANEL * KEY_PANEL; k < to; k += KEY_PANEL)
-        small_product<R, KEY_PANEL / LANES>(query, l.key_dim, panels + k * l.key_dim, KEY_PANEL, l.key_dim, scores + k, block, true);
+        small_product<R, KEY_PANEL / LANES>(
+            query, l.key_dim, panels + k * l.key_dim, KEY_PANEL, l.key_dim, scores + k, block, true);
     from = from / LANES * LANES;
     float* sums = rows.sums + row * rows.width;
     float decay[R];
     const Edges<R> edges(rows, row, b + from, count - from);
     softmax_rows<R>(
         scores + from, block, to - from, edges.from, edges.to, a.softcap, rows.max + row, rows.total + row, decay);
-    fade<R>(sums, rows.width, decay);
+    scale_rows<R>(sums, rows.width, decay);
     int64_t d = 0;
     for (; d + 2 * LANES <= rows.width; d += 2 * LANES)
-        small_product<R, 2>(scores + from, block, values + from * rows.width + d, rows.width, to - from, sums + d, rows.width, false);
+        small_product<R, 2>(
+            scores + from, block, values + from * rows.width + d, rows.width, to - from, sums + d, rows.width, false);
     if (d < rows.width)
-        small_product<R, 1>(scores + from, block, values + from * rows.width + d, rows.width, to - from, sums + d, rows.width, false);
+        small_product<R, 1>(
+            scores + from, block, values + from * rows.width + d, rows.width, to - from, sums + d, rows.width, false);
 }
 
-// What rows [first, first + count) of `block` have found in a block joins what they have of those before it.
-void join_block(const Rows& rows, const Rows& block, int64_t first, int64_t count) {
+// Merges the block sums `block` of rows [first, first + count) into their sums of the blocks before, and clears them.
+void merge_block(const Rows& rows, const Rows& block, int64_t first, int64_t count) {
     for (int64_t r = first; r < first + count; r++) {
         float* sums = block.sums + r * rows.width;
-        const Softmax state{rows.sums + r * rows.width, rows.max + r, rows.total + r};
-        state.join(sums, block.max[r], block.total[r], rows.width);
+        const SoftmaxState state{rows.sums + r * rows.width, rows.max + r, rows.total + r};
+        state.merge(sums, block.max[r], block.total[r], rows.width);
         std::fill(sums, sums + rows.width, 0.0f);
         block.max[r] = LOWEST, block.total[r] = 0.0f;
     }
 }
 
-// `alone`: where a batch-invariant list's rows find what is in a block, empty at first and afterwards; else null.
+// `block_rows`: for a deterministic list, separate sums of a block, empty before and after the call; else null.
 template <class T>
-void many_rows(const Attention& a, const AttentionList& l, const Item& item, const HeadCache<T>& cache, const int32_t* slots, const Rows& rows, const Rows* alone, float* panels, float* wide, float* scores) {
+void many_rows(
+    const Attention& a, const AttentionList& l, const Item& item, const HeadCache<T>& cache, const int32_t* slots,
+    const Rows& rows, const Rows* block_rows, float* panels, float* wide, float* scores) {
     const int64_t block = many_block(l);
     for (int64_t b = 0; b < item.keys(); b += block) {
         const int64_t count = std::min(block, item.keys() - b);
-        for (int64_t k = 0; k < up(count, KEY_PANEL); k += LANES)
+        for (int64_t k = 0; k < round_up(count, KEY_PANEL); k += LANES)
             transpose_keys(
                 cache.keys, cache.key_stride, slots + b + k, std::min<int64_t>(LANES, count - k), l.key_dim,
                 panels + k / KEY_PANEL * KEY_PANEL * l.key_dim + k % KEY_PANEL);
         widen_values(cache.values, cache.value_stride, slots + b, count, l.value_dim, rows.width, wide);
         for (int64_t r = 0; r < rows.count; r += TILE) {
             const int64_t height = std::min<int64_t>(TILE, rows.count - r);
-            const Rows& into = alone ? *alone : rows;
+            const Rows& into = block_rows ? *block_rows : rows;
             const auto tile = [&](auto n) { many_tile<n()>(a, l, into, r, b, count, panels, wide, scores, block); };
             with_constant<TILE>(height, tile);
-            if (alone) join_block(rows, *alone, r, height);
+            if (block_rows) merge_block(rows, *block_rows, r, height);
         }
     }
 }

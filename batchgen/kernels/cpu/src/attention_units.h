@@ -1,6 +1,5 @@
-// What the bfloat16 dot instruction multiplies query rows with: keys and values of a few positions at a time, brought
-// into its order, kept from step to step where many rows attend to them, and fetched beforehand. Included by
-// attention_dot.h alone.
+// Packed units for the bfloat16 dot instruction: keys and values of LANES positions in its order, cached between steps
+// where many rows attend to them, and prefetched. Included only by attention_dot.h.
 #pragma once
 
 #include <cstdlib>
@@ -14,11 +13,11 @@ namespace {
 
 constexpr int DOT_COLUMNS = 2, DOT_PANEL = DOT_COLUMNS * LANES;  // registers and numbers across a panel of values
 
-// Rows of UNIT numbers by twos: pairs of one below the other, the first LANES columns and the others.
-struct ByTwos {
+// Interleaves two rows of UNIT numbers into pairs: `first` gives the first LANES columns, `second` the others.
+struct PairInterleaver {
     __m512i low, high;
 
-    ByTwos() {
+    PairInterleaver() {
         alignas(64) int16_t order[2][UNIT];
         for (int i = 0; i < UNIT; i++)
             for (int half = 0; half < 2; half++) order[half][i] = int16_t(half * LANES + i / 2 + i % 2 * UNIT);
@@ -28,24 +27,28 @@ struct ByTwos {
     vu second(vu even, vu odd) const { return (vu)_mm512_permutex2var_epi16((__m512i)even, high, (__m512i)odd); }
 };
 
-// Keys and values of LANES positions, numbers in pairs, as 32-bit words: of a key's, of two values one below the other.
+// Layout of a unit: keys and values of LANES positions, as 32-bit words of two bfloat16. A word of a key is two
+// adjacent numbers; a word of values is one column of two adjacent positions.
 struct DotUnit {
-    int64_t pairs, columns;  // of a key; values with zeros behind them
+    int64_t pairs, columns;  // pairs of a key; padded value size
 
-    explicit DotUnit(const AttentionList& l) : pairs(up(l.key_dim, UNIT) / 2), columns(up(l.value_dim, DOT_PANEL)) {}
+    explicit DotUnit(const AttentionList& l)
+        : pairs(round_up(l.key_dim, UNIT) / 2), columns(round_up(l.value_dim, DOT_PANEL)) {}
 
     int64_t key_words() const { return pairs * LANES; }
     int64_t words() const { return key_words() + LANES / 2 * columns; }
 
-    // Of `count` slots, and zeros up to LANES.
-    void pack(const AttentionList& l, const HeadCache<bf16>& cache, const int32_t* slots, int64_t count, int32_t* to) const {
+    // Packs `count` slots, with zeros up to LANES.
+    void pack(
+        const AttentionList& l, const HeadCache<bf16>& cache, const int32_t* slots, int64_t count, int32_t* to) const {
         pack_keys(cache.keys, cache.key_stride, slots, count, l.key_dim, to);
         pack_values(cache.values, cache.value_stride, slots, count, l.value_dim, to + key_words());
     }
 
   private:
-    // To [pairs, LANES].
-    void pack_keys(const bf16* from, int64_t stride, const int32_t* slots, int64_t count, int64_t dim, int32_t* to) const {
+    // Writes [pairs, LANES].
+    void pack_keys(
+        const bf16* from, int64_t stride, const int32_t* slots, int64_t count, int64_t dim, int32_t* to) const {
         for (int64_t d = 0; d < dim; d += UNIT) {
             vu words[LANES];
             for (int64_t j = 0; j < LANES; j++)
@@ -55,39 +58,42 @@ struct DotUnit {
         }
     }
 
-    // To [LANES / 2, columns].
-    void pack_values(const bf16* from, int64_t stride, const int32_t* slots, int64_t count, int64_t dim, int32_t* to) const {
-        const ByTwos twos;
+    // Writes [LANES / 2, columns].
+    void pack_values(
+        const bf16* from, int64_t stride, const int32_t* slots, int64_t count, int64_t dim, int32_t* to) const {
+        const PairInterleaver interleave;
         for (int64_t k = 0; k < LANES; k += 2)
             for (int64_t d = 0; d < columns; d += DOT_PANEL, to += DOT_PANEL) {
                 const auto at = [&](int64_t k) {
                     return k < count ? load_pairs(from + slots[k] * stride + d, dim - d) : vu{};
                 };
                 const vu even = at(k), odd = at(k + 1);
-                store_as(to, twos.first(even, odd));
-                store_as(to + LANES, twos.second(even, odd));
+                store_as(to, interleave.first(even, odd));
+                store_as(to + LANES, interleave.second(even, odd));
             }
     }
 };
 
-// An item's units that are kept from step to step (packed_pages.py).
-class KeptUnits {
+// An item's units in the cache of packed pages (packed_pages.py).
+class CachedUnits {
   public:
-    KeptUnits(const Attention& a, const AttentionList& l, int64_t layer, const Item& item, int64_t head, const DotUnit& unit)
+    CachedUnits(
+        const Attention& a, const AttentionList& l, int64_t layer, const Item& item, int64_t head, const DotUnit& unit)
         : item_(item), page_size_(l.page_size), words_(unit.words()) {
         if (!a.packed || !item.versions || item.first % LANES || page_size_ % LANES) return;
         packed_ = a.packed + layer;
         first_ = head * packed_->pages * (page_size_ / LANES);
     }
 
-    // That of the item's keys [k, k + LANES), if it is there.
+    // The unit of the item's keys [k, k + LANES), or null if it is not cached.
     const int32_t* find(int64_t k) const {
         const int64_t number = number_of(k);
-        if (number < 0 || __atomic_load_n(packed_->stamps + number, __ATOMIC_ACQUIRE) != std::abs(version(k))) return nullptr;
+        if (number < 0 || __atomic_load_n(packed_->stamps + number, __ATOMIC_ACQUIRE) != std::abs(version(k)))
+            return nullptr;
         return packed_->words + number * words_;
     }
 
-    // Where this thread may put it, calling `put` afterwards; null: it is not kept, or another thread is about it.
+    // Memory for the unit, to be published by `put`; null: the unit is not to be cached, or another thread packs it.
     int32_t* claim(int64_t k) const {
         const int64_t number = number_of(k);
         if (number < 0 || version(k) < 0) return nullptr;
@@ -116,22 +122,30 @@ class KeptUnits {
     int64_t first_ = 0;
 };
 
-// Fetches what a block's units are made of, or are, into the second level of cache, a few lines at a call, while the
-// block before is multiplied.
-class DotFeed {
+// Prefetches a block's cached units, or the keys and values to pack, into the L2 cache, a few lines per call, while the
+// block before it is multiplied.
+class DotPrefetcher {
   public:
-    DotFeed() = default;
+    DotPrefetcher() = default;
 
-    // The item's keys [b, b + count); all is fetched after `calls` calls.
-    DotFeed(const AttentionList& l, const HeadCache<bf16>& cache, const KeptUnits& kept, const DotUnit& unit, const int32_t* slots, int64_t b, int64_t count, int64_t calls)
-        : cache_(&cache), kept_(&kept), slots_(slots), k_(b), end_(b + count), unit_bytes_(unit.words() * 4),
-          key_bytes_(l.key_dim * 2), value_bytes_(l.value_dim * 2) {
+    // Prefetches the item's keys [b, b + count) within `calls` calls.
+    DotPrefetcher(
+        const AttentionList& l, const HeadCache<bf16>& cache, const CachedUnits& kept, const DotUnit& unit,
+        const int32_t* slots, int64_t b, int64_t count, int64_t calls)
+        : cache_(&cache),
+          kept_(&kept),
+          slots_(slots),
+          k_(b),
+          end_(b + count),
+          unit_bytes_(unit.words() * 4),
+          key_bytes_(l.key_dim * 2),
+          value_bytes_(l.value_dim * 2) {
         const int64_t lines = count * (key_bytes_ / LINE + value_bytes_ / LINE + 2);
-        lines_ = up(lines, calls) / calls;
+        lines_ = round_up(lines, calls) / calls;
         next();
     }
 
-    void some() {
+    void step() {
         for (int64_t i = 0; i < lines_ && at_ < at_end_; i++) {
             __builtin_prefetch(at_, 0, 2);
             at_ += LINE;
@@ -140,7 +154,7 @@ class DotFeed {
     }
 
   private:
-    // A unit that is kept, or a key, or the value behind it.
+    // Begins the next range: a cached unit, a key, or that key's value.
     void next() {
         if (value_) {
             value_ = false;
@@ -161,7 +175,7 @@ class DotFeed {
     }
 
     const HeadCache<bf16>* cache_ = nullptr;
-    const KeptUnits* kept_ = nullptr;
+    const CachedUnits* kept_ = nullptr;
     const int32_t* slots_ = nullptr;
     int64_t k_ = 0, end_ = 0, unit_bytes_ = 0, key_bytes_ = 0, value_bytes_ = 0, lines_ = 0;
     const char *at_ = nullptr, *at_end_ = nullptr;

@@ -10,113 +10,118 @@ const T& as(const void* p) {
     return *static_cast<const T*>(p);
 }
 
-int64_t claims_of(const Operation& o) { return o.kind == DECODE ? decode_claims(as<Decoder>(o.first)) : 1; }
+int64_t queues_of(const Command& c) { return c.kind == DECODE ? decode_queues(as<Decoder>(c.first)) : 1; }
 
-int64_t all_claims(const std::vector<Operation>& operations) {
-    int64_t claims = 0;
-    for (const Operation& o : operations) claims += claims_of(o);
-    return claims;
+int64_t num_queues(const std::vector<Command>& commands) {
+    int64_t queues = 0;
+    for (const Command& c : commands) queues += queues_of(c);
+    return queues;
 }
 
 }  // namespace
 
-Program::Program(const Operation* operations, int64_t count, int threads)
-    : threads(threads), operations_(operations, operations + count), claims_(all_claims(operations_), threads) {
-    for (const Operation& o : operations_)
-        if (o.kind == DECODE) fetches_.emplace_back(*as<DecoderStep>(o.second).attention, as<Decoder>(o.first).num_layers);
+CommandBuffer::CommandBuffer(const Command* commands, int64_t count, int threads)
+    : threads(threads), commands_(commands, commands + count), queues_(num_queues(commands_), threads) {
+    for (const Command& c : commands_)
+        if (c.kind == DECODE)
+            fetches_.emplace_back(*as<DecoderStep>(c.second).attention, as<Decoder>(c.first).num_layers);
 }
 
-void Program::part(int thread) {
+void CommandBuffer::run(int thread) {
     int64_t at = 0;
     KvFetch* fetch = fetches_.data();
-    for (const Operation& o : operations_) {
-        const Claims claims = claims_.of(at);
-        if (o.kind == COPY) {
-            const PageCopies& p = as<PageCopies>(o.first);
-            by_parts(claims, p.num_caches, thread, [&](int part, int parts) { page_copies_part(p, part, parts); });
+    for (const Command& c : commands_) {
+        const WorkStealingQueue queue = queues_.of(at);
+        if (c.kind == COPY) {
+            const PageCopies& p = as<PageCopies>(c.first);
+            parallel_for_parts(
+                queue, p.num_caches, thread, [&](int part, int parts) { page_copies_part(p, part, parts); });
         }
-        if (o.kind == FEED) {
-            const Feed& f = as<Feed>(o.first);
-            by_parts(claims, f.tokens, thread, [&](int part, int parts) { feed_part(f, part, parts); });
+        if (c.kind == FILL_SAMPLED_IDS) {
+            const FillSampledIds& f = as<FillSampledIds>(c.first);
+            parallel_for_parts(
+                queue, f.tokens, thread, [&](int part, int parts) { fill_sampled_ids_part(f, part, parts); });
         }
-        if (o.kind == DECODE) decode_part(as<Decoder>(o.first), as<DecoderStep>(o.second), claims_, at, *fetch++, thread);
-        if (o.kind == PRODUCT) claims.wait(matmul_part(as<Matmul>(o.first), {claims, thread, nullptr}));
-        if (o.kind == SAMPLE) {
-            const Sample& s = as<Sample>(o.first);
-            by_parts(claims, s.draws, thread, [&](int part, int parts) { sample_part(s, part, parts); });
+        if (c.kind == DECODE)
+            decode_part(as<Decoder>(c.first), as<DecoderStep>(c.second), queues_, at, *fetch++, thread);
+        if (c.kind == MATMUL) queue.wait(matmul_part(as<Matmul>(c.first), {queue, thread, nullptr}));
+        if (c.kind == SAMPLE) {
+            const Sample& s = as<Sample>(c.first);
+            parallel_for_parts(queue, s.draws, thread, [&](int part, int parts) { sample_part(s, part, parts); });
         }
-        at += claims_of(o);
+        at += queues_of(c);
     }
 }
 
-Background::~Background() {
+BackgroundThread::~BackgroundThread() {
     {
         const std::lock_guard<std::mutex> lock(mutex_);
-        begun_.store(STOP, std::memory_order_release);
+        submitted_.store(STOP, std::memory_order_release);
     }
     more_.notify_one();
     worker_.join();
 }
 
-void Background::begin(const Operation* operations, int64_t count, int threads) {
-    const int64_t turn = begun_.load(std::memory_order_relaxed) + 1;
-    programs_[turn % 2].reset(new Program(operations, count, threads));
+void BackgroundThread::submit(const Command* commands, int64_t count, int threads) {
+    const int64_t number = submitted_.load(std::memory_order_relaxed) + 1;
+    buffers_[number % 2].reset(new CommandBuffer(commands, count, threads));
     {
         const std::lock_guard<std::mutex> lock(mutex_);
-        begun_.store(turn, std::memory_order_release);
+        submitted_.store(number, std::memory_order_release);
     }
     more_.notify_one();
-    end(turn - 1);
+    finish(number - 1);
 }
 
-void Background::join() { end(begun_.load(std::memory_order_relaxed)); }
+void BackgroundThread::join() { finish(submitted_.load(std::memory_order_relaxed)); }
 
-void Background::end(int64_t turn) {
-    if (ended_ == turn) return;
-    std::unique_ptr<Program>& program = programs_[turn % 2];
-    program->part(program->threads - 1);
-    spin_until([&] { return done_.load(std::memory_order_acquire) >= turn; });  // they are on their way out
-    program.reset();
-    ended_ = turn;
+void BackgroundThread::finish(int64_t number) {
+    if (finished_ == number) return;
+    std::unique_ptr<CommandBuffer>& buffer = buffers_[number % 2];
+    buffer->run(buffer->threads - 1);
+    // All units are done; wait until the other threads have left the buffer.
+    spin_until([&] { return done_.load(std::memory_order_acquire) >= number; });
+    buffer.reset();
+    finished_ = number;
 }
 
-void Background::work() {
-    for (int64_t turn = 1;; turn++) {
-        await(turn);
-        if (begun_.load(std::memory_order_acquire) == STOP) return;
-        Program& program = *programs_[turn % 2];
+void BackgroundThread::work() {
+    for (int64_t number = 1;; number++) {
+        await(number);
+        if (submitted_.load(std::memory_order_acquire) == STOP) return;
+        CommandBuffer& buffer = *buffers_[number % 2];
         // A region may get fewer threads than it asks for.
-#pragma omp parallel num_threads(program.threads - 1) if (program.threads > 2)
-        program.part(omp_get_thread_num());
-        done_.store(turn, std::memory_order_release);
+#pragma omp parallel num_threads(buffer.threads - 1) if (buffer.threads > 2)
+        buffer.run(omp_get_thread_num());
+        done_.store(number, std::memory_order_release);
     }
 }
 
-// The next program mostly comes before it is worth while to sleep.
-void Background::await(int64_t turn) {
-    const auto there = [&] {
-        const int64_t begun = begun_.load(std::memory_order_acquire);
-        return begun >= turn || begun == STOP;
+// Spins first: the next command buffer usually comes sooner than sleeping would pay off.
+void BackgroundThread::await(int64_t number) {
+    const auto ready = [&] {
+        const int64_t submitted = submitted_.load(std::memory_order_acquire);
+        return submitted >= number || submitted == STOP;
     };
     for (int64_t spins = 0; spins < SPINS; spins++) {
-        if (there()) return;
+        if (ready()) return;
         relax();
     }
     std::unique_lock<std::mutex> lock(mutex_);
-    more_.wait(lock, there);
+    more_.wait(lock, ready);
 }
 
 }  // namespace bg
 
 extern "C" {
 
-bg::Background* bg_background_new() { return new bg::Background; }
+bg::BackgroundThread* bg_background_new() { return new bg::BackgroundThread; }
 
-void bg_background_begin(bg::Background* b, const bg::Operation* operations, int64_t count, int64_t threads) {
-    b->begin(operations, count, int(threads));
+void bg_background_submit(bg::BackgroundThread* b, const bg::Command* commands, int64_t count, int64_t threads) {
+    b->submit(commands, count, int(threads));
 }
 
-void bg_background_join(bg::Background* b) { b->join(); }
+void bg_background_join(bg::BackgroundThread* b) { b->join(); }
 
-void bg_background_delete(bg::Background* b) { delete b; }
+void bg_background_delete(bg::BackgroundThread* b) { delete b; }
 }

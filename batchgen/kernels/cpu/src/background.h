@@ -1,5 +1,5 @@
-// A step's kernels on threads of their own, while the thread that began them does something else. When it has nothing
-// else to do it helps: it claims units as all others do, and finds those claimed that were done without it.
+// Runs command buffers on background threads, while the thread that submits them does other work. A thread that waits
+// for a command buffer helps: it pops units of work like the others, and skips those that are done.
 #pragma once
 
 #include <atomic>
@@ -15,60 +15,60 @@
 
 namespace bg {
 
-// What `first` and `second` of an operation point to.
-enum Kind : int64_t {
-    COPY,     // PageCopies
-    DECODE,   // Decoder, DecoderStep
-    PRODUCT,  // Matmul
-    SAMPLE,   // Sample
-    FEED,     // Feed
+// What `first` and `second` of a command point to.
+enum CommandKind : int64_t {
+    COPY,              // PageCopies
+    DECODE,            // Decoder, DecoderStep
+    MATMUL,            // Matmul
+    SAMPLE,            // Sample
+    FILL_SAMPLED_IDS,  // FillSampledIds
 };
 
-struct Operation {
+struct Command {
     int64_t kind;
     const void *first, *second;
 };
 
-// Operations one after the other, by all threads.
-class Program {
+// Commands that all threads run one after the other.
+class CommandBuffer {
   public:
-    Program(const Operation* operations, int64_t count, int threads);
+    CommandBuffer(const Command* commands, int64_t count, int threads);
 
-    // The part of a thread, which is over when all are done.
-    void part(int thread);
+    // Runs a thread's part; returns when all commands are done.
+    void run(int thread);
 
     const int threads;
 
   private:
-    std::vector<Operation> operations_;
-    ClaimRoom claims_;
-    std::vector<KvFetch> fetches_;  // of decoders
+    std::vector<Command> commands_;
+    WorkStealingQueues queues_;
+    std::vector<KvFetch> fetches_;  // of the decode commands
 };
 
-// One program after the other.
-class Background {
+// Runs command buffers in the order of submission.
+class BackgroundThread {
   public:
-    Background() : worker_([this] { work(); }) {}
-    ~Background();
+    BackgroundThread() : worker_([this] { work(); }) {}
+    ~BackgroundThread();
 
-    // Has a program follow on the one under way, on all of its threads but one, the caller's; and ends that one with the
-    // caller's help. So the others wait for nothing in between.
-    void begin(const Operation* operations, int64_t count, int threads);
+    // Submits a command buffer to run after the running one, on all of its threads but the caller's, and finishes the
+    // running one with the caller's help. So the other threads do not wait in between.
+    void submit(const Command* commands, int64_t count, int threads);
 
-    // Ends the last one, with the caller's help.
+    // Finishes the last command buffer with the caller's help.
     void join();
 
   private:
-    void end(int64_t turn);
+    void finish(int64_t number);
     void work();
-    void await(int64_t turn);
+    void await(int64_t number);
 
-    std::unique_ptr<Program> programs_[2];     // by turn: one under way and the next
-    int64_t ended_ = 0;                        // programs, the caller's count
-    std::atomic<int64_t> begun_{0}, done_{0};  // programs
+    std::unique_ptr<CommandBuffer> buffers_[2];    // by number % 2: the running one and the next
+    int64_t finished_ = 0;                         // number of buffers finished, as the caller knows
+    std::atomic<int64_t> submitted_{0}, done_{0};  // numbers of buffers
     std::mutex mutex_;
     std::condition_variable more_;
-    std::thread worker_;  // the last member: it runs as soon as it is there
+    std::thread worker_;  // the last member, because the thread uses the others as soon as it starts
 };
 
 }  // namespace bg

@@ -19,7 +19,7 @@ struct BfpPacking {
 
 void pack(const BfpPacking& p) {
     const BfpGroups groups(p.inner);
-    const int64_t panels = up(p.outer, PANEL) / PANEL;
+    const int64_t panels = round_up(p.outer, PANEL) / PANEL;
 #pragma omp for
     for (int64_t panel = 0; panel < panels; panel++)
         for (int64_t g = 0; g < groups.count; g++) {
@@ -45,7 +45,7 @@ int64_t bfp_part(const Matmul& m, const Worker& worker) {
         if (m.x_wide) grouped_rows<Bfp, float, bf16>(m, s, groups, row, rows);
         else grouped_rows<Bfp, bf16, bf16>(m, s, groups, row, rows);
     };
-    return by_claims(m, worker, groups.panel_bytes(), bfp_scratch(m.inner), rows_of);
+    return for_each_claim(m, worker, groups.panel_bytes(), bfp_scratch(m.inner), rows_of);
 }
 
 extern "C" int64_t bg_matmul_has_bfp() { return 1; }

@@ -1,10 +1,10 @@
-// How the integers of block floating point are multiplied, as a `Kind` of grouped.h.
+// Multiplication of the integers of block floating point, as a `Kind` of grouped.h.
 #pragma once
 
 #include "bfp.h"
 #include "grouped.h"
 
-// Where 16-bit integers may be multiplied faster than float32: AVX-512 without their dot product would gain nothing.
+// Processors that may multiply 16-bit integers faster than float32. AVX-512 without the dot product gains nothing.
 #if defined(__AVX512VNNI__) || (defined(__AVX2__) && !defined(__AVX512F__))
 #define BFP 1
 #endif
@@ -14,7 +14,7 @@ namespace bg {
 struct Bfp {
     using Number = int16_t;
     using Groups = BfpGroups;
-    static constexpr int MOST = BFP_MOST, ZERO = 0, BESIDE = 4;
+    static constexpr int MOST = BFP_MOST, ZERO = 0, HEADER_BYTES = 4;
 
 #if defined(BFP)
 #if defined(__AVX512VNNI__)
@@ -26,11 +26,10 @@ struct Bfp {
 
     static void add(vi& sum, vi x, vi w) { sum = (vi)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)x, (__m256i)w); }
 #else
-    static constexpr int ROWS = 5;  // a sixth leaves no register for a product on its way to a sum
+    static constexpr int ROWS = 5;  // a sixth row leaves no register for intermediate products
 
     static void add(vi& sum, vi x, vi w) {
-        // By their names, side by side and through one register: GCC makes all products first, and moves sums through
-        // memory for them.
+        // Inline assembly with one named register, because GCC computes all products first and spills sums for them.
         __asm__("vpmaddwd %2, %1, %%ymm15\n\tvpaddd %%ymm15, %0, %0" : "+x"(sum) : "x"(x), "x"(w) : "xmm15");
     }
 #endif

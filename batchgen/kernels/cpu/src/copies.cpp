@@ -6,7 +6,7 @@
 
 namespace bg {
 
-// A cache's copies are made by one thread and in order: a source may be the target of a later copy.
+// One thread makes the copies of a cache, in order: a source may be the target of a later copy.
 void page_copies_part(const PageCopies& p, int part, int parts) {
     const Span span(p.num_caches, part, parts);
     for (int64_t c = span.begin; c < span.end; c++)

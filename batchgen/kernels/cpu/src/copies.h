@@ -1,4 +1,4 @@
-// The first positions of pages of the pool to other pages, in every layer: copies.py.
+// Copies the first positions of pages of the KV pool to other pages, in every layer (ops.py).
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@ namespace bg {
 
 struct PageCopies {
     char* const* caches;    // [C]: each [P, S, K, D]
-    const int64_t* bytes;   // [C] of a position
+    const int64_t* bytes;   // [C] bytes of a position
     const int64_t* copies;  // [n, 3]: source, target, positions
     int64_t num_caches, num_copies, page_size;
 };

@@ -8,12 +8,12 @@ namespace {
 
 class Run {
   public:
-    // Operations of a layer, at most; and those before the first.
-    static constexpr int64_t OF_LAYER = 20, BEFORE = 1;
+    // Most operations of a layer, and operations before the first layer.
+    static constexpr int64_t PER_LAYER = 20, BEFORE = 1;
 
-    // Claims from number `first` on are unused, as many as there are operations.
-    Run(const Decoder& d, const DecoderStep& s, ClaimRoom& claims, int64_t first, KvFetch& fetch, int thread)
-        : d_(d), s_(s), claims_(claims), next_claims_(first), fetch_(fetch), tokens_(s.tokens), x_(s.x),
+    // The queues from number `first` on are unused, one for each operation.
+    Run(const Decoder& d, const DecoderStep& s, WorkStealingQueues& queues, int64_t first, KvFetch& fetch, int thread)
+        : d_(d), s_(s), queues_(queues), next_queue_(first), fetch_(fetch), tokens_(s.tokens), x_(s.x),
           attended_(s.attended), thread_(thread) {}
 
     void operator()() {
@@ -23,31 +23,33 @@ class Run {
             product(layer.qkv, layer.qkv_lora, s_.product_in, s_.qkv, s_.wide, nullptr);
             attend(layer, l);
             attended_layers_ = l + 1;
-            if (s_.num_wanted >= 0 && l + 1 == d_.num_layers) pick();
+            if (s_.num_wanted >= 0 && l + 1 == d_.num_layers) select_wanted();
             product(layer.o, layer.o_lora, attended_, s_.delta, 0, &layer.gate_up);
             norm(s_.delta, layer.post_norm, 0);
             product(layer.gate_up, layer.gate_up_lora, s_.product_in, s_.gate_up, s_.wide, &layer.down);
-            by_parts(tokens_, [&](int part, int parts) {
+            parallel_for_parts(tokens_, [&](int part, int parts) {
                 gated_part({s_.gate_up, s_.activated, tokens_, d_.inner, d_.activation, d_.dtype, s_.wide}, part,
                            parts);
             });
-            product(layer.down, layer.down_lora, s_.activated, s_.delta, s_.wide, l + 1 < d_.num_layers ? &d_.layers[l + 1].qkv : nullptr);
+            product(
+                layer.down, layer.down_lora, s_.activated, s_.delta, s_.wide,
+                l + 1 < d_.num_layers ? &d_.layers[l + 1].qkv : nullptr);
             norm(s_.delta, l + 1 < d_.num_layers ? d_.layers[l + 1].input_norm : d_.final_norm, l + 1);
         }
     }
 
   private:
     template <class Part>
-    void by_parts(int64_t rows, Part part) {
-        bg::by_parts(next_claims(), rows, thread_, part);
+    void parallel_for_parts(int64_t rows, Part part) {
+        bg::parallel_for_parts(next_queue(), rows, thread_, part);
     }
 
-    Claims next_claims() { return claims_.of(next_claims_++); }
+    WorkStealingQueue next_queue() { return queues_.of(next_queue_++); }
 
     void begin() {
-        by_parts(tokens_, [&](int part, int parts) {
+        parallel_for_parts(tokens_, [&](int part, int parts) {
             if (s_.ids) embed_part({s_.ids, d_.embedding, s_.x, s_.tokens, row_bytes()}, part, parts);
-            tap(0, part, parts);
+            capture(0, part, parts);
             norm_part(norm_of(nullptr, d_.layers[0].input_norm, false), part, parts);
         });
     }
@@ -58,17 +60,17 @@ class Run {
         const Heads heads{s_.qkv, layer.q_norm, layer.k_norm, s_.cos, s_.sin, s_.positions,
                           const_cast<void*>(a.keys[l]), const_cast<void*>(a.values[l]), s_.slots, s_.tokens, d_.heads,
                           d_.kv_heads, d_.dim, d_.dtype, d_.eps};
-        by_parts(s_.tokens, [&](int part, int parts) { heads_part(heads, part, parts); });
-        const Claims items = next_claims();
+        parallel_for_parts(s_.tokens, [&](int part, int parts) { heads_part(heads, part, parts); });
+        const WorkStealingQueue items = next_queue();
         attention_items_part(a, l, items, thread_);
         items.wait(list.num_items);
-        by_parts(list.num_merges, [&](int part, int parts) { attention_merge_part(a, l, part, parts); });
+        parallel_for_parts(list.num_merges, [&](int part, int parts) { attention_merge_part(a, l, part, parts); });
     }
 
-    // From here on there are the wanted tokens alone: nobody reads more of the others than their keys and values.
-    void pick() {
+    // Continues with the wanted tokens only: of the others, only keys and values are read later.
+    void select_wanted() {
         const int64_t head_bytes = d_.heads * d_.dim * (d_.dtype ? 2 : 4);
-        by_parts(s_.num_wanted, [&](int part, int parts) {
+        parallel_for_parts(s_.num_wanted, [&](int part, int parts) {
             const Span span(s_.num_wanted, part, parts);
             for (int64_t i = span.begin; i < span.end; i++) {
                 copy_row(s_.wanted_x, i, s_.x, s_.wanted[i], row_bytes());
@@ -82,7 +84,8 @@ class Run {
         std::memcpy(static_cast<char*>(to) + i * bytes, static_cast<const char*>(from) + j * bytes, bytes);
     }
 
-    void product(const Matmul& weight, const LoraStack* lora, const void* x, void* out, int64_t wide, const Matmul* next) {
+    void product(
+        const Matmul& weight, const LoraStack* lora, const void* x, void* out, int64_t wide, const Matmul* next) {
         Matmul m = weight;
         m.x = x;
         m.x_wide = wide;
@@ -91,22 +94,22 @@ class Run {
         m.x_stride = m.inner;
         m.out_stride = m.outer;
         m.scratch = s_.scratch;
-        const Claims claims = next_claims();
-        const int64_t units = matmul_part(m, {claims, thread_, fetch_.layer(attended_layers_, thread_), next});
+        const WorkStealingQueue queue = next_queue();
+        const int64_t units = matmul_part(m, {queue, thread_, fetch_.layer(attended_layers_, thread_), next});
         if (!s_.lora) lora = nullptr;
         const auto down = [&](int part, int parts) { lora_down_part(*lora, *s_.lora, x, m.inner, part, parts); };
-        if (lora) by_parts(tokens_, down);
-        claims.wait(units);
+        if (lora) parallel_for_parts(tokens_, down);
+        queue.wait(units);
         const auto up = [&](int part, int parts) { lora_up_part(*lora, *s_.lora, out, m.outer, part, parts); };
-        if (lora) by_parts(tokens_, up);
+        if (lora) parallel_for_parts(tokens_, up);
     }
 
-    // x += delta and its norm, the last layer's into the result. Taps are copied by the thread that has added the row.
-    void norm(const void* delta, const void* weight, int64_t tapped) {
-        const Norm n = norm_of(delta, weight, tapped == d_.num_layers);
-        by_parts(tokens_, [&](int part, int parts) {
+    // x += delta and its norm; after the last layer the norm is the result. The thread that updates a row captures it.
+    void norm(const void* delta, const void* weight, int64_t layer) {
+        const Norm n = norm_of(delta, weight, layer == d_.num_layers);
+        parallel_for_parts(tokens_, [&](int part, int parts) {
             norm_part(n, part, parts);
-            if (tapped) tap(tapped, part, parts);
+            if (layer) capture(layer, part, parts);
         });
     }
 
@@ -115,11 +118,11 @@ class Run {
                 last ? 0 : s_.wide};
     }
 
-    void tap(int64_t at, int part, int parts) {
-        if (!s_.taps[at]) return;
+    void capture(int64_t at, int part, int parts) {
+        if (!s_.capture[at]) return;
         const Span span(tokens_, part, parts);
         const int64_t from = span.begin * row_bytes();
-        std::memcpy(static_cast<char*>(s_.taps[at]) + from, static_cast<const char*>(x_) + from,
+        std::memcpy(static_cast<char*>(s_.capture[at]) + from, static_cast<const char*>(x_) + from,
                     (span.end - span.begin) * row_bytes());
     }
 
@@ -127,8 +130,8 @@ class Run {
 
     const Decoder& d_;
     const DecoderStep& s_;
-    ClaimRoom& claims_;
-    int64_t next_claims_;  // of the next operation
+    WorkStealingQueues& queues_;
+    int64_t next_queue_;  // number of the next operation's queue
     KvFetch& fetch_;
     int64_t attended_layers_ = 0;
     int64_t tokens_;
@@ -139,19 +142,20 @@ class Run {
 
 }  // namespace
 
-// One for each operation: a thread that is late by many finds all of their units claimed.
-int64_t decode_claims(const Decoder& d) { return Run::BEFORE + Run::OF_LAYER * d.num_layers; }
+// One queue per operation: a thread that is several operations late finds their units claimed.
+int64_t decode_queues(const Decoder& d) { return Run::BEFORE + Run::PER_LAYER * d.num_layers; }
 
-void decode_part(const Decoder& d, const DecoderStep& s, ClaimRoom& claims, int64_t first, KvFetch& fetch, int thread) {
-    Run(d, s, claims, first, fetch, thread)();
+void decode_part(
+    const Decoder& d, const DecoderStep& s, WorkStealingQueues& queues, int64_t first, KvFetch& fetch, int thread) {
+    Run(d, s, queues, first, fetch, thread)();
 }
 
 }  // namespace bg
 
 extern "C" void bg_decode(const bg::Decoder* d, const bg::DecoderStep* s, int threads) {
-    bg::ClaimRoom claims(bg::decode_claims(*d), threads);
+    bg::WorkStealingQueues queues(bg::decode_queues(*d), threads);
     bg::KvFetch fetch(*s->attention, d->num_layers);
     // A region may get fewer threads than it asks for.
 #pragma omp parallel num_threads(threads)
-    bg::decode_part(*d, *s, claims, 0, fetch, omp_get_thread_num());
+    bg::decode_part(*d, *s, queues, 0, fetch, omp_get_thread_num());
 }

@@ -1,5 +1,5 @@
-// All layers of a decoder of the Llama family, in one call: the same operations in the same order as models/native.py,
-// each by all threads, one begun when the units of the one before are done.
+// All layers of a decoder of the Llama family in one call: the same operations in the same order as models/native.py.
+// All threads compute each operation; the next one starts when all units of the previous one are done.
 #pragma once
 
 #include "attention.h"
@@ -9,12 +9,12 @@
 
 namespace bg {
 
-// Of the products weight, bias, inner, outer and method are given; the rest is the step's.
+// A layer's weights. Of the products, weight, bias, inner, outer and method are set; the step sets the rest.
 struct DecoderLayer {
     Matmul qkv, o, gate_up, down;
     const void *input_norm, *post_norm;  // [H]
     const void *q_norm, *k_norm;         // [D] or null, both or neither
-    const LoraStack *qkv_lora, *o_lora, *gate_up_lora, *down_lora;  // null where no adapter changes the product
+    const LoraStack *qkv_lora, *o_lora, *gate_up_lora, *down_lora;  // null: no adapter
 };
 
 struct Decoder {
@@ -29,29 +29,32 @@ struct DecoderStep {
     const int64_t *ids;         // [T], or null where x holds the tokens' embeddings
     const int64_t *positions;   // [T]
     const int64_t *slots;       // [T]
-    const void *cos, *sin;      // [positions, D] of rope_tables
+    const void *cos, *sin;      // [positions, D] as `rope_tables`
     const Attention* attention;  // reads queries from qkv, writes attended
     const LoraStep* lora;        // null where no token has an adapter
-    void* const* taps;           // [L + 1] -> [T, H] or null: what goes into the first layer, what comes out of each
+    void* const* capture;        // [L + 1] -> [T, H] or null: receives the first layer's input, each layer's output
     void *x;                     // [T, H] residual sums
-    void *normed;                // [T, H] the result, of wanted tokens alone [W, H]
-    void *product_in;            // [T, H] what goes into a product, float32 where `wide`
+    void *normed;                // [T, H] the result; of wanted tokens only [W, H]
+    void *product_in;            // [T, H] input of a product, float32 if `wide`
     void *qkv;                   // [T, N + 2K, D]
     void *attended;              // [T, N, D]
     void *delta;                 // [T, H]
     void *gate_up;               // [T, 2I]
     void *activated;             // [T, I] likewise
-    void *scratch;               // of the products
-    const int64_t *wanted;       // [W] tokens whose result is asked for
-    void *wanted_x;              // [W, H] for their residual sums
+    void *scratch;               // workspace of the products
+    const int64_t *wanted;       // [W] tokens whose result is computed
+    void *wanted_x;              // [W, H] their residual sums
     int64_t tokens;
     int64_t num_wanted;          // W; -1: all tokens, in order
-    int64_t wide;                // norms and activations are kept as the float32 numbers that products want
+    int64_t wide;                // norms and activations are stored in float32, as products read them
 };
 
-// A thread's part, which is over when all are done. Claims: as many unused ones as `decode_claims` says, from number
-// `first` on; `fetch`: of the step's attention.
-int64_t decode_claims(const Decoder& d);
-void decode_part(const Decoder& d, const DecoderStep& s, ClaimRoom& claims, int64_t first, KvFetch& fetch, int thread);
+// Number of queues that `decode_part` uses.
+int64_t decode_queues(const Decoder& d);
+
+// Runs a thread's part; returns when all parts are done. Uses the queues from number `first` on; `fetch` is the
+// prefetch of the step's attention.
+void decode_part(
+    const Decoder& d, const DecoderStep& s, WorkStealingQueues& queues, int64_t first, KvFetch& fetch, int thread);
 
 }  // namespace bg

@@ -7,16 +7,16 @@
 namespace bg {
 namespace {
 
-constexpr int64_t CHUNK = 512;  // numbers of a row that one thread activates together
+constexpr int64_t CHUNK = 512;  // elements of a row that form one unit of work
 
 // 1 / sqrt(mean of squares + eps); `square` is the sum.
 inline float inverse_rms(vf square, int64_t count, double eps) {
     return 1.0f / std::sqrt(sum(square) / float(count) + float(eps));
 }
 
-// v as T holds it, to be stored as T or wide.
+// v rounded to T, unless storing it as Out rounds it.
 template <class T, class Out>
-inline vf kept(vf v) {
+inline vf to_output(vf v) {
     return std::is_same_v<T, Out> ? v : rounded<T>(v);
 }
 
@@ -33,7 +33,7 @@ void norm_row(T* x, const T* delta, const T* weight, Out* out, int64_t hidden, d
     });
     const float scale = inverse_rms(square, hidden, eps);
     by_vectors(hidden, [&](int64_t i, auto get, auto put) {
-        put(out + i, kept<T, Out>(get(x + i) * scale * get(weight + i)));
+        put(out + i, to_output<T, Out>(get(x + i) * scale * get(weight + i)));
     });
 }
 
@@ -49,7 +49,7 @@ void norm_rows(const Norm& n, int thread, int threads) {
 
 inline vf sigmoid(vf x) { return 1.0f / (1.0f + exp(-x)); }
 
-// x * the normal distribution's integral, by 7.1.26 of Abramowitz and Stegun, Handbook of Mathematical Functions.
+// x times the cumulative normal distribution, by 7.1.26 of Abramowitz and Stegun, Handbook of Mathematical Functions.
 inline vf gelu(vf x) {
     const vf z = x < 0 ? x * -0.70710678f : x * 0.70710678f;
     const vf t = 1.0f / (1.0f + 0.3275911f * z);
@@ -61,10 +61,10 @@ inline vf gelu(vf x) {
     return x * (x < 0 ? tail : 1.0f - tail);
 }
 
-// Off by what `power_of_two` is, in few of all bfloat16 numbers a unit of the last place.
+// Has the error of `power_of_two`: one unit in the last place for a few of all bfloat16 numbers.
 inline vf silu_bf16(vf x) {
 #if defined(__AVX512DQ__)
-    x = max(splat(-87.0f), x);  // where 0 begins, and no infinity; not-a-number stays
+    x = max(splat(-87.0f), x);  // below it the result is 0; avoids infinity, keeps NaN
     const vf whole = 1.0f + power_of_two(x * -1.44269504f);
     const vf near = (vf)_mm512_rcp14_ps((__m512)whole);
     return x * (near * (2.0f - whole * near));
@@ -80,7 +80,7 @@ inline vf activated(vf x) {
     // (1 + tanh(u)) / 2 = sigmoid(2u)
     if constexpr (A == GELU_TANH) return x * sigmoid(1.5957691216f * (x + 0.044715f * x * x * x));
     if constexpr (A == QUICK_GELU) return rounded<T>(sigmoid(rounded<T>(1.702f * x))) * x;
-    return x < 0 ? vf{} : x;  // a not-a-number stays
+    return x < 0 ? vf{} : x;  // keeps NaN
 }
 
 template <int64_t A, class T, class Out>
@@ -92,7 +92,7 @@ void gated_rows(const Gated& g, int thread, int threads) {
         const T* gate = static_cast<const T*>(g.gate_up) + t * 2 * g.inner + from;
         Out* out = static_cast<Out*>(g.out) + t * g.inner + from;
         by_vectors(std::min(CHUNK, g.inner - from), [&](int64_t i, auto get, auto put) {
-            put(out + i, kept<T, Out>(rounded<T>(activated<A, T>(get(gate + i))) * get(gate + g.inner + i)));
+            put(out + i, to_output<T, Out>(rounded<T>(activated<A, T>(get(gate + i))) * get(gate + g.inner + i)));
         });
     }
 }
@@ -108,9 +108,9 @@ void gated_by(const Gated& g, int thread, int threads) {
     }
 }
 
-// A head [D], normalised if there is a weight, turned by its position, from x to out, which may be x.
+// Rotary embedding of a head [D], normalised first if there is a weight; out may be x.
 template <class T>
-void turn(const T* x, T* out, const T* weight, const T* cos, const T* sin, int64_t dim, double eps) {
+void norm_and_rotate(const T* x, T* out, const T* weight, const T* cos, const T* sin, int64_t dim, double eps) {
     float scale = 1.0f;
     if (weight) {
         vf square = {};
@@ -143,11 +143,11 @@ void heads_rows(const Heads& h, int thread, int threads) {
         const T* cos = static_cast<const T*>(h.cos) + at * h.dim;
         const T* sin = static_cast<const T*>(h.sin) + at * h.dim;
         for (int64_t n = 0; n < h.heads; n++, row += h.dim)
-            turn(row, row, static_cast<const T*>(h.q_norm), cos, sin, h.dim, h.eps);
+            norm_and_rotate(row, row, static_cast<const T*>(h.q_norm), cos, sin, h.dim, h.eps);
         const int64_t slot = h.slots[t] * h.kv_heads * h.dim;
         T* key = static_cast<T*>(h.keys) + slot;
         for (int64_t n = 0; n < h.kv_heads; n++, row += h.dim)
-            turn(row, key + n * h.dim, static_cast<const T*>(h.k_norm), cos, sin, h.dim, h.eps);
+            norm_and_rotate(row, key + n * h.dim, static_cast<const T*>(h.k_norm), cos, sin, h.dim, h.eps);
         std::memcpy(static_cast<T*>(h.values) + slot, row, h.kv_heads * h.dim * sizeof(T));
     }
 }
@@ -175,10 +175,10 @@ void embed_part(const Embed& e, int thread, int threads) {
                     e.bytes);
 }
 
-void feed_part(const Feed& f, int thread, int threads) {
+void fill_sampled_ids_part(const FillSampledIds& f, int thread, int threads) {
     const Span span(f.tokens, thread, threads);
     for (int64_t t = span.begin; t < span.end; t++)
-        if (f.source[t] >= 0) f.ids[t] = f.drawn[f.source[t]];
+        if (f.source[t] >= 0) f.ids[t] = f.sampled[f.source[t]];
 }
 
 }  // namespace bg

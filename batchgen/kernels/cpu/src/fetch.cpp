@@ -8,7 +8,7 @@
 namespace bg {
 namespace {
 
-// Of the last level of cache that this processor's cores share. The C library's figure counts all of the machine's.
+// Size of the last-level cache that cores share. The C library reports the sum over the machine.
 int64_t cache_bytes() {
     static const int64_t bytes = [] {
         long kilobytes = 0;
@@ -21,11 +21,11 @@ int64_t cache_bytes() {
     return bytes;
 }
 
-// However large the cache is, others share it.
+// Limit for large caches, which other processes share.
 constexpr int64_t MOST_BYTES = 16 << 20;
 
-// The chunks of a share's pages, in order, and MOST_CHUNKS more; none where pages are not made of chunks, or values not as
-// long as keys.
+// The chunks of a share's pages in order, padded with MOST_CHUNKS more; empty if pages are not whole chunks or values
+// are not as long as keys.
 std::vector<int32_t> chunks_of(const AttentionList& l, int64_t share, int64_t most_bytes) {
     std::vector<int32_t> chunks;
     const int64_t bytes = l.page_size * l.kv_heads * l.key_dim * (l.dtype ? 2 : 4);
@@ -40,7 +40,9 @@ std::vector<int32_t> chunks_of(const AttentionList& l, int64_t share, int64_t mo
 }  // namespace
 
 KvFetch::KvFetch(const Attention& a, int64_t num_layers)
-    : num_layers_(num_layers), num_shares_(num_layers ? a.lists[0]->num_shares : 1), layers_(new Layer[num_layers * num_shares_]) {
+    : num_layers_(num_layers),
+      num_shares_(num_layers ? a.lists[0]->num_shares : 1),
+      layers_(new Layer[num_layers * num_shares_]) {
     const int64_t most = std::min(cache_bytes() / 2, MOST_BYTES) / num_shares_;
     if (!most) return;
     std::vector<const AttentionList*> lists;
@@ -62,7 +64,7 @@ KvFetch::KvFetch(const Attention& a, int64_t num_layers)
 
 Lines KvFetch::Layer::take(int64_t lines) {
     const int64_t wanted = (lines + CHUNK_LINES - 1) / CHUNK_LINES;
-    // Once all is taken nothing more is written, so that threads do not take the number from each other.
+    // Once all chunks are taken the counter is only read, so that its cache line stays shared.
     if (wanted > MOST_CHUNKS || taken_.load(std::memory_order_relaxed) >= 2 * count_) return {};
     const int64_t from = taken_.fetch_add(wanted, std::memory_order_relaxed);
     if (from >= 2 * count_) return {};
@@ -71,9 +73,11 @@ Lines KvFetch::Layer::take(int64_t lines) {
 
 }  // namespace bg
 
-// Where the lines are that layer `layer`'s attention has fetched beforehand for a share, `lines` at a time as tiles take
-// them, in `at`, which has room for `most`. Returns how many there are.
-extern "C" int64_t bg_fetched_lines(const bg::Attention* a, int64_t num_layers, int64_t layer, int64_t share, int64_t lines, const void** at, int64_t most) {
+// For tests: writes the addresses of the lines prefetched for a layer's attention and a share to `at`, at most `most`,
+// taken `lines` at a time as tiles do. Returns their number.
+extern "C" int64_t bg_fetched_lines(
+    const bg::Attention* a, int64_t num_layers, int64_t layer, int64_t share, int64_t lines, const void** at,
+    int64_t most) {
     bg::KvFetch fetch(*a, num_layers);
     bg::KvFetch::Layer* from = fetch.layer(layer, share);
     int64_t count = 0;

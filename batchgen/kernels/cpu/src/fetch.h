@@ -1,5 +1,5 @@
-// Keys and values that decode rows are about to read, from far away: they come into the cache while the products before
-// are computed, which leave the memory idle. Attention would wait for nearly all of them, as each is read once a step.
+// Prefetch of the keys and values that decode rows are about to read. Products leave memory bandwidth unused, so they
+// prefetch them; attention reads each key and value once per step, and would wait for nearly all of them.
 #pragma once
 
 #include <atomic>
@@ -12,12 +12,12 @@ namespace bg {
 
 struct Attention;
 
-constexpr int LINE = 64;              // bytes of a line of cache
-constexpr uint64_t CHUNK_LINES = 16;  // adjacent ones
+constexpr int LINE = 64;              // bytes of a cache line
+constexpr uint64_t CHUNK_LINES = 16;  // adjacent lines of a chunk
 constexpr int64_t CHUNK_BYTES = CHUNK_LINES * LINE;
-constexpr int64_t MOST_CHUNKS = 64;   // that are taken at once
+constexpr int64_t MOST_CHUNKS = 64;   // most chunks taken at once
 
-// Lines from `base` on: adjacent ones, or in `chunks`, counted in chunks from there.
+// Cache lines from `base` on: adjacent, or in `chunks`, whose numbers count chunks from `base`.
 struct Lines {
     const char* base = nullptr;
     const int32_t* chunks = nullptr;
@@ -25,29 +25,29 @@ struct Lines {
     const char* at(uint64_t i) const { return base + chunks[i / CHUNK_LINES] * CHUNK_BYTES + i % CHUNK_LINES * LINE; }
 };
 
-// Of the attention of all layers of a step, by the shares that its items come in: each thread fetches what it will read
-// itself, into the cache of its own core. Threads of one share take side by side.
+// Prefetch for the attention of all layers of a step, by the shares of its work list: each thread fetches what it will
+// read itself into the cache of its core. The threads of a share divide its lines.
 class KvFetch {
   public:
-    // What attention reads in one layer for one share.
+    // The lines that attention reads in one layer for one share.
     class alignas(LINE) Layer {
       public:
-        // Up to `lines` that nobody took before; none with a null base.
+        // Up to `lines` lines that were not taken before; a null base: none are left.
         Lines take(int64_t lines);
 
       private:
         friend class KvFetch;
         const char *keys_ = nullptr, *values_ = nullptr;
-        const int32_t* chunks_ = nullptr;  // MOST_CHUNKS more than `count`, of which those beyond may be read twice
+        const int32_t* chunks_ = nullptr;  // MOST_CHUNKS more than `count_`; those beyond may be read twice
         int64_t count_ = 0;
-        std::atomic<int64_t> taken_{0};  // of keys, then of values
+        std::atomic<int64_t> taken_{0};  // chunks taken: of keys, then of values
     };
 
-    // The first pages that each share's rows of few queries read, as many as half of the last level of cache holds, up to
-    // 16 MiB together; none where its size is not known.
+    // Covers the first pages that each share's items of few query rows read: as much as half of the last-level cache
+    // holds, at most 16 MiB for all shares; nothing if the size of the cache is unknown.
     KvFetch(const Attention& a, int64_t num_layers);
 
-    // What a thread fetches for layer l; null where there is no such layer.
+    // Lines of layer l for a thread; null if there is no such layer.
     Layer* layer(int64_t l, int thread) {
         return l < num_layers_ ? &layers_[l * num_shares_ + thread % num_shares_] : nullptr;
     }
@@ -55,7 +55,7 @@ class KvFetch {
   private:
     int64_t num_layers_, num_shares_;
     std::unique_ptr<Layer[]> layers_;
-    std::deque<std::vector<int32_t>> chunks_;  // of lists and shares; they stay where they are
+    std::deque<std::vector<int32_t>> chunks_;  // by list and share; a deque, as layers point to its elements
 };
 
 }  // namespace bg

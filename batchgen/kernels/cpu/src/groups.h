@@ -1,4 +1,4 @@
-// Inputs of a product by groups that share a scale.
+// Groups of a product's inputs that share a quantisation scale.
 #pragma once
 
 #include <cmath>
@@ -7,7 +7,7 @@
 
 namespace bg {
 
-// `inner` inputs in groups of at most `most`, as even as multiples of `multiple` can be.
+// `inner` inputs in groups of at most `most`, of even size, rounded up to a multiple of `multiple`.
 struct Grouping {
     int64_t count, size;
     Grouping(int64_t inner, int64_t most, int64_t multiple) : count((inner + most - 1) / most), size(0) {
@@ -15,8 +15,8 @@ struct Grouping {
     }
 };
 
-// The largest magnitude; no number where one is infinite or none. Of integers: the order of magnitudes is that of their
-// bits, and what is not finite comes last.
+// The largest magnitude; NaN if any is infinite or NaN. Magnitudes are compared by their bits as integers, which have
+// the same order and put infinity and NaN last.
 inline float magnitude_of(vi bits) { return any(bits >= 0x7f800000) ? __builtin_nanf("") : largest((vf)bits); }
 
 inline float magnitude(const float* x, int64_t count) {
@@ -31,7 +31,7 @@ inline float magnitude(const float* x, int64_t count) {
     return magnitude_of(most);
 }
 
-// Twice as many at a time, not widened.
+// bfloat16 as 16-bit integers: twice as many per register, not widened.
 typedef int16_t vs __attribute__((vector_size(4 * LANES)));
 
 inline float magnitude(const bf16* x, int64_t count) {

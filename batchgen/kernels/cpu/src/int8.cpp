@@ -9,7 +9,7 @@ namespace {
 struct Int8 {
     using Number = uint8_t;
     using Groups = bg::Groups;
-    static constexpr int MOST = 127, ZERO = 128, BESIDE = 8;
+    static constexpr int MOST = 127, ZERO = 128, HEADER_BYTES = 8;
 
 #if defined(__AVX512VNNI__)
     static constexpr int ROWS = TILE_ROWS;
@@ -34,7 +34,7 @@ int64_t int8_part(const Matmul& m, const Worker& worker) {
         if (m.method == INT8_F32) grouped_rows<Int8, float, float>(m, s, groups, row, rows);
         else grouped_rows<Int8, bf16, bf16>(m, s, groups, row, rows);
     };
-    return by_claims(m, worker, groups.panel_bytes(), int8_scratch(m.inner), rows_of);
+    return for_each_claim(m, worker, groups.panel_bytes(), int8_scratch(m.inner), rows_of);
 }
 
 #else

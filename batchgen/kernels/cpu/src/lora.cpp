@@ -10,20 +10,20 @@
 namespace bg {
 namespace {
 
-// Sums that fit into the registers.
+// Tile sizes whose sums fit into the registers.
 constexpr int DOWN_ROWS = REGISTERS == 32 ? 3 : 2, DOWN_RANKS = REGISTERS / 4, UP_ROWS = REGISTERS == 32 ? 6 : 2;
 constexpr int UP_REGISTERS = 4, CHUNK = UP_REGISTERS * LANES;  // outputs at a time
 static_assert(LORA_BLOCK % CHUNK == 0 && CHUNK % LANES == 0);
 
-// One adapter's tokens in a step, as many as a tile has.
+// Up to a tile's number of tokens of one adapter.
 struct Tile {
     int64_t adapter, first, tokens;
 };
 
-// Calls unit(tile, block) for this thread's share of the blocks of all tiles, `blocks(adapter)` each. A token is a
-// token's work, and a tile as much as another one.
+// Calls unit(tile, block) for this thread's share of the blocks of all tiles, `blocks(adapter)` each. The cost of a
+// block is its number of tokens, plus one for the tile.
 template <class Blocks, class Unit>
-void by_units(const LoraStep& s, int thread, int threads, Blocks blocks, Unit unit) {
+void for_each_unit(const LoraStep& s, int thread, int threads, Blocks blocks, Unit unit) {
     int64_t work = 0, at = 0;
     for (int64_t i = 0; i < s.num_tiles; i++) work += (s.tiles[i][2] + 1) * blocks(s.tiles[i][0]);
     for (int64_t i = 0; i < s.num_tiles; i++) {
@@ -34,7 +34,7 @@ void by_units(const LoraStep& s, int thread, int threads, Blocks blocks, Unit un
     }
 }
 
-// sums [ROWS, RANKS] of x [ROWS] rows with a [RANKS, inner].
+// sums [ROWS, RANKS] = x [ROWS, inner] a [RANKS, inner]^T.
 template <int ROWS, int RANKS, class T>
 void dots(const T* const (&x)[ROWS], const T* a, int64_t inner, float* sums, int64_t width) {
     vf acc[ROWS][RANKS] = {};
@@ -60,8 +60,8 @@ void dots(const T* const (&x)[ROWS], const T* a, int64_t inner, float* sums, int
 
 template <class T>
 void down(const LoraStack& l, const LoraStep& s, const T* x, int64_t stride, int thread, int threads) {
-    const auto blocks = [&](int64_t adapter) { return up(l.ranges[adapter][1], DOWN_RANKS) / DOWN_RANKS; };
-    by_units(s, thread, threads, blocks, [&](const Tile& tile, int64_t block) {
+    const auto blocks = [&](int64_t adapter) { return round_up(l.ranges[adapter][1], DOWN_RANKS) / DOWN_RANKS; };
+    for_each_unit(s, thread, threads, blocks, [&](const Tile& tile, int64_t block) {
         const int64_t rank = block * DOWN_RANKS;
         const int64_t ranks = std::min<int64_t>(DOWN_RANKS, l.ranges[tile.adapter][1] - rank);
         const T* a = static_cast<const T*>(l.down) + (l.ranges[tile.adapter][0] + rank) * l.inner;
@@ -75,7 +75,7 @@ void down(const LoraStack& l, const LoraStep& s, const T* x, int64_t stride, int
     });
 }
 
-// out [ROWS] rows += sums [ROWS, ranks] b [ranks, count], of which CHUNK or, if not FULL, fewer.
+// out [ROWS, count] += sums [ROWS, ranks] b [ranks, count]; FULL: count is CHUNK.
 template <int ROWS, bool FULL, class T>
 void expand(T* const (&out)[ROWS], const T* b, int64_t outer, int64_t ranks, const float* sums, int64_t width,
             int64_t count) {
@@ -84,7 +84,8 @@ void expand(T* const (&out)[ROWS], const T* b, int64_t outer, int64_t ranks, con
         vf w[UP_REGISTERS];
 #pragma GCC unroll 8
         for (int v = 0; v < UP_REGISTERS; v++)
-            w[v] = FULL ? load(b + v * LANES) : load_some(b + v * LANES, std::clamp<int64_t>(count - v * LANES, 0, LANES));
+            w[v] =
+                FULL ? load(b + v * LANES) : load_some(b + v * LANES, std::clamp<int64_t>(count - v * LANES, 0, LANES));
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
             const vf a = splat(sums[r * width + j]);
@@ -104,9 +105,9 @@ void expand(T* const (&out)[ROWS], const T* b, int64_t outer, int64_t ranks, con
 
 template <class T>
 void add_up(const LoraStack& l, const LoraStep& s, T* out, int64_t stride, int thread, int threads) {
-    const int64_t all = up(l.outer, LORA_BLOCK) / LORA_BLOCK;
+    const int64_t all = round_up(l.outer, LORA_BLOCK) / LORA_BLOCK;
     const auto blocks = [&](int64_t adapter) { return l.ranges[adapter][1] ? all : 0; };
-    by_units(s, thread, threads, blocks, [&](const Tile& tile, int64_t block) {
+    for_each_unit(s, thread, threads, blocks, [&](const Tile& tile, int64_t block) {
         const int64_t from = l.spans[tile.adapter * all + block][0], to = l.spans[tile.adapter * all + block][1];
         if (from >= to) return;
         const int64_t end = std::min((block + 1) * LORA_BLOCK, l.outer);

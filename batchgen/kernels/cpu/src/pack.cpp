@@ -1,4 +1,4 @@
-// Weights into the layout of matmul.h, and back.
+// Packs weights into the layout of matmul.h, and unpacks them.
 #include <algorithm>
 
 #include "matmul.h"
@@ -13,9 +13,9 @@ struct Packing {
     int64_t inner, outer, stride;
 };
 
-// Where number k of a panel's row n stands. bfloat16 stand in pairs.
+// Index of element k of a panel's row n. bfloat16 elements are stored in pairs.
 template <class T>
-inline int64_t place(int64_t k, int64_t n) {
+inline int64_t index_of(int64_t k, int64_t n) {
     constexpr int64_t PAIR = sizeof(T) == 2 ? 2 : 1;
     return (k / PAIR * PANEL + n) * PAIR + k % PAIR;
 }
@@ -25,7 +25,7 @@ int64_t rounded(int64_t inner) {
     return sizeof(T) == 2 ? (inner + 1) / 2 * 2 : inner;
 }
 
-constexpr int64_t BLOCK = 64;  // numbers of a row that are moved together: a block of a panel stays in the cache
+constexpr int64_t BLOCK = 64;  // elements of a row moved together, so that a block of a panel stays in the cache
 
 template <class T>
 void pack(const Packing& p) {
@@ -39,8 +39,8 @@ void pack(const Packing& p) {
                 const int64_t row = panel * PANEL + n;
                 const T* in = static_cast<const T*>(p.weight) + row * p.stride;
                 const int64_t filled = row < p.outer ? std::min(to, p.inner) : from;
-                for (int64_t k = from; k < filled; k++) out[place<T>(k, n)] = in[k];
-                for (int64_t k = std::max(from, filled); k < to; k++) out[place<T>(k, n)] = T{};
+                for (int64_t k = from; k < filled; k++) out[index_of<T>(k, n)] = in[k];
+                for (int64_t k = std::max(from, filled); k < to; k++) out[index_of<T>(k, n)] = T{};
             }
         }
     }
@@ -57,7 +57,7 @@ void unpack(const Packing& p) {
             const int64_t to = std::min(from + BLOCK, p.inner);
             for (int64_t n = 0; n < filled; n++) {
                 T* out = static_cast<T*>(p.weight) + (panel * PANEL + n) * p.stride;
-                for (int64_t k = from; k < to; k++) out[k] = in[place<T>(k, n)];
+                for (int64_t k = from; k < to; k++) out[k] = in[index_of<T>(k, n)];
             }
         }
     }
@@ -72,7 +72,7 @@ int64_t bg_matmul_panel() { return bg::PANEL; }
 
 int64_t bg_matmul_scratch(int64_t inner, int64_t method) { return bg::matmul_scratch(inner, method); }
 
-// Whether the dot instruction is there.
+// Whether the processor has the bfloat16 dot instruction.
 int64_t bg_matmul_has_dot() {
 #if defined(__AVX512BF16__)
     return 1;
@@ -81,7 +81,7 @@ int64_t bg_matmul_has_dot() {
 #endif
 }
 
-// Whether the int8 dot instruction is there.
+// Whether the processor has the int8 dot instruction.
 int64_t bg_matmul_has_int8() {
 #if defined(__AVX512VNNI__)
     return 1;

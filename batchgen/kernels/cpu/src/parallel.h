@@ -1,4 +1,4 @@
-// One OpenMP region runs all parts of an operation, or of many, one after the other.
+// Division of an operation into parts. One OpenMP region runs the parts of one operation or of several in sequence.
 #pragma once
 
 #include <omp.h>
@@ -7,7 +7,8 @@
 
 namespace bg {
 
-// The share [begin, end) of `count` that part `part` of `parts` is: a thread's, or a unit of work that threads claim.
+// Range [begin, end) of `count` items that part `part` of `parts` covers. A part belongs to a thread or is a unit of
+// work.
 struct Span {
     int64_t begin, end;
     Span(int64_t count, int part, int parts) : begin(count * part / parts), end(count * (part + 1) / parts) {}

@@ -1,4 +1,4 @@
-// What products of every kind do alike: hand out panels and rows, cut rows into tiles, write sums.
+// Common to all products: division of panels and rows among threads, tiles of rows, output.
 #pragma once
 
 #include <algorithm>
@@ -9,23 +9,23 @@
 namespace bg {
 
 constexpr int64_t ROW_BLOCK = 64;   // rows of x that share one widening of a panel
-constexpr int64_t LEAST_ROWS = 32;  // of a share, for which weights come from memory no slower than they are used
-constexpr int MOST_BY_ROWS = 4;     // shares: more have been measured nowhere
+constexpr int64_t LEAST_ROWS = 32;  // least rows of a share for which reading weights is not slower than computing
+constexpr int MOST_BY_ROWS = 4;     // most shares for which rows are divided instead of panels
 
-constexpr int64_t up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+constexpr int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
-// Calls kernel(constant n, args...) for the n <= MOST that `count` is.
+// Calls kernel(constant n, args...) with n == count, for 1 <= count <= MOST.
 template <int MOST, class Kernel, class... Args>
 inline __attribute__((always_inline)) void with_constant(int64_t count, Kernel& kernel, Args... args) {
     if (count == MOST) kernel(std::integral_constant<int, MOST>{}, args...);
     else if constexpr (MOST > 1) with_constant<MOST - 1>(count, kernel, args...);
 }
 
-// Calls kernel(constant n, first) for runs of n <= MOST, as even as can be: a last tile of one row would wait for its
-// own sums.
+// Calls kernel(constant n, first) for runs of n <= MOST of even length: a last tile of one row would be bound by the
+// latency of its sums.
 template <int MOST, class Kernel>
 inline __attribute__((always_inline)) void by_runs(int64_t count, Kernel kernel) {
-    const int64_t runs = up(count, MOST) / MOST;
+    const int64_t runs = round_up(count, MOST) / MOST;
     for (int64_t i = 0, at = 0; i < runs; i++) {
         const int64_t end = count * (i + 1) / runs;
         with_constant<MOST>(end - at, kernel, at);
@@ -33,41 +33,42 @@ inline __attribute__((always_inline)) void by_runs(int64_t count, Kernel kernel)
     }
 }
 
-// Panels that a thread has claimed, and where it works.
+// Panels that a thread has claimed, and its workspace.
 struct Panels {
     int64_t panel, panel_end;
-    bool fresh;  // the thread's first panels of these rows
+    bool fresh;  // these are the thread's first panels for these rows
     float* c;    // [ROW_BLOCK, PANEL]
     float* work;
     KvFetch::Layer* fetch;  // or null
-    Block after;            // the weights that it multiplies after these panels, as far as that is known
+    Block after;            // the weights that it multiplies after these panels, if known
 
-    // The weights after `bytes` of them at `block`; `last`: of panel p.
-    Block behind(const void* block, int64_t bytes, int64_t p, bool last) const {
+    // The weights that follow the `bytes` at `block`; `last`: the block is the last one of panel p.
+    Block next_weights(const void* block, int64_t bytes, int64_t p, bool last) const {
         return last && p + 1 == panel_end ? after : Block{static_cast<const char*>(block) + bytes, bytes};
     }
 };
 
-// How a product's units, one for each panel and block of rows, are shared out. A share of some of the rows has them all
-// by itself: what its thread made of them before is near, and what another core did may be far away. All its weights
-// come from further away then, which so many rows are worth. Of more cores each rather keeps some of the panels near, for
-// all rows.
+// Division of a product's units, one for each panel and block of rows, into shares. With few shares of many rows, a
+// share is some of the rows: its thread has them in its cache from the previous operation, and reads all weights.
+// Otherwise a share is some of the panels, for all rows.
 struct Shares {
     const int64_t panels, rows;
-    int64_t blocks;  // of rows
+    int64_t blocks;  // number of blocks of rows
     const int count;
     const bool by_rows;
 
-    Shares(const Matmul& m, int64_t rows, const Claims& claims)
-        : panels(up(m.outer, PANEL) / PANEL), rows(rows), count(claims.shares),
+    Shares(const Matmul& m, int64_t rows, const WorkStealingQueue& queue)
+        : panels(round_up(m.outer, PANEL) / PANEL), rows(rows), count(queue.shares),
           by_rows(count <= MOST_BY_ROWS && rows >= LEAST_ROWS * count) {
-        // Of fewer panels than threads the rows make more blocks.
-        const int64_t tiles = up(rows, TILE_ROWS) / TILE_ROWS, wanted = panels ? up(claims.threads, panels) / panels : 1;
-        blocks = by_rows ? up(rows, ROW_BLOCK * count) / ROW_BLOCK : std::max(up(rows, ROW_BLOCK) / ROW_BLOCK, std::min(wanted, tiles));
+        // With fewer panels than threads, rows are divided into more blocks.
+        const int64_t tiles = round_up(rows, TILE_ROWS) / TILE_ROWS,
+                      wanted = panels ? round_up(queue.threads, panels) / panels : 1;
+        blocks = by_rows ? round_up(rows, ROW_BLOCK * count) / ROW_BLOCK
+                         : std::max(round_up(rows, ROW_BLOCK) / ROW_BLOCK, std::min(wanted, tiles));
     }
 
-    // Share s is the panels [first_panel(s), first_panel(s) + width(s)) of as many blocks from first_block(s) on as make
-    // the units [begin(s), begin(s + 1)): all panels of a block, then those of the next.
+    // Share s is the units [begin(s), begin(s + 1)): the panels [first_panel(s), first_panel(s) + width(s)) of block
+    // first_block(s), then those of the next block, and so on.
     int64_t first_panel(int share) const { return by_rows ? 0 : panels * share / count; }
     int64_t width(int share) const { return by_rows ? panels : first_panel(share + 1) - first_panel(share); }
     int64_t first_block(int share) const { return by_rows ? blocks / count * share : 0; }
@@ -75,20 +76,21 @@ struct Shares {
     int64_t first_row(int64_t block) const { return rows * block / blocks; }
 };
 
-// Calls kernel(panels, first row, rows) for the panels of one block of rows after the other, as far as this thread
-// claims them. Returns how many units there are for all threads.
+// Calls kernel(panels, first row, rows) for the units that this thread claims, one block of rows after the other.
+// Returns the number of units of all threads.
 template <class Kernel>
-int64_t by_claims(const Matmul& m, const Worker& w, int64_t panel_bytes, int64_t scratch, Kernel kernel) {
-    const Shares shares(m, m.rows, w.claims);
+int64_t for_each_claim(const Matmul& m, const Worker& w, int64_t panel_bytes, int64_t scratch, Kernel kernel) {
+    const Shares shares(m, m.rows, w.queue);
     if (shares.panels == 0 || m.rows == 0) return 0;
     float* c = reinterpret_cast<float*>(static_cast<char*>(m.scratch) + w.thread * scratch);
     const char* const weights = static_cast<const char*>(m.weight);
     int64_t held = -1;
-    while (const Claim claim = w.claims.next(w.thread, [&](int share) { return shares.begin(share); })) {
+    while (const Claim claim = w.queue.pop(w.thread, [&](int share) { return shares.begin(share); })) {
         const int64_t share_begin = shares.begin(claim.share), share_end = shares.begin(claim.share + 1);
         const int64_t first = shares.first_panel(claim.share), width = shares.width(claim.share);
         for (int64_t at = claim.begin; at < claim.end;) {
-            const int64_t turn = (at - share_begin) / width, end = std::min(claim.end, share_begin + (turn + 1) * width);
+            const int64_t turn = (at - share_begin) / width,
+                          end = std::min(claim.end, share_begin + (turn + 1) * width);
             const int64_t block = shares.first_block(claim.share) + turn;
             const int64_t row = shares.first_row(block), rows = shares.first_row(block + 1) - row;
             const int64_t panel = first + (at - share_begin) % width;
@@ -97,12 +99,12 @@ int64_t by_claims(const Matmul& m, const Worker& w, int64_t panel_bytes, int64_t
             kernel(Panels{panel, panel + end - at, block != held, c, c + ROW_BLOCK * PANEL, w.fetch, after}, row, rows);
             held = block, at = end;
         }
-        w.claims.done(claim);
+        w.queue.done(claim);
     }
     return shares.begin(shares.count);
 }
 
-// Sums c [rows, PANEL] with the bias into columns [column, column + PANEL) of y, as far as there are so many.
+// Writes sums c [rows, PANEL] plus the bias to columns [column, column + PANEL) of y, without those beyond N.
 template <class T>
 void write(const Matmul& m, const float* c, int64_t row, int64_t rows, int64_t column) {
     const int64_t width = std::min<int64_t>(PANEL, m.outer - column);

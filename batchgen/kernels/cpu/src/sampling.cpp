@@ -8,19 +8,19 @@
 namespace bg {
 namespace {
 
-constexpr int64_t BLOCK = 256;       // numbers whose largest is found before they are summed or searched
-constexpr float GREEDY = 1e-5f;      // temperatures below it are greedy
+constexpr int64_t BLOCK = 256;       // elements whose maximum is found before they are summed or searched
+constexpr float GREEDY = 1e-5f;      // lower temperatures are greedy
 constexpr uint64_t GAMMA = 0x9E3779B97F4A7C15u;
 constexpr float INFINITE = __builtin_inff();
 
-constexpr int HALF = LANES / 2;  // numbers of 64 bits in a register
+constexpr int HALF = LANES / 2;  // 64-bit numbers in a register
 
 typedef uint64_t vu64 __attribute__((vector_size(8 * HALF)));
 typedef int64_t vi64 __attribute__((vector_size(8 * HALF)));
 typedef double vd __attribute__((vector_size(8 * HALF)));
 typedef float vhalf __attribute__((vector_size(4 * HALF)));
 
-struct RowFacts {
+struct RowStats {
     float largest = -INFINITE, normalizer = 0;
     int64_t id = 0;
     bool nan = false;
@@ -32,12 +32,12 @@ const T* row_of(const Logits& l, int64_t r) {
     return static_cast<const T*>(l.data) + r * l.stride;
 }
 
-// One reading of a row; with SUM also log(sum(exp)), rescaled whenever a block holds a larger number.
+// One pass over a row; with SUM also log(sum(exp)), rescaled whenever a block has a larger maximum.
 template <bool SUM, class T>
-RowFacts scan_row(const T* row, int64_t vocab) {
-    RowFacts facts;
+RowStats scan_row(const T* row, int64_t vocab) {
+    RowStats stats;
     int64_t block = 0;
-    vu odd = {};  // the largest magnitude's bits: above infinity's there is a not-a-number
+    vu odd = {};  // bits of the largest magnitude; above those of infinity, there is a NaN
     vf total = {};
     for (int64_t from = 0; from < vocab; from += BLOCK) {
         const int64_t count = std::min(BLOCK, vocab - from);
@@ -52,33 +52,33 @@ RowFacts scan_row(const T* row, int64_t vocab) {
         float most = largest(top);
         for (; i < count; i++) {
             const float v = widen(row[from + i]);
-            if (v != v) facts.nan = true;
+            if (v != v) stats.nan = true;
             most = v > most ? v : most;
         }
-        if (most > facts.largest) {
-            if (SUM) total *= facts.largest > -INFINITE ? std::exp(facts.largest - most) : 0.0f;
-            facts.largest = most;
+        if (most > stats.largest) {
+            if (SUM) total *= stats.largest > -INFINITE ? std::exp(stats.largest - most) : 0.0f;
+            stats.largest = most;
             block = from;
         }
-        if (SUM && facts.largest > -INFINITE) {
-            const vf minus = splat(facts.largest);
+        if (SUM && stats.largest > -INFINITE) {
+            const vf minus = splat(stats.largest);
             for (i = 0; i + LANES <= count; i += LANES) total += exp(load(row + from + i) - minus);
-            for (; i < count; i++) total[0] += std::exp(widen(row[from + i]) - facts.largest);
+            for (; i < count; i++) total[0] += std::exp(widen(row[from + i]) - stats.largest);
         }
     }
-    for (int i = 0; i < LANES; i++) facts.nan |= odd[i] > 0xff000000u;
-    if (facts.largest > -INFINITE)
+    for (int i = 0; i < LANES; i++) stats.nan |= odd[i] > 0xff000000u;
+    if (stats.largest > -INFINITE)
         for (int64_t i = block; i < vocab; i++)
-            if (widen(row[i]) == facts.largest) {
-                facts.id = i;
+            if (widen(row[i]) == stats.largest) {
+                stats.id = i;
                 break;
             }
     if (SUM) {
-        if (facts.nan) facts.normalizer = __builtin_nanf("");
-        else if (facts.bad()) facts.normalizer = facts.largest;
-        else facts.normalizer = facts.largest + std::log(sum(total));
+        if (stats.nan) stats.normalizer = __builtin_nanf("");
+        else if (stats.bad()) stats.normalizer = stats.largest;
+        else stats.normalizer = stats.largest + std::log(sum(total));
     }
-    return facts;
+    return stats;
 }
 
 template <class T>
@@ -86,26 +86,27 @@ void scan_rows(const RowScan& s, int thread, int threads) {
     const Span span(s.logits.rows, thread, threads);
     for (int64_t r = span.begin; r < span.end; r++) {
         const T* row = row_of<T>(s.logits, r);
-        const RowFacts facts = s.normalizers ? scan_row<true>(row, s.logits.vocab) : scan_row<false>(row, s.logits.vocab);
-        if (s.ids) s.ids[r] = facts.id;
-        if (s.largest) s.largest[r] = facts.nan ? __builtin_nanf("") : facts.largest;
-        if (s.normalizers) s.normalizers[r] = facts.normalizer;
-        if (s.bad) s.bad[r] = facts.bad();
+        const RowStats stats =
+            s.normalizers ? scan_row<true>(row, s.logits.vocab) : scan_row<false>(row, s.logits.vocab);
+        if (s.ids) s.ids[r] = stats.id;
+        if (s.largest) s.largest[r] = stats.nan ? __builtin_nanf("") : stats.largest;
+        if (s.normalizers) s.normalizers[r] = stats.normalizer;
+        if (s.bad) s.bad[r] = stats.bad();
     }
 }
 
 struct Candidate {
     float value;
     int32_t id;
-    bool operator<(const Candidate& other) const {  // which stands first
+    bool operator<(const Candidate& other) const {  // order: falling value, rising id
         return value > other.value || (value == other.value && id < other.id);
     }
 };
 
-// The k first of a row, in order, at the front of `found`. Not-a-numbers count as -inf.
+// Puts the k first candidates of a row, in order, at the front of `found`. NaN counts as -inf.
 //
-// A row is cut into at least 4k groups (lanes of strips): k of them have a largest number at or above the k-th largest
-// of all groups' largest, so that nothing below it is among the k.
+// A row is divided into at least 4k groups (lanes of strips). k of the groups have a maximum at or above the k-th
+// largest group maximum, so no number below that is among the first k.
 template <class T>
 void find_top(const T* row, int64_t vocab, int64_t k, std::vector<Candidate>& found, std::vector<float>& groups) {
     const int64_t vectors = vocab / LANES, strips = std::max<int64_t>(4 * k / LANES + 1, 4);
@@ -165,7 +166,7 @@ inline float gumbel(uint64_t key, int64_t id) {
     return -std::log(-std::log1p(-v));
 }
 
-// The uniform numbers of LANES tokens, whose counters stand in `low` and `high`.
+// Uniform numbers of LANES tokens with the counters `low` and `high`.
 inline vf uniform(vu64 low, vu64 high) {
     const vhalf a = __builtin_convertvector((vi64)(finalise(low) >> 11), vhalf);
     const vhalf b = __builtin_convertvector((vi64)(finalise(high) >> 11), vhalf);
@@ -175,7 +176,7 @@ inline vf uniform(vu64 low, vu64 high) {
     return (v + 0.5f) * 0x1p-53f;
 }
 
-// What a row's draw depends on.
+// Inputs of one row's sample.
 template <class T>
 struct Draw {
     const T* row;
@@ -186,22 +187,22 @@ struct Draw {
     float score(int64_t i) const { return (widen(row[i]) - largest) / temperature; }
     float mass(int64_t i) const { return std::exp(score(i)); }
 
-    // Whether token i stands before one of logit `value` and this id.
+    // Whether token i is ordered before a token with logit `value` and this id.
     bool before(int64_t i, float value, int64_t id) const {
         const float v = widen(row[i]);
         return v > value || (v == value && i < id);
     }
 };
 
-// The token of the largest score + gumbel among those before (value, id) that min_p lets be, `start` one of them.
+// The token with the largest score + gumbel among those before (value, id) that min_p keeps, `start` included.
 //
-// A gumbel is at most -log(v), so a token can only win if v <= exp(score - best). A power of two above the right side
-// is enough to pass over nearly all tokens without a logarithm.
+// The noise of uniform v is at most -log(v), so a token can only win if v <= exp(score - best). Comparing v with a
+// power of two above that bound skips nearly all tokens without a logarithm.
 template <class T>
 int64_t best_scored(const Draw<T>& d, int64_t start, float value, int64_t id) {
     int64_t winner = start;
     float best = d.score(start) + gumbel(d.key, start);
-    auto look = [&](int64_t i) {
+    auto consider = [&](int64_t i) {
         const float x = d.score(i);
         if (!(x > -INFINITE) || !d.before(i, value, id) || (d.min_p > 0 && std::exp(x) < d.min_p)) return;
         const float found = x + gumbel(d.key, i);
@@ -223,15 +224,16 @@ int64_t best_scored(const Draw<T>& d, int64_t start, float value, int64_t id) {
         const vi may = uniform(low, high) <= (vf)((rough + 127) << 23);
         if (any(may))
             for (int lane = 0; lane < LANES; lane++)
-                if (may[lane]) look(i + lane);
+                if (may[lane]) consider(i + lane);
     }
-    for (; i < d.vocab; i++) look(i);
+    for (; i < d.vocab; i++) consider(i);
     return winner;
 }
 
-// Without top_k: draw from the whole row, then ask whether the winner survives top_p; if not, nothing behind it does.
+// Without top_k: samples from the whole row until the token is within top_p. If it is not, no token ordered behind it
+// is, so the next attempt is restricted to the tokens before it.
 template <class T>
-int64_t draw_whole(const Draw<T>& d, int64_t top, float top_p) {
+int64_t sample_full(const Draw<T>& d, int64_t top, float top_p) {
     int64_t token = best_scored(d, top, -INFINITE, d.vocab);
     if (!(top_p < 1.0f)) return token;
     const vi lanes = lane_numbers<vi>();
@@ -265,15 +267,15 @@ int64_t draw_whole(const Draw<T>& d, int64_t top, float top_p) {
     return token;
 }
 
-// Memory that rows use one after the other.
-struct Candidates {
+// Workspace reused by the rows.
+struct SampleScratch {
     std::vector<Candidate> found;
     std::vector<float> groups;
     std::vector<double> before;
 };
 
 template <class T>
-int64_t draw_candidates(const Draw<T>& d, int64_t k, float top_p, Candidates& memory) {
+int64_t sample_top_k(const Draw<T>& d, int64_t k, float top_p, SampleScratch& memory) {
     auto& [found, groups, before] = memory;
     find_top(d.row, d.vocab, k, found, groups);
     before.resize(k + 1);
@@ -284,7 +286,7 @@ int64_t draw_candidates(const Draw<T>& d, int64_t k, float top_p, Candidates& me
     float best = gumbel(d.key, winner);
     for (int64_t i = 1; i < k && before[i] < limit; i++) {
         const float x = d.score(found[i].id), q = std::exp(x);
-        if (q < d.min_p || !(q > 0)) break;  // what follows is no likelier
+        if (q < d.min_p || !(q > 0)) break;  // later candidates are not more likely
         const float score = x + gumbel(d.key, found[i].id);
         if (score > best || (score == best && found[i].id < winner)) {
             best = score;
@@ -296,18 +298,18 @@ int64_t draw_candidates(const Draw<T>& d, int64_t k, float top_p, Candidates& me
 
 template <class T>
 void sample_rows(const Sample& s, int thread, int threads) {
-    Candidates memory;
+    SampleScratch memory;
     const int64_t vocab = s.logits.vocab;
     const Span span(s.draws, thread, threads);
     for (int64_t r = span.begin; r < span.end; r++) {
         const T* row = row_of<T>(s.logits, s.sample_rows ? s.sample_rows[r] : r);
-        const RowFacts facts = scan_row<false>(row, vocab);
-        s.bad[r] = facts.bad();
-        s.tokens[r] = facts.id;
-        if (facts.bad() || !s.keys || s.temperature[r] < GREEDY) continue;
-        const Draw<T> d{row, vocab, facts.largest, s.temperature[r], s.min_p[r], uint64_t(s.keys[r])};
-        s.tokens[r] = s.top_k[r] > 0 ? draw_candidates(d, std::min(s.top_k[r], vocab), s.top_p[r], memory)
-                                     : draw_whole(d, facts.id, s.top_p[r]);
+        const RowStats stats = scan_row<false>(row, vocab);
+        s.bad[r] = stats.bad();
+        s.tokens[r] = stats.id;
+        if (stats.bad() || !s.keys || s.temperature[r] < GREEDY) continue;
+        const Draw<T> d{row, vocab, stats.largest, s.temperature[r], s.min_p[r], uint64_t(s.keys[r])};
+        s.tokens[r] = s.top_k[r] > 0 ? sample_top_k(d, std::min(s.top_k[r], vocab), s.top_p[r], memory)
+                                     : sample_full(d, stats.id, s.top_p[r]);
     }
 }
 

@@ -1,4 +1,4 @@
-// Vectors by the compiler's extensions, as wide as the processor's registers: wider ones would be taken apart and spilled.
+// Vectors by the compiler's extensions, as wide as the processor's registers: wider ones would be split and spilled.
 #pragma once
 
 #include <cstdint>
@@ -57,7 +57,7 @@ static inline float widen(bf16 x) {
 
 static inline float widen(float x) { return x; }
 
-// To the nearest, ties to even; not-a-numbers stay what they are.
+// Rounds to nearest, ties to even; NaN stays NaN.
 static inline bf16 narrow(float f) {
     uint32_t bits;
     std::memcpy(&bits, &f, 4);
@@ -67,16 +67,16 @@ static inline bf16 narrow(float f) {
 
 static inline vf widen(vh h) {
 #if defined(__AVX512F__)
-    return (vf)((vu)_mm512_cvtepu16_epi32((__m256i)h) << 16);  // GCC makes five instructions of the plain conversion
+    return (vf)((vu)_mm512_cvtepu16_epi32((__m256i)h) << 16);  // the plain conversion takes five instructions with GCC
 #elif defined(__AVX2__)
-    return (vf)((vu)_mm256_cvtepu16_epi32((__m128i)h) << 16);  // and four of this one
+    return (vf)((vu)_mm256_cvtepu16_epi32((__m128i)h) << 16);  // the plain conversion takes four
 #else
     return (vf)(__builtin_convertvector(h, vu) << 16);
 #endif
 }
 
 #if !defined(__AVX512BF16__)
-// bfloat16 in the upper halves, rounded as the one above; what stands in the lower halves does not matter.
+// bfloat16 in the upper halves, rounded like `narrow` above; the lower halves are undefined.
 static inline vu upper_bf16(vf v) {
     const vu bits = (vu)v, near = bits + 0x7fffu + (bits >> 16 & 1u);
     return v == v ? near : bits | 0x400000u;
@@ -85,10 +85,10 @@ static inline vu upper_bf16(vf v) {
 
 static inline vh narrow(vf v) {
 #if defined(__AVX512BF16__)
-    return (vh)_mm512_cvtneps_pbh((__m512)v);  // numbers below 2^-126 become zero
+    return (vh)_mm512_cvtneps_pbh((__m512)v);  // flushes denormal numbers to zero
 #elif defined(__AVX2__) && !defined(__AVX512F__)
     const __m256i kept = (__m256i)(upper_bf16(v) >> 16);
-    const __m256i packed = _mm256_packus_epi32(kept, kept);  // each half twice
+    const __m256i packed = _mm256_packus_epi32(kept, kept);  // each half is stored twice
     return (vh)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
 #else
     return __builtin_convertvector(upper_bf16(v) >> 16, vh);
@@ -98,7 +98,7 @@ static inline vh narrow(vf v) {
 static inline vf load(const bf16* p) { return widen(load_as<vh>(p)); }
 static inline void store(bf16* p, vf v) { store_as(p, narrow(v)); }
 
-// Two vectors side by side.
+// Stores two adjacent vectors.
 static inline void store(float* p, vf a, vf b) {
     store_as(p, a);
     store_as(p + LANES, b);
@@ -122,7 +122,7 @@ static inline V lane_numbers() {
     return v;
 }
 
-// The first `count` of a vector, at most LANES; what is not loaded is zero.
+// Loads the first `count` elements, at most LANES; the other lanes are zero.
 template <class T>
 static inline vf load_some(const T* p, int64_t count) {
     T lanes[LANES] = {};
@@ -137,7 +137,7 @@ static inline void store_some(T* p, vf v, int64_t count) {
     std::memcpy(p, lanes, count * sizeof(T));
 }
 
-// Over `count` numbers, 16 at a time: body(at, load, store), the last of them with what is left.
+// Calls body(index, load, store) for `count` numbers, LANES at a time; the last call loads and stores the rest.
 template <class Body>
 static inline void by_vectors(int64_t count, Body body) {
     int64_t i = 0;
@@ -163,7 +163,7 @@ static inline bool any(vi mask) {
 #endif
 }
 
-// One number, rounded to T and wide again.
+// x rounded to T, as float32.
 template <class T>
 static inline float rounded(float x);
 template <>
@@ -179,7 +179,7 @@ template <>
 inline vf rounded<bf16>(vf v) {
 #if defined(__AVX512BF16__)
     return widen(narrow(v));
-#else  // in place: packing to halves and back would cost more than the rounding
+#else  // in place: packing to 16 bits and back would cost more than the rounding
     return (vf)(upper_bf16(v) & 0xffff0000u);
 #endif
 }
@@ -215,7 +215,7 @@ static inline float largest(vf v) {
 #endif
 }
 
-// The larger or smaller; the second where one is not a number.
+// Maximum and minimum; the second operand if either is NaN.
 static inline vf max(vf a, vf b) {
 #if defined(__AVX512F__)
     return (vf)_mm512_max_ps((__m512)a, (__m512)b);
@@ -236,8 +236,8 @@ static inline vf min(vf a, vf b) {
 #endif
 }
 
-// a * b + c with one rounding where the processor has that: said, not left to the compiler, which may fuse one sum of a
-// tile and not another, and then rows would differ by where they stand.
+// a * b + c, with one rounding if the processor can. Explicit, because the compiler may fuse one sum of a tile and not
+// another, and a row's result would depend on its position in the tile.
 inline __attribute__((always_inline)) vf fused(vf a, vf b, vf c) {
 #if defined(__AVX512F__)
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -250,15 +250,15 @@ inline __attribute__((always_inline)) vf fused(vf a, vf b, vf c) {
 #endif
 }
 
-constexpr float TO_INTEGER = 12582912.0f;  // 1.5 * 2^23: a small number added to it is rounded to the nearest integer,
-constexpr int32_t INTEGER_BITS = 0x4b400000;  // which stands in the sum's last bits, above these
+constexpr float TO_INTEGER = 12582912.0f;  // 1.5 * 2^23: adding it rounds a small number to the nearest integer,
+constexpr int32_t INTEGER_BITS = 0x4b400000;  // which is the sum's bits minus these
 
-// e^x to about 2 units in the last place; below -87.3 0 or a denormal number, infinity above 88.7, not-a-number stays.
+// e^x to about 2 units in the last place; 0 or a denormal number below -87.3, infinity above 88.7, keeps NaN.
 static inline vf exp(vf x) {
 #if defined(__AVX512F__)
     const __m512 wide = (__m512)x, lowest = _mm512_set1_ps(-87.33655f);
     const __mmask16 above = _mm512_cmp_ps_mask(wide, lowest, _CMP_NLT_UQ);
-    // The second operand is the result where one of the two is no number.
+    // These return the second operand if either is NaN.
     const __m512 clamped = _mm512_min_ps(_mm512_set1_ps(89.0f), _mm512_max_ps(lowest, wide));
     const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(clamped, _mm512_set1_ps(1.44269504f)), 8);
     __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), clamped);
@@ -273,7 +273,7 @@ static inline vf exp(vf x) {
     p = p * (v * v) + v + 1.0f;
     return (vf)_mm512_maskz_scalef_ps(above, (__m512)p, n);
 #else
-    // Beyond these ends the two factors make 0 and infinity of it; what is no number passes as the second operand.
+    // Beyond these limits the two factors give 0 and infinity; NaN passes as the second operand.
     const vf clamped = min(splat(89.0f), max(splat(-104.0f), x));
     const vf shifted = clamped * 1.44269504f + TO_INTEGER;
     const vf n = shifted - TO_INTEGER;
@@ -286,22 +286,22 @@ static inline vf exp(vf x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
-    // 2^n in two factors: n may be 128. What stands above n in these bits is shifted out.
+    // 2^n in two factors, as n may be 128. The bits above n are shifted out.
     const vu all = (vu)shifted, half = all >> 1, one = (vu)splat(1.0f);
     return p * (vf)((half << 23) + one) * (vf)(((all - half) << 23) + one);
 #endif
 }
 
 #if defined(__AVX512DQ__)
-// 2^x, 0 far below -126; not-a-number stays. Off by 3e-6 of itself, a thousandth of what rounding to bfloat16 loses.
+// 2^x, 0 far below -126; keeps NaN. Relative error 3e-6, a thousandth of that of rounding to bfloat16.
 static inline vf power_of_two(vf x) {
-    const vf r = (vf)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // [0, 1), of infinity 0
+    const vf r = (vf)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // [0, 1); 0 for infinity
     vf p = splat(0.01353417f);
     p = fused(p, r, splat(0.05201146f));
     p = fused(p, r, splat(0.24144276f));
     p = fused(p, r, splat(0.69300383f));
     p = fused(p, r, splat(1.00000259f));
-    return (vf)_mm512_scalef_ps((__m512)p, (__m512)x);  // by the power of x rounded down
+    return (vf)_mm512_scalef_ps((__m512)p, (__m512)x);  // times 2^floor(x)
 }
 #endif
 

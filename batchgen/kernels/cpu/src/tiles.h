@@ -1,4 +1,4 @@
-// Tiles of a product: up to TILE_ROWS rows of x by one panel of weights, sums held in registers.
+// Tiles of a product: up to TILE_ROWS rows of x times one panel of weights, with sums in registers.
 #pragma once
 
 #include <type_traits>
@@ -10,20 +10,21 @@ namespace bg {
 
 constexpr int COLUMNS = PANEL / LANES;  // registers across a panel
 
-// How a tile fetches what is wanted later into the second level of cache, so that it comes from far away while others
-// are multiplied. With many tiles each fetches a part of the next block of weights, and those that find none left keys
-// and values; with few the first must stream.
+// How a tile prefetches later data into the L2 cache while it multiplies. With many tiles, each prefetches a part of
+// the next block of weights, and when all of it is assigned, keys and values. With few tiles, the first streams the
+// weights.
 enum Ahead {
-    NOTHING,
-    SPREAD,   // one line of `ahead`, adjacent ones, for every two k
-    SCATTER,  // the same of lines that stand in chunks
-    STREAM,   // as much as is read, STREAM_BYTES in front of it
+    NO_PREFETCH,
+    SPREAD,   // one of adjacent lines for every two k
+    SCATTER,  // one of lines in chunks for every two k
+    STREAM,   // as much as is read, STREAM_BYTES ahead of it
 };
 constexpr int64_t STREAM_BYTES = 4096;
 
-constexpr int64_t FEW_TILES = 3;  // fewer tiles than this cannot fetch the next block by one line in two k
+constexpr int64_t FEW_TILES = 3;  // fewer tiles than this cannot fetch the next block with one line for every two k
 
-// The weights that come after a block of them, handed out to the block's tiles; then what `fetch` has, which may be null.
+// Assigns the lines to prefetch to the tiles of a block: first the next weights, then those of `fetch`, which may be
+// null.
 class NextBlock {
   public:
     NextBlock(const Block& next, int64_t rows, KvFetch::Layer* fetch)
@@ -32,10 +33,10 @@ class NextBlock {
           few(rows <= (FEW_TILES - 1) * TILE_ROWS),
           fetch(fetch) {}
 
-    // Calls kernel(constant Ahead, Lines) for a tile that fetches up to `lines`.
+    // Calls kernel(constant Ahead, Lines) for a tile that prefetches up to `lines` lines.
     template <class Kernel>
-    inline __attribute__((always_inline)) void hand_out(int64_t lines, Kernel kernel) {
-        if (few && at < end) {  // the first tile fetches all
+    inline __attribute__((always_inline)) void for_tile(int64_t lines, Kernel kernel) {
+        if (few && at < end) {  // the first tile streams all
             at = end;
             return kernel(std::integral_constant<Ahead, STREAM>{}, Lines{});
         }
@@ -46,7 +47,7 @@ class NextBlock {
         }
         const Lines from = fetch ? fetch->take(lines) : Lines{};
         if (from.base) return kernel(std::integral_constant<Ahead, SCATTER>{}, from);
-        kernel(std::integral_constant<Ahead, NOTHING>{}, from);
+        kernel(std::integral_constant<Ahead, NO_PREFETCH>{}, from);
     }
 
   private:
@@ -55,14 +56,14 @@ class NextBlock {
     KvFetch::Layer* const fetch;
 };
 
-// Line i of what a tile fetches.
+// Prefetches line i of a tile's lines.
 template <Ahead AHEAD>
 inline __attribute__((always_inline)) void fetch_line(const Lines& from, uint64_t i) {
     if (AHEAD == SPREAD) __builtin_prefetch(from.base + i * LINE, 0, 2);
     if (AHEAD == SCATTER) __builtin_prefetch(from.at(i), 0, 2);
 }
 
-// Fetches what n bytes at `p` will be followed by.
+// Prefetches BYTES bytes, STREAM_BYTES after `p`.
 template <int BYTES>
 inline __attribute__((always_inline)) void stream(const void* p) {
 #pragma GCC unroll 8
@@ -71,7 +72,7 @@ inline __attribute__((always_inline)) void stream(const void* p) {
 
 alignas(64) constexpr float NO_SUMS[PANEL] = {};
 
-// Keeps x in a register: left to itself GCC moves a tile's sums through memory before and after the loop.
+// Keeps x in a register: otherwise GCC moves a tile's sums through memory before and after the loop.
 template <class V>
 inline __attribute__((always_inline)) void hold(V& x) {
 #if defined(__AVX512F__)
@@ -83,7 +84,7 @@ inline __attribute__((always_inline)) void hold(V& x) {
 #endif
 }
 
-// The sums of ROWS rows and ACROSS registers, that stand in memory with `c_stride` numbers from row to row.
+// Sums of ROWS rows and ACROSS registers; in memory, rows are `c_stride` numbers apart.
 template <int ROWS, int ACROSS = COLUMNS>
 struct Sums {
     vf of[ROWS][ACROSS];
@@ -99,7 +100,7 @@ struct Sums {
             }
     }
 
-    __attribute__((always_inline)) void keep(float* c, int64_t c_stride = PANEL) {
+    __attribute__((always_inline)) void save(float* c, int64_t c_stride = PANEL) {
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
@@ -109,7 +110,7 @@ struct Sums {
             }
     }
 
-    // As results, with the bias if there is one.
+    // Writes results: the sums, plus the bias if there is one.
     template <class T>
     __attribute__((always_inline)) void write(T* out, int64_t out_stride, const float* bias) {
 #pragma GCC unroll 8
@@ -121,7 +122,7 @@ struct Sums {
             }
     }
 
-    // x[r] * w[v] for the numbers x[r * stride].
+    // of[r][v] += x[r * stride] * w[v].
     __attribute__((always_inline)) void add(const float* x, int64_t stride, const vf (&w)[ACROSS]) {
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
@@ -132,7 +133,7 @@ struct Sums {
     }
 
 #if defined(__AVX512BF16__)
-    // x[r] * w[v] for the pairs x[r * stride] and those at `at(v)`.
+    // of[r][v] += the dot product of the pair x[r * stride] and the pairs at `at(v)`.
     template <class At>
     __attribute__((always_inline)) void dot(const bf16* x, int64_t stride, At at) {
         __m512bh b[ACROSS];
@@ -162,11 +163,11 @@ void tile(const float* x, int64_t stride, const float* b, int64_t count, float* 
         for (int v = 0; v < COLUMNS; v++) w[v] = load(b + v * LANES);
         sums.add(x + k, stride, w);
     }
-    sums.keep(c);
+    sums.save(c);
 }
 
-// The same over bfloat16 pairs, widened in registers; with `wide` they are also kept there, [2 * pairs, PANEL], for
-// the tiles that follow.
+// The same over bfloat16 pairs, widened in registers; KEEP: also stored to `wide`, [2 * pairs, PANEL], for the tiles
+// that follow.
 template <int ROWS, bool KEEP, Ahead AHEAD>
 void tile_pairs(const float* x, int64_t stride, const bf16* b, int64_t pairs, float* c, bool first, float* wide) {
     Sums<ROWS> sums(c, first);
@@ -184,21 +185,22 @@ void tile_pairs(const float* x, int64_t stride, const bf16* b, int64_t pairs, fl
             sums.add(x + 2 * k + half, stride, w);
         }
     }
-    sums.keep(c);
+    sums.save(c);
 }
 
 #if defined(__AVX512BF16__)
-// The same by the dot instruction, of the panel's first ACROSS registers, and the sums to `out` instead where that is
-// given.
+// The same with the dot instruction, for the panel's first ACROSS registers; the sums go to `out` if it is not null.
 template <int ROWS, Ahead AHEAD, int ACROSS = COLUMNS>
-void tile_dot(const bf16* x, int64_t stride, const bf16* b, int64_t pairs, float* c, bool first, Lines ahead, bf16* out, int64_t out_stride, const float* bias) {
+void tile_dot(
+    const bf16* x, int64_t stride, const bf16* b, int64_t pairs, float* c, bool first, Lines ahead, bf16* out,
+    int64_t out_stride, const float* bias) {
     Sums<ROWS, ACROSS> sums(c, first);
     for (int64_t k = 0; k < pairs; k++, b += 2 * PANEL) {
         fetch_line<AHEAD>(ahead, k);
         if (AHEAD == STREAM) stream<4 * PANEL>(b);
         sums.dot(x + 2 * k, stride, [b](int v) { return b + 2 * LANES * v; });
     }
-    out ? sums.write(out, out_stride, bias) : sums.keep(c);
+    out ? sums.write(out, out_stride, bias) : sums.save(c);
 }
 #endif
 

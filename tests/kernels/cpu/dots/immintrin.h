@@ -1,5 +1,5 @@
-// AVX-VNNI's dot product of 16-bit integers where there is only AVX2. It stands before the compiler's own header on the
-// search path, in tests alone.
+// Emulates AVX-VNNI's dot product of 16-bit integers with AVX2. For tests only: comes before the compiler's header on the
+// search path.
 #pragma once
 
 #include_next <immintrin.h>

@@ -1,5 +1,5 @@
-// AVX-512 where there is only AVX2: the intrinsics that the kernels use, by halves or lane by lane, as the processor's
-// manual defines them. It stands before the compiler's own header on the search path, in tests alone.
+// Emulates the AVX-512 intrinsics that the kernels use with AVX2, by halves or lane by lane, as the processor's manual
+// defines them. For tests only: comes before the compiler's header on the search path.
 #pragma once
 
 #undef __AVX512F__
@@ -56,7 +56,7 @@ typedef uint32_t words __attribute__((vector_size(64)));
 typedef uint64_t longs __attribute__((vector_size(64)));
 typedef uint16_t half_shorts __attribute__((vector_size(32)));
 
-// Called, not put in its place: the kernels have thousands of them in a row.
+// Not inlined: the kernels have thousands of them in a row.
 __attribute__((noinline)) static __m512 fmadd(__m512 a, __m512 b, __m512 c) {
     return by_halves([](__m256 x, __m256 y, __m256 z) { return _mm256_fmadd_ps(x, y, z); }, a, b, c);
 }
@@ -79,7 +79,7 @@ inline __m512i loaded(const void* p) {
     return v;
 }
 
-// All lanes into one: the upper half onto the lower, until one is left.
+// Reduces all lanes to one: the upper half onto the lower, repeatedly.
 template <class Op>
 inline float reduced(__m512 v, Op op) {
     for (int half = 8; half; half /= 2)
@@ -87,7 +87,7 @@ inline float reduced(__m512 v, Op op) {
     return v[0];
 }
 
-// Within each 128 bits, the elements of their low or high half, of a and b by turns.
+// Within each 128 bits, the elements of their low or high half, of a and b interleaved.
 template <class V, class T>
 inline T unpacked(T a, T b, bool high) {
     const V x = bits<V>(a), y = bits<V>(b);
@@ -98,7 +98,7 @@ inline T unpacked(T a, T b, bool high) {
     }));
 }
 
-// Of the four 128 bits of each: two of a, then two of b.
+// Of the four 128-bit lanes of each: two of a, then two of b.
 template <class T>
 inline T shuffled(T a, T b, unsigned chosen) {
     const longs x = bits<longs>(a), y = bits<longs>(b);
@@ -113,12 +113,12 @@ inline __m512 rounded(__m512 v, int how) {
     return how == 8 ? by_lanes<__m512>([&](unsigned i) { return std::nearbyint(v[i]); }) : __m512{};
 }
 
-// What rounding down takes away (how = 9), of an infinity nothing.
+// x - floor(x) (how = 9); 0 for infinity.
 inline __m512 reduced_down(__m512 v, int how) {
     return how == 9 ? by_lanes<__m512>([&](unsigned i) { return std::isinf(v[i]) ? 0.0f : v[i] - std::floor(v[i]); }) : __m512{};
 }
 
-// x * 2^n, n rounded down, where the mask says so, else zero.
+// x * 2^floor(n) where the mask is set, else zero.
 inline __m512 scaled(__mmask16 mask, __m512 x, __m512 n) {
     return by_lanes<__m512>([&](unsigned i) {
         if (!(mask >> i & 1)) return 0.0f;
@@ -133,7 +133,7 @@ inline __mmask16 mask(Lane lane) {
     return __mmask16(m);
 }
 
-// Not less, or no number (how = _CMP_NLT_UQ).
+// Not less, or NaN (how = _CMP_NLT_UQ).
 inline __mmask16 compared(__m512 a, __m512 b, int how) {
     return how == _CMP_NLT_UQ ? mask([&](unsigned i) { return !(a[i] < b[i]); }) : __mmask16(0);
 }
@@ -147,7 +147,7 @@ inline __m512i from_shorts(__m256i h) {
     return bits<__m512i>(__builtin_convertvector(bits<half_shorts>(h), words));
 }
 
-// Numbers that are too small to be normal are zeros to the bfloat16 instructions.
+// Flushes denormal numbers to zero, as the bfloat16 instructions do.
 inline __m256 flushed(__m256 v) {
     const __m256 sign = _mm256_set1_ps(-0.0f), size = _mm256_andnot_ps(sign, v);
     const __m256 small = _mm256_cmp_ps(size, _mm256_set1_ps(0x1p-126f), _CMP_LT_OQ);
@@ -171,7 +171,7 @@ inline __m512i to_bfloat16(__m512 a, __m512 b) {
     return bits<__m512i>(both);
 }
 
-// Each of the 64 in a and then b that the last bits of `chosen` say.
+// Picks 16-bit elements of a and b by the low bits of `chosen`.
 inline __m512i picked(__m512i a, __m512i chosen, __m512i b) {
     const shorts x = bits<shorts>(a), y = bits<shorts>(b), at = bits<shorts>(chosen);
     return bits<__m512i>(by_lanes<shorts>([&](unsigned i) { return at[i] & 32 ? y[at[i] & 31] : x[at[i] & 31]; }));
@@ -254,4 +254,4 @@ __attribute__((noinline)) static __m512i integer_dots(__m512i sum, __m512i a, __
 #define _mm512_dpbusd_epi32(sum, a, b) wide::integer_dots<uint8_t, int8_t>(sum, a, b)
 #define _mm512_dpwssd_epi32(sum, a, b) wide::integer_dots<int16_t, int16_t>(sum, a, b)
 
-#define __asm__(...)  // what keeps a vector in one register: none here is so wide
+#define __asm__(...)  // the statements that keep a vector in one register do not apply here

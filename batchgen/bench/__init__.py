@@ -1,0 +1,1 @@
+"""`batchgen bench`: named workloads, hardware floors, peers in separate processes, results as JSON lines."""

@@ -1,0 +1,136 @@
+"""Execution of `batchgen bench`. Imports torch only if engines run."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from types import FrameType
+from typing import Any, Final
+
+from rich.console import Console
+
+from batchgen.bench.chart import check_chart, draw_stored, write_chart
+from batchgen.bench.config import ENGINELESS_WORKLOADS, BenchConfig, bench_config
+from batchgen.bench.peers import parse_peers
+from batchgen.bench.results import parse_figures, read_figures
+from batchgen.bench.table import print_others
+from batchgen.errors import BatchgenError, Interrupted, UsageError
+
+__all__ = ["bench_config", "draw_stored", "run_command"]
+
+_ENGINE_FLAGS: Final = {
+    "--model": "model",
+    "--peers": "peers",
+    "--dtype": "dtype",
+    "--peer-dtype": "peer_dtype",
+    "--device": "device",
+    "--cpu-threads": "threads",
+    "--timeout": "timeout",
+    "--tuned": "tuned",
+}
+"""Flags that only apply to workloads with engines -> fields of `BenchConfig`."""
+
+
+def run_command(config: BenchConfig, emit: Callable[[str], None], console: Console, start: Any = None) -> None:
+    """Run the workloads of `config` and draw the chart.
+
+    Args:
+        config: the options.
+        emit: called with one JSON line per figure.
+        console: stderr, for messages and tables.
+        start: starts an engine; see `run_bench`.
+
+    Raises:
+        BatchgenError: as `run_bench`, `run_plan_bench`, `run_startup_bench` and `run_job_bench`; or the chart cannot
+            be drawn; or SIGTERM.
+    """
+    compared = tuple(name for name in config.workloads if name not in ENGINELESS_WORKLOADS)
+    engines = bool(compared) or not config.workloads
+    if config.chart is not None:
+        check_chart(config.chart, bars=engines)
+    _reject_unused_options(config, engines=engines)
+    if compared:
+        from batchgen.bench.workload_defs import find_workloads  # imports a tokenizer, which --from does not need
+
+        find_workloads(compared)  # report a wrong name before measuring for minutes
+    if engines and len(compared) < len(config.workloads):
+        parse_peers(config.peers)
+    if config.tuned is not None:
+        read_figures(config.tuned, "--tuned")
+    lines: list[str] = []
+
+    def keep(line: str) -> None:
+        lines.append(line)
+        emit(line)
+
+    def draw() -> None:
+        if config.chart is not None and lines:
+            write_chart(config.chart, parse_figures("\n".join(lines), "figures of this run"))
+
+    try:
+        with _interrupt_on_sigterm():
+            if "plan" in config.workloads:
+                from batchgen.bench.planning import PlanSize, run_plan_bench
+
+                run_plan_bench(PlanSize.parse(config.plan_size), keep)
+            if "startup" in config.workloads:
+                from batchgen.bench.subprocess_timing import run_startup_bench
+
+                run_startup_bench(config.repeat, keep)
+            if "job" in config.workloads:
+                from batchgen.bench.rows_cost import run_job_bench
+
+                run_job_bench(config.repeat, keep)
+            print_others([json.loads(line) for line in lines], console)
+            if engines:
+                from batchgen.bench.run import run_bench  # imports torch, which the workloads above do not need
+
+                run_bench(replace(config, workloads=compared), keep, console, start)
+    except BaseException:
+        with suppress(BatchgenError):  # report the error that ended the run, not one of the chart
+            draw()
+        raise
+    draw()
+
+
+def _reject_unused_options(config: BenchConfig, *, engines: bool) -> None:
+    """Reject options that none of the workloads use.
+
+    Raises:
+        UsageError: such an option has a value other than its default.
+    """
+    unused = {} if engines else {flag: (name, ", which run no engines") for flag, name in _ENGINE_FLAGS.items()}
+    if "plan" not in config.workloads:
+        unused["--plan-size"] = "plan_size", "; only workload plan uses it"
+    elif set(config.workloads) == {"plan"}:
+        unused["--repeat"] = "repeat", ", which is measured once"
+    default = BenchConfig()
+    for flag, (name, reason) in unused.items():
+        if getattr(config, name) not in (getattr(default, name), "none"):
+            measured = " and ".join(config.workloads) or "the default workloads"
+            raise UsageError(f"{flag} has no effect on {measured}{reason}; leave it out")
+
+
+@contextmanager
+def _interrupt_on_sigterm() -> Iterator[None]:
+    """Raise an error at SIGTERM, so that the run ends its processes and removes its temporary files.
+
+    Raises:
+        Interrupted: at the signal.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Interrupted("ended by SIGTERM; the figures printed so far are valid", 128 + number)
+
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -1,0 +1,1 @@
+"""Tasks of the demonstration model: questions with exact answers, generated from a seed."""

@@ -1,0 +1,137 @@
+"""batchgen through its Python API, including planning.
+
+Accessing `batchgen.Engine` configures the waiting of torch's threads, so torch must not be imported before.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import batchgen
+from batchgen.data.write.states import StateRecord, write_states_part
+from batchgen.data.write.states_result import write_states_result
+
+_UNREACHABLE_SAVING = 1 << 40
+"""Threshold of saved KV reads that no prefix group reaches."""
+
+
+class Engine:
+    """One model in memory."""
+
+    version = batchgen.__version__
+
+    def __init__(self, model: str, dtype: str, device: str, threads: int, options: dict[str, Any]) -> None:
+        options = dict(options)
+        order, admission = options.pop("order", "longest"), options.pop("admission", "foreseen")
+        self._engine = batchgen.Engine(model, dtype=dtype, device=device, cpu_threads=threads, **options)
+        self._engine.order, self._engine.admission = order, admission
+
+    def describe(self) -> dict[str, Any]:
+        """Dtype, device, threads, and no settings to try: users get the defaults."""
+        import torch
+
+        spec = self._engine.model.spec
+        return {
+            "dtype": str(spec.dtype).removeprefix("torch."),
+            "device": spec.device.type,
+            "threads": torch.get_num_threads(),
+            "settings": [{}],
+        }
+
+    def generate(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
+        """Generate with fixed lengths: greedily, or at temperature 1 for rows of several samples.
+
+        The setting `{"flat": 1}` disables prefix groups: every row reads its prefix itself, as with a prefix cache.
+        """
+        collected = _Outputs(len(rows))
+        with _without_prefix_groups() if setting.get("flat") else nullcontext():
+            completions = self._engine.generate([_request_row(row) for row in rows])
+            if any("return_hidden_states" in row.get("fields", {}) for row in rows):
+                _write_states(collected.records(completions))
+            else:
+                for completion in completions:
+                    collected.add(completion)
+        running = self._engine.last_run
+        assert running is not None
+        stats = running.scheduler.stats
+        page_bytes, times = running.page_bytes, running.loop.times.milliseconds()
+        del running
+        if self._engine.model.spec.device.type == "cuda":
+            import torch
+
+            self._engine.last_run = None  # frees its KV cache, so that peers in other processes have the memory
+            torch.cuda.empty_cache()
+        return collected.outputs, {
+            **{name: count for name, count in collected.returned.items() if count},
+            "prompt_tokens_computed": stats.prompt_tokens + stats.recomputed_tokens + stats.recomputed_last_tokens,
+            "decode_rows": stats.decode_tokens,
+            "steps": stats.steps,
+            # Older checkouts, run as `baseline`, may lack these counts.
+            **{name: getattr(stats, name) for name in ("slots", "tail_steps", "tail_tokens") if hasattr(stats, name)},
+            "preemptions": stats.preemptions,
+            "decode_kv_positions": stats.decode_kv_positions,
+            "decode_kv_reads": stats.decode_kv_reads,
+            "kv_peak_bytes": stats.peak_pages * page_bytes,
+            **times,
+        }
+
+
+class _Outputs:
+    """Outputs and counts of one pass."""
+
+    def __init__(self, rows: int) -> None:
+        self.outputs: list[list[int]] = [[] for _ in range(rows)]
+        self.returned = {"top_logprobs": 0, "output_states": 0}
+
+    def add(self, completion: Any) -> None:
+        if completion.error is not None:
+            raise RuntimeError(f"row {completion.row_index}: {completion.error.message}")
+        self.outputs[completion.row_index] += [int(i) for i in completion.output_ids or ()]
+        if completion.output_top_logprobs is not None:
+            self.returned["top_logprobs"] += len(completion.output_top_logprobs)
+        self.returned["output_states"] += sum(len(block.values) for block in completion.states or ())
+
+    def records(self, completions: Iterable[Any]) -> Iterator[StateRecord]:
+        """Add each completion and yield its hidden states."""
+        for completion in completions:
+            self.add(completion)
+            for block in completion.states or ():
+                yield StateRecord(completion.key, str(completion.row_index), block)
+
+
+def _write_states(records: Iterable[StateRecord]) -> None:
+    """Write hidden states as a job does: a part in a work folder, then the Parquet file, both synced to disk."""
+    with tempfile.TemporaryDirectory(prefix="batchgen-bench-") as folder:
+        part = Path(folder) / "states" / "part-000000.states"
+        write_states_part(part, records)
+        write_states_result(Path(folder) / "out.hidden.parquet", [part], {})
+
+
+def _request_row(row: dict[str, Any]) -> dict[str, Any]:
+    samples = row.get("samples", 1)
+    params = {"temperature": 0 if samples == 1 else 1.0, "max_new_tokens": row["max_new"], "ignore_eos": True}
+    if samples > 1:
+        params |= {"n": samples, "top_k": -1, "top_p": 1.0}
+    return {"input_ids": row["ids"], **params, **row.get("fields", {})}
+
+
+@contextmanager
+def _without_prefix_groups() -> Iterator[None]:
+    """Context manager that disables prefix groups. Users have no such option, because it only costs time."""
+    from batchgen.engine import engine
+
+    before = engine.group_min_saving
+    engine.group_min_saving = lambda *given: _UNREACHABLE_SAVING
+    try:
+        yield
+    finally:
+        engine.group_min_saving = before
+
+
+def load(request: dict[str, Any]) -> Engine:
+    """The engine of a load request."""
+    return Engine(request["model"], request["dtype"], request["device"], request["threads"], request.get("options", {}))

@@ -1,0 +1,128 @@
+"""OpenVINO GenAI's continuous batching on a CPU: paged cache, prefix caching, token ids in and out.
+
+The model is converted once by optimum-intel, with the weights in their dtype. Computation and KV cache use the
+requested dtype (the library's default for the cache is 8 bits).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino as ov
+import openvino_genai as genai
+from peer_tools import cached_conversion, expand_samples, join_samples, prefix_waves
+
+_PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+_BLOCK = 32
+"""Number of tokens in a block of the KV cache on a CPU."""
+_CACHE_GIB = 4
+_SETTINGS = (
+    {"prefix_cache": 1, "batched_tokens": 1024, "warm": 1},
+    {"prefix_cache": 1, "batched_tokens": 1024, "warm": 0},
+    {"prefix_cache": 0, "batched_tokens": 256, "warm": 0},
+    {"prefix_cache": 0, "batched_tokens": 4096, "warm": 0},
+)
+_FIRST = {"prefix_cache": 0, "batched_tokens": 256, "warm": 0}
+"""Setting of the first pipeline, which fails if the machine does not support the dtype."""
+
+
+class Engine:
+    """A pipeline of one model. With prefix caching it is rebuilt before each pass, so that the cache is empty.
+
+    A new pipeline allocates its cache and compiles kernels in its first pass, so it runs other prompts before.
+    """
+
+    version = genai.__version__
+
+    def __init__(self, folder: Path, dtype: str, threads: int, *, keep_dtype: bool = False) -> None:
+        self._folder, self._dtype, self._threads = folder, dtype, threads
+        self._pipeline: Any = None
+        self._built: dict[str, Any] | None = None
+        self._warm = False
+        try:
+            self.prepare(_FIRST)
+        except RuntimeError:  # no bfloat16 KV cache on processors without bfloat16 instructions
+            if keep_dtype or dtype == "float32":
+                raise
+            self._dtype = "float32"
+            self.prepare(_FIRST)
+
+    def describe(self) -> dict[str, Any]:
+        """Dtype, device, threads, and settings to try: prefix cache filled beforehand, prefix cache, none."""
+        return {"dtype": self._dtype, "device": "cpu", "threads": self._threads, "settings": list(_SETTINGS)}
+
+    def prepare(self, setting: dict[str, Any]) -> None:
+        """Build a pipeline with an empty prefix cache, if the current one cannot be reused."""
+        if setting == self._built and not setting["prefix_cache"]:
+            return
+        scheduler = genai.SchedulerConfig()
+        scheduler.enable_prefix_caching = bool(setting["prefix_cache"])
+        scheduler.max_num_batched_tokens = setting["batched_tokens"]
+        scheduler.cache_size = _CACHE_GIB
+        precision = _PRECISIONS[self._dtype]
+        properties = {
+            "INFERENCE_PRECISION_HINT": precision,
+            "KV_CACHE_PRECISION": precision,
+            "INFERENCE_NUM_THREADS": self._threads,
+        }
+        self._pipeline = self._built = None  # frees its cache before the next pipeline allocates one
+        self._pipeline = genai.ContinuousBatchingPipeline(str(self._folder), scheduler, "CPU", properties)
+        self._built, self._warm = setting, False
+
+    def warm(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> None:
+        """Run rows with the same lengths and shared prefixes but different ids, if the pipeline is new."""
+        if self._warm:
+            return
+        ids = [i for row in rows for i in row["ids"]]
+        mirror = min(ids) + max(ids)
+        self.generate([{**row, "ids": [mirror - i for i in row["ids"]]} for row in rows], setting)
+        self._warm = True
+
+    def generate(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
+        """Generate with fixed lengths: greedily, or at temperature 1 for rows of several samples.
+
+        With `warm`, one row of each shared prefix runs first with a single new token, which fills the prefix cache.
+        """
+        samples = expand_samples(rows)
+        if setting["warm"]:
+            for wave in prefix_waves([row["ids"] for row in samples], _BLOCK):
+                self._pass([samples[i]["ids"] for i in wave], [_fixed(1)] * len(wave))
+        seeds = [number if row.get("samples", 1) > 1 else None for number, row in enumerate(samples)]
+        configs = [_fixed(row["max_new"], seed) for row, seed in zip(samples, seeds, strict=True)]
+        outputs = self._pass([row["ids"] for row in samples], configs)
+        return join_samples(rows, outputs), {}
+
+    def _pass(self, prompts: list[list[int]], configs: list[Any]) -> list[list[int]]:
+        tensors = [ov.Tensor(np.array([ids], dtype=np.int64)) for ids in prompts]
+        answers = self._pipeline.generate(tensors, configs)
+        return [list(map(int, answer.m_generation_ids[0])) for answer in answers]
+
+
+def _fixed(new: int, seed: int | None = None) -> Any:
+    """Configuration of `new` tokens: greedy, or at temperature 1 with a seed."""
+    config = genai.GenerationConfig()
+    config.do_sample = seed is not None
+    if seed is not None:
+        config.temperature, config.rng_seed = 1.0, seed
+    config.ignore_eos = True
+    config.min_new_tokens = config.max_new_tokens = new
+    return config
+
+
+def _convert(model: str, folder: Path) -> None:
+    from optimum.intel import OVModelForCausalLM  # imports torch, which is only needed here
+
+    made = OVModelForCausalLM.from_pretrained(model, export=True, compile=False, load_in_8bit=False)
+    made.save_pretrained(str(folder))
+
+
+def load(request: dict[str, Any]) -> Engine:
+    """The engine of a load request."""
+    if request["device"] != "cpu":
+        raise RuntimeError("supported on CPUs only; give --device cpu")
+    kind = f"openvino {ov.__version__}"
+    model = request["model"]
+    folder = cached_conversion(request["cache"], model, kind, lambda temporary: _convert(model, temporary))
+    return Engine(folder, request["dtype"], request["threads"], keep_dtype=request["keep_dtype"])

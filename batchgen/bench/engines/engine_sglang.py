@@ -1,0 +1,64 @@
+"""SGLang's offline engine with its radix tree prefix cache, token ids in and out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sglang
+
+_MEMORY = 0.4
+"""Share of the device's memory; other engines of the benchmark have models loaded at the same time."""
+_ATTENTION = {"float32": "triton"}
+"""Dtype -> attention backend, where SGLang's default fails: FlashAttention does not support float32."""
+
+
+class Engine:
+    """One model in the processes of an engine."""
+
+    version = sglang.__version__
+
+    def __init__(self, model: str, dtype: str, device: str, threads: int) -> None:
+        self._dtype, self._device, self._threads = dtype, device, threads
+        self._engine = sglang.Engine(
+            model_path=model,
+            dtype=dtype,
+            device=device,
+            attention_backend=_ATTENTION.get(dtype),
+            skip_tokenizer_init=True,
+            mem_fraction_static=_MEMORY,
+            random_seed=0,
+            log_level="error",
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Dtype, device, threads, and no settings to try: SGLang chooses batch and chunk sizes."""
+        return {"dtype": self._dtype, "device": self._device, "threads": self._threads, "settings": [{}]}
+
+    def prepare(self, setting: dict[str, Any]) -> None:
+        """Clear the prefix cache."""
+        self._engine.flush_cache()
+
+    def generate(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
+        """Generate with fixed lengths: greedily, or at temperature 1 for rows of several samples."""
+        params = [
+            {
+                "temperature": 0.0 if row.get("samples", 1) == 1 else 1.0,
+                "n": row.get("samples", 1),
+                "max_new_tokens": row["max_new"],
+                "ignore_eos": True,
+            }
+            for row in rows
+        ]
+        answers = iter(self._engine.generate(input_ids=[row["ids"] for row in rows], sampling_params=params))
+        outputs = [
+            [int(i) for _ in range(row.get("samples", 1)) for i in next(answers)["output_ids"][-row["max_new"] :]]
+            for row in rows
+        ]
+        return outputs, {}
+
+
+def load(request: dict[str, Any]) -> Engine:
+    """The engine of a load request."""
+    if request["device"] != "cuda":  # on CPUs SGLang uses all cores of a NUMA node, whatever the number of threads
+        raise RuntimeError("supported on GPUs only; give --device cuda")
+    return Engine(request["model"], request["dtype"], request["device"], request["threads"])

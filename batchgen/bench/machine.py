@@ -1,0 +1,46 @@
+"""Processor name, library versions and commit of a measurement. Does not import torch at module level."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from pathlib import Path
+
+import batchgen
+
+__all__ = ["commit_name", "cpu_name", "versions"]
+
+
+def cpu_name() -> str:
+    """The processor's model name as the system reports it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass  # not Linux
+    return platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, torch and the operating system."""
+    import torch
+
+    return {"python": platform.python_version(), "torch": torch.__version__, "system": platform.platform(terse=True)}
+
+
+def commit_name() -> str | None:
+    """Commit of the checkout that contains this package, with "+changes" if files differ; None if it is installed."""
+    package = Path(batchgen.__file__).parent
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", str(package), *arguments], capture_output=True, text=True, check=False)
+        except OSError:
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    if git("ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    commit = git("rev-parse", "--short=12", "HEAD")
+    return f"{commit}+changes" if commit and git("status", "--porcelain", "-uno", ".") else commit

@@ -1,0 +1,237 @@
+"""Stored results: figures read back from the JSON lines of `batchgen bench`, and the peers that a run skipped."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+
+from batchgen.bench.correctness import GateFailed
+from batchgen.bench.figures import Figure
+from batchgen.bench.peers import OURS, OWN_ENGINES
+from batchgen.bench.process import EngineExited, EngineFailed
+from batchgen.errors import UsageError
+
+__all__ = ["SkippedPeer", "SkippedPeers", "StoredFigures", "parse_figures", "read_figures"]
+
+_REQUIRED: Final = ("workload", "engine", "metric", "value")
+"""Keys that make a JSON line a figure."""
+_DEFAULTS: Final[dict[str, Any]] = {
+    "str": "",
+    "int": 0,
+    "float": 0.0,
+    "float | None": None,
+    "str | None": None,
+}
+"""Type of a figure's field -> value where a file of an older version lacks the field; mappings are empty."""
+_LEFT_OUT: Final = "left_out"
+"""Metric of the JSON line of a skipped peer, which has a reason instead of a value."""
+_SPREAD: Final = ("min", "max")
+_TYPE_NAMES: Final = {"str": "a text", "int": "a whole number", "float": "a number", "Mapping": "an object"}
+"""Start of a field's type annotation -> its name in error messages."""
+_OLD_DEFAULTS: Final = {"rows_equal": 1.0}
+"""Fields whose default for files of older versions differs from `_DEFAULTS`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedPeer:
+    """A peer without figures, and the reason."""
+
+    model: str
+    engine: str
+    workload: str | None
+    """None: all workloads."""
+    reason: str
+
+    def line(self) -> str:
+        """The line shown to the user."""
+        return f"left out: {self.engine}{f' of {self.workload}' if self.workload else ''}: {self.reason}"
+
+    def to_json(self) -> str:
+        """The JSON line, printed among those of the figures."""
+        values = {"workload": self.workload, "engine": self.engine, "model": self.model}
+        return json.dumps({**values, "metric": _LEFT_OUT, "value": None, "reason": self.reason}, ensure_ascii=False)
+
+
+@dataclass(slots=True)
+class SkippedPeers:
+    """The peers that a run skips; each is reported on the console once, when it is skipped."""
+
+    console: Console
+    _reasons: dict[tuple[str, str | None], str] = field(default_factory=dict)
+    """(engine, workload, or None for all of them) -> reason."""
+
+    def has(self, engine: str, workload: str | None = None) -> bool:
+        """Whether a peer is skipped on a workload, or, without one, in the whole run."""
+        return (engine, None) in self._reasons or (engine, workload) in self._reasons
+
+    @contextmanager
+    def on_failure(self, engine: str, workload: str | None = None) -> Iterator[None]:
+        """Skip a peer on a workload (None: on all) if it fails in this block; the failure ends the block.
+
+        Raises:
+            BatchgenError: the engine that failed is batchgen itself.
+        """
+        try:
+            yield
+        except (EngineFailed, GateFailed) as error:
+            if engine in OWN_ENGINES:
+                raise
+            self.skip(engine, None if isinstance(error, EngineExited) else workload, " ".join(str(error).split()))
+
+    def skip(self, engine: str, workload: str | None, reason: str) -> None:
+        """Skip a peer on a workload (None: on all) and report the reason; only the first reason is kept."""
+        if (engine, workload) not in self._reasons:
+            self._reasons[engine, workload] = reason
+            line = SkippedPeer("", engine, workload, reason).line()
+            self.console.print(line, style="yellow", soft_wrap=True, markup=False)
+
+    def records(self, model: str, workloads: Sequence[str], measured: Collection[tuple[str, str]]) -> list[SkippedPeer]:
+        """A record of each skipped peer.
+
+        A peer that is skipped on all workloads but has figures of some gets a record of each other workload.
+
+        Args:
+            model: the run's model.
+            workloads: the run's workloads.
+            measured: (engine, workload) of every figure.
+        """
+        found = []
+        for (engine, place), reason in self._reasons.items():
+            partly_measured = place is None and any((engine, name) in measured for name in workloads)
+            places = [name for name in workloads if (engine, name) not in measured] if partly_measured else [place]
+            found += [SkippedPeer(model, engine, name, reason) for name in places]
+        return found
+
+    def lines(self) -> list[str]:
+        """One line for each skipped peer."""
+        return [SkippedPeer("", *place, reason).line() for place, reason in self._reasons.items()]
+
+    def check(self, pairs: Iterable[tuple[str, str]]) -> None:
+        """Fail if there are peers and all of them are skipped on every workload.
+
+        Args:
+            pairs: (engine, workload) of everything that the run is to measure.
+
+        Raises:
+            EngineFailed: no peer is left.
+        """
+        peers = [pair for pair in pairs if pair[0] != OURS]
+        if peers and all(self.has(*pair) for pair in peers):
+            raise EngineFailed("no peer could be measured:\n" + "\n".join(self.lines()))
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFigures:
+    """Contents of a file of figures."""
+
+    figures: list[Figure]
+    """The last figure of each engine, workload, model, dtype, device, thread count and metric."""
+    others: list[Mapping[str, Any]] = field(default_factory=list)
+    """JSON objects of workloads on which no engines are compared."""
+    skipped: list[SkippedPeer] = field(default_factory=list)
+    """Skipped peers that have no figures in this file."""
+
+
+def read_figures(path: Path, flag: str = "--from") -> StoredFigures:
+    """Read a file of JSON lines, as `batchgen bench` prints them. Error messages begin with `flag`.
+
+    Raises:
+        UsageError: the file cannot be read, or as `parse_figures`.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{flag}: cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{flag}: {path} is not UTF-8 text") from None
+    return parse_figures(text, f"{flag}: {path}")
+
+
+def parse_figures(text: str, where: str) -> StoredFigures:
+    """Figures of JSON lines. Error messages begin with `where`.
+
+    Raises:
+        UsageError: a line is not a JSON object, a figure's value has the wrong type, or there is no figure.
+    """
+    figures: dict[tuple[Any, ...], Figure] = {}
+    skipped: dict[tuple[Any, ...], SkippedPeer] = {}
+    others: list[Mapping[str, Any]] = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            values = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UsageError(
+                f"{where}, line {number} is not JSON ({error.msg}): it must be what `batchgen bench` prints"
+            ) from None
+        if not isinstance(values, dict):
+            raise UsageError(f"{where}, line {number} is not a JSON object")
+        if values.get("metric") == _LEFT_OUT:
+            peer = _skipped_peer(values, f"{where}, line {number}")
+            skipped[peer.model, peer.engine, peer.workload] = peer
+        elif all(name in values for name in _REQUIRED):
+            figure = _figure(values, f"{where}, line {number}")
+            figures.pop(_key(figure), None)
+            figures[_key(figure)] = figure
+        else:
+            others.append(values)
+    if not figures and not others:
+        raise UsageError(f"{where} contains no figures: it must be what `batchgen bench` prints")
+    measured = {(f.model, f.engine, name) for f in figures.values() for name in (f.workload, None)}
+    return StoredFigures(list(figures.values()), others, [one for key, one in skipped.items() if key not in measured])
+
+
+def _skipped_peer(values: Mapping[str, Any], where: str) -> SkippedPeer:
+    model, engine, workload = (values.get(name) for name in ("model", "engine", "workload"))
+    if not isinstance(engine, str) or not isinstance(workload, str | None):
+        raise UsageError(f"{where}: `left_out` needs an `engine`, and a `workload` or null")
+    return SkippedPeer(str(model or ""), engine, workload, str(values.get("reason")))
+
+
+def _key(figure: Figure) -> tuple[Any, ...]:
+    return (figure.model, figure.workload, figure.engine, figure.dtype, figure.device, figure.threads, figure.metric)
+
+
+def _figure(values: Mapping[str, Any], where: str) -> Figure:
+    """The figure of a JSON object written by this or an older version. Ignores unknown keys."""
+    values_by_field: dict[str, Any] = {}
+    for known in fields(Figure):
+        if known.name in values:
+            values_by_field[known.name] = values[known.name]
+        elif known.name in _SPREAD:
+            values_by_field[known.name] = values["value"]
+        elif known.name in _OLD_DEFAULTS:
+            values_by_field[known.name] = _OLD_DEFAULTS[known.name]
+        elif known.default is MISSING and known.default_factory is MISSING:
+            values_by_field[known.name] = _DEFAULTS.get(str(known.type), {})
+    for known in fields(Figure):
+        if known.name in values_by_field and not _fits(str(known.type), values_by_field[known.name]):
+            expected = next(text for start, text in _TYPE_NAMES.items() if str(known.type).startswith(start))
+            raise UsageError(f"{where}: `{known.name}` must be {expected}, got {values_by_field[known.name]!r}")
+    for name, numbers in (("ratio", ("median", *_SPREAD)), ("floors", ("share",))):
+        for key, one in values_by_field.get(name, {}).items():
+            if not all(isinstance(one.get(number), int | float) and one[number] > 0 for number in numbers):
+                raise UsageError(f"{where}: `{name}` of {key} must have {', '.join(numbers)} above 0, got {one!r}")
+    return Figure(**values_by_field)
+
+
+def _fits(kind: str, value: Any) -> bool:
+    """Whether a value has the type `kind`, an annotation of a field of `Figure`."""
+    if kind.startswith("Mapping[str, Mapping"):
+        return isinstance(value, dict) and all(isinstance(one, dict) for one in value.values())
+    if kind.startswith("Mapping"):
+        return isinstance(value, dict)
+    if value is None:
+        return kind.endswith("| None")
+    if kind.startswith("str"):
+        return isinstance(value, str)
+    number = isinstance(value, int) or (kind.startswith("float") and isinstance(value, float) and math.isfinite(value))
+    return number and not isinstance(value, bool)

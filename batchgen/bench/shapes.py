@@ -1,0 +1,211 @@
+"""Random models of realistic sizes with seeded weights, stored in the user's cache folder. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import shutil
+import string
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+
+from batchgen.demo import model_path
+from batchgen.errors import OutputError, UsageError
+
+__all__ = ["DEMO", "RANDOM", "SHAPES", "Shape", "bench_cache", "build_model", "resolve_bench_model"]
+
+RANDOM = "random:"
+DEMO = "demo"
+"""Name of the packaged demonstration model."""
+_LETTERS = string.ascii_lowercase + string.digits
+_RECIPE_VERSION = 2
+"""Version of how models are generated; part of the cache folder's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a random Llama or Qwen 3 model."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    vocab: int
+    context: int = 8192
+    family: Literal["llama", "qwen3"] = "llama"
+    tied: bool = True
+    """Whether the head shares the embedding's weights."""
+    text: bool = False
+    """Whether the tokenizer encodes text, which constraints need; otherwise token i is the word "wi"."""
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters, including the head if it is not tied."""
+        return sum(math.prod(size) for size in _tensors(self).values())
+
+
+SHAPES: dict[str, Shape] = {
+    "135m": Shape(layers=30, hidden=576, heads=9, kv_heads=3, head_dim=64, inner=1536, vocab=8192, text=True),
+    "5m": Shape(layers=6, hidden=256, heads=8, kv_heads=4, head_dim=32, inner=640, vocab=2048, text=True),
+    # Qwen3-0.6B, Llama-3.2-1B and Llama-3.1-8B.
+    "0.6b": Shape(28, 1024, 16, 8, 128, 3072, 151_936, family="qwen3", text=True),
+    "1b": Shape(16, 2048, 32, 8, 64, 8192, 128_256, text=True),
+    "8b": Shape(32, 4096, 32, 8, 128, 14_336, 128_256, tied=False, text=True),
+}
+
+
+def resolve_bench_model(name: str, device: torch.device | None = None) -> str:
+    """The model folder of `random:SHAPE` (built if the cache lacks it) or `demo`; other names are returned as they are.
+
+    Weights generated on a GPU, which is faster for billions of them, differ from those generated on a CPU.
+
+    Args:
+        name: value of `--model`.
+        device: device that generates the weights; the CPU if None.
+
+    Raises:
+        UsageError: the shape is unknown.
+        OutputError: the cache folder is not writable.
+    """
+    if name == DEMO:
+        return str(model_path())
+    if not name.startswith(RANDOM):
+        return name
+    key = name.removeprefix(RANDOM)
+    if key not in SHAPES:
+        known = ", ".join(RANDOM + shape for shape in SHAPES)
+        raise UsageError(f"unknown random model {name!r}; use one of {known}, {DEMO}, or a model folder")
+    where = device or torch.device("cpu")
+    folder = bench_cache() / f"random-{key}-v{_RECIPE_VERSION}{'' if where.type == 'cpu' else '-' + where.type}"
+    if not (folder / "config.json").is_file():
+        try:
+            _build_atomically(SHAPES[key], folder, where)
+        except OSError as error:
+            raise OutputError(f"cannot write the random model {folder}: {error.strerror or error}") from None
+    return str(folder)
+
+
+def bench_cache() -> Path:
+    """Cache folder of generated models and adapters."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "batchgen" / "bench"
+
+
+def _build_atomically(shape: Shape, folder: Path, device: torch.device) -> None:
+    """Build under a temporary name, then rename: a folder under its final name is complete."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent))
+    try:
+        build_model(shape, temporary, device=device)
+        temporary.rename(folder)
+    except OSError:
+        if not (folder / "config.json").is_file():  # otherwise another run has built it meanwhile
+            raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def build_model(shape: Shape, folder: Path, seed: int = 0, device: torch.device | None = None) -> None:
+    """Write a Hugging Face folder: random bfloat16 weights, generated on `device` (CPU if None), and a tokenizer."""
+    generator = torch.Generator(device or torch.device("cpu")).manual_seed(seed)
+    tensors = {name: _draw(name, size, generator) for name, size in _tensors(shape).items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(_config(shape), indent=2))
+    tokenizer = _text_tokenizer(shape.vocab) if shape.text else _word_tokenizer(shape.vocab)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    (folder / "shape.json").write_text(json.dumps({**asdict(shape), "seed": seed, "recipe": _RECIPE_VERSION}))
+
+
+def _word_tokenizer(vocab: int) -> Tokenizer:
+    return Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocab)}, unk_token="w0"))
+
+
+def _text_tokenizer(vocab: int) -> Tokenizer:
+    """A BPE tokenizer without merges: all bytes, then strings of two letters or digits, of three, and so on.
+
+    Token lengths are similar to those of a trained vocabulary. Ids 0 to 2 are special tokens, as in `_config`.
+    """
+    words = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    for length in itertools.count(2):
+        words += map("".join, itertools.islice(itertools.product(_LETTERS, repeat=length), vocab - len(words)))
+        if len(words) >= vocab:
+            break
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words[:vocab])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(words[:3])
+    return tokenizer
+
+
+def _config(shape: Shape) -> dict[str, object]:
+    return {
+        "architectures": ["Qwen3ForCausalLM" if shape.family == "qwen3" else "LlamaForCausalLM"],
+        "model_type": shape.family,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.inner,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab,
+        "max_position_embeddings": shape.context,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": shape.tied,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
+def _tensors(shape: Shape) -> dict[str, tuple[int, ...]]:
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    sizes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab, shape.hidden)}
+    for i in range(shape.layers):
+        layer = f"model.layers.{i}."
+        sizes |= {
+            f"{layer}self_attn.q_proj.weight": (q, shape.hidden),
+            f"{layer}self_attn.k_proj.weight": (kv, shape.hidden),
+            f"{layer}self_attn.v_proj.weight": (kv, shape.hidden),
+            f"{layer}self_attn.o_proj.weight": (shape.hidden, q),
+            f"{layer}mlp.gate_proj.weight": (shape.inner, shape.hidden),
+            f"{layer}mlp.up_proj.weight": (shape.inner, shape.hidden),
+            f"{layer}mlp.down_proj.weight": (shape.hidden, shape.inner),
+            f"{layer}input_layernorm.weight": (shape.hidden,),
+            f"{layer}post_attention_layernorm.weight": (shape.hidden,),
+        }
+        if shape.family == "qwen3":
+            sizes |= {f"{layer}self_attn.{x}_norm.weight": (shape.head_dim,) for x in "qk"}
+    sizes["model.norm.weight"] = (shape.hidden,)
+    return sizes if shape.tied else sizes | {"lm_head.weight": (shape.vocab, shape.hidden)}
+
+
+def _draw(name: str, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Random weights scaled like those of a trained model, so that outputs depend on the whole prompt.
+
+    With the default initialisation of transformers the tied embedding dominates the layers and every row repeats its
+    last token, so that the correctness gate would detect nothing.
+    """
+    values = torch.randn(size, generator=generator, device=generator.device)
+    if len(size) == 1:
+        return (1.0 + 0.1 * values).to(torch.bfloat16)
+    if name == "model.embed_tokens.weight":
+        return (0.02 * values).to(torch.bfloat16)
+    scale = float(size[1]) ** -0.5
+    weights: Tensor = (values * scale).to(torch.bfloat16)
+    return weights

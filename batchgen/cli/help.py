@@ -1,0 +1,107 @@
+"""`batchgen help`: the documentation pages in a terminal."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from difflib import get_close_matches
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from typing import Annotated, Final
+
+import typer
+
+from batchgen.cli.flags import GroupedCommand
+from batchgen.errors import UsageError
+
+__all__ = ["TOPICS", "page_path", "register", "summary_of"]
+
+_GROUPS: Final = {
+    "First steps": ("install", "input", "output", "errors", "resume", "check"),
+    "What a row can ask for": (
+        "fields", "sampling", "stops", "chat", "constraints", "logprobs", "scoring", "hidden-states", "streaming",
+        "processors", "lora",
+    ),
+    "Jobs and results": ("configuration", "sharding", "export", "verify", "deterministic", "python", "reference"),
+    "How it works": ("models", "kernels", "planning", "architecture", "benchmarks", "limits", "glossary"),
+    "Working on batchgen": ("contributing", "gpu-check", "conformance"),
+}  # fmt: skip
+TOPICS: Final = tuple(topic for topics in _GROUPS.values() for topic in topics)
+"""Name of each page, in the order of the list that `batchgen help` prints."""
+_LINK: Final = re.compile(r"\[([^\]]+)\]\((?:([\w-]+)\.md)?(?:#[\w-]+)?\)")
+"""A link to a page, or to a heading of the same page."""
+_WIDEST: Final = 110
+"""Columns of a page in a wide terminal."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command("help", cls=GroupedCommand)(show_help)
+
+
+def page_path(topic: str) -> Traversable:
+    """The Markdown file of a topic.
+
+    Raises:
+        UsageError: there is no such topic; the message names the nearest one.
+    """
+    if topic not in TOPICS:
+        near = get_close_matches(topic, TOPICS, n=1)
+        hint = f" Did you mean `{near[0]}`?" if near else ""
+        raise UsageError(f"there is no help topic `{topic}`.{hint} `batchgen help` lists the topics.")
+    return files("batchgen") / "docs" / f"{topic}.md"
+
+
+def summary_of(topic: str) -> str:
+    """The first sentence of a topic's page."""
+    lines = page_path(topic).read_text(encoding="utf-8").splitlines()
+    return next(line for line in lines[1:] if line.strip())
+
+
+def show_help(
+    topic: Annotated[
+        str | None,
+        typer.Argument(metavar="TOPIC", show_default=False, help="Page to read; none: list them. Example: resume"),
+    ] = None,
+) -> None:
+    """Read the documentation: its topics, or one page.
+
+    Example: batchgen help constraints
+    """
+    text = _contents() if topic is None else page_path(topic).read_text(encoding="utf-8")
+    if sys.stdout.isatty():
+        _show_markdown(text, paged=topic is not None)
+    else:
+        typer.echo(text, nl=False)
+
+
+def _contents() -> str:
+    """The list of topics as Markdown."""
+    width = max(map(len, TOPICS))
+    sections = [
+        f"## {title}\n\n" + "".join(f"    {topic:<{width}}  {summary_of(topic)}\n" for topic in topics)
+        for title, topics in _GROUPS.items()
+    ]
+    intro = "`batchgen help TOPIC` shows a page; `batchgen COMMAND --help` lists a command's options.\n\n"
+    return "# batchgen help\n\n" + intro + "\n".join(sections)
+
+
+def _spoken(link: re.Match[str]) -> str:
+    """The text of a link, with the command that shows the page it leads to."""
+    return f"{link[1]} (`batchgen help {link[2]}`)" if link[2] else link[1]
+
+
+def _show_markdown(text: str, paged: bool) -> None:
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    console = Console()
+    console = Console(width=min(console.width, _WIDEST))
+    os.environ.setdefault("LESS", "-RFX")  # colours pass through; a page that fits the screen needs no pager
+    page = Markdown(_LINK.sub(_spoken, text), hyperlinks=False)
+    if paged:
+        with console.pager(styles=True):
+            console.print(page)
+    else:
+        console.print(page)

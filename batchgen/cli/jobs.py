@@ -1,0 +1,73 @@
+"""The commands `run` and `check`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from batchgen.cli.flags import GroupedCommand, with_options
+from batchgen.config.run_config import RunConfig
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `app`."""
+    app.command("run", cls=GroupedCommand, no_args_is_help=True)(with_options(run))
+    app.command("check", cls=GroupedCommand, no_args_is_help=True)(with_options(check))
+
+
+def run(config: RunConfig) -> None:
+    """Run a job: files of prompts in, one Parquet file out.
+
+    A run that was interrupted continues.
+
+    Options can also be set by BATCHGEN_* variables (BATCHGEN_MAX_NUM_SEQS=64) and TOML files (max_num_seqs = 64).
+    Flags override variables, variables override --config, and --config overrides ./batchgen.toml.
+
+    Example: batchgen run prompts.jsonl -o results.parquet --model ./Qwen3-0.6B --temperature 0.7
+    """
+    from batchgen.library_settings import arrow_system_memory
+
+    with arrow_system_memory():
+        from batchgen.job.output_checks import preflight
+
+    preflight(config)
+    if config.dry_run:
+        from batchgen.job.check import check_job
+
+        raise typer.Exit(check_job(config, as_json=False))
+    from batchgen.engine.gc_control import DeferredGC
+    from batchgen.job.signals import StopRequest, handle_signals
+    from batchgen.library_settings import short_openmp_spins
+
+    stop = StopRequest(config.max_time)
+    with handle_signals(stop):  # a signal during the imports stops the job as usual
+        # Objects created by imports live on, so collecting garbage meanwhile only slows them down.
+        with short_openmp_spins(), DeferredGC():
+            from batchgen.job.run import run_job  # imports torch, which is slow
+        summary = run_job(config, stop)
+    from batchgen.job.summary import print_summary, write_report
+
+    print_summary(summary)
+    if config.report:
+        write_report(summary, config.report)
+
+
+def check(
+    config: RunConfig,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout. Example: --json")] = False,
+) -> None:
+    """Check every row of an input and print the plan.
+
+    Nothing is computed or written. Has the options of `run`.
+
+    Example: batchgen check prompts.jsonl --model ./Qwen3-0.6B
+    """
+    from batchgen.job.output_checks import preflight
+
+    preflight(config)
+    from batchgen.job.check import check_job  # imports torch, which is slow
+
+    raise typer.Exit(check_job(config, as_json=as_json))

@@ -1,0 +1,1 @@
+"""Options of a run: their table, their sources, and the resolved configuration."""

@@ -1,0 +1,257 @@
+"""Definition of an option and of its value types, which are the same for flags, variables, TOML files and Python."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from batchgen.config.units import (
+    parse_bool,
+    parse_columns,
+    parse_duration,
+    parse_float,
+    parse_int,
+    parse_memory,
+    parse_name_function,
+    parse_name_path,
+    parse_size,
+    parse_threshold,
+    parse_token_ids,
+)
+from batchgen.errors import UsageError
+from batchgen.request.checks import INT64_HIGH, describe_range
+
+__all__ = [
+    "BOOL",
+    "COLUMNS",
+    "DURATION",
+    "MEMORY",
+    "NAME",
+    "NAME_FUNCTION",
+    "NAME_PATH",
+    "NUMBER",
+    "PATH",
+    "POSITIVE_DURATION",
+    "SHARD",
+    "SIZE",
+    "TEXT",
+    "THRESHOLD",
+    "TOKEN_IDS",
+    "Option",
+    "ValueType",
+    "choice",
+    "coerce",
+    "flag",
+    "int_range",
+]
+
+Target = Literal["engine", "run", "sampling", "meta"]
+"""Part of the configuration that an option sets; `meta` options are read while it is resolved."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueType:
+    """Type of an option's value. `parse` raises `ValueError` with a message that follows the option's name."""
+
+    metavar: str
+    """Placeholder of the value in help texts."""
+    parse: Callable[[str], Any]
+    scalars: tuple[type, ...] = (str,)
+    """Types that a TOML file or a Python caller may give; they are converted to text for `parse`."""
+    comma_separated: bool = False
+    """Whether a list is accepted as its items joined by commas."""
+    named_pairs: bool = False
+    """Whether values are NAME=VALUE with unique names; a mapping or (name, value) pairs are accepted, too."""
+    accepts_functions: bool = False
+    """Whether the VALUE may be a function in Python."""
+    accepts_file: bool = False
+    """Whether `@PATH` is replaced by the text of that file."""
+    to_text: Callable[[Any], Any] | None = None
+    """Converts a mapping or list from TOML, JSON or Python to text or a list of texts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option of `batchgen run`."""
+
+    name: str
+    value_type: ValueType
+    default: Any
+    group: str
+    help: str
+    target: Target = "run"
+    repeat: bool = False
+    """Whether the option may be given several times; its value is a tuple."""
+    choices: tuple[str, ...] = ()
+    supported: bool = True
+    """False: every value but the default is refused."""
+    choice_flags: bool = False
+    """Whether each choice is a separate flag; `help` has one line for each."""
+    short: str | None = None
+
+    @property
+    def flag(self) -> str:
+        """`max_num_seqs` -> `--max-num-seqs`."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def env(self) -> str:
+        """`max_num_seqs` -> `BATCHGEN_MAX_NUM_SEQS`."""
+        return "BATCHGEN_" + self.name.upper()
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """All spellings on the command line; of a boolean option, the positive one first."""
+        if self.choice_flags:
+            return tuple(f"--{choice}" for choice in self.choices)
+        if self.value_type is BOOL:
+            return self.flag, self.negative
+        return (self.flag, self.short) if self.short else (self.flag,)
+
+    @property
+    def metavar(self) -> str:
+        """Placeholder of the value in the help: the choices, or that of the value type."""
+        return "|".join(self.choices) or self.value_type.metavar
+
+    @property
+    def negative(self) -> str:
+        """Flag that sets false: `--no-chat`, or `--stop-trim` for `--no-stop-trim`."""
+        return self.flag.replace("--no-", "--", 1) if self.name.startswith("no_") else self.flag.replace("--", "--no-")
+
+
+def int_range(low: int, high: int = INT64_HIGH) -> ValueType:
+    """Value type of integers in [low, high]."""
+
+    def parse(text: str) -> int:
+        value = parse_int(text)
+        if not low <= value <= high:
+            raise ValueError(f"must be {describe_range(low, high)}, got {value}")
+        return value
+
+    return ValueType("N", parse, (str, int))
+
+
+def _positive_duration(text: str) -> float:
+    value = parse_duration(text)
+    if not value:
+        raise ValueError(f"must be more than 0 seconds, got {text!r}")
+    return value
+
+
+def _one_of(*choices: str) -> ValueType:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"must be one of {', '.join(choices)}; got {text!r}")
+        return text
+
+    return ValueType("|".join(choices), parse)
+
+
+def _nonempty(text: str) -> str:
+    if not text.strip():
+        raise ValueError("must not be empty")
+    return text
+
+
+def _carry(text: str) -> str | tuple[str, ...]:
+    return text if text in ("all", "none") else parse_columns(text)
+
+
+TEXT = ValueType("TEXT", str)
+NAME = ValueType("NAME", _nonempty)
+PATH = ValueType("PATH", _nonempty, (str, os.PathLike))
+BOOL = ValueType("", parse_bool, (str, bool))
+NUMBER = ValueType("X", parse_float, (str, int, float))
+SIZE = ValueType("SIZE", parse_size, (str, int))
+MEMORY = ValueType("SIZE|SHARE", parse_memory, (str, int, float))
+DURATION = ValueType("DURATION", parse_duration, (str, int, float))
+POSITIVE_DURATION = ValueType("DURATION", _positive_duration, (str, int, float))
+THRESHOLD = ValueType("N|P%", parse_threshold, (str, int))
+COLUMNS = ValueType("all|none|COL,...", _carry, comma_separated=True)
+TOKEN_IDS = ValueType("ID,...", parse_token_ids, (str, int), comma_separated=True)
+SHARD = ValueType("auto|I/N", _nonempty)
+NAME_PATH = ValueType("NAME=PATH", parse_name_path, (str, os.PathLike), named_pairs=True)
+NAME_FUNCTION = ValueType("NAME=module:function", parse_name_function, named_pairs=True, accepts_functions=True)
+
+
+def choice(name: str, choices: str, group: str, help: str, target: Target = "run", **more: Any) -> Option:
+    """Option with fixed choices, given as `a|b|c`; the first is the default."""
+    names = tuple(choices.split("|"))
+    return Option(name, _one_of(*names), names[0], group, help, target, choices=names, **more)
+
+
+def flag(
+    name: str, group: str, help: str, target: Target = "run", default: bool = False, supported: bool = True
+) -> Option:
+    """Boolean option."""
+    return Option(name, BOOL, default, group, help, target, supported=supported)
+
+
+def coerce(option: Option, value: object, label: str) -> Any:
+    """Parse and check a value given by a flag, a variable, a TOML file or Python.
+
+    Raises:
+        UsageError: the value is wrong or not supported; the message begins with `label`.
+    """
+    try:
+        result = _parse(option, value)
+    except ValueError as problem:
+        if not option.supported:
+            raise _unsupported(label) from None
+        raise UsageError(f"`{label}` {problem}") from None
+    if not option.supported and result != option.default:
+        raise _unsupported(label)
+    return result
+
+
+def _unsupported(label: str) -> UsageError:
+    return UsageError(f"`{label}` is not supported yet; leave it out")
+
+
+def _parse(option: Option, value: object) -> Any:
+    if option.value_type.to_text is not None:
+        value = option.value_type.to_text(value)
+    if option.value_type.named_pairs:
+        return _parse_pairs(option.value_type, value)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        if option.repeat:
+            return tuple(_parse_scalar(option.value_type, item) for item in value)
+        if not option.value_type.comma_separated:
+            raise ValueError(f"must be one value, got a list: {list(value)!r}")
+        return option.value_type.parse(",".join(_text(option.value_type, item) for item in value))
+    parsed = _parse_scalar(option.value_type, value)
+    return (parsed,) if option.repeat else parsed
+
+
+def _parse_pairs(kind: ValueType, value: object) -> tuple[tuple[str, Any], ...]:
+    if isinstance(value, Mapping):
+        value = tuple(value.items())
+    items = value if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
+    pairs = tuple(_parse_pair(kind, item) for item in items)
+    names = [name for name, _ in pairs]
+    duplicate = next((name for name in names if names.count(name) > 1), None)
+    if duplicate is not None:
+        raise ValueError(f"names {duplicate!r} twice; use a different name for each")
+    return pairs
+
+
+def _parse_pair(kind: ValueType, item: object) -> Any:
+    if isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[0], str):
+        name, target = item
+        if kind.accepts_functions and callable(target):
+            return kind.parse(f"{name}=python:object")[0], target
+        item = f"{name}={_text(kind, target)}"
+    return _parse_scalar(kind, item)
+
+
+def _parse_scalar(kind: ValueType, value: object) -> Any:
+    return kind.parse(_text(kind, value))
+
+
+def _text(kind: ValueType, value: object) -> str:
+    wrong_bool = isinstance(value, bool) and bool not in kind.scalars
+    if wrong_bool or not isinstance(value, kind.scalars):
+        raise ValueError(f"must be {kind.metavar or 'true or false'}, got {value!r}")
+    return os.fspath(value) if isinstance(value, os.PathLike) else str(value)

@@ -1,0 +1,1 @@
+"""Reading of input files: finding, decompression, parsing into raw rows. Uses pyarrow, not torch."""

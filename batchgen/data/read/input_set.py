@@ -1,0 +1,144 @@
+"""Stream of the rows of all inputs, in order: `open_inputs(paths).rows()`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Iterator, Sequence
+from typing import Any
+
+from batchgen.data.read.input_files import InputFile, find_inputs
+from batchgen.data.read.jsonl import RowFilter, json_rows, text_rows
+from batchgen.data.read.parquet import parquet_columns, parquet_rows
+from batchgen.data.read.raw_row import RawRow
+from batchgen.data.read.selection import Selection
+from batchgen.errors import InputError, UsageError
+from batchgen.request.printable import encodable
+
+__all__ = ["InputSet", "open_inputs"]
+
+_PROMPT_FIELDS = ("text", "prompt")
+_ID_FIELDS = ("id", "rid", "custom_id")
+
+
+def open_inputs(paths: Sequence[str], reserved: Container[str] = ()) -> InputSet:
+    """Find, check and hash the inputs named on the command line.
+
+    Args:
+        paths: files and globs, in order.
+        reserved: output files of the job, which globs leave out.
+
+    Raises:
+        InputError: a file is missing, unreadable or of an unknown kind.
+        UsageError: a named file is one of `reserved`.
+    """
+    files = find_inputs(paths, reserved)
+    for file in files:
+        if file.format == "parquet":
+            with file.open_raw() as raw:
+                parquet_columns(raw, file.path)
+    return InputSet(files)
+
+
+class InputSet:
+    """All input files as one sequence of rows, which can be read repeatedly."""
+
+    def __init__(self, files: Sequence[InputFile]) -> None:
+        self.files = tuple(files)
+
+    def count(self) -> int:
+        """Number of rows in all files, counted without parsing them."""
+        return sum(1 for _ in self._items(lambda _: False))
+
+    def rows(
+        self,
+        prompt_column: str | None = None,
+        id_column: str | None = None,
+        selection: Selection | None = None,
+    ) -> Iterator[RawRow]:
+        """Stream the rows in bounded memory.
+
+        A named prompt column becomes `text` (`messages` if it holds a list of objects), a named id column becomes `id`
+        (integers become strings); fields that had these names move to `RawRow.displaced`.
+
+        Raises:
+            UsageError: a named column does not exist in a Parquet file, or an input is a `.txt` file.
+            InputError: the disk fails or a file changes during reading.
+        """
+        named = {column for column in (prompt_column, id_column) if column is not None}
+        self._check_columns(named)
+        selection = selection or Selection()
+        keep = selection.row_filter(self.count)
+        stop = selection.stop
+        return self._selected(keep, stop, prompt_column, id_column)
+
+    def rows_at(
+        self, indexes: Collection[int], prompt_column: str | None = None, id_column: str | None = None
+    ) -> Iterator[RawRow]:
+        """Rows with these indexes, in order; columns are named as for `rows`."""
+        wanted = frozenset(indexes)
+        self._check_columns({column for column in (prompt_column, id_column) if column is not None})
+        return self._selected(wanted.__contains__, max(wanted, default=-1) + 1, prompt_column, id_column)
+
+    def _selected(
+        self, keep: RowFilter | None, stop: int | None, prompt_column: str | None, id_column: str | None
+    ) -> Iterator[RawRow]:
+        if stop == 0:
+            return
+        named = frozenset(column for column in (prompt_column, id_column) if column is not None)
+        for index, row in enumerate(self._items(keep, named)):
+            if row is not None:
+                yield _rename(row, prompt_column, id_column) if named else row
+            if stop is not None and index + 1 >= stop:
+                return
+
+    def _items(self, keep: RowFilter | None, text_columns: frozenset[str] = frozenset()) -> Iterator[RawRow | None]:
+        index = 0
+        for file in self.files:
+            try:
+                for row in _file_items(file, index, keep, text_columns):
+                    index += 1
+                    yield row
+                file.check_unchanged()
+            except OSError as error:
+                raise InputError(f"{file.path} cannot be read ({error.strerror or error}). Check the disk.") from None
+
+    def _check_columns(self, named: set[str]) -> None:
+        for file in self.files if named else ():
+            if file.format == "text":
+                raise UsageError(f"{file.path} has no columns to name; leave out --prompt-column and --id-column.")
+            if file.format == "parquet":
+                with file.open_raw() as stream:
+                    columns = parquet_columns(stream, file.path)
+                for name in sorted(named.difference(columns)) if columns is not None else ():
+                    raise UsageError(f"{file.path} has no column {name!r}; it has {', '.join(columns or ())}.")
+
+
+def _file_items(
+    file: InputFile, first_index: int, keep: RowFilter | None, text_columns: frozenset[str]
+) -> Iterator[RawRow | None]:
+    source = "standard input" if file.path == "-" else encodable(file.path)
+    if file.format == "parquet":
+        with file.open_raw() as raw:
+            yield from parquet_rows(raw, source, first_index, keep, text_columns)
+    else:
+        with file.open() as stream:
+            read = json_rows if file.format == "jsonl" else text_rows
+            yield from read(stream, source, first_index, keep)
+
+
+def _rename(row: RawRow, prompt_column: str | None, id_column: str | None) -> RawRow:
+    if row.value is None:
+        return row
+    value, displaced = dict(row.value), dict[str, Any]()
+    given = {name: value.pop(name) for name in (prompt_column, id_column) if name is not None and name in value}
+    if prompt_column is not None:
+        displaced |= {name: value.pop(name) for name in _PROMPT_FIELDS if name in value}
+        if prompt_column in given:
+            prompt = given[prompt_column]
+            chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
+            value["messages" if chat else "text"] = prompt
+    if id_column is not None:
+        displaced |= {name: value.pop(name) for name in _ID_FIELDS if name in value}
+        if id_column in given:
+            name = given[id_column]
+            value["id"] = str(name) if type(name) is int else name
+    return row._replace(value=value, displaced=displaced)

@@ -1,0 +1,1 @@
+"""Writing results: schema, committed parts, resume and the atomic finish. pyarrow, no torch."""

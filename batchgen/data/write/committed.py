@@ -1,0 +1,234 @@
+"""Keys of the committed rows of a work folder, as flat arrays; removal of interrupted and damaged parts."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from batchgen.data.write.durable_files import output_errors, parquet_writer, part_errors, write_durably
+from batchgen.data.write.parts import STATES_KEY
+from batchgen.data.write.schema import FINGERPRINT_KEY, KEY_COLUMNS, SCHEMA_VERSION, VERSION_KEY
+from batchgen.data.write.states import read_index, states_part
+from batchgen.data.write.work_folder import WorkFolder
+from batchgen.errors import BatchgenError, FingerprintError
+
+__all__ = ["Committed", "read_keys"]
+
+_Keys = tuple[npt.NDArray[Any], ...]
+"""(row_index, prompt_index, sample_index, is_error) of a file's rows, as stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """Distinct keys of output rows [N], in key order; 17 bytes per row and 16 per prompt."""
+
+    row_index: npt.NDArray[np.int64]
+    prompt_index: npt.NDArray[np.int32]
+    sample_index: npt.NDArray[np.int32]
+    is_error: npt.NDArray[np.bool_]
+    order: npt.NDArray[np.int64]
+    """[N] int64: position of each row in the concatenation of the files as read."""
+    _rows: array[int]
+    """Row indexes of the distinct (row_index, prompt_index), sorted."""
+    _prompts: array[int]
+    """Prompt index of each entry of `_rows`."""
+
+    def __len__(self) -> int:
+        return len(self.row_index)
+
+    def __contains__(self, key: tuple[int, int]) -> bool:
+        """Whether (row_index, prompt_index) is committed, with all its samples. O(log N)."""
+        row, prompt = key
+        low = bisect_left(self._rows, row)
+        if low == len(self._rows) or self._rows[low] != row:
+            return False
+        high = bisect_left(self._rows, row + 1, low)
+        place = bisect_left(self._prompts, prompt, low, high)
+        return place < high and self._prompts[place] == prompt
+
+    @classmethod
+    def read(cls, work: WorkFolder, retry_errors: bool = False) -> Committed:
+        """Read the committed keys, which a run skips, and clean up. Called once, under the lock, before writing starts.
+
+        Temporary files (interrupted commits) are removed. A damaged part, or one with damaged hidden states, is
+        removed and its rows are computed again. States without their part are removed. A part of another job is an
+        error. A part that cannot be read for another reason (permissions, disk, memory) is kept: that may pass.
+
+        Args:
+            work: the work folder.
+            retry_errors: remove every prompt of which a sample failed, so that it is computed again.
+
+        Raises:
+            FingerprintError: a part belongs to a different job.
+            OutputError: the folder cannot be changed, or a part that may be intact cannot be read.
+        """
+        keys = _remove_damaged(work)
+        if not retry_errors:
+            return _committed(keys[part] for part in work.part_files())
+        _drop_errors(work)
+        return read_keys(work.part_files())
+
+    def contains(self, rows: npt.NDArray[np.int64], prompts: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """[N] bool: whether each (rows[i], prompts[i]) is committed."""
+        if not len(rows) or not len(self._rows):
+            return np.zeros(len(rows), np.bool_)
+        done = np.frombuffer(self._rows, np.int64)
+        done_prompts = np.frombuffer(self._prompts, np.int32)
+        stride = 1 + max(int(prompts.max()), int(done_prompts.max()))
+        assert (1 + max(int(rows.max()), int(done[-1]))) * stride < 1 << 63
+        keys, wanted = done * stride + done_prompts, rows.astype(np.int64) * stride + prompts
+        places = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+        found: npt.NDArray[np.bool_] = keys[places] == wanted
+        return found
+
+    @property
+    def rows(self) -> int:
+        """Number of distinct input rows."""
+        return len(np.unique(np.frombuffer(self._rows, np.int64))) if self._rows else 0
+
+    @property
+    def errors(self) -> int:
+        """Number of output rows with status `error`."""
+        return int(self.is_error.sum())
+
+
+def read_keys(paths: Sequence[Path]) -> Committed:
+    """Read the keys of results files.
+
+    Raises:
+        BatchgenError: two rows have the same key.
+        OSError, pa.ArrowException: a file is damaged.
+    """
+    return _committed(map(_file_keys, paths))
+
+
+def _committed(files: Iterable[_Keys]) -> Committed:
+    """Merge the keys of several files."""
+    empty = (np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.bool_))
+    columns = zip(empty, *files, strict=True)
+    row, prompt, sample, is_error = (np.concatenate(column) for column in columns)
+    order = np.lexsort((sample, prompt, row))
+    row, prompt, sample, is_error = row[order], prompt[order], sample[order], is_error[order]
+    same_prompt = (row[1:] == row[:-1]) & (prompt[1:] == prompt[:-1])
+    duplicates = np.flatnonzero(same_prompt & (sample[1:] == sample[:-1]))
+    if len(duplicates):
+        at = duplicates[0]
+        raise BatchgenError(
+            f"row {row[at]}, prompt {prompt[at]}, sample {sample[at]} is committed twice, which is a bug of batchgen. "
+            "Nothing was replaced; remove the work folder and run again."
+        )
+    first = np.concatenate([np.ones(min(len(row), 1), np.bool_), ~same_prompt])
+    rows, prompts = array("q", row[first].tobytes()), array("i", prompt[first].tobytes())
+    return Committed(row, prompt, sample, is_error, order.astype(np.int64), rows, prompts)
+
+
+def _file_keys(path: Path) -> _Keys:
+    with path.open("rb") as stream:
+        return _keys_of(pq.ParquetFile(stream, page_checksum_verification=True))
+
+
+def _keys_of(file: pq.ParquetFile) -> _Keys:
+    table = file.read([*KEY_COLUMNS, "status"])
+    return (*(table[name].to_numpy() for name in KEY_COLUMNS), pc.equal(table["status"], "error").to_numpy())
+
+
+def _remove_damaged(work: WorkFolder) -> dict[Path, _Keys]:
+    """Remove interrupted commits and damaged parts, and refuse parts of other jobs. Returns the keys per kept part."""
+    keys: dict[Path, _Keys] = {}
+    with output_errors(work.parts):
+        for entry in work.parts.iterdir():
+            if entry.suffix == ".tmp":
+                entry.unlink()
+        for part in work.part_files():
+            found = _fingerprint_and_keys(part)
+            if found is None:
+                part.unlink()
+                continue
+            fingerprint, keys[part] = found
+            if fingerprint not in work.accepted:
+                raise FingerprintError(
+                    f"{part} belongs to a different job. Continue it with --resume-anyway, or drop all work "
+                    "with --overwrite."
+                )
+        kept = set(map(states_part, keys))
+        for entry in work.states.iterdir() if work.states.is_dir() else ():
+            if entry not in kept:
+                entry.unlink()
+    return keys
+
+
+def _fingerprint_and_keys(part: Path) -> tuple[str, _Keys] | None:
+    """Fingerprint and keys of a part; None if the part, its keys or its hidden states are damaged."""
+    try:
+        with part_errors(part), part.open("rb") as stream:
+            file = pq.ParquetFile(stream, page_checksum_verification=True)
+            metadata = file.metadata.metadata or {}
+            if metadata.get(VERSION_KEY) != SCHEMA_VERSION.encode():
+                return None
+            keys = _keys_of(file)
+        states = int(metadata.get(STATES_KEY, 0))
+        if states and not _has_states(part, states):
+            return None
+        return metadata[FINGERPRINT_KEY].decode(), keys
+    except (OSError, pa.ArrowException, KeyError, ValueError):
+        return None
+
+
+def _has_states(part: Path, count: int) -> bool:
+    states = states_part(part)
+    with part_errors(states):
+        return len(read_index(states)) == count
+
+
+def _drop_errors(work: WorkFolder) -> None:
+    """Remove prompts with failed samples from the parts.
+
+    Each part is replaced atomically: after a crash, some errors are still committed and the same command continues.
+    """
+    for part in work.part_files():
+        if not _file_keys(part)[3].any():
+            continue
+        table = _read_part(part)
+        keep = None if table is None else _rows_without_failed_prompt(table)
+        if table is not None and keep is not None and keep.any():
+            _rewrite(part, table.filter(pa.array(keep)))
+        else:
+            with output_errors(part):
+                part.unlink()
+
+
+def _read_part(part: Path) -> pa.Table | None:
+    """All columns of a part; None if some are damaged."""
+    try:
+        with part_errors(part), part.open("rb") as stream:
+            return pq.ParquetFile(stream, page_checksum_verification=True).read()
+    except (OSError, pa.ArrowException):
+        return None
+
+
+def _rows_without_failed_prompt(table: pa.Table) -> npt.NDArray[np.bool_]:
+    """[rows] bool: whether no sample of the row's prompt failed."""
+    prompts = np.stack([table["row_index"].to_numpy(), table["prompt_index"].to_numpy().astype(np.int64)], axis=1)
+    _, group = np.unique(prompts, axis=0, return_inverse=True)
+    failed = np.zeros(len(table), np.bool_)
+    failed[group.reshape(-1)[pc.equal(table["status"], "error").to_numpy()]] = True
+    clean: npt.NDArray[np.bool_] = ~failed[group.reshape(-1)]
+    return clean
+
+
+def _rewrite(part: Path, table: pa.Table) -> None:
+    def write(stream: BinaryIO) -> None:
+        with parquet_writer(stream, table.schema) as writer:
+            writer.write_table(table)
+
+    write_durably(part, write)

@@ -1,0 +1,179 @@
+"""Finishing a job: merge all parts into the output in input order, atomically, and remove the work folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchgen.data.write.committed import Committed, read_keys
+from batchgen.data.write.durable_files import open_parquet, parquet_writer, part_errors, sync_folder, write_durably
+from batchgen.data.write.expected import ExpectedKeys
+from batchgen.data.write.merge_sort import MEMORY_BYTES, ResultWriter, merge_sort
+from batchgen.data.write.output_budget import OutputBudget
+from batchgen.data.write.schema import results_schema, with_footer
+from batchgen.data.write.states import states_part
+from batchgen.data.write.states_result import write_states_result
+from batchgen.data.write.work_folder import OutputPaths, WorkFolder
+from batchgen.errors import BatchgenError, OutputError
+
+__all__ = ["finish"]
+
+
+def finish(
+    work: WorkFolder,
+    expected: ExpectedKeys,
+    run: Mapping[str, Any],
+    memory_bytes: int = MEMORY_BYTES,
+    max_bytes: int | None = None,
+) -> Committed:
+    """Merge the committed rows into the output and remove the work folder, which releases the lock.
+
+    The output is unchanged until both files, hidden states and results, are complete and durable under temporary
+    names. Then the states are renamed, then the results. A process killed at any point leaves either the work folder
+    or the output complete.
+
+    Args:
+        work: the work folder, without an open writer.
+        expected: every prompt of the job.
+        run: record for the footer; `fingerprint`, `shard` and `rows` are added.
+        memory_bytes: approximate bytes of rows in memory.
+        max_bytes: most bytes of results and hidden states together.
+
+    Returns:
+        The keys of the rows written.
+
+    Raises:
+        BatchgenError: the committed rows are not exactly the expected ones; nothing was replaced.
+        OutputError: the disk is full, a part is damaged, or the files exceed `max_bytes`; nothing was replaced.
+    """
+    parts = work.part_files()
+    keys = _keys(parts)
+    expected.check_complete(keys)
+    shard = work.identity.shard
+    footer = {
+        **run,
+        "fingerprint": work.identity.fingerprint,
+        "shard": None if shard is None else [*shard],
+        "rows": len(keys),
+    }
+    states = [path for path in map(states_part, parts) if path.exists()]
+    schema = results_schema(work.identity.carried)
+    write_output(work.paths, parts, states, keys, footer, schema, work.scratch, memory_bytes, max_bytes)
+    work.remove()
+    return keys
+
+
+def write_output(
+    paths: OutputPaths,
+    parts: list[Path],
+    states: list[Path],
+    keys: Committed,
+    footer: Mapping[str, Any],
+    schema: pa.Schema,
+    scratch: Path,
+    memory_bytes: int = MEMORY_BYTES,
+    max_bytes: int | None = None,
+) -> None:
+    """Write results and hidden states in key order, atomically.
+
+    Args:
+        paths: the output paths; an existing states file is removed if there are no states.
+        parts: results files.
+        states: states parts; without any, no states file is written.
+        keys: keys of all rows of `parts`.
+        footer: run record for both files.
+        schema: schema of the results.
+        scratch: an existing folder for temporary files, on the same file system.
+        memory_bytes: approximate bytes of rows in memory.
+        max_bytes: most bytes of both files.
+
+    Raises:
+        OutputError: the disk is full, a part is damaged, or the files exceed `max_bytes`; nothing was replaced.
+    """
+    temporary = scratch / "states.parquet"
+    shared = {name: value for name, value in footer.items() if name != "row_shapes"}
+    count = write_states_result(temporary, states, shared) if states else 0
+    budget = OutputBudget(max_bytes)
+    budget.check(states_bytes := temporary.stat().st_size if states else 0)
+
+    def publish_states() -> None:
+        budget.check(states_bytes + (scratch / "result.parquet").stat().st_size)
+        if states:
+            paths.states.parent.mkdir(parents=True, exist_ok=True)
+            temporary.replace(paths.states)
+            sync_folder(paths.states.parent)
+        else:
+            paths.states.unlink(missing_ok=True)
+
+    footed = with_footer({**footer, "states": count}, schema)
+    write_result(paths.result, parts, keys, footed, scratch, memory_bytes, publish_states)
+
+
+def write_result(
+    result: Path,
+    parts: list[Path],
+    keys: Committed,
+    schema: pa.Schema,
+    scratch: Path,
+    memory_bytes: int = MEMORY_BYTES,
+    before_rename: Callable[[], None] | None = None,
+) -> None:
+    """Write the rows of `parts` to `result` in key order, atomically.
+
+    Args:
+        result: the path to write.
+        parts: results files.
+        keys: keys of all rows of `parts`.
+        schema: schema of the parts, with the footer as its metadata.
+        scratch: an existing folder for temporary files, on the same file system.
+        memory_bytes: approximate bytes of rows in memory.
+        before_rename: called when the temporary file is durable, before the rename.
+
+    Raises:
+        OutputError: the disk is full, or a part is damaged.
+    """
+
+    def write(stream: BinaryIO) -> None:
+        with parquet_writer(stream, schema) as parquet:
+            writer = ResultWriter(parquet)
+            try:
+                merge_sort(parts, keys, writer, scratch, memory_bytes)
+            except (pa.ArrowException, OSError) as error:
+                # Errors of writing have an errno; errors of Arrow about damaged parts have none.
+                if isinstance(error, OSError) and error.errno is not None:
+                    raise
+                raise _damaged_part(parts, error) from error
+            writer.flush()
+        stream.flush()
+        with open_parquet(Path(stream.name)) as file:
+            written = file.metadata.num_rows
+        if written != len(keys):
+            raise BatchgenError(
+                f"{written} rows were written, but {len(keys)} are committed, which is a bug. Nothing was replaced."
+            )
+
+    write_durably(result, write, temporary=scratch / "result.parquet", before_rename=before_rename)
+
+
+def _keys(parts: list[Path]) -> Committed:
+    try:
+        return read_keys(parts)
+    except (pa.ArrowException, OSError) as error:
+        raise _damaged_part(parts, error) from error
+
+
+def _damaged_part(parts: list[Path], error: BaseException) -> OutputError:
+    """The error that names the damaged part, found by reading each part alone."""
+    for part in parts:
+        try:
+            with part_errors(part), part.open("rb") as stream:
+                pq.read_table(stream, page_checksum_verification=True)
+        except (pa.ArrowException, OSError):
+            return OutputError(
+                f"{part} is damaged ({error}). Remove it and run the same command again: its rows are computed again."
+            )
+    return OutputError(f"the parts cannot be merged ({error}). Check the disk and run the same command again.")

@@ -1,0 +1,359 @@
+"""Work folder of an unfinished output: its owner, its contents, and when a run may use it.
+
+```
+results.parquet.work/
+├── lock                       lock of the run that writes
+├── run.json                   the fingerprint and the values it was computed from
+├── parts/part-000000.parquet  committed rows
+├── states/part-000000.states  hidden states of the rows in the part of the same number
+├── tokenized/                 cache of the tokenised input, for a resumed run
+└── scratch/                   temporary files
+```
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchgen.data.write.durable_files import (
+    output_errors,
+    part_errors,
+    read_footer,
+    refuse_special,
+    sync_folder,
+    write_durably,
+)
+from batchgen.data.write.lock import LOCK_NAME, RunLock
+from batchgen.data.write.schema import FINGERPRINT_KEY, STATES_CONTENTS
+from batchgen.errors import FingerprintError, OutputError
+
+__all__ = [
+    "OutputPaths",
+    "Policy",
+    "RunIdentity",
+    "WorkFolder",
+    "belongs_to",
+    "has_other_work",
+    "is_complete",
+    "open_work",
+    "output_paths",
+    "part_files",
+]
+
+Policy = Literal["resume", "overwrite", "resume-anyway", "retry"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunIdentity:
+    """Identity of a job: two runs with equal keys are the same job. All shards of a job have one fingerprint."""
+
+    fingerprint: str
+    shard: tuple[int, int] | None = None
+    """(index from 0, count)."""
+    carried: tuple[pa.Field, ...] = ()
+    """Separate columns of carried fields; they follow from the fingerprint."""
+
+    @property
+    def key(self) -> str:
+        """Fingerprint and shard as one string."""
+        return self.fingerprint if self.shard is None else f"{self.fingerprint}#{self.shard[0]}/{self.shard[1]}"
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPaths:
+    """Paths of a run's results, work folder and hidden states."""
+
+    result: Path
+    work: Path
+    states: Path
+    """Path of the hidden states, which exist only if rows return them."""
+
+
+def output_paths(out: Path, shard: tuple[int, int] | None = None) -> OutputPaths:
+    """`OUT` and `OUT.work`; for a shard `OUT/part-00007-of-00016.parquet` and `OUT.work/part-00007-of-00016`.
+
+    Hidden states are in `OUT` with `.hidden` before its suffix, also a folder if `OUT` is one. A folder of shards
+    contains nothing else, because readers treat every file in it as data.
+    """
+    work = out.with_name(out.name + ".work")
+    states = out.with_name(f"{out.name.removesuffix('.parquet')}.hidden.parquet")
+    if shard is None:
+        return OutputPaths(out, work, states)
+    name = f"part-{shard[0]:05d}-of-{shard[1]:05d}"
+    return OutputPaths(out / f"{name}.parquet", work / name, states / f"{name}.parquet")
+
+
+def is_complete(paths: OutputPaths, identity: RunIdentity) -> bool:
+    """Whether the output is the finished output of this job.
+
+    Raises:
+        OutputError: the results are, but their hidden states are missing.
+    """
+    footer = read_footer(paths.result)
+    if not belongs_to(footer, identity):
+        return False
+    if (
+        footer is not None
+        and footer.get("states")
+        and not belongs_to(read_footer(paths.states, STATES_CONTENTS), identity)
+    ):
+        raise OutputError(
+            f"{paths.result} is complete, but its hidden states {paths.states} are missing. Put the file back, or "
+            "compute both again with --overwrite."
+        )
+    return True
+
+
+def belongs_to(footer: Mapping[str, Any] | None, identity: RunIdentity) -> bool:
+    """Whether a file with this footer was written by this job."""
+    if footer is None or footer.get("fingerprint") != identity.fingerprint:
+        return False
+    shard = footer.get("shard")
+    return (None if shard is None else tuple(shard)) == identity.shard
+
+
+class WorkFolder:
+    """A work folder whose lock this process holds. Created by `open_work`."""
+
+    def __init__(self, paths: OutputPaths, identity: RunIdentity, lock: RunLock, state: Mapping[str, Any]) -> None:
+        self.paths = paths
+        self.identity = identity
+        self.accepted = _accepted(state, identity.key)
+        """Identity keys of jobs whose parts this job continues."""
+        self._lock = lock
+
+    @property
+    def parts(self) -> Path:
+        """The folder of committed parts."""
+        return self.paths.work / "parts"
+
+    @property
+    def scratch(self) -> Path:
+        """A folder for temporary files; emptied whenever the work folder is opened."""
+        return self.paths.work / "scratch"
+
+    @property
+    def tokenized(self) -> Path:
+        """The folder of the tokenised input: token ids, row ids and carried fields."""
+        return self.paths.work / "tokenized"
+
+    @property
+    def states(self) -> Path:
+        """The folder of committed hidden states; exists only if rows return them."""
+        return self.paths.work / "states"
+
+    def part_files(self) -> list[Path]:
+        """Committed parts, in order."""
+        return part_files(self.paths.work)
+
+    def close(self) -> None:
+        """Release the lock and keep the work for a later run."""
+        self._lock.release()
+
+    def remove(self) -> None:
+        """Remove the folder and release the lock. Files that cannot be removed are left to the next run."""
+        _empty(self.paths.work)
+        self._lock.release(remove=True)
+        with suppress(OSError):
+            self.paths.work.rmdir()
+            if self.identity.shard is not None:
+                self.paths.work.parent.rmdir()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def part_files(work: Path) -> list[Path]:
+    """Committed parts of a work folder, in order."""
+    return sorted((work / "parts").glob("part-*.parquet"))
+
+
+def open_work(
+    paths: OutputPaths, identity: RunIdentity, info: Mapping[str, Any], policy: Policy = "resume"
+) -> WorkFolder | None:
+    """Lock the output and create its work folder, or open the existing one.
+
+    Args:
+        paths: from `output_paths`.
+        identity: identity of this job.
+        info: the values that the fingerprint was computed from, by name; stored, to report which of them differ.
+        policy: `resume` continues this job's work only. `overwrite` drops all work and replaces the output at the
+            end; after a crash, it continues its own work unless another job has added to it. `resume-anyway`
+            continues the work of a different job. `retry` drops other work and replaces this job's output, whose good
+            rows the caller commits again; after a crash, it continues.
+
+    Returns:
+        The locked folder; None if the output is already complete.
+
+    Raises:
+        OutputError: another run holds the lock, or the folder cannot be written.
+        FingerprintError: the output or the work belongs to a different job.
+    """
+    refuse_special(paths.result)
+    refuse_special(paths.states)
+    replaces = policy in ("overwrite", "retry")
+    if not replaces and is_complete(paths, identity) and not paths.work.exists():
+        return None
+    lock = RunLock(paths.work, paths.result)
+    try:
+        # Checked again under the lock: the run that held it may have finished meanwhile.
+        if not replaces and is_complete(paths, identity):
+            if has_other_work(paths, identity) or _is_replacement(paths):
+                lock.release()
+            else:
+                WorkFolder(paths, identity, lock, {"accepted": [identity.key]}).remove()
+            return None
+        with output_errors(paths.work):
+            state = _state(paths, identity, info, policy)
+            return _prepare(paths, identity, lock, state)
+    except BaseException:
+        _release_refused(paths.work, lock)
+        raise
+
+
+def has_other_work(paths: OutputPaths, identity: RunIdentity) -> bool:
+    """Whether the work folder contains parts of a different job that this job does not continue.
+
+    Raises:
+        OutputError: a part that may be intact cannot be read.
+    """
+    return not _part_owners(paths.work) <= _accepted(_read_state(paths.work), identity.key)
+
+
+def _is_replacement(paths: OutputPaths) -> bool:
+    """Whether the work is meant to replace the existing output, rather than having produced it.
+
+    A new output is written while the old one exists, so their inodes differ.
+    """
+    state = _read_state(paths.work)
+    return state is not None and state["replaces"] == _inode(paths.result) and bool(part_files(paths.work))
+
+
+def _inode(path: Path) -> int | None:
+    return path.stat().st_ino if path.exists() else None
+
+
+def _release_refused(work: Path, lock: RunLock) -> None:
+    """Release the lock of a refused job, and remove the folder if it contains nothing else."""
+    empty = [entry.name for entry in work.iterdir()] == [LOCK_NAME]
+    lock.release(remove=empty)
+    if empty:
+        with suppress(OSError):
+            work.rmdir()
+
+
+def _prepare(paths: OutputPaths, identity: RunIdentity, lock: RunLock, state: Mapping[str, Any]) -> WorkFolder:
+    work = WorkFolder(paths, identity, lock, state)
+    shutil.rmtree(work.scratch, ignore_errors=True)
+    for folder in (work.parts, work.tokenized, work.scratch, paths.result.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    content = json.dumps(state, ensure_ascii=False, indent=1, sort_keys=True).encode()
+    write_durably(paths.work / "run.json", lambda stream: _write(stream, content))
+    sync_folder(paths.work.parent)
+    return work
+
+
+def _write(stream: Any, content: bytes) -> None:
+    stream.write(content)
+
+
+def _state(paths: OutputPaths, identity: RunIdentity, info: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
+    """The content of run.json; raises every error that refuses the job.
+
+    `overwrite`: whether the existing output will be replaced. `emptied_by`: key of the job whose `--overwrite` emptied
+    the folder, so that its parts contain no older rows. `replaces`: inode of the output that existed then. `accepted`:
+    keys of the jobs whose work is continued, each of which continued the work of those before it.
+    """
+    key = identity.key
+    fresh: dict[str, Any] = {"fingerprint": key, "accepted": [key], "info": dict(info)}
+    fresh |= {"overwrite": False, "emptied_by": None, "replaces": None}
+    old = _read_state(paths.work)
+    if policy in ("overwrite", "retry"):
+        kept = _kept_state(paths.work, old, key, policy)
+        if not kept:
+            _empty(paths.work)
+        replaces = {"overwrite": True, "replaces": _inode(paths.result)}
+        return fresh | kept | replaces | ({"emptied_by": key} if policy == "overwrite" else {})
+    overwriting = bool(old and old["overwrite"])
+    for path, contents in ((paths.result, None), (paths.states, STATES_CONTENTS)):
+        # States of this job may exist already: they are renamed just before the results.
+        if path.exists() and not overwriting and not (contents and belongs_to(read_footer(path, contents), identity)):
+            raise FingerprintError(
+                f"{path} exists and is not this job's output. Replace it with --overwrite, or name another with -o."
+            )
+    if old is not None and policy == "resume" and key not in old["accepted"]:
+        changed = sorted(name for name in {*info, *old["info"]} if info.get(name) != old["info"].get(name))
+        raise FingerprintError(
+            f"{paths.work} contains unfinished work of a different job (different: {', '.join(changed) or 'shard'}). "
+            "Drop it with --overwrite, continue it with --resume-anyway, or name another output with -o."
+        )
+    old = old or fresh
+    accepted = old["accepted"]
+    if policy == "resume-anyway":
+        others = dict.fromkeys([*accepted, *sorted(_part_owners(paths.work))])
+        accepted = [*(other for other in others if other != key), key]
+    return fresh | {name: old[name] for name in ("overwrite", "emptied_by", "replaces")} | {"accepted": accepted}
+
+
+def _kept_state(work: Path, old: Mapping[str, Any] | None, key: str, policy: Policy) -> dict[str, Any]:
+    """Entries of run.json that are kept when a run that replaces the output continues the existing work; else empty.
+
+    `overwrite` continues only work that it started in an empty folder: the parts of a retry come from the output that
+    is to be replaced, and the parts of a job that continued another's work are not all its own.
+    """
+    if old is None or not old["overwrite"]:
+        return {}
+    if policy == "overwrite":
+        return {"accepted": [key]} if old["emptied_by"] == key and _part_owners(work) <= {key} else {}
+    owners = _part_owners(work)
+    return {name: old[name] for name in ("accepted", "emptied_by")} if owners and owners <= _accepted(old, key) else {}
+
+
+def _accepted(state: Mapping[str, Any] | None, key: str) -> frozenset[str]:
+    """Identity keys of the parts that the job `key` continues: its own and those of jobs before it.
+
+    Not those of a later job, which continued this job's work with other options.
+    """
+    keys = state["accepted"] if state is not None else []
+    return frozenset(keys[: keys.index(key) + 1] if key in keys else [key])
+
+
+def _part_owners(work: Path) -> set[str]:
+    """Identity keys of the jobs that committed the parts; damaged parts are ignored.
+
+    Raises:
+        OutputError: a part that may be intact cannot be read.
+    """
+    found = set()
+    for part in part_files(work):
+        with suppress(OSError, pa.ArrowException, KeyError, ValueError), part_errors(part), part.open("rb") as stream:
+            found.add((pq.ParquetFile(stream).metadata.metadata or {})[FINGERPRINT_KEY].decode())
+    return found
+
+
+def _read_state(work: Path) -> dict[str, Any] | None:
+    """The content of run.json; None if it is missing or damaged (each part records its job as well)."""
+    with suppress(FileNotFoundError, ValueError):
+        state = json.loads((work / "run.json").read_bytes())
+        if isinstance(state, dict) and {"fingerprint", "accepted", "info", "overwrite"} <= state.keys():
+            return {"emptied_by": None, "replaces": None} | state
+    return None
+
+
+def _empty(work: Path) -> None:
+    """Remove everything but the lock, run.json last, so that a half-removed folder still records its job."""
+    for entry in sorted(work.iterdir(), key=lambda path: (path.name == "run.json", path.name)):
+        if entry.name != LOCK_NAME:
+            shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)

@@ -1,0 +1,130 @@
+"""Chooses a job's kernel backend from the options, the model and the workload."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from batchgen.config.run_config import EngineConfig
+from batchgen.engine.quantization import refuse_quantization
+from batchgen.engine.workload import JobWorkload
+from batchgen.errors import UsageError
+from batchgen.kernels.backend import (
+    AttentionNeeds,
+    Backend,
+    BackendUnavailable,
+    capability_of,
+    choose_backend,
+    refuse_deterministic,
+)
+from batchgen.kernels.linear import Products
+from batchgen.kernels.measure import TypicalStep
+from batchgen.models.base import ModelSpec
+
+__all__ = ["fixed_kernels", "kernels_for", "products_of", "typical_step"]
+
+
+def fixed_kernels(config: EngineConfig, spec: ModelSpec) -> Backend | None:
+    """The backend if it does not depend on the workload; None on a GPU, where candidates are measured on it.
+
+    Raises:
+        UsageError: the kernels of `--attention` cannot run here, or the file of `--flash-library` does not exist.
+    """
+    if config.flash_library is not None and not Path(config.flash_library).exists():
+        raise UsageError(f"`--flash-library {config.flash_library}`: there is no such file or folder")
+    refuse_quantization(config, spec)
+    needs = _needs(config, spec)
+    if config.attention == "auto" and needs.capability is not None and not config.deterministic:
+        return None
+    try:
+        named = choose_backend(config.attention, needs)
+        measured = needs.capability is not None and named.name != "torch" and not config.deterministic
+        return None if measured else named
+    except BackendUnavailable as problem:
+        raise _refusal(config, problem) from None
+
+
+def products_of(config: EngineConfig) -> Products:
+    """Which matmul kernels a CPU may use: only PyTorch's, a fixed choice, or the fastest measured ones."""
+    if config.attention == "torch":
+        return "torch"
+    # Full weights that will be quantised are multiplied only a few times, so measuring does not pay.
+    return "fixed" if config.deterministic or config.quantization != "none" else "measured"
+
+
+def refuse_anywhere(config: EngineConfig) -> None:
+    """Reject options that no GPU supports, for a job that is checked on a machine without one.
+
+    Raises:
+        UsageError: as `fixed_kernels`.
+    """
+    if config.quantization != "none":
+        raise UsageError(f"`--quantization {config.quantization}` needs a CPU; leave the option out")
+    try:
+        if config.deterministic:
+            refuse_deterministic(config.attention, on_gpu=True)
+    except BackendUnavailable as problem:
+        raise _refusal(config, problem) from None
+
+
+def _refusal(config: EngineConfig, problem: BackendUnavailable) -> UsageError:
+    remedy = problem.remedy or "leave the option out to use the best available kernels"
+    return UsageError(f"`--attention {config.attention}` cannot run here: {problem}; {remedy}")
+
+
+def kernels_for(config: EngineConfig, spec: ModelSpec, workload: JobWorkload, rows: int, tokens: int) -> Backend:
+    """The backend for a workload with at most `rows` sequences and `tokens` tokens in a step.
+
+    Raises:
+        UsageError: as `fixed_kernels`.
+    """
+    fixed = fixed_kernels(config, spec)
+    if fixed is not None:
+        return fixed
+    return choose_backend(config.attention, _needs(config, spec), typical_step(config, spec, workload, rows, tokens))
+
+
+def _needs(config: EngineConfig, spec: ModelSpec) -> AttentionNeeds:
+    return AttentionNeeds(
+        device=spec.device,
+        capability=capability_of(spec.device),
+        layers=spec.kv_layers,
+        heads=spec.num_heads,
+        dtype=spec.dtype,
+        page_size=config.page_size,
+        flash_library=config.flash_library,
+        deterministic=config.deterministic,
+        native=spec.implementation == "native",
+    )
+
+
+def typical_step(
+    config: EngineConfig, spec: ModelSpec, workload: JobWorkload, rows: int, tokens: int
+) -> TypicalStep | None:
+    """The attention work of an average step; None if the workload is empty or the model has no KV cache.
+
+    Decode rows are at half their output and share a prefix group of average length; prompt tokens are spread evenly
+    over the steps.
+    """
+    samples = workload.samples.astype(np.int64)
+    count = int(samples.sum())
+    if not count or not spec.kv_layers:
+        return None
+    tree, max_tokens = workload.tree, workload.max_tokens
+    ends = tree.end[tree.node_of_request]
+    # Samples of one prompt share all of it; a single sample shares what is above its own node.
+    shared = np.where(samples > 1, ends, tree.start[tree.node_of_request])
+    rows = min(rows, count)
+    steps = max(1, int((samples * max_tokens).sum()) // rows)
+    return TypicalStep(
+        layer=spec.kv_layers[0],
+        heads=spec.num_heads,
+        dtype=spec.dtype,
+        page_size=config.page_size,
+        device=spec.device,
+        rows=rows,
+        context=int(np.average(ends + max_tokens // 2, weights=samples)) + 1,
+        shared=int(np.average(shared, weights=samples)) if count > 1 else 0,
+        chunk=max(0, min(tree.distinct_tokens // steps, tokens - rows)),
+    )

@@ -1,0 +1,1 @@
+"""Values captured in addition to tokens: hidden states, routed experts, prompt logprobs, scores."""

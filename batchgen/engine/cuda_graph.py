@@ -1,0 +1,313 @@
+"""CUDA graphs of decode-only steps: model, head and plain sampling, captured once per padded batch size.
+
+A graph replays its launches on fixed addresses. So each graph has static inputs, padded to one of a few sizes, which
+every step overwrites in two or three transfers. A padding token attends to token 0 only and is stored in the scratch
+page; its result is ignored.
+
+The first step of a kind runs eagerly, which compiles kernels; the second one is captured. After a failed capture (the
+model waits for the host, or memory runs out) all steps run eagerly.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchgen.engine.memory.oom import is_out_of_memory
+from batchgen.engine.sampling.sampler import PlainColumns
+from batchgen.engine.step_batch import StepArrays, select_input_ids
+from batchgen.kernels.device import Device, Graph
+from batchgen.kernels.ops import Ops
+from batchgen.kernels.sampling import SamplingColumns
+from batchgen.kernels.types import DecodePlanner, DecodeWork
+from batchgen.models.base import CaptureSpec, Model, ModelInput
+
+__all__ = ["DecodeGraphs", "DecodeResult", "GraphCounts", "padded_rows"]
+
+_PADDED_SIZES: Final = ((64, 8), (256, 16), (512, 32))
+"""(up to, step): padded batch sizes above 8."""
+_LARGE_STEP: Final = 64
+_MAX_GRAPHS: Final = 64
+_MAX_RETIRED: Final = 4
+"""Retired graphs that are kept because the device may still run them: two per step, at most two steps in flight."""
+_MAX_FED_TOKENS: Final = 8192
+"""Most sampled tokens of one step that the next step can use as input."""
+
+
+def padded_rows(rows: int) -> int:
+    """The padded batch size of a step with `rows` decode rows."""
+    if rows <= 8:
+        return 1 << (rows - 1).bit_length()
+    step = next((step for max_graphs, step in _PADDED_SIZES if rows <= max_graphs), _LARGE_STEP)
+    return -(-rows // step) * step
+
+
+@dataclass(slots=True)
+class GraphCounts:
+    """Counters of graph steps."""
+
+    captures: int = 0
+    replays: int = 0
+    padded: int = 0
+    """Number of padding rows, over all steps."""
+    first: int = 0
+    """Number of steps that ran eagerly because they were the first of their kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeResult:
+    """Results of a step of R rows. All but `tokens` and `bad` are overwritten by the next step."""
+
+    num_sampled: Tensor
+    """[R] int64 tokens sampled so far for each row"""
+    logits: Tensor | None
+    """[R, V], which the caller may change; None: the graph has sampled tokens"""
+    tokens: Tensor | None
+    """[R] int64 sampled tokens; None: the caller samples from `logits`"""
+    bad: Tensor | None
+    """[R] bool, rows with NaN logits; None: the caller samples from `logits`"""
+
+
+class DecodeGraphs:
+    """The CUDA graphs of one job."""
+
+    def __init__(
+        self, model: Model, planner: DecodePlanner, ops: Ops, device: Device, max_graphs: int = _MAX_GRAPHS
+    ) -> None:
+        """`max_graphs`: graphs kept; the least recently used one is dropped."""
+        self._planner = planner
+        self._device = device
+        self._most = max_graphs
+        self._shared = _SharedBuffers(model, ops, device)
+        self._steps: OrderedDict[Hashable, _GraphStep] = OrderedDict()
+        self._retired: deque[_GraphStep] = deque(maxlen=_MAX_RETIRED)
+        self.counts = GraphCounts()
+        self.disabled_reason: str | None = None
+        """Why graphs are off for the rest of the job; None: they are on."""
+
+    @torch.inference_mode()
+    def run(
+        self, step: StepArrays, last: Tensor | None, plain: PlainColumns | None, capture: CaptureSpec | None
+    ) -> DecodeResult | None:
+        """Run a step.
+
+        Args:
+            step: a decode-only step (`StepArrays.decode_only`).
+            last: [R'] int64 tokens of the last step, if `step.source` refers to it.
+            plain: sampling parameters; None: return logits, and the caller samples.
+            capture: hidden states and experts to capture; filled by this call.
+
+        Returns:
+            None if the step must run eagerly; then nothing has happened that an eager run would not overwrite.
+        """
+        if self.disabled_reason is not None or (last is not None and len(last) > _MAX_FED_TOKENS):
+            return None
+        try:
+            return self._run(step, last, plain, capture)
+        except RuntimeError as problem:
+            if not isinstance(problem, _CannotCapture) and not is_out_of_memory(problem):
+                raise
+            self.disabled_reason = str(problem)
+        self._device.download(self._shared.last[:1]).wait()  # waits until no graph runs
+        self._steps.clear()
+        self._retired.clear()
+        self._shared.logits = None
+        self._device.release_cache()
+        return None
+
+    def _run(
+        self, step: StepArrays, last: Tensor | None, plain: PlainColumns | None, capture: CaptureSpec | None
+    ) -> DecodeResult:
+        rows = len(step.ids)
+        padded = padded_rows(rows)
+        work = self._planner.plan(step.attention, padded)
+        kind = (padded, plain is not None, () if capture is None else (capture.layers, capture.experts))
+        static = self._steps.get((kind, work.launches))
+        if static is None or not static.attention.refill(work):
+            static = _GraphStep(self._shared, self._planner, work, padded, plain is not None, capture)
+        static.load(step, last, plain)
+        if not static.warmed_up:
+            static.body()
+            static.warmed_up = True
+            self.counts.first += 1
+        else:
+            if static.graph is None:
+                static.graph = self._capture(static)
+            static.graph.replay()
+            self.counts.replays += 1
+        # The launches are known only after the layers have run once.
+        self._store((kind, static.attention.launches), static)
+        self.counts.padded += padded - rows
+        return static.result(rows, capture)
+
+    def _store(self, key: Hashable, static: _GraphStep) -> None:
+        before = self._steps.get(key)
+        if before is not None and before is not static:
+            self._retired.append(before)
+        self._steps[key] = static
+        self._steps.move_to_end(key)
+        while len(self._steps) > self._most:
+            self._retired.append(self._steps.popitem(last=False)[1])
+
+    def _capture(self, static: _GraphStep) -> Graph:
+        try:
+            graph = self._device.capture(static.body)
+        except RuntimeError as problem:
+            if is_out_of_memory(problem):
+                raise
+            first: BaseException = problem
+            while isinstance(first.__context__, RuntimeError):  # ending a failed capture raises another error
+                first = first.__context__
+            why = str(first).strip().split("\n")[0]
+            raise _CannotCapture(f"the model's decode steps cannot be captured: {why}") from problem
+        self.counts.captures += 1
+        return graph
+
+
+class _CannotCapture(RuntimeError):
+    """The model does something that a CUDA graph cannot capture."""
+
+
+class _SharedBuffers:
+    """Buffers that all graphs of a job share, because only one graph runs at a time."""
+
+    def __init__(self, model: Model, ops: Ops, device: Device) -> None:
+        self.model = model
+        self.ops = ops
+        self.device = device
+        with torch.inference_mode():
+            self.last = torch.zeros(_MAX_FED_TOKENS, dtype=torch.int64, device=device.torch_device)
+        self.logits: Tensor | None = None
+        """[largest padded batch size so far, V]"""
+
+    def logits_buffer(self, logits: Tensor) -> Tensor:
+        """A buffer for logits [R, V] that are sampled from outside of a graph; shared, because logits are large."""
+        if self.logits is None or len(self.logits) < len(logits):
+            self.logits = torch.empty_like(logits)
+        return self.logits[: len(logits)]
+
+
+class _GraphStep:
+    """One kind of step: its static inputs and outputs, and the graph that computes the outputs."""
+
+    def __init__(
+        self,
+        shared: _SharedBuffers,
+        planner: DecodePlanner,
+        work: DecodeWork,
+        padded: int,
+        samples: bool,
+        capture: CaptureSpec | None,
+    ) -> None:
+        device = shared.device.torch_device
+        self.warmed_up = False
+        """Whether the body has run eagerly."""
+        self.graph: Graph | None = None
+        self._shared = shared
+        self._padded = padded
+        # Rows of an even number of int64 start at multiples of 16 bytes, which kernels need for wide loads.
+        self._int_columns = torch.zeros(5, max(2, padded), dtype=torch.int64, device=device)
+        self._ids, self._source, self._positions, slots, self._num_sampled = self._int_columns[:, :padded]
+        self.attention = planner.attention(slots, work)
+        self._columns = _StaticColumns(padded, device) if samples else None
+        self._all_rows = torch.arange(padded, device=device) if capture is not None else None
+        self._captured = None if capture is None else (capture.layers, capture.experts)
+        self._logits: Tensor | None = None
+        self._out: dict[str, Tensor] = {}
+
+    def load(self, step: StepArrays, last: Tensor | None, plain: PlainColumns | None) -> None:
+        """Overwrite the static inputs, except the attention lists."""
+        rows = len(step.ids)
+        int_columns = np.zeros(tuple(self._int_columns.shape), np.int64)
+        int_columns[1] = -1
+        columns = (step.ids, step.source, step.positions, step.slots, step.num_sampled)
+        for row, values in zip(int_columns, columns, strict=True):
+            if values is not None:
+                row[:rows] = values
+        self._shared.device.upload_into(int_columns.reshape(-1), self._int_columns.view(-1))
+        if last is not None and step.source is not None:
+            self._shared.last[: len(last)].copy_(last)
+        if self._columns is not None and plain is not None:
+            self._columns.load(plain)
+
+    def body(self) -> None:
+        """Compute the step, on the device only."""
+        shared, capture = self._shared, None
+        if self._captured is not None and self._all_rows is not None:
+            capture = CaptureSpec(self._all_rows, self._padded, *self._captured)
+        ids = select_input_ids(self._ids, self._source, shared.last)
+        hidden = shared.model.hidden(ModelInput(ids, self._positions, self.attention, capture, ops=shared.ops))
+        logits = shared.model.logits(hidden)  # [padded, V]
+        if self._columns is not None:
+            sampled = shared.ops.sample(logits, self._columns.at(self._num_sampled, shared.ops))
+            self._set_output("tokens", sampled.tokens)
+            self._set_output("bad", shared.ops.nan_rows(logits) if sampled.bad is None else sampled.bad)
+        else:
+            if self._logits is None:
+                self._logits = shared.logits_buffer(logits)
+            self._logits.copy_(logits)
+        if capture is not None:
+            for layer, states in capture.states.items():
+                self._set_output(f"states {layer}", states)
+            if capture.routed is not None:
+                self._set_output("routed", capture.routed)
+
+    def _set_output(self, name: str, value: Tensor) -> None:
+        if name in self._out:
+            self._out[name].copy_(value)
+        else:
+            self._out[name] = value
+
+    def result(self, rows: int, capture: CaptureSpec | None) -> DecodeResult:
+        """The step's results, for its first `rows` rows."""
+        if capture is not None:
+            capture.states = {layer: self._out[f"states {layer}"][capture.rows] for layer in capture.layers}
+            capture.routed = self._out["routed"][capture.rows] if "routed" in self._out else None
+        return DecodeResult(
+            num_sampled=self._num_sampled[:rows],
+            logits=None if self._logits is None else self._logits[:rows],
+            tokens=self._out["tokens"][:rows].clone() if "tokens" in self._out else None,
+            bad=self._out["bad"][:rows].clone() if "bad" in self._out else None,
+        )
+
+
+class _StaticColumns:
+    """Sampling parameters at fixed addresses. Padding rows are greedy."""
+
+    def __init__(self, padded: int, device: torch.device) -> None:
+        self._loaded: PlainColumns | None = None
+        floats = torch.zeros(3, max(4, padded), dtype=torch.float32, device=device)
+        ints = torch.zeros(3, max(2, padded), dtype=torch.int64, device=device)
+        self._temperature, self._top_p, self._min_p = floats[:, :padded]
+        self._top_k, self._seeds, self._samples = ints[:, :padded]
+
+    def load(self, plain: PlainColumns) -> None:
+        """Copy the rows' parameters, which are on the device already, unless they are the same as before."""
+        if plain is self._loaded:
+            return
+        self._loaded = plain
+        columns = plain.sampling
+        rows = len(plain.seeds)
+        for target, source in (
+            (self._temperature, columns.temperature),
+            (self._top_p, columns.top_p),
+            (self._min_p, columns.min_p),
+            (self._top_k, columns.top_k),
+            (self._seeds, plain.seeds),
+            (self._samples, plain.samples),
+        ):
+            target[:rows].copy_(source)
+        self._temperature[rows:].zero_()
+
+    def at(self, num_sampled: Tensor, ops: Ops) -> SamplingColumns:
+        """The columns with noise keys; `num_sampled`: [padded] tokens sampled so far for each row."""
+        keys = ops.row_keys(self._seeds, self._samples, num_sampled)
+        return SamplingColumns(
+            self._temperature, self._top_k, self._top_p, self._min_p, keys, greedy_rows=None, draws=()
+        )

@@ -1,0 +1,1 @@
+"""Device memory: the KV budget, the dummy run that measures the largest step, and out-of-memory recovery."""

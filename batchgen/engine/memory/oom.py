@@ -1,0 +1,273 @@
+"""Out-of-memory recovery: a step that does not fit into memory is run in parts.
+
+An out-of-memory error does not tell which row caused it. So the step is split in two, recursively. Either everything
+fits in smaller parts, and later steps start smaller; or single tokens do not fit even alone, and their rows end with an
+error while the job continues.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Final, Generic, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchgen.engine.sampling.sampler import StepSamples
+from batchgen.errors import DeviceError, ErrorCode, ErrorInfo
+from batchgen.plan.step_plan import StepPlan, split_plan
+from batchgen.plan.tree import PrefixTree
+
+__all__ = [
+    "ConcatenatedSamples",
+    "FailedSamples",
+    "OOMSplitter",
+    "Part",
+    "PendingSamples",
+    "blocked_requests",
+    "is_out_of_memory",
+    "out_of_memory",
+]
+
+
+class PendingSamples(Protocol):
+    """Sampled tokens of a step, on their way to the host."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """[R] int64 on the device, possibly not computed yet."""
+        ...
+
+    def read(self) -> StepSamples:
+        """The sampled tokens, once they are on the host."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FailedSamples:
+    """Rows without a token: each ends with an error."""
+
+    tokens: Tensor
+    """[R] int64 placeholders"""
+    error: ErrorInfo
+
+    @staticmethod
+    def out_of_memory(rows: int, device: torch.device, problem: str) -> FailedSamples:
+        """Rows that do not fit into memory; `problem`: the device's message."""
+        return FailedSamples(torch.zeros(rows, dtype=torch.int64, device=device), out_of_memory(problem))
+
+    def read(self) -> StepSamples:
+        """An error for each row."""
+        return StepSamples(np.zeros(len(self.tokens), np.int64), dict.fromkeys(range(len(self.tokens)), self.error))
+
+
+@dataclass(frozen=True, slots=True)
+class ConcatenatedSamples:
+    """Sampled tokens of a step that was run in parts."""
+
+    parts: Seq[PendingSamples]
+    tokens: Tensor
+    """[R] int64 tokens of all parts"""
+
+    @staticmethod
+    def of(parts: Seq[PendingSamples]) -> ConcatenatedSamples:
+        """Concatenate the samples of at least one part."""
+        return ConcatenatedSamples(parts, torch.cat([part.tokens for part in parts]))
+
+    def read(self) -> StepSamples:
+        """The sampled tokens of all parts, with rows numbered in order."""
+        joined = StepSamples(np.zeros(0, np.int64))
+        for part in self.parts:
+            sampled, at = part.read(), len(joined.tokens)
+            joined = StepSamples(
+                np.concatenate([joined.tokens, sampled.tokens]),
+                joined.errors | {at + row: error for row, error in sampled.errors.items()},
+                (*joined.logprobs, *(found.shifted(at) for found in sampled.logprobs)),
+                joined.exhausted.union(at + row for row in sampled.exhausted),
+            )
+        return joined
+
+
+def out_of_memory(problem: str) -> ErrorInfo:
+    """The error of a row that does not fit into memory."""
+    return ErrorInfo(
+        ErrorCode.OOM,
+        f"out of memory for this row even alone ({problem}); lower --kv-memory, --max-num-seqs or "
+        "--max-tokens-per-step, or shorten the row",
+    )
+
+
+T = TypeVar("T")
+
+_OOM_MESSAGES: Final = (
+    "out of memory",  # CUDA's own calls, Triton's launches
+    "not enough memory",  # PyTorch's allocator for CPUs
+    "can't allocate memory",  # PyTorch's allocator for CPUs, older wording
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+_MAX_FAILURES: Final = 3
+"""Consecutive parts that fail alone, without a sampled token in between, before the job stops."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part(Generic[T]):
+    """A part of a step: some of its tokens and samples, in order."""
+
+    plan: StepPlan
+    result: T | None
+    """None: it does not fit into memory, or it continues a chunk that does not fit"""
+    problem: str = ""
+    """Message of the device if it failed"""
+
+
+class OOMSplitter:
+    """Runs steps in parts that are as large as the device's memory allows.
+
+    Args:
+        page_size: S, tokens per page.
+        max_tokens: most flat tokens in a step.
+        release: called after a failure and before the next try, to free cached memory.
+    """
+
+    def __init__(self, page_size: int, max_tokens: int, release: Callable[[], None]) -> None:
+        self.limit = max_tokens
+        """Most flat tokens that are tried at once; halved after each step that only fit in parts."""
+        self.retries = 0
+        """Number of tries that ran out of memory."""
+        self._page_size = page_size
+        self._release = release
+        self._failures = 0
+        self._sampled_any = False
+
+    def run(self, plan: StepPlan, run: Callable[[StepPlan], T]) -> list[Part[T]]:
+        """Run a step, in parts if necessary.
+
+        Args:
+            plan: the step; its sequences are in the batch.
+            run: runs a plan and must not return None. After an error it is called again with parts of the plan: writing
+                keys and values twice is harmless, all other effects must be undone.
+
+        Returns:
+            The parts, in order; their samples, concatenated, are those of the plan.
+
+        Raises:
+            DeviceError: several parts failed alone without a sampled token in between.
+        """
+        parts: list[Part[T]] = []
+        waiting = [(plan, 0)]  # (part, its first flat token in the step)
+        skipped = range(0)  # flat tokens of a chunk whose start failed
+        tries, failed = self.retries, 0
+        while waiting:
+            part, at = waiting.pop()
+            if at in skipped:
+                if at + part.tokens > skipped.stop:
+                    waiting += self._cut(part, at, skipped.stop - at)
+                else:
+                    parts.append(Part(part, None, parts[-1].problem))
+                continue
+            if part.tokens > self.limit:
+                waiting += self._cut(part, at, self.limit)
+                continue
+            result, problem = _try_run(part, run)
+            if result is not None:
+                parts.append(Part(part, result))
+                continue
+            self.retries += 1
+            gc.collect(1)  # frames of the failed try may form cycles that hold its tensors
+            self._release()
+            halves = self._cut(part, at)
+            waiting += halves
+            if not halves:
+                parts.append(Part(part, None, problem))
+                failed += 1
+                if part.prefills and part.prefills[0].store:
+                    skipped = range(at, _chunk_end(plan, at))
+        if self.retries > tries and not failed:
+            self.limit = max(1, self.limit // 2)
+        self._check_failures(parts, failed)
+        return parts
+
+    def _cut(self, part: StepPlan, at: int, tokens: int | None = None) -> list[tuple[StepPlan, int]]:
+        """Both halves with their first flat token, the first half last; empty if the part cannot be split."""
+        halves = split_plan(part, self._page_size, tokens)
+        if halves is None:
+            return []
+        first, second = halves
+        return [(second, at + part.tokens - second.tokens), (first, at)]
+
+    def check_blocked(self, rows: int, problem: str) -> None:
+        """Check `rows` requests that depend on a position that could not be computed.
+
+        Raises:
+            DeviceError: there are several, and no token was sampled before.
+        """
+        if not self._sampled_any and rows >= _MAX_FAILURES:
+            raise _device_error(rows, problem)
+
+    def _check_failures(self, parts: list[Part[T]], failed: int) -> None:
+        """Raise if too many parts failed alone, in this step (`failed`) and the last ones, without a sampled token."""
+        for part in parts:
+            if part.result is not None and part.plan.samples:
+                self._failures, self._sampled_any = 0, True
+                return
+        self._failures += failed
+        if failed and self._failures >= _MAX_FAILURES:
+            raise _device_error(self._failures, next(part.problem for part in parts if part.result is None))
+
+
+def _device_error(rows: int, problem: str) -> DeviceError:
+    return DeviceError(
+        f"the device ran out of memory for {rows} rows, each run alone, without producing a token "
+        f"({problem}); lower --kv-memory, or free memory that other processes use"
+    )
+
+
+def _try_run(part: StepPlan, run: Callable[[StepPlan], T]) -> tuple[T | None, str]:
+    """The part's result, or None and the device's message. After a failure, the try's tensors can be freed."""
+    try:
+        return run(part), ""
+    except (RuntimeError, MemoryError) as problem:
+        if not is_out_of_memory(problem):
+            raise
+        return None, str(problem).strip().split("\n")[0][:200]
+
+
+def is_out_of_memory(problem: BaseException) -> bool:
+    """Whether an exception is an out-of-memory error of the device or the host."""
+    if isinstance(problem, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(problem, RuntimeError) and any(sign in str(problem) for sign in _OOM_MESSAGES)
+
+
+def _chunk_end(plan: StepPlan, at: int) -> int:
+    """The end of the chunk that contains flat token `at`."""
+    end = 0
+    for chunk in plan.prefills:
+        end += chunk.end - chunk.start
+        if at < end:
+            return end
+    raise AssertionError(f"no chunk contains flat token {at}")
+
+
+def blocked_requests(plan: StepPlan, tree: PrefixTree) -> list[int]:
+    """Requests that cannot be finished because `plan`, of one token, could not be run.
+
+    If the token's keys and values were to be stored, these are all requests whose prompt contains the position; for a
+    sequence that is recomputed, only its own request.
+    """
+    found: list[int] = []
+    for chunk in plan.prefills:
+        if not chunk.store:
+            continue
+        if chunk.sequence is not None:
+            found.append(chunk.request)
+            continue
+        node = int(tree.node_of_request[chunk.request])
+        while tree.start[node] > chunk.start:
+            node = int(tree.parent[node])
+        found += tree.order[int(tree.first_row[node]) : int(tree.last_row[node]) + 1].tolist()
+    return found

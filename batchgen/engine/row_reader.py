@@ -1,0 +1,213 @@
+"""`RowReader`: parses and tokenises rows into a `RequestTable`, in batches and in order.
+
+`EmbedsReader` stores prompts given as embeddings, in the row or in a file that the row names.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from batchgen.errors import ErrorCode, ErrorInfo, ModelError, RowError
+from batchgen.media.root import MediaRoot
+from batchgen.models.safetensors_header import TensorInfo, read_header
+from batchgen.request.checks import invalid, show
+from batchgen.request.embeds_store import EmbedsStore
+from batchgen.request.parser import RowDefaults, parse_row, row_extra, row_id
+from batchgen.request.prompts import EmbedsPrompt, StoredPrompt
+from batchgen.request.table import ParsedRow, RequestTable
+from batchgen.text.encode import EncodedPrompt, Encoder
+
+__all__ = ["EmbedsReader", "OnDuplicate", "ProcessedRow", "RowReader"]
+
+_FIELD = "input_embeds"
+_FILE_SUFFIX = ".safetensors"
+_MAX_CACHED_HEADERS = 8
+"""Most file headers in the cache."""
+_FLOAT_DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+
+Floats = npt.NDArray[np.float32]
+
+
+class EmbedsReader:
+    """Writes the embeddings of rows to the table's store."""
+
+    def __init__(self, store: EmbedsStore, media_root: MediaRoot) -> None:
+        self._store = store
+        self._media_root = media_root
+        self._headers: OrderedDict[tuple[Path, int, int], Mapping[str, TensorInfo]] = OrderedDict()
+
+    def store(self, row: ParsedRow) -> ParsedRow:
+        """Store the embeddings of a row; returns the row with references to them.
+
+        Raises:
+            RowError: `media_error` if a file cannot be read, `invalid_field` if the embeddings do not have the model's
+                size, `empty_prompt`.
+        """
+        prompts = (self._stored(p) if isinstance(p, EmbedsPrompt) else p for p in row.prompts)
+        return row._replace(prompts=tuple(prompts))
+
+    def _stored(self, prompt: EmbedsPrompt) -> StoredPrompt:
+        source = prompt.source
+        values = self._read(source) if isinstance(source, str) else source
+        if not len(values):
+            raise RowError(ErrorCode.EMPTY_PROMPT, f"`{_FIELD}` is empty; give at least one token", _FIELD)
+        if values.shape[1] != self._store.size:
+            raise invalid(_FIELD, f"has {values.shape[1]} values per token; the model needs {self._store.size}")
+        if not np.isfinite(values).all():
+            raise invalid(_FIELD, "contains an infinite or NaN value, or one too large for float32")
+        return StoredPrompt(self._store.add(values), len(values))
+
+    def _read(self, name: str) -> Floats:
+        """Read the tensor `name`: FILE.safetensors:TENSOR, or FILE.safetensors if the file has only one tensor."""
+        file, suffix, tensor = name.partition(_FILE_SUFFIX)
+        if not suffix or (tensor and not (tensor.startswith(":") and len(tensor) > 1)):
+            raise invalid(_FIELD, f"is {show(name)}; name a tensor as FILE{_FILE_SUFFIX}:TENSOR, or give a nested list")
+        path = self._media_root.resolve(file + suffix, _FIELD)
+        try:
+            tensors = self._header(path)
+            info = tensors.get(tensor[1:]) if tensor else next(iter(tensors.values())) if len(tensors) == 1 else None
+            if info is None:
+                found = f"no tensor {show(tensor[1:])}" if tensor else f"{len(tensors)} tensors; name one of them"
+                raise _media_error(f"{show(name)}: the file has {found}")
+            return self._values(info)
+        except (ModelError, OSError):
+            raise _media_error(f"{show(name)} cannot be read: it is not a complete safetensors file") from None
+
+    def _header(self, path: Path) -> Mapping[str, TensorInfo]:
+        state = path.stat()
+        key = (path, state.st_mtime_ns, state.st_size)
+        if key not in self._headers:
+            self._headers[key] = read_header(path)[0]
+            if len(self._headers) > _MAX_CACHED_HEADERS:
+                self._headers.popitem(last=False)
+        self._headers.move_to_end(key)
+        return self._headers[key]
+
+    def _values(self, info: TensorInfo) -> Floats:
+        kind = _FLOAT_DTYPES.get(info.dtype)
+        if kind is None or len(info.shape) != 2:
+            shape = f"{info.dtype} {list(info.shape)}"
+            raise invalid(_FIELD, f"names a tensor of {shape}; it must be floating point, [tokens, values]")
+        if info.shape[1] != self._store.size:  # checked before the values are read
+            raise invalid(_FIELD, f"has {info.shape[1]} values per token; the model needs {self._store.size}")
+        count = info.shape[0] * info.shape[1]
+        values = np.fromfile(info.file, np.dtype(kind).newbyteorder("<"), count, offset=info.start)
+        if len(values) != count:
+            raise _media_error("names a file that was truncated while it was read")
+        if info.dtype == "BF16":
+            values = (values.astype(np.uint32) << 16).view(np.float32)
+        with np.errstate(over="ignore"):  # values beyond float32 become infinite, which is an error
+            return values.astype(np.float32).reshape(info.shape)
+
+
+def _media_error(problem: str) -> RowError:
+    return RowError(ErrorCode.MEDIA_ERROR, f"`{_FIELD}` {problem}", _FIELD)
+
+
+OnDuplicate = Literal["error", "suffix", "allow"]
+
+
+class ProcessedRow(NamedTuple):
+    """One processed input row: its requests are in the table from index `first` on, or it has an error."""
+
+    row_index: int
+    id: str
+    extra: Mapping[str, Any]
+    row: ParsedRow | None
+    prompts: list[EncodedPrompt]
+    first: int
+    error: ErrorInfo | None
+
+
+class RowReader:
+    """Turns rows into requests. Keeps a hash of each row id to find duplicates, but no text."""
+
+    def __init__(
+        self,
+        table: RequestTable,
+        encoder: Encoder,
+        defaults: RowDefaults,
+        on_duplicate: OnDuplicate = "error",
+        media_root: MediaRoot | None = None,
+    ) -> None:
+        """`table` must have an embeddings store if rows have embeddings."""
+        self._table = table
+        self._encoder = encoder
+        self._defaults = defaults
+        self._on_duplicate = on_duplicate
+        self._seen: set[int] = set()
+        self._numbers: dict[int, int] = {}
+        """Hash of a duplicate id -> least number that may be free as its suffix."""
+        self._embeds = EmbedsReader(table.embeds, media_root or MediaRoot(None)) if table.embeds is not None else None
+
+    def read(self, rows: Iterable[tuple[int, Mapping[str, Any] | ErrorInfo]]) -> Iterator[ProcessedRow]:
+        """Process (row index, row or the file reader's error) and yield the results in order."""
+        # Values are freed one by one: embeddings are on disk once their row is parsed.
+        for item, prompts in self._encoder.encode_rows(self._parse(index, value) for index, value in rows):
+            if isinstance(item, ProcessedRow):
+                yield item
+            else:
+                assert prompts is not None
+                yield self._add_to_table(item, prompts)
+
+    def _parse(self, index: int, value: Mapping[str, Any] | ErrorInfo) -> ParsedRow | ProcessedRow:
+        if isinstance(value, ErrorInfo):
+            return ProcessedRow(index, f"row-{index}", {}, None, [], -1, value)
+        try:
+            row = self._with_unique_id(parse_row(value, index, self._defaults))
+            if not isinstance(row.prompts[0], EmbedsPrompt):
+                return row
+            assert self._embeds is not None
+            return self._embeds.store(row)
+        except RowError as error:
+            return ProcessedRow(index, row_id(value, index), row_extra(value), None, [], -1, error.info)
+
+    def _with_unique_id(self, row: ParsedRow) -> ParsedRow:
+        if self._on_duplicate == "allow" or self._register(row.id):
+            return row
+        if self._on_duplicate == "error":
+            raise RowError(
+                ErrorCode.DUPLICATE_ID,
+                f"id {row.id!r} was used by an earlier row; make ids unique or run with --on-duplicate-id suffix",
+                "id",
+            )
+        key = _hash(row.id)
+        number = self._numbers.get(key, 2)
+        while not self._register(f"{row.id}-{number}"):
+            number += 1
+        self._numbers[key] = number + 1
+        return row._replace(id=f"{row.id}-{number}")
+
+    def _register(self, row_id: str) -> bool:
+        key = _hash(row_id)
+        if key in self._seen:
+            return False
+        self._seen.add(key)
+        return True
+
+    def _add_to_table(self, row: ParsedRow, encoded: list[EncodedPrompt] | ErrorInfo) -> ProcessedRow:
+        if isinstance(encoded, ErrorInfo):
+            return ProcessedRow(row.row_index, row.id, row.extra, row, [], -1, encoded)
+        first = len(self._table)
+        for prompt in encoded:
+            self._table.append(
+                row.row_index,
+                prompt.prompt_index,
+                prompt.ids,
+                prompt.params,
+                prompt.seed,
+                prompt.max_new_tokens,
+                prompt.embeds,
+                prompt.score_start,
+            )
+        return ProcessedRow(row.row_index, row.id, row.extra, row, encoded, first, None)
+
+
+def _hash(row_id: str) -> int:
+    return hash(row_id)

@@ -1,0 +1,1 @@
+"""Sampling: logits processing, constraints, tokens and output logprobs."""

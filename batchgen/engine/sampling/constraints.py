@@ -1,0 +1,196 @@
+"""Constraints of running samples: grammar matchers, and their packed token masks for a step.
+
+Each sample has its own matcher, which accepts every token once. Preemption recomputes tokens but does not sample them
+again, so matchers are not affected.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from batchgen.errors import ErrorCode, ErrorInfo
+from batchgen.kernels.bitmask import bitmask_width
+from batchgen.kernels.device import Device
+from batchgen.kernels.ops import Ops
+from batchgen.request.params import Constraint, SamplingParams
+from batchgen.text.grammar.grammars import Grammars
+from batchgen.text.stops import all_stop_token_ids
+
+__all__ = ["Constrained", "GrammarMasks", "GrammarState"]
+
+_MAX_SECONDS = 30.0
+"""Most time for the grammar of one sample; a normal grammar takes less than a millisecond per token."""
+_SLOW_FILL_SECONDS = 0.25
+"""Time to fill one step's masks after which the next step fills and times each mask separately."""
+
+MaskWords = npt.NDArray[np.int32]
+
+
+class Constrained(Protocol):
+    """A sample with a constraint."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended."""
+        ...
+
+    @property
+    def grammar(self) -> GrammarState | None:
+        """Its matcher."""
+        ...
+
+
+class GrammarState:
+    """The grammar matcher of one sample, with the mask of its next token if it is already computed."""
+
+    def __init__(self, grammars: Grammars, params: SamplingParams, constraint: Constraint) -> None:
+        tokenizer = grammars.tokenizer
+        self.constraint = constraint
+        self.error: ErrorInfo | None = None
+        """Error of the matcher, which ends the row; None: no error."""
+        self.seconds = 0.0
+        """Time spent in the matcher, except in batched calls."""
+        stops = all_stop_token_ids(params, tokenizer.eos_ids)
+        # A stop id that is text must match the grammar as text; the others are allowed where the grammar may end.
+        self.stop_ids = frozenset(
+            token
+            for token in stops
+            if token < grammars.vocab_size and (token in tokenizer.eos_ids or token in tokenizer.special_ids)
+        )
+        self._grammars = grammars
+        self._next_mask: MaskWords | None = None
+        self._stop_words = _words_of(self.stop_ids, grammars.vocab_size)
+        try:
+            self.matcher: Any = grammars.matcher(constraint, self.stop_ids)
+        except (RuntimeError, MemoryError) as error:
+            self._fail(f"its matcher cannot be created: {error}")
+
+    def accept(self, token: int) -> bool:
+        """Accept the sampled token; True if only the end can follow. Sets `error` on failure."""
+        if self.error is not None or token in self.stop_ids:
+            return False
+        began = time.perf_counter()
+        try:
+            if not self.matcher.accept_token(token):
+                self._fail(f"its matcher rejects token {token}, which its mask allowed")
+                return False
+            self._next_mask = None
+            ended = bool(self.matcher.is_completed()) and self._only_stops()
+        except RuntimeError as error:
+            self._fail(f"its matcher failed: {error}")
+            return False
+        self._spend(time.perf_counter() - began)
+        return ended
+
+    def check_can_end(self) -> None:
+        """Set an error unless the text may end here. Call it when no token is left to sample."""
+        if self.error is None and not self.matcher.is_completed():
+            self._fail("it and the row's other masks left no token to sample; allow more tokens in this row")
+
+    def satisfied(self, text: str, ids: Seq[int] | None) -> bool:
+        """Whether a finished text satisfies the constraint; `ids`: its tokens, if they spell the text."""
+        return self._grammars.satisfied(self.constraint, text, ids)
+
+    def fill(self, words: MaskWords) -> None:
+        """Write the mask of the next token to `words` [ceil(V / 32)]."""
+        if self.error is not None:
+            words.fill(-1)  # the sampled token is discarded
+            return
+        if self._next_mask is not None:
+            words[:] = self._next_mask
+            return
+        began = time.perf_counter()
+        try:
+            self.matcher.fill_next_token_bitmask(torch.from_numpy(words[None]))
+        except RuntimeError as error:
+            words.fill(-1)
+            self._fail(f"its matcher failed: {error}")
+        self._spend(time.perf_counter() - began)
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether the mask of the next token is already computed."""
+        return self._next_mask is not None or self.error is not None
+
+    def _only_stops(self) -> bool:
+        """Whether the mask of the next token only allows stop ids; the mask is cached for the next step."""
+        words: MaskWords = np.empty(len(self._stop_words), np.int32)
+        self.fill(words)
+        self._next_mask = words
+        return not (words & ~self._stop_words).any()
+
+    def _spend(self, seconds: float) -> None:
+        self.seconds += seconds
+        if self.seconds > _MAX_SECONDS:
+            self._fail(f"following it took more than {_MAX_SECONDS:g} seconds; make it less ambiguous")
+
+    def _fail(self, problem: str) -> None:
+        field = self.constraint.kind
+        self.error = ErrorInfo(ErrorCode.GRAMMAR_ERROR, f"`{field}` ended the row: {problem}", field)
+
+
+class GrammarMasks:
+    """Fills the masks of a fixed set of constrained rows in every step, together and on several threads."""
+
+    def __init__(self, rows: Seq[tuple[int, Constrained]], device: Device, ops: Ops) -> None:
+        """`rows`: (row of the step, sample) of the constrained rows."""
+        self._device = device
+        self._ops = ops
+        self._rows = [row for _, row in rows]
+        (self._places,) = device.upload(np.array([i for i, _ in rows], np.int64))
+        self._slow = False
+
+    def fill(self, vocab: int) -> Tensor:
+        """[M, ceil(V / 32)] int32 packed mask of the tokens that each row allows next.
+
+        Ended rows allow all tokens, because their token is discarded.
+        """
+        states = [None if row.ended else row.grammar for row in self._rows]
+        words: MaskWords = np.empty((len(states), bitmask_width(vocab)), np.int32)
+        waiting = [i for i, state in enumerate(states) if state is not None and not state.has_mask]
+        began = time.perf_counter()
+        matchers = [state.matcher for state in states if state is not None and not state.has_mask]
+        together = len(waiting) > 1 and not self._slow and _fill_together(matchers, waiting, words)
+        for i, state in enumerate(states):
+            if state is None:
+                words[i] = -1
+            elif state.has_mask or not together:
+                state.fill(words[i])
+        self._slow = time.perf_counter() - began > _SLOW_FILL_SECONDS
+        (masks,) = self._device.upload(words)
+        return masks
+
+    def apply(self, logits: Tensor, masks: Tensor) -> None:
+        """Mask the tokens of `logits` [R, V] float32 that `masks` (of `fill`) do not allow, in place."""
+        self._ops.apply_bitmask(logits, masks, self._places)
+
+
+def _fill_together(matchers: list[Any], places: list[int], words: MaskWords) -> bool:
+    try:
+        _batch_matcher().batch_fill_next_token_bitmask(matchers, torch.from_numpy(words), places)
+    except RuntimeError:
+        return False  # fill one by one, to find the failing matcher
+    return True
+
+
+@lru_cache(maxsize=1)
+def _batch_matcher() -> Any:
+    # Imported here, because importing xgrammar takes seconds.
+    import xgrammar
+
+    return xgrammar.BatchGrammarMatcher()
+
+
+def _words_of(tokens: Seq[int] | frozenset[int], vocab: int) -> MaskWords:
+    """A packed mask with the bits of `tokens` set."""
+    bits = np.zeros(bitmask_width(vocab) * 32, np.bool_)
+    bits[list(tokens)] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)

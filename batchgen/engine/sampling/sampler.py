@@ -1,0 +1,272 @@
+"""Sampler: turns a step's logits into tokens and logprobs, with logits processing and masks.
+
+`Sampler.sample` queues work on the device without waiting. `SampledTokens.read` returns the results one step later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from batchgen.engine.input_batch import BatchView
+from batchgen.engine.sampling.constraints import GrammarMasks
+from batchgen.engine.sampling.logits_processor import LogitsProcessor
+from batchgen.engine.sampling.logprobs import LogprobsGatherer, LogprobsMode, StepLogprobs
+from batchgen.engine.sampling.min_tokens import MinTokensMask
+from batchgen.engine.sequence import Sequence
+from batchgen.errors import ErrorCode, ErrorInfo
+from batchgen.kernels.device import Device, Download
+from batchgen.kernels.ops import Ops
+from batchgen.kernels.sampling import SamplingColumns
+from batchgen.request.params import SamplingParams
+from batchgen.request.processors import LoadedProcessor
+
+__all__ = ["PlainColumns", "SampledTokens", "Sampler", "StepSamples"]
+
+_NAN = ErrorInfo(
+    ErrorCode.NAN_LOGITS,
+    "the model's logits contain NaN for this row; try --dtype float32 or check the weights",
+)
+_MASKING_FIELDS = ("allowed_token_ids", "bad_words", "custom_logit_processor")
+
+
+@dataclass(frozen=True, slots=True)
+class StepSamples:
+    """One step's sampled tokens on the host. Rows are in the order in which they were passed to the sampler."""
+
+    tokens: npt.NDArray[np.int64]
+    """[R] sampled token of each row"""
+    errors: dict[int, ErrorInfo] = field(default_factory=dict)
+    """Row -> error that ends it; the row's token is meaningless"""
+    logprobs: tuple[StepLogprobs, ...] = ()
+    """Logprobs of the rows that return them"""
+    exhausted: frozenset[int] = frozenset()
+    """Constrained rows with no token left to sample; their tokens are meaningless"""
+
+
+@dataclass(frozen=True, slots=True)
+class PlainColumns:
+    """Sampling parameters of plain rows: rows without logits processing and logprobs."""
+
+    sampling: SamplingColumns
+    seeds: Tensor
+    """[R] int64 seed of each row"""
+    samples: Tensor
+    """[R] int64 sample index of each row"""
+
+    def at(self, num_sampled: Tensor, ops: Ops) -> SamplingColumns:
+        """The columns with a step's noise keys; `num_sampled`: [R] int64 tokens sampled for each row so far."""
+        if self.sampling.all_greedy:
+            return self.sampling
+        return self.sampling.with_keys(ops.row_keys(self.seeds, self.samples, num_sampled))
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """One step's sampled tokens on the device, with their copy to the host."""
+
+    tokens: Tensor
+    """[R] int64 on the device: input ids of the next step"""
+    _columns: _RowsMetadata
+    _errors: dict[int, ErrorInfo]
+    _download: Download
+
+    def read(self) -> StepSamples:
+        """Wait for the copy to the host, which is complete one step later."""
+        arrays = iter(self._download.wait())
+        tokens = next(arrays)
+        bad = next(arrays)
+        errors = self._errors
+        if bad.any():
+            errors = dict.fromkeys(np.flatnonzero(bad).tolist(), _NAN) | errors
+        exhausted: frozenset[int] = frozenset()
+        if self._columns.masked is not None:
+            rows = self._columns.masked_rows
+            empty = {row: rows[row] for row, is_empty in zip(rows, next(arrays), strict=True) if is_empty}
+            exhausted = frozenset(row for row, sequence in empty.items() if sequence.grammar is not None)
+            empty_errors = {row: _no_token_left(empty[row].request.params) for row in empty if row not in exhausted}
+            errors = empty_errors | errors
+        logprobs_gatherer = self._columns.logprobs_gatherer
+        return StepSamples(
+            tokens, errors, () if logprobs_gatherer is None else (logprobs_gatherer.to_host(list(arrays)),), exhausted
+        )
+
+
+class Sampler:
+    """Samples one token for each row of a step. Metadata of the rows is cached while the rows stay the same."""
+
+    def __init__(
+        self,
+        device: Device,
+        ops: Ops,
+        processors: Mapping[str, LoadedProcessor] | None = None,
+        logprobs_mode: LogprobsMode = "raw",
+    ) -> None:
+        """`processors`: custom logit processors by name."""
+        self._device = device
+        self._ops = ops
+        self._processors = processors or {}
+        self._mode: LogprobsMode = logprobs_mode
+        self._numbers: npt.NDArray[np.int64] | None = None
+        self._columns: _RowsMetadata | None = None
+
+    def prepare(self, rows: BatchView) -> bool:
+        """Build the metadata of a step's rows; True if sampling needs all earlier tokens of a row on the host."""
+        return self._metadata(rows).needs_host
+
+    def sample(self, logits: Tensor, rows: BatchView, num_sampled: Tensor) -> SampledTokens:
+        """Sample one token per row.
+
+        Args:
+            logits: [R, V] of the model; changed in place.
+            rows: [R] the sequence of each row.
+            num_sampled: [R] int64 on the device, tokens sampled for each row so far.
+        """
+        columns, ops = self._metadata(rows), self._ops
+        # First, because the host fills masks while the device computes the logits.
+        masks = columns.grammars.fill(logits.shape[1]) if columns.grammars is not None else None
+        bad = ops.nan_rows(logits) if columns.edits_logits else None
+        raw = columns.logprobs_gatherer.gather_raw(logits) if columns.logprobs_gatherer is not None else None
+        if columns.edits_logits:
+            logits = logits.float()
+        errors = (
+            {}
+            if columns.logits_processor is None
+            else columns.logits_processor(logits, self._hidden_from_processors(columns.logits_processor, rows, bad))
+        )
+        # Masks commute; the min_new_tokens mask is last, because it is undone for rows that have no token left.
+        if columns.grammars is not None and masks is not None:
+            columns.grammars.apply(logits, masks)
+        masked_logits = columns.min_tokens.apply(logits, num_sampled) if columns.min_tokens is not None else None
+        sampling = columns.columns.at(num_sampled, ops)
+        result = ops.sample(logits, sampling)
+        tokens = result.tokens  # [R]
+        if bad is None:  # a fused sampling kernel reports NaN rows without another pass over the logits
+            bad = ops.nan_rows(logits) if result.bad is None else result.bad
+        sent = [tokens, bad]
+        if columns.masked is not None:
+            empty = ops.drew_masked(logits, columns.masked, tokens)
+            # On an asynchronous device, sampling again is cheaper than waiting to learn whether a row is empty.
+            if masked_logits is not None and (self._device.asynchronous or bool(empty.any())):
+                masked_logits.undo(logits, bad.new_zeros(bad.shape).index_copy_(0, columns.masked, empty))
+                sent[0] = tokens = ops.sample(logits, sampling).tokens
+                empty = ops.drew_masked(logits, columns.masked, tokens)
+            sent.append(empty)
+        if columns.logprobs_gatherer is not None:
+            sent += columns.logprobs_gatherer.gather(logits, tokens, raw)
+        download = self._device.download(*sent)
+        if columns.logits_processor is not None:  # last, because a failure before this point samples again
+            columns.logits_processor.count(tokens)
+        return SampledTokens(tokens, columns, errors, download)
+
+    def plain(self, rows: BatchView) -> PlainColumns | None:
+        """Sampling parameters of the rows, the same object for the same rows; None if a row is not plain."""
+        return self._metadata(rows).plain
+
+    def wrap(self, tokens: Tensor, bad: Tensor, rows: BatchView, download: Download | None = None) -> SampledTokens:
+        """Tokens that a graph or the background thread sampled with the parameters of `plain`.
+
+        Args:
+            tokens: [R] int64; must not be written to any more.
+            bad: [R] bool, rows with NaN logits.
+            rows: [R] the sequence of each row.
+            download: copies both to the host; None: start a copy.
+        """
+        return SampledTokens(tokens, self._metadata(rows), {}, download or self._device.download(tokens, bad))
+
+    def _metadata(self, rows: BatchView) -> _RowsMetadata:
+        columns = self._columns
+        if columns is None or self._numbers is None or not _same_rows(rows.numbers, self._numbers):
+            columns = self._columns = _RowsMetadata.of(rows, self._processors, self._mode, self._device, self._ops)
+            self._numbers = rows.numbers
+        return columns
+
+    def _hidden_from_processors(
+        self, logits_processor: LogitsProcessor, rows: BatchView, bad: Tensor | None
+    ) -> frozenset[int]:
+        """Rows that are not passed to custom processors: rows with NaN logits (this waits) and ended rows."""
+        if not logits_processor.has_processors or bad is None:
+            return frozenset()
+        nan_rows = np.flatnonzero(self._device.download(bad).wait()[0]).tolist()
+        return frozenset(nan_rows).union(i for i in logits_processor.places if rows[i].ended)
+
+
+def _same_rows(one: npt.NDArray[np.int64], other: npt.NDArray[np.int64]) -> bool:
+    return one is other or np.array_equal(one, other)
+
+
+def _no_token_left(params: SamplingParams) -> ErrorInfo:
+    names = [name for name in _MASKING_FIELDS if getattr(params, name)]
+    message = f"{' and '.join(f'`{name}`' for name in names)} left no token to sample; allow more tokens in this row"
+    return ErrorInfo(ErrorCode.INVALID_FIELD, message, names[0])
+
+
+@dataclass(frozen=True, slots=True)
+class _RowsMetadata:
+    """Sampling metadata of a set of rows, which stays the same from step to step."""
+
+    columns: PlainColumns
+    logprobs_gatherer: LogprobsGatherer | None
+    """None: no row returns logprobs"""
+    logits_processor: LogitsProcessor | None
+    """None: no row has logits rules"""
+    min_tokens: MinTokensMask | None
+    """None: no row is below its `min_new_tokens`"""
+    grammars: GrammarMasks | None
+    """None: no row is constrained"""
+    masked: Tensor | None
+    """[w] int64 rows whose masks may leave no token; None: no such row"""
+    masked_rows: dict[int, Sequence]
+    """Row -> sequence of these [w] rows"""
+    edits_logits: bool
+    """Whether logits may be changed, which needs them in float32"""
+    needs_host: bool
+    """Whether sampling needs a row's earlier tokens on the host"""
+
+    @staticmethod
+    def of(
+        rows: BatchView,
+        processors: Mapping[str, LoadedProcessor],
+        mode: LogprobsMode,
+        device: Device,
+        ops: Ops,
+    ) -> _RowsMetadata:
+        table, slots = rows.batch, rows.slots
+        sampling = SamplingColumns.of(
+            table.temperature[slots], table.top_k[slots], table.top_p[slots], table.min_p[slots], device
+        )
+        edited = [(i, rows[i]) for i in np.flatnonzero(table.edits_logits[slots]).tolist()]
+        ruled = [(i, row.logits_state) for i, row in edited if row.logits_state is not None]
+        grammars = [(i, row) for i, row in edited if row.grammar is not None]
+        masks = {i for i, logits_state in ruled if logits_state.rules.masks}.union(i for i, _ in grammars)
+        masked = {i: row for i, row in edited if i in masks}
+        changed = frozenset(i for i, logits_state in ruled if logits_state.rules.changes_logits)
+        logprob_rows = table.wants_logprobs[slots].nonzero()[0]
+        min_tokens = [(i, row) for i, row in edited if row.masked_ids]
+        logits_processor = LogitsProcessor(ruled, processors, device, ops) if ruled else None
+        seeds, samples, places = device.upload(
+            table.seed[slots], table.sample[slots], np.fromiter(masked, np.int64, len(masked))
+        )
+        edits_logits = bool(ruled or grammars or min_tokens)
+        return _RowsMetadata(
+            columns=PlainColumns(sampling, seeds, samples),
+            logprobs_gatherer=LogprobsGatherer(rows, logprob_rows, changed, sampling, mode, device, ops)
+            if len(logprob_rows)
+            else None,
+            logits_processor=logits_processor,
+            min_tokens=MinTokensMask.of(min_tokens, device) if min_tokens else None,
+            grammars=GrammarMasks(grammars, device, ops) if grammars else None,
+            masked=places if masked else None,
+            masked_rows=masked,
+            edits_logits=edits_logits,
+            needs_host=bool(grammars) or (logits_processor is not None and logits_processor.needs_host),
+        )
+
+    @property
+    def plain(self) -> PlainColumns | None:
+        """Sampling parameters; None if a row has logits rules or returns logprobs."""
+        return None if self.edits_logits or self.logprobs_gatherer is not None else self.columns

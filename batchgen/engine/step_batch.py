@@ -1,0 +1,276 @@
+"""Inputs of one step: `StepArrays` on the host, laid out from a `StepPlan`, and `StepBatch` on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from batchgen.engine.decode_table import DecodeTable
+from batchgen.engine.input_batch import BatchView, InputBatch
+from batchgen.kernels.device import Device
+from batchgen.kernels.lora import LoraStep, lora_step
+from batchgen.kernels.types import AttentionBatch, ChunkPages
+from batchgen.models.base import TokenEmbeds
+from batchgen.plan.step_plan import PrefillChunk, StepPlan
+from batchgen.request.table import RequestTable
+
+__all__ = ["StepArrays", "StepBatch", "lay_out_step", "select_input_ids"]
+
+Int64 = npt.NDArray[np.int64]
+
+_NO_SLOTS: Final = torch.empty(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """Tensors of one step, packed without padding."""
+
+    input_ids: Tensor
+    """[T] int64; undefined where `source` is not -1"""
+    positions: Tensor
+    """[T] int64 position of each token in its sequence"""
+    attention: AttentionBatch
+    logit_rows: Tensor | None
+    """[U] int64 flat tokens whose logits are needed, each once; None: all of them, in order"""
+    sample_rows: Tensor | None
+    """[R] int64 index into `logit_rows` of each `SampleRow`; None: one row each, in order"""
+    num_sampled: Tensor
+    """[R] int64 tokens sampled so far by the sequence of each `SampleRow`"""
+    source: Tensor | None = None
+    """[T] int64 row of the last step whose sampled token is the input id, -1 where `input_ids` has it; None: all -1"""
+    lora: LoraStep | None = None
+    """Tokens by adapter; None: no token has one"""
+    embeds: TokenEmbeds | None = None
+    """Tokens given as embeddings; None: none"""
+
+    def feed(self, last: Tensor | None) -> Tensor:
+        """[T] the step's input ids; `last` [R'] int64: tokens of the last step on the device."""
+        return (
+            self.input_ids
+            if self.source is None or last is None
+            else select_input_ids(self.input_ids, self.source, last)
+        )
+
+
+def select_input_ids(ids: Tensor, source: Tensor, last: Tensor) -> Tensor:
+    """[T] input ids: `last[source]` where `source` [T] is not -1, else `ids` [T]; all int64, `last` is [R']."""
+    return torch.where(source < 0, ids, last[source.clamp(min=0)])
+
+
+@dataclass(frozen=True, slots=True)
+class StepArrays:
+    """Arrays of one step on the host, packed without padding. Fields are as in `StepBatch` unless noted."""
+
+    ids: Int64
+    positions: Int64
+    slots: Int64
+    """[T] slot mapping: pool slot of each token's key and value"""
+    source: Int64 | None
+    logit_rows: Int64
+    """[U] as in `StepBatch`, never None"""
+    sample_rows: Int64 | None
+    num_sampled: Int64
+    attention: AttentionBatch
+    """Its slot mapping is set by `upload`"""
+    adapters: npt.NDArray[np.int32] | None
+    """[T] adapter index, -1 for none; None: the job has no adapters"""
+    embeds: tuple[Int64, npt.NDArray[np.float32]] | None
+    """Flat tokens [E] given as embeddings, and their values [E, H]; None: none"""
+
+    @property
+    def decode_only(self) -> bool:
+        """Whether every flat token is a decode row that is sampled for, in order, without an adapter."""
+        if self.attention.chunks or self.sample_rows is not None or not len(self.ids):
+            return False
+        if self.adapters is not None and bool((self.adapters >= 0).any()):
+            return False
+        return self.all_sampled
+
+    @property
+    def all_sampled(self) -> bool:
+        """Whether the logits of every flat token are needed, in order."""
+        return len(self.logit_rows) == len(self.ids) and bool((np.diff(self.logit_rows) == 1).all())
+
+    def upload(self, device: Device) -> StepBatch:
+        """The step's tensors, in one transfer."""
+        arrays = [self.ids, self.positions, self.slots, self.logit_rows, self.num_sampled]
+        arrays += [array for array in (self.sample_rows, self.source) if array is not None]
+        ids, positions, slots, logit_rows, num_sampled, *others = device.upload(*arrays)
+        self.attention.slot_mapping, self.attention.uploader = slots, device
+        return StepBatch(
+            input_ids=ids,
+            positions=positions,
+            attention=self.attention,
+            logit_rows=None if self.all_sampled else logit_rows,
+            sample_rows=others[0] if self.sample_rows is not None else None,
+            num_sampled=num_sampled,
+            source=others[-1] if self.source is not None else None,
+            lora=None if self.adapters is None else lora_step(self.adapters, device),
+            embeds=None if self.embeds is None else TokenEmbeds(*device.upload(*self.embeds)),
+        )
+
+
+def lay_out_step(
+    plan: StepPlan,
+    table: RequestTable,
+    running: InputBatch,
+    decodes: DecodeTable,
+    page_size: int,
+    adapter: npt.NDArray[np.int32] | None = None,
+    unread: BatchView | None = None,
+) -> StepArrays:
+    """Lay out a step: its prefill chunks in order, then its decode rows.
+
+    Args:
+        plan: the step.
+        table: every prompt of the job.
+        running: the running batch, with all sequences of the plan.
+        decodes: the decode table; it must see every step of the job, in order.
+        page_size: tokens per page.
+        adapter: [N] adapter of each request, -1 for none.
+        unread: [R'] rows of the last step if its tokens are still only on the device.
+    """
+    total = plan.tokens
+    ids = np.empty(total, np.int64)
+    positions = np.empty(total, np.int64)
+    slots = np.empty(total, np.int64)
+    source = np.full(total, -1, np.int64) if unread is not None else None
+    at, chunks = 0, []
+    if plan.prefills:
+        at = total - len(plan.decodes)
+        chunks = _lay_out_chunks(plan.prefills, table, page_size, ids[:at], positions[:at], slots[:at])
+        _fill_output_ids(plan.prefills, chunks, table, running, ids, source, unread)
+    attention = AttentionBatch(slot_mapping=_NO_SLOTS, chunks=chunks, decode_start=at)
+    rows = running.slots(plan.decodes.numbers)
+    if len(rows):
+        ids[at:] = running.last_token[rows]
+        if unread is not None and source is not None:
+            source[at:] = _source_rows(plan.decodes.numbers, rows, unread)
+        positions[at:], slots[at:] = decodes.fill(attention, plan.decodes, plan.groups, rows)
+    else:
+        decodes.clear()
+    logit_rows, sample_rows = _unique_tokens(plan.samples.tokens)
+    return StepArrays(
+        ids=ids,
+        positions=positions,
+        slots=slots,
+        source=source,
+        logit_rows=logit_rows,
+        sample_rows=sample_rows,
+        num_sampled=running.num_sampled[running.slots(plan.samples.numbers)],
+        attention=attention,
+        adapters=None if adapter is None else _token_adapters(plan, running.request[rows], adapter),
+        embeds=None if table.embeds_id is None else _chunk_embeds(plan, table),
+    )
+
+
+def _lay_out_chunks(
+    prefills: Sequence[PrefillChunk],
+    table: RequestTable,
+    page_size: int,
+    ids: Int64,
+    positions: Int64,
+    slots: Int64,
+) -> list[ChunkPages]:
+    """Fill ids, positions and slots [T'] of all chunks at once; ids of output positions stay undefined."""
+    starts, ends, requests, stored, widths = np.array(
+        [(c.start, c.end, c.request, c.store, len(c.pages)) for c in prefills], np.int64
+    ).T
+    lengths, offsets = ends - starts, table.offsets[requests]
+    of = np.repeat(np.arange(len(lengths)), lengths)
+    flat_ends = np.cumsum(lengths)
+    positions[:] = np.arange(len(positions)) + (starts - flat_ends + lengths)[of]
+    ids[:] = table.tokens.take(offsets[of] + positions, mode="clip")
+    pages = np.fromiter(chain.from_iterable(c.pages for c in prefills), np.int64, int(widths.sum()))
+    edges = np.cumsum(widths)
+    slots[:] = positions % page_size
+    page_starts = pages[(edges - widths)[of] + positions // page_size] * page_size
+    slots += page_starts if stored.all() else page_starts * stored[of]
+    columns = zip(
+        (flat_ends - lengths).tolist(), lengths.tolist(), ends.tolist(), np.split(pages, edges[:-1]), strict=True
+    )
+    return [ChunkPages(*column) for column in columns]
+
+
+def _fill_output_ids(
+    prefills: Sequence[PrefillChunk],
+    chunks: Sequence[ChunkPages],
+    table: RequestTable,
+    running: InputBatch,
+    ids: Int64,
+    source: Int64 | None,
+    unread: BatchView | None,
+) -> None:
+    """Fill the ids of output positions in recomputed chunks; at most one token of a sequence is still on the device."""
+    for chunk, pages_of_chunk in zip(prefills, chunks, strict=True):
+        if chunk.sequence is None:
+            continue
+        length = len(table.prompt_ids(chunk.request))
+        if chunk.end <= length:
+            continue
+        first = max(chunk.start - length, 0)
+        known = running.output_ids(chunk.sequence)[first : chunk.end - length]
+        at, end = pages_of_chunk.q_start + length + first - chunk.start, pages_of_chunk.q_start + pages_of_chunk.q_len
+        ids[at : at + len(known)] = known
+        if at + len(known) < end:
+            assert source is not None
+            assert unread is not None
+            assert at + len(known) == end - 1, "more than one token is still on the device"
+            source[end - 1] = np.flatnonzero(unread.numbers == chunk.sequence).item()
+
+
+def _source_rows(numbers: Int64, slots: Int64, unread: BatchView) -> Int64:
+    """[R] row in `unread` of each sequence of `numbers`, in `slots`; -1 if it is not in `unread`."""
+    if numbers is unread.numbers:
+        return np.arange(len(numbers))
+    place = np.full(1 + max(int(slots.max()), int(unread.slots.max())), -1, np.int64)
+    place[unread.slots] = np.arange(len(unread))
+    found = place[slots]
+    # Another sequence may have used the slot in the last step.
+    placed: Int64 = np.where((found >= 0) & (unread.numbers[found] == numbers), found, -1)
+    return placed
+
+
+def _chunk_embeds(plan: StepPlan, table: RequestTable) -> tuple[Int64, npt.NDArray[np.float32]] | None:
+    """Flat tokens of the step's chunks that are given as embeddings, and their values; None: none."""
+    assert table.embeds is not None
+    rows, values, at = [], [], 0
+    for chunk in plan.prefills:
+        span = table.embeds_of(chunk.request)
+        end = 0 if span is None else min(chunk.end, span.length)
+        if span is not None and chunk.start < end:
+            rows.append(np.arange(at, at + end - chunk.start))
+            values.append(table.embeds.rows(span.first + chunk.start, span.first + end))
+        at += chunk.end - chunk.start
+    if not rows:
+        return None
+    return np.concatenate(rows), np.concatenate(values)
+
+
+def _token_adapters(plan: StepPlan, decoding: Int64, adapter: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """[T] adapter of each flat token, -1 for none; `decoding`: [R] requests of the decode rows.
+
+    All requests below a tree node have the same adapter.
+    """
+    requests, counts = np.array([(c.request, c.end - c.start) for c in plan.prefills], np.int64).reshape(-1, 2).T
+    return np.concatenate([np.repeat(adapter[requests], counts), adapter[decoding]])
+
+
+def _unique_tokens(tokens: Int64) -> tuple[Int64, Int64 | None]:
+    """Each flat token once, in order of first use, and the index of each of `tokens` [R] among them; None: in order."""
+    if (tokens[1:] > tokens[:-1]).all():
+        return tokens.copy(), None  # a copy, because later steps reuse the plan's columns
+    _, first, rank = np.unique(tokens, return_index=True, return_inverse=True)
+    if len(first) == len(tokens):
+        return tokens.copy(), None
+    order = np.argsort(first)
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order))
+    return tokens[first[order]], place[rank]

@@ -1,0 +1,162 @@
+"""`JobWorkload`: the requests of a job, their prefix tree, and which of them run, are copied or are skipped."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from batchgen.plan.estimate import find_dedup
+from batchgen.plan.length_predictor import EXACT
+from batchgen.plan.tree import PrefixTree, build_tree
+from batchgen.request.table import RequestTable
+
+__all__ = ["JobWorkload", "plan_workload"]
+
+
+@dataclass(frozen=True, slots=True)
+class JobWorkload:
+    """A request table with its prefix tree and the samples that remain to be generated.
+
+    The tree spans every prompt of the table, including those that are already committed, so that `cached_tokens` and
+    `dedup_of` do not depend on where a run was resumed.
+    """
+
+    table: RequestTable
+    tree: PrefixTree
+    samples: npt.NDArray[np.int32]
+    """[N] number of samples to run; 0 if finished before, copied from a leader, or nothing is computed"""
+    leader: npt.NDArray[np.int64]
+    """[N] index of the identical greedy request that this one duplicates; its own index if none"""
+    done: npt.NDArray[np.bool_]
+    """[N] finished in an earlier run"""
+    followers: npt.NDArray[np.int64]
+    """[F] duplicate requests that copy their leader's result, sorted by leader"""
+    followed: npt.NDArray[np.int64]
+    """[F] leader of each of `followers`"""
+    idle: npt.NDArray[np.int64]
+    """[I] requests that remain but compute nothing: they return neither tokens nor prompt values"""
+    too_large: dict[int, int] = field(default_factory=dict)
+    """Request -> pages that it needs, if these are more than the whole pool"""
+    refused: list[int] = field(default_factory=list)
+    """Requests given as embeddings that the model does not accept"""
+    adapter: npt.NDArray[np.int32] | None = None
+    """[N] adapter index of each request, -1 for none; None: no request has one"""
+
+    @property
+    def max_tokens(self) -> npt.NDArray[np.int32]:
+        """[N] most tokens sampled per sample. A prompt-only request samples one token, which is discarded."""
+        return np.maximum(self.table.max_new_tokens, 1)
+
+    def kinds(self, *, repeats_end: bool = False) -> npt.NDArray[np.int32]:
+        """[N] requests of one kind are expected to end alike; `EXACT` where only the limit ends them.
+
+        Args:
+            repeats_end: whether samples that go round in circles are ended.
+        """
+        params = self.table.params
+        exact = np.array([p.runs_to_limit and not repeats_end for p in params], np.bool_)[self.table.params_id]
+        return np.where(exact | (self.max_tokens == 1), EXACT, self.table.params_id).astype(np.int32)
+
+    @property
+    def first_text(self) -> npt.NDArray[np.int64]:
+        """[N] for a text to score, the request of its prompt's first text; for other requests, their own index."""
+        table, own = self.table, np.arange(len(self.table))
+        more = np.zeros(len(own), np.bool_)
+        row, prompt = table.row_index, table.prompt_index
+        more[1:] = (table.score_start[1:] >= 0) & (row[1:] == row[:-1]) & (prompt[1:] == prompt[:-1])
+        return np.maximum.accumulate(np.where(more, 0, own)) if len(own) else own
+
+    def followers_of(self, leader: int) -> list[int]:
+        """The duplicate requests that copy this one's result, in input order."""
+        low = bisect_left(self.followed, leader)
+        high = bisect_left(self.followed, leader + 1, low)
+        found: list[int] = self.followers[low:high].tolist()
+        return found
+
+    def skip_too_large(self, pages: int, page_size: int) -> None:
+        """Move requests that do not fit into `pages` pages even alone to `too_large`."""
+        positions = np.diff(self.table.offsets) + self.max_tokens - 1
+        needed = -(-positions // page_size)
+        large = np.flatnonzero((needed > pages) & (self.samples > 0))
+        if not len(large):
+            return
+        for index in self._skip(large):
+            self.too_large[index] = int(needed[index])
+
+    def refuse_embeds(self) -> None:
+        """Move prompts given as embeddings to `refused`."""
+        assert self.table.embeds_id is not None
+        self.refused.extend(self._skip(np.flatnonzero((self.table.embeds_id >= 0) & (self.samples > 0))))
+
+    def _skip(self, requests: npt.NDArray[np.int64]) -> list[int]:
+        """Skip requests, with all other scored texts of their prompts; returns the first request of each prompt."""
+        if not len(requests):
+            return []
+        first = self.first_text
+        self.samples[np.isin(first, first[requests])] = 0
+        found: list[int] = requests[np.unique(first[requests], return_index=True)[1]].tolist()
+        return found
+
+
+def plan_workload(
+    table: RequestTable,
+    done: npt.NDArray[np.bool_] | None = None,
+    *,
+    dedup: bool = True,
+    adapters: Sequence[str] = (),
+) -> JobWorkload:
+    """Build the prefix tree, find identical greedy requests, and skip what needs no computation.
+
+    Args:
+        table: every prompt of the job.
+        done: [N] requests finished in an earlier run.
+        dedup: copy identical greedy requests instead of generating each.
+        adapters: adapter names, in the order of their indexes.
+    """
+    count = len(table)
+    done = np.zeros(count, np.bool_) if done is None else done
+    adapter = _adapters(table, adapters)
+    tree = build_tree(table.tokens, table.offsets, _keys(adapter, table.embeds_id))
+    own = np.arange(count, dtype=np.int64)
+    params_id = table.params_id
+    greedy = np.array([p.greedy for p in table.params], np.bool_)[params_id] if count else np.zeros(0, np.bool_)
+    scored = table.score_start >= 0
+    leader = own
+    if dedup:
+        leader = find_dedup(tree.node_of_request, params_id, greedy & ~scored, table.max_new_tokens)
+    num_samples = np.array([p.samples for p in table.params], np.int32)[params_id] if count else np.zeros(0, np.int32)
+    reads_prompt = np.array([p.returns_prompt_values for p in table.params], np.bool_)[params_id] if count else greedy
+    idle = ~done & (table.max_new_tokens == 0) & ~reads_prompt & ~scored
+    samples = np.where(done | idle, 0, num_samples).astype(np.int32)
+    # A duplicate whose leader was committed by an earlier run is generated, because the leader's tokens are in a file.
+    copies = (leader != own) & ~done & ~done[leader] & (samples > 0)
+    samples[copies] = 0
+    followers = np.flatnonzero(copies)
+    followers = followers[np.argsort(leader[followers], kind="stable")]
+    return JobWorkload(
+        table, tree, samples, leader, done, followers, leader[followers], np.flatnonzero(idle), adapter=adapter
+    )
+
+
+def _adapters(table: RequestTable, names: Sequence[str]) -> npt.NDArray[np.int32] | None:
+    """[N] adapter index of each request, -1 for none; None: no request has one."""
+    if not any(params.lora_path for params in table.params):
+        return None
+    places = {name: index for index, name in enumerate(names)}
+    by_params = [-1 if params.lora_path is None else places[params.lora_path] for params in table.params]
+    return np.array(by_params, np.int32)[table.params_id]
+
+
+def _keys(
+    adapter: npt.NDArray[np.int32] | None, embeds_id: npt.NDArray[np.int32] | None
+) -> npt.NDArray[np.int64] | None:
+    """[N] cache keys: requests share keys and values of equal ids only if their keys are equal; None: all share."""
+    if adapter is None and embeds_id is None:
+        return None
+    high = np.int64(0) if adapter is None else adapter.astype(np.int64) + 1
+    low = np.int64(0) if embeds_id is None else embeds_id.astype(np.int64) + 1
+    return np.asarray((high << np.int64(32)) | low, np.int64)

@@ -1,1 +1,0 @@
-"""What runs inside a benchmark's processes: scripts that import nothing of the benchmark itself."""

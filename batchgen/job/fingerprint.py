@@ -1,0 +1,107 @@
+"""Job fingerprint: a hash of everything that the results depend on, and the record in the output's footer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from batchgen import __version__
+from batchgen.config.run_config import RunConfig
+from batchgen.data.carry import carried_fields
+from batchgen.data.read.input_set import InputSet
+from batchgen.data.write.schema import SCHEMA_VERSION
+from batchgen.data.write.work_folder import RunIdentity
+from batchgen.request.processors import load_processors
+
+__all__ = ["JobIdentity", "identify_job"]
+
+_ENGINE_FIELDS = (
+    "max_model_len",
+    "seed",
+    "dedup",
+    "deterministic",
+    "hidden_states_dtype",
+    "stop_on_repeat",
+    "repetition_penalty_scope",
+    "logprobs_mode",
+    "lenient_schemas",
+)
+_RUN_FIELDS = (
+    "sampling_defaults",
+    "prompt_column",
+    "id_column",
+    "chat",
+    "system",
+    "truncate",
+    "carry",
+    "include_prompt",
+    "include_prompt_ids",
+    "limit",
+    "offset",
+    "sample",
+    "on_bad_row",
+    "on_duplicate_id",
+)
+"""Options that results or the output's columns depend on; not batch sizes, memory or threads."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobIdentity:
+    """Fingerprint of a job, the values it was computed from, and the record for the footer key `batchgen.run`."""
+
+    run: RunIdentity
+    info: Mapping[str, Any]
+    record: Mapping[str, Any]
+
+
+def identify_job(
+    config: RunConfig, inputs: InputSet, model: Mapping[str, Any], sampling: Mapping[str, Any]
+) -> JobIdentity:
+    """Compute the fingerprint of a job; needs no weights.
+
+    Args:
+        config: the resolved configuration.
+        inputs: the opened input files, with their hashes.
+        model: digests of model, tokenizer and template, end-of-sequence ids, resolved dtype and implementation.
+        sampling: the sampling defaults in effect (options of the run over defaults of the model).
+    """
+    options = {name: getattr(config.engine, name) for name in _ENGINE_FIELDS}
+    options |= {name: getattr(config, name) for name in _RUN_FIELDS}
+    if config.engine.quantization != "none":  # "none" is left out, for equal fingerprints with older versions
+        options["quantization"] = config.engine.quantization
+    # Source and digest: a processor whose code changes makes another job.
+    processors = {
+        name: [found.source, found.digest] for name, found in load_processors(config.engine.logit_processor).items()
+    }
+    info = {
+        "schema_version": SCHEMA_VERSION,
+        # The digest identifies the model; the path of its folder may differ between machines.
+        **{f"model {name}": value for name, value in model.items() if name != "model"},
+        **{f"sampling default {name}": value for name, value in sampling.items()},
+        **{f"--{name.replace('_', '-')}": value for name, value in options.items()},
+        "--logit-processor": processors,
+        # A file may be moved before a run is resumed: its content counts, its name does not.
+        "input files": [[f.size, f.sha256] for f in inputs.files],
+    }
+    normalized = json.loads(json.dumps(info, sort_keys=True, default=str))
+    digest = hashlib.sha256(json.dumps(normalized, sort_keys=True).encode()).hexdigest()
+    shard = (config.shard.index, config.shard.count) if config.shard else None
+    record = {
+        "version": __version__,
+        **dict(model),
+        "deterministic": config.engine.deterministic,
+        "quantization": config.engine.quantization,
+        "sampling_defaults": dict(sampling),
+        "logprobs_mode": config.engine.logprobs_mode,
+        "logit_processors": processors,
+        "inputs": [{"path": f.path, "size": f.size, "sha256": f.sha256} for f in inputs.files],
+        "shard": shard,
+        "fingerprint": digest,
+        "configuration": config.describe(),
+    }
+    names = () if isinstance(config.carry, str) else config.carry
+    carried = carried_fields(names, inputs.files, config.prompt_column, config.id_column)
+    return JobIdentity(RunIdentity(digest, shard, carried), normalized, record)

@@ -1,0 +1,1 @@
+"""Attention with the vllm-flash-attn library: finding it, checking it, calling it."""

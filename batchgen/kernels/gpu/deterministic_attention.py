@@ -1,0 +1,264 @@
+"""Batch-invariant attention in Triton: a token's result depends only on its own keys, bit for bit.
+
+One specialisation of the kernel serves all work of a step. See `deterministic_list` for the order of the work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchgen.kernels.chips import AttentionTile, ChipTuning, fixed_tuning
+from batchgen.kernels.gpu.attention_kernel import LOG2_E, LOWEST, _step
+from batchgen.kernels.gpu.common import power_of_2, rounded
+from batchgen.kernels.gpu.deterministic_list import (
+    FIELDS,
+    DeterministicListShape,
+    DeterministicWorkList,
+    plan_deterministic,
+)
+from batchgen.kernels.gpu.launch import launch
+from batchgen.kernels.pooled import PooledAttention
+from batchgen.kernels.types import AttentionBatch, KVPool
+
+__all__ = ["DeterministicTritonAttention", "deterministic_attention_kernel"]
+
+
+@triton.jit(do_not_specialize=["window", "state_from"])
+def deterministic_attention_kernel(
+    query, keys, values, out, state_out, state_max, state_sum, items, rows, positions, pages, sinks,
+    query_stride_t, query_stride_n, state_from, window, score_scale, inv_softcap, softcap,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, ITEM_FIELDS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PACKED: tl.constexpr,
+    ALIGNED: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAPPED: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """softmax(scale * Q K^T) V of one work item for the heads of one key head, from its first step to its last.
+
+    Shapes:
+        query [T, N, D] with strides, keys [P, S, K, D], values [P, S, K, Dv], out [T, N, Dv], state_out [R, N, Dv],
+        state_max and state_sum [R, N] float32, items [I, ITEM_FIELDS] int32, sinks [N]; the rest int32 lists.
+        The state of token t has index t - state_from.
+    Grid:
+        items x key heads x blocks of PACKED heads, heads fastest. A tile has BLOCK_M rows: BLOCK_M // PACKED tokens
+        times PACKED heads.
+    Numerics:
+        as `attention_kernel`, but every step is masked, so that a row's values do not depend on the other rows of its
+        tile. A step in which a row sees no key changes none of its bits. The saved state is the scan's float32 state,
+        unrounded, so that a scan in several items gives the same bits as one in a single item.
+    Bytes:
+        per item and key head (end - begin) * (D + Dv) elements of the pool, queries and results once; a saved state
+        4 (Dv + 2) per token and head.
+    """
+    HEAD_BLOCKS: tl.constexpr = (HEADS // KV_HEADS + PACKED - 1) // PACKED
+    i_program = tl.program_id(0)
+    i_kv_head = i_program % (KV_HEADS * HEAD_BLOCKS) // HEAD_BLOCKS
+    i_block = i_program % HEAD_BLOCKS
+    p_item = items + (i_program // (KV_HEADS * HEAD_BLOCKS)) * ITEM_FIELDS
+    count = tl.load(p_item + 1)
+    if count == 0:
+        return
+    rows_at = tl.load(p_item)
+    p_pages = pages + tl.load(p_item + 2)
+    base = tl.load(p_item + 3)
+    first = tl.load(p_item + 4) - base
+    begin = tl.multiple_of(tl.load(p_item + 5) - base, ALIGNED)
+    end = tl.load(p_item + 6) - base
+    resumed = tl.load(p_item + 7)
+    saves_state = tl.load(p_item + 8)
+
+    o_m = tl.arange(0, BLOCK_M)
+    o_d = tl.arange(0, BLOCK_D)
+    o_v = tl.arange(0, BLOCK_V)
+    i_query = o_m // PACKED  # [BM]
+    i_in_group = i_block * PACKED + o_m % PACKED
+    m_m = (i_query < count) & (i_in_group < HEADS // KV_HEADS)
+    m_mv = m_m[:, None] & (o_v < VALUE_DIM)[None, :]
+    i_head = i_kv_head * (HEADS // KV_HEADS) + i_in_group
+    token = tl.load(rows + rows_at + i_query, mask=m_m, other=0).to(tl.int64)
+    position = tl.load(positions + token, mask=m_m, other=0) - base
+    p_q = query + token[:, None] * query_stride_t + i_head[:, None].to(tl.int64) * query_stride_n + o_d[None, :]
+    q = tl.load(p_q, mask=m_m[:, None] & (o_d < KEY_DIM)[None, :], other=0.0)  # [BM, D]
+    if q.dtype != keys.dtype.element_ty:
+        q = rounded(q.to(tl.float32), keys.dtype.element_ty)
+
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    if resumed != 0:
+        o_state = (token - state_from) * HEADS + i_head  # [BM]
+        acc = tl.load(state_out + o_state[:, None] * VALUE_DIM + o_v[None, :], mask=m_mv, other=0.0)  # [BM, Dv]
+        row_max = tl.load(state_max + o_state, mask=m_m, other=LOWEST)
+        row_sum = tl.load(state_sum + o_state, mask=m_m, other=0.0)
+    for i_step in range((end - begin + BLOCK_N - 1) // BLOCK_N):
+        acc, row_max, row_sum = _step(
+            acc, row_max, row_sum, q, begin + i_step * BLOCK_N,
+            keys, values, p_pages, i_kv_head, position, first, end, window, score_scale, inv_softcap, softcap,
+            KV_HEADS, KEY_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, BLOCK_V, True, WINDOWED, SOFTCAPPED,
+        )  # fmt: skip
+
+    if saves_state != 0:
+        o_state = (token - state_from) * HEADS + i_head
+        tl.store(state_out + o_state[:, None] * VALUE_DIM + o_v[None, :], acc, mask=m_mv)
+        tl.store(state_max + o_state, row_max, mask=m_m)
+        tl.store(state_sum + o_state, row_sum, mask=m_m)
+    else:
+        if SINKS:
+            sink = tl.load(sinks + i_head, mask=m_m, other=0.0).to(tl.float32) * LOG2_E
+            new_max = tl.maximum(row_max, sink)
+            decay = tl.exp2(row_max - new_max)
+            row_sum = row_sum * decay + tl.exp2(sink - new_max)
+            acc = acc * decay[:, None]
+        acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+        p_out = out + (token * HEADS + i_head)[:, None] * VALUE_DIM + o_v[None, :]
+        tl.store(p_out, rounded(acc, out.dtype.element_ty), mask=m_mv)
+
+
+_LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Sizes of a layer and its query."""
+
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def group(self) -> int:
+        """Query heads per kv head."""
+        return self.heads // self.kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class _Uploaded:
+    """A work list and its copy on the device."""
+
+    work: DeterministicWorkList
+    launches: tuple[Tensor, ...]
+    lists: tuple[Tensor, Tensor, Tensor]
+    """rows, positions, pages"""
+
+
+class DeterministicTritonAttention(PooledAttention):
+    """One step's attention (the `PagedAttention` protocol): a launch per layer, and one per level of prefix groups.
+
+    Made for each step. All launches of layers with the same sizes and options use one specialisation of the kernel.
+    """
+
+    def __init__(self, pool: KVPool, batch: AttentionBatch, tuning: ChipTuning | None = None) -> None:
+        """Attend over `pool`.
+
+        Args:
+            pool: keys and values, on the device of the kernels.
+            batch: the step; its groups must be a tree (`plan_deterministic`).
+            tuning: tile shapes; None: those of the pool's chip in `chips.toml`, never measured ones.
+        """
+        self._pool = pool
+        self._batch = batch
+        self._tuning = fixed_tuning(batch.slot_mapping.device) if tuning is None else tuning
+        self._lists: dict[tuple[_Sizes, int | None], _Uploaded] = {}
+
+    def attend_stored(
+        self,
+        layer: int,
+        query: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attend over the stored keys and values. See `PagedAttention.attend_stored`.
+
+        Raises:
+            ValueError: no tile supports heads of that size.
+        """
+        keys, values = self._pool.keys[layer], self._pool.values[layer]
+        assert query.stride(2) == 1, "the last dimension of a query must be contiguous"
+        assert keys.is_contiguous()
+        assert values.is_contiguous()
+        sizes = _Sizes(query.shape[1], keys.shape[2], keys.shape[3], values.shape[3])
+        tile = self._tile(sizes, keys.dtype)
+        uploaded = self._list(sizes, tile, window)
+        out = query.new_empty(query.shape[0], sizes.heads, sizes.value_dim)
+        rows = query.shape[0] - self._batch.decode_start if uploaded.work.saves_states else 0
+        state = query.new_empty(rows, sizes.heads, sizes.value_dim, dtype=torch.float32)
+        largest, total = (query.new_empty(rows, sizes.heads, dtype=torch.float32) for _ in range(2))
+        block_m = _rows(tile, sizes)
+        packed = min(sizes.group, block_m)
+        cap = softcap or 1.0
+        for number, items in enumerate(uploaded.launches):
+            launch(
+                deterministic_attention_kernel,
+                (uploaded.work.count(number) * sizes.kv_heads * -(-sizes.group // packed),),
+                query,
+                keys,
+                values,
+                out,
+                state,
+                largest,
+                total,
+                items,
+                *uploaded.lists,
+                sinks,
+                *query.stride()[:2],
+                self._batch.decode_start,
+                window or 0,
+                scale * _LOG2_E,
+                scale / cap,
+                cap * _LOG2_E,
+                HEADS=sizes.heads,
+                KV_HEADS=sizes.kv_heads,
+                KEY_DIM=sizes.key_dim,
+                VALUE_DIM=sizes.value_dim,
+                PAGE_SIZE=keys.shape[1],
+                ITEM_FIELDS=FIELDS,
+                BLOCK_M=block_m,
+                BLOCK_N=tile.keys,
+                BLOCK_D=power_of_2(sizes.key_dim, 16),
+                BLOCK_V=power_of_2(sizes.value_dim, 16),
+                PACKED=packed,
+                ALIGNED=gcd(keys.shape[1], tile.keys),  # tables begin at a page boundary, steps at a step boundary
+                WINDOWED=window is not None,
+                SOFTCAPPED=softcap is not None,
+                SINKS=sinks is not None,
+                num_warps=tile.warps,
+                num_stages=tile.stages,
+            )
+        return out
+
+    def work(self, layer: int, num_heads: int, window: int | None = None) -> DeterministicWorkList:
+        """The work list of a layer's step, for counters."""
+        keys, values = self._pool.keys[layer], self._pool.values[layer]
+        sizes = _Sizes(num_heads, keys.shape[2], keys.shape[3], values.shape[3])
+        return self._list(sizes, self._tile(sizes, keys.dtype), window).work
+
+    def _tile(self, sizes: _Sizes, dtype: torch.dtype) -> AttentionTile:
+        return self._tuning.attention_tile("fixed", max(sizes.key_dim, sizes.value_dim), dtype)
+
+    def _list(self, sizes: _Sizes, tile: AttentionTile, window: int | None) -> _Uploaded:
+        found = self._lists.get((sizes, window))
+        if found is None:
+            rows = _rows(tile, sizes)
+            queries = rows // min(sizes.group, rows)
+            work = plan_deterministic(
+                self._batch, DeterministicListShape(self._pool.page_size, window, queries, tile.keys)
+            )
+            [packed] = self._batch.device.upload(work.packed)
+            launches = tuple(packed[x] for x in work.launches)
+            lists = packed[work.rows], packed[work.positions], packed[work.pages]
+            found = self._lists[sizes, window] = _Uploaded(work, launches, lists)
+        return found
+
+
+def _rows(tile: AttentionTile, sizes: _Sizes) -> int:
+    """Rows of a tile: at least the heads of one token that share a kv head."""
+    return max(tile.queries, power_of_2(min(sizes.group, 64)))

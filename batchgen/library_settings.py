@@ -1,0 +1,55 @@
+"""Environment settings that libraries read once, at import: OpenMP spin time and Arrow's memory allocator."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+__all__ = ["arrow_system_memory", "short_openmp_spins"]
+
+_SPIN_COUNT: Final = "GOMP_SPINCOUNT"
+_SHORT_SPIN: Final = "5000"
+"""Iterations of the spin loop, a fraction of a millisecond; GNU's default is 300,000."""
+
+
+@contextmanager
+def short_openmp_spins() -> Iterator[None]:
+    """Context in which to import torch, so that idle threads of GNU OpenMP sleep after a short spin.
+
+    By default they spin much longer, which takes processor time from other threads on a busy machine.
+
+    OpenMP reads the setting when it is loaded: if torch is already imported, nothing changes. `OMP_WAIT_POLICY` or
+    `GOMP_SPINCOUNT` set by the user take precedence. Child processes do not inherit the setting.
+    """
+    if _SPIN_COUNT in os.environ or "OMP_WAIT_POLICY" in os.environ:
+        yield
+        return
+    os.environ[_SPIN_COUNT] = _SHORT_SPIN
+    try:
+        yield
+    finally:
+        del os.environ[_SPIN_COUNT]
+
+
+_POOL: Final = "ARROW_DEFAULT_MEMORY_POOL"
+
+
+@contextmanager
+def arrow_system_memory() -> Iterator[None]:
+    """Context in which to import pyarrow, so that it allocates buffers with the C library instead of mimalloc.
+
+    mimalloc requests huge pages, which the kernel must zero and which increase memory use for a table's many columns.
+
+    Arrow reads the setting when it is loaded: if pyarrow is already imported, nothing changes. A pool set by the user
+    takes precedence. Child processes do not inherit the setting.
+    """
+    if _POOL in os.environ:
+        yield
+        return
+    os.environ[_POOL] = "system"
+    try:
+        yield
+    finally:
+        del os.environ[_POOL]

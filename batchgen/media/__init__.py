@@ -1,0 +1,1 @@
+"""Access to the files that rows name. No models."""

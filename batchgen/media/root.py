@@ -1,0 +1,47 @@
+"""Resolution of file names in rows, restricted to the folder `--media-root`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from batchgen.errors import ErrorCode, RowError, UsageError
+from batchgen.request.checks import show
+
+__all__ = ["MediaRoot"]
+
+
+class MediaRoot:
+    """Folder whose files rows may name. Names are relative, without `..`; links must not lead out of the folder."""
+
+    def __init__(self, folder: str | None) -> None:
+        """Create the root; with `folder` None, rows cannot name files.
+
+        Raises:
+            UsageError: the folder does not exist.
+        """
+        self._root = None if folder is None else Path(folder).expanduser().resolve()
+        if self._root is not None and not self._root.is_dir():
+            raise UsageError(f"`--media-root` {folder} is not a folder")
+
+    def resolve(self, name: str, field: str) -> Path:
+        """Path of the file that a row names in `field`.
+
+        Raises:
+            RowError: `media_error`. The message does not reveal whether a file outside the folder exists.
+        """
+        if self._root is None:
+            raise _error(field, f"names a file ({show(name)}), but the run was given no --media-root")
+        if not name or "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
+            raise _error(field, f"names {show(name)}; a file name must be relative to --media-root, without ..")
+        try:
+            path = (self._root / name).resolve(strict=True)
+            inside = path.is_relative_to(self._root) and path.is_file()
+        except (OSError, RuntimeError):  # missing, unreadable, too long, or links in a circle
+            inside = False
+        if not inside:
+            raise _error(field, f"names {show(name)}, but there is no such file under --media-root")
+        return path
+
+
+def _error(field: str, problem: str) -> RowError:
+    return RowError(ErrorCode.MEDIA_ERROR, f"`{field}` {problem}", field)

@@ -1,0 +1,188 @@
+"""Expected output lengths of samples, learnt per kind of request from the samples that have ended.
+
+The fraction of its limit after which a sample ends is modelled as exponential: running samples count with the tokens
+they have so far, and samples that reached their limit count as censored. The spread of the lengths is learnt, too.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from math import expm1, log1p
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["EXACT", "LengthPredictor"]
+
+Int64s = npt.NDArray[np.int64]
+Float64s = npt.NDArray[np.float64]
+
+EXACT = -1
+"""Kind of samples that always run to their limit."""
+_GOLDEN_RATIO = 0.6180339887498949
+"""Multiples of this, modulo 1, fill the unit interval evenly."""
+_MIN_FINISHED = 8
+"""Number of ended samples from which on the spread of lengths is used."""
+_DEFAULT_LENGTH = 512
+"""Expected tokens of a sample before any has ended, if its limit is higher."""
+
+
+class _Column:
+    """Float column: `one` (an `array`) is fast for single elements, `all` (numpy, same memory) for many."""
+
+    __slots__ = ("all", "one")
+
+    def __init__(self, value: float, count: int) -> None:
+        self.one = array("d", [value]) * count
+        self.all = np.frombuffer(self.one)
+
+
+class _Kinds:
+    """Length statistics per kind, as fractions of the limits; the last kind counts every sample."""
+
+    def __init__(self, count: int) -> None:
+        self.all_kinds = count
+        """Index of the kind that counts every sample."""
+        self.ends = _Column(0.0, count + 1)
+        """Number of samples that ended before their limit."""
+        self.finished = _Column(0.0, count + 1)
+        """Number of samples that have ended."""
+        self.shares = _Column(0.0, count + 1)
+        """Sum of the fractions of their limits that ended samples used."""
+        self.squares = _Column(0.0, count + 1)
+        """Sum of the squares of these fractions."""
+        self.rate = _Column(0.0, count + 1)
+        """Sum of 1 / limit over running samples."""
+        self.begun = _Column(0.0, count + 1)
+        """Sum of (first step) / limit over running samples."""
+        self.spread = _Column(1.0, count + 1)
+        """Squared coefficient of variation of the lengths, at most 1: 0 if all are equal, 1 for an exponential."""
+
+    def begin(self, kind: int, limit: int, step: int) -> None:
+        """Record that a sample begins."""
+        self.rate.one[kind] += 1.0 / limit
+        self.begun.one[kind] += step / limit
+
+    def end(self, kind: int, limit: int, begun: int, share: float) -> None:
+        """Record that a sample that began in step `begun` ended after the fraction `share` of its limit."""
+        self.rate.one[kind] -= 1.0 / limit
+        self.begun.one[kind] -= begun / limit
+        self.ends.one[kind] += share < 1.0
+        self.finished.one[kind] += 1
+        self.shares.one[kind] += share
+        self.squares.one[kind] += share * share
+        if (finished := self.finished.one[kind]) >= _MIN_FINISHED:
+            mean = self.shares.one[kind] / finished
+            self.spread.one[kind] = min(1.0, max(0.0, self.squares.one[kind] / finished / (mean * mean) - 1.0))
+
+    def mean(self, kind: int, limit: int, step: int) -> float:
+        """Expected tokens without a limit. The mean over all kinds weighs as much as one ended sample of the kind."""
+        before = (limit * self._seen(self.all_kinds, step) + min(limit, _DEFAULT_LENGTH)) / (
+            self.ends.one[self.all_kinds] + 1
+        )
+        return (limit * self._seen(kind, step) + before) / (self.ends.one[kind] + 1)
+
+    def means(self, kinds: Int64s, limits: Int64s, step: int) -> Float64s:
+        """[R] `mean` of each row."""
+        before = limits * self._seen(self.all_kinds, step) + np.minimum(limits, _DEFAULT_LENGTH)
+        before /= self.ends.one[self.all_kinds] + 1
+        seen = self.shares.all[kinds]
+        seen += np.maximum(0.0, step * self.rate.all[kinds] - self.begun.all[kinds])
+        return np.asarray((limits * seen + before) / (self.ends.all[kinds] + 1))
+
+    def spread_of(self, kind: int) -> float:
+        """Spread of a kind's lengths; that of all samples until enough of the kind have ended."""
+        return self.spread.one[kind if self.finished.one[kind] >= _MIN_FINISHED else self.all_kinds]
+
+    def spreads_of(self, kinds: Int64s) -> Float64s:
+        """[R] `spread_of` of each row."""
+        return np.where(
+            self.finished.all[kinds] >= _MIN_FINISHED, self.spread.all[kinds], self.spread.one[self.all_kinds]
+        )
+
+    def _seen(self, kind: int, step: int) -> float:
+        return self.shares.one[kind] + max(0.0, step * self.rate.one[kind] - self.begun.one[kind])
+
+
+class LengthPredictor:
+    """Predictor of the tokens that samples have yet to generate.
+
+    Args:
+        limits: [N] maximum tokens of a sample of each request.
+        kinds: [N] kind of each request, from 0: samples of one kind are expected to have similar lengths. `EXACT` for
+            requests whose samples run to their limit. None: all are of one kind.
+    """
+
+    def __init__(self, limits: npt.NDArray[np.int32], kinds: npt.NDArray[np.int32] | None = None) -> None:
+        self._limits = limits.data
+        self._kind_of = (np.zeros(len(limits), np.int32) if kinds is None else kinds).data
+        self._kinds = _Kinds(1 + int(np.max(self._kind_of, initial=EXACT)))
+        self._limits_array, self._kind_column = np.asarray(self._limits), np.asarray(self._kind_of)
+        self._running: dict[int, tuple[int, int]] = {}
+
+    @property
+    def expected(self) -> npt.NDArray[np.int32]:
+        """[N] expected tokens of a sample before any has ended."""
+        limits = np.asarray(self._limits)
+        return np.where(np.asarray(self._kind_of) == EXACT, limits, np.minimum(limits, _DEFAULT_LENGTH))
+
+    @property
+    def all_exact(self) -> bool:
+        """Whether all samples run to their limit."""
+        return bool((np.asarray(self._kind_of) == EXACT).all())
+
+    @property
+    def uncertain_count(self) -> int:
+        """Number of running samples that may end before their limit."""
+        return len(self._running)
+
+    def is_uncertain(self, request: int) -> bool:
+        """Whether samples of a request may end before their limit."""
+        return self._kind_of[request] != EXACT
+
+    def begin(self, sequence: int, request: int, step: int) -> None:
+        """Record that a sample begins in `step`."""
+        if self._kind_of[request] == EXACT:
+            return
+        for kind in (self._kinds.all_kinds, self._kind_of[request]):
+            self._kinds.begin(kind, self._limits[request], step)
+        self._running[sequence] = (request, step)
+
+    def end(self, sequences: Iterable[int], step: int) -> None:
+        """Record that samples have ended with the token of `step`."""
+        for sequence in sequences:
+            request, begun = self._running.pop(sequence, (-1, 0))
+            if request < 0:
+                continue
+            limit = self._limits[request]
+            share = min(1.0, (step - begun + 1) / limit)
+            for kind in (self._kinds.all_kinds, self._kind_of[request]):
+                self._kinds.end(kind, limit, begun, share)
+
+    def remaining(self, sequence: int, request: int, generated: int, step: int) -> int:
+        """Tokens that a sample with `generated` tokens is expected to generate yet, at least 1.
+
+        Each sample has its own quantile, derived from its id, so that samples of a kind do not all end at the mean.
+        """
+        limit, of, kinds = self._limits[request], self._kind_of[request], self._kinds
+        left = max(1, limit - generated)
+        if of == EXACT:
+            return left
+        mean, spread = kinds.mean(of, limit, step), kinds.spread_of(of)
+        memoryless = -mean * log1p(-(sequence * _GOLDEN_RATIO % 1.0))
+        typical = -mean * expm1(-limit / mean) - generated
+        return min(left, max(1, round(spread * memoryless + (1.0 - spread) * max(0.0, typical))))
+
+    def remaining_of(self, sequences: Int64s, requests: Int64s, generated: Int64s, step: int) -> Int64s:
+        """[R] `remaining` of each row."""
+        limits, of = self._limits_array[requests], self._kind_column[requests]
+        left = np.maximum(1, limits - generated)
+        exact = of == EXACT
+        if exact.all():
+            return left
+        mean, spread = self._kinds.means(of, limits, step), self._kinds.spreads_of(of)
+        memoryless = -mean * np.log1p(-(sequences * _GOLDEN_RATIO % 1.0))
+        typical = -mean * np.expm1(-limits / mean) - generated
+        predicted = np.rint(spread * memoryless + (1.0 - spread) * np.maximum(0.0, typical))
+        return np.asarray(np.where(exact, left, np.minimum(left, np.maximum(1.0, predicted))), np.int64)

@@ -1,0 +1,175 @@
+"""Plan of one step, which the engine turns into tensors, and its split into two steps if the device runs out of memory.
+
+Vocabulary. A *node* is a segment of the prefix tree: prompt positions [start, end) that every prompt below it shares.
+A *sequence* is one sample being generated. A *page* holds `page_size` consecutive positions of keys and values;
+page tables are indexed by position // page_size. Page 0 is scratch: nothing reads it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from batchgen.plan.rows import DecodeRow, DecodeRows, SampleRow, SampleRows
+
+__all__ = [
+    "DecodeRow",
+    "DecodeRows",
+    "PageCopy",
+    "PrefillChunk",
+    "PrefixGroup",
+    "SampleRow",
+    "SampleRows",
+    "SequenceStart",
+    "StepPlan",
+    "split_plan",
+]
+
+_NO_ROWS: Final = DecodeRows.of([])
+_NO_SAMPLES: Final = SampleRows.of([])
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    """Copy the first `tokens` positions of page `source` to page `target`, in every layer, before the step runs."""
+
+    source: int
+    target: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Compute positions [start, end) of one prompt prefix or of one preempted sequence."""
+
+    request: int
+    """Request that gives the ids of prompt positions: any request below the node."""
+    sequence: int | None
+    """Sequence that gives the ids of positions at or past its prompt's end; None for a chunk of a node."""
+    start: int
+    end: int
+    pages: list[int]
+    """Pages of positions 0..end-1."""
+    store: bool = True
+    """False if the keys and values are in the pages already (a last prompt token recomputed for its logits)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixGroup:
+    """Decode rows that attend to the shared positions [start_page * S, end_page * S) together.
+
+    The groups of a row are adjacent and begin at page 0; the row's own part begins where the last of them ends.
+    """
+
+    rows: list[int]
+    """Indices into `StepPlan.decodes`."""
+    pages: list[int]
+    start_page: int
+    end_page: int
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStart:
+    """A sequence that begins in this step: sample `sample_index` of `request`."""
+
+    sequence: int
+    request: int
+    sample_index: int
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """Plan of one step. Every scheduled sequence gains exactly one token, by its `SampleRow`."""
+
+    starts: list[SequenceStart] = field(default_factory=list)
+    copies: list[PageCopy] = field(default_factory=list)
+    prefills: list[PrefillChunk] = field(default_factory=list)
+    decodes: DecodeRows = field(default_factory=lambda: _NO_ROWS)
+    groups: list[PrefixGroup] = field(default_factory=list)
+    samples: SampleRows = field(default_factory=lambda: _NO_SAMPLES)
+
+    @property
+    def tokens(self) -> int:
+        """Number of flat tokens in the step, T."""
+        return sum(c.end - c.start for c in self.prefills) + len(self.decodes)
+
+
+def split_plan(plan: StepPlan, page_size: int, at_tokens: int | None = None) -> tuple[StepPlan, StepPlan] | None:
+    """Split a plan into two that, run one after the other, are equivalent to it.
+
+    Flat tokens and samples keep their order. A chunk may be cut between two positions. A chunk of a single token is
+    first stored and then recomputed, without being stored, for its samples; of several samples each part gets half.
+    `starts` and `copies` belong to the first part.
+
+    Args:
+        plan: the step; unchanged lists are shared, not copied.
+        page_size: S, positions per page.
+        at_tokens: flat tokens of the first part, clamped to 1..T-1; None: half of them.
+
+    Returns:
+        The two parts; None if nothing can be split: a single token with at most one sample, which need not be stored or
+        has no sample.
+    """
+    total = plan.tokens
+    if total < 2:
+        return _split_samples(plan) if total else None
+    at = min(max(total // 2 if at_tokens is None else at_tokens, 1), total - 1)
+    left, right = _cut_chunks(plan.prefills, at, page_size)
+    begun = sum(chunk.end - chunk.start for chunk in left)
+    decodes = at - begun
+    mine = int((plan.samples.tokens < at).sum())
+    first = StepPlan(
+        starts=plan.starts,
+        copies=plan.copies,
+        prefills=left,
+        decodes=plan.decodes[:decodes],
+        groups=_slice_groups(plan.groups, 0, decodes),
+        samples=plan.samples[:mine],
+    )
+    second = StepPlan(
+        prefills=right,
+        decodes=plan.decodes[decodes:],
+        groups=_slice_groups(plan.groups, decodes, len(plan.decodes)),
+        samples=SampleRows(plan.samples.numbers[mine:], plan.samples.tokens[mine:] - at),
+    )
+    return first, second
+
+
+def _split_samples(plan: StepPlan) -> tuple[StepPlan, StepPlan] | None:
+    """Split the samples of a single token."""
+    count = len(plan.samples)
+    if not plan.prefills or count < (1 if plan.prefills[0].store else 2):
+        return None
+    again = [replace(plan.prefills[0], store=False)]
+    return (
+        replace(plan, samples=plan.samples[: count // 2]),
+        StepPlan(prefills=again, samples=plan.samples[count // 2 :]),
+    )
+
+
+def _cut_chunks(chunks: list[PrefillChunk], at: int, page_size: int) -> tuple[list[PrefillChunk], list[PrefillChunk]]:
+    """The chunks of the first `at` flat tokens, and those of the rest."""
+    for i, chunk in enumerate(chunks):
+        length = chunk.end - chunk.start
+        if at < length:
+            if not at:
+                return chunks[:i], chunks[i:]
+            middle = chunk.start + at
+            head = replace(chunk, end=middle, pages=chunk.pages[: -(-middle // page_size)])
+            return [*chunks[:i], head], [replace(chunk, start=middle), *chunks[i + 1 :]]
+        at -= length
+    return chunks, []
+
+
+def _slice_groups(groups: list[PrefixGroup], low: int, high: int) -> list[PrefixGroup]:
+    """The groups among decode rows [low, high), with rows counted from `low`.
+
+    Groups of a single row are dropped: the row's own part then begins earlier. Deeper groups are subsets of those
+    above, so no row keeps a group after losing one above it.
+    """
+    found = []
+    for group in groups:
+        rows = [row - low for row in group.rows if low <= row < high]
+        if len(rows) > 1:
+            found.append(replace(group, rows=rows))
+    return found

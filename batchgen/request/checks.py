@@ -1,0 +1,231 @@
+"""Checks of a row field's type and range.
+
+A check receives the field's name as the row spells it and the value. It returns the normalised value (lists as tuples,
+integers as floats where the field is a float) or raises `invalid_field`. `SamplingParams` checks its ranges itself.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import orjson
+
+from batchgen.errors import ErrorCode, RowError
+
+__all__ = [
+    "INT64_HIGH",
+    "INT64_LOW",
+    "Check",
+    "boolean",
+    "check_unicode",
+    "describe_range",
+    "floating",
+    "ids",
+    "integer",
+    "invalid",
+    "json_type",
+    "mapping",
+    "one_of",
+    "show",
+    "string",
+    "string_or_mapping",
+    "strings",
+    "token_id_lists",
+]
+
+Check = Callable[[str, Any], Any]
+
+INT64_LOW, INT64_HIGH = -(2**63), 2**63 - 1
+_MAX_TOKEN_ID = 2**31 - 1
+
+_NUMBERS = {int, float}
+
+
+class _ShortRepr(reprlib.Repr):
+    """Shortened `repr` with JSON's spelling of booleans and null."""
+
+    def repr_bool(self, value: bool, _: int) -> str:
+        return "true" if value else "false"
+
+    def repr_NoneType(self, _value: None, _: int) -> str:
+        return "null"
+
+
+_short_repr = _ShortRepr()
+_short_repr.maxstring = _short_repr.maxother = 60
+
+_JSON_TYPES = {
+    type(None): "null",
+    bool: "a boolean",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+    tuple: "a list",
+    dict: "an object",
+}
+
+
+def show(value: Any) -> str:
+    """Text of `value` for an error message, at most about 60 characters."""
+    try:
+        return _short_repr.repr(value)
+    except ValueError:  # an integer too long to print
+        return json_type(value)
+
+
+def json_type(value: Any) -> str:
+    """JSON name of a value's type, for messages that must not quote the value (prompts)."""
+    return _JSON_TYPES.get(type(value), type(value).__name__)
+
+
+def invalid(name: str, problem: str) -> RowError:
+    """`invalid_field` error whose message is "`name` problem"."""
+    return RowError(ErrorCode.INVALID_FIELD, f"`{name}` {problem}", name)
+
+
+def describe_range(low: int, high: int) -> str:
+    """Text of an integer range for a message; an upper bound that is just the int64 limit is left out."""
+    return f"at least {low}" if high == INT64_HIGH else f"between {low} and {high}"
+
+
+def boolean(name: str, value: Any) -> bool:
+    """Check a boolean; 0, 1 and strings are refused."""
+    if type(value) is not bool:
+        raise invalid(name, f"must be true or false, got {show(value)}")
+    return value
+
+
+def string(name: str, value: Any) -> str:
+    """Check a string."""
+    if type(value) is not str:
+        raise invalid(name, f"must be a string, got {show(value)}")
+    return value
+
+
+def integer(low: int = INT64_LOW, high: int = INT64_HIGH) -> Check:
+    """Return a check for integers in [low, high]; booleans and floats are refused."""
+
+    def check(name: str, value: Any) -> int:
+        if type(value) is not int:
+            raise invalid(name, f"must be an integer, got {show(value)}")
+        if not INT64_LOW <= value <= INT64_HIGH:
+            raise invalid(name, "must fit a signed 64-bit integer")
+        if not low <= value <= high:
+            raise invalid(name, f"must be {describe_range(low, high)}, got {value}")
+        return value
+
+    return check
+
+
+def floating(low: float = -math.inf, high: float = math.inf, *, low_open: bool = False) -> Check:
+    """Return a check for finite numbers in [low, high], or (low, high]; integers become floats."""
+
+    def check(name: str, value: Any) -> float:
+        if type(value) not in (int, float):
+            raise invalid(name, f"must be a number, got {show(value)}")
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
+            raise invalid(name, f"must be a finite number, got {show(value)}")
+        if not low <= number <= high or (low_open and number == low):
+            raise invalid(name, f"must be in {'(' if low_open else '['}{low:g}, {high:g}], got {show(value)}")
+        return number
+
+    return check
+
+
+def strings(name: str, value: Any) -> tuple[str, ...]:
+    """Check a string or a list of strings, none of them empty."""
+    found = (value,) if type(value) is str else tuple(value) if type(value) in (list, tuple) else None
+    if found is None or any(type(item) is not str for item in found):
+        raise invalid(name, f"must be a string or a list of strings, got {show(value)}")
+    if "" in found:
+        raise invalid(name, "must not contain an empty string")
+    return found
+
+
+def ids(name: str, value: Any) -> tuple[int, ...]:
+    """Check a list of token ids (0 to 2^31 - 1); the vocabulary size is checked once the model is known."""
+    if type(value) not in (list, tuple):
+        raise invalid(name, f"must be a list of token ids, got {json_type(value)}")
+    # One pass in C over the types, because prompts given as ids can be long.
+    if value and set(map(type, value)) != {int}:
+        odd = next(item for item in value if type(item) is not int)
+        raise invalid(name, f"must be a list of token ids, found {show(odd)} in it")
+    if value and (min(value) < 0 or max(value) > _MAX_TOKEN_ID):
+        odd = next(item for item in value if not 0 <= item <= _MAX_TOKEN_ID)
+        raise RowError(ErrorCode.TOKEN_OUT_OF_RANGE, f"`{name}` has {show(odd)}, which is not a token id", name)
+    return tuple(value)
+
+
+def token_id_lists(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
+    """Check a list of token ids, or a list of such lists; the result is a tuple of lists either way."""
+    if type(value) in (list, tuple) and value and type(value[0]) in (list, tuple):
+        return tuple(ids(name, item) for item in value)
+    return (ids(name, value),)
+
+
+def mapping(name: str, value: Any) -> dict[str, Any]:
+    """Check a JSON object."""
+    if type(value) is not dict:
+        raise invalid(name, f"must be an object, got {json_type(value)}")
+    return value
+
+
+def string_or_mapping(name: str, value: Any) -> str | dict[str, Any]:
+    """Check a non-empty string or a JSON object."""
+    if type(value) is not dict and (type(value) is not str or not value):
+        raise invalid(name, f"must be a string or an object, got {show(value)}")
+    return value
+
+
+def one_of(*values: str) -> Check:
+    """Return a check for one of a few strings."""
+
+    def check(name: str, value: Any) -> str:
+        if type(value) is not str or value not in values:
+            raise invalid(name, f"must be one of {', '.join(values)}, got {show(value)}")
+        return value
+
+    return check
+
+
+def check_unicode(value: Any, name: str) -> None:
+    """Refuse lone surrogates anywhere in `value`: they have no UTF-8 form, so they cannot be tokenised or written.
+
+    Raises:
+        RowError: `invalid_unicode`, naming the top-level field.
+    """
+    if type(value) is dict or (type(value) is list and value and type(value[0]) is dict):
+        with suppress(TypeError):
+            # orjson is fast. It also refuses some valid values (such as huge integers), so a failure proves nothing.
+            orjson.dumps(value)
+            return
+    pending = [value]
+    while pending:  # an explicit stack: rows may nest as deep as the JSON parser allows
+        item = pending.pop()
+        kind = type(item)
+        if kind is str:
+            if not item.isascii():
+                _check_text(item, name)
+        elif kind is dict:
+            pending.extend(item)
+            pending.extend(item.values())
+        elif kind in (list, tuple) and not set(map(type, item)) <= _NUMBERS:
+            pending.extend(item)
+
+
+def _check_text(text: str, name: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = f"U+{ord(text[error.start]):04X}"
+        message = f"`{name}` contains a lone surrogate ({code}), which is not valid Unicode; write the whole character"
+        raise RowError(ErrorCode.INVALID_UNICODE, message, name) from None

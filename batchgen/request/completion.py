@@ -1,0 +1,153 @@
+"""Results of generation: a finished sample, its scores and hidden states, and streaming events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from batchgen.errors import ErrorInfo
+
+__all__ = ["Completion", "Dialect", "FinishReason", "Score", "StateBlock", "StopKind", "StreamEvent"]
+
+Dialect = Literal["native", "openai-completions", "openai-chat"]
+"""Format of an input row."""
+FinishReason = Literal["stop", "length", "abort", "repetition"]
+"""Why a sample ended."""
+StopKind = Literal["eos", "token", "string", "regex", "grammar"]
+"""Kind of stop condition of a sample that ended with `stop`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Score of one given text of a scoring row. Field names are those of the `scores` column."""
+
+    sum: float
+    """Sum of the tokens' logprobs, natural log."""
+    mean: float
+    """Mean logprob of a token."""
+    tokens: int
+    """Number of tokens of the text."""
+    is_greedy: bool
+    """Whether each token is the most likely one at its position."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateBlock:
+    """Hidden states of one sample at one layer."""
+
+    layer: int
+    """0: the embeddings, i: the output of block i, -1: after the final norm."""
+    span: str
+    """Requested tokens: `prompt`, `output`, `all` or `last`."""
+    token_start: int
+    """Position of the token of `values[0]`, counted over prompt and output."""
+    values: npt.NDArray[np.float32]
+    """[tokens, H]; one row if pooled"""
+    dtype: str
+    """Number format in which the model computed them, such as `bfloat16`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished (or failed) sample with everything that the row requested.
+
+    `row_index`, `prompt_index` and `sample_index` are its key. A row that failed as a whole has one completion, with
+    `error` set and prompt and sample index 0.
+    """
+
+    row_index: int
+    prompt_index: int = 0
+    sample_index: int = 0
+    error: ErrorInfo | None = None
+    finish_reason: FinishReason | None = None
+    stop_kind: StopKind | None = None
+    matched_stop: str | None = None
+    matched_text: str | None = None
+    text: str | None = None
+    output_ids: Sequence[int] | None = None
+    """[C], up to and including the token that completed the stop."""
+    prompt_ids: Sequence[int] | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    """Prompt tokens shared with another sample, which this sample does not compute."""
+    output_logprobs: Sequence[float] | None = None
+    """[C] natural log."""
+    output_top_ids: Sequence[int] | None = None
+    """[C * K] flat, most likely first, ties by lowest id."""
+    output_top_logprobs: Sequence[float] | None = None
+    output_ids_logprobs: Sequence[float] | None = None
+    """[C * len(token_ids_logprob)] flat."""
+    input_logprobs: Sequence[float | None] | None = None
+    """[P - logprob_start_len]; position 0 of the prompt is null (masked, so that `tolist` returns None there)."""
+    input_top_ids: Sequence[int | None] | None = None
+    """[(P - logprob_start_len) * K] flat; position 0 of the prompt has K nulls."""
+    input_top_logprobs: Sequence[float | None] | None = None
+    input_ids_logprobs: Sequence[float | None] | None = None
+    output_tokens_text: Sequence[str] | None = None
+    """[C] text of each output token."""
+    input_tokens_text: Sequence[str] | None = None
+    """[P - logprob_start_len] text of each prompt token."""
+    routed_experts: Sequence[int] | None = None
+    """[(P + C - 1) * MoE layers * experts per token] flat expert ids."""
+    scores: Sequence[Score] | None = None
+    """One score for each given text of a scoring row."""
+    score_logprobs: Sequence[float] | None = None
+    """Token logprobs of the given texts, concatenated."""
+    states: Sequence[StateBlock] | None = None
+    """Hidden states by layer; they are written to a separate file."""
+    constraint_ok: bool | None = None
+    """Whether the text satisfies the row's constraint; None without a constraint."""
+    dropped_tokens: int | None = None
+    """Number of tokens of the samples that `best_of` discarded; set on sample 0."""
+    cumulative_logprob: float | None = None
+    mean_logprob: float | None = None
+    min_new_tokens_unmet: bool | None = None
+    """Whether the sample ended before `min_new_tokens`; None if the row sets no minimum."""
+    seed: int | None = None
+    effective_max_new_tokens: int | None = None
+    dedup_of: int | None = None
+    """row_index of the identical greedy row from which this one was copied."""
+    id: str | None = None
+    """Id of the row; set for the Python API only, a job's writer looks ids up by row."""
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """(row_index, prompt_index, sample_index)."""
+        return (self.row_index, self.prompt_index, self.sample_index)
+
+    def set_id(self, row_id: str) -> Completion:
+        """Set the id in place and return `self`; call it before anything else holds the object.
+
+        Copying a frozen object with this many fields is slow.
+        """
+        object.__setattr__(self, "id", row_id)
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEvent:
+    """One token of a row with `stream`, or (without a `token_id`) the end of one of its samples."""
+
+    row_index: int
+    prompt_index: int
+    sample_index: int
+    text: str
+    """Text that is final and that no earlier event contained."""
+    position: int | None = None
+    """Index of the token in the output, from 0."""
+    token_id: int | None = None
+    logprob: float | None = None
+    """Logprob of the token, if the row requests logprobs."""
+    finish_reason: FinishReason | None = None
+    stop_kind: StopKind | None = None
+    matched_stop: str | None = None
+    completion_tokens: int | None = None
+    error: ErrorInfo | None = None
+    """Error of a failed sample; its earlier events are void."""
+    id: str | None = None
+    """Id of the row; set for the Python API only."""

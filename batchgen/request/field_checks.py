@@ -1,0 +1,249 @@
+"""Checks of fields with structured values; `checks` has the plain types."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from batchgen.request.checks import (
+    boolean,
+    floating,
+    ids,
+    integer,
+    invalid,
+    json_type,
+    mapping,
+    one_of,
+    show,
+    string,
+    strings,
+)
+
+__all__ = [
+    "bad_words",
+    "boolean_or_count",
+    "choice",
+    "completion",
+    "completions",
+    "embeddings",
+    "hidden_states",
+    "logit_bias",
+    "media",
+    "nonempty_ids",
+    "nonempty_string",
+    "prompts",
+    "response_format",
+    "row_id",
+    "texts",
+]
+
+_bias_value = floating(-100.0, 100.0)
+_count = integer(0, 1 << 20)
+_layer = integer(-1, 1 << 20)
+_FORMAT_KEYS = {
+    "text": {"type"},
+    "json_object": {"type"},
+    "json_schema": {"type", "json_schema"},
+    "structural_tag": {"type", "format", "structures", "triggers"},
+}
+"""Keys of a `response_format` by its type."""
+_JSON_SCHEMA_KEYS = {"name", "description", "schema", "strict"}
+"""Keys of the `json_schema` of a `response_format`, unless it is the schema itself."""
+
+
+def row_id(name: str, value: Any) -> str:
+    """Check an id. A number is refused, because 5 and "5" would be the same id; `--id-column` allows it."""
+    if type(value) is int:
+        raise invalid(name, f"must be a string, got {show(value)}; --id-column {name} accepts whole numbers, too")
+    return string(name, value)
+
+
+def texts(name: str, value: Any) -> tuple[str, ...]:
+    """Check a text prompt or a list of them; error messages never quote a prompt."""
+    if type(value) is str:
+        return (value,)
+    if type(value) not in (list, tuple):
+        raise invalid(name, f"must be a string or a list of strings, got {json_type(value)}")
+    odd = next((item for item in value if type(item) is not str), None)
+    if odd is not None or None in value:
+        remedy = "; token ids belong in `input_ids`" if type(odd) in (int, list) else ""
+        raise invalid(name, f"must be a string or a list of strings, found {json_type(odd)} in it{remedy}")
+    return tuple(value)
+
+
+def prompts(name: str, value: Any) -> tuple[str, ...] | tuple[tuple[int, ...], ...]:
+    """Check the `prompt` of `/v1/completions`: a string, strings, token ids, or lists of token ids."""
+    if type(value) is list and value and type(value[0]) is int:
+        return (ids(name, value),)
+    if type(value) is list and value and type(value[0]) is list:
+        return tuple(ids(name, item) for item in value)
+    return texts(name, value)
+
+
+def nonempty_string(name: str, value: Any) -> str:
+    """Check a non-empty string."""
+    if not string(name, value):
+        raise invalid(name, "must not be empty")
+    return str(value)
+
+
+def nonempty_ids(name: str, value: Any) -> tuple[int, ...]:
+    """Check a non-empty list of token ids."""
+    found = ids(name, value)
+    if not found:
+        raise invalid(name, "must not be empty")
+    return found
+
+
+def boolean_or_count(name: str, value: Any) -> bool | int:
+    """Check `logprobs` of a native row: a boolean, or the number of alternatives to return."""
+    if type(value) is int:
+        return int(_count(name, value))
+    if type(value) is not bool:
+        raise invalid(name, f"must be true, false or an integer, got {show(value)}")
+    return value
+
+
+def logit_bias(name: str, value: Any) -> dict[int, float]:
+    """Check {token id: bias in [-100, 100]}; the ids are strings in JSON and may be integers in Python."""
+    found: dict[int, float] = {}
+    for key, bias in mapping(name, value).items():
+        text = str(key) if type(key) in (int, str) else ""
+        if not (text.isascii() and text.isdigit() and len(text) <= 10):
+            raise invalid(name, f"must have token ids as keys, got {show(key)}")
+        if int(key) in found:
+            raise invalid(name, f"names token {int(key)} twice")
+        found[int(key)] = _bias_value(name, bias)
+    return found
+
+
+def bad_words(name: str, value: Any) -> tuple[str | tuple[int, ...], ...]:
+    """Check a list of strings or lists of token ids, none of them empty."""
+    if type(value) not in (list, tuple):
+        raise invalid(name, f"must be a list, got {show(value)}")
+    if any(item in ("", [], ()) for item in value):
+        raise invalid(name, "must not contain an empty string or list")
+    return tuple(item if type(item) is str else ids(name, item) for item in value)
+
+
+def choice(name: str, value: Any) -> tuple[str, ...]:
+    """Check a non-empty list of strings."""
+    if type(value) not in (list, tuple) or not value or any(type(item) is not str for item in value):
+        raise invalid(name, f"must be a list of strings, got {show(value)}")
+    return strings(name, value)
+
+
+def response_format(name: str, value: Any) -> dict[str, Any]:
+    """Check `{"type": ...}` and the other keys that this type requires."""
+    found = mapping(name, value)
+    kind = one_of(*_FORMAT_KEYS)(name, found.get("type"))
+    if kind == "json_schema" and type(found.get("json_schema")) is not dict:
+        raise invalid(name, "of type json_schema needs a `json_schema` object")
+    # A null counts as an absent key: Parquet gives each row's object the keys of all rows.
+    _reject_other_keys(found, _FORMAT_KEYS[kind], name, f"of type {kind} has no key")
+    inner = found.get("json_schema") or {}
+    if "schema" in inner or "name" in inner:
+        problem = "has a `json_schema` with `name`, `description`, `schema` and `strict`, not"
+        _reject_other_keys(inner, _JSON_SCHEMA_KEYS, name, problem)
+    return found
+
+
+def _reject_other_keys(value: dict[str, Any], known: set[str], name: str, problem: str) -> None:
+    """Refuse keys that would be ignored."""
+    odd = next((key for key, item in value.items() if key not in known and item is not None), None)
+    if odd is not None:
+        remedy = "; use type json_schema to give a schema" if "schema" in odd else ""
+        raise invalid(name, f"{problem} {show(odd)}{remedy}")
+
+
+def hidden_states(name: str, value: Any) -> bool | dict[str, Any]:
+    """Check a boolean or {layers, tokens, pool}."""
+    if type(value) is not dict:
+        return boolean(name, value)
+    for key, item in value.items():
+        if key == "layers":
+            if type(item) not in (list, tuple) or not item:
+                raise invalid(name, f"must have a list of integers as `layers`, got {show(item)}")
+            for layer in item:
+                _layer(name, layer)
+        elif key == "tokens":
+            one_of("prompt", "output", "all", "last")(name, item)
+        elif key == "pool":
+            one_of("none", "last", "mean")(name, item)
+        else:
+            raise invalid(name, f"has the keys `layers`, `tokens` and `pool`, got {show(key)}")
+    return value
+
+
+def embeddings(name: str, value: Any) -> tuple[npt.NDArray[np.float32] | str, ...]:
+    """Check a nested list, array or tensor of numbers [P, H], a list of those, or the name of a stored tensor."""
+    if type(value) is str:
+        return (nonempty_string(name, value),)
+    if hasattr(value, "detach"):  # a torch tensor from the Python API; numpy has no bfloat16
+        value = value.detach().float().cpu().numpy()
+    if isinstance(value, np.ndarray):
+        return (_array(name, value),)
+    if type(value) not in (list, tuple):
+        raise invalid(name, f"must be a nested list of numbers or a tensor's name, got {json_type(value)}")
+    several = bool(value) and (_is_array(value[0]) or (_is_list(value[0]) and bool(value[0]) and _is_list(value[0][0])))
+    return tuple(_matrix(name, item) for item in value) if several else (_matrix(name, value),)
+
+
+def _is_list(value: Any) -> bool:
+    return type(value) in (list, tuple)
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray) or hasattr(value, "detach")
+
+
+def _matrix(name: str, value: Any) -> npt.NDArray[np.float32]:
+    """[P, H] float32 array of one nested list or array."""
+    if _is_array(value):
+        found = embeddings(name, value)[0]
+        assert not isinstance(found, str)
+        return found
+    if not _is_list(value) or not all(_is_list(row) for row in value):
+        raise invalid(name, "must be a list of lists of numbers, one list for each token")
+    for row in value:
+        # By exact type, because a boolean is an int; in C, because there may be millions of numbers.
+        odd = set(map(type, row)) - {float, int}
+        if odd:
+            raise invalid(name, f"must contain only numbers, found {json_type(next(x for x in row if type(x) in odd))}")
+        if len(row) != len(value[0]):
+            raise invalid(name, f"must have rows of one length, got {len(value[0])} and {len(row)}")
+    try:
+        return _array(name, np.array(value, np.float64).reshape(len(value), -1 if value and value[0] else 0))
+    except OverflowError:
+        raise invalid(name, "must contain finite float32 numbers") from None
+
+
+def _array(name: str, value: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    if value.ndim != 2 or value.dtype.kind not in "fiu":
+        raise invalid(name, f"must be numbers [tokens, size], got {value.dtype} of shape {list(value.shape)}")
+    with np.errstate(over="ignore"):  # infinities are refused below
+        values = value.astype(np.float32)
+    if not np.isfinite(values).all():
+        raise invalid(name, "must contain finite float32 numbers")
+    return values
+
+
+def completion(name: str, value: Any) -> str | tuple[int, ...]:
+    """Check a text to score: a non-empty string or list of token ids."""
+    return nonempty_string(name, value) if type(value) is str else nonempty_ids(name, value)
+
+
+def completions(name: str, value: Any) -> tuple[str | tuple[int, ...], ...]:
+    """Check a non-empty list of texts to score."""
+    if type(value) not in (list, tuple) or not value:
+        raise invalid(name, f"must be a list of completions, got {json_type(value)}")
+    return tuple(completion(name, item) for item in value)
+
+
+def media(name: str, value: Any) -> Any:
+    """Check only the outer type of media: paths, URLs, base64 or processor output."""
+    if type(value) not in (str, list, tuple, dict):
+        raise invalid(name, f"must be a string, a list or an object, got {json_type(value)}")
+    return value

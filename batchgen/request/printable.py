@@ -1,0 +1,20 @@
+"""Escaping of text for terminals and for UTF-8 files."""
+
+from __future__ import annotations
+
+__all__ = ["encodable", "printable"]
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Text with control characters escaped, except those in `keep`, so that it cannot control the terminal."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def encodable(text: str) -> str:
+    r"""Text with lone surrogates escaped, as in `caf\udce9.jsonl`: the bytes of a file name that are not UTF-8.
+
+    JSON reads the escape back as the same character, so the name still finds the file.
+    """
+    return text.encode("utf-8", "backslashreplace").decode()

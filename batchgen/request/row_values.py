@@ -1,0 +1,378 @@
+"""Field collection shared by native rows and OpenAI bodies: run-wide defaults and construction of `SamplingParams`."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from batchgen.errors import ErrorCode, RowError, UsageError
+from batchgen.request.checks import check_unicode, invalid, show
+from batchgen.request.fields import CONSTRAINTS, LOOKUP, SOURCES, Field, Place, unknown_field
+from batchgen.request.params import SamplingParams
+from batchgen.request.prompts import ChatPrompt
+
+__all__ = ["NON_TEXT_TYPES", "PARAM_FIELDS", "RowDefaults", "RowValues", "chat_prompt"]
+
+_LOGPROB_FIELDS: tuple[tuple[str, Any], ...] = (
+    ("logprob_start_len", -1),
+    ("token_ids_logprob", ()),
+    ("return_text_in_logprobs", False),
+)
+"""Fields that select which logprobs are returned, each with the value that selects none."""
+_PARAM_NAMES = frozenset(item.name for item in fields(SamplingParams))
+PARAM_FIELDS = _PARAM_NAMES | {"logprobs", "top_logprobs", "response_format", "model"}
+"""Fields of a row that determine its `SamplingParams`."""
+_MAX_CACHED_PARAMS = 256
+"""Most parameter sets in the cache of `RowDefaults`; most jobs use a few."""
+NON_TEXT_TYPES = frozenset({int, float, bool})
+"""Types whose values contain no text."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowDefaults:
+    """Run-wide defaults of rows.
+
+    Precedence of a sampling value: row, `flags`, the endpoint's default (`max_new_tokens` of OpenAI lines), `model`,
+    the defaults of `SamplingParams`.
+
+    Raises:
+        UsageError: a flag or model default is unknown or out of range.
+    """
+
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    """`SamplingParams` fields set on the command line or in the configuration."""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """`SamplingParams` fields from the model's generation_config.json; empty under `--sampling-defaults openai`."""
+    model_names: frozenset[str] = frozenset()
+    """Allowed values of a row's `model`, in addition to `*`."""
+    adapters: frozenset[str] = frozenset()
+    """Names of the run's LoRA adapters."""
+    chat: bool | None = None
+    """True: `text` is wrapped as a user message. False: `messages` are refused. None: both are accepted unchanged."""
+    system: str | None = None
+    """System message for conversations without one."""
+    events: bool = False
+    """Whether the run writes events, which rows with `stream` need."""
+    processors: frozenset[str] = frozenset()
+    """Names of the run's logit processors."""
+    _params_cache: dict[Hashable, SamplingParams] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Parameters of earlier rows by cache key and by value, so that equal rows share one object."""
+
+    def __post_init__(self) -> None:
+        for name, value in [*self.flags.items(), *self.model.items()]:
+            if name not in _PARAM_NAMES:
+                raise UsageError(f"`{name}` is not a sampling parameter; use one of {', '.join(sorted(_PARAM_NAMES))}")
+            try:
+                # Each value is checked alone: a minimum above the default maximum may fit a row's maximum.
+                # `custom_params` is valid only with a processor.
+                processor = self.flags.get("custom_logit_processor")
+                SamplingParams(**{"max_new_tokens": None, "custom_logit_processor": processor, name: value})
+            except RowError as error:
+                raise UsageError(f"default sampling parameter {error}") from None
+
+    def unused_logprob_options(self, params: Iterable[SamplingParams]) -> list[str]:
+        """Run-wide logprob fields that have no effect because no row of the job returns logprobs."""
+        selectors = [("top_logprobs_num", 0), *_LOGPROB_FIELDS]
+        requested = [name for name, no_op in selectors if self.flags.get(name, no_op) != no_op]
+        return [] if not requested or any(one.return_logprob for one in params) else requested
+
+    def cache_params(self, key: Hashable, params: SamplingParams) -> SamplingParams:
+        """Cache `params` under `key` and return the shared object that equals it."""
+        if len(self._params_cache) >= _MAX_CACHED_PARAMS:
+            self._params_cache.clear()
+        equal = self._params_cache.setdefault((params,), params)
+        self._params_cache[key] = equal
+        return equal
+
+    def cached_params(self, key: Hashable) -> SamplingParams | None:
+        """Cached parameters of `key`, if any."""
+        return self._params_cache.get(key)
+
+
+@dataclass(slots=True)
+class RowValues:
+    """Collected fields of one row: normalised values by canonical name."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    spelled: dict[str, str] = field(default_factory=dict)
+    """Canonical name -> the name the row uses."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Unknown top-level keys, which are carried to the output."""
+    carried: dict[str, Any] = field(default_factory=dict)
+    """Fields of an OpenAI body that are carried to the output."""
+    unsupported: list[Field] = field(default_factory=list)
+    """Unsupported fields of the row; `reject_unsupported` decides whether their values request something."""
+
+    def collect(self, source: Mapping[str, Any], place: Place) -> None:
+        """Check and add every field of `source`. A null value counts as absent.
+
+        Raises:
+            RowError: `invalid_field`, `unknown_field`, `invalid_unicode`, `token_out_of_range`, `unsupported_field`.
+        """
+        table = LOOKUP[place]
+        for key, value in source.items():
+            known = table.get(key)
+            if known is None:
+                self._add_unknown(key, value, place)
+            elif value is not None:
+                self._add(known, key, value)
+
+    def carry(self, source: Mapping[str, Any], place: Place) -> None:
+        """Add only the valid carried fields of `source`."""
+        table = LOOKUP[place]
+        for key, value in source.items():
+            known = table.get(key)
+            if known is None or known.carried:
+                with suppress(RowError):
+                    self.collect({key: value}, place)
+
+    def _add_unknown(self, key: str, value: Any, place: Place) -> None:
+        if type(key) is not str:  # possible from Python only
+            raise RowError(ErrorCode.INVALID_JSON, f"field names must be strings, got {show(key)}")
+        if not key.isascii():
+            check_unicode(key, ascii(key)[1:-1])
+        if type(value) is not str or not value.isascii():
+            check_unicode(value, key)
+        if place == "row":
+            self.extra[key] = value
+        elif value is not None:
+            raise unknown_field(key, place)
+
+    def _add(self, known: Field, key: str, value: Any) -> None:
+        kind = type(value)
+        if kind not in NON_TEXT_TYPES and (kind is not str or not value.isascii()):
+            check_unicode(value, key)
+        name = known.name
+        if name in self.spelled:
+            other = self.spelled[name]
+            where = "twice (flat and in `sampling_params`)" if other == key else f"together with its alias `{other}`"
+            raise invalid(key, f"is given {where}; keep one of them")
+        self.spelled[name] = key
+        checked = known.check(key, value)
+        if known.carried:
+            self.carried[key] = checked
+            return
+        self.values[name] = checked
+        if not known.supported:
+            self.unsupported.append(known)
+
+    def reject_unsupported(self) -> None:
+        """Refuse the first unsupported field whose value requests something.
+
+        Raises:
+            RowError: `unsupported_field`.
+        """
+        requested = [item for item in self.unsupported if not item.is_noop(self.values[item.name], self.values)]
+        if requested:
+            spelled = self.spelled[requested[0].name]
+            message = f"`{spelled}` is not supported by this version; {requested[0].remedy}"
+            raise RowError(ErrorCode.UNSUPPORTED_FIELD, message, spelled)
+
+    def imply(self, name: str, value: Any, reason: str) -> None:
+        """Set the field `name` as a consequence of the field `reason`, unless the row sets it."""
+        if name in self.spelled:
+            return
+        self.values[name], self.spelled[name] = value, self.spelled[reason]
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether the row scores texts and generates nothing."""
+        return "completion" in self.values or "completions" in self.values
+
+    def sources(self) -> list[str]:
+        """Canonical names of the prompt fields that the row has."""
+        return [name for name in SOURCES if name in self.spelled]
+
+    def check_model(self, defaults: RowDefaults, params: SamplingParams) -> None:
+        """Check that the run has the row's `model` and adapter.
+
+        Raises:
+            RowError: `unknown_adapter`, or `invalid_field` for another model or for two different adapters.
+        """
+        model, adapter = self.values.get("model"), params.lora_path
+        base, adapter_of_model = _base_and_adapter(model, defaults.model_names)
+        if base is None:
+            names = " or ".join([*sorted(defaults.model_names), "*"])
+            raise invalid("model", f"is {show(model)}, but this run's model is {names}; correct it or leave it out")
+        if adapter_of_model is not None and adapter != adapter_of_model:
+            raise invalid(
+                "lora_path", f"is {show(adapter)}, but `model` names the adapter {show(adapter_of_model)}; keep one"
+            )
+        if adapter is not None and adapter not in defaults.adapters:
+            field = "model" if adapter_of_model is not None else self.spelled.get("lora_path", "lora_path")
+            known = ", ".join(sorted(defaults.adapters)) or "none"
+            message = f"`{field}` names the adapter {show(adapter)}, but the adapters of this run are: {known}"
+            raise RowError(ErrorCode.UNKNOWN_ADAPTER, f"{message}; add it with --lora NAME=PATH", field)
+
+    def params(self, defaults: RowDefaults, endpoint: Mapping[str, Any]) -> SamplingParams:
+        """The row's sampling parameters merged with all defaults; `endpoint` has those of its OpenAI endpoint.
+
+        A scoring row uses only the default adapter, and a row with `max_new_tokens: 0` ignores a default minimum.
+        Rows with equal values share one object. Errors are not cached.
+
+        Raises:
+            RowError: `invalid_field`, naming the field as the row spells it; `unknown_processor`.
+        """
+        key = self._cache_key(endpoint)
+        try:
+            found = defaults.cached_params(key) if key is not None else None
+        except TypeError:  # an object, such as a schema, is not hashable
+            key = found = None
+        if found is not None:
+            return found
+        params = self._new_params(defaults, endpoint)
+        return defaults.cache_params(key, params) if key is not None else params
+
+    def _cache_key(self, endpoint: Mapping[str, Any]) -> tuple[Any, ...] | None:
+        """Values that determine the row's parameters, in addition to the run's defaults; None for a row with a seed.
+
+        The key includes types, because `logprobs: true` and `logprobs: 1` compare equal but differ in meaning.
+        """
+        if "seed" in self.values:
+            return None
+        given = [(name, type(value), value) for name, value in self.values.items() if name in PARAM_FIELDS]
+        return (self.is_scoring, *endpoint.items(), *given)
+
+    def _new_params(self, defaults: RowDefaults, endpoint: Mapping[str, Any]) -> SamplingParams:
+        merged = {**defaults.model, **endpoint, **defaults.flags}
+        if self.is_scoring:
+            merged = {name: value for name, value in merged.items() if name == "lora_path"}
+        if self.values.get("max_new_tokens") == 0:
+            merged.pop("min_new_tokens", None)
+        merged.update((name, value) for name, value in self.values.items() if name in _PARAM_NAMES)
+        self._merge_logprobs(merged)
+        self._merge_constraint(merged)
+        adapter_of_model = _base_and_adapter(self.values.get("model"), defaults.model_names)[1]
+        if adapter_of_model is not None and "lora_path" not in self.values:
+            merged["lora_path"] = adapter_of_model
+        try:
+            params = SamplingParams(**merged)
+        except RowError as error:
+            raise self._respelled(error) from None
+        self._check_processor(params.custom_logit_processor, defaults.processors)
+        if params.stream and not defaults.events:
+            raise invalid(
+                "stream", "needs a destination for events: --events PATH, or - for stdout (Python: `on_event`)"
+            )
+        return params
+
+    def _check_processor(self, name: str | None, known: frozenset[str]) -> None:
+        if name is not None and name not in known:
+            available = ", ".join(sorted(known)) or "none"
+            message = f"`custom_logit_processor` names {show(name)}, but the processors of this run are: {available}"
+            remedy = f"add it with --logit-processor {name[:60]}=module:function"
+            raise RowError(ErrorCode.UNKNOWN_PROCESSOR, f"{message}; {remedy}", "custom_logit_processor")
+
+    def _merge_logprobs(self, merged: dict[str, Any]) -> None:
+        """Translate OpenAI's `logprobs` and `top_logprobs`, and refuse a number of alternatives without logprobs."""
+        logprobs, top = self.values.get("logprobs"), self.values.get("top_logprobs")
+        native = [self.spelled[name] for name in ("return_logprob", "top_logprobs_num") if name in self.spelled]
+        openai = [name for name in ("logprobs", "top_logprobs") if name in self.spelled]
+        if native and openai:
+            raise invalid(
+                openai[0], f"is given together with `{native[0]}`, which has the same meaning; keep one of them"
+            )
+        if type(logprobs) is int:
+            if top is not None:
+                raise invalid("top_logprobs", "is given together with a number in `logprobs`; keep one of them")
+            merged["return_logprob"], merged["top_logprobs_num"] = True, logprobs
+        elif logprobs is not None:
+            merged["return_logprob"], merged["top_logprobs_num"] = logprobs, top or 0
+        elif top is not None:
+            merged["top_logprobs_num"] = top
+        if not merged.get("return_logprob"):
+            dependent = next((name for name in ("top_logprobs", "top_logprobs_num") if self.values.get(name)), None)
+            if dependent:
+                needed = "logprobs" if dependent == "top_logprobs" else "return_logprob"
+                raise invalid(dependent, f"needs `{needed}: true`")
+            self._drop_logprob_fields(merged)
+
+    def _drop_logprob_fields(self, merged: dict[str, Any]) -> None:
+        """Without logprobs, refuse the row's logprob fields and drop the run-wide ones."""
+        for name, no_op in _LOGPROB_FIELDS:
+            if self.values.get(name, no_op) != no_op:
+                raise invalid(self.spelled[name], "needs `return_logprob: true`")
+            merged[name] = no_op
+        merged["top_logprobs_num"] = 0
+
+    def _merge_constraint(self, merged: dict[str, Any]) -> None:
+        """Check that the row has one constraint at most, replace a run-wide one by it, translate `response_format`."""
+        given = [name for name in CONSTRAINTS if name in self.values]
+        response_format = self.values.get("response_format")
+        if len(given) > 1 and response_format is not None and response_format["type"] == "text":
+            given.remove("response_format")
+        if len(given) > 1:
+            first, second = (self.spelled[name] for name in given[:2])
+            raise invalid(second, f"cannot be combined with `{first}`: a row has one constraint")
+        if not given:
+            return
+        for name in CONSTRAINTS:
+            if name not in given:
+                merged.pop(name, None)
+        if given == ["response_format"] and response_format is not None:
+            merged.update(_from_response_format(response_format))
+
+    def _respelled(self, error: RowError) -> RowError:
+        """The same error with the alias that the row uses."""
+        name = error.info.param or ""
+        spelled = self.spelled.get(name, name)
+        if spelled == name:
+            return error
+        return RowError(error.info.code, error.info.message.replace(f"`{name}`", f"`{spelled}`"), spelled)
+
+    def prompt_error(self, found: list[str], needed: str) -> RowError:
+        """Error for a row with no prompt field or several, listed in `found`."""
+        if not found:
+            return RowError(ErrorCode.MISSING_PROMPT, f"the row has no prompt; give it {needed}")
+        names = " and ".join(f"`{self.spelled.get(name, name)}`" for name in found)
+        return RowError(ErrorCode.AMBIGUOUS_PROMPT, f"the row has several prompts, {names}; keep one of them", found[1])
+
+
+def _base_and_adapter(model: str | None, names: frozenset[str]) -> tuple[str | None, str | None]:
+    """Split a row's `model` into (base, adapter): base is None for an unknown model, adapter if none is named."""
+    if model is None or model == "*" or model in names:
+        return model or "*", None
+    for base in ("*", *names):
+        if model.startswith(f"{base}:") and len(model) > len(base) + 1:
+            return base, model[len(base) + 1 :]
+    return None, None
+
+
+def _from_response_format(response_format: Mapping[str, Any]) -> dict[str, Any]:
+    """Native constraint field of a `response_format`."""
+    if response_format["type"] == "text":
+        return {}
+    if response_format["type"] == "structural_tag":
+        return {"structural_tag": dict(response_format)}
+    if response_format["type"] == "json_schema":
+        inner = response_format["json_schema"]
+        if inner.get("schema") is not None:  # OpenAI's wrapper: name, schema, strict
+            return {"json_schema": inner["schema"]}
+        if "name" not in inner and "schema" not in inner:  # the schema itself, as some servers accept it
+            return {"json_schema": inner}
+    return {"json_schema": {"type": "object"}}
+
+
+def chat_prompt(row: RowValues, messages: tuple[Mapping[str, Any], ...], defaults: RowDefaults) -> ChatPrompt:
+    """Conversation with the row's chat fields, and the run's system message in front if it has none.
+
+    Raises:
+        RowError: `invalid_field` if the row requests both a new and a continued turn, or chat is disabled.
+    """
+    if defaults.chat is False:
+        raise invalid("messages", "needs the chat template, which --no-chat disables; give the prompt as `text`")
+    values, system = row.values, defaults.system
+    if system is not None and not any(message["role"] in ("system", "developer") for message in messages):
+        messages = ({"role": "system", "content": system}, *messages)
+    continued = values.get("continue_final_message", False)
+    if continued and values.get("add_generation_prompt"):
+        raise invalid("continue_final_message", "cannot be true with `add_generation_prompt: true`; keep one of them")
+    return ChatPrompt(
+        messages=messages,
+        tools=values.get("tools") or None,
+        template_kwargs=values.get("chat_template_kwargs", {}),
+        add_generation_prompt=values.get("add_generation_prompt", not continued),
+        continue_final_message=continued,
+    )

@@ -1,0 +1,243 @@
+"""Parsed rows, tokenised requests, and the column store of all requests of a job."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from batchgen.request.columns import Columns
+from batchgen.request.completion import Dialect
+from batchgen.request.embeds_store import EmbedsStore
+from batchgen.request.params import Constraint, SamplingParams
+from batchgen.request.prompts import Prompt, StoredPrompt
+
+__all__ = ["ParsedRow", "Request", "RequestTable"]
+
+
+class ParsedRow(NamedTuple):
+    """One input row after validation and before tokenisation."""
+
+    row_index: int
+    """Index of the row in the whole input."""
+    id: str
+    prompts: tuple[Prompt, ...]
+    params: SamplingParams
+    extra: Mapping[str, Any]
+    """Unknown top-level keys, carried to the output."""
+    dialect: Dialect = "native"
+    completions: tuple[str | tuple[int, ...], ...] = ()
+    """Texts or ids to score after each prompt; empty for a row that generates."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One tokenised prompt with its sampling parameters."""
+
+    index: int
+    """Index in the `RequestTable`."""
+    row_index: int
+    """Index of the input row."""
+    prompt_index: int
+    """Index among the prompts of the row."""
+    prompt_ids: npt.NDArray[np.int32]
+    """[P] token ids; zeros for tokens given as embeddings."""
+    params: SamplingParams
+    seed: int
+    """The row's seed, or the one derived from the run seed and the row's id."""
+    max_new_tokens: int
+    """Effective limit, clipped to the context."""
+    embeds: StoredPrompt | None = None
+    """Leading tokens of the prompt that are given as embeddings."""
+    score_start: int = -1
+    """Position in `prompt_ids` at which the text to score begins; -1: nothing is scored."""
+
+    @property
+    def known_ids(self) -> npt.NDArray[np.int32]:
+        """The ids of `prompt_ids` without the leading tokens that are given as embeddings."""
+        return self.prompt_ids if self.embeds is None else self.prompt_ids[self.embeds.length :]
+
+
+class RequestTable(Columns):
+    """Column store of all requests of a job, about 40 bytes per prompt in addition to its tokens.
+
+    Equal `SamplingParams` are stored once, with the seed in a separate column. Tokens are stored in one flat int32
+    buffer: in memory while rows are appended, or a memory map given to `use_external_tokens`. Prompts given as
+    embeddings have zeros for ids and rows in the store `embeds`. `columns` and `restore_columns` exclude tokens,
+    parameter sets and embeddings.
+    """
+
+    _columns = ("_offsets", "_row_index", "_prompt_index", "_params_id", "_seed", "_max_new", "_score_start")
+
+    def __init__(self, embeds: EmbedsStore | None = None) -> None:
+        self.embeds = embeds
+        self._stored_prompts: list[StoredPrompt] = []
+        self._stored_prompt_numbers: dict[StoredPrompt, int] = {}
+        self._embeds_id = array("i")
+        """Index into `_stored_prompts` or -1, per request; empty until a request has embeddings."""
+        self._tokens = array("i")
+        self._offsets = array("q", [0])
+        self._row_index = array("q")
+        self._prompt_index = array("i")
+        self._params_id = array("i")
+        self._seed = array("q")
+        self._max_new = array("i")
+        self._score_start = array("i")
+        self._params: list[SamplingParams] = []
+        self._params_numbers: dict[SamplingParams, int] = {}
+        self._params_by_identity: dict[int, int] = {}
+        """Index into `_params` by object identity, which is faster than hashing the fields."""
+        self._external_tokens: npt.NDArray[np.int32] | None = None
+
+    def append(
+        self,
+        row_index: int,
+        prompt_index: int,
+        prompt_ids: Sequence[int] | npt.NDArray[np.int32],
+        params: SamplingParams,
+        seed: int,
+        max_new_tokens: int,
+        embeds: StoredPrompt | None = None,
+        score_start: int = -1,
+    ) -> int:
+        """Add a prompt and return its index.
+
+        A text to score is the part of `prompt_ids` from `score_start` on. The texts of one (row, prompt) are added one
+        after the other.
+        """
+        if embeds is not None or self._embeds_id:
+            self._embeds_id.extend([-1] * (len(self) - len(self._embeds_id)))
+            self._embeds_id.append(-1 if embeds is None else self._embeds_number(embeds))
+        if self._external_tokens is None:
+            self._tokens.frombytes(np.asarray(prompt_ids, dtype=np.int32).tobytes())
+        params_id = self._params_by_identity.get(id(params))
+        if params_id is None:
+            params_id = self._params_number(params)
+        self._offsets.append(self._offsets[-1] + len(prompt_ids))
+        self._row_index.append(row_index)
+        self._prompt_index.append(prompt_index)
+        self._params_id.append(params_id)
+        self._seed.append(seed)
+        self._max_new.append(max_new_tokens)
+        self._score_start.append(score_start)
+        return len(self._row_index) - 1
+
+    def _params_number(self, params: SamplingParams) -> int:
+        shared = replace(params, seed=None) if params.seed is not None else params
+        number = self._params_numbers.setdefault(shared, len(self._params))
+        if number == len(self._params):
+            self._params.append(shared)
+            self._params_by_identity[id(shared)] = number
+        return number
+
+    def _embeds_number(self, span: StoredPrompt) -> int:
+        number = self._stored_prompt_numbers.setdefault(span, len(self._stored_prompts))
+        if number == len(self._stored_prompts):
+            self._stored_prompts.append(span)
+        return number
+
+    def use_external_tokens(self, tokens: npt.NDArray[np.int32]) -> None:
+        """Use `tokens` [total] (usually a memory map of the same ids) instead of the in-memory buffer.
+
+        With an empty array before the first `append`, the table stores no ids and the caller stores them.
+        """
+        self._external_tokens = tokens.view(np.ndarray)  # slicing a plain array is much faster than slicing a np.memmap
+        self._tokens = array("i")
+
+    def restore(self, params: Sequence[SamplingParams], tokens: npt.NDArray[np.int32]) -> None:
+        """Complete `restore_columns` with the parameter sets and tokens [total] of the saved table."""
+        self._params = list(params)
+        self.use_external_tokens(tokens)
+
+    def prompt_ids(self, index: int) -> npt.NDArray[np.int32]:
+        """[P] token ids of one prompt."""
+        return self.tokens[self._offsets[index] : self._offsets[index + 1]]
+
+    def embeds_of(self, index: int) -> StoredPrompt | None:
+        """Leading tokens of a prompt that are given as embeddings."""
+        number = self._embeds_id[index]
+        return None if number < 0 else self._stored_prompts[number]
+
+    def __len__(self) -> int:
+        return len(self._row_index)
+
+    def __iter__(self) -> Iterator[Request]:
+        return (self[i] for i in range(len(self)))
+
+    def __getitem__(self, index: int) -> Request:
+        return Request(
+            index=index,
+            row_index=self._row_index[index],
+            prompt_index=self._prompt_index[index],
+            prompt_ids=self.prompt_ids(index),
+            params=self._params[self._params_id[index]],
+            seed=self._seed[index],
+            max_new_tokens=self._max_new[index],
+            embeds=self.embeds_of(index) if self._embeds_id else None,
+            score_start=self._score_start[index],
+        )
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """[total] token ids of all prompts, concatenated."""
+        if self._external_tokens is not None:
+            return self._external_tokens
+        return np.frombuffer(self._tokens, dtype=np.int32) if self._tokens else np.zeros(0, np.int32)
+
+    @property
+    def offsets(self) -> npt.NDArray[np.int64]:
+        """[N + 1] bounds of the prompts: prompt i is `tokens[offsets[i]:offsets[i + 1]]`."""
+        return np.frombuffer(self._offsets, dtype=np.int64)
+
+    @property
+    def row_index(self) -> npt.NDArray[np.int64]:
+        """[N] index of each prompt's input row."""
+        return _column(self._row_index, np.int64)
+
+    @property
+    def prompt_index(self) -> npt.NDArray[np.int32]:
+        """[N] index of each prompt in its row."""
+        return _column(self._prompt_index, np.int32)
+
+    @property
+    def params_id(self) -> npt.NDArray[np.int32]:
+        """[N] index of each prompt's parameters in `params`."""
+        return _column(self._params_id, np.int32)
+
+    @property
+    def seed(self) -> npt.NDArray[np.int64]:
+        """[N] seed of each prompt."""
+        return _column(self._seed, np.int64)
+
+    @property
+    def max_new_tokens(self) -> npt.NDArray[np.int32]:
+        """[N] effective limit of each prompt."""
+        return _column(self._max_new, np.int32)
+
+    @property
+    def embeds_id(self) -> npt.NDArray[np.int32] | None:
+        """[N] number of each prompt's embeddings, equal for equal embeddings, -1 without; None if no prompt has any."""
+        return np.frombuffer(self._embeds_id, np.int32) if self._embeds_id else None
+
+    @property
+    def score_start(self) -> npt.NDArray[np.int32]:
+        """[N] position at which each prompt's text to score begins, -1 without one."""
+        return _column(self._score_start, np.int32)
+
+    @property
+    def params(self) -> list[SamplingParams]:
+        """Distinct parameter sets, without seeds."""
+        return self._params
+
+    def constraints(self, done: npt.NDArray[np.bool_] | None = None) -> list[Constraint]:
+        """Constraints of the requests that are not `done` [N]."""
+        used = np.unique(self.params_id if done is None else self.params_id[~done])
+        return [found for index in used.tolist() if (found := self._params[index].constraint) is not None]
+
+
+def _column(values: array[int], dtype: type) -> npt.NDArray[Any]:
+    return np.frombuffer(values, dtype=dtype) if values else np.zeros(0, dtype)

@@ -1,0 +1,1 @@
+"""Structured output: from a row's schema, pattern or grammar to a compiled matcher."""

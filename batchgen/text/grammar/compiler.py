@@ -1,0 +1,172 @@
+"""Client of the grammar compiler process: starts it when needed, sends it batches, stops it when idle."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from itertools import count
+from multiprocessing.connection import Connection
+
+from batchgen.errors import BatchgenError, ErrorInfo
+from batchgen.request.params import Constraint
+from batchgen.text.grammar.vocabulary import Vocabularies
+from batchgen.text.grammar.worker import CompileJob, CompileLimits, DropVocabulary, LoadVocabulary
+
+__all__ = ["GrammarCompiler", "stop_compiler", "vocabulary_kind"]
+
+_MAX_WORKERS = 8
+# sys.path is passed on, since a new interpreter may not find the modules of this one.
+_PROGRAM = (
+    "import sys; sys.path[:] = sys.argv[4:]; from batchgen.text.grammar.worker import serve; "
+    "serve(*map(int, sys.argv[1:4]))"
+)
+_compiler_ids = count()
+
+
+class _CompilerProcess:
+    """The compiler process, with pipes to and from it."""
+
+    def __init__(self) -> None:
+        request_end, requests = os.pipe()
+        results, result_end = os.pipe()
+        workers = min(_MAX_WORKERS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)
+        command = [sys.executable, "-c", _PROGRAM, str(request_end), str(result_end), str(workers), *sys.path]
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,  # the library's warnings repeat errors that are reported
+            pass_fds=(request_end, result_end),
+            start_new_session=True,  # a keyboard interrupt is for the run to handle
+            env={**os.environ, "OMP_NUM_THREADS": "1"},  # a process with several threads must not fork
+        )
+        os.close(request_end)
+        os.close(result_end)
+        self.owner = os.getpid()
+        self.requests, self.results = Connection(requests, readable=False), Connection(results, writable=False)
+        self.vocabularies: set[tuple[int, str]] = set()
+        self._sender: threading.Thread | None = None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def start_sending(self, jobs: list[CompileJob]) -> None:
+        """Send `jobs` on a thread while the caller reads: with both pipes full, two writers would deadlock."""
+        self._sender = threading.Thread(target=self._send, args=(jobs,), name="grammars", daemon=True)
+        self._sender.start()
+
+    def wait_until_sent(self) -> None:
+        """Wait until all jobs are sent or the process is gone."""
+        if self._sender is not None:
+            self._sender.join()
+            self._sender = None
+
+    def _send(self, jobs: list[CompileJob]) -> None:
+        with suppress(OSError):  # the process is gone, which reading its results reports
+            for job in jobs:
+                self.requests.send(job)
+
+    def close(self) -> None:
+        """Kill the process and its forks."""
+        if self.owner == os.getpid():
+            with suppress(OSError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self.wait_until_sent()  # before the descriptor is closed, as its number may be reused
+        self.requests.close()
+        self.results.close()
+
+
+_lock = threading.RLock()
+_process: _CompilerProcess | None = None
+
+
+def _running_process() -> _CompilerProcess:
+    """The compiler process, started if there is none or it belongs to the parent of this forked process."""
+    global _process
+    if _process is not None and _process.owner != os.getpid():
+        stop_compiler()
+    if _process is None:
+        _process = _CompilerProcess()
+    return _process
+
+
+@atexit.register
+def stop_compiler() -> None:
+    """Stop the compiler process to free its memory; it is started again when needed."""
+    global _process
+    with _lock:
+        if _process is not None:
+            _process.close()
+            _process = None
+
+
+class GrammarCompiler:
+    """Compiler of grammars for the vocabularies of one tokenizer."""
+
+    def __init__(
+        self, vocabularies: Vocabularies, *, lenient: bool = False, limits: CompileLimits | None = None
+    ) -> None:
+        self._vocabularies = vocabularies
+        self._lenient = lenient
+        self._limits = limits or CompileLimits()
+        self._id = next(_compiler_ids)
+
+    def compile(self, constraints: Iterable[Constraint]) -> Iterator[tuple[Constraint, bytes | ErrorInfo]]:
+        """Yield each constraint with its compressed grammar or its error, in order of completion.
+
+        Raises:
+            RowError: `unsupported_field`: the tokenizer does not support constraints.
+            BatchgenError: the process could not be started, or died.
+        """
+        jobs = dict(enumerate(constraints))
+        vocabulary_kinds = sorted({vocabulary_kind(constraint) for constraint in jobs.values()})
+        with _lock:
+            new_vocabularies = {kind: self._vocabularies[kind] for kind in vocabulary_kinds if not self._is_known(kind)}
+            try:
+                process = _running_process()
+                for kind, tokens in new_vocabularies.items():
+                    process.requests.send(LoadVocabulary((self._id, kind), tokens))
+                    process.vocabularies.add((self._id, kind))
+                process.start_sending([self._job(number, constraint) for number, constraint in jobs.items()])
+                while jobs:
+                    number, result = process.results.recv()
+                    yield jobs.pop(number), result
+                process.wait_until_sent()
+            except (EOFError, OSError):
+                problem = "the process that compiles grammars ended; check that xgrammar is installed"
+                raise BatchgenError(problem) from None
+            finally:
+                if jobs:
+                    stop_compiler()  # discard its pending results
+
+    def _is_known(self, kind: str) -> bool:
+        return (self._id, kind) in _running_process().vocabularies
+
+    def _job(self, number: int, constraint: Constraint) -> CompileJob:
+        return CompileJob(number, constraint, (self._id, vocabulary_kind(constraint)), self._lenient, self._limits)
+
+    def close(self) -> None:
+        """Drop this compiler's vocabularies from the process."""
+        with _lock:
+            keys = [key for key in _process.vocabularies if key[0] == self._id] if _process is not None else []
+            for key in keys:
+                assert _process is not None
+                _process.vocabularies.discard(key)
+                try:
+                    _process.requests.send(DropVocabulary(key))
+                except OSError:
+                    stop_compiler()
+                    return
+
+
+def vocabulary_kind(constraint: Constraint) -> str:
+    """Kind of vocabulary (see `VOCABULARIES`) that a constraint is compiled for."""
+    return {"json_schema": "json", "structural_tag": "tag"}.get(constraint.kind, "text")

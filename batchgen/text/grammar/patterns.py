@@ -1,0 +1,214 @@
+r"""Translation of regular expressions from Python's syntax to the subset that every dialect reads alike.
+
+xgrammar has a different dialect, in which `.` matches a line break, `\S` matches most Unicode whitespace and an anchor
+in the middle is dropped. The translation therefore consists of literals, explicit classes, groups, `|` and repeats. It
+matches only texts that the pattern matches whole, in Python with and without `re.ASCII` and in ECMA-262: where dialects
+differ (`\w`, `\d`, `\s`, `.`) it takes the narrower meaning.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from re import _constants as sre  # type: ignore[attr-defined]
+from re import _parser  # type: ignore[attr-defined]
+from typing import Any
+
+__all__ = ["PatternError", "explicit_pattern"]
+
+Ranges = tuple[tuple[int, int], ...]
+"""Code points as sorted, disjoint, inclusive ranges."""
+
+_MAX_CODE_POINT = 0x10FFFF
+_UTF8_ZONES = ((0, 0x7FF), (0x800, 0xFFF), (0x1000, 0xFFFF), (0x10000, 0x3FFFF), (0x40000, _MAX_CODE_POINT))
+"""Code point ranges by first byte of their UTF-8: at most two bytes, E0, E1 to EF, F0, F1 to F4."""
+_SURROGATES = (0xD800, 0xDFFF)
+_ANCHORS_BEFORE = (sre.AT_BEGINNING, sre.AT_BEGINNING_STRING)
+_ANCHORS_AFTER = (sre.AT_END, sre.AT_END_STRING)
+_REFUSED = {
+    sre.ASSERT: "look-around",
+    sre.ASSERT_NOT: "look-around",
+    sre.GROUPREF: "a back-reference",
+    sre.GROUPREF_EXISTS: "a conditional group",
+    sre.ATOMIC_GROUP: "an atomic group",
+    sre.POSSESSIVE_REPEAT: "a possessive repeat",
+}
+
+
+class PatternError(ValueError):
+    """A pattern that is invalid, or that a grammar cannot express."""
+
+    def __init__(self, problem: str, *, invalid: bool = False) -> None:
+        super().__init__(problem)
+        self.invalid = invalid
+        """Whether the pattern itself is invalid, not just beyond what grammars support."""
+
+
+def explicit_pattern(pattern: str, *, json_string: bool = False) -> str:
+    """`pattern` in plain ASCII and without anything that dialects read differently.
+
+    Args:
+        pattern: pattern in Python's syntax, matched whole.
+        json_string: exclude characters that JSON strings must escape.
+
+    Raises:
+        PatternError: the pattern is invalid, or a grammar cannot express it.
+    """
+    try:
+        parsed = _parser.parse(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise PatternError(f"is not a valid pattern: {error}", invalid=True) from None
+    if parsed.state.flags & ~re.UNICODE.value:
+        raise PatternError("uses inline flags, which grammars do not support")
+    barred = _union([_SURROGATES], [(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)] if json_string else [])
+    return _PatternWriter(barred).sequence(list(parsed), first=True, last=True)
+
+
+class _PatternWriter:
+    """Writer of a parsed pattern as text, without the characters in `barred`."""
+
+    def __init__(self, barred: Ranges) -> None:
+        self._barred = barred
+
+    def sequence(self, items: list[tuple[Any, Any]], *, first: bool, last: bool) -> str:
+        """Text of consecutive items; `first`, `last`: whether the match begins and ends with them."""
+        written = []
+        for place, (op, argument) in enumerate(items):
+            # Only other anchors may come before a leading or after a trailing anchor.
+            at_first = first and all(o is sre.AT for o, _ in items[:place])
+            at_last = last and all(o is sre.AT for o, _ in items[place + 1 :])
+            written.append(self._item(op, argument, at_first, at_last))
+        return "".join(written)
+
+    def _item(self, op: Any, argument: Any, first: bool, last: bool) -> str:
+        if op is sre.LITERAL:
+            return self._characters(((argument, argument),))
+        if op is sre.NOT_LITERAL:
+            return self._characters(_complement(((argument, argument),)))
+        if op is sre.ANY:
+            return self._characters(_complement(((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))))
+        if op is sre.IN:
+            return self._characters(_class_ranges(argument))
+        if op is sre.BRANCH:
+            branches = [self.sequence(list(branch), first=first, last=last) for branch in argument[1]]
+            return f"(?:{'|'.join(branches)})"
+        if op is sre.SUBPATTERN:
+            _, added, removed, inner = argument
+            if added or removed:
+                raise PatternError("uses inline flags, which grammars do not support")
+            return f"(?:{self.sequence(list(inner), first=first, last=last)})"
+        if op in (sre.MAX_REPEAT, sre.MIN_REPEAT):
+            return self._repeat(*argument)
+        if op is sre.AT:
+            return self._anchor(argument, first, last)
+        raise PatternError(f"uses {_REFUSED.get(op, op)}, which grammars do not support")
+
+    def _repeat(self, low: int, high: Any, inner: Any) -> str:
+        body = self.sequence(list(inner), first=False, last=False)
+        if not body or high == 0:
+            return ""
+        most = "" if high is sre.MAXREPEAT else str(high)
+        count = {(0, ""): "*", (1, ""): "+", (0, "1"): "?"}.get((low, most), f"{{{low},{most}}}")
+        return f"(?:{body}){count}"
+
+    def _anchor(self, where: Any, first: bool, last: bool) -> str:
+        if (where in _ANCHORS_BEFORE and first) or (where in _ANCHORS_AFTER and last):
+            return ""
+        if where in (*_ANCHORS_BEFORE, *_ANCHORS_AFTER):
+            raise PatternError("has an anchor inside, which grammars do not support")
+        raise PatternError("uses a word boundary, which grammars do not support")
+
+    def _characters(self, ranges: Ranges) -> str:
+        left = _complement(_union(_complement(ranges), self._barred))
+        if not left:
+            raise PatternError("needs a character that the text cannot hold unescaped")
+        if len(left) == 1 and left[0][0] == left[0][1]:
+            return _escape(left[0][0])
+        # xgrammar allows overlong UTF-8 if one class spans several zones; alternatives of one class per zone are exact.
+        parts = [_intersection(left, zone) for zone in _UTF8_ZONES]
+        classes = [f"[{''.join(map(_escape_range, part))}]" for part in parts if part]
+        return classes[0] if len(classes) == 1 else f"(?:{'|'.join(classes)})"
+
+
+def _escape(code: int) -> str:
+    if code < 0x80 and chr(code).isalnum():
+        return chr(code)
+    return f"\\u{code:04x}" if code <= 0xFFFF else f"\\u{{{code:x}}}"
+
+
+def _escape_range(span: tuple[int, int]) -> str:
+    low, high = span
+    return _escape(low) if low == high else f"{_escape(low)}-{_escape(high)}"
+
+
+def _class_ranges(items: list[tuple[Any, Any]]) -> Ranges:
+    """Code points of a bracketed class. In a negated class every category has its wider meaning."""
+    negated = bool(items) and items[0][0] is sre.NEGATE
+    found: list[tuple[int, int]] = []
+    for op, argument in items[1:] if negated else items:
+        if op is sre.LITERAL:
+            found.append((argument, argument))
+        elif op is sre.RANGE:
+            found.append(argument)
+        else:
+            found += _category_ranges(argument, wide=negated)
+    ranges = _union(found)
+    return _complement(ranges) if negated else ranges
+
+
+_NARROW: dict[Any, Ranges] = {
+    sre.CATEGORY_DIGIT: ((0x30, 0x39),),
+    sre.CATEGORY_SPACE: ((0x09, 0x0D), (0x20, 0x20)),
+    sre.CATEGORY_WORD: ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)),
+}
+_WIDE: dict[Any, Callable[[str], bool]] = {
+    sre.CATEGORY_DIGIT: lambda c: unicodedata.category(c) == "Nd",
+    sre.CATEGORY_SPACE: lambda c: c.isspace() or c == "\ufeff",
+    sre.CATEGORY_WORD: lambda c: c.isalnum() or c == "_",
+}
+_NEGATED = {
+    sre.CATEGORY_NOT_DIGIT: sre.CATEGORY_DIGIT,
+    sre.CATEGORY_NOT_SPACE: sre.CATEGORY_SPACE,
+    sre.CATEGORY_NOT_WORD: sre.CATEGORY_WORD,
+}
+
+
+def _category_ranges(category: Any, *, wide: bool) -> Ranges:
+    r"""Code points of `\d`, `\S` and so on that every dialect includes, or any dialect if `wide`."""
+    if category in _NEGATED:
+        return _complement(_category_ranges(_NEGATED[category], wide=not wide))
+    return _wide_category(category) if wide else _NARROW[category]
+
+
+@lru_cache
+def _wide_category(category: Any) -> Ranges:
+    """Code points that some dialect includes in a category."""
+    test = _WIDE[category]
+    return _union((code, code) for code in range(_MAX_CODE_POINT + 1) if test(chr(code)))
+
+
+def _union(*groups: Iterable[tuple[int, int]]) -> Ranges:
+    merged: list[tuple[int, int]] = []
+    for low, high in sorted(pair for group in groups for pair in group):
+        if merged and low <= merged[-1][1] + 1:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], high))
+        else:
+            merged.append((low, high))
+    return tuple(merged)
+
+
+def _intersection(ranges: Ranges, zone: tuple[int, int]) -> Ranges:
+    return tuple((max(a, zone[0]), min(b, zone[1])) for a, b in ranges if a <= zone[1] and b >= zone[0])
+
+
+def _complement(ranges: Ranges) -> Ranges:
+    left, begin = [], 0
+    for low, high in ranges:
+        if low > begin:
+            left.append((begin, low - 1))
+        begin = high + 1
+    if begin <= _MAX_CODE_POINT:
+        left.append((begin, _MAX_CODE_POINT))
+    return tuple(left)

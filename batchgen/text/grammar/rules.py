@@ -1,0 +1,153 @@
+"""Analysis of the rules of a grammar: left recursion, and whether any text ends."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["can_end", "left_recursive_rule"]
+
+_TOKEN = re.compile(
+    r"""(?P<blank>\s+)|(?P<string>"(?:[^"\\]|\\.)*")|(?P<set>\[(?:[^\]\\]|\\.)*\]\*?)|(?P<count>\{[^}]*\})"""
+    r"""|(?P<ahead>\(=)|(?P<call>[A-Z][A-Za-z]*\()|(?P<name>[A-Za-z_][\w.-]*)|(?P<sign>.)""",
+    re.DOTALL,
+)
+"""Tokens of a grammar as printed by xgrammar."""
+_RULE = re.compile(r"([A-Za-z_][\w.-]*)\s*::=")
+
+
+def left_recursive_rule(written: str, grammar: str) -> str | None:
+    """The first left-recursive rule, for which xgrammar masks tokens that the grammar allows; None if there is none.
+
+    Args:
+        written: the grammar as given by the row; only rules that it names are considered, not generated ones.
+        grammar: the same grammar as printed by xgrammar.
+    """
+    rules = _parse_rules(grammar)
+    empty: set[str] = set()
+    while grown := {name for name, body in rules.items() if name not in empty and _can_be_empty(body, empty)}:
+        empty |= grown
+    first_rules = {name: set(_first_rules(body, empty)) for name, body in rules.items()}
+    named = set(_RULE.findall(written))
+    return next((name for name in rules if name in named and _reaches(name, first_rules)), None)
+
+
+def can_end(grammar: str) -> bool:
+    """Whether a grammar, as printed by xgrammar, has a finite text: not every derivation needs the same rule again."""
+    rules = _parse_rules(grammar)
+    ending: set[str] = set()
+    while grown := {name for name, body in rules.items() if name not in ending and _ends(body, ending)}:
+        ending |= grown
+    return "root" in ending
+
+
+_Element = tuple[str, Any, bool]
+"""(`rule`, `group` or `text`; its name or choices; whether it is optional)"""
+
+
+class _RuleParser:
+    """Parser of the right-hand side of one rule."""
+
+    def __init__(self, body: str) -> None:
+        self._tokens = [(m.lastgroup or "", m.group()) for m in _TOKEN.finditer(body) if m.lastgroup != "blank"]
+        self._position = 0
+
+    def choices(self) -> list[list[_Element]]:
+        found: list[list[_Element]] = [[]]
+        while self._position < len(self._tokens):
+            kind, word = self._tokens[self._position]
+            self._position += 1
+            if word == ")":
+                break
+            if word == "|":
+                found.append([])
+            elif kind == "ahead":
+                self.choices()
+            elif kind == "call":
+                self._skip()
+                found[-1].append(("text", None, False))
+            elif word == "(":
+                inner = self.choices()
+                found[-1].append(("group", inner, self._optional()))
+            elif kind == "name":
+                found[-1].append(("rule", word, self._optional()))
+            else:
+                nothing = word in ('""',) or word.endswith("]*")
+                found[-1].append(("text", None, nothing or self._optional()))
+        return found
+
+    def _optional(self) -> bool:
+        """Whether a following count or sign makes the element optional; it is consumed."""
+        if self._position < len(self._tokens):
+            kind, word = self._tokens[self._position]
+            if kind == "count" or word in ("*", "?", "+"):
+                self._position += 1
+                return word in ("*", "?") or bool(re.match(r"\{\s*0\s*[,}]", word))
+        return False
+
+    def _skip(self) -> None:
+        """Skip the arguments of a macro such as TagDispatch, which always reads text before another rule."""
+        depth = 1
+        while depth and self._position < len(self._tokens):
+            kind, word = self._tokens[self._position]
+            depth += (word == "(" or kind in ("call", "ahead")) - (word == ")")
+            self._position += 1
+
+
+def _can_be_empty(choices: list[list[_Element]], empty: set[str]) -> bool:
+    return any(all(_skippable(element, empty) for element in sequence) for sequence in choices)
+
+
+def _skippable(element: _Element, empty: set[str]) -> bool:
+    kind, value, optional = element
+    if optional:
+        return True
+    return value in empty if kind == "rule" else kind == "group" and _can_be_empty(value, empty)
+
+
+def _first_rules(choices: list[list[_Element]], empty: set[str]) -> Iterator[str]:
+    """Rules that the text of these choices may begin with."""
+    for sequence in choices:
+        for element in sequence:
+            kind, value, _ = element
+            if kind == "rule":
+                yield value
+            elif kind == "group":
+                yield from _first_rules(value, empty)
+            if not _skippable(element, empty):
+                break
+
+
+def _reaches(name: str, first_rules: dict[str, set[str]]) -> bool:
+    seen: set[str] = set()
+    waiting = list(first_rules[name])
+    while waiting:
+        rule = waiting.pop()
+        if rule == name:
+            return True
+        if rule not in seen:
+            seen.add(rule)
+            waiting.extend(first_rules.get(rule, ()))
+    return False
+
+
+def _ends(choices: list[list[_Element]], ending: set[str]) -> bool:
+    return any(all(_element_ends(element, ending) for element in sequence) for sequence in choices)
+
+
+def _element_ends(element: _Element, ending: set[str]) -> bool:
+    kind, value, optional = element
+    if optional or kind == "text":
+        return True
+    return value in ending if kind == "rule" else _ends(value, ending)
+
+
+def _parse_rules(grammar: str) -> dict[str, list[list[_Element]]]:
+    """Rule name -> its choices."""
+    rules: dict[str, list[list[_Element]]] = {}
+    for line in grammar.splitlines():
+        name, sign, body = line.partition(" ::= ")
+        if sign:
+            rules[name] = _RuleParser(body).choices()
+    return rules

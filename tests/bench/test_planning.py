@@ -1,0 +1,60 @@
+"""`batchgen bench plan`: counts against brute force, and imports."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from batchgen.bench.planning import PLAN_SHAPES, PlanSize, draw_prompts, run_plan_bench
+from batchgen.cli.app import run_command
+from batchgen.errors import UsageError
+from tests.plan.trie import Trie, count_pages
+
+
+def test_each_shape_has_a_line_with_correct_counts(tmp_path: Path) -> None:
+    size = PlanSize(60, 33)
+    lines: list[str] = []
+    figures = run_plan_bench(size, lines.append, tmp_path)
+    assert [figure.to_json() for figure in figures] == lines
+    for shape, line in zip(PLAN_SHAPES, lines, strict=True):
+        found = json.loads(line)
+        prompts = np.concatenate(list(draw_prompts(shape, size))).reshape(60, 33).tolist()
+        assert (found["workload"], found["shape"], found["rows"], found["tokens"]) == ("plan", shape, 60, 60 * 33)
+        assert found["distinct_tokens"] == Trie(prompts).nodes
+        assert found["page_waste"] == pytest.approx(count_pages(prompts, [1] * 60, [64] * 60, 16).waste, abs=1e-6)
+        assert found["ids_bytes"] == 60 * 33 * 4
+        assert set(found["phases"]) == {"sort", "tree", "dedup", "counts", "scheduler"}
+    assert not list(tmp_path.iterdir())
+
+
+def test_ids_do_not_depend_on_the_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    for shape in PLAN_SHAPES:
+        whole = np.concatenate(list(draw_prompts(shape, PlanSize(50, 21))))
+        with monkeypatch.context() as patch:
+            patch.setattr("batchgen.bench.planning._BLOCK", 21 * 7)
+            parts = list(draw_prompts(shape, PlanSize(50, 21)))
+        assert len(parts) == 8
+        assert np.array_equal(np.concatenate(parts), whole)
+
+
+@pytest.mark.parametrize("text", ["", "10", "10x", "0x5", "10x5x2", "-1x5"])
+def test_invalid_sizes_are_rejected(text: str) -> None:
+    with pytest.raises(UsageError, match="--plan-size must be ROWSxTOKENS"):
+        PlanSize.parse(text)
+
+
+def test_workloads_without_engines_import_no_torch() -> None:
+    """The import takes seconds, and each shape is planned in a new process."""
+    modules = ", ".join(f"batchgen.bench.{name}" for name in ("planning", "subprocess_timing", "rows_cost"))
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_command_prints_a_line_for_each_shape(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["bench", "plan", "--plan-size", "20x9"]) == 0
+    assert [json.loads(line)["shape"] for line in capsys.readouterr().out.splitlines()] == list(PLAN_SHAPES)

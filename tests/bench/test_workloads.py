@@ -1,0 +1,370 @@
+"""`batchgen bench`: workload definitions, adapters and checks of special rows. Counts are compared to brute force."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from batchgen.bench.adapters import adapter_folders, adapter_parameters, build_adapter, merge_adapter
+from batchgen.bench.correctness import (
+    GateFailed,
+    check_adapter,
+    check_fields,
+    check_samples,
+    continues_to_json,
+    gate_samples,
+    returned_counts,
+)
+from batchgen.bench.process import Generated
+from batchgen.bench.shapes import Shape, build_model
+from batchgen.bench.workload_defs import (
+    GPU_WORKLOADS,
+    MORE_WORKLOADS,
+    WORKLOADS,
+    DemoWorkload,
+    find_workload,
+    find_workloads,
+    load_workload,
+)
+from batchgen.bench.workloads import AdapterSet, BenchRow, Level, Workload, plain
+from batchgen.errors import UsageError
+from batchgen.models.lora_config import read_adapters
+from batchgen.text.tokenizer import Tokenizer
+from tests.bench.toys import TOY
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "bench"
+TEXT = Shape(2, 32, 4, 2, 8, 48, 400, context=128, text=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text")
+    build_model(TEXT, path)
+    return path
+
+
+def distinct(rows: Sequence[BenchRow]) -> int:
+    """Number of tokens in the prefix tree, by enumerating all prefixes."""
+    return len({tuple(row.ids[:end]) for row in rows for end in range(1, len(row.ids) + 1)})
+
+
+# Trees
+
+
+def test_named_workloads_have_the_described_shapes() -> None:
+    sizes = {}
+    for name, workload in (WORKLOADS | MORE_WORKLOADS).items():
+        rows = workload.rows(8192)
+        assert sum(row.samples for row in rows) == 64
+        assert all(3 <= i < 8192 for row in rows for i in row.ids)
+        assert max(len(row.ids) + row.max_new for row in rows) <= workload.longest
+        sizes[name] = (
+            min(len(r.ids) for r in rows),
+            max(len(r.ids) for r in rows),
+            min(r.max_new for r in rows),
+            max(r.max_new for r in rows),
+        )
+    assert sizes["shared-prefix"] == (1056, 1056, 32, 32)
+    assert sizes["few-shot-tree"] == (800, 800, 32, 32)
+    low, high, *output = sizes["unique"]
+    assert 32 <= low < high <= 256
+    assert output == [64, 64]
+    assert 8 <= sizes["mixed-lengths"][2] < sizes["mixed-lengths"][3] <= 256
+    assert sizes["logprobs"] == sizes["hidden-states"] == sizes["json-constrained"] == sizes["many-loras"]
+    assert sizes["logprobs"] == sizes["unique"]
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"), [("shared-prefix", 1024 + 64 * 32), ("few-shot-tree", 256 + 8 * 512 + 64 * 32)]
+)
+def test_distinct_tokens_equal_the_trees_size(name: str, tokens: int) -> None:
+    rows = WORKLOADS[name].rows(8192)
+    assert distinct(rows) == tokens
+
+
+@pytest.mark.parametrize("name", ["unique", "mixed-lengths", "n-samples"])
+def test_unique_prompts_share_prefixes_only_by_chance(name: str) -> None:
+    rows = find_workload(name).rows(8192)
+    assert sum(len(row.ids) for row in rows) - distinct(rows) <= 2
+
+
+def test_rows_are_the_leaves_of_the_tree() -> None:
+    rows = WORKLOADS["few-shot-tree"].rows(512)
+    assert len({tuple(row.ids[:256]) for row in rows}) == 1
+    groups = {tuple(row.ids[:768]) for row in rows}
+    assert len(groups) == 8
+    assert all(sum(tuple(row.ids[:768]) == group for row in rows) == 8 for group in groups)
+    assert len({tuple(row.ids) for row in rows}) == 64
+
+
+def test_every_turn_extends_the_previous_one() -> None:
+    rows = MORE_WORKLOADS["multi-turn"].rows(8192)
+    prompts = sorted(tuple(row.ids) for row in rows)  # each conversation's turns are adjacent, shortest first
+    conversations = [prompts[at : at + 8] for at in range(0, 64, 8)]
+    for turns in conversations:
+        assert 64 <= len(turns[0]) <= 128
+        for before, after in pairwise(turns):
+            assert after[: len(before)] == before
+            assert 32 <= len(after) - len(before) <= 96
+    assert distinct(rows) == sum(len(turns[-1]) for turns in conversations), "the last turn contains the earlier ones"
+
+
+def test_rows_are_deterministic() -> None:
+    workload = WORKLOADS["mixed-lengths"]
+    assert workload.rows(100) == workload.rows(100)
+    assert replace(workload, seed=1).rows(100) != workload.rows(100)
+
+
+def test_custom_workload_of_one_level() -> None:
+    workload = Workload("w", "d", (Level(3, (1, 1)),), (1, 1))
+    assert [len(row.ids) for row in workload.rows(10)] == [1, 1, 1]
+    with pytest.raises(UsageError, match="vocabulary of more than 3"):
+        workload.rows(3)
+
+
+# Special rows
+
+
+def test_every_nth_row_has_fields() -> None:
+    rows = MORE_WORKLOADS["json-constrained"].rows(8192)
+    assert ["json_schema" in row.fields for row in rows] == [True, False] * 32
+    assert all(row.fields for row in MORE_WORKLOADS["logprobs"].rows(8192))
+    assert [row.ids for row in plain(rows)] == [row.ids for row in rows]
+    assert not any(row.fields for row in plain(rows))
+    assert [name for name, workload in MORE_WORKLOADS.items() if not workload.special] == ["multi-turn", "n-samples"]
+
+
+def test_adapters_rotate_over_the_rows() -> None:
+    rows = MORE_WORKLOADS["many-loras"].rows(8192)
+    assert [row.fields["lora_path"] for row in rows[:9]] == [*(f"rank-8-{i}" for i in range(8)), "rank-8-0"]
+
+
+# Definitions
+
+
+def test_definition_files_equal_the_named_workloads() -> None:
+    """Published figures refer to the files by the workloads' names."""
+    files = {path.stem: load_workload(path) for path in CONFIGS.glob("*.toml")}
+    assert files == {**WORKLOADS, **MORE_WORKLOADS, **GPU_WORKLOADS, "demo": DemoWorkload()}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('name = "toy"', "", "`name` is missing"),
+        ("output = [2, 3]", "output = [3, 2]", "`output` must be"),
+        ("output = [2, 3]", "output = [0, 2]", "`output` must be"),
+        ("output = [2, 3]", "output = 3", "`output` must be"),
+        ("output = [2, 3]", "output = [2, true]", "`output` must be a whole number"),
+        ("tokens = [8, 8]", "tokens = [8]", "`tokens` must be"),
+        ("tokens = [8, 8]", "tokens = [0, 8]", r"`levels\[0\].tokens`"),
+        ("children = 2", "children = 0", r"`levels\[1\].children`"),
+        ("children = 2", "child = 2", r"unknown key `child` \(did you mean children\?\)"),
+        ("output = [2, 3]", "output = [2, 3]\nrows = 1", "unknown key `rows`"),
+        ("output = [2, 3]", "output = [2, 3]\nsamples = 0", "`samples` must be at least 1"),
+        ("output = [2, 3]", "output = [2, 3]\nevery = 0", "`every` must be at least 1"),
+        ("output = [2, 3]", "output = [2, 3]\nfields = 1", "`fields` must be a table"),
+        ("output = [2, 3]", 'output = [2, 3]\nrows_at = "ends"', "`rows_at` must be one of leaves, nodes"),
+        ("output = [2, 3]", "output = [2, 3]\nadapters = { rank = 2 }", "`adapters`: `count` is missing"),
+        ("output = [2, 3]", "output = [2, 3]\nadapters = { count = 0 }", "`adapters` needs a `count`"),
+        ("output = [2, 3]", "output = [2, 3]\ntask_rows = 3", "unknown key `levels`"),
+        (
+            "output = [2, 3]",
+            "output = [2, 3]\nfields = { temperature = 1 }",
+            "cannot check 'temperature'; it can check",
+        ),
+        (
+            "output = [2, 3]",
+            "output = [2, 3]\nfields = { top_logprob_num = 1 }",
+            r"\(did you mean top_logprobs_num\?\)",
+        ),
+        ("output = [2, 3]", "output = [2, 3]\nfields = { top_logprobs_num = 1 }", "needs `return_logprob: true`"),
+        ("output = [2, 3]", "output = [2, 3]\nfields = { return_logprob = 1 }", "`fields`: `return_logprob` must be"),
+        ("output = [2, 3]", "output = [2, 3]\nfields = { return_hidden_states = true }", 'tokens = "output"'),
+        (
+            "output = [2, 3]",
+            "output = [2, 3]\nsamples = 2\nfields = { return_logprob = true }",
+            "`samples` above 1 cannot be combined with `fields` or `adapters`",
+        ),
+        ("name", "name name", "is not TOML"),
+    ],
+)
+def test_errors_name_the_wrong_key_of_a_definition(tmp_path: Path, old: str, new: str, message: str) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(TOY.replace(old, new, 1))
+    with pytest.raises(UsageError, match=message):
+        load_workload(path)
+
+
+def test_return_hidden_states_of_a_definition_gets_explicit_layers(tmp_path: Path) -> None:
+    path = tmp_path / "states.toml"
+    path.write_text(TOY + '\n[fields]\nreturn_hidden_states = { tokens = "output" }\n')
+    workload = load_workload(path)
+    assert isinstance(workload, Workload)
+    assert workload.fields == {"return_hidden_states": {"layers": [-1], "tokens": "output"}}
+
+
+def test_unknown_workload_error_lists_the_known_ones() -> None:
+    with pytest.raises(
+        UsageError,
+        match=r"'uniqe' \(did you mean unique\?\); use one of unique, shared-prefix, .*demo, .*all, or a .toml file",
+    ):
+        find_workload("uniqe")
+    with pytest.raises(UsageError, match="cannot read"):
+        find_workload("missing.toml")
+
+
+def test_names_of_a_command_line_select_workloads() -> None:
+    assert [w.name for w in find_workloads([])] == [*WORKLOADS]
+    assert [w.name for w in find_workloads([], demo=True)] == ["demo"]
+    assert [w.name for w in find_workloads(["all", "demo"])] == [*WORKLOADS, *MORE_WORKLOADS, "demo"]
+    with pytest.raises(UsageError, match="unique is given more than once"):
+        find_workloads(["unique", "all"])
+
+
+# The demonstration model's rows
+
+
+def test_demo_rows_are_as_long_as_their_answers() -> None:
+    workload = DemoWorkload(task_rows=16)
+    rows = workload.rows(2048)
+    assert len(rows) == 16
+    assert workload.longest == max(len(row.ids) + row.max_new for row in rows)
+    assert rows == workload.rows(2048)
+    assert rows != replace(workload, seed=1).rows(2048)
+    assert min(row.max_new for row in rows) >= 2, "an answer and an end"
+    with pytest.raises(UsageError, match="needs the demonstration model's vocabulary of 2048 ids, the model has 8192"):
+        workload.rows(8192)
+    with pytest.raises(UsageError, match="`task_rows`"):
+        DemoWorkload(task_rows=0)
+
+
+# Adapters
+
+
+def test_adapters_are_built_once_in_pefts_layout(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    adapters = AdapterSet(2, rank=3)
+    pairs = adapter_folders(str(folder), adapters)
+    assert [name for name, _ in pairs] == ["rank-3-0", "rank-3-1"]
+    read = read_adapters(pairs)
+    per_layer = 3 * ((32 + 32) + 2 * (32 + 16) + (32 + 32) + 2 * (32 + 48) + (48 + 32))
+    assert adapter_parameters(str(folder), 3) == 2 * per_layer
+    assert all({layer.scale for layer in adapter.layers.values()} == {1.0} for adapter in read)
+    first = Path(pairs[0][1]) / "adapter_model.safetensors"
+    stamp = first.stat().st_mtime_ns
+    assert adapter_folders(str(folder), adapters) == pairs
+    assert first.stat().st_mtime_ns == stamp
+    assert {p.name for p in first.parent.parent.iterdir()} == {"0", "1"}, "no temporary folder is left"
+
+
+def test_merged_weights_are_the_sum_of_base_and_adapter(tmp_path: Path, folder: Path) -> None:
+    module = "model.layers.0.self_attn.q_proj"
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "merged").mkdir()
+    build_adapter({module: (32, 32)}, 2, 0, tmp_path / "adapter")
+    merge_adapter(str(folder), str(tmp_path / "adapter"), tmp_path / "merged")
+    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "merged"))
+    change = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    down, up = (change[f"base_model.model.{module}.lora_{part}.weight"] for part in "AB")
+    assert before.keys() == after.keys()
+    changed = [name for name in before if not torch.equal(before[name].float(), after[name])]
+    assert changed == [f"{module}.weight"]
+    torch.testing.assert_close(after[f"{module}.weight"], before[f"{module}.weight"].float() + up @ down)
+    assert (tmp_path / "merged" / "tokenizer.json").is_file()
+
+
+# Checks of special rows
+
+
+@dataclass
+class Scripted:
+    """An engine with fixed outputs for special and for plain rows."""
+
+    special: list[list[int]]
+    plain: list[list[int]]
+    counted: dict[str, int] = field(default_factory=dict)
+    name: str = "stub"
+    version: str = "0"
+    dtype: str = "float32"
+    device: str = "cpu"
+    threads: int = 1
+    settings: list[dict[str, int]] = field(default_factory=lambda: [{}])
+
+    def generate(self, rows: Sequence[BenchRow], setting: Mapping[str, int]) -> Generated:
+        special = any(row.fields for row in rows)
+        return Generated(self.special if special else self.plain, 1.0, 1.0, self.counted if special else {})
+
+
+LOGPROBS = {"return_logprob": True, "top_logprobs_num": 20}
+STATES = {"return_hidden_states": {"layers": [0, -1], "tokens": "output"}}
+
+
+def test_fields_must_not_change_ids_and_must_be_returned(folder: Path) -> None:
+    tokenizer = Tokenizer.load(folder)
+    rows = [BenchRow([5], 3, fields=LOGPROBS), BenchRow([6], 3, fields=STATES)]
+    ids = [[1, 2, 3], [4, 5, 6]]
+    counts = {"top_logprobs": 60, "output_states": 6}
+    assert returned_counts(rows, ids) == counts
+    check_fields("toy", Scripted(ids, ids, counts), {}, rows, tokenizer)
+    with pytest.raises(GateFailed, match=r"stub on toy in float32: row 1 has other ids with return_hidden_states than"):
+        check_fields("toy", Scripted([[1, 2, 3], [4, 5, 7]], ids, counts), {}, rows, tokenizer)
+    with pytest.raises(GateFailed, match="59 top logprobs came back, not 60"):
+        check_fields("toy", Scripted(ids, ids, counts | {"top_logprobs": 59}), {}, rows, tokenizer)
+    with pytest.raises(GateFailed, match="None output states"):
+        check_fields("toy", Scripted(ids, ids, {"top_logprobs": 60}), {}, rows, tokenizer)
+
+
+def test_constrained_rows_must_begin_a_json_text(folder: Path) -> None:
+    tokenizer = Tokenizer.load(folder)
+    rows = [BenchRow([5], 9, fields={"json_schema": {}}), BenchRow([6], 1)]
+    good, bad = (tokenizer.encode_plain([text])[0] for text in ('[{"kind": "no', '[{"kind": no'))
+    check_fields("toy", Scripted([good, [7]], [[1], [7]]), {}, rows, tokenizer)
+    with pytest.raises(GateFailed, match="row 0 is held to a JSON schema and begins '"):
+        check_fields("toy", Scripted([bad, [7]], [[1], [7]]), {}, rows, tokenizer)
+    with pytest.raises(GateFailed, match="row 1 has other ids"):
+        check_fields("toy", Scripted([good, [8]], [[1], [7]]), {}, rows, tokenizer)
+
+
+def test_beginnings_of_json_are_recognised() -> None:
+    document = '[{"a": "b\\u00e9\\n", "c": -12.5e-3, "d": true, "e": [null, false]}, {"x": {}}]'
+    json.loads(document)
+    assert [document[:end] for end in range(len(document) + 1) if not continues_to_json(document[:end])] == []
+    for wrong in ("[}", "x", "[1,,", '{"a" 1', "{a", "[tru,", '["a" "b"', "nulx", "[1 2", '"\\x', "]", '{"a":}'):
+        assert not continues_to_json(wrong), wrong
+
+
+def test_rows_of_an_adapter_must_equal_the_merged_model() -> None:
+    rows = [BenchRow([5], 2, fields={"lora_path": "rank-8-0"})]
+    check_adapter("toy", Scripted([[1, 2]], []), {}, rows, [[1, 2]], [[3, 4]])
+    with pytest.raises(GateFailed, match=r"row 0 of an adapter gives \[1, 3\], the merged model \[1, 2\]"):
+        check_adapter("toy", Scripted([[1, 3]], []), {}, rows, [[1, 2]], [[3, 4]])
+    with pytest.raises(GateFailed, match="changes no row"):
+        check_adapter("toy", Scripted([[1, 2]], []), {}, rows, [[1, 2]], [[1, 2]])
+
+
+def test_samples_must_differ_and_be_reproducible() -> None:
+    rows = gate_samples([BenchRow([5], 2), BenchRow([6], 2), BenchRow([7], 2)], 2)
+    assert [row.samples for row in rows] == [2, 2]
+    good = [[1, 2, 3, 4], [5, 6, 5, 7]]
+    check_samples("toy", Scripted([], good), {}, rows, replays=True)
+    with pytest.raises(GateFailed, match="row 1 has 3 ids, not 2 samples of 2"):
+        check_samples("toy", Scripted([], [[1, 2, 3, 4], [5, 6, 5]]), {}, rows, replays=True)
+    with pytest.raises(GateFailed, match="the 2 samples of row 0 are all equal"):
+        check_samples("toy", Scripted([], [[1, 2, 1, 2], [5, 6, 5, 7]]), {}, rows, replays=True)
+
+    class Forgetful(Scripted):
+        def generate(self, rows: Sequence[BenchRow], setting: Mapping[str, int]) -> Generated:
+            self.plain = [[ids[-1], *ids[:-1]] for ids in self.plain]
+            return super().generate(rows, setting)
+
+    check_samples("toy", Forgetful([], good), {}, rows, replays=False)
+    with pytest.raises(GateFailed, match="samples differ when generated again with the same seeds"):
+        check_samples("toy", Forgetful([], good), {}, rows, replays=True)

@@ -1,0 +1,275 @@
+"""JSON lines: malformed lines give the right error, valid ones the exact value."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchgen.data.read import jsonl
+from batchgen.data.read.jsonl import MAX_DEPTH, json_rows, parse_json_object, text_rows
+from batchgen.data.read.raw_row import RawRow
+from batchgen.errors import ErrorCode, RowError
+
+BAD_JSON = ErrorCode.INVALID_JSON
+BAD_TEXT = ErrorCode.INVALID_UNICODE
+
+
+def nested(depth: int, inside: str = "1") -> bytes:
+    return ('{"a":' * depth + inside + "}" * depth).encode()
+
+
+ACCEPTED: dict[str, tuple[bytes, Any]] = {
+    "plain": (b'{"text":"a"}', {"text": "a"}),
+    "empty object": (b"{}", {}),
+    "space around": (b'  \t{"text":"a"}  ', {"text": "a"}),
+    "line separator U+2028 in a string": ('{"text":"a\u2028b"}'.encode(), {"text": "a\u2028b"}),
+    "U+2029 and U+0085 in a string": ('{"text":"a\u2029b\u0085c"}'.encode(), {"text": "a\u2029b\u0085c"}),
+    "escaped NUL": (b'{"text":"a\\u0000b"}', {"text": "a\0b"}),
+    "escaped newline": (b'{"text":"a\\nb"}', {"text": "a\nb"}),
+    "carriage return at the end": (b'{"text":"a"}\r', {"text": "a"}),
+    "surrogate pair escaped": (b'{"text":"\\ud83d\\ude00"}', {"text": "\U0001f600"}),
+    "astral plane raw": ('{"text":"\U0001f600"}'.encode(), {"text": "\U0001f600"}),
+    "escaped backslash before u": (b'{"text":"\\\\ud800"}', {"text": "\\ud800"}),
+    "unescaped delete character": (b'{"text":"\x7f"}', {"text": "\x7f"}),
+    "integer past 64 bits": (b'{"seed":18446744073709551616}', {"seed": 1 << 64}),
+    "integer of 4,000 digits": (b'{"x":' + b"9" * 4000 + b"}", {"x": int("9" * 4000)}),
+    "tiny number underflows to zero": (b'{"x":1e-999}', {"x": 0.0}),
+    "negative zero": (b'{"x":-0.0}', {"x": -0.0}),
+    "same key in different objects": (b'{"a":{"k":1},"b":{"k":2}}', {"a": {"k": 1}, "b": {"k": 2}}),
+    "colons and braces in strings": (b'{"text":"{\\"a\\":1,\\"a\\":2}"}', {"text": '{"a":1,"a":2}'}),
+    "keys that differ by case": (b'{"a":1,"A":2}', {"a": 1, "A": 2}),
+    "keys that differ by normalisation": ('{"é":1,"e\u0301":2}'.encode(), {"é": 1, "e\u0301": 2}),
+    "empty key": (b'{"":1}', {"": 1}),
+    "deep enough": (nested(MAX_DEPTH), json.loads(nested(MAX_DEPTH))),
+    "many brackets, none deep": (b'{"a":[' + b"[]," * 500 + b"[]]}", {"a": [[]] * 501}),
+    "brackets in a string": (b'{"a":"' + b"[" * 1000 + b'"}', {"a": "[" * 1000}),
+}
+
+REFUSED: dict[str, tuple[bytes, ErrorCode, str]] = {
+    "NaN": (b'{"x":NaN}', BAD_JSON, "NaN"),
+    "Infinity": (b'{"x":Infinity}', BAD_JSON, "Infinity"),
+    "-Infinity": (b'{"x":[-Infinity]}', BAD_JSON, "-Infinity"),
+    "number overflows": (b'{"x":1e999}', BAD_JSON, "too large"),
+    "negative number overflows": (b'{"x":[{"y":-1e400}]}', BAD_JSON, "too large"),
+    "integer of 5,000 digits": (b'{"x":' + b"9" * 5000 + b"}", BAD_JSON, "digits"),
+    "duplicate key": (b'{"a":1,"a":2}', BAD_JSON, "'a' occurs twice"),
+    "duplicate key, equal values": (b'{"a":1,"a":1}', BAD_JSON, "'a' occurs twice"),
+    "duplicate key nested": (b'{"a":{"b":[{"c":1,"c":2}]}}', BAD_JSON, "'c' occurs twice"),
+    "duplicate key, once escaped": (b'{"a":1,"\\u0061":2}', BAD_JSON, "'a' occurs twice"),
+    "duplicate key not the first": (b'{"x":1,"a":1,"b":2,"a":3}', BAD_JSON, "'a' occurs twice"),
+    "array": (b"[1,2]", BAD_JSON, "an array"),
+    "string": (b'"text"', BAD_JSON, "a string"),
+    "number": (b"1", BAD_JSON, "a number"),
+    "null": (b"null", BAD_JSON, "null"),
+    "boolean": (b"true", BAD_JSON, "a boolean"),
+    "bare words": (b"hello world", BAD_JSON, "column 1"),
+    "two objects": (b'{"a":1}{"b":2}', BAD_JSON, "column 8"),
+    "trailing comma": (b'{"a":1,}', BAD_JSON, "column 8"),
+    "single quotes": (b"{'a':1}", BAD_JSON, "column 2"),
+    "unquoted key": (b"{a:1}", BAD_JSON, "column 2"),
+    "comment": (b'{"a":1} // note', BAD_JSON, "column 9"),
+    "cut in a string": (b'{"text":"abc', BAD_JSON, "column 9"),
+    "cut after a key": (b'{"text"', BAD_JSON, "column 8"),
+    "raw NUL": (b'{"text":"a\x00b"}', BAD_JSON, "control character"),
+    "raw tab in a string": (b'{"text":"a\tb"}', BAD_JSON, "control character"),
+    "raw carriage return in a string": (b'{"text":"a\rb"}', BAD_JSON, "control character"),
+    "bad escape": (b'{"text":"\\x41"}', BAD_JSON, "column"),
+    "short unicode escape": (b'{"text":"\\u12"}', BAD_JSON, "column"),
+    "leading zero": (b'{"a":012}', BAD_JSON, "column"),
+    "plus sign": (b'{"a":+1}', BAD_JSON, "column"),
+    "bare point": (b'{"a":.5}', BAD_JSON, "column"),
+    "hexadecimal": (b'{"a":0x10}', BAD_JSON, "column"),
+    "only NULs": (b"\x00\x00\x00", BAD_JSON, "column 1"),
+    "byte order mark not at the start": (b'\xef\xbb\xbf{"a":1}', BAD_JSON, "column 1"),
+    "no-break space around": ('\u00a0{"a":1}'.encode(), BAD_JSON, "column 1"),
+    "a little too deep": (nested(MAX_DEPTH + 1), BAD_JSON, "deep"),
+    "arrays a little too deep": (b'{"a":' + b"[" * 200 + b"]" * 200 + b"}", BAD_JSON, "deep"),
+    "deeper than can be written again": (nested(300), BAD_JSON, "deep"),
+    "100,000 deep": (nested(100_000), BAD_JSON, "deep"),
+    "100,000 deep and cut": (b'{"a":' + b"[" * 100_000, BAD_JSON, ""),
+    "lone high surrogate": (b'{"text":"\\ud800"}', BAD_TEXT, "surrogate"),
+    "lone low surrogate": (b'{"text":"a\\uDFFFb"}', BAD_TEXT, "surrogate"),
+    "surrogates in the wrong order": (b'{"text":"\\ude00\\ud83d"}', BAD_TEXT, "surrogate"),
+    "lone surrogate in a key": (b'{"\\ud800":1}', BAD_TEXT, "surrogate"),
+    "lone surrogate deep down": (b'{"a":[{"b":["\\udbff"]}]}', BAD_TEXT, "surrogate"),
+    "invalid byte": (b'{"text":"a\xffb"}', BAD_TEXT, "byte 11"),
+    "latin-1": ('{"text":"caf\u00e9"}'.encode("latin-1"), BAD_TEXT, "not UTF-8"),
+    "overlong slash": (b'{"text":"\xc0\xaf"}', BAD_TEXT, "not UTF-8"),
+    "surrogate as bytes": (b'{"text":"\xed\xa0\x80"}', BAD_TEXT, "not UTF-8"),
+    "past U+10FFFF": (b'{"text":"\xf4\x90\x80\x80"}', BAD_TEXT, "not UTF-8"),
+    "character cut": (b'{"text":"\xe2\x82"}', BAD_TEXT, "not UTF-8"),
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_accepted_lines(name: str) -> None:
+    line, value = ACCEPTED[name]
+    assert parse_json_object(line) == value
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_lines(name: str) -> None:
+    line, code, part = REFUSED[name]
+    with pytest.raises(RowError) as caught:
+        parse_json_object(line)
+    assert caught.value.info.code == code
+    assert part in caught.value.info.message
+    assert len(caught.value.info.message) < 300, "a message never contains the row"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refused_line_does_not_affect_its_neighbours(name: str) -> None:
+    line, code, _ = REFUSED[name]
+    rows = read(b'{"text":"before"}\n' + line + b'\n{"text":"after"}\n')
+    assert [row.value for row in rows] == [{"text": "before"}, None, {"text": "after"}]
+    assert rows[1].error is not None
+    assert rows[1].error.code == code
+    assert rows[1].error.message.startswith("in.jsonl, line 2: ")
+
+
+def read(data: bytes) -> list[RawRow]:
+    rows = [*json_rows(io.BytesIO(data), "in.jsonl")]
+    assert all(row is not None for row in rows)
+    found = [row for row in rows if row is not None]
+    assert [row.index for row in found] == [*range(len(found))]
+    return found
+
+
+def values(data: bytes) -> list[Any]:
+    return [row.value for row in read(data)]
+
+
+def test_lines_end_at_newlines_only() -> None:
+    data = b'{"a":"x\xe2\x80\xa8y"}\r\n\r\n  \t \n{"a":2}\n\n{"a":3}'
+    rows = read(data)
+    assert [row.value for row in rows] == [{"a": "x\u2028y"}, {"a": 2}, {"a": 3}]
+    assert [row.line for row in rows] == [1, 4, 6]
+
+
+def test_a_carriage_return_alone_does_not_end_a_line() -> None:
+    assert [row.error and row.error.code for row in read(b'{"a":1}\r{"a":2}\n')] == [BAD_JSON]
+
+
+def test_byte_order_mark_on_the_first_line() -> None:
+    assert values(b'\xef\xbb\xbf{"a":1}\n{"a":2}\n') == [{"a": 1}, {"a": 2}]
+    assert values(b"\xef\xbb\xbf\n") == []
+    assert values(b"\xef\xbb\xbf") == []
+
+
+@pytest.mark.parametrize("data", [b"", b"\n", b"\r\n\r\n", b"   ", b"\t\n \n"])
+def test_blank_input_has_no_rows(data: bytes) -> None:
+    assert values(data) == []
+
+
+def test_a_last_line_without_line_end() -> None:
+    assert values(b'{"a":1}\n{"a":2}') == [{"a": 1}, {"a": 2}]
+    last = read(b'{"a":1}\n{"a":2')[-1]
+    assert last.error is not None
+    assert last.error.code == ErrorCode.TRUNCATED_INPUT
+    assert (last.index, last.line) == (1, 2)
+
+
+def test_a_last_line_cut_inside_a_character_is_truncated() -> None:
+    last = read(b'{"a":"\xe2\x82')[-1]
+    assert last.error is not None
+    assert last.error.code == ErrorCode.TRUNCATED_INPUT
+
+
+def test_a_line_over_the_limit_is_an_error_row_and_the_next_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 1 << 20)
+    long = b'{"text":"' + b"x" * (5 << 20) + b'"}'
+    rows = read(b'{"a":1}\n' + long + b'\n{"a":2}\n' + long)
+    assert [row.value for row in rows] == [{"a": 1}, None, {"a": 2}, None]
+    assert all(row.error.code == BAD_JSON for row in rows if row.error is not None)
+    assert [row.line for row in rows] == [1, 2, 3, 4]
+
+
+def test_rejected_rows_are_counted_and_not_parsed() -> None:
+    data = b'{"a":0}\nbroken\n{"a":2}\n'
+    rows = [*json_rows(io.BytesIO(data), "x", first_index=10, keep=lambda index: index == 12)]
+    assert [row and (row.index, row.value) for row in rows] == [None, None, (12, {"a": 2})]
+
+
+def test_text_lines() -> None:
+    data = "\ufeffone \r\n\n  two\u2028\n\x00\n".encode() + b"\xff\nlast"
+    rows = [row for row in text_rows(io.BytesIO(data), "in.txt") if row is not None]
+    assert [row.value for row in rows] == [
+        {"text": "one "},
+        {"text": "  two\u2028"},
+        {"text": "\0"},
+        None,
+        {"text": "last"},
+    ]
+    assert rows[3].error is not None
+    assert rows[3].error.code == BAD_TEXT
+    assert [row.line for row in rows] == [1, 3, 4, 5, 6]
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(
+    rows=st.lists(st.dictionaries(st.text(), JSON_VALUES, max_size=4), max_size=8),
+    ascii_only=st.booleans(),
+    end=st.sampled_from(["\n", "\r\n", "\n\n"]),
+    last=st.booleans(),
+)
+def test_round_trip(rows: list[dict[str, Any]], ascii_only: bool, end: str, last: bool) -> None:
+    text = end.join(json.dumps(row, ensure_ascii=ascii_only) for row in rows) + (end if last else "")
+    assert values(text.encode()) == rows
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_crash_the_reader(data: bytes) -> None:
+    lines = [line for line in data.removeprefix(b"\xef\xbb\xbf").split(b"\n") if line.strip(b" \t\r")]
+    assert len(read(data)) == len(lines)
+
+
+@st.composite
+def json_texts(draw: st.DrawFn, depth: int = 3) -> str:
+    """JSON text with few distinct keys, so that some repeat, and with colons in strings, plain and escaped."""
+    scalars = ['""', '":"', '"a:b"', '"\\u003a"', '"\\\\u003A:"', '"\\ud83d\\ude00"', '"\\ud83d"', "1", "-0", "0.5"]
+    scalars += ["1e999", "null", "true", "NaN", "9" * 18, "9" * 19]
+    scalars += [str(1 << 63), str((1 << 64) - 1), str(1 << 64), str(-(1 << 63)), str(-(1 << 63) - 1), "0." + "1" * 30]
+    kind = draw(st.sampled_from(["scalar", "list", "object", "object"])) if depth else "scalar"
+    if kind == "scalar":
+        return draw(st.sampled_from(scalars))
+    items = draw(st.lists(json_texts(depth - 1), max_size=3))
+    if kind == "list":
+        return f"[{','.join(items)}]"
+    keys = ['"a"', '"b"', '":"', '"\\u003A"', '"\\u0061"']
+    return "{" + ", ".join(f"{draw(st.sampled_from(keys))} : {item}" for item in items) + "}"
+
+
+def verdict(parse: Callable[[bytes], Any], line: bytes) -> Any:
+    try:
+        return json.dumps(parse(line))  # distinguishes int from float and the order of keys
+    except RowError as error:
+        return error.info
+
+
+@given(text=json_texts())
+def test_the_quick_parser_equals_the_strict_parser(text: str) -> None:
+    assert verdict(parse_json_object, text.encode()) == verdict(jsonl._parse_strictly, text.encode())
+
+
+@pytest.mark.parametrize("name", ACCEPTED | REFUSED)
+def test_the_quick_parser_accepts_no_refused_line(name: str) -> None:
+    line = (ACCEPTED | REFUSED)[name][0]
+    value = jsonl._parse_quickly(line)
+    assert value is None or (name in ACCEPTED and value == ACCEPTED[name][1])
+
+
+def test_common_lines_use_the_quick_parser() -> None:
+    for line in (b'{"id": "a: b", "n": [1, 0.5, null], "p": {"q": true}}\r\n', '{"text":"é\\n"}'.encode()):
+        assert jsonl._parse_quickly(line) == jsonl._parse_strictly(line)

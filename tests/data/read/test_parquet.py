@@ -1,0 +1,269 @@
+"""Parquet rows: nulls are absent, values are JSON values, damage gives error rows for the affected rows."""
+
+from __future__ import annotations
+
+import datetime as dt
+import decimal
+import io
+import json
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchgen.data.read.parquet import parquet_columns, parquet_rows
+from batchgen.data.read.raw_row import RawRow
+from batchgen.errors import ErrorCode, InputError, RowError
+from batchgen.request.fields import FIELDS, Field
+
+
+def write_parquet(table: pa.Table, **options: Any) -> io.BytesIO:
+    stream = io.BytesIO()
+    pq.write_table(table, stream, **options)
+    stream.seek(0)
+    return stream
+
+
+def read(table: pa.Table, **options: Any) -> list[Any]:
+    return [row and row.value for row in parquet_rows(write_parquet(table), "in.parquet", **options)]
+
+
+def read_column(values: list[Any], kind: pa.DataType | None = None, name: str = "x") -> list[Any]:
+    return [row.get(name, "absent") for row in read(pa.table({name: pa.array(values, kind)}))]
+
+
+def test_nulls_are_absent_fields() -> None:
+    table = pa.table(
+        {"text": ["a", None], "temperature": pa.array([None, 0.5]), "n": pa.array([None, None], pa.int32())}
+    )
+    assert read(table) == [{"text": "a"}, {"temperature": 0.5}]
+
+
+def test_nulls_are_absent_inside_structs_too() -> None:
+    rows = [
+        {"messages": [{"role": "user", "content": "hi", "name": None}], "sampling_params": {"seed": 1, "stop": None}},
+        {"messages": [{"role": "user", "content": None, "name": "x"}], "sampling_params": None},
+    ]
+    assert read(pa.Table.from_pylist(rows)) == [
+        {"messages": [{"role": "user", "content": "hi"}], "sampling_params": {"seed": 1}},
+        {"messages": [{"role": "user", "name": "x"}]},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "expected"),
+    [
+        (pa.int8(), [1, None], [1, "absent"]),
+        (pa.uint64(), [2**64 - 1], [2**64 - 1]),
+        (pa.float32(), [0.5], [0.5]),
+        (pa.bool_(), [True, False], [True, False]),
+        (pa.large_string(), ["a"], ["a"]),
+        (pa.dictionary(pa.int8(), pa.string()), ["a", "b", "a"], ["a", "b", "a"]),
+        (pa.list_(pa.int32()), [[1, 2], None, [], [3]], [[1, 2], "absent", [], [3]]),
+        (pa.list_(pa.int64()), [[1, None]], [[1, None]]),
+        (pa.list_(pa.float32()), [[0.5]], [[0.5]]),
+        (pa.large_list(pa.int32()), [[1], []], [[1], []]),
+        (pa.list_(pa.int32(), 2), [[1, 2]], [[1, 2]]),
+        (pa.list_(pa.list_(pa.int32())), [[[1], []], [[2, 3]]], [[[1], []], [[2, 3]]]),
+        (pa.list_(pa.string()), [["a", None]], [["a", None]]),
+        (pa.map_(pa.string(), pa.int32()), [[("a", 1), ("b", None)]], [{"a": 1}]),
+        (pa.map_(pa.int32(), pa.float32()), [[(7, 0.5)]], [{"7": 0.5}]),
+        (pa.decimal128(5, 1), [decimal.Decimal("0.7")], [0.7]),
+        (pa.decimal128(38, 0), [decimal.Decimal(2**80)], [2**80]),
+        (pa.date32(), [dt.date(2020, 1, 2)], ["2020-01-02"]),
+        (pa.timestamp("ns"), [1], ["1970-01-01 00:00:00.000000001"]),
+        (pa.list_(pa.struct([("t", pa.date32())])), [[{"t": dt.date(2020, 1, 2)}]], [[{"t": "2020-01-02"}]]),
+        (pa.map_(pa.string(), pa.date32()), [[("a", dt.date(2020, 1, 2))]], [{"a": "2020-01-02"}]),
+        (pa.list_(pa.date32(), 2), [[dt.date(2020, 1, 2), None], None], [["2020-01-02", None], "absent"]),
+        (pa.list_(pa.list_(pa.timestamp("us"), 1), 1), [[[1]]], [[["1970-01-01 00:00:00.000001"]]]),
+        (pa.list_(pa.struct([("t", pa.time32("ms"))]), 1), [[{"t": dt.time(1, 2, 3)}]], [[{"t": "01:02:03.000"}]]),
+        (pa.map_(pa.binary(), pa.int32()), [[("é".encode(), 1), (b"\xff\x00", 2)]], [{"é": 1, "/wA=": 2}]),
+        (pa.map_(pa.date32(), pa.int32()), [[(dt.date(2020, 1, 2), 1)]], [{"2020-01-02": 1}]),
+        (pa.time64("us"), [dt.time(1, 2, 3)], ["01:02:03.000000"]),
+        (pa.binary(), ["é".encode(), b"\xff\x00"], ["é", "/wA="]),
+        (pa.large_binary(), [b"a"], ["a"]),
+        (pa.binary(2), [b"ab"], ["ab"]),
+        (pa.uuid(), [uuid.UUID(int=1).bytes], ["00000000-0000-0000-0000-000000000001"]),
+        (pa.null(), [None], ["absent"]),
+    ],
+    ids=lambda value: str(value) if isinstance(value, pa.DataType) else "",
+)
+def test_types_become_json(kind: pa.DataType, values: list[Any], expected: list[Any]) -> None:
+    found = read_column(values, kind)
+    assert found == expected
+    assert [type(value) for value in found] == [type(value) for value in expected]
+    json.dumps(found)
+
+
+def test_lists_of_a_column_are_read_across_row_groups() -> None:
+    lists = [[i] * (i % 4) if i % 5 else None for i in range(5000)]
+    table = pa.table({"input_ids": pa.array(lists, pa.list_(pa.int32()))})
+    rows = [row.value for row in parquet_rows(write_parquet(table, row_group_size=1700), "in") if row is not None]
+    assert [None if row is None else row.get("input_ids") for row in rows] == lists
+
+
+def test_integer_fields_stored_as_floats_or_decimals_become_integers() -> None:
+    table = pa.table({"max_new_tokens": [128.0, None, 1.5], "temperature": [1.0, 1.0, 1.0]})
+    rows = read(table)
+    assert rows == [
+        {"max_new_tokens": 128, "temperature": 1.0},
+        {"temperature": 1.0},
+        {"max_new_tokens": 1.5, "temperature": 1.0},
+    ]
+    assert type(rows[0]["max_new_tokens"]) is int
+    assert type(rows[0]["temperature"]) is float
+    assert isinstance(rows[2]["max_new_tokens"], float)
+    decimals = [decimal.Decimal("128.00"), None, decimal.Decimal("1.50")]
+    databases = pa.table({"max_new_tokens": pa.array(decimals, pa.decimal128(9, 2)), "temperature": [1.0, 1.0, 1.0]})
+    assert read(databases) == rows
+    assert [type(value) for row in read(databases) for value in row.values()] == [
+        type(value) for row in rows for value in row.values()
+    ]
+    nested = pa.table({"sampling_params": [{"seed": 3.0}]})
+    assert type(read(nested)[0]["sampling_params"]["seed"]) is int
+
+
+def accepts(field: Field, name: str, value: Any) -> bool:
+    try:
+        field.check(name, value)
+    except RowError:
+        return False
+    return True
+
+
+def test_every_integer_field_is_in_the_integer_table() -> None:
+    names = {name for field in FIELDS for name in (field.name, *field.aliases) if accepts(field, name, 3)}
+    integer_fields = sorted(
+        n for n in names if not any(accepts(f, n, 3.5) for f in FIELDS if n in (f.name, *f.aliases))
+    )
+    assert "logprobs" in integer_fields
+    (row,) = read(pa.table({name: [3.0] for name in integer_fields}))
+    assert [type(row[name]) for name in integer_fields] == [int] * len(integer_fields)
+
+
+def test_nan_is_left_for_field_validation() -> None:
+    assert np.isnan(read_column([float("nan")], name="max_new_tokens")[0])
+
+
+def invalid_utf8_strings(*values: bytes) -> pa.Array:
+    return pa.Array.from_buffers(
+        pa.string(),
+        len(values),
+        pa.array(values, pa.binary()).buffers(),
+    )
+
+
+def test_strings_that_are_not_utf8_are_error_rows() -> None:
+    table = pa.table({"text": invalid_utf8_strings(b"a", b"\xff", b"c")})
+    rows = [row for row in parquet_rows(write_parquet(table), "in") if row is not None]
+    assert [row.value for row in rows] == [{"text": "a"}, None, {"text": "c"}]
+    assert rows[1].error is not None
+    assert rows[1].error.code == ErrorCode.INVALID_UNICODE
+    assert rows[1].line == 2
+
+
+def test_binary_prompt_columns_must_be_utf8() -> None:
+    table = pa.table({"text": pa.array([b"a", b"\xff"]), "q": pa.array([b"\xff", b"b"])})
+    assert read(table) == [{"text": "a", "q": "/w=="}, None]
+    assert read(table, text_columns=frozenset({"q"})) == [None, None]
+
+
+def test_a_map_with_a_repeated_key_is_an_error_row() -> None:
+    table = pa.table({"x": pa.array([[("a", 1), ("a", 2)], [("a", 1)]], pa.map_(pa.string(), pa.int32()))})
+    rows = [row for row in parquet_rows(write_parquet(table), "in") if row is not None]
+    assert [row.value for row in rows] == [None, {"x": {"a": 1}}]
+
+
+def test_parquet_columns() -> None:
+    assert parquet_columns(write_parquet(pa.table({"a": [1], "b": [2]})), "in") == ["a", "b"]
+    assert parquet_columns(io.BytesIO(b"PAR1 cut"), "in") is None
+    twice = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"])
+    with pytest.raises(InputError, match="two columns are named 'a'"):
+        parquet_columns(write_parquet(twice), "in")
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_struct_fields_with_the_same_name_are_refused(depth: int) -> None:
+    kind = pa.struct([pa.field("a", pa.int32()), pa.field("a", pa.int32())])
+    twice = pa.StructArray.from_arrays([pa.array([1], pa.int32()), pa.array([2], pa.int32())], fields=[*kind])
+    for _ in range(depth):
+        twice = pa.ListArray.from_arrays([0, 1], twice)
+    with pytest.raises(InputError, match="in: two fields in column 'x' are named 'a'; rename one of them"):
+        parquet_columns(write_parquet(pa.table({"x": twice})), "in")
+    apart = pa.table({"x": [{"a": 1, "b": {"a": 2}}], "a": [3]})
+    assert parquet_columns(write_parquet(apart), "in") == ["x", "a"]
+
+
+def test_a_table_without_rows() -> None:
+    assert read(pa.table({"text": pa.array([], pa.string())})) == []
+
+
+@pytest.mark.parametrize("keep", [4, 100, -9, -1])
+def test_a_cut_file_is_one_error_row(keep: int) -> None:
+    data = write_parquet(pa.table({"text": ["a" * 100] * 100})).getvalue()[:keep]
+    rows = [row for row in parquet_rows(io.BytesIO(data), "in.parquet", first_index=5) if row is not None]
+    assert [(row.index, row.value) for row in rows] == [(5, None)]
+    assert rows[0].error is not None
+    assert rows[0].error.code == ErrorCode.TRUNCATED_INPUT
+    assert "in.parquet" in rows[0].error.message
+
+
+def test_a_damaged_row_group_gives_error_rows_for_that_group_only() -> None:
+    table = pa.table({"text": [f"row {i}" for i in range(300)]})
+    stream = write_parquet(
+        table, row_group_size=100, compression="none", use_dictionary=False, write_page_checksum=True
+    )
+    data = bytearray(stream.getvalue())
+    at = data.index(b"row 150")
+    data[at : at + 7] = b"ROW 999"
+    rows: list[RawRow] = [row for row in parquet_rows(io.BytesIO(bytes(data)), "in") if row is not None]
+    assert [row.index for row in rows] == [*range(300)]
+    assert [row.value for row in rows[:100]] == [{"text": f"row {i}"} for i in range(100)]
+    assert [row.value for row in rows[200:]] == [{"text": f"row {i}"} for i in range(200, 300)]
+    codes = {row.error.code for row in rows[100:200] if row.error is not None}
+    assert codes == {ErrorCode.TRUNCATED_INPUT}
+
+
+def test_rejected_rows_are_counted(tmp_path: Path) -> None:
+    table = pa.table({"n": [*range(10)]})
+    rows = [*parquet_rows(write_parquet(table), "in", 100, keep=lambda index: index % 4 == 0)]
+    assert [row and (row.index, row.line, row.value) for row in rows] == [
+        *((100, 1, {"n": 0}), None, None, None),
+        *((104, 5, {"n": 4}), None, None, None),
+        *((108, 9, {"n": 8}), None),
+    ]
+
+
+PLAIN = st.fixed_dictionaries(
+    {
+        "text": st.text(),
+        "seed": st.none() | st.integers(-(2**63), 2**63 - 1),
+        "stop": st.none() | st.lists(st.text(), max_size=3),
+        "ids": st.none() | st.lists(st.integers(0, 2**31 - 1), max_size=5),
+        "deep": st.none() | st.fixed_dictionaries({"a": st.none() | st.booleans(), "b": st.floats(allow_nan=False)}),
+    }
+)
+
+
+@given(st.lists(PLAIN, min_size=1, max_size=6))
+def test_round_trip(rows: list[dict[str, Any]]) -> None:
+    schema = pa.schema(
+        [
+            ("text", pa.string()),
+            ("seed", pa.int64()),
+            ("stop", pa.list_(pa.string())),
+            ("ids", pa.list_(pa.int32())),
+            ("deep", pa.struct([("a", pa.bool_()), ("b", pa.float64())])),
+        ]
+    )
+
+    def present(value: Any) -> Any:
+        return {k: present(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+    assert read(pa.Table.from_pylist(rows, schema)) == [present(row) for row in rows]

@@ -1,0 +1,320 @@
+"""The work folder: its owner, when it is refused, and its lock."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchgen.data.write.committed import Committed
+from batchgen.data.write.finish import finish
+from batchgen.data.write.lock import RunLock
+from batchgen.data.write.retry import open_for_retry
+from batchgen.data.write.work_folder import Policy, RunIdentity, is_complete, open_work, output_paths
+from batchgen.errors import FingerprintError, OutputError
+from tests.data.helpers import IDENTITY, begin, commit, expect, group
+
+OTHER = RunIdentity("other")
+
+
+def finished(out: Path, identity: RunIdentity = IDENTITY) -> None:
+    with begin(out, identity, "overwrite") as work:
+        commit(work, [group(0)])
+        finish(work, expect([(0, 0, 1)]), {})
+
+
+def test_output_paths() -> None:
+    assert output_paths(Path("a/r.parquet")).work == Path("a/r.parquet.work")
+    shard = output_paths(Path("a/out"), (7, 16))
+    assert shard.result == Path("a/out/part-00007-of-00016.parquet")
+    assert shard.work == Path("a/out.work/part-00007-of-00016")
+
+
+def test_the_work_folder_of_a_new_output(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "r.parquet"
+    with begin(out, model="m") as work:
+        assert work.part_files() == []
+        state = json.loads((work.paths.work / "run.json").read_text())
+        assert state["fingerprint"] == "f00d"
+        assert state["info"] == {"model": "m"}
+    assert not out.exists()
+    assert [path.name for path in out.parent.iterdir()] == ["r.parquet.work"]
+
+
+def test_resume_empties_scratch_and_keeps_parts(tmp_path: Path) -> None:
+    out = tmp_path / "r.parquet"
+    with begin(out) as work:
+        commit(work, [group(0)])
+        (work.scratch / "left").write_text("x")
+    with begin(out) as work:
+        assert len(work.part_files()) == 1
+        assert [*work.scratch.iterdir()] == []
+
+
+def test_a_finished_job_does_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "r.parquet"
+    finished(out)
+    before = out.stat().st_mtime_ns
+    assert open_work(output_paths(out), IDENTITY, {}) is None
+    assert out.stat().st_mtime_ns == before
+    assert [*tmp_path.iterdir()] == [out]
+
+
+def test_work_left_by_a_finished_job_is_removed(tmp_path: Path) -> None:
+    out = tmp_path / "r.parquet"
+    finished(out)
+    before = out.stat().st_mtime_ns
+    (tmp_path / "r.parquet.work" / "parts").mkdir(parents=True)
+    assert open_work(output_paths(out), IDENTITY, {}) is None
+    assert out.stat().st_mtime_ns == before
+    assert [*tmp_path.iterdir()] == [out]
+
+
+def test_work_of_another_job_is_refused_with_the_differing_options(tmp_path: Path) -> None:
+    out = tmp_path / "r.parquet"
+    begin(out, OTHER, model="a", seed=1, dtype="x").close()
+    with pytest.raises(FingerprintError, match=r"different: model, seed\)") as caught:
+        open_work(output_paths(out), IDENTITY, {"model": "b", "seed": 2, "dtype": "x"})
+    assert "--overwrite" in str(caught.value)
+    begin(out, OTHER).close()
+
+
+def test_resume_anyway_is_remembered(tmp_path: Path) -> None:
+    out = tmp_path / "r.parquet"
+    with begin(out, OTHER) as work:
+        commit(work, [group(0)])
+    with begin(out, IDENTITY, "resume-anyway") as work:
+        assert work.accepted == {"other", "f00d"}
+        assert len(work.part_files()) == 1
+    with begin(out) as work:
+        assert work.accepted == {"other", "f00d"}
+
+
+def test_overwrite_drops_other_work_and_resumes_its_own(tmp_path: Path) -> None:
+    out = tmp_path / "r.parquet"
+    finished(out, OTHER)
+    with begin(out, policy="overwrite") as work:
+        commit(work, [group(0)])
+    with begin(out, policy="overwrite") as work:
+        assert len(work.part_files()) == 1, "the same command continues"
+    with begin(out) as work:
+        assert len(work.part_files()) == 1, "so does a plain resume, while the old output still exists"
+    with begin(out, OTHER, "overwrite") as work:
+        assert work.part_files() == []
+    assert is_complete(output_paths(out), OTHER), "the old output is kept until the new one is complete"
+
+
+def test_overwrite_drops_work_to_which_another_job_contributed(tmp_path: Path) -> None:
+    """Another job continued its work, or it continued another's: the kept rows would be of both."""
+    out = tmp_path / "r.parquet"
+    finished(out, RunIdentity("first"))
+    with begin(out, OTHER, "overwrite") as work:
+        commit(work, [group(0)])
+    with begin(out, IDENTITY, "resume-anyway") as work:
+        assert len(Committed.read(work)) == 1
+    with begin(out, OTHER, "overwrite") as work:
+        assert len(Committed.read(work)) == 1, "nothing was added: the job that started it continues"
+    with begin(out, IDENTITY, "resume-anyway") as work:
+        commit(work, [group(1)])
+    with begin(out, IDENTITY, "overwrite") as work:
+        assert work.part_files() == []
+        commit(work, [group(2)])
+    with begin(out, OTHER, "overwrite") as work:
+        assert work.part_files() == []
+
+
+def test_overwrite_continues_its_own_work_with_a_damaged_part(tmp_path: Path) -> None:
+    out = tmp_path / "r.parquet"
+    with begin(out, policy="overwrite") as work:
+        commit(work, [group(0), group(1)], every=1)
+        work.part_files()[1].write_bytes(b"")
+    with begin(out) as work:
+        assert len(Committed.read(work)) == 1
+    with begin(out, policy="overwrite") as work:
+        assert len(Committed.read(work)) == 1
+
+
+def test_a_job_does_not_continue_rows_that_a_later_job_added(tmp_path: Path) -> None:
+    out = tmp_path / "r.parquet"
+    with begin(out, OTHER) as work:
+        commit(work, [group(0)])
+    begin(out, IDENTITY, "resume-anyway").close()
+    with begin(out, OTHER) as work:
+        assert len(Committed.read(work)) == 1, "the other job added nothing"
+    with begin(out, IDENTITY) as work:
+        commit(work, [group(1)])
+    with begin(out, OTHER) as work, pytest.raises(FingerprintError, match="Continue it with --resume-anyway"):
+        Committed.read(work)
+    with begin(out, IDENTITY) as work:
+        assert len(Committed.read(work)) == 2
+    with begin(out, OTHER, "resume-anyway") as work:
+        assert len(Committed.read(work)) == 2
+
+
+def test_an_output_of_another_job_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "r.parquet"
+    finished(out, OTHER)
+    with pytest.raises(FingerprintError, match="is not this job's output"):
+        open_work(output_paths(out), IDENTITY, {})
+    out.write_bytes(b"holiday photographs")
+    with pytest.raises(FingerprintError, match="is not this job's output"):
+        open_work(output_paths(out), IDENTITY, {})
+    assert out.read_bytes() == b"holiday photographs"
+
+
+def test_a_complete_shard_does_not_complete_other_shards(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    identity = RunIdentity("f00d", (1, 2))
+    finished(out, identity)
+    result = out / "part-00001-of-00002.parquet"
+    assert [*tmp_path.iterdir()] == [out]
+    assert [*out.iterdir()] == [result]
+    assert is_complete(output_paths(out, (1, 2)), identity)
+    assert not is_complete(output_paths(out, (1, 2)), RunIdentity("f00d", (0, 2)))
+    assert not is_complete(output_paths(out, (1, 2)), IDENTITY)
+
+
+def test_a_finished_job_keeps_the_work_of_another_job_over_its_output(tmp_path: Path) -> None:
+    out, other = tmp_path / "r.parquet", RunIdentity("0ther")
+    finished(out)
+    before = out.read_bytes()
+    with begin(out, other, "overwrite") as work:
+        commit(work, [group(0), group(1)])
+    assert open_work(output_paths(out), IDENTITY, {}) is None
+    assert open_for_retry(output_paths(out), IDENTITY, {}) is None
+    assert out.read_bytes() == before
+    with begin(out, other, "overwrite") as work:
+        assert len(Committed.read(work)) == 2
+
+
+@pytest.mark.parametrize("open_output", [open_work, open_for_retry])
+def test_a_finished_job_keeps_the_work_that_will_replace_its_output(tmp_path: Path, open_output: Any) -> None:
+    out = tmp_path / "r.parquet"
+    finished(out)
+    with begin(out, policy="overwrite") as work:
+        commit(work, [group(0)])
+    assert open_output(output_paths(out), IDENTITY, {}) is None
+    with begin(out, policy="overwrite") as work:
+        assert len(Committed.read(work)) == 1
+        left = (work.paths.work / "run.json").read_bytes(), work.part_files()[0].read_bytes()
+        finish(work, expect([(0, 0, 1)]), {})
+    work.parts.mkdir(parents=True)  # as after a kill just before the folder is removed
+    (work.paths.work / "run.json").write_bytes(left[0])
+    (work.parts / "part-000000.parquet").write_bytes(left[1])
+    assert open_output(output_paths(out), IDENTITY, {}) is None
+    assert [*tmp_path.iterdir()] == [out]
+
+
+def test_an_output_that_is_a_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="is a folder"):
+        open_work(output_paths(tmp_path), IDENTITY, {})
+
+
+@pytest.mark.parametrize("policy", ["resume", "overwrite", "resume-anyway"])
+@pytest.mark.parametrize("of", ["result", "states"])
+def test_an_output_that_is_not_a_regular_file_is_refused_and_kept(tmp_path: Path, policy: Policy, of: str) -> None:
+    paths = output_paths(tmp_path / "r.parquet")
+    os.mkfifo(getattr(paths, of))  # reading it would block
+    for open_output in (open_work, open_for_retry):
+        with pytest.raises(OutputError, match=r"not a regular file.* Name a file with -o\.$"):
+            open_output(paths, IDENTITY, {}, policy)
+    assert [*tmp_path.iterdir()] == [getattr(paths, of)]
+    assert getattr(paths, of).is_fifo()
+
+
+def test_an_output_below_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(OutputError, match="cannot be written"):
+        open_work(output_paths(tmp_path / "file" / "r.parquet"), IDENTITY, {})
+
+
+@pytest.mark.parametrize("damage", [None, b"", b"{}", b"\xff"])
+def test_parts_record_their_job_if_run_json_is_missing_or_damaged(tmp_path: Path, damage: bytes | None) -> None:
+    out = tmp_path / "r.parquet"
+    with begin(out) as work:
+        commit(work, [group(0)])
+    run_file = work.paths.work / "run.json"
+    run_file.unlink() if damage is None else run_file.write_bytes(damage)
+    with begin(out, RunIdentity("0ther")) as work, pytest.raises(FingerprintError, match="belongs to a different job"):
+        Committed.read(work)
+    run_file.unlink() if damage is None else run_file.write_bytes(damage)
+    with begin(out) as work:
+        assert len(Committed.read(work)) == 1
+    run_file.unlink() if damage is None else run_file.write_bytes(damage)
+    with begin(out, RunIdentity("0ther"), "resume-anyway") as work:
+        assert len(Committed.read(work)) == 1
+
+
+def test_an_interrupted_start_can_be_repeated(tmp_path: Path) -> None:
+    work = output_paths(tmp_path / "r.parquet").work
+    work.mkdir()
+    (work / "lock").touch()
+    (work / "run.json.tmp").write_text("{")
+    begin(tmp_path / "r.parquet").close()
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from batchgen.data.write.lock import RunLock
+from batchgen.data.write.retry import open_for_retry
+lock = RunLock(Path(sys.argv[1]), Path("out"))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_kernel_releases_the_lock_of_a_killed_process(tmp_path: Path) -> None:
+    folder = tmp_path / "w"
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "held\n"
+            with pytest.raises(OutputError, match=rf"another run \(pid {other.pid} on ") as caught:
+                RunLock(folder, Path("results.parquet"))
+            assert "results.parquet" in str(caught.value)
+        finally:
+            other.send_signal(signal.SIGKILL)
+    lock = RunLock(folder, Path("out"))
+    assert json.loads(lock.path.read_text())["pid"] == os.getpid()
+    lock.release()
+    lock.release()
+
+
+def test_the_lock_of_a_folder_that_is_being_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that opened the lock file just before another run removed it does not hold the lock."""
+    first = RunLock(tmp_path / "w", Path("out"))
+    real_open = os.open
+    opened: list[int] = []
+
+    def open_then_remove(path: Path, flags: int, mode: int = 0o777) -> int:
+        descriptor = real_open(path, flags, mode)
+        if not opened:
+            first.release(remove=True)
+            (tmp_path / "w").rmdir()
+        opened.append(descriptor)
+        return descriptor
+
+    monkeypatch.setattr(os, "open", open_then_remove)
+    second = RunLock(tmp_path / "w", Path("out"))
+    monkeypatch.undo()
+    assert len(opened) == 2
+    with pytest.raises(OutputError):
+        RunLock(tmp_path / "w", Path("out"))
+    second.release()
+
+
+def test_opening_a_locked_folder_fails_at_once(tmp_path: Path) -> None:
+    out = tmp_path / "r.parquet"
+    with begin(out):
+        start = time.monotonic()
+        with pytest.raises(OutputError, match="another run"):
+            open_work(output_paths(out), IDENTITY, {})
+        assert time.monotonic() - start < 5

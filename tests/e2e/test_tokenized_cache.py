@@ -1,0 +1,289 @@
+"""The tokenized cache: a resumed run reads the tokenised rows of the run before it, with equal results."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import batchgen.job.run as job
+from batchgen.cli.app import run_command
+from batchgen.errors import OutputError
+from batchgen.job import tokenized_cache
+from batchgen.job.tokenized_cache import load_tokenized
+from batchgen.text.encode import Encoder
+from batchgen.text.grammar.compiler import GrammarCompiler
+from tests.e2e.rows import assert_same, mixed_lines, prompts, read, rows_of, write_lines
+from tests.e2e.runner import run, start
+
+OPTIONS = ["--dtype", "float32", "--include-prompt", "--include-prompt-ids"]
+EXTRA: list[bytes | dict[str, Any]] = [
+    b'{"text": "bad", "temperature": -1, "mark": [1, "\xc3\xa9"]}',
+    b"not JSON",
+    {"id": "schema", "text": "Give: ", "max_new_tokens": 30, "json_schema": {"type": "integer"}, "seed": 5},
+    {"id": "biased", "text": "Say: ", "max_new_tokens": 5, "logit_bias": {"7": 2.5, "9": -3}, "bad_words": ["a", [5]]},
+    {
+        "id": "stops",
+        "text": "Stop: ",
+        "max_new_tokens": 9,
+        "stop": ["q", "é"],
+        "stop_regex": "x+",
+        "stop_token_ids": [3],
+    },
+    {
+        "id": "states",
+        "text": "Inside: ",
+        "max_new_tokens": 2,
+        "return_hidden_states": {"layers": [0, -1], "pool": "mean"},
+    },
+    {"id": "score", "text": "Which? ", "completions": [" this", " that"]},
+]
+
+
+@pytest.fixture(scope="module")
+def killed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a job that was killed after some commits."""
+    folder = tmp_path_factory.mktemp("killed")
+    write_lines(folder / "in.jsonl", [*EXTRA, *mixed_lines(80, seed=4)])
+    ended = start([*command(folder, model), "--commit-every", "5", "--max-num-seqs", "4"], folder)
+    parts = folder / "out.parquet.work" / "parts"
+    ended.wait_for(lambda: len(list(parts.glob("part-*.parquet"))) >= 4)
+    assert ended.kill_after(0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The output table of the same job, uninterrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    write_lines(folder / "in.jsonl", [*EXTRA, *mixed_lines(80, seed=4)])
+    run(command(folder, model), folder)
+    return read(folder / "out.parquet")
+
+
+def command(folder: Path, model: Path) -> list[Any]:
+    return ["run", folder / "in.jsonl", "-o", folder / "out.parquet", "--model", model, *OPTIONS]
+
+
+@pytest.fixture
+def folder(killed: Path, tmp_path: Path) -> Path:
+    """A copy of the killed job."""
+    return shutil.copytree(killed, tmp_path / "job")
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Row counts of the calls that read the input."""
+    counts: list[int] = []
+    ingest = job.ingest
+
+    def watched(*arguments: Any) -> Any:
+        rows = ingest(*arguments)
+        counts.append(rows.rows)
+        return rows
+
+    monkeypatch.setattr(job, "ingest", watched)
+    return counts
+
+
+def resume(folder: Path, model: Path, *options: str) -> int:
+    return run_command([*map(str, command(folder, model)), "--progress", "none", *options])
+
+
+def test_a_resumed_run_reads_no_input(folder: Path, model: Path, whole: Any, reads: list[int]) -> None:
+    assert (folder / "out.parquet.work" / "tokenized" / "columns.npz").exists()
+    assert resume(folder, model) == 0
+    assert reads == []
+    # Messages of bad rows contain the file's path at the time it was read.
+    assert_same(read(folder / "out.parquet"), whole, ignore=["error"])
+    assert not (folder / "out.parquet.work").exists()
+
+
+def test_uncommitted_bad_rows_are_reported(
+    folder: Path, model: Path, whole: Any, reads: list[int], killed: Path
+) -> None:
+    """The part with the error rows was lost."""
+    parts = sorted((folder / "out.parquet.work" / "parts").glob("part-*.parquet"))
+    for part in parts:
+        part.unlink()
+    assert resume(folder, model) == 0
+    assert reads == []
+    errors = [row["error"] for row in rows_of(folder / "out.parquet") if row["status"] == "error"]
+    assert len(errors) > 2
+    assert errors[0]["param"] == "temperature"
+    assert errors[0]["message"].startswith(f"{killed / 'in.jsonl'}, line 1: ")
+    assert_same(read(folder / "out.parquet"), whole, ignore=["error"])
+
+
+def cache_key(folder: Path) -> str:
+    """The key of the tokenized cache in `folder`."""
+    with np.load(folder / "columns.npz") as columns:
+        return str(json.loads(columns["about"].tobytes())["key"])
+
+
+@pytest.mark.parametrize("name", ["columns.npz", "tokens", "texts", "bad"])
+@pytest.mark.parametrize("damage", ["absent", "empty", "cut", "longer", "flipped"])
+def test_a_damaged_cache_is_not_loaded(folder: Path, name: str, damage: str) -> None:
+    cache = folder / "out.parquet.work" / "tokenized"
+    key = cache_key(cache)
+    rows = load_tokenized(cache, key)
+    assert rows is not None
+    assert len(rows.table) > 80
+    rows.close(keep=True)
+    assert load_tokenized(cache, key + " ") is None
+    data = (cache / name).read_bytes()
+    (cache / name).unlink()
+    if damage != "absent":
+        flipped = bytes([*data[:40], data[40] ^ 1, *data[41:]])
+        damaged = {"empty": b"", "cut": data[:-3], "longer": data + b"1234", "flipped": flipped}[damage]
+        (cache / name).write_bytes(damaged)
+    again = load_tokenized(cache, key)
+    # A zip archive may have trailing bytes: its own sizes and checksums cover what is read.
+    assert (again is not None) == ((name, damage) == ("columns.npz", "longer"))
+    if again is not None:
+        again.close()
+
+
+def test_one_flipped_byte_of_the_columns_reads_the_input_again(
+    folder: Path, model: Path, whole: Any, reads: list[int]
+) -> None:
+    path = folder / "out.parquet.work" / "tokenized" / "columns.npz"
+    data = bytearray(path.read_bytes())
+    with np.load(path) as columns:
+        seeds = columns["table.seed"].tobytes()
+    data[bytes(data).index(seeds) + 3] ^= 1
+    path.write_bytes(bytes(data))
+    assert resume(folder, model) == 0
+    assert len(reads) == 1
+    assert_same(read(folder / "out.parquet"), whole, ignore=["error"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--resume-anyway", "--seed", "1"], ["--events", "events.jsonl"], ["--media-root", "."]],
+    ids=lambda options: options[0],
+)
+def test_options_that_affect_reading_read_the_input_again(
+    folder: Path, model: Path, reads: list[int], options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    assert resume(folder, model, *options) == 0
+    assert len(reads) == 1
+
+
+def test_another_version_reads_the_input_again(
+    folder: Path, model: Path, reads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenized_cache, "__version__", "0.0.9")
+    assert resume(folder, model) == 0
+    assert len(reads) == 1
+
+
+def test_a_model_under_another_path_reads_the_input_again(folder: Path, model: Path, reads: list[int]) -> None:
+    """Rows may name the model."""
+    (folder / "linked").symlink_to(model)
+    assert resume(folder, folder / "linked") == 0
+    assert len(reads) == 1
+
+
+def test_a_constraint_that_no_longer_compiles_reads_the_input_again(
+    folder: Path, model: Path, whole: Any, reads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Encoder, "can_compile", lambda *_: False)
+    assert resume(folder, model) == 0
+    assert len(reads) == 1
+    assert_same(read(folder / "out.parquet"), whole, ignore=["error"])
+
+
+def test_too_many_parameter_sets_are_not_cached(
+    folder: Path, model: Path, reads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenized_cache, "_MAX_PARAMS", 1)
+    shutil.rmtree(folder / "out.parquet.work" / "tokenized")
+    monkeypatch.setattr(job, "finish", _no_space)
+    assert resume(folder, model) == 5
+    assert len(reads) == 1
+    assert not (folder / "out.parquet.work" / "tokenized" / "columns.npz").exists()
+
+
+def test_constraints_of_committed_rows_are_not_compiled(
+    folder: Path, model: Path, reads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first run commits all rows; the second compiles no grammar, for which it would start a process."""
+    with monkeypatch.context() as broken:
+        broken.setattr(job, "finish", _no_space)
+        assert resume(folder, model) == 5
+    compiled: list[Any] = []
+    monkeypatch.setattr(GrammarCompiler, "compile", lambda _, new: iter(compiled.extend(new) or ()))  # type: ignore[func-returns-value]
+    assert resume(folder, model) == 0
+    assert (reads, compiled) == ([], [])
+
+
+def test_automatic_garbage_collection_is_off_while_rows_are_read(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report has the seconds of each phase, start-up included."""
+    write_lines(tmp_path / "in.jsonl", [{"text": text, "max_new_tokens": 1} for text in prompts(600, 6)])
+    enabled: list[bool] = []
+    ticks: list[int] = []
+    ingest, tick = job.ingest, job.DeferredGC.tick
+
+    def watched(*arguments: Any) -> Any:
+        enabled.append(gc.isenabled())
+        before = len(ticks)
+        rows = ingest(*arguments)
+        assert len(ticks) == before + 600 // 256
+        return rows
+
+    monkeypatch.setattr(job, "ingest", watched)
+    monkeypatch.setattr(job.DeferredGC, "tick", lambda self: ticks.append(1) or tick(self))  # type: ignore[func-returns-value]
+    assert resume(tmp_path, model, "--report", str(tmp_path / "report.json")) == 0
+    assert enabled == [False]
+    assert gc.isenabled()
+    seconds = json.loads((tmp_path / "report.json").read_text())["seconds"]
+    assert list(seconds) == ["starting", "reading", "loading", "planning", "generating", "writing"]
+
+
+def test_a_run_that_fails_at_the_merge_resumes_with_the_merge(
+    folder: Path, model: Path, whole: Any, reads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rows are committed: the next run reads none and computes none, and merges the parts."""
+    with monkeypatch.context() as broken:
+        broken.setattr(job, "finish", _no_space)
+        assert resume(folder, model) == 5
+    parts = sorted((folder / "out.parquet.work" / "parts").iterdir())
+    assert resume(folder, model, "--report", str(folder / "report.json")) == 0
+    assert reads == []
+    assert parts
+    assert json.loads((folder / "report.json").read_text())["engine"]["steps"] == 0
+    assert_same(read(folder / "out.parquet"), whole, ignore=["error"])
+
+
+def _no_space(*_: Any, **__: Any) -> None:
+    raise OutputError("No space left on device")
+
+
+def test_errors_are_retried_without_reading_the_input(folder: Path, model: Path, whole: Any, reads: list[int]) -> None:
+    assert resume(folder, model, "--retry-errors") == 0
+    assert reads == []
+    assert_same(read(folder / "out.parquet"), whole, ignore=["error"])
+
+
+def test_a_job_with_embeddings_is_read_again(model: Path, tmp_path: Path, reads: list[int]) -> None:
+    greedy = {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True}
+    rows: list[Any] = [{"text": text, **greedy} for text in prompts(120, 6)]
+    rows.append({"input_embeds": [[0.01] * 64] * 3, **greedy})
+    write_lines(tmp_path / "in.jsonl", rows)
+    ended = start([*command(tmp_path, model)[:6], "--commit-every", "2", "--max-num-seqs", "2"], tmp_path)
+    work = tmp_path / "out.parquet.work"
+    ended.wait_for(lambda: len(list((work / "parts").glob("part-*.parquet"))) >= 4)
+    assert ended.kill_after(0)
+    assert not (work / "tokenized" / "columns.npz").exists()
+    assert run_command([*map(str, command(tmp_path, model)[:6]), "--progress", "none"]) == 0
+    assert len(reads) == 1
+    assert {row["status"] for row in rows_of(tmp_path / "out.parquet")} == {"ok"}

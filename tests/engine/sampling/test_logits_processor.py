@@ -1,0 +1,240 @@
+"""Logits processing and sampling, against transformers' `generate` and against a plain reference pipeline."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from batchgen.engine.engine import Engine
+from batchgen.kernels.noise import row_keys
+from batchgen.kernels.sampling_reference import sample_reference
+from batchgen.request.completion import Completion
+from batchgen.request.params import SamplingParams
+from tests.engine.pipeline import Oracle
+from tests.engine.reference import save_word_tokenizer, shared_prefix_prompts
+from tests.models.tiny import VOCAB, save_tiny
+
+NEW_TOKENS = 12
+TOLERANCE = 1e-4
+EOS = 2
+
+PATHS = ["native", "transformers"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_tiny("llama", folder, initializer_range=0.12)
+    save_word_tokenizer(folder, VOCAB)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return shared_prefix_prompts(24, VOCAB, seed=5, longest=30)
+
+
+def engine_of(folder: Path, implementation: str = "native", **options: Any) -> Engine:
+    return Engine(str(folder), model_impl=implementation, dtype="float32", page_size=4, **options)
+
+
+def by_row(engine: Engine, rows: list[dict[str, Any]]) -> list[Completion]:
+    """Completions in input order; asserts that none has failed."""
+    found = list(engine.generate(rows, ordered=True))
+    assert [c.error for c in found] == [None] * len(found)
+    return found
+
+
+# Whole greedy generations against transformers
+
+
+def generate(folder: Path, prompts: list[list[int]], **settings: Any) -> list[list[int]]:
+    """Greedy ids of transformers' `generate` with eager attention, one batch per prompt length."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model.generation_config.eos_token_id = settings.pop("eos_token_id", None)
+    by_length: dict[int, list[int]] = defaultdict(list)
+    for i, prompt in enumerate(prompts):
+        by_length[len(prompt)].append(i)
+    found: list[list[int]] = [[] for _ in prompts]
+    for length, members in by_length.items():
+        batch = torch.tensor([prompts[i] for i in members])
+        mask = torch.ones_like(batch)
+        with torch.inference_mode():
+            out = model.generate(
+                batch, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, **settings
+            )
+        for row, i in enumerate(members):
+            found[i] = out[row, length:].tolist()
+    return found
+
+
+def cut(ids: list[int]) -> list[int]:
+    """The ids up to and including EOS; `generate` pads after it."""
+    return ids[: ids.index(EOS) + 1] if EOS in ids else ids
+
+
+def words_that_bite(plain: list[list[int]], prompts: list[list[int]]) -> list[list[int]]:
+    """Sequences of one to three ids out of unshaped outputs, none of which a prompt's end could begin."""
+    ends = {token for prompt in prompts for token in prompt[-2:]}
+    words = [[plain[0][0]], [plain[1][3]]]
+    for output in plain[2:]:
+        at = next((i for i in range(1, NEW_TOKENS - 3) if output[i] not in ends), None)
+        if at is not None:
+            words += [output[at : at + 2], output[at : at + 3]]
+    return words[:12]
+
+
+@pytest.fixture(scope="module")
+def generations(folder: Path, prompts: list[list[int]]) -> list[tuple[dict[str, Any], list[list[int]]]]:
+    """(fields of a row, ids that transformers generates with equivalent settings); plain rows first."""
+    plain = generate(folder, prompts)
+    words = words_that_bite(plain, prompts)
+    rng = Random(0)
+    allowed = sorted(rng.sample(range(3, VOCAB), 40))
+    others = [token for token in range(VOCAB) if token not in allowed]
+    bias = {token: rng.choice([-5.0, 4.0, 6.5]) for token in rng.sample(range(3, VOCAB), 60)}
+    early = {EOS: 9.0}  # so likely that outputs end at once without a minimum
+    settings: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"ignore_eos": True, "repetition_penalty": 1.3}, {"repetition_penalty": 1.3}),
+        ({"ignore_eos": True, "repetition_penalty": 0.7}, {"repetition_penalty": 0.7}),
+        ({"ignore_eos": True, "bad_words": words}, {"bad_words_ids": words}),
+        ({"ignore_eos": True, "bad_words": [f"w{w[0]}" for w in words[:2]]}, {"bad_words_ids": words[:2]}),
+        ({"ignore_eos": True, "allowed_token_ids": allowed}, {"suppress_tokens": others}),
+        ({"ignore_eos": True, "logit_bias": bias}, {"sequence_bias": [[[t], b] for t, b in bias.items()]}),
+        (
+            {"min_new_tokens": 7, "logit_bias": early},
+            {"min_new_tokens": 7, "eos_token_id": EOS, "sequence_bias": [[[EOS], 9.0]]},
+        ),
+        (
+            {"ignore_eos": True, "repetition_penalty": 1.2, "bad_words": words, "allowed_token_ids": allowed},
+            {"repetition_penalty": 1.2, "bad_words_ids": words, "suppress_tokens": others},
+        ),
+    ]
+    found: list[tuple[dict[str, Any], list[list[int]]]] = [({"ignore_eos": True}, plain)]
+    for ours, theirs in settings:
+        ids = generate(folder, prompts, **theirs)
+        found.append((ours, [cut(output) for output in ids] if "eos_token_id" in theirs else ids))
+    return found
+
+
+@pytest.mark.field("repetition_penalty", "bad_words", "allowed_token_ids", "logit_bias", "min_new_tokens")
+@pytest.mark.parametrize("implementation", PATHS)
+def test_greedy_generations_equal_transformers(
+    folder: Path,
+    prompts: list[list[int]],
+    generations: list[tuple[dict[str, Any], list[list[int]]]],
+    implementation: str,
+) -> None:
+    rows = [
+        {"input_ids": prompt, "temperature": 0, "max_new_tokens": NEW_TOKENS, **ours}
+        for ours, _ in generations
+        for prompt in prompts
+    ]
+    engine = engine_of(folder, implementation, repetition_penalty_scope="prompt+output")
+    done = by_row(engine, rows)
+    changed = 0
+    plain = generations[0][1]
+    for number, (ours, expected) in enumerate(generations):
+        got = [list(c.output_ids or []) for c in done[number * len(prompts) : (number + 1) * len(prompts)]]
+        assert got == expected, ours
+        changed += got != plain
+    assert changed == len(generations) - 1, "every setting changes the output"
+
+
+# Every position against the reference pipeline
+
+
+def drawn_fields(rng: Random, i: int) -> dict[str, Any]:
+    """Random fields that process or filter logits."""
+    fields: dict[str, Any] = {}
+    options: list[Any] = [
+        lambda: {"repetition_penalty": rng.choice([0.5, 1.2, 1.9])},
+        lambda: {"frequency_penalty": rng.choice([-0.7, 0.4, 2.0])},
+        lambda: {"presence_penalty": rng.choice([-1.0, 0.3, 1.5])},
+        lambda: {"logit_bias": {str(t): rng.uniform(-6, 6) for t in rng.sample(range(VOCAB), rng.choice([1, 50]))}},
+        lambda: {"bad_words": [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 2))] for _ in range(60)]},
+        lambda: {"allowed_token_ids": rng.sample(range(VOCAB), rng.choice([3, 30, 200]))},
+        lambda: {"min_new_tokens": rng.randint(1, NEW_TOKENS), "logit_bias": {str(EOS): 6.0}},
+    ]
+    for option in rng.sample(options, rng.randint(0, 4)):
+        fields |= option()
+    filters = [{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.05}, {"top_k": 40, "top_p": 0.9, "min_p": 0.01}]
+    fields |= {"temperature": 0} if i % 3 == 0 else {"temperature": rng.choice([0.6, 1.0, 1.5]), **rng.choice(filters)}
+    return fields | {"seed": i, "max_new_tokens": NEW_TOKENS, "ignore_eos": i % 2 == 0}
+
+
+def mixed_rows(prompts: list[list[int]], count: int, seed: int) -> list[dict[str, Any]]:
+    rng = Random(seed)
+    rows = []
+    for i in range(count):
+        fields = drawn_fields(rng, i)
+        fields |= {
+            "return_logprob": True,
+            "top_logprobs_num": i % 5,
+            "token_ids_logprob": rng.sample(range(VOCAB), i % 4),
+        }
+        rows.append({"id": str(i), "input_ids": prompts[i % len(prompts)], **fields})
+    return rows
+
+
+def params_of(row: dict[str, Any]) -> SamplingParams:
+    fields = {name: value for name, value in row.items() if name not in ("id", "input_ids")}
+    if "logit_bias" in fields:
+        fields["logit_bias"] = {int(token): bias for token, bias in fields["logit_bias"].items()}
+    return SamplingParams(**fields)
+
+
+@pytest.mark.field(
+    "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "bad_words", "allowed_token_ids",
+    "min_new_tokens", "return_logprob", "top_logprobs_num", "token_ids_logprob", "seed",
+)  # fmt: skip
+@pytest.mark.parametrize("implementation", PATHS)
+@pytest.mark.parametrize("mode", ["raw", "processed"])
+@pytest.mark.parametrize("scope", ["output", "prompt+output"])
+def test_every_position_follows_the_pipeline(
+    folder: Path, prompts: list[list[int]], implementation: str, mode: str, scope: str
+) -> None:
+    rows = mixed_rows(prompts, 90, seed=3)
+    engine = engine_of(folder, implementation, repetition_penalty_scope=scope, logprobs_mode=mode)
+    oracle = Oracle(folder)
+    for row, done in zip(rows, by_row(engine, rows), strict=True):
+        params = params_of(row)
+        stops = [] if params.ignore_eos else [EOS]
+        output = list(done.output_ids or [])
+        positions = oracle.positions(row["input_ids"], output, params, scope=scope, stops=stops)
+        for i, position in enumerate(positions):
+            assert position.token == expected_token(position.values, params, i), (row, i)
+        expected = np.array([getattr(position, mode) for position in positions])  # [C, V]
+        assert_logprobs(done, expected, params)
+
+
+def expected_token(values: np.ndarray, params: SamplingParams, position: int) -> int:
+    """The token that a row with this seed must sample."""
+    key = row_keys(torch.tensor([params.seed]), torch.tensor([0]), torch.tensor([position]))
+    return sample_reference(values, params.temperature, params.top_k, params.top_p, params.min_p, int(key))
+
+
+def assert_logprobs(done: Completion, expected: np.ndarray, params: SamplingParams) -> None:
+    count, k = len(expected), params.top_logprobs_num
+    rows = np.arange(count)
+    np.testing.assert_allclose(done.output_logprobs, expected[rows, done.output_ids], atol=TOLERANCE, rtol=0)
+    assert done.cumulative_logprob == pytest.approx(sum(done.output_logprobs or []))
+    if k:
+        ids = np.array(done.output_top_ids).reshape(count, k)
+        best = -np.sort(-expected, axis=1)[:, :k]
+        np.testing.assert_allclose(np.take_along_axis(expected, ids, 1), best, atol=TOLERANCE, rtol=0)
+        np.testing.assert_allclose(np.reshape(done.output_top_logprobs, (count, k)), best, atol=TOLERANCE, rtol=0)
+    else:
+        assert done.output_top_ids is None
+    named = list(params.token_ids_logprob)
+    if named:
+        np.testing.assert_allclose(done.output_ids_logprobs, expected[:, named].ravel(), atol=TOLERANCE, rtol=0)
+    else:
+        assert done.output_ids_logprobs is None

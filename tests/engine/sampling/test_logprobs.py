@@ -1,0 +1,162 @@
+"""Logprob columns of running sequences, against lists that grow token by token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+from batchgen.engine.input_batch import InputBatch
+from batchgen.engine.sampling import logprobs as logprob_columns
+from batchgen.engine.sampling.logprobs import LogprobColumns, StepLogprobs
+from batchgen.engine.sequence import Sequence
+from batchgen.request.params import SamplingParams
+from batchgen.request.table import Request
+from batchgen.text.stops import StopState
+from batchgen.text.tokenizer import Tokenizer
+from tests.engine.reference import save_word_tokenizer
+
+VOCAB = 40
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder: Path = tmp_path_factory.mktemp("words")
+    save_word_tokenizer(folder, VOCAB)
+    return Tokenizer.load(folder)
+
+
+@dataclass
+class Expected:
+    logprobs: list[float] = field(default_factory=list)
+    top_ids: list[int] = field(default_factory=list)
+    top_logprobs: list[float] = field(default_factory=list)
+    ids_logprobs: list[float] = field(default_factory=list)
+
+
+def some_sequence(tokenizer: Tokenizer, index: int, rng: Random) -> Sequence:
+    """A sequence that often returns logprobs."""
+    params = SamplingParams(
+        max_new_tokens=500,
+        return_logprob=rng.random() < 0.8,
+        top_logprobs_num=rng.choice([0, 0, 1, 3, 7]),
+        token_ids_logprob=tuple(rng.sample(range(VOCAB), rng.choice([0, 0, 1, 4]))),
+    )
+    request = Request(index, index, 0, np.array([4, 5], np.int32), params, index, 500)
+    return Sequence(request, 0, StopState(params, frozenset(), tokenizer), (), None)
+
+
+def found_of(rng: np.random.Generator, sequences: list[Sequence], places: list[int]) -> StepLogprobs:
+    """Random logprobs for the given rows of a step, with the largest widths of their parameters."""
+    params = [sequence.request.params for sequence in sequences]
+    size, width = (len(places), max(p.top_logprobs_num for p in params)), max(len(p.token_ids_logprob) for p in params)
+    top = rng.standard_normal(size).astype(np.float32)
+    top[rng.random(size) < 0.1] = -np.inf
+    return StepLogprobs(
+        np.array(places, np.int64),
+        rng.standard_normal(len(places)).astype(np.float32),
+        rng.integers(0, 150_000, size),
+        top,
+        rng.standard_normal((len(places), width)).astype(np.float32),
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_columns_equal_lists(tokenizer: Tokenizer, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences start and end in any step; a step may be read one step late, when a slot has been reused."""
+    monkeypatch.setattr(logprob_columns, "_BLOCK", [1, 3, 8, 64][seed])
+    rng, numbers = Random(seed), np.random.default_rng(seed)
+    batch, columns = InputBatch(), LogprobColumns()
+    running: dict[int, tuple[Sequence, Expected]] = {}
+    late = []
+    number = handed = discarded = 0
+    for _ in range(300):
+        while len(running) < 90 and (not running or rng.random() < 0.9):
+            running[number] = some_sequence(tokenizer, number, rng), Expected()
+            batch.add(number, running[number][0], plain=False)
+            number += 1
+        rows = batch.rows(np.array(rng.sample(sorted(running), rng.randint(1, len(running))), np.int64))
+        drawn = [running[n][0] for n in rows.numbers.tolist()]
+        places = [i for i, s in enumerate(drawn) if s.request.params.needs_logprobs]
+        if places:
+            late.append((rows, found_of(numbers, [drawn[i] for i in places], places)))
+        if len(late) <= seed % 2:
+            continue
+        rows, found = late.pop(0)
+        columns.append(rows, found)
+        for w, place in enumerate(found.rows.tolist()):
+            if int(rows.numbers[place]) not in running:
+                discarded += 1
+                continue
+            sequence, expected = running[int(rows.numbers[place])]
+            params = sequence.request.params
+            expected.logprobs.append(found.logprobs.tolist()[w])
+            expected.top_ids += found.top_ids[w, : params.top_logprobs_num].tolist()
+            expected.top_logprobs += found.top_logprobs[w, : params.top_logprobs_num].tolist()
+            expected.ids_logprobs += found.ids_logprobs[w, : len(params.token_ids_logprob)].tolist()
+            sequence.append(5)
+            assert columns.last_logprob(batch.slot(int(rows.numbers[place]))) == expected.logprobs[-1]
+        for one in [n for n in running if rng.random() < 0.02]:
+            sequence, expected = running.pop(one)
+            if sequence.request.params.needs_logprobs:
+                if expected.logprobs and rng.random() < 0.3:  # its last token was discarded
+                    sequence.output_ids.pop()
+                    expected = _without_last(expected, sequence.request.params)
+                columns.finish(batch.slot(one), sequence)
+                handed += len(expected.logprobs)
+            assert sequence.logprobs == expected.logprobs
+            assert sequence.top_ids == expected.top_ids
+            assert sequence.top_logprobs == expected.top_logprobs
+            assert sequence.ids_logprobs == expected.ids_logprobs
+            batch.mark_ended(one)
+            batch.remove(one)
+    assert handed > 1000
+    assert (discarded > 0) == bool(seed % 2)
+
+
+def _without_last(expected: Expected, params: SamplingParams) -> Expected:
+    top = len(expected.top_logprobs) - params.top_logprobs_num
+    ids_logprobs = len(expected.ids_logprobs) - len(params.token_ids_logprob)
+    return Expected(
+        expected.logprobs[:-1],
+        expected.top_ids[:top],
+        expected.top_logprobs[:top],
+        expected.ids_logprobs[:ids_logprobs],
+    )
+
+
+def test_memory_follows_the_tokens(tokenizer: Tokenizer) -> None:
+    """A long sequence reuses the blocks of many short ones."""
+    batch, columns, rng = InputBatch(), LogprobColumns(), np.random.default_rng(1)
+    params = SamplingParams(max_new_tokens=10_000, return_logprob=True, top_logprobs_num=2)
+
+    def begin(index: int) -> Sequence:
+        request = Request(index, index, 0, np.array([4, 5], np.int32), params, index, 10_000)
+        sequence = Sequence(request, 0, StopState(params, frozenset(), tokenizer), (), None)
+        batch.add(index, sequence, plain=False)
+        return sequence
+
+    def step(sequences: dict[int, Sequence]) -> None:
+        some = list(sequences.values())
+        columns.append(batch.rows(np.array(list(sequences))), found_of(rng, some, list(range(len(some)))))
+        for sequence in some:
+            sequence.append(5)
+
+    long = begin(0)
+    for wave in range(5):
+        short = {1 + 200 * wave + i: begin(1 + 200 * wave + i) for i in range(200)}
+        for _ in range(10):
+            step({0: long} | short)
+        for number, sequence in short.items():
+            columns.finish(batch.slot(number), sequence)
+            batch.remove(number)
+    for _ in range(1000):
+        step({0: long})
+    columns.finish(batch.slot(0), long)
+    assert len(long.logprobs) == 1050
+    assert len(long.top_ids) == 2100
+    assert len(columns._logprobs) <= 2 * 201 * 64
+    assert sorted(columns._free) == list(range(len(columns._logprobs) // 64))

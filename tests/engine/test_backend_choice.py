@@ -1,0 +1,194 @@
+"""The choice of a kernel backend: by name, measured on the workload, or rejected; and whole jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+import triton
+
+import batchgen.engine.backend_choice as engine_kernels
+import batchgen.kernels.backend as backend
+from batchgen.cli.app import run_command
+from batchgen.config.run_config import EngineConfig
+from batchgen.demo import model_path
+from batchgen.engine.backend_choice import fixed_kernels, kernels_for, typical_step
+from batchgen.engine.engine import Engine
+from batchgen.engine.workload import plan_workload
+from batchgen.errors import UsageError
+from batchgen.models.load import inspect_model
+from batchgen.request.params import SamplingParams
+from batchgen.request.table import RequestTable
+from tests.kernels.flash.fake_flash import Fakes, fakes
+
+TRITON = f"triton {triton.__version__}"
+SPEC = inspect_model(model_path(), dtype="float16", device="cpu")
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fakes]:
+    with fakes(monkeypatch) as made:
+        yield made
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU is treated as a Hopper GPU, on which flash attention takes half of Triton's time."""
+    monkeypatch.setattr(engine_kernels, "capability_of", lambda device: (9, 0))
+
+    def clock(device: torch.device) -> Callable[[Callable[[], object]], float]:
+        def milliseconds(call: Callable[[], object]) -> float:
+            call()
+            return 0.1 if "FlashAttention" in str(call) else 0.2
+
+        return milliseconds
+
+    monkeypatch.setattr(backend, "device_timer", clock)
+
+
+@pytest.fixture
+def library(fake: Fakes, tmp_path: Path) -> Path:
+    return fake.write(tmp_path / "lib" / "_vllm_fa3_C.abi3.so", 3)
+
+
+def table(*requests: tuple[list[int], int, int]) -> RequestTable:
+    """A table of (prompt ids, number of samples, max_new_tokens)."""
+    made = RequestTable()
+    for i, (ids, samples, tokens) in enumerate(requests):
+        made.append(i, 0, ids, SamplingParams(n=samples, temperature=1.0), i, tokens)
+    return made
+
+
+# Typical steps
+
+
+def step(made: RequestTable, rows: int = 256, tokens: int = 8192) -> Any:
+    return typical_step(EngineConfig(), SPEC, plan_workload(made), rows, tokens)
+
+
+def test_the_typical_step_of_prompts_that_share() -> None:
+    prefix = list(range(100))
+    typical = step(table(*((prefix + [200 + i] * 20, 1, 60) for i in range(10))))
+    assert (typical.rows, typical.context, typical.shared) == (10, 120 + 30 + 1, 100)
+    assert typical.chunk == (100 + 10 * 20) // 60
+    assert (typical.heads, typical.layer, typical.dtype) == (4, SPEC.kv_layers[0], torch.float16)
+
+
+def test_the_typical_step_of_samples_of_one_prompt() -> None:
+    typical = step(table((list(range(50)), 6, 10)), rows=4)
+    assert (typical.rows, typical.context, typical.shared) == (4, 56, 50)
+
+
+def test_the_typical_step_of_separate_prompts() -> None:
+    typical = step(table((list(range(50)), 1, 10), (list(range(70, 100)), 1, 30)))
+    assert (typical.rows, typical.context, typical.shared) == (2, 40 + 10 + 1, 0)
+    assert typical.chunk == 80 // 20
+
+
+def test_prompts_without_output_fill_a_step() -> None:
+    assert step(table(*(([i] * 500, 1, 1) for i in range(64))), tokens=2048).chunk == 2048 - 64
+
+
+def test_an_empty_workload_has_no_typical_step() -> None:
+    assert step(RequestTable()) is None
+
+
+# Rejected options
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"attention": "flash"},
+            "`--attention flash` cannot run here: it needs an NVIDIA GPU, and this run computes on the CPU; leave the "
+            "option out to use the best available kernels",
+        ),
+        (
+            {"flash_library": "no.so"},
+            "`--flash-library no.so`: there is no such file or folder",
+        ),
+    ],
+)
+def test_options_are_rejected_before_a_row_is_read(
+    options: dict[str, str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UsageError) as refused:
+        Engine(str(model_path()), **options)
+    assert str(refused.value) == message
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "a"}\n')
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    # Without --device, `check` plans for a GPU on another machine.
+    for command in (["run"], ["check", "--device", "cpu"]):
+        assert run_command([*command, str(rows), "--model", str(model_path()), *flags]) == 2
+        assert capsys.readouterr().err.endswith(f"error: {message}\n")
+    assert list(tmp_path.iterdir()) == [rows]
+
+
+def test_flash_without_a_library_names_the_searched_packages(hopper: None) -> None:
+    with pytest.raises(UsageError) as refused:
+        fixed_kernels(EngineConfig(attention="flash"), SPEC)
+    assert str(refused.value) == (
+        "`--attention flash` cannot run here: vLLM is not installed; the package vllm_flash_attn is not installed; "
+        "install vLLM, give the path of its compiled library with --flash-library, or leave the option out"
+    )
+
+
+def test_flash_rejects_a_float32_model(hopper: None, library: Path) -> None:
+    spec = inspect_model(model_path(), dtype="float32", device="cpu")
+    with pytest.raises(UsageError, match=r"it supports bfloat16 and float16, not float32 \(see --dtype\); leave"):
+        fixed_kernels(EngineConfig(attention="flash", flash_library=str(library)), spec)
+
+
+def test_a_named_backend_on_a_gpu_is_chosen_with_the_workload(hopper: None, library: Path) -> None:
+    config = EngineConfig(attention="flash", flash_library=str(library))
+    assert fixed_kernels(config, SPEC) is None
+    workload = plan_workload(table(([1, 2, 3], 1, 4)))
+    assert kernels_for(config, SPEC, workload, 8, 64).description == f"flash-attn 3 of {library}"
+
+
+def test_torch_does_not_depend_on_the_workload(hopper: None) -> None:
+    fixed = fixed_kernels(EngineConfig(attention="torch"), SPEC)
+    assert fixed is not None
+    assert fixed.description == "torch"
+
+
+# Whole jobs
+
+
+PROMPTS = ["Sort: 3 1 2", "Sort: 3 1 2 and 5", "What is 1 + 2?"]
+
+
+def generate(**options: Any) -> tuple[list[list[int]], str]:
+    engine = Engine(str(model_path()), dtype="float16", device="cpu", **options)
+    params = SamplingParams(temperature=0.0, max_new_tokens=3)
+    done = engine.generate([{"text": p, "n": 2} for p in PROMPTS], params, ordered=True)
+    return [list(c.output_ids) for c in done], engine.kernels
+
+
+def test_flash_is_measured_and_used(hopper: None, library: Path, fake: Fakes) -> None:
+    expected, kernels = generate(attention="torch")
+    assert kernels == "torch"
+    fake.forwards.clear()
+    ids, kernels = generate(flash_library=str(library), page_size=4)
+    assert kernels == f"flash-attn 3 of {library} (faster than {TRITON}: 0.1 ms against 0.2 ms a layer)"
+    assert ids == expected
+    assert len(fake.forwards) > 10
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a job leaves spools to the collector
+def test_the_footer_and_stderr_name_the_kernels(
+    hopper: None, library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, out = tmp_path / "rows.jsonl", tmp_path / "out.parquet"
+    rows.write_text('{"text": "Sort: 3 1"}\n')
+    flags = ["--dtype", "float16", "--device", "cpu", "--max-new-tokens", "1", "--flash-library", str(library)]
+    assert run_command(["run", str(rows), "-o", str(out), *flags]) == 0
+    described = f"flash-attn 3 of {library} (faster than {TRITON}: 0.1 ms against 0.2 ms a layer)"
+    assert f"\nkernels: {described}\n" in capsys.readouterr().err
+    assert described in str(pq.read_schema(out).metadata)

@@ -1,0 +1,254 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from batchgen.kernels.attention.reference import reference_attention
+from batchgen.kernels.attention.torch_attention import TorchAttention
+from batchgen.kernels.flash.attention import FlashAttention, flash_factory
+from batchgen.kernels.flash.library import FlashLibrary, find_flash
+from batchgen.kernels.gpu import merge as gpu_merge
+from batchgen.kernels.gpu.attention import TritonAttention
+from batchgen.kernels.merge import merge_parts
+from batchgen.kernels.types import AttentionBatch, KVPool
+from tests.kernels.flash.fake_flash import Fakes, fakes
+from tests.kernels.steps import Shape, Step, StepBuilder
+
+HALF = Shape(heads=6, kv_heads=2, key_dim=16, value_dim=16, dtype=torch.float16)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def poisoned() -> Iterator[None]:
+    """Fill new memory with not-a-numbers, so that missing writes show."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fakes]:
+    with fakes(monkeypatch) as made:
+        yield made
+
+
+@pytest.fixture(params=[2, 3])
+def library(request: pytest.FixtureRequest, fake: Fakes, tmp_path: Path) -> FlashLibrary:
+    path = fake.write(tmp_path / f"_vllm_fa{request.param}_C.abi3.so", request.param)
+    return find_flash((request.param,), str(path), lambda found: found)
+
+
+class PlainPrefix:
+    """The pass over shared prefixes with plain products in float32."""
+
+    def __init__(self, pool: KVPool, batch: AttentionBatch) -> None:
+        self.pool, self.batch = pool, batch
+
+    def prefix_parts(
+        self, layer: int, query: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+    ) -> tuple[Tensor, Tensor]:
+        batch, keys, values = self.batch, self.pool.keys[layer], self.pool.values[layer]
+        assert batch.decode_lens is not None
+        assert batch.decode_own_start is not None
+        positions = torch.from_numpy(batch.decode_own_start + batch.decode_lens - 1)
+        rows, heads = len(positions), query.shape[1]
+        out, lse = torch.zeros(rows, heads, values.shape[3]), torch.full((rows, heads), -torch.inf)
+        for group in batch.groups:
+            for row in group.rows.tolist():
+                k, v = (x[torch.from_numpy(group.pages)].flatten(0, 1).float() for x in (keys, values))
+                at = group.start + torch.arange(len(k))
+                seen = slice(None) if window is None else at > positions[row] - window
+                k, v = (x[seen].repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
+                if not len(k):
+                    continue
+                scores = scale * torch.einsum("nd,knd->nk", query[batch.decode_start + row].float(), k)
+                if softcap is not None:
+                    scores = softcap * torch.tanh(scores / softcap)
+                part, part_lse = torch.einsum("nk,knd->nd", torch.softmax(scores, -1), v), torch.logsumexp(scores, -1)
+                total = torch.logaddexp(lse[row], part_lse)
+                out[row] = out[row] * torch.exp(lse[row] - total)[:, None] + part * torch.exp(part_lse - total)[:, None]
+                lse[row] = total
+        return out, lse
+
+
+def attend(library: FlashLibrary, step: Step, triton: bool = False, **options: Any) -> Tensor:
+    factory = flash_factory(library, TritonAttention, gpu_merge.merge_parts)
+    made = (factory if triton else flash_factory(library, PlainPrefix, merge_parts))(step.pool, step.batch)
+    return made.attend(0, step.query, step.key, step.value, **options)
+
+
+def check(library: FlashLibrary, step: Step, triton: bool = False, **options: Any) -> None:
+    """Compare with float64 (at most twice the error of plain products), and check the pool afterwards."""
+    options = {"scale": 0.25, **options}
+    keys, values = step.filled()
+    truth = reference_attention(step.batch, step.query, keys, values, **options)
+    pool = KVPool([step.pool.keys[0].clone()], [step.pool.values[0].clone()], step.pool.page_size)
+    plain = TorchAttention(pool, step.batch).attend(0, step.query, step.key, step.value, **options)
+    got = attend(library, step, triton, **options)
+    assert got.dtype == step.query.dtype
+    assert got.shape == truth.shape
+    allowed = 2 * float((plain.double() - truth).abs().max()) + torch.finfo(plain.dtype).eps
+    assert float((got.double() - truth).abs().max()) <= allowed
+    torch.testing.assert_close(step.pool.keys[0], keys, equal_nan=True)
+    torch.testing.assert_close(step.pool.values[0], values, equal_nan=True)
+
+
+def mixed(shape: Shape, seed: int = 0) -> StepBuilder:
+    """Chunks with and without a past, rows without a group, in one and in two."""
+    builder = StepBuilder(shape, seed=seed)
+    builder.chunk(33)
+    prefix = builder.chunk(5, past=2 * shape.page_size)[:2]
+    builder.chunk(1, past=2 * shape.page_size, prefix=prefix)
+    size = shape.page_size
+    builder.decode(1)
+    builder.decode(40)
+    builder.decode(3, own_start=4 * size)
+    builder.decode(size, own_start=4 * size)
+    builder.decode(size + 1, own_start=6 * size)
+    builder.group([2, 3, 4], 0, 4)
+    builder.group([4], 4 * size, 2)
+    return builder
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"window": 1},
+    {"window": 7},
+    {"window": 50},
+    {"softcap": 3.0},
+    {"sinks": True},
+    {"window": 20, "softcap": 2.0, "sinks": True},
+]
+
+
+def with_sinks(options: dict[str, Any], heads: int) -> dict[str, Any]:
+    return {k: torch.linspace(-2, 3, heads) if k == "sinks" else v for k, v in options.items()}
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_mixed_step(library: FlashLibrary, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    shape = Shape(6, 2, 16, 16, dtype=dtype)
+    check(library, mixed(shape).build(), **with_sinks(options, 6))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_mixed_step_with_the_triton_prefix_pass(library: FlashLibrary, options: dict[str, Any]) -> None:
+    check(library, mixed(HALF, seed=1).build(), triton=True, **with_sinks(options, 6))
+
+
+def test_decode_rows_of_groups_only(library: FlashLibrary) -> None:
+    builder = StepBuilder(HALF)
+    rows = [builder.decode(length, own_start=32) for length in (1, 20, 3)]
+    builder.group(rows, 0, 2)
+    check(library, builder.build(), triton=True)
+    check(library, builder.build(), sinks=torch.linspace(-2, 3, 6))
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (4, 1), (5, 5), (9, 3)])
+@pytest.mark.parametrize("dim", [8, 64])
+def test_heads(library: FlashLibrary, heads: tuple[int, int], dim: int) -> None:
+    check(library, mixed(Shape(*heads, dim, dim, page_size=32, dtype=torch.float16)).build())
+
+
+def test_chunks_only(library: FlashLibrary, fake: Fakes) -> None:
+    builder = StepBuilder(HALF)
+    builder.chunk(17)
+    builder.chunk(2, past=30)
+    check(library, builder.build(), sinks=torch.linspace(-2, 3, 6))
+    assert len(fake.forwards) == 1
+
+
+def test_decode_rows_only(library: FlashLibrary, fake: Fakes) -> None:
+    builder = StepBuilder(HALF)
+    for length in (1, 15, 16, 17, 100):
+        builder.decode(length)
+    check(library, builder.build())
+    assert len(fake.forwards) == 1
+    assert fake.forwards[0]["max_seqlen_q"] == 1
+
+
+def test_a_window_that_ends_before_the_group(library: FlashLibrary) -> None:
+    builder = StepBuilder(HALF)
+    builder.decode(40, own_start=48)
+    builder.group([0], 0, 3)
+    check(library, builder.build(), window=10)
+
+
+def test_keys_and_values_of_unequal_sizes(fake: Fakes, tmp_path: Path) -> None:
+    path = fake.write(tmp_path / "_vllm_fa3_C.abi3.so", 3)
+    library = find_flash((3,), str(path), lambda found: found)
+    check(library, mixed(Shape(4, 2, 16, 32, dtype=torch.float16)).build(), sinks=torch.linspace(-2, 3, 4))
+
+
+def test_an_odd_page_size_of_version_3(fake: Fakes, tmp_path: Path) -> None:
+    path = fake.write(tmp_path / "_vllm_fa3_C.abi3.so", 3)
+    library = find_flash((3,), str(path), lambda found: found)
+    check(library, mixed(Shape(4, 2, 16, 16, page_size=5, dtype=torch.float16)).build(), window=9)
+
+
+def test_a_query_of_another_dtype(library: FlashLibrary) -> None:
+    step = mixed(HALF).build()
+    step.query = step.query.float()
+    got = attend(library, step, scale=0.25)
+    assert got.dtype == torch.float32
+    step.query = step.query.half()
+    torch.testing.assert_close(got.half(), attend(library, step, scale=0.25))
+
+
+def test_layers_share_tables_and_schedules(library: FlashLibrary, fake: Fakes) -> None:
+    step = mixed(HALF).build()
+    pool = KVPool(step.pool.keys * 3, step.pool.values * 3, step.pool.page_size)
+    made = FlashAttention(library, pool, step.batch, PlainPrefix)
+    outs = [made.attend(layer, step.query, step.key, step.value, scale=0.25) for layer in range(3)]
+    made.attend_stored(0, step.query, scale=0.25, window=9)
+    assert torch.equal(outs[0], outs[2])
+    assert fake.schedules == (4 if library.version == 3 else 0)  # two parts, with a window and without
+    tables = {call.get("page_table", call.get("block_table")).data_ptr() for call in fake.forwards}
+    assert len(tables) == 2
+
+
+def test_no_pass_over_prefixes_without_groups(library: FlashLibrary) -> None:
+    builder = StepBuilder(HALF)
+    builder.decode(9)
+    step = builder.build()
+
+    def none(pool: KVPool, batch: AttentionBatch) -> PlainPrefix:
+        raise AssertionError("there are no groups")
+
+    FlashAttention(library, step.pool, step.batch, none).attend(0, step.query, step.key, step.value, scale=0.25)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[StepBuilder, int | None]:
+    size = draw(st.sampled_from([16, 32]))
+    kv_heads = draw(st.integers(1, 3))
+    shape = Shape(kv_heads * draw(st.integers(1, 3)), kv_heads, 8, 8, size, torch.float16)
+    builder = StepBuilder(shape, num_pages=256, seed=draw(st.integers(0, 99)))
+    for _ in range(draw(st.integers(0, 3))):
+        builder.chunk(draw(st.integers(1, 40)), past=draw(st.integers(0, 50)))
+    for _ in range(draw(st.integers(0, 3))):
+        builder.decode(draw(st.integers(1, 70)))
+    # A path of nested groups: row i leaves it after level i, and is in the groups of all levels up to there.
+    levels = draw(st.lists(st.integers(1, 3), max_size=3))
+    ends = [sum(levels[: i + 1]) for i in range(len(levels))]
+    rows = [builder.decode(draw(st.integers(1, 20)), own_start=end * size) for end in ends]
+    for i, (pages, end) in enumerate(zip(levels, ends, strict=True)):
+        builder.group(rows[i:], (end - pages) * size, pages)
+    if not builder.chunks and not builder.rows:
+        builder.chunk(3)
+    return builder, draw(st.none() | st.integers(1, 60))
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(drawn=steps())
+def test_random_steps(library: FlashLibrary, drawn: tuple[StepBuilder, int | None]) -> None:
+    builder, window = drawn
+    check(library, builder.build(), window=window)

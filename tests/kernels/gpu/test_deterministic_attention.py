@@ -1,0 +1,295 @@
+"""Deterministic attention: its lists, the kernel in Triton's interpreter, and each token alone and in a batch.
+
+The interpreter's products are numpy's, whose rounding differs from a tensor core's. So batch invariance is tested
+twice: on lists, where every token's steps must be a function of its position, and on numbers whose sums are exact in
+any order: integer queries and keys, and values of which only one counts in each sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from batchgen.kernels.attention.reference import reference_attention, visible_slots
+from batchgen.kernels.attention.torch_attention import TorchAttention
+from batchgen.kernels.chips import AttentionTile, known_chips, tuning_of
+from batchgen.kernels.gpu.deterministic_attention import DeterministicTritonAttention
+from batchgen.kernels.gpu.deterministic_list import (
+    FIELDS,
+    DeterministicListShape,
+    DeterministicWorkList,
+    plan_deterministic,
+)
+from batchgen.kernels.gpu.launch import recording
+from batchgen.kernels.types import AttentionBatch, ChunkPages
+from tests.kernels.steps import (
+    Shape,
+    Step,
+    StepBuilder,
+    check_layers_of_different_shapes,
+    group_of_one,
+    group_of_some,
+    one_row,
+    one_token,
+    only_rows,
+)
+
+from .closeness import assert_as_close
+from .test_attention import OPTIONS, SCALE, mixed, small_step, tree, with_sinks
+from .test_work_list import any_batch
+
+
+class Tiles:
+    """Small tiles for every dtype; replaces a chip's tuning."""
+
+    def __init__(self, keys: int = 16) -> None:
+        self.keys = keys
+
+    def attention_tile(self, kind: str, head_dim: int, dtype: torch.dtype) -> AttentionTile:
+        assert kind == "fixed"
+        return AttentionTile(16, self.keys, 4, 1)
+
+
+TILES: Any = Tiles()
+
+
+def attend(step: Step, tuning: Any = TILES, **options: Any) -> Tensor:
+    attention = DeterministicTritonAttention(step.pool, step.batch, tuning)
+    return attention.attend(0, step.query, step.key, step.value, scale=SCALE, **options)
+
+
+def check(step: Step, tuning: Any = TILES, **options: Any) -> None:
+    """Compare a step with the reference; in low precision allow twice the error of the PyTorch backend."""
+    keys, values = step.filled()
+    exact = reference_attention(step.batch, step.query, keys, values, scale=SCALE, **options)
+    plain = TorchAttention(step.pool, step.batch).attend(
+        0, step.query, step.key, step.value, scale=SCALE, **options
+    )  # stores the same keys and values
+    assert_as_close(attend(step, tuning, **options), plain, exact)
+
+
+# The kernel against the reference.
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 1)])
+def test_a_mixed_step_equals_the_reference(heads: int, kv_heads: int, options: dict[str, Any]) -> None:
+    check(mixed(Shape(heads, kv_heads)), **with_sinks(options, heads))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("options", OPTIONS[::5], ids=str)
+def test_low_precision_is_as_accurate_as_pytorch(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    check(mixed(Shape(4, 2, dtype=dtype)), **with_sinks(options, 4))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (9, 3), (14, 2), (24, 1), (71, 1)])
+def test_heads_of_any_number(heads: int, kv_heads: int) -> None:
+    check(small_step(Shape(heads, kv_heads)))
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(80, 80), (192, 128), (256, 256), (24, 40), (7, 5)])
+def test_head_sizes(key_dim: int, value_dim: int) -> None:
+    check(small_step(Shape(2, 1, key_dim, value_dim, dtype=torch.float16)))
+
+
+@pytest.mark.parametrize("page_size", [1, 5, 16, 24, 64])
+@pytest.mark.parametrize("keys", [16, 64])
+@pytest.mark.parametrize("window", [None, 17])
+def test_page_and_tile_sizes_are_independent(page_size: int, keys: int, window: int | None) -> None:
+    tiles: Any = Tiles(keys)
+    check(mixed(Shape(2, 1, page_size=page_size)), tiles, window=window)
+
+
+@pytest.mark.parametrize("chip", ["default", *known_chips()])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_the_tiles_of_each_chip(chip: str, dtype: torch.dtype) -> None:
+    b = StepBuilder(Shape(6, 1, dtype=dtype))
+    b.chunk(40, past=40)
+    rows = [b.decode(n, own_start=80) for n in (1, 9, 20, 3)]
+    b.group(rows, 0, 5)
+    check(b.build(), tuning_of(chip), window=90)
+
+
+@pytest.mark.parametrize("fill", [one_token, only_rows, one_row, group_of_one, group_of_some, tree])
+@pytest.mark.parametrize("window", [None, 20])
+def test_steps_of_one_kind(fill: Callable[[StepBuilder], None], window: int | None) -> None:
+    b = StepBuilder(Shape(2, 1))
+    fill(b)
+    check(b.build(), window=window)
+
+
+def test_layers_of_different_shapes() -> None:
+    check_layers_of_different_shapes(lambda pool, batch: DeterministicTritonAttention(pool, batch, TILES))
+
+
+def test_an_empty_step_gives_an_empty_result() -> None:
+    assert attend(StepBuilder(Shape(4, 2)).build()).shape == (0, 4, 16)
+
+
+# Each token alone.
+
+
+def exact_in_any_order(step: Step) -> Step:
+    """The step with exact sums: integer queries and keys, values that are 0 except one per 16 keys."""
+    step.query = (step.query * 2).round()
+    step.key = (step.key * 2).round()
+    step.pool.keys[0] = (step.pool.keys[0] * 2).round()
+    tokens = visible_slots(step.batch, step.pool.page_size)
+    values = step.pool.values[0].flatten(0, 1)  # [slots, K, Dv]
+    heights = torch.arange(1, values.shape[0] + 1, dtype=values.dtype)
+    for position, slots in tokens:
+        places = torch.arange(position + 1)
+        values[slots] = 0
+        values[slots, :, places % 16] = heights[slots, None]
+    step.value = values[step.batch.slot_mapping].clone()
+    return step
+
+
+def alone(step: Step, token: int) -> Step:
+    """One token of a step whose keys and values are stored, as a separate chunk."""
+    position, slots = visible_slots(step.batch, step.pool.page_size)[token]
+    pages = (slots[:: step.pool.page_size] // step.pool.page_size).numpy()
+    at = slice(token, token + 1)
+    batch = AttentionBatch(step.batch.slot_mapping[at], [ChunkPages(0, 1, position + 1, pages)], decode_start=1)
+    return Step(step.pool, batch, step.query[at], step.key[at], step.value[at])
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("page_size", [16, 5])
+@pytest.mark.parametrize("fill", [mixed, tree])
+def test_a_token_is_the_same_alone(fill: Callable[[Any], Any], page_size: int, options: dict[str, Any]) -> None:
+    shape = Shape(3, 1, page_size=page_size)
+    if fill is mixed:
+        step = mixed(shape)
+    else:
+        b = StepBuilder(Shape(3, 1))
+        tree(b)
+        step = b.build()
+    step, options = exact_in_any_order(step), with_sinks(options, 3)
+    together = attend(step, **options)
+    assert not together.isnan().any()
+    for token in range(0, len(together), 3):
+        assert torch.equal(attend(alone(step, token), **options)[0], together[token]), token
+
+
+# The lists.
+
+
+def items_of(work: DeterministicWorkList, launch: int) -> list[list[int]]:
+    return work.packed[work.launches[launch]].reshape(-1, FIELDS)[:, :9].tolist()
+
+
+def steps_of_tokens(
+    batch: AttentionBatch, work: DeterministicWorkList, shape: DeterministicListShape
+) -> list[list[tuple[int, list[int]]]]:
+    """By token, in order: the start of each step that shows it any key, and the pool slots of these keys."""
+    pages, rows, positions = (work.packed[s] for s in (work.pages, work.rows, work.positions))
+    seen: list[list[tuple[int, list[int]]]] = [[] for _ in range(batch.slot_mapping.shape[0])]
+    aside, done = set(), set()
+    for launch in range(len(work.launches)):
+        for rows_at, count, page_at, base, first, begin, end, resumed, saves_state in items_of(work, launch):
+            assert 1 <= count <= shape.queries
+            assert begin % shape.keys == 0
+            assert base % shape.page_size == 0
+            assert end % shape.keys == 0 or not saves_state
+            tokens = rows[rows_at : rows_at + count].tolist()
+            for token in tokens:
+                assert token not in done
+                assert (token in aside) == bool(resumed)
+                (aside if saves_state else done).add(token)
+                for at in range(begin, end, shape.keys):
+                    keys = np.arange(max(at, first), min(at + shape.keys, end))
+                    keys = keys[keys <= positions[token]]
+                    if shape.window is not None:
+                        keys = keys[keys > positions[token] - shape.window]
+                    if len(keys):
+                        places = keys - base
+                        assert places.min() >= 0
+                        slots = pages[page_at + places // shape.page_size] * shape.page_size + keys % shape.page_size
+                        seen[token].append((at, slots.tolist()))
+    assert done == set(range(len(seen)))
+    return seen
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60), st.integers(0, 3)), max_size=9),
+    st.lists(st.tuples(st.integers(1, 60), st.integers(0, 2)), max_size=8),
+    st.sampled_from([None, 1, 7, 30]),
+    st.sampled_from([1, 5, 16, 24]),
+    st.sampled_from([1, 3, 8]),
+    st.sampled_from([16, 32]),
+    st.integers(0, 1 << 20),
+)
+def test_a_token_s_steps_are_a_function_of_its_position(
+    chunks: list[tuple[int, int, int]],
+    rows: list[tuple[int, int]],
+    window: int | None,
+    page_size: int,
+    queries: int,
+    keys: int,
+    seed: int,
+) -> None:
+    batch = any_batch(chunks, rows, page_size, seed)
+    shape = DeterministicListShape(page_size, window, queries, keys)
+    found = steps_of_tokens(batch, plan_deterministic(batch, shape), shape)
+    for steps, (position, slots) in zip(found, visible_slots(batch, page_size), strict=True):
+        first = 0 if window is None else max(0, position - window + 1)
+        assert [at for at, _ in steps] == list(range(first // keys * keys, position + 1, keys))
+        for at, shown in steps:
+            assert shown == slots[max(first, at) : min(position + 1, at + keys)].tolist()
+
+
+def test_a_group_s_whole_steps_are_computed_once() -> None:
+    b = StepBuilder(Shape(4, 2))
+    rows = [b.decode(20, own_start=80) for _ in range(6)]
+    b.group(rows, 0, 5)
+    work = plan_deterministic(b.build().batch, DeterministicListShape(16, None, 8, 32))
+    assert [item[5:] for item in items_of(work, 0)] == [[0, 64, 0, 1]]
+    assert [item[5:] for item in items_of(work, 1)] == [[64, 100, 1, 0]] * 6
+    assert work.keys_read == 64 + 6 * 36
+    assert work.saves_states
+
+
+def test_a_group_shorter_than_a_step_is_computed_by_each_row() -> None:
+    b = StepBuilder(Shape(4, 2))
+    b.group([b.decode(20, own_start=16) for _ in range(6)], 0, 1)
+    work = plan_deterministic(b.build().batch, DeterministicListShape(16, None, 8, 32))
+    assert not work.saves_states
+    assert [item[5:] for item in items_of(work, 0)] == [[0, 36, 0, 0]] * 6
+
+
+def test_sections_begin_at_multiples_of_16_bytes_and_the_longest_items_come_first() -> None:
+    work = plan_deterministic(
+        any_batch([(7, 2, 0), (30, 9, 0)], [(5, 0), (3, 1), (9, 2)], 5, 0), DeterministicListShape(5, None, 8, 16)
+    )
+    for section in (*work.launches, work.rows, work.positions, work.pages):
+        assert section.start % 4 == 0
+    for launch in range(len(work.launches)):
+        assert (np.diff([item[6] - item[5] for item in items_of(work, launch)]) <= 0).all()
+
+
+def test_every_launch_of_every_step_runs_the_same_machine_code() -> None:
+    seen: list[dict[str, Any]] = []
+
+    def note(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        seen.append({"kernel": kernel, **constants})
+
+    steps = [mixed(Shape(4, 2)), small_step(Shape(4, 2))]
+    for fill in (one_token, only_rows, group_of_some, tree):
+        b = StepBuilder(Shape(4, 2))
+        fill(b)
+        steps.append(b.build())
+    with recording(note):
+        for step in steps:
+            attend(step)
+    assert len(seen) > len(steps)
+    assert all(launch == seen[0] for launch in seen)

@@ -1,0 +1,131 @@
+"""The operations of deterministic runs: no parameter of a launch may depend on the number of rows.
+
+Every launcher that a model or the sampler calls is called at many sizes, and its launches are compared: kernel, tile,
+warps, stages. The result of an operation for a row is then a function of that row only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from batchgen.kernels.chips import compiling_for, known_chips
+from batchgen.kernels.gpu import deterministic_ops, ops
+from batchgen.kernels.gpu.launch import recording
+from batchgen.kernels.lora import LoraPair, LoraPairs, LoraSegment, LoraStep
+from batchgen.kernels.moe import Experts
+from tests.gpu.interpreted import fix_row_summation_order
+from tests.kernels.gpu import step_sizes
+
+SIZES = (1, 2, 16, 17, 64, 65, 300, 4096)
+
+
+def recorded_launches(thunk: Callable[[], object]) -> list[tuple[Any, dict[str, Any]]]:
+    """Launched kernels and their constants, in order."""
+    seen: list[tuple[Any, dict[str, Any]]] = []
+    with recording(lambda kernel, grid, args, constants: seen.append((kernel, constants))):
+        thunk()
+    return seen
+
+
+KINDS = (step_sizes._dense, step_sizes._logits, step_sizes._shaping, step_sizes._drawing)
+NAMES = sorted({name for make in KINDS for name, _ in make(2)})
+
+
+def test_every_operation_is_covered() -> None:
+    covered = {name.split()[0] for name in NAMES} | {"top_logprobs", "nan_rows", "add_lora", "moe_experts", "route"}
+    assert set(deterministic_ops.__all__) == set(ops.__all__)
+    assert set(deterministic_ops.__all__) <= covered
+
+
+@pytest.mark.parametrize("chip", ["default", *known_chips()])
+@pytest.mark.parametrize("name", NAMES)
+def test_launches_do_not_depend_on_the_number_of_rows(name: str, chip: str) -> None:
+    seen = []
+    with compiling_for(chip):
+        for size in SIZES:
+            for make in KINDS:
+                seen += [recorded_launches(thunk) for found, thunk in make(size) if found == name]
+    assert len(seen) >= len(SIZES)
+    assert seen[0]
+    assert all(launch == seen[0] for launch in seen)
+
+
+# LoRA and MoE.
+
+
+def lora_pairs(generator: torch.Generator, inputs: int, outputs: int, ranks: tuple[int, ...]) -> LoraPairs:
+    def whole(*size: int) -> Tensor:
+        return torch.randint(-2, 3, size, generator=generator).float()
+
+    return LoraPairs([LoraPair(whole(rank, inputs), whole(outputs, rank)) for rank in ranks])
+
+
+def step_of(adapters: list[int]) -> LoraStep:
+    """A step in tiles of 16 or 64 tokens, by the number of tokens."""
+    own = torch.tensor(adapters)
+    return LoraStep(tuple(LoraSegment(a, (own == a).nonzero()[:, 0]) for a in sorted(set(adapters))))
+
+
+@pytest.mark.parametrize("count", [1, 2, 17, 65, 300])
+def test_a_token_s_lora_update_does_not_depend_on_other_tokens(count: int) -> None:
+    """Integers, whose sums are exact; and launches with the same tiles and parts for one token and for many."""
+    generator = torch.Generator().manual_seed(0)
+    pairs = lora_pairs(generator, 600, 150, (8, 40))
+    x = torch.randint(-2, 3, (count, 600), generator=generator).float()
+    adapters = ([1] if count == 1 else [0, 1] * count)[:count]
+    base = torch.randint(-9, 9, (count, 150), generator=generator).float()
+    together = base.clone()
+    launches = recorded_launches(lambda: deterministic_ops.add_lora(together, x, step_of(adapters), pairs))
+    deterministic_ops.add_lora(together, x, step_of(adapters), pairs)
+    for token in range(0, count, 7):
+        one = base[token : token + 1].clone()
+        alone = step_of([adapters[token]])
+        assert (
+            recorded_launches(lambda one=one, alone=alone: deterministic_ops.add_lora(one, x[:1], alone, pairs))
+            == launches
+        )
+        deterministic_ops.add_lora(one, x[token : token + 1], alone, pairs)
+        assert torch.equal(one[0], together[token])
+
+
+def test_parts_of_an_adapter_s_inputs_do_not_depend_on_the_step() -> None:
+    seen = []
+    pairs = lora_pairs(torch.Generator().manual_seed(0), 4096, 256, (16,))
+
+    def note(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        seen.append((grid[2] if len(grid) == 3 else args[-1], constants))
+
+    with recording(note):
+        for count in (1, 40, 900):
+            step = step_of([0] * count)
+            deterministic_ops.add_lora(torch.zeros(count, 256), torch.zeros(count, 4096), step, pairs)
+    assert seen[0] == seen[2] == seen[4]
+    assert seen[1] == seen[3] == seen[5]
+    assert seen[0][0] > 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_token_s_experts_do_not_depend_on_other_tokens(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    fix_row_summation_order(monkeypatch.setattr)  # the second product's inputs are not integers
+    generator = torch.Generator().manual_seed(0)
+
+    def whole(*size: int) -> Tensor:
+        return torch.randint(-1, 2, size, generator=generator).to(dtype)
+
+    experts = Experts(whole(4, 2 * 20, 24), whole(4, 24, 20))
+    x, weights = whole(70, 24), torch.full((70, 2), 0.5)
+    ids = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(70)])
+    launches = recorded_launches(lambda: deterministic_ops.moe_experts(x, ids, weights, experts))
+    together = deterministic_ops.moe_experts(x, ids, weights, experts)
+    for token in range(0, 70, 23):
+        at = slice(token, token + 1)
+        assert (
+            recorded_launches(lambda at=at: deterministic_ops.moe_experts(x[at], ids[at], weights[at], experts))
+            == launches
+        )
+        assert torch.equal(deterministic_ops.moe_experts(x[at], ids[at], weights[at], experts)[0], together[token])

@@ -1,0 +1,602 @@
+"""Valid rows and their parsed values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from batchgen.errors import ErrorCode, RowError, UsageError
+from batchgen.request.fields import FIELDS, LOOKUP
+from batchgen.request.params import SamplingParams
+from batchgen.request.parser import RowDefaults, derive_seed, row_extra, row_id
+from batchgen.request.prompts import ChatPrompt, TextPrompt, TokenPrompt
+from batchgen.request.table import ParsedRow
+from tests.rows import CHAT, COMPLETIONS, HELLO, PLAIN, line, parse, text
+
+
+def params(value: Any, defaults: RowDefaults = PLAIN) -> SamplingParams:
+    return parse(value, defaults).params
+
+
+def test_native_row_with_only_a_prompt() -> None:
+    assert parse(text()) == ParsedRow(7, "row-7", (TextPrompt("Hello"),), SamplingParams(), {}, "native")
+
+
+PROMPTS: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
+    ({"text": "a"}, (TextPrompt("a"),)),
+    ({"prompt": "a"}, (TextPrompt("a"),)),
+    ({"text": ["a", "b"]}, (TextPrompt("a"), TextPrompt("b"))),
+    ({"text": ""}, (TextPrompt(""),)),
+    ({"text": "a", "prompt": None, "messages": None}, (TextPrompt("a"),)),
+    ({"input_ids": [1, 2]}, (TokenPrompt((1, 2)),)),
+    ({"input_ids": [[1, 2], [3]]}, (TokenPrompt((1, 2)), TokenPrompt((3,)))),
+    ({"messages": HELLO}, (ChatPrompt(tuple(HELLO)),)),
+    ({"messages": HELLO, "tools": []}, (ChatPrompt(tuple(HELLO)),)),
+    ({"messages": HELLO, "tools": [{"type": "function"}]}, (ChatPrompt(tuple(HELLO), ({"type": "function"},)),)),
+    ({"messages": HELLO, "add_generation_prompt": False}, (ChatPrompt(tuple(HELLO), add_generation_prompt=False),)),
+    (
+        {"messages": HELLO, "continue_final_message": True},
+        (ChatPrompt(tuple(HELLO), add_generation_prompt=False, continue_final_message=True),),
+    ),
+    ({"messages": HELLO, "chat_template_kwargs": {"a": 1}}, (ChatPrompt(tuple(HELLO), template_kwargs={"a": 1}),)),
+    (line(prompt="a"), (TextPrompt("a"),)),
+    (line(prompt=["a", "b"]), (TextPrompt("a"), TextPrompt("b"))),
+    (line(prompt=[1, 2]), (TokenPrompt((1, 2)),)),
+    (line(prompt=[[1, 2], [3]]), (TokenPrompt((1, 2)), TokenPrompt((3,)))),
+    (line(CHAT, messages=HELLO), (ChatPrompt(tuple(HELLO)),)),
+    (line(CHAT, messages=HELLO, tools=[{"type": "function"}]), (ChatPrompt(tuple(HELLO), ({"type": "function"},)),)),
+]
+
+
+@pytest.mark.field(
+    "text",
+    "input_ids",
+    "prompt",
+    "messages",
+    "tools",
+    "chat_template_kwargs",
+    "add_generation_prompt",
+    "continue_final_message",
+    "body",
+    "url",
+    "method",
+)
+@pytest.mark.parametrize(("value", "prompts"), PROMPTS)
+def test_prompts(value: dict[str, Any], prompts: tuple[Any, ...]) -> None:
+    assert parse(value).prompts == prompts
+
+
+MESSAGES: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+    [{"role": "user", "content": []}],
+    [{"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}],
+    [{"role": "anything", "content": "a", "name": "b", "extra": {"c": [1.5, None]}}],
+]
+
+
+@pytest.mark.parametrize("messages", MESSAGES)
+def test_messages_are_passed_to_the_template_unchanged(messages: list[dict[str, Any]]) -> None:
+    (prompt,) = parse({"messages": messages}).prompts
+    assert isinstance(prompt, ChatPrompt)
+    assert list(prompt.messages) == messages
+
+
+VALID: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    # (fields, expected sampling parameters that differ from the defaults)
+    ({"max_new_tokens": 5}, {"max_new_tokens": 5}),
+    ({"max_tokens": 5}, {"max_new_tokens": 5}),
+    ({"max_completion_tokens": 5}, {"max_new_tokens": 5}),
+    ({"max_new_tokens": 0}, {"max_new_tokens": 0}),
+    ({"min_new_tokens": 3}, {"min_new_tokens": 3}),
+    ({"min_tokens": 3}, {"min_new_tokens": 3}),
+    ({"stop": "a"}, {"stop": ("a",)}),
+    ({"stop": ["a", "b"]}, {"stop": ("a", "b")}),
+    ({"stop": []}, {}),
+    ({"stop": [str(i) for i in range(32)]}, {"stop": tuple(str(i) for i in range(32))}),
+    ({"stop_token_ids": [1, 2]}, {"stop_token_ids": (1, 2)}),
+    ({"ignore_eos": True}, {"ignore_eos": True}),
+    ({"no_stop_trim": True}, {"no_stop_trim": True}),
+    ({"temperature": 0}, {"temperature": 0.0}),
+    ({"temperature": 1.5}, {"temperature": 1.5}),
+    ({"top_p": 1}, {}),
+    ({"top_p": 0.5}, {"top_p": 0.5}),
+    ({"top_k": 0}, {}),
+    ({"top_k": -1}, {}),
+    ({"top_k": 40}, {"top_k": 40}),
+    ({"min_p": 0.1}, {"min_p": 0.1}),
+    ({"seed": -(2**63)}, {"seed": -(2**63)}),
+    ({"seed": 2**63 - 1}, {"seed": 2**63 - 1}),
+    ({"n": 4}, {"n": 4}),
+    ({"skip_special_tokens": False}, {"skip_special_tokens": False}),
+    ({"spaces_between_special_tokens": False}, {"spaces_between_special_tokens": False}),
+    ({"return_logprob": True}, {"return_logprob": True}),
+    ({"return_logprob": True, "top_logprobs_num": 3}, {"return_logprob": True, "top_logprobs_num": 3}),
+    ({"return_logprob": True, "logprob_start_len": 4}, {"return_logprob": True, "logprob_start_len": 4}),
+    (
+        {"return_logprob": True, "return_text_in_logprobs": True},
+        {"return_logprob": True, "return_text_in_logprobs": True},
+    ),
+    ({"logprob_start_len": -1, "return_text_in_logprobs": False}, {}),
+    ({"temperature": None, "stop": None, "regex": None}, {}),
+    ({"frequency_penalty": -2}, {"frequency_penalty": -2.0}),
+    ({"presence_penalty": 2}, {"presence_penalty": 2.0}),
+    ({"repetition_penalty": 0.5}, {"repetition_penalty": 0.5}),
+    ({"logit_bias": {"50": -100, "7": 1.5}}, {"logit_bias": ((7, 1.5), (50, -100.0))}),
+    ({"logit_bias": {}}, {}),
+    ({"bad_words": ["a", [1, 2]]}, {"bad_words": ("a", (1, 2))}),
+    ({"bad_words": []}, {}),
+    ({"allowed_token_ids": [3, 1]}, {"allowed_token_ids": (3, 1)}),
+    (
+        {"return_logprob": True, "token_ids_logprob": [4, 2, 4]},
+        {"return_logprob": True, "token_ids_logprob": (4, 2, 4)},
+    ),
+    ({"custom_params": {}}, {}),
+]
+
+
+@pytest.mark.field("sampling_params")
+@pytest.mark.parametrize(("fields", "expected"), VALID)
+def test_sampling_fields_mean_the_same_in_every_place(fields: dict[str, Any], expected: dict[str, Any]) -> None:
+    wanted = SamplingParams(**expected)
+    assert params(text(**fields)) == wanted
+    assert params(text(sampling_params=fields)) == wanted
+    for url, limit in ((COMPLETIONS, 16), (CHAT, None)):
+        assert params(line(url, **fields)) == SamplingParams(**{"max_new_tokens": limit, **expected})
+
+
+def test_types_are_normalised() -> None:
+    found = params(text(temperature=0, top_p=1, min_p=0))
+    assert [type(v) for v in (found.temperature, found.top_p, found.min_p)] == [float] * 3
+
+
+LOGPROBS: list[tuple[dict[str, Any], bool, int]] = [
+    (line(logprobs=0), True, 0),
+    (line(logprobs=5), True, 5),
+    (line(logprobs=None), False, 0),
+    (line(return_logprob=True, top_logprobs_num=2), True, 2),
+    (line(CHAT, logprobs=True), True, 0),
+    (line(CHAT, logprobs=True, top_logprobs=5), True, 5),
+    (line(CHAT, logprobs=False), False, 0),
+    (line(CHAT, logprobs=False, top_logprobs=0), False, 0),
+    (line(CHAT, top_logprobs=0), False, 0),
+    (text(logprobs=3), True, 3),
+    (text(logprobs=0), True, 0),
+    (text(logprobs=True, top_logprobs=2), True, 2),
+    (text(logprobs=False), False, 0),
+    (text(top_logprobs_num=0), False, 0),
+]
+
+
+@pytest.mark.field("logprobs", "top_logprobs", "return_logprob", "top_logprobs_num")
+@pytest.mark.parametrize(("value", "asked", "top"), LOGPROBS)
+def test_logprobs(value: dict[str, Any], asked: bool, top: int) -> None:
+    assert (params(value).return_logprob, params(value).top_logprobs_num) == (asked, top)
+
+
+@pytest.mark.field("logprob_start_len", "token_ids_logprob", "return_text_in_logprobs")
+@pytest.mark.parametrize(
+    ("name", "value"), [("logprob_start_len", 0), ("token_ids_logprob", (1,)), ("return_text_in_logprobs", True)]
+)
+def test_logprob_fields_need_logprobs(name: str, value: Any) -> None:
+    for row in (text(**{name: value}), text(sampling_params={name: value}), line(**{name: value})):
+        with pytest.raises(RowError, match=f"`{name}` needs `return_logprob: true`") as caught:
+            parse(row)
+        assert (caught.value.info.code, caught.value.info.param) == (ErrorCode.INVALID_FIELD, name)
+    run_wide = RowDefaults(flags={name: value})
+    assert params(text(), run_wide) == SamplingParams()
+    assert getattr(params(text(return_logprob=True), run_wide), name) == value
+
+
+NO_OP_VALUES: dict[str, list[Any]] = {
+    "best_of": [1],
+    "frequency_penalty": [0, 0.0, -0.0],
+    "presence_penalty": [0],
+    "repetition_penalty": [1, 1.0],
+    "logit_bias": [{}],
+    "bad_words": [[]],
+    "stop_regex": [[]],
+    "response_format": [{"type": "text"}, {"type": "text", "json_schema": None}],
+    "echo": [False],
+    "suffix": [""],
+    "token_ids_logprob": [[]],
+    "return_hidden_states": [False],
+    "return_routed_experts": [False],
+    "custom_params": [{}],
+    "stream": [False],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in NO_OP_VALUES.items() for value in values]
+)
+def test_values_that_request_nothing_are_accepted(name: str, value: Any) -> None:
+    for row in (text(**{name: value}), text(sampling_params={name: value}), line(**{name: value})):
+        assert parse(row).params.n == 1
+
+
+UNSUPPORTED: list[tuple[str, Any]] = [("image_data", "picture.png"), ("audio_data", ["sound.wav"])]
+
+
+@pytest.mark.field("image_data", "audio_data")
+@pytest.mark.parametrize(("name", "value"), UNSUPPORTED)
+def test_unsupported_fields_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(RowError, match=f"`{name}` is not supported") as caught:
+        parse(text(**{name: value}))
+    assert caught.value.info.code == ErrorCode.UNSUPPORTED_FIELD
+    assert caught.value.info.param == name
+
+
+ACCEPTED: list[dict[str, Any]] = [
+    line(model="llama"),
+    line(model="models/llama"),
+    line(model="*"),
+    text(model="*"),
+    line(service_tier="auto", store=False),
+    line(CHAT, tool_choice="none", function_call="none", modalities=["text"], parallel_tool_calls=True),
+    line(CHAT, tools=[{"type": "function"}], tool_choice="auto", verbosity="medium"),
+    text(image_data=None, audio_data=[]),
+    text(sampling_params=None),
+    text(sampling_params={"unknown": None}),
+    text(best_of=3, n=3),
+    text(temperature=1000),
+    text(url="https://example.org", body="of the article", method="interview"),
+]
+
+
+@pytest.mark.field("model")
+@pytest.mark.parametrize("value", ACCEPTED)
+def test_accepted(value: dict[str, Any]) -> None:
+    assert parse(value).prompts
+
+
+@pytest.mark.field("lora_path", "model")
+def test_adapters() -> None:
+    run = RowDefaults(model_names=frozenset({"llama", "a:b"}), adapters=frozenset({"fr", "x:y"}))
+    good = [
+        (text(lora_path="fr"), "fr"),
+        (text(model="llama:fr"), "fr"),
+        (text(model="*:x:y"), "x:y"),
+        (text(model="a:b:fr"), "fr"),
+        (text(model="a:b"), None),
+        (text(model="llama:fr", lora_path="fr"), "fr"),
+        (text(model="llama", sampling_params={"lora_path": "x:y"}), "x:y"),
+        (line(model="llama:fr"), "fr"),
+        (line(CHAT, model="*", lora_path="fr"), "fr"),
+    ]
+    for row, expected in good:
+        assert params(row, run).lora_path == expected
+    bad = [
+        (text(lora_path="de"), ErrorCode.UNKNOWN_ADAPTER, "lora_path"),
+        (text(model="llama:de"), ErrorCode.UNKNOWN_ADAPTER, "model"),
+        (line(model="*:de"), ErrorCode.UNKNOWN_ADAPTER, "model"),
+        (text(model="llama:fr", lora_path="x:y"), ErrorCode.INVALID_FIELD, "lora_path"),
+        (text(model="llama:"), ErrorCode.INVALID_FIELD, "model"),
+        (text(model="fr"), ErrorCode.INVALID_FIELD, "model"),
+        (text(lora_path=True), ErrorCode.INVALID_FIELD, "lora_path"),
+    ]
+    for row, code, param in bad:
+        with pytest.raises(RowError) as caught:
+            parse(row, run)
+        assert (caught.value.info.code, caught.value.info.param) == (code, param)
+
+
+@pytest.mark.field("id")
+@pytest.mark.parametrize("name", ["id", "rid", "custom_id"])
+def test_numeric_id_names_the_option_that_accepts_it(name: str) -> None:
+    with pytest.raises(RowError, match=f"`{name}` must be a string, got 5; --id-column {name} accepts whole numbers"):
+        parse(text(**{name: 5}))
+
+
+@pytest.mark.field("id")
+def test_ids() -> None:
+    for name in ("id", "rid", "custom_id"):
+        assert parse(text(**{name: " Ünïcode \n"})).id == " Ünïcode \n"
+        assert row_id(text(**{name: "a"}), 3) == "a"
+    assert parse(text(id=None)).id == "row-7"
+    assert parse(line()).id == "request-1"
+    for bad in (None, [], text(), text(id=5), text(id="a", rid="b"), text(id="\ud800")):
+        assert row_id(bad, 3) == "row-3"
+
+
+@pytest.mark.field(
+    "user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"
+)
+def test_unknown_top_level_keys_are_carried() -> None:
+    assert parse(text(label=1, nested={"a": None}, nothing=None)).extra == {
+        "label": 1,
+        "nested": {"a": None},
+        "nothing": None,
+    }
+    described: dict[str, Any] = {"user": "me", "metadata": {"a": "b"}, "safety_identifier": "s"}
+    described |= {"prompt_cache_key": "k", "prompt_cache_retention": "24h", "prompt_cache_options": {"ttl": "30m"}}
+    row = parse({**line(**described), "label": 1})
+    assert row.extra == {"label": 1, "body": described}
+    native = parse(text(url="https://example.org", body="of the article"))
+    assert native.extra == {"url": "https://example.org", "body": "of the article"}
+
+
+@pytest.mark.parametrize(
+    ("value", "extra"),
+    [
+        (text(label=1, temperature="hot", sampling_params={"odd": 1}), {"label": 1}),
+        (text(label="\ud800", other="b", temperature="hot"), {"other": "b"}),
+        ({"label": 1}, {"label": 1}),
+        (
+            line(user="u", metadata={"k": "v"}, temperature=9) | {"label": 1},
+            {"label": 1, "body": {"user": "u", "metadata": {"k": "v"}}},
+        ),
+        (line(user="u", odd=1), {"body": {"user": "u"}}),
+        (line(user="u") | {"label": 1, "url": "/v1/other"}, {"label": 1}),
+        ("no row", {}),
+    ],
+)
+def test_invalid_rows_carry_their_unknown_fields(value: Any, extra: dict[str, Any]) -> None:
+    assert row_extra(value) == extra
+
+
+@pytest.mark.parametrize("value", [text(label=1, nested={"a": None}, nothing=None), line(user="u") | {"label": 1}])
+def test_row_extra_equals_the_parsed_row_s_extra(value: Any) -> None:
+    assert row_extra(value) == parse(value).extra
+
+
+def test_dialects() -> None:
+    assert [parse(v).dialect for v in (text(), {"messages": HELLO}, line(), line(CHAT))] == [
+        "native",
+        "native",
+        "openai-completions",
+        "openai-chat",
+    ]
+
+
+def test_precedence_is_row_flags_endpoint_model() -> None:
+    model = RowDefaults(model={"temperature": 0.6, "top_k": 20})
+    assert (params(text(), model).temperature, params(line(), model).top_k) == (0.6, 20)
+    both = RowDefaults(model={"temperature": 0.6, "top_k": 20}, flags={"temperature": 0.2, "max_new_tokens": 9})
+    assert params(text(), both) == SamplingParams(temperature=0.2, top_k=20, max_new_tokens=9)
+    assert [params(line(url), both).max_new_tokens for url in (COMPLETIONS, CHAT)] == [9, 9]
+    assert params(text(temperature=1, max_tokens=3), both) == SamplingParams(top_k=20, max_new_tokens=3)
+    logprobs = RowDefaults(flags={"return_logprob": True, "top_logprobs_num": 4})
+    assert params(text(), logprobs).top_logprobs_num == 4
+    assert params(text(top_logprobs_num=2), logprobs).top_logprobs_num == 2
+    refused = params(text(return_logprob=False), logprobs)
+    assert (refused.return_logprob, refused.top_logprobs_num) == (False, 0)
+    assert params(line(CHAT, logprobs=True), logprobs).top_logprobs_num == 0
+
+
+@pytest.mark.field("min_new_tokens", "max_new_tokens")
+def test_default_minimum_does_not_apply_to_rows_that_generate_nothing() -> None:
+    run = RowDefaults(flags={"min_new_tokens": 5})
+    for row in (text(max_new_tokens=0), line(max_tokens=0, echo=True)):
+        assert (params(row, run).min_new_tokens, params(row, run).max_new_tokens) == (0, 0)
+    assert params(text(), run).min_new_tokens == 5
+    for row in (text(max_new_tokens=0, min_new_tokens=5), text(max_new_tokens=4)):
+        with pytest.raises(RowError, match="`min_new_tokens` must not exceed"):
+            parse(row, run)
+
+
+@pytest.mark.field("best_of")
+def test_best_of_is_checked_against_the_merged_n() -> None:
+    assert params(text(best_of=4), RowDefaults(flags={"n": 4})).n == 4
+    assert params(text(n=2), RowDefaults(flags={"best_of": 4})).samples == 4
+    for row, defaults in ((text(best_of=3), {"n": 4}), (text(n=5), {"best_of": 4}), (line(best_of=1, n=2), {})):
+        with pytest.raises(RowError, match="`best_of` must be at least n"):
+            parse(row, RowDefaults(flags=defaults))
+
+
+@pytest.mark.field("custom_params")
+def test_run_wide_processor_parameters() -> None:
+    defaults = RowDefaults(flags={"custom_params": {"by": 1}, "custom_logit_processor": "p"}, processors=frozenset("p"))
+    assert params(text(), defaults).custom_params == '{"by":1}'
+    assert params(text(custom_params={"by": 2}), defaults).custom_params == '{"by":2}'
+    assert params(text(custom_params={}), defaults).custom_params is None
+    processor_only = RowDefaults(flags={"custom_logit_processor": "p"}, processors=frozenset("p"))
+    assert params(text(custom_params={"by": 2}), processor_only).custom_params == '{"by":2}'
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"temperature": -1},
+        {"temprature": 1},
+        {"stop": [""]},
+        {"max_new_tokens": True},
+        {"n": 0},
+        {"custom_params": {"by": 2}},
+    ],
+)
+def test_wrong_defaults_are_usage_errors(flags: Mapping[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(flags))):
+        RowDefaults(flags=flags)
+
+
+def test_chat_wraps_text() -> None:
+    chat = RowDefaults(chat=True, system="Be brief.")
+    system = {"role": "system", "content": "Be brief."}
+    row = parse({"text": ["a", "b"], "chat_template_kwargs": {"c": 1}}, chat)
+    assert row.prompts == tuple(
+        ChatPrompt((system, {"role": "user", "content": t}), template_kwargs={"c": 1}) for t in "ab"
+    )
+    assert parse({"input_ids": [1]}, chat).prompts == (TokenPrompt((1,)),)
+    assert parse(line(prompt="a"), chat).prompts == (TextPrompt("a"),), "the endpoint has raw prompts"
+    for value in ({"messages": HELLO}, line(CHAT)):
+        assert parse(value, chat).prompts == (ChatPrompt((system, *HELLO)),)
+    for role in ("system", "developer"):
+        own = ({"role": role, "content": "Mine."}, *HELLO)
+        assert parse({"messages": list(own)}, chat).prompts == (ChatPrompt(own),)
+
+
+def test_no_chat_refuses_conversations() -> None:
+    raw = RowDefaults(chat=False)
+    assert parse(text(), raw).prompts == (TextPrompt("Hello"),)
+    for value in ({"messages": HELLO}, line(CHAT)):
+        with pytest.raises(RowError, match="--no-chat"):
+            parse(value, raw)
+
+
+def test_suggestions() -> None:
+    with pytest.raises(RowError, match=r"did you mean `temperature`\?"):
+        parse(text(sampling_params={"temprature": 1}))
+    with pytest.raises(RowError, match=r"did you mean `frequency_penalty`\?"):
+        parse(line(CHAT, frequencypenalty=1))
+    with pytest.raises(RowError, match="is a field of the row itself"):
+        parse(text(sampling_params={"input_ids": [1]}))
+
+
+def test_messages_never_quote_a_prompt() -> None:
+    secret = "my secret"
+    rows = [{"text": {"a": secret}}, {"text": ["a", {"b": secret}]}, {"messages": [secret]}, {"messages": secret}]
+    for value in [*rows, {"messages": [{"role": "user", "content": {"a": secret}}]}, {"input_ids": secret}]:
+        with pytest.raises(RowError) as caught:
+            parse(value)
+        assert secret not in caught.value.info.message
+
+
+def test_rows_may_be_any_mapping() -> None:
+    class Row(dict[str, Any]):
+        pass
+
+    assert parse(Row(text="a")).prompts == (TextPrompt("a"),)
+    with pytest.raises(RowError, match="names must be strings"):
+        parse({"text": "a", 5: "b"})
+
+
+def test_seeds_are_stable_and_differ() -> None:
+    assert derive_seed(0, "row-0") == 4093976411549130853
+    seeds = {derive_seed(run, f"row-{row}") for run in range(10) for row in range(100)}
+    assert len(seeds) == 1000
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert derive_seed(1, "1") != derive_seed(11, "")
+
+
+def test_each_spelling_is_one_field_in_each_place() -> None:
+    for place, table in LOOKUP.items():
+        spelled = [s for field in FIELDS if place in field.places for s in (field.name, *field.aliases)]
+        assert len(spelled) == len(set(spelled)) == len(table), place
+
+
+DOCUMENTED_FIELDS = """
+text prompt input_ids input_embeds messages tools chat_template_kwargs add_generation_prompt continue_final_message
+completion completions image_data audio_data id rid custom_id max_new_tokens max_tokens max_completion_tokens
+min_new_tokens min_tokens stop stop_token_ids stop_regex ignore_eos no_stop_trim temperature top_p top_k min_p seed n
+best_of frequency_penalty presence_penalty repetition_penalty logit_bias bad_words allowed_token_ids json_schema regex
+ebnf structural_tag choice response_format skip_special_tokens spaces_between_special_tokens echo suffix return_logprob
+logprob_start_len top_logprobs_num token_ids_logprob return_text_in_logprobs logprobs top_logprobs return_hidden_states
+return_routed_experts lora_path model custom_logit_processor custom_params stream
+"""
+
+
+def test_all_documented_fields_are_known() -> None:
+    assert set(DOCUMENTED_FIELDS.split()) == set(LOOKUP["row"])
+
+
+ENDPOINTS = {
+    "completions": """
+best_of echo frequency_penalty logit_bias logprobs max_tokens model n presence_penalty prompt seed stop stream
+stream_options suffix temperature top_p user
+""",
+    "chat": """
+audio frequency_penalty function_call functions logit_bias logprobs max_completion_tokens max_tokens messages metadata
+modalities model moderation n parallel_tool_calls prediction presence_penalty prompt_cache_key prompt_cache_options
+prompt_cache_retention reasoning_effort response_format safety_identifier seed service_tier stop store stream
+stream_options temperature tool_choice tools top_logprobs top_p user verbosity web_search_options
+""",
+}
+"""All parameters of the two endpoints in OpenAI's reference."""
+
+
+def test_all_endpoint_parameters_are_known() -> None:
+    assert set(ENDPOINTS["completions"].split()) <= set(LOOKUP["completions"])
+    assert set(ENDPOINTS["chat"].split()) <= set(LOOKUP["chat"])
+
+
+ENDPOINT_ONLY: dict[str, tuple[list[Any], list[Any]]] = {
+    # name: (values that request nothing, values that request something)
+    "store": ([False], [True]),
+    "service_tier": (["auto", "default"], ["flex"]),
+    "stream_options": ([{}], [{"include_usage": True}]),
+    "parallel_tool_calls": ([True], [False]),
+    "tool_choice": (["auto", "none"], ["required", {"type": "function", "function": {"name": "f"}}]),
+    "functions": ([[]], [[{"name": "f"}]]),
+    "function_call": (["none"], ["auto"]),
+    "modalities": ([["text"]], [["text", "audio"]]),
+    "audio": ([], [{"voice": "a", "format": "wav"}]),
+    "prediction": ([], [{"type": "content", "content": "a"}]),
+    "reasoning_effort": ([], ["low"]),
+    "verbosity": (["medium"], ["low"]),
+    "web_search_options": ([], [{}]),
+    "moderation": ([], [{"model": "m"}]),
+}
+
+
+@pytest.mark.field(
+    "store", "service_tier", "stream_options", "parallel_tool_calls", "tool_choice", "functions", "function_call",
+    "modalities", "audio", "prediction", "reasoning_effort", "verbosity", "web_search_options", "moderation",
+)  # fmt: skip
+@pytest.mark.parametrize("name", ENDPOINT_ONLY)
+def test_unsupported_endpoint_fields(name: str) -> None:
+    """They are never ignored: a value that requests something is refused by name."""
+    no_op, requesting = ENDPOINT_ONLY[name]
+    for value in no_op:
+        assert parse(line(CHAT, **{name: value})).params == SamplingParams(max_new_tokens=None)
+    for value in requesting:
+        with pytest.raises(RowError, match=f"`{name}` is not supported") as caught:
+            parse(line(CHAT, **{name: value}))
+        assert (caught.value.info.code, caught.value.info.param) == (ErrorCode.UNSUPPORTED_FIELD, name)
+
+
+def test_endpoint_defaults() -> None:
+    """A body with only a prompt has the defaults of its endpoint, including `max_tokens` of other servers."""
+    assert params(line()) == SamplingParams(max_new_tokens=16)
+    assert params(line(CHAT)) == SamplingParams(max_new_tokens=None)
+
+
+def test_rows_with_equal_values_share_their_parameters() -> None:
+    defaults = RowDefaults()
+    asked = {"max_new_tokens": 64, "temperature": 0, "stop": ["a", "b"]}
+    flat = params(text(**asked), defaults)
+    assert params(text(sampling_params=asked), defaults) is flat
+    assert params(text(**{**asked, "temperature": 0.0}), defaults) is flat
+    assert params(line(**asked), defaults) is flat
+    assert params(text(**{**asked, "temperature": 1}), defaults) is not flat
+    assert params(text(**asked), RowDefaults(flags={"top_k": 5})) == SamplingParams(
+        max_new_tokens=64, temperature=0.0, stop=("a", "b"), top_k=5
+    )
+
+
+def test_equal_values_of_different_types_are_distinguished() -> None:
+    defaults = RowDefaults()
+    one, yes = params(text(logprobs=1), defaults), params(text(logprobs=True), defaults)
+    assert (one.top_logprobs_num, yes.top_logprobs_num) == (1, 0)
+    assert params(text(logprobs=1), defaults) == one
+    none, no = params(text(logprobs=0), defaults), params(text(logprobs=False), defaults)
+    assert (none.return_logprob, no.return_logprob) == (True, False)
+    assert params(text(max_new_tokens=1, echo=True, temperature=1), defaults).max_new_tokens == 1
+    for field, value in (("max_new_tokens", True), ("max_new_tokens", 1.0), ("echo", 1), ("temperature", True)):
+        with pytest.raises(RowError, match=f"`{field}` must be"):
+            params(text(**{"max_new_tokens": 1, "echo": True, "temperature": 1, field: value}), defaults)
+
+
+def test_endpoints_do_not_share_their_defaults() -> None:
+    defaults = RowDefaults()
+    found = [params(row, defaults).max_new_tokens for row in (text(), line(), line(CHAT), text(), line(), line(CHAT))]
+    assert found == [128, 16, None] * 2
+
+
+def test_errors_are_reported_for_every_row() -> None:
+    defaults = RowDefaults()
+    for _ in range(2):
+        with pytest.raises(RowError, match="`min_tokens` must not exceed max_new_tokens"):
+            params(text(min_tokens=5, max_new_tokens=4), defaults)
+
+
+def test_more_parameter_sets_than_the_cache_size() -> None:
+    defaults = RowDefaults()
+    for _ in range(2):
+        assert all(params(text(max_new_tokens=size), defaults).max_new_tokens == size for size in range(600))
+    assert params(text(seed=1), defaults).seed == 1
+    assert params(text(seed=2), defaults).seed == 2
+    assert params(text(regex="a"), defaults).regex == "a"
+    assert params(text(json_schema={"a": [True]}), defaults).json_schema == '{"a":[true]}'
+    assert params(text(json_schema={"a": [1]}), defaults).json_schema == '{"a":[1]}'

@@ -1,0 +1,119 @@
+"""`explicit_pattern`: its result matches in every dialect, and unsupported patterns are refused."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from batchgen.text.grammar.patterns import PatternError, explicit_pattern
+from tests.text.grammar.walk import accepts, compile_pattern, compile_schema, random_text
+
+CLASSES = [r"\d", r"\w", r"\s", r"\D", r"\W", r"\S", "[ab]", "[^a]", r"[^\s\d]", r"[\w-]", "[b-é]"]
+ATOMS = st.sampled_from(["a", "b", "1", " ", "é", "日", ".", r"\.", *CLASSES])
+PATTERNS = st.recursive(
+    ATOMS,
+    lambda inner: st.one_of(
+        st.lists(inner, min_size=1, max_size=3).map("".join),
+        st.lists(inner, min_size=2, max_size=3).map(lambda parts: f"({'|'.join(parts)})"),
+        st.tuples(inner, st.sampled_from(["*", "+", "?", "{2}", "{1,3}", "{2,}", "+?", "{0,2}?"])).map(
+            lambda pair: f"(?:{pair[0]}){pair[1]}"
+        ),
+        inner.map(lambda part: f"(?P<g{abs(hash(part))}>{part})"),
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(PATTERNS, st.booleans())
+@example(".", False)
+@example(r"[^\S\n]+", False)
+@example(r"^(a|^b)$", False)
+@pytest.mark.field("regex")
+def test_texts_of_the_grammar_match_the_pattern(pattern: str, json_string: bool) -> None:
+    try:
+        re.compile(pattern)
+    except re.error:  # the same group name twice
+        assume(False)
+    written = explicit_pattern(pattern, json_string=json_string)
+    assert written.isascii()
+    if json_string:
+        grammar = compile_schema(json.dumps({"type": "string", "pattern": written}))
+    else:
+        grammar = compile_pattern(written)
+    for seed in range(6):
+        found = random_text(grammar, seed, steps=12)
+        if found is None:
+            continue
+        text = json.loads(found) if json_string else found.decode()
+        for flags in (0, re.ASCII):
+            assert re.fullmatch(pattern, text, flags), (pattern, written, text)
+
+
+@settings(max_examples=150, deadline=None)
+@given(PATTERNS, st.text(alphabet="ab1 é.日\n-", max_size=6))
+def test_the_grammar_accepts_what_the_pattern_matches_in_ascii(pattern: str, text: str) -> None:
+    """Only for patterns that all dialects read alike: no categories and no dot."""
+    assume(not re.search(r"\\[DWSdws]|\.", pattern.replace(r"\.", "")))
+    try:
+        expected = re.fullmatch(pattern, text) is not None
+    except re.error:
+        assume(False)
+    assert accepts(compile_pattern(explicit_pattern(pattern)), text) == expected
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message", "invalid"),
+    [
+        ("(", "unterminated", True),
+        ("a{3,2}", "min repeat", True),
+        (r"\p{L}", "bad escape", True),
+        ("(?<name>a)", "unknown extension", True),
+        ("(" * 5000 + ")" * 5000, "not a valid pattern", True),
+        ("(?=a)", "look-around", False),
+        ("(?<!a)b", "look-around", False),
+        (r"(a)\1", "back-reference", False),
+        ("(a)?(?(1)b|c)", "conditional", False),
+        ("(?>ab|a)", "atomic", False),
+        ("a*+", "possessive", False),
+        (r"\bfoo", "word boundary", False),
+        ("(?i)a", "flags", False),
+        ("(?s:.)", "flags", False),
+        ("(?:^a)+", "anchor", False),
+        ("a$b", "anchor", False),
+    ],
+)
+def test_unsupported_patterns_are_refused(pattern: str, message: str, invalid: bool) -> None:
+    with pytest.raises(PatternError, match=message) as caught:
+        explicit_pattern(pattern)
+    assert caught.value.invalid is invalid
+
+
+@pytest.mark.parametrize("pattern", ['"', r"a\\b", r"\x00", "[\n\t]"])
+def test_characters_that_json_escapes_are_refused_in_strings(pattern: str) -> None:
+    explicit_pattern(pattern)
+    with pytest.raises(PatternError, match="needs a character"):
+        explicit_pattern(pattern, json_string=True)
+
+
+@pytest.mark.parametrize("pattern", ["^a$", r"\Aa\Z", "(?:^a$)", "(^a|^b)$", "^$", "^(a|b$)"])
+def test_anchors_around_the_whole_pattern_have_no_effect(pattern: str) -> None:
+    grammar = compile_pattern(explicit_pattern(pattern))
+    for text in ("a", "b", ""):
+        assert accepts(grammar, text) == bool(re.fullmatch(pattern, text))
+
+
+@pytest.mark.parametrize("pattern", [r"[߀-ꯍ]{2}", r"\D{3}", "[^a]{2}", "[\U0001f000-\U0010ffff]", r"\W{2}"])
+def test_texts_are_always_valid_utf8(pattern: str) -> None:
+    for json_string in (False, True):
+        written = explicit_pattern(pattern, json_string=json_string)
+        schema = json.dumps({"type": "string", "pattern": written})
+        grammar = compile_schema(schema) if json_string else compile_pattern(written)
+        for seed in range(150):
+            found = random_text(grammar, seed)
+            assert found is not None
+            found.decode()

@@ -1,0 +1,243 @@
+"""`enforceable_schema`: texts of the resulting grammar are valid under the original schema according to `jsonschema`.
+
+Random schemas with every keyword, alone and combined, test the assumptions about what xgrammar enforces.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from random import Random
+from typing import Any
+
+import jsonschema
+import pytest
+
+from batchgen.errors import RowError
+from batchgen.text.grammar.schemas import enforceable_schema
+from tests.text.grammar.walk import accepts, compile_schema, random_text
+
+DEFS = {
+    "A": {
+        "type": "object",
+        "properties": {
+            "v": {"type": "integer", "minimum": 3},
+            "n": {"anyOf": [{"$ref": "#/$defs/A"}, {"type": "null"}]},
+        },
+        "required": ["v"],
+    },
+    "B": {"type": "array", "items": {"$ref": "#/$defs/C~1d"}, "maxItems": 2},
+    "C/d": {"enum": ["u", 1]},
+}
+PATTERNS = ["^a+$", r"^\d{2}-\w+$", "[^x]{2}", r"\S", "^(foo|bar)?$", "a|b|c", "^[é-ü]{1,3}$"]
+FORMATS = ["date", "time", "date-time", "ipv4", "ipv6", "uuid", "email", "hostname", "uri", "duration", "own"]
+VALUES = [1, 2.5, "a", 'é"\\\n/', None, True, [1, 2], {"a": 1, "b": [None]}, -3, "", 1e-9]
+KINDS = ["object", "object", "array", "string", "integer", "number", "boolean", "null", "enum", "const"]
+KINDS += ["anyOf", "oneOf", "allOf", "ref", "any"]
+
+
+class SchemaGenerator:
+    """Generator of random schemas."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = Random(seed)
+
+    def schema(self, depth: int = 0) -> dict[str, Any]:
+        rng = self.rng
+        kind = rng.choice(KINDS if depth < 3 else ["string", "integer", "number", "boolean", "null", "enum", "const"])
+        made: dict[str, Any] = getattr(self, f"_{kind}")(depth)
+        self._maybe(made, 0.1, title=lambda: "T")
+        self._maybe(made, 0.02, **{"not": lambda: {"const": 3}})
+        return made
+
+    def _maybe(self, made: dict[str, Any], chance: float, **makers: Any) -> None:
+        for key, make in makers.items():
+            if self.rng.random() < chance:
+                made[key] = make()
+
+    def _some(self) -> int:
+        return self.rng.randint(0, 4)
+
+    def _type(self, name: str) -> dict[str, Any]:
+        return self.rng.choice([{"type": name}] * 6 + [{"type": [name, "null"]}, {"type": [name, "string"]}, {}])
+
+    def _object(self, depth: int) -> dict[str, Any]:
+        rng, made = self.rng, self._type("object")
+
+        def sub() -> dict[str, Any]:
+            return self.schema(depth + 1)
+
+        names = rng.sample(["a", "b", "c", "dé", "x y"], rng.randint(0, 4))
+        self._maybe(made, 0.7, properties=lambda: {name: sub() for name in names})
+        self._maybe(made, 0.5, required=lambda: rng.sample(["a", "b", "c", "dé"], rng.randint(0, 2)))
+        self._maybe(made, 0.3, additionalProperties=lambda: rng.choice([True, False, sub()]))
+        self._maybe(made, 0.2, minProperties=self._some, maxProperties=self._some)
+        keys = [{"pattern": "^[a-z]+$"}, {"minLength": 2}, {"enum": ["a", "zz"]}, True, {"maxLength": 3}]
+        self._maybe(made, 0.15, patternProperties=lambda: {rng.choice(["^x", "[ab]", "^q+$"]): sub()})
+        self._maybe(made, 0.15, propertyNames=lambda: rng.choice(keys))
+        self._maybe(made, 0.1, unevaluatedProperties=lambda: rng.choice([False, sub()]))
+        self._maybe(made, 0.05, dependentRequired=lambda: {"a": ["b"]})
+        return made
+
+    def _array(self, depth: int) -> dict[str, Any]:
+        rng, made = self.rng, self._type("array")
+
+        def sub() -> dict[str, Any]:
+            return self.schema(depth + 1)
+
+        self._maybe(made, 0.6, items=lambda: rng.choice([sub(), sub(), True, False]))
+        prefix = [rng.choice([sub(), True]) for _ in range(rng.randint(1, 3))]
+        self._maybe(made, 0.3, prefixItems=lambda: prefix, minItems=self._some, maxItems=self._some)
+        self._maybe(made, 0.1, uniqueItems=lambda: rng.choice([True, False]))
+        self._maybe(made, 0.1, unevaluatedItems=lambda: rng.choice([False, sub()]))
+        self._maybe(made, 0.05, contains=sub)
+        return made
+
+    def _string(self, depth: int) -> dict[str, Any]:
+        made = self._type("string")
+        self._maybe(made, 0.25, minLength=self._some, maxLength=self._some)
+        self._maybe(made, 0.2, pattern=lambda: self.rng.choice(PATTERNS))
+        self._maybe(made, 0.25, format=lambda: self.rng.choice(FORMATS))
+        return made
+
+    def _numeric(self, name: str) -> dict[str, Any]:
+        rng, made = self.rng, self._type(name)
+        keys = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+        self._maybe(
+            made, 0.25, **dict.fromkeys(keys, lambda: rng.choice([self._whole(), round(rng.uniform(-5, 5), 2)]))
+        )
+        self._maybe(made, 0.05, multipleOf=lambda: 2)
+        return made
+
+    def _whole(self) -> int:
+        return self.rng.randint(-20, 20)
+
+    def _integer(self, depth: int) -> dict[str, Any]:
+        return self._numeric("integer")
+
+    def _number(self, depth: int) -> dict[str, Any]:
+        return self._numeric("number")
+
+    def _boolean(self, depth: int) -> dict[str, Any]:
+        return {"type": "boolean"}
+
+    def _null(self, depth: int) -> dict[str, Any]:
+        return {"type": "null"}
+
+    def _any(self, depth: int) -> dict[str, Any]:
+        return {}
+
+    def _enum(self, depth: int) -> dict[str, Any]:
+        made: dict[str, Any] = {"enum": self.rng.sample(VALUES, self.rng.randint(1, 5))}
+        self._maybe(made, 0.3, type=lambda: self.rng.choice(["string", "integer", ["string", "null"]]))
+        return made
+
+    def _const(self, depth: int) -> dict[str, Any]:
+        made = {"const": self.rng.choice(VALUES)}
+        self._maybe(made, 0.1, type=lambda: "string")
+        return made
+
+    def _branches(self, key: str, depth: int, most: int) -> dict[str, Any]:
+        made: dict[str, Any] = {key: [self.schema(depth + 1) for _ in range(self.rng.randint(1, most))]}
+        self._maybe(made, 0.1, type=lambda: "object")
+        return made
+
+    def _anyOf(self, depth: int) -> dict[str, Any]:
+        return self._branches("anyOf", depth, 3)
+
+    def _oneOf(self, depth: int) -> dict[str, Any]:
+        return self._branches("oneOf", depth, 3)
+
+    def _allOf(self, depth: int) -> dict[str, Any]:
+        return self._branches("allOf", depth, 2)
+
+    def _ref(self, depth: int) -> dict[str, Any]:
+        targets = ["#/$defs/A", "#/$defs/B", "#", "#/$defs/C~1d", "#/$defs/A/properties/v"]
+        made = {"$ref": self.rng.choice(targets)}
+        self._maybe(made, 0.3, description=lambda: "a note")
+        return made
+
+
+@pytest.mark.field("json_schema")
+@pytest.mark.parametrize("seed", range(8))
+def test_random_schemas_are_enforced_or_refused(seed: int) -> None:
+    generator = SchemaGenerator(seed)
+    outcomes: Counter[str] = Counter()
+    for _ in range(60):
+        schema = {**generator.schema(), "$defs": DEFS}
+        try:
+            written = enforceable_schema(json.dumps(schema))
+        except RowError as error:
+            outcomes[error.info.code] += 1
+            continue
+        grammar = compile_schema(json.dumps(written))
+        validator = jsonschema.Draft202012Validator(schema)
+        for number in range(6):
+            text = random_text(grammar, number, steps=40)
+            if text is not None:
+                value = json.loads(text.decode(errors="replace"))
+                assert validator.is_valid(value), (schema, written, value)
+                outcomes["valid"] += 1
+    assert outcomes["valid"] > 150
+    assert outcomes["unsupported_schema_keyword"] > 0
+
+
+@pytest.mark.parametrize("seed", range(100, 103))
+def test_random_schemas_compile_when_lenient(seed: int) -> None:
+    generator = SchemaGenerator(seed)
+    refused: set[str] = set()
+    for _ in range(60):
+        schema = {**generator.schema(), "$defs": DEFS}
+        try:
+            written = enforceable_schema(json.dumps(schema), lenient=True)
+        except RowError as error:
+            refused.add(error.info.code)
+            continue
+        text = random_text(compile_schema(json.dumps(written)), 0, steps=40)
+        if text is not None:
+            json.loads(text.decode(errors="replace"))
+    assert refused <= {"invalid_grammar"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "texts"),
+    [
+        ({"type": "object", "properties": {"a": {}}, "required": ["a", "b"]}, ['{"a": 1, "b": 2}']),
+        ({"minItems": 2}, ["[1, 2]", "[1, {}, null]"]),
+        ({"type": "array", "maxItems": 2}, ["[]", "[1, 2]"]),
+        ({"type": "object", "minProperties": 1}, ['{"a": 1}']),
+        ({"type": "object"}, ["{}", '{"a": {"b": [1]}}']),
+        ({"type": "array"}, ["[]", "[[], {}]"]),
+        ({}, ["1", "null", '"a"', '{"a": [1, 2]}']),
+        ({"type": "string", "minLength": 2}, ['"ab"', '"日本語"']),
+        ({"enum": [1, "a"], "type": "string"}, ['"a"']),
+        ({"type": "integer", "minimum": 0.5, "exclusiveMaximum": 3}, ["1", "2"]),
+        ({"prefixItems": [{"type": "null"}, {"type": "boolean"}]}, ["[]", "[null]", "[null, true]"]),
+    ],
+    ids=str,
+)
+def test_the_grammar_accepts_valid_texts(schema: Any, texts: list[str]) -> None:
+    grammar = compile_schema(json.dumps(enforceable_schema(json.dumps(schema))))
+    for text in texts:
+        assert accepts(grammar, text), text
+
+
+def test_the_path_of_the_keyword_is_named() -> None:
+    schema = {"type": "object", "properties": {"list": {"items": {"type": "number", "multipleOf": 3}}}}
+    with pytest.raises(RowError, match=r"`multipleOf` \(at #/properties/list/items\)") as caught:
+        enforceable_schema(json.dumps(schema))
+    assert caught.value.info.param == "json_schema"
+
+
+def test_a_long_chain_of_references_does_not_count_as_nesting() -> None:
+    defs: dict[str, Any] = {f"d{i}": {"properties": {"x": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(600)}
+    written = enforceable_schema(json.dumps({"$ref": "#/$defs/d0", "$defs": {**defs, "d600": {"type": "null"}}}))
+    assert len(written["$defs"]) == 601
+
+
+def test_many_paths_to_one_definition_are_visited_once() -> None:
+    defs: dict[str, Any] = {
+        f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"$ref": f"#/$defs/d{i + 1}"}]} for i in range(60)
+    }
+    written = enforceable_schema(json.dumps({"$ref": "#/$defs/d0", "$defs": {**defs, "d60": {"type": "null"}}}))
+    assert accepts(compile_schema(json.dumps(written)), "null")
