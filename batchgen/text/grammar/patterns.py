@@ -27,6 +27,8 @@ _UTF8_ZONES = ((0, 0x7FF), (0x800, 0xFFF), (0x1000, 0xFFFF), (0x10000, 0x3FFFF),
 _SURROGATES = (0xD800, 0xDFFF)
 _ANCHORS_BEFORE = (sre.AT_BEGINNING, sre.AT_BEGINNING_STRING)
 _ANCHORS_AFTER = (sre.AT_END, sre.AT_END_STRING)
+_REPEATS = re.compile(r"[*+}]")
+"""Finds a repeat in a written pattern; literal characters of these are written as escapes."""
 _REFUSED = {
     sre.ASSERT: "look-around",
     sre.ASSERT_NOT: "look-around",
@@ -109,9 +111,14 @@ class _PatternWriter:
         body = self.sequence(list(inner), first=False, last=False)
         if not body or high == 0:
             return ""
-        most = "" if high is sre.MAXREPEAT else str(high)
-        count = {(0, ""): "*", (1, ""): "+", (0, "1"): "?"}.get((low, most), f"{{{low},{most}}}")
-        return f"(?:{body}){count}"
+        # In a schema's pattern, xgrammar 0.2 allows other texts where `?`, or an open count of 2 or more, is around
+        # another repeat. Exact and finite counts, `*` and `+` are right.
+        body = f"(?:{body})"
+        if high is sre.MAXREPEAT and low < 2:
+            return f"{body}{'*' if low == 0 else '+'}"
+        if high is sre.MAXREPEAT:
+            return f"{body}{{{low}}}{body}*" if _REPEATS.search(body) else f"{body}{{{low},}}"
+        return f"{body}{{{low},{high}}}" if low < high else f"{body}{{{low}}}"
 
     def _anchor(self, where: Any, first: bool, last: bool) -> str:
         if (where in _ANCHORS_BEFORE and first) or (where in _ANCHORS_AFTER and last):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import product
 
 import pytest
 from hypothesis import assume, example, given, settings
@@ -117,3 +118,24 @@ def test_texts_are_always_valid_utf8(pattern: str) -> None:
             found = random_text(grammar, seed)
             assert found is not None
             found.decode()
+
+
+REPEATS = ["*", "?", "{2,}", "{1,2}"]
+NESTED = ["(?:(?:a)%s)%s", "(?:b(?:a)%s)%s", "(?:(?:ab)%s|b)%s", "a(?:(?:a)%sb)%sa"]
+
+
+@pytest.mark.parametrize("json_string", [False, True])
+@pytest.mark.parametrize("template", NESTED)
+def test_nested_repeats_have_the_texts_of_the_pattern(template: str, json_string: bool) -> None:
+    """Of all texts up to five characters, the grammar accepts those that `re` matches."""
+    texts = ["".join(letters) for length in range(6) for letters in product("ab", repeat=length)]
+    for inner, outer in product(REPEATS, repeat=2):
+        pattern = template % (inner, outer)
+        written = explicit_pattern(pattern, json_string=json_string)
+        if json_string:
+            grammar = compile_schema(json.dumps({"type": "string", "pattern": written}))
+            accepted = [text for text in texts if accepts(grammar, json.dumps(text))]
+        else:
+            grammar = compile_pattern(written)
+            accepted = [text for text in texts if accepts(grammar, text)]
+        assert accepted == [text for text in texts if re.fullmatch(pattern, text)], (pattern, written)
