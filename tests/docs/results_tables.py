@@ -1,0 +1,80 @@
+"""Tables of benchmark results, made from the JSON lines in `configs/bench/results/`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from batchgen.bench.figures import Figure
+from batchgen.bench.results import read_figures
+
+__all__ = ["RESULTS", "full_tables", "short_table"]
+
+RESULTS = Path(__file__).parents[2] / "configs" / "bench" / "results"
+_SHORT = "cpu-135m-zen5.jsonl"
+_METRIC = "output_tokens_per_second"
+_NAMES = {"batchgen": "batchgen", "openvino": "OpenVINO GenAI", "vllm": "vLLM", "transformers": "transformers"}
+_OURS = "batchgen"
+
+
+def short_table() -> str:
+    """The README's table: one row for each workload, with the ratio to the better of the other engines."""
+    figures = _figures(RESULTS / _SHORT)
+    peers = _peers(figures)
+    lines = [
+        f"| workload | batchgen | {' | '.join(_NAMES[peer] for peer in peers)} | batchgen / best other |",
+        "|---|---" + "|---" * len(peers) + "|---|",
+    ]
+    for workload in dict.fromkeys(name for name, _ in figures):
+        ours = figures[workload, _OURS]
+        best = min(ours.ratio[peer]["median"] for peer in peers)
+        values = " | ".join(f"{figures[workload, peer].value:,.0f}" for peer in peers)
+        lines.append(f"| `{workload}` | **{ours.value:,.0f}** | {values} | {best:.2f} |")
+    note = "The last column is the median of the ratios of paired runs, not the ratio of the medians shown."
+    return "\n".join([*lines, "", f"{_setting(figures)}.", note]) + "\n"
+
+
+def full_tables() -> str:
+    """A table for each results file, with spreads and shares of the roofline floors."""
+    return "\n".join(_table(path) for path in sorted(RESULTS.glob("*.jsonl")))
+
+
+def _table(path: Path) -> str:
+    figures = _figures(path)
+    lines = [
+        f"### {path.stem}",
+        "",
+        f"{_setting(figures)}. Medians of {next(iter(figures.values())).repeat} interleaved runs (min to max). "
+        '"batchgen over it" is the median of the ratios of paired runs, not the ratio of the medians.',
+        "",
+        "| workload | engine | tokens/s | batchgen over it | share of the floor | rows equal |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (workload, engine), figure in figures.items():
+        ratio = figures[workload, _OURS].ratio.get(engine)
+        over = "" if ratio is None else f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})"
+        share = "" if figure.floor_share is None else f"{figure.floor_share:.0%}"
+        version = figure.version.partition("-")[0]
+        lines.append(
+            f"| `{workload}` | {_NAMES.get(engine, engine)} {version} | {figure.value:,.0f} ({figure.min:,.0f} to "
+            f"{figure.max:,.0f}) | {over} | {share} | {figure.rows_equal:.0%} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _figures(path: Path) -> dict[tuple[str, str], Figure]:
+    """(workload, engine) -> its rate."""
+    stored = read_figures(path).figures
+    return {(figure.workload, figure.engine): figure for figure in stored if figure.metric == _METRIC}
+
+
+def _peers(figures: dict[tuple[str, str], Figure]) -> list[str]:
+    return sorted({engine for _, engine in figures} - {_OURS})
+
+
+def _setting(figures: dict[tuple[str, str], Figure]) -> str:
+    """Model, dtype and machine of the figures, in words."""
+    figure = next(iter(figures.values()))
+    return (
+        f"Llama shape `{figure.model}`, {figure.dtype}, {figure.threads} threads of an {figure.cpu} "
+        f"({figure.gemm_gflops:,.0f} GFLOP/s)"
+    )

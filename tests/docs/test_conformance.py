@@ -1,0 +1,31 @@
+"""The conformance table: every field has tests, and tags name only fields that exist."""
+
+from __future__ import annotations
+
+from batchgen.request.fields import FIELDS
+from tests.docs import conformance
+
+
+def test_every_field_has_a_test() -> None:
+    """A test of its effect, or of the error that refuses it."""
+    untested = [name for name in conformance.NAMES if name not in conformance.tagged()]
+    assert not untested, f"no test is tagged with {untested}"
+
+
+def test_tags_name_fields() -> None:
+    unknown = {name: files for name, files in conformance.tagged().items() if name not in conformance.NAMES}
+    assert not unknown, "tags must be canonical names of fields"
+
+
+def test_fields_of_several_places_are_supported_in_all_or_none() -> None:
+    for name in conformance.unsupported():
+        assert not any(field.supported for field in FIELDS if field.name == name), name
+
+
+def test_fields_that_reach_the_engine_are_tested_by_a_run_and_by_a_second_file() -> None:
+    carried = {field.name for field in FIELDS if field.carried}
+    for name, files in conformance.tagged().items():
+        if name in conformance.unsupported() | carried | set(conformance.ENVELOPE):
+            continue
+        assert any(file.startswith(("e2e/", "engine/")) for file in files), f"no run is tagged with `{name}`"
+        assert len(files) > 1, f"only one test file is tagged with `{name}`"

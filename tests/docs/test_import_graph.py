@@ -1,0 +1,75 @@
+"""Each folder imports only the folders below it, and the import graph stays small."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.docs.import_graph import PACKAGE, imported_names, layers, module_files, node_of, nodes, single_importers
+
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "library_settings": set(),
+    "demo": set(),
+    "request": {"errors"},
+    "config": {"errors", "request"},
+    "kernels": set(),
+    "plan": {"request"},
+    "text": {"errors", "request"},
+    "media": {"errors", "request"},
+    "data": {"errors", "request", "config"},
+    "models": {"errors", "request", "kernels"},
+    "engine": {"errors", "request", "config", "kernels", "plan", "text", "media", "models"},
+    "__init__": {"library_settings", "request", "engine"},
+    "job": {
+        "errors", "request", "config", "kernels", "plan", "text", "media", "data", "demo", "models", "engine",
+        "__init__",
+    },
+    "bench": {"errors", "request", "config", "kernels", "plan", "text", "data", "demo", "models", "engine", "__init__"},
+    "cli": {"errors", "library_settings", "request", "config", "engine", "data", "job", "bench", "__init__"},
+    "__main__": {"cli"},
+}  # fmt: skip
+"""Folder, or module of the package's root -> those that it may import."""
+
+NOT_IMPORTED = {
+    "request": {"torch", "pyarrow", "transformers"},
+    "config": {"torch", "pyarrow", "transformers"},
+    "media": {"torch", "pyarrow", "transformers"},
+    "plan": {"torch", "pyarrow", "transformers"},
+    "text": {"pyarrow"},
+    "data": {"torch", "transformers"},
+    "engine": {"pyarrow"},
+    "models": {"pyarrow"},
+    "kernels": {"pyarrow", "transformers"},
+}
+"""Folder -> libraries that none of its modules may import."""
+
+MODULES = pytest.mark.parametrize(("module", "path"), module_files().items(), ids=module_files())
+
+
+def test_every_node_is_known() -> None:
+    assert nodes().keys() == ALLOWED.keys()
+
+
+@MODULES
+def test_imports_go_down(module: str, path: Path) -> None:
+    node = node_of(module)
+    for name in imported_names(path):
+        assert name.split(".")[0] not in NOT_IMPORTED.get(node, set()), f"{path.name} imports {name}"
+        if name.split(".")[0] == PACKAGE.name:
+            assert node_of(name) in ALLOWED[node] | {node}, f"{path.name} imports {name}"
+
+
+@MODULES
+def test_only_kernels_import_vllm_flash_attn(module: str, path: Path) -> None:
+    assert node_of(module) == "kernels" or not any(name.startswith("vllm_flash_attn") for name in imported_names(path))
+
+
+def test_the_graph_is_small() -> None:
+    assert len(nodes()) <= 24
+    assert len(layers()) <= 10
+
+
+def test_few_modules_have_one_importer() -> None:
+    assert len(single_importers()) <= 70
