@@ -46,7 +46,7 @@ def _section(name: str, command: Any, known: set[str | None]) -> str:
     text += inspect.cleandoc(command.help or "") + "\n"
     if known:
         text += "\nArguments and all other options are those of [`run`](#batchgen-run).\n"
-    order = [*GROUPS, *groups]
+    order = ["Arguments", *GROUPS, *groups]
     for title, entries in sorted(groups.items(), key=lambda group: order.index(group[0])):
         text += f"\n### {title}\n\n" if name == "run" else "\n"
         text += "\n".join(entries) + "\n"
