@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import signal
 import subprocess
 import time
@@ -61,7 +60,7 @@ def test_the_benchmark_reports_every_metric(monkeypatch: pytest.MonkeyPatch, com
     assert [json.loads(line)["value"] for line in lines] == [figure.value for figure in figures]
     by_name = {figure.metric: figure for figure in figures}
     assert by_name["model"].value > 0
-    assert all(math.isfinite(figure.value) for figure in figures)  # a difference of short times can be negative
+    assert by_name["writing"].value > 0
     assert by_name["between_steps"].value > 0
     assert by_name["steps_over_model"].value == pytest.approx(
         100 * by_name["between_steps"].value / by_name["model"].value, abs=1e-2
