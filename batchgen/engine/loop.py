@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
 from batchgen.engine.capture.hidden_states import HiddenStateCollector
 from batchgen.engine.capture.scoring import Scores
-from batchgen.engine.cuda_graph import DecodeGraphs, GraphCounts
 from batchgen.engine.d2h_queue import D2HQueue
+from batchgen.engine.executors.base import ExecutorContext
 from batchgen.engine.gc_control import DeferredGC
 from batchgen.engine.input_batch import InputBatch
 from batchgen.engine.memory.dummy_run import DummyRun
@@ -140,9 +140,8 @@ class Loop:
         self.prompts = self._output_processor.prompts
         self._states = states
         sampler = Sampler(device, backend.ops, processors, logprobs_mode)
-        self._runner = ModelRunner(
-            workload, model, pool, backend, device, sampler, self.prompts, states, scheduler.config.max_tokens_per_step
-        )
+        self._context = ExecutorContext(model, pool, backend, device, D2HQueue(device), self.prompts, states)
+        self._runner = ModelRunner(workload, self._context, sampler, scheduler.config.max_tokens_per_step)
         self._batch = running = InputBatch()
         self._logprobs = logprobs = LogprobColumns()
         # The closure must not hold `self`: that cycle would keep the pool alive after the job.
@@ -159,29 +158,24 @@ class Loop:
     @property
     def outputs(self) -> D2HQueue:
         """The queue of hidden states and prompt logprobs that are copied to the host."""
-        return self._runner.outputs
-
-    @property
-    def graphs(self) -> DecodeGraphs | None:
-        """CUDA graphs of decode-only steps; None: the device or the kernels do not support graphs."""
-        return self._runner.graphs
+        return self._context.outputs
 
     @property
     def times(self) -> StepTimes:
         """Time spent in the steps."""
-        return self._runner.times
+        return self._context.times
+
+    @property
+    def notes(self) -> list[str]:
+        """Remarks for the user on how the steps were run."""
+        return self._runner.notes()
 
     def counts(self) -> dict[str, int]:
         """Counters of the steps, in addition to the scheduler's, by report key."""
-        graphs = GraphCounts() if self.graphs is None else self.graphs.counts
         return {
             "discarded_tokens": self.state.discarded,
-            "in_flight_peak_bytes": self.outputs.peak_bytes,
-            "forced_syncs": self.outputs.forced_syncs,
-            **self.times.milliseconds(),
             "group_min_saving": self._scheduler.config.group_min_saving,
-            **{f"attention_{name}": count for name, count in asdict(self._runner.attention).items()},
-            **{f"graph_{name}": count for name, count in asdict(graphs).items()},
+            **self._runner.counts(),
         }
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> Iterator[list[Completion]]:
@@ -264,7 +258,7 @@ class Loop:
         self._add_sequences(job.start)
         last: InFlightStep | None = None
         for plan in (job.start, *job.steps):
-            in_flight = self._runner.issue_unsplit(plan, self._batch, last)
+            in_flight = self._runner.issue(plan, self._batch, last, split=False)
             if last is not None:
                 self._runner.read(last)
             last = in_flight

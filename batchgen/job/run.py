@@ -145,8 +145,8 @@ class _Job:
                     self.progress.note(f"kernels: {engine.kernels}")
             with self._phase("generating"):
                 self._generate(running, rows, writer)
-            if running.loop.graphs is not None and running.loop.graphs.disabled_reason is not None:
-                self.progress.note(f"no CUDA graphs: {running.loop.graphs.disabled_reason}")
+            for note in running.loop.notes:
+                self.progress.note(note)
         if self.stop.requested:
             raise self.stop.error(self.state.rows_done, rows.rows)
         self._check_max_errors(rows)

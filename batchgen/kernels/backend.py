@@ -38,11 +38,10 @@ from batchgen.kernels.cpu import deterministic_ops as compiled_invariant_ops
 from batchgen.kernels.cpu import ops as compiled_ops
 from batchgen.kernels.cpu.attention import CompiledAttention
 from batchgen.kernels.cpu.build import find_compiler
-from batchgen.kernels.cpu.command_buffer import BackgroundThread, background_thread
+from batchgen.kernels.cpu.command_buffer import CommandBuffers
 from batchgen.kernels.cpu.library import DTYPES, missing
 from batchgen.kernels.cpu.packed_pages import packed_pages
 from batchgen.kernels.cpu.prefix_group_cost import ROWS, measured_saving
-from batchgen.kernels.device import Device
 from batchgen.kernels.flash.attention import flash_factory
 from batchgen.kernels.flash.check import check_library, flash_refusal
 from batchgen.kernels.flash.library import (
@@ -56,7 +55,7 @@ from batchgen.kernels.linear import Product
 from batchgen.kernels.measure import Timer, TypicalStep, device_timer, layer_milliseconds
 from batchgen.kernels.ops import Ops
 from batchgen.kernels.pooled import copy_pages
-from batchgen.kernels.types import AttentionBatch, DecodePlanner, KVPool, LayerKV, PackedPagePool, PagedAttention
+from batchgen.kernels.types import AttentionBatch, Graphs, KVPool, LayerKV, PackedPagePool, PagedAttention
 
 __all__ = [
     "ATTENTION_BACKENDS",
@@ -103,8 +102,9 @@ class Backend:
     """All operations except attention."""
     product: Product | None = None
     """The matrix product of a model's linear layers; None: the fastest available."""
-    static: Callable[[KVPool, Device], DecodePlanner] | None = None
-    """Makes the attention of decode-only steps in CUDA graphs; None: not supported."""
+    executors: tuple[CommandBuffers | Graphs, ...] = ()
+    """Ways to run a step other than launching its kernels one by one, each with what its executor needs, in order of
+    preference."""
     group_saving: Callable[[], int] | None = None
     """Measures how many reads of cached positions a prefix group must save to pay off; None: not measured."""
     group_rows: int | None = None
@@ -114,8 +114,6 @@ class Backend:
     packed_page_pool: Callable[[list[LayerKV], torch.dtype, int, int, int], PackedPagePool | None] | None = None
     """Makes the pool's `packed` from its layers, dtype, page size, number of pages and the bytes of memory left; None:
     no repacked copy."""
-    background_thread: Callable[[], BackgroundThread] | None = None
-    """Makes the thread that runs recorded kernels while Python goes on; None: kernels cannot be recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +228,7 @@ def _compiled(needs: AttentionNeeds) -> Backend:
         group_rows=ROWS,
         copy_pages=compiled_ops.copy_pages,
         packed_page_pool=packed_pages,
-        background_thread=background_thread,
+        executors=(CommandBuffers(),),
     )
 
 
@@ -277,7 +275,7 @@ def _deterministic_compiled(needs: AttentionNeeds) -> Backend:
         partial(CompiledAttention, deterministic=True),
         compiled_invariant_ops,
         copy_pages=compiled_ops.copy_pages,
-        background_thread=found.background_thread,
+        executors=found.executors,
     )
 
 
@@ -356,7 +354,7 @@ def _triton(needs: AttentionNeeds) -> Backend:
 
     if needs.capability is not None:
         _check_launch(ops, needs.device)
-    return Backend("triton", f"triton {triton.__version__}", TritonAttention, ops, static=StaticPlanner)
+    return Backend("triton", f"triton {triton.__version__}", TritonAttention, ops, executors=(Graphs(StaticPlanner),))
 
 
 def _check_launch(ops: Ops, device: torch.device) -> None:

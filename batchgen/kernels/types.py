@@ -8,7 +8,7 @@ Shape letters: T tokens, R decode rows, N heads, K kv heads, D head size, P page
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Final, Protocol, runtime_checkable
 
@@ -25,6 +25,7 @@ __all__ = [
     "ChunkPages",
     "DecodePlanner",
     "DecodeWork",
+    "Graphs",
     "GroupPages",
     "Ints",
     "KVPool",
@@ -259,3 +260,13 @@ class DecodePlanner(Protocol):
         Results for padding tokens are zeros.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Graphs:
+    """Support of a backend for decode-only steps in CUDA graphs."""
+
+    planner: Callable[[KVPool, Device], DecodePlanner]
+    """Makes the planner of a job"""
+    max_graphs: int = 64
+    """Graphs kept; the least recently used one is dropped"""

@@ -140,7 +140,8 @@ class Model(Protocol):
     def hidden(self, inputs: ModelInput) -> Tensor:
         """States after the final norm, [T, H] in the model's dtype, or [W, H] of `wanted`; fills `inputs.capture`.
 
-        The keys and values of all tokens are stored.
+        The keys and values of all tokens are stored. Kernels may be recorded to run later, so that only other kernels
+        may read their results.
         """
         ...
 
@@ -150,11 +151,4 @@ class Model(Protocol):
 
     def accepts_embeds(self) -> bool:
         """Whether tokens may be given as arbitrary embeddings."""
-        ...
-
-    def supports_command_buffer(self) -> bool:
-        """Whether `hidden` and `logits` use compiled CPU kernels only and can be recorded in a command buffer.
-
-        Recording (`kernels.cpu.command_buffer`) needs compiled attention and no captures, adapters or embeddings.
-        """
         ...

@@ -81,10 +81,6 @@ class DeterministicModel:
         """Whether tokens may come as embeddings that are those of no id."""
         return self._model.accepts_embeds()
 
-    def supports_command_buffer(self) -> bool:
-        """False: PyTorch splits and joins the tiles."""
-        return False
-
     def hidden(self, inputs: ModelInput) -> Tensor:
         """States after the final norm, as `Model.hidden`."""
         return inputs.select(_hidden(self._model, inputs, self._tile_sizes))

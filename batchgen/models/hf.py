@@ -226,10 +226,6 @@ class TransformersModel:
         return self._model.logits(hidden)
 
     @torch.no_grad()
-    def supports_command_buffer(self) -> bool:
-        """False: PyTorch computes the model."""
-        return False
-
     def accepts_embeds(self) -> bool:
         """Whether tokens may be given as arbitrary embeddings; some architectures read the ids a second time."""
         spec = self._spec

@@ -168,10 +168,6 @@ class NativeModel:
         """True: tokens may be given as arbitrary embeddings."""
         return True
 
-    def supports_command_buffer(self) -> bool:
-        """Whether compiled CPU kernels compute all layers and the head."""
-        return self._compiled is not None and self._head.compiled is not None
-
 
 def _hidden_compiled(
     decoder: CompiledDecoder, inputs: ModelInput, attention: CompiledAttention, spec: ModelSpec

@@ -37,9 +37,6 @@ class InstantModel:
         self._logits[0, LIKELIEST] = 4.0
         self._steps = int(os.environ.get("INSTANT_STEPS", "0"))
 
-    def supports_command_buffer(self) -> bool:
-        return False
-
     def hidden(self, inputs: ModelInput) -> Tensor:
         if self._steps:
             self._steps -= 1

@@ -13,16 +13,15 @@ ROOT = Path(__file__).parents[2]
 PATCHED = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
-from types import SimpleNamespace
 from batchgen.cli.app import app
-from batchgen.engine.cuda_graph import GraphCounts
-from batchgen.engine.loop import Loop
-counts = GraphCounts(captures=1, replays=2, padded=3, first=4)
-graphs = SimpleNamespace(disabled_reason=sys.argv.pop(1) or None, counts=counts)
-Loop.graphs = property(lambda self: graphs)
+from batchgen.engine.executors.cuda_graph import GraphCounts
+from batchgen.engine.executors.eager import EagerExecutor
+reason = sys.argv.pop(1)
+EagerExecutor.counts = lambda self: GraphCounts(captures=1, replays=2, padded=3, first=4).by_key()
+EagerExecutor.note = lambda self: f"no CUDA graphs: {{reason}}" if reason else None
 app()
 """
-"""A program that runs `batchgen` with a loop that reports graphs, as on a GPU."""
+"""A program that runs `batchgen` with an executor that reports graphs, as on a GPU."""
 
 
 def test_the_reason_for_no_graphs_is_printed_once(model: Path, tmp_path: Path) -> None:

@@ -56,9 +56,6 @@ class LowMemoryModel:
     def accepts_embeds(self) -> bool:
         return self._model.accepts_embeds()
 
-    def supports_command_buffer(self) -> bool:
-        return self._model.supports_command_buffer()
-
     def hidden(self, inputs: ModelInput) -> Tensor:
         too_large = self._forward(inputs)
         if too_large and not self._late:

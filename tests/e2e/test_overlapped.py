@@ -18,7 +18,6 @@ from batchgen.engine import step_times
 from batchgen.engine.model_runner import InFlightStep, ModelRunner
 from batchgen.kernels.cpu.command_buffer import background_thread
 from batchgen.kernels.cpu.library import loaded
-from batchgen.models.native import NativeModel
 from tests.e2e.mixed import VOCAB
 from tests.e2e.same import Key, RunResult, assert_equal
 from tests.e2e.test_out_of_memory import LowMemoryModel, engine_with
@@ -78,11 +77,12 @@ def plain_rows(count: int, seed: int) -> list[dict[str, Any]]:
     return rows
 
 
-def waiting(model: Path, monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]], **options: Any) -> RunResult:
+def waiting(model: Path, rows: list[dict[str, Any]], **options: Any) -> RunResult:
     """Results of an engine that waits for each step."""
-    with monkeypatch.context() as patch:
-        patch.setattr(NativeModel, "supports_command_buffer", lambda self: False)
-        return RunResult.of(Engine(str(model), dtype="float32", **options), rows)
+    engine = Engine(str(model), dtype="float32", **options)
+    assert engine.backend is not None
+    engine.backend = replace(engine.backend, executors=())
+    return RunResult.of(engine, rows)
 
 
 def assert_same(got: RunResult, want: RunResult, rows: list[dict[str, Any]]) -> None:
@@ -114,12 +114,10 @@ def test_plain_rows_have_equal_results(
     assert loop.state.output_tokens == sum(len(c.output_ids or ()) for c in got.completions.values()) + sum(
         c.dropped_tokens or 0 for c in got.completions.values()
     )
-    assert_same(got, waiting(model, monkeypatch, rows, **options), rows)
+    assert_same(got, waiting(model, rows, **options), rows)
 
 
-def test_overlapped_and_waited_steps_alternate(
-    model: Path, monkeypatch: pytest.MonkeyPatch, steps: Counter[bool]
-) -> None:
+def test_overlapped_and_waited_steps_alternate(model: Path, steps: Counter[bool]) -> None:
     """Steps with a row that needs more than tokens are waited for, the other steps are overlapped."""
     rows = plain_rows(240, seed=2)
     for i, more in enumerate(MORE):
@@ -129,7 +127,7 @@ def test_overlapped_and_waited_steps_alternate(
     got = RunResult.of(engine, rows)
     assert steps[True] > 20
     assert steps[False] > 20
-    assert_same(got, waiting(model, monkeypatch, rows, **STEPS), rows)
+    assert_same(got, waiting(model, rows, **STEPS), rows)
 
 
 def test_rows_of_fixed_length_discard_no_tokens(model: Path, steps: Counter[bool]) -> None:
@@ -156,9 +154,7 @@ def test_overlapped_time_is_counted(model: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("where", ["forward", "head", "both"])
-def test_out_of_memory_in_overlapped_steps(
-    model: Path, monkeypatch: pytest.MonkeyPatch, steps: Counter[bool], where: str
-) -> None:
+def test_out_of_memory_in_overlapped_steps(model: Path, steps: Counter[bool], where: str) -> None:
     rows = plain_rows(80, seed=3)
     engine, random = Engine(str(model), dtype="float32", **STEPS), Random(0)
     low = {
@@ -179,10 +175,10 @@ def test_out_of_memory_in_overlapped_steps(
     assert steps[True] > 10
     assert failing.last_run is not None
     assert failing.last_run.scheduler.stats.oom_retries == low.failed
-    assert_same(got, waiting(model, monkeypatch, rows, **STEPS), rows)
+    assert_same(got, waiting(model, rows, **STEPS), rows)
 
 
-def test_two_interleaved_jobs_in_one_thread(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_interleaved_jobs_in_one_thread(model: Path) -> None:
     """Their steps alternate and share the working memory."""
     engine = Engine(str(model), dtype="float32", **STEPS)
     all_rows = plain_rows(60, seed=5), plain_rows(60, seed=6)
@@ -193,7 +189,7 @@ def test_two_interleaved_jobs_in_one_thread(model: Path, monkeypatch: pytest.Mon
             if done is not None:
                 completions[done.id or "", 0, done.sample_index] = done
     for rows, completions in zip(all_rows, found, strict=True):
-        assert_same(RunResult(completions, {}), replace(waiting(model, monkeypatch, rows, **STEPS), events={}), rows)
+        assert_same(RunResult(completions, {}), replace(waiting(model, rows, **STEPS), events={}), rows)
 
 
 def test_a_closed_job_leaves_no_step_running(model: Path) -> None:

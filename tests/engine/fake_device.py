@@ -8,6 +8,7 @@ so that tests can check the cost of a step. `fake_cuda.CountingDevice` does the 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -90,7 +91,9 @@ class LateDevice:
         self._poison_uploads = poison_uploads
         self._uploaded: list[Array] = []
         self._unread: dict[Lane, list[LateDownload]] = {"tokens": [], "outputs": []}
-        self._capturing = False
+        self.capturing = False
+        self.graphs: weakref.WeakSet[TapeGraph] = weakref.WeakSet()
+        """Captured graphs that are alive."""
         self._lock = threading.RLock()
 
     @property
@@ -157,13 +160,15 @@ class LateDevice:
             raise NotImplementedError("this device has no graphs")
         self._refuse_in_capture("capture")
         tape = Tape()
-        self._capturing = True
+        self.capturing = True
         try:
             tape.record(body)
         finally:
-            self._capturing = False
+            self.capturing = False
         self.counts.captures += 1
-        return _CountedGraph(self, TapeGraph(tape))
+        graph = TapeGraph(tape)
+        self.graphs.add(graph)
+        return _CountedGraph(self, graph)
 
     def release_cache(self) -> None:
         """Only counts the call."""
@@ -183,7 +188,7 @@ class LateDevice:
         return tensor
 
     def _refuse_in_capture(self, call: str) -> None:
-        if self._capturing:
+        if self.capturing:
             raise RuntimeError(f"`{call}` inside a capture: the graph would not contain it")
 
     def _poison_uploaded(self) -> None:

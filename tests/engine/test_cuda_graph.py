@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchgen.engine import cuda_graph as module
 from batchgen.engine import engine as engine_module
-from batchgen.engine.cuda_graph import DecodeGraphs, padded_rows
 from batchgen.engine.engine import Engine
+from batchgen.engine.executors.cuda_graph import padded_rows
+from batchgen.engine.loop import Loop
 from batchgen.kernels.device import Graph
-from batchgen.kernels.gpu.work_list import GROUPS, LARGE
 from batchgen.request.completion import Completion
 from tests.engine.fake_device import LateDevice
 from tests.engine.reference import save_word_tokenizer
@@ -57,13 +57,18 @@ def model_folder(tmp_path: Path, model_type: str = "qwen3", **overrides: Any) ->
 
 def run(
     folder: Path, work: list[dict[str, Any]], captures: bool, meanwhile: Callable[[Engine], None] = lambda _: None
-) -> tuple[list[Completion], LateDevice, DecodeGraphs | None]:
+) -> tuple[list[Completion], LateDevice, Loop]:
     engine = Engine(str(folder), attention="triton", dtype="float32", page_size=4, max_tokens_per_step=128)
     engine.device = device = LateDevice(captures=captures)
     meanwhile(engine)
     done = list(engine.generate(work, ordered=True))
     assert engine.last_run is not None
-    return done, device, engine.last_run.loop.graphs
+    return done, device, engine.last_run.loop
+
+
+def assert_all_same(got: list[Completion], want: list[Completion]) -> None:
+    for ours, theirs in zip(got, want, strict=True):
+        assert_same(ours, theirs)
 
 
 @pytest.fixture(autouse=True)
@@ -78,42 +83,28 @@ def products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "products_of", lambda config: "torch")
 
 
-def check(folder: Path, work: list[dict[str, Any]]) -> tuple[LateDevice, DecodeGraphs]:
+def check(folder: Path, work: list[dict[str, Any]]) -> tuple[LateDevice, dict[str, int]]:
+    """The device and counters of a run with graphs, whose results equal those of a run without."""
     want, *_ = run(folder, work, captures=False)
-    got, device, graphs = run(folder, work, captures=True)
-    assert graphs is not None
-    assert len(got) == len(want)
-    for ours, theirs in zip(got, want, strict=True):
-        assert_same(ours, theirs)
-    assert device.counts.captures == graphs.counts.captures
-    assert device.counts.replays == graphs.counts.replays
-    return device, graphs
+    got, device, loop = run(folder, work, captures=True)
+    assert_all_same(got, want)
+    counts = loop.counts()
+    assert loop.notes == []
+    assert counts["graph_replays"] > 0
+    assert (device.counts.captures, device.counts.replays) == (counts["graph_captures"], counts["graph_replays"])
+    return device, counts
 
 
-def test_plain_rows_are_sampled_inside_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_rows_are_sampled_inside_graphs(tmp_path: Path) -> None:
     """The first step of each size runs eagerly, the second is captured, the others are replays."""
-    launches: list[Any] = []
-    planned = module.DecodeGraphs._run
-
-    def watched(self: DecodeGraphs, *args: Any) -> Any:
-        result = planned(self, *args)
-        launches.append(next(reversed(self._steps.values())).attention.launches)
-        return result
-
-    monkeypatch.setattr(module.DecodeGraphs, "_run", watched)
-    device, graphs = check(model_folder(tmp_path), rows())
-    counts = graphs.counts
-    assert graphs.disabled_reason is None
-    assert counts.first + counts.replays == len(launches)
-    assert counts.captures <= counts.first < len(launches), "captured once per kind, at its second step"
-    assert len(graphs._steps) == counts.first
-    assert counts.replays >= 2
-    assert counts.padded > 0, "5 rows are padded to 8, 3 to 4"
-    grids = [launch for step in launches for launch in step]
-    assert any(grid[LARGE] + grid[GROUPS] for grid in grids), "prefixes are shared inside of graphs"
+    device, counts = check(model_folder(tmp_path), rows())
+    steps = counts["graph_first"] + counts["graph_replays"]
+    assert steps == max(LENGTHS) - 1, "all steps but the first, which computes the prompts"
+    assert counts["graph_captures"] <= counts["graph_first"] < steps, "captured once per kind, at its second step"
+    assert counts["graph_replays"] >= 2
+    assert counts["graph_padded"] > 0, "5 rows are padded to 8, 3 to 4"
     # Uploads per step: its inputs, and attention lists for layers with and without a sliding window.
-    assert {len(step) for step in launches} == {2}
-    assert device.counts.uploads_into == 3 * len(launches)
+    assert device.counts.uploads_into == 3 * steps
 
 
 def test_rows_that_are_not_plain_are_sampled_after_graphs(tmp_path: Path) -> None:
@@ -122,16 +113,12 @@ def test_rows_that_are_not_plain_are_sampled_after_graphs(tmp_path: Path) -> Non
     work[1] |= {"repetition_penalty": 1.4, "bad_words": [[7], [8, 9]]}
     work[2] |= {"return_hidden_states": {"layers": [0, 1, -1], "tokens": "all"}}
     work[3] |= {"min_new_tokens": 3, "stop_token_ids": list(range(3, VOCAB, 2)), "ignore_eos": False}
-    _, graphs = check(model_folder(tmp_path, "mistral", sliding_window=6), work)
-    assert graphs.disabled_reason is None
-    assert graphs.counts.replays > 0
+    check(model_folder(tmp_path, "mistral", sliding_window=6), work)
 
 
 def test_experts_are_captured_inside_graphs(tmp_path: Path) -> None:
     """A transformers model's forward is captured too, because it does not wait for the host."""
-    _, graphs = check(model_folder(tmp_path, "qwen3_moe"), rows(return_routed_experts=True)[:3])
-    assert graphs.disabled_reason is None
-    assert graphs.counts.replays > 0
+    check(model_folder(tmp_path, "qwen3_moe"), rows(return_routed_experts=True)[:3])
 
 
 @pytest.fixture(scope="module")
@@ -145,16 +132,19 @@ def few() -> list[dict[str, Any]]:
     return rows()[2:4]
 
 
-def test_the_least_recently_used_graph_is_dropped(
-    plain: tuple[Path, list[Completion]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_least_recently_used_graph_is_dropped(plain: tuple[Path, list[Completion]]) -> None:
     folder, want = plain
-    monkeypatch.setattr(DecodeGraphs.__init__, "__defaults__", (1,))
-    got, _, graphs = run(folder, few(), captures=True)
-    assert graphs is not None
-    assert graphs.counts.first > len(graphs._steps) == 1
-    for ours, theirs in zip(got, want, strict=True):
-        assert_same(ours, theirs)
+
+    def keep_one(engine: Engine) -> None:
+        assert engine.backend is not None
+        (support,) = engine.backend.executors
+        engine.backend = replace(engine.backend, executors=(replace(support, max_graphs=1),))  # type: ignore[arg-type, call-arg]
+
+    got, device, loop = run(folder, few(), captures=True, meanwhile=keep_one)
+    assert_all_same(got, want)
+    _, other, unlimited = run(folder, few(), captures=True)
+    assert loop.counts()["graph_first"] == unlimited.counts()["graph_first"] > 1
+    assert len(device.graphs) < len(other.graphs)
 
 
 @pytest.mark.parametrize("problem", ["wait", "memory"])
@@ -169,20 +159,17 @@ def test_a_step_that_cannot_be_captured_runs_eagerly(plain: tuple[Path, list[Com
             found: Tensor = logits(hidden)
             if problem == "wait":
                 return found + float(found.sum() * 0)
-            if isinstance(engine.device, LateDevice) and engine.device._capturing:
+            if isinstance(engine.device, LateDevice) and engine.device.capturing:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
             return found
 
         model.logits = strange
 
-    got, device, graphs = run(folder, few(), captures=True, meanwhile=break_capture)
-    assert graphs is not None
-    assert graphs.disabled_reason is not None
-    assert ("captured" if problem == "wait" else "memory") in graphs.disabled_reason
+    got, device, loop = run(folder, few(), captures=True, meanwhile=break_capture)
+    (note,) = loop.notes
+    assert ("captured" if problem == "wait" else "memory") in note
     assert (device.counts.captures, device.counts.replays, device.counts.releases) == (0, 0, 1)
-    assert not graphs._steps
-    for ours, theirs in zip(got, want, strict=True):
-        assert_same(ours, theirs)
+    assert_all_same(got, want)
 
 
 class FailedCapture:
@@ -203,10 +190,10 @@ def test_the_first_error_of_a_capture_is_reported(plain: tuple[Path, list[Comple
     def break_capture(engine: Engine) -> None:
         engine.device.capture = capture  # type: ignore[method-assign]
 
-    _, _, graphs = run(plain[0], few(), captures=True, meanwhile=break_capture)
-    assert graphs is not None
-    assert graphs.disabled_reason is not None
-    assert graphs.disabled_reason.endswith(": operation not permitted when stream is capturing")
+    *_, loop = run(plain[0], few(), captures=True, meanwhile=break_capture)
+    (note,) = loop.notes
+    assert note.startswith("no CUDA graphs: ")
+    assert note.endswith(": operation not permitted when stream is capturing")
 
 
 def test_padded_batch_sizes() -> None:

@@ -16,7 +16,7 @@ import torch
 from batchgen.engine.d2h_queue import D2HQueue
 from batchgen.engine.engine import Engine
 from batchgen.engine.model_runner import ModelRunner
-from batchgen.engine.sampling.sampler import Sampler
+from batchgen.engine.sampling.sampler import SamplingMetadata
 from batchgen.request.completion import Completion
 from tests.engine.fake_device import LateDevice
 from tests.engine.reference import save_word_tokenizer, shared_prefix_prompts
@@ -112,7 +112,7 @@ def assert_same(got: list[Completion], wanted: list[Completion]) -> None:
 
 def make_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use a queue that holds a few rows, and pieces of about one row."""
-    monkeypatch.setattr("batchgen.engine.model_runner.D2HQueue", partial(D2HQueue, budget=SMALL_QUEUE))
+    monkeypatch.setattr("batchgen.engine.loop.D2HQueue", partial(D2HQueue, budget=SMALL_QUEUE))
     monkeypatch.setattr("batchgen.engine.capture.hidden_states.CHUNK_BYTES", SMALL_CHUNK)
 
 
@@ -219,10 +219,10 @@ def test_a_failed_step_is_cancelled_and_issued_again(
     plain = engine_of(folder, **shape)
     wanted = results(plain, rows)
     make_small(monkeypatch)
-    monkeypatch.setattr("batchgen.engine.model_runner.D2HQueue", partial(D2HQueue, budget=SMALL_CHUNK))
+    monkeypatch.setattr("batchgen.engine.loop.D2HQueue", partial(D2HQueue, budget=SMALL_CHUNK))
     engine = engine_of(folder, **shape)
     engine.device = LateDevice()
-    owner: Any = Sampler if part == "sample" else engine.model
+    owner: Any = SamplingMetadata if part == "sample" else engine.model
     whole = getattr(owner, part)
     issue, failed = ModelRunner._issue, 0
 

@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from batchgen.engine.engine import Engine
-from batchgen.engine.sampling.sampler import SampledTokens, Sampler
+from batchgen.engine.sampling.sampler import SampledTokens, SamplingMetadata
 from tests.engine.reference import save_word_tokenizer
 from tests.engine.sampling.grammar_model import save_grammar_model
 from tests.engine.steady import Job, run_job, steady_steps
@@ -150,28 +150,28 @@ def test_custom_processors_only_wait_for_downloads(model: Path) -> None:
 
 
 def test_a_planted_wait_is_found(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    draw = Sampler.sample
+    draw = SamplingMetadata.sample
 
-    def waiting(self: Sampler, *args: Any) -> SampledTokens:
+    def waiting(self: SamplingMetadata, *args: Any) -> SampledTokens:
         sampled = draw(self, *args)
         assert int(sampled.tokens.max()) < VOCAB
         return sampled
 
-    monkeypatch.setattr(Sampler, "sample", waiting)
+    monkeypatch.setattr(SamplingMetadata, "sample", waiting)
     job = run_job(model, rows(FREE[:1]))
     assert {len(step.syncs) for step in job.steps if step.plan.samples} == {1}
     assert "reads a number" in str(job.syncs[0])
 
 
 def test_a_planted_early_read_is_found(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    draw = Sampler.sample
+    draw = SamplingMetadata.sample
 
-    def waiting(self: Sampler, *args: Any) -> SampledTokens:
+    def waiting(self: SamplingMetadata, *args: Any) -> SampledTokens:
         sampled = draw(self, *args)
         sampled.read()
         return sampled
 
-    monkeypatch.setattr(Sampler, "sample", waiting)
+    monkeypatch.setattr(SamplingMetadata, "sample", waiting)
     job = run_job(model, rows(FREE[:1]))
     assert job.syncs == []
     assert {wait.uploads for wait in job.waits} == {0}

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from batchgen.engine.cuda_graph import GraphCounts
 from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.kernels.device import HOST
 from batchgen.request.completion import Completion
@@ -153,13 +152,12 @@ def test_lateness_counts_later_downloads() -> None:
 
 
 def test_steps_that_no_graph_replayed_fail() -> None:
-    graphs: Any = SimpleNamespace(counts=GraphCounts(replays=40), disabled_reason=None)
-    assert judge_graphs(graphs, 40).passed
-    assert judge_graphs(graphs, 41).error == 1.0
-    assert not judge_graphs(None, 40).passed
-    graphs.disabled_reason = "use_count > 0"
-    assert not judge_graphs(graphs, 40).passed
-    assert judge_graphs(graphs, 40).note == "use_count > 0"
+    loop: Any = SimpleNamespace(counts=lambda: {"graph_replays": 40}, notes=[])
+    assert judge_graphs(loop, 40).passed
+    assert judge_graphs(loop, 41).error == 1.0
+    loop.notes = ["no CUDA graphs: use_count > 0"]
+    assert not judge_graphs(loop, 40).passed
+    assert judge_graphs(loop, 40).note == "no CUDA graphs: use_count > 0"
 
 
 def test_steady_rows_share_no_prefix() -> None:

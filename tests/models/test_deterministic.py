@@ -39,9 +39,6 @@ class Altered:
     def accepts_embeds(self) -> bool:
         return True
 
-    def supports_command_buffer(self) -> bool:
-        return False
-
 
 def altered(folder: Path, alter: Callable[[Tensor], Tensor]) -> Altered:
     return Altered(load_model(save_tiny("llama", folder), dtype="float32", device="cpu"), alter)

@@ -9,87 +9,22 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, TypeVar
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from batchgen.engine.sampling.sampler import StepSamples
 from batchgen.errors import DeviceError, ErrorCode, ErrorInfo
 from batchgen.plan.step_plan import StepPlan, split_plan
 from batchgen.plan.tree import PrefixTree
 
 __all__ = [
-    "ConcatenatedSamples",
-    "FailedSamples",
     "OOMSplitter",
     "Part",
-    "PendingSamples",
     "blocked_requests",
     "is_out_of_memory",
     "out_of_memory",
 ]
-
-
-class PendingSamples(Protocol):
-    """Sampled tokens of a step, on their way to the host."""
-
-    @property
-    def tokens(self) -> Tensor:
-        """[R] int64 on the device, possibly not computed yet."""
-        ...
-
-    def read(self) -> StepSamples:
-        """The sampled tokens, once they are on the host."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class FailedSamples:
-    """Rows without a token: each ends with an error."""
-
-    tokens: Tensor
-    """[R] int64 placeholders"""
-    error: ErrorInfo
-
-    @staticmethod
-    def out_of_memory(rows: int, device: torch.device, problem: str) -> FailedSamples:
-        """Rows that do not fit into memory; `problem`: the device's message."""
-        return FailedSamples(torch.zeros(rows, dtype=torch.int64, device=device), out_of_memory(problem))
-
-    def read(self) -> StepSamples:
-        """An error for each row."""
-        return StepSamples(np.zeros(len(self.tokens), np.int64), dict.fromkeys(range(len(self.tokens)), self.error))
-
-
-@dataclass(frozen=True, slots=True)
-class ConcatenatedSamples:
-    """Sampled tokens of a step that was run in parts."""
-
-    parts: Seq[PendingSamples]
-    tokens: Tensor
-    """[R] int64 tokens of all parts"""
-
-    @staticmethod
-    def of(parts: Seq[PendingSamples]) -> ConcatenatedSamples:
-        """Concatenate the samples of at least one part."""
-        return ConcatenatedSamples(parts, torch.cat([part.tokens for part in parts]))
-
-    def read(self) -> StepSamples:
-        """The sampled tokens of all parts, with rows numbered in order."""
-        joined = StepSamples(np.zeros(0, np.int64))
-        for part in self.parts:
-            sampled, at = part.read(), len(joined.tokens)
-            joined = StepSamples(
-                np.concatenate([joined.tokens, sampled.tokens]),
-                joined.errors | {at + row: error for row, error in sampled.errors.items()},
-                (*joined.logprobs, *(found.shifted(at) for found in sampled.logprobs)),
-                joined.exhausted.union(at + row for row in sampled.exhausted),
-            )
-        return joined
 
 
 def out_of_memory(problem: str) -> ErrorInfo:

@@ -1,11 +1,12 @@
 """Sampler: turns a step's logits into tokens and logprobs, with logits processing and masks.
 
-`Sampler.sample` queues work on the device without waiting. `SampledTokens.read` returns the results one step later.
+`SamplingMetadata.sample` queues work on the device without waiting. `SampledTokens.read` returns the results one step
+later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,11 +22,11 @@ from batchgen.engine.sequence import Sequence
 from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.kernels.device import Device, Download
 from batchgen.kernels.ops import Ops
-from batchgen.kernels.sampling import SamplingColumns
+from batchgen.kernels.sampling import SampleResult, SamplingColumns
 from batchgen.request.params import SamplingParams
 from batchgen.request.processors import LoadedProcessor
 
-__all__ = ["PlainColumns", "SampledTokens", "Sampler", "StepSamples"]
+__all__ = ["PlainColumns", "SampledTokens", "Sampler", "SamplingMetadata", "StepSamples"]
 
 _NAN = ErrorInfo(
     ErrorCode.NAN_LOGITS,
@@ -46,6 +47,20 @@ class StepSamples:
     """Logprobs of the rows that return them"""
     exhausted: frozenset[int] = frozenset()
     """Constrained rows with no token left to sample; their tokens are meaningless"""
+
+    @staticmethod
+    def join(parts: Iterable[StepSamples]) -> StepSamples:
+        """The tokens of all parts of a step, with rows numbered in order."""
+        joined = StepSamples(np.zeros(0, np.int64))
+        for part in parts:
+            at = len(joined.tokens)
+            joined = StepSamples(
+                np.concatenate([joined.tokens, part.tokens]),
+                joined.errors | {at + row: error for row, error in part.errors.items()},
+                (*joined.logprobs, *(found.shifted(at) for found in part.logprobs)),
+                joined.exhausted.union(at + row for row in part.exhausted),
+            )
+        return joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +86,7 @@ class SampledTokens:
 
     tokens: Tensor
     """[R] int64 on the device: input ids of the next step"""
-    _columns: _RowsMetadata
+    _columns: SamplingMetadata
     _errors: dict[int, ErrorInfo]
     _download: Download
 
@@ -96,119 +111,13 @@ class SampledTokens:
         )
 
 
-class Sampler:
-    """Samples one token for each row of a step. Metadata of the rows is cached while the rows stay the same."""
-
-    def __init__(
-        self,
-        device: Device,
-        ops: Ops,
-        processors: Mapping[str, LoadedProcessor] | None = None,
-        logprobs_mode: LogprobsMode = "raw",
-    ) -> None:
-        """`processors`: custom logit processors by name."""
-        self._device = device
-        self._ops = ops
-        self._processors = processors or {}
-        self._mode: LogprobsMode = logprobs_mode
-        self._numbers: npt.NDArray[np.int64] | None = None
-        self._columns: _RowsMetadata | None = None
-
-    def prepare(self, rows: BatchView) -> bool:
-        """Build the metadata of a step's rows; True if sampling needs all earlier tokens of a row on the host."""
-        return self._metadata(rows).needs_host
-
-    def sample(self, logits: Tensor, rows: BatchView, num_sampled: Tensor) -> SampledTokens:
-        """Sample one token per row.
-
-        Args:
-            logits: [R, V] of the model; changed in place.
-            rows: [R] the sequence of each row.
-            num_sampled: [R] int64 on the device, tokens sampled for each row so far.
-        """
-        columns, ops = self._metadata(rows), self._ops
-        # First, because the host fills masks while the device computes the logits.
-        masks = columns.grammars.fill(logits.shape[1]) if columns.grammars is not None else None
-        bad = ops.nan_rows(logits) if columns.edits_logits else None
-        raw = columns.logprobs_gatherer.gather_raw(logits) if columns.logprobs_gatherer is not None else None
-        if columns.edits_logits:
-            logits = logits.float()
-        errors = (
-            {}
-            if columns.logits_processor is None
-            else columns.logits_processor(logits, self._hidden_from_processors(columns.logits_processor, rows, bad))
-        )
-        # Masks commute; the min_new_tokens mask is last, because it is undone for rows that have no token left.
-        if columns.grammars is not None and masks is not None:
-            columns.grammars.apply(logits, masks)
-        masked_logits = columns.min_tokens.apply(logits, num_sampled) if columns.min_tokens is not None else None
-        sampling = columns.columns.at(num_sampled, ops)
-        result = ops.sample(logits, sampling)
-        tokens = result.tokens  # [R]
-        if bad is None:  # a fused sampling kernel reports NaN rows without another pass over the logits
-            bad = ops.nan_rows(logits) if result.bad is None else result.bad
-        sent = [tokens, bad]
-        if columns.masked is not None:
-            empty = ops.drew_masked(logits, columns.masked, tokens)
-            # On an asynchronous device, sampling again is cheaper than waiting to learn whether a row is empty.
-            if masked_logits is not None and (self._device.asynchronous or bool(empty.any())):
-                masked_logits.undo(logits, bad.new_zeros(bad.shape).index_copy_(0, columns.masked, empty))
-                sent[0] = tokens = ops.sample(logits, sampling).tokens
-                empty = ops.drew_masked(logits, columns.masked, tokens)
-            sent.append(empty)
-        if columns.logprobs_gatherer is not None:
-            sent += columns.logprobs_gatherer.gather(logits, tokens, raw)
-        download = self._device.download(*sent)
-        if columns.logits_processor is not None:  # last, because a failure before this point samples again
-            columns.logits_processor.count(tokens)
-        return SampledTokens(tokens, columns, errors, download)
-
-    def plain(self, rows: BatchView) -> PlainColumns | None:
-        """Sampling parameters of the rows, the same object for the same rows; None if a row is not plain."""
-        return self._metadata(rows).plain
-
-    def wrap(self, tokens: Tensor, bad: Tensor, rows: BatchView, download: Download | None = None) -> SampledTokens:
-        """Tokens that a graph or the background thread sampled with the parameters of `plain`.
-
-        Args:
-            tokens: [R] int64; must not be written to any more.
-            bad: [R] bool, rows with NaN logits.
-            rows: [R] the sequence of each row.
-            download: copies both to the host; None: start a copy.
-        """
-        return SampledTokens(tokens, self._metadata(rows), {}, download or self._device.download(tokens, bad))
-
-    def _metadata(self, rows: BatchView) -> _RowsMetadata:
-        columns = self._columns
-        if columns is None or self._numbers is None or not _same_rows(rows.numbers, self._numbers):
-            columns = self._columns = _RowsMetadata.of(rows, self._processors, self._mode, self._device, self._ops)
-            self._numbers = rows.numbers
-        return columns
-
-    def _hidden_from_processors(
-        self, logits_processor: LogitsProcessor, rows: BatchView, bad: Tensor | None
-    ) -> frozenset[int]:
-        """Rows that are not passed to custom processors: rows with NaN logits (this waits) and ended rows."""
-        if not logits_processor.has_processors or bad is None:
-            return frozenset()
-        nan_rows = np.flatnonzero(self._device.download(bad).wait()[0]).tolist()
-        return frozenset(nan_rows).union(i for i in logits_processor.places if rows[i].ended)
-
-
-def _same_rows(one: npt.NDArray[np.int64], other: npt.NDArray[np.int64]) -> bool:
-    return one is other or np.array_equal(one, other)
-
-
-def _no_token_left(params: SamplingParams) -> ErrorInfo:
-    names = [name for name in _MASKING_FIELDS if getattr(params, name)]
-    message = f"{' and '.join(f'`{name}`' for name in names)} left no token to sample; allow more tokens in this row"
-    return ErrorInfo(ErrorCode.INVALID_FIELD, message, names[0])
-
-
 @dataclass(frozen=True, slots=True)
-class _RowsMetadata:
-    """Sampling metadata of a set of rows, which stays the same from step to step."""
+class SamplingMetadata:
+    """Sampling of R rows, which stays the same from step to step while the rows do."""
 
+    _rows: BatchView
+    _device: Device
+    _ops: Ops
     columns: PlainColumns
     logprobs_gatherer: LogprobsGatherer | None
     """None: no row returns logprobs"""
@@ -225,7 +134,7 @@ class _RowsMetadata:
     edits_logits: bool
     """Whether logits may be changed, which needs them in float32"""
     needs_host: bool
-    """Whether sampling needs a row's earlier tokens on the host"""
+    """Whether sampling needs all earlier tokens of a row on the host"""
 
     @staticmethod
     def of(
@@ -234,7 +143,8 @@ class _RowsMetadata:
         mode: LogprobsMode,
         device: Device,
         ops: Ops,
-    ) -> _RowsMetadata:
+    ) -> SamplingMetadata:
+        """The sampling of `rows`; `processors`: custom logit processors by name."""
         table, slots = rows.batch, rows.slots
         sampling = SamplingColumns.of(
             table.temperature[slots], table.top_k[slots], table.top_p[slots], table.min_p[slots], device
@@ -252,7 +162,10 @@ class _RowsMetadata:
             table.seed[slots], table.sample[slots], np.fromiter(masked, np.int64, len(masked))
         )
         edits_logits = bool(ruled or grammars or min_tokens)
-        return _RowsMetadata(
+        return SamplingMetadata(
+            rows,
+            device,
+            ops,
             columns=PlainColumns(sampling, seeds, samples),
             logprobs_gatherer=LogprobsGatherer(rows, logprob_rows, changed, sampling, mode, device, ops)
             if len(logprob_rows)
@@ -268,5 +181,104 @@ class _RowsMetadata:
 
     @property
     def plain(self) -> PlainColumns | None:
-        """Sampling parameters; None if a row has logits rules or returns logprobs."""
+        """Parameters that `Ops.sample` needs to sample all rows; None if a row has logits rules or returns logprobs."""
         return None if self.edits_logits or self.logprobs_gatherer is not None else self.columns
+
+    def collect(self, sampled: SampleResult, download: Download | None = None) -> SampledTokens:
+        """Tokens that were sampled with the parameters of `plain`.
+
+        Args:
+            sampled: [R] tokens and rows with NaN logits; must not be written to any more.
+            download: copies both to the host; None: start a copy.
+        """
+        assert sampled.bad is not None
+        download = download or self._device.download(sampled.tokens, sampled.bad)
+        return SampledTokens(sampled.tokens, self, {}, download)
+
+    def sample(self, logits: Tensor, num_sampled: Tensor) -> SampledTokens:
+        """Sample one token per row.
+
+        Args:
+            logits: [R, V] of the model; changed in place.
+            num_sampled: [R] int64 on the device, tokens sampled for each row so far.
+        """
+        ops = self._ops
+        # First, because the host fills masks while the device computes the logits.
+        masks = self.grammars.fill(logits.shape[1]) if self.grammars is not None else None
+        bad = ops.nan_rows(logits) if self.edits_logits else None
+        raw = self.logprobs_gatherer.gather_raw(logits) if self.logprobs_gatherer is not None else None
+        if self.edits_logits:
+            logits = logits.float()
+        errors = (
+            {}
+            if self.logits_processor is None
+            else self.logits_processor(logits, self._hidden_from_processors(self.logits_processor, bad))
+        )
+        # Masks commute; the min_new_tokens mask is last, because it is undone for rows that have no token left.
+        if self.grammars is not None and masks is not None:
+            self.grammars.apply(logits, masks)
+        masked_logits = self.min_tokens.apply(logits, num_sampled) if self.min_tokens is not None else None
+        sampling = self.columns.at(num_sampled, ops)
+        result = ops.sample(logits, sampling)
+        tokens = result.tokens  # [R]
+        if bad is None:  # a fused sampling kernel reports NaN rows without another pass over the logits
+            bad = ops.nan_rows(logits) if result.bad is None else result.bad
+        sent = [tokens, bad]
+        if self.masked is not None:
+            empty = ops.drew_masked(logits, self.masked, tokens)
+            # On an asynchronous device, sampling again is cheaper than waiting to learn whether a row is empty.
+            if masked_logits is not None and (self._device.asynchronous or bool(empty.any())):
+                masked_logits.undo(logits, bad.new_zeros(bad.shape).index_copy_(0, self.masked, empty))
+                sent[0] = tokens = ops.sample(logits, sampling).tokens
+                empty = ops.drew_masked(logits, self.masked, tokens)
+            sent.append(empty)
+        if self.logprobs_gatherer is not None:
+            sent += self.logprobs_gatherer.gather(logits, tokens, raw)
+        download = self._device.download(*sent)
+        if self.logits_processor is not None:  # last, because a failure before this point samples again
+            self.logits_processor.count(tokens)
+        return SampledTokens(tokens, self, errors, download)
+
+    def _hidden_from_processors(self, logits_processor: LogitsProcessor, bad: Tensor | None) -> frozenset[int]:
+        """Rows that are not passed to custom processors: rows with NaN logits (this waits) and ended rows."""
+        if not logits_processor.has_processors or bad is None:
+            return frozenset()
+        nan_rows = np.flatnonzero(self._device.download(bad).wait()[0]).tolist()
+        return frozenset(nan_rows).union(i for i in logits_processor.places if self._rows[i].ended)
+
+
+class Sampler:
+    """Sampling of the steps of one job."""
+
+    def __init__(
+        self,
+        device: Device,
+        ops: Ops,
+        processors: Mapping[str, LoadedProcessor] | None = None,
+        logprobs_mode: LogprobsMode = "raw",
+    ) -> None:
+        """`processors`: custom logit processors by name."""
+        self._device = device
+        self._ops = ops
+        self._processors = processors or {}
+        self._mode: LogprobsMode = logprobs_mode
+        self._numbers: npt.NDArray[np.int64] | None = None
+        self._metadata: SamplingMetadata | None = None
+
+    def metadata(self, rows: BatchView) -> SamplingMetadata:
+        """Sampling of a step's rows; the same object while the rows stay the same."""
+        metadata = self._metadata
+        if metadata is None or self._numbers is None or not _same_rows(rows.numbers, self._numbers):
+            metadata = SamplingMetadata.of(rows, self._processors, self._mode, self._device, self._ops)
+            self._metadata, self._numbers = metadata, rows.numbers
+        return metadata
+
+
+def _same_rows(one: npt.NDArray[np.int64], other: npt.NDArray[np.int64]) -> bool:
+    return one is other or np.array_equal(one, other)
+
+
+def _no_token_left(params: SamplingParams) -> ErrorInfo:
+    names = [name for name in _MASKING_FIELDS if getattr(params, name)]
+    message = f"{' and '.join(f'`{name}`' for name in names)} left no token to sample; allow more tokens in this row"
+    return ErrorInfo(ErrorCode.INVALID_FIELD, message, names[0])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.cpu.attention_list import ListPlanner, ListShape, WorkList
+from batchgen.kernels.cpu.command_buffer import CannotRecord, current_buffer
 from batchgen.kernels.cpu.library import DTYPES, address, library
 from batchgen.kernels.cpu.packed_pages import PackedPages
 from batchgen.kernels.layouts import dots_are_faster
@@ -205,6 +206,8 @@ class CompiledAttention(PooledAttention):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend over keys and values that are stored in the pool. See `PagedAttention.attend_stored`."""
+        if current_buffer() is not None:
+            raise CannotRecord("the attention of one layer")
         keys, values = self._pool.keys[layer], self._pool.values[layer]
         dtype = query.dtype
         query = query.to(keys.dtype)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import Structure, addressof, c_int64, c_void_p
+from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
@@ -28,7 +29,9 @@ __all__ = [
     "MATMUL",
     "SAMPLE",
     "BackgroundThread",
+    "CannotRecord",
     "CommandBuffer",
+    "CommandBuffers",
     "background_thread",
     "current_buffer",
     "fill_sampled_ids",
@@ -38,6 +41,10 @@ __all__ = [
 COPY, DECODE, MATMUL, SAMPLE, FILL_SAMPLED_IDS = range(5)
 """Kinds of commands and their arguments, as in background.h: `PageCopies`; `Decoder` and `DecoderStep`; `Matmul`;
 `Sample`; `FillSampledIds`."""
+
+
+class CannotRecord(RuntimeError):
+    """A kernel that cannot be recorded was called inside `record_commands`."""
 
 
 class _Command(Structure):
@@ -188,3 +195,10 @@ def background_thread() -> BackgroundThread:
     made = BackgroundThread()
     atexit.register(made.join)  # the interpreter frees the memory that it works on
     return made
+
+
+@dataclass(frozen=True, slots=True)
+class CommandBuffers:
+    """Support of a backend for steps that are recorded and run by a background thread."""
+
+    thread: Callable[[], BackgroundThread] = background_thread

@@ -27,6 +27,8 @@ FIRST, LAST = 18, 28
 PLAIN = (
     "engine/decode_table.py", "engine/gc_control.py", "engine/input_batch.py", "engine/loop.py",
     "engine/memory/oom.py", "engine/model_runner.py", "engine/sampling/sampler.py", "engine/step_batch.py",
+    "engine/executors/base.py", "engine/executors/eager.py", "engine/executors/cuda_graph.py",
+    "engine/executors/overlapped_cpu.py",
     "kernels/activation.py", "kernels/attention/torch_attention.py", "kernels/attention/torch_plan.py",
     "kernels/device.py",
     "kernels/heads.py", "kernels/layouts.py", "kernels/linear.py", "kernels/noise.py",

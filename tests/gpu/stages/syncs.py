@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from batchgen.engine.cuda_graph import DecodeGraphs
 from batchgen.engine.engine import Engine
+from batchgen.engine.loop import Loop
 from tests.gpu.checkpoints import VOCAB, save_checkpoint
 from tests.gpu.compare import Verdict
 from tests.gpu.lab import Lab
@@ -64,7 +64,7 @@ def waits_in_steady_steps(
             yield f"{kind}: steps read before the next is issued", judge_lateness(watch.lateness)
             if not lab.toy:  # a CPU has no graphs
                 assert engine.last_run is not None
-                yield f"{kind}: steps played as graphs", judge_graphs(engine.last_run.loop.graphs, steps)
+                yield f"{kind}: steps played as graphs", judge_graphs(engine.last_run.loop, steps)
 
 
 class _SyncCounter:
@@ -99,10 +99,9 @@ def judge_lateness(lateness: list[int]) -> Verdict:
     return Verdict(not note, float(early), 0.0, 0.0, note)
 
 
-def judge_graphs(graphs: DecodeGraphs | None, steps: int) -> Verdict:
+def judge_graphs(loop: Loop, steps: int) -> Verdict:
     """Pass if all steps were graph replays: without graphs a job has equal results, so nothing else would fail."""
-    replayed = 0 if graphs is None else graphs.counts.replays
-    note = "there are none" if graphs is None else graphs.disabled_reason or ""
+    replayed, note = loop.counts()["graph_replays"], " ".join(loop.notes)
     return Verdict(replayed >= steps and not note, float(max(0, steps - replayed)), 0.0, 0.0, note)
 
 

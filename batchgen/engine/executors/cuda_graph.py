@@ -12,28 +12,28 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from batchgen.engine.executors.base import Executor, ExecutorContext, InFlight, Step
 from batchgen.engine.memory.oom import is_out_of_memory
 from batchgen.engine.sampling.sampler import PlainColumns
 from batchgen.engine.step_batch import StepArrays, select_input_ids
 from batchgen.kernels.device import Device, Graph
 from batchgen.kernels.ops import Ops
-from batchgen.kernels.sampling import SamplingColumns
-from batchgen.kernels.types import DecodePlanner, DecodeWork
+from batchgen.kernels.sampling import SampleResult, SamplingColumns
+from batchgen.kernels.types import DecodePlanner, DecodeWork, Graphs
 from batchgen.models.base import CaptureSpec, Model, ModelInput
 
-__all__ = ["DecodeGraphs", "DecodeResult", "GraphCounts", "padded_rows"]
+__all__ = ["CudaGraphExecutor", "GraphCounts", "padded_rows"]
 
 _PADDED_SIZES: Final = ((64, 8), (256, 16), (512, 32))
 """(up to, step): padded batch sizes above 8."""
 _LARGE_STEP: Final = 64
-_MAX_GRAPHS: Final = 64
 _MAX_RETIRED: Final = 4
 """Retired graphs that are kept because the device may still run them: two per step, at most two steps in flight."""
 _MAX_FED_TOKENS: Final = 8192
@@ -59,61 +59,82 @@ class GraphCounts:
     first: int = 0
     """Number of steps that ran eagerly because they were the first of their kind."""
 
+    def by_key(self) -> dict[str, int]:
+        """The counters by report key."""
+        return {f"graph_{name}": count for name, count in asdict(self).items()}
+
 
 @dataclass(frozen=True, slots=True)
-class DecodeResult:
-    """Results of a step of R rows. All but `tokens` and `bad` are overwritten by the next step."""
+class _Result:
+    """Results of a step of R rows. All but `sampled` are overwritten by the next step."""
 
     num_sampled: Tensor
     """[R] int64 tokens sampled so far for each row"""
     logits: Tensor | None
     """[R, V], which the caller may change; None: the graph has sampled tokens"""
-    tokens: Tensor | None
-    """[R] int64 sampled tokens; None: the caller samples from `logits`"""
-    bad: Tensor | None
-    """[R] bool, rows with NaN logits; None: the caller samples from `logits`"""
+    sampled: SampleResult | None
+    """None: the caller samples from `logits`"""
 
 
-class DecodeGraphs:
-    """The CUDA graphs of one job."""
+class CudaGraphExecutor(Executor):
+    """Runs decode-only steps."""
 
-    def __init__(
-        self, model: Model, planner: DecodePlanner, ops: Ops, device: Device, max_graphs: int = _MAX_GRAPHS
-    ) -> None:
-        """`max_graphs`: graphs kept; the least recently used one is dropped."""
-        self._planner = planner
-        self._device = device
-        self._most = max_graphs
-        self._shared = _SharedBuffers(model, ops, device)
+    def __init__(self, context: ExecutorContext, support: Graphs) -> None:
+        super().__init__(context)
+        self._planner = support.planner(context.pool, context.device)
+        self._device = context.device
+        self._most = support.max_graphs
+        self._shared = _SharedBuffers(context.model, context.backend.ops, context.device)
         self._steps: OrderedDict[Hashable, _GraphStep] = OrderedDict()
         self._retired: deque[_GraphStep] = deque(maxlen=_MAX_RETIRED)
-        self.counts = GraphCounts()
-        self.disabled_reason: str | None = None
+        self._counts = GraphCounts()
+        self._disabled_reason: str | None = None
         """Why graphs are off for the rest of the job; None: they are on."""
 
-    @torch.inference_mode()
-    def run(
-        self, step: StepArrays, last: Tensor | None, plain: PlainColumns | None, capture: CaptureSpec | None
-    ) -> DecodeResult | None:
-        """Run a step.
+    def counts(self) -> dict[str, int]:
+        """See `Executor.counts`."""
+        return self._counts.by_key()
 
-        Args:
-            step: a decode-only step (`StepArrays.decode_only`).
-            last: [R'] int64 tokens of the last step, if `step.source` refers to it.
-            plain: sampling parameters; None: return logits, and the caller samples.
-            capture: hidden states and experts to capture; filled by this call.
+    def note(self) -> str | None:
+        """See `Executor.note`."""
+        return None if self._disabled_reason is None else f"no CUDA graphs: {self._disabled_reason}"
 
-        Returns:
-            None if the step must run eagerly; then nothing has happened that an eager run would not overwrite.
-        """
-        if self.disabled_reason is not None or (last is not None and len(last) > _MAX_FED_TOKENS):
+    def issue(self, step: Step) -> InFlight | None:
+        """See `Executor.issue`."""
+        context, sampling = self.context, step.sampling
+        if self._disabled_reason is not None or sampling is None or not step.arrays.decode_only:
             return None
+        if step.last is not None and len(step.last) > _MAX_FED_TOKENS:
+            return None
+        capture = context.capture_states(step)
+        context.begin(step)
+        found = self._run_or_disable(step.arrays, step.last, sampling.plain, capture)
+        if found is None:
+            context.cancel(step.captured)
+            return None
+        context.send_states(step)
+        if sampling.needs_host:
+            step.read_last()
+        if found.sampled is not None:
+            samples = sampling.collect(found.sampled)
+        else:
+            assert found.logits is not None
+            samples = sampling.sample(found.logits, found.num_sampled)
+        return InFlight(samples, step.captured, pending=True)
+
+    def _run_or_disable(
+        self, step: StepArrays, last: Tensor | None, plain: PlainColumns | None, capture: CaptureSpec | None
+    ) -> _Result | None:
+        """Run a decode-only step; None if it must run eagerly.
+
+        `plain`: sampling parameters; None: the result has logits. `capture` is filled.
+        """
         try:
             return self._run(step, last, plain, capture)
         except RuntimeError as problem:
             if not isinstance(problem, _CannotCapture) and not is_out_of_memory(problem):
                 raise
-            self.disabled_reason = str(problem)
+            self._disabled_reason = str(problem)
         self._device.download(self._shared.last[:1]).wait()  # waits until no graph runs
         self._steps.clear()
         self._retired.clear()
@@ -123,7 +144,7 @@ class DecodeGraphs:
 
     def _run(
         self, step: StepArrays, last: Tensor | None, plain: PlainColumns | None, capture: CaptureSpec | None
-    ) -> DecodeResult:
+    ) -> _Result:
         rows = len(step.ids)
         padded = padded_rows(rows)
         work = self._planner.plan(step.attention, padded)
@@ -135,15 +156,15 @@ class DecodeGraphs:
         if not static.warmed_up:
             static.body()
             static.warmed_up = True
-            self.counts.first += 1
+            self._counts.first += 1
         else:
             if static.graph is None:
                 static.graph = self._capture(static)
             static.graph.replay()
-            self.counts.replays += 1
+            self._counts.replays += 1
         # The launches are known only after the layers have run once.
         self._store((kind, static.attention.launches), static)
-        self.counts.padded += padded - rows
+        self._counts.padded += padded - rows
         return static.result(rows, capture)
 
     def _store(self, key: Hashable, static: _GraphStep) -> None:
@@ -166,7 +187,7 @@ class DecodeGraphs:
                 first = first.__context__
             why = str(first).strip().split("\n")[0]
             raise _CannotCapture(f"the model's decode steps cannot be captured: {why}") from problem
-        self.counts.captures += 1
+        self._counts.captures += 1
         return graph
 
 
@@ -264,17 +285,15 @@ class _GraphStep:
         else:
             self._out[name] = value
 
-    def result(self, rows: int, capture: CaptureSpec | None) -> DecodeResult:
+    def result(self, rows: int, capture: CaptureSpec | None) -> _Result:
         """The step's results, for its first `rows` rows."""
         if capture is not None:
             capture.states = {layer: self._out[f"states {layer}"][capture.rows] for layer in capture.layers}
             capture.routed = self._out["routed"][capture.rows] if "routed" in self._out else None
-        return DecodeResult(
-            num_sampled=self._num_sampled[:rows],
-            logits=None if self._logits is None else self._logits[:rows],
-            tokens=self._out["tokens"][:rows].clone() if "tokens" in self._out else None,
-            bad=self._out["bad"][:rows].clone() if "bad" in self._out else None,
-        )
+        sampled = None
+        if "tokens" in self._out:
+            sampled = SampleResult(self._out["tokens"][:rows].clone(), self._out["bad"][:rows].clone())
+        return _Result(self._num_sampled[:rows], None if self._logits is None else self._logits[:rows], sampled)
 
 
 class _StaticColumns:

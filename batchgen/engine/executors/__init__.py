@@ -1,0 +1,1 @@
+"""Executors: the ways to run a step on a device."""

@@ -1,0 +1,56 @@
+"""Runs any step by launching its kernels one by one."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from batchgen.engine.executors.base import Executor, InFlight, Step
+from batchgen.engine.step_batch import StepBatch
+from batchgen.kernels.pooled import PooledAttention
+from batchgen.models.base import ModelInput
+
+__all__ = ["EagerExecutor"]
+
+
+class EagerExecutor(Executor):
+    """Runs every step, so it is the last of all executors."""
+
+    def issue(self, step: Step) -> InFlight:
+        """See `Executor.issue`."""
+        context, sampling = self.context, step.sampling
+        batch = step.arrays.upload(context.device)
+        context.begin(step)
+        hidden = self._forward(step, batch)
+        samples = None
+        if sampling is not None:
+            logits = context.model.logits(hidden)  # [U, V]
+            if batch.sample_rows is not None:
+                # Samples of one prompt share logits; each gets a copy, which masks may change.
+                logits = logits[batch.sample_rows]  # [R, V]
+            if sampling.needs_host:
+                step.read_last()
+            samples = sampling.sample(logits, batch.num_sampled)
+        return InFlight(samples, step.captured, pending=context.device.asynchronous)
+
+    def _forward(self, step: Step, batch: StepBatch) -> Tensor:
+        """[U, H] states after the final norm, of the tokens whose logits are needed."""
+        context = self.context
+        attention, scores = context.backend.attention(context.pool, batch.attention), bool(context.prompts)
+        inputs = ModelInput(
+            batch.feed(step.last),
+            batch.positions,
+            attention,
+            context.capture_states(step),
+            lora=batch.lora,
+            embeds=batch.embeds,
+            ops=context.backend.ops,
+            wanted=None if scores else batch.logit_rows,
+        )
+        hidden = context.model.hidden(inputs)
+        if isinstance(attention, PooledAttention):
+            context.attention.add(attention.counts)
+        if scores:
+            step.captured.prompts = context.prompts.score(step.plan, hidden, context.model.logits, context.outputs)
+            hidden = hidden if batch.logit_rows is None else hidden[batch.logit_rows]
+        context.send_states(step)
+        return hidden
