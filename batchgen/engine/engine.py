@@ -14,13 +14,13 @@ import torch
 
 from batchgen.config.run_config import EngineConfig
 from batchgen.engine.backend_choice import fixed_kernels, kernels_for, products_of
-from batchgen.engine.capture.hidden_states import hidden_state_collector
 from batchgen.engine.loop import Loop
 from batchgen.engine.memory.dummy_run import PAGES, CudaMeter, dummy_run, estimated_bytes, measure_largest_step
-from batchgen.engine.memory.kv_budget import DeviceMemory, device_memory, most_pages, pool_pages
+from batchgen.engine.memory.kv_budget import DeviceMemory, cache_groups, device_memory, most_pages, pool_pages
 from batchgen.engine.quantization import quantize
 from batchgen.engine.row_reader import RowReader
 from batchgen.engine.sampling.penalty_counts import lists_bytes
+from batchgen.engine.settings import EngineResources, LoopSettings
 from batchgen.engine.streaming import Emit
 from batchgen.engine.workload import JobWorkload, plan_workload
 from batchgen.errors import UsageError
@@ -34,6 +34,7 @@ from batchgen.models.base import Model
 from batchgen.models.deterministic import deterministic_model
 from batchgen.models.load import load_model
 from batchgen.models.quantize import QuantizationLoss
+from batchgen.plan.cache_groups import cache_bytes
 from batchgen.plan.config import GROUP_MIN_SAVING, Admit, Order
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
 from batchgen.request.completion import Completion, StreamEvent
@@ -63,9 +64,8 @@ class Running:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page, summed over all layers."""
-        tensors = (*self.pool.keys, *self.pool.values)
-        return sum(t[0].numel() * t.element_size() for t in tensors)
+        """Bytes of one page, summed over all cache groups."""
+        return cache_bytes(self.scheduler.config.cache_groups, 1)
 
 
 class Engine:
@@ -317,6 +317,7 @@ class Engine:
             group_rows=None if self.backend is None else self.backend.group_rows,
             order=self.order,
             admission=self.admission,
+            cache_groups=cache_groups(self.model.spec, self.config.page_size),
         )
         kinds = workload.kinds(repeats_end=self.config.stop_on_repeat is not None)
         return Scheduler(workload.tree, workload.samples, workload.max_tokens, config, kinds)
@@ -330,25 +331,19 @@ class Engine:
         prompt_ids: bool = True,
         emit: Emit | None = None,
     ) -> Loop:
-        config, spec = self.config, self.model.spec
+        config = self.config
         assert self.backend is not None
-        return Loop(
-            workload,
-            scheduler,
-            self.model,
-            pool,
-            self.backend,
-            self.device,
-            self.tokenizer,
-            self.grammars,
+        resources = EngineResources(
+            self.model, self.backend, self.device, self.tokenizer, self.grammars, self.processors
+        )
+        settings = LoopSettings(
             prompt_ids=prompt_ids,
             repeat_span=config.stop_on_repeat,
-            processors=self.processors,
             logprobs_mode=config.logprobs_mode,
             repetition_scope=config.repetition_penalty_scope,
-            emit=emit,
-            states=hidden_state_collector(workload, spec, exact=config.hidden_states_dtype == "float32"),
+            exact_states=config.hidden_states_dtype == "float32",
         )
+        return Loop(workload, scheduler, pool, resources, settings, emit)
 
 
 def step_limits(config: EngineConfig, device: torch.device) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from batchgen.config.units import format_size
 from batchgen.data.read.input_set import open_inputs
 from batchgen.data.read.reserved_paths import reserved_paths
 from batchgen.engine.engine import step_limits
+from batchgen.engine.memory.kv_budget import cache_groups
 from batchgen.engine.row_reader import RowReader
 from batchgen.engine.workload import JobWorkload, plan_workload
 from batchgen.errors import OutputError
@@ -26,7 +27,7 @@ from batchgen.job.estimate import OutputEstimate, estimate_output
 from batchgen.job.fingerprint import identify_job
 from batchgen.job.ingest import ingest
 from batchgen.job.setup import Setup, prepare
-from batchgen.kernels.types import KVPool
+from batchgen.plan.cache_groups import cache_bytes
 from batchgen.plan.config import SchedulerConfig
 from batchgen.plan.estimate import PlanCounts, plan_counts
 from batchgen.plan.length_predictor import LengthPredictor
@@ -148,7 +149,6 @@ def _build_report(config: RunConfig) -> CheckReport:
         output = estimate_output(rows, config, setup.spec)
         planned = time.monotonic()
     spec = setup.spec
-    page_bytes = KVPool.page_bytes(list(spec.kv_layers), page, spec.dtype)
     return CheckReport(
         rows=rows.rows,
         rows_ok=rows.rows - rows.errors.total() - rows.skipped,
@@ -163,7 +163,7 @@ def _build_report(config: RunConfig) -> CheckReport:
         sharing_ratio=round(counts.sharing_ratio, 4),
         deduplicated_rows=len(workload.followers),
         max_completion_tokens=tokens,
-        kv_peak_bytes=counts.kv_peak_pages * page_bytes,
+        kv_peak_bytes=cache_bytes(cache_groups(spec, page), counts.kv_peak_pages),
         page_waste=round(counts.page_waste, 4),
         estimated_steps=steps.steps,
         estimated_occupancy=round(steps.occupancy, 4),

@@ -177,9 +177,9 @@ class Admission:
     def _fits_at_full_length(self, candidate: Candidate, waiting: Callable[[], list[Candidate]]) -> bool:
         if self._forecast_step == self._block_manager.step:
             return False
-        allocator = self._block_manager.allocator
-        held = allocator.used_count + self._total_max_pages + self._pages(candidate)
-        return held <= allocator.capacity and held + sum(map(self._pages, waiting())) <= allocator.capacity
+        manager = self._block_manager
+        held = manager.allocator.used_count + self._total_max_pages + self._pages(candidate)
+        return manager.fits(held) and manager.fits(held + sum(map(self._pages, waiting())))
 
     def _pages(self, candidate: Candidate) -> int:
         """Most pages that a candidate can hold."""

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from batchgen.plan.cache_groups import ONE_BYTE_PAGES, CacheGroup, cache_bytes
 from batchgen.plan.config import SchedulerStats
 from batchgen.plan.step_plan import PageCopy
 from batchgen.plan.tree import PrefixTree
@@ -145,6 +146,7 @@ class BlockManager:
         samples: npt.NDArray[np.int32],
         allocator: PageAllocator,
         stats: SchedulerStats,
+        cache_groups: Sequence[CacheGroup] = ONE_BYTE_PAGES,
     ) -> None:
         self.parent = tree.parent.data
         self.start = tree.start.data
@@ -167,8 +169,14 @@ class BlockManager:
         self.allocator = allocator
         self._page_size = allocator.page_size
         self._stats = stats
+        self._cache_groups = cache_groups
+        self._capacity_bytes = cache_bytes(cache_groups, allocator.capacity)
         self._computed_to: dict[int, int] = {}
         """Evicted node -> the position it had been computed to."""
+
+    def fits(self, pages: int) -> bool:
+        """Whether `pages` pages in use at once fit into the pool."""
+        return cache_bytes(self._cache_groups, pages) <= self._capacity_bytes
 
     def missing_path(self, node_id: int) -> list[int]:
         """Of a node and its ancestors, those that are not in the pool, topmost first."""

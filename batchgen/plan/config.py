@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Final, Literal
 
+from batchgen.plan.cache_groups import ONE_BYTE_PAGES, CacheGroup
+
 __all__ = ["GROUP_MIN_SAVING", "Admit", "Order", "SchedulerConfig", "SchedulerStats"]
 
 Order = Literal["longest", "tree", "first-come"]
@@ -42,6 +44,8 @@ class SchedulerConfig:
     quarter of the running samples is enough."""
     order: Order = "longest"
     admission: Admit = "foreseen"
+    cache_groups: tuple[CacheGroup, ...] = ONE_BYTE_PAGES
+    """What the model's layers keep of each page's positions."""
 
     def __post_init__(self) -> None:
         for name in ("page_size", "max_num_seqs", "start_together"):

@@ -192,9 +192,8 @@ class PageForecast:
         """
         found = self._with_candidate(candidate)
         spare = (self._uncertain + sum(map(self._predictor.is_uncertain, candidate.requests))) // 2
-        allocator = self._block_manager.allocator
-        held = max(allocator.used_count, self._used_pages + self._admitted_pages)
-        if held + found.pages + peak_pages(found.usage) + spare > allocator.capacity:
+        held = max(self._block_manager.allocator.used_count, self._used_pages + self._admitted_pages)
+        if not self._block_manager.fits(held + found.pages + peak_pages(found.usage) + spare):
             return False
         self._apply(candidate, found)
         return True

@@ -61,7 +61,7 @@ class Scheduler:
         self._tree = tree
         self._samples = np.ascontiguousarray(samples, dtype=np.int32)
         self._allocator = PageAllocator(config.num_pages, config.page_size)
-        self._block_manager = BlockManager(tree, self._samples, self._allocator, self.stats)
+        self._block_manager = BlockManager(tree, self._samples, self._allocator, self.stats, config.cache_groups)
         self._groups = PrefixGroups(
             self._block_manager.first_row, config.page_size, config.group_costs, int(tree.end.max(initial=0))
         )

@@ -138,9 +138,9 @@ def test_late_reads_in_bounded_memory(
     loop, d2h_queue = engine.last_run.loop, queue_of(engine)
     assert loop.state.discarded > 0, "samples ended while they were in the next step"
     assert loop.prompts.buffers.nbytes == 0
-    assert loop._states is not None
-    assert loop._states.nbytes == 0
-    assert not loop._states._running
+    assert loop.states is not None
+    assert loop.states.nbytes == 0
+    assert loop.states.num_samples == 0
     assert device.unread == {"tokens": 0, "outputs": 0}
     waits = device.counts.waits_of("outputs")
     assert not any(wait.overtook for wait in waits)

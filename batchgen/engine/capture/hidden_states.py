@@ -109,6 +109,11 @@ class HiddenStateCollector:
         """Bytes stored for prompts."""
         return self._buffers.nbytes
 
+    @property
+    def num_samples(self) -> int:
+        """Number of running samples whose values are stored."""
+        return len(self._running)
+
     def add(self, sequence: int, request: Request) -> None:
         """Add a sample, if its row returns states or experts."""
         needs = self._needs_by_params[self._params_id[request.index]]

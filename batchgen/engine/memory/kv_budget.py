@@ -18,8 +18,9 @@ from batchgen.engine.workload import JobWorkload
 from batchgen.errors import UsageError
 from batchgen.kernels.types import KVPool
 from batchgen.models.base import ModelSpec
+from batchgen.plan.cache_groups import CacheGroup, cache_bytes, pages_within
 
-__all__ = ["AUTO_SHARE", "DeviceMemory", "allowed_pages", "device_memory", "most_pages", "pool_pages"]
+__all__ = ["AUTO_SHARE", "DeviceMemory", "allowed_pages", "cache_groups", "device_memory", "most_pages", "pool_pages"]
 
 AUTO_SHARE: Final = 0.4
 """Share of a CPU's free memory for keys and values without `--kv-memory`."""
@@ -71,11 +72,11 @@ def pool_pages(
         UsageError: the budget holds less than two pages, or exceeds the free memory.
     """
     pages = min(allowed_pages(spec, page_size, kv_memory, memory), most_pages(workload, page_size))
-    page = _page_bytes(spec, page_size)
-    if pages * page > memory.room:
+    pool_bytes = cache_bytes(cache_groups(spec, page_size), pages)
+    if pool_bytes > memory.room:
         used = f", of which the largest step takes {format_size(memory.step)}" if memory.exclusive else ""
         raise UsageError(
-            f"`--kv-memory`: {format_size(pages * page)} of keys and values do not fit into "
+            f"`--kv-memory`: {format_size(pool_bytes)} of keys and values do not fit into "
             f"{format_size(memory.free)} of free memory{used}; at most {_whole_mib(memory.room)} fit"
         )
     return pages
@@ -95,7 +96,7 @@ def allowed_pages(
     Raises:
         UsageError: the budget holds less than two pages, or exceeds the device's memory.
     """
-    page = _page_bytes(spec, page_size)
+    groups = cache_groups(spec, page_size)
     memory = device_memory(spec.device) if memory is None else memory
     budget = memory.budget(kv_memory)
     if budget > memory.total:
@@ -103,13 +104,14 @@ def allowed_pages(
             f"`--kv-memory`: {format_size(budget)} exceed the device's memory of {format_size(memory.total)}; "
             f"at most {_whole_mib(memory.room)} fit now"
         )
-    allowed = budget // page
+    allowed = pages_within(groups, budget)
     if allowed < 2:
         if kv_memory is None:
             raise UsageError(
                 f"`--kv-memory`: the largest step takes {format_size(memory.step)} of {format_size(memory.free)} of "
                 "free memory, which leaves no room for keys and values; lower --max-tokens-per-step or --max-num-seqs"
             )
+        page = cache_bytes(groups, 1)
         raise UsageError(f"`--kv-memory`: {budget} bytes hold {allowed} pages of {page} bytes, at least 2 are needed")
     return allowed
 
@@ -119,8 +121,17 @@ def _whole_mib(count: int) -> str:
     return f"{count >> 20}MiB"
 
 
-def _page_bytes(spec: ModelSpec, page_size: int) -> int:
-    return max(1, KVPool.page_bytes(list(spec.kv_layers), page_size, spec.dtype))
+def cache_groups(spec: ModelSpec, page_size: int) -> tuple[CacheGroup, ...]:
+    """The caches that a model's layers keep: one group for each size of keys and values."""
+    sizes = dict.fromkeys(spec.kv_layers)
+    return tuple(
+        CacheGroup(
+            "full",
+            layers=tuple(i for i, layer in enumerate(spec.kv_layers) if layer == size),
+            page_bytes=spec.kv_layers.count(size) * KVPool.page_bytes([size], page_size, spec.dtype),
+        )
+        for size in sizes
+    )
 
 
 def most_pages(workload: JobWorkload, page_size: int) -> int:

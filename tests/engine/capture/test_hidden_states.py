@@ -168,9 +168,9 @@ def test_chunks_preemption_and_samples_change_nothing(
         check(result, reference, prompts[result.row_index], requested)
     assert engine.last_run is not None
     assert engine.last_run.scheduler.stats.preemptions > 0
-    assert engine.last_run.loop._states is not None
-    assert engine.last_run.loop._states.nbytes == 0, "all stored states are freed"
-    assert not engine.last_run.loop._states._running
+    assert engine.last_run.loop.states is not None
+    assert engine.last_run.loop.states.nbytes == 0, "all stored states are freed"
+    assert engine.last_run.loop.states.num_samples == 0
 
 
 @pytest.mark.field("return_hidden_states")
@@ -239,7 +239,7 @@ def test_shared_prompt_states_are_stored_once(folder: Path) -> None:
         peak = 0
         for _ in engine.generate(table_rows):
             assert engine.last_run is not None
-            collector = engine.last_run.loop._states
+            collector = engine.last_run.loop.states
             assert collector is not None
             peak = max(peak, collector.nbytes)
         assert collector._buffers.positions == 64 + 16
@@ -253,7 +253,7 @@ def test_jobs_without_states_have_no_collector(folder: Path) -> None:
     engine = engine_of(folder, "native")
     assert [*engine.generate([row([3, 4], None)])]
     assert engine.last_run is not None
-    assert engine.last_run.loop._states is None
+    assert engine.last_run.loop.states is None
 
 
 @pytest.mark.parametrize("pool", POOLS)

@@ -1,0 +1,46 @@
+"""What the jobs of an engine share, and the settings of one job's loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from batchgen.engine.sampling.logits_processor import RepetitionScope
+from batchgen.engine.sampling.logprobs import LogprobsMode
+from batchgen.kernels.backend import Backend
+from batchgen.kernels.device import Device
+from batchgen.models.base import Model
+from batchgen.request.processors import LoadedProcessor
+from batchgen.text.grammar.grammars import Grammars
+from batchgen.text.tokenizer import Tokenizer
+
+__all__ = ["EngineResources", "LoopSettings"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineResources:
+    """The loaded model with everything that runs it and reads its tokens."""
+
+    model: Model
+    backend: Backend
+    device: Device
+    tokenizer: Tokenizer
+    grammars: Grammars
+    """Compiled constraints"""
+    processors: Mapping[str, LoadedProcessor]
+    """Custom logit processors by name"""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopSettings:
+    """Options of a job that its loop needs."""
+
+    prompt_ids: bool = True
+    """Whether completions contain their prompt's ids"""
+    repeat_span: int | None = None
+    """As for `sequence.is_repeating`; None: repetition does not end a sample"""
+    logprobs_mode: LogprobsMode = "raw"
+    repetition_scope: RepetitionScope = "output"
+    """Whether repetition penalties include prompt tokens"""
+    exact_states: bool = False
+    """Whether hidden states are returned in float32 instead of the model's dtype"""
