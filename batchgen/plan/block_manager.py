@@ -168,7 +168,7 @@ class BlockManager:
         """Node id -> number of sequences begun at its end that hold no pages."""
         self.allocator = allocator
         self._page_size = allocator.page_size
-        self._stats = stats
+        self.stats = stats
         self._cache_groups = cache_groups
         self._capacity_bytes = cache_bytes(cache_groups, allocator.capacity)
         self._computed_to: dict[int, int] = {}
@@ -223,7 +223,7 @@ class BlockManager:
         else:
             pages = self.allocator.alloc(count)
             copies.append(PageCopy(tail, pages[0], filled))
-            self._stats.page_copies += 1
+            self.stats.page_copies += 1
         self.drop_unused_tail(node)
         return Branch(pages, begin, in_place)
 
@@ -340,7 +340,7 @@ class BlockManager:
     def _evict(self, node: Node) -> None:
         assert not node.users
         self._computed_to[node.id] = max(node.next_position, self.computed_to(node))
-        self._stats.evicted_nodes += 1
+        self.stats.evicted_nodes += 1
         self._remove(node)
 
     def _remove(self, node: Node) -> None:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from batchgen.plan.admission import Admission, PendingSubtrees
 from batchgen.plan.block_manager import COMPUTING, BlockManager, Node
 from batchgen.plan.builder import StepBuilder
-from batchgen.plan.config import SchedulerConfig, SchedulerStats
+from batchgen.plan.config import SchedulerConfig
 from batchgen.plan.length_predictor import LengthPredictor
 from batchgen.plan.order import BeginOrder
 from batchgen.plan.page_forecast import Candidate
@@ -61,7 +61,6 @@ class PrefillScheduler:
         sequences: SequenceScheduler,
         predictor: LengthPredictor,
         config: SchedulerConfig,
-        stats: SchedulerStats,
     ) -> None:
         self._order = order.tree.order.data
         self._samples = samples.data
@@ -69,7 +68,7 @@ class PrefillScheduler:
         self._block_manager = block_manager
         self._sequences = sequences
         self._config = config
-        self._stats = stats
+        self._stats = block_manager.stats
         self._pending = PendingSubtrees(block_manager.parent, block_manager.subtree_end, block_manager.refs, order.rank)
         self._deferred: list[tuple[int, int]] = []
         """Node id ranges that go back to `_pending` in the next step."""
@@ -354,12 +353,8 @@ class PrefillScheduler:
                     return False
                 self._advance(run, builder)
                 continue
-            candidate = Candidate(
-                (),
-                node_id,
-                self._next_requests(node_id, min(self._block_manager.unstarted[node_id], self._free_slots())),
-                0,
-            )
+            count = min(self._block_manager.unstarted[node_id], self._free_slots())
+            candidate = Candidate((), node_id, self._next_requests(node_id, count), 0)
             admitted = self._admission.admit(candidate, self._waiting, nothing_running=self._nothing_in_flight())
             if admitted is None:
                 return False

@@ -65,11 +65,9 @@ class Scheduler:
         self._groups = PrefixGroups(
             self._block_manager.first_row, config.page_size, config.group_costs, int(tree.end.max(initial=0))
         )
-        self._sequences = SequenceScheduler(
-            self._block_manager, self.stats, self._groups.add_row, self._groups.remove_row
-        )
+        self._sequences = SequenceScheduler(self._block_manager, self._groups.add_row, self._groups.remove_row)
         self._prefill = PrefillScheduler(
-            order, self._samples, self._max_new, self._block_manager, self._sequences, predictor, config, self.stats
+            order, self._samples, self._max_new, self._block_manager, self._sequences, predictor, config
         )
         self._rows: npt.NDArray[np.int32] | None = None
         self._unended = self._unbegun = int(self._samples.sum(dtype=np.int64))

@@ -15,7 +15,6 @@ import numpy as np
 
 from batchgen.plan.block_manager import COMPUTING, BlockManager, Node
 from batchgen.plan.builder import StepBuilder
-from batchgen.plan.config import SchedulerStats
 from batchgen.plan.running import Running
 
 __all__ = ["Phase", "ScheduledSequence", "SequenceScheduler"]
@@ -75,7 +74,6 @@ class SequenceScheduler:
     def __init__(
         self,
         block_manager: BlockManager,
-        stats: SchedulerStats,
         on_decode_start: Callable[[Node | None], None],
         on_decode_stop: Callable[[Node | None], None],
     ) -> None:
@@ -93,7 +91,7 @@ class SequenceScheduler:
         self._block_manager = block_manager
         self._allocator = block_manager.allocator
         self._page_size = block_manager.allocator.page_size
-        self._stats = stats
+        self._stats = block_manager.stats
         self._on_decode_start = on_decode_start
         self._on_decode_stop = on_decode_stop
         self.next_id = 0
