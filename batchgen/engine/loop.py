@@ -14,7 +14,7 @@ from batchgen.engine.input_batch import InputBatch
 from batchgen.engine.memory.dummy_run import DummyRun
 from batchgen.engine.memory.oom import blocked_requests, out_of_memory
 from batchgen.engine.model_runner import InFlightStep, ModelRunner
-from batchgen.engine.open_prompts import OpenPrompts
+from batchgen.engine.outputs import OpenPrompts
 from batchgen.engine.sampling.logprobs import LogprobColumns
 from batchgen.engine.sampling.sampler import Sampler
 from batchgen.engine.sequence import Sequence

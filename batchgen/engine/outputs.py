@@ -1,21 +1,29 @@
-"""`OutputProcessor`: turns ended sequences into completions; `keep_best` selects samples for `best_of`."""
+"""`OutputProcessor`: turns ended sequences into completions; `OpenPrompts`: collects the samples of each prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+from batchgen.engine.capture.hidden_states import hidden_state_collector
 from batchgen.engine.capture.prompt_logprobs import PromptLogprobs
+from batchgen.engine.capture.scoring import Scores
+from batchgen.engine.sampling.constraints import GrammarState
+from batchgen.engine.sampling.logits_processor import RulesCache
 from batchgen.engine.sequence import Sequence
+from batchgen.engine.settings import EngineResources, LoopSettings
+from batchgen.engine.streaming import Streams
 from batchgen.engine.workload import JobWorkload
+from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.kernels.ops import Ops
 from batchgen.request.completion import Completion
 from batchgen.request.table import Request
 from batchgen.text.echo_suffix import add_echo_and_suffix
+from batchgen.text.stops import StopState, all_stop_token_ids
 from batchgen.text.tokenizer import Tokenizer
 
-__all__ = ["OutputProcessor", "keep_best"]
+__all__ = ["OpenPrompts", "OutputProcessor", "keep_best"]
 
 
 def keep_best(
@@ -99,3 +107,177 @@ class OutputProcessor:
             )
             for done in samples
         ]
+
+
+@dataclass(slots=True)
+class _OpenPrompt:
+    """A request with samples that are still being generated."""
+
+    remaining: int
+    finished: list[tuple[float, Completion]] = field(default_factory=list)
+    """(mean logprob, completion) of finished samples; `best_of` ranks by mean logprob."""
+
+
+class OpenPrompts:
+    """Starts the samples of a job's requests, and makes the completions of a request when its last sample has ended."""
+
+    def __init__(
+        self, workload: JobWorkload, resources: EngineResources, settings: LoopSettings, streams: Streams
+    ) -> None:
+        model, spec = resources.model, resources.model.spec
+        self._workload = workload
+        self._model = model
+        self._tokenizer = resources.tokenizer
+        self._grammars = resources.grammars
+        self._repeat_span = settings.repeat_span
+        self._streams = streams
+        self._rules = RulesCache(resources.tokenizer, spec.vocab_size, settings.repetition_scope, resources.device)
+        self._outputs = OutputProcessor(
+            workload, resources.tokenizer, spec.vocab_size, resources.backend.ops, prompt_ids=settings.prompt_ids
+        )
+        self.prompts = self._outputs.prompts
+        """Prompt logprobs"""
+        self.states = hidden_state_collector(workload, spec, exact=settings.exact_states)
+        """Hidden states and routed experts; None: no row returns them"""
+        self._scores = Scores(workload, self.prompts, prompt_ids=settings.prompt_ids)
+        self._open: dict[int, _OpenPrompt] = {}
+
+    def start(self, number: int, request: Request, sample_index: int) -> Sequence:
+        """Start sequence `number`, one sample of a request."""
+        sequence = self._sequence(request, sample_index)
+        if request.index not in self._open:
+            self._open[request.index] = _OpenPrompt(remaining=request.params.samples)
+        self._streams.start(number, sequence)
+        if self.states is not None:
+            self.states.add(number, request)
+        return sequence
+
+    def _sequence(self, request: Request, sample_index: int) -> Sequence:
+        params, eos = request.params, self._tokenizer.eos_ids
+        stops = StopState(params, eos, self._tokenizer)
+        masked: tuple[int, ...] = ()
+        if params.min_new_tokens:
+            vocab = self._model.spec.vocab_size
+            masked = tuple(sorted(i for i in all_stop_token_ids(params, eos) if i < vocab))
+            if len(masked) == vocab:
+                masked = ()  # no token would be left; `min_new_tokens_unmet` reports an early end
+        logits_state = self._rules.start(request, stops.output_ids)
+        grammar = GrammarState(self._grammars, params, params.constraint) if params.constraint is not None else None
+        return Sequence(request, sample_index, stops, masked, self._repeat_span, logits_state, grammar)
+
+    def end(self, number: int, sequence: Sequence) -> Iterator[list[Completion]]:
+        """End a sample; yield its prompt's samples if it was the last one, then those of duplicate requests."""
+        done = self._outputs.finish_sample(sequence)
+        if sequence.logits_state is not None:
+            self._rules.finish(sequence.logits_state)
+        if self.states is not None:
+            done = self._with_states(number, done)
+        if self._streams:
+            self._streams.finish(number, done)
+        yield from self._add(sequence, done)
+
+    def fail(
+        self, request: Request, error: ErrorInfo, started: dict[int, Sequence], *, unstarted: bool
+    ) -> Iterator[list[Completion]]:
+        """End all running samples of a request with an error.
+
+        Args:
+            request: the request.
+            error: the error.
+            started: its running samples, by sequence number.
+            unstarted: whether other samples have not started; one completion represents them all.
+        """
+        samples = list(started.items())
+        never_started = self._sequence(request, 0) if unstarted else None
+        if not samples and never_started is None:
+            return
+        group = self._open.setdefault(request.index, _OpenPrompt(0))
+        group.remaining = len(samples) + unstarted
+        for number, sequence in samples:
+            sequence.fail(error)
+            yield from self.end(number, sequence)
+        if never_started is not None:
+            never_started.fail(error)
+            done = self._outputs.finish_sample(never_started)
+            if not samples:
+                self._streams.finish_unstarted(request, done)
+            if never_started.logits_state is not None:
+                self._rules.finish(never_started.logits_state)
+            yield from self._add(never_started, done)
+
+    def _add(self, sequence: Sequence, done: Completion) -> Iterator[list[Completion]]:
+        """Add the completion of a sample to those of its prompt, and yield them if it was the last."""
+        request, index = sequence.request, sequence.request.index
+        group = self._open[index]
+        group.finished.append((sequence.mean_logprob, done))
+        group.remaining -= 1
+        if group.remaining:
+            return
+        del self._open[index]
+        if self.states is not None:
+            self.states.release(index)
+        if request.score_start >= 0:
+            failed = next((c.error for _, c in group.finished if c.error is not None), None)
+            if scored := self._scores.add(request, failed):
+                yield scored
+            self.prompts.release(index)
+            return
+        samples = self._outputs.finish_prompt(request, group.finished)
+        self.prompts.release(index)
+        yield samples
+        for follower in self._workload.followers_of(index):
+            yield self._outputs.copy_for_follower(follower, samples)
+
+    def _with_states(self, number: int, done: Completion) -> Completion:
+        """The finished sample with the hidden states and routed experts that its row returns."""
+        assert self.states is not None
+        if done.error is not None:
+            self.states.drop(number)
+            return done
+        blocks, routed = self.states.finish(number, len(done.output_ids or ()))
+        # A numpy array is used like a sequence of ints.
+        return replace(done, states=blocks, routed_experts=routed)  # type: ignore[arg-type]
+
+    def without_steps(self, num_pages: int, page_size: int) -> Iterator[list[Completion]]:
+        """Completions of requests that no step computes: idle ones, and those that cannot run.
+
+        `num_pages`: pages of the pool, of `page_size` tokens each.
+        """
+        workload = self._workload
+        for index in workload.idle.tolist():
+            request = workload.table[index]
+            samples = [self._empty(request, i) for i in range(request.params.n)]
+            if request.params.best_of is not None:
+                samples[0] = replace(samples[0], dropped_tokens=0)
+            for sample in samples:
+                self._streams.finish_unstarted(request, sample)
+            yield samples
+        for index, pages in workload.too_large.items():
+            request = workload.table[index]
+            error = ErrorInfo(
+                ErrorCode.OOM,
+                f"the prompt ({len(request.prompt_ids)} tokens) and up to {request.max_new_tokens} new tokens need "
+                f"{pages} KV pages of {page_size} tokens, but the pool has {num_pages}; "
+                "raise --kv-memory or lower max_new_tokens",
+            )
+            yield from self._failed_completions(index, error)
+        for index in workload.refused:
+            name = self._model.spec.name
+            message = (
+                f"`input_embeds` cannot be given to a {name} model, which looks the ids up again; give `input_ids`"
+            )
+            yield from self._failed_completions(index, ErrorInfo(ErrorCode.UNSUPPORTED_FIELD, message, "input_embeds"))
+
+    def _failed_completions(self, index: int, error: ErrorInfo) -> Iterator[list[Completion]]:
+        """Error completions of a request that cannot run, and of its duplicates."""
+        request = self._workload.table[index]
+        failed = Completion(request.row_index, request.prompt_index, error=error, seed=request.seed)
+        self._streams.finish_unstarted(request, failed)
+        for each in (index, *self._workload.followers_of(index)):
+            row = self._workload.table[each]
+            yield [Completion(row.row_index, row.prompt_index, error=error, seed=row.seed)]
+
+    def _empty(self, request: Request, sample_index: int) -> Completion:
+        sequence = self._sequence(request, sample_index)
+        sequence.finish_reason = "length"
+        return self._outputs.finish_sample(sequence)

@@ -1,6 +1,6 @@
 """Cache groups: what each kind of layer keeps of a token or of a sequence, and the bytes that it costs.
 
-A page id stands for one page of each paged group, so all groups are planned together in numbers of pages, and every
+A page id means one page in each group, so all groups are planned together in numbers of pages, and every
 limit and counter in bytes comes from `cache_bytes`.
 """
 

@@ -53,7 +53,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
 
     def counted(runner: ModelRunner, *args: Any) -> InFlightStep:
         in_flight = issue(runner, *args)
-        if in_flight.samples is not None:
+        if in_flight.tokens is not None:
             found[in_flight.pending] += 1
         return in_flight
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchgen.engine.sampling.min_tokens import MinTokensMask
+from batchgen.engine.sampling.sampler import MinTokensMask
 from batchgen.kernels.device import HOST
 from tests.engine.fake_device import LateDevice
 
