@@ -46,12 +46,6 @@ class PlanCounts:
         """Prompt tokens per computed prompt token; 1.0 without sharing."""
         return self.prompt_tokens / self.distinct_prompt_tokens if self.distinct_prompt_tokens else 1.0
 
-    def least_steps(self, max_num_seqs: int, max_tokens_per_step: int) -> int:
-        """Lower bound on the steps of any schedule if every sample reaches its limit."""
-        decode = self.max_output_tokens - self.samples
-        work = -(-(self.distinct_prompt_tokens + decode) // max_tokens_per_step)
-        return max(work, -(-self.max_output_tokens // max_num_seqs))
-
 
 def plan_counts(
     tree: PrefixTree,

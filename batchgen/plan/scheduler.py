@@ -84,19 +84,6 @@ class Scheduler:
         """Number of pages in use now."""
         return self._allocator.used_count
 
-    def pages_needed(self, request: int) -> int:
-        """Number of pages that one sample of `request` fills at full length."""
-        prompt_len = int(self._tree.end[self._tree.node_of_request[request]])
-        return -(-(prompt_len + int(self._max_new[request]) - 1) // self.config.page_size)
-
-    def too_large(self, request: int) -> int | None:
-        """Number of pages that a sample of `request` needs if that is more than the whole pool, else None.
-
-        Such a request must be cancelled before the first step; every other one can finish.
-        """
-        needed = self.pages_needed(request)
-        return needed if needed > self._allocator.capacity else None
-
     def limit_tokens(self, tokens: int) -> None:
         """Lower the maximum tokens per step to `tokens`, but not below `max_num_seqs`: every running sample decodes."""
         least = max(tokens, self.config.max_num_seqs)

@@ -46,7 +46,10 @@ class Simulator:
         self.generated: dict[int, int] = {}
         self.ended: set[int] = set()
         self.failed: set[int] = set()
-        self.too_large = [r for r in range(len(prompts)) if self.scheduler.too_large(r) is not None]
+        pages = [
+            -(-(len(prompt) + limit - 1) // config.page_size) for prompt, limit in zip(prompts, max_new, strict=True)
+        ]
+        self.too_large = [r for r, count in enumerate(pages) if count >= config.num_pages]
         for request in self.too_large:
             assert self.scheduler.cancel(request) == []
         self.prompt_ids = [self.chain(-1 - k, p) for k, p in zip(self.keys, prompts, strict=True)]

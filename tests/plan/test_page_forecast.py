@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import count
 from random import Random
 
 import numpy as np
@@ -253,46 +251,6 @@ def test_samples_begin_in_part_in_a_pool_that_holds_few(
     assert free.stats.recomputed_tokens > 0.5 * ours.stats.prompt_tokens
     assert ours.stats.steps < 1.45 * free.stats.steps
     assert max(ours.pages) < pages
-
-
-def test_forecast_is_not_recomputed_in_every_step_after_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two ends the forecast is updated once for every page that the rows grow."""
-    config = SchedulerConfig(num_pages=40, page_size=16, max_num_seqs=8, max_tokens_per_step=99)
-    scheduler = Scheduler(tree_of([[i] * 20 for i in range(4)]), np.ones(4, int), np.full(4, 400), config)
-    updates = count()
-    forecast = scheduler._prefill._admission._forecast
-    update = forecast.update
-    monkeypatch.setattr(forecast, "update", lambda waiting: (next(updates), update(waiting)))
-    for _ in range(320):
-        assert scheduler.step() is not None
-        scheduler.commit(())
-    assert next(updates) <= 2 + 320 // 16
-
-
-def test_forecast_runs_no_python_code_per_sample() -> None:
-    """200 samples of different kinds need as many Python calls as 40."""
-    calls = {}
-    for slots in (40, 200):
-        config = SchedulerConfig(num_pages=50 * slots, page_size=16, max_num_seqs=slots, max_tokens_per_step=9999)
-        kinds, limits = np.arange(slots, dtype=np.int32) % 5, np.full(slots, 4000)
-        scheduler = Scheduler(tree_of([[7, i, i] for i in range(slots)]), np.ones(slots, int), limits, config, kinds)
-        for _ in range(3):
-            assert scheduler.step() is not None
-            scheduler.commit(())
-        assert len(scheduler._sequences.running) == slots
-        seen = []
-        sys.setprofile(lambda _, event, __, seen=seen: seen.append(event))
-        scheduler._prefill._admission._forecast.update([])
-        sys.setprofile(None)
-        calls[slots] = len(seen)
-    assert calls[40] == calls[200] < 400
-
-
-def test_no_forecast_is_computed_if_the_pool_holds_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts, limits = random_job([(4, (20, 40)), (10, (5, 9))], (8, 64), 0)
-    config = SchedulerConfig(num_pages=1000, page_size=4, max_num_seqs=8, max_tokens_per_step=99)
-    monkeypatch.setattr("batchgen.plan.page_forecast.PageForecast.update", None)
-    assert counted(prompts, limits, config).stats.preemptions == 0
 
 
 def test_expected_lengths() -> None:

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.plan import prefix_group_selection as groups
 from batchgen.plan.block_manager import BlockManager, PageAllocator
 from batchgen.plan.builder import StepBuilder
 from batchgen.plan.config import SchedulerStats
@@ -320,22 +319,6 @@ def test_skipping_small_nodes_does_not_change_the_groups(
     assert asdict(some.scheduler.stats) == asdict(all_nodes.scheduler.stats)
 
 
-def test_groups_too_small_for_a_pass_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 rows below one root, in pairs: a pair saves at most the 12 positions of its prompt."""
-    node_counts: list[int] = []
-    monkeypatch.setattr(
-        groups, "select_groups", lambda nodes, *given: node_counts.append(len(nodes)) or [-1] * len(nodes)
-    )
-    prompts = [([1] * 8 + [2 + i // 2] * 4, [4], 0, 0) for i in range(16)]
-    for saving, most in ((13, 1), (12, 9)):
-        node_counts.clear()
-        config = SchedulerConfig(
-            num_pages=99, page_size=4, max_num_seqs=16, max_tokens_per_step=99, group_min_saving=saving
-        )
-        simulator(prompts, config).run()
-        assert max(node_counts) == most
-
-
 def test_group_list_is_reused_while_rows_are_unchanged() -> None:
     config = SchedulerConfig(num_pages=99, page_size=2, max_num_seqs=4, max_tokens_per_step=64, group_min_saving=1)
     scheduler = Scheduler(tree_of([[1, 1, 1], [1, 1, 2]]), np.array([1, 1]), np.array([9, 9]), config)
@@ -365,21 +348,15 @@ def test_finished_sequences_do_not_occupy_slots(lag: int) -> None:
     assert sim.scheduler.stats.steps == slow.scheduler.stats.steps + lag
 
 
-def test_too_large_is_exact() -> None:
+@pytest.mark.parametrize(("prompt", "limit", "fits"), [(8, 5, True), (8, 6, False), (13, 1, False)])
+def test_error_names_a_request_that_is_too_large(prompt: int, limit: int, fits: bool) -> None:
     config = SchedulerConfig(num_pages=4, page_size=4, max_num_seqs=2, max_tokens_per_step=8)
-    tree = tree_of([[1] * 8, [2] * 8, [3] * 13])
-    scheduler = Scheduler(tree, np.array([1, 1, 1]), np.array([5, 6, 1]), config)
-    assert [scheduler.too_large(r) for r in range(3)] == [None, 4, 4]
-    sim = simulator([([1] * 8, [5], 0, 0)], config)
-    sim.run()
-    assert sim.scheduler.stats.peak_pages == 3
-
-
-def test_error_names_a_request_that_is_too_large() -> None:
-    config = SchedulerConfig(num_pages=4, page_size=4, max_num_seqs=2, max_tokens_per_step=8)
-    scheduler = Scheduler(tree_of([[1] * 13]), np.array([1]), np.array([1]), config)
-    with pytest.raises(ValueError, match="request 0 needs 4 pages"):
-        scheduler.step()
+    scheduler = Scheduler(tree_of([[1] * prompt]), np.array([1]), np.array([limit]), config)
+    if fits:
+        simulator([([1] * prompt, [limit], 0, 0)], config).run()
+    else:
+        with pytest.raises(ValueError, match="request 0 needs 4 pages"):
+            scheduler.step()
 
 
 def test_commit_of_an_unknown_sequence_fails() -> None:

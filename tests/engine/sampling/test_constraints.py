@@ -11,7 +11,6 @@ from typing import Any
 
 import jsonschema
 import pytest
-import xgrammar
 
 from batchgen import Completion, Engine, SamplingParams
 from batchgen.engine.sampling.constraints import GrammarState
@@ -58,15 +57,6 @@ def transformers_engine(folder: Path) -> Engine:
 def closing(engine: Engine) -> dict[str, float]:
     """A bias towards tokens that end a text."""
     return {str(ids[0]): 4.0 for ids in engine.tokenizer.encode_plain(list(CLOSING))} | {str(EOS): 2.0}
-
-
-def test_constraints_of_single_rows_are_not_cached(engine: Engine) -> None:
-    """A job may have as many constraints as rows."""
-    rows = [{"text": "a", "choice": [f"yes {i}"], "max_new_tokens": 2} for i in range(6)]
-    rows += [{"text": "a", "presence_penalty": 0.5, "max_new_tokens": 2}] * 3
-    assert all(c.error is None for c in engine.generate(rows))
-    assert engine.last_run is not None
-    assert len(engine.last_run.loop._rules._rules) == 1
 
 
 @pytest.mark.field("choice", "regex", "echo", "stop")
@@ -179,42 +169,6 @@ def test_each_distinct_constraint_is_compiled_once(folder: Path, closing: dict[s
     assert engine.grammars.compiled == len(CONSTRAINTS) - 1
     run(engine, [row | {"id": f"again {row['id']}"} for row in rows])
     assert engine.grammars.compiled == len(CONSTRAINTS) - 1
-
-
-class _Counted:
-    """Counts the masks that xgrammar fills."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.masks = 0
-        batch = xgrammar.BatchGrammarMatcher.batch_fill_next_token_bitmask
-        single = xgrammar.GrammarMatcher.fill_next_token_bitmask
-
-        def fill_batch(this: Any, matchers: list[Any], *more: Any) -> Any:
-            self.masks += len(matchers)
-            return batch(this, matchers, *more)
-
-        def fill_single(this: Any, *more: Any) -> Any:
-            self.masks += 1
-            return single(this, *more)
-
-        patch.setattr(xgrammar.BatchGrammarMatcher, "batch_fill_next_token_bitmask", fill_batch)
-        patch.setattr(xgrammar.GrammarMatcher, "fill_next_token_bitmask", fill_single)
-
-
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> _Counted:
-    return _Counted(monkeypatch)
-
-
-def test_masks_are_filled_once_per_token_of_constrained_rows(engine: Engine, counted: _Counted) -> None:
-    free = [{"text": f"free {i}", "temperature": 0.0, "max_new_tokens": 30} for i in range(6)]
-    run(engine, free)
-    assert counted.masks == 0
-    bound = [{"text": f"bound {i}", "temperature": 1.0, "max_new_tokens": 30, "regex": "[a-d]{25}"} for i in range(3)]
-    found = run(engine, free + bound)
-    tokens = sum(len(c.output_ids or ()) for c in found[6:])
-    # One for each token, and one more at the end, which shows that only a stop can follow.
-    assert tokens <= counted.masks <= tokens + 3
 
 
 def test_ids_outside_the_tokenizer_are_never_sampled(engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""Rows with logits processing: their cost for other rows, and rows whose masks leave few tokens or none."""
+"""Rows with logits processing in any batch, and rows whose masks leave few tokens or none."""
 
 from __future__ import annotations
 
@@ -12,19 +12,13 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.engine import Engine
-from batchgen.engine.sampling import logits_processor as logits_processor
-from batchgen.engine.sampling import logprobs as logprobs_gatherer
-from batchgen.engine.sampling import min_tokens as min_tokens
-from batchgen.engine.sampling import sampler
 from batchgen.errors import ErrorCode
-from batchgen.kernels import torch_ops
-from batchgen.kernels.counts import CountLists, penalise
 from batchgen.request.completion import Completion
 from batchgen.request.params import SamplingParams
 from tests.e2e.test_distribution import p_value
 from tests.engine.pipeline import Oracle, distribution, processed_logits
 from tests.engine.reference import save_word_tokenizer, shared_prefix_prompts
-from tests.engine.sampling.test_logits_processor import EOS, drawn_fields
+from tests.engine.sampling.test_logits_processor import drawn_fields
 from tests.models.tiny import VOCAB, save_tiny
 
 NEW_TOKENS = 12
@@ -108,56 +102,6 @@ def test_rows_are_the_same_alone_shuffled_and_preempted(
     assert len(again) == len(together)
     for completion in [*again, *alone]:
         assert_same(completion, together[completion.id, completion.sample_index])
-
-
-def test_plain_rows_run_no_logits_processing(
-    folder: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def never(*_: Any, **__: Any) -> Any:
-        raise AssertionError("a plain row pays for other rows' fields")
-
-    engine = engine_of(folder, logit_processor={"push": push}, logprobs_mode="processed")
-    rows = [{"input_ids": p, **PLAIN, "temperature": i % 2, "n": 1 + i % 2, "seed": i} for i, p in enumerate(prompts)]
-    with monkeypatch.context() as patch:
-        patch.setattr(logits_processor.LogitsRules, "of", never)
-        patch.setattr(logits_processor, "RowLogitsState", never)
-        for name in ("LogitsProcessor", "LogprobsGatherer", "MinTokensMask", "GrammarMasks"):
-            patch.setattr(sampler, name, never)
-        done = list(engine.generate(rows))
-        assert all(c.error is None for c in done)
-        with pytest.raises(AssertionError, match="pays"):
-            list(engine.generate([rows[0] | {"presence_penalty": 0.1}]))
-
-
-def test_only_rows_with_a_field_are_changed(
-    folder: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Penalties apply to each distinct token of a row once, and only rows with changed logits are copied."""
-    tokens: list[int] = []
-    kept: list[int] = []
-
-    def counted(logits: Tensor, rows: Tensor, slots: Tensor, lists: CountLists, *rest: Any) -> None:
-        assert rows.tolist() == [0]
-        tokens.append(int(lists.used[slots]))
-        penalise(logits, rows, slots, lists, *rest)
-
-    class Watched(logprobs_gatherer.LogprobsGatherer):
-        def gather_raw(self, logits: Tensor) -> logprobs_gatherer.RawLogprobs | None:
-            found = super().gather_raw(logits)
-            assert found is not None
-            kept.append(0 if found.raw_logits is None else len(found.raw_logits))
-            return found
-
-    monkeypatch.setattr(torch_ops, "penalise", counted)
-    monkeypatch.setattr(sampler, "LogprobsGatherer", Watched)
-    rows: list[dict[str, Any]] = [{"input_ids": prompts[0], **PLAIN, "return_logprob": True} for _ in range(6)]
-    rows[0] |= {"frequency_penalty": 0.5}
-    for i in range(1, 6):
-        rows[i] |= {"bad_words": [[3]], "seed": i, "temperature": 1.0}
-    done = list(engine_of(folder, attention="torch").generate(rows, ordered=True))
-    distinct = [len(set(list(done[0].output_ids or [])[:i])) for i in range(1, NEW_TOKENS)]
-    assert tokens[-len(distinct) :] == distinct
-    assert set(kept) == {1}
 
 
 @pytest.mark.field("allowed_token_ids", "min_new_tokens")
@@ -259,32 +203,3 @@ def test_tokens_follow_the_processed_and_filtered_distribution(folder: Path, mix
     got[first.output_top_ids] = first.output_top_logprobs
     np.testing.assert_allclose(np.exp(got), exact, atol=1e-5, rtol=0)
     assert (np.isfinite(got) == (exact > 0)).all()
-
-
-def test_min_new_tokens_only_changes_its_own_row(
-    folder: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[int] = []
-    hidden: list[bool] = []
-
-    class Watched(min_tokens.MinTokensMask):
-        @staticmethod
-        def of(rows: Any, device: Any) -> min_tokens.MinTokensMask | None:
-            seen.append(len(rows))
-            return min_tokens.MinTokensMask.of(rows, device)
-
-    apply = min_tokens.MinTokensMask.apply
-
-    def counted(self: min_tokens.MinTokensMask, logits: Tensor, positions: Tensor) -> Any:
-        found = apply(self, logits, positions)
-        hidden.append(found is not None)
-        assert found is None or len(found.rows) == 1
-        return found
-
-    monkeypatch.setattr(sampler, "MinTokensMask", Watched)
-    monkeypatch.setattr(min_tokens.MinTokensMask, "apply", counted)
-    rows: list[dict[str, Any]] = [{"input_ids": p, **PLAIN} for p in prompts]
-    rows[3] |= {"min_new_tokens": 5, "stop_token_ids": [EOS]}
-    list(engine_of(folder).generate(rows))
-    assert set(seen) == {1}
-    assert sum(hidden) == 5

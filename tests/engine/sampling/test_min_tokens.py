@@ -103,8 +103,3 @@ def test_the_mask_is_only_undone_in_empty_rows(dtype: torch.dtype) -> None:
     expected = torch.where(empty[:, None], before, logits)
     masked.undo(logits, empty)
     assert torch.equal(logits, expected)
-
-
-def test_rows_without_a_minimum_get_no_mask() -> None:
-    assert mask_of([]) is None
-    assert mask_of([Row(0, (1,)), Row(3, ()), Row(3, (1,), on_host=3)]) is None
