@@ -34,10 +34,6 @@ class Wait:
     """Number of uploads between its start and the wait; 0: the host waits for what it has just requested"""
     downloads: int
     """Number of downloads of its lane started in between"""
-    replays: int
-    """Number of graph replays in between"""
-    steps: int
-    """Number of `LateDevice.mark` calls in between"""
     overtook: bool
     """Whether an older download of its lane was still unread."""
 
@@ -48,19 +44,13 @@ class Counts:
 
     uploads: int = 0
     """Number of transfers with any number of arrays; empty ones do not count."""
-    uploaded_arrays: int = 0
-    uploaded_bytes: int = 0
     uploads_into: int = 0
-    """Number of `upload_into` transfers, which `uploads` excludes; `uploaded_bytes` includes their bytes."""
+    """Number of `upload_into` transfers, which `uploads` excludes."""
     downloads: Counter[Lane] = field(default_factory=Counter)
-    downloaded_bytes: Counter[Lane] = field(default_factory=Counter)
-    most_unread: Counter[Lane] = field(default_factory=Counter)
-    """Largest number of downloads of a lane that were unread at the same time."""
     waits: list[Wait] = field(default_factory=list)
     captures: int = 0
     replays: int = 0
     releases: int = 0
-    steps: int = 0
 
     def waits_of(self, lane: Lane) -> list[Wait]:
         """The waits of one lane, in order."""
@@ -76,17 +66,14 @@ class LateDevice:
 
     Args:
         captures: whether graphs are supported.
-        strict: raise AssertionError if a source changed between its download and the wait; otherwise the wait returns
-            the changed values, as a GPU might.
-        poison_uploads: overwrite uploaded arrays at the next `upload` or `mark`, to prove that they are not used again.
-            Read-only arrays are skipped.
+        poison_uploads: overwrite uploaded arrays at the next `upload`, to prove that they are not used again. Read-only
+            arrays are skipped.
     """
 
     asynchronous = True
 
-    def __init__(self, *, captures: bool = False, strict: bool = True, poison_uploads: bool = False) -> None:
+    def __init__(self, *, captures: bool = False, poison_uploads: bool = False) -> None:
         self.captures = captures
-        self.strict = strict
         self.counts = Counts()
         self._poison_uploads = poison_uploads
         self._uploaded: list[Array] = []
@@ -100,12 +87,6 @@ class LateDevice:
     def torch_device(self) -> torch.device:
         """See `Device`."""
         return torch.device("cpu")
-
-    def mark(self) -> None:
-        """Mark the start of a step."""
-        with self._lock:
-            self.counts.steps += 1
-            self._poison_uploaded()
 
     def upload(self, *arrays: Array) -> list[Tensor]:
         """See `Device.upload`. The padding between the arrays is poison."""
@@ -121,8 +102,6 @@ class LateDevice:
         with self._lock:
             self._poison_uploaded()
             self.counts.uploads += bool(at)
-            self.counts.uploaded_arrays += len(arrays)
-            self.counts.uploaded_bytes += sum(array.nbytes for array in arrays)
             self._uploaded += [array for array in arrays if self._poison_uploads and array.flags.writeable]
         packed = self._to_device(packed)
         return [
@@ -139,7 +118,6 @@ class LateDevice:
         assert _dtype_of(array) == target.dtype, f"{array.dtype} into {target.dtype}"
         with self._lock:
             self.counts.uploads_into += bool(len(array))
-            self.counts.uploaded_bytes += array.nbytes
         target[: len(array)].copy_(self._to_device(torch.from_numpy(array.copy())))
 
     def download(self, *tensors: Tensor, lane: Lane = "tokens") -> Download:
@@ -147,11 +125,8 @@ class LateDevice:
         self._refuse_in_capture("download")
         found = LateDownload(self, lane, [self._memory_of(tensor) for tensor in tensors])
         with self._lock:
-            counts, unread = self.counts, self._unread[lane]
-            unread.append(found)
-            counts.downloads[lane] += 1
-            counts.downloaded_bytes[lane] += sum(tensor.nbytes for tensor in tensors)
-            counts.most_unread[lane] = max(counts.most_unread[lane], len(unread))
+            self._unread[lane].append(found)
+            self.counts.downloads[lane] += 1
         return found
 
     def capture(self, body: Callable[[], None]) -> Graph:
@@ -201,14 +176,13 @@ class LateDevice:
             unread = self._unread[download.lane]
             overtook = unread[0] is not download
             unread.remove(download)
-            uploads, downloads, replays, steps = (
-                now - then for now, then in zip(self._clock(download.lane), download.began, strict=True)
-            )
-            self.counts.waits.append(Wait(download.lane, uploads, downloads, replays, steps, overtook))
+            began = download.began
+            uploads, downloads = (now - then for now, then in zip(self.clock(download.lane), began, strict=True))
+            self.counts.waits.append(Wait(download.lane, uploads, downloads, overtook))
 
-    def _clock(self, lane: Lane) -> tuple[int, int, int, int]:
-        counts = self.counts
-        return counts.uploads, counts.downloads[lane], counts.replays, counts.steps
+    def clock(self, lane: Lane) -> tuple[int, int]:
+        """Number of uploads, and of downloads of a lane, so far."""
+        return self.counts.uploads, self.counts.downloads[lane]
 
 
 class LateDownload:
@@ -220,21 +194,20 @@ class LateDownload:
         """The result of `wait`; poison until then."""
         self._device = device
         self._sources = sources
-        self._then = [as_array(source.clone()) for source in sources] if device.strict else []
+        self._then = [as_array(source.clone()) for source in sources]
         self._read = False
-        uploads, downloads, replays, steps = device._clock(lane)
-        self.began = (uploads, downloads + 1, replays, steps)
+        uploads, downloads = device.clock(lane)
+        self.began = (uploads, downloads + 1)
 
     def ready(self) -> bool:
         """True after another upload or download."""
-        uploads, downloads, *_ = self._device._clock(self.lane)
-        return self._read or (uploads, downloads) != self.began[:2]
+        return self._read or self._device.clock(self.lane) != self.began
 
     def wait(self) -> list[Array]:
         """The current values of the sources.
 
         Raises:
-            AssertionError: strict, and a source has changed since the download started.
+            AssertionError: a source has changed since the download started.
         """
         if self._read:
             return self.arrays
@@ -242,9 +215,8 @@ class LateDownload:
         self._device._waited(self)
         for place, (array, source) in enumerate(zip(self.arrays, self._sources, strict=True)):
             now = as_array(source)
-            if self._device.strict:
-                same = np.array_equal(_bits(now), _bits(self._then[place]))
-                assert same, f"tensor {place} of a download was overwritten before it was read; download a clone of it"
+            same = np.array_equal(_bits(now), _bits(self._then[place]))
+            assert same, f"tensor {place} of a download was overwritten before it was read; download a clone of it"
             array[...] = now
         self._sources, self._then = [], []
         return self.arrays

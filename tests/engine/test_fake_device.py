@@ -24,20 +24,6 @@ def test_uploads_are_packed_copies() -> None:
     assert tensors[0].tolist() == [0, 1, 2]
 
 
-def test_transfers_are_counted() -> None:
-    device = LateDevice()
-    device.upload()
-    device.upload(np.empty(0))
-    (held,) = device.upload(np.arange(4))
-    device.upload_into(np.arange(2), held)
-    device.download(held, held.float(), lane="outputs")
-    assert held.tolist() == [0, 1, 2, 3]
-    counts = device.counts
-    assert (counts.uploads, counts.uploaded_arrays, counts.uploads_into, counts.uploaded_bytes) == (1, 2, 1, 48)
-    assert (counts.downloads, counts.downloaded_bytes) == ({"outputs": 1}, {"outputs": 48})
-    assert device.unread == {"tokens": 0, "outputs": 1}
-
-
 @pytest.mark.parametrize(
     ("array", "target"),
     [
@@ -77,28 +63,22 @@ def test_an_overwritten_source_raises() -> None:
     source.add_(1)
     with pytest.raises(AssertionError, match="tensor 0 of a download was overwritten"):
         download.wait()
-    source = torch.ones(2)
-    download = LateDevice(strict=False).download(source)
-    source.add_(1)
-    assert download.wait()[0].tolist() == [2, 2]
 
 
 def test_waits_record_how_late_they_are() -> None:
     device = LateDevice()
     first = device.download(torch.ones(1))
-    device.mark()
     device.upload(np.arange(2))
     second = device.download(torch.ones(1))
     second.wait()
     first.wait()
     device.download(torch.ones(1), lane="outputs").wait()
     assert device.counts.waits == [
-        Wait("tokens", 0, 0, 0, 0, overtook=True),
-        Wait("tokens", 1, 1, 0, 1, overtook=False),
-        Wait("outputs", 0, 0, 0, 0, overtook=False),
+        Wait("tokens", 0, 0, overtook=True),
+        Wait("tokens", 1, 1, overtook=False),
+        Wait("outputs", 0, 0, overtook=False),
     ]
     assert device.counts.lateness() == {0: 1, 1: 1}
-    assert device.counts.most_unread == {"tokens": 2, "outputs": 1}
     assert device.unread == {"tokens": 0, "outputs": 0}
 
 
@@ -108,7 +88,7 @@ def test_uploaded_arrays_can_be_poisoned() -> None:
     fixed.flags.writeable = False
     (tensor, _) = device.upload(array, fixed)
     assert array.tolist() == [0, 1, 2]
-    device.mark()
+    device.upload()
     assert array.tolist() == [-1, -1, -1]
     assert tensor.tolist() == fixed.tolist() == [0, 1, 2]
 
@@ -178,16 +158,14 @@ def test_a_replay_overwrites_the_last_results() -> None:
         lambda device, x: torch.tensor([1.0, 2.0]) + x,
     ],
 )
-@pytest.mark.parametrize("inference", [True, False])
-def test_operations_that_cannot_be_captured_raise(
-    mistake: Callable[[LateDevice, torch.Tensor], object], inference: bool
-) -> None:
+def test_operations_that_cannot_be_captured_raise(mistake: Callable[[LateDevice, torch.Tensor], object]) -> None:
     device = LateDevice(captures=True)
-    with torch.inference_mode(inference):
-        x = torch.ones(2)
-        with pytest.raises(RuntimeError, match="inside a capture"):
-            device.capture(lambda: mistake(device, x))  # type: ignore[arg-type, return-value]
-        device.upload(np.arange(1))  # the capture has ended
+    for inference in (True, False):
+        with torch.inference_mode(inference):
+            x = torch.ones(2)
+            with pytest.raises(RuntimeError, match="inside a capture"):
+                device.capture(lambda: mistake(device, x))  # type: ignore[arg-type, return-value] # noqa: B023
+            device.upload(np.arange(1))  # the capture has ended
 
 
 def test_a_device_without_graphs_cannot_capture() -> None:

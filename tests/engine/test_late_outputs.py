@@ -20,7 +20,6 @@ from batchgen.engine.sampling.sampler import SamplingMetadata
 from batchgen.request.completion import Completion
 from tests.engine.fake_device import LateDevice
 from tests.engine.reference import save_word_tokenizer, shared_prefix_prompts
-from tests.engine.sampling.grammar_model import save_grammar_model
 from tests.models.tiny import VOCAB, save_tiny
 
 torch.set_num_threads(1)
@@ -164,29 +163,6 @@ def test_in_a_pool_for_two_rows(folder: Path, seed: int, monkeypatch: pytest.Mon
     engine.device = LateDevice(poison_uploads=True)
     assert_same(results(engine, rows), wanted)
     assert queue_of(engine).peak_bytes <= SMALL_QUEUE
-
-
-@pytest.mark.parametrize(("regex", "tokens"), [("ab?", 1), ("b?", 0)])
-def test_states_of_discarded_tokens_are_not_returned(tmp_path: Path, regex: str, tokens: int) -> None:
-    """A grammar that ends without another token: the states of later sampled tokens are discarded."""
-    save_grammar_model(tmp_path)
-    engine = Engine(str(tmp_path), dtype="float32", page_size=4)
-    (a,) = engine.tokenizer.encode_plain(["a"])[0]
-    rows = [
-        {
-            "input_ids": [7, 8, 9, 10, 11],
-            "sampling_params": {
-                **{"temperature": 0, "max_new_tokens": 6, "regex": regex, "allowed_token_ids": [a]},
-                "return_hidden_states": {"layers": [0, 1, -1], "tokens": span, "pool": pool},
-            },
-        }
-        for span, pool in product(SPANS, POOLS)
-        if tokens or span != "output" or pool == "none"
-    ]
-    wanted = results(engine, rows)
-    assert {(done.error, done.completion_tokens) for done in wanted} == {(None, tokens)}
-    engine.device = LateDevice(poison_uploads=True)
-    assert_same(results(engine, rows), wanted)
 
 
 def failing(call: Callable[..., Any], number: int) -> Callable[..., Any]:

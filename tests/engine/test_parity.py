@@ -16,9 +16,9 @@ from batchgen.text.tokenizer import Tokenizer
 from tests.engine.reference import Greedy, eager_greedy, save_word_tokenizer, shared_prefix_prompts
 from tests.models.tiny import NATIVE_TYPES, TYPES, VOCAB, save_tiny
 
-PROMPTS = 200
+PROMPTS = 80
 NEW_TOKENS = 8
-ALONE_EVERY = 8
+ALONE_EVERY = 16
 """One of this many prompts also runs alone."""
 
 
