@@ -38,8 +38,6 @@ class DecodeTable:
         self._position = np.zeros(0, np.int64)  # [slots] position in the last step
         self._own_page = np.zeros(0, np.int64)  # [slots] first own page
         self._pages = np.zeros((0, 1), np.int64)  # [slots, W] own pages
-        self.num_rows_laid_out = 0
-        """Number of rows laid out so far."""
 
     def fill(
         self, attention: AttentionBatch, rows: DecodeRows, groups: list[PrefixGroup], slots: Int64
@@ -129,7 +127,6 @@ class DecodeTable:
         self._reserve_pages(used - own)
         self._pages[slot, : used - own] = pages[own:used]
         self._pages[slot, used - own :] = 0
-        self.num_rows_laid_out += 1
 
     def _reserve_pages(self, width: int) -> None:
         more = width - self._pages.shape[1]

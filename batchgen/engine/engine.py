@@ -15,7 +15,14 @@ import torch
 from batchgen.config.run_config import EngineConfig
 from batchgen.engine.backend_choice import fixed_kernels, kernels_for, products_of
 from batchgen.engine.loop import Loop
-from batchgen.engine.memory.dummy_run import PAGES, CudaMeter, dummy_run, estimated_bytes, measure_largest_step
+from batchgen.engine.memory.dummy_run import (
+    PAGES,
+    CudaMeter,
+    DummyRun,
+    dummy_run,
+    estimated_bytes,
+    measure_largest_step,
+)
 from batchgen.engine.memory.kv_budget import DeviceMemory, cache_groups, device_memory, most_pages, pool_pages
 from batchgen.engine.quantization import quantize
 from batchgen.engine.row_reader import RowReader
@@ -296,12 +303,10 @@ class Engine:
                 spec.device, estimated_bytes(spec, dummy_run(workload, spec, size, seqs, tokens))
             ), tokens
 
-        def make_runner(job: JobWorkload, pool: KVPool) -> Loop:
-            return self._loop(job, self._scheduler(job, PAGES, seqs, tokens), pool)
+        def run(job: DummyRun, pool: KVPool) -> None:
+            self._loop(job.workload, self._scheduler(job.workload, PAGES, seqs, tokens), pool).run_dummy(job)
 
-        step_bytes, tokens = measure_largest_step(
-            make_runner, workload, spec, size, (seqs, tokens), CudaMeter(spec.device)
-        )
+        step_bytes, tokens = measure_largest_step(run, workload, spec, size, (seqs, tokens), CudaMeter(spec.device))
         # The dummy run's token count lists are short, so their largest size is added here.
         prompts = self.config.repetition_penalty_scope == "prompt+output"
         step_bytes += lists_bytes(workload, seqs, spec.vocab_size, prompts=prompts)

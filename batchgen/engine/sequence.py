@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from batchgen.engine.sampling.constraints import GrammarState
 from batchgen.engine.sampling.logits_processor import RowLogitsState
@@ -12,7 +11,7 @@ from batchgen.request.completion import Completion, FinishReason
 from batchgen.request.table import Request
 from batchgen.text.stops import FinishedText, StopState
 
-__all__ = ["SampleLogprobs", "Sequence", "is_repeating"]
+__all__ = ["Sequence", "is_repeating"]
 
 
 def is_repeating(ids: list[int], span: int) -> bool:
@@ -30,20 +29,6 @@ def is_repeating(ids: list[int], span: int) -> bool:
     return False
 
 
-@dataclass(frozen=True, slots=True)
-class SampleLogprobs:
-    """Logprobs of one sample's C tokens, token after token."""
-
-    logprobs: list[float]
-    """[C] logprob of each token"""
-    top_ids: list[int]
-    """[C * K] most likely tokens, most likely first"""
-    top_logprobs: list[float]
-    """[C * K] logprobs of `top_ids`"""
-    ids_logprobs: list[float]
-    """[C * I] logprobs of the row's `token_ids_logprob`, in its order"""
-
-
 class Sequence:
     """One sample being generated: its tokens so far, and its stop, logits and grammar state.
 
@@ -53,6 +38,10 @@ class Sequence:
         repeat_span: number of last tokens that are checked for repetition; None: no check.
         logits_state: logits rules and token counts; None: no rules.
         grammar: matcher of the row's constraint; None: no constraint.
+        logprobs: [C] logprobs of all its tokens, once it has ended.
+        top_ids: [C * K] most likely tokens of each position, most likely first, once it has ended.
+        top_logprobs: [C * K] logprobs of `top_ids`.
+        ids_logprobs: [C * I] logprobs of the row's `token_ids_logprob`, in its order, once it has ended.
     """
 
     __slots__ = (
@@ -172,11 +161,6 @@ class Sequence:
     def mean_logprob(self) -> float:
         """Mean logprob of its tokens; 0 without logprobs."""
         return sum(self.logprobs) / max(1, len(self.logprobs))
-
-    def set_logprobs(self, found: SampleLogprobs) -> None:
-        """Set the logprobs of all its tokens."""
-        self.logprobs, self.top_ids = found.logprobs, found.top_ids
-        self.top_logprobs, self.ids_logprobs = found.top_logprobs, found.ids_logprobs
 
     def fail(self, error: ErrorInfo) -> None:
         """End the sequence with an error; its output is discarded."""

@@ -28,11 +28,11 @@ from batchgen.job.fingerprint import identify_job
 from batchgen.job.ingest import ingest
 from batchgen.job.setup import Setup, prepare
 from batchgen.plan.cache_groups import cache_bytes
-from batchgen.plan.config import SchedulerConfig
+from batchgen.plan.config import SchedulerConfig, SchedulerStats
 from batchgen.plan.estimate import PlanCounts, plan_counts
 from batchgen.plan.length_predictor import LengthPredictor
 from batchgen.plan.order import begin_order
-from batchgen.plan.simulate import Simulated, simulate
+from batchgen.plan.simulate import simulate
 from batchgen.request.completion import Completion
 from batchgen.request.embeds_store import EmbedsStore
 from batchgen.request.printable import encodable, printable
@@ -188,7 +188,7 @@ def _print_note(message: str) -> None:
     print(message, file=sys.stderr)
 
 
-def _plan(config: RunConfig, setup: Setup, workload: JobWorkload) -> tuple[PlanCounts, Simulated]:
+def _plan(config: RunConfig, setup: Setup, workload: JobWorkload) -> tuple[PlanCounts, SchedulerStats]:
     """Token counts of the job, and its simulation with unlimited pages and every row running to its limit."""
     sequences, tokens = step_limits(config.engine, setup.spec.device)
     limits = SchedulerConfig(_ALL_PAGES, config.engine.page_size, sequences, tokens)

@@ -6,39 +6,17 @@ Pages are not limited, and steps in which nothing begins or ends are skipped.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.plan.config import SchedulerConfig
+from batchgen.plan.config import SchedulerConfig, SchedulerStats
 from batchgen.plan.order import BeginOrder
 
-__all__ = ["Simulated", "simulate"]
+__all__ = ["simulate"]
 
 Int64s = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Simulated:
-    """Simulated counters of a job, defined as in `SchedulerStats`."""
-
-    steps: int
-    sampled_tokens: int
-    slots: int
-    tail_steps: int
-    tail_tokens: int
-
-    @property
-    def occupancy(self) -> float:
-        """Sampled tokens divided by those of full steps; 1.0 without steps."""
-        return self.sampled_tokens / (self.steps * self.slots) if self.steps else 1.0
-
-    @property
-    def tail_efficiency(self) -> float:
-        """Sampled tokens divided by those of full steps, over the tail steps; 1.0 without any."""
-        return self.tail_tokens / (self.tail_steps * self.slots) if self.tail_steps else 1.0
 
 
 def simulate(
@@ -46,7 +24,7 @@ def simulate(
     samples: npt.NDArray[np.integer[Any]],
     lengths: npt.NDArray[np.integer[Any]],
     config: SchedulerConfig,
-) -> Simulated:
+) -> SchedulerStats:
     """Simulate the steps of a job: samples occupy slots in begin order until their ends, and pages are not limited.
 
     Args:
@@ -54,6 +32,9 @@ def simulate(
         samples: [N] samples per request; 0 leaves a request out.
         lengths: [N] tokens that each sample generates, at least 1 for requests with samples.
         config: slots, and tokens per step.
+
+    Returns:
+        Steps, slots and sampled tokens; the other counters stay 0.
     """
     prompts, outputs = _in_order(order, samples, lengths)
     slots, budget = min(config.max_num_seqs, len(outputs)), config.max_tokens_per_step
@@ -79,7 +60,13 @@ def simulate(
         heapq.heappush(ends, step + output)
     last = max(ends, default=0)
     tail = [end - step - 1 for end in ends]
-    return Simulated(last, int(outputs.sum()), slots, max(0, last - step - 1), sum(t for t in tail if t > 0))
+    return SchedulerStats(
+        steps=last,
+        sampled_tokens=int(outputs.sum()),
+        slots=slots,
+        tail_steps=max(0, last - step - 1),
+        tail_tokens=sum(t for t in tail if t > 0),
+    )
 
 
 def _in_order(

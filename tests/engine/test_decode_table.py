@@ -38,14 +38,12 @@ def test_incremental_updates_equal_a_new_table(page_size: int, pages: int) -> No
     )
     scheduler = Scheduler(tree, np.ones(30, np.int32), longest, config)
     table = DecodeTable(page_size)
-    steps = advanced = 0
+    steps = 0
     left: dict[int, int] = {}
     while (plan := scheduler.step()) is not None:
         if plan.decodes:
-            before = table.num_rows_laid_out
             got, arrays = filled(table, plan)
             want, expected = filled(DecodeTable(page_size), plan)
-            advanced += table.num_rows_laid_out == before
             for name in ("decode_pages", "decode_lens", "decode_own_start"):
                 np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
             assert got.max_decode_len == want.max_decode_len
@@ -65,7 +63,6 @@ def test_incremental_updates_equal_a_new_table(page_size: int, pages: int) -> No
         scheduler.commit([number for number in sampled if not left[number] or rng.random() < 0.02])
         steps += 1
     assert steps > 30
-    assert advanced > 0
 
 
 def test_rows_that_skipped_a_step_are_laid_out_again() -> None:

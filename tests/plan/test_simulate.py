@@ -9,14 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.plan.config import Order, SchedulerConfig
+from batchgen.plan.config import Order, SchedulerConfig, SchedulerStats
 from batchgen.plan.order import begin_order
-from batchgen.plan.simulate import Simulated, simulate
+from batchgen.plan.simulate import simulate
 from tests.plan.counted import counted, random_job
 from tests.plan.test_tree import tree_of
 
 
-def simulated(prompts: list[list[int]], limits: list[int], samples: list[int], config: SchedulerConfig) -> Simulated:
+def simulated(
+    prompts: list[list[int]], limits: list[int], samples: list[int], config: SchedulerConfig
+) -> SchedulerStats:
     count, lengths = np.array(samples, int), np.array(limits, int)
     return simulate(begin_order(tree_of(prompts), count, lengths, config), count, lengths, config)
 

@@ -35,21 +35,12 @@ __all__ = [
     "PAGES",
     "CudaMeter",
     "DummyRun",
-    "DummyRunner",
     "Meter",
     "dummy_run",
     "estimated_bytes",
     "measure_largest_step",
     "widest_params",
 ]
-
-
-class DummyRunner(Protocol):
-    """Runs the steps of a dummy run."""
-
-    def run_dummy(self, job: DummyRun) -> None:
-        """Run all steps and wait until the device has finished them."""
-        ...
 
 
 class Meter(Protocol):
@@ -78,7 +69,7 @@ class CudaMeter:
 
 
 def measure_largest_step(
-    make_runner: Callable[[JobWorkload, KVPool], DummyRunner],
+    run: Callable[[DummyRun, KVPool], None],
     workload: JobWorkload,
     spec: ModelSpec,
     page_size: int,
@@ -88,7 +79,7 @@ def measure_largest_step(
     """Run the largest steps of a job and measure their memory.
 
     Args:
-        make_runner: makes a runner for a workload and a pool, as for the job itself.
+        run: runs the steps of a dummy run in a pool and waits until the device has finished them.
         workload: the job.
         spec: the model.
         page_size: S, tokens per page.
@@ -105,7 +96,7 @@ def measure_largest_step(
     if not workload.samples.any():
         return 0, tokens
     while True:
-        used_bytes = _measure(make_runner, dummy_run(workload, spec, page_size, rows, tokens), spec, page_size, meter)
+        used_bytes = _measure(run, dummy_run(workload, spec, page_size, rows, tokens), spec, page_size, meter)
         if used_bytes is not None:
             return used_bytes, tokens
         if tokens <= rows:
@@ -117,7 +108,7 @@ def measure_largest_step(
 
 
 def _measure(
-    make_runner: Callable[[JobWorkload, KVPool], DummyRunner],
+    run: Callable[[DummyRun, KVPool], None],
     job: DummyRun,
     spec: ModelSpec,
     page_size: int,
@@ -126,7 +117,7 @@ def _measure(
     """Bytes of a dummy run; None if memory ran out."""
     pool = KVPool.allocate(list(spec.kv_layers), PAGES, page_size, spec.dtype, spec.device)
     try:
-        return meter.peak(lambda: make_runner(job.workload, pool).run_dummy(job))
+        return meter.peak(lambda: run(job, pool))
     except (RuntimeError, MemoryError) as problem:
         if not is_out_of_memory(problem):
             raise

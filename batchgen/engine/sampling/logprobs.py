@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.input_batch import BatchView
-from batchgen.engine.sequence import SampleLogprobs, Sequence
+from batchgen.engine.sequence import Sequence
 from batchgen.kernels.device import Array, Device
 from batchgen.kernels.ops import Ops
 from batchgen.kernels.sampling import SamplingColumns
@@ -87,14 +87,10 @@ class LogprobColumns:
         params, length = sequence.request.params, int(self._length[slot])
         blocks = self._blocks[slot, : -(-length // _BLOCK)]
         at = (blocks[:, None] * _BLOCK + np.arange(_BLOCK)).ravel()[: len(sequence.output_ids)]
-        sequence.set_logprobs(
-            SampleLogprobs(
-                self._logprobs[at].tolist(),
-                self._top_ids[at, : params.top_logprobs_num].ravel().tolist(),
-                self._top_logprobs[at, : params.top_logprobs_num].ravel().tolist(),
-                self._ids_logprobs[at, : len(params.token_ids_logprob)].ravel().tolist(),
-            )
-        )
+        sequence.logprobs = self._logprobs[at].tolist()
+        sequence.top_ids = self._top_ids[at, : params.top_logprobs_num].ravel().tolist()
+        sequence.top_logprobs = self._top_logprobs[at, : params.top_logprobs_num].ravel().tolist()
+        sequence.ids_logprobs = self._ids_logprobs[at, : len(params.token_ids_logprob)].ravel().tolist()
         self._free += blocks.tolist()
         self._length[slot] = 0
 

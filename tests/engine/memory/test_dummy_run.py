@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from batchgen.engine.engine import Engine
-from batchgen.engine.loop import Loop
 from batchgen.engine.memory.dummy_run import (
     PAGES,
     CudaMeter,
@@ -66,8 +65,11 @@ def table(kind: str, longest: int = 150) -> RequestTable:
     return made
 
 
-def loop_maker(engine: Engine) -> Callable[[JobWorkload, KVPool], Loop]:
-    return lambda job, pool: engine._loop(job, engine._scheduler(job, PAGES, ROWS, TOKENS), pool)
+def runner(engine: Engine) -> Callable[[DummyRun, KVPool], None]:
+    def run(job: DummyRun, pool: KVPool) -> None:
+        engine._loop(job.workload, engine._scheduler(job.workload, PAGES, ROWS, TOKENS), pool).run_dummy(job)
+
+    return run
 
 
 def mixed(job: DummyRun) -> list[StepPlan]:
@@ -80,7 +82,7 @@ def test_no_step_takes_more_than_the_largest(engine: Engine, kind: str) -> None:
     spec, rows = engine.model.spec, table(kind)
     workload = plan_workload(rows)
     engine.grammars.prepare(p.constraint for p in KINDS[kind] if p.constraint is not None)
-    measured, tokens = measure_largest_step(loop_maker(engine), workload, spec, PAGE, (ROWS, TOKENS), LiveMeter())
+    measured, tokens = measure_largest_step(runner(engine), workload, spec, PAGE, (ROWS, TOKENS), LiveMeter())
     assert tokens == TOKENS
     running = engine.start(rows)
     done: list[list[Completion]] = []
@@ -161,11 +163,8 @@ class Narrow:
         self.tokens = tokens
         self.tried: list[int] = []
 
-    def __call__(self, workload: JobWorkload, pool: KVPool) -> Narrow:
+    def __call__(self, job: DummyRun, pool: KVPool) -> None:
         assert pool.keys[0].shape[0] == PAGES
-        return self
-
-    def run_dummy(self, job: DummyRun) -> None:
         self.tried.append(sum(c.end for c in mixed(job)[0].prefills))
         if self.tried[-1] > self.tokens:
             raise torch.OutOfMemoryError("CUDA out of memory.")
