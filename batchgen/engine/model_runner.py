@@ -357,7 +357,7 @@ class ModelRunner:
             return
         (table,) = self._device.upload(np.array([(copy.source, copy.target, copy.tokens) for copy in copies], np.int64))
         try:
-            self._backend.copy_pages(self._pool, table)
+            self._backend.ops.copy_pages(self._pool, table)
         except RuntimeError as problem:
             if is_out_of_memory(problem):
                 raise DeviceError(f"out of memory while copying {len(copies)} KV pages; lower --kv-memory") from None

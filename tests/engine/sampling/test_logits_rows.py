@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,8 +18,9 @@ from batchgen.engine.sampling import logprobs as logprobs_gatherer
 from batchgen.engine.sampling import min_tokens as min_tokens
 from batchgen.engine.sampling import sampler
 from batchgen.errors import ErrorCode
-from batchgen.kernels import torch_ops
+from batchgen.kernels import backend
 from batchgen.kernels.counts import CountLists, penalise
+from batchgen.kernels.ops import TORCH_OPS
 from batchgen.request.completion import Completion
 from batchgen.request.params import SamplingParams
 from tests.e2e.test_distribution import p_value
@@ -148,7 +150,7 @@ def test_only_rows_with_a_field_are_changed(
             kept.append(0 if found.raw_logits is None else len(found.raw_logits))
             return found
 
-    monkeypatch.setattr(torch_ops, "penalise", counted)
+    monkeypatch.setattr(backend, "TORCH", replace(backend.TORCH, ops=replace(TORCH_OPS, penalise=counted)))
     monkeypatch.setattr(sampler, "LogprobsGatherer", Watched)
     rows: list[dict[str, Any]] = [{"input_ids": prompts[0], **PLAIN, "return_logprob": True} for _ in range(6)]
     rows[0] |= {"frequency_penalty": 0.5}

@@ -27,7 +27,7 @@ FIRST, LAST = 18, 28
 PLAIN = (
     "engine/decode_table.py", "engine/gc_control.py", "engine/input_batch.py", "engine/loop.py",
     "engine/memory/oom.py", "engine/model_runner.py", "engine/sampling/sampler.py", "engine/step_batch.py",
-    "kernels/activation.py", "kernels/attention/torch_attention.py", "kernels/attention/torch_plan.py",
+    "kernels/activation.py", "kernels/attention/torch_attention.py",
     "kernels/device.py",
     "kernels/heads.py", "kernels/layouts.py", "kernels/linear.py", "kernels/noise.py",
     "kernels/norm.py", "kernels/pooled.py", "kernels/rope.py", "kernels/sampling.py", "kernels/top.py",
