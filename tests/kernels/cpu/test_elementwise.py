@@ -16,7 +16,7 @@ from batchgen.kernels.cpu.library import loaded, missing
 from batchgen.kernels.cpu.ops import COMPILED_OPS
 from batchgen.kernels.heads import HeadNorms
 from batchgen.kernels.ops import TORCH_OPS
-from tests.kernels.gpu.closeness import assert_as_close
+from tests.kernels.closeness import assert_as_close
 
 pytestmark = pytest.mark.skipif(not loaded(), reason=str(missing()))
 

@@ -10,7 +10,7 @@ import torch
 from batchgen.kernels import counts as pytorch
 from batchgen.kernels.counts import CountLists, Penalties
 from batchgen.kernels.gpu import counts as gpu
-from tests.kernels.gpu.logit_rows import drawn, strided
+from tests.kernels.logit_rows import drawn, strided
 from tests.kernels.penalised import listed, lists_of
 
 torch.set_num_threads(1)

@@ -16,7 +16,7 @@ from batchgen.kernels.gpu import heads as gpu
 from batchgen.kernels.gpu.launch import recording
 from batchgen.kernels.heads import HeadNorms
 from batchgen.kernels.rope import rope_tables
-from tests.kernels.gpu.closeness import DTYPES, assert_as_close
+from tests.kernels.closeness import DTYPES, assert_as_close
 
 torch.set_num_threads(1)
 
