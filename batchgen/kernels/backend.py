@@ -19,11 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from batchgen.kernels import deterministic_ops as invariant_ops
-from batchgen.kernels import torch_ops
-from batchgen.kernels.attention.deterministic import DeterministicAttention
 from batchgen.kernels.attention.torch_attention import TorchAttention
 from batchgen.kernels.chips import (
     ChipTuning,
@@ -34,14 +30,15 @@ from batchgen.kernels.chips import (
     known_chips,
     measured_tuning,
 )
-from batchgen.kernels.cpu import deterministic_ops as compiled_invariant_ops
-from batchgen.kernels.cpu import ops as compiled_ops
 from batchgen.kernels.cpu.attention import CompiledAttention
 from batchgen.kernels.cpu.build import find_compiler
 from batchgen.kernels.cpu.command_buffer import CommandBuffers
+from batchgen.kernels.cpu.decoder import compiled_decoder
 from batchgen.kernels.cpu.library import DTYPES, missing
+from batchgen.kernels.cpu.ops import COMPILED_INVARIANT_OPS, COMPILED_OPS
 from batchgen.kernels.cpu.packed_pages import packed_pages
 from batchgen.kernels.cpu.prefix_group_cost import ROWS, measured_saving
+from batchgen.kernels.decoder import DecoderWeights, FusedDecoder
 from batchgen.kernels.flash.attention import flash_factory
 from batchgen.kernels.flash.check import check_library, flash_refusal
 from batchgen.kernels.flash.library import (
@@ -51,10 +48,9 @@ from batchgen.kernels.flash.library import (
     first_line,
     versions_for,
 )
-from batchgen.kernels.linear import Product
+from batchgen.kernels.invariant import INVARIANT_OPS
 from batchgen.kernels.measure import Timer, TypicalStep, device_timer, layer_milliseconds
-from batchgen.kernels.ops import Ops
-from batchgen.kernels.pooled import copy_pages
+from batchgen.kernels.ops import TORCH_OPS, Ops
 from batchgen.kernels.types import AttentionBatch, Graphs, KVPool, LayerKV, PackedPagePool, PagedAttention
 
 __all__ = [
@@ -67,6 +63,7 @@ __all__ = [
     "BackendUnavailable",
     "capability_of",
     "choose_backend",
+    "fused_decoder",
     "refuse_deterministic",
 ]
 
@@ -100,8 +97,6 @@ class Backend:
     attention: AttentionFactory
     ops: Ops
     """All operations except attention."""
-    product: Product | None = None
-    """The matrix product of a model's linear layers; None: the fastest available."""
     executors: tuple[CommandBuffers | Graphs, ...] = ()
     """Ways to run a step other than launching its kernels one by one, each with what its executor needs, in order of
     preference."""
@@ -109,8 +104,6 @@ class Backend:
     """Measures how many reads of cached positions a prefix group must save to pay off; None: not measured."""
     group_rows: int | None = None
     """Rows of the group that is measured; see `plan.config`. None: the saving holds for any number of rows."""
-    copy_pages: Callable[[KVPool, Tensor], None] = copy_pages
-    """Copies positions between pages; see `pooled.copy_pages`."""
     packed_page_pool: Callable[[list[LayerKV], torch.dtype, int, int, int], PackedPagePool | None] | None = None
     """Makes the pool's `packed` from its layers, dtype, page size, number of pages and the bytes of memory left; None:
     no repacked copy."""
@@ -136,11 +129,16 @@ class AttentionNeeds:
     """Whether the model is one of `models.native`, whose layers the compiled kernels can run as a whole."""
 
 
-TORCH = Backend("torch", "torch", TorchAttention, torch_ops)
+TORCH = Backend("torch", "torch", TorchAttention, TORCH_OPS)
 """Plain PyTorch: for CPUs without a compiler, and the reference of the other backends."""
 
-DETERMINISTIC = Backend("torch", "torch, batch-invariant", DeterministicAttention, invariant_ops)
+DETERMINISTIC = Backend("torch", "torch, batch-invariant", TorchAttention, INVARIANT_OPS)
 """Batch-invariant plain PyTorch, for models that run in tiles (`models.deterministic`)."""
+
+
+def fused_decoder(weights: DecoderWeights) -> FusedDecoder | None:
+    """A decoder that runs all layers in one call, for the steps that it `takes`; None if no backend has one."""
+    return compiled_decoder(weights)
 
 
 def capability_of(device: torch.device) -> tuple[int, int] | None:
@@ -223,10 +221,9 @@ def _compiled(needs: AttentionNeeds) -> Backend:
         "compiled",
         f"compiled by {compiler}",
         CompiledAttention,
-        compiled_ops,
+        COMPILED_OPS,
         group_saving=saving,
         group_rows=ROWS,
-        copy_pages=compiled_ops.copy_pages,
         packed_page_pool=packed_pages,
         executors=(CommandBuffers(),),
     )
@@ -273,8 +270,7 @@ def _deterministic_compiled(needs: AttentionNeeds) -> Backend:
         "compiled",
         f"{found.description}, batch-invariant",
         partial(CompiledAttention, deterministic=True),
-        compiled_invariant_ops,
-        copy_pages=compiled_ops.copy_pages,
+        COMPILED_INVARIANT_OPS,
         executors=found.executors,
     )
 
@@ -282,9 +278,8 @@ def _deterministic_compiled(needs: AttentionNeeds) -> Backend:
 def _deterministic_triton(needs: AttentionNeeds) -> Backend:
     """The Triton backend with tiles that do not depend on the batch, and its own product for linear layers."""
     found = _triton(needs)
-    from batchgen.kernels.gpu import deterministic_ops as ops
     from batchgen.kernels.gpu.deterministic_attention import DeterministicTritonAttention
-    from batchgen.kernels.gpu.matmul import linear
+    from batchgen.kernels.gpu.ops import TRITON_INVARIANT_OPS
 
     tuning = fixed_tuning(needs.device)
     try:
@@ -292,9 +287,8 @@ def _deterministic_triton(needs: AttentionNeeds) -> Backend:
             tuning.attention_tile("fixed", max(layer.key_dim, layer.value_dim), needs.dtype)
     except ValueError as problem:
         raise BackendUnavailable(str(problem)) from None
-    return Backend(
-        found.name, f"{found.description}, batch-invariant", DeterministicTritonAttention, ops, product=linear
-    )
+    description = f"{found.description}, batch-invariant"
+    return Backend(found.name, description, DeterministicTritonAttention, TRITON_INVARIANT_OPS)
 
 
 def _tune(device: torch.device, step: TypicalStep | None, timer: Timer) -> None:
@@ -348,13 +342,15 @@ def _triton(needs: AttentionNeeds) -> Backend:
                 tuning.attention_tile(kind, max(layer.key_dim, layer.value_dim), needs.dtype)
     except ValueError as problem:
         raise BackendUnavailable(str(problem)) from None
-    from batchgen.kernels.gpu import ops
     from batchgen.kernels.gpu.attention import TritonAttention
+    from batchgen.kernels.gpu.ops import TRITON_OPS
     from batchgen.kernels.gpu.static_attention import StaticPlanner
 
     if needs.capability is not None:
-        _check_launch(ops, needs.device)
-    return Backend("triton", f"triton {triton.__version__}", TritonAttention, ops, executors=(Graphs(StaticPlanner),))
+        _check_launch(TRITON_OPS, needs.device)
+    return Backend(
+        "triton", f"triton {triton.__version__}", TritonAttention, TRITON_OPS, executors=(Graphs(StaticPlanner),)
+    )
 
 
 def _check_launch(ops: Ops, device: torch.device) -> None:

@@ -14,11 +14,12 @@ those of the OpenAI API.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["CountLists", "count_tokens", "penalise"]
+__all__ = ["CountLists", "Penalties", "count_tokens", "penalise"]
 
 _FLOAT32 = torch.finfo(torch.float32)
 
@@ -55,6 +56,15 @@ class CountLists:
         return found
 
 
+class Penalties(NamedTuple):
+    """Penalties of Q sequences, [Q] float32 each."""
+
+    repetition: Tensor
+    """Above 0; 1 changes nothing."""
+    frequency: Tensor
+    presence: Tensor
+
+
 def count_tokens(lists: CountLists, slots: Tensor, rows: Tensor, tokens: Tensor, width: int) -> None:
     """Count one token for each of Q sequences, in place: increment its count, or append it to the list.
 
@@ -83,9 +93,7 @@ def penalise(
     rows: Tensor,
     slots: Tensor,
     lists: CountLists,
-    repetition: Tensor,
-    frequency: Tensor,
-    presence: Tensor,
+    penalties: Penalties,
     width: int,
 ) -> None:
     """Apply the three penalties to the tokens in Q sequences' lists, in place.
@@ -95,9 +103,7 @@ def penalise(
         rows: [Q] int64, each sequence's row of the logits, distinct.
         slots: [Q] int64.
         lists: of all sequences.
-        repetition: [Q] float32 above 0; 1 changes nothing.
-        frequency: [Q] float32.
-        presence: [Q] float32.
+        penalties: of the sequences.
         width: at least 1 and the length of the longest of the Q lists; at most W.
     """
     slots = slots.clamp(min=0)
@@ -110,8 +116,8 @@ def penalise(
     counts = torch.where(valid, counts, counts[:, :1])
     rows = rows[:, None]
     before = logits[rows, ids]
-    factor = repetition.clamp(min=_FLOAT32.tiny)[:, None]
+    factor = penalties.repetition.clamp(min=_FLOAT32.tiny)[:, None]
     values = torch.where(before > 0, (before / factor).clamp_(max=_FLOAT32.max), before * factor)
-    values -= counts * frequency[:, None]
-    values -= (counts > 0) * presence[:, None]
+    values -= counts * penalties.frequency[:, None]
+    values -= (counts > 0) * penalties.presence[:, None]
     logits.index_put_((rows, ids), torch.where(used > 0, values, before))

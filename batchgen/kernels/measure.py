@@ -12,7 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.kernels.types import AttentionBatch, ChunkPages, GroupPages, Ints, KVPool, LayerKV, PagedAttention
+from batchgen.kernels.types import (
+    AttentionArgs,
+    AttentionBatch,
+    ChunkPages,
+    GroupPages,
+    Ints,
+    KVPool,
+    LayerKV,
+    PagedAttention,
+)
 
 __all__ = ["Timer", "TypicalStep", "device_timer", "layer_milliseconds"]
 
@@ -139,12 +148,12 @@ def layer_milliseconds(
     kinds = [False, True] if step.shared >= step.page_size else [False]
     times: dict[Name, list[float]] = {name: [] for name in candidates}
     wrong: dict[Name, str] = {}
-    scale = step.layer.key_dim**-0.5
+    args = AttentionArgs(step.layer.key_dim**-0.5)
     for grouped in kinds:
         pool, batch, query = step.sample(grouped=grouped)
         for name, factory in candidates.items():
             try:
-                times[name].append(timer(partial(factory(pool, batch).attend_stored, 0, query, scale=scale)))
+                times[name].append(timer(partial(factory(pool, batch).attend_stored, 0, query, args)))
             except Exception as problem:  # compilers and drivers raise many types
                 wrong[name] = (str(problem).strip() or type(problem).__name__).splitlines()[0]
         del pool, query

@@ -8,10 +8,25 @@ zeros and -inf. A sink (a logit that carries no value) joins the denominator of 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-__all__ = ["merge_lists", "merge_parts"]
+__all__ = ["PartLists", "merge_lists", "merge_parts"]
+
+
+class PartLists(NamedTuple):
+    """The parts of each of M tokens, among E parts."""
+
+    parts: Tensor
+    """[E] int32 part numbers; those of a token are adjacent."""
+    tokens: Tensor
+    """[M] int32: index in the result of each token; -1 is skipped."""
+    starts: Tensor
+    """[M] int32: index in `parts` of each token's first part."""
+    counts: Tensor
+    """[M] int32: number of each token's parts; 0 yields zeros."""
 
 
 def merge_parts(
@@ -45,10 +60,7 @@ def merge_parts(
 def merge_lists(
     part_out: Tensor,
     part_lse: Tensor,
-    parts: Tensor,
-    tokens: Tensor,
-    starts: Tensor,
-    counts: Tensor,
+    lists: PartLists,
     out: Tensor,
     lse: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -58,18 +70,15 @@ def merge_lists(
     Args:
         part_out: [E, N, D] float32.
         part_lse: [E, N] float32, natural logarithm.
-        parts: [E] int32, part numbers; those of a token are adjacent.
-        tokens: [M] int32, index in `out` of each result; -1 is skipped.
-        starts: [M] int32, index in `parts` of each token's first part.
-        counts: [M] int32, number of each token's parts; 0 yields zeros.
-        out: [T, N, D], contiguous; written at `tokens` only.
-        lse: [T, N] float32, contiguous; written at `tokens` only.
+        lists: the parts of each token.
+        out: [T, N, D], contiguous; written at the lists' tokens only.
+        lse: [T, N] float32, contiguous; written as `out`.
         sinks: [N] logits that join the denominators.
     """
-    for token, start, count in zip(tokens.tolist(), starts.tolist(), counts.tolist(), strict=True):
+    for token, start, count in zip(lists.tokens.tolist(), lists.starts.tolist(), lists.counts.tolist(), strict=True):
         if token < 0:
             continue
-        chosen = parts[start : start + count].long()
+        chosen = lists.parts[start : start + count].long()
         merged, total = _merge(part_out[chosen], part_lse[chosen], sinks)
         out[token] = merged.to(out.dtype)
         if lse is not None:

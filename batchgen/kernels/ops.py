@@ -1,160 +1,126 @@
-"""The interface of the operations (all but attention) that models and the engine call, implemented by each backend.
+"""The operations of a backend (all but attention): a table of functions that models and the engine call.
 
-Modules implement it: `torch_ops` (plain PyTorch, on any device, the reference), `gpu.ops` (Triton), `cpu.ops` (C++) and
-their `deterministic_ops`. The PyTorch implementation, in the file named above each group, documents the operation.
+A backend is `replace(TORCH_OPS, ...)` with the operations that it computes better: `gpu.ops` (Triton), `cpu.ops` (C++),
+`invariant` (batch-invariant). The default of a field is the operation's reference and documents it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from batchgen.kernels.counts import CountLists
+from batchgen.kernels import (
+    activation,
+    bitmask,
+    counts,
+    filtering,
+    heads,
+    logprobs,
+    lora,
+    moe,
+    noise,
+    norm,
+    pooled,
+    rope,
+    sampling,
+    shaping,
+)
+from batchgen.kernels.counts import CountLists, Penalties
+from batchgen.kernels.heads import HeadNorms
+from batchgen.kernels.layouts import Product
 from batchgen.kernels.logprobs import GatheredLogprobs
 from batchgen.kernels.lora import LoraPairs, LoraStep
 from batchgen.kernels.moe import Experts, Routing
 from batchgen.kernels.sampling import SampleResult, SamplingColumns
+from batchgen.kernels.types import KVPool
 
-__all__ = ["Ops"]
+__all__ = ["TORCH_OPS", "Ops"]
 
 
-class Ops(Protocol):
+class _Route(Protocol):
+    def __call__(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]: ...
+
+
+class _ApplyBitmask(Protocol):
+    def __call__(self, logits: Tensor, bitmask: Tensor, rows: Tensor | None = None) -> None: ...
+
+
+class _TokenLogprobs(Protocol):
+    def __call__(self, logits: Tensor, tokens: Tensor, normalizers: Tensor | None = None) -> Tensor: ...
+
+
+class _TopLogprobs(Protocol):
+    def __call__(self, logits: Tensor, k: int, normalizers: Tensor | None = None) -> tuple[Tensor, Tensor]: ...
+
+
+class _Sample(Protocol):
+    def __call__(self, logits: Tensor, columns: SamplingColumns, sample_rows: Tensor | None = None) -> SampleResult: ...
+
+
+@dataclass(frozen=True)
+class Ops:
     """The operations of a backend. Logits may be of any floating-point dtype unless they are written to."""
 
-    # norm.py
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Root-mean-square norm over the last dimension."""
-        ...
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor] = norm.rms_norm
+    """Root-mean-square norm over the last dimension; see `norm.rms_norm`."""
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor] = norm.add_rms_norm
+    """Add to the residual in place and return the norm of the sum; see `norm.add_rms_norm`."""
+    gated: Callable[[Tensor, str], Tensor] = activation.gated
+    """Gated activation, act(gate) * up; see `activation.gated`."""
+    rope_tables: Callable[[Tensor, float, Tensor, torch.dtype], tuple[Tensor, Tensor]] = rope.rope_tables
+    """Cosines and signed sines of a step's positions; see `rope.rope_tables`."""
+    qk_norm_rope_cache: Callable[[Tensor, HeadNorms | None, tuple[Tensor, Tensor], Tensor, Tensor, Tensor], Tensor] = (
+        heads.qk_norm_rope_cache
+    )
+    """Normalise and rotate q and k, store k and v in the paged cache, return q; see `heads.qk_norm_rope_cache`."""
+    linear: Product | None = None
+    """Product that replaces those of a model's linear layers, such as `matmul.linear`; None: the layers keep theirs."""
+    add_lora: Callable[[Tensor, Tensor, LoraStep, LoraPairs], None] = lora.add_lora
+    """Add each token's LoRA update to a linear layer's output, in place; see `lora.add_lora`."""
+    route: _Route = moe.route
+    """Expert ids and weights of each token; see `moe.route`."""
+    moe_experts: Callable[[Tensor, Tensor, Tensor, Experts], Tensor] = moe.moe_experts
+    """Weighted sum of each token's experts; see `moe.moe_experts`."""
+    count_tokens: Callable[[CountLists, Tensor, Tensor, Tensor, int], None] = counts.count_tokens
+    """Count one more token for each of some sequences, in place; see `counts.count_tokens`."""
+    penalise: Callable[[Tensor, Tensor, Tensor, CountLists, Penalties, int], None] = counts.penalise
+    """Apply repetition, frequency and presence penalties to the counted tokens, in place; see `counts.penalise`."""
+    add_bias: Callable[[Tensor, Tensor, Tensor, Tensor], None] = shaping.add_bias
+    """Add biases by row and token, in place; see `shaping.add_bias`."""
+    keep_only: Callable[[Tensor, Tensor, Tensor, Tensor], None] = shaping.keep_only
+    """Mask whole rows except the given (row, token) pairs, in place; see `shaping.keep_only`."""
+    drew_masked: Callable[[Tensor, Tensor, Tensor], Tensor] = shaping.drew_masked
+    """Which of some rows drew a masked token; see `shaping.drew_masked`."""
+    mask_tokens: Callable[[Tensor, Tensor, Tensor], None] = logprobs.mask_tokens
+    """Mask (row, token) pairs, in place; see `logprobs.mask_tokens`."""
+    log_normalizers: Callable[[Tensor], Tensor] = logprobs.log_normalizers
+    """Log-sum-exp of each row; see `logprobs.log_normalizers`."""
+    argmax_lse: Callable[[Tensor], tuple[Tensor, Tensor, Tensor, Tensor]] = logprobs.argmax_lse
+    """Argmax, largest logit and log-sum-exp of each row, and whether the row cannot be sampled; see
+    `logprobs.argmax_lse`."""
+    token_logprobs: _TokenLogprobs = logprobs.token_logprobs
+    """Log-softmax at one token per row; see `logprobs.token_logprobs`."""
+    top_logprobs: _TopLogprobs = logprobs.top_logprobs
+    """Ids and log-probabilities of the k most likely tokens of each row; see `logprobs.top_logprobs`."""
+    gather_logprobs: Callable[[Tensor, Tensor, int], GatheredLogprobs] = logprobs.gather_logprobs
+    """Log-softmax at one token per row, and the k most likely tokens, in one pass; see `logprobs.gather_logprobs`."""
+    apply_bitmask: _ApplyBitmask = bitmask.apply_bitmask
+    """Mask by packed bits, in place; see `bitmask.apply_bitmask`."""
+    row_keys: Callable[[Tensor, Tensor, Tensor], Tensor] = noise.row_keys
+    """Noise keys of the rows' next draws; see `noise.row_keys`."""
+    nan_rows: Callable[[Tensor], Tensor] = sampling.nan_rows
+    """Which rows cannot be sampled (not-a-number, +inf, or all -inf); see `sampling.nan_rows`."""
+    sample: _Sample = sampling.sample
+    """Draw one token per row, or per entry of `sample_rows`; see `sampling.sample`."""
+    filtered_scores: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = filtering.filtered_scores
+    """Scores that each row's token was drawn by; see `filtering.filtered_scores`."""
+    copy_pages: Callable[[KVPool, Tensor], None] = pooled.copy_pages
+    """Copy positions between pages of the cache, in every layer; see `pooled.copy_pages`."""
 
-    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add to the residual in place and return the norm of the sum."""
-        ...
 
-    # activation.py
-    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
-        """Gated activation: act(gate) * up."""
-        ...
-
-    # rope.py
-    def rope_tables(
-        self, inv_freq: Tensor, scale: float, positions: Tensor, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines of a step's positions."""
-        ...
-
-    # heads.py
-    def qk_norm_rope_cache(
-        self,
-        qkv: Tensor,
-        heads: int,
-        kv_heads: int,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        slot_mapping: Tensor,
-    ) -> Tensor:
-        """Normalise and rotate q and k, store k and v in the paged cache, return q."""
-        ...
-
-    # lora.py
-    def add_lora(self, out: Tensor, x: Tensor, step: LoraStep, pairs: LoraPairs) -> None:
-        """Add each token's LoRA update to a linear layer's output, in place."""
-        ...
-
-    # moe.py
-    def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Expert ids and weights of each token."""
-        ...
-
-    def moe_experts(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
-        """Weighted sum of each token's experts."""
-        ...
-
-    # counts.py
-    def count_tokens(self, lists: CountLists, slots: Tensor, rows: Tensor, tokens: Tensor, width: int) -> None:
-        """Count one more token for each of some sequences, in place."""
-        ...
-
-    def penalise(
-        self,
-        logits: Tensor,
-        rows: Tensor,
-        slots: Tensor,
-        lists: CountLists,
-        repetition: Tensor,
-        frequency: Tensor,
-        presence: Tensor,
-        width: int,
-    ) -> None:
-        """Apply repetition, frequency and presence penalties to the counted tokens, in place."""
-        ...
-
-    # shaping.py
-    def add_bias(self, logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> None:
-        """Add biases by row and token, in place."""
-        ...
-
-    def keep_only(self, logits: Tensor, whole: Tensor, rows: Tensor, ids: Tensor) -> None:
-        """Mask whole rows except the given (row, token) pairs, in place."""
-        ...
-
-    def drew_masked(self, logits: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
-        """Which of some rows drew a masked token."""
-        ...
-
-    # logprobs.py
-    def mask_tokens(self, logits: Tensor, rows: Tensor, ids: Tensor) -> None:
-        """Mask (row, token) pairs, in place."""
-        ...
-
-    def log_normalizers(self, logits: Tensor) -> Tensor:
-        """Log-sum-exp of each row."""
-        ...
-
-    def argmax_lse(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Argmax, largest logit and log-sum-exp of each row, and whether the row cannot be sampled."""
-        ...
-
-    def token_logprobs(self, logits: Tensor, tokens: Tensor, normalizers: Tensor | None = None) -> Tensor:
-        """Log-softmax at one token per row."""
-        ...
-
-    def top_logprobs(self, logits: Tensor, k: int, normalizers: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Ids and log-probabilities of the k most likely tokens of each row."""
-        ...
-
-    def gather_logprobs(self, logits: Tensor, targets: Tensor, k: int) -> GatheredLogprobs:
-        """Log-softmax at one token per row, and the k most likely tokens, in one pass."""
-        ...
-
-    # bitmask.py
-    def apply_bitmask(self, logits: Tensor, bitmask: Tensor, rows: Tensor | None = None) -> None:
-        """Mask by packed bits, in place."""
-        ...
-
-    # noise.py
-    def row_keys(self, seeds: Tensor, sample_indexes: Tensor, positions: Tensor) -> Tensor:
-        """Noise keys of the rows' next draws."""
-        ...
-
-    # sampling.py
-    def nan_rows(self, logits: Tensor) -> Tensor:
-        """Which rows cannot be sampled (not-a-number, +inf, or all -inf)."""
-        ...
-
-    def sample(self, logits: Tensor, columns: SamplingColumns, sample_rows: Tensor | None = None) -> SampleResult:
-        """Draw one token per row, or per entry of `sample_rows`."""
-        ...
-
-    # filtering.py
-    def filtered_scores(
-        self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, drawn: Tensor
-    ) -> Tensor:
-        """Scores that each row's token was drawn by."""
-        ...
+TORCH_OPS = Ops()
+"""Plain PyTorch, on any device: the reference of every operation."""

@@ -8,7 +8,7 @@ from typing import Final
 
 from torch import Tensor
 
-from batchgen.kernels.types import AttentionBatch, KVPool
+from batchgen.kernels.types import AttentionArgs, AttentionBatch, KVPool
 
 __all__ = ["AttentionCounts", "PooledAttention", "copy_pages", "store"]
 
@@ -40,23 +40,12 @@ class PooledAttention(ABC):
     _pool: KVPool
     _batch: AttentionBatch
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
         """Store the step's keys and values of `layer`, then attend. See `Attention.attend`."""
         keys, values, slots = self.cache(layer)
         store(keys, key, slots)
         store(values, value, slots)
-        return self.attend_stored(layer, query, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        return self.attend_stored(layer, query, args)
 
     def cache(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """The pool and slots of the step's keys and values. See `PagedAttention.cache`."""
@@ -68,16 +57,7 @@ class PooledAttention(ABC):
         return AttentionCounts()
 
     @abstractmethod
-    def attend_stored(
-        self,
-        layer: int,
-        query: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend_stored(self, layer: int, query: Tensor, args: AttentionArgs) -> Tensor:
         """See `PagedAttention.attend_stored`."""
 
 

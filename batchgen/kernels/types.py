@@ -21,6 +21,7 @@ from batchgen.kernels.device import Device, device_for
 
 __all__ = [
     "Attention",
+    "AttentionArgs",
     "AttentionBatch",
     "ChunkPages",
     "DecodePlanner",
@@ -162,21 +163,24 @@ class AttentionBatch:
         return device_for(self.slot_mapping.device) if self.uploader is None else self.uploader
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionArgs:
+    """A layer's settings of attention."""
+
+    scale: float
+    """Factor on query·key."""
+    window: int | None = None
+    """A token sees itself and the `window - 1` before it; None: all."""
+    softcap: float | None = None
+    """Scores become softcap * tanh(scores / softcap); None: they stay."""
+    sinks: Tensor | None = None
+    """[N] logits that join each softmax's denominator and carry no value."""
+
+
 class Attention(Protocol):
     """A step's attention as the model calls it; a backend makes one per step."""
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
         """Store the step's keys and values of `layer`, then attend.
 
         Args:
@@ -184,10 +188,7 @@ class Attention(Protocol):
             query: [T, N, D].
             key: [T, K, D].
             value: [T, K, Dv].
-            scale: factor on query·key.
-            window: a token sees itself and the `window - 1` before it; None sees all.
-            softcap: scores become softcap * tanh(scores / softcap).
-            sinks: [N] logits that join each softmax's denominator and carry no value.
+            args: settings of the layer.
 
         Returns:
             [T, N, Dv] in the query's dtype; softmax and merges in float32.
@@ -208,16 +209,7 @@ class PagedAttention(Attention, Protocol):
         """
         ...
 
-    def attend_stored(
-        self,
-        layer: int,
-        query: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend_stored(self, layer: int, query: Tensor, args: AttentionArgs) -> Tensor:
         """`attend` for keys and values that are in the pool already."""
         ...
 

@@ -9,9 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from batchgen.kernels import torch_ops
 from batchgen.kernels.lora import LoraStep
-from batchgen.kernels.ops import Ops
+from batchgen.kernels.ops import TORCH_OPS, Ops
 from batchgen.kernels.types import Attention, LayerKV
 from batchgen.request.params import CaptureSupport
 
@@ -111,7 +110,7 @@ class ModelInput:
     """Tokens that use an adapter; None for none."""
     embeds: TokenEmbeds | None = None
     """Tokens given as embeddings, whose ids are ignored; None for none."""
-    ops: Ops = torch_ops
+    ops: Ops = TORCH_OPS
     """Operations that compute the step."""
     wanted: Tensor | None = None
     """[W] int64: flat tokens whose final states are needed; None for all."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from batchgen.errors import UsageError
-from batchgen.kernels.attention.deterministic import DeterministicAttention
+from batchgen.kernels.attention.torch_attention import TorchAttention
 from batchgen.kernels.backend import DETERMINISTIC, Backend
 from batchgen.kernels.lora import LoraSegment, LoraStep
 from batchgen.kernels.types import AttentionBatch, ChunkPages, KVPool
@@ -44,18 +44,18 @@ def deterministic_model(model: Model, backend: Backend) -> Model:
     if backend.name == "compiled":
         _check_kernels(model, backend)
         return model
-    if backend.product is None:
+    if backend.ops.linear is None:
         return DeterministicModel(model)
     if not isinstance(model, NativeModel):
         raise UsageError(
             f"`--deterministic` on a GPU needs batchgen's own kernels, but transformers computes a {model.spec.name} "
             "model; leave the option out, or compute on a CPU"
         )
-    return model.with_product(backend.product)
+    return model.with_product(backend.ops.linear)
 
 
 class DeterministicModel:
-    """A model that runs on tiles of fixed sizes; its steps use `DeterministicAttention`."""
+    """A model that runs on tiles of fixed sizes; its steps use `TorchAttention`."""
 
     def __init__(self, model: Model, tile_sizes: Sequence[int] | None = None) -> None:
         """Wrap a model; `tile_sizes` are numbers of tokens, None selects those that give equal bits on this machine.
@@ -101,7 +101,7 @@ def _tiles(count: int, tile_sizes: Sequence[int]) -> Iterator[tuple[int, int, in
 
 
 def _hidden(model: Model, inputs: ModelInput, tile_sizes: Sequence[int]) -> Tensor:
-    assert isinstance(inputs.attention, DeterministicAttention)
+    assert isinstance(inputs.attention, TorchAttention)
     parts, capture = [], _TileCapture(inputs.capture)
     for start, end, tile_size in _tiles(len(inputs.input_ids), tile_sizes):
         tile = ModelInput(

@@ -16,10 +16,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from batchgen.kernels import torch_ops
 from batchgen.kernels.activation import ACTIVATIONS
 from batchgen.kernels.moe import Experts, Gating
-from batchgen.kernels.ops import Ops
+from batchgen.kernels.ops import TORCH_OPS, Ops
 
 __all__ = ["EXPERTS_NAME", "ExpertsSlot", "install_experts"]
 
@@ -37,7 +36,7 @@ class ExpertsSlot:
     __slots__ = ("layers", "library_layers", "ops")
 
     def __init__(self) -> None:
-        self.ops: Ops = torch_ops
+        self.ops: Ops = TORCH_OPS
         self.layers: list[_Layer] = []
         """Layers that batchgen's kernels can compute."""
         self.library_layers: list[str] = []
@@ -50,7 +49,7 @@ class ExpertsSlot:
         try:
             yield
         finally:
-            self.ops = torch_ops
+            self.ops = TORCH_OPS
 
     def use_library(self) -> None:
         """Let the library compute all layers from now on."""
@@ -99,7 +98,7 @@ def _forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_
     """Expert function with the library's signature: [T, H], [T, k], [T, k] -> [T, H]."""
     layer: _Layer = getattr(module, _ATTRIBUTE)
     ops = layer.slot.ops
-    if layer.experts is None or ops is torch_ops:
+    if layer.experts is None or ops is TORCH_OPS:
         return layer.library(module, hidden_states, top_k_index, top_k_weights)
     return ops.moe_experts(hidden_states, top_k_index, top_k_weights, layer.experts)
 

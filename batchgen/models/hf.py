@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from batchgen.errors import ModelError
-from batchgen.kernels.types import Attention
+from batchgen.kernels.types import Attention, AttentionArgs
 from batchgen.models.base import ModelInput, ModelSpec, TokenEmbeds
 from batchgen.models.experts import ExpertsSlot
 from batchgen.models.lora import LoraSlot
@@ -90,10 +90,12 @@ def _attend(
         query[0].transpose(0, 1),  # [T, N, D]
         key[0].transpose(0, 1),  # [T, K, D]
         value[0].transpose(0, 1),  # [T, K, Dv]
-        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-        window=sliding_window or None,
-        softcap=softcap or None,
-        sinks=s_aux,
+        AttentionArgs(
+            scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+            window=sliding_window or None,
+            softcap=softcap or None,
+            sinks=s_aux,
+        ),
     )  # [T, N, Dv]
     return out.contiguous()[None], None
 

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from batchgen.errors import ModelError
-from batchgen.kernels import torch_ops
 from batchgen.kernels.device import device_for
 from batchgen.kernels.linear import Products
 from batchgen.kernels.lora import lora_step
-from batchgen.kernels.ops import Ops
+from batchgen.kernels.ops import TORCH_OPS, Ops
 from batchgen.models.base import ModelInput, ModelSpec
 from batchgen.models.experts import ExpertsSlot, install_experts
 from batchgen.models.folder import ModelFolder
@@ -339,7 +338,7 @@ def _chunk(ids: Tensor, start: int, end: int, probe: ProbeAttention) -> ModelInp
 
 def _check_logits(model: TransformersModel, ids: Tensor, expected: Tensor) -> TransformersModel:
     """Compare the logits [7, V] of two chunks with the library's; returns the model."""
-    worst = _difference(model, ids, expected, torch_ops)
+    worst = _difference(model, ids, expected, TORCH_OPS)
     if not worst <= _TOLERANCE[model.spec.dtype]:
         raise ModelError(
             f"The architecture {model.spec.name} is not supported: with batchgen's attention its logits differ from "
@@ -350,10 +349,10 @@ def _check_logits(model: TransformersModel, ids: Tensor, expected: Tensor) -> Tr
 
 def _check_experts(model: TransformersModel, experts: ExpertsSlot, ids: Tensor, expected: Tensor) -> None:
     """Let the library compute the experts if batchgen's kernels fail or their logits differ."""
-    from batchgen.kernels.gpu import ops  # imported only if there is a GPU
+    from batchgen.kernels.gpu.ops import TRITON_OPS  # imported only if there is a GPU
 
     try:
-        difference = _difference(model, ids, expected, ops)
+        difference = _difference(model, ids, expected, TRITON_OPS)
     except Exception:  # compiling or launching a kernel raises errors of many types
         difference = float("inf")
     if not difference <= _TOLERANCE[model.spec.dtype]:

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from batchgen.errors import ModelError
-from batchgen.kernels import torch_ops
 from batchgen.kernels.lora import LoraPair, LoraPairs, LoraStep
-from batchgen.kernels.ops import Ops
+from batchgen.kernels.ops import TORCH_OPS, Ops
 from batchgen.models.lora_config import AdaptedLayer, Adapter, LinearSize, fit_adapter
 from batchgen.models.weights import WeightReader
 
@@ -76,7 +75,7 @@ class LoraSlot:
         self.step: LoraStep | None = None
         self.tokens = 0
         """Number of flat tokens in the step, T."""
-        self.ops: Ops = torch_ops
+        self.ops: Ops = TORCH_OPS
         self.visited: set[str] | None = None
         """Names of the modules that have run; None: not recorded."""
 

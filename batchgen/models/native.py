@@ -6,22 +6,22 @@ letters: T tokens, H hidden size, N heads, K kv heads, D head size, I intermedia
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen.kernels.cpu.attention import CompiledAttention
-from batchgen.kernels.cpu.decoder import CompiledDecoder, DecoderLayer, DecoderShape
+from batchgen.kernels.backend import fused_decoder
+from batchgen.kernels.decoder import DecoderLayer, DecoderWeights, FusedDecoder
+from batchgen.kernels.heads import HeadNorms
 from batchgen.kernels.linear import Linear, Product, Products, repacks
-from batchgen.kernels.lora import LoraPairs, LoraStep
-from batchgen.kernels.ops import Ops
+from batchgen.kernels.lora import LoraPairs
 from batchgen.kernels.rope import inverse_frequencies
-from batchgen.kernels.types import LayerKV, PagedAttention
+from batchgen.kernels.types import AttentionArgs, LayerKV, PagedAttention
 from batchgen.models.base import ModelInput, ModelSpec
 from batchgen.models.folder import ModelFolder
 from batchgen.models.lora import adapter_reader, fused_pair
@@ -32,59 +32,18 @@ from batchgen.models.weights import WeightReader
 
 __all__ = ["NativeModel", "load_native", "native_spec"]
 
-
 _LINEARS: Final = ("qkv", "o", "gate_up", "down")
 """Names of the linear layers of a block."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    index: int
-    window: int | None
-    qkv: Linear
-    o: Linear
-    gate_up: Linear
-    down: Linear
-    input_norm: Tensor  # [H]
-    post_norm: Tensor  # [H]
-    q_norm: Tensor | None  # [D]
-    k_norm: Tensor | None  # [D]
-    lora: Mapping[str, LoraPairs] = field(default_factory=dict)
-    """Name of an adapted linear layer -> LoRA pairs of all adapters."""
-
-    def in_int8(self) -> _Layer:
-        """The layer with int8 weights."""
-        return replace(self, **{name: getattr(self, name).in_int8() for name in _LINEARS})
-
-    def project(self, name: str, linear: Linear, x: Tensor, step: LoraStep | None, ops: Ops) -> Tensor:
-        """[T, I] -> [T, O], including each token's adapter."""
-        out = linear(x)
-        if step is not None and name in self.lora:
-            ops.add_lora(out, x, step, self.lora[name])
-        return out
 
 
 class NativeModel:
     """`Model` of the native path, created by `load_native`."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        config: NativeConfig,
-        embedding: Tensor,
-        layers: list[_Layer],
-        norm: Tensor,
-        head: Linear,
-    ) -> None:
+    def __init__(self, spec: ModelSpec, weights: DecoderWeights, head: Linear) -> None:
         self._spec = spec
-        self._config = config
-        self._embedding = embedding  # [V, H]
-        self._layers = layers
-        self._norm = norm  # [H]
+        self._weights = weights
         self._head = head
-        inv_freq, self._rope_scale = inverse_frequencies(config.rope, spec.context_length)
-        self._inv_freq = inv_freq.to(spec.device)  # [D/2]
-        self._compiled = self._compiled_decoder()
+        self._fused = fused_decoder(weights)
 
     @property
     def spec(self) -> ModelSpec:
@@ -93,71 +52,56 @@ class NativeModel:
 
     def with_product(self, product: Product) -> NativeModel:
         """The model with its linear layers and head computed by `product`."""
-        layers = [
-            replace(layer, **{name: getattr(layer, name).with_product(product) for name in _LINEARS})
-            for layer in self._layers
-        ]
-        head = self._head.with_product(product)
-        return NativeModel(self._spec, self._config, self._embedding, layers, self._norm, head)
+        layers = [_changed(layer, lambda linear: linear.with_product(product)) for layer in self._weights.layers]
+        return NativeModel(self._spec, replace(self._weights, layers=layers), self._head.with_product(product))
 
     def quantise(self) -> None:
         """Replace the weights of the linear layers and the head by int8, on a CPU.
 
         Layers are converted one at a time, so that only one is in memory in both forms.
         """
-        self._compiled = None  # it references the weights of all layers
-        for i in range(len(self._layers)):
-            self._layers[i] = self._layers[i].in_int8()
+        self._fused = None  # it references the weights of all layers
+        layers = self._weights.layers
+        for i in range(len(layers)):
+            layers[i] = _changed(layers[i], Linear.in_int8)
         self._head = self._head.in_int8()
-        self._compiled = self._compiled_decoder()
+        self._fused = fused_decoder(self._weights)
 
     @torch.no_grad()
     def hidden(self, inputs: ModelInput) -> Tensor:
         """See `Model.hidden`."""
-        if self._compiled is not None and isinstance(inputs.attention, CompiledAttention):
-            return _hidden_compiled(self._compiled, inputs, inputs.attention, self._spec)
-        x = F.embedding(inputs.input_ids, self._embedding)  # [T, H]
+        if self._fused is not None and self._fused.takes(inputs.attention):
+            return _hidden_fused(self._fused, inputs, self._spec)
+        weights, layers = self._weights, self._weights.layers
+        x = F.embedding(inputs.input_ids, weights.embedding)  # [T, H]
         if inputs.embeds is not None:
             x[inputs.embeds.rows] = inputs.embeds.values.to(x.dtype)
-        ops, eps, lora, capture = inputs.ops, self._config.rms_eps, inputs.lora, inputs.capture
-        tables = ops.rope_tables(self._inv_freq, self._rope_scale, inputs.positions, x.dtype)  # 2 x [T, 1, D]
-        step = _Step(self._config, inputs, tables)
+        ops, eps, capture = inputs.ops, weights.eps, inputs.capture
+        tables = ops.rope_tables(weights.inv_freq, weights.rope_scale, inputs.positions, x.dtype)  # 2 x [T, 1, D]
+        step = _Step(weights, inputs, tables)
         captured = () if capture is None else capture.layers
         if capture is not None and 0 in captured:
             capture.store(0, x)
         # The residual sum and the following norm are one operation, so a block ends with the norm of the next one.
-        following = [*(layer.input_norm for layer in self._layers[1:]), self._norm]  # L x [H]
-        needed = inputs.last_layer_rows(len(self._layers))
-        normed = ops.rms_norm(x, self._layers[0].input_norm, eps)  # [T, H]
-        for layer, next_norm in zip(self._layers, following, strict=True):
-            attended = step.attend(layer, normed)  # [T, N * D]
-            if needed is not None and layer is self._layers[-1]:
+        following = [*(layer.input_norm for layer in layers[1:]), weights.norm]  # L x [H]
+        needed = inputs.last_layer_rows(len(layers))
+        normed = ops.rms_norm(x, layers[0].input_norm, eps)  # [T, H]
+        for index, (layer, next_norm) in enumerate(zip(layers, following, strict=True)):
+            attended = step.attend(index, normed)  # [T, N * D]
+            if needed is not None and layer is layers[-1]:
                 x, attended = x[needed], attended[needed]  # from here on T is W
                 if not len(needed):
                     return x  # launch no empty kernels
-            delta = layer.project("o", layer.o, attended, lora, ops)  # [T, H]
+            delta = step.project(layer, "o", attended)  # [T, H]
             normed = ops.add_rms_norm(x, delta, layer.post_norm, eps)  # [T, H]
-            gate_up = layer.project("gate_up", layer.gate_up, normed, lora, ops)  # [T, 2I]
-            delta = layer.project("down", layer.down, ops.gated(gate_up, self._config.activation), lora, ops)  # [T, H]
+            gate_up = step.project(layer, "gate_up", normed)  # [T, 2I]
+            delta = step.project(layer, "down", ops.gated(gate_up, weights.activation))  # [T, H]
             normed = ops.add_rms_norm(x, delta, next_norm, eps)  # [T, H]
-            if capture is not None and layer.index + 1 in captured:
-                capture.store(layer.index + 1, x)
+            if capture is not None and index + 1 in captured:
+                capture.store(index + 1, x)
         if capture is not None and -1 in captured:
             capture.store(-1, normed)
         return normed if needed is inputs.wanted else inputs.select(normed)
-
-    def _compiled_decoder(self) -> CompiledDecoder | None:
-        """Decoder that runs all layers in one call; None unless compiled CPU kernels compute every layer."""
-        layers = []
-        for layer in self._layers:
-            qkv, o, gate_up, down = (getattr(layer, name).compiled for name in _LINEARS)
-            if qkv is None or o is None or gate_up is None or down is None:
-                return None
-            norms = (layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm)
-            layers.append(DecoderLayer(qkv, o, gate_up, down, *norms, layer.window, layer.lora))
-        config = self._config
-        shape = DecoderShape(config.num_heads, config.num_kv_heads, config.head_dim, config.activation, config.rms_eps)
-        return CompiledDecoder(shape, layers, self._embedding, self._norm, self._inv_freq, self._rope_scale)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -169,9 +113,12 @@ class NativeModel:
         return True
 
 
-def _hidden_compiled(
-    decoder: CompiledDecoder, inputs: ModelInput, attention: CompiledAttention, spec: ModelSpec
-) -> Tensor:
+def _changed(layer: DecoderLayer, change: Callable[[Linear], Linear]) -> DecoderLayer:
+    """The layer with all its linear layers changed."""
+    return replace(layer, linears={name: change(linear) for name, linear in layer.linears.items()})
+
+
+def _hidden_fused(decoder: FusedDecoder, inputs: ModelInput, spec: ModelSpec) -> Tensor:
     capture, embeds = inputs.capture, inputs.embeds
     size = (inputs.input_ids.shape[0], spec.hidden_size)
     layers = () if capture is None else tuple(layer for layer in capture.layers if layer >= 0)
@@ -180,7 +127,7 @@ def _hidden_compiled(
     normed = decoder.hidden(
         inputs.input_ids,
         inputs.positions,
-        attention,
+        inputs.attention,
         lora=inputs.lora,
         embeds=None if embeds is None else (embeds.rows, embeds.values),
         capture=states,
@@ -193,42 +140,38 @@ def _hidden_compiled(
 
 
 class _Step:
-    """Attention inputs shared by all layers of a step."""
+    """Inputs shared by all layers of a step."""
 
-    def __init__(self, config: NativeConfig, inputs: ModelInput, tables: tuple[Tensor, Tensor]) -> None:
-        self._config = config
+    def __init__(self, weights: DecoderWeights, inputs: ModelInput, tables: tuple[Tensor, Tensor]) -> None:
+        self._weights = weights
         self._inputs = inputs
         self._tables = tables  # 2 x [T, 1, D]
         self._paged = inputs.attention if isinstance(inputs.attention, PagedAttention) else None
 
-    def attend(self, layer: _Layer, x: Tensor) -> Tensor:
+    def project(self, layer: DecoderLayer, name: str, x: Tensor) -> Tensor:
+        """A linear layer, [T, I] -> [T, O], including each token's adapter."""
+        out = layer.linears[name](x)
+        if self._inputs.lora is not None and name in layer.lora:
+            self._inputs.ops.add_lora(out, x, self._inputs.lora, layer.lora[name])
+        return out
+
+    def attend(self, index: int, x: Tensor) -> Tensor:
         """Project, normalise, rotate, store and attend: [T, H] -> [T, N * D]."""
-        config, inputs, paged = self._config, self._inputs, self._paged
-        qkv = layer.project("qkv", layer.qkv, x, inputs.lora, inputs.ops).view(x.shape[0], -1, config.head_dim)
-        keys, values, slots = self._page(qkv) if paged is None else paged.cache(layer.index)
-        query = inputs.ops.qk_norm_rope_cache(
-            qkv,  # [T, N + 2K, D]
-            config.num_heads,
-            config.num_kv_heads,
-            layer.q_norm,
-            layer.k_norm,
-            config.rms_eps,
-            *self._tables,
-            keys,
-            values,
-            slots,
-        )  # [T, N, D]
-        scale, window = config.head_dim**-0.5, layer.window
+        layer, dim, inputs, paged = self._weights.layers[index], self._weights.dim, self._inputs, self._paged
+        qkv = self.project(layer, "qkv", x).view(x.shape[0], -1, dim)  # [T, N + 2K, D]
+        keys, values, slots = self._page(qkv) if paged is None else paged.cache(index)
+        query = inputs.ops.qk_norm_rope_cache(qkv, layer.head_norms, self._tables, keys, values, slots)  # [T, N, D]
+        args = AttentionArgs(dim**-0.5, layer.window)
         if paged is None:
-            out = inputs.attention.attend(layer.index, query, keys[0], values[0], scale=scale, window=window)
+            out = inputs.attention.attend(index, query, keys[0], values[0], args)
         else:
-            out = paged.attend_stored(layer.index, query, scale=scale, window=window)  # [T, N, D]
+            out = paged.attend_stored(index, query, args)  # [T, N, D]
         return out.reshape(x.shape[0], -1)  # [T, N * D]
 
     def _page(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """One page for the step's keys and values, [1, T, K, D] each, for attention that is not paged."""
-        tokens, kv_heads = qkv.shape[0], self._config.num_kv_heads
-        keys, values = (qkv.new_empty(1, tokens, kv_heads, self._config.head_dim) for _ in range(2))
+        tokens, _, dim = qkv.shape
+        keys, values = (qkv.new_empty(1, tokens, self._weights.kv_heads, dim) for _ in range(2))
         return keys, values, torch.arange(tokens, device=qkv.device)
 
 
@@ -284,12 +227,25 @@ def load_native(
         embedding = loader.tensor(layout.embedding)
         changes = _load_adapters(spec, layout, adapters)
         layers = [
-            _load_layer(i, config.windows[i], layer, loader, changes[i] if changes else {})
+            _load_layer(layer, loader, config.windows[i], config.rms_eps, changes[i] if changes else {})
             for i, layer in enumerate(layout.layers)
         ]
         norm = loader.tensor(layout.norm)
         head = Linear(embedding, products=products) if layout.head is None else loader.linear(layout.head)
-    return NativeModel(spec, config, embedding, layers, norm, head)
+    inv_freq, rope_scale = inverse_frequencies(config.rope, spec.context_length)
+    weights = DecoderWeights(
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        dim=config.head_dim,
+        activation=config.activation,
+        eps=config.rms_eps,
+        embedding=embedding,
+        norm=norm,
+        inv_freq=inv_freq.to(spec.device),
+        rope_scale=rope_scale,
+        layers=layers,
+    )
+    return NativeModel(spec, weights, head)
 
 
 class _Loader:
@@ -330,31 +286,14 @@ class _Loader:
 
 
 def _load_layer(
-    index: int,
-    window: int | None,
-    tensors: Mapping[str, FusedTensor],
-    loader: _Loader,
-    lora: Mapping[str, LoraPairs],
-) -> _Layer:
-    def linear(name: str) -> Linear:
-        return loader.linear(tensors[name], tensors.get(f"{name}_bias"))
-
-    def optional(name: str) -> Tensor | None:
-        return loader.tensor(tensors[name]) if name in tensors else None
-
-    return _Layer(
-        index=index,
-        window=window,
-        qkv=linear("qkv"),
-        o=linear("o"),
-        gate_up=linear("gate_up"),
-        down=linear("down"),
-        input_norm=loader.tensor(tensors["input_norm"]),
-        post_norm=loader.tensor(tensors["post_norm"]),
-        q_norm=optional("q_norm"),
-        k_norm=optional("k_norm"),
-        lora=lora,
-    )
+    tensors: Mapping[str, FusedTensor], loader: _Loader, window: int | None, eps: float, lora: Mapping[str, LoraPairs]
+) -> DecoderLayer:
+    linears = {name: loader.linear(tensors[name], tensors.get(f"{name}_bias")) for name in _LINEARS}
+    input_norm, post_norm = loader.tensor(tensors["input_norm"]), loader.tensor(tensors["post_norm"])
+    head_norms = None
+    if "q_norm" in tensors and "k_norm" in tensors:
+        head_norms = HeadNorms(loader.tensor(tensors["q_norm"]), loader.tensor(tensors["k_norm"]), eps)
+    return DecoderLayer(linears, input_norm, post_norm, head_norms, window, lora)
 
 
 def _load_adapters(spec: ModelSpec, layout: NativeLayout, adapters: Sequence[Adapter]) -> list[dict[str, LoraPairs]]:

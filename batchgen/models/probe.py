@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from batchgen.kernels.types import LayerKV
+from batchgen.kernels.types import AttentionArgs, LayerKV
 
 __all__ = ["LayerUse", "ProbeAttention"]
 
@@ -35,50 +35,31 @@ class ProbeAttention:
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
         """See `Attention.attend`."""
         kv = LayerKV(key.shape[1], key.shape[2], value.shape[2])
-        self.calls.append((layer, LayerUse(kv, window, query.shape[1])))
+        self.calls.append((layer, LayerUse(kv, args.window, query.shape[1])))
         if query.is_meta:
             return query.new_empty(*query.shape[:2], value.shape[2])
         if layer in self._keys:
             key, value = torch.cat((self._keys[layer], key)), torch.cat((self._values[layer], value))
         self._keys[layer], self._values[layer] = key, value
-        return _dense(query, key, value, scale, window, softcap, sinks)
+        return _dense(query, key, value, args)
 
 
-def _dense(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _dense(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
     """[T, N, D], [S, K, D], [S, K, Dv] -> [T, N, Dv]; the queries are the last T of S positions."""
     tokens, length = query.shape[0], key.shape[0]
     group = query.shape[1] // key.shape[1]
     k, v = (x.float().repeat_interleave(group, dim=1) for x in (key, value))  # [S, N, D], [S, N, Dv]
-    scores = torch.einsum("tnd,snd->nts", query.float(), k) * scale  # [N, T, S]
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
+    scores = torch.einsum("tnd,snd->nts", query.float(), k) * args.scale  # [N, T, S]
+    if args.softcap is not None:
+        scores = torch.tanh(scores / args.softcap) * args.softcap
     at = torch.arange(length - tokens, length, device=query.device)[:, None]  # [T, 1]
     keys = torch.arange(length, device=query.device)  # [S]
-    visible = keys <= at if window is None else (keys <= at) & (keys > at - window)  # [T, S]
+    visible = keys <= at if args.window is None else (keys <= at) & (keys > at - args.window)  # [T, S]
     scores = scores.masked_fill(~visible, -torch.inf)
-    if sinks is not None:
-        scores = torch.cat((scores, sinks.float()[:, None, None].expand(-1, tokens, 1)), -1)  # [N, T, S + 1]
+    if args.sinks is not None:
+        scores = torch.cat((scores, args.sinks.float()[:, None, None].expand(-1, tokens, 1)), -1)  # [N, T, S + 1]
     weights = scores.softmax(-1)[..., :length]  # [N, T, S]
     return torch.einsum("nts,snd->tnd", weights, v).to(query.dtype)  # [T, N, Dv]

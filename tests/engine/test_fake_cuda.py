@@ -15,7 +15,7 @@ import batchgen
 from batchgen.kernels.backend import AttentionNeeds, capability_of, choose_backend
 from batchgen.kernels.chips import chip_tuning
 from batchgen.kernels.device import device_for
-from batchgen.kernels.gpu import ops
+from batchgen.kernels.gpu.ops import TRITON_OPS
 from batchgen.kernels.types import AttentionBatch, ChunkPages, KVPool, LayerKV
 from batchgen.models.base import ModelInput
 from batchgen.models.load import load_model
@@ -134,7 +134,7 @@ REFUSED: dict[str, Operation] = {
     "gather": lambda x: x.gather(1, torch.zeros(3, 1, dtype=torch.int64)),
     "values": lambda x: set_item(x, ints(x, 1, 2), torch.ones(2, 4)),
     "host by device": lambda x: torch.ones(4)[ints(x, 1)],
-    "kernel": lambda x: ops.rms_norm(x, torch.ones(4), 1e-6),
+    "kernel": lambda x: TRITON_OPS.rms_norm(x, torch.ones(4), 1e-6),
     "shape in place": lambda x: x.squeeze_(0),
 }
 
@@ -239,7 +239,7 @@ def test_graphs_are_replayed(gpu: FakeGpu) -> None:
         (x,) = gpu.device.upload(np.random.default_rng(0).normal(size=(3, 16)).astype(np.float32))
         weight = torch.ones(16, device=CUDA)
         out: list[Tensor] = []
-        graph = gpu.device.capture(lambda: out.append(ops.rms_norm(x * 2, weight, 1e-6) + 1))
+        graph = gpu.device.capture(lambda: out.append(TRITON_OPS.rms_norm(x * 2, weight, 1e-6) + 1))
         assert out[0].is_cuda
         assert host(out[0])[0].isnan().all()
         graph.replay()

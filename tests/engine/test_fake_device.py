@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from batchgen.kernels.device import HOST, Device, as_array
-from batchgen.kernels.gpu import ops
+from batchgen.kernels.gpu.ops import TRITON_OPS
 from tests.engine.fake_device import LateDevice, LateDownload, Wait
 
 
@@ -119,7 +119,9 @@ def test_a_graph_contains_kernels() -> None:
     device = LateDevice(captures=True)
     x, weight = torch.randn(3, 16), torch.randn(16)
     out: list[torch.Tensor] = []
-    graph = device.capture(lambda: out.append(ops.add_rms_norm(x, weight.expand(3, 16).contiguous(), weight, 1e-6)))
+    graph = device.capture(
+        lambda: out.append(TRITON_OPS.add_rms_norm(x, weight.expand(3, 16).contiguous(), weight, 1e-6))
+    )
     assert out[0].isnan().all()
     fresh = torch.randn(3, 16)
     x.copy_(fresh)

@@ -8,25 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.kernels.attention.reference import visible_slots
-from batchgen.kernels.types import AttentionBatch, Ints, KVPool, LayerKV
+from batchgen.kernels.types import Ints, KVPool, LayerKV
 from tests.gpu.lab import Lab
 from tests.kernels.steps import Step, StepBuilder
 
-__all__ = ["DeviceSteps", "Scoring", "attend_by_token"]
+__all__ = ["DeviceSteps"]
 
 _FILL_CHUNK = 1 << 16
 """Positions filled at a time: the float32 random numbers for a whole 16-bit pool would not fit into memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scoring:
-    """A layer's attention score options."""
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
 
 
 @dataclass
@@ -63,41 +52,3 @@ class DeviceSteps(StepBuilder):
 
     def _randn(self, *size: int) -> Tensor:
         return self.lab.randn(*size)
-
-
-def attend_by_token(
-    batch: AttentionBatch, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring, compute: torch.dtype
-) -> Tensor:
-    """Attention of each flat token by separate plain operations in `compute`.
-
-    In float64 it gives the true values. In a lower precision it is the plain operation of the 2 x rule: products and
-    probabilities are rounded to `compute`, the softmax is in float32.
-
-    Args:
-        batch: the step.
-        query: [T, N, D].
-        keys: [P, S, K, D], with the step's keys stored.
-        values: [P, S, K, Dv].
-        scoring: the layer's score options.
-        compute: float64, float32, float16 or bfloat16.
-
-    Returns:
-        [T, N, Dv] in `compute`.
-    """
-    page_size, kv_heads = keys.shape[1], keys.shape[2]
-    flat_keys, flat_values = keys.flatten(0, 1), values.flatten(0, 1)
-    wide = torch.float64 if compute == torch.float64 else torch.float32
-    out = torch.empty(*query.shape[:2], values.shape[3], dtype=compute, device=query.device)
-    for token, (position, slots) in enumerate(visible_slots(batch, page_size)):
-        begin = 0 if scoring.window is None else max(0, position - scoring.window + 1)
-        chosen = slots[begin:].to(query.device)
-        k, v = flat_keys[chosen].to(compute), flat_values[chosen].to(compute)  # [n, K, D], [n, K, Dv]
-        q = query[token].view(kv_heads, -1, query.shape[-1]).to(compute)  # [K, G, D]
-        scores = torch.einsum("kgd,nkd->kgn", q, k).to(wide) * scoring.scale
-        if scoring.softcap is not None:
-            scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-        if scoring.sinks is not None:
-            scores = torch.cat((scores, scoring.sinks.to(wide).view(kv_heads, -1, 1)), -1)
-        weights = torch.softmax(scores, -1)[..., : len(chosen)].to(compute)
-        out[token] = torch.einsum("kgn,nkd->kgd", weights, v).flatten(0, 1)
-    return out

@@ -14,6 +14,7 @@ import torch
 
 from batchgen.kernels.attention.torch_attention import TorchAttention
 from batchgen.kernels.chips import ChipTuning
+from batchgen.kernels.ops import TORCH_OPS, Ops
 from batchgen.kernels.types import LayerKV, PagedAttention
 from tests.gpu.outcomes import Absent, Missing
 from tests.kernels.steps import Step
@@ -44,10 +45,16 @@ def kernel(name: str) -> Callable[..., Any]:
     Raises:
         Missing: there is no kernel, or it is the plain version.
     """
-    found = _found("gpu", "batchgen.kernels.gpu.ops", name)
+    found = _found("gpu", _triton_ops(), name)
     if found is None or found is reference(name):
         raise Missing(f"no kernel {name!r}")
     return found
+
+
+def _triton_ops() -> Ops:
+    from batchgen.kernels.gpu.ops import TRITON_OPS
+
+    return TRITON_OPS
 
 
 def reference(name: str) -> Callable[..., Any]:
@@ -56,14 +63,14 @@ def reference(name: str) -> Callable[..., Any]:
     Raises:
         Missing: there is no plain version.
     """
-    found = _found("", "batchgen.kernels.torch_ops", name)
+    found = _found("", TORCH_OPS, name)
     if found is None:
         raise Missing(f"no plain version of {name!r}")
     return found
 
 
-def _found(folder: str, ops: str, name: str) -> Callable[..., Any] | None:
-    found: Callable[..., Any] | None = getattr(import_module(ops), name, None)
+def _found(folder: str, ops: Ops, name: str) -> Callable[..., Any] | None:
+    found: Callable[..., Any] | None = getattr(ops, name, None)
     if found is not None or name not in _FILES:
         return found
     module = ".".join(filter(None, ("batchgen.kernels", folder, _FILES[name])))

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.kernels.attention.reference import reference_attention, visible_slots
-from batchgen.kernels.types import Attention, AttentionBatch, ChunkPages, GroupPages, KVPool, LayerKV
+from batchgen.kernels.types import Attention, AttentionArgs, AttentionBatch, ChunkPages, GroupPages, KVPool, LayerKV
+from tests.kernels.oracle import attend_by_token, visible_slots
 
 
 @dataclass
@@ -164,9 +164,9 @@ def check_layers_of_different_shapes(make: Callable[[KVPool, AttentionBatch], At
         query = torch.randn(24, 4, layer.key_dim)
         key, value = torch.randn(24, layer.kv_heads, layer.key_dim), torch.randn(24, layer.kv_heads, layer.value_dim)
         for window in (None, 4):
-            got = attention.attend(index, query, key, value, scale=0.3, window=window)
+            got = attention.attend(index, query, key, value, AttentionArgs(0.3, window=window))
             keys, values = pool.keys[index], pool.values[index]
-            expected = reference_attention(batch, query, keys, values, scale=0.3, window=window)
+            expected = attend_by_token(batch, query, keys, values, AttentionArgs(0.3, window=window))
             torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-5)
 
 

@@ -11,20 +11,20 @@ import torch
 import triton
 
 from batchgen.kernels import backend as module
-from batchgen.kernels import chips, torch_ops
-from batchgen.kernels import deterministic_ops as torch_deterministic_ops
+from batchgen.kernels import chips
 from batchgen.kernels.attention.torch_attention import TorchAttention
 from batchgen.kernels.backend import AttentionNeeds, BackendUnavailable, capability_of, choose_backend
-from batchgen.kernels.cpu import deterministic_ops as compiled_deterministic_ops
-from batchgen.kernels.cpu import ops as compiled_ops
 from batchgen.kernels.cpu.library import loaded, missing
+from batchgen.kernels.cpu.ops import COMPILED_INVARIANT_OPS, COMPILED_OPS
 from batchgen.kernels.flash.attention import FlashAttention
-from batchgen.kernels.gpu import deterministic_ops as triton_deterministic_ops
 from batchgen.kernels.gpu import ops as gpu_ops
 from batchgen.kernels.gpu.attention import TritonAttention
 from batchgen.kernels.gpu.deterministic_attention import DeterministicTritonAttention
 from batchgen.kernels.gpu.matmul import linear
+from batchgen.kernels.gpu.ops import TRITON_INVARIANT_OPS, TRITON_OPS
+from batchgen.kernels.invariant import INVARIANT_OPS
 from batchgen.kernels.measure import TypicalStep
+from batchgen.kernels.ops import TORCH_OPS
 from batchgen.kernels.types import LayerKV
 from tests.kernels.flash.fake_flash import Fakes, fakes
 
@@ -68,7 +68,7 @@ class Clock:
 def test_torch_is_used_by_name() -> None:
     chosen = choose_backend("torch", ON_CPU)
     assert (chosen.name, chosen.description, chosen.attention) == ("torch", "torch", TorchAttention)
-    assert chosen.ops is torch_ops
+    assert chosen.ops is TORCH_OPS
 
 
 @pytest.mark.skipif(not loaded(), reason=str(missing()))
@@ -78,14 +78,14 @@ def test_compiled_kernels_are_used_on_a_cpu(name: str, dtype: torch.dtype) -> No
     chosen = choose_backend(name, replace(ON_CPU, dtype=dtype))
     assert chosen.name == "compiled"
     assert chosen.description.startswith("compiled by ")
-    assert chosen.ops is compiled_ops
+    assert chosen.ops is COMPILED_OPS
 
 
 def test_torch_is_used_on_a_cpu_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "missing", lambda: "no C++ compiler was found")
     needs = replace(ON_CPU, dtype=torch.float32)
     chosen = choose_backend("auto", needs)
-    assert chosen.ops is torch_ops
+    assert chosen.ops is TORCH_OPS
     assert chosen.description == "torch (no compiled: no C++ compiler was found)"
     remedy = "install g++ or clang++, set CXX to a compiler, or leave the option out"
     assert reason("compiled", needs, remedy) == "no C++ compiler was found"
@@ -105,13 +105,13 @@ def test_torch_is_used_on_a_gpu_by_name() -> None:
 def test_triton_in_its_interpreter() -> None:
     chosen = choose_backend("triton", ON_CPU)
     assert (chosen.name, chosen.description, chosen.attention) == ("triton", TRITON, TritonAttention)
-    assert chosen.ops is gpu_ops
+    assert chosen.ops is TRITON_OPS
 
 
 def test_flash_with_a_library(library: str) -> None:
     chosen = choose_backend("flash", replace(ON_HOPPER, flash_library=library))
     assert (chosen.name, chosen.description) == ("flash", f"flash-attn 3 of {library}")
-    assert chosen.ops is gpu_ops
+    assert chosen.ops is TRITON_OPS
     pool, batch, _ = STEP.sample(grouped=True)
     assert isinstance(chosen.attention(pool, batch), FlashAttention)
 
@@ -161,7 +161,7 @@ def test_a_gpu_on_which_no_kernel_starts(name: str, library: str, monkeypatch: p
     def fails(*given: object) -> None:
         raise NoCompiler("gcc: not found\nand more")
 
-    monkeypatch.setattr(gpu_ops, "rms_norm", fails)
+    monkeypatch.setattr(gpu_ops, "TRITON_OPS", replace(TRITON_OPS, rms_norm=fails))
     needs = replace(ON_HOPPER, flash_library=library)
     message = reason(name, needs, "Triton needs a C compiler (gcc) and Python's headers")
     assert message.endswith("its kernels do not start here: gcc: not found")
@@ -171,7 +171,8 @@ def test_a_gpu_on_which_no_kernel_starts(name: str, library: str, monkeypatch: p
 
 
 def test_a_gpu_on_which_kernels_compute_wrong_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_ops, "rms_norm", lambda *given: torch.full((1, 16), math.nan))
+    wrong = replace(TRITON_OPS, rms_norm=lambda *given: torch.full((1, 16), math.nan))
+    monkeypatch.setattr(gpu_ops, "TRITON_OPS", wrong)
     assert reason("triton", ON_HOPPER) == "its kernels compute wrong results here"
 
 
@@ -307,8 +308,8 @@ def test_a_deterministic_run_on_a_gpu_uses_triton_with_a_product_and_measures_no
         assert chosen.name == "triton"
         assert chosen.description.endswith(", batch-invariant")
         assert chosen.attention is DeterministicTritonAttention
-        assert chosen.ops is triton_deterministic_ops
-        assert chosen.product is linear
+        assert chosen.ops is TRITON_INVARIANT_OPS
+        assert chosen.ops.linear is linear
     assert not clock.timed
     remedy = "leave one of the two out"
     assert reason("flash", needs, remedy) == "`--deterministic`: flash splits its work according to the batch"
@@ -322,8 +323,8 @@ def test_a_deterministic_run_on_a_cpu() -> None:
     needs = replace(ON_CPU, deterministic=True, dtype=torch.float32)
     plain = choose_backend("torch", needs)
     assert choose_backend("auto", needs) is plain
-    assert plain.product is None
-    assert choose_backend("triton", needs).product is linear
+    assert plain.ops.linear is None
+    assert choose_backend("triton", needs).ops.linear is linear
 
 
 @pytest.mark.skipif(not loaded(), reason="no C++ compiler here")
@@ -332,7 +333,7 @@ def test_a_deterministic_run_of_a_native_model_on_a_cpu(monkeypatch: pytest.Monk
     chosen = choose_backend("auto", needs)
     assert chosen.name == choose_backend("compiled", needs).name == "compiled"
     assert chosen.description.endswith(", batch-invariant")
-    assert chosen.ops is compiled_deterministic_ops
+    assert chosen.ops is COMPILED_INVARIANT_OPS
     assert chosen.group_saving is None, "a measurement may differ between runs"
     assert choose_backend("torch", needs).name == "torch"
     expected = "`--deterministic` runs models of the transformers library with plain PyTorch on a CPU"
@@ -343,4 +344,4 @@ def test_a_deterministic_run_of_a_native_model_on_a_cpu(monkeypatch: pytest.Monk
     monkeypatch.setattr(module, "missing", lambda: "there is no compiler")
     alone = choose_backend("auto", needs)
     assert alone.description == "torch, batch-invariant (no compiled: there is no compiler)"
-    assert alone.ops is torch_deterministic_ops
+    assert alone.ops is INVARIANT_OPS

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from batchgen.kernels.counts import CountLists, count_tokens, penalise
+from batchgen.kernels.counts import CountLists, Penalties, count_tokens, penalise
 from tests.kernels.penalised import expected_penalties, listed, lists_of
 
 
@@ -47,7 +47,7 @@ def test_repetition_equals_transformers(rows: int, vocab: int, scope: str) -> No
             expected[row] = RepetitionPenaltyLogitsProcessor(factors[row])(ids, logits[row : row + 1].clone())[0]
     zeros, places = torch.zeros(rows), torch.arange(rows)
     lists = lists_of(outputs, prompts if "prompt" in scope else None)
-    penalise(logits, places, places + 1, lists, column(factors), zeros, zeros, int(lists.used.max()) or 1)
+    penalise(logits, places, places + 1, lists, Penalties(column(factors), zeros, zeros), int(lists.used.max()) or 1)
     assert torch.equal(logits, expected)
 
 
@@ -70,7 +70,7 @@ def test_all_penalties_follow_the_formula(data: st.DataObject) -> None:
         expected_penalties(expected, row, listed(lists, slot), r[row], f[row], p[row])
     width = data.draw(st.integers(max(1, int(lists.used.max())), lists.ids.shape[1]))
     columns = [column(values)[list(order)] for values in (r, f, p)]
-    penalise(logits, *(torch.tensor(x, dtype=torch.int64) for x in (order, slots)), lists, *columns, width)
+    penalise(logits, *(torch.tensor(x, dtype=torch.int64) for x in (order, slots)), lists, Penalties(*columns), width)
     torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-4)
 
 
@@ -79,7 +79,7 @@ def test_no_penalty_makes_a_row_unusable(factor: float) -> None:
     logits = torch.tensor([[3.0, -3.0, 0.0, -torch.inf, 1.0]])
     lists = lists_of([[0, 1, 2, 3]])
     one = torch.tensor([0])
-    penalise(logits, one, one + 1, lists, column([factor]), torch.zeros(1), torch.zeros(1), 4)
+    penalise(logits, one, one + 1, lists, Penalties(column([factor]), torch.zeros(1), torch.zeros(1)), 4)
     assert torch.isfinite(logits).tolist() == [[True, True, True, False, True]]
     assert logits.argmax() == 0
 
@@ -92,7 +92,7 @@ def test_rows_without_a_list_are_unchanged() -> None:
     lists.ids[:2] = 3
     lists.counts[:2] = torch.nan
     rows, slots = torch.tensor([0, 1, 2, 3]), torch.tensor([0, -1, 1, 2])
-    penalise(logits, rows, slots, lists, torch.full((4,), 1.5), torch.ones(4), torch.ones(4), 2)
+    penalise(logits, rows, slots, lists, Penalties(torch.full((4,), 1.5), torch.ones(4), torch.ones(4)), 2)
     others = [0, 1, 2, 4, 5]
     assert torch.equal(logits[others], before[others])
     assert not torch.equal(logits[3], before[3])

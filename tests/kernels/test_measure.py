@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from batchgen.kernels import measure
-from batchgen.kernels.attention.reference import reference_attention
 from batchgen.kernels.attention.torch_attention import TorchAttention
 from batchgen.kernels.gpu.attention import TritonAttention
 from batchgen.kernels.measure import TypicalStep, device_timer, layer_milliseconds
-from batchgen.kernels.types import AttentionBatch, KVPool, LayerKV, PagedAttention
+from batchgen.kernels.types import AttentionArgs, AttentionBatch, KVPool, LayerKV, PagedAttention
+from tests.kernels.oracle import attend_by_token
 
 STEP = TypicalStep(LayerKV(2, 8, 8), 4, torch.float32, 4, torch.device("cpu"), rows=3, context=21, shared=9, chunk=6)
 
@@ -40,10 +40,10 @@ def steady(call: Callable[[], object]) -> float:
 )
 def test_every_backend_can_run_the_step(step: TypicalStep, grouped: bool) -> None:
     pool, batch, query = step.sample(grouped=grouped)
-    options: dict[str, Any] = {"scale": 0.3}
-    truth = reference_attention(batch, query, pool.keys[0], pool.values[0], **options)
+    args = AttentionArgs(0.3)
+    truth = attend_by_token(batch, query, pool.keys[0], pool.values[0], args)
     for backend in (TorchAttention, TritonAttention):
-        got = backend(pool, batch).attend_stored(0, query, **options)
+        got = backend(pool, batch).attend_stored(0, query, args)
         assert float((got - truth).abs().max()) < 1e-5
     assert bool(batch.groups) == (grouped and step.shared >= step.page_size)
     assert len(batch.slot_mapping) == len(query) == step.rows + step.chunk
@@ -65,7 +65,7 @@ def test_pages_repeat_if_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> Non
     assert pool.keys[0].shape[0] == 8
     assert batch.decode_pages is not None
     assert 1 <= batch.decode_pages.min() <= batch.decode_pages.max() < 8
-    TorchAttention(pool, batch).attend_stored(0, query, scale=1.0)
+    TorchAttention(pool, batch).attend_stored(0, query, AttentionArgs(1.0))
 
 
 # The measurement
@@ -78,7 +78,7 @@ class NamedCandidate:
         made.append((name, bool(batch.groups)))
         self.name = name
 
-    def attend_stored(self, layer: int, query: torch.Tensor, *, scale: float) -> None:
+    def attend_stored(self, layer: int, query: torch.Tensor, args: AttentionArgs) -> None:
         if self.name == "broken":
             raise RuntimeError("no room\nmore of it")
 

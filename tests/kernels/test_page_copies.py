@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchgen.kernels import pooled as plain
 from batchgen.kernels.cpu import ops as compiled
 from batchgen.kernels.cpu.library import loaded, missing
+from batchgen.kernels.cpu.ops import COMPILED_OPS
+from batchgen.kernels.ops import TORCH_OPS
 from batchgen.kernels.types import KVPool, LayerKV
 
 PAGES = 90
@@ -20,8 +21,8 @@ PAGES = 90
 Copier = Callable[[KVPool, Tensor], None]
 NEEDS_LIBRARY = pytest.mark.skipif(not loaded(), reason=str(missing()))
 COPIERS = [
-    pytest.param(plain.copy_pages, id="plain"),
-    pytest.param(compiled.copy_pages, id="compiled", marks=NEEDS_LIBRARY),
+    pytest.param(TORCH_OPS.copy_pages, id="plain"),
+    pytest.param(COMPILED_OPS.copy_pages, id="compiled", marks=NEEDS_LIBRARY),
 ]
 
 
@@ -91,6 +92,6 @@ def test_a_page_may_be_a_target_after_it_was_a_source(copier: Copier) -> None:
 def test_only_the_requested_positions_are_written() -> None:
     pool = pool_of([LayerKV(1, 3, 5)] * 3, 16, torch.bfloat16)
     expected = copied_one_by_one(pool, [(1, 2, 7), (3, 4, 1)])
-    compiled.copy_pages(pool, torch.tensor([(1, 2, 7), (3, 4, 1)]))
+    COMPILED_OPS.copy_pages(pool, torch.tensor([(1, 2, 7), (3, 4, 1)]))
     for ours, theirs in zip((*pool.keys, *pool.values), (*expected.keys, *expected.values), strict=True):
         assert torch.equal(ours, theirs)

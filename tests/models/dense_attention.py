@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from batchgen.kernels.types import AttentionArgs
+
 __all__ = ["DenseAttention", "DenseCache"]
 
 
@@ -30,18 +32,7 @@ class DenseAttention:
         self.parts = parts
         self.calls: list[int] = []
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
         self.calls.append(layer)
         assert query.shape[0] == key.shape[0] == value.shape[0] == sum(count for _, count in self.parts)
         out, start = [], 0
@@ -54,33 +45,24 @@ class DenseAttention:
             )
             k, v = self.cache.keys[at].float(), self.cache.values[at].float()
             rows = query[start : start + count].float()
-            out.append(torch.stack([_row(rows, i, k, v, scale, window, softcap, sinks) for i in range(count)]))
+            out.append(torch.stack([_row(rows, i, k, v, args) for i in range(count)]))
             start += count
         return torch.cat(out).to(query.dtype)
 
 
-def _row(
-    rows: Tensor,
-    i: int,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _row(rows: Tensor, i: int, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
     """Attention of query i of [n, N, D] over keys [S, K, D]; the queries are the last n positions."""
     end = len(k) - len(rows) + i + 1
-    begin = 0 if window is None else max(0, end - window)
+    begin = 0 if args.window is None else max(0, end - args.window)
     groups = rows.shape[1] // k.shape[1]
     out = []
     for head in range(rows.shape[1]):
-        scores = k[begin:end, head // groups] @ rows[i, head] * scale
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
+        scores = k[begin:end, head // groups] @ rows[i, head] * args.scale
+        if args.softcap is not None:
+            scores = args.softcap * torch.tanh(scores / args.softcap)
         weights = torch.exp(scores - scores.max())
         total = weights.sum()
-        if sinks is not None:
-            total = total + math.exp(float(sinks[head]) - float(scores.max()))
+        if args.sinks is not None:
+            total = total + math.exp(float(args.sinks[head]) - float(scores.max()))
         out.append(weights / total @ v[begin:end, head // groups])
     return torch.stack(out)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from batchgen.kernels import torch_ops
-from batchgen.kernels.gpu import ops as kernels
+from batchgen.kernels.gpu import ops as gpu_ops
+from batchgen.kernels.gpu.ops import TRITON_OPS
 from batchgen.kernels.moe import Gating
-from batchgen.kernels.ops import Ops
+from batchgen.kernels.ops import TORCH_OPS, Ops
 from batchgen.models import hf_load
 from batchgen.models.base import CaptureSpec, ModelInput
 from batchgen.models.experts import ExpertsSlot, install_experts
@@ -33,15 +33,14 @@ KINDS = {
 """Number of layers that batchgen's kernels can compute, and their gate."""
 
 
-class CountingOps:
-    """batchgen's kernels with a call counter."""
+def counting_ops(calls: list[int]) -> Ops:
+    """batchgen's kernels, with the number of tokens of each call of the experts."""
 
-    def __init__(self) -> None:
-        self.calls: dict[str, int] = {}
+    def counted(x: Tensor, *given: Any) -> Tensor:
+        calls.append(len(x))
+        return TRITON_OPS.moe_experts(x, *given)
 
-    def __getattr__(self, name: str) -> Any:
-        self.calls[name] = self.calls.get(name, 0) + 1
-        return getattr(kernels, name)
+    return replace(TRITON_OPS, moe_experts=counted)
 
 
 def inputs(ops: Ops, tokens: int = 7) -> ModelInput:
@@ -55,11 +54,12 @@ def test_states_equal_the_library(model_type: str, tmp_path: Path) -> None:
     model: Any = load_model(save_tiny(model_type, tmp_path / "model"), implementation="transformers", dtype="float32")
     slot: ExpertsSlot = model._model.experts
     assert [layer.experts.gating for layer in slot.layers if layer.experts is not None] == [gating] * layers
-    counted: Any = CountingOps()
-    expected, got = model.hidden(inputs(torch_ops)), model.hidden(inputs(counted))
-    assert counted.calls == {"moe_experts": layers}
+    calls: list[int] = []
+    counted = counting_ops(calls)
+    expected, got = model.hidden(inputs(TORCH_OPS)), model.hidden(inputs(counted))
+    assert calls == [7] * layers
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
-    assert slot.ops is torch_ops
+    assert slot.ops is TORCH_OPS
 
     capture = CaptureSpec(torch.arange(7), 7, experts=True)  # the routers' choices can still be captured
     model.hidden(replace(inputs(counted), capture=capture))
@@ -67,9 +67,9 @@ def test_states_equal_the_library(model_type: str, tmp_path: Path) -> None:
     assert capture.routed.shape == (7, layers, 2)
 
     slot.use_library()
-    counted.calls.clear()
+    calls.clear()
     assert torch.equal(model.hidden(inputs(counted)), expected)
-    assert counted.calls == {}
+    assert calls == []
 
 
 def with_experts(model_type: str, **overrides: Any) -> tuple[Any, list[Any]]:
@@ -105,7 +105,7 @@ def test_layer_with_an_unknown_gate_uses_the_library(monkeypatch: pytest.MonkeyP
     slot = install_experts(model)
     assert len(slot.layers) == len(modules) - 1
     ids = torch.arange(5)[None]
-    with torch.no_grad(), slot.step_context(kernels):  # type: ignore[arg-type]
+    with torch.no_grad(), slot.step_context(TRITON_OPS):
         mixed = model(input_ids=ids, use_cache=False).logits
     slot.use_library()
     with torch.no_grad():
@@ -157,6 +157,6 @@ def test_experts_with_wrong_results_use_the_library(
         expected = model.logits(model.hidden(ModelInput(ids, ids, ProbeAttention()))).float()
         hf_load._check_experts(model, slot, ids, expected)
         assert len(slot.layers) == 3
-        monkeypatch.setattr(kernels, "moe_experts", broken)
+        monkeypatch.setattr(gpu_ops, "TRITON_OPS", replace(TRITON_OPS, moe_experts=broken))
         hf_load._check_experts(model, slot, ids, expected)
     assert slot.layers == []

@@ -7,8 +7,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,10 @@ from peft.utils.other import get_pattern_key
 from safetensors.torch import save_file
 
 from batchgen.errors import ModelError
-from batchgen.kernels import torch_ops
 from batchgen.kernels.device import HOST
 from batchgen.kernels.gpu import lora as kernels
 from batchgen.kernels.lora import lora_step
+from batchgen.kernels.ops import TORCH_OPS
 from batchgen.models.base import ModelInput
 from batchgen.models.check import check_model
 from batchgen.models.load import inspect_model, load_model
@@ -92,11 +92,11 @@ def test_kernel_for_all_adapters_equals_plain_operations(base: Path, tmp_path: P
     positions = torch.cat([torch.arange(n) for n in lengths])
 
     def hidden(add: Callable[..., None]) -> torch.Tensor:
-        ops: Any = SimpleNamespace(**vars(torch_ops) | {"add_lora": add})
+        ops = replace(TORCH_OPS, add_lora=add)
         attention = PagedCache(model.spec, len(lengths)).step(list(enumerate(lengths)))
         return model.hidden(ModelInput(ids, positions, attention, lora=step, ops=ops))
 
-    torch.testing.assert_close(hidden(kernels.add_lora), hidden(torch_ops.add_lora), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(hidden(kernels.add_lora), hidden(TORCH_OPS.add_lora), atol=1e-4, rtol=1e-4)
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.cpu import decoder as module
-from batchgen.kernels.cpu import ops as compiled_ops
 from batchgen.kernels.cpu.library import loaded, missing
 from batchgen.kernels.cpu.matmul import methods
+from batchgen.kernels.cpu.ops import COMPILED_OPS
 from batchgen.kernels.device import HOST
 from batchgen.kernels.layouts import Compiled, LayoutChoice, Products, int8_refusal
 from batchgen.kernels.lora import lora_step
@@ -127,10 +127,10 @@ def test_states_and_embeddings_equal_separate_operations(
     runs: list[dict[int, Tensor]] = []
     for alone in (False, True):
         if alone:
-            model._compiled = None  # type: ignore[attr-defined]
+            model._fused = None  # type: ignore[attr-defined]
         capture = CaptureSpec(torch.tensor([18, 2, 11, 0]), 19, layers)
         attention = PagedCache(model.spec, 1).compiled_step([(0, 19)])
-        model.hidden(ModelInput(ids, torch.arange(19), attention, capture, embeds=embeds, ops=compiled_ops))
+        model.hidden(ModelInput(ids, torch.arange(19), attention, capture, embeds=embeds, ops=COMPILED_OPS))
         runs.append(capture.states)
     assert calls == [19]
     for layer in layers:
@@ -172,7 +172,7 @@ def test_bfloat16_rows_without_adapter_have_equal_bits_in_steps_with_adapters(na
     base = save_tiny(model_type, tmp_path / "base", **overrides)
     adapter = str(save_adapter(base, tmp_path / "a", **KINDS["all"]))
     model: Any = load_model(base, dtype="bfloat16", device="cpu", products="fixed", lora=[("a", adapter)])
-    assert model._compiled._wide == (name != "odd")
+    assert model._fused._wide == (name != "odd")
     sequences = random_sequences(VOCAB)
     of = [i % 2 - 1 for i in range(len(sequences))]
     found = []
@@ -197,9 +197,9 @@ def test_adapters_equal_separate_operations(products: Products, dtype: str, tmp_
     found = []
     for alone in (False, True):
         if alone:
-            model._compiled = None
+            model._fused = None
         attention = PagedCache(model.spec, 1).compiled_step([(0, 19)])
-        inputs = ModelInput(ids, torch.arange(19), attention, lora=step, ops=compiled_ops)
+        inputs = ModelInput(ids, torch.arange(19), attention, lora=step, ops=COMPILED_OPS)
         found.append(model.hidden(inputs).float())
     together, separate = found
     assert (together - separate).norm() <= (1e-6 if dtype == "float32" else 2e-3) * separate.norm()

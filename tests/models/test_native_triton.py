@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchgen.kernels import torch_ops
-from batchgen.kernels.gpu import ops as triton_ops
 from batchgen.kernels.gpu.launch import recording
-from batchgen.kernels.ops import Ops
+from batchgen.kernels.gpu.ops import TRITON_OPS
+from batchgen.kernels.ops import TORCH_OPS, Ops
 from batchgen.models.base import CaptureSpec, Model, ModelInput, TokenEmbeds
 from batchgen.models.load import load_model
 from tests.models.dense_attention import DenseCache
@@ -55,10 +54,10 @@ def test_states_equal_those_of_plain_operations(name: str, tmp_path: Path) -> No
     model_type, overrides = CONFIGS[name]
     save_tiny(model_type, tmp_path, num_hidden_layers=2, **overrides)
     model = load_model(tmp_path, implementation="native", dtype="float32", device="cpu")
-    expected = run(model, PagedCache(model.spec, len(TOKENS)), torch_ops)
+    expected = run(model, PagedCache(model.spec, len(TOKENS)), TORCH_OPS)
     assert len(expected) == 2 * (1 + model.spec.num_layers + 2)
     for cache in (PagedCache(model.spec, len(TOKENS)), DenseCache()):
-        for ours, theirs in zip(run(model, cache, triton_ops), expected, strict=True):
+        for ours, theirs in zip(run(model, cache, TRITON_OPS), expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-5)
 
 
@@ -68,7 +67,7 @@ def test_low_precision_is_as_close_to_float32_as_plain_operations(name: str, dty
     model_type, overrides = CONFIGS[name]
     save_tiny(model_type, tmp_path, num_hidden_layers=2, dtype=getattr(torch, dtype), **overrides)
     states = []
-    for of, ops in (("float32", torch_ops), (dtype, torch_ops), (dtype, triton_ops)):
+    for of, ops in (("float32", TORCH_OPS), (dtype, TORCH_OPS), (dtype, TRITON_OPS)):
         model = load_model(tmp_path, implementation="native", dtype=of, device="cpu")
         states.append(torch.cat(run(model, PagedCache(model.spec, len(TOKENS)), ops)).float())
     exact, plain, got = states
@@ -81,6 +80,6 @@ def test_layer_launches_four_kernels_plus_products_and_attention(tmp_path: Path)
     ids = torch.arange(4)
     cache = PagedCache(model.spec, 1)
     with recording(lambda kernel, grid, args, constants: names.append(kernel.fn.__name__)):
-        model.hidden(ModelInput(ids, ids, cache.step([(0, 4)]), ops=triton_ops))
+        model.hidden(ModelInput(ids, ids, cache.step([(0, 4)]), ops=TRITON_OPS))
     layer = ["_qk_norm_rope_cache", "_norm", "_gated", "_norm"]
     assert names == ["_rope_tables", "_norm", *layer * model.spec.num_layers]

@@ -12,15 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchgen.kernels import deterministic_ops as deterministic_ops
-from batchgen.kernels import torch_ops
-from batchgen.kernels.attention.deterministic import DeterministicAttention
 from batchgen.kernels.attention.torch_attention import TorchAttention
 from batchgen.kernels.cpu.attention import CompiledAttention
 from batchgen.kernels.cpu.library import loaded, missing
 from batchgen.kernels.device import HOST
+from batchgen.kernels.invariant import INVARIANT_OPS
 from batchgen.kernels.linear import Linear
 from batchgen.kernels.lora import lora_step
+from batchgen.kernels.ops import TORCH_OPS
 from batchgen.kernels.types import Attention, AttentionBatch, KVPool
 from batchgen.models.base import CaptureSpec, Model, ModelInput
 from batchgen.models.deterministic import DeterministicModel
@@ -68,7 +67,7 @@ def test_wanted_tokens_of_plain_models(kind: str, wanted: list[int], tmp_path: P
     model = load_model(tmp_path, implementation=implementation, dtype="float32", device="cpu", products="torch")
     if kind == "tiles":
         model = DeterministicModel(model)
-    attention, ops = (DeterministicAttention, deterministic_ops) if kind == "tiles" else (TorchAttention, torch_ops)
+    attention, ops = TorchAttention, INVARIANT_OPS if kind == "tiles" else TORCH_OPS
     whole, stored = run(model, attention, None, ops=ops)
     selected, stored_too = run(model, attention, wanted, ops=ops)
     torch.testing.assert_close(selected, whole[wanted], rtol=0, atol=0 if kind == "tiles" else 1e-5)
@@ -117,7 +116,7 @@ def test_captures_and_adapters_see_all_tokens(compiled: bool, tmp_path: Path) ->
             found = []
             for rows in (None, wanted):
                 capture = CaptureSpec(kept, TOKENS, layers)
-                found.append((run(model, attention, rows, capture=capture, ops=torch_ops, **given)[0], capture.states))
+                found.append((run(model, attention, rows, capture=capture, ops=TORCH_OPS, **given)[0], capture.states))
             (whole, states), (selected, states_too) = found
             torch.testing.assert_close(selected, whole[wanted], rtol=0, atol=1e-5)
             assert states.keys() == states_too.keys() == set(layers)

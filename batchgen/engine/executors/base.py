@@ -109,7 +109,7 @@ class ExecutorContext:
             return
         (table,) = self.device.upload(np.array([(copy.source, copy.target, copy.tokens) for copy in copies], np.int64))
         try:
-            self.backend.copy_pages(self.pool, table)
+            self.backend.ops.copy_pages(self.pool, table)
         except RuntimeError as problem:
             if is_out_of_memory(problem):
                 raise DeviceError(f"out of memory while copying {len(copies)} KV pages; lower --kv-memory") from None

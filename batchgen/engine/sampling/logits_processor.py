@@ -23,6 +23,7 @@ from torch import Tensor
 
 from batchgen.engine.sampling.penalty_counts import PenalisedRows, TokenCounts
 from batchgen.errors import ErrorCode, ErrorInfo
+from batchgen.kernels.counts import Penalties
 from batchgen.kernels.device import Device
 from batchgen.kernels.ops import Ops
 from batchgen.request.params import SamplingParams
@@ -284,13 +285,11 @@ class LogitsProcessor:
         self._allowed = at["allowed_rows"], at["allowed_ids"]
         self._penalised: PenalisedRows | None = None
         if penalised:
-            repetition, frequency, presence = (at[name] for name in _PENALTIES)
+            penalties = Penalties(*(at[name] for name in _PENALTIES))
             slots = np.array(
                 [s.slot for _, s in penalised], np.int64
             )  # a new array: the device may overwrite uploaded ones
-            self._penalised = PenalisedRows(
-                penalised[0][1].counts, slots, at["slots"], at["penalised"], (repetition, frequency, presence)
-            )
+            self._penalised = PenalisedRows(penalised[0][1].counts, slots, at["slots"], at["penalised"], penalties)
 
     @property
     def has_processors(self) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.workload import JobWorkload
-from batchgen.kernels.counts import CountLists
+from batchgen.kernels.counts import CountLists, Penalties
 from batchgen.kernels.device import Device
 from batchgen.kernels.ops import Ops
 
@@ -25,9 +25,6 @@ _ENTRY_BYTES = 8
 """Bytes of an id and its count."""
 
 Ids = npt.NDArray[np.int32]
-
-Penalties = tuple[Tensor, Tensor, Tensor]
-"""Repetition, frequency and presence, each [Q] float32."""
 
 
 class TokenCounts:
@@ -115,7 +112,7 @@ class PenalisedRows:
         """Apply the penalties to logits, in place, and make room for the next token."""
         width = self._counts.width(self._host_slots)
         lists = self._counts.lists(self._counts.width(self._host_slots, 1))
-        ops.penalise(logits, self._rows, self._slots, lists, *self._columns, width)
+        ops.penalise(logits, self._rows, self._slots, lists, self._columns, width)
 
     def count(self, tokens: Tensor, ops: Ops) -> None:
         """Count each row's token of `tokens` [R] int64."""

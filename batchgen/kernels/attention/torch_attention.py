@@ -1,166 +1,204 @@
-"""Attention over the paged cache in plain PyTorch: the fallback backend.
+"""Attention over the paged cache in PyTorch: the reference of the other backends, the fallback, and batch-invariant.
 
-For each part of a step (see `torch_plan`): `softmax(scale * Q K^T + bias) V` with its log-sum-exp, as batched matrix
-products in the pool's dtype and a softmax in float32; parts that share queries are merged in float32:
+Every query meets its keys in blocks of 64 positions that begin at multiples of 64, in order, in float32:
 
-    lse = log(exp(lse_a) + exp(lse_b)),  out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
+    m' = max(m, max_j s_j)
+    l' = exp(m - m') l + sum_j exp(s_j - m')
+    o' = exp(m - m') o + sum_j exp(s_j - m') v_j
+
+and out = o / l at the end. Queries that read the same pages form an item of at most `_ROWS` rows, one per query and
+head of a key head, so that all products have one shape, whatever the step. A key that a query does not see has weight
+0, and a block of such keys changes nothing. So a query's result depends on its own keys only, bit for bit, if the bits
+of a product do not depend on the number of products in a call, which `models.deterministic` checks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen.kernels.attention.torch_plan import AttentionPlan, Block, HeadShape, Tile, plan_attention
 from batchgen.kernels.pooled import PooledAttention
-from batchgen.kernels.types import AttentionBatch, KVPool
+from batchgen.kernels.types import AttentionArgs, AttentionBatch, Ints, KVPool
 
 __all__ = ["TorchAttention"]
 
+_BLOCK: Final = 64
+"""Positions per block of keys."""
+_ROWS: Final = 16
+"""Rows of a product are a multiple of it: the heads of a query that share a key head, of as many queries as fit."""
+_MASKED: Final = -1e30
+"""Score of hidden keys: finite, so that differences of two are not NaN."""
+_GATHERED_BYTES: Final = 32 << 20
+"""Bytes of float32 keys and values gathered at once, unless one item needs more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Items:
+    """I items of at most t queries, those with the most blocks first. Shorter ones repeat their first query."""
+
+    tokens: Tensor
+    """[I, t] int64 flat tokens"""
+    real: Tensor
+    """[I, t] bool: whether it is no repetition"""
+    positions: Tensor
+    """[I, t] int64"""
+    pages: Tensor
+    """[I, p] int64 pages from position 0 on, padded with page 0"""
+    blocks: Tensor
+    """[I] int64: first block that any of the queries sees"""
+    seen: Tensor
+    """[I, 2] int64: first and last position that any of the queries sees"""
+    counts: Ints
+    """Number of blocks of each item"""
+
+    def parts(self, most: int) -> Iterator[_Items]:
+        """The items, at most `most` at a time."""
+        for at in range(0, len(self.counts), most):
+            some = slice(at, at + most)
+            tokens, real, positions = self.tokens[some], self.real[some], self.positions[some]
+            pages, blocks, seen = self.pages[some], self.blocks[some], self.seen[some]
+            yield _Items(tokens, real, positions, pages, blocks, seen, self.counts[some])
+
 
 class TorchAttention(PooledAttention):
-    """One step's attention over `pool` (the `PagedAttention` protocol). Made for each step.
+    """Attention of a step, or of consecutive tokens of it, over `pool` (the `PagedAttention` protocol)."""
 
-    The plan is made at the first layer and reused by the others.
-    """
-
-    def __init__(self, pool: KVPool, batch: AttentionBatch) -> None:
+    def __init__(
+        self, pool: KVPool, batch: AttentionBatch, start: int = 0, end: int | None = None, height: int | None = None
+    ) -> None:
+        """Attend for flat tokens [start, end), by default all, padded to `height` tokens, whose results are zeros."""
         self._pool = pool
         self._batch = batch
-        self._plans: dict[tuple[HeadShape, int | None], AttentionPlan] = {}
+        self._start = start
+        self._end = len(batch.slot_mapping) if end is None else end
+        slots = batch.slot_mapping[self._start : self._end]
+        self._slots = slots if height is None else F.pad(slots, (0, height - len(slots)))  # padding: the scratch page
+        self._plans: dict[tuple[int, int | None], _Items] = {}
 
-    def attend_stored(
-        self,
-        layer: int,
-        query: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def tile(self, start: int, end: int, height: int) -> TorchAttention:
+        """Attention of a tile of tokens; keys and values of all earlier tokens must be stored in every layer."""
+        return TorchAttention(self._pool, self._batch, start, end, height)
+
+    def cache(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The pool and slots of the tokens' keys and values. See `PagedAttention.cache`."""
+        return self._pool.keys[layer], self._pool.values[layer], self._slots
+
+    def attend_stored(self, layer: int, query: Tensor, args: AttentionArgs) -> Tensor:
         """Attend over the stored keys and values. See `PagedAttention.attend_stored`."""
-        keys, values = self._pool.keys[layer], self._pool.values[layer]
-        shape = HeadShape(query.shape[1], keys.shape[2], keys.shape[3], values.shape[3])
-        scores = _Scores(shape, scale, softcap)
-        return _attend(self._plan(shape, window), scores, query, keys, values, sinks)
+        cache = self._pool.keys[layer], self._pool.values[layer]
+        tokens, heads, kv_heads = *query.shape[:2], cache[0].shape[2]
+        group = heads // kv_heads
+        rows = -(-group // _ROWS) * _ROWS
+        out = query.new_zeros(tokens, heads, cache[1].shape[3], dtype=torch.float32)
+        by_head = query.float().view(tokens, kv_heads, group, query.shape[2])  # [T, K, G, D]
+        at_once = max(1, _GATHERED_BYTES // sum(4 * _BLOCK * kv_heads * x.shape[3] for x in cache))
+        for items in self._items(rows // group, args.window).parts(at_once):
+            queries = _rows_of(by_head[items.tokens], rows)  # [I, K, M, D]
+            positions = _rows_of(items.positions[..., None, None, None].expand(-1, -1, -1, group, -1), rows)
+            found = self._attend(items, queries, positions[:, 0], cache, args)  # [I, K, M, Dv]
+            count = items.tokens.shape[1]
+            by_token = found[:, :, : count * group].reshape(-1, kv_heads, count, group, out.shape[2]).transpose(1, 2)
+            out[items.tokens[items.real]] = by_token.flatten(2, 3)[items.real]
+        return out.to(query.dtype)
 
-    def _plan(self, shape: HeadShape, window: int | None) -> AttentionPlan:
-        plan = self._plans.get((shape, window))
-        if plan is None:
-            plan = plan_attention(self._batch, self._pool.page_size, shape, window)
-            self._plans[shape, window] = plan
-        return plan
+    def _attend(
+        self, items: _Items, queries: Tensor, positions: Tensor, cache: tuple[Tensor, Tensor], args: AttentionArgs
+    ) -> Tensor:
+        """Attention of the items' queries [I, K, M, D] at positions [I, M, 1]: [I, K, M, Dv] float32."""
+        kv_heads, rows, size = *queries.shape[1:3], self._pool.page_size
+        keys, values = (x.view(-1, x.shape[3]) for x in cache)  # [P * S * K, D or Dv]
+        heads, offsets = (torch.arange(count, device=queries.device) for count in (kv_heads, _BLOCK))
+        largest = queries.new_full(queries.shape[:3], _MASKED)  # m
+        sums = torch.zeros_like(largest)  # l
+        out = queries.new_zeros(*queries.shape[:3], values.shape[1])  # o
+        for number in range(int(items.counts[0])):
+            n = int(np.count_nonzero(items.counts > number))
+            places = (items.blocks[:n, None] + number) * _BLOCK + offsets  # [n, 64]
+            hidden = places[:, None] > positions[:n]  # [n, M, 64]
+            if args.window is not None:
+                hidden |= places[:, None] <= positions[:n] - args.window
+            hidden = hidden[:, None]
+            read = places.clamp(items.seen[:n, :1], items.seen[:n, 1:])  # unused slots may hold anything
+            slots = items.pages[:n].gather(1, read // size) * size + read % size
+            head_rows = (slots[:, None] * kv_heads + heads[:, None]).flatten()  # [n * K * 64]
+            k, v = (x.index_select(0, head_rows).float().view(n * kv_heads, _BLOCK, -1) for x in (keys, values))
+            scores = torch.bmm(queries[:n].flatten(0, 1), k.transpose(1, 2)).view(n, kv_heads, rows, _BLOCK)
+            scores *= args.scale
+            if args.softcap is not None:
+                scores.div_(args.softcap).tanh_().mul_(args.softcap)
+            scores.masked_fill_(hidden, _MASKED)
+            top = torch.maximum(largest[:n], scores.amax(-1))
+            decay = (largest[:n] - top).exp_()
+            weights = scores.sub_(top[..., None]).exp_().masked_fill_(hidden, 0.0)
+            largest[:n] = top
+            sums[:n] = sums[:n] * decay + weights.sum(-1)
+            out[:n] = out[:n] * decay[..., None] + torch.bmm(weights.flatten(0, 1), v).view(n, kv_heads, rows, -1)
+        if args.sinks is not None:
+            group = args.sinks.numel() // kv_heads
+            tokens = items.tokens.shape[1]
+            sinks = args.sinks.float().view(1, 1, kv_heads, group, 1).expand(1, tokens, -1, -1, -1)
+            sums += (_rows_of(sinks, rows)[..., 0] - largest).exp_()
+        return out / sums[..., None]
 
+    def _items(self, most: int, window: int | None) -> _Items:
+        """Items of at most `most` queries, planned at the first layer that needs them."""
+        if (most, window) not in self._plans:
+            self._plans[most, window] = self._plan([*self._chunks(most), *self._decodes()], most, window)
+        return self._plans[most, window]
 
-class _Scores:
-    """The products of one layer, with its sizes, scale and soft cap."""
+    def _chunks(self, most: int) -> Iterator[tuple[Ints, int, Ints]]:
+        """The items of prefill chunks: flat tokens, position of the first, and pages."""
+        for chunk in self._batch.chunks:
+            low, high = max(chunk.q_start, self._start), min(chunk.q_start + chunk.q_len, self._end)
+            ahead = chunk.kv_len - chunk.q_len - chunk.q_start
+            for at in range(low, high, most):
+                yield np.arange(at, min(at + most, high)), at + ahead, chunk.pages
 
-    def __init__(self, shape: HeadShape, scale: float, softcap: float | None) -> None:
-        self.shape = shape
-        self._scale = scale
-        self._softcap = softcap
+    def _decodes(self) -> Iterator[tuple[Ints, int, Ints]]:
+        """The items of decode rows, one each, over the pages of their groups and their own."""
+        batch = self._batch
+        if batch.decode_lens is None or batch.decode_pages is None or batch.decode_own_start is None:
+            return
+        shared: list[list[Ints]] = [[] for _ in batch.decode_lens]
+        for group in sorted(batch.groups, key=lambda group: group.start):
+            for row in group.rows.tolist():
+                shared[row].append(group.pages)
+        positions = (batch.decode_own_start + batch.decode_lens - 1).tolist()
+        for row, position in enumerate(positions):
+            token = batch.decode_start + row
+            if self._start <= token < self._end:
+                pages = np.concatenate([*shared[row], batch.decode_pages[row]])
+                own = (sum(map(len, shared[row]))) * self._pool.page_size
+                assert own == batch.decode_own_start[row], "groups and own pages leave no gap"
+                yield np.array([token]), position, pages
 
-    def part(self, block: Block, tile: Tile, query: Tensor, k: Tensor, v: Tensor, lse: bool) -> tuple[Tensor, Tensor]:
-        """Attention of a tile's queries.
-
-        Args:
-            block: the tile's block, of B items.
-            tile: M queries per item.
-            query: [T, N, D] of the whole step, in the pool's dtype.
-            k: [B * K, n, D] of the block.
-            v: [B * K, n, Dv].
-            lse: whether the log-sum-exp is needed.
-
-        Returns:
-            out [c, K, G, Dv] for the tile's targets, in the pool's dtype; lse [c, K, G, 1] float32, or empty.
-        """
-        q, count = self._queries(block, tile, query)
-        scores = torch.baddbmm(
-            q.new_empty(1, 1, 1),
-            q,
-            k[:, tile.first_key : tile.keys].transpose(1, 2),
-            beta=0,
-            alpha=self._scale,
-        )  # [B * K, M * G, n]
-        probabilities, sums = self._softmax(scores, block.items, count, tile, lse)
-        out = torch.bmm(probabilities.to(v.dtype), v[:, tile.first_key : tile.keys])
-        return self._by_token(out, block.items, count, tile), self._by_token(sums, block.items, count, tile)
-
-    def _queries(self, block: Block, tile: Tile, query: Tensor) -> tuple[Tensor, int]:
-        """Queries of a tile, [B * K, M * G, D], and M."""
-        kv_heads, dim = self.shape.kv_heads, self.shape.key_dim
-        chosen = query[tile.tokens] if isinstance(tile.tokens, slice) else query.index_select(0, tile.tokens)
-        count = chosen.shape[0] // block.items
-        chosen = chosen.reshape(block.items, count, kv_heads, -1, dim).transpose(1, 2)
-        return chosen.reshape(block.items * kv_heads, -1, dim), count
-
-    def _softmax(self, scores: Tensor, items: int, count: int, tile: Tile, lse: bool) -> tuple[Tensor, Tensor]:
-        """Softmax over the last dimension and, if `lse`, its log-sum-exp [B * K, M * G, 1] float32."""
-        if tile.bias is None and self._softcap is None and not lse:
-            return torch.softmax(scores, -1), scores.new_empty(0)  # float32 inside, rounded once
-        scores = scores.float()
-        if self._softcap is not None:
-            scores.div_(self._softcap).tanh_().mul_(self._softcap)
-        if tile.bias is not None:
-            grouped = scores.view(items, self.shape.kv_heads, count, -1, scores.shape[-1])
-            grouped[..., tile.bias_from - tile.first_key :].add_(tile.bias)
-        result = torch.softmax(scores, -1)
-        if not lse:
-            return result, scores.new_empty(0)
-        # The largest probability is exp(largest score - lse): two maxima are cheaper than a second pass of exp.
-        return result, scores.amax(-1, keepdim=True) - result.amax(-1, keepdim=True).log()
-
-    def _by_token(self, part: Tensor, items: int, count: int, tile: Tile) -> Tensor:
-        """Reorder [B * K, M * G, x] to [c, K, G, x], without padding."""
-        if not part.numel():
-            return part
-        kv_heads, width = self.shape.kv_heads, part.shape[-1]
-        if tile.valid is not None:
-            chosen = part.view(items * kv_heads * count, -1).index_select(0, tile.valid.view(-1))
-            return chosen.view(-1, kv_heads, self.shape.heads // kv_heads, width)
-        ordered = part.view(items, kv_heads, count, -1, width).transpose(1, 2)
-        return ordered.reshape(items * count, kv_heads, -1, width)
-
-
-def _attend(
-    plan: AttentionPlan, scores: _Scores, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None
-) -> Tensor:
-    """Run a plan: [T, N, Dv] in the query's dtype."""
-    shape = scores.shape
-    query_dtype = query.dtype
-    size = (query.shape[0], shape.kv_heads, shape.heads // shape.kv_heads)
-    merging = bool(plan.shared) or sinks is not None
-    dtype = torch.float32 if merging else query.dtype
-    out = torch.empty(*size, shape.value_dim, dtype=dtype, device=query.device)
-    lse = torch.empty(*size, 1, dtype=torch.float32, device=query.device)
-    query = query.to(keys.dtype)
-    for first, blocks in ((True, plan.own), (False, plan.shared)):
-        for block in blocks:
-            k, v = _gather(keys, block), _gather(values, block)
-            for tile in block.tiles:
-                part, part_lse = scores.part(block, tile, query, k, v, lse=tile.merge or sinks is not None)
-                if first:
-                    out[tile.targets] = part.to(dtype)
-                    if part_lse.numel():
-                        lse[tile.targets] = part_lse
-                else:
-                    _merge(out, lse, tile.targets, part.float(), part_lse)
-    if sinks is not None:
-        out *= torch.sigmoid(lse - sinks.float().view(shape.kv_heads, -1, 1))
-    return out.view(query.shape[0], shape.heads, shape.value_dim).to(query_dtype)
+    def _plan(self, listed: list[tuple[Ints, int, Ints]], most: int, window: int | None) -> _Items:
+        size, inside = self._pool.page_size, np.arange(most)
+        start = np.array([tokens[0] - self._start for tokens, _, _ in listed], np.int64)
+        count = np.array([len(tokens) for tokens, _, _ in listed], np.int64)
+        begin = np.array([position for _, position, _ in listed], np.int64)
+        low = np.zeros_like(begin) if window is None else np.maximum(begin - window + 1, 0)
+        last = begin + count - 1
+        tables = np.zeros((len(listed), int(last.max(initial=0)) // size + 1), np.int64)
+        for row, end, (_, _, table) in zip(tables, last.tolist(), listed, strict=True):
+            row[: end // size + 1] = table[: end // size + 1]
+        real = inside < count[:, None]  # [I, t]
+        index = np.where(real, inside, 0)
+        blocks = last // _BLOCK + 1 - low // _BLOCK
+        order = np.argsort(-blocks, kind="stable")
+        seen = np.stack((low, last), 1)
+        columns = (start[:, None] + index, real, begin[:, None] + index, tables, low // _BLOCK, seen)
+        made = self._batch.device.upload(*(column[order] for column in columns))
+        return _Items(made[0], made[1], made[2], made[3], made[4], made[5], blocks[order])
 
 
-def _gather(cache: Tensor, block: Block) -> Tensor:
-    """Gather keys or values [P, S, K, D] of a block: [B * K, n, D]."""
-    dim = cache.shape[-1]
-    return cache.view(-1, dim).index_select(0, block.head_rows).view(-1, block.keys, dim)
-
-
-def _merge(out: Tensor, lse: Tensor, targets: slice | Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge a part [c, K, G, Dv] into `out` at `targets`, by log-sum-exp, in place."""
-    before = lse[targets]
-    total = torch.logaddexp(before, part_lse)
-    merged = out[targets] * (before - total).exp_()
-    out[targets] = merged.addcmul_(part, (part_lse - total).exp_())
-    lse[targets] = total
+def _rows_of(values: Tensor, rows: int) -> Tensor:
+    """Values [I, t, K, G, x] of items' queries as rows of their products [I, K, M, x], padded with zeros."""
+    by_head = values.transpose(1, 2).flatten(2, 3)
+    return F.pad(by_head, (0, 0, 0, rows - by_head.shape[2]))

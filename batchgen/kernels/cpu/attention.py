@@ -15,7 +15,7 @@ from batchgen.kernels.cpu.library import DTYPES, address, library
 from batchgen.kernels.cpu.packed_pages import PackedPages
 from batchgen.kernels.layouts import dots_are_faster
 from batchgen.kernels.pooled import AttentionCounts, PooledAttention
-from batchgen.kernels.types import AttentionBatch, Ints, KVPool
+from batchgen.kernels.types import AttentionArgs, AttentionBatch, Ints, KVPool
 
 __all__ = ["CompiledAttention", "StackArguments"]
 
@@ -120,20 +120,18 @@ class StackArguments:
         lists: Sequence[_LayerList],
         keys: Sequence[Tensor],
         values: Sequence[Tensor],
-        sinks: Sequence[Tensor | None],
         query: Tensor,
         out: Tensor,
-        scale: float,
-        softcap: float | None,
+        args: AttentionArgs,
         packed: int | None,
     ) -> None:
-        """`packed`: address of the layers' `Packed` structs, or None."""
-        self._sinks = [None if s is None else s.detach().float().contiguous() for s in sinks]
+        """`args` but for the window hold for all layers; `packed`: address of the layers' `Packed` structs, or None."""
+        self._sinks = None if args.sinks is None else args.sinks.detach().float().contiguous()
         self._arrays = (
             _pointers([addressof(x.struct) for x in lists]),
             _pointers([x.data_ptr() for x in keys]),
             _pointers([x.data_ptr() for x in values]),
-            _pointers([address(x) for x in self._sinks]),
+            _pointers([address(self._sinks)] * len(lists)),
         )
         self._kept = (list(lists), list(keys), list(values), query, out)
         self.struct = _Step(
@@ -143,8 +141,8 @@ class StackArguments:
             address(out),
             query.stride(0),
             out.stride(0),
-            scale,
-            softcap or 0.0,
+            args.scale,
+            args.softcap or 0.0,
         )
 
 
@@ -195,16 +193,7 @@ class CompiledAttention(PooledAttention):
         """Work counted over the layers so far, those of `stack` included."""
         return self._counts
 
-    def attend_stored(
-        self,
-        layer: int,
-        query: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend_stored(self, layer: int, query: Tensor, args: AttentionArgs) -> Tensor:
         """Attend over keys and values that are stored in the pool. See `PagedAttention.attend_stored`."""
         if current_buffer() is not None:
             raise CannotRecord("the attention of one layer")
@@ -214,10 +203,10 @@ class CompiledAttention(PooledAttention):
         if query.stride(2) != 1 or query.stride(1) != query.shape[2]:
             query = query.contiguous()
         out = query.new_empty(query.shape[0], query.shape[1], values.shape[3])
-        found = self._list(query.shape[1], keys, values, window)
+        found = self._list(query.shape[1], keys, values, args.window)
         self._counts.add(found.counts)
         packed = None if self._packed is None else addressof(self._packed.structs[layer])
-        arguments = StackArguments([found], [keys], [values], [sinks], query, out, scale, softcap, packed)
+        arguments = StackArguments([found], [keys], [values], query, out, args, packed)
         library().bg_attention(byref(arguments.struct), c_int64(0), c_int64(self._threads))
         return out.to(dtype)
 
@@ -225,11 +214,8 @@ class CompiledAttention(PooledAttention):
         self,
         query: Tensor,
         out: Tensor,
-        *,
-        scale: float,
+        args: AttentionArgs,
         windows: Sequence[int | None],
-        softcap: float | None = None,
-        sinks: Sequence[Tensor | None] | None = None,
         wanted: Ints | None = None,
     ) -> StackArguments:
         """Arguments of `attention_items_part` and `attention_merge_part` for all layers of a step.
@@ -237,10 +223,8 @@ class CompiledAttention(PooledAttention):
         Args:
             query: [T, N, D] in the pool's dtype, reused by the layers one after the other; any stride between tokens.
             out: [T, N, Dv] likewise.
-            scale: as in `attend`, for all layers.
-            windows: [L] as in `attend`.
-            softcap: as in `attend`, for all layers.
-            sinks: [L] as in `attend`; None: no layer has sinks.
+            args: of all layers, but for the windows.
+            windows: [L].
             wanted: [W] tokens whose result is computed in the last layer; None: all tokens.
         """
         layers = range(len(windows))
@@ -251,9 +235,8 @@ class CompiledAttention(PooledAttention):
         ]
         for found in lists:
             self._counts.add(found.counts)
-        sinks = sinks or [None] * len(windows)
         packed = None if self._packed is None else addressof(self._packed.structs)
-        return StackArguments(lists, keys, values, sinks, query, out, scale, softcap, packed)
+        return StackArguments(lists, keys, values, query, out, args, packed)
 
     def work(self, layer: int, heads: int, window: int | None = None) -> WorkList:
         """Work list of a layer, with its counts."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from ctypes import Array, Structure, addressof, byref, c_double, c_int, c_int64, c_void_p
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -22,12 +22,13 @@ from batchgen.kernels.cpu.library import DTYPES, address, library
 from batchgen.kernels.cpu.lora import LoraWorkspace, StackCall, stack_call
 from batchgen.kernels.cpu.matmul import METHODS, MatmulCall
 from batchgen.kernels.cpu.ops import ACTIVATION_CODES
+from batchgen.kernels.decoder import DecoderLayer, DecoderWeights
 from batchgen.kernels.layouts import Compiled
-from batchgen.kernels.lora import LoraPairs, LoraStep, tiles_of
+from batchgen.kernels.lora import LoraStep, tiles_of
 from batchgen.kernels.rope import rope_tables
+from batchgen.kernels.types import Attention, AttentionArgs
 
-__all__ = ["CompiledDecoder", "DecoderLayer", "DecoderShape"]
-
+__all__ = ["CompiledDecoder", "compiled_decoder"]
 
 _PRODUCTS: Final = ("qkv", "o", "gate_up", "down")
 _LAYOUTS: Final = 64
@@ -98,117 +99,71 @@ class _Step(Structure):
     )
 
 
-@dataclass(frozen=True, slots=True)
-class DecoderLayer:
-    """Weights of one layer, all of one dtype."""
-
-    qkv: Compiled
-    o: Compiled
-    gate_up: Compiled
-    down: Compiled
-    input_norm: Tensor
-    """[H]"""
-    post_norm: Tensor
-    """[H]"""
-    q_norm: Tensor | None
-    """[D]; None where heads are not normalised."""
-    k_norm: Tensor | None
-    """[D], as `q_norm`."""
-    window: int | None
-    """Positions that a token sees; None: all."""
-    lora: Mapping[str, LoraPairs] = field(default_factory=dict)
-    """Adapters by the names of the products above, in the weights' dtype."""
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderShape:
-    """Sizes and settings common to all layers."""
-
-    heads: int
-    kv_heads: int
-    dim: int
-    """Head size D."""
-    activation: str
-    """One of `ACTIVATION_CODES`."""
-    eps: float
-    """Epsilon of all norms."""
+def compiled_decoder(weights: DecoderWeights) -> CompiledDecoder | None:
+    """A decoder that runs all layers in one call; None unless compiled kernels compute every product."""
+    layers = []
+    for layer in weights.layers:
+        products = {name: linear.compiled for name, linear in layer.linears.items()}
+        layers.append({name: product for name, product in products.items() if product is not None})
+    if any(len(layer) < len(_PRODUCTS) for layer in layers):
+        return None
+    return CompiledDecoder(weights, layers)
 
 
 class CompiledDecoder:
-    """Decoder layers with embedding and final norm, as C arguments."""
+    """Decoder layers with embedding and final norm, as C arguments (the `FusedDecoder` protocol)."""
 
-    def __init__(
-        self,
-        shape: DecoderShape,
-        layers: Sequence[DecoderLayer],
-        embedding: Tensor,
-        norm: Tensor,
-        inv_freq: Tensor,
-        rope_scale: float,
-    ) -> None:
-        """`embedding` [V, H] and `norm` [H] are contiguous; `inv_freq` and `rope_scale` as for `rope_tables`."""
-        hidden, inner = embedding.shape[1], layers[0].down.packed.inner
-        self._shape = shape
+    def __init__(self, weights: DecoderWeights, products: Sequence[Mapping[str, Compiled]]) -> None:
+        """`products`: the compiled linear layers of each layer; see `compiled_decoder`."""
+        layers, embedding = weights.layers, weights.embedding
+        hidden, inner = embedding.shape[1], products[0]["down"].packed.inner
+        self._args = AttentionArgs(weights.dim**-0.5)
         self._windows = [layer.window for layer in layers]
-        self._kept = (list(layers), embedding, norm)
+        self._kept = (list(layers), list(products), embedding, weights.norm)
         self._embedding = embedding
-        self._scratch = max(
-            product.packed.scratch for layer in layers for product in (layer.qkv, layer.o, layer.gate_up, layer.down)
-        )
-        self._wide = _wide(layers)
+        self._scratch = max(product.packed.scratch for layer in products for product in layer.values())
+        self._wide = _wide(products)
         into = 2 if self._wide else 1  # a product's input in float32 takes the memory of two bfloat16 numbers
-        qkv, attended = layers[0].qkv.packed.outer, shape.heads * shape.dim
+        qkv, attended = products[0]["qkv"].packed.outer, weights.heads * weights.dim
         widths = (hidden, qkv, attended, hidden, 2 * inner, into * inner, into * hidden)
         stacks = [{name: stack_call(pairs) for name, pairs in layer.lora.items()} for layer in layers]
-        self._layers = (_Layer * len(layers))(*map(_layer, layers, stacks))
+        self._layers = (_Layer * len(layers))(*map(_layer, layers, products, stacks))
         self._stacks = stacks  # kept alive, as the layers point to them
         self._lora = LoraWorkspace(max((stack.width for layer in stacks for stack in layer.values()), default=0))
         self._decoder = _Decoder(
             addressof(self._layers),
             embedding.data_ptr(),
-            norm.data_ptr(),
+            weights.norm.data_ptr(),
             len(layers),
             hidden,
             inner,
-            shape.heads,
-            shape.kv_heads,
-            shape.dim,
-            ACTIVATION_CODES[shape.activation],
+            weights.heads,
+            weights.kv_heads,
+            weights.dim,
+            ACTIVATION_CODES[weights.activation],
             DTYPES[embedding.dtype],
-            shape.eps,
+            weights.eps,
         )
-        self._rope = _RopeRows(inv_freq, rope_scale, embedding.dtype)
-        self._workspace = _Workspace(widths, shape, embedding.dtype)
+        self._rope = _RopeRows(weights.inv_freq, weights.rope_scale, embedding.dtype)
+        self._workspace = _Workspace(widths, weights.heads, weights.dim, embedding.dtype)
         self._no_capture = self._capture_addresses({})
+
+    def takes(self, attention: Attention) -> bool:
+        """See `FusedDecoder.takes`."""
+        return isinstance(attention, CompiledAttention)
 
     def hidden(
         self,
         ids: Tensor,
         positions: Tensor,
-        attention: CompiledAttention,
-        *,
+        attention: Attention,
         lora: LoraStep | None = None,
         embeds: tuple[Tensor, Tensor] | None = None,
         capture: Mapping[int, Tensor] | None = None,
         wanted: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states after the final norm. Stores keys and values of the step in the attention's pool.
-
-        Can be recorded in a command buffer, without adapters and embeddings.
-
-        Args:
-            ids: [T] int64.
-            positions: [T] int64.
-            attention: attention of the step.
-            lora: tokens by adapter; None where no token has one.
-            embeds: tokens [E] int64 that have embeddings [E, H] instead of ids.
-            capture: layer -> [T, H] to fill with the states after it; 0: the input of the first layer.
-            wanted: [W] int64 tokens whose states are returned, duplicates allowed; None: all. Needs a step without
-                adapters whose last layer is not captured.
-
-        Returns:
-            [T, H], or [W, H], in the weights' dtype.
-        """
+        """See `FusedDecoder.hidden`. Can be recorded in a command buffer, without adapters and embeddings."""
+        assert isinstance(attention, CompiledAttention)
         buffer = current_buffer()
         tokens, threads = ids.shape[0], torch.get_num_threads() if buffer is None else buffer.threads
         rows, hidden = tokens if wanted is None else len(wanted), self._embedding.shape[1]
@@ -221,11 +176,7 @@ class CompiledDecoder:
             memory.x[:tokens] = F.embedding(ids, self._embedding)
             memory.x[embeds[0]] = embeds[1].to(memory.x.dtype)
         arguments = attention.stack(
-            memory.query,
-            memory.attended,
-            scale=self._shape.dim**-0.5,
-            windows=self._windows,
-            wanted=None if wanted is None else wanted.numpy(),
+            memory.query, memory.attended, self._args, self._windows, None if wanted is None else wanted.numpy()
         )  # must live until the call has finished
         captured = self._no_capture if not capture else self._capture_addresses(capture)
         cos, sin = self._rope.upto(int(positions.max()))
@@ -262,20 +213,21 @@ class CompiledDecoder:
         return (c_void_p * len(layers))(*(address(capture.get(layer)) for layer in layers))
 
 
-def _layer(layer: DecoderLayer, stacks: Mapping[str, StackCall]) -> _Layer:
+def _layer(layer: DecoderLayer, products: Mapping[str, Compiled], stacks: Mapping[str, StackCall]) -> _Layer:
+    norms = layer.head_norms
     return _Layer(
-        *(_product(product) for product in (layer.qkv, layer.o, layer.gate_up, layer.down)),
+        *(_product(products[name]) for name in _PRODUCTS),
         layer.input_norm.data_ptr(),
         layer.post_norm.data_ptr(),
-        address(layer.q_norm),
-        address(layer.k_norm),
+        None if norms is None else norms.query.data_ptr(),
+        None if norms is None else norms.key.data_ptr(),
         *(addressof(stacks[name].struct) if name in stacks else None for name in _PRODUCTS),
     )
 
 
-def _wide(layers: Sequence[DecoderLayer]) -> bool:
+def _wide(layers: Sequence[Mapping[str, Compiled]]) -> bool:
     """Whether all products accept float32 inputs, so that norms and activations need not be rounded to memory."""
-    products = [product for layer in layers for product in (layer.qkv, layer.gate_up, layer.down)]
+    products = [product for layer in layers for name, product in layer.items() if name != "o"]
     widened, bfp = (METHODS[torch.bfloat16, name] for name in ("widened", "bfp"))
     return all(
         product.code == bfp or (product.code == widened and product.packed.inner % 2 == 0) for product in products
@@ -330,10 +282,10 @@ class _Layout:
 class _Workspace(threading.local):
     """Memory reused by every step of a Python thread; it grows to the largest step so far."""
 
-    def __init__(self, widths: Sequence[int], shape: DecoderShape, dtype: torch.dtype) -> None:
+    def __init__(self, widths: Sequence[int], heads: int, dim: int, dtype: torch.dtype) -> None:
         """`widths`: elements per token of x, qkv, attended, delta, gate_up, activated and product_in."""
         self._widths = widths
-        self._shape = shape
+        self._heads, self._dim = heads, dim
         self._memory = torch.empty(0, dtype=dtype)
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._layouts: dict[int, _Layout] = {}
@@ -364,5 +316,5 @@ class _Workspace(threading.local):
             scratch=-(-self._scratch.data_ptr() // 64) * 64,
         )
         step.delta, step.gate_up, step.activated, step.product_in = (part.data_ptr() for part in others)
-        dim, heads = self._shape.dim, self._shape.heads
+        dim, heads = self._dim, self._heads
         return _Layout(x, qkv.view(tokens, -1, dim)[:, :heads], attended.view(tokens, -1, dim), step, self._scratch)

@@ -1,4 +1,4 @@
-"""The compiled `Ops` for CPUs, and the compiled copy of pages.
+"""The compiled `Ops` for CPUs, and its batch-invariant variant.
 
 Operations on contiguous float32 and bfloat16 tensors on the CPU are compiled. Other layouts, and operations that are
 not worth compiling, use the PyTorch versions. Logits are read in their own dtype, without a widened copy.
@@ -7,59 +7,25 @@ not worth compiling, use the PyTorch versions. Logits are read in their own dtyp
 from __future__ import annotations
 
 from ctypes import addressof, byref, c_int64, c_void_p
+from dataclasses import replace
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from batchgen.kernels import activation as plain_activation
-from batchgen.kernels import heads as plain_heads
-from batchgen.kernels import logprobs as plain_logprobs
-from batchgen.kernels import noise as plain_noise
-from batchgen.kernels import norm as plain_norm
-from batchgen.kernels import sampling as plain_sampling
-from batchgen.kernels.bitmask import apply_bitmask
-from batchgen.kernels.counts import count_tokens, penalise
+from batchgen.kernels import activation, heads, logprobs, noise, norm, sampling
 from batchgen.kernels.cpu.command_buffer import COPY, SAMPLE, current_buffer
 from batchgen.kernels.cpu.library import DTYPES, address, library
 from batchgen.kernels.cpu.lora import add_lora
 from batchgen.kernels.cpu.structs import Gated, Heads, Logits, Norm, PageCopies, RowKeys, RowScan, Sample, Top
-from batchgen.kernels.filtering import filtered_scores
-from batchgen.kernels.logprobs import GatheredLogprobs, mask_tokens
-from batchgen.kernels.moe import moe_experts, route
-from batchgen.kernels.rope import rope_tables
+from batchgen.kernels.heads import HeadNorms
+from batchgen.kernels.invariant import INVARIANT_OPS
+from batchgen.kernels.logprobs import GatheredLogprobs
+from batchgen.kernels.ops import TORCH_OPS
 from batchgen.kernels.sampling import SampleResult, SamplingColumns
-from batchgen.kernels.shaping import add_bias, drew_masked, keep_only
 from batchgen.kernels.types import KVPool
 
-__all__ = [
-    "ACTIVATION_CODES",
-    "add_bias",
-    "add_lora",
-    "add_rms_norm",
-    "apply_bitmask",
-    "argmax_lse",
-    "copy_pages",
-    "count_tokens",
-    "drew_masked",
-    "filtered_scores",
-    "gated",
-    "gather_logprobs",
-    "keep_only",
-    "log_normalizers",
-    "mask_tokens",
-    "moe_experts",
-    "nan_rows",
-    "penalise",
-    "qk_norm_rope_cache",
-    "rms_norm",
-    "rope_tables",
-    "route",
-    "row_keys",
-    "sample",
-    "token_logprobs",
-    "top_logprobs",
-]
+__all__ = ["ACTIVATION_CODES", "COMPILED_INVARIANT_OPS", "COMPILED_OPS"]
 
 _GELU_TANH: Final = 2
 ACTIVATION_CODES: Final[dict[str, int]] = {
@@ -90,15 +56,15 @@ def _takes(first: Tensor, *others: Tensor | None) -> bool:
     return all(t is None or (t.dtype == dtype and t.is_contiguous()) for t in others)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `norm.rms_norm`."""
-    return _norm(x, None, weight, eps) if _takes(x, weight) else plain_norm.rms_norm(x, weight, eps)
+    return _norm(x, None, weight, eps) if _takes(x, weight) else norm.rms_norm(x, weight, eps)
 
 
-def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `norm.add_rms_norm`."""
     if not _takes(x, delta, weight):
-        return plain_norm.add_rms_norm(x, delta, weight, eps)
+        return norm.add_rms_norm(x, delta, weight, eps)
     return _norm(x, delta, weight, eps)
 
 
@@ -119,11 +85,11 @@ def _norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor
     return out
 
 
-def gated(gate_up: Tensor, activation: str) -> Tensor:
+def _gated(gate_up: Tensor, name: str) -> Tensor:
     """See `activation.gated`."""
-    code = ACTIVATION_CODES[activation]
+    code = ACTIVATION_CODES[name]
     if not _takes(gate_up):
-        return plain_activation.gated(gate_up, activation)
+        return activation.gated(gate_up, name)
     tokens, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, inner)
     call = Gated(gate_up.data_ptr(), out.data_ptr(), tokens, inner, code, DTYPES[gate_up.dtype])
@@ -131,44 +97,32 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     return out
 
 
-def qk_norm_rope_cache(
-    qkv: Tensor,
-    heads: int,
-    kv_heads: int,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    slot_mapping: Tensor,
+def _qk_norm_rope_cache(
+    qkv: Tensor, norms: HeadNorms | None, tables: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, slots: Tensor
 ) -> Tensor:
     """See `heads.qk_norm_rope_cache`. Queries are rotated in place: the result is a view of `qkv`."""
-    if not _takes(qkv, q_norm, k_norm, cos, sin, keys, values) or not slot_mapping.is_contiguous():
-        return plain_heads.qk_norm_rope_cache(
-            qkv, heads, kv_heads, q_norm, k_norm, eps, cos, sin, keys, values, slot_mapping
-        )
-    normed = q_norm is not None and k_norm is not None
+    weights = (None, None) if norms is None else (norms.query, norms.key)
+    if not _takes(qkv, *weights, *tables, keys, values) or not slots.is_contiguous():
+        return heads.qk_norm_rope_cache(qkv, norms, tables, keys, values, slots)
+    kv_heads = keys.shape[2]
+    query_heads = qkv.shape[1] - 2 * kv_heads
     call = Heads(
         qkv.data_ptr(),
-        address(q_norm) if normed else None,
-        address(k_norm) if normed else None,
-        cos.data_ptr(),
-        sin.data_ptr(),
+        *map(address, weights),
+        *(table.data_ptr() for table in tables),
         None,
         keys.data_ptr(),
         values.data_ptr(),
-        slot_mapping.data_ptr(),
+        slots.data_ptr(),
         qkv.shape[0],
-        heads,
+        query_heads,
         kv_heads,
         qkv.shape[2],
         DTYPES[qkv.dtype],
-        eps,
+        0.0 if norms is None else norms.eps,
     )
     library().bg_heads(byref(call), _threads(qkv.numel()))
-    return qkv[:, :heads]
+    return qkv[:, :query_heads]
 
 
 def _rows(logits: Tensor) -> Logits | None:
@@ -179,21 +133,21 @@ def _rows(logits: Tensor) -> Logits | None:
     return Logits(logits.data_ptr(), rows, vocab, logits.stride(0), DTYPES[logits.dtype])
 
 
-def log_normalizers(logits: Tensor) -> Tensor:
+def _log_normalizers(logits: Tensor) -> Tensor:
     """See `logprobs.log_normalizers`."""
     rows = _rows(logits)
     if rows is None:
-        return plain_logprobs.log_normalizers(logits)
+        return logprobs.log_normalizers(logits)
     out = torch.empty(rows.rows, dtype=torch.float32)
     library().bg_row_scan(byref(RowScan(rows, None, None, out.data_ptr(), None)), _threads(logits.numel()))
     return out
 
 
-def argmax_lse(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _argmax_lse(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `logprobs.argmax_lse`."""
     rows = _rows(logits)
     if rows is None:
-        return plain_logprobs.argmax_lse(logits)
+        return logprobs.argmax_lse(logits)
     ids = torch.empty(rows.rows, dtype=torch.int64)
     largest, normalizers = torch.empty(2, rows.rows, dtype=torch.float32).unbind()
     bad = torch.empty(rows.rows, dtype=torch.bool)
@@ -202,61 +156,59 @@ def argmax_lse(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return found
 
 
-def nan_rows(logits: Tensor) -> Tensor:
+def _nan_rows(logits: Tensor) -> Tensor:
     """See `sampling.nan_rows`."""
     rows = _rows(logits)
     if rows is None:
-        return plain_sampling.nan_rows(logits)
+        return sampling.nan_rows(logits)
     bad = torch.empty(rows.rows, dtype=torch.bool)
     library().bg_row_scan(byref(RowScan(rows, None, None, None, bad.data_ptr())), _threads(logits.numel()))
     return bad
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, normalizers: Tensor | None = None) -> Tensor:
+def _token_logprobs(logits: Tensor, tokens: Tensor, normalizers: Tensor | None = None) -> Tensor:
     """See `logprobs.token_logprobs`."""
-    return plain_logprobs.token_logprobs(
-        logits, tokens, log_normalizers(logits) if normalizers is None else normalizers
-    )
+    return logprobs.token_logprobs(logits, tokens, _log_normalizers(logits) if normalizers is None else normalizers)
 
 
-def top_logprobs(logits: Tensor, k: int, normalizers: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _top_logprobs(logits: Tensor, k: int, normalizers: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See `logprobs.top_logprobs`."""
     if normalizers is None:
-        normalizers = log_normalizers(logits)
+        normalizers = _log_normalizers(logits)
     rows = _rows(logits)
     if rows is None:
-        return plain_logprobs.top_logprobs(logits, k, normalizers)
+        return logprobs.top_logprobs(logits, k, normalizers)
     ids = torch.empty(rows.rows, k, dtype=torch.int64)
     values = torch.empty(rows.rows, k, dtype=torch.float32)
     library().bg_top(byref(Top(rows, k, ids.data_ptr(), values.data_ptr())), _threads(logits.numel()))
     return ids, values.sub_(normalizers[:, None])
 
 
-def gather_logprobs(logits: Tensor, targets: Tensor, k: int) -> GatheredLogprobs:
+def _gather_logprobs(logits: Tensor, targets: Tensor, k: int) -> GatheredLogprobs:
     """See `logprobs.gather_logprobs`."""
-    normalizers = log_normalizers(logits)
+    normalizers = _log_normalizers(logits)
     if k:
-        ids, top = top_logprobs(logits, k, normalizers)
+        ids, top = _top_logprobs(logits, k, normalizers)
     else:
         ids, top = targets.new_empty(len(logits), 0), normalizers.new_empty(len(logits), 0)
-    return GatheredLogprobs(normalizers, token_logprobs(logits, targets, normalizers), ids, top)
+    return GatheredLogprobs(normalizers, _token_logprobs(logits, targets, normalizers), ids, top)
 
 
-def row_keys(seeds: Tensor, sample_indexes: Tensor, positions: Tensor) -> Tensor:
+def _row_keys(seeds: Tensor, sample_indexes: Tensor, positions: Tensor) -> Tensor:
     """See `noise.row_keys`."""
     given = (seeds, sample_indexes, positions)
     if not all(t.dtype == torch.int64 and t.device.type == "cpu" and t.is_contiguous() for t in given):
-        return plain_noise.row_keys(seeds, sample_indexes, positions)
+        return noise.row_keys(seeds, sample_indexes, positions)
     keys = torch.empty_like(seeds)
     library().bg_row_keys(byref(RowKeys(*(t.data_ptr() for t in (*given, keys)), keys.numel())))
     return keys
 
 
-def sample(logits: Tensor, columns: SamplingColumns, sample_rows: Tensor | None = None) -> SampleResult:
+def _sample(logits: Tensor, columns: SamplingColumns, sample_rows: Tensor | None = None) -> SampleResult:
     """See `sampling.sample`. Can be recorded in a command buffer."""
     rows = _rows(logits)
     if rows is None:
-        return plain_sampling.sample(logits, columns, sample_rows)
+        return sampling.sample(logits, columns, sample_rows)
     draws = rows.rows if sample_rows is None else len(sample_rows)
     tokens = torch.empty(draws, dtype=torch.int64)
     bad = torch.empty(draws, dtype=torch.bool)
@@ -285,7 +237,7 @@ _SERIAL_COPIES: Final = 1 << 18
 """Fewer bytes than this are copied by one thread, as waking others takes as long."""
 
 
-def copy_pages(pool: KVPool, copies: Tensor) -> None:
+def _copy_pages(pool: KVPool, copies: Tensor) -> None:
     """See `kernels.pooled.copy_pages`: one compiled call for all layers. Can be recorded in a command buffer.
 
     The pool is on the CPU, of any dtype, and `copies` is contiguous. Reads and writes only the positions to copy,
@@ -308,3 +260,30 @@ def copy_pages(pool: KVPool, copies: Tensor) -> None:
         library().bg_page_copies(byref(call), 1 if moved < _SERIAL_COPIES else torch.get_num_threads())
     else:
         buffer.add(COPY, call, None, addresses, bytes_of, caches, copies)
+
+
+COMPILED_OPS: Final = replace(
+    TORCH_OPS,
+    rms_norm=_rms_norm,
+    add_rms_norm=_add_rms_norm,
+    gated=_gated,
+    qk_norm_rope_cache=_qk_norm_rope_cache,
+    add_lora=add_lora,
+    log_normalizers=_log_normalizers,
+    argmax_lse=_argmax_lse,
+    nan_rows=_nan_rows,
+    token_logprobs=_token_logprobs,
+    top_logprobs=_top_logprobs,
+    gather_logprobs=_gather_logprobs,
+    row_keys=_row_keys,
+    sample=_sample,
+    copy_pages=_copy_pages,
+)
+"""Compiled operations; those that are not worth compiling are PyTorch's."""
+
+COMPILED_INVARIANT_OPS: Final = replace(COMPILED_OPS, filtered_scores=INVARIANT_OPS.filtered_scores)
+"""Compiled operations for which a row's result depends only on that row, bit for bit.
+
+A compiled operation computes each row on one thread, in a fixed order. Of those that are not compiled, only
+`filtered_scores` sums over rows of logits.
+"""

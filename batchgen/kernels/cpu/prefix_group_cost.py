@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from batchgen.kernels.cpu.attention import CompiledAttention
-from batchgen.kernels.types import AttentionBatch, GroupPages, KVPool, LayerKV
+from batchgen.kernels.types import AttentionArgs, AttentionBatch, GroupPages, KVPool, LayerKV
 
 __all__ = ["LEAST", "MOST", "ROWS", "even_saving", "measured_saving"]
 
@@ -90,7 +90,7 @@ class _Sample:
         for tensor in (*self._pool.keys, *self._pool.values):
             tensor.fill_(0.01)  # the values do not matter, but pages that were never written are not read from RAM
         self._query = torch.full((ROWS, heads, layer.key_dim), 0.01, dtype=dtype)
-        self._scale = layer.key_dim**-0.5
+        self._args = AttentionArgs(layer.key_dim**-0.5)
 
     def batch(self, shared: int, grouped: bool) -> AttentionBatch:
         """Decode rows with `shared` positions before their own: in one prefix group, or each with its own copy."""
@@ -117,7 +117,7 @@ class _Sample:
         begin = time.thread_time()
         attention.work(0, self._query.shape[1])
         planned = time.thread_time()
-        attention.attend_stored(0, self._query, scale=self._scale)
+        attention.attend_stored(0, self._query, self._args)
         return (planned - begin) * torch.get_num_threads() / layers + time.thread_time() - planned
 
 

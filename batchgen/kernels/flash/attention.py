@@ -22,7 +22,7 @@ from torch import Tensor
 from batchgen.kernels.flash.library import FlashLibrary, Runs
 from batchgen.kernels.merge import merge_parts
 from batchgen.kernels.pooled import PooledAttention
-from batchgen.kernels.types import AttentionBatch, ChunkPages, KVPool
+from batchgen.kernels.types import AttentionArgs, AttentionBatch, ChunkPages, KVPool
 
 __all__ = ["FlashAttention", "MergeParts", "PrefixFactory", "PrefixPass", "flash_factory"]
 
@@ -32,17 +32,13 @@ Ints = npt.NDArray[np.int32]
 class PrefixPass(Protocol):
     """Attention of a step's decode rows to the pages of their prefix groups only."""
 
-    def prefix_parts(
-        self, layer: int, query: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def prefix_parts(self, layer: int, query: Tensor, args: AttentionArgs) -> tuple[Tensor, Tensor]:
         """Partial results of all groups, merged for rows that are in several.
 
         Args:
             layer: index of the layer.
             query: [T, N, D] of the whole step.
-            scale: factor on query·key.
-            window: as in `Attention.attend`, by absolute positions.
-            softcap: as in `Attention.attend`.
+            args: as in `Attention.attend`, windows by absolute positions; sinks are left out.
 
         Returns:
             [R, N, Dv] float32 and the log-sum-exp [R, N] float32; 0 and -inf for rows that see no shared page.
@@ -97,28 +93,19 @@ class FlashAttention(PooledAttention):
         self._parts = _parts(batch)
         self._schedules: dict[tuple[int, int, tuple[int, ...], int | None, bool], Tensor | None] = {}
 
-    def attend_stored(
-        self,
-        layer: int,
-        query: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend_stored(self, layer: int, query: Tensor, args: AttentionArgs) -> Tensor:
         """Attend over the stored keys and values. See `PagedAttention.attend_stored`."""
         keys, values = self._pool.keys[layer], self._pool.values[layer]
         given = query.to(keys.dtype)
         out = torch.empty(*query.shape[:2], values.shape[3], dtype=keys.dtype, device=query.device)
         for number, (tokens, runs) in enumerate(self._parts):
             part = out[tokens]
-            lse = self._attend_part(number, given[tokens], part, keys, values, runs, scale, window, softcap)
+            lse = self._attend_part(number, given[tokens], part, (keys, values), runs, args)
             if self._prefix is not None and number == len(self._parts) - 1:
-                shared = self._prefix.prefix_parts(layer, given, scale=scale, window=window, softcap=softcap)
-                part, _ = self._merge(part, lse, *shared, sinks=sinks)
-            elif sinks is not None:
-                part = part * torch.sigmoid(lse - sinks.float()).unsqueeze(-1)
+                shared = self._prefix.prefix_parts(layer, given, args)
+                part, _ = self._merge(part, lse, *shared, sinks=args.sinks)
+            elif args.sinks is not None:
+                part = part * torch.sigmoid(lse - args.sinks.float()).unsqueeze(-1)
             if len(part) == len(out):
                 out = part
             elif part.data_ptr() != out[tokens].data_ptr():
@@ -130,30 +117,16 @@ class FlashAttention(PooledAttention):
         number: int,
         query: Tensor,
         out: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        cache: tuple[Tensor, Tensor],
         runs: Runs,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
+        args: AttentionArgs,
     ) -> Tensor:
         """Call the library once; it writes to `out`. Returns lse [t, N] float32."""
-        kind = (number, query.shape[1], (*keys.shape[2:], values.shape[3]), window, bool(softcap))
+        keys, values = cache
+        kind = (number, query.shape[1], (*keys.shape[2:], values.shape[3]), args.window, bool(args.softcap))
         if kind not in self._schedules:
-            self._schedules[kind] = self._library.schedule(
-                query.shape[1], keys, values, runs, window=window, softcap=softcap
-            )
-        written, lse = self._library.attend(
-            query,
-            keys,
-            values,
-            runs,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            schedule=self._schedules[kind],
-            out=out,
-        )
+            self._schedules[kind] = self._library.schedule(query.shape[1], keys, values, runs, args)
+        written, lse = self._library.attend(query, keys, values, runs, args, self._schedules[kind], out)
         if written.data_ptr() != out.data_ptr():
             out.copy_(written)
         return lse.transpose(0, 1)

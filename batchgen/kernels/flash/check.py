@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.flash.library import FlashLibrary, FlashUnavailable, Runs, first_line
-from batchgen.kernels.types import LayerKV
+from batchgen.kernels.types import AttentionArgs, LayerKV
 
 __all__ = ["check_library", "flash_refusal"]
 
@@ -131,11 +131,11 @@ def _problem(
     scale = layer.key_dim**-0.5
     truth = _plain(query, keys, values, trial, table, scale, torch.float64)
     plain = _plain(query, keys, values, trial, table, scale, dtype)
-    options = {"window": trial.window, "softcap": trial.softcap}
-    schedule = library.schedule(heads, keys, values, runs, **options)  # type: ignore[arg-type]
+    args = AttentionArgs(scale, trial.window, trial.softcap)
+    schedule = library.schedule(heads, keys, values, runs, args)
     target = query.new_empty(*query.shape[:2], layer.value_dim)
     for _ in range(2):  # as the layers of a step do, which share the schedule and the output memory
-        out, lse = library.attend(query, keys, values, runs, scale=scale, schedule=schedule, out=target, **options)  # type: ignore[arg-type]
+        out, lse = library.attend(query, keys, values, runs, args, schedule, target)
     if out.shape != truth[0].shape or lse.shape != truth[1].shape:
         return f"its self-test failed: {trial.name} gives shapes {list(out.shape)} and {list(lse.shape)}"
     slack = 2 * torch.finfo(dtype).eps * float(truth[0].abs().max())

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from batchgen.kernels.types import AttentionArgs
+
 __all__ = ["FlashLibrary", "FlashUnavailable", "Runs", "find_flash", "first_line", "versions_for"]
 
 _FILES = {2: "_vllm_fa2_C*.so*", 3: "_vllm_fa3_C*.so*"}
@@ -68,10 +70,7 @@ class FlashLibrary:
         keys: Tensor,
         values: Tensor,
         runs: Runs,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
+        args: AttentionArgs,
         schedule: Tensor | None = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -82,10 +81,8 @@ class FlashLibrary:
             keys: [P, S, K, D] of the query's dtype.
             values: [P, S, K, Dv].
             runs: which queries see which pages.
-            scale: factor on query·key.
-            window: a query sees its own position and the `window - 1` before it.
-            softcap: scores become softcap * tanh(scores / softcap).
-            schedule: result of `schedule` for the same runs, window and soft cap.
+            args: settings; sinks are left out.
+            schedule: result of `schedule` for the same runs and settings.
             out: [t, N, Dv] to write to.
 
         Returns:
@@ -103,15 +100,15 @@ class FlashLibrary:
             max_seqlen_k=runs.max_keys,
             page_table=runs.pages,
             block_table=runs.pages,
-            softmax_scale=scale,
-            window_size_left=-1 if window is None else window - 1,
-            softcap=softcap or 0.0,
+            softmax_scale=args.scale,
+            window_size_left=_window_left(args),
+            softcap=args.softcap or 0.0,
             scheduler_metadata=schedule,
         )
         return result[0], result[1]
 
     def schedule(
-        self, query_heads: int, keys: Tensor, values: Tensor, runs: Runs, *, window: int | None, softcap: float | None
+        self, query_heads: int, keys: Tensor, values: Tensor, runs: Runs, args: AttentionArgs
     ) -> Tensor | None:
         """Assignment of the runs to multiprocessors, computed once for all layers of a step; None in version 2."""
         if self._schedule is None:
@@ -128,10 +125,15 @@ class FlashLibrary:
             seqused_k=runs.key_lens,
             cu_seqlens_q=runs.query_starts,
             page_size=keys.shape[1],
-            window_size_left=-1 if window is None else window - 1,
-            has_softcap=bool(softcap),
+            window_size_left=_window_left(args),
+            has_softcap=bool(args.softcap),
         )
         return result
+
+
+def _window_left(args: AttentionArgs) -> int:
+    """Keys that a query sees before its own position; -1: all."""
+    return -1 if args.window is None else args.window - 1
 
 
 _FORWARD: Mapping[str, Any] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,8 +24,9 @@ from batchgen.kernels.gpu.work_list import (
     plan_groups,
     plan_step,
 )
+from batchgen.kernels.merge import PartLists
 from batchgen.kernels.pooled import PooledAttention
-from batchgen.kernels.types import AttentionBatch, KVPool
+from batchgen.kernels.types import AttentionArgs, AttentionBatch, KVPool
 
 __all__ = ["Heads", "ListKind", "TritonAttention", "UploadedList", "list_shape", "multiprocessors_of"]
 
@@ -88,16 +89,6 @@ ListKind = tuple[Heads, int | None, bool]
 """Kind of layers that share a list: sizes, window, and whether the list has the prefix groups only."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Scores:
-    """Score parameters of a layer."""
-
-    scale: float
-    window: int | None
-    softcap: float | None
-    sinks: Tensor | None
-
-
 class TritonAttention(PooledAttention):
     """One step's attention (the `PagedAttention` protocol), a few launches per layer. Made for each step.
 
@@ -122,16 +113,7 @@ class TritonAttention(PooledAttention):
         self._multiprocessors = multiprocessors_of(device) if multiprocessors is None else multiprocessors
         self._lists: dict[ListKind, UploadedList] = {}
 
-    def attend_stored(
-        self,
-        layer: int,
-        query: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend_stored(self, layer: int, query: Tensor, args: AttentionArgs) -> Tensor:
         """Attend over the stored keys and values. See `PagedAttention.attend_stored`.
 
         Raises:
@@ -139,35 +121,31 @@ class TritonAttention(PooledAttention):
         """
         keys, values = self._pool.keys[layer], self._pool.values[layer]
         heads = Heads.of(query, keys, values)
-        uploaded = self._list(heads, keys.dtype, window)
+        uploaded = self._list(heads, keys.dtype, args.window)
         out = torch.empty(query.shape[0], heads.heads, heads.value_dim, dtype=query.dtype, device=query.device)
-        run = _Run(self._tuning, uploaded, query, keys, values, out, _Scores(scale, window, softcap, sinks))
+        run = _Run(self._tuning, uploaded, (query, keys, values), out, args)
         run.launch_all()
         if uploaded.num_merges:
             run.merge(out, None)
         return out
 
-    def prefix_parts(
-        self, layer: int, query: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def prefix_parts(self, layer: int, query: Tensor, args: AttentionArgs) -> tuple[Tensor, Tensor]:
         """Attention of the R decode rows to the pages of their prefix groups only, all levels merged.
 
         Args:
             layer: index of the layer.
             query: [T, N, D] of the whole step.
-            scale: as in `attend`.
-            window: as in `attend`.
-            softcap: as in `attend`.
+            args: as in `attend`; sinks are left out.
 
         Returns:
             out [R, N, Dv] float32 and its log-sum-exp [R, N] float32: 0 and -inf for rows that see no group.
         """
         keys, values = self._pool.keys[layer], self._pool.values[layer]
         heads = Heads.of(query, keys, values)
-        uploaded = self._list(heads, keys.dtype, window, groups_only=True)
+        uploaded = self._list(heads, keys.dtype, args.window, groups_only=True)
         out = torch.empty(query.shape[0], heads.heads, heads.value_dim, dtype=torch.float32, device=query.device)
         lse = torch.empty(out.shape[:2], dtype=torch.float32, device=query.device)
-        run = _Run(self._tuning, uploaded, query, keys, values, out, _Scores(scale, window, softcap, None))
+        run = _Run(self._tuning, uploaded, (query, keys, values), out, replace(args, sinks=None))
         run.launch_all()
         run.merge(out, lse)
         return out[self._batch.decode_start :], lse[self._batch.decode_start :]
@@ -238,18 +216,18 @@ class _Run:
         self,
         tuning: ChipTuning,
         uploaded: UploadedList,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        tensors: tuple[Tensor, Tensor, Tensor],
         out: Tensor,
-        scores: _Scores,
+        args: AttentionArgs,
     ) -> None:
+        """`tensors`: the query, keys and values."""
+        query, keys, values = tensors
         assert query.stride(2) == 1, "the last dimension of a query must be contiguous"
         assert keys.is_contiguous()
         assert values.is_contiguous()
         self._uploaded = uploaded
         self._query, self._keys, self._values, self._out = query, keys, values, out
-        self._scores = scores
+        self._args = args
         self._heads = Heads.of(query, keys, values)
         self._large, self._small = _tiles(tuning, self._heads, keys.dtype)
         parts, value_dim = uploaded.num_parts, values.shape[3]
@@ -264,14 +242,14 @@ class _Run:
 
     def merge(self, out: Tensor, lse: Tensor | None) -> None:
         """Merge the parts of the tokens that are listed for it."""
-        parts = self._uploaded.lists[3]
-        merge_lists(self._part_out, self._part_lse, parts, *self._uploaded.merges, out, lse, self._scores.sinks)
+        lists = PartLists(self._uploaded.lists[3], *self._uploaded.merges)
+        merge_lists(self._part_out, self._part_lse, lists, out, lse, self._args.sinks)
 
     def _launch(self, number: int, tile: AttentionTile) -> None:
-        heads, scores = self._heads, self._scores
+        heads, args = self._heads, self._args
         rows = _block_m(tile, heads)
         packed = min(heads.group, rows)
-        softcap = scores.softcap or 1.0
+        softcap = args.softcap or 1.0
         launch(
             attention_kernel,
             (self._uploaded.count(number) * heads.kv_heads * -(-heads.group // packed),),
@@ -283,11 +261,11 @@ class _Run:
             self._part_lse,
             self._uploaded.items[number],
             *self._uploaded.lists,
-            scores.sinks,
+            args.sinks,
             *self._query.stride()[:2],
-            scores.window or 0,
-            scores.scale * LOG2_E,
-            scores.scale / softcap,
+            args.window or 0,
+            args.scale * LOG2_E,
+            args.scale / softcap,
             softcap * LOG2_E,
             HEADS=heads.heads,
             KV_HEADS=heads.kv_heads,
@@ -302,9 +280,9 @@ class _Run:
             PACKED=packed,
             PEELED=tile.queries >= 64,
             FOLDED=number == SMALL,
-            WINDOWED=scores.window is not None,
-            SOFTCAPPED=scores.softcap is not None,
-            SINKS=scores.sinks is not None,
+            WINDOWED=args.window is not None,
+            SOFTCAPPED=args.softcap is not None,
+            SINKS=args.sinks is not None,
             num_warps=tile.warps,
             num_stages=tile.stages,
         )

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchgen.kernels.counts import CountLists
+from batchgen.kernels.counts import CountLists, Penalties
 from batchgen.kernels.gpu.launch import launch
 
 __all__ = ["count_tokens", "penalise"]
@@ -92,14 +92,12 @@ def penalise(
     rows: Tensor,
     slots: Tensor,
     lists: CountLists,
-    repetition: Tensor,
-    frequency: Tensor,
-    presence: Tensor,
+    penalties: Penalties,
     width: int,
 ) -> None:
     """See `kernels.counts.penalise`; all tensors but the logits contiguous. `width` only sizes the grid."""
     launch(
         _penalise_kernel, (slots.shape[0], triton.cdiv(width, _PENALISED)), logits, logits.stride(0), logits.stride(1),
-        rows, slots, lists.ids, lists.counts, lists.used, lists.ids.shape[1], repetition, frequency, presence,
+        rows, slots, lists.ids, lists.counts, lists.used, lists.ids.shape[1], *penalties,
         BLOCK=_PENALISED, num_warps=4,
     )  # fmt: skip

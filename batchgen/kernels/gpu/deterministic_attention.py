@@ -24,7 +24,7 @@ from batchgen.kernels.gpu.deterministic_list import (
 )
 from batchgen.kernels.gpu.launch import launch
 from batchgen.kernels.pooled import PooledAttention
-from batchgen.kernels.types import AttentionBatch, KVPool
+from batchgen.kernels.types import AttentionArgs, AttentionBatch, KVPool
 
 __all__ = ["DeterministicTritonAttention", "deterministic_attention_kernel"]
 
@@ -166,16 +166,7 @@ class DeterministicTritonAttention(PooledAttention):
         self._tuning = fixed_tuning(batch.slot_mapping.device) if tuning is None else tuning
         self._lists: dict[tuple[_Sizes, int | None], _Uploaded] = {}
 
-    def attend_stored(
-        self,
-        layer: int,
-        query: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend_stored(self, layer: int, query: Tensor, args: AttentionArgs) -> Tensor:
         """Attend over the stored keys and values. See `PagedAttention.attend_stored`.
 
         Raises:
@@ -187,14 +178,14 @@ class DeterministicTritonAttention(PooledAttention):
         assert values.is_contiguous()
         sizes = _Sizes(query.shape[1], keys.shape[2], keys.shape[3], values.shape[3])
         tile = self._tile(sizes, keys.dtype)
-        uploaded = self._list(sizes, tile, window)
+        uploaded = self._list(sizes, tile, args.window)
         out = query.new_empty(query.shape[0], sizes.heads, sizes.value_dim)
         rows = query.shape[0] - self._batch.decode_start if uploaded.work.saves_states else 0
         state = query.new_empty(rows, sizes.heads, sizes.value_dim, dtype=torch.float32)
         largest, total = (query.new_empty(rows, sizes.heads, dtype=torch.float32) for _ in range(2))
         block_m = _rows(tile, sizes)
         packed = min(sizes.group, block_m)
-        cap = softcap or 1.0
+        cap = args.softcap or 1.0
         for number, items in enumerate(uploaded.launches):
             launch(
                 deterministic_attention_kernel,
@@ -208,12 +199,12 @@ class DeterministicTritonAttention(PooledAttention):
                 total,
                 items,
                 *uploaded.lists,
-                sinks,
+                args.sinks,
                 *query.stride()[:2],
                 self._batch.decode_start,
-                window or 0,
-                scale * _LOG2_E,
-                scale / cap,
+                args.window or 0,
+                args.scale * _LOG2_E,
+                args.scale / cap,
                 cap * _LOG2_E,
                 HEADS=sizes.heads,
                 KV_HEADS=sizes.kv_heads,
@@ -227,9 +218,9 @@ class DeterministicTritonAttention(PooledAttention):
                 BLOCK_V=power_of_2(sizes.value_dim, 16),
                 PACKED=packed,
                 ALIGNED=gcd(keys.shape[1], tile.keys),  # tables begin at a page boundary, steps at a step boundary
-                WINDOWED=window is not None,
-                SOFTCAPPED=softcap is not None,
-                SINKS=sinks is not None,
+                WINDOWED=args.window is not None,
+                SOFTCAPPED=args.softcap is not None,
+                SINKS=args.sinks is not None,
                 num_warps=tile.warps,
                 num_stages=tile.stages,
             )

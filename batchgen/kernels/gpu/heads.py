@@ -9,6 +9,7 @@ from torch import Tensor
 
 from batchgen.kernels.gpu.common import power_of_2, rounded
 from batchgen.kernels.gpu.launch import launch
+from batchgen.kernels.heads import HeadNorms
 
 __all__ = ["qk_norm_rope_cache"]
 
@@ -107,29 +108,21 @@ def _halves(p_row, i_low, i_high, m_half):
 
 
 def qk_norm_rope_cache(
-    qkv: Tensor,
-    heads: int,
-    kv_heads: int,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    slot_mapping: Tensor,
+    qkv: Tensor, norms: HeadNorms | None, tables: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, slots: Tensor
 ) -> Tensor:
-    """Normalise q and k per head if there are weights for it, rotate them, and store k and v.
+    """Normalise q and k per head if there are norms, rotate them, and store k and v.
 
     Arguments and result as in `kernels.heads.qk_norm_rope_cache`; the result is contiguous. `qkv` may have any strides
     except the last, which must be 1, and the caches must be pages of consecutive slots.
     """
     tokens, total, dim = qkv.shape
-    assert total == heads + 2 * kv_heads
+    kv_heads = keys.shape[2]
+    heads = total - 2 * kv_heads
+    cos, sin = tables
     assert dim % 2 == 0
     assert cos.shape == sin.shape == (tokens, 1, dim)
     assert cos.stride() == sin.stride()
-    assert qkv.stride(2) == cos.stride(2) == slot_mapping.stride(0) == 1
+    assert qkv.stride(2) == cos.stride(2) == slots.stride(0) == 1
     for cache in (keys, values):
         assert cache.shape[2:] == (kv_heads, dim)
         assert cache.stride(0) == cache.shape[1] * cache.stride(1)
@@ -137,20 +130,19 @@ def qk_norm_rope_cache(
     query = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
     block_half = power_of_2(dim // 2)
     block_heads = min(max(_TILE // (2 * block_half), 1), power_of_2(total))
-    normed = q_norm is not None and k_norm is not None
     launch(
         _qk_norm_rope_cache,
         (tokens, triton.cdiv(total, block_heads)),
         qkv,
-        q_norm if normed else qkv,
-        k_norm if normed else qkv,
+        qkv if norms is None else norms.query,
+        qkv if norms is None else norms.key,
         cos,
         sin,
-        slot_mapping,
+        slots,
         query,
         keys,
         values,
-        eps,
+        0.0 if norms is None else norms.eps,
         qkv.stride(0),
         qkv.stride(1),
         cos.stride(0),
@@ -163,7 +155,7 @@ def qk_norm_rope_cache(
         HALF=dim // 2,
         BLOCK_HEADS=block_heads,
         BLOCK_HALF=block_half,
-        NORM=normed,
+        NORM=norms is not None,
         num_warps=4,
     )
     return query

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from batchgen.kernels.gpu.common import power_of_2, rounded
 from batchgen.kernels.gpu.launch import launch
+from batchgen.kernels.merge import PartLists
 
 __all__ = ["merge_lists", "merge_parts"]
 
@@ -93,10 +94,7 @@ def _merge_lists_kernel(
 def merge_lists(
     part_out: Tensor,
     part_lse: Tensor,
-    parts: Tensor,
-    tokens: Tensor,
-    starts: Tensor,
-    counts: Tensor,
+    lists: PartLists,
     out: Tensor,
     lse: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -109,13 +107,10 @@ def merge_lists(
     block_h = min(power_of_2(heads), max(1, _BLOCK // block_d))
     launch(
         _merge_lists_kernel,
-        (tokens.shape[0] * -(-heads // block_h),),
+        (lists.tokens.shape[0] * -(-heads // block_h),),
         part_out,
         part_lse,
-        parts,
-        tokens,
-        starts,
-        counts,
+        *lists,
         out,
         lse,
         sinks,

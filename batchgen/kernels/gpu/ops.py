@@ -1,51 +1,82 @@
-"""`Ops` on Triton: the launchers, and the PyTorch implementation of operations that need no kernel."""
+"""`Ops` on Triton, and its batch-invariant variant. Importing this module imports Triton."""
 
 from __future__ import annotations
 
-from batchgen.kernels.gpu.activation import gated
-from batchgen.kernels.gpu.bitmask import apply_bitmask
-from batchgen.kernels.gpu.counts import count_tokens, penalise
-from batchgen.kernels.gpu.filtering import filtered_scores
-from batchgen.kernels.gpu.heads import qk_norm_rope_cache
-from batchgen.kernels.gpu.logprobs import (
-    argmax_lse,
-    gather_logprobs,
-    log_normalizers,
-    mask_tokens,
-    token_logprobs,
-    top_logprobs,
-)
-from batchgen.kernels.gpu.lora import add_lora
-from batchgen.kernels.gpu.moe import moe_experts, route
-from batchgen.kernels.gpu.noise import row_keys
-from batchgen.kernels.gpu.norm import add_rms_norm, rms_norm
-from batchgen.kernels.gpu.rope import rope_tables
-from batchgen.kernels.gpu.sampling import nan_rows, sample
-from batchgen.kernels.gpu.shaping import add_bias, drew_masked, keep_only
+from dataclasses import replace
+from typing import Final
 
-__all__ = [
-    "add_bias",
-    "add_lora",
-    "add_rms_norm",
-    "apply_bitmask",
-    "argmax_lse",
-    "count_tokens",
-    "drew_masked",
-    "filtered_scores",
-    "gated",
-    "gather_logprobs",
-    "keep_only",
-    "log_normalizers",
-    "mask_tokens",
-    "moe_experts",
-    "nan_rows",
-    "penalise",
-    "qk_norm_rope_cache",
-    "rms_norm",
-    "rope_tables",
-    "route",
-    "row_keys",
-    "sample",
-    "token_logprobs",
-    "top_logprobs",
-]
+from torch import Tensor
+
+from batchgen.kernels.chips import fixed_tuning
+from batchgen.kernels.gpu import (
+    activation,
+    bitmask,
+    counts,
+    filtering,
+    heads,
+    logprobs,
+    lora,
+    matmul,
+    moe,
+    noise,
+    norm,
+    rope,
+    sampling,
+    shaping,
+)
+from batchgen.kernels.lora import LoraPairs, LoraStep
+from batchgen.kernels.moe import Experts
+from batchgen.kernels.ops import TORCH_OPS
+
+__all__ = ["TRITON_INVARIANT_OPS", "TRITON_OPS"]
+
+TRITON_OPS: Final = replace(
+    TORCH_OPS,
+    rms_norm=norm.rms_norm,
+    add_rms_norm=norm.add_rms_norm,
+    gated=activation.gated,
+    rope_tables=rope.rope_tables,
+    qk_norm_rope_cache=heads.qk_norm_rope_cache,
+    add_lora=lora.add_lora,
+    route=moe.route,
+    moe_experts=moe.moe_experts,
+    count_tokens=counts.count_tokens,
+    penalise=counts.penalise,
+    add_bias=shaping.add_bias,
+    keep_only=shaping.keep_only,
+    drew_masked=shaping.drew_masked,
+    mask_tokens=logprobs.mask_tokens,
+    log_normalizers=logprobs.log_normalizers,
+    argmax_lse=logprobs.argmax_lse,
+    token_logprobs=logprobs.token_logprobs,
+    top_logprobs=logprobs.top_logprobs,
+    gather_logprobs=logprobs.gather_logprobs,
+    apply_bitmask=bitmask.apply_bitmask,
+    row_keys=noise.row_keys,
+    nan_rows=sampling.nan_rows,
+    sample=sampling.sample,
+    filtered_scores=filtering.filtered_scores,
+)
+"""Triton launchers."""
+
+_EXPERT_ROWS: Final = 64
+"""Tokens per tile of an expert in batch-invariant runs."""
+
+
+def _fixed_add_lora(out: Tensor, x: Tensor, step: LoraStep, pairs: LoraPairs) -> None:
+    lora.add_lora(out, x, step, pairs, fixed=True)
+
+
+def _fixed_moe_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+    return moe.moe_experts(x, ids, weights, experts, fixed_tuning(x.device).grouped_tile(_EXPERT_ROWS, x.dtype))
+
+
+TRITON_INVARIANT_OPS: Final = replace(
+    TRITON_OPS, linear=matmul.linear, add_lora=_fixed_add_lora, moe_experts=_fixed_moe_experts
+)
+"""Triton launchers for which a row's result depends only on that row, bit for bit.
+
+Most launchers are so anyway: one program per row or per block of a row, with blocks that depend on the model, not on
+the number of rows. LoRA and MoE choose tiles by the number of tokens; here their tiles are fixed. `add_bias` adds
+atomically, so repeated pairs of a row and a token have no order.
+"""

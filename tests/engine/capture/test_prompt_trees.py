@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from batchgen.engine.capture.prompt_logprobs import PromptLogprobs
 from batchgen.engine.d2h_queue import D2HQueue
 from batchgen.engine.workload import JobWorkload
-from batchgen.kernels import torch_ops
 from batchgen.kernels.device import HOST
+from batchgen.kernels.ops import TORCH_OPS
 from batchgen.plan.scheduler import SchedulerConfig
 from batchgen.plan.step_plan import StepPlan
 from batchgen.request.completion import Completion
@@ -66,7 +66,7 @@ class Scoring(Simulator):
         none = np.zeros(0, np.int64)
         workload = JobWorkload(table, self.tree, samples, own, samples < 0, none, none, none)
         self.table = table
-        self.scorer = PromptLogprobs(workload, VOCAB, str, torch_ops)
+        self.scorer = PromptLogprobs(workload, VOCAB, str, TORCH_OPS)
         self.d2h_queue = D2HQueue(HOST)
         self.unended = [len(t) for t in targets]
         self.read: Counter[int] = Counter()

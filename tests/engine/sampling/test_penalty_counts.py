@@ -14,9 +14,9 @@ from torch import Tensor
 from batchgen import SamplingParams
 from batchgen.engine.sampling.penalty_counts import PenalisedRows, TokenCounts, lists_bytes
 from batchgen.engine.workload import plan_workload
-from batchgen.kernels import torch_ops
-from batchgen.kernels.counts import CountLists
+from batchgen.kernels.counts import CountLists, Penalties
 from batchgen.kernels.device import HOST
+from batchgen.kernels.ops import TORCH_OPS
 from batchgen.request.table import RequestTable
 from tests.engine.fake_device import LateDevice
 from tests.kernels.penalised import expected_penalties, listed
@@ -34,9 +34,12 @@ class Sample:
         self.left = rng.randint(1, 50)
 
 
+ONES = Penalties(torch.ones(1), torch.ones(1), torch.ones(1))
+
+
 def rows_of(counts: TokenCounts, samples: list[Sample], places: list[int], factors: Tensor) -> PenalisedRows:
     slots: npt.NDArray[np.int64] = np.array([sample.slot for sample in samples], np.int64)
-    columns = (factors, factors - 1, factors - 2)
+    columns = Penalties(factors, factors - 1, factors - 2)
     return PenalisedRows(counts, slots, torch.from_numpy(slots.copy()), torch.tensor(places), columns)
 
 
@@ -63,10 +66,10 @@ def test_tokens_that_are_only_on_the_device(seed: int) -> None:
         expected = logits.double()
         for sample, place, factor in zip(chosen, places, factors.tolist(), strict=True):
             expected_penalties(expected, place, dict(sample.counted), factor, factor - 1, factor - 2)
-        rows.penalise(logits, torch_ops)
+        rows.penalise(logits, TORCH_OPS)
         torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-4)
         tokens = torch.randint(0, VOCAB, (len(chosen) + 3,))  # never copied back to the host
-        rows.count(tokens, torch_ops)
+        rows.count(tokens, TORCH_OPS)
         for sample, place in zip(chosen, places, strict=True):
             sample.counted[int(tokens[place])] += 1
             sample.left -= 1
@@ -108,23 +111,21 @@ def test_a_step_planned_before_the_end_may_still_count() -> None:
     """A list that is full when its sample ends has room for one more token of a step in flight."""
     counts = TokenCounts(1000, HOST)
     slot = counts.add(np.arange(64, dtype=np.int32))
-    rows = PenalisedRows(
-        counts, np.array([slot]), torch.tensor([slot]), torch.tensor([0]), (torch.ones(1), torch.ones(1), torch.ones(1))
-    )
+    rows = PenalisedRows(counts, np.array([slot]), torch.tensor([slot]), torch.tensor([0]), ONES)
     counts.lists()
     counts.release(slot)
     for token in (700, 701):
-        rows.penalise(torch.zeros(1, 1000), torch_ops)
-        rows.count(torch.tensor([token]), torch_ops)
+        rows.penalise(torch.zeros(1, 1000), TORCH_OPS)
+        rows.count(torch.tensor([token]), TORCH_OPS)
     assert listed(counts.lists(), slot) == {**dict.fromkeys(range(64), 0), 700: 1, 701: 1}
 
 
 def test_lists_are_at_most_as_long_as_the_vocabulary() -> None:
     counts = TokenCounts(7, HOST)
     slot = counts.add()
-    rows = PenalisedRows(counts, np.array([slot]), torch.tensor([slot]), torch.tensor([0]), (torch.ones(1),) * 3)  # type: ignore[arg-type]
+    rows = PenalisedRows(counts, np.array([slot]), torch.tensor([slot]), torch.tensor([0]), ONES)
     for step in range(200):
-        rows.count(torch.tensor([step % 7]), torch_ops)
+        rows.count(torch.tensor([step % 7]), TORCH_OPS)
     assert counts.width(np.array([slot])) == 7
     assert counts.lists().ids.shape[1] == 64
     assert sum(listed(counts.lists(), slot).values()) == 200

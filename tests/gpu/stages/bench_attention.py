@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
+from batchgen.kernels.types import AttentionArgs
 from tests.gpu.lab import Lab, Timing
 from tests.gpu.registry import Shape, bench
 from tests.gpu.report import Figure, figure
@@ -45,7 +46,7 @@ def attend_time(lab: Lab, backend: str, step: Step, *, graph: bool = True) -> Ti
     keys, values, slots = attention.cache(0)
     keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots] = step.key, step.value
     scale = step.query.shape[-1] ** -0.5
-    return lab.time(lambda: attention.attend_stored(0, step.query, scale=scale), graph=graph)
+    return lab.time(lambda: attention.attend_stored(0, step.query, AttentionArgs(scale)), graph=graph)
 
 
 def decode_bytes(rows: int, context: int, heads: int, kv_heads: int, dim: int) -> int:

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from batchgen.kernels.bitmask import bitmask_width
+from batchgen.kernels.counts import Penalties
+from batchgen.kernels.heads import HeadNorms
 from tests.gpu.lab import Lab
 from tests.gpu.registry import Shape, bench
 from tests.gpu.report import Figure, figure
@@ -76,13 +78,13 @@ def gated(lab: Lab, *, rows: int, width: int) -> Iterator[Figure]:
 def qk_norm_rope_cache(lab: Lab, *, rows: int, heads: int, kv_heads: int, dim: int, norm: int) -> Iterator[Figure]:
     shape = {"rows": rows, "heads": heads, "kv_heads": kv_heads, "dim": dim, "norm": norm}
     qkv = lab.randn(rows, heads + 2 * kv_heads, dim, dtype=DTYPE)
-    norms = [lab.randn(dim, dtype=DTYPE) if norm else None for _ in range(2)]
-    cos, sin = (lab.randn(rows, 1, dim, dtype=DTYPE) for _ in range(2))
+    norms = HeadNorms(*(lab.randn(dim, dtype=DTYPE) for _ in range(2)), EPS) if norm else None
+    tables = lab.randn(rows, 1, dim, dtype=DTYPE), lab.randn(rows, 1, dim, dtype=DTYPE)
     page = 16
     caches = [torch.zeros(rows // page + 2, page, kv_heads, dim, dtype=DTYPE, device=lab.device) for _ in range(2)]
     slots = lab.rand(caches[0].shape[0] * page).argsort()[:rows]
     operation = kernel("qk_norm_rope_cache")
-    timing = lab.time(lambda: operation(qkv, heads, kv_heads, *norms, EPS, cos, sin, *caches, slots))
+    timing = lab.time(lambda: operation(qkv, norms, tables, *caches, slots))
     size = WIDE * rows * dim * (2 * (heads + 2 * kv_heads) + 2) + 8 * rows
     yield figure(lab, "qk_norm_rope_cache", "norm, rope, cache write", shape, timing, bytes=size)
 
@@ -144,7 +146,7 @@ def penalise(lab: Lab, *, rows: int, vocab: int) -> Iterator[Figure]:
     lists.used[1:] = most = min(PENALISED, vocab)
     index, ones = torch.arange(rows, device=lab.device), torch.ones(rows, device=lab.device)
     operation = kernel("penalise")
-    timing = lab.time(lambda: operation(logits, index, index + 1, lists, ones, ones, ones, most))
+    timing = lab.time(lambda: operation(logits, index, index + 1, lists, Penalties(ones, ones, ones), most))
     shape = {"rows": rows, "vocab": vocab, "pairs": rows * most}
     # 32 bytes, the smallest memory transaction, are read and written per logit.
     made = figure(lab, "penalise", "three penalties", shape, timing, bytes=rows * most * (64 + 4 + 4))

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.engine import Engine
-from batchgen.kernels.attention.reference import visible_slots
 from batchgen.kernels.gpu.deterministic_attention import DeterministicTritonAttention
 from batchgen.kernels.gpu.matmul import linear
-from batchgen.kernels.types import AttentionBatch, ChunkPages
+from batchgen.kernels.types import AttentionArgs, AttentionBatch, ChunkPages
 from batchgen.request.completion import Completion
 from tests.gpu.checkpoints import save_adapter, save_checkpoint
 from tests.gpu.compare import Verdict, judge_equal, poisoned
@@ -29,6 +28,7 @@ from tests.gpu.mixed import mixed_job
 from tests.gpu.models import model_folder
 from tests.gpu.registry import Labelled, job_case
 from tests.gpu.stages.attention_steps import heads_shape, mixed_step
+from tests.kernels.oracle import visible_slots
 from tests.kernels.steps import Step
 
 BATCH_SIZES = (1, 2, 17, 64, 65, 256)
@@ -73,19 +73,14 @@ def attention(lab: Lab, *, heads: int, kv_heads: int, dim: int, window: int, sin
         if lab.toy
         else mixed_step(lab, shape, [(300, 0), (90, 700), (1, 500)], 96, 900, [(1, 40), (4, 17)])
     )
-    options: dict[str, Any] = {"scale": dim**-0.5, "window": window or None}
-    options["sinks"] = lab.randn(heads) if sinks else None
+    args = AttentionArgs(dim**-0.5, window or None, sinks=lab.randn(heads) if sinks else None)
     with poisoned():
-        together = DeterministicTritonAttention(step.pool, step.batch).attend(
-            0, step.query, step.key, step.value, **options
-        )
+        together = DeterministicTritonAttention(step.pool, step.batch).attend(0, step.query, step.key, step.value, args)
     seen = visible_slots(step.batch, step.pool.page_size)
     for token in range(0, len(together), 2 if lab.toy else 9):
         batch = _alone(step, token, *seen[token])
         with poisoned(allow_sync=True):
-            got = DeterministicTritonAttention(step.pool, batch).attend_stored(
-                0, step.query[token : token + 1], **options
-            )
+            got = DeterministicTritonAttention(step.pool, batch).attend_stored(0, step.query[token : token + 1], args)
         yield f"token {token} alone", _same_bits(got[0], together[token])
 
 

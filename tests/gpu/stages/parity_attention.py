@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from batchgen.kernels.types import LayerKV
+from batchgen.kernels.types import AttentionArgs, LayerKV
 from tests.gpu.compare import Verdict, judge, judge_equal, poisoned
 from tests.gpu.lab import Lab
 from tests.gpu.registry import DTYPES, LOW, Labelled, Shape, parity
 from tests.gpu.stages.attention_steps import decode_step, grouped_step, heads_shape, mixed_step, prefill_step
-from tests.gpu.steps import Scoring, attend_by_token
 from tests.gpu.under_test import flash_library
+from tests.kernels.oracle import attend_by_token
 from tests.kernels.steps import Shape as HeadsShape
 from tests.kernels.steps import Step
 
@@ -144,35 +144,28 @@ def _case(backend: str, make: MakeStep) -> Callable[..., Iterator[Labelled]]:
         lab: Lab, dtype: torch.dtype, *, window: int = 0, softcap: int = 0, sinks: int = 0, **sizes: int
     ) -> Iterator[Labelled]:
         step = make(lab, dtype, **sizes)
-        scoring = Scoring(
+        args = AttentionArgs(
             scale=step.query.shape[-1] ** -0.5,
             window=window or None,
             softcap=float(softcap) or None,
             sinks=lab.randn(step.query.shape[1]) if sinks else None,
         )
-        return attention_verdicts(lab, backend, step, scoring, dtype)
+        return attention_verdicts(lab, backend, step, args, dtype)
 
     return run
 
 
-def attention_verdicts(lab: Lab, backend: str, step: Step, scoring: Scoring, dtype: torch.dtype) -> Iterator[Labelled]:
+def attention_verdicts(
+    lab: Lab, backend: str, step: Step, args: AttentionArgs, dtype: torch.dtype
+) -> Iterator[Labelled]:
     """Compare what a backend stores and returns for `step` with plain attention over the same pool."""
     attention = lab.attention(backend, step)
     keys, values = step.filled()
     truth, plain = (
-        attend_by_token(step.batch, step.query, keys, values, scoring, compute) for compute in (torch.float64, dtype)
+        attend_by_token(step.batch, step.query, keys, values, args, compute) for compute in (torch.float64, dtype)
     )
     with poisoned(allow_sync=backend == "flash"):
-        got = attention.attend(
-            0,
-            step.query,
-            step.key,
-            step.value,
-            scale=scoring.scale,
-            window=scoring.window,
-            softcap=scoring.softcap,
-            sinks=scoring.sinks,
-        )
+        got = attention.attend(0, step.query, step.key, step.value, args)
     slots = step.batch.slot_mapping
     yield "stored keys", judge_equal(step.pool.keys[0].flatten(0, 1)[slots], step.key)
     yield "stored values", judge_equal(step.pool.values[0].flatten(0, 1)[slots], step.value)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from batchgen.kernels.heads import HeadNorms
 from tests.gpu.compare import judge, judge_equal, poisoned
 from tests.gpu.lab import Lab
 from tests.gpu.registry import Labelled, parity
@@ -95,7 +96,7 @@ def qk_norm_rope_cache(
     lab: Lab, dtype: torch.dtype, *, rows: int, heads: int, kv_heads: int, dim: int, norm: int
 ) -> Iterator[Labelled]:
     qkv = lab.randn(rows, heads + 2 * kv_heads, dim, dtype=dtype)
-    norms = [lab.randn(dim, dtype=dtype) if norm else None for _ in range(2)]
+    norms = HeadNorms(*(lab.randn(dim, dtype=dtype) for _ in range(2)), EPS) if norm else None
     angles = lab.rand(rows, 1, dim // 2) * 6
     cos = torch.cat((angles.cos(), angles.cos()), -1).to(dtype)
     sin = torch.cat((-angles.sin(), angles.sin()), -1).to(dtype)
@@ -103,9 +104,9 @@ def qk_norm_rope_cache(
     pages = rows // page + 3
     slots = lab.rand(pages * page).argsort()[:rows]
     caches = [torch.full((pages, page, kv_heads, dim), torch.nan, dtype=dtype, device=lab.device) for _ in range(2)]
-    ways = three_ways("qk_norm_rope_cache", qkv, heads, kv_heads, *norms, EPS, cos, sin, *caches, slots)
+    ways = three_ways("qk_norm_rope_cache", qkv, norms, (cos, sin), *caches, slots)
     yield "queries", judge(ways.got, ways.plain, ways.truth, dtype)
-    for name, index in (("keys", 8), ("values", 9)):
+    for name, index in (("keys", 3), ("values", 4)):
         stored = [cache.flatten(0, 1) for cache in ways.args(index)]
         yield name, judge(*(cache[slots] for cache in stored), dtype)
         others = torch.ones(pages * page, dtype=torch.bool, device=lab.device)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.bitmask import bitmask_width
-from batchgen.kernels.counts import CountLists
+from batchgen.kernels.counts import CountLists, Penalties
 from tests.gpu.compare import judge, judge_equal
 from tests.gpu.lab import Lab
 from tests.gpu.registry import Labelled, Shape, parity
@@ -146,7 +146,7 @@ def count_tokens(lab: Lab, dtype: torch.dtype, *, rows: int, vocab: int, tokens:
 def penalise(lab: Lab, dtype: torch.dtype, *, rows: int, vocab: int, tokens: int) -> Iterator[Labelled]:
     logits, lists, order = logits_of(lab, rows, vocab), lists_of(lab, rows, vocab, tokens), lab.rand(rows).argsort()
     columns = 0.2 + 2 * lab.rand(rows), lab.randn(rows), lab.randn(rows)
-    ways = three_ways("penalise", logits, order, order + 1, lists, *columns, min(tokens, vocab))
+    ways = three_ways("penalise", logits, order, order + 1, lists, Penalties(*columns), min(tokens, vocab))
     yield "logits", judge(*ways.args(0), dtype)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from batchgen.kernels.merge import PartLists
 from tests.gpu.compare import judge, poisoned
 from tests.gpu.lab import Lab
 from tests.gpu.registry import Labelled, parity
@@ -62,7 +63,7 @@ def merge_lists(
     for operation in (kernel("merge_lists"), reference("merge_lists")):
         out = torch.full((rows, heads, dim), 7.0, dtype=dtype, device=lab.device)
         lse = torch.full((rows, heads), 7.0, device=lab.device)
-        operation(part_out, part_lse, parts, tokens, starts, counts, out, lse, sink)
+        operation(part_out, part_lse, PartLists(parts, tokens, starts, counts), out, lse, sink)
         results.append((out, lse))
     truth = torch.full((rows, heads, dim), 7.0, dtype=torch.float64, device=lab.device)
     truth_lse = torch.full((rows, heads), 7.0, dtype=torch.float64, device=lab.device)

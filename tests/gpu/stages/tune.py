@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from batchgen.kernels.chips import AttentionTile, ChipTuning, chip_tuning
+from batchgen.kernels.types import AttentionArgs
 from tests.gpu.lab import Lab
 from tests.gpu.stages.attention_steps import decode_step, grouped_step, heads_shape, prefill_step
 from tests.gpu.under_test import triton_attention
@@ -193,7 +194,7 @@ class _Tuner:
         keys, values, slots = attention.cache(0)
         keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots] = step.key, step.value
         scale = step.query.shape[-1] ** -0.5
-        return self._lab.time(lambda: attention.attend_stored(0, step.query, scale=scale)).p50
+        return self._lab.time(lambda: attention.attend_stored(0, step.query, AttentionArgs(scale))).p50
 
 
 Choice = TypeVar("Choice")

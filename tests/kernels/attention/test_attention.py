@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchgen.kernels.attention import torch_plan as attention_plan
-from batchgen.kernels.attention.reference import reference_attention, visible_slots
 from batchgen.kernels.attention.torch_attention import TorchAttention
+from batchgen.kernels.types import AttentionArgs
+from tests.kernels.oracle import attend_by_token
 from tests.kernels.steps import (
     Shape,
     Step,
@@ -28,12 +28,14 @@ SCALE = 0.3
 
 
 def attend(step: Step, **options: Any) -> Tensor:
-    return TorchAttention(step.pool, step.batch).attend(0, step.query, step.key, step.value, scale=SCALE, **options)
+    return TorchAttention(step.pool, step.batch).attend(
+        0, step.query, step.key, step.value, AttentionArgs(SCALE, **options)
+    )
 
 
 def check(step: Step, tolerance: float = 1e-5, **options: Any) -> None:
     keys, values = step.filled()
-    expected = reference_attention(step.batch, step.query, keys, values, scale=SCALE, **options)
+    expected = attend_by_token(step.batch, step.query, keys, values, AttentionArgs(SCALE, **options))
     got = attend(step, **options)
     assert got.dtype == step.query.dtype
     assert got.shape == expected.shape
@@ -170,60 +172,17 @@ def test_sinks_count_once_with_several_parts() -> None:
     torch.testing.assert_close(got, expected[None, :, None].expand_as(got), rtol=1e-5, atol=0)
 
 
-def test_long_pasts_are_split_and_merged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_plan, "_SEGMENT", 32)
-    step = mixed(Shape(4, 2))
-    plan = attention_plan.plan_attention(step.batch, 16, attention_plan.HeadShape(4, 2, 16, 16), None)
-    assert max(b.keys for b in plan.shared) <= 32
-    for window in (None, 37):
-        check(step, window=window)
-
-
-@pytest.mark.parametrize(("scores", "gathered"), [(64, 1 << 20), (1 << 20, 4096), (500, 2000)])
-def test_small_limits_change_nothing(monkeypatch: pytest.MonkeyPatch, scores: int, gathered: int) -> None:
-    monkeypatch.setattr(attention_plan, "_TILE_SCORES", scores)
-    monkeypatch.setattr(attention_plan, "_GATHER_BYTES", gathered)
-    monkeypatch.setattr(attention_plan, "_TILE_QUERIES", 5)
-    for options in OPTIONS:
-        check(mixed(Shape(4, 2)), **with_sinks(options, 4))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_low_precision_is_as_accurate_as_eager(dtype: torch.dtype, options: dict[str, Any]) -> None:
     options = with_sinks(options, 9)
     step = mixed(Shape(9, 3, dtype=dtype))
     keys, values = step.filled()
-    exact = reference_attention(step.batch, step.query, keys, values, scale=SCALE, **options)
-    plain = plain_attention(step, keys, values, **options)
+    exact = attend_by_token(step.batch, step.query, keys, values, AttentionArgs(SCALE, **options))
+    plain = attend_by_token(step.batch, step.query, keys, values, AttentionArgs(SCALE, **options), dtype)
     ours = (attend(step, **options).double() - exact).abs().max()
     theirs = (plain.double() - exact).abs().max()
     assert ours <= 2 * theirs + 1e-4
-
-
-def plain_attention(
-    step: Step,
-    keys: Tensor,
-    values: Tensor,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """The reference: row by row, with low-precision products, as transformers' eager attention."""
-    out = []
-    heads, kv_heads = step.query.shape[1], keys.shape[2]
-    for token, (position, slots) in enumerate(visible_slots(step.batch, keys.shape[1])):
-        begin = 0 if window is None else max(0, position - window + 1)
-        k = keys.flatten(0, 1)[slots[begin:]].repeat_interleave(heads // kv_heads, 1)
-        v = values.flatten(0, 1)[slots[begin:]].repeat_interleave(heads // kv_heads, 1)
-        scores = (k.transpose(0, 1) @ step.query[token][:, :, None]).squeeze(-1) * SCALE  # [N, n]
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        if sinks is not None:
-            scores = torch.cat([scores, sinks[:, None].to(scores.dtype)], 1)
-        weights = torch.softmax(scores.float(), -1).to(v.dtype)[:, : v.shape[0]]
-        out.append((weights[:, None] @ v.transpose(0, 1)).squeeze(1))
-    return torch.stack(out)
 
 
 def test_layers_of_different_shapes_share_one_step() -> None:
@@ -237,47 +196,6 @@ def test_queries_may_be_strided_views() -> None:
     fused = torch.cat([step.query, step.key, step.value], 1)
     step.query, step.key, step.value = fused[:, :4], fused[:, 4:6], fused[:, 6:]
     torch.testing.assert_close(attend(step), expected, rtol=0, atol=0)
-
-
-def plan_of(step: Step) -> attention_plan.AttentionPlan:
-    return attention_plan.plan_attention(step.batch, 16, attention_plan.HeadShape(9, 3, 64, 64), None)
-
-
-def test_a_shared_prefix_is_read_once_by_many_chunks() -> None:
-    b = StepBuilder(Shape(9, 3, 64, 64), num_pages=1024)
-    prefix = b.pages(1024)
-    b._fill(prefix, 1024)
-    for _ in range(64):
-        b.chunk(32, past=1024, prefix=prefix)
-    plan = plan_of(b.build())
-    assert [(x.items, x.keys) for x in plan.shared] == [(1, 1024)]
-    assert (sum(x.items for x in plan.own), {x.keys for x in plan.own}) == (64, {32})
-
-
-def test_chunks_of_a_tree_share_every_level() -> None:
-    b = StepBuilder(Shape(9, 3, 64, 64), num_pages=2048)
-    root = b.pages(1024)
-    b._fill(root, 1024)
-    for _ in range(3):
-        branch = root + b.pages(1024)
-        b._fill(branch, 2048)
-        for _ in range(16):
-            b.chunk(16, past=2048, prefix=branch)
-    step = b.build()
-    plan = plan_of(step)
-    assert sum(x.items * x.keys for x in plan.shared) == 4 * 1024
-    assert {x.keys for x in plan.own} == {16}
-    check(step, 2e-5)
-
-
-def test_ragged_rows_are_padded_by_less_than_a_quarter() -> None:
-    b = StepBuilder(Shape(9, 3, 64, 64), num_pages=8192)
-    lengths = [32 + 97 * i % 1500 for i in range(100)]
-    for n in lengths:
-        b.decode(n)
-    plan = plan_of(b.build())
-    assert sum(x.items * x.keys for x in plan.own) < 1.25 * sum(lengths)
-    assert len(plan.own) < 16
 
 
 @settings(max_examples=60, deadline=None)

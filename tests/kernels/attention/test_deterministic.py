@@ -12,13 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchgen.kernels.attention import deterministic as deterministic_attention
-from batchgen.kernels.attention import deterministic_plan
-from batchgen.kernels.attention.deterministic import DeterministicAttention, heights
-from batchgen.kernels.attention.reference import reference_attention
+from batchgen.kernels.attention import torch_attention
+from batchgen.kernels.attention.torch_attention import TorchAttention
 from batchgen.kernels.cpu.attention import CompiledAttention
 from batchgen.kernels.cpu.library import loaded
-from batchgen.kernels.types import AttentionBatch, ChunkPages, GroupPages, KVPool, LayerKV, PagedAttention
+from batchgen.kernels.types import (
+    AttentionArgs,
+    AttentionBatch,
+    ChunkPages,
+    GroupPages,
+    KVPool,
+    LayerKV,
+    PagedAttention,
+)
+from tests.kernels.oracle import attend_by_token
 from tests.kernels.steps import Shape, Step, StepBuilder, check_layers_of_different_shapes
 
 SCALE = 0.3
@@ -43,7 +50,7 @@ class DeterministicBackend:
 
 
 BACKENDS = [
-    DeterministicBackend("torch", DeterministicAttention, 300, 150),
+    DeterministicBackend("torch", TorchAttention, 300, 150),
     DeterministicBackend("compiled", partial(CompiledAttention, deterministic=True), 700, 450),
 ]
 
@@ -70,16 +77,18 @@ def mixed(shape: Shape) -> Step:
 
 
 def attend(step: Step, tile: int | None = None, **options: Any) -> Tensor:
-    attention = DeterministicAttention(step.pool, step.batch)
+    attention = TorchAttention(step.pool, step.batch)
     tokens = len(step.query)
     if tile is None:
-        return attention.attend(0, step.query, step.key, step.value, scale=SCALE, **options)
+        return attention.attend(0, step.query, step.key, step.value, AttentionArgs(SCALE, **options))
     parts = []
     for start in range(0, tokens, tile):
         end = min(tokens, start + tile)
         inputs = [torch.cat((x[start:end], torch.full_like(x[:1], torch.nan).repeat(tile - end + start, 1, 1)))
                   for x in (step.query, step.key, step.value)]  # fmt: skip
-        parts.append(attention.tile(start, end, tile).attend(0, *inputs, scale=SCALE, **options)[: end - start])
+        parts.append(
+            attention.tile(start, end, tile).attend(0, *inputs, AttentionArgs(SCALE, **options))[: end - start]
+        )
     return torch.cat(parts)
 
 
@@ -92,14 +101,12 @@ def test_a_mixed_step_equals_the_reference_in_tiles_of_any_size(
     options = with_sinks(options, heads)
     step = mixed(shape)
     keys, values = step.filled()
-    expected = reference_attention(step.batch, step.query, keys, values, scale=SCALE, **options)
+    expected = attend_by_token(step.batch, step.query, keys, values, AttentionArgs(SCALE, **options))
     got = attend(step, **options)
     torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-5)
     for tile in (1, 16, 50, 256):
         assert torch.equal(attend(step, tile, **options), got)
-    # Portions of one block, and scores computed twice.
-    monkeypatch.setattr(deterministic_plan, "_GATHER_BYTES", 1)
-    monkeypatch.setattr(deterministic_attention, "_KEPT_SCORES", 1 << 15)
+    monkeypatch.setattr(torch_attention, "_GATHERED_BYTES", 1)  # items one at a time
     assert torch.equal(attend(step, **options), got)
 
 
@@ -107,21 +114,21 @@ def test_a_mixed_step_equals_the_reference_in_tiles_of_any_size(
 def test_page_sizes(page_size: int) -> None:
     step = mixed(Shape(6, 2, page_size=page_size))
     keys, values = step.filled()
-    expected = reference_attention(step.batch, step.query, keys, values, scale=SCALE)
+    expected = attend_by_token(step.batch, step.query, keys, values, AttentionArgs(SCALE))
     torch.testing.assert_close(attend(step).double(), expected, rtol=0, atol=1e-5)
 
 
 def test_half_precision() -> None:
     step = mixed(Shape(9, 3, 64, 64, dtype=torch.bfloat16))
     keys, values = step.filled()
-    expected = reference_attention(step.batch, step.query, keys, values, scale=SCALE)
+    expected = attend_by_token(step.batch, step.query, keys, values, AttentionArgs(SCALE))
     got = attend(step)
     assert got.dtype == torch.bfloat16
     torch.testing.assert_close(got.double(), expected, rtol=1e-2, atol=1e-3)
 
 
 def test_layers_of_different_shapes() -> None:
-    check_layers_of_different_shapes(DeterministicAttention)
+    check_layers_of_different_shapes(TorchAttention)
 
 
 class Sequences:
@@ -173,7 +180,7 @@ class Sequences:
             if share:
                 batch.groups = [GroupPages(np.arange(len(members)), shared, 0)]
         inputs = [torch.cat([x[m, -count:] for m in members]) for x in (self.query, self.key, self.value)]
-        out = self.backend.make(pool, batch).attend(0, *inputs, scale=SCALE, **options)
+        out = self.backend.make(pool, batch).attend(0, *inputs, AttentionArgs(SCALE, **options))
         return out.view(len(members), count, *out.shape[1:])[:, -1]
 
 
@@ -199,10 +206,3 @@ def test_every_composition_gives_the_same_bits(
         for share in {1, 70 // page_size, backend.shared // page_size}:
             got = sequences.run(page_size, [2, 1, 0], 0, share, **options)
             assert all(torch.equal(g, alone[m]) for m, g in zip([2, 1, 0], got, strict=True))
-
-
-def test_heights_fit_a_group_and_are_checked() -> None:
-    low, high = heights(3, 64, 64, torch.get_num_threads())
-    assert low == 16
-    assert high in (16, 64)
-    assert heights(70, 16, 16, torch.get_num_threads())[0] == 80

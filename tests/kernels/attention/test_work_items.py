@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.kernels.attention.reference import visible_slots
 from batchgen.kernels.attention.work_items import Items, numbered, spans, token_positions
+from tests.kernels.oracle import visible_slots
 from tests.kernels.steps import any_batch
 
 counts_of = st.lists(st.integers(0, 5), max_size=9)

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.kernels.attention.reference import visible_slots
 from batchgen.kernels.cpu.attention_list import aligned
+from tests.kernels.oracle import visible_slots
 from tests.kernels.steps import Shape, StepBuilder
 
 

@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchgen.kernels.attention import work_items as chunk_prefixes
-from batchgen.kernels.attention.reference import reference_attention, visible_slots
-from batchgen.kernels.attention.torch_attention import TorchAttention
 from batchgen.kernels.cpu import attention, attention_list
 from batchgen.kernels.cpu.attention import CompiledAttention
 from batchgen.kernels.cpu.library import loaded
-from batchgen.kernels.types import AttentionBatch, KVPool
+from batchgen.kernels.types import AttentionArgs, AttentionBatch, KVPool
+from tests.kernels.oracle import attend_by_token, visible_slots
 from tests.kernels.steps import (
     Shape,
     Step,
@@ -55,13 +54,13 @@ def scale_of(step: Step) -> float:
 
 def attend(step: Step, threads: int = 2, *, deterministic: bool = False, **options: Any) -> Tensor:
     made = CompiledAttention(step.pool, step.batch, threads, deterministic=deterministic)
-    return made.attend(0, step.query, step.key, step.value, scale=scale_of(step), **options)
+    return made.attend(0, step.query, step.key, step.value, AttentionArgs(scale_of(step), **options))
 
 
 def check(step: Step, tolerance: float = 1e-5, threads: int = 2, **options: Any) -> None:
     """Compare both kinds of lists with the reference."""
     keys, values = step.filled()
-    expected = reference_attention(step.batch, step.query, keys, values, scale=scale_of(step), **options)
+    expected = attend_by_token(step.batch, step.query, keys, values, AttentionArgs(scale_of(step), **options))
     for deterministic in (False, True):
         got = attend(step, threads, deterministic=deterministic, **options)
         assert got.dtype == step.query.dtype
@@ -212,9 +211,10 @@ def test_bfloat16_is_as_exact_as_pytorch(options: dict[str, Any]) -> None:
     options = with_sinks(options, 9)
     step = mixed(Shape(9, 3, 64, 64, dtype=torch.bfloat16))
     keys, values = step.filled()
-    exact = reference_attention(step.batch, step.query, keys, values, scale=scale_of(step), **options)
-    plain = TorchAttention(step.pool, step.batch)
-    theirs = plain.attend(0, step.query, step.key, step.value, scale=scale_of(step), **options)
+    exact = attend_by_token(step.batch, step.query, keys, values, AttentionArgs(scale_of(step), **options))
+    theirs = attend_by_token(
+        step.batch, step.query, keys, values, AttentionArgs(scale_of(step), **options), torch.bfloat16
+    )
     ours = (attend(step, **options).double() - exact).abs().max()
     assert ours <= (theirs.double() - exact).abs().max() + 1e-4
 
@@ -230,11 +230,11 @@ def test_keys_of_several_blocks_in_bfloat16(key_dim: int, value_dim: int, option
     b.group([b.decode(n, own_start=1120) for n in (3, 40, 16, 9, 1)], 0, 70)
     step = b.build()
     keys, values = step.filled()
-    exact = reference_attention(step.batch, step.query, keys, values, scale=scale_of(step), **options)
-    plain = TorchAttention(step.pool, step.batch)
-    theirs = plain.attend(0, step.query, step.key, step.value, scale=scale_of(step), **options)
+    args = AttentionArgs(scale_of(step), **options)
+    exact = attend_by_token(step.batch, step.query, keys, values, args)
+    theirs = attend_by_token(step.batch, step.query, keys, values, args, torch.bfloat16)
     made = CompiledAttention(step.pool, step.batch, 2, dots=True)
-    got = made.attend(0, step.query, step.key, step.value, scale=scale_of(step), **options)
+    got = made.attend(0, step.query, step.key, step.value, args)
     ours = (got.double() - exact).abs().max()
     assert ours <= (theirs.double() - exact).abs().max() + 1e-4
 

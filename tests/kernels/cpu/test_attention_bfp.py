@@ -12,11 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchgen.kernels.attention import work_items as chunk_prefixes
-from batchgen.kernels.attention.reference import reference_attention
 from batchgen.kernels.cpu import attention_list
 from batchgen.kernels.cpu.attention import CompiledAttention
 from batchgen.kernels.cpu.library import loaded
 from batchgen.kernels.cpu.matmul import methods
+from batchgen.kernels.types import AttentionArgs
+from tests.kernels.oracle import attend_by_token
 from tests.kernels.steps import Shape, Step, StepBuilder, any_step
 
 pytestmark = pytest.mark.skipif(not loaded(), reason="no C++ compiler here")
@@ -45,9 +46,9 @@ def assert_near(step: Step, dots: bool, loss: float | None = None, **options: An
     """Compare with the reference: the result's rounding, plus `loss` times the largest value of a column."""
     keys, values = step.filled()
     scale = float(step.key.shape[2] ** -0.5)
-    exact = reference_attention(step.batch, step.query, keys, values, scale=scale, **options)
+    exact = attend_by_token(step.batch, step.query, keys, values, AttentionArgs(scale, **options))
     made = CompiledAttention(step.pool, step.batch, 2, dots=dots)
-    got = made.attend(0, step.query, step.key, step.value, scale=scale, **options)
+    got = made.attend(0, step.query, step.key, step.value, AttentionArgs(scale, **options))
     assert got.dtype == BF16
     largest = largest_values(step)
     loss = LOSS[dots] if loss is None else loss
@@ -60,7 +61,7 @@ def rounding_loss_of_keys(step: Step) -> float:
     keys, values = step.filled()
     scale = float(step.key.shape[2] ** -0.5)
     before = keys.double() * (1 + (torch.rand(keys.shape, dtype=torch.float64) * 2 - 1) * 2.0**-9)
-    made = [reference_attention(step.batch, step.query, k, values, scale=scale) for k in (before, keys)]
+    made = [attend_by_token(step.batch, step.query, k, values, AttentionArgs(scale)) for k in (before, keys)]
     return float(((made[0] - made[1]).abs() / largest_values(step)).max())
 
 
@@ -172,7 +173,7 @@ def test_nan_and_infinity_do_not_spread_to_other_rows(of: str, poison: float, do
 
     def attend() -> torch.Tensor:
         made = CompiledAttention(step.pool, step.batch, 2, dots=dots)
-        return made.attend(0, step.query, step.key, step.value, scale=0.25)
+        return made.attend(0, step.query, step.key, step.value, AttentionArgs(0.25))
 
     clean = attend()
     getattr(step, of)[1] = poison

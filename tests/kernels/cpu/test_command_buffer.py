@@ -13,7 +13,6 @@ from torch import Tensor
 
 from batchgen.engine.step_batch import select_input_ids
 from batchgen.kernels import pooled as plain_copies
-from batchgen.kernels.cpu import ops
 from batchgen.kernels.cpu.command_buffer import (
     BackgroundThread,
     background_thread,
@@ -23,7 +22,7 @@ from batchgen.kernels.cpu.command_buffer import (
 )
 from batchgen.kernels.cpu.library import loaded
 from batchgen.kernels.cpu.matmul import PackedWeight, matmul, pack
-from batchgen.kernels.cpu.ops import copy_pages
+from batchgen.kernels.cpu.ops import COMPILED_OPS, copy_pages
 from batchgen.kernels.sampling import SamplingColumns
 from batchgen.kernels.types import KVPool, LayerKV
 
@@ -59,9 +58,9 @@ def test_recorded_kernels_give_the_same_bits(background: BackgroundThread, threa
         x = torch.randn(rows, inner).to(dtype)
         weights = [pack(torch.randn(n, m).to(dtype) / m**0.5) for m, n in ((inner, 61), (61, 128), (128, 97))]
         drawn = columns(rows, turn)
-        want = ops.sample(chain(x, weights), drawn)
+        want = COMPILED_OPS.sample(chain(x, weights), drawn)
         with record_commands(threads) as buffer:
-            got = ops.sample(chain(x, weights), drawn)
+            got = COMPILED_OPS.sample(chain(x, weights), drawn)
         assert len(buffer) == 4
         assert got.bad is not None
         download = background.submit(buffer, [got.tokens, got.bad])
@@ -101,10 +100,10 @@ def test_sampled_ids_are_filled_into_the_next_command_buffer(background: Backgro
         torch.manual_seed(turn)
         x, drawing = torch.randn(rows, 50), columns(rows, turn)
         ids, source = torch.randint(50, (tokens,)), torch.randint(-1, rows, (tokens,))
-        sampled = ops.sample(chain(x, [packed] * 4), drawing).tokens
+        sampled = COMPILED_OPS.sample(chain(x, [packed] * 4), drawing).tokens
         want = select_input_ids(ids, source, sampled)
         with record_commands(threads) as buffer:
-            late = ops.sample(chain(x, [packed] * 4), drawing).tokens
+            late = COMPILED_OPS.sample(chain(x, [packed] * 4), drawing).tokens
         first = background.submit(buffer, [late])
         with record_commands(threads) as buffer:
             fill_sampled_ids(ids, source, late)

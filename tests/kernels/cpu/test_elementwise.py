@@ -10,11 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchgen.kernels import torch_ops
 from batchgen.kernels.activation import ACTIVATIONS
 from batchgen.kernels.cpu import ops
 from batchgen.kernels.cpu.library import loaded, missing
-from tests.kernels.gpu.closeness import assert_as_close
+from batchgen.kernels.cpu.ops import COMPILED_OPS
+from batchgen.kernels.heads import HeadNorms
+from batchgen.kernels.ops import TORCH_OPS
+from tests.kernels.closeness import assert_as_close
 
 pytestmark = pytest.mark.skipif(not loaded(), reason=str(missing()))
 
@@ -47,11 +49,11 @@ def test_norms(count: int, width: int, dtype: torch.dtype, summed: bool) -> None
     exact = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + 1e-5) * weight.double()
     if summed:
         one, other = x.clone(), x.clone()
-        ours = ops.add_rms_norm(one, delta, weight, 1e-5)
-        plain = torch_ops.add_rms_norm(other, delta, weight, 1e-5)
+        ours = COMPILED_OPS.add_rms_norm(one, delta, weight, 1e-5)
+        plain = TORCH_OPS.add_rms_norm(other, delta, weight, 1e-5)
         assert torch.equal(one, other)
     else:
-        ours, plain = ops.rms_norm(x, weight, 1e-5), torch_ops.rms_norm(x, weight, 1e-5)
+        ours, plain = COMPILED_OPS.rms_norm(x, weight, 1e-5), TORCH_OPS.rms_norm(x, weight, 1e-5)
     assert_as_close(ours, plain, exact)
     assert_rounded_alike(ours, plain)
 
@@ -70,11 +72,11 @@ def assert_rounded_alike(ours: Tensor, plain: Tensor) -> None:
 def test_gated(count: int, inner: int, dtype: torch.dtype, activation: str) -> None:
     gate_up = 4 * randn(inner, count, 2 * inner, dtype=dtype)
     before = gate_up.clone()
-    ours = ops.gated(gate_up, activation)
+    ours = COMPILED_OPS.gated(gate_up, activation)
     assert torch.equal(gate_up, before)
     assert ours.shape == (count, inner)
     gate, up = gate_up.double().chunk(2, -1)
-    assert_as_close(ours, torch_ops.gated(gate_up, activation), ACTIVATIONS[activation](gate) * up)
+    assert_as_close(ours, TORCH_OPS.gated(gate_up, activation), ACTIVATIONS[activation](gate) * up)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -84,14 +86,14 @@ def test_extreme_gates(dtype: torch.dtype, activation: str) -> None:
         [0.0, -0.0, 30, -30, 90, -90, 1e4, -1e4, 1e30, -1e30, torch.nan, 5e-5, -5e-5, 9, -9], dtype=dtype
     )
     gate_up = torch.cat((far, torch.ones_like(far)))[None]
-    ours, plain = ops.gated(gate_up, activation), torch_ops.gated(gate_up, activation)
+    ours, plain = COMPILED_OPS.gated(gate_up, activation), TORCH_OPS.gated(gate_up, activation)
     torch.testing.assert_close(ours, plain, equal_nan=True, atol=2e-6, rtol=2e-6 if dtype == torch.float32 else 2**-7)
 
 
 def test_silu_of_every_bfloat16() -> None:
     """The fast approximation rounds like the exact function except for a few neighbours, and keeps NaN."""
     gate = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16)
-    ours = ops.gated(torch.cat((gate, torch.ones_like(gate)))[None], "silu")[0]
+    ours = COMPILED_OPS.gated(torch.cat((gate, torch.ones_like(gate)))[None], "silu")[0]
     exact = (gate.double() * gate.double().sigmoid()).bfloat16()
     finite = gate.isfinite()
     assert torch.equal(ours[~gate.isinf()].isnan(), gate[~gate.isinf()].isnan())
@@ -103,7 +105,7 @@ def test_silu_of_every_bfloat16() -> None:
 
 def test_an_unknown_activation() -> None:
     with pytest.raises(KeyError):
-        ops.gated(torch.zeros(1, 4), "softsign")
+        COMPILED_OPS.gated(torch.zeros(1, 4), "softsign")
 
 
 @given(
@@ -116,14 +118,14 @@ def test_an_unknown_activation() -> None:
 def test_heads(count: int, shape: tuple[int, int, int], dtype: torch.dtype, normed: bool) -> None:
     heads, kv_heads, dim = shape
     qkv = randn(dim, count, heads + 2 * kv_heads, dim, dtype=dtype)
-    norms = (randn(1, dim, dtype=dtype), randn(2, dim, dtype=dtype)) if normed else (None, None)
+    norms = HeadNorms(randn(1, dim, dtype=dtype), randn(2, dim, dtype=dtype), 1e-6) if normed else None
     positions = torch.randint(0, 5000, (count,), generator=torch.Generator().manual_seed(count))
-    tables = torch_ops.rope_tables(randn(3, dim // 2, dtype=torch.float32).abs(), 1.1, positions, dtype)
+    tables = TORCH_OPS.rope_tables(randn(3, dim // 2, dtype=torch.float32).abs(), 1.1, positions, dtype)
     slots = torch.randperm(6 * 13, generator=torch.Generator().manual_seed(dim))[:count]
     found = []
-    for module in (ops, torch_ops):
+    for module in (COMPILED_OPS, TORCH_OPS):
         pool = [torch.full((6, 13, kv_heads, dim), torch.nan, dtype=dtype) for _ in range(2)]
-        query = module.qk_norm_rope_cache(qkv.clone(), heads, kv_heads, *norms, 1e-6, *tables, *pool, slots)
+        query = module.qk_norm_rope_cache(qkv.clone(), norms, tables, *pool, slots)
         assert query.shape == (count, heads, dim)
         found.append((query, *pool))
     for ours, plain in zip(*found, strict=True):
@@ -137,7 +139,7 @@ def test_heads(count: int, shape: tuple[int, int, int], dtype: torch.dtype, norm
 
 def test_tensors_that_are_not_supported_use_pytorch() -> None:
     x, weight = randn(1, 8, 12, dtype=torch.float32).t(), randn(2, 8, dtype=torch.float32)
-    torch.testing.assert_close(ops.rms_norm(x, weight, 1e-5), torch_ops.rms_norm(x, weight, 1e-5))
+    torch.testing.assert_close(COMPILED_OPS.rms_norm(x, weight, 1e-5), TORCH_OPS.rms_norm(x, weight, 1e-5))
     half = randn(3, 2, 8, dtype=torch.float16)
-    torch.testing.assert_close(ops.gated(half, "silu"), torch_ops.gated(half, "silu"))
-    assert ops.rms_norm(torch.empty(0, 8), weight, 1e-5).shape == (0, 8)
+    torch.testing.assert_close(COMPILED_OPS.gated(half, "silu"), TORCH_OPS.gated(half, "silu"))
+    assert COMPILED_OPS.rms_norm(torch.empty(0, 8), weight, 1e-5).shape == (0, 8)

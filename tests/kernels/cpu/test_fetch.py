@@ -10,6 +10,7 @@ import torch
 
 from batchgen.kernels.cpu.attention import CompiledAttention
 from batchgen.kernels.cpu.library import library, loaded
+from batchgen.kernels.types import AttentionArgs
 from tests.kernels.steps import Shape, Step, StepBuilder
 
 CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
@@ -26,7 +27,7 @@ MOST_BYTES = 16 << 20
 def fetched(step: Step, lines: int, *, deterministic: bool = False, threads: int = 1, share: int = 0) -> list[int]:
     """Addresses of the lines that a thread prefetches, taken `lines` at a time."""
     attention = CompiledAttention(step.pool, step.batch, threads, deterministic=deterministic)
-    stack = attention.stack(step.query, torch.empty_like(step.query), scale=1.0, windows=[None])
+    stack = attention.stack(step.query, torch.empty_like(step.query), AttentionArgs(1.0), [None])
     lasting = (c_void_p * (2 * (MOST_BYTES // LINE)))()
     found = library().bg_fetched_lines
     found.restype = c_int64

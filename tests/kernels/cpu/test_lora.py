@@ -15,7 +15,7 @@ from batchgen.kernels.cpu import lora as compiled
 from batchgen.kernels.cpu.library import loaded, missing
 from batchgen.kernels.device import HOST
 from batchgen.kernels.lora import LoraPair, LoraPairs, LoraStep, add_lora, lora_step
-from tests.kernels.gpu.closeness import assert_as_close
+from tests.kernels.closeness import assert_as_close
 from tests.kernels.test_lora import by_token
 
 pytestmark = pytest.mark.skipif(not loaded(), reason=str(missing()))

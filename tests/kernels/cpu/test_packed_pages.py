@@ -18,7 +18,7 @@ from batchgen.kernels.cpu.library import loaded
 from batchgen.kernels.cpu.matmul import methods
 from batchgen.kernels.cpu.ops import copy_pages
 from batchgen.kernels.cpu.packed_pages import PackedPages, packed_pages
-from batchgen.kernels.types import KVPool, LayerKV
+from batchgen.kernels.types import AttentionArgs, KVPool, LayerKV
 from tests.kernels.steps import Shape, Step, StepBuilder, any_step
 
 BF16 = torch.bfloat16
@@ -39,7 +39,7 @@ def with_cache(step: Step, pages: int | None = None) -> PackedPages:
 
 def attend(step: Step, pool: KVPool, window: int | None = None) -> Tensor:
     made = CompiledAttention(pool, step.batch, 2, dots=True)
-    return made.attend(0, step.query, step.key, step.value, scale=0.2, window=window)
+    return made.attend(0, step.query, step.key, step.value, AttentionArgs(0.2, window=window))
 
 
 def uncached(step: Step, window: int | None = None) -> Tensor:
@@ -117,7 +117,7 @@ def test_a_write_invalidates_units() -> None:
     batch = replace(step.batch, slot_mapping=torch.tensor([page * 16 + 3]), groups=[], decode_pages=None)
     batch.decode_lens = batch.decode_own_start = None
     writer = CompiledAttention(step.pool, batch, 2, dots=True)
-    writer.attend(0, step.query[:1], step.key[:1], step.value[:1], scale=0.2)
+    writer.attend(0, step.query[:1], step.key[:1], step.value[:1], AttentionArgs(0.2))
     assert torch.equal(attend(step, step.pool), uncached(step))
     assert set(kept.stamps[0][:, page].ravel().tolist()) == {2}
     assert set(kept.stamps[0][:, shared_pages(step)[4]].ravel().tolist()) == {1}

@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchgen.kernels import noise, torch_ops
+from batchgen.kernels import noise
 from batchgen.kernels.cpu import ops
 from batchgen.kernels.cpu.library import loaded, missing
+from batchgen.kernels.cpu.ops import COMPILED_OPS
+from batchgen.kernels.ops import TORCH_OPS
 from batchgen.kernels.sampling import SamplingColumns
 from batchgen.kernels.sampling_reference import sample_reference
 
@@ -66,7 +68,7 @@ def test_every_mix_of_parameters_equals_the_reference(kind: str, vocab: int, dty
     params = GRID[::3] if vocab < 1000 else GRID[::11]
     logits, keys = logits_of(kind, len(params), vocab, dtype), keys_for(len(params))
     before = logits.clone()
-    found = ops.sample(logits, SamplingColumns.of(*zip(*params, strict=True)).with_keys(keys))  # type: ignore[arg-type]
+    found = COMPILED_OPS.sample(logits, SamplingColumns.of(*zip(*params, strict=True)).with_keys(keys))  # type: ignore[arg-type]
     assert torch.equal(logits, before)
     expected = [sample_reference(logits[i].float().numpy(), *p, int(keys[i])) for i, p in enumerate(params)]
     assert found.tokens.tolist() == expected
@@ -80,8 +82,8 @@ def test_several_samples_of_one_row(threads: int) -> None:
     columns = SamplingColumns.of(*zip(*GRID, strict=True)).with_keys(keys)  # type: ignore[arg-type]
     rows = torch.randint(5, (len(GRID),), generator=torch.Generator().manual_seed(1))
     torch.set_num_threads(threads)
-    found = ops.sample(logits, columns, rows)
-    for same in (ops, torch_ops):
+    found = COMPILED_OPS.sample(logits, columns, rows)
+    for same in (COMPILED_OPS, TORCH_OPS):
         assert torch.equal(found.tokens, same.sample(logits[rows], columns).tokens)
         assert torch.equal(found.tokens, same.sample(logits, columns, rows).tokens)
     assert found.bad is not None
@@ -95,14 +97,15 @@ def test_columns_and_keys_may_be_broadcast() -> None:
     keys = torch.tensor(7).expand(40)
     same = SamplingColumns.of(*(column.copy() for column in wide)).with_keys(keys.clone())
     assert torch.equal(
-        ops.sample(logits, SamplingColumns.of(*wide).with_keys(keys)).tokens, ops.sample(logits, same).tokens
+        COMPILED_OPS.sample(logits, SamplingColumns.of(*wide).with_keys(keys)).tokens,
+        COMPILED_OPS.sample(logits, same).tokens,
     )
 
 
 def test_greedy_rows_need_no_keys() -> None:
     logits = logits_of("ties", 9, 300, torch.float32)
     columns = SamplingColumns.of([0.0] * 9, [0] * 9, [1.0] * 9, [0.0] * 9)
-    assert torch.equal(ops.sample(logits, columns).tokens, logits.argmax(-1))
+    assert torch.equal(COMPILED_OPS.sample(logits, columns).tokens, logits.argmax(-1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -116,20 +119,20 @@ def test_rows_that_cannot_be_sampled_are_reported(place: int, dtype: torch.dtype
     logits[5, place] = -torch.nan
     logits[6], logits[6, place] = -torch.inf, torch.nan
     expected = torch.tensor([False, True, True, True, False, True, True, False])
-    ids, largest, normalizers, bad = ops.argmax_lse(logits)
-    plain = torch_ops.argmax_lse(logits)
+    ids, largest, normalizers, bad = COMPILED_OPS.argmax_lse(logits)
+    plain = TORCH_OPS.argmax_lse(logits)
     assert torch.equal(bad, expected)
-    assert torch.equal(ops.nan_rows(logits), expected)
+    assert torch.equal(COMPILED_OPS.nan_rows(logits), expected)
     assert ((ids >= 0) & (ids < 305)).all()
     torch.testing.assert_close(largest, plain[1], rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(normalizers, plain[2], rtol=1e-6, atol=2e-6, equal_nan=True)
     for temperature, top_k in ((0.0, 0), (1.0, 0), (1.0, 4)):
         columns = SamplingColumns.of([temperature] * 8, [top_k] * 8, [0.9] * 8, [0.0] * 8).with_keys(keys_for(8))
-        found = ops.sample(logits, columns)
+        found = COMPILED_OPS.sample(logits, columns)
         assert found.bad is not None
         assert torch.equal(found.bad, expected)
         assert ((found.tokens >= 0) & (found.tokens < 305)).all()
-    ids, _ = ops.top_logprobs(logits, 5)
+    ids, _ = COMPILED_OPS.top_logprobs(logits, 5)
     assert ((ids >= 0) & (ids < 305)).all()
 
 
@@ -137,16 +140,19 @@ def test_rows_that_cannot_be_sampled_are_reported(place: int, dtype: torch.dtype
 @settings(max_examples=60, deadline=None)
 def test_argmax_normalizers_and_logprobs(rows: int, vocab: int, dtype: torch.dtype, kind: str) -> None:
     logits = logits_of(kind, rows, vocab, dtype)
-    found, plain = ops.argmax_lse(logits), torch_ops.argmax_lse(logits.float())
+    found, plain = COMPILED_OPS.argmax_lse(logits), TORCH_OPS.argmax_lse(logits.float())
     assert torch.equal(found[0], plain[0])
     assert torch.equal(found[1], plain[1])
     assert torch.equal(found[3], plain[3])
     exact = torch.logsumexp(logits.double(), -1)
     torch.testing.assert_close(found[2].double(), exact, rtol=1e-6, atol=1e-6)
-    assert torch.equal(ops.log_normalizers(logits), found[2])
+    assert torch.equal(COMPILED_OPS.log_normalizers(logits), found[2])
     targets = torch.arange(rows) % vocab
     for k in {0, 1, min(20, vocab), vocab // 2, vocab}:
-        ours, theirs = ops.gather_logprobs(logits, targets, k), torch_ops.gather_logprobs(logits.float(), targets, k)
+        ours, theirs = (
+            COMPILED_OPS.gather_logprobs(logits, targets, k),
+            TORCH_OPS.gather_logprobs(logits.float(), targets, k),
+        )
         assert torch.equal(ours.top_ids, theirs.top_ids)
         torch.testing.assert_close(ours.top, theirs.top, rtol=1e-6, atol=3e-6)
         torch.testing.assert_close(ours.targets, theirs.targets, rtol=1e-6, atol=3e-6)
@@ -155,13 +161,13 @@ def test_argmax_normalizers_and_logprobs(rows: int, vocab: int, dtype: torch.dty
 def test_strided_rows_and_transposed_logits() -> None:
     logits = logits_of("normal", 6, 300, torch.float32)
     wide = torch.cat((logits, torch.full((6, 20), 50.0)), 1)[:, :300]
-    assert torch.equal(ops.log_normalizers(wide), ops.log_normalizers(logits))
-    assert torch.equal(ops.top_logprobs(wide, 7)[0], torch_ops.top_logprobs(logits, 7)[0])
-    torch.testing.assert_close(ops.log_normalizers(logits.t()), torch.logsumexp(logits.t(), -1))
-    assert ops.nan_rows(logits[:0]).shape == (0,)
+    assert torch.equal(COMPILED_OPS.log_normalizers(wide), COMPILED_OPS.log_normalizers(logits))
+    assert torch.equal(COMPILED_OPS.top_logprobs(wide, 7)[0], TORCH_OPS.top_logprobs(logits, 7)[0])
+    torch.testing.assert_close(COMPILED_OPS.log_normalizers(logits.t()), torch.logsumexp(logits.t(), -1))
+    assert COMPILED_OPS.nan_rows(logits[:0]).shape == (0,)
 
 
 def test_row_keys_bit_for_bit() -> None:
     given = [torch.from_numpy(np.random.default_rng(i).integers(-(2**63), 2**63, 200)) for i in range(3)]
-    assert torch.equal(ops.row_keys(*given), noise.row_keys(*given))
-    assert torch.equal(ops.row_keys(*(t[::2] for t in given)), noise.row_keys(*(t[::2] for t in given)))
+    assert torch.equal(COMPILED_OPS.row_keys(*given), noise.row_keys(*given))
+    assert torch.equal(COMPILED_OPS.row_keys(*(t[::2] for t in given)), noise.row_keys(*(t[::2] for t in given)))

@@ -14,6 +14,7 @@ import torch
 from batchgen.kernels.cpu.attention import CompiledAttention
 from batchgen.kernels.cpu.library import library, loaded
 from batchgen.kernels.cpu.matmul import matmul, methods, pack
+from batchgen.kernels.types import AttentionArgs
 from tests.kernels.cpu.products import randn, with_threads
 from tests.kernels.steps import Shape, Step, StepBuilder
 
@@ -34,7 +35,9 @@ def decode_step() -> Step:
     b.group(rows, 0, 8)
     b.chunk(40, past=90)
     step = b.build()
-    CompiledAttention(step.pool, step.batch, 1).attend(0, step.query, step.key, step.value, scale=0.125)  # stores them
+    CompiledAttention(step.pool, step.batch, 1).attend(
+        0, step.query, step.key, step.value, AttentionArgs(0.125)
+    )  # stores them
     return step
 
 
@@ -42,7 +45,7 @@ def attended(step: Step, listed: int, threads: int) -> torch.Tensor:
     """Attention by `threads` threads over a list planned for `listed` threads."""
     made = CompiledAttention(step.pool, step.batch, listed)
     out = torch.empty_like(step.query)
-    stack = made.stack(step.query, out, scale=0.125, windows=[None])
+    stack = made.stack(step.query, out, AttentionArgs(0.125), [None])
     library().bg_attention(byref(stack.struct), c_int64(0), c_int64(threads))
     return out
 

@@ -10,15 +10,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchgen.kernels.attention.reference import reference_attention
-from batchgen.kernels.attention.torch_attention import TorchAttention
 from batchgen.kernels.flash.attention import FlashAttention, flash_factory
 from batchgen.kernels.flash.library import FlashLibrary, find_flash
 from batchgen.kernels.gpu import merge as gpu_merge
 from batchgen.kernels.gpu.attention import TritonAttention
 from batchgen.kernels.merge import merge_parts
-from batchgen.kernels.types import AttentionBatch, KVPool
+from batchgen.kernels.types import AttentionArgs, AttentionBatch, KVPool
 from tests.kernels.flash.fake_flash import Fakes, fakes
+from tests.kernels.oracle import attend_by_token
 from tests.kernels.steps import Shape, Step, StepBuilder
 
 HALF = Shape(heads=6, kv_heads=2, key_dim=16, value_dim=16, dtype=torch.float16)
@@ -51,9 +50,7 @@ class PlainPrefix:
     def __init__(self, pool: KVPool, batch: AttentionBatch) -> None:
         self.pool, self.batch = pool, batch
 
-    def prefix_parts(
-        self, layer: int, query: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def prefix_parts(self, layer: int, query: Tensor, args: AttentionArgs) -> tuple[Tensor, Tensor]:
         batch, keys, values = self.batch, self.pool.keys[layer], self.pool.values[layer]
         assert batch.decode_lens is not None
         assert batch.decode_own_start is not None
@@ -64,13 +61,13 @@ class PlainPrefix:
             for row in group.rows.tolist():
                 k, v = (x[torch.from_numpy(group.pages)].flatten(0, 1).float() for x in (keys, values))
                 at = group.start + torch.arange(len(k))
-                seen = slice(None) if window is None else at > positions[row] - window
+                seen = slice(None) if args.window is None else at > positions[row] - args.window
                 k, v = (x[seen].repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
                 if not len(k):
                     continue
-                scores = scale * torch.einsum("nd,knd->nk", query[batch.decode_start + row].float(), k)
-                if softcap is not None:
-                    scores = softcap * torch.tanh(scores / softcap)
+                scores = args.scale * torch.einsum("nd,knd->nk", query[batch.decode_start + row].float(), k)
+                if args.softcap is not None:
+                    scores = args.softcap * torch.tanh(scores / args.softcap)
                 part, part_lse = torch.einsum("nk,knd->nd", torch.softmax(scores, -1), v), torch.logsumexp(scores, -1)
                 total = torch.logaddexp(lse[row], part_lse)
                 out[row] = out[row] * torch.exp(lse[row] - total)[:, None] + part * torch.exp(part_lse - total)[:, None]
@@ -81,16 +78,15 @@ class PlainPrefix:
 def attend(library: FlashLibrary, step: Step, triton: bool = False, **options: Any) -> Tensor:
     factory = flash_factory(library, TritonAttention, gpu_merge.merge_parts)
     made = (factory if triton else flash_factory(library, PlainPrefix, merge_parts))(step.pool, step.batch)
-    return made.attend(0, step.query, step.key, step.value, **options)
+    return made.attend(0, step.query, step.key, step.value, AttentionArgs(0.25, **options))
 
 
 def check(library: FlashLibrary, step: Step, triton: bool = False, **options: Any) -> None:
     """Compare with float64 (at most twice the error of plain products), and check the pool afterwards."""
-    options = {"scale": 0.25, **options}
     keys, values = step.filled()
-    truth = reference_attention(step.batch, step.query, keys, values, **options)
-    pool = KVPool([step.pool.keys[0].clone()], [step.pool.values[0].clone()], step.pool.page_size)
-    plain = TorchAttention(pool, step.batch).attend(0, step.query, step.key, step.value, **options)
+    args = AttentionArgs(0.25, **options)
+    truth = attend_by_token(step.batch, step.query, keys, values, args)
+    plain = attend_by_token(step.batch, step.query, keys, values, args, keys.dtype)
     got = attend(library, step, triton, **options)
     assert got.dtype == step.query.dtype
     assert got.shape == truth.shape
@@ -197,18 +193,18 @@ def test_an_odd_page_size_of_version_3(fake: Fakes, tmp_path: Path) -> None:
 def test_a_query_of_another_dtype(library: FlashLibrary) -> None:
     step = mixed(HALF).build()
     step.query = step.query.float()
-    got = attend(library, step, scale=0.25)
+    got = attend(library, step)
     assert got.dtype == torch.float32
     step.query = step.query.half()
-    torch.testing.assert_close(got.half(), attend(library, step, scale=0.25))
+    torch.testing.assert_close(got.half(), attend(library, step))
 
 
 def test_layers_share_tables_and_schedules(library: FlashLibrary, fake: Fakes) -> None:
     step = mixed(HALF).build()
     pool = KVPool(step.pool.keys * 3, step.pool.values * 3, step.pool.page_size)
     made = FlashAttention(library, pool, step.batch, PlainPrefix)
-    outs = [made.attend(layer, step.query, step.key, step.value, scale=0.25) for layer in range(3)]
-    made.attend_stored(0, step.query, scale=0.25, window=9)
+    outs = [made.attend(layer, step.query, step.key, step.value, AttentionArgs(0.25)) for layer in range(3)]
+    made.attend_stored(0, step.query, AttentionArgs(0.25, window=9))
     assert torch.equal(outs[0], outs[2])
     assert fake.schedules == (4 if library.version == 3 else 0)  # two parts, with a window and without
     tables = {call.get("page_table", call.get("block_table")).data_ptr() for call in fake.forwards}
@@ -223,7 +219,9 @@ def test_no_pass_over_prefixes_without_groups(library: FlashLibrary) -> None:
     def none(pool: KVPool, batch: AttentionBatch) -> PlainPrefix:
         raise AssertionError("there are no groups")
 
-    FlashAttention(library, step.pool, step.batch, none).attend(0, step.query, step.key, step.value, scale=0.25)
+    FlashAttention(library, step.pool, step.batch, none).attend(
+        0, step.query, step.key, step.value, AttentionArgs(0.25)
+    )
 
 
 @st.composite

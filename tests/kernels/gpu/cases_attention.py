@@ -11,7 +11,7 @@ import torch
 
 from batchgen.kernels.gpu.attention import TritonAttention
 from batchgen.kernels.gpu.merge import merge_parts
-from batchgen.kernels.types import AttentionBatch, ChunkPages, GroupPages, KVPool, LayerKV
+from batchgen.kernels.types import AttentionArgs, AttentionBatch, ChunkPages, GroupPages, KVPool, LayerKV
 
 META = torch.device("meta")
 WINDOW: dict[str, Any] = {"window": 4096}
@@ -68,7 +68,7 @@ def _attention(dtype: torch.dtype, heads: int, layer: LayerKV, page_size: int, o
         options = options | {"sinks": torch.empty(heads, dtype=dtype, device=META)}
     query = torch.empty(256 + rows, heads, layer.key_dim, dtype=dtype, device=META)
     attention = TritonAttention(pool, batch, multiprocessors=132)
-    attention.attend_stored(0, query, scale=0.1, **options)
+    attention.attend_stored(0, query, AttentionArgs(0.1, **options))
 
 
 def _merge(dtype: torch.dtype, dim: int) -> None:

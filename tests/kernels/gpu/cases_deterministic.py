@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from batchgen.kernels.gpu.deterministic_attention import DeterministicTritonAttention
-from batchgen.kernels.types import AttentionBatch, ChunkPages, GroupPages, KVPool, LayerKV
+from batchgen.kernels.types import AttentionArgs, AttentionBatch, ChunkPages, GroupPages, KVPool, LayerKV
 
 from .cases_attention import CASES
 
@@ -45,4 +45,4 @@ def _attention(dtype: torch.dtype, heads: int, layer: LayerKV, page_size: int, o
     if options.get("sinks"):
         options = options | {"sinks": torch.empty(heads, dtype=dtype, device=META)}
     query = torch.empty(256 + rows, heads, layer.key_dim, dtype=dtype, device=META)
-    DeterministicTritonAttention(pool, batch).attend_stored(0, query, scale=0.1, **options)
+    DeterministicTritonAttention(pool, batch).attend_stored(0, query, AttentionArgs(0.1, **options))

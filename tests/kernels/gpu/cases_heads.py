@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from batchgen.kernels.gpu.heads import qk_norm_rope_cache
+from batchgen.kernels.heads import HeadNorms
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = ((9, 3, 64), (32, 8, 64), (32, 32, 80), (32, 32, 96), (16, 8, 128), (32, 8, 128), (64, 8, 128), (8, 4, 256))
@@ -27,8 +28,8 @@ def _launch(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, normed: boo
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    norm = empty(dim) if normed else None
+    norms = HeadNorms(empty(dim), empty(dim), 1e-6) if normed else None
     tables = empty(7, 1, dim), empty(7, 1, dim)
     pool = empty(11, 16, kv_heads, dim), empty(11, 16, kv_heads, dim)
     qkv = empty(7, heads + 2 * kv_heads, dim)
-    qk_norm_rope_cache(qkv, heads, kv_heads, norm, norm, 1e-6, *tables, *pool, empty(7, dtype=torch.int64))
+    qk_norm_rope_cache(qkv, norms, tables, *pool, empty(7, dtype=torch.int64))

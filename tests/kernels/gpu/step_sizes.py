@@ -26,10 +26,11 @@ from batchgen.kernels.gpu.merge import merge_parts
 from batchgen.kernels.gpu.moe import moe_experts, route
 from batchgen.kernels.gpu.norm import add_rms_norm, rms_norm
 from batchgen.kernels.gpu.rope import rope_tables
+from batchgen.kernels.heads import HeadNorms
 from batchgen.kernels.lora import OUTPUT_BLOCK, LoraPairs, LoraStack, LoraStep, LoraTiles
 from batchgen.kernels.moe import Experts, Routing
 from batchgen.kernels.sampling import SamplingColumns
-from batchgen.kernels.types import AttentionBatch, ChunkPages, GroupPages, KVPool, LayerKV
+from batchgen.kernels.types import AttentionArgs, AttentionBatch, ChunkPages, GroupPages, KVPool, LayerKV
 
 META = torch.device("meta")
 SIZES = (1, 16, 17, 1000)
@@ -71,7 +72,7 @@ def _dense(tokens: int) -> Cases:
     qkv, norm = _empty(tokens, 32 + 2 * 8, 128), _empty(128)
     yield (
         "qk_norm_rope_cache",
-        partial(qk_norm_rope_cache, qkv, 32, 8, norm, norm, 1e-6, *tables, *pools, _ints(tokens)),
+        partial(qk_norm_rope_cache, qkv, HeadNorms(norm, norm, 1e-6), tables, *pools, _ints(tokens)),
     )
 
 
@@ -152,5 +153,5 @@ def _attend(layer: LayerKV, rows: int) -> None:
                 table, lens = np.zeros((rows, len(pages)), np.int64), np.full(rows, length)
                 batch = AttentionBatch(_ints(chunk + rows), chunks, chunk, groups, table, lens, start, length)
                 query = _empty(chunk + rows, 16, 128)
-                TritonAttention(pool, batch, multiprocessors=132).attend_stored(0, query, scale=0.1)
-                DeterministicTritonAttention(pool, batch).attend_stored(0, query, scale=0.1)
+                TritonAttention(pool, batch, multiprocessors=132).attend_stored(0, query, AttentionArgs(0.1))
+                DeterministicTritonAttention(pool, batch).attend_stored(0, query, AttentionArgs(0.1))

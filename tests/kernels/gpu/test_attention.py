@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchgen.kernels.attention import work_items as chunk_prefixes
-from batchgen.kernels.attention.reference import reference_attention
-from batchgen.kernels.attention.torch_attention import TorchAttention
 from batchgen.kernels.chips import AttentionTile, known_chips, tuning_of
 from batchgen.kernels.gpu import attention as module
 from batchgen.kernels.gpu.attention import TritonAttention
 from batchgen.kernels.gpu.merge import merge_parts
 from batchgen.kernels.gpu.work_list import FIELDS, GROUPS, LARGE, SMALL, WorkList
-from batchgen.kernels.types import AttentionBatch, GroupPages
+from batchgen.kernels.types import AttentionArgs, AttentionBatch, GroupPages
+from tests.kernels.oracle import attend_by_token
 from tests.kernels.steps import (
     Shape,
     Step,
@@ -61,16 +60,15 @@ def attention_of(step: Step, tuning: Any = TILES, multiprocessors: int = 64) -> 
 
 
 def attend(step: Step, tuning: Any = TILES, **options: Any) -> Tensor:
-    return attention_of(step, tuning).attend(0, step.query, step.key, step.value, scale=SCALE, **options)
+    return attention_of(step, tuning).attend(0, step.query, step.key, step.value, AttentionArgs(SCALE, **options))
 
 
 def check(step: Step, tuning: Any = TILES, **options: Any) -> None:
     """Compare a step with the reference; in low precision allow twice the error of the PyTorch backend."""
     keys, values = step.filled()
-    exact = reference_attention(step.batch, step.query, keys, values, scale=SCALE, **options)
-    plain = TorchAttention(step.pool, step.batch).attend(
-        0, step.query, step.key, step.value, scale=SCALE, **options
-    )  # stores the same keys and values
+    args = AttentionArgs(SCALE, **options)
+    exact = attend_by_token(step.batch, step.query, keys, values, args)
+    plain = attend_by_token(step.batch, step.query, keys, values, args, keys.dtype)
     assert_as_close(attend(step, tuning, **options), plain, exact)
 
 
@@ -277,7 +275,7 @@ def test_stored_keys_are_attended_to_and_unchanged() -> None:
     assert keys is step.pool.keys[0]
     assert values is step.pool.values[0]
     assert slots is step.batch.slot_mapping
-    torch.testing.assert_close(attention.attend_stored(0, step.query, scale=SCALE), expected, rtol=0, atol=0)
+    torch.testing.assert_close(attention.attend_stored(0, step.query, AttentionArgs(SCALE)), expected, rtol=0, atol=0)
     torch.testing.assert_close(step.pool.keys[0], before, equal_nan=True)
 
 
@@ -324,7 +322,7 @@ def test_scores_far_apart() -> None:
     step = small_step(Shape(2, 1))
     step.query *= 1000
     keys, values = step.filled()
-    exact = reference_attention(step.batch, step.query, keys, values, scale=SCALE)
+    exact = attend_by_token(step.batch, step.query, keys, values, AttentionArgs(SCALE))
     torch.testing.assert_close(attend(step).double(), exact, rtol=1e-3, atol=1e-3)
 
 
@@ -373,7 +371,9 @@ def test_prefix_parts_cover_the_groups_only(window: int | None, softcap: float |
     b.decode(9)
     tree(b)
     step = b.build()
-    out, lse = attention_of(step, tuning).prefix_parts(0, step.query, scale=SCALE, window=window, softcap=softcap)
+    out, lse = attention_of(step, tuning).prefix_parts(
+        0, step.query, AttentionArgs(SCALE, window=window, softcap=softcap)
+    )
     assert out.shape == (10, 2, 16)
     assert lse.shape == (10, 2)
     assert (out.dtype, lse.dtype) == (torch.float32, torch.float32)
@@ -389,13 +389,13 @@ def test_prefix_parts_merge_with_the_rows_own_pages_into_the_whole() -> None:
     tree(b)
     step = b.build()
     whole = attend(step)
-    prefix = attention_of(step).prefix_parts(0, step.query, scale=SCALE)
+    prefix = attention_of(step).prefix_parts(0, step.query, AttentionArgs(SCALE))
     own_pages, own_lens = step.batch.decode_pages, step.batch.decode_lens
     assert own_pages is not None
     assert own_lens is not None
     zero = np.zeros_like(own_lens)
     alone = AttentionBatch(step.batch.slot_mapping, [], 0, [], own_pages, own_lens, zero, int(own_lens.max()))
-    own = TritonAttention(step.pool, alone, TILES, 4).attend_stored(0, step.query, scale=SCALE)
+    own = TritonAttention(step.pool, alone, TILES, 4).attend_stored(0, step.query, AttentionArgs(SCALE))
     # The own part's log-sum-exp: treat the rows' first pages as a group.
     as_group = [GroupPages(np.array([row]), pages[:1], 0) for row, pages in enumerate(own_pages)]
     assert int(own_lens.max()) <= 16
@@ -452,7 +452,7 @@ def test_all_layers_share_one_list_and_one_upload(monkeypatch: pytest.MonkeyPatc
     step = small_step(Shape(4, 2))
     attention = attention_of(step)
     for window in (None, 5, None, 5):
-        attention.attend_stored(0, step.query, scale=SCALE, window=window)
+        attention.attend_stored(0, step.query, AttentionArgs(SCALE, window=window))
     assert made == [None, 5]
 
 

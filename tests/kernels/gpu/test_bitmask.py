@@ -10,8 +10,8 @@ from torch import Tensor
 
 from batchgen.kernels import bitmask as pytorch
 from batchgen.kernels.gpu import bitmask as gpu
-from tests.kernels.gpu.closeness import DTYPES
-from tests.kernels.gpu.logit_rows import drawn, strided
+from tests.kernels.closeness import DTYPES
+from tests.kernels.logit_rows import drawn, strided
 
 torch.set_num_threads(1)
 

@@ -6,12 +6,11 @@ from random import Random
 
 import pytest
 import torch
-from torch import Tensor
 
 from batchgen.kernels import counts as pytorch
-from batchgen.kernels.counts import CountLists
+from batchgen.kernels.counts import CountLists, Penalties
 from batchgen.kernels.gpu import counts as gpu
-from tests.kernels.gpu.logit_rows import drawn, strided
+from tests.kernels.logit_rows import drawn, strided
 from tests.kernels.penalised import listed, lists_of
 
 torch.set_num_threads(1)
@@ -22,10 +21,10 @@ def outputs(count: int, vocab: int, longest: int, seed: int = 0) -> list[list[in
     return [[rng.randrange(vocab) for _ in range(rng.randint(0, longest))] for _ in range(count)]
 
 
-def columns(rows: int, seed: int) -> list[Tensor]:
+def columns(rows: int, seed: int) -> Penalties:
     generator = torch.Generator().manual_seed(seed)
     repetition = torch.rand(rows, generator=generator) + 0.5
-    return [repetition, *(4 * torch.rand(rows, generator=generator) - 2 for _ in range(2))]
+    return Penalties(repetition, *(4 * torch.rand(rows, generator=generator) - 2 for _ in range(2)))
 
 
 @pytest.mark.parametrize("kind", ["packed", "padded", "transposed"])
@@ -41,7 +40,7 @@ def test_penalties(rows: int, vocab: int, longest: int, kind: str) -> None:
     slots = order + 1
     slots[-1] = -(rows % 2)  # no slot
     for ours, those in ((gpu, logits), (pytorch, expected)):
-        ours.penalise(those, order, slots, lists, *columns(rows, vocab), max(1, int(lists.used.max())))
+        ours.penalise(those, order, slots, lists, columns(rows, vocab), max(1, int(lists.used.max())))
     torch.testing.assert_close(logits, expected, rtol=3e-7, atol=1e-6)
 
 
@@ -51,8 +50,8 @@ def test_repetition_only_equals_pytorch_bitwise(factor: float) -> None:
     expected = logits.clone()
     lists, rows = lists_of(outputs(3, 100, 90)), torch.arange(3)
     for ours, those in ((gpu, logits), (pytorch, expected)):
-        rest = torch.full((3,), factor), torch.zeros(3), torch.zeros(3)
-        ours.penalise(those, rows, rows + 1, lists, *rest, lists.ids.shape[1])
+        rest = Penalties(torch.full((3,), factor), torch.zeros(3), torch.zeros(3))
+        ours.penalise(those, rows, rows + 1, lists, rest, lists.ids.shape[1])
     assert torch.equal(logits, expected)
 
 
@@ -64,8 +63,8 @@ def test_no_penalty_makes_a_row_unusable(factor: float) -> None:
     expected = logits.clone()
     lists, row = lists_of([[0, 1, 2, 3, 5]]), torch.tensor([0])
     for ours, those in ((gpu, logits), (pytorch, expected)):
-        rest = torch.full((1,), factor), torch.zeros(1), torch.zeros(1)
-        ours.penalise(those, row, row + 1, lists, *rest, 5)
+        rest = Penalties(torch.full((1,), factor), torch.zeros(1), torch.zeros(1))
+        ours.penalise(those, row, row + 1, lists, rest, 5)
     assert torch.equal(logits, expected)
     assert torch.isfinite(logits).tolist() == [[True, True, True, False, True, True]]
 
@@ -92,7 +91,7 @@ def test_no_rows() -> None:
     lists, none = lists_of([[1, 2]]), torch.empty(0, dtype=torch.int64)
     before = CountLists(lists.ids.clone(), lists.counts.clone(), lists.used.clone())
     gpu.count_tokens(lists, none, none, torch.tensor([4]), 3)
-    gpu.penalise(drawn(1, 5), none, none, lists, *[torch.empty(0)] * 3, 3)
+    gpu.penalise(drawn(1, 5), none, none, lists, Penalties(*[torch.empty(0)] * 3), 3)
     assert torch.equal(lists.ids, before.ids)
     assert torch.equal(lists.used, before.used)
 

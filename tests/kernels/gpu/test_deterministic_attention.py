@@ -17,8 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from batchgen.kernels.attention.reference import reference_attention, visible_slots
-from batchgen.kernels.attention.torch_attention import TorchAttention
 from batchgen.kernels.chips import AttentionTile, known_chips, tuning_of
 from batchgen.kernels.gpu.deterministic_attention import DeterministicTritonAttention
 from batchgen.kernels.gpu.deterministic_list import (
@@ -28,7 +26,8 @@ from batchgen.kernels.gpu.deterministic_list import (
     plan_deterministic,
 )
 from batchgen.kernels.gpu.launch import recording
-from batchgen.kernels.types import AttentionBatch, ChunkPages
+from batchgen.kernels.types import AttentionArgs, AttentionBatch, ChunkPages
+from tests.kernels.oracle import attend_by_token, visible_slots
 from tests.kernels.steps import (
     Shape,
     Step,
@@ -62,16 +61,15 @@ TILES: Any = Tiles()
 
 def attend(step: Step, tuning: Any = TILES, **options: Any) -> Tensor:
     attention = DeterministicTritonAttention(step.pool, step.batch, tuning)
-    return attention.attend(0, step.query, step.key, step.value, scale=SCALE, **options)
+    return attention.attend(0, step.query, step.key, step.value, AttentionArgs(SCALE, **options))
 
 
 def check(step: Step, tuning: Any = TILES, **options: Any) -> None:
     """Compare a step with the reference; in low precision allow twice the error of the PyTorch backend."""
     keys, values = step.filled()
-    exact = reference_attention(step.batch, step.query, keys, values, scale=SCALE, **options)
-    plain = TorchAttention(step.pool, step.batch).attend(
-        0, step.query, step.key, step.value, scale=SCALE, **options
-    )  # stores the same keys and values
+    args = AttentionArgs(SCALE, **options)
+    exact = attend_by_token(step.batch, step.query, keys, values, args)
+    plain = attend_by_token(step.batch, step.query, keys, values, args, keys.dtype)
     assert_as_close(attend(step, tuning, **options), plain, exact)
 
 

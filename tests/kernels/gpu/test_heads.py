@@ -14,8 +14,9 @@ from torch import Tensor
 from batchgen.kernels import heads as pytorch
 from batchgen.kernels.gpu import heads as gpu
 from batchgen.kernels.gpu.launch import recording
+from batchgen.kernels.heads import HeadNorms
 from batchgen.kernels.rope import rope_tables
-from tests.kernels.gpu.closeness import DTYPES, assert_as_close
+from tests.kernels.closeness import DTYPES, assert_as_close
 
 torch.set_num_threads(1)
 
@@ -58,12 +59,14 @@ class Case:
     def run(self, module: Any, pool: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Run it: the queries, and the keys and values at the step's slots."""
         before = self.qkv.clone()
-        query = module.qk_norm_rope_cache(
-            self.qkv, self.heads, self.kv_heads, *self.norms, EPS, *self.tables, *pool, self.slots
-        )
+        query = module.qk_norm_rope_cache(self.qkv, self.head_norms(), self.tables, *pool, self.slots)
         assert torch.equal(self.qkv, before)
         keys, values = (cache.flatten(0, 1) for cache in pool)
         return query, keys[self.slots], values[self.slots]
+
+    def head_norms(self) -> HeadNorms | None:
+        query, key = self.norms
+        return None if query is None or key is None else HeadNorms(query, key, EPS)
 
     def exact(self) -> tuple[Tensor, Tensor, Tensor]:
         wide = self.qkv.double()
@@ -151,7 +154,7 @@ def test_specialisations_do_not_depend_on_the_step() -> None:
     with recording(note):
         for tokens in (1, 2, 16, 33):
             case = Case(9, 3, 16, normed=True, tokens=tokens, pages=40)
-            gpu.qk_norm_rope_cache(case.qkv, 9, 3, *case.norms, EPS, *case.tables, *case.pool(), case.slots)
+            gpu.qk_norm_rope_cache(case.qkv, case.head_norms(), case.tables, *case.pool(), case.slots)
     assert len(seen) == 4
     assert all(launch == seen[0] for launch in seen)
 

@@ -17,8 +17,8 @@ from batchgen.kernels.gpu import logprobs as gpu
 from batchgen.kernels.gpu import row_scan, top
 from batchgen.kernels.gpu.launch import recording
 from batchgen.kernels.sampling import greedy, nan_rows
-from tests.kernels.gpu.closeness import DTYPES
-from tests.kernels.gpu.logit_rows import drawn, strided, tied
+from tests.kernels.closeness import DTYPES
+from tests.kernels.logit_rows import drawn, strided, tied
 
 torch.set_num_threads(1)
 

@@ -14,7 +14,7 @@ from batchgen.kernels import matmul as pytorch
 from batchgen.kernels.gpu import matmul as gpu
 from batchgen.kernels.gpu.launch import recording
 from batchgen.kernels.linear import Linear
-from tests.kernels.gpu.closeness import DTYPES, assert_as_close
+from tests.kernels.closeness import DTYPES, assert_as_close
 
 torch.set_num_threads(1)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from batchgen.kernels import merge as pytorch
 from batchgen.kernels.gpu import merge as gpu
+from batchgen.kernels.merge import PartLists
 
 from .closeness import DTYPES, assert_as_close
 
@@ -135,7 +136,7 @@ def check_lists(counts: list[int], heads: int, dim: int, seed: int, dtype: torch
     for module in (pytorch, gpu):
         out = torch.full((len(counts) + 3, heads, dim), 7.0, dtype=dtype)
         lse = torch.full((len(counts) + 3, heads), 7.0)
-        module.merge_lists(part_out, part_lse, order, tokens, starts, sizes, out, lse, sinks)
+        module.merge_lists(part_out, part_lse, PartLists(order, tokens, starts, sizes), out, lse, sinks)
         results.append((out, lse))
     (plain, plain_lse), (got, got_lse) = results
     exact, exact_lse = torch.full_like(plain, 7.0, dtype=torch.float64), torch.full_like(plain_lse, 7.0).double()

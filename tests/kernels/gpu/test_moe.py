@@ -14,7 +14,7 @@ from batchgen.kernels import moe as pytorch
 from batchgen.kernels.chips import GroupedTile
 from batchgen.kernels.gpu import moe as kernels
 from batchgen.kernels.moe import Experts, Gating, Routing
-from tests.kernels.gpu.closeness import DTYPES, assert_as_close
+from tests.kernels.closeness import DTYPES, assert_as_close
 
 TILE = GroupedTile(rows=16, columns=32, inner=64, warps=4, stages=1)
 GPT_OSS = Gating("quick_gelu", interleaved=True, limit=0.7, shift=1.0)

@@ -13,7 +13,7 @@ from torch import Tensor
 from batchgen.kernels import norm as pytorch
 from batchgen.kernels.gpu import norm as gpu
 from batchgen.kernels.gpu.launch import recording
-from tests.kernels.gpu.closeness import DTYPES, assert_as_close
+from tests.kernels.closeness import DTYPES, assert_as_close
 
 torch.set_num_threads(1)
 

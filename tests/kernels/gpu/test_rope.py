@@ -10,7 +10,7 @@ from torch import Tensor
 
 from batchgen.kernels import rope as pytorch
 from batchgen.kernels.gpu import rope as gpu
-from tests.kernels.gpu.closeness import DTYPES, assert_as_close
+from tests.kernels.closeness import DTYPES, assert_as_close
 
 torch.set_num_threads(1)
 

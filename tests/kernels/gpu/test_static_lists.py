@@ -14,7 +14,7 @@ from batchgen.kernels.device import HOST
 from batchgen.kernels.gpu.attention import TritonAttention
 from batchgen.kernels.gpu.static_attention import Capacity, DecodeWork, StaticAttention, StaticPlanner, pack_static
 from batchgen.kernels.gpu.work_list import FIELDS, GROUPS, LARGE, SMALL, ListShape, TileSize, plan_step
-from batchgen.kernels.types import KVPool
+from batchgen.kernels.types import AttentionArgs, KVPool
 from tests.kernels.steps import Shape, Step, StepBuilder
 
 from .closeness import assert_as_close
@@ -67,7 +67,7 @@ class StaticRunner:
         def padded(x: Tensor) -> Tensor:
             return torch.cat([x, torch.full((self.tokens - rows, *x.shape[1:]), torch.nan, dtype=x.dtype)])
 
-        out = found.attend(0, padded(step.query), padded(step.key), padded(step.value), scale=SCALE, **options)
+        out = found.attend(0, padded(step.query), padded(step.key), padded(step.value), AttentionArgs(SCALE, **options))
         assert (out[rows:] == 0).all(), "results of padding tokens must be zeros"
         return out[:rows]
 
@@ -75,8 +75,8 @@ class StaticRunner:
 def expected(step: Step, tuning: Any, **options: Any) -> tuple[Tensor, Tensor]:
     """Results of the PyTorch backend, and of a new Triton attention."""
     given = (0, step.query, step.key, step.value)
-    plain = TorchAttention(step.pool, step.batch).attend(*given, scale=SCALE, **options)
-    return plain, TritonAttention(step.pool, step.batch, tuning, 1).attend(*given, scale=SCALE, **options)
+    plain = TorchAttention(step.pool, step.batch).attend(*given, AttentionArgs(SCALE, **options))
+    return plain, TritonAttention(step.pool, step.batch, tuning, 1).attend(*given, AttentionArgs(SCALE, **options))
 
 
 @pytest.mark.parametrize("tuning", [TILES, SPLITTING], ids=["whole", "split"])
@@ -131,7 +131,7 @@ def test_earlier_contents_of_the_lists_do_not_matter() -> None:
         mine[0].copy_(theirs[0])
     attention.cache(0)[2][:3] = few.batch.slot_mapping
     query, key, value = (torch.cat([x, x.new_zeros(5, *x.shape[1:])]) for x in (few.query, few.key, few.value))
-    out = attention.attend(0, query, key, value, scale=SCALE)
+    out = attention.attend(0, query, key, value, AttentionArgs(SCALE))
     plain, _ = expected(few, SPLITTING)
     assert_as_close(out[:3], plain, plain.double())
     assert (out[3:] == 0).all()

@@ -11,8 +11,8 @@ from torch import Tensor
 from batchgen.kernels import top as pytorch
 from batchgen.kernels.gpu import row_scan
 from batchgen.kernels.gpu import top as gpu
-from tests.kernels.gpu.closeness import DTYPES
-from tests.kernels.gpu.logit_rows import drawn, strided, tied
+from tests.kernels.closeness import DTYPES
+from tests.kernels.logit_rows import drawn, strided, tied
 
 torch.set_num_threads(1)
 

@@ -1,4 +1,4 @@
-"""Reference attention in float64: one query at a time, slow and simple. Every backend is tested against it."""
+"""Attention of a step by the definition, token by token: the oracle of every attention."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.kernels.types import AttentionBatch, Ints
+from batchgen.kernels.types import AttentionArgs, AttentionBatch, Ints
 
-__all__ = ["reference_attention", "visible_slots"]
+__all__ = ["attend_by_token", "visible_slots"]
 
 
 def visible_slots(batch: AttentionBatch, page_size: int) -> list[tuple[int, Tensor]]:
@@ -37,50 +37,44 @@ def _slots(pages: Ints, page_size: int) -> Tensor:
     return torch.from_numpy(pages[:, None] * page_size + np.arange(page_size)).reshape(-1)
 
 
-def reference_attention(
+def attend_by_token(
     batch: AttentionBatch,
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    args: AttentionArgs,
+    compute: torch.dtype = torch.float64,
 ) -> Tensor:
     """Attention of every flat token over a pool that already holds the step's keys and values.
+
+    In float64 it gives the true values. In a lower precision it is the plain operation of the 2 x rule: products and
+    probabilities are rounded to `compute`, the softmax is in float32.
 
     Args:
         batch: the step.
         query: [T, N, D].
         keys: [P, S, K, D].
         values: [P, S, K, Dv].
-        scale: factor on query·key.
-        window: a token sees itself and the `window - 1` before it.
-        softcap: scores become softcap * tanh(scores / softcap).
-        sinks: [N] logits that join the denominators.
+        args: settings of the layer.
+        compute: float64, float32, float16 or bfloat16.
 
     Returns:
-        [T, N, Dv] float64.
+        [T, N, Dv] in `compute`.
     """
     page_size, kv_heads = keys.shape[1], keys.shape[2]
     flat_keys, flat_values = keys.flatten(0, 1), values.flatten(0, 1)
-    out = torch.zeros(*query.shape[:2], values.shape[3], dtype=torch.float64)
+    wide = torch.float64 if compute == torch.float64 else torch.float32
+    out = torch.empty(*query.shape[:2], values.shape[3], dtype=compute, device=query.device)
     for token, (position, slots) in enumerate(visible_slots(batch, page_size)):
-        begin = 0 if window is None else max(0, position - window + 1)
-        k = flat_keys[slots[begin:]].double().transpose(0, 1)  # [K, n, D]
-        v = flat_values[slots[begin:]].double().transpose(0, 1)
-        q = query[token].double().view(kv_heads, -1, query.shape[2])  # [K, N / K, D]
-        scores = scale * (q @ k.transpose(1, 2)).flatten(0, 1)  # [N, n]
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        top = scores.amax(1, keepdim=True)
-        if sinks is not None:
-            top = torch.maximum(top, sinks[:, None].double())
-        weights = torch.exp(scores - top)
-        denominator = weights.sum(1)
-        if sinks is not None:
-            denominator = denominator + torch.exp(sinks.double() - top[:, 0])
-        summed = (weights.view(kv_heads, -1, weights.shape[1]) @ v).flatten(0, 1)  # [N, Dv]
-        out[token] = summed / denominator[:, None]
+        begin = 0 if args.window is None else max(0, position - args.window + 1)
+        chosen = slots[begin:].to(query.device)
+        k, v = flat_keys[chosen].to(compute), flat_values[chosen].to(compute)  # [n, K, D], [n, K, Dv]
+        q = query[token].view(kv_heads, -1, query.shape[-1]).to(compute)  # [K, G, D]
+        scores = torch.einsum("kgd,nkd->kgn", q, k).to(wide) * args.scale
+        if args.softcap is not None:
+            scores = args.softcap * torch.tanh(scores / args.softcap)
+        if args.sinks is not None:
+            scores = torch.cat((scores, args.sinks.to(wide).view(kv_heads, -1, 1)), -1)
+        weights = torch.softmax(scores, -1)[..., : len(chosen)].to(compute)
+        out[token] = torch.einsum("kgn,nkd->kgd", weights, v).flatten(0, 1)
     return out

@@ -8,52 +8,20 @@ deterministic; the operations here would split a tile's tokens into groups of ot
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen.kernels import activation as plain_activation
-from batchgen.kernels import filtering as plain_filtering
-from batchgen.kernels import logprobs, moe, sampling
-from batchgen.kernels.bitmask import apply_bitmask
-from batchgen.kernels.counts import count_tokens, penalise
-from batchgen.kernels.heads import qk_norm_rope_cache
-from batchgen.kernels.logprobs import GatheredLogprobs, mask_tokens
+from batchgen.kernels import activation, filtering, logprobs, moe, sampling
+from batchgen.kernels.logprobs import GatheredLogprobs
 from batchgen.kernels.lora import LoraPair, LoraPairs, LoraStep
-from batchgen.kernels.moe import Experts, route
-from batchgen.kernels.noise import row_keys
-from batchgen.kernels.norm import add_rms_norm, rms_norm
-from batchgen.kernels.rope import rope_tables
-from batchgen.kernels.sampling import SampleResult, SamplingColumns, nan_rows
-from batchgen.kernels.shaping import add_bias, drew_masked, keep_only
+from batchgen.kernels.moe import Experts
+from batchgen.kernels.ops import TORCH_OPS
+from batchgen.kernels.sampling import SampleResult, SamplingColumns
 
-__all__ = [
-    "add_bias",
-    "add_lora",
-    "add_rms_norm",
-    "apply_bitmask",
-    "argmax_lse",
-    "count_tokens",
-    "drew_masked",
-    "filtered_scores",
-    "gated",
-    "gather_logprobs",
-    "keep_only",
-    "log_normalizers",
-    "mask_tokens",
-    "moe_experts",
-    "nan_rows",
-    "penalise",
-    "qk_norm_rope_cache",
-    "rms_norm",
-    "rope_tables",
-    "route",
-    "row_keys",
-    "sample",
-    "token_logprobs",
-    "top_logprobs",
-]
+__all__ = ["INVARIANT_OPS"]
 
 _SERIAL = 1 << 15
 """Tensors with fewer elements than this are computed by one thread, whose vectors then start at row boundaries."""
@@ -61,15 +29,15 @@ _EXPERT_ROWS = 16
 """Tokens per product of an expert."""
 
 
-def gated(gate_up: Tensor, activation: str) -> Tensor:
+def _gated(gate_up: Tensor, name: str) -> Tensor:
     """See `activation.gated`. Few rows at a time, as threads would cut rows and compute the cut ends differently."""
     if torch.get_num_threads() <= 2:
-        return plain_activation.gated(gate_up, activation)
+        return activation.gated(gate_up, name)
     rows = max(1, (_SERIAL - 1) // (gate_up.shape[1] // 2))
-    return torch.cat([plain_activation.gated(part, activation) for part in torch.split(gate_up, rows)])
+    return torch.cat([activation.gated(part, name) for part in torch.split(gate_up, rows)])
 
 
-def add_lora(out: Tensor, x: Tensor, step: LoraStep, pairs: LoraPairs) -> None:
+def _add_lora(out: Tensor, x: Tensor, step: LoraStep, pairs: LoraPairs) -> None:
     """See `lora.add_lora`. Applies every adapter to all of the tile's tokens and keeps its own tokens' results."""
     for segment in step.segments:
         pair: LoraPair | None = pairs[segment.adapter]
@@ -82,7 +50,7 @@ def add_lora(out: Tensor, x: Tensor, step: LoraStep, pairs: LoraPairs) -> None:
             out[segment.rows] += change[segment.rows]
 
 
-def moe_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+def _moe_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
     """See `moe.moe_experts`. Each expert computes its tokens in batches of 16, the last padded with zeros."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)  # [T, H]
     for expert in range(len(experts.down)):
@@ -106,42 +74,42 @@ def _single_expert(experts: Experts, number: int) -> Experts:
     return Experts(experts.gate_up[one], experts.down[one], *biases, experts.gating)
 
 
-def log_normalizers(logits: Tensor) -> Tensor:
+def _log_normalizers(logits: Tensor) -> Tensor:
     """See `logprobs.log_normalizers`."""
     return _by_row(logprobs.log_normalizers, logits)
 
 
-def argmax_lse(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _argmax_lse(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `logprobs.argmax_lse`."""
     largest = logits.amax(dim=-1).float()
-    return logits.argmax(dim=-1), largest, log_normalizers(logits), ~torch.isfinite(largest)
+    return logits.argmax(dim=-1), largest, _log_normalizers(logits), ~torch.isfinite(largest)
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, normalizers: Tensor | None = None) -> Tensor:
+def _token_logprobs(logits: Tensor, tokens: Tensor, normalizers: Tensor | None = None) -> Tensor:
     """See `logprobs.token_logprobs`."""
-    return logprobs.token_logprobs(logits, tokens, log_normalizers(logits) if normalizers is None else normalizers)
+    return logprobs.token_logprobs(logits, tokens, _log_normalizers(logits) if normalizers is None else normalizers)
 
 
-def top_logprobs(logits: Tensor, k: int, normalizers: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _top_logprobs(logits: Tensor, k: int, normalizers: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See `logprobs.top_logprobs`."""
-    return logprobs.top_logprobs(logits, k, log_normalizers(logits) if normalizers is None else normalizers)
+    return logprobs.top_logprobs(logits, k, _log_normalizers(logits) if normalizers is None else normalizers)
 
 
-def gather_logprobs(logits: Tensor, targets: Tensor, k: int) -> GatheredLogprobs:
+def _gather_logprobs(logits: Tensor, targets: Tensor, k: int) -> GatheredLogprobs:
     """See `logprobs.gather_logprobs`."""
-    return logprobs.gather_logprobs(logits, targets, k, log_normalizers(logits))
+    return logprobs.gather_logprobs(logits, targets, k, _log_normalizers(logits))
 
 
-def sample(logits: Tensor, columns: SamplingColumns, sample_rows: Tensor | None = None) -> SampleResult:
+def _sample(logits: Tensor, columns: SamplingColumns, sample_rows: Tensor | None = None) -> SampleResult:
     """See `sampling.sample`."""
     return sampling.sample(logits, columns, sample_rows, rows_at_once=1)
 
 
-def filtered_scores(
+def _filtered_scores(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, drawn: Tensor
 ) -> Tensor:
     """See `filtering.filtered_scores`."""
-    return _by_row(plain_filtering.filtered_scores, logits, temperature, top_k, top_p, min_p, drawn)
+    return _by_row(filtering.filtered_scores, logits, temperature, top_k, top_p, min_p, drawn)
 
 
 def _by_row(operation: Callable[..., Tensor], *columns: Tensor) -> Tensor:
@@ -150,3 +118,19 @@ def _by_row(operation: Callable[..., Tensor], *columns: Tensor) -> Tensor:
         return operation(*columns)
     parts = zip(*(torch.split(column, 1) for column in columns), strict=True)
     return torch.cat([operation(*part) for part in parts])
+
+
+INVARIANT_OPS = replace(
+    TORCH_OPS,
+    gated=_gated,
+    add_lora=_add_lora,
+    moe_experts=_moe_experts,
+    log_normalizers=_log_normalizers,
+    argmax_lse=_argmax_lse,
+    token_logprobs=_token_logprobs,
+    top_logprobs=_top_logprobs,
+    gather_logprobs=_gather_logprobs,
+    sample=_sample,
+    filtered_scores=_filtered_scores,
+)
+"""PyTorch's operations, those that sum over a row or a batch replaced."""
