@@ -193,7 +193,8 @@ def _key(figure: Figure) -> tuple[Any, ...]:
 def _figure(values: Mapping[str, Any], where: str) -> Figure:
     """The figure of a JSON object written by this or another version. Ignores unknown keys."""
     types = {known.name: str(known.type) for known in fields(Figure)}
-    found = dict.fromkeys(_SPREAD, values["value"]) | {name: values[name] for name in types if name in values}
+    given = {name: values[name] for name in types if name in values}
+    found = given | {name: given["value"] for name in _SPREAD if name not in given}
     for name, value in found.items():
         if not _fits(types[name], value):
             expected = next(text for start, text in _TYPE_NAMES.items() if types[name].startswith(start))

@@ -43,7 +43,9 @@ class Engine(PeerEngine):
         config = transformers.GenerationConfig(
             do_sample=sampled, eos_token_id=-1, pad_token_id=0, max_new_tokens=1, **(_SAMPLED if sampled else {})
         )
-        small = {} if self.device == "cuda" else {"continuous_batching_config": self._cpu_config(rows, setting)}
+        step_tokens = setting.get("batched_tokens", _STEP_TOKENS[0])
+        on_cpu = self.device != "cuda"
+        small = {"continuous_batching_config": cpu_batching(self._model, rows, step_tokens)} if on_cpu else {}
         with torch.no_grad():
             self._manager = self._model.init_continuous_batching(generation_config=config, **small)
             if self.device == "cuda":
@@ -52,8 +54,6 @@ class Engine(PeerEngine):
 
     def generate(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
         """Generate with fixed lengths; every sample is a request. Rows are sorted so that prefixes are adjacent."""
-        if self._manager is None:
-            self.prepare(rows, setting)
         manager, self._manager = self._manager, None
         order = sorted(range(len(rows)), key=lambda i: rows[i]["ids"])
         owners: dict[str, int] = {}
@@ -79,15 +79,14 @@ class Engine(PeerEngine):
             manager.destroy()
         return outputs, {}
 
-    def _cpu_config(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> transformers.ContinuousBatchingConfig:
-        """Cache size on a CPU: blocks for all rows, up to `_CACHE_BYTES`. The default takes nearly all free memory."""
-        made = transformers.ContinuousBatchingConfig(max_batch_tokens=setting.get("batched_tokens", _STEP_TOKENS[0]))
-        sizes = self._model.config.get_text_config()
-        heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
-        width = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
-        bytes_of_token = 2 * sizes.num_hidden_layers * heads * width * self._model.dtype.itemsize
-        wanted = sum(
-            row.get("samples", 1) * (-(-(len(row["ids"]) + row["max_new"]) // made.page_size) + 1) for row in rows
-        )
-        made.num_blocks = max(2, min(wanted, _CACHE_BYTES // (bytes_of_token * made.page_size)))
-        return made
+
+def cpu_batching(model: Any, rows: list[dict[str, Any]], step_tokens: int) -> transformers.ContinuousBatchingConfig:
+    """Configuration on a CPU, with blocks for all rows, up to `_CACHE_BYTES`. The default takes nearly all memory."""
+    made = transformers.ContinuousBatchingConfig(max_batch_tokens=step_tokens)
+    sizes = model.config.get_text_config()
+    heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
+    width = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
+    bytes_of_token = 2 * sizes.num_hidden_layers * heads * width * model.dtype.itemsize
+    wanted = sum(row.get("samples", 1) * (-(-(len(row["ids"]) + row["max_new"]) // made.page_size) + 1) for row in rows)
+    made.num_blocks = max(2, min(wanted, _CACHE_BYTES // (bytes_of_token * made.page_size)))
+    return made
