@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,11 @@ def test_a_row_of_one_token_decodes_nothing(spec: ModelSpec) -> None:
     assert (work.decode_rows, work.decode_bytes, work.decode_flops) == (0, 0.0, 2 * HEAD)
 
 
+@cache
+def drawn(workload: str) -> list[BenchRow]:
+    return GPU_WORKLOADS[workload].rows(128_256)
+
+
 @pytest.mark.parametrize(
     ("workload", "sharing", "concurrency", "known"),
     [
@@ -112,7 +118,7 @@ def test_floors_equal_those_of_the_projects_goals(
     workload: str, sharing: Sharing, concurrency: int, known: dict[str, tuple[float, float | None]]
 ) -> None:
     """Thousands of tokens per second, computed independently; the tolerance covers different rounding of batches."""
-    rows = GPU_WORKLOADS[workload].rows(128_256)
+    rows = drawn(workload)
     for name, (overlap, serial) in known.items():
         floor = device_floor(rows, SHAPES[name], H200, concurrency, sharing)
         assert floor.overlap / 1e3 == pytest.approx(overlap, rel=0.08)
