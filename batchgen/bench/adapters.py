@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from batchgen.bench.engines.peer_tools import build_folder
 from batchgen.bench.shapes import bench_cache
 from batchgen.bench.workloads import AdapterSet
 from batchgen.errors import OutputError, UsageError
@@ -41,11 +42,10 @@ def adapter_folders(model: str, adapters: AdapterSet) -> list[tuple[str, str]]:
     found = []
     for number in range(adapters.count):
         folder = root / str(number)
-        if not (folder / "adapter_config.json").is_file():
-            try:
-                _build_atomically(sizes, adapters.rank, number, folder)
-            except OSError as error:
-                raise OutputError(f"cannot write the adapter {folder}: {error.strerror or error}") from None
+        try:
+            build_folder(folder, partial(build_adapter, sizes, adapters.rank, number))
+        except OSError as error:
+            raise OutputError(f"cannot write the adapter {folder}: {error.strerror or error}") from None
         found.append((adapters.name(number), str(folder)))
     return found
 
@@ -109,17 +109,3 @@ def _linear_sizes(model: str) -> dict[str, tuple[int, int]]:
     if not found:
         raise UsageError(f"workloads with adapters need a model with {', '.join(_MODULES)}; {model} has none of them")
     return dict(sorted(found.items()))
-
-
-def _build_atomically(sizes: Mapping[str, tuple[int, int]], rank: int, seed: int, folder: Path) -> None:
-    """Build under a temporary name, then rename: a folder under its final name is complete."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=folder.parent))
-    try:
-        build_adapter(sizes, rank, seed, temporary)
-        temporary.rename(folder)
-    except OSError:
-        if not (folder / "adapter_config.json").is_file():  # otherwise another run has built it meanwhile
-            raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

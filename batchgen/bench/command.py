@@ -5,34 +5,55 @@ from __future__ import annotations
 import json
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
-from typing import Any, Final
+from typing import Any
 
 from rich.console import Console
 
 from batchgen.bench.chart import check_chart, draw_stored, write_chart
-from batchgen.bench.config import ENGINELESS_WORKLOADS, BenchConfig, bench_config
+from batchgen.bench.config import ENGINELESS_WORKLOADS, OPTIONS, BenchConfig, bench_config
 from batchgen.bench.peers import parse_peers
 from batchgen.bench.results import parse_figures, read_figures
 from batchgen.bench.table import print_others
 from batchgen.errors import BatchgenError, Interrupted, UsageError
 
-__all__ = ["bench_config", "draw_stored", "run_command"]
+__all__ = ["run_command", "run_given"]
 
-_ENGINE_FLAGS: Final = {
-    "--model": "model",
-    "--peers": "peers",
-    "--dtype": "dtype",
-    "--peer-dtype": "peer_dtype",
-    "--device": "device",
-    "--cpu-threads": "threads",
-    "--timeout": "timeout",
-    "--tuned": "tuned",
-}
-"""Flags that only apply to workloads with engines -> fields of `BenchConfig`."""
+
+def run_given(
+    given: Mapping[str, Any],
+    figures: Path | None,
+    file: Path | None,
+    emit: Callable[[str], None],
+    console: Console,
+) -> None:
+    """Run the options of a command line, or print and draw the figures of an earlier run.
+
+    Args:
+        given: field of `BenchConfig` -> its value; None or empty if it is not given.
+        figures: file of the earlier run; only `chart` may be given with it.
+        file: TOML file of options.
+        emit: called with one JSON line per figure.
+        console: stderr, for messages and tables.
+
+    Raises:
+        BatchgenError: as `run_command`, `draw_stored` and `bench_config`.
+    """
+    chosen = {name: value for name, value in given.items() if value is not None and value != []}
+    if figures is None:
+        if "workloads" in chosen:
+            chosen["workloads"] = tuple(chosen["workloads"])
+        run_command(bench_config(chosen, file), emit, console)
+    elif file is not None or chosen.keys() - {"chart"}:
+        raise UsageError(
+            "--from draws the results in a file; it can be combined with --chart only, remove the other arguments"
+        )
+    else:
+        draw_stored(figures, chosen.get("chart"), console)
 
 
 def run_command(config: BenchConfig, emit: Callable[[str], None], console: Console, start: Any = None) -> None:
@@ -103,7 +124,11 @@ def _reject_unused_options(config: BenchConfig, *, engines: bool) -> None:
     Raises:
         UsageError: such an option has a value other than its default.
     """
-    unused = {} if engines else {flag: (name, ", which run no engines") for flag, name in _ENGINE_FLAGS.items()}
+    unused = {
+        option.flag: (option.name, ", which run no engines")
+        for option in OPTIONS
+        if option.engines_only and not engines
+    }
     if "plan" not in config.workloads:
         unused["--plan-size"] = "plan_size", "; only workload plan uses it"
     elif set(config.workloads) == {"plan"}:

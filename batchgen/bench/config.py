@@ -1,4 +1,4 @@
-"""Configuration of a benchmark: options of a TOML file, overridden by the command line."""
+"""Options of a benchmark, once for the command line and TOML files; flags override the file."""
 
 from __future__ import annotations
 
@@ -12,8 +12,16 @@ from typing import Any, Final
 
 from batchgen.errors import UsageError
 
-__all__ = ["ENGINELESS_WORKLOADS", "BenchConfig", "bench_config", "did_you_mean", "load_bench"]
-
+__all__ = [
+    "ENGINELESS_WORKLOADS",
+    "OPTIONS",
+    "WORKLOADS_HELP",
+    "BenchConfig",
+    "BenchOption",
+    "bench_config",
+    "did_you_mean",
+    "load_bench",
+]
 
 ENGINELESS_WORKLOADS: Final = ("plan", "startup", "job")
 """Workloads that run no engines: they measure the planner, the start of the command and the cost of a row."""
@@ -31,9 +39,9 @@ class BenchConfig:
     dtype: str = "auto"
     """See `EngineConfig.dtype`."""
     device: str = "auto"
-    threads: int | None = None
+    cpu_threads: int | None = None
     chart: Path | None = None
-    """The .html or .png file to draw the figures to."""
+    """The file to draw the figures to."""
     timeout: float = 900.0
     """Seconds within which an engine must load (and convert) the model, or generate one pass."""
     plan_size: str = "1000000x500"
@@ -44,26 +52,102 @@ class BenchConfig:
     """best: a peer computes in float32 if the processor multiplies it faster than `dtype`; asked: always in `dtype`."""
 
 
-_KEYS: Final[dict[str, tuple[str, type | tuple[type, ...]]]] = {
-    "workloads": ("workloads", list),
-    "model": ("model", str),
-    "peers": ("peers", list),
-    "repeat": ("repeat", int),
-    "dtype": ("dtype", str),
-    "peer_dtype": ("peer_dtype", str),
-    "device": ("device", str),
-    "cpu_threads": ("threads", int),
-    "timeout": ("timeout", (int, float)),
-    "plan_size": ("plan_size", str),
-}
-"""Key of the TOML file -> (field of `BenchConfig`, its type)."""
+@dataclass(frozen=True, slots=True)
+class BenchOption:
+    """An option of the command line, and of TOML files unless it names a file."""
+
+    name: str
+    """Field of `BenchConfig` and key of TOML files; the flag has hyphens."""
+    metavar: str
+    help: str
+    value_type: type = str
+    minimum: int | None = None
+    engines_only: bool = True
+    """Whether it has no effect on `ENGINELESS_WORKLOADS`."""
+
+    @property
+    def flag(self) -> str:
+        """The flag of the command line."""
+        return "--" + self.name.replace("_", "-")
+
+
+WORKLOADS_HELP: Final = (
+    "Workloads: unique, shared-prefix, few-shot-tree, mixed-lengths (these four by default), multi-turn, n-samples, "
+    "json-constrained, logprobs, hidden-states, many-loras, all (of these), demo (with --model demo), or a .toml file. "
+    "For GPUs: w-nano, w-prefix, w-unshared, w-tree. Without peers: plan (planner only), startup (time to the help and "
+    "to the first token), job (cost of a row outside the model). Example: shared-prefix"
+)
+OPTIONS: Final = (
+    BenchOption(
+        "model",
+        "MODEL",
+        "Model folder or id, random weights of a size (random:5m, random:135m, random:0.6b, random:1b, random:8b), or "
+        "demo, the demonstration model. Default: random:135m. Example: --model random:5m",
+    ),
+    BenchOption(
+        "peers",
+        "PEERS",
+        "Engines to compare with: auto (transformers if it can be imported), none, or names, optionally with the "
+        "Python that runs each: transformers, transformers-continuous, vllm, vllm-zentorch, sglang, openvino, "
+        "llama.cpp, baseline=FOLDER (another checkout of batchgen), deterministic (batchgen with that option) and "
+        "first-come (batchgen with rows in input order). A peer that cannot run is reported on stderr and skipped. "
+        "Default: auto. Example: --peers transformers=/opt/hf/bin/python",
+    ),
+    BenchOption(
+        "repeat",
+        "N",
+        "Number of interleaved repeats. Default: 5. Example: --repeat 3",
+        int,
+        minimum=1,
+        engines_only=False,
+    ),
+    BenchOption("dtype", "DTYPE", "Data type of the weights, as in run. Default: auto. Example: --dtype float32"),
+    BenchOption(
+        "peer_dtype",
+        "best|asked",
+        "Data type of peers: best uses float32 if the processor computes it faster than --dtype and reports it; asked "
+        "uses --dtype or skips the peer. Default: best. Example: --peer-dtype asked",
+    ),
+    BenchOption("device", "DEVICE", "Device, as in run. Default: auto. Example: --device cpu"),
+    BenchOption("cpu_threads", "N", "Number of CPU threads of each engine. Example: --cpu-threads 2", int, minimum=1),
+    BenchOption(
+        "plan_size",
+        "ROWSxTOKENS",
+        "Number of prompts of the workload plan and tokens of each; a token uses 4 bytes of temporary disk space. "
+        "Default: 1000000x500. Example: --plan-size 100000x500",
+        engines_only=False,
+    ),
+    BenchOption(
+        "chart",
+        "FILE",
+        "Draw the results to a .png or .svg file, with matplotlib. Example: --chart bench.png",
+        Path,
+        engines_only=False,
+    ),
+    BenchOption(
+        "timeout",
+        "SECONDS",
+        "Most seconds to load and convert a model, or for one pass; a peer that exceeds them is stopped and skipped. "
+        "Default: 900. Example: --timeout 3600",
+        float,
+        minimum=1,
+    ),
+    BenchOption(
+        "tuned",
+        "FILE",
+        "JSON lines of an earlier run whose peer settings are reused for the same workload, model, dtype, device and "
+        "threads; other settings are searched. Example: --tuned figures.jsonl",
+        Path,
+    ),
+)
+"""Options in the order of the help."""
+
+_LISTS: Final = ("workloads", "peers")
+"""Keys of TOML files whose values are lists of texts."""
+_KEYS: Final = {"workloads": str} | {o.name: o.value_type for o in OPTIONS if o.value_type is not Path}
+"""Key of TOML files -> type of its value, or of a list's items."""
 _PEER_DTYPES: Final = ("best", "asked")
-_TYPE_NAMES: Final[dict[type | tuple[type, ...], str]] = {
-    str: 'a text such as "cpu"',
-    int: "a whole number",
-    (int, float): "a number",
-    list: 'a list of texts such as ["unique"]',
-}
+_TYPE_NAMES: Final = {str: 'a text such as "cpu"', int: "a whole number", float: "a number"}
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -84,11 +168,13 @@ def bench_config(given: Mapping[str, Any], file: Path | None) -> BenchConfig:
     """
     config = BenchConfig() if file is None else load_bench(file)
     config = replace(config, **{name: value for name, value in given.items() if value is not None})
-    for flag, value in (("--repeat", config.repeat), ("--cpu-threads", config.threads), ("--timeout", config.timeout)):
-        if value is not None and not value >= 1:
-            raise UsageError(f"{flag} must be at least 1, got {value}")
-        if value == math.inf:
-            raise UsageError(f"{flag} must be finite, got {value}; a day is 86400")
+    for option in OPTIONS:
+        value = getattr(config, option.name)
+        if option.minimum is not None and value is not None:
+            if not value >= option.minimum:
+                raise UsageError(f"{option.flag} must be at least {option.minimum}, got {value}")
+            if value == math.inf:
+                raise UsageError(f"{option.flag} must be finite, got {value}; a day is 86400")
     if config.peer_dtype not in _PEER_DTYPES:
         raise UsageError(f"--peer-dtype must be {' or '.join(_PEER_DTYPES)}, got {config.peer_dtype!r}")
     return config
@@ -106,20 +192,18 @@ def load_bench(path: Path) -> BenchConfig:
         raise UsageError(f"--config: cannot read {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"--config: {path} is not TOML: {error}") from None
-    fields: dict[str, Any] = {}
     for key, value in values.items():
         if key not in _KEYS:
             hint = did_you_mean(key, _KEYS)
             raise UsageError(f"--config: {path}: unknown key `{key}`{hint}; known: {', '.join(_KEYS)}")
-        name, kind = _KEYS[key]
-        if not isinstance(value, kind) or isinstance(value, bool):
-            expected = _TYPE_NAMES[kind]
+        kind = list if key in _LISTS else _KEYS[key]
+        if not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool):
+            expected = 'a list of texts such as ["unique"]' if kind is list else _TYPE_NAMES[kind]
             raise UsageError(f"--config: {path}: `{key}` has the wrong type, got {value!r}; it must be {expected}")
         if isinstance(value, list) and not all(isinstance(item, str) for item in value):
             raise UsageError(f"--config: {path}: `{key}` must be a list of texts, got {value!r}")
-        fields[name] = value
-    if "peers" in fields:
-        fields["peers"] = ",".join(fields["peers"]) or "none"
-    if "workloads" in fields:
-        fields["workloads"] = tuple(fields["workloads"])
-    return BenchConfig(**fields)
+    if "peers" in values:
+        values["peers"] = ",".join(values["peers"]) or "none"
+    if "workloads" in values:
+        values["workloads"] = tuple(values["workloads"])
+    return BenchConfig(**values)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from batchgen.bench.peers import OURS
 from batchgen.bench.process import Generated
@@ -66,46 +66,46 @@ class Context:
     """ISO 8601, UTC."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One measured value with its context."""
+    """One measured value with its context. Defaults are for lines of older versions, which lack some fields."""
 
     workload: str
     engine: str
-    version: str
-    dtype: str
-    device: str
-    model: str
+    version: str = ""
+    dtype: str = ""
+    device: str = ""
+    model: str = ""
     metric: str
     value: float
     """Median of the repeats."""
-    unit: str
+    unit: str = ""
     min: float
     max: float
-    repeat: int
-    setting: Mapping[str, int]
+    repeat: int = 0
+    setting: Mapping[str, int] = field(default_factory=dict)
     """The engine's fastest setting; empty if it has none."""
-    ratio: Mapping[str, Mapping[str, float]]
+    ratio: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Other engine -> median, min and max of this engine's value divided by its value, repeat by repeat."""
-    floor_share: float | None
+    floor_share: float | None = None
     """Time of the arithmetic floor divided by the measured time, by the clock of `metric`; None if the metric is not
     a rate."""
-    floor_tokens_per_second: float | None
+    floor_tokens_per_second: float | None = None
     """Rate at the arithmetic floor."""
-    floors: Mapping[str, Mapping[str, float]]
+    floors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """"overlap" and "serial", the floors with memory and attention (`floors.py`) -> tokens_per_second, share."""
-    counted: Mapping[str, int]
-    agreement: float
+    counted: Mapping[str, int] = field(default_factory=dict)
+    agreement: float = 0.0
     """Share of checked rows whose first id equals the reference's, in this dtype."""
-    rows_equal: float
+    rows_equal: float = 1.0
     """Share of checked rows whose ids all equal the reference's, in float32."""
-    threads: int
-    gemm_gflops: float
-    gemm_form: str
+    threads: int = 0
+    gemm_gflops: float = 0.0
+    gemm_form: str = ""
     """Implementation, dtype and size that reached `gemm_gflops`."""
-    bandwidth_gbytes: float
-    cpu: str
-    commit: str | None
+    bandwidth_gbytes: float = 0.0
+    cpu: str = ""
+    commit: str | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
     date: str = ""
 
@@ -136,14 +136,25 @@ class Measured:
 
     def slowdowns(self, clock: str) -> list[float]:
         """Per cent by which the rate of special rows is below that of plain rows, one for each repeat."""
-        plain_passes = [p.tokens / getattr(p, clock) for p in self.plain_passes]
-        return [100.0 * (1.0 - mine / other) for mine, other in zip(self.rates(clock), plain_passes, strict=True)]
+        plain = replace(self, passes=self.plain_passes).rates(clock)
+        return [100.0 * (1.0 - mine / other) for mine, other in zip(self.rates(clock), plain, strict=True)]
 
 
-_METRICS = (
-    (RATE, SLOWDOWN, "tokens/s", "seconds"),
+@dataclass(frozen=True, slots=True)
+class _Clock:
+    """A clock, and the metrics by it."""
+
+    name: str
+    rate: str
+    slowdown: str
+    unit: str
+    """Unit of the rate."""
+
+
+_CLOCKS: Final = (
+    _Clock("seconds", RATE, SLOWDOWN, "tokens/s"),
     # Processor time is meaningful even on a machine that runs other programs.
-    (CPU_RATE, CPU_SLOWDOWN, "tokens/CPU-s", "cpu_seconds"),
+    _Clock("cpu_seconds", CPU_RATE, CPU_SLOWDOWN, "tokens/CPU-s"),
 )
 
 
@@ -181,97 +192,64 @@ def workload_figures(
     floors = work.seconds(context.matmul.flops, context.bandwidth)
     figures = []
     for engine in measured:
-        for metric, slowdown, unit, clock in _METRICS:
+        for clock in _CLOCKS:
             # Processor time sums over threads, so its floor is the wall-clock floor times their number.
-            threads = engine.threads if clock == "cpu_seconds" else 1
+            threads = engine.threads if clock.name == "cpu_seconds" else 1
+            rates = engine.rates(clock.name)
+            spread = Spread.of(rates)
             least = {name: seconds * threads / work.output_tokens for name, seconds in floors.items()}
-            figure = _rate_figure(workload, model, (metric, unit, clock), engine, measured, least, work, context)
+            shares = {name: {"tokens_per_second": 1 / s, "share": spread.median * s} for name, s in least.items()}
+            arithmetic = shares.pop("arithmetic")
+            figure = Figure(
+                **_about(workload, model, engine, work, context),
+                metric=clock.rate,
+                value=spread.median,
+                unit=clock.unit,
+                min=spread.min,
+                max=spread.max,
+                ratio={o.name: asdict(ratios(rates, o.rates(clock.name))) for o in measured if o is not engine},
+                floor_share=arithmetic["share"],
+                floor_tokens_per_second=arithmetic["tokens_per_second"],
+                floors=shares,
+            )
             figures.append(figure)
             if engine.plain_passes:
-                figures.append(_slowdown(figure, slowdown, engine.slowdowns(clock)))
+                figures.append(_slowdown(figure, clock.slowdown, engine.slowdowns(clock.name)))
     return figures
 
 
-def _rate_figure(
-    workload: str,
-    model: str,
-    kind: tuple[str, str, str],
-    engine: Measured,
-    measured: Sequence[Measured],
-    least: Mapping[str, float],
-    work: FloorWork,
-    context: Context,
-) -> Figure:
-    """Rate of one engine by one clock.
-
-    Args:
-        workload: name of the workload.
-        model: name of the model.
-        kind: (metric, unit, clock).
-        engine: the engine's repeats.
-        measured: all engines' repeats.
-        least: floor -> seconds per token.
-        work: counts of the workload.
-        context: machine and versions.
-    """
-    metric, unit, clock = kind
-    rates = engine.rates(clock)
-    spread = Spread.of(rates)
-    shares = {name: {"tokens_per_second": 1 / s, "share": spread.median * s} for name, s in least.items()}
-    arithmetic = shares.pop("arithmetic")
-    return Figure(
-        workload=workload,
-        engine=engine.name,
-        version=engine.version,
-        dtype=engine.dtype,
-        device=engine.device,
-        model=model,
-        metric=metric,
-        value=spread.median,
-        unit=unit,
-        min=spread.min,
-        max=spread.max,
-        repeat=context.repeat,
-        setting=engine.setting,
-        ratio={o.name: asdict(ratios(rates, o.rates(clock))) for o in measured if o is not engine},
-        floor_share=arithmetic["share"],
-        floor_tokens_per_second=arithmetic["tokens_per_second"],
-        floors=shares,
-        counted=_counted(engine, work),
-        agreement=engine.agreement,
-        rows_equal=engine.rows_equal,
-        threads=engine.threads,
-        gemm_gflops=context.matmul.flops / 1e9,
-        gemm_form=context.matmul.form,
-        bandwidth_gbytes=context.bandwidth / 1e9,
-        cpu=context.cpu,
-        commit=context.commit,
-        versions=context.versions,
-        date=context.date,
-    )
+def _about(workload: str, model: str, engine: Measured, work: FloorWork, context: Context) -> dict[str, Any]:
+    """The fields of a figure that all metrics of an engine on a workload have in common."""
+    return {
+        "workload": workload,
+        "engine": engine.name,
+        "version": engine.version,
+        "dtype": engine.dtype,
+        "device": engine.device,
+        "model": model,
+        "repeat": context.repeat,
+        "setting": engine.setting,
+        "counted": {
+            "prompt_tokens": work.prompt_tokens,
+            "distinct_prompt_tokens": work.distinct_prompt_tokens,
+            "output_tokens": work.output_tokens,
+            **engine.passes[-1].counted,
+        },
+        "agreement": engine.agreement,
+        "rows_equal": engine.rows_equal,
+        "threads": engine.threads,
+        "gemm_gflops": context.matmul.flops / 1e9,
+        "gemm_form": context.matmul.form,
+        "bandwidth_gbytes": context.bandwidth / 1e9,
+        "cpu": context.cpu,
+        "commit": context.commit,
+        "versions": context.versions,
+        "date": context.date,
+    }
 
 
 def _slowdown(rate: Figure, metric: str, slowdowns: Sequence[float]) -> Figure:
     """The slowdown figure that accompanies a rate of special rows."""
     spread = Spread.of(slowdowns)
-    return replace(
-        rate,
-        metric=metric,
-        unit="%",
-        value=spread.median,
-        min=spread.min,
-        max=spread.max,
-        ratio={},
-        floor_share=None,
-        floor_tokens_per_second=None,
-        floors={},
-    )
-
-
-def _counted(engine: Measured, work: FloorWork) -> dict[str, int]:
-    return {
-        "prompt_tokens": work.prompt_tokens,
-        "distinct_prompt_tokens": work.distinct_prompt_tokens,
-        "output_tokens": work.output_tokens,
-        **engine.passes[-1].counted,
-    }
+    about = {"value": spread.median, "min": spread.min, "max": spread.max, "metric": metric, "unit": "%"}
+    return replace(rate, **about, ratio={}, floor_share=None, floor_tokens_per_second=None, floors={})  # type: ignore[arg-type]

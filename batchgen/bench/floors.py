@@ -37,7 +37,6 @@ from batchgen.models.base import ModelSpec
 from batchgen.plan.tree import PrefixTree, build_tree
 
 __all__ = [
-    "FLOORS",
     "H200",
     "DeviceFloor",
     "DeviceRates",
@@ -45,8 +44,6 @@ __all__ = [
     "Sharing",
     "count_work",
     "device_floor",
-    "prefill_work",
-    "prefix_kv_reads",
 ]
 
 Sharing = Literal["none", "cached", "levels"]
@@ -105,55 +102,19 @@ def device_floor(
         concurrency: number of samples that run at the same time and share a step's read of the weights.
         sharing: use of common prefixes.
     """
-    tokens = np.concatenate([np.asarray(row.ids, np.int32) for row in rows])
-    lengths = np.array([len(row.ids) for row in rows], np.int64)
-    tree = build_tree(tokens, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
     new = np.array([row.max_new for row in rows], np.int64)
-    samples = np.array([row.samples for row in rows], np.int64)
-    output = int((new * samples).sum())
-    steps = max(int(new.max()), -(-output // concurrency))
-
+    work = _tree_work(rows, new, concurrency, sharing)
+    steps = max(int(new.max()), -(-work.decoded // concurrency))
     head = shape.vocab * shape.hidden
     layers = shape.parameters - head * (1 if shape.tied else 2)
     position_flops = 4 * shape.layers * shape.heads * shape.head_dim  # attention to one cached position
     position_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * _BF16_BYTES
-
-    own = float((samples * new * (new - 1) // 2).sum())  # attended output tokens of the same sample
-    attended = float((samples * new * lengths).sum())  # attended prompt tokens
-    read = attended if sharing != "levels" else prefix_kv_reads(tree, new, samples, concurrency)
-    computed, prompt_attended = prefill_work(tree, lengths, samples, sharing)
     return DeviceFloor(
-        output_tokens=output,
-        prefill=(2.0 * layers * computed + position_flops * prompt_attended) / rates.flops,
-        memory=(steps * _BF16_BYTES * (layers + head) + position_bytes * (read + own)) / rates.bandwidth,
-        compute=(2.0 * (layers + head) * output + position_flops * (attended + own)) / rates.flops,
+        output_tokens=work.decoded,
+        prefill=(2.0 * layers * work.computed + position_flops * work.prompt_attended) / rates.flops,
+        memory=(steps * _BF16_BYTES * (layers + head) + position_bytes * work.read) / rates.bandwidth,
+        compute=(2.0 * (layers + head) * work.decoded + position_flops * work.attended) / rates.flops,
     )
-
-
-def prefix_kv_reads(
-    tree: PrefixTree, new: npt.NDArray[np.int64], samples: npt.NDArray[np.int64], concurrency: int
-) -> float:
-    """Number of cached prompt positions read if a step reads each node once for all running rows below it."""
-    below = np.concatenate([[0], np.cumsum(samples[tree.order])])
-    rows = (below[tree.last_row + 1] - below[tree.first_row]).astype(np.float64)
-    ordered = new[tree.order]
-    steps = np.array([ordered[a : b + 1].max() for a, b in zip(tree.first_row, tree.last_row, strict=True)])
-    # The rows of a subtree run together: if they are more than `concurrency`, they take several rounds.
-    rounds = np.maximum(1.0, rows / concurrency)
-    return float(((tree.end - tree.start) * steps * rounds).sum())
-
-
-def prefill_work(
-    tree: PrefixTree, lengths: npt.NDArray[np.int64], samples: npt.NDArray[np.int64], sharing: Sharing
-) -> tuple[float, float]:
-    """Number of prompt tokens computed, and of positions that they attend to, including themselves."""
-    if sharing == "none":
-        return float((samples * lengths).sum()), float((samples * lengths * (lengths + 1) // 2).sum())
-    start, end = tree.start.astype(np.int64), tree.end.astype(np.int64)
-    return float((end - start).sum()), float((end * (end + 1) // 2 - start * (start + 1) // 2).sum())
-
-
-FLOORS = ("arithmetic", "overlap", "serial")
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +140,7 @@ class FloorWork:
     """Bytes of the weights and of all keys and values, each counted once."""
 
     def seconds(self, flops: float, bandwidth: float) -> dict[str, float]:
-        """Seconds of each of `FLOORS`, at rates in FLOP/s and bytes/s."""
+        """Seconds of the floors "arithmetic", "overlap" and "serial", at rates in FLOP/s and bytes/s."""
         prefill, compute = self.prompt_flops / flops, self.decode_flops / flops
         read = self.decode_bytes / bandwidth
         return {
@@ -209,29 +170,31 @@ def count_work(rows: Sequence[BenchRow], spec: ModelSpec, *, tied: bool, adapter
     distinct = 0
     flops = prompt_flops = decode_flops = read = 0.0
     for name, members in by_adapter.items():
-        part = _tree_work(members)
+        decoded = np.array([row.max_new - 1 for row in members], np.int64)
+        part = _tree_work(members, decoded, sum(row.samples for row in members))
         weights = layers + (adapter if name is not None else 0)
-        decode_matmul = 2.0 * weights * part.decoded + 2.0 * head * part.head_rows
-        flops += 2.0 * weights * part.distinct + decode_matmul
-        prompt_flops += 2.0 * weights * part.distinct + attention * part.prompt_attended
+        head_rows = len(members) + part.decoded  # a prompt's samples share its last logits
+        decode_matmul = 2.0 * weights * part.decoded + 2.0 * head * head_rows
+        flops += 2.0 * weights * part.computed + decode_matmul
+        prompt_flops += 2.0 * weights * part.computed + attention * part.prompt_attended
         decode_flops += decode_matmul + attention * part.attended
         read += position * part.read
-        distinct += part.distinct
+        distinct += int(part.computed)
     output = sum(row.max_new * row.samples for row in rows)
-    decoded = output - sum(row.samples for row in rows)
+    decode_rows = output - sum(row.samples for row in rows)
     steps = max(row.max_new for row in rows) - 1
     stored = spec.dtype.itemsize * (layers + head)
     states = spec.dtype.itemsize * spec.hidden_size * sum(_states(row) for row in rows)
     return FloorWork(
         prompt_tokens=sum(len(row.ids) for row in rows),
         distinct_prompt_tokens=distinct,
-        decode_rows=decoded,
+        decode_rows=decode_rows,
         output_tokens=output,
         flops=flops,
         prompt_flops=prompt_flops,
         decode_flops=decode_flops,
         decode_bytes=steps * stored + read + states,
-        resident_bytes=stored + position * (distinct + decoded),
+        resident_bytes=stored + position * (distinct + decode_rows),
     )
 
 
@@ -239,36 +202,54 @@ def count_work(rows: Sequence[BenchRow], spec: ModelSpec, *, tied: bool, adapter
 class _TreeWork:
     """Numbers of tokens and positions of rows that can share prefixes."""
 
-    distinct: int
-    """Number of distinct prompt tokens."""
+    computed: float
+    """Number of prompt tokens computed."""
     decoded: int
     """Number of decoded tokens."""
-    head_rows: int
-    """Number of rows of logits; a prompt's samples share those of its last token."""
     prompt_attended: float
-    """Number of positions that prompt tokens attend to, including themselves."""
+    """Number of positions that computed prompt tokens attend to, including themselves."""
     attended: float
     """Number of earlier positions that decoded tokens attend to."""
     read: float
-    """`attended`, with each node of the tree counted once per step."""
+    """`attended`; with sharing "levels", each node of the tree is counted once per step."""
 
 
-def _tree_work(rows: Sequence[BenchRow]) -> _TreeWork:
+def _tree_work(
+    rows: Sequence[BenchRow], decoded: npt.NDArray[np.int64], concurrency: int, sharing: Sharing = "levels"
+) -> _TreeWork:
+    """Count rows that decode `decoded` tokens each, `concurrency` samples at a time."""
     lengths = np.array([len(row.ids) for row in rows], np.int64)
     tokens = np.fromiter(chain.from_iterable(row.ids for row in rows), np.int32, int(lengths.sum()))
     tree = build_tree(tokens, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
     samples = np.array([row.samples for row in rows], np.int64)
-    decoded: npt.NDArray[np.int64] = np.array([row.max_new for row in rows], np.int64) - 1
     own = float((samples * decoded * (decoded - 1) // 2).sum())  # attended output tokens of the same sample
-    computed, prompt_attended = prefill_work(tree, lengths, samples, "levels")
-    return _TreeWork(
-        distinct=int(computed),
-        decoded=int((samples * decoded).sum()),
-        head_rows=int((1 + samples * decoded).sum()),
-        prompt_attended=prompt_attended,
-        attended=float((samples * decoded * lengths).sum()) + own,
-        read=prefix_kv_reads(tree, decoded, samples, int(samples.sum())) + own,
-    )
+    attended = float((samples * decoded * lengths).sum())  # attended prompt tokens
+    read = attended if sharing != "levels" else _prefix_kv_reads(tree, decoded, samples, concurrency)
+    computed, prompt_attended = _prefill_work(tree, lengths, samples, sharing)
+    return _TreeWork(computed, int((samples * decoded).sum()), prompt_attended, attended + own, read + own)
+
+
+def _prefix_kv_reads(
+    tree: PrefixTree, new: npt.NDArray[np.int64], samples: npt.NDArray[np.int64], concurrency: int
+) -> float:
+    """Number of cached prompt positions read if a step reads each node once for all running rows below it."""
+    below = np.concatenate([[0], np.cumsum(samples[tree.order])])
+    rows = (below[tree.last_row + 1] - below[tree.first_row]).astype(np.float64)
+    ordered = new[tree.order]
+    steps = np.array([ordered[a : b + 1].max() for a, b in zip(tree.first_row, tree.last_row, strict=True)])
+    # The rows of a subtree run together: if they are more than `concurrency`, they take several rounds.
+    rounds = np.maximum(1.0, rows / concurrency)
+    return float(((tree.end - tree.start) * steps * rounds).sum())
+
+
+def _prefill_work(
+    tree: PrefixTree, lengths: npt.NDArray[np.int64], samples: npt.NDArray[np.int64], sharing: Sharing
+) -> tuple[float, float]:
+    """Number of prompt tokens computed, and of positions that they attend to, including themselves."""
+    if sharing == "none":
+        return float((samples * lengths).sum()), float((samples * lengths * (lengths + 1) // 2).sum())
+    start, end = tree.start.astype(np.int64), tree.end.astype(np.int64)
+    return float((end - start).sum()), float((end * (end + 1) // 2 - start * (start + 1) // 2).sum())
 
 
 def _states(row: BenchRow) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 from pathlib import Path
 
 import batchgen
 
-__all__ = ["commit_name", "cpu_name", "versions"]
+__all__ = ["commit_name", "cpu_name", "processors", "versions"]
 
 
 def cpu_name() -> str:
@@ -20,6 +21,11 @@ def cpu_name() -> str:
     except OSError:
         pass  # not Linux
     return platform.processor() or platform.machine()
+
+
+def processors() -> int:
+    """Number of processors that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def versions() -> dict[str, str]:

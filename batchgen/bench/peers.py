@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from batchgen.bench.config import did_you_mean
 from batchgen.errors import UsageError
 
-__all__ = [
-    "BASELINE",
-    "OURS",
-    "OWN_ENGINES",
-    "PEERS",
-    "REFERENCE",
-    "VARIANTS",
-    "EngineSource",
-    "parse_peers",
-    "supports_fields",
-]
+__all__ = ["BASELINE", "OURS", "OWN_ENGINES", "PEERS", "REFERENCE", "VARIANTS", "EngineSource", "parse_peers"]
 
 OURS = "batchgen"
 REFERENCE = "transformers"
@@ -36,29 +25,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """batchgen with other options. `deterministic` shows the cost of `--deterministic`; `first-come` starts rows in input
 order, as soon as there are pages for their prompts, and shows the gain of batchgen's scheduling."""
 OWN_ENGINES = (OURS, BASELINE, *VARIANTS)
-"""Engines that are batchgen: all of their ids must equal the reference's, and a failure ends the run."""
+"""Engines that are batchgen: all of their ids must equal the reference's, and a failure ends the run. Only they run
+rows with fields; a peer would do less work on them."""
 
-PEERS = {
-    "transformers": "transformers",
-    "transformers-continuous": "transformers",
-    "vllm": "vllm",
-    "sglang": "sglang",
-    "openvino": "openvino_genai",
-    "onnxruntime-genai": "onnxruntime_genai",
-    "ctranslate2": "ctranslate2",
-    "llama.cpp": "llama_cpp",
+PEERS: Final[dict[str, tuple[str, ...]]] = {
+    "transformers": ("transformers",),
+    "transformers-continuous": ("transformers",),
+    "vllm": ("vllm",),
+    "vllm-zentorch": ("vllm", "zentorch"),
+    "sglang": ("sglang",),
+    "openvino": ("openvino_genai",),
+    "llama.cpp": ("llama_cpp",),
 }
-"""Peer -> the module that must be importable. Its script is `engines/engine_NAME.py`, with _ for hyphens and dots."""
-_FIELDS: dict[str, frozenset[str]] = {}
-"""Peer -> fields of special rows (`BenchRow.fields`) that its script passes to the engine. A peer does not run on rows
-with other fields, because it would do less work than the other engines."""
-_AUTO = ("transformers",)
+"""Peer -> modules that must be importable. Its script is `engines/engine_NAME.py`, with _ for hyphens and dots."""
+_SCRIPTS: Final = {**dict.fromkeys(OWN_ENGINES, OURS), "vllm-zentorch": "vllm"}
+"""Engine -> name of its script, if they differ."""
+_AUTO: Final = ("transformers",)
 """Peers of `--peers auto`; the others usually need a separate environment."""
-
-
-def supports_fields(engine: str, fields: Iterable[str]) -> bool:
-    """Whether an engine supports rows with these fields."""
-    return engine in OWN_ENGINES or _FIELDS.get(engine, frozenset()).issuperset(fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +56,7 @@ class EngineSource:
     @property
     def script(self) -> str:
         """Name of its script in `engines/`, without the suffix."""
-        name = OURS if self.name in OWN_ENGINES else self.name
-        return "engine_" + name.replace("-", "_").replace(".", "_")
+        return "engine_" + _SCRIPTS.get(self.name, self.name).replace("-", "_").replace(".", "_")
 
 
 def parse_peers(text: str) -> list[EngineSource]:
@@ -88,39 +70,36 @@ def parse_peers(text: str) -> list[EngineSource]:
     if text == "none":
         return []
     if text == "auto":
-        return [source for source in map(EngineSource, _AUTO) if _can_import(source)]
+        return [source for source in map(EngineSource, _AUTO) if not _missing_modules(source)]
     peers: list[EngineSource] = []
     for item in text.split(","):
-        name, given, python = item.strip().partition("=")
+        name, given, value = item.strip().partition("=")
         if name not in (known := (*PEERS, BASELINE, *VARIANTS)):
             problem = f"unknown peer {name!r}{did_you_mean(name, known)}" if name else "a name is missing"
             raise UsageError(f"--peers: {problem}; known: {', '.join(known)} (or auto, none)")
         if any(peer.name == name for peer in peers):
             raise UsageError(f"--peers: {name} is given more than once")
-        if name == BASELINE:
-            peers.append(_baseline(python))
-            continue
-        if name in VARIANTS:
-            if given:
-                raise UsageError(
-                    f"--peers: {name} is this batchgen with other options and has no Python; leave =... out"
-                )
-            peers.append(EngineSource(name))
-            continue
-        if given and (not python or Path(python).expanduser().is_dir()):
-            problem = f"got the folder {python}" if python else "got nothing"
-            raise UsageError(
-                f"--peers: {name}= must name a Python interpreter, {problem}; for example "
-                f"{name}={python or 'ENVIRONMENT'}/bin/python"
-            )
-        source = EngineSource(name, str(Path(python).expanduser())) if given else EngineSource(name)
-        if not _can_import(source):
-            raise UsageError(
-                f"--peers: {source.python} cannot import {PEERS[name]}; install it there, or give "
-                f"--peers {name}=PYTHON with a Python that has it"
-            )
-        peers.append(source)
+        peers.append(_baseline(value) if name == BASELINE else _source(name, value if given else None))
     return peers
+
+
+def _source(name: str, python: str | None) -> EngineSource:
+    """The source of a peer, with the interpreter that is given."""
+    if name in VARIANTS:
+        if python is not None:
+            raise UsageError(f"--peers: {name} is this batchgen with other options and has no Python; leave =... out")
+        return EngineSource(name)
+    if python is not None and (not python or Path(python).expanduser().is_dir()):
+        problem = f"got the folder {python}" if python else "got nothing"
+        example = f"{name}={python or 'ENVIRONMENT'}/bin/python"
+        raise UsageError(f"--peers: {name}= must name a Python interpreter, {problem}; for example {example}")
+    source = EngineSource(name) if python is None else EngineSource(name, str(Path(python).expanduser()))
+    if missing := _missing_modules(source):
+        raise UsageError(
+            f"--peers: {source.python} cannot import {missing}; install it there, or give "
+            f"--peers {name}=PYTHON with a Python that has it"
+        )
+    return source
 
 
 def _baseline(folder: str) -> EngineSource:
@@ -130,13 +109,16 @@ def _baseline(folder: str) -> EngineSource:
     return EngineSource(BASELINE, root=str(root))
 
 
-def _can_import(source: EngineSource) -> bool:
-    """Whether the interpreter finds the engine's module (without importing it)."""
-    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
+def _missing_modules(source: EngineSource) -> str:
+    """Modules of the engine that the interpreter does not find (without importing them); empty if there are none."""
+    modules = PEERS[source.name]
+    code = "import sys, importlib.util as u; sys.exit(' '.join(m for m in sys.argv[1:] if not u.find_spec(m)) or 0)"
     try:
-        done = subprocess.run([source.python, "-c", code, PEERS[source.name]], capture_output=True, check=False)
+        done = subprocess.run([source.python, "-c", code, *modules], capture_output=True, text=True, check=False)
     except OSError as error:
         raise UsageError(
             f"--peers: cannot run {source.python}: {error.strerror}; give --peers {source.name}=PYTHON"
         ) from None
-    return done.returncode == 0
+    if done.returncode == 0:
+        return ""
+    return " and ".join([name for name in done.stderr.split() if name in modules] or modules)

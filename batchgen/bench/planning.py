@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.bench.machine import commit_name, cpu_name
+from batchgen.bench.machine import commit_name, cpu_name, processors
 from batchgen.data.write.spool import TokenSpool
 from batchgen.errors import UsageError
 from batchgen.plan.estimate import find_dedup, plan_counts
@@ -169,7 +169,7 @@ def measure_planning(shape: str, size: PlanSize, tokens: Int32s) -> PlanFigure:
         seconds=round(sum(phases.values()), 3),
         phases={name: round(seconds, 3) for name, seconds in phases.items()},
         cpu_seconds=round(time.process_time() - cpu, 3),
-        processors=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        processors=processors(),
         ids_bytes=tokens.nbytes,
         scratch_bytes=memory.bytes,
         cpu=cpu_name(),

@@ -23,7 +23,7 @@ from batchgen.errors import BatchgenError
 
 __all__ = ["BenchEngine", "EngineExited", "EngineFailed", "EngineProcess", "Generated", "LoadSpec"]
 
-_WORKER = Path(__file__).parent / "engines" / "worker.py"
+_WORKER = Path(__file__).parent / "engines" / "peer_tools.py"
 _MALLOC_ENV = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 """Environment that makes glibc's allocator keep freed memory (blocks below 32 MiB) for the next pass. Some engines
 allocate their KV cache once, others for every pass, and fresh memory from the system is slow on virtual machines. A job
@@ -145,7 +145,7 @@ class EngineProcess:
         try:
             if source.name in VARIANTS:
                 spec = replace(spec, options={**spec.options, **VARIANTS[source.name]})
-            request = {"op": "load", **asdict(spec)}
+            request = {"op": "load", "engine": source.name, **asdict(spec)}
             if source.name in _WITHOUT_TORCH:
                 request["dtype"] = fastest_dtype(request)
             loaded = self._request(request)

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,21 +22,11 @@ __all__ = ["SkippedPeer", "SkippedPeers", "StoredFigures", "parse_figures", "rea
 
 _REQUIRED: Final = ("workload", "engine", "metric", "value")
 """Keys that make a JSON line a figure."""
-_DEFAULTS: Final[dict[str, Any]] = {
-    "str": "",
-    "int": 0,
-    "float": 0.0,
-    "float | None": None,
-    "str | None": None,
-}
-"""Type of a figure's field -> value where a file of an older version lacks the field; mappings are empty."""
 _LEFT_OUT: Final = "left_out"
 """Metric of the JSON line of a skipped peer, which has a reason instead of a value."""
 _SPREAD: Final = ("min", "max")
 _TYPE_NAMES: Final = {"str": "a text", "int": "a whole number", "float": "a number", "Mapping": "an object"}
 """Start of a field's type annotation -> its name in error messages."""
-_OLD_DEFAULTS: Final = {"rows_equal": 1.0}
-"""Fields whose default for files of older versions differs from `_DEFAULTS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,26 +191,19 @@ def _key(figure: Figure) -> tuple[Any, ...]:
 
 
 def _figure(values: Mapping[str, Any], where: str) -> Figure:
-    """The figure of a JSON object written by this or an older version. Ignores unknown keys."""
-    values_by_field: dict[str, Any] = {}
-    for known in fields(Figure):
-        if known.name in values:
-            values_by_field[known.name] = values[known.name]
-        elif known.name in _SPREAD:
-            values_by_field[known.name] = values["value"]
-        elif known.name in _OLD_DEFAULTS:
-            values_by_field[known.name] = _OLD_DEFAULTS[known.name]
-        elif known.default is MISSING and known.default_factory is MISSING:
-            values_by_field[known.name] = _DEFAULTS.get(str(known.type), {})
-    for known in fields(Figure):
-        if known.name in values_by_field and not _fits(str(known.type), values_by_field[known.name]):
-            expected = next(text for start, text in _TYPE_NAMES.items() if str(known.type).startswith(start))
-            raise UsageError(f"{where}: `{known.name}` must be {expected}, got {values_by_field[known.name]!r}")
+    """The figure of a JSON object written by this or another version. Ignores unknown keys."""
+    types = {known.name: str(known.type) for known in fields(Figure)}
+    given = {name: values[name] for name in types if name in values}
+    found = given | {name: given["value"] for name in _SPREAD if name not in given}
+    for name, value in found.items():
+        if not _fits(types[name], value):
+            expected = next(text for start, text in _TYPE_NAMES.items() if types[name].startswith(start))
+            raise UsageError(f"{where}: `{name}` must be {expected}, got {value!r}")
     for name, numbers in (("ratio", ("median", *_SPREAD)), ("floors", ("share",))):
-        for key, one in values_by_field.get(name, {}).items():
+        for key, one in found.get(name, {}).items():
             if not all(isinstance(one.get(number), int | float) and one[number] > 0 for number in numbers):
                 raise UsageError(f"{where}: `{name}` of {key} must have {', '.join(numbers)} above 0, got {one!r}")
-    return Figure(**values_by_field)
+    return Figure(**found)
 
 
 def _fits(kind: str, value: Any) -> bool:

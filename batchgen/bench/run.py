@@ -21,7 +21,7 @@ from batchgen.bench.correctness import Gate, check_lengths
 from batchgen.bench.figures import Context, Figure, Measured, workload_figures
 from batchgen.bench.floors import count_work
 from batchgen.bench.machine import commit_name, cpu_name, versions
-from batchgen.bench.peers import OURS, OWN_ENGINES, REFERENCE, EngineSource, parse_peers, supports_fields
+from batchgen.bench.peers import OURS, OWN_ENGINES, REFERENCE, EngineSource, parse_peers
 from batchgen.bench.process import BenchEngine, EngineExited, EngineFailed, EngineProcess, LoadSpec
 from batchgen.bench.rates import MatmulRate, measure_bandwidth, measure_matmul
 from batchgen.bench.results import SkippedPeers, read_figures
@@ -77,9 +77,12 @@ def best_setting(
         return settings[0]
     failed: list[EngineFailed] = []
 
+    def seconds_per_row(rows: Sequence[BenchRow], setting: Mapping[str, int]) -> float:
+        return engine.generate(rows, setting).seconds / len(rows)
+
     def trial_seconds(rows: Sequence[BenchRow], setting: Mapping[str, int], *, some: bool = True) -> float:
         try:
-            return _seconds_per_row(engine, _some_batches(rows, setting) if some else rows, setting)
+            return seconds_per_row(_some_batches(rows, setting) if some else rows, setting)
         except EngineExited:
             raise
         except EngineFailed as problem:
@@ -102,7 +105,7 @@ def best_setting(
     finalists = [s for s, taken in zip(settings, seconds, strict=True) if taken <= min(seconds) * _FINALIST_FACTOR]
     if len(finalists) == 1 or short == list(rows):
         return settings[seconds.index(min(seconds))]
-    return min(finalists, key=lambda setting: _seconds_per_row(engine, rows, setting))
+    return min(finalists, key=lambda setting: seconds_per_row(rows, setting))
 
 
 def distinct_settings(settings: Sequence[Mapping[str, int]], rows: int) -> list[Mapping[str, int]]:
@@ -112,10 +115,6 @@ def distinct_settings(settings: Sequence[Mapping[str, int]], rows: int) -> list[
         capped = {key: min(value, rows) if key == "batch" else value for key, value in setting.items()}
         found.setdefault(tuple(sorted(capped.items())), setting)
     return list(found.values())
-
-
-def _seconds_per_row(engine: BenchEngine, rows: Sequence[BenchRow], setting: Mapping[str, int]) -> float:
-    return engine.generate(rows, setting).seconds / len(rows)
 
 
 def _some_batches(rows: Sequence[BenchRow], setting: Mapping[str, int]) -> Sequence[BenchRow]:
@@ -169,11 +168,12 @@ def run_bench(
     console = console or Console(stderr=True, highlight=False)
     workloads = find_workloads(config.workloads, demo=config.model == DEMO)
     peers = parse_peers(config.peers)
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    if config.cpu_threads:
+        torch.set_num_threads(config.cpu_threads)
     options: dict[str, Any] = {"dtype": config.dtype, "device": config.device}
     checked = EngineConfig(**options)
-    folder = resolve_bench_model(config.model, _init_device(checked))
+    cuda = checked.device != "cpu" and torch.cuda.is_available()  # where random weights are generated
+    folder = resolve_bench_model(config.model, torch.device("cuda" if cuda else "cpu"))
     model = inspect_model(folder, dtype=checked.dtype, device=checked.device)
     _check_lengths(workloads, model)
     start = start or partial(EngineProcess, timeout=config.timeout)
@@ -193,12 +193,6 @@ def run_bench(
         console.print(line, style="yellow", soft_wrap=True, markup=False)
     bench.check_peers(workloads)
     return figures
-
-
-def _init_device(config: EngineConfig) -> torch.device:
-    """Device on which random weights are generated."""
-    cuda = config.device != "cpu" and torch.cuda.is_available()
-    return torch.device("cuda" if cuda else "cpu")
 
 
 def _check_lengths(workloads: Sequence[BenchWorkload], model: ModelSpec) -> None:
@@ -287,12 +281,12 @@ class _Bench:
 
     @staticmethod
     def _supports(engine: str, workload: BenchWorkload) -> bool:
-        return supports_fields(engine, [*workload.fields, *(["lora_path"] if workload.adapters else [])])
+        return engine in OWN_ENGINES or not workload.special
 
     def measure(self, workloads: Sequence[BenchWorkload], gate: Gate) -> Iterator[Figure]:
         """Run interleaved repeats of each workload on all engines, each in one process throughout."""
         # Floors use the highest rate measured in the whole run, because the machine is the same throughout.
-        matmul_rates = [self._measure_matmul() for _ in range(_INITIAL_MATMUL_RUNS)]
+        matmul_rates = [measure_matmul(self.model.dtype, self.model.device) for _ in range(_INITIAL_MATMUL_RUNS)]
         # Workloads without adapters run in processes without adapters, so that loaded adapters cannot slow them down.
         for adapted in (False, True):
             group = [workload for workload in workloads if (workload.adapters is not None) == adapted]
@@ -301,9 +295,6 @@ class _Bench:
                     engines = self._start_all(stack, group)
                     for workload in group:
                         yield from self._measure(workload, engines, gate, matmul_rates)
-
-    def _measure_matmul(self) -> MatmulRate:
-        return measure_matmul(self.model.dtype, self.model.device)
 
     def _measure(
         self, workload: BenchWorkload, engines: Sequence[BenchEngine], gate: Gate, matmul_rates: list[MatmulRate]
@@ -315,7 +306,7 @@ class _Bench:
         measured = self._prepare(workload, engines, rows, gate)
         bandwidth = 0.0
         for number in range(self.config.repeat):
-            matmul_rates.append(self._measure_matmul())
+            matmul_rates.append(measure_matmul(self.model.dtype, self.model.device))
             bandwidth = max(bandwidth, measure_bandwidth(self.model.device, work.resident_bytes))
             for engine, one in list(measured):
                 with self.skipped.on_failure(engine.name, workload.name):
@@ -327,7 +318,9 @@ class _Bench:
             measured = [pair for pair in measured if not self.skipped.has(pair[0].name, workload.name)]
             remaining = [one for _, one in measured]
             self.console.print(_progress(workload, number, self.config.repeat, remaining), style="dim")
-        context = self._context(max(matmul_rates, key=lambda one: one.flops), bandwidth)
+        matmul = max(matmul_rates, key=lambda one: one.flops)
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        context = Context(cpu_name(), self.commit, self.config.repeat, matmul, bandwidth, versions(), now)
         yield from workload_figures(workload.name, self.config.model, remaining, work, context)
 
     def _start_all(self, stack: ExitStack, workloads: Sequence[BenchWorkload]) -> list[BenchEngine]:
@@ -377,10 +370,6 @@ class _Bench:
         text = f"{self.config.tuned} has no setting of {engine.name} for {workload.name}; trying its settings"
         self.console.print(text, style="yellow", soft_wrap=True, markup=False)
         return None
-
-    def _context(self, matmul: MatmulRate, bandwidth: float) -> Context:
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        return Context(cpu_name(), self.commit, self.config.repeat, matmul, bandwidth, versions(), now)
 
     def _load_spec(self, dtype: str, workloads: Sequence[BenchWorkload]) -> LoadSpec:
         """What engines load for these workloads."""

@@ -6,9 +6,7 @@ import itertools
 import json
 import math
 import os
-import shutil
 import string
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,6 +16,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
+from batchgen.bench.engines.peer_tools import build_folder
 from batchgen.demo import model_path
 from batchgen.errors import OutputError, UsageError
 
@@ -88,11 +87,10 @@ def resolve_bench_model(name: str, device: torch.device | None = None) -> str:
         raise UsageError(f"unknown random model {name!r}; use one of {known}, {DEMO}, or a model folder")
     where = device or torch.device("cpu")
     folder = bench_cache() / f"random-{key}-v{_RECIPE_VERSION}{'' if where.type == 'cpu' else '-' + where.type}"
-    if not (folder / "config.json").is_file():
-        try:
-            _build_atomically(SHAPES[key], folder, where)
-        except OSError as error:
-            raise OutputError(f"cannot write the random model {folder}: {error.strerror or error}") from None
+    try:
+        build_folder(folder, lambda empty: build_model(SHAPES[key], empty, device=where))
+    except OSError as error:
+        raise OutputError(f"cannot write the random model {folder}: {error.strerror or error}") from None
     return str(folder)
 
 
@@ -100,20 +98,6 @@ def bench_cache() -> Path:
     """Cache folder of generated models and adapters."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "batchgen" / "bench"
-
-
-def _build_atomically(shape: Shape, folder: Path, device: torch.device) -> None:
-    """Build under a temporary name, then rename: a folder under its final name is complete."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=folder.parent))
-    try:
-        build_model(shape, temporary, device=device)
-        temporary.rename(folder)
-    except OSError:
-        if not (folder / "config.json").is_file():  # otherwise another run has built it meanwhile
-            raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def build_model(shape: Shape, folder: Path, seed: int = 0, device: torch.device | None = None) -> None:

@@ -22,7 +22,7 @@ from statistics import median
 from typing import TextIO
 
 import batchgen
-from batchgen.bench.machine import commit_name, cpu_name
+from batchgen.bench.machine import commit_name, cpu_name, processors
 from batchgen.errors import BatchgenError
 
 __all__ = ["CommandFailed", "CommandFigure", "batchgen_process", "command_figure", "kill_when", "run_startup_bench"]
@@ -68,7 +68,7 @@ def command_figure(
         max=round(max(values), 3),
         cpu_seconds=None if cpu is None else round(median(cpu), 3),
         repeat=len(values),
-        processors=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        processors=processors(),
         cpu=cpu_name(),
         commit=commit_name(),
     )

@@ -10,15 +10,25 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from batchgen.bench.correctness import FULL_EQUALITY
 from batchgen.bench.figures import CPU_RATE, RATE, SLOWDOWN, Figure, ours_over
-from batchgen.bench.panels import engine_text, other_table, setting_text, share_text
 from batchgen.bench.peers import OURS
 
-__all__ = ["comparison", "print_comparison", "print_others"]
+__all__ = ["comparison", "engine_text", "print_comparison", "print_others", "share_text"]
 
 _Cell = Callable[[Figure, "_RelatedFigures"], str]
 _UNLIMITED: Final = 10_000
 """Width of output that is not a terminal."""
+
+
+def engine_text(figure: Figure) -> str:
+    """The engine's name, with the share of rows equal to the reference in float32 if it is below `FULL_EQUALITY`."""
+    return figure.engine + (f" ({figure.rows_equal:.0%} equal)" if figure.rows_equal < FULL_EQUALITY else "")
+
+
+def share_text(share: float | None) -> str:
+    """A share in per cent; empty for None."""
+    return "" if share is None else f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
 
 
 class _RelatedFigures:
@@ -54,7 +64,7 @@ def _slower(rate: Figure, related: _RelatedFigures) -> str:
 
 _WORKLOAD: Final = ("workload", lambda f, _: f.workload)
 _ENGINE: Final = ("engine", lambda f, _: engine_text(f))
-_SETTING: Final = ("setting", lambda f, _: setting_text(f))
+_SETTING: Final = ("setting", lambda f, _: ", ".join(f"{key} {value}" for key, value in f.setting.items()))
 _DTYPE: Final = ("format", lambda f, _: f.dtype)
 _SPREAD: Final = ("tokens/s (min-max)", lambda f, _: f"{f.value:,.1f} ({f.min:,.1f}-{f.max:,.1f})")
 _MEDIAN: Final = ("tokens/s", lambda f, _: f"{f.value:,.1f}")
@@ -87,7 +97,7 @@ def print_comparison(figures: Sequence[Figure], console: Console) -> None:
 def print_others(others: Sequence[Mapping[str, Any]], console: Console) -> None:
     """Print figures of workloads without engines, one table per workload with a column for each JSON line."""
     for name in dict.fromkeys(str(line.get("workload", "other")) for line in others):
-        header, rows, same = other_table([line for line in others if str(line.get("workload", "other")) == name])
+        header, rows, same = _other_table([line for line in others if str(line.get("workload", "other")) == name])
         table = Table(box=None, pad_edge=False, show_header=False)
         table.add_column()
         for _ in rows:
@@ -103,6 +113,23 @@ def print_others(others: Sequence[Mapping[str, Any]], console: Console) -> None:
                 line = ", ".join(f"{key} {text}" for key, text in zip(header, row, strict=True) if text)
                 wide.print(Text(line), soft_wrap=False)
         wide.print(Text(", ".join(f"{key} {text}" for key, text in same.items()), style="dim"))
+
+
+def _other_table(lines: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]], dict[str, str]]:
+    """Table of one workload without engines: column names, rows, and the values that all rows have in common."""
+    keys = dict.fromkeys(k for line in lines for k, v in line.items() if not isinstance(v, dict | list))
+    keys_with_values = [key for key in keys if key != "workload" and any(line.get(key) is not None for line in lines)]
+    texts = {key: [_plain(line.get(key)) for line in lines] for key in keys_with_values}
+    same = {key: column[0] for key, column in texts.items() if len(set(column)) == 1 and len(lines) > 1}
+    header = [key for key in texts if key not in same]
+    rows = [[texts[key][i] for key in header] for i in range(len(lines))]
+    return [key.replace("_", " ") for key in header], rows, {key.replace("_", " "): v for key, v in same.items()}
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return "" if value is None else str(value)
+    return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}"
 
 
 def comparison(figures: Sequence[Figure], width: int = _UNLIMITED) -> Table:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
+from pathlib import Path
 
 import pytest
 
-from batchgen.bench.engines import peer_tools
-
-sys.modules.setdefault("peer_tools", peer_tools)  # importable as in the worker process
+from batchgen.bench.shapes import build_model
+from tests.bench.fakes import TEXT
 
 
 @pytest.fixture
@@ -16,3 +15,11 @@ def fast_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure the machine's rates briefly and on small matrices."""
     monkeypatch.setattr("batchgen.bench.rates._SIZES", {"decode": (4, 64, 64), "prompt": (8, 64, 64)})
     monkeypatch.setattr("batchgen.bench.rates._SECONDS", 0.0)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of `TEXT`."""
+    path = tmp_path_factory.mktemp("bench-model")
+    build_model(TEXT, path)
+    return path

@@ -1,66 +1,64 @@
-"""`batchgen bench` with a tiny model: models, peers, the correctness gate and whole runs. Tests no times."""
+"""`batchgen bench` with a tiny model: models, the correctness gate and whole runs. Tests no times."""
 
 from __future__ import annotations
 
-import importlib
-import io
 import json
 import shutil
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
+from tokenizers import Tokenizer as RawTokenizer
 
 import batchgen
-from batchgen.bench.correctness import GateFailed, agreement, check_agreement, check_exact_ids, gate_rows
+from batchgen.bench.command import run_command as run_bench_command
+from batchgen.bench.correctness import Check, GateFailed, continues_to_json, gate_rows, returned_counts
 from batchgen.bench.figures import Spread, ratios
-from batchgen.bench.peers import VARIANTS, EngineSource, parse_peers
+from batchgen.bench.peers import EngineSource, parse_peers
 from batchgen.bench.process import EngineFailed, EngineProcess, Generated, LoadSpec
 from batchgen.bench.run import BenchConfig, run_bench
-from batchgen.bench.shapes import Shape, build_model, resolve_bench_model
+from batchgen.bench.shapes import SHAPES, build_model, resolve_bench_model
 from batchgen.bench.workloads import BenchRow
 from batchgen.cli.app import run_command
 from batchgen.demo import model_path
 from batchgen.errors import UsageError
 from batchgen.models.load import inspect_model
-from tests.bench.toys import TOY
-
-TINY = Shape(layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, inner=48, vocab=64, context=128)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny")
-    build_model(TINY, path)
-    return path
-
-
-@pytest.fixture
-def toy(tmp_path: Path, fast_rates: None) -> str:
-    path = tmp_path / "toy.toml"
-    path.write_text(TOY)
-    return str(path)
-
+from batchgen.text.tokenizer import Tokenizer
+from tests.bench.fakes import TEXT, TOY, InProcess, Stub, console_text, silent_console, starting
 
 # Models
 
 
-def test_random_model_is_reproducible_and_has_its_shape(tmp_path: Path, folder: Path) -> None:
-    build_model(TINY, tmp_path)
-    assert (tmp_path / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
-    spec = inspect_model(folder, dtype="float32", device="cpu")
-    layer = 32 * (32 + 2 * 16) + 32 * 32 + 3 * 32 * 48 + 2 * 32
-    assert spec.parameters == 64 * 32 + 2 * layer + 32
-    assert spec.context_length == 128
+@pytest.mark.parametrize(
+    ("shape", "parameters"),
+    [
+        (TEXT, 400 * 32 + 2 * (32 * (32 + 2 * 16) + 32 * 32 + 3 * 32 * 48 + 2 * 32) + 32),
+        (replace(TEXT, family="qwen3", tied=False), TEXT.parameters + 400 * 32 + 2 * 2 * 8),
+    ],
+)
+def test_random_models_are_reproducible_and_have_their_shape(tmp_path: Path, shape, parameters: int) -> None:  # type: ignore[no-untyped-def]
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        build_model(shape, tmp_path / name)
+    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two"))
+    assert one == two
+    spec = inspect_model(tmp_path / "one", dtype="float32", device="cpu")
+    assert (spec.implementation, spec.context_length) == ("native", 128)
+    assert spec.parameters == shape.parameters == parameters
+    tokenizer = RawTokenizer.from_file(str(tmp_path / "one" / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == 400
+    assert tokenizer.decode(tokenizer.encode('{"a": 12}').ids) == '{"a": 12}'
 
 
-def test_random_model_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_named_shapes_count_their_parameters() -> None:
+    counts = {name: SHAPES[name].parameters for name in ("0.6b", "1b", "8b")}
+    assert counts == {"0.6b": 596_049_920, "1b": 1_235_814_400, "8b": 8_030_261_248}
+
+
+def test_a_random_model_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("batchgen.bench.shapes.SHAPES", {"tiny": TINY})
+    monkeypatch.setattr("batchgen.bench.shapes.SHAPES", {"tiny": TEXT})
     first = Path(resolve_bench_model("random:tiny"))
     stamp = (first / "model.safetensors").stat().st_mtime_ns
     assert resolve_bench_model("random:tiny") == str(first)
@@ -72,179 +70,240 @@ def test_random_model_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         resolve_bench_model("random:7b")
 
 
-# Peers
-
-
-def test_peers() -> None:
-    assert parse_peers("none") == []
-    assert parse_peers("auto") == [EngineSource("transformers", sys.executable)]
-    assert parse_peers(f"transformers={sys.executable}") == [EngineSource("transformers", sys.executable)]
-    for name, variant in zip(VARIANTS, parse_peers(",".join(VARIANTS)), strict=True):
-        assert (variant.name, variant.script) == (name, "engine_batchgen")
-    with pytest.raises(UsageError, match=r"unknown peer 'sglan' \(did you mean sglang\?\); known: transformers"):
-        parse_peers("sglan")
-    with pytest.raises(UsageError, match="given more than once"):
-        parse_peers("transformers,transformers")
-    with pytest.raises(UsageError, match="cannot run /no/such/python"):
-        parse_peers("transformers=/no/such/python")
-    with pytest.raises(UsageError, match="a name is missing; known"):
-        parse_peers("transformers,")
-    with pytest.raises(UsageError, match=r"vllm= must name a Python .*, got the folder /tmp; .* vllm=/tmp/bin/python"):
-        parse_peers("vllm=/tmp")
-    with pytest.raises(UsageError, match=r"vllm= must name a Python .*, got nothing; .* vllm=ENVIRONMENT/bin/python"):
-        parse_peers("vllm=")
-
-
-def test_peer_not_installed_in_its_python_is_an_error(tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')  # no site-packages
-    python.chmod(0o755)
-    with pytest.raises(UsageError, match=r"cannot import transformers; install it there, or give --peers tr"):
-        parse_peers(f"transformers={python}")
-
-
-# Figures
-
-
-def test_spread_and_ratios_are_computed_pair_by_pair() -> None:
-    assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0)
-    assert ratios([10.0, 20.0, 40.0], [10.0, 10.0, 10.0]) == Spread(2.0, 1.0, 4.0)
-    # A slow phase of the machine affects both values of a pair.
-    assert ratios([10.0, 1.0, 10.0], [5.0, 0.5, 5.0]) == Spread(2.0, 2.0, 2.0)
-
-
 # The gate
-
-
-@dataclass
-class Stub:
-    """An engine that returns fixed outputs."""
-
-    answers: list[list[int]]
-    name: str = "stub"
-    version: str = "0"
-    dtype: str = "bfloat16"
-    device: str = "cpu"
-    threads: int = 1
-    settings: list[dict[str, int]] = field(default_factory=lambda: [{}])
-
-    def generate(self, rows: Sequence[BenchRow], setting: Mapping[str, int]) -> Generated:
-        return Generated(self.answers, 1.0, 1.0)
-
 
 ROWS = [BenchRow([5, 6], 2), BenchRow([7], 2)]
 TRUTH = [[1, 2], [3, 4]]
 
 
+def check(answers: Sequence[Sequence[int]], special: Sequence[Sequence[int]] | None = None, **counted: int) -> Check:
+    plain = [list(ids) for ids in answers]
+    return Check("toy", Stub(plain, None if special is None else [list(ids) for ids in special], counted), {})
+
+
 def test_gate_passes_only_on_equal_ids() -> None:
-    check_exact_ids("toy", Stub(TRUTH), {}, ROWS, TRUTH)
+    check(TRUTH).exact_ids(ROWS, TRUTH)
     for wrong, message in (
         ([[1, 2], [3, 5]], "checked row 1 .1 prompt tokens.: output position 1 is 5, the reference has 4"),
         ([[1], [3, 4]], "output position 1 is missing, the reference has 2"),
         ([[1, 2, 3], [3, 4]], "output position 2 is 3, the reference has missing"),
     ):
         with pytest.raises(GateFailed, match=message):
-            check_exact_ids("toy", Stub(wrong), {}, ROWS, TRUTH)
+            check(wrong).exact_ids(ROWS, TRUTH)
 
 
-def test_measured_dtype_must_agree_on_a_share_of_first_tokens() -> None:
-    truth = [[i, 0] for i in range(8)]
-    rows = [BenchRow([5], 2)] * 8
-    half = [[i, 9] if i % 2 else [60, 0] for i in range(8)]
-    assert agreement(half, truth) == 0.5
-    assert check_agreement("toy", Stub(half), {}, rows, truth) == 0.5
+def test_peers_must_have_most_rows_equal_and_some_first_tokens_in_the_measured_dtype() -> None:
+    truth = [[i, i] for i in range(20)]
+    rows = [BenchRow([5], 2)] * 20
+
+    def share(wrong: int) -> float:
+        return check([[i, i + (i < wrong)] for i in range(20)]).equality(rows, truth)
+
+    assert [share(0), share(1), share(6)] == [1, 0.95, 0.7]
+    with pytest.raises(GateFailed, match="stub on toy has the reference's ids in 65% of rows in float32, at least 70%"):
+        share(7)
+    half = [[i, 9] if i % 2 else [60, i] for i in range(20)]
+    assert check(half).agreement(rows, truth) == 0.5
     with pytest.raises(GateFailed, match="0% of the first tokens"):
-        check_agreement("toy", Stub([[60, 0]] * 8), {}, rows, truth)
+        check([[60, i] for i in range(20)]).agreement(rows, truth)
     with pytest.raises(GateFailed, match="checked row 0 has 1 new tokens, asked for 2"):
-        check_agreement("toy", Stub([[0]] * 8), {}, rows, truth)
+        check([[i] for i in range(20)]).agreement(rows, truth)
 
 
 def test_gate_rows_are_spread_over_the_workload() -> None:
-    rows = [BenchRow([i], 30) for i in range(64)]
+    rows = [BenchRow([i], 30, samples=4) for i in range(64)]
     picked = gate_rows(rows)
+    assert (len(picked), len(gate_rows(rows, peers=True))) == (6, 20)
     assert picked[0].ids == [0]
     assert picked[-1].ids[0] > 48
-    assert {row.max_new for row in picked} == {8}
+    assert {(row.max_new, row.samples) for row in (*picked, *gate_rows(rows, peers=True))} == {(8, 1)}
     assert gate_rows(rows[:1]) == [BenchRow([0], 8)]
 
 
-def test_random_models_output_depends_on_the_whole_prompt(folder: Path) -> None:
-    """Otherwise the gate checks nothing: a model that repeats its last token passes with any attention."""
-    spec = LoadSpec(str(folder), "float32", "cpu", 1)
-    last = [11, 12, 13, 14]
-    rows = [BenchRow([start, *last], 6) for start in range(3, 15)]
-    outputs = InProcess(EngineSource("batchgen"), spec).generate(rows, {}).outputs
-    assert len({tuple(ids) for ids in outputs}) > len(rows) // 2
+def test_fields_must_not_change_ids_and_must_be_returned(folder: Path) -> None:
+    tokenizer = Tokenizer.load(folder)
+    logprobs = {"return_logprob": True, "top_logprobs_num": 20}
+    states = {"return_hidden_states": {"layers": [0, -1], "tokens": "output"}}
+    rows = [BenchRow([5], 3, fields=logprobs), BenchRow([6], 3, fields=states)]
+    ids = [[1, 2, 3], [4, 5, 6]]
+    counts = {"top_logprobs": 60, "output_states": 6}
+    assert returned_counts(rows, ids) == counts
+    check(ids, ids, **counts).fields(rows, tokenizer)
+    for special, counted, message in (
+        ([[1, 2, 3], [4, 5, 7]], counts, "stub on toy in float32: row 1 has other ids with return_hidden_states than"),
+        (ids, counts | {"top_logprobs": 59}, "59 top logprobs came back, not 60"),
+        (ids, {"top_logprobs": 60}, "None output states"),
+    ):
+        with pytest.raises(GateFailed, match=message):
+            check(ids, special, **counted).fields(rows, tokenizer)
+
+
+def test_constrained_rows_must_begin_a_json_text(folder: Path) -> None:
+    tokenizer = Tokenizer.load(folder)
+    rows = [BenchRow([5], 9, fields={"json_schema": {}}), BenchRow([6], 1)]
+    good, bad = (tokenizer.encode_plain([text])[0] for text in ('[{"kind": "no', '[{"kind": no'))
+    check([[1], [7]], [good, [7]]).fields(rows, tokenizer)
+    with pytest.raises(GateFailed, match="row 0 is held to a JSON schema and begins '"):
+        check([[1], [7]], [bad, [7]]).fields(rows, tokenizer)
+    with pytest.raises(GateFailed, match="row 1 has other ids"):
+        check([[1], [7]], [good, [8]]).fields(rows, tokenizer)
+
+
+def test_beginnings_of_json_are_recognised() -> None:
+    document = '[{"a": "b\\u00e9\\n", "c": -12.5e-3, "d": true, "e": [null, false]}, {"x": {}}]'
+    json.loads(document)
+    assert [document[:end] for end in range(len(document) + 1) if not continues_to_json(document[:end])] == []
+    for wrong in ("[}", "x", "[1,,", '{"a" 1', "{a", "[tru,", '["a" "b"', "nulx", "[1 2", '"\\x', "]", '{"a":}'):
+        assert not continues_to_json(wrong), wrong
+
+
+def test_rows_of_an_adapter_must_equal_the_merged_model() -> None:
+    rows = [BenchRow([5], 2, fields={"lora_path": "rank-8-0"})]
+    check([], [[1, 2]]).adapter(rows, [[1, 2]], [[3, 4]])
+    with pytest.raises(GateFailed, match=r"row 0 of an adapter gives \[1, 3\], the merged model \[1, 2\]"):
+        check([], [[1, 3]]).adapter(rows, [[1, 2]], [[3, 4]])
+    with pytest.raises(GateFailed, match="changes no row"):
+        check([], [[1, 2]]).adapter(rows, [[1, 2]], [[1, 2]])
+
+
+def test_samples_must_differ_and_be_reproducible() -> None:
+    rows = [BenchRow([5], 2, samples=2), BenchRow([6], 2, samples=2)]
+    good = [[1, 2, 3, 4], [5, 6, 5, 7]]
+    check(good).samples(rows, replays=True)
+    with pytest.raises(GateFailed, match="row 1 has 3 ids, not 2 samples of 2"):
+        check([[1, 2, 3, 4], [5, 6, 5]]).samples(rows, replays=True)
+    with pytest.raises(GateFailed, match="the 2 samples of row 0 are all equal"):
+        check([[1, 2, 1, 2], [5, 6, 5, 7]]).samples(rows, replays=True)
+
+    class Forgetful(Stub):
+        def generate(self, rows: Sequence[BenchRow], setting: Mapping[str, int]) -> Generated:
+            self.answers = [[ids[-1], *ids[:-1]] for ids in self.answers]
+            return super().generate(rows, setting)
+
+    Check("toy", Forgetful(good), {}).samples(rows, replays=False)
+    with pytest.raises(GateFailed, match="samples differ when generated again with the same seeds"):
+        Check("toy", Forgetful(good), {}).samples(rows, replays=True)
 
 
 # Whole runs
 
 
-def silent_console() -> Console:
-    return Console(file=io.StringIO(), width=160)
-
-
-def console_text(console: Console) -> str:
-    """Text written to a `silent_console`."""
-    text: str = console.file.getvalue()  # type: ignore[attr-defined]
-    return text
-
-
-class InProcess(Stub):
-    """An engine loaded in this process, which saves the imports of a separate one."""
-
-    @staticmethod
-    @contextmanager
-    def start(source: EngineSource, spec: LoadSpec) -> Iterator[InProcess]:
-        yield InProcess(source, spec)
-
-    def __init__(self, source: EngineSource, spec: LoadSpec) -> None:
-        module = importlib.import_module(f"batchgen.bench.engines.engine_{source.name}")
-        self._engine = module.load(asdict(spec))
-        super().__init__([], source.name, self._engine.version, **self._engine.describe())
-
-    def generate(self, rows: Sequence[BenchRow], setting: Mapping[str, int]) -> Generated:
-        outputs, counted = self._engine.generate([asdict(row) for row in rows], setting)
-        return Generated(outputs, 1.0, 1.0, counted)
-
-
-class WrongToken(InProcess):
-    """Changes one token of one row."""
-
-    @staticmethod
-    @contextmanager
-    def start(source: EngineSource, spec: LoadSpec) -> Iterator[InProcess]:
-        yield (WrongToken if source.name == "batchgen" else InProcess)(source, spec)
-
-    def generate(self, rows: Sequence[BenchRow], setting: Mapping[str, int]) -> Generated:
-        result = super().generate(rows, setting)
-        result.outputs[1][1] ^= 1
-        return result
+@pytest.fixture
+def toy(tmp_path: Path, fast_rates: None) -> str:
+    path = tmp_path / "toy.toml"
+    path.write_text(TOY)
+    return str(path)
 
 
 def test_run_alone(folder: Path, toy: str) -> None:
     lines: list[str] = []
     console = silent_console()
-    run_bench(BenchConfig((toy,), str(folder), "none", 2, "float32", "cpu", 1), lines.append, console, InProcess.start)
+    run_bench(BenchConfig((toy,), str(folder), "none", 2, "float32", "cpu", 1), lines.append, console, starting())
     figures = [json.loads(line) for line in lines]
     assert [(f["engine"], f["metric"]) for f in figures] == [
         ("batchgen", "output_tokens_per_second"),
         ("batchgen", "output_tokens_per_cpu_second"),
     ]
     first = figures[0]
-    assert first["workload"] == "toy"
-    assert first["dtype"] == "float32"
-    assert first["repeat"] == 2
-    assert first["ratio"] == {}
+    assert (first["workload"], first["dtype"], first["repeat"], first["ratio"]) == ("toy", "float32", 2, {})
     assert first["min"] <= first["value"] <= first["max"]
     counted = first["counted"]
     assert counted["prompt_tokens_computed"] == counted["distinct_prompt_tokens"] < counted["prompt_tokens"]
     assert counted["decode_rows"] == counted["output_tokens"] - 2
     assert first["threads"] == 1
     assert first["cpu"]
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "batchgen equals the reference in float32" in text
-    assert "toy" in text.splitlines()[-1]
+    assert "batchgen equals the reference in float32" in console_text(console)
+    assert "toy" in console_text(console).splitlines()[-1]
+
+
+SPECIAL = TOY + "\n[fields]\nreturn_logprob = true\ntop_logprobs_num = 3\n"
+ADAPTED = TOY.replace('"toy"', '"adapted"') + "\n[adapters]\ncount = 2\nrank = 2\n"
+SAMPLED = TOY.replace('"toy"', '"sampled"\nsamples = 2')
+
+
+def test_special_workloads_run_with_and_without_their_fields(
+    folder: Path, tmp_path: Path, fast_rates: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    names = tuple(str(tmp_path / f"{number}.toml") for number in range(3))
+    for name, text in zip(names, (ADAPTED, SPECIAL, SAMPLED), strict=True):
+        Path(name).write_text(text)
+    measured = set()
+
+    def make(source: EngineSource, spec: LoadSpec) -> InProcess:
+        measured.add((source.name, spec.dtype, "lora" in spec.options))
+        return InProcess(source, spec)
+
+    lines: list[str] = []
+    console = silent_console()
+    config = BenchConfig(names, str(folder), "transformers", 2, "bfloat16", "cpu", 1, peer_dtype="asked")
+    run_bench_command(config, lines.append, console, starting(make))
+    figures = [json.loads(line) for line in lines]
+    rates = [(f["workload"], f["engine"]) for f in figures if f["metric"] == "output_tokens_per_second"]
+    assert rates == [
+        ("toy", "batchgen"),
+        ("sampled", "batchgen"),
+        ("sampled", "transformers"),
+        ("adapted", "batchgen"),
+    ], "transformers does not run rows with fields; adapters come last, in separate processes"
+    for name in ("toy", "adapted"):
+        assert console_text(console).count(f"left out: transformers of {name}: its script does not support") == 2, (
+            "when it is skipped, and after the table"
+        )
+    assert "transformers of sampled" not in console_text(console)
+    reasons = {f["workload"]: f["reason"] for f in figures if f["metric"] == "left_out"}
+    assert reasons.keys() == {"toy", "adapted"}
+    assert reasons["adapted"].endswith("does not support lora_path")
+    slower = [(f["workload"], f["engine"], f["value"]) for f in figures if f["metric"] == "slowdown"]
+    assert slower == [("toy", "batchgen", 0.0), ("adapted", "batchgen", 0.0)], "every pass takes a second"
+    assert {(name, adapted) for name, dtype, adapted in measured if dtype == "bfloat16"} == {
+        ("batchgen", False), ("transformers", False), ("batchgen", True)
+    }  # fmt: skip
+    counted = {f["workload"]: f["counted"] for f in figures if f["engine"] == "batchgen"}
+    assert counted["toy"]["top_logprobs"] == 3 * counted["toy"]["output_tokens"]
+    assert counted["sampled"]["output_tokens"] == 2 * counted["toy"]["output_tokens"]
+    assert counted["adapted"]["distinct_prompt_tokens"] == counted["adapted"]["prompt_tokens"]
+
+
+class WrongToken(InProcess):
+    """Changes one id of one plain row of batchgen's."""
+
+    def generate(self, rows: Sequence[BenchRow], setting: Mapping[str, int]) -> Generated:
+        found = super().generate(rows, setting)
+        if self.name == "batchgen" and not rows[1].fields:
+            found.outputs[1][1] ^= 1
+        return found
+
+
+class WithoutLogprobs(InProcess):
+    """Returns no logprobs."""
+
+    def generate(self, rows: Sequence[BenchRow], setting: Mapping[str, int]) -> Generated:
+        return replace(super().generate(rows, setting), counted={})
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        (WrongToken, r"batchgen on toy in float32, checked row 1 .* output position 1 is"),
+        (WithoutLogprobs, "batchgen on toy in float32: None top logprobs came back, not"),
+    ],
+)
+def test_wrong_output_fails_the_run_without_figures(
+    folder: Path, toy: str, engine: type[InProcess], message: str
+) -> None:
+    Path(toy).write_text(SPECIAL)
+    lines: list[str] = []
+    config = BenchConfig((toy,), str(folder), "none", 1, "float32", "cpu", 1)
+    with pytest.raises(GateFailed, match=message) as red:
+        run_bench(config, lines.append, silent_console(), starting(engine))
+    assert lines == []
+    assert red.value.exit_code == 1
+
+
+def test_rows_longer_than_the_context_are_an_error(folder: Path) -> None:
+    with pytest.raises(UsageError, match="shared-prefix has rows of up to 1088 tokens, the model's context is 128"):
+        run_bench(BenchConfig(("shared-prefix",), str(folder)), print, silent_console())
 
 
 @pytest.mark.slow
@@ -266,32 +325,11 @@ def test_run_with_transformers_as_peer(folder: Path, toy: str, capsys: pytest.Ca
     assert "transformers" in captured.err
 
 
-def test_wrong_ids_fail_the_run_without_figures(folder: Path, toy: str) -> None:
-    lines: list[str] = []
-    config = BenchConfig((toy,), str(folder), "none", 1, "float32", "cpu", 1)
-    with pytest.raises(GateFailed, match=r"batchgen on toy in float32, checked row 1 .* output position 1 is") as red:
-        run_bench(config, lines.append, silent_console(), WrongToken.start)
-    assert lines == []
-    assert red.value.exit_code == 1
-
-
-def test_rows_longer_than_the_context_are_an_error(folder: Path) -> None:
-    with pytest.raises(UsageError, match="shared-prefix has rows of up to 1088 tokens, the model's context is 128"):
-        run_bench(BenchConfig(("shared-prefix",), str(folder)), print, silent_console())
-
-
-def test_engine_process_reports_the_engines_errors(tmp_path: Path, folder: Path) -> None:
-    spec = LoadSpec(str(tmp_path / "none"), "float32", "cpu", 1)
-    with pytest.raises(EngineFailed, match=r"batchgen failed at load: ModelError: There is no model folder"):
-        EngineProcess(EngineSource("batchgen"), spec)
-    with pytest.raises(EngineFailed, match="cannot start"):
-        EngineProcess(EngineSource("batchgen", str(tmp_path / "python")), spec)
-    with pytest.raises(EngineFailed, match="ended without an answer"):
-        EngineProcess(EngineSource("batchgen", "/bin/false"), spec)
-    with EngineProcess(EngineSource("batchgen"), replace(spec, model=str(folder))) as engine:
-        with pytest.raises(EngineFailed, match="batchgen failed at generate: RuntimeError: row 0"):
-            engine.generate([BenchRow([99], 1)], {})
-        assert len(engine.generate([BenchRow([9], 1)], {}).outputs[0]) == 1, "the process survives the error"
+def test_ratios_are_computed_pair_by_pair() -> None:
+    assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0)
+    assert ratios([10.0, 20.0, 40.0], [10.0, 10.0, 10.0]) == Spread(2.0, 1.0, 4.0)
+    # A slow phase of the machine affects both values of a pair.
+    assert ratios([10.0, 1.0, 10.0], [5.0, 0.5, 5.0]) == Spread(2.0, 2.0, 2.0)
 
 
 def test_baseline_runs_another_checkout(tmp_path: Path, folder: Path) -> None:
@@ -303,30 +341,43 @@ def test_baseline_runs_another_checkout(tmp_path: Path, folder: Path) -> None:
     (source,) = parse_peers(f"baseline={root}")
     with EngineProcess(source, LoadSpec(str(folder), "float32", "cpu", 1)) as engine:
         assert (engine.name, engine.version) == ("baseline", "0.0.9")
-        assert len(engine.generate([BenchRow([9], 2)], {}).outputs[0]) == 2
-    for wrong in ("baseline", f"baseline={tmp_path}"):
-        with pytest.raises(UsageError, match="baseline=FOLDER"):
-            parse_peers(wrong)
+        with pytest.raises(EngineFailed, match="baseline failed at generate: RuntimeError: row 0"):
+            engine.generate([BenchRow([999], 1)], {})
+        assert len(engine.generate([BenchRow([9], 2)], {}).outputs[0]) == 2, "the process survives the error"
 
 
-def test_command_line_errors(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, message in (
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
         (["nothing"], "unknown workload 'nothing'"),
         (["plan", "uniqe"], "unknown workload 'uniqe' (did you mean unique?)"),
         (["strtup"], "did you mean startup?"),
         (["plan", "--plan-size", "many"], "--plan-size must be ROWSxTOKENS"),
         (["job", "--cpu-threads", "1"], "--cpu-threads has no effect on job, which run no engines; leave it out"),
         (["plan", "startup", "--model", "random:5m"], "--model has no effect on plan and startup"),
+        (["plan", "startup", "--tuned", "x.jsonl"], "--tuned has no effect on plan and startup"),
         (["startup", "--dtype", "bfloat16"], "--dtype has no effect on startup"),
         (["plan", "--repeat", "3"], "--repeat has no effect on plan, which is measured once; leave it out"),
         (["job", "--plan-size", "9x9"], "--plan-size has no effect on job; only workload plan uses it; leave it out"),
         (["--plan-size", "9x9"], "--plan-size has no effect on the default workloads"),
-        (["--peers", "unknown"], "unknown peer 'unknown'"),
+        (["plan", "unique", "--peers", "vlm"], "unknown peer 'vlm' (did you mean vllm?)"),
+        (["plan", "unique", "--tuned", "none.jsonl"], "--tuned: cannot read none.jsonl"),
+        (["plan", "unique", "--timeout", "inf"], "--timeout must be finite, got inf"),
         (["--model", "random:1t"], "unknown random model"),
         (["--dtype", "int3"], "dtype"),
         (["--repeat", "0"], "--repeat"),
-    ):
-        assert run_command(["bench", "--peers", "none", *arguments]) == 2
-        captured = capsys.readouterr()
-        assert message in captured.err
-        assert captured.out == ""
+        (["--timeout", "0"], "--timeout"),
+    ],
+)
+def test_options_are_checked_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("measured")
+
+    if arguments[:2] == ["plan", "unique"]:
+        monkeypatch.setattr("batchgen.bench.planning.run_plan_bench", never)
+    assert run_command(["bench", "--peers", "none", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert message in " ".join(captured.err.split())
+    assert captured.out == ""

@@ -11,6 +11,7 @@ from batchgen.bench import command
 from batchgen.bench.config import ENGINELESS_WORKLOADS, BenchConfig, bench_config, load_bench
 from batchgen.bench.peers import PEERS, VARIANTS
 from batchgen.bench.process import EngineFailed
+from batchgen.bench.results import StoredFigures
 from batchgen.bench.shapes import DEMO, RANDOM, SHAPES
 from batchgen.bench.workload_defs import find_workloads
 from batchgen.cli.app import run_command
@@ -29,10 +30,10 @@ timeout = 5
 def test_flags_override_the_file(tmp_path: Path) -> None:
     path = tmp_path / "bench.toml"
     path.write_text(FILE)
-    loaded = BenchConfig(("unique", "logprobs"), "random:5m", "transformers,vllm", threads=2, timeout=5)
+    loaded = BenchConfig(("unique", "logprobs"), "random:5m", "transformers,vllm", cpu_threads=2, timeout=5)
     assert bench_config({}, path) == loaded
-    given = {"workloads": ("demo",), "peers": "none", "repeat": 2, "threads": None, "model": None}
-    assert bench_config(given, path) == BenchConfig(("demo",), "random:5m", "none", 2, threads=2, timeout=5)
+    given = {"workloads": ("demo",), "peers": "none", "repeat": 2, "cpu_threads": None, "model": None}
+    assert bench_config(given, path) == BenchConfig(("demo",), "random:5m", "none", 2, cpu_threads=2, timeout=5)
     assert bench_config({}, None) == BenchConfig()
     path.write_text("peers = []")
     assert load_bench(path).peers == "none"
@@ -74,59 +75,33 @@ def test_published_run_files_are_valid(path: Path, monkeypatch: pytest.MonkeyPat
     assert set(config.peers.split(",")) <= {"auto", "none", *VARIANTS, *PEERS}
 
 
-def test_the_command_merges_flags_and_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_merges_flags_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     configs: list[BenchConfig] = []
     monkeypatch.setattr(command, "run_command", lambda config, emit, console: configs.append(config))
     path = tmp_path / "bench.toml"
     path.write_text(FILE)
-    arguments = ["bench", "unique", "--config", str(path), "--repeat", "3", "--chart", "x.html", "--plan-size", "9x9"]
+    arguments = ["bench", "unique", "--config", str(path), "--repeat", "3", "--chart", "x.png", "--plan-size", "9x9"]
     assert run_command(arguments) == 0
-    base = BenchConfig(("unique",), "random:5m", "transformers,vllm", threads=2, timeout=5)
-    assert configs == [replace(base, repeat=3, chart=Path("x.html"), plan_size="9x9")]
-    assert run_command(["bench", "--from", "x.jsonl", "--config", str(path)]) == 2
-    assert "combined with --chart only" in capsys.readouterr().err
+    base = BenchConfig(("unique",), "random:5m", "transformers,vllm", cpu_threads=2, timeout=5)
+    assert configs == [replace(base, repeat=3, chart=Path("x.png"), plan_size="9x9")]
+    assert run_command(["bench", "--tuned", "a.jsonl", "--device", "cpu", "--dtype", "float32", "--timeout", "9"]) == 0
+    assert configs[1] == BenchConfig(tuned=Path("a.jsonl"), device="cpu", dtype="float32", timeout=9)
 
 
-def test_chart_of_a_workload_without_engines_has_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "plan.html"
-    assert run_command(["bench", "plan", "--plan-size", "40x8", "--chart", str(out)]) == 0
-    assert capsys.readouterr().out.count("\n") == 5
-    assert out.read_text(encoding="utf-8").count("<tr>") == 6
-
-
-def test_failed_run_draws_the_figures_measured_so_far(
+def test_a_failed_run_draws_what_it_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    drawn: list[StoredFigures] = []
+    monkeypatch.setattr(command, "check_chart", lambda path, bars: None)
+    monkeypatch.setattr(command, "write_chart", lambda path, stored: drawn.append(stored))
+
     def fails(*_: object) -> None:
         raise EngineFailed("batchgen fell over")
 
     monkeypatch.setattr("batchgen.bench.run.run_bench", fails)
-    out = tmp_path / "plan.html"
-    arguments = ["bench", "plan", "unique", "--plan-size", "40x8", "--peers", "none", "--chart", str(out)]
+    arguments = ["bench", "plan", "unique", "--plan-size", "40x8", "--peers", "none", "--chart", "x.png"]
     assert run_command(arguments) == 1
     captured = capsys.readouterr()
     assert "batchgen fell over" in captured.err
     assert captured.out.count("\n") == 5
-    assert out.read_text(encoding="utf-8").count("<tr>") == 6
-
-
-@pytest.mark.parametrize(
-    ("more", "problem"),
-    [
-        (["--peers", "vlm"], "unknown peer 'vlm' (did you mean vllm?)"),
-        (["--peers", "deterministic=/x"], "deterministic is this batchgen with other options and has no Python"),
-        (["--peers", "none", "--tuned", "none.jsonl"], "--tuned: cannot read none.jsonl"),
-        (["--peers", "none", "--timeout", "inf"], "--timeout must be finite, got inf"),
-    ],
-)
-def test_options_are_checked_before_anything_is_measured(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, more: list[str], problem: str
-) -> None:
-    def never(*_: object) -> None:
-        raise AssertionError("measured")
-
-    monkeypatch.setattr("batchgen.bench.planning.run_plan_bench", never)
-    assert run_command(["bench", "plan", "unique", *more]) == 2
-    assert problem in " ".join(capsys.readouterr().err.split())
+    assert [len(stored.others) for stored in drawn] == [5]

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,12 @@ import torch
 
 import batchgen
 from batchgen.bench.figures import Context, Measured, workload_figures
-from batchgen.bench.floors import FloorWork, count_work
+from batchgen.bench.floors import H200, DeviceRates, FloorWork, Sharing, count_work, device_floor
 from batchgen.bench.machine import commit_name, cpu_name, versions
 from batchgen.bench.process import Generated
 from batchgen.bench.rates import MatmulRate, measure_bandwidth, measure_matmul
-from batchgen.bench.shapes import Shape, build_model
+from batchgen.bench.shapes import SHAPES, Shape, build_model
+from batchgen.bench.workload_defs import GPU_WORKLOADS
 from batchgen.bench.workloads import BenchRow
 from batchgen.kernels.linear import forms
 from batchgen.models.base import ModelSpec
@@ -95,6 +97,54 @@ def test_states_are_written_once(spec: ModelSpec) -> None:
 def test_a_row_of_one_token_decodes_nothing(spec: ModelSpec) -> None:
     work = count_work([BenchRow([5, 6], 1)], spec, tied=True)
     assert (work.decode_rows, work.decode_bytes, work.decode_flops) == (0, 0.0, 2 * HEAD)
+
+
+@cache
+def drawn(workload: str) -> list[BenchRow]:
+    return GPU_WORKLOADS[workload].rows(128_256)
+
+
+@pytest.mark.parametrize(
+    ("workload", "sharing", "concurrency", "known"),
+    [
+        ("w-nano", "levels", 256, {"0.6b": (36.4, 34.2), "1b": (71.7, 58.1), "8b": (13.7, 10.8)}),
+        ("w-prefix", "none", 1024, {"0.6b": (12.6, None), "1b": (17.0, None), "8b": (2.7, None)}),
+        ("w-prefix", "cached", 1024, {"0.6b": (17.5, None), "1b": (56.7, None), "8b": (13.4, None)}),
+        ("w-prefix", "levels", 1024, {"0.6b": (231, 155), "1b": (206, 167), "8b": (33.5, 28.9)}),
+        ("w-tree", "levels", 1024, {"0.6b": (263, None), "1b": (262, None), "8b": (43.6, None)}),
+    ],
+)
+def test_floors_equal_those_of_the_projects_goals(
+    workload: str, sharing: Sharing, concurrency: int, known: dict[str, tuple[float, float | None]]
+) -> None:
+    """Thousands of tokens per second, computed independently; the tolerance covers different rounding of batches."""
+    rows = drawn(workload)
+    for name, (overlap, serial) in known.items():
+        floor = device_floor(rows, SHAPES[name], H200, concurrency, sharing)
+        assert floor.overlap / 1e3 == pytest.approx(overlap, rel=0.08)
+        if serial is not None:
+            assert floor.serial / 1e3 == pytest.approx(serial, rel=0.08)
+
+
+def test_a_floor_by_hand() -> None:
+    """A model of one layer and one head of 2: 8 operations and 8 bytes of attention for a cached position."""
+    rows = [BenchRow([5, 6, 7, 8], 3), BenchRow([5, 6, 9], 2, samples=2)]
+    shape = Shape(layers=1, hidden=2, heads=1, kv_heads=1, head_dim=2, inner=2, vocab=10)
+    rates = DeviceRates("slow", 1.0, 1.0)
+    layers, head = shape.parameters - 20, 20
+    levels = device_floor(rows, shape, rates, 3)
+    assert levels.output_tokens == 7
+    # Segments [5, 6], [7, 8] and [9], read for 3, 3 and 2 steps; outputs attend to 3 earlier outputs and twice to 1.
+    assert levels.memory == 3 * 2 * (layers + head) + 8 * (2 * 3 + 2 * 3 + 1 * 2 + 3 + 2)
+    assert levels.prefill == 2 * layers * 5 + 8 * (1 + 2 + 3 + 4 + 3)
+    assert levels.compute == 2 * (layers + head) * 7 + 8 * (4 * 3 + 2 * 2 * 3 + 3 + 2)
+    cached, none = (device_floor(rows, shape, rates, 3, sharing) for sharing in ("cached", "none"))
+    assert cached.memory == none.memory == 3 * 2 * (layers + head) + 8 * (4 * 3 + 2 * 2 * 3 + 3 + 2)
+    assert none.prefill == 2 * layers * 10 + 8 * (10 + 2 * 6)
+    assert levels.serial < levels.overlap
+    # With one sample at a time each token reads the weights, and each row reads the shared segment.
+    alone = device_floor(rows, shape, rates, 1)
+    assert alone.memory == 7 * 2 * (layers + head) + 8 * (2 * 3 * 3 + 2 * 3 + 1 * 2 * 2 + 3 + 2)
 
 
 # The machine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import subprocess
@@ -70,30 +71,77 @@ def test_the_benchmark_reports_every_metric(monkeypatch: pytest.MonkeyPatch, com
     assert [figure.unit for figure in figures] == ["us/row"] * 6 + ["%"] * 2
 
 
-def test_a_rows_cost_is_the_additional_time_per_additional_row() -> None:
-    one = {"reading": 500.0, "planning": 10.0, "between_steps": 3.0, "writing": 40.0, "model": 100.0}
-    whole = {"reading": 1500.0, "planning": 20.0, "between_steps": 203.0, "writing": 140.0, "model": 10_100.0}
-    two = {"reading": 600.0, "planning": 12.0, "between_steps": 0.0, "writing": 0.0, "model": 5.0}
-    again = {"reading": 1486.0, "planning": 31.0, "between_steps": 0.0, "writing": 0.0, "model": 5.0}
-    cost = rows_cost._costs(one, two, whole, again, 101)
-    assert {name: cost[name] for name in JOB_METRICS[:6]} == {
-        "reading": 10.0, "planning": 0.1, "writing": 1.0, "resuming": 905 / 99, "between_steps": 2.0, "model": 100.0,
-    }  # fmt: skip
-    assert cost["rows_over_model"] == pytest.approx(11.1 + 905 / 99)
-    assert cost["steps_over_model"] == 2.0
+class Ended:
+    """A process that has ended."""
+
+    def poll(self) -> int:
+        return 0
+
+    def communicate(self) -> None:
+        return None
 
 
-def test_a_resumed_job_without_committed_rows_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows_cost, "batchgen_process", _killed_at_once)
-    monkeypatch.setattr(rows_cost, "_run", lambda *_: {"rows_resumed": 0})
-    with pytest.raises(CommandFailed, match="resumed none of 64 rows"):
-        rows_cost._killed_and_resumed(tmp_path, "all", "again", 64)
+PHASES = {"reading": 0.0, "planning": 0.0, "between_steps": 0.0, "writing": 0.0, "model": 5.0}
+JOBS = {
+    "one": {"reading": 500.0, "planning": 10.0, "between_steps": 3.0, "writing": 40.0, "model": 100.0},
+    "all": {"reading": 1500.0, "planning": 20.0, "between_steps": 203.0, "writing": 140.0, "model": 10_100.0},
+    "two, resumed": {"reading": 600.0, "planning": 12.0},
+    "all, resumed": {"reading": 1486.0, "planning": 31.0},
+}
+"""Job -> microseconds of its phases."""
 
 
-def _killed_at_once(arguments: list[str], folder: Path, *, killed: bool):  # type: ignore[no-untyped-def]
-    assert killed
-    assert arguments[-2:] == ["--commit-every", "4"]
-    return batchgen_process(["--version"], folder)
+def reported(monkeypatch: pytest.MonkeyPatch, rows_resumed: int) -> None:
+    """Make jobs write the report of `JOBS` at once. Every second one waits longer for the disk."""
+    slow = itertools.cycle((0.0, 30.0))
+
+    @contextmanager
+    def command(arguments: list[str], folder: Path, *, killed: bool = False) -> Iterator[Ended]:
+        if not killed:
+            resumed = "--commit-every" in arguments
+            name = arguments[1].removesuffix(".jsonl") + (", resumed" if resumed else "")
+            spent = PHASES | JOBS[name]
+            late = next(slow) if name == "one" else 0.0
+            report = {
+                "rows": 1,
+                "rows_error": 0,
+                "rows_resumed": rows_resumed,
+                "seconds": {"loading": 0.0} | {p: 1e-6 * spent[p] for p in ("reading", "planning", "writing")},
+                "engine": {
+                    "compute_ms": 1e-3 * spent["model"],
+                    "overlapped_compute_ms": 0.0,
+                    "output_ms": 1e-3 * late,
+                    "host_ms": 1e-3 * (spent["between_steps"] + late),
+                },
+            }
+            (folder / arguments[arguments.index("--report") + 1]).write_text(json.dumps(report))
+        yield Ended()
+
+    monkeypatch.setattr(rows_cost, "batchgen_process", command)
+
+
+def test_a_rows_cost_is_the_additional_time_per_additional_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported(monkeypatch, rows_resumed=50)
+    cost = {figure.metric: figure.value for figure in run_job_bench(1, lambda line: None, count=101)}
+    assert cost == pytest.approx(
+        {
+            "reading": 10.0,
+            "planning": 0.1,
+            "writing": 1.0,
+            "resuming": 905 / 99,
+            "between_steps": 2.0,
+            "model": 100.0,
+            "rows_over_model": 11.1 + 905 / 99,
+            "steps_over_model": 2.0,
+        },
+        abs=1e-3,
+    )
+
+
+def test_a_resumed_job_without_committed_rows_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported(monkeypatch, rows_resumed=0)
+    with pytest.raises(CommandFailed, match="resumed none of 2 rows"):
+        run_job_bench(1, lambda line: None, count=101)
 
 
 def test_a_process_is_killed_when_the_condition_is_true(tmp_path: Path) -> None:

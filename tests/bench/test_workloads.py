@@ -1,10 +1,9 @@
-"""`batchgen bench`: workload definitions, adapters and checks of special rows. Counts are compared to brute force."""
+"""`batchgen bench`: workload definitions and adapters. Counts are compared to brute force."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,18 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from batchgen.bench import workload_defs
 from batchgen.bench.adapters import adapter_folders, adapter_parameters, build_adapter, merge_adapter
-from batchgen.bench.correctness import (
-    GateFailed,
-    check_adapter,
-    check_fields,
-    check_samples,
-    continues_to_json,
-    gate_samples,
-    returned_counts,
-)
-from batchgen.bench.process import Generated
-from batchgen.bench.shapes import Shape, build_model
 from batchgen.bench.workload_defs import (
     GPU_WORKLOADS,
     MORE_WORKLOADS,
@@ -36,18 +25,9 @@ from batchgen.bench.workload_defs import (
 from batchgen.bench.workloads import AdapterSet, BenchRow, Level, Workload, plain
 from batchgen.errors import UsageError
 from batchgen.models.lora_config import read_adapters
-from batchgen.text.tokenizer import Tokenizer
-from tests.bench.toys import TOY
+from tests.bench.fakes import TOY
 
-CONFIGS = Path(__file__).parents[2] / "configs" / "bench"
-TEXT = Shape(2, 32, 4, 2, 8, 48, 400, context=128, text=True)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text")
-    build_model(TEXT, path)
-    return path
+DEFINITIONS = Path(workload_defs.__file__).parent / "definitions"
 
 
 def distinct(rows: Sequence[BenchRow]) -> int:
@@ -149,56 +129,46 @@ def test_adapters_rotate_over_the_rows() -> None:
 # Definitions
 
 
-def test_definition_files_equal_the_named_workloads() -> None:
-    """Published figures refer to the files by the workloads' names."""
-    files = {path.stem: load_workload(path) for path in CONFIGS.glob("*.toml")}
-    assert files == {**WORKLOADS, **MORE_WORKLOADS, **GPU_WORKLOADS, "demo": DemoWorkload()}
+def test_every_definition_has_the_name_of_its_file() -> None:
+    """Figures refer to the files by the workloads' names."""
+    files = {path.stem: load_workload(path) for path in DEFINITIONS.glob("*.toml")}
+    assert {name: workload.name for name, workload in files.items()} == {name: name for name in files}
+    assert files.keys() == {*WORKLOADS, *MORE_WORKLOADS, *GPU_WORKLOADS, "demo"}
+    assert all(find_workload(name) == workload for name, workload in files.items())
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
         ('name = "toy"', "", "`name` is missing"),
-        ("output = [2, 3]", "output = [3, 2]", "`output` must be"),
-        ("output = [2, 3]", "output = [0, 2]", "`output` must be"),
-        ("output = [2, 3]", "output = 3", "`output` must be"),
-        ("output = [2, 3]", "output = [2, true]", "`output` must be a whole number"),
-        ("tokens = [8, 8]", "tokens = [8]", "`tokens` must be"),
-        ("tokens = [8, 8]", "tokens = [0, 8]", r"`levels\[0\].tokens`"),
+        ("[2, 3]", "[3, 2]", "`output` must be"),
+        ("[2, 3]", "[0, 2]", "`output` must be"),
+        ("[2, 3]", "3", "`output` must be"),
+        ("[2, 3]", "[2, true]", "`output` must be a whole number"),
+        ("[8, 8]", "[8]", "`tokens` must be"),
+        ("[8, 8]", "[0, 8]", r"`levels\[0\].tokens`"),
         ("children = 2", "children = 0", r"`levels\[1\].children`"),
         ("children = 2", "child = 2", r"unknown key `child` \(did you mean children\?\)"),
-        ("output = [2, 3]", "output = [2, 3]\nrows = 1", "unknown key `rows`"),
-        ("output = [2, 3]", "output = [2, 3]\nsamples = 0", "`samples` must be at least 1"),
-        ("output = [2, 3]", "output = [2, 3]\nevery = 0", "`every` must be at least 1"),
-        ("output = [2, 3]", "output = [2, 3]\nfields = 1", "`fields` must be a table"),
-        ("output = [2, 3]", 'output = [2, 3]\nrows_at = "ends"', "`rows_at` must be one of leaves, nodes"),
-        ("output = [2, 3]", "output = [2, 3]\nadapters = { rank = 2 }", "`adapters`: `count` is missing"),
-        ("output = [2, 3]", "output = [2, 3]\nadapters = { count = 0 }", "`adapters` needs a `count`"),
-        ("output = [2, 3]", "output = [2, 3]\ntask_rows = 3", "unknown key `levels`"),
-        (
-            "output = [2, 3]",
-            "output = [2, 3]\nfields = { temperature = 1 }",
-            "cannot check 'temperature'; it can check",
-        ),
-        (
-            "output = [2, 3]",
-            "output = [2, 3]\nfields = { top_logprob_num = 1 }",
-            r"\(did you mean top_logprobs_num\?\)",
-        ),
-        ("output = [2, 3]", "output = [2, 3]\nfields = { top_logprobs_num = 1 }", "needs `return_logprob: true`"),
-        ("output = [2, 3]", "output = [2, 3]\nfields = { return_logprob = 1 }", "`fields`: `return_logprob` must be"),
-        ("output = [2, 3]", "output = [2, 3]\nfields = { return_hidden_states = true }", 'tokens = "output"'),
-        (
-            "output = [2, 3]",
-            "output = [2, 3]\nsamples = 2\nfields = { return_logprob = true }",
-            "`samples` above 1 cannot be combined with `fields` or `adapters`",
-        ),
+        ("", "rows = 1", "unknown key `rows`"),
+        ("", "samples = 0", "`samples` must be at least 1"),
+        ("", "every = 0", "`every` must be at least 1"),
+        ("", "fields = 1", "`fields` must be a table"),
+        ("", 'rows_at = "ends"', "`rows_at` must be one of leaves, nodes"),
+        ("", "adapters = { rank = 2 }", "`adapters`: `count` is missing"),
+        ("", "adapters = { count = 0 }", "`adapters` needs a `count`"),
+        ("", "task_rows = 3", "unknown key `levels`"),
+        ("", "fields = { temperature = 1 }", "cannot check 'temperature'; it can check"),
+        ("", "fields = { top_logprob_num = 1 }", r"\(did you mean top_logprobs_num\?\)"),
+        ("", "fields = { top_logprobs_num = 1 }", "needs `return_logprob: true`"),
+        ("", "fields = { return_logprob = 1 }", "`fields`: `return_logprob` must be"),
+        ("", "fields = { return_hidden_states = true }", 'tokens = "output"'),
+        ("", "samples = 2\nfields = { return_logprob = true }", "cannot be combined with `fields` or `adapters`"),
         ("name", "name name", "is not TOML"),
     ],
 )
 def test_errors_name_the_wrong_key_of_a_definition(tmp_path: Path, old: str, new: str, message: str) -> None:
     path = tmp_path / "wrong.toml"
-    path.write_text(TOY.replace(old, new, 1))
+    path.write_text(TOY.replace(old, new, 1) if old else f"{new}\n{TOY}")
     with pytest.raises(UsageError, match=message):
         load_workload(path)
 
@@ -229,11 +199,49 @@ def test_names_of_a_command_line_select_workloads() -> None:
         find_workloads(["unique", "all"])
 
 
+# Workloads for GPUs
+
+
+def test_gpu_workloads_run_only_if_named() -> None:
+    assert not set(GPU_WORKLOADS) & set(WORKLOADS)
+    rows = GPU_WORKLOADS["w-tree"].rows(128_256)
+    assert (len(rows), rows[0].samples, len(rows[0].ids), rows[0].max_new) == (4096, 4, 1620, 200)
+    rows = GPU_WORKLOADS["w-nano"].rows(128_256)
+    assert len(rows) == 256
+    assert sum(row.max_new for row in rows) / 256 == pytest.approx(562, rel=0.05)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5, 0.1, 0.01])
+@pytest.mark.parametrize("name", sorted(GPU_WORKLOADS))
+def test_a_part_has_about_that_share_of_the_workloads_output(name: str, factor: float) -> None:
+    whole = GPU_WORKLOADS[name]
+    part, made = whole.part(factor)
+
+    def tokens(workload: Workload) -> float:
+        count = workload.samples * sum(workload.output) / 2
+        for level in workload.levels:
+            count *= level.children
+        return count
+
+    assert tokens(part) / tokens(whole) == pytest.approx(made)
+    assert made == pytest.approx(factor, rel=0.3)
+    assert whole.part(1.0) == (whole, 1.0)
+
+
+def test_parts_have_fewer_rows_before_they_have_shorter_outputs() -> None:
+    part, _ = GPU_WORKLOADS["w-prefix"].part(1 / 8)
+    assert (part.levels[-1].children, part.output) == (512, (128, 128))
+    part, _ = GPU_WORKLOADS["w-prefix"].part(1 / 32)
+    assert (part.levels[-1].children, part.output) == (256, (64, 64))
+    part, _ = Workload("toy", "toy", (Level(2, (4, 4)),), (8, 8)).part(1e-9)
+    assert (part.levels[-1].children, part.output) == (2, (1, 1))
+
+
 # The demonstration model's rows
 
 
 def test_demo_rows_are_as_long_as_their_answers() -> None:
-    workload = DemoWorkload(task_rows=16)
+    workload = DemoWorkload("demo", "d", task_rows=16)
     rows = workload.rows(2048)
     assert len(rows) == 16
     assert workload.longest == max(len(row.ids) + row.max_new for row in rows)
@@ -243,7 +251,7 @@ def test_demo_rows_are_as_long_as_their_answers() -> None:
     with pytest.raises(UsageError, match="needs the demonstration model's vocabulary of 2048 ids, the model has 8192"):
         workload.rows(8192)
     with pytest.raises(UsageError, match="`task_rows`"):
-        DemoWorkload(task_rows=0)
+        DemoWorkload("demo", "d", task_rows=0)
 
 
 # Adapters
@@ -279,92 +287,3 @@ def test_merged_weights_are_the_sum_of_base_and_adapter(tmp_path: Path, folder: 
     assert changed == [f"{module}.weight"]
     torch.testing.assert_close(after[f"{module}.weight"], before[f"{module}.weight"].float() + up @ down)
     assert (tmp_path / "merged" / "tokenizer.json").is_file()
-
-
-# Checks of special rows
-
-
-@dataclass
-class Scripted:
-    """An engine with fixed outputs for special and for plain rows."""
-
-    special: list[list[int]]
-    plain: list[list[int]]
-    counted: dict[str, int] = field(default_factory=dict)
-    name: str = "stub"
-    version: str = "0"
-    dtype: str = "float32"
-    device: str = "cpu"
-    threads: int = 1
-    settings: list[dict[str, int]] = field(default_factory=lambda: [{}])
-
-    def generate(self, rows: Sequence[BenchRow], setting: Mapping[str, int]) -> Generated:
-        special = any(row.fields for row in rows)
-        return Generated(self.special if special else self.plain, 1.0, 1.0, self.counted if special else {})
-
-
-LOGPROBS = {"return_logprob": True, "top_logprobs_num": 20}
-STATES = {"return_hidden_states": {"layers": [0, -1], "tokens": "output"}}
-
-
-def test_fields_must_not_change_ids_and_must_be_returned(folder: Path) -> None:
-    tokenizer = Tokenizer.load(folder)
-    rows = [BenchRow([5], 3, fields=LOGPROBS), BenchRow([6], 3, fields=STATES)]
-    ids = [[1, 2, 3], [4, 5, 6]]
-    counts = {"top_logprobs": 60, "output_states": 6}
-    assert returned_counts(rows, ids) == counts
-    check_fields("toy", Scripted(ids, ids, counts), {}, rows, tokenizer)
-    with pytest.raises(GateFailed, match=r"stub on toy in float32: row 1 has other ids with return_hidden_states than"):
-        check_fields("toy", Scripted([[1, 2, 3], [4, 5, 7]], ids, counts), {}, rows, tokenizer)
-    with pytest.raises(GateFailed, match="59 top logprobs came back, not 60"):
-        check_fields("toy", Scripted(ids, ids, counts | {"top_logprobs": 59}), {}, rows, tokenizer)
-    with pytest.raises(GateFailed, match="None output states"):
-        check_fields("toy", Scripted(ids, ids, {"top_logprobs": 60}), {}, rows, tokenizer)
-
-
-def test_constrained_rows_must_begin_a_json_text(folder: Path) -> None:
-    tokenizer = Tokenizer.load(folder)
-    rows = [BenchRow([5], 9, fields={"json_schema": {}}), BenchRow([6], 1)]
-    good, bad = (tokenizer.encode_plain([text])[0] for text in ('[{"kind": "no', '[{"kind": no'))
-    check_fields("toy", Scripted([good, [7]], [[1], [7]]), {}, rows, tokenizer)
-    with pytest.raises(GateFailed, match="row 0 is held to a JSON schema and begins '"):
-        check_fields("toy", Scripted([bad, [7]], [[1], [7]]), {}, rows, tokenizer)
-    with pytest.raises(GateFailed, match="row 1 has other ids"):
-        check_fields("toy", Scripted([good, [8]], [[1], [7]]), {}, rows, tokenizer)
-
-
-def test_beginnings_of_json_are_recognised() -> None:
-    document = '[{"a": "b\\u00e9\\n", "c": -12.5e-3, "d": true, "e": [null, false]}, {"x": {}}]'
-    json.loads(document)
-    assert [document[:end] for end in range(len(document) + 1) if not continues_to_json(document[:end])] == []
-    for wrong in ("[}", "x", "[1,,", '{"a" 1', "{a", "[tru,", '["a" "b"', "nulx", "[1 2", '"\\x', "]", '{"a":}'):
-        assert not continues_to_json(wrong), wrong
-
-
-def test_rows_of_an_adapter_must_equal_the_merged_model() -> None:
-    rows = [BenchRow([5], 2, fields={"lora_path": "rank-8-0"})]
-    check_adapter("toy", Scripted([[1, 2]], []), {}, rows, [[1, 2]], [[3, 4]])
-    with pytest.raises(GateFailed, match=r"row 0 of an adapter gives \[1, 3\], the merged model \[1, 2\]"):
-        check_adapter("toy", Scripted([[1, 3]], []), {}, rows, [[1, 2]], [[3, 4]])
-    with pytest.raises(GateFailed, match="changes no row"):
-        check_adapter("toy", Scripted([[1, 2]], []), {}, rows, [[1, 2]], [[1, 2]])
-
-
-def test_samples_must_differ_and_be_reproducible() -> None:
-    rows = gate_samples([BenchRow([5], 2), BenchRow([6], 2), BenchRow([7], 2)], 2)
-    assert [row.samples for row in rows] == [2, 2]
-    good = [[1, 2, 3, 4], [5, 6, 5, 7]]
-    check_samples("toy", Scripted([], good), {}, rows, replays=True)
-    with pytest.raises(GateFailed, match="row 1 has 3 ids, not 2 samples of 2"):
-        check_samples("toy", Scripted([], [[1, 2, 3, 4], [5, 6, 5]]), {}, rows, replays=True)
-    with pytest.raises(GateFailed, match="the 2 samples of row 0 are all equal"):
-        check_samples("toy", Scripted([], [[1, 2, 1, 2], [5, 6, 5, 7]]), {}, rows, replays=True)
-
-    class Forgetful(Scripted):
-        def generate(self, rows: Sequence[BenchRow], setting: Mapping[str, int]) -> Generated:
-            self.plain = [[ids[-1], *ids[:-1]] for ids in self.plain]
-            return super().generate(rows, setting)
-
-    check_samples("toy", Forgetful([], good), {}, rows, replays=False)
-    with pytest.raises(GateFailed, match="samples differ when generated again with the same seeds"):
-        check_samples("toy", Forgetful([], good), {}, rows, replays=True)

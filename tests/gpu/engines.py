@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -11,7 +10,6 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from batchgen.bench.engines import peer_tools
 from batchgen.bench.peers import PEERS, EngineSource
 from batchgen.bench.process import BenchEngine, EngineProcess, Generated, LoadSpec
 from batchgen.bench.workloads import Workload
@@ -52,8 +50,9 @@ def peer(name: str) -> EngineSource:
     Raises:
         Absent: it is not importable.
     """
-    if find_spec(PEERS[name]) is None:
-        raise Absent(f"{name}: {PEERS[name]} is not importable")
+    missing = [module for module in PEERS[name] if find_spec(module) is None]
+    if missing:
+        raise Absent(f"{name}: {missing[0]} is not importable")
     return EngineSource(name)
 
 
@@ -93,17 +92,17 @@ class _InProcessEngine:
     """An engine in this process, with the interface of `EngineProcess`."""
 
     def __init__(self, source: EngineSource, spec: LoadSpec) -> None:
-        sys.modules.setdefault("peer_tools", peer_tools)  # the worker makes it importable for the scripts
         module = importlib.import_module(f"batchgen.bench.engines.{source.script}")
-        self._engine = module.load(asdict(spec))
-        described = self._engine.describe()
+        self._engine = module.Engine({"engine": source.name, **asdict(spec)})
         self.name, self.version = source.name, self._engine.version
-        self.dtype: str = described["dtype"]
-        self.device: str = described["device"]
-        self.threads: int = described["threads"]
-        self.settings: list[dict[str, int]] = described["settings"]
+        self.dtype: str = self._engine.dtype
+        self.device: str = self._engine.device
+        self.threads: int = self._engine.threads
+        self.settings: list[dict[str, int]] = list(self._engine.settings)
 
     def generate(self, rows: Sequence[Any], setting: Mapping[str, int]) -> Generated:
+        sent = [asdict(row) for row in rows]
+        self._engine.prepare(sent, dict(setting))
         begin = time.perf_counter()
-        outputs, counted = self._engine.generate([asdict(row) for row in rows], dict(setting))
+        outputs, counted = self._engine.generate(sent, dict(setting))
         return Generated(outputs, time.perf_counter() - begin, 0.0, counted)

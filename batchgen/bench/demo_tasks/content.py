@@ -1,10 +1,30 @@
-"""A question with its exact answer, and its split. Independent of chat templates, tokens and models."""
+"""A question with its exact answer, its split, and the words and templates of `data.toml` that questions are made of.
+
+Independent of chat templates, tokens and models.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
+
+_DATA = tomllib.loads(Path(__file__).with_name("data.toml").read_text(encoding="utf-8"))
+WORDS: dict[str, list[str]] = {name: text.split() for name, text in _DATA["words"].items()}
+PAIRS = {name: dict(pair.split(":") for pair in text.split()) for name, text in _DATA["pairs"].items()}
+CATEGORIES: dict[str, list[str]] = {name: text.split() for name, text in _DATA["categories"].items()}
+TOPICS: dict[str, dict[str, list[str]]] = _DATA["topics"]
+TEMPLATES: dict[str, list[str]] = _DATA["templates"]
+SORT: dict[str, list[str]] = _DATA["sort"]
+"""Order -> templates of sorting questions."""
+FACTS: dict[str, list[str]] = _DATA["facts"]
+"""Kind of fact -> templates of questions about a word."""
+SENTENCES: dict[str, list[str]] = _DATA["sentences"]
+"""Kind of sentence -> templates that fields are extracted from."""
+PASSAGES: dict[str, dict[str, list[str]]] = _DATA["passages"]
+"""Kind of fact -> templates of statements, and of questions about the value and about the name."""
 
 Split = Literal["train", "heldout"]
 

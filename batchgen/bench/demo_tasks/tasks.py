@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, get_args
 
-from batchgen.bench.demo_tasks import words
-from batchgen.bench.demo_tasks.content import HELDOUT_ONE_IN, Content, Split, split_of
+from batchgen.bench.demo_tasks.content import HELDOUT_ONE_IN, TEMPLATES, Content, Split, split_of
 from batchgen.bench.demo_tasks.makers import arithmetic, copy, few_shot, sort, word_facts
 from batchgen.bench.demo_tasks.passages import classify, extract, question
 
@@ -88,10 +87,10 @@ def system_message(rng: Random) -> str | None:
     """A system message: none, a short one, or, rarely, a long list of rules (a long shared prefix)."""
     if rng.random() >= SYSTEM_SHARE:
         return None
-    message = rng.choice(words.SYSTEMS)
+    message = rng.choice(TEMPLATES["systems"])
     if rng.random() >= LONG_SYSTEM_SHARE / SYSTEM_SHARE:
         return message
-    rules = [rng.choice(words.RULES) for _ in range(rng.randint(4, 50))]
+    rules = [rng.choice(TEMPLATES["rules"]) for _ in range(rng.randint(4, 50))]
     return " ".join([message, *rules])
 
 

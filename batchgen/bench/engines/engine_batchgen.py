@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import batchgen
+from batchgen.bench.engines.peer_tools import PeerEngine
 from batchgen.data.write.states import StateRecord, write_states_part
 from batchgen.data.write.states_result import write_states_result
 
@@ -19,28 +20,27 @@ _UNREACHABLE_SAVING = 1 << 40
 """Threshold of saved KV reads that no prefix group reaches."""
 
 
-class Engine:
-    """One model in memory."""
+class Engine(PeerEngine):
+    """One model in memory, with no settings to try: users get the defaults."""
 
     version = batchgen.__version__
 
-    def __init__(self, model: str, dtype: str, device: str, threads: int, options: dict[str, Any]) -> None:
-        options = dict(options)
+    def __init__(self, request: dict[str, Any]) -> None:
+        options = dict(request.get("options", {}))
         order, admission = options.pop("order", "longest"), options.pop("admission", "foreseen")
-        self._engine = batchgen.Engine(model, dtype=dtype, device=device, cpu_threads=threads, **options)
+        self._engine = batchgen.Engine(
+            request["model"],
+            dtype=request["dtype"],
+            device=request["device"],
+            cpu_threads=request["threads"],
+            **options,
+        )
         self._engine.order, self._engine.admission = order, admission
-
-    def describe(self) -> dict[str, Any]:
-        """Dtype, device, threads, and no settings to try: users get the defaults."""
         import torch
 
         spec = self._engine.model.spec
-        return {
-            "dtype": str(spec.dtype).removeprefix("torch."),
-            "device": spec.device.type,
-            "threads": torch.get_num_threads(),
-            "settings": [{}],
-        }
+        self.dtype, self.device = str(spec.dtype).removeprefix("torch."), spec.device.type
+        self.threads = torch.get_num_threads()
 
     def generate(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
         """Generate with fixed lengths: greedily, or at temperature 1 for rows of several samples.
@@ -130,8 +130,3 @@ def _without_prefix_groups() -> Iterator[None]:
         yield
     finally:
         engine.group_min_saving = before
-
-
-def load(request: dict[str, Any]) -> Engine:
-    """The engine of a load request."""
-    return Engine(request["model"], request["dtype"], request["device"], request["threads"], request.get("options", {}))

@@ -11,7 +11,16 @@ from typing import Any
 
 import llama_cpp
 import numpy as np
-from peer_tools import cached_conversion, common_length, expand_samples, join_samples, prefix_waves
+
+from batchgen.bench.engines.peer_tools import (
+    PeerEngine,
+    cached_conversion,
+    common_length,
+    expand_samples,
+    join_samples,
+    prefix_waves,
+    require_cpu,
+)
 
 _TYPES = {"float32": 0, "float16": 1, "bfloat16": 30}
 """Dtype -> ggml type number of the KV cache."""
@@ -39,22 +48,24 @@ class _Row:
     output: list[int] = field(default_factory=list)
 
 
-class Engine:
-    """One model in memory."""
+class Engine(PeerEngine):
+    """One model in memory. Settings are sequences per batch, without and with shared prefixes."""
 
     version = llama_cpp.__version__
+    device = "cpu"
+    settings = _SETTINGS
 
-    def __init__(self, path: Path, dtype: str, threads: int) -> None:
-        self._dtype, self._threads = dtype, threads
+    def __init__(self, request: dict[str, Any]) -> None:
+        require_cpu(request)
+        model, self.dtype, self.threads = request["model"], request["dtype"], request["threads"]
+        kind = f"llama.cpp {_LAYOUT} {self.dtype}"
+        folder = cached_conversion(request["cache"], model, kind, lambda folder: _convert(model, folder, self.dtype))
         llama_cpp.llama_backend_init()
+        path = folder / _FILE
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot load {path}")
         self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
-
-    def describe(self) -> dict[str, Any]:
-        """Dtype, device, threads, and settings to try: sequences per batch, without and with shared prefixes."""
-        return {"dtype": self._dtype, "device": "cpu", "threads": self._threads, "settings": list(_SETTINGS)}
 
     def generate(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
         """Generate with fixed lengths: greedily, or at temperature 1 for rows of several samples.
@@ -66,7 +77,7 @@ class Engine:
         key = (lambda row: row.prompt) if setting["shared"] else (lambda row: (-row.new, -len(row.prompt)))
         ordered = sorted(samples, key=key)
         batches = [ordered[i : i + setting["batch"]] for i in range(0, len(ordered), setting["batch"])]
-        context = _Context(self._model, self._vocab, batches, setting, _TYPES[self._dtype], self._threads)
+        context = _Context(self._model, self._vocab, batches, setting, _TYPES[self.dtype], self.threads)
         try:
             for batch in batches:
                 context.run(batch)
@@ -181,16 +192,6 @@ class _Context:
 
 def _cells(row: _Row) -> int:
     return -(-(len(row.prompt) + row.new) // _UNIT) * _UNIT
-
-
-def load(request: dict[str, Any]) -> Engine:
-    """The engine of a load request."""
-    model, dtype = request["model"], request["dtype"]
-    if request["device"] != "cpu":
-        raise RuntimeError("supported on CPUs only; give --device cpu")
-    kind = f"llama.cpp {_LAYOUT} {dtype}"
-    folder = cached_conversion(request["cache"], model, kind, lambda temporary: _convert(model, temporary, dtype))
-    return Engine(folder / _FILE, dtype, request["threads"])
 
 
 def _convert(model: str, folder: Path, dtype: str) -> None:

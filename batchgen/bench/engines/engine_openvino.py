@@ -12,7 +12,15 @@ from typing import Any
 import numpy as np
 import openvino as ov
 import openvino_genai as genai
-from peer_tools import cached_conversion, expand_samples, join_samples, prefix_waves
+
+from batchgen.bench.engines.peer_tools import (
+    PeerEngine,
+    cached_conversion,
+    expand_samples,
+    join_samples,
+    prefix_waves,
+    require_cpu,
+)
 
 _PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 _BLOCK = 32
@@ -28,57 +36,59 @@ _FIRST = {"prefix_cache": 0, "batched_tokens": 256, "warm": 0}
 """Setting of the first pipeline, which fails if the machine does not support the dtype."""
 
 
-class Engine:
+class Engine(PeerEngine):
     """A pipeline of one model. With prefix caching it is rebuilt before each pass, so that the cache is empty.
 
     A new pipeline allocates its cache and compiles kernels in its first pass, so it runs other prompts before.
     """
 
     version = genai.__version__
+    device = "cpu"
+    settings = _SETTINGS
 
-    def __init__(self, folder: Path, dtype: str, threads: int, *, keep_dtype: bool = False) -> None:
-        self._folder, self._dtype, self._threads = folder, dtype, threads
+    def __init__(self, request: dict[str, Any]) -> None:
+        require_cpu(request)
+        model, kind = request["model"], f"openvino {ov.__version__}"
+        self._folder = cached_conversion(request["cache"], model, kind, lambda folder: _convert(model, folder))
+        self.dtype, self.threads = request["dtype"], request["threads"]
         self._pipeline: Any = None
         self._built: dict[str, Any] | None = None
         self._warm = False
         try:
-            self.prepare(_FIRST)
+            self._build(_FIRST)
         except RuntimeError:  # no bfloat16 KV cache on processors without bfloat16 instructions
-            if keep_dtype or dtype == "float32":
+            if request["keep_dtype"] or self.dtype == "float32":
                 raise
-            self._dtype = "float32"
-            self.prepare(_FIRST)
+            self.dtype = "float32"
+            self._build(_FIRST)
 
-    def describe(self) -> dict[str, Any]:
-        """Dtype, device, threads, and settings to try: prefix cache filled beforehand, prefix cache, none."""
-        return {"dtype": self._dtype, "device": "cpu", "threads": self._threads, "settings": list(_SETTINGS)}
+    def prepare(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> None:
+        """Build a pipeline with an empty prefix cache, if the current one cannot be reused.
 
-    def prepare(self, setting: dict[str, Any]) -> None:
-        """Build a pipeline with an empty prefix cache, if the current one cannot be reused."""
-        if setting == self._built and not setting["prefix_cache"]:
-            return
+        A new pipeline runs rows with the same lengths and shared prefixes but different ids.
+        """
+        if setting != self._built or setting["prefix_cache"]:
+            self._build(setting)
+        if not self._warm:
+            ids = [i for row in rows for i in row["ids"]]
+            mirror = min(ids) + max(ids)
+            self.generate([{**row, "ids": [mirror - i for i in row["ids"]]} for row in rows], setting)
+            self._warm = True
+
+    def _build(self, setting: dict[str, Any]) -> None:
         scheduler = genai.SchedulerConfig()
         scheduler.enable_prefix_caching = bool(setting["prefix_cache"])
         scheduler.max_num_batched_tokens = setting["batched_tokens"]
         scheduler.cache_size = _CACHE_GIB
-        precision = _PRECISIONS[self._dtype]
+        precision = _PRECISIONS[self.dtype]
         properties = {
             "INFERENCE_PRECISION_HINT": precision,
             "KV_CACHE_PRECISION": precision,
-            "INFERENCE_NUM_THREADS": self._threads,
+            "INFERENCE_NUM_THREADS": self.threads,
         }
         self._pipeline = self._built = None  # frees its cache before the next pipeline allocates one
         self._pipeline = genai.ContinuousBatchingPipeline(str(self._folder), scheduler, "CPU", properties)
         self._built, self._warm = setting, False
-
-    def warm(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> None:
-        """Run rows with the same lengths and shared prefixes but different ids, if the pipeline is new."""
-        if self._warm:
-            return
-        ids = [i for row in rows for i in row["ids"]]
-        mirror = min(ids) + max(ids)
-        self.generate([{**row, "ids": [mirror - i for i in row["ids"]]} for row in rows], setting)
-        self._warm = True
 
     def generate(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
         """Generate with fixed lengths: greedily, or at temperature 1 for rows of several samples.
@@ -116,13 +126,3 @@ def _convert(model: str, folder: Path) -> None:
 
     made = OVModelForCausalLM.from_pretrained(model, export=True, compile=False, load_in_8bit=False)
     made.save_pretrained(str(folder))
-
-
-def load(request: dict[str, Any]) -> Engine:
-    """The engine of a load request."""
-    if request["device"] != "cpu":
-        raise RuntimeError("supported on CPUs only; give --device cpu")
-    kind = f"openvino {ov.__version__}"
-    model = request["model"]
-    folder = cached_conversion(request["cache"], model, kind, lambda temporary: _convert(model, temporary))
-    return Engine(folder, request["dtype"], request["threads"], keep_dtype=request["keep_dtype"])

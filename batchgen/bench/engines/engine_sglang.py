@@ -6,35 +6,35 @@ from typing import Any
 
 import sglang
 
+from batchgen.bench.engines.peer_tools import PeerEngine
+
 _MEMORY = 0.4
 """Share of the device's memory; other engines of the benchmark have models loaded at the same time."""
 _ATTENTION = {"float32": "triton"}
 """Dtype -> attention backend, where SGLang's default fails: FlashAttention does not support float32."""
 
 
-class Engine:
-    """One model in the processes of an engine."""
+class Engine(PeerEngine):
+    """One model in the processes of an engine, which chooses batch and chunk sizes."""
 
     version = sglang.__version__
 
-    def __init__(self, model: str, dtype: str, device: str, threads: int) -> None:
-        self._dtype, self._device, self._threads = dtype, device, threads
+    def __init__(self, request: dict[str, Any]) -> None:
+        self.dtype, self.device, self.threads = request["dtype"], request["device"], request["threads"]
+        if self.device != "cuda":  # on CPUs SGLang uses all cores of a NUMA node, whatever the number of threads
+            raise RuntimeError("supported on GPUs only; give --device cuda")
         self._engine = sglang.Engine(
-            model_path=model,
-            dtype=dtype,
-            device=device,
-            attention_backend=_ATTENTION.get(dtype),
+            model_path=request["model"],
+            dtype=self.dtype,
+            device=self.device,
+            attention_backend=_ATTENTION.get(self.dtype),
             skip_tokenizer_init=True,
             mem_fraction_static=_MEMORY,
             random_seed=0,
             log_level="error",
         )
 
-    def describe(self) -> dict[str, Any]:
-        """Dtype, device, threads, and no settings to try: SGLang chooses batch and chunk sizes."""
-        return {"dtype": self._dtype, "device": self._device, "threads": self._threads, "settings": [{}]}
-
-    def prepare(self, setting: dict[str, Any]) -> None:
+    def prepare(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> None:
         """Clear the prefix cache."""
         self._engine.flush_cache()
 
@@ -55,10 +55,3 @@ class Engine:
             for row in rows
         ]
         return outputs, {}
-
-
-def load(request: dict[str, Any]) -> Engine:
-    """The engine of a load request."""
-    if request["device"] != "cuda":  # on CPUs SGLang uses all cores of a NUMA node, whatever the number of threads
-        raise RuntimeError("supported on GPUs only; give --device cuda")
-    return Engine(request["model"], request["dtype"], request["device"], request["threads"])

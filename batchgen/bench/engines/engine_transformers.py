@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import transformers
-from peer_tools import expand_samples, fastest_dtype, join_samples, static_batches
+
+from batchgen.bench.engines.peer_tools import PeerEngine, expand_samples, join_samples, load_transformers
 
 BATCH_SIZES = {"cpu": (8, 16, 32, 64, 128, 256), "cuda": (64, 128, 256, 512)}
 
@@ -15,30 +17,17 @@ _GREEDY = transformers.GenerationConfig(do_sample=False, pad_token_id=0)
 _SAMPLED = transformers.GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0)
 
 
-class Engine:
-    """One model in memory."""
+class Engine(PeerEngine):
+    """One model in memory. Settings are batch sizes, with rows sorted by output or by prompt length."""
 
     version = transformers.__version__
 
-    def __init__(self, model: str, dtype: str, device: str) -> None:
-        transformers.utils.logging.disable_progress_bar()
-        kind = getattr(torch, dtype)
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(
-            model, dtype=kind, attn_implementation="sdpa", local_files_only=True
-        )
-        self._model.to(device).eval()
-        self._device = device
-
-    def describe(self) -> dict[str, Any]:
-        """Dtype, device, threads, and settings to try: batch sizes, with rows sorted by output or by prompt length."""
-        return {
-            "dtype": str(self._model.dtype).removeprefix("torch."),
-            "device": self._device,
-            "threads": torch.get_num_threads(),
-            "settings": [
-                {"batch": size, **order} for order in ({}, {"prompt_first": 1}) for size in BATCH_SIZES[self._device]
-            ],
-        }
+    def __init__(self, request: dict[str, Any]) -> None:
+        self._model = load_transformers(request)
+        self.dtype = str(self._model.dtype).removeprefix("torch.")
+        self.device, self.threads = request["device"], torch.get_num_threads()
+        orders: tuple[dict[str, int], ...] = ({}, {"prompt_first": 1})
+        self.settings = [{"batch": size, **order} for order in orders for size in BATCH_SIZES[self.device]]
 
     def generate(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
         """Generate with fixed lengths, in batches of rows of similar length; each sample is a row of a batch."""
@@ -58,8 +47,8 @@ class Engine:
     def _batch(
         self, prompts: list[list[int]], width: int, new: int, config: transformers.GenerationConfig
     ) -> list[list[int]]:
-        ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=self._device)
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self._device)
+        ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=self.device)
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self.device)
         self._model.generation_config = config
         with torch.inference_mode():
             out = self._model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new)
@@ -67,7 +56,18 @@ class Engine:
         return tokens
 
 
-def load(request: dict[str, Any]) -> Engine:
-    """The engine of a load request."""
-    torch.set_num_threads(request["threads"])
-    return Engine(request["model"], fastest_dtype(request), request["device"])
+def static_batches(
+    rows: Sequence[dict[str, Any]], size: int, *, prompt_first: bool = False
+) -> list[tuple[bool, list[int]]]:
+    """Static batches of rows of similar lengths: (whether the rows are sampled, indices of rows).
+
+    Greedy and sampled rows are in separate batches. Rows are sorted by output length, then prompt length, or the other
+    way round with `prompt_first`; the longest come first.
+    """
+    batches = []
+    for sampled in (False, True):
+        kept = [i for i, row in enumerate(rows) if (row.get("samples", 1) > 1) == sampled]
+        lengths = {i: (-rows[i]["max_new"], -len(rows[i]["ids"])) for i in kept}
+        kept.sort(key=lambda i: lengths[i][::-1] if prompt_first else lengths[i])
+        batches += [(sampled, kept[begin : begin + size]) for begin in range(0, len(kept), size)]
+    return batches

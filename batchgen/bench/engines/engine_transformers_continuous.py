@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 import transformers
-from peer_tools import fastest_dtype
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+
+from batchgen.bench.engines.peer_tools import PeerEngine, load_transformers
 
 _HANG_SECONDS = 120.0
 """Seconds without a finished request after which the engine is considered hung."""
@@ -22,47 +23,37 @@ _CACHE_BYTES = 4 << 30
 _SAMPLED = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
 
-class Engine:
-    """One model in memory."""
+class Engine(PeerEngine):
+    """One model in memory. Settings are tokens per step on a CPU."""
 
-    def __init__(self, model: str, dtype: str, device: str) -> None:
-        transformers.utils.logging.disable_progress_bar()
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(
-            model, dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True
-        )
-        self._model.to(device).eval()
-        self._device = device
+    def __init__(self, request: dict[str, Any]) -> None:
+        self._model = load_transformers(request)
+        self.device, self.threads = request["device"], torch.get_num_threads()
+        self.dtype = str(self._model.dtype).removeprefix("torch.")
         self._manager: Any = None
+        if self.device != "cuda":
+            self.settings = [{"batched_tokens": tokens} for tokens in _STEP_TOKENS]
         # Without a FlashAttention library it falls back to SDPA, which is much slower; the version shows it.
         flash = is_flash_attn_3_available() or is_flash_attn_2_available()
         self.version = f"{transformers.__version__}, {'flash' if flash else 'SDPA'}"
 
-    def describe(self) -> dict[str, Any]:
-        """Dtype, device, threads, and settings to try: tokens per step on a CPU, none on a GPU."""
-        return {
-            "dtype": str(self._model.dtype).removeprefix("torch."),
-            "device": self._device,
-            "threads": torch.get_num_threads(),
-            "settings": [{}] if self._device == "cuda" else [{"batched_tokens": tokens} for tokens in _STEP_TOKENS],
-        }
-
-    def warm(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> None:
+    def prepare(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> None:
         """Create and start the manager of the next pass."""
         sampled = any(row.get("samples", 1) > 1 for row in rows)  # all rows of a workload have the same number
         config = transformers.GenerationConfig(
             do_sample=sampled, eos_token_id=-1, pad_token_id=0, max_new_tokens=1, **(_SAMPLED if sampled else {})
         )
-        small = {} if self._device == "cuda" else {"continuous_batching_config": self._cpu_config(rows, setting)}
+        step_tokens = setting.get("batched_tokens", _STEP_TOKENS[0])
+        on_cpu = self.device != "cuda"
+        small = {"continuous_batching_config": cpu_batching(self._model, rows, step_tokens)} if on_cpu else {}
         with torch.no_grad():
             self._manager = self._model.init_continuous_batching(generation_config=config, **small)
-            if self._device == "cuda":
+            if self.device == "cuda":
                 self._manager.warmup()
             self._manager.start()
 
     def generate(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
         """Generate with fixed lengths; every sample is a request. Rows are sorted so that prefixes are adjacent."""
-        if self._manager is None:
-            self.warm(rows, setting)
         manager, self._manager = self._manager, None
         order = sorted(range(len(rows)), key=lambda i: rows[i]["ids"])
         owners: dict[str, int] = {}
@@ -88,21 +79,14 @@ class Engine:
             manager.destroy()
         return outputs, {}
 
-    def _cpu_config(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> transformers.ContinuousBatchingConfig:
-        """Cache size on a CPU: blocks for all rows, up to `_CACHE_BYTES`. The default takes nearly all free memory."""
-        made = transformers.ContinuousBatchingConfig(max_batch_tokens=setting.get("batched_tokens", _STEP_TOKENS[0]))
-        sizes = self._model.config.get_text_config()
-        heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
-        width = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
-        bytes_of_token = 2 * sizes.num_hidden_layers * heads * width * self._model.dtype.itemsize
-        wanted = sum(
-            row.get("samples", 1) * (-(-(len(row["ids"]) + row["max_new"]) // made.page_size) + 1) for row in rows
-        )
-        made.num_blocks = max(2, min(wanted, _CACHE_BYTES // (bytes_of_token * made.page_size)))
-        return made
 
-
-def load(request: dict[str, Any]) -> Engine:
-    """The engine of a load request."""
-    torch.set_num_threads(request["threads"])
-    return Engine(request["model"], fastest_dtype(request), request["device"])
+def cpu_batching(model: Any, rows: list[dict[str, Any]], step_tokens: int) -> transformers.ContinuousBatchingConfig:
+    """Configuration on a CPU, with blocks for all rows, up to `_CACHE_BYTES`. The default takes nearly all memory."""
+    made = transformers.ContinuousBatchingConfig(max_batch_tokens=step_tokens)
+    sizes = model.config.get_text_config()
+    heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
+    width = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
+    bytes_of_token = 2 * sizes.num_hidden_layers * heads * width * model.dtype.itemsize
+    wanted = sum(row.get("samples", 1) * (-(-(len(row["ids"]) + row["max_new"]) // made.page_size) + 1) for row in rows)
+    made.num_blocks = max(2, min(wanted, _CACHE_BYTES // (bytes_of_token * made.page_size)))
+    return made

