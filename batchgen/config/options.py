@@ -8,6 +8,7 @@ from batchgen.config.option_types import (
     DURATION,
     MEMORY,
     NAME,
+    NAME_FUNCTION,
     NAME_PATH,
     NUMBER,
     PATH,
@@ -192,7 +193,56 @@ OPTIONS: tuple[Option, ...] = (
         "Compute bitwise identical logits for a row regardless of the batch, slightly slower. Example: --deterministic",
         "engine",
     ),
+    # Sampling
+    choice(
+        "sampling_defaults",
+        "model|openai",
+        SAMPLING,
+        "Defaults of temperature, top_p, top_k and min_p: the model's generation_config.json, or 1.0, 1.0, -1, 0.0. "
+        "Example: --sampling-defaults openai",
+    ),
     *SAMPLING_OPTIONS,
+    choice(
+        "repetition_penalty_scope",
+        "output|prompt+output",
+        SAMPLING,
+        "Tokens that --repetition-penalty applies to: generated tokens, or prompt tokens as well (as in Hugging Face "
+        "and vLLM). Example: --repetition-penalty-scope prompt+output",
+        "engine",
+    ),
+    choice(
+        "logprobs_mode",
+        "raw|processed",
+        SAMPLING,
+        "Distribution of logprobs: the model's (raw), or the one sampled from, after penalties, masks and filters "
+        "(processed). Example: --logprobs-mode processed",
+        "engine",
+    ),
+    Option(
+        "logit_processor",
+        NAME_FUNCTION,
+        (),
+        SAMPLING,
+        "Python function that rows select by NAME in `custom_logit_processor`; repeatable. "
+        "Example: --logit-processor calm=my_module:calm",
+        "engine",
+        repeat=True,
+    ),
+    Option(
+        "stop_on_repeat",
+        int_range(4, 2**20),
+        None,
+        SAMPLING,
+        "End a sample whose last N tokens repeat a block of at most N/4 tokens, with finish_reason repetition; off by "
+        "default. Example: --stop-on-repeat 64",
+        "engine",
+    ),
+    flag(
+        "lenient_schemas",
+        SAMPLING,
+        "Ignore JSON Schema keywords that cannot be enforced instead of refusing the row. Example: --lenient-schemas",
+        "engine",
+    ),
     # Input
     Option("prompt_column", NAME, None, INPUT, "Field that contains the prompt. Example: --prompt-column question"),
     Option("id_column", NAME, None, INPUT, "Field that contains the id of the row. Example: --id-column uid"),

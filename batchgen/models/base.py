@@ -13,7 +13,7 @@ from batchgen.kernels import torch_ops
 from batchgen.kernels.lora import LoraStep
 from batchgen.kernels.ops import Ops
 from batchgen.kernels.types import Attention, LayerKV
-from batchgen.request.params import CaptureSupport
+from batchgen.request.hidden_states import CaptureSupport
 
 __all__ = ["CaptureSpec", "Model", "ModelInput", "ModelSpec", "TokenEmbeds"]
 
