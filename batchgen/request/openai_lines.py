@@ -66,9 +66,10 @@ def parse_openai_line(value: Mapping[str, Any], row_index: int, defaults: RowDef
         params = defaults.share(key, params)
     if layout.unsupported:
         row.reject_unsupported(layout)
-    seed = row.values.get("seed", defaults.seed)
+    given = row.values
+    name = given["id"] if "id" in given else f"row-{row_index}"  # noqa: SIM401 most rows need no text
     return ParsedRow(
-        row_index, row.values.get("id", f"row-{row_index}"), prompts, params, row.carried(layout), dialect, (), seed
+        row_index, name, prompts, params, row.carried(layout), dialect, (), given.get("seed", defaults.seed)
     )
 
 

@@ -396,15 +396,15 @@ _JSON = frozenset({"json_schema", "structural_tag", "custom_params"})
 
 def _stored(name: str, check: Check, value: Any) -> Any:
     """The form in which a checked value is stored; a value in that form stays as it is."""
-    if name in _JSON:
+    if name == "custom_params" and type(value) is str:
+        return None if value == "{}" else value
+    checked = check(name, value)
+    if name in _JSON and type(checked) is dict:
         try:
-            text = (
-                value if type(value) is str else json.dumps(check(name, value), ensure_ascii=False, separators=_DENSE)
-            )
+            text = json.dumps(checked, ensure_ascii=False, separators=_DENSE)
         except (TypeError, ValueError) as problem:
             raise invalid(name, f"must be JSON: {problem}") from None
-        return None if name == "custom_params" and text == "{}" else text
-    checked = check(name, value)
+        return None if name == "custom_params" and not checked else text
     if (name, checked) == ("top_k", 0):
         return -1
     return None if (name, checked) == ("suffix", "") else checked

@@ -9,7 +9,7 @@ output field, which would have no effect. Run-wide sampling defaults do not appl
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -100,10 +100,9 @@ def parse_row(value: Any, row_index: int, defaults: RowDefaults) -> ParsedRow:
     if new is not None:
         params = defaults.share(key, _scoring_params(new) if texts else new)
     assert params is not None
-    seed = row.values.get("seed", defaults.seed)
-    return ParsedRow(
-        row_index, row.values.get("id", f"row-{row_index}"), prompts, params, row.extra, "native", texts, seed
-    )
+    given = row.values
+    name = given["id"] if "id" in given else f"row-{row_index}"  # noqa: SIM401 most rows need no text
+    return ParsedRow(row_index, name, prompts, params, row.extra, "native", texts, given.get("seed", defaults.seed))
 
 
 def _completions_to_score(row: RowValues) -> tuple[str | tuple[int, ...], ...]:
@@ -138,9 +137,11 @@ def _is_default(name: str, value: Any) -> bool:
 
 def _prompts(row: RowValues, layout: Layout, defaults: RowDefaults) -> tuple[Prompt, ...]:
     """The row's prompts, as conversations if the run or the row uses chat."""
-    found = [name for name in layout.sources if name in row.values]
-    if len(found) != 1:
-        raise row.prompt_error(found, "`text`, `input_ids`, `input_embeds` or `messages`")
+    found: Sequence[str] = layout.sources
+    if len(found) != 1 or found[0] not in row.values:  # null is absent
+        found = [name for name in found if name in row.values]
+        if len(found) != 1:
+            raise row.prompt_error(found, "`text`, `input_ids`, `input_embeds` or `messages`")
     source = found[0]
     values = row.values[source]
     if not values or (source == "input_ids" and () in values):
@@ -153,10 +154,10 @@ def _prompts(row: RowValues, layout: Layout, defaults: RowDefaults) -> tuple[Pro
     if layout.has_chat_fields:
         row.refuse_chat_fields(row.spelled[source])
     if source == "text":
-        return tuple([TextPrompt(text) for text in values])
+        return tuple(map(TextPrompt, values))
     if source == "input_embeds":
-        return tuple(EmbedsPrompt(found) for found in values)
-    return tuple(TokenPrompt(ids) for ids in values)
+        return tuple(map(EmbedsPrompt, values))
+    return tuple(map(TokenPrompt, values))
 
 
 def _has_surrogate(text: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -319,7 +319,7 @@ class RowValues:
         if unused is not None:
             raise invalid(unused, f"needs `messages`; it has no effect on a prompt in `{prompt}`, remove it")
 
-    def prompt_error(self, found: list[str], needed: str) -> RowError:
+    def prompt_error(self, found: Sequence[str], needed: str) -> RowError:
         """Error for a row with no prompt field or several, listed in `found`."""
         if not found:
             return RowError(ErrorCode.MISSING_PROMPT, f"the row has no prompt; give it {needed}")
