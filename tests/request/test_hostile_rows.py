@@ -208,7 +208,7 @@ NUMBERS = st.sampled_from([0, 1, -1, 2**63, 10**30, 0.5, math.nan, True, "POST",
 FIELDS_OF_A_ROW = st.dictionaries(KEYS, NUMBERS | JSON, max_size=5)
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(value=JSON | st.fixed_dictionaries({"text": st.just("a")}) | FIELDS_OF_A_ROW, nested=FIELDS_OF_A_ROW)
 def test_anything_is_a_row_or_a_row_error(value: Any, nested: dict[str, Any]) -> None:
     candidates = [value]
