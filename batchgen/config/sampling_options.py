@@ -126,7 +126,7 @@ def _value_type(field: Field) -> ValueType:
 
 
 SAMPLING_OPTIONS: tuple[Option, ...] = tuple(
-    Option(field.name, _value_type(field), None, SAMPLING, field.help, "sampling", field.check in _REPEATABLE)
+    Option(field.name, _value_type(field), field.help, None, SAMPLING, "sampling", field.check in _REPEATABLE)
     for field in SAMPLING_FIELDS
     if field.help is not None and "params" in field.places
 )
