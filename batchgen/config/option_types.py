@@ -40,6 +40,7 @@ __all__ = [
     "THRESHOLD",
     "TOKEN_IDS",
     "Option",
+    "Target",
     "ValueType",
     "choice",
     "coerce",
@@ -78,10 +79,10 @@ class Option:
 
     name: str
     value_type: ValueType
-    default: Any
-    group: str
     help: str
-    target: Target = "run"
+    default: Any = None
+    group: str = ""
+    target: Target | None = None
     repeat: bool = False
     """Whether the option may be given several times; its value is a tuple."""
     choices: tuple[str, ...] = ()
@@ -176,17 +177,15 @@ NAME_PATH = ValueType("NAME=PATH", parse_name_path, (str, os.PathLike), named_pa
 NAME_FUNCTION = ValueType("NAME=module:function", parse_name_function, named_pairs=True, accepts_functions=True)
 
 
-def choice(name: str, choices: str, group: str, help: str, target: Target = "run", **more: Any) -> Option:
+def choice(name: str, choices: str, help: str, choice_flags: bool = False, target: Target | None = None) -> Option:
     """Option with fixed choices, given as `a|b|c`; the first is the default."""
     names = tuple(choices.split("|"))
-    return Option(name, _one_of(*names), names[0], group, help, target, choices=names, **more)
+    return Option(name, _one_of(*names), help, names[0], target=target, choices=names, choice_flags=choice_flags)
 
 
-def flag(
-    name: str, group: str, help: str, target: Target = "run", default: bool = False, supported: bool = True
-) -> Option:
+def flag(name: str, help: str, default: bool = False, target: Target | None = None) -> Option:
     """Boolean option."""
-    return Option(name, BOOL, default, group, help, target, supported=supported)
+    return Option(name, BOOL, help, default, target=target)
 
 
 def coerce(option: Option, value: object, label: str) -> Any:

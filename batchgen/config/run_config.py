@@ -191,7 +191,7 @@ class RunConfig:
         given.pop("output", None)
         by_target: dict[str, dict[str, Any]] = {"engine": {}, "sampling": {}, "run": {}}
         for name, value in given.items():
-            by_target[BY_NAME[name].target][name] = value
+            by_target[BY_NAME[name].target or "run"][name] = value
         return RunConfig(
             inputs=tuple(changes.get("inputs") or description["inputs"]),
             output=output,

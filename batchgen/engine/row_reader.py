@@ -204,8 +204,9 @@ class RowReader:
                 prompt.seed,
                 prompt.max_new_tokens,
                 prompt.embeds,
-                prompt.score_start,
             )
+            if prompt.score_start >= 0:
+                self._table.set_score_start(prompt.score_start)
         return ProcessedRow(row.row_index, row.id, row.extra, row, encoded, first, None)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from batchgen.kernels.lora import LoraStep
 from batchgen.kernels.ops import TORCH_OPS, Ops
 from batchgen.kernels.types import Attention, LayerKV
-from batchgen.request.params import CaptureSupport
+from batchgen.request.hidden_states import CaptureSupport
 
 __all__ = ["CaptureSpec", "Model", "ModelInput", "ModelSpec", "TokenEmbeds"]
 

@@ -1,7 +1,7 @@
 """Checks of a row field's type and range.
 
 A check receives the field's name as the row spells it and the value. It returns the normalised value (lists as tuples,
-integers as floats where the field is a float) or raises `invalid_field`. `SamplingParams` checks its ranges itself.
+integers as floats where the field is a float) or raises `invalid_field`. `field_checks` has the structured values.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Callable
-from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -20,15 +20,17 @@ __all__ = [
     "INT64_HIGH",
     "INT64_LOW",
     "Check",
+    "Integer",
+    "Number",
     "boolean",
     "check_unicode",
     "describe_range",
-    "floating",
     "ids",
-    "integer",
     "invalid",
     "json_type",
     "mapping",
+    "nonempty_ids",
+    "nonempty_string",
     "one_of",
     "show",
     "string",
@@ -107,25 +109,41 @@ def string(name: str, value: Any) -> str:
     return value
 
 
-def integer(low: int = INT64_LOW, high: int = INT64_HIGH) -> Check:
-    """Return a check for integers in [low, high]; booleans and floats are refused."""
+def nonempty_string(name: str, value: Any) -> str:
+    """Check a non-empty string."""
+    if not string(name, value):
+        raise invalid(name, "must not be empty")
+    return str(value)
 
-    def check(name: str, value: Any) -> int:
+
+@dataclass(frozen=True, slots=True)
+class Integer:
+    """Check for integers in [low, high]; booleans and floats are refused."""
+
+    low: int = INT64_LOW
+    high: int = INT64_HIGH
+
+    def __call__(self, name: str, value: Any) -> int:
+        """Return `value`, or raise `invalid_field`."""
         if type(value) is not int:
             raise invalid(name, f"must be an integer, got {show(value)}")
         if not INT64_LOW <= value <= INT64_HIGH:
             raise invalid(name, "must fit a signed 64-bit integer")
-        if not low <= value <= high:
-            raise invalid(name, f"must be {describe_range(low, high)}, got {value}")
+        if not self.low <= value <= self.high:
+            raise invalid(name, f"must be {describe_range(self.low, self.high)}, got {value}")
         return value
 
-    return check
 
+@dataclass(frozen=True, slots=True)
+class Number:
+    """Check for finite numbers in [low, high], or (low, high]; integers become floats."""
 
-def floating(low: float = -math.inf, high: float = math.inf, *, low_open: bool = False) -> Check:
-    """Return a check for finite numbers in [low, high], or (low, high]; integers become floats."""
+    low: float = -math.inf
+    high: float = math.inf
+    low_open: bool = False
 
-    def check(name: str, value: Any) -> float:
+    def __call__(self, name: str, value: Any) -> float:
+        """Return `value` as a float, or raise `invalid_field`."""
         if type(value) not in (int, float):
             raise invalid(name, f"must be a number, got {show(value)}")
         try:
@@ -134,11 +152,10 @@ def floating(low: float = -math.inf, high: float = math.inf, *, low_open: bool =
             number = math.inf
         if not math.isfinite(number):
             raise invalid(name, f"must be a finite number, got {show(value)}")
-        if not low <= number <= high or (low_open and number == low):
-            raise invalid(name, f"must be in {'(' if low_open else '['}{low:g}, {high:g}], got {show(value)}")
+        if not self.low <= number <= self.high or (self.low_open and number == self.low):
+            bracket = "(" if self.low_open else "["
+            raise invalid(name, f"must be in {bracket}{self.low:g}, {self.high:g}], got {show(value)}")
         return number
-
-    return check
 
 
 def strings(name: str, value: Any) -> tuple[str, ...]:
@@ -163,6 +180,14 @@ def ids(name: str, value: Any) -> tuple[int, ...]:
         odd = next(item for item in value if not 0 <= item <= _MAX_TOKEN_ID)
         raise RowError(ErrorCode.TOKEN_OUT_OF_RANGE, f"`{name}` has {show(odd)}, which is not a token id", name)
     return tuple(value)
+
+
+def nonempty_ids(name: str, value: Any) -> tuple[int, ...]:
+    """Check a non-empty list of token ids."""
+    found = ids(name, value)
+    if not found:
+        raise invalid(name, "must not be empty")
+    return found
 
 
 def token_id_lists(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
@@ -204,10 +229,12 @@ def check_unicode(value: Any, name: str) -> None:
         RowError: `invalid_unicode`, naming the top-level field.
     """
     if type(value) is dict or (type(value) is list and value and type(value[0]) is dict):
-        with suppress(TypeError):
+        try:
             # orjson is fast. It also refuses some valid values (such as huge integers), so a failure proves nothing.
             orjson.dumps(value)
             return
+        except TypeError:
+            pass
     pending = [value]
     while pending:  # an explicit stack: rows may nest as deep as the JSON parser allows
         item = pending.pop()

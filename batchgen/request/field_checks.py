@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
+from batchgen.errors import ErrorCode, RowError
 from batchgen.request.checks import (
-    boolean,
-    floating,
+    Integer,
+    Number,
     ids,
-    integer,
     invalid,
     json_type,
     mapping,
+    nonempty_ids,
+    nonempty_string,
     one_of,
     show,
     string,
@@ -27,21 +26,20 @@ __all__ = [
     "choice",
     "completion",
     "completions",
-    "embeddings",
-    "hidden_states",
     "logit_bias",
     "media",
-    "nonempty_ids",
-    "nonempty_string",
+    "messages",
     "prompts",
     "response_format",
     "row_id",
+    "template_kwargs",
     "texts",
+    "tools",
 ]
 
-_bias_value = floating(-100.0, 100.0)
-_count = integer(0, 1 << 20)
-_layer = integer(-1, 1 << 20)
+_bias_id = Integer(0, 1 << 31)
+_bias_value = Number(-100.0, 100.0)
+_count = Integer(0, 1 << 20)
 _FORMAT_KEYS = {
     "text": {"type"},
     "json_object": {"type"},
@@ -51,10 +49,22 @@ _FORMAT_KEYS = {
 """Keys of a `response_format` by its type."""
 _JSON_SCHEMA_KEYS = {"name", "description", "schema", "strict"}
 """Keys of the `json_schema` of a `response_format`, unless it is the schema itself."""
+_MEDIA_PARTS = frozenset(
+    {"image", "image_url", "input_image", "audio", "audio_url", "input_audio", "video", "video_url", "file"}
+)
+
+# Parameters of the renderer itself. A row must not set them: `chat_template` would replace the model's template.
+_RESERVED_KWARGS = {
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "conversations",
+    "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors",
+    "sanitize_control_tokens", "self", "tokenize", "tokenizer_kwargs", "tools", "truncation",
+}  # fmt: skip
 
 
 def row_id(name: str, value: Any) -> str:
     """Check an id. A number is refused, because 5 and "5" would be the same id; `--id-column` allows it."""
+    if type(value) is str:
+        return value
     if type(value) is int:
         raise invalid(name, f"must be a string, got {show(value)}; --id-column {name} accepts whole numbers, too")
     return string(name, value)
@@ -82,21 +92,6 @@ def prompts(name: str, value: Any) -> tuple[str, ...] | tuple[tuple[int, ...], .
     return texts(name, value)
 
 
-def nonempty_string(name: str, value: Any) -> str:
-    """Check a non-empty string."""
-    if not string(name, value):
-        raise invalid(name, "must not be empty")
-    return str(value)
-
-
-def nonempty_ids(name: str, value: Any) -> tuple[int, ...]:
-    """Check a non-empty list of token ids."""
-    found = ids(name, value)
-    if not found:
-        raise invalid(name, "must not be empty")
-    return found
-
-
 def boolean_or_count(name: str, value: Any) -> bool | int:
     """Check `logprobs` of a native row: a boolean, or the number of alternatives to return."""
     if type(value) is int:
@@ -106,17 +101,21 @@ def boolean_or_count(name: str, value: Any) -> bool | int:
     return value
 
 
-def logit_bias(name: str, value: Any) -> dict[int, float]:
-    """Check {token id: bias in [-100, 100]}; the ids are strings in JSON and may be integers in Python."""
+def logit_bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
+    """Check {token id: bias in [-100, 100]} and sort it by id; the ids are strings in JSON, or integers in Python.
+
+    A tuple of (id, bias), the result of an earlier check, is accepted, too.
+    """
     found: dict[int, float] = {}
-    for key, bias in mapping(name, value).items():
+    for key, bias in value if type(value) is tuple else mapping(name, value).items():
         text = str(key) if type(key) in (int, str) else ""
         if not (text.isascii() and text.isdigit() and len(text) <= 10):
             raise invalid(name, f"must have token ids as keys, got {show(key)}")
-        if int(key) in found:
-            raise invalid(name, f"names token {int(key)} twice")
-        found[int(key)] = _bias_value(name, bias)
-    return found
+        token = _bias_id(name, int(key))
+        if token in found:
+            raise invalid(name, f"names token {token} twice")
+        found[token] = _bias_value(name, bias)
+    return tuple(sorted(found.items()))
 
 
 def bad_words(name: str, value: Any) -> tuple[str | tuple[int, ...], ...]:
@@ -158,78 +157,6 @@ def _reject_other_keys(value: dict[str, Any], known: set[str], name: str, proble
         raise invalid(name, f"{problem} {show(odd)}{remedy}")
 
 
-def hidden_states(name: str, value: Any) -> bool | dict[str, Any]:
-    """Check a boolean or {layers, tokens, pool}."""
-    if type(value) is not dict:
-        return boolean(name, value)
-    for key, item in value.items():
-        if key == "layers":
-            if type(item) not in (list, tuple) or not item:
-                raise invalid(name, f"must have a list of integers as `layers`, got {show(item)}")
-            for layer in item:
-                _layer(name, layer)
-        elif key == "tokens":
-            one_of("prompt", "output", "all", "last")(name, item)
-        elif key == "pool":
-            one_of("none", "last", "mean")(name, item)
-        else:
-            raise invalid(name, f"has the keys `layers`, `tokens` and `pool`, got {show(key)}")
-    return value
-
-
-def embeddings(name: str, value: Any) -> tuple[npt.NDArray[np.float32] | str, ...]:
-    """Check a nested list, array or tensor of numbers [P, H], a list of those, or the name of a stored tensor."""
-    if type(value) is str:
-        return (nonempty_string(name, value),)
-    if hasattr(value, "detach"):  # a torch tensor from the Python API; numpy has no bfloat16
-        value = value.detach().float().cpu().numpy()
-    if isinstance(value, np.ndarray):
-        return (_array(name, value),)
-    if type(value) not in (list, tuple):
-        raise invalid(name, f"must be a nested list of numbers or a tensor's name, got {json_type(value)}")
-    several = bool(value) and (_is_array(value[0]) or (_is_list(value[0]) and bool(value[0]) and _is_list(value[0][0])))
-    return tuple(_matrix(name, item) for item in value) if several else (_matrix(name, value),)
-
-
-def _is_list(value: Any) -> bool:
-    return type(value) in (list, tuple)
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, np.ndarray) or hasattr(value, "detach")
-
-
-def _matrix(name: str, value: Any) -> npt.NDArray[np.float32]:
-    """[P, H] float32 array of one nested list or array."""
-    if _is_array(value):
-        found = embeddings(name, value)[0]
-        assert not isinstance(found, str)
-        return found
-    if not _is_list(value) or not all(_is_list(row) for row in value):
-        raise invalid(name, "must be a list of lists of numbers, one list for each token")
-    for row in value:
-        # By exact type, because a boolean is an int; in C, because there may be millions of numbers.
-        odd = set(map(type, row)) - {float, int}
-        if odd:
-            raise invalid(name, f"must contain only numbers, found {json_type(next(x for x in row if type(x) in odd))}")
-        if len(row) != len(value[0]):
-            raise invalid(name, f"must have rows of one length, got {len(value[0])} and {len(row)}")
-    try:
-        return _array(name, np.array(value, np.float64).reshape(len(value), -1 if value and value[0] else 0))
-    except OverflowError:
-        raise invalid(name, "must contain finite float32 numbers") from None
-
-
-def _array(name: str, value: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-    if value.ndim != 2 or value.dtype.kind not in "fiu":
-        raise invalid(name, f"must be numbers [tokens, size], got {value.dtype} of shape {list(value.shape)}")
-    with np.errstate(over="ignore"):  # infinities are refused below
-        values = value.astype(np.float32)
-    if not np.isfinite(values).all():
-        raise invalid(name, "must contain finite float32 numbers")
-    return values
-
-
 def completion(name: str, value: Any) -> str | tuple[int, ...]:
     """Check a text to score: a non-empty string or list of token ids."""
     return nonempty_string(name, value) if type(value) is str else nonempty_ids(name, value)
@@ -247,3 +174,73 @@ def media(name: str, value: Any) -> Any:
     if type(value) not in (str, list, tuple, dict):
         raise invalid(name, f"must be a string, a list or an object, got {json_type(value)}")
     return value
+
+
+def messages(name: str, value: Any) -> tuple[dict[str, Any], ...]:
+    """Check a list of messages with a `role` and text `content`. An empty list passes; it becomes `empty_prompt` later.
+
+    Raises:
+        RowError: `invalid_field` for a malformed message, `unsupported_field` for image, audio or file parts.
+    """
+    if type(value) not in (list, tuple):
+        raise invalid(name, f"must be a list of messages, got {json_type(value)}")
+    media = []
+    for index, message in enumerate(value):
+        # A role with a string as content needs no further check.
+        if type(message) is dict and type(message.get("content")) is str:
+            role = message.get("role")
+            if type(role) is str and role:
+                continue
+        media += _media_parts(name, index, message)
+    if media:
+        problem = f"`{name}` has a part of type {show(media[0])}, which is not supported; send text parts only"
+        raise RowError(ErrorCode.UNSUPPORTED_FIELD, problem, name)
+    return tuple(value)
+
+
+def _media_parts(name: str, index: int, message: Any) -> list[str]:
+    """Check one message and return the types of its media parts."""
+    where = f"{name}[{index}]"
+    if type(message) is not dict:
+        raise RowError(ErrorCode.INVALID_FIELD, f"`{where}` must be an object, got {json_type(message)}", name)
+    role, content = message.get("role"), message.get("content")
+    if type(role) is not str or not role:
+        raise RowError(ErrorCode.INVALID_FIELD, f"`{where}.role` must be a string such as user, got {show(role)}", name)
+    if type(content) is str or (content is None and message.get("tool_calls")):
+        return []
+    if not isinstance(content, list | tuple):
+        problem = f"`{where}.content` must be a string or a list of parts, got {json_type(content)}"
+        raise RowError(ErrorCode.INVALID_FIELD, problem, name)
+    return [
+        kind for number, part in enumerate(content) if (kind := _media_type(name, f"{where}.content[{number}]", part))
+    ]
+
+
+def _media_type(name: str, where: str, part: Any) -> str | None:
+    """Check one part of a message's content and return the type of a media part, None for text."""
+    kind = part.get("type") if type(part) is dict else None
+    if type(kind) is not str:
+        problem = f'`{where}` must be an object such as {{"type": "text", "text": "..."}}'
+        raise RowError(ErrorCode.INVALID_FIELD, problem, name)
+    if kind in _MEDIA_PARTS:
+        return kind
+    if kind != "text":
+        raise RowError(ErrorCode.INVALID_FIELD, f"`{where}.type` must be text, got {show(kind)}", name)
+    if type(part.get("text")) is not str:
+        raise RowError(ErrorCode.INVALID_FIELD, f"`{where}.text` must be a string", name)
+    return None
+
+
+def tools(name: str, value: Any) -> tuple[dict[str, Any], ...]:
+    """Check a list of tool descriptions, each an object that the chat template renders."""
+    if type(value) not in (list, tuple) or any(type(tool) is not dict for tool in value):
+        raise invalid(name, f"must be a list of objects, got {show(value)}")
+    return tuple(value)
+
+
+def template_kwargs(name: str, value: Any) -> dict[str, Any]:
+    """Check extra variables for the chat template; parameters of the renderer are refused."""
+    reserved = sorted(_RESERVED_KWARGS & mapping(name, value).keys())
+    if reserved:
+        raise invalid(name, f"must not have `{reserved[0]}`: only variables of the chat template are allowed")
+    return dict(value)

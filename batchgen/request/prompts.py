@@ -13,8 +13,7 @@ import numpy.typing as npt
 __all__ = ["ChatPrompt", "EmbedsPrompt", "Prompt", "StoredPrompt", "TextPrompt", "TokenPrompt"]
 
 
-@dataclass(frozen=True, slots=True)
-class TextPrompt:
+class TextPrompt(NamedTuple):
     """A prompt given as text; the tokenizer's BOS is added unless the text begins with it."""
 
     text: str

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from batchgen.errors import ErrorCode, RowError, UsageError
 from batchgen.request.checks import check_unicode, invalid, show
-from batchgen.request.fields import CONSTRAINTS, LOOKUP, SOURCES, Field, Place, unknown_field
+from batchgen.request.fields import CONSTRAINTS, Place, unknown_field
+from batchgen.request.layout import CHAT_FIELDS, Kind, Layout, new_layout
 from batchgen.request.params import SamplingParams
 from batchgen.request.prompts import ChatPrompt
 
-__all__ = ["NON_TEXT_TYPES", "PARAM_FIELDS", "RowDefaults", "RowValues", "chat_prompt"]
+__all__ = ["RowDefaults", "RowValues", "chat_prompt"]
 
 _LOGPROB_FIELDS: tuple[tuple[str, Any], ...] = (
     ("logprob_start_len", -1),
@@ -22,12 +23,11 @@ _LOGPROB_FIELDS: tuple[tuple[str, Any], ...] = (
 )
 """Fields that select which logprobs are returned, each with the value that selects none."""
 _PARAM_NAMES = frozenset(item.name for item in fields(SamplingParams))
-PARAM_FIELDS = _PARAM_NAMES | {"logprobs", "top_logprobs", "response_format", "model"}
-"""Fields of a row that determine its `SamplingParams`."""
 _MAX_CACHED_PARAMS = 256
 """Most parameter sets in the cache of `RowDefaults`; most jobs use a few."""
-NON_TEXT_TYPES = frozenset({int, float, bool})
-"""Types whose values contain no text."""
+_MAX_LAYOUTS = 256
+_MAX_NAME_CHARS = 512
+"""Most characters of field names in a cached layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,14 @@ class RowDefaults:
     """Whether the run writes events, which rows with `stream` need."""
     processors: frozenset[str] = frozenset()
     """Names of the run's logit processors."""
-    _params_cache: dict[Hashable, SamplingParams] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Parameters of earlier rows by cache key and by value, so that equal rows share one object."""
+    seed: int | None = field(init=False, default=None)
+    """The seed of rows without one, if the run sets it."""
+    _layouts: dict[Hashable, Layout] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _params: dict[Hashable, SamplingParams] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Parameter sets of earlier rows by the values that determine them, and by themselves: equal rows share one."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "seed", self.flags.get("seed"))
         for name, value in [*self.flags.items(), *self.model.items()]:
             if name not in _PARAM_NAMES:
                 raise UsageError(f"`{name}` is not a sampling parameter; use one of {', '.join(sorted(_PARAM_NAMES))}")
@@ -78,55 +82,77 @@ class RowDefaults:
         requested = [name for name, no_op in selectors if self.flags.get(name, no_op) != no_op]
         return [] if not requested or any(one.return_logprob for one in params) else requested
 
-    def cache_params(self, key: Hashable, params: SamplingParams) -> SamplingParams:
-        """Cache `params` under `key` and return the shared object that equals it."""
-        if len(self._params_cache) >= _MAX_CACHED_PARAMS:
-            self._params_cache.clear()
-        equal = self._params_cache.setdefault((params,), params)
-        self._params_cache[key] = equal
-        return equal
+    def layout(self, kind: Kind, source: Mapping[str, Any]) -> Layout:
+        """The layout of a mapping's keys; the layouts of common rows are cached."""
+        key = (kind, tuple(source))
+        found = self._layouts.get(key)
+        if found is None:
+            found = new_layout(kind, key[1])
+            if len(self._layouts) >= _MAX_LAYOUTS:
+                self._layouts.clear()
+            if sum(map(len, map(str, source))) <= _MAX_NAME_CHARS:
+                self._layouts[key] = found
+        return found
 
-    def cached_params(self, key: Hashable) -> SamplingParams | None:
-        """Cached parameters of `key`, if any."""
-        return self._params_cache.get(key)
+    def share(self, key: Hashable | None, params: SamplingParams) -> SamplingParams:
+        """The shared set that equals `params`, found by `cached_params` under `key` from now on."""
+        if len(self._params) >= _MAX_CACHED_PARAMS:
+            self._params.clear()
+        shared = self._params.setdefault(params, params)
+        if key is not None:
+            self._params[key] = shared
+        return shared
+
+    def cached_params(self, key: Hashable | None) -> SamplingParams | None:
+        """The set that `share` was given with this key, if it is cached."""
+        return self._params.get(key)
 
 
-@dataclass(slots=True)
 class RowValues:
     """Collected fields of one row: normalised values by canonical name."""
 
-    values: dict[str, Any] = field(default_factory=dict)
-    spelled: dict[str, str] = field(default_factory=dict)
-    """Canonical name -> the name the row uses."""
-    extra: dict[str, Any] = field(default_factory=dict)
-    """Unknown top-level keys, which are carried to the output."""
-    carried: dict[str, Any] = field(default_factory=dict)
-    """Fields of an OpenAI body that are carried to the output."""
-    unsupported: list[Field] = field(default_factory=list)
-    """Unsupported fields of the row; `reject_unsupported` decides whether their values request something."""
+    __slots__ = ("extra", "spelled", "values")
 
-    def collect(self, source: Mapping[str, Any], place: Place) -> None:
-        """Check and add every field of `source`. A null value counts as absent.
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.spelled: dict[str, str] = {}
+        """Canonical name -> the name the row uses."""
+        self.extra: dict[str, Any] = {}
+        """Unknown top-level keys, which are carried to the output."""
+
+    def collect(self, layout: Layout, source: Mapping[str, Any], known_valid: bool = False) -> None:
+        """Check and add every field of `source`, or those that do not determine its parameter set if it is known.
+
+        A null value counts as absent.
 
         Raises:
             RowError: `invalid_field`, `unknown_field`, `invalid_unicode`, `token_out_of_range`, `unsupported_field`.
         """
-        table = LOOKUP[place]
-        for key, value in source.items():
-            known = table.get(key)
+        values, spelled = self.values, self.spelled
+        for key, known in layout.others if known_valid else layout.fields:
+            value = source[key]
             if known is None:
-                self._add_unknown(key, value, place)
+                self._add_unknown(key, value, layout.place)
             elif value is not None:
-                self._add(known, key, value)
+                if type(value) is not str or not value.isascii():
+                    check_unicode(value, key)
+                name = known.name
+                if name in spelled:
+                    raise self._given_twice(name, key)
+                spelled[name] = key
+                values[name] = known.check(key, value)
 
-    def carry(self, source: Mapping[str, Any], place: Place) -> None:
+    def carry(self, layout: Layout, source: Mapping[str, Any]) -> None:
         """Add only the valid carried fields of `source`."""
-        table = LOOKUP[place]
-        for key, value in source.items():
-            known = table.get(key)
-            if known is None or known.carried:
+        for entry in layout.fields:
+            if entry[1] is None or entry[1].carried:
                 with suppress(RowError):
-                    self.collect({key: value}, place)
+                    self.collect(replace(layout, fields=(entry,)), source)
+
+    def carried(self, layout: Layout) -> dict[str, Any]:
+        """What the row carries to the output: unknown fields, and the carried fields of a `layout` of a body."""
+        body = {self.spelled[name]: self.values[name] for name in layout.carried if name in self.values}
+        return {**self.extra, "body": body} if body else self.extra
 
     def _add_unknown(self, key: str, value: Any, place: Place) -> None:
         if type(key) is not str:  # possible from Python only
@@ -140,50 +166,32 @@ class RowValues:
         elif value is not None:
             raise unknown_field(key, place)
 
-    def _add(self, known: Field, key: str, value: Any) -> None:
-        kind = type(value)
-        if kind not in NON_TEXT_TYPES and (kind is not str or not value.isascii()):
-            check_unicode(value, key)
-        name = known.name
-        if name in self.spelled:
-            other = self.spelled[name]
-            where = "twice (flat and in `sampling_params`)" if other == key else f"together with its alias `{other}`"
-            raise invalid(key, f"is given {where}; keep one of them")
-        self.spelled[name] = key
-        checked = known.check(key, value)
-        if known.carried:
-            self.carried[key] = checked
-            return
-        self.values[name] = checked
-        if not known.supported:
-            self.unsupported.append(known)
+    def _given_twice(self, name: str, key: str) -> RowError:
+        other = self.spelled[name]
+        where = "twice (flat and in `sampling_params`)" if other == key else f"together with its alias `{other}`"
+        return invalid(key, f"is given {where}; keep one of them")
 
-    def reject_unsupported(self) -> None:
+    def reject_unsupported(self, layout: Layout) -> None:
         """Refuse the first unsupported field whose value requests something.
 
         Raises:
             RowError: `unsupported_field`.
         """
-        requested = [item for item in self.unsupported if not item.is_noop(self.values[item.name], self.values)]
-        if requested:
-            spelled = self.spelled[requested[0].name]
-            message = f"`{spelled}` is not supported by this version; {requested[0].remedy}"
-            raise RowError(ErrorCode.UNSUPPORTED_FIELD, message, spelled)
+        for known in layout.unsupported:
+            if known.name in self.values and not known.requests_nothing(self.values[known.name], self.values):
+                spelled = self.spelled[known.name]
+                message = f"`{spelled}` is not supported by this version; {known.remedy}"
+                raise RowError(ErrorCode.UNSUPPORTED_FIELD, message, spelled)
 
     def imply(self, name: str, value: Any, reason: str) -> None:
         """Set the field `name` as a consequence of the field `reason`, unless the row sets it."""
-        if name in self.spelled:
-            return
-        self.values[name], self.spelled[name] = value, self.spelled[reason]
+        if name not in self.spelled:
+            self.values[name], self.spelled[name] = value, self.spelled[reason]
 
     @property
     def is_scoring(self) -> bool:
         """Whether the row scores texts and generates nothing."""
         return "completion" in self.values or "completions" in self.values
-
-    def sources(self) -> list[str]:
-        """Canonical names of the prompt fields that the row has."""
-        return [name for name in SOURCES if name in self.spelled]
 
     def check_model(self, defaults: RowDefaults, params: SamplingParams) -> None:
         """Check that the run has the row's `model` and adapter.
@@ -207,41 +215,20 @@ class RowValues:
             raise RowError(ErrorCode.UNKNOWN_ADAPTER, f"{message}; add it with --lora NAME=PATH", field)
 
     def params(self, defaults: RowDefaults, endpoint: Mapping[str, Any]) -> SamplingParams:
-        """The row's sampling parameters merged with all defaults; `endpoint` has those of its OpenAI endpoint.
+        """The row's parameter set, without its seed, merged with all defaults; `endpoint` has those of its endpoint.
 
         A scoring row uses only the default adapter, and a row with `max_new_tokens: 0` ignores a default minimum.
-        Rows with equal values share one object. Errors are not cached.
 
         Raises:
             RowError: `invalid_field`, naming the field as the row spells it; `unknown_processor`.
         """
-        key = self._cache_key(endpoint)
-        try:
-            found = defaults.cached_params(key) if key is not None else None
-        except TypeError:  # an object, such as a schema, is not hashable
-            key = found = None
-        if found is not None:
-            return found
-        params = self._new_params(defaults, endpoint)
-        return defaults.cache_params(key, params) if key is not None else params
-
-    def _cache_key(self, endpoint: Mapping[str, Any]) -> tuple[Any, ...] | None:
-        """Values that determine the row's parameters, in addition to the run's defaults; None for a row with a seed.
-
-        The key includes types, because `logprobs: true` and `logprobs: 1` compare equal but differ in meaning.
-        """
-        if "seed" in self.values:
-            return None
-        given = [(name, type(value), value) for name, value in self.values.items() if name in PARAM_FIELDS]
-        return (self.is_scoring, *endpoint.items(), *given)
-
-    def _new_params(self, defaults: RowDefaults, endpoint: Mapping[str, Any]) -> SamplingParams:
         merged = {**defaults.model, **endpoint, **defaults.flags}
         if self.is_scoring:
             merged = {name: value for name, value in merged.items() if name == "lora_path"}
         if self.values.get("max_new_tokens") == 0:
             merged.pop("min_new_tokens", None)
         merged.update((name, value) for name, value in self.values.items() if name in _PARAM_NAMES)
+        merged["seed"] = None
         self._merge_logprobs(merged)
         self._merge_constraint(merged)
         adapter_of_model = _base_and_adapter(self.values.get("model"), defaults.model_names)[1]
@@ -322,7 +309,17 @@ class RowValues:
             return error
         return RowError(error.info.code, error.info.message.replace(f"`{name}`", f"`{spelled}`"), spelled)
 
-    def prompt_error(self, found: list[str], needed: str) -> RowError:
+    def refuse_chat_fields(self, prompt: str) -> None:
+        """Refuse a field of a conversation in a row whose prompt is in `prompt`.
+
+        Raises:
+            RowError: `invalid_field`.
+        """
+        unused = next((self.spelled[name] for name in CHAT_FIELDS if name in self.spelled), None)
+        if unused is not None:
+            raise invalid(unused, f"needs `messages`; it has no effect on a prompt in `{prompt}`, remove it")
+
+    def prompt_error(self, found: Sequence[str], needed: str) -> RowError:
         """Error for a row with no prompt field or several, listed in `found`."""
         if not found:
             return RowError(ErrorCode.MISSING_PROMPT, f"the row has no prompt; give it {needed}")
@@ -355,7 +352,9 @@ def _from_response_format(response_format: Mapping[str, Any]) -> dict[str, Any]:
     return {"json_schema": {"type": "object"}}
 
 
-def chat_prompt(row: RowValues, messages: tuple[Mapping[str, Any], ...], defaults: RowDefaults) -> ChatPrompt:
+def chat_prompt(
+    row: RowValues, layout: Layout, messages: tuple[Mapping[str, Any], ...], defaults: RowDefaults
+) -> ChatPrompt:
     """Conversation with the row's chat fields, and the run's system message in front if it has none.
 
     Raises:
@@ -366,6 +365,8 @@ def chat_prompt(row: RowValues, messages: tuple[Mapping[str, Any], ...], default
     values, system = row.values, defaults.system
     if system is not None and not any(message["role"] in ("system", "developer") for message in messages):
         messages = ({"role": "system", "content": system}, *messages)
+    if not layout.has_chat_fields:
+        return ChatPrompt(messages)
     continued = values.get("continue_final_message", False)
     if continued and values.get("add_generation_prompt"):
         raise invalid("continue_final_message", "cannot be true with `add_generation_prompt: true`; keep one of them")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,11 +27,14 @@ class ParsedRow(NamedTuple):
     id: str
     prompts: tuple[Prompt, ...]
     params: SamplingParams
+    """The row's parameter set, without its seed. Rows with equal sets share one object."""
     extra: Mapping[str, Any]
     """Unknown top-level keys, carried to the output."""
     dialect: Dialect = "native"
     completions: tuple[str | tuple[int, ...], ...] = ()
     """Texts or ids to score after each prompt; empty for a row that generates."""
+    seed: int | None = None
+    """None: the seed is derived from the run seed and the row's id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ class Request:
 class RequestTable(Columns):
     """Column store of all requests of a job, about 40 bytes per prompt in addition to its tokens.
 
-    Equal `SamplingParams` are stored once, with the seed in a separate column. Tokens are stored in one flat int32
+    Equal `SamplingParams` are stored once; the seed is in a separate column. Tokens are stored in one flat int32
     buffer: in memory while rows are appended, or a memory map given to `use_external_tokens`. Prompts given as
     embeddings have zeros for ids and rows in the store `embeds`. `columns` and `restore_columns` exclude tokens,
     parameter sets and embeddings.
@@ -89,8 +92,6 @@ class RequestTable(Columns):
         self._score_start = array("i")
         self._params: list[SamplingParams] = []
         self._params_numbers: dict[SamplingParams, int] = {}
-        self._params_by_identity: dict[int, int] = {}
-        """Index into `_params` by object identity, which is faster than hashing the fields."""
         self._external_tokens: npt.NDArray[np.int32] | None = None
 
     def append(
@@ -102,37 +103,32 @@ class RequestTable(Columns):
         seed: int,
         max_new_tokens: int,
         embeds: StoredPrompt | None = None,
-        score_start: int = -1,
     ) -> int:
-        """Add a prompt and return its index.
-
-        A text to score is the part of `prompt_ids` from `score_start` on. The texts of one (row, prompt) are added one
-        after the other.
-        """
+        """Add a prompt and return its index."""
         if embeds is not None or self._embeds_id:
             self._embeds_id.extend([-1] * (len(self) - len(self._embeds_id)))
             self._embeds_id.append(-1 if embeds is None else self._embeds_number(embeds))
         if self._external_tokens is None:
             self._tokens.frombytes(np.asarray(prompt_ids, dtype=np.int32).tobytes())
-        params_id = self._params_by_identity.get(id(params))
+        params_id = self._params_numbers.get(params)
         if params_id is None:
-            params_id = self._params_number(params)
+            params_id = self._params_numbers[params] = len(self._params)
+            self._params.append(params)
         self._offsets.append(self._offsets[-1] + len(prompt_ids))
         self._row_index.append(row_index)
         self._prompt_index.append(prompt_index)
         self._params_id.append(params_id)
         self._seed.append(seed)
         self._max_new.append(max_new_tokens)
-        self._score_start.append(score_start)
+        self._score_start.append(-1)
         return len(self._row_index) - 1
 
-    def _params_number(self, params: SamplingParams) -> int:
-        shared = replace(params, seed=None) if params.seed is not None else params
-        number = self._params_numbers.setdefault(shared, len(self._params))
-        if number == len(self._params):
-            self._params.append(shared)
-            self._params_by_identity[id(shared)] = number
-        return number
+    def set_score_start(self, start: int) -> None:
+        """Mark the ids of the prompt added last as a text to score from `start` on.
+
+        The texts of one (row, prompt) are added one after the other.
+        """
+        self._score_start[-1] = start
 
     def _embeds_number(self, span: StoredPrompt) -> int:
         number = self._stored_prompt_numbers.setdefault(span, len(self._stored_prompts))

@@ -9,7 +9,8 @@ from threading import Event
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 from batchgen.errors import ErrorCode, ErrorInfo, RowError
-from batchgen.request.params import CaptureSupport, Constraint, SamplingParams
+from batchgen.request.hidden_states import CaptureSupport
+from batchgen.request.params import Constraint, SamplingParams
 from batchgen.request.parser import derive_seed
 from batchgen.request.prompts import ChatPrompt, Prompt, StoredPrompt, TextPrompt, TokenPrompt
 from batchgen.request.table import ParsedRow
@@ -30,7 +31,6 @@ _BATCH_CHARACTERS = 1 << 23  # a batch of long texts ends early, so that the enc
 _ID_FIELDS = ("stop_token_ids", "allowed_token_ids", "token_ids_logprob")
 _DEFAULT_NEW_TOKENS = 128  # room for the output of a truncated prompt whose row sets no `max_new_tokens`
 
-_MAX_CHECKED_PARAMS = 256  # SamplingParams objects remembered as checked
 
 _NO_STATES = CaptureSupport()
 
@@ -109,7 +109,7 @@ class Encoder:
         self._fim = find_fim(tokenizer, vocab_size)
         self.grammars = grammars if grammars is not None else Grammars(tokenizer, vocab_size)
         self._checked_bad_words: set[tuple[str | tuple[int, ...], ...]] = set()
-        self._checked_params: dict[int, SamplingParams] = {}
+        self._checked_params: set[SamplingParams] = set()
         self._limits = limits
 
     def encode_rows(self, rows: Iterable[ParsedRow | _Passthrough]) -> Iterator[Encoded | tuple[_Passthrough, None]]:
@@ -141,7 +141,7 @@ class Encoder:
         started = Event()
         ids = executor.submit(self._encode_texts, texts, started)
         started.wait()  # else the thread waits for the interpreter's switch interval, longer than most batches take
-        distinct = {id(row.params): row.params for row in rows}.values()  # rows with equal parameters share the object
+        distinct = dict.fromkeys(row.params for row in rows)
         constraints = [constraint for params in distinct if (constraint := params.constraint) is not None]
         if constraints:
             self.grammars.prepare(constraints)
@@ -208,10 +208,10 @@ class Encoder:
         self, row: ParsedRow, results: list[tuple[_TokenizerInput, list[int] | ErrorInfo]]
     ) -> list[EncodedPrompt]:
         params = row.params
-        seed = params.seed if params.seed is not None else derive_seed(self._run_seed, row.id)
-        if id(params) not in self._checked_params:
+        seed = row.seed if row.seed is not None else derive_seed(self._run_seed, row.id)
+        if params not in self._checked_params:
             self._check_params(params)
-            self._remember_params(params)
+            self._checked_params.add(params)
         encoded = []
         for index, (prompt, (_, ids)) in enumerate(zip(row.prompts, results, strict=True)):
             if isinstance(ids, ErrorInfo):
@@ -258,12 +258,6 @@ class Encoder:
         if params.top_logprobs_num > self._vocab_size:
             problem = f"must not exceed the vocabulary ({self._vocab_size}), got {params.top_logprobs_num}"
             raise RowError(ErrorCode.INVALID_FIELD, f"`top_logprobs_num` {problem}", "top_logprobs_num")
-
-    def _remember_params(self, params: SamplingParams) -> None:
-        """Skip the check of further rows that share `params`; a reference is kept, so that its `id` is not reused."""
-        if len(self._checked_params) >= _MAX_CHECKED_PARAMS:
-            self._checked_params.clear()
-        self._checked_params[id(params)] = params
 
     def _check_bad_words(self, words: tuple[str | tuple[int, ...], ...]) -> None:
         """Check a list of `bad_words`, once for each distinct list.

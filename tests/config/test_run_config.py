@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from batchgen.config.option_types import Option
 from batchgen.config.options import BY_NAME, GROUPS, OPTIONS
 from batchgen.config.run_config import EngineConfig, RunConfig, resolve_config
 from batchgen.config.units import Shard, Threshold
@@ -29,33 +28,20 @@ def error_message(cwd: Path, flags: dict[str, Any] | None = None, env: dict[str,
 # The option table
 
 
-@pytest.mark.parametrize("option", OPTIONS, ids=lambda o: o.name)
-def test_every_option_is_complete(option: Option) -> None:
-    assert option.group in GROUPS
-    assert re.fullmatch("[a-z]+(_[a-z]+)*", option.name)
-    if option.supported:
-        for line in option.help.split("\n"):
-            assert re.search(r"Example: -", line), "every help text has an example"
-        assert option.choice_flags is False or len(option.help.split("\n")) == len(option.choices)
-
-
-@pytest.mark.parametrize("option", [o for o in OPTIONS if o.supported and o.target != "meta"], ids=lambda o: o.name)
-def test_every_supported_option_has_a_field_and_default(option: Option, tmp_path: Path) -> None:
+def test_every_option_is_complete(tmp_path: Path) -> None:
     config = resolve(tmp_path)
-    if option.target == "sampling":
-        assert option.name in {f.name for f in fields(SamplingParams)}
-        assert option.default is None
-    elif option.name != "output":
-        holder = config.engine if option.target == "engine" else config
-        assert getattr(holder, option.name) == option.default
-        assert (
-            getattr(type(holder)(**({} if option.target == "engine" else required_fields())), option.name)
-            == option.default
-        )
-
-
-def required_fields() -> dict[str, Any]:
-    return {"inputs": ("a.jsonl",), "output": Path("a.parquet")}
+    for option in OPTIONS:
+        assert option.group in GROUPS
+        assert re.fullmatch("[a-z]+(_[a-z]+)*", option.name)
+        if not option.supported:
+            continue
+        for line in option.help.split("\n"):
+            assert re.search(r"Example: -", line), f"the help text of {option.flag} has no example"
+        assert option.choice_flags is False or len(option.help.split("\n")) == len(option.choices)
+        if option.target in ("engine", "run") and option.name != "output":
+            holder = config.engine if option.target == "engine" else config
+            made = EngineConfig() if option.target == "engine" else RunConfig(("a.jsonl",), Path("a.parquet"))
+            assert getattr(holder, option.name) == getattr(made, option.name) == option.default
 
 
 def test_every_field_has_an_option() -> None:
@@ -296,9 +282,7 @@ def test_description_is_json_and_complete(tmp_path: Path) -> None:
         ({"dtype": "fp8"}, "`--dtype` must be one of auto, bfloat16, float16, float32; got 'fp8'"),
         ({"page_size": "5000"}, "`--page-size` must be between 1 and 4096, got 5000"),
         ({"top_p": "0"}, "`--top-p` must be in (0, 1], got 0.0"),
-        ({"temperature": "-1"}, "`--temperature` must be in [0, inf], got -1.0"),
         ({"min_new_tokens": "200"}, "`--min-new-tokens` must not exceed max_new_tokens (128), got 200"),
-        ({"stop": ("",)}, "`--stop` must not contain an empty string"),
         ({"stop": tuple("abc" * 11)}, "`--stop` must have at most 32 strings, got 33"),
         ({"shard": "4/4"}, "`--shard` must be I/N with I from 0 to N-1 (shards count from 0), got '4/4'"),
         ({"max_time": "soon"}, "`--max-time` must be a duration such as 90, 90s, 30m, 2h or 1-02:00:00, got 'soon'"),
@@ -315,28 +299,18 @@ def test_description_is_json_and_complete(tmp_path: Path) -> None:
         ({"seed": str(2**63)}, f"`--seed` must be at least {-(2**63)}, got {2**63}"),
         ({"model": " "}, "`--model` must not be empty"),
         ({"carry": "a,a"}, "`--carry` names a column twice: 'a,a'"),
-        ({"frequency_penalty": "2.1"}, "`--frequency-penalty` must be in [-2, 2], got 2.1"),
-        ({"presence_penalty": "-3"}, "`--presence-penalty` must be in [-2, 2], got -3.0"),
-        ({"repetition_penalty": "0"}, "`--repetition-penalty` must be in (0, 2], got 0.0"),
         (
             {"logit_bias": "13"},
             "`--logit-bias` must be ID=X separated by commas, such as 13=-100 or 13=-100,20=2.5, got '13'",
         ),
         ({"logit_bias": "13=much"}, "`--logit-bias` must be a number, got 'much'"),
         ({"logit_bias": "13=1,013=2"}, "`--logit-bias` names token 13 twice"),
-        ({"logit_bias": "13=101"}, "`--logit-bias` must be in [-100, 100], got 101.0"),
-        ({"bad_words": ("a", "")}, "`--bad-words` must not contain an empty word"),
         (
             {"allowed_token_ids": "a"},
             "`--allowed-token-ids` must be token ids separated by commas, such as 2 or 2,13, got 'a'",
         ),
-        (
-            {"token_ids_logprob": ""},
-            "`--token-ids-logprob` must be token ids separated by commas, such as 2 or 2,13, got ''",
-        ),
         ({"choice": ("a", "")}, "`--choice` must not be empty"),
         ({"regex": ""}, "`--regex` must not be empty"),
-        ({"ebnf": ""}, "`--ebnf` must not be empty"),
         (
             {"regex": "a\udc80"},
             "`--regex` contains a lone surrogate (U+DC80), which is not valid Unicode; write the whole character",
@@ -364,7 +338,7 @@ def test_description_is_json_and_complete(tmp_path: Path) -> None:
         ),
         (
             {"return_hidden_states": '{"layer": 1}'},
-            '`--return-hidden-states` must be an object of `layers` (a list), `tokens` and `pool`, got {"layer": 1}',
+            "`--return-hidden-states` has the keys `layers`, `tokens` and `pool`, got 'layer'",
         ),
         (
             {"return_hidden_states": '{"layers": [-2]}'},
@@ -408,26 +382,11 @@ def test_wrong_values(flags: dict[str, Any], message: str, tmp_path: Path) -> No
     assert error_message(tmp_path, flags) == message
 
 
-UNSUPPORTED: list[tuple[str, Any]] = [
-    ("tensor_parallel", "2"),
-]
-
-
-@pytest.mark.parametrize(("name", "value"), UNSUPPORTED)
-def test_unsupported_options_are_refused_by_name(name: str, value: Any, tmp_path: Path) -> None:
-    assert error_message(tmp_path, {name: value}) == f"`{BY_NAME[name].flag}` is not supported yet; leave it out"
-
-
-def test_all_unsupported_options_are_tested() -> None:
-    assert {name for name, _ in UNSUPPORTED} == {o.name for o in OPTIONS if not o.supported}
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("tensor_parallel", "1")],
-)
-def test_default_values_of_unsupported_options_are_accepted(name: str, value: Any, tmp_path: Path) -> None:
-    assert resolve(tmp_path, {name: value}) == resolve(tmp_path)
+def test_unsupported_options_are_refused_by_name_unless_they_have_their_default(tmp_path: Path) -> None:
+    assert [option.name for option in OPTIONS if not option.supported] == ["tensor_parallel"]
+    message = "`--tensor-parallel` is not supported yet; leave it out"
+    assert error_message(tmp_path, {"tensor_parallel": "2"}) == message
+    assert resolve(tmp_path, {"tensor_parallel": "1"}) == resolve(tmp_path)
 
 
 # Constraints: at most one, given as text or as a file
@@ -477,7 +436,7 @@ def test_known_adapter_and_processor_names_are_accepted(tmp_path: Path) -> None:
 
 
 def test_every_sampling_field_has_an_option() -> None:
-    without = {"seed", "suffix"}  # `sampling_options` says why
+    without = {"seed", "suffix"}  # their declarations say why
     assert {f.name for f in fields(SamplingParams)} - without == {o.name for o in OPTIONS if o.target == "sampling"}
 
 

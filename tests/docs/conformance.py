@@ -27,6 +27,9 @@ ENVELOPE = ("sampling_params", "method", "url", "body")
 NAMES = tuple(dict.fromkeys([*(field.name for field in FIELDS), *ENVELOPE]))
 """Names that a test may be tagged with, each a row of the table."""
 
+EVERY_FIELD = "request/test_every_field.py"
+"""Test file that runs wrong values of every sampling field through every entrance, without tags."""
+
 _DEFAULTS = {
     "id": "`row-<index>`",
     "max_new_tokens": "128; 16 in `/v1/completions`; to the context's end in `/v1/chat/completions`",
@@ -62,6 +65,9 @@ def tagged() -> dict[str, tuple[str, ...]]:
             continue
         for name in dict.fromkeys(_names(ast.parse(source), path)):
             found.setdefault(name, []).append(str(path.relative_to(TESTS)))
+    for field in FIELDS:
+        if "params" in field.places and EVERY_FIELD not in found.setdefault(field.name, []):
+            found[field.name] = sorted([*found[field.name], EVERY_FIELD])
     return {name: tuple(files) for name, files in found.items()}
 
 

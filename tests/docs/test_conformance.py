@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from batchgen.request.fields import FIELDS
+import re
+
+from batchgen.request.fields import FIELDS, LOOKUP
 from tests.docs import conformance
 
 
@@ -29,3 +31,12 @@ def test_fields_that_reach_the_engine_are_tested_by_a_run_and_by_a_second_file()
             continue
         assert any(file.startswith(("e2e/", "engine/")) for file in files), f"no run is tagged with `{name}`"
         assert len(files) > 1, f"only one test file is tagged with `{name}`"
+
+
+def test_the_fields_page_lists_every_field_of_a_row() -> None:
+    page = (conformance.ROOT / "batchgen" / "docs" / "fields.md").read_text(encoding="utf-8")
+    first_cells = re.findall(r"^\| (`[^|]*) \|", page, re.MULTILINE)
+    listed = {name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)}
+    assert set(LOOKUP["row"]) <= listed
+    known = {name for table in LOOKUP.values() for name in table}
+    assert listed <= known | {"messages"}, listed - known

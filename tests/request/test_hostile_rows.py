@@ -112,88 +112,15 @@ HOSTILE: list[Hostile] = [
     (line(sampling_params={}), "unknown_field", "sampling_params"),
     (line(text="a"), "unknown_field", "text"),
     (line(top_logprobs=1), "unknown_field", "top_logprobs"),
-    # wrong types and ranges
-    (text(max_new_tokens=True), "invalid_field", "max_new_tokens"),
-    (text(max_tokens=1.0), "invalid_field", "max_tokens"),
-    (text(max_tokens=-1), "invalid_field", "max_tokens"),
-    (text(max_tokens="5"), "invalid_field", "max_tokens"),
-    (text(max_new_tokens=2**31 + 1), "invalid_field", "max_new_tokens"),
+    # values that do not fit each other
     (text(max_tokens=2**31 + 1), "invalid_field", "max_tokens"),
-    (text(max_tokens=10**400), "invalid_field", "max_tokens"),
-    (text(max_tokens=10**5000), "invalid_field", "max_tokens"),
     (text(min_tokens=5, max_tokens=4), "invalid_field", "min_tokens"),
     (text(min_new_tokens=129), "invalid_field", "min_new_tokens"),
-    (text(stop=5), "invalid_field", "stop"),
-    (text(stop=""), "invalid_field", "stop"),
-    (text(stop=["a", ""]), "invalid_field", "stop"),
-    (text(stop=["a", 5]), "invalid_field", "stop"),
     (text(stop=["a"] * 33), "invalid_field", "stop"),
-    (text(stop_token_ids=5), "invalid_field", "stop_token_ids"),
-    (text(stop_token_ids=[True]), "invalid_field", "stop_token_ids"),
-    (text(stop_token_ids=[-1]), "token_out_of_range", "stop_token_ids"),
-    (text(ignore_eos=1), "invalid_field", "ignore_eos"),
-    (text(no_stop_trim="yes"), "invalid_field", "no_stop_trim"),
-    (text(temperature=True), "invalid_field", "temperature"),
-    (text(temperature="hot"), "invalid_field", "temperature"),
-    (text(temperature=-0.1), "invalid_field", "temperature"),
-    (text(temperature=math.nan), "invalid_field", "temperature"),
-    (text(temperature=math.inf), "invalid_field", "temperature"),
-    (text(temperature=10**400), "invalid_field", "temperature"),
-    (text(top_p=0), "invalid_field", "top_p"),
-    (text(top_p=1.1), "invalid_field", "top_p"),
-    (text(top_k=-2), "invalid_field", "top_k"),
-    (text(top_k=2**40), "invalid_field", "top_k"),
-    (text(top_k=1.5), "invalid_field", "top_k"),
-    (text(min_p=1.5), "invalid_field", "min_p"),
-    (text(seed=2**63), "invalid_field", "seed"),
-    (text(seed=-(2**63) - 1), "invalid_field", "seed"),
-    (text(seed="5"), "invalid_field", "seed"),
-    (text(n=0), "invalid_field", "n"),
-    (text(n=2**21), "invalid_field", "n"),
     (text(best_of=1, n=2), "invalid_field", "best_of"),
-    (text(frequency_penalty=2.5), "invalid_field", "frequency_penalty"),
-    (text(presence_penalty=[]), "invalid_field", "presence_penalty"),
-    (text(repetition_penalty=0), "invalid_field", "repetition_penalty"),
-    (text(logit_bias={"a": 1}), "invalid_field", "logit_bias"),
-    (text(logit_bias={"1": 101}), "invalid_field", "logit_bias"),
-    (text(logit_bias=[1]), "invalid_field", "logit_bias"),
-    (text(bad_words="a"), "invalid_field", "bad_words"),
-    (text(bad_words=[""]), "invalid_field", "bad_words"),
-    (text(bad_words=[[]]), "invalid_field", "bad_words"),
-    (text(allowed_token_ids=[]), "invalid_field", "allowed_token_ids"),
-    (text(json_schema=5), "invalid_field", "json_schema"),
-    (text(regex=""), "invalid_field", "regex"),
-    (text(choice=[]), "invalid_field", "choice"),
-    (text(choice=["a", 1]), "invalid_field", "choice"),
     (text(regex="a", choice=["a"]), "invalid_field", "choice"),
-    (text(response_format="json"), "invalid_field", "response_format"),
-    (text(response_format={"type": "xml"}), "invalid_field", "response_format"),
-    (text(response_format={"type": "json_schema"}), "invalid_field", "response_format"),
-    (text(response_format={"type": "json_object", "schema": {"type": "object"}}), "invalid_field", "response_format"),
-    (text(response_format={"type": "text", "json_schema": {}}), "invalid_field", "response_format"),
-    (
-        text(response_format={"type": "json_schema", "json_schema": {"name": "x", "type": "integer"}}),
-        "invalid_field",
-        "response_format",
-    ),
-    (text(skip_special_tokens=0), "invalid_field", "skip_special_tokens"),
-    (text(echo="no"), "invalid_field", "echo"),
-    (text(suffix=5), "invalid_field", "suffix"),
-    (text(return_logprob=1), "invalid_field", "return_logprob"),
     (text(top_logprobs_num=3), "invalid_field", "top_logprobs_num"),
-    (text(top_logprobs_num=-1), "invalid_field", "top_logprobs_num"),
     (text(return_logprob=False, top_logprobs_num=3), "invalid_field", "top_logprobs_num"),
-    (text(logprobs=-1), "invalid_field", "logprobs"),
-    (text(logprobs="all"), "invalid_field", "logprobs"),
-    (text(logprob_start_len=-2), "invalid_field", "logprob_start_len"),
-    (text(return_hidden_states="all"), "invalid_field", "return_hidden_states"),
-    (text(return_hidden_states={"layers": "all"}), "invalid_field", "return_hidden_states"),
-    (text(return_hidden_states={"layers": [True]}), "invalid_field", "return_hidden_states"),
-    (text(return_hidden_states={"tokens": "some"}), "invalid_field", "return_hidden_states"),
-    (text(return_hidden_states={"pool": "max"}), "invalid_field", "return_hidden_states"),
-    (text(return_hidden_states={"where": 1}), "invalid_field", "return_hidden_states"),
-    (text(stream="yes"), "invalid_field", "stream"),
-    (text(stop_regex=5), "invalid_field", "stop_regex"),
     # a wrong value is reported before an unsupported field, in any order
     (text(regex="a", temperature="hot"), "invalid_field", "temperature"),
     (text(echo=True, max_tokens=-1), "invalid_field", "max_tokens"),
@@ -281,7 +208,7 @@ NUMBERS = st.sampled_from([0, 1, -1, 2**63, 10**30, 0.5, math.nan, True, "POST",
 FIELDS_OF_A_ROW = st.dictionaries(KEYS, NUMBERS | JSON, max_size=5)
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(value=JSON | st.fixed_dictionaries({"text": st.just("a")}) | FIELDS_OF_A_ROW, nested=FIELDS_OF_A_ROW)
 def test_anything_is_a_row_or_a_row_error(value: Any, nested: dict[str, Any]) -> None:
     candidates = [value]
@@ -312,21 +239,6 @@ def test_response_format_without_a_schema_requires_an_object() -> None:
         found = parse(text(response_format={"type": "json_schema", "json_schema": schema})).params.constraint
         assert found is not None
         assert json.loads(found.text) == {"type": "object"}
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "problem"),
-    [
-        ("top_p", 1.0000001, "must be in (0, 1], got 1.0000001"),
-        ("bad_words", ["a", ""], "must not contain an empty string or list"),
-        ("bad_words", [[]], "must not contain an empty string or list"),
-        ("choice", [1], "must be a list of strings, got [1]"),
-    ],
-)
-def test_message_names_the_problem_of_the_value(field: str, value: Any, problem: str) -> None:
-    with pytest.raises(RowError) as caught:
-        parse(text(**{field: value}))
-    assert problem in caught.value.info.message
 
 
 @pytest.mark.parametrize(

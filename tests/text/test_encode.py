@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchgen.errors import ErrorCode, ErrorInfo
-from batchgen.request.params import CaptureSupport
+from batchgen.request.hidden_states import CaptureSupport
 from batchgen.request.parser import RowDefaults, derive_seed, parse_row
 from batchgen.request.prompts import TextPrompt, TokenPrompt
 from batchgen.request.table import ParsedRow

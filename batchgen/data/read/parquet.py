@@ -20,6 +20,8 @@ from batchgen.data.read.jsonl import RowFilter
 from batchgen.data.read.raw_row import RawRow
 from batchgen.data.read.temporal import temporal_to_text
 from batchgen.errors import ErrorCode, InputError, RowError
+from batchgen.request.checks import Integer
+from batchgen.request.fields import FIELDS
 
 __all__ = ["parquet_columns", "parquet_rows"]
 
@@ -31,12 +33,7 @@ _LARGE_BATCH_ROWS = 16
 """Rows per batch for a file with embeddings."""
 _TEXT_COLUMNS = frozenset({"text", "prompt", "id", "rid", "custom_id"})
 
-_INTEGER_FIELDS = frozenset(
-    {
-        *("max_new_tokens", "max_tokens", "max_completion_tokens", "min_new_tokens", "min_tokens", "top_k", "seed"),
-        *("n", "best_of", "logprob_start_len", "top_logprobs_num", "top_logprobs", "logprobs"),
-    }
-)
+_INTEGER_FIELDS = frozenset(name for field in FIELDS if isinstance(field.check, Integer) for name in field.spellings)
 """Integer fields, in which 128.0 is read as 128: pandas stores an integer column with nulls as float64."""
 
 

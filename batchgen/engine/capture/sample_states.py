@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.request.params import HiddenStates
+from batchgen.request.hidden_states import HiddenStates
 from batchgen.request.table import Request
 
 __all__ = ["Floats", "SampleStates", "StateArray", "StateNeeds", "Sums", "to_float32"]

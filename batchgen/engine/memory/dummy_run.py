@@ -28,7 +28,8 @@ from batchgen.plan.step_plan import (
     SequenceStart,
     StepPlan,
 )
-from batchgen.request.params import CONSTRAINT_KINDS, HiddenStates, SamplingParams
+from batchgen.request.hidden_states import HiddenStates
+from batchgen.request.params import CONSTRAINT_KINDS, SamplingParams
 from batchgen.request.table import RequestTable
 
 __all__ = [
@@ -266,9 +267,9 @@ def _request_table(
     decoding = replace(widest, n=rows, logprob_start_len=-1, return_hidden_states=output, return_routed_experts=False)
     table.append(0, 0, _distinct_prompt(0, lengths[0]), decoding, 0, max_tokens)
     for i, length in enumerate(lengths[1:], start=1):
-        table.append(
-            i, 0, _distinct_prompt(i, length), widest, i, 1, score_start=min(1, length - 1) if has_texts else -1
-        )
+        table.append(i, 0, _distinct_prompt(i, length), widest, i, 1)
+        if has_texts:
+            table.set_score_start(min(1, length - 1))
     return table
 
 

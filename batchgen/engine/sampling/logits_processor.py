@@ -202,20 +202,19 @@ class RulesCache:
         self._vocab_size = vocab_size
         self._scope: RepetitionScope = scope
         self._counts = TokenCounts(vocab_size, device)
-        self._rules: dict[int, LogitsRules] = {}
-        """id() of a parameter set -> its rules, which keep it alive. Hashing long lists of ids would be slow."""
+        self._rules: dict[SamplingParams, LogitsRules] = {}
 
     def start(self, request: Request, output_ids: list[int]) -> RowLogitsState | None:
         """The logits state of a new sample that writes its tokens to `output_ids`; None if its row has no rules."""
         params = request.params
         if not params.modifies_logits or not request.max_new_tokens:
             return None
-        rules = self._rules.get(id(params))
+        rules = self._rules.get(params)
         if rules is None:
             rules = LogitsRules.of(params, self._tokenizer, self._vocab_size, self._scope)
             if not rules.changes_logits and not rules.masks:
                 return None  # a constraint alone is handled by `GrammarMasks`
-            self._rules[id(params)] = rules
+            self._rules[params] = rules
         return RowLogitsState(rules, request, output_ids, self._counts)
 
     def finish(self, logits_state: RowLogitsState) -> None:

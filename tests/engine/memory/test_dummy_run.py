@@ -22,7 +22,8 @@ from batchgen.errors import UsageError
 from batchgen.kernels.types import KVPool
 from batchgen.plan.step_plan import StepPlan
 from batchgen.request.completion import Completion
-from batchgen.request.params import HiddenStates, SamplingParams
+from batchgen.request.hidden_states import HiddenStates
+from batchgen.request.params import SamplingParams
 from batchgen.request.table import RequestTable
 from tests.engine.live_bytes import LiveMeter
 from tests.engine.memory.test_kv_budget import SPEC
@@ -125,7 +126,8 @@ def test_graphs_are_captured_before_the_largest_steps() -> None:
 def test_a_dummy_run_has_only_positions_of_the_job(length: int) -> None:
     """A prompt may fill the context, where learned position embeddings end."""
     made = RequestTable()
-    made.append(0, 0, [1] * length, SamplingParams(max_new_tokens=0), 0, 0, score_start=1)
+    made.append(0, 0, [1] * length, SamplingParams(max_new_tokens=0), 0, 0)
+    made.set_score_start(1)
     made.append(1, 0, [2] * (length - 2), SamplingParams(), 0, 1)
     job = dummy_run(plan_workload(made), SPEC, 4, 100, 1000)
     for step in (job.start, *job.steps):

@@ -1,0 +1,82 @@
+"""Declaration of a row field: what it is called, which values it has, where it may be written, and its option."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
+
+from batchgen.request.checks import Check
+
+__all__ = ["BODIES", "EVERYWHERE", "Field", "Place", "declared_fields", "sampling"]
+
+Place = Literal["row", "params", "completions", "chat"]
+"""Where a field is allowed: on a native row, in its `sampling_params`, or in the body of an OpenAI batch line."""
+
+BODIES: tuple[Place, ...] = ("completions", "chat")
+EVERYWHERE: tuple[Place, ...] = ("row", "params", *BODIES)
+
+NoOpTest = Callable[[Any, Mapping[str, Any]], bool]
+"""(value, all values of the row by canonical name) -> whether the value requests nothing."""
+_T = TypeVar("_T")
+_KEY = "fields"
+"""Key of the declared fields in the metadata of an attribute of `SamplingParams`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One row field."""
+
+    name: str
+    check: Check
+    """(name as spelled, value) -> normalised value; raises `invalid_field`."""
+    places: tuple[Place, ...] = EVERYWHERE
+    aliases: tuple[str, ...] = ()
+    requests_nothing: NoOpTest = lambda value, given: False
+    """For unsupported fields: the test of values that request nothing, which alone are accepted."""
+    supported: bool = True
+    carried: bool = False
+    """Whether the field has no effect on generation and is carried to the output."""
+    remedy: str = "remove it"
+    """For unsupported fields: what to do instead, for the error message."""
+    help: str | None = None
+    """Help text of the option that sets a run-wide default, with an example; None: there is no such option."""
+    metavar: str | None = None
+    """Placeholder of the option's value, where it does not follow from `check`."""
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        """The name and the aliases."""
+        return (self.name, *self.aliases)
+
+
+def sampling(
+    default: _T,
+    check: Check,
+    help: str | None = None,
+    *,
+    aliases: tuple[str, ...] = (),
+    body_check: Check | None = None,
+    metavar: str | None = None,
+) -> _T:
+    """Attribute of `SamplingParams` that declares a field allowed in every place.
+
+    Args:
+        default: the value of a row without the field.
+        check: as in `Field`; the result of a check must pass it unchanged.
+        help: as in `Field`.
+        aliases: other names.
+        body_check: check of values in OpenAI bodies, if it differs.
+        metavar: as in `Field`.
+    """
+    field = Field("", check, aliases=aliases, help=help, metavar=metavar)
+    declared: tuple[Field, ...] = (field,)
+    if body_check is not None:
+        declared = (replace(field, places=("row", "params")), replace(field, places=BODIES, check=body_check))
+    return dataclasses.field(default=default, metadata={_KEY: declared})
+
+
+def declared_fields(params: type[Any]) -> tuple[Field, ...]:
+    """The fields that the attributes of `SamplingParams` declare; one whose values differ by place is listed twice."""
+    return tuple(replace(field, name=item.name) for item in dataclasses.fields(params) for field in item.metadata[_KEY])

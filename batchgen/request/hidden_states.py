@@ -1,0 +1,109 @@
+"""Hidden states that a row requests, and those that a model can return."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from batchgen.errors import ErrorCode, RowError
+from batchgen.request.checks import Integer, boolean, invalid, one_of, show
+
+if TYPE_CHECKING:
+    from batchgen.request.params import SamplingParams
+
+__all__ = ["CaptureSupport", "HiddenStates", "hidden_states"]
+
+_LAYER = Integer(-1, 1 << 20)
+_MAX_NUMBERS = 2**31 - 1
+"""Most numbers in a list of one output row."""
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenStates:
+    """Hidden states that a row requests.
+
+    Raises:
+        RowError: `invalid_field` for a value out of its range.
+    """
+
+    layers: tuple[int, ...] = (-1,)
+    """0: the embeddings, i: the output of block i, -1: after the final norm."""
+    tokens: Literal["prompt", "output", "all", "last"] = "all"
+    """Tokens whose states are returned."""
+    pool: Literal["none", "last", "mean"] = "none"
+    """Reduction over the tokens."""
+
+    def __post_init__(self) -> None:
+        name = "return_hidden_states"
+        if type(self.layers) not in (list, tuple) or not self.layers:
+            raise invalid(name, f"must have a list of integers as `layers`, got {show(self.layers)}")
+        object.__setattr__(self, "layers", tuple(_LAYER(name, layer) for layer in self.layers))
+        if len(set(self.layers)) != len(self.layers):
+            raise invalid(name, "must name each layer once")
+        one_of("prompt", "output", "all", "last")(name, self.tokens)
+        one_of("none", "last", "mean")(name, self.pool)
+
+    def max_rows(self, prompt: int, output: int) -> int:
+        """Most state vectors of a layer for `prompt` and `output` tokens."""
+        if self.pool != "none" or self.tokens == "last":
+            return 1
+        return {"prompt": prompt, "output": output, "all": prompt + max(0, output - 1)}[self.tokens]
+
+
+def hidden_states(name: str, value: Any) -> HiddenStates | None:
+    """Check a boolean or an object of `layers`, `tokens` and `pool`; false becomes None."""
+    if type(value) is HiddenStates:
+        return value
+    if type(value) is not dict:
+        return HiddenStates() if boolean(name, value) else None
+    known = HiddenStates.__dataclass_fields__.keys()
+    odd = next((key for key in value if key not in known), None)
+    if odd is not None:
+        raise invalid(name, f"has the keys `layers`, `tokens` and `pool`, got {show(odd)}")
+    return HiddenStates(**value)
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureSupport:
+    """Hidden states and routed experts that a model can return."""
+
+    layers: int | None = None
+    """Index of the last layer; None if the model exposes no hidden states."""
+    hidden_size: int = 0
+    """Numbers in a state, H."""
+    experts: bool = False
+    """Whether the model is a mixture of experts whose routing can be read."""
+
+    def check(self, params: SamplingParams, prompt: int, output: int) -> None:
+        """Check that the model can return what a row requests.
+
+        Args:
+            params: the row's parameters.
+            prompt: number of prompt tokens.
+            output: most tokens of a completion.
+
+        Raises:
+            RowError: `unsupported_field` or `invalid_field`.
+        """
+        states = params.return_hidden_states
+        if states is not None:
+            self._check_states(states, states.max_rows(prompt, output))
+        if params.return_routed_experts and not self.experts:
+            problem = "needs a mixture of experts whose routing can be read, which this model is not; remove it"
+            raise RowError(ErrorCode.UNSUPPORTED_FIELD, f"`return_routed_experts` {problem}", "return_routed_experts")
+
+    def _check_states(self, states: HiddenStates, rows: int) -> None:
+        name = "return_hidden_states"
+        if self.layers is None:
+            problem = "is not supported for this model, because its decoder blocks cannot be identified; remove it"
+            raise RowError(ErrorCode.UNSUPPORTED_FIELD, f"`{name}` {problem}", name)
+        if max(states.layers) > self.layers:
+            raise invalid(
+                name,
+                f"names layer {max(states.layers)}; the model has 0 (embeddings) to {self.layers}, and -1 (after the "
+                "final norm)",
+            )
+        if rows * self.hidden_size > _MAX_NUMBERS:
+            raise invalid(
+                name, f"may have more than {_MAX_NUMBERS} numbers per layer; pool the states or shorten the row"
+            )

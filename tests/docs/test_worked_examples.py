@@ -1,0 +1,37 @@
+"""The worked examples of `contributing.md` work as written and touch at most four files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.docs.worked_examples import ROOT, follow, run_in
+
+PAGE = ROOT / "batchgen" / "docs" / "contributing.md"
+_FIELD = """
+from pathlib import Path
+from batchgen.cli.app import run_command
+from batchgen.cli.reference import reference
+from batchgen.config.run_config import resolve_config
+from batchgen.errors import RowError
+from batchgen.request.parser import RowDefaults, parse_row
+from tests.docs.conformance import page
+
+assert parse_row({"text": "a", "strip_text": True}, 0, RowDefaults()).params.strip_text
+assert resolve_config({"inputs": ("a.jsonl",)}, {"BATCHGEN_STRIP_TEXT": "yes"}, Path()).sampling["strip_text"]
+try:
+    parse_row({"text": "a", "sampling_params": {"strip_text": "yes"}}, 0, RowDefaults())
+except RowError as error:
+    assert "`strip_text` must be true or false, got 'yes'" in str(error)
+else:
+    raise AssertionError("a wrong value is accepted")
+assert "- `--strip-text, --no-strip-text`: Remove white space" in reference()
+assert "| `strip_text` | false | `engine/test_strip_text.py`, `request/test_every_field.py` |" in page()
+assert run_command(["run", "--help"]) == 0
+"""
+
+
+def test_a_sampling_field(tmp_path: Path) -> None:
+    assert len(follow(PAGE, "Add a sampling field", tmp_path)) <= 4
+    assert "--strip-text / --no-strip-text" in run_in(tmp_path, "-c", _FIELD)
+    tests = ["tests/engine/test_strip_text.py", "tests/docs/test_conformance.py", "tests/request/test_every_field.py"]
+    run_in(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "strip_text or conformance", *tests)
