@@ -15,16 +15,14 @@ import numpy as np
 import torch
 
 from batchgen.config.run_config import RunConfig
-from batchgen.config.units import format_size
 from batchgen.data.read.input_set import open_inputs
-from batchgen.data.read.reserved_paths import reserved_paths
 from batchgen.engine.engine import step_limits
-from batchgen.engine.row_reader import RowReader
 from batchgen.engine.workload import JobWorkload, plan_workload
 from batchgen.errors import OutputError
 from batchgen.job.estimate import OutputEstimate, estimate_output
 from batchgen.job.fingerprint import identify_job
 from batchgen.job.ingest import ingest
+from batchgen.job.preflight import CheckedJob
 from batchgen.job.setup import Setup, prepare
 from batchgen.kernels.types import KVPool
 from batchgen.plan.config import SchedulerConfig
@@ -33,9 +31,7 @@ from batchgen.plan.length_predictor import LengthPredictor
 from batchgen.plan.order import begin_order
 from batchgen.plan.simulate import Simulated, simulate
 from batchgen.request.completion import Completion
-from batchgen.request.embeds_store import EmbedsStore
-from batchgen.request.printable import encodable, printable
-from batchgen.request.table import RequestTable
+from batchgen.request.printable import encodable, format_size, printable
 
 __all__ = ["CheckReport", "check_job"]
 
@@ -86,7 +82,7 @@ class CheckReport:
     configuration: dict[str, Any]
 
 
-def check_job(config: RunConfig, as_json: bool = False) -> int:
+def check_job(job: CheckedJob, as_json: bool = False) -> int:
     """Validate every row, plan the job and print the figures. Returns the exit code.
 
     If the JSON report goes to stdout, the text goes to stderr.
@@ -94,7 +90,8 @@ def check_job(config: RunConfig, as_json: bool = False) -> int:
     Raises:
         BatchgenError: as `run_job` before it generates. If the figures exist by then, they are printed first.
     """
-    report = _build_report(config)
+    config = job.config
+    report = _build_report(job)
     text = encodable(json.dumps(_plain(report), indent=2, ensure_ascii=False)) + "\n"
     to_stdout = config.report == "-"
     if not as_json:
@@ -126,19 +123,18 @@ class _Errors:
             )
 
 
-def _build_report(config: RunConfig) -> CheckReport:
+def _build_report(job: CheckedJob) -> CheckReport:
+    config = job.config
     began = time.monotonic()
-    setup = prepare(config, _print_note, allow_missing_gpu=True)
-    inputs = open_inputs(config.inputs, reserved_paths(config))
-    identity = identify_job(config, inputs, setup.identity, setup.sampling)
+    setup = prepare(job, _print_note, allow_missing_gpu=True)
+    inputs = open_inputs(job.inputs)
+    identity = identify_job(setup, inputs)
     started = time.monotonic()
     errors = _Errors()
     with tempfile.TemporaryDirectory(prefix="batchgen-check-") as scratch:
-        table = RequestTable(EmbedsStore(setup.spec.embeds_size, Path(scratch)))
-        row_reader = RowReader(table, setup.encoder, setup.defaults, config.on_duplicate_id, setup.media_root)
-        add, decode = errors.add, setup.decode_prompt
-        rows = ingest(config, inputs, row_reader, table, Path(scratch), decode, on_error=add, on_skipped=add)
+        rows = ingest(setup, inputs, Path(scratch), Path(scratch), on_bad=errors.add)
         rows.close()
+        table = rows.table
         setup.note_unused_options(table.params, _print_note)
         read = time.monotonic()
         workload = plan_workload(table, dedup=config.engine.dedup, adapters=list(setup.spec.adapters))
@@ -173,7 +169,7 @@ def _build_report(config: RunConfig) -> CheckReport:
         estimated_output_bytes=output.total,
         estimated_hidden_states_bytes=output.states,
         fingerprint=identity.run.fingerprint,
-        first_prompt=None if rows.first_prompt is None else setup.decode_prompt(rows.first_prompt[1]),
+        first_prompt=None if rows.first_prompt is None else setup.decode_prompt(rows.first_prompt),
         seconds={
             "starting": round(started - began, 3),
             "reading": round(read - started, 3),

@@ -15,9 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from batchgen.config.units import format_size
 from batchgen.errors import OutputError
-from batchgen.request.printable import encodable
+from batchgen.request.printable import encodable, format_size
 
 __all__ = ["RunSummary", "format_seconds", "print_summary", "write_report"]
 

@@ -13,11 +13,11 @@ import numpy as np
 import psutil
 import torch
 
-from batchgen.config.units import format_size
 from batchgen.engine.workload import JobWorkload
 from batchgen.errors import UsageError
 from batchgen.kernels.types import KVPool
 from batchgen.models.base import ModelSpec
+from batchgen.request.printable import format_size
 
 __all__ = ["AUTO_SHARE", "DeviceMemory", "allowed_pages", "device_memory", "most_pages", "pool_pages"]
 

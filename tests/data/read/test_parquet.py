@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.data.read.parquet import parquet_columns, parquet_rows
-from batchgen.data.read.raw_row import RawRow
+from batchgen.request.raw_row import RawRow
 from batchgen.errors import ErrorCode, InputError, RowError
 from batchgen.request.fields import FIELDS, Field
 
