@@ -129,15 +129,20 @@ def ingest(
     table = RequestTable(EmbedsStore(setup.spec.embeds_size, scratch), tokens)
     result = Ingested(table, tokens, RowTexts(BlobSpool(folder / TEXTS)), BlobSpool(folder / BAD))
     reader = setup.front_end.row_reader(table, setup.defaults, config.on_duplicate_id)
-    for row in reader.read(inputs.rows(config.prompt_column, config.id_column, selection_of(config))):
-        result.rows += 1
-        on_row(result.rows)
-        carried = {**row.raw.displaced, **row.extra} if row.raw.displaced else row.extra
-        extra = _carried_json(config.carry, carried)
-        if row.error is not None:
-            _add_bad(result, row, extra, config, on_bad)
-        else:
-            _add_good(result, row, extra, setup.decode_prompt if config.include_prompt else None)
+    try:
+        for row in reader.read(inputs.rows(config.prompt_column, config.id_column, selection_of(config))):
+            result.rows += 1
+            on_row(result.rows)
+            carried = {**row.raw.displaced, **row.extra} if row.raw.displaced else row.extra
+            extra = _carried_json(config.carry, carried)
+            if row.error is not None:
+                _add_bad(result, row, extra, config, on_bad)
+            else:
+                _add_good(result, row, extra, setup.decode_prompt if config.include_prompt else None)
+        tokens.ids()  # mapped, so that the ids stay readable when the file is closed
+    except BaseException:
+        result.close()
+        raise
     return result
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.e2e.rows import rows_of, write_lines
-from tests.e2e.runner import run
+from tests.e2e.runner import refused_before_torch, run
 
 CODE = """
 import helper_of_mine
@@ -115,38 +113,26 @@ def test_verify_runs_only_processors_that_are_named_on_its_command_line(model: P
     assert "has changed since the run" in run(["verify", "out.parquet", *NAMED], folder, expect=2).stderr
 
 
-SCRIPT = """
-import sys
-from batchgen.cli.app import run_command
-status = run_command(sys.argv[1:])
-assert not {"torch", "transformers"} & set(sys.modules), "imported before the refusal"
-sys.exit(status)
-"""
+INVALID = {
+    "nowhere:f": "cannot import `nowhere`: ModuleNotFoundError",
+    "mine:f": "`mine` has no `f`",
+    "mine:number": "`number` of `mine` is not a function (it is int)",
+    "broken:f": "cannot import `broken`: ZeroDivisionError",
+    "quits:f": "cannot import `quits`: SystemExit",
+    "mine": "must be NAME=module:function",
+}
 
 
-@pytest.mark.parametrize("subcommand", ["run", "check"])
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        ("nowhere:f", "cannot import `nowhere`: ModuleNotFoundError"),
-        ("mine:f", "`mine` has no `f`"),
-        ("mine:number", "`number` of `mine` is not a function (it is int)"),
-        ("broken:f", "cannot import `broken`: ZeroDivisionError"),
-        ("quits:f", "cannot import `quits`: SystemExit"),
-        ("mine", "must be NAME=module:function"),
-    ],
-)
-def test_invalid_processors_are_refused_before_torch_is_imported(
-    folder: Path, model: Path, subcommand: str, target: str, message: str
-) -> None:
+def test_invalid_processors_are_refused_before_torch_is_imported(folder: Path, model: Path) -> None:
     (folder / "broken.py").write_text("1 / 0\n")
     (folder / "quits.py").write_text("import sys\nsys.exit(0)\n")
-    words = [subcommand, "in.jsonl", "--model", str(model), "--logit-processor", f"only={target}"]
-    done = subprocess.run([sys.executable, "-c", SCRIPT, *words], cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 2, done.stderr
-    assert message in done.stderr
-    assert f"only={target}" in done.stderr
-    assert done.stderr.count("\n") == 1
+    cases = [(command, target) for command in ("run", "check") for target in INVALID]
+    lines = [[command, "in.jsonl", "--model", model, "--logit-processor", f"only={t}"] for command, t in cases]
+    for (_, target), done in zip(cases, refused_before_torch(lines, folder), strict=True):
+        assert done.code == 2, done.stderr
+        assert INVALID[target] in done.stderr
+        assert f"only={target}" in done.stderr
+        assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.field("repetition_penalty", "frequency_penalty", "presence_penalty")

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from batchgen.config.run_config import EngineConfig, RunConfig
 from batchgen.errors import UsageError
+from batchgen.job.preflight import preflight
 from batchgen.job.run import run_job
 from batchgen.job.signals import StopRequest
 from tests.e2e.model import save_model
@@ -169,7 +170,7 @@ def test_a_usage_error_after_generation_keeps_committed_parts(
     source = write_lines(tmp_path / "in.jsonl", [{"text": text, **GREEDY} for text in prompts(3, 6)])
     engine = EngineConfig(model=str(model), dtype="float32")
     with pytest.raises(UsageError, match="made up"):
-        run_job(RunConfig((str(source),), tmp_path / "out.parquet", engine, progress="none"), StopRequest())
+        run_job(preflight(RunConfig((str(source),), tmp_path / "out.parquet", engine, progress="none")), StopRequest())
     (part,) = (tmp_path / "out.parquet.work" / "parts").iterdir()
     assert len(rows_of(part)) == 3
 

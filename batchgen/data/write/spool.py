@@ -163,9 +163,3 @@ class TokenSpool(_Spool):
             mapped = np.memmap(self.path, np.int32, mode="r", shape=(self._count,))
             self._map = mapped.view(np.ndarray)  # slicing a plain array is much faster than slicing a np.memmap
         return self._map
-
-    def close(self, *, keep: bool = False) -> None:
-        """Close the file and remove it unless `keep`. Further calls do nothing."""
-        if not self._file.closed:
-            self.ids()
-        super().close(keep=keep)
