@@ -189,9 +189,7 @@ def parts_of(out: Path) -> list[Path]:
 
 
 @contextmanager
-def _as_process(
-    folder: Path, stdin: bytes, env: Mapping[str, str] | None
-) -> Iterator[tuple[io.BytesIO, io.BytesIO]]:
+def _as_process(folder: Path, stdin: bytes, env: Mapping[str, str] | None) -> Iterator[tuple[io.BytesIO, io.BytesIO]]:
     """Give a command its own streams, folder and environment; modules that it imports from the folder are dropped."""
     stdout, stderr = io.BytesIO(), io.BytesIO()
     streams = {

@@ -8,6 +8,7 @@ from pathlib import Path
 from tests.e2e.runner import refused_before_torch
 from tests.models.tiny import save_tiny
 
+
 def folder(path: Path, kind: str) -> Path:
     model = path / kind
     if kind == "missing":
