@@ -15,6 +15,7 @@ from batchgen.errors import ErrorCode, RowError
 from batchgen.request import checks, field_checks
 from batchgen.request.chat_checks import messages, template_kwargs, tools
 from batchgen.request.checks import Check, boolean, floating, integer, mapping, string, strings
+from batchgen.request.params import CONSTRAINT_KINDS
 from batchgen.request.printable import printable
 
 __all__ = ["CONSTRAINTS", "FIELDS", "LOOKUP", "SOURCES", "Field", "Place", "unknown_field"]
@@ -175,7 +176,7 @@ FIELDS: tuple[Field, ...] = (*_PROMPTS, *_SAMPLING, *_OPENAI)
 SOURCES = ("text", "input_ids", "input_embeds", "messages", "prompt")
 """Canonical names of the prompt fields; a row has exactly one."""
 
-CONSTRAINTS = ("json_schema", "regex", "ebnf", "structural_tag", "choice", "response_format")
+CONSTRAINTS = (*CONSTRAINT_KINDS, "response_format")
 """Canonical names of the constraint fields; a row has at most one."""
 
 

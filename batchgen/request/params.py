@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from batchgen.errors import ErrorCode, RowError
 from batchgen.request.checks import INT64_HIGH, INT64_LOW, describe_range, invalid, show
@@ -31,8 +31,15 @@ MAX_STOPS = 32
 _MAX_NUMBERS = 2**31 - 1
 """Most numbers in a list of one output row."""
 
-ConstraintKind = Literal["json_schema", "regex", "ebnf", "structural_tag", "choice"]
-CONSTRAINT_KINDS: tuple[ConstraintKind, ...] = ("json_schema", "regex", "ebnf", "structural_tag", "choice")
+ConstraintKind = Literal[
+    "json_schema",
+    "regex",
+    "ebnf",
+    "structural_tag",
+    "choice",
+]
+CONSTRAINT_KINDS: tuple[ConstraintKind, ...] = get_args(ConstraintKind)
+"""Kinds of constraints, which are also the names of the fields that give them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Runs `batchgen` command lines.
 
-`run` and `interrupt` run a command in this process, with its own standard streams, folder and environment. `start` forks
-from a server that has imported torch and transformers, for tests whose subject is the process: its signals, its limits,
-its death. `batchgen` starts a fresh interpreter, as a user does.
+`run` and `interrupt` run a command in this process, with its own standard streams, folder and environment. `start`
+forks from a server that has imported torch and transformers, for tests whose subject is the process: its signals, its
+limits, its death. `batchgen` starts a fresh interpreter, as a user does.
 """
 
 from __future__ import annotations

@@ -9,9 +9,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from batchgen.demo import model_path
 from tests.e2e.rows import by_id, rows_of, write_lines
-from tests.e2e.runner import run, start
+from tests.e2e.runner import run
 
 PERSON = {
     "type": "object",
@@ -101,31 +100,3 @@ def test_lenient_schemas(tmp_path: Path) -> None:
         assert row["constraint_ok"] is (row["text"] == "5")
     refused = run(["run", source, "-o", "out.parquet"], tmp_path, expect=2)
     assert "is not this job's output" in refused.stderr, "--lenient-schemas is part of the job"
-
-
-def test_a_killed_run_resumes(tmp_path: Path) -> None:
-    rows = [
-        {
-            "id": f"r{i}",
-            "text": f"Row {i}: ",
-            "temperature": 1.0,
-            "max_new_tokens": 60,
-            "regex": f"[a-z]{{{i % 9 + 1},40}}",
-        }
-        for i in range(48)
-    ]
-    source = write_lines(tmp_path / "in.jsonl", rows)
-    options = ["--dtype", "float32", "--commit-every", "4", "--max-num-seqs", "4"]
-    arguments = ["run", source, "--model", model_path(), *options, "-o"]
-    run([*arguments, "whole.parquet"], tmp_path)
-    parts = tmp_path / "killed.parquet.work" / "parts"
-    attempt = start([*arguments, "killed.parquet"], tmp_path)
-    attempt.wait_for(lambda: len(list(parts.glob("part-*.parquet"))) >= 2)
-    assert attempt.kill_after(0)
-    run([*arguments, "killed.parquet"], tmp_path)
-    columns = ("text", "output_ids", "constraint_ok", "stop_kind", "error")
-    whole, resumed = (by_id(tmp_path / name) for name in ("whole.parquet", "killed.parquet"))
-    assert {name: [row[c] for c in columns] for name, row in resumed.items()} == {
-        name: [row[c] for c in columns] for name, row in whole.items()
-    }
-    assert all(row["constraint_ok"] for row in whole.values() if row["finish_reason"] == "stop")

@@ -10,7 +10,7 @@ import pytest
 
 from batchgen.data.write.durable_files import read_footer
 from tests.e2e.rows import read, rows_of, write_lines
-from tests.e2e.runner import batchgen, run, start
+from tests.e2e.runner import batchgen, run
 from tests.models.adapters import KINDS, edit_config, save_adapter
 
 GREEDY = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
@@ -67,16 +67,6 @@ def test_a_run_with_adapters(command: list[Any], tmp_path: Path, adapters: Path)
     alone = [*command, "--max-num-seqs", "1", "--model-impl", "transformers", "--overwrite"]
     run(alone, tmp_path)
     assert texts(tmp_path / "out.parquet") == found
-
-
-def test_a_killed_run_resumes(command: list[Any], tmp_path: Path) -> None:
-    run([*command[:3], "whole.parquet", *command[4:]], tmp_path)
-    parts = tmp_path / "out.parquet.work" / "parts"
-    job = start([*command, "--commit-every", "3", "--max-num-seqs", "3"], tmp_path)
-    job.wait_for(lambda: len(list(parts.glob("part-*.parquet"))) >= 2)
-    assert job.kill_after(0)
-    run(command, tmp_path)
-    assert texts(tmp_path / "out.parquet") == texts(tmp_path / "whole.parquet")
 
 
 @pytest.mark.parametrize("change", ["weights", "name", "fewer"])

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from batchgen.text.tokenizer import Tokenizer
-from tests.e2e.rows import assert_same, read, rows_of, write_lines
-from tests.e2e.runner import run, start
+from tests.e2e.rows import rows_of, write_lines
+from tests.e2e.runner import run
 
 SCORING = pytest.mark.field("completion", "completions")
 F32 = ["--dtype", "float32"]
@@ -90,27 +90,6 @@ def test_scores_are_the_prompt_logprobs_of_the_concatenated_text(model: Path, tm
     assert openai["input_logprobs"][0] is None
     assert openai["input_logprobs"][1:] == pytest.approx(whole[0]["input_logprobs"][1:], abs=1e-4)
     assert openai["text"] == "The quick" + texts[0]
-
-
-@SCORING
-@pytest.mark.field("logprob_start_len")
-def test_a_resumed_job_equals_one_that_was_not_killed(model: Path, tmp_path: Path) -> None:
-    """A job that is killed and run again has the same rows as one that was not."""
-    rows: list[dict[str, Any]] = []
-    for i in range(400):
-        text = f"The quick brown fox number {i % 97}"
-        rows.append({"text": [text, text + "!"], "completions": [" and", f" {i}", [7, 8]]})
-        rows.append({"text": text, "max_new_tokens": i % 2, "return_logprob": True, "logprob_start_len": i % 3})
-    source = write_lines(tmp_path / "in.jsonl", rows)
-    arguments = ["run", source, "--model", model, *F32, "--commit-every", "50", "--max-num-seqs", "4"]
-    run([*arguments, "-o", "whole.parquet"], tmp_path)
-    job = start([*arguments, "-o", "cut.parquet"], tmp_path)
-    parts = tmp_path / "cut.parquet.work" / "parts"
-    job.wait_for(lambda: len(list(parts.glob("part-*"))) >= 2)
-    assert job.kill_after(0.0), "the job ended before the kill"
-    report = run([*arguments, "-o", "cut.parquet", "--report", "-"], tmp_path).report
-    assert 0 < report["rows_resumed"] < len(rows)
-    assert_same(read(tmp_path / "cut.parquet"), read(tmp_path / "whole.parquet"))
 
 
 def test_a_row_is_done_once_all_texts_of_its_prompts_are_scored(model: Path, tmp_path: Path) -> None:
