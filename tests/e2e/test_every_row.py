@@ -130,7 +130,8 @@ def test_the_job_has_every_kind_of_row(every: EveryRow) -> None:
     table = every.table
     assert {"ok", "error"} == set(table["status"].to_pylist())
     assert table["note"].type == table["absent"].type == pa.string()
-    for name in ("output_top_ids", "input_logprobs", "scores", "constraint_ok", "dropped_tokens", "prompt", "note"):
+    filled = ["output_top_ids", "input_logprobs", "output_ids_logprobs", "scores", "constraint_ok", "dropped_tokens"]
+    for name in [*filled, "min_new_tokens_unmet", "prompt", "note"]:
         assert table[name].null_count < len(table), name
     assert {2} <= set(table["sample_index"].to_pylist())
     assert table["dedup_of"].null_count < len(table)

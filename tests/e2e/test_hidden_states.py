@@ -24,7 +24,7 @@ from tests.e2e.rows import prompts, read, write_lines
 from tests.e2e.runner import run
 from tests.models.tiny import save_tiny
 
-ROWS = 120
+ROWS = 60
 F32 = ["--dtype", "float32"]
 OPTIONS = [*F32, "--commit-every", "8", "--commit-seconds", "0.1", "--max-num-seqs", "6", "--include-prompt-ids"]
 TOLERANCE = 1e-4
@@ -114,7 +114,7 @@ def test_the_file_contains_the_requested_states(uninterrupted: UninterruptedRun,
             np.testing.assert_allclose(
                 np.array(got["values"]).reshape(want.shape), want, atol=TOLERANCE, rtol=TOLERANCE
             )
-    assert expected == len(states) > 100
+    assert expected == len(states) > 50
 
 
 def test_four_readers_read_the_same_values(uninterrupted: UninterruptedRun, tmp_path: Path) -> None:

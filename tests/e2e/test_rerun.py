@@ -54,6 +54,10 @@ def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
         ["--max-model-len", "200"],
         ["--dtype", "bfloat16"],
         ["--on-duplicate-id", "allow"],
+        ["--stop-on-repeat", "4"],
+        ["--lenient-schemas"],
+        ["--logprobs-mode", "processed"],
+        ["--repetition-penalty-scope", "prompt+output"],
     ],
     ids=lambda changed: changed[0],
 )

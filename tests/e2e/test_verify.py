@@ -106,15 +106,6 @@ def test_a_row_with_a_failed_prompt_is_not_replayed(model: Path, tmp_path: Path)
     assert result == "row 1 (id 'row-1'): same\n1 of 1 rows are the same\n"
 
 
-def test_a_duplicate_default_id_keeps_its_suffix(model: Path, tmp_path: Path) -> None:
-    write_lines(tmp_path / "in.jsonl", [{"id": "row-1", "text": "a"}, {"text": "b"}])
-    options = ["--dtype", "float32", "--attention", "torch", "--max-num-seqs", "1", "--max-new-tokens", "8"]
-    options += ["--temperature", "1", "--on-duplicate-id", "suffix"]
-    run(["run", "in.jsonl", "--model", model, *options], tmp_path)
-    result = run(["verify", "in.out.parquet"], tmp_path).stdout
-    assert result == "row 0 (id 'row-1'): same\nrow 1 (id 'row-1-2'): same\n2 of 2 rows are the same\n"
-
-
 def test_the_seed_chooses_the_rows(done: Path) -> None:
     first, again, other = (run(["verify", "out.parquet", "--rows", "3", "--seed", s], done).stdout for s in "001")
     assert first == again
@@ -181,16 +172,6 @@ def test_adapters_must_be_those_of_the_run(model: Path, tmp_path: Path) -> None:
     run(["verify", "in.out.parquet", "--lora", f"fr={moved}"], tmp_path)
     save_adapter(model, folder, seed=1, **KINDS["two"])
     assert "adapters" in run(["verify", "in.out.parquet"], tmp_path, expect=2).stderr
-
-
-def test_processors_must_be_named_again(model: Path, tmp_path: Path) -> None:
-    """Only the command line may name code to run, never a file."""
-    row = {"text": "The quick", "custom_logit_processor": "boost", "custom_params": {"token": 40, "by": 3}}
-    write_lines(tmp_path / "in.jsonl", [row])
-    processor = ["--logit-processor", "boost=tests.e2e.processors:boost"]
-    run(["run", "in.jsonl", "--model", model, "--dtype", "float32", *processor], tmp_path)
-    assert "--logit-processor boost=" in run(["verify", "in.out.parquet"], tmp_path, expect=2).stderr
-    run(["verify", "in.out.parquet", *processor], tmp_path)
 
 
 def test_a_flash_library_must_be_named_again(model: Path, tmp_path: Path) -> None:
