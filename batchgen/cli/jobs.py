@@ -80,4 +80,4 @@ def _run(job: CheckedJob) -> None:
 
     print_summary(summary)
     if job.config.report:
-        write_report(summary, job.config.report)
+        write_report(summary.to_json(), job.config.report)

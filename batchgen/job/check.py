@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,12 @@ from batchgen.config.run_config import RunConfig
 from batchgen.data.read.input_set import open_inputs
 from batchgen.engine.engine import step_limits
 from batchgen.engine.workload import JobWorkload, plan_workload
-from batchgen.errors import OutputError
 from batchgen.job.estimate import OutputEstimate, estimate_output
 from batchgen.job.fingerprint import identify_job
 from batchgen.job.ingest import ingest
 from batchgen.job.preflight import CheckedJob
 from batchgen.job.setup import Setup, prepare
+from batchgen.job.summary import write_report
 from batchgen.kernels.types import KVPool
 from batchgen.plan.config import SchedulerConfig
 from batchgen.plan.estimate import PlanCounts, plan_counts
@@ -32,6 +32,7 @@ from batchgen.plan.order import begin_order
 from batchgen.plan.simulate import Simulated, simulate
 from batchgen.request.completion import Completion
 from batchgen.request.printable import encodable, format_size, printable
+from batchgen.request.raw_row import STDIN
 
 __all__ = ["CheckReport", "check_job"]
 
@@ -91,18 +92,15 @@ def check_job(job: CheckedJob, as_json: bool = False) -> int:
         BatchgenError: as `run_job` before it generates. If the figures exist by then, they are printed first.
     """
     config = job.config
-    report = _build_report(job)
-    text = encodable(json.dumps(_plain(report), indent=2, ensure_ascii=False)) + "\n"
-    to_stdout = config.report == "-"
+    report, output = _build_report(job)
+    text = encodable(json.dumps(asdict(report), indent=2, ensure_ascii=False))
     if not as_json:
-        (sys.stderr if to_stdout else sys.stdout).write("\n".join(_lines(report)) + "\n")
-    if as_json or to_stdout:
-        sys.stdout.write(text)
-    if config.report is not None and not to_stdout:
-        _write(text, config.report)
-    OutputEstimate(
-        report.estimated_output_bytes - report.estimated_hidden_states_bytes, report.estimated_hidden_states_bytes
-    ).check(config.max_output_bytes)
+        (sys.stderr if config.report == STDIN else sys.stdout).write("\n".join(_lines(report)) + "\n")
+    if as_json or config.report == STDIN:
+        write_report(text, STDIN)
+    if config.report is not None and config.report != STDIN:
+        write_report(text, config.report)
+    output.check(config.max_output_bytes)
     return 3 if config.max_errors.exceeded(report.rows_error, report.rows) else 0
 
 
@@ -123,7 +121,7 @@ class _Errors:
             )
 
 
-def _build_report(job: CheckedJob) -> CheckReport:
+def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
     config = job.config
     began = time.monotonic()
     setup = prepare(job, _print_note, allow_missing_gpu=True)
@@ -145,7 +143,7 @@ def _build_report(job: CheckedJob) -> CheckReport:
         planned = time.monotonic()
     spec = setup.spec
     page_bytes = KVPool.page_bytes(list(spec.kv_layers), page, spec.dtype)
-    return CheckReport(
+    report = CheckReport(
         rows=rows.rows,
         rows_ok=rows.rows - rows.errors.total() - rows.skipped,
         rows_error=rows.errors.total(),
@@ -178,6 +176,7 @@ def _build_report(job: CheckedJob) -> CheckReport:
         model={**setup.identity, "parameters": spec.parameters, "context_length": spec.context_length},
         configuration=config.describe(),
     )
+    return report, output
 
 
 def _print_note(message: str) -> None:
@@ -251,14 +250,3 @@ def _time(report: CheckReport) -> str:
     if report.estimated_seconds is None:
         return "not estimated: the device is not available on this machine"
     return f"at least {report.estimated_seconds:,.1f} s of computation if every row runs to its limit"
-
-
-def _plain(report: CheckReport) -> dict[str, Any]:
-    return {name: getattr(report, name) for name in CheckReport.__dataclass_fields__}
-
-
-def _write(text: str, target: str) -> None:
-    try:
-        Path(target).write_text(text, encoding="utf-8")
-    except OSError as problem:
-        raise OutputError(f"cannot write the report {target}: {problem.strerror}") from None

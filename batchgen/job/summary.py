@@ -65,13 +65,13 @@ class RunSummary:
         return encodable(json.dumps(self.as_dict(), indent=2, ensure_ascii=False))
 
 
-def write_report(summary: RunSummary, target: str, stdout: TextIO | None = None) -> None:
-    """Write the summary as JSON to a file, or to stdout for "-".
+def write_report(text: str, target: str, stdout: TextIO | None = None) -> None:
+    """Write a report, which is JSON, to a file, or to stdout for "-".
 
     Raises:
         OutputError: the file cannot be written.
     """
-    text = summary.to_json() + "\n"
+    text += "\n"
     if target == "-":
         stream = stdout or sys.stdout
         stream.write(text)

@@ -29,9 +29,7 @@ _BATCH_ROWS = 256
 _BATCH_CHARACTERS = 1 << 23  # a batch of long texts ends early, so that the encodings of two batches stay small
 _ID_FIELDS = ("stop_token_ids", "allowed_token_ids", "token_ids_logprob")
 _DEFAULT_NEW_TOKENS = 128  # room for the output of a truncated prompt whose row sets no `max_new_tokens`
-
 _MAX_CHECKED_PARAMS = 256  # SamplingParams objects remembered as checked
-
 _NO_STATES = CaptureSupport()
 
 
