@@ -116,7 +116,7 @@ def run_plan_bench(size: PlanSize, emit: Callable[[str], None], folder: Path | N
         ):
             for block in draw_prompts(shape, size):
                 spool.append(block)
-            spool.map()  # flushes the file
+            spool.ids()  # flushes the file
             figures.append(process.submit(_measure_file, shape, size, spool.path).result())
         emit(figures[-1].to_json())
     return figures

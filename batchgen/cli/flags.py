@@ -1,10 +1,10 @@
-"""Command line flags of `run` and `check`, generated from the option table."""
+"""Command line flags that are declared as data: those of `run` and `check` come from the option table."""
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +17,7 @@ from batchgen.config.options import GROUPS, OPTIONS
 from batchgen.config.run_config import resolve_config
 from batchgen.errors import UsageError
 
-__all__ = ["GroupedCommand", "with_options"]
+__all__ = ["GroupedCommand", "gather", "with_options"]
 
 _INPUT_HELP = (
     "Input files in order: JSONL (also .gz, .zst), Parquet or .txt, glob patterns, or - for stdin. "
@@ -42,22 +42,49 @@ class GroupedCommand(TyperCommand):
                     formatter.write_dl(records)
 
 
-def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add a flag for each option to `command(config, ...)`, and call it with the resolved `RunConfig`.
+def gather(command: Callable[..., None], into: str, options: Mapping[str, Any]) -> Callable[..., None]:
+    """Replace the parameter `into` of `command` by options, whose values it then receives as a dict by name.
 
-    Typer reads a function's signature, so the wrapper gets a signature generated from the option table. Parameters of
-    `command` other than `config` are kept.
+    Typer reads a function's signature, so the wrapper gets a signature in which the command's other parameters come
+    first.
+
+    Args:
+        command: the function of a command.
+        into: name of the parameter.
+        options: name of each option -> its annotation; None is the default of all.
     """
-    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "config"]
+    made = [_parameter(name, annotation, default=None) for name, annotation in options.items()]
+    return _gathered(command, into, [], made, dict)
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add a flag for each option of the option table to `command(config, ...)`, called with the resolved `RunConfig`.
+
+    Parameters of `command` other than `config` are kept.
+    """
+    inputs = _parameter("inputs", Annotated[list[str], typer.Argument(metavar="INPUT", help=_INPUT_HELP)])
+    made = [parameter for option in OPTIONS for parameter in _parameters(option)]
+    return _gathered(
+        command, "config", [inputs, *made], [], lambda values: resolve_config(_given(values), os.environ, Path.cwd())
+    )
+
+
+def _gathered(
+    command: Callable[..., None],
+    into: str,
+    before: Sequence[inspect.Parameter],
+    after: Sequence[inspect.Parameter],
+    convert: Callable[[dict[str, Any]], Any],
+) -> Callable[..., None]:
+    """`command` with parameters in place of `into`, before and after the others; `convert` makes its value of them."""
+    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != into]
 
     @wraps(command)
     def wrapper(**values: Any) -> None:
-        extra = {parameter.name: values.pop(parameter.name) for parameter in own}
-        command(resolve_config(_given(values), os.environ, Path.cwd()), **extra)
+        kept = {parameter.name: values.pop(parameter.name) for parameter in own}
+        command(**kept, **{into: convert(values)})
 
-    inputs = _parameter("inputs", list[str], typer.Argument(metavar="INPUT", help=_INPUT_HELP))
-    made = [parameter for option in OPTIONS for parameter in _parameters(option)]
-    parameters = [inputs, *(p.replace(kind=p.KEYWORD_ONLY) for p in (*made, *own))]
+    parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*before, *own, *after)]
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
     del wrapper.__wrapped__
@@ -82,15 +109,17 @@ def _parameters(option: Option) -> list[inspect.Parameter]:
     """Keyword parameters of an option: one, or one for each flag of a choice."""
     if option.choice_flags:
         return [
-            _parameter(_switch_name(option, choice), bool, _info(option, (f"--{choice}",), text, None), False)
+            _parameter(
+                _switch_name(option, choice), Annotated[bool, _info(option, (f"--{choice}",), text, None)], False
+            )
             for choice, text in zip(option.choices, option.help.split("\n"), strict=True)
         ]
     if option.value_type is BOOL:
         info = _info(option, (f"{option.flag}/{option.negative}",), option.help, None)
-        return [_parameter(option.name, bool | None, info, None)]
+        return [_parameter(option.name, Annotated[bool | None, info], None)]
     value_type = list[str] | None if option.repeat else str | None
     info = _info(option, option.flags, _help(option), option.metavar)
-    return [_parameter(option.name, value_type, info, None)]
+    return [_parameter(option.name, Annotated[value_type, info], None)]
 
 
 def _info(option: Option, names: tuple[str, ...], text: str, metavar: str | None) -> Any:
@@ -126,10 +155,5 @@ def _shown_default(option: Option) -> str | None:
     return f"{option.default:g}" if isinstance(option.default, float) else str(option.default)
 
 
-def _parameter(name: str, value_type: Any, info: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
-    return inspect.Parameter(
-        name,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        annotation=Annotated[value_type, info],
-        default=default,
-    )
+def _parameter(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from batchgen.cli.flags import GroupedCommand, with_options
 from batchgen.config.run_config import RunConfig
+
+if TYPE_CHECKING:
+    from batchgen.job.preflight import CheckedJob
 
 __all__ = ["register"]
 
@@ -28,31 +31,10 @@ def run(config: RunConfig) -> None:
 
     Example: batchgen run prompts.jsonl -o results.parquet --model ./Qwen3-0.6B --temperature 0.7
     """
-    from batchgen.library_settings import arrow_system_memory
-
-    with arrow_system_memory():
-        from batchgen.job.output_checks import preflight
-
-    preflight(config)
+    job = _preflight(config)
     if config.dry_run:
-        from batchgen.job.check import check_job
-
-        raise typer.Exit(check_job(config, as_json=False))
-    from batchgen.engine.gc_control import DeferredGC
-    from batchgen.job.signals import StopRequest, handle_signals
-    from batchgen.library_settings import short_openmp_spins
-
-    stop = StopRequest(config.max_time)
-    with handle_signals(stop):  # a signal during the imports stops the job as usual
-        # Objects created by imports live on, so collecting garbage meanwhile only slows them down.
-        with short_openmp_spins(), DeferredGC():
-            from batchgen.job.run import run_job  # imports torch, which is slow
-        summary = run_job(config, stop)
-    from batchgen.job.summary import print_summary, write_report
-
-    print_summary(summary)
-    if config.report:
-        write_report(summary, config.report)
+        raise typer.Exit(_check(job, as_json=False))
+    _run(job)
 
 
 def check(
@@ -65,9 +47,37 @@ def check(
 
     Example: batchgen check prompts.jsonl --model ./Qwen3-0.6B
     """
-    from batchgen.job.output_checks import preflight
+    raise typer.Exit(_check(_preflight(config), as_json=as_json))
 
-    preflight(config)
+
+def _preflight(config: RunConfig) -> CheckedJob:
+    from batchgen.library_settings import arrow_system_memory
+
+    with arrow_system_memory():
+        from batchgen.job.preflight import preflight
+
+    return preflight(config)
+
+
+def _check(job: CheckedJob, as_json: bool) -> int:
     from batchgen.job.check import check_job  # imports torch, which is slow
 
-    raise typer.Exit(check_job(config, as_json=as_json))
+    return check_job(job, as_json=as_json)
+
+
+def _run(job: CheckedJob) -> None:
+    from batchgen.engine.gc_control import DeferredGC
+    from batchgen.job.signals import StopRequest, handle_signals
+    from batchgen.library_settings import short_openmp_spins
+
+    stop = StopRequest(job.config.max_time)
+    with handle_signals(stop):  # a signal during the imports stops the job as usual
+        # Objects created by imports live on, so collecting garbage meanwhile only slows them down.
+        with short_openmp_spins(), DeferredGC():
+            from batchgen.job.run import run_job  # imports torch, which is slow
+        summary = run_job(job, stop)
+    from batchgen.job.summary import print_summary, write_report
+
+    print_summary(summary)
+    if job.config.report:
+        write_report(summary.to_json(), job.config.report)

@@ -4,51 +4,127 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import typer
 
-from batchgen.cli.flags import GroupedCommand
+from batchgen.cli.flags import GroupedCommand, gather
 
 __all__ = ["EXIT_DIFFERENT", "register"]
+
+EXIT_DIFFERENT = 8
+"""Exit code of `verify` if a row differs."""
+
+
+class Format(StrEnum):
+    """Formats of an export."""
+
+    OPENAI_BATCH = "openai-batch"
+    JSONL = "jsonl"
+
+
+def _argument(metavar: str, text: str) -> Any:
+    return typer.Argument(metavar=metavar, help=text)
+
+
+def _option(metavar: str, text: str, *names: str, least: int | None = None) -> Any:
+    return typer.Option(*names, metavar=metavar, min=least, show_default=False, help=text)
+
+
+def _switch(name: str, text: str) -> Any:
+    return typer.Option(name, help=text)
+
+
+Results: TypeAlias = Annotated[
+    Path, _argument("OUT", "Result file, folder of shards, or unfinished output. Example: results.parquet")
+]
+Finished: TypeAlias = Annotated[Path, _argument("OUT", "Finished result file. Example: results.parquet")]
+Shards: TypeAlias = Annotated[
+    list[Path], _argument("PART", "Result files of the shards, or folders of them. Example: results.parquet/")
+]
+Row: TypeAlias = Annotated[int | None, _option("N", "Print all columns of input row N. Example: --row 7", least=0)]
+Errors: TypeAlias = Annotated[bool, _switch("--errors", "List only rows with an error. Example: --errors")]
+ShowFinished: TypeAlias = Annotated[
+    bool,
+    _switch("--finished", "Show the finished output even if newer unfinished work exists. Example: --finished"),
+]
+Limit: TypeAlias = Annotated[
+    int, _option("N", "Most samples to list; 0 is all. Default: 20. Example: --limit 100", least=0)
+]
+Merged: TypeAlias = Annotated[
+    Path, typer.Option("--output", "-o", metavar="PATH", help="File to write. Example: -o all.parquet")
+]
+Overwrite: TypeAlias = Annotated[bool, _switch("--overwrite", "Replace an existing output file. Example: --overwrite")]
+OverwriteFiles: TypeAlias = Annotated[bool, _switch("--overwrite", "Replace existing files. Example: --overwrite")]
+DuplicateIds: TypeAlias = Annotated[
+    bool,
+    _switch("--allow-duplicate-ids", "Allow rows with the same id in different shards. Example: --allow-duplicate-ids"),
+]
+Shape: TypeAlias = Annotated[
+    Format,
+    typer.Option(
+        "--format",
+        metavar="openai-batch|jsonl",
+        help="Output format: OpenAI batch output and error files, or one JSON object per sample. "
+        "Example: --format openai-batch",
+    ),
+]
+Exported: TypeAlias = Annotated[
+    str | None,
+    _option(
+        "PATH",
+        "File to write; - is stdout. Default: OUT.openai.jsonl with OUT.openai.errors.jsonl, or OUT.jsonl. "
+        "Example: -o batch_output.jsonl",
+        "--output",
+        "-o",
+    ),
+]
+MovedTokenizer: TypeAlias = Annotated[
+    str | None,
+    _option("PATH", "Tokenizer of the run if it has moved; needed for logprobs. Example: --tokenizer ./tok"),
+]
+Inputs: TypeAlias = Annotated[
+    list[str] | None, _argument("INPUT", "Input files of the run if they have moved. Example: prompts.jsonl")
+]
+Rows: TypeAlias = Annotated[int, _option("K", "Number of rows to replay. Default: 10. Example: --rows 50", least=1)]
+Seed: TypeAlias = Annotated[int, _option("S", "Seed of the row selection. Default: 0. Example: --seed 7")]
+
+REPLACED = {
+    "model": (str, "PATH", "Model of the run if it has moved. Example: --model ./Qwen3-0.6B"),
+    "tokenizer": (str, "PATH", "Tokenizer of the run if it has moved. Example: --tokenizer ./tok"),
+    "lora": (list[str], "NAME=PATH", "LoRA adapters of the run if they have moved. Example: --lora fr=./french"),
+    "logit_processor": (
+        list[str],
+        "NAME=module:function",
+        "Logit processors of the run, which are never read from the output. Example: --logit-processor calm=mine:calm",
+    ),
+    "flash_library": (
+        str,
+        "PATH",
+        "Library of vllm-flash-attn of the run, which is never read from the output. "
+        "Example: --flash-library ./_vllm_fa3_C.abi3.so",
+    ),
+    "device": (str, "auto|cuda|cpu", "Device to run on. Example: --device cpu"),
+}
+"""Options of the run that `verify` can replace: type, metavar and help text."""
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
-    app.command("show", cls=GroupedCommand, no_args_is_help=True)(show)
-    app.command("merge", cls=GroupedCommand, no_args_is_help=True)(merge)
-    app.command("export", cls=GroupedCommand, no_args_is_help=True)(export)
-    app.command("verify", cls=GroupedCommand, no_args_is_help=True)(verify)
+    replaced = {
+        name: Annotated[kind | None, _option(metavar, text)] for name, (kind, metavar, text) in REPLACED.items()
+    }
+    for name, command in (
+        ("show", show),
+        ("merge", merge),
+        ("export", export),
+        ("verify", gather(verify, "changes", replaced)),
+    ):
+        app.command(name, cls=GroupedCommand, no_args_is_help=True)(command)
 
 
 def show(
-    out: Annotated[
-        Path,
-        typer.Argument(
-            metavar="OUT", help="Result file, folder of shards, or unfinished output. Example: results.parquet"
-        ),
-    ],
-    row: Annotated[
-        int | None,
-        typer.Option(min=0, metavar="N", show_default=False, help="Print all columns of input row N. Example: --row 7"),
-    ] = None,
-    errors: Annotated[bool, typer.Option("--errors", help="List only rows with an error. Example: --errors")] = False,
-    finished: Annotated[
-        bool,
-        typer.Option(
-            "--finished",
-            help="Show the finished output even if newer unfinished work exists. Example: --finished",
-        ),
-    ] = False,
-    limit: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            metavar="N",
-            show_default=False,
-            help="Most samples to list; 0 is all. Default: 20. Example: --limit 100",
-        ),
-    ] = 20,
+    out: Results, row: Row = None, errors: Errors = False, finished: ShowFinished = False, limit: Limit = 20
 ) -> None:
     """Print results in the terminal.
 
@@ -63,25 +139,7 @@ def show(
 
 
 def merge(
-    parts: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="PART", help="Result files of the shards, or folders of them. Example: results.parquet/"
-        ),
-    ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="PATH", help="File to write. Example: -o all.parquet")
-    ],
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an existing output file. Example: --overwrite")
-    ] = False,
-    allow_duplicate_ids: Annotated[
-        bool,
-        typer.Option(
-            "--allow-duplicate-ids",
-            help="Allow rows with the same id in different shards. Example: --allow-duplicate-ids",
-        ),
-    ] = False,
+    parts: Shards, output: Merged, overwrite: Overwrite = False, allow_duplicate_ids: DuplicateIds = False
 ) -> None:
     """Merge the shards of one job into one file.
 
@@ -95,46 +153,12 @@ def merge(
     typer.echo(f"{output}: {rows:,} rows", err=True)
 
 
-class Format(StrEnum):
-    """Formats of an export."""
-
-    OPENAI_BATCH = "openai-batch"
-    JSONL = "jsonl"
-
-
 def export(
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Finished result file. Example: results.parquet")],
-    shape: Annotated[
-        Format,
-        typer.Option(
-            "--format",
-            metavar="openai-batch|jsonl",
-            help="Output format: OpenAI batch output and error files, or one JSON object per sample. "
-            "Example: --format openai-batch",
-        ),
-    ],
-    output: Annotated[
-        str | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="PATH",
-            show_default=False,
-            help="File to write; - is stdout. Default: OUT.openai.jsonl with OUT.openai.errors.jsonl, or OUT.jsonl. "
-            "Example: -o batch_output.jsonl",
-        ),
-    ] = None,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH",
-            show_default=False,
-            help="Tokenizer of the run if it has moved; needed for logprobs. Example: --tokenizer ./tok",
-        ),
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace existing files. Example: --overwrite")
-    ] = False,
+    out: Finished,
+    shape: Shape,
+    output: Exported = None,
+    tokenizer: MovedTokenizer = None,
+    overwrite: OverwriteFiles = False,
 ) -> None:
     """Write finished results in another format.
 
@@ -146,58 +170,7 @@ def export(
     export_results(out, chosen, output, overwrite=overwrite, tokenizer=tokenizer)
 
 
-EXIT_DIFFERENT = 8
-"""Exit code of `verify` if a row differs."""
-
-
-def _override(metavar: str, text: str) -> Any:
-    return typer.Option(metavar=metavar, show_default=False, help=text)
-
-
-def verify(
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Finished result file. Example: results.parquet")],
-    inputs: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="INPUT", help="Input files of the run if they have moved. Example: prompts.jsonl"),
-    ] = None,
-    rows: Annotated[
-        int,
-        typer.Option(
-            min=1, metavar="K", show_default=False, help="Number of rows to replay. Default: 10. Example: --rows 50"
-        ),
-    ] = 10,
-    seed: Annotated[
-        int,
-        typer.Option(metavar="S", show_default=False, help="Seed of the row selection. Default: 0. Example: --seed 7"),
-    ] = 0,
-    model: Annotated[
-        str | None, _override("PATH", "Model of the run if it has moved. Example: --model ./Qwen3-0.6B")
-    ] = None,
-    tokenizer: Annotated[
-        str | None, _override("PATH", "Tokenizer of the run if it has moved. Example: --tokenizer ./tok")
-    ] = None,
-    lora: Annotated[
-        list[str] | None,
-        _override("NAME=PATH", "LoRA adapters of the run if they have moved. Example: --lora fr=./french"),
-    ] = None,
-    logit_processor: Annotated[
-        list[str] | None,
-        _override(
-            "NAME=module:function",
-            "Logit processors of the run, which are never read from the output. "
-            "Example: --logit-processor calm=mine:calm",
-        ),
-    ] = None,
-    flash_library: Annotated[
-        str | None,
-        _override(
-            "PATH",
-            "Library of vllm-flash-attn of the run, which is never read from the output. "
-            "Example: --flash-library ./_vllm_fa3_C.abi3.so",
-        ),
-    ] = None,
-    device: Annotated[str | None, _override("auto|cuda|cpu", "Device to run on. Example: --device cpu")] = None,
-) -> None:
+def verify(out: Finished, inputs: Inputs = None, rows: Rows = 10, seed: Seed = 0, *, changes: dict[str, Any]) -> None:
     """Replay random rows of an output and compare them bitwise.
 
     Rows are computed one by one, and their tokens and logprobs are compared. Input files and options are read from
@@ -207,14 +180,5 @@ def verify(
     """
     from batchgen.job.verify import verify_job  # imports torch, which is slow
 
-    changes = {
-        "inputs": inputs,
-        "model": model,
-        "tokenizer": tokenizer,
-        "lora": lora or None,
-        "logit_processor": logit_processor or None,
-        "flash_library": flash_library,
-        "device": device,
-    }
-    if not verify_job(out, rows, seed, changes):
+    if not verify_job(out, rows, seed, {"inputs": inputs, **{k: None if v == [] else v for k, v in changes.items()}}):
         raise typer.Exit(EXIT_DIFFERENT)

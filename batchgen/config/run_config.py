@@ -20,11 +20,9 @@ from batchgen.errors import RowError, UsageError
 from batchgen.request.checks import check_unicode
 from batchgen.request.params import SamplingParams
 from batchgen.request.processors import LogitProcessor
+from batchgen.request.raw_row import STDIN
 
 __all__ = ["STDIN", "EngineConfig", "RunConfig", "resolve_config"]
-
-STDIN = "-"
-"""Input name of standard input."""
 
 _COMPRESSED = frozenset({".gz", ".zst"})
 _OTHER_FORMATS = frozenset({".json", ".jsonl", ".csv", ".txt", ".gz", ".zst", ".arrow"})

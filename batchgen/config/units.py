@@ -13,7 +13,6 @@ from dataclasses import dataclass
 __all__ = [
     "Shard",
     "Threshold",
-    "format_size",
     "parse_bool",
     "parse_columns",
     "parse_duration",
@@ -267,12 +266,3 @@ def parse_logit_bias(text: str) -> tuple[tuple[int, float], ...]:
             raise ValueError(f"names token {int(token)} twice")
         found[int(token)] = parse_float(bias)
     return tuple(sorted(found.items()))
-
-
-def format_size(size: float) -> str:
-    """Human-readable form of `size` bytes: `512 B`, `1.5 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pyarrow.types as pat
 
 from batchgen.data.read.input_files import InputFile
@@ -48,23 +47,14 @@ def carried_fields(
             raise UsageError(
                 f"`--carry` {name}: the row uses that field, and only unused fields are carried; leave it out"
             )
-    schemas = [_schema(file) for file in files if file.format == "parquet"]
-    known = [schema for schema in schemas if schema is not None]
-    typed = all(file.format != "jsonl" for file in files)
-    if typed and known and len(known) == len(schemas):
+    typed = all(file.format.schema is not None for file in files)
+    schemas = [file.schema() for file in files if file.format.schema is not None]
+    known = [schema for schema in schemas if schema is not None and schema.names]
+    if typed and known and all(schema is not None for schema in schemas):
         for name in names:
             if not any(name in schema.names for schema in known):
                 raise UsageError(f"`--carry` {name}: the input has no such column; it has {', '.join(known[0].names)}")
     return tuple(pa.field(name, _common_type(name, known) if typed else pa.string()) for name in names)
-
-
-def _schema(file: InputFile) -> pa.Schema | None:
-    """Schema of a Parquet file; None if its footer cannot be read."""
-    with file.open_raw() as stream:
-        try:
-            return pq.ParquetFile(stream).schema_arrow
-        except (pa.ArrowException, OSError):
-            return None
 
 
 def _common_type(name: str, schemas: Sequence[pa.Schema]) -> pa.DataType:

@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 
 from batchgen.data.row_shapes import RowShapes
 from batchgen.data.view import Results
-from batchgen.data.write.committed import read_keys
+from batchgen.data.write.committed import Committed, read_keys
 from batchgen.data.write.durable_files import open_parquet, output_errors, read_footer, refuse_existing
-from batchgen.data.write.finish import write_output
+from batchgen.data.write.finish import CommittedRows, write_output
 from batchgen.data.write.lock import RunLock
 from batchgen.data.write.schema import STATES_CONTENTS
 from batchgen.data.write.states_result import part_from_result
@@ -93,28 +93,7 @@ def merge(parts: Sequence[Path], out: Path, overwrite: bool = False, *, allow_du
     """
     files = _shard_files(parts)
     footers = [_shard_footer(file) for file in files]
-    _check_one_job(files, footers)
-    _check_all_shards(files, footers)
-    refuse_existing(out, overwrite)
-    if out.exists() and any(out.samefile(file) for file in files):
-        raise UsageError(f"{out} is one of the shards, which the merged file would replace; name another file with -o.")
-    try:
-        keys = read_keys(files)
-        if not allow_duplicate_ids and not _allows_duplicates(footers[0]):
-            refuse_duplicate_ids(files)
-    except (pa.ArrowException, OSError) as error:
-        raise InputError(f"a shard cannot be read ({error}). Compute it again.") from error
-    footer = (
-        footers[0]
-        | _summed_counts(footers)
-        | {
-            "shard": None,
-            "rows": len(keys),
-            "merged_shards": len(files),
-            "created": max(footer["created"] for footer in footers),
-            "row_shapes": _row_shapes(files, footers),
-        }
-    )
+    keys = _checked_keys(files, footers, out, overwrite, allow_duplicate_ids)
     states = [_states_file(file, own) for file, own in zip(files, footers, strict=True) if own.get("states")]
     paths = output_paths(out)
     refuse_existing(paths.states, overwrite)
@@ -127,15 +106,48 @@ def merge(parts: Sequence[Path], out: Path, overwrite: bool = False, *, allow_du
         with output_errors(work.scratch):
             shutil.rmtree(work.scratch, ignore_errors=True)
             work.scratch.mkdir()
-        parts = [work.scratch / f"shard-{number}.states" for number in range(len(states))]
-        for file, part in zip(states, parts, strict=True):
+        state_parts = [work.scratch / f"shard-{number}.states" for number in range(len(states))]
+        for file, part in zip(states, state_parts, strict=True):
             _states_to_part(file, part)
         with files[0].open("rb") as stream:  # Arrow accepts file names in UTF-8 only
             schema = pq.read_schema(stream).remove_metadata()
-        write_output(paths, files, parts, keys, footer, schema, work.scratch)
+        rows = CommittedRows(files, keys, state_parts)
+        write_output(paths, rows, _merged_footer(files, footers, len(keys)), schema, work.scratch)
     finally:
         work.remove()
     return len(keys)
+
+
+def _checked_keys(
+    files: list[Path], footers: Sequence[dict[str, Any]], out: Path, overwrite: bool, allow_duplicate_ids: bool
+) -> Committed:
+    """Keys of all rows, once the files are found to be all shards of one job, and none of them is `out`."""
+    _check_one_job(files, footers)
+    _check_all_shards(files, footers)
+    refuse_existing(out, overwrite)
+    if out.exists() and any(out.samefile(file) for file in files):
+        raise UsageError(f"{out} is one of the shards, which the merged file would replace; name another file with -o.")
+    try:
+        keys = read_keys(files)
+        if not allow_duplicate_ids and not _allows_duplicates(footers[0]):
+            refuse_duplicate_ids(files)
+    except (pa.ArrowException, OSError) as error:
+        raise InputError(f"a shard cannot be read ({error}). Compute it again.") from error
+    return keys
+
+
+def _merged_footer(files: Sequence[Path], footers: Sequence[dict[str, Any]], rows: int) -> dict[str, Any]:
+    return (
+        footers[0]
+        | _summed_counts(footers)
+        | {
+            "shard": None,
+            "rows": rows,
+            "merged_shards": len(files),
+            "created": max(footer["created"] for footer in footers),
+            "row_shapes": _row_shapes(files, footers),
+        }
+    )
 
 
 def _allows_duplicates(footer: dict[str, Any]) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ import torch
 
 from batchgen.config.run_config import EngineConfig
 from batchgen.engine.backend_choice import fixed_kernels, kernels_for, products_of
+from batchgen.engine.front_end import FrontEnd
 from batchgen.engine.loop import Loop
 from batchgen.engine.memory.dummy_run import (
     PAGES,
@@ -25,7 +25,6 @@ from batchgen.engine.memory.dummy_run import (
 )
 from batchgen.engine.memory.kv_budget import DeviceMemory, cache_groups, device_memory, most_pages, pool_pages
 from batchgen.engine.quantization import quantize
-from batchgen.engine.row_reader import RowReader
 from batchgen.engine.sampling.penalty_counts import lists_bytes
 from batchgen.engine.settings import EngineResources, LoopSettings
 from batchgen.engine.streaming import Emit
@@ -36,10 +35,10 @@ from batchgen.kernels.chips import chip_tuning
 from batchgen.kernels.device import Device, cpu_quota, device_for
 from batchgen.kernels.linear import describe_products
 from batchgen.kernels.types import KVPool
-from batchgen.media.root import MediaRoot
 from batchgen.models.base import Model
+from batchgen.models.check import check_model
 from batchgen.models.deterministic import deterministic_model
-from batchgen.models.load import load_model
+from batchgen.models.load import load_checked
 from batchgen.models.quantize import QuantizationLoss
 from batchgen.plan.cache_groups import cache_bytes
 from batchgen.plan.config import GROUP_MIN_SAVING, Admit, Order
@@ -47,10 +46,9 @@ from batchgen.plan.scheduler import Scheduler, SchedulerConfig
 from batchgen.request.completion import Completion, StreamEvent
 from batchgen.request.embeds_store import EmbedsStore
 from batchgen.request.params import SamplingParams
-from batchgen.request.parser import RowDefaults
 from batchgen.request.processors import load_processors
+from batchgen.request.raw_row import RawRow
 from batchgen.request.table import RequestTable
-from batchgen.text.encode import Encoder
 from batchgen.text.grammar.grammars import Grammars
 from batchgen.text.tokenizer import Tokenizer
 
@@ -90,18 +88,18 @@ class Engine:
     def __init__(self, model: str, **options: Any) -> None:
         config = EngineConfig(model=model, **options)
         prepare_device(config)
-        load_processors(config.logit_processor)  # errors come before the weights are read
-        loaded = load_model(
+        processors = load_processors(config.logit_processor)  # errors come before the weights are read
+        checked = check_model(
             model,
             implementation=config.model_impl,
-            dtype=config.dtype,
-            device=config.device,
             max_model_len=config.max_model_len,
             revision=config.revision,
             lora=config.lora,
-            products=products_of(config),
         )
-        self._init(config, loaded, Tokenizer.load(config.tokenizer or model, config.revision, model))
+        loaded = load_checked(checked, dtype=config.dtype, device=config.device, products=products_of(config))
+        folder = checked.folder.path
+        tokenizer = Tokenizer.load(config.tokenizer or folder, config.revision, folder)
+        self._init(loaded, FrontEnd.build(config, loaded.spec, tokenizer, processors))
 
     @classmethod
     def from_parts(
@@ -111,28 +109,32 @@ class Engine:
 
         With `quantization`, the model is quantised in place.
         """
+        processors = load_processors(config.logit_processor)
+        return cls.from_front_end(model, FrontEnd.build(config, model.spec, tokenizer, processors, grammars=grammars))
+
+    @classmethod
+    def from_front_end(cls, model: Model, front_end: FrontEnd) -> Engine:
+        """An engine with a loaded model and the front end that was built for it, as by `from_parts`."""
         engine = cls.__new__(cls)
-        engine._init(config, model, tokenizer, grammars)
+        engine._init(model, front_end)
         return engine
 
-    def _init(self, config: EngineConfig, model: Model, tokenizer: Tokenizer, grammars: Grammars | None = None) -> None:
-        self.config = config
-        self._media_root = MediaRoot(config.media_root)
+    def _init(self, model: Model, front_end: FrontEnd) -> None:
+        self.config = config = front_end.config
+        self._front_end = front_end
         self.backend: Backend | None = fixed_kernels(config, model.spec)
         """Kernel backend; None until the first job if `auto` measures the candidates on it."""
         self.model: Model = model
         self.quantization: QuantizationLoss | None = None
         """Measured quantisation loss; None without quantisation."""
         if config.quantization != "none":
-            self.quantization = quantize(model, config, tokenizer)
+            self.quantization = quantize(model, config, front_end.tokenizer)
         if config.deterministic:
             assert self.backend is not None, "a measured backend is not deterministic"
             self.model = deterministic_model(self.model, self.backend)
-        self.tokenizer = tokenizer
-        self.grammars = grammars or Grammars(tokenizer, model.spec.vocab_size, lenient=config.lenient_schemas)
+        self.tokenizer = front_end.tokenizer
+        self.grammars = front_end.grammars
         """Compiled constraints of rows."""
-        self.processors = load_processors(config.logit_processor)
-        """Custom logit processors by name."""
         self.device: Device = device_for(model.spec.device)
         """Transfers between host and device."""
         self.order: Order = "longest"
@@ -191,31 +193,14 @@ class Engine:
         on_event: Callable[[StreamEvent], None] | None,
     ) -> Iterator[Completion]:
         table = RequestTable(EmbedsStore(self.model.spec.embeds_size))
-        spec = self.model.spec
-        name = self.config.model or ""
-        defaults = RowDefaults(
-            flags=_default_fields(params),
-            model=self.tokenizer.generation.sampling_defaults(),
-            model_names=frozenset({name, Path(name).name} - {""}),
-            adapters=frozenset(spec.adapters),
-            processors=frozenset(self.processors),
-            events=on_event is not None,
-        )
-        encoder = Encoder(
-            self.tokenizer,
-            spec.vocab_size,
-            spec.context_length,
-            run_seed=self.config.seed,
-            limits=spec.state_limits,
-            grammars=self.grammars,
-        )
+        defaults = self._front_end.defaults(_default_fields(params), events=on_event is not None)
         ids: dict[int, str] = {}
         failed: list[Completion] = []
-        values = ((i, {"text": row} if isinstance(row, str) else row) for i, row in enumerate(rows))
-        for row in RowReader(table, encoder, defaults, media_root=self._media_root).read(values):
-            ids[row.row_index] = row.id
+        raw = (RawRow(i, value={"text": row} if isinstance(row, str) else row) for i, row in enumerate(rows))
+        for row in self._front_end.row_reader(table, defaults).read(raw):
+            ids[row.raw.index] = row.id
             if row.error is not None:
-                failed.append(Completion(row.row_index, error=row.error))
+                failed.append(Completion(row.raw.index, error=row.error))
 
         def emit(events: Sequence[StreamEvent]) -> None:
             for event in events:
@@ -339,7 +324,7 @@ class Engine:
         config = self.config
         assert self.backend is not None
         resources = EngineResources(
-            self.model, self.backend, self.device, self.tokenizer, self.grammars, self.processors
+            self.model, self.backend, self.device, self.tokenizer, self.grammars, self._front_end.processors
         )
         settings = LoopSettings(
             prompt_ids=prompt_ids,

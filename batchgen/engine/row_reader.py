@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from batchgen.request.checks import invalid, show
 from batchgen.request.embeds_store import EmbedsStore
 from batchgen.request.parser import RowDefaults, parse_row, row_extra, row_id
 from batchgen.request.prompts import EmbedsPrompt, StoredPrompt
+from batchgen.request.raw_row import RawRow
 from batchgen.request.table import ParsedRow, RequestTable
 from batchgen.text.encode import EncodedPrompt, Encoder
 
@@ -113,16 +115,20 @@ def _media_error(problem: str) -> RowError:
 OnDuplicate = Literal["error", "suffix", "allow"]
 
 
-class ProcessedRow(NamedTuple):
-    """One processed input row: its requests are in the table from index `first` on, or it has an error."""
+@dataclass(slots=True)
+class ProcessedRow:
+    """One input row with what became of it: its requests are in the table, or it has an error."""
 
-    row_index: int
+    raw: RawRow
+    """The row as read; without its value if that holds embeddings."""
     id: str
     extra: Mapping[str, Any]
-    row: ParsedRow | None
-    prompts: list[EncodedPrompt]
-    first: int
-    error: ErrorInfo | None
+    """The row's fields to carry to the output."""
+    row: ParsedRow | None = None
+    """None if the row cannot be parsed."""
+    prompts: Sequence[EncodedPrompt] = ()
+    """Its prompts, which are also the last requests of the table; empty if the row has an error."""
+    error: ErrorInfo | None = None
 
 
 class RowReader:
@@ -146,27 +152,30 @@ class RowReader:
         """Hash of a duplicate id -> least number that may be free as its suffix."""
         self._embeds = EmbedsReader(table.embeds, media_root or MediaRoot(None)) if table.embeds is not None else None
 
-    def read(self, rows: Iterable[tuple[int, Mapping[str, Any] | ErrorInfo]]) -> Iterator[ProcessedRow]:
-        """Process (row index, row or the file reader's error) and yield the results in order."""
+    def read(self, rows: Iterable[RawRow]) -> Iterator[ProcessedRow]:
+        """Process rows, or the errors of those that cannot be read, and yield the results in order."""
         # Values are freed one by one: embeddings are on disk once their row is parsed.
-        for item, prompts in self._encoder.encode_rows(self._parse(index, value) for index, value in rows):
-            if isinstance(item, ProcessedRow):
-                yield item
-            else:
-                assert prompts is not None
-                yield self._add_to_table(item, prompts)
+        items = ((item, item.row) for item in map(self._parse, rows))
+        for item, prompts in self._encoder.encode_rows(items):
+            if isinstance(prompts, ErrorInfo):
+                item.error = prompts
+            elif prompts is not None:
+                self._add_to_table(item, prompts)
+            yield item
 
-    def _parse(self, index: int, value: Mapping[str, Any] | ErrorInfo) -> ParsedRow | ProcessedRow:
-        if isinstance(value, ErrorInfo):
-            return ProcessedRow(index, f"row-{index}", {}, None, [], -1, value)
+    def _parse(self, raw: RawRow) -> ProcessedRow:
+        if raw.error is not None:
+            return ProcessedRow(raw, f"row-{raw.index}", {}, error=raw.error)
+        value = raw.value
         try:
-            row = self._with_unique_id(parse_row(value, index, self._defaults))
-            if not isinstance(row.prompts[0], EmbedsPrompt):
-                return row
-            assert self._embeds is not None
-            return self._embeds.store(row)
+            row = self._with_unique_id(parse_row(value, raw.index, self._defaults))
+            if isinstance(row.prompts[0], EmbedsPrompt):
+                assert self._embeds is not None
+                raw, row = raw._replace(value=None), self._embeds.store(row)
+            return ProcessedRow(raw, row.id, row.extra, row)
         except RowError as error:
-            return ProcessedRow(index, row_id(value, index), row_extra(value), None, [], -1, error.info)
+            found = row_id(value, raw.index), row_extra(value)
+            return ProcessedRow(raw._replace(value=None), *found, error=error.info)
 
     def _with_unique_id(self, row: ParsedRow) -> ParsedRow:
         if self._on_duplicate == "allow" or self._register(row.id):
@@ -191,13 +200,11 @@ class RowReader:
         self._seen.add(key)
         return True
 
-    def _add_to_table(self, row: ParsedRow, encoded: list[EncodedPrompt] | ErrorInfo) -> ProcessedRow:
-        if isinstance(encoded, ErrorInfo):
-            return ProcessedRow(row.row_index, row.id, row.extra, row, [], -1, encoded)
-        first = len(self._table)
-        for prompt in encoded:
+    def _add_to_table(self, item: ProcessedRow, prompts: Sequence[EncodedPrompt]) -> None:
+        item.prompts = prompts
+        for prompt in prompts:
             self._table.append(
-                row.row_index,
+                item.raw.index,
                 prompt.prompt_index,
                 prompt.ids,
                 prompt.params,
@@ -207,7 +214,6 @@ class RowReader:
             )
             if prompt.score_start >= 0:
                 self._table.set_score_start(prompt.score_start)
-        return ProcessedRow(row.row_index, row.id, row.extra, row, encoded, first, None)
 
 
 def _hash(row_id: str) -> int:

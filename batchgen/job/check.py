@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +15,16 @@ import numpy as np
 import torch
 
 from batchgen.config.run_config import RunConfig
-from batchgen.config.units import format_size
 from batchgen.data.read.input_set import open_inputs
-from batchgen.data.read.reserved_paths import reserved_paths
 from batchgen.engine.engine import step_limits
 from batchgen.engine.memory.kv_budget import cache_groups
-from batchgen.engine.row_reader import RowReader
 from batchgen.engine.workload import JobWorkload, plan_workload
-from batchgen.errors import OutputError
 from batchgen.job.estimate import OutputEstimate, estimate_output
 from batchgen.job.fingerprint import identify_job
 from batchgen.job.ingest import ingest
+from batchgen.job.preflight import CheckedJob
 from batchgen.job.setup import Setup, prepare
+from batchgen.job.summary import write_report
 from batchgen.plan.cache_groups import cache_bytes
 from batchgen.plan.config import SchedulerConfig, SchedulerStats
 from batchgen.plan.estimate import PlanCounts, plan_counts
@@ -34,9 +32,8 @@ from batchgen.plan.length_predictor import LengthPredictor
 from batchgen.plan.order import begin_order
 from batchgen.plan.simulate import simulate
 from batchgen.request.completion import Completion
-from batchgen.request.embeds_store import EmbedsStore
-from batchgen.request.printable import encodable, printable
-from batchgen.request.table import RequestTable
+from batchgen.request.printable import encodable, format_size, printable
+from batchgen.request.raw_row import STDIN
 
 __all__ = ["CheckReport", "check_job"]
 
@@ -87,7 +84,7 @@ class CheckReport:
     configuration: dict[str, Any]
 
 
-def check_job(config: RunConfig, as_json: bool = False) -> int:
+def check_job(job: CheckedJob, as_json: bool = False) -> int:
     """Validate every row, plan the job and print the figures. Returns the exit code.
 
     If the JSON report goes to stdout, the text goes to stderr.
@@ -95,18 +92,16 @@ def check_job(config: RunConfig, as_json: bool = False) -> int:
     Raises:
         BatchgenError: as `run_job` before it generates. If the figures exist by then, they are printed first.
     """
-    report = _build_report(config)
-    text = encodable(json.dumps(_plain(report), indent=2, ensure_ascii=False)) + "\n"
-    to_stdout = config.report == "-"
+    config = job.config
+    report, output = _build_report(job)
+    text = encodable(json.dumps(asdict(report), indent=2, ensure_ascii=False))
     if not as_json:
-        (sys.stderr if to_stdout else sys.stdout).write("\n".join(_lines(report)) + "\n")
-    if as_json or to_stdout:
-        sys.stdout.write(text)
-    if config.report is not None and not to_stdout:
-        _write(text, config.report)
-    OutputEstimate(
-        report.estimated_output_bytes - report.estimated_hidden_states_bytes, report.estimated_hidden_states_bytes
-    ).check(config.max_output_bytes)
+        (sys.stderr if config.report == STDIN else sys.stdout).write("\n".join(_lines(report)) + "\n")
+    if as_json or config.report == STDIN:
+        write_report(text, STDIN)
+    if config.report is not None and config.report != STDIN:
+        write_report(text, config.report)
+    output.check(config.max_output_bytes)
     return 3 if config.max_errors.exceeded(report.rows_error, report.rows) else 0
 
 
@@ -127,19 +122,18 @@ class _Errors:
             )
 
 
-def _build_report(config: RunConfig) -> CheckReport:
+def _build_report(job: CheckedJob) -> tuple[CheckReport, OutputEstimate]:
+    config = job.config
     began = time.monotonic()
-    setup = prepare(config, _print_note, allow_missing_gpu=True)
-    inputs = open_inputs(config.inputs, reserved_paths(config))
-    identity = identify_job(config, inputs, setup.identity, setup.sampling)
+    setup = prepare(job, _print_note, allow_missing_gpu=True)
+    inputs = open_inputs(job.inputs)
+    identity = identify_job(setup, inputs)
     started = time.monotonic()
     errors = _Errors()
     with tempfile.TemporaryDirectory(prefix="batchgen-check-") as scratch:
-        table = RequestTable(EmbedsStore(setup.spec.embeds_size, Path(scratch)))
-        row_reader = RowReader(table, setup.encoder, setup.defaults, config.on_duplicate_id, setup.media_root)
-        add, decode = errors.add, setup.decode_prompt
-        rows = ingest(config, inputs, row_reader, table, Path(scratch), decode, on_error=add, on_skipped=add)
+        rows = ingest(setup, inputs, Path(scratch), Path(scratch), on_bad=errors.add)
         rows.close()
+        table = rows.table
         setup.note_unused_options(table.params, _print_note)
         read = time.monotonic()
         workload = plan_workload(table, dedup=config.engine.dedup, adapters=list(setup.spec.adapters))
@@ -149,7 +143,7 @@ def _build_report(config: RunConfig) -> CheckReport:
         output = estimate_output(rows, config, setup.spec)
         planned = time.monotonic()
     spec = setup.spec
-    return CheckReport(
+    report = CheckReport(
         rows=rows.rows,
         rows_ok=rows.rows - rows.errors.total() - rows.skipped,
         rows_error=rows.errors.total(),
@@ -173,7 +167,7 @@ def _build_report(config: RunConfig) -> CheckReport:
         estimated_output_bytes=output.total,
         estimated_hidden_states_bytes=output.states,
         fingerprint=identity.run.fingerprint,
-        first_prompt=None if rows.first_prompt is None else setup.decode_prompt(rows.first_prompt[1]),
+        first_prompt=None if rows.first_prompt is None else setup.decode_prompt(rows.first_prompt),
         seconds={
             "starting": round(started - began, 3),
             "reading": round(read - started, 3),
@@ -182,6 +176,7 @@ def _build_report(config: RunConfig) -> CheckReport:
         model={**setup.identity, "parameters": spec.parameters, "context_length": spec.context_length},
         configuration=config.describe(),
     )
+    return report, output
 
 
 def _print_note(message: str) -> None:
@@ -255,14 +250,3 @@ def _time(report: CheckReport) -> str:
     if report.estimated_seconds is None:
         return "not estimated: the device is not available on this machine"
     return f"at least {report.estimated_seconds:,.1f} s of computation if every row runs to its limit"
-
-
-def _plain(report: CheckReport) -> dict[str, Any]:
-    return {name: getattr(report, name) for name in CheckReport.__dataclass_fields__}
-
-
-def _write(text: str, target: str) -> None:
-    try:
-        Path(target).write_text(text, encoding="utf-8")
-    except OSError as problem:
-        raise OutputError(f"cannot write the report {target}: {problem.strerror}") from None

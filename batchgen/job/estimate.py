@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from batchgen.config.run_config import RunConfig
-from batchgen.config.units import format_size
 from batchgen.errors import UsageError
 from batchgen.job.ingest import Ingested
 from batchgen.models.base import ModelSpec
 from batchgen.request.params import SamplingParams
+from batchgen.request.printable import format_size
 from batchgen.request.table import RequestTable
 
 __all__ = ["OutputEstimate", "estimate_output"]

@@ -8,26 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
-from batchgen.data.export import (
-    ExportCounts,
-    errors_path,
-    export_jsonl,
-    export_openai,
-    finished_results,
-    stream_jsonl,
-    stream_openai,
-)
+from batchgen.data.export import ExportCounts, finished_results, write_jsonl, write_openai
 from batchgen.data.openai_bodies import TokenPiece
 from batchgen.data.read.reserved_paths import ReservedPaths
+from batchgen.data.write.durable_files import refuse_existing, write_durably
 from batchgen.demo import model_path
 from batchgen.errors import ModelError, UsageError
+from batchgen.request.raw_row import STDIN
 
 __all__ = ["ExportFormat", "export_results"]
 
 ExportFormat = Literal["openai-batch", "jsonl"]
-STDOUT = "-"
 DEMO = "demonstration model"
 
 
@@ -50,21 +43,45 @@ def export_results(
         ModelError: rows have logprobs, for which the run's tokenizer is needed, and it cannot be loaded.
     """
     results = finished_results(out)
-    assert results.footer is not None
+    run = results.footer
+    assert run is not None
     path = Path(target) if target else out.with_suffix(".jsonl" if shape == "jsonl" else ".openai.jsonl")
-    if target != STDOUT:
-        _refuse_overwriting_sources((path,) if shape == "jsonl" else (path, errors_path(path)), out, results.footer)
-    if shape == "jsonl":
-        stream = sys.stdout.buffer
-        counts = stream_jsonl(results, stream) if target == STDOUT else export_jsonl(results, path, overwrite)
-        _print_counts(counts, "samples", None if target == STDOUT else str(path))
-        return
-    piece = _piece_lookup(results.footer, tokenizer)
-    if target == STDOUT:
-        _print_counts(stream_openai(results, sys.stdout.buffer, piece), "rows", None)
-        return
-    counts = export_openai(results, path, piece, overwrite)
-    _print_counts(counts, "rows", f"{path}, {errors_path(path)}")
+    files = [path] if shape == "jsonl" else [path, path.with_name(f"{path.stem}.errors{path.suffix}")]
+
+    def write(streams: Sequence[BinaryIO]) -> ExportCounts:
+        if shape == "jsonl":
+            return write_jsonl(results, streams[0])
+        return write_openai(results, streams[0], streams[-1], _piece_lookup(run, tokenizer))
+
+    if target == STDIN:
+        counts, where = write([sys.stdout.buffer]), ""
+    else:
+        _refuse_overwriting_sources(files, out, run)
+        counts, where = _write_files(files, write, overwrite), f"{', '.join(map(str, files))}: "
+    what = "samples" if shape == "jsonl" else "rows"
+    print(f"{where}{counts.lines:,} {what}, {counts.errors:,} failed", file=sys.stderr)
+
+
+def _write_files(
+    files: Sequence[Path], write: Callable[[Sequence[BinaryIO]], ExportCounts], overwrite: bool
+) -> ExportCounts:
+    """Write all files durably, the last one first; none appears under its name if an earlier one fails.
+
+    Raises:
+        OutputError: a file exists, or cannot be written.
+    """
+    for path in files:
+        refuse_existing(path, overwrite)
+    found: list[ExportCounts] = []
+
+    def write_next(streams: list[BinaryIO]) -> None:
+        if len(streams) == len(files):
+            found.append(write(streams))
+        else:
+            write_durably(files[len(streams)], lambda stream: write_next([*streams, stream]))
+
+    write_next([])
+    return found[0]
 
 
 def _refuse_overwriting_sources(targets: Sequence[Path], out: Path, run: Mapping[str, Any]) -> None:
@@ -86,10 +103,6 @@ def _is_same(target: Path, recorded: Mapping[str, Any]) -> bool:
         return False
     with target.open("rb") as stream:
         return bool(hashlib.file_digest(stream, "sha256").hexdigest() == recorded["sha256"])
-
-
-def _print_counts(counts: ExportCounts, what: str, where: str | None) -> None:
-    print(f"{f'{where}: ' if where else ''}{counts.lines:,} {what}, {counts.errors:,} failed", file=sys.stderr)
 
 
 def _piece_lookup(run: Mapping[str, Any], named: str | None) -> Callable[[int], TokenPiece]:

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchgen import __version__
-from batchgen.config.run_config import RunConfig
 from batchgen.data.carry import carried_fields
 from batchgen.data.read.input_set import InputSet
 from batchgen.data.write.schema import SCHEMA_VERSION
 from batchgen.data.write.work_folder import RunIdentity
-from batchgen.request.processors import load_processors
+from batchgen.job.setup import Setup
 
 __all__ = ["JobIdentity", "identify_job"]
 
@@ -57,25 +56,15 @@ class JobIdentity:
     record: Mapping[str, Any]
 
 
-def identify_job(
-    config: RunConfig, inputs: InputSet, model: Mapping[str, Any], sampling: Mapping[str, Any]
-) -> JobIdentity:
-    """Compute the fingerprint of a job; needs no weights.
-
-    Args:
-        config: the resolved configuration.
-        inputs: the opened input files, with their hashes.
-        model: digests of model, tokenizer and template, end-of-sequence ids, resolved dtype and implementation.
-        sampling: the sampling defaults in effect (options of the run over defaults of the model).
-    """
+def identify_job(setup: Setup, inputs: InputSet) -> JobIdentity:
+    """Compute the fingerprint of a job from its options, its model and its opened input files; needs no weights."""
+    config, model, sampling = setup.config, setup.identity, setup.sampling
     options = {name: getattr(config.engine, name) for name in _ENGINE_FIELDS}
     options |= {name: getattr(config, name) for name in _RUN_FIELDS}
     if config.engine.quantization != "none":  # "none" is left out, for equal fingerprints with older versions
         options["quantization"] = config.engine.quantization
     # Source and digest: a processor whose code changes makes another job.
-    processors = {
-        name: [found.source, found.digest] for name, found in load_processors(config.engine.logit_processor).items()
-    }
+    processors = {name: [found.source, found.digest] for name, found in setup.front_end.processors.items()}
     info = {
         "schema_version": SCHEMA_VERSION,
         # The digest identifies the model; the path of its folder may differ between machines.
@@ -91,7 +80,7 @@ def identify_job(
     shard = (config.shard.index, config.shard.count) if config.shard else None
     record = {
         "version": __version__,
-        **dict(model),
+        **model,
         "deterministic": config.engine.deterministic,
         "quantization": config.engine.quantization,
         "sampling_defaults": dict(sampling),

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, Protocol, Self, TextIO
+from typing import IO, Literal, Self, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
@@ -49,24 +49,32 @@ class ProgressState:
     """Fraction of the KV cache pages in use."""
 
 
-class Progress(Protocol):
+class Progress:
     """A progress display, to which a job reports its state. As a context manager it closes itself on exit."""
 
-    def __enter__(self) -> Self: ...
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
 
-    def __exit__(self, *exc: object) -> None: ...
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
     def update(self, state: ProgressState) -> None:
         """Report the current state. Cheap enough for every step."""
-        ...
 
     def note(self, message: str) -> None:
         """Print one message, above a live display if there is one."""
-        ...
+        self._write(message)
 
     def close(self) -> None:
         """Report the last state and restore the terminal."""
-        ...
+
+    def _write(self, line: str) -> None:
+        with suppress(OSError):  # a log that cannot be written any more
+            self._stream.write(line + "\n")
+            self._stream.flush()
 
 
 def make_progress(
@@ -130,46 +138,17 @@ class _Rates:
         return (self.clock() - began) / done * (state.rows_total - state.rows_done)
 
 
-class _Base:
-    """Context management, and writing that ignores a log that cannot be written any more."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Do nothing: there is no last state to report."""
-
-    def note(self, message: str) -> None:
-        """Write one line."""
-        self._write(message)
-
-    def _write(self, line: str) -> None:
-        with suppress(OSError):
-            self._stream.write(line + "\n")
-            self._stream.flush()
-
-
-class SilentProgress(_Base):
+class SilentProgress(Progress):
     """A display that prints notes only."""
 
-    def update(self, state: ProgressState) -> None:
-        """Ignore the state."""
 
-
-class PlainProgress(_Base):
-    """Text lines: one when generating starts, one every 30 seconds, one at the end."""
+class _LineProgress(Progress):
+    """A line for each state that is due, and for the last one unless it is already written."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(stream)
         self._rates = _Rates(clock)
-        self._due = clock() + PLAIN_SECONDS
-        self._generating = False
+        self._due = 0.0
         self._state: ProgressState | None = None
         self._written: ProgressState | None = None
 
@@ -177,55 +156,66 @@ class PlainProgress(_Base):
         """Write a line if one is due."""
         self._state = state
         now = self._rates.add(state)
-        starts = state.phase == "generating" and not self._generating
-        if starts or now >= self._due:
-            self._generating = self._generating or starts
+        if self._is_due(state, now):
             self._write_state(state)
-            self._due = now + PLAIN_SECONDS
-
-    def close(self) -> None:
-        """Write the last state unless it is already written."""
-        if self._state is not None and self._generating and self._state != self._written:
-            self._write_state(self._state)
-
-    def _write_state(self, state: ProgressState) -> None:
-        self._written = state
-        rate, eta = self._rates.tokens_per_second(state), self._rates.eta(state)
-        speed = f"{_format_rate(rate)} tokens/s, ETA {_format_clock(eta)}"
-        self._write(f"{state.phase}: {_format_rows(state)} rows, {speed}, errors {state.rows_error:,}")
-
-
-class JsonProgress(_Base):
-    """JSON lines: one at each change of phase, one every second, one at the end."""
-
-    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(stream)
-        self._rates = _Rates(clock)
-        self._due = 0.0
-        self._phase: Phase | None = None
-        self._state: ProgressState | None = None
-        self._written: ProgressState | None = None
-
-    def update(self, state: ProgressState) -> None:
-        """Write an object if one is due."""
-        self._state = state
-        now = self._rates.add(state)
-        if now >= self._due or state.phase != self._phase:
-            self._write_state(state)
-            self._phase, self._due = state.phase, now + JSON_SECONDS
 
     def close(self) -> None:
         """Write the last state unless it is already written."""
         if self._state is not None and self._state != self._written:
             self._write_state(self._state)
 
+    def _write_state(self, state: ProgressState) -> None:
+        self._written = state
+        self._write(self._line(state, self._rates.tokens_per_second(state), self._rates.eta(state)))
+
+    def _is_due(self, state: ProgressState, now: float) -> bool:
+        """Whether to write a line now; sets when the next one is due."""
+        raise NotImplementedError
+
+    def _line(self, state: ProgressState, rate: float | None, eta: float | None) -> str:
+        raise NotImplementedError
+
+
+class PlainProgress(_LineProgress):
+    """Text lines: one when generating starts, one every 30 seconds, one at the end."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(stream, clock)
+        self._due = clock() + PLAIN_SECONDS
+        self._generating = False
+
+    def close(self) -> None:
+        """Write the last state if rows were generated."""
+        if self._generating:
+            super().close()
+
+    def _is_due(self, state: ProgressState, now: float) -> bool:
+        starts = state.phase == "generating" and not self._generating
+        due = starts or now >= self._due
+        if due:
+            self._generating = self._generating or starts
+            self._due = now + PLAIN_SECONDS
+        return due
+
+    def _line(self, state: ProgressState, rate: float | None, eta: float | None) -> str:
+        speed = f"{_format_rate(rate)} tokens/s, ETA {_format_clock(eta)}"
+        return f"{state.phase}: {_format_rows(state)} rows, {speed}, errors {state.rows_error:,}"
+
+
+class JsonProgress(_LineProgress):
+    """JSON lines: one at each change of phase, one every second, one at the end."""
+
     def note(self, message: str) -> None:
         """Write `{"note": message}`."""
         self._write(json.dumps({"note": message}, ensure_ascii=False))
 
-    def _write_state(self, state: ProgressState) -> None:
-        self._written = state
-        rate, eta = self._rates.tokens_per_second(state), self._rates.eta(state)
+    def _is_due(self, state: ProgressState, now: float) -> bool:
+        due = now >= self._due or self._written is None or state.phase != self._written.phase
+        if due:
+            self._due = now + JSON_SECONDS
+        return due
+
+    def _line(self, state: ProgressState, rate: float | None, eta: float | None) -> str:
         record = {
             "phase": state.phase,
             "rows": state.rows_total,
@@ -239,23 +229,18 @@ class JsonProgress(_Base):
             "kv_use": round(state.kv_use, 4),
             "seconds": round(self._rates.clock() - self._rates.began, 1),
         }
-        self._write(json.dumps(record))
+        return json.dumps(record)
 
 
-class BarProgress:
+class BarProgress(Progress):
     """Two live lines on a terminal, drawn four times a second and removed at the end."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(console.file)
         self._console = console
         self._rates = _Rates(clock)
         self._state: ProgressState | None = None
         self._live = Live(self, console=console, refresh_per_second=4, transient=True, redirect_stdout=False)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def update(self, state: ProgressState) -> None:
         """Store the state for the next drawing."""

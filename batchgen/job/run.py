@@ -13,9 +13,7 @@ from shlex import quote
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.config.run_config import RunConfig
 from batchgen.data.read.input_set import InputSet, open_inputs
-from batchgen.data.read.reserved_paths import reserved_paths
 from batchgen.data.view import read_totals
 from batchgen.data.write.committed import Committed
 from batchgen.data.write.durable_files import read_footer
@@ -24,14 +22,14 @@ from batchgen.data.write.parts import PartWriter, WriterStats
 from batchgen.data.write.retry import open_for_retry
 from batchgen.data.write.schema import OutputRow
 from batchgen.data.write.work_folder import WorkFolder, open_work, output_paths
-from batchgen.engine.engine import Engine, Running
+from batchgen.engine.engine import Running
 from batchgen.engine.gc_control import DeferredGC
-from batchgen.engine.row_reader import RowReader
 from batchgen.errors import InputError, ModelError, TooManyErrors, UsageError
 from batchgen.job.estimate import estimate_output
 from batchgen.job.events import EventWriter, open_events
 from batchgen.job.fingerprint import JobIdentity, identify_job
 from batchgen.job.ingest import Ingested, ingest
+from batchgen.job.preflight import CheckedJob
 from batchgen.job.progress import Phase, Progress, ProgressState, make_progress
 from batchgen.job.setup import Setup, prepare
 from batchgen.job.signals import StopRequest
@@ -43,35 +41,34 @@ from batchgen.job.tokenized_cache import (
     save_tokenized,
     tokenized_key,
 )
-from batchgen.models.base import Model, ModelSpec
+from batchgen.models.base import Model
 from batchgen.request.completion import Completion
-from batchgen.request.embeds_store import EmbedsStore
-from batchgen.request.table import RequestTable
 
 __all__ = ["run_job"]
 
 
-def run_job(config: RunConfig, stop: StopRequest) -> RunSummary:
+def run_job(job: CheckedJob, stop: StopRequest) -> RunSummary:
     """Run a job to its end, or until `stop` requests a stop.
 
     Raises:
         BatchgenError: the job ended early; all finished rows are committed.
     """
-    with make_progress(config.progress) as progress, DeferredGC(every=1) as collector:
-        return _Job(config, stop, progress, collector).run()
+    with make_progress(job.config.progress) as progress, DeferredGC(every=1) as collector:
+        return _Job(job, stop, progress, collector).run()
 
 
 class _Job:
     """One run of one job: the phases and the state they share."""
 
-    def __init__(self, config: RunConfig, stop: StopRequest, progress: Progress, collector: DeferredGC) -> None:
-        self.config = config
+    def __init__(self, job: CheckedJob, stop: StopRequest, progress: Progress, collector: DeferredGC) -> None:
+        self.job = job
+        self.config = job.config
         self.stop = stop
         self.progress = progress
         self.collector = collector
         self.seconds: dict[str, float] = {}
         self.state = ProgressState("starting")
-        self.result = config.output
+        self.result = job.config.output
         """Path of the results file; for a shard, its file in the output folder."""
         self.errors_before = 0
         """Number of rows that failed in earlier runs while generating."""
@@ -89,9 +86,9 @@ class _Job:
     def run(self) -> RunSummary:
         """Run the job and return its summary."""
         with self._phase("starting"):  # the cost of a job of any size
-            setup = prepare(self.config, self.progress.note)
-            inputs = open_inputs(self.config.inputs, reserved_paths(self.config))
-            identity = identify_job(self.config, inputs, setup.identity, setup.sampling)
+            setup = prepare(self.job, self.progress.note)
+            inputs = open_inputs(self.job.inputs)
+            identity = identify_job(setup, inputs)
             paths = output_paths(self.config.output, identity.run.shard)
             self.result = paths.result
             open_output = open_for_retry if self.config.retry_errors else open_work
@@ -131,13 +128,13 @@ class _Job:
             self.stop.commit = writer.flush
             with self._phase("reading"):
                 rows = self._rows(work, identity, inputs, setup, committed, writer)
-            self._check_size(rows, setup.spec)
+            estimate_output(rows, config, setup.spec).check(config.max_output_bytes)
             setup.note_unused_options(rows.table.params, self.progress.note)
             done = committed.contains(rows.table.row_index, rows.table.prompt_index)
             self._init_row_counts(rows, done)
             with self._phase("loading"):
                 loaded = self._wait_for_model(model, rows)
-                engine = Engine.from_parts(config.engine, loaded, setup.tokenizer, setup.encoder.grammars)
+                engine = setup.engine(loaded)
             with self._phase("planning"):
                 emit = events.listener(lambda row: rows.texts[row][0]) if events is not None else None
                 running = engine.start(rows.table, done, prompt_ids=self.config.include_prompt_ids, emit=emit)
@@ -194,15 +191,13 @@ class _Job:
 
         # Rows that fail in parsing are found again: `on_error` removes them.
         self.failed = set(np.unique(committed.row_index[committed.is_error]).tolist())
-        key = tokenized_key(identity, self.config, setup)
+        key = tokenized_key(identity, setup)
         rows = _load_rows(work, key, committed, setup)
         if rows is None:
             discard_tokenized(work.tokenized)
-            table = RequestTable(EmbedsStore(setup.spec.embeds_size, work.scratch))
-            row_reader = RowReader(table, setup.encoder, setup.defaults, self.config.on_duplicate_id, setup.media_root)
-            rows = ingest(self.config, inputs, row_reader, table, work.tokenized, setup.decode_prompt, on_row)
+            rows = ingest(setup, inputs, work.tokenized, work.scratch, on_row)
             save_tokenized(rows, work.tokenized, key)
-        setup.encoder.grammars.release()
+        setup.front_end.grammars.release()
         # Before a row of this job is committed: the work of a different job could never be completed together with it.
         rows.expected.check_resumable(committed, work.paths.work)
         report_bad_rows(rows, on_error)
@@ -210,10 +205,6 @@ class _Job:
         self._report(rows_done=0, rows_total=rows.rows, rows_error=self._errors(rows))
         self._check_max_errors(rows)
         return rows
-
-    def _check_size(self, rows: Ingested, spec: ModelSpec) -> None:
-        """Refuse a job whose output may exceed `--max-output-bytes`."""
-        estimate_output(rows, self.config, spec).check(self.config.max_output_bytes)
 
     def _wait_for_model(self, model: Future[Model], rows: Ingested) -> Model:
         """The loaded model; a stop request is handled while waiting."""
@@ -344,7 +335,7 @@ def _load_rows(work: WorkFolder, key: str, committed: Committed, setup: Setup) -
     if rows is None:
         return None
     done = committed.contains(rows.table.row_index, rows.table.prompt_index)
-    if setup.encoder.can_compile(rows.table.constraints(done)):
+    if setup.front_end.encoder.can_compile(rows.table.constraints(done)):
         return rows
     rows.close()
     return None

@@ -1,10 +1,9 @@
-"""Setup of a job before rows are read: model spec, tokenizer, encoder and sampling defaults; no weights."""
+"""Setup of a job before rows are read: model spec, front end and sampling defaults; no weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,17 +12,16 @@ from batchgen.config.options import BY_NAME
 from batchgen.config.run_config import EngineConfig, RunConfig
 from batchgen.demo import model_path
 from batchgen.engine.backend_choice import fixed_kernels, products_of, refuse_anywhere
-from batchgen.engine.engine import prepare_device
+from batchgen.engine.engine import Engine, prepare_device
+from batchgen.engine.front_end import FrontEnd
 from batchgen.engine.memory.kv_budget import allowed_pages
+from batchgen.job.preflight import CheckedJob
 from batchgen.kernels.backend import GPU_BACKENDS
-from batchgen.media.root import MediaRoot
 from batchgen.models.base import Model, ModelSpec
-from batchgen.models.check import check_model
-from batchgen.models.load import inspect_model, load_model
+from batchgen.models.check import CheckedModel
+from batchgen.models.load import checked_spec, load_checked
 from batchgen.request.params import SamplingParams
 from batchgen.request.parser import RowDefaults
-from batchgen.text.encode import Encoder
-from batchgen.text.grammar.grammars import Grammars
 from batchgen.text.tokenizer import Tokenizer
 
 __all__ = ["Setup", "prepare"]
@@ -33,16 +31,13 @@ DEMO_NOTE = "no --model given: running the demonstration model, a toy for small 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A job's model spec, tokenizer, encoder and defaults."""
+    """A job's options, model folder and spec, front end and row defaults."""
 
-    config: EngineConfig
-    model: str
-    """Folder or id of the model; the demonstration model's folder if none is named."""
+    config: RunConfig
+    model: CheckedModel
     spec: ModelSpec
-    tokenizer: Tokenizer
+    front_end: FrontEnd
     defaults: RowDefaults
-    encoder: Encoder
-    media_root: MediaRoot
 
     def load_model(self) -> Model:
         """Load the weights.
@@ -50,16 +45,12 @@ class Setup:
         Raises:
             ModelError: they cannot be loaded.
         """
-        return load_model(
-            self.model,
-            implementation=self.config.model_impl,
-            dtype=self.config.dtype,
-            device=self.config.device,
-            max_model_len=self.config.max_model_len,
-            revision=self.config.revision,
-            lora=self.config.lora,
-            products=products_of(self.config),
-        )
+        engine = self.config.engine
+        return load_checked(self.model, dtype=engine.dtype, device=engine.device, products=products_of(engine))
+
+    def engine(self, model: Model) -> Engine:
+        """The engine of the job, with its loaded model."""
+        return Engine.from_front_end(model, self.front_end)
 
     @property
     def sampling(self) -> Mapping[str, Any]:
@@ -69,12 +60,13 @@ class Setup:
     @property
     def identity(self) -> Mapping[str, Any]:
         """Properties of the model that results depend on, for the fingerprint."""
+        tokenizer = self.front_end.tokenizer
         return {
-            "model": self.config.model or "demonstration model",
+            "model": self.config.engine.model or "demonstration model",
             "model_digest": self.spec.digest,
-            "tokenizer_digest": self.tokenizer.digest,
-            "template_digest": self.tokenizer.template_digest,
-            "eos_ids": sorted(self.tokenizer.eos_ids),
+            "tokenizer_digest": tokenizer.digest,
+            "template_digest": tokenizer.template_digest,
+            "eos_ids": sorted(tokenizer.eos_ids),
             "dtype": str(self.spec.dtype).removeprefix("torch."),
             "implementation": self.spec.implementation,
             **({"adapters": dict(self.spec.adapters)} if self.spec.adapters else {}),
@@ -89,14 +81,14 @@ class Setup:
 
     def decode_prompt(self, ids: list[int]) -> str:
         """The text of a prompt with its special tokens, for `--include-prompt` and `check`."""
-        return self.tokenizer.decode(ids, skip_special_tokens=False)
+        return self.front_end.tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def prepare(config: RunConfig, note: Callable[[str], None], *, allow_missing_gpu: bool = False) -> Setup:
-    """Check the model, load the tokenizer and resolve the defaults, without loading weights.
+def prepare(job: CheckedJob, note: Callable[[str], None], *, allow_missing_gpu: bool = False) -> Setup:
+    """Load the tokenizer and resolve the defaults, without loading weights.
 
     Args:
-        config: the configuration of the job.
+        job: the checked job.
         note: called with each message for the user.
         allow_missing_gpu: whether a GPU that this machine lacks is allowed, for jobs that run on another machine.
 
@@ -104,27 +96,12 @@ def prepare(config: RunConfig, note: Callable[[str], None], *, allow_missing_gpu
         ModelError: the model cannot be used.
         UsageError: an option does not fit the model.
     """
-    engine = config.engine
+    config, engine, folder = job.config, job.config.engine, job.model.folder.path
     if engine.model is None:
         note(DEMO_NOTE)
-    model = engine.model or str(model_path())
-    media_root = MediaRoot(engine.media_root)
     prepare_device(engine)
-    implementation, longest = engine.model_impl, engine.max_model_len
-    checked = check_model(
-        model, implementation=implementation, max_model_len=longest, revision=engine.revision, lora=engine.lora
-    )  # first: needs no torch
-    folder = checked.folder.path
     absent = allow_missing_gpu and _wants_gpu(engine) and not torch.cuda.is_available()
-    spec = inspect_model(
-        folder,
-        implementation=implementation,
-        max_model_len=longest,
-        dtype=engine.dtype,
-        device="cuda" if absent else engine.device,
-        lora=engine.lora,
-        elsewhere=absent,
-    )
+    spec = checked_spec(job.model, dtype=engine.dtype, device="cuda" if absent else engine.device, elsewhere=absent)
     if absent:
         refuse_anywhere(engine)
         note("this machine has no GPU: --attention, --kv-memory and the compute time are not checked")
@@ -133,26 +110,17 @@ def prepare(config: RunConfig, note: Callable[[str], None], *, allow_missing_gpu
         if engine.kv_memory is not None:
             allowed_pages(spec, engine.page_size, engine.kv_memory)  # raises now rather than after all rows are read
     tokenizer = Tokenizer.load(engine.tokenizer or folder, engine.revision, folder)
-    defaults = RowDefaults(
-        flags=config.sampling,
-        model=tokenizer.generation.sampling_defaults() if config.sampling_defaults == "model" else {},
-        model_names=frozenset({model, Path(model).name}),
-        adapters=frozenset(spec.adapters),
+    front_end = FrontEnd.build(
+        engine, spec, tokenizer, job.processors, name=str(model_path()), truncate=config.truncate
+    )
+    defaults = front_end.defaults(
+        config.sampling,
+        sampling_defaults=config.sampling_defaults,
         chat=config.chat,
         system=config.system,
         events=config.events is not None,
-        processors=frozenset(name for name, _ in engine.logit_processor),
     )
-    encoder = Encoder(
-        tokenizer,
-        spec.vocab_size,
-        spec.context_length,
-        config.truncate,
-        engine.seed,
-        limits=spec.state_limits,
-        grammars=Grammars(tokenizer, spec.vocab_size, lenient=engine.lenient_schemas),
-    )
-    return Setup(engine, model, spec, tokenizer, defaults, encoder, media_root)
+    return Setup(config, job.model, spec, front_end, defaults)
 
 
 def _wants_gpu(engine: EngineConfig) -> bool:

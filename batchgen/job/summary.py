@@ -15,9 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from batchgen.config.units import format_size
 from batchgen.errors import OutputError
-from batchgen.request.printable import encodable
+from batchgen.request.printable import encodable, format_size
 
 __all__ = ["RunSummary", "format_seconds", "print_summary", "write_report"]
 
@@ -66,13 +65,13 @@ class RunSummary:
         return encodable(json.dumps(self.as_dict(), indent=2, ensure_ascii=False))
 
 
-def write_report(summary: RunSummary, target: str, stdout: TextIO | None = None) -> None:
-    """Write the summary as JSON to a file, or to stdout for "-".
+def write_report(text: str, target: str, stdout: TextIO | None = None) -> None:
+    """Write a report, which is JSON, to a file, or to stdout for "-".
 
     Raises:
         OutputError: the file cannot be written.
     """
-    text = summary.to_json() + "\n"
+    text += "\n"
     if target == "-":
         stream = stdout or sys.stdout
         stream.write(text)

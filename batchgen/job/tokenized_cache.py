@@ -27,9 +27,8 @@ import numpy.typing as npt
 import orjson
 
 from batchgen import __version__
-from batchgen.config.run_config import RunConfig
-from batchgen.data.write.durable_files import sync_file, write_durably
-from batchgen.data.write.spool import BlobSpool
+from batchgen.data.write.durable_files import write_durably
+from batchgen.data.write.spool import BlobSpool, TokenSpool
 from batchgen.errors import ErrorCode, ErrorInfo, OutputError, RowError
 from batchgen.job.fingerprint import JobIdentity
 from batchgen.job.ingest import BAD, TEXTS, TOKENS, Ingested, RowTexts
@@ -49,14 +48,14 @@ _MAX_PARAMS: Final = 1 << 16
 _DEFAULTS: Final = asdict(SamplingParams())
 
 
-def tokenized_key(identity: JobIdentity, config: RunConfig, setup: Setup) -> str:
+def tokenized_key(identity: JobIdentity, setup: Setup) -> str:
     """Cache key: the job, and everything else that the parsing and tokenising of a row depends on."""
     parts = {
         "job": identity.run.key,
         "versions": [__version__, *map(version, ("tokenizers", "transformers"))],
-        "model": setup.model,  # rows may name the model
-        "events": config.events is not None,
-        "media_root": config.engine.media_root,
+        "model": setup.front_end.name,  # rows may name the model
+        "events": setup.config.events is not None,
+        "media_root": setup.config.engine.media_root,
     }
     return json.dumps(parts, sort_keys=True, default=str)
 
@@ -86,9 +85,8 @@ def save_tokenized(rows: Ingested, folder: Path, key: str) -> None:
     columns = {
         f"{name}.{column}": values for name, part in _parts(rows).items() for column, values in part.columns().items()
     }
-    rows.texts.spool.sync()
-    rows.bad.sync()
-    sync_file(folder / TOKENS)
+    for spool in (rows.tokens, rows.texts.spool, rows.bad):
+        spool.sync()
     metadata["checksums"] = _checksums(folder)
     columns[_METADATA] = np.frombuffer(json.dumps(metadata).encode(), np.uint8)
     write_durably(folder / _COLUMNS, lambda stream: np.savez(stream, **columns))  # type: ignore[arg-type]
@@ -109,16 +107,16 @@ def load_tokenized(folder: Path, key: str) -> Ingested | None:
 
 def _restore(folder: Path, metadata: Mapping[str, Any], columns: Mapping[str, npt.NDArray[Any]]) -> Ingested:
     """Build the rows from the cache; raises various errors if its files do not match."""
-    table = RequestTable()
     with ExitStack() as opened:
+        tokens = opened.enter_context(TokenSpool(folder / TOKENS, int(columns["table.offsets"][-1])))
         texts = opened.enter_context(BlobSpool(folder / TEXTS, _columns_of("texts_spool", columns)))
         bad = opened.enter_context(BlobSpool(folder / BAD, _columns_of("bad", columns)))
-        rows = Ingested(table, RowTexts(texts), bad, rows=metadata["rows"], skipped=metadata["skipped"])
+        table = RequestTable(tokens=tokens)
+        rows = Ingested(table, tokens, RowTexts(texts), bad, rows=metadata["rows"], skipped=metadata["skipped"])
         for name, part in _parts(rows).items():
             part.restore_columns(_columns_of(name, columns))
         rows.errors.update({ErrorCode(code): count for code, count in metadata["errors"].items()})
-        params = [SamplingParams(**given) for given in metadata["params"]]
-        table.restore(params, _tokens(folder / TOKENS, int(table.offsets[-1])))
+        table.restore_params([SamplingParams(**given) for given in metadata["params"]])
         opened.pop_all()
     return rows
 
@@ -126,7 +124,7 @@ def _restore(folder: Path, metadata: Mapping[str, Any], columns: Mapping[str, np
 def report_bad_rows(rows: Ingested, on_error: Callable[[Completion, str, str | None], None]) -> None:
     """Call `on_error` for each bad row, read in this run or cached by an earlier one, as `ingest` does."""
     for index in range(len(rows.bad)):
-        row_index, name, extra, code, message, param = orjson.loads(rows.bad.get(index) or b"")
+        row_index, name, extra, code, message, param = orjson.loads(rows.bad[index])
         on_error(Completion(row_index, error=ErrorInfo(ErrorCode(code), message, param)), name, extra)
 
 
@@ -144,13 +142,6 @@ def _checksums(folder: Path) -> dict[str, int]:
             while chunk := stream.read(1 << 20):
                 checksums[name] = zlib.crc32(chunk, checksums[name])
     return checksums
-
-
-def _tokens(path: Path, count: int) -> npt.NDArray[np.int32]:
-    """[count] int32: the token ids of a file, which must hold exactly `count`."""
-    if path.stat().st_size != 4 * count:
-        raise ValueError(f"{path} has an unexpected size")
-    return np.memmap(path, np.int32, mode="r") if count else np.zeros(0, np.int32)
 
 
 def _parts(rows: Ingested) -> Mapping[str, Columns]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,22 +11,23 @@ from typing import Any
 from batchgen.config.run_config import RunConfig
 from batchgen.data.compare import Difference, choose_rows, compare
 from batchgen.data.export import finished_results
+from batchgen.data.read.input_files import FoundInput, find_inputs
 from batchgen.data.read.input_set import InputSet, open_inputs
-from batchgen.data.read.raw_row import RawRow
-from batchgen.data.read.reserved_paths import reserved_paths
 from batchgen.data.view import Results
 from batchgen.data.write.schema import OutputRow, completions_to_table
 from batchgen.engine.engine import Engine
-from batchgen.engine.row_reader import RowReader
 from batchgen.errors import FingerprintError, InputError, UsageError
+from batchgen.job.preflight import CheckedJob, check_engine_model, reserved_paths
 from batchgen.job.setup import Setup, prepare
 from batchgen.request.embeds_store import EmbedsStore
-from batchgen.request.processors import load_processors
+from batchgen.request.processors import LoadedProcessor, load_processors
+from batchgen.request.raw_row import STDIN, RawRow
 from batchgen.request.table import RequestTable
 
 __all__ = ["verify_job"]
 
 _ID_NAMES = ("id", "rid", "custom_id")
+_NAME_INPUTS = "Name the original files: batchgen verify OUT INPUT..."
 _MODEL_FACTS = ("model_digest", "tokenizer_digest", "template_digest", "eos_ids", "dtype", "implementation", "adapters")
 
 ROUNDING = (
@@ -69,14 +70,16 @@ def verify_job(out: Path, rows: int, seed: int, changes: Mapping[str, Any]) -> b
     assert run is not None
     config = RunConfig.restore(run["configuration"], out, changes)
     config = replace(config, engine=replace(config.engine, max_num_seqs=1))
-    inputs = _same_inputs(config, run)
-    _check_processors(config, run["logit_processors"])
+    found = _found_inputs(config, run)
+    inputs = _same_inputs(found, run)
+    processors = _same_processors(config, run["logit_processors"])
     _check_library(config, run)
-    setup = prepare(config, lambda note: None)
+    job = CheckedJob(config, check_engine_model(config.engine), found, processors)
+    setup = prepare(job, lambda note: None)
     _check_model(setup, run)
     chosen = choose_rows(out, rows, seed)
     same = 0
-    for replay in _replays(config, inputs, setup, results, chosen):
+    for replay in _replays(inputs, setup, results, chosen):
         same += replay.difference is None and replay.refused is None
         print(f"row {replay.row_index} (id {replay.id!r}): {_verdict(replay)}")
     print(f"{same:,} of {len(chosen):,} rows are the same")
@@ -86,28 +89,37 @@ def verify_job(out: Path, rows: int, seed: int, changes: Mapping[str, Any]) -> b
     return same == len(chosen)
 
 
-def _same_inputs(config: RunConfig, run: Mapping[str, Any]) -> InputSet:
+def _found_inputs(config: RunConfig, run: Mapping[str, Any]) -> tuple[FoundInput, ...]:
+    """The input files of the run, or those named instead. The recorded paths are used: a pattern may match others.
+
+    Raises:
+        InputError: a file is missing.
+    """
+    paths = config.inputs
+    if tuple(paths) == tuple(run["configuration"]["inputs"]):
+        paths = tuple(file["path"] for file in run["inputs"])
+    if STDIN in paths:
+        raise InputError(f"the run read standard input, which is not stored. {_NAME_INPUTS}")
+    return tuple(find_inputs(paths, reserved_paths(config)))
+
+
+def _same_inputs(found: Sequence[FoundInput], run: Mapping[str, Any]) -> InputSet:
     """The input files of the run, with unchanged content.
 
     Raises:
         InputError: a file is missing or has changed.
     """
-    remedy = "Name the original files: batchgen verify OUT INPUT..."
-    recorded = run["inputs"]
-    paths = config.inputs if tuple(config.inputs) != tuple(run["configuration"]["inputs"]) else _paths(recorded)
-    if "-" in paths:
-        raise InputError(f"the run read standard input, which is not stored. {remedy}")
-    inputs = open_inputs(paths, reserved_paths(config))
+    inputs, recorded = open_inputs(found), run["inputs"]
     if len(inputs.files) != len(recorded):
-        raise InputError(f"the run had {len(recorded)} input files, not {len(inputs.files)}. {remedy}")
+        raise InputError(f"the run had {len(recorded)} input files, not {len(inputs.files)}. {_NAME_INPUTS}")
     for file, was in zip(inputs.files, recorded, strict=True):
         if (file.size, file.sha256) != (was["size"], was["sha256"]):
-            raise InputError(f"{file.path} has changed since the run (its sha256 differs). {remedy}")
+            raise InputError(f"{file.path} has changed since the run (its sha256 differs). {_NAME_INPUTS}")
     return inputs
 
 
-def _check_processors(config: RunConfig, recorded: Mapping[str, Any]) -> None:
-    """Check that the logit processors of the run are named again and unchanged.
+def _same_processors(config: RunConfig, recorded: Mapping[str, Any]) -> dict[str, LoadedProcessor]:
+    """The logit processors of the run, which must be named again and unchanged.
 
     Raises:
         UsageError: one is missing, or cannot be imported.
@@ -122,6 +134,7 @@ def _check_processors(config: RunConfig, recorded: Mapping[str, Any]) -> None:
             raise UsageError(f"{message} --logit-processor {name}={source}")
         if named[name].digest != digest:
             raise FingerprintError(f"the logit processor {name} ({source}) has changed since the run")
+    return named
 
 
 def _check_library(config: RunConfig, run: Mapping[str, Any]) -> None:
@@ -136,37 +149,29 @@ def _check_library(config: RunConfig, run: Mapping[str, Any]) -> None:
         raise UsageError(f"{message} --flash-library {path}")
 
 
-def _paths(recorded: list[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Paths of the recorded files: a pattern may match other files now."""
-    return tuple(file["path"] for file in recorded)
-
-
 def _check_model(setup: Setup, run: Mapping[str, Any]) -> None:
     now = setup.identity
     was = {"eos_ids": now["eos_ids"], **run}  # outputs of older versions do not record them
     differing = [name for name in _MODEL_FACTS if now.get(name) != was.get(name)]
     if differing:
         raise FingerprintError(
-            f"{setup.model} is not the model of the run (different: {', '.join(differing)}). Name the right one with "
-            "--model."
+            f"{setup.front_end.name} is not the model of the run (different: {', '.join(differing)}). Name the right "
+            "one with --model."
         )
 
 
-def _replays(
-    config: RunConfig, inputs: InputSet, setup: Setup, results: Results, chosen: list[int]
-) -> Iterator[_Replay]:
-    engine = Engine.from_parts(config.engine, setup.load_model(), setup.tokenizer, setup.encoder.grammars)
+def _replays(inputs: InputSet, setup: Setup, results: Results, chosen: list[int]) -> Iterator[_Replay]:
+    engine, config = setup.engine(setup.load_model()), setup.config
     for raw in inputs.rows_at(chosen, config.prompt_column, config.id_column):
-        recorded = list(results.rows(row=raw.index))
-        yield _replay(engine, setup, raw, recorded)
+        yield _replay(engine, setup, raw, list(results.rows(row=raw.index)))
 
 
 def _replay(engine: Engine, setup: Setup, raw: RawRow, recorded: list[dict[str, Any]]) -> _Replay:
     """Compute one row as a separate job, under the id in the output: the seeds of its samples depend on the id."""
     row_id = recorded[0]["id"]
     table = RequestTable(EmbedsStore(setup.spec.embeds_size))
-    row_reader = RowReader(table, setup.encoder, setup.defaults, "allow", setup.media_root)
-    (processed,) = row_reader.read([(raw.index, _with_id(raw.value or {}, row_id))])
+    reader = setup.front_end.row_reader(table, setup.defaults, "allow")
+    (processed,) = reader.read([raw._replace(value=_with_id(raw.value or {}, row_id), error=None)])
     if processed.error is not None:
         return _Replay(raw.index, row_id, None, f"the row is invalid now: {processed.error.message}")
     done = [completion for group in engine.start(table).loop.run() for completion in group]

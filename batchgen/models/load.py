@@ -1,7 +1,8 @@
 """Loading of a model from a folder or hub id; problems are reported before weights are read where possible.
 
 The command line calls `batchgen.models.check.check_model` first, which is fast because it imports neither torch nor
-transformers.
+transformers, and passes the checked folder to `checked_spec` and `load_checked`. `inspect_model` and `load_model` are
+both steps in one, for a folder that has not been checked yet.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from batchgen.models.native import load_native, native_spec
 from batchgen.models.native_config import NativeConfig
 from batchgen.models.native_weights import NativeLayout
 
-__all__ = ["DeviceName", "DtypeName", "inspect_model", "load_model"]
+__all__ = ["DeviceName", "DtypeName", "checked_spec", "inspect_model", "load_checked", "load_model"]
 
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 DeviceName = Literal["auto", "cpu", "cuda"]
@@ -41,29 +42,32 @@ def load_model(
     dtype: DtypeName = "auto",
     device: DeviceName = "auto",
     max_model_len: int | None = None,
-    revision: str | None = None,
     lora: Sequence[NamePath] = (),
     products: Products = "measured",
 ) -> Model:
-    """Load a checkpoint in Hugging Face format.
+    """Check a model folder (or hub id) and load it.
+
+    The arguments and errors are those of `check_model` and `load_checked`.
+    """
+    checked = check_model(path, implementation=implementation, max_model_len=max_model_len, lora=lora)
+    return load_checked(checked, dtype=dtype, device=device, products=products)
+
+
+def load_checked(
+    checked: CheckedModel, *, dtype: DtypeName = "auto", device: DeviceName = "auto", products: Products = "measured"
+) -> Model:
+    """Load a checkpoint in Hugging Face format whose folder has been checked.
 
     Args:
-        path: model folder or hub id.
-        implementation: `auto` uses the native decoder for its families and transformers for others.
+        checked: the model folder, its implementation, context length and adapters.
         dtype: `auto` is the checkpoint's dtype on a GPU. On a CPU it is bfloat16 if the checkpoint is bfloat16 or
             float16 and the processor multiplies bfloat16 (AVX512-BF16 or AMX), else float32.
         device: `auto` is the GPU if there is one.
-        max_model_len: context length, at most the model's.
-        revision: revision of a hub id.
-        lora: names and folders of adapters that rows may use.
         products: matrix multiplications allowed on a CPU.
 
     Raises:
         ModelError: the message names the reason and the remedy; raised before weights are read where possible.
     """
-    checked = check_model(
-        path, implementation=implementation, max_model_len=max_model_len, revision=revision, lora=lora
-    )
     where = _device(device)
     kind = _dtype(checked, dtype, where)
     if checked.native is not None:
@@ -73,7 +77,7 @@ def load_model(
     # Imported here because the library is slow to import and native models do not need it.
     from batchgen.models.hf_load import load_transformers, read_transformers_config, transformers_spec
 
-    library_config, context = read_transformers_config(checked.folder, max_model_len)
+    library_config, context = read_transformers_config(checked.folder, checked.max_model_len)
     spec = transformers_spec(library_config, checked.folder, kind, where, context, checked.adapters)
     return load_transformers(library_config, spec, checked.folder, checked.adapters, products)
 
@@ -85,24 +89,27 @@ def inspect_model(
     dtype: DtypeName = "auto",
     device: DeviceName = "auto",
     max_model_len: int | None = None,
-    revision: str | None = None,
     lora: Sequence[NamePath] = (),
-    elsewhere: bool = False,
 ) -> ModelSpec:
-    """Spec of the model that `load_model` would load, without reading weights.
+    """Spec of the model that `load_model` would load, without reading weights."""
+    checked = check_model(path, implementation=implementation, max_model_len=max_model_len, lora=lora)
+    return checked_spec(checked, dtype=dtype, device=device)
 
-    The arguments and errors are those of `load_model`; with `elsewhere` the device need not exist on this machine.
+
+def checked_spec(
+    checked: CheckedModel, *, dtype: DtypeName = "auto", device: DeviceName = "auto", elsewhere: bool = False
+) -> ModelSpec:
+    """Spec of the model that `load_checked` would load, without reading weights.
+
+    The arguments and errors are those of `load_checked`; with `elsewhere` the device need not exist on this machine.
     """
-    checked = check_model(
-        path, implementation=implementation, max_model_len=max_model_len, revision=revision, lora=lora
-    )
     where = torch.device(device) if elsewhere and device != "auto" else _device(device)
     kind = _dtype(checked, dtype, where)
     if checked.native is not None:
         return _native_spec(checked, *checked.native, kind, where)
-    from batchgen.models.hf_load import read_transformers_config, transformers_spec  # as in load_model
+    from batchgen.models.hf_load import read_transformers_config, transformers_spec  # as in load_checked
 
-    library_config, context = read_transformers_config(checked.folder, max_model_len)
+    library_config, context = read_transformers_config(checked.folder, checked.max_model_len)
     return transformers_spec(library_config, checked.folder, kind, where, context, checked.adapters)
 
 

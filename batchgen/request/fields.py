@@ -25,7 +25,7 @@ from batchgen.request.checks import (
 )
 from batchgen.request.embeddings import embeddings
 from batchgen.request.field import BODIES, EVERYWHERE, Field, NoOpTest, Place
-from batchgen.request.params import SAMPLING_FIELDS
+from batchgen.request.params import CONSTRAINT_KINDS, SAMPLING_FIELDS
 from batchgen.request.printable import printable
 
 __all__ = ["CONSTRAINTS", "FIELDS", "LOOKUP", "SOURCES", "Field", "Place", "unknown_field"]
@@ -128,7 +128,7 @@ FIELDS: tuple[Field, ...] = (*_PROMPTS, *SAMPLING_FIELDS, *_TRANSLATED, *_OPENAI
 SOURCES = ("text", "input_ids", "input_embeds", "messages", "prompt")
 """Canonical names of the prompt fields; a row has exactly one."""
 
-CONSTRAINTS = ("json_schema", "regex", "ebnf", "structural_tag", "choice", "response_format")
+CONSTRAINTS = (*CONSTRAINT_KINDS, "response_format")
 """Canonical names of the constraint fields; a row has at most one."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from batchgen.request import field_checks
 from batchgen.request.checks import (
@@ -45,8 +45,15 @@ MAX_STOPS = 32
 _DENSE = (",", ":")
 """Separators of JSON without spaces."""
 
-ConstraintKind = Literal["json_schema", "regex", "ebnf", "structural_tag", "choice"]
-CONSTRAINT_KINDS: tuple[ConstraintKind, ...] = ("json_schema", "regex", "ebnf", "structural_tag", "choice")
+ConstraintKind = Literal[
+    "json_schema",
+    "regex",
+    "ebnf",
+    "structural_tag",
+    "choice",
+]
+CONSTRAINT_KINDS: tuple[ConstraintKind, ...] = get_args(ConstraintKind)
+"""Kinds of constraints, which are also the names of the fields that give them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""Escaping of text for terminals and for UTF-8 files."""
+"""Text for terminals and UTF-8 files: escaped text, and sizes in bytes."""
 
 from __future__ import annotations
 
-__all__ = ["encodable", "printable"]
+__all__ = ["encodable", "format_size", "printable"]
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -18,3 +18,12 @@ def encodable(text: str) -> str:
     JSON reads the escape back as the same character, so the name still finds the file.
     """
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def format_size(size: float) -> str:
+    """Human-readable form of `size` bytes: `512 B`, `1.5 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

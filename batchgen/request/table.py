@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ from batchgen.request.embeds_store import EmbedsStore
 from batchgen.request.params import Constraint, SamplingParams
 from batchgen.request.prompts import Prompt, StoredPrompt
 
-__all__ = ["ParsedRow", "Request", "RequestTable"]
+__all__ = ["ParsedRow", "Request", "RequestTable", "TokenStore"]
 
 
 class ParsedRow(NamedTuple):
@@ -65,24 +65,49 @@ class Request:
         return self.prompt_ids if self.embeds is None else self.prompt_ids[self.embeds.length :]
 
 
+class TokenStore(Protocol):
+    """Token ids of all prompts of a table, concatenated in the order in which they are appended."""
+
+    def append(self, ids: Sequence[int] | npt.NDArray[np.int32]) -> None:
+        """Add the ids of a prompt."""
+        ...
+
+    def ids(self) -> npt.NDArray[np.int32]:
+        """[total] all ids so far."""
+        ...
+
+
+class _TokenBuffer:
+    """Token store in memory."""
+
+    def __init__(self) -> None:
+        self._ids = array("i")
+
+    def append(self, ids: Sequence[int] | npt.NDArray[np.int32]) -> None:
+        self._ids.frombytes(np.asarray(ids, dtype=np.int32).tobytes())
+
+    def ids(self) -> npt.NDArray[np.int32]:
+        return _column(self._ids, np.int32)
+
+
 class RequestTable(Columns):
     """Column store of all requests of a job, about 40 bytes per prompt in addition to its tokens.
 
-    Equal `SamplingParams` are stored once; the seed is in a separate column. Tokens are stored in one flat int32
-    buffer: in memory while rows are appended, or a memory map given to `use_external_tokens`. Prompts given as
-    embeddings have zeros for ids and rows in the store `embeds`. `columns` and `restore_columns` exclude tokens,
-    parameter sets and embeddings.
+    Equal `SamplingParams` are stored once, with the seed in a separate column. Token ids are in a `TokenStore`. Prompts
+    given as embeddings have zeros for ids and rows in the store `embeds`. `columns` and `restore_columns` exclude
+    tokens, parameter sets and embeddings.
     """
 
     _columns = ("_offsets", "_row_index", "_prompt_index", "_params_id", "_seed", "_max_new", "_score_start")
 
-    def __init__(self, embeds: EmbedsStore | None = None) -> None:
+    def __init__(self, embeds: EmbedsStore | None = None, tokens: TokenStore | None = None) -> None:
+        """Create an empty table; its token ids are stored in `tokens`, in memory if None."""
         self.embeds = embeds
+        self._tokens = _TokenBuffer() if tokens is None else tokens
         self._stored_prompts: list[StoredPrompt] = []
         self._stored_prompt_numbers: dict[StoredPrompt, int] = {}
         self._embeds_id = array("i")
         """Index into `_stored_prompts` or -1, per request; empty until a request has embeddings."""
-        self._tokens = array("i")
         self._offsets = array("q", [0])
         self._row_index = array("q")
         self._prompt_index = array("i")
@@ -92,7 +117,6 @@ class RequestTable(Columns):
         self._score_start = array("i")
         self._params: list[SamplingParams] = []
         self._params_numbers: dict[SamplingParams, int] = {}
-        self._external_tokens: npt.NDArray[np.int32] | None = None
 
     def append(
         self,
@@ -108,8 +132,7 @@ class RequestTable(Columns):
         if embeds is not None or self._embeds_id:
             self._embeds_id.extend([-1] * (len(self) - len(self._embeds_id)))
             self._embeds_id.append(-1 if embeds is None else self._embeds_number(embeds))
-        if self._external_tokens is None:
-            self._tokens.frombytes(np.asarray(prompt_ids, dtype=np.int32).tobytes())
+        self._tokens.append(prompt_ids)
         params_id = self._params_numbers.get(params)
         if params_id is None:
             params_id = self._params_numbers[params] = len(self._params)
@@ -136,18 +159,9 @@ class RequestTable(Columns):
             self._stored_prompts.append(span)
         return number
 
-    def use_external_tokens(self, tokens: npt.NDArray[np.int32]) -> None:
-        """Use `tokens` [total] (usually a memory map of the same ids) instead of the in-memory buffer.
-
-        With an empty array before the first `append`, the table stores no ids and the caller stores them.
-        """
-        self._external_tokens = tokens.view(np.ndarray)  # slicing a plain array is much faster than slicing a np.memmap
-        self._tokens = array("i")
-
-    def restore(self, params: Sequence[SamplingParams], tokens: npt.NDArray[np.int32]) -> None:
-        """Complete `restore_columns` with the parameter sets and tokens [total] of the saved table."""
+    def restore_params(self, params: Sequence[SamplingParams]) -> None:
+        """Complete `restore_columns` with the parameter sets of the saved table, whose token store this table has."""
         self._params = list(params)
-        self.use_external_tokens(tokens)
 
     def prompt_ids(self, index: int) -> npt.NDArray[np.int32]:
         """[P] token ids of one prompt."""
@@ -180,9 +194,7 @@ class RequestTable(Columns):
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
         """[total] token ids of all prompts, concatenated."""
-        if self._external_tokens is not None:
-            return self._external_tokens
-        return np.frombuffer(self._tokens, dtype=np.int32) if self._tokens else np.zeros(0, np.int32)
+        return self._tokens.ids()
 
     @property
     def offsets(self) -> npt.NDArray[np.int64]:

@@ -20,7 +20,7 @@ from batchgen.text.grammar.grammars import Grammars
 from batchgen.text.scoring import join_texts, scored_field
 from batchgen.text.tokenizer import Tokenizer
 
-__all__ = ["Encoded", "EncodedPrompt", "Encoder", "Truncate"]
+__all__ = ["EncodedPrompt", "Encoder", "Truncate"]
 
 Truncate = Literal["none", "left", "right"]
 _TokenizerInput = str | list[int] | ErrorInfo
@@ -54,16 +54,16 @@ class EncodedPrompt(NamedTuple):
     """Index of the text to score among the row's `completions`."""
 
 
-Encoded = tuple[ParsedRow, list[EncodedPrompt] | ErrorInfo]
-"""A row with its tokenized prompts or its error."""
-_Passthrough = TypeVar("_Passthrough")
-"""Items between rows that pass through unchanged, such as refused rows."""
+_Tag = TypeVar("_Tag")
+"""What the caller passes along with a row."""
+_Item = tuple[_Tag, ParsedRow | None]
+"""A row with the caller's tag; None in place of a row that cannot be parsed, which only keeps its place."""
 
 
-class _Batch(NamedTuple, Generic[_Passthrough]):
-    """Rows that are being tokenized, with pass-through items between them."""
+class _Batch(NamedTuple, Generic[_Tag]):
+    """Rows that are being tokenized."""
 
-    items: list[ParsedRow | _Passthrough]
+    items: list[_Item[_Tag]]
     texts: list[_TokenizerInput]
     """Inputs of the rows' prompts, in order."""
     ids: Future[list[list[int] | ErrorInfo]]
@@ -112,15 +112,17 @@ class Encoder:
         self._checked_params: set[SamplingParams] = set()
         self._limits = limits
 
-    def encode_rows(self, rows: Iterable[ParsedRow | _Passthrough]) -> Iterator[Encoded | tuple[_Passthrough, None]]:
-        """Yield each row, in order, with its tokenized prompts or its error; a bad prompt fails its whole row.
+    def encode_rows(
+        self, rows: Iterable[tuple[_Tag, ParsedRow | None]]
+    ) -> Iterator[tuple[_Tag, list[EncodedPrompt] | ErrorInfo | None]]:
+        """Yield the tag of each row, in order, with its tokenized prompts or its error; a bad prompt fails its row.
 
-        Items that are not rows pass through in their place, with None. Batches of up to 256 are tokenized on a separate
-        thread while the next batch is read.
+        A tag with None in place of a row is yielded in its place, with None. Batches of up to 256 are tokenized on a
+        separate thread while the next batch is read.
         """
         source = iter(rows)
         with ThreadPoolExecutor(1, thread_name_prefix="tokenize") as executor:
-            pending: list[_Batch[_Passthrough]] = []
+            pending: list[_Batch[_Tag]] = []
             while items := _next_batch(source):
                 pending.append(self._begin_batch(items, executor))
                 if len(pending) > 1:
@@ -133,8 +135,8 @@ class Encoder:
         self.grammars.prepare(constraints)
         return all(self.grammars.error(constraint) is None for constraint in constraints)
 
-    def _begin_batch(self, items: list[ParsedRow | _Passthrough], executor: Executor) -> _Batch[_Passthrough]:
-        rows = [item for item in items if isinstance(item, ParsedRow)]
+    def _begin_batch(self, items: list[_Item[_Tag]], executor: Executor) -> _Batch[_Tag]:
+        rows = [row for _, row in items if row is not None]
         prompts = [prompt for row in rows for prompt in row.prompts]
         rendered = iter(self._tokenizer.render_chats([prompt for prompt in prompts if isinstance(prompt, ChatPrompt)]))
         texts = [next(rendered) if isinstance(prompt, ChatPrompt) else _tokenizer_input(prompt) for prompt in prompts]
@@ -147,18 +149,18 @@ class Encoder:
             self.grammars.prepare(constraints)
         return _Batch(items, texts, ids)
 
-    def _finish_batch(self, batch: _Batch[_Passthrough]) -> Iterator[Encoded | tuple[_Passthrough, None]]:
+    def _finish_batch(self, batch: _Batch[_Tag]) -> Iterator[tuple[_Tag, list[EncodedPrompt] | ErrorInfo | None]]:
         results = zip(batch.texts, batch.ids.result(), strict=True)
-        for item in batch.items:
-            if not isinstance(item, ParsedRow):
-                yield item, None
+        for tag, row in batch.items:
+            if row is None:
+                yield tag, None
                 continue
-            of_row = list(islice(results, len(item.prompts)))
+            of_row = list(islice(results, len(row.prompts)))
             try:
-                finish = self._finish_scored_row if item.completions else self._finish_row
-                yield item, finish(item, of_row)
+                finish = self._finish_scored_row if row.completions else self._finish_row
+                yield tag, finish(row, of_row)
             except RowError as error:
-                yield item, error.info
+                yield tag, error.info
 
     def _encode_texts(self, texts: Sequence[_TokenizerInput], started: Event) -> list[list[int] | ErrorInfo]:
         """Tokenize the strings among `texts` in one call, nothing added; others are returned unchanged.
@@ -401,14 +403,14 @@ def _refuse_with_embeds(params: SamplingParams) -> None:
         raise RowError(ErrorCode.UNSUPPORTED_FIELD, message, name)
 
 
-def _next_batch(source: Iterator[ParsedRow | _Passthrough]) -> list[ParsedRow | _Passthrough]:
+def _next_batch(source: Iterator[_Item[_Tag]]) -> list[_Item[_Tag]]:
     """The next rows of `source`, up to a bounded number of rows and characters."""
-    batch: list[ParsedRow | _Passthrough] = []
+    batch: list[_Item[_Tag]] = []
     characters = 0
     for item in islice(source, _BATCH_ROWS):
         batch.append(item)
-        if isinstance(item, ParsedRow):
-            characters += sum(len(prompt.text) for prompt in item.prompts if isinstance(prompt, TextPrompt))
+        if item[1] is not None:
+            characters += sum(len(prompt.text) for prompt in item[1].prompts if isinstance(prompt, TextPrompt))
         if characters >= _BATCH_CHARACTERS:
             break
     return batch

@@ -14,9 +14,8 @@ from typing import Any
 
 from batchgen.errors import ModelError, RowError
 from batchgen.request.params import SamplingParams
-from batchgen.text.model_folder import find_model_folder
 
-__all__ = ["SAMPLING_KEYS", "GenerationConfig", "load_generation_config", "read_generation_defaults"]
+__all__ = ["SAMPLING_KEYS", "GenerationConfig", "load_generation_config"]
 
 _UNSET = SamplingParams()
 
@@ -70,15 +69,6 @@ def load_generation_config(folder: Path) -> GenerationConfig:
     if any(type(token) is not int or token < 0 for token in listed):
         raise ModelError(f"{folder.name}: eos_token_id must be a token id or a list of them, got {eos!r}")
     return GenerationConfig(frozenset(listed), raw)
-
-
-def read_generation_defaults(model: str | Path, revision: str | None = None) -> dict[str, Any]:
-    """Sampling defaults of a model, given as a folder or a cached hub id.
-
-    Raises:
-        ModelError: see `load_generation_config` and `GenerationConfig.sampling_defaults`.
-    """
-    return load_generation_config(find_model_folder(model, revision)).sampling_defaults()
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -27,7 +27,6 @@ from batchgen.text.chat import (
     template_inputs,
 )
 from batchgen.text.generation_config import GenerationConfig, load_generation_config
-from batchgen.text.model_folder import find_model_folder
 
 __all__ = ["Tokenizer"]
 
@@ -92,7 +91,7 @@ class Tokenizer:
         Raises:
             ModelError: the folder or its tokenizer is missing, damaged or has no Rust backend.
         """
-        folder = find_model_folder(path, revision)
+        folder = _find_folder(path, revision)
         if not any((folder / name).is_file() for name in _VOCABULARY_FILES):
             raise ModelError(f"{path} holds no tokenizer (none of {', '.join(_VOCABULARY_FILES[:3])}, ...)")
         # Imported here: transformers is slow to import, and commands that need no model start without it.
@@ -105,9 +104,7 @@ class Tokenizer:
             raise ModelError(f"the tokenizer of {path} cannot be loaded: {_first_line(error)}") from error
         if not getattr(hf, "is_fast", False):
             raise ModelError(f"the tokenizer of {path} ({type(hf).__name__}) has no fast form (tokenizer.json)")
-        return cls(
-            hf, folder, load_generation_config(find_model_folder(model, revision)) if model is not None else None
-        )
+        return cls(hf, folder, load_generation_config(_find_folder(model, revision)) if model is not None else None)
 
     def _probe_prefix(self) -> list[int]:
         if not self._rust.encode("a", add_special_tokens=False).ids:
@@ -307,6 +304,23 @@ class Tokenizer:
             return None
         text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _find_folder(path: str | Path, revision: str | None = None) -> Path:
+    """Folder of a model, given as a folder or as a hub id in the local cache. Nothing is downloaded.
+
+    Raises:
+        ModelError: `path` is neither a folder nor a cached model.
+    """
+    if Path(path).is_dir():
+        return Path(path)
+    # Imported here: only hub ids need the library.
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(path), revision=revision, local_files_only=True))
+    except Exception as error:  # not a valid id, or not in the cache
+        raise ModelError(f"{path} is neither a model folder nor a model in the local cache") from error
 
 
 def plain_config(folder: Path) -> Any:

@@ -31,6 +31,7 @@ from batchgen.errors import (
     TooManyErrors,
     UsageError,
 )
+from batchgen.job.preflight import CheckedJob
 from batchgen.job.summary import RunSummary
 
 ROOT = Path(__file__).parents[2]
@@ -52,14 +53,14 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[RunConfig]]:
     def install(outcome: Any) -> list[RunConfig]:
         seen: list[RunConfig] = []
 
-        def run_job(config: RunConfig, stop: object = None) -> Any:
-            seen.append(config)
+        def run_job(checked: CheckedJob, stop: object = None) -> Any:
+            seen.append(checked.config)
             if isinstance(outcome, BaseException):
                 raise outcome
             return outcome
 
-        def check_job(config: RunConfig, as_json: bool) -> int:
-            run_job(config)
+        def check_job(checked: CheckedJob, as_json: bool) -> int:
+            run_job(checked)
             print("json" if as_json else "text")
             return 0
 
@@ -285,7 +286,7 @@ def test_closed_pipe_exits_like_sigpipe() -> None:
     code = (
         "import sys, types\n"
         "module = types.ModuleType('batchgen.job.check')\n"
-        "def check_job(config, as_json):\n    print('x' * 1_000_000)\n    return 0\n"
+        "def check_job(job, as_json):\n    print('x' * 1_000_000)\n    return 0\n"
         "module.check_job = check_job\nsys.modules[module.__name__] = module\n"
         "from batchgen.cli.app import main\nmain()"
     )

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from batchgen.config.units import (
     Shard,
     Threshold,
-    format_size,
     parse_bool,
     parse_columns,
     parse_duration,
@@ -24,6 +23,7 @@ from batchgen.config.units import (
     parse_threshold,
     parse_token_ids,
 )
+from batchgen.request.printable import format_size
 
 Parser = Callable[[str], Any]
 VALUES: dict[Parser, dict[str, Any]] = {

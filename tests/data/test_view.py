@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchgen.data.export import stream_jsonl
+from batchgen.data.export import write_jsonl
 from batchgen.data.read.parquet import parquet_rows
 from batchgen.data.view import open_results
 from batchgen.data.write import merge_sort
@@ -183,7 +183,7 @@ def test_carried_dates_are_strings_with_full_precision(tmp_path: Path, capsys: p
     (row,) = [row.value for row in parquet_rows(read, "in") if row is not None]
     assert row == expected
     lines = io.BytesIO()
-    stream_jsonl(open_results(out), lines)
+    write_jsonl(open_results(out), lines)
     show_row(out, 0)
     for line in (lines.getvalue(), capsys.readouterr().out):
         assert {name: json.loads(line)[name] for name in expected} == expected

@@ -11,7 +11,8 @@ from torch import Tensor
 import batchgen.job.setup as setup
 from batchgen.cli.app import run_command
 from batchgen.models.base import Model, ModelInput
-from tests.e2e.instant import InstantModel, _inspect
+from batchgen.models.check import CheckedModel
+from tests.e2e.instant import InstantModel, inspect
 
 
 class NoMemoryModel(InstantModel):
@@ -21,10 +22,10 @@ class NoMemoryModel(InstantModel):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
-def _load(model: str, **options: Any) -> Model:
-    return NoMemoryModel(_inspect(model, **{name: value for name, value in options.items() if name != "revision"}))
+def _load(checked: CheckedModel, *, products: Any, **options: Any) -> Model:
+    return NoMemoryModel(inspect(checked, **options))
 
 
 if __name__ == "__main__":
-    setup.inspect_model, setup.load_model = _inspect, _load
+    setup.checked_spec, setup.load_checked = inspect, _load
     sys.exit(run_command(sys.argv[1:]))

@@ -20,9 +20,10 @@ import batchgen.job.setup as setup
 from batchgen.cli.app import run_command
 from batchgen.kernels.types import LayerKV
 from batchgen.models.base import Model, ModelInput, ModelSpec
-from batchgen.models.load import inspect_model
+from batchgen.models.check import CheckedModel
+from batchgen.models.load import checked_spec
 
-__all__ = ["LIKELIEST", "InstantModel"]
+__all__ = ["LIKELIEST", "InstantModel", "inspect"]
 
 LIKELIEST = 7
 """Token id that a greedy row generates."""
@@ -48,19 +49,17 @@ class InstantModel:
         return self._logits.repeat(len(hidden), 1)
 
 
-def _inspect(*arguments: Any, **options: Any) -> ModelSpec:
-    options.pop("products", None)  # the model has no matrix products
-    spec = inspect_model(*arguments, **options)
+def inspect(checked: CheckedModel, **options: Any) -> ModelSpec:
+    spec = checked_spec(checked, **options)
     return replace(spec, hidden_size=4, num_layers=1, kv_layers=(LayerKV(1, 1, 1),))
 
 
-def _load(model: str, **options: Any) -> Model:
-    options = {name: value for name, value in options.items() if name != "revision"}
-    return InstantModel(_inspect(model, **options))
+def _load(checked: CheckedModel, *, products: Any, **options: Any) -> Model:
+    return InstantModel(inspect(checked, **options))
 
 
 def main() -> int:
-    setup.inspect_model, setup.load_model = _inspect, _load
+    setup.checked_spec, setup.load_checked = inspect, _load
     code = run_command(sys.argv[1:])
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     return code

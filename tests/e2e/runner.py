@@ -1,11 +1,14 @@
-"""Runs `batchgen` command lines in separate processes.
+"""Runs `batchgen` command lines.
 
-`start` and `run` fork from a server that has imported torch and transformers, so that a process with its own signals
-and limits starts quickly. `batchgen` starts a fresh interpreter, as a user does.
+`run` and `interrupt` run a command in this process, with its own standard streams, folder and environment. `start`
+forks from a server that has imported torch and transformers, for tests whose subject is the process: its signals, its
+limits, its death. `batchgen` starts a fresh interpreter, as a user does.
 """
 
 from __future__ import annotations
 
+import importlib
+import io
 import json
 import multiprocessing
 import os
@@ -13,13 +16,17 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-__all__ = ["Job", "ProcessResult", "batchgen", "run", "start"]
+__all__ = ["Job", "ProcessResult", "batchgen", "interrupt", "parts_of", "refused_before_torch", "run", "start"]
 
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -135,17 +142,110 @@ def start(
     return Job(process, streams)
 
 
-def run(arguments: Sequence[object], folder: Path, expect: int | None = 0, **more: Any) -> ProcessResult:
-    """`start`, and wait for the process to end with the exit code `expect` (None: any)."""
-    done = start(arguments, folder, **more).wait()
+def run(
+    arguments: Sequence[object],
+    folder: Path,
+    expect: int | None = 0,
+    *,
+    stdin: bytes = b"",
+    env: Mapping[str, str] | None = None,
+) -> ProcessResult:
+    """Run `batchgen ARGUMENTS` in `folder`, in this process, to its end with the exit code `expect` (None: any)."""
+    from batchgen.cli.app import run_command
+
+    with _as_process(folder, stdin, env) as (stdout, stderr):
+        code = run_command([str(argument) for argument in arguments])
+    texts = (stream.getvalue().decode(errors="replace") for stream in (stdout, stderr))
+    done = ProcessResult(code, *texts)
     assert expect is None or done.code == expect, f"exit code {done.code}, not {expect}:\n{done.stderr}"
     return done
+
+
+def interrupt(arguments: Sequence[object], folder: Path, out: str = "out.parquet", parts: int = 2) -> int:
+    """`run` a job and stop it by SIGUSR1 as soon as `parts` parts of `out` are committed; return their number."""
+    done = threading.Event()
+
+    def stop() -> None:
+        while not done.wait(0.001):
+            if len(parts_of(folder / out)) >= parts:
+                os.kill(os.getpid(), signal.SIGUSR1)
+                return
+
+    former = signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # what a signal after the job's end does
+    watcher = threading.Thread(target=stop)
+    watcher.start()
+    try:
+        run([*arguments, "--commit-every", "5", "--max-num-seqs", "4"], folder, expect=75)
+    finally:
+        done.set()
+        watcher.join()
+        signal.signal(signal.SIGUSR1, former)
+    return len(parts_of(folder / out))
+
+
+def parts_of(out: Path) -> list[Path]:
+    """Committed parts of an unfinished output."""
+    return sorted((out.with_name(out.name + ".work") / "parts").glob("part-*.parquet"))
+
+
+@contextmanager
+def _as_process(folder: Path, stdin: bytes, env: Mapping[str, str] | None) -> Iterator[tuple[io.BytesIO, io.BytesIO]]:
+    """Give a command its own streams, folder and environment; modules that it imports from the folder are dropped."""
+    stdout, stderr = io.BytesIO(), io.BytesIO()
+    streams = {
+        "stdin": io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"),
+        "stdout": io.TextIOWrapper(stdout, encoding="utf-8"),
+        "stderr": io.TextIOWrapper(stderr, encoding="utf-8", errors="backslashreplace", write_through=True),
+    }
+    importlib.invalidate_caches()
+    with (
+        patch.multiple(sys, dont_write_bytecode=True, path=[*sys.path], **streams),
+        patch.dict(os.environ, env or {}),
+        chdir(folder),
+        warnings.catch_warnings(action="ignore"),
+    ):
+        try:
+            yield stdout, stderr
+        finally:
+            sys.stdout.flush()
+            for stream in streams.values():
+                stream.detach()
+            for name, module in [*sys.modules.items()]:
+                if str(getattr(module, "__file__", None) or "").startswith(f"{folder}{os.sep}"):
+                    del sys.modules[name]
 
 
 def batchgen(arguments: Sequence[object], folder: Path, **more: Any) -> subprocess.CompletedProcess[str]:
     """Run the console script's entry point in a fresh interpreter."""
     words = [sys.executable, "-c", "from batchgen.cli.app import main; main()", *map(str, arguments)]
     return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=SECONDS, check=False, **more)
+
+
+_BEFORE_TORCH = """
+import io, json, sys
+from contextlib import redirect_stderr
+from batchgen.cli.app import run_command
+found = []
+for words in json.load(sys.stdin):
+    with redirect_stderr(io.StringIO()) as stderr:
+        code = run_command(words)
+    heavy = sorted({"torch", "transformers", "xgrammar"} & set(sys.modules))
+    found.append([code, stderr.getvalue(), heavy])
+json.dump(found, sys.stdout)
+"""
+
+
+def refused_before_torch(lines: Sequence[Sequence[object]], folder: Path) -> list[ProcessResult]:
+    """Run command lines one after the other in a fresh interpreter, none of which may import torch."""
+    given = json.dumps([list(map(str, words)) for words in lines])
+    words = [sys.executable, "-c", _BEFORE_TORCH]
+    done = subprocess.run(words, cwd=folder, input=given, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = []
+    for words, (code, stderr, heavy) in zip(lines, json.loads(done.stdout), strict=True):
+        assert not heavy, f"{words} imported {heavy}"
+        found.append(ProcessResult(code, "", stderr))
+    return found
 
 
 def _child(words: list[str], folder: str, streams: str, env: dict[str, str], file_size: int | None) -> None:

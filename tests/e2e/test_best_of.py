@@ -142,17 +142,3 @@ def test_stop_on_repeat_ends_a_repeating_sample(model: Path, name: str) -> None:
         assert after.stop_kind is after.matched_stop is None
         assert (before.text or "").startswith((after.text or "").rstrip("\ufffd"))
     assert ended >= 3
-
-
-def test_stop_on_repeat_is_part_of_the_job(model: Path, tmp_path: Path) -> None:
-    source = write_lines(
-        tmp_path / "in.jsonl", [{"text": "x", "temperature": 0, "max_new_tokens": 64, "ignore_eos": True}]
-    )
-    command = ["run", source, "--model", model, "--dtype", "float32", "-o", "out.parquet"]
-    run([*command, "--stop-on-repeat", "4"], tmp_path)
-    (row,) = rows_of(tmp_path / "out.parquet")
-    ids = row["output_ids"]
-    reason = "repetition" if any(brute_force(ids[:k], 4) for k in range(len(ids) + 1)) else "length"
-    assert row["finish_reason"] == reason
-    assert not any(brute_force(ids[:k], 4) for k in range(len(ids)))
-    assert "not this job's output" in run(command, tmp_path, expect=2).stderr

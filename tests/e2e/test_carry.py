@@ -14,7 +14,7 @@ import pytest
 
 from batchgen.data.write.schema import SCHEMA
 from tests.e2e.rows import prompts, read, write_lines
-from tests.e2e.runner import run, start
+from tests.e2e.runner import interrupt, parts_of, run
 
 F32 = ["--dtype", "float32", "--max-new-tokens", "4"]
 COUNT = 40
@@ -88,11 +88,8 @@ def test_parquet_columns_keep_their_types(model: Path, source: Path, tmp_path: P
 def test_parts_have_the_columns_and_jobs_resume(model: Path, source: Path, tmp_path: Path) -> None:
     names = ["moment", "big", "kind"]
     command = ["run", source, "--model", model, "--dtype", "float32", "-o", "out.parquet", "--max-new-tokens", "60"]
-    job = start([*command, "--carry", ",".join(names), "--max-num-seqs", "2", "--commit-every", "2"], tmp_path)
-    parts = tmp_path / "out.parquet.work" / "parts"
-    job.wait_for(lambda: parts.is_dir() and len(list(parts.glob("part-*.parquet"))) >= 2)
-    assert job.kill_after(0)
-    part = pq.read_schema(min(parts.glob("part-*.parquet")))
+    interrupt([*command, "--carry", ",".join(names)], tmp_path)
+    part = pq.read_schema(parts_of(tmp_path / "out.parquet")[0])
     assert part.names == [*SCHEMA.names, *names]
     assert "--carry" in run([*command, "--carry", "moment"], tmp_path, expect=2).stderr
     run([*command, "--carry", ",".join(names)], tmp_path)
@@ -101,10 +98,7 @@ def test_parts_have_the_columns_and_jobs_resume(model: Path, source: Path, tmp_p
 
 def test_a_job_resumed_anyway_lacks_what_was_not_carried(model: Path, source: Path, tmp_path: Path) -> None:
     command = ["run", source, "--model", model, "--dtype", "float32", "-o", "out.parquet", "--max-new-tokens", "60"]
-    job = start([*command, "--carry", "small", "--max-num-seqs", "2", "--commit-every", "2"], tmp_path)
-    parts = tmp_path / "out.parquet.work" / "parts"
-    job.wait_for(lambda: parts.is_dir() and len(list(parts.glob("part-*.parquet"))) >= 2)
-    assert job.kill_after(0)
+    interrupt([*command, "--carry", "small"], tmp_path)
     run([*command, "--carry", "small,name", "--resume-anyway"], tmp_path)
     table = read(tmp_path / "out.parquet")
     assert table["small"].to_pylist() == [KEPT["small"][1][row % 3] for row in table["row_index"].to_pylist()]

@@ -64,13 +64,3 @@ def test_the_sample_file_by_the_console_script(tmp_path: Path) -> None:
     assert share >= 0.9, by_task
     footer = run(["show", "prompts.out.parquet", "--row", "0"], tmp_path)
     assert footer.stdout
-
-
-def test_results_do_not_depend_on_the_batch(tmp_path: Path) -> None:
-    """In float32, one row at a time and all rows at once."""
-    source = write_lines(tmp_path / "in.jsonl", rows("heldout", 48, seed=2))
-    texts = []
-    for name, more in {"one": ["--max-num-seqs", "1"], "all": ["--page-size", "4"]}.items():
-        run(["run", source, "-o", f"{name}.parquet", "--dtype", "float32", *more], tmp_path)
-        texts.append([(row["text"], row["output_ids"]) for row in rows_of(tmp_path / f"{name}.parquet")])
-    assert texts[0] == texts[1]

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from tests.e2e.rows import rows_of, write_lines
-from tests.e2e.runner import run, start
+from tests.e2e.runner import run
 from tests.models.adapters import base_model
 
 GREEDY = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
@@ -63,19 +63,6 @@ def test_all_sources_of_embeddings_give_the_same_tokens(command: list[Any], tabl
         assert {(row["prompt"], row["prompt_ids"]) for row in rows} == {(None, None)}
         assert [row["prompt_tokens"] for row in rows] == [len(ids(i)) for i in range(count)]
     run(["verify", "out.parquet", "--rows", "4"], tmp_path, expect=None)
-
-
-def test_a_killed_run_resumes(command: list[Any], table: np.ndarray, tmp_path: Path) -> None:
-    lines = [{"id": str(i), "input_embeds": table[ids(i)].tolist(), **GREEDY} for i in range(30)]
-    write_lines(tmp_path / "in.jsonl", lines)
-    run(["run", "in.jsonl", "-o", "whole.parquet", *command], tmp_path)
-    parts = tmp_path / "out.parquet.work" / "parts"
-    arguments = ["run", "in.jsonl", "-o", "out.parquet", *command]
-    job = start([*arguments, "--commit-every", "3", "--max-num-seqs", "3"], tmp_path)
-    job.wait_for(lambda: len(list(parts.glob("part-*.parquet"))) >= 2)
-    assert job.kill_after(0)
-    run(arguments, tmp_path)
-    assert outputs(tmp_path / "out.parquet") == outputs(tmp_path / "whole.parquet")
 
 
 @pytest.mark.field("input_embeds")

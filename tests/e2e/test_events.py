@@ -20,7 +20,7 @@ from batchgen.job.events import open_events
 from batchgen.request.completion import StreamEvent
 from tests.e2e.engines import ENGINES, build, outcomes
 from tests.e2e.rows import prompts, rows_of, write_lines
-from tests.e2e.runner import run, start
+from tests.e2e.runner import run
 
 Key = tuple[int, int, int]
 
@@ -160,28 +160,6 @@ def test_a_file_of_events_and_stdout(model: Path, tmp_path: Path) -> None:
     errors = [row["error"] for row in rows_of(tmp_path / "c.parquet") if row["error"] is not None]
     assert {error["param"] for error in errors} == {"stream"}
     assert len(errors) == sum(row["stream"] for row in streaming_rows(24))
-
-
-@pytest.mark.field("stream")
-def test_a_resumed_job_appends_to_its_events(model: Path, tmp_path: Path) -> None:
-    rows = [{**row, "max_new_tokens": 60, "ignore_eos": True, "n": 1} for row in streaming_rows(120)]
-    source = write_lines(tmp_path / "in.jsonl", rows)
-    command = ["run", source, "--model", model, "--dtype", "float32", "-o", "out.parquet", "--events", "events.jsonl"]
-    job = start([*command, "--max-num-seqs", "8", "--commit-every", "10"], tmp_path)
-    parts = tmp_path / "out.parquet.work" / "parts"
-    job.wait_for(lambda: parts.is_dir() and len(list(parts.glob("part-*"))) >= 2)
-    assert job.kill_after(0)
-    with (tmp_path / "events.jsonl").open("ab") as file:
-        file.write(b'{"event":"token","id":"cut o')
-    run(command, tmp_path)
-    last: dict[Any, list[dict[str, Any]]] = {}
-    for event in lines((tmp_path / "events.jsonl").read_text()):
-        key = event["row_index"], event["sample_index"]
-        if event["event"] == "token" and event["position"] == 0:
-            last[key] = []  # a recomputed row writes all its events again
-        last.setdefault(key, []).append(event)
-    assert len(last) == sum(row["stream"] for row in rows)
-    check([event for found in last.values() for event in found], tmp_path / "out.parquet")
 
 
 def test_events_do_not_overwrite_the_jobs_files(model: Path, tmp_path: Path) -> None:

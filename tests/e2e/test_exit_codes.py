@@ -147,7 +147,8 @@ def test_5_disk_full(model: Path, tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in.jsonl", mixed_lines(300, seed=1))
     arguments = ["run", source, "-o", "out.parquet", "--model", model, *F32, "--commit-every", "40"]
     for size in (3_000, 12_000, 24_000, 64_000):
-        done = run(arguments, tmp_path, expect=5, file_size=size)
+        done = start(arguments, tmp_path, file_size=size).wait()
+        assert done.code == 5, done.stderr
         line = one_line(done.stderr)
         assert "cannot be written (File too large)" in line
         assert "Free some space and run the same command again" in line

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from base64 import b64encode
 from pathlib import Path
 from random import Random
@@ -22,10 +21,10 @@ from transformers import AutoModelForCausalLM
 from batchgen.data.write.durable_files import read_footer
 from batchgen.data.write.states import states_part
 from tests.e2e.rows import prompts, read, write_lines
-from tests.e2e.runner import run, start
+from tests.e2e.runner import run
 from tests.models.tiny import save_tiny
 
-ROWS = 120
+ROWS = 60
 F32 = ["--dtype", "float32"]
 OPTIONS = [*F32, "--commit-every", "8", "--commit-seconds", "0.1", "--max-num-seqs", "6", "--include-prompt-ids"]
 TOLERANCE = 1e-4
@@ -115,7 +114,7 @@ def test_the_file_contains_the_requested_states(uninterrupted: UninterruptedRun,
             np.testing.assert_allclose(
                 np.array(got["values"]).reshape(want.shape), want, atol=TOLERANCE, rtol=TOLERANCE
             )
-    assert expected == len(states) > 100
+    assert expected == len(states) > 50
 
 
 def test_four_readers_read_the_same_values(uninterrupted: UninterruptedRun, tmp_path: Path) -> None:
@@ -133,45 +132,6 @@ def test_four_readers_read_the_same_values(uninterrupted: UninterruptedRun, tmp_
     }
     for name, lists in found.items():
         assert lists == [row["values"] for row in uninterrupted.states], name
-
-
-@pytest.mark.parametrize(("jobs", "kills"), [(1, 3), pytest.param(4, 8, marks=pytest.mark.slow)])
-def test_kills_while_states_are_committed(
-    uninterrupted: UninterruptedRun, tmp_path: Path, jobs: int, kills: int
-) -> None:
-    """Each kill comes when a number of states files exist, with or without the part of their rows."""
-    rng = Random(5)
-    killed = 0
-    for number in range(jobs):
-        out = tmp_path / f"out{number}.parquet"
-        work = out.with_name(out.name + ".work")
-        for _ in range(kills):
-            wanted = len([*work.glob("states/*.states")]) + rng.randint(1, 3)
-            job = start([*uninterrupted.arguments, out], tmp_path)
-            while job.alive and len([*work.glob("states/*.states")]) < wanted:
-                time.sleep(0.001)
-            if not job.kill_after(0):
-                break
-            killed += 1
-            for part in work.glob("parts/part-*.parquet"):
-                count = int((pq.read_metadata(part).metadata or {}).get(b"batchgen.states", 0))
-                assert states_part(part).exists() == (count > 0), "states are committed before their rows"
-        run([*uninterrupted.arguments, out], tmp_path)
-        assert [r["row_index"] for r in read(out).to_pylist()] == [r["row_index"] for r in uninterrupted.results]
-        states = out.with_name(f"out{number}.hidden.parquet")
-        assert_same_states(pq.read_table(states).to_pylist(), uninterrupted.states)
-        assert not work.exists()
-    assert killed >= 2 * jobs
-
-
-def test_shards_and_merge(uninterrupted: UninterruptedRun, tmp_path: Path) -> None:
-    for i in range(2):
-        run([*uninterrupted.arguments, "out.parquet", "--shard", f"{i}/2"], tmp_path)
-    names = [f"part-0000{i}-of-00002.parquet" for i in range(2)]
-    assert sorted(p.name for p in (tmp_path / "out.parquet").iterdir()) == names
-    assert sorted(p.name for p in (tmp_path / "out.hidden.parquet").iterdir()) == names
-    run(["merge", "out.parquet", "-o", "merged.parquet"], tmp_path)
-    assert_same_states(pq.read_table(tmp_path / "merged.hidden.parquet").to_pylist(), uninterrupted.states)
 
 
 def test_a_finished_job_does_nothing(uninterrupted: UninterruptedRun, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The loop that reads each step after the next one is issued, compared with one that waits: 1,000 random mixed rows.
+"""The loop that reads each step after the next one is issued, compared with one that waits: 400 random mixed rows.
 
 A fake device computes on the CPU and delays its copies: reading a copy before waiting for it gives poison values, and
 writing to the source of a pending copy is an error.
@@ -20,7 +20,7 @@ from tests.e2e.mixed import mixed_options, mixed_rows
 from tests.e2e.same import RunResult, assert_equal
 from tests.engine.fake_device import LateDevice
 
-ROWS = {"native": 1000, "transformers": 60}
+ROWS = {"native": 400, "transformers": 60}
 PAGES = {"native": 64, "transformers": 34}
 """Pages of the pool: so few that samples of the native path are preempted."""
 

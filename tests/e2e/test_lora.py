@@ -10,7 +10,7 @@ import pytest
 
 from batchgen.data.write.durable_files import read_footer
 from tests.e2e.rows import read, rows_of, write_lines
-from tests.e2e.runner import batchgen, run, start
+from tests.e2e.runner import run
 from tests.models.adapters import KINDS, edit_config, save_adapter
 
 GREEDY = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
@@ -69,16 +69,6 @@ def test_a_run_with_adapters(command: list[Any], tmp_path: Path, adapters: Path)
     assert texts(tmp_path / "out.parquet") == found
 
 
-def test_a_killed_run_resumes(command: list[Any], tmp_path: Path) -> None:
-    run([*command[:3], "whole.parquet", *command[4:]], tmp_path)
-    parts = tmp_path / "out.parquet.work" / "parts"
-    job = start([*command, "--commit-every", "3", "--max-num-seqs", "3"], tmp_path)
-    job.wait_for(lambda: len(list(parts.glob("part-*.parquet"))) >= 2)
-    assert job.kill_after(0)
-    run(command, tmp_path)
-    assert texts(tmp_path / "out.parquet") == texts(tmp_path / "whole.parquet")
-
-
 @pytest.mark.parametrize("change", ["weights", "name", "fewer"])
 def test_other_adapters_are_another_job(command: list[Any], tmp_path: Path, adapters: Path, change: str) -> None:
     run(command, tmp_path)
@@ -122,15 +112,13 @@ def test_unknown_adapters_are_row_errors(command: list[Any], tmp_path: Path) -> 
 def test_an_invalid_adapter_ends_the_run_before_rows_are_read(
     model: Path, adapters: Path, tmp_path: Path, command: list[Any]
 ) -> None:
-    """Exit code 6 in a fresh interpreter, and no work folder."""
     edit_config(save_adapter(model, tmp_path / "dora", **KINDS["two"]), use_dora=True)
     for path, message in (
         (tmp_path / "dora", "use_dora"),
         (tmp_path / "none", "there is no folder"),
         (model, "adapter_con"),
     ):
-        done = batchgen([*command[:8], "--lora", f"bad={path}"], tmp_path)
-        assert done.returncode == 6, done.stderr
+        done = run([*command[:8], "--lora", f"bad={path}"], tmp_path, expect=6)
         assert "The adapter bad (--lora) cannot be used" in done.stderr
         assert message in done.stderr
         assert not (tmp_path / "out.parquet.work").exists()

@@ -31,13 +31,12 @@ def test_ids_are_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module:
     plan, calls = module.plan_workload, []
 
     def watched(table: Any, *arguments: Any, **options: Any) -> Any:
-        calls.append((type(backing(table.tokens)), len(table.tokens), len(table._tokens)))
+        calls.append((type(backing(table.tokens)), len(table.tokens)))
         return plan(table, *arguments, **options)
 
     monkeypatch.setattr(module, "plan_workload", watched)
     output = ["-o", str(tmp_path / "out.parquet"), "--device", "cpu"] if command == "run" else ["--device", "cpu"]
     assert run_command([command, str(source), *output]) == 0
-    [(owner, ids, buffered)] = calls
+    [(owner, ids)] = calls
     assert owner is mmap.mmap
     assert ids > 5 * len(ROWS)
-    assert buffered == 0

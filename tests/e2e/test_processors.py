@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.e2e.rows import rows_of, write_lines
-from tests.e2e.runner import run
+from tests.e2e.runner import refused_before_torch, run
 
 CODE = """
 import helper_of_mine
@@ -115,75 +113,23 @@ def test_verify_runs_only_processors_that_are_named_on_its_command_line(model: P
     assert "has changed since the run" in run(["verify", "out.parquet", *NAMED], folder, expect=2).stderr
 
 
-SCRIPT = """
-import sys
-from batchgen.cli.app import run_command
-status = run_command(sys.argv[1:])
-assert not {"torch", "transformers"} & set(sys.modules), "imported before the refusal"
-sys.exit(status)
-"""
+INVALID = {
+    "nowhere:f": "cannot import `nowhere`: ModuleNotFoundError",
+    "mine:f": "`mine` has no `f`",
+    "mine:number": "`number` of `mine` is not a function (it is int)",
+    "broken:f": "cannot import `broken`: ZeroDivisionError",
+    "quits:f": "cannot import `quits`: SystemExit",
+    "mine": "must be NAME=module:function",
+}
 
 
-@pytest.mark.parametrize("subcommand", ["run", "check"])
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        ("nowhere:f", "cannot import `nowhere`: ModuleNotFoundError"),
-        ("mine:f", "`mine` has no `f`"),
-        ("mine:number", "`number` of `mine` is not a function (it is int)"),
-        ("broken:f", "cannot import `broken`: ZeroDivisionError"),
-        ("quits:f", "cannot import `quits`: SystemExit"),
-        ("mine", "must be NAME=module:function"),
-    ],
-)
-def test_invalid_processors_are_refused_before_torch_is_imported(
-    folder: Path, model: Path, subcommand: str, target: str, message: str
-) -> None:
+def test_invalid_processors_are_refused_before_torch_is_imported(folder: Path, model: Path) -> None:
     (folder / "broken.py").write_text("1 / 0\n")
     (folder / "quits.py").write_text("import sys\nsys.exit(0)\n")
-    words = [subcommand, "in.jsonl", "--model", str(model), "--logit-processor", f"only={target}"]
-    done = subprocess.run([sys.executable, "-c", SCRIPT, *words], cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 2, done.stderr
-    assert message in done.stderr
-    assert f"only={target}" in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
-@pytest.mark.field("repetition_penalty", "frequency_penalty", "presence_penalty")
-def test_penalty_options_are_defaults_of_the_rows(model: Path, tmp_path: Path) -> None:
-    fields = {"repetition_penalty": 1.6, "frequency_penalty": 0.5, "presence_penalty": -0.25}
-    base = {"text": "The quick brown fox", "temperature": 0, "max_new_tokens": 20, "ignore_eos": True}
-    options = ["--repetition-penalty", "1.6", "--frequency-penalty", "0.5", "--presence-penalty", "-0.25"]
-    common = ["--model", model, "--dtype", "float32", "--return-logprob", "--logprobs-mode", "processed"]
-    scope = ["--repetition-penalty-scope", "prompt+output"]
-    write_lines(tmp_path / "fields.jsonl", [base | fields, base])
-    write_lines(tmp_path / "flags.jsonl", [base, base | {name: int(name[0] == "r") for name in fields}])
-    run(["run", "fields.jsonl", "-o", "fields.parquet", *common, *scope], tmp_path)
-    run(["run", "flags.jsonl", "-o", "flags.parquet", *common, *scope, *options], tmp_path)
-    by_field, by_flag = rows_of(tmp_path / "fields.parquet"), rows_of(tmp_path / "flags.parquet")
-    for a, b in zip(by_field, by_flag, strict=True):
-        assert (a["output_ids"], a["output_logprobs"]) == (b["output_ids"], b["output_logprobs"])
-    assert by_field[0]["output_ids"] != by_field[1]["output_ids"]
-    run(["run", "fields.jsonl", "-o", "narrow.parquet", *common], tmp_path)
-    assert rows_of(tmp_path / "narrow.parquet")[0]["output_ids"] != by_field[0]["output_ids"]
-    for name, wide in (("fields", "prompt+output"), ("narrow", "output")):
-        footer = json.loads(pq.read_schema(tmp_path / f"{name}.parquet").metadata[b"batchgen.run"])
-        assert footer["logprobs_mode"] == "processed"
-        assert footer["configuration"]["options"]["repetition_penalty_scope"]["value"] == wide
-
-
-@pytest.mark.field("token_ids_logprob")
-def test_logprobs_of_named_ids_are_written(model: Path, tmp_path: Path) -> None:
-    ids = [50, 9, 50]
-    vocab = json.loads((model / "config.json").read_text())["vocab_size"]
-    base = {"text": "The quick", "temperature": 0, "max_new_tokens": 4, "ignore_eos": True, "return_logprob": True}
-    write_lines(tmp_path / "in.jsonl", [base | {"token_ids_logprob": ids, "top_logprobs_num": vocab}, base])
-    run(["run", "in.jsonl", "-o", "out.parquet", "--model", model, "--dtype", "float32"], tmp_path)
-    with_ids, plain = rows_of(tmp_path / "out.parquet")
-    assert plain["output_ids_logprobs"] is None
-    found = with_ids["output_ids_logprobs"]
-    assert len(found) == 4 * 3
-    for position in range(4):
-        at = slice(vocab * position, vocab * (position + 1))
-        of = dict(zip(with_ids["output_top_ids"][at], with_ids["output_top_logprobs"][at], strict=True))
-        assert found[3 * position : 3 * position + 3] == [of[token] for token in ids]
+    cases = [(command, target) for command in ("run", "check") for target in INVALID]
+    lines = [[command, "in.jsonl", "--model", model, "--logit-processor", f"only={t}"] for command, t in cases]
+    for (_, target), done in zip(cases, refused_before_torch(lines, folder), strict=True):
+        assert done.code == 2, done.stderr
+        assert INVALID[target] in done.stderr
+        assert f"only={target}" in done.stderr
+        assert done.stderr.count("\n") == 1

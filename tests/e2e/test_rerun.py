@@ -12,11 +12,12 @@ from safetensors.torch import load_file, save_file
 
 from batchgen.config.run_config import EngineConfig, RunConfig
 from batchgen.errors import UsageError
+from batchgen.job.preflight import preflight
 from batchgen.job.run import run_job
 from batchgen.job.signals import StopRequest
 from tests.e2e.model import save_model
 from tests.e2e.rows import assert_same, mixed_lines, prompts, read, rows_of, write_lines
-from tests.e2e.runner import run, start
+from tests.e2e.runner import interrupt, parts_of, run
 
 GREEDY = {"temperature": 0, "max_new_tokens": 6}
 LONG = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
@@ -29,18 +30,9 @@ def base(model: Path, tmp_path: Path) -> list[Any]:
     return ["run", "in.jsonl", "-o", "out.parquet", "--model", model, "--dtype", "float32"]
 
 
-def interrupted(arguments: list[Any], folder: Path) -> int:
-    """Kill a run when four parts are committed; return the number of parts."""
-    return kill_after_parts(arguments, folder, 4)
-
-
-def kill_after_parts(arguments: list[Any], folder: Path, parts: int) -> int:
-    """`kill -9` a run when at least `parts` parts are committed; return their number."""
-    work = folder / "out.parquet.work" / "parts"
-    job = start([*arguments, "--commit-every", "5", "--max-num-seqs", "4"], folder)
-    job.wait_for(lambda: len(list(work.glob("part-*.parquet"))) >= parts)
-    assert job.kill_after(0)
-    return len(list(work.glob("part-*.parquet")))
+def interrupted(arguments: list[Any], folder: Path, parts: int = 4) -> int:
+    """Stop a run when at least `parts` parts are committed; return their number."""
+    return interrupt(arguments, folder, parts=parts)
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +54,10 @@ def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
         ["--max-model-len", "200"],
         ["--dtype", "bfloat16"],
         ["--on-duplicate-id", "allow"],
+        ["--stop-on-repeat", "4"],
+        ["--lenient-schemas"],
+        ["--logprobs-mode", "processed"],
+        ["--repetition-penalty-scope", "prompt+output"],
     ],
     ids=lambda changed: changed[0],
 )
@@ -125,7 +121,7 @@ def test_the_refusal_of_unfinished_work_names_the_differences(
         stream.write(b'{"text": "one more", "temperature": 0}\n')
     done = run(base, tmp_path, expect=2)
     assert "(different: input files)" in done.stderr
-    assert len(list((tmp_path / "out.parquet.work" / "parts").glob("part-*.parquet"))) == parts
+    assert len(parts_of(tmp_path / "out.parquet")) == parts
     write_lines(tmp_path / "in.jsonl", mixed_lines(80, seed=4))
     run(base, tmp_path)
     (tmp_path / "expected.parquet").write_bytes(finished)
@@ -169,7 +165,7 @@ def test_a_usage_error_after_generation_keeps_committed_parts(
     source = write_lines(tmp_path / "in.jsonl", [{"text": text, **GREEDY} for text in prompts(3, 6)])
     engine = EngineConfig(model=str(model), dtype="float32")
     with pytest.raises(UsageError, match="made up"):
-        run_job(RunConfig((str(source),), tmp_path / "out.parquet", engine, progress="none"), StopRequest())
+        run_job(preflight(RunConfig((str(source),), tmp_path / "out.parquet", engine, progress="none")), StopRequest())
     (part,) = (tmp_path / "out.parquet.work" / "parts").iterdir()
     assert len(rows_of(part)) == 3
 
@@ -256,7 +252,7 @@ def test_overwrite_recomputes_rows_that_a_retry_copied_from_the_output(model: Pa
     base = ["run", "in.jsonl", "-o", "out.parquet", "--model", model, "--dtype", "float32"]
     run(base, tmp_path)
     whole, before = read(tmp_path / "out.parquet"), (tmp_path / "out.parquet").stat().st_ino
-    kill_after_parts([*base, "--retry-errors"], tmp_path, 1)
+    interrupted([*base, "--retry-errors"], tmp_path, 1)
     report = run([*base, "--overwrite", "--report", "-"], tmp_path).report
     assert (report["rows_resumed"], report["rows_ok"]) == (0, 99)
     assert (tmp_path / "out.parquet").stat().st_ino != before
@@ -269,7 +265,7 @@ def test_a_finished_job_keeps_the_work_folder_of_an_unfinished_overwrite(
     (tmp_path / "out.parquet").write_bytes(finished)
     kept = interrupted([*base, "--overwrite"], tmp_path)
     assert run([*base, "--report", "-"], tmp_path).report["already_done"]
-    assert len(list((tmp_path / "out.parquet.work" / "parts").glob("part-*.parquet"))) == kept
+    assert len(parts_of(tmp_path / "out.parquet")) == kept
     assert run([*base, "--overwrite", "--report", "-"], tmp_path).report["rows_resumed"] > 0
     assert not (tmp_path / "out.parquet.work").exists()
 
@@ -284,13 +280,13 @@ def test_overwrite_after_resume_anyway_does_not_mix_jobs(model: Path, tmp_path: 
     (tmp_path / "out.parquet").write_bytes(b"an older output")
     first = interrupted([*base, "--overwrite"], tmp_path)
     run([*base, "--limit", "1", "--resume-anyway"], tmp_path, expect=2)
-    assert kill_after_parts([*base, "--overwrite"], tmp_path, first + 2) > first, (
+    assert interrupted([*base, "--overwrite"], tmp_path, first + 2) > first, (
         "the job's own work, to which the refused run added nothing"
     )
-    kept = kill_after_parts([*second, "--resume-anyway"], tmp_path, first + 4)
+    kept = interrupted([*second, "--resume-anyway"], tmp_path, first + 4)
     refused = run(base, tmp_path, expect=2)
     assert "belongs to a different job. Continue it with --resume-anyway" in refused.stderr
-    assert len(list((tmp_path / "out.parquet.work" / "parts").glob("part-*.parquet"))) == kept
+    assert len(parts_of(tmp_path / "out.parquet")) == kept
     report = run([*second, "--overwrite", "--report", "-"], tmp_path).report
     assert report["rows_resumed"] == 0
     assert_same(read(tmp_path / "out.parquet"), read(tmp_path / "whole.parquet"))

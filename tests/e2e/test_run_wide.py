@@ -54,6 +54,10 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
         {"custom_logit_processor": "boost", "custom_params": {"token": 41, "by": 3}},
     ),
     "adapter": (["--lora-path", "fr"], {"lora_path": "fr"}),
+    "penalties": (
+        ["--repetition-penalty", "1.6", "--frequency-penalty", "0.5", "--presence-penalty", "-0.25"],
+        {"repetition_penalty": 1.6, "frequency_penalty": 0.5, "presence_penalty": -0.25},
+    ),
 }
 
 
@@ -86,6 +90,7 @@ def states(path: Path, name: str) -> list[dict[str, Any]]:
 @pytest.mark.field("logit_bias", "bad_words", "allowed_token_ids", "token_ids_logprob", "echo")
 @pytest.mark.field("spaces_between_special_tokens", "json_schema", "regex", "ebnf", "structural_tag", "choice")
 @pytest.mark.field("return_hidden_states", "lora_path", "custom_logit_processor", "custom_params")
+@pytest.mark.field("repetition_penalty", "frequency_penalty", "presence_penalty")
 @pytest.mark.parametrize("name", CASES)
 def test_an_option_equals_the_field(name: str, model: Path, files: Path, tmp_path: Path) -> None:
     for file in ("schema.json", "answer.gbnf"):

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from batchgen.text.tokenizer import Tokenizer
-from tests.e2e.rows import assert_same, read, rows_of, write_lines
-from tests.e2e.runner import run, start
+from tests.e2e.rows import rows_of, write_lines
+from tests.e2e.runner import run
 
 SCORING = pytest.mark.field("completion", "completions")
 F32 = ["--dtype", "float32"]
@@ -60,59 +60,6 @@ def test_columns_of_scoring_rows(model: Path, tmp_path: Path) -> None:
     )
 
 
-@SCORING
-def test_scores_are_the_prompt_logprobs_of_the_concatenated_text(model: Path, tmp_path: Path) -> None:
-    """A completion's logprobs equal those at the end of the concatenated prompt."""
-    logprob_fields = {"max_new_tokens": 0, "return_logprob": True, "top_logprobs_num": 1}
-    texts = [" brown fox jumps", "ly done", " zażółć"]
-    rows: list[dict[str, Any]] = [
-        {"id": "scores", "text": "The quick", "completions": texts},
-        *({"id": text, "text": "The quick" + text, **logprob_fields, "logprob_start_len": 0} for text in texts),
-        {
-            "custom_id": "openai",
-            "method": "POST",
-            "url": "/v1/completions",
-            "body": {"prompt": "The quick" + texts[0], "max_tokens": 0, "echo": True, "logprobs": 1},
-        },
-    ]
-    write_lines(tmp_path / "in.jsonl", rows)
-    run(["run", "in.jsonl", "-o", "out.parquet", "--model", model, *F32, "--include-prompt-ids"], tmp_path)
-    scored, *whole, openai = rows_of(tmp_path / "out.parquet")
-    end = 0
-    for score, row in zip(scored["scores"], whole, strict=True):
-        tokens = score["tokens"]
-        expected = scored["score_logprobs"][end : end + tokens]
-        end += tokens
-        assert row["input_logprobs"][0] is row["input_top_ids"][0] is None
-        assert row["input_logprobs"][-tokens:] == pytest.approx(expected, abs=1e-4)
-        assert score["sum"] == pytest.approx(sum(expected), abs=1e-4)
-        assert score["is_greedy"] == (row["input_top_ids"][-tokens:] == row["prompt_ids"][-tokens:])
-    assert openai["input_logprobs"][0] is None
-    assert openai["input_logprobs"][1:] == pytest.approx(whole[0]["input_logprobs"][1:], abs=1e-4)
-    assert openai["text"] == "The quick" + texts[0]
-
-
-@SCORING
-@pytest.mark.field("logprob_start_len")
-def test_a_resumed_job_equals_one_that_was_not_killed(model: Path, tmp_path: Path) -> None:
-    """A job that is killed and run again has the same rows as one that was not."""
-    rows: list[dict[str, Any]] = []
-    for i in range(400):
-        text = f"The quick brown fox number {i % 97}"
-        rows.append({"text": [text, text + "!"], "completions": [" and", f" {i}", [7, 8]]})
-        rows.append({"text": text, "max_new_tokens": i % 2, "return_logprob": True, "logprob_start_len": i % 3})
-    source = write_lines(tmp_path / "in.jsonl", rows)
-    arguments = ["run", source, "--model", model, *F32, "--commit-every", "50", "--max-num-seqs", "4"]
-    run([*arguments, "-o", "whole.parquet"], tmp_path)
-    job = start([*arguments, "-o", "cut.parquet"], tmp_path)
-    parts = tmp_path / "cut.parquet.work" / "parts"
-    job.wait_for(lambda: len(list(parts.glob("part-*"))) >= 2)
-    assert job.kill_after(0.0), "the job ended before the kill"
-    report = run([*arguments, "-o", "cut.parquet", "--report", "-"], tmp_path).report
-    assert 0 < report["rows_resumed"] < len(rows)
-    assert_same(read(tmp_path / "cut.parquet"), read(tmp_path / "whole.parquet"))
-
-
 def test_a_row_is_done_once_all_texts_of_its_prompts_are_scored(model: Path, tmp_path: Path) -> None:
     texts = [" and", " on", [7, 8]]
     rows: list[dict[str, Any]] = [{"text": f"The quick {i}", "completions": texts} for i in range(10)]
@@ -137,30 +84,3 @@ def test_check_counts_the_tokens_and_bytes_of_scoring_rows(model: Path, tmp_path
     without = write_lines(tmp_path / "less.jsonl", [{**rows[0], "completions": [[7] * 5]}, rows[1]])
     less = json.loads(run(["check", without, "--model", model, "--json"], tmp_path).stdout)
     assert report["estimated_output_bytes"] - less["estimated_output_bytes"] == 21 + 4 * 10
-
-
-@pytest.mark.field("max_new_tokens", "best_of", "logprob_start_len")
-def test_max_new_tokens_0_gives_prompt_logprobs_for_every_sample(model: Path, tmp_path: Path) -> None:
-    logprob_fields = {"text": "The quick brown", "max_new_tokens": 0, "return_logprob": True, "logprob_start_len": 0}
-    rows: list[dict[str, Any]] = [
-        logprob_fields,
-        {**logprob_fields, "n": 2},
-        {**logprob_fields, "n": 2, "best_of": 3},
-        {**logprob_fields, "echo": True},
-    ]
-    write_lines(tmp_path / "in.jsonl", rows)
-    run(["run", "in.jsonl", "-o", "out.parquet", "--model", model, *F32], tmp_path)
-    found = rows_of(tmp_path / "out.parquet")
-    assert [(row["row_index"], row["sample_index"]) for row in found] == [
-        (0, 0),
-        (1, 0),
-        (1, 1),
-        (2, 0),
-        (2, 1),
-        (3, 0),
-    ]
-    assert [row["text"] for row in found] == [""] * 5 + ["The quick brown"]
-    for row in found:
-        assert (row["error"], row["completion_tokens"], row["output_ids"]) == (None, 0, [])
-        assert row["input_logprobs"] == found[0]["input_logprobs"]
-        assert len(row["input_logprobs"]) == row["prompt_tokens"]

@@ -12,8 +12,7 @@ import pytest
 
 from batchgen.engine.engine import Engine
 from batchgen.request.completion import Completion
-from tests.e2e.rows import by_id, prompts, read, rows_of, write_lines
-from tests.e2e.runner import run, start
+from tests.e2e.rows import prompts
 
 ROWS = 96
 RESULT = ("output_ids", "text", "finish_reason", "stop_kind", "matched_stop", "seed")
@@ -112,42 +111,3 @@ def test_samples_differ_and_the_recorded_seed_reproduces_them(engine: Engine) ->
     assert len({tuple(c.output_ids or ()) for c in samples}) == 6
     replayed = list(engine.generate([row | {"id": "y", "n": 6, "seed": samples[0].seed}]))
     assert [list(c.output_ids or ()) for c in replayed] == [list(c.output_ids or ()) for c in samples]
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Path, list[Any]]:
-    """(folder with in.jsonl, arguments without -o)"""
-    folder = tmp_path_factory.mktemp("seeded")
-    source = write_lines(folder / "in.jsonl", sampled_rows())
-    return folder, ["run", source, "--model", model, "--dtype", "float32"]
-
-
-def by_row(path: Path) -> dict[str, tuple[Any, ...]]:
-    return {name: tuple(row[column] for column in RESULT) for name, row in by_id(path).items()}
-
-
-@pytest.mark.field("seed")
-def test_a_resumed_job_equals_single_rows(job: tuple[Path, list[Any]], alone: dict[str, tuple[Any, ...]]) -> None:
-    folder, arguments = job
-    arguments = [*arguments, "-o", "killed.parquet", "--commit-every", "4", "--max-num-seqs", "4"]
-    work = folder / "killed.parquet.work" / "parts"
-    for committed in (2, 6):
-        attempt = start(arguments, folder)
-        attempt.wait_for(lambda n=committed: len(list(work.glob("part-*.parquet"))) >= n)  # type: ignore[misc]
-        assert attempt.kill_after(0)
-    run(arguments, folder)
-    assert by_row(folder / "killed.parquet") == alone
-
-
-def test_merged_shards_equal_single_rows(job: tuple[Path, list[Any]], alone: dict[str, tuple[Any, ...]]) -> None:
-    folder, arguments = job
-    for index in (2, 0, 1):
-        run([*arguments, "-o", "shards", "--shard", f"{index}/3"], folder)
-    names = [f"part-{i:05d}-of-00003.parquet" for i in range(3)]
-    assert sorted(p.name for p in (folder / "shards").iterdir()) == names
-    assert not (folder / "shards.work").exists()
-    for index, name in enumerate(names):
-        assert {row["row_index"] % 3 for row in rows_of(folder / "shards" / name)} == {index}
-    run(["merge", "shards", "-o", "merged.parquet"], folder)
-    assert by_row(folder / "merged.parquet") == alone
-    assert read(folder / "merged.parquet")["row_index"].to_pylist() == list(range(ROWS))

@@ -19,7 +19,7 @@ from batchgen.job.tokenized_cache import load_tokenized
 from batchgen.text.encode import Encoder
 from batchgen.text.grammar.compiler import GrammarCompiler
 from tests.e2e.rows import assert_same, mixed_lines, prompts, read, rows_of, write_lines
-from tests.e2e.runner import run, start
+from tests.e2e.runner import interrupt, run
 
 OPTIONS = ["--dtype", "float32", "--include-prompt", "--include-prompt-ids"]
 EXTRA: list[bytes | dict[str, Any]] = [
@@ -47,13 +47,10 @@ EXTRA: list[bytes | dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def killed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a job that was killed after some commits."""
+    """A folder with a job that was stopped after some commits."""
     folder = tmp_path_factory.mktemp("killed")
     write_lines(folder / "in.jsonl", [*EXTRA, *mixed_lines(80, seed=4)])
-    ended = start([*command(folder, model), "--commit-every", "5", "--max-num-seqs", "4"], folder)
-    parts = folder / "out.parquet.work" / "parts"
-    ended.wait_for(lambda: len(list(parts.glob("part-*.parquet"))) >= 4)
-    assert ended.kill_after(0)
+    interrupt(command(folder, model), folder, parts=4)
     return folder
 
 
@@ -279,11 +276,9 @@ def test_a_job_with_embeddings_is_read_again(model: Path, tmp_path: Path, reads:
     rows: list[Any] = [{"text": text, **greedy} for text in prompts(120, 6)]
     rows.append({"input_embeds": [[0.01] * 64] * 3, **greedy})
     write_lines(tmp_path / "in.jsonl", rows)
-    ended = start([*command(tmp_path, model)[:6], "--commit-every", "2", "--max-num-seqs", "2"], tmp_path)
-    work = tmp_path / "out.parquet.work"
-    ended.wait_for(lambda: len(list((work / "parts").glob("part-*.parquet"))) >= 4)
-    assert ended.kill_after(0)
-    assert not (work / "tokenized" / "columns.npz").exists()
+    interrupt(command(tmp_path, model)[:6], tmp_path, parts=4)
+    reads.clear()
+    assert not (tmp_path / "out.parquet.work" / "tokenized" / "columns.npz").exists()
     assert run_command([*map(str, command(tmp_path, model)[:6]), "--progress", "none"]) == 0
     assert len(reads) == 1
     assert {row["status"] for row in rows_of(tmp_path / "out.parquet")} == {"ok"}

@@ -10,11 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from openai.types import Completion
-from openai.types.chat import ChatCompletion
 
 from batchgen.demo import model_path
-from tests.e2e.mixed import ADAPTERS, PROCESSOR, mixed_rows
 from tests.e2e.rows import mixed_lines, read, rows_of, write_lines
 from tests.e2e.runner import run
 from tests.models.adapters import KINDS, save_adapter
@@ -109,15 +106,6 @@ def test_a_row_with_a_failed_prompt_is_not_replayed(model: Path, tmp_path: Path)
     assert result == "row 1 (id 'row-1'): same\n1 of 1 rows are the same\n"
 
 
-def test_a_duplicate_default_id_keeps_its_suffix(model: Path, tmp_path: Path) -> None:
-    write_lines(tmp_path / "in.jsonl", [{"id": "row-1", "text": "a"}, {"text": "b"}])
-    options = ["--dtype", "float32", "--attention", "torch", "--max-num-seqs", "1", "--max-new-tokens", "8"]
-    options += ["--temperature", "1", "--on-duplicate-id", "suffix"]
-    run(["run", "in.jsonl", "--model", model, *options], tmp_path)
-    result = run(["verify", "in.out.parquet"], tmp_path).stdout
-    assert result == "row 0 (id 'row-1'): same\nrow 1 (id 'row-1-2'): same\n2 of 2 rows are the same\n"
-
-
 def test_the_seed_chooses_the_rows(done: Path) -> None:
     first, again, other = (run(["verify", "out.parquet", "--rows", "3", "--seed", s], done).stdout for s in "001")
     assert first == again
@@ -186,16 +174,6 @@ def test_adapters_must_be_those_of_the_run(model: Path, tmp_path: Path) -> None:
     assert "adapters" in run(["verify", "in.out.parquet"], tmp_path, expect=2).stderr
 
 
-def test_processors_must_be_named_again(model: Path, tmp_path: Path) -> None:
-    """Only the command line may name code to run, never a file."""
-    row = {"text": "The quick", "custom_logit_processor": "boost", "custom_params": {"token": 40, "by": 3}}
-    write_lines(tmp_path / "in.jsonl", [row])
-    processor = ["--logit-processor", "boost=tests.e2e.processors:boost"]
-    run(["run", "in.jsonl", "--model", model, "--dtype", "float32", *processor], tmp_path)
-    assert "--logit-processor boost=" in run(["verify", "in.out.parquet"], tmp_path, expect=2).stderr
-    run(["verify", "in.out.parquet", *processor], tmp_path)
-
-
 def test_a_flash_library_must_be_named_again(model: Path, tmp_path: Path) -> None:
     """Verify loads no library that a footer names. The run here used none; its footer is edited to name one."""
     write_lines(tmp_path / "in.jsonl", [{"text": "The quick", "max_new_tokens": 3}])
@@ -210,37 +188,3 @@ def test_a_flash_library_must_be_named_again(model: Path, tmp_path: Path) -> Non
         assert ("Name it again: --flash-library ./mine.so" in result) == (code == 2)
         result = run(["verify", "in.out.parquet", "--flash-library", "./other.so"], tmp_path, expect=2).stderr
         assert "`--flash-library ./other.so`: there is no such file" in result
-
-
-def test_rows_with_events_and_embeddings(model: Path, tmp_path: Path) -> None:
-    """A replay does not write to the run's events file."""
-    rows = [
-        {"text": "The quick", "stream": True, "max_new_tokens": 5},
-        {"input_embeds": [[0.1 * (i - j % 5) for j in range(64)] for i in range(3)], "max_new_tokens": 5},
-    ]
-    write_lines(tmp_path / "in.jsonl", rows)
-    run(["run", "in.jsonl", "--model", model, "--dtype", "float32", "--events", "events.jsonl"], tmp_path)
-    events = (tmp_path / "events.jsonl").read_bytes()
-    assert run(["verify", "in.out.parquet"], tmp_path).stdout.endswith("2 of 2 rows are the same\n")
-    assert (tmp_path / "events.jsonl").read_bytes() == events
-
-
-def test_rows_of_every_field(model: Path, tmp_path: Path) -> None:
-    """Rows with random values of all fields, run in batches: the replayed tokens are the same."""
-    write_lines(tmp_path / "in.jsonl", mixed_rows(40, seed=4))
-    adapters = [save_adapter(model, tmp_path / name, **KINDS[name]) for name in ADAPTERS]
-    named = [word for name, path in zip(ADAPTERS, adapters, strict=True) for word in ("--lora", f"{name}={path}")]
-    processor = ["--logit-processor", f"{PROCESSOR}=tests.e2e.processors:boost"]
-    options = ["--dtype", "float32", "--events", "events.jsonl", *named, *processor]
-    run(["run", "in.jsonl", "-o", "out.parquet", "--model", model, *options], tmp_path)
-    result = run(["verify", "out.parquet", "--rows", "1000", *processor], tmp_path, expect=None)
-    assert result.code in (0, DIFFERENT), result.stderr
-    assert len(result.stdout.splitlines()) > 35
-    for line in result.stdout.splitlines():
-        assert ": same" in line or ": differs: logprobs by at most" in line or not line.startswith("row "), line
-        if "at most" in line:
-            assert float(line.split("at most ")[1].split()[0]) < 2e-3
-    run(["export", "out.parquet", "--format", "openai-batch"], tmp_path)
-    for text in (tmp_path / "out.openai.jsonl").read_text().splitlines():
-        body = json.loads(text)["response"]["body"]
-        (ChatCompletion if body["object"] == "chat.completion" else Completion).model_validate(body, strict=True)

@@ -11,7 +11,7 @@ import batchgen.data.compare
 import batchgen.data.merge
 import batchgen.job.check
 import batchgen.job.export
-import batchgen.job.output_checks
+import batchgen.job.preflight
 import batchgen.job.run
 import batchgen.job.show
 import batchgen.job.verify

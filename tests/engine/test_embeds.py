@@ -17,6 +17,7 @@ from batchgen.errors import UsageError
 from batchgen.request.completion import Completion
 from batchgen.request.embeds_store import EmbedsStore
 from batchgen.request.parser import RowDefaults
+from batchgen.request.raw_row import RawRow
 from batchgen.request.table import RequestTable
 from batchgen.text.encode import Encoder
 from tests.engine.reference import eager_greedy, save_word_tokenizer, shared_prefix_prompts
@@ -186,7 +187,7 @@ def test_truncated_embeddings(llama: Path, side: Literal["left", "right"]) -> No
     (expected,) = engine.generate([{"input_embeds": values[-14:] if side == "left" else values[:14], **COMMON}])
     table = RequestTable(EmbedsStore(HIDDEN))
     encoder = Encoder(engine.tokenizer, VOCAB, 14 + NEW_TOKENS, side)
-    (processed,) = RowReader(table, encoder, RowDefaults()).read([(0, {"input_embeds": values, **COMMON})])
+    (processed,) = RowReader(table, encoder, RowDefaults()).read([RawRow(0, value={"input_embeds": values, **COMMON})])
     assert processed.error is None
     ((result,),) = engine.start(table).loop.run()
     same(result, expected)
@@ -297,7 +298,7 @@ def test_one_row_of_embeddings_is_in_memory_at_a_time(llama: Path) -> None:
     table = RequestTable(EmbedsStore(HIDDEN))
     row_reader = RowReader(table, Encoder(engine.tokenizer, VOCAB, 8192), RowDefaults())
     rng = np.random.default_rng(0)
-    rows = ((i, {"input_embeds": rng.random((4096, HIDDEN), np.float32)}) for i in range(200))
+    rows = (RawRow(i, value={"input_embeds": rng.random((4096, HIDDEN), np.float32)}) for i in range(200))
     size = 4096 * HIDDEN * 4
     tracemalloc.start()
     try:

@@ -9,6 +9,7 @@ import pytest
 from batchgen.engine import row_reader as intake
 from batchgen.engine.row_reader import RowReader
 from batchgen.request.parser import RowDefaults
+from batchgen.request.raw_row import RawRow
 from batchgen.request.table import RequestTable
 from batchgen.text.encode import Encoder
 from batchgen.text.tokenizer import Tokenizer
@@ -30,7 +31,8 @@ def test_numbering_duplicate_ids_needs_few_lookups_per_row(tmp_path: Path, monke
     table = RequestTable()
     row_reader = RowReader(table, Encoder(Tokenizer.load(tmp_path), VOCAB, 64), RowDefaults(), "suffix")
     names = ["a-3", *["a"] * 300, "b", "a-2", "b", *["a"] * 200]
-    ids = [row.id for row in row_reader.read((i, {"id": name, "input_ids": [5]}) for i, name in enumerate(names))]
+    rows = (RawRow(i, value={"id": name, "input_ids": [5]}) for i, name in enumerate(names))
+    ids = [row.id for row in row_reader.read(rows)]
     assert len(set(ids)) == len(names)
     assert ids[:4] == ["a-3", "a", "a-2", "a-4"]
     assert lookups <= 4 * len(names)

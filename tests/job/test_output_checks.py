@@ -11,8 +11,9 @@ import pytest
 from batchgen.cli.app import run_command
 from batchgen.config.run_config import RunConfig
 from batchgen.config.units import Shard
+from batchgen.data.read.input_files import find_inputs
 from batchgen.errors import OutputError, UsageError
-from batchgen.job.output_checks import check_output_targets
+from batchgen.job.preflight import check_output_targets, reserved_paths
 from tests.models.tiny import save_tiny
 
 COMMANDS = [["run"], ["check"], ["run", "--dry-run"]]
@@ -56,6 +57,10 @@ def test_events_and_report_may_not_be_another_file_of_the_job(
     assert sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*")) == before
 
 
+def check(job: RunConfig) -> None:
+    check_output_targets(job, find_inputs(job.inputs, reserved_paths(job)))
+
+
 def config(**options: Any) -> RunConfig:
     return RunConfig(("data/*.jsonl",), Path("out.parquet"), **options)
 
@@ -65,19 +70,19 @@ def config(**options: Any) -> RunConfig:
 )
 def test_events_and_report_must_be_different_files(events: str, report: str) -> None:
     with pytest.raises(UsageError, match=f"`--report` {report} is the same file as `--events`; give another name"):
-        check_output_targets(config(events=events, report=report))
+        check(config(events=events, report=report))
 
 
 def test_shard_files_and_the_file_behind_standard_input_are_refused() -> None:
     shard = RunConfig(("data/a.jsonl",), Path("out"), shard=Shard(0, 2), report="out/part-00001-of-00002.parquet")
     with pytest.raises(UsageError, match="is part of the job's output"):
-        check_output_targets(shard)
+        check(shard)
     stdin = os.dup(0)
     try:
         with Path("data/a.jsonl").open() as stream:
             os.dup2(stream.fileno(), 0)
             with pytest.raises(UsageError, match="is an input of the job"):
-                check_output_targets(RunConfig(("-",), Path("out.parquet"), events="data/a.jsonl"))
+                check(RunConfig(("-",), Path("out.parquet"), events="data/a.jsonl"))
     finally:
         os.dup2(stdin, 0)
         os.close(stdin)
@@ -85,12 +90,12 @@ def test_shard_files_and_the_file_behind_standard_input_are_refused() -> None:
 
 def test_pipes_devices_and_other_files_are_allowed() -> None:
     for name in ("-", os.devnull):
-        check_output_targets(config(events=name, report=name))
+        check(config(events=name, report=name))
     os.mkfifo("pipe")
-    check_output_targets(config(events="pipe", report="pipe"))
-    check_output_targets(config(events="data/events.jsonl", report="data/report.json"))
+    check(config(events="pipe", report="pipe"))
+    check(config(events="data/events.jsonl", report="data/report.json"))
     Path("old.json").write_text("{}")
-    check_output_targets(config(events="out.parquet.events", report="old.json"))
+    check(config(events="out.parquet.events", report="old.json"))
     assert Path("old.json").read_text() == "{}"
     assert not Path("data/report.json").exists(), "the check creates no file"
 
@@ -98,12 +103,12 @@ def test_pipes_devices_and_other_files_are_allowed() -> None:
 def test_a_report_that_cannot_be_written_is_an_output_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, why in (("no/r.json", "No such file or directory"), ("data", "Is a directory")):
         with pytest.raises(OutputError, match=f"cannot write the report {name}: {why}"):
-            check_output_targets(config(report=name))
+            check(config(report=name))
     Path("old.json").write_text("{}")
     monkeypatch.setattr(os, "access", lambda path, mode: mode == os.F_OK)
     for name in ("old.json", "data/r.json"):
         with pytest.raises(OutputError, match=f"cannot write the report {name}: Permission denied"):
-            check_output_targets(config(report=name))
+            check(config(report=name))
 
 
 @pytest.mark.parametrize("command", COMMANDS)

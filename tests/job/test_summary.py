@@ -116,14 +116,14 @@ def test_the_report_has_its_documented_keys() -> None:
 
 
 def test_report_to_a_file_and_to_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_report(SUMMARY, str(tmp_path / "r.json"))
-    write_report(SUMMARY, "-")
+    write_report(SUMMARY.to_json(), str(tmp_path / "r.json"))
+    write_report(SUMMARY.to_json(), "-")
     assert json.loads((tmp_path / "r.json").read_text()) == json.loads(capsys.readouterr().out)
 
 
 def test_a_report_that_cannot_be_written_is_an_output_error(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match=r"cannot write the report .*: No such file or directory"):
-        write_report(SUMMARY, str(tmp_path / "no" / "r.json"))
+        write_report(SUMMARY.to_json(), str(tmp_path / "no" / "r.json"))
 
 
 @pytest.mark.parametrize(

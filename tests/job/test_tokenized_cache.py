@@ -81,9 +81,9 @@ def test_restored_columns_are_equal_and_can_grow() -> None:
             second.restore_columns({"wide": columns["wide"], "small": wrong})
 
 
-@given(st.lists(st.none() | st.binary(max_size=5), max_size=8), st.lists(st.none() | st.binary(max_size=5), max_size=3))
+@given(st.lists(st.binary(max_size=5), max_size=8), st.lists(st.binary(max_size=5), max_size=3))
 def test_a_kept_spool_is_continued(
-    tmp_path_factory: pytest.TempPathFactory, blobs: list[bytes | None], more: list[bytes | None]
+    tmp_path_factory: pytest.TempPathFactory, blobs: list[bytes], more: list[bytes]
 ) -> None:
     path: Path = tmp_path_factory.mktemp("kept") / "blobs"
     first = BlobSpool(path)
@@ -95,10 +95,10 @@ def test_a_kept_spool_is_continued(
     second = BlobSpool(path, first.columns())
     for blob in more:
         second.append(blob)
-    assert [second.get(index) for index in range(len(second))] == blobs + more
+    assert [second[index] for index in range(len(second))] == blobs + more
     second.close()
     assert not path.exists()
-    if sum(map(len, filter(None, blobs))):
+    if sum(map(len, blobs)):
         path.write_bytes(b"")
         with pytest.raises(ValueError, match="unexpected size"):
             BlobSpool(path, first.columns())

@@ -26,9 +26,9 @@ def parsed(*values: dict[str, Any]) -> list[ParsedRow]:
 
 def encode(encoder: Encoder, *values: dict[str, Any]) -> list[list[EncodedPrompt] | ErrorInfo]:
     rows = parsed(*values)
-    results = list(encoder.encode_rows(rows))
-    assert [row for row, _ in results] == rows
-    return [result for _, result in results]
+    results = list(encoder.encode_rows(enumerate(rows)))
+    assert [index for index, _ in results] == list(range(len(rows)))
+    return [result for _, result in results if result is not None]
 
 
 def encode_one(encoder: Encoder, value: dict[str, Any]) -> EncodedPrompt:
@@ -174,7 +174,7 @@ def test_invalid_parameters_are_refused_in_every_row_that_shares_them(encoder: E
     rows = [parse_row(value, 0, defaults) for value in (right, wrong, right, wrong)]
     assert rows[1].params is rows[3].params
     for _ in range(2):
-        found = [result for _, result in encoder.encode_rows(rows)]
+        found = [result for _, result in encoder.encode_rows(enumerate(rows))]
         assert [isinstance(result, ErrorInfo) for result in found] == [False, True, False, True]
         assert found[1] == found[3]
 
@@ -219,7 +219,7 @@ def test_rows_are_read_lazily(encoder: Encoder) -> None:
         nonlocal count
         for index in range(5000):
             count += 1
-            yield ParsedRow(index, f"row-{index}", (TextPrompt("fox"),), parsed({"text": "a"})[0].params, {})
+            yield index, ParsedRow(index, f"row-{index}", (TextPrompt("fox"),), parsed({"text": "a"})[0].params, {})
 
     results = encoder.encode_rows(source())
     next(results)
@@ -239,20 +239,19 @@ def test_rows_are_read_while_earlier_ones_are_tokenized(encoder: Encoder, monkey
         for index in range(700):
             if index == 300:  # in the second batch
                 more.set()
-            yield ParsedRow(index, f"row-{index}", (TextPrompt("fox " * (index % 5 + 1)),), params, {})
+            yield index, ParsedRow(index, f"row-{index}", (TextPrompt("fox " * (index % 5 + 1)),), params, {})
 
     monkeypatch.setattr(encoder._tokenizer, "encode_plain", waiting)
-    for index, (row, prompts) in enumerate(encoder.encode_rows(source())):
-        assert isinstance(row, ParsedRow)
+    for index, (tag, prompts) in enumerate(encoder.encode_rows(source())):
         assert isinstance(prompts, list)
-        assert row.row_index == index
+        assert tag == index
         assert prompts[0].ids == encoder._tokenizer.encode(["fox " * (index % 5 + 1)])[0]
     assert index == 699
 
 
 def test_closing_the_iterator_early_leaves_no_thread(encoder: Encoder) -> None:
     params = parsed({"text": "a"})[0].params
-    rows = (ParsedRow(i, f"row-{i}", (TextPrompt("fox"),), params, {}) for i in range(5000))
+    rows = ((i, ParsedRow(i, f"row-{i}", (TextPrompt("fox"),), params, {})) for i in range(5000))
     before = set(threading.enumerate())
     results = encoder.encode_rows(rows)
     next(results)
@@ -275,7 +274,8 @@ def test_encoded_prompts_always_fit_the_context(
     encoder = Encoder(tokenizer, tokenizer.vocab_size, context, truncate)
     params = parse_row({"text": "x"}, 0, RowDefaults(flags={"max_new_tokens": limit})).params
     prompts = (*map(TextPrompt, texts), TokenPrompt(tuple(ids)))
-    ((_, result),) = encoder.encode_rows([ParsedRow(0, "row-0", prompts, params, {})])
+    ((_, result),) = encoder.encode_rows([(0, ParsedRow(0, "row-0", prompts, params, {}))])
+    assert result is not None
     if isinstance(result, ErrorInfo):
         expected = {ErrorCode.TOKEN_OUT_OF_RANGE, ErrorCode.CONTEXT_LENGTH_EXCEEDED}
         assert result.code in expected

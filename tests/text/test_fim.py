@@ -72,7 +72,7 @@ def family_tokenizer(folder: Path, name: str, *, bos: bool = True) -> Tokenizer:
 
 
 def encode(encoder: Encoder, row: dict[str, Any]) -> list[EncodedPrompt]:
-    ((_, result),) = encoder.encode_rows([parse_row(row, 0, RowDefaults())])
+    ((_, result),) = encoder.encode_rows([(0, parse_row(row, 0, RowDefaults()))])
     assert not isinstance(result, ErrorInfo), result
     return result
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from batchgen.errors import ModelError
-from batchgen.text.generation_config import load_generation_config, read_generation_defaults
+from batchgen.text.generation_config import load_generation_config
 
 
 def write(folder: Path, name: str = "generation_config.json", **content: Any) -> Path:
@@ -17,12 +17,12 @@ def write(folder: Path, name: str = "generation_config.json", **content: Any) ->
 
 def test_only_the_sampling_keys_are_defaults(tmp_path: Path) -> None:
     write(tmp_path, temperature=0.6, top_p=0.95, top_k=20.0, min_p=None, do_sample=False, repetition_penalty=1.05)
-    assert read_generation_defaults(tmp_path) == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
-    assert type(read_generation_defaults(tmp_path)["top_k"]) is int
+    assert load_generation_config(tmp_path).sampling_defaults() == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    assert type(load_generation_config(tmp_path).sampling_defaults()["top_k"]) is int
 
 
 def test_a_folder_without_generation_config_has_no_defaults(tmp_path: Path) -> None:
-    assert read_generation_defaults(tmp_path) == {}
+    assert load_generation_config(tmp_path).sampling_defaults() == {}
     assert load_generation_config(tmp_path).eos_ids == frozenset()
 
 
@@ -44,7 +44,7 @@ def test_eos_ids_fall_back_to_config_json(tmp_path: Path) -> None:
 def test_wrong_defaults_name_the_key_and_the_remedy(tmp_path: Path, content: dict[str, Any]) -> None:
     write(tmp_path, **content)
     with pytest.raises(ModelError, match=rf"`{next(iter(content))}`.*--sampling-defaults openai"):
-        read_generation_defaults(tmp_path)
+        load_generation_config(tmp_path).sampling_defaults()
     load_generation_config(tmp_path)  # what `--sampling-defaults openai` reads
 
 

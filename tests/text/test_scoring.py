@@ -92,13 +92,13 @@ def test_a_text_without_tokens_is_an_error(tokenizers: dict[str, Tokenizer]) -> 
 
 
 def encode(encoder: Encoder, row: dict) -> list[EncodedPrompt]:
-    ((_, result),) = encoder.encode_rows([parse_row(row, 0, RowDefaults())])
+    ((_, result),) = encoder.encode_rows([(0, parse_row(row, 0, RowDefaults()))])
     assert not isinstance(result, ErrorInfo), result
     return result
 
 
 def encode_error(encoder: Encoder, row: dict) -> ErrorInfo:
-    ((_, result),) = encoder.encode_rows([parse_row(row, 0, RowDefaults())])
+    ((_, result),) = encoder.encode_rows([(0, parse_row(row, 0, RowDefaults()))])
     assert isinstance(result, ErrorInfo), result
     return result
 

@@ -16,24 +16,18 @@ import weakref
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal, cast
+from typing import BinaryIO, NamedTuple, cast
 
+import pyarrow as pa
+
+from batchgen.data.read.formats import FORMATS, JSON_LINES, InputFormat, format_of
 from batchgen.data.read.streams import Compression, PositionedFile, decompressed, sniff_compression
 from batchgen.errors import InputError, UsageError
+from batchgen.request.raw_row import STDIN
 
-__all__ = ["FileFormat", "InputFile", "check_inputs", "expand_inputs", "find_inputs"]
+__all__ = ["FoundInput", "InputFile", "describe_input", "find_inputs"]
 
-FileFormat = Literal["jsonl", "text", "parquet"]
-
-_FORMATS: dict[str, FileFormat] = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "jsonl",
-    ".txt": "text",
-    ".parquet": "parquet",
-}
 _COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
-_SUFFIX_HELP = "batchgen reads .jsonl, .ndjson, .json, .txt (each also .gz or .zst) and .parquet"
 _BLOCK = 1 << 20
 
 
@@ -45,13 +39,23 @@ class _Spool:
         weakref.finalize(self, os.close, self.descriptor)
 
 
+class FoundInput(NamedTuple):
+    """An input whose name and first bytes have been checked."""
+
+    path: str
+    """Path as given by the user; `STDIN` is standard input."""
+    format: InputFormat | None
+    """None for standard input and other pipes, of which nothing has been read."""
+    compression: Compression | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class InputFile:
     """One input file, with the values that identify it in a fingerprint."""
 
     path: str
-    """Path as given by the user; `-` is standard input."""
-    format: FileFormat
+    """Path as given by the user; `STDIN` is standard input."""
+    format: InputFormat
     compression: Compression | None
     size: int
     """Size in bytes as stored."""
@@ -79,6 +83,17 @@ class InputFile:
         """Stream of the decompressed bytes from the beginning; reading may raise `streams.DamagedStream`."""
         return decompressed(self.open_raw(), self.compression)
 
+    def schema(self) -> pa.Schema | None:
+        """Names and types of the columns; None if they cannot be read, or if rows may have any fields.
+
+        Raises:
+            InputError: two columns have the same name.
+        """
+        if self.format.schema is None:
+            return None
+        with self.open() as stream:
+            return self.format.schema(stream, self.path)
+
     def check_unchanged(self) -> None:
         """Check that the file has not changed since it was hashed.
 
@@ -89,49 +104,26 @@ class InputFile:
             raise InputError(f"{self.path} changed while it was read. Run again when nothing writes to it.")
 
 
-def find_inputs(paths: Sequence[str], reserved: Container[str] = ()) -> list[InputFile]:
-    """Expand globs as by `expand_inputs`, then check and hash every file.
+def find_inputs(paths: Sequence[str], reserved: Container[str] = ()) -> list[FoundInput]:
+    """Expand globs, and check the name and the first bytes of every file without reading further.
+
+    Files are in the order given, sorted within each glob; globs leave out `reserved` files.
 
     Raises:
-        InputError: a file cannot be used; the message names the file and the remedy.
-        UsageError: a named file is one of `reserved`.
-    """
-    return [_describe(path) for path in expand_inputs(paths, reserved)]
-
-
-def check_inputs(paths: Sequence[str], reserved: Container[str] = ()) -> None:
-    """Reject files that `find_inputs` rejects for their name or first bytes, without reading further.
-
-    Raises:
-        InputError: a file cannot be used; the message names the file and the remedy.
-        UsageError: a named file is one of `reserved`.
-    """
-    for path in expand_inputs(paths, reserved):
-        if path != "-":
-            try:
-                _inspect(path)
-            except OSError as error:
-                raise _unreadable(path, error) from None
-
-
-def expand_inputs(paths: Sequence[str], reserved: Container[str] = ()) -> Iterator[str]:
-    """Yield the named files in the order given, sorted within each glob; globs leave out `reserved` files.
-
-    Raises:
-        InputError: no file is named or matched, or standard input is named twice.
+        InputError: no file is named or matched, standard input is named twice, or a file cannot be used; the message
+            names the file and the remedy.
         UsageError: a named file is one of `reserved`.
     """
     if not paths:
         raise InputError("No input was named.")
-    if list(paths).count("-") > 1:
+    if list(paths).count(STDIN) > 1:
         raise InputError("Standard input (-) is named twice; it can be read once.")
-    for pattern in paths:
-        yield from _expand(pattern, reserved)
+    return [_inspect(path) for pattern in paths for path in _expand(pattern, reserved)]
 
 
 def _expand(pattern: str, reserved: Container[str]) -> Iterator[str]:
-    if pattern == "-" or not glob.has_magic(pattern) or os.path.lexists(pattern):
-        if pattern != "-" and pattern in reserved:
+    if pattern == STDIN or not glob.has_magic(pattern) or os.path.lexists(pattern):
+        if pattern != STDIN and pattern in reserved:
             raise UsageError(f"{pattern} is a file of the job's own output; name another input, or another output (-o)")
         yield pattern
         return
@@ -144,50 +136,56 @@ def _expand(pattern: str, reserved: Container[str]) -> Iterator[str]:
     yield from found
 
 
-def _describe(path: str) -> InputFile:
-    if path == "-":
+def describe_input(found: FoundInput) -> InputFile:
+    """Hash an input; the content of a pipe is kept.
+
+    Raises:
+        InputError: the input cannot be read.
+    """
+    path = found.path
+    if path == STDIN:
         if sys.stdin is None:
             raise InputError("Standard input (-) is closed. Name a file, or give the input with <.")
         return _spooled(path, sys.stdin.buffer)
     try:
-        found = _inspect(path)
         with Path(path).open("rb") as stream:
-            if found is None:
+            if found.format is None:
                 return _spooled(path, stream)
+            stamp = _stamp(os.fstat(stream.fileno()))
             size, digest = _hash(stream)
     except OSError as error:
         raise _unreadable(path, error) from None
-    status, file_format, compression = found
-    return InputFile(path, file_format, compression, size, digest, None, _stamp(status))
+    return InputFile(path, found.format, found.compression, size, digest, None, stamp)
 
 
-def _inspect(path: str) -> tuple[os.stat_result, FileFormat, Compression | None] | None:
-    """Status, format and compression of a regular file, by name and first bytes; None for a pipe."""
-    status = Path(path).stat()
-    if stat.S_ISDIR(status.st_mode):
-        raise InputError(f"{path} is a folder. Name its files, for example '{path.rstrip('/')}/*.jsonl'.")
-    if not stat.S_ISREG(status.st_mode):
-        return None
-    file_format, compression = _by_suffix(path)
-    with Path(path).open("rb") as stream:
-        _check_head(path, file_format, compression, stream.read(_BLOCK))
-    return status, file_format, compression
+def _inspect(path: str) -> FoundInput:
+    """Format and compression of a regular file, by name and first bytes."""
+    if path == STDIN:
+        return FoundInput(path, None)
+    try:
+        status = Path(path).stat()
+        if stat.S_ISDIR(status.st_mode):
+            raise InputError(f"{path} is a folder. Name its files, for example '{path.rstrip('/')}/*.jsonl'.")
+        if not stat.S_ISREG(status.st_mode):
+            return FoundInput(path, None)
+        inner, last = os.path.splitext(path.lower())  # noqa: PTH122 - Path handles one suffix only
+        compression = _COMPRESSIONS.get(last)
+        suffix = os.path.splitext(inner)[1] if compression else last  # noqa: PTH122
+        found = FoundInput(path, format_of(path, suffix, compression is not None), compression)
+        with Path(path).open("rb") as stream:
+            _check_head(found, stream.read(_BLOCK))
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    return found
 
 
-def _by_suffix(path: str) -> tuple[FileFormat, Compression | None]:
-    inner, last = os.path.splitext(path.lower())  # noqa: PTH122 - Path handles one suffix only
-    compression = _COMPRESSIONS.get(last)
-    file_format = _FORMATS.get(os.path.splitext(inner)[1] if compression else last)  # noqa: PTH122
-    if file_format is None or (compression and file_format == "parquet"):
-        raise InputError(f"{path}: unknown kind of file; {_SUFFIX_HELP}.")
-    return file_format, compression
-
-
-def _check_head(path: str, file_format: FileFormat, compression: Compression | None, head: bytes) -> None:
+def _check_head(file: FoundInput, head: bytes) -> None:
     """Reject a file whose first bytes contradict its name."""
-    if file_format == "parquet":
-        if not head.startswith(b"PAR1"):
-            raise InputError(f"{path} is not a Parquet file. Check where it came from, or rename it.")
+    path, format, compression = file
+    assert format is not None
+    if not format.compressed:
+        if not head.startswith(format.magic):
+            raise InputError(f"{path} is not a {format.name} file. Check where it came from, or rename it.")
         return
     found = sniff_compression(head)
     if head and found != compression:
@@ -209,16 +207,17 @@ def _spooled(path: str, stream: BinaryIO) -> InputFile:
             head = file.read(_BLOCK)
             spool = _Spool(file)
     except OSError as error:
-        name = "standard input" if path == "-" else path
+        name = "standard input" if path == STDIN else path
         raise InputError(
             f"{name} could not be kept in {tempfile.gettempdir()} ({error.strerror}). "
             "Set TMPDIR to a folder with room, or save the input to a file."
         ) from None
-    if head.startswith(b"PAR1"):
-        raise InputError("Parquet cannot be read from a pipe. Name the file.")
+    for format in FORMATS:
+        if format.magic and head.startswith(format.magic):
+            raise InputError(f"{format.name} cannot be read from a pipe. Name the file.")
     compression = sniff_compression(head)
-    _check_head(path, "jsonl", compression, head)
-    return InputFile(path, "jsonl", compression, size, digest, spool, (size, 0, 0))
+    _check_head(FoundInput(path, JSON_LINES, compression), head)
+    return InputFile(path, JSON_LINES, compression, size, digest, spool, (size, 0, 0))
 
 
 def _hash(stream: BinaryIO, copy: BinaryIO | None = None) -> tuple[int, str]:

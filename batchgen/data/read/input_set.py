@@ -1,17 +1,16 @@
-"""Stream of the rows of all inputs, in order: `open_inputs(paths).rows()`."""
+"""Stream of the rows of all inputs, in order: `open_inputs(find_inputs(paths)).rows()`."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from batchgen.data.read.input_files import InputFile, find_inputs
-from batchgen.data.read.jsonl import RowFilter, json_rows, text_rows
-from batchgen.data.read.parquet import parquet_columns, parquet_rows
-from batchgen.data.read.raw_row import RawRow
+from batchgen.data.read.input_files import FoundInput, InputFile, describe_input
+from batchgen.data.read.jsonl import RowFilter
 from batchgen.data.read.selection import Selection
 from batchgen.errors import InputError, UsageError
 from batchgen.request.printable import encodable
+from batchgen.request.raw_row import STDIN, RawRow
 
 __all__ = ["InputSet", "open_inputs"]
 
@@ -19,22 +18,15 @@ _PROMPT_FIELDS = ("text", "prompt")
 _ID_FIELDS = ("id", "rid", "custom_id")
 
 
-def open_inputs(paths: Sequence[str], reserved: Container[str] = ()) -> InputSet:
-    """Find, check and hash the inputs named on the command line.
-
-    Args:
-        paths: files and globs, in order.
-        reserved: output files of the job, which globs leave out.
+def open_inputs(found: Iterable[FoundInput]) -> InputSet:
+    """Hash the inputs, in order.
 
     Raises:
-        InputError: a file is missing, unreadable or of an unknown kind.
-        UsageError: a named file is one of `reserved`.
+        InputError: a file is missing or unreadable, or two of its columns have the same name.
     """
-    files = find_inputs(paths, reserved)
+    files = [describe_input(one) for one in found]
     for file in files:
-        if file.format == "parquet":
-            with file.open_raw() as raw:
-                parquet_columns(raw, file.path)
+        file.schema()  # raises before a row is read
     return InputSet(files)
 
 
@@ -103,26 +95,21 @@ class InputSet:
 
     def _check_columns(self, named: set[str]) -> None:
         for file in self.files if named else ():
-            if file.format == "text":
+            schema = file.schema()
+            if schema is None:
+                continue
+            if not schema.names:
                 raise UsageError(f"{file.path} has no columns to name; leave out --prompt-column and --id-column.")
-            if file.format == "parquet":
-                with file.open_raw() as stream:
-                    columns = parquet_columns(stream, file.path)
-                for name in sorted(named.difference(columns)) if columns is not None else ():
-                    raise UsageError(f"{file.path} has no column {name!r}; it has {', '.join(columns or ())}.")
+            for name in sorted(named.difference(schema.names)):
+                raise UsageError(f"{file.path} has no column {name!r}; it has {', '.join(schema.names)}.")
 
 
 def _file_items(
     file: InputFile, first_index: int, keep: RowFilter | None, text_columns: frozenset[str]
 ) -> Iterator[RawRow | None]:
-    source = "standard input" if file.path == "-" else encodable(file.path)
-    if file.format == "parquet":
-        with file.open_raw() as raw:
-            yield from parquet_rows(raw, source, first_index, keep, text_columns)
-    else:
-        with file.open() as stream:
-            read = json_rows if file.format == "jsonl" else text_rows
-            yield from read(stream, source, first_index, keep)
+    source = "standard input" if file.path == STDIN else encodable(file.path)
+    with file.open() as stream:
+        yield from file.format.rows(stream, source, first_index, keep, text_columns)
 
 
 def _rename(row: RawRow, prompt_column: str | None, id_column: str | None) -> RawRow:

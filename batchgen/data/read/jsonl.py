@@ -13,9 +13,9 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from batchgen.data.read.raw_row import RawRow
 from batchgen.data.read.streams import DamagedStream
 from batchgen.errors import ErrorCode, ErrorInfo, RowError
+from batchgen.request.raw_row import RawRow
 
 __all__ = ["MAX_DEPTH", "MAX_LINE_BYTES", "json_rows", "parse_json_object", "text_rows"]
 
@@ -207,19 +207,27 @@ def _truncated(info: ErrorInfo) -> ErrorInfo:
 
 
 def json_rows(
-    stream: BinaryIO, source: str, first_index: int = 0, keep: RowFilter | None = None
+    stream: BinaryIO,
+    source: str,
+    first_index: int = 0,
+    keep: RowFilter | None = None,
+    text_columns: frozenset[str] = frozenset(),
 ) -> Iterator[RawRow | None]:
     """Rows of a JSON lines stream, one item per line that is not blank; None for a row that `keep` rejects.
 
-    A stream that is cut ends in one `truncated_input` row.
+    A stream that is cut ends in one `truncated_input` row. JSON has no binary values, so `text_columns` has no effect.
     """
     return _rows(stream, source, first_index, keep, parse_json_object, whole_lines_only=True)
 
 
 def text_rows(
-    stream: BinaryIO, source: str, first_index: int = 0, keep: RowFilter | None = None
+    stream: BinaryIO,
+    source: str,
+    first_index: int = 0,
+    keep: RowFilter | None = None,
+    text_columns: frozenset[str] = frozenset(),
 ) -> Iterator[RawRow | None]:
-    """Rows of a text stream: `{"text": line}` per line that is not blank, with its spaces."""
+    """Rows of a text stream: `{"text": line}` per line that is not blank, with its spaces; as `json_rows`."""
     return _rows(stream, source, first_index, keep, _parse_text, whole_lines_only=False)
 
 

@@ -17,13 +17,13 @@ import pyarrow.parquet as pq
 import pyarrow.types as pat
 
 from batchgen.data.read.jsonl import RowFilter
-from batchgen.data.read.raw_row import RawRow
 from batchgen.data.read.temporal import temporal_to_text
 from batchgen.errors import ErrorCode, InputError, RowError
 from batchgen.request.checks import Integer
 from batchgen.request.fields import FIELDS
+from batchgen.request.raw_row import RawRow
 
-__all__ = ["parquet_columns", "parquet_rows"]
+__all__ = ["parquet_rows", "parquet_schema"]
 
 Convert = Callable[[Any], Any]
 Value = dict[str, Any] | RowError
@@ -37,8 +37,8 @@ _INTEGER_FIELDS = frozenset(name for field in FIELDS if isinstance(field.check, 
 """Integer fields, in which 128.0 is read as 128: pandas stores an integer column with nulls as float64."""
 
 
-def parquet_columns(stream: BinaryIO, source: str) -> list[str] | None:
-    """Names of the columns; None if the file has no readable footer.
+def parquet_schema(stream: BinaryIO, source: str) -> pa.Schema | None:
+    """Names and types of the columns; None if the file has no readable footer.
 
     Raises:
         InputError: two columns, or two fields of a struct, have the same name.
@@ -47,13 +47,12 @@ def parquet_columns(stream: BinaryIO, source: str) -> list[str] | None:
         schema = pq.ParquetFile(stream).schema_arrow
     except (pa.ArrowException, OSError):
         return None
-    names: list[str] = schema.names
-    if twice := _named_twice(names):
+    if twice := _named_twice(schema.names):
         raise InputError(f"{source}: two columns are named {twice!r}; rename one of them.")
     for field in schema:
         if twice := _field_named_twice(field.type):
             raise InputError(f"{source}: two fields in column {field.name!r} are named {twice!r}; rename one of them.")
-    return names
+    return schema
 
 
 def _named_twice(names: Sequence[str]) -> str | None:

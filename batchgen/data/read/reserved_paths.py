@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from batchgen.config.run_config import STDIN, RunConfig
 from batchgen.data.write.work_folder import output_paths
 
-__all__ = ["ReservedPaths", "reserved_paths"]
+__all__ = ["ReservedPaths"]
 
 
 _EVENT_STARTS = (b'{"event":"token"', b'{"event":"finish"')
@@ -59,9 +58,3 @@ def _is_run_output(path: Path) -> bool:
             report = json.loads(head)
             return isinstance(report, dict) and report.keys() >= _REPORT_KEYS
     return False
-
-
-def reserved_paths(config: RunConfig) -> ReservedPaths:
-    """Reserved paths of the job with this configuration."""
-    written = [path for path in (config.events, config.report) if path not in (None, STDIN)]
-    return ReservedPaths(config.output, None if config.shard is None else config.shard.count, [*map(str, written)])

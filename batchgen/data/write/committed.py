@@ -22,10 +22,12 @@ from batchgen.data.write.states import read_index, states_part
 from batchgen.data.write.work_folder import WorkFolder
 from batchgen.errors import BatchgenError, FingerprintError
 
-__all__ = ["Committed", "read_keys"]
+__all__ = ["Committed", "find_prompts", "read_keys"]
 
 _Keys = tuple[npt.NDArray[Any], ...]
 """(row_index, prompt_index, sample_index, is_error) of a file's rows, as stored."""
+_Prompts = tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]
+"""(row_index, prompt_index) of prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +82,23 @@ class Committed:
 
     def contains(self, rows: npt.NDArray[np.int64], prompts: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
         """[N] bool: whether each (rows[i], prompts[i]) is committed."""
-        if not len(rows) or not len(self._rows):
-            return np.zeros(len(rows), np.bool_)
-        done = np.frombuffer(self._rows, np.int64)
-        done_prompts = np.frombuffer(self._prompts, np.int32)
-        stride = 1 + max(int(prompts.max()), int(done_prompts.max()))
-        assert (1 + max(int(rows.max()), int(done[-1]))) * stride < 1 << 63
-        keys, wanted = done * stride + done_prompts, rows.astype(np.int64) * stride + prompts
-        places = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-        found: npt.NDArray[np.bool_] = keys[places] == wanted
-        return found
+        done = np.frombuffer(self._rows, np.int64), np.frombuffer(self._prompts, np.int32)
+        return find_prompts(done, (rows, prompts)) >= 0
+
+    @property
+    def starts(self) -> npt.NDArray[np.int64]:
+        """[prompts] position of the first row of each prompt."""
+        return np.flatnonzero(_first_of_prompt(self.row_index, self.prompt_index))
+
+    def without_failed_prompts(self) -> npt.NDArray[np.bool_]:
+        """[N as read] bool: whether no sample of the row's prompt failed."""
+        starts = self.starts
+        prompt = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(self)))
+        failed = np.zeros(len(starts), np.bool_)
+        failed[prompt[self.is_error]] = True
+        good = np.empty(len(self), np.bool_)
+        good[self.order] = ~failed[prompt]
+        return good
 
     @property
     def rows(self) -> int:
@@ -119,17 +128,33 @@ def _committed(files: Iterable[_Keys]) -> Committed:
     row, prompt, sample, is_error = (np.concatenate(column) for column in columns)
     order = np.lexsort((sample, prompt, row))
     row, prompt, sample, is_error = row[order], prompt[order], sample[order], is_error[order]
-    same_prompt = (row[1:] == row[:-1]) & (prompt[1:] == prompt[:-1])
-    duplicates = np.flatnonzero(same_prompt & (sample[1:] == sample[:-1]))
+    first = _first_of_prompt(row, prompt)
+    duplicates = np.flatnonzero(~first[1:] & (sample[1:] == sample[:-1]))
     if len(duplicates):
         at = duplicates[0]
         raise BatchgenError(
             f"row {row[at]}, prompt {prompt[at]}, sample {sample[at]} is committed twice, which is a bug of batchgen. "
             "Nothing was replaced; remove the work folder and run again."
         )
-    first = np.concatenate([np.ones(min(len(row), 1), np.bool_), ~same_prompt])
     rows, prompts = array("q", row[first].tobytes()), array("i", prompt[first].tobytes())
     return Committed(row, prompt, sample, is_error, order.astype(np.int64), rows, prompts)
+
+
+def _first_of_prompt(row: npt.NDArray[np.int64], prompt: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+    first = np.ones(len(row), np.bool_)
+    first[1:] = (row[1:] != row[:-1]) | (prompt[1:] != prompt[:-1])
+    return first
+
+
+def find_prompts(known: _Prompts, wanted: _Prompts) -> npt.NDArray[np.int64]:
+    """[len(wanted)] position of each wanted (row_index, prompt_index) in `known`, which is sorted; -1: not there."""
+    if not len(known[0]) or not len(wanted[0]):
+        return np.full(len(wanted[0]), -1, np.int64)
+    stride = 1 + max(int(known[1].max()), int(wanted[1].max()))
+    assert (1 + max(int(known[0][-1]), int(wanted[0].max()))) * stride < 1 << 63
+    keys, sought = (rows.astype(np.int64) * stride + prompts for rows, prompts in (known, wanted))
+    places = np.minimum(np.searchsorted(keys, sought), len(keys) - 1)
+    return np.where(keys[places] == sought, places, -1).astype(np.int64)
 
 
 def _file_keys(path: Path) -> _Keys:
@@ -196,11 +221,11 @@ def _drop_errors(work: WorkFolder) -> None:
     Each part is replaced atomically: after a crash, some errors are still committed and the same command continues.
     """
     for part in work.part_files():
-        if not _file_keys(part)[3].any():
+        keys = read_keys([part])
+        if not keys.errors:
             continue
-        table = _read_part(part)
-        keep = None if table is None else _rows_without_failed_prompt(table)
-        if table is not None and keep is not None and keep.any():
+        table, keep = _read_part(part), keys.without_failed_prompts()
+        if table is not None and keep.any():
             _rewrite(part, table.filter(pa.array(keep)))
         else:
             with output_errors(part):
@@ -214,16 +239,6 @@ def _read_part(part: Path) -> pa.Table | None:
             return pq.ParquetFile(stream, page_checksum_verification=True).read()
     except (OSError, pa.ArrowException):
         return None
-
-
-def _rows_without_failed_prompt(table: pa.Table) -> npt.NDArray[np.bool_]:
-    """[rows] bool: whether no sample of the row's prompt failed."""
-    prompts = np.stack([table["row_index"].to_numpy(), table["prompt_index"].to_numpy().astype(np.int64)], axis=1)
-    _, group = np.unique(prompts, axis=0, return_inverse=True)
-    failed = np.zeros(len(table), np.bool_)
-    failed[group.reshape(-1)[pc.equal(table["status"], "error").to_numpy()]] = True
-    clean: npt.NDArray[np.bool_] = ~failed[group.reshape(-1)]
-    return clean
 
 
 def _rewrite(part: Path, table: pa.Table) -> None:

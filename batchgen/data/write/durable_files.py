@@ -17,6 +17,7 @@ from batchgen.data.write.schema import RUN_KEY, SCHEMA_VERSION, VERSION_KEY
 from batchgen.errors import OutputError
 
 __all__ = [
+    "damaged_part",
     "open_parquet",
     "output_errors",
     "parquet_writer",
@@ -75,6 +76,13 @@ def part_errors(part: Path) -> Iterator[None]:
             f"{part} cannot be read ({error.strerror or error}). {remedy} and run the same command again: committed "
             "rows are kept."
         ) from error
+
+
+def damaged_part(part: Path, error: BaseException) -> OutputError:
+    """The error for a part that is damaged, with the remedy."""
+    return OutputError(
+        f"{part} is damaged ({error}). Remove it and run the same command again: its rows are computed again."
+    )
 
 
 def sync_folder(folder: Path) -> None:

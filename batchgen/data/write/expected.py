@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.data.write.committed import Committed
+from batchgen.data.write.committed import Committed, find_prompts
 from batchgen.errors import BatchgenError, UsageError
 from batchgen.request.columns import Columns
 
@@ -41,7 +41,7 @@ class ExpectedKeys(Columns):
             UsageError: a committed prompt is not expected, or has another number of samples (as after
                 `--resume-anyway` with other options), so that this job could never complete.
         """
-        starts = np.flatnonzero(_first_of_prompt(committed.row_index, committed.prompt_index))
+        starts = committed.starts
         row, prompt = committed.row_index[starts], committed.prompt_index[starts]
         samples = self._samples_of(row, prompt)
         wrong = np.flatnonzero(_incomplete(committed, starts, samples))
@@ -62,8 +62,7 @@ class ExpectedKeys(Columns):
             BatchgenError: a prompt is missing, incomplete or not expected, which is a bug.
         """
         row, prompt, samples = self._sorted()
-        first = _first_of_prompt(committed.row_index, committed.prompt_index)
-        starts = np.flatnonzero(first)
+        starts = committed.starts
         if not (
             np.array_equal(committed.row_index[starts], row) and np.array_equal(committed.prompt_index[starts], prompt)
         ):
@@ -79,12 +78,8 @@ class ExpectedKeys(Columns):
     def _samples_of(self, row: npt.NDArray[np.int64], prompt: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """[len(row)] int32: number of samples expected of each prompt, 0 if the prompt is not expected."""
         expected_row, expected_prompt, samples = self._sorted()
-        if not len(row) or not len(samples):
-            return np.zeros(len(row), np.int32)
-        stride = 1 + max(int(prompt.max()), int(expected_prompt.max()))
-        keys, wanted = expected_row * stride + expected_prompt, row * stride + prompt
-        places = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-        return np.where(keys[places] == wanted, samples[places], 0).astype(np.int32)
+        places = find_prompts((expected_row, expected_prompt), (row, prompt))
+        return np.append(samples, np.int32(0))[places]  # -1, not expected, is the 0 at the end
 
     def _sorted(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         row = np.array(self._row, np.int64)
@@ -92,12 +87,6 @@ class ExpectedKeys(Columns):
         samples = np.array(self._samples, np.int32)
         order = np.lexsort((prompt, row))
         return row[order], prompt[order], samples[order]
-
-
-def _first_of_prompt(row: npt.NDArray[np.int64], prompt: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-    first = np.ones(len(row), np.bool_)
-    first[1:] = (row[1:] != row[:-1]) | (prompt[1:] != prompt[:-1])
-    return first
 
 
 def _incomplete(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -10,7 +11,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.data.write.committed import Committed, read_keys
-from batchgen.data.write.durable_files import open_parquet, parquet_writer, part_errors, sync_folder, write_durably
+from batchgen.data.write.durable_files import (
+    damaged_part,
+    open_parquet,
+    parquet_writer,
+    part_errors,
+    sync_folder,
+    write_durably,
+)
 from batchgen.data.write.expected import ExpectedKeys
 from batchgen.data.write.merge_sort import MEMORY_BYTES, ResultWriter, merge_sort
 from batchgen.data.write.output_budget import OutputBudget
@@ -20,7 +28,7 @@ from batchgen.data.write.states_result import write_states_result
 from batchgen.data.write.work_folder import OutputPaths, WorkFolder
 from batchgen.errors import BatchgenError, OutputError
 
-__all__ = ["finish"]
+__all__ = ["CommittedRows", "finish", "write_output"]
 
 
 def finish(
@@ -51,27 +59,35 @@ def finish(
         OutputError: the disk is full, a part is damaged, or the files exceed `max_bytes`; nothing was replaced.
     """
     parts = work.part_files()
-    keys = _keys(parts)
-    expected.check_complete(keys)
+    rows = CommittedRows(parts, _keys(parts), [path for path in map(states_part, parts) if path.exists()])
+    expected.check_complete(rows.keys)
     shard = work.identity.shard
     footer = {
         **run,
         "fingerprint": work.identity.fingerprint,
         "shard": None if shard is None else [*shard],
-        "rows": len(keys),
+        "rows": len(rows.keys),
     }
-    states = [path for path in map(states_part, parts) if path.exists()]
-    schema = results_schema(work.identity.carried)
-    write_output(work.paths, parts, states, keys, footer, schema, work.scratch, memory_bytes, max_bytes)
+    write_output(work.paths, rows, footer, results_schema(work.identity.carried), work.scratch, memory_bytes, max_bytes)
     work.remove()
-    return keys
+    return rows.keys
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedRows:
+    """Files whose rows make one output."""
+
+    parts: list[Path]
+    """Results files."""
+    keys: Committed
+    """Keys of all their rows."""
+    states: list[Path]
+    """Hidden-state parts; without any, no states file is written."""
 
 
 def write_output(
     paths: OutputPaths,
-    parts: list[Path],
-    states: list[Path],
-    keys: Committed,
+    rows: CommittedRows,
     footer: Mapping[str, Any],
     schema: pa.Schema,
     scratch: Path,
@@ -82,9 +98,7 @@ def write_output(
 
     Args:
         paths: the output paths; an existing states file is removed if there are no states.
-        parts: results files.
-        states: states parts; without any, no states file is written.
-        keys: keys of all rows of `parts`.
+        rows: the rows to write.
         footer: run record for both files.
         schema: schema of the results.
         scratch: an existing folder for temporary files, on the same file system.
@@ -94,69 +108,46 @@ def write_output(
     Raises:
         OutputError: the disk is full, a part is damaged, or the files exceed `max_bytes`; nothing was replaced.
     """
-    temporary = scratch / "states.parquet"
+    states, result = scratch / "states.parquet", scratch / "result.parquet"
     shared = {name: value for name, value in footer.items() if name != "row_shapes"}
-    count = write_states_result(temporary, states, shared) if states else 0
+    count = write_states_result(states, rows.states, shared) if rows.states else 0
     budget = OutputBudget(max_bytes)
-    budget.check(states_bytes := temporary.stat().st_size if states else 0)
+    budget.check(states_bytes := states.stat().st_size if rows.states else 0)
+    footed = with_footer({**footer, "states": count}, schema)
 
     def publish_states() -> None:
-        budget.check(states_bytes + (scratch / "result.parquet").stat().st_size)
-        if states:
+        budget.check(states_bytes + result.stat().st_size)
+        if rows.states:
             paths.states.parent.mkdir(parents=True, exist_ok=True)
-            temporary.replace(paths.states)
+            states.replace(paths.states)
             sync_folder(paths.states.parent)
         else:
             paths.states.unlink(missing_ok=True)
 
-    footed = with_footer({**footer, "states": count}, schema)
-    write_result(paths.result, parts, keys, footed, scratch, memory_bytes, publish_states)
-
-
-def write_result(
-    result: Path,
-    parts: list[Path],
-    keys: Committed,
-    schema: pa.Schema,
-    scratch: Path,
-    memory_bytes: int = MEMORY_BYTES,
-    before_rename: Callable[[], None] | None = None,
-) -> None:
-    """Write the rows of `parts` to `result` in key order, atomically.
-
-    Args:
-        result: the path to write.
-        parts: results files.
-        keys: keys of all rows of `parts`.
-        schema: schema of the parts, with the footer as its metadata.
-        scratch: an existing folder for temporary files, on the same file system.
-        memory_bytes: approximate bytes of rows in memory.
-        before_rename: called when the temporary file is durable, before the rename.
-
-    Raises:
-        OutputError: the disk is full, or a part is damaged.
-    """
-
     def write(stream: BinaryIO) -> None:
-        with parquet_writer(stream, schema) as parquet:
-            writer = ResultWriter(parquet)
-            try:
-                merge_sort(parts, keys, writer, scratch, memory_bytes)
-            except (pa.ArrowException, OSError) as error:
-                # Errors of writing have an errno; errors of Arrow about damaged parts have none.
-                if isinstance(error, OSError) and error.errno is not None:
-                    raise
-                raise _damaged_part(parts, error) from error
-            writer.flush()
-        stream.flush()
-        with open_parquet(Path(stream.name)) as file:
-            written = file.metadata.num_rows
-        if written != len(keys):
-            raise BatchgenError(
-                f"{written} rows were written, but {len(keys)} are committed, which is a bug. Nothing was replaced."
-            )
+        _write_results(stream, rows, footed, scratch, memory_bytes)
 
-    write_durably(result, write, temporary=scratch / "result.parquet", before_rename=before_rename)
+    write_durably(paths.result, write, temporary=result, before_rename=publish_states)
+
+
+def _write_results(stream: BinaryIO, rows: CommittedRows, schema: pa.Schema, scratch: Path, memory_bytes: int) -> None:
+    with parquet_writer(stream, schema) as parquet:
+        writer = ResultWriter(parquet)
+        try:
+            merge_sort(rows.parts, rows.keys, writer, scratch, memory_bytes)
+        except (pa.ArrowException, OSError) as error:
+            # Errors of writing have an errno; errors of Arrow about damaged parts have none.
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            raise _damaged_part(rows.parts, error) from error
+        writer.flush()
+    stream.flush()
+    with open_parquet(Path(stream.name)) as file:
+        written = file.metadata.num_rows
+    if written != len(rows.keys):
+        raise BatchgenError(
+            f"{written} rows were written, but {len(rows.keys)} are committed, which is a bug. Nothing was replaced."
+        )
 
 
 def _keys(parts: list[Path]) -> Committed:
@@ -173,7 +164,5 @@ def _damaged_part(parts: list[Path], error: BaseException) -> OutputError:
             with part_errors(part), part.open("rb") as stream:
                 pq.read_table(stream, page_checksum_verification=True)
         except (pa.ArrowException, OSError):
-            return OutputError(
-                f"{part} is damaged ({error}). Remove it and run the same command again: its rows are computed again."
-            )
+            return damaged_part(part, error)
     return OutputError(f"the parts cannot be merged ({error}). Check the disk and run the same command again.")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from batchgen.config.units import format_size
 from batchgen.data.write.work_folder import WorkFolder
 from batchgen.errors import OutputError
+from batchgen.request.printable import format_size
 
 __all__ = ["OutputBudget"]
 

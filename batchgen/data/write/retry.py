@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -65,7 +63,7 @@ def open_for_retry(
 
 def _commit_good_rows(work: WorkFolder, keys: Committed) -> None:
     """Commit the good prompts of the finished output as one part, atomically."""
-    good = _rows_without_failed_prompt(keys)
+    good = keys.without_failed_prompts()
     part = work.parts / "part-000000.parquet"
     # Failed prompts have no hidden states, so all states belong to good prompts.
     states = part_from_result(work.paths.states, states_part(part)) if _has_states(work.paths) else 0
@@ -87,16 +85,3 @@ def _commit_good_rows(work: WorkFolder, keys: Committed) -> None:
 
 def _has_states(paths: OutputPaths) -> bool:
     return bool((read_footer(paths.result) or {}).get("states"))
-
-
-def _rows_without_failed_prompt(keys: Committed) -> npt.NDArray[np.bool_]:
-    """[rows as stored] bool: whether no sample of the row's prompt failed."""
-    first = np.ones(len(keys), np.bool_)
-    same_row = keys.row_index[1:] == keys.row_index[:-1]
-    first[1:] = ~(same_row & (keys.prompt_index[1:] == keys.prompt_index[:-1]))
-    prompt = np.cumsum(first) - 1
-    failed = np.zeros(int(first.sum()), np.bool_)
-    failed[prompt[keys.is_error]] = True
-    good = np.empty(len(keys), np.bool_)
-    good[keys.order] = ~failed[prompt]
-    return good

@@ -1,4 +1,7 @@
-"""Append-only files for data that a job keeps of every row: byte strings by index, and token ids."""
+"""Append-only files for data that a job keeps of every row: byte strings by index, and token ids.
+
+A spool continues the file of an earlier run if it is given the size that the file must have.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,20 @@ _BUFFER = 1 << 20
 
 
 class _Spool:
-    """An append-only file, removed on close unless it is kept for another run."""
+    """An append-only file, removed on close unless it is kept for another run.
 
-    def __init__(self, path: Path, *, create: bool = True) -> None:
+    Raises:
+        OutputError: the disk is full, or the kept file cannot be read.
+        ValueError: the kept file does not have `kept_bytes`.
+    """
+
+    def __init__(self, path: Path, kept_bytes: int | None) -> None:
         self.path = path
         with output_errors(path):
-            self._file = path.open("w+b" if create else "r+b", buffering=_BUFFER)
+            self._file = path.open("w+b" if kept_bytes is None else "r+b", buffering=_BUFFER)
+        if kept_bytes is not None and self._file.seek(0, os.SEEK_END) != kept_bytes:
+            self._file.close()
+            raise ValueError(f"{path} has an unexpected size")
 
     def _write(self, data: bytes) -> None:
         try:  # called twice for every row, so the context manager is entered only on an error
@@ -67,39 +78,27 @@ class _Spool:
 
 
 class BlobSpool(_Spool, Columns):
-    """Spool of byte strings or None, by index; 8 bytes of memory each.
+    """Spool of byte strings, by index; 8 bytes of memory each.
 
     Args:
         path: path of the file.
         kept: `columns` of an earlier spool whose file was kept, and which this spool continues.
-
-    Raises:
-        OutputError: the disk is full, or the kept file cannot be read.
-        ValueError: the kept file does not match `kept`.
     """
 
     _columns = ("_ends",)
 
     def __init__(self, path: Path, kept: Mapping[str, npt.NDArray[Any]] | None = None) -> None:
-        super().__init__(path, create=kept is None)
         self._ends = array("q")
-        """End offset of each blob; `~end` for None."""
-        self._size = 0
+        """End offset of each blob."""
         self._map: mmap.mmap | None = None
         if kept is not None:
             self.restore_columns(kept)
-            last = self._ends[-1] if self._ends else 0
-            self._size = last if last >= 0 else ~last
-            if self._file.seek(0, os.SEEK_END) != self._size:
-                self._file.close()
-                raise ValueError(f"{path} has an unexpected size")
+        super().__init__(path, None if kept is None else self.size)
 
-    def append(self, blob: bytes | None) -> int:
+    def append(self, blob: bytes) -> int:
         """Append a blob and return its index."""
-        if blob is not None:
-            self._write(blob)
-            self._size += len(blob)
-        self._ends.append(self._size if blob is not None else ~self._size)
+        self._write(blob)
+        self._ends.append(self.size + len(blob))
         return len(self._ends) - 1
 
     def __len__(self) -> int:
@@ -108,9 +107,9 @@ class BlobSpool(_Spool, Columns):
     @property
     def size(self) -> int:
         """Total bytes of all blobs."""
-        return self._size
+        return self._ends[-1] if self._ends else 0
 
-    def get(self, index: int) -> bytes | None:
+    def __getitem__(self, index: int) -> bytes:
         """The blob at `index`.
 
         Raises:
@@ -118,11 +117,7 @@ class BlobSpool(_Spool, Columns):
         """
         if not 0 <= index < len(self._ends):
             raise IndexError(index)
-        end = self._ends[index]
-        if end < 0:
-            return None
-        previous = self._ends[index - 1] if index else 0
-        start = previous if previous >= 0 else ~previous
+        start, end = self._ends[index - 1] if index else 0, self._ends[index]
         return self._mapped(end)[start:end] if end > start else b""
 
     def _mapped(self, end: int) -> mmap.mmap:
@@ -142,31 +137,29 @@ class BlobSpool(_Spool, Columns):
 
 
 class TokenSpool(_Spool):
-    """Spool of the token ids of all prompts, concatenated.
+    """Token ids of all prompts, concatenated as int32 in a file: a `TokenStore` that needs no memory.
 
-    Raises:
-        OutputError: the disk is full.
+    Args:
+        path: path of the file.
+        kept: number of ids in the file of an earlier run, which this spool continues.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._count = 0
+    def __init__(self, path: Path, kept: int | None = None) -> None:
+        super().__init__(path, None if kept is None else 4 * kept)
+        self._count = kept or 0
+        self._map = np.zeros(0, np.int32)
 
-    def append(self, ids: Sequence[int] | npt.NDArray[np.int32]) -> int:
-        """Append ids and return their start position."""
+    def append(self, ids: Sequence[int] | npt.NDArray[np.int32]) -> None:
+        """Append the ids of a prompt."""
         # `array` is faster than numpy for lists, and much slower for numpy arrays.
         values = np.asarray(ids, np.int32) if isinstance(ids, np.ndarray) else array("i", ids)
         self._write(values.tobytes())
-        start = self._count
         self._count += len(values)
-        return start
 
-    def __len__(self) -> int:
-        return self._count
-
-    def map(self) -> npt.NDArray[np.int32]:
-        """[len(self)] int32: all ids so far, memory-mapped and read-only."""
-        if self._count == 0:
-            return np.zeros(0, np.int32)
-        self._flush()
-        return np.memmap(self.path, np.int32, mode="r", shape=(self._count,))
+    def ids(self) -> npt.NDArray[np.int32]:
+        """[total] int32: all ids so far, memory-mapped and read-only; they stay readable after `close`."""
+        if len(self._map) != self._count:
+            self._flush()
+            mapped = np.memmap(self.path, np.int32, mode="r", shape=(self._count,))
+            self._map = mapped.view(np.ndarray)  # slicing a plain array is much faster than slicing a np.memmap
+        return self._map

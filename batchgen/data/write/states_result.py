@@ -16,10 +16,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchgen.data.write.durable_files import part_errors, states_writer, write_durably
+from batchgen.data.write.durable_files import damaged_part, part_errors, states_writer, write_durably
 from batchgen.data.write.schema import STATES_CONTENTS, with_footer
 from batchgen.data.write.states import INDEX_DTYPE, Index, StateRecord, read_index, read_record, write_states_part
-from batchgen.errors import BatchgenError, OutputError
+from batchgen.errors import BatchgenError
 from batchgen.request.completion import StateBlock
 
 __all__ = ["STATES_SCHEMA", "part_from_result", "write_states_result"]
@@ -83,7 +83,7 @@ def _checked_index(part: Path) -> Index:
         with part_errors(part):
             return read_index(part)
     except OSError as error:
-        raise _damaged_part(part, error) from error
+        raise damaged_part(part, error) from error
 
 
 def _key_order(index: Index) -> npt.NDArray[np.int64]:
@@ -124,7 +124,7 @@ class _OpenParts:
             with part_errors(self._parts[file]):
                 return read_record(self._streams[file], entry)
         except OSError as error:
-            raise _damaged_part(self._parts[file], error) from error
+            raise damaged_part(self._parts[file], error) from error
 
     def __enter__(self) -> Self:
         return self
@@ -132,12 +132,6 @@ class _OpenParts:
     def __exit__(self, *_: object) -> None:
         for stream in self._streams.values():
             stream.close()
-
-
-def _damaged_part(part: Path, error: OSError) -> OutputError:
-    return OutputError(
-        f"{part} is damaged ({error}). Remove it and run the same command again: its rows are computed again."
-    )
 
 
 def _table(records: Sequence[StateRecord], schema: pa.Schema) -> pa.Table:

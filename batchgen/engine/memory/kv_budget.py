@@ -13,12 +13,12 @@ import numpy as np
 import psutil
 import torch
 
-from batchgen.config.units import format_size
 from batchgen.engine.workload import JobWorkload
 from batchgen.errors import UsageError
 from batchgen.kernels.types import KVPool
 from batchgen.models.base import ModelSpec
 from batchgen.plan.cache_groups import CacheGroup, cache_bytes, pages_within
+from batchgen.request.printable import format_size
 
 __all__ = ["AUTO_SHARE", "DeviceMemory", "allowed_pages", "cache_groups", "device_memory", "most_pages", "pool_pages"]
 

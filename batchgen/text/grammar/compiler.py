@@ -15,10 +15,11 @@ from multiprocessing.connection import Connection
 
 from batchgen.errors import BatchgenError, ErrorInfo
 from batchgen.request.params import Constraint
+from batchgen.text.grammar.kinds import KINDS
 from batchgen.text.grammar.vocabulary import Vocabularies
 from batchgen.text.grammar.worker import CompileJob, CompileLimits, DropVocabulary, LoadVocabulary
 
-__all__ = ["GrammarCompiler", "stop_compiler", "vocabulary_kind"]
+__all__ = ["GrammarCompiler", "stop_compiler"]
 
 _MAX_WORKERS = 8
 # sys.path is passed on, since a new interpreter may not find the modules of this one.
@@ -127,7 +128,7 @@ class GrammarCompiler:
             BatchgenError: the process could not be started, or died.
         """
         jobs = dict(enumerate(constraints))
-        vocabulary_kinds = sorted({vocabulary_kind(constraint) for constraint in jobs.values()})
+        vocabulary_kinds = sorted({KINDS[constraint.kind].vocabulary for constraint in jobs.values()})
         with _lock:
             new_vocabularies = {kind: self._vocabularies[kind] for kind in vocabulary_kinds if not self._is_known(kind)}
             try:
@@ -151,7 +152,9 @@ class GrammarCompiler:
         return (self._id, kind) in _running_process().vocabularies
 
     def _job(self, number: int, constraint: Constraint) -> CompileJob:
-        return CompileJob(number, constraint, (self._id, vocabulary_kind(constraint)), self._lenient, self._limits)
+        return CompileJob(
+            number, constraint, (self._id, KINDS[constraint.kind].vocabulary), self._lenient, self._limits
+        )
 
     def close(self) -> None:
         """Drop this compiler's vocabularies from the process."""
@@ -165,8 +168,3 @@ class GrammarCompiler:
                 except OSError:
                     stop_compiler()
                     return
-
-
-def vocabulary_kind(constraint: Constraint) -> str:
-    """Kind of vocabulary (see `VOCABULARIES`) that a constraint is compiled for."""
-    return {"json_schema": "json", "structural_tag": "tag"}.get(constraint.kind, "text")

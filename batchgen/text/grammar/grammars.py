@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 import weakref
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from typing import IO, Any
 
 from batchgen.errors import ErrorInfo, OutputError, RowError
 from batchgen.request.params import Constraint
-from batchgen.text.grammar.compiler import GrammarCompiler, stop_compiler, vocabulary_kind
+from batchgen.text.grammar.compiler import GrammarCompiler, stop_compiler
+from batchgen.text.grammar.kinds import KINDS, Check
 from batchgen.text.grammar.vocabulary import Vocabularies
 from batchgen.text.grammar.worker import CompileLimits
 from batchgen.text.tokenizer import Tokenizer
@@ -26,9 +25,6 @@ __all__ = ["Grammars"]
 
 _MAX_CHECKS = 1024
 """Number of checks kept in memory."""
-
-Check = Callable[[str], bool]
-"""Function that tells whether a finished text satisfies a constraint."""
 
 
 class Grammars:
@@ -109,23 +105,21 @@ class Grammars:
     def satisfied(self, constraint: Constraint, text: str, ids: Sequence[int] | None) -> bool:
         """Whether a finished text satisfies a constraint.
 
-        Schemas, patterns and choices are checked by other libraries than the one that compiles grammars.
-
         Args:
             constraint: a prepared constraint.
             text: the whole text.
             ids: token ids of the text, if they spell it; used for structural tags, whose tokens may have text that
                 `text` leaves out.
         """
-        if constraint.kind == "structural_tag" and ids is not None:
+        kind = KINDS[constraint.kind]
+        if kind.check is None:
             matcher = self.matcher(constraint, ())
-            return all(matcher.accept_token(token) for token in ids) and bool(matcher.is_completed())
-        if constraint.kind in ("ebnf", "structural_tag"):
-            matcher = self.matcher(constraint, ())
+            if kind.vocabulary == "tag" and ids is not None:
+                return all(matcher.accept_token(token) for token in ids) and bool(matcher.is_completed())
             return bool(matcher.accept_string(text)) and bool(matcher.is_completed())
         check = self._checks.get(constraint)
         if check is None:
-            check = self._checks[constraint] = _build_check(constraint)
+            check = self._checks[constraint] = kind.check(constraint.text)
             if len(self._checks) > _MAX_CHECKS:
                 self._checks.popitem(last=False)
         return check(text)
@@ -148,7 +142,7 @@ class Grammars:
         assert not isinstance(known, ErrorInfo), "rows with this constraint were refused"
         self._file.seek(known[0])
         text = zlib.decompress(self._file.read(known[1])).decode()
-        kind = vocabulary_kind(constraint)
+        kind = KINDS[constraint.kind].vocabulary
         info = self._infos.get(kind)
         if info is None:
             pieces = self._vocabularies[kind]
@@ -177,14 +171,3 @@ def _close(compiler: GrammarCompiler, file: IO[bytes]) -> None:
     compiler.close()
     with suppress(OSError):  # closing writes again what a full disk refused
         file.close()
-
-
-def _build_check(constraint: Constraint) -> Check:
-    # Imported here: only finished rows with a schema or pattern need jsonschema.
-    from batchgen.text.grammar.validation import Schema, matches_whole
-
-    if constraint.kind == "json_schema":
-        return Schema.parse(constraint.text, constraint.kind).satisfied_by
-    if constraint.kind == "choice":
-        return frozenset(json.loads(constraint.text)).__contains__
-    return partial(matches_whole, constraint.text)

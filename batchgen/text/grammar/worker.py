@@ -26,8 +26,8 @@ import numpy as np
 
 from batchgen.errors import ErrorCode, ErrorInfo, RowError
 from batchgen.request.params import Constraint
+from batchgen.text.grammar.kinds import KINDS
 from batchgen.text.grammar.rules import can_end, left_recursive_rule
-from batchgen.text.grammar.sources import grammar_source
 
 __all__ = ["CompileJob", "CompileLimits", "DropVocabulary", "LoadVocabulary", "import_compiler", "serve"]
 
@@ -247,8 +247,8 @@ def _compile_constraint(job: CompileJob, tokenizer: Any) -> bytes | ErrorInfo:
     """The grammar, serialised and compressed, or the constraint's error."""
     constraint = job.constraint
     try:
-        source = grammar_source(constraint, lenient=job.lenient)
-        compiled = _compile_source(constraint.kind, source, tokenizer)
+        kind = KINDS[constraint.kind]
+        compiled = _compile_source(kind.form, kind.source(constraint.text, job.lenient), tokenizer)
     except RowError as error:
         return error.info
     except (RuntimeError, ValueError) as error:
@@ -259,23 +259,23 @@ def _compile_constraint(job: CompileJob, tokenizer: Any) -> bytes | ErrorInfo:
     if compiled.memory_size_bytes > max_size:
         problem = f"compiles to {compiled.memory_size_bytes:,} bytes, more than {max_size:,}; make it smaller"
         return _invalid(constraint.kind, problem)
-    return _empty_grammar_error(constraint.kind, compiled) or zlib.compress(compiled.serialize_json().encode(), 1)
+    return _empty_grammar_error(constraint, compiled) or zlib.compress(compiled.serialize_json().encode(), 1)
 
 
-def _compile_source(kind: str, source: str, tokenizer: Any) -> Any:
+def _compile_source(form: str, source: str, tokenizer: Any) -> Any:
     import xgrammar
 
     compiler = xgrammar.GrammarCompiler(tokenizer, max_threads=1, cache_enabled=False)
-    if kind == "json_schema":
+    if form == "json_schema":
         if "$ref" in source and not can_end(str(xgrammar.Grammar.from_json_schema(source, any_whitespace=False))):
             raise ValueError("every value that it allows contains another one without end")
         return compiler.compile_json_schema(source, any_whitespace=False)
-    if kind == "regex":
+    if form == "regex":
         return compiler.compile_regex(source)
-    if kind == "structural_tag":
+    if form == "structural_tag":
         return compiler.compile_structural_tag(source)
     grammar = xgrammar.Grammar.from_ebnf(source)
-    rule = left_recursive_rule(source, str(grammar)) if kind == "ebnf" else None
+    rule = left_recursive_rule(source, str(grammar))
     if rule is not None:
         raise ValueError(f"rule {rule[:100]} is left-recursive; rewrite it so that it does not begin with itself")
     if not can_end(str(grammar)):
@@ -283,7 +283,7 @@ def _compile_source(kind: str, source: str, tokenizer: Any) -> Any:
     return compiler.compile_grammar(grammar)
 
 
-def _empty_grammar_error(kind: str, compiled: Any) -> ErrorInfo | None:
+def _empty_grammar_error(constraint: Constraint, compiled: Any) -> ErrorInfo | None:
     """Error of a grammar that allows no first token, or of JSON that may be empty."""
     import xgrammar
 
@@ -291,8 +291,9 @@ def _empty_grammar_error(kind: str, compiled: Any) -> ErrorInfo | None:
     mask = np.full(xgrammar.get_bitmask_shape(1, compiled.tokenizer_info.vocab_size), -1, np.int32)
     matcher.fill_next_token_bitmask(mask)
     completed = matcher.is_completed()
-    if (completed and kind == "json_schema") or not (completed or mask.any()):
-        return _invalid(kind, "allows no text at all")
+    is_json = KINDS[constraint.kind].form == "json_schema"
+    if (completed and is_json) or not (completed or mask.any()):
+        return _invalid(constraint.kind, "allows no text at all")
     return None
 
 

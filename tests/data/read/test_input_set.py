@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,16 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchgen.data.read.input_set import open_inputs
+from batchgen.data.read.input_files import find_inputs
+from batchgen.data.read.input_set import InputSet
+from batchgen.data.read.input_set import open_inputs as open_found
 from batchgen.data.read.reserved_paths import ReservedPaths
 from batchgen.data.read.selection import Selection
 from batchgen.errors import ErrorCode, InputError, UsageError
+
+
+def open_inputs(paths: Sequence[str], reserved: Container[str] = ()) -> InputSet:
+    return open_found(find_inputs(paths, reserved))
 
 
 def lines(*rows: Any) -> bytes:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from batchgen.data.read import jsonl
 from batchgen.data.read.jsonl import MAX_DEPTH, json_rows, parse_json_object, text_rows
-from batchgen.data.read.raw_row import RawRow
 from batchgen.errors import ErrorCode, RowError
+from batchgen.request.raw_row import RawRow
 
 BAD_JSON = ErrorCode.INVALID_JSON
 BAD_TEXT = ErrorCode.INVALID_UNICODE

@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchgen.data.read.parquet import parquet_columns, parquet_rows
-from batchgen.data.read.raw_row import RawRow
+from batchgen.data.read.parquet import parquet_rows, parquet_schema
 from batchgen.errors import ErrorCode, InputError, RowError
 from batchgen.request.fields import FIELDS, Field
+from batchgen.request.raw_row import RawRow
 
 
 def write_parquet(table: pa.Table, **options: Any) -> io.BytesIO:
@@ -181,11 +181,11 @@ def test_a_map_with_a_repeated_key_is_an_error_row() -> None:
 
 
 def test_parquet_columns() -> None:
-    assert parquet_columns(write_parquet(pa.table({"a": [1], "b": [2]})), "in") == ["a", "b"]
-    assert parquet_columns(io.BytesIO(b"PAR1 cut"), "in") is None
+    assert parquet_schema(write_parquet(pa.table({"a": [1], "b": [2]})), "in").names == ["a", "b"]
+    assert parquet_schema(io.BytesIO(b"PAR1 cut"), "in") is None
     twice = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"])
     with pytest.raises(InputError, match="two columns are named 'a'"):
-        parquet_columns(write_parquet(twice), "in")
+        parquet_schema(write_parquet(twice), "in")
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -195,9 +195,9 @@ def test_struct_fields_with_the_same_name_are_refused(depth: int) -> None:
     for _ in range(depth):
         twice = pa.ListArray.from_arrays([0, 1], twice)
     with pytest.raises(InputError, match="in: two fields in column 'x' are named 'a'; rename one of them"):
-        parquet_columns(write_parquet(pa.table({"x": twice})), "in")
+        parquet_schema(write_parquet(pa.table({"x": twice})), "in")
     apart = pa.table({"x": [{"a": 1, "b": {"a": 2}}], "a": [3]})
-    assert parquet_columns(write_parquet(apart), "in") == ["x", "a"]
+    assert parquet_schema(write_parquet(apart), "in").names == ["x", "a"]
 
 
 def test_a_table_without_rows() -> None:

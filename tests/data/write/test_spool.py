@@ -13,20 +13,20 @@ from batchgen.data.write.spool import BlobSpool, TokenSpool
 from batchgen.errors import OutputError
 
 
-@given(blobs=st.lists(st.none() | st.binary(max_size=50), max_size=30), reads=st.lists(st.integers(0, 29), max_size=30))
+@given(blobs=st.lists(st.binary(max_size=50), max_size=30), reads=st.lists(st.integers(0, 29), max_size=30))
 def test_a_blob_spool_behaves_as_a_list(
-    tmp_path_factory: pytest.TempPathFactory, blobs: list[bytes | None], reads: list[int]
+    tmp_path_factory: pytest.TempPathFactory, blobs: list[bytes], reads: list[int]
 ) -> None:
     path = tmp_path_factory.mktemp("spool") / "blobs"
     with BlobSpool(path) as spool:
         for i, blob in enumerate(blobs):
             assert spool.append(blob) == i
             if i < len(reads) and reads[i] <= i:
-                assert spool.get(reads[i]) == blobs[reads[i]]
-        assert [spool.get(i) for i in range(len(spool))] == blobs
+                assert spool[reads[i]] == blobs[reads[i]]
+        assert [spool[i] for i in range(len(spool))] == blobs
         for index in (-1, len(blobs)):
             with pytest.raises(IndexError):
-                spool.get(index)
+                spool[index]
     assert not path.exists()
 
 
@@ -36,13 +36,16 @@ def test_a_token_spool_behaves_as_a_list(tmp_path_factory: pytest.TempPathFactor
     with TokenSpool(path) as spool:
         flat: list[int] = []
         for prompt in prompts:
-            assert spool.append(np.array(prompt, np.int32) if len(prompt) % 2 else prompt) == len(flat)
+            spool.append(np.array(prompt, np.int32) if len(prompt) % 2 else prompt)
             flat += prompt
-            ids = spool.map()
+            ids = spool.ids()
             assert ids.dtype == np.int32
             assert ids.tolist() == flat
-        assert spool.map().tolist() == flat
-        assert len(spool) == len(flat)
+        spool.close(keep=True)
+        assert spool.ids().tolist() == flat, "readable after the file is closed"
+    with TokenSpool(path, len(flat)) as again:
+        again.append([7])
+        assert again.ids().tolist() == [*flat, 7]
     assert not path.exists()
 
 

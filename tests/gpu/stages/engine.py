@@ -99,8 +99,8 @@ def _engine(folder: Path, lab: Lab, *, reference: bool = False, **options: Any) 
         where = {**where, **steps} if lab.toy else {"device": "cuda", "attention": "triton"}
     engine = Engine(str(folder), **{"dtype": "float32", **where, **options})
     # Compiling grammars takes seconds, and all these models have the same tokenizer.
-    engine.grammars = lab.kept.setdefault("grammars", engine.grammars)
-    return engine
+    grammars = lab.kept.setdefault("grammars", engine.grammars)
+    return Engine.from_parts(engine.config, engine.model, engine.tokenizer, grammars)
 
 
 def _finished(engine: Engine, rows: list[Row]) -> list[Completion]:

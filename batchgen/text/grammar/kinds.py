@@ -1,42 +1,50 @@
-"""Source text for xgrammar from a row's constraint, checked and rewritten so that it keeps its meaning."""
+"""The kinds of constraints: one `GrammarKind` each, in `KINDS`. A further kind is one more entry.
+
+A constraint's text is checked and rewritten for xgrammar so that it keeps its meaning. Finished texts are checked by
+other libraries than the one that compiles grammars, where there are any.
+"""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
 from batchgen.errors import ErrorCode, RowError
-from batchgen.request.params import Constraint
+from batchgen.request.params import ConstraintKind
 from batchgen.text.grammar.patterns import PatternError, explicit_pattern
 
-__all__ = ["grammar_source"]
+__all__ = ["KINDS", "Check", "GrammarKind"]
 
 _TAG_WHITESPACE = 16
 """Most consecutive whitespace characters between JSON tokens inside a structural tag that sets no limit."""
 _MAX_TAG_DEPTH = 100
 
-
-def grammar_source(constraint: Constraint, *, lenient: bool = False) -> str:
-    """Text to compile: a schema, pattern, grammar or structural tag according to the kind (`choice`: a grammar).
-
-    Raises:
-        RowError: `invalid_grammar` or `unsupported_schema_keyword`, with the field and the reason.
-    """
-    if constraint.kind == "json_schema":
-        return _schema(constraint.text, "json_schema", lenient)
-    if constraint.kind == "regex":
-        return _pattern(constraint.text, "regex")
-    if constraint.kind == "choice":
-        return choice_grammar(json.loads(constraint.text))
-    if constraint.kind == "structural_tag":
-        return _structural_tag(constraint.text, lenient)
-    return constraint.text
+Check = Callable[[str], bool]
+"""Function that tells whether a finished text satisfies a constraint."""
 
 
-def choice_grammar(choices: list[str]) -> str:
-    """Grammar of exactly these strings."""
+@dataclass(frozen=True, slots=True)
+class GrammarKind:
+    """How constraints of one kind are compiled, and how finished texts are checked."""
+
+    source: Callable[[str, bool], str]
+    """(text of the constraint, whether schema keywords that cannot be enforced are ignored) -> what `form` says; raises
+    `RowError` `invalid_grammar` or `unsupported_schema_keyword`, with the field and the reason."""
+    form: Literal["json_schema", "regex", "ebnf", "structural_tag"] = "ebnf"
+    """What the compiler reads."""
+    vocabulary: Literal["text", "json", "tag"] = "text"
+    """Kind of vocabulary (see `VOCABULARIES`) that it is compiled for."""
+    check: Callable[[str], Check] | None = None
+    """Text of the constraint -> check of finished texts; None: the compiled grammar checks them."""
+
+
+def _choice(text: str, lenient: bool) -> str:
+    """Grammar of exactly the strings of a JSON list."""
     # Grammar strings use JSON's escapes, except for surrogate pairs, so other characters are not escaped.
-    return "root ::= " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    return "root ::= " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
 
 
 def _schema(text: str, field: str, lenient: bool) -> str:
@@ -113,3 +121,42 @@ def _format(part: Any, lenient: bool, depth: int) -> Any:
     if part.get("type") == "regex" and type(part.get("pattern")) is str:
         return {**part, "pattern": _pattern(part["pattern"], "structural_tag")}
     return {key: _format(value, lenient, depth + 1) for key, value in part.items()}
+
+
+def _regex(text: str, lenient: bool) -> str:
+    return _pattern(text, "regex")
+
+
+def _json_schema(text: str, lenient: bool) -> str:
+    return _schema(text, "json_schema", lenient)
+
+
+def _as_given(text: str, lenient: bool) -> str:
+    return text
+
+
+# Imported in the checks: only finished rows with a schema or pattern need jsonschema.
+def _schema_check(text: str) -> Check:
+    from batchgen.text.grammar.validation import Schema
+
+    return Schema.parse(text, "json_schema").satisfied_by
+
+
+def _pattern_check(text: str) -> Check:
+    from batchgen.text.grammar.validation import matches_whole
+
+    return partial(matches_whole, text)
+
+
+def _choice_check(text: str) -> Check:
+    return frozenset(json.loads(text)).__contains__
+
+
+KINDS: dict[ConstraintKind, GrammarKind] = {
+    "json_schema": GrammarKind(_json_schema, "json_schema", "json", _schema_check),
+    "regex": GrammarKind(_regex, "regex", check=_pattern_check),
+    "ebnf": GrammarKind(_as_given),
+    "structural_tag": GrammarKind(_structural_tag, "structural_tag", "tag"),
+    "choice": GrammarKind(_choice, check=_choice_check),
+}
+"""Constraint kind, which is also the name of the row's field -> how it is compiled and checked."""

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from batchgen.errors import ErrorCode, ErrorInfo
 
-__all__ = ["RawRow"]
+__all__ = ["STDIN", "RawRow"]
+
+STDIN = "-"
+"""Input name of standard input."""
 
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 class RawRow(NamedTuple):
-    """One input row. Exactly one of `value` and `error` is set."""
+    """One input row and its place in the input. Exactly one of `value` and `error` is set."""
 
     index: int  # type: ignore[assignment]
     """0-based index among all rows of all files, without blank lines; independent of the selection."""
-    source: str
-    """Name of the file as given by the user, in UTF-8."""
-    line: int
+    source: str = ""
+    """Name of the file as given by the user, in UTF-8; empty for a row that is not from a file."""
+    line: int = 0
     """1-based line of a text file, or 1-based row of a Parquet file."""
-    value: dict[str, Any] | None = None
+    value: Mapping[str, Any] | None = None
     error: ErrorInfo | None = None
     displaced: Mapping[str, Any] = _EMPTY
     """Fields replaced by a named prompt or id column; they are carried as data and not parsed."""
@@ -31,3 +35,8 @@ class RawRow(NamedTuple):
     def failed(cls, index: int, source: str, line: int, code: ErrorCode, problem: str) -> RawRow:
         """A row that cannot be read; the message names its file and line."""
         return cls(index, source, line, None, ErrorInfo(code, f"{source}, line {line}: {problem}"))
+
+    def locate(self, error: ErrorInfo) -> ErrorInfo:
+        """The error with the row's file and line in front of its message, unless the reader has named them."""
+        place = f"{self.source}, line {self.line}: "
+        return error if error.message.startswith(place) else replace(error, message=place + error.message)

@@ -1,0 +1,107 @@
+"""`FrontEnd`: everything that turns rows into requests of one model, the same for a job and for `Engine.generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from batchgen.config.run_config import EngineConfig
+from batchgen.engine.row_reader import OnDuplicate, RowReader
+from batchgen.media.root import MediaRoot
+from batchgen.models.base import ModelSpec
+from batchgen.request.parser import RowDefaults
+from batchgen.request.processors import LoadedProcessor
+from batchgen.request.table import RequestTable
+from batchgen.text.encode import Encoder, Truncate
+from batchgen.text.grammar.grammars import Grammars
+from batchgen.text.tokenizer import Tokenizer
+
+__all__ = ["FrontEnd"]
+
+
+@dataclass(frozen=True, slots=True)
+class FrontEnd:
+    """Tokenizer, prompt encoder, grammars, processors and media folder of one model."""
+
+    config: EngineConfig
+    spec: ModelSpec
+    tokenizer: Tokenizer
+    processors: Mapping[str, LoadedProcessor]
+    """Custom logit processors by name."""
+    media_root: MediaRoot
+    grammars: Grammars
+    """Compiled constraints of rows."""
+    encoder: Encoder
+    name: str
+    """Name of the model, by which rows may name it."""
+
+    @classmethod
+    def build(
+        cls,
+        config: EngineConfig,
+        spec: ModelSpec,
+        tokenizer: Tokenizer,
+        processors: Mapping[str, LoadedProcessor],
+        *,
+        name: str | None = None,
+        truncate: Truncate = "none",
+        grammars: Grammars | None = None,
+    ) -> FrontEnd:
+        """The front end of a model with the run's options.
+
+        Args:
+            config: options of the engine.
+            spec: the model's spec.
+            tokenizer: the model's tokenizer.
+            processors: custom logit processors by name.
+            name: name of the model if `config` has none.
+            truncate: side on which prompts that are too long are cut.
+            grammars: grammars compiled for the same model and options.
+
+        Raises:
+            UsageError: `media_root` is not a folder.
+        """
+        media_root = MediaRoot(config.media_root)
+        grammars = grammars or Grammars(tokenizer, spec.vocab_size, lenient=config.lenient_schemas)
+        limits = spec.state_limits
+        encoder = Encoder(tokenizer, spec.vocab_size, spec.context_length, truncate, config.seed, limits, grammars)
+        return cls(config, spec, tokenizer, processors, media_root, grammars, encoder, config.model or name or "")
+
+    def defaults(
+        self,
+        flags: Mapping[str, Any],
+        *,
+        sampling_defaults: Literal["model", "openai"] = "model",
+        chat: bool | None = None,
+        system: str | None = None,
+        events: bool = False,
+    ) -> RowDefaults:
+        """Defaults of the rows of one job.
+
+        Args:
+            flags: sampling fields set for the whole run.
+            sampling_defaults: whether the model's generation_config.json gives further defaults.
+            chat: as in `RowDefaults`.
+            system: as in `RowDefaults`.
+            events: whether the run writes events.
+
+        Raises:
+            ModelError: a value of generation_config.json is out of range.
+            UsageError: a flag is.
+        """
+        return RowDefaults(
+            flags=flags,
+            model=self.tokenizer.generation.sampling_defaults() if sampling_defaults == "model" else {},
+            model_names=frozenset({self.name, Path(self.name).name} - {""}),
+            adapters=frozenset(self.spec.adapters),
+            chat=chat,
+            system=system,
+            events=events,
+            processors=frozenset(self.processors),
+        )
+
+    def row_reader(self, table: RequestTable, defaults: RowDefaults, on_duplicate: OnDuplicate = "error") -> RowReader:
+        """A reader of rows into `table`."""
+        return RowReader(table, self.encoder, defaults, on_duplicate, self.media_root)

@@ -1,0 +1,147 @@
+"""Checks of the model folder, the inputs and the output files, made before torch is imported (which takes seconds).
+
+What they find (the checked folder, the input files, the imported processors) is passed on: nothing is checked twice.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchgen.config.run_config import EngineConfig, RunConfig
+from batchgen.data.read.input_files import FoundInput, find_inputs
+from batchgen.data.read.reserved_paths import ReservedPaths
+from batchgen.demo import model_path
+from batchgen.errors import OutputError, UsageError
+from batchgen.models.check import CheckedModel, check_model
+from batchgen.request.processors import LoadedProcessor, load_processors
+from batchgen.request.raw_row import STDIN
+
+__all__ = ["CheckedJob", "check_engine_model", "check_output_targets", "preflight", "reserved_paths"]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedJob:
+    """A job that passed the checks, and what they found."""
+
+    config: RunConfig
+    model: CheckedModel
+    inputs: tuple[FoundInput, ...]
+    processors: Mapping[str, LoadedProcessor]
+    """Custom logit processors by name."""
+
+
+def preflight(config: RunConfig) -> CheckedJob:
+    """Check the model folder and adapters, the inputs and the output files, and import logit processors.
+
+    Raises:
+        ModelError: the model cannot be used.
+        InputError: an input is missing, unreadable or of an unknown format.
+        UsageError: an input is part of the job's output, events or the report would replace another file of the job, or
+            a logit processor cannot be imported.
+        OutputError: the report cannot be written.
+    """
+    model = check_engine_model(config.engine)
+    inputs = tuple(find_inputs(config.inputs, reserved_paths(config)))
+    check_output_targets(config, inputs)
+    # Last: a processor may import torch.
+    return CheckedJob(config, model, inputs, load_processors(config.engine.logit_processor))
+
+
+def check_engine_model(engine: EngineConfig) -> CheckedModel:
+    """Check the model folder and the adapters of a job; without a model, the demonstration model.
+
+    Raises:
+        ModelError: the model cannot be used.
+    """
+    return check_model(
+        engine.model or model_path(),
+        implementation=engine.model_impl,
+        max_model_len=engine.max_model_len,
+        revision=engine.revision,
+        lora=engine.lora,
+    )
+
+
+def reserved_paths(config: RunConfig) -> ReservedPaths:
+    """Reserved paths of the job with this configuration."""
+    written = [path for path in (config.events, config.report) if path not in (None, STDIN)]
+    return ReservedPaths(config.output, None if config.shard is None else config.shard.count, [*map(str, written)])
+
+
+def check_output_targets(config: RunConfig, inputs: Iterable[FoundInput]) -> None:
+    """Check that `--events` and `--report` name no other file of the job, and that the report can be written.
+
+    Pipes and devices are not checked.
+
+    Args:
+        config: the configuration of the job.
+        inputs: its input files.
+
+    Raises:
+        UsageError: one of them is an input, part of the output, or the same file as the other.
+        OutputError: the report cannot be written.
+    """
+    reserved = reserved_paths(config)
+    options_by_path: dict[str, str] = {}
+    for option, target in (("--events", config.events), ("--report", config.report)):
+        if target in (None, STDIN) or _is_special(Path(str(target))):
+            continue
+        path = os.path.realpath(str(target))
+        if reserved.is_result(path):
+            raise UsageError(f"`{option}` {target} is part of the job's output; give another name")
+        if path in options_by_path:
+            raise UsageError(f"`{option}` {target} is the same file as `{options_by_path[path]}`; give another name")
+        if _is_input(Path(str(target)), inputs):
+            raise UsageError(
+                f"`{option}` {target} is an input of the job; give another name, which no input pattern matches"
+            )
+        options_by_path[path] = option
+    if config.report not in (None, STDIN):
+        _check_writable(Path(str(config.report)))
+
+
+def _status(path: Path) -> os.stat_result | None:
+    with suppress(OSError):
+        return path.stat()
+    return None
+
+
+def _is_special(path: Path) -> bool:
+    status = _status(path)
+    return status is not None and not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode)
+
+
+def _is_input(path: Path, inputs: Iterable[FoundInput]) -> bool:
+    """Whether the job reads this file: under this name, another name, or as standard input."""
+    status = _status(path)
+    if status is None:
+        return False
+    for file in inputs:
+        with suppress(OSError):
+            if os.path.samestat(status, os.fstat(0) if file.path == STDIN else Path(file.path).stat()):
+                return True
+    return False
+
+
+def _check_writable(path: Path) -> None:
+    """Check, without creating the file, that the report can be written.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    status = _status(path)
+    number = 0
+    if status is not None and stat.S_ISDIR(status.st_mode):
+        number = errno.EISDIR
+    elif status is None and not os.access(path.parent, os.F_OK):
+        number = errno.ENOENT
+    elif not os.access(path if status is not None else path.parent, os.W_OK):
+        number = errno.EACCES
+    if number:
+        raise OutputError(f"cannot write the report {path}: {os.strerror(number)}")
