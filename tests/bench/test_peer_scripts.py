@@ -188,10 +188,13 @@ def test_llama_cpp_computes_a_shared_prefix_once(record: Path, spec: LoadSpec) -
     with EngineProcess(EngineSource("llama.cpp"), spec) as engine:
         made = engine.generate(rows, {"batch": 64, "shared": 1, "ubatch": 64})
         separate = engine.generate(rows, {"batch": 64, "shared": 0, "ubatch": 64})
+        same = engine.generate([BenchRow(root, 2)] * 3, {"batch": 64, "shared": 1, "ubatch": 64})
     assert made.outputs == separate.outputs == [[row.ids[-1] + 1, row.ids[-1] + 2] for row in rows]
     assert made.counted["prompt_tokens_computed"] == 40 + 2 * 40 + 6
     assert separate.counted == {"prompt_tokens_computed": 6 * 81, "decode_rows": 6}
-    assert sorted(end for (end,) in calls(record, "copy")) == [40, 80, 80, 80, 80]
+    assert same.outputs == [[10, 11]] * 3
+    assert same.counted["prompt_tokens_computed"] == 40 + 2, "the last token's logits are needed"
+    assert sorted(end for (end,) in calls(record, "copy")) == [39, 39, 40, 80, 80, 80, 80]
 
 
 def test_gguf_of_a_llama(record: Path, spec: LoadSpec, folder: Path) -> None:
