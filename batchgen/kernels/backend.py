@@ -36,7 +36,7 @@ from batchgen.kernels.cpu.command_buffer import BackgroundThread, background_thr
 from batchgen.kernels.cpu.decoder import compiled_decoder
 from batchgen.kernels.cpu.library import DTYPES, missing
 from batchgen.kernels.cpu.ops import COMPILED_INVARIANT_OPS, COMPILED_OPS
-from batchgen.kernels.cpu.packed_pages import packed_pages
+from batchgen.kernels.cpu.packed_pages import packed_pool
 from batchgen.kernels.cpu.prefix_group_cost import ROWS, measured_saving
 from batchgen.kernels.decoder import DecoderWeights, FusedDecoder
 from batchgen.kernels.device import Device
@@ -52,7 +52,7 @@ from batchgen.kernels.flash.library import (
 from batchgen.kernels.invariant import INVARIANT_OPS
 from batchgen.kernels.measure import Timer, TypicalStep, device_timer, layer_milliseconds
 from batchgen.kernels.ops import TORCH_OPS, Ops
-from batchgen.kernels.types import AttentionBatch, DecodePlanner, KVPool, LayerKV, PackedPagePool, PagedAttention
+from batchgen.kernels.types import AttentionBatch, DecodePlanner, KVPool, LayerKV, PagedAttention
 
 __all__ = [
     "ATTENTION_BACKENDS",
@@ -62,14 +62,12 @@ __all__ = [
     "AttentionNeeds",
     "Backend",
     "BackendUnavailable",
+    "GroupSaving",
     "capability_of",
     "choose_backend",
     "fused_decoder",
     "refuse_deterministic",
 ]
-
-ATTENTION_BACKENDS = ("auto", "flash", "triton", "compiled", "torch")
-"""Names that `choose_backend` accepts; `auto` takes the fastest available."""
 
 GPU_BACKENDS = ("flash", "triton")
 """Backends that need a GPU."""
@@ -88,6 +86,16 @@ class BackendUnavailable(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
+class GroupSaving:
+    """The measured saving from which a prefix group pays off."""
+
+    rows: int
+    """Rows of the group that is measured; see `plan.config`."""
+    measure: Callable[[], int]
+    """Number of reads of cached positions that the group must save."""
+
+
+@dataclass(frozen=True, slots=True)
 class Backend:
     """A set of kernels for a run."""
 
@@ -100,13 +108,10 @@ class Backend:
     """All operations except attention."""
     static: Callable[[KVPool, Device], DecodePlanner] | None = None
     """Makes the attention of decode-only steps in CUDA graphs; None: not supported."""
-    group_saving: Callable[[], int] | None = None
-    """Measures how many reads of cached positions a prefix group must save to pay off; None: not measured."""
-    group_rows: int | None = None
-    """Rows of the group that is measured; see `plan.config`. None: the saving holds for any number of rows."""
-    packed_page_pool: Callable[[list[LayerKV], torch.dtype, int, int, int], PackedPagePool | None] | None = None
-    """Makes the pool's `packed` from its layers, dtype, page size, number of pages and the bytes of memory left; None:
-    no repacked copy."""
+    group_saving: GroupSaving | None = None
+    """When a prefix group pays off; None: not measured."""
+    extend_pool: Callable[[KVPool, int], KVPool] = lambda pool, room: pool
+    """The pool with what the backend keeps next to it, in as many bytes of memory as are left."""
     background_thread: Callable[[], BackgroundThread] | None = None
     """Makes the thread that runs recorded kernels while Python goes on; None: kernels cannot be recorded."""
 
@@ -169,22 +174,19 @@ def choose_backend(
         raise BackendUnavailable(f"unknown attention backend {name!r}; use one of {', '.join(ATTENTION_BACKENDS)}")
     if needs.deterministic:
         return _deterministic(name, needs)
-    if name == "torch":
-        return TORCH
-    if name == "compiled":
-        return _compiled(needs)
     if name == "auto" and needs.capability is None:
         return _for_cpu(needs)
     timer = timer or device_timer(needs.device)
     if name != "auto":
         named = _BACKENDS[name](needs)
-        _tune(needs.device, step, timer)
+        if name in GPU_BACKENDS:
+            _tune(needs.device, step, timer)
         return named
     found: list[Backend] = []
     missing: list[str] = []
-    for other, make in _BACKENDS.items():
+    for other in reversed(GPU_BACKENDS):
         try:
-            found.append(make(needs))
+            found.append(_BACKENDS[other](needs))
         except BackendUnavailable as problem:
             missing.append(f"no {other}: {problem}")
     if found:
@@ -218,15 +220,17 @@ def _compiled(needs: AttentionNeeds) -> Backend:
     compiler = Path(find_compiler()[0]).name
     saving = None
     if needs.layers:
-        saving = partial(measured_saving, needs.layers[0], needs.heads, needs.dtype, needs.page_size, len(needs.layers))
+        measure = partial(
+            measured_saving, needs.layers[0], needs.heads, needs.dtype, needs.page_size, len(needs.layers)
+        )
+        saving = GroupSaving(ROWS, measure)
     return Backend(
         "compiled",
         f"compiled by {compiler}",
         CompiledAttention,
         COMPILED_OPS,
         group_saving=saving,
-        group_rows=ROWS,
-        packed_page_pool=packed_pages,
+        extend_pool=packed_pool,
         background_thread=background_thread,
     )
 
@@ -407,5 +411,13 @@ def _accepted(library: FlashLibrary, needs: AttentionNeeds) -> FlashLibrary:
     return library
 
 
-_BACKENDS: dict[str, Callable[[AttentionNeeds], Backend]] = {"triton": _triton, "flash": _flash}
-"""GPU backends that `auto` chooses from."""
+_BACKENDS: dict[str, Callable[[AttentionNeeds], Backend]] = {
+    "flash": _flash,
+    "triton": _triton,
+    "compiled": _compiled,
+    "torch": lambda needs: TORCH,
+}
+"""By name: makes the backend for a model, or raises `BackendUnavailable`."""
+
+ATTENTION_BACKENDS = ("auto", *_BACKENDS)
+"""Names that `choose_backend` accepts; `auto` takes the fastest available."""
