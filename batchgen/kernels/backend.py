@@ -10,26 +10,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from batchgen.kernels.attention.torch_attention import TorchAttention
-from batchgen.kernels.chips import (
-    ChipTuning,
-    candidate_tunings,
-    chip_name,
-    chip_tuning,
-    fixed_tuning,
-    known_chips,
-    measured_tuning,
-)
+from batchgen.kernels.chips import ChipTuning, chip_tuning, fixed_tuning
 from batchgen.kernels.cpu.attention import CompiledAttention
 from batchgen.kernels.cpu.build import find_compiler
 from batchgen.kernels.cpu.command_buffer import BackgroundThread, background_thread
@@ -50,7 +40,7 @@ from batchgen.kernels.flash.library import (
     versions_for,
 )
 from batchgen.kernels.invariant import INVARIANT_OPS
-from batchgen.kernels.measure import Timer, TypicalStep, device_timer, layer_milliseconds
+from batchgen.kernels.measure import Timer, TypicalStep, device_timer, layer_milliseconds, tune_chip
 from batchgen.kernels.ops import TORCH_OPS, Ops
 from batchgen.kernels.types import AttentionBatch, DecodePlanner, KVPool, LayerKV, PagedAttention
 
@@ -180,7 +170,7 @@ def choose_backend(
     if name != "auto":
         named = _BACKENDS[name](needs)
         if name in GPU_BACKENDS:
-            _tune(needs.device, step, timer)
+            tune_chip(needs.device, step, timer)
         return named
     found: list[Backend] = []
     missing: list[str] = []
@@ -190,7 +180,7 @@ def choose_backend(
         except BackendUnavailable as problem:
             missing.append(f"no {other}: {problem}")
     if found:
-        _tune(needs.device, step, timer)
+        tune_chip(needs.device, step, timer)
     if len(found) > 1 and step is not None:
         found, missing = _by_speed(found, step, timer)
     best = found[0] if found else TORCH
@@ -287,31 +277,9 @@ def _deterministic_triton(needs: AttentionNeeds) -> Backend:
     from batchgen.kernels.gpu.deterministic_attention import DeterministicTritonAttention
     from batchgen.kernels.gpu.ops import TRITON_INVARIANT_OPS
 
-    tuning = fixed_tuning(needs.device)
-    try:
-        for layer in needs.layers:
-            tuning.attention_tile("fixed", max(layer.key_dim, layer.value_dim), needs.dtype)
-    except ValueError as problem:
-        raise BackendUnavailable(str(problem)) from None
+    _check_tiles(fixed_tuning(needs.device), ("fixed",), needs)
     description = f"{found.description}, batch-invariant"
     return Backend(found.name, description, DeterministicTritonAttention, TRITON_INVARIANT_OPS)
-
-
-def _tune(device: torch.device, step: TypicalStep | None, timer: Timer) -> None:
-    """Choose tile shapes by measurement for a chip that `chips.toml` does not list, among those of listed chips."""
-    if device.type != "cuda" or step is None or chip_name(device) in known_chips():
-        return
-    properties: Any = torch.cuda.get_device_properties(device)  # torch declares fewer than it has
-    candidates = candidate_tunings(properties.shared_memory_per_block_optin)
-    if len(candidates) == 1:
-        return
-    from batchgen.kernels.gpu.attention import TritonAttention
-
-    def milliseconds(tuning: ChipTuning) -> float:
-        found = layer_milliseconds({0: partial(TritonAttention, tuning=tuning)}, step, timer)[0]
-        return found if isinstance(found, float) else math.inf
-
-    measured_tuning(device, candidates, milliseconds)
 
 
 def _by_speed(found: list[Backend], step: TypicalStep, timer: Timer) -> tuple[list[Backend], list[str]]:
@@ -341,13 +309,7 @@ def _triton(needs: AttentionNeeds) -> Backend:
     if needs.capability is not None and needs.capability < (8, 0):
         major, minor = needs.capability
         raise BackendUnavailable(f"it needs a GPU of compute capability 8.0 or more, and this one has {major}.{minor}")
-    tuning = chip_tuning(needs.device)
-    try:
-        for layer in needs.layers:
-            for kind in ("decode", "prefill"):
-                tuning.attention_tile(kind, max(layer.key_dim, layer.value_dim), needs.dtype)
-    except ValueError as problem:
-        raise BackendUnavailable(str(problem)) from None
+    _check_tiles(chip_tuning(needs.device), ("decode", "prefill"), needs)
     from batchgen.kernels.gpu.attention import TritonAttention
     from batchgen.kernels.gpu.ops import TRITON_OPS
     from batchgen.kernels.gpu.static_attention import StaticPlanner
@@ -355,6 +317,20 @@ def _triton(needs: AttentionNeeds) -> Backend:
     if needs.capability is not None:
         _check_launch(TRITON_OPS, needs.device)
     return Backend("triton", f"triton {triton.__version__}", TritonAttention, TRITON_OPS, static=StaticPlanner)
+
+
+def _check_tiles(tuning: ChipTuning, kinds: tuple[str, ...], needs: AttentionNeeds) -> None:
+    """Check that every layer has attention tiles of these kinds.
+
+    Raises:
+        BackendUnavailable: a layer's heads are too large for every tile.
+    """
+    try:
+        for layer in needs.layers:
+            for kind in kinds:
+                tuning.attention_tile(kind, max(layer.key_dim, layer.value_dim), needs.dtype)
+    except ValueError as problem:
+        raise BackendUnavailable(str(problem)) from None
 
 
 def _check_launch(ops: Ops, device: torch.device) -> None:
