@@ -74,7 +74,7 @@ class PackedPages:
 
 @dataclass(frozen=True, slots=True)
 class PackedPool(KVPool):
-    """A pool with the packed units of its pages. Whoever writes to pages notes it with `packed.write`."""
+    """A pool with the packed units of its pages. Writers to its pages call `packed.write`."""
 
     packed: PackedPages
 
