@@ -1,4 +1,4 @@
-"""Compiled attention over the paged KV pool. The reference is `kernels.attention.reference`."""
+"""Compiled attention over the paged KV pool. The reference is `kernels.attention.torch_attention`."""
 
 from __future__ import annotations
 
