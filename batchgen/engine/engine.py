@@ -268,12 +268,9 @@ class Engine:
             memory = replace(memory, free=memory.free + kept.nbytes)
         pages = pool_pages(workload, spec, config.page_size, config.kv_memory, memory)
         if kept is None or kept.num_pages < pages:
-            layers = list(spec.kv_layers)
-            kept = KVPool.allocate(layers, pages, config.page_size, spec.dtype, spec.device)
-            if self.backend is not None and self.backend.packed_page_pool is not None:
-                room = memory.budget(config.kv_memory) - kept.nbytes
-                packed_pages = self.backend.packed_page_pool(layers, spec.dtype, config.page_size, pages, room)
-                kept = replace(kept, packed_pages=packed_pages)
+            kept = KVPool.allocate(list(spec.kv_layers), pages, config.page_size, spec.dtype, spec.device)
+            if self.backend is not None:
+                kept = self.backend.extend_pool(kept, memory.budget(config.kv_memory) - kept.nbytes)
         if spec.device.type == "cpu":
             self._pool = kept
         return kept.first(pages), pages, tokens
@@ -298,13 +295,14 @@ class Engine:
         return device_memory(spec.device, step_bytes), tokens
 
     def _scheduler(self, workload: JobWorkload, pages: int, seqs: int, tokens: int) -> Scheduler:
+        saving = None if self.backend is None else self.backend.group_saving
         config = SchedulerConfig(
             num_pages=pages,
             page_size=self.config.page_size,
             max_num_seqs=seqs,
             max_tokens_per_step=tokens,
             group_min_saving=group_min_saving(self.model.spec.device, self.backend),
-            group_rows=None if self.backend is None else self.backend.group_rows,
+            group_rows=None if saving is None else saving.rows,
             order=self.order,
             admission=self.admission,
             cache_groups=cache_groups(self.model.spec, self.config.page_size),
@@ -353,7 +351,7 @@ def group_min_saving(device: torch.device, backend: Backend | None = None) -> in
     """
     if device.type == "cuda":
         return chip_tuning(device).prefix_pass_tokens
-    return GROUP_MIN_SAVING if backend is None or backend.group_saving is None else backend.group_saving()
+    return GROUP_MIN_SAVING if backend is None or backend.group_saving is None else backend.group_saving.measure()
 
 
 def prepare_device(config: EngineConfig) -> None:

@@ -10,33 +10,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from batchgen.kernels.attention.torch_attention import TorchAttention
-from batchgen.kernels.chips import (
-    ChipTuning,
-    candidate_tunings,
-    chip_name,
-    chip_tuning,
-    fixed_tuning,
-    known_chips,
-    measured_tuning,
-)
+from batchgen.kernels.chips import ChipTuning, chip_tuning, fixed_tuning
 from batchgen.kernels.cpu.attention import CompiledAttention
 from batchgen.kernels.cpu.build import find_compiler
 from batchgen.kernels.cpu.command_buffer import CommandBuffers
 from batchgen.kernels.cpu.decoder import compiled_decoder
 from batchgen.kernels.cpu.library import DTYPES, missing
 from batchgen.kernels.cpu.ops import COMPILED_INVARIANT_OPS, COMPILED_OPS
-from batchgen.kernels.cpu.packed_pages import packed_pages
+from batchgen.kernels.cpu.packed_pages import packed_pool
 from batchgen.kernels.cpu.prefix_group_cost import ROWS, measured_saving
 from batchgen.kernels.decoder import DecoderWeights, FusedDecoder
 from batchgen.kernels.flash.attention import flash_factory
@@ -49,9 +39,9 @@ from batchgen.kernels.flash.library import (
     versions_for,
 )
 from batchgen.kernels.invariant import INVARIANT_OPS
-from batchgen.kernels.measure import Timer, TypicalStep, device_timer, layer_milliseconds
+from batchgen.kernels.measure import Timer, TypicalStep, device_timer, layer_milliseconds, tune_chip
 from batchgen.kernels.ops import TORCH_OPS, Ops
-from batchgen.kernels.types import AttentionBatch, Graphs, KVPool, LayerKV, PackedPagePool, PagedAttention
+from batchgen.kernels.types import AttentionBatch, Graphs, KVPool, LayerKV, PagedAttention
 
 __all__ = [
     "ATTENTION_BACKENDS",
@@ -61,14 +51,12 @@ __all__ = [
     "AttentionNeeds",
     "Backend",
     "BackendUnavailable",
+    "GroupSaving",
     "capability_of",
     "choose_backend",
     "fused_decoder",
     "refuse_deterministic",
 ]
-
-ATTENTION_BACKENDS = ("auto", "flash", "triton", "compiled", "torch")
-"""Names that `choose_backend` accepts; `auto` takes the fastest available."""
 
 GPU_BACKENDS = ("flash", "triton")
 """Backends that need a GPU."""
@@ -87,6 +75,16 @@ class BackendUnavailable(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
+class GroupSaving:
+    """The measured saving from which a prefix group pays off."""
+
+    rows: int
+    """Rows of the group that is measured; see `plan.config`."""
+    measure: Callable[[], int]
+    """Number of reads of cached positions that the group must save."""
+
+
+@dataclass(frozen=True, slots=True)
 class Backend:
     """A set of kernels for a run."""
 
@@ -100,13 +98,10 @@ class Backend:
     executors: tuple[CommandBuffers | Graphs, ...] = ()
     """Ways to run a step other than launching its kernels one by one, each with what its executor needs, in order of
     preference."""
-    group_saving: Callable[[], int] | None = None
-    """Measures how many reads of cached positions a prefix group must save to pay off; None: not measured."""
-    group_rows: int | None = None
-    """Rows of the group that is measured; see `plan.config`. None: the saving holds for any number of rows."""
-    packed_page_pool: Callable[[list[LayerKV], torch.dtype, int, int, int], PackedPagePool | None] | None = None
-    """Makes the pool's `packed` from its layers, dtype, page size, number of pages and the bytes of memory left; None:
-    no repacked copy."""
+    group_saving: GroupSaving | None = None
+    """When a prefix group pays off; None: not measured."""
+    extend_pool: Callable[[KVPool, int], KVPool] = lambda pool, room: pool
+    """The pool with what the backend keeps next to it, in as many bytes of memory as are left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,26 +162,23 @@ def choose_backend(
         raise BackendUnavailable(f"unknown attention backend {name!r}; use one of {', '.join(ATTENTION_BACKENDS)}")
     if needs.deterministic:
         return _deterministic(name, needs)
-    if name == "torch":
-        return TORCH
-    if name == "compiled":
-        return _compiled(needs)
     if name == "auto" and needs.capability is None:
         return _for_cpu(needs)
     timer = timer or device_timer(needs.device)
     if name != "auto":
         named = _BACKENDS[name](needs)
-        _tune(needs.device, step, timer)
+        if name in GPU_BACKENDS:
+            tune_chip(needs.device, step, timer)
         return named
     found: list[Backend] = []
     missing: list[str] = []
-    for other, make in _BACKENDS.items():
+    for other in reversed(GPU_BACKENDS):
         try:
-            found.append(make(needs))
+            found.append(_BACKENDS[other](needs))
         except BackendUnavailable as problem:
             missing.append(f"no {other}: {problem}")
     if found:
-        _tune(needs.device, step, timer)
+        tune_chip(needs.device, step, timer)
     if len(found) > 1 and step is not None:
         found, missing = _by_speed(found, step, timer)
     best = found[0] if found else TORCH
@@ -216,15 +208,17 @@ def _compiled(needs: AttentionNeeds) -> Backend:
     compiler = Path(find_compiler()[0]).name
     saving = None
     if needs.layers:
-        saving = partial(measured_saving, needs.layers[0], needs.heads, needs.dtype, needs.page_size, len(needs.layers))
+        measure = partial(
+            measured_saving, needs.layers[0], needs.heads, needs.dtype, needs.page_size, len(needs.layers)
+        )
+        saving = GroupSaving(ROWS, measure)
     return Backend(
         "compiled",
         f"compiled by {compiler}",
         CompiledAttention,
         COMPILED_OPS,
         group_saving=saving,
-        group_rows=ROWS,
-        packed_page_pool=packed_pages,
+        extend_pool=packed_pool,
         executors=(CommandBuffers(),),
     )
 
@@ -281,31 +275,9 @@ def _deterministic_triton(needs: AttentionNeeds) -> Backend:
     from batchgen.kernels.gpu.deterministic_attention import DeterministicTritonAttention
     from batchgen.kernels.gpu.ops import TRITON_INVARIANT_OPS
 
-    tuning = fixed_tuning(needs.device)
-    try:
-        for layer in needs.layers:
-            tuning.attention_tile("fixed", max(layer.key_dim, layer.value_dim), needs.dtype)
-    except ValueError as problem:
-        raise BackendUnavailable(str(problem)) from None
+    _check_tiles(fixed_tuning(needs.device), ("fixed",), needs)
     description = f"{found.description}, batch-invariant"
     return Backend(found.name, description, DeterministicTritonAttention, TRITON_INVARIANT_OPS)
-
-
-def _tune(device: torch.device, step: TypicalStep | None, timer: Timer) -> None:
-    """Choose tile shapes by measurement for a chip that `chips.toml` does not list, among those of listed chips."""
-    if device.type != "cuda" or step is None or chip_name(device) in known_chips():
-        return
-    properties: Any = torch.cuda.get_device_properties(device)  # torch declares fewer than it has
-    candidates = candidate_tunings(properties.shared_memory_per_block_optin)
-    if len(candidates) == 1:
-        return
-    from batchgen.kernels.gpu.attention import TritonAttention
-
-    def milliseconds(tuning: ChipTuning) -> float:
-        found = layer_milliseconds({0: partial(TritonAttention, tuning=tuning)}, step, timer)[0]
-        return found if isinstance(found, float) else math.inf
-
-    measured_tuning(device, candidates, milliseconds)
 
 
 def _by_speed(found: list[Backend], step: TypicalStep, timer: Timer) -> tuple[list[Backend], list[str]]:
@@ -335,13 +307,7 @@ def _triton(needs: AttentionNeeds) -> Backend:
     if needs.capability is not None and needs.capability < (8, 0):
         major, minor = needs.capability
         raise BackendUnavailable(f"it needs a GPU of compute capability 8.0 or more, and this one has {major}.{minor}")
-    tuning = chip_tuning(needs.device)
-    try:
-        for layer in needs.layers:
-            for kind in ("decode", "prefill"):
-                tuning.attention_tile(kind, max(layer.key_dim, layer.value_dim), needs.dtype)
-    except ValueError as problem:
-        raise BackendUnavailable(str(problem)) from None
+    _check_tiles(chip_tuning(needs.device), ("decode", "prefill"), needs)
     from batchgen.kernels.gpu.attention import TritonAttention
     from batchgen.kernels.gpu.ops import TRITON_OPS
     from batchgen.kernels.gpu.static_attention import StaticPlanner
@@ -351,6 +317,20 @@ def _triton(needs: AttentionNeeds) -> Backend:
     return Backend(
         "triton", f"triton {triton.__version__}", TritonAttention, TRITON_OPS, executors=(Graphs(StaticPlanner),)
     )
+
+
+def _check_tiles(tuning: ChipTuning, kinds: tuple[str, ...], needs: AttentionNeeds) -> None:
+    """Check that every layer has attention tiles of these kinds.
+
+    Raises:
+        BackendUnavailable: a layer's heads are too large for every tile.
+    """
+    try:
+        for layer in needs.layers:
+            for kind in kinds:
+                tuning.attention_tile(kind, max(layer.key_dim, layer.value_dim), needs.dtype)
+    except ValueError as problem:
+        raise BackendUnavailable(str(problem)) from None
 
 
 def _check_launch(ops: Ops, device: torch.device) -> None:
@@ -407,5 +387,13 @@ def _accepted(library: FlashLibrary, needs: AttentionNeeds) -> FlashLibrary:
     return library
 
 
-_BACKENDS: dict[str, Callable[[AttentionNeeds], Backend]] = {"triton": _triton, "flash": _flash}
-"""GPU backends that `auto` chooses from."""
+_BACKENDS: dict[str, Callable[[AttentionNeeds], Backend]] = {
+    "flash": _flash,
+    "triton": _triton,
+    "compiled": _compiled,
+    "torch": lambda needs: TORCH,
+}
+"""By name: makes the backend for a model, or raises `BackendUnavailable`."""
+
+ATTENTION_BACKENDS = ("auto", *_BACKENDS)
+"""Names that `choose_backend` accepts; `auto` takes the fastest available."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from batchgen.kernels.chips import ChipTuning, candidate_tunings, chip_name, known_chips, measured_tuning
 from batchgen.kernels.types import (
     AttentionArgs,
     AttentionBatch,
@@ -23,7 +25,7 @@ from batchgen.kernels.types import (
     PagedAttention,
 )
 
-__all__ = ["Timer", "TypicalStep", "device_timer", "layer_milliseconds"]
+__all__ = ["Timer", "TypicalStep", "device_timer", "layer_milliseconds", "tune_chip"]
 
 Timer = Callable[[Callable[[], object]], float]
 """Milliseconds that a call takes on the device."""
@@ -160,3 +162,20 @@ def layer_milliseconds(
     if step.device.type == "cuda":
         torch.cuda.empty_cache()  # the run's own pool is sized by the free memory
     return {name: wrong[name] if name in wrong else sum(times[name]) / len(kinds) for name in candidates}
+
+
+def tune_chip(device: torch.device, step: TypicalStep | None, timer: Timer) -> None:
+    """Choose tile shapes by measurement for a chip that `chips.toml` does not list, among those of listed chips."""
+    if device.type != "cuda" or step is None or chip_name(device) in known_chips():
+        return
+    properties: Any = torch.cuda.get_device_properties(device)  # torch declares fewer than it has
+    candidates = candidate_tunings(properties.shared_memory_per_block_optin)
+    if len(candidates) == 1:
+        return
+    from batchgen.kernels.gpu.attention import TritonAttention
+
+    def milliseconds(tuning: ChipTuning) -> float:
+        found = layer_milliseconds({0: partial(TritonAttention, tuning=tuning)}, step, timer)[0]
+        return found if isinstance(found, float) else math.inf
+
+    measured_tuning(device, candidates, milliseconds)

@@ -61,7 +61,7 @@ class _Sample(Protocol):
     def __call__(self, logits: Tensor, columns: SamplingColumns, sample_rows: Tensor | None = None) -> SampleResult: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Ops:
     """The operations of a backend. Logits may be of any floating-point dtype unless they are written to."""
 

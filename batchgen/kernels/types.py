@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol, runtime_checkable
 
 import numpy as np
@@ -31,7 +31,6 @@ __all__ = [
     "Ints",
     "KVPool",
     "LayerKV",
-    "PackedPagePool",
     "PagedAttention",
     "StaticAttention",
 ]
@@ -51,14 +50,6 @@ class LayerKV:
     value_dim: int
 
 
-class PackedPagePool(Protocol):
-    """A backend's repacked copy of a pool's pages, kept next to the pool."""
-
-    def write(self, pages: Ints) -> None:
-        """Note that pages [n] are about to be written to."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class KVPool:
     """The paged KV cache: keys and values, per layer [P, S, K, D]. Page 0 is scratch."""
@@ -66,8 +57,6 @@ class KVPool:
     keys: list[Tensor]
     values: list[Tensor]
     page_size: int
-    packed_pages: PackedPagePool | None = None
-    """The backend's repacked copy of the pages, notified of every write by the backend that made it."""
 
     @staticmethod
     def allocate(
@@ -101,7 +90,7 @@ class KVPool:
     def first(self, num_pages: int) -> KVPool:
         """A pool of the first `num_pages` pages, in the same memory."""
         keys, values = ([x[:num_pages] for x in caches] for caches in (self.keys, self.values))
-        return KVPool(keys, values, self.page_size, self.packed_pages)
+        return replace(self, keys=keys, values=values)
 
     @staticmethod
     def page_bytes(layers: list[LayerKV], page_size: int, dtype: torch.dtype) -> int:

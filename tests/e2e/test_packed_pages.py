@@ -17,7 +17,7 @@ from batchgen import Engine
 from batchgen.kernels.cpu import attention, packed_pages
 from batchgen.kernels.cpu.library import loaded
 from batchgen.kernels.cpu.matmul import methods
-from batchgen.kernels.cpu.packed_pages import PackedPages
+from batchgen.kernels.cpu.packed_pages import PackedPages, PackedPool
 from tests.e2e.mixed import VOCAB
 from tests.e2e.same import RunResult, assert_equal
 from tests.kernels.cpu.products import with_threads
@@ -46,9 +46,8 @@ def run(model: Path, rows: list[dict[str, Any]]) -> tuple[RunResult, PackedPages
     engine.order = "tree"
     done = RunResult.of(engine, rows)
     assert engine.last_run is not None
-    packed_pages = engine.last_run.pool.packed_pages
-    assert packed_pages is None or isinstance(packed_pages, PackedPages)
-    return done, packed_pages
+    pool = engine.last_run.pool
+    return done, pool.packed if isinstance(pool, PackedPool) else None
 
 
 @pytest.mark.parametrize("pages", [PAGES, PAGES // 4])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from batchgen.kernels.heads import HeadNorms
 from tests.gpu.compare import poisoned
 from tests.gpu.under_test import kernel, reference
 
@@ -33,7 +34,7 @@ class OpResults:
 def three_ways(name: str, *args: Any) -> OpResults:
     """Call the operation `name` on copies of `args`, the kernel with poisoned output buffers.
 
-    Copies keep their strides. Arguments that are not tensors are passed as they are.
+    Copies keep their strides. Arguments without tensors, and other structures, are passed as they are.
     """
     operation, plain = kernel(name), reference(name)
     got_args, plain_args, truth_args = ([_copied(x, widen) for x in args] for widen in (False, False, True))
@@ -43,6 +44,11 @@ def three_ways(name: str, *args: Any) -> OpResults:
 
 
 def _copied(x: Any, widen: bool) -> Any:
+    if isinstance(x, tuple):
+        copies = [_copied(one, widen) for one in x]
+        return type(x)(*copies) if hasattr(x, "_fields") else tuple(copies)
+    if isinstance(x, HeadNorms):
+        return HeadNorms(_copied(x.query, widen), _copied(x.key, widen), x.eps)
     if not isinstance(x, Tensor):
         return x
     copy = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)

@@ -11,7 +11,7 @@ import torch
 import triton
 
 from batchgen.kernels import backend as module
-from batchgen.kernels import chips
+from batchgen.kernels import chips, measure
 from batchgen.kernels.attention.torch_attention import TorchAttention
 from batchgen.kernels.backend import AttentionNeeds, BackendUnavailable, capability_of, choose_backend
 from batchgen.kernels.cpu.library import loaded, missing
@@ -263,7 +263,7 @@ def unknown_chip(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 9))
     properties = SimpleNamespace(shared_memory_per_block_optin=1 << 18)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
-    monkeypatch.setattr(module, "candidate_tunings", lambda shared: tunings if shared == 1 << 18 else [])
+    monkeypatch.setattr(measure, "candidate_tunings", lambda shared: tunings if shared == 1 << 18 else [])
     monkeypatch.setattr(chips, "_measured", {})
     monkeypatch.setattr(module, "_check_launch", lambda ops, device: None)
     return device

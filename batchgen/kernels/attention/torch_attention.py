@@ -45,7 +45,7 @@ class _Items:
     tokens: Tensor
     """[I, t] int64 flat tokens"""
     real: Tensor
-    """[I, t] bool: whether it is no repetition"""
+    """[I, t] bool: False for repetitions"""
     positions: Tensor
     """[I, t] int64"""
     pages: Tensor

@@ -1,4 +1,4 @@
-"""Compiled attention over the paged KV pool. The reference is `kernels.attention.reference`."""
+"""Compiled attention over the paged KV pool. The reference is `kernels.attention.torch_attention`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from batchgen.kernels.cpu.attention_list import ListPlanner, ListShape, WorkList
 from batchgen.kernels.cpu.command_buffer import CannotRecord, current_buffer
 from batchgen.kernels.cpu.library import DTYPES, address, library
-from batchgen.kernels.cpu.packed_pages import PackedPages
+from batchgen.kernels.cpu.packed_pages import PackedPages, PackedPool
 from batchgen.kernels.layouts import dots_are_faster
 from batchgen.kernels.pooled import AttentionCounts, PooledAttention
 from batchgen.kernels.types import AttentionArgs, AttentionBatch, Ints, KVPool
@@ -180,9 +180,9 @@ class CompiledAttention(PooledAttention):
         if dots is None:
             dots = not deterministic and pool.keys[0].dtype == torch.bfloat16 and dots_are_faster()
         self._dots = dots
-        self._packed = pool.packed_pages if dots and isinstance(pool.packed_pages, PackedPages) else None
-        if pool.packed_pages is not None:
-            pool.packed_pages.write(batch.slot_mapping.numpy() // pool.page_size)
+        self._packed = pool.packed if dots and isinstance(pool, PackedPool) else None
+        if isinstance(pool, PackedPool):
+            pool.packed.write(batch.slot_mapping.numpy() // pool.page_size)
         self._threads = torch.get_num_threads() if threads is None else threads
         self._lists: dict[tuple[int, torch.Size, torch.Size, int | None, bool], _LayerList] = {}
         self._planners: dict[ListShape, ListPlanner] = {}

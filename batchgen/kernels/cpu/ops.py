@@ -17,6 +17,7 @@ from batchgen.kernels import activation, heads, logprobs, noise, norm, sampling
 from batchgen.kernels.cpu.command_buffer import COPY, SAMPLE, current_buffer
 from batchgen.kernels.cpu.library import DTYPES, address, library
 from batchgen.kernels.cpu.lora import add_lora
+from batchgen.kernels.cpu.packed_pages import PackedPool
 from batchgen.kernels.cpu.structs import Gated, Heads, Logits, Norm, PageCopies, RowKeys, RowScan, Sample, Top
 from batchgen.kernels.heads import HeadNorms
 from batchgen.kernels.invariant import INVARIANT_OPS
@@ -243,8 +244,8 @@ def _copy_pages(pool: KVPool, copies: Tensor) -> None:
     The pool is on the CPU, of any dtype, and `copies` is contiguous. Reads and writes only the positions to copy,
     `positions * K * D * itemsize` bytes per cache and copy.
     """
-    if pool.packed_pages is not None:
-        pool.packed_pages.write(copies[:, 1].numpy())
+    if isinstance(pool, PackedPool):
+        pool.packed.write(copies[:, 1].numpy())
     caches = (*pool.keys, *pool.values)
     assert copies.is_contiguous()
     assert all(cache.is_contiguous() for cache in caches)

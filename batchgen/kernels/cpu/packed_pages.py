@@ -9,6 +9,7 @@ was packed from; a unit is valid until its page is written to.
 from __future__ import annotations
 
 from ctypes import Array, Structure, c_int64, c_void_p
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -16,9 +17,9 @@ import torch
 
 from batchgen.kernels.attention.work_items import Words
 from batchgen.kernels.layouts import dots_are_faster
-from batchgen.kernels.types import Ints, LayerKV
+from batchgen.kernels.types import Ints, KVPool, LayerKV
 
-__all__ = ["PackedPages", "packed_pages"]
+__all__ = ["PackedPages", "PackedPool", "packed_pool"]
 
 _LANES: Final = 16
 """Positions of a unit: lanes of a register on processors that have the instruction."""
@@ -71,15 +72,22 @@ class PackedPages:
         return found
 
 
-def packed_pages(
-    layers: list[LayerKV], dtype: torch.dtype, page_size: int, pages: int, room: int
-) -> PackedPages | None:
-    """Packed pages for as many of a pool's `pages` as fit in `room` bytes; None if none fit or kernels use none."""
-    page_bytes = 4 * sum(x.kv_heads * _page_words(x, page_size) for x in layers)
-    fitting = min(pages, room // page_bytes) if page_bytes else 0
-    if dtype != torch.bfloat16 or page_size % _LANES or fitting < 1 or not dots_are_faster():
-        return None
-    return PackedPages(layers, fitting, page_size)
+@dataclass(frozen=True, slots=True)
+class PackedPool(KVPool):
+    """A pool with the packed units of its pages. Writers to its pages call `packed.write`."""
+
+    packed: PackedPages
+
+
+def packed_pool(pool: KVPool, room: int) -> KVPool:
+    """The pool with packed units of as many pages as fit in `room` bytes; the pool itself if kernels use none."""
+    both = zip(pool.keys, pool.values, strict=True)
+    layers = [LayerKV(keys.shape[2], keys.shape[3], values.shape[3]) for keys, values in both]
+    page_bytes = 4 * sum(layer.kv_heads * _page_words(layer, pool.page_size) for layer in layers)
+    fitting = min(pool.num_pages, room // page_bytes) if page_bytes else 0
+    if fitting < 1 or pool.keys[0].dtype != torch.bfloat16 or pool.page_size % _LANES or not dots_are_faster():
+        return pool
+    return PackedPool(pool.keys, pool.values, pool.page_size, PackedPages(layers, fitting, pool.page_size))
 
 
 def _page_words(layer: LayerKV, page_size: int) -> int:

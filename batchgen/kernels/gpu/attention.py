@@ -28,7 +28,7 @@ from batchgen.kernels.merge import PartLists
 from batchgen.kernels.pooled import PooledAttention
 from batchgen.kernels.types import AttentionArgs, AttentionBatch, KVPool
 
-__all__ = ["Heads", "ListKind", "TritonAttention", "UploadedList", "list_shape", "multiprocessors_of"]
+__all__ = ["Heads", "ListKind", "TritonAttention", "UploadedList", "block_m", "list_shape", "multiprocessors_of"]
 
 LOG2_E = 1.4426950408889634
 
@@ -173,7 +173,7 @@ def multiprocessors_of(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _block_m(tile: AttentionTile, heads: Heads) -> int:
+def block_m(tile: AttentionTile, heads: Heads) -> int:
     """Rows of a tile: at least the heads of one token that share a kv head."""
     return max(tile.queries, power_of_2(min(heads.group, 64)))
 
@@ -191,7 +191,7 @@ def list_shape(
     large, small = _tiles(tuning, heads, dtype)
 
     def size(tile: AttentionTile, split: int, per_multiprocessor: int) -> TileSize:
-        rows = _block_m(tile, heads)
+        rows = block_m(tile, heads)
         packed = min(heads.group, rows)
         programs = heads.kv_heads * -(-heads.group // packed)
         return TileSize(
@@ -247,7 +247,7 @@ class _Run:
 
     def _launch(self, number: int, tile: AttentionTile) -> None:
         heads, args = self._heads, self._args
-        rows = _block_m(tile, heads)
+        rows = block_m(tile, heads)
         packed = min(heads.group, rows)
         softcap = args.softcap or 1.0
         launch(

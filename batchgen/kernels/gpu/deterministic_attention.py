@@ -14,6 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from batchgen.kernels.chips import AttentionTile, ChipTuning, fixed_tuning
+from batchgen.kernels.gpu.attention import LOG2_E as LAUNCH_LOG2_E
+from batchgen.kernels.gpu.attention import Heads, block_m
 from batchgen.kernels.gpu.attention_kernel import LOG2_E, LOWEST, _step
 from batchgen.kernels.gpu.common import power_of_2, rounded
 from batchgen.kernels.gpu.deterministic_list import (
@@ -119,24 +121,6 @@ def deterministic_attention_kernel(
         tl.store(p_out, rounded(acc, out.dtype.element_ty), mask=m_mv)
 
 
-_LOG2_E = 1.4426950408889634
-
-
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """Sizes of a layer and its query."""
-
-    heads: int
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-
-    @property
-    def group(self) -> int:
-        """Query heads per kv head."""
-        return self.heads // self.kv_heads
-
-
 @dataclass(frozen=True, slots=True)
 class _Uploaded:
     """A work list and its copy on the device."""
@@ -164,7 +148,7 @@ class DeterministicTritonAttention(PooledAttention):
         self._pool = pool
         self._batch = batch
         self._tuning = fixed_tuning(batch.slot_mapping.device) if tuning is None else tuning
-        self._lists: dict[tuple[_Sizes, int | None], _Uploaded] = {}
+        self._lists: dict[tuple[Heads, int | None], _Uploaded] = {}
 
     def attend_stored(self, layer: int, query: Tensor, args: AttentionArgs) -> Tensor:
         """Attend over the stored keys and values. See `PagedAttention.attend_stored`.
@@ -176,20 +160,20 @@ class DeterministicTritonAttention(PooledAttention):
         assert query.stride(2) == 1, "the last dimension of a query must be contiguous"
         assert keys.is_contiguous()
         assert values.is_contiguous()
-        sizes = _Sizes(query.shape[1], keys.shape[2], keys.shape[3], values.shape[3])
-        tile = self._tile(sizes, keys.dtype)
-        uploaded = self._list(sizes, tile, args.window)
-        out = query.new_empty(query.shape[0], sizes.heads, sizes.value_dim)
+        heads = Heads.of(query, keys, values)
+        tile = self._tile(heads, keys.dtype)
+        uploaded = self._list(heads, tile, args.window)
+        out = query.new_empty(query.shape[0], heads.heads, heads.value_dim)
         rows = query.shape[0] - self._batch.decode_start if uploaded.work.saves_states else 0
-        state = query.new_empty(rows, sizes.heads, sizes.value_dim, dtype=torch.float32)
-        largest, total = (query.new_empty(rows, sizes.heads, dtype=torch.float32) for _ in range(2))
-        block_m = _rows(tile, sizes)
-        packed = min(sizes.group, block_m)
+        state = query.new_empty(rows, heads.heads, heads.value_dim, dtype=torch.float32)
+        largest, total = (query.new_empty(rows, heads.heads, dtype=torch.float32) for _ in range(2))
+        rows_of_tile = block_m(tile, heads)
+        packed = min(heads.group, rows_of_tile)
         cap = args.softcap or 1.0
         for number, items in enumerate(uploaded.launches):
             launch(
                 deterministic_attention_kernel,
-                (uploaded.work.count(number) * sizes.kv_heads * -(-sizes.group // packed),),
+                (uploaded.work.count(number) * heads.kv_heads * -(-heads.group // packed),),
                 query,
                 keys,
                 values,
@@ -203,19 +187,19 @@ class DeterministicTritonAttention(PooledAttention):
                 *query.stride()[:2],
                 self._batch.decode_start,
                 args.window or 0,
-                args.scale * _LOG2_E,
+                args.scale * LAUNCH_LOG2_E,
                 args.scale / cap,
-                cap * _LOG2_E,
-                HEADS=sizes.heads,
-                KV_HEADS=sizes.kv_heads,
-                KEY_DIM=sizes.key_dim,
-                VALUE_DIM=sizes.value_dim,
+                cap * LAUNCH_LOG2_E,
+                HEADS=heads.heads,
+                KV_HEADS=heads.kv_heads,
+                KEY_DIM=heads.key_dim,
+                VALUE_DIM=heads.value_dim,
                 PAGE_SIZE=keys.shape[1],
                 ITEM_FIELDS=FIELDS,
-                BLOCK_M=block_m,
+                BLOCK_M=rows_of_tile,
                 BLOCK_N=tile.keys,
-                BLOCK_D=power_of_2(sizes.key_dim, 16),
-                BLOCK_V=power_of_2(sizes.value_dim, 16),
+                BLOCK_D=power_of_2(heads.key_dim, 16),
+                BLOCK_V=power_of_2(heads.value_dim, 16),
                 PACKED=packed,
                 ALIGNED=gcd(keys.shape[1], tile.keys),  # tables begin at a page boundary, steps at a step boundary
                 WINDOWED=args.window is not None,
@@ -229,27 +213,22 @@ class DeterministicTritonAttention(PooledAttention):
     def work(self, layer: int, num_heads: int, window: int | None = None) -> DeterministicWorkList:
         """The work list of a layer's step, for counters."""
         keys, values = self._pool.keys[layer], self._pool.values[layer]
-        sizes = _Sizes(num_heads, keys.shape[2], keys.shape[3], values.shape[3])
-        return self._list(sizes, self._tile(sizes, keys.dtype), window).work
+        heads = Heads(num_heads, keys.shape[2], keys.shape[3], values.shape[3])
+        return self._list(heads, self._tile(heads, keys.dtype), window).work
 
-    def _tile(self, sizes: _Sizes, dtype: torch.dtype) -> AttentionTile:
-        return self._tuning.attention_tile("fixed", max(sizes.key_dim, sizes.value_dim), dtype)
+    def _tile(self, heads: Heads, dtype: torch.dtype) -> AttentionTile:
+        return self._tuning.attention_tile("fixed", max(heads.key_dim, heads.value_dim), dtype)
 
-    def _list(self, sizes: _Sizes, tile: AttentionTile, window: int | None) -> _Uploaded:
-        found = self._lists.get((sizes, window))
+    def _list(self, heads: Heads, tile: AttentionTile, window: int | None) -> _Uploaded:
+        found = self._lists.get((heads, window))
         if found is None:
-            rows = _rows(tile, sizes)
-            queries = rows // min(sizes.group, rows)
+            rows = block_m(tile, heads)
+            queries = rows // min(heads.group, rows)
             work = plan_deterministic(
                 self._batch, DeterministicListShape(self._pool.page_size, window, queries, tile.keys)
             )
             [packed] = self._batch.device.upload(work.packed)
             launches = tuple(packed[x] for x in work.launches)
             lists = packed[work.rows], packed[work.positions], packed[work.pages]
-            found = self._lists[sizes, window] = _Uploaded(work, launches, lists)
+            found = self._lists[heads, window] = _Uploaded(work, launches, lists)
         return found
-
-
-def _rows(tile: AttentionTile, sizes: _Sizes) -> int:
-    """Rows of a tile: at least the heads of one token that share a kv head."""
-    return max(tile.queries, power_of_2(min(sizes.group, 64)))

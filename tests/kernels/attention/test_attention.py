@@ -1,21 +1,30 @@
+"""Attention on a CPU against the oracle: PyTorch's and both compiled ones, on steps of every kind."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from batchgen.kernels.attention import torch_attention, work_items
 from batchgen.kernels.attention.torch_attention import TorchAttention
-from batchgen.kernels.types import AttentionArgs
-from tests.kernels.oracle import attend_by_token
+from batchgen.kernels.cpu import attention, attention_list
+from batchgen.kernels.cpu.attention import CompiledAttention
+from batchgen.kernels.cpu.library import loaded
+from batchgen.kernels.types import AttentionArgs, AttentionBatch, PagedAttention
+from tests.kernels.oracle import attend_by_token, visible_slots
 from tests.kernels.steps import (
     Shape,
     Step,
     StepBuilder,
+    any_step,
     check_layers_of_different_shapes,
     group_of_one,
     group_of_some,
@@ -24,43 +33,7 @@ from tests.kernels.steps import (
     only_rows,
 )
 
-SCALE = 0.3
-
-
-def attend(step: Step, **options: Any) -> Tensor:
-    return TorchAttention(step.pool, step.batch).attend(
-        0, step.query, step.key, step.value, AttentionArgs(SCALE, **options)
-    )
-
-
-def check(step: Step, tolerance: float = 1e-5, **options: Any) -> None:
-    keys, values = step.filled()
-    expected = attend_by_token(step.batch, step.query, keys, values, AttentionArgs(SCALE, **options))
-    got = attend(step, **options)
-    assert got.dtype == step.query.dtype
-    assert got.shape == expected.shape
-    torch.testing.assert_close(got.double(), expected, rtol=0, atol=tolerance)
-
-
-def mixed(shape: Shape, seed: int = 0) -> Step:
-    """Chunks with and without a past, chunks over one prefix, decode rows without a group, in one and in two."""
-    b = StepBuilder(shape, seed=seed)
-    b.chunk(63)
-    b.chunk(1, past=100)
-    prefix = b.chunk(100)[: 96 // shape.page_size]
-    for q_len in (7, 20, 33):
-        b.chunk(q_len, past=len(prefix) * shape.page_size + 5, prefix=prefix)
-    size = shape.page_size
-    lone = [b.decode(n) for n in (1, 63, 100, 17)]
-    low = [b.decode(n, own_start=4 * size) for n in (1, 5, 40)]
-    high = [b.decode(n, own_start=2 * size) for n in (3, size)]
-    b.group([low[2], high[0], low[0], low[1], high[1]], 0, 2)
-    b.group(low, 2 * size, 2)
-    assert lone
-    return b.build()
-
-
-HEADS = [(9, 3), (4, 4), (8, 1), (6, 2)]
+BF16 = torch.bfloat16
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"window": 5},
@@ -70,30 +43,74 @@ OPTIONS: list[dict[str, Any]] = [
     {"sinks": True},
     {"window": 21, "softcap": 2.0, "sinks": True},
 ]
+Make = Callable[..., PagedAttention]
+INVARIANT: dict[str, Make] = {"torch": TorchAttention}
+"""Attentions whose result for a token has the same bits in every step."""
+if loaded():
+    INVARIANT["compiled-deterministic"] = partial(CompiledAttention, threads=2, deterministic=True)
+MAKE = dict(INVARIANT)
+if loaded():
+    MAKE["compiled"] = partial(CompiledAttention, threads=2)
+both = pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 
 
-def with_sinks(options: dict[str, Any], heads: int) -> dict[str, Any]:
-    if not options.get("sinks"):
-        return options
-    return {**options, "sinks": torch.linspace(-3, 3, heads)}
+def args_of(step: Step, **options: Any) -> AttentionArgs:
+    sinks = {"sinks": torch.linspace(-3, 3, step.query.shape[1])} if options.get("sinks") is True else {}
+    return AttentionArgs(step.query.shape[2] ** -0.5, **{**options, **sinks})
+
+
+def attend(make: Make, step: Step, args: AttentionArgs | None = None) -> Tensor:
+    made = make(step.pool, step.batch)
+    return made.attend(0, step.query, step.key, step.value, args or args_of(step))
+
+
+def check(step: Step, options: dict[str, Any] | None = None, tolerance: float = 1e-5, more: Any = ()) -> None:
+    """Compare every attention, and `more`, with the oracle."""
+    args = args_of(step, **(options or {}))
+    expected = attend_by_token(step.batch, step.query, *step.filled(), args)
+    for make in (*MAKE.values(), *more):
+        got = attend(make, step, args)
+        assert got.dtype == step.query.dtype
+        assert got.shape == expected.shape
+        torch.testing.assert_close(got.double(), expected, rtol=0, atol=tolerance)
+
+
+def mixed(shape: Shape, seed: int = 0) -> Step:
+    """Chunks with and without a past, short ones over one prefix, decode rows alone, in one group and in two."""
+    size = shape.page_size
+    b = StepBuilder(shape, seed=seed, num_pages=3000 // size + 200)
+    b.chunk(63)
+    b.chunk(1, past=100)
+    prefix = b.chunk(320)[: 288 // size]
+    for q_len in (7, 2, 9, 3):
+        b.chunk(q_len, past=len(prefix) * size + 5, prefix=prefix)
+    for n in (1, 63, 100, 17):
+        b.decode(n)
+    low = [b.decode(n, own_start=4 * size) for n in (1, 5, 40)]
+    high = [b.decode(n, own_start=2 * size) for n in (3, size)]
+    b.group([low[2], high[0], low[0], low[1], high[1]], 0, 2)
+    b.group(low, 2 * size, 2)
+    return b.build()
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) + str(o.get("window", "")) or "plain")
-@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
-def test_a_mixed_step_equals_the_reference(heads: int, kv_heads: int, options: dict[str, Any]) -> None:
-    check(mixed(Shape(heads, kv_heads)), **with_sinks(options, heads))
+@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (4, 4), (8, 1), (12, 2)])
+def test_a_mixed_step(heads: int, kv_heads: int, options: dict[str, Any]) -> None:
+    check(mixed(Shape(heads, kv_heads, 32, 32)), options)
 
 
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(24, 16), (8, 40)])
-@pytest.mark.parametrize("options", OPTIONS[:3] + OPTIONS[-1:], ids=str)
-def test_values_of_another_size(key_dim: int, value_dim: int, options: dict[str, Any]) -> None:
-    check(mixed(Shape(6, 2, key_dim, value_dim)), **with_sinks(options, 6))
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("dims", [(64, 64), (16, 48), (48, 16), (24, 16), (8, 40), (33, 7), (160, 96)])
+def test_head_sizes(dims: tuple[int, int], dtype: torch.dtype) -> None:
+    step = mixed(Shape(6, 2, *dims, dtype=dtype))
+    for options in (OPTIONS[0], OPTIONS[-1]):
+        check(step, options, 1e-5 if dtype == torch.float32 else 0.02)
 
 
-@pytest.mark.parametrize("page_size", [1, 8, 32])
+@pytest.mark.parametrize("page_size", [1, 8, 32, 64])
 @pytest.mark.parametrize("window", [None, 3, 33])
 def test_page_sizes(page_size: int, window: int | None) -> None:
-    check(mixed(Shape(4, 2, page_size=page_size)), window=window)
+    check(mixed(Shape(4, 2, page_size=page_size)), {"window": window})
 
 
 def only_chunk(b: StepBuilder) -> None:
@@ -106,30 +123,114 @@ def many_lengths(b: StepBuilder) -> None:
 
 
 def two_thousand(b: StepBuilder) -> None:
-    b.chunk(300, past=1700)
+    b.chunk(100, past=1700)
 
 
-@pytest.mark.parametrize(
-    "fill", [only_chunk, one_token, only_rows, one_row, group_of_one, group_of_some, many_lengths, two_thousand]
-)
+def long_row(b: StepBuilder) -> None:
+    b.decode(9000)
+
+
 @pytest.mark.parametrize("window", [None, 10, 50])
+@pytest.mark.parametrize(
+    "fill",
+    [only_chunk, one_token, only_rows, one_row, group_of_one, group_of_some, many_lengths, two_thousand, long_row],
+)
 def test_steps_of_one_kind(fill: Callable[[StepBuilder], None], window: int | None) -> None:
     b = StepBuilder(Shape(4, 2))
     fill(b)
-    check(b.build(), window=window)
+    more = [partial(CompiledAttention, threads=n, deterministic=d) for n in (1, 5) for d in (False, True)]
+    check(b.build(), {"window": window}, more=more if loaded() else ())
 
 
-def test_an_empty_step_gives_an_empty_result() -> None:
-    step = StepBuilder(Shape(4, 2)).build()
-    assert attend(step).shape == (0, 4, 16)
+CHUNKS = st.lists(st.tuples(st.integers(1, 70), st.integers(0, 60), st.integers(0, 3)), max_size=5)
+ROWS = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 2)), max_size=6)
 
 
-def test_keys_and_values_are_stored_where_the_slots_say() -> None:
+@settings(max_examples=40, deadline=None)
+@given(
+    CHUNKS,
+    ROWS,
+    st.sampled_from([(4, 2), (3, 1), (5, 5), (14, 2)]),
+    st.sampled_from([(16, 16), (32, 48), (20, 9)]),
+    st.sampled_from([None, 1, 7, 30]),
+    st.sampled_from([1, 5, 16]),
+    st.integers(0, 1 << 20),
+)
+def test_any_step(
+    chunks: list[tuple[int, int, int]],
+    rows: list[tuple[int, int]],
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    window: int | None,
+    page_size: int,
+    seed: int,
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(work_items, "LEAST_KEYS", 2 * page_size)
+        for name, value in {"_ROWS": 24, "_LEAST_KEYS": 16, "_STEP": 8}.items():
+            patch.setattr(attention_list, name, value)
+        patch.setattr(attention, "_block", lambda _: 48)
+        patch.setattr(torch_attention, "_GATHERED_BYTES", 1 << 16)
+        more = [partial(CompiledAttention, threads=3, deterministic=d) for d in (False, True)]
+        step = any_step(chunks, rows, Shape(*heads, *dims, page_size), seed)
+        check(step, {"window": window}, more=more if loaded() else ())
+
+
+@pytest.mark.parametrize("make", INVARIANT.values(), ids=INVARIANT)
+@settings(max_examples=30, deadline=None)
+@given(
+    CHUNKS,
+    ROWS,
+    st.sampled_from([(4, 2), (3, 1), (14, 2)]),
+    st.sampled_from([None, 7, 30]),
+    st.sampled_from([1, 12, 16]),
+    st.sampled_from([torch.float32, BF16]),
+    st.integers(0, 1 << 20),
+)
+def test_a_token_has_the_same_bits_alone(
+    make: Make,
+    chunks: list[tuple[int, int, int]],
+    rows: list[tuple[int, int]],
+    heads: tuple[int, int],
+    window: int | None,
+    page_size: int,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    """In a step with chunks over shared pages and rows of nested groups, and in a step without other tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(work_items, "LEAST_KEYS", page_size)
+        patch.setattr(attention, "_block", lambda _: 48)
+        step = any_step(chunks, rows, Shape(*heads, 16, 16, page_size, dtype), seed)
+        args = args_of(step, window=window)
+        together = attend(make, step, args)
+        for token, (position, slots) in enumerate(visible_slots(step.batch, page_size)):
+            pages = slots[::page_size].numpy() // page_size
+            one = slice(token, token + 1)
+            batch = AttentionBatch(step.batch.slot_mapping[one])
+            batch.decode_pages, batch.decode_lens = pages[None], np.array([position + 1])
+            batch.decode_own_start, batch.max_decode_len = np.array([0]), position + 1
+            alone = Step(step.pool, batch, step.query[one], step.key[one], step.value[one])
+            assert torch.equal(attend(make, alone, args), together[one])
+
+
+@both
+def test_an_empty_step_gives_an_empty_result(make: Make) -> None:
+    assert attend(make, StepBuilder(Shape(4, 2)).build()).shape == (0, 4, 16)
+
+
+@both
+def test_layers_of_different_shapes(make: Make) -> None:
+    check_layers_of_different_shapes(make)
+
+
+@both
+def test_keys_and_values_are_stored_where_the_slots_say(make: Make) -> None:
     step = mixed(Shape(4, 2))
-    keys, values = step.filled()
-    attend(step)
-    torch.testing.assert_close(step.pool.keys[0], keys, equal_nan=True)
-    torch.testing.assert_close(step.pool.values[0], values, equal_nan=True)
+    filled = step.filled()
+    attend(make, step)
+    for stored, expected in zip((step.pool.keys[0], step.pool.values[0]), filled, strict=True):
+        torch.testing.assert_close(stored, expected, equal_nan=True)
 
 
 def test_already_stored_positions_are_written_to_scratch() -> None:
@@ -144,20 +245,22 @@ def test_already_stored_positions_are_written_to_scratch() -> None:
     torch.testing.assert_close(step.pool.keys[0][pages], before, equal_nan=True)
 
 
-def test_not_a_numbers_of_other_rows_do_not_spread() -> None:
+@both
+def test_not_a_numbers_of_other_rows_do_not_spread(make: Make) -> None:
     b = StepBuilder(Shape(4, 2))
     rows = [b.decode(n, own_start=32) for n in (9, 30, 12)]
     b.group(rows, 0, 2)
     step = b.build()
-    clean = attend(step)
+    clean = attend(make, step)
     for tensor in (step.query, step.key, step.value):
         tensor[1] = torch.nan
-    got = attend(step)
+    got = attend(make, step)
     assert got[1].isnan().all()
-    torch.testing.assert_close(got[[0, 2]], clean[[0, 2]], rtol=0, atol=1e-6)
+    torch.testing.assert_close(got[[0, 2]], clean[[0, 2]], rtol=0, atol=0)
 
 
-def test_sinks_count_once_with_several_parts() -> None:
+@both
+def test_sinks_count_once_with_several_parts(make: Make) -> None:
     """With values of 1, the output is the softmax weight of all positions, without the sink's."""
     b = StepBuilder(Shape(2, 1))
     rows = [b.decode(3, own_start=64) for _ in range(2)]
@@ -167,61 +270,64 @@ def test_sinks_count_once_with_several_parts() -> None:
     step.pool.values[0].fill_(1.0)
     step.value.fill_(1.0)
     step.query.zero_()  # every score is 0: 67 positions and a sink of exp(s)
-    got = attend(step, sinks=torch.tensor([0.0, 3.0]))
+    got = attend(make, step, args_of(step, sinks=torch.tensor([0.0, 3.0])))
     expected = 67 / (67 + torch.tensor([0.0, 3.0]).exp())
     torch.testing.assert_close(got, expected[None, :, None].expand_as(got), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_low_precision_is_as_accurate_as_eager(dtype: torch.dtype, options: dict[str, Any]) -> None:
-    options = with_sinks(options, 9)
-    step = mixed(Shape(9, 3, dtype=dtype))
-    keys, values = step.filled()
-    exact = attend_by_token(step.batch, step.query, keys, values, AttentionArgs(SCALE, **options))
-    plain = attend_by_token(step.batch, step.query, keys, values, AttentionArgs(SCALE, **options), dtype)
-    ours = (attend(step, **options).double() - exact).abs().max()
-    theirs = (plain.double() - exact).abs().max()
-    assert ours <= 2 * theirs + 1e-4
-
-
-def test_layers_of_different_shapes_share_one_step() -> None:
-    check_layers_of_different_shapes(TorchAttention)
-
-
-def test_queries_may_be_strided_views() -> None:
-    """A fused projection returns slices of one tensor."""
+def test_large_scores_neither_overflow_nor_vanish() -> None:
     step = mixed(Shape(4, 2))
-    expected = attend(step)
+    step.query *= 200
+    check(step, tolerance=2e-3)
+
+
+@both
+def test_queries_of_another_dtype_and_layout(make: Make) -> None:
+    """A fused projection returns slices of one tensor, and a model may compute in another dtype than the pool's."""
+    step = mixed(Shape(4, 2, dtype=BF16))
+    expected = attend(make, step)
     fused = torch.cat([step.query, step.key, step.value], 1)
     step.query, step.key, step.value = fused[:, :4], fused[:, 4:6], fused[:, 6:]
-    torch.testing.assert_close(attend(step), expected, rtol=0, atol=0)
+    assert torch.equal(attend(make, step), expected)
+    step.query = step.query.float().transpose(0, 1).contiguous().transpose(0, 1)
+    got = attend(make, step)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, expected.float(), rtol=2**-8, atol=0)
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60), st.integers(0, 2)), max_size=6),
-    st.lists(st.tuples(st.integers(1, 50), st.integers(0, 2)), max_size=8),
-    st.sampled_from([None, 1, 7, 30]),
-    st.sampled_from([4, 16]),
-    st.integers(0, 1 << 20),
-)
-def test_any_step(
-    chunks: list[tuple[int, int, int]], rows: list[tuple[int, int]], window: int | None, page_size: int, seed: int
-) -> None:
-    """Chunks with no prefix or one of two, rows in zero, one or two nested groups."""
-    b = StepBuilder(Shape(4, 2, 8, 8, page_size), seed=seed)
-    prefixes = [[], b.pages(2 * page_size), b.pages(3 * page_size)]
-    for prefix in prefixes:
-        b._fill(prefix, len(prefix) * page_size)
-    for q_len, past, prefix in chunks:
-        pages = prefixes[prefix]
-        b.chunk(q_len, past=past + len(pages) * page_size, prefix=pages)
-    members: list[list[int]] = [[], [], []]
-    for own_len, depth in rows:
-        members[depth].append(b.decode(own_len, own_start=depth * 2 * page_size))
-    if members[1] + members[2]:
-        b.group(members[2] + members[1], 0, 2)
-    if members[2]:
-        b.group(members[2], 2 * page_size, 2)
-    check(b.build(), window=window)
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_low_precision_is_as_exact_as_plain_products(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    step = mixed(Shape(9, 3, 64, 64, dtype=dtype))
+    args, filled = args_of(step, **options), step.filled()
+    exact = attend_by_token(step.batch, step.query, *filled, args)
+    plain = attend_by_token(step.batch, step.query, *filled, args, dtype)
+    for make in MAKE.values() if dtype == BF16 else (TorchAttention,):
+        ours = (attend(make, step, args).double() - exact).abs().max()
+        assert ours <= (plain.double() - exact).abs().max() + 1e-4
+
+
+@pytest.mark.skipif(not loaded(), reason="no C++ compiler here")
+@pytest.mark.parametrize("options", [{}, {"window": 700}, {"softcap": 3.0}], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (320, 288), (576, 512)])
+def test_keys_of_several_blocks_with_dot_products(dims: tuple[int, int], options: dict[str, Any]) -> None:
+    """Rows alone, in a group and in a chunk, with several blocks of keys of which the last is not full."""
+    b = StepBuilder(Shape(6, 2, *dims, dtype=BF16), num_pages=900)
+    b.chunk(70, past=1203)
+    for n in (1, 257, 1101):
+        b.decode(n)
+    b.group([b.decode(n, own_start=1120) for n in (3, 40, 16, 9, 1)], 0, 70)
+    step = b.build()
+    args, filled = args_of(step, **options), step.filled()
+    exact = attend_by_token(step.batch, step.query, *filled, args)
+    plain = attend_by_token(step.batch, step.query, *filled, args, BF16)
+    got = attend(partial(CompiledAttention, threads=2, dots=True), step, args)
+    assert (got.double() - exact).abs().max() <= 2 * (plain.double() - exact).abs().max()
+
+
+@pytest.mark.skipif(not loaded(), reason="no C++ compiler here")
+def test_results_do_not_depend_on_threads_while_no_run_is_cut() -> None:
+    step = mixed(Shape(9, 3, 64, 64))
+    first = attend(MAKE["compiled"], step)
+    for threads in (1, 2, 2, 3):
+        assert torch.equal(attend(partial(CompiledAttention, threads=threads), step), first)

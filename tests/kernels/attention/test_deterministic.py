@@ -26,7 +26,7 @@ from batchgen.kernels.types import (
     PagedAttention,
 )
 from tests.kernels.oracle import attend_by_token
-from tests.kernels.steps import Shape, Step, StepBuilder, check_layers_of_different_shapes
+from tests.kernels.steps import Shape, Step, StepBuilder
 
 SCALE = 0.3
 OPTIONS: list[dict[str, Any]] = [
@@ -108,27 +108,6 @@ def test_a_mixed_step_equals_the_reference_in_tiles_of_any_size(
         assert torch.equal(attend(step, tile, **options), got)
     monkeypatch.setattr(torch_attention, "_GATHERED_BYTES", 1)  # items one at a time
     assert torch.equal(attend(step, **options), got)
-
-
-@pytest.mark.parametrize("page_size", [1, 8, 48])
-def test_page_sizes(page_size: int) -> None:
-    step = mixed(Shape(6, 2, page_size=page_size))
-    keys, values = step.filled()
-    expected = attend_by_token(step.batch, step.query, keys, values, AttentionArgs(SCALE))
-    torch.testing.assert_close(attend(step).double(), expected, rtol=0, atol=1e-5)
-
-
-def test_half_precision() -> None:
-    step = mixed(Shape(9, 3, 64, 64, dtype=torch.bfloat16))
-    keys, values = step.filled()
-    expected = attend_by_token(step.batch, step.query, keys, values, AttentionArgs(SCALE))
-    got = attend(step)
-    assert got.dtype == torch.bfloat16
-    torch.testing.assert_close(got.double(), expected, rtol=1e-2, atol=1e-3)
-
-
-def test_layers_of_different_shapes() -> None:
-    check_layers_of_different_shapes(TorchAttention)
 
 
 class Sequences:

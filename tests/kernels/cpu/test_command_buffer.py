@@ -22,7 +22,7 @@ from batchgen.kernels.cpu.command_buffer import (
 )
 from batchgen.kernels.cpu.library import loaded
 from batchgen.kernels.cpu.matmul import PackedWeight, matmul, pack
-from batchgen.kernels.cpu.ops import COMPILED_OPS, copy_pages
+from batchgen.kernels.cpu.ops import COMPILED_OPS
 from batchgen.kernels.sampling import SamplingColumns
 from batchgen.kernels.types import KVPool, LayerKV
 
@@ -82,7 +82,7 @@ def test_nothing_runs_before_it_is_submitted(background: BackgroundThread) -> No
     before = [cache.clone() for cache in (*pool.keys, *pool.values)]
     with record_commands(2) as buffer:
         assert current_buffer() is buffer
-        copy_pages(pool, table)
+        COMPILED_OPS.copy_pages(pool, table)
     assert current_buffer() is None
     assert all(cache.equal(old) for cache, old in zip((*pool.keys, *pool.values), before, strict=True))
     background.submit(buffer, []).wait()

@@ -16,8 +16,8 @@ from batchgen.kernels.cpu import packed_pages as module
 from batchgen.kernels.cpu.attention import CompiledAttention
 from batchgen.kernels.cpu.library import loaded
 from batchgen.kernels.cpu.matmul import methods
-from batchgen.kernels.cpu.ops import copy_pages
-from batchgen.kernels.cpu.packed_pages import PackedPages, packed_pages
+from batchgen.kernels.cpu.ops import COMPILED_OPS
+from batchgen.kernels.cpu.packed_pages import PackedPages, PackedPool, packed_pool
 from batchgen.kernels.types import AttentionArgs, KVPool, LayerKV
 from tests.kernels.steps import Shape, Step, StepBuilder, any_step
 
@@ -33,7 +33,7 @@ def with_cache(step: Step, pages: int | None = None) -> PackedPages:
     heads, key_dim, value_dim = *step.pool.keys[0].shape[2:], step.pool.values[0].shape[3]
     layer = LayerKV(heads, key_dim, value_dim)
     kept = PackedPages([layer], step.pool.num_pages if pages is None else pages, step.pool.page_size)
-    step.pool = replace(step.pool, packed_pages=kept)
+    step.pool = PackedPool(step.pool.keys, step.pool.values, step.pool.page_size, kept)
     return kept
 
 
@@ -44,7 +44,7 @@ def attend(step: Step, pool: KVPool, window: int | None = None) -> Tensor:
 
 def uncached(step: Step, window: int | None = None) -> Tensor:
     """The same without the cache."""
-    return attend(step, replace(step.pool, packed_pages=None), window)
+    return attend(step, KVPool(step.pool.keys, step.pool.values, step.pool.page_size), window)
 
 
 def grouped(page_size: int = 16, group_pages: int = 14) -> Step:
@@ -129,7 +129,7 @@ def test_a_copy_invalidates_units() -> None:
     with_cache(step)
     before = attend(step, step.pool)
     source, target = shared_pages(step)[[2, 9]].tolist()
-    copy_pages(step.pool, torch.tensor([[source, target, 16]]))
+    COMPILED_OPS.copy_pages(step.pool, torch.tensor([[source, target, 16]]))
     after = attend(step, step.pool)
     assert torch.equal(after, uncached(step))
     assert not torch.equal(after, before)
@@ -174,9 +174,10 @@ def test_pages_that_fit_into_the_memory_limit(
     layers = [LAYER, LayerKV(1, 33, 20)]
     page_bytes = 2 * page_size * (2 * (64 + 64) + 64 + 32)
     room = pages_of_room * page_bytes + page_bytes // 2
-    made = packed_pages(layers, dtype, page_size, 9, room)
-    assert (None if made is None else made.pages) == expected
-    if made is not None:
-        assert sum(words.nbytes for words in made.words) <= room
+    pool = KVPool.allocate(layers, 9, page_size, dtype, torch.device("cpu"))
+    made = packed_pool(pool, room)
+    assert (made.packed.pages if isinstance(made, PackedPool) else None) == expected
+    if isinstance(made, PackedPool):
+        assert sum(words.nbytes for words in made.packed.words) <= room
     monkeypatch.setattr(module, "dots_are_faster", lambda: False)
-    assert packed_pages(layers, dtype, page_size, 9, room) is None
+    assert packed_pool(pool, room) is pool

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from batchgen.kernels.counts import CountLists
+from batchgen.kernels.counts import CountLists, Penalties
 from batchgen.kernels.gpu import counts
 
 
@@ -17,4 +17,7 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     rows = torch.empty(5, dtype=torch.int64, device="meta")
     column = torch.empty(5, dtype=torch.float32, device="meta")
     yield "count_tokens", partial(counts.count_tokens, lists, rows, rows, rows, 100)
-    yield "penalise[float32]", partial(counts.penalise, logits, rows, rows, lists, column, column, column, 100)
+    yield (
+        "penalise[float32]",
+        partial(counts.penalise, logits, rows, rows, lists, Penalties(column, column, column), 100),
+    )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.bitmask import bitmask_width
-from batchgen.kernels.counts import CountLists
+from batchgen.kernels.counts import CountLists, Penalties
 from batchgen.kernels.gpu import bitmask, counts, filtering, logprobs, noise, sampling, shaping, top
 from batchgen.kernels.gpu.activation import gated
 from batchgen.kernels.gpu.attention import TritonAttention
@@ -96,7 +96,10 @@ def _shaping(rows: int) -> Cases:
     for width in (64, 4096):
         lists = CountLists.empty(16 * -(-(rows + 1) // 16), width, META)
         yield "count_tokens", partial(counts.count_tokens, lists, tokens, tokens, tokens, width)
-        yield "penalise", partial(counts.penalise, scores, tokens, tokens, lists, column, column, column, rows)
+        yield (
+            "penalise",
+            partial(counts.penalise, scores, tokens, tokens, lists, Penalties(column, column, column), rows),
+        )
     yield "add_bias", partial(shaping.add_bias, scores, pairs, pairs, _floats(3 * rows))
     yield "keep_only", partial(shaping.keep_only, logits, tokens, pairs, pairs)
     yield "drew_masked", partial(shaping.drew_masked, logits, tokens, tokens)

@@ -19,6 +19,7 @@ from batchgen.kernels.gpu.attention import TritonAttention
 from batchgen.kernels.gpu.merge import merge_parts
 from batchgen.kernels.gpu.work_list import FIELDS, GROUPS, LARGE, SMALL, WorkList
 from batchgen.kernels.types import AttentionArgs, AttentionBatch, GroupPages
+from tests.kernels.closeness import assert_as_close
 from tests.kernels.oracle import attend_by_token
 from tests.kernels.steps import (
     Shape,
@@ -31,8 +32,6 @@ from tests.kernels.steps import (
     one_token,
     only_rows,
 )
-
-from .closeness import assert_as_close
 
 SCALE = 0.3
 

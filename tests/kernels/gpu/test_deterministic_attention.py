@@ -27,6 +27,7 @@ from batchgen.kernels.gpu.deterministic_list import (
 )
 from batchgen.kernels.gpu.launch import recording
 from batchgen.kernels.types import AttentionArgs, AttentionBatch, ChunkPages
+from tests.kernels.closeness import assert_as_close
 from tests.kernels.oracle import attend_by_token, visible_slots
 from tests.kernels.steps import (
     Shape,
@@ -40,7 +41,6 @@ from tests.kernels.steps import (
     only_rows,
 )
 
-from .closeness import assert_as_close
 from .test_attention import OPTIONS, SCALE, mixed, small_step, tree, with_sinks
 from .test_work_list import any_batch
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from batchgen.kernels import merge as pytorch
 from batchgen.kernels.gpu import merge as gpu
 from batchgen.kernels.merge import PartLists
-
-from .closeness import DTYPES, assert_as_close
+from tests.kernels.closeness import DTYPES, assert_as_close
 
 
 def parts(count: int, heads: int, dim: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

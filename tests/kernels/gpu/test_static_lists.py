@@ -15,9 +15,9 @@ from batchgen.kernels.gpu.attention import TritonAttention
 from batchgen.kernels.gpu.static_attention import Capacity, DecodeWork, StaticAttention, StaticPlanner, pack_static
 from batchgen.kernels.gpu.work_list import FIELDS, GROUPS, LARGE, SMALL, ListShape, TileSize, plan_step
 from batchgen.kernels.types import AttentionArgs, KVPool
+from tests.kernels.closeness import assert_as_close
 from tests.kernels.steps import Shape, Step, StepBuilder
 
-from .closeness import assert_as_close
 from .test_attention import SPLITTING, TILES
 
 SCALE = 0.3
