@@ -216,12 +216,11 @@ def test_results_are_equal_in_other_batches(every: EveryRow, tmp_path: Path) -> 
     assert_finished(every, tmp_path / "out.parquet")
 
 
-def test_verify_finds_every_row_the_same(every: EveryRow) -> None:
+def test_verify_finds_rows_the_same(every: EveryRow) -> None:
     """A replay does not write to the run's events."""
     before = (every.folder / "events.jsonl").read_bytes()
-    result = run(["verify", "whole.parquet", "--rows", "1000", *every.processor], every.folder).stdout
-    assert "differs" not in result
-    assert len(result.splitlines()) > ROWS * 2 // 3
+    result = run(["verify", "whole.parquet", "--rows", "40", *every.processor], every.folder).stdout
+    assert result.endswith("40 of 40 rows are the same\n")
     assert (every.folder / "events.jsonl").read_bytes() == before
 
 
