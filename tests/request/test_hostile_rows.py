@@ -117,6 +117,7 @@ HOSTILE: list[Hostile] = [
     (text(min_tokens=5, max_tokens=4), "invalid_field", "min_tokens"),
     (text(min_new_tokens=129), "invalid_field", "min_new_tokens"),
     (text(stop=["a"] * 33), "invalid_field", "stop"),
+    (text(logit_bias=[[1, 2.0]]), "invalid_field", "logit_bias"),
     (text(best_of=1, n=2), "invalid_field", "best_of"),
     (text(regex="a", choice=["a"]), "invalid_field", "choice"),
     (text(top_logprobs_num=3), "invalid_field", "top_logprobs_num"),
