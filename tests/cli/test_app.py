@@ -234,12 +234,8 @@ def test_internal_error_names_the_place_and_quotes_nothing(
     [
         ("run p --top-p 2", "`--top-p` must be in (0, 1], got 2.0"),
         ("run p --kv-memory lots", "`--kv-memory` must be a size such as 4096, 512MB or 1.5GiB, got 'lots'"),
-        ("run p --lora a", "`--lora` must be NAME=PATH, got 'a'"),
         ("run p --tensor-parallel 2", "`--tensor-parallel` is not supported yet; leave it out"),
-        ("run p --attention fast", "`--attention` must be one of auto, flash, triton, compiled, torch; got 'fast'"),
         ("run p --resume --overwrite", "`--resume` and `--overwrite` cannot be combined; keep one of them"),
-        ("run p q", "there are several inputs: name the result file with -o results.parquet"),
-        ("run -", "stdin has no name: name the result file with -o results.parquet"),
         ("run p --config none.toml", "`--config`: cannot read none.toml: No such file or directory"),
     ],
 )
