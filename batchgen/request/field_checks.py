@@ -107,7 +107,8 @@ def logit_bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
     A tuple of (id, bias), the result of an earlier check, is accepted, too.
     """
     found: dict[int, float] = {}
-    for key, bias in value if type(value) is tuple else mapping(name, value).items():
+    checked = type(value) is tuple and all(type(item) in (tuple, list) and len(item) == 2 for item in value)
+    for key, bias in value if checked else mapping(name, value).items():
         text = str(key) if type(key) in (int, str) else ""
         if not (text.isascii() and text.isdigit() and len(text) <= 10):
             raise invalid(name, f"must have token ids as keys, got {show(key)}")

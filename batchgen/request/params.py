@@ -405,6 +405,8 @@ def _stored(name: str, check: Check, value: Any) -> Any:
     """The form in which a checked value is stored; a value in that form stays as it is."""
     if name == "custom_params" and type(value) is str:
         return None if value == "{}" else value
+    if name == "logit_bias" and type(value) is list:
+        value = tuple(value)  # the stored pairs, read from JSON
     checked = check(name, value)
     if name in _JSON and type(checked) is dict:
         try:

@@ -9,8 +9,9 @@ from threading import Event
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 from batchgen.errors import ErrorCode, ErrorInfo, RowError
+from batchgen.request import checks
 from batchgen.request.hidden_states import CaptureSupport
-from batchgen.request.params import Constraint, SamplingParams
+from batchgen.request.params import SAMPLING_FIELDS, Constraint, SamplingParams
 from batchgen.request.parser import derive_seed
 from batchgen.request.prompts import ChatPrompt, Prompt, StoredPrompt, TextPrompt, TokenPrompt
 from batchgen.request.table import ParsedRow
@@ -28,7 +29,7 @@ _TokenizerInput = str | list[int] | ErrorInfo
 
 _BATCH_ROWS = 256
 _BATCH_CHARACTERS = 1 << 23  # a batch of long texts ends early, so that the encodings of two batches stay small
-_ID_FIELDS = ("stop_token_ids", "allowed_token_ids", "token_ids_logprob")
+_ID_FIELDS = tuple(field.name for field in SAMPLING_FIELDS if field.check in (checks.ids, checks.nonempty_ids))
 _DEFAULT_NEW_TOKENS = 128  # room for the output of a truncated prompt whose row sets no `max_new_tokens`
 
 

@@ -6,8 +6,8 @@ An example is a section of a page. Each of its steps is a line that names a file
 - In `FILE`, in place of `LINE`: the block replaces that line;
 - In the new file `FILE`: the block is the file.
 
-White space in front of LINE does not count; a LINE with backticks is written between two of them. The indentation of the
-block is kept.
+White space in front of LINE does not count; a LINE with backticks is written between two of them. The block is written
+as it is, with its indentation.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "token_ids_logprob": st.lists(st.integers(0, 9)),
     "return_hidden_states": st.booleans()
     | st.fixed_dictionaries({"layers": st.just([0, -1]), "pool": st.sampled_from(["none", "mean"])}),
-    "lora_path": st.none() | st.text(),
+    "lora_path": st.none() | st.text(min_size=1),
 }
 CONSTRAINTS: list[dict[str, Any]] = [
     {},

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
 
 from batchgen.errors import ErrorCode, RowError, UsageError
-from batchgen.request.fields import FIELDS, LOOKUP
+from batchgen.request.fields import FIELDS, LOOKUP, Field
 from batchgen.request.params import SamplingParams
 from batchgen.request.parser import RowDefaults, derive_seed, row_extra, row_id
 from batchgen.request.prompts import ChatPrompt, TextPrompt, TokenPrompt
@@ -223,27 +224,13 @@ def test_values_that_request_nothing_are_accepted(name: str, value: Any) -> None
         assert parse(row).params.n == 1
 
 
-UNSUPPORTED: list[tuple[str, Any]] = [("image_data", "picture.png"), ("audio_data", ["sound.wav"])]
-
-
-@pytest.mark.field("image_data", "audio_data")
-@pytest.mark.parametrize(("name", "value"), UNSUPPORTED)
-def test_unsupported_fields_are_refused_by_name(name: str, value: Any) -> None:
-    with pytest.raises(RowError, match=f"`{name}` is not supported") as caught:
-        parse(text(**{name: value}))
-    assert caught.value.info.code == ErrorCode.UNSUPPORTED_FIELD
-    assert caught.value.info.param == name
-
-
 ACCEPTED: list[dict[str, Any]] = [
     line(model="llama"),
     line(model="models/llama"),
     line(model="*"),
     text(model="*"),
-    line(service_tier="auto", store=False),
     line(CHAT, tool_choice="none", function_call="none", modalities=["text"], parallel_tool_calls=True),
     line(CHAT, tools=[{"type": "function"}], tool_choice="auto", verbosity="medium"),
-    text(image_data=None, audio_data=[]),
     text(sampling_params=None),
     text(sampling_params={"unknown": None}),
     text(best_of=3, n=3),
@@ -503,8 +490,10 @@ def test_all_endpoint_parameters_are_known() -> None:
     assert set(ENDPOINTS["chat"].split()) <= set(LOOKUP["chat"])
 
 
-ENDPOINT_ONLY: dict[str, tuple[list[Any], list[Any]]] = {
+REFUSED: dict[str, tuple[list[Any], list[Any]]] = {
     # name: (values that request nothing, values that request something)
+    "image_data": ([None, []], ["picture.png"]),
+    "audio_data": ([None, []], [["sound.wav"]]),
     "store": ([False], [True]),
     "service_tier": (["auto", "default"], ["flex"]),
     "stream_options": ([{}], [{"include_usage": True}]),
@@ -525,17 +514,19 @@ ENDPOINT_ONLY: dict[str, tuple[list[Any], list[Any]]] = {
 @pytest.mark.field(
     "store", "service_tier", "stream_options", "parallel_tool_calls", "tool_choice", "functions", "function_call",
     "modalities", "audio", "prediction", "reasoning_effort", "verbosity", "web_search_options", "moderation",
+    "image_data", "audio_data",
 )  # fmt: skip
-@pytest.mark.parametrize("name", ENDPOINT_ONLY)
-def test_unsupported_endpoint_fields(name: str) -> None:
+@pytest.mark.parametrize("field", [field for field in FIELDS if not field.supported], ids=lambda field: field.name)
+def test_unsupported_fields(field: Field) -> None:
     """They are never ignored: a value that requests something is refused by name."""
-    no_op, requesting = ENDPOINT_ONLY[name]
+    no_op, requesting = REFUSED[field.name]
+    made = text if field.places == ("row",) else partial(line, CHAT)
     for value in no_op:
-        assert parse(line(CHAT, **{name: value})).params == SamplingParams(max_new_tokens=None)
+        assert parse(made(**{field.name: value})).params == parse(made()).params
     for value in requesting:
-        with pytest.raises(RowError, match=f"`{name}` is not supported") as caught:
-            parse(line(CHAT, **{name: value}))
-        assert (caught.value.info.code, caught.value.info.param) == (ErrorCode.UNSUPPORTED_FIELD, name)
+        with pytest.raises(RowError, match=f"`{field.name}` is not supported") as caught:
+            parse(made(**{field.name: value}))
+        assert (caught.value.info.code, caught.value.info.param) == (ErrorCode.UNSUPPORTED_FIELD, field.name)
 
 
 def test_endpoint_defaults() -> None:
