@@ -25,7 +25,7 @@ class DecodeTable:
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
-        self._numbers = np.zeros(0, np.int64)  # [R] sequence numbers of the last step
+        self._sequence_ids = np.zeros(0, np.int64)  # [R] sequence numbers of the last step
         self._slots = np.zeros(0, np.int64)  # [R]
         self._first_own = np.zeros(0, np.int64)  # [R] first own page of each row
         self._own_start = np.zeros(0, np.int64)  # [R] first position of the own pages
@@ -92,22 +92,22 @@ class DecodeTable:
     def clear(self) -> None:
         """Forget all rows, after a step without decode rows."""
         self._number[self._slots] = _EMPTY
-        self._numbers = self._slots = np.zeros(0, np.int64)
+        self._sequence_ids = self._slots = np.zeros(0, np.int64)
 
     def _stale_rows(self, rows: DecodeRows, groups: list[PrefixGroup], slots: Int64) -> npt.NDArray[np.bool_] | None:
         """[R] rows that must be laid out, because they or their groups changed; None: no change."""
-        if groups is self._plan_groups and rows.numbers is self._numbers:
+        if groups is self._plan_groups and rows.sequence_ids is self._sequence_ids:
             return None
         self._reserve_slots(int(slots.max()) + 1)
-        stale: npt.NDArray[np.bool_] = self._number[slots] != rows.numbers
+        stale: npt.NDArray[np.bool_] = self._number[slots] != rows.sequence_ids
         self._number[self._slots] = _EMPTY
-        self._number[slots] = rows.numbers
+        self._number[slots] = rows.sequence_ids
         self._first_own = self._first_own_pages(len(rows), groups)
         self._own_start = self._first_own * self._page_size
         self._tail_pages = np.zeros(len(rows), np.int64)
         stale |= self._own_page[slots] != self._first_own
         self._own_page[slots] = self._first_own
-        self._numbers, self._slots = rows.numbers, slots
+        self._sequence_ids, self._slots = rows.sequence_ids, slots
         return stale
 
     def _first_own_pages(self, rows: int, groups: list[PrefixGroup]) -> Int64:

@@ -34,13 +34,13 @@ class BatchView:
     """R sequences of an `InputBatch`, in order."""
 
     batch: InputBatch
-    numbers: Int64
-    """[R] sequence numbers"""
+    sequence_ids: Int64
+    """[R] sequence ids"""
     slots: Int64
     """[R] slots of the sequences when this view was made; other sequences may use them later"""
 
     def __len__(self) -> int:
-        return len(self.numbers)
+        return len(self.sequence_ids)
 
     def __getitem__(self, set_slot: int) -> Sequence:
         sequence = self.batch.sequences[int(self.slots[set_slot])]
@@ -149,15 +149,15 @@ class InputBatch:
         """The slot of a running sequence."""
         return int(self._slot_of[number])
 
-    def slots(self, numbers: Int64) -> Int64:
+    def slots(self, sequence_ids: Int64) -> Int64:
         """[R] the slots of running sequences."""
-        found: Int64 = self._slot_of[numbers]
+        found: Int64 = self._slot_of[sequence_ids]
         return found
 
-    def rows(self, numbers: Int64) -> BatchView:
+    def rows(self, sequence_ids: Int64) -> BatchView:
         """A view of running sequences; the same object for the same array."""
-        if self._rows.numbers is not numbers:
-            self._rows = BatchView(self, numbers, self.slots(numbers))
+        if self._rows.sequence_ids is not sequence_ids:
+            self._rows = BatchView(self, sequence_ids, self.slots(sequence_ids))
         return self._rows
 
     def output_ids(self, number: int) -> npt.NDArray[Any]:
@@ -186,7 +186,7 @@ class InputBatch:
         if known is not None and known.rows is rows and known.version == self._version and not excluded:
             self.last_token[slots] = tokens
             return self._append_plain(slots, tokens, known.max_tokens, known.stops).tolist(), 0
-        live = self.number[slots] == rows.numbers
+        live = self.number[slots] == rows.sequence_ids
         plain_live = live & self._plain[slots]
         if excluded:
             plain_live[list(excluded)] = False

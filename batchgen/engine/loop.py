@@ -248,7 +248,7 @@ class Loop:
             self._logprobs.append(rows, found)
         notified, dropped = self._batch.append_tokens(rows, sampled.tokens, sampled.errors.keys() | sampled.exhausted)
         self.state.discarded += dropped
-        before, numbers = len(finished), rows.numbers[notified].tolist()
+        before, numbers = len(finished), rows.sequence_ids[notified].tolist()
         for row, number in zip(notified, numbers, strict=True):
             sequence = self._sequences[number]
             if row in sampled.errors:

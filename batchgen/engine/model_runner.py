@@ -107,7 +107,7 @@ class ModelRunner:
         copies: list[PageCopy],
     ) -> Issued:
         """Queue a step or a part of one, after the step `unread`. After a failure it can be called again."""
-        workload, rows = self._workload, running.rows(plan.samples.numbers)
+        workload, rows = self._workload, running.rows(plan.samples.sequence_ids)
         step = Step(
             plan,
             lay_out_step(
@@ -139,7 +139,7 @@ class ModelRunner:
 
     def _in_flight(self, plan: StepPlan, parts: list[Part[Issued]], running: InputBatch) -> InFlightStep:
         """The step that consists of `parts`, in order."""
-        rows = running.rows(plan.samples.numbers) if plan.samples else None
+        rows = running.rows(plan.samples.sequence_ids) if plan.samples else None
         if len(parts) == 1 and parts[0].result is not None:
             _, issued = parts[0].result
             tokens = None if issued.samples is None else issued.samples.tokens

@@ -148,11 +148,11 @@ def lay_out_step(
         chunks = _lay_out_chunks(plan.prefills, table, page_size, ids[:at], positions[:at], slots[:at])
         _fill_output_ids(plan.prefills, chunks, table, running, ids, source, unread)
     attention = AttentionBatch(slot_mapping=_NO_SLOTS, chunks=chunks, decode_start=at)
-    rows = running.slots(plan.decodes.numbers)
+    rows = running.slots(plan.decodes.sequence_ids)
     if len(rows):
         ids[at:] = running.last_token[rows]
         if unread is not None and source is not None:
-            source[at:] = _source_rows(plan.decodes.numbers, rows, unread)
+            source[at:] = _source_rows(plan.decodes.sequence_ids, rows, unread)
         positions[at:], slots[at:] = decodes.fill(attention, plan.decodes, plan.groups, rows)
     else:
         decodes.clear()
@@ -164,7 +164,7 @@ def lay_out_step(
         source=source,
         logit_rows=logit_rows,
         sample_rows=sample_rows,
-        num_sampled=running.num_sampled[running.slots(plan.samples.numbers)],
+        num_sampled=running.num_sampled[running.slots(plan.samples.sequence_ids)],
         attention=attention,
         adapters=None if adapter is None else _token_adapters(plan, running.request[rows], adapter),
         embeds=None if table.embeds_id is None else _chunk_embeds(plan, table),
@@ -223,18 +223,18 @@ def _fill_output_ids(
             assert source is not None
             assert unread is not None
             assert at + len(known) == end - 1, "more than one token is still on the device"
-            source[end - 1] = np.flatnonzero(unread.numbers == chunk.sequence).item()
+            source[end - 1] = np.flatnonzero(unread.sequence_ids == chunk.sequence).item()
 
 
-def _source_rows(numbers: Int64, slots: Int64, unread: BatchView) -> Int64:
-    """[R] row in `unread` of each sequence of `numbers`, in `slots`; -1 if it is not in `unread`."""
-    if numbers is unread.numbers:
-        return np.arange(len(numbers))
+def _source_rows(sequence_ids: Int64, slots: Int64, unread: BatchView) -> Int64:
+    """[R] row in `unread` of each sequence of `sequence_ids`, in `slots`; -1 if it is not in `unread`."""
+    if sequence_ids is unread.sequence_ids:
+        return np.arange(len(sequence_ids))
     place = np.full(1 + max(int(slots.max()), int(unread.slots.max())), -1, np.int64)
     place[unread.slots] = np.arange(len(unread))
     found = place[slots]
     # Another sequence may have used the slot in the last step.
-    placed: Int64 = np.where((found >= 0) & (unread.numbers[found] == numbers), found, -1)
+    placed: Int64 = np.where((found >= 0) & (unread.sequence_ids[found] == sequence_ids), found, -1)
     return placed
 
 

@@ -49,9 +49,9 @@ class StepBuilder:
         plan.decodes = rows
         tokens = places + self.flat if self.flat else places
         if not self._samples:
-            plan.samples = SampleRows(rows.numbers, tokens)
+            plan.samples = SampleRows(rows.sequence_ids, tokens)
             return
         chunks = SampleRows.of(self._samples)
         plan.samples = SampleRows(
-            np.concatenate([chunks.numbers, rows.numbers]), np.concatenate([chunks.tokens, tokens])
+            np.concatenate([chunks.sequence_ids, rows.sequence_ids]), np.concatenate([chunks.tokens, tokens])
         )

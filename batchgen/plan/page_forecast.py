@@ -217,7 +217,7 @@ class PageForecast:
         prompt = self._columns.end[nodes]
         generated = position + 1 - prompt
         unresolved = self._predictor.remaining_of(
-            running.numbers, running.requests, generated, self._block_manager.step
+            running.sequence_ids, running.requests, generated, self._block_manager.step
         )
         allocated = running.capacities // size
         # A sample that continues in its node's tail does not free that page while the node holds it.

@@ -1,6 +1,7 @@
 """Decode rows and sample rows of a step, stored as numpy columns.
 
-The columns of a plan never change. Consecutive plans share the `numbers` array object until a row is added or removed.
+The columns of a plan never change. Consecutive plans share the `sequence_ids` array object until a row is added or
+removed.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class SampleRow:
 class DecodeRows(Sequence[DecodeRow]):
     """Decode rows of a step, in order."""
 
-    numbers: Int64
+    sequence_ids: Int64
     """[R] sequence ids."""
     positions: Int64
     """[R] position of each row's token."""
@@ -52,8 +53,8 @@ class DecodeRows(Sequence[DecodeRow]):
     def of(rows: Iterable[DecodeRow]) -> DecodeRows:
         """Convert rows to columns."""
         rows = list(rows)
-        numbers = np.array([row.sequence for row in rows], np.int64)
-        return DecodeRows(numbers, np.array([row.position for row in rows], np.int64), [row.pages for row in rows])
+        ids = np.array([row.sequence for row in rows], np.int64)
+        return DecodeRows(ids, np.array([row.position for row in rows], np.int64), [row.pages for row in rows])
 
     def __len__(self) -> int:
         return len(self.pages)
@@ -66,11 +67,11 @@ class DecodeRows(Sequence[DecodeRow]):
 
     def __getitem__(self, index: int | slice) -> DecodeRow | DecodeRows:
         if isinstance(index, slice):
-            return DecodeRows(self.numbers[index], self.positions[index], self.pages[index])
-        return DecodeRow(int(self.numbers[index]), int(self.positions[index]), self.pages[index])
+            return DecodeRows(self.sequence_ids[index], self.positions[index], self.pages[index])
+        return DecodeRow(int(self.sequence_ids[index]), int(self.positions[index]), self.pages[index])
 
     def __iter__(self) -> Iterator[DecodeRow]:
-        return map(DecodeRow, self.numbers.tolist(), self.positions.tolist(), self.pages)
+        return map(DecodeRow, self.sequence_ids.tolist(), self.positions.tolist(), self.pages)
 
     def __eq__(self, other: object) -> bool:
         return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
@@ -82,7 +83,7 @@ class DecodeRows(Sequence[DecodeRow]):
 class SampleRows(Sequence[SampleRow]):
     """Sample rows of a step, in order; each sequence occurs at most once."""
 
-    numbers: Int64
+    sequence_ids: Int64
     """[R] sequence ids."""
     tokens: Int64
     """[R] flat tokens to sample from."""
@@ -94,7 +95,7 @@ class SampleRows(Sequence[SampleRow]):
         return SampleRows(pairs[:, 0], pairs[:, 1])
 
     def __len__(self) -> int:
-        return len(self.numbers)
+        return len(self.sequence_ids)
 
     @overload
     def __getitem__(self, index: int) -> SampleRow: ...
@@ -104,11 +105,11 @@ class SampleRows(Sequence[SampleRow]):
 
     def __getitem__(self, index: int | slice) -> SampleRow | SampleRows:
         if isinstance(index, slice):
-            return SampleRows(self.numbers[index], self.tokens[index])
-        return SampleRow(int(self.numbers[index]), int(self.tokens[index]))
+            return SampleRows(self.sequence_ids[index], self.tokens[index])
+        return SampleRow(int(self.sequence_ids[index]), int(self.tokens[index]))
 
     def __iter__(self) -> Iterator[SampleRow]:
-        return map(SampleRow, self.numbers.tolist(), self.tokens.tolist())
+        return map(SampleRow, self.sequence_ids.tolist(), self.tokens.tolist())
 
     def __eq__(self, other: object) -> bool:
         return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented

@@ -47,7 +47,7 @@ class Running(Generic[Row]):
         self._rows: list[Row] = []
         self._pages: list[list[int]] = []
         self._columns = np.empty((8, _ROOM), np.int64)
-        self._numbers: Int64 | None = None
+        self._sequence_ids: Int64 | None = None
         self._tables: list[list[int]] = []
 
     def __len__(self) -> int:
@@ -70,7 +70,7 @@ class Running(Generic[Row]):
         return self._columns[_POSITION, : len(self._rows)]
 
     @property
-    def numbers(self) -> Int64:
+    def sequence_ids(self) -> Int64:
         """[R] sequence id of each row."""
         return self._columns[_ID, : len(self._rows)]
 
@@ -113,7 +113,7 @@ class Running(Generic[Row]):
         )
         self._rows.insert(at, row)
         self._pages.insert(at, row.pages)
-        self._numbers = None
+        self._sequence_ids = None
 
     def remove(self, rows: Collection[Row]) -> None:
         """Remove rows."""
@@ -126,7 +126,7 @@ class Running(Generic[Row]):
             self._rows.pop(place).position = int(self._columns[_POSITION, place])
             del self._pages[place]
         self._columns[:, : len(self._rows)] = self._columns[:, : len(kept)][:, kept]
-        self._numbers = None
+        self._sequence_ids = None
 
     def at_capacity(self) -> list[int]:
         """Indices of the rows that need another page for their position."""
@@ -155,9 +155,9 @@ class Running(Generic[Row]):
     def decode_rows(self) -> DecodeRows:
         """Snapshot of the rows for a plan."""
         columns = self._columns[:, : len(self._rows)]
-        if self._numbers is None:
-            self._numbers, self._tables = columns[_ID].copy(), self._pages.copy()
-        return DecodeRows(self._numbers, columns[_POSITION].copy(), self._tables)
+        if self._sequence_ids is None:
+            self._sequence_ids, self._tables = columns[_ID].copy(), self._pages.copy()
+        return DecodeRows(self._sequence_ids, columns[_POSITION].copy(), self._tables)
 
 
 def _tree_order(row: RunningRow) -> tuple[int, int]:

@@ -130,7 +130,7 @@ def split_plan(plan: StepPlan, page_size: int, at_tokens: int | None = None) -> 
         prefills=right,
         decodes=plan.decodes[decodes:],
         groups=_slice_groups(plan.groups, decodes, len(plan.decodes)),
-        samples=SampleRows(plan.samples.numbers[mine:], plan.samples.tokens[mine:] - at),
+        samples=SampleRows(plan.samples.sequence_ids[mine:], plan.samples.tokens[mine:] - at),
     )
     return first, second
 

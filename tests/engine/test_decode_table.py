@@ -15,7 +15,7 @@ from batchgen.plan.tree import build_tree
 
 def filled(table: DecodeTable, plan: StepPlan) -> tuple[AttentionBatch, list[np.ndarray]]:  # type: ignore[type-arg]
     attention = AttentionBatch(slot_mapping=torch.empty(0, dtype=torch.int64))
-    found = table.fill(attention, plan.decodes, plan.groups, plan.decodes.numbers)
+    found = table.fill(attention, plan.decodes, plan.groups, plan.decodes.sequence_ids)
     return attention, list(found)
 
 

@@ -86,10 +86,10 @@ def test_batched_appends_equal_single_ones(tokenizer: Tokenizer, seed: int, all_
             continue
         rows = late.pop(0)
         tokens = np.array([rng.randrange(VOCAB) for _ in range(len(rows))], np.int64)
-        excluded = [i for i, n in enumerate(rows.numbers.tolist()) if n in running and rng.random() < 0.005]
+        excluded = [i for i, n in enumerate(rows.sequence_ids.tolist()) if n in running and rng.random() < 0.005]
         notified, discarded_now = batch.append_tokens(rows, tokens, excluded)
         ended = []
-        for place, one in enumerate(rows.numbers.tolist()):
+        for place, one in enumerate(rows.sequence_ids.tolist()):
             if one not in running:
                 discarded += 1
                 discarded_now -= 1

@@ -110,36 +110,6 @@ def test_constrained_rows(tmp_path: Path) -> None:
         assert ours.constraint_ok == theirs.constraint_ok
 
 
-def test_greedy_rows_only_launch_the_kernels_they_need(tmp_path: Path) -> None:
-    """Counted over whole steps."""
-    folder = save_tiny("llama", tmp_path / "model")
-    save_word_tokenizer(folder, VOCAB)
-    engine = Engine(str(folder), attention="triton", dtype="float32", page_size=4)
-    names: list[str] = []
-
-    def count(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
-        names.append(kernel.fn.__name__)
-        if all(grid):
-            kernel[grid](*args, **constants)
-
-    work = [{"input_ids": [5, 6, 7 + i], "temperature": 0, "max_new_tokens": 3, "ignore_eos": True} for i in range(3)]
-    with recording(count):
-        done = list(engine.generate(work))
-    assert all(c.error is None for c in done)
-    assert engine.last_run is not None
-    steps = engine.last_run.loop.state.steps
-    per_step = {name: names.count(name) / steps for name in names}
-    layers = engine.model.spec.num_layers
-    assert per_step == {
-        "_norm": 2 * layers + 1,
-        "_rope_tables": 1,
-        "_qk_norm_rope_cache": layers,
-        "attention_kernel": layers,  # prompts and decode rows are in separate steps here
-        "_gated": layers,
-        "_sample": 1,  # also finds rows with NaN logits
-    }
-
-
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns in the interpreter
 @pytest.mark.parametrize("edited", [{}, {"repetition_penalty": 1.2}])
 def test_only_rows_with_nan_logits_fail(

@@ -47,11 +47,11 @@ def test_columns_equal_a_sorted_list(seed: int) -> None:
         assert running.at_capacity() == full
         running.grow(full, [99] * len(full), 4)
         before = running.decode_rows()
-        assert running.decode_rows().numbers is before.numbers
+        assert running.decode_rows().sequence_ids is before.sequence_ids
         assert len(running) == len(rows)
         assert list(running) == rows
         assert running.tree_rows.tolist() == [row.row for row in rows]
-        assert running.numbers.tolist() == [row.id for row in rows]
+        assert running.sequence_ids.tolist() == [row.id for row in rows]
         assert running.capacities.tolist() == [row.capacity for row in rows]
         assert running.requests.tolist() == [row.request for row in rows]
         assert running.nodes.tolist() == [row.node_id for row in rows]

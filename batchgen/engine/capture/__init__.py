@@ -1,1 +1,1 @@
-"""Values captured in addition to tokens: hidden states, routed experts, prompt logprobs, scores."""
+"""Values captured in addition to tokens: hidden states, routed experts, prompt logprobs."""

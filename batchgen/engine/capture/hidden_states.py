@@ -148,8 +148,8 @@ class HiddenStateCollector:
         """Sampled rows of samples that store states or experts."""
         if not self._running:
             return ()
-        mask = np.isin(samples.numbers, np.fromiter(self._running, np.int64, len(self._running)))
-        return SampleRows(samples.numbers[mask], samples.tokens[mask])
+        mask = np.isin(samples.sequence_ids, np.fromiter(self._running, np.int64, len(self._running)))
+        return SampleRows(samples.sequence_ids[mask], samples.tokens[mask])
 
     def send(self, pending: PendingStates, d2h_queue: D2HQueue) -> None:
         """Start copying the captured tensors to the host."""

@@ -253,7 +253,7 @@ def _edits_logits(params: SamplingParams) -> bool:
 
 def _step_plan(prefills: list[PrefillChunk], decodes: DecodeRows, groups: list[PrefixGroup]) -> StepPlan:
     at = sum(chunk.end - chunk.start for chunk in prefills)
-    samples = SampleRows(decodes.numbers, at + np.arange(len(decodes)))
+    samples = SampleRows(decodes.sequence_ids, at + np.arange(len(decodes)))
     return StepPlan(prefills=prefills, decodes=decodes, groups=groups, samples=samples)
 
 

@@ -322,15 +322,15 @@ class Sampler:
         self._ops = ops
         self._processors = processors or {}
         self._mode: LogprobsMode = logprobs_mode
-        self._numbers: npt.NDArray[np.int64] | None = None
+        self._sequence_ids: npt.NDArray[np.int64] | None = None
         self._metadata: SamplingMetadata | None = None
 
     def metadata(self, rows: BatchView) -> SamplingMetadata:
         """Sampling of a step's rows; the same object while the rows stay the same."""
         metadata = self._metadata
-        if metadata is None or self._numbers is None or not _same_rows(rows.numbers, self._numbers):
+        if metadata is None or self._sequence_ids is None or not _same_rows(rows.sequence_ids, self._sequence_ids):
             metadata = SamplingMetadata.of(rows, self._processors, self._mode, self._device, self._ops)
-            self._metadata, self._numbers = metadata, rows.numbers
+            self._metadata, self._sequence_ids = metadata, rows.sequence_ids
         return metadata
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from batchgen.engine.capture.scoring import Scores
 from batchgen.engine.engine import Engine
+from batchgen.engine.outputs import Scores
 from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.request.completion import Completion
 from batchgen.request.params import SamplingParams

@@ -79,7 +79,7 @@ def test_columns_equal_lists(tokenizer: Tokenizer, seed: int, monkeypatch: pytes
             batch.add(number, running[number][0], plain=False)
             number += 1
         rows = batch.rows(np.array(rng.sample(sorted(running), rng.randint(1, len(running))), np.int64))
-        drawn = [running[n][0] for n in rows.numbers.tolist()]
+        drawn = [running[n][0] for n in rows.sequence_ids.tolist()]
         places = [i for i, s in enumerate(drawn) if s.request.params.needs_logprobs]
         if places:
             late.append((rows, found_of(numbers, [drawn[i] for i in places], places)))
@@ -88,17 +88,17 @@ def test_columns_equal_lists(tokenizer: Tokenizer, seed: int, monkeypatch: pytes
         rows, found = late.pop(0)
         columns.append(rows, found)
         for w, place in enumerate(found.rows.tolist()):
-            if int(rows.numbers[place]) not in running:
+            if int(rows.sequence_ids[place]) not in running:
                 discarded += 1
                 continue
-            sequence, expected = running[int(rows.numbers[place])]
+            sequence, expected = running[int(rows.sequence_ids[place])]
             params = sequence.request.params
             expected.logprobs.append(found.logprobs.tolist()[w])
             expected.top_ids += found.top_ids[w, : params.top_logprobs_num].tolist()
             expected.top_logprobs += found.top_logprobs[w, : params.top_logprobs_num].tolist()
             expected.ids_logprobs += found.ids_logprobs[w, : len(params.token_ids_logprob)].tolist()
             sequence.append(5)
-            assert columns.last_logprob(batch.slot(int(rows.numbers[place]))) == expected.logprobs[-1]
+            assert columns.last_logprob(batch.slot(int(rows.sequence_ids[place]))) == expected.logprobs[-1]
         for one in [n for n in running if rng.random() < 0.02]:
             sequence, expected = running.pop(one)
             if sequence.request.params.needs_logprobs:
