@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.docs.worked_examples import ROOT, follow, run_in
 
 PAGE = ROOT / "batchgen" / "docs" / "contributing.md"
@@ -35,3 +37,18 @@ def test_a_sampling_field(tmp_path: Path) -> None:
     assert "--strip-text / --no-strip-text" in run_in(tmp_path, "-c", _FIELD)
     tests = ["tests/engine/test_strip_text.py", "tests/docs/test_conformance.py", "tests/request/test_every_field.py"]
     run_in(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "strip_text or conformance", *tests)
+
+
+@pytest.mark.parametrize(
+    ("heading", "test"),
+    [
+        ("Add a kind of constraint", "tests/text/grammar/test_integer_range.py"),
+        ("Add an attention backend", "tests/kernels/attention/test_sdpa.py"),
+        ("Add an input format", "tests/data/read/test_tsv.py"),
+    ],
+)
+def test_the_test_of_an_example_passes(heading: str, test: str, tmp_path: Path) -> None:
+    files = follow(PAGE, heading, tmp_path)
+    assert test in files
+    assert len(files) <= 4
+    run_in(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", test)

@@ -3,6 +3,7 @@
 An example is a section of a page. Each of its steps is a line that names a file, and the fenced block below it:
 
 - In `FILE`, after `LINE`: the block is inserted after the only line of the file that begins with LINE;
+- In `FILE`, before `LINE`: likewise before that line;
 - In `FILE`, in place of `LINE`: the block replaces that line;
 - In the new file `FILE`: the block is the file.
 
@@ -24,7 +25,7 @@ __all__ = ["Step", "follow", "run_in", "steps_of"]
 
 ROOT = Path(__file__).parents[2]
 _STEP = re.compile(
-    r"^In (?:the new file `(?P<new>[^`\n]+)`|`(?P<file>[^`\n]+)`, (?P<how>after|in place of) "
+    r"^In (?:the new file `(?P<new>[^`\n]+)`|`(?P<file>[^`\n]+)`, (?P<how>after|before|in place of) "
     r"(?P<ticks>`+) ?(?P<line>.+?) ?(?P=ticks)):\n\n```\w*\n(?P<block>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
@@ -36,7 +37,7 @@ class Step:
 
     file: str
     how: str
-    """`after` or `in place of` a line; empty: the file is new."""
+    """`after`, `before` or `in place of` a line; empty: the file is new."""
     line: str
     block: str
 
@@ -55,7 +56,8 @@ class Step:
         found = [number for number, line in enumerate(lines) if line.lstrip().startswith(self.line)]
         assert len(found) == 1, f"{len(found)} lines of {self.file} begin with {self.line!r}"
         at = found[0]
-        lines[at : at + 1] = [lines[at], self.block] if self.how == "after" else [self.block]
+        placed = {"after": [lines[at], self.block], "before": [self.block, lines[at]], "in place of": [self.block]}
+        lines[at : at + 1] = placed[self.how]
         path.write_text("".join(lines), encoding="utf-8")
 
 
@@ -63,7 +65,7 @@ def steps_of(page: Path, heading: str) -> list[Step]:
     """The steps of the section `## heading` of a page, in order."""
     section = page.read_text(encoding="utf-8").split(f"\n## {heading}\n")[1].split("\n## ")[0]
     return [
-        Step(match["new"] or match["file"], match["how"] or "", match["line"] or "", match["block"])
+        Step(match["new"] or match["file"], match["how"] or "", (match["line"] or "").strip(), match["block"])
         for match in _STEP.finditer(section)
     ]
 
