@@ -16,6 +16,7 @@ from torch import Tensor
 from batchgen.kernels.types import PagedAttention
 from tests.gpu.compare import forbid_sync
 from tests.gpu.under_test import flash_attention, torch_attention, triton_attention
+from tests.kernels.gpu.numbers import Numbers
 from tests.kernels.steps import Step
 
 __all__ = ["Lab", "Timing"]
@@ -42,7 +43,7 @@ class Timing:
 
 
 @dataclass
-class Lab:
+class Lab(Numbers):
     """The device with timing, random numbers and values shared between cases."""
 
     device: torch.device
@@ -60,7 +61,7 @@ class Lab:
     _flush: Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        self._generator = torch.Generator(self.device).manual_seed(0)
+        super().__init__(self.device)
 
     def attention(self, name: str, step: Step) -> PagedAttention:
         """A step's attention by the backend "triton", "flash" or "torch".
@@ -72,26 +73,6 @@ class Lab:
         if name == "flash":
             return flash_attention(step, self.flash_path, self.toy)
         return triton_attention(step) if name == "triton" else torch_attention(step)
-
-    def seed(self, number: int) -> None:
-        """Seed the random numbers of a case, so that they do not depend on earlier cases."""
-        self._generator.manual_seed(number)
-
-    def randn(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Normal random numbers, generated in float32."""
-        return torch.randn(*shape, generator=self._generator, device=self.device).to(dtype)
-
-    def rand(self, *shape: int) -> Tensor:
-        """Uniform random float32 numbers in [0, 1)."""
-        return torch.rand(*shape, generator=self._generator, device=self.device)
-
-    def randint(self, low: int, high: int, *shape: int) -> Tensor:
-        """Uniform random int64 numbers in [low, high)."""
-        return torch.randint(low, high, shape, generator=self._generator, device=self.device)
-
-    def distinct(self, high: int, rows: int, count: int) -> Tensor:
-        """[rows, count] random int64 below `high`, distinct within each row."""
-        return self.rand(rows, high).argsort(-1)[:, :count].contiguous()
 
     def left(self) -> float:
         """Seconds left for the current stage."""

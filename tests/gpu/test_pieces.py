@@ -15,7 +15,7 @@ from tests.gpu.registry import DTYPES, parity_cases
 from tests.gpu.report import figure
 from tests.gpu.shards import Shard
 from tests.gpu.stages import load
-from tests.gpu.stages.parity_sampling import MODES, judge_draws, keys_of, logits_of
+from tests.gpu.stages.parity_sampling import MODES, judge_draws, keys_of
 from tests.gpu.under_test import kernel, reference
 
 CPU = torch.device("cpu")
@@ -147,7 +147,7 @@ def test_the_floor_is_the_larger_of_both_times() -> None:
 
 def test_sampled_tokens_may_differ_only_in_ties() -> None:
     lab = Lab(CPU, toy=True)
-    logits, mode, keys = logits_of(lab, 3, 50), MODES["greedy"], keys_of(3)
+    logits, mode, keys = lab.logits(3, 50), MODES["greedy"], keys_of(3)
     logits[0, 7] = logits[0, 9] = 99.0
     want = logits.argmax(-1)
     tied, wrong = want.clone(), want.clone()

@@ -22,18 +22,11 @@ __all__ = ["flash_attention", "flash_library", "kernel", "reference", "torch_att
 
 
 _FILES = {
-    "add_rms_norm": "norm",
     "argmax_lse": "logprobs",
-    "drew_masked": "shaping",
-    "gated": "activation",
     "largest": "top",
+    "linear": "matmul",
     "merge_lists": "merge",
     "merge_parts": "merge",
-    "moe_experts": "moe",
-    "gather_logprobs": "logprobs",
-    "rope_tables": "rope",
-    "qk_norm_rope_cache": "heads",
-    "route": "moe",
 }
 """Launchers outside `Ops`: name -> module of the kernel in `kernels/gpu/`, and of its plain version in `kernels/`."""
 

@@ -6,10 +6,7 @@ from importlib import import_module
 
 __all__ = ["load"]
 
-_MODULES = (
-    *("parity_attention", "parity_merge", "parity_dense", "parity_sampling", "parity_logits", "parity_layers"),
-    *("bench_attention", "bench_ops", "bench_layers"),
-)
+_MODULES = ("parity_attention", "parity_ops", "parity_sampling", "bench_attention", "bench_ops")
 
 
 def load() -> None:
