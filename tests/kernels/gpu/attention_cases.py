@@ -1,4 +1,4 @@
-"""Steps on which attention kernels are compared with the reference: heads, head sizes, pages, kinds of rows, options."""
+"""Steps on which attention kernels are compared with the reference: heads, head sizes, pages, kinds of rows."""
 
 from __future__ import annotations
 
@@ -19,19 +19,8 @@ from tests.kernels.gpu.closeness import assert_as_close
 from tests.kernels.steps import Shape, Step, StepBuilder, group_of_one, group_of_some, one_row, one_token, only_rows
 
 __all__ = [
-    *(
-        "GROUPS",
-        "KERNELS",
-        "OPTIONS",
-        "SCALE",
-        "SPLITTING",
-        "TILES",
-        "AttentionCase",
-        "Tiles",
-        "attend",
-        "attention_of",
-    ),
-    *("built", "check", "deterministic_of", "mixed", "small_step", "tree", "with_sinks"),
+    *("GROUPS", "KERNELS", "OPTIONS", "SCALE", "SPLITTING", "TILES", "AttentionCase", "Tiles", "attend"),
+    *("attention_of", "built", "check", "deterministic_of", "mixed", "small_step", "tree", "with_sinks"),
 ]
 
 SCALE = 0.3
@@ -173,8 +162,10 @@ _KINDS = (_only_chunk, one_token, only_rows, one_row, group_of_one, group_of_som
 GROUPS: dict[str, list[AttentionCase]] = {
     "options": [AttentionCase(mixed, {"heads": 4, "kv_heads": 2}, options) for options in OPTIONS],
     "three heads a key head": [AttentionCase(mixed, {"heads": 3}, options) for options in (OPTIONS[0], OPTIONS[-1])],
-    "float16": [AttentionCase(mixed, {"heads": 4, "kv_heads": 2, "dtype": F16}, options) for options in OPTIONS],
-    "bfloat16": [AttentionCase(mixed, {"heads": 4, "kv_heads": 2, "dtype": BF16}, options) for options in OPTIONS],
+    "low precision": [
+        AttentionCase(mixed, {"heads": 4, "kv_heads": 2, "dtype": (F16, BF16)[i % 2]}, options)
+        for i, options in enumerate([*OPTIONS, OPTIONS[-1]])
+    ],
     "heads": _heads((1, 1), (4, 4), (9, 3), (7, 1), (14, 2), (16, 1), (24, 1), (40, 2), (71, 1)),
     "head sizes": [
         *_head_sizes(torch.float32, (64, 64), (80, 80), (112, 112), (192, 128), (24, 40), (7, 5)),
