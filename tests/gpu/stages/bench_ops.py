@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tests.gpu.lab import Lab
-from tests.gpu.registry import Shape, bench
+from tests.gpu.device import Gpu
+from tests.gpu.registry import Shape, case
 from tests.gpu.report import Figure, figure
 from tests.gpu.stages.parity_sampling import MODES, keys_of
 from tests.gpu.under_test import kernel
@@ -29,34 +29,34 @@ MAKERS = {operation.name: operation.make for operation in OPERATIONS}
 Arguments = Mapping[str, Any]
 
 
-def lm_head_times(lab: Lab, rows: int, vocab: int) -> dict[str, float]:
+def lm_head_times(gpu: Gpu, rows: int, vocab: int) -> dict[str, float]:
     """Microseconds of the products that give [rows, vocab] logits, by model width; measured once per shape."""
-    kept = lab.kept.get(("lm_head", rows, vocab))
+    kept = gpu.kept.get(("lm_head", rows, vocab))
     if kept is None:
-        widths = TOY_PRODUCTS if lab.toy else PRODUCTS
-        kept = lab.kept["lm_head", rows, vocab] = {
-            f"lm_head {width}": product_time(lab, rows, width, vocab) for width in widths
+        widths = TOY_PRODUCTS if gpu.toy else PRODUCTS
+        kept = gpu.kept["lm_head", rows, vocab] = {
+            f"lm_head {width}": product_time(gpu, rows, width, vocab) for width in widths
         }
     return dict(kept)
 
 
-def product_time(lab: Lab, rows: int, inputs: int, outputs: int) -> float:
+def product_time(gpu: Gpu, rows: int, inputs: int, outputs: int) -> float:
     """Microseconds of one dense product."""
-    x, weight = lab.randn(rows, inputs, dtype=DTYPE), lab.randn(outputs, inputs, dtype=DTYPE)
-    return lab.time(lambda: F.linear(x, weight)).p50
+    x, weight = gpu.randn(rows, inputs, dtype=DTYPE), gpu.randn(outputs, inputs, dtype=DTYPE)
+    return gpu.time(lambda: F.linear(x, weight)).p50
 
 
-def _against_lm_head(lab: Lab, a: Arguments) -> dict[str, float]:
-    return lm_head_times(lab, *a["logits"].shape)
+def _against_lm_head(gpu: Gpu, a: Arguments) -> dict[str, float]:
+    return lm_head_times(gpu, *a["logits"].shape)
 
 
-def _against_layer(lab: Lab, a: Arguments) -> dict[str, float]:
-    return {"base product": product_time(lab, len(a["x"]), a["x"].shape[1], a["out"].shape[1])}
+def _against_layer(gpu: Gpu, a: Arguments) -> dict[str, float]:
+    return {"base product": product_time(gpu, len(a["x"]), a["x"].shape[1], a["out"].shape[1])}
 
 
-def _against_dense(lab: Lab, a: Arguments) -> dict[str, float]:
+def _against_dense(gpu: Gpu, a: Arguments) -> dict[str, float]:
     hidden, inner = a["experts"].down.shape[1:]
-    return {"one dense product": product_time(lab, a["ids"].numel(), hidden, 3 * inner)}
+    return {"one dense product": product_time(gpu, a["ids"].numel(), hidden, 3 * inner)}
 
 
 def _lora_bytes(a: Arguments) -> int:
@@ -84,16 +84,16 @@ class OpBench:
     sizes: Sequence[Shape]
     toy: Shape
     flops: Callable[[Arguments], int] = lambda a: 0
-    against: Callable[[Lab, Arguments], dict[str, float]] = lambda lab, a: {}
+    against: Callable[[Gpu, Arguments], dict[str, float]] = lambda gpu, a: {}
     dtype: torch.dtype = DTYPE
 
-    def run(self, lab: Lab, **sizes: Any) -> Iterator[Figure]:
+    def run(self, gpu: Gpu, **sizes: Any) -> Iterator[Figure]:
         """Time the operation at one size."""
-        a = MAKERS[self.op](lab, self.dtype, **sizes)
+        a = MAKERS[self.op](gpu, self.dtype, **sizes)
         operation = kernel(self.op)
-        timing = lab.time(lambda: operation(*a.values()))
-        made = figure(lab, self.op, self.what, sizes, timing, bytes=self.bytes(a), flops=self.flops(a))
-        yield replace(made, against=self.against(lab, a))
+        timing = gpu.time(lambda: operation(*a.values()))
+        made = figure(gpu, self.op, self.what, sizes, timing, bytes=self.bytes(a), flops=self.flops(a))
+        yield replace(made, against=self.against(gpu, a))
 
 
 WIDTHS: list[Shape] = [{"rows": rows, "width": width} for rows in (256, 8192) for width in (1024, 2048, 4096)]
@@ -170,20 +170,20 @@ BENCHES = (
         lambda a: 4 * int(a["lists"].used.sum()),
         [{**one, "tokens": 300} for one in LOGITS],
         {**TOY_LOGITS, "tokens": 300},
-        against=lambda lab, a: lm_head_times(lab, len(a["rows"]), 150 if lab.toy else LOGITS[0]["vocab"]),
+        against=lambda gpu, a: lm_head_times(gpu, len(a["rows"]), 150 if gpu.toy else LOGITS[0]["vocab"]),
     ),
 )
 
 for _bench in BENCHES:
-    bench(_bench.op, _bench.sizes, [_bench.toy], name=_bench.op)(_bench.run)
+    case("bench", _bench.op, _bench.sizes, [_bench.toy], name=_bench.op)(_bench.run)
 
 
-@bench("sample", LOGITS, [TOY_LOGITS])
-def sample(lab: Lab, *, rows: int, vocab: int) -> Iterator[Figure]:
-    logits, against = lab.logits(rows, vocab, DTYPE), lm_head_times(lab, rows, vocab)
+@case("bench", "sample", LOGITS, [TOY_LOGITS])
+def sample(gpu: Gpu, *, rows: int, vocab: int) -> Iterator[Figure]:
+    logits, against = gpu.logits(rows, vocab, DTYPE), lm_head_times(gpu, rows, vocab)
     operation = kernel("sample")
     for name, mode in MODES.items():
-        columns = mode.columns(rows, lab.device).with_keys(keys_of(rows).to(lab.device))
-        timing = lab.time(lambda columns=columns: operation(logits, columns))
-        made = figure(lab, "sample", name, {"rows": rows, "vocab": vocab}, timing, bytes=logits.nbytes)
+        columns = mode.columns(rows, gpu.device).with_keys(keys_of(rows).to(gpu.device))
+        timing = gpu.time(lambda columns=columns: operation(logits, columns))
+        made = figure(gpu, "sample", name, {"rows": rows, "vocab": vocab}, timing, bytes=logits.nbytes)
         yield replace(made, against=against)

@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator
 import torch
 
 from tests.gpu.compare import judge, judge_equal, poisoned
-from tests.gpu.lab import Lab
-from tests.gpu.registry import Labelled, parity
+from tests.gpu.device import Gpu
+from tests.gpu.registry import Labelled, case
 from tests.gpu.under_test import kernel, reference
 from tests.kernels.gpu.op_cases import OPERATIONS, Operation
 from tests.kernels.gpu.op_results import results
 
 
 def _case(operation: Operation) -> Callable[..., Iterator[Labelled]]:
-    def run(lab: Lab, dtype: torch.dtype, **sizes: int) -> Iterator[Labelled]:
-        arguments = operation.make(lab, dtype, **sizes)
+    def run(gpu: Gpu, dtype: torch.dtype, **sizes: int) -> Iterator[Labelled]:
+        arguments = operation.make(gpu, dtype, **sizes)
         mine, plain = (operation.adapt(find(operation.name)) for find in (kernel, reference))
         for one in results(arguments, mine, plain, operation.exact, operation.equal, poisoned()):
             if one.exact is None:
@@ -30,4 +30,4 @@ def _case(operation: Operation) -> Callable[..., Iterator[Labelled]]:
 for _operation in OPERATIONS:
     if _operation.large:
         _toys = _operation.small[: _operation.toys]
-        parity(_operation.name, _operation.large, _toys, _operation.dtypes, name=_operation.name)(_case(_operation))
+        case("parity", _operation.name, _operation.large, _toys, _operation.dtypes, _operation.name)(_case(_operation))

@@ -16,8 +16,8 @@ from batchgen.kernels.device import device_for
 from batchgen.kernels.noise import gumbel_at, row_keys
 from batchgen.kernels.sampling import GREEDY_TEMPERATURE, SamplingColumns
 from tests.gpu.compare import Verdict, judge, judge_equal, poisoned
-from tests.gpu.lab import Lab
-from tests.gpu.registry import Labelled, parity
+from tests.gpu.device import Gpu
+from tests.gpu.registry import DTYPES, Labelled, case
 from tests.gpu.under_test import kernel, reference
 from tests.kernels.gpu.op_arguments import bad_rows
 
@@ -63,7 +63,8 @@ def keys_of(rows: int, position: int = 7) -> Tensor:
     return row_keys(seeds, torch.arange(rows) % 4, torch.full((rows,), position))
 
 
-@parity(
+@case(
+    "parity",
     "sample",
     [
         {"rows": 24, "vocab": 151936, "host": 1},
@@ -73,15 +74,16 @@ def keys_of(rows: int, position: int = 7) -> Tensor:
         {"rows": 1, "vocab": 32000, "host": 1},
     ],
     [{"rows": 6, "vocab": 150, "host": 1}],
+    DTYPES,
 )
-def sample(lab: Lab, dtype: torch.dtype, *, rows: int, vocab: int, host: int) -> Iterator[Labelled]:
+def sample(gpu: Gpu, dtype: torch.dtype, *, rows: int, vocab: int, host: int) -> Iterator[Labelled]:
     """Compared with the plain version on the host, or on the device for numbers of rows that are slow on the host."""
-    logits = lab.logits(rows, vocab, dtype)
-    where = torch.device("cpu") if host else lab.device
+    logits = gpu.logits(rows, vocab, dtype)
+    where = torch.device("cpu") if host else gpu.device
     copied = logits.to(where)
     for name, mode in MODES.items():
         keys = keys_of(rows)
-        columns = mode.columns(rows, lab.device).with_keys(keys.to(lab.device))
+        columns = mode.columns(rows, gpu.device).with_keys(keys.to(gpu.device))
         with poisoned():
             got = kernel("sample")(logits, columns).tokens
         want = reference("sample")(copied, mode.columns(rows, where).with_keys(keys.to(where))).tokens
@@ -106,16 +108,18 @@ def judge_draws(logits: Tensor, mode: Mode, keys: Tensor, got: Tensor, want: Ten
     return Verdict(gap < TIE, gap, 0.0, TIE, f"{len(differ)} of {rows} rows differ, scores apart by at most {gap:.2g}")
 
 
-@parity(
+@case(
+    "parity",
     "sample",
     [{"rows": 256, "vocab": 151936}, {"rows": 3, "vocab": 32001}],
     [{"rows": 4, "vocab": 150}],
+    DTYPES,
     name="unusable_rows",
 )
-def unusable_rows(lab: Lab, dtype: torch.dtype, *, rows: int, vocab: int) -> Iterator[Labelled]:
+def unusable_rows(gpu: Gpu, dtype: torch.dtype, *, rows: int, vocab: int) -> Iterator[Labelled]:
     """One row each with a not-a-number, with +inf, and with only -inf; the other rows are sampled as usual."""
-    logits = bad_rows(lab, dtype, rows, vocab)["logits"]
-    columns = MODES["top_k 50"].columns(rows, lab.device).with_keys(keys_of(rows).to(lab.device))
+    logits = bad_rows(gpu, dtype, rows, vocab)["logits"]
+    columns = MODES["top_k 50"].columns(rows, gpu.device).with_keys(keys_of(rows).to(gpu.device))
     with poisoned():
         drawn, (ids, *_, bad) = kernel("sample")(logits, columns), kernel("argmax_lse")(logits)
     want = reference("nan_rows")(logits)
@@ -126,16 +130,18 @@ def unusable_rows(lab: Lab, dtype: torch.dtype, *, rows: int, vocab: int) -> Ite
         yield f"tokens of a {name} in range", judge_equal(inside, torch.ones_like(inside))
 
 
-@parity(
+@case(
+    "parity",
     "filtered_scores",
     [{"rows": 64, "vocab": 151936}, {"rows": 129, "vocab": 257}, {"rows": 1, "vocab": 32000}],
     [{"rows": 4, "vocab": 150}],
+    DTYPES,
 )
-def filtered_scores(lab: Lab, dtype: torch.dtype, *, rows: int, vocab: int) -> Iterator[Labelled]:
+def filtered_scores(gpu: Gpu, dtype: torch.dtype, *, rows: int, vocab: int) -> Iterator[Labelled]:
     """Tokens that the filters keep, except those that rounding decides, and their scores."""
-    logits = lab.logits(rows, vocab, dtype)
+    logits = gpu.logits(rows, vocab, dtype)
     for name, mode in MODES.items():
-        columns = mode.columns(rows, lab.device).with_keys(keys_of(rows).to(lab.device))
+        columns = mode.columns(rows, gpu.device).with_keys(keys_of(rows).to(gpu.device))
         drawn = reference("sample")(logits, columns).tokens
         args = (columns.temperature, columns.top_k, columns.top_p, columns.min_p, drawn)
         with poisoned():

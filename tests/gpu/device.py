@@ -1,4 +1,4 @@
-"""Context of checks and benchmarks: the device, timing, random numbers and attention backends."""
+"""The device under test, with timing and random numbers; on the CPU it is a stand-in for one."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tests.gpu.under_test import flash_attention, torch_attention, triton_attent
 from tests.kernels.gpu.numbers import Numbers
 from tests.kernels.steps import Step
 
-__all__ = ["Lab", "Timing"]
+__all__ = ["Gpu", "Timing"]
 
 RUNS = 20
-WARM_UPS = 3
+WARM_UP_RUNS = 3
 TOY_RUNS = 2
 _FLUSH_BYTES = 256 << 20
 """Bytes written between runs to flush the L2 cache: several times the size of any chip's L2."""
@@ -43,8 +43,8 @@ class Timing:
 
 
 @dataclass
-class Lab(Numbers):
-    """The device with timing, random numbers and values shared between cases."""
+class Gpu(Numbers):
+    """The device of a run, with timing, random numbers and values shared between cases."""
 
     device: torch.device
     toy: bool
@@ -103,7 +103,7 @@ class Lab(Numbers):
         """
         if self.device.type != "cuda":
             return self._wall(run)
-        for _ in range(WARM_UPS):
+        for _ in range(WARM_UP_RUNS):
             run()
         self.synchronize()
         replay = self._captured(run) if graph else None
