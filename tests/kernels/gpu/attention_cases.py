@@ -160,10 +160,12 @@ def _head_sizes(dtype: torch.dtype, *pairs: tuple[int, int]) -> list[AttentionCa
 _KINDS = (_only_chunk, one_token, only_rows, one_row, group_of_one, group_of_some, _group_of_many, tree)
 
 GROUPS: dict[str, list[AttentionCase]] = {
-    "options": [AttentionCase(mixed, {"heads": 4, "kv_heads": 2}, options) for options in OPTIONS],
-    "three heads a key head": [AttentionCase(mixed, {"heads": 3}, options) for options in (OPTIONS[0], OPTIONS[-1])],
+    "options": [
+        *(AttentionCase(mixed, {"heads": 3}, options) for options in OPTIONS),
+        *(AttentionCase(mixed, {"heads": 4, "kv_heads": 2}, options) for options in (OPTIONS[0], OPTIONS[-1])),
+    ],
     "low precision": [
-        AttentionCase(mixed, {"heads": 4, "kv_heads": 2, "dtype": (F16, BF16)[i % 2]}, options)
+        AttentionCase(mixed, {"heads": 3, "dtype": (F16, BF16)[i % 2]}, options)
         for i, options in enumerate([*OPTIONS, OPTIONS[-1]])
     ],
     "heads": _heads((1, 1), (4, 4), (9, 3), (7, 1), (14, 2), (16, 1), (24, 1), (40, 2), (71, 1)),
