@@ -166,6 +166,7 @@ OPERATIONS = (
             {"rows": 9 * 64 + 1, "inputs": 8, "outputs": 70},  # an edge of the band of tiles
             *_with(_sizes("rows inputs outputs", (9, 20, 48)), layout=LAYOUTS[1:]),
         ],
+        _sizes("rows inputs outputs", (256, 1024, 4096), (65, 100, 63), (1, 4096, 6144)),
         drawn={"rows": (1, 80), "inputs": (1, 150), "outputs": (1, 150)},
     ),
     Operation(

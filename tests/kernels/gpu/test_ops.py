@@ -14,11 +14,11 @@ from batchgen.kernels.gpu import moe, row_scan, top
 from tests.gpu.under_test import kernel, reference
 from tests.kernels.gpu.closeness import assert_as_close
 from tests.kernels.gpu.numbers import Numbers
-from tests.kernels.gpu.op_cases import OPERATIONS, Operation, Sizes
+from tests.kernels.gpu.op_cases import DTYPES, OPERATIONS, Operation, Sizes
 from tests.kernels.gpu.op_results import results
 
 CPU = torch.device("cpu")
-DRAWS = 6
+DRAWS = 4
 TILE = GroupedTile(rows=16, columns=32, inner=64, warps=4, stages=1)
 CASES = [pytest.param(op, dtype, id=f"{op.name}-{dtype}") for op in OPERATIONS for dtype in op.dtypes]
 
@@ -48,8 +48,11 @@ def check(operation: Operation, dtype: torch.dtype, sizes: Sizes, seed: int = 0)
 @pytest.mark.filterwarnings("ignore:(overflow|divide by zero|invalid value) encountered:RuntimeWarning")
 @pytest.mark.parametrize(("operation", "dtype"), CASES)
 def test_results_are_as_accurate_as_pytorch_s(operation: Operation, dtype: torch.dtype) -> None:
+    turn = DTYPES.index(dtype)
     for number, sizes in enumerate(operation.small):
-        check(operation, dtype, sizes, seed=number)
+        # Every size in float32, the first in every dtype, and most others in one of the low precisions.
+        if not turn or not number or number % 3 == turn:
+            check(operation, dtype, sizes, seed=number)
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|divide by zero|invalid value) encountered:RuntimeWarning")
