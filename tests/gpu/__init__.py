@@ -2,18 +2,8 @@
 
     python -m tests.gpu --out tests/gpu/figures
 
-Stages, in this order, which share the time limit (`budget`):
-
-    parity       every kernel, called through `batchgen.kernels.ops`, compared with float64 by the 2 x rule (`compare`)
-    flash        the same attention cases through the vllm-flash-attn backend, if its library is installed
-    engine       whole jobs with every kind of row: the GPU against the CPU, bfloat16 against transformers
-    determinism  the same bits in every batch
-    syncs        steady decode steps in which the host never waits for the device
-    memory       the automatic pool, long and short rows in one pool, steps that do not fit
-    bench        microbenchmarks at real shapes, compared with floors from the device's measured rates
-    workloads    whole jobs at real shapes, compared with floors and other engines; slowdowns by row options; start-up
-    profile      the time of a decode step by kernel
-    tune         only if named: tile candidates of the attention kernels, printed as a fragment for `chips.toml`
+The stages, in the order of the table in `budget`, which says what each shows, share the time limit: checks first, then
+measurements, then `tune`, which runs only if named.
 
 Parity and bench need only torch and Triton. Whole jobs need the engine's requirements; optional ones may be absent.
 
@@ -24,5 +14,5 @@ time, or a stage raised an error. 2: no CUDA device, and no `--toy`.
 flash library: it tests the command itself. Its figures, flagged `"toy": true`, mean nothing.
 
 `figures/` has the reports of runs on real devices, a file `<gpu>-<date>-<commit>.json` per run (`report` describes the
-contents; `table` makes the documentation's table from them). `notes.jsonl` has the results of tuning (`notes`).
+contents; `table` makes the documentation's table from them).
 """

@@ -5,40 +5,64 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["DEFAULT_STAGES", "STAGES", "Stage", "schedule", "stage_named"]
+__all__ = ["DEFAULT_STAGES", "STAGES", "Stage", "no_time", "schedule"]
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stage and its time."""
+    """A stage, what it shows, and its time."""
 
     name: str
+    shows: str
     share: float
     """Seconds out of the default limit of 450."""
+    modules: tuple[str, ...]
+    """Modules in `stages` that have its cases."""
     least: float = 0.0
     """Seconds that must be left to begin the stage."""
     required: bool = False
-    """Whether it is a failure if the stage does not run."""
+    """Whether it is a failure if the stage or a case does not run."""
+    kernels: bool = False
+    """Whether it calls kernels, which need only torch and Triton; else it runs whole jobs."""
+    parallel: bool = False
+    """Whether its cases are divided among several processes."""
+
+
+_SHOWS = {
+    "parity": "every kernel, called through `batchgen.kernels.ops`, is as accurate as PyTorch against float64",
+    "flash": "the same attention cases through the vllm-flash-attn backend, if its library is installed",
+    "engine": "whole jobs with every kind of row: the GPU against the CPU, bfloat16 against transformers",
+    "determinism": "the same bits in every batch",
+    "syncs": "steady decode steps in which the host never waits for the device",
+    "memory": "the automatic pool, long and short rows in one pool, steps that do not fit",
+    "bench": "microbenchmarks at real shapes, compared with floors from the device's measured rates",
+    "workloads": "whole jobs at real shapes: floors, other engines, slowdowns by row options, start-up",
+    "profile": "the time of a decode step by kernel",
+    "tune": "only if named: tile candidates of the attention kernels, printed as a fragment for `chips.toml`",
+}
+
+
+def _check(name: str, share: float, *modules: str) -> Stage:
+    return Stage(name, _SHOWS[name], share, modules, required=True, kernels=True, parallel=True)
+
+
+def _jobs(name: str, share: float, least: float, *, required: bool = False) -> Stage:
+    return Stage(name, _SHOWS[name], share, (name,), least, required)
 
 
 STAGES = (
-    Stage("parity", 110.0, required=True),
-    Stage("flash", 20.0, required=True),
-    Stage("engine", 55.0, least=15.0, required=True),
-    Stage("determinism", 25.0, least=8.0, required=True),
-    Stage("syncs", 15.0, least=5.0, required=True),
-    Stage("memory", 35.0, least=10.0, required=True),
-    Stage("bench", 40.0, least=5.0),
-    Stage("workloads", 120.0, least=20.0),
-    Stage("profile", 30.0, least=10.0),
-    Stage("tune", 200.0),
+    _check("parity", 110.0, "parity_attention", "parity_ops", "parity_sampling"),
+    _check("flash", 20.0, "parity_attention"),
+    _jobs("engine", 55.0, 15.0, required=True),
+    _jobs("determinism", 25.0, 8.0, required=True),
+    _jobs("syncs", 15.0, 5.0, required=True),
+    _jobs("memory", 35.0, 10.0, required=True),
+    Stage("bench", _SHOWS["bench"], 40.0, ("bench_attention", "bench_ops"), kernels=True),
+    _jobs("workloads", 120.0, 20.0),
+    _jobs("profile", 30.0, 10.0),
+    Stage("tune", _SHOWS["tune"], 200.0, (), kernels=True),
 )
 DEFAULT_STAGES = tuple(stage.name for stage in STAGES if stage.name != "tune")
-
-
-def stage_named(name: str) -> Stage:
-    """The stage of this name."""
-    return next(stage for stage in STAGES if stage.name == name)
 
 
 def schedule(chosen: Sequence[str], time_limit: float) -> dict[str, float]:
@@ -54,3 +78,10 @@ def schedule(chosen: Sequence[str], time_limit: float) -> dict[str, float]:
         spent += stage.share
         ends[stage.name] = time_limit * spent / whole
     return ends
+
+
+def no_time(stage: Stage, left: float) -> str:
+    """Why a stage is skipped with `left` seconds of its time; empty if it is not."""
+    if left >= stage.least:
+        return ""
+    return f"skipped: {max(0.0, left):.0f} s left of its time, it needs {stage.least:.0f} s"

@@ -13,7 +13,7 @@ from typing import Any
 from batchgen.bench.peers import PEERS, EngineSource
 from batchgen.bench.process import BenchEngine, EngineProcess, Generated, LoadSpec
 from batchgen.bench.workloads import Workload
-from tests.gpu.lab import Lab
+from tests.gpu.device import Gpu
 from tests.gpu.outcomes import Absent
 
 __all__ = ["Rate", "best_within", "peer", "rate", "start"]
@@ -35,13 +35,13 @@ class Rate:
     counted: Mapping[str, int]
 
 
-def start(lab: Lab, source: EngineSource, spec: LoadSpec, lifetime: float) -> AbstractContextManager[BenchEngine]:
+def start(gpu: Gpu, source: EngineSource, spec: LoadSpec, lifetime: float) -> AbstractContextManager[BenchEngine]:
     """An engine with its model loaded; its process is killed after `lifetime` seconds.
 
     Raises:
         EngineFailed: it does not load, or not in time.
     """
-    return _in_process(source, spec) if lab.toy else EngineProcess(source, spec, max(1.0, lifetime))
+    return _in_process(source, spec) if gpu.toy else EngineProcess(source, spec, max(1.0, lifetime))
 
 
 def peer(name: str) -> EngineSource:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from batchgen.request.completion import Completion
-from tests.gpu.checkpoints import VOCAB
 from tests.gpu.compare import Verdict
+from tests.gpu.jobs import VOCAB
 from tests.gpu.registry import Labelled
 
 __all__ = ["compare", "mixed_job", "tokens_before_near_tie", "with_gaps"]

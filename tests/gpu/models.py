@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from batchgen.bench.shapes import SHAPES, Shape, build_model, resolve_bench_model
-from tests.gpu.lab import Lab
+from tests.gpu.device import Gpu
 
 __all__ = ["built_in_background", "model_folder", "model_shape"]
 
@@ -29,18 +29,18 @@ _TOY_SHAPES = {
 }
 
 
-def model_shape(lab: Lab, name: str) -> Shape:
+def model_shape(gpu: Gpu, name: str) -> Shape:
     """The shape of "0.6b", "1b" or "8b"; in a toy run that of a small model of the same family."""
-    return _TOY_SHAPES[name] if lab.toy else SHAPES[name]
+    return _TOY_SHAPES[name] if gpu.toy else SHAPES[name]
 
 
 @contextmanager
-def model_folder(lab: Lab, name: str) -> Iterator[str]:
+def model_folder(gpu: Gpu, name: str) -> Iterator[str]:
     """Folder of a checkpoint of `model_shape`. Real ones stay in the user's cache folder for the next stage."""
-    if not lab.toy:
+    if not gpu.toy:
         for process in _building:
             process.wait()
-        yield resolve_bench_model(f"random:{name}", lab.device)
+        yield resolve_bench_model(f"random:{name}", gpu.device)
         return
     with tempfile.TemporaryDirectory() as folder:
         build_model(_TOY_SHAPES[name], Path(folder))

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.lab import Lab, Timing
+from tests.gpu.device import Gpu, Timing
 
 __all__ = ["Check", "Figure", "Measure", "Profile", "Report", "figure"]
 
@@ -121,15 +121,15 @@ class Profile:
 
 
 def figure(
-    lab: Lab, op: str, what: str, shape: Mapping[str, Any], timing: Timing, *, bytes: int = 0, flops: int = 0
+    gpu: Gpu, op: str, what: str, shape: Mapping[str, Any], timing: Timing, *, bytes: int = 0, flops: int = 0
 ) -> Figure:
     """A figure with the floor from the device's measured rates, for `bytes` moved and `flops` operations."""
     floors = {}
-    if bytes and lab.copy_rate:
-        floors["bandwidth"] = bytes / lab.copy_rate * 1e6
-    if flops and lab.matmul_rate:
-        floors["matmul"] = flops / lab.matmul_rate * 1e6
-    made = Figure(op, what, dict(shape), timing, lab.toy, bytes, flops)
+    if bytes and gpu.copy_rate:
+        floors["bandwidth"] = bytes / gpu.copy_rate * 1e6
+    if flops and gpu.matmul_rate:
+        floors["matmul"] = flops / gpu.matmul_rate * 1e6
+    made = Figure(op, what, dict(shape), timing, gpu.toy, bytes, flops)
     if not floors:
         return made
     by, floor = max(floors.items(), key=lambda item: item[1])

@@ -1,4 +1,4 @@
-"""Runs the registered cases of the stages one at a time and collects the report."""
+"""Runs the cases of the stages one at a time and collects the report."""
 
 from __future__ import annotations
 
@@ -9,20 +9,17 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from importlib import import_module
 from zlib import crc32
 
 import torch
 
 from tests.gpu import machine
-from tests.gpu.budget import STAGES, schedule, stage_named
-from tests.gpu.compare import Verdict
-from tests.gpu.lab import Lab
+from tests.gpu.budget import STAGES, Stage, no_time, schedule
+from tests.gpu.device import Gpu
 from tests.gpu.outcomes import Absent, Missing
-from tests.gpu.registry import BenchCase, JobCase, ParityCase, bench_cases, job_cases, parity_cases
-from tests.gpu.report import Check, Measure, Profile, Report
+from tests.gpu.registry import Case, Found, cases
+from tests.gpu.report import Check, Figure, Measure, Profile, Report
 from tests.gpu.shards import Shard, check_in_processes
-from tests.gpu.stages import load
 from tests.gpu.stages.rates import measure_rates
 from tests.gpu.stages.tune import tune
 from tests.gpu.under_test import flash_library
@@ -40,12 +37,12 @@ class Options:
 
     stages: Sequence[str]
     toy: bool
-    only: str
-    time_limit: float
-    commit: str
-    flash_library: str
-    jobs: int
-    shard: str
+    only: str = ""
+    time_limit: float = 450.0
+    commit: str = ""
+    flash_library: str = ""
+    jobs: int = 1
+    shard: str = ""
     """"1/4": the part of the checks that this process runs; empty: all of them."""
 
 
@@ -75,7 +72,7 @@ class _Run:
         self._broken = False
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.jobs))
         device = torch.device("cpu") if options.toy else torch.device("cuda", torch.cuda.current_device())
-        self._lab = Lab(device, options.toy, options.flash_library)
+        self._gpu = Gpu(device, options.toy, options.flash_library)
         self.report = Report(
             toy=options.toy,
             hardware=machine.hardware(device),
@@ -84,11 +81,9 @@ class _Run:
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             stages=list(options.stages),
         )
-        load()
-        kernel_stages = {"parity": self._parity, "flash": self._flash, "bench": self._bench, "tune": self._tune}
         with self._models():
-            for name in (stage.name for stage in STAGES if stage.name in options.stages):
-                self._stage(name, kernel_stages.get(name))
+            for stage in (stage for stage in STAGES if stage.name in options.stages):
+                self._stage(stage)
                 save(self.report)
 
     def _models(self) -> AbstractContextManager[None]:
@@ -100,157 +95,127 @@ class _Run:
 
         return built_in_background(("0.6b",) if needed == {"memory"} else ("0.6b", "8b", "1b"))
 
-    def _stage(self, name: str, run: Callable[[], None] | None) -> None:
-        self._lab.deadline = self._deadlines[name]
+    def _stage(self, stage: Stage) -> None:
+        self._gpu.deadline = self._deadlines[stage.name]
         begin = time.monotonic()
         try:
-            if run is None:
-                self._job_stage(name)
+            if stage.name == "tune":
+                self._tune()
             else:
-                run()
+                self._run_stage(stage)
         except Exception as error:  # such as a device that failed before: report what was found so far
             self._broken = True
-            self.report.withheld.append(f"{name}: {self._describe(error)}")
-        self.report.seconds[name] = round(time.monotonic() - begin, 2)
+            self.report.withheld.append(f"{stage.name}: {self._describe(error)}")
+        self.report.seconds[stage.name] = round(time.monotonic() - begin, 2)
         self.report.exit_code = 1 if self.report.failed() or self._broken or self._device_error else 0
 
-    def _parity(self) -> None:
-        self._check("parity", [c for c in parity_cases(self._options.toy) if c.op != "flash"])
+    def _run_stage(self, stage: Stage) -> None:
+        options = self._options
+        skipped = "" if options.toy else no_time(stage, self._gpu.left())
+        if skipped:
+            self._record_unfinished(stage, None, "unreached", skipped)
+            return
+        if not options.toy and not stage.kernels:
+            torch.set_num_threads(os.cpu_count() or 1)
+        chosen = [
+            case for case in cases(stage.name, options.toy) if options.only in case.name or options.only in case.op
+        ]
+        if stage.name == "bench":
+            self.report.rates = measure_rates(self._gpu)
+        absent = self._without_flash() if stage.name == "flash" else ""
+        if absent:
+            for case in chosen:
+                self._record_unfinished(stage, case, "absent", absent)
+            return
+        if stage.parallel and options.jobs > 1 and not options.toy and not options.shard and len(chosen) > 1:
+            words = ["--only", options.only, "--flash-library", options.flash_library]
+            self.report.checks += check_in_processes(stage.name, options.jobs, self._gpu.left(), words)
+            return
+        for case in Shard.of(options.shard).select(chosen) if options.shard else chosen:
+            reason = self._reason_not_to_run(stage, case)
+            if reason:
+                self._record_unfinished(stage, case, "unreached", reason)
+            else:
+                self._run_case(stage, case)
+            if not stage.parallel:
+                self._gpu.free()
 
-    def _flash(self) -> None:
-        cases = [c for c in parity_cases(self._options.toy) if c.op == "flash"]
+    def _without_flash(self) -> str:
+        """Why there is no flash library; empty if there is one."""
         try:
             self.report.flash = str(flash_library(self._options.flash_library, self._options.toy))
         except Absent as error:
-            self.report.flash = why = str(error)
-            absent = [replace(_blank("flash", c), status="absent", note=why) for c in cases if self._selected(c)]
-            self.report.checks += absent
-        else:
-            self._check("flash", cases)
+            self.report.flash = str(error)
+            return str(error)
+        return ""
 
-    def _check(self, stage: str, cases: list[ParityCase]) -> None:
-        options = self._options
-        cases = [case for case in cases if self._selected(case)]
-        if options.jobs > 1 and not options.toy and not options.shard and len(cases) > 1:
-            words = ["--only", options.only, "--flash-library", options.flash_library]
-            self.report.checks += check_in_processes(stage, options.jobs, self._lab.left(), words)
-            return
-        for case in Shard.of(options.shard).select(cases) if options.shard else cases:
-            self.report.checks += self._checks(stage, case)
-
-    def _selected(self, case: ParityCase | BenchCase | JobCase) -> bool:
-        return self._options.only in case.name or self._options.only in case.op
-
-    def _checks(self, stage: str, case: ParityCase) -> list[Check]:
-        blank = _blank(stage, case)
+    def _reason_not_to_run(self, stage: Stage, case: Case) -> str:
         reason = self._stop_reason()
-        if reason:
-            return [replace(blank, status="unreached", note=reason)]
+        failed = [check for check in self.report.failed() if check.status != "unreached"]
+        if reason or stage.required or not failed:
+            return reason
+        if stage.kernels:
+            return f"parity of {case.op} failed" if case.op in {check.op for check in failed} else ""
+        return f"failed: {', '.join(sorted({check.stage for check in failed}))}"
+
+    def _run_case(self, stage: Stage, case: Case) -> None:
         if self._options.shard:
             print(case.name, flush=True)  # the log of a process that hangs ends with the case that it was running
-        begin = time.monotonic()
-        self._lab.seed(crc32(case.name.encode()))
-        try:
-            verdicts = case.verdicts(self._lab)
-            self._lab.synchronize()
-        except Missing as error:
-            return [replace(blank, status="missing", note=str(error))]
-        except Absent as error:
-            return [replace(blank, status="absent", note=str(error))]
-        except Exception as error:
-            return [replace(blank, status="fail", note=self._describe(error))]
-        seconds = round((time.monotonic() - begin) / max(1, len(verdicts)), 4)
-        return [_judged(blank, what, x, seconds) for what, x in verdicts]
-
-    def _job_stage(self, name: str) -> None:
-        """Run the cases of a stage that runs whole jobs."""
-        stage, left = stage_named(name), self._lab.left()
-        if left < stage.least and not self._options.toy:
-            why = f"skipped: {max(0.0, left):.0f} s left of its time, it needs {stage.least:.0f} s"
-            self.report.withheld.append(f"{name}: {why}")
-            if stage.required:
-                self.report.checks.append(Check(name, name, name, "", "", {}, "unreached", note=why))
-            return
-        if not self._options.toy:
-            torch.set_num_threads(os.cpu_count() or 1)
-        import_module(f"tests.gpu.stages.{name}")  # imported late: it needs more packages than kernels
-        failed = sorted({c.stage for c in self.report.failed() if c.status != "unreached"})
-        for case in job_cases(name, self._options.toy):
-            if not self._selected(case):
-                continue
-            reason = self._stop_reason() or ("" if stage.required or not failed else f"failed: {', '.join(failed)}")
-            if reason:
-                self._record_unfinished(stage.required, case, "unreached", reason)
-            else:
-                self._run_job_case(stage.required, case)
-            self._lab.free()
-
-    def _run_job_case(self, required: bool, case: JobCase) -> None:
-        checked = "engine" in self._options.stages and not self.report.failed()
-        self._lab.seed(crc32(case.name.encode()))
+        self._gpu.seed(crc32(case.name.encode()))
         begin = time.monotonic()
         try:
-            for found in case.run(self._lab, **case.shape):
-                if isinstance(found, Measure):
-                    self.report.measures.append(replace(found, toy=self._options.toy, checked=checked))
-                elif isinstance(found, Profile):
-                    self.report.profiles.append(replace(found, toy=self._options.toy))
-                elif isinstance(found, str):
-                    self.report.withheld.append(f"{case.name}: {found}")
-                else:
-                    seconds = round(time.monotonic() - begin, 4)
-                    self.report.checks.append(_judged(_blank(case.stage, case), *found, seconds))
-                    begin = time.monotonic()
-        except Absent as error:
-            self._record_unfinished(required, case, "absent", str(error))
+            for found in case.found(self._gpu):
+                self._record(case, found, time.monotonic() - begin)
+                begin = time.monotonic()
+            self._gpu.synchronize()
+        except (Missing, Absent) as error:
+            self._record_unfinished(stage, case, "missing" if isinstance(error, Missing) else "absent", str(error))
         except Exception as error:
-            self._broken = True
-            self._record_unfinished(required, case, "fail", self._describe(error))
+            small = stage.name == "bench" and isinstance(error, torch.OutOfMemoryError)
+            self._broken |= not small and not stage.required
+            why = "the device has too little memory" if small else self._describe(error)
+            self._record_unfinished(stage, case, "fail", why)
 
-    def _record_unfinished(self, required: bool, case: JobCase, status: str, why: str) -> None:
-        """Record a case that did not run to its end: a check of a required stage, else a note."""
-        if required:
-            self.report.checks.append(replace(_blank(case.stage, case), status=status, note=why))
+    def _record(self, case: Case, found: Found, seconds: float) -> None:
+        report, toy = self.report, self._options.toy
+        if isinstance(found, Figure):
+            report.figures.append(replace(found, checked="parity" in self._options.stages))
+        elif isinstance(found, Measure):
+            checked = "engine" in self._options.stages and not report.failed()
+            report.measures.append(replace(found, toy=toy, checked=checked))
+        elif isinstance(found, Profile):
+            report.profiles.append(replace(found, toy=toy))
+        elif isinstance(found, str):
+            report.withheld.append(f"{case.name}: {found}")
         else:
-            self.report.withheld.append(f"{case.name}: {why}")
+            what, x = found
+            status = "pass" if x.passed else "fail"
+            numbers = {"error": x.error, "plain": x.plain, "bound": x.bound, "note": x.note}
+            report.checks.append(replace(_blank(case, status), what=what, seconds=round(seconds, 6), **numbers))
+
+    def _record_unfinished(self, stage: Stage, case: Case | None, status: str, why: str) -> None:
+        """Record a stage or a case that did not run to its end: a check of a required stage, else a note."""
+        name = stage.name if case is None else case.name
+        if case is None or not stage.required:
+            self.report.withheld.append(f"{name}: {why}")
+        if stage.required:
+            blank = Check(name, name, name, "", "", {}, status) if case is None else _blank(case, status)
+            self.report.checks.append(replace(blank, note=why))
 
     def _stop_reason(self) -> str:
         if self._device_error:
             return f"the device failed before: {self._device_error}"
-        return "" if self._lab.left() > 0 else f"time limit of {self._options.time_limit:.0f} s"
+        return "" if self._gpu.left() > 0 else f"time limit of {self._options.time_limit:.0f} s"
 
     def _describe(self, error: Exception) -> str:
         """The error in one line. Also checks whether the device still works: after a kernel fault nothing runs."""
         where = traceback.extract_tb(error.__traceback__)[-1]
         line = f"{type(error).__name__} at {where.filename.rsplit('/', 1)[-1]}:{where.lineno}: {str(error)[:300]}"
         try:
-            self._lab.synchronize()
+            self._gpu.synchronize()
         except RuntimeError:
             self._device_error = line
         return line
-
-    def _bench(self) -> None:
-        self.report.rates = measure_rates(self._lab)
-        failed = {check.op for check in self.report.failed()}
-        checked = "parity" in self._options.stages
-        for case in bench_cases(self._options.toy):
-            if not self._selected(case):
-                continue
-            reason = self._stop_reason() or (f"parity of {case.op} failed" if case.op in failed else "")
-            try:
-                if reason:
-                    raise Missing(reason)
-                self._lab.seed(crc32(case.name.encode()))
-                figures = case.figures(self._lab)
-                self.report.figures += [replace(x, checked=checked) for x in figures]
-            except (Missing, Absent) as error:
-                self.report.withheld.append(f"{case.name}: {error}")
-            except torch.OutOfMemoryError:
-                self.report.withheld.append(f"{case.name}: the device has too little memory")
-            except Exception as error:
-                self._broken = True
-                self.report.withheld.append(f"{case.name}: {self._describe(error)}")
-            self._lab.free()
 
     def _tune(self) -> None:
         report = self.report
@@ -258,22 +223,8 @@ class _Run:
         software = ", ".join(f"{name} {number}" for name, number in report.versions.items())
         name = f"{report.hardware['name']}, driver {driver}" if driver else report.hardware["name"]
         source = f"measured on {name}, {software}, commit {report.commit}, {report.date[:10]}"
-        report.tuning = tune(self._lab, f"{'TOY ' if report.toy else ''}{source}", self._stop_reason)
+        report.tuning = tune(self._gpu, f"{'TOY ' if report.toy else ''}{source}", self._stop_reason)
 
 
-def _blank(stage: str, case: ParityCase | JobCase) -> Check:
-    dtype = str(case.dtype).removeprefix("torch.") if isinstance(case, ParityCase) else ""
-    return Check(stage, case.op, case.name, "", dtype, dict(case.shape), "pass")
-
-
-def _judged(blank: Check, what: str, verdict: Verdict, seconds: float) -> Check:
-    return replace(
-        blank,
-        what=what,
-        status="pass" if verdict.passed else "fail",
-        error=verdict.error,
-        plain=verdict.plain,
-        bound=verdict.bound,
-        note=verdict.note,
-        seconds=seconds,
-    )
+def _blank(case: Case, status: str) -> Check:
+    return Check(case.stage, case.op, case.name, "", case.short_dtype, dict(case.shape), status)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.gpu.registry import ParityCase
+from tests.gpu.registry import Case
 from tests.gpu.report import Check
 
 __all__ = ["Shard", "check_in_processes"]
@@ -35,13 +35,13 @@ class Shard:
         index, count = (int(word) for word in words.split("/"))
         return Shard(index, count)
 
-    def select(self, cases: Sequence[ParityCase]) -> list[ParityCase]:
+    def select(self, cases: Sequence[Case]) -> list[Case]:
         """The shard's cases. Cases that compile the same kernels are in one shard."""
         kinds = list(dict.fromkeys(_kind(case) for case in cases))
         return [case for case in cases if kinds.index(_kind(case)) % self.count == self.index]
 
 
-def _kind(case: ParityCase) -> tuple[str, str, int | None]:
+def _kind(case: Case) -> tuple[str, str, int | None]:
     return case.op, str(case.dtype), case.shape.get("dim")
 
 

@@ -1,4 +1,4 @@
-"""Steps of real size on a device, and the expected attention over them."""
+"""Steps of real size on a device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.types import Ints, KVPool, LayerKV
-from tests.gpu.lab import Lab
+from tests.gpu.device import Gpu
 from tests.kernels.steps import Step, StepBuilder
 
 __all__ = ["DeviceSteps"]
@@ -22,7 +22,7 @@ _FILL_CHUNK = 1 << 16
 class DeviceSteps(StepBuilder):
     """A `StepBuilder` with tensors on a device. The page tables stay on the host, as in the engine."""
 
-    lab: Lab = field(kw_only=True)
+    gpu: Gpu = field(kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -35,20 +35,20 @@ class DeviceSteps(StepBuilder):
 
     def build(self) -> Step:
         step = super().build()
-        step.batch.slot_mapping = step.batch.slot_mapping.to(self.lab.device)
+        step.batch.slot_mapping = step.batch.slot_mapping.to(self.gpu.device)
         return step
 
     def _pool(self) -> KVPool:
         s = self.shape
         layer = LayerKV(s.kv_heads, s.key_dim, s.value_dim)
-        pool = KVPool.allocate([layer], self.num_pages, s.page_size, s.dtype, self.lab.device)
+        pool = KVPool.allocate([layer], self.num_pages, s.page_size, s.dtype, self.gpu.device)
         filled = torch.from_numpy(np.unique(np.concatenate(self._positions)))
         for cache in (pool.keys[0], pool.values[0]):
             cache.fill_(torch.nan)
             flat = cache.flatten(0, 1)
-            for part in filled.to(self.lab.device).split(_FILL_CHUNK):
+            for part in filled.to(self.gpu.device).split(_FILL_CHUNK):
                 flat[part] = self._randn(len(part), *flat.shape[1:]).to(s.dtype)
         return pool
 
     def _randn(self, *size: int) -> Tensor:
-        return self.lab.randn(*size)
+        return self.gpu.randn(*size)

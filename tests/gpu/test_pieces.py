@@ -11,12 +11,11 @@ import torch
 from batchgen.kernels.ops import Ops
 from tests.gpu import runner
 from tests.gpu.compare import judge, judge_equal, poisoned
-from tests.gpu.lab import Lab, Timing
-from tests.gpu.registry import DTYPES, parity_cases
+from tests.gpu.device import Gpu, Timing
+from tests.gpu.registry import DTYPES, Case, cases
 from tests.gpu.report import figure
 from tests.gpu.shards import Shard
-from tests.gpu.stages import load
-from tests.gpu.stages.parity_sampling import MODES, judge_draws, keys_of, logits_of
+from tests.gpu.stages.parity_sampling import MODES, judge_draws, keys_of
 from tests.gpu.under_test import kernel, reference
 
 CPU = torch.device("cpu")
@@ -100,8 +99,8 @@ class FakeGraph:
 
 
 @pytest.fixture
-def device_lab(monkeypatch: pytest.MonkeyPatch) -> Lab:
-    """A lab of a fake CUDA device."""
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    """A gpu of a fake CUDA device."""
     for name, fake in (
         ("Event", FakeEvent),
         ("CUDAGraph", FakeGraph),
@@ -112,43 +111,43 @@ def device_lab(monkeypatch: pytest.MonkeyPatch) -> Lab:
     ):
         monkeypatch.setattr(torch.cuda, name, fake)
     FakeGraph.replays = 0
-    lab = Lab(CPU, toy=False)
-    lab._flush = torch.empty(1)
-    lab.device = torch.device("cuda", 0)
-    return lab
+    gpu = Gpu(CPU, toy=False)
+    gpu._flush = torch.empty(1)
+    gpu.device = torch.device("cuda", 0)
+    return gpu
 
 
-def test_functions_are_timed_as_a_graph(device_lab: Lab) -> None:
+def test_functions_are_timed_as_a_graph(fake_gpu: Gpu) -> None:
     calls: list[int] = []
-    timing = device_lab.time(lambda: calls.append(1))
+    timing = fake_gpu.time(lambda: calls.append(1))
     assert timing == Timing(1000.0, 1000.0, 1000.0, 20, "graph")
     assert FakeGraph.replays == 21
     assert len(calls) == 5  # three warm-ups, one to see whether it waits, one captured
-    device_lab.free()
+    fake_gpu.free()
 
 
-def test_functions_that_wait_are_timed_without_a_graph(device_lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_that_wait_are_timed_without_a_graph(fake_gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     def refusing() -> AbstractContextManager[None]:
         raise RuntimeError("called a synchronizing CUDA operation")
 
-    monkeypatch.setattr("tests.gpu.lab.forbid_sync", refusing)
+    monkeypatch.setattr("tests.gpu.device.forbid_sync", refusing)
     calls: list[int] = []
-    assert device_lab.time(lambda: calls.append(1)).how == "eager"
+    assert fake_gpu.time(lambda: calls.append(1)).how == "eager"
     assert FakeGraph.replays == 0
     assert len(calls) == 23
 
 
 def test_the_floor_is_the_larger_of_both_times() -> None:
-    lab = Lab(CPU, toy=False, copy_rate=1e12, matmul_rate=1e14)
+    gpu = Gpu(CPU, toy=False, copy_rate=1e12, matmul_rate=1e14)
     timing = Timing(9.0, 10.0, 11.0, 20, "graph")
-    made = figure(lab, "op", "what", {"rows": 1}, timing, bytes=5_000_000, flops=100_000_000)
+    made = figure(gpu, "op", "what", {"rows": 1}, timing, bytes=5_000_000, flops=100_000_000)
     assert (made.floor_us, made.floor_by, made.share) == (5.0, "bandwidth", 0.5)
-    assert figure(lab, "op", "what", {}, timing, bytes=1, flops=800_000_000).floor_by == "matmul"
+    assert figure(gpu, "op", "what", {}, timing, bytes=1, flops=800_000_000).floor_by == "matmul"
 
 
 def test_sampled_tokens_may_differ_only_in_ties() -> None:
-    lab = Lab(CPU, toy=True)
-    logits, mode, keys = logits_of(lab, 3, 50), MODES["greedy"], keys_of(3)
+    gpu = Gpu(CPU, toy=True)
+    logits, mode, keys = gpu.logits(3, 50), MODES["greedy"], keys_of(3)
     logits[0, 7] = logits[0, 9] = 99.0
     want = logits.argmax(-1)
     tied, wrong = want.clone(), want.clone()
@@ -164,11 +163,14 @@ def test_a_kernel_is_not_the_plain_version() -> None:
     assert kernel("rms_norm").__module__ == "batchgen.kernels.gpu.norm"
 
 
+def checks(toy: bool) -> list[Case]:
+    return [*cases("parity", toy), *cases("flash", toy)]
+
+
 def test_shards_have_each_case_once_and_keep_kernels_together() -> None:
-    load()
-    cases = parity_cases(toy=False)
-    parts = [Shard(i, 6).select(cases) for i in range(6)]
-    assert sorted(c.name for part in parts for c in part) == sorted(c.name for c in cases)
+    every = checks(toy=False)
+    parts = [Shard(i, 6).select(every) for i in range(6)]
+    assert sorted(c.name for part in parts for c in part) == sorted(c.name for c in every)
     shards: dict[tuple[object, ...], set[int]] = {}
     for i, part in enumerate(parts):
         for case in part:
@@ -177,17 +179,14 @@ def test_shards_have_each_case_once_and_keep_kernels_together() -> None:
 
 
 def test_every_operation_of_the_engine_is_checked() -> None:
-    load()
-    # Pages are copied by PyTorch, and the batch-invariant product is in the stage `determinism`.
-    declared = {field.name for field in fields(Ops)} - {"copy_pages", "linear"}
+    declared = {field.name for field in fields(Ops)} - {"copy_pages"}  # PyTorch copies pages on a device, too
     assert declared
-    assert declared <= {case.op for case in parity_cases(toy=False)}
-    assert declared <= {case.op for case in parity_cases(toy=True)}
+    assert declared <= {case.op for case in checks(toy=False)}
+    assert declared <= {case.op for case in checks(toy=True)}
 
 
 def test_case_names_are_unique_and_toys_are_the_same_functions() -> None:
-    load()
-    real, toy = parity_cases(toy=False), parity_cases(toy=True)
+    real, toy = checks(toy=False), checks(toy=True)
     assert len({case.name for case in real}) == len(real)
     assert {case.name.split("[")[0] for case in real} == {case.name.split("[")[0] for case in toy}
     assert {case.dtype for case in real} == set(DTYPES)
@@ -199,9 +198,7 @@ def test_a_stage_that_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(runner, "measure_rates", fail)
     monkeypatch.setattr(runner, "tune", lambda *given: {"fragment": ""})
-    stages = ("bench", "tune")
-    options = runner.Options(stages, True, "", time_limit=60.0, commit="0", flash_library="", jobs=1, shard="")
-    report = runner.run(options)
+    report = runner.run(runner.Options(("bench", "tune"), toy=True, time_limit=60.0))
     assert report.exit_code == 1
     assert report.tuning == {"fragment": ""}
     assert [note.split(": ")[0] for note in report.withheld] == ["bench"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections import Counter
 from dataclasses import replace
@@ -15,11 +14,11 @@ import torch
 from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.kernels.device import HOST
 from batchgen.request.completion import Completion
-from tests.gpu import models, runner
-from tests.gpu.budget import DEFAULT_STAGES, STAGES, schedule
+from tests.gpu import models
+from tests.gpu.budget import DEFAULT_STAGES, STAGES, no_time, schedule
 from tests.gpu.compare import Verdict
+from tests.gpu.device import Gpu
 from tests.gpu.goals import GOALS, with_goal
-from tests.gpu.lab import Lab
 from tests.gpu.mixed import compare, mixed_job, tokens_before_near_tie
 from tests.gpu.report import Measure
 from tests.gpu.stages.profile import Span, busy, longest
@@ -91,16 +90,11 @@ def test_stages_divide_the_time_limit_in_their_order() -> None:
     assert "tune" not in DEFAULT_STAGES
 
 
-@pytest.mark.parametrize(("stage", "fails"), [("engine", True), ("workloads", False)])
-def test_a_stage_without_time_is_skipped_and_reported(stage: str, fails: bool) -> None:
-    lab = Lab(torch.device("cpu"), toy=False, deadline=time.monotonic() + 1.0)
-    run = object.__new__(runner._Run)
-    run._lab, run._options = lab, runner.Options([stage], False, "", 1.0, "0", "", 1, "")
-    run.report = runner.Report(False, {}, {}, "0", "", [stage])
-    run._job_stage(stage)
-    assert [note.split(":")[0] for note in run.report.withheld] == [stage]
-    assert "skipped" in run.report.withheld[0]
-    assert [check.status for check in run.report.checks] == (["unreached"] if fails else [])
+def test_a_stage_begins_only_with_enough_time() -> None:
+    engine = next(stage for stage in STAGES if stage.name == "engine")
+    assert no_time(engine, engine.least) == ""
+    assert no_time(engine, 1.0) == "skipped: 1 s left of its time, it needs 15 s"
+    assert {stage.name for stage in STAGES if stage.least} >= {"engine", "workloads", "profile"}
 
 
 # Waits
@@ -193,7 +187,7 @@ def test_models_are_built_in_the_background_and_waited_for(monkeypatch: pytest.M
     monkeypatch.setattr(models, "resolve_bench_model", lambda name, device: names.append(name) or "folder")
     with models.built_in_background(("0.6b", "8b")):
         (process,) = models._building
-        with models.model_folder(Lab(torch.device("cpu"), toy=False), "8b") as folder:
+        with models.model_folder(Gpu(torch.device("cpu"), toy=False), "8b") as folder:
             assert process.returncode == 2
             assert (folder, names) == ("folder", ["random:8b"])
     with models.built_in_background(()):

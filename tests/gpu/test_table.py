@@ -1,4 +1,4 @@
-"""The table of GPU figures, made from stored reports, and the validation of tuning notes."""
+"""The table of GPU figures, made from stored reports."""
 
 from __future__ import annotations
 
@@ -7,26 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.gpu.goals import GOALS, with_goal
-from tests.gpu.notes import load_notes
 from tests.gpu.report import Measure
 from tests.gpu.table import markdown, newest, unmeasured
-
-NOTE = {
-    "date": "2027-01-31",
-    "commit": "0123abc",
-    "device": "toy",
-    "figure": "start 0.6b seconds",
-    "change": "nothing",
-    "before": 2.0,
-    "predicted": 1,
-    "after": None,
-    "unit": "s",
-    "kept": False,
-    "outcome": "no device",
-}
 
 
 def report(**changes: Any) -> dict[str, Any]:
@@ -77,32 +60,3 @@ def test_newest_is_the_latest_real_run_on_the_goals_device(tmp_path: Path) -> No
     found = newest(tmp_path)
     assert found is not None
     assert found["date"] == "2027-01-02"
-
-
-def test_stored_notes_are_valid() -> None:
-    load_notes()
-
-
-def test_notes_are_read_in_order(tmp_path: Path) -> None:
-    path = tmp_path / "notes.jsonl"
-    path.write_text("\n".join(json.dumps({**NOTE, "after": after}) for after in (1.5, None)) + "\n")
-    assert [note.after for note in load_notes(path)] == [1.5, None]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"date": "yesterday"}, "2: Invalid isoformat"),
-        ({"before": "fast"}, "2: `before` must be a number"),
-        ({"predicted": None}, "`predicted` must be a number"),
-        ({"after": float("nan")}, "`after` must be a number"),
-        ({"kept": 1}, "`kept` must be true or false"),
-        ({"outcome": " "}, "`outcome` must be a text"),
-        ({"more": 1}, "takes exactly date, commit"),
-    ],
-)
-def test_an_invalid_note_is_reported_by_line_and_field(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    path = tmp_path / "notes.jsonl"
-    path.write_text(f"{json.dumps(NOTE)}\n{json.dumps({**NOTE, **changes})}\n")
-    with pytest.raises(ValueError, match=message):
-        load_notes(path)

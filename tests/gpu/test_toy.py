@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 # Without `determinism`, which has a separate slow test.
 STAGES = ("parity", "flash", "engine", "syncs", "memory", "bench", "workloads", "profile", "tune")
-JOB_CHECKS = {"parity", "ways", "logits", "syncs", "pool", "long and short", "oom split"}
+JOB_CHECKS = {"parity", "run modes", "logits", "syncs", "pool", "long and short", "oom split"}
 """Values of `op` of the checks of whole jobs."""
 OPERATIONS = {
     *("attention", "flash", "merge_parts", "merge_lists", "rms_norm", "add_rms_norm", "gated", "qk_norm_rope_cache"),

@@ -23,18 +23,11 @@ __all__ = ["flash_attention", "flash_library", "kernel", "reference", "torch_att
 
 
 _FILES = {
-    "add_rms_norm": "norm",
     "argmax_lse": "logprobs",
-    "drew_masked": "shaping",
-    "gated": "activation",
     "largest": "top",
+    "linear": "matmul",
     "merge_lists": "merge",
     "merge_parts": "merge",
-    "moe_experts": "moe",
-    "gather_logprobs": "logprobs",
-    "rope_tables": "rope",
-    "qk_norm_rope_cache": "heads",
-    "route": "moe",
 }
 """Launchers outside `Ops`: name -> module of the kernel in `kernels/gpu/`, and of its plain version in `kernels/`."""
 
@@ -71,7 +64,7 @@ def reference(name: str) -> Callable[..., Any]:
 
 def _found(folder: str, ops: Ops, name: str) -> Callable[..., Any] | None:
     found: Callable[..., Any] | None = getattr(ops, name, None)
-    if found is not None or name not in _FILES:
+    if name not in _FILES:
         return found
     module = ".".join(filter(None, ("batchgen.kernels", folder, _FILES[name])))
     try:

@@ -1,18 +1,1 @@
-"""The cases, a file per kind; importing a file registers its cases."""
-
-from __future__ import annotations
-
-from importlib import import_module
-
-__all__ = ["load"]
-
-_MODULES = (
-    *("parity_attention", "parity_merge", "parity_dense", "parity_sampling", "parity_logits", "parity_layers"),
-    *("bench_attention", "bench_ops", "bench_layers"),
-)
-
-
-def load() -> None:
-    """Register all kernel cases; whole-job stages are imported when they run."""
-    for name in _MODULES:
-        import_module(f"tests.gpu.stages.{name}")
+"""The cases, in files by stage; importing a file registers its cases (`tests.gpu.registry.cases`)."""

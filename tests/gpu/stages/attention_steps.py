@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.gpu.lab import Lab
+from tests.gpu.device import Gpu
 from tests.gpu.steps import DeviceSteps
 from tests.kernels.steps import Shape, Step
 
@@ -16,49 +16,54 @@ def heads_shape(heads: int, kv_heads: int, dim: int, page: int, dtype: torch.dty
     return Shape(heads, kv_heads, dim, value_dim or dim, page, dtype)
 
 
-def decode_step(lab: Lab, shape: Shape, rows: int, shortest: int, longest: int) -> Step:
+def decode_step(gpu: Gpu, shape: Shape, rows: int, shortest: int, longest: int) -> Step:
     """`rows` decode rows with random contexts from `shortest` to `longest` positions."""
-    lens = lab.randint(shortest, longest + 1, rows).tolist()
+    lens = gpu.randint(shortest, longest + 1, rows).tolist()
     lens[0] = longest
-    steps = _builder(lab, shape, sum(-(-n // shape.page_size) for n in lens))
+    steps = _builder(gpu, shape, sum(-(-n // shape.page_size) for n in lens))
     for length in lens:
         steps.decode(length)
     return steps.build()
 
 
-def prefill_step(lab: Lab, shape: Shape, chunks: list[tuple[int, int]]) -> Step:
+def prefill_step(gpu: Gpu, shape: Shape, chunks: list[tuple[int, int]]) -> Step:
     """Prefill chunks, each (number of queries, number of positions before them)."""
-    steps = _builder(lab, shape, sum(-(-(new + past) // shape.page_size) for new, past in chunks))
+    steps = _builder(gpu, shape, sum(-(-(new + past) // shape.page_size) for new, past in chunks))
     for new, past in chunks:
         steps.chunk(new, past)
     return steps.build()
 
 
-def grouped_step(lab: Lab, shape: Shape, rows: int, levels: list[tuple[int, int]], longest_own: int) -> Step:
+def grouped_step(gpu: Gpu, shape: Shape, rows: int, levels: list[tuple[int, int]], longest_own: int) -> Step:
     """Decode rows under a tree of shared prefixes.
 
     Args:
-        lab: device and random numbers.
+        gpu: device and random numbers.
         shape: heads and pages.
         rows: number of decode rows.
         levels: per level, from the root: number of groups that divide the rows evenly, and pages of each group.
         longest_own: largest number of a row's positions outside the shared prefixes.
     """
-    own = lab.randint(1, longest_own + 1, rows).tolist()
+    own = gpu.randint(1, longest_own + 1, rows).tolist()
     pages = sum(groups * count for groups, count in levels)
-    steps = _builder(lab, shape, pages + sum(-(-n // shape.page_size) for n in own))
+    steps = _builder(gpu, shape, pages + sum(-(-n // shape.page_size) for n in own))
     _add_grouped(steps, shape, own, levels)
     return steps.build()
 
 
 def mixed_step(
-    lab: Lab, shape: Shape, chunks: list[tuple[int, int]], rows: int, longest: int, levels: list[tuple[int, int]]
+    gpu: Gpu,
+    shape: Shape,
+    chunks: list[tuple[int, int]],
+    rows: int,
+    longest: int,
+    levels: list[tuple[int, int]],
 ) -> Step:
     """Prefill chunks and decode rows in one step; the first two thirds of the rows are under `levels`."""
-    own = lab.randint(1, longest + 1, rows).tolist()
+    own = gpu.randint(1, longest + 1, rows).tolist()
     pages = sum(-(-(new + past) // shape.page_size) for new, past in chunks)
     pages += sum(-(-n // shape.page_size) for n in own) + sum(groups * count for groups, count in levels)
-    steps = _builder(lab, shape, pages)
+    steps = _builder(gpu, shape, pages)
     for new, past in chunks:
         steps.chunk(new, past)
     grouped = 2 * rows // 3
@@ -68,9 +73,9 @@ def mixed_step(
     return steps.build()
 
 
-def _builder(lab: Lab, shape: Shape, pages: int) -> DeviceSteps:
+def _builder(gpu: Gpu, shape: Shape, pages: int) -> DeviceSteps:
     """A builder with more pages than needed: the scratch page, and unused pages filled with NaN."""
-    return DeviceSteps(shape, num_pages=pages + 9, lab=lab)
+    return DeviceSteps(shape, num_pages=pages + 9, gpu=gpu)
 
 
 def _add_grouped(steps: DeviceSteps, shape: Shape, own: list[int], levels: list[tuple[int, int]]) -> None:

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from batchgen.kernels.types import AttentionArgs
-from tests.gpu.lab import Lab, Timing
-from tests.gpu.registry import Shape, bench
+from tests.gpu.device import Gpu, Timing
+from tests.gpu.registry import Shape, case
 from tests.gpu.report import Figure, figure
 from tests.gpu.stages.attention_steps import decode_step, grouped_step, heads_shape, prefill_step
 from tests.kernels.steps import Step
@@ -40,13 +40,13 @@ PREFILL: list[Shape] = [{"tokens": tokens, **heads} for tokens in (2048, 8192) f
 PAGE = 16
 
 
-def attend_time(lab: Lab, backend: str, step: Step, *, graph: bool = True) -> Timing:
+def attend_time(gpu: Gpu, backend: str, step: Step, *, graph: bool = True) -> Timing:
     """Time of a layer's attention over `step`, with its keys and values stored before."""
-    attention = lab.attention(backend, step)
+    attention = gpu.attention(backend, step)
     keys, values, slots = attention.cache(0)
     keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots] = step.key, step.value
     scale = step.query.shape[-1] ** -0.5
-    return lab.time(lambda: attention.attend_stored(0, step.query, AttentionArgs(scale)), graph=graph)
+    return gpu.time(lambda: attention.attend_stored(0, step.query, AttentionArgs(scale)), graph=graph)
 
 
 def decode_bytes(rows: int, context: int, heads: int, kv_heads: int, dim: int) -> int:
@@ -55,55 +55,55 @@ def decode_bytes(rows: int, context: int, heads: int, kv_heads: int, dim: int) -
 
 
 def _decode(backend: str) -> Callable[..., Iterator[Figure]]:
-    def run(lab: Lab, *, rows: int, context: int, heads: int, kv_heads: int, dim: int) -> Iterator[Figure]:
+    def run(gpu: Gpu, *, rows: int, context: int, heads: int, kv_heads: int, dim: int) -> Iterator[Figure]:
         shape = {"rows": rows, "context": context, "heads": heads, "kv_heads": kv_heads, "dim": dim}
-        step = decode_step(lab, heads_shape(heads, kv_heads, dim, PAGE, DTYPE), rows, context, context)
-        timing = attend_time(lab, backend, step)
+        step = decode_step(gpu, heads_shape(heads, kv_heads, dim, PAGE, DTYPE), rows, context, context)
+        timing = attend_time(gpu, backend, step)
         size = decode_bytes(rows, context, heads, kv_heads, dim)
-        made = figure(lab, backend, "paged decode", shape, timing, bytes=size)
-        yield replace(made, against={"sdpa": _sdpa_decode(lab, rows, context, heads, kv_heads, dim).p50})
+        made = figure(gpu, backend, "paged decode", shape, timing, bytes=size)
+        yield replace(made, against={"sdpa": _sdpa_decode(gpu, rows, context, heads, kv_heads, dim).p50})
 
     return run
 
 
-def _sdpa_decode(lab: Lab, rows: int, context: int, heads: int, kv_heads: int, dim: int) -> Timing:
+def _sdpa_decode(gpu: Gpu, rows: int, context: int, heads: int, kv_heads: int, dim: int) -> Timing:
     """Time of torch's attention over contiguous keys, with contexts of equal length."""
-    query = lab.randn(rows, heads, 1, dim, dtype=DTYPE)
-    key, value = (lab.randn(rows, kv_heads, context, dim, dtype=DTYPE) for _ in range(2))
-    return lab.time(lambda: F.scaled_dot_product_attention(query, key, value, enable_gqa=True))
+    query = gpu.randn(rows, heads, 1, dim, dtype=DTYPE)
+    key, value = (gpu.randn(rows, kv_heads, context, dim, dtype=DTYPE) for _ in range(2))
+    return gpu.time(lambda: F.scaled_dot_product_attention(query, key, value, enable_gqa=True))
 
 
 def _prefix(backend: str) -> Callable[..., Iterator[Figure]]:
-    def run(lab: Lab, *, rows: int, shared: int, heads: int, kv_heads: int, dim: int) -> Iterator[Figure]:
+    def run(gpu: Gpu, *, rows: int, shared: int, heads: int, kv_heads: int, dim: int) -> Iterator[Figure]:
         """Compared with the same rows without sharing, and with torch over contiguous keys."""
         shape = {"rows": rows, "shared": shared, "heads": heads, "kv_heads": kv_heads, "dim": dim}
         layer, pages = heads_shape(heads, kv_heads, dim, PAGE, DTYPE), shared // PAGE
-        step = grouped_step(lab, layer, rows, [(1, pages)], 1)
+        step = grouped_step(gpu, layer, rows, [(1, pages)], 1)
         size = DTYPE.itemsize * dim * (2 * shared * kv_heads + 2 * rows * heads)
         operations = 4 * rows * pages * PAGE * heads * dim
         made = figure(
-            lab, backend, "shared prefix", shape, attend_time(lab, backend, step), bytes=size, flops=operations
+            gpu, backend, "shared prefix", shape, attend_time(gpu, backend, step), bytes=size, flops=operations
         )
         del step
-        flat = decode_step(lab, layer, rows, pages * PAGE + 1, pages * PAGE + 1)
-        against = {"not shared": attend_time(lab, backend, flat).p50}
-        query = lab.randn(1, heads, rows, dim, dtype=DTYPE)
-        key, value = (lab.randn(1, kv_heads, pages * PAGE, dim, dtype=DTYPE) for _ in range(2))
-        against["sdpa"] = lab.time(lambda: F.scaled_dot_product_attention(query, key, value, enable_gqa=True)).p50
+        flat = decode_step(gpu, layer, rows, pages * PAGE + 1, pages * PAGE + 1)
+        against = {"not shared": attend_time(gpu, backend, flat).p50}
+        query = gpu.randn(1, heads, rows, dim, dtype=DTYPE)
+        key, value = (gpu.randn(1, kv_heads, pages * PAGE, dim, dtype=DTYPE) for _ in range(2))
+        against["sdpa"] = gpu.time(lambda: F.scaled_dot_product_attention(query, key, value, enable_gqa=True)).p50
         yield replace(made, against=against)
 
     return run
 
 
 def _prefill(backend: str) -> Callable[..., Iterator[Figure]]:
-    def run(lab: Lab, *, tokens: int, heads: int, kv_heads: int, dim: int) -> Iterator[Figure]:
+    def run(gpu: Gpu, *, tokens: int, heads: int, kv_heads: int, dim: int) -> Iterator[Figure]:
         shape = {"tokens": tokens, "heads": heads, "kv_heads": kv_heads, "dim": dim}
-        step = prefill_step(lab, heads_shape(heads, kv_heads, dim, PAGE, DTYPE), [(tokens, 0)])
+        step = prefill_step(gpu, heads_shape(heads, kv_heads, dim, PAGE, DTYPE), [(tokens, 0)])
         operations = 4 * (tokens * (tokens + 1) // 2) * heads * dim
         size = DTYPE.itemsize * dim * tokens * (2 * kv_heads + 2 * heads)
-        made = figure(lab, backend, "prefill", shape, attend_time(lab, backend, step), bytes=size, flops=operations)
+        made = figure(gpu, backend, "prefill", shape, attend_time(gpu, backend, step), bytes=size, flops=operations)
         query, key, value = (x.transpose(0, 1)[None] for x in (step.query, step.key, step.value))
-        peer = lab.time(lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True))
+        peer = gpu.time(lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True))
         yield replace(made, against={"sdpa": peer.p50})
 
     return run
@@ -111,6 +111,6 @@ def _prefill(backend: str) -> Callable[..., Iterator[Figure]]:
 
 for _backend in BACKENDS:
     _op = "attention" if _backend == "triton" else _backend
-    bench(_op, DECODE, [{"rows": 2, "context": 24, **_TOY}], name=f"{_backend}_decode")(_decode(_backend))
-    bench(_op, PREFIX, [{"rows": 3, "shared": 32, **_TOY}], name=f"{_backend}_prefix")(_prefix(_backend))
-    bench(_op, PREFILL, [{"tokens": 12, **_TOY}], name=f"{_backend}_prefill")(_prefill(_backend))
+    case("bench", _op, DECODE, [{"rows": 2, "context": 24, **_TOY}], name=f"{_backend}_decode")(_decode(_backend))
+    case("bench", _op, PREFIX, [{"rows": 3, "shared": 32, **_TOY}], name=f"{_backend}_prefix")(_prefix(_backend))
+    case("bench", _op, PREFILL, [{"tokens": 12, **_TOY}], name=f"{_backend}_prefill")(_prefill(_backend))

@@ -7,11 +7,8 @@ Lookahead and CUDA graphs must give the same results as running without them.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,99 +18,89 @@ from transformers.utils import logging
 
 from batchgen.engine.engine import Engine
 from batchgen.request.completion import Completion
-from tests.gpu.checkpoints import VOCAB, save_adapter, save_checkpoint
 from tests.gpu.compare import judge
-from tests.gpu.lab import Lab
-from tests.gpu.mixed import Row, compare, mixed_job, with_gaps
-from tests.gpu.registry import Labelled, job_case
+from tests.gpu.device import Gpu
+from tests.gpu.jobs import VOCAB, checkpoint, engine_on, finished
+from tests.gpu.mixed import compare, mixed_job, with_gaps
+from tests.gpu.registry import Labelled, case
 from tests.gpu.steady import TimedDevice
 
+ADAPTERS = ("one", "two")
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 REAL = {"hidden": 512, "layers": 4, "rows": 156, "prompt": 200, "new": 24}
 TOY = {"hidden": 64, "layers": 2, "rows": 28, "prompt": 16, "new": 4}
 
-WAYS: dict[str, tuple[dict[str, bool], dict[str, bool]]] = {
+RUN_MODES: dict[str, tuple[dict[str, bool], dict[str, bool]]] = {
     "lookahead against none": ({"asynchronous": True}, {"asynchronous": False}),
     "graphs against eager": ({"captures": True}, {"captures": False}),
     "graphs and lookahead against neither": ({}, {"asynchronous": False, "captures": False}),
 }
 """Name -> overrides of the device's attributes in two runs that must give the same results."""
-TOY_WAYS = ("lookahead against none",)
+TOY_MODES = ("lookahead against none",)
 """A CPU has no graphs."""
 
 
-@job_case("engine", "parity", [{"family": x, **REAL} for x in FAMILIES], [{"family": x, **TOY} for x in FAMILIES[3:]])
-def mixed_rows(lab: Lab, *, family: str, hidden: int, layers: int, **job: int) -> Iterator[Labelled | str]:
+@case("engine", "parity", [{"family": x, **REAL} for x in FAMILIES], [{"family": x, **TOY} for x in FAMILIES[3:]])
+def mixed_rows(gpu: Gpu, *, family: str, hidden: int, layers: int, **job: int) -> Iterator[Labelled | str]:
     if find_spec("xgrammar") is None:
         yield "constrained rows: xgrammar is not importable"
-    with _model(family, hidden, layers, torch.float32) as (folder, adapters):
+    with checkpoint(family, hidden=hidden, layers=layers, dtype=torch.float32, adapters=ADAPTERS) as (folder, adapters):
         rows = mixed_job(job["rows"], job["prompt"], job["new"], list(adapters), seed=1)
-        want = _finished(_engine(folder, lab, reference=True, lora=adapters), with_gaps(rows))
-        got = _finished(_engine(folder, lab, lora=adapters), rows)
+        want = finished(_reference(gpu, folder, lora=adapters), with_gaps(rows))
+        got = finished(_engine(gpu, folder, lora=adapters), rows)
         yield from compare(rows, got, want)
 
 
-@job_case("engine", "ways", [{"family": "qwen3", **REAL}], [{"family": "qwen3", **TOY}])
-def ways_of_running(lab: Lab, *, family: str, hidden: int, layers: int, **job: int) -> Iterator[Labelled]:
-    with _model(family, hidden, layers, torch.float32) as (folder, adapters):
+@case("engine", "run modes", [{"family": "qwen3", **REAL}], [{"family": "qwen3", **TOY}])
+def run_modes_agree(gpu: Gpu, *, family: str, hidden: int, layers: int, **job: int) -> Iterator[Labelled]:
+    with checkpoint(family, hidden=hidden, layers=layers, dtype=torch.float32, adapters=ADAPTERS) as (folder, adapters):
         rows = mixed_job(job["rows"], job["prompt"], job["new"], list(adapters), seed=2)
-        engine = _engine(folder, lab, lora=adapters)
+        engine = _engine(gpu, folder, lora=adapters)
         device = engine.device
-        for name, (one, other) in WAYS.items():
-            if lab.toy and name not in TOY_WAYS:
+        for name, (one, other) in RUN_MODES.items():
+            if gpu.toy and name not in TOY_MODES:
                 continue
             engine.device = TimedDevice(device, other)  # type: ignore[assignment]
-            want = _finished(engine, with_gaps(rows))
+            want = finished(engine, with_gaps(rows))
             engine.device = TimedDevice(device, one)  # type: ignore[assignment]
-            got = _finished(engine, rows)
+            got = finished(engine, rows)
             yield from ((f"{name}: {what}", verdict) for what, verdict in compare(rows, got, want))
 
 
-@job_case("engine", "logits", [{"family": x, **REAL} for x in FAMILIES], [{"family": x, **TOY} for x in FAMILIES[2:3]])
-def low_precision_logits(lab: Lab, *, family: str, hidden: int, layers: int, **job: int) -> Iterator[Labelled]:
-    with _model(family, hidden, layers, torch.bfloat16) as (folder, _):
+@case("engine", "logits", [{"family": x, **REAL} for x in FAMILIES], [{"family": x, **TOY} for x in FAMILIES[2:3]])
+def low_precision_logits(gpu: Gpu, *, family: str, hidden: int, layers: int, **job: int) -> Iterator[Labelled]:
+    with checkpoint(family, hidden=hidden, layers=layers, dtype=torch.bfloat16) as (folder, _):
         prompts = [row["input_ids"] for row in mixed_job(12, job["prompt"], 1, (), seed=3)]
-        truth, plain = (_eager(folder, prompts, lab, dtype) for dtype in (torch.float32, torch.bfloat16))
+        truth, plain = (_eager(folder, prompts, gpu, dtype) for dtype in (torch.float32, torch.bfloat16))
         logprobs = {"return_logprob": True, "logprob_start_len": 0, "token_ids_logprob": list(range(VOCAB))}
         rows = [{"input_ids": ids, "max_new_tokens": 1, "temperature": 0, **logprobs} for ids in prompts]
-        got = torch.cat([_whole(done) for done in _finished(_engine(folder, lab, dtype="bfloat16"), rows)])
+        got = torch.cat([_whole(done) for done in finished(_engine(gpu, folder, dtype="bfloat16"), rows)])
         yield "logprobs of all tokens", judge(got, plain, truth, torch.bfloat16)
 
 
-@contextmanager
-def _model(family: str, hidden: int, layers: int, dtype: torch.dtype) -> Iterator[tuple[Path, dict[str, str]]]:
-    """(checkpoint folder, adapter name -> folder), in a temporary folder."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = save_checkpoint(Path(name) / "model", family, hidden=hidden, layers=layers, dtype=dtype, context=1024)
-        yield folder, {x: str(save_adapter(folder, Path(name) / x, seed)) for seed, x in enumerate(("one", "two"))}
+def _reference(gpu: Gpu, folder: str, **options: Any) -> Engine:
+    """The engine on the CPU with plain PyTorch."""
+    return _with_grammars(gpu, Engine(folder, device="cpu", attention="torch", dtype="float32", **options))
 
 
-def _engine(folder: Path, lab: Lab, *, reference: bool = False, **options: Any) -> Engine:
-    """The engine under test, on the GPU with Triton, or the reference engine, on the CPU with plain PyTorch.
+def _engine(gpu: Gpu, folder: str, dtype: str = "float32", **options: Any) -> Engine:
+    """The engine under test. In a toy run it differs from the reference by the sizes of its steps."""
+    steps = {"max_tokens_per_step": 24, "max_num_seqs": 9} if gpu.toy else {}
+    return _with_grammars(gpu, engine_on(gpu, folder, dtype=dtype, **steps, **options))
 
-    In a toy run both are on the CPU, with different step sizes.
-    """
-    where: dict[str, Any] = {"device": "cpu", "attention": "torch"}
-    if not reference:
-        steps = {"max_tokens_per_step": 24, "max_num_seqs": 9}
-        where = {**where, **steps} if lab.toy else {"device": "cuda", "attention": "triton"}
-    engine = Engine(str(folder), **{"dtype": "float32", **where, **options})
-    # Compiling grammars takes seconds, and all these models have the same tokenizer.
-    grammars = lab.kept.setdefault("grammars", engine.grammars)
+
+def _with_grammars(gpu: Gpu, engine: Engine) -> Engine:
+    """Compiling grammars takes seconds, and all these models have the same tokenizer."""
+    grammars = gpu.kept.setdefault("grammars", engine.grammars)
     return Engine.from_parts(engine.config, engine.model, engine.tokenizer, grammars)
 
 
-def _finished(engine: Engine, rows: list[Row]) -> list[Completion]:
-    """The job's completions, in order."""
-    return sorted(engine.generate(rows), key=lambda c: (c.row_index, c.prompt_index, c.sample_index))
-
-
-def _eager(folder: Path, prompts: list[list[int]], lab: Lab, dtype: torch.dtype) -> torch.Tensor:
+def _eager(folder: str, prompts: list[list[int]], gpu: Gpu, dtype: torch.dtype) -> torch.Tensor:
     """[positions of all prompts without each first one, V] log-softmax of transformers' eager logits."""
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval().to(lab.device)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval().to(gpu.device)
     with torch.inference_mode():
-        logits = [model(torch.tensor([ids], device=lab.device)).logits[0, :-1] for ids in prompts]
+        logits = [model(torch.tensor([ids], device=gpu.device)).logits[0, :-1] for ids in prompts]
     return torch.cat(logits).float().log_softmax(-1).cpu()
 
 

@@ -6,10 +6,8 @@ weights and pool, so that the first step of the prompts does not fit.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -18,13 +16,12 @@ from torch import Tensor
 
 from batchgen.engine.engine import Engine
 from batchgen.models.base import ModelInput
-from batchgen.request.completion import Completion
-from tests.gpu.checkpoints import VOCAB, save_checkpoint
 from tests.gpu.compare import Verdict
-from tests.gpu.lab import Lab
+from tests.gpu.device import Gpu
+from tests.gpu.jobs import VOCAB, checkpoint, engine_on, finished
 from tests.gpu.mixed import Row, compare, with_gaps
 from tests.gpu.models import model_folder, model_shape
-from tests.gpu.registry import Labelled, job_case
+from tests.gpu.registry import Labelled, case
 from tests.gpu.steady import run_steps, steady_rows
 
 _HEADROOM = 24 << 20
@@ -33,42 +30,42 @@ _COMPARED = 20
 """Number of short rows that are compared with a separate job."""
 
 
-@job_case(
+@case(
     "memory",
     "pool",
     [{"model": "0.6b", "rows": 4096, "prompt": 400, "new": 300, "steps": 24}],
     [{"model": "0.6b", "rows": 5, "prompt": 20, "new": 8, "steps": 3}],
 )
-def automatic_pool(lab: Lab, *, model: str, rows: int, prompt: int, new: int, steps: int) -> Iterator[Labelled]:
+def automatic_pool(gpu: Gpu, *, model: str, rows: int, prompt: int, new: int, steps: int) -> Iterator[Labelled]:
     """More rows than fit into any device's memory: plain rows, with logprobs, and with hidden states."""
-    with model_folder(lab, model) as folder:
-        engine = Engine(folder, **_options(lab, "bfloat16"))
+    with model_folder(gpu, model) as folder:
+        engine = engine_on(gpu, folder, dtype="bfloat16", **_steps(gpu))
     kinds: list[Row] = [{}, {"return_logprob": True, "top_logprobs_num": 20}, {"return_hidden_states": True}]
-    plain = steady_rows(rows, prompt, new, model_shape(lab, model).vocab, {})
+    plain = steady_rows(rows, prompt, new, model_shape(gpu, model).vocab, {})
     job = [{**row, **kinds[i % 3]} for i, row in enumerate(plain)]
     before = _failures()
-    if not lab.toy:
-        torch.cuda.reset_peak_memory_stats(lab.device)
+    if not gpu.toy:
+        torch.cuda.reset_peak_memory_stats(gpu.device)
     run_steps(engine, job, {}, steps)
     assert engine.last_run is not None
     pool = sum(x.numel() * x.element_size() for x in (*engine.last_run.pool.keys, *engine.last_run.pool.values))
     failed = _failures() - before
     yield "allocations that failed", Verdict(not failed, float(failed), 0.0, 0.0)
-    if not lab.toy:
-        total = torch.cuda.get_device_properties(lab.device).total_memory
-        peak = torch.cuda.max_memory_reserved(lab.device)
+    if not gpu.toy:
+        total = torch.cuda.get_device_properties(gpu.device).total_memory
+        peak = torch.cuda.max_memory_reserved(gpu.device)
         note = f"pool {pool / total:.0%}, peak {peak / total:.0%} of the device"
         yield "bytes at the peak", Verdict(peak <= total, float(peak), 0.0, float(total), note)
         yield "the pool takes most of what is left", Verdict(pool > 0.5 * total, float(pool), 0.0, 0.5 * total, note)
 
 
-@job_case(
+@case(
     "memory",
     "long and short",
     [{"long": 131_072, "short": 10_000, "hidden": 512, "layers": 2}],
     [{"long": 300, "short": 30, "hidden": 64, "layers": 2}],
 )
-def long_and_short_rows(lab: Lab, *, long: int, short: int, hidden: int, layers: int) -> Iterator[Labelled]:
+def long_and_short_rows(gpu: Gpu, *, long: int, short: int, hidden: int, layers: int) -> Iterator[Labelled]:
     """One prompt of `long` tokens and `short` prompts of a few, in one pool; some of them are also run separately."""
     rng = Random(0)
     lengths = [long, *(rng.randint(2, 16) for _ in range(short))]
@@ -81,10 +78,10 @@ def long_and_short_rows(lab: Lab, *, long: int, short: int, hidden: int, layers:
         }
         for length in lengths
     ]
-    with _checkpoint(hidden, layers, context=long + 16) as folder:
-        engine = Engine(str(folder), **_options(lab, "float32"))
-        want = _finished(engine, with_gaps(rows[: _COMPARED + 1]))
-        got = _finished(engine, rows)
+    with checkpoint("llama", hidden=hidden, layers=layers, dtype=torch.float32, context=long + 16) as (folder, _):
+        engine = engine_on(gpu, folder, dtype="float32", **_steps(gpu))
+        want = finished(engine, with_gaps(rows[: _COMPARED + 1]))
+        got = finished(engine, rows)
     assert engine.last_run is not None
     pages, peak = engine.last_run.loop.state.kv_pages, engine.last_run.scheduler.stats.peak_pages
     yield "completions", Verdict(len(got) == len(rows), float(len(rows) - len(got)), 0.0, 0.0)
@@ -94,40 +91,27 @@ def long_and_short_rows(lab: Lab, *, long: int, short: int, hidden: int, layers:
     yield from compare(rows, got[: _COMPARED + 1], want)
 
 
-@job_case(
+@case(
     "memory",
     "oom split",
     [{"rows": 200, "prompt": 120, "hidden": 1024, "layers": 2}],
     [{"rows": 6, "prompt": 12, "hidden": 64, "layers": 2}],
 )
-def steps_that_do_not_fit(lab: Lab, *, rows: int, prompt: int, hidden: int, layers: int) -> Iterator[Labelled]:
+def steps_that_do_not_fit(gpu: Gpu, *, rows: int, prompt: int, hidden: int, layers: int) -> Iterator[Labelled]:
     job = steady_rows(rows, prompt, 4, VOCAB, {})
-    with _checkpoint(hidden, layers, context=1024) as folder:
-        engine = Engine(str(folder), **_options(lab, "float32"))
-        want = _finished(engine, with_gaps(job))
+    with checkpoint("llama", hidden=hidden, layers=layers, dtype=torch.float32) as (folder, _):
+        engine = engine_on(gpu, folder, dtype="float32", **_steps(gpu))
+        want = finished(engine, with_gaps(job))
         engine.last_run = None
-        with _limited_memory(lab, engine) as failures:
-            got = _finished(engine, job)
+        with _limited_memory(gpu, engine) as failures:
+            got = finished(engine, job)
             failed = failures()
     yield "allocations that failed", Verdict(failed > 0, float(failed), 0.0, 0.0, "" if failed else "nothing was tried")
     yield from compare(job, got, want)
 
 
-@contextmanager
-def _checkpoint(hidden: int, layers: int, context: int) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as name:
-        dtype = torch.float32
-        yield save_checkpoint(Path(name), "llama", hidden=hidden, layers=layers, dtype=dtype, context=context)
-
-
-def _options(lab: Lab, dtype: str) -> dict[str, Any]:
-    if lab.toy:
-        return {"device": "cpu", "attention": "torch", "dtype": "float32", "max_tokens_per_step": 64}
-    return {"device": "cuda", "attention": "triton", "dtype": dtype}
-
-
-def _finished(engine: Engine, rows: list[Row]) -> list[Completion]:
-    return sorted(engine.generate(rows), key=lambda done: done.row_index)
+def _steps(gpu: Gpu) -> dict[str, int]:
+    return {"max_tokens_per_step": 64} if gpu.toy else {}
 
 
 def _failures() -> int:
@@ -136,7 +120,7 @@ def _failures() -> int:
 
 
 @contextmanager
-def _limited_memory(lab: Lab, engine: Engine) -> Iterator[Callable[[], int]]:
+def _limited_memory(gpu: Gpu, engine: Engine) -> Iterator[Callable[[], int]]:
     """Inside, jobs of `engine` have little memory in addition to weights and pool.
 
     Yields a function that returns the number of failed allocations.
@@ -145,14 +129,14 @@ def _limited_memory(lab: Lab, engine: Engine) -> Iterator[Callable[[], int]]:
     before = _failures()
     model = engine.model
     failed: list[int] = []
-    if lab.toy:
+    if gpu.toy:
         engine.model = _LimitedModel(model, 20, failed)  # type: ignore[assignment]
 
     def started(*args: Any, **options: Any) -> Any:
         running = start(*args, **options)
-        if not lab.toy:
+        if not gpu.toy:
             torch.cuda.empty_cache()
-            total = torch.cuda.get_device_properties(lab.device).total_memory
+            total = torch.cuda.get_device_properties(gpu.device).total_memory
             torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + _HEADROOM) / total)
         return running
 
@@ -162,7 +146,7 @@ def _limited_memory(lab: Lab, engine: Engine) -> Iterator[Callable[[], int]]:
     finally:
         del engine.start  # type: ignore[method-assign]
         engine.model = model
-        if not lab.toy:
+        if not gpu.toy:
             torch.cuda.set_per_process_memory_fraction(1.0)
 
 

@@ -12,8 +12,8 @@ import torch
 
 from batchgen.kernels.types import AttentionArgs, LayerKV
 from tests.gpu.compare import Verdict, judge, judge_equal, poisoned
-from tests.gpu.lab import Lab
-from tests.gpu.registry import DTYPES, LOW, Labelled, Shape, parity
+from tests.gpu.device import Gpu
+from tests.gpu.registry import DTYPES, LOW, Labelled, Shape, case
 from tests.gpu.stages.attention_steps import decode_step, grouped_step, heads_shape, mixed_step, prefill_step
 from tests.gpu.under_test import flash_library
 from tests.kernels.oracle import attend_by_token
@@ -27,18 +27,18 @@ GROUP_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 16)
 MakeStep = Callable[..., Step]
 
 
-def _decode(lab: Lab, dtype: torch.dtype, *, rows: int, longest: int, shortest: int = 1, **heads: int) -> Step:
-    return decode_step(lab, _shape(dtype, **heads), rows, shortest, longest)
+def _decode(gpu: Gpu, dtype: torch.dtype, *, rows: int, longest: int, shortest: int = 1, **heads: int) -> Step:
+    return decode_step(gpu, _shape(dtype, **heads), rows, shortest, longest)
 
 
-def _prefill(lab: Lab, dtype: torch.dtype, *, new: int, past: int = 0, chunks: int = 1, **heads: int) -> Step:
+def _prefill(gpu: Gpu, dtype: torch.dtype, *, new: int, past: int = 0, chunks: int = 1, **heads: int) -> Step:
     """Chunks of decreasing size, the first without earlier positions."""
     sizes = [(max(1, new // (i + 1)), past if i else 0) for i in range(chunks)]
-    return prefill_step(lab, _shape(dtype, **heads), sizes)
+    return prefill_step(gpu, _shape(dtype, **heads), sizes)
 
 
 def _grouped(
-    lab: Lab,
+    gpu: Gpu,
     dtype: torch.dtype,
     *,
     rows: int,
@@ -50,14 +50,14 @@ def _grouped(
 ) -> Step:
     """A prefix tree: one root, then `groups` times as many nodes per level, each of `pages` pages."""
     tree = [(groups**level, pages) for level in range(levels)]
-    return grouped_step(lab, _shape(dtype, **heads), rows, tree, own)
+    return grouped_step(gpu, _shape(dtype, **heads), rows, tree, own)
 
 
 def _mixed(
-    lab: Lab, dtype: torch.dtype, *, rows: int, longest: int, new: int, past: int, pages: int, **heads: int
+    gpu: Gpu, dtype: torch.dtype, *, rows: int, longest: int, new: int, past: int, pages: int, **heads: int
 ) -> Step:
     chunks = [(new, 0), (new // 3 + 1, past), (1, past + 3)]
-    return mixed_step(lab, _shape(dtype, **heads), chunks, rows, longest, [(1, pages), (2, pages)])
+    return mixed_step(gpu, _shape(dtype, **heads), chunks, rows, longest, [(1, pages), (2, pages)])
 
 
 def _shape(
@@ -141,31 +141,37 @@ STEPS: tuple[tuple[str, MakeStep, Sequence[Shape], Sequence[Shape]], ...] = (
 
 def _case(backend: str, make: MakeStep) -> Callable[..., Iterator[Labelled]]:
     def run(
-        lab: Lab, dtype: torch.dtype, *, window: int = 0, softcap: int = 0, sinks: int = 0, **sizes: int
+        gpu: Gpu, dtype: torch.dtype, *, window: int = 0, softcap: int = 0, sinks: int = 0, **sizes: int
     ) -> Iterator[Labelled]:
-        step = make(lab, dtype, **sizes)
+        step = make(gpu, dtype, **sizes)
         args = AttentionArgs(
             scale=step.query.shape[-1] ** -0.5,
             window=window or None,
             softcap=float(softcap) or None,
-            sinks=lab.randn(step.query.shape[1]) if sinks else None,
+            sinks=gpu.randn(step.query.shape[1]) if sinks else None,
         )
-        return attention_verdicts(lab, backend, step, args, dtype)
+        return attention_verdicts(gpu, backend, step, args, dtype)
 
     return run
 
 
 def attention_verdicts(
-    lab: Lab, backend: str, step: Step, args: AttentionArgs, dtype: torch.dtype
+    gpu: Gpu, backend: str, step: Step, args: AttentionArgs, dtype: torch.dtype
 ) -> Iterator[Labelled]:
     """Compare what a backend stores and returns for `step` with plain attention over the same pool."""
-    attention = lab.attention(backend, step)
+    attention = gpu.attention(backend, step)
     keys, values = step.filled()
     truth, plain = (
         attend_by_token(step.batch, step.query, keys, values, args, compute) for compute in (torch.float64, dtype)
     )
     with poisoned(allow_sync=backend == "flash"):
-        got = attention.attend(0, step.query, step.key, step.value, args)
+        got = attention.attend(
+            0,
+            step.query,
+            step.key,
+            step.value,
+            args,
+        )
     slots = step.batch.slot_mapping
     yield "stored keys", judge_equal(step.pool.keys[0].flatten(0, 1)[slots], step.key)
     yield "stored values", judge_equal(step.pool.values[0].flatten(0, 1)[slots], step.value)
@@ -173,19 +179,19 @@ def attention_verdicts(
 
 
 for _name, _make, _shapes, _toy in STEPS:
-    parity("attention", _shapes, _toy, DTYPES, name=_name)(_case("triton", _make))
-    parity("flash", _shapes, _toy, LOW, name=f"flash_{_name}")(_case("flash", _make))
+    case("parity", "attention", _shapes, _toy, DTYPES, name=_name)(_case("triton", _make))
+    case("flash", "flash", _shapes, _toy, LOW, name=f"flash_{_name}")(_case("flash", _make))
 
 
-@parity("flash", [{"heads": 32, "kv_heads": 8, "dim": 128}], [{"heads": 4, "kv_heads": 2, "dim": 16}], LOW)
-def flash_self_test(lab: Lab, dtype: torch.dtype, *, heads: int, kv_heads: int, dim: int) -> Iterator[Labelled]:
+@case("flash", "flash", [{"heads": 32, "kv_heads": 8, "dim": 128}], [{"heads": 4, "kv_heads": 2, "dim": 16}], LOW)
+def flash_self_test(gpu: Gpu, dtype: torch.dtype, *, heads: int, kv_heads: int, dim: int) -> Iterator[Labelled]:
     """The self-test of the library that a run makes at its start."""
-    library = flash_library(lab.flash_path, lab.toy)
+    library = flash_library(gpu.flash_path, gpu.toy)
     from batchgen.kernels.flash.check import check_library
     from batchgen.kernels.flash.library import FlashUnavailable
 
     try:
-        accepted = check_library(library, LayerKV(kv_heads, dim, dim), heads, dtype, 16, lab.device)
+        accepted = check_library(library, LayerKV(kv_heads, dim, dim), heads, dtype, 16, gpu.device)
     except FlashUnavailable as error:
         yield "trial", Verdict(False, float("inf"), 0.0, 0.0, str(error))
     else:

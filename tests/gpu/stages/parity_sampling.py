@@ -16,9 +16,10 @@ from batchgen.kernels.device import device_for
 from batchgen.kernels.noise import gumbel_at, row_keys
 from batchgen.kernels.sampling import GREEDY_TEMPERATURE, SamplingColumns
 from tests.gpu.compare import Verdict, judge, judge_equal, poisoned
-from tests.gpu.lab import Lab
-from tests.gpu.registry import Labelled, parity
+from tests.gpu.device import Gpu
+from tests.gpu.registry import DTYPES, Labelled, case
 from tests.gpu.under_test import kernel, reference
+from tests.kernels.gpu.op_arguments import bad_rows
 
 TIE = 1e-5
 """Score difference below which two tokens may swap."""
@@ -62,17 +63,8 @@ def keys_of(rows: int, position: int = 7) -> Tensor:
     return row_keys(seeds, torch.arange(rows) % 4, torch.full((rows,), position))
 
 
-def logits_of(lab: Lab, rows: int, vocab: int) -> Tensor:
-    """[rows, vocab] float32: flat and peaked logits, as of models; a tenth of the rows have masked tokens."""
-    spread = 0.5 + 3.5 * lab.rand(rows, 1)
-    logits = lab.randn(rows, vocab) * spread
-    logits += 8 * spread * (lab.rand(rows, vocab) < 8 / vocab)
-    masked = (lab.rand(rows, 1) < 0.1) & (lab.rand(rows, vocab) < 0.4)
-    masked[:, vocab // 2] = False
-    return logits.masked_fill_(masked, -torch.inf)
-
-
-@parity(
+@case(
+    "parity",
     "sample",
     [
         {"rows": 24, "vocab": 151936, "host": 1},
@@ -82,15 +74,16 @@ def logits_of(lab: Lab, rows: int, vocab: int) -> Tensor:
         {"rows": 1, "vocab": 32000, "host": 1},
     ],
     [{"rows": 6, "vocab": 150, "host": 1}],
+    DTYPES,
 )
-def sample(lab: Lab, dtype: torch.dtype, *, rows: int, vocab: int, host: int) -> Iterator[Labelled]:
+def sample(gpu: Gpu, dtype: torch.dtype, *, rows: int, vocab: int, host: int) -> Iterator[Labelled]:
     """Compared with the plain version on the host, or on the device for numbers of rows that are slow on the host."""
-    logits = logits_of(lab, rows, vocab).to(dtype)
-    where = torch.device("cpu") if host else lab.device
+    logits = gpu.logits(rows, vocab, dtype)
+    where = torch.device("cpu") if host else gpu.device
     copied = logits.to(where)
     for name, mode in MODES.items():
         keys = keys_of(rows)
-        columns = mode.columns(rows, lab.device).with_keys(keys.to(lab.device))
+        columns = mode.columns(rows, gpu.device).with_keys(keys.to(gpu.device))
         with poisoned():
             got = kernel("sample")(logits, columns).tokens
         want = reference("sample")(copied, mode.columns(rows, where).with_keys(keys.to(where))).tokens
@@ -115,47 +108,40 @@ def judge_draws(logits: Tensor, mode: Mode, keys: Tensor, got: Tensor, want: Ten
     return Verdict(gap < TIE, gap, 0.0, TIE, f"{len(differ)} of {rows} rows differ, scores apart by at most {gap:.2g}")
 
 
-@parity("row_keys", [{"rows": 256}, {"rows": 1}, {"rows": 4099}], [{"rows": 5}], (torch.float32,))
-def noise_keys(lab: Lab, dtype: torch.dtype, *, rows: int) -> Iterator[Labelled]:
-    """Exact comparison, with the largest seeds."""
-    seeds = lab.randint(-(1 << 62), 1 << 62, rows) * 2
-    seeds[0] = (1 << 63) - 1
-    args = (seeds, lab.randint(0, 8, rows), lab.randint(0, 1 << 20, rows))
-    with poisoned():
-        got = kernel("row_keys")(*args)
-    yield "keys", judge_equal(got, reference("row_keys")(*args))
-
-
-@parity(
-    "nan_rows",
+@case(
+    "parity",
+    "sample",
     [{"rows": 256, "vocab": 151936}, {"rows": 3, "vocab": 32001}],
     [{"rows": 4, "vocab": 150}],
+    DTYPES,
+    name="unusable_rows",
 )
-def nan_rows(lab: Lab, dtype: torch.dtype, *, rows: int, vocab: int) -> Iterator[Labelled]:
-    """One row each with a NaN, with +inf, and with only -inf; the other rows are sampled as usual."""
-    logits = logits_of(lab, rows, vocab).to(dtype)
-    logits[0, vocab // 3], logits[1, vocab - 1], logits[2] = torch.nan, torch.inf, -torch.inf
-    keys, mode = keys_of(rows).to(lab.device), MODES["top_k 50"]
-    columns = mode.columns(rows, lab.device).with_keys(keys)
+def unusable_rows(gpu: Gpu, dtype: torch.dtype, *, rows: int, vocab: int) -> Iterator[Labelled]:
+    """One row each with a not-a-number, with +inf, and with only -inf; the other rows are sampled as usual."""
+    logits = bad_rows(gpu, dtype, rows, vocab)["logits"]
+    columns = MODES["top_k 50"].columns(rows, gpu.device).with_keys(keys_of(rows).to(gpu.device))
     with poisoned():
-        got, drawn = kernel("nan_rows")(logits), kernel("sample")(logits, columns)
+        drawn, (ids, *_, bad) = kernel("sample")(logits, columns), kernel("argmax_lse")(logits)
     want = reference("nan_rows")(logits)
-    yield "rows", judge_equal(got, want)
-    yield "rows of a draw", judge_equal(got if drawn.bad is None else drawn.bad, want)
-    inside = (drawn.tokens >= 0) & (drawn.tokens < vocab)
-    yield "tokens in range", judge_equal(inside, torch.ones_like(inside))
+    for name, found in (("draw", drawn.bad), ("largest", bad)):
+        yield f"rows of a {name}", judge_equal(want if found is None else found, want)
+    for name, tokens in (("draw", drawn.tokens), ("largest", ids)):
+        inside = (tokens >= 0) & (tokens < vocab)
+        yield f"tokens of a {name} in range", judge_equal(inside, torch.ones_like(inside))
 
 
-@parity(
+@case(
+    "parity",
     "filtered_scores",
     [{"rows": 64, "vocab": 151936}, {"rows": 129, "vocab": 257}, {"rows": 1, "vocab": 32000}],
     [{"rows": 4, "vocab": 150}],
+    DTYPES,
 )
-def filtered_scores(lab: Lab, dtype: torch.dtype, *, rows: int, vocab: int) -> Iterator[Labelled]:
+def filtered_scores(gpu: Gpu, dtype: torch.dtype, *, rows: int, vocab: int) -> Iterator[Labelled]:
     """Tokens that the filters keep, except those that rounding decides, and their scores."""
-    logits = logits_of(lab, rows, vocab).to(dtype)
+    logits = gpu.logits(rows, vocab, dtype)
     for name, mode in MODES.items():
-        columns = mode.columns(rows, lab.device).with_keys(keys_of(rows).to(lab.device))
+        columns = mode.columns(rows, gpu.device).with_keys(keys_of(rows).to(gpu.device))
         drawn = reference("sample")(logits, columns).tokens
         args = (columns.temperature, columns.top_k, columns.top_p, columns.min_p, drawn)
         with poisoned():

@@ -16,16 +16,16 @@ from torch.profiler import ProfilerActivity, profile
 
 from batchgen.bench.floors import H200, device_floor
 from batchgen.bench.workloads import BenchRow
-from batchgen.engine.engine import Engine
+from tests.gpu.device import Gpu
 from tests.gpu.goals import with_goal
-from tests.gpu.lab import Lab
+from tests.gpu.jobs import engine_on
 from tests.gpu.models import model_folder, model_shape
-from tests.gpu.registry import job_case
+from tests.gpu.registry import case
 from tests.gpu.report import Measure, Profile
 from tests.gpu.steady import TimedDevice, run_steps, steady_rows
 
 TOP = 15
-WARM = 12
+WARM_UP_STEPS = 12
 """Number of decode steps before the timing starts."""
 _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
 
@@ -39,26 +39,29 @@ class Span:
     end: float
 
 
-@job_case(
+@case(
     "profile",
     "decode",
     [{"model": model, "rows": 256, "prompt": 512, "steps": 20} for model in ("0.6b", "8b")],
     [{"model": "0.6b", "rows": 3, "prompt": 5, "steps": 2}],
 )
-def decode_step(lab: Lab, *, model: str, rows: int, prompt: int, steps: int) -> Iterator[Measure | Profile]:
-    shape = model_shape(lab, model)
-    with model_folder(lab, model) as folder:
-        options = {"device": "cpu", "attention": "torch"} if lab.toy else {"device": "cuda"}
-        engine = Engine(folder, dtype="float32" if lab.toy else "bfloat16", **options)
+def decode_step(gpu: Gpu, *, model: str, rows: int, prompt: int, steps: int) -> Iterator[Measure | Profile]:
+    shape = model_shape(gpu, model)
+    with model_folder(gpu, model) as folder:
+        engine = engine_on(gpu, folder, dtype="bfloat16", attention="auto")
     device = TimedDevice(engine.device)
     engine.device = device  # type: ignore[assignment]
-    job = steady_rows(rows, prompt, WARM + 2 * steps + 8, shape.vocab, {})
-    clock = _Clock(lab, device)
-    kinds = [ProfilerActivity.CPU] if lab.toy else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    job = steady_rows(rows, prompt, WARM_UP_STEPS + 2 * steps + 8, shape.vocab, {})
+    clock = _Clock(gpu, device)
+    kinds = [ProfilerActivity.CPU] if gpu.toy else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     profiler = profile(activities=kinds)
-    hooks = {WARM: clock.begin, WARM + steps: lambda: (clock.end(), profiler.start()), WARM + 2 * steps: profiler.stop}
-    run_steps(engine, job, hooks, WARM + 2 * steps + 1)
-    on_device, launches = _spans(profiler, DeviceType.CPU if lab.toy else DeviceType.CUDA)
+    hooks = {
+        WARM_UP_STEPS: clock.begin,
+        WARM_UP_STEPS + steps: lambda: (clock.end(), profiler.start()),
+        WARM_UP_STEPS + 2 * steps: profiler.stop,
+    }
+    run_steps(engine, job, hooks, WARM_UP_STEPS + 2 * steps + 1)
+    on_device, launches = _spans(profiler, DeviceType.CPU if gpu.toy else DeviceType.CUDA)
     begin, end = min(x.begin for x in on_device), max(x.end for x in on_device)
     made = Profile(
         workload="decode",
@@ -67,15 +70,15 @@ def decode_step(lab: Lab, *, model: str, rows: int, prompt: int, steps: int) -> 
         steps=steps,
         step_ms=clock.seconds / steps * 1e3,
         host_ms=(clock.seconds - clock.waited) / steps * 1e3,
-        busy_share=None if lab.toy else busy(on_device) / (end - begin),
+        busy_share=None if gpu.toy else busy(on_device) / (end - begin),
         launches_per_step=launches / steps,
         kernels=longest(on_device, steps),
     )
     yield made
     step = Measure("decode", model, "step_ms", made.step_ms, "ms")
-    if lab.is_goal_device:
+    if gpu.is_goal_device:
         # Two tokens per row, without shared prefixes, each attending to the whole prompt.
-        pairs = [BenchRow([4 + i] * (prompt + WARM + steps), 2) for i in range(rows)]
+        pairs = [BenchRow([4 + i] * (prompt + WARM_UP_STEPS + steps), 2) for i in range(rows)]
         floor = device_floor(pairs, shape, H200, rows)
         ideal = (floor.memory + floor.compute) / 2 * 1e3
         step = replace(step, serial_floor=ideal, share=ideal / made.step_ms)
@@ -87,18 +90,18 @@ def decode_step(lab: Lab, *, model: str, rows: int, prompt: int, steps: int) -> 
 class _Clock:
     """Wall time between two steps, and the part of it that the host waited, in seconds."""
 
-    def __init__(self, lab: Lab, device: TimedDevice) -> None:
-        self._lab = lab
+    def __init__(self, gpu: Gpu, device: TimedDevice) -> None:
+        self._gpu = gpu
         self._device = device
         self.seconds = self.waited = 0.0
 
     def begin(self) -> None:
-        self._lab.synchronize()
+        self._gpu.synchronize()
         self.seconds, self.waited = -time.perf_counter(), -self._device.waited
 
     def end(self) -> None:
         self.waited += self._device.waited
-        self._lab.synchronize()
+        self._gpu.synchronize()
         self.seconds += time.perf_counter()
 
 

@@ -6,7 +6,6 @@ kinds. Each download of tokens must be waited for after a later one is issued. A
 
 from __future__ import annotations
 
-import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,12 +15,11 @@ from typing import Any
 
 import torch
 
-from batchgen.engine.engine import Engine
 from batchgen.engine.loop import Loop
-from tests.gpu.checkpoints import VOCAB, save_checkpoint
 from tests.gpu.compare import Verdict
-from tests.gpu.lab import Lab
-from tests.gpu.registry import Labelled, job_case
+from tests.gpu.device import Gpu
+from tests.gpu.jobs import VOCAB, checkpoint, engine_on
+from tests.gpu.registry import Labelled, case
 from tests.gpu.steady import TimedDevice, run_steps, steady_rows
 
 _WARNING = "synchronizing CUDA operation"
@@ -33,36 +31,39 @@ KINDS: dict[str, dict[str, Any]] = {
     "states": {"return_hidden_states": {"layers": [-1], "tokens": "output"}},
     "stop strings": {"stop": ["\x00\x00never"]},
 }
-WARM = 8
+WARM_UP_STEPS = 8
 """Number of first steps, which may wait: kernels are compiled, graphs captured and tables filled."""
 
 
-@job_case(
+@case(
     "syncs",
     "syncs",
     [{"rows": 64, "prompt": 40, "steps": 40, "hidden": 512, "layers": 4}],
     [{"rows": 4, "prompt": 6, "steps": 4, "hidden": 64, "layers": 2}],
 )
 def waits_in_steady_steps(
-    lab: Lab, *, rows: int, prompt: int, steps: int, hidden: int, layers: int
+    gpu: Gpu, *, rows: int, prompt: int, steps: int, hidden: int, layers: int
 ) -> Iterator[Labelled]:
-    dtype = torch.float32 if lab.toy else torch.bfloat16
-    with tempfile.TemporaryDirectory() as name:
-        folder = save_checkpoint(Path(name), "qwen3", hidden=hidden, layers=layers, dtype=dtype, context=512)
-        options = {"attention": "torch", "device": "cpu"} if lab.toy else {"attention": "triton", "device": "cuda"}
-        engine = Engine(str(folder), **options)
+    dtype = torch.float32 if gpu.toy else torch.bfloat16
+    with checkpoint("qwen3", hidden=hidden, layers=layers, dtype=dtype, context=512) as (folder, _):
+        engine = engine_on(gpu, folder)
         device = TimedDevice(engine.device, {"asynchronous": True})
         engine.device = device  # type: ignore[assignment]
         mixed = [list(KINDS.values())[i % len(KINDS)] for i in range(rows)]
         for kind, fields in (*((name, [kind] * rows) for name, kind in KINDS.items()), ("all in one step", mixed)):
-            plain = steady_rows(rows, prompt, WARM + steps + 8, VOCAB, {})
+            plain = steady_rows(rows, prompt, WARM_UP_STEPS + steps + 8, VOCAB, {})
             job = [{**row, **more} for row, more in zip(plain, fields, strict=True)]
-            watch = _SyncCounter(device, cuda=not lab.toy)
+            watch = _SyncCounter(device, cuda=not gpu.toy)
             with watch.stack:
-                run_steps(engine, job, {WARM: watch.begin, WARM + steps: watch.end}, WARM + steps + 2)
+                run_steps(
+                    engine,
+                    job,
+                    {WARM_UP_STEPS: watch.begin, WARM_UP_STEPS + steps: watch.end},
+                    WARM_UP_STEPS + steps + 2,
+                )
             yield f"{kind}: waits in {steps} steps", judge_waits(watch.found, steps)
             yield f"{kind}: steps read before the next is issued", judge_lateness(watch.lateness)
-            if not lab.toy:  # a CPU has no graphs
+            if not gpu.toy:  # a CPU has no graphs
                 assert engine.last_run is not None
                 yield f"{kind}: steps played as graphs", judge_graphs(engine.last_run.loop, steps)
 

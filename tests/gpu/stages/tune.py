@@ -17,7 +17,7 @@ import torch
 
 from batchgen.kernels.chips import AttentionTile, ChipTuning, chip_tuning
 from batchgen.kernels.types import AttentionArgs
-from tests.gpu.lab import Lab
+from tests.gpu.device import Gpu
 from tests.gpu.stages.attention_steps import decode_step, grouped_step, heads_shape, prefill_step
 from tests.gpu.under_test import triton_attention
 from tests.kernels.steps import Step
@@ -90,26 +90,26 @@ TOY = Sizes(
 )
 
 
-def tune(lab: Lab, source: str, stop_reason: Callable[[], str]) -> dict[str, Any]:
+def tune(gpu: Gpu, source: str, stop_reason: Callable[[], str]) -> dict[str, Any]:
     """Time all candidates.
 
     Args:
-        lab: the device.
+        gpu: the device.
         source: description of the measurement, for the fragment.
         stop_reason: returns why no more candidates should be timed, or "".
 
     Returns:
         `fragment` for chips.toml, and all times as `measured`, in microseconds.
     """
-    return _Tuner(lab, TOY if lab.toy else Sizes(), stop_reason).run(source)
+    return _Tuner(gpu, TOY if gpu.toy else Sizes(), stop_reason).run(source)
 
 
 class _Tuner:
-    def __init__(self, lab: Lab, sizes: Sizes, stop_reason: Callable[[], str]) -> None:
-        self._lab = lab
+    def __init__(self, gpu: Gpu, sizes: Sizes, stop_reason: Callable[[], str]) -> None:
+        self._gpu = gpu
         self._sizes = sizes
         self._stop_reason = stop_reason
-        self._tuning = chip_tuning(lab.device)
+        self._tuning = chip_tuning(gpu.device)
         self._measured: list[dict[str, Any]] = []
 
     def run(self, source: str) -> dict[str, Any]:
@@ -124,9 +124,9 @@ class _Tuner:
         return {"fragment": _fragment(self._chip(), source, numbers, kinds), "measured": self._measured}
 
     def _chip(self) -> str:
-        if self._lab.device.type != "cuda":
+        if self._gpu.device.type != "cuda":
             return "toy"
-        major, minor = torch.cuda.get_device_capability(self._lab.device)
+        major, minor = torch.cuda.get_device_capability(self._gpu.device)
         return f"sm_{major}{minor}"
 
     def _best_tile(self, kind: str, dim: int, tiles: Iterable[AttentionTile], steps: list[Step]) -> AttentionTile:
@@ -151,8 +151,8 @@ class _Tuner:
         shared = self._sizes.threshold_pages * PAGE
         least = 0
         for rows in self._sizes.group_rows:
-            grouped = grouped_step(self._lab, self._shape(128), rows, [(1, self._sizes.threshold_pages)], 1)
-            flat = decode_step(self._lab, self._shape(128), rows, shared + 1, shared + 1)
+            grouped = grouped_step(self._gpu, self._shape(128), rows, [(1, self._sizes.threshold_pages)], 1)
+            flat = decode_step(self._gpu, self._shape(128), rows, shared + 1, shared + 1)
             us, flat_us = (self._total([step], self._tuning) for step in (grouped, flat))
             self._measured.append({"kind": "prefix", "rows": rows, "shared": shared, "us": us, "flat_us": flat_us})
             if us is None or flat_us is None or us > flat_us:
@@ -165,17 +165,17 @@ class _Tuner:
         return heads_shape(self._sizes.heads, self._sizes.kv_heads, dim, PAGE, DTYPE)
 
     def _decode(self, dim: int) -> Step:
-        return decode_step(self._lab, self._shape(dim), self._sizes.rows, self._sizes.context, self._sizes.context)
+        return decode_step(self._gpu, self._shape(dim), self._sizes.rows, self._sizes.context, self._sizes.context)
 
     def _long(self) -> Step:
         longest = self._sizes.long_context
-        return decode_step(self._lab, self._shape(128), self._sizes.long_rows, longest, longest)
+        return decode_step(self._gpu, self._shape(128), self._sizes.long_rows, longest, longest)
 
     def _prefill(self, dim: int) -> Step:
-        return prefill_step(self._lab, self._shape(dim), [(self._sizes.chunk, 0)])
+        return prefill_step(self._gpu, self._shape(dim), [(self._sizes.chunk, 0)])
 
     def _prefix(self, dim: int) -> Step:
-        return grouped_step(self._lab, self._shape(dim), self._sizes.rows, [(1, self._sizes.shared_pages)], 1)
+        return grouped_step(self._gpu, self._shape(dim), self._sizes.rows, [(1, self._sizes.shared_pages)], 1)
 
     def _total(self, steps: list[Step], tuning: ChipTuning) -> float | None:
         """Microseconds of all steps; None if the tiles do not fit the device, or time is up."""
@@ -194,7 +194,7 @@ class _Tuner:
         keys, values, slots = attention.cache(0)
         keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots] = step.key, step.value
         scale = step.query.shape[-1] ** -0.5
-        return self._lab.time(lambda: attention.attend_stored(0, step.query, AttentionArgs(scale))).p50
+        return self._gpu.time(lambda: attention.attend_stored(0, step.query, AttentionArgs(scale))).p50
 
 
 Choice = TypeVar("Choice")

@@ -22,12 +22,12 @@ from batchgen.bench.process import BenchEngine, EngineFailed, LoadSpec
 from batchgen.bench.shapes import Shape
 from batchgen.bench.workload_defs import GPU_WORKLOADS
 from batchgen.bench.workloads import BenchRow, Level, Workload
+from tests.gpu.device import Gpu
 from tests.gpu.engines import Rate, best_within, peer, rate, start
 from tests.gpu.goals import with_goal
-from tests.gpu.lab import Lab
 from tests.gpu.models import model_folder, model_shape
 from tests.gpu.outcomes import Absent
-from tests.gpu.registry import job_case
+from tests.gpu.registry import case
 from tests.gpu.report import Measure
 
 CONCURRENCY = 1024
@@ -73,15 +73,15 @@ WEIGHTS = {"0.6b": 0.45, "8b": 0.35, "1b": 0.15, "start": 0.05}
 """Share of the stage's time by model, in the order in which they run."""
 
 
-@job_case(
+@case(
     "workloads", "workloads", [{"model": m} for m in ("0.6b", "8b", "1b")], [{"model": m} for m in ("0.6b", "8b", "1b")]
 )
-def throughput(lab: Lab, *, model: str) -> Iterator[Measure | str]:
-    end = time.monotonic() + _slot(lab, model)
-    with model_folder(lab, model) as folder:
-        runs = Runs(lab, model, folder)
+def throughput(gpu: Gpu, *, model: str) -> Iterator[Measure | str]:
+    end = time.monotonic() + _slot(gpu, model)
+    with model_folder(gpu, model) as folder:
+        runs = Runs(gpu, model, folder)
         try:
-            with start(lab, EngineSource(OURS), runs.spec, lab.left() + GRACE) as ours:
+            with start(gpu, EngineSource(OURS), runs.spec, gpu.left() + GRACE) as ours:
                 left = sum(item.share for item in PLAN[model])
                 for item in PLAN[model]:
                     seconds = max(0.0, end - time.monotonic()) * item.share / left
@@ -92,13 +92,13 @@ def throughput(lab: Lab, *, model: str) -> Iterator[Measure | str]:
             yield str(error)
 
 
-@job_case("workloads", "start", [{"model": "0.6b"}], [{"model": "0.6b"}])
-def start_up(lab: Lab, *, model: str) -> Iterator[Measure | str]:
+@case("workloads", "start", [{"model": "0.6b"}], [{"model": "0.6b"}])
+def start_up(gpu: Gpu, *, model: str) -> Iterator[Measure | str]:
     """Time from the start of a process to the first token of one row, with kernels compiled by earlier processes."""
-    with model_folder(lab, model) as folder:
+    with model_folder(gpu, model) as folder:
         begin = time.monotonic()
         try:
-            with start(lab, EngineSource(OURS), _spec(lab, folder), lab.left() + GRACE) as ours:
+            with start(gpu, EngineSource(OURS), _spec(gpu, folder), gpu.left() + GRACE) as ours:
                 ours.generate([BenchRow([5, 6, 7], 1)], {})
                 seconds = time.monotonic() - begin
         except EngineFailed as error:
@@ -111,21 +111,21 @@ def start_up(lab: Lab, *, model: str) -> Iterator[Measure | str]:
 class Runs:
     """The runs of one model."""
 
-    lab: Lab
+    gpu: Gpu
     model: str
     folder: str
 
     @property
     def spec(self) -> LoadSpec:
-        return _spec(self.lab, self.folder)
+        return _spec(self.gpu, self.folder)
 
     @property
     def shape(self) -> Shape:
-        return model_shape(self.lab, self.model)
+        return model_shape(self.gpu, self.model)
 
     def workload(self, name: str) -> Workload:
         """The workload `name`; in a toy run its small version."""
-        return TOYS[name] if self.lab.toy else GPU_WORKLOADS[name]
+        return TOYS[name] if self.gpu.toy else GPU_WORKLOADS[name]
 
     def item(self, ours: BenchEngine, item: PlannedWorkload, seconds: float) -> Iterator[Measure | str]:
         """Throughput of batchgen, its comparison without sharing, and the other engines, in equal parts of the time."""
@@ -145,7 +145,7 @@ class Runs:
 
     def slowdowns(self, ours: BenchEngine, seconds: float) -> Iterator[Measure | str]:
         """Slowdown by each kind of special row, from pairs of runs: plain greedy rows, then special rows."""
-        workload = TOY_SLOWED if self.lab.toy else SLOWED
+        workload = TOY_SLOWED if self.gpu.toy else SLOWED
         plain = workload.rows(self.shape.vocab)
         end = time.monotonic() + seconds
         for number, (name, fields) in enumerate(KINDS.items()):
@@ -185,7 +185,7 @@ class Runs:
     ) -> Iterator[Measure]:
         """Throughput of another engine at its largest batch size, and batchgen's speedup on the same rows."""
         end = time.monotonic() + seconds
-        with start(self.lab, source, self.spec, seconds) as other:
+        with start(self.gpu, source, self.spec, seconds) as other:
             setting = other.settings[-1]
             theirs = best_within(other, workload, setting, self.shape.vocab, 0.7 * (end - time.monotonic()))
             mine = rate(ours, workload, theirs.factor, {}, self.shape.vocab)
@@ -209,7 +209,7 @@ class Runs:
             factor=found.factor,
             detail=detail,
         )
-        if self.lab.is_goal_device:
+        if self.gpu.is_goal_device:
             rows = workload.part(found.factor)[0].rows(self.shape.vocab)
             at_once = min(CONCURRENCY, sum(row.samples for row in rows))
             floor = device_floor(rows, self.shape, H200, at_once)
@@ -250,13 +250,13 @@ def _sampled(number: int) -> Mapping[str, Any]:
 KINDS = {"logprobs": _logprobs, "states": _states, "constrained": _constrained, "sampled": _sampled}
 
 
-def _slot(lab: Lab, model: str) -> float:
+def _slot(gpu: Gpu, model: str) -> float:
     """Seconds of the stage's remaining time for this model."""
     names = list(WEIGHTS)
     rest = sum(WEIGHTS[name] for name in names[names.index(model) :])
-    return min(lab.left(), 1e6) * WEIGHTS[model] / rest
+    return min(gpu.left(), 1e6) * WEIGHTS[model] / rest
 
 
-def _spec(lab: Lab, folder: str) -> LoadSpec:
-    dtype, device = ("float32", "cpu") if lab.toy else ("bfloat16", "cuda")
+def _spec(gpu: Gpu, folder: str) -> LoadSpec:
+    dtype, device = ("float32", "cpu") if gpu.toy else ("bfloat16", "cuda")
     return LoadSpec(folder, dtype, device, torch.get_num_threads(), {"max_num_seqs": CONCURRENCY})

@@ -28,7 +28,8 @@ from batchgen.kernels.chips import compiling_for
 from batchgen.kernels.gpu.launch import INTERPRETED, recording
 
 CHIPS = ("sm_80", "sm_89", "sm_90")
-FOLDER = Path(__file__).parent
+CASES = f"{__package__}.aot_cases"
+"""The module of the cases that are compiled."""
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -62,11 +63,6 @@ def chip(name: str) -> Iterator[None]:
             yield
     finally:
         driver._active = before
-
-
-def registries() -> list[str]:
-    """Names of the `cases_<op>` modules in this folder."""
-    return sorted(f"{__package__}.{path.stem}" for path in FOLDER.glob("cases_*.py"))
 
 
 @dataclass(frozen=True)

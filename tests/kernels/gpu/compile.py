@@ -39,7 +39,7 @@ def compiled(
 
     Args:
         chips: chips to compile for.
-        modules: modules of cases; empty: all in this folder.
+        modules: modules of cases; empty: `aot_cases`.
         only: substring of the names of kernels or cases; "" for all.
         workers: number of processes.
         known: rows by digest that are reused, except one of every kernel and chip.
@@ -48,7 +48,7 @@ def compiled(
 
     from tests.kernels.gpu import aot
 
-    launches, sites = aot.variants(chips, modules or aot.registries(), only)
+    launches, sites = aot.variants(chips, modules or [aot.CASES], only)
     samples = {(x.name, x.chip): x.digest for x in reversed(launches)}
     rows = [
         aot.Resources(**known[x.digest]) if x.digest in known and samples[x.name, x.chip] != x.digest else None
@@ -100,7 +100,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="file for all results")
     parser.add_argument("--write", action="store_true", help=f"update {TABLE.name}")
     parser.add_argument("--cache", type=Path, help="folder for compiled kernels; default: a temporary folder")
-    parser.add_argument("--cases", nargs="*", default=[], help="modules with launches(); default: all in this folder")
+    parser.add_argument("--cases", nargs="*", default=[], help="modules with launches(); default: aot_cases")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help=f"reuse rows of {TABLE.name} that are still valid")
     args = parser.parse_args()

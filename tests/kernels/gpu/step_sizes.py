@@ -1,6 +1,6 @@
-"""Launches of steps of many sizes, which must not need other machine code than the `cases_<op>` modules compile.
+"""Launches of steps of many sizes, which must not need other machine code than `aot_cases` compiles.
 
-Each has a shape of those modules, with other values of what changes from step to step: tokens, rows, pairs, work
+Each has a shape of those cases, with other values of what changes from step to step: tokens, rows, pairs, work
 items, the room of tables.
 """
 
@@ -27,12 +27,13 @@ from batchgen.kernels.gpu.moe import moe_experts, route
 from batchgen.kernels.gpu.norm import add_rms_norm, rms_norm
 from batchgen.kernels.gpu.rope import rope_tables
 from batchgen.kernels.heads import HeadNorms
-from batchgen.kernels.lora import OUTPUT_BLOCK, LoraPairs, LoraStack, LoraStep, LoraTiles
+from batchgen.kernels.lora import LoraStep, LoraTiles
 from batchgen.kernels.moe import Experts, Routing
 from batchgen.kernels.sampling import SamplingColumns
 from batchgen.kernels.types import AttentionArgs, AttentionBatch, ChunkPages, GroupPages, KVPool, LayerKV
 
-META = torch.device("meta")
+from .aot_cases import META, Cases, empty, ints, lora_pairs
+
 SIZES = (1, 16, 17, 1000)
 DTYPE = torch.bfloat16
 VOCABS = 262_144, 151_936
@@ -41,23 +42,20 @@ VOCABS = 262_144, 151_936
 
 def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     for size in SIZES:
-        for make in (_dense, _logits, _shaping, _drawing, _adapters, _experts, _attention):
+        for make in (
+            _dense,
+            _logits,
+            _shaping,
+            _drawing,
+            _adapters,
+            _experts,
+            _attention,
+        ):
             yield from ((f"{name} at {size}", thunk) for name, thunk in make(size))
 
 
 def _empty(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=META)
-
-
-def _ints(*shape: int) -> Tensor:
-    return _empty(*shape, dtype=torch.int64)
-
-
-def _floats(*shape: int) -> Tensor:
-    return _empty(*shape, dtype=torch.float32)
-
-
-Cases = Iterator[tuple[str, Callable[[], object]]]
+    return empty(*shape, dtype=dtype)
 
 
 def _dense(tokens: int) -> Cases:
@@ -65,66 +63,59 @@ def _dense(tokens: int) -> Cases:
     yield "rms_norm", partial(rms_norm, x, weight, 1e-6)
     yield "add_rms_norm", partial(add_rms_norm, x, delta, weight, 1e-6)
     yield "gated", partial(gated, _empty(tokens, 2 * 3072), "silu")
-    yield "rope_tables", partial(rope_tables, _floats(64), 1.0, _ints(tokens), DTYPE)
+    yield "rope_tables", partial(rope_tables, empty(64), 1.0, ints(tokens), DTYPE)
     yield "linear", partial(linear, _empty(tokens, 1024), _empty(4096, 1024))
     tables = _empty(tokens, 1, 128), _empty(tokens, 1, 128)
     pools = _empty(11 + tokens, 16, 8, 128), _empty(11 + tokens, 16, 8, 128)
     qkv, norm = _empty(tokens, 32 + 2 * 8, 128), _empty(128)
     yield (
         "qk_norm_rope_cache",
-        partial(qk_norm_rope_cache, qkv, HeadNorms(norm, norm, 1e-6), tables, *pools, _ints(tokens)),
+        partial(qk_norm_rope_cache, qkv, HeadNorms(norm, norm, 1e-6), tables, *pools, ints(tokens)),
     )
 
 
 def _logits(rows: int) -> Cases:
-    logits, tokens = _empty(rows, VOCABS[0]), _ints(rows)
+    logits, tokens = _empty(rows, VOCABS[0]), ints(rows)
     yield "argmax_lse", partial(logprobs.argmax_lse, logits)
     yield "log_normalizers", partial(logprobs.log_normalizers, logits)
-    yield "token_logprobs", partial(logprobs.token_logprobs, logits, tokens, _floats(rows))
+    yield "token_logprobs", partial(logprobs.token_logprobs, logits, tokens, empty(rows))
     for k in (0, 17, 20):
         yield f"gather_logprobs {k}", partial(logprobs.gather_logprobs, logits, tokens, k)
     yield "mask_tokens", partial(logprobs.mask_tokens, logits, tokens, tokens)
 
 
 def _shaping(rows: int) -> Cases:
-    logits, tokens = _empty(rows, VOCABS[1]), _ints(rows)
+    logits, tokens = _empty(rows, VOCABS[1]), ints(rows)
     yield "largest", partial(top.largest, logits, 9)
     masks = _empty(rows, bitmask_width(VOCABS[1]), dtype=torch.int32)
     yield "apply_bitmask", partial(bitmask.apply_bitmask, logits, masks)
     yield "apply_bitmask of rows", partial(bitmask.apply_bitmask, _empty(2 * rows, VOCABS[1]), masks, tokens)
-    scores, column, pairs = _floats(rows, VOCABS[1]), _floats(rows), _ints(3 * rows)
+    scores, column, pairs = empty(rows, VOCABS[1]), empty(rows), ints(3 * rows)
     for width in (64, 4096):
         lists = CountLists.empty(16 * -(-(rows + 1) // 16), width, META)
         yield "count_tokens", partial(counts.count_tokens, lists, tokens, tokens, tokens, width)
-        yield (
-            "penalise",
-            partial(counts.penalise, scores, tokens, tokens, lists, Penalties(column, column, column), rows),
-        )
-    yield "add_bias", partial(shaping.add_bias, scores, pairs, pairs, _floats(3 * rows))
+        penalties = Penalties(column, column, column)
+        yield "penalise", partial(counts.penalise, scores, tokens, tokens, lists, penalties, rows)
+    yield "add_bias", partial(shaping.add_bias, scores, pairs, pairs, empty(3 * rows))
     yield "keep_only", partial(shaping.keep_only, logits, tokens, pairs, pairs)
     yield "drew_masked", partial(shaping.drew_masked, logits, tokens, tokens)
 
 
 def _drawing(rows: int) -> Cases:
-    logits, ints, floats = _empty(rows, VOCABS[1]), _ints(rows), _floats(rows)
-    columns = SamplingColumns(floats, ints, floats, floats, ints, None, ())
-    yield "row_keys", partial(noise.row_keys, ints, ints, ints)
+    logits, whole, floats = _empty(rows, VOCABS[1]), ints(rows), empty(rows)
+    columns = SamplingColumns(floats, whole, floats, floats, whole, None, ())
+    yield "row_keys", partial(noise.row_keys, whole, whole, whole)
     yield "sample", partial(sampling.sample, logits, columns)
-    yield "filtered_scores", partial(filtering.filtered_scores, logits, floats, ints, floats, floats, ints)
+    yield "filtered_scores", partial(filtering.filtered_scores, logits, floats, whole, floats, floats, whole)
 
 
 def _adapters(tokens: int) -> Cases:
-    inputs, outputs, adapters, width = 4096, 6144, 3, 16
-    ints = partial(_empty, dtype=torch.int32)
-    pairs = LoraPairs([None] * adapters)
-    pairs._stack = LoraStack(
-        _empty(adapters * width, inputs), _empty(adapters * width, outputs),
-        ints(adapters, 2), ints(adapters, outputs // OUTPUT_BLOCK, 2), width,
-    )  # fmt: skip
+    inputs, outputs = 4096, 6144
+    pairs = lora_pairs(3, 16, inputs, outputs, DTYPE)
     for rows in (16, 64):
         # Both are uploaded in one transfer: the second begins where the first ends.
         count = -(-tokens // rows)
-        piece = _ints(tokens + 3 * count)
+        piece = ints(tokens + 3 * count)
         tiles = LoraTiles(piece[:tokens], piece[tokens:].view(count, 3), rows)
         x, out = _empty(tokens, inputs), _empty(tokens, outputs)
         yield f"add_lora of {rows}", partial(add_lora, out, x, LoraStep((), tiles), pairs)
@@ -133,13 +124,13 @@ def _adapters(tokens: int) -> Cases:
 def _experts(tokens: int) -> Cases:
     yield "route", partial(route, _empty(tokens, 128), Routing(8))
     weights = Experts(_empty(64, 2 * 768, 2048), _empty(64, 2048, 768))
-    yield "moe_experts", partial(moe_experts, _empty(tokens, 2048), _ints(tokens, 8), _floats(tokens, 8), weights)
+    yield "moe_experts", partial(moe_experts, _empty(tokens, 2048), ints(tokens, 8), empty(tokens, 8), weights)
 
 
 def _attention(rows: int) -> Cases:
     layer = LayerKV(8, 128, 128)
     yield "attention", partial(_attend, layer, rows)
-    parts = _empty(rows, 16, 128), _floats(16, rows).T, _floats(rows, 16, 128), _floats(rows, 16)
+    parts = _empty(rows, 16, 128), empty(16, rows).T, empty(rows, 16, 128), empty(rows, 16)
     yield "merge_parts", partial(merge_parts, *parts)
 
 
@@ -154,7 +145,11 @@ def _attend(layer: LayerKV, rows: int) -> None:
                 groups = [GroupPages(np.arange(grouped), np.ones(2, np.int64), 0)] if grouped else []
                 start = np.where(np.arange(rows) < grouped, 32, 0)
                 table, lens = np.zeros((rows, len(pages)), np.int64), np.full(rows, length)
-                batch = AttentionBatch(_ints(chunk + rows), chunks, chunk, groups, table, lens, start, length)
+                batch = AttentionBatch(ints(chunk + rows), chunks, chunk, groups, table, lens, start, length)
                 query = _empty(chunk + rows, 16, 128)
                 TritonAttention(pool, batch, multiprocessors=132).attend_stored(0, query, AttentionArgs(0.1))
                 DeterministicTritonAttention(pool, batch).attend_stored(0, query, AttentionArgs(0.1))
+
+
+BY_ROW = (_dense, _logits, _shaping, _drawing)
+"""Launches of operations whose result for a row is a function of that row only."""

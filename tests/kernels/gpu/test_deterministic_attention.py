@@ -1,4 +1,4 @@
-"""Deterministic attention: its lists, the kernel in Triton's interpreter, and each token alone and in a batch.
+"""Deterministic attention: its lists, and each token alone and in a batch. `test_attention` compares its results.
 
 The interpreter's products are numpy's, whose rounding differs from a tensor core's. So batch invariance is tested
 twice: on lists, where every token's steps must be a function of its position, and on numbers whose sums are exact in
@@ -15,10 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from batchgen.kernels.chips import AttentionTile, known_chips, tuning_of
-from batchgen.kernels.gpu.deterministic_attention import DeterministicTritonAttention
 from batchgen.kernels.gpu.deterministic_list import (
     FIELDS,
     DeterministicListShape,
@@ -26,111 +23,19 @@ from batchgen.kernels.gpu.deterministic_list import (
     plan_deterministic,
 )
 from batchgen.kernels.gpu.launch import recording
-from batchgen.kernels.types import AttentionArgs, AttentionBatch, ChunkPages
-from tests.kernels.closeness import assert_as_close
-from tests.kernels.oracle import attend_by_token, visible_slots
+from batchgen.kernels.types import AttentionBatch, ChunkPages
+from tests.kernels.oracle import visible_slots
 from tests.kernels.steps import (
     Shape,
     Step,
     StepBuilder,
-    check_layers_of_different_shapes,
-    group_of_one,
+    any_batch,
     group_of_some,
-    one_row,
     one_token,
     only_rows,
 )
 
-from .test_attention import OPTIONS, SCALE, mixed, small_step, tree, with_sinks
-from .test_work_list import any_batch
-
-
-class Tiles:
-    """Small tiles for every dtype; replaces a chip's tuning."""
-
-    def __init__(self, keys: int = 16) -> None:
-        self.keys = keys
-
-    def attention_tile(self, kind: str, head_dim: int, dtype: torch.dtype) -> AttentionTile:
-        assert kind == "fixed"
-        return AttentionTile(16, self.keys, 4, 1)
-
-
-TILES: Any = Tiles()
-
-
-def attend(step: Step, tuning: Any = TILES, **options: Any) -> Tensor:
-    attention = DeterministicTritonAttention(step.pool, step.batch, tuning)
-    return attention.attend(0, step.query, step.key, step.value, AttentionArgs(SCALE, **options))
-
-
-def check(step: Step, tuning: Any = TILES, **options: Any) -> None:
-    """Compare a step with the reference; in low precision allow twice the error of the PyTorch backend."""
-    keys, values = step.filled()
-    args = AttentionArgs(SCALE, **options)
-    exact = attend_by_token(step.batch, step.query, keys, values, args)
-    plain = attend_by_token(step.batch, step.query, keys, values, args, keys.dtype)
-    assert_as_close(attend(step, tuning, **options), plain, exact)
-
-
-# The kernel against the reference.
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 1)])
-def test_a_mixed_step_equals_the_reference(heads: int, kv_heads: int, options: dict[str, Any]) -> None:
-    check(mixed(Shape(heads, kv_heads)), **with_sinks(options, heads))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("options", OPTIONS[::5], ids=str)
-def test_low_precision_is_as_accurate_as_pytorch(dtype: torch.dtype, options: dict[str, Any]) -> None:
-    check(mixed(Shape(4, 2, dtype=dtype)), **with_sinks(options, 4))
-
-
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (9, 3), (14, 2), (24, 1), (71, 1)])
-def test_heads_of_any_number(heads: int, kv_heads: int) -> None:
-    check(small_step(Shape(heads, kv_heads)))
-
-
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(80, 80), (192, 128), (256, 256), (24, 40), (7, 5)])
-def test_head_sizes(key_dim: int, value_dim: int) -> None:
-    check(small_step(Shape(2, 1, key_dim, value_dim, dtype=torch.float16)))
-
-
-@pytest.mark.parametrize("page_size", [1, 5, 16, 24, 64])
-@pytest.mark.parametrize("keys", [16, 64])
-@pytest.mark.parametrize("window", [None, 17])
-def test_page_and_tile_sizes_are_independent(page_size: int, keys: int, window: int | None) -> None:
-    tiles: Any = Tiles(keys)
-    check(mixed(Shape(2, 1, page_size=page_size)), tiles, window=window)
-
-
-@pytest.mark.parametrize("chip", ["default", *known_chips()])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_the_tiles_of_each_chip(chip: str, dtype: torch.dtype) -> None:
-    b = StepBuilder(Shape(6, 1, dtype=dtype))
-    b.chunk(40, past=40)
-    rows = [b.decode(n, own_start=80) for n in (1, 9, 20, 3)]
-    b.group(rows, 0, 5)
-    check(b.build(), tuning_of(chip), window=90)
-
-
-@pytest.mark.parametrize("fill", [one_token, only_rows, one_row, group_of_one, group_of_some, tree])
-@pytest.mark.parametrize("window", [None, 20])
-def test_steps_of_one_kind(fill: Callable[[StepBuilder], None], window: int | None) -> None:
-    b = StepBuilder(Shape(2, 1))
-    fill(b)
-    check(b.build(), window=window)
-
-
-def test_layers_of_different_shapes() -> None:
-    check_layers_of_different_shapes(lambda pool, batch: DeterministicTritonAttention(pool, batch, TILES))
-
-
-def test_an_empty_step_gives_an_empty_result() -> None:
-    assert attend(StepBuilder(Shape(4, 2)).build()).shape == (0, 4, 16)
-
+from .attention_cases import OPTIONS, attend, built, deterministic_of, mixed, small_step, tree, with_sinks
 
 # Each token alone.
 
@@ -161,21 +66,17 @@ def alone(step: Step, token: int) -> Step:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("page_size", [16, 5])
-@pytest.mark.parametrize("fill", [mixed, tree])
-def test_a_token_is_the_same_alone(fill: Callable[[Any], Any], page_size: int, options: dict[str, Any]) -> None:
-    shape = Shape(3, 1, page_size=page_size)
-    if fill is mixed:
-        step = mixed(shape)
-    else:
-        b = StepBuilder(Shape(3, 1))
-        tree(b)
-        step = b.build()
-    step, options = exact_in_any_order(step), with_sinks(options, 3)
-    together = attend(step, **options)
+@pytest.mark.parametrize(("fill", "page_size"), [(mixed, 16), (mixed, 5), (tree, 16)])
+def test_a_token_is_the_same_alone(
+    fill: Callable[[StepBuilder], None], page_size: int, options: dict[str, Any]
+) -> None:
+    step = exact_in_any_order(built(fill, heads=3, page_size=page_size))
+    options = with_sinks(options, 3)
+    together = attend(deterministic_of(step), step, **options)
     assert not together.isnan().any()
-    for token in range(0, len(together), 3):
-        assert torch.equal(attend(alone(step, token), **options)[0], together[token]), token
+    for token in range(0, len(together), 7):
+        one = alone(step, token)
+        assert torch.equal(attend(deterministic_of(one), one, **options)[0], together[token]), token
 
 
 # The lists.
@@ -281,13 +182,11 @@ def test_every_launch_of_every_step_runs_the_same_machine_code() -> None:
     def note(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
         seen.append({"kernel": kernel, **constants})
 
-    steps = [mixed(Shape(4, 2)), small_step(Shape(4, 2))]
-    for fill in (one_token, only_rows, group_of_some, tree):
-        b = StepBuilder(Shape(4, 2))
-        fill(b)
-        steps.append(b.build())
+    steps = [
+        built(fill, heads=4, kv_heads=2) for fill in (mixed, small_step, one_token, only_rows, group_of_some, tree)
+    ]
     with recording(note):
         for step in steps:
-            attend(step)
+            attend(deterministic_of(step), step)
     assert len(seen) > len(steps)
     assert all(launch == seen[0] for launch in seen)

@@ -34,8 +34,7 @@ def recorded_launches(thunk: Callable[[], object]) -> list[tuple[Any, dict[str, 
     return seen
 
 
-KINDS = (step_sizes._dense, step_sizes._logits, step_sizes._shaping, step_sizes._drawing)
-NAMES = sorted({name for make in KINDS for name, _ in make(2)})
+NAMES = sorted({name for make in step_sizes.BY_ROW for name, _ in make(2)})
 
 
 def test_every_operation_is_covered() -> None:
@@ -50,7 +49,7 @@ def test_launches_do_not_depend_on_the_number_of_rows(name: str, chip: str) -> N
     seen = []
     with compiling_for(chip):
         for size in SIZES:
-            for make in KINDS:
+            for make in step_sizes.BY_ROW:
                 seen += [recorded_launches(thunk) for found, thunk in make(size) if found == name]
     assert len(seen) >= len(SIZES)
     assert seen[0]

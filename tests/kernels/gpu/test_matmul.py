@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from batchgen.kernels import matmul as pytorch
@@ -16,43 +14,25 @@ from batchgen.kernels.gpu.launch import recording
 from batchgen.kernels.linear import Linear
 from tests.kernels.closeness import DTYPES, assert_as_close
 
-torch.set_num_threads(1)
-
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    got = gpu.linear(x, weight, bias)
-    assert got.is_contiguous()
-    exact = x.double() @ weight.double().T
-    exact = exact if bias is None else exact + bias.double()
-    assert_as_close(got, pytorch.linear(x, weight, bias), exact)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 64, 64), (65, 100, 63), (3, 1, 1), (17, 33, 130)])
-def test_linear(rows: int, inputs: int, outputs: int, biased: bool, dtype: torch.dtype) -> None:
-    bias = randn(outputs, dtype=dtype, seed=2) if biased else None
-    check(randn(rows, inputs, dtype=dtype), randn(outputs, inputs, dtype=dtype, seed=1), bias)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_with_gaps_and_weights_of_any_strides(dtype: torch.dtype) -> None:
+def test_inputs_of_any_strides(dtype: torch.dtype) -> None:
+    """`test_ops` has equal layouts of inputs and weights."""
     wide, weight = randn(9, 80, dtype=dtype), randn(48, 20, dtype=dtype, seed=1)
-    check(wide[::2, 8:28], weight, None)
-    check(wide[:, 1:21], weight, None)
-    check(wide.T[:20].T, weight, None)
-    check(randn(20, 7, dtype=dtype).T, weight, None)
-    check(wide[:, :20], randn(20, 48, dtype=dtype, seed=1).T, randn(96, dtype=dtype, seed=3)[:48])
+    other = randn(20, 48, dtype=dtype, seed=1).T
+    for x, w in ((wide[::2, 8:28], weight), (wide[:, 1:21], weight), (wide.T[:20].T, weight), (wide[:, :20], other)):
+        bias = randn(96, dtype=dtype, seed=3)[:48] if w is other else None
+        exact = x.double() @ w.double().T + (0.0 if bias is None else bias.double())
+        assert_as_close(gpu.linear(x, w, bias), pytorch.linear(x, w, bias), exact)
 
 
 def test_leading_dimensions() -> None:
     x, weight = randn(2, 3, 5, 40), randn(24, 40, seed=1)
     assert torch.equal(gpu.linear(x, weight), gpu.linear(x.view(30, 40), weight).view(2, 3, 5, 24))
-    assert gpu.linear(x[:, :0], weight).shape == (2, 0, 5, 24)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -61,25 +41,6 @@ def test_batched_matmul(dtype: torch.dtype) -> None:
     for right in (b, b.mT.contiguous().mT):
         assert_as_close(gpu.batched_matmul(a, right), pytorch.batched_matmul(a, right), a.double() @ right.double())
     assert torch.equal(gpu.batched_matmul(a[1:2], b[1:2])[0], gpu.batched_matmul(a, b)[1])
-
-
-def test_a_product_on_the_band_s_edge() -> None:
-    check(randn(9 * 64 + 1, 8), randn(70, 8, seed=1), None)
-
-
-def test_not_a_number_stays_in_its_row() -> None:
-    x = randn(70, 40)
-    x[2, 3] = torch.nan
-    x[66, 0] = torch.nan
-    got = gpu.linear(x, randn(24, 40, seed=1))
-    assert got.isnan().any(-1).nonzero().flatten().tolist() == [2, 66]
-
-
-@settings(max_examples=15, deadline=None)
-@given(st.integers(1, 80), st.integers(1, 150), st.integers(1, 150), st.sampled_from(DTYPES), st.integers(0, 99))
-def test_any_shape(rows: int, inputs: int, outputs: int, dtype: torch.dtype, seed: int) -> None:
-    x, weight = randn(rows, inputs, dtype=dtype, seed=seed), randn(outputs, inputs, dtype=dtype, seed=seed + 1)
-    check(x, weight, randn(outputs, dtype=dtype, seed=seed + 2))
 
 
 # Batch invariance. The interpreter's products are numpy's, whose rounding differs from a tensor core's. These tests

@@ -18,9 +18,8 @@ from batchgen.kernels.types import AttentionArgs, KVPool
 from tests.kernels.closeness import assert_as_close
 from tests.kernels.steps import Shape, Step, StepBuilder
 
-from .test_attention import SPLITTING, TILES
+from .attention_cases import SCALE, SPLITTING, TILES, attend
 
-SCALE = 0.3
 SHAPE = Shape(2, 1)
 POISON = -(1 << 24)
 """An invalid value for any index."""
@@ -74,9 +73,9 @@ class StaticRunner:
 
 def expected(step: Step, tuning: Any, **options: Any) -> tuple[Tensor, Tensor]:
     """Results of the PyTorch backend, and of a new Triton attention."""
-    given = (0, step.query, step.key, step.value)
-    plain = TorchAttention(step.pool, step.batch).attend(*given, AttentionArgs(SCALE, **options))
-    return plain, TritonAttention(step.pool, step.batch, tuning, 1).attend(*given, AttentionArgs(SCALE, **options))
+    makers = TorchAttention(step.pool, step.batch), TritonAttention(step.pool, step.batch, tuning, 1)
+    plain, fresh = (attend(attention, step, **options) for attention in makers)
+    return plain, fresh
 
 
 @pytest.mark.parametrize("tuning", [TILES, SPLITTING], ids=["whole", "split"])

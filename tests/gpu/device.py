@@ -1,4 +1,4 @@
-"""Context of checks and benchmarks: the device, timing, random numbers and attention backends."""
+"""The device under test, with timing and random numbers; on the CPU it is a stand-in for one."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from torch import Tensor
 from batchgen.kernels.types import PagedAttention
 from tests.gpu.compare import forbid_sync
 from tests.gpu.under_test import flash_attention, torch_attention, triton_attention
+from tests.kernels.gpu.numbers import Numbers
 from tests.kernels.steps import Step
 
-__all__ = ["Lab", "Timing"]
+__all__ = ["Gpu", "Timing"]
 
 RUNS = 20
-WARM_UPS = 3
+WARM_UP_RUNS = 3
 TOY_RUNS = 2
 _FLUSH_BYTES = 256 << 20
 """Bytes written between runs to flush the L2 cache: several times the size of any chip's L2."""
@@ -42,8 +43,8 @@ class Timing:
 
 
 @dataclass
-class Lab:
-    """The device with timing, random numbers and values shared between cases."""
+class Gpu(Numbers):
+    """The device of a run, with timing, random numbers and values shared between cases."""
 
     device: torch.device
     toy: bool
@@ -60,7 +61,7 @@ class Lab:
     _flush: Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        self._generator = torch.Generator(self.device).manual_seed(0)
+        super().__init__(self.device)
 
     def attention(self, name: str, step: Step) -> PagedAttention:
         """A step's attention by the backend "triton", "flash" or "torch".
@@ -72,26 +73,6 @@ class Lab:
         if name == "flash":
             return flash_attention(step, self.flash_path, self.toy)
         return triton_attention(step) if name == "triton" else torch_attention(step)
-
-    def seed(self, number: int) -> None:
-        """Seed the random numbers of a case, so that they do not depend on earlier cases."""
-        self._generator.manual_seed(number)
-
-    def randn(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Normal random numbers, generated in float32."""
-        return torch.randn(*shape, generator=self._generator, device=self.device).to(dtype)
-
-    def rand(self, *shape: int) -> Tensor:
-        """Uniform random float32 numbers in [0, 1)."""
-        return torch.rand(*shape, generator=self._generator, device=self.device)
-
-    def randint(self, low: int, high: int, *shape: int) -> Tensor:
-        """Uniform random int64 numbers in [low, high)."""
-        return torch.randint(low, high, shape, generator=self._generator, device=self.device)
-
-    def distinct(self, high: int, rows: int, count: int) -> Tensor:
-        """[rows, count] random int64 below `high`, distinct within each row."""
-        return self.rand(rows, high).argsort(-1)[:, :count].contiguous()
 
     def left(self) -> float:
         """Seconds left for the current stage."""
@@ -122,7 +103,7 @@ class Lab:
         """
         if self.device.type != "cuda":
             return self._wall(run)
-        for _ in range(WARM_UPS):
+        for _ in range(WARM_UP_RUNS):
             run()
         self.synchronize()
         replay = self._captured(run) if graph else None

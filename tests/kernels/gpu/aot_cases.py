@@ -1,0 +1,268 @@
+"""Launches that are compiled ahead of time: every launch that a model can need, on meta tensors.
+
+Sizes are those of real models: hidden sizes, heads, and vocabularies of few blocks, not divisible by 16, and large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchgen.kernels.bitmask import bitmask_width
+from batchgen.kernels.chips import GroupedTile, chip_tuning
+from batchgen.kernels.counts import CountLists, Penalties
+from batchgen.kernels.gpu import bitmask, counts, filtering, logprobs, noise, sampling, shaping, top
+from batchgen.kernels.gpu.activation import gated
+from batchgen.kernels.gpu.attention import TritonAttention
+from batchgen.kernels.gpu.deterministic_attention import DeterministicTritonAttention
+from batchgen.kernels.gpu.heads import qk_norm_rope_cache
+from batchgen.kernels.gpu.lora import add_lora
+from batchgen.kernels.gpu.matmul import batched_matmul, linear
+from batchgen.kernels.gpu.merge import merge_parts
+from batchgen.kernels.gpu.moe import moe_experts, route
+from batchgen.kernels.gpu.norm import add_rms_norm, rms_norm
+from batchgen.kernels.gpu.rope import rope_tables
+from batchgen.kernels.heads import HeadNorms
+from batchgen.kernels.lora import OUTPUT_BLOCK, LoraPairs, LoraStack, LoraStep, LoraTiles
+from batchgen.kernels.moe import Experts, Gating, Routing
+from batchgen.kernels.sampling import SamplingColumns
+from batchgen.kernels.types import AttentionArgs, AttentionBatch, ChunkPages, GroupPages, KVPool, LayerKV
+
+META = torch.device("meta")
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+DTYPES = (BF16, F16, F32)
+Cases = Iterator[tuple[str, Callable[[], object]]]
+
+
+def empty(*shape: int, dtype: torch.dtype = F32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def ints(*shape: int) -> Tensor:
+    return empty(*shape, dtype=torch.int64)
+
+
+def launches() -> Cases:
+    """(name, call of a launcher) of every case."""
+    for dtype in DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        for cases in (_dense, _heads, _products, _logits, _drawing, _grouped, _attention):
+            yield from cases(name, dtype)
+    lists, logits, rows, column = CountLists.empty(16, 256, META), empty(7, 151_936), ints(5), empty(5)
+    yield "row_keys[int64]", partial(noise.row_keys, ints(4), ints(4), ints(4))
+    yield "add_bias[float32]", partial(shaping.add_bias, logits, rows, rows, column)
+    yield "count_tokens", partial(counts.count_tokens, lists, rows, rows, rows, 100)
+    penalties = Penalties(column, column, column)
+    yield "penalise[float32]", partial(counts.penalise, logits, rows, rows, lists, penalties, 100)
+
+
+def _dense(name: str, dtype: torch.dtype) -> Cases:
+    for activation in ("silu", "gelu", "gelu_pytorch_tanh", "quick_gelu", "relu"):
+        yield f"gated[{name},{activation}]", partial(gated, empty(7, 2 * 3072, dtype=dtype), activation)
+    for width in (576, 1024, 2048, 4096, 8192, 16384):  # others use the tile of the next power of 2
+        x, delta, weight = (empty(*shape, dtype=dtype) for shape in ((7, width), (7, width), (width,)))
+        yield f"rms_norm[{name},H={width}]", partial(rms_norm, x, weight, 1e-6)
+        yield f"add_rms_norm[{name},H={width}]", partial(add_rms_norm, x, delta, weight, 1e-6)
+    heads = empty(7, 48, 128, dtype=dtype)[:, :32]
+    yield f"rms_norm[{name},heads,D=128]", partial(rms_norm, heads, heads[0, 0], 1e-6)
+    for dim in (64, 80, 96, 128, 256):
+        yield f"rope_tables[{name},D={dim}]", partial(rope_tables, empty(dim // 2), 1.0, ints(7), dtype)
+
+
+HEADS = ((9, 3, 64), (32, 8, 64), (32, 32, 80), (32, 32, 96), (16, 8, 128), (32, 8, 128), (64, 8, 128), (8, 4, 256))
+"""Heads, kv heads, head size. The tile depends only on the head size, except for models with very few heads."""
+
+
+def _heads(name: str, dtype: torch.dtype) -> Cases:
+    make = partial(empty, dtype=dtype)
+    for heads, kv_heads, dim in HEADS:
+        tables, pool = (make(7, 1, dim), make(7, 1, dim)), (make(11, 16, kv_heads, dim), make(11, 16, kv_heads, dim))
+        for normed in (False, True):
+            norms = HeadNorms(make(dim), make(dim), 1e-6) if normed else None
+            qkv = make(7, heads + 2 * kv_heads, dim)
+            case = f"qk_norm_rope_cache[{name},N={heads},K={kv_heads},D={dim},norm={int(normed)}]"
+            yield case, partial(qk_norm_rope_cache, qkv, norms, tables, *pool, ints(7))
+
+
+LAYERS = ((1024, 1024), (2048, 1024), (1024, 4096), (4096, 4096), (1024, 6144), (4096, 28672), (1024, 151_936))
+"""Inputs and outputs of layers of 0.6B and 8B models, and of an output head."""
+
+
+def _products(name: str, dtype: torch.dtype) -> Cases:
+    make = partial(empty, dtype=dtype)
+    for inputs, outputs in LAYERS if dtype == BF16 else LAYERS[2:5]:
+        yield f"linear[{name},I={inputs},O={outputs}]", partial(linear, make(256, inputs), make(outputs, inputs))
+    x, weight = make(256, 1024), make(1024, 4096)
+    yield f"linear[{name},bias]", partial(linear, x, weight.view(4096, 1024), make(4096))
+    yield f"linear[{name},transposed weight]", partial(linear, x, weight.T)
+    yield f"linear[{name},odd sizes]", partial(linear, make(256, 100), make(1000, 100))
+    yield f"batched_matmul[{name}]", partial(batched_matmul, make(16, 256, 128), make(16, 128, 512))
+    yield f"batched_matmul[{name},transposed]", partial(batched_matmul, make(16, 9, 64), make(16, 512, 64).mT)
+
+
+def _logits(name: str, dtype: torch.dtype) -> Cases:
+    tokens, known, pairs = ints(7), empty(7), ints(5)
+    for vocab in (8192, 50_257, 151_936, 262_144):
+        logits = empty(7, vocab, dtype=dtype)
+        yield f"argmax_lse[{name},V={vocab}]", partial(logprobs.argmax_lse, logits)
+    yield f"log_normalizers[{name}]", partial(logprobs.log_normalizers, logits)
+    yield f"token_logprobs[{name}]", partial(logprobs.token_logprobs, logits, tokens)
+    yield f"token_logprobs[{name},known]", partial(logprobs.token_logprobs, logits, tokens, known)
+    yield f"top_logprobs[{name},k=20]", partial(logprobs.top_logprobs, logits, 20)
+    for k in (0, 20, 128, 1024):
+        yield f"gather_logprobs[{name},k={k}]", partial(logprobs.gather_logprobs, logits, tokens, k)
+    yield f"mask_tokens[{name}]", partial(logprobs.mask_tokens, logits, tokens, tokens)
+    for vocab in (512, 50_257, 151_936):
+        logits, masks = empty(7, vocab, dtype=dtype), empty(3, bitmask_width(vocab), dtype=torch.int32)
+        yield f"apply_bitmask[{name},V={vocab}]", partial(bitmask.apply_bitmask, logits, masks)
+        yield f"apply_bitmask[{name},V={vocab},rows]", partial(bitmask.apply_bitmask, logits, masks, ints(3))
+    yield f"keep_only[{name}]", partial(shaping.keep_only, logits, pairs, pairs, pairs)
+    yield f"drew_masked[{name}]", partial(shaping.drew_masked, logits, pairs, pairs)
+    for room in top.GROUPS:  # every capacity for k; rows without groups use the same kernels
+        yield f"largest[{name},k={room}]", partial(top.largest, logits, room)
+
+
+def _drawing(name: str, dtype: torch.dtype) -> Cases:
+    columns = SamplingColumns(empty(4), ints(4), empty(4), empty(4), ints(4), None, ())
+    four = (columns.temperature, columns.top_k, columns.top_p, columns.min_p)
+    for vocab in (151_936, 50_257):  # with and without 16-byte alignment
+        logits = empty(4, vocab, dtype=dtype)
+        yield f"sample[{name},V={vocab}]", partial(sampling.sample, logits, columns)
+        yield f"filtered_scores[{name},V={vocab}]", partial(filtering.filtered_scores, logits, *four, columns.top_k)
+
+
+# Adapters and experts.
+
+
+def lora_pairs(adapters: int, width: int, inputs: int, outputs: int, dtype: torch.dtype) -> LoraPairs:
+    """Adapters of at most `width` ranks."""
+    pairs, whole = LoraPairs([None] * adapters), partial(empty, dtype=torch.int32)
+    pairs._stack = LoraStack(
+        empty(adapters * width, inputs, dtype=dtype), empty(adapters * width, outputs, dtype=dtype),
+        whole(adapters, 2), whole(adapters, outputs // OUTPUT_BLOCK, 2), width,
+    )  # fmt: skip
+    return pairs
+
+
+def _lora(dtype: torch.dtype, width: int, rows: int) -> None:
+    tokens, inputs, outputs = 512, 4096, 6144
+    tiles = LoraTiles(ints(tokens), ints(tokens // rows, 3), rows)
+    pairs = lora_pairs(3, width, inputs, outputs, dtype)
+    add_lora(empty(tokens, outputs, dtype=dtype), empty(tokens, inputs, dtype=dtype), LoraStep((), tiles), pairs)
+
+
+GATINGS = {
+    "silu": Gating(),
+    "gelu": Gating("gelu"),
+    "gelu_pytorch_tanh": Gating("gelu_pytorch_tanh"),
+    "relu": Gating("relu"),
+    "gpt_oss": Gating("quick_gelu", interleaved=True, limit=7.0, shift=1.0),
+    "limited": Gating(limit=10.0),
+}
+ROUTINGS = {
+    "mixtral,E=8": (8, Routing(2), False),
+    "qwen3,E=128": (128, Routing(8), False),
+    "qwen2,E=60": (60, Routing(4, renormalise=False), False),
+    "deepseek_v2,E=160": (160, Routing(6, groups=8, top_groups=3, renormalise=False, scale=16.0), False),
+    "deepseek_v3,E=256": (256, Routing(8, "sigmoid", 8, 4, "top2", scale=2.5), True),
+    "softmax with a bias,E=64": (64, Routing(6), True),
+}
+
+
+def _experts(dtype: torch.dtype, gating: Gating, tile: GroupedTile) -> None:
+    tokens, hidden, inner, experts, chosen = 512, 2048, 768, 64, 8
+    make = partial(empty, dtype=dtype)
+    layer = Experts(make(experts, 2 * inner, hidden), make(experts, hidden, inner), gating=gating)
+    if gating.interleaved:  # such models keep their weights transposed
+        up, down = make(experts, hidden, 2 * inner).transpose(1, 2), make(experts, inner, hidden).transpose(1, 2)
+        layer = Experts(up, down, make(experts, 2 * inner), make(experts, hidden), gating)
+    moe_experts(make(tokens, hidden), ints(tokens, chosen), empty(tokens, chosen), layer, tile)
+
+
+def _grouped(name: str, dtype: torch.dtype) -> Cases:
+    for width in (16, 32, 64):
+        for rows in (16, 64):
+            yield f"add_lora[{name},ranks={width},rows={rows}]", partial(_lora, dtype, width, rows)
+    for rows, tile in chip_tuning(META).grouped["float32" if dtype == F32 else "half"].items():
+        for gating, made in GATINGS.items():
+            if gating in ("silu", "gpt_oss") or (dtype == BF16 and rows == 64):
+                yield f"moe_experts[{name},{gating},rows={rows}]", partial(_experts, dtype, made, tile)
+    for rules, (experts, routing, biased) in ROUTINGS.items():
+        if dtype != F16:
+            bias = empty(experts) if biased else None
+            yield f"route[{name},{rules}]", partial(route, empty(512, experts, dtype=dtype), routing, bias)
+
+
+# Attention, with the tiles of the chip compiled for.
+
+WINDOW: dict[str, Any] = {"window": 4096}
+ALL: dict[str, Any] = {"window": 4096, "softcap": 50.0, "sinks": True}
+ATTENTION: tuple[tuple[torch.dtype, int, int, int, int, int, dict[str, Any]], ...] = (
+    *((BF16, 16, 8, dim, dim, 16, {}) for dim in (64, 80, 96, 112, 128, 256)),
+    (BF16, 16, 16, 192, 128, 16, {}),
+    (BF16, 14, 2, 64, 64, 16, {}),
+    (BF16, 32, 1, 128, 128, 16, {}),
+    (BF16, 32, 8, 128, 128, 64, {}),
+    (BF16, 32, 8, 128, 128, 16, WINDOW),
+    *((BF16, 16, 8, dim, dim, 16, ALL) for dim in (64, 128, 256)),
+    *((F16, 16, 8, dim, dim, 16, {}) for dim in (64, 128, 256)),
+    *((F32, 16, 8, dim, dim, 16, {}) for dim in (64, 128, 256)),
+    *((F32, 16, 8, dim, dim, 16, ALL) for dim in (64, 128, 256)),
+)
+"""dtype, heads, kv heads, key and value size, page size, options."""
+
+
+def _attention(name: str, dtype: torch.dtype) -> Cases:
+    for of, heads, kv_heads, key_dim, value_dim, page_size, options in ATTENTION:
+        if of == dtype:
+            sizes = f"{name},N={heads},K={kv_heads},D={key_dim},Dv={value_dim},S={page_size}"
+            sizes += "".join(f",{option}" for option in options)
+            layer = LayerKV(kv_heads, key_dim, value_dim)
+            for kind, attend in (("", _whole_step), ("deterministic_", _deterministic_step)):
+                yield f"{kind}attention[{sizes}]", partial(attend, dtype, heads, layer, page_size, options)
+    for dim in (64, 128, 256):
+        parts = empty(7, 16, dim, dtype=dtype), empty(16, 7).T, empty(7, 16, dim), empty(7, 16)
+        yield f"merge_parts[{name},D={dim}]", partial(merge_parts, *parts)
+
+
+ROWS = 130
+
+
+def _whole_step(dtype: torch.dtype, heads: int, layer: LayerKV, page_size: int, options: dict[str, Any]) -> None:
+    """A step with work for every launch: a chunk, groups of many rows and of one, long rows that are split."""
+    pages = np.ones(-(-4096 // page_size), np.int64)
+    groups = [GroupPages(np.arange(128), pages[:2], 0), GroupPages(np.array([128]), pages[:2], 0)]
+    start, lens = np.full(ROWS, 2 * page_size), np.where(np.arange(ROWS) < 129, 20, 4000)
+    start[129] = 0
+    pool, batch = _step(dtype, layer, page_size, groups, lens, start)
+    _attend(TritonAttention(pool, batch, multiprocessors=132), dtype, heads, layer, options)
+
+
+def _deterministic_step(
+    dtype: torch.dtype, heads: int, layer: LayerKV, page_size: int, options: dict[str, Any]
+) -> None:
+    """A step with a chunk, a group and decode rows, whose launches must use the same machine code."""
+    groups = [GroupPages(np.arange(128), np.ones(256 // page_size, np.int64), 0)]
+    start = np.where(np.arange(ROWS) < 128, 256, 0)
+    pool, batch = _step(dtype, layer, page_size, groups, np.full(ROWS, 20), start)
+    _attend(DeterministicTritonAttention(pool, batch), dtype, heads, layer, options)
+
+
+def _step(
+    dtype: torch.dtype, layer: LayerKV, page_size: int, groups: list[GroupPages], lens: Any, start: Any
+) -> tuple[KVPool, AttentionBatch]:
+    pages = np.ones(-(-4096 // page_size), np.int64)
+    table, chunks = np.zeros((ROWS, len(pages)), np.int64), [ChunkPages(0, 256, 4000, pages)]
+    batch = AttentionBatch(ints(256 + ROWS), chunks, 256, groups, table, lens, start, int(lens.max()))
+    return KVPool.allocate([layer], 512, page_size, dtype, META), batch
+
+
+def _attend(attention: Any, dtype: torch.dtype, heads: int, layer: LayerKV, options: dict[str, Any]) -> None:
+    if options.get("sinks"):
+        options = options | {"sinks": empty(heads, dtype=dtype)}
+    attention.attend_stored(0, empty(256 + ROWS, heads, layer.key_dim, dtype=dtype), AttentionArgs(0.1, **options))

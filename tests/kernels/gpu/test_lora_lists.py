@@ -1,0 +1,69 @@
+"""The stack of a layer's adapters and the tiles of a step, which the LoRA kernels read."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchgen.kernels.device import HOST
+from batchgen.kernels.gpu.lora import add_lora
+from batchgen.kernels.lora import LoraPair, LoraPairs, lora_step, tiles_of
+from tests.kernels.gpu.numbers import Numbers
+
+CPU = torch.device("cpu")
+NUMBERS = Numbers(CPU)
+
+
+def test_zeros_of_projections_fused_along_their_outputs_are_not_read() -> None:
+    """An adapter of q, k and v is zero in most of B."""
+    up = torch.zeros(400, 48)
+    for part, (start, end) in enumerate(((0, 200), (200, 300), (300, 400))):
+        up[start:end, 16 * part : 16 * part + 16] = NUMBERS.randn(end - start, 16)
+    pairs = LoraPairs([None, LoraPair(NUMBERS.randn(48, 32), up)])
+    assert pairs.stack.spans[1].tolist() == [[0, 16], [0, 32], [16, 48], [32, 48]]
+    assert pairs.stack.spans[0].tolist() == [[0, 0]] * 4
+    x, out = NUMBERS.randn(3, 32), NUMBERS.randn(3, 400)
+    exact = out.double()
+    exact[[0, 2]] += x[[0, 2]].double() @ pairs[1].down.double().T @ up.double().T
+    step = lora_step(np.array([1, 0, 1]), HOST)
+    assert step is not None
+    add_lora(out, x, step, pairs)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5 * float(exact.abs().max()))
+
+
+def test_a_stack_contains_the_pairs_once() -> None:
+    def drawn(rank: int) -> LoraPair:
+        return LoraPair(NUMBERS.randn(rank, 12, dtype=torch.bfloat16), NUMBERS.randn(10, rank, dtype=torch.bfloat16))
+
+    pairs = LoraPairs([drawn(4), None, drawn(17)])
+    before = [None if p is None else (p.down.clone(), p.up.clone()) for p in pairs]
+    stack = pairs.stack
+    assert stack.ranges.tolist() == [[0, 16], [16, 0], [16, 32]]
+    assert (stack.width, stack.down.shape, stack.up.shape) == (32, (48, 12), (48, 10))
+    assert stack.down[4:16].eq(0).all()
+    assert stack.up[33:].eq(0).all()
+    for pair, old in zip(pairs, before, strict=True):
+        assert (pair is None) == (old is None)
+        if pair is not None and old is not None:
+            assert pair.down.untyped_storage().data_ptr() == stack.down.untyped_storage().data_ptr()
+            assert pair.up.untyped_storage().data_ptr() == stack.up.untyped_storage().data_ptr()
+            assert torch.equal(pair.down, old[0])
+            assert torch.equal(pair.up, old[1])
+    assert pairs.stack is stack
+
+
+@settings(deadline=None, max_examples=60)
+@given(adapters=st.lists(st.integers(-1, 4), min_size=1, max_size=200).filter(lambda a: max(a) >= 0))
+def test_tiles_contain_every_token_once(adapters: list[int]) -> None:
+    step = lora_step(np.array(adapters), HOST)
+    assert step is not None
+    found = tiles_of(step, len(adapters), CPU)
+    seen: dict[int, int] = {}
+    for adapter, first, count in found.tiles.tolist():
+        assert 0 < count <= found.rows
+        for token in found.order[first : first + count].tolist():
+            assert token not in seen
+            seen[token] = adapter
+    assert seen == {token: adapter for token, adapter in enumerate(adapters) if adapter >= 0}
