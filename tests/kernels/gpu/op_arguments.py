@@ -17,6 +17,7 @@ from batchgen.kernels.device import device_for
 from batchgen.kernels.heads import HeadNorms
 from batchgen.kernels.logprobs import GatheredLogprobs
 from batchgen.kernels.lora import LoraPair, LoraPairs, LoraStep, lora_step
+from batchgen.kernels.merge import PartLists
 from batchgen.kernels.moe import Experts, Gating, Routing
 from batchgen.kernels.moe import route as plain_route
 from batchgen.kernels.rope import rope_tables
@@ -368,18 +369,18 @@ def merge_lists(n: Numbers, dtype: torch.dtype, rows: int, heads: int, dim: int,
     part_out = n.randn(total, heads, dim).masked_fill_(part_lse.isneginf()[..., None], torch.nan)
     tokens[tokens == rows - 1] = -1 if rows > 1 else 0
     out = torch.full((rows, heads, dim), 7.0, dtype=dtype, device=n.device)
-    made = {"part_out": part_out, "part_lse": part_lse, "parts": n.permutation(total).int(), "tokens": tokens}
-    made |= {"starts": starts, "counts": counts, "out": out, "lse": torch.full((rows, heads), 7.0, device=n.device)}
+    lists = PartLists(n.permutation(total).int(), tokens, starts, counts)
+    made = {"part_out": part_out, "part_lse": part_lse, "lists": lists, "out": out}
+    made |= {"lse": torch.full((rows, heads), 7.0, device=n.device)}
     return {**made, "sinks": n.randn(heads, scale=3.0) if sinks else None}
 
 
 def exact_lists(
-    part_out: Tensor, part_lse: Tensor, parts: Tensor, tokens: Tensor, starts: Tensor, counts: Tensor, out: Tensor,
-    lse: Tensor, sinks: Tensor | None,
-) -> None:  # fmt: skip
-    for token, start, count in zip(tokens.tolist(), starts.tolist(), counts.tolist(), strict=True):
+    part_out: Tensor, part_lse: Tensor, lists: PartLists, out: Tensor, lse: Tensor, sinks: Tensor | None
+) -> None:
+    for token, start, count in zip(lists.tokens.tolist(), lists.starts.tolist(), lists.counts.tolist(), strict=True):
         if token >= 0:
-            chosen = parts[start : start + count].long()
+            chosen = lists.parts[start : start + count].long()
             out[token], lse[token] = _merged(part_out[chosen], part_lse[chosen], sinks)
 
 
