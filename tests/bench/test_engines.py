@@ -69,10 +69,6 @@ def test_disabling_prefix_groups_changes_no_token(folder: Path) -> None:
     assert reads == flat.counted["decode_kv_positions"] > grouped.counted["decode_kv_reads"]
 
 
-def test_batchgen_rows_may_have_fields(ours: InProcess) -> None:
-    assert ours.generate([BenchRow([5, 6], 3, fields={"allowed_token_ids": [9]})], {}).outputs == [[9, 9, 9]]
-
-
 def test_output_depends_on_the_whole_prompt(ours: InProcess) -> None:
     """Otherwise the gate checks nothing: a model that repeats its last token passes with any attention."""
     rows = [BenchRow([start, 11, 12, 13, 14], 6) for start in range(3, 15)]

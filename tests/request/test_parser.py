@@ -98,10 +98,14 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"logit_bias": {"50": -100, "7": 1.5}}, {"logit_bias": ((7, 1.5), (50, -100.0))}),
     ({"bad_words": ["a", [1, 2]]}, {"bad_words": ("a", (1, 2))}),
     ({"allowed_token_ids": [3, 1]}, {"allowed_token_ids": (3, 1)}),
-    ({"return_logprob": True, "token_ids_logprob": [4, 2, 4]}, {"return_logprob": True, "token_ids_logprob": (4, 2, 4)}),
+    (
+        {"return_logprob": True, "token_ids_logprob": [4, 2, 4]},
+        {"return_logprob": True, "token_ids_logprob": (4, 2, 4)},
+    ),
 ]
 NO_OP: list[dict[str, Any]] = [
-    {"stop": []}, {"top_p": 1}, {"top_k": 0}, {"top_k": -1}, {"logprob_start_len": -1, "return_text_in_logprobs": False},
+    {"stop": []}, {"top_p": 1}, {"top_k": 0}, {"top_k": -1},
+    {"logprob_start_len": -1, "return_text_in_logprobs": False},
     {"temperature": None, "stop": None, "regex": None}, {"frequency_penalty": -0.0}, {"presence_penalty": 0},
     {"repetition_penalty": 1}, {"logit_bias": {}}, {"bad_words": []}, {"stop_regex": []}, {"token_ids_logprob": []},
     {"response_format": {"type": "text"}}, {"response_format": {"type": "text", "json_schema": None}}, {"echo": False},

@@ -34,7 +34,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"image_data": []}, {"tools": []}, {"add_generation_prompt": False}, {"user": "u"}, {"store": False},
     {"unknown": 1}, {"stream": True}, {"completion": "a"}, {"response_format": {"type": "text"}},
     {"echo": True, "logprobs": 1}, {"stop_token_ids": [1]}, {"stop_token_ids": [True]}, {"stop_token_ids": [1.0]},
-    {"max_tokens": 1}, {"max_tokens": True}, {"max_tokens": 1.0}, {"echo": 1}, {"temperature": True}, {"temperature": 1},
+    {"max_tokens": 1}, {"max_tokens": True}, {"max_tokens": 1.0}, {"echo": 1}, {"temperature": True},
+    {"temperature": 1},
 ]  # fmt: skip
 OTHER_FIELDS: list[dict[str, Any]] = [
     {"id": "a"}, {"rid": "é"}, {"custom_id": "b"}, {"id": None}, {"id": 5}, {"id": "\ud800"}, {"id": "a", "rid": "b"},

@@ -20,7 +20,6 @@ from batchgen.errors import BatchgenError, ErrorInfo, OutputError
 from batchgen.kernels.bitmask import bitmask_width
 from batchgen.request.params import Constraint, ConstraintKind
 from batchgen.text.grammar import compiler as grammar_compiler
-from batchgen.text.grammar.compiler import stop_compiler
 from batchgen.text.grammar.grammars import Grammars
 from batchgen.text.grammar.worker import CompileLimits, import_compiler
 from batchgen.text.tokenizer import Tokenizer
@@ -110,7 +109,9 @@ def test_large_batches_do_not_deadlock(grammars: Grammars) -> None:
     assert all(grammars.error(constraint) is None for constraint in several)
 
 
-@pytest.mark.parametrize(("message", "constraint", "limits"), HOSTILE, ids=["time", "size", "memory", "depth", "groups"])
+@pytest.mark.parametrize(
+    ("message", "constraint", "limits"), HOSTILE, ids=["time", "size", "memory", "depth", "groups"]
+)
 def test_a_hostile_grammar_is_an_error_and_the_next_one_compiles(
     tokenizer: Tokenizer, message: str, constraint: Constraint, limits: CompileLimits
 ) -> None:
@@ -331,7 +332,19 @@ def test_errors_name_the_problem(grammars: Grammars, kind: ConstraintKind, text:
 
 @pytest.mark.field("choice")
 def test_choices_are_exact(grammars: Grammars) -> None:
-    choices = ["a", "ab", "abc", 'say "hi"', "back\\slash", "line\nbreak\ttab", "日本", "😀", "\u2028", "a/b", "\x7f\x01"]
+    choices = [
+        "a",
+        "ab",
+        "abc",
+        'say "hi"',
+        "back\\slash",
+        "line\nbreak\ttab",
+        "日本",
+        "😀",
+        "\u2028",
+        "a/b",
+        "\x7f\x01",
+    ]
     constraint = Constraint("choice", json.dumps(choices))
     assert set(texts(grammars, constraint, count=200)) == set(choices)
     for text in (*choices, "b", "a ", "abcd", ""):
