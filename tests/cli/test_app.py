@@ -17,8 +17,7 @@ import pytest
 from batchgen import __version__
 from batchgen.cli.app import _replace_closed_streams, command_names, run_command
 from batchgen.cli.reference import reference
-from batchgen.config.options import OPTIONS
-from batchgen.config.run_config import RunConfig
+from batchgen.config.run_config import OPTIONS, RunConfig
 from batchgen.config.units import Shard
 from batchgen.errors import (
     BatchgenError,

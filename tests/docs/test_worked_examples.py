@@ -13,7 +13,7 @@ _FIELD = """
 from pathlib import Path
 from batchgen.cli.app import run_command
 from batchgen.cli.reference import reference
-from batchgen.config.run_config import resolve_config
+from batchgen.config.resolve import resolve_config
 from batchgen.errors import RowError
 from batchgen.request.parser import RowDefaults, parse_row
 from tests.docs.conformance import page

@@ -28,7 +28,7 @@ def test_bad_words_are_found_at_the_start_after_a_space_and_after_a_line_break(
         assert forms[0] == forms[1] == forms[2], "a leading space has no effect"
         assert all(tokenizer.decode(ids).strip() == word for ids in forms[0])
         texts = [word, f"The {word}", f"a\n{word}", f"The {word} dog"]
-        # The merges of this tokenizer cross spaces, unlike a real model's: words inside a text may be encoded otherwise.
+        # The merges of this tokenizer cross spaces, so words inside a text may be encoded otherwise.
         for ids in tokenizer.encode_plain(texts[:1] if kind == "bytefallback" else texts):
             assert contains(ids, forms[0]), word
         assert not contains(other, forms[0])
