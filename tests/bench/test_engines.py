@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from batchgen.bench.adapters import adapter_folders, merge_adapter
 from batchgen.bench.correctness import Check, returned_counts
 from batchgen.bench.engines.engine_transformers_continuous import cpu_batching
+from batchgen.bench.shapes import adapter_folders, merge_adapter
 from batchgen.bench.workload_defs import MORE_WORKLOADS
 from batchgen.bench.workloads import AdapterSet, BenchRow
 from batchgen.text.tokenizer import Tokenizer

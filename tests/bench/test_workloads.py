@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from batchgen.bench import workload_defs
-from batchgen.bench.adapters import adapter_folders, adapter_parameters
+from batchgen.bench.shapes import adapter_folders, adapter_parameters
 from batchgen.bench.workload_defs import (
     GPU_WORKLOADS,
     MORE_WORKLOADS,
