@@ -99,7 +99,7 @@ def test_a_row_of_one_token_decodes_nothing(spec: ModelSpec) -> None:
 
 def test_a_floor_of_a_named_workload_model_and_device() -> None:
     """Thousands of tokens per second, computed independently; the tolerance covers different rounding of batches."""
-    floor = device_floor(GPU_WORKLOADS["w-prefix"].rows(128_256), SHAPES["8b"], H200, 1024, "levels")
+    floor = device_floor(GPU_WORKLOADS["w-prefix"].rows(128_256), SHAPES["8b"], H200, 1024)
     assert (floor.overlap / 1e3, floor.serial / 1e3) == pytest.approx((33.5, 28.9), rel=0.08)
 
 
@@ -115,9 +115,6 @@ def test_a_floor_by_hand() -> None:
     assert levels.memory == 3 * 2 * (layers + head) + 8 * (2 * 3 + 2 * 3 + 1 * 2 + 3 + 2)
     assert levels.prefill == 2 * layers * 5 + 8 * (1 + 2 + 3 + 4 + 3)
     assert levels.compute == 2 * (layers + head) * 7 + 8 * (4 * 3 + 2 * 2 * 3 + 3 + 2)
-    cached, none = (device_floor(rows, shape, rates, 3, sharing) for sharing in ("cached", "none"))
-    assert cached.memory == none.memory == 3 * 2 * (layers + head) + 8 * (4 * 3 + 2 * 2 * 3 + 3 + 2)
-    assert none.prefill == 2 * layers * 10 + 8 * (10 + 2 * 6)
     assert levels.serial < levels.overlap
     # With one sample at a time each token reads the weights, and each row reads the shared segment.
     alone = device_floor(rows, shape, rates, 1)

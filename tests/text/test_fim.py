@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.errors import ErrorInfo
 from batchgen.request.params import SamplingParams
-from batchgen.request.parser import RowDefaults, parse_row
-from batchgen.text.encode import EncodedPrompt, Encoder, Truncate
+from batchgen.text.encode import Encoder, Truncate
 from batchgen.text.fim import find_fim
 from batchgen.text.tokenizer import Tokenizer
-from tests.text.conftest import save_tokenizer
+from tests.text.conftest import encode, save_tokenizer
 
 FAMILIES: dict[str, tuple[str, str, str]] = {
     "qwen": (
@@ -49,12 +46,6 @@ def family_tokenizer(folder: Path, name: str, *, bos: bool = True) -> Tokenizer:
     tokenizer = Tokenizer.load(save_tokenizer(folder, kind, bos=bos))
     tokenizer._rust.add_special_tokens(specials.split())
     return Tokenizer(tokenizer._hf, folder)
-
-
-def encode(encoder: Encoder, row: dict[str, Any]) -> list[EncodedPrompt]:
-    ((_, result),) = encoder.encode_rows([(0, parse_row(row, 0, RowDefaults()))])
-    assert not isinstance(result, ErrorInfo), result
-    return result
 
 
 def expected_prompt(tokenizer: Tokenizer, name: str, before: list[int], after: list[int]) -> list[int]:
