@@ -124,7 +124,7 @@ def test_a_floor_by_hand() -> None:
 # The machine
 
 
-def test_machine_rates_are_finite() -> None:
+def test_machine_rates_are_finite(fast_rates: None) -> None:
     cpu = torch.device("cpu")
     products = measure_matmul(torch.bfloat16, cpu)
     assert 1e6 < products.flops < 1e16
