@@ -46,14 +46,12 @@ _TWO_ROWS: Final = (
 """A row that is committed immediately, and one that runs long enough for the job to be killed."""
 _MAX_PARTS: Final = 16
 """Largest number of parts in which the killed job commits its rows."""
+_MIN_SMALL_JOBS: Final = 3
+"""Number of runs of the small jobs; the median hides single runs that waited for the disk."""
 
 
-def run_job_bench(
-    repeat: int, emit: Callable[[str], None], count: int = JOB_ROWS, small_jobs: int = 3
-) -> list[CommandFigure]:
+def run_job_bench(repeat: int, emit: Callable[[str], None], count: int = JOB_ROWS) -> list[CommandFigure]:
     """Measure jobs of `count` rows and pass one JSON line per figure to `emit`. A first job warms the disk cache.
-
-    The small jobs run at least `small_jobs` times: the median hides single runs that waited for the disk.
 
     Raises:
         CommandFailed: a process failed, or a resumed job found no committed rows.
@@ -66,7 +64,7 @@ def run_job_bench(
             text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in chosen)
             (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
         _run(folder, "one", "warm")
-        for number in range(max(repeat, small_jobs)):
+        for number in range(max(repeat, _MIN_SMALL_JOBS)):
             one_row_jobs.append(_run(folder, "one", f"one-{number}"))
             two_row_jobs.append(_killed_and_resumed(folder, "two", f"two-{number}", len(_TWO_ROWS)))
             if number >= repeat:

@@ -54,7 +54,7 @@ def forked_command(arguments: list[str], folder: Path, *, killed: bool = False) 
 def test_the_benchmark_reports_every_metric(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows_cost, "batchgen_process", forked_command)
     lines: list[str] = []
-    figures = run_job_bench(1, lines.append, count=256, small_jobs=1)
+    figures = run_job_bench(1, lines.append, count=512)
     assert [figure.metric for figure in figures] == list(JOB_METRICS)
     assert [json.loads(line)["value"] for line in lines] == [figure.value for figure in figures]
     by_name = {figure.metric: figure for figure in figures}
