@@ -25,6 +25,7 @@ from batchgen.request.checks import (
 from batchgen.request.field import BODIES, EVERYWHERE, Field, NoOpTest, Place
 from batchgen.request.params import CONSTRAINT_KINDS, SAMPLING_FIELDS
 from batchgen.request.printable import printable
+from batchgen.request.prompts import embeddings
 
 __all__ = ["CONSTRAINTS", "FIELDS", "LOOKUP", "SOURCES", "Field", "Place", "unknown_field"]
 
@@ -62,7 +63,7 @@ _PROMPTS = (
     Field("id", field_checks.row_id, _ROW, aliases=("rid", "custom_id")),
     Field("text", field_checks.texts, _ROW, aliases=("prompt",)),
     Field("input_ids", token_id_lists, _ROW),
-    Field("input_embeds", field_checks.embeddings, _ROW),
+    Field("input_embeds", embeddings, _ROW),
     Field("prompt", field_checks.prompts, ("completions",)),
     Field("messages", field_checks.messages, _CHAT),
     Field("tools", field_checks.tools, _CHAT),
