@@ -26,7 +26,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -41,13 +41,9 @@ __all__ = [
     "DeviceFloor",
     "DeviceRates",
     "FloorWork",
-    "Sharing",
     "count_work",
     "device_floor",
 ]
-
-Sharing = Literal["none", "cached", "levels"]
-"""Use of common prefixes: none; computed once (prefix cache); computed once and read once per step for all rows."""
 
 _BF16_BYTES: Final = 2
 
@@ -90,9 +86,7 @@ class DeviceFloor:
         return self.output_tokens / (self.prefill + self.memory + self.compute)
 
 
-def device_floor(
-    rows: Sequence[BenchRow], shape: Shape, rates: DeviceRates, concurrency: int, sharing: Sharing = "levels"
-) -> DeviceFloor:
+def device_floor(rows: Sequence[BenchRow], shape: Shape, rates: DeviceRates, concurrency: int) -> DeviceFloor:
     """The floor of a workload on a GPU.
 
     Args:
@@ -100,10 +94,9 @@ def device_floor(
         shape: the model, in bfloat16.
         rates: the device's peak rates.
         concurrency: number of samples that run at the same time and share a step's read of the weights.
-        sharing: use of common prefixes.
     """
     new = np.array([row.max_new for row in rows], np.int64)
-    work = _tree_work(rows, new, concurrency, sharing)
+    work = _tree_work(rows, new, concurrency)
     steps = max(int(new.max()), -(-work.decoded // concurrency))
     head = shape.vocab * shape.hidden
     layers = shape.parameters - head * (1 if shape.tied else 2)
@@ -211,12 +204,10 @@ class _TreeWork:
     attended: float
     """Number of earlier positions that decoded tokens attend to."""
     read: float
-    """`attended`; with sharing "levels", each node of the tree is counted once per step."""
+    """`attended`, but each node of the prefix tree is counted once per step."""
 
 
-def _tree_work(
-    rows: Sequence[BenchRow], decoded: npt.NDArray[np.int64], concurrency: int, sharing: Sharing = "levels"
-) -> _TreeWork:
+def _tree_work(rows: Sequence[BenchRow], decoded: npt.NDArray[np.int64], concurrency: int) -> _TreeWork:
     """Count rows that decode `decoded` tokens each, `concurrency` samples at a time."""
     lengths = np.array([len(row.ids) for row in rows], np.int64)
     tokens = np.fromiter(chain.from_iterable(row.ids for row in rows), np.int32, int(lengths.sum()))
@@ -224,9 +215,14 @@ def _tree_work(
     samples = np.array([row.samples for row in rows], np.int64)
     own = float((samples * decoded * (decoded - 1) // 2).sum())  # attended output tokens of the same sample
     attended = float((samples * decoded * lengths).sum())  # attended prompt tokens
-    read = attended if sharing != "levels" else _prefix_kv_reads(tree, decoded, samples, concurrency)
-    computed, prompt_attended = _prefill_work(tree, lengths, samples, sharing)
-    return _TreeWork(computed, int((samples * decoded).sum()), prompt_attended, attended + own, read + own)
+    start, end = tree.start.astype(np.int64), tree.end.astype(np.int64)
+    return _TreeWork(
+        computed=float((end - start).sum()),
+        decoded=int((samples * decoded).sum()),
+        prompt_attended=float((end * (end + 1) // 2 - start * (start + 1) // 2).sum()),
+        attended=attended + own,
+        read=_prefix_kv_reads(tree, decoded, samples, concurrency) + own,
+    )
 
 
 def _prefix_kv_reads(
@@ -240,16 +236,6 @@ def _prefix_kv_reads(
     # The rows of a subtree run together: if they are more than `concurrency`, they take several rounds.
     rounds = np.maximum(1.0, rows / concurrency)
     return float(((tree.end - tree.start) * steps * rounds).sum())
-
-
-def _prefill_work(
-    tree: PrefixTree, lengths: npt.NDArray[np.int64], samples: npt.NDArray[np.int64], sharing: Sharing
-) -> tuple[float, float]:
-    """Number of prompt tokens computed, and of positions that they attend to, including themselves."""
-    if sharing == "none":
-        return float((samples * lengths).sum()), float((samples * lengths * (lengths + 1) // 2).sum())
-    start, end = tree.start.astype(np.int64), tree.end.astype(np.int64)
-    return float((end - start).sum()), float((end * (end + 1) // 2 - start * (start + 1) // 2).sum())
 
 
 def _states(row: BenchRow) -> int:

@@ -96,7 +96,7 @@ class PlanFigure:
         return json.dumps(asdict(self))
 
 
-def run_plan_bench(size: PlanSize, emit: Callable[[str], None], folder: Path | None = None) -> list[PlanFigure]:
+def run_plan_bench(size: PlanSize, emit: Callable[[str], None]) -> list[PlanFigure]:
     """Plan every shape at this size and pass one JSON line for each to `emit`.
 
     Each shape is planned in a separate process, so that memory freed after generating the ids does not distort the
@@ -105,12 +105,11 @@ def run_plan_bench(size: PlanSize, emit: Callable[[str], None], folder: Path | N
     Args:
         size: number and length of the prompts.
         emit: called with each JSON line.
-        folder: folder of the temporary files; the system's default if None.
     """
     figures = []
     for shape in PLAN_SHAPES:
         with (
-            tempfile.TemporaryDirectory(prefix="batchgen-plan-", dir=folder) as scratch,
+            tempfile.TemporaryDirectory(prefix="batchgen-plan-") as scratch,
             TokenSpool(Path(scratch) / "tokens.spool") as spool,
             ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process,
         ):

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from batchgen.bench.adapters import adapter_folders, adapter_parameters, merge_adapter
 from batchgen.bench.config import BenchConfig
 from batchgen.bench.correctness import Gate, check_lengths
 from batchgen.bench.figures import Context, Figure, Measured, workload_figures
@@ -25,7 +24,14 @@ from batchgen.bench.peers import OURS, OWN_ENGINES, REFERENCE, EngineSource, par
 from batchgen.bench.process import BenchEngine, EngineExited, EngineFailed, EngineProcess, LoadSpec
 from batchgen.bench.rates import MatmulRate, measure_bandwidth, measure_matmul
 from batchgen.bench.results import SkippedPeers, read_figures
-from batchgen.bench.shapes import DEMO, bench_cache, resolve_bench_model
+from batchgen.bench.shapes import (
+    DEMO,
+    adapter_folders,
+    adapter_parameters,
+    bench_cache,
+    merge_adapter,
+    resolve_bench_model,
+)
 from batchgen.bench.table import print_comparison
 from batchgen.bench.workload_defs import BenchWorkload, find_workloads
 from batchgen.bench.workloads import AdapterSet, BenchRow, plain

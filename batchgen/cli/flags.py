@@ -13,8 +13,8 @@ import typer
 from typer.core import TyperCommand
 
 from batchgen.config.option_types import BOOL, Option
-from batchgen.config.options import GROUPS, OPTIONS
-from batchgen.config.run_config import resolve_config
+from batchgen.config.resolve import resolve_config
+from batchgen.config.run_config import GROUPS, OPTIONS
 from batchgen.errors import UsageError
 
 __all__ = ["GroupedCommand", "gather", "with_options"]

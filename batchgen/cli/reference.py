@@ -9,7 +9,7 @@ import typer
 from typer.main import get_command
 
 from batchgen.cli.app import app, command_names
-from batchgen.config.options import GROUPS
+from batchgen.config.run_config import GROUPS
 
 __all__ = ["reference"]
 

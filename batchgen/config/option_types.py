@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from batchgen.config.units import (
     parse_bool,
@@ -39,14 +40,17 @@ __all__ = [
     "TEXT",
     "THRESHOLD",
     "TOKEN_IDS",
+    "Group",
     "Option",
-    "Target",
     "ValueType",
-    "choice",
     "coerce",
-    "flag",
+    "declared_options",
     "int_range",
 ]
+
+_T = TypeVar("_T")
+_KEY = "option"
+"""Key of a declared option in the metadata of an attribute."""
 
 Target = Literal["engine", "run", "sampling", "meta"]
 """Part of the configuration that an option sets; `meta` options are read while it is resolved."""
@@ -82,7 +86,7 @@ class Option:
     help: str
     default: Any = None
     group: str = ""
-    target: Target | None = None
+    target: Target = "run"
     repeat: bool = False
     """Whether the option may be given several times; its value is a tuple."""
     choices: tuple[str, ...] = ()
@@ -91,6 +95,8 @@ class Option:
     choice_flags: bool = False
     """Whether each choice is a separate flag; `help` has one line for each."""
     short: str | None = None
+    runs_code: bool = False
+    """Whether the value runs code: the command must name it, because `./batchgen.toml` may come from another user."""
 
     @property
     def flag(self) -> str:
@@ -177,15 +183,56 @@ NAME_PATH = ValueType("NAME=PATH", parse_name_path, (str, os.PathLike), named_pa
 NAME_FUNCTION = ValueType("NAME=module:function", parse_name_function, named_pairs=True, accepts_functions=True)
 
 
-def choice(name: str, choices: str, help: str, choice_flags: bool = False, target: Target | None = None) -> Option:
-    """Option with fixed choices, given as `a|b|c`; the first is the default."""
-    names = tuple(choices.split("|"))
-    return Option(name, _one_of(*names), help, names[0], target=target, choices=names, choice_flags=choice_flags)
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Section of the help."""
+
+    title: str
+
+    def option(
+        self,
+        default: _T,
+        help: str,
+        value_type: ValueType | None = None,
+        *,
+        choice_flags: bool = False,
+        runs_code: bool = False,
+    ) -> _T:
+        """Attribute of a configuration that declares an option of this section.
+
+        Args:
+            default: the attribute's default.
+            help: as in `Option`.
+            value_type: type of the value; None if it follows from the annotation, a bool or a `Literal`.
+            choice_flags: as in `Option`.
+            runs_code: as in `Option`.
+        """
+        declared = {"group": self.title, "help": help, "choice_flags": choice_flags, "runs_code": runs_code}
+        return dataclasses.field(default=default, metadata={_KEY: (value_type, declared)})
 
 
-def flag(name: str, help: str, default: bool = False, target: Target | None = None) -> Option:
-    """Boolean option."""
-    return Option(name, BOOL, help, default, target=target)
+def declared_options(config: type[Any], target: Target) -> tuple[Option, ...]:
+    """The options that the attributes of a configuration declare, in order."""
+    annotations = get_type_hints(config)
+    options = []
+    for item in dataclasses.fields(config):
+        if _KEY in item.metadata:
+            value_type, declared = item.metadata[_KEY]
+            annotation = annotations[item.name]
+            choices = get_args(annotation) if value_type is None and get_origin(annotation) is Literal else ()
+            kind = value_type or (_one_of(*choices) if choices else BOOL)
+            options.append(
+                Option(
+                    item.name,
+                    kind,
+                    default=item.default,
+                    target=target,
+                    repeat=kind.named_pairs,
+                    choices=choices,
+                    **declared,
+                )
+            )
+    return tuple(options)
 
 
 def coerce(option: Option, value: object, label: str) -> Any:

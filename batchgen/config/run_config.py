@@ -1,31 +1,43 @@
-"""Resolved configuration of a job.
+"""Configuration of the engine and of a job. Each option is declared once, as an attribute.
 
-Precedence: flags, `BATCHGEN_*` variables, `--config FILE.toml`, `./batchgen.toml`, defaults.
+Its name, type, default, flag, variable, TOML key and help text follow from the attribute's declaration.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from batchgen.config.option_types import NAME_PATH, PATH, Option, coerce
-from batchgen.config.options import BY_NAME, OPTIONS
-from batchgen.config.sources import CODE_OPTIONS, given_options
+from batchgen.config.option_types import (
+    COLUMNS,
+    DURATION,
+    MEMORY,
+    NAME,
+    NAME_FUNCTION,
+    NAME_PATH,
+    NUMBER,
+    PATH,
+    POSITIVE_DURATION,
+    SHARD,
+    SIZE,
+    TEXT,
+    THRESHOLD,
+    Group,
+    Option,
+    coerce,
+    declared_options,
+    int_range,
+)
+from batchgen.config.sampling_options import SAMPLING, SAMPLING_OPTIONS
 from batchgen.config.units import Shard, Threshold, parse_shard
-from batchgen.errors import RowError, UsageError
-from batchgen.request.checks import check_unicode
-from batchgen.request.params import SamplingParams
+from batchgen.errors import UsageError
 from batchgen.request.processors import LogitProcessor
-from batchgen.request.raw_row import STDIN
 
-__all__ = ["STDIN", "EngineConfig", "RunConfig", "resolve_config"]
+__all__ = ["BY_NAME", "GROUPS", "OPTIONS", "EngineConfig", "RunConfig", "resolve_shard"]
 
-_COMPRESSED = frozenset({".gz", ".zst"})
-_OTHER_FORMATS = frozenset({".json", ".jsonl", ".csv", ".txt", ".gz", ".zst", ".arrow"})
+INPUT, OUTPUT, MODEL, JOB, ENGINE = map(Group, ("Input", "Output", "Model", "Job", "Engine"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,49 +50,127 @@ class EngineConfig:
         UsageError: a value is out of range or not supported.
     """
 
-    model: str | None = None
-    """Model folder or id; None is the demonstration model."""
-    revision: str | None = None
-    tokenizer: str | None = None
-    """Tokenizer folder or id; None is the model's."""
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    attention: Literal["auto", "flash", "triton", "compiled", "torch"] = "auto"
-    flash_library: str | None = None
-    """Compiled library of vllm-flash-attn, or its folder."""
-    quantization: Literal["none", "int8"] = "none"
-    """int8: 8-bit weights and matrix products of the native decoder on a CPU."""
-    quantization_bound: float = 0.05
-    """Largest accepted loss of `quantization`: mean KL divergence of next-token distributions, in nats."""
-    model_impl: Literal["auto", "native", "transformers"] = "auto"
-    max_model_len: int | None = None
-    """Most tokens of prompt and completion together."""
-    lora: tuple[tuple[str, str], ...] = ()
+    model: str | None = MODEL.option(
+        None,
+        "Model folder or Hugging Face id; the default is a built-in demonstration model. Example: --model ./Qwen3-0.6B",
+        PATH,
+    )
+    revision: str | None = MODEL.option(
+        None, "Branch, tag or commit of the model on the Hugging Face Hub. Example: --revision main", NAME
+    )
+    tokenizer: str | None = MODEL.option(
+        None, "Tokenizer folder or Hugging Face id; the default is the model's. Example: --tokenizer ./tok", PATH
+    )
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = MODEL.option(
+        "auto", "Data type of the weights. Example: --dtype float32"
+    )
+    device: Literal["auto", "cuda", "cpu"] = MODEL.option("auto", "Device to run on. Example: --device cpu")
+    attention: Literal["auto", "flash", "triton", "compiled", "torch"] = MODEL.option(
+        "auto",
+        "Attention backend: flash (vllm-flash-attn) or triton on a GPU, compiled (C++) on a CPU, torch on both; auto "
+        "selects the fastest, which is measured at start on a GPU. Example: --attention torch",
+    )
+    flash_library: str | None = MODEL.option(
+        None,
+        "Compiled library of vllm-flash-attn or its folder; not needed if vLLM is installed. "
+        "Example: --flash-library ./_vllm_fa3_C.abi3.so",
+        PATH,
+        runs_code=True,
+    )
+    quantization: Literal["none", "int8"] = MODEL.option(
+        "none",
+        "Quantize weights and matrix products of the native decoder to 8 bits on a CPU; the loss is measured at start "
+        "and must not exceed --quantization-bound. Example: --quantization int8",
+    )
+    quantization_bound: float = MODEL.option(
+        0.05,
+        "Largest accepted loss of --quantization, as the mean KL divergence of next-token distributions in nats. "
+        "Example: --quantization-bound 0.2",
+        NUMBER,
+    )
+    model_impl: Literal["auto", "native", "transformers"] = MODEL.option(
+        "auto",
+        "Model implementation: the native decoder, or the transformers library for any model. "
+        "Example: --model-impl transformers",
+    )
+    max_model_len: int | None = MODEL.option(
+        None,
+        "Most tokens of prompt and completion together; the default is the model's. Example: --max-model-len 4096",
+        int_range(1),
+    )
+    lora: tuple[tuple[str, str], ...] = MODEL.option(
+        (), "Load a LoRA adapter that rows select by NAME; repeatable. Example: --lora fr=./french-adapter", NAME_PATH
+    )
     """(name, folder) of the LoRA adapters that rows may select; a mapping is accepted, too."""
-    media_root: str | None = None
-    """Only folder whose files rows may name."""
-    max_num_seqs: int | None = None
-    max_tokens_per_step: int | None = None
-    kv_memory: int | float | None = None
-    """Memory of the KV cache. int: bytes; float: share of the device's memory in (0, 1]."""
-    page_size: int = 16
-    """Tokens per KV cache page."""
-    cpu_threads: int | None = None
-    seed: int = 0
-    """Run seed, int64."""
-    dedup: bool = True
-    deterministic: bool = False
-    """Whether a row's logits are bitwise identical regardless of the batch."""
-    hidden_states_dtype: Literal["auto", "float32"] = "auto"
+    media_root: str | None = INPUT.option(
+        None, "Only folder whose files rows may name in `input_embeds`. Example: --media-root ./embeddings", PATH
+    )
+    hidden_states_dtype: Literal["auto", "float32"] = OUTPUT.option(
+        "auto",
+        "Data type of hidden states; auto is the model's, float32 keeps means unrounded. "
+        "Example: --hidden-states-dtype float32",
+    )
     """auto: the model's dtype, to which means are rounded; float32: means are not rounded."""
-    stop_on_repeat: int | None = None
-    """Number of tokens N: a sample ends when its last N tokens repeat a block of at most N/4 tokens."""
-    lenient_schemas: bool = False
-    """Whether schema keywords that cannot be enforced are ignored instead of refused."""
-    repetition_penalty_scope: Literal["output", "prompt+output"] = "output"
-    logprobs_mode: Literal["raw", "processed"] = "raw"
-    logit_processor: tuple[tuple[str, str | LogitProcessor], ...] = ()
+    repetition_penalty_scope: Literal["output", "prompt+output"] = SAMPLING.option(
+        "output",
+        "Tokens that --repetition-penalty applies to: generated tokens, or prompt tokens as well (as in Hugging Face "
+        "and vLLM). Example: --repetition-penalty-scope prompt+output",
+    )
+    logprobs_mode: Literal["raw", "processed"] = SAMPLING.option(
+        "raw",
+        "Distribution of logprobs: the model's (raw), or the one sampled from, after penalties, masks and filters "
+        "(processed). Example: --logprobs-mode processed",
+    )
+    logit_processor: tuple[tuple[str, str | LogitProcessor], ...] = SAMPLING.option(
+        (),
+        "Python function that rows select by NAME in `custom_logit_processor`; repeatable. "
+        "Example: --logit-processor calm=my_module:calm",
+        NAME_FUNCTION,
+        runs_code=True,
+    )
     """(name, "module:function" or the function itself); a mapping is accepted, too."""
+    stop_on_repeat: int | None = SAMPLING.option(
+        None,
+        "End a sample whose last N tokens repeat a block of at most N/4 tokens, with finish_reason repetition; off by "
+        "default. Example: --stop-on-repeat 64",
+        int_range(4, 2**20),
+    )
+    lenient_schemas: bool = SAMPLING.option(
+        False,
+        "Ignore JSON Schema keywords that cannot be enforced instead of refusing the row. Example: --lenient-schemas",
+    )
+    max_num_seqs: int | None = ENGINE.option(
+        None,
+        "Most sequences in the running batch; the default is 256, or --max-tokens-per-step if that is less. "
+        "Example: --max-num-seqs 64",
+        int_range(1),
+    )
+    max_tokens_per_step: int | None = ENGINE.option(
+        None,
+        "Most tokens computed in one step; the default depends on the device. Example: --max-tokens-per-step 2048",
+        int_range(1),
+    )
+    kv_memory: int | float | None = ENGINE.option(
+        None, "Memory of the KV cache, as a size or a share of the device's memory. Example: --kv-memory 85%", MEMORY
+    )
+    """Memory of the KV cache. int: bytes; float: share of the device's memory in (0, 1]."""
+    page_size: int = ENGINE.option(16, "Tokens per KV cache page. Example: --page-size 32", int_range(1, 4096))
+    cpu_threads: int | None = ENGINE.option(
+        None,
+        "Number of CPU threads; the default is the number of physical cores available. Example: --cpu-threads 8",
+        int_range(1, 4096),
+    )
+    seed: int = ENGINE.option(
+        0, "Run seed, from which the seeds of rows are derived. Example: --seed 42", int_range(-(2**63))
+    )
+    """Run seed, int64."""
+    dedup: bool = ENGINE.option(
+        True, "Compute identical prompts and identical greedy rows once; on by default. Example: --no-dedup"
+    )
+    deterministic: bool = ENGINE.option(
+        False,
+        "Compute bitwise identical logits for a row regardless of the batch, slightly slower. Example: --deterministic",
+    )
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -106,42 +196,100 @@ class RunConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Run-wide sampling defaults that are set: `SamplingParams` field -> value."""
-    sampling_defaults: Literal["model", "openai"] = "model"
-    prompt_column: str | None = None
-    id_column: str | None = None
-    chat: bool | None = None
+    prompt_column: str | None = INPUT.option(
+        None, "Field that contains the prompt. Example: --prompt-column question", NAME
+    )
+    id_column: str | None = INPUT.option(None, "Field that contains the id of the row. Example: --id-column uid", NAME)
+    chat: bool | None = INPUT.option(
+        None,
+        "Apply the chat template to text prompts (--chat), or refuse rows with messages (--no-chat). Example: --chat",
+    )
     """True: text prompts are wrapped as user messages. False: `messages` are refused. None: both are accepted."""
-    system: str | None = None
-    truncate: Literal["none", "left", "right"] = "none"
-    carry: Literal["all", "none"] | tuple[str, ...] = "all"
-    include_prompt: bool = False
-    include_prompt_ids: bool = False
-    shard: Shard | None = None
-    limit: int | None = None
-    """Number of rows to run after `offset`."""
-    offset: int = 0
-    """Number of rows to skip."""
-    sample: int | None = None
-    """Number of rows to select at random."""
-    existing: Literal["resume", "overwrite", "resume-anyway"] = "resume"
-    retry_errors: bool = False
-    max_errors: Threshold = field(default_factory=Threshold)
-    on_bad_row: Literal["error-row", "skip", "fail"] = "error-row"
-    on_duplicate_id: Literal["error", "suffix", "allow"] = "error"
-    commit_every: int = 2000
-    """Most finished rows between two commits."""
-    commit_seconds: float = 30.0
-    """Longest time between two commits, in seconds."""
-    max_time: float | None = None
-    """Seconds after which the run stops."""
-    max_output_bytes: int | None = None
-    """Most bytes of results and hidden states together."""
-    progress: Literal["auto", "bar", "plain", "json", "none"] = "auto"
-    events: str | None = None
-    """Path of the streaming events, or "-" for stdout."""
-    report: str | None = None
-    """Path of the report, or "-" for stdout."""
-    dry_run: bool = False
+    system: str | None = INPUT.option(
+        None, "System message for conversations without one. Example: --system 'Be brief.'", TEXT
+    )
+    truncate: Literal["none", "left", "right"] = INPUT.option(
+        "none", "Side on which prompts that are too long are truncated. Example: --truncate left"
+    )
+    shard: Shard | None = INPUT.option(  # noqa: RUF009  # a field
+        None, "Run part I of N of the input; auto reads the Slurm array variables. Example: --shard 0/16", SHARD
+    )
+    limit: int | None = INPUT.option(None, "Run the first N rows after --offset. Example: --limit 100", int_range(0))
+    offset: int = INPUT.option(0, "Skip the first N rows. Example: --offset 1000", int_range(0))
+    sample: int | None = INPUT.option(
+        None, "Run N rows selected at random by --seed. Example: --sample 50", int_range(1)
+    )
+    on_bad_row: Literal["error-row", "skip", "fail"] = INPUT.option(
+        "error-row",
+        "Action for an invalid input row: write an error row, skip it, or stop the run. Example: --on-bad-row fail",
+    )
+    on_duplicate_id: Literal["error", "suffix", "allow"] = INPUT.option(
+        "error",
+        "Action for a repeated id: report an error, add a suffix, or allow it. Example: --on-duplicate-id suffix",
+    )
+    carry: Literal["all", "none"] | tuple[str, ...] = OUTPUT.option(
+        "all",
+        "Unknown fields of a row to write to the output: all as JSON in the column `extra`, none, or the named ones as "
+        "separate columns. Example: --carry source,lang",
+        COLUMNS,
+    )
+    include_prompt: bool = OUTPUT.option(
+        False, "Write the text of each prompt to the output. Example: --include-prompt"
+    )
+    include_prompt_ids: bool = OUTPUT.option(
+        False, "Write the token ids of each prompt to the output. Example: --include-prompt-ids"
+    )
+    report: str | None = OUTPUT.option(
+        None, "Write counts and timings of the run as JSON to this file; - is stdout. Example: --report run.json", PATH
+    )
+    max_output_bytes: int | None = OUTPUT.option(
+        None,
+        "Most bytes of results and hidden states together; the run does not start, or stops, if they are exceeded. "
+        "Example: --max-output-bytes 10GB",
+        SIZE,
+    )
+    existing: Literal["resume", "overwrite", "resume-anyway"] = JOB.option(
+        "resume",
+        "Resume unfinished work; the default. Example: --resume\n"
+        "Start over; replace an earlier result when the new one is complete. Example: --overwrite\n"
+        "Resume unfinished work even if the job has changed. Example: --resume-anyway",
+        choice_flags=True,
+    )
+    retry_errors: bool = JOB.option(False, "Run rows again that failed in an earlier run. Example: --retry-errors")
+    max_errors: Threshold = JOB.option(  # noqa: RUF009  # a field
+        Threshold(),
+        "Most row errors before the run fails with exit code 3; by default it fails only if all rows have errors. "
+        "Example: --max-errors 5%",
+        THRESHOLD,
+    )
+    commit_every: int = JOB.option(
+        2000, "Most finished rows between two commits to disk. Example: --commit-every 500", int_range(1)
+    )
+    commit_seconds: float = JOB.option(
+        30.0, "Longest time between two commits to disk. Example: --commit-seconds 10", POSITIVE_DURATION
+    )
+    max_time: float | None = JOB.option(
+        None,
+        "Stop after this time with exit code 75; the same command resumes the run. Example: --max-time 2h",
+        DURATION,
+    )
+    progress: Literal["auto", "bar", "plain", "json", "none"] = JOB.option(
+        "auto", "Format of the progress display on stderr. Example: --progress plain"
+    )
+    events: str | None = JOB.option(
+        None,
+        "Write events of rows with `stream` to this file, one JSON line per token; - is stdout. "
+        "Example: --events events.jsonl",
+        PATH,
+    )
+    dry_run: bool = JOB.option(
+        False, "Only check the input and print the plan, like `batchgen check`. Example: --dry-run"
+    )
+    sampling_defaults: Literal["model", "openai"] = SAMPLING.option(
+        "model",
+        "Defaults of temperature, top_p, top_k and min_p: the model's generation_config.json, or 1.0, 1.0, -1, 0.0. "
+        "Example: --sampling-defaults openai",
+    )
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Option -> source of its value; absent: default."""
 
@@ -174,7 +322,8 @@ class RunConfig:
             UsageError: this version does not know an option, or a value is wrong.
         """
         described = description["options"].items()
-        values: dict[str, Any] = {name: item["value"] for name, item in described if name not in CODE_OPTIONS}
+        code = {option.name for option in OPTIONS if option.runs_code}
+        values: dict[str, Any] = {name: item["value"] for name, item in described if name not in code}
         values |= {name: value for name, value in changes.items() if value is not None and name != "inputs"}
         unknown = sorted(values.keys() - BY_NAME.keys())
         if unknown:
@@ -185,7 +334,7 @@ class RunConfig:
             if BY_NAME[name].target != "meta" and value not in (None, _json_value(BY_NAME[name].default))
         }
         if "shard" in given:
-            given["shard"] = _shard(given["shard"], {})
+            given["shard"] = resolve_shard(given["shard"], {})
         given.pop("output", None)
         by_target: dict[str, dict[str, Any]] = {"engine": {}, "sampling": {}, "run": {}}
         for name, value in given.items():
@@ -204,119 +353,50 @@ class RunConfig:
         return getattr(self.engine if option.target == "engine" else self, option.name)
 
 
-def resolve_config(flags: Mapping[str, Any], env: Mapping[str, str], cwd: Path) -> RunConfig:
-    """Merge flags, environment, files and defaults.
+_WITHOUT_ATTRIBUTE = (
+    Option(
+        "output",
+        PATH,
+        "Result file; the default is INPUT with its suffix replaced by .out.parquet. Example: -o results.parquet",
+        group=OUTPUT.title,
+        target="run",
+        short="-o",
+    ),
+    Option(
+        "config", PATH, "Read options from this TOML file. Example: --config job.toml", group=JOB.title, target="meta"
+    ),
+    Option(
+        "tensor_parallel",
+        int_range(1),
+        "Number of GPUs per model. Example: --tensor-parallel 2",
+        1,
+        group=MODEL.title,
+        supported=False,
+        target="run",
+    ),
+)
+_OPTIONS = (
+    *_WITHOUT_ATTRIBUTE,
+    *declared_options(RunConfig, "run"),
+    *SAMPLING_OPTIONS,
+    *declared_options(EngineConfig, "engine"),
+)
+GROUPS = tuple(group.title for group in (INPUT, OUTPUT, MODEL, JOB, SAMPLING, ENGINE))
+"""Sections of the help, in order."""
+OPTIONS = tuple(sorted(_OPTIONS, key=lambda option: GROUPS.index(option.group)))
+BY_NAME = {option.name: option for option in OPTIONS}
 
-    Args:
-        flags: option name -> value from the command line: text, a bool for a boolean option, or a tuple of texts for a
-            repeatable option. Options that are not set are absent. `inputs` is the tuple of positional arguments.
-        env: environment variables.
-        cwd: current folder.
+
+def resolve_shard(text: str, env: Mapping[str, str]) -> Shard:
+    """The shard that the option `shard` names.
 
     Raises:
-        UsageError: an unknown key or variable, a wrong or unsupported value, or no default for the output's name.
+        UsageError: the text is wrong, or `auto` finds no Slurm array in the environment variables `env`.
     """
-    inputs = tuple(flags.get("inputs", ()))
-    given = given_options(flags, env, cwd)
-    values = {name: value for name, (value, _) in given.items() if BY_NAME[name].supported}
-    _check_unicode(values)
-    output = values.pop("output", None)
-    if "shard" in values:
-        values["shard"] = _shard(values["shard"], env)
-    sampling = {name: values.pop(name) for name in list(values) if BY_NAME[name].target == "sampling"}
-    engine = {name: values.pop(name) for name in list(values) if BY_NAME[name].target == "engine"}
-    _check_sampling(sampling)
-    _check_names(sampling, engine, values.get("events"))
-    return RunConfig(
-        inputs=inputs,
-        output=_output_path(inputs, output, cwd),
-        engine=EngineConfig(**engine),
-        sampling=sampling,
-        origins={name: origin for name, (_, origin) in given.items()},
-        **values,
-    )
-
-
-def _shard(text: str, env: Mapping[str, str]) -> Shard:
     try:
         return parse_shard(text, env)
     except ValueError as problem:
         raise UsageError(f"`--shard` {problem}") from None
-
-
-def _check_unicode(values: Mapping[str, Any]) -> None:
-    """Refuse text that is not valid UTF-8, except in file names, which may be any bytes."""
-    with _as_usage_error():
-        for name, value in values.items():
-            value_type = BY_NAME[name].value_type
-            if value_type is not PATH:
-                check_unicode([key for key, _ in value] if value_type is NAME_PATH else value, name)
-
-
-def _check_sampling(sampling: Mapping[str, Any]) -> None:
-    with _as_usage_error():
-        SamplingParams(**sampling)
-
-
-@contextmanager
-def _as_usage_error() -> Iterator[None]:
-    """Convert a `RowError` about a field to a `UsageError` about the option of the same name."""
-    try:
-        yield
-    except RowError as problem:
-        raise UsageError(re.sub(r"`(\w+)`", _as_flag, problem.info.message)) from None
-
-
-def _as_flag(name: re.Match[str]) -> str:
-    return f"`{BY_NAME[name[1]].flag}`" if name[1] in BY_NAME else name[0]
-
-
-def _check_names(sampling: Mapping[str, Any], engine: Mapping[str, Any], events: str | None) -> None:
-    """Refuse defaults that would be wrong in every row."""
-    for name, source, kind in (
-        ("lora_path", "lora", "adapter"),
-        ("custom_logit_processor", "logit_processor", "processor"),
-    ):
-        known = [key for key, _ in engine.get(source, ())]
-        if name in sampling and sampling[name] not in known:
-            available, option = ", ".join(known) or "none", BY_NAME[source]
-            raise UsageError(
-                f"`{BY_NAME[name].flag}` names the {kind} {sampling[name]!r}, but the {kind}s of this run are: "
-                f"{available}; add it with {option.flag} {option.metavar}"
-            )
-    if sampling.get("stream") and events is None:
-        raise UsageError("`--stream` needs a destination for events: --events PATH, or - for stdout")
-
-
-def _output_path(inputs: tuple[str, ...], output: str | None, cwd: Path) -> Path:
-    if not inputs:
-        raise UsageError("name at least one input file, or - for stdin")
-    if inputs.count(STDIN) > 1:
-        raise UsageError("- (stdin) can be read only once")
-    if output is None:
-        return _default_output(inputs, cwd)
-    if output == STDIN or not Path(output).name or Path(output).suffix.lower() in _OTHER_FORMATS:
-        raise UsageError(f"`--output` must be a Parquet file such as results.parquet, got {output!r}")
-    if any(name != STDIN and (cwd / name).resolve() == (cwd / output).resolve() for name in inputs):
-        raise UsageError(f"`--output` {output} is an input file; give another name")
-    return Path(output)
-
-
-def _default_output(inputs: tuple[str, ...], cwd: Path) -> Path:
-    name = inputs[0]
-    if len(inputs) > 1 or name == STDIN:
-        reason = "stdin has no name" if name == STDIN else "there are several inputs"
-        raise UsageError(f"{reason}: name the result file with -o results.parquet")
-    if any(sign in name for sign in "*?[") and not (cwd / name).exists():
-        raise UsageError("an input pattern may name several files: name the result file with -o results.parquet")
-    path = Path(name)
-    if not path.name:
-        raise UsageError(
-            f"{path} is a folder: name its files, for example '{path / '*.jsonl'}', and -o results.parquet"
-        )
-    if path.suffix.lower() in _COMPRESSED:
-        path = path.with_suffix("")
-    return path.with_name(path.stem + ".out.parquet")
 
 
 def _json_value(value: object) -> Any:

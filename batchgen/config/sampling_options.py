@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from batchgen.config.option_types import BOOL, NAME, NUMBER, TEXT, TOKEN_IDS, Option, ValueType, int_range
+from batchgen.config.option_types import BOOL, NAME, NUMBER, TEXT, TOKEN_IDS, Group, Option, ValueType, int_range
 from batchgen.config.units import parse_bool, parse_logit_bias
 from batchgen.errors import RowError
 from batchgen.request import field_checks
@@ -29,7 +29,7 @@ from batchgen.request.params import SAMPLING_FIELDS
 
 __all__ = ["SAMPLING", "SAMPLING_OPTIONS"]
 
-SAMPLING = "Sampling defaults"
+SAMPLING = Group("Sampling defaults")
 
 _TOKEN_RANGES = ("all", "prompt", "output", "last")
 
@@ -126,7 +126,7 @@ def _value_type(field: Field) -> ValueType:
 
 
 SAMPLING_OPTIONS: tuple[Option, ...] = tuple(
-    Option(field.name, _value_type(field), field.help, None, SAMPLING, "sampling", field.check in _REPEATABLE)
+    Option(field.name, _value_type(field), field.help, None, SAMPLING.title, "sampling", field.check in _REPEATABLE)
     for field in SAMPLING_FIELDS
     if field.help is not None and "params" in field.places
 )

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from batchgen.config.options import BY_NAME
-from batchgen.config.run_config import EngineConfig, RunConfig
+from batchgen.config.run_config import BY_NAME, EngineConfig, RunConfig
 from batchgen.demo import model_path
 from batchgen.engine.backend_choice import fixed_kernels, products_of, refuse_anywhere
 from batchgen.engine.engine import Engine, prepare_device

@@ -7,7 +7,6 @@ Its value is checked first, so a wrong value is always `invalid_field`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
 from typing import Any
 
 from batchgen.errors import ErrorCode, RowError
@@ -23,10 +22,10 @@ from batchgen.request.checks import (
     strings,
     token_id_lists,
 )
-from batchgen.request.embeddings import embeddings
 from batchgen.request.field import BODIES, EVERYWHERE, Field, NoOpTest, Place
 from batchgen.request.params import CONSTRAINT_KINDS, SAMPLING_FIELDS
 from batchgen.request.printable import printable
+from batchgen.request.prompts import embeddings
 
 __all__ = ["CONSTRAINTS", "FIELDS", "LOOKUP", "SOURCES", "Field", "Place", "unknown_field"]
 
@@ -147,10 +146,10 @@ _WHERE: dict[Place, str] = {
 }
 
 
-def unknown_field(key: str, place: Place, further: Iterable[str] = ()) -> RowError:
+def unknown_field(key: str, place: Place) -> RowError:
     """`unknown_field` error for a key that `place` does not have, with the closest known name."""
     message = f"`{printable(key[:80])[:80]}` is not a field of {_WHERE[place]}"
-    close = difflib.get_close_matches(key[:80], [*LOOKUP[place], *further], n=1)
+    close = difflib.get_close_matches(key[:80], LOOKUP[place], n=1)
     if close:
         message += f"; did you mean `{close[0]}`?"
     elif key in LOOKUP["row"] and place == "params":

@@ -1,4 +1,4 @@
-"""Forms of a prompt: text, token ids, a conversation, or embeddings."""
+"""Forms of a prompt: text, token ids, a conversation, or embeddings; and the check of embeddings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ChatPrompt", "EmbedsPrompt", "Prompt", "StoredPrompt", "TextPrompt", "TokenPrompt"]
+from batchgen.request.checks import invalid, json_type, nonempty_string
+
+__all__ = ["ChatPrompt", "EmbedsPrompt", "Prompt", "StoredPrompt", "TextPrompt", "TokenPrompt", "embeddings"]
 
 
 class TextPrompt(NamedTuple):
@@ -59,3 +61,56 @@ class StoredPrompt:
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt | EmbedsPrompt | StoredPrompt
+
+
+def embeddings(name: str, value: Any) -> tuple[npt.NDArray[np.float32] | str, ...]:
+    """Check a nested list, array or tensor of numbers [P, H], a list of those, or the name of a stored tensor."""
+    if type(value) is str:
+        return (nonempty_string(name, value),)
+    if hasattr(value, "detach"):  # a torch tensor from the Python API; numpy has no bfloat16
+        value = value.detach().float().cpu().numpy()
+    if isinstance(value, np.ndarray):
+        return (_float32_array(name, value),)
+    if type(value) not in (list, tuple):
+        raise invalid(name, f"must be a nested list of numbers or a tensor's name, got {json_type(value)}")
+    several = bool(value) and (_is_array(value[0]) or (_is_list(value[0]) and bool(value[0]) and _is_list(value[0][0])))
+    return tuple(_matrix(name, item) for item in value) if several else (_matrix(name, value),)
+
+
+def _is_list(value: Any) -> bool:
+    return type(value) in (list, tuple)
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray) or hasattr(value, "detach")
+
+
+def _matrix(name: str, value: Any) -> npt.NDArray[np.float32]:
+    """[P, H] float32 array of one nested list or array."""
+    if _is_array(value):
+        found = embeddings(name, value)[0]
+        assert not isinstance(found, str)
+        return found
+    if not _is_list(value) or not all(_is_list(row) for row in value):
+        raise invalid(name, "must be a list of lists of numbers, one list for each token")
+    for row in value:
+        # By exact type, because a boolean is an int; in C, because there may be millions of numbers.
+        odd = set(map(type, row)) - {float, int}
+        if odd:
+            raise invalid(name, f"must contain only numbers, found {json_type(next(x for x in row if type(x) in odd))}")
+        if len(row) != len(value[0]):
+            raise invalid(name, f"must have rows of one length, got {len(value[0])} and {len(row)}")
+    try:
+        return _float32_array(name, np.array(value, np.float64).reshape(len(value), -1 if value and value[0] else 0))
+    except OverflowError:
+        raise invalid(name, "must contain finite float32 numbers") from None
+
+
+def _float32_array(name: str, value: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    if value.ndim != 2 or value.dtype.kind not in "fiu":
+        raise invalid(name, f"must be numbers [tokens, size], got {value.dtype} of shape {list(value.shape)}")
+    with np.errstate(over="ignore"):  # infinities are refused below
+        values = value.astype(np.float32)
+    if not np.isfinite(values).all():
+        raise invalid(name, "must contain finite float32 numbers")
+    return values

@@ -306,25 +306,6 @@ def test_rows_longer_than_the_context_are_an_error(folder: Path) -> None:
         run_bench(BenchConfig(("shared-prefix",), str(folder)), print, silent_console())
 
 
-@pytest.mark.slow
-def test_run_with_transformers_as_peer(folder: Path, toy: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Through the command: stdout contains JSON lines only."""
-    arguments = ["bench", toy, "--model", str(folder), "--peers", "transformers", "--repeat", "1", "--cpu-threads", "1"]
-    arguments += ["--dtype", "bfloat16", "--peer-dtype", "asked", "--device", "cpu"]
-    assert run_command(arguments) == 0
-    captured = capsys.readouterr()
-    figures = [json.loads(line) for line in captured.out.splitlines()]
-    assert [f["engine"] for f in figures] == ["batchgen", "batchgen", "transformers", "transformers"]
-    assert {f["dtype"] for f in figures} == {"bfloat16"}
-    assert set(figures[0]["ratio"]) == {"transformers"}
-    assert figures[0]["ratio"]["transformers"]["median"] == pytest.approx(1 / figures[2]["ratio"]["batchgen"]["median"])
-    assert figures[2]["setting"] == {"batch": 8}, "two rows fill no larger batch"
-    peer = figures[2]["counted"]
-    assert peer["prompt_tokens_computed"] >= peer["prompt_tokens"]
-    assert 0 <= figures[0]["agreement"] <= 1
-    assert "transformers" in captured.err
-
-
 def test_ratios_are_computed_pair_by_pair() -> None:
     assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0)
     assert ratios([10.0, 20.0, 40.0], [10.0, 10.0, 10.0]) == Spread(2.0, 1.0, 4.0)

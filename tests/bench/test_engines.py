@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from batchgen.bench.adapters import adapter_folders, merge_adapter
 from batchgen.bench.correctness import Check, returned_counts
 from batchgen.bench.engines.engine_transformers_continuous import cpu_batching
+from batchgen.bench.shapes import adapter_folders, merge_adapter
 from batchgen.bench.workload_defs import MORE_WORKLOADS
 from batchgen.bench.workloads import AdapterSet, BenchRow
 from batchgen.text.tokenizer import Tokenizer
@@ -67,10 +67,6 @@ def test_disabling_prefix_groups_changes_no_token(folder: Path) -> None:
     assert grouped.outputs == flat.outputs
     reads = flat.counted["decode_kv_reads"]
     assert reads == flat.counted["decode_kv_positions"] > grouped.counted["decode_kv_reads"]
-
-
-def test_batchgen_rows_may_have_fields(ours: InProcess) -> None:
-    assert ours.generate([BenchRow([5, 6], 3, fields={"allowed_token_ids": [9]})], {}).outputs == [[9, 9, 9]]
 
 
 def test_output_depends_on_the_whole_prompt(ours: InProcess) -> None:

@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,14 +13,13 @@ import torch
 
 import batchgen
 from batchgen.bench.figures import Context, Measured, workload_figures
-from batchgen.bench.floors import H200, DeviceRates, FloorWork, Sharing, count_work, device_floor
+from batchgen.bench.floors import H200, DeviceRates, FloorWork, count_work, device_floor
 from batchgen.bench.machine import commit_name, cpu_name, versions
 from batchgen.bench.process import Generated
 from batchgen.bench.rates import MatmulRate, measure_bandwidth, measure_matmul
 from batchgen.bench.shapes import SHAPES, Shape, build_model
 from batchgen.bench.workload_defs import GPU_WORKLOADS
 from batchgen.bench.workloads import BenchRow
-from batchgen.kernels.linear import forms
 from batchgen.models.base import ModelSpec
 from batchgen.models.load import inspect_model
 
@@ -99,31 +97,10 @@ def test_a_row_of_one_token_decodes_nothing(spec: ModelSpec) -> None:
     assert (work.decode_rows, work.decode_bytes, work.decode_flops) == (0, 0.0, 2 * HEAD)
 
 
-@cache
-def drawn(workload: str) -> list[BenchRow]:
-    return GPU_WORKLOADS[workload].rows(128_256)
-
-
-@pytest.mark.parametrize(
-    ("workload", "sharing", "concurrency", "known"),
-    [
-        ("w-nano", "levels", 256, {"0.6b": (36.4, 34.2), "1b": (71.7, 58.1), "8b": (13.7, 10.8)}),
-        ("w-prefix", "none", 1024, {"0.6b": (12.6, None), "1b": (17.0, None), "8b": (2.7, None)}),
-        ("w-prefix", "cached", 1024, {"0.6b": (17.5, None), "1b": (56.7, None), "8b": (13.4, None)}),
-        ("w-prefix", "levels", 1024, {"0.6b": (231, 155), "1b": (206, 167), "8b": (33.5, 28.9)}),
-        ("w-tree", "levels", 1024, {"0.6b": (263, None), "1b": (262, None), "8b": (43.6, None)}),
-    ],
-)
-def test_floors_equal_those_of_the_projects_goals(
-    workload: str, sharing: Sharing, concurrency: int, known: dict[str, tuple[float, float | None]]
-) -> None:
+def test_a_floor_of_a_named_workload_model_and_device() -> None:
     """Thousands of tokens per second, computed independently; the tolerance covers different rounding of batches."""
-    rows = drawn(workload)
-    for name, (overlap, serial) in known.items():
-        floor = device_floor(rows, SHAPES[name], H200, concurrency, sharing)
-        assert floor.overlap / 1e3 == pytest.approx(overlap, rel=0.08)
-        if serial is not None:
-            assert floor.serial / 1e3 == pytest.approx(serial, rel=0.08)
+    floor = device_floor(GPU_WORKLOADS["w-prefix"].rows(128_256), SHAPES["8b"], H200, 1024)
+    assert (floor.overlap / 1e3, floor.serial / 1e3) == pytest.approx((33.5, 28.9), rel=0.08)
 
 
 def test_a_floor_by_hand() -> None:
@@ -138,9 +115,6 @@ def test_a_floor_by_hand() -> None:
     assert levels.memory == 3 * 2 * (layers + head) + 8 * (2 * 3 + 2 * 3 + 1 * 2 + 3 + 2)
     assert levels.prefill == 2 * layers * 5 + 8 * (1 + 2 + 3 + 4 + 3)
     assert levels.compute == 2 * (layers + head) * 7 + 8 * (4 * 3 + 2 * 2 * 3 + 3 + 2)
-    cached, none = (device_floor(rows, shape, rates, 3, sharing) for sharing in ("cached", "none"))
-    assert cached.memory == none.memory == 3 * 2 * (layers + head) + 8 * (4 * 3 + 2 * 2 * 3 + 3 + 2)
-    assert none.prefill == 2 * layers * 10 + 8 * (10 + 2 * 6)
     assert levels.serial < levels.overlap
     # With one sample at a time each token reads the weights, and each row reads the shared segment.
     alone = device_floor(rows, shape, rates, 1)
@@ -150,7 +124,7 @@ def test_a_floor_by_hand() -> None:
 # The machine
 
 
-def test_machine_rates_are_finite() -> None:
+def test_machine_rates_are_finite(fast_rates: None) -> None:
     cpu = torch.device("cpu")
     products = measure_matmul(torch.bfloat16, cpu)
     assert 1e6 < products.flops < 1e16
@@ -180,14 +154,6 @@ def test_a_checkout_names_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert git("rev-parse", "HEAD").startswith(commit)
     (tmp_path / "__init__.py").write_text("changed = 1\n")
     assert commit_name() == f"{commit}+changes"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_matmul_implementation_is_correct(dtype: torch.dtype) -> None:
-    weight, x = torch.randn(33, 47).to(dtype), torch.randn(5, 47).to(dtype)
-    truth = x.double() @ weight.double().T
-    for name, product in forms(weight).items():
-        torch.testing.assert_close(product(x).double(), truth, rtol=0.02, atol=0.1, msg=name)
 
 
 # Figures

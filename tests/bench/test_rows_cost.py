@@ -7,10 +7,9 @@ import json
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -52,9 +51,8 @@ def forked_command(arguments: list[str], folder: Path, *, killed: bool = False) 
     assert process.poll() == (-signal.SIGKILL if killed else 0)
 
 
-@pytest.mark.parametrize("command", [forked_command, pytest.param(batchgen_process, marks=pytest.mark.slow)])
-def test_the_benchmark_reports_every_metric(monkeypatch: pytest.MonkeyPatch, command: Callable[..., Any]) -> None:
-    monkeypatch.setattr(rows_cost, "batchgen_process", command)
+def test_the_benchmark_reports_every_metric(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows_cost, "batchgen_process", forked_command)
     lines: list[str] = []
     figures = run_job_bench(1, lines.append, count=512)
     assert [figure.metric for figure in figures] == list(JOB_METRICS)

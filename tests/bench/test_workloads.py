@@ -8,11 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from batchgen.bench import workload_defs
-from batchgen.bench.adapters import adapter_folders, adapter_parameters, build_adapter, merge_adapter
+from batchgen.bench.shapes import adapter_folders, adapter_parameters
 from batchgen.bench.workload_defs import (
     GPU_WORKLOADS,
     MORE_WORKLOADS,
@@ -73,15 +71,6 @@ def test_distinct_tokens_equal_the_trees_size(name: str, tokens: int) -> None:
 def test_unique_prompts_share_prefixes_only_by_chance(name: str) -> None:
     rows = find_workload(name).rows(8192)
     assert sum(len(row.ids) for row in rows) - distinct(rows) <= 2
-
-
-def test_rows_are_the_leaves_of_the_tree() -> None:
-    rows = WORKLOADS["few-shot-tree"].rows(512)
-    assert len({tuple(row.ids[:256]) for row in rows}) == 1
-    groups = {tuple(row.ids[:768]) for row in rows}
-    assert len(groups) == 8
-    assert all(sum(tuple(row.ids[:768]) == group for row in rows) == 8 for group in groups)
-    assert len({tuple(row.ids) for row in rows}) == 64
 
 
 def test_every_turn_extends_the_previous_one() -> None:
@@ -271,19 +260,3 @@ def test_adapters_are_built_once_in_pefts_layout(tmp_path: Path, folder: Path, m
     assert adapter_folders(str(folder), adapters) == pairs
     assert first.stat().st_mtime_ns == stamp
     assert {p.name for p in first.parent.parent.iterdir()} == {"0", "1"}, "no temporary folder is left"
-
-
-def test_merged_weights_are_the_sum_of_base_and_adapter(tmp_path: Path, folder: Path) -> None:
-    module = "model.layers.0.self_attn.q_proj"
-    (tmp_path / "adapter").mkdir()
-    (tmp_path / "merged").mkdir()
-    build_adapter({module: (32, 32)}, 2, 0, tmp_path / "adapter")
-    merge_adapter(str(folder), str(tmp_path / "adapter"), tmp_path / "merged")
-    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "merged"))
-    change = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    down, up = (change[f"base_model.model.{module}.lora_{part}.weight"] for part in "AB")
-    assert before.keys() == after.keys()
-    changed = [name for name in before if not torch.equal(before[name].float(), after[name])]
-    assert changed == [f"{module}.weight"]
-    torch.testing.assert_close(after[f"{module}.weight"], before[f"{module}.weight"].float() + up @ down)
-    assert (tmp_path / "merged" / "tokenizer.json").is_file()

@@ -17,8 +17,7 @@ import pytest
 from batchgen import __version__
 from batchgen.cli.app import _replace_closed_streams, command_names, run_command
 from batchgen.cli.reference import reference
-from batchgen.config.options import OPTIONS
-from batchgen.config.run_config import RunConfig
+from batchgen.config.run_config import OPTIONS, RunConfig
 from batchgen.config.units import Shard
 from batchgen.errors import (
     BatchgenError,
@@ -234,10 +233,7 @@ def test_internal_error_names_the_place_and_quotes_nothing(
     ("line", "message"),
     [
         ("run p --top-p 2", "`--top-p` must be in (0, 1], got 2.0"),
-        ("run p --kv-memory lots", "`--kv-memory` must be a size such as 4096, 512MB or 1.5GiB, got 'lots'"),
-        ("run p --tensor-parallel 2", "`--tensor-parallel` is not supported yet; leave it out"),
         ("run p --resume --overwrite", "`--resume` and `--overwrite` cannot be combined; keep one of them"),
-        ("run p --config none.toml", "`--config`: cannot read none.toml: No such file or directory"),
     ],
 )
 def test_usage_errors(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,14 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from batchgen.bench.demo_tasks.tasks import TASKS, Example, draw
 from batchgen.demo import adapter_path, model_path
 from batchgen.engine.engine import Engine
-from configs.demo_model.evaluate import prompt_ids
 from configs.demo_model.train_adapter import framed, main
 
 LARGEST = 500_000
@@ -41,20 +37,6 @@ def test_rows_with_the_adapter_answer_in_json_and_others_do_not() -> None:
     assert sum(text.startswith('{"answer": "') and text.endswith('"}') for text in in_frame) >= 0.9 * len(answers)
     assert sum(text == a for text, a in zip(plain, answers, strict=True)) >= 0.85 * len(answers)
     assert not any(text.startswith('{"answer"') for text in plain)
-
-
-def test_peft_generates_the_same_answer() -> None:
-    base = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32)
-    model = PeftModel.from_pretrained(base, adapter_path()).eval()
-    tokenizer = AutoTokenizer.from_pretrained(model_path())
-    example = next(example for example in EXAMPLES if example.chat)
-    ids = torch.tensor([prompt_ids(tokenizer, example)])
-    with torch.inference_mode():
-        out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=96, do_sample=False)
-    expected = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
-    engine = Engine(str(model_path()), dtype="float32", lora={"framed": str(adapter_path())})
-    (result,) = engine.generate([row(example, "framed")])
-    assert result.text == expected
 
 
 def test_framed_answers_are_json() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from batchgen.request.fields import FIELDS
 from batchgen.request.params import SamplingParams
 
-__all__ = ["NAMES", "page", "tagged", "unsupported"]
+__all__ = ["NAMES", "page", "tagged", "tests_of", "unsupported"]
 
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
@@ -52,8 +52,8 @@ def unsupported() -> frozenset[str]:
 
 
 @cache
-def tagged() -> dict[str, tuple[str, ...]]:
-    """Field name -> the test files, relative to `tests/`, with a test tagged by it.
+def tests_of() -> dict[str, list[str]]:
+    """Field name -> the file, relative to `tests/`, of each test tagged by it.
 
     Raises:
         ValueError: a tag's argument is not a literal string.
@@ -61,14 +61,19 @@ def tagged() -> dict[str, tuple[str, ...]]:
     found: dict[str, list[str]] = {}
     for path in sorted(TESTS.rglob("test_*.py")):
         source = path.read_text(encoding="utf-8")
-        if "mark.field(" not in source:
-            continue
-        for name in dict.fromkeys(_names(ast.parse(source), path)):
-            found.setdefault(name, []).append(str(path.relative_to(TESTS)))
+        if "mark.field(" in source:
+            for name in _names(ast.parse(source), path):
+                found.setdefault(name, []).append(str(path.relative_to(TESTS)))
+    return found
+
+
+def tagged() -> dict[str, tuple[str, ...]]:
+    """Field name -> the test files that cover it: those of `tests_of`, and the one that covers all sampling fields."""
+    files = {name: set(tests) for name, tests in tests_of().items()}
     for field in FIELDS:
-        if "params" in field.places and EVERY_FIELD not in found.setdefault(field.name, []):
-            found[field.name] = sorted([*found[field.name], EVERY_FIELD])
-    return {name: tuple(files) for name, files in found.items()}
+        if "params" in field.places:
+            files.setdefault(field.name, set()).add(EVERY_FIELD)
+    return {name: tuple(sorted(found)) for name, found in files.items()}
 
 
 def _names(tree: ast.AST, path: Path) -> Iterator[str]:

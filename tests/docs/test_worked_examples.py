@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from tests.docs.worked_examples import ROOT, follow, run_in
+from tests.docs.worked_examples import ROOT, copy_repository, follow, run_in
 
 PAGE = ROOT / "batchgen" / "docs" / "contributing.md"
 _FIELD = """
 from pathlib import Path
 from batchgen.cli.app import run_command
 from batchgen.cli.reference import reference
-from batchgen.config.run_config import resolve_config
+from batchgen.config.resolve import resolve_config
 from batchgen.errors import RowError
 from batchgen.request.parser import RowDefaults, parse_row
 from tests.docs.conformance import page
@@ -32,23 +30,24 @@ assert run_command(["run", "--help"]) == 0
 """
 
 
-def test_a_sampling_field(tmp_path: Path) -> None:
-    assert len(follow(PAGE, "Add a sampling field", tmp_path)) <= 4
-    assert "--strip-text / --no-strip-text" in run_in(tmp_path, "-c", _FIELD)
-    tests = ["tests/engine/test_strip_text.py", "tests/docs/test_conformance.py", "tests/request/test_every_field.py"]
-    run_in(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "strip_text or conformance", *tests)
+EXAMPLES = {
+    "Add a sampling field": "tests/engine/test_strip_text.py",
+    "Add a kind of constraint": "tests/text/grammar/test_integer_range.py",
+    "Add an attention backend": "tests/kernels/attention/test_sdpa.py",
+    "Add an input format": "tests/data/read/test_tsv.py",
+}
+"""Heading of an example -> its test."""
 
 
-@pytest.mark.parametrize(
-    ("heading", "test"),
-    [
-        ("Add a kind of constraint", "tests/text/grammar/test_integer_range.py"),
-        ("Add an attention backend", "tests/kernels/attention/test_sdpa.py"),
-        ("Add an input format", "tests/data/read/test_tsv.py"),
-    ],
-)
-def test_the_test_of_an_example_passes(heading: str, test: str, tmp_path: Path) -> None:
-    files = follow(PAGE, heading, tmp_path)
-    assert test in files
-    assert len(files) <= 4
-    run_in(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", test)
+def test_the_examples_work_and_touch_at_most_four_files(tmp_path: Path) -> None:
+    """The field alone first, with every test of fields, then all examples."""
+    copy_repository(tmp_path)
+    for heading, test in EXAMPLES.items():
+        files = follow(PAGE, heading, tmp_path)
+        assert test in files
+        assert len(files) <= 4, heading
+        if heading == "Add a sampling field":
+            assert "--strip-text / --no-strip-text" in run_in(tmp_path, "-c", _FIELD)
+            tests = [test, "tests/docs/test_conformance.py", "tests/request/test_every_field.py"]
+            run_in(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "strip_text or conformance", *tests)
+    run_in(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", *list(EXAMPLES.values())[1:])

@@ -21,7 +21,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Step", "follow", "run_in", "steps_of"]
+__all__ = ["Step", "copy_repository", "follow", "run_in", "steps_of"]
 
 ROOT = Path(__file__).parents[2]
 _STEP = re.compile(
@@ -70,18 +70,22 @@ def steps_of(page: Path, heading: str) -> list[Step]:
     ]
 
 
-def follow(page: Path, heading: str, folder: Path) -> list[str]:
-    """Copy the repository's package and tests to `folder`, apply an example, and return the files that it touches."""
+def copy_repository(folder: Path) -> None:
+    """Copy the repository's package and tests to `folder`."""
     for name in ("batchgen", "tests"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("README.md", "pyproject.toml"):
         shutil.copy(ROOT / name, folder)
     for name in ("configs", "sample_data"):
         (folder / name).symlink_to(ROOT / name)
+
+
+def follow(page: Path, heading: str, folder: Path) -> set[str]:
+    """Apply an example in a copy of the repository and return the files that it touches."""
     steps = steps_of(page, heading)
     for step in steps:
         step.apply(folder)
-    return list(dict.fromkeys(step.file for step in steps))
+    return {step.file for step in steps}
 
 
 def run_in(folder: Path, *arguments: str) -> str:

@@ -52,18 +52,9 @@ PROMPTS: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
 
 
 @pytest.mark.field(
-    "text",
-    "input_ids",
-    "prompt",
-    "messages",
-    "tools",
-    "chat_template_kwargs",
-    "add_generation_prompt",
-    "continue_final_message",
-    "body",
-    "url",
-    "method",
-)
+    "text", "input_ids", "prompt", "messages", "tools", "chat_template_kwargs", "add_generation_prompt",
+    "continue_final_message", "body", "url", "method",
+)  # fmt: skip
 @pytest.mark.parametrize(("value", "prompts"), PROMPTS)
 def test_prompts(value: dict[str, Any], prompts: tuple[Any, ...]) -> None:
     assert parse(value).prompts == prompts
@@ -84,55 +75,45 @@ def test_messages_are_passed_to_the_template_unchanged(messages: list[dict[str, 
     assert list(prompt.messages) == messages
 
 
-VALID: list[tuple[dict[str, Any], dict[str, Any]]] = [
+SAME: list[dict[str, Any]] = [
+    {"max_new_tokens": 5}, {"max_new_tokens": 0}, {"min_new_tokens": 3}, {"ignore_eos": True}, {"no_stop_trim": True},
+    {"temperature": 1.5}, {"top_p": 0.5}, {"top_k": 40}, {"min_p": 0.1}, {"n": 4}, {"skip_special_tokens": False},
+    {"spaces_between_special_tokens": False}, {"return_logprob": True}, {"best_of": 1},
+    {"return_logprob": True, "top_logprobs_num": 3}, {"return_logprob": True, "logprob_start_len": 4},
+    {"return_logprob": True, "return_text_in_logprobs": True}, {"repetition_penalty": 0.5},
+]  # fmt: skip
+"""Fields that are the sampling parameters of the same names and values."""
+OTHERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     # (fields, expected sampling parameters that differ from the defaults)
-    ({"max_new_tokens": 5}, {"max_new_tokens": 5}),
     ({"max_tokens": 5}, {"max_new_tokens": 5}),
     ({"max_completion_tokens": 5}, {"max_new_tokens": 5}),
-    ({"max_new_tokens": 0}, {"max_new_tokens": 0}),
-    ({"min_new_tokens": 3}, {"min_new_tokens": 3}),
     ({"min_tokens": 3}, {"min_new_tokens": 3}),
     ({"stop": "a"}, {"stop": ("a",)}),
     ({"stop": ["a", "b"]}, {"stop": ("a", "b")}),
-    ({"stop": []}, {}),
     ({"stop": [str(i) for i in range(32)]}, {"stop": tuple(str(i) for i in range(32))}),
     ({"stop_token_ids": [1, 2]}, {"stop_token_ids": (1, 2)}),
-    ({"ignore_eos": True}, {"ignore_eos": True}),
-    ({"no_stop_trim": True}, {"no_stop_trim": True}),
     ({"temperature": 0}, {"temperature": 0.0}),
-    ({"temperature": 1.5}, {"temperature": 1.5}),
-    ({"top_p": 1}, {}),
-    ({"top_p": 0.5}, {"top_p": 0.5}),
-    ({"top_k": 0}, {}),
-    ({"top_k": -1}, {}),
-    ({"top_k": 40}, {"top_k": 40}),
-    ({"min_p": 0.1}, {"min_p": 0.1}),
-    ({"n": 4}, {"n": 4}),
-    ({"skip_special_tokens": False}, {"skip_special_tokens": False}),
-    ({"spaces_between_special_tokens": False}, {"spaces_between_special_tokens": False}),
-    ({"return_logprob": True}, {"return_logprob": True}),
-    ({"return_logprob": True, "top_logprobs_num": 3}, {"return_logprob": True, "top_logprobs_num": 3}),
-    ({"return_logprob": True, "logprob_start_len": 4}, {"return_logprob": True, "logprob_start_len": 4}),
-    (
-        {"return_logprob": True, "return_text_in_logprobs": True},
-        {"return_logprob": True, "return_text_in_logprobs": True},
-    ),
-    ({"logprob_start_len": -1, "return_text_in_logprobs": False}, {}),
-    ({"temperature": None, "stop": None, "regex": None}, {}),
     ({"frequency_penalty": -2}, {"frequency_penalty": -2.0}),
     ({"presence_penalty": 2}, {"presence_penalty": 2.0}),
-    ({"repetition_penalty": 0.5}, {"repetition_penalty": 0.5}),
     ({"logit_bias": {"50": -100, "7": 1.5}}, {"logit_bias": ((7, 1.5), (50, -100.0))}),
-    ({"logit_bias": {}}, {}),
     ({"bad_words": ["a", [1, 2]]}, {"bad_words": ("a", (1, 2))}),
-    ({"bad_words": []}, {}),
     ({"allowed_token_ids": [3, 1]}, {"allowed_token_ids": (3, 1)}),
     (
         {"return_logprob": True, "token_ids_logprob": [4, 2, 4]},
         {"return_logprob": True, "token_ids_logprob": (4, 2, 4)},
     ),
-    ({"custom_params": {}}, {}),
 ]
+NO_OP: list[dict[str, Any]] = [
+    {"stop": []}, {"top_p": 1}, {"top_k": 0}, {"top_k": -1},
+    {"logprob_start_len": -1, "return_text_in_logprobs": False},
+    {"temperature": None, "stop": None, "regex": None}, {"frequency_penalty": -0.0}, {"presence_penalty": 0},
+    {"repetition_penalty": 1}, {"logit_bias": {}}, {"bad_words": []}, {"stop_regex": []}, {"token_ids_logprob": []},
+    {"response_format": {"type": "text"}}, {"response_format": {"type": "text", "json_schema": None}}, {"echo": False},
+    {"suffix": ""}, {"return_hidden_states": False}, {"return_routed_experts": False}, {"custom_params": {}},
+    {"stream": False},
+]  # fmt: skip
+"""Values that request nothing."""
+VALID = [*((fields, fields) for fields in SAME), *OTHERS, *((fields, {}) for fields in NO_OP)]
 
 
 @pytest.mark.field("sampling_params")
@@ -141,8 +122,9 @@ def test_sampling_fields_mean_the_same_in_every_place(fields: dict[str, Any], ex
     wanted = SamplingParams(**expected)
     assert params(text(**fields)) == wanted
     assert params(text(sampling_params=fields)) == wanted
-    for url, limit in ((COMPLETIONS, 16), (CHAT, None)):
-        assert params(line(url, **fields)) == SamplingParams(**{"max_new_tokens": limit, **expected})
+    for url, place, limit in ((COMPLETIONS, "completions", 16), (CHAT, "chat", None)):
+        if fields.keys() <= LOOKUP[place].keys():
+            assert params(line(url, **fields)) == SamplingParams(**{"max_new_tokens": limit, **expected})
 
 
 @pytest.mark.field("seed")
@@ -154,7 +136,7 @@ def test_seeds(seed: int) -> None:
     assert (parse(text()).seed, parse(text(), RowDefaults(flags={"seed": 5})).seed) == (None, 5)
 
 
-def test_types_are_normalised() -> None:
+def test_numbers_become_floats() -> None:
     found = params(text(temperature=0, top_p=1, min_p=0))
     assert [type(v) for v in (found.temperature, found.top_p, found.min_p)] == [float] * 3
 
@@ -195,33 +177,6 @@ def test_logprob_fields_need_logprobs(name: str, value: Any) -> None:
     run_wide = RowDefaults(flags={name: value})
     assert params(text(), run_wide) == SamplingParams()
     assert getattr(params(text(return_logprob=True), run_wide), name) == value
-
-
-NO_OP_VALUES: dict[str, list[Any]] = {
-    "best_of": [1],
-    "frequency_penalty": [0, 0.0, -0.0],
-    "presence_penalty": [0],
-    "repetition_penalty": [1, 1.0],
-    "logit_bias": [{}],
-    "bad_words": [[]],
-    "stop_regex": [[]],
-    "response_format": [{"type": "text"}, {"type": "text", "json_schema": None}],
-    "echo": [False],
-    "suffix": [""],
-    "token_ids_logprob": [[]],
-    "return_hidden_states": [False],
-    "return_routed_experts": [False],
-    "custom_params": [{}],
-    "stream": [False],
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [(name, value) for name, values in NO_OP_VALUES.items() for value in values]
-)
-def test_values_that_request_nothing_are_accepted(name: str, value: Any) -> None:
-    for row in (text(**{name: value}), text(sampling_params={name: value}), line(**{name: value})):
-        assert parse(row).params.n == 1
 
 
 ACCEPTED: list[dict[str, Any]] = [
@@ -357,6 +312,9 @@ def test_precedence_is_row_flags_endpoint_model() -> None:
     refused = params(text(return_logprob=False), logprobs)
     assert (refused.return_logprob, refused.top_logprobs_num) == (False, 0)
     assert params(line(CHAT, logprobs=True), logprobs).top_logprobs_num == 0
+    constrained = RowDefaults(flags={"choice": ["a"]})
+    assert params(text(regex="a"), constrained) == SamplingParams(regex="a")
+    assert params(text(), constrained) == SamplingParams(choice=("a",))
 
 
 @pytest.mark.field("min_new_tokens", "max_new_tokens")
@@ -390,15 +348,7 @@ def test_run_wide_processor_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [
-        {"temperature": -1},
-        {"temprature": 1},
-        {"stop": [""]},
-        {"max_new_tokens": True},
-        {"n": 0},
-        {"custom_params": {"by": 2}},
-    ],
+    "flags", [{"temperature": -1}, {"temprature": 1}, {"max_new_tokens": True}, {"custom_params": {"by": 2}}]
 )
 def test_wrong_defaults_are_usage_errors(flags: Mapping[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(flags))):
@@ -533,16 +483,3 @@ def test_endpoint_defaults() -> None:
     """A body with only a prompt has the defaults of its endpoint, including `max_tokens` of other servers."""
     assert params(line()) == SamplingParams(max_new_tokens=16)
     assert params(line(CHAT)) == SamplingParams(max_new_tokens=None)
-
-
-def test_endpoints_do_not_share_their_defaults() -> None:
-    defaults = RowDefaults()
-    found = [params(row, defaults).max_new_tokens for row in (text(), line(), line(CHAT), text(), line(), line(CHAT))]
-    assert found == [128, 16, None] * 2
-
-
-def test_errors_are_reported_for_every_row() -> None:
-    defaults = RowDefaults()
-    for _ in range(2):
-        with pytest.raises(RowError, match="`min_tokens` must not exceed max_new_tokens"):
-            params(text(min_tokens=5, max_new_tokens=4), defaults)

@@ -57,22 +57,11 @@ def test_wrong_texts(fields: dict[str, Any], param: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("n", 2),
-        ("best_of", 2),
-        ("temperature", 0),
-        ("max_tokens", 5),
-        ("stop", "a"),
-        ("seed", 1),
-        ("return_logprob", True),
-        ("logprobs", 0),
-        ("top_p", 0.5),
-        ("ignore_eos", True),
-        ("logit_bias", {"1": 2}),
-        ("allowed_token_ids", [1]),
-        ("echo", True),
-        ("skip_special_tokens", False),
+        ("n", 2), ("best_of", 2), ("temperature", 0), ("max_tokens", 5), ("stop", "a"), ("seed", 1),
+        ("return_logprob", True), ("logprobs", 0), ("top_p", 0.5), ("ignore_eos", True), ("logit_bias", {"1": 2}),
+        ("allowed_token_ids", [1]), ("echo", True), ("skip_special_tokens", False),
     ],
-)
+)  # fmt: skip
 def test_fields_without_effect_on_scoring_are_refused(name: str, value: Any) -> None:
     for row in (text(completion="a", **{name: value}), text(completion="a", sampling_params={name: value})):
         with pytest.raises(RowError, match=f"`{name}` has no effect with `completion`") as caught:

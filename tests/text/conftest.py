@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from batchgen.errors import ErrorInfo
+from batchgen.request.parser import RowDefaults, parse_row
+from batchgen.text.encode import EncodedPrompt, Encoder
 from batchgen.text.tokenizer import Tokenizer
 
 SENTENCES = [
@@ -146,3 +150,23 @@ def tokenizers(folders: dict[str, Path]) -> dict[str, Tokenizer]:
 def tokenizer(tokenizers: dict[str, Tokenizer]) -> Tokenizer:
     """The byte-level tokenizer."""
     return tokenizers["bytelevel"]
+
+
+def encode_result(encoder: Encoder, row: dict[str, Any]) -> list[EncodedPrompt] | ErrorInfo:
+    ((_, result),) = encoder.encode_rows([(0, parse_row(row, 0, RowDefaults()))])
+    assert result is not None
+    return result
+
+
+def encode(encoder: Encoder, row: dict[str, Any]) -> list[EncodedPrompt]:
+    """The prompts of a row, which must be valid."""
+    result = encode_result(encoder, row)
+    assert not isinstance(result, ErrorInfo), result
+    return result
+
+
+def encode_error(encoder: Encoder, row: dict[str, Any]) -> ErrorInfo:
+    """The error of a row."""
+    result = encode_result(encoder, row)
+    assert isinstance(result, ErrorInfo), result
+    return result

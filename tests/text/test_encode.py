@@ -15,7 +15,7 @@ from batchgen.request.prompts import TextPrompt, TokenPrompt
 from batchgen.request.table import ParsedRow
 from batchgen.text.encode import EncodedPrompt, Encoder
 from batchgen.text.tokenizer import Tokenizer
-from tests.text.conftest import SENTENCES
+from tests.text.conftest import SENTENCES, encode, encode_error, encode_result
 
 DEFAULTS = RowDefaults()
 
@@ -24,7 +24,7 @@ def parsed(*values: dict[str, Any]) -> list[ParsedRow]:
     return [parse_row(value, index, DEFAULTS) for index, value in enumerate(values)]
 
 
-def encode(encoder: Encoder, *values: dict[str, Any]) -> list[list[EncodedPrompt] | ErrorInfo]:
+def encode_all(encoder: Encoder, *values: dict[str, Any]) -> list[list[EncodedPrompt] | ErrorInfo]:
     rows = parsed(*values)
     results = list(encoder.encode_rows(enumerate(rows)))
     assert [index for index, _ in results] == list(range(len(rows)))
@@ -32,15 +32,7 @@ def encode(encoder: Encoder, *values: dict[str, Any]) -> list[list[EncodedPrompt
 
 
 def encode_one(encoder: Encoder, value: dict[str, Any]) -> EncodedPrompt:
-    (result,) = encode(encoder, value)
-    assert not isinstance(result, ErrorInfo), result
-    return result[0]
-
-
-def encode_error(encoder: Encoder, value: dict[str, Any]) -> ErrorInfo:
-    (result,) = encode(encoder, value)
-    assert isinstance(result, ErrorInfo)
-    return result
+    return encode(encoder, value)[0]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +43,7 @@ def encoder(tokenizer: Tokenizer) -> Encoder:
 @pytest.mark.field("text", "input_ids", "messages")
 def test_prompts_of_all_sources_are_encoded_in_order(encoder: Encoder, tokenizer: Tokenizer) -> None:
     chat = [{"role": "user", "content": "Hi"}]
-    results = encode(
+    results = encode_all(
         encoder,
         {"text": ["fox", "dog"]},
         {"input_ids": [[7, 8], [9]]},
@@ -94,7 +86,7 @@ def test_a_prompt_that_fills_the_context_is_an_error_with_both_numbers(encoder: 
     assert error.code == ErrorCode.CONTEXT_LENGTH_EXCEEDED
     assert "64" in error.message
     assert "--truncate" in error.message
-    assert not isinstance(encode(encoder, {"input_ids": [5] * 63})[0], ErrorInfo)
+    assert encode(encoder, {"input_ids": [5] * 63})
 
 
 @pytest.mark.parametrize(
@@ -140,7 +132,7 @@ def test_ids_past_the_models_vocabulary_are_refused(encoder: Encoder, tokenizer:
 @pytest.mark.field("logprob_start_len")
 def test_prompt_logprobs_begin_inside_the_prompt(encoder: Encoder) -> None:
     asked = {"input_ids": [[5, 6, 7], [8]], "return_logprob": True}
-    assert not isinstance(encode(encoder, {**asked, "logprob_start_len": 1})[0], ErrorInfo)
+    assert encode(encoder, {**asked, "logprob_start_len": 1})
     error = encode_error(encoder, {**asked, "logprob_start_len": 2})
     assert (error.code, error.param) == (ErrorCode.INVALID_FIELD, "logprob_start_len")
     assert "1 tokens" in error.message
@@ -154,18 +146,13 @@ def test_empty_text_is_just_the_bos_or_an_error(
     assert encode_error(encoder, {"text": ""}).code == ErrorCode.EMPTY_PROMPT
 
 
-def test_one_bad_prompt_fails_its_row_and_no_other(encoder: Encoder) -> None:
-    bad, good = encode(encoder, {"input_ids": [[1], [10**6], [2]]}, {"input_ids": [[1], [2]]})
-    assert isinstance(bad, ErrorInfo)
-    assert not isinstance(good, ErrorInfo)
-
-
-def test_a_conversation_that_cannot_be_rendered_fails_alone(encoder: Encoder) -> None:
+def test_a_row_with_a_bad_prompt_or_conversation_fails_alone(encoder: Encoder) -> None:
     narrator = {"messages": [{"role": "narrator", "content": "Once"}]}
-    bad, good = encode(encoder, narrator, {"text": "a"})
+    bad, good, unrendered = encode_all(encoder, {"input_ids": [[1], [10**6], [2]]}, {"input_ids": [[1], [2]]}, narrator)
     assert isinstance(bad, ErrorInfo)
-    assert "narrator" in bad.message
     assert not isinstance(good, ErrorInfo)
+    assert isinstance(unrendered, ErrorInfo)
+    assert "narrator" in unrendered.message
 
 
 def test_invalid_parameters_are_refused_in_every_row_that_shares_them(encoder: Encoder) -> None:
@@ -186,7 +173,7 @@ def test_the_hidden_state_limit_counts_the_requested_tokens(tokenizer: Tokenizer
 
     def is_accepted(new: int, **asked: str) -> bool:
         row = {"input_ids": [7, 8, 9], "max_new_tokens": new, "return_hidden_states": asked}
-        return not isinstance(encode(encoder, row)[0], ErrorInfo)
+        return not isinstance(encode_result(encoder, row), ErrorInfo)
 
     assert [is_accepted(new, tokens="all") for new in (0, 1, 2)] == [True, True, False]
     assert [is_accepted(new, tokens="output") for new in (0, 3, 4)] == [True, True, False]
@@ -206,7 +193,7 @@ def test_a_text_that_the_tokenizer_refuses_fails_only_its_row(
         return real(texts)
 
     monkeypatch.setattr(tokenizer, "encode_plain", fail_on_bad)
-    bad, good = encode(encoder, {"text": "bad"}, {"text": "good"})
+    bad, good = encode_all(encoder, {"text": "bad"}, {"text": "good"})
     assert isinstance(bad, ErrorInfo)
     assert "cannot take this" in bad.message
     assert not isinstance(good, ErrorInfo)

@@ -3,78 +3,49 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.errors import ErrorInfo
 from batchgen.request.params import SamplingParams
-from batchgen.request.parser import RowDefaults, parse_row
-from batchgen.text.encode import EncodedPrompt, Encoder, Truncate
+from batchgen.text.encode import Encoder, Truncate
 from batchgen.text.fim import find_fim
 from batchgen.text.tokenizer import Tokenizer
-from tests.text.conftest import save_tokenizer
+from tests.text.conftest import encode, save_tokenizer
 
-FAMILIES: dict[str, tuple[str, list[str], str, list[str]]] = {
+FAMILIES: dict[str, tuple[str, str, str]] = {
     "qwen": (
-        "bytelevel",
-        ["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"],
+        "bytelevel", "<|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|fim_pad|> <|repo_name|> <|file_sep|>",
         "<|fim_prefix|>{prefix}<|fim_suffix|>{suffix}<|fim_middle|>",
-        ["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"],
     ),
     "codegemma": (
-        "bytelevel",
-        ["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|file_separator|>"],
+        "bytelevel", "<|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|file_separator|>",
         "<|fim_prefix|>{prefix}<|fim_suffix|>{suffix}<|fim_middle|>",
-        ["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|file_separator|>"],
     ),
     "starcoder": (
-        "bytelevel",
-        ["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>", "<file_sep>", "other"],
+        "bytelevel", "<fim_prefix> <fim_middle> <fim_suffix> <fim_pad> <file_sep> other",
         "<fim_prefix>{prefix}<fim_suffix>{suffix}<fim_middle>",
-        ["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>", "<file_sep>"],
     ),
     "santacoder": (
-        "bytelevel",
-        ["<fim-prefix>", "<fim-middle>", "<fim-suffix>", "<fim-pad>"],
+        "bytelevel", "<fim-prefix> <fim-middle> <fim-suffix> <fim-pad>",
         "<fim-prefix>{prefix}<fim-suffix>{suffix}<fim-middle>",
-        ["<fim-prefix>", "<fim-middle>", "<fim-suffix>", "<fim-pad>"],
     ),
     "deepseek": (
-        "bytelevel",
-        ["<｜fim▁hole｜>", "<｜fim▁begin｜>", "<｜fim▁end｜>"],
+        "bytelevel", "<｜fim▁hole｜> <｜fim▁begin｜> <｜fim▁end｜>",
         "<｜fim▁begin｜>{prefix}<｜fim▁hole｜>{suffix}<｜fim▁end｜>",
-        ["<｜fim▁hole｜>", "<｜fim▁begin｜>", "<｜fim▁end｜>"],
     ),
-    "codellama": (
-        "bytefallback",
-        ["▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>"],
-        "▁<PRE>{prefix}▁<SUF>{suffix}▁<MID>",
-        ["▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>"],
-    ),
-    "codestral": (
-        "bytefallback",
-        ["[PREFIX]", "[SUFFIX]", "[MIDDLE]"],
-        "[SUFFIX]{suffix}[PREFIX]{prefix}",
-        ["[PREFIX]", "[SUFFIX]", "[MIDDLE]"],
-    ),
+    "codellama": ("bytefallback", "▁<PRE> ▁<SUF> ▁<MID> ▁<EOT>", "▁<PRE>{prefix}▁<SUF>{suffix}▁<MID>"),
+    "codestral": ("bytefallback", "[PREFIX] [SUFFIX] [MIDDLE]", "[SUFFIX]{suffix}[PREFIX]{prefix}"),
 }  # fmt: skip
-"""Family -> (kind of tokenizer, special tokens, prompt layout, tokens that end the middle)."""
+"""Family -> (kind of tokenizer, special tokens, all but `other` end the middle; prompt layout)."""
 
 
 def family_tokenizer(folder: Path, name: str, *, bos: bool = True) -> Tokenizer:
-    kind, specials, _, _ = FAMILIES[name]
+    kind, specials, _ = FAMILIES[name]
     tokenizer = Tokenizer.load(save_tokenizer(folder, kind, bos=bos))
-    tokenizer._rust.add_special_tokens(specials)
+    tokenizer._rust.add_special_tokens(specials.split())
     return Tokenizer(tokenizer._hf, folder)
-
-
-def encode(encoder: Encoder, row: dict[str, Any]) -> list[EncodedPrompt]:
-    ((_, result),) = encoder.encode_rows([(0, parse_row(row, 0, RowDefaults()))])
-    assert not isinstance(result, ErrorInfo), result
-    return result
 
 
 def expected_prompt(tokenizer: Tokenizer, name: str, before: list[int], after: list[int]) -> list[int]:
@@ -91,8 +62,7 @@ def expected_prompt(tokenizer: Tokenizer, name: str, before: list[int], after: l
 
 
 @pytest.mark.field("suffix", "text", "input_ids")
-@pytest.mark.parametrize("bos", [False, True])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "bos"), [(name, at % 2 == 0) for at, name in enumerate(FAMILIES)])
 def test_fim_prompt_of_each_family(tmp_path: Path, name: str, bos: bool) -> None:
     tokenizer = family_tokenizer(tmp_path, name, bos=bos)
     encoder = Encoder(tokenizer, tokenizer.vocab_size + 99, 256)
@@ -105,7 +75,7 @@ def test_fim_prompt_of_each_family(tmp_path: Path, name: str, bos: bool) -> None
     row = {"text": "def add(a, b):\n    return", "suffix": "print(add(1, 2))", "stop_token_ids": [3]}
     (found,) = encode(encoder, row)
     assert found.ids == expected
-    ends = {3, *(tokenizer.token_to_id(token) for token in FAMILIES[name][3])}
+    ends = {3, *(tokenizer.token_to_id(token) for token in FAMILIES[name][1].split() if token != "other")}
     assert found.params.suffix is None
     assert set(found.params.stop_token_ids) == ends
     (given,) = encode(encoder, {**row, "text": None, "input_ids": tokenizer.prefix_ids + before})

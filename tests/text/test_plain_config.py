@@ -13,18 +13,10 @@ from transformers import AutoTokenizer
 from batchgen.text.tokenizer import Tokenizer, plain_config
 
 CLASSES = [
-    "PreTrainedTokenizerFast",
-    "TokenizersBackend",
-    "LlamaTokenizer",
-    "LlamaTokenizerFast",
-    "Qwen2Tokenizer",
-    "Qwen2TokenizerFast",
-    "GPT2TokenizerFast",
-    "GemmaTokenizer",
-    "CodeLlamaTokenizerFast",
-    "NoSuchTokenizer",
-]
-TYPES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2", "phi3", "olmo2", "deepseek_v3", "no_such_type"]
+    "PreTrainedTokenizerFast", "TokenizersBackend", "LlamaTokenizer", "Qwen2TokenizerFast", "GPT2TokenizerFast",
+    "GemmaTokenizer", "NoSuchTokenizer",
+]  # fmt: skip
+TYPES = ["llama", "qwen3", "mistral", "gemma2", "gpt2", "deepseek_v3", "no_such_type"]
 
 
 def make_folder(source: Path, target: Path, tokenizer: dict[str, Any], model: dict[str, Any] | None) -> Path:
@@ -47,10 +39,11 @@ def load_result(folder: Path, **options: Any) -> tuple[Any, ...]:
     return type(hf), hf.is_fast, backend, hf.eos_token_id, hf.bos_token_id, hf.chat_template, hf.special_tokens_map
 
 
-@pytest.mark.parametrize("kind", ["bytelevel", "bytefallback"])
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize(
+    ("model_type", "kind"), [(name, ("bytelevel", "bytefallback")[at % 2]) for at, name in enumerate(TYPES)]
+)
 def test_plain_config_selects_the_same_tokenizer(
-    folders: dict[str, Path], tmp_path: Path, kind: str, model_type: str
+    folders: dict[str, Path], tmp_path: Path, model_type: str, kind: str
 ) -> None:
     for name in CLASSES:
         model = {"model_type": model_type, "tokenizer_class": "OtherTokenizer"}

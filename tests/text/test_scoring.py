@@ -12,12 +12,11 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from batchgen.errors import ErrorCode, ErrorInfo, RowError
-from batchgen.request.parser import RowDefaults, parse_row
-from batchgen.text.encode import EncodedPrompt, Encoder
+from batchgen.errors import ErrorCode, RowError
+from batchgen.text.encode import Encoder
 from batchgen.text.scoring import join_texts
 from batchgen.text.tokenizer import Tokenizer
-from tests.text.conftest import KINDS, SENTENCES
+from tests.text.conftest import KINDS, SENTENCES, encode, encode_error
 
 pytestmark = pytest.mark.field("completion", "completions")
 
@@ -89,18 +88,6 @@ def test_a_text_without_tokens_is_an_error(tokenizers: dict[str, Tokenizer]) -> 
     with pytest.raises(RowError, match="without tokens") as caught:
         join_texts(tokenizers["wordpiece"], "The fox", [5], [" dog", "  "])
     assert (caught.value.info.code, caught.value.info.param) == (ErrorCode.INVALID_FIELD, "completions")
-
-
-def encode(encoder: Encoder, row: dict) -> list[EncodedPrompt]:
-    ((_, result),) = encoder.encode_rows([(0, parse_row(row, 0, RowDefaults()))])
-    assert not isinstance(result, ErrorInfo), result
-    return result
-
-
-def encode_error(encoder: Encoder, row: dict) -> ErrorInfo:
-    ((_, result),) = encoder.encode_rows([(0, parse_row(row, 0, RowDefaults()))])
-    assert isinstance(result, ErrorInfo), result
-    return result
 
 
 def test_scoring_rows_are_encoded_prompt_by_text(tokenizer: Tokenizer) -> None:

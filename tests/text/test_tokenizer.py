@@ -22,7 +22,7 @@ def chat(*contents: Any, **options: Any) -> ChatPrompt:
 def test_raw_text_gets_one_bos_and_no_eos(tokenizers: dict[str, Tokenizer], kind: str) -> None:
     tokenizer = tokenizers[kind]
     bos, eos = tokenizer._hf.bos_token_id, tokenizer._hf.eos_token_id
-    texts = [*SENTENCES, "<s>already", ""]
+    texts = [*SENTENCES, "a<|im_end|>b", "<s>already", ""]
     encoded = tokenizer.encode(texts)
     for text, ids in zip(texts, encoded, strict=True):
         expected = tokenizer._hf(text).input_ids
@@ -49,11 +49,6 @@ def test_an_eos_appended_by_the_tokenizer_is_left_out(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(folder)
     assert tokenizer._hf("a").input_ids[-1] == 1
     assert tokenizer.encode(["a"])[0] == [0, *tokenizer.encode_plain(["a"])[0]]
-
-
-def test_special_tokens_written_in_raw_text_are_recognised(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode(["a<|im_end|>b"])[0]
-    assert tokenizer._hf.convert_tokens_to_ids("<|im_end|>") in ids
 
 
 @pytest.mark.field("messages", "add_generation_prompt")
@@ -172,13 +167,9 @@ def test_a_bad_conversation_among_many_fails_alone(tokenizer: Tokenizer) -> None
         with pytest.raises(RowError) as caught:
             tokenizer.render_chat(prompt)
         assert found == caught.value.info
-
-
-def test_template_errors_are_row_errors(tokenizer: Tokenizer) -> None:
-    with pytest.raises(RowError, match="no role narrator") as caught:
-        tokenizer.render_chat(ChatPrompt(({"role": "narrator", "content": "Once"},)))
-    assert caught.value.info.code == ErrorCode.INVALID_FIELD
-    assert caught.value.info.param == "messages"
+    assert isinstance(bad, ErrorInfo)
+    assert (bad.code, bad.param) == (ErrorCode.INVALID_FIELD, "messages")
+    assert "no role narrator" in bad.message
 
 
 def test_no_template_is_a_row_error(tmp_path: Path) -> None:
@@ -187,11 +178,6 @@ def test_no_template_is_a_row_error(tmp_path: Path) -> None:
     assert tokenizer.template_digest is None
     with pytest.raises(RowError, match="no chat template"):
         tokenizer.encode_chat(chat("Hi"))
-
-
-def test_message_content_is_never_a_template(tokenizer: Tokenizer) -> None:
-    attack = "{{ ''.__class__.__mro__ }}{% include '/etc/passwd' %}"
-    assert attack in tokenizer.render_chat(chat(attack))
 
 
 def test_deeply_nested_messages_are_a_row_error(tokenizer: Tokenizer) -> None:

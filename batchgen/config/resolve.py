@@ -1,0 +1,260 @@
+"""Resolution of a job's configuration from its sources, in order of precedence: flags, `BATCHGEN_*` variables,
+`--config FILE.toml`, `./batchgen.toml`, defaults.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from batchgen.config.option_types import NAME_PATH, PATH, Option, coerce
+from batchgen.config.run_config import BY_NAME, OPTIONS, EngineConfig, RunConfig, resolve_shard
+from batchgen.errors import RowError, UsageError
+from batchgen.request.checks import check_unicode
+from batchgen.request.params import CONSTRAINT_KINDS, SamplingParams
+from batchgen.request.raw_row import STDIN
+
+__all__ = ["resolve_config"]
+
+_COMPRESSED = frozenset({".gz", ".zst"})
+_OTHER_FORMATS = frozenset({".json", ".jsonl", ".csv", ".txt", ".gz", ".zst", ".arrow"})
+_DEFAULT_FILE: Final = "batchgen.toml"
+"""File in the current folder that is read by default."""
+_PREFIX = "BATCHGEN_"
+_OTHER_VARIABLES = frozenset({"BATCHGEN_TRACEBACK"})
+"""Variables with the prefix that are not options."""
+
+
+def resolve_config(flags: Mapping[str, Any], env: Mapping[str, str], cwd: Path) -> RunConfig:
+    """Merge flags, environment, files and defaults.
+
+    Args:
+        flags: option name -> value from the command line: text, a bool for a boolean option, or a tuple of texts for a
+            repeatable option. Options that are not set are absent. `inputs` is the tuple of positional arguments.
+        env: environment variables.
+        cwd: current folder.
+
+    Raises:
+        UsageError: an unknown key or variable, a wrong or unsupported value, or no default for the output's name.
+    """
+    inputs = tuple(flags.get("inputs", ()))
+    given = _given_options(flags, env, cwd)
+    values = {name: value for name, (value, _) in given.items() if BY_NAME[name].supported}
+    _check_unicode(values)
+    output = values.pop("output", None)
+    if "shard" in values:
+        values["shard"] = resolve_shard(values["shard"], env)
+    sampling = {name: values.pop(name) for name in list(values) if BY_NAME[name].target == "sampling"}
+    engine = {name: values.pop(name) for name in list(values) if BY_NAME[name].target == "engine"}
+    _check_sampling(sampling)
+    _check_names(sampling, engine, values.get("events"))
+    return RunConfig(
+        inputs=inputs,
+        output=_output_path(inputs, output, cwd),
+        engine=EngineConfig(**engine),
+        sampling=sampling,
+        origins={name: origin for name, (_, origin) in given.items()},
+        **values,
+    )
+
+
+def _check_unicode(values: Mapping[str, Any]) -> None:
+    """Refuse text that is not valid UTF-8, except in file names, which may be any bytes."""
+    with _as_usage_error():
+        for name, value in values.items():
+            value_type = BY_NAME[name].value_type
+            if value_type is not PATH:
+                check_unicode([key for key, _ in value] if value_type is NAME_PATH else value, name)
+
+
+def _check_sampling(sampling: Mapping[str, Any]) -> None:
+    with _as_usage_error():
+        SamplingParams(**sampling)
+
+
+@contextmanager
+def _as_usage_error() -> Iterator[None]:
+    """Convert a `RowError` about a field to a `UsageError` about the option of the same name."""
+    try:
+        yield
+    except RowError as problem:
+        raise UsageError(re.sub(r"`(\w+)`", _as_flag, problem.info.message)) from None
+
+
+def _as_flag(name: re.Match[str]) -> str:
+    return f"`{BY_NAME[name[1]].flag}`" if name[1] in BY_NAME else name[0]
+
+
+def _check_names(sampling: Mapping[str, Any], engine: Mapping[str, Any], events: str | None) -> None:
+    """Refuse defaults that would be wrong in every row."""
+    for name, source, kind in (
+        ("lora_path", "lora", "adapter"),
+        ("custom_logit_processor", "logit_processor", "processor"),
+    ):
+        known = [key for key, _ in engine.get(source, ())]
+        if name in sampling and sampling[name] not in known:
+            available, option = ", ".join(known) or "none", BY_NAME[source]
+            raise UsageError(
+                f"`{BY_NAME[name].flag}` names the {kind} {sampling[name]!r}, but the {kind}s of this run are: "
+                f"{available}; add it with {option.flag} {option.metavar}"
+            )
+    if sampling.get("stream") and events is None:
+        raise UsageError("`--stream` needs a destination for events: --events PATH, or - for stdout")
+
+
+def _output_path(inputs: tuple[str, ...], output: str | None, cwd: Path) -> Path:
+    if not inputs:
+        raise UsageError("name at least one input file, or - for stdin")
+    if inputs.count(STDIN) > 1:
+        raise UsageError("- (stdin) can be read only once")
+    if output is None:
+        return _default_output(inputs, cwd)
+    if output == STDIN or not Path(output).name or Path(output).suffix.lower() in _OTHER_FORMATS:
+        raise UsageError(f"`--output` must be a Parquet file such as results.parquet, got {output!r}")
+    if any(name != STDIN and (cwd / name).resolve() == (cwd / output).resolve() for name in inputs):
+        raise UsageError(f"`--output` {output} is an input file; give another name")
+    return Path(output)
+
+
+def _default_output(inputs: tuple[str, ...], cwd: Path) -> Path:
+    name = inputs[0]
+    if len(inputs) > 1 or name == STDIN:
+        reason = "stdin has no name" if name == STDIN else "there are several inputs"
+        raise UsageError(f"{reason}: name the result file with -o results.parquet")
+    if any(sign in name for sign in "*?[") and not (cwd / name).exists():
+        raise UsageError("an input pattern may name several files: name the result file with -o results.parquet")
+    path = Path(name)
+    if not path.name:
+        raise UsageError(
+            f"{path} is a folder: name its files, for example '{path / '*.jsonl'}', and -o results.parquet"
+        )
+    if path.suffix.lower() in _COMPRESSED:
+        path = path.with_suffix("")
+    return path.with_name(path.stem + ".out.parquet")
+
+
+def _given_options(flags: Mapping[str, Any], env: Mapping[str, str], cwd: Path) -> dict[str, tuple[Any, str]]:
+    """Option name -> (value, origin) from the source with the highest precedence.
+
+    Args:
+        flags: as in `resolve_config`.
+        env: environment variables.
+        cwd: current folder.
+
+    Raises:
+        UsageError: an unknown key or variable, a wrong value, a file that cannot be read, or an option that runs code
+            and is set only by `./batchgen.toml`.
+    """
+    given: dict[str, tuple[Any, str]] = {}
+    for option, value, label, origin, explicit in _sources(flags, env, cwd):
+        if option.name in given or option.target == "meta":
+            continue
+        if option.runs_code and not explicit:
+            raise UsageError(
+                f"`{label}` would run code because of a file in the current folder; name it with "
+                f"{option.flag}, or the file with --config {_DEFAULT_FILE}"
+            )
+        if not _overridden_constraint(option, origin, given):
+            given[option.name] = (coerce(option, _read_at_path(option, value, label, cwd), label), origin)
+    return given
+
+
+def _sources(
+    flags: Mapping[str, Any], env: Mapping[str, str], cwd: Path
+) -> Iterator[tuple[Option, Any, str, str, bool]]:
+    """All values, highest precedence first: (option, value, its name in the source, origin, whether it is explicit).
+
+    Only values of `./batchgen.toml` read by default are not explicit.
+    """
+    file: tuple[Any, str] | None = None
+    for name, value in flags.items():
+        if name == "config":
+            file = (value, "--config")
+        elif name != "inputs":
+            yield BY_NAME[name], value, BY_NAME[name].flag, "flag", True
+    for name, text in env.items():
+        if not name.startswith(_PREFIX) or name in _OTHER_VARIABLES or not text:
+            continue
+        option = BY_NAME.get(name.removeprefix(_PREFIX).lower())
+        if option is None or name != option.env:
+            raise UsageError(f"unknown environment variable `{name}`{_suggest(name.upper(), [o.env for o in OPTIONS])}")
+        if option.name == "config":
+            file = file or (text, option.env)
+        else:
+            yield option, _env_value(option, text), name, f"environment {name}", True
+    default = cwd / _DEFAULT_FILE
+    named = None if file is None else cwd / coerce(BY_NAME["config"], file[0], file[1])
+    if file is not None and named is not None:
+        yield from ((*found, True) for found in _read_file(named, str(file[0]), file[1]))
+    if default.is_file() and (named is None or named.resolve() != default.resolve()):
+        yield from ((*found, False) for found in _read_file(default, f"./{_DEFAULT_FILE}", _DEFAULT_FILE))
+
+
+def _overridden_constraint(option: Option, origin: str, given: Mapping[str, tuple[Any, str]]) -> bool:
+    """Whether the option is a constraint and a source of higher precedence sets another one: a row has one."""
+    higher = [given[kind][1] for kind in CONSTRAINT_KINDS if kind in given]
+    return option.name in CONSTRAINT_KINDS and any(_source_of(other) != _source_of(origin) for other in higher)
+
+
+def _source_of(origin: str) -> str:
+    return "environment" if origin.startswith(f"environment {_PREFIX}") else origin
+
+
+def _read_at_path(option: Option, value: Any, label: str, cwd: Path) -> Any:
+    """Replace `@PATH` by the text of that file if the option accepts one; the path is not part of the job."""
+    if not option.value_type.accepts_file or not isinstance(value, str) or not value.startswith("@"):
+        return value
+    try:
+        return (cwd / value[1:]).read_text(encoding="utf-8-sig")
+    except OSError as problem:
+        raise UsageError(f"`{label}`: cannot read {value[1:]!r}: {problem.strerror}") from None
+    except ValueError:
+        raise UsageError(f"`{label}`: {value[1:]!r} is not UTF-8 text") from None
+
+
+def _env_value(option: Option, text: str) -> Any:
+    """Value of an environment variable; for a repeatable option one value, or a JSON list of several."""
+    if not option.repeat or not text.startswith("["):
+        return text
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as problem:
+        raise UsageError(f"`{option.env}` begins with [ but is not a JSON list: {problem}") from None
+
+
+def _read_file(path: Path, shown: str, source: str) -> Iterator[tuple[Option, Any, str, str]]:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as problem:
+        raise UsageError(f"`{source}`: cannot read {shown}: {problem.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
+        raise UsageError(f"{shown} is not valid TOML: {problem}") from None
+    seen: set[str] = set()
+    for key, value in table.items():
+        option = BY_NAME.get(key.replace("-", "_"))
+        if option is None or option.target == "meta":
+            raise UsageError(f"unknown key `{key}` in {shown}{_suggest_key(key)}")
+        if option.name in seen:
+            raise UsageError(f"`{key}` is given twice in {shown}, with - and with _; keep one of them")
+        seen.add(option.name)
+        yield option, value, f"{key} in {shown}", shown
+
+
+def _suggest_key(key: str) -> str:
+    if key == "inputs":
+        return "; give input files on the command line"
+    for option in OPTIONS:
+        if option.choice_flags and key.replace("_", "-") in option.choices:
+            return f'; write {option.name} = "{key.replace("_", "-")}"'
+    return _suggest(key.replace("-", "_"), [option.name for option in OPTIONS if option.target != "meta"])
+
+
+def _suggest(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean `{close[0]}`?" if close else ""
