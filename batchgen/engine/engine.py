@@ -13,6 +13,7 @@ import torch
 
 from batchgen.config.run_config import EngineConfig
 from batchgen.engine.backend_choice import fixed_kernels, kernels_for, products_of
+from batchgen.engine.d2h_queue import QUEUE_BYTES
 from batchgen.engine.front_end import FrontEnd
 from batchgen.engine.loop import Loop
 from batchgen.engine.memory.dummy_run import (
@@ -140,6 +141,8 @@ class Engine:
         self.order: Order = "longest"
         self.admission: Admit = "foreseen"
         """Scheduling order and admission policy; other values than the defaults are for comparisons."""
+        self.queue_bytes = QUEUE_BYTES
+        """As in `LoopSettings`."""
         self.last_run: Running | None = None
         """The last job, for its counters."""
         self._pool: KVPool | None = None
@@ -330,6 +333,7 @@ class Engine:
             logprobs_mode=config.logprobs_mode,
             repetition_scope=config.repetition_penalty_scope,
             exact_states=config.hidden_states_dtype == "float32",
+            queue_bytes=self.queue_bytes,
         )
         return Loop(workload, scheduler, pool, resources, settings, emit)
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor
 
 from batchgen.engine.engine import Engine
@@ -57,16 +55,3 @@ def test_only_needed_tokens_pass_the_last_layer(scored: bool, implementation: st
     # Samples of one prompt share the logits of their first token.
     sampled = stats.sampled_tokens - sum(row["n"] == 2 for row in rows)
     assert counts[1] == counts[0] if scored else counts[1] <= sampled < counts[0]
-
-
-def test_selected_states_equal_those_computed_alone(tmp_path: Path) -> None:
-    """States selected from all tokens give the same output as computing only the needed tokens."""
-    folder = save_tiny("qwen3", tmp_path)
-    save_word_tokenizer(folder, VOCAB)
-    rows = [{"input_ids": ids, "max_new_tokens": 4, "seed": 5} for ids in shared_prefix_prompts(12, VOCAB, seed=3)]
-    engine = Engine(str(folder), dtype="float32")
-    selected = [list(c.output_ids or ()) for c in engine.generate(rows, ordered=True)]
-    compute = engine.model.hidden
-    torch.set_num_threads(1)  # selecting rows is not a kernel, so no step may be recorded
-    engine.model.hidden = lambda inputs: inputs.select(compute(replace(inputs, wanted=None)))  # type: ignore[method-assign]
-    assert [list(c.output_ids or ()) for c in engine.generate(rows, ordered=True)] == selected

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.plan.block_manager import BlockManager, PageAllocator
-from batchgen.plan.builder import StepBuilder
 from batchgen.plan.config import SchedulerStats
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
 from tests.plan.simulator import Simulator
@@ -178,22 +177,6 @@ def test_tight_pools_do_not_deadlock(config: SchedulerConfig, prompts: list, tar
     simulator([(p, t, 0, 0) for p, t in zip(prompts, targets, strict=True)], config).run()
 
 
-def test_last_prompt_token_is_recomputed_without_storing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sample that should recompute its prompt's tail stores nothing if the tail is available again."""
-    config = SchedulerConfig(num_pages=20, page_size=4, max_num_seqs=1, max_tokens_per_step=8)
-    sim = simulator([([1] * 7, [2, 2], 0, 0)], config)
-    prompts = sim.scheduler._prefill
-    monkeypatch.setattr(
-        prompts, "_recompute_last", lambda node, builder, count: prompts._begin_samples(node.id, builder, None, count)
-    )
-    chunks = []
-    execute = sim.execute
-    monkeypatch.setattr(sim, "execute", lambda plan: (chunks.extend(plan.prefills), execute(plan)))
-    sim.run()
-    assert [(c.start, c.end, c.sequence, c.store) for c in chunks] == [(0, 7, None, True), (6, 7, 1, False)]
-    assert sim.scheduler.stats.recomputed_last_tokens == 1
-
-
 def test_nodes_in_use_are_not_evicted() -> None:
     allocator = PageAllocator(9, 4)
     nodes = BlockManager(tree_of([[1] * 6, [2] * 8]), np.array([1, 1], np.int32), allocator, SchedulerStats())
@@ -207,18 +190,6 @@ def test_nodes_in_use_are_not_evicted() -> None:
     assert nodes.make_room(lambda: 7, spare_waiting=False)
     assert not busy.alive
     assert allocator.used_count == 0
-
-
-def test_children_branch_off_in_the_step_after_their_parent_is_complete() -> None:
-    config = SchedulerConfig(num_pages=20, page_size=4, max_num_seqs=4, max_tokens_per_step=16)
-    scheduler = Scheduler(tree_of([[1, 1, 1, 2], [1, 1, 1, 3]]), np.array([1, 1]), np.array([3, 3]), config)
-    scheduler.step()
-    prompts, nodes = scheduler._prefill, scheduler._block_manager
-    assert sorted(nodes.active) == [0, 1]
-    prompts.recompute(2, StepBuilder(1, SchedulerStats()), force=False)
-    assert sorted(nodes.active) == [0, 1]
-    prompts.recompute(2, StepBuilder(2, SchedulerStats()), force=False)
-    assert sorted(nodes.active) == [0, 1, 2]
 
 
 def test_youngest_sequence_is_preempted() -> None:

@@ -180,14 +180,6 @@ def test_shared_tokens_are_scored_once(folder: Path) -> None:
     assert rows == len(prefixes) + len(ends), "plus one row per sampled token"
 
 
-def test_nothing_is_scored_without_logprob_start_len(folder: Path) -> None:
-    engine = Engine(str(folder), dtype="float32")
-    finish(engine, [([3, 4, 5], SamplingParams(max_new_tokens=2, return_logprob=True))])
-    assert engine.last_run is not None
-    assert not engine.last_run.loop.prompts
-    assert scored(engine) == 0
-
-
 @FIELDS
 def test_nan_logits_of_a_prompt_fail_the_rows_that_read_them(folder: Path) -> None:
     """Row 1 shares the bad position, row 2 starts after it, row 3 does not contain it."""

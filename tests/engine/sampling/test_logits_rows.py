@@ -14,9 +14,6 @@ from torch import Tensor
 from batchgen.engine.engine import Engine
 from batchgen.errors import ErrorCode
 from batchgen.request.completion import Completion
-from batchgen.request.params import SamplingParams
-from tests.e2e.test_distribution import p_value
-from tests.engine.pipeline import Oracle, distribution, processed_logits
 from tests.engine.reference import save_word_tokenizer, shared_prefix_prompts
 from tests.engine.sampling.test_logits_processor import drawn_fields
 from tests.models.tiny import VOCAB, save_tiny
@@ -169,37 +166,3 @@ def test_nan_logits_are_an_error_despite_a_mask(
     rows[0] |= {"allowed_token_ids": [5, 6]}
     done = list(engine.generate(rows, ordered=True))
     assert [c.error.code if c.error else None for c in done] == [ErrorCode.NAN_LOGITS] * 2 + [None] * 2
-
-
-MIXES: list[dict[str, Any]] = [
-    {"repetition_penalty": 1.6, "top_k": 20},
-    {"logit_bias": {"5": 3.0, "9": -4.0}, "top_p": 0.7},
-    {"allowed_token_ids": list(range(0, VOCAB, 9)), "temperature": 0.7},
-    {"bad_words": [[5], [9], [77]], "repetition_penalty": 0.6, "min_p": 0.05},
-    {"allowed_token_ids": list(range(90)), "logit_bias": {"5": 2.0}, "bad_words": [[8]], "top_k": 30, "top_p": 0.9},
-]
-
-
-@pytest.mark.field("repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words")
-@pytest.mark.parametrize("mix", MIXES, ids=str)
-def test_tokens_follow_the_processed_and_filtered_distribution(folder: Path, mix: dict[str, Any]) -> None:
-    """Chi-square test of 8,000 first tokens, and their processed logprobs exactly."""
-    prompt, draws = [5, 9, 77, 30, 31], 8_000
-    fields = {"temperature": 1.2, **mix, "max_new_tokens": 1, "ignore_eos": True}
-    asked = {"return_logprob": True, "top_logprobs_num": VOCAB}
-    engine = engine_of(folder, repetition_penalty_scope="prompt+output", logprobs_mode="processed")
-    rows = [{"input_ids": prompt, **fields, "n": 400, "seed": seed} for seed in range(draws // 400)]
-    rows[0] |= asked
-    done = list(engine.generate(rows))
-    params = SamplingParams(**fields | {"logit_bias": {int(t): b for t, b in mix.get("logit_bias", {}).items()}})
-    logits = Oracle(folder).positions(prompt, [0], SamplingParams())[0].logits
-    exact = distribution(processed_logits(logits, prompt, [], params, "prompt+output"), params)
-    counts = np.bincount([(c.output_ids or [-1])[0] for c in done], minlength=VOCAB)
-    assert counts.sum() == draws
-    assert not counts[exact == 0].any()
-    assert p_value(counts, exact * draws) > 1e-3
-    first = next(c for c in done if c.output_top_ids is not None)
-    got = np.full(VOCAB, -np.inf)
-    got[first.output_top_ids] = first.output_top_logprobs
-    np.testing.assert_allclose(np.exp(got), exact, atol=1e-5, rtol=0)
-    assert (np.isfinite(got) == (exact > 0)).all()
