@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,16 +14,19 @@ from tests.kernels.cpu.products import with_threads
 from tests.models.tiny import VOCAB, save_tiny
 
 
-@pytest.fixture(autouse=True, params=[1, 2])
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+@pytest.mark.parametrize(
+    ("implementation", "threads", "scored"),
+    [("native", 1, True), ("native", 2, False), ("transformers", 1, False), ("transformers", 2, True)],
+)
+def test_only_needed_tokens_pass_the_last_layer(
+    scored: bool, implementation: str, threads: int, tmp_path: Path
+) -> None:
     """With two threads and compiled kernels, steps that only return tokens run on the background thread."""
-    with with_threads(request.param):
-        yield
+    with with_threads(threads):
+        check(scored, implementation, tmp_path)
 
 
-@pytest.mark.parametrize("implementation", ["native", "transformers"])
-@pytest.mark.parametrize("scored", [False, True])
-def test_only_needed_tokens_pass_the_last_layer(scored: bool, implementation: str, tmp_path: Path) -> None:
+def check(scored: bool, implementation: str, tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     save_word_tokenizer(folder, VOCAB)
     engine = Engine(str(folder), dtype="float32", model_impl=implementation, max_tokens_per_step=40)
