@@ -288,14 +288,20 @@ class Engine:
                 spec.device, estimated_bytes(spec, dummy_run(workload, spec, size, seqs, tokens))
             ), tokens
 
-        def run(job: DummyRun, pool: KVPool) -> None:
-            self._loop(job.workload, self._scheduler(job.workload, PAGES, seqs, tokens), pool).run_dummy(job)
-
+        run = self.dummy_runner(seqs, tokens)
         step_bytes, tokens = measure_largest_step(run, workload, spec, size, (seqs, tokens), CudaMeter(spec.device))
         # The dummy run's token count lists are short, so their largest size is added here.
         prompts = self.config.repetition_penalty_scope == "prompt+output"
         step_bytes += lists_bytes(workload, seqs, spec.vocab_size, prompts=prompts)
         return device_memory(spec.device, step_bytes), tokens
+
+    def dummy_runner(self, seqs: int, tokens: int) -> Callable[[DummyRun, KVPool], None]:
+        """Runs dummy runs whose steps have at most `seqs` rows and `tokens` tokens."""
+
+        def run(job: DummyRun, pool: KVPool) -> None:
+            self._loop(job.workload, self._scheduler(job.workload, PAGES, seqs, tokens), pool).run_dummy(job)
+
+        return run
 
     def _scheduler(self, workload: JobWorkload, pages: int, seqs: int, tokens: int) -> Scheduler:
         saving = None if self.backend is None else self.backend.group_saving

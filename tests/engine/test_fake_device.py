@@ -1,4 +1,4 @@
-"""The stand-in devices detect mistakes: each one is planted here. Whole jobs on them equal jobs on the CPU elsewhere."""
+"""The stand-in devices detect mistakes: each one is planted here."""
 
 from __future__ import annotations
 

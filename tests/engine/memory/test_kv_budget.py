@@ -81,8 +81,7 @@ def run(job: JobWorkload, pages: int, page_size: int, rows: int) -> dict[str, in
     return asdict(scheduler.stats)
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("seed", "page_size"), [(0, 1), (1, 4), (2, 16), (3, 16)])
 def test_no_sequence_waits_for_pages(seed: int, page_size: int) -> None:
     job = workload(seed)
     pages = pool_pages(job, SPEC, page_size, 1 << 40, PLENTY)
@@ -142,12 +141,11 @@ def test_the_error_of_a_pool_that_does_not_fit_names_the_largest_size() -> None:
         pool_pages(job, SPEC, 16, None, DeviceMemory(GIB, 2 * GIB, step=GIB, exclusive=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_pool_is_zero_and_writable(dtype: torch.dtype) -> None:
-    pool = KVPool.allocate([LayerKV(2, 8, 4)], 3, 16, dtype, torch.device("cpu"))
+def test_the_pool_is_zero_and_writable() -> None:
+    pool = KVPool.allocate([LayerKV(2, 8, 4)], 3, 16, torch.bfloat16, torch.device("cpu"))
     assert pool.keys[0].shape == (3, 16, 2, 8)
     assert pool.values[0].shape == (3, 16, 2, 4)
-    assert pool.keys[0].dtype == dtype
+    assert pool.keys[0].dtype == torch.bfloat16
     assert not pool.keys[0].any()
     assert [tensor.data_ptr() % 64 for tensor in (*pool.keys, *pool.values)] == [0, 0]  # aligned to cache lines
     pool.keys[0][2] = 1
@@ -211,10 +209,7 @@ def test_the_pool_of_a_running_job_is_not_reused(closed: bool) -> None:
         assert started + [completion.text for completion in running] == whole
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"attention": "torch"}, {"deterministic": True}, {"dtype": "bfloat16"}, {"model_impl": "transformers"}],
-)
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"attention": "torch"}, {"deterministic": True}])
 def test_the_last_job_s_values_in_a_reused_pool_are_not_read(options: dict[str, Any]) -> None:
     engine = Engine(_DEMO, **options)
     first = _generated(engine, _ROWS)
