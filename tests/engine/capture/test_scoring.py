@@ -100,8 +100,11 @@ def greedy_rows(rows: list[Row]) -> list[Row]:
     return [{**row, "return_logprob": True, "logprob_start_len": i % 2} for i, row in enumerate(found)]
 
 
-@pytest.mark.parametrize("implementation", ["native", "transformers"])
-@pytest.mark.parametrize("shape", [{}, {"max_num_seqs": 2, "max_tokens_per_step": 5, "page_size": 4}], ids=str)
+@pytest.mark.parametrize(
+    ("implementation", "shape"),
+    [("native", {}), ("transformers", {"max_num_seqs": 2, "max_tokens_per_step": 5, "page_size": 4})],
+    ids=str,
+)
 def test_scores_equal_eager(folder: Path, implementation: str, shape: Row) -> None:
     engine = Engine(str(folder), model_impl=implementation, dtype="float32", **shape)
     rows = scoring_rows(30, seed=2)
@@ -136,8 +139,8 @@ def test_shared_tokens_of_texts_are_computed_and_scored_once(folder: Path) -> No
     assert sum((c.prompt_tokens or 0) - (c.cached_tokens or 0) for c in done) == len(prompt) + 4
 
 
-def test_is_greedy_holds_for_prefixes_of_the_greedy_output(folder: Path) -> None:
-    """A text with another token is not greedy."""
+def test_which_texts_are_greedy(folder: Path) -> None:
+    """Prefixes of the greedy output; of equal logits the lowest id."""
     engine = Engine(str(folder), dtype="float32")
     prompt = [5, 6, 7]
     (path,) = engine.generate([{"input_ids": prompt, "temperature": 0, "max_new_tokens": 4, "ignore_eos": True}])
@@ -147,10 +150,6 @@ def test_is_greedy_holds_for_prefixes_of_the_greedy_output(folder: Path) -> None
     (done,) = engine.generate([{"input_ids": prompt, "completions": [best, best[:1], off, off[:2], best[:3]]}])
     assert done.scores is not None
     assert [score.is_greedy for score in done.scores] == [True, True, False, False, True]
-
-
-def test_of_equal_logits_the_lowest_id_is_greedy(folder: Path) -> None:
-    engine = Engine(str(folder), dtype="float32")
     head = engine.model.logits
     engine.model.logits = lambda hidden: torch.zeros_like(head(hidden))  # type: ignore[method-assign]
     (done,) = engine.generate([{"input_ids": [5], "completions": [[0], [1]]}])
