@@ -25,8 +25,6 @@ GPT_OSS = Gating("quick_gelu", interleaved=True, limit=7.0, shift=1.0)
 KINDS = {
     "mixtral": (3, Gating()),
     "qwen2_moe": (3, Gating()),
-    "qwen3_moe": (3, Gating()),
-    "olmoe": (3, Gating()),
     "deepseek_v3": (2, Gating()),
     "gpt_oss": (3, GPT_OSS),
 }

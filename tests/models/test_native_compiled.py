@@ -37,11 +37,12 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
 CASES = CONFIGS | MORE
 
 
-@pytest.fixture(autouse=True, params=[1, 2])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """Two threads; `test_threads` proves that their number does not matter."""
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
+    torch.set_num_threads(2)
+    yield
     torch.set_num_threads(before)
 
 
@@ -75,7 +76,7 @@ def test_float32_equals_eager(name: str, tmp_path: Path, calls: list[int]) -> No
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-biases", "mistral-window", "qwen2", "qwen3", "odd", "quick-gelu"])
+@pytest.mark.parametrize("name", ["llama-biases", "mistral-window", "qwen3", "odd"])
 def test_bfloat16_is_as_close_to_float32_as_eager_bfloat16(name: str, tmp_path: Path, calls: list[int]) -> None:
     """error(ours) <= 2 * error(eager bfloat16), both against float32."""
     model_type, overrides = CASES[name]
@@ -88,7 +89,7 @@ def test_bfloat16_is_as_close_to_float32_as_eager_bfloat16(name: str, tmp_path: 
     assert (got - exact).norm() <= 2 * (plain - exact).norm()
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-biases", "qwen3", "odd"])
+@pytest.mark.parametrize("name", ["llama-biases", "odd"])
 def test_block_floating_point_is_as_close_to_float32_as_widening(
     name: str, tmp_path: Path, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,9 +111,14 @@ def test_block_floating_point_is_as_close_to_float32_as_widening(
     assert errors[1] < 1.2 * errors[0]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("name", "products"), [("llama-biases", "fixed"), ("qwen3", "fixed"), ("qwen2-tied-window", "int8")]
+    ("name", "products", "dtype"),
+    [
+        ("llama-biases", "fixed", "float32"),
+        ("qwen3", "fixed", "bfloat16"),
+        ("qwen2-tied-window", "int8", "float32"),
+        ("qwen2-tied-window", "int8", "bfloat16"),
+    ],
 )
 def test_states_and_embeddings_equal_separate_operations(
     name: str, products: Products, dtype: str, tmp_path: Path, calls: list[int]
@@ -139,7 +145,7 @@ def test_states_and_embeddings_equal_separate_operations(
         assert (together - separate).norm() <= (1e-6 if dtype == "float32" else 2e-3) * separate.norm()
 
 
-@pytest.mark.parametrize("name", ["llama-biases", "qwen3", "odd"])
+@pytest.mark.parametrize("name", ["qwen3", "odd"])
 def test_adapters_run_in_the_compiled_decoder(name: str, tmp_path: Path, calls: list[int]) -> None:
     """Logits equal peft's, and a sequence without an adapter has the same bits as in a step without adapters."""
     model_type, overrides = CASES[name]
@@ -165,7 +171,7 @@ def test_adapters_run_in_the_compiled_decoder(name: str, tmp_path: Path, calls: 
             assert (mixed[i] - plain[i]).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("name", ["llama-biases", "qwen3", "odd"])
+@pytest.mark.parametrize("name", ["qwen3", "odd"])
 def test_bfloat16_rows_without_adapter_have_equal_bits_in_steps_with_adapters(name: str, tmp_path: Path) -> None:
     """Only steps without adapters keep the inputs of products in float32, in the same buffer; odd sizes never do."""
     model_type, overrides = CASES[name]
