@@ -129,11 +129,10 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("levels", JOBS.values(), ids=JOBS)
-def test_longest_first_leaves_no_ragged_tail(levels: list[tuple[int, tuple[int, int]]], seed: int) -> None:
+def test_longest_first_leaves_no_ragged_tail(levels: list[tuple[int, tuple[int, int]]]) -> None:
     """Rows of 8 to 256 tokens in 64 slots need hardly more than the minimum number of steps."""
-    prompts, limits = random_job(levels, (8, 256), seed)
+    prompts, limits = random_job(levels, (8, 256), 0)
     config = {"num_pages": 4000, "page_size": 16, "max_num_seqs": 64, "max_tokens_per_step": 2048}
     longest = counted(prompts, limits, SchedulerConfig(**config))
     first_come = counted(prompts, limits, SchedulerConfig(**config, order="first-come"))

@@ -201,14 +201,6 @@ def test_youngest_sequence_is_preempted() -> None:
     assert done == [0, 1, 2]
 
 
-def test_prompts_with_one_sample_copy_no_pages() -> None:
-    config = SchedulerConfig(num_pages=50, page_size=4, max_num_seqs=8, max_tokens_per_step=64)
-    sim = simulator([([i] * 7, [5], 0, 0) for i in range(6)], config)
-    sim.run()
-    assert sim.scheduler.stats.page_copies == 0
-    assert sim.scheduler.stats.peak_pages == 6 * 3
-
-
 def test_first_sample_writes_in_place_and_the_others_copy_a_page() -> None:
     config = SchedulerConfig(num_pages=50, page_size=4, max_num_seqs=8, max_tokens_per_step=64)
     sim = simulator([([1] * 7, [3, 3, 3, 3], 0, 0)], config)
@@ -280,19 +272,6 @@ def test_skipping_small_nodes_does_not_change_the_groups(
     some.run()
     all_nodes.run()
     assert asdict(some.scheduler.stats) == asdict(all_nodes.scheduler.stats)
-
-
-def test_group_list_is_reused_while_rows_are_unchanged() -> None:
-    config = SchedulerConfig(num_pages=99, page_size=2, max_num_seqs=4, max_tokens_per_step=64, group_min_saving=1)
-    scheduler = Scheduler(tree_of([[1, 1, 1], [1, 1, 2]]), np.array([1, 1]), np.array([9, 9]), config)
-    seen = []
-    for _ in range(6):
-        plan = scheduler.step()
-        assert plan is not None
-        seen.append(plan.groups)
-        scheduler.commit(())
-    assert len(seen[-1]) == 1
-    assert seen[-1] is seen[-2] is seen[-3]
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])

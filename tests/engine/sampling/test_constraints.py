@@ -171,15 +171,13 @@ def test_each_distinct_constraint_is_compiled_once(folder: Path, closing: dict[s
     assert engine.grammars.compiled == len(CONSTRAINTS) - 1
 
 
-def test_ids_outside_the_tokenizer_are_never_sampled(engine: Engine) -> None:
+def test_ids_without_text_are_not_sampled(engine: Engine) -> None:
+    """Neither ids outside the tokenizer nor special tokens."""
     padding = {str(VOCAB + i): 100.0 for i in range(13)}
     free = only(engine, logit_bias=padding)
     assert any(token >= VOCAB for token in free.output_ids or ())
     bound = only(engine, logit_bias=padding, regex="[a-z]{20}")
     assert re.fullmatch("[a-z]{20}", bound.text or "")
-
-
-def test_special_tokens_do_not_count_as_text(engine: Engine) -> None:
     special = {"2": 100.0, "3": 100.0, "0": 100.0}
     done = only(engine, logit_bias=special, regex="[<|>a-z]{8}", ignore_eos=True)
     assert re.fullmatch(r"[<|>a-z]{8}", done.text or "")
@@ -196,28 +194,27 @@ def test_one_choice_may_be_a_prefix_of_another(engine: Engine) -> None:
     assert all(c.constraint_ok for c in found.values())
 
 
-def test_stop_kinds_of_constrained_rows(engine: Engine) -> None:
-    done = only(engine, regex="abc")
-    assert (done.text, done.stop_kind, done.matched_stop, done.finish_reason) == ("abc", "grammar", None, "stop")
-    bias = {str(EOS): 100.0}
-    done = only(engine, regex="[ab]+", logit_bias=bias)
-    assert (done.stop_kind, done.matched_stop, done.constraint_ok) == ("eos", str(EOS), True)
-    assert len(done.text or "") >= 1
-    done = only(engine, regex="[ab]{1,5}", ignore_eos=True, logit_bias=bias)
-    assert (len(done.text or ""), done.stop_kind) == (5, "grammar")
-    done = only(engine, regex="[ab]+", ignore_eos=True, max_new_tokens=7)
-    assert (done.finish_reason, done.stop_kind, done.constraint_ok) == ("length", None, True)
-    done = only(engine, regex="[ab]{30}", max_new_tokens=7)
-    assert (done.finish_reason, done.stop_kind, done.constraint_ok) == ("length", None, False)
-    done = only(engine, regex="abc", max_new_tokens=3)
-    assert (done.finish_reason, done.stop_kind) == ("stop", "grammar")
+BIASED = {"logit_bias": {str(EOS): 100.0}}
+ENDS: list[tuple[dict[str, Any], str, str | None, bool]] = [
+    ({"regex": "abc"}, "stop", "grammar", True),
+    ({"regex": "[ab]+", **BIASED}, "stop", "eos", True),
+    ({"regex": "[ab]{1,5}", "ignore_eos": True, **BIASED}, "stop", "grammar", True),
+    ({"regex": "[ab]+", "ignore_eos": True, "max_new_tokens": 7}, "length", None, True),
+    ({"regex": "[ab]{30}", "max_new_tokens": 7}, "length", None, False),
+    ({"regex": "abc", "max_new_tokens": 3}, "stop", "grammar", True),
+    ({"ebnf": 'root ::= ""'}, "stop", "eos", True),
+    ({"ebnf": 'root ::= ""', "ignore_eos": True}, "stop", "grammar", True),
+]
+"""(fields, finish_reason, stop_kind, constraint_ok)"""
 
 
-def test_an_empty_text_can_satisfy_a_grammar(engine: Engine) -> None:
-    done = only(engine, ebnf='root ::= ""')
-    assert (done.text, done.stop_kind, done.constraint_ok) == ("", "eos", True)
-    done = only(engine, ebnf='root ::= ""', ignore_eos=True)
-    assert (done.text, done.stop_kind, done.constraint_ok, list(done.output_ids or [])) == ("", "grammar", True, [])
+def test_ends_of_constrained_rows(engine: Engine) -> None:
+    found = [only(engine, **fields) for fields, *_ in ENDS]
+    assert [(c.finish_reason, c.stop_kind, c.constraint_ok) for c in found] == [tuple(ends) for _, *ends in ENDS]
+    whole, eos, longest, *_, empty, ignoring = found
+    assert (whole.text, whole.matched_stop, len(longest.text or "")) == ("abc", None, 5)
+    assert (eos.matched_stop, len(eos.text or "") >= 1) == (str(EOS), True)
+    assert (empty.text, ignoring.text, list(ignoring.output_ids or [])) == ("", "", [])
 
 
 def test_stop_ids_of_the_row(engine: Engine) -> None:
@@ -328,15 +325,11 @@ def test_a_failing_matcher_only_ends_its_row(
 
 def test_each_sample_has_its_matcher(engine: Engine) -> None:
     row = {"text": "Row", "regex": "[a-z]{4}(-[0-9]{3})?", "temperature": 1.0, "n": 8, "best_of": 10, "seed": 5}
-    found = run(engine, [row])
+    greedy = {"text": "Row", "regex": "[a-z]{4}", "temperature": 0.0}
+    *found, first, copy = run(engine, [row, greedy, greedy])
     assert len({c.text for c in found}) > 5
     assert all(c.constraint_ok for c in found)
-
-
-def test_identical_greedy_rows_share_constraint_ok(engine: Engine) -> None:
-    row = {"text": "Row", "regex": "[a-z]{4}", "temperature": 0.0}
-    first, second = run(engine, [row, row])
-    assert (second.dedup_of, second.text, second.constraint_ok) == (0, first.text, True)
+    assert (copy.dedup_of, copy.text, copy.constraint_ok) == (1, first.text, True)
 
 
 @pytest.mark.parametrize("mode", ["raw", "processed"])
