@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from batchgen.engine.engine import Engine
 from batchgen.engine.memory.dummy_run import (
@@ -25,7 +27,6 @@ from batchgen.request.completion import Completion
 from batchgen.request.hidden_states import HiddenStates
 from batchgen.request.params import SamplingParams
 from batchgen.request.table import RequestTable
-from tests.engine.live_bytes import LiveMeter
 from tests.engine.memory.test_kv_budget import SPEC
 from tests.engine.reference import save_word_tokenizer, shared_prefix_prompts
 from tests.models.tiny import save_tiny
@@ -47,6 +48,16 @@ KINDS = {
         SamplingParams(temperature=1.0, regex="(w[0-9]+ )*", return_logprob=True, token_ids_logprob=(1, 2, 3)),
     ],
 }
+
+
+class LiveMeter:
+    """Peak bytes of CPU tensors, including kernel workspaces, from the memory events of PyTorch's profiler."""
+
+    def peak(self, body: Callable[[], None]) -> int:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as watched:
+            body()
+        events = [event for event in watched.profiler.kineto_results.events() if event.name() == "[memory]"]
+        return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
 @pytest.fixture(scope="module")
