@@ -61,3 +61,12 @@ def test_embeddings_cut_differently_share_nothing() -> None:
         assert table[i].embeds == span
         assert table[i].known_ids.tolist() == [0, 0]
     assert plan_workload(table).tree.distinct_tokens == 8 + 6 + 6
+
+
+def test_a_duplicate_of_a_finished_request_is_generated() -> None:
+    """The tokens of a request that an earlier run committed are in a file."""
+    table = RequestTable()
+    for i in range(3):
+        table.append(i, 0, [1, 2], SamplingParams(temperature=0.0, max_new_tokens=1), i, 1)
+    assert plan_workload(table).samples.tolist() == [1, 0, 0]
+    assert plan_workload(table, np.array([True, False, False])).samples.tolist() == [0, 1, 1]
