@@ -64,7 +64,6 @@ def run(
     meanwhile(engine)
     done = list(engine.generate(work, ordered=True))
     assert all(c.error is None for c in done)
-    assert engine.last_run is not None
     return done, device, engine.last_run.loop
 
 
@@ -138,7 +137,6 @@ def test_the_least_recently_used_graph_is_dropped(tmp_path: Path) -> None:
     """17 rows that end one by one need graphs of six sizes; of those replaced, four may still run on the device."""
 
     def keep_one(engine: Engine) -> None:
-        assert engine.backend is not None
         (support,) = engine.backend.executors
         assert isinstance(support, Graphs)
         engine.backend = replace(engine.backend, executors=(replace(support, max_graphs=1),))

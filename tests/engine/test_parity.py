@@ -59,7 +59,6 @@ def every_way(
         patch.setattr(engine, "order", "tree")
         patch.setattr(engine, "admission", "free")
         check(engine, prompts, everything, expected)
-    assert engine.last_run is not None
     assert engine.last_run.scheduler.stats.preemptions > 0
 
 

@@ -61,7 +61,6 @@ def test_states_equal_the_library(model_type: str, tmp_path: Path) -> None:
 
     capture = CaptureSpec(torch.arange(7), 7, experts=True)  # the routers' choices can still be captured
     model.hidden(replace(inputs(counted), capture=capture))
-    assert capture.routed is not None
     assert capture.routed.shape == (7, layers, 2)
 
     slot.use_library()

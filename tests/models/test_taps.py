@@ -55,7 +55,6 @@ def check_states(model: Model, reference: Any) -> None:
     """States of all layers against those that the library returns."""
     ids = ids_of()
     blocks = model.spec.state_layers
-    assert blocks is not None
     after: list[Tensor] = []
     last_block = find_hooks(
         getattr(reference, str(decoder_name(reference))),

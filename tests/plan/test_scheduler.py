@@ -205,7 +205,6 @@ def test_first_sample_writes_in_place_and_the_others_copy_a_page() -> None:
     config = SchedulerConfig(num_pages=50, page_size=4, max_num_seqs=8, max_tokens_per_step=64)
     sim = simulator([([1] * 7, [3, 3, 3, 3], 0, 0)], config)
     plan = sim.scheduler.step()
-    assert plan is not None
     assert len(plan.starts) == len(plan.samples) == 4
     assert {s.token for s in plan.samples} == {6}
     sim.execute(plan)

@@ -91,7 +91,6 @@ def check(result: Completion, reference: Reference, prompt: list[int], requested
         return
     output = list(result.output_ids or [])
     expected_blocks = [*expected(reference, prompt, output, requested)]
-    assert result.states is not None
     assert len(result.states) == len(expected_blocks)
     for got, want in zip(result.states, expected_blocks, strict=True):
         assert (got.layer, got.span, got.token_start, got.dtype) == (
@@ -163,9 +162,7 @@ def test_chunks_preemption_and_samples_change_nothing(
     assert len(results) == 2 * len(prompts)
     for result in results:
         check(result, reference, prompts[result.row_index], requested[result.row_index])
-    assert engine.last_run is not None
     assert engine.last_run.scheduler.stats.preemptions > 0
-    assert engine.last_run.loop.states is not None
     assert engine.last_run.loop.states.nbytes == 0, "all stored states are freed"
     assert engine.last_run.loop.states.num_samples == 0
 
@@ -179,7 +176,6 @@ def test_prompt_only_rows(folder: Path, reference: Reference) -> None:
     for result in engine_of(folder, "native", max_tokens_per_step=16, max_num_seqs=4).generate(rows):
         requested = asked[result.row_index]
         if requested["tokens"] == "output" and requested["pool"] != "none":
-            assert result.error is not None
             assert result.error.code == ErrorCode.INVALID_FIELD
             assert result.error.param == "return_hidden_states"
         else:
@@ -224,9 +220,7 @@ def test_shared_prompt_states_are_stored_once(folder: Path) -> None:
         table_rows = [row(prompt, {"tokens": "prompt", "pool": pool}, 3) for prompt in prompts]
         peak = 0
         for _ in engine.generate(table_rows):
-            assert engine.last_run is not None
             collector = engine.last_run.loop.states
-            assert collector is not None
             peak = max(peak, collector.nbytes)
         peaks[pool] = peak
     hidden = 64
@@ -257,10 +251,8 @@ def test_bfloat16_states_are_bfloat16_values(folder: Path, pool: str) -> None:
 def test_layers_and_experts_that_do_not_exist_are_errors(folder: Path) -> None:
     rows = [row([5, 6], {"layers": [LAYERS + 1]}), row([5, 6], None, return_routed_experts=True)]
     layer, experts = (done.error for done in engine_of(folder, "native").generate(rows, ordered=True))
-    assert layer is not None
     assert (layer.code, layer.param) == (ErrorCode.INVALID_FIELD, "return_hidden_states")
     assert "layer 4" in layer.message
-    assert experts is not None
     assert (experts.code, experts.param) == (ErrorCode.UNSUPPORTED_FIELD, "return_routed_experts")
 
 
@@ -303,8 +295,6 @@ def test_states_with_another_dtype_than_the_weights(folder: Path, monkeypatch: p
     (result,) = engine.generate([row([5, 6, 7, 8], {"layers": [1], "pool": pool})])
     monkeypatch.setattr(CaptureSpec, "store", plain)
     (usual,) = engine.generate([row([5, 6, 7, 8], {"layers": [1]})])
-    assert result.states is not None
-    assert usual.states is not None
     assert result.states[0].dtype == "float32"
     want = usual.states[0].values / 3
     want = want.mean(0, keepdims=True, dtype=np.float64) if pool == "mean" else want

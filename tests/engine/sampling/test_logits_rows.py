@@ -80,7 +80,6 @@ def test_rows_are_the_same_alone_shuffled_and_preempted(
     engine.order, engine.admission = "tree", "free"  # rows are to be preempted
     monkeypatch.setattr("batchgen.engine.engine.pool_pages", lambda *_: 2 * longest // 4 + 4)
     again = list(engine.generate(rows))
-    assert engine.last_run is not None
     assert engine.last_run.scheduler.stats.preemptions > 0
     alone = [c for row in rows[:8] for c in engine.generate([row])]
     assert len(again) == len(together)
@@ -124,7 +123,6 @@ def test_rows_without_a_token_to_sample_fail_with_the_fields(
         both, words, later, plain = engine_of(folder, logprobs_mode=mode).generate(rows, ordered=True)
         assert plain.error is None
         for done, named in ((both, "`allowed_token_ids` and `bad_words`"), (words, "`bad_words`"), (later, "both")):
-            assert done.error is not None
             assert done.error.code == ErrorCode.INVALID_FIELD
             assert "left no token to sample" in done.error.message
             assert named == "both" or done.error.message.startswith(named)
