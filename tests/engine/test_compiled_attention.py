@@ -27,21 +27,16 @@ def generate(folder: Path, attention: str, **options: Any) -> tuple[list[list[in
     return [list(c.output_ids or ()) for c in done], engine
 
 
-@pytest.mark.parametrize(
-    ("model_type", "saving"),
-    [("llama", 1), ("mistral", 1), ("gemma2", 1), ("gpt_oss", 1), ("deepseek_v3", 1), ("gpt_oss", 1 << 20)],
-)
-def test_tokens_equal_the_torch_backend(
-    model_type: str, saving: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With as many prefix groups as possible, and with none."""
-    monkeypatch.setattr(engine_module, "group_min_saving", lambda *given: saving)
+@pytest.mark.parametrize("model_type", ["llama", "gpt_oss", "deepseek_v3"])
+def test_tokens_equal_the_torch_backend(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With as many prefix groups as possible; `test_parity` has none."""
+    monkeypatch.setattr(engine_module, "group_min_saving", lambda *given: 1)
     save_tiny(model_type, tmp_path)
     save_word_tokenizer(tmp_path, VOCAB)
     expected, _ = generate(tmp_path, "torch")
     got, engine = generate(tmp_path, "compiled")
     assert got == expected
-    assert (engine.last_run.scheduler.stats.group_passes > 0) == (saving == 1)
+    assert engine.last_run.scheduler.stats.group_passes > 0
 
 
 @pytest.mark.parametrize("saving", [1, 1 << 20])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -100,6 +101,17 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny("llama", tmp_path_factory.mktemp("lora") / "base")
 
 
+@pytest.fixture(scope="module")
+def saved(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_adapter(base, tmp_path_factory.mktemp("lora") / "saved", **KINDS["two"])
+
+
+@pytest.fixture
+def adapter(saved: Path, tmp_path: Path) -> Path:
+    """A copy of an adapter that the test may change."""
+    return Path(shutil.copytree(saved, tmp_path / "a"))
+
+
 def without(*endings: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda weights: {name: w for name, w in weights.items() if not name.endswith(endings)}
 
@@ -136,9 +148,8 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("changes", "message"), CONFIGS, ids=lambda v: json.dumps(v) if type(v) is dict else "")
 def test_unsupported_configurations_are_rejected(
-    base: Path, tmp_path: Path, changes: dict[str, Any], message: str
+    base: Path, adapter: Path, changes: dict[str, Any], message: str
 ) -> None:
-    adapter = save_adapter(base, tmp_path / "a", **KINDS["two"])
     edit_config(adapter, **changes)
     with pytest.raises(ModelError, match=f"The adapter fr .*{message}"):
         check_model(base, lora=[("fr", str(adapter))])
@@ -162,8 +173,7 @@ WEIGHTS: list[tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), WEIGHTS)
-def test_wrong_weights_are_rejected(base: Path, tmp_path: Path, change: Any, message: str) -> None:
-    adapter = save_adapter(base, tmp_path / "a", **KINDS["two"])
+def test_wrong_weights_are_rejected(base: Path, adapter: Path, change: Any, message: str) -> None:
     edit_weights(adapter, change)
     with pytest.raises(ModelError, match=message):
         check_model(base, lora=[("fr", str(adapter))])
@@ -190,7 +200,7 @@ def test_adapters_of_other_models_are_rejected(base: Path, tmp_path: Path, imple
             inspect_model(base, implementation=implementation, lora=[("fr", str(adapter))])
 
 
-def test_missing_and_damaged_files_are_rejected(base: Path, tmp_path: Path) -> None:
+def test_missing_and_damaged_files_are_rejected(base: Path, adapter: Path, tmp_path: Path) -> None:
     def refused(folder: Path, message: str) -> None:
         with pytest.raises(ModelError, match=message):
             check_model(base, lora=[("fr", str(folder))])
@@ -198,7 +208,6 @@ def test_missing_and_damaged_files_are_rejected(base: Path, tmp_path: Path) -> N
     refused(tmp_path / "none", "there is no folder")
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", "has no adapter_config.json")
-    adapter = save_adapter(base, tmp_path / "a", **KINDS["two"])
     file = adapter / "adapter_model.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole[:-10])
@@ -237,8 +246,7 @@ def test_digests_of_adapters_differ(base: Path, tmp_path: Path) -> None:
     assert digest(first) != before
 
 
-def test_adapters_stored_in_half_precision(base: Path, tmp_path: Path) -> None:
-    adapter = save_adapter(base, tmp_path / "a", **KINDS["two"])
+def test_adapters_stored_in_half_precision(base: Path, adapter: Path) -> None:
     edit_weights(adapter, lambda weights: {name: w.bfloat16().contiguous() for name, w in weights.items()})
     model = load_model(base, dtype="float32", device="cpu", lora=[("fr", str(adapter))])
     sequences = random_sequences(VOCAB)[:2]
