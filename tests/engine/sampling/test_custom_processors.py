@@ -80,6 +80,11 @@ def engine_of(folder: Path, implementation: str = "native", **options: Any) -> E
     return Engine(str(folder), dtype="float32", model_impl=implementation, logit_processor=named, **options)
 
 
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Engine:
+    return engine_of(folder)
+
+
 def generate(engine: Engine, rows: list[dict[str, Any]]) -> list[Completion]:
     return list(engine.generate(rows, ordered=True))
 
@@ -110,8 +115,7 @@ def test_a_processor_runs_between_bias_and_masks(folder: Path, prompts: list[lis
 
 
 @pytest.mark.field("custom_logit_processor", "custom_params")
-def test_a_run_may_set_a_processor_for_all_rows(folder: Path, prompts: list[list[int]]) -> None:
-    engine = engine_of(folder)
+def test_a_run_may_set_a_processor_for_all_rows(engine: Engine, prompts: list[list[int]]) -> None:
     base = [{"input_ids": prompt, **GREEDY} for prompt in prompts]
     for custom in ({"custom_params": {"by": 2.5}}, {}):
         named = {"custom_logit_processor": "push", **custom}
@@ -185,8 +189,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_only_rows_that_cause_an_error_fail(folder: Path, prompts: list[list[int]], kind: str) -> None:
-    engine = engine_of(folder)
+def test_only_rows_that_cause_an_error_fail(engine: Engine, prompts: list[list[int]], kind: str) -> None:
     rows: list[dict[str, Any]] = [
         {"input_ids": p, **GREEDY, **({"custom_logit_processor": "touchy"} if i % 3 else {})}
         for i, p in enumerate(prompts)
@@ -221,9 +224,9 @@ def test_a_row_reports_the_error_of_its_first_failed_sample(folder: Path, prompt
 
 
 @pytest.mark.field("custom_logit_processor")
-def test_an_unknown_processor_is_an_error(folder: Path, prompts: list[list[int]]) -> None:
+def test_an_unknown_processor_is_an_error(engine: Engine, folder: Path, prompts: list[list[int]]) -> None:
     row = {"input_ids": prompts[0], **GREEDY, "custom_logit_processor": "other"}
-    (done,) = generate(engine_of(folder), [row])
+    (done,) = generate(engine, [row])
     assert done.error.code == ErrorCode.UNKNOWN_PROCESSOR
     assert "'other'" in done.error.message
     assert "push, touchy" in done.error.message
@@ -231,12 +234,12 @@ def test_an_unknown_processor_is_an_error(folder: Path, prompts: list[list[int]]
     assert "processors of this run are: none" in none.error.message
 
 
-def test_identical_greedy_rows_share_one_generation(folder: Path, prompts: list[list[int]]) -> None:
+def test_identical_greedy_rows_share_one_generation(engine: Engine, folder: Path, prompts: list[list[int]]) -> None:
     def row(by: float) -> dict[str, Any]:
         return {"input_ids": prompts[0], **GREEDY, "custom_logit_processor": "push", "custom_params": {"by": by}}
 
     rows = [row(5), row(9), row(5), {"input_ids": prompts[0], **GREEDY}, row(9), row(5)]
-    once = generate(engine_of(folder), rows)
+    once = generate(engine, rows)
     each = generate(engine_of(folder, dedup=False), rows)
     assert [c.output_ids for c in once] == [c.output_ids for c in each]
     assert [c.dedup_of for c in once] == [None, None, 0, None, 1, 0]
