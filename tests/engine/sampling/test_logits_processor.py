@@ -59,7 +59,6 @@ def by_row(engine: Engine, rows: list[dict[str, Any]]) -> list[Completion]:
 
 def generate(folder: Path, prompts: list[list[int]], **settings: Any) -> list[list[int]]:
     """Greedy ids of transformers' `generate` with eager attention, one batch per prompt length."""
-    settings = {"eos_token_id": None, **settings}
     by_length: dict[int, list[int]] = defaultdict(list)
     for i, prompt in enumerate(prompts):
         by_length[len(prompt)].append(i)
