@@ -56,6 +56,10 @@ class Counts:
         """The waits of one lane, in order."""
         return [wait for wait in self.waits if wait.lane == lane]
 
+    def lateness(self, lane: Lane = "tokens") -> Counter[int]:
+        """Number of uploads before the wait -> number of downloads of the lane."""
+        return Counter(wait.uploads for wait in self.waits_of(lane))
+
 
 class LateDevice:
     """CPU tensors with late transfers.
