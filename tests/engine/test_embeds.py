@@ -134,17 +134,6 @@ def test_embeddings_that_no_id_has(llama: Path, implementation: str, monkeypatch
     assert small.last_run.scheduler.stats.preemptions > 0
 
 
-@pytest.mark.field("input_embeds")
-def test_equal_embeddings_are_computed_once(llama: Path) -> None:
-    values = noise(1, seed=3)[0]
-    rows = [{"id": str(i), "input_embeds": values, "max_new_tokens": 4, "n": 2} for i in range(5)]
-    rows.append({"id": "other", "input_embeds": values + np.float32(1e-3), "max_new_tokens": 4})
-    engine = Engine(str(llama), dtype="float32", page_size=4)
-    assert all(c.error is None for c in engine.generate(rows))
-    assert engine.last_run.scheduler.stats.prompt_tokens == 2 * len(values)
-    assert engine.last_run.workload.tree.distinct_tokens == 2 * len(values)
-
-
 def test_several_prompts_in_one_row(llama: Path) -> None:
     prompts = noise(3, seed=4)
     engine = Engine(str(llama), dtype="float32")
