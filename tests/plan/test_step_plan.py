@@ -103,7 +103,7 @@ def assert_equivalent(plan: StepPlan, first: StepPlan, second: StepPlan, size: i
             assert len(chunk.pages) == -(-chunk.end // size)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(EITHER, st.sampled_from([0.0, 0.3]), st.randoms(use_true_random=False))
 def test_parts_are_equivalent_to_the_step(
     job: tuple[list[tuple], SchedulerConfig], unsplit: float, random: Random
