@@ -215,7 +215,7 @@ def test_broken_shards_are_rejected(name: str, sharded: Path, tmp_path: Path) ->
     assert time.perf_counter() - start < SECONDS
 
 
-def test_paths_that_are_no_folder_are_rejected(intact: Path, tmp_path: Path) -> None:
+def test_paths_without_a_folder_are_rejected(intact: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no model folder"):
         load_model(tmp_path / "nowhere")
     with pytest.raises(ModelError, match="is not a folder"):

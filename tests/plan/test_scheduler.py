@@ -264,7 +264,7 @@ def test_counts_of_a_tree() -> None:
 def test_skipping_small_nodes_does_not_change_the_groups(
     rows: list[tuple], config: SchedulerConfig, saving: int
 ) -> None:
-    """The groups equal those selected among all nodes that several rows share, as beside a long prompt."""
+    """The groups equal those selected among all nodes that several rows share, as together with a long prompt."""
     config = replace(config, group_min_saving=saving)
     some, all_nodes = simulator(rows, config), simulator([*rows, ([99] * 80, [], 0, 0)], config)
     some.run()
