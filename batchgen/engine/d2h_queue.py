@@ -15,13 +15,10 @@ from torch import Tensor
 
 from batchgen.kernels.device import Array, Device, Download
 
-__all__ = ["CHUNK_BYTES", "QUEUE_BYTES", "Consumer", "D2HQueue"]
+__all__ = ["QUEUE_BYTES", "Consumer", "D2HQueue"]
 
 QUEUE_BYTES: Final = 256 << 20
 """Most bytes in flight; a single result may be larger."""
-
-CHUNK_BYTES: Final = 32 << 20
-"""Size of the pieces in which larger results should be sent, so that several fit into the queue."""
 
 Consumer = Callable[[list[Array]], None]
 """Receives the sent arrays; it must copy what it keeps, because their memory is reused."""
@@ -38,6 +35,8 @@ class D2HQueue:
     def __init__(self, device: Device, budget: int = QUEUE_BYTES) -> None:
         self.device = device
         self._budget = budget
+        self.chunk_bytes = budget // 8
+        """Size of the pieces in which larger results should be sent, so that several fit into the queue."""
         self._unread: deque[tuple[Download, int, Consumer]] = deque()
         self._sent = self._read = 0
         self.bytes_in_flight = 0

@@ -13,6 +13,7 @@ import torch
 
 from batchgen.config.run_config import EngineConfig
 from batchgen.engine.backend_choice import fixed_kernels, kernels_for, products_of
+from batchgen.engine.d2h_queue import QUEUE_BYTES
 from batchgen.engine.front_end import FrontEnd
 from batchgen.engine.loop import Loop
 from batchgen.engine.memory.dummy_run import (
@@ -140,6 +141,8 @@ class Engine:
         self.order: Order = "longest"
         self.admission: Admit = "foreseen"
         """Scheduling order and admission policy; other values than the defaults are for comparisons."""
+        self.queue_bytes = QUEUE_BYTES
+        """As in `LoopSettings`."""
         self.last_run: Running | None = None
         """The last job, for its counters."""
         self._pool: KVPool | None = None
@@ -285,14 +288,20 @@ class Engine:
                 spec.device, estimated_bytes(spec, dummy_run(workload, spec, size, seqs, tokens))
             ), tokens
 
-        def run(job: DummyRun, pool: KVPool) -> None:
-            self._loop(job.workload, self._scheduler(job.workload, PAGES, seqs, tokens), pool).run_dummy(job)
-
+        run = self.dummy_runner(seqs, tokens)
         step_bytes, tokens = measure_largest_step(run, workload, spec, size, (seqs, tokens), CudaMeter(spec.device))
         # The dummy run's token count lists are short, so their largest size is added here.
         prompts = self.config.repetition_penalty_scope == "prompt+output"
         step_bytes += lists_bytes(workload, seqs, spec.vocab_size, prompts=prompts)
         return device_memory(spec.device, step_bytes), tokens
+
+    def dummy_runner(self, seqs: int, tokens: int) -> Callable[[DummyRun, KVPool], None]:
+        """Runs dummy runs whose steps have at most `seqs` rows and `tokens` tokens."""
+
+        def run(job: DummyRun, pool: KVPool) -> None:
+            self._loop(job.workload, self._scheduler(job.workload, PAGES, seqs, tokens), pool).run_dummy(job)
+
+        return run
 
     def _scheduler(self, workload: JobWorkload, pages: int, seqs: int, tokens: int) -> Scheduler:
         saving = None if self.backend is None else self.backend.group_saving
@@ -330,6 +339,7 @@ class Engine:
             logprobs_mode=config.logprobs_mode,
             repetition_scope=config.repetition_penalty_scope,
             exact_states=config.hidden_states_dtype == "float32",
+            queue_bytes=self.queue_bytes,
         )
         return Loop(workload, scheduler, pool, resources, settings, emit)
 

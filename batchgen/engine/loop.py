@@ -92,7 +92,13 @@ class Loop:
         self._open = OpenPrompts(workload, resources, settings, self._streams)
         self.prompts, self.states = self._open.prompts, self._open.states
         self._context = ExecutorContext(
-            resources.model, pool, backend, device, D2HQueue(device), self.prompts, self.states
+            resources.model,
+            pool,
+            backend,
+            device,
+            D2HQueue(device, settings.queue_bytes),
+            self.prompts,
+            self.states,
         )
         sampler = Sampler(device, backend.ops, resources.processors, settings.logprobs_mode)
         self._runner = ModelRunner(workload, self._context, sampler, scheduler.config.max_tokens_per_step)

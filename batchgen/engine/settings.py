@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from batchgen.engine.d2h_queue import QUEUE_BYTES
 from batchgen.engine.sampling.logits_processor import RepetitionScope
 from batchgen.engine.sampling.logprobs import LogprobsMode
 from batchgen.kernels.backend import Backend
@@ -44,3 +45,5 @@ class LoopSettings:
     """Whether repetition penalties include prompt tokens"""
     exact_states: bool = False
     """Whether hidden states are returned in float32 instead of the model's dtype"""
+    queue_bytes: int = QUEUE_BYTES
+    """Most bytes of hidden states and prompt logprobs that are being copied to the host"""

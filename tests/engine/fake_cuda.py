@@ -35,6 +35,7 @@ __all__ = ["CountingDevice", "FakeGpu", "GpuTensor", "Sync", "fake_cuda"]
 aten = torch.ops.aten
 
 CUDA = torch.device("cuda", 0)
+_MEMORY = 1 << 30
 _PACKAGE = str(Path(batchgen.__file__).parent)
 
 _NO_NUMBERS = (
@@ -287,21 +288,12 @@ def _guarded() -> Iterator[None]:
 
 
 @contextmanager
-def fake_cuda(
-    *, name: str = "NVIDIA H200", capability: tuple[int, int] = (9, 0), memory: int = 1 << 30, **options: Any
-) -> Iterator[FakeGpu]:
-    """Simulate a GPU inside the block.
-
-    Args:
-        name: name of the GPU.
-        capability: compute capability, which determines tile shapes.
-        memory: bytes of memory, half of which are free.
-        options: options of `CountingDevice`.
-    """
+def fake_cuda(**options: Any) -> Iterator[FakeGpu]:
+    """Simulate a Hopper GPU inside the block, with `options` of `CountingDevice`."""
     device = CountingDevice(**options)
     gpu = FakeGpu(device)
     properties = SimpleNamespace(
-        name=name, major=capability[0], minor=capability[1], total_memory=memory, multi_processor_count=132,
+        name="NVIDIA H200", major=9, minor=0, total_memory=_MEMORY, multi_processor_count=132,
         shared_memory_per_block_optin=232_448, warp_size=32,
     )  # fmt: skip
 
@@ -317,10 +309,10 @@ def fake_cuda(
         "is_initialized": lambda: True,
         "device_count": lambda: 1,
         "current_device": number,
-        "get_device_name": lambda device=None: name,
-        "get_device_capability": lambda device=None: capability,
+        "get_device_name": lambda device=None: properties.name,
+        "get_device_capability": lambda device=None: (9, 0),
         "get_device_properties": lambda device=None: properties,
-        "mem_get_info": lambda device=None: (memory // 2, memory),
+        "mem_get_info": lambda device=None: (_MEMORY // 2, _MEMORY),
         "empty_cache": nothing,
         "synchronize": lambda device=None: gpu.waits("torch.cuda.synchronize", "waits for everything"),
         "reset_peak_memory_stats": nothing,
@@ -339,9 +331,8 @@ def fake_cuda(
         torch._C._set_only_lift_cpu_tensors(True)
         stack.callback(torch._C._set_only_lift_cpu_tensors, before)
         whether = torch.__future__.get_overwrite_module_params_on_conversion()
-        torch.__future__.set_overwrite_module_params_on_conversion(
-            True
-        )  # parameters cannot change their device in place
+        # Parameters cannot change their device in place.
+        torch.__future__.set_overwrite_module_params_on_conversion(True)
         stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, whether)
         stack.enter_context(recording(gpu.launch))
         stack.enter_context(gpu)

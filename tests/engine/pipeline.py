@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import AutoModelForCausalLM
 
 from batchgen.kernels.sampling_reference import filtered_distribution
 from batchgen.request.params import SamplingParams
+from tests.engine.reference import eager_model
 
 __all__ = ["Oracle", "Position", "distribution", "processed_logits"]
 
@@ -90,8 +90,7 @@ class Oracle:
     """transformers' eager model in float32, evaluated on finished outputs."""
 
     def __init__(self, folder: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-        self._model.eval()
+        self._model = eager_model(folder)
 
     def positions(self, prompt: list[int], output: list[int], params: SamplingParams, **how: Any) -> list[Position]:
         """Every output token with its distributions, given the tokens before it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,45 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from batchgen.request.completion import Completion
+
+EXACT = ("error", "output_ids", "output_top_ids", "routed_experts", "finish_reason", "stop_kind", "text")
+PLANNED = ("prompt_tokens", "cached_tokens", "seed")
+"""Columns that are also equal if the job is planned in the same way."""
+FLOATS = (
+    "output_logprobs", "output_top_logprobs", "output_ids_logprobs", "input_logprobs", "input_top_logprobs",
+    "input_top_ids", "input_ids_logprobs", "score_logprobs",
+)  # fmt: skip
+
+
+def assert_same(
+    got: Completion, want: Completion, atol: float = 2e-5, exact: tuple[str, ...] = (*EXACT, *PLANNED)
+) -> None:
+    """Equal ids, texts and ends, and nearly equal logprobs and states."""
+    assert got.key == want.key
+    for name in exact:
+        assert np.array_equal(getattr(got, name), getattr(want, name)), name
+    for name in FLOATS:
+        values, expected = getattr(got, name), getattr(want, name)
+        assert (values is None) == (expected is None), name
+        if values is not None:
+            ours, theirs = (np.ma.filled(np.ma.asarray(x, np.float64), np.nan) for x in (values, expected))
+            np.testing.assert_allclose(ours, theirs, atol=atol, rtol=0, err_msg=name)
+    assert len(got.states or ()) == len(want.states or ())
+    for block, other in zip(got.states or (), want.states or (), strict=True):
+        assert (block.layer, block.span, block.token_start) == (other.layer, other.span, other.token_start)
+        assert block.dtype == other.dtype
+        np.testing.assert_allclose(block.values, other.values, atol=atol, rtol=1e-5)
+
+
+@cache
+def eager_model(folder: Path) -> PreTrainedModel:
+    """The checkpoint in transformers with eager attention in float32, without stops."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model.generation_config.eos_token_id = None
+    return model.eval()
 
 
 def shared_prefix_prompts(count: int, vocab: int, seed: int, longest: int = 48) -> list[list[int]]:
@@ -51,7 +88,7 @@ def save_word_tokenizer(folder: Path, vocab: int) -> None:
 
 def eager_logprobs(folder: Path, prompts: list[list[int]]) -> list[np.ndarray]:
     """[P, V] log-softmax of each position's logits, for each prompt, with eager attention in float32."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model = eager_model(folder)
     with torch.inference_mode():
         return [model(torch.tensor([ids])).logits[0].float().log_softmax(-1).numpy() for ids in prompts]
 
@@ -93,9 +130,7 @@ def eager_greedy(folder: Path, prompts: list[list[int]], new_tokens: int) -> Gre
 
     Prompts of similar length share a batch, padded on the left; attention weights of the padding are exactly 0.
     """
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    model.eval()
-    model.generation_config.eos_token_id = None
+    model = eager_model(folder)
     by_length: dict[int, list[int]] = defaultdict(list)
     for i, prompt in enumerate(prompts):
         by_length[-(-len(prompt) // PADDED) * PADDED].append(i)

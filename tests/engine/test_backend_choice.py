@@ -70,30 +70,24 @@ def step(made: RequestTable, rows: int = 256, tokens: int = 8192) -> Any:
     return typical_step(EngineConfig(), SPEC, plan_workload(made), rows, tokens)
 
 
-def test_the_typical_step_of_prompts_that_share() -> None:
-    prefix = list(range(100))
-    typical = step(table(*((prefix + [200 + i] * 20, 1, 60) for i in range(10))))
-    assert (typical.rows, typical.context, typical.shared) == (10, 120 + 30 + 1, 100)
-    assert typical.chunk == (100 + 10 * 20) // 60
+PREFIX = list(range(100))
+STEPS = {
+    "prompts that share": ([(PREFIX + [200 + i] * 20, 1, 60) for i in range(10)], (10, 120 + 30 + 1, 100, 300 // 60)),
+    "separate prompts": ([(PREFIX[:50], 1, 10), (PREFIX[70:], 1, 30)], (2, 40 + 10 + 1, 0, 80 // 20)),
+}
+
+
+@pytest.mark.parametrize(("requests", "expected"), STEPS.values(), ids=STEPS)
+def test_typical_steps(requests: list[tuple[list[int], int, int]], expected: tuple[int, ...]) -> None:
+    typical = step(table(*requests))
+    assert (typical.rows, typical.context, typical.shared, typical.chunk) == expected
     assert (typical.heads, typical.layer, typical.dtype) == (4, SPEC.kv_layers[0], torch.float16)
 
 
-def test_the_typical_step_of_samples_of_one_prompt() -> None:
-    typical = step(table((list(range(50)), 6, 10)), rows=4)
-    assert (typical.rows, typical.context, typical.shared) == (4, 56, 50)
-
-
-def test_the_typical_step_of_separate_prompts() -> None:
-    typical = step(table((list(range(50)), 1, 10), (list(range(70, 100)), 1, 30)))
-    assert (typical.rows, typical.context, typical.shared) == (2, 40 + 10 + 1, 0)
-    assert typical.chunk == 80 // 20
-
-
-def test_prompts_without_output_fill_a_step() -> None:
+def test_limits_of_a_typical_step() -> None:
+    samples = step(table((list(range(50)), 6, 10)), rows=4)
+    assert (samples.rows, samples.context, samples.shared) == (4, 56, 50)
     assert step(table(*(([i] * 500, 1, 1) for i in range(64))), tokens=2048).chunk == 2048 - 64
-
-
-def test_an_empty_workload_has_no_typical_step() -> None:
     assert step(RequestTable()) is None
 
 
@@ -108,10 +102,7 @@ def test_an_empty_workload_has_no_typical_step() -> None:
             "`--attention flash` cannot run here: it needs an NVIDIA GPU, and this run computes on the CPU; leave the "
             "option out to use the best available kernels",
         ),
-        (
-            {"flash_library": "no.so"},
-            "`--flash-library no.so`: there is no such file or folder",
-        ),
+        ({"flash_library": "no.so"}, "`--flash-library no.so`: there is no such file or folder"),
     ],
 )
 def test_options_are_rejected_before_a_row_is_read(
@@ -154,7 +145,6 @@ def test_a_named_backend_on_a_gpu_is_chosen_with_the_workload(hopper: None, libr
 
 def test_torch_does_not_depend_on_the_workload(hopper: None) -> None:
     fixed = fixed_kernels(EngineConfig(attention="torch"), SPEC)
-    assert fixed is not None
     assert fixed.description == "torch"
 
 

@@ -16,31 +16,27 @@ from tests.models.tiny import VOCAB, save_tiny
 
 pytestmark = pytest.mark.skipif(not loaded(), reason="no C++ compiler here")
 
-NEW_TOKENS = 12
+NEW_TOKENS = 8
 
 
 def generate(folder: Path, attention: str, **options: Any) -> tuple[list[list[int]], Engine]:
     engine = Engine(str(folder), attention=attention, dtype="float32", page_size=4, **options)
     params = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-    prompts = shared_prefix_prompts(60, VOCAB, seed=3)
+    prompts = shared_prefix_prompts(40, VOCAB, seed=3)
     done = engine.generate(({"input_ids": p, "sampling_params": params} for p in prompts), ordered=True)
     return [list(c.output_ids or ()) for c in done], engine
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3"])
-@pytest.mark.parametrize("saving", [1, 1 << 20])
-def test_tokens_equal_the_torch_backend(
-    model_type: str, saving: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With as many prefix groups as possible, and with none."""
-    monkeypatch.setattr(engine_module, "group_min_saving", lambda *given: saving)
+@pytest.mark.parametrize("model_type", ["llama", "gpt_oss", "deepseek_v3"])
+def test_tokens_equal_the_torch_backend(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With as many prefix groups as possible; `test_parity` has none."""
+    monkeypatch.setattr(engine_module, "group_min_saving", lambda *given: 1)
     save_tiny(model_type, tmp_path)
     save_word_tokenizer(tmp_path, VOCAB)
     expected, _ = generate(tmp_path, "torch")
     got, engine = generate(tmp_path, "compiled")
     assert got == expected
-    assert engine.last_run is not None
-    assert (engine.last_run.scheduler.stats.group_passes > 0) == (saving == 1)
+    assert engine.last_run.scheduler.stats.group_passes > 0
 
 
 @pytest.mark.parametrize("saving", [1, 1 << 20])
@@ -49,7 +45,6 @@ def test_bytes_read_equal_the_plan(saving: int, tmp_path: Path, monkeypatch: pyt
     save_tiny("llama", tmp_path)
     save_word_tokenizer(tmp_path, VOCAB)
     _, engine = generate(tmp_path, "compiled")
-    assert engine.last_run is not None
     stats, counts, layers = engine.last_run.scheduler.stats, engine.last_run.loop.counts(), engine.model.spec.kv_layers
     position_bytes = sum(x.kv_heads * (x.key_dim + x.value_dim) * 4 for x in layers)
     assert counts["attention_kv_bytes"] == position_bytes * (stats.decode_kv_reads + stats.chunk_kv_positions)
@@ -64,7 +59,6 @@ def test_the_group_threshold_is_measured_or_a_constant(tmp_path: Path) -> None:
     found = {}
     for name, options in (("compiled", {}), ("torch", {}), ("auto", {"deterministic": True})):
         _, engine = generate(tmp_path, name, **options)
-        assert engine.last_run is not None
         found[name] = engine.last_run.loop.counts()["group_min_saving"]
     assert found["compiled"] in {1 << n for n in range(6, 13)}
     assert found["torch"] == found["auto"] == GROUP_MIN_SAVING

@@ -11,7 +11,7 @@ import pytest
 from batchgen.engine.engine import Engine
 from batchgen.kernels.cpu.library import loaded
 from batchgen.request.completion import Completion
-from tests.engine.reference import save_word_tokenizer, shared_prefix_prompts
+from tests.engine.reference import FLOATS, save_word_tokenizer, shared_prefix_prompts
 from tests.models.adapters import KINDS, save_adapter
 from tests.models.tiny import VOCAB, save_tiny
 
@@ -31,17 +31,9 @@ def result_bits(done: Completion) -> tuple[Any, ...]:
     """Everything that depends on a row's logits, with floats as bits."""
     assert done.error is None, done.error
     return (
-        listed(done.output_ids),
-        bits(done.output_logprobs),
-        listed(done.output_top_ids),
-        bits(done.output_top_logprobs),
-        bits(done.output_ids_logprobs),
-        bits(done.input_logprobs),
-        listed(done.input_top_ids),
-        bits(done.input_top_logprobs),
-        bits(done.score_logprobs),
+        *(listed(getattr(done, name)) for name in ("output_ids", "output_top_ids", "routed_experts")),
+        *(bits(getattr(done, name)) for name in FLOATS),
         [(block.layer, block.values.tobytes()) for block in done.states or ()],
-        listed(done.routed_experts),
     )
 
 
@@ -98,7 +90,6 @@ def preempting(monkeypatch: pytest.MonkeyPatch, engine: Engine, rows: list[dict[
         patch.setattr(engine, "order", "tree")
         patch.setattr(engine, "admission", "free")
         found = run(engine, rows)
-    assert engine.last_run is not None
     assert engine.last_run.scheduler.stats.preemptions > 0
     return found
 
@@ -128,14 +119,13 @@ def saved(folder: Path, model_type: str, **overrides: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("implementation", ["native", "transformers"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("implementation", "dtype"), [("native", "bfloat16"), ("transformers", "float32")])
 def test_rows_of_every_kind(implementation: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Llama, with adapters."""
     folder = saved(tmp_path / "base", "llama")
     names = ("two", "all")
     adapters = {name: str(save_adapter(folder, tmp_path / name, seed=i, **KINDS[name])) for i, name in enumerate(names)}
-    rows = mixed_rows(48, names) + special_rows()
+    rows = mixed_rows(30, names) + special_rows()
     assert_deterministic(monkeypatch, folder, rows, model_impl=implementation, dtype=dtype, lora=adapters)
 
 
@@ -161,10 +151,10 @@ def test_among_256(tmp_path: Path) -> None:
         assert all(together[key] == value for key, value in run(engine, [row]).items())
 
 
-@pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss", "mixtral", "deepseek_v3", "gpt2"])
+@pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss", "deepseek_v3"])
 def test_library_models(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = saved(tmp_path, model_type)
-    assert_deterministic(monkeypatch, folder, mixed_rows(24), 6, model_impl="transformers", dtype="float32")
+    assert_deterministic(monkeypatch, folder, mixed_rows(16), 2, model_impl="transformers", dtype="float32")
 
 
 def test_states_and_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,4 +165,4 @@ def test_states_and_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         {"return_hidden_states": {"layers": [-1], "tokens": "output"}},
     )
     rows = [row | asked[i % 3] for i, row in enumerate(mixed_rows(18))]
-    assert_deterministic(monkeypatch, folder, rows, 6, dtype="float32")
+    assert_deterministic(monkeypatch, folder, rows, 3, dtype="float32")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor
 
 from batchgen.engine.engine import Engine
@@ -17,16 +14,19 @@ from tests.kernels.cpu.products import with_threads
 from tests.models.tiny import VOCAB, save_tiny
 
 
-@pytest.fixture(autouse=True, params=[1, 2])
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+@pytest.mark.parametrize(
+    ("implementation", "threads", "scored"),
+    [("native", 1, True), ("native", 2, False), ("transformers", 1, False), ("transformers", 2, True)],
+)
+def test_only_needed_tokens_pass_the_last_layer(
+    scored: bool, implementation: str, threads: int, tmp_path: Path
+) -> None:
     """With two threads and compiled kernels, steps that only return tokens run on the background thread."""
-    with with_threads(request.param):
-        yield
+    with with_threads(threads):
+        check(scored, implementation, tmp_path)
 
 
-@pytest.mark.parametrize("implementation", ["native", "transformers"])
-@pytest.mark.parametrize("scored", [False, True])
-def test_only_needed_tokens_pass_the_last_layer(scored: bool, implementation: str, tmp_path: Path) -> None:
+def check(scored: bool, implementation: str, tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path)
     save_word_tokenizer(folder, VOCAB)
     engine = Engine(str(folder), dtype="float32", model_impl=implementation, max_tokens_per_step=40)
@@ -49,7 +49,6 @@ def test_only_needed_tokens_pass_the_last_layer(scored: bool, implementation: st
         rows[3] |= {"return_logprob": True, "logprob_start_len": 0}
     selected = {(c.row_index, c.sample_index): list(c.output_ids or ()) for c in engine.generate(rows)}
     assert selected == plain
-    assert engine.last_run is not None
     stats = engine.last_run.scheduler.stats
     assert (
         counts[0] == stats.prompt_tokens + stats.recomputed_tokens + stats.recomputed_last_tokens + stats.decode_tokens
@@ -57,16 +56,3 @@ def test_only_needed_tokens_pass_the_last_layer(scored: bool, implementation: st
     # Samples of one prompt share the logits of their first token.
     sampled = stats.sampled_tokens - sum(row["n"] == 2 for row in rows)
     assert counts[1] == counts[0] if scored else counts[1] <= sampled < counts[0]
-
-
-def test_selected_states_equal_those_computed_alone(tmp_path: Path) -> None:
-    """States selected from all tokens give the same output as computing only the needed tokens."""
-    folder = save_tiny("qwen3", tmp_path)
-    save_word_tokenizer(folder, VOCAB)
-    rows = [{"input_ids": ids, "max_new_tokens": 4, "seed": 5} for ids in shared_prefix_prompts(12, VOCAB, seed=3)]
-    engine = Engine(str(folder), dtype="float32")
-    selected = [list(c.output_ids or ()) for c in engine.generate(rows, ordered=True)]
-    compute = engine.model.hidden
-    torch.set_num_threads(1)  # selecting rows is not a kernel, so no step may be recorded
-    engine.model.hidden = lambda inputs: inputs.select(compute(replace(inputs, wanted=None)))  # type: ignore[method-assign]
-    assert [list(c.output_ids or ()) for c in engine.generate(rows, ordered=True)] == selected

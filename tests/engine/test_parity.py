@@ -3,95 +3,74 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 
 from batchgen.bench.demo_tasks.tasks import draw
 from batchgen.demo import model_path
 from batchgen.engine.engine import Engine
-from batchgen.request.completion import Completion
 from batchgen.request.prompts import ChatPrompt
 from batchgen.text.tokenizer import Tokenizer
 from tests.engine.reference import Greedy, eager_greedy, save_word_tokenizer, shared_prefix_prompts
-from tests.models.tiny import NATIVE_TYPES, TYPES, VOCAB, save_tiny
+from tests.models.tiny import VOCAB, save_tiny
 
-PROMPTS = 80
+PROMPTS = 48
 NEW_TOKENS = 8
 ALONE_EVERY = 16
 """One of this many prompts also runs alone."""
 
 
-def run(engine: Engine, prompts: list[list[int]], order: list[int] | None = None) -> dict[int, Completion]:
-    """Generate prompts in the given order; returns prompt index -> completion."""
-    order = list(range(len(prompts))) if order is None else order
-    rows = [
-        {
-            "input_ids": prompts[i],
-            "sampling_params": {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},
-            "return_logprob": True,
-        }
-        for i in order
-    ]
-    return {order[c.row_index]: c for c in engine.generate(rows)}
+def check(engine: Engine, prompts: list[list[int]], members: list[int], expected: Greedy) -> None:
+    """Generate some of the prompts together."""
+    params = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    rows = [{"input_ids": prompts[i], "sampling_params": params, "return_logprob": True} for i in members]
+    for i, completion in zip(members, engine.generate(rows, ordered=True), strict=True):
+        expected.assert_same(i, completion)
 
 
-def assert_same(results: dict[int, Completion], expected: Greedy, members: list[int] | None = None) -> None:
-    for i in members if members is not None else range(len(expected.ids)):
-        expected.assert_same(i, results[i])
-
-
-@pytest.fixture(scope="module")
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    """(folder, prompts, reference) of one random model."""
-    model_type, overrides = request.param
-    folder = tmp_path_factory.mktemp(model_type)
-    save_tiny(model_type, folder, **overrides)
-    save_word_tokenizer(folder, VOCAB)
-    prompts = shared_prefix_prompts(PROMPTS, VOCAB, seed=len(model_type))
-    return folder, prompts, eager_greedy(folder, prompts, NEW_TOKENS)
-
-
-NATIVE = [
-    ("llama", {}),
-    ("llama", {"tie_word_embeddings": True, "attention_bias": True}),
-    ("mistral", {"sliding_window": 16}),
-    ("qwen2", {}),
-    ("qwen3", {}),
-    ("qwen3", {"tie_word_embeddings": True, "head_dim": 32}),
+MODELS = [
+    ("llama", "native", {"tie_word_embeddings": True, "attention_bias": True}),
+    ("mistral", "native", {"sliding_window": 16}),
+    ("qwen3", "native", {"head_dim": 32}),
+    ("llama", "transformers", {}),
+    ("gemma2", "transformers", {}),
+    ("gpt_oss", "transformers", {}),
+    ("deepseek_v3", "transformers", {}),
+    ("gpt2", "transformers", {}),
 ]
-# Granite checkpoints divide logits by 4 to 16; the tiny default would double them, and the rounding errors too.
-OVERRIDES = {"granite": {"logits_scaling": 4.0}}
-OTHERS = [(name, OVERRIDES.get(name, {})) for name in TYPES if name not in NATIVE_TYPES]
+"""Windows, soft caps, sinks, experts, keys and values of different sizes, and learned positions."""
 
 
 def every_way(
     monkeypatch: pytest.MonkeyPatch, implementation: str, folder: Path, prompts: list, expected: Greedy, room: int = 6
 ) -> None:
-    """Compare in one batch, shuffled, alone, and preempted in a pool for `room` of the longest prompts."""
+    """Compare in one batch, alone, and preempted in a pool for `room` of the longest prompts."""
     # Many prompts start in a step, so that they run out of pages together.
     engine = Engine(str(folder), model_impl=implementation, dtype="float32", page_size=4, max_tokens_per_step=2048)
     assert engine.model.spec.implementation == implementation
-    assert_same(run(engine, prompts), expected)
-    order = np.random.default_rng(1).permutation(len(prompts)).tolist()
-    assert_same(run(engine, prompts, order), expected)
+    everything = list(range(len(prompts)))
+    check(engine, prompts, everything, expected)
     for i in range(0, len(prompts), ALONE_EVERY):
-        assert_same({i: run(engine, [prompts[i]])[0]}, expected, [i])
+        check(engine, prompts, [i], expected)
     longest = max(len(p) for p in prompts) + NEW_TOKENS
     with monkeypatch.context() as patch:
         patch.setattr("batchgen.engine.engine.pool_pages", lambda *_: room * longest // 4 + 4)
         patch.setattr(engine, "order", "tree")
         patch.setattr(engine, "admission", "free")
-        assert_same(run(engine, prompts), expected)
-    assert engine.last_run is not None
+        check(engine, prompts, everything, expected)
     assert engine.last_run.scheduler.stats.preemptions > 0
 
 
 @pytest.mark.field("input_ids", "temperature", "return_logprob", "ignore_eos")
-@pytest.mark.parametrize("implementation", ["native", "transformers"])
-@pytest.mark.parametrize("checkpoint", NATIVE, ids=lambda p: "-".join([p[0], *p[1]]), indirect=True)
-def test_native_families_equal_eager(checkpoint, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    every_way(monkeypatch, implementation, *checkpoint)
+@pytest.mark.parametrize(("model_type", "implementation", "overrides"), MODELS)
+def test_a_model_equals_eager(
+    model_type: str, implementation: str, overrides: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny(model_type, tmp_path, **overrides)
+    save_word_tokenizer(tmp_path, VOCAB)
+    prompts = shared_prefix_prompts(PROMPTS, VOCAB, seed=len(model_type))
+    every_way(monkeypatch, implementation, tmp_path, prompts, eager_greedy(tmp_path, prompts, NEW_TOKENS))
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +91,3 @@ def test_the_demonstration_model_equals_eager(
     demonstration, implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     every_way(monkeypatch, implementation, *demonstration, room=2)
-
-
-@pytest.mark.parametrize("checkpoint", OTHERS, ids=lambda p: p[0], indirect=True)
-def test_transformers_path_equals_eager(checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    every_way(monkeypatch, "transformers", *checkpoint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import weakref
 from dataclasses import replace
@@ -34,7 +35,7 @@ TASKS = ["Sort: 3 1 2", "What is 17 + 25?", "Copy: red fox"]
 
 
 @here
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_the_loss_compares_distributions(family: str, tmp_path: Path) -> None:
     model = load_model(save_tiny(family, tmp_path), dtype="float32", device="cpu")
     assert isinstance(model, NativeModel)
@@ -49,12 +50,14 @@ def test_the_loss_compares_distributions(family: str, tmp_path: Path) -> None:
 
 @here
 def test_full_weights_are_freed_layer_by_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {id(found) for found in gc.get_objects() if isinstance(found, Linear)}
     model = load_model(save_tiny("llama", tmp_path), dtype="float32", device="cpu", products="fixed")
     assert isinstance(model, NativeModel)
-    products = [getattr(layer, name) for layer in model._layers for name in ("qkv", "o", "gate_up", "down")]
+    loaded = [found for found in gc.get_objects() if isinstance(found, Linear) and id(found) not in before]
+    products = [found for found in loaded if found.out_features != model.spec.vocab_size]  # without the head
     full = [weakref.ref(product.compiled.packed.data) for product in products]
     count = len(products)
-    del products
+    del loaded, products
     alive: list[int] = []
     in_int8 = Linear.in_int8
 
@@ -73,7 +76,6 @@ def test_an_engine_in_int8(dtype: str) -> None:
     rows = [{"text": text, "temperature": 0, "max_new_tokens": 8} for text in TASKS]
     full = Engine(str(model_path()), dtype=dtype, device="cpu")
     engine = Engine(str(model_path()), dtype=dtype, device="cpu", quantization="int8")
-    assert engine.quantization is not None
     assert engine.quantization.divergence < 0.005
     assert engine.kernels.endswith(f"; products: compiled int8 ({engine.quantization})")
     ours, theirs = ([c.text for c in e.generate(rows, ordered=True)] for e in (engine, full))
@@ -85,22 +87,12 @@ def test_an_engine_in_int8(dtype: str) -> None:
 def test_quantization_is_in_the_footer_and_the_fingerprint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "rows.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in TASKS))
+    common = ["--temperature", "0", "--max-new-tokens", "4", "--device", "cpu"]
+    int8 = ["--quantization", "int8"]
     footers = []
-    for name, flags in (("full", []), ("int8", ["--quantization", "int8"]), ("alone", ["--quantization", "int8"])):
-        out, more = tmp_path / f"{name}.parquet", ["--deterministic"] if name == "alone" else []
-        arguments = [
-            "run",
-            str(source),
-            "-o",
-            str(out),
-            "--temperature",
-            "0",
-            "--max-new-tokens",
-            "4",
-            "--device",
-            "cpu",
-        ]
-        assert run_command([*arguments, *flags, *more]) == 0, capsys.readouterr().err
+    for number, flags in enumerate(([], int8, [*int8, "--deterministic"])):
+        out = tmp_path / f"{number}.parquet"
+        assert run_command(["run", str(source), "-o", str(out), *common, *flags]) == 0, capsys.readouterr().err
         footers.append(json.loads(pq.read_schema(out).metadata[b"batchgen.run"]))
     assert [footer["quantization"] for footer in footers] == ["none", "int8", "int8"]
     assert "compiled int8 (" in footers[1]["kernels"]

@@ -2,20 +2,113 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from torch import Tensor
 
 from batchgen.engine.engine import Engine
-from batchgen.engine.sampling.sampler import SampledTokens, SamplingMetadata
-from tests.engine.reference import save_word_tokenizer
+from batchgen.plan.scheduler import Scheduler
+from batchgen.plan.step_plan import StepPlan
+from batchgen.request.completion import Completion
+from tests.engine.fake_cuda import Sync, fake_cuda
+from tests.engine.fake_device import Counts, Wait
+from tests.engine.reference import assert_same, save_word_tokenizer
 from tests.engine.sampling.grammar_model import save_grammar_model
-from tests.engine.steady import Job, run_job, steady_steps
-from tests.engine.test_triton import assert_same
 from tests.models.adapters import KINDS, save_adapter
 from tests.models.tiny import save_tiny
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Counts between two plans."""
+
+    plan: StepPlan
+    syncs: list[Sync]
+    copies: list[str]
+    """Lines that copied pinned memory without the `Device`."""
+    uploads: int
+    uploads_into: int
+    downloads: Counter[str]
+    replays: int
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Results and counts of a job, from its first step on; its start may wait."""
+
+    done: list[Completion]
+    steps: list[Step]
+    syncs: list[Sync]
+    """Host waits"""
+    waits: list[Wait]
+    """Waits for tokens"""
+    counts: Counts
+    """Counts of the whole run, including its start"""
+
+
+def run_job(folder: Path, work: list[dict[str, Any]], *, run_dummy: bool = False, **options: Any) -> Job:
+    """Run the rows `work` on the simulated GPU with Triton's kernels.
+
+    `run_dummy`: also run the dummy run first, as on a GPU, which takes as long as the job.
+    """
+    options = {"max_num_seqs": 8, "max_tokens_per_step": 32, "page_size": 4, **options}
+    with fake_cuda(captures=options.pop("captures", False)) as gpu:
+        engine = Engine(str(folder), attention="triton", dtype="float32", device="cuda", **options)
+        snapshots: list[tuple[StepPlan | None, int, int, Counts]] = []
+        plan_step = Scheduler.step
+
+        def step(scheduler: Scheduler) -> StepPlan | None:
+            plan = plan_step(scheduler)
+            counts = gpu.device.counts
+            snapshots.append((plan, len(gpu.syncs), len(gpu.copies), deepcopy(counts)))
+            return plan
+
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(Scheduler, "step", step))
+            if not run_dummy:
+                stack.enter_context(patch("batchgen.engine.engine.measure_largest_step", lambda *args: (0, args[4][1])))
+            done = list(engine.generate(work, ordered=True))
+        steps = []
+        for (plan, syncs, copies, before), (_, next_syncs, next_copies, after) in pairwise(snapshots):
+            if plan is not None:
+                steps.append(
+                    Step(
+                        plan,
+                        gpu.syncs[syncs:next_syncs],
+                        gpu.copies[copies:next_copies],
+                        after.uploads - before.uploads,
+                        after.uploads_into - before.uploads_into,
+                        Counter(after.downloads) - Counter(before.downloads),
+                        after.replays - before.replays,
+                    )
+                )
+        counts = gpu.device.counts
+        first = len(snapshots[0][3].waits)
+        waits = [wait for wait in counts.waits[first:] if wait.lane == "tokens"]
+        return Job(done, steps, gpu.syncs[snapshots[0][1] :], waits, counts)
+
+
+def steady_steps(job: Job) -> list[Step]:
+    """Decode-only steps between two other decode-only steps with the same rows."""
+
+    def rows(step: Step) -> list[int] | None:
+        plan = step.plan
+        return None if plan.prefills or plan.starts or plan.copies else [row.sequence for row in plan.decodes]
+
+    found = []
+    for before, step, after in zip(job.steps, job.steps[1:], job.steps[2:], strict=False):
+        if rows(step) is not None and rows(before) == rows(step) == rows(after):
+            found.append(step)
+    return found
+
 
 VOCAB = 64
 NEW_TOKENS = 6
@@ -99,6 +192,7 @@ def test_no_kind_of_row_waits(model: Path, kinds: list[dict[str, Any]], download
     """Also when rows start and end. Results equal those of plain PyTorch on a CPU."""
     work = rows(kinds, prefix=9)
     job = run_job(model, work)
+    assert all(c.error is None for c in job.done)
     assert job.syncs == []
     assert_late(job, downloads=downloads)
     assert steady_steps(job)
@@ -114,6 +208,7 @@ def test_states_and_prompt_logprobs_do_not_wait(model: Path) -> None:
     work = rows(STATES + PROMPTS, prefix=9)
     work += [{"input_ids": [*range(5, 14), 20], "completions": [[8, 9], [7]]}]
     job = run_job(model, work)
+    assert all(c.error is None for c in job.done)
     assert job.syncs == []
     assert_late(job, downloads=1)
     assert all(step.copies == [] for step in job.steps)
@@ -149,39 +244,9 @@ def test_custom_processors_only_wait_for_downloads(model: Path) -> None:
         assert step.downloads == {"tokens": 3}  # NaN rows, the processor's result, the tokens
 
 
-def test_a_planted_wait_is_found(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    draw = SamplingMetadata.sample
-
-    def waiting(self: SamplingMetadata, *args: Any) -> SampledTokens:
-        sampled = draw(self, *args)
-        assert int(sampled.tokens.max()) < VOCAB
-        return sampled
-
-    monkeypatch.setattr(SamplingMetadata, "sample", waiting)
-    job = run_job(model, rows(FREE[:1]))
-    assert {len(step.syncs) for step in job.steps if step.plan.samples} == {1}
-    assert "reads a number" in str(job.syncs[0])
-
-
-def test_a_planted_early_read_is_found(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    draw = SamplingMetadata.sample
-
-    def waiting(self: SamplingMetadata, *args: Any) -> SampledTokens:
-        sampled = draw(self, *args)
-        sampled.read()
-        return sampled
-
-    monkeypatch.setattr(SamplingMetadata, "sample", waiting)
-    job = run_job(model, rows(FREE[:1]))
-    assert job.syncs == []
-    assert {wait.uploads for wait in job.waits} == {0}
-    with pytest.raises(AssertionError):
-        assert_late(job, downloads=1)
-
-
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma2"])
 def test_adapters_and_transformers_models_do_not_wait(tmp_path: Path, model_type: str) -> None:
-    folder = save_tiny(model_type, tmp_path / "model", num_hidden_layers=2)
+    folder = save_tiny(model_type, tmp_path / "model", num_hidden_layers=1)
     save_word_tokenizer(folder, 256)
     native = model_type == "qwen3"
     adapters = {"all": str(save_adapter(folder, tmp_path / "all", seed=1, **KINDS["all"]))} if native else {}

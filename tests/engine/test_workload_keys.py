@@ -26,7 +26,6 @@ ROWS = st.tuples(
 @given(rows=st.lists(ROWS, max_size=24))
 def test_only_equal_requests_share(rows: list[tuple[str | None, bool, list[int], float]]) -> None:
     table = RequestTable(EmbedsStore(2))
-    assert table.embeds is not None
     for i, (adapter, embeds, values, temperature) in enumerate(rows):
         params = SamplingParams(lora_path=adapter, temperature=temperature, max_new_tokens=4)
         span = None
@@ -44,7 +43,6 @@ def test_only_equal_requests_share(rows: list[tuple[str | None, bool, list[int],
         assert workload.leader[i] == (equal[0] if equal else i)
         assert (table[i].embeds is not None) == row[1]
     if any(adapter for adapter, _, _, _ in rows):
-        assert workload.adapter is not None
         assert workload.adapter.tolist() == [-1 if a is None else ADAPTERS.index(a) for a, _, _, _ in rows]
     else:
         assert workload.adapter is None
@@ -53,7 +51,6 @@ def test_only_equal_requests_share(rows: list[tuple[str | None, bool, list[int],
 def test_embeddings_cut_differently_share_nothing() -> None:
     """The ids after the shorter prefix differ in meaning from the placeholder ids of the longer one."""
     table = RequestTable(EmbedsStore(2))
-    assert table.embeds is not None
     whole = StoredPrompt(table.embeds.add(np.ones((6, 2), np.float32)), 6)
     for i, span in enumerate([whole, whole.cut(4, "right"), whole.cut(4, "left"), whole]):
         ids = [0] * span.length + [0, 0]
@@ -61,3 +58,12 @@ def test_embeddings_cut_differently_share_nothing() -> None:
         assert table[i].embeds == span
         assert table[i].known_ids.tolist() == [0, 0]
     assert plan_workload(table).tree.distinct_tokens == 8 + 6 + 6
+
+
+def test_a_duplicate_of_a_finished_request_is_generated() -> None:
+    """The tokens of a request that an earlier run committed are in a file."""
+    table = RequestTable()
+    for i in range(3):
+        table.append(i, 0, [1, 2], SamplingParams(temperature=0.0, max_new_tokens=1), i, 1)
+    assert plan_workload(table).samples.tolist() == [1, 0, 0]
+    assert plan_workload(table, np.array([True, False, False])).samples.tolist() == [0, 1, 1]

@@ -25,15 +25,13 @@ class DenseCache:
 
 
 class DenseAttention:
-    """Attention of one step (the `Attention` protocol); `calls` records the layers that attended."""
+    """Attention of one step (the `Attention` protocol)."""
 
     def __init__(self, cache: DenseCache, parts: list[tuple[int, int]]) -> None:
         self.cache = cache
         self.parts = parts
-        self.calls: list[int] = []
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
-        self.calls.append(layer)
         assert query.shape[0] == key.shape[0] == value.shape[0] == sum(count for _, count in self.parts)
         out, start = [], 0
         for sequence, count in self.parts:

@@ -25,8 +25,6 @@ GPT_OSS = Gating("quick_gelu", interleaved=True, limit=7.0, shift=1.0)
 KINDS = {
     "mixtral": (3, Gating()),
     "qwen2_moe": (3, Gating()),
-    "qwen3_moe": (3, Gating()),
-    "olmoe": (3, Gating()),
     "deepseek_v3": (2, Gating()),
     "gpt_oss": (3, GPT_OSS),
 }
@@ -63,7 +61,6 @@ def test_states_equal_the_library(model_type: str, tmp_path: Path) -> None:
 
     capture = CaptureSpec(torch.arange(7), 7, experts=True)  # the routers' choices can still be captured
     model.hidden(replace(inputs(counted), capture=capture))
-    assert capture.routed is not None
     assert capture.routed.shape == (7, layers, 2)
 
     slot.use_library()

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from batchgen.errors import ModelError
 from batchgen.models.check import check_model
 from batchgen.models.load import inspect_model, load_model
+from tests.models.adapters import KINDS, save_adapter
 from tests.models.tiny import save_tiny
 
 Change = Callable[[Path], object]
@@ -214,53 +215,46 @@ def test_broken_shards_are_rejected(name: str, sharded: Path, tmp_path: Path) ->
     assert time.perf_counter() - start < SECONDS
 
 
-def test_missing_folder_is_rejected(tmp_path: Path) -> None:
+def test_paths_without_a_folder_are_rejected(intact: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no model folder"):
         load_model(tmp_path / "nowhere")
-
-
-def test_path_of_a_file_is_rejected(intact: Path) -> None:
     with pytest.raises(ModelError, match="is not a folder"):
         load_model(intact / "config.json")
 
 
-def test_unknown_hub_id_offline(tmp_path: Path) -> None:
-    """Runs in a separate process, because the library reads its settings when it is imported."""
+def test_hub_ids_offline(intact: Path, tmp_path: Path) -> None:
+    """Of the local cache, or unknown. In a separate process, because the library reads its settings when imported."""
+    snapshot = tmp_path / "hub" / "models--some--model" / "snapshots" / "abc"
+    copy(intact, snapshot)
+    refs = snapshot.parents[1] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("abc")
     code = (
         "from batchgen.models.check import check_model\n"
         "from batchgen.errors import ModelError\n"
+        "print(check_model('some/model').folder.path)\n"
         "try: check_model('unknown/nothing-at-all')\n"
         "except ModelError as error: print(error)\n"
     )
     env = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], env=env, cwd=root, capture_output=True, text=True, check=True)
-    assert "no folder unknown/nothing-at-all" in done.stdout
-    assert "HF_HUB_OFFLINE" in done.stdout
-
-
-def test_hub_id_in_the_local_cache(intact: Path, tmp_path: Path) -> None:
-    snapshot = tmp_path / "hub" / "models--some--model" / "snapshots" / "abc"
-    copy(intact, snapshot)
-    refs = snapshot.parents[1] / "refs"
-    refs.mkdir()
-    (refs / "main").write_text("abc")
-    code = "from batchgen.models.check import check_model\nprint(check_model('some/model').folder.path)"
-    env = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=root, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(snapshot)
+    path, error = done.stdout.splitlines()
+    assert path == str(snapshot)
+    assert "no folder unknown/nothing-at-all" in error
+    assert "HF_HUB_OFFLINE" in error
 
 
 def test_check_imports_neither_torch_nor_transformers(intact: Path, tmp_path: Path) -> None:
-    """Neither for a valid nor for a rejected model, so that errors are reported quickly from a cold start."""
+    """Neither for a model with an adapter nor for a rejected one: errors come quickly from a cold start."""
+    adapter = save_adapter(intact, tmp_path / "adapter", **KINDS["all"])
     change, _ = BROKEN["unknown type"]
     change(copy(intact, tmp_path / "model"))
     code = (
         "import sys\n"
         "from batchgen.models.check import check_model\n"
         "from batchgen.errors import ModelError\n"
-        f"check_model({str(intact)!r})\n"
+        f"assert len(check_model({str(intact)!r}, lora=[('a', {str(adapter)!r})]).adapters[0].layers) == 21\n"
         f"try: check_model({str(tmp_path / 'model')!r})\n"
         "except ModelError: pass\n"
         "else: raise SystemExit('not refused')\n"

@@ -18,63 +18,33 @@ from tests.models.tiny import VOCAB, WINDOW, save_tiny
 
 torch.set_num_threads(1)
 
-ROPES: dict[str, dict[str, Any]] = {
-    "default": {"rope_type": "default", "rope_theta": 500.0},
-    "linear": {"rope_type": "linear", "factor": 3.0, "rope_theta": 10000.0},
-    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
-    "llama3": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 16,
-        "rope_theta": 10000.0,
-    },
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 1000.0},
-    "yarn_tuned": {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 16,
-        "rope_theta": 1000.0,
-        "beta_fast": 4.0,
-        "beta_slow": 0.5,
-        "mscale": 0.8,
-        "mscale_all_dim": 0.5,
-        "truncate": False,
-    },
-    "longrope": {
-        "rope_type": "longrope",
-        "original_max_position_embeddings": 8,
-        "factor": 4.0,
-        "short_factor": [1.0] * 8,
-        "long_factor": [1.0 + 0.5 * i for i in range(8)],
-        "rope_theta": 10000.0,
-    },
-}
+LLAMA3: dict[str, Any] = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 16, "rope_theta": 10000.0}
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1000.0, "beta_fast": 4.0, "beta_slow": 0.5}
+YARN |= {"original_max_position_embeddings": 16, "mscale": 0.8, "mscale_all_dim": 0.5, "truncate": False}
+LONG: dict[str, Any] = {"rope_type": "longrope", "factor": 4.0, "rope_theta": 10000.0, "short_factor": [1.0] * 8}
+LONG |= {"original_max_position_embeddings": 8, "long_factor": [1.0 + 0.5 * i for i in range(8)]}
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
-    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 0.1}),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-wide-heads": ("llama", {"head_dim": 32, "num_key_value_heads": 1}),
     "llama-no-groups": ("llama", {"num_key_value_heads": 4, "hidden_size": 60, "num_attention_heads": 4}),
-    "llama-gelu": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
-    "llama-eps": ("llama", {"rms_norm_eps": 0.1}),
+    "llama-llama3": ("llama", {"rope_parameters": LLAMA3}),
+    "llama-yarn": ("llama", {"rope_parameters": YARN}),
     "mistral-window": ("mistral", {"sliding_window": WINDOW}),
     "mistral-no-window": ("mistral", {"sliding_window": None, "head_dim": 24}),
     "qwen2": ("qwen2", {"use_sliding_window": False}),
     "qwen2-tied-window": ("qwen2", {"tie_word_embeddings": True, "use_sliding_window": True, "max_window_layers": 2}),
-    "qwen2-all-windows": ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}),
     "qwen3": ("qwen3", {"use_sliding_window": False, "head_dim": 32}),
     "qwen3-bias-tied": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
     "qwen3-layer-types": (
         "qwen3",
         {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "use_sliding_window": True},
     ),
-    **{f"llama-{name}": ("llama", {"rope_parameters": rope}) for name, rope in ROPES.items() if name != "longrope"},
-    "qwen2-yarn": ("qwen2", {"rope_parameters": ROPES["yarn"]}),
-    "qwen3-yarn": ("qwen3", {"rope_parameters": ROPES["yarn"]}),
 }
+"""Frequencies of all rope types: `test_rope`."""
 
 
 def eager(folder: Path, dtype: torch.dtype, sequences: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -102,7 +72,7 @@ def test_float32_equals_eager(name: str, tmp_path: Path) -> None:
     assert_equals_eager(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-biases", "llama-yarn", "mistral-window", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama-biases", "llama-yarn", "mistral-window", "qwen3"])
 def test_bfloat16_is_as_close_to_float32_as_eager_bfloat16(name: str, tmp_path: Path) -> None:
     """error(ours) <= 2 * error(eager bfloat16), both against float32."""
     model_type, overrides = CONFIGS[name]
@@ -116,22 +86,22 @@ def test_bfloat16_is_as_close_to_float32_as_eager_bfloat16(name: str, tmp_path: 
         assert (got - exact).norm() <= 2 * (plain - exact).norm()
 
 
-@pytest.mark.parametrize("name", [name for name in ROPES if name != "longrope"])
-def test_old_spelling_of_rope_settings(name: str, tmp_path: Path) -> None:
-    """`rope_theta` and `rope_scaling` (with `type`), as in older checkpoints."""
-    save_tiny("llama", tmp_path, rope_parameters=ROPES[name])
+def test_old_spellings_of_a_configuration(tmp_path: Path) -> None:
+    """`rope_theta`, `rope_scaling` with `type`, and windows by `max_window_layers` only."""
+    overrides = {"rope_parameters": YARN, "use_sliding_window": True, "max_window_layers": 1}
+    save_tiny("qwen2", tmp_path, **overrides)
     config = json.loads((tmp_path / "config.json").read_text())
+    del config["layer_types"]
     settings = config.pop("rope_parameters")
     config["rope_theta"] = settings.pop("rope_theta")
-    settings["type"] = settings.pop("rope_type")
-    config["rope_scaling"] = None if settings["type"] == "default" else settings
+    config["rope_scaling"] = {"type": settings.pop("rope_type"), **settings}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert_equals_eager(tmp_path)
 
 
 def test_longrope_factors_depend_on_the_context_length(tmp_path: Path) -> None:
     """All rows use one set: the library's for a sequence past the original context, or the one within it."""
-    save_tiny("llama", tmp_path, rope_parameters=ROPES["longrope"])
+    save_tiny("llama", tmp_path, rope_parameters=LONG)
     sequences = random_sequences(VOCAB)
     expected = eager(tmp_path, torch.float32, sequences)
     long = load_model(tmp_path, dtype="float32", device="cpu")
@@ -145,7 +115,7 @@ def test_longrope_factors_depend_on_the_context_length(tmp_path: Path) -> None:
 
 
 def test_longrope_of_the_transformers_path_is_equal(tmp_path: Path) -> None:
-    save_tiny("llama", tmp_path, rope_parameters=ROPES["longrope"])
+    save_tiny("llama", tmp_path, rope_parameters=LONG)
     for context, lengths in ((None, LENGTHS), (None, (3, 8, 1, 5)), (8, (3, 8, 1, 5))):
         sequences = random_sequences(VOCAB, lengths=lengths)
         native, library = (
@@ -168,22 +138,3 @@ def test_spec(tmp_path: Path) -> None:
     assert spec.kv_layers == (LayerKV(2, 16, 16),) * 3
     library = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert spec.parameters == sum(p.numel() for p in library.parameters())
-
-
-def test_context_can_be_shortened(tmp_path: Path) -> None:
-    save_tiny("llama", tmp_path)
-    assert load_model(tmp_path, max_model_len=100, device="cpu").spec.context_length == 100
-
-
-def test_layers_attend_once_each_in_order(tmp_path: Path) -> None:
-    save_tiny("llama", tmp_path)
-    model = load_model(tmp_path, dtype="float32", device="cpu")
-    steps = []
-    cache = DenseCache()
-
-    def attention(parts: list[tuple[int, int]]) -> Any:
-        steps.append(cache.step(parts))
-        return steps[-1]
-
-    packed_logits(model, random_sequences(VOCAB), attention)
-    assert all(step.calls == [0, 1, 2] for step in steps)

@@ -37,11 +37,12 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
 CASES = CONFIGS | MORE
 
 
-@pytest.fixture(autouse=True, params=[1, 2])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """Two threads; `test_threads` proves that their number does not matter."""
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
+    torch.set_num_threads(2)
+    yield
     torch.set_num_threads(before)
 
 
@@ -75,7 +76,7 @@ def test_float32_equals_eager(name: str, tmp_path: Path, calls: list[int]) -> No
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-biases", "mistral-window", "qwen2", "qwen3", "odd", "quick-gelu"])
+@pytest.mark.parametrize("name", ["llama-biases", "mistral-window", "qwen3", "odd"])
 def test_bfloat16_is_as_close_to_float32_as_eager_bfloat16(name: str, tmp_path: Path, calls: list[int]) -> None:
     """error(ours) <= 2 * error(eager bfloat16), both against float32."""
     model_type, overrides = CASES[name]
@@ -88,7 +89,7 @@ def test_bfloat16_is_as_close_to_float32_as_eager_bfloat16(name: str, tmp_path: 
     assert (got - exact).norm() <= 2 * (plain - exact).norm()
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-biases", "qwen3", "odd"])
+@pytest.mark.parametrize("name", ["llama-biases", "odd"])
 def test_block_floating_point_is_as_close_to_float32_as_widening(
     name: str, tmp_path: Path, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,27 +111,37 @@ def test_block_floating_point_is_as_close_to_float32_as_widening(
     assert errors[1] < 1.2 * errors[0]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("name", "products"), [("llama-biases", "fixed"), ("qwen3", "fixed"), ("qwen2-tied-window", "int8")]
+    ("name", "products", "dtype", "adapted"),
+    [
+        ("llama-biases", "fixed", "float32", False),
+        ("qwen3", "fixed", "bfloat16", False),
+        ("qwen2-tied-window", "int8", "float32", False),
+        ("qwen2-tied-window", "int8", "bfloat16", False),
+        ("qwen3", "fixed", "float32", True),
+        ("qwen3", "int8", "bfloat16", True),
+    ],
 )
-def test_states_and_embeddings_equal_separate_operations(
-    name: str, products: Products, dtype: str, tmp_path: Path, calls: list[int]
+def test_steps_equal_separate_operations(
+    name: str, products: Products, dtype: Any, adapted: bool, tmp_path: Path, calls: list[int]
 ) -> None:
+    """With captured states, and embeddings or an adapter."""
     if products == "int8" and int8_refusal(torch.float32, torch.device("cpu")) is not None:
         pytest.skip("no products of int8 here")
     model_type, overrides = CASES[name]
-    save_tiny(model_type, tmp_path, **overrides)
-    model = load(tmp_path, dtype, products)
+    base = save_tiny(model_type, tmp_path / "base", **overrides)
+    lora = [("a", str(save_adapter(base, tmp_path / "a", **KINDS["all"])))] if adapted else []
+    model: Any = load_model(base, dtype=dtype, device="cpu", products=products, lora=lora)
     ids, layers = random_sequences(VOCAB, lengths=(19,))[0], (0, 1, 3, -1)
     embeds = TokenEmbeds(torch.tensor([2, 11]), torch.randn(2, 64, generator=torch.Generator().manual_seed(1)))
+    given = {"lora": lora_step(np.zeros(19, np.int64), HOST)} if adapted else {"embeds": embeds}
     runs: list[dict[int, Tensor]] = []
     for alone in (False, True):
         if alone:
-            model._fused = None  # type: ignore[attr-defined]
+            model._fused = None
         capture = CaptureSpec(torch.tensor([18, 2, 11, 0]), 19, layers)
         attention = PagedCache(model.spec, 1).compiled_step([(0, 19)])
-        model.hidden(ModelInput(ids, torch.arange(19), attention, capture, embeds=embeds, ops=COMPILED_OPS))
+        model.hidden(ModelInput(ids, torch.arange(19), attention, capture, ops=COMPILED_OPS, **given))
         runs.append(capture.states)
     assert calls == [19]
     for layer in layers:
@@ -139,14 +150,18 @@ def test_states_and_embeddings_equal_separate_operations(
         assert (together - separate).norm() <= (1e-6 if dtype == "float32" else 2e-3) * separate.norm()
 
 
-@pytest.mark.parametrize("name", ["llama-biases", "qwen3", "odd"])
-def test_adapters_run_in_the_compiled_decoder(name: str, tmp_path: Path, calls: list[int]) -> None:
-    """Logits equal peft's, and a sequence without an adapter has the same bits as in a step without adapters."""
+@pytest.mark.parametrize("name", ["qwen3", "odd"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_run_in_the_compiled_decoder(name: str, dtype: Any, tmp_path: Path, calls: list[int]) -> None:
+    """Sequences without an adapter have the same bits as in steps without adapters; in float32, logits equal peft's.
+
+    In bfloat16, only steps without adapters keep the inputs of products in float32, in the same buffer.
+    """
     model_type, overrides = CASES[name]
     base = save_tiny(model_type, tmp_path / "base", **overrides)
     paths = [save_adapter(base, tmp_path / f"a{i}", seed=i, **KINDS[kind]) for i, kind in enumerate(("all", "some"))]
     adapters = [(f"a{i}", str(path)) for i, path in enumerate(paths)]
-    model = load_model(base, dtype="float32", device="cpu", products="fixed", lora=adapters)
+    model = load_model(base, dtype=dtype, device="cpu", products="fixed", lora=adapters)
     sequences = random_sequences(VOCAB)
     of = [i % 3 - 1 for i in range(len(sequences))]
 
@@ -154,55 +169,15 @@ def test_adapters_run_in_the_compiled_decoder(name: str, tmp_path: Path, calls: 
         cache = PagedCache(model.spec, len(sequences))
         return packed_logits(model, sequences, cache.compiled_step, adapters=adapters)
 
-    mixed, plain = logits(of), logits(None)
-    assert sum(calls) == 2 * sum(map(len, sequences))
+    before, mixed, after = logits(None), logits(of), logits(None)
+    assert sum(calls) == 3 * sum(map(len, sequences))
     for i, adapter in enumerate(of):
-        if adapter < 0:
-            assert torch.equal(mixed[i], plain[i])
-        else:
+        assert torch.equal(before[i], after[i])
+        assert torch.equal(before[i], mixed[i]) == (adapter < 0)
+        if adapter >= 0 and dtype == "float32":
             expected = adapted_logits(base, paths[adapter], [sequences[i]])[0]
             torch.testing.assert_close(mixed[i], expected, atol=1e-4, rtol=1e-4)
-            assert (mixed[i] - plain[i]).abs().max() > 0.1
-
-
-@pytest.mark.parametrize("name", ["llama-biases", "qwen3", "odd"])
-def test_bfloat16_rows_without_adapter_have_equal_bits_in_steps_with_adapters(name: str, tmp_path: Path) -> None:
-    """Only steps without adapters keep the inputs of products in float32, in the same buffer; odd sizes never do."""
-    model_type, overrides = CASES[name]
-    base = save_tiny(model_type, tmp_path / "base", **overrides)
-    adapter = str(save_adapter(base, tmp_path / "a", **KINDS["all"]))
-    model: Any = load_model(base, dtype="bfloat16", device="cpu", products="fixed", lora=[("a", adapter)])
-    assert model._fused._wide == (name != "odd")
-    sequences = random_sequences(VOCAB)
-    of = [i % 2 - 1 for i in range(len(sequences))]
-    found = []
-    for adapters in (None, of, None):
-        cache = PagedCache(model.spec, len(sequences))
-        found.append(packed_logits(model, sequences, cache.compiled_step, adapters=adapters))
-    for adapted, before, mixed, after in zip(of, *found, strict=True):
-        assert torch.equal(before, after)
-        assert torch.equal(before, mixed) == (adapted < 0)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("products", ["fixed", "int8"])
-def test_adapters_equal_separate_operations(products: Products, dtype: str, tmp_path: Path) -> None:
-    if products == "int8" and int8_refusal(torch.float32, torch.device("cpu")) is not None:
-        pytest.skip("no products of int8 here")
-    base = save_tiny("qwen3", tmp_path / "base")
-    adapter = str(save_adapter(base, tmp_path / "a", **KINDS["all"]))
-    options: dict[str, Any] = {"dtype": dtype, "device": "cpu", "products": products}
-    model: Any = load_model(base, **options, lora=[("a", adapter)])
-    ids, step = random_sequences(VOCAB, lengths=(19,))[0], lora_step(np.zeros(19, np.int64), HOST)
-    found = []
-    for alone in (False, True):
-        if alone:
-            model._fused = None
-        attention = PagedCache(model.spec, 1).compiled_step([(0, 19)])
-        inputs = ModelInput(ids, torch.arange(19), attention, lora=step, ops=COMPILED_OPS)
-        found.append(model.hidden(inputs).float())
-    together, separate = found
-    assert (together - separate).norm() <= (1e-6 if dtype == "float32" else 2e-3) * separate.norm()
+            assert (mixed[i] - before[i]).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

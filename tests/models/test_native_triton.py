@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchgen.kernels.gpu.launch import recording
 from batchgen.kernels.gpu.ops import TRITON_OPS
 from batchgen.kernels.ops import TORCH_OPS, Ops
 from batchgen.models.base import CaptureSpec, Model, ModelInput, TokenEmbeds
@@ -72,14 +71,3 @@ def test_low_precision_is_as_close_to_float32_as_plain_operations(name: str, dty
         states.append(torch.cat(run(model, PagedCache(model.spec, len(TOKENS)), ops)).float())
     exact, plain, got = states
     assert (got - exact).norm() <= 2 * (plain - exact).norm()
-
-
-def test_layer_launches_four_kernels_plus_products_and_attention(tmp_path: Path) -> None:
-    model = load_model(save_tiny("qwen3", tmp_path), implementation="native", dtype="float32", device="cpu")
-    names: list[str] = []
-    ids = torch.arange(4)
-    cache = PagedCache(model.spec, 1)
-    with recording(lambda kernel, grid, args, constants: names.append(kernel.fn.__name__)):
-        model.hidden(ModelInput(ids, ids, cache.step([(0, 4)]), ops=TRITON_OPS))
-    layer = ["_qk_norm_rope_cache", "_norm", "_gated", "_norm"]
-    assert names == ["_rope_tables", "_norm", *layer * model.spec.num_layers]

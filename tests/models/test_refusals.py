@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from batchgen.errors import ModelError
@@ -45,21 +45,7 @@ def test_no_type_is_both_unsupported_and_tested() -> None:
 def test_types_are_read_from_the_library() -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    source = Path(torch.__file__).parents[1] / "transformers/models/auto/modeling_auto.py"
-    assert architectures._parse_mapping(source) == frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-
-
-def test_types_are_imported_if_the_source_cannot_be_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.py").write_text("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = make()\n")
-    assert architectures._parse_mapping(tmp_path / "a.py") == frozenset()
-    assert architectures._parse_mapping(tmp_path / "none.py") == frozenset()
-    monkeypatch.setattr(architectures, "_parse_mapping", lambda _: frozenset())
-    assert "llama" in architectures.causal_lm_types.__wrapped__()
-
-
-def unlisted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clear the list of unsupported types, as for an unknown architecture."""
-    monkeypatch.setattr(architectures, "_UNSUPPORTED", {})
+    assert architectures.causal_lm_types() == frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 UNLISTED: dict[str, tuple[dict[str, Any], str]] = {
@@ -85,7 +71,7 @@ if not RECENT_TYPES:
 @pytest.mark.parametrize("name", UNLISTED)
 def test_unlisted_unsupported_types_are_rejected(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They fail in the forward on the meta device, or in the comparison after loading."""
-    unlisted(monkeypatch)
+    monkeypatch.setattr(architectures, "_UNSUPPORTED", {})  # as for an unknown architecture
     overrides, words = UNLISTED[name]
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(tiny_config(name, **overrides)).save_pretrained(tmp_path)
@@ -95,8 +81,6 @@ def test_unlisted_unsupported_types_are_rejected(name: str, tmp_path: Path, monk
 
 
 def test_missing_weights_of_a_library_model_are_rejected(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
     save_tiny("gemma2", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
@@ -105,28 +89,19 @@ def test_missing_weights_of_a_library_model_are_rejected(tmp_path: Path) -> None
         load_model(tmp_path, dtype="float32", device="cpu")
 
 
-def test_misshapen_weights_of_a_library_model_are_rejected(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"intermediate_size": 100}, r"mismatched_keys: .*down_proj.weight"),
+        ({"hidden_size": "wide"}, "cannot read"),
+        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "'spiral'"),
+    ],
+)
+def test_wrong_configurations_of_a_library_model_are_rejected(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     save_tiny("gemma2", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    config["intermediate_size"] = 100
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=r"mismatched_keys: .*down_proj.weight"):
-        load_model(tmp_path, dtype="float32", device="cpu")
-
-
-def test_invalid_library_configuration_is_rejected(tmp_path: Path) -> None:
-    save_tiny("gemma2", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["hidden_size"] = "wide"
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="cannot read"):
-        load_model(tmp_path, dtype="float32", device="cpu")
-
-
-def test_unknown_rope_type_of_a_library_model_is_rejected(tmp_path: Path) -> None:
-    save_tiny("gemma2", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["rope_parameters"] = {"rope_type": "spiral", "rope_theta": 1e4}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="'spiral'"):
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ModelError, match=message):
         load_model(tmp_path, dtype="float32", device="cpu")

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.plan.block_manager import BlockManager, PageAllocator
-from batchgen.plan.builder import StepBuilder
 from batchgen.plan.config import SchedulerStats
 from batchgen.plan.scheduler import Scheduler, SchedulerConfig
 from tests.plan.simulator import Simulator
@@ -178,22 +177,6 @@ def test_tight_pools_do_not_deadlock(config: SchedulerConfig, prompts: list, tar
     simulator([(p, t, 0, 0) for p, t in zip(prompts, targets, strict=True)], config).run()
 
 
-def test_last_prompt_token_is_recomputed_without_storing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sample that should recompute its prompt's tail stores nothing if the tail is available again."""
-    config = SchedulerConfig(num_pages=20, page_size=4, max_num_seqs=1, max_tokens_per_step=8)
-    sim = simulator([([1] * 7, [2, 2], 0, 0)], config)
-    prompts = sim.scheduler._prefill
-    monkeypatch.setattr(
-        prompts, "_recompute_last", lambda node, builder, count: prompts._begin_samples(node.id, builder, None, count)
-    )
-    chunks = []
-    execute = sim.execute
-    monkeypatch.setattr(sim, "execute", lambda plan: (chunks.extend(plan.prefills), execute(plan)))
-    sim.run()
-    assert [(c.start, c.end, c.sequence, c.store) for c in chunks] == [(0, 7, None, True), (6, 7, 1, False)]
-    assert sim.scheduler.stats.recomputed_last_tokens == 1
-
-
 def test_nodes_in_use_are_not_evicted() -> None:
     allocator = PageAllocator(9, 4)
     nodes = BlockManager(tree_of([[1] * 6, [2] * 8]), np.array([1, 1], np.int32), allocator, SchedulerStats())
@@ -209,18 +192,6 @@ def test_nodes_in_use_are_not_evicted() -> None:
     assert allocator.used_count == 0
 
 
-def test_children_branch_off_in_the_step_after_their_parent_is_complete() -> None:
-    config = SchedulerConfig(num_pages=20, page_size=4, max_num_seqs=4, max_tokens_per_step=16)
-    scheduler = Scheduler(tree_of([[1, 1, 1, 2], [1, 1, 1, 3]]), np.array([1, 1]), np.array([3, 3]), config)
-    scheduler.step()
-    prompts, nodes = scheduler._prefill, scheduler._block_manager
-    assert sorted(nodes.active) == [0, 1]
-    prompts.recompute(2, StepBuilder(1, SchedulerStats()), force=False)
-    assert sorted(nodes.active) == [0, 1]
-    prompts.recompute(2, StepBuilder(2, SchedulerStats()), force=False)
-    assert sorted(nodes.active) == [0, 1, 2]
-
-
 def test_youngest_sequence_is_preempted() -> None:
     config = SchedulerConfig(num_pages=8, page_size=4, max_num_seqs=3, max_tokens_per_step=16, admission="free")
     sim = simulator([([r] * 4, [9], 0, 0) for r in (1, 2, 3)], config)
@@ -230,19 +201,10 @@ def test_youngest_sequence_is_preempted() -> None:
     assert done == [0, 1, 2]
 
 
-def test_prompts_with_one_sample_copy_no_pages() -> None:
-    config = SchedulerConfig(num_pages=50, page_size=4, max_num_seqs=8, max_tokens_per_step=64)
-    sim = simulator([([i] * 7, [5], 0, 0) for i in range(6)], config)
-    sim.run()
-    assert sim.scheduler.stats.page_copies == 0
-    assert sim.scheduler.stats.peak_pages == 6 * 3
-
-
 def test_first_sample_writes_in_place_and_the_others_copy_a_page() -> None:
     config = SchedulerConfig(num_pages=50, page_size=4, max_num_seqs=8, max_tokens_per_step=64)
     sim = simulator([([1] * 7, [3, 3, 3, 3], 0, 0)], config)
     plan = sim.scheduler.step()
-    assert plan is not None
     assert len(plan.starts) == len(plan.samples) == 4
     assert {s.token for s in plan.samples} == {6}
     sim.execute(plan)
@@ -302,26 +264,12 @@ def test_counts_of_a_tree() -> None:
 def test_skipping_small_nodes_does_not_change_the_groups(
     rows: list[tuple], config: SchedulerConfig, saving: int
 ) -> None:
-    """The groups equal those selected among all nodes that several rows share."""
+    """The groups equal those selected among all nodes that several rows share, as together with a long prompt."""
     config = replace(config, group_min_saving=saving)
-    some, all_nodes = simulator(rows, config), simulator(rows, config)
-    all_nodes.scheduler._groups._min_rows = 2
+    some, all_nodes = simulator(rows, config), simulator([*rows, ([99] * 80, [], 0, 0)], config)
     some.run()
     all_nodes.run()
     assert asdict(some.scheduler.stats) == asdict(all_nodes.scheduler.stats)
-
-
-def test_group_list_is_reused_while_rows_are_unchanged() -> None:
-    config = SchedulerConfig(num_pages=99, page_size=2, max_num_seqs=4, max_tokens_per_step=64, group_min_saving=1)
-    scheduler = Scheduler(tree_of([[1, 1, 1], [1, 1, 2]]), np.array([1, 1]), np.array([9, 9]), config)
-    seen = []
-    for _ in range(6):
-        plan = scheduler.step()
-        assert plan is not None
-        seen.append(plan.groups)
-        scheduler.commit(())
-    assert len(seen[-1]) == 1
-    assert seen[-1] is seen[-2] is seen[-3]
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])

@@ -107,7 +107,7 @@ def test_nested_and_diverging_prompts() -> None:
     assert build_tree(*flat(caterpillar)).distinct_tokens == Trie(caterpillar).nodes
 
 
-@pytest.mark.parametrize("shape", PLAN_SHAPES)
+@pytest.mark.parametrize("shape", ["unshared", "deep-tree"])
 def test_memory_depends_on_rows_not_on_tokens(shape: str) -> None:
     """Ten times the tokens need no more memory in addition to the ids: under 250 bytes per prompt."""
     rows = 20_000

@@ -41,10 +41,13 @@ def test_steps_are_exact_without_sharing(job: list[tuple[int, int, int]], slots:
     assert found.occupancy == stats.occupancy
 
 
-@pytest.mark.parametrize("order", ["longest", "first-come"])
 @pytest.mark.parametrize(
-    "levels",
-    [[(512, (100, 3000))], [(10, (512, 1024)), (50, (16, 64))], [(1, (300, 300)), (64, (100, 200)), (4, (16, 64))]],
+    ("levels", "order"),
+    [
+        ([(512, (100, 3000))], "longest"),
+        ([(10, (512, 1024)), (50, (16, 64))], "first-come"),
+        ([(1, (300, 300)), (64, (100, 200)), (4, (16, 64))], "longest"),
+    ],
 )
 def test_steps_are_close_with_shared_prefixes_and_long_prompts(levels: list, order: Order) -> None:
     prompts, limits = random_job(levels, (8, 256), 3)

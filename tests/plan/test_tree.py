@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.plan.sort import sort_prompts
 from batchgen.plan.tree import PrefixTree, build_tree
 
 
@@ -78,42 +77,8 @@ def test_tree_equals_dict_trie(rows: list[tuple[list[int], int]], keyed: bool) -
         assert tree.cached_tokens(r, 1) == len(prompts[r])
 
 
-def test_long_random_rows_with_shared_windows() -> None:
-    rng = np.random.default_rng(0)
-    bases = [rng.integers(0, 9, 300).tolist() for _ in range(3)]
-    prompts = []
-    for _ in range(300):
-        base = bases[rng.integers(3)]
-        prompts.append(base[: rng.integers(1, 301)] + rng.integers(0, 3, rng.integers(0, 40)).tolist())
-    tree = tree_of(prompts)
-    assert tree.order.tolist() == sorted(range(300), key=lambda i: (prompts[i], i))
-    assert tree.distinct_tokens == len(trie_edges(prompts, [0] * 300))
-    order, shared = sort_prompts(*flat(prompts))
-    for i in range(1, 300):
-        a, b = prompts[order[i - 1]], prompts[order[i]]
-        assert shared[i] == next((j for j, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def test_rows_in_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchgen.plan.sort.BLOCK", 7)
-    rng = np.random.default_rng(1)
-    prompts = [[4] * int(rng.integers(1, 40)) + rng.integers(0, 2, 3).tolist() for _ in range(100)]
-    tree = tree_of(prompts)
-    assert tree.order.tolist() == sorted(range(100), key=lambda i: (prompts[i], i))
-    assert tree.distinct_tokens == len(trie_edges(prompts, [0] * 100))
-
-
-def test_no_prompts() -> None:
-    tree = tree_of([])
-    assert len(tree) == 0
-    assert tree.distinct_tokens == 0
-
-
-def test_empty_prompt_is_refused() -> None:
+def test_wrong_columns_are_refused() -> None:
     with pytest.raises(ValueError, match="prompt 1 is empty"):
         tree_of([[1], [], [2]])
-
-
-def test_wrong_number_of_keys_is_refused() -> None:
     with pytest.raises(ValueError, match="1 keys for 2 prompts"):
         tree_of([[1], [2]], [0])

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from batchgen.engine.capture.node_buffers import NodeBuffers, Span
 from batchgen.engine.capture.sample_states import Floats, SampleStates, StateArray, StateNeeds, Sums, to_float32
-from batchgen.engine.d2h_queue import CHUNK_BYTES, D2HQueue
+from batchgen.engine.d2h_queue import D2HQueue
 from batchgen.engine.workload import JobWorkload
 from batchgen.kernels.device import Device
 from batchgen.models.base import CaptureSpec, ModelSpec
@@ -159,9 +159,9 @@ class HiddenStateCollector:
         batch: list[tuple[Tensor, Callable[[StateArray], None]]] = []
         size = 0
         for values, store in self._tensors_to_send(pending):
-            step = max(1, CHUNK_BYTES // max(1, values[:1].nbytes))
+            step = max(1, d2h_queue.chunk_bytes // max(1, values[:1].nbytes))
             for first, part in enumerate(torch.split(values, step)):
-                if batch and size + part.nbytes > CHUNK_BYTES:
+                if batch and size + part.nbytes > d2h_queue.chunk_bytes:
                     pending.sent = _send(d2h_queue, batch)
                     batch, size = [], 0
                 batch.append((part, partial(store, first * step)))

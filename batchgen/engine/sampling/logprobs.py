@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -29,28 +29,31 @@ __all__ = ["LogprobColumns", "LogprobsGatherer", "LogprobsMode", "RawLogprobs", 
 Int64 = npt.NDArray[np.int64]
 Column = npt.NDArray[Any]
 
-_BLOCK: Final = 64
-"""Tokens per block."""
-
 
 class LogprobColumns:
     """Logprobs of running sequences, by their slot in the `InputBatch`.
 
     A step appends to all sequences at once; a sequence receives its values as lists when it ends. Values are stored in
-    blocks of tokens, so that memory grows with the number of tokens, not with the longest sequence.
+    blocks of `block` tokens, so that memory grows with the number of tokens, not with the longest sequence.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, block: int = 64) -> None:
+        self._block = block
         self._length: Int64 = np.zeros(1, np.int64)
         """[slots] number of tokens."""
         self._blocks: Int64 = np.zeros((1, 1), np.int64)
         """[slots, n] blocks of each sequence, in order; entries past its length are unused."""
         self._free: list[int] = []
         self._logprobs: Column = np.zeros(0, np.float32)
-        """[blocks * _BLOCK] logprobs of tokens; the other columns have as many rows."""
+        """[blocks * block] logprobs of tokens; the other columns have as many rows."""
         self._top_ids: Column = np.zeros((0, 0), np.int32)
         self._top_logprobs: Column = np.zeros((0, 0), np.float32)
         self._ids_logprobs: Column = np.zeros((0, 0), np.float32)
+
+    @property
+    def capacity(self) -> int:
+        """Number of tokens that the allocated memory holds."""
+        return len(self._logprobs)
 
     def append(self, rows: BatchView, found: StepLogprobs) -> None:
         """Append a step's logprobs; those of ended sequences are discarded."""
@@ -62,11 +65,11 @@ class LogprobColumns:
             return
         self._reserve(int(slots.max()) + 1, found)
         length = self._length[slots]
-        offset = length % _BLOCK
+        offset = length % self._block
         opens_block = offset == 0
         if opens_block.any():
-            self._allocate_blocks(slots[opens_block], length[opens_block] // _BLOCK)
-        at = self._blocks[slots, length // _BLOCK] * _BLOCK + offset
+            self._allocate_blocks(slots[opens_block], length[opens_block] // self._block)
+        at = self._blocks[slots, length // self._block] * self._block + offset
         self._logprobs[at] = found.logprobs
         if found.top_logprobs.shape[1]:
             self._top_ids[at, : found.top_logprobs.shape[1]] = found.top_ids
@@ -78,15 +81,15 @@ class LogprobColumns:
     def last_logprob(self, slot: int) -> float:
         """Logprob of the last token of a sequence with at least one token."""
         place = int(self._length[slot]) - 1
-        return float(self._logprobs[self._blocks[slot, place // _BLOCK] * _BLOCK + place % _BLOCK])
+        return float(self._logprobs[self._blocks[slot, place // self._block] * self._block + place % self._block])
 
     def finish(self, slot: int, sequence: Sequence) -> None:
         """Move a sequence's logprobs to it and free its blocks; tokens sampled after its end are dropped."""
         if slot >= len(self._length) or not self._length[slot]:
             return
         params, length = sequence.request.params, int(self._length[slot])
-        blocks = self._blocks[slot, : -(-length // _BLOCK)]
-        at = (blocks[:, None] * _BLOCK + np.arange(_BLOCK)).ravel()[: len(sequence.output_ids)]
+        blocks = self._blocks[slot, : -(-length // self._block)]
+        at = (blocks[:, None] * self._block + np.arange(self._block)).ravel()[: len(sequence.output_ids)]
         sequence.logprobs = self._logprobs[at].tolist()
         sequence.top_ids = self._top_ids[at, : params.top_logprobs_num].ravel().tolist()
         sequence.top_logprobs = self._top_logprobs[at, : params.top_logprobs_num].ravel().tolist()
@@ -97,12 +100,12 @@ class LogprobColumns:
     def _allocate_blocks(self, slots: Int64, places: Int64) -> None:
         """Allocate one more block for each sequence, as its block number `places` [m]."""
         if len(self._free) < len(slots):
-            have = len(self._logprobs) // _BLOCK
+            have = len(self._logprobs) // self._block
             more = max(have, len(slots), 1)
             self._free += range(have + more - 1, have - 1, -1)
             for name in ("_logprobs", "_top_ids", "_top_logprobs", "_ids_logprobs"):
                 column = getattr(self, name)
-                setattr(self, name, _grown(column, (have + more) * _BLOCK, *column.shape[1:]))
+                setattr(self, name, _grown(column, (have + more) * self._block, *column.shape[1:]))
         if int(places.max()) >= self._blocks.shape[1]:
             self._blocks = _grown(self._blocks, len(self._blocks), 2 * int(places.max()))
         self._blocks[slots, places] = self._free[-len(slots) :]

@@ -24,19 +24,16 @@ COUNT = 60
 FIELDS = pytest.mark.field("logprob_start_len", "top_logprobs_num", "token_ids_logprob", "return_logprob")
 
 
-@pytest.fixture(scope="module", params=["qwen3", "gemma2"])
+@pytest.fixture(scope="module", params=[("qwen3", "native"), ("gemma2", "transformers")])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    """(folder, prompts, [P, V] reference logprobs of each)."""
-    folder = tmp_path_factory.mktemp(request.param)
-    save_tiny(request.param, folder)
+    """(options of the model, prompts, [P, V] reference logprobs of each)."""
+    model_type, implementation = request.param
+    folder = tmp_path_factory.mktemp(model_type)
+    save_tiny(model_type, folder)
     save_word_tokenizer(folder, VOCAB)
     prompts = shared_prefix_prompts(COUNT, VOCAB, seed=3)
-    return folder, prompts, eager_logprobs(folder, prompts)
-
-
-def native(folder: Path) -> bool:
-    """Whether the native decoder supports the checkpoint."""
-    return not folder.name.startswith("gemma2")
+    options = {"model": str(folder), "model_impl": implementation, "dtype": "float32"}
+    return options, prompts, eager_logprobs(folder, prompts)
 
 
 def asked(rng: Random, length: int) -> SamplingParams:
@@ -100,7 +97,6 @@ def run(engine: Engine, prompts: list[list[int]], wanted: list[SamplingParams], 
 
 def scored(engine: Engine) -> int:
     """Number of positions scored by the engine's last job."""
-    assert engine.last_run is not None
     return engine.last_run.loop.prompts.buffers.positions
 
 
@@ -117,33 +113,30 @@ def distinct(prompts: list[list[int]], wanted: list[SamplingParams]) -> int:
 
 
 @FIELDS
-@pytest.mark.parametrize("implementation", ["native", "transformers"])
-@pytest.mark.parametrize("shape", [{}, {"max_num_seqs": 3, "max_tokens_per_step": 7}, {"page_size": 1}], ids=str)
-def test_every_start_and_k(checkpoint, implementation: str, shape: dict[str, int]) -> None:
-    folder, prompts, references = checkpoint
-    if not native(folder) and implementation == "native":
-        pytest.skip("only the transformers path supports it")
-    engine = Engine(str(folder), model_impl=implementation, dtype="float32", **{"page_size": 4, **shape})
+@pytest.mark.parametrize(
+    "shape", [{"page_size": 4}, {"page_size": 1, "max_num_seqs": 3, "max_tokens_per_step": 7}], ids=str
+)
+def test_every_start_and_k(checkpoint, shape: dict[str, int]) -> None:
+    options, prompts, references = checkpoint
+    engine = Engine(**options, **shape)
     wanted = [asked(Random(i), len(ids)) for i, ids in enumerate(prompts)]
     run(engine, prompts, wanted, references)
     assert scored(engine) == distinct(prompts, wanted), "shared tokens are scored once"
-    for i in range(0, COUNT, 7):
+    for i in range(0, COUNT, 15):
         run(engine, [prompts[i]], [wanted[i]], [references[i]])
 
 
 @FIELDS
-@pytest.mark.parametrize("rows_at_once", [1, 3])
-def test_in_a_pool_for_little_more_than_one_row(checkpoint, rows_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_pool_for_little_more_than_one_row(checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """Positions that are recomputed after an eviction or a preemption are not scored again."""
-    folder, prompts, references = checkpoint
-    engine = Engine(str(folder), dtype="float32", page_size=4)
+    options, prompts, references = checkpoint
+    engine = Engine(**options, page_size=4)
     longest = max(map(len, prompts)) + 16
     engine.order, engine.admission = "tree", "free"  # rows are to be preempted
     monkeypatch.setattr("batchgen.engine.engine.pool_pages", lambda *_: longest // 4 + 4)
-    monkeypatch.setattr("batchgen.engine.capture.prompt_logprobs.LOGITS_BYTES", rows_at_once * 4 * VOCAB)
+    monkeypatch.setattr("batchgen.engine.capture.prompt_logprobs.LOGITS_BYTES", 3 * 4 * VOCAB)
     wanted = [replace(asked(Random(i), len(ids)), max_new_tokens=i % 16) for i, ids in enumerate(prompts)]
     run(engine, prompts, wanted, references)
-    assert engine.last_run is not None
     stats = engine.last_run.scheduler.stats
     assert stats.preemptions > 0
     assert stats.evicted_nodes > 0
@@ -178,14 +171,6 @@ def test_shared_tokens_are_scored_once(folder: Path) -> None:
     assert scored(engine) == len(prefixes)
     ends = {tuple(ids) for ids in prompts}
     assert rows == len(prefixes) + len(ends), "plus one row per sampled token"
-
-
-def test_nothing_is_scored_without_logprob_start_len(folder: Path) -> None:
-    engine = Engine(str(folder), dtype="float32")
-    finish(engine, [([3, 4, 5], SamplingParams(max_new_tokens=2, return_logprob=True))])
-    assert engine.last_run is not None
-    assert not engine.last_run.loop.prompts
-    assert scored(engine) == 0
 
 
 @FIELDS

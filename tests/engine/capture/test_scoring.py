@@ -66,8 +66,6 @@ def assert_scores(done: Completion, expected: list[tuple[list[int], list[int]]],
     assert done.error is None, done.error
     assert (done.text, done.output_ids, done.seed) == (None, None, None)
     assert (done.finish_reason, done.completion_tokens, done.sample_index) == ("length", 0, 0)
-    assert done.scores is not None
-    assert done.score_logprobs is not None
     references = eager_logprobs(folder, [prompt + text for prompt, text in expected])
     flat: list[float] = []
     for score, (prompt, text), logprobs in zip(done.scores, expected, references, strict=True):
@@ -79,7 +77,6 @@ def assert_scores(done: Completion, expected: list[tuple[list[int], list[int]]],
         assert score.mean == pytest.approx(values.mean(), abs=TOLERANCE)
         assert score.is_greedy == (rows.argmax(-1) == text).all()
     np.testing.assert_allclose(done.score_logprobs, flat, atol=TOLERANCE)
-    assert done.prompt_ids is not None
     assert list(done.prompt_ids) == [token for prompt, text in expected for token in prompt + text]
     assert done.prompt_tokens == len(done.prompt_ids)
 
@@ -100,8 +97,11 @@ def greedy_rows(rows: list[Row]) -> list[Row]:
     return [{**row, "return_logprob": True, "logprob_start_len": i % 2} for i, row in enumerate(found)]
 
 
-@pytest.mark.parametrize("implementation", ["native", "transformers"])
-@pytest.mark.parametrize("shape", [{}, {"max_num_seqs": 2, "max_tokens_per_step": 5, "page_size": 4}], ids=str)
+@pytest.mark.parametrize(
+    ("implementation", "shape"),
+    [("native", {}), ("transformers", {"max_num_seqs": 2, "max_tokens_per_step": 5, "page_size": 4})],
+    ids=str,
+)
 def test_scores_equal_eager(folder: Path, implementation: str, shape: Row) -> None:
     engine = Engine(str(folder), model_impl=implementation, dtype="float32", **shape)
     rows = scoring_rows(30, seed=2)
@@ -118,7 +118,6 @@ def test_in_a_pool_for_little_more_than_one_row(folder: Path, monkeypatch: pytes
     engine.order, engine.admission = "tree", "free"  # nodes are to be evicted
     monkeypatch.setattr("batchgen.engine.engine.pool_pages", lambda *_: -(-(longest + 3) // 4) + 2)
     check(engine, rows, folder, greedy_rows(rows))
-    assert engine.last_run is not None
     assert engine.last_run.scheduler.stats.evicted_nodes > 0
 
 
@@ -127,7 +126,6 @@ def test_shared_tokens_of_texts_are_computed_and_scored_once(folder: Path) -> No
     prompt = list(range(3, 43))
     rows = [{"input_ids": prompt, "completions": [[50, 51], [50, 52], [50]]}, {"input_ids": prompt, "completion": [53]}]
     done = list(engine.generate(rows, ordered=True))
-    assert engine.last_run is not None
     stats = engine.last_run.scheduler.stats
     assert stats.prompt_tokens == len(prompt) + 4
     assert stats.recomputed_last_tokens == 0
@@ -136,25 +134,18 @@ def test_shared_tokens_of_texts_are_computed_and_scored_once(folder: Path) -> No
     assert sum((c.prompt_tokens or 0) - (c.cached_tokens or 0) for c in done) == len(prompt) + 4
 
 
-def test_is_greedy_holds_for_prefixes_of_the_greedy_output(folder: Path) -> None:
-    """A text with another token is not greedy."""
+def test_which_texts_are_greedy(folder: Path) -> None:
+    """Prefixes of the greedy output; of equal logits the lowest id."""
     engine = Engine(str(folder), dtype="float32")
     prompt = [5, 6, 7]
     (path,) = engine.generate([{"input_ids": prompt, "temperature": 0, "max_new_tokens": 4, "ignore_eos": True}])
-    assert path.output_ids is not None
     best = list(path.output_ids)
     off = [best[0], (best[1] + 1) % VOCAB, *best[2:]]
     (done,) = engine.generate([{"input_ids": prompt, "completions": [best, best[:1], off, off[:2], best[:3]]}])
-    assert done.scores is not None
     assert [score.is_greedy for score in done.scores] == [True, True, False, False, True]
-
-
-def test_of_equal_logits_the_lowest_id_is_greedy(folder: Path) -> None:
-    engine = Engine(str(folder), dtype="float32")
     head = engine.model.logits
     engine.model.logits = lambda hidden: torch.zeros_like(head(hidden))  # type: ignore[method-assign]
     (done,) = engine.generate([{"input_ids": [5], "completions": [[0], [1]]}])
-    assert done.scores is not None
     assert [score.is_greedy for score in done.scores] == [True, False]
     assert done.scores[1].sum == pytest.approx(-np.log(VOCAB))
 

@@ -49,7 +49,7 @@ class Short(Simulator):
         """Tested with the split."""
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(tight_jobs(), st.sampled_from([1, 2, 5, 99]), st.sampled_from([1, 3, 99]), st.randoms(use_true_random=False))
 def test_jobs_end_for_any_memory_limit(
     job: tuple[list[tuple], SchedulerConfig], tokens: int, samples: int, random: Random

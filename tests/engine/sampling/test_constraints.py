@@ -78,7 +78,7 @@ def test_a_leading_space_is_text_if_the_decoder_strips_it(tmp_path: Path) -> Non
         assert "".join(event.text for event in events if event.row_index == index) == text
 
 
-def rows_of(closing: dict[str, float], count: int = 40) -> list[dict[str, Any]]:
+def rows_of(closing: dict[str, float], count: int = 28) -> list[dict[str, Any]]:
     """Rows with every kind of constraint and without, greedy and sampled."""
     rows: list[dict[str, Any]] = []
     for i in range(count):
@@ -109,13 +109,14 @@ def named(found: Sequence[Completion]) -> dict[tuple[Any, ...], Any]:
 @pytest.mark.parametrize("path", ["engine", "transformers_engine"])
 def test_every_kind_of_constraint_holds(request: pytest.FixtureRequest, closing: dict[str, float], path: str) -> None:
     engine = request.getfixturevalue(path)
-    for constraint in CONSTRAINTS:
-        for temperature in (0.0, 1.0):
-            done = only(engine, **constraint, temperature=temperature, logit_bias=closing, max_new_tokens=120)
-            assert done.error is None, (constraint, done.error)
-            assert (done.finish_reason, done.constraint_ok) == ("stop", True), (constraint, done.text)
-            assert done.stop_kind in ("grammar", "eos")
-            _check(constraint, done.text or "")
+    common = {"text": "Row: ", "logit_bias": closing, "max_new_tokens": 120}
+    cases = [(constraint, temperature) for constraint in CONSTRAINTS for temperature in (0.0, 1.0)]
+    rows = [{**common, **constraint, "temperature": temperature} for constraint, temperature in cases]
+    for (constraint, _), done in zip(cases, run(engine, rows), strict=True):
+        assert done.error is None, (constraint, done.error)
+        assert (done.finish_reason, done.constraint_ok) == ("stop", True), (constraint, done.text)
+        assert done.stop_kind in ("grammar", "eos")
+        _check(constraint, done.text or "")
 
 
 def _check(constraint: dict[str, Any], text: str) -> None:
@@ -157,7 +158,6 @@ def test_preempted_rows_equal_undisturbed_ones(
     small = Engine.from_parts(config, engine.model, engine.tokenizer, engine.grammars)
     small.order, small.admission = "tree", "free"  # rows are to be preempted
     assert named(run(small, rows_of(closing))) == alone
-    assert small.last_run is not None
     assert small.last_run.scheduler.stats.preemptions > 0
 
 
@@ -171,15 +171,13 @@ def test_each_distinct_constraint_is_compiled_once(folder: Path, closing: dict[s
     assert engine.grammars.compiled == len(CONSTRAINTS) - 1
 
 
-def test_ids_outside_the_tokenizer_are_never_sampled(engine: Engine) -> None:
+def test_ids_without_text_are_not_sampled(engine: Engine) -> None:
+    """Neither ids outside the tokenizer nor special tokens."""
     padding = {str(VOCAB + i): 100.0 for i in range(13)}
     free = only(engine, logit_bias=padding)
     assert any(token >= VOCAB for token in free.output_ids or ())
     bound = only(engine, logit_bias=padding, regex="[a-z]{20}")
     assert re.fullmatch("[a-z]{20}", bound.text or "")
-
-
-def test_special_tokens_do_not_count_as_text(engine: Engine) -> None:
     special = {"2": 100.0, "3": 100.0, "0": 100.0}
     done = only(engine, logit_bias=special, regex="[<|>a-z]{8}", ignore_eos=True)
     assert re.fullmatch(r"[<|>a-z]{8}", done.text or "")
@@ -196,28 +194,27 @@ def test_one_choice_may_be_a_prefix_of_another(engine: Engine) -> None:
     assert all(c.constraint_ok for c in found.values())
 
 
-def test_stop_kinds_of_constrained_rows(engine: Engine) -> None:
-    done = only(engine, regex="abc")
-    assert (done.text, done.stop_kind, done.matched_stop, done.finish_reason) == ("abc", "grammar", None, "stop")
-    bias = {str(EOS): 100.0}
-    done = only(engine, regex="[ab]+", logit_bias=bias)
-    assert (done.stop_kind, done.matched_stop, done.constraint_ok) == ("eos", str(EOS), True)
-    assert len(done.text or "") >= 1
-    done = only(engine, regex="[ab]{1,5}", ignore_eos=True, logit_bias=bias)
-    assert (len(done.text or ""), done.stop_kind) == (5, "grammar")
-    done = only(engine, regex="[ab]+", ignore_eos=True, max_new_tokens=7)
-    assert (done.finish_reason, done.stop_kind, done.constraint_ok) == ("length", None, True)
-    done = only(engine, regex="[ab]{30}", max_new_tokens=7)
-    assert (done.finish_reason, done.stop_kind, done.constraint_ok) == ("length", None, False)
-    done = only(engine, regex="abc", max_new_tokens=3)
-    assert (done.finish_reason, done.stop_kind) == ("stop", "grammar")
+BIASED = {"logit_bias": {str(EOS): 100.0}}
+ENDS: list[tuple[dict[str, Any], str, str | None, bool]] = [
+    ({"regex": "abc"}, "stop", "grammar", True),
+    ({"regex": "[ab]+", **BIASED}, "stop", "eos", True),
+    ({"regex": "[ab]{1,5}", "ignore_eos": True, **BIASED}, "stop", "grammar", True),
+    ({"regex": "[ab]+", "ignore_eos": True, "max_new_tokens": 7}, "length", None, True),
+    ({"regex": "[ab]{30}", "max_new_tokens": 7}, "length", None, False),
+    ({"regex": "abc", "max_new_tokens": 3}, "stop", "grammar", True),
+    ({"ebnf": 'root ::= ""'}, "stop", "eos", True),
+    ({"ebnf": 'root ::= ""', "ignore_eos": True}, "stop", "grammar", True),
+]
+"""(fields, finish_reason, stop_kind, constraint_ok)"""
 
 
-def test_an_empty_text_can_satisfy_a_grammar(engine: Engine) -> None:
-    done = only(engine, ebnf='root ::= ""')
-    assert (done.text, done.stop_kind, done.constraint_ok) == ("", "eos", True)
-    done = only(engine, ebnf='root ::= ""', ignore_eos=True)
-    assert (done.text, done.stop_kind, done.constraint_ok, list(done.output_ids or [])) == ("", "grammar", True, [])
+def test_ends_of_constrained_rows(engine: Engine) -> None:
+    found = [only(engine, **fields) for fields, *_ in ENDS]
+    assert [(c.finish_reason, c.stop_kind, c.constraint_ok) for c in found] == [tuple(ends) for _, *ends in ENDS]
+    whole, eos, longest, *_, empty, ignoring = found
+    assert (whole.text, whole.matched_stop, len(longest.text or "")) == ("abc", None, 5)
+    assert (eos.matched_stop, len(eos.text or "") >= 1) == (str(EOS), True)
+    assert (empty.text, ignoring.text, list(ignoring.output_ids or [])) == ("", "", [])
 
 
 def test_stop_ids_of_the_row(engine: Engine) -> None:
@@ -281,7 +278,6 @@ def test_a_grammar_overrides_min_new_tokens(engine: Engine) -> None:
 def test_a_row_ends_if_its_masks_leave_no_token(engine: Engine) -> None:
     a, b = (engine.tokenizer.encode_plain([letter])[0][0] for letter in "ab")
     done = only(engine, regex="[ab]{3}c", allowed_token_ids=[a, b])
-    assert done.error is not None
     assert (done.error.code, done.error.param) == ("grammar_error", "regex")
     done = only(engine, regex="[ab]{3}c?", allowed_token_ids=[a, b])
     assert (done.error, done.stop_kind, len(done.text or "")) == (None, "grammar", 3)
@@ -328,15 +324,11 @@ def test_a_failing_matcher_only_ends_its_row(
 
 def test_each_sample_has_its_matcher(engine: Engine) -> None:
     row = {"text": "Row", "regex": "[a-z]{4}(-[0-9]{3})?", "temperature": 1.0, "n": 8, "best_of": 10, "seed": 5}
-    found = run(engine, [row])
+    greedy = {"text": "Row", "regex": "[a-z]{4}", "temperature": 0.0}
+    *found, first, copy = run(engine, [row, greedy, greedy])
     assert len({c.text for c in found}) > 5
     assert all(c.constraint_ok for c in found)
-
-
-def test_identical_greedy_rows_share_constraint_ok(engine: Engine) -> None:
-    row = {"text": "Row", "regex": "[a-z]{4}", "temperature": 0.0}
-    first, second = run(engine, [row, row])
-    assert (second.dedup_of, second.text, second.constraint_ok) == (0, first.text, True)
+    assert (copy.dedup_of, copy.text, copy.constraint_ok) == (1, first.text, True)
 
 
 @pytest.mark.parametrize("mode", ["raw", "processed"])
@@ -370,7 +362,6 @@ def test_a_grammar_that_takes_too_long_ends_its_row(engine: Engine, monkeypatch:
     before = named(run(engine, rows))
     monkeypatch.setattr("batchgen.engine.sampling.constraints._MAX_SECONDS", 1e-4)
     slow, free = run(engine, rows)
-    assert slow.error is not None
     assert slow.error.code == "grammar_error"
     assert "took more than" in slow.error.message
     assert named([free]) == {key: value for key, value in before.items() if key[0] == "free"}
@@ -391,7 +382,6 @@ def test_a_discarded_token_has_no_event(engine: Engine) -> None:
     assert done.stop_kind == "grammar"
     assert [event.token_id for event in events] == [*(done.output_ids or ()), None]
     assert "".join(event.text for event in events) == done.text
-    assert engine.last_run is not None
     assert engine.last_run.loop.state.output_tokens == 3
     (states,) = engine.generate([{**row, "stream": False, "return_hidden_states": True}])
     (block,) = states.states or ()

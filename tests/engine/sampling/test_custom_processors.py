@@ -80,6 +80,11 @@ def engine_of(folder: Path, implementation: str = "native", **options: Any) -> E
     return Engine(str(folder), dtype="float32", model_impl=implementation, logit_processor=named, **options)
 
 
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Engine:
+    return engine_of(folder)
+
+
 def generate(engine: Engine, rows: list[dict[str, Any]]) -> list[Completion]:
     return list(engine.generate(rows, ordered=True))
 
@@ -110,8 +115,7 @@ def test_a_processor_runs_between_bias_and_masks(folder: Path, prompts: list[lis
 
 
 @pytest.mark.field("custom_logit_processor", "custom_params")
-def test_a_run_may_set_a_processor_for_all_rows(folder: Path, prompts: list[list[int]]) -> None:
-    engine = engine_of(folder)
+def test_a_run_may_set_a_processor_for_all_rows(engine: Engine, prompts: list[list[int]]) -> None:
     base = [{"input_ids": prompt, **GREEDY} for prompt in prompts]
     for custom in ({"custom_params": {"by": 2.5}}, {}):
         named = {"custom_logit_processor": "push", **custom}
@@ -137,22 +141,10 @@ def test_masks_apply_after_processors(folder: Path, prompts: list[list[int]]) ->
 
     engine = Engine(str(folder), dtype="float32", logit_processor={"insist": insist})
     named = {"custom_logit_processor": "insist", "custom_params": {"token": 40}}
-    base = {
-        "input_ids": prompts[0],
-        **GREEDY,
-        **named,
-        "logit_bias": {"20": 100},
-        "allowed_token_ids": list(range(100)),
-    }
-    free, word, allowed, minimum = generate(
-        engine,
-        [
-            base,
-            base | {"bad_words": [[40]]},
-            base | {"allowed_token_ids": [3, 20]},
-            base | {"stop_token_ids": [40], "min_new_tokens": 3, "ignore_eos": True},
-        ],
-    )
+    masks = {"logit_bias": {"20": 100}, "allowed_token_ids": list(range(100))}
+    base = {"input_ids": prompts[0], **GREEDY, **named, **masks}
+    rows = [{}, {"bad_words": [[40]]}, {"allowed_token_ids": [3, 20]}, {"stop_token_ids": [40], "min_new_tokens": 3}]
+    free, word, allowed, minimum = generate(engine, [base | row for row in rows])
     assert list(free.output_ids or []) == [40] * NEW_TOKENS
     for done in (word, allowed):
         assert 40 not in (done.output_ids or [40])
@@ -165,6 +157,7 @@ def test_a_processor_is_called_once_per_step_for_its_rows(folder: Path, prompts:
     def watch(logits: Tensor, rows: Sequence[ProcessorRow]) -> Tensor:
         assert logits.dtype == torch.float32
         assert logits.shape == (len(rows), VOCAB)
+        assert all(isinstance(ids, tuple) for row in rows for ids in (row.prompt_ids, row.output_ids))
         calls.append([(row.params["row"], len(row.output_ids)) for row in rows])
         return logits.clone()
 
@@ -176,7 +169,6 @@ def test_a_processor_is_called_once_per_step_for_its_rows(folder: Path, prompts:
     assert not calls
     done = generate(engine, rows)
     assert [c.output_ids for c in done] == [c.output_ids for c in plain]
-    assert engine.last_run is not None
     assert len(calls) <= engine.last_run.loop.state.steps
     assert sorted(pair for call in calls for pair in call) == [
         (i, step) for i in (1, 4, 5) for step in range(NEW_TOKENS)
@@ -197,8 +189,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_only_rows_that_cause_an_error_fail(folder: Path, prompts: list[list[int]], kind: str) -> None:
-    engine = engine_of(folder)
+def test_only_rows_that_cause_an_error_fail(engine: Engine, prompts: list[list[int]], kind: str) -> None:
     rows: list[dict[str, Any]] = [
         {"input_ids": p, **GREEDY, **({"custom_logit_processor": "touchy"} if i % 3 else {})}
         for i, p in enumerate(prompts)
@@ -207,7 +198,6 @@ def test_only_rows_that_cause_an_error_fail(folder: Path, prompts: list[list[int
     rows[4] |= {"custom_params": {"do": kind}}
     done = generate(engine, rows)
     error = done[4].error
-    assert error is not None
     assert (error.code, error.param) == (ErrorCode.PROCESSOR_ERROR, "custom_logit_processor")
     assert WRONG[kind] in error.message
     assert "\n" not in error.message
@@ -230,44 +220,26 @@ def test_a_row_reports_the_error_of_its_first_failed_sample(folder: Path, prompt
     first, *others = ([*(done.output_ids or [])] for done in generate(engine, [row]))
     assert all(other[0] != first[0] for other in others)
     (done,) = generate(engine, [row | {"custom_params": {"late": first[0]}}])
-    assert done.error is not None
     assert f"after {first[:4]}" in done.error.message
 
 
-def test_row_views_are_copies(folder: Path, prompts: list[list[int]]) -> None:
-    def meddle(logits: Tensor, rows: Sequence[ProcessorRow]) -> Tensor:
-        for row in rows:
-            assert isinstance(row.output_ids, tuple)
-            assert isinstance(row.prompt_ids, tuple)
-            assert row.params == {"list": [1]}
-            row.params["list"] = [1]  # type: ignore[index]
-        return logits
-
-    engine = Engine(str(folder), dtype="float32", logit_processor={"meddle": meddle})
-    named = {"custom_logit_processor": "meddle", "custom_params": {"list": [1]}}
-    done = generate(engine, [{"input_ids": p, **GREEDY, **named, "n": 2} for p in prompts[:3]])
-    assert all(c.error is None for c in done)
-
-
 @pytest.mark.field("custom_logit_processor")
-def test_an_unknown_processor_is_an_error(folder: Path, prompts: list[list[int]]) -> None:
+def test_an_unknown_processor_is_an_error(engine: Engine, folder: Path, prompts: list[list[int]]) -> None:
     row = {"input_ids": prompts[0], **GREEDY, "custom_logit_processor": "other"}
-    (done,) = generate(engine_of(folder), [row])
-    assert done.error is not None
+    (done,) = generate(engine, [row])
     assert done.error.code == ErrorCode.UNKNOWN_PROCESSOR
     assert "'other'" in done.error.message
     assert "push, touchy" in done.error.message
     (none,) = generate(Engine(str(folder), dtype="float32"), [row])
-    assert none.error is not None
     assert "processors of this run are: none" in none.error.message
 
 
-def test_identical_greedy_rows_share_one_generation(folder: Path, prompts: list[list[int]]) -> None:
+def test_identical_greedy_rows_share_one_generation(engine: Engine, folder: Path, prompts: list[list[int]]) -> None:
     def row(by: float) -> dict[str, Any]:
         return {"input_ids": prompts[0], **GREEDY, "custom_logit_processor": "push", "custom_params": {"by": by}}
 
     rows = [row(5), row(9), row(5), {"input_ids": prompts[0], **GREEDY}, row(9), row(5)]
-    once = generate(engine_of(folder), rows)
+    once = generate(engine, rows)
     each = generate(engine_of(folder, dedup=False), rows)
     assert [c.output_ids for c in once] == [c.output_ids for c in each]
     assert [c.dedup_of for c in once] == [None, None, 0, None, 1, 0]

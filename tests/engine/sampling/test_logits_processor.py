@@ -1,8 +1,9 @@
-"""Logits processing and sampling, against transformers' `generate` and against a plain reference pipeline."""
+"""Logits processing and sampling, against transformers' `generate`, a plain reference pipeline and rows alone."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -10,15 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from torch import Tensor
 
 from batchgen.engine.engine import Engine
+from batchgen.errors import ErrorCode
 from batchgen.kernels.noise import row_keys
 from batchgen.kernels.sampling_reference import sample_reference
 from batchgen.request.completion import Completion
 from batchgen.request.params import SamplingParams
 from tests.engine.pipeline import Oracle
-from tests.engine.reference import save_word_tokenizer, shared_prefix_prompts
+from tests.engine.reference import EXACT, assert_same, eager_model, save_word_tokenizer, shared_prefix_prompts
 from tests.models.tiny import VOCAB, save_tiny
 
 NEW_TOKENS = 12
@@ -57,8 +59,6 @@ def by_row(engine: Engine, rows: list[dict[str, Any]]) -> list[Completion]:
 
 def generate(folder: Path, prompts: list[list[int]], **settings: Any) -> list[list[int]]:
     """Greedy ids of transformers' `generate` with eager attention, one batch per prompt length."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    model.generation_config.eos_token_id = settings.pop("eos_token_id", None)
     by_length: dict[int, list[int]] = defaultdict(list)
     for i, prompt in enumerate(prompts):
         by_length[len(prompt)].append(i)
@@ -67,7 +67,7 @@ def generate(folder: Path, prompts: list[list[int]], **settings: Any) -> list[li
         batch = torch.tensor([prompts[i] for i in members])
         mask = torch.ones_like(batch)
         with torch.inference_mode():
-            out = model.generate(
+            out = eager_model(folder).generate(
                 batch, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, **settings
             )
         for row, i in enumerate(members):
@@ -195,13 +195,19 @@ def params_of(row: dict[str, Any]) -> SamplingParams:
     "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "bad_words", "allowed_token_ids",
     "min_new_tokens", "return_logprob", "top_logprobs_num", "token_ids_logprob", "seed",
 )  # fmt: skip
-@pytest.mark.parametrize("implementation", PATHS)
-@pytest.mark.parametrize("mode", ["raw", "processed"])
-@pytest.mark.parametrize("scope", ["output", "prompt+output"])
+@pytest.mark.parametrize(
+    ("implementation", "mode", "scope"),
+    [
+        ("native", "raw", "output"),
+        ("native", "processed", "prompt+output"),
+        ("transformers", "raw", "prompt+output"),
+        ("transformers", "processed", "output"),
+    ],
+)
 def test_every_position_follows_the_pipeline(
     folder: Path, prompts: list[list[int]], implementation: str, mode: str, scope: str
 ) -> None:
-    rows = mixed_rows(prompts, 90, seed=3)
+    rows = mixed_rows(prompts, 72, seed=3)
     engine = engine_of(folder, implementation, repetition_penalty_scope=scope, logprobs_mode=mode)
     oracle = Oracle(folder)
     for row, done in zip(rows, by_row(engine, rows), strict=True):
@@ -238,3 +244,123 @@ def assert_logprobs(done: Completion, expected: np.ndarray, params: SamplingPara
         np.testing.assert_allclose(done.output_ids_logprobs, expected[:, named].ravel(), atol=TOLERANCE, rtol=0)
     else:
         assert done.output_ids_logprobs is None
+
+
+# Rows in any batch, and rows whose masks leave few tokens or none
+
+
+def push(logits: Tensor, rows: Any) -> Tensor:
+    for i, row in enumerate(rows):
+        logits[i, (7 * len(row.output_ids) + row.prompt_ids[0]) % VOCAB] += row.params["by"]
+    return logits
+
+
+def rows_of(prompts: list[list[int]], count: int) -> list[dict[str, Any]]:
+    """Plain rows and rows with every kind of logits processing, with several samples each."""
+    rng = Random(7)
+    rows: list[dict[str, Any]] = []
+    for i in range(count):
+        fields = {"temperature": 1.0, "max_new_tokens": NEW_TOKENS} if i % 4 == 0 else drawn_fields(rng, i)
+        if i % 5 == 1:
+            fields |= {"custom_logit_processor": "push", "custom_params": {"by": float(i % 7)}}
+        fields |= {"return_logprob": i % 3 == 1, "top_logprobs_num": 2 if i % 3 == 1 else 0, "n": 1 + i % 3}
+        rows.append({"id": str(i), "input_ids": prompts[i % len(prompts)], **fields})
+    return rows
+
+
+@pytest.mark.field(
+    "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "bad_words", "allowed_token_ids",
+    "min_new_tokens", "custom_logit_processor", "n",
+)  # fmt: skip
+@pytest.mark.parametrize(("implementation", "mode"), [("native", "processed"), ("transformers", "raw")])
+def test_rows_are_the_same_alone_shuffled_and_preempted(
+    folder: Path, prompts: list[list[int]], implementation: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(
+        folder,
+        implementation,
+        logprobs_mode=mode,
+        repetition_penalty_scope="prompt+output",
+        logit_processor={"push": push},
+    )
+    rows = rows_of(prompts, 40)
+    together = {(c.id, c.sample_index): c for c in engine.generate(rows)}
+    Random(1).shuffle(rows)
+    longest = max(map(len, prompts)) + NEW_TOKENS
+    engine.order, engine.admission = "tree", "free"  # rows are to be preempted
+    monkeypatch.setattr("batchgen.engine.engine.pool_pages", lambda *_: 2 * longest // 4 + 4)
+    again = list(engine.generate(rows))
+    assert engine.last_run.scheduler.stats.preemptions > 0
+    alone = [c for row in rows[:8] for c in engine.generate([row])]
+    assert len(again) == len(together)
+    for completion in [*again, *alone]:
+        expected = together[completion.id, completion.sample_index]
+        assert_same(replace(completion, row_index=expected.row_index), expected, 1e-4, EXACT)
+
+
+@pytest.mark.field("allowed_token_ids", "min_new_tokens")
+def test_min_new_tokens_is_ignored_if_no_other_token_is_left(folder: Path, prompts: list[list[int]]) -> None:
+    base = {"input_ids": prompts[0], "temperature": 0, "max_new_tokens": 6, "return_logprob": True}
+    rows = [
+        base | {"min_new_tokens": 4, "allowed_token_ids": [9], "stop_token_ids": [9]},
+        base | {"min_new_tokens": 4, "allowed_token_ids": [9, 11], "stop_token_ids": [9], "logit_bias": {"9": 50}},
+        base | {"min_new_tokens": 3, "allowed_token_ids": [9, 11], "bad_words": [[11, 11]], "stop_token_ids": [9]},
+        base | {"min_new_tokens": 4, "stop_token_ids": list(range(VOCAB))},
+    ]
+    for mode in ("raw", "processed"):
+        done = list(engine_of(folder, logprobs_mode=mode).generate(rows, ordered=True))
+        assert [c.error for c in done] == [None] * 4
+        assert [list(c.output_ids or []) for c in done[:3]] == [[9], [11] * 4 + [9], [11, 9]]
+        assert [c.min_new_tokens_unmet for c in done] == [True, False, True, True]
+        assert [c.stop_kind for c in done] == ["token"] * 4
+    assert done[0].output_logprobs == [0.0]
+    assert done[2].output_logprobs == [0.0, 0.0]
+
+
+@pytest.mark.field("allowed_token_ids", "bad_words")
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_rows_without_a_token_to_sample_fail_with_the_fields(
+    folder: Path, prompts: list[list[int]], temperature: float
+) -> None:
+    base = {"input_ids": prompts[0], "temperature": temperature, "max_new_tokens": 6, "return_logprob": True}
+    rows = [
+        base | {"allowed_token_ids": [9, 5], "bad_words": [[5], "w9"]},
+        base | {"bad_words": [[i] for i in range(VOCAB)], "n": 2},
+        base | {"allowed_token_ids": [9], "bad_words": [[9, 9]]},
+        base,
+    ]
+    for mode in ("raw", "processed"):
+        both, words, later, plain = engine_of(folder, logprobs_mode=mode).generate(rows, ordered=True)
+        assert plain.error is None
+        for done, named in ((both, "`allowed_token_ids` and `bad_words`"), (words, "`bad_words`"), (later, "both")):
+            assert done.error.code == ErrorCode.INVALID_FIELD
+            assert "left no token to sample" in done.error.message
+            assert named == "both" or done.error.message.startswith(named)
+        assert (both.error.param, words.error.param) == ("allowed_token_ids", "bad_words")  # type: ignore[union-attr]
+
+
+def test_nan_logits_are_an_error_despite_a_mask(
+    folder: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN logits of the model give `nan_logits`, whatever the row masks, and are not passed to processors."""
+
+    def watch(logits: Tensor, rows: Any) -> Tensor:
+        assert not logits.isnan().any()
+        return logits
+
+    engine = engine_of(folder, logit_processor={"watch": watch})
+    logits = engine.model.logits
+
+    def broken(hidden: Tensor) -> Tensor:
+        found = logits(hidden)
+        found[:2, 100] = torch.nan
+        return found
+
+    monkeypatch.setattr(engine.model, "logits", broken)
+    named = {"custom_logit_processor": "watch", "return_logprob": True, "top_logprobs_num": 3}
+    rows = [
+        {"input_ids": [i + 3, 7], "temperature": 0, "ignore_eos": True, "max_new_tokens": 1, **named} for i in range(4)
+    ]
+    rows[0] |= {"allowed_token_ids": [5, 6]}
+    done = list(engine.generate(rows, ordered=True))
+    assert [c.error.code if c.error else None for c in done] == [ErrorCode.NAN_LOGITS] * 2 + [None] * 2

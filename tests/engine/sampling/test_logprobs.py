@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from batchgen.engine.input_batch import InputBatch
-from batchgen.engine.sampling import logprobs as logprob_columns
 from batchgen.engine.sampling.logprobs import LogprobColumns, StepLogprobs
 from batchgen.engine.sequence import Sequence
 from batchgen.request.params import SamplingParams
@@ -65,11 +64,10 @@ def found_of(rng: np.random.Generator, sequences: list[Sequence], places: list[i
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_columns_equal_lists(tokenizer: Tokenizer, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_equal_lists(tokenizer: Tokenizer, seed: int) -> None:
     """Sequences start and end in any step; a step may be read one step late, when a slot has been reused."""
-    monkeypatch.setattr(logprob_columns, "_BLOCK", [1, 3, 8, 64][seed])
     rng, numbers = Random(seed), np.random.default_rng(seed)
-    batch, columns = InputBatch(), LogprobColumns()
+    batch, columns = InputBatch(), LogprobColumns([1, 3, 8, 64][seed])
     running: dict[int, tuple[Sequence, Expected]] = {}
     late = []
     number = handed = discarded = 0
@@ -129,7 +127,7 @@ def _without_last(expected: Expected, params: SamplingParams) -> Expected:
 
 
 def test_memory_follows_the_tokens(tokenizer: Tokenizer) -> None:
-    """A long sequence reuses the blocks of many short ones."""
+    """A long sequence reuses the blocks of many short ones, and all blocks are freed."""
     batch, columns, rng = InputBatch(), LogprobColumns(), np.random.default_rng(1)
     params = SamplingParams(max_new_tokens=10_000, return_logprob=True, top_logprobs_num=2)
 
@@ -145,18 +143,20 @@ def test_memory_follows_the_tokens(tokenizer: Tokenizer) -> None:
         for sequence in some:
             sequence.append(5)
 
-    long = begin(0)
-    for wave in range(5):
-        short = {1 + 200 * wave + i: begin(1 + 200 * wave + i) for i in range(200)}
-        for _ in range(10):
-            step({0: long} | short)
-        for number, sequence in short.items():
-            columns.finish(batch.slot(number), sequence)
-            batch.remove(number)
-    for _ in range(1000):
-        step({0: long})
-    columns.finish(batch.slot(0), long)
-    assert len(long.logprobs) == 1050
-    assert len(long.top_ids) == 2100
-    assert len(columns._logprobs) <= 2 * 201 * 64
-    assert sorted(columns._free) == list(range(len(columns._logprobs) // 64))
+    for first in range(0, 10_000, 2000):
+        long = begin(first)
+        for wave in range(5):
+            numbers = range(first + 1 + 200 * wave, first + 201 + 200 * wave)
+            short = {number: begin(number) for number in numbers}
+            for _ in range(10):
+                step({first: long} | short)
+            for number, sequence in short.items():
+                columns.finish(batch.slot(number), sequence)
+                batch.remove(number)
+        for _ in range(1000):
+            step({first: long})
+        columns.finish(batch.slot(first), long)
+        batch.remove(first)
+        assert len(long.logprobs) == 1050
+        assert len(long.top_ids) == 2100
+        assert columns.capacity <= 2 * 201 * 64

@@ -60,7 +60,6 @@ def test_stop_ids_are_masked_until_the_minimum(lag: int, seed: int) -> None:
     """One upload for all steps, whether the host knows the current lengths or those of the last step."""
     rows, device = some_rows(12, seed), LateDevice()
     mask = mask_of(rows, device)
-    assert mask is not None
     calls = 0
     for step in range(12):
         for row in rows:
@@ -80,10 +79,8 @@ def test_rows_join_at_any_length() -> None:
         Row(2, (4,), num_sampled=7, on_host=7),
     ]
     mask = mask_of(rows)
-    assert mask is not None
     logits = torch.zeros(3, VOCAB)
     masked = mask.apply(logits, torch.tensor([row.num_sampled for row in rows]))
-    assert masked is not None
     assert torch.equal(logits, masked_by_loop(torch.zeros(3, VOCAB), rows))
     assert masked.rows.tolist() == [0, 0, 1]
 
@@ -93,11 +90,9 @@ def test_rows_join_at_any_length() -> None:
 def test_the_mask_is_only_undone_in_empty_rows(dtype: torch.dtype) -> None:
     rows = some_rows(9, 3)
     mask = mask_of(rows)
-    assert mask is not None
     before = torch.randn(len(rows), VOCAB).to(dtype)
     logits = before.clone()
     masked = mask.apply(logits, torch.zeros(len(rows), dtype=torch.int64))
-    assert masked is not None
     logits[1] = before[1] = 7.0  # later changes stay where nothing was masked
     empty = torch.tensor([i % 2 == 0 for i in range(len(rows))])
     expected = torch.where(empty[:, None], before, logits)

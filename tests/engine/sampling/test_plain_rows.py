@@ -82,7 +82,6 @@ LOGPROBS = {"return_logprob": True, "top_logprobs_num": 5, "token_ids_logprob": 
 @pytest.mark.parametrize(
     ("attention", "fields", "ends"),
     [
-        ("torch", {"temperature": 0.0}, (FIRST + LAST) // 2),
         ("torch", {"temperature": 1.0, **LOGPROBS}, (FIRST + LAST) // 2),
         ("compiled", {"temperature": 0.0, **LOGPROBS}, None),
         ("compiled", {"temperature": 1.0}, None),
