@@ -5,7 +5,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["drawn", "strided", "tied"]
+__all__ = ["KINDS", "drawn", "logits_of", "strided", "tied"]
+
+KINDS = ("normal", "ties", "bfloat16", "masked", "equal", "peaked")
+
+
+def logits_of(kind: str, rows: int, vocab: int) -> Tensor:
+    """Random logits of one of the `KINDS`, the same for the same size."""
+    generator = torch.Generator().manual_seed(vocab)
+    logits = 2 * torch.randn(rows, vocab, generator=generator)
+    if kind == "ties":
+        logits = logits.round()
+    elif kind == "bfloat16":
+        logits = logits.bfloat16().float()
+    elif kind == "masked":
+        logits[torch.rand(rows, vocab, generator=generator) < 0.7] = -torch.inf
+        logits[:, vocab // 2] = 0.5
+    elif kind == "equal":
+        logits.fill_(-3.25)
+    elif kind == "peaked":
+        logits *= 8
+    return logits
 
 
 def drawn(rows: int, vocab: int, dtype: torch.dtype = torch.float32, seed: int = 0, size: float = 4.0) -> Tensor:
