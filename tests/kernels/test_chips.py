@@ -12,12 +12,10 @@ import torch
 from batchgen.engine.engine import group_min_saving
 from batchgen.kernels import chips
 from batchgen.kernels.chips import (
-    ChipTuning,
     candidate_tunings,
     chip_tuning,
     compiling_for,
     known_chips,
-    measured_tuning,
     read_table,
     tuning_of,
 )
@@ -117,24 +115,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], torch.device
         return torch.device("cuda")
 
     return make
-
-
-def test_an_unknown_chip_uses_the_fastest_tuning_measured_once(device: Callable[[int, int], torch.device]) -> None:
-    unknown = device(12, 3)
-    assert chip_tuning(unknown).chip == "default"
-    candidates = [tuning_of("default"), read_table(TABLE + "[sm_123]\nsource = 'a test'\n")["sm_123"]]
-    timed: list[str] = []
-
-    def time(tuning: ChipTuning) -> float:
-        timed.append(tuning.chip)
-        return {"default": 2.0, "sm_123": 1.0}[tuning.chip]
-
-    assert measured_tuning(unknown, candidates, time).chip == "sm_123"
-    assert measured_tuning(unknown, candidates, time).chip == "sm_123"
-    assert timed == ["default", "sm_123"]
-    assert chip_tuning(torch.device("cuda", 0)).chip == "sm_123"
-    assert chip_tuning(torch.device("cuda", 1)).chip == "default"
-    assert chip_tuning(torch.device("cpu")).chip == "default"
 
 
 def test_a_known_chip_uses_its_entry(device: Callable[[int, int], torch.device]) -> None:
