@@ -67,7 +67,7 @@ def assert_product(method: Method, got: Tensor, x: Tensor, weight: Tensor, bias:
 
 
 @kinds
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     rows=st.integers(0, 80) | st.integers(81, 300),
     inner=st.integers(1, 450),
