@@ -45,10 +45,11 @@ def test_every_backend_can_run_the_step(step: TypicalStep, grouped: bool) -> Non
     for backend in (TorchAttention, TritonAttention):
         got = backend(pool, batch).attend_stored(0, query, args)
         assert float((got - truth).abs().max()) < 1e-5
-    assert [len(g.pages) for g in batch.groups] == ([step.shared // 4] if grouped and step.shared >= 4 else [])
+    shared = step.shared // 4 if grouped else 0
+    assert [len(g.pages) for g in batch.groups] == [shared] * (shared > 0)
     assert batch.decode_lens is not None
     assert batch.decode_own_start is not None
-    assert (batch.decode_lens + batch.decode_own_start).tolist() == [step.context] * step.rows
+    assert (batch.decode_lens + batch.decode_own_start).tolist() == [max(step.context, 4 * shared + 1)] * step.rows
     assert len(batch.slot_mapping) == len(query) == step.rows + step.chunk
     assert 0 not in batch.slot_mapping // step.page_size  # page 0 is scratch
 
