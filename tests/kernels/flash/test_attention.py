@@ -200,19 +200,6 @@ def test_layers_share_tables_and_schedules(library: FlashLibrary, fake: Fakes) -
     assert len(tables) == 2
 
 
-def test_no_pass_over_prefixes_without_groups(library: FlashLibrary) -> None:
-    builder = StepBuilder(HALF)
-    builder.decode(9)
-    step = builder.build()
-
-    def none(pool: KVPool, batch: AttentionBatch) -> PlainPrefix:
-        raise AssertionError("there are no groups")
-
-    FlashAttention(library, step.pool, step.batch, none).attend(
-        0, step.query, step.key, step.value, AttentionArgs(0.25)
-    )
-
-
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[StepBuilder, int | None]:
     size = draw(st.sampled_from([16, 32]))
