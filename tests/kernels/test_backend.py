@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import triton
 from batchgen.kernels import backend as module
 from batchgen.kernels import chips, measure
 from batchgen.kernels.attention.torch_attention import TorchAttention
-from batchgen.kernels.backend import AttentionNeeds, BackendUnavailable, capability_of, choose_backend
+from batchgen.kernels.backend import AttentionNeeds, BackendUnavailable, choose_backend
 from batchgen.kernels.cpu.library import loaded, missing
 from batchgen.kernels.cpu.ops import COMPILED_INVARIANT_OPS, COMPILED_OPS
 from batchgen.kernels.flash.attention import FlashAttention
@@ -24,7 +25,7 @@ from batchgen.kernels.gpu.matmul import linear
 from batchgen.kernels.gpu.ops import TRITON_INVARIANT_OPS, TRITON_OPS
 from batchgen.kernels.invariant import INVARIANT_OPS
 from batchgen.kernels.measure import TypicalStep
-from batchgen.kernels.ops import TORCH_OPS
+from batchgen.kernels.ops import TORCH_OPS, Ops
 from batchgen.kernels.types import LayerKV
 from tests.kernels.flash.fake_flash import Fakes, fakes
 
@@ -35,6 +36,7 @@ ON_CPU = AttentionNeeds(CPU, None, (LAYER,) * 2, 4, torch.float16, 16)
 ON_HOPPER = replace(ON_CPU, capability=(9, 0))
 STEP = TypicalStep(LAYER, 4, torch.float16, 16, CPU, rows=3, context=40, shared=32, chunk=5)
 TRITON = f"triton {triton.__version__}"
+NO_HALF = "it supports bfloat16 and float32, not float16 (see --dtype)"
 
 
 @pytest.fixture
@@ -65,15 +67,30 @@ class Clock:
 # By name
 
 
-def test_torch_is_used_by_name() -> None:
-    chosen = choose_backend("torch", ON_CPU)
-    assert (chosen.name, chosen.description, chosen.attention) == ("torch", "torch", TorchAttention)
-    assert chosen.ops is TORCH_OPS
+def reason(name: str, needs: AttentionNeeds, remedy: str | None = None) -> str:
+    with pytest.raises(BackendUnavailable) as refused:
+        choose_backend(name, needs)
+    assert remedy is None or refused.value.remedy == remedy
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "needs", "found", "attention", "ops"),
+    [
+        ("torch", ON_CPU, "torch", TorchAttention, TORCH_OPS),
+        ("torch", ON_HOPPER, "torch", TorchAttention, TORCH_OPS),
+        ("triton", ON_CPU, TRITON, TritonAttention, TRITON_OPS),
+        ("auto", ON_CPU, f"torch (no compiled: {NO_HALF})", TorchAttention, TORCH_OPS),
+    ],
+)
+def test_named_backends(name: str, needs: AttentionNeeds, found: str, attention: object, ops: Ops) -> None:
+    chosen = choose_backend(name, needs)
+    assert (chosen.name, chosen.description, chosen.attention) == (found.split()[0], found, attention)
+    assert chosen.ops is ops
 
 
 @pytest.mark.skipif(not loaded(), reason=str(missing()))
-@pytest.mark.parametrize("name", ["auto", "compiled"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "dtype"), [("auto", torch.float32), ("compiled", torch.bfloat16)])
 def test_compiled_kernels_are_used_on_a_cpu(name: str, dtype: torch.dtype) -> None:
     chosen = choose_backend(name, replace(ON_CPU, dtype=dtype))
     assert chosen.name == "compiled"
@@ -91,29 +108,14 @@ def test_torch_is_used_on_a_cpu_without_a_compiler(monkeypatch: pytest.MonkeyPat
     assert reason("compiled", needs, remedy) == "no C++ compiler was found"
 
 
-def test_unsupported_dtypes_and_devices_of_compiled_kernels() -> None:
-    expected = "it supports bfloat16 and float32, not float16 (see --dtype)"
-    assert reason("compiled", ON_CPU) == expected
-    assert choose_backend("auto", ON_CPU).description == f"torch (no compiled: {expected})"
-    assert reason("compiled", ON_HOPPER) == "it runs on CPUs only, and this run computes on a GPU"
-
-
-def test_torch_is_used_on_a_gpu_by_name() -> None:
-    assert choose_backend("torch", ON_HOPPER).attention is TorchAttention
-
-
-def test_triton_in_its_interpreter() -> None:
-    chosen = choose_backend("triton", ON_CPU)
-    assert (chosen.name, chosen.description, chosen.attention) == ("triton", TRITON, TritonAttention)
-    assert chosen.ops is TRITON_OPS
-
-
-def test_flash_with_a_library(library: str) -> None:
-    chosen = choose_backend("flash", replace(ON_HOPPER, flash_library=library))
+def test_flash_with_a_library(library: str, fake: Fakes) -> None:
+    needs = replace(ON_HOPPER, flash_library=library)
+    chosen = choose_backend("flash", needs)
     assert (chosen.name, chosen.description) == ("flash", f"flash-attn 3 of {library}")
     assert chosen.ops is TRITON_OPS
     pool, batch, _ = STEP.sample(grouped=True)
     assert isinstance(chosen.attention(pool, batch), FlashAttention)
+    assert choose_backend("flash", replace(needs, page_size=8)).description == f"flash-attn 3 of {library}"
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
@@ -123,12 +125,43 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 
 # Reasons
 
+OLD_GPU = "it needs a GPU of compute capability 8.0 or more, and this one has 7.5"
+NO_LIBRARY = "vLLM is not installed; the package vllm_flash_attn is not installed"
+NO_TILE = "no attention tile for heads of 512; the largest takes 256"
 
-def reason(name: str, needs: AttentionNeeds, remedy: str | None = None) -> str:
-    with pytest.raises(BackendUnavailable) as refused:
-        choose_backend(name, needs)
-    assert remedy is None or refused.value.remedy == remedy
-    return str(refused.value)
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message", "remedy"),
+    [
+        ("compiled", {"capability": None}, NO_HALF, None),
+        ("compiled", {}, "it runs on CPUs only, and this run computes on a GPU", None),
+        ("triton", {"capability": (7, 5)}, OLD_GPU, None),
+        ("flash", {"capability": (7, 5)}, OLD_GPU, None),
+        ("triton", {"layers": (LAYER, LayerKV(1, 512, 512))}, NO_TILE, None),
+        ("flash", {"capability": None}, "it needs an NVIDIA GPU, and this run computes on the CPU", None),
+        (
+            "flash",
+            {"flash_library": None},
+            NO_LIBRARY,
+            "install vLLM, give the path of its compiled library with --flash-library, or leave the option out",
+        ),
+        ("flash", {"dtype": torch.float32}, "it supports bfloat16 and float16, not float32 (see --dtype)", ""),
+        (
+            "flash",
+            {"layers": (LAYER, LayerKV(2, 20, 20))},
+            "it needs a head size that is a multiple of 8, and this model's is 20",
+            None,
+        ),
+        (
+            "flash",
+            {"capability": (8, 0), "page_size": 8},  # a page size that only version 3 supports
+            "it needs a page size that is a multiple of 16, not 8 (see --page-size)",
+            None,
+        ),
+    ],
+)
+def test_reasons(name: str, changes: dict[str, Any], message: str, remedy: str | None, library: str) -> None:
+    assert reason(name, replace(ON_HOPPER, **{"flash_library": library, **changes}), remedy) == message
 
 
 def test_triton_without_a_gpu_and_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,12 +177,6 @@ def test_triton_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, library: 
     assert reason("flash", replace(ON_HOPPER, flash_library=library), remedy) == (
         f"its shared prefixes are computed by Triton, which cannot run: {missing}"
     )
-
-
-@pytest.mark.parametrize("name", ["triton", "flash"])
-def test_an_old_gpu(name: str) -> None:
-    old = replace(ON_HOPPER, capability=(7, 5))
-    assert reason(name, old) == "it needs a GPU of compute capability 8.0 or more, and this one has 7.5"
 
 
 class NoCompiler(Exception):
@@ -176,39 +203,6 @@ def test_a_gpu_on_which_kernels_compute_wrong_results(monkeypatch: pytest.Monkey
     assert reason("triton", ON_HOPPER) == "its kernels compute wrong results here"
 
 
-def test_head_sizes_without_a_tile() -> None:
-    needs = replace(ON_HOPPER, layers=(LAYER, LayerKV(1, 512, 512)))
-    assert reason("triton", needs) == "no attention tile for heads of 512; the largest takes 256"
-
-
-def test_flash_on_a_cpu(library: str) -> None:
-    needs = replace(ON_CPU, flash_library=library)
-    assert reason("flash", needs) == "it needs an NVIDIA GPU, and this run computes on the CPU"
-
-
-def test_flash_without_a_library() -> None:
-    remedy = "install vLLM, give the path of its compiled library with --flash-library, or leave the option out"
-    assert reason("flash", ON_HOPPER, remedy) == "vLLM is not installed; the package vllm_flash_attn is not installed"
-
-
-def test_flash_for_a_model_of_another_dtype(library: str) -> None:
-    needs = replace(ON_HOPPER, dtype=torch.float32, flash_library=library)
-    assert reason("flash", needs, "") == "it supports bfloat16 and float16, not float32 (see --dtype)"
-
-
-def test_flash_checks_every_layer(library: str) -> None:
-    needs = replace(ON_HOPPER, layers=(LAYER, LayerKV(2, 20, 20)), flash_library=library)
-    assert reason("flash", needs) == "it needs a head size that is a multiple of 8, and this model's is 20"
-
-
-def test_a_page_size_that_only_version_3_supports(library: str, fake: Fakes) -> None:
-    needs = replace(ON_HOPPER, page_size=8, flash_library=library)
-    assert choose_backend("flash", needs).description == f"flash-attn 3 of {library}"
-    assert reason("flash", replace(needs, capability=(8, 0))) == (
-        "it needs a page size that is a multiple of 16, not 8 (see --page-size)"
-    )
-
-
 # auto
 
 
@@ -224,14 +218,8 @@ def test_the_faster_backend_is_used_and_described(library: str) -> None:
     assert chosen.description == f"flash-attn 3 of {library} (faster than {TRITON}: 0.123 ms against 0.21 ms a layer)"
 
 
-def test_without_a_library_nothing_is_measured() -> None:
-    chosen = choose_backend("auto", ON_HOPPER, STEP, Clock())
-    assert chosen.description == (
-        f"{TRITON} (no flash: vLLM is not installed; the package vllm_flash_attn is not installed)"
-    )
-
-
-def test_triton_is_used_without_a_step(library: str) -> None:
+def test_nothing_is_measured_without_a_library_or_a_step(library: str) -> None:
+    assert choose_backend("auto", ON_HOPPER, STEP, Clock()).description == f"{TRITON} (no flash: {NO_LIBRARY})"
     assert choose_backend("auto", replace(ON_HOPPER, flash_library=library)).description == TRITON
 
 
@@ -248,7 +236,7 @@ def test_a_backend_that_fails_in_the_measurement_is_not_used(library: str, fake:
 def test_torch_is_used_where_nothing_else_runs() -> None:
     chosen = choose_backend("auto", replace(ON_HOPPER, layers=(LayerKV(1, 512, 512),)), STEP, Clock())
     assert chosen.name == "torch"
-    assert chosen.description.startswith("torch (no triton: no attention tile for heads of 512; the largest takes 256;")
+    assert chosen.description.startswith(f"torch (no triton: {NO_TILE};")
 
 
 # Chips that are not in the table
@@ -294,10 +282,6 @@ def test_tiles_are_not_measured_without_a_step(unknown_chip: torch.device) -> No
     assert chips.chip_tuning(unknown_chip).chip == "default"
 
 
-def test_a_cpu_has_no_capability() -> None:
-    assert capability_of(CPU) is None
-
-
 def test_a_deterministic_run_on_a_gpu_uses_triton_with_a_product_and_measures_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -316,7 +300,7 @@ def test_a_deterministic_run_on_a_gpu_uses_triton_with_a_product_and_measures_no
     for name in ("torch", "compiled"):
         assert reason(name, needs, remedy) == "`--deterministic` needs the triton attention on a GPU"
     wide = replace(needs, layers=(LayerKV(1, 512, 512),))
-    assert reason("auto", wide) == "no attention tile for heads of 512; the largest takes 256"
+    assert reason("auto", wide) == NO_TILE
 
 
 def test_a_deterministic_run_on_a_cpu() -> None:

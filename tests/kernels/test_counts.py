@@ -64,10 +64,10 @@ def test_all_penalties_follow_the_formula(data: st.DataObject) -> None:
     r = [data.draw(st.floats(0.0625, 2, width=32)) for _ in range(rows)]
     lists = lists_of(outputs, prompts)
     order = data.draw(st.permutations(range(rows)))[: data.draw(st.integers(0, rows))]
-    slots = [0 if data.draw(st.booleans()) else row + 1 for row in order]
+    slots = [data.draw(st.sampled_from([row + 1, row + 1, 0, -1])) for row in order]
     expected = logits.double()
     for row, slot in zip(order, slots, strict=True):
-        expected_penalties(expected, row, listed(lists, slot), r[row], f[row], p[row])
+        expected_penalties(expected, row, listed(lists, max(slot, 0)), r[row], f[row], p[row])
     width = data.draw(st.integers(max(1, int(lists.used.max())), lists.ids.shape[1]))
     columns = [column(values)[list(order)] for values in (r, f, p)]
     penalise(logits, *(torch.tensor(x, dtype=torch.int64) for x in (order, slots)), lists, Penalties(*columns), width)
@@ -84,22 +84,8 @@ def test_no_penalty_makes_a_row_unusable(factor: float) -> None:
     assert logits.argmax() == 0
 
 
-def test_rows_without_a_list_are_unchanged() -> None:
-    """Slot 0, negative slots and empty lists, whatever the unused entries contain."""
-    logits = drawn_logits(6, 40, 5)
-    before = logits.clone()
-    lists = lists_of([[], [1, 7]])
-    lists.ids[:2] = 3
-    lists.counts[:2] = torch.nan
-    rows, slots = torch.tensor([0, 1, 2, 3]), torch.tensor([0, -1, 1, 2])
-    penalise(logits, rows, slots, lists, Penalties(torch.full((4,), 1.5), torch.ones(4), torch.ones(4)), 2)
-    others = [0, 1, 2, 4, 5]
-    assert torch.equal(logits[others], before[others])
-    assert not torch.equal(logits[3], before[3])
-
-
 @pytest.mark.field("frequency_penalty")
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_token_counts_equal_a_counter(seed: int) -> None:
     """Steps of changing rows in changing order, some of them without a slot."""
     rng, vocab = Random(seed), 30

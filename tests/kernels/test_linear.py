@@ -19,13 +19,11 @@ from batchgen.kernels import linear as linears
 from batchgen.kernels.cpu.library import loaded
 from batchgen.kernels.cpu.matmul import methods
 from batchgen.kernels.layouts import (
-    Compiled,
     LayoutChoice,
     Plain,
     can_pack,
     choose_layout,
     dots_are_faster,
-    fastest,
     int8_refusal,
     layouts,
 )
@@ -212,19 +210,3 @@ def test_measuring_does_not_change_other_threads(kept: dict[str, dict[str, float
     while measuring.is_alive():
         seen.append(torch.get_num_threads())
     assert set(seen) == {before}
-
-
-def test_the_first_of_equal_times_is_chosen() -> None:
-    assert fastest({"a": 1.0, "b": 0.91}) == "a"
-    assert fastest({"a": 1.0, "b": 0.89, "c": 0.85}) == "b"
-
-
-@pytest.mark.skipif(not loaded(), reason="no compiled kernels")
-def test_attributes_of_a_compiled_layer() -> None:
-    linear = Linear(torch.randn(50, 30).bfloat16(), torch.randn(50).bfloat16(), products="fixed")
-    compiled = linear.compiled
-    assert isinstance(compiled, Compiled)
-    assert (compiled.packed.inner, compiled.packed.outer, compiled.code) == (30, 50, 1)
-    assert compiled.wide_bias is not None
-    assert compiled.wide_bias.dtype == torch.float32
-    assert Linear(torch.randn(5, 3), products="torch").compiled is None

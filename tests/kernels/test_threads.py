@@ -50,36 +50,15 @@ def test_no_control_groups(tmp_path: Path) -> None:
     assert cpu_quota(tmp_path / "none", tmp_path) is None
 
 
-@pytest.mark.parametrize(("asked", "quota", "expected"), [(None, 1, 1), (None, 64, 2), (None, None, 2), (3, 1, 3)])
-def test_threads_are_capped(
-    monkeypatch: pytest.MonkeyPatch, asked: int | None, quota: int | None, expected: int
-) -> None:
-    """The user's number applies; else PyTorch's number, never raised, and at most the quota."""
-    before = torch.get_num_threads()
-    monkeypatch.setattr(engine, "cpu_quota", lambda: quota)
-    monkeypatch.setattr(engine, "_THREADS_BEFORE", {})
-    try:
-        torch.set_num_threads(2)
-        engine.prepare_device(EngineConfig("model", cpu_threads=asked))
-        assert torch.get_num_threads() == expected
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_an_engine_with_few_threads_caps_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = torch.get_num_threads()
-    monkeypatch.setattr(engine, "cpu_quota", lambda: None)
+def test_threads_of_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's number applies, to one engine; else PyTorch's number, never raised, and at most the quota."""
+    torch.set_num_threads(2)
     monkeypatch.setattr(engine, "_THREADS_BEFORE", {})
     taken = []
-    try:
-        torch.set_num_threads(2)
-        for asked in (1, 1, None, 3, None):
-            engine.prepare_device(EngineConfig("model", cpu_threads=asked))
-            taken.append(torch.get_num_threads())
-        engine.prepare_device(EngineConfig("model", cpu_threads=3))
-        torch.set_num_threads(1)  # by the caller between two engines
-        engine.prepare_device(EngineConfig("model"))
+    for asked, quota in [(1, None), (1, 64), (None, 64), (3, 1), (None, 1), (None, None), (3, None)]:
+        monkeypatch.setattr(engine, "cpu_quota", lambda quota=quota: quota)
+        engine.prepare_device(EngineConfig("model", cpu_threads=asked))
         taken.append(torch.get_num_threads())
-    finally:
-        torch.set_num_threads(before)
-    assert taken == [1, 1, 2, 3, 2, 1]
+    torch.set_num_threads(1)  # by the caller between two engines
+    engine.prepare_device(EngineConfig("model"))
+    assert [*taken, torch.get_num_threads()] == [1, 1, 2, 3, 1, 2, 3, 1]

@@ -110,15 +110,25 @@ def tiny_values(step: Step) -> None:
 DIMS = [(64, 64), (128, 128), (96, 24), (160, 40), (33, 7), (272, 16)]
 
 
-@pytest.mark.parametrize("change", [unchanged, first_outweighs, uneven_values, tiny_values])
-@pytest.mark.parametrize(("key_dim", "value_dim"), DIMS)
+@pytest.mark.parametrize(
+    ("change", "key_dim", "value_dim"),
+    [
+        *((unchanged, *dims) for dims in DIMS),
+        (first_outweighs, 64, 64),
+        (first_outweighs, 160, 40),
+        (uneven_values, 128, 128),
+        (uneven_values, 33, 7),
+        (tiny_values, 64, 64),
+        (tiny_values, 272, 16),
+    ],
+)
 def test_the_error_is_small(change: Callable[[Step], None], key_dim: int, value_dim: int, dots: bool) -> None:
     step = long_prompt(Shape(6, 2, key_dim, value_dim, dtype=BF16))
     change(step)
     assert_near(step, dots)
 
 
-@pytest.mark.parametrize(("key_dim", "value_dim"), DIMS)
+@pytest.mark.parametrize(("key_dim", "value_dim"), DIMS[::2])
 def test_a_large_channel_loses_less_than_rounding_to_bfloat16(key_dim: int, value_dim: int, dots: bool) -> None:
     """Numbers that share its scale lose precision, but their products are small in comparison."""
     torch.manual_seed(0)
@@ -129,7 +139,7 @@ def test_a_large_channel_loses_less_than_rounding_to_bfloat16(key_dim: int, valu
 
 @pytest.mark.parametrize(
     "options",
-    [{"window": 5}, {"window": 100}, {"softcap": 3.0}, {"window": 70, "softcap": 2.0, "sinks": torch.ones(6)}],
+    [{"window": 5}, {"softcap": 3.0}, {"window": 70, "softcap": 2.0, "sinks": torch.ones(6)}],
 )
 def test_windows_and_caps(options: dict[str, Any], dots: bool) -> None:
     assert_near(long_prompt(Shape(6, 2, 64, 64, dtype=BF16)), dots, **options)
@@ -163,8 +173,9 @@ def test_any_step(
         assert_near(any_step(chunks, rows, Shape(*heads, *dims, page_size, BF16), seed), dots, window=window)
 
 
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-@pytest.mark.parametrize("of", ["query", "key", "value"])
+@pytest.mark.parametrize(
+    ("of", "poison"), [("query", torch.nan), ("query", torch.inf), ("key", torch.inf), ("value", torch.nan)]
+)
 def test_nan_and_infinity_do_not_spread_to_other_rows(of: str, poison: float, dots: bool) -> None:
     b = StepBuilder(Shape(8, 2, dtype=BF16))
     rows = [b.decode(n, own_start=32) for n in (9, 30, 12, 40, 3)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from batchgen.kernels.attention import work_items as chunk_prefixes
 from batchgen.kernels.attention.work_items import Words
 from batchgen.kernels.cpu import attention_list
-from batchgen.kernels.cpu.attention_list import FEW, TILE, ListPlanner, ListShape, WorkList
+from batchgen.kernels.cpu.attention_list import ListPlanner, ListShape, WorkList
 from batchgen.kernels.types import AttentionBatch, Ints
 from tests.kernels.steps import Shape, StepBuilder, any_batch, expected_slots
 
@@ -204,46 +205,22 @@ def chunks_over_one_past(b: StepBuilder) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fill", "expected"),
-    [(unique_rows, (4, 0)), (shared_prefix, (72, 70)), (three_levels, (41, 31)), (chunks_over_one_past, (18, 33))],
+    ("fill", "items", "merges", "parts", "keys", "padding"),
+    [
+        (unique_rows, 4, 0, 0, 5 + 70 + 33 + 1, 0),
+        (shared_prefix, 72, 70, 140, 983, 6),  # the prefix in two items, of 64 and 6 tokens
+        (three_levels, 41, 31, 122, 911, 15),
+        (chunks_over_one_past, 18, 33, 66, 4567, 19),
+    ],
 )
-def test_items_merges_reads_and_padding_are_counted(fill: object, expected: tuple[int, int]) -> None:
-    """Compared with counts made one run of tokens after the other."""
+def test_items_merges_reads_and_padding_are_counted(
+    fill: Callable[[StepBuilder], None], items: int, merges: int, parts: int, keys: int, padding: int
+) -> None:
     b = StepBuilder(Shape(9, 3, 8, 8), num_pages=4096)
-    fill(b)  # type: ignore[operator]
-    batch = b.build().batch
-    work = ListPlanner(batch, list_shape()).work()
-    runs, merged = brute_force(batch)
-    assert (work.num_items, work.num_merges) == (len(runs), len(merged)) == expected
-    assert work.keys_read == sum(keys for _, keys in runs)
-    assert work.num_parts == sum(merged.values())
-    padded = [-tokens * GROUP % TILE for tokens, _ in runs if tokens * GROUP > FEW]
-    assert work.padded_rows == sum(padded)
-
-
-def brute_force(batch: AttentionBatch) -> tuple[list[tuple[int, int]], dict[int, int]]:
-    """(tokens, keys) of each item, and the number of parts of each token that is in several items."""
-    runs, users = [], dict.fromkeys(range(batch.slot_mapping.shape[0]), 0)
-    short = [c for c in batch.chunks if 2 * c.q_len * GROUP <= 64]
-    shared = 480 if len(short) > 1 else 0  # the only prefix of these steps that chunks share
-
-    def add(tokens: list[int], keys: int, causal: int = 0) -> None:
-        for at in range(0, len(tokens), QUERIES):
-            some = tokens[at : at + QUERIES]
-            runs.append((len(some), keys + causal * (at + len(some))))
-            for token in some:
-                users[token] += 1
-
-    if shared:
-        add([t for c in short for t in range(c.q_start, c.q_start + c.q_len)], shared)
-    for chunk in batch.chunks:
-        past = chunk.kv_len - chunk.q_len - (shared if chunk in short else 0)
-        add(list(range(chunk.q_start, chunk.q_start + chunk.q_len)), past, causal=1)
-    for group in batch.groups:
-        add([batch.decode_start + int(r) for r in group.rows], len(group.pages) * 16)
-    for row, length in enumerate([] if batch.decode_lens is None else batch.decode_lens.tolist()):
-        add([batch.decode_start + row], length)
-    return runs, {token: count for token, count in users.items() if count > 1}
+    fill(b)
+    work = ListPlanner(b.build().batch, list_shape()).work()
+    assert (work.num_items, work.num_merges, work.num_parts) == (items, merges, parts)
+    assert (work.keys_read, work.padded_rows) == (keys, padding)
 
 
 def test_long_runs_are_cut_for_threads_and_large_items_split_by_head() -> None:
@@ -258,6 +235,11 @@ def test_long_runs_are_cut_for_threads_and_large_items_split_by_head() -> None:
     assert many.keys_read == 6000
     lengths = many.items[:, 5] - many.items[:, 4]
     assert lengths.max() - lengths.min() <= 64 * 12
+    shape = list_shape(threads=8)
+    work = ListPlanner(batch, shape).work()
+    costs = [sum(costs_of(work.items[begin:end], shape)) for begin, end in pairwise(work.shares.tolist())]
+    assert max(costs) - sum(costs) / 8 <= max(costs_of(work.items, shape))
+    assert sum(costs) / 8 - min(costs) <= max(costs_of(work.items, shape))
 
 
 def test_a_group_is_split_by_head_and_its_rows_are_not() -> None:
@@ -294,16 +276,6 @@ def test_adjacent_rows_are_in_one_share(threads: int) -> None:
         assert sum(costs[begin:end]) <= sum(costs) / count + max(costs)
 
 
-def test_one_long_row_is_divided_among_all_threads() -> None:
-    b = StepBuilder(Shape(9, 3, 8, 8), num_pages=4096)
-    b.decode(6000)
-    shape = list_shape(threads=8)
-    work = ListPlanner(b.build().batch, shape).work()
-    costs = [sum(costs_of(work.items[begin:end], shape)) for begin, end in pairwise(work.shares.tolist())]
-    assert max(costs) <= sum(costs) / 8 + max(costs_of(work.items, shape))
-    assert min(costs) >= sum(costs) / 8 - max(costs_of(work.items, shape))
-
-
 def test_deterministic_rows_share_whole_blocks() -> None:
     """Nine rows share four blocks of 64 positions; the five rows with the longer prefix share a fifth block."""
     b = StepBuilder(Shape(9, 3, 8, 8), num_pages=4096)
@@ -314,13 +286,3 @@ def test_deterministic_rows_share_whole_blocks() -> None:
     work = ListPlanner(b.build().batch, list_shape(block=64)).work()
     runs = sorted((base + first, base + end, count) for _, count, _, base, first, end, _, _ in work.items.tolist())
     assert runs == [(0, 256, 9), (256, 281, 1), *[(256, 281, 1)] * 3, (256, 320, 5), *[(320, 345, 1)] * 5]
-
-
-def test_items_are_ordered_by_falling_cost() -> None:
-    b = StepBuilder(Shape(9, 3, 8, 8), num_pages=4096)
-    for n in range(1, 60):
-        b.decode(n)
-    b.chunk(40)
-    work = ListPlanner(b.build().batch, list_shape()).work()
-    cost = (work.items[:, 5] - work.items[:, 4]) * (GROUP * work.items[:, 1] + 8)
-    assert (np.diff(cost) <= 0).all()

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from batchgen.kernels.cpu import build
-from batchgen.kernels.cpu import library as module
 from batchgen.kernels.cpu.build import CompilerMissing, built_library, cache_folder, find_compiler
 from batchgen.kernels.cpu.library import loaded, missing
 
@@ -47,7 +46,7 @@ def compiler_script(path: Path, body: str) -> str:
     return str(path)
 
 
-def run(environment: dict[str, str], code: str = PRINT_LOADED) -> subprocess.CompletedProcess[str]:
+def run(environment: dict[str, str], code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=True
     )
@@ -109,17 +108,9 @@ def test_the_temporary_folder_replaces_a_cache_that_cannot_be_written(
 
 
 @here
-def test_libraries_of_another_user_are_not_loaded(
+def test_folders_that_others_can_write_to_are_not_used(
     cache: Path, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built_library()
-    monkeypatch.setattr(os, "getuid", lambda: 12345)
-    with pytest.raises(CompilerMissing, match="no folder"):
-        built_library()
-
-
-@here
-def test_folders_that_others_can_write_to_are_not_used(cache: Path, sources: Path, tmp_path: Path) -> None:
     """Otherwise another user could put code there just before it is loaded."""
     name = built_library().name
     cache.chmod(0o770)
@@ -128,6 +119,11 @@ def test_folders_that_others_can_write_to_are_not_used(cache: Path, sources: Pat
     folder.symlink_to(folder.rename(tmp_path / "elsewhere"))
     with pytest.raises(CompilerMissing, match="no folder"):
         built_library(lambda: None)
+    cache.chmod(0o700)
+    assert built_library(lambda: pytest.fail("built again")) == cache / name
+    monkeypatch.setattr(os, "getuid", lambda: 12345)  # the folders are another user's
+    with pytest.raises(CompilerMissing, match="no folder"):
+        built_library()
 
 
 @pytest.mark.parametrize(
@@ -169,7 +165,7 @@ def test_a_compiler_that_cannot_run_or_never_ends(
 
 
 def test_a_process_without_a_compiler_reports_it_once(tmp_path: Path) -> None:
-    done = run({"CXX": "/nonexistent", "XDG_CACHE_HOME": str(tmp_path)})
+    done = run({"CXX": "/nonexistent", "XDG_CACHE_HOME": str(tmp_path)}, PRINT_LOADED)
     assert done.stdout == "False False\n"
     assert done.stderr == (
         "CPU kernels were not compiled, PyTorch's are used instead: CXX names /nonexistent, but there is no such "
@@ -178,17 +174,13 @@ def test_a_process_without_a_compiler_reports_it_once(tmp_path: Path) -> None:
 
 
 @here
-def test_a_damaged_library_is_built_again(tmp_path: Path, sources: Path) -> None:
+def test_a_damaged_library_is_built_again(cache: Path, sources: Path) -> None:
     """Also if two processes find it damaged at the same time."""
-    environment = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    code = USE_SOURCES.format(str(sources)) + PRINT_LOADED
-    assert run(environment, code).stdout == "True True\n"
-    (built,) = (tmp_path / "cache" / "batchgen" / "kernels").iterdir()
+    built = built_library()
     built.write_bytes(built.read_bytes()[:100])
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", code],
-            env={**os.environ, **environment},
+            [sys.executable, "-c", USE_SOURCES.format(str(sources)) + PRINT_LOADED],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
@@ -198,7 +190,7 @@ def test_a_damaged_library_is_built_again(tmp_path: Path, sources: Path) -> None
     assert [out for out, _ in outputs] == [b"True True\n"] * 2
     assert any(err == b"compiling CPU kernels for this processor (once)\n" for _, err in outputs)
     assert [p.name for p in built.parent.iterdir()] == [built.name]
-    assert run(environment, code).stderr == ""
+    assert built.stat().st_size > 100
 
 
 @here
@@ -210,20 +202,3 @@ def test_a_library_with_undefined_symbols_is_not_built_again(tmp_path: Path) -> 
     done = run({"XDG_CACHE_HOME": str(tmp_path / "cache")}, USE_SOURCES.format(str(sources)) + code)
     assert "undefined symbol: nowhere" in done.stdout
     assert len(done.stderr.splitlines()) == 2
-
-
-def test_a_library_on_a_noexec_file_system_is_not_built_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    built: list[bool] = []
-
-    def made(on_build: object, *, again: bool = False) -> Path:
-        built.append(again)
-        return Path("/somewhere/batchgen.so")
-
-    def load(path: str) -> object:
-        raise OSError(f"{path}: failed to map segment from shared object")
-
-    monkeypatch.setattr(module, "built_library", made)
-    monkeypatch.setattr("ctypes.CDLL", load)
-    with pytest.raises(OSError, match="failed to map"):
-        module._load()
-    assert built == [False]

@@ -15,7 +15,6 @@ from batchgen.engine.step_batch import select_input_ids
 from batchgen.kernels import pooled as plain_copies
 from batchgen.kernels.cpu.command_buffer import (
     BackgroundThread,
-    background_thread,
     current_buffer,
     fill_sampled_ids,
     record_commands,
@@ -27,8 +26,6 @@ from batchgen.kernels.sampling import SamplingColumns
 from batchgen.kernels.types import KVPool, LayerKV
 
 pytestmark = pytest.mark.skipif(not loaded(), reason="no compiled kernels here")
-
-DTYPES = (torch.float32, torch.bfloat16)
 
 
 @pytest.fixture
@@ -49,11 +46,10 @@ def columns(rows: int, seed: int) -> SamplingColumns:
     return found.with_keys(torch.randint(1 << 62, (rows,), generator=torch.Generator().manual_seed(seed)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("threads", [2, 3, 5])
+@pytest.mark.parametrize(("threads", "dtype"), [(2, torch.float32), (2, torch.bfloat16), (5, torch.bfloat16)])
 def test_recorded_kernels_give_the_same_bits(background: BackgroundThread, threads: int, dtype: torch.dtype) -> None:
     """Many chains, each submitted while the previous one may still be running."""
-    for turn, (rows, inner) in enumerate([(1, 1), (3, 17), (64, 96), (65, 130), (200, 33), (7, 500)] * 3):
+    for turn, (rows, inner) in enumerate([(1, 1), (3, 17), (64, 96), (65, 130), (200, 33), (7, 500)] * 2):
         torch.manual_seed(turn)
         x = torch.randn(rows, inner).to(dtype)
         weights = [pack(torch.randn(n, m).to(dtype) / m**0.5) for m, n in ((inner, 61), (61, 128), (128, 97))]
@@ -92,8 +88,7 @@ def test_nothing_runs_before_it_is_submitted(background: BackgroundThread) -> No
         assert one.equal(other)
 
 
-@pytest.mark.parametrize("threads", [2, 3])
-def test_sampled_ids_are_filled_into_the_next_command_buffer(background: BackgroundThread, threads: int) -> None:
+def test_sampled_ids_are_filled_into_the_next_command_buffer(background: BackgroundThread) -> None:
     """The ids are recorded before they are sampled, and no thread waits for them in between."""
     packed = pack(torch.randn(50, 50))
     for turn, (rows, tokens) in enumerate([(1, 1), (3, 7), (40, 41), (129, 64)]):
@@ -102,10 +97,10 @@ def test_sampled_ids_are_filled_into_the_next_command_buffer(background: Backgro
         ids, source = torch.randint(50, (tokens,)), torch.randint(-1, rows, (tokens,))
         sampled = COMPILED_OPS.sample(chain(x, [packed] * 4), drawing).tokens
         want = select_input_ids(ids, source, sampled)
-        with record_commands(threads) as buffer:
+        with record_commands(3) as buffer:
             late = COMPILED_OPS.sample(chain(x, [packed] * 4), drawing).tokens
         first = background.submit(buffer, [late])
-        with record_commands(threads) as buffer:
+        with record_commands(3) as buffer:
             fill_sampled_ids(ids, source, late)
         background.submit(buffer, []).wait()
         assert ids.equal(want)
@@ -116,7 +111,7 @@ def test_a_command_buffer_keeps_its_memory_alive(background: BackgroundThread) -
     """Nothing else refers to it when it runs, and freed memory is soon reused."""
     weight = torch.randn(300, 300)
     want = chain(torch.ones(64, 300), [pack(weight)] * 6)
-    for _ in range(20):
+    for _ in range(8):
         with record_commands(2) as buffer:
             out = chain(torch.ones(64, 300), [pack(weight) for _ in range(6)])
         download = background.submit(buffer, [out])
@@ -129,7 +124,7 @@ def test_several_threads_may_wait(background: BackgroundThread) -> None:
     packed = pack(torch.randn(256, 256))
     x = torch.randn(512, 256)
     want = chain(x, [packed] * 8).numpy()
-    for _ in range(10):
+    for _ in range(3):
         with record_commands(2) as buffer:
             out = chain(x, [packed] * 8)
         download = background.submit(buffer, [out])
@@ -170,17 +165,14 @@ def test_a_failure_ends_the_recording() -> None:
     assert (matmul(torch.ones(2, 4), packed) == 1).all()
 
 
-def test_the_process_has_one_background_thread() -> None:
-    assert background_thread() is background_thread()
-
-
 EXIT = """
 import torch
 from batchgen.kernels.cpu.command_buffer import background_thread, record_commands
 from batchgen.kernels.cpu.matmul import matmul, pack
-x, packed = torch.randn(4096, 1024), pack(torch.randn(1024, 1024))
+assert background_thread() is background_thread()
+x, packed = torch.randn(2048, 1024), pack(torch.randn(1024, 1024))
 with record_commands(2) as buffer:
-    for _ in range(20):
+    for _ in range(10):
         x = matmul(x, packed)
 background_thread().submit(buffer, [x])
 print("submitted", flush=True)
@@ -188,7 +180,7 @@ print("submitted", flush=True)
 """
 
 
-@pytest.mark.parametrize(("end", "code"), [("", 0), ("raise SystemExit(3)", 3), ("1 / 0", 1)])
+@pytest.mark.parametrize(("end", "code"), [("", 0), ("1 / 0", 1)])
 def test_a_process_may_exit_with_a_command_buffer_running(end: str, code: int) -> None:
     found = subprocess.run([sys.executable, "-c", EXIT.format(end=end)], capture_output=True, text=True, timeout=100)
     assert found.stdout == "submitted\n"

@@ -53,8 +53,9 @@ def lines_of(step: Step, pages: list[int]) -> tuple[set[int], set[int]]:
     return of(step.pool.keys[0]), of(step.pool.values[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("lines", [16, 63, 96, 1024])
+@pytest.mark.parametrize(
+    ("lines", "dtype"), [(16, torch.float32), (16, torch.bfloat16), (63, torch.bfloat16), (1024, torch.float32)]
+)
 def test_only_what_decode_rows_read_is_fetched(lines: int, dtype: torch.dtype) -> None:
     b = StepBuilder(Shape(4, 2, 64, 64, dtype=dtype), num_pages=600)
     b.chunk(63, past=100)
@@ -90,12 +91,6 @@ def test_each_thread_fetches_what_its_own_items_read() -> None:
     assert not got[0] & got[1]
 
 
-def test_too_many_lines_at_once_are_not_fetched() -> None:
-    b = StepBuilder(Shape(4, 2, 64, 64))
-    b.decode(100)
-    assert fetched(b.build(), 64 * 16 + 1) == []
-
-
 def test_no_more_is_fetched_than_half_of_the_cache() -> None:
     b = StepBuilder(Shape(4, 4, 128, 128), num_pages=1600)
     b.decode(24_000)
@@ -105,23 +100,22 @@ def test_no_more_is_fetched_than_half_of_the_cache() -> None:
 
 
 @pytest.mark.parametrize(
-    "shape",
+    ("shape", "lines", "deterministic"),
     [
-        Shape(4, 2, 64, 32),  # values shorter than keys
-        Shape(1, 1, 16, 16, page_size=8),  # pages that are not whole chunks
-        Shape(16, 2, 64, 64),  # more query rows per key head than are computed row by row
+        (Shape(4, 2, 64, 64), 64 * 16 + 1, False),  # too many at once
+        (Shape(4, 2, 64, 32), 16, False),  # values shorter than keys
+        (Shape(1, 1, 16, 16, page_size=8), 16, False),  # pages that are not whole chunks
+        (Shape(16, 2, 64, 64), 16, False),  # more query rows per key head than are computed row by row
+        (Shape(4, 2, 64, 64), 16, True),  # deterministic lists use tiles only
     ],
 )
-def test_nothing_is_fetched_for_unsupported_shapes(shape: Shape) -> None:
+def test_what_is_not_fetched(shape: Shape, lines: int, deterministic: bool) -> None:
     b = StepBuilder(shape)
     b.decode(100)
-    assert fetched(b.build(), 16) == []
+    assert fetched(b.build(), lines, deterministic=deterministic) == []
 
 
-def test_nothing_is_fetched_for_tiles() -> None:
+def test_nothing_is_fetched_for_chunks() -> None:
     b = StepBuilder(Shape(4, 2, 64, 64))
     b.chunk(63, past=100)
     assert fetched(b.build(), 16) == []
-    b = StepBuilder(Shape(4, 2, 64, 64))
-    b.decode(100)
-    assert fetched(b.build(), 16, deterministic=True) == []  # deterministic lists use tiles only

@@ -62,7 +62,7 @@ def shared_pages(step: Step) -> np.ndarray:
 
 
 @needs_dots
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 70), st.integers(0, 60), st.integers(0, 3)), max_size=5),
     st.lists(st.tuples(st.integers(1, 60), st.integers(0, 2)), min_size=1, max_size=12),

@@ -1,9 +1,9 @@
-"""Compiled operations on rows of logits against the PyTorch versions and the row-by-row reference."""
+"""Compiled operations on rows of logits, where `test_ops.py` does not test them: rows of all kinds, columns in other
+layouts, and the report of rows that cannot be sampled."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -17,54 +17,36 @@ from batchgen.kernels.cpu.ops import COMPILED_OPS
 from batchgen.kernels.ops import TORCH_OPS
 from batchgen.kernels.sampling import SamplingColumns
 from batchgen.kernels.sampling_reference import sample_reference
+from tests.kernels.logit_rows import KINDS, logits_of
 
 pytestmark = pytest.mark.skipif(not loaded(), reason=str(missing()))
 
-Params = tuple[float, int, float, float]
-GRID: list[Params] = [
-    *itertools.product(
+GRID = list(
+    itertools.product(
         [0.0, 1e-5, 0.3, 1.0, 4.0], [-1, 1, 2, 7, 33, 500, 1 << 30], [1.0, 0.95, 0.5, 1e-9], [0.0, 0.1, 1.0]
     )
-]
-DTYPES = (torch.float32, torch.bfloat16)
-VOCABS = (1, 2, 15, 16, 63, 257, 1000, 8192)
-KINDS = ("normal", "ties", "masked", "equal", "peaked")
+)
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
-@pytest.fixture(autouse=True, params=[1, 2])
-def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
+@pytest.fixture(autouse=True)
+def threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads share any amount of work."""
+    torch.set_num_threads(2)
     monkeypatch.setattr(ops, "_SERIAL", 0)
-    yield request.param
-    torch.set_num_threads(before)
-
-
-def logits_of(kind: str, rows: int, vocab: int, dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator().manual_seed(vocab)
-    logits = 2 * torch.randn(rows, vocab, generator=generator)
-    if kind == "ties":
-        logits = logits.round()
-    elif kind == "masked":
-        logits[torch.rand(rows, vocab, generator=generator) < 0.7] = -torch.inf
-        logits[:, vocab // 2] = 0.5
-    elif kind == "equal":
-        logits.fill_(-3.25)
-    elif kind == "peaked":
-        logits *= 8
-    return logits.to(dtype)
 
 
 def keys_for(rows: int) -> Tensor:
     return noise.row_keys(torch.full((rows,), 3), torch.zeros(rows, dtype=torch.int64), torch.arange(rows))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("vocab", VOCABS)
-def test_every_mix_of_parameters_equals_the_reference(kind: str, vocab: int, dtype: torch.dtype) -> None:
-    params = GRID[::3] if vocab < 1000 else GRID[::11]
-    logits, keys = logits_of(kind, len(params), vocab, dtype), keys_for(len(params))
+@dtypes
+@pytest.mark.parametrize(
+    ("kind", "vocab"), [*itertools.product(KINDS, (63, 8192)), ("normal", 15), ("ties", 16), ("normal", 257)]
+)
+def test_every_kind_of_row_equals_the_reference(kind: str, vocab: int, dtype: torch.dtype) -> None:
+    params = GRID[::11]
+    logits, keys = logits_of(kind, len(params), vocab).to(dtype), keys_for(len(params))
     before = logits.clone()
     found = COMPILED_OPS.sample(logits, SamplingColumns.of(*zip(*params, strict=True)).with_keys(keys))  # type: ignore[arg-type]
     assert torch.equal(logits, before)
@@ -74,23 +56,9 @@ def test_every_mix_of_parameters_equals_the_reference(kind: str, vocab: int, dty
     assert not found.bad.any()
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_several_samples_of_one_row(threads: int) -> None:
-    logits, keys = logits_of("normal", 5, 300, torch.float32), keys_for(len(GRID))
-    columns = SamplingColumns.of(*zip(*GRID, strict=True)).with_keys(keys)  # type: ignore[arg-type]
-    rows = torch.randint(5, (len(GRID),), generator=torch.Generator().manual_seed(1))
-    torch.set_num_threads(threads)
-    found = COMPILED_OPS.sample(logits, columns, rows)
-    for same in (COMPILED_OPS, TORCH_OPS):
-        assert torch.equal(found.tokens, same.sample(logits[rows], columns).tokens)
-        assert torch.equal(found.tokens, same.sample(logits, columns, rows).tokens)
-    assert found.bad is not None
-    assert len(found.bad) == len(GRID)
-
-
 def test_columns_and_keys_may_be_broadcast() -> None:
     """A kernel must not read beyond the single number of an expanded tensor."""
-    logits = logits_of("normal", 40, 300, torch.float32)
+    logits = logits_of("normal", 40, 300)
     wide = [torch.tensor(value).expand(40).numpy() for value in (0.7, 5, 0.9, 0.01)]
     keys = torch.tensor(7).expand(40)
     same = SamplingColumns.of(*(column.copy() for column in wide)).with_keys(keys.clone())
@@ -101,15 +69,15 @@ def test_columns_and_keys_may_be_broadcast() -> None:
 
 
 def test_greedy_rows_need_no_keys() -> None:
-    logits = logits_of("ties", 9, 300, torch.float32)
+    logits = logits_of("ties", 9, 300)
     columns = SamplingColumns.of([0.0] * 9, [0] * 9, [1.0] * 9, [0.0] * 9)
     assert torch.equal(COMPILED_OPS.sample(logits, columns).tokens, logits.argmax(-1))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@dtypes
 @pytest.mark.parametrize("place", [0, 5, 299, 304])
 def test_rows_that_cannot_be_sampled_are_reported(place: int, dtype: torch.dtype) -> None:
-    logits = logits_of("normal", 8, 305, dtype)
+    logits = logits_of("normal", 8, 305).to(dtype)
     logits[1, place] = torch.nan
     logits[2, place] = torch.inf
     logits[3] = -torch.inf
@@ -134,15 +102,12 @@ def test_rows_that_cannot_be_sampled_are_reported(place: int, dtype: torch.dtype
     assert ((ids >= 0) & (ids < 305)).all()
 
 
-def test_strided_rows_and_transposed_logits() -> None:
-    logits = logits_of("normal", 6, 300, torch.float32)
+def test_strided_rows_and_numbers() -> None:
+    logits = logits_of("normal", 6, 300)
     wide = torch.cat((logits, torch.full((6, 20), 50.0)), 1)[:, :300]
     assert torch.equal(COMPILED_OPS.log_normalizers(wide), COMPILED_OPS.log_normalizers(logits))
     assert torch.equal(COMPILED_OPS.top_logprobs(wide, 7)[0], TORCH_OPS.top_logprobs(logits, 7)[0])
     torch.testing.assert_close(COMPILED_OPS.log_normalizers(logits.t()), torch.logsumexp(logits.t(), -1))
     assert COMPILED_OPS.nan_rows(logits[:0]).shape == (0,)
-
-
-def test_row_keys_of_strided_numbers() -> None:
     given = [torch.from_numpy(np.random.default_rng(i).integers(-(2**63), 2**63, 200))[::2] for i in range(3)]
     assert torch.equal(COMPILED_OPS.row_keys(*given), noise.row_keys(*given))

@@ -20,7 +20,7 @@ from tests.kernels.steps import Shape, Step, StepBuilder
 
 pytestmark = pytest.mark.skipif(not loaded(), reason="no C++ compiler here")
 
-THREADS = (1, 2, 3, 5, 9, 17)
+THREADS = (1, 2, 5, 17)
 ALONE = """
 import sys
 import torch
@@ -53,7 +53,7 @@ def attended(step: Step, listed: int, threads: int) -> torch.Tensor:
 def results() -> list[torch.Tensor]:
     """Products and attention, divided among several numbers of threads."""
     found = []
-    for rows in (1, 17, 64, 150, 300):
+    for rows in (1, 64, 300):
         x, weight = randn(rows, 96, dtype=torch.bfloat16), randn(130, 96, dtype=torch.bfloat16, seed=1)
         packed = pack(weight)
         for method in methods(torch.bfloat16):
@@ -65,8 +65,7 @@ def results() -> list[torch.Tensor]:
     return [*found, *(attended(step, threads, threads) for threads in THREADS)]
 
 
-@pytest.mark.parametrize("threads", THREADS)
-@pytest.mark.parametrize("listed", THREADS)
+@pytest.mark.parametrize(("listed", "threads"), [(1, 5), (2, 1), (2, 17), (3, 2), (9, 5), (17, 1), (17, 3)])
 def test_a_list_for_other_threads_gives_the_same_bits(listed: int, threads: int) -> None:
     step = decode_step()
     assert torch.equal(attended(step, listed, threads), attended(step, listed, listed))

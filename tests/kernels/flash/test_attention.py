@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from batchgen.kernels.merge import merge_parts
 from batchgen.kernels.types import AttentionArgs, AttentionBatch, KVPool
 from tests.kernels.flash.fake_flash import Fakes, fakes
 from tests.kernels.oracle import attend_by_token
-from tests.kernels.steps import Shape, Step, StepBuilder
+from tests.kernels.steps import Shape, Step, StepBuilder, group_of_one, only_rows
 
 HALF = Shape(heads=6, kv_heads=2, key_dim=16, value_dim=16, dtype=torch.float16)
 
@@ -116,7 +116,6 @@ def mixed(shape: Shape, seed: int = 0) -> StepBuilder:
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"window": 1},
-    {"window": 7},
     {"window": 50},
     {"softcap": 3.0},
     {"sinks": True},
@@ -128,66 +127,56 @@ def with_sinks(options: dict[str, Any], heads: int) -> dict[str, Any]:
     return {k: torch.linspace(-2, 3, heads) if k == "sinks" else v for k, v in options.items()}
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("options", "dtype"), [*((options, torch.float16) for options in OPTIONS), (OPTIONS[-1], torch.bfloat16)], ids=str
+)
 def test_a_mixed_step(library: FlashLibrary, dtype: torch.dtype, options: dict[str, Any]) -> None:
     shape = Shape(6, 2, 16, 16, dtype=dtype)
     check(library, mixed(shape).build(), **with_sinks(options, 6))
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[2], OPTIONS[-1]], ids=str)
 def test_a_mixed_step_with_the_triton_prefix_pass(library: FlashLibrary, options: dict[str, Any]) -> None:
     check(library, mixed(HALF, seed=1).build(), triton=True, **with_sinks(options, 6))
 
 
-def test_decode_rows_of_groups_only(library: FlashLibrary) -> None:
+def chunks_only(b: StepBuilder) -> None:
+    b.chunk(17)
+    b.chunk(2, past=30)
+
+
+def group_before_the_window(b: StepBuilder) -> None:
+    b.group([b.decode(40, own_start=48)], 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("fill", "options"),
+    [
+        (chunks_only, {"sinks": True}),
+        (only_rows, {}),
+        (group_before_the_window, {"window": 10}),
+        (group_of_one, {"sinks": True}),
+    ],
+)
+def test_steps_of_one_kind(library: FlashLibrary, fill: Callable[[StepBuilder], None], options: dict[str, Any]) -> None:
     builder = StepBuilder(HALF)
-    rows = [builder.decode(length, own_start=32) for length in (1, 20, 3)]
-    builder.group(rows, 0, 2)
-    check(library, builder.build(), triton=True)
-    check(library, builder.build(), sinks=torch.linspace(-2, 3, 6))
+    fill(builder)
+    for triton in (False, True):
+        check(library, builder.build(), triton, **with_sinks(options, 6))
 
 
-@pytest.mark.parametrize("heads", [(1, 1), (4, 1), (5, 5), (9, 3)])
-@pytest.mark.parametrize("dim", [8, 64])
-def test_heads(library: FlashLibrary, heads: tuple[int, int], dim: int) -> None:
-    check(library, mixed(Shape(*heads, dim, dim, page_size=32, dtype=torch.float16)).build())
-
-
-def test_chunks_only(library: FlashLibrary, fake: Fakes) -> None:
-    builder = StepBuilder(HALF)
-    builder.chunk(17)
-    builder.chunk(2, past=30)
-    check(library, builder.build(), sinks=torch.linspace(-2, 3, 6))
-    assert len(fake.forwards) == 1
-
-
-def test_decode_rows_only(library: FlashLibrary, fake: Fakes) -> None:
-    builder = StepBuilder(HALF)
-    for length in (1, 15, 16, 17, 100):
-        builder.decode(length)
-    check(library, builder.build())
-    assert len(fake.forwards) == 1
-    assert fake.forwards[0]["max_seqlen_q"] == 1
-
-
-def test_a_window_that_ends_before_the_group(library: FlashLibrary) -> None:
-    builder = StepBuilder(HALF)
-    builder.decode(40, own_start=48)
-    builder.group([0], 0, 3)
-    check(library, builder.build(), window=10)
-
-
-def test_keys_and_values_of_unequal_sizes(fake: Fakes, tmp_path: Path) -> None:
-    path = fake.write(tmp_path / "_vllm_fa3_C.abi3.so", 3)
-    library = find_flash((3,), str(path), lambda found: found)
-    check(library, mixed(Shape(4, 2, 16, 32, dtype=torch.float16)).build(), sinks=torch.linspace(-2, 3, 4))
-
-
-def test_an_odd_page_size_of_version_3(fake: Fakes, tmp_path: Path) -> None:
-    path = fake.write(tmp_path / "_vllm_fa3_C.abi3.so", 3)
-    library = find_flash((3,), str(path), lambda found: found)
-    check(library, mixed(Shape(4, 2, 16, 16, page_size=5, dtype=torch.float16)).build(), window=9)
+@pytest.mark.parametrize(
+    ("heads", "dims", "page_size"), [((1, 1), (8, 8), 32), ((4, 1), (64, 64), 32), ((5, 5), (16, 32), 5)], ids=str
+)
+def test_heads_and_pages(
+    heads: tuple[int, int], dims: tuple[int, int], page_size: int, fake: Fakes, tmp_path: Path
+) -> None:
+    """Version 3 alone supports keys and values of unequal sizes, and pages of any size."""
+    for version in (2, 3) if page_size == 32 else (3,):
+        path = fake.write(tmp_path / f"_vllm_fa{version}_C.abi3.so", version)
+        library = find_flash((version,), str(path), lambda found: found)
+        shape = Shape(*heads, *dims, page_size, torch.float16)
+        check(library, mixed(shape).build(), window=9, sinks=torch.linspace(-2, 3, heads[0]))
 
 
 def test_a_query_of_another_dtype(library: FlashLibrary) -> None:
@@ -209,19 +198,6 @@ def test_layers_share_tables_and_schedules(library: FlashLibrary, fake: Fakes) -
     assert fake.schedules == (4 if library.version == 3 else 0)  # two parts, with a window and without
     tables = {call.get("page_table", call.get("block_table")).data_ptr() for call in fake.forwards}
     assert len(tables) == 2
-
-
-def test_no_pass_over_prefixes_without_groups(library: FlashLibrary) -> None:
-    builder = StepBuilder(HALF)
-    builder.decode(9)
-    step = builder.build()
-
-    def none(pool: KVPool, batch: AttentionBatch) -> PlainPrefix:
-        raise AssertionError("there are no groups")
-
-    FlashAttention(library, step.pool, step.batch, none).attend(
-        0, step.query, step.key, step.value, AttentionArgs(0.25)
-    )
 
 
 @st.composite

@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,25 +64,22 @@ def test_a_missing_library_is_reported_for_every_source() -> None:
         find_flash(HOPPER, None, take)
 
 
+def test_sources_in_order(fake: Fakes, site: Path, tmp_path: Path) -> None:
+    """The separate package, a given path before it, and installed vLLM before both, which is not imported."""
+    fake.write(install(site, "vllm_flash_attn", "2.7.0") / NAMES[2], 2)
+    assert str(find_flash(AMPERE, None, take)) == "flash-attn 2 of vllm_flash_attn 2.7.0"
+    given = fake.write(tmp_path / NAMES[3], 3)
+    assert find_flash(HOPPER, str(given), take).source == str(given)
+    assert find_flash(HOPPER, str(given), take).source == str(given)
+    assert fake.loaded[1:] == [given], "registered operations are not loaded again"
+
+
 def test_installed_vllm_comes_first_and_is_not_imported(fake: Fakes, site: Path, tmp_path: Path) -> None:
     fake.write(install(site, "vllm", "0.21.0") / NAMES[3], 3)
-    fake.write(install(site, "vllm_flash_attn") / NAMES[3], 3)
-    given = fake.write(tmp_path / NAMES[3], 3)
-    library = find_flash(HOPPER, str(given), take)
+    library = find_flash(HOPPER, str(fake.write(tmp_path / NAMES[3], 3)), take)
     assert str(library) == "flash-attn 3 of vLLM 0.21.0"
     assert fake.loaded == [site / "vllm/vllm_flash_attn" / NAMES[3]]
     assert "vllm" not in sys.modules
-
-
-def test_a_given_path_precedes_the_separate_package(fake: Fakes, site: Path, tmp_path: Path) -> None:
-    fake.write(install(site, "vllm_flash_attn") / NAMES[2], 2)
-    given = fake.write(tmp_path / NAMES[2], 2)
-    assert find_flash(AMPERE, str(given), take).source == str(given)
-
-
-def test_the_separate_package_is_last(fake: Fakes, site: Path) -> None:
-    fake.write(install(site, "vllm_flash_attn", "2.7.0") / NAMES[2], 2)
-    assert str(find_flash(AMPERE, None, take)) == "flash-attn 2 of vllm_flash_attn 2.7.0"
 
 
 def test_a_folder_yields_the_version_for_the_chip(fake: Fakes, tmp_path: Path) -> None:
@@ -102,13 +100,6 @@ def test_a_compressed_library_is_unpacked_and_the_copy_removed(fake: Fakes, suff
     assert not fake.loaded[0].exists()
 
 
-def test_registered_operations_are_not_loaded_again(fake: Fakes, tmp_path: Path) -> None:
-    given = fake.write(tmp_path / NAMES[3], 3)
-    find_flash(HOPPER, str(given), take)
-    find_flash(HOPPER, str(given), take)
-    assert len(fake.loaded) == 1
-
-
 def test_a_second_file_with_the_same_operations_is_rejected(fake: Fakes, site: Path, tmp_path: Path) -> None:
     fake.write(install(site, "vllm") / NAMES[3], 3, fault="base 2")
     given = fake.write(tmp_path / NAMES[3], 3)
@@ -127,43 +118,44 @@ def reason(path: Path, versions: tuple[int, ...] = HOPPER) -> str:
     return "; ".join(about).replace(str(path), "PATH")
 
 
-def test_a_missing_path(tmp_path: Path) -> None:
-    assert reason(tmp_path / "no.so") == "PATH: there is no such file or folder"
-
-
-def test_a_folder_without_libraries(tmp_path: Path) -> None:
-    assert reason(tmp_path) == "PATH: contains no _vllm_fa3_C*.so nor _vllm_fa2_C*.so"
-
-
-def test_a_file_of_another_name(tmp_path: Path) -> None:
-    (tmp_path / "flash.so").touch()
-    assert reason(tmp_path / "flash.so", AMPERE) == "PATH: is not named _vllm_fa2_C*.so"
-
-
-def test_a_library_for_another_chip(fake: Fakes, tmp_path: Path) -> None:
-    assert reason(fake.write(tmp_path / NAMES[3], 3), AMPERE) == "PATH: is not named _vllm_fa2_C*.so"
-
-
-def test_a_library_that_does_not_load(fake: Fakes, tmp_path: Path) -> None:
-    (tmp_path / NAMES[3]).write_text("not json")
-    assert reason(tmp_path / NAMES[3]) == "PATH cannot be loaded: PATH: invalid ELF header"
-
-
-def test_a_library_without_the_operation(fake: Fakes, tmp_path: Path) -> None:
-    path = fake.write(tmp_path / NAMES[3], 0)
-    assert reason(path) == "PATH cannot be loaded: it registers no operation _vllm_fa3_C::fwd"
-
-
-@pytest.mark.parametrize("suffix", [".xz", ".zst"])
-def test_a_compressed_library_that_is_broken(fake: Fakes, suffix: str, tmp_path: Path) -> None:
-    path = tmp_path / (NAMES[3] + suffix)
-    path.write_bytes(b"\xfd7zXZ" + bytes(99))
-    assert reason(path).startswith("PATH cannot be loaded: it cannot be unpacked: ")
-
-
-def test_an_operation_with_unknown_arguments(fake: Fakes, tmp_path: Path) -> None:
-    path = fake.write(tmp_path / NAMES[3], 3, wants=", Tensor? fine, int strange")
-    assert reason(path).endswith("_vllm_fa3_C.fwd.default needs strange, which batchgen does not know")
+@pytest.mark.parametrize(
+    ("name", "content", "versions", "message"),
+    [
+        ("no.so", None, HOPPER, "PATH: there is no such file or folder"),
+        ("", None, HOPPER, "PATH: contains no _vllm_fa3_C*.so nor _vllm_fa2_C*.so"),
+        ("flash.so", "", AMPERE, "PATH: is not named _vllm_fa2_C*.so"),
+        (NAMES[3], {"version": 3}, AMPERE, "PATH: is not named _vllm_fa2_C*.so"),
+        (NAMES[3], "not json", HOPPER, "PATH cannot be loaded: PATH: invalid ELF header"),
+        (
+            NAMES[3],
+            {"version": 0},
+            HOPPER,
+            "PATH cannot be loaded: it registers no operation _vllm_fa3_C::fwd",
+        ),
+        (NAMES[3] + ".xz", "\xfd7zXZ" + "\0" * 99, HOPPER, "PATH cannot be loaded: it cannot be unpacked: "),
+        (NAMES[3] + ".zst", "\xfd7zXZ" + "\0" * 99, HOPPER, "PATH cannot be loaded: it cannot be unpacked: "),
+        (
+            NAMES[3],
+            {"version": 3, "wants": ", Tensor? fine, int strange"},
+            HOPPER,
+            "_vllm_fa3_C.fwd.default needs strange, which batchgen does not know",
+        ),
+    ],
+)
+def test_reasons(
+    fake: Fakes,
+    name: str,
+    content: str | dict[str, Any] | None,
+    versions: tuple[int, ...],
+    message: str,
+    tmp_path: Path,
+) -> None:
+    if isinstance(content, dict):
+        fake.write(tmp_path / name, **content)
+    elif content is not None:
+        (tmp_path / name).write_text(content, "latin-1")
+    given = reason(tmp_path / name, versions)
+    assert given.endswith(message) or (name.endswith(("xz", "zst")) and given.startswith(message))
 
 
 def test_the_next_version_and_the_next_source_are_tried(fake: Fakes, site: Path, tmp_path: Path) -> None:
@@ -184,9 +176,10 @@ def test_capabilities() -> None:
 # The self-test
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("old", [False, True])
-@pytest.mark.parametrize("version", [2, 3])
+@pytest.mark.parametrize(
+    ("version", "old", "dtype"),
+    [(2, False, torch.float16), (2, True, torch.bfloat16), (3, False, torch.bfloat16), (3, True, torch.float16)],
+)
 def test_a_correct_library_passes(fake: Fakes, version: int, old: bool, dtype: torch.dtype, tmp_path: Path) -> None:
     path = fake.write(tmp_path / NAMES[version], version, old=old)
     library = find_flash((version,), str(path), take)
@@ -213,16 +206,13 @@ def test_faults_are_found(fake: Fakes, version: int, fault: str, message: str, t
         find_flash((version,), str(path), accept)
 
 
-def test_failing_scheduling_is_disabled(fake: Fakes, tmp_path: Path) -> None:
-    path = fake.write(tmp_path / NAMES[3], 3, fault="schedule")
-    library = find_flash(HOPPER, str(path), accept)
-    assert library._schedule is None
+@pytest.mark.parametrize("fault", ["schedule", "used up"])  # the layers of a step share one schedule
+def test_scheduling_that_fails_is_disabled(fake: Fakes, fault: str, tmp_path: Path) -> None:
+    library = find_flash(HOPPER, str(fake.write(tmp_path / NAMES[3], 3, fault=fault)), accept)
+    fake.forwards.clear()
+    accept(library)
+    assert fake.forwards
     assert all(call["scheduler_metadata"] is None for call in fake.forwards)
-
-
-def test_scheduling_that_works_once_only_is_disabled(fake: Fakes, tmp_path: Path) -> None:
-    path = fake.write(tmp_path / NAMES[3], 3, fault="used up")  # the layers of a step share one schedule
-    assert find_flash(HOPPER, str(path), accept)._schedule is None
 
 
 # Supported models
