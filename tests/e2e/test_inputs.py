@@ -159,15 +159,6 @@ def test_a_sample_of_the_rows(model: Path, tmp_path: Path, lines: bytes) -> None
     assert chosen[0] == sorted(chosen[0]) == chosen[1] != chosen[2]
 
 
-def test_slurm_variables_select_the_shard(model: Path, tmp_path: Path, lines: bytes) -> None:
-    (tmp_path / "in.jsonl").write_bytes(lines)
-    env = {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "4", "SLURM_ARRAY_TASK_MIN": "0"}
-    run(["run", "in.jsonl", "-o", "shards", "--model", model, *OPTIONS, "--shard", "auto"], tmp_path, env=env)
-    (part,) = (tmp_path / "shards").iterdir()
-    assert part.name == "part-00003-of-00004.parquet"
-    assert [row["row_index"] for row in rows_of(part)] == [3, 7, 11, 15, 19, 23]
-
-
 @pytest.mark.field("id", "messages")
 def test_named_columns(model: Path, tmp_path: Path) -> None:
     rows = [
@@ -182,16 +173,6 @@ def test_named_columns(model: Path, tmp_path: Path) -> None:
     assert output["b"]["prompt"] == "<s><|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
     assert json.loads(output["17"]["extra"]) == {"text": "displaced", "lang": "en"}
     assert json.loads(output["b"]["extra"]) == {"id": "not this"}
-
-
-def test_bad_rows_can_be_skipped(model: Path, tmp_path: Path) -> None:
-    rows = [{"id": str(i), **({"text": text} if i % 3 else {"txt": text})} for i, text in enumerate(TEXTS)]
-    write_lines(tmp_path / "in.jsonl", rows)
-    done = run([*arguments(model, "in.jsonl"), "--on-bad-row", "skip", "--report", "-"], tmp_path)
-    assert indexes(tmp_path) == [i for i in range(24) if i % 3]
-    report = done.report
-    assert (report["rows"], report["rows_ok"], report["rows_error"], report["rows_skipped"]) == (24, 16, 0, 8)
-    assert "skipped 8" in done.stderr
 
 
 @pytest.mark.field("id")
@@ -240,13 +221,3 @@ def test_file_names_that_are_not_utf_8(model: Path, tmp_path: Path) -> None:
         run(["export", out, "--format", shape], tmp_path)
     checked = json.loads(run(["check", source, "--model", model, "--json"], tmp_path).stdout)
     assert checked["configuration"]["inputs"] == [source]
-
-
-@ANY_BYTES
-def test_shards_under_names_that_are_not_utf_8(model: Path, tmp_path: Path, lines: bytes, expected: pa.Table) -> None:
-    (tmp_path / f"{NOT_UTF_8}.jsonl").write_bytes(lines)
-    for shard in ("0/2", "1/2"):
-        run(["run", f"{NOT_UTF_8}.jsonl", "-o", NOT_UTF_8, "--shard", shard, "--model", model, *OPTIONS], tmp_path)
-    run(["merge", NOT_UTF_8, "-o", f"{NOT_UTF_8}.parquet"], tmp_path)
-    (tmp_path / f"{NOT_UTF_8}.parquet").rename(tmp_path / "out.parquet")
-    assert_same(read(tmp_path / "out.parquet"), expected, ignore=["cached_tokens", "dedup_of"])

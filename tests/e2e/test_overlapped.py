@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import count, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from batchgen import Completion, Engine
-from batchgen.engine import step_times
 from batchgen.engine.model_runner import InFlightStep, ModelRunner
 from batchgen.kernels.cpu.command_buffer import background_thread
 from batchgen.kernels.cpu.library import loaded
@@ -128,29 +127,6 @@ def test_overlapped_and_waited_steps_alternate(model: Path, steps: Counter[bool]
     assert steps[True] > 20
     assert steps[False] > 20
     assert_same(got, waiting(model, rows, **STEPS), rows)
-
-
-def test_rows_of_fixed_length_discard_no_tokens(model: Path, steps: Counter[bool]) -> None:
-    """A row that ends by its length is not in a further step."""
-    rows = [{"id": str(i), "input_ids": [5 + i, 6], "max_new_tokens": 3 + i % 9, "ignore_eos": True} for i in range(60)]
-    engine = Engine(str(model), dtype="float32", **STEPS)
-    done = RunResult.of(engine, rows)
-    assert engine.last_run is not None
-    assert steps[True] > 0
-    assert engine.last_run.loop.state.discarded == 0
-    assert sum(len(c.output_ids or ()) for c in done.completions.values()) == sum(3 + i % 9 for i in range(60))
-
-
-def test_overlapped_time_is_counted(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the time between steps is overlapped, except before the first step and after the last."""
-    engine = Engine(str(model), dtype="float32", **STEPS)
-    ticks = count()
-    monkeypatch.setattr(step_times, "perf_counter", lambda: float(next(ticks)))
-    list(engine.generate([{"text": STEM, "max_new_tokens": 9, "ignore_eos": True}]))
-    assert engine.last_run is not None
-    times, steps = engine.last_run.loop.times, engine.last_run.loop.state.steps
-    assert (times.compute, times.host, times.overlapped) == (9, 9, (9 - 1) / 2)
-    assert steps == 10, "the last plan, which ends the sample, computes nothing"
 
 
 @pytest.mark.parametrize("where", ["forward", "head", "both"])
