@@ -151,19 +151,8 @@ def test_the_size_estimate_includes_copied_input(model: Path, tmp_path: Path) ->
         return about, (tmp_path / "out.parquet").stat().st_size
 
     least = sizes("--carry", "none")
-    limited = [
-        "run",
-        source,
-        "--model",
-        model,
-        "--dtype",
-        "float32",
-        "--carry",
-        "none",
-        "--max-output-bytes",
-        least[0] - 1,
-    ]
-    refused = run(limited, tmp_path, expect=2)
+    limited = ["run", source, "--model", model, "--dtype", "float32", "--carry", "none", "--max-output-bytes"]
+    refused = run([*limited, least[0] - 1], tmp_path, expect=2)
     assert "or write less of the input (--carry, --include-prompt, --include-prompt-ids)." in refused.stderr
     for more in ([], ["--include-prompt"], ["--include-prompt-ids"], ["--echo"]):
         options = ["--carry", "none", *more] if more else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import count, zip_longest
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from batchgen import Completion, Engine
+from batchgen.engine import step_times
 from batchgen.engine.model_runner import InFlightStep, ModelRunner
 from batchgen.kernels.cpu.command_buffer import background_thread
 from batchgen.kernels.cpu.library import loaded

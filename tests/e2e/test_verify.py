@@ -107,8 +107,7 @@ def test_a_row_with_a_failed_prompt_is_not_replayed(model: Path, tmp_path: Path)
 
 
 def test_the_seed_chooses_the_rows(done: Path) -> None:
-    first, again, other = (run(["verify", "out.parquet", "--rows", "3", "--seed", s], done).stdout for s in "001")
-    assert first == again
+    first, other = (run(["verify", "out.parquet", "--rows", "3", "--seed", seed], done).stdout for seed in "01")
     assert first != other
     assert first.endswith("3 of 3 rows are the same\n")
 
@@ -117,25 +116,23 @@ def test_changed_or_missing_inputs(done: Path, tmp_path: Path) -> None:
     shutil.copy(done / "out.parquet", tmp_path)
     missing = run(["verify", "out.parquet"], tmp_path, expect=4).stderr
     assert "in.jsonl cannot be read" in missing
-    (tmp_path / "in.jsonl").write_bytes((done / "in.jsonl").read_bytes() + b'{"text": "more"}\n')
-    assert "has changed since the run" in run(["verify", "out.parquet"], tmp_path, expect=4).stderr
+    content = (done / "in.jsonl").read_bytes()
+    for changed in (content + b'{"text": "more"}\n', content.replace(b"the quick", b"the quiet")):
+        (tmp_path / "in.jsonl").write_bytes(changed)
+        assert "has changed since the run" in run(["verify", "out.parquet"], tmp_path, expect=4).stderr
     run(["verify", "out.parquet", done / "in.jsonl", "--rows", "2"], tmp_path)
     both = ["verify", "out.parquet", done / "in.jsonl", "in.jsonl"]
     assert "had 1 input files, not 2" in run(both, tmp_path, expect=4).stderr
 
 
-def test_another_model_is_refused(done: Path) -> None:
-    refused = run(["verify", "out.parquet", "--model", model_path()], done, expect=2).stderr
-    assert "not the model of the run" in refused
-    assert "model_digest" in refused
-
-
-def test_a_model_with_other_eos_ids_is_refused(done: Path, model: Path, tmp_path: Path) -> None:
+def test_another_model_is_refused(done: Path, model: Path, tmp_path: Path) -> None:
     """End-of-sequence ids are in generation_config.json, which neither digest covers."""
     path = shutil.copytree(model, tmp_path / "other-eos") / "generation_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": [1]}))
-    refused = run(["verify", "out.parquet", "--model", path.parent], done, expect=2).stderr
-    assert "not the model of the run (different: eos_ids)" in refused
+    for other, different in ((model_path(), "model_digest"), (path.parent, "(different: eos_ids)")):
+        refused = run(["verify", "out.parquet", "--model", other], done, expect=2).stderr
+        assert "not the model of the run" in refused
+        assert different in refused
 
 
 def test_an_output_without_recorded_eos_ids_is_replayed(done: Path, tmp_path: Path) -> None:
