@@ -62,7 +62,6 @@ def test_a_run_with_adapters(command: list[Any], tmp_path: Path, adapters: Path)
     footer = read_footer(tmp_path / "out.parquet")
     assert footer is not None
     assert set(footer["adapters"]) == {"two", "all"}
-    run(["verify", "out.parquet", "--rows", "8"], tmp_path, expect=None)
     # One row at a time through transformers gives the same texts.
     alone = [*command, "--max-num-seqs", "1", "--model-impl", "transformers", "--overwrite"]
     run(alone, tmp_path)

@@ -1,4 +1,4 @@
-"""The output file: schema, footer and layout; and rows with NaN logits, which do not affect other rows."""
+"""The output file: its footer and its columns; and rows with NaN logits, which do not affect other rows."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_nan_logits_of_a_row_do_not_affect_other_rows(model: Path, tmp_path: Pat
         pytest.fail("the tiny model's head must not be tied to its embedding")
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     rows = []
-    for i, text in enumerate(prompts(120, 12)):
+    for i, text in enumerate(prompts(60, 12)):
         drawn = {"temperature": 0 if i % 2 else 1.2, "max_new_tokens": 5 + i % 40, "n": 1 + i % 3 // 2, "seed": i}
         prompt = {"input_ids": [7] * (i % 9) + [BROKEN] + [9] * (i % 20)} if i % 6 == 5 else {"text": text}
         rows.append({"id": str(i), **prompt, **drawn})
@@ -109,5 +109,5 @@ def test_nan_logits_of_a_row_do_not_affect_other_rows(model: Path, tmp_path: Pat
         assert row["error"]["code"] == "nan_logits"
         assert "--dtype float32" in row["error"]["message"]
         assert row["sample_index"] == 0
-    assert 20 <= failed == len(affected) < 60
+    assert 10 <= failed == len(affected) < 30
     assert report["errors"] == {"nan_logits": failed}
