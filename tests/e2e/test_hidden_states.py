@@ -84,8 +84,3 @@ def test_the_footer_names_the_layers_of_routed_experts(model: Path, tmp_path: Pa
         computed = row["prompt_tokens"] + max(0, row["completion_tokens"] - 1)
         assert len(row["routed_experts"]) == computed * 2 * 2
         assert {*row["routed_experts"]} <= {0, 1, 2, 3}
-    refused = write_lines(tmp_path / "dense.jsonl", rows[:1])
-    run(["run", refused, "--model", model, *F32, "-o", "dense.parquet", "--max-errors", "5"], tmp_path)
-    (row,) = read(tmp_path / "dense.parquet").to_pylist()
-    assert row["error"]["code"] == "unsupported_field"
-    assert row["error"]["param"] == "return_routed_experts"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import shutil
 from pathlib import Path
@@ -196,31 +195,6 @@ def test_a_run_that_failed_at_the_merge_resumes_with_the_merge(
     assert (reads, compiled) == ([], [])
     assert json.loads((folder / "report.json").read_text())["engine"]["steps"] == 0
     assert_same(read(folder / "out.parquet"), whole, ignore=["error"])
-
-
-def test_automatic_garbage_collection_is_off_while_rows_are_read(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The report has the seconds of each phase, start-up included."""
-    write_lines(tmp_path / "in.jsonl", [{"text": text, "max_new_tokens": 1} for text in prompts(600, 6)])
-    enabled: list[bool] = []
-    ticks: list[int] = []
-    ingest, tick = job.ingest, job.DeferredGC.tick
-
-    def watched(*arguments: Any) -> Any:
-        enabled.append(gc.isenabled())
-        before = len(ticks)
-        rows = ingest(*arguments)
-        assert len(ticks) == before + 600 // 256
-        return rows
-
-    monkeypatch.setattr(job, "ingest", watched)
-    monkeypatch.setattr(job.DeferredGC, "tick", lambda self: ticks.append(1) or tick(self))  # type: ignore[func-returns-value]
-    assert resume(tmp_path, model, "--report", str(tmp_path / "report.json")) == 0
-    assert enabled == [False]
-    assert gc.isenabled()
-    seconds = json.loads((tmp_path / "report.json").read_text())["seconds"]
-    assert list(seconds) == ["starting", "reading", "loading", "planning", "generating", "writing"]
 
 
 def _no_space(*_: Any, **__: Any) -> None:
