@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import subprocess
 import sys
 from collections import defaultdict
 from itertools import pairwise
@@ -15,6 +14,7 @@ from typing import Any, BinaryIO
 import pytest
 
 from batchgen import Completion, Engine, SamplingParams
+from batchgen.cli.app import run_command
 from batchgen.errors import OutputError
 from batchgen.job.events import open_events
 from batchgen.request.completion import StreamEvent
@@ -145,15 +145,16 @@ def test_a_file_of_events_and_stdout(engine: Engine, model: Path, tmp_path: Path
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
-def test_events_that_stdout_cannot_write_end_the_run(model: Path, tmp_path: Path) -> None:
-    write_lines(tmp_path / "in.jsonl", [{"text": "x", "max_new_tokens": 4, "stream": True}])
-    command = [sys.executable, "-m", "batchgen", "run", "in.jsonl", "--model", str(model), "-o", "out.parquet"]
-    with Path("/dev/full").open("wb") as full:
-        done = subprocess.run(
-            [*command, "--events", "-"], cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, check=False
-        )
-    assert done.returncode == 5, done.stderr
-    assert done.stderr.splitlines()[-1] == "error: stdout cannot be written (no space left on device)"
+def test_events_that_stdout_cannot_write_end_the_run(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [{"text": "x", "max_new_tokens": 4, "stream": True}])
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(full, write_through=True))
+        words = ["run", source, "--model", model, "-o", tmp_path / "out.parquet", "--events", "-"]
+        assert run_command([*map(str, words)]) == 5
+        monkeypatch.undo()
+    assert capfd.readouterr().err.splitlines()[-1] == "error: stdout cannot be written (no space left on device)"
 
 
 @pytest.mark.parametrize(

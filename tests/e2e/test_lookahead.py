@@ -20,7 +20,7 @@ from tests.e2e.mixed import mixed_options, mixed_rows
 from tests.e2e.same import RunResult, assert_equal
 from tests.engine.fake_device import LateDevice
 
-PAGES = 48
+PAGES = 40
 """Pages of the pool: so few that samples are preempted."""
 
 

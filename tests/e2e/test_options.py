@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from batchgen import Engine
+from tests.e2e.engines import generate
 from tests.e2e.model import CONTEXT, DEFAULTS
 from tests.e2e.rows import rows_of, write_lines
 from tests.e2e.runner import run
@@ -28,12 +30,14 @@ def one(model: Path, folder: Path, row: dict[str, Any], *options: object, **more
 def test_chat(model: Path, tmp_path: Path) -> None:
     """tests/request/test_parser.py has every combination."""
     system = "<s><|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    text, talk = {"text": "Hi", **SHORT}, {"messages": [{"role": "user", "content": "Hi"}], **SHORT}
-    assert one(model, tmp_path, text, "--include-prompt", "--system", "Be brief.")["prompt"] == "<s>Hi"
-    for row, more in ((text, ["--chat"]), (talk, [])):
-        assert one(model, tmp_path, row, "--include-prompt", "--system", "Be brief.", *more)["prompt"] == system
-    refused = one(model, tmp_path, talk, "--no-chat", "--max-errors", "1")
-    assert "--no-chat" in refused["error"]["message"]
+    write_lines(tmp_path / "in.jsonl", [{"text": "Hi"}, {"messages": [{"role": "user", "content": "Hi"}]}])
+    command = ["run", "in.jsonl", "-o", "out.parquet", "--model", model, *F32, "--overwrite", "--include-prompt"]
+    command += ["--max-new-tokens", "3"]
+    for more, prompts in (([], ["<s>Hi", system]), (["--chat"], [system, system])):
+        run([*command, "--system", "Be brief.", *more], tmp_path)
+        assert [row["prompt"] for row in rows_of(tmp_path / "out.parquet")] == prompts
+    run([*command, "--no-chat"], tmp_path)
+    assert "--no-chat" in rows_of(tmp_path / "out.parquet")[1]["error"]["message"]
 
 
 @pytest.mark.field("input_ids", "max_new_tokens")
@@ -90,31 +94,31 @@ def test_options_without_effect_are_reported(model: Path, tmp_path: Path) -> Non
 
 def test_the_models_sampling_defaults(model: Path, tmp_path: Path) -> None:
     """generation_config.json gives the defaults unless --sampling-defaults is `openai`."""
-    drawn = {"id": "a", "text": "The quick", "seed": 5, "max_new_tokens": 30, "ignore_eos": True}
+    drawn = {"text": "The quick", "seed": 5, "max_new_tokens": 30, "ignore_eos": True}
     plain = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
-    by_model = one(model, tmp_path, drawn)
-    assert by_model["output_ids"] == one(model, tmp_path, drawn | DEFAULTS)["output_ids"]
-    by_openai = one(model, tmp_path, drawn, "--sampling-defaults", "openai")
-    assert by_openai["output_ids"] == one(model, tmp_path, drawn | plain)["output_ids"]
-    assert by_openai["output_ids"] != by_model["output_ids"]
+    write_lines(tmp_path / "in.jsonl", [drawn, drawn | DEFAULTS, drawn | plain])
+    command = ["run", "in.jsonl", "-o", "out.parquet", "--model", model, *F32, "--overwrite"]
+    for more, same, other in (([], 1, 2), (["--sampling-defaults", "openai"], 2, 1)):
+        run([*command, *more], tmp_path)
+        ids = [row["output_ids"] for row in rows_of(tmp_path / "out.parquet")]
+        assert ids[0] == ids[same] != ids[other]
 
 
 @pytest.mark.field("ignore_eos", "stop_token_ids")
-def test_the_models_own_stop_ids(model: Path, tmp_path: Path) -> None:
+def test_the_models_own_stop_ids(engine: Engine) -> None:
     """Both ids of generation_config.json end a row, `ignore_eos` ignores them, and `stop_token_ids` still stop."""
-    hot = {"id": "a", "text": "x", "temperature": 3.0, "top_k": -1, "top_p": 1.0, "max_new_tokens": 250}
-    endings = [one(model, tmp_path, hot | {"seed": seed}) for seed in range(4)]
-    stopped = [row for row in endings if row["finish_reason"] == "stop"]
+    hot = {"text": "x", "temperature": 3.0, "top_k": -1, "top_p": 1.0, "max_new_tokens": 250}
+    stopped = [row for row in generate(engine, [hot | {"seed": seed} for seed in range(4)]) if row.stop_kind]
     assert stopped, "at this temperature some row meets an end-of-sequence id"
     for row in stopped:
-        assert row["stop_kind"] == "eos"
-        assert row["output_ids"][-1] == int(row["matched_stop"])
-    end = stopped[0]["output_ids"]
-    on = one(model, tmp_path, hot | {"seed": endings.index(stopped[0]), "ignore_eos": True})
-    assert on["output_ids"][: len(end)] == end
-    assert len(on["output_ids"]) == 250
-    named = hot | {"seed": endings.index(stopped[0]), "ignore_eos": True, "stop_token_ids": [end[-1]]}
-    assert one(model, tmp_path, named)["output_ids"] == end
+        assert (row.finish_reason, row.stop_kind) == ("stop", "eos")
+        assert list(row.output_ids or ())[-1] == int(row.matched_stop or -1)
+    end = list(stopped[0].output_ids or ())
+    more = hot | {"seed": stopped[0].seed, "ignore_eos": True}
+    on, named = generate(engine, [more, more | {"stop_token_ids": [end[-1]]}])
+    assert list(on.output_ids or ())[: len(end)] == end
+    assert on.completion_tokens == 250
+    assert list(named.output_ids or ()) == end
 
 
 def test_copied_input(model: Path, tmp_path: Path) -> None:

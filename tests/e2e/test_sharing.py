@@ -30,6 +30,7 @@ def test_the_job_computes_the_distinct_tokens(model: Path, tmp_path: Path) -> No
     source = write_lines(tmp_path / "in.jsonl", rows)
     arguments = ["run", source, "-o", "out.parquet", "--model", model, "--dtype", "float32", "--report", "-"]
     report = run([*arguments, "--include-prompt-ids"], tmp_path).report
+    assert list(report["seconds"]) == ["starting", "reading", "loading", "planning", "generating", "writing"]
     output = rows_of(tmp_path / "out.parquet")
     encoded = Tokenizer.load(model).encode([row["text"] for row in rows])
     assert [row["prompt_ids"] for row in output] == encoded
