@@ -103,7 +103,7 @@ def test_plain_rows_have_equal_results(
     options = {**STEPS, "deterministic": deterministic}
     engine = Engine(str(model), dtype="float32", **options)
     engine.order, engine.admission = "tree", "free"
-    monkeypatch.setattr("batchgen.engine.engine.pool_pages", lambda *_: 40)
+    monkeypatch.setattr("batchgen.engine.engine.pool_pages", lambda *_: 26)
     got = RunResult.of(engine, rows)
     assert not steps[False]
     assert steps[True] > 30
