@@ -182,7 +182,13 @@ def test_check_of_a_gpu_job_needs_no_gpu(model: Path, tmp_path: Path, option: li
     one_line(ran.stderr)
 
 
-@pytest.mark.parametrize("options", [["--attention", "flash"], ["--attention", "torch", "--device", "cuda"]])
-def test_check_refuses_backends_that_are_not_deterministic(model: Path, tmp_path: Path, options: list[str]) -> None:
-    words = ["check", good(tmp_path), "--model", model, "--deterministic", *options]
-    assert "`--deterministic`" in one_line(run(words, tmp_path, expect=2).stderr)
+@pytest.mark.parametrize(
+    "words",
+    [["run", "--attention", "flash"], ["check", "--attention", "flash"], ["check", "--device", "cuda"]],
+    ids=" ".join,
+)
+def test_backends_that_are_not_deterministic_are_refused(model: Path, tmp_path: Path, words: list[str]) -> None:
+    if "cuda" in words:
+        words = [*words, "--attention", "torch"]
+    refused = run([*words, good(tmp_path), "--model", model, "--deterministic"], tmp_path, expect=2)
+    assert "`--deterministic`" in one_line(refused.stderr)

@@ -15,9 +15,9 @@ from batchgen.engine.engine import Engine
 from batchgen.errors import ErrorCode
 from batchgen.request.completion import Completion
 from batchgen.request.params import SamplingParams
-from tests.engine.sampling.chi_square import p_value
 from tests.engine.pipeline import Oracle, distribution, processed_logits
 from tests.engine.reference import save_word_tokenizer, shared_prefix_prompts
+from tests.engine.sampling.chi_square import p_value
 from tests.engine.sampling.test_logits_processor import drawn_fields
 from tests.models.tiny import VOCAB, save_tiny
 
