@@ -184,11 +184,13 @@ def test_check_of_a_gpu_job_needs_no_gpu(model: Path, tmp_path: Path, option: li
 
 @pytest.mark.parametrize(
     "words",
-    [["run", "--attention", "flash"], ["check", "--attention", "flash"], ["check", "--device", "cuda"]],
+    [
+        ["run", "--attention", "flash"],
+        ["check", "--attention", "flash"],
+        ["check", "--attention", "torch", "--device", "cuda"],
+    ],
     ids=" ".join,
 )
 def test_backends_that_are_not_deterministic_are_refused(model: Path, tmp_path: Path, words: list[str]) -> None:
-    if "cuda" in words:
-        words = [*words, "--attention", "torch"]
     refused = run([*words, good(tmp_path), "--model", model, "--deterministic"], tmp_path, expect=2)
     assert "`--deterministic`" in one_line(refused.stderr)
