@@ -46,12 +46,8 @@ def test_merged_shards_equal_the_output_of_one_run(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["merged.parquet", "out", "whole.parquet"]
     assert merge([tmp_path / "out"], tmp_path / "again.parquet") == 30
     assert (tmp_path / "again.parquet").read_bytes() == merged.read_bytes()
-
-
-def test_a_shard_may_be_empty(tmp_path: Path) -> None:
-    shards = [run(tmp_path / "out", (i, 3), rows=2) for i in range(3)]
-    merge(shards, tmp_path / "m.parquet")
-    assert stored_keys(tmp_path / "m.parquet") == [(0, 0, 0), (1, 0, 0), (1, 0, 1)]
+    merge([run(tmp_path / "few", (i, 3), rows=2) for i in range(3)], tmp_path / "few.parquet")  # one shard is empty
+    assert stored_keys(tmp_path / "few.parquet") == [(0, 0, 0), (1, 0, 0), (1, 0, 1)]
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
@@ -64,6 +60,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     out = tmp_path / "m.parquet"
     refused: list[tuple[list[Path], type[Exception], str]] = [
         ([a, c], UsageError, "1 of 3 shards are missing, the first is 1"),
+        ([b, c], UsageError, "1 of 3 shards are missing, the first is 0"),
         ([a, b, b, c], UsageError, "both shard 1"),
         ([a, b, other], FingerprintError, "different jobs"),
         ([a, fewer], FingerprintError, "different jobs"),
@@ -164,7 +161,7 @@ def test_random_ids_against_a_counter(tmp_path: Path) -> None:
     """Merging is refused if and only if two rows with results have the same id."""
     rng = random.Random(5)
     seen: Counter[bool] = Counter()
-    for trial in range(25):
+    for trial in range(12):
         ids = {row: f"{rng.randrange(120)}" for row in range(12)}
         bad = {row for row in ids if rng.random() < 0.2}
         for i in range(3):
@@ -174,4 +171,4 @@ def test_random_ids_against_a_counter(tmp_path: Path) -> None:
         with pytest.raises(UsageError) if repeated else nullcontext():
             merge([tmp_path / f"{trial}"], tmp_path / f"{trial}.parquet")
         seen[repeated] += 1
-    assert min(seen[True], seen[False]) > 3
+    assert min(seen[True], seen[False]) > 2

@@ -125,13 +125,10 @@ def test_logprobs_of_a_text_completion() -> None:
         {"rld": -0.125, "bytes:\\xe2\\x82": -9999.0, "bytes:\\xac": -9999.0},
     ]
     assert text_completion([row([2], output_logprobs=[-0.5])]).choices[0].logprobs.top_logprobs is None  # type: ignore[union-attr]
-
-
-def test_of_tokens_with_equal_text_the_most_likely_is_kept() -> None:
     given = {"output_logprobs": [-3.0], "output_top_ids": [9], "output_top_logprobs": [-0.5]}
-    found = text_completion([row([8], **given)]).choices[0].logprobs
-    assert found is not None
-    assert found.top_logprobs == [{" a": -0.5}]
+    same = text_completion([row([8], **given)]).choices[0].logprobs
+    assert same is not None
+    assert same.top_logprobs == [{" a": -0.5}], "of tokens with equal text the most likely is kept"
 
 
 def test_logprobs_of_a_chat_completion() -> None:
@@ -172,7 +169,9 @@ def test_logprobs_of_an_echo_begin_with_the_prompt_tokens() -> None:
     assert found.logprobs.top_logprobs == [{}, {"Hello": -1.0}, {" wö": -2.0}, {" wö": -0.5, "rld": -3.0}, {"!": -0.5}]
 
 
-@pytest.mark.parametrize(("scored", "offsets"), [([-2.0, -3.0], [5, 8, 11]), ([-3.0], [8, 11]), (None, [11])])
+@pytest.mark.parametrize(
+    ("scored", "offsets"), [([-2.0, -3.0], [5, 8, 11]), ([-3.0], [8, 11]), ([], [11]), (None, [11])]
+)
 def test_offsets_of_an_echo_count_prompt_tokens_without_logprobs(
     scored: list[float] | None, offsets: list[int]
 ) -> None:
@@ -256,8 +255,3 @@ def test_ids_depend_on_the_row_and_the_job() -> None:
 def test_the_model_name_contains_no_path(name: str, shown: str) -> None:
     _, line = batch_line([row([2])], TEXT, RUN | {"model": name}, piece)
     assert line["response"]["body"]["model"] == shown
-
-
-def test_an_echoed_prompt_without_input_logprobs() -> None:
-    found = row([2], prompt_ids=[8, 3, 4], input_logprobs=[], output_logprobs=[-0.5], prompt="x")
-    assert body([found], ECHO)["choices"][0]["logprobs"]["token_logprobs"] == [-0.5]

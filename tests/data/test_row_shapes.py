@@ -31,8 +31,8 @@ def test_decode_is_the_inverse_of_encode_and_merged_shapes_equal_those_of_one_fi
     assert RowShapes.merged([encoded(part) for part in parts], indexes) == encoded(rows)
 
 
-def test_a_million_equal_rows_are_small() -> None:
-    assert len(encoded([(row, RowShape(True, False)) for row in range(1_000_000)])) < 4096
+def test_many_equal_rows_are_small() -> None:
+    assert len(encoded([(row, RowShape(True, False)) for row in range(200_000)])) < 4096
 
 
 @pytest.mark.parametrize("text", ["", "?", "AAAA", "eJxLBAAAYgBi"])

@@ -67,19 +67,6 @@ def test_unfinished_work_in_order_of_completion(tmp_path: Path) -> None:
     assert (work / "parts" / "part-000099.parquet").exists(), "reading changes nothing"
 
 
-def test_shards(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    for i in range(2):
-        with begin(out, RunIdentity("f", (i, 2))) as work:
-            commit(work, [group(i)])
-            if i == 0:
-                assert not open_results(out).complete
-            finish(work, expect([(i, 0, 1)]), {})
-    results = open_results(out)
-    assert results.complete
-    assert [row["row_index"] for row in results.rows()] == [0, 1]
-
-
 def rows_of(out: Path, **which: bool) -> list[int]:
     return [row["row_index"] for row in open_results(out, **which).rows()]
 

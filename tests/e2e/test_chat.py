@@ -43,8 +43,7 @@ def chat_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.field("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
-@pytest.mark.parametrize("path", ["native", "transformers"])
-def test_prompts_equal_those_of_transformers(chat_model: Path, tmp_path: Path, path: str) -> None:
+def test_prompts_equal_those_of_transformers(chat_model: Path, tmp_path: Path) -> None:
     greedy = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
     lines: list[dict[str, Any]] = [{"id": name, **row, **greedy} for name, (row, _) in ROWS.items()]
     bodies = [{"model": "*", **row, "temperature": 0, "max_tokens": 6, "ignore_eos": True} for row, _ in ROWS.values()]
@@ -59,7 +58,7 @@ def test_prompts_equal_those_of_transformers(chat_model: Path, tmp_path: Path, p
         expected[name] = (text, tokenizer(text, add_special_tokens=False)["input_ids"])
         lines.append({"id": f"{name}, ids", "input_ids": expected[name][1], **greedy})
     source = write_lines(tmp_path / "in.jsonl", lines)
-    options = ["--include-prompt", "--include-prompt-ids", "--dtype", "float32", "--model-impl", path]
+    options = ["--include-prompt", "--include-prompt-ids", "--dtype", "float32"]
     run(["run", source, "--model", chat_model, "-o", "out.parquet", *options], tmp_path)
     found = {row["id"]: row for row in rows_of(tmp_path / "out.parquet")}
     assert len({text for text, _ in expected.values()}) == len(ROWS), "each option changes the prompt"
@@ -67,24 +66,3 @@ def test_prompts_equal_those_of_transformers(chat_model: Path, tmp_path: Path, p
         for row in (found[name], found[f"{name}, batch"]):
             assert (row["prompt"], row["prompt_ids"]) == (text, ids), name
             assert row["output_ids"] == found[f"{name}, ids"]["output_ids"]
-
-
-@pytest.mark.field("messages", "continue_final_message", "add_generation_prompt", "tools")
-def test_conversations_that_cannot_be_rendered_are_row_errors(chat_model: Path, tmp_path: Path) -> None:
-    rows = [
-        {"messages": [{"role": "narrator", "content": "x"}]},
-        {"messages": BEGUN, "continue_final_message": True, "add_generation_prompt": True},
-        {"text": "x", "tools": TOOLS},
-        {"messages": HELLO, "max_new_tokens": 1},
-    ]
-    source = write_lines(tmp_path / "in.jsonl", rows)
-    run(["run", source, "--model", chat_model, "-o", "out.parquet"], tmp_path)
-    found = [
-        row["error"] and (row["error"]["code"], row["error"]["param"]) for row in rows_of(tmp_path / "out.parquet")
-    ]
-    assert found == [
-        ("invalid_field", "messages"),
-        ("invalid_field", "continue_final_message"),
-        ("invalid_field", "tools"),
-        None,
-    ]

@@ -14,7 +14,7 @@ from batchgen.demo import model_path
 from tests.e2e.rows import rows_of, write_lines
 from tests.e2e.runner import batchgen, run
 
-PER_TASK = 50
+PER_TASK = 30
 SAMPLE = Path(__file__).parents[2] / "sample_data" / "prompts.jsonl"
 
 

@@ -10,17 +10,12 @@ import pytest
 from batchgen import Engine
 from batchgen.text.echo_suffix import echo_text
 from batchgen.text.tokenizer import Tokenizer
-from tests.e2e.engines import ENGINES, build, generate
+from tests.e2e.engines import generate
 from tests.e2e.rows import prompts, rows_of, write_lines
 from tests.e2e.runner import run
 from tests.text.conftest import KINDS, save_tokenizer
 
 GREEDY = {"temperature": 0, "max_new_tokens": 9, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module", params=list(ENGINES))
-def engine(request: pytest.FixtureRequest, model: Path) -> Engine:
-    return build(model, request.param)
 
 
 @pytest.mark.field("echo", "prompt", "text", "input_ids", "messages")
@@ -46,16 +41,6 @@ def test_echo_of_conversations_and_token_ids(engine: Engine) -> None:
         assert after.text == text + (before.text or "")
 
 
-@pytest.mark.field("echo", "max_new_tokens")
-def test_echo_without_new_tokens(engine: Engine, model: Path, tmp_path: Path) -> None:
-    (done,) = generate(engine, [{"text": "Only this", "echo": True, "max_new_tokens": 0}])
-    assert (done.text, done.finish_reason, done.completion_tokens) == ("Only this", "length", 0)
-    body = {"model": "*", "prompt": "Only this", "echo": True, "max_tokens": 0}
-    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
-    run(["run", write_lines(tmp_path / "in.jsonl", [line]), "--model", model, "-o", "out.parquet"], tmp_path)
-    assert [row["text"] for row in rows_of(tmp_path / "out.parquet")] == ["Only this"]
-
-
 @pytest.mark.field("echo")
 @pytest.mark.parametrize("kind", KINDS)
 def test_echo_and_output_join_to_the_text_of_all_tokens(tmp_path: Path, kind: str) -> None:
@@ -69,28 +54,27 @@ def test_echo_and_output_join_to_the_text_of_all_tokens(tmp_path: Path, kind: st
             assert joined == tokenizer.decode(ids), (prompt, output)
 
 
-@pytest.mark.field("echo", "logprobs", "logprob_start_len")
-@pytest.mark.parametrize("tokens", [0, 5])
-def test_echo_with_logprobs_of_the_endpoint_returns_prompt_logprobs(model: Path, tmp_path: Path, tokens: int) -> None:
-    body = {
-        "model": "*",
-        "prompt": "The quick brown fox",
-        "temperature": 0,
-        "max_tokens": tokens,
-        "echo": True,
-        "logprobs": 2,
-    }
-    line = {"custom_id": "line", "method": "POST", "url": "/v1/completions", "body": body}
-    same = {"text": "The quick brown fox", "temperature": 0, "max_new_tokens": tokens, "return_logprob": True}
-    native = {"id": "native", **same, "top_logprobs_num": 2, "logprob_start_len": 0}
-    short = {**line, "custom_id": "short", "body": {**body, "logprob_start_len": 3}}
-    source = write_lines(tmp_path / "in.jsonl", [line, native, short])
+@pytest.mark.field("echo", "logprobs", "logprob_start_len", "max_new_tokens")
+def test_echo_with_logprobs_of_the_endpoint_returns_prompt_logprobs(model: Path, tmp_path: Path) -> None:
+    text = "The quick brown fox"
+    body = {"model": "*", "prompt": text, "temperature": 0, "max_tokens": 5, "echo": True, "logprobs": 2}
+    line = {"method": "POST", "url": "/v1/completions"}
+    plain = {"text": text, "temperature": 0, "max_new_tokens": 5, "return_logprob": True, "top_logprobs_num": 2}
+    rows = [
+        {"custom_id": "echoed", **line, "body": body},
+        {"id": "plain", **plain, "logprob_start_len": 0},
+        {"custom_id": "late", **line, "body": {**body, "logprob_start_len": 3}},
+        {"custom_id": "no output", **line, "body": {**body, "max_tokens": 0}},
+    ]
+    source = write_lines(tmp_path / "in.jsonl", rows)
     run(["run", source, "--model", model, "--dtype", "float32", "-o", "out.parquet"], tmp_path)
-    echo_text, plain, late = rows_of(tmp_path / "out.parquet")
-    assert echo_text["text"] == "The quick brown fox" + plain["text"]
-    assert echo_text["input_logprobs"][0] is None
-    assert len(echo_text["input_logprobs"]) == echo_text["prompt_tokens"]
-    assert echo_text["input_top_ids"] == plain["input_top_ids"]
-    assert echo_text["input_logprobs"][1:] == pytest.approx(plain["input_logprobs"][1:], abs=1e-4)
-    assert len(echo_text["output_logprobs"]) == tokens
-    assert late["input_logprobs"] == pytest.approx(echo_text["input_logprobs"][3:], abs=1e-4)
+    echoed, native, late, empty = rows_of(tmp_path / "out.parquet")
+    assert (echoed["text"], empty["text"]) == (text + native["text"], text)
+    assert (empty["finish_reason"], empty["completion_tokens"], empty["output_logprobs"]) == ("length", 0, [])
+    for row in (echoed, empty):
+        assert row["input_logprobs"][0] is None
+        assert len(row["input_logprobs"]) == row["prompt_tokens"]
+        assert row["input_top_ids"] == native["input_top_ids"]
+        assert row["input_logprobs"][1:] == pytest.approx(native["input_logprobs"][1:], abs=1e-4)
+    assert len(echoed["output_logprobs"]) == 5
+    assert late["input_logprobs"] == pytest.approx(echoed["input_logprobs"][3:], abs=1e-4)

@@ -42,7 +42,7 @@ def command(model: Path) -> list[Any]:
 @pytest.mark.field("input_embeds")
 def test_all_sources_of_embeddings_give_the_same_tokens(command: list[Any], table: np.ndarray, tmp_path: Path) -> None:
     """Token ids, lists in JSONL and in Parquet, and tensors of a file."""
-    count = 24
+    count = 12
     write_lines(tmp_path / "ids.jsonl", [{"id": str(i), "input_ids": ids(i), **GREEDY} for i in range(count)])
     run(["run", "ids.jsonl", *command], tmp_path)
     expected = outputs(tmp_path / "ids.out.parquet")
@@ -62,28 +62,19 @@ def test_all_sources_of_embeddings_give_the_same_tokens(command: list[Any], tabl
         rows = rows_of(tmp_path / "out.parquet")
         assert {(row["prompt"], row["prompt_ids"]) for row in rows} == {(None, None)}
         assert [row["prompt_tokens"] for row in rows] == [len(ids(i)) for i in range(count)]
-    run(["verify", "out.parquet", "--rows", "4"], tmp_path, expect=None)
 
 
 @pytest.mark.field("input_embeds")
-def test_rows_read_only_files_under_the_media_root(
-    command: list[Any], model: Path, table: np.ndarray, tmp_path: Path
-) -> None:
-    root = tmp_path / "root"
-    root.mkdir()
-    for folder in (root, tmp_path):
+def test_rows_read_only_files_under_the_media_root(command: list[Any], table: np.ndarray, tmp_path: Path) -> None:
+    """tests/engine/test_embeds.py has every name that is refused."""
+    (tmp_path / "root").mkdir()
+    for folder in (tmp_path / "root", tmp_path):
         save_file({"t": table[ids(0)]}, folder / "t.safetensors")
-    (root / "link.safetensors").symlink_to(tmp_path / "t.safetensors")
-    (root / "cut.safetensors").write_bytes((root / "t.safetensors").read_bytes()[:-4])
-    (root / "text.safetensors").write_text("not one")
-    names = ["t.safetensors", "../t.safetensors", str(tmp_path / "t.safetensors"), "link.safetensors:t"]
-    names += ["cut.safetensors:t", "text.safetensors", "none.safetensors", f"{model}/model.safetensors:lm_head.weight"]
+    names = ["t.safetensors", "../t.safetensors"]
     write_lines(tmp_path / "in.jsonl", [{"input_embeds": name, "max_new_tokens": 1} for name in names])
     run(["run", "in.jsonl", "-o", "out.parquet", *command, "--media-root", "root"], tmp_path)
-    rows = rows_of(tmp_path / "out.parquet")
-    assert [row["status"] for row in rows] == ["ok"] + ["error"] * 7
-    assert {(row["error"]["code"], row["error"]["param"]) for row in rows[1:]} == {("media_error", "input_embeds")}
-    run(["run", "in.jsonl", "-o", "no.parquet", *command], tmp_path, expect=3)
+    inside, outside = (row["error"] for row in rows_of(tmp_path / "out.parquet"))
+    assert (inside, outside["code"], outside["param"]) == (None, "media_error", "input_embeds")
     checked = json.loads(run(["check", "in.jsonl", *command, "--json", "--max-errors", "100%"], tmp_path).stdout)
-    assert checked["errors"] == {"media_error": 8}
+    assert checked["errors"] == {"media_error": 2}
     run(["run", "in.jsonl", "-o", "no.parquet", *command, "--media-root", "none"], tmp_path, expect=2)

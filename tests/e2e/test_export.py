@@ -11,10 +11,11 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 from openai.types.shared import ErrorObject
 
+from batchgen.demo import model_path
 from tests.e2e.rows import mixed_lines, rows_of, write_lines
 from tests.e2e.runner import run
 
-ROWS = 60
+ROWS = 30
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
@@ -31,7 +32,6 @@ def openai_lines() -> list[bytes | dict[str, Any]]:
         *mixed_lines(ROWS, seed=5),
         line("text", COMPLETIONS, **hot),
         line("text logprobs", COMPLETIONS, **hot, logprobs=2, n=3),
-        line("text alone", COMPLETIONS, **hot, logprobs=0),
         line("several", COMPLETIONS, **hot | {"prompt": ["The quick", "naïve café"]}, n=2, logprobs=1),
         line("echo", COMPLETIONS, **hot, echo=True),
         line("echo logprobs", COMPLETIONS, **hot, echo=True, logprobs=2, n=2),
@@ -39,7 +39,6 @@ def openai_lines() -> list[bytes | dict[str, Any]]:
         line("best", COMPLETIONS, **hot, best_of=4, n=2, logprobs=1),
         line("chat", CHAT, **hot),
         line("chat logprobs", CHAT, **hot, logprobs=True, top_logprobs=3, n=2),
-        line("chat alone", CHAT, **hot, logprobs=True),
         line("stopped", CHAT, **hot, stop=["e", "a", " "]),
         line("wrong", CHAT, temperature=3),
         line("long", COMPLETIONS, prompt="The quick brown fox " * 200),
@@ -102,63 +101,34 @@ def test_every_body_validates_and_equals_its_rows(done: Path) -> None:
         assert found.usage.total_tokens == found.usage.prompt_tokens + found.usage.completion_tokens
 
 
-def test_logprobs_equal_those_of_the_rows(done: Path) -> None:
-    output = lines_of(done / "out.openai.jsonl")
-    rows = {(row["id"], row["prompt_index"], row["sample_index"]): row for row in rows_of(done / "out.parquet")}
-    found = parsed(output["text logprobs"])
-    assert isinstance(found, Completion)
-    for index, choice in enumerate(found.choices):
-        row, logprobs = rows["text logprobs", 0, index], choice.logprobs
-        assert logprobs is not None
-        assert logprobs.token_logprobs == row["output_logprobs"]
-        assert len(logprobs.tokens or ()) == len(logprobs.text_offset or ()) == row["completion_tokens"]
-        for own, top in zip(row["output_logprobs"], logprobs.top_logprobs or (), strict=True):
-            assert own in top.values()
-            assert 1 <= len(top) <= 3
-    chat = parsed(output["chat logprobs"])
-    assert isinstance(chat, ChatCompletion)
-    for index, choice in enumerate(chat.choices):
-        row, logprobs = rows["chat logprobs", 0, index], choice.logprobs
-        assert logprobs is not None
-        content = logprobs.content
-        assert content is not None
-        assert [token.logprob for token in content] == row["output_logprobs"]
-        assert [top.logprob for token in content for top in token.top_logprobs] == row["output_top_logprobs"]
-        joined = b"".join(bytes(token.bytes or ()) for token in content).decode("utf-8", "replace")
-        assert joined.startswith(row["text"].rstrip("\ufffd"))
-
-
 @pytest.mark.field("echo", "best_of", "logprobs", "top_logprobs")
-def test_echo_and_best_of(done: Path) -> None:
-    """Each echoed token is at its `text_offset` of the text; dropped samples count as completion tokens."""
+def test_logprobs_with_the_tokenizer_of_the_run(done: Path) -> None:
+    """Each token is at its `text_offset` of the text, echoed ones before the output's."""
     output = lines_of(done / "out.openai.jsonl")
     rows: dict[str, list[dict[str, Any]]] = {}
     for row in rows_of(done / "out.parquet"):
         rows.setdefault(row["id"], []).append(row)
-    bare = parsed(output["echo"])
-    assert isinstance(bare, Completion)
-    assert bare.choices[0].text.startswith("Zażółć 東京")
-    assert bare.choices[0].logprobs is None
-    for name in ("echo logprobs", "echo of ids"):
+    for name in ("text logprobs", "echo logprobs", "echo of ids"):
         found = parsed(output[name])
         assert isinstance(found, Completion)
         for choice, row in zip(found.choices, rows[name], strict=True):
             logprobs = choice.logprobs
             assert logprobs is not None
-            assert logprobs.tokens is not None
-            assert logprobs.text_offset is not None
-            assert len(logprobs.tokens) == row["prompt_tokens"] + row["completion_tokens"]
-            expected = [0.0, *row["input_logprobs"][1:], *row["output_logprobs"]]
-            assert logprobs.token_logprobs == expected
+            echoed = [] if row["input_logprobs"] is None else [0.0, *row["input_logprobs"][1:]]
+            assert logprobs.token_logprobs == [*echoed, *row["output_logprobs"]]
             assert (logprobs.top_logprobs is None) == (name == "echo of ids")
-            for token, at in zip(logprobs.tokens, logprobs.text_offset, strict=True):
+            for token, at in zip(logprobs.tokens or (), logprobs.text_offset or (), strict=True):
                 special = token in ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
                 assert special or token.startswith("bytes:") or choice.text.startswith(token, at)
-    best = parsed(output["best"])
-    assert best.usage is not None
-    kept = sum(row["completion_tokens"] for row in rows["best"])
-    assert best.usage.completion_tokens == kept + rows["best"][0]["dropped_tokens"] > kept
-    assert [choice.index for choice in best.choices] == [0, 1]
+    chat = parsed(output["chat logprobs"])
+    assert isinstance(chat, ChatCompletion)
+    for reply, row in zip(chat.choices, rows["chat logprobs"], strict=True):
+        content = reply.logprobs and reply.logprobs.content
+        assert content
+        assert [token.logprob for token in content] == row["output_logprobs"]
+        assert [top.logprob for token in content for top in token.top_logprobs] == row["output_top_logprobs"]
+        joined = b"".join(bytes(token.bytes or ()) for token in content).decode("utf-8", "replace")
+        assert joined.startswith(row["text"].rstrip("\ufffd"))
 
 
 def test_errors_are_openai_error_objects(done: Path) -> None:
@@ -185,6 +155,9 @@ def test_files_are_not_overwritten_without_the_option(done: Path) -> None:
     assert "/dev/null is not a regular file" in refused.stderr
     assert (done / "again.jsonl").read_bytes() == before
     assert not list(done.glob("*.tmp"))
+    lines = [json.loads(text) for text in run([*command, "-o", "-"], done).stdout.splitlines()]
+    both = lines_of(done / "out.openai.jsonl") | lines_of(done / "out.openai.errors.jsonl")
+    assert lines == [both[name] for name in dict.fromkeys(row["id"] for row in rows_of(done / "out.parquet"))]
 
 
 def test_results_and_inputs_are_never_overwritten(model: Path, tmp_path: Path) -> None:
@@ -209,13 +182,6 @@ def test_results_and_inputs_are_never_overwritten(model: Path, tmp_path: Path) -
     run([*export, "jsonl", "-o", "other.jsonl"], tmp_path)
 
 
-def test_standard_output_gets_all_lines_in_order(done: Path) -> None:
-    result = run(["export", "out.parquet", "--format", "openai-batch", "-o", "-"], done)
-    lines = [json.loads(text) for text in result.stdout.splitlines()]
-    both = lines_of(done / "out.openai.jsonl") | lines_of(done / "out.openai.errors.jsonl")
-    assert lines == [both[name] for name in dict.fromkeys(row["id"] for row in rows_of(done / "out.parquet"))]
-
-
 def test_jsonl_has_one_line_per_output_row(done: Path) -> None:
     run(["export", "out.parquet", "--format", "jsonl"], done)
     lines = [json.loads(text) for text in (done / "out.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -237,12 +203,6 @@ def test_outputs_that_cannot_be_exported(done: Path, tmp_path: Path, model: Path
     assert "not finished" in unfinished
     (tmp_path / "not.parquet").write_bytes(b"PAR1")
     assert "not a batchgen output" in run(["export", "not.parquet", "--format", "jsonl"], tmp_path, expect=4).stderr
-    assert run(["export", done / "out.parquet", "--format", "csv"], tmp_path, expect=2).stderr
-
-
-def test_the_tokenizer_must_be_that_of_the_run(done: Path, tmp_path: Path) -> None:
-    from batchgen.demo import model_path
-
     command = ["export", done / "out.parquet", "--format", "openai-batch", "-o", "x.jsonl"]
     assert "is not the one of the run" in run([*command, "--tokenizer", model_path()], tmp_path, expect=6).stderr
     assert "--tokenizer" in run([*command, "--tokenizer", "nowhere"], tmp_path, expect=6).stderr

@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.e2e.rows import write_lines
+import pytest
 
-ROOT = Path(__file__).parents[2]
-PATCHED = f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
-from batchgen.cli.app import app
 from batchgen.engine.executors.cuda_graph import GraphCounts
 from batchgen.engine.executors.eager import EagerExecutor
-reason = sys.argv.pop(1)
-EagerExecutor.counts = lambda self: GraphCounts(captures=1, replays=2, padded=3, first=4).by_key()
-EagerExecutor.note = lambda self: f"no CUDA graphs: {{reason}}" if reason else None
-app()
-"""
-"""A program that runs `batchgen` with an executor that reports graphs, as on a GPU."""
+from tests.e2e.rows import write_lines
+from tests.e2e.runner import run
 
 
-def test_the_reason_for_no_graphs_is_printed_once(model: Path, tmp_path: Path) -> None:
-    write_lines(tmp_path / "in.jsonl", [{"input_ids": [5, 6], "max_new_tokens": 2}])
-    reason = "the model's decode steps cannot be captured: it asks the host"
-    for refused in ("", reason):
-        words = ["run", "in.jsonl", "-o", f"{len(refused)}.parquet", "--model", str(model), "--dtype", "float32"]
-        words += ["--progress", "plain", "--report", "report.json"]
-        command = [sys.executable, "-c", PATCHED, refused, *words]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        assert done.stderr.count(f"no CUDA graphs: {reason}") == bool(refused)
-        counted = json.loads((tmp_path / "report.json").read_text())["engine"]
-        names = ("captures", "replays", "padded", "first")
-        assert [counted[f"graph_{name}"] for name in names] == [1, 2, 3, 4]
+@pytest.mark.parametrize("reason", ["", "the model's decode steps cannot be captured: it asks the host"])
+def test_the_reason_for_no_graphs_is_printed_once(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    """With an executor that reports graphs, as on a GPU."""
+    counts = GraphCounts(captures=1, replays=2, padded=3, first=4).by_key()
+    monkeypatch.setattr(EagerExecutor, "counts", lambda _: counts)
+    monkeypatch.setattr(EagerExecutor, "note", lambda _: f"no CUDA graphs: {reason}" if reason else None)
+    source = write_lines(tmp_path / "in.jsonl", [{"input_ids": [5, 6], "max_new_tokens": 2}])
+    words = ["run", source, "--model", model, "--dtype", "float32", "--progress", "plain", "--report", "-"]
+    done = run(words, tmp_path)
+    assert done.stderr.count(f"no CUDA graphs: {reason}") == bool(reason)
+    assert done.report["engine"].items() >= counts.items()

@@ -1,4 +1,4 @@
-"""500 rows with random values of all fields in one batch, compared with each row run alone.
+"""300 rows with random values of all fields in one batch, compared with each row run alone.
 
 Prefixes are shared, prompts are computed in chunks, and the pool is so small that samples are preempted. On both model
 paths, with fewer rows through transformers.
@@ -18,7 +18,7 @@ from batchgen import Engine
 from tests.e2e.mixed import FIELD_DRAWS, mixed_options, mixed_rows
 from tests.e2e.same import RunResult, assert_equal, compare
 
-ROWS = {"native": 500, "transformers": 100}
+ROWS = {"native": 300, "transformers": 60}
 CHUNK = 50
 """Number of rows that one test runs alone."""
 CASES = [(path, start) for path, count in ROWS.items() for start in range(0, count, CHUNK)]

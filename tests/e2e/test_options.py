@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from batchgen import Engine
+from tests.e2e.engines import generate
 from tests.e2e.model import CONTEXT, DEFAULTS
 from tests.e2e.rows import rows_of, write_lines
 from tests.e2e.runner import run
@@ -26,35 +28,25 @@ def one(model: Path, folder: Path, row: dict[str, Any], *options: object, **more
 
 @pytest.mark.field("messages")
 def test_chat(model: Path, tmp_path: Path) -> None:
-    text = {"id": "a", "text": "Hi", **SHORT}
-    chat = "<s><|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    system = "<s><|im_start|>system\nBe brief.<|im_end|>\n" + chat.removeprefix("<s>")
-    talk = {"id": "a", "messages": [{"role": "user", "content": "Hi"}], **SHORT}
-    prompt = ["--include-prompt"]
-    assert one(model, tmp_path, text, *prompt)["prompt"] == "<s>Hi"
-    assert one(model, tmp_path, text, *prompt, "--chat")["prompt"] == chat
-    assert one(model, tmp_path, text, *prompt, "--chat", "--system", "Be brief.")["prompt"] == system
-    assert one(model, tmp_path, talk, *prompt)["prompt"] == chat
-    assert one(model, tmp_path, talk, *prompt, "--system", "Be brief.")["prompt"] == system
-    assert one(model, tmp_path, text, *prompt, "--system", "Be brief.")["prompt"] == "<s>Hi"
-    refused = one(model, tmp_path, talk, "--no-chat", "--max-errors", "1")
-    assert refused["error"]["code"] == "invalid_field"
-    assert "--no-chat" in refused["error"]["message"]
+    """tests/request/test_parser.py has every combination."""
+    system = "<s><|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    write_lines(tmp_path / "in.jsonl", [{"text": "Hi"}, {"messages": [{"role": "user", "content": "Hi"}]}])
+    command = ["run", "in.jsonl", "-o", "out.parquet", "--model", model, *F32, "--overwrite", "--include-prompt"]
+    command += ["--max-new-tokens", "3"]
+    for more, prompts in (([], ["<s>Hi", system]), (["--chat"], [system, system])):
+        run([*command, "--system", "Be brief.", *more], tmp_path)
+        assert [row["prompt"] for row in rows_of(tmp_path / "out.parquet")] == prompts
+    run([*command, "--no-chat"], tmp_path)
+    assert "--no-chat" in rows_of(tmp_path / "out.parquet")[1]["error"]["message"]
 
 
 @pytest.mark.field("input_ids", "max_new_tokens")
 def test_truncation(model: Path, tmp_path: Path) -> None:
     ids = [4 + i % 50 for i in range(CONTEXT + 40)]
     row = {"id": "a", "input_ids": ids, "max_new_tokens": 10, "temperature": 0, "ignore_eos": True}
-    refused = one(model, tmp_path, row, "--max-errors", "1")["error"]
-    assert refused["code"] == "context_length_exceeded"
-    assert str(len(ids)) in refused["message"]
-    assert str(CONTEXT) in refused["message"]
-    left = one(model, tmp_path, row, "--truncate", "left", "--include-prompt-ids")
-    right = one(model, tmp_path, row, "--truncate", "right", "--include-prompt-ids")
-    assert left["prompt_ids"] == ids[-(CONTEXT - 10) :]
-    assert right["prompt_ids"] == ids[: CONTEXT - 10]
-    assert left["completion_tokens"] == right["completion_tokens"] == 10
+    for side, kept in (("left", ids[-(CONTEXT - 10) :]), ("right", ids[: CONTEXT - 10])):
+        found = one(model, tmp_path, row, "--truncate", side, "--include-prompt-ids")
+        assert (found["prompt_ids"], found["completion_tokens"]) == (kept, 10)
     clipped = one(model, tmp_path, row | {"input_ids": ids[: CONTEXT - 4]})
     assert (clipped["effective_max_new_tokens"], clipped["completion_tokens"]) == (4, 4)
     assert clipped["finish_reason"] == "length"
@@ -100,100 +92,60 @@ def test_options_without_effect_are_reported(model: Path, tmp_path: Path) -> Non
     assert len(rows_of(tmp_path / "out.parquet")[1]["output_top_ids"]) == 4
 
 
-def test_precedence_of_configuration_sources(model: Path, tmp_path: Path) -> None:
-    """Flags, then environment variables, then --config, then ./batchgen.toml."""
-    row = {"id": "a", "text": "The quick", "ignore_eos": True}
-    (tmp_path / "batchgen.toml").write_text("max_new_tokens = 3\ntemperature = 0\ninclude_prompt = true\n")
-    (tmp_path / "job.toml").write_text("max-new-tokens = 4\n")
-    env = {"BATCHGEN_MAX_NEW_TOKENS": "5"}
-    first = one(model, tmp_path, row)
-    assert (first["completion_tokens"], first["prompt"]) == (3, "<s>The quick")
-    assert one(model, tmp_path, row, "--config", "job.toml")["completion_tokens"] == 4
-    assert one(model, tmp_path, row, "--config", "job.toml", env=env)["completion_tokens"] == 5
-    assert one(model, tmp_path, row, "--max-new-tokens", "6", env=env)["completion_tokens"] == 6
-
-
 def test_the_models_sampling_defaults(model: Path, tmp_path: Path) -> None:
     """generation_config.json gives the defaults unless --sampling-defaults is `openai`."""
-    drawn = {"id": "a", "text": "The quick", "seed": 5, "max_new_tokens": 30, "ignore_eos": True}
+    drawn = {"text": "The quick", "seed": 5, "max_new_tokens": 30, "ignore_eos": True}
     plain = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
-    by_model = one(model, tmp_path, drawn)
-    assert by_model["output_ids"] == one(model, tmp_path, drawn | DEFAULTS)["output_ids"]
-    by_openai = one(model, tmp_path, drawn, "--sampling-defaults", "openai")
-    assert by_openai["output_ids"] == one(model, tmp_path, drawn | plain)["output_ids"]
-    assert by_openai["output_ids"] != by_model["output_ids"]
+    write_lines(tmp_path / "in.jsonl", [drawn, drawn | DEFAULTS, drawn | plain])
+    command = ["run", "in.jsonl", "-o", "out.parquet", "--model", model, *F32, "--overwrite"]
+    for more, same, other in (([], 1, 2), (["--sampling-defaults", "openai"], 2, 1)):
+        run([*command, *more], tmp_path)
+        ids = [row["output_ids"] for row in rows_of(tmp_path / "out.parquet")]
+        assert ids[0] == ids[same] != ids[other]
 
 
 @pytest.mark.field("ignore_eos", "stop_token_ids")
-def test_the_models_own_stop_ids(model: Path, tmp_path: Path) -> None:
+def test_the_models_own_stop_ids(engine: Engine) -> None:
     """Both ids of generation_config.json end a row, `ignore_eos` ignores them, and `stop_token_ids` still stop."""
-    hot = {"id": "a", "text": "x", "temperature": 3.0, "top_k": -1, "top_p": 1.0, "max_new_tokens": 250}
-    endings = [one(model, tmp_path, hot | {"seed": seed}) for seed in range(4)]
-    stopped = [row for row in endings if row["finish_reason"] == "stop"]
+    hot = {"text": "x", "temperature": 3.0, "top_k": -1, "top_p": 1.0, "max_new_tokens": 250}
+    stopped = [row for row in generate(engine, [hot | {"seed": seed} for seed in range(4)]) if row.stop_kind]
     assert stopped, "at this temperature some row meets an end-of-sequence id"
     for row in stopped:
-        assert row["stop_kind"] == "eos"
-        assert row["output_ids"][-1] == int(row["matched_stop"])
-    end = stopped[0]["output_ids"]
-    on = one(model, tmp_path, hot | {"seed": endings.index(stopped[0]), "ignore_eos": True})
-    assert on["output_ids"][: len(end)] == end
-    assert len(on["output_ids"]) == 250
-    named = hot | {"seed": endings.index(stopped[0]), "ignore_eos": True, "stop_token_ids": [end[-1]]}
-    assert one(model, tmp_path, named)["output_ids"] == end
+        assert (row.finish_reason, row.stop_kind) == ("stop", "eos")
+        assert list(row.output_ids or ())[-1] == int(row.matched_stop or -1)
+    end = list(stopped[0].output_ids or ())
+    more = hot | {"seed": stopped[0].seed, "ignore_eos": True}
+    on, named = generate(engine, [more, more | {"stop_token_ids": [end[-1]]}])
+    assert list(on.output_ids or ())[: len(end)] == end
+    assert on.completion_tokens == 250
+    assert list(named.output_ids or ()) == end
 
 
-@pytest.mark.parametrize(
-    ("carry", "kept"),
-    [
-        ("all", {"lang": "de", "meta": {"a": [1, None]}, "n_tokens": 3}),
-        ("none", None),
-        ("lang", None),
-    ],
-)
-def test_carry(model: Path, tmp_path: Path, carry: str, kept: dict[str, Any] | None) -> None:
-    row = {"id": "a", "text": "x", "lang": "de", "meta": {"a": [1, None]}, "n_tokens": 3, **SHORT}
-    extra = one(model, tmp_path, row, "--carry", carry)["extra"]
-    assert (None if extra is None else json.loads(extra)) == kept
-
-
-@pytest.mark.field("text")
-def test_prompts_are_written_on_request(model: Path, tmp_path: Path) -> None:
-    row = {"id": "a", "text": ["The quick", "Zażółć"], **SHORT}
-    write_lines(tmp_path / "in.jsonl", [row])
-    command = ["run", "in.jsonl", "--model", model, *F32]
-    run([*command, "-o", "without.parquet"], tmp_path)
-    run([*command, "-o", "with.parquet", "--include-prompt", "--include-prompt-ids"], tmp_path)
-    for found in rows_of(tmp_path / "without.parquet"):
-        assert (found["prompt"], found["prompt_ids"]) == (None, None)
-    output = rows_of(tmp_path / "with.parquet")
-    assert [found["prompt"] for found in output] == ["<s>The quick", "<s>Zażółć"]
-    for found in output:
+def test_copied_input(model: Path, tmp_path: Path) -> None:
+    """`--carry` and the prompts, which are written on request."""
+    row = {"id": "a", "text": "Zażółć", "lang": "de", "meta": {"a": [1, None]}, "n_tokens": 3, **SHORT}
+    found = one(model, tmp_path, row, "--carry", "all")
+    assert json.loads(found["extra"]) == {"lang": "de", "meta": {"a": [1, None]}, "n_tokens": 3}
+    assert (found["prompt"], found["prompt_ids"]) == (None, None)
+    for carry in ("none", "lang"):
+        found = one(model, tmp_path, row, "--carry", carry, "--include-prompt", "--include-prompt-ids")
+        assert (found["extra"], found["prompt"]) == (None, "<s>Zażółć")
         assert len(found["prompt_ids"]) == found["prompt_tokens"]
-        assert found["prompt_ids"][0] == 0
 
 
-@pytest.mark.field("max_new_tokens", "min_new_tokens", "stop", "no_stop_trim")
-def test_special_cases_of_length_and_stop(model: Path, tmp_path: Path) -> None:
+@pytest.mark.field("max_new_tokens", "min_new_tokens")
+def test_special_cases_of_length(model: Path, tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {"id": "nothing", "text": "x", "max_new_tokens": 0, "temperature": 0},
         {"id": "two of nothing", "text": "x", "max_new_tokens": 0, "n": 2},
         {"id": "minimum", "text": "x", "temperature": 3.0, "max_new_tokens": 40, "min_new_tokens": 40, "seed": 1},
-        {"id": "free", "text": "x", "temperature": 0, "max_new_tokens": 12, "ignore_eos": True},
     ]
     write_lines(tmp_path / "in.jsonl", rows)
     run(["run", "in.jsonl", "-o", "out.parquet", "--model", model, *F32], tmp_path)
-    output = rows_of(tmp_path / "out.parquet")
-    assert [(r["id"], r["completion_tokens"], r["finish_reason"], r["text"]) for r in output[:3]] == [
+    *empty, minimum = rows_of(tmp_path / "out.parquet")
+    assert [(r["id"], r["completion_tokens"], r["finish_reason"], r["text"]) for r in empty] == [
         ("nothing", 0, "length", ""),
         ("two of nothing", 0, "length", ""),
         ("two of nothing", 0, "length", ""),
     ]
-    assert output[3]["completion_tokens"] == 40
-    text = output[4]["text"]
-    stop = text[3:5]
-    cut = text.index(stop)
-    stopped = one(model, tmp_path, rows[3] | {"stop": [stop]})
-    kept = one(model, tmp_path, rows[3] | {"stop": stop, "no_stop_trim": True})
-    assert (stopped["text"], stopped["stop_kind"], stopped["matched_stop"]) == (text[:cut], "string", stop)
-    assert kept["text"] == text[: cut + len(stop)]
-    assert stopped["output_ids"] == output[4]["output_ids"][: stopped["completion_tokens"]]
+    assert minimum["completion_tokens"] == 40

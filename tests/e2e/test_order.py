@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 
-from batchgen.engine.engine import Engine
 from tests.e2e.rows import write_lines
 from tests.e2e.runner import run
 
@@ -27,14 +26,3 @@ def test_predicted_steps_equal_counted_steps(model: Path, tmp_path: Path) -> Non
         assert abs(checked[f"estimated_{name}"] - counted[name]) < 1e-4, name
     assert counted["slots"] == 8
     assert counted["occupancy"] > 0.9
-
-
-def test_the_order_does_not_change_results(model: Path) -> None:
-    engine = Engine(str(model), dtype="float32", max_num_seqs=8)
-    steps, found = {}, {}
-    for engine.order in ("longest", "tree", "first-come"):
-        found[engine.order] = [(c.id, list(c.output_ids or ())) for c in engine.generate(ROWS, ordered=True)]
-        assert engine.last_run is not None
-        steps[engine.order] = engine.last_run.scheduler.stats.steps
-    assert found["longest"] == found["tree"] == found["first-come"]
-    assert steps["longest"] < steps["first-come"]

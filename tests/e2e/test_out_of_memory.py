@@ -5,9 +5,6 @@ The model computes as usual but raises out-of-memory errors: before its forward,
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -23,10 +20,10 @@ from batchgen.kernels.device import HOST, Device
 from batchgen.models.base import Model, ModelInput
 from tests.e2e.engines import outcomes
 from tests.e2e.mixed import mixed_options, mixed_rows
+from tests.e2e.rows import write_lines
+from tests.e2e.runner import run
 from tests.e2e.same import RunResult, assert_equal
 from tests.engine.fake_device import LateDevice
-
-ENV = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
 class LowMemoryModel:
@@ -82,9 +79,7 @@ def engine_with(engine: Engine, model: Model, device: Device = HOST) -> Engine:
     return other
 
 
-@pytest.mark.parametrize(
-    ("how", "kind"), [("tokens", "host"), ("rows", "late"), ("anywhere", "host"), ("anywhere", "late")]
-)
+@pytest.mark.parametrize(("how", "kind"), [("tokens", "host"), ("rows", "late"), ("anywhere", "late")])
 def test_out_of_memory_does_not_change_results(model: Path, tmp_path: Path, how: str, kind: str) -> None:
     rows = mixed_rows(80, seed=5)
     options = {"page_size": 8, "max_num_seqs": 32, "max_tokens_per_step": 96, "kv_memory": 1 << 20}
@@ -133,7 +128,7 @@ def _ids(done: Completion) -> list[int]:
     return [] if done.prompt_ids is None else list(map(int, done.prompt_ids))
 
 
-def run(engine: Engine) -> dict[int, list[Completion]]:
+def completions(engine: Engine) -> dict[int, list[Completion]]:
     found: dict[int, list[Completion]] = {}
     for done in engine.generate(prompts(), ordered=True):
         found.setdefault(done.row_index, []).append(done)
@@ -153,27 +148,24 @@ def assert_only_failed(got: dict[int, list[Completion]], want: dict[int, list[Co
         assert "lower --kv-memory" in only.error.message
 
 
-@pytest.mark.parametrize("kind", ["host", "late"])
-def test_a_row_that_never_fits_fails_alone(model: Path, kind: str) -> None:
+def test_a_row_that_never_fits_fails_alone(model: Path) -> None:
     engine = Engine(str(model), dtype="float32", max_num_seqs=16, max_tokens_per_step=64)
-    want = run(engine)
+    want = completions(engine)
     length = max(c.prompt_tokens or 0 for c in want[18])
-    device = HOST if kind == "host" else LateDevice(poison_uploads=True)
     # The end of its prompt, the start of its output, and a later position.
     for position in (length - 1, length, length + 5):
         low = LowMemoryModel(engine.model, forward=lambda inputs, at=position: bool((inputs.positions >= at).any()))
-        failing = engine_with(engine, low, device)
-        assert_only_failed(run(failing), want, {18})
+        failing = engine_with(engine, low, LateDevice(poison_uploads=True))
+        assert_only_failed(completions(failing), want, {18})
         assert failing.last_run is not None
         assert failing.last_run.scheduler.pages_in_use == 0
         assert failing.last_run.scheduler.stats.tokens_per_step == 64, "the limit is not lowered for one row"
 
 
-@pytest.mark.parametrize("kind", ["host", "late"])
-def test_all_rows_that_share_a_position_that_never_fits_fail(model: Path, kind: str) -> None:
+def test_all_rows_that_share_a_position_that_never_fits_fail(model: Path) -> None:
     """A position of a shared prefix: every row with that prefix fails, running or waiting."""
     engine = Engine(str(model), dtype="float32", max_num_seqs=16, max_tokens_per_step=64)
-    want = run(engine)
+    want = completions(engine)
     ids = {row: _ids(samples[0]) for row, samples in want.items()}
     prefix = ids[0]
     at = len(prefix) - 4
@@ -182,27 +174,23 @@ def test_all_rows_that_share_a_position_that_never_fits_fail(model: Path, kind: 
     def forward(inputs: ModelInput) -> bool:
         return bool(((inputs.positions == at) & (inputs.input_ids == prefix[at])).any())
 
-    failing = engine_with(
-        engine, LowMemoryModel(engine.model, forward=forward), HOST if kind == "host" else LateDevice()
-    )
+    failing = engine_with(engine, LowMemoryModel(engine.model, forward=forward), LateDevice())
     failing.order, failing.admission = "tree", "free"  # others sample first, which shows that the device has memory
-    assert_only_failed(run(failing), want, {*range(12), 18})
+    assert_only_failed(completions(failing), want, {*range(12), 18})
     assert failing.last_run is not None
     assert failing.last_run.scheduler.pages_in_use == 0
     assert failing.last_run.scheduler.unended == 0
 
 
-def test_a_device_without_memory_ends_the_run(model: Path, tmp_path: Path) -> None:
-    engine = Engine(str(model), dtype="float32")
+def test_a_device_without_memory_ends_the_run(
+    engine: Engine, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead = LowMemoryModel(engine.model, forward=lambda inputs: True)
     with pytest.raises(DeviceError, match="ran out of memory for 19 rows"):
-        run(engine_with(engine, LowMemoryModel(engine.model, forward=lambda inputs: True)))
-    source = tmp_path / "in.jsonl"
+        completions(engine_with(engine, dead))
+    monkeypatch.setattr("batchgen.job.setup.load_checked", lambda *_, **__: dead)
     # Distinct ids, so that no prefix is shared: the rows fail one after the other.
-    source.write_text("".join(f'{{"input_ids": [{i}, 7]}}\n' for i in range(5, 9)), encoding="utf-8")
-    words = ["run", str(source), "--model", str(model), "--dtype", "float32", "--max-num-seqs", "1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.dead", *words], cwd=tmp_path, env=ENV, capture_output=True, text=True
-    )
-    assert done.returncode == 7, done.stderr
+    source = write_lines(tmp_path / "in.jsonl", [{"input_ids": [i, 7]} for i in range(5, 9)])
+    done = run(["run", source, "--model", model, "--dtype", "float32", "--max-num-seqs", "1"], tmp_path, expect=7)
     assert "out of memory for 3 rows" in done.stderr
     assert (tmp_path / "in.out.parquet.work").exists()

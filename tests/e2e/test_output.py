@@ -1,4 +1,4 @@
-"""The output file: schema, footer and layout; and rows with NaN logits, which do not affect other rows."""
+"""The output file: its footer and its columns; and rows with NaN logits, which do not affect other rows."""
 
 from __future__ import annotations
 
@@ -7,38 +7,16 @@ import json
 import shutil
 from pathlib import Path
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from batchgen import __version__
-from batchgen.data.write.schema import SCHEMA
 from batchgen.kernels.cpu.library import loaded
 from tests.e2e.model import DEFAULTS
 from tests.e2e.rows import mixed_lines, prompts, read, rows_of, write_lines
 from tests.e2e.runner import run
-
-COLUMNS = {
-    "id": "string", "row_index": "int64", "prompt_index": "int32", "sample_index": "int32", "status": "string",
-    "finish_reason": "string", "stop_kind": "string", "matched_stop": "string", "matched_text": "string",
-    "error": "struct<code: string, message: string, param: string>", "text": "string",
-    "output_ids": "list<element: int32>", "prompt_ids": "list<element: int32>",
-    "prompt_tokens": "int32", "completion_tokens": "int32", "cached_tokens": "int32",
-    "output_logprobs": "list<element: float>", "input_logprobs": "list<element: float>",
-    "cumulative_logprob": "double", "mean_logprob": "double",
-    "output_top_ids": "list<element: int32>", "output_top_logprobs": "list<element: float>",
-    "input_top_ids": "list<element: int32>", "input_top_logprobs": "list<element: float>",
-    "output_ids_logprobs": "list<element: float>", "input_ids_logprobs": "list<element: float>",
-    "output_tokens_text": "list<element: string>", "input_tokens_text": "list<element: string>",
-    "routed_experts": "list<element: int32>",
-    "scores": "list<element: struct<sum: double, mean: double, tokens: int32, is_greedy: bool>>",
-    "score_logprobs": "list<element: float>", "constraint_ok": "bool", "min_new_tokens_unmet": "bool",
-    "seed": "int64", "effective_max_new_tokens": "int32", "dropped_tokens": "int32", "dedup_of": "int64",
-    "prompt": "string", "extra": "string",
-}  # fmt: skip
-"""Columns of the documented schema, in order, repeated here so that a change of the schema fails a test."""
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +26,6 @@ def done(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_lines(folder / "in.jsonl", mixed_lines(60, seed=9))
     run(["run", "in.jsonl", "-o", "out.parquet", "--model", model, "--dtype", "float32", "--seed", "7"], folder)
     return folder
-
-
-def test_the_schema_is_the_documented_one(done: Path) -> None:
-    table = read(done / "out.parquet")
-    found = {field.name: str(field.type) for field in table.schema}
-    assert {name: kind.replace("item:", "element:") for name, kind in found.items()} == COLUMNS
-    assert table.schema.names == list(COLUMNS)
-    assert table.schema.remove_metadata() == SCHEMA.remove_metadata()
 
 
 def test_footer(done: Path, model: Path) -> None:
@@ -78,21 +48,6 @@ def test_footer(done: Path, model: Path) -> None:
     assert footer["rows"] == len(read(done / "out.parquet"))
     assert footer["shard"] is None
     assert footer["configuration"]["options"]["seed"] == {"value": 7, "origin": "flag"}
-
-
-def test_layout(done: Path) -> None:
-    """zstd, checksums, rows ordered by their keys, each column readable alone."""
-    file = pq.ParquetFile(done / "out.parquet", page_checksum_verification=True)
-    for group in range(file.num_row_groups):
-        columns = file.metadata.row_group(group)
-        assert {columns.column(i).compression for i in range(columns.num_columns)} == {"ZSTD"}
-        assert columns.num_rows <= 10_000
-    rows = file.read(["row_index", "prompt_index", "sample_index"]).to_pylist()
-    keys = [tuple(row.values()) for row in rows]
-    assert keys == sorted(set(keys))
-    assert {row[0] for row in keys} == set(range(60))
-    for name in COLUMNS:
-        assert len(file.read([name])) == len(keys)
 
 
 def test_the_columns_of_a_row_are_consistent(done: Path) -> None:
@@ -121,16 +76,6 @@ def test_the_columns_of_a_row_are_consistent(done: Path) -> None:
             assert all(own <= top + 1e-5 for own, top in zip(row["output_logprobs"], best, strict=True))
 
 
-def test_two_runs_write_equal_files(model: Path, tmp_path: Path) -> None:
-    """Two uninterrupted runs of one job write the same rows in the same order."""
-    write_lines(tmp_path / "in.jsonl", mixed_lines(40, seed=3))
-    tables = []
-    for name in ("a.parquet", "b.parquet"):
-        run(["run", "in.jsonl", "-o", name, "--model", model, "--dtype", "float32"], tmp_path)
-        tables.append(pa.table(read(tmp_path / name)))
-    assert tables[0].equals(tables[1])
-
-
 BROKEN = 300
 """Id of the token whose embedding is NaN."""
 
@@ -144,7 +89,7 @@ def test_nan_logits_of_a_row_do_not_affect_other_rows(model: Path, tmp_path: Pat
         pytest.fail("the tiny model's head must not be tied to its embedding")
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     rows = []
-    for i, text in enumerate(prompts(120, 12)):
+    for i, text in enumerate(prompts(60, 12)):
         drawn = {"temperature": 0 if i % 2 else 1.2, "max_new_tokens": 5 + i % 40, "n": 1 + i % 3 // 2, "seed": i}
         prompt = {"input_ids": [7] * (i % 9) + [BROKEN] + [9] * (i % 20)} if i % 6 == 5 else {"text": text}
         rows.append({"id": str(i), **prompt, **drawn})
@@ -164,5 +109,5 @@ def test_nan_logits_of_a_row_do_not_affect_other_rows(model: Path, tmp_path: Pat
         assert row["error"]["code"] == "nan_logits"
         assert "--dtype float32" in row["error"]["message"]
         assert row["sample_index"] == 0
-    assert 20 <= failed == len(affected) < 60
+    assert 10 <= failed == len(affected) < 30
     assert report["errors"] == {"nan_logits": failed}

@@ -10,11 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from batchgen.config.run_config import EngineConfig, RunConfig
 from batchgen.errors import UsageError
-from batchgen.job.preflight import preflight
-from batchgen.job.run import run_job
-from batchgen.job.signals import StopRequest
 from tests.e2e.model import save_model
 from tests.e2e.rows import assert_same, mixed_lines, prompts, read, rows_of, write_lines
 from tests.e2e.runner import interrupt, parts_of, run
@@ -56,6 +52,7 @@ def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
         ["--on-duplicate-id", "allow"],
         ["--stop-on-repeat", "4"],
         ["--lenient-schemas"],
+        ["--deterministic"],
         ["--logprobs-mode", "processed"],
         ["--repetition-penalty-scope", "prompt+output"],
     ],
@@ -71,25 +68,19 @@ def test_the_finished_output_of_another_job_is_refused(
     assert not (tmp_path / "out.parquet.work").exists()
 
 
-def test_the_finished_output_of_other_weights_is_refused(
+def test_the_finished_output_of_another_model_is_refused(
     base: list[Any], tmp_path: Path, model: Path, finished: bytes
 ) -> None:
+    """Other weights of the same size, and other end-of-sequence ids."""
     (tmp_path / "out.parquet").write_bytes(finished)
     trained = shutil.copytree(model, tmp_path / "trained")
     weights = load_file(trained / "model.safetensors")
     name = "model.layers.1.self_attn.v_proj.weight"
     save_file(weights | {name: weights[name] * 1.01}, trained / "model.safetensors", {"format": "pt"})
     assert (trained / "model.safetensors").stat().st_size == (model / "model.safetensors").stat().st_size
-    base[base.index(model)] = trained
-    assert "is not this job's output" in run(base, tmp_path, expect=2).stderr
-
-
-def test_the_finished_output_of_other_eos_ids_is_refused(
-    base: list[Any], tmp_path: Path, model: Path, finished: bytes
-) -> None:
-    (tmp_path / "out.parquet").write_bytes(finished)
-    base[base.index(model)] = with_eos_ids(model, tmp_path / "other_eos", [1])
-    assert "is not this job's output" in run(base, tmp_path, expect=2).stderr
+    for other in (trained, with_eos_ids(model, tmp_path / "other_eos", [1])):
+        command = [other if word == model else word for word in base]
+        assert "is not this job's output" in run(command, tmp_path, expect=2).stderr
 
 
 def with_eos_ids(model: Path, folder: Path, eos_ids: list[int]) -> Path:
@@ -144,37 +135,21 @@ def test_options_that_do_not_affect_results_may_change(
     assert_same(read(tmp_path / "out.parquet"), read(tmp_path / "expected.parquet"), ignore=["error"])
 
 
-def test_a_refused_run_keeps_committed_parts(base: list[Any], tmp_path: Path) -> None:
+def test_a_usage_error_keeps_committed_parts(base: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before generation and, if one were to come then, after it."""
     interrupted(base, tmp_path)
     parts = tmp_path / "out.parquet.work" / "parts"
     before = {part.name: part.read_bytes() for part in parts.glob("part-*.parquet")}
     assert "--max-output-bytes" in run([*base, "--max-output-bytes", "1000"], tmp_path, expect=2).stderr
     assert {part.name: part.read_bytes() for part in parts.iterdir()} == before
-    assert run([*base, "--report", "-"], tmp_path).report["rows_resumed"] > 0
+    with monkeypatch.context() as broken:
+        broken.setattr("batchgen.job.run.finish", _fail)
+        assert "made up" in run(base, tmp_path, expect=2).stderr
+    assert len({row["row_index"] for part in parts.glob("*.parquet") for row in rows_of(part)}) == 80
 
 
-def test_a_usage_error_after_generation_keeps_committed_parts(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Usage errors come before generation. If one came later, the committed rows would be kept."""
-
-    def fail(*_: object, **__: object) -> None:
-        raise UsageError("made up")
-
-    monkeypatch.setattr("batchgen.job.run.finish", fail)
-    source = write_lines(tmp_path / "in.jsonl", [{"text": text, **GREEDY} for text in prompts(3, 6)])
-    engine = EngineConfig(model=str(model), dtype="float32")
-    with pytest.raises(UsageError, match="made up"):
-        run_job(preflight(RunConfig((str(source),), tmp_path / "out.parquet", engine, progress="none")), StopRequest())
-    (part,) = (tmp_path / "out.parquet.work" / "parts").iterdir()
-    assert len(rows_of(part)) == 3
-
-
-def test_resume_anyway_resumes_with_other_options(base: list[Any], tmp_path: Path) -> None:
-    interrupted(base, tmp_path)
-    report = run([*base, "--seed", "1", "--resume-anyway", "--report", "-"], tmp_path).report
-    assert 0 < report["rows_resumed"] < 80
-    assert len({row["row_index"] for row in rows_of(tmp_path / "out.parquet")}) == 80
+def _fail(*_: object, **__: object) -> None:
+    raise UsageError("made up")
 
 
 @pytest.mark.parametrize(
@@ -206,26 +181,24 @@ def test_resume_anyway_refuses_rows_that_do_not_fit_and_adds_none(
     assert [row["row_index"] for row in rows_of(tmp_path / "out.parquet")] == list(range(len(rows)))
 
 
-def test_bad_rows_are_not_added_to_work_that_does_not_fit(model: Path, tmp_path: Path) -> None:
-    rows = [{"id": "0", "txt": "no prompt"}, *({"id": str(i), "text": text, **LONG} for i, text in MANY)]
-    write_lines(tmp_path / "in.jsonl", rows)
-    base = ["run", "in.jsonl", "-o", "out.parquet", "--model", model, "--dtype", "float32", "--on-bad-row"]
-    interrupted([*base, "skip"], tmp_path)
-    run([*base, "error-row", "--n", "2", "--resume-anyway"], tmp_path, expect=2)
-    run([*base, "skip"], tmp_path)
-    assert [row["row_index"] for row in rows_of(tmp_path / "out.parquet")] == list(range(1, len(rows)))
-
-
 def test_resume_anyway_resumes_if_the_rows_fit(model: Path, tmp_path: Path) -> None:
-    """The first run skipped bad rows and had a lower --limit: the second adds the missing rows."""
+    """The first run skipped bad rows and had a lower --limit: the second adds the missing rows.
+
+    One of them is a duplicate of a committed row.
+    """
     rows = [{"id": "0", "txt": "no prompt"}, *({"id": str(i), "text": text, **LONG} for i, text in MANY)]
     write_lines(tmp_path / "in.jsonl", rows)
     base = ["run", "in.jsonl", "-o", "out.parquet", "--model", model, "--dtype", "float32"]
     interrupted([*base, "--on-bad-row", "skip", "--limit", "90"], tmp_path)
+    committed = rows_of(parts_of(tmp_path / "out.parquet")[0])[0]
+    rows[95] = {**rows[committed["row_index"]], "id": "95"}
+    write_lines(tmp_path / "in.jsonl", rows)
     report = run([*base, "--resume-anyway", "--report", "-"], tmp_path).report
     assert (report["rows"], report["errors"]) == (len(rows), {"missing_prompt": 1})
     assert 0 < report["rows_resumed"] < 90
-    assert [row["row_index"] for row in rows_of(tmp_path / "out.parquet")] == list(range(len(rows)))
+    output = rows_of(tmp_path / "out.parquet")
+    assert [row["row_index"] for row in output] == list(range(len(rows)))
+    assert output[95]["output_ids"] == committed["output_ids"]
 
 
 def test_overwrite_starts_from_the_beginning(base: list[Any], tmp_path: Path, finished: bytes) -> None:
@@ -236,7 +209,7 @@ def test_overwrite_starts_from_the_beginning(base: list[Any], tmp_path: Path, fi
     assert out.read_bytes() == b"something else altogether"
     interrupted([*base, "--overwrite"], tmp_path)
     assert out.read_bytes() == b"something else altogether", "untouched until the end"
-    run([*base, "--overwrite"], tmp_path)
+    assert run([*base, "--overwrite", "--report", "-"], tmp_path).report["rows_resumed"] > 0
     (tmp_path / "expected.parquet").write_bytes(finished)
     assert_same(read(out), read(tmp_path / "expected.parquet"))
     before = out.stat().st_ino
@@ -244,52 +217,6 @@ def test_overwrite_starts_from_the_beginning(base: list[Any], tmp_path: Path, fi
     assert (report["rows_resumed"], report["already_done"]) == (0, False)
     assert out.stat().st_ino != before
     assert_same(read(out), read(tmp_path / "expected.parquet"))
-
-
-def test_overwrite_recomputes_rows_that_a_retry_copied_from_the_output(model: Path, tmp_path: Path) -> None:
-    rows = [{"id": "0", "txt": "no prompt"}, *({"id": str(i), "text": text, **GREEDY} for i, text in MANY)]
-    write_lines(tmp_path / "in.jsonl", rows)
-    base = ["run", "in.jsonl", "-o", "out.parquet", "--model", model, "--dtype", "float32"]
-    run(base, tmp_path)
-    whole, before = read(tmp_path / "out.parquet"), (tmp_path / "out.parquet").stat().st_ino
-    interrupted([*base, "--retry-errors"], tmp_path, 1)
-    report = run([*base, "--overwrite", "--report", "-"], tmp_path).report
-    assert (report["rows_resumed"], report["rows_ok"]) == (0, 99)
-    assert (tmp_path / "out.parquet").stat().st_ino != before
-    assert_same(read(tmp_path / "out.parquet"), whole)
-
-
-def test_a_finished_job_keeps_the_work_folder_of_an_unfinished_overwrite(
-    base: list[Any], tmp_path: Path, finished: bytes
-) -> None:
-    (tmp_path / "out.parquet").write_bytes(finished)
-    kept = interrupted([*base, "--overwrite"], tmp_path)
-    assert run([*base, "--report", "-"], tmp_path).report["already_done"]
-    assert len(parts_of(tmp_path / "out.parquet")) == kept
-    assert run([*base, "--overwrite", "--report", "-"], tmp_path).report["rows_resumed"] > 0
-    assert not (tmp_path / "out.parquet.work").exists()
-
-
-def test_overwrite_after_resume_anyway_does_not_mix_jobs(model: Path, tmp_path: Path) -> None:
-    """One job begins with --overwrite over an older output, a second one resumes its work, then overwrites it."""
-    rows = [{"id": str(i), "text": text, "max_new_tokens": 30, "ignore_eos": True} for i, text in MANY]
-    write_lines(tmp_path / "in.jsonl", rows)
-    base = ["run", "in.jsonl", "-o", "out.parquet", "--model", model, "--dtype", "float32"]
-    second = [*base, "--seed", "1"]
-    run(["run", "in.jsonl", "-o", "whole.parquet", "--model", model, "--dtype", "float32", "--seed", "1"], tmp_path)
-    (tmp_path / "out.parquet").write_bytes(b"an older output")
-    first = interrupted([*base, "--overwrite"], tmp_path)
-    run([*base, "--limit", "1", "--resume-anyway"], tmp_path, expect=2)
-    assert interrupted([*base, "--overwrite"], tmp_path, first + 2) > first, (
-        "the job's own work, to which the refused run added nothing"
-    )
-    kept = interrupted([*second, "--resume-anyway"], tmp_path, first + 4)
-    refused = run(base, tmp_path, expect=2)
-    assert "belongs to a different job. Continue it with --resume-anyway" in refused.stderr
-    assert len(parts_of(tmp_path / "out.parquet")) == kept
-    report = run([*second, "--overwrite", "--report", "-"], tmp_path).report
-    assert report["rows_resumed"] == 0
-    assert_same(read(tmp_path / "out.parquet"), read(tmp_path / "whole.parquet"))
 
 
 def test_retry_errors_runs_only_failed_rows(model: Path, tmp_path: Path) -> None:

@@ -142,22 +142,6 @@ def test_fields_override_options(model: Path, tmp_path: Path) -> None:
     assert [row["id"] for row in written] == ["default", "pattern", "same", "object", "null"]
 
 
-def test_environment_variables_and_files_give_the_same_options(model: Path, tmp_path: Path) -> None:
-    write_lines(tmp_path / "in.jsonl", [{"id": "a", **ROW}])
-    (tmp_path / "job.toml").write_text(
-        'bad_words = ["th"]\n[json_schema]\ntype = "object"\nrequired = ["a"]\nadditionalProperties = false\n'
-        '[json_schema.properties.a]\nenum = ["x", "y"]\n[logit_bias]\n40 = 1.5\n'
-    )
-    command = ["run", "in.jsonl", "-o", "out.parquet", "--model", model, *F32, "--overwrite"]
-    env = {"BATCHGEN_CHOICE": '["one", "two"]', "BATCHGEN_ECHO": "yes"}
-    run([*command, "--config", "job.toml"], tmp_path)
-    assert json.loads(rows_of(tmp_path / "out.parquet")[0]["text"])["a"] in ("x", "y")
-    run([*command, "--config", "job.toml"], tmp_path, env=env)  # the variable's choice, not the file's schema
-    assert rows_of(tmp_path / "out.parquet")[0]["text"] in ("The quickone", "The quicktwo")
-    run([*command, "--config", "job.toml", "--regex", "[ab]c", "--no-echo"], tmp_path, env=env)
-    assert rows_of(tmp_path / "out.parquet")[0]["text"] in ("ac", "bc")
-
-
 @pytest.mark.field("stream")
 def test_events_of_every_row(model: Path, tmp_path: Path) -> None:
     write_lines(tmp_path / "in.jsonl", [{"id": "a", **ROW}, {"id": "b", **ROW, "stream": False}])

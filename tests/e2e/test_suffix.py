@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from batchgen import Engine
-from tests.e2e.engines import ENGINES, build, generate, outcomes
+from tests.e2e.engines import generate, outcomes
 from tests.e2e.rows import prompts
 from tests.models.tiny import save_tiny
 
@@ -31,42 +31,40 @@ def fim_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=list(ENGINES))
-def engine(request: pytest.FixtureRequest, fim_model: Path) -> Engine:
-    return build(fim_model, request.param)
+@pytest.fixture(scope="module")
+def fim_engine(fim_model: Path) -> Engine:
+    return Engine(str(fim_model), dtype="float32")
 
 
 @pytest.mark.field("suffix")
-def test_a_suffix_equals_the_written_out_fill_in_the_middle_prompt(engine: Engine) -> None:
-    marks = [engine.tokenizer.token_to_id(mark) for mark in MARKS]
+def test_a_suffix_equals_the_written_out_fill_in_the_middle_prompt(fim_engine: Engine) -> None:
+    marks = [fim_engine.tokenizer.token_to_id(mark) for mark in MARKS]
     rows: list[dict[str, Any]] = []
     written_out: list[dict[str, Any]] = []
     for i, text in enumerate(prompts(20, 7)):
         after = ["\n", " end", "dog."][i % 3]
         more = {"temperature": i % 2, "max_new_tokens": 3 + i, "seed": i, "n": 1 + i % 2, "id": str(i)}
         rows.append({"text": text, "suffix": after, **more})
-        before, behind = (engine.tokenizer.encode_plain([part])[0] for part in (text, after))
-        ids = [*engine.tokenizer.prefix_ids, marks[0], *before, marks[1], *behind, marks[2]]
+        before, behind = (fim_engine.tokenizer.encode_plain([part])[0] for part in (text, after))
+        ids = [*fim_engine.tokenizer.prefix_ids, marks[0], *before, marks[1], *behind, marks[2]]
         written_out.append({"input_ids": ids, "stop_token_ids": marks, **more})
-    assert outcomes(generate(engine, rows)) == outcomes(generate(engine, written_out))
+    assert outcomes(generate(fim_engine, rows)) == outcomes(generate(fim_engine, written_out))
 
 
 @pytest.mark.field("suffix")
-def test_fill_in_the_middle_tokens_stop_a_row_with_a_suffix(engine: Engine) -> None:
-    pad = engine.tokenizer.token_to_id(MARKS[3])
+def test_fill_in_the_middle_tokens_stop_a_row_with_a_suffix(fim_engine: Engine) -> None:
+    pad = fim_engine.tokenizer.token_to_id(MARKS[3])
     row = {"text": "def f():", "suffix": "return", **GREEDY, "logit_bias": {str(pad): 100}, "ignore_eos": True}
     late = {**row, "min_new_tokens": 4}
     free = {"text": "def f():", **GREEDY, "logit_bias": {str(pad): 100}, "ignore_eos": True}
-    stopped, waited, unbound = generate(engine, [row, late, free])
+    stopped, waited, unbound = generate(fim_engine, [row, late, free])
     assert (stopped.text, stopped.stop_kind, stopped.matched_stop) == ("", "token", str(pad))
     assert (waited.completion_tokens, waited.matched_stop) == (5, str(pad)), "masked until the minimum"
     assert unbound.finish_reason == "length", "without a suffix they do not stop"
 
 
 @pytest.mark.field("suffix", "echo")
-@pytest.mark.parametrize("name", ENGINES)
-def test_without_fill_in_the_middle_the_suffix_follows_the_text(model: Path, name: str) -> None:
-    engine = build(model, name)
+def test_without_fill_in_the_middle_the_suffix_follows_the_text(engine: Engine) -> None:
     rows = [{"text": text, **GREEDY, "stop": "e", "no_stop_trim": i % 2 == 0} for i, text in enumerate(prompts(9, 3))]
     for before, after, row in zip(
         generate(engine, rows),

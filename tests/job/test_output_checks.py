@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +42,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("option", ["--events", "--report"])
-@pytest.mark.parametrize(("name", "says"), CASES)
 def test_events_and_report_may_not_be_another_file_of_the_job(
-    option: str, name: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = str(save_tiny("llama", tmp_path / "model"))
     before = sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*"))
-    for command in COMMANDS:
+    for command, option, (name, says) in product(COMMANDS, ("--events", "--report"), CASES):
         line = [*command, "data/*.jsonl", "-o", "out.parquet", "--model", model, option, name]
         assert run_command(line) == 2
         printed = capsys.readouterr()
@@ -111,11 +110,9 @@ def test_a_report_that_cannot_be_written_is_an_output_error(monkeypatch: pytest.
             check(config(report=name))
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_an_unwritable_report_is_an_error_before_the_run(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unwritable_report_is_an_error_before_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = str(save_tiny("llama", tmp_path / "model"))
-    assert run_command([*command, "data/a.jsonl", "--model", model, "--report", "no/r.json"]) == 5
-    assert capsys.readouterr().err == "error: cannot write the report no/r.json: No such file or directory\n"
-    assert not Path("data/a.out.parquet.work").exists()
+    for command in COMMANDS:
+        assert run_command([*command, "data/a.jsonl", "--model", model, "--report", "no/r.json"]) == 5
+        assert capsys.readouterr().err == "error: cannot write the report no/r.json: No such file or directory\n"
+        assert not Path("data/a.out.parquet.work").exists()

@@ -58,7 +58,8 @@ def test_plain_lines() -> None:
         progress.update(ProgressState("reading", rows_done=5))
         for second in range(100):
             clock.now += 1
-            progress.update(state(done=second, tokens=50 * second, rows_error=second // 50))
+            for _ in range(9):  # updates are cheap: a line is written every 30 seconds
+                progress.update(state(done=second, tokens=50 * second, rows_error=second // 50))
         progress.update(state(done=1000, tokens=5000, rows_error=2))
         clock.now += 1
     assert stream.getvalue().splitlines() == [
@@ -84,25 +85,17 @@ def test_plain_writes_lines_in_a_long_phase_before_generating() -> None:
     ]
 
 
-def test_resumed_rows_are_not_part_of_the_rate() -> None:
+def test_the_rate_is_that_of_the_last_ten_seconds_without_resumed_rows() -> None:
     clock, stream = Clock(), Stream()
     progress = PlainProgress(stream, clock)
     progress.update(state(done=900, tokens=90_000))
     clock.now += 30
     progress.update(state(done=930, tokens=93_000))
     assert stream.getvalue().splitlines()[1].endswith("930/1,000 (93%) rows, 100 tokens/s, ETA 0:01:10, errors 0")
-
-
-def test_the_rate_is_that_of_the_last_ten_seconds() -> None:
-    clock, stream = Clock(), Stream()
-    progress = PlainProgress(stream, clock)
-    tokens = 0
-    for second in range(120):
-        tokens += 10 if second < 60 else 500
+    for second in range(60):
         clock.now += 1
-        progress.update(state(done=1, tokens=tokens))
-    last = stream.getvalue().splitlines()[-1]
-    assert "500 tokens/s" in last
+        progress.update(state(done=930, tokens=93_000 + 500 * second))
+    assert "500 tokens/s" in stream.getvalue().splitlines()[-1]
 
 
 def test_json_lines() -> None:
@@ -132,13 +125,6 @@ def test_json_lines() -> None:
         "seconds": 0.1,
     }
     assert lines[-1]["rows_done"] == 1000
-
-
-def test_the_last_state_is_not_written_twice() -> None:
-    clock, stream = Clock(), Stream()
-    with PlainProgress(stream, clock) as progress:
-        progress.update(state())
-    assert len(stream.getvalue().splitlines()) == 1
 
 
 def test_silent_progress_prints_notes_only() -> None:
@@ -178,16 +164,12 @@ def drawn(width: int, now: ProgressState, encoding: str = "utf-8", colour: bool 
     return capture.get().splitlines()
 
 
-def test_bar_at_80_columns() -> None:
+def test_bar_leaves_out_what_does_not_fit() -> None:
     now = state(done=250, tokens=12_345, running=64, waiting=686, kv_use=0.456, rows_error=3)
     assert drawn(80, now) == [
         "generating " + "━" * 10 + "─" * 30 + " 250/1,000 (25%) ETA 0:00:30",
         "1,234 tokens/s  errors 3  running 64  waiting 686  KV 46%",
     ]
-
-
-def test_bar_at_40_columns_leaves_out_what_does_not_fit() -> None:
-    now = state(done=250, tokens=12_345, running=64, waiting=686, kv_use=0.456, rows_error=3)
     assert drawn(40, now) == ["generating 250/1,000 (25%) ETA 0:00:30", "1,234 tokens/s  errors 3  running 64"]
 
 
@@ -195,7 +177,7 @@ def test_bar_in_ascii() -> None:
     assert drawn(60, state(done=500), "ascii")[0] == "generating ##########---------- 500/1,000 (50%) ETA 0:00:10"
 
 
-@pytest.mark.parametrize("width", [1, 10, 20, 40, 80, 200])
+@pytest.mark.parametrize("width", [1, 20, 200])
 @pytest.mark.parametrize(
     "now",
     [
@@ -222,12 +204,3 @@ def test_bar_on_a_terminal_leaves_nothing_behind() -> None:
     assert "above" in text
     assert "\x1b[?25l" in text
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor is shown again"
-
-
-def test_update_is_cheap() -> None:
-    """Ten thousand updates at the same time write only the first line."""
-    clock, stream = Clock(), Stream()
-    progress = PlainProgress(stream, clock)
-    for i in range(10_000):
-        progress.update(state(done=i % 1000))
-    assert stream.getvalue().count("\n") == 1

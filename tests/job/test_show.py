@@ -95,9 +95,6 @@ def test_one_row_on_a_terminal(out: Path) -> None:
     assert "…84more]" in "".join(lines).replace(" ", "")
     assert "sample_index   2" in lines
     assert not any(line.startswith("seed") for line in lines), "null fields are left out"
-
-
-def test_a_block_keeps_newlines_and_escapes_control_characters(out: Path) -> None:
     console = terminal()
     show_row(out, 0, console=console)
     assert "\x1b" not in console.file.getvalue()  # type: ignore[attr-defined]
@@ -119,22 +116,17 @@ def test_infinite_logprobs_are_null_in_json(tmp_path: Path, capsys: pytest.Captu
     assert record["cumulative_logprob"] is None
 
 
-def test_a_row_that_is_not_in_the_results(out: Path) -> None:
+def test_unfinished_work_is_shown_as_such(out: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="row 9 is not in the results"):
         show_row(out, 9)
-
-
-def test_a_missing_output_is_an_input_error(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"none\.parquet"):
-        show_results(tmp_path / "none.parquet", errors_only=False, limit=None)
-
-
-def test_unfinished_work_is_shown_as_such(tmp_path: Path) -> None:
+    out.unlink()
     parts = tmp_path / "out.parquet.work" / "parts"
     parts.mkdir(parents=True)
     write(parts / "part-00000.parquet", ROWS[:2])
     console = terminal()
     show_results(tmp_path / "out.parquet", errors_only=False, limit=None, console=console)
     assert written(console)[-1] == "2 samples, 1 errors, unfinished"
+    with pytest.raises(InputError, match=r"none\.parquet"):
+        show_results(tmp_path / "none.parquet", errors_only=False, limit=None)
     with pytest.raises(InputError, match="row 5 is not finished yet, or not in the input"):
         show_row(tmp_path / "out.parquet", 5)

@@ -38,14 +38,7 @@ def read_column(values: list[Any], kind: pa.DataType | None = None, name: str = 
     return [row.get(name, "absent") for row in read(pa.table({name: pa.array(values, kind)}))]
 
 
-def test_nulls_are_absent_fields() -> None:
-    table = pa.table(
-        {"text": ["a", None], "temperature": pa.array([None, 0.5]), "n": pa.array([None, None], pa.int32())}
-    )
-    assert read(table) == [{"text": "a"}, {"temperature": 0.5}]
-
-
-def test_nulls_are_absent_inside_structs_too() -> None:
+def test_nulls_are_absent_fields_inside_structs_too() -> None:
     rows = [
         {"messages": [{"role": "user", "content": "hi", "name": None}], "sampling_params": {"seed": 1, "stop": None}},
         {"messages": [{"role": "user", "content": None, "name": "x"}], "sampling_params": None},
@@ -182,6 +175,7 @@ def test_a_map_with_a_repeated_key_is_an_error_row() -> None:
 
 def test_parquet_columns() -> None:
     assert parquet_schema(write_parquet(pa.table({"a": [1], "b": [2]})), "in").names == ["a", "b"]
+    assert read(pa.table({"text": pa.array([], pa.string())})) == []
     assert parquet_schema(io.BytesIO(b"PAR1 cut"), "in") is None
     twice = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"])
     with pytest.raises(InputError, match="two columns are named 'a'"):
@@ -198,10 +192,6 @@ def test_struct_fields_with_the_same_name_are_refused(depth: int) -> None:
         parquet_schema(write_parquet(pa.table({"x": twice})), "in")
     apart = pa.table({"x": [{"a": 1, "b": {"a": 2}}], "a": [3]})
     assert parquet_schema(write_parquet(apart), "in").names == ["x", "a"]
-
-
-def test_a_table_without_rows() -> None:
-    assert read(pa.table({"text": pa.array([], pa.string())})) == []
 
 
 @pytest.mark.parametrize("keep", [4, 100, -9, -1])

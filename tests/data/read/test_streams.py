@@ -35,15 +35,10 @@ KINDS = pytest.mark.parametrize("kind", ["gzip", "zstd"])
 
 
 @KINDS
-def test_whole_streams(kind: Compression) -> None:
-    assert decompressed(io.BytesIO(compress(DATA, kind)), kind).read() == DATA
-    assert decompressed(io.BytesIO(compress(b"", kind)), kind).read() == b""
-
-
-@KINDS
 def test_concatenated_streams(kind: Compression) -> None:
     packed = b"".join(compress(DATA[i : i + 10_000], kind) for i in range(0, len(DATA), 10_000))
     assert decompressed(io.BytesIO(packed), kind).read() == DATA
+    assert decompressed(io.BytesIO(compress(b"", kind)), kind).read() == b""
 
 
 def test_gzip_padding_is_allowed_and_garbage_is_not() -> None:
@@ -54,7 +49,7 @@ def test_gzip_padding_is_allowed_and_garbage_is_not() -> None:
 
 
 @KINDS
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.999])
 def test_a_cut_stream_delivers_its_rows_and_then_one_error(kind: Compression, share: float) -> None:
     packed = compress(DATA, kind)
     rows = [*json_rows(decompressed(io.BytesIO(packed[: int(len(packed) * share)]), kind), "in")]

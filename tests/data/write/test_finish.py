@@ -8,7 +8,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
@@ -52,28 +51,18 @@ def test_the_finished_file(tmp_path: Path) -> None:
     first = stored(out)[0]
     assert first["text"] == "text of 0.0.0 \u2028 é"
     assert first["extra"] == '{"k":1}'
+    with begin(tmp_path / "empty.parquet") as work:
+        finish(work, expect([]), {})
+    assert stored(tmp_path / "empty.parquet") == []
+    assert pq.read_schema(tmp_path / "empty.parquet").remove_metadata() == SCHEMA
+    assert is_complete(output_paths(tmp_path / "empty.parquet"), IDENTITY)
 
 
-@pytest.mark.parametrize("memory_bytes", [1, 3000, 20_000])
-@pytest.mark.parametrize("every", [2, 1000])
+@pytest.mark.parametrize(("memory_bytes", "every"), [(1, 2), (3000, 2), (3000, 1000), (20_000, 1000)])
 def test_sorting_on_disk_gives_the_same_bytes(tmp_path: Path, memory_bytes: int, every: int) -> None:
     run(tmp_path / "a.parquet", shuffle=1)
     run(tmp_path / "b.parquet", every=every, shuffle=2, memory_bytes=memory_bytes)
     assert (tmp_path / "a.parquet").read_bytes() == (tmp_path / "b.parquet").read_bytes()
-
-
-def test_buckets_are_written_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    real = merge_sort_module._write_bucket
-
-    def spy(file: Path, writer: Any) -> None:
-        seen.append(len([*file.parent.glob("bucket-*")]))
-        real(file, writer)
-
-    monkeypatch.setattr(merge_sort_module, "_write_bucket", spy)
-    run(tmp_path / "a.parquet", memory_bytes=3000)
-    assert seen == [*range(len(seen), 0, -1)]
-    assert len(seen) > 5
 
 
 def test_row_groups_are_bounded_by_rows_and_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,15 +109,6 @@ def test_pages_have_checksums(tmp_path: Path) -> None:
         pq.read_table(out, page_checksum_verification=True)
 
 
-def test_a_job_without_rows_writes_a_complete_empty_file(tmp_path: Path) -> None:
-    out = tmp_path / "r.parquet"
-    with begin(out) as work:
-        finish(work, expect([]), {})
-    assert stored(out) == []
-    assert pq.read_schema(out).remove_metadata() == SCHEMA
-    assert is_complete(output_paths(out), IDENTITY)
-
-
 def test_one_error_row_replaces_all_samples(tmp_path: Path) -> None:
     out = tmp_path / "r.parquet"
     with begin(out) as work:
@@ -158,7 +138,6 @@ def test_nothing_is_replaced_if_rows_are_missing_or_unexpected(tmp_path: Path, g
             finish(work, expect([(0, 0, 2), (1, 0, 1)]), {})
         assert caught.value.exit_code == 1
         assert not out.exists()
-        assert len(work.part_files()) == len({*work.part_files()})
 
 
 @pytest.mark.parametrize(
@@ -276,20 +255,3 @@ def test_a_full_disk_while_finishing_keeps_the_work(tmp_path: Path, monkeypatch:
         assert [*work.scratch.iterdir()] == []
         finish(work, expect([(0, 0, 1)]), {})
     assert stored_keys(out) == [(0, 0, 0)]
-
-
-def test_a_finished_output_is_not_touched_again(tmp_path: Path) -> None:
-    out = tmp_path / "r.parquet"
-    run(out)
-    before = out.stat().st_mtime_ns
-    for _ in range(2):
-        assert open_work(output_paths(out), IDENTITY, {}) is None
-    assert out.stat().st_mtime_ns == before
-
-
-def test_estimated_row_bytes_are_about_right() -> None:
-    from batchgen.data.write.schema import completions_to_table
-
-    table = completions_to_table([*group(1, size=1), *group(2, size=1001)])
-    small, large = merge_sort_module._row_bytes(table)
-    assert np.isclose(large - small, 4 * 1000, atol=64)

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,8 +11,8 @@ from hypothesis import strategies as st
 from batchgen.data.write.committed import Committed
 from batchgen.data.write.finish import finish
 from batchgen.data.write.parts import PartWriter
-from batchgen.data.write.work_folder import WorkFolder, open_work, output_paths
-from tests.data.helpers import IDENTITY, begin, expect, group
+from batchgen.data.write.work_folder import WorkFolder
+from tests.data.helpers import begin, expect, group
 
 KEYS = [(row, prompt, 1 + (row * 3 + prompt) % 3) for row in range(12) for prompt in range(1 + row % 3)]
 
@@ -87,59 +82,3 @@ def damage(work: WorkFolder, kind: str, place: int) -> None:
             (work.parts / name).write_bytes(last[: place % len(last)])
         else:
             parts[-1].write_bytes(last[: place % len(last)] if kind == "cut part" else bytes(len(last)))
-
-
-WRITER = """
-import sys
-from pathlib import Path
-from batchgen.data.write.committed import Committed
-from batchgen.data.write.finish import finish
-from batchgen.data.write.parts import PartWriter
-from tests.data.helpers import begin, expect, group
-keys = [(row, prompt, 1 + (row * 3 + prompt) % 3) for row in range(12) for prompt in range(1 + row % 3)]
-with begin(Path(sys.argv[1])) as work:
-    committed = Committed.read(work)
-    print("started", flush=True)
-    with PartWriter(work, commit_every=2) as writer:
-        for row, prompt, samples in reversed(keys):
-            if (row, prompt) not in committed:
-                writer.add(group(row, prompt, samples))
-                if row % 4 == 0:
-                    writer.flush()
-    finish(work, expect(keys), {"v": 1}, int(sys.argv[2]))
-"""
-
-
-def test_sigkill_at_random_times_does_not_change_the_output(tmp_path: Path, uninterrupted: bytes) -> None:
-    out = tmp_path / "r.parquet"
-    chance = random.Random(7)
-    command = [sys.executable, "-c", WRITER, str(out), "5000"]
-    root = Path(__file__).parents[3]
-    progress = []
-
-    def parts() -> int:
-        return len([*tmp_path.glob("r.parquet.work/parts/part-*.parquet")])
-
-    for _ in range(6):
-        with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as writer:
-            assert writer.stdout is not None
-            writer.stdout.readline()
-            goal = parts() + chance.randrange(4)
-            while parts() < goal and writer.poll() is None:
-                time.sleep(0.001)
-            time.sleep(chance.random() * 0.03)
-            writer.send_signal(signal.SIGKILL)
-        if out.exists():
-            assert out.read_bytes() == uninterrupted
-        progress.append(parts())
-        work = open_work(output_paths(out), IDENTITY, {})
-        if work is None:
-            break
-        with work:
-            Committed.read(work)
-    if not out.exists():
-        assert progress == sorted(progress), "committed parts are kept"
-        subprocess.run(command, cwd=root, check=True, stdout=subprocess.DEVNULL)
-    assert any(progress), "at least one attempt was killed in the middle"
-    assert out.read_bytes() == uninterrupted
-    assert [*tmp_path.iterdir()] == [out]

@@ -24,51 +24,28 @@ from batchgen.errors import ErrorCode, ErrorInfo
 from batchgen.request.completion import Completion
 from tests.data.helpers import failed, sample
 
-GOLDEN = [
-    ("id", "string"),
-    ("row_index", "int64"),
-    ("prompt_index", "int32"),
-    ("sample_index", "int32"),
-    ("status", "string"),
-    ("finish_reason", "string"),
-    ("stop_kind", "string"),
-    ("matched_stop", "string"),
-    ("matched_text", "string"),
-    ("error", "struct<code: string, message: string, param: string>"),
-    ("text", "string"),
-    ("output_ids", "list<item: int32>"),
-    ("prompt_ids", "list<item: int32>"),
-    ("prompt_tokens", "int32"),
-    ("completion_tokens", "int32"),
-    ("cached_tokens", "int32"),
-    ("output_logprobs", "list<item: float>"),
-    ("input_logprobs", "list<item: float>"),
-    ("cumulative_logprob", "double"),
-    ("mean_logprob", "double"),
-    ("output_top_ids", "list<item: int32>"),
-    ("output_top_logprobs", "list<item: float>"),
-    ("input_top_ids", "list<item: int32>"),
-    ("input_top_logprobs", "list<item: float>"),
-    ("output_ids_logprobs", "list<item: float>"),
-    ("input_ids_logprobs", "list<item: float>"),
-    ("output_tokens_text", "list<item: string>"),
-    ("input_tokens_text", "list<item: string>"),
-    ("routed_experts", "list<item: int32>"),
-    ("scores", "list<item: struct<sum: double, mean: double, tokens: int32, is_greedy: bool>>"),
-    ("score_logprobs", "list<item: float>"),
-    ("constraint_ok", "bool"),
-    ("min_new_tokens_unmet", "bool"),
-    ("seed", "int64"),
-    ("effective_max_new_tokens", "int32"),
-    ("dropped_tokens", "int32"),
-    ("dedup_of", "int64"),
-    ("prompt", "string"),
-    ("extra", "string"),
-]
+GOLDEN = {
+    "id": "string", "row_index": "int64", "prompt_index": "int32", "sample_index": "int32", "status": "string",
+    "finish_reason": "string", "stop_kind": "string", "matched_stop": "string", "matched_text": "string",
+    "error": "struct<code: string, message: string, param: string>", "text": "string",
+    "output_ids": "list<item: int32>", "prompt_ids": "list<item: int32>",
+    "prompt_tokens": "int32", "completion_tokens": "int32", "cached_tokens": "int32",
+    "output_logprobs": "list<item: float>", "input_logprobs": "list<item: float>",
+    "cumulative_logprob": "double", "mean_logprob": "double",
+    "output_top_ids": "list<item: int32>", "output_top_logprobs": "list<item: float>",
+    "input_top_ids": "list<item: int32>", "input_top_logprobs": "list<item: float>",
+    "output_ids_logprobs": "list<item: float>", "input_ids_logprobs": "list<item: float>",
+    "output_tokens_text": "list<item: string>", "input_tokens_text": "list<item: string>",
+    "routed_experts": "list<item: int32>",
+    "scores": "list<item: struct<sum: double, mean: double, tokens: int32, is_greedy: bool>>",
+    "score_logprobs": "list<item: float>", "constraint_ok": "bool", "min_new_tokens_unmet": "bool",
+    "seed": "int64", "effective_max_new_tokens": "int32", "dropped_tokens": "int32", "dedup_of": "int64",
+    "prompt": "string", "extra": "string",
+}  # fmt: skip
 
 
 def test_the_schema_is_the_documented_one() -> None:
-    assert [(field.name, str(field.type)) for field in SCHEMA] == GOLDEN
+    assert [(field.name, str(field.type)) for field in SCHEMA] == [*GOLDEN.items()]
 
 
 @pytest.mark.parametrize("rows", [[], [sample(1)], [failed(0)], [sample(0), failed(1), sample(2, 3, 4)]])
@@ -80,36 +57,7 @@ def test_every_table_has_the_whole_schema(rows: list[OutputRow]) -> None:
 
 
 def test_a_finished_sample() -> None:
-    completion = Completion(
-        3,
-        1,
-        2,
-        finish_reason="stop",
-        stop_kind="string",
-        matched_stop="END",
-        matched_text="END",
-        text="abc",
-        output_ids=[1, 2],
-        prompt_ids=(7, 8, 9),
-        prompt_tokens=3,
-        completion_tokens=2,
-        cached_tokens=1,
-        output_logprobs=np.array([-0.5, -1.0]),  # type: ignore[arg-type]
-        output_top_ids=[1, 5, 2, 6],
-        output_top_logprobs=[-0.5, -2.0, -1.0, -3.0],
-        cumulative_logprob=-1.5,
-        mean_logprob=-0.75,
-        seed=-(2**63),
-        effective_max_new_tokens=16,
-        dedup_of=2**40,
-    )
-    (row,) = completions_to_table([OutputRow(completion, "the id", '{"a":1}', "the prompt")]).to_pylist()
-    assert {name: value for name, value in row.items() if value is not None} == {
-        "id": "the id",
-        "row_index": 3,
-        "prompt_index": 1,
-        "sample_index": 2,
-        "status": "ok",
+    values: dict[str, Any] = {
         "finish_reason": "stop",
         "stop_kind": "string",
         "matched_stop": "END",
@@ -128,9 +76,14 @@ def test_a_finished_sample() -> None:
         "seed": -(2**63),
         "effective_max_new_tokens": 16,
         "dedup_of": 2**40,
-        "prompt": "the prompt",
-        "extra": '{"a":1}',
     }
+    given = {**values, "prompt_ids": (7, 8, 9), "output_logprobs": np.array([-0.5, -1.0])}
+    row = OutputRow(Completion(3, 1, 2, **given), "the id", '{"a":1}', "the prompt")
+    keys = {"id": "the id", "row_index": 3, "prompt_index": 1, "sample_index": 2, "status": "ok"}
+    (found,) = completions_to_table([row]).to_pylist()
+    assert {name: value for name, value in found.items() if value is not None} == {
+        **keys, **values, "prompt": "the prompt", "extra": '{"a":1}'
+    }  # fmt: skip
 
 
 def test_an_error_row() -> None:
