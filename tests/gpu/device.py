@@ -94,19 +94,18 @@ class Gpu(Numbers):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def time(self, run: Callable[[], object], *, graph: bool = True) -> Timing:
-        """Time `run` with a cold L2.
+    def time(self, run: Callable[[], object]) -> Timing:
+        """Time `run` with a cold L2, replayed as a CUDA graph if possible, as the engine does with decode steps.
 
         Args:
             run: function to time; does the same work each time, and may allocate.
-            graph: whether to capture and replay it as a CUDA graph if possible, as the engine does with decode steps.
         """
         if self.device.type != "cuda":
             return self._wall(run)
         for _ in range(WARM_UP_RUNS):
             run()
         self.synchronize()
-        replay = self._captured(run) if graph else None
+        replay = self._captured(run)
         if replay is not None:
             replay()
         return self._events(replay or run, "graph" if replay else "eager")

@@ -11,17 +11,10 @@ import torch
 
 __all__ = ["commit", "hardware", "versions"]
 
-_SMI_FIELDS = (
-    "name",
-    "driver_version",
-    "memory.total",
-    "clocks.sm",
-    "clocks.max.sm",
-    "clocks.mem",
-    "clocks.max.mem",
-    "power.limit",
-    "temperature.gpu",
-)
+_SMI_FIELDS = [
+    *("name", "driver_version", "memory.total", "clocks.sm", "clocks.max.sm", "clocks.mem", "clocks.max.mem"),
+    *("power.limit", "temperature.gpu"),
+]
 
 
 def hardware(device: torch.device) -> dict[str, Any]:

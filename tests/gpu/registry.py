@@ -66,14 +66,14 @@ def case(
         op: name of the operation in `Ops` or of an attention backend; for whole jobs, what is checked or measured.
         shapes: shapes on a device.
         toy: shapes on a CPU, where kernels run in the interpreter.
-        dtypes: dtypes to run in.
+        dtypes: dtypes to run in; at toy sizes only the last: the tests of kernels run them in the interpreter in all.
         name: name of the cases; empty: the function's name.
     """
 
     def register(run: Run) -> Run:
-        for is_toy, sizes in ((False, shapes), (True, toy)):
+        for is_toy, sizes, kinds in ((False, shapes, dtypes), (True, toy, dtypes[-1:])):
             for shape in sizes:
-                for dtype in dtypes:
+                for dtype in kinds:
                     made = Case(stage, op, "", shape, run, dtype)
                     words = [made.short_dtype, *(f"{key}={value}" for key, value in shape.items())]
                     whole = f"{name or run.__name__}[{','.join(filter(None, words))}]"

@@ -207,11 +207,11 @@ class Report:
         groups: dict[tuple[str, str, str], list[Check]] = {}
         for check in self.checks:
             groups.setdefault((check.stage, check.op, check.dtype), []).append(check)
-        rows = [("stage", "op", "dtype", "checks", "passed", "worst error/bound")]
-        for (stage, op, dtype), checks in groups.items():
-            passed = sum(c.status == "pass" for c in checks)
-            rows.append((stage, op, dtype, str(len(checks)), str(passed), _worst(checks)))
-        lines = _aligned(rows) if self.checks else []
+        rows = [
+            (*kind, str(len(checks)), str(sum(c.status == "pass" for c in checks)), _worst(checks))
+            for kind, checks in groups.items()
+        ]
+        lines = _aligned("stage|op|dtype|checks|passed|worst error/bound", rows)
         others: dict[tuple[str, str, str, str], list[Check]] = {}
         for check in [c for c in self.checks if c.status != "pass"]:
             others.setdefault((check.status, check.stage, check.op, _why(check)), []).append(check)
@@ -223,36 +223,26 @@ class Report:
         return lines
 
     def _figure_lines(self) -> list[str]:
-        if not self.figures:
-            return []
-        rows = [("op", "what", "shape", "median us", "p20", "p80", "floor us", "share", "against")]
-        for x in self.figures:
-            rows.append(
-                (
-                    x.op,
-                    x.what,
-                    " ".join(f"{k}={v}" for k, v in x.shape.items()),
-                    f"{x.timing.p50:.1f}",
-                    f"{x.timing.p20:.1f}",
-                    f"{x.timing.p80:.1f}",
-                    "" if x.floor_us is None else f"{x.floor_us:.1f}",
-                    "" if x.share is None else f"{x.share:.0%}",
-                    ", ".join(f"{ratio:.2f} x {name}" for name, ratio in x.ratios.items()),
-                )
+        rows = [
+            (
+                *(x.op, x.what, " ".join(f"{k}={v}" for k, v in x.shape.items())),
+                *(f"{time:.1f}" for time in (x.timing.p50, x.timing.p20, x.timing.p80)),
+                *(_given(x.floor_us, ".1f"), _given(x.share, ".0%")),
+                ", ".join(f"{ratio:.2f} x {name}" for name, ratio in x.ratios.items()),
             )
-        return _aligned(rows)
+            for x in self.figures
+        ]
+        return _aligned("op|what|shape|median us|p20|p80|floor us|share|against", rows)
 
     def _measure_lines(self) -> list[str]:
-        if not self.measures:
-            return []
-        rows = [("workload", "model", "engine", "figure", "value", "unit", "serial floor", "share", "goal", "part")]
-        for x in self.measures:
-            floor = "" if x.serial_floor is None else f"{x.serial_floor:,.4g}"
-            share = "" if x.share is None else f"{x.share:.0%}"
-            goal = "" if x.goal is None else f"{x.goal:,.4g}"
-            value, part = f"{x.value:,.4g}", f"{x.factor:.3g}"
-            rows.append((x.workload, x.model, x.engine, x.figure, value, x.unit, floor, share, goal, part))
-        return _aligned(rows)
+        rows = [
+            (
+                *(x.workload, x.model, x.engine, x.figure, _given(x.value), x.unit),
+                *(_given(x.serial_floor), _given(x.share, ".0%"), _given(x.goal), _given(x.factor, ".3g")),
+            )
+            for x in self.measures
+        ]
+        return _aligned("workload|model|engine|figure|value|unit|serial floor|share|goal|part", rows)
 
     def _profile_lines(self) -> list[str]:
         lines = []
@@ -286,6 +276,14 @@ def _why(check: Check) -> str:
     return f"error {check.error:.3g}, bound {check.bound:.3g}{'; ' if check.note else ''}{check.note}"
 
 
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+def _given(value: float | None, how: str = ",.4g") -> str:
+    return "" if value is None else format(value, how)
+
+
+def _aligned(names: str, rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Lines of a table, under the names of its columns; none without rows."""
+    if not rows:
+        return []
+    table = [tuple(names.split("|")), *rows]
+    widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]

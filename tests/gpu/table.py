@@ -17,13 +17,11 @@ __all__ = ["FIGURES", "markdown", "newest", "unmeasured"]
 
 FIGURES = Path(__file__).parent / "figures"
 
+_RATE, _BANDWIDTH = "output_tokens_per_second", "paged_decode_bandwidth"
 _NAMES = {
-    ("w-nano", "output_tokens_per_second"): "256 unlike prompts (`w-nano`), output tokens/s",
-    (
-        "w-prefix",
-        "output_tokens_per_second",
-    ): "4,096 prompts after one prefix of 2,000 tokens (`w-prefix`), output tokens/s",
-    ("w-tree", "output_tokens_per_second"): "a tree of prompts, 4 samples each (`w-tree`), output tokens/s",
+    ("w-nano", _RATE): "256 unlike prompts (`w-nano`), output tokens/s",
+    ("w-prefix", _RATE): "4,096 prompts after one prefix of 2,000 tokens (`w-prefix`), output tokens/s",
+    ("w-tree", _RATE): "a tree of prompts, 4 samples each (`w-tree`), output tokens/s",
     ("w-prefix", "times_flat"): "`w-prefix` against each row reading the cached prefix by itself",
     ("w-prefix", "times_unshared"): "`w-prefix` against prompts that share nothing",
     ("w-nano", "times_transformers-continuous"): "`w-nano` against transformers continuous batching",
@@ -33,10 +31,7 @@ _NAMES = {
     ("slowdown", "states"): "slowdown by last-layer states of all output tokens (to memory)",
     ("slowdown", "constrained"): "slowdown by a JSON schema on every second row",
     ("slowdown", "sampled"): "slowdown by mixed sampling parameters against greedy rows",
-    (
-        "kernel",
-        "paged_decode_bandwidth",
-    ): "share of bandwidth of the decode kernel alone (256 rows, 1,024 positions, 8 heads of 128)",
+    ("kernel", _BANDWIDTH): "share of bandwidth of the decode kernel alone (256 rows, 1,024 positions, 8 heads of 128)",
     ("start", "seconds"): "start: a new process to the first token",
 }
 
@@ -92,20 +87,15 @@ def _values(report: Mapping[str, Any]) -> _Values:
         and shape.items() <= f["shape"].items()
     ]
     if kernels:
-        found["kernel", "", "paged_decode_bandwidth"] = {"value": 100 * max(kernels), "share": None, "factor": 1.0}
+        found["kernel", "", _BANDWIDTH] = {"value": 100 * max(kernels), "share": None, "factor": 1.0}
     return found
 
 
 def _line(goal: Goal, measure: Mapping[str, Any] | None) -> str:
-    value = share = part = ""
-    if measure is None:
-        value = "not measured"
-    else:
-        value = (
-            f"**{_number(measure['value'], goal.unit)}**"
-            if goal.met(measure["value"])
-            else _number(measure["value"], goal.unit)
-        )
+    value, share, part = "not measured", "", ""
+    if measure is not None:
+        number = _number(measure["value"], goal.unit)
+        value = f"**{number}**" if goal.met(measure["value"]) else number
         share = "" if measure["share"] is None else f"{measure['share']:.0%}"
         part = "all" if measure["factor"] == 1 else f"{measure['factor']:.2g}"
     aims = " | ".join(_number(x, goal.unit) for x in (goal.goal, goal.moonshot, goal.predicted))

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from batchgen.kernels.types import AttentionArgs
+from batchgen.kernels.types import AttentionArgs, PagedAttention
 from tests.gpu.device import Gpu, Timing
 from tests.gpu.registry import Shape, case
 from tests.gpu.report import Figure, figure
@@ -40,13 +40,12 @@ PREFILL: list[Shape] = [{"tokens": tokens, **heads} for tokens in (2048, 8192) f
 PAGE = 16
 
 
-def attend_time(gpu: Gpu, backend: str, step: Step, *, graph: bool = True) -> Timing:
+def attend_time(gpu: Gpu, attention: PagedAttention, step: Step) -> Timing:
     """Time of a layer's attention over `step`, with its keys and values stored before."""
-    attention = gpu.attention(backend, step)
     keys, values, slots = attention.cache(0)
     keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots] = step.key, step.value
     scale = step.query.shape[-1] ** -0.5
-    return gpu.time(lambda: attention.attend_stored(0, step.query, AttentionArgs(scale)), graph=graph)
+    return gpu.time(lambda: attention.attend_stored(0, step.query, AttentionArgs(scale)))
 
 
 def decode_bytes(rows: int, context: int, heads: int, kv_heads: int, dim: int) -> int:
@@ -58,7 +57,7 @@ def _decode(backend: str) -> Callable[..., Iterator[Figure]]:
     def run(gpu: Gpu, *, rows: int, context: int, heads: int, kv_heads: int, dim: int) -> Iterator[Figure]:
         shape = {"rows": rows, "context": context, "heads": heads, "kv_heads": kv_heads, "dim": dim}
         step = decode_step(gpu, heads_shape(heads, kv_heads, dim, PAGE, DTYPE), rows, context, context)
-        timing = attend_time(gpu, backend, step)
+        timing = attend_time(gpu, gpu.attention(backend, step), step)
         size = decode_bytes(rows, context, heads, kv_heads, dim)
         made = figure(gpu, backend, "paged decode", shape, timing, bytes=size)
         yield replace(made, against={"sdpa": _sdpa_decode(gpu, rows, context, heads, kv_heads, dim).p50})
@@ -82,11 +81,17 @@ def _prefix(backend: str) -> Callable[..., Iterator[Figure]]:
         size = DTYPE.itemsize * dim * (2 * shared * kv_heads + 2 * rows * heads)
         operations = 4 * rows * pages * PAGE * heads * dim
         made = figure(
-            gpu, backend, "shared prefix", shape, attend_time(gpu, backend, step), bytes=size, flops=operations
+            gpu,
+            backend,
+            "shared prefix",
+            shape,
+            attend_time(gpu, gpu.attention(backend, step), step),
+            bytes=size,
+            flops=operations,
         )
         del step
         flat = decode_step(gpu, layer, rows, pages * PAGE + 1, pages * PAGE + 1)
-        against = {"not shared": attend_time(gpu, backend, flat).p50}
+        against = {"not shared": attend_time(gpu, gpu.attention(backend, flat), flat).p50}
         query = gpu.randn(1, heads, rows, dim, dtype=DTYPE)
         key, value = (gpu.randn(1, kv_heads, pages * PAGE, dim, dtype=DTYPE) for _ in range(2))
         against["sdpa"] = gpu.time(lambda: F.scaled_dot_product_attention(query, key, value, enable_gqa=True)).p50
@@ -101,7 +106,15 @@ def _prefill(backend: str) -> Callable[..., Iterator[Figure]]:
         step = prefill_step(gpu, heads_shape(heads, kv_heads, dim, PAGE, DTYPE), [(tokens, 0)])
         operations = 4 * (tokens * (tokens + 1) // 2) * heads * dim
         size = DTYPE.itemsize * dim * tokens * (2 * kv_heads + 2 * heads)
-        made = figure(gpu, backend, "prefill", shape, attend_time(gpu, backend, step), bytes=size, flops=operations)
+        made = figure(
+            gpu,
+            backend,
+            "prefill",
+            shape,
+            attend_time(gpu, gpu.attention(backend, step), step),
+            bytes=size,
+            flops=operations,
+        )
         query, key, value = (x.transpose(0, 1)[None] for x in (step.query, step.key, step.value))
         peer = gpu.time(lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True))
         yield replace(made, against={"sdpa": peer.p50})

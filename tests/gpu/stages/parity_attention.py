@@ -165,13 +165,7 @@ def attention_verdicts(
         attend_by_token(step.batch, step.query, keys, values, args, compute) for compute in (torch.float64, dtype)
     )
     with poisoned(allow_sync=backend == "flash"):
-        got = attention.attend(
-            0,
-            step.query,
-            step.key,
-            step.value,
-            args,
-        )
+        got = attention.attend(0, step.query, step.key, step.value, args)
     slots = step.batch.slot_mapping
     yield "stored keys", judge_equal(step.pool.keys[0].flatten(0, 1)[slots], step.key)
     yield "stored values", judge_equal(step.pool.values[0].flatten(0, 1)[slots], step.value)

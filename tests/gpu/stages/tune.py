@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import torch
 
 from batchgen.kernels.chips import AttentionTile, ChipTuning, chip_tuning
-from batchgen.kernels.types import AttentionArgs
 from tests.gpu.device import Gpu
 from tests.gpu.stages.attention_steps import decode_step, grouped_step, heads_shape, prefill_step
+from tests.gpu.stages.bench_attention import attend_time
 from tests.gpu.under_test import triton_attention
 from tests.kernels.steps import Step
 
@@ -29,21 +29,15 @@ PAGE = 16
 
 # Keys and values are loaded after their page numbers, so only every second stage prefetches further: 3, 5, 7.
 DECODE_TILES = [
-    AttentionTile(queries=16, keys=keys, warps=warps, stages=stages)
+    AttentionTile(16, keys, warps, stages)
     for keys, warps, stages in (
-        (32, 2, 3),
-        (32, 4, 5),
-        (64, 4, 3),
-        (64, 4, 5),
-        (64, 4, 7),
-        (128, 4, 3),
-        (128, 4, 5),
-        (128, 8, 5),
+        *((32, 2, 3), (32, 4, 5), (64, 4, 3), (64, 4, 5)),
+        *((64, 4, 7), (128, 4, 3), (128, 4, 5), (128, 8, 5)),
     )
 ]
 PREFILL_TILES = [
-    AttentionTile(queries=queries, keys=keys, warps=warps, stages=stages)
-    for queries, keys, warps, stages in (
+    AttentionTile(*tile)
+    for tile in (
         *((64, 32, 4, 5), (64, 64, 4, 2), (64, 64, 4, 5), (64, 64, 8, 3), (64, 128, 4, 2)),
         *((128, 32, 8, 5), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 5), (128, 64, 4, 2), (128, 128, 8, 2)),
     )
@@ -115,9 +109,14 @@ class _Tuner:
     def run(self, source: str) -> dict[str, Any]:
         kinds: dict[str, dict[int, AttentionTile]] = {"decode": {}, "prefill": {}}
         for dim in self._sizes.dims:
-            kinds["decode"][dim] = self._best_tile("decode", dim, self._sizes.decode, [self._decode(dim)])
-            steps = [self._prefill(dim), self._prefix(dim)]
-            kinds["prefill"][dim] = self._best_tile("prefill", dim, self._sizes.prefill, steps)
+            gpu, sizes, shape = self._gpu, self._sizes, self._shape(dim)
+            decode = [decode_step(gpu, shape, sizes.rows, sizes.context, sizes.context)]
+            kinds["decode"][dim] = self._best_tile("decode", dim, sizes.decode, decode)
+            prefill = [
+                prefill_step(gpu, shape, [(sizes.chunk, 0)]),
+                grouped_step(gpu, shape, sizes.rows, [(1, sizes.shared_pages)], 1),
+            ]
+            kinds["prefill"][dim] = self._best_tile("prefill", dim, sizes.prefill, prefill)
             for kind, tiles in kinds.items():
                 self._tuning = _with_tile(self._tuning, kind, dim, tiles[dim])
         numbers = {"split_keys": self._split(), "prefix_pass_tokens": self._threshold()}
@@ -139,7 +138,8 @@ class _Tuner:
         return _fastest(times) or self._tuning.attention_tile(kind, dim, DTYPE)
 
     def _split(self) -> int:
-        step = self._long()
+        longest = self._sizes.long_context
+        step = decode_step(self._gpu, self._shape(128), self._sizes.long_rows, longest, longest)
         times = {}
         for split in self._sizes.splits:
             times[split] = self._total([step], replace(self._tuning, split_keys=split))
@@ -164,37 +164,17 @@ class _Tuner:
     def _shape(self, dim: int) -> Any:
         return heads_shape(self._sizes.heads, self._sizes.kv_heads, dim, PAGE, DTYPE)
 
-    def _decode(self, dim: int) -> Step:
-        return decode_step(self._gpu, self._shape(dim), self._sizes.rows, self._sizes.context, self._sizes.context)
-
-    def _long(self) -> Step:
-        longest = self._sizes.long_context
-        return decode_step(self._gpu, self._shape(128), self._sizes.long_rows, longest, longest)
-
-    def _prefill(self, dim: int) -> Step:
-        return prefill_step(self._gpu, self._shape(dim), [(self._sizes.chunk, 0)])
-
-    def _prefix(self, dim: int) -> Step:
-        return grouped_step(self._gpu, self._shape(dim), self._sizes.rows, [(1, self._sizes.shared_pages)], 1)
-
     def _total(self, steps: list[Step], tuning: ChipTuning) -> float | None:
         """Microseconds of all steps; None if the tiles do not fit the device, or time is up."""
         if self._stop_reason():
             return None
         try:
-            return sum(self._time(step, tuning) for step in steps)
+            return sum(attend_time(self._gpu, triton_attention(step, tuning), step).p50 for step in steps)
         except Exception as error:
             # Triton's error for too much shared memory or too many registers; its module differs by release.
             if "OutOfResources" not in type(error).__name__:
                 raise
             return None
-
-    def _time(self, step: Step, tuning: ChipTuning) -> float:
-        attention = triton_attention(step, tuning)
-        keys, values, slots = attention.cache(0)
-        keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots] = step.key, step.value
-        scale = step.query.shape[-1] ** -0.5
-        return self._gpu.time(lambda: attention.attend_stored(0, step.query, AttentionArgs(scale))).p50
 
 
 Choice = TypeVar("Choice")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from random import Random
@@ -229,25 +229,19 @@ def pairs(engine: BenchEngine, plain: Sequence[BenchRow], rows: Sequence[BenchRo
     return slower
 
 
-def _logprobs(number: int) -> Mapping[str, Any]:
-    return {"return_logprob": True, "top_logprobs_num": 20}
-
-
-def _states(number: int) -> Mapping[str, Any]:
-    return {"return_hidden_states": {"layers": [-1], "tokens": "output"}}
-
-
-def _constrained(number: int) -> Mapping[str, Any]:
-    return {"json_schema": SCHEMA} if number % 2 else {}
-
-
 def _sampled(number: int) -> Mapping[str, Any]:
     rng = Random(number)
     fields = {"temperature": rng.choice([0.7, 1.0, 1.3]), "seed": number, "top_k": rng.choice([-1, 20, 50])}
     return fields | {"top_p": rng.choice([0.8, 0.95, 1.0]), "min_p": rng.choice([0.0, 0.05])}
 
 
-KINDS = {"logprobs": _logprobs, "states": _states, "constrained": _constrained, "sampled": _sampled}
+KINDS: dict[str, Callable[[int], Mapping[str, Any]]] = {
+    "logprobs": lambda number: {"return_logprob": True, "top_logprobs_num": 20},
+    "states": lambda number: {"return_hidden_states": {"layers": [-1], "tokens": "output"}},
+    "constrained": lambda number: {"json_schema": SCHEMA} if number % 2 else {},
+    "sampled": _sampled,
+}
+"""Name -> fields of a row, by its number."""
 
 
 def _slot(gpu: Gpu, model: str) -> float:

@@ -134,19 +134,22 @@ def launches(name: str, thunk: Callable[[], None], case: str) -> list[Launch]:
     return found
 
 
-def variants(chips: tuple[str, ...], modules: list[str], only: str = "") -> tuple[list[Launch], set[str]]:
+def variants(
+    chips: tuple[str, ...], modules: list[str], only: str = "", cases: str = "launches"
+) -> tuple[list[Launch], set[str]]:
     """Every distinct specialisation of the modules' cases, and every call site of `launch` that was reached.
 
     Args:
         chips: chips to compile for.
-        modules: modules whose `launches()` yield (name, thunk); a thunk calls a launcher with meta tensors.
+        modules: modules with a function that yields (name, thunk); a thunk calls a launcher with meta tensors.
         only: substring of the names of kernels or cases; "" for all.
+        cases: name of the function.
     """
     distinct: dict[tuple[str, str, str], Launch] = {}
     sites: set[str] = set()
     for name in chips:
         with chip(name):
-            for case, thunk in (pair for module in modules for pair in import_module(module).launches()):
+            for case, thunk in (pair for module in modules for pair in getattr(import_module(module), cases)()):
                 for launch in launches(name, thunk, case):
                     sites.add(launch.site)
                     if only in case or only in launch.name:
@@ -157,7 +160,7 @@ def variants(chips: tuple[str, ...], modules: list[str], only: str = "") -> tupl
 def beyond(chips: tuple[str, ...], compiled: list[Launch]) -> list[str]:
     """Launches of steps of many sizes whose machine code is not among the compiled launches."""
     there = {(x.chip, x.name, x.key) for x in compiled}
-    steps, _ = variants(chips, [f"{__package__}.step_sizes"])
+    steps, _ = variants(chips, [CASES], cases="steps")
     return [f"{x.name} ({x.case}) on {x.chip}" for x in steps if (x.chip, x.name, x.key) not in there]
 
 

@@ -1,10 +1,12 @@
 """Launches that are compiled ahead of time: every launch that a model can need, on meta tensors.
 
 Sizes are those of real models: hidden sizes, heads, and vocabularies of few blocks, not divisible by 16, and large.
+`steps` has the same launches in steps of another size, which must not need other machine code.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -50,65 +52,93 @@ def ints(*shape: int) -> Tensor:
 def launches() -> Cases:
     """(name, call of a launcher) of every case."""
     for dtype in DTYPES:
-        name = str(dtype).removeprefix("torch.")
         for cases in (_dense, _heads, _products, _logits, _drawing, _grouped, _attention):
-            yield from cases(name, dtype)
-    lists, logits, rows, column = CountLists.empty(16, 256, META), empty(7, 151_936), ints(5), empty(5)
-    yield "row_keys[int64]", partial(noise.row_keys, ints(4), ints(4), ints(4))
-    yield "add_bias[float32]", partial(shaping.add_bias, logits, rows, rows, column)
-    yield "count_tokens", partial(counts.count_tokens, lists, rows, rows, rows, 100)
-    penalties = Penalties(column, column, column)
-    yield "penalise[float32]", partial(counts.penalise, logits, rows, rows, lists, penalties, 100)
+            yield from cases(_name(dtype), dtype)
+    yield from _float32()
 
 
-def _dense(name: str, dtype: torch.dtype) -> Cases:
+STEP_SIZES = (1, 16, 17, 1000)
+
+
+def steps() -> Cases:
+    """Launches of steps of other sizes: tokens, rows, pairs, work items, the room of tables."""
+    for size in STEP_SIZES:
+        for cases in (by_row(size), _grouped(_name(BF16), BF16, size), _attended(size)):
+            yield from ((f"{name} at {size}", thunk) for name, thunk in cases)
+
+
+def by_row(rows: int) -> Cases:
+    """Operations whose result for a row is a function of that row only, in a step of `rows` rows."""
+    for cases in (_dense, _heads, _products, _logits, _drawing):
+        yield from cases(_name(BF16), BF16, rows)
+    yield from _float32(rows)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _float32(rows: int = 5) -> Cases:
+    """Operations that write logits in float32, on lists of counts with several widths."""
+    logits, whole, column, pairs = empty(rows, 151_936), ints(rows), empty(rows), ints(3 * rows)
+    yield "row_keys[int64]", partial(noise.row_keys, whole, whole, whole)
+    yield "add_bias[float32]", partial(shaping.add_bias, logits, pairs, pairs, empty(3 * rows))
+    for width in (64, 256, 4096):
+        lists = CountLists.empty(16 * -(-(rows + 1) // 16), width, META)
+        yield "count_tokens", partial(counts.count_tokens, lists, whole, whole, whole, width)
+        penalties = Penalties(column, column, column)
+        yield "penalise[float32]", partial(counts.penalise, logits, whole, whole, lists, penalties, 100 + rows)
+
+
+def _dense(name: str, dtype: torch.dtype, rows: int = 7) -> Cases:
     for activation in ("silu", "gelu", "gelu_pytorch_tanh", "quick_gelu", "relu"):
-        yield f"gated[{name},{activation}]", partial(gated, empty(7, 2 * 3072, dtype=dtype), activation)
+        yield f"gated[{name},{activation}]", partial(gated, empty(rows, 2 * 3072, dtype=dtype), activation)
     for width in (576, 1024, 2048, 4096, 8192, 16384):  # others use the tile of the next power of 2
-        x, delta, weight = (empty(*shape, dtype=dtype) for shape in ((7, width), (7, width), (width,)))
+        x, delta, weight = (empty(*shape, dtype=dtype) for shape in ((rows, width), (rows, width), (width,)))
         yield f"rms_norm[{name},H={width}]", partial(rms_norm, x, weight, 1e-6)
         yield f"add_rms_norm[{name},H={width}]", partial(add_rms_norm, x, delta, weight, 1e-6)
-    heads = empty(7, 48, 128, dtype=dtype)[:, :32]
+    heads = empty(rows, 48, 128, dtype=dtype)[:, :32]
     yield f"rms_norm[{name},heads,D=128]", partial(rms_norm, heads, heads[0, 0], 1e-6)
     for dim in (64, 80, 96, 128, 256):
-        yield f"rope_tables[{name},D={dim}]", partial(rope_tables, empty(dim // 2), 1.0, ints(7), dtype)
+        yield f"rope_tables[{name},D={dim}]", partial(rope_tables, empty(dim // 2), 1.0, ints(rows), dtype)
 
 
 HEADS = ((9, 3, 64), (32, 8, 64), (32, 32, 80), (32, 32, 96), (16, 8, 128), (32, 8, 128), (64, 8, 128), (8, 4, 256))
 """Heads, kv heads, head size. The tile depends only on the head size, except for models with very few heads."""
 
 
-def _heads(name: str, dtype: torch.dtype) -> Cases:
+def _heads(name: str, dtype: torch.dtype, rows: int = 7) -> Cases:
     make = partial(empty, dtype=dtype)
     for heads, kv_heads, dim in HEADS:
-        tables, pool = (make(7, 1, dim), make(7, 1, dim)), (make(11, 16, kv_heads, dim), make(11, 16, kv_heads, dim))
+        tables = make(rows, 1, dim), make(rows, 1, dim)
+        pool = make(4 + rows, 16, kv_heads, dim), make(4 + rows, 16, kv_heads, dim)
         for normed in (False, True):
             norms = HeadNorms(make(dim), make(dim), 1e-6) if normed else None
-            qkv = make(7, heads + 2 * kv_heads, dim)
+            qkv = make(rows, heads + 2 * kv_heads, dim)
             case = f"qk_norm_rope_cache[{name},N={heads},K={kv_heads},D={dim},norm={int(normed)}]"
-            yield case, partial(qk_norm_rope_cache, qkv, norms, tables, *pool, ints(7))
+            yield case, partial(qk_norm_rope_cache, qkv, norms, tables, *pool, ints(rows))
 
 
 LAYERS = ((1024, 1024), (2048, 1024), (1024, 4096), (4096, 4096), (1024, 6144), (4096, 28672), (1024, 151_936))
 """Inputs and outputs of layers of 0.6B and 8B models, and of an output head."""
 
 
-def _products(name: str, dtype: torch.dtype) -> Cases:
+def _products(name: str, dtype: torch.dtype, rows: int = 256) -> Cases:
     make = partial(empty, dtype=dtype)
     for inputs, outputs in LAYERS if dtype == BF16 else LAYERS[2:5]:
-        yield f"linear[{name},I={inputs},O={outputs}]", partial(linear, make(256, inputs), make(outputs, inputs))
-    x, weight = make(256, 1024), make(1024, 4096)
+        yield f"linear[{name},I={inputs},O={outputs}]", partial(linear, make(rows, inputs), make(outputs, inputs))
+    x, weight = make(rows, 1024), make(1024, 4096)
     yield f"linear[{name},bias]", partial(linear, x, weight.view(4096, 1024), make(4096))
     yield f"linear[{name},transposed weight]", partial(linear, x, weight.T)
-    yield f"linear[{name},odd sizes]", partial(linear, make(256, 100), make(1000, 100))
-    yield f"batched_matmul[{name}]", partial(batched_matmul, make(16, 256, 128), make(16, 128, 512))
+    yield f"linear[{name},odd sizes]", partial(linear, make(rows, 100), make(1000, 100))
+    yield f"batched_matmul[{name}]", partial(batched_matmul, make(16, rows, 128), make(16, 128, 512))
     yield f"batched_matmul[{name},transposed]", partial(batched_matmul, make(16, 9, 64), make(16, 512, 64).mT)
 
 
-def _logits(name: str, dtype: torch.dtype) -> Cases:
-    tokens, known, pairs = ints(7), empty(7), ints(5)
+def _logits(name: str, dtype: torch.dtype, rows: int = 7) -> Cases:
+    tokens, known, pairs = ints(rows), empty(rows), ints(3 * rows)
     for vocab in (8192, 50_257, 151_936, 262_144):
-        logits = empty(7, vocab, dtype=dtype)
+        logits = empty(rows, vocab, dtype=dtype)
         yield f"argmax_lse[{name},V={vocab}]", partial(logprobs.argmax_lse, logits)
     yield f"log_normalizers[{name}]", partial(logprobs.log_normalizers, logits)
     yield f"token_logprobs[{name}]", partial(logprobs.token_logprobs, logits, tokens)
@@ -118,20 +148,21 @@ def _logits(name: str, dtype: torch.dtype) -> Cases:
         yield f"gather_logprobs[{name},k={k}]", partial(logprobs.gather_logprobs, logits, tokens, k)
     yield f"mask_tokens[{name}]", partial(logprobs.mask_tokens, logits, tokens, tokens)
     for vocab in (512, 50_257, 151_936):
-        logits, masks = empty(7, vocab, dtype=dtype), empty(3, bitmask_width(vocab), dtype=torch.int32)
+        logits, masks = empty(rows, vocab, dtype=dtype), empty(rows, bitmask_width(vocab), dtype=torch.int32)
+        twice = empty(2 * rows, vocab, dtype=dtype)
         yield f"apply_bitmask[{name},V={vocab}]", partial(bitmask.apply_bitmask, logits, masks)
-        yield f"apply_bitmask[{name},V={vocab},rows]", partial(bitmask.apply_bitmask, logits, masks, ints(3))
-    yield f"keep_only[{name}]", partial(shaping.keep_only, logits, pairs, pairs, pairs)
-    yield f"drew_masked[{name}]", partial(shaping.drew_masked, logits, pairs, pairs)
+        yield f"apply_bitmask[{name},V={vocab},rows]", partial(bitmask.apply_bitmask, twice, masks, tokens)
+    yield f"keep_only[{name}]", partial(shaping.keep_only, logits, tokens, pairs, pairs)
+    yield f"drew_masked[{name}]", partial(shaping.drew_masked, logits, tokens, tokens)
     for room in top.GROUPS:  # every capacity for k; rows without groups use the same kernels
         yield f"largest[{name},k={room}]", partial(top.largest, logits, room)
 
 
-def _drawing(name: str, dtype: torch.dtype) -> Cases:
-    columns = SamplingColumns(empty(4), ints(4), empty(4), empty(4), ints(4), None, ())
+def _drawing(name: str, dtype: torch.dtype, rows: int = 4) -> Cases:
+    columns = SamplingColumns(empty(rows), ints(rows), empty(rows), empty(rows), ints(rows), None, ())
     four = (columns.temperature, columns.top_k, columns.top_p, columns.min_p)
     for vocab in (151_936, 50_257):  # with and without 16-byte alignment
-        logits = empty(4, vocab, dtype=dtype)
+        logits = empty(rows, vocab, dtype=dtype)
         yield f"sample[{name},V={vocab}]", partial(sampling.sample, logits, columns)
         yield f"filtered_scores[{name},V={vocab}]", partial(filtering.filtered_scores, logits, *four, columns.top_k)
 
@@ -149,9 +180,10 @@ def lora_pairs(adapters: int, width: int, inputs: int, outputs: int, dtype: torc
     return pairs
 
 
-def _lora(dtype: torch.dtype, width: int, rows: int) -> None:
-    tokens, inputs, outputs = 512, 4096, 6144
-    tiles = LoraTiles(ints(tokens), ints(tokens // rows, 3), rows)
+def _lora(dtype: torch.dtype, width: int, rows: int, tokens: int = 512) -> None:
+    inputs, outputs, count = 4096, 6144, -(-tokens // rows)
+    piece = ints(tokens + 3 * count)  # both are uploaded in one transfer: the second begins where the first ends
+    tiles = LoraTiles(piece[:tokens], piece[tokens:].view(count, 3), rows)
     pairs = lora_pairs(3, width, inputs, outputs, dtype)
     add_lora(empty(tokens, outputs, dtype=dtype), empty(tokens, inputs, dtype=dtype), LoraStep((), tiles), pairs)
 
@@ -174,8 +206,8 @@ ROUTINGS = {
 }
 
 
-def _experts(dtype: torch.dtype, gating: Gating, tile: GroupedTile) -> None:
-    tokens, hidden, inner, experts, chosen = 512, 2048, 768, 64, 8
+def _experts(dtype: torch.dtype, gating: Gating, tile: GroupedTile | None, tokens: int = 512) -> None:
+    hidden, inner, experts, chosen = 2048, 768, 64, 8
     make = partial(empty, dtype=dtype)
     layer = Experts(make(experts, 2 * inner, hidden), make(experts, hidden, inner), gating=gating)
     if gating.interleaved:  # such models keep their weights transposed
@@ -184,18 +216,19 @@ def _experts(dtype: torch.dtype, gating: Gating, tile: GroupedTile) -> None:
     moe_experts(make(tokens, hidden), ints(tokens, chosen), empty(tokens, chosen), layer, tile)
 
 
-def _grouped(name: str, dtype: torch.dtype) -> Cases:
-    for width in (16, 32, 64):
-        for rows in (16, 64):
-            yield f"add_lora[{name},ranks={width},rows={rows}]", partial(_lora, dtype, width, rows)
+def _grouped(name: str, dtype: torch.dtype, tokens: int = 512) -> Cases:
     for rows, tile in chip_tuning(META).grouped["float32" if dtype == F32 else "half"].items():
         for gating, made in GATINGS.items():
             if gating in ("silu", "gpt_oss") or (dtype == BF16 and rows == 64):
-                yield f"moe_experts[{name},{gating},rows={rows}]", partial(_experts, dtype, made, tile)
+                yield f"moe_experts[{name},{gating},rows={rows}]", partial(_experts, dtype, made, tile, tokens)
+    yield f"moe_experts[{name},silu]", partial(_experts, dtype, Gating(), None, tokens)
     for rules, (experts, routing, biased) in ROUTINGS.items():
         if dtype != F16:
             bias = empty(experts) if biased else None
-            yield f"route[{name},{rules}]", partial(route, empty(512, experts, dtype=dtype), routing, bias)
+            yield f"route[{name},{rules}]", partial(route, empty(tokens, experts, dtype=dtype), routing, bias)
+    for width in (16, 32, 64):
+        for rows in (16, 64):
+            yield f"add_lora[{name},ranks={width},rows={rows}]", partial(_lora, dtype, width, rows, tokens)
 
 
 # Attention, with the tiles of the chip compiled for.
@@ -240,7 +273,7 @@ def _whole_step(dtype: torch.dtype, heads: int, layer: LayerKV, page_size: int, 
     start, lens = np.full(ROWS, 2 * page_size), np.where(np.arange(ROWS) < 129, 20, 4000)
     start[129] = 0
     pool, batch = _step(dtype, layer, page_size, groups, lens, start)
-    _attend(TritonAttention(pool, batch, multiprocessors=132), dtype, heads, layer, options)
+    _attend(TritonAttention(pool, batch, multiprocessors=132), batch, dtype, heads, layer, options)
 
 
 def _deterministic_step(
@@ -250,19 +283,42 @@ def _deterministic_step(
     groups = [GroupPages(np.arange(128), np.ones(256 // page_size, np.int64), 0)]
     start = np.where(np.arange(ROWS) < 128, 256, 0)
     pool, batch = _step(dtype, layer, page_size, groups, np.full(ROWS, 20), start)
-    _attend(DeterministicTritonAttention(pool, batch), dtype, heads, layer, options)
+    _attend(DeterministicTritonAttention(pool, batch), batch, dtype, heads, layer, options)
+
+
+def _attended(rows: int) -> Cases:
+    yield "attention", partial(_steps_of, rows)
+    parts = empty(rows, 16, 128, dtype=BF16), empty(16, rows).T, empty(rows, 16, 128), empty(rows, 16)
+    yield "merge_parts", partial(merge_parts, *parts)
+
+
+def _steps_of(rows: int) -> None:
+    """Several steps of `rows` rows: with and without a chunk, with and without groups, short and long contexts."""
+    layer = LayerKV(8, 128, 128)
+    for chunk, grouped, length in itertools.product((0, 1, 16, rows), (0, 1, rows // 2, rows), (1, 33, 4000)):
+        groups = [GroupPages(np.arange(grouped), np.ones(2, np.int64), 0)] if grouped else []
+        start = np.where(np.arange(rows) < grouped, 32, 0)
+        pool, batch = _step(BF16, layer, 16, groups, np.full(rows, length), start, chunk, max(length, chunk))
+        for attention in (TritonAttention(pool, batch, multiprocessors=132), DeterministicTritonAttention(pool, batch)):
+            _attend(attention, batch, BF16, 16, layer, {})
 
 
 def _step(
-    dtype: torch.dtype, layer: LayerKV, page_size: int, groups: list[GroupPages], lens: Any, start: Any
-) -> tuple[KVPool, AttentionBatch]:
+    dtype: torch.dtype, layer: LayerKV, page_size: int, groups: list[GroupPages], lens: Any, start: Any,
+    chunk: int = 256, context: int = 4000,
+) -> tuple[KVPool, AttentionBatch]:  # fmt: skip
+    """`chunk` queries at the end of `context` positions, and rows of `lens` positions from `start` on."""
     pages = np.ones(-(-4096 // page_size), np.int64)
-    table, chunks = np.zeros((ROWS, len(pages)), np.int64), [ChunkPages(0, 256, 4000, pages)]
-    batch = AttentionBatch(ints(256 + ROWS), chunks, 256, groups, table, lens, start, int(lens.max()))
+    chunks = [ChunkPages(0, chunk, context, pages[: -(-context // page_size)])] if chunk else []
+    table, slots = np.zeros((len(lens), len(pages)), np.int64), ints(chunk + len(lens))
+    batch = AttentionBatch(slots, chunks, chunk, groups, table, lens, start, int(lens.max()))
     return KVPool.allocate([layer], 512, page_size, dtype, META), batch
 
 
-def _attend(attention: Any, dtype: torch.dtype, heads: int, layer: LayerKV, options: dict[str, Any]) -> None:
+def _attend(
+    attention: Any, batch: AttentionBatch, dtype: torch.dtype, heads: int, layer: LayerKV, options: dict[str, Any]
+) -> None:
     if options.get("sinks"):
         options = options | {"sinks": empty(heads, dtype=dtype)}
-    attention.attend_stored(0, empty(256 + ROWS, heads, layer.key_dim, dtype=dtype), AttentionArgs(0.1, **options))
+    query = empty(batch.slot_mapping.shape[0], heads, layer.key_dim, dtype=dtype)
+    attention.attend_stored(0, query, AttentionArgs(0.1, **options))

@@ -50,8 +50,15 @@ class Numbers:
             vocab: number of logits per row.
             dtype: dtype of the result; the numbers are generated in float32.
             kind: "model": flat and peaked rows, a tenth of them with masked tokens; "ties": few different values, among
-                them both zeros and -inf, with at least one finite value a row.
+                them both zeros and -inf, with at least one finite value a row; "equal": one value a row, of several;
+                "rising" and "falling".
         """
+        if kind in ("rising", "falling"):
+            row = torch.arange(float(vocab), device=self.device) * (1 if kind == "rising" else -1)
+            return row.repeat(rows, 1).to(dtype)
+        if kind == "equal":
+            values = torch.tensor([0.0, 0.25, -0.0, 3e4, -torch.inf], device=self.device)
+            return values.repeat(rows)[:rows, None].repeat(1, vocab).to(dtype)
         if kind == "ties":
             values = torch.tensor([-torch.inf, -1.5, -0.0, 0.0, 2.0, 2.0], device=self.device)
             logits = values[self.randint(0, len(values), rows, vocab)]

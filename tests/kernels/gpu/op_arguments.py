@@ -136,9 +136,10 @@ def exact_gather(logits: Tensor, targets: Tensor, k: int) -> Any:
 
 def _pairs(n: Numbers, rows: int, vocab: int, pairs: int) -> tuple[Tensor, Tensor]:
     """(row numbers, ids): `pairs` distinct pairs a row in random order."""
-    ids = n.distinct(vocab, rows, min(pairs, vocab)).flatten()
+    each = min(pairs, vocab)
+    ids = n.distinct(vocab, rows, each).flatten()
     order = n.permutation(len(ids))
-    return (torch.arange(len(ids), device=n.device) // min(pairs, vocab))[order], ids[order]
+    return torch.arange(rows, device=n.device).repeat_interleave(each)[order], ids[order]
 
 
 def bias(n: Numbers, dtype: torch.dtype, rows: int, vocab: int, pairs: int, **how: str) -> Arguments:
@@ -192,7 +193,7 @@ def count(n: Numbers, dtype: torch.dtype, rows: int, vocab: int, tokens: int) ->
     lists, drawn = count_lists(n, rows, vocab, tokens), n.randint(0, vocab, rows)
     drawn[::3] = lists.ids[1::3, 0].long()
     slots, order = torch.arange(rows, device=n.device) + 1, n.permutation(rows)
-    slots[-1] = 0
+    slots[-1:] = 0
     return {"lists": lists, "slots": slots[order], "rows": order, "tokens": drawn, "width": min(tokens, vocab) + 1}
 
 

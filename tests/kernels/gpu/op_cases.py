@@ -57,10 +57,19 @@ def _sizes(names: str, *rows: Sequence[Any]) -> list[Sizes]:
     return [dict(zip(names.split(), row, strict=True)) for row in rows]
 
 
+NORMS = [
+    *_sizes("rows width", (3, 20), (5, 1), (5, 3), (5, 63), (5, 576), (5, 1000), (2, 16384)),
+    *_sizes("rows width", (1, 13), (128, 13), (129, 13), (300, 13), (0, 8)),
+]
 _LAYER = {"rows": 5, "experts": 4, "chosen": 2, "hidden": 24, "inner": 18}
 VOCABULARIES = _sizes("rows vocab", (256, 151936), (64, 128256), (1, 32000), (77, 257))
 ROWS = _sizes("rows vocab", (3, 150), (1, 1), (3, 2), (2, 63), (5, 100), (1, 1000))
-KINDS = [*({"rows": 3, "vocab": 130, "layout": layout} for layout in LAYOUTS), {"rows": 6, "vocab": 65, "kind": "ties"}]
+NONE = {"rows": 0, "vocab": 100}
+KINDS = [
+    *({"rows": 3, "vocab": 130, "layout": layout} for layout in LAYOUTS),
+    *({"rows": rows, "vocab": 65, "kind": kind} for rows, kind in ((6, "ties"), (4, "equal"))),
+    NONE,
+]
 ANY_ROWS = {"rows": (1, 6), "vocab": (1, 200)}
 
 
@@ -86,8 +95,7 @@ OPERATIONS = (
         "rms_norm",
         make.norm,
         [
-            *_sizes("rows width", (3, 20), (5, 1), (5, 3), (5, 63), (5, 576), (5, 1000), (2, 5000), (2, 16384)),
-            *_sizes("rows width", (1, 13), (127, 13), (128, 13), (129, 13), (300, 13)),
+            *NORMS,
             *_sizes(
                 "rows width layout", (6, 16, "heads"), (6, 80, "heads"), (7, 20, "every second"), (7, 20, "padded")
             ),
@@ -104,8 +112,7 @@ OPERATIONS = (
         "add_rms_norm",
         make.add_norm,
         [
-            *_sizes("rows width", (3, 20), (5, 1), (5, 3), (5, 63), (5, 576), (5, 1000), (2, 5000), (2, 16384)),
-            *_sizes("rows width", (1, 13), (127, 13), (128, 13), (129, 13), (300, 13)),
+            *NORMS,
             *_sizes("rows width layout", (7, 20, "every second"), (7, 20, "padded")),
         ],
         _sizes("rows width", (256, 1024), (4099, 4096), (7, 576)),
@@ -117,7 +124,7 @@ OPERATIONS = (
         make.gated,
         [
             *_with(_sizes("rows width", (3, 37)), activation=list(ACTIVATIONS)),
-            *_sizes("rows width", (2, 1), (2, 63), (2, 1000), (2, 1023), (2, 1024), (2, 1025), (2, 2100)),
+            *_sizes("rows width", (2, 1), (2, 63), (2, 1023), (2, 1024), (2, 1025), (2, 2100), (0, 6)),
             *_sizes("rows width layout", (6, 21, "padded"), (6, 21, "every second")),
         ],
         _with(
@@ -141,6 +148,7 @@ OPERATIONS = (
             ),
             *_sizes("rows heads kv_heads dim page", (1, 4, 2, 8, 1), (2, 4, 2, 8, 3), (17, 4, 2, 8, 16)),
             {"rows": 5, "heads": 3, "kv_heads": 1, "dim": 8, "gaps": 2},
+            {"rows": 0, "heads": 2, "kv_heads": 1, "dim": 4},
         ],
         _sizes(
             "rows heads kv_heads dim normed",
@@ -153,7 +161,7 @@ OPERATIONS = (
     Operation(
         "rope_tables",
         make.rope,
-        _sizes("rows dim", (3, 16), (5, 2), (5, 6), (5, 128), (5, 256), (1, 80), (7, 80), (8, 80), (9, 80), (100, 80)),
+        _sizes("rows dim", (3, 16), (5, 2), (5, 6), (5, 128), (5, 256), (1, 80), (8, 80), (9, 80), (100, 80), (0, 8)),
         _sizes("rows dim", (256, 128), (4097, 64), (1, 80)),
         {"rows": (1, 40), "dim": (2, 140)},
         exact=make.exact_rope,
@@ -162,7 +170,9 @@ OPERATIONS = (
         "linear",
         make.linear,
         [
-            *_sizes("rows inputs outputs", (3, 20, 24), (1, 64, 64), (65, 100, 63), (3, 1, 1), (17, 33, 130)),
+            *_sizes(
+                "rows inputs outputs", (3, 20, 24), (1, 64, 64), (65, 100, 63), (3, 1, 1), (17, 33, 130), (0, 40, 24)
+            ),
             {"rows": 9 * 64 + 1, "inputs": 8, "outputs": 70},  # an edge of the band of tiles
             *_with(_sizes("rows inputs outputs", (9, 20, 48)), layout=LAYOUTS[1:]),
         ],
@@ -196,7 +206,7 @@ OPERATIONS = (
     Operation(
         "gather_logprobs",
         make.gather,
-        [*_with(_sizes("rows vocab", (3, 150), (3, 170)), k=[0, 3, 1, 5, 17]), *_with(KINDS, k=[5])],
+        [*_with(_sizes("rows vocab", (3, 150)), k=[0, 3, 1, 5, 17]), *_with(KINDS, k=[5])],
         _with(VOCABULARIES, k=[20]),
         {**ANY_ROWS, "k": (1, 18)},
         exact=make.exact_gather,
@@ -209,7 +219,10 @@ OPERATIONS = (
         [
             *_sizes("rows vocab k", (3, 150, 7), (3, 1, 1), (2, 7, 7), (1, 63, 3), (2, 100, 16), (1, 333, 9)),
             *_with(_sizes("rows vocab kind", (2, 5, "ties"), (2, 64, "ties"), (2, 300, "ties")), k=[2, 16]),
-            *_with(_sizes("rows vocab layout", *((3, 201, layout) for layout in LAYOUTS)), k=[6, 17]),
+            *_sizes("rows vocab kind k", (5, 150, "equal", 10), (1, 200, "rising", 13), (1, 200, "falling", 13)),
+            {**NONE, "k": 5},
+            *_with(_sizes("rows vocab layout", *((3, 201, layout) for layout in LAYOUTS)), k=[6]),
+            {"rows": 3, "vocab": 201, "k": 17},
         ],
         _with(VOCABULARIES, k=[1, 50, 200]),
         {**ANY_ROWS, "k": (1, 17)},
@@ -218,7 +231,7 @@ OPERATIONS = (
     Operation(
         "mask_tokens",
         make.mask,
-        _with([*ROWS, *KINDS], pairs=[4, 70]),
+        _with([*ROWS, *KINDS], pairs=[4, 70, 0]),
         _with(VOCABULARIES, pairs=[40]),
         equal=ALL,
     ),
@@ -239,7 +252,7 @@ OPERATIONS = (
     Operation(
         "add_bias",
         make.bias,
-        _with([*ROWS, *KINDS], pairs=[9, 200]),
+        _with([*ROWS, *KINDS], pairs=[9, 200, 0]),
         _with(VOCABULARIES, pairs=[300]),
         dtypes=FLOAT32,
         tolerance=1e-6,
@@ -247,14 +260,14 @@ OPERATIONS = (
     Operation(
         "keep_only",
         make.keep,
-        [*_with([*ROWS, *KINDS], pairs=[4, 70]), {"rows": 4, "vocab": 5000, "pairs": 200}],
+        [*_with([*ROWS, *KINDS], pairs=[4, 70, 0]), {"rows": 4, "vocab": 5000, "pairs": 200}],
         _with(VOCABULARIES, pairs=[40]),
         equal=ALL,
     ),
     Operation(
         "count_tokens",
         make.count,
-        _with([*ROWS, {"rows": 5, "vocab": 5000}], tokens=[9, 2500]),
+        _with([*ROWS, {"rows": 5, "vocab": 5000}, NONE], tokens=[9, 2500]),
         _with(VOCABULARIES, tokens=[1500]),
         dtypes=FLOAT32,
         equal=ALL,
@@ -333,6 +346,7 @@ OPERATIONS = (
                 for i, name in enumerate(make.GATINGS)
             ),
             *_sizes("rows experts chosen hidden inner spread", (17, 5, 1, 20, 12, 0), (40, 1, 1, 20, 12, 0)),
+            {"rows": 0, "experts": 4, "chosen": 2, "hidden": 8, "inner": 6},
         ],
         [
             *_sizes("rows experts chosen hidden inner", (256, 128, 8, 2048, 768), (1, 8, 2, 1024, 1792)),
@@ -349,7 +363,13 @@ OPERATIONS = (
         [
             *_with(_sizes("rows heads dim", (3, 3, 16), (5, 9, 64)), sinks=[0, 1]),
             *_sizes(
-                "rows heads dim sinks", (5, 1, 16, 0), (5, 3, 80, 0), (5, 16, 128, 0), (5, 5, 7, 1), (5, 2, 256, 1)
+                "rows heads dim sinks",
+                (5, 1, 16, 0),
+                (5, 3, 80, 0),
+                (5, 16, 128, 0),
+                (5, 5, 7, 1),
+                (5, 2, 256, 1),
+                (0, 2, 8, 0),
             ),
         ],
         _sizes("rows heads dim sinks", (256, 32, 128, 0), (1025, 16, 64, 1), (3, 7, 80, 0)),

@@ -20,7 +20,6 @@ from batchgen.kernels.types import AttentionArgs
 from tests.kernels.gpu.attention_cases import (
     GROUPS,
     KERNELS,
-    OPTIONS,
     SCALE,
     SPLITTING,
     TILES,
@@ -50,12 +49,6 @@ def test_steps_equal_the_reference(group: str, kernel: str) -> None:
         check(KERNELS[kernel](step, tuning), step, **with_sinks(case.options, step.query.shape[1]))
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_parts_of_split_runs_are_merged(options: dict[str, Any]) -> None:
-    step = built(mixed, heads=3)
-    check(attention_of(step, SPLITTING), step, **with_sinks(options, 3))
-
-
 @KERNEL
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("chip", ["default", *known_chips()])
@@ -68,22 +61,18 @@ def test_the_tiles_of_each_chip(chip: str, dtype: torch.dtype, kernel: str) -> N
     check(KERNELS[kernel](step, tuning_of(chip)), step, window=90)
 
 
-def long_row(b: StepBuilder) -> None:
-    b.decode(150)
+FILLS: dict[str, Callable[[StepBuilder], object]] = {
+    "row": lambda b: b.decode(150),
+    "chunk": lambda b: b.chunk(20, past=130),
+    "group": lambda b: b.group([b.decode(n, own_start=128) for n in (1, 50)], 0, 8),
+    "mixed": mixed,
+}
 
 
-def long_chunk(b: StepBuilder) -> None:
-    b.chunk(20, past=130)
-
-
-def long_group(b: StepBuilder) -> None:
-    b.group([b.decode(n, own_start=128) for n in (1, 50)], 0, 8)
-
-
-@pytest.mark.parametrize("fill", [long_row, long_chunk, long_group])
+@pytest.mark.parametrize("kind", FILLS)
 @pytest.mark.parametrize("options", [{}, {"window": 70, "softcap": 2.0, "sinks": True}], ids=str)
-def test_long_runs_are_split_and_merged(fill: Callable[[StepBuilder], None], options: dict[str, Any]) -> None:
-    step = built(fill)
+def test_long_runs_are_split_and_merged(kind: str, options: dict[str, Any]) -> None:
+    step = built(FILLS[kind])
     check(attention_of(step, SPLITTING), step, **with_sinks(options, 2))
     work = attention_of(step, SPLITTING).work(0, 2, options.get("window"))
     assert work.num_parts > 1

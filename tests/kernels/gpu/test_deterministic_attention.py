@@ -147,23 +147,17 @@ def test_a_token_s_steps_are_a_function_of_its_position(
             assert shown == slots[max(first, at) : min(position + 1, at + keys)].tolist()
 
 
-def test_a_group_s_whole_steps_are_computed_once() -> None:
+@pytest.mark.parametrize(
+    ("pages", "items", "keys_read"),
+    [(5, [[[0, 64, 0, 1]], [[64, 100, 1, 0]] * 6], 64 + 6 * 36), (1, [[[0, 36, 0, 0]] * 6], 6 * 36)],
+    ids=["whole steps once", "shorter than a step"],
+)
+def test_a_group_s_whole_steps_are_computed_once(pages: int, items: list[Any], keys_read: int) -> None:
     b = StepBuilder(Shape(4, 2))
-    rows = [b.decode(20, own_start=80) for _ in range(6)]
-    b.group(rows, 0, 5)
+    b.group([b.decode(20, own_start=16 * pages) for _ in range(6)], 0, pages)
     work = plan_deterministic(b.build().batch, DeterministicListShape(16, None, 8, 32))
-    assert [item[5:] for item in items_of(work, 0)] == [[0, 64, 0, 1]]
-    assert [item[5:] for item in items_of(work, 1)] == [[64, 100, 1, 0]] * 6
-    assert work.keys_read == 64 + 6 * 36
-    assert work.saves_states
-
-
-def test_a_group_shorter_than_a_step_is_computed_by_each_row() -> None:
-    b = StepBuilder(Shape(4, 2))
-    b.group([b.decode(20, own_start=16) for _ in range(6)], 0, 1)
-    work = plan_deterministic(b.build().batch, DeterministicListShape(16, None, 8, 32))
-    assert not work.saves_states
-    assert [item[5:] for item in items_of(work, 0)] == [[0, 36, 0, 0]] * 6
+    assert [[item[5:] for item in items_of(work, launch)] for launch in range(len(work.launches))] == items
+    assert (work.keys_read, work.saves_states) == (keys_read, pages > 1)
 
 
 def test_sections_begin_at_multiples_of_16_bytes_and_the_longest_items_come_first() -> None:

@@ -21,7 +21,7 @@ from batchgen.kernels.lora import LoraPair, LoraPairs, LoraSegment, LoraStep
 from batchgen.kernels.moe import Experts
 from batchgen.kernels.ops import TORCH_OPS, Ops
 from tests.gpu.interpreted import fix_row_summation_order
-from tests.kernels.gpu import step_sizes
+from tests.kernels.gpu import aot_cases
 
 SIZES = (1, 2, 16, 17, 64, 65, 300, 4096)
 
@@ -34,26 +34,23 @@ def recorded_launches(thunk: Callable[[], object]) -> list[tuple[Any, dict[str, 
     return seen
 
 
-NAMES = sorted({name for make in step_sizes.BY_ROW for name, _ in make(2)})
-
-
 def test_every_operation_is_covered() -> None:
-    covered = {name.split()[0] for name in NAMES} | {"top_logprobs", "nan_rows", "add_lora", "moe_experts", "route"}
+    covered = {name.split("[")[0] for name, _ in aot_cases.by_row(2)} | {"nan_rows", "add_lora", "moe_experts", "route"}
     replaced = {f.name for f in fields(Ops) if getattr(TRITON_INVARIANT_OPS, f.name) != getattr(TORCH_OPS, f.name)}
     assert replaced <= covered
 
 
 @pytest.mark.parametrize("chip", ["default", *known_chips()])
-@pytest.mark.parametrize("name", NAMES)
-def test_launches_do_not_depend_on_the_number_of_rows(name: str, chip: str) -> None:
-    seen = []
+def test_launches_do_not_depend_on_the_number_of_rows(chip: str) -> None:
+    seen: dict[str, list[Any]] = {}
     with compiling_for(chip):
         for size in SIZES:
-            for make in step_sizes.BY_ROW:
-                seen += [recorded_launches(thunk) for found, thunk in make(size) if found == name]
-    assert len(seen) >= len(SIZES)
-    assert seen[0]
-    assert all(launch == seen[0] for launch in seen)
+            for name, thunk in aot_cases.by_row(size):
+                seen.setdefault(name, []).append(recorded_launches(thunk))
+    for name, launches in seen.items():
+        assert launches[0], name
+        assert len(launches) >= len(SIZES), name
+        assert all(launch == launches[0] for launch in launches), name
 
 
 # LoRA and MoE.

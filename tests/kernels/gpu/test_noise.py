@@ -1,3 +1,5 @@
+"""The noise of a token on a GPU: the bits are those of the CPU, the values within rounding."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -5,15 +7,12 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from batchgen.kernels import noise
 from batchgen.kernels.gpu.launch import launch
-from batchgen.kernels.gpu.noise import gumbel_of, noise_bits, row_keys, uniform_of
+from batchgen.kernels.gpu.noise import gumbel_of, noise_bits, uniform_of
 
-INT64 = st.integers(-(2**63), 2**63 - 1)
 EXTREME = [0, 1, -1, 2**63 - 1, -(2**63), 2**62, 0x1E3779B97F4A7C15, -7046029254386353131]
 
 
@@ -38,23 +37,10 @@ def drawn(keys: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("key", EXTREME)
 def test_bits_equal_the_cpu(key: int) -> None:
-    ids = torch.tensor([0, 1, 2, 63, 4095, 4096, 151_935, 262_143, 2**31 - 1])
+    ids = torch.cat([torch.arange(300), torch.tensor([4095, 4096, 151_935, 262_143, 2**31 - 1])])
     bits, values = drawn(torch.tensor([key]), ids)
     assert torch.equal(bits, noise.noise_bits(torch.tensor([[key]]), ids[None]))
     torch.testing.assert_close(values, noise.gumbel_at(torch.tensor([key]), ids[None]), atol=4e-7, rtol=2e-7)
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.lists(INT64, min_size=1, max_size=3), st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=20))
-def test_bits_of_drawn_keys(keys: list[int], ids: list[int]) -> None:
-    bits, _ = drawn(torch.tensor(keys), torch.tensor(ids))
-    assert torch.equal(bits, noise.noise_bits(torch.tensor(keys)[:, None], torch.tensor(ids)[None]))
-
-
-def test_noise_equals_the_cpu_within_rounding() -> None:
-    keys = noise.row_keys(*(torch.arange(8) for _ in range(3)))
-    _, values = drawn(keys, torch.arange(5000))
-    torch.testing.assert_close(values, noise.gumbel(keys, 5000), atol=4e-7, rtol=2e-7)
 
 
 @triton.jit
@@ -69,21 +55,3 @@ def test_extreme_bits_give_finite_noise() -> None:
     launch(_transform, (1,), bits, values, BLOCK=8)
     exact = -np.log(-np.log1p(-np.minimum((bits.numpy() + 0.5) * 2.0**-53, 1 - 2.0**-24)))
     np.testing.assert_allclose(values.numpy(), exact, rtol=3e-7, atol=3e-7)
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.lists(st.tuples(INT64, INT64, INT64), min_size=1, max_size=20))
-def test_row_keys_equal_the_cpu(rows: list[tuple[int, int, int]]) -> None:
-    columns = [torch.tensor(column) for column in zip(*rows, strict=True)]
-    assert torch.equal(row_keys(*columns), noise.row_keys(*columns))
-
-
-@pytest.mark.parametrize("rows", [0, 1, 127, 128, 129, 300])
-def test_row_keys_of_any_number_of_strided_columns(rows: int) -> None:
-    table = torch.randint(-(2**63), 2**63 - 1, (rows, 3), generator=torch.Generator().manual_seed(rows))
-    before = table.clone()
-    columns = table.unbind(1)
-    zero = torch.zeros((), dtype=torch.int64).expand(rows)
-    assert torch.equal(row_keys(*columns), noise.row_keys(*columns))
-    assert torch.equal(row_keys(columns[0], zero, columns[2]), noise.row_keys(columns[0], zero, columns[2]))
-    assert torch.equal(table, before)
