@@ -57,7 +57,7 @@ class Numbers:
             row = torch.arange(float(vocab), device=self.device) * (1 if kind == "rising" else -1)
             return row.repeat(rows, 1).to(dtype)
         if kind == "equal":
-            values = torch.tensor([0.0, 0.25, -0.0, 3e4, -torch.inf], device=self.device)
+            values = torch.tensor([0.0, 0.25, -0.0, 25.0, -torch.inf], device=self.device)
             return values.repeat(rows)[:rows, None].repeat(1, vocab).to(dtype)
         if kind == "ties":
             values = torch.tensor([-torch.inf, -1.5, -0.0, 0.0, 2.0, 2.0], device=self.device)

@@ -64,8 +64,8 @@ NORMS = [
 _LAYER = {"rows": 5, "experts": 4, "chosen": 2, "hidden": 24, "inner": 18}
 VOCABULARIES = _sizes("rows vocab", (256, 151936), (64, 128256), (1, 32000), (77, 257))
 ROWS = _sizes("rows vocab", (3, 150), (1, 1), (3, 2), (2, 63), (5, 100), (1, 1000))
-NONE = {"rows": 0, "vocab": 100}
-KINDS = [
+NONE: Sizes = {"rows": 0, "vocab": 100}
+KINDS: list[Sizes] = [
     *({"rows": 3, "vocab": 130, "layout": layout} for layout in LAYOUTS),
     *({"rows": rows, "vocab": 65, "kind": kind} for rows, kind in ((6, "ties"), (4, "equal"))),
     NONE,
