@@ -16,7 +16,7 @@ from torch import Tensor
 from batchgen.kernels.types import PagedAttention
 from tests.gpu.compare import forbid_sync
 from tests.gpu.under_test import flash_attention, torch_attention, triton_attention
-from tests.kernels.gpu.numbers import Numbers
+from tests.kernels.numbers import Numbers
 from tests.kernels.steps import Step
 
 __all__ = ["Gpu", "Timing"]

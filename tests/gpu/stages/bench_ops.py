@@ -19,7 +19,7 @@ from tests.gpu.registry import Shape, case
 from tests.gpu.report import Figure, figure
 from tests.gpu.stages.parity_sampling import MODES, keys_of
 from tests.gpu.under_test import kernel
-from tests.kernels.gpu.op_cases import OPERATIONS
+from tests.kernels.op_cases import OPERATIONS
 
 DTYPE = torch.bfloat16
 PRODUCTS = (1024, 2048, 4096)

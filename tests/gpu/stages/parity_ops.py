@@ -1,4 +1,4 @@
-"""Every operation's kernel at real sizes, against plain PyTorch and float64 (`tests.kernels.gpu.op_cases`)."""
+"""Every operation's kernel at real sizes, against plain PyTorch and float64 (`tests.kernels.op_cases`)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tests.gpu.compare import judge, judge_equal, poisoned
 from tests.gpu.device import Gpu
 from tests.gpu.registry import Labelled, case
 from tests.gpu.under_test import kernel, reference
-from tests.kernels.gpu.op_cases import OPERATIONS, Operation
-from tests.kernels.gpu.op_results import results
+from tests.kernels.op_cases import OPERATIONS, Operation
+from tests.kernels.op_results import results
 
 
 def _case(operation: Operation) -> Callable[..., Iterator[Labelled]]:

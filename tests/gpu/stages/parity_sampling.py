@@ -19,7 +19,7 @@ from tests.gpu.compare import Verdict, judge, judge_equal, poisoned
 from tests.gpu.device import Gpu
 from tests.gpu.registry import DTYPES, Labelled, case
 from tests.gpu.under_test import kernel, reference
-from tests.kernels.gpu.op_arguments import bad_rows
+from tests.kernels.op_arguments import bad_rows
 
 TIE = 1e-5
 """Score difference below which two tokens may swap."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from batchgen.kernels.device import HOST
 from batchgen.kernels.gpu.lora import add_lora
 from batchgen.kernels.lora import LoraPair, LoraPairs, lora_step, tiles_of
-from tests.kernels.gpu.numbers import Numbers
+from tests.kernels.numbers import Numbers
 
 CPU = torch.device("cpu")
 NUMBERS = Numbers(CPU)

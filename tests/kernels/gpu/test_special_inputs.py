@@ -23,9 +23,9 @@ from batchgen.kernels.lora import LoraPairs, LoraTiles, lora_step, tiles_of
 from batchgen.kernels.moe import Routing
 from batchgen.kernels.sampling import greedy, nan_rows
 from tests.gpu.under_test import kernel, reference
+from tests.kernels import op_arguments as make
 from tests.kernels.closeness import DTYPES
-from tests.kernels.gpu import op_arguments as make
-from tests.kernels.gpu.numbers import Numbers
+from tests.kernels.numbers import Numbers
 from tests.kernels.penalised import listed, lists_of
 
 CPU = torch.device("cpu")

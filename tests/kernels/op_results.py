@@ -101,6 +101,8 @@ def _copied(value: Any, widen: bool) -> Any:
         return whole.as_strided(value.shape, value.stride(), value.storage_offset())
     if isinstance(value, Mapping):
         return {name: _copied(item, widen) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_copied(item, widen) for item in value]
     if isinstance(value, LoraPairs):
         return LoraPairs([_copied(pair, widen) for pair in value])
     if isinstance(value, tuple):
@@ -119,7 +121,7 @@ def _whole(tensor: Tensor) -> Tensor:
 def _tensors(name: str, got: Any, plain: Any, exact: Any) -> Iterator[Result]:
     if isinstance(got, Tensor):
         yield Result(name, got, plain, exact)
-    elif isinstance(got, tuple):
+    elif isinstance(got, tuple | list):
         for index, part in enumerate(zip(got, plain, exact, strict=True)):
             yield from _tensors(f"{name} {index}", *part)
     elif is_dataclass(got) and not isinstance(got, LoraStep | type):

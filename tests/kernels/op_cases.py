@@ -13,8 +13,8 @@ import torch
 
 from batchgen.kernels.activation import ACTIVATIONS
 from batchgen.kernels.counts import CountLists
-from tests.kernels.gpu import op_arguments as make
-from tests.kernels.gpu.numbers import LAYOUTS
+from tests.kernels import op_arguments as make
+from tests.kernels.numbers import LAYOUTS
 
 __all__ = ["DTYPES", "OPERATIONS", "Operation", "Sizes"]
 
@@ -63,7 +63,7 @@ NORMS = [
 ]
 _LAYER = {"rows": 5, "experts": 4, "chosen": 2, "hidden": 24, "inner": 18}
 VOCABULARIES = _sizes("rows vocab", (256, 151936), (64, 128256), (1, 32000), (77, 257))
-ROWS = _sizes("rows vocab", (3, 150), (1, 1), (3, 2), (2, 63), (5, 100), (1, 1000))
+ROWS = _sizes("rows vocab", (3, 150), (1, 1), (3, 2), (2, 63), (5, 100), (1, 5000))
 NONE: Sizes = {"rows": 0, "vocab": 100}
 KINDS: list[Sizes] = [
     *({"rows": 3, "vocab": 130, "layout": layout} for layout in LAYOUTS),
@@ -88,6 +88,11 @@ def _clearing_slot_0(count_tokens: Call) -> Call:
             column[0] = 0
 
     return run
+
+
+def _tokens(sample: Call) -> Call:
+    """PyTorch's does not check the rows."""
+    return lambda *arguments: sample(*arguments).tokens
 
 
 OPERATIONS = (
@@ -292,7 +297,7 @@ OPERATIONS = (
     Operation(
         "nan_rows",
         make.bad_rows,
-        _sizes("rows vocab", (4, 150), (3, 4), (7, 65)),
+        _sizes("rows vocab", (4, 150), (3, 4), (7, 65), (7, 305)),
         _sizes("rows vocab", (256, 151936), (3, 32001)),
         equal=ALL,
     ),
@@ -386,5 +391,10 @@ OPERATIONS = (
         {"rows": (1, 5), "heads": (1, 17), "dim": (1, 70), "most": (1, 6), "sinks": (0, 1)},
         exact=make.exact_lists,
     ),
+    Operation(
+        "sample", make.sample, _sizes("vocab drawn", (1, 0), (63, 0), (300, 0), (300, 5)), equal=ALL, adapt=_tokens
+    ),
+    Operation("filtered_scores", make.filtered, _sizes("vocab", (1,), (63,), (300,)), dtypes=FLOAT32, tolerance=1e-6),
+    Operation("copy_pages", make.copies, _sizes("page_size count", (1, 0), (3, 1), (16, 70)), equal=ALL),
 )
-"""Not here: sampling and its filters (`test_sampling`, `test_filtering`), which may differ where scores tie."""
+"""The last three have no cases on a device: draws may differ there where scores tie (`stages.parity_sampling`)."""

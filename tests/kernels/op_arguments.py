@@ -5,6 +5,7 @@ A maker takes a source of numbers, the dtype and sizes, and returns name -> argu
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -20,8 +21,11 @@ from batchgen.kernels.lora import LoraPair, LoraPairs, LoraStep, lora_step
 from batchgen.kernels.merge import PartLists
 from batchgen.kernels.moe import Experts, Gating, Routing
 from batchgen.kernels.moe import route as plain_route
+from batchgen.kernels.noise import row_keys as keys_of
 from batchgen.kernels.rope import rope_tables
-from tests.kernels.gpu.numbers import Numbers, laid_out
+from batchgen.kernels.sampling import SamplingColumns
+from batchgen.kernels.types import KVPool
+from tests.kernels.numbers import Numbers, laid_out
 
 Arguments = dict[str, Any]
 EPS = 1e-6
@@ -216,10 +220,45 @@ def row_keys(n: Numbers, dtype: torch.dtype, rows: int) -> Arguments:
 
 
 def bad_rows(n: Numbers, dtype: torch.dtype, rows: int, vocab: int, **how: str) -> Arguments:
-    """One row each with a not-a-number, with +inf, and with only -inf."""
+    """Rows with a not-a-number of either sign, with +inf, and with only -inf, as far as there are rows."""
     logits = n.logits(rows, vocab, dtype)
-    logits[0, vocab // 3], logits[1, vocab - 1], logits[2] = torch.nan, torch.inf, -torch.inf
+    places = ((0, vocab // 3, torch.nan), (1, vocab - 1, torch.inf), (3, 0, -torch.nan), (4, vocab - 1, torch.nan))
+    logits[2] = -torch.inf
+    for row, place, value in places[: 2 if rows < 6 else None]:
+        logits[row, place] = value
     return {"logits": logits}
+
+
+# Drawing, and the cache.
+
+MIXES = tuple(itertools.product((0.0, 0.3, 1.0, 4.0), (-1, 1, 7, 500), (1.0, 0.9, 1e-9), (0.0, 0.1)))
+
+
+def sample(n: Numbers, dtype: torch.dtype, vocab: int, drawn: int = 0) -> Arguments:
+    """A mix of parameters, for one sample per row, or several of `drawn` rows."""
+    mixes = MIXES[:: 7 if vocab > 100 else 3]
+    columns = SamplingColumns.of(*zip(*mixes, strict=True), device_for(n.device))
+    keys = keys_of(*(n.randint(0, 1000, len(mixes)) for _ in range(3)))
+    rows = n.randint(0, drawn, len(mixes)) if drawn else None
+    logits = n.randn(drawn or len(mixes), vocab, dtype=dtype, scale=2.0)
+    return {"logits": logits, "columns": columns.with_keys(keys), "sample_rows": rows}
+
+
+def filtered(n: Numbers, dtype: torch.dtype, vocab: int) -> Arguments:
+    mixes = MIXES[::5]
+    names = ("temperature", "top_k", "top_p", "min_p")
+    columns = {name: torch.tensor(values) for name, values in zip(names, zip(*mixes, strict=True), strict=True)}
+    logits = n.randn(len(mixes), vocab, scale=2.0)
+    return {"logits": logits, **columns, "drawn": logits.argmax(-1)}
+
+
+def copies(n: Numbers, dtype: torch.dtype, page_size: int, count: int) -> Arguments:
+    """`count` whole pages of two layers of different shapes, copied to other pages."""
+    caches = [[n.randn(90, page_size, *shape, dtype=dtype) for shape in ((2, 4), (1, 9))] for _ in range(2)]
+    pages = n.permutation(90)
+    sources = pages[count:][n.randint(0, 90 - count, count)]
+    table = torch.stack((sources, pages[:count], torch.full((count,), page_size)), 1)
+    return {"pool": KVPool(*caches, page_size), "copies": table}
 
 
 # Adapters, experts, merges.
