@@ -118,13 +118,6 @@ def test_rows_override_params(engine: Engine) -> None:
     assert len(drawn.output_logprobs or []) == len(drawn.output_ids or []) > 0
 
 
-def test_stops_may_be_a_string_or_a_list() -> None:
-    assert SamplingParams(stop="END").stop == ("END",)  # type: ignore[arg-type]
-    given = SamplingParams(stop=["a", "b"], stop_token_ids=[3, 4])  # type: ignore[arg-type]
-    assert (given.stop, given.stop_token_ids) == (("a", "b"), (3, 4))
-    hash(given)
-
-
 @pytest.mark.field("max_new_tokens")
 def test_max_new_tokens_none_generates_to_the_end_of_the_context(engine: Engine) -> None:
     (done,) = engine.generate(["Hello"], SamplingParams(temperature=0, max_new_tokens=None, ignore_eos=True))

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
-from openai.types.shared import ErrorObject
 
 from batchgen.demo import model_path
 from tests.e2e.rows import mixed_lines, rows_of, write_lines
@@ -129,16 +128,6 @@ def test_logprobs_with_the_tokenizer_of_the_run(done: Path) -> None:
         assert [top.logprob for token in content for top in token.top_logprobs] == row["output_top_logprobs"]
         joined = b"".join(bytes(token.bytes or ()) for token in content).decode("utf-8", "replace")
         assert joined.startswith(row["text"].rstrip("\ufffd"))
-
-
-def test_errors_are_openai_error_objects(done: Path) -> None:
-    errors = lines_of(done / "out.openai.errors.jsonl")
-    for each in errors.values():
-        assert each["response"]["status_code"] == 400
-        assert ErrorObject.model_validate(each["response"]["body"]["error"], strict=True).message
-    wrong = errors["wrong"]["response"]["body"]["error"]
-    assert (wrong["code"], wrong["param"], wrong["type"]) == ("invalid_field", "temperature", "invalid_request_error")
-    assert errors["long"]["response"]["body"]["error"]["code"] == "context_length_exceeded"
 
 
 def test_files_are_not_overwritten_without_the_option(done: Path) -> None:
