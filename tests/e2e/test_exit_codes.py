@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -155,6 +157,24 @@ def test_5_another_run_holds_the_output(model: Path, tmp_path: Path) -> None:
     assert other.code == 0
     first.kill_after(0)
     run([*arguments, "--max-time", "0.01"], tmp_path, expect=75)  # the lock went with the process
+
+
+def test_6_model(model: Path, tmp_path: Path) -> None:
+    source = good(tmp_path)
+    for name, damage in {
+        "no-weights": lambda folder: (folder / "model.safetensors").unlink(),
+        "half-copied": lambda folder: os.truncate(folder / "model.safetensors", 10_000),
+        "no-tokenizer": lambda folder: [path.unlink() for path in folder.glob("tokenizer*")],
+        "no-config": lambda folder: (folder / "config.json").unlink(),
+    }.items():
+        folder = tmp_path / name
+        shutil.copytree(model, folder)
+        damage(folder)
+        done = run(["run", source, "--model", folder], tmp_path, expect=6)
+        assert name in one_line(done.stderr)
+        assert not (tmp_path / "in.out.parquet.work").exists(), "refused before a work folder is made"
+    done = run(["run", source, "--model", tmp_path / "nowhere"], tmp_path, expect=6)
+    assert "nowhere" in one_line(done.stderr)
 
 
 @pytest.mark.parametrize("words", [["check", "--json"], ["check"], ["run", "--dry-run"]], ids=" ".join)
