@@ -13,7 +13,8 @@ from torch import Tensor
 from batchgen.kernels import filtering as pytorch
 from batchgen.kernels.gpu.filtering import filtered_scores
 from batchgen.kernels.gpu.sampling import SamplingTile
-from tests.kernels.gpu.sampled_rows import KINDS, SMALL, TINY, Params, logits_of, some
+from tests.kernels.gpu.sampled_rows import SMALL, TINY, Params, some
+from tests.kernels.logit_rows import MORE_KINDS, logits_of
 
 GRID: list[Params] = list(
     itertools.product(
@@ -32,7 +33,7 @@ def check(logits: Tensor, params: list[Params], tile: SamplingTile = SMALL) -> N
 
 
 @pytest.mark.field("temperature", "top_p", "top_k", "min_p")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MORE_KINDS)
 @pytest.mark.parametrize("vocab", [1, 63, 200])
 def test_scores_equal_pytorch(kind: str, vocab: int) -> None:
     params = some(GRID, 10, seed=vocab + len(kind))

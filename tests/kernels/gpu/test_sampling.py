@@ -16,7 +16,8 @@ from batchgen.kernels.gpu.sampling import SamplingTile, greedy, nan_rows, sample
 from batchgen.kernels.noise import row_keys
 from batchgen.kernels.sampling import SamplingColumns
 from batchgen.kernels.sampling_reference import sample_reference
-from tests.kernels.gpu.sampled_rows import KINDS, SMALL, TINY, Params, logits_of, some
+from tests.kernels.gpu.sampled_rows import SMALL, TINY, Params, some
+from tests.kernels.logit_rows import MORE_KINDS, logits_of
 
 WIDE = SamplingTile(block=256, capacity=128, spread=64, few_block=128, warps=4)
 
@@ -53,7 +54,7 @@ def expected(logits: Tensor, params: list[Params], seed: int = 0) -> list[int]:
 
 
 @pytest.mark.field("temperature", "top_k", "top_p", "min_p", "seed")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MORE_KINDS)
 @pytest.mark.parametrize("vocab", [1, 2, 63, 200])
 def test_mixed_rows_equal_the_reference(kind: str, vocab: int) -> None:
     params = some(GRID, 8, seed=vocab + len(kind))
