@@ -20,7 +20,7 @@ from batchgen.errors import OutputError, UsageError
 __all__ = ["check_chart", "draw_stored", "write_chart"]
 
 _KINDS: Final = (".png", ".svg")
-_NO_BARS: Final = "--chart: there are no bars to draw, because no engines are measured; leave it out"
+_NO_BARS: Final = "--chart: there are no bars to draw, because no engine has a rate; leave it out"
 _STYLE: Final = {"svg.fonttype": "none", "text.parse_math": False, "font.size": 9}
 _BAR_INCHES: Final = 0.34
 """Height of a bar in inches."""

@@ -64,5 +64,6 @@ def _parameter(name: str, value_type: Any, info: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-bench.__signature__ = inspect.Signature(_parameters())  # type: ignore[attr-defined]
-bench.__annotations__ = {parameter.name: parameter.annotation for parameter in _parameters()}
+_PARAMETERS = _parameters()
+bench.__signature__ = inspect.Signature(_PARAMETERS)  # type: ignore[attr-defined]
+bench.__annotations__ = {parameter.name: parameter.annotation for parameter in _PARAMETERS}

@@ -17,12 +17,9 @@ import pyarrow.types as pat
 from batchgen.data.read.input_files import InputFile
 from batchgen.data.write.schema import SCHEMA
 from batchgen.errors import UsageError
-from batchgen.request.fields import LOOKUP
+from batchgen.request.fields import ID_NAMES, LOOKUP
 
 __all__ = ["carried_columns", "carried_fields"]
-
-_ID_NAMES = frozenset({"id", "rid", "custom_id"})
-"""Id fields, which are carried if `--id-column` names another column."""
 
 
 def carried_fields(
@@ -39,7 +36,8 @@ def carried_fields(
     Raises:
         UsageError: a name is a column of the output, a field that the row uses, or missing from the input.
     """
-    free = _ID_NAMES if id_column is not None else frozenset()
+    # Ids are carried if `--id-column` names another column.
+    free = frozenset(ID_NAMES) if id_column is not None else frozenset()
     for name in names:
         if name in SCHEMA.names:
             raise UsageError(f"`--carry` {name}: the output has a column of that name; rename the field")

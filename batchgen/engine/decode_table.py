@@ -25,7 +25,7 @@ class DecodeTable:
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
-        self._sequence_ids = np.zeros(0, np.int64)  # [R] sequence numbers of the last step
+        self._sequence_ids = np.zeros(0, np.int64)  # [R] sequences of the last step
         self._slots = np.zeros(0, np.int64)  # [R]
         self._first_own = np.zeros(0, np.int64)  # [R] first own page of each row
         self._own_start = np.zeros(0, np.int64)  # [R] first position of the own pages
@@ -34,7 +34,7 @@ class DecodeTable:
         self._first_position = self._last_position = -2  # of the first and the last row
         self._plan_groups: list[PrefixGroup] | None = None
         self._groups: list[GroupPages] = []
-        self._number = np.zeros(0, np.int64)  # [slots] sequence whose pages are laid out; -1: none
+        self._sequence_id = np.zeros(0, np.int64)  # [slots] sequence whose pages are laid out; -1: none
         self._position = np.zeros(0, np.int64)  # [slots] position in the last step
         self._own_page = np.zeros(0, np.int64)  # [slots] first own page
         self._pages = np.zeros((0, 1), np.int64)  # [slots, W] own pages
@@ -91,7 +91,7 @@ class DecodeTable:
 
     def clear(self) -> None:
         """Forget all rows, after a step without decode rows."""
-        self._number[self._slots] = _EMPTY
+        self._sequence_id[self._slots] = _EMPTY
         self._sequence_ids = self._slots = np.zeros(0, np.int64)
 
     def _stale_rows(self, rows: DecodeRows, groups: list[PrefixGroup], slots: Int64) -> npt.NDArray[np.bool_] | None:
@@ -99,9 +99,9 @@ class DecodeTable:
         if groups is self._plan_groups and rows.sequence_ids is self._sequence_ids:
             return None
         self._reserve_slots(int(slots.max()) + 1)
-        stale: npt.NDArray[np.bool_] = self._number[slots] != rows.sequence_ids
-        self._number[self._slots] = _EMPTY
-        self._number[slots] = rows.sequence_ids
+        stale: npt.NDArray[np.bool_] = self._sequence_id[slots] != rows.sequence_ids
+        self._sequence_id[self._slots] = _EMPTY
+        self._sequence_id[slots] = rows.sequence_ids
         self._first_own = self._first_own_pages(len(rows), groups)
         self._own_start = self._first_own * self._page_size
         self._tail_pages = np.zeros(len(rows), np.int64)
@@ -134,10 +134,10 @@ class DecodeTable:
             self._pages = np.pad(self._pages, ((0, 0), (0, more + _SPARE)))
 
     def _reserve_slots(self, slots: int) -> None:
-        more = slots - len(self._number)
+        more = slots - len(self._sequence_id)
         if more > 0:
-            more = max(more, len(self._number))
-            self._number = np.pad(self._number, (0, more), constant_values=_EMPTY)
+            more = max(more, len(self._sequence_id))
+            self._sequence_id = np.pad(self._sequence_id, (0, more), constant_values=_EMPTY)
             self._position = np.pad(self._position, (0, more))
             self._own_page = np.pad(self._own_page, (0, more))
             self._pages = np.pad(self._pages, ((0, more), (0, 0)))

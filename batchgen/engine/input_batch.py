@@ -69,8 +69,8 @@ class InputBatch:
 
     def __init__(self) -> None:
         self.sequences: list[Sequence | None] = [None] * _INITIAL_SLOTS
-        self.number = np.full(_INITIAL_SLOTS, _EMPTY, np.int64)
-        """Sequence number; -1 if the slot is free or its sequence has ended."""
+        self.sequence_id = np.full(_INITIAL_SLOTS, _EMPTY, np.int64)
+        """Sequence id; -1 if the slot is free or its sequence has ended."""
         self.request = np.zeros(_INITIAL_SLOTS, np.int64)
         self.num_sampled = np.zeros(_INITIAL_SLOTS, np.int64)
         """Number of sampled tokens, including those that are not on the host yet."""
@@ -95,24 +95,24 @@ class InputBatch:
         """[slots, K] stop ids of plain sequences, padded with -1."""
         self._slot_of = np.zeros(_INITIAL_SLOTS, np.int64)
         self._free = list(range(_INITIAL_SLOTS - 1, -1, -1))
-        self._rows = BatchView(self, self.number[:0], self.number[:0])
+        self._rows = BatchView(self, self.sequence_id[:0], self.sequence_id[:0])
         self._version = 0
         """Incremented when a sequence ends."""
         self._cached: _CachedRows | None = None
 
-    def add(self, number: int, sequence: Sequence, *, plain: bool) -> None:
+    def add(self, sequence_id: int, sequence: Sequence, *, plain: bool) -> None:
         """Add a sequence. `plain`: the caller does not need its tokens one by one."""
         if not self._free:
             self._add_slots()
-        while number >= len(self._slot_of):
+        while sequence_id >= len(self._slot_of):
             self._slot_of = np.concatenate([self._slot_of, np.zeros_like(self._slot_of)])
-        slot = self._slot_of[number] = self._free.pop()
+        slot = self._slot_of[sequence_id] = self._free.pop()
         sequence.set_slot(self.num_sampled_at, slot)
         request, params = sequence.request, sequence.request.params
         stops = sequence.stops.stop_token_ids
         plain = plain and sequence.plain and len(stops) <= _MAX_STOP_IDS
         self.sequences[slot] = sequence
-        self.number[slot], self.request[slot] = number, request.index
+        self.sequence_id[slot], self.request[slot] = sequence_id, request.index
         self.num_sampled[slot] = self.last_token[slot] = self._num_tokens[slot] = 0
         # An infinite float32 would turn a masked token's score (-inf / inf) into NaN.
         self.temperature[slot] = min(params.temperature, _MAX_TEMPERATURE)
@@ -133,10 +133,10 @@ class InputBatch:
             self._stops[slot] = _EMPTY
             self._stops[slot, : len(stops)] = list(stops)
 
-    def remove(self, number: int) -> None:
+    def remove(self, sequence_id: int) -> None:
         """Remove a sequence and free its slot."""
-        slot = int(self._slot_of[number])
-        self.number[slot] = _EMPTY
+        slot = int(self._slot_of[sequence_id])
+        self.sequence_id[slot] = _EMPTY
         self.sequences[slot] = None
         self._version += 1
         self._free.append(slot)
@@ -145,9 +145,9 @@ class InputBatch:
         """Number of sampled tokens of the sequence in a slot."""
         return int(self.num_sampled[slot])
 
-    def slot(self, number: int) -> int:
+    def slot(self, sequence_id: int) -> int:
         """The slot of a running sequence."""
-        return int(self._slot_of[number])
+        return int(self._slot_of[sequence_id])
 
     def slots(self, sequence_ids: Int64) -> Int64:
         """[R] the slots of running sequences."""
@@ -160,9 +160,9 @@ class InputBatch:
             self._rows = BatchView(self, sequence_ids, self.slots(sequence_ids))
         return self._rows
 
-    def output_ids(self, number: int) -> npt.NDArray[Any]:
+    def output_ids(self, sequence_id: int) -> npt.NDArray[Any]:
         """[C] output ids of a sequence that are on the host."""
-        slot = int(self._slot_of[number])
+        slot = int(self._slot_of[sequence_id])
         if self._plain[slot]:
             return self._tokens[slot, : self._num_tokens[slot]]
         sequence = self.sequences[slot]
@@ -186,7 +186,7 @@ class InputBatch:
         if known is not None and known.rows is rows and known.version == self._version and not excluded:
             self.last_token[slots] = tokens
             return self._append_plain(slots, tokens, known.max_tokens, known.stops).tolist(), 0
-        live = self.number[slots] == rows.sequence_ids
+        live = self.sequence_id[slots] == rows.sequence_ids
         plain_live = live & self._plain[slots]
         if excluded:
             plain_live[list(excluded)] = False
@@ -220,9 +220,9 @@ class InputBatch:
             sequence.output_ids.extend(self._tokens[slot, : self._num_tokens[slot] - 1].tolist())
         return ends
 
-    def mark_ended(self, number: int) -> None:
+    def mark_ended(self, sequence_id: int) -> None:
         """Mark a sequence as ended: tokens that are still sampled for it are discarded."""
-        self.number[self._slot_of[number]] = _EMPTY
+        self.sequence_id[self._slot_of[sequence_id]] = _EMPTY
         self._version += 1
 
     def _reserve_tokens(self, width: int) -> None:
@@ -239,4 +239,4 @@ class InputBatch:
         for name, values in vars(self).items():
             if isinstance(values, np.ndarray) and name != "_slot_of":
                 setattr(self, name, np.concatenate([values, np.zeros_like(values)]))
-        self.number[count:] = _EMPTY
+        self.sequence_id[count:] = _EMPTY

@@ -19,6 +19,7 @@ from batchgen.engine.memory.oom import OOMSplitter, Part, out_of_memory
 from batchgen.engine.sampling.sampler import Sampler, StepSamples
 from batchgen.engine.step_batch import lay_out_step
 from batchgen.engine.workload import JobWorkload
+from batchgen.kernels.cpu.command_buffer import CommandBuffers
 from batchgen.kernels.types import Graphs
 from batchgen.plan.step_plan import PageCopy, StepPlan
 
@@ -185,11 +186,13 @@ def executors_for(context: ExecutorContext) -> list[Executor]:
     """The executors that the backend offers for the context's device, in order of preference."""
     found: list[Executor] = []
     for support in context.backend.executors:
-        if isinstance(support, Graphs):
-            if context.device.captures:
-                found.append(CudaGraphExecutor(context, support))
-        elif not context.device.asynchronous:  # an asynchronous device needs no thread
-            found.append(OverlappedCpuExecutor(context, support))
+        match support:
+            case Graphs():
+                if context.device.captures:
+                    found.append(CudaGraphExecutor(context, support))
+            case CommandBuffers():
+                if not context.device.asynchronous:  # an asynchronous device needs no thread
+                    found.append(OverlappedCpuExecutor(context, support))
     return [*found, EagerExecutor(context)]
 
 

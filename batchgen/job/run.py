@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from batchgen.data.read.input_set import InputSet, open_inputs
 from batchgen.data.view import read_totals
-from batchgen.data.write.committed import Committed
+from batchgen.data.write.committed import Committed, first_of_prompt
 from batchgen.data.write.durable_files import read_footer
 from batchgen.data.write.finish import finish
 from batchgen.data.write.parts import PartWriter, WriterStats
@@ -219,9 +219,7 @@ class _Job:
         A prompt counts once, however many texts are scored with it: its completions arrive as one group.
         """
         row, prompt = rows.table.row_index[~done], rows.table.prompt_index[~done]
-        first = np.ones(len(row), np.bool_)
-        first[1:] = (row[1:] != row[:-1]) | (prompt[1:] != prompt[:-1])
-        unfinished, prompts = np.unique(row[first], return_counts=True)
+        unfinished, prompts = np.unique(row[first_of_prompt(row, prompt)], return_counts=True)
         several = prompts > 1
         self.prompts_left = dict(zip(unfinished[several].tolist(), prompts[several].tolist(), strict=True))
         self.rows_done = rows.rows - len(unfinished)

@@ -20,13 +20,13 @@ from batchgen.errors import FingerprintError, InputError, UsageError
 from batchgen.job.preflight import CheckedJob, check_engine_model, reserved_paths
 from batchgen.job.setup import Setup, prepare
 from batchgen.request.embeds_store import EmbedsStore
+from batchgen.request.fields import ID_NAMES
 from batchgen.request.processors import LoadedProcessor, load_processors
 from batchgen.request.raw_row import STDIN, RawRow
 from batchgen.request.table import RequestTable
 
 __all__ = ["verify_job"]
 
-_ID_NAMES = ("id", "rid", "custom_id")
 _NAME_INPUTS = "Name the original files: batchgen verify OUT INPUT..."
 _MODEL_FACTS = ("model_digest", "tokenizer_digest", "template_digest", "eos_ids", "dtype", "implementation", "adapters")
 
@@ -185,7 +185,7 @@ def _replay(engine: Engine, setup: Setup, raw: RawRow, recorded: list[dict[str, 
 
 def _with_id(value: Mapping[str, Any], row_id: str) -> dict[str, Any]:
     """The row with the id that the output has for it, which `--on-duplicate-id suffix` may have changed."""
-    given = next((key for key in _ID_NAMES if value.get(key) is not None), _ID_NAMES[0])
+    given = next((key for key in ID_NAMES if value.get(key) is not None), ID_NAMES[0])
     return {**value, given: row_id}
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from batchgen.errors import UsageError
-from batchgen.kernels.attention.torch_attention import TorchAttention
+from batchgen.kernels.attention.torch_attention import TorchAttention, product_heights
 from batchgen.kernels.backend import DETERMINISTIC, Backend
 from batchgen.kernels.lora import LoraSegment, LoraStep
 from batchgen.kernels.types import AttentionBatch, ChunkPages, KVPool
@@ -69,6 +69,11 @@ class DeterministicModel:
                 "the batch"
             )
             raise UsageError(f"`--deterministic`: {reason}; leave the option out")
+        threads = torch.get_num_threads()
+        for layer in dict.fromkeys(model.spec.kv_layers):
+            group = max(1, model.spec.num_heads // layer.kv_heads)
+            if not product_heights(group, layer.key_dim, layer.value_dim, threads).invariant:
+                raise _batch_dependent(model, "or try `--cpu-threads 1`")
         self._model = model
         self._tile_sizes = _consistent_tile_sizes(model) if tile_sizes is None else tile_sizes
 

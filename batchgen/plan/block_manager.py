@@ -169,14 +169,14 @@ class BlockManager:
         self.allocator = allocator
         self._page_size = allocator.page_size
         self.stats = stats
-        self._cache_groups = cache_groups
+        self._page_bytes = cache_bytes(cache_groups, 1)
         self._capacity_bytes = cache_bytes(cache_groups, allocator.capacity)
         self._computed_to: dict[int, int] = {}
         """Evicted node -> the position it had been computed to."""
 
     def fits(self, pages: int) -> bool:
         """Whether `pages` pages in use at once fit into the pool."""
-        return cache_bytes(self._cache_groups, pages) <= self._capacity_bytes
+        return pages * self._page_bytes <= self._capacity_bytes
 
     def missing_path(self, node_id: int) -> list[int]:
         """Of a node and its ancestors, those that are not in the pool, topmost first."""

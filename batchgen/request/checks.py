@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ __all__ = [
     "nonempty_ids",
     "nonempty_string",
     "one_of",
+    "plain",
     "show",
     "string",
     "string_or_mapping",
@@ -220,6 +221,15 @@ def one_of(*values: str) -> Check:
         return value
 
     return check
+
+
+def plain(value: Any) -> Any:
+    """A Python mapping as a dict and another iterable as a tuple, which checks take as they are in JSON."""
+    if isinstance(value, Mapping):
+        return value if type(value) is dict else dict(value)
+    if type(value) in (list, tuple) or isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        return value
+    return tuple(value)
 
 
 def check_unicode(value: Any, name: str) -> None:

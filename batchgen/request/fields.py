@@ -7,12 +7,12 @@ Its value is checked first, so a wrong value is always `invalid_field`.
 from __future__ import annotations
 
 import difflib
+from functools import partial
 from typing import Any
 
 from batchgen.errors import ErrorCode, RowError
 from batchgen.request import field_checks
 from batchgen.request.checks import (
-    Check,
     Integer,
     boolean,
     mapping,
@@ -27,7 +27,7 @@ from batchgen.request.params import CONSTRAINT_KINDS, SAMPLING_FIELDS
 from batchgen.request.printable import printable
 from batchgen.request.prompts import embeddings
 
-__all__ = ["CONSTRAINTS", "FIELDS", "LOOKUP", "SOURCES", "Field", "Place", "unknown_field"]
+__all__ = ["CONSTRAINTS", "FIELDS", "ID_NAMES", "LOOKUP", "SOURCES", "Field", "Place", "unknown_field"]
 
 _ROW: tuple[Place, ...] = ("row",)
 _CHAT: tuple[Place, ...] = ("row", "chat")
@@ -40,24 +40,11 @@ def _noop_if(*values: Any) -> NoOpTest:
     return lambda value, given: value in values
 
 
-def _never(value: Any, given: Any) -> bool:
-    return False
-
-
 def _noop_if_empty(value: Any, given: Any) -> bool:
     return not value
 
 
-def _unsupported(
-    name: str,
-    check: Check,
-    places: tuple[Place, ...],
-    *,
-    requests_nothing: NoOpTest = _never,
-    remedy: str = "remove it",
-) -> Field:
-    return Field(name, check, places, supported=False, requests_nothing=requests_nothing, remedy=remedy)
-
+_unsupported = partial(Field, supported=False)
 
 _PROMPTS = (
     Field("id", field_checks.row_id, _ROW, aliases=("rid", "custom_id")),
@@ -123,6 +110,9 @@ _OPENAI = (
 
 FIELDS: tuple[Field, ...] = (*_PROMPTS, *SAMPLING_FIELDS, *_TRANSLATED, *_OPENAI)
 """All row fields. A name is listed twice if its values differ by place."""
+
+ID_NAMES = next(field.spellings for field in _PROMPTS if field.name == "id")
+"""Names of the row's id."""
 
 SOURCES = ("text", "input_ids", "input_embeds", "messages", "prompt")
 """Canonical names of the prompt fields; a row has exactly one."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from batchgen.errors import ErrorCode, RowError
-from batchgen.request.checks import Integer, boolean, invalid, one_of, show
+from batchgen.request.checks import Integer, boolean, invalid, one_of, plain, show
 
 if TYPE_CHECKING:
     from batchgen.request.params import SamplingParams
@@ -35,9 +35,10 @@ class HiddenStates:
 
     def __post_init__(self) -> None:
         name = "return_hidden_states"
-        if type(self.layers) not in (list, tuple) or not self.layers:
+        layers = plain(self.layers)
+        if type(layers) not in (list, tuple) or not layers:
             raise invalid(name, f"must have a list of integers as `layers`, got {show(self.layers)}")
-        object.__setattr__(self, "layers", tuple(_LAYER(name, layer) for layer in self.layers))
+        object.__setattr__(self, "layers", tuple(_LAYER(name, layer) for layer in layers))
         if len(set(self.layers)) != len(self.layers):
             raise invalid(name, "must name each layer once")
         one_of("prompt", "output", "all", "last")(name, self.tokens)

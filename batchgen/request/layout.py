@@ -50,8 +50,10 @@ class Layout:
     """(key, its field or None) in the row's order, without keys that contain fields."""
     others: tuple[tuple[str, Field | None], ...]
     """The same without fields that determine the parameter set."""
+    names: tuple[str, ...]
+    """Keys of the fields that determine the parameter set."""
     options: Callable[[Mapping[str, Any]], Any]
-    """Returns the values of the fields that determine the parameter set."""
+    """Returns the values of these fields."""
     containers: tuple[str, ...]
     """Keys that contain fields, or that no field of this place may have."""
     sources: tuple[str, ...]
@@ -76,6 +78,7 @@ def new_layout(kind: Kind, names: tuple[Any, ...]) -> Layout:
         place,
         entries,
         others=tuple(entry for entry in entries if entry[0] not in options),
+        names=tuple(options),
         options=itemgetter(*options) if options else _no_values,
         containers=tuple(name for name in names if name in _CONTAINERS[kind]),
         sources=tuple(name for name in SOURCES if any(field.name == name for field in known)),
@@ -96,12 +99,14 @@ def params_key(
 ) -> Hashable | None:
     """What determines the parameter set of a row in a run; None for values that are not plain JSON.
 
-    Types are part of it, because `logprobs: true` and `logprobs: 1` are equal in Python but differ in meaning.
+    Types are part of it, because `logprobs: true` and `logprobs: 1` are equal in Python but differ in meaning. The
+    layouts are not: with their unknown keys, which may be long, they would live as long as the cached set.
     """
     generates = [source[key] is None for key in layout.scoring] if layout.scoring else None
-    values = (layout.options(source), generates, None if inner is None else inner.options(nested))
+    within = (None, None) if inner is None else (inner.names, inner.options(nested))
+    values = (layout.options(source), generates, within[1])
     try:
         data = marshal.dumps(values, _PLAIN_MARSHAL)
     except ValueError:
         return None
-    return (layout, inner, data) if len(data) <= _MAX_KEY_BYTES else None
+    return (layout.place, layout.names, within[0], data) if len(data) <= _MAX_KEY_BYTES else None

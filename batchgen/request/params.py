@@ -17,6 +17,7 @@ from batchgen.request.checks import (
     mapping,
     nonempty_ids,
     nonempty_string,
+    plain,
     show,
     string,
     string_or_mapping,
@@ -407,7 +408,7 @@ def _stored(name: str, check: Check, value: Any) -> Any:
         return None if value == "{}" else value
     if name == "logit_bias" and type(value) is list:
         value = tuple(value)  # the stored pairs, read from JSON
-    checked = check(name, value)
+    checked = check(name, plain(value))
     if name in _JSON and type(checked) is dict:
         try:
             text = json.dumps(checked, ensure_ascii=False, separators=_DENSE)

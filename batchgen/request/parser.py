@@ -16,7 +16,7 @@ from typing import Any
 from batchgen.errors import ErrorCode, RowError
 from batchgen.request.checks import check_unicode, invalid, json_type, mapping, show
 from batchgen.request.completion import Dialect
-from batchgen.request.fields import SOURCES, Place
+from batchgen.request.fields import ID_NAMES, SOURCES, Place
 from batchgen.request.layout import Layout, new_layout, params_key
 from batchgen.request.params import SamplingParams
 from batchgen.request.prompts import EmbedsPrompt, Prompt, TextPrompt, TokenPrompt
@@ -43,7 +43,6 @@ _ENDPOINT_DEFAULTS: dict[Dialect, Mapping[str, Any]] = {
     "openai-chat": {"max_new_tokens": None},
 }
 _NATIVE_SOURCES = ("text", "prompt", "input_ids", "input_embeds", "messages")
-_ID_NAMES = ("id", "rid", "custom_id")
 
 
 def derive_seed(run_seed: int, row_id: str) -> int:
@@ -54,7 +53,7 @@ def derive_seed(run_seed: int, row_id: str) -> int:
 
 def row_id(value: Any, row_index: int) -> str:
     """Id of an output row, also for an invalid input row: the row's id if valid, otherwise `row-<index>`."""
-    found = [value[name] for name in _ID_NAMES if value.get(name) is not None] if isinstance(value, Mapping) else []
+    found = [value[name] for name in ID_NAMES if value.get(name) is not None] if isinstance(value, Mapping) else []
     if len(found) == 1 and type(found[0]) is str and not _has_surrogate(found[0]):
         return str(found[0])
     return f"row-{row_index}"

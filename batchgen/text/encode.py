@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from functools import lru_cache
 from itertools import islice
 from threading import Event
 from typing import Generic, Literal, NamedTuple, TypeVar
@@ -31,8 +32,7 @@ _BATCH_ROWS = 256
 _BATCH_CHARACTERS = 1 << 23  # a batch of long texts ends early, so that the encodings of two batches stay small
 _ID_FIELDS = tuple(field.name for field in SAMPLING_FIELDS if field.check in (checks.ids, checks.nonempty_ids))
 _DEFAULT_NEW_TOKENS = 128  # room for the output of a truncated prompt whose row sets no `max_new_tokens`
-
-
+_MAX_CHECKED = 256  # values that are remembered as checked
 _NO_STATES = CaptureSupport()
 
 
@@ -109,8 +109,8 @@ class Encoder:
         self._run_seed = run_seed
         self._fim = find_fim(tokenizer, vocab_size)
         self.grammars = grammars if grammars is not None else Grammars(tokenizer, vocab_size)
-        self._checked_bad_words: set[tuple[str | tuple[int, ...], ...]] = set()
-        self._checked_params: set[SamplingParams] = set()
+        self._check_params_once = lru_cache(_MAX_CHECKED)(self._check_params)  # an error is not remembered
+        self._check_bad_words_once = lru_cache(_MAX_CHECKED)(self._check_bad_words)
         self._limits = limits
 
     def encode_rows(
@@ -212,9 +212,7 @@ class Encoder:
     ) -> list[EncodedPrompt]:
         params = row.params
         seed = row.seed if row.seed is not None else derive_seed(self._run_seed, row.id)
-        if params not in self._checked_params:
-            self._check_params(params)
-            self._checked_params.add(params)
+        self._check_params_once(params)
         encoded = []
         for index, (prompt, (_, ids)) in enumerate(zip(row.prompts, results, strict=True)):
             if isinstance(ids, ErrorInfo):
@@ -256,14 +254,13 @@ class Encoder:
                 raise self._out_of_range(name, next(token for token in ids if token >= self._vocab_size))
         if params.logit_bias and params.logit_bias[-1][0] >= self._vocab_size:
             raise self._out_of_range("logit_bias", params.logit_bias[-1][0])
-        if params.bad_words and params.bad_words not in self._checked_bad_words:
-            self._check_bad_words(params.bad_words)
+        self._check_bad_words_once(params.bad_words)
         if params.top_logprobs_num > self._vocab_size:
             problem = f"must not exceed the vocabulary ({self._vocab_size}), got {params.top_logprobs_num}"
             raise RowError(ErrorCode.INVALID_FIELD, f"`top_logprobs_num` {problem}", "top_logprobs_num")
 
     def _check_bad_words(self, words: tuple[str | tuple[int, ...], ...]) -> None:
-        """Check a list of `bad_words`, once for each distinct list.
+        """Check a list of `bad_words`.
 
         Raises:
             RowError: `token_out_of_range`, or `invalid_field` for a word without tokens.
@@ -272,7 +269,6 @@ class Encoder:
         if largest >= self._vocab_size:
             raise self._out_of_range("bad_words", largest)
         bad_word_sequences(words, self._tokenizer, self._vocab_size)
-        self._checked_bad_words.add(words)
 
     def _add_bos(self, row: ParsedRow, prompt: Prompt, ids: list[int]) -> list[int]:
         """`ids` with the tokenizer's BOS in front of text, checked against the vocabulary.

@@ -191,8 +191,8 @@ def cached_conversion(cache: str, model: str, kind: str, build: Callable[[Path],
 
 
 def build_folder(folder: Path, build: Callable[[Path], object]) -> None:
-    """Build a folder, if it is missing, under a temporary name: a folder under its final name is complete."""
-    if folder.is_dir():
+    """Build a folder, if it is missing or empty, under a temporary name: what is under its final name is complete."""
+    if folder.is_dir() and any(folder.iterdir()):
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=folder.parent))

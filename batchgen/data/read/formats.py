@@ -32,7 +32,7 @@ class InputFormat:
     """(stream, file name) -> names and types of the columns, None if they cannot be read; None: rows may have any
     fields."""
     magic: bytes = b""
-    """First bytes of every file."""
+    """First bytes of every file that is not compressed."""
     compressed: bool = True
     """Whether files may also end in .gz or .zst; otherwise the stream is seekable."""
 

@@ -183,9 +183,9 @@ def _check_head(file: FoundInput, head: bytes) -> None:
     """Reject a file whose first bytes contradict its name."""
     path, format, compression = file
     assert format is not None
+    if not compression and not head.startswith(format.magic):
+        raise InputError(f"{path} is not a {format.name} file. Check where it came from, or rename it.")
     if not format.compressed:
-        if not head.startswith(format.magic):
-            raise InputError(f"{path} is not a {format.name} file. Check where it came from, or rename it.")
         return
     found = sniff_compression(head)
     if head and found != compression:

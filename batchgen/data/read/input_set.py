@@ -9,13 +9,13 @@ from batchgen.data.read.input_files import FoundInput, InputFile, describe_input
 from batchgen.data.read.jsonl import RowFilter
 from batchgen.data.read.selection import Selection
 from batchgen.errors import InputError, UsageError
+from batchgen.request.fields import ID_NAMES
 from batchgen.request.printable import encodable
 from batchgen.request.raw_row import STDIN, RawRow
 
 __all__ = ["InputSet", "open_inputs"]
 
 _PROMPT_FIELDS = ("text", "prompt")
-_ID_FIELDS = ("id", "rid", "custom_id")
 
 
 def open_inputs(found: Iterable[FoundInput]) -> InputSet:
@@ -124,7 +124,7 @@ def _rename(row: RawRow, prompt_column: str | None, id_column: str | None) -> Ra
             chat = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
             value["messages" if chat else "text"] = prompt
     if id_column is not None:
-        displaced |= {name: value.pop(name) for name in _ID_FIELDS if name in value}
+        displaced |= {name: value.pop(name) for name in ID_NAMES if name in value}
         if id_column in given:
             name = given[id_column]
             value["id"] = str(name) if type(name) is int else name

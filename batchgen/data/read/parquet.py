@@ -20,7 +20,7 @@ from batchgen.data.read.jsonl import RowFilter
 from batchgen.data.read.temporal import temporal_to_text
 from batchgen.errors import ErrorCode, InputError, RowError
 from batchgen.request.checks import Integer
-from batchgen.request.fields import FIELDS
+from batchgen.request.fields import FIELDS, ID_NAMES
 from batchgen.request.raw_row import RawRow
 
 __all__ = ["parquet_rows", "parquet_schema"]
@@ -31,7 +31,7 @@ Value = dict[str, Any] | RowError
 _BATCH_ROWS = 1024
 _LARGE_BATCH_ROWS = 16
 """Rows per batch for a file with embeddings."""
-_TEXT_COLUMNS = frozenset({"text", "prompt", "id", "rid", "custom_id"})
+_TEXT_COLUMNS = frozenset({"text", "prompt", *ID_NAMES})
 
 _INTEGER_FIELDS = frozenset(name for field in FIELDS if isinstance(field.check, Integer) for name in field.spellings)
 """Integer fields, in which 128.0 is read as 128: pandas stores an integer column with nulls as float64."""

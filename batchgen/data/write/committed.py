@@ -22,7 +22,7 @@ from batchgen.data.write.states import read_index, states_part
 from batchgen.data.write.work_folder import WorkFolder
 from batchgen.errors import BatchgenError, FingerprintError
 
-__all__ = ["Committed", "find_prompts", "read_keys"]
+__all__ = ["Committed", "find_prompts", "first_of_prompt", "read_keys"]
 
 _Keys = tuple[npt.NDArray[Any], ...]
 """(row_index, prompt_index, sample_index, is_error) of a file's rows, as stored."""
@@ -88,7 +88,7 @@ class Committed:
     @property
     def starts(self) -> npt.NDArray[np.int64]:
         """[prompts] position of the first row of each prompt."""
-        return np.flatnonzero(_first_of_prompt(self.row_index, self.prompt_index))
+        return np.flatnonzero(first_of_prompt(self.row_index, self.prompt_index))
 
     def without_failed_prompts(self) -> npt.NDArray[np.bool_]:
         """[N as read] bool: whether no sample of the row's prompt failed."""
@@ -128,7 +128,7 @@ def _committed(files: Iterable[_Keys]) -> Committed:
     row, prompt, sample, is_error = (np.concatenate(column) for column in columns)
     order = np.lexsort((sample, prompt, row))
     row, prompt, sample, is_error = row[order], prompt[order], sample[order], is_error[order]
-    first = _first_of_prompt(row, prompt)
+    first = first_of_prompt(row, prompt)
     duplicates = np.flatnonzero(~first[1:] & (sample[1:] == sample[:-1]))
     if len(duplicates):
         at = duplicates[0]
@@ -140,7 +140,8 @@ def _committed(files: Iterable[_Keys]) -> Committed:
     return Committed(row, prompt, sample, is_error, order.astype(np.int64), rows, prompts)
 
 
-def _first_of_prompt(row: npt.NDArray[np.int64], prompt: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+def first_of_prompt(row: npt.NDArray[np.int64], prompt: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+    """[N] which of the (row, prompt) pairs differ from the pair before them."""
     first = np.ones(len(row), np.bool_)
     first[1:] = (row[1:] != row[:-1]) | (prompt[1:] != prompt[:-1])
     return first

@@ -24,14 +24,14 @@ class OverlappedCpuExecutor(Executor):
     def __init__(self, context: ExecutorContext, support: CommandBuffers) -> None:
         super().__init__(context)
         self._thread = support.thread()
-        self._recordable = True
-        """False once a step of the model was not recorded completely"""
+        self._recordable: bool | None = None
+        """Whether the model's steps are recorded completely, as the first one shows; None: there was none"""
 
     def issue(self, step: Step) -> InFlight | None:
         """See `Executor.issue`."""
         context, sampling, threads = self.context, step.sampling, torch.get_num_threads()
         needs_more = context.captures or step.arrays.adapters is not None or step.arrays.embeds is not None
-        if not self._recordable or threads < 2 or needs_more or (sampling is not None and sampling.plain is None):
+        if self._recordable is False or threads < 2 or needs_more or (sampling is not None and sampling.plain is None):
             return None
         batch = step.arrays.upload(context.device)
         attention = context.backend.attention(context.pool, batch.attention)
@@ -40,11 +40,14 @@ class OverlappedCpuExecutor(Executor):
             with record_commands(threads) as commands:
                 sampled = self._record(step, batch, attention)
         except CannotRecord:
+            assert not self._recordable, "a model's steps are all recorded, or none"
             self._recordable = False
             return None
         # All layers are one command, and so are the head and sampling. What was not recorded ran too early.
-        if len(commands) != bool(step.copies) + feeds_samples + (1 if sampled is None else 3):
-            self._recordable = False
+        complete = len(commands) == bool(step.copies) + feeds_samples + (1 if sampled is None else 3)
+        assert complete or not self._recordable, "a kernel that was not recorded ran before the recorded ones"
+        self._recordable = complete
+        if not complete:
             return None
         if isinstance(attention, PooledAttention):
             context.attention.add(attention.counts)

@@ -58,7 +58,7 @@ class LogprobColumns:
     def append(self, rows: BatchView, found: StepLogprobs) -> None:
         """Append a step's logprobs; those of ended sequences are discarded."""
         slots = rows.slots[found.rows]
-        running = rows.batch.number[slots] == rows.sequence_ids[found.rows]
+        running = rows.batch.sequence_id[slots] == rows.sequence_ids[found.rows]
         if not running.all():
             slots, found = slots[running], found.of(running)
         if not len(slots):

@@ -6,17 +6,19 @@ Every query meets its keys in blocks of 64 positions that begin at multiples of 
     l' = exp(m - m') l + sum_j exp(s_j - m')
     o' = exp(m - m') o + sum_j exp(s_j - m') v_j
 
-and out = o / l at the end. Queries that read the same pages form an item of at most `_ROWS` rows, one per query and
-head of a key head, so that all products have one shape, whatever the step. A key that a query does not see has weight
-0, and a block of such keys changes nothing. So a query's result depends on its own keys only, bit for bit, if the bits
-of a product do not depend on the number of products in a call, which `models.deterministic` checks.
+and out = o / l at the end. Queries that read the same pages form an item, with a row per query and head of a key head.
+Products have one of two heights, few rows for decode rows and more for chunks, whatever the step. A key that a query
+does not see has weight 0, and a block of such keys changes nothing. So a query's result depends on its own keys only,
+bit for bit, if the bits of a product's row depend neither on the number of products in a call nor on their height;
+`product_heights` checks both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from functools import lru_cache
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -26,16 +28,56 @@ from torch import Tensor
 from batchgen.kernels.pooled import PooledAttention
 from batchgen.kernels.types import AttentionArgs, AttentionBatch, Ints, KVPool
 
-__all__ = ["TorchAttention"]
+__all__ = ["ProductHeights", "TorchAttention", "product_heights"]
 
 _BLOCK: Final = 64
 """Positions per block of keys."""
-_ROWS: Final = 16
-"""Rows of a product are a multiple of it: the heads of a query that share a key head, of as many queries as fit."""
+_LOW: Final = 16
+"""The height of a product is a multiple of it: the heads of a query that share a key head, of as many as fit."""
+_HIGH: Final = 64
+"""Height of the products of chunks, unless the heads of one query need more."""
 _MASKED: Final = -1e30
 """Score of hidden keys: finite, so that differences of two are not NaN."""
 _GATHERED_BYTES: Final = 32 << 20
 """Bytes of float32 keys and values gathered at once, unless one item needs more."""
+
+
+class ProductHeights(NamedTuple):
+    """Rows of a product."""
+
+    low: int
+    """For decode rows"""
+    high: int
+    """For chunks; `low` if the bits of a row differ between the two heights here"""
+    invariant: bool
+    """Whether the bits of a row do not depend on the number of products in a call"""
+
+
+@lru_cache(maxsize=256)
+def product_heights(group: int, key_dim: int, value_dim: int, threads: int) -> ProductHeights:
+    """The heights of products, as checked on this machine's CPU.
+
+    Args:
+        group: query heads per key head, all in one product.
+        key_dim: D.
+        value_dim: Dv.
+        threads: number of threads of the products; part of the cache key.
+    """
+    low = -(-group // _LOW) * _LOW
+    high = max(_HIGH, low)
+    generator = torch.Generator().manual_seed(group + key_dim)
+    keys, values = (torch.randn(1, _BLOCK, size, generator=generator) for size in (key_dim, value_dim))
+    queries = torch.randn(low * high, key_dim, generator=generator)
+    results = {}
+    for height in (low, high):
+        for count in (1, 3, 40):
+            made = []
+            for part in torch.split(queries.view(-1, height, key_dim), count):
+                scores = torch.bmm(part, keys.repeat(len(part), 1, 1).transpose(1, 2))
+                made.append(torch.bmm(torch.sigmoid(scores.double()).float(), values.repeat(len(part), 1, 1)))
+            results[height, count] = torch.cat(made).view(-1, value_dim)
+    invariant = all(torch.equal(result, results[height, 1]) for (height, _), result in results.items())
+    return ProductHeights(low, high if torch.equal(results[low, 1], results[high, 1]) else low, invariant)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +121,7 @@ class TorchAttention(PooledAttention):
         self._end = len(batch.slot_mapping) if end is None else end
         slots = batch.slot_mapping[self._start : self._end]
         self._slots = slots if height is None else F.pad(slots, (0, height - len(slots)))  # padding: the scratch page
-        self._plans: dict[tuple[int, int | None], _Items] = {}
+        self._plans: dict[tuple[int, int, int | None], list[tuple[int, _Items]]] = {}
 
     def tile(self, start: int, end: int, height: int) -> TorchAttention:
         """Attention of a tile of tokens; keys and values of all earlier tokens must be stored in every layer."""
@@ -94,11 +136,11 @@ class TorchAttention(PooledAttention):
         cache = self._pool.keys[layer], self._pool.values[layer]
         tokens, heads, kv_heads = *query.shape[:2], cache[0].shape[2]
         group = heads // kv_heads
-        rows = -(-group // _ROWS) * _ROWS
+        heights = product_heights(group, query.shape[2], cache[1].shape[3], torch.get_num_threads())
         out = query.new_zeros(tokens, heads, cache[1].shape[3], dtype=torch.float32)
         by_head = query.float().view(tokens, kv_heads, group, query.shape[2])  # [T, K, G, D]
         at_once = max(1, _GATHERED_BYTES // sum(4 * _BLOCK * kv_heads * x.shape[3] for x in cache))
-        for items in self._items(rows // group, args.window).parts(at_once):
+        for rows, items in self._items(heights, group, args.window, at_once):
             queries = _rows_of(by_head[items.tokens], rows)  # [I, K, M, D]
             positions = _rows_of(items.positions[..., None, None, None].expand(-1, -1, -1, group, -1), rows)
             found = self._attend(items, queries, positions[:, 0], cache, args)  # [I, K, M, Dv]
@@ -146,11 +188,16 @@ class TorchAttention(PooledAttention):
             sums += (_rows_of(sinks, rows)[..., 0] - largest).exp_()
         return out / sums[..., None]
 
-    def _items(self, most: int, window: int | None) -> _Items:
-        """Items of at most `most` queries, planned at the first layer that needs them."""
-        if (most, window) not in self._plans:
-            self._plans[most, window] = self._plan([*self._chunks(most), *self._decodes()], most, window)
-        return self._plans[most, window]
+    def _items(
+        self, heights: ProductHeights, group: int, window: int | None, at_once: int
+    ) -> Iterator[tuple[int, _Items]]:
+        """(height of the products, at most `at_once` items), planned at the first layer that needs them."""
+        key = heights.high // group, heights.low // group, window
+        if key not in self._plans:
+            chunks, decodes = self._plan([*self._chunks(key[0])], key[0], window), self._decodes()
+            self._plans[key] = [(heights.high, chunks), (heights.low, self._plan([*decodes], key[1], window))]
+        for height, items in self._plans[key]:
+            yield from ((height, part) for part in items.parts(at_once))
 
     def _chunks(self, most: int) -> Iterator[tuple[Ints, int, Ints]]:
         """The items of prefill chunks: flat tokens, position of the first, and pages."""

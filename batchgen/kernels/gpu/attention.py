@@ -145,7 +145,8 @@ class TritonAttention(PooledAttention):
         uploaded = self._list(heads, keys.dtype, args.window, groups_only=True)
         out = torch.empty(query.shape[0], heads.heads, heads.value_dim, dtype=torch.float32, device=query.device)
         lse = torch.empty(out.shape[:2], dtype=torch.float32, device=query.device)
-        run = _Run(self._tuning, uploaded, (query, keys, values), out, replace(args, sinks=None))
+        args = args if args.sinks is None else replace(args, sinks=None)
+        run = _Run(self._tuning, uploaded, (query, keys, values), out, args)
         run.launch_all()
         run.merge(out, lse)
         return out[self._batch.decode_start :], lse[self._batch.decode_start :]
