@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from time import sleep
 from typing import Any
 
 import pyarrow as pa
@@ -23,7 +23,7 @@ import pytest
 from batchgen.data.write.states import states_part
 from tests.e2e.mixed import ADAPTERS, PROCESSOR, mixed_rows
 from tests.e2e.rows import read, write_lines
-from tests.e2e.runner import interrupt, parts_of, run, start
+from tests.e2e.runner import parts_of, run, start
 from tests.models.adapters import KINDS, save_adapter
 
 ROWS = 110
@@ -48,11 +48,15 @@ class EveryRow:
     table: pa.Table
     states: pa.Table
     events: Events
-    seconds: float
-    """Time of the run."""
+    report: dict[str, Any]
 
     def command(self, out: Path | str = "out.parquet", events: str = "events.jsonl") -> list[Any]:
         return [*self.arguments, "--events", events, "-o", out]
+
+    @property
+    def seconds(self) -> float:
+        """Time of the run without that of imports."""
+        return float(sum(self.report["seconds"].values()))
 
 
 def job_lines() -> list[bytes | dict[str, Any]]:
@@ -69,13 +73,11 @@ def every(model: Path, tmp_path_factory: pytest.TempPathFactory) -> EveryRow:
     named = [word for name, path in adapters.items() for word in ("--lora", f"{name}={path}")]
     processor = ["--logit-processor", f"{PROCESSOR}=tests.e2e.processors:boost"]
     options = ["--deterministic", "--dtype", "float32", "--include-prompt", "--carry", "note,absent"]
-    arguments = ["run", source, "--model", model, *options, *named, *processor]
-    began = time.monotonic()
-    run([*arguments, *STEPS, "--events", "events.jsonl", "-o", "whole.parquet"], folder)
-    seconds = time.monotonic() - began
+    arguments = ["run", source, "--model", model, *options, *named, *processor, "--report", "-"]
+    report = run([*arguments, *STEPS, "--events", "events.jsonl", "-o", "whole.parquet"], folder).report
     states = pq.read_table(folder / "whole.hidden.parquet")
     events = events_of(folder / "events.jsonl")
-    return EveryRow(folder, arguments, processor, read(folder / "whole.parquet"), states, events, seconds)
+    return EveryRow(folder, arguments, processor, read(folder / "whole.parquet"), states, events, report)
 
 
 def events_of(path: Path) -> Events:
@@ -98,7 +100,8 @@ def assert_equal(actual: pa.Table, expected: pa.Table, ignore: tuple[str, ...] =
 
 
 def assert_finished(job: EveryRow, out: Path) -> None:
-    assert not out.with_name(out.name + ".work").exists()
+    names = {path.name for path in out.parent.iterdir() if not path.name.startswith(".")}
+    assert names == {out.name, "out.hidden.parquet", "events.jsonl"}
     assert_equal(read(out), job.table)
     assert_equal(pq.read_table(out.with_name("out.hidden.parquet")), job.states)
     assert events_of(out.with_name("events.jsonl")) == job.events
@@ -110,9 +113,12 @@ def committed(out: Path) -> list[dict[str, Any]]:
         count = int((pq.read_metadata(part).metadata or {}).get(b"batchgen.states", 0))
         assert states_part(part).exists() == (count > 0)
     rows = [row for part in parts_of(out) for row in pq.read_table(part).to_pylist()]
-    keys = [(row["row_index"], row["prompt_index"], row["sample_index"]) for row in rows]
-    assert len(set(keys)) == len(keys), "a row was committed twice"
+    assert len({*map(key, rows)}) == len(rows), "a row was committed twice"
     return rows
+
+
+def key(row: Mapping[str, Any]) -> tuple[int, int, int]:
+    return row["row_index"], row["prompt_index"], row["sample_index"]
 
 
 def sizes(out: Path) -> Mapping[str, tuple[int, int]]:
@@ -122,6 +128,39 @@ def sizes(out: Path) -> Mapping[str, tuple[int, int]]:
 
 def generated(rows: list[dict[str, Any]]) -> int:
     return sum((row["completion_tokens"] or 0) + (row["dropped_tokens"] or 0) for row in rows)
+
+
+def kill(job: EveryRow, out: Path, moment: float | Callable[[], bool]) -> bool:
+    """Run the job in small steps, `kill -9` after some seconds or as soon as a condition holds; False: it had ended."""
+    before = sizes(out)
+    process = start([*job.command(), *STEPS], out.parent)
+    while callable(moment) and process.alive and not moment():
+        sleep(0.0005)
+    killed = process.kill_after(0 if callable(moment) else moment)
+    if out.exists():  # killed while it removed the work folder, or ended before
+        assert_equal(read(out), job.table)
+    else:
+        assert sizes(out).items() >= before.items(), "a committed part was changed"
+    return killed
+
+
+def resume(job: EveryRow, out: Path) -> list[dict[str, Any]]:
+    """Run a killed job to its end, check report and results, and return the rows committed before."""
+    kept, finished = committed(out), out.exists()
+    report = run(job.command(), out.parent).report
+    assert_finished(job, out)
+    assert report["already_done"] == finished
+    if finished:
+        return kept
+    assert report["rows_resumed"] == len({row["row_index"] for row in kept})
+    done = {*map(key, kept)}
+    rest = [row for row in job.table.to_pylist() if key(row) not in done]
+    # A copy is generated only if its original was committed before.
+    own = [row for row in rest if row["dedup_of"] is None]
+    copies = [row for row in rest if row["dedup_of"] in {row["row_index"] for row in kept}]
+    least = generated(own) + generated([*{json.dumps(row["output_ids"]): row for row in copies}.values()])
+    assert least <= report["engine"]["sampled_tokens"] <= generated(own) + generated(copies)
+    return kept
 
 
 def test_the_job_has_every_kind_of_row(every: EveryRow) -> None:
@@ -138,38 +177,36 @@ def test_the_job_has_every_kind_of_row(every: EveryRow) -> None:
 
 
 def test_a_job_killed_in_every_phase_equals_one_that_was_not(every: EveryRow, tmp_path: Path) -> None:
-    """`kill -9` while rows are read, twice while they are generated, and while the output is written."""
+    """`kill -9` while rows are read, while they are generated, and while the output is written."""
     out, work = tmp_path / "out.parquet", tmp_path / "out.parquet.work"
-    phases: list[Callable[[], bool]] = [
-        lambda: (work / "tokenized" / "texts").exists(),
-        lambda: len(parts_of(out)) >= 2,
-        lambda: len(parts_of(out)) >= 8,
-        lambda: (work / "scratch" / "states.parquet").exists(),
-    ]
-    before: Mapping[str, tuple[int, int]] = {}
-    for reached in phases:
-        job = start([*every.command(), *STEPS], tmp_path)
-        while job.alive and not reached():
-            time.sleep(0.0005)
-        killed = job.kill_after(0)
-        assert killed or reached is phases[-1]
-        assert sizes(out).items() >= before.items() or out.exists(), "a committed part was changed"
-        before = sizes(out)
-        committed(out)
-    run(every.command(), tmp_path)
-    assert_finished(every, out)
+    assert kill(every, out, (work / "tokenized" / "texts").exists)
+    assert kill(every, out, lambda: len(parts_of(out)) >= 2)
+    kill(every, out, (work / "scratch" / "states.parquet").exists)
+    resume(every, out)
 
 
 def test_committed_rows_are_not_computed_again(every: EveryRow, tmp_path: Path) -> None:
     out = tmp_path / "out.parquet"
-    interrupt(every.command(), tmp_path, parts=4)
-    kept = committed(out)
-    report = run([*every.command(), "--report", "-"], tmp_path).report
-    assert_finished(every, out)
-    assert report["rows_resumed"] == len({row["row_index"] for row in kept}) >= 15
-    rest = generated(every.table.to_pylist()) - generated(kept)
-    assert 0 < report["engine"]["sampled_tokens"] <= rest
-    assert run([*every.command(), "--report", "-"], tmp_path).report["already_done"]
+    assert kill(every, out, lambda: sum(pq.read_metadata(part).num_rows for part in parts_of(out)) >= 60)
+    assert not out.exists()
+    assert 60 <= len(resume(every, out)) < len(every.table)
+
+
+def killed_until_done(job: EveryRow, folder: Path, rng: Random) -> int:
+    """Run the job with at most four kills at random moments, then to its end; return the number of kills."""
+    out = folder / "out.parquet"
+    hits = 0
+    for _ in range(rng.choice([1, 1, 2, 4])):
+        if out.exists() or not kill(job, out, rng.uniform(0.1, job.seconds)):
+            break
+        hits += 1
+    resume(job, out)
+    return hits
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_jobs_killed_at_random_moments(every: EveryRow, tmp_path: Path, seed: int) -> None:
+    killed_until_done(every, tmp_path, Random(seed))
 
 
 @pytest.mark.slow
@@ -179,16 +216,7 @@ def test_twenty_kills_at_random_moments(every: EveryRow, tmp_path: Path) -> None
     while hits < 20:
         folder = tmp_path / str(trial)
         folder.mkdir()
-        out = folder / "out.parquet"
-        for _ in range(rng.choice([1, 1, 2, 4])):
-            before = sizes(out)
-            if not start([*every.command(), *STEPS], folder).kill_after(rng.uniform(0.1, every.seconds)):
-                break
-            hits += 1
-            assert sizes(out).items() >= before.items() or out.exists()
-            committed(out)
-        run(every.command(), folder)
-        assert_finished(every, out)
+        hits += killed_until_done(every, folder, rng)
         shutil.rmtree(folder)
         trial += 1
         assert trial < 60, "the kills come too late to hit"

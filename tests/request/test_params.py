@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+from collections import OrderedDict
 from dataclasses import fields
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -51,6 +53,24 @@ def test_null_is_refused_or_none() -> None:
 def test_messages(name: str, value: Any, problem: str) -> None:
     with pytest.raises(RowError, match=re.escape(f"`{name}` {problem}")):
         SamplingParams(**{name: value})
+
+
+def test_any_iterable_and_mapping_of_python_is_accepted() -> None:
+    params = SamplingParams(
+        stop_token_ids=range(3, 5),  # type: ignore[arg-type]
+        stop={"a": 1, "b": 2}.keys(),  # type: ignore[arg-type]
+        logit_bias=MappingProxyType({5: 1}),  # type: ignore[arg-type]
+        json_schema=OrderedDict(type="object"),
+        choice=(text for text in ["x", "y"]),  # type: ignore[arg-type]
+        return_hidden_states=HiddenStates(layers=range(2)),  # type: ignore[arg-type]
+    )
+    assert params.stop_token_ids == (3, 4)
+    assert params.stop == ("a", "b")
+    assert params.logit_bias == ((5, 1.0),)
+    assert params.json_schema == '{"type":"object"}'
+    assert params.choice == ("x", "y")
+    assert params.return_hidden_states == HiddenStates(layers=(0, 1))
+    assert SamplingParams(stop_token_ids={7}).stop_token_ids == (7,)  # type: ignore[arg-type]
 
 
 def test_other_accepted_forms_are_normalised() -> None:

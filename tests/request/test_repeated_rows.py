@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -108,7 +111,36 @@ def test_more_layouts_and_parameter_sets_than_are_cached() -> None:
             row = parse_row({"text": "a", f"field{size}": 1, "max_new_tokens": size}, 0, defaults)
             assert (row.params.max_new_tokens, row.extra) == (size, {f"field{size}": 1})
     long = {"text": "a", "long" * 300: 1, "regex": "a" * 1000}
-    assert parse_row(long, 0, defaults) == parse_row(long, 0, defaults)
+    for _ in range(2):
+        assert parse_row(long, 0, defaults) == parse_row(long, 0, RowDefaults())
     for schema in ({"a": [True]}, {"a": [1]}, {"a": [1.0]}):
         found = parse_row(text(json_schema=schema), 0, defaults).params.json_schema
         assert found == str(schema).replace("'", '"').replace(" ", "").replace("True", "true")
+
+
+MANY: dict[str, tuple[Callable[[int], dict[str, Any]], int]] = {
+    "keys": (lambda i: text(**{f"field{i}": 1}), 200_000),
+    "long keys": (lambda i: text(**{"long" * 300 + str(i): 1}), 8_000),
+    "long keys with other parameters": (lambda i: text(**{"long" * 300 + str(i): 1}, max_new_tokens=i), 120_000),
+    "parameters": (lambda i: text(sampling_params={"max_new_tokens": i}), 110_000),
+    "seeds": (lambda i: text(sampling_params={"seed": i}), 8_000),
+}
+"""Rows that all differ, and the most bytes that may be kept of them: a few hundred sets of keys and of parameters."""
+
+
+@pytest.mark.parametrize("kind", MANY)
+def test_memory_for_rows_that_all_differ_is_bounded(kind: str) -> None:
+    row, most = MANY[kind]
+    defaults, kept = RowDefaults(), 0
+    parse_row(row(0), 0, defaults)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        for number in range(1, 5001):
+            parse_row(row(number), 0, defaults)
+            if number % 40 == 0 and number > 4000:
+                gc.collect()
+                kept = max(kept, tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert kept < most

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchgen.kernels.attention import torch_attention, work_items
-from batchgen.kernels.attention.torch_attention import TorchAttention
+from batchgen.kernels.attention.torch_attention import TorchAttention, product_heights
 from batchgen.kernels.cpu import attention, attention_list
 from batchgen.kernels.cpu.attention import CompiledAttention
 from batchgen.kernels.cpu.library import loaded
@@ -268,6 +268,13 @@ def test_a_token_of_several_blocks_has_the_same_bits_alone(
     step = b.build()
     check_alone(make, step, args_of(step, **options), 40, every=8)
     check_alone(make, step, args_of(step, **options), 1, every=51)
+
+
+@pytest.mark.parametrize(("group", "low", "high"), [(1, 16, 64), (3, 16, 64), (17, 32, 64), (70, 80, 80)])
+def test_heights_of_products_hold_the_heads_that_share_a_key_head(group: int, low: int, high: int) -> None:
+    found = product_heights(group, 64, 32, torch.get_num_threads())
+    assert found.low == low
+    assert found.high in (low, high)
 
 
 @both
