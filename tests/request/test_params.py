@@ -61,15 +61,14 @@ def test_any_iterable_and_mapping_of_python_is_accepted() -> None:
         stop={"a": 1, "b": 2}.keys(),  # type: ignore[arg-type]
         logit_bias=MappingProxyType({5: 1}),  # type: ignore[arg-type]
         json_schema=OrderedDict(type="object"),
-        choice=(text for text in ["x", "y"]),  # type: ignore[arg-type]
         return_hidden_states=HiddenStates(layers=range(2)),  # type: ignore[arg-type]
     )
     assert params.stop_token_ids == (3, 4)
     assert params.stop == ("a", "b")
     assert params.logit_bias == ((5, 1.0),)
     assert params.json_schema == '{"type":"object"}'
-    assert params.choice == ("x", "y")
     assert params.return_hidden_states == HiddenStates(layers=(0, 1))
+    assert SamplingParams(choice=(text for text in ["x", "y"])).choice == ("x", "y")  # type: ignore[arg-type]
     assert SamplingParams(stop_token_ids={7}).stop_token_ids == (7,)  # type: ignore[arg-type]
 
 
